@@ -39,7 +39,7 @@ FILES = (
     "tests/ops/test_cuda_attend.py",
     "tests/ops/test_cuda_chunk.py",
     "tests/ops/test_cuda_close.py",
-    "tests/ops/test_cuda_close_banded.py",
+    "tests/ops/test_cuda_store_banded.py",
     "tests/ops/test_cuda_close_codebook.py",
     "tests/ops/test_cuda_kvquant.py",
     "tests/ops/test_cuda_merge.py",

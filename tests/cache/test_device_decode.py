@@ -24,7 +24,7 @@ from kvbits.ops.cuda import decode as decode_cuda
 from kvbits.ops.cuda import paged_attention as paged_attention_cuda
 from kvbits.ops.cuda.engine import close as close_cuda
 from kvbits.ops.cuda.engine import device_plan
-from kvbits.ops.cuda.families.klt import close as close_banded
+from kvbits.ops.cuda.families.klt import store as store_banded
 from kvbits.ops.cuda.families.plain import close as close_plain
 from kvbits.quant.banded import steps
 from kvbits.spec import CacheSpec, LayerGeometry, Rotary
@@ -71,9 +71,9 @@ def gpu(emulated_list, monkeypatch, tmp_path_factory):
         return launcher(compiled(source, macros, "close_pages", "THREADS", folder, MEMORY)), int(macros["THREADS"])
 
     def close_bands(layout, dtype, device_index, appends=False):
-        macros = close_banded.defines(layout, dtype, appends)
-        source = Path(close_banded.__file__).parent / "close_banded.cu"
-        return launcher(compiled(source, macros, "close_banded", "THREADS", folder, MEMORY)), int(macros["THREADS"])
+        macros = store_banded.defines(layout, dtype, appends)
+        source = Path(store_banded.__file__).parent / "store_banded.cu"
+        return launcher(compiled(source, macros, "store_banded", "THREADS", folder, MEMORY)), int(macros["THREADS"])
 
     advance = lambda *_: launcher(compiled(engine / "advance.cu", {"THREADS": 64}, "advance", "THREADS", folder))  # noqa: E731
 
@@ -83,7 +83,7 @@ def gpu(emulated_list, monkeypatch, tmp_path_factory):
         return made
 
     for target, name, value in (
-        (device_plan, "load_kernel", attend), (close_plain, "load", close), (close_banded, "load", close_bands), (decode_cuda, "load_advance", advance), (paged_attention_cuda, "paged_attention", host_plan),
+        (device_plan, "load_kernel", attend), (close_plain, "load", close), (store_banded, "load", close_bands), (decode_cuda, "load_advance", advance), (paged_attention_cuda, "paged_attention", host_plan),
         (device_plan, "refuses", lambda *_: None), (close_cuda, "refuses_on", lambda *_: None), (decode, "BACKENDS", {"cpu": "cuda"}),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=3)),

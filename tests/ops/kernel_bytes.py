@@ -33,7 +33,7 @@ from kvbits.ops.cuda.engine.runtime import driver
 from kvbits.ops.cuda.engine.shape import Ask
 from kvbits.ops.cuda.families import family_of
 from kvbits.ops.cuda.families.codebook import close as close_codebook
-from kvbits.ops.cuda.families.klt import close as close_banded
+from kvbits.ops.cuda.families.klt import store as store_banded
 from kvbits.ops.cuda.families.klt import unpack as dequantize_banded
 from kvbits.ops.cuda.families.plain import close as close_packed
 from kvbits.ops.cuda.families.plain import unpack as unpacker
@@ -98,7 +98,7 @@ def _of_dtype(layout: PageLayout, low: LowLayout | None, dtype: torch.dtype, cap
             yield f"close {dtype}", "close_codebook.cu", close_codebook.defines(layout, dtype)
         elif layout.key.is_banded:
             for appends, warpgroups in ((False, False), (True, False), *([(False, True)] if capability == (9, 0) and layout.head_dim == 128 else [])):
-                yield f"close {dtype} {appends} {warpgroups}", "close_banded.cu", close_banded.defines(layout, dtype, appends, warpgroups)
+                yield f"close {dtype} {appends} {warpgroups}", "store_banded.cu", store_banded.defines(layout, dtype, appends, warpgroups)
         else:
             for appends in (False, True):
                 yield f"close {dtype} {appends}", "close.cu", close_packed.defines(layout, dtype, appends=appends)

@@ -24,7 +24,7 @@ from kvbits.ops.cuda.engine.runtime import driver
 from kvbits.ops.cuda.engine.shape import WIDE, Ask
 from kvbits.ops.cuda.families import family_of
 from kvbits.ops.cuda.families.codebook import close as close_codebook
-from kvbits.ops.cuda.families.klt import close as close_banded
+from kvbits.ops.cuda.families.klt import store as store_banded
 from kvbits.ops.cuda.families.klt import unpack as dequantize_banded
 from kvbits.ops.cuda.families.plain import close as close_cuda
 from kvbits.ops.cuda.families.plain import unpack as dequantize_cuda
@@ -228,7 +228,7 @@ def test_close_kernels_compile_without_spills(dtype, capability):
 
 def test_the_kernel_that_closes_banded_pages_compiles_before_hopper():
     klt = schemes.get("klt2")
-    compiled("close_banded.cu", close_banded.defines(layout_of(klt.key, klt.value), torch.bfloat16), (8, 0))
+    compiled("store_banded.cu", store_banded.defines(layout_of(klt.key, klt.value), torch.bfloat16), (8, 0))
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
@@ -327,7 +327,7 @@ def examples():
         "advance.cu": {"THREADS": decode.THREADS},
         "append.cu": append_cuda.DEFINES,
         "close.cu": close_cuda.defines(int8, torch.bfloat16),
-        "close_banded.cu": close_banded.defines(layout_of(schemes.get("klt3").key, schemes.get("klt3").value), torch.bfloat16),
+        "store_banded.cu": store_banded.defines(layout_of(schemes.get("klt3").key, schemes.get("klt3").value), torch.bfloat16),
         "close_codebook.cu": close_codebook.defines(nuq, torch.bfloat16),
         "dequantize.cu": dequantize_cuda.defines(int8, torch.bfloat16),
         "dequantize_banded.cu": dequantize_banded.defines(klt, torch.bfloat16),
@@ -351,11 +351,11 @@ def test_who_lets_the_next_kernel_start_before_it_has_ended(monkeypatch):
 
     monkeypatch.setattr(cuda_compile, "_library", ForPtx)
     int8, klt = layout_of(spec("int8"), spec("int8")), layout_of(schemes.get("klt3").key, schemes.get("klt3").value)
-    steps = {"close.cu": close_cuda.defines(int8, torch.bfloat16, appends=True), "close_banded.cu": close_banded.defines(klt, torch.bfloat16, True)}
+    steps = {"close.cu": close_cuda.defines(int8, torch.bfloat16, appends=True), "store_banded.cu": store_banded.defines(klt, torch.bfloat16, True)}
     made = [*examples().items(), *steps.items()]
     texts = {(name, defines.get("APPENDS", 0)): cuda_compile.compile_source(SOURCES[name], name, defines, "compute_90").cubin for name, defines in made}
     assert all(b".entry" in text for text in texts.values())
-    readers, writers = {("packed.cu", 0), ("banded.cu", 0), ("codebook.cu", 0)}, {("close.cu", 1), ("close_banded.cu", 1)}
+    readers, writers = {("packed.cu", 0), ("banded.cu", 0), ("codebook.cu", 0)}, {("close.cu", 1), ("store_banded.cu", 1)}
     assert {name for name, text in texts.items() if b"griddepcontrol.launch_dependents" in text} == readers | writers
     assert {name for name, text in texts.items() if b"griddepcontrol.wait" in text} == readers | writers | {("raw.cu", 0)}
 
@@ -398,7 +398,7 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
                 if scheme.key.has_codebook:
                     source, entry, macros = "close_codebook.cu", "close_codebook", close_codebook.defines(layout, dtype)
                 elif scheme.key.is_banded:
-                    source, entry, macros = "close_banded.cu", "close_banded", close_banded.defines(layout, dtype, appends)
+                    source, entry, macros = "store_banded.cu", "store_banded", store_banded.defines(layout, dtype, appends)
                 else:
                     source, entry, macros = "close.cu", "close_pages", close_cuda.defines(layout, dtype, appends=appends)
                 spills[entry, dtype, appends] = compiled(source, macros, capability).resources(entry).spill_bytes
@@ -411,7 +411,7 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
     # Closing banded pages keeps some 20 words a thread around its product where heads are widest, or so that one more block fits.
     # Attention over banded pages has 128 registers for each of 16 warps: a few words of a segment's start and end are kept in local memory, none of a page's.
     attend = 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 400 if scheme.key.is_banded else 0
-    most = {"attend": attend, "close_banded": 512, "dequantize_banded": 400 if head_dim == 256 else 0}
+    most = {"attend": attend, "store_banded": 512, "dequantize_banded": 400 if head_dim == 256 else 0}
     rows = {("close_pages", torch.float32, False): 128, ("close_pages", torch.float32, True): 128, ("close_codebook", torch.float32, False): 128}
     if not spills:
         pytest.skip(f"no CUDA kernel takes {name} at head_dim {head_dim}: {refuses(layout, limit)}")

@@ -20,9 +20,11 @@ from ....quant.qparams import require_finite
 from ....spec import PageLayout, QuantSpec
 from ...descriptor import DTYPES, STATIC, TORCH_NUMBERS, scale_kind
 from ...reference.append import STATUS_FIELDS, check_tokens
-from ...types import PageStore, SlotMapping
+from ...types import PageStore, SlotMapping, wider_scales
+from ..engine.family import Tokens
 from ..engine.runtime import driver
 from ..engine.side import as_float32, has_aligned_rows, side_arguments, with_aligned_rows
+from ..families import family_of
 
 THREADS = 128
 DEFINES = {"THREADS": THREADS}
@@ -41,13 +43,15 @@ def refuses(k: torch.Tensor, store: PageStore) -> str | None:
         return f"keys are {k.dtype}; the kernel takes float32, float16 and bfloat16"
     if why := driver.refuses(k.device):
         return why
-    return None if store.layout.is_raw else refuses_layout(store.layout, torch.cuda.get_device_capability(k.device))
+    return None if store.layout.is_raw else refuses_layout(store.layout, torch.cuda.get_device_capability(k.device), k.dtype)
 
 
-def refuses_layout(layout: PageLayout, capability: tuple[int, int] = (9, 0)) -> str | None:
-    """Why tokens cannot be stored one by one in pages of this layout on a device of this compute capability, or None."""
+def refuses_layout(layout: PageLayout, capability: tuple[int, int] = (9, 0), dtype: torch.dtype = torch.bfloat16) -> str | None:
+    """Why tokens of `dtype` cannot be stored one by one in pages of this layout on a device of this compute capability, or None."""
     if not layout.token_local:
         return f"tokens cannot be stored one by one as {layout.key}, {layout.value}"
+    if own := family_of(layout).stores:
+        return own.refuses_layout(layout, dtype)
     if layout.head_dim % 8 or layout.head_dim > MAX_HEAD_DIM:
         return f"head_dim={layout.head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
     if layout.page_size % 16:
@@ -157,6 +161,8 @@ def _load_store(layout: PageLayout, dtype: torch.dtype, tokens: int, device_inde
 
 def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
     """Compile and load what `store_tokens` launches, which cannot be done while a CUDA graph is captured."""
+    if own := family_of(layout).stores:
+        return own.prepare(layout, dtype, device)
     for tokens in (FEW, tokens_of_prompts(layout, dtype)):
         _load_store(layout, dtype, tokens, -1 if device.index is None else device.index)
 
@@ -170,6 +176,7 @@ def store_tokens(
     *,
     static: dict[str, torch.Tensor] | None = None,
     previous_page: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     turn: torch.Tensor | None = None,
     status: torch.Tensor | None = None,
 ) -> None:
@@ -179,10 +186,12 @@ def store_tokens(
         k, v: float32, float16 or bfloat16 [N, H, D] or [B, T, H, D] with N = B * T, last dim dense, rows at multiples of 16 bytes.
         pages: uint8 [num_pages, H, head_bytes] of a token-local layout, raw ones included; any distance from page to page.
         slot_mapping: int64 [N] on the device: page * page_size + place. Below 0: not stored. Past the pages: not stored either, and counted. No slot twice.
-        static: calibrated float32 `k_scale` .. `v_bias`, dense [H, groups or channels], for static specs.
+        static: calibrated float32 `k_scale` .. `v_bias`, dense [H, groups or channels], for static specs; `k_basis`, `k_offsets` and `k_inv_freq` for keys in a
+            calibrated basis.
         previous_page: int64 [N] on the device, for centred layouts: for a token that opens a page (place 0), the page before it in its sequence, full once this
             call is over, or a number below 0 where it is the first; other entries are not read. Tokens of one page must then follow each other in the order of
             their places, and tokens of the page before, if it is filled in this call, come just ahead; entries that are not stored may lie between.
+        starts: int32 [N] on the device, position of the first token of each token's page, for keys in a calibrated basis.
         turn: float32 on the device, by which a mean key is turned on: [3, D], `quant.rotary.turn_by` of page_size positions, or [D, D] for keys that were
             multiplied by a matrix after their rotary embedding (a mean is a row, multiplied from the left). None leaves it as it is.
         status: int32 [STATUS_FIELDS] on the device, added to: clamped elements of keys and values, whether scales overflowed, whether numbers were not finite,
@@ -191,23 +200,28 @@ def store_tokens(
     Raises:
         DataError: arguments that do not fit together.
     """
-    check_tokens(k, v, pages, layout, slot_mapping, static, previous_page, status)
+    check_tokens(k, v, pages, layout, slot_mapping, static, previous_page, starts, status)
     d = layout.head_dim
     if turn is not None and (turn.dtype != torch.float32 or tuple(turn.shape) not in ((3, d), (d, d)) or not turn.is_contiguous()):
         raise DataError(f"turn must be dense float32 [3, {d}] or [{d}, {d}], got {turn.dtype} {list(turn.shape)}")
     for name, x in (("k", k), ("v", v)):
         if not has_aligned_rows(x):
             raise DataError(f"rows of {name} must be dense and lie at multiples of 16 bytes, got strides {x.stride()}")
-    args = _StoreArgs(pages=pages.data_ptr(), page_stride=pages.stride(0), num_pages=len(pages))
-    _launch_store(args, k, v, layout, slot_mapping, previous_page, static or {}, turn, status)
+    to = Tokens(slot_mapping, starts, pages.data_ptr(), len(pages), pages.stride(0))
+    _launch_store(k, v, layout, to, previous_page, static or {}, turn, status)
 
 
 def _launch_store(
-    args: _StoreArgs, k: torch.Tensor, v: torch.Tensor, layout: PageLayout, slots: torch.Tensor, previous: torch.Tensor | None,
-    static: dict[str, torch.Tensor], turn: torch.Tensor | None, status: torch.Tensor | None,
+    k: torch.Tensor, v: torch.Tensor, layout: PageLayout, to: Tokens, previous: torch.Tensor | None, static: dict[str, torch.Tensor],
+    turn: torch.Tensor | None, status: torch.Tensor | None,
 ) -> None:  # fmt: skip
+    slots = to.slots
     if not len(slots):
         return
+    if own := family_of(layout).stores:
+        return own.store(k, v, layout, to, static, status)
+    args = _StoreArgs(pages=to.pages, page_stride=to.page_stride, num_pages=to.num_pages)
+    args.page_offset = None if to.page_offset is None else to.page_offset.data_ptr()
     args.slots, args.previous = slots.data_ptr(), None if previous is None else previous.data_ptr()
     args.turn, args.status = None if turn is None else turn.data_ptr(), None if status is None else status.data_ptr()
     args.turn_rows = 0 if turn is None else len(turn)
@@ -229,17 +243,17 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _slots(slot_mapping: SlotMapping, store: PageStore, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots and pages before, int64 [2, batch * tokens], and each page's bytes from the first slab's start, int64 [num_pages]. On the store's device, made once
-    per mapping, pool and shape."""
+def _slots(slot_mapping: SlotMapping, store: PageStore, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Slots and pages before, int64 [2, batch * tokens], positions of pages' first tokens, int32 [batch * tokens], and each page's bytes from the first slab's
+    start, int64 [num_pages]. On the store's device, made once per mapping, pool and shape."""
     base = store.slabs[0].data_ptr()
     key = ("slots", batch, tokens, store.layout.page_size, store.device, *((s.data_ptr() - base, s.stride(0), s.shape[0]) for s in store.slabs))
     found = slot_mapping.tables.get(key)
     if found is None:
-        both = np.full((2, batch * tokens), -1)
-        row, token, page, slot, before = slot_mapping.tokens.T
-        both[:, row * tokens + token] = page * store.layout.page_size + slot, before
-        found = tuple(upload(x, store.device) for x in (both, store.addresses() - base))
+        all_of = np.full((3, batch * tokens), -1)
+        row, token, page, slot, before, start = slot_mapping.tokens.T
+        all_of[:, row * tokens + token] = page * store.layout.page_size + slot, before, start
+        found = tuple(upload(x, store.device) for x in (all_of[:2], all_of[2].astype(np.int32), store.addresses() - base))
         slot_mapping.tables[key] = found
     return found
 
@@ -252,9 +266,9 @@ def _append_packed(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapp
     k, v = with_aligned_rows(k), with_aligned_rows(v)
     waits = k.shape[1] > 1
     status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device) if waits else None
-    (slots, previous), offsets = _slots(slot_mapping, store, *k.shape[:2])
-    args = _StoreArgs(pages=store.slabs[0].data_ptr(), page_offset=offsets.data_ptr(), num_pages=store.num_pages)
-    _launch_store(args, k, v, layout, slots, previous, store.static, store.turn, status)
+    (slots, previous), starts, offsets = _slots(slot_mapping, store, *k.shape[:2])
+    to = Tokens(slots, starts, store.slabs[0].data_ptr(), store.num_pages, page_offset=offsets)
+    _launch_store(k, v, layout, to, previous, store.static, store.turn, status)
     return status
 
 
@@ -276,7 +290,7 @@ def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: Slo
         if found[4 + i]:
             require_finite(x, name)
         if found[2 + i]:
-            raise DataError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; use scale_dtype='float32' or 'bfloat16'")
+            raise DataError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; {wider_scales(spec) or 'keep the layer raw (an Override)'}")
     return {kind: found["kv".index(kind)] for kind, _ in _packed_sides(layout)}
 
 

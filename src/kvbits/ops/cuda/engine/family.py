@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -55,6 +56,37 @@ class Unpacks(Protocol):
         """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default what the store says."""
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """Where tokens go in anybody's token-local pages, on their device.
+
+    Attributes:
+        slots: int64 [N]: page * page_size + place; below 0: not stored; past the pages: not stored either, and counted.
+        starts: int32 [N], position of the first token of each token's page, for keys that are turned back.
+        pages: address of the first page; page_offset: int64 [num_pages], bytes from there to each page; None: `page_stride` bytes apart.
+    """
+
+    slots: torch.Tensor
+    starts: torch.Tensor | None
+    pages: int
+    num_pages: int
+    page_stride: int = 0
+    page_offset: torch.Tensor | None = None
+
+
+class Stores(Protocol):
+    """Writes tokens by themselves, launching only."""
+
+    def refuses_layout(self, layout: PageLayout, dtype: torch.dtype | None) -> str | None:
+        """Why tokens of `dtype` cannot be stored in pages of a layout, or None."""
+
+    def prepare(self, layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile and load what `store` launches."""
+
+    def store(self, k: torch.Tensor, v: torch.Tensor, layout: PageLayout, to: Tokens, static: dict[str, torch.Tensor], status: torch.Tensor | None) -> None:
+        """k, v: [N, H, D] or [B, T, H, D], rows at multiples of 16 bytes; status: int32 [7] as `append.tokens.store_tokens` has it, or None."""
+
+
 class Refuses(Protocol):
     """Why pages cannot be closed from, or unpacked to, rows of a dtype, or None."""
 
@@ -67,11 +99,13 @@ class Family:
     Attributes:
         folds: its attention kernel does as much again with half of its columns where there are at most `shape.FOLD_COLUMNS`.
         steps: None, or why its pages are not closed in decode steps on the device.
+        stores: what writes single tokens to its pages; None: store_tokens.cu of plain formats does.
         always_unpacks: whether pages are unpacked to 16-bit rows where the attention kernel refuses them.
     """
 
     folds = False
     steps: str | None = None
+    stores: Stores | None = None
     always_unpacks = False
     refuses_closing: Refuses
     refuses_unpacking: Refuses

@@ -45,23 +45,28 @@ DEVICE void write_lanes(unsigned char* out, const u32 (&codes)[D / BAND], int to
     }
 }
 
-/// Writes a plane whose words no thread holds, from shared.codes: a byte each, [token][channel].
+/// Four bytes of a plane's row from byte r on, from shared.codes: a byte each, [token][channel].
+template <class S, int BITS, class Shared>
+DEVICE u32 plane_word(const Shared& shared, int token, int r) {
+    constexpr int CHANNELS = S::channels(BITS), ROW_BYTES = plane_row<S>(BITS);
+    constexpr u64 MAP = S::bands(BITS, false), SHIFTS = S::bands(BITS, true);
+    u32 w = 0;
+#pragma unroll
+    for (int f = 0; f < 8 / BITS; ++f) {
+        const int channel = r + f * ROW_BYTES, at = channel / BAND * 4;
+        if (channel >= CHANNELS) continue;
+        const u32 codes = *reinterpret_cast<const u32*>(&shared.codes[token][int(MAP >> at & 15) * BAND + channel % BAND]);
+        w |= (codes >> int(SHIFTS >> at & 15) & ((1u << BITS) - 1) * 0x01010101u) << BITS * f;
+    }
+    return w;
+}
+
+/// Writes a plane whose words no thread holds.
 template <class S, int BITS, class Shared>
 DEVICE void write_shared(unsigned char* out, const Shared& shared) {
     constexpr int CHANNELS = S::channels(BITS), ROW_BYTES = plane_row<S>(BITS);
     if constexpr (CHANNELS > 0 && !in_lanes<S>(BITS)) {
-        constexpr u64 MAP = S::bands(BITS, false), SHIFTS = S::bands(BITS, true);
-        write_rows<S::VALUES, ROW_BYTES>(out + S::offset(BITS), [&](int token, int r) {
-            u32 w = 0;
-#pragma unroll
-            for (int f = 0; f < 8 / BITS; ++f) {
-                const int channel = r + f * ROW_BYTES, at = channel / BAND * 4;
-                if (channel >= CHANNELS) continue;
-                const u32 codes = *reinterpret_cast<const u32*>(&shared.codes[token][int(MAP >> at & 15) * BAND + channel % BAND]);
-                w |= (codes >> int(SHIFTS >> at & 15) & ((1u << BITS) - 1) * 0x01010101u) << BITS * f;
-            }
-            return w;
-        });
+        write_rows<S::VALUES, ROW_BYTES>(out + S::offset(BITS), [&](int token, int r) { return plane_word<S, BITS>(shared, token, r); });
     }
 }
 

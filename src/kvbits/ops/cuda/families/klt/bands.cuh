@@ -51,7 +51,7 @@ DEVICE float level(u32 code, int width) { return float(code) - float((1 << width
 
 /// Four neighbouring threads have two tokens, eight apart: of every band each of them four channels, as the matrix units want them and give them back.
 constexpr int BANDS = D / BAND, LANES = 4, TOKENS = 2;
-static_assert(THREADS % (PAGE * LANES / TOKENS) == 0 && D % BAND == 0 && PAGE % 16 == 0, "four threads have two tokens, of a page or of each of several");
+static_assert(THREADS % 32 == 0 && D % BAND == 0 && PAGE % 16 == 0, "four threads have two tokens, a warp has 16");
 using Token = float[BANDS][4];
 DEVICE int thread_token(int r) { return int(threadIdx.x) / 32 * 16 + r * 8 + int(threadIdx.x) % 32 / LANES; }
 

@@ -1,6 +1,6 @@
 // Pages of banded codes to 16-bit rows, for attention of many queries: one block per (page, kv head, keys or values), the pages of a head side by side.
 //
-// Threads have tokens as those of close_banded.cu. Codes of a calibrated basis are multiplied with its inverse on the matrix units: halves of odd numbers are exact
+// Threads have tokens as those of store_banded.cu. Codes of a calibrated basis are multiplied with its inverse on the matrix units: halves of odd numbers are exact
 // in float16, the inverse is two float16 numbers, high and low (columns over powers of two first); scale and offsets come after. What is written is off by
 // less than 2**-18 of sum |y| |A^-1| before it is rounded.
 #include "bands.cuh"
@@ -11,7 +11,7 @@ struct Args {
     const i64* page_address;     // [n], layer 0, kv head 0
     const int2* rows;            // [n]: first output row, tokens
     u16* out[2];                 // keys, values [rows, H, D] in OUT_TYPE
-    const uint4* operands;       // of the inverse of the basis, as struct Args of close_banded.cu has them
+    const uint4* operands;       // of the inverse of the basis, as struct Args of store_banded.cu has them
     const float* column;         // [H][D]
     const float* offsets;        // [H][OFFSETS][D], times the inverse: what keys were stored less, in the frame
     const float2* turns;         // [D / 2] of side.py's turns_of

@@ -18,7 +18,8 @@ from ...engine.runtime import driver
 from ...engine.shape import RAW_TOKENS, Ask, Kernel
 from ...engine.side import turns_on
 from ..plain.family import walked_planes
-from . import close, unpack
+from . import store as writer
+from . import unpack
 from .operands import band_defines, banded_sides, basis_on
 
 HEAD_DIMS = (64, 128, 256)
@@ -33,8 +34,8 @@ class Klt(Family):
     """See above."""
 
     folds = always_unpacks = True
-    refuses_closing, refuses_unpacking = staticmethod(close.refuses_layout), staticmethod(unpack.refuses_layout)
-    close, first, unpacker = staticmethod(close.launch), staticmethod(close.first_positions), unpack.BandedUnpacker
+    refuses_closing, refuses_unpacking = staticmethod(writer.refuses_layout), staticmethod(unpack.refuses_layout)
+    close, first, unpacker, stores = staticmethod(writer.launch), staticmethod(writer.first_positions), unpack.BandedUnpacker, writer
 
     def serves(self, layout: PageLayout) -> bool:
         return layout.key.is_banded or layout.value.is_banded
@@ -78,9 +79,9 @@ class Klt(Family):
     def step(
         self, store: PageStore, dtype: torch.dtype, device_index: int, num_sequences: int, tail_starts: torch.Tensor | None
     ) -> tuple[driver.Kernel, int, Any]:
-        args = close.StepArgs(num_pages=num_sequences, pages_each=1)
-        close.set_static(args, store, tail_starts)
-        return *close.load(store.layout, dtype, device_index, True), args
+        args = writer.StepArgs(num_pages=num_sequences, pages_each=1)
+        writer.set_static(args, store.layout, store.static, store.device, tail_starts)
+        return *writer.load(store.layout, dtype, device_index, True), args
 
 
 def _refuses_attention(layout: PageLayout, num_columns: int) -> str | None:

@@ -15,9 +15,9 @@ RESIDENT_THREADS = {64: 640, 128: 384, 256: 256}
 for the one before: closing with 640 threads at head_dim 128 takes half as long again on an H200."""
 
 
-def resident(layout: PageLayout) -> int:
-    """Blocks of a multiprocessor that close or unpack pages, of two threads a token."""
-    return max(1, next(n for most, n in RESIDENT_THREADS.items() if layout.head_dim <= most) // (layout.page_size * 2))
+def resident(layout: PageLayout, tokens: int) -> int:
+    """Blocks of a multiprocessor that store or unpack so many tokens each, by two threads a token."""
+    return max(1, next(n for most, n in RESIDENT_THREADS.items() if layout.head_dim <= most) // (tokens * 2))
 
 
 def banded_sides(layout: PageLayout) -> str | None:
@@ -35,7 +35,7 @@ def banded_arguments(layout: PageLayout, kind: str) -> str:
 
 
 def refuses_bands(layout: PageLayout) -> str | None:
-    """Why the kernels that close and unpack banded pages do not take a layout, or None."""
+    """Why the kernels that store and unpack banded codes do not take a layout, or None."""
     d, step = layout.head_dim, 32 if layout.key.basis == "calibrated" else BAND
     for kind, spec in (("keys", layout.key), ("values", layout.value)):
         if not spec.is_banded:
@@ -62,7 +62,8 @@ def basis_on(static: Mapping[str, torch.Tensor], device: torch.device) -> torch.
 
 
 def basis_operands(inverse: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
-    """struct InverseBasis of banded_queries.cuh for every head of `inverse` [H, D, D] and `offsets` [H, 5, D] (None: zeros): int32 [H, D * D / 2 + 4 + 5 D / 2].
+    """struct InverseBasis of banded_queries.cuh for every head of `inverse` [H, D, D] and `offsets` [H, 5, D] (None: zeros):
+    int32 [H, D * D / 2 + 4 + 5 D / 2].
 
     Queries come with channels (8 i .. 8 i + 7) and those D / 2 further on as the 16 numbers of step i.
     """

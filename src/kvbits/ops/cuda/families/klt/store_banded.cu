@@ -1,5 +1,5 @@
-// Raw keys and values to pages of banded codes in one launch: a block closes keys or values of one page or several of a kv head. docs/reference/formats.md says what is
-// stored, kvbits/quant/{basis,banded}.py define it.
+// Keys and values to pages of banded codes in one launch, each token by itself: a block stores keys or values of a kv head, of whole pages that close, or with STORES of
+// tokens wherever their slots are. docs/reference/formats.md says what is stored, kvbits/quant/{basis,banded}.py define it.
 //
 // Four neighbouring threads have two tokens, eight apart: of every band each of them four channels, as the matrix units want them and give them back, and so that
 // a band's width is known when this is compiled. From the raw rows to the planes' words all stays in registers, but for the operands of a product.
@@ -12,19 +12,26 @@
 #include "quad.cuh"
 #include "step.cuh"
 
-constexpr int WARPS = THREADS / 32, HALF = D / 2;
-constexpr int ROW = D + 16;  // of a token in shared memory: keeps threads of a warp off each other's banks
+constexpr int WARPS = THREADS / 32, HALF = D / 2, IN_BLOCK = THREADS / 2;  // tokens at a time
 
 struct Args {
-    const void* x[2];             // keys, values [n, H, PAGE, D], strides in elements, last dense, rows at multiples of 16 bytes
+    const void* x[2];             // keys, values, last dim dense, rows at multiples of 16 bytes, strides in elements: [n, H, PAGE, D], STORES: [n / row_tokens, row_tokens, H, D]
     i64 stride[2][3];
     const i64* page_address;      // [n]
     const uint4* basis;           // operands of the matrix units, see side.py: of a warp or, with WARPGROUPS, of four; columns over `column`
     const float* column;          // [H][D]
+    const float* offsets;         // [H][OFFSETS][D]: what is taken off keys in the basis
     const float2* turns;          // [D / 2] turns per position, see turn.cuh
-    const int* starts;            // [n]: position of each page's first token; in a decode step of the one behind its last
-    Status* status;
-    int num_pages, num_heads, head_bytes, pages_each;  // of a block
+    const int* starts;            // [n]: position of the first token of each page (STORES: of each token's); in a decode step of the one behind its last
+    Status* status;               // STORES: may be null, and skipped entries are counted behind it
+    int num_pages, num_heads, head_bytes, pages_each;  // pages, or with STORES IN_BLOCK tokens, and how many of them a block has
+#if STORES
+    const i64* slots;             // [num_tokens]: page * PAGE + place; below 0: not stored
+    const i64* page_offset;       // bytes from `pages` of each page; null: page_stride apart
+    unsigned char* pages;
+    i64 page_stride, pages_there;
+    int num_tokens, row_tokens;
+#endif
 #if APPENDS
     Step step;                    // `page` counts sequences
 #endif
@@ -32,70 +39,50 @@ struct Args {
 
 struct Shared {
 #if WARPGROUPS
-    union {
-        unsigned char basis[D * D * 4];
-        float x[PAGE * ROW];
-    };
-    union {
-        float sums[WARPS][D];
-        unsigned char codes[PAGE][CODE_STRIDE];
-    };
+    unsigned char basis[D * D * 4];
+    unsigned char codes[IN_BLOCK][CODE_STRIDE];
 #else
     union {
         uint4 operands[BANDS][2][THREADS];  // of a thread's tokens, high and low
-        float x[PAGE * ROW];
-        unsigned char codes[PAGE][CODE_STRIDE];
+        unsigned char codes[IN_BLOCK][CODE_STRIDE];
     };
-    float sums[WARPS][D];
 #endif
-    float mean[D], column[D], cosine[HALF], sine[HALF];
+    float column[D], cosine[HALF], sine[HALF];
     u32 most[WARPS];  // of a warp's keys, the bits of a float
+#if STORES
+    unsigned char* page[IN_BLOCK];  // of each token
+    int place[IN_BLOCK], start[IN_BLOCK];  // in it, -1: not stored; position of its first token
+#endif
 };
 
-/// What cosines, sines and columns in shared memory are now: of which frame, turns over and columns times 2**exponent.
+constexpr bool WHOLE_PAGES = !STORES || IN_BLOCK == PAGE;  // that a block can store at once
+
+/// The tokens that a block stores at a time.
+struct Tokens {
+    unsigned char* out;           // the page that they all are, in order; null: shared.page has the page of each
+    int start, first;             // position of its first token; STORES: number of the first of them
+
+    DEVICE int place_of(const Shared& shared, int token) const {
+#if STORES
+        if (!out) return shared.place[token];
+#endif
+        return token;
+    }
+    DEVICE int start_of(const Shared& shared, int token) const {
+#if STORES
+        if (!out) return shared.start[token];
+#endif
+        return start;
+    }
+};
+
+/// What cosines, sines and columns in shared memory are now: of which frame (ANY: of none, tokens are turned one by one), turns over and columns times 2**exponent.
 struct Scaled {
+    static constexpr int ANY = -2;
     int frame = -1, exponent = -9;  // good for keys up to 4 .. 64
 };
 
 DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
-
-/// Stores the channels' means, mean_of(channel) each, and takes them off; COLUMNS: off the numbers times their channel's `shared.column`.
-template <class S, bool COLUMNS, class MeanOf>
-DEVICE void take_means(Token (&x)[TOKENS], int j, unsigned char* out, Shared& shared, bool& overflow, MeanOf mean_of) {
-#pragma unroll 1
-    for (int ch = threadIdx.x; ch < D; ch += THREADS) {
-        const float mean = rounded<FLOAT16>(mean_of(ch));
-        overflow |= !finite(mean);
-        store<FLOAT16>(out + S::MEAN_OFFSET, ch, mean);
-        shared.mean[ch] = mean;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < BANDS; ++i) {
-        const float4 m = four_at(shared.mean, i, j), c = COLUMNS ? four_at(shared.column, i, j) : float4{1.f, 1.f, 1.f, 1.f};
-        const float mean[4] = {m.x, m.y, m.z, m.w}, column[4] = {c.x, c.y, c.z, c.w};
-#pragma unroll
-        for (int r = 0; r < TOKENS; ++r)
-#pragma unroll
-            for (int k = 0; k < 4; ++k) x[r][i][k] = fmaf(x[r][i][k], column[k], -mean[k]);  // a column is a power of two: one rounding
-    }
-}
-
-/// Takes the channels' means off, as the reference does: sums in float64, of rows in shared memory.
-template <class S>
-DEVICE void subtract_mean(Token (&x)[TOKENS], int j, unsigned char* out, Shared& shared, bool& overflow) {
-#pragma unroll
-    for (int r = 0; r < TOKENS; ++r)
-#pragma unroll
-        for (int i = 0; i < BANDS; ++i)
-            *reinterpret_cast<float4*>(&shared.x[thread_token(r) * ROW + i * BAND + j * 4]) = {x[r][i][0], x[r][i][1], x[r][i][2], x[r][i][3]};
-    __syncthreads();
-    take_means<S, false>(x, j, out, shared, overflow, [&](int ch) {
-        double sum = 0;
-        for (int t = 0; t < PAGE; ++t) sum += shared.x[t * ROW + ch];
-        return float(sum / PAGE);
-    });
-}
 
 /// A thread's part of its tokens, turned back by the frame, as operands of the matrix units: take(band, high, low).
 template <class Take>
@@ -130,8 +117,23 @@ DEVICE void write_turns(const Args& a, Shared& shared, const Scaled& scaled) {
     const float over = power_of_two(-scaled.exponent);
 #pragma unroll 1
     for (int i = threadIdx.x; i < HALF; i += THREADS) {
-        const float2 turn = turn_of(scaled.frame * FRAME, a.turns[i]);
+        const float2 turn = scaled.frame == Scaled::ANY ? float2{1.f, 0.f} : turn_of(scaled.frame * FRAME, a.turns[i]);
         shared.cosine[i] = turn.x * over, shared.sine[i] = turn.y * over;
+    }
+}
+/// Tokens turned back one by one, each by its page's frame.
+DEVICE void turn_each(const Args& a, const Tokens& of, Token (&x)[TOKENS], int j, const Shared& shared) {
+#pragma unroll
+    for (int r = 0; r < TOKENS; ++r) {
+        const int frame = of.start_of(shared, thread_token(r)) / FRAME * FRAME;
+#pragma unroll
+        for (int i = 0; i < BANDS / 2; ++i)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float2 turn = turn_of(frame, a.turns[i * BAND + j * 4 + k]);
+                const float low = x[r][i][k], high = x[r][i + BANDS / 2][k];
+                x[r][i][k] = low * turn.x + high * turn.y, x[r][i + BANDS / 2][k] = high * turn.x - low * turn.y;
+            }
     }
 }
 DEVICE void write_columns(const Args& a, int head, Shared& shared, const Scaled& scaled) {
@@ -154,7 +156,7 @@ DEVICE void load_head(const Args& a, int head, Shared& shared, const Scaled& sca
 
 /// Whether a side's rows are multiplied with the Hadamard matrix on the matrix units, as they came: every product is exact.
 template <class S>
-constexpr bool by_signs() { return WARPGROUPS && S::BASIS == HADAMARD && !S::HAS_MEAN && X_TYPE != FLOAT32 && D == 128; }
+constexpr bool by_signs() { return WARPGROUPS && S::BASIS == HADAMARD && X_TYPE != FLOAT32 && D == 128; }
 /// What a token's numbers are still to be multiplied with.
 template <class S>
 constexpr float factor_of() { return by_signs<S>() ? float(HADAMARD_FACTOR) : 1.f; }
@@ -245,35 +247,10 @@ DEVICE void times_basis(const Args& a, const Token (&x)[TOKENS], int j, int head
 }
 #endif
 
-/// Lanes that differ in the bit MASK share out the numbers of both: each has the sums of half of them, `first` of which number on.
-template <int MASK, int COUNT>
-DEVICE void share_sums(float (&sum)[4 * BANDS], int lane, int& first) {
-    const bool upper = lane & MASK;
-#pragma unroll
-    for (int i = 0; i < COUNT / 2; ++i) {
-        const float other = __shfl_xor_sync(ALL_LANES, upper ? sum[i] : sum[COUNT / 2 + i], MASK);
-        sum[i] = (upper ? sum[COUNT / 2 + i] : sum[i]) + other;
-    }
-    first += upper ? COUNT / 2 : 0;
-}
-
-/// The channels' sums over a warp's 16 tokens.
-DEVICE void sum_tokens(const Token (&x)[TOKENS], int lane, float* sums) {
-    float sum[4 * BANDS];
-#pragma unroll
-    for (int i = 0; i < 4 * BANDS; ++i) sum[i] = x[0][i / 4][i % 4] + x[1][i / 4][i % 4];
-    int first = 0;
-    share_sums<4, 4 * BANDS>(sum, lane, first);
-    share_sums<8, 2 * BANDS>(sum, lane, first);
-    share_sums<16, BANDS>(sum, lane, first);
-#pragma unroll
-    for (int i = 0; i < BANDS / 2; ++i) sums[(first + i) / 4 * BAND + lane % LANES * 4 + (first + i) % 4] = sum[i];
-}
-
-/// Tokens in the frame of the page times the basis, less the channels' means (of a side with means).
+/// Tokens in the frame of their page times the basis, less offsets (of a side with offsets).
 template <class S>
-DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)[TOKENS], int j, int head, unsigned char* out, Shared& shared, Scaled& scaled, bool& overflow) {
-    // The page's largest number comes to lie from 2**11 to 2**15, which float16 holds after a turn; a token 2**14 times smaller still has 22 bits.
+DEVICE void rows_to_basis(const Args& a, const Tokens& of, Token (&x)[TOKENS], const float (&most)[TOKENS], int j, int head, Shared& shared, Scaled& scaled) {
+    // The block's largest number comes to lie from 2**11 to 2**15, which float16 holds after a turn; a token 2**14 times smaller still has 22 bits.
     const int lane = threadIdx.x % 32;
     const u32 here = __reduce_max_sync(ALL_LANES, max(__float_as_uint(most[0]), __float_as_uint(most[1])));
     if (lane == 0) shared.most[threadIdx.x / 32] = here;
@@ -294,22 +271,24 @@ DEVICE void rows_to_basis(const Args& a, Token (&x)[TOKENS], const float (&most)
     float y[BANDS][2][4] = {};
 #endif
     times_basis(a, x, j, head, shared, y);
+    const float* offsets[TOKENS];
+#pragma unroll
+    for (int r = 0; r < TOKENS; ++r) {
+        const int token = thread_token(r);
+        offsets[r] = S::HAS_OFFSETS ? a.offsets + (head * OFFSETS + offsets_row(of.start_of(shared, token), of.place_of(shared, token))) * D : nullptr;
+    }
 #pragma unroll
     for (int i = 0; i < BANDS; ++i) {
-        const float4 c = S::HAS_MEAN ? float4{1.f, 1.f, 1.f, 1.f} : four_at(shared.column, i, j);
+        const float4 c = four_at(shared.column, i, j);
         const float column[4] = {c.x, c.y, c.z, c.w};
 #pragma unroll
-        for (int k = 0; k < 4; ++k) x[0][i][k] = y[i][k / 2][k % 2] * column[k], x[1][i][k] = y[i][k / 2][2 + k % 2] * column[k];
-    }
-    if (!S::HAS_MEAN) return;
-    sum_tokens(x, lane, shared.sums[threadIdx.x / 32]);
-    __syncthreads();
-    take_means<S, true>(x, j, out, shared, overflow, [&](int ch) {
-        float sum = 0.f;
+        for (int r = 0; r < TOKENS; ++r) {
+            const float4 o = S::HAS_OFFSETS ? four_at(offsets[r], i, j) : float4{};
+            const float less[4] = {o.x, o.y, o.z, o.w};
 #pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) sum += shared.sums[warp][ch];
-        return sum * shared.column[ch] / PAGE;
-    });
+            for (int k = 0; k < 4; ++k) x[r][i][k] = fmaf(y[i][k / 2][2 * r + k % 2], column[k], -less[k]);  // a column is a power of two: one rounding
+        }
+    }
 }
 
 /// What a scale misses x by, past the ends too. Levels are halves of odd numbers of scales, symmetric: with b bits the distance from the nearest is
@@ -409,20 +388,29 @@ DEVICE void codes_of(const Token& x, float scale, u32 (&codes)[BANDS]) {
 
 constexpr int BYTES = X_TYPE == FLOAT32 ? 4 : 2;  // of an element
 
-/// A thread's part of a page's rows.
-DEVICE void load_rows(const Args& a, int side, int page, int head, Quad (&raw)[TOKENS][BANDS]) {
+/// A thread's part of the rows of a block's tokens; zeros where a token is not stored. page: number of the page, or of IN_BLOCK tokens.
+DEVICE void load_rows(const Args& a, int side, int page, int head, const Shared& shared, Quad (&raw)[TOKENS][BANDS]) {
     const int j = threadIdx.x % LANES;
-#if APPENDS
-    const char* from = a.step.tail + a.step.closings[page].from + head * a.step.tail_head_bytes + a.step.tail_offset[side] + j * 4 * BYTES;
-    constexpr i64 stride = D * BYTES;
+#pragma unroll
+    for (int r = 0; r < TOKENS; ++r) {
+        const int token = thread_token(r);
+#if STORES
+        const int entry = page * IN_BLOCK + token, row = entry / a.row_tokens;
+        const char* from = static_cast<const char*>(a.x[side]) + (row * a.stride[side][0] + (entry - row * a.row_tokens) * a.stride[side][1] + head * a.stride[side][2] + j * 4) * BYTES;
+        if (shared.place[token] < 0) {
+#pragma unroll
+            for (int i = 0; i < BANDS; ++i)
+                for (int k = 0; k < Quad::WORDS; ++k) raw[r][i].w[k] = 0;
+            continue;
+        }
+#elif APPENDS
+        const char* from = a.step.tail + a.step.closings[page].from + head * a.step.tail_head_bytes + a.step.tail_offset[side] + (token * D + j * 4) * BYTES;
 #else
-    const char* from = static_cast<const char*>(a.x[side]) + (page * a.stride[side][0] + head * a.stride[side][1] + j * 4) * BYTES;
-    const i64 stride = a.stride[side][2] * BYTES;
+        const char* from = static_cast<const char*>(a.x[side]) + (page * a.stride[side][0] + head * a.stride[side][1] + token * a.stride[side][2] + j * 4) * BYTES;
 #endif
 #pragma unroll
-    for (int r = 0; r < TOKENS; ++r)
-#pragma unroll
-        for (int i = 0; i < BANDS; ++i) raw[r][i].load(from + thread_token(r) * stride + i * BAND * BYTES);
+        for (int i = 0; i < BANDS; ++i) raw[r][i].load(from + i * BAND * BYTES);
+    }
 }
 
 /// The larger magnitude, of any sign; NaN if any number is NaN.
@@ -441,19 +429,82 @@ DEVICE float largest_of(const Quad (&raw)[BANDS]) {
     return Octet::unpack(largest & Octet::ABS, true);
 }
 
-/// Whether a thread's part of a page's rows has NaN or infinity, where no one has looked yet.
-DEVICE bool has_nonfinite(const Args& a, int side, int page, int head) {
+/// Whether a thread's part of the rows has NaN or infinity, where no one has looked yet.
+DEVICE bool has_nonfinite(const Args& a, int side, int page, int head, const Shared& shared) {
     Quad raw[TOKENS][BANDS];
-    load_rows(a, side, page, head, raw);
+    load_rows(a, side, page, head, shared, raw);
     return !finite(largest_of(raw[0])) || !finite(largest_of(raw[1]));
 }
 
-/// Stores one side of a page from its rows.
+#if STORES
+/// Where the tokens from number `first` on go; tokens without a slot, or with one past the pages, are not stored.
+DEVICE Tokens find_tokens(const Args& a, int first, int side, int head, Shared& shared) {
+#pragma unroll 1
+    for (int token = threadIdx.x; token < IN_BLOCK; token += THREADS) {
+        const int entry = first + token;
+        i64 slot = entry < a.num_tokens ? a.slots[entry] : -1;
+        if (slot >= a.pages_there * PAGE) {
+            if (side == 0 && head == 0 && a.status) atomicAdd(reinterpret_cast<int*>(a.status + 1), 1);
+            slot = -1;
+        }
+        const i64 page = slot < 0 ? -1 : i64(u64(slot) / PAGE);
+        shared.place[token] = slot < 0 ? -1 : int(slot - page * PAGE);
+        shared.page[token] = slot < 0 ? nullptr : a.pages + (a.page_offset ? a.page_offset[page] : page * a.page_stride) + i64(head) * a.head_bytes;
+        shared.start[token] = side == 0 && a.starts && slot >= 0 ? a.starts[entry] : 0;
+    }
+    __syncthreads();
+    bool whole = WHOLE_PAGES;
+    for (int token = threadIdx.x % 32; token < IN_BLOCK && WHOLE_PAGES; token += 32) whole &= shared.place[token] == token && shared.page[token] == shared.page[0];
+    return {__any_sync(ALL_LANES, !whole) ? nullptr : shared.page[0], shared.start[0], first};
+}
+
+/// Whether all tokens that are stored lie in one frame, and which.
+DEVICE int frame_of_all(const Shared& shared) {
+    int frame = -1, other = 0;
+    for (int token = threadIdx.x % 32; token < IN_BLOCK; token += 32) {
+        if (shared.place[token] < 0) continue;
+        const int mine = shared.start[token] / FRAME;
+        other |= frame >= 0 && frame != mine;
+        frame = mine;
+    }
+    const int most = int(__reduce_max_sync(ALL_LANES, u32(frame + 1))) - 1;
+    return __any_sync(ALL_LANES, other || (frame >= 0 && frame != most)) ? Scaled::ANY : max(most, 0);
+}
+
+/// A plane of tokens wherever they go, from shared.codes.
+template <class S, int BITS>
+DEVICE void scatter_plane(const Shared& shared) {
+    constexpr int CHANNELS = S::channels(BITS), ROW_BYTES = plane_row<S>(BITS), WORDS = ROW_BYTES / 4;
+    if constexpr (CHANNELS > 0) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < IN_BLOCK * WORDS; i += THREADS) {
+            const int token = i % IN_BLOCK, word = i / IN_BLOCK, place = shared.place[token];
+            if (place < 0) continue;
+            const u32 w = plane_word<S, BITS>(shared, token, word * 4);
+            unsigned char* const plane = shared.page[token] + S::offset(BITS);
+            if (!S::VALUES) {
+                reinterpret_cast<u32*>(plane)[word_place<false, WORDS>(place, word)] = w;
+                continue;
+            }
+            // Four tokens' bytes make a word: this token's lie in four words side by side.
+            const int quad = place / 8 * 2 + place % 4 / 2, block = word / 4, width = min(4, WORDS - block * 4);
+            unsigned char* const to = plane + block * 16 * PAGE + (quad * width + word % 4) * 16 + (place & 1) + (place & 4) / 2;
+#pragma unroll
+            for (int b = 0; b < 4; ++b) to[b * 4] = (unsigned char)(w >> 8 * b);
+        }
+    }
+}
+#endif
+
+/// Stores one side of a block's tokens from their rows.
 template <class S>
-DEVICE void close_side(const Args& a, int side, int page, int head, const Quad (&raw)[TOKENS][BANDS], unsigned char* out, Shared& shared, Scaled& scaled) {
+DEVICE void store_side(const Args& a, const Tokens& of, int side, int page, int head, const Quad (&raw)[TOKENS][BANDS], Shared& shared, Scaled& scaled) {
     const int j = threadIdx.x % LANES;
     if constexpr (S::BASIS == CALIBRATED) {  // while the rows are on their way
-        const int frame = (a.starts[page] - (APPENDS ? PAGE : 0)) / FRAME;
+        int frame = of.start / FRAME;
+#if STORES
+        if (!of.out) frame = frame_of_all(shared);
+#endif
         if (frame != scaled.frame) {
             scaled.frame = frame;
             write_turns(a, shared, scaled);
@@ -469,11 +520,14 @@ DEVICE void close_side(const Args& a, int side, int page, int head, const Quad (
 #pragma unroll
                 for (int k = 0; k < 4; ++k) x[r][i][k] = raw[r][i][k];
             most[r] = largest_of(raw[r]);
-            if (!finite(most[r])) a.status->nonfinite[side] = 1;
+            if (!finite(most[r]) && a.status) a.status->nonfinite[side] = 1;
         }
     bool overflow = false;
     if constexpr (S::BASIS == CALIBRATED) {
-        rows_to_basis<S>(a, x, most, j, head, out, shared, scaled, overflow);
+#if STORES
+        if (scaled.frame == Scaled::ANY) turn_each(a, of, x, j, shared);
+#endif
+        rows_to_basis<S>(a, of, x, most, j, head, shared, scaled);
     } else {
 #if WARPGROUPS
         if constexpr (by_signs<S>()) times_signs(raw, x, shared);
@@ -481,36 +535,68 @@ DEVICE void close_side(const Args& a, int side, int page, int head, const Quad (
         if constexpr (!by_signs<S>() && S::BASIS == HADAMARD)
 #pragma unroll
             for (int r = 0; r < TOKENS; ++r) hadamard(x[r], j);
-        if (S::HAS_MEAN) subtract_mean<S>(x, j, out, shared, overflow);
     }
     int scale[TOKENS];
     fit_scales<S>(x, threadIdx.x % 32, scale, overflow);
-    if (overflow) {
+    if (overflow && a.status) {
         a.status->overflow[side] = 1;
-        if (by_signs<S>() && has_nonfinite(a, side, page, head)) a.status->nonfinite[side] = 1;
+        if (by_signs<S>() && has_nonfinite(a, side, page, head, shared)) a.status->nonfinite[side] = 1;
     }
     u32 codes[TOKENS][BANDS] = {};
 #pragma unroll
-    for (int r = 0; r < TOKENS; ++r) {
-        if (j == 0) out[S::SCALE_OFFSET + thread_token(r)] = (unsigned char)scale[r];
-        codes_of<S>(x[r], scale_value(scale[r]), codes[r]);
-        write_lanes<S>(out, codes[r], thread_token(r), j);
-    }
-    if constexpr (!in_lanes<S>()) {
-        __syncthreads();  // codes take memory of the operands or sums
+    for (int r = 0; r < TOKENS; ++r) codes_of<S>(x[r], scale_value(scale[r]), codes[r]);
+    const bool in_lanes_alone = WHOLE_PAGES && of.out && in_lanes<S>();
+    if (!in_lanes_alone) {
+        __syncthreads();  // codes take memory of the operands
 #pragma unroll
         for (int r = 0; r < TOKENS; ++r)
 #pragma unroll
             for (int i = 0; i < BANDS; ++i)
                 if (S::width(i)) *reinterpret_cast<u32*>(&shared.codes[thread_token(r)][i * BAND + j * 4]) = codes[r][i];
         __syncthreads();
-        write_shared<S>(out, shared);
+    }
+#if STORES
+    if (!of.out) {
+#pragma unroll
+        for (int r = 0; r < TOKENS; ++r) {
+            const int token = thread_token(r);
+            if (j == 0 && shared.place[token] >= 0) shared.page[token][S::SCALE_OFFSET + shared.place[token]] = (unsigned char)scale[r];
+        }
+        scatter_plane<S, 8>(shared);
+        scatter_plane<S, 4>(shared);
+        scatter_plane<S, 2>(shared);
+        scatter_plane<S, 1>(shared);
+        return;
+    }
+#endif
+    if constexpr (WHOLE_PAGES) {
+#pragma unroll
+        for (int r = 0; r < TOKENS; ++r) {
+            if (j == 0) of.out[S::SCALE_OFFSET + thread_token(r)] = (unsigned char)scale[r];
+            write_lanes<S>(of.out, codes[r], thread_token(r), j);
+        }
+        if constexpr (!in_lanes<S>()) write_shared<S>(of.out, shared);
     }
 }
 
-/// Pages `first` .. `last` - 1 of a head.
+/// Nothing of the pool's earlier content stays in pages that begin here.
+DEVICE void clear_padding(const Args& a, const Tokens& of, const Shared& shared) {
+    const int padding = a.head_bytes / 4 - USED_BYTES / 4;
+#if STORES
+    if (!of.out) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < IN_BLOCK * padding; i += THREADS)
+            if (shared.place[i / padding] == 0) reinterpret_cast<u32*>(shared.page[i / padding])[USED_BYTES / 4 + i % padding] = 0;
+        return;
+    }
+#endif
+#pragma unroll 1
+    for (int i = threadIdx.x; i < padding; i += THREADS) reinterpret_cast<u32*>(of.out)[USED_BYTES / 4 + i] = 0;
+}
+
+/// Pages (or IN_BLOCK tokens at a time) `first` .. `last` - 1 of a head.
 template <class S>
-DEVICE void close_pages(const Args& a, int side, int head, int first, int last, Shared& shared) {
+DEVICE void store_pages(const Args& a, int side, int head, int first, int last, Shared& shared) {
     Scaled scaled;
     bool loaded = false;
     const auto load = [&] {
@@ -524,23 +610,24 @@ DEVICE void close_pages(const Args& a, int side, int head, int first, int last, 
     if (!APPENDS) load();
 #pragma unroll 1
     for (int page = first; page < last; ++page) {
-#if APPENDS
+#if STORES
+        const Tokens of = find_tokens(a, page * IN_BLOCK, side, head, shared);
+#elif APPENDS
         if (append_alone(a.step, a.num_heads, side, page, head, threadIdx.x)) continue;
         if (!loaded) load();
         unsigned char* const out = reinterpret_cast<unsigned char*>(a.step.closed) + a.step.closings[page].to + i64(head) * a.head_bytes;
+        const Tokens of = {out, S::BASIS == CALIBRATED ? a.starts[page] - PAGE : 0, 0};
 #else
-        unsigned char* const out = reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes;
+        const Tokens of = {reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes, S::BASIS == CALIBRATED ? a.starts[page] : 0, 0};
 #if __CUDA_ARCH__ >= 900
         if (threadIdx.x == 0 && page + 1 < last && a.stride[side][2] == D)  // the next page's rows, where they lie side by side
             prefetch_l2(i64(a.x[side]) + ((page + 1) * a.stride[side][0] + head * a.stride[side][1]) * BYTES, PAGE * D * BYTES);
 #endif
 #endif
         Quad raw[TOKENS][BANDS];
-        load_rows(a, side, page, head, raw);
-        close_side<S>(a, side, page, head, raw, out, shared, scaled);
-        if (side == 0)  // nothing of the pool's earlier content stays in a page
-#pragma unroll 1
-            for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(out)[i] = 0;
+        load_rows(a, side, page, head, shared, raw);
+        store_side<S>(a, of, side, page, head, raw, shared, scaled);
+        if (side == 0) clear_padding(a, of, shared);
         __syncthreads();  // the page has been read: its place may be the fresh token's; and what is shared may be the next page's
 #if APPENDS
         FreshRow(a.step, a.num_heads, side, page, head, threadIdx.x).store();
@@ -548,13 +635,13 @@ DEVICE void close_pages(const Args& a, int side, int head, int first, int last, 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) close_banded(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) store_banded(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) unsigned char memory[];
-    static_assert(sizeof(Shared) <= SHARED_BYTES, "close.py counts too little shared memory");
+    static_assert(sizeof(Shared) <= SHARED_BYTES, "store.py counts too little shared memory");
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     // Values last, and the pages of a head side by side: a multiprocessor runs one side's code at a time, and finds the head's basis in its L1.
     const int each = (a.num_pages + a.pages_each - 1) / a.pages_each, count = each * a.num_heads, side = int(blockIdx.x) >= count, item = int(blockIdx.x) - side * count;
     const int head = item / each, first = item % each * a.pages_each, last = min(first + a.pages_each, a.num_pages);
-    if (side == 0) close_pages<Banded<K_BANDED, false>>(a, 0, head, first, last, shared);
-    else close_pages<Banded<V_BANDED, true>>(a, 1, head, first, last, shared);
+    if (side == 0) store_pages<Banded<K_BANDED, false>>(a, 0, head, first, last, shared);
+    else store_pages<Banded<V_BANDED, true>>(a, 1, head, first, last, shared);
 }
