@@ -17,12 +17,14 @@ from ops.emulated_build import build, put_sources
 
 from kvbits import schemes
 from kvbits.errors import DataError
+from kvbits.ops.cuda.append import tokens
 from kvbits.ops.cuda.engine import close as cuda
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.families import family_of
 from kvbits.ops.cuda.families.klt import store as cuda_banded
 from kvbits.ops.cuda.families.klt import unpack as unpack_banded
 from kvbits.ops.reference import close as reference
+from kvbits.ops.reference.append import STATUS_FIELDS
 from kvbits.ops.reference.dequantize import dequantize_pages, section
 from kvbits.ops.types import PageStore
 from kvbits.quant.banded import scale_values
@@ -116,7 +118,7 @@ def assert_references(key, value, k, v, device, ties=8):
         same = scales[0] == scales[1]
         error, best = ((z - stored.double()).square().sum(-1) for z in (x, y))
         assert float((~same).double().mean()) <= 0.01
-        assert bool((error <= best * (1 + (1e-3 if product else 1e-5)) + 1e-9).all())
+        assert bool((error <= best * (1 + (1e-2 if product else 1e-5)) + 1e-9).all())
         steps = ((x - y).abs() / scale_values(scales[1]).unsqueeze(-1))[same]
         assert float(steps.max()) <= (1.01 if product else 1e-5)
         assert float((steps > 0.5).double().mean()) <= ties * 1e-4
@@ -170,6 +172,50 @@ def test_a_block_closes_several_pages(most, device, monkeypatch):
     assert_references(*sides("klt2"), rows(64, 64, torch.bfloat16), rows(64, 64, torch.bfloat16).flip(2), device)
     x = rows(32, 64, torch.float32)
     assert_references(banded(3, 0, 1, 2, basis="hadamard"), banded(2, 1, 0, 3, basis="hadamard"), x, x.flip(2), device)
+
+
+@pytest.mark.parametrize(("name", "head_dim", "page_size"), [("klt4", 64, 64), ("klt3", 128, 64), ("klt2", 64, 32), ("klt3", 96, 32)])
+@pytest.mark.parametrize("few", [True, False], ids=["few", "prompts"])
+def test_tokens_by_slots_are_those_of_pages_that_close(name, head_dim, page_size, few, device, monkeypatch):
+    """Tokens of pages in any frames, position 0 too, in any order, some nowhere, some past the pages; a whole page among them; whatever else is there stays."""
+    scheme = schemes.get(name, head_dim=head_dim)
+    layout = PageLayout(key=scheme.key, value=scheme.value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim)
+    monkeypatch.setattr(cuda_banded, "places", lambda *_: 10**6 if few else 1)
+    static = {n: x.to(device) for n, x in static_params(scheme.key, scheme.value, HEADS, head_dim).items()}
+    starts = np.array([0, 260, 131_008, 64])
+    k, v = (torch.randn(4, HEADS, page_size, head_dim, generator=torch.Generator().manual_seed(i)).bfloat16().to(device) for i in (1, 2))
+    whole = torch.full((5, HEADS, layout.head_bytes), 0x11, dtype=torch.uint8, device=device)
+    cuda.close(k, v, PageStore(layout, (whole,), static), np.array([3, 0, 4, 1]), starts=starts)
+    order = torch.cat([torch.arange(page_size), page_size + torch.randperm(3 * page_size, generator=torch.Generator().manual_seed(3))]).to(device)
+    rows = [x.transpose(1, 2).flatten(0, 1)[order].contiguous() for x in (k, v)]
+    page = torch.tensor([3, 0, 4, 1], device=device).repeat_interleave(page_size)
+    slots = (page * page_size + torch.arange(page_size, device=device).repeat(4))[order]
+    first = torch.from_numpy(starts).to(device, torch.int32).repeat_interleave(page_size)[order].contiguous()
+    skipped = torch.tensor([page_size + 5, 2 * page_size + 1], device=device)
+    left_out = slots[skipped].clone()
+    slots[skipped[0]], slots[skipped[1]] = -1, 5 * page_size
+    found, status = torch.full_like(whole, 0x11), torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=device)
+    tokens.store_tokens(*rows, found, layout, slots, static=static, starts=first, status=status)
+    assert status.tolist() == [0, 0, 0, 0, 0, 0, 1]
+    slots[skipped] = left_out
+    again = torch.full_like(whole, 0x11)
+    tokens.store_tokens(rows[0][None], rows[1][None], again, layout, slots, static=static, starts=first)
+    assert float((again != whole).double().mean()) < (1e-3 if head_dim == 128 else 1e-5), "a block's largest number is another one"
+    read = [dequantize_pages(x[[3, 0, 4, 1]].cpu(), layout, {n: x.cpu() for n, x in static.items()}, starts=starts) for x in (again, whole)]
+    for x, y in zip(*read, strict=True):
+        assert float((x - y).norm()) < 2e-2 * float(y.norm())
+    named = torch.zeros(5, page_size, dtype=torch.bool)
+    named[[3, 0, 4, 1]] = True
+    for slot in left_out.tolist():
+        named[slot // page_size, slot % page_size] = False
+    assert bool((found[2] == 0x11).all()) and int((found != again).sum()) <= 2 * HEADS * layout.head_bytes // page_size
+    one = torch.full_like(whole, 0x11)
+    tokens.store_tokens(rows[0][:1], rows[1][:1], one, layout, slots[:1], static=static, starts=first[:1])
+    assert bool((one[[0, 1, 2, 4]] == 0x11).all()) and bool((one[3] != 0x11).any())
+    with pytest.raises(DataError, match="turned back by their page's first position; give starts"):
+        tokens.store_tokens(*rows, found, layout, slots, static=static)
+    with pytest.raises(DataError, match=r"starts must be dense int32 \[\d+\]"):
+        tokens.store_tokens(*rows, found, layout, slots, static=static, starts=first[:3])
 
 
 def test_keys_with_a_bias_a_hundred_times_their_spread(device):
@@ -268,7 +314,7 @@ def test_refusals_need_no_gpu():
     assert refused(key, RAW) == "raw values beside banded codes have no CUDA kernel"
     assert refused(key, value, 80) == "head_dim=80 of banded codes is no multiple of 32 or above 256"
     assert refused(key, value, page_size=512) == "page_size=512 of banded codes is above 256 or no multiple of 16"
-    assert refused(key, value, 256, 128) == "a page of 128 x 256 in float32 takes 150560 bytes, more than a block's 98304"
+    assert refused(key, value, 256, 128) == "128 tokens of 256 take 133152 bytes as operands, more than a block's 98304"
     assert refused(key, value, dtype=torch.float64) == "keys are torch.float64; the kernel takes float32, float16 and bfloat16"
 
 

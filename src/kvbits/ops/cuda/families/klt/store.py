@@ -131,9 +131,7 @@ def set_static(
     if layout.key.basis != "calibrated":
         return
     if "k_basis" not in static or starts is None:
-        raise DataError(
-            "keys in a calibrated basis need k_basis [num_kv_heads, head_dim, head_dim] and their pages' positions to be stored; calibrate first"
-        )
+        raise DataError("keys in a calibrated basis need k_basis [num_kv_heads, head_dim, head_dim] and their pages' positions to be stored; calibrate first")
     own = static["k_basis"]
     operands = columns_as_tiles if (takes_warpgroups(layout, device) if warpgroups is None else warpgroups) else columns_as_operands
     args.basis, args.column = operands(own, device).data_ptr(), column_powers(own, device).data_ptr()
