@@ -70,8 +70,8 @@ def gpu(emulated_list, monkeypatch, tmp_path_factory):
         source = Path(close_plain.__file__).parent / "close.cu"
         return launcher(compiled(source, macros, "close_pages", "THREADS", folder, MEMORY)), int(macros["THREADS"])
 
-    def close_bands(layout, dtype, device_index, appends=False):
-        macros = store_banded.defines(layout, dtype, appends)
+    def close_bands(layout, dtype, device_index, appends=False, tokens=None):
+        macros = store_banded.defines(layout, dtype, appends, tokens=tokens)
         source = Path(store_banded.__file__).parent / "store_banded.cu"
         return launcher(compiled(source, macros, "store_banded", "THREADS", folder, MEMORY)), int(macros["THREADS"])
 
@@ -330,7 +330,7 @@ def test_pages_of_banded_codes_are_closed_in_the_frame_of_their_position(gpu):
     scheme = schemes.get("klt3", num_sink_tokens=3, residual_length=20)
     geometry = LayerGeometry(num_kv_heads=HEADS, head_dim=D, rotary=Rotary(inv_freq=tuple(10_000.0 ** (-i / (D // 2)) for i in range(D // 2))))
     bases = torch.randn(LAYERS, HEADS, D, D, generator=torch.Generator().manual_seed(0)) / (2 * D**0.5) + torch.eye(D)
-    static = [{"k_basis": basis / steps(scheme.key, D)} for basis in bases]
+    static = [{"k_basis": basis / steps(scheme.key, D), "k_mean": torch.randn(basis.shape[0], 2, D)} for basis in bases]
     spec = CacheSpec(scheme=scheme, layers=(geometry,) * LAYERS)
     ours, theirs = (PagedCache(spec, static=static, max_tokens=400, batch_size=2, **options) for options in ({}, {"backend": "reference"}))
     tokens = Tokens(2)

@@ -75,7 +75,10 @@ def test_banded_pages_run_on_the_gpu(model):
     ids = torch.randint(2, 211, (3, 800), generator=torch.Generator().manual_seed(3)).to("cuda")
     mask = torch.ones(3, 800, dtype=torch.long, device="cuda")
     mask[1, :170] = 0
-    calibration = Calibration([{"k_basis": static_params(scheme.key, scheme.value, 2, 64)["k_basis"]} for _ in range(3)], fingerprint(model.config, scheme))
+    calibration = Calibration(
+        [{n: x for n, x in static_params(scheme.key, scheme.value, 2, 64).items() if n in ("k_basis", "k_mean")} for _ in range(3)],
+        fingerprint(model.config, scheme),
+    )
     fast, slow = (KVCache.for_model(model, scheme, calibration=calibration, backend=backend) for backend in ("auto", "reference"))
     parts = [(0, 300), (300, 340), (340, 540), *((540 + i, 541 + i) for i in range(80))]
     got, want = feed(model, fast, ids, mask, parts), feed(model, slow, ids, mask, parts)

@@ -68,7 +68,7 @@ def calibrations(scheme):
     if not scheme.needs_calibration:
         return {}
     made = (static_params(scheme.key, scheme.value, H, DIM) for _ in range(LAYERS))
-    return {"static": [{"k_basis": x["k_basis"].cuda()} for x in made]}
+    return {"static": [{n: x[n].cuda() for n in ("k_basis", "k_mean")} for x in made]}
 
 
 def random_tokens(batch, count, gen):

@@ -109,7 +109,10 @@ def _of_dtype(layout: PageLayout, low: LowLayout | None, dtype: torch.dtype, cap
         yield f"dequantize {dtype}", f"dequantize{'_banded' * banded}.cu", (dequantize_banded if banded else unpacker).defines(layout, dtype)
         if low:
             yield f"dequantize {dtype} low", "dequantize.cu", unpacker.defines(layout, dtype, low)
-    if tokens.refuses_layout(layout, capability) is None:
+    if layout.key.is_banded and store_banded.refuses_layout(layout, dtype) is None:
+        for count in (store_banded.FEW, layout.page_size):
+            yield f"store {dtype} {count}", "store_banded.cu", store_banded.defines(layout, dtype, tokens=count)
+    elif tokens.refuses_layout(layout, capability) is None:
         for count in (tokens.FEW, tokens.tokens_of_prompts(layout, dtype)):
             yield f"store {dtype} {count}", "store_tokens.cu", tokens.defines(layout, dtype, count)
 

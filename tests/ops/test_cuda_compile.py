@@ -226,9 +226,13 @@ def test_close_kernels_compile_without_spills(dtype, capability):
         assert compiled("close.cu", defines, capability).resources("close_pages").spill_bytes == 0
 
 
-def test_the_kernel_that_closes_banded_pages_compiles_before_hopper():
+@pytest.mark.parametrize("tokens", [None, store_banded.FEW, 64])
+def test_the_kernel_that_stores_banded_codes_compiles_before_hopper(tokens):
     klt = schemes.get("klt2")
-    compiled("store_banded.cu", store_banded.defines(layout_of(klt.key, klt.value), torch.bfloat16), (8, 0))
+    resources = compiled("store_banded.cu", store_banded.defines(layout_of(klt.key, klt.value), torch.bfloat16, tokens=tokens), (8, 0)).resources(
+        "store_banded"
+    )
+    assert resources.spill_bytes <= 160
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
@@ -306,9 +310,8 @@ def test_a_source_that_does_not_compile_says_why(tmp_path):
         (dict(key=QuantSpec.raw(), value=QuantSpec.raw(), head_dim=128, raw_dtype="float32"), "float32"),
         (dict(key=KLT.key, value=KLT.value, head_dim=80), "banded codes at head_dim=80; the CUDA kernel reads head_dim 64, 128, 256"),
         (dict(key=KLT.key, value=spec("int4"), head_dim=64), "banded codes of one of keys and values beside int4"),
-        (dict(key=dataclasses.replace(KLT.key, basis="hadamard"), value=KLT.value, head_dim=64), "banded keys with basis='hadamard'"),
+        (dict(key=dataclasses.replace(KLT.key, basis="hadamard", center=None), value=KLT.value, head_dim=64), "banded keys with basis='hadamard'"),
         (dict(key=KLT.key, value=dataclasses.replace(KLT.value, bands=(4, 4, 2, 2)), head_dim=64), "banded values of 2, 4 bits"),
-        (dict(key=KLT.key, value=dataclasses.replace(KLT.value, center="channel"), head_dim=64), "banded values with a mean"),
     ],
 )
 def test_refusals_say_what_is_in_the_way(layout, why):
@@ -402,6 +405,10 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
                 else:
                     source, entry, macros = "close.cu", "close_pages", close_cuda.defines(layout, dtype, appends=appends)
                 spills[entry, dtype, appends] = compiled(source, macros, capability).resources(entry).spill_bytes
+        if scheme.key.is_banded and store_banded.refuses_layout(layout, dtype) is None:
+            for tokens in (store_banded.FEW, layout.page_size):
+                macros = store_banded.defines(layout, dtype, tokens=tokens)
+                spills["store_banded", dtype, tokens] = compiled("store_banded.cu", macros, capability).resources("store_banded").spill_bytes
         if family_of(layout).refuses("unpack", layout, dtype=dtype) is None:
             module, entry = (dequantize_banded, "dequantize_banded") if scheme.key.is_banded else (dequantize_cuda, "dequantize_pages")
             binary = compiled(f"{entry.removesuffix('_pages')}.cu", module.defines(layout, dtype), capability)

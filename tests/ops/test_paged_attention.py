@@ -540,9 +540,9 @@ def test_banded_pages_say_what_they_are_read_with():
     layout = PageLayout(key=scheme.key, value=scheme.value, page_size=64, num_kv_heads=2, head_dim=64)
     pages = torch.zeros(5, 2, layout.head_bytes, dtype=torch.uint8)
     made = paged_attention.plan([layout], **BINDING)
-    with pytest.raises(SpecError, match=r"there is no k_inverse .*\[2, 64, 64\]; pass static=\{\.\.\} with k_inverse, k_inv_freq"):
+    with pytest.raises(SpecError, match=r"there is no k_inverse .*\[2, 64, 64\]; pass static=\{\.\.\} with k_inverse, k_offsets, k_inv_freq"):
         made.bind(0, [pages], {"k_basis": torch.eye(64).expand(2, -1, -1)})
-    made.bind(0, [pages], {"k_inverse": torch.eye(64).repeat(2, 1, 1), "k_inv_freq": torch.ones(32)})
+    made.bind(0, [pages], {"k_inverse": torch.eye(64).repeat(2, 1, 1), "k_offsets": torch.zeros(2, 5, 64), "k_inv_freq": torch.ones(32)})
     made.update([torch.zeros(2, 4, dtype=torch.int32)], [torch.ones(2, dtype=torch.int32)])
     assert not made.run(torch.ones(2, 1, 4, 64), 0).any()  # codes and scales of 0
 

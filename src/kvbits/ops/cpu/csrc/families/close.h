@@ -12,6 +12,7 @@
 #include "families/klt/codes.h"
 #include "families/plain/codes.h"
 #include "families/plain/params.h"
+#include "families/plain/store_tokens.h"
 #include "kvbits_cpu.h"
 
 namespace {
@@ -92,6 +93,14 @@ static void close_item(const ClosePart& part, void* scratch, CloseResult& result
   const int bits = code_bits(part.low->format);
   low_codes_of_format(b, t, page_size, head_dim, groups, by_token, has_bias, bits);
   store_plane(b, slots_of(part), head_dim, part.low_head + part.low->plane_offset[0], bits, 0);
+}
+
+static void store_item(const TokensPart& part, void* scratch, CloseResult& result) {
+  PageBuffers b;
+  carve(b, (char*)scratch, part.page_size, part.head_dim);
+  if (!load_rows(b, part.source, part.dtype, part.token_stride, part.count, part.head_dim)) result.nonfinite = true;
+  else if (part.tensor->bands) result.overflow = !store_banded(b, part);
+  else store_plain(b, part, result);
 }
 
 }  // namespace

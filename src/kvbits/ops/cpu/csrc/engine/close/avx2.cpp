@@ -2,7 +2,6 @@
 #define KVBITS_AVX2
 #include "engine/blob/checksum.h"
 #include "families/close.h"
-#include "families/plain/store_tokens.h"
 #include "plan.h"
 
 const PageKernels* pages_avx2() {

@@ -1,7 +1,6 @@
 // Page closing and checksums of the generic tier. Compiled without fused multiply-add: codes must match the reference bit for bit.
 #include "engine/blob/checksum.h"
 #include "families/close.h"
-#include "families/plain/store_tokens.h"
 #include "plan.h"
 
 const PageKernels* pages_generic() {

@@ -7,7 +7,6 @@
 #include "engine/close/page_buffers.h"
 #include "engine/close/plan.h"
 #include "engine/close/planes.h"
-#include "families/klt/codes.h"
 #include "kvbits_cpu.h"
 #include "params.h"
 
@@ -50,22 +49,13 @@ static bool params_of_tokens(PageBuffers& b, const TokensPart& part, int groups)
   return store_params<BFLOAT16>(b, part, groups);
 }
 
-static void store_item(const TokensPart& part, void* scratch, CloseResult& result) {
+// Tokens from their rows.
+static void store_plain(PageBuffers& b, const TokensPart& part, CloseResult& result) {
   const kvbits_tensor& t = *part.tensor;
   const int n = part.count, head_dim = part.head_dim;
-  PageBuffers b;
-  carve(b, (char*)scratch, part.page_size, head_dim);
-  if (!load_rows(b, part.source, part.dtype, part.token_stride, n, head_dim)) {
-    result.nonfinite = true;
-    return;
-  }
   if (t.format == FORMAT_RAW) {
     uint8_t* to = part.head + t.plane_offset[0] + (int64_t)part.slot * head_dim * (t.raw_dtype == FLOAT32 ? 4 : 2);
     return store_raw_rows(b, to, t.raw_dtype, n, head_dim);
-  }
-  if (t.bands) {
-    result.overflow = !store_banded(b, part);
-    return;
   }
   const bool by_token = !t.static_scale, has_bias = t.bias_offset >= 0 || t.static_bias;
   const int groups = by_token ? head_dim / t.group_size : 1;
