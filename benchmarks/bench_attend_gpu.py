@@ -27,7 +27,7 @@ from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference.close import close_nested, close_pages
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
 from kvbits.quant.banded import steps as band_steps
-from kvbits.quant.basis import inverse
+from kvbits.quant.basis import completed
 from kvbits.spec import LowLayout, PageLayout, QuantSpec, Scheme
 
 KV_HEADS, HEAD_DIM, PAGE = 8, 128, 64
@@ -59,6 +59,12 @@ def made_up_basis(key: QuantSpec, heads: int, head_dim: int) -> torch.Tensor:
     return mixed / band_steps(key, head_dim).cuda()
 
 
+def made_up_mean(basis: torch.Tensor) -> torch.Tensor:
+    """float32 `k_mean` [heads, 2, head_dim] of a made-up basis: means of normal numbers that are not zero, and a larger first key."""
+    heads, head_dim, _ = basis.shape
+    return torch.randn(heads, 2, head_dim, device="cuda") * torch.tensor([[0.5], [2.0]], device="cuda")
+
+
 def calibrated(layout: PageLayout) -> dict[str, torch.Tensor]:
     """What calibration would give for normal numbers: even codebooks, one range per channel, a made-up basis, llama's frequencies."""
     static = {}
@@ -70,10 +76,10 @@ def calibrated(layout: PageLayout) -> dict[str, torch.Tensor]:
             static[f"{kind}_bias"] = torch.zeros(layout.num_kv_heads, layout.head_dim, device="cuda")
         if spec.basis == "calibrated":
             static[f"{kind}_basis"] = made_up_basis(spec, layout.num_kv_heads, layout.head_dim)
-            static[f"{kind}_inverse"] = inverse(static[f"{kind}_basis"])
+            static[f"{kind}_mean"] = made_up_mean(static[f"{kind}_basis"])
         if spec.needs_rotary:
             half = layout.head_dim // 2
-            static["k_inv_freq"] = 500_000.0 ** (-torch.arange(half, device="cuda") / half)
+            static = completed(static, 500_000.0 ** (-torch.arange(half, device="cuda") / half))
     return static
 
 

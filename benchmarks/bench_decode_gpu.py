@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_attend_gpu import HEAD_DIM, KV_HEADS, PEERS, be_quick, bench_16_bit, copy_bandwidth, made_up_basis, missing, time_us
+from bench_attend_gpu import HEAD_DIM, KV_HEADS, PEERS, be_quick, bench_16_bit, copy_bandwidth, made_up_basis, made_up_mean, missing, time_us
 from result_file import append
 
 from kvbits import schemes
@@ -41,7 +41,8 @@ def calibration(scheme: Scheme, layers: int) -> list[dict[str, torch.Tensor]] | 
     if not scheme.needs_calibration:
         return None
     if scheme.key.basis == "calibrated":
-        return [{"k_basis": made_up_basis(scheme.key, KV_HEADS, HEAD_DIM)} for _ in range(layers)]
+        bases = [made_up_basis(scheme.key, KV_HEADS, HEAD_DIM) for _ in range(layers)]
+        return [{"k_basis": basis, "k_mean": made_up_mean(basis)} for basis in bases]
     book = torch.linspace(-1, 1, 2**scheme.key.bits, device="cuda").expand(KV_HEADS, -1).contiguous()
     return [{"k_codebook": book, "v_codebook": book} for _ in range(layers)]
 

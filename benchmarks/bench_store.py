@@ -78,12 +78,12 @@ def timed(work: Any) -> float:
 
 
 def bases(spec: CacheSpec) -> list[dict[str, torch.Tensor]] | None:
-    """Random orthogonal bases of the keys of schemes that have one."""
+    """Random orthogonal bases of the keys of schemes that have one, and means of zero."""
     if not spec.scheme.needs_calibration:
         return None
     g = spec.layers[0]
     made = torch.linalg.qr(torch.randn(len(spec.layers), g.num_kv_heads, g.head_dim, g.head_dim, device=DEVICE)).Q
-    return [{"k_basis": x} for x in made]
+    return [{"k_basis": x, "k_mean": torch.zeros(g.num_kv_heads, 2, g.head_dim, device=DEVICE)} for x in made]
 
 
 def filled(spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None) -> PagedCache:
