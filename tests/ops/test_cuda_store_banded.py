@@ -23,11 +23,13 @@ from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.families import family_of
 from kvbits.ops.cuda.families.klt import store as cuda_banded
 from kvbits.ops.cuda.families.klt import unpack as unpack_banded
+from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import close as reference
 from kvbits.ops.reference.append import STATUS_FIELDS
 from kvbits.ops.reference.dequantize import dequantize_pages, section
-from kvbits.ops.types import PageStore
+from kvbits.ops.types import PageStore, SlotMapping
 from kvbits.quant.banded import scale_values
+from kvbits.quant.basis import offsets_of
 from kvbits.spec import PageLayout
 
 HEADS = 2
@@ -107,13 +109,20 @@ def assert_references(key, value, k, v, device, ties=8):
     """The reference's bytes but for ties: scales of the same squared error; where keys are products with a basis, codes one step
     apart in `ties` of 10,000."""
     ours, theirs, layout, static, starts = closed(key, value, k, v, device)
+    assert_same(ours, theirs, layout, static, starts, (k, v), device, ties)
+
+
+def assert_same(ours, theirs, layout, static, starts, given, device, ties=8):
+    """The same of pages that hold `given`, keys and values [n, HEADS, page_size, head_dim]."""
     end = max(s.offset + s.nbytes for s in layout.sections.values())
     assert not bool(ours[..., end:].any()), "padding is zero"
     read = [dequantize_pages(p, layout, static, torch.float64, starts=starts, in_basis=True) for p in (ours, theirs)]
-    on_hopper = cuda_banded.takes_warpgroups(layout, torch.device(device)) and k.dtype != torch.float32
-    for kind, rows, spec, x, y in zip("kv", (k, v), (key, value), *read, strict=True):
+    on_hopper = cuda_banded.takes_warpgroups(layout, torch.device(device)) and given[0].dtype != torch.float32
+    for kind, rows, spec, x, y in zip("kv", given, (layout.key, layout.value), *read, strict=True):
         product = spec.basis == "calibrated" or (on_hopper and spec.basis == "hadamard")
         stored = reference.rows_as_stored(rows, spec, static, starts)
+        if spec.has_offsets:  # which reading adds
+            stored = stored + offsets_of(static, starts, layout.page_size)
         scales = [section(p, layout, f"{kind}_scale").flatten(-2) for p in (ours, theirs)]
         same = scales[0] == scales[1]
         error, best = ((z - stored.double()).square().sum(-1) for z in (x, y))
@@ -249,6 +258,90 @@ def test_a_decode_step_closes_what_the_device_says(device, monkeypatch):
     for name, x, old in (("k_raw", fresh[0], k), ("v_raw", fresh[1], v)):
         assert torch.equal(section(tail, raw, name)[1, :, 5], x[0, 0]) and torch.equal(section(tail, raw, name)[0, :, 0], x[2, 0])
         assert torch.equal(undo["kv".index(name[0])][2].cpu(), old[2, :, 0])
+
+
+STARTS = np.array([0, 131_008, 64, 70_001, 448, 4])
+"""First positions of six pages: of other frames and rows of offsets, the first one with position 0."""
+
+
+def stored_by_slots(key, value, head_dim, page_size, dtype, device, order, monkeypatch, few):
+    """Six pages of tokens stored in `order` ([n] of their 6 * page_size, -1: an entry that is not stored), beside what the reference makes of them."""
+    monkeypatch.setattr(cuda_banded, "places", lambda *_: 1000 if few else 1)  # few tokens a block, or as many as a page
+    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim)
+    static = static_params(key, value, HEADS, head_dim)
+    k, v = (torch.cat([rows(page_size, head_dim, dtype) for _ in "ab"]) for _ in "kv")  # [6, HEADS, page_size, head_dim]
+    entries = [x.transpose(1, 2).flatten(0, 1)[order.clamp(min=0)] for x in (k, v)]  # [n, HEADS, head_dim]
+    slots = torch.where(order < 0, order, (5 - order // page_size) * page_size + order % page_size)  # pages in another order than their tokens
+    starts = torch.from_numpy(STARTS)[order.clamp(min=0) // page_size].int()
+    made = {}
+    for where, store in ((device, tokens.store_tokens), ("cpu", append_reference.store_tokens)):
+        pages, status = torch.full((6, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8, device=where), torch.zeros(7, dtype=torch.int32, device=where)
+        given = [x.to(where) for x in (*entries, pages, slots, starts)]
+        store(*given[:2], pages, layout, given[3], static={name: x.to(where) for name, x in static.items()}, starts=given[4], status=status)
+        made[store] = pages.cpu().flip(0), status.tolist()
+    (ours, status), (theirs, wanted) = made.values()
+    assert status == wanted
+    return ours, theirs, layout, static, (k, v)
+
+
+@pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
+@pytest.mark.parametrize(("name", "head_dim", "page_size"), [("klt4", 128, 64), ("klt3", 64, 64), ("klt2", 64, 32), ("klt3", 256, 32)])
+def test_tokens_go_where_their_slots_say(name, head_dim, page_size, few, device, monkeypatch):
+    """All tokens of six pages in any order, or page by page: the pages are those that close."""
+    fitted = schemes.get(name, head_dim=head_dim)
+    for order in (torch.randperm(6 * page_size), torch.arange(6 * page_size)):
+        ours, theirs, *rest = stored_by_slots(fitted.key, fitted.value, head_dim, page_size, torch.bfloat16, device, order, monkeypatch, few)
+        assert_same(ours, theirs, *rest[:2], STARTS, rest[2], device)
+
+
+@pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
+def test_what_is_not_stored_leaves_its_place_and_is_counted(few, device, monkeypatch):
+    """Entries below 0, past the pages, and places that no entry has."""
+    order = torch.randperm(384)[:150]
+    order[::7] = -1
+    order[5], order[80] = -400, -1
+    ours, theirs, layout, *_ = stored_by_slots(*sides("klt3"), 64, 64, torch.float32, device, order, monkeypatch, few)
+    differ = ours != theirs
+    assert float(differ.double().mean()) <= 1e-3
+    assert bool((theirs[differ] != 0xFF).all()), "bytes that the reference leaves are left"
+    past = torch.full((3,), 7 * 64)
+    x, pages, status = torch.randn(3, HEADS, 64, device=device), torch.full_like(ours, 0xFF, device=device), torch.zeros(7, dtype=torch.int32, device=device)
+    static = {name: x.to(device) for name, x in static_params(*sides("klt3"), HEADS, 64).items()}
+    tokens.store_tokens(x, x, pages, layout, past.to(device), static=static, starts=torch.zeros(3, dtype=torch.int32, device=device), status=status)
+    assert status.tolist() == [0, 0, 0, 0, 0, 0, 3] and bool((pages == 0xFF).all())
+    x[1, 0, 3] = torch.nan
+    tokens.store_tokens(
+        x, x.nan_to_num(), pages, layout, torch.arange(3, device=device), static=static, starts=torch.zeros(3, dtype=torch.int32, device=device), status=status
+    )
+    assert status.tolist()[4:] == [1, 0, 3]
+
+
+@emulates
+@pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
+def test_tokens_by_slots_on_hopper(few, emulated, monkeypatch):
+    """Where blocks of a page multiply with four warps at once."""
+    monkeypatch.setattr(cuda_banded, "takes_warpgroups", lambda layout, device: True)
+    for order in (torch.randperm(384), torch.arange(384)):
+        ours, theirs, *rest = stored_by_slots(*sides("klt4"), 128, 64, torch.bfloat16, "cpu", order, monkeypatch, few)
+        assert_same(ours, theirs, *rest[:2], STARTS, rest[2], "cpu")
+
+
+def test_runs_of_a_token_local_cache(device, monkeypatch):
+    """`append` of packed pages of two slabs, by runs that say where their pages start."""
+    key, value = sides("klt3")
+    layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=HEADS, head_dim=64)
+    static = static_params(key, value, HEADS, 64)
+    k, v = (torch.randn(2, 70, HEADS, 64).bfloat16() for _ in "kv")
+    runs = np.array([[0, 0, 3, 60, 4], [0, 4, 0, 0, 64], [0, 68, 1, 0, 2], [1, 0, 4, 10, 1]])
+    mapping = {"starts": np.array([4, 68, 132, 0])}
+    made = []
+    for where, op in ((device, tokens), ("cpu", append_reference)):
+        slabs = torch.full((6, HEADS + 1, layout.head_bytes), 0xFF, dtype=torch.uint8, device=where)
+        store = PageStore(layout, (slabs[:2, :HEADS], slabs[2:, :HEADS]), {name: x.to(where) for name, x in static.items()})
+        assert op.append(k.to(where), v.to(where), store, SlotMapping(runs, **mapping)) == {"k": 0, "v": 0}
+        made.append(slabs.cpu())
+    differ = made[0] != made[1]
+    assert float(differ.double().mean()) <= 1e-3 and bool((made[1][differ] != 0xFF).all())
 
 
 HALF, BRAIN = torch.float16, torch.bfloat16

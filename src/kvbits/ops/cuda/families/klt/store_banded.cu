@@ -415,7 +415,7 @@ DEVICE void load_rows(const Args& a, int side, int page, int head, const Shared&
 
 /// The larger magnitude, of any sign; NaN if any number is NaN.
 DEVICE u32 larger_size(u32 a, u32 b) {
-    if (X_TYPE == FLOAT32) return Octet::larger(a & Octet::ABS, b & Octet::ABS);
+    if (X_TYPE == FLOAT32) return max(a & Octet::ABS, b & Octet::ABS);  // bits of NaN are the largest; fmaxf would drop it
     return X_TYPE == FLOAT16 ? max_size_nan_f16x2(a, b) : max_size_nan_bf16x2(a, b);
 }
 
