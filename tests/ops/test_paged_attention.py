@@ -169,6 +169,10 @@ CASES = {
         layouts=[layout_of(RAW, RAW, 4), layout_of(schemes.get("klt3").key, schemes.get("klt3").value), layout_of(RAW, RAW)],
         lengths=[(4, 640, 150), (4, 0, 9), (2, 0, 0), (4, 128, 1)], max_pages=[1, 10, 3],
     ),
+    "basis with copies": dict(  # as an engine has them: pages at multiples of 64, raw copies of a row's first page and of its newest, or of none
+        layouts=[layout_of(RAW, RAW), layout_of(schemes.get("klt4").key, schemes.get("klt4").value), layout_of(RAW, RAW)],
+        lengths=[(64, 576, 100), (0, 333, 0), (64, 0, 9), (40, 0, 0), (0, 320, 64), (64, 448, 0), (0, 1, 0)], max_pages=[1, 9, 2],
+    ),
     "tiers": dict(
         layouts=[layout_of(RAW, RAW, 4), TIERED, TIERED, layout_of(RAW, RAW)], low=[None, None, LowLayout(key_bits=4, value_bits=4, page_size=64, num_kv_heads=HEADS, head_dim=D), None],
         lengths=[(4, 640, 128, 150), (4, 0, 64, 9), (2, 0, 0, 0), (4, 128, 320, 1)], max_pages=[1, 10, 5, 3],
@@ -219,8 +223,9 @@ def test_pages_with_and_without_low_planes_in_any_order(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{"num_queries": 3, "window": 100}, {"num_queries": 8, "softcap": 20.0, "batch_size": 9}], ids=str)
-def test_ragged_queries_windows_and_caps(options, gpu):
-    case = CASES["tail"]
+@pytest.mark.parametrize("name", ["tail", "basis with copies"])
+def test_ragged_queries_windows_and_caps(name, options, gpu):
+    case = CASES[name]
     gpu.max_pages = case["max_pages"]
     cache = Cache(**case)
     lens = torch.tensor([min(3, int(n)) - (i % 2) * (n > 2) for i, n in enumerate(cache.newest)], dtype=torch.int32)
