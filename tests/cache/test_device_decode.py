@@ -325,9 +325,10 @@ def test_replays_report_numbers_that_cannot_be_stored(gpu):
     feed(ours, tokens(3))
 
 
-def test_pages_of_banded_codes_are_closed_in_the_frame_of_their_position(gpu):
+@pytest.mark.parametrize("options", [{"residual_length": 20}, {"residual_length": 0, "token_local": True}], ids=["closed", "token_local"])
+def test_pages_of_banded_codes_are_stored_in_the_frame_of_their_position(options, gpu):
     """Keys in a calibrated basis, turned back by where their page lies: the device says so. Codes are the host's but for ties of products."""
-    scheme = schemes.get("klt3", num_sink_tokens=3, residual_length=20)
+    scheme = schemes.get("klt3", num_sink_tokens=3, **options)
     geometry = LayerGeometry(num_kv_heads=HEADS, head_dim=D, rotary=Rotary(inv_freq=tuple(10_000.0 ** (-i / (D // 2)) for i in range(D // 2))))
     bases = torch.randn(LAYERS, HEADS, D, D, generator=torch.Generator().manual_seed(0)) / (2 * D**0.5) + torch.eye(D)
     static = [{"k_basis": basis / steps(scheme.key, D), "k_mean": torch.randn(basis.shape[0], 2, D)} for basis in bases]

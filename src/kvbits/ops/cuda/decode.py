@@ -38,7 +38,7 @@ class _AdvanceArgs(ctypes.Structure):
     """struct Args of advance.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("state", "before", "residual", "valid", "runs", "closings", "query_lens", "slots", "previous")),
+        *((name, ctypes.c_void_p) for name in ("state", "before", "residual", "valid", "runs", "closings", "query_lens", "slots", "previous", "page_starts")),
         ("tail", _PagesStruct), ("closed", _PagesStruct), *((name, ctypes.c_int) for name in ("batch", "page_size", "ring", "valid_stride")),
     ]  # fmt: skip
 
@@ -69,15 +69,16 @@ def capturing() -> bool:
 class _StoreStep:
     """`close_cuda.DecodeStep` for pages that are filled token by token: nothing closes, and what a token replaces nobody sees."""
 
-    def __init__(self, store: PageStore, dtype: torch.dtype, slots: torch.Tensor, previous: torch.Tensor, status: torch.Tensor) -> None:
+    def __init__(self, store: PageStore, dtype: torch.dtype, moved: _Moved, status: torch.Tensor) -> None:
         append_cuda.prepare(store.layout, dtype, store.device)
-        self._store, self._slots, self._status = store, slots, status
-        self._previous = previous if store.layout.is_centered else None
+        self._store, self._slots, self._status = store, moved.slots, status
+        self._previous = moved.previous if store.layout.is_centered else None
+        self._starts = moved.page_starts if store.layout.key.needs_rotary else None
 
     def run(self, k: torch.Tensor, v: torch.Tensor, stream: int) -> None:
         to, k, v = self._store, with_aligned_rows(k), with_aligned_rows(v)
         append_cuda.store_tokens(
-            k, v, to.slabs[0], to.layout, self._slots, static=to.static, previous_page=self._previous, turn=to.turn, status=self._status
+            k, v, to.slabs[0], to.layout, self._slots, static=to.static, previous_page=self._previous, starts=self._starts, turn=to.turn, status=self._status
         )  # fmt: skip
 
     def put_back(self, nothing_closes: torch.Tensor, stream: int) -> None:
@@ -166,12 +167,14 @@ class _Moved:
     query_lens: torch.Tensor
     slots: torch.Tensor
     previous: torch.Tensor
+    page_starts: torch.Tensor
 
     @classmethod
     def empty(cls, batch: int, device: torch.device) -> _Moved:
         runs, closings = (torch.empty(batch, n, dtype=torch.int64, device=device) for n in (5, 2))
         slots, previous = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(2))
-        return cls(runs, closings, torch.empty(batch, dtype=torch.int32, device=device), slots, previous)
+        query_lens, page_starts = (torch.empty(batch, dtype=torch.int32, device=device) for _ in range(2))
+        return cls(runs, closings, query_lens, slots, previous, page_starts)
 
 
 def _uploaded(pages: Pages, dtype: torch.dtype, device: torch.device) -> _Group:
@@ -189,7 +192,7 @@ def _uploaded(pages: Pages, dtype: torch.dtype, device: torch.device) -> _Group:
     args = _AdvanceArgs(
         state=state_d.data_ptr(), before=before.data_ptr(), residual=None if g.fills_pages else residual_d.data_ptr(), runs=moved.runs.data_ptr(),
         closings=moved.closings.data_ptr(), query_lens=moved.query_lens.data_ptr(), slots=moved.slots.data_ptr(), previous=moved.previous.data_ptr(),
-        batch=batch, page_size=g.page_size, ring=ring,
+        page_starts=moved.page_starts.data_ptr(), batch=batch, page_size=g.page_size, ring=ring,
     )  # fmt: skip
     keep: list[Any] = [whole, moved]
     for name, of_pool in (("tail", args.tail), ("closed", args.closed)):
@@ -217,5 +220,5 @@ def _writer(
     packed = of_pool.get("closed", of_pool["tail"])
     pages.attention.bind(i, [of_pool[name].slabs for name in pages.ids], packed.static)
     if pages.group.fills_pages and not pages.group.is_raw:
-        return _StoreStep(packed, dtype, moved.slots, moved.previous, status)
+        return _StoreStep(packed, dtype, moved, status)
     return close_cuda.DecodeStep(packed, of_pool["tail"], dtype, moved.closings, moved.runs, status, undo, tail_starts)

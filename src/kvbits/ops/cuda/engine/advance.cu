@@ -29,6 +29,7 @@ struct Args {
     Closing* closings;           // [batch]
     int* query_lens;             // [batch]: 1 for real tokens, 0 for padding
     i64 *slots, *previous;       // [batch]: page number * page_size + place, -1 for none; the page before the one that the token opens. Null if nobody asks
+    int* page_starts;            // [batch]: position of the first token of that page
     Pages tail, closed;
     int batch, page_size, ring;  // ring: raw pages that are used again and again, twice in a row of the table; 0: a row has them in order
     int valid_stride;
@@ -54,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) advance(const __grid_const
         if (a.slots) {
             a.slots[b] = fits ? a.tail.number(b, at) * a.page_size + slot : -1;
             a.previous[b] = fits && slot == 0 && at > 0 ? a.tail.number(b, at - 1) : -1;
+            a.page_starts[b] = s[TAIL_START] + s[TAIL] - slot;
         }
         if (!fits) continue;  // padding, or a table that ended: nothing is written, and the lengths stay
         s[TAIL] += 1, s[LENGTH] += 1;
