@@ -417,7 +417,7 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
     # Closing pages of float32 rows, which a model on a GPU hardly has, takes the 64 registers of a thread and some words of a row besides.
     # Closing banded pages keeps some 20 words a thread around its product where heads are widest, or so that one more block fits.
     # Attention over banded pages has 128 registers for each of 16 warps: a few words of a segment's start and end are kept in local memory, none of a page's.
-    attend = 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 400 if scheme.key.is_banded else 0
+    attend = 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 448 if scheme.key.is_banded else 0
     most = {"attend": attend, "store_banded": 512, "dequantize_banded": 400 if head_dim == 256 else 0}
     rows = {("close_pages", torch.float32, False): 128, ("close_pages", torch.float32, True): 128, ("close_codebook", torch.float32, False): 128}
     if not spills:
