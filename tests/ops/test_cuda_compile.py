@@ -416,8 +416,8 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
     # Attention takes every register it can have where heads are widest or codes are looked up; ptxas keeps a few values of its set-up in local memory.
     # Closing pages of float32 rows, which a model on a GPU hardly has, takes the 64 registers of a thread and some words of a row besides.
     # Closing banded pages keeps some 20 words a thread around its product where heads are widest, or so that one more block fits.
-    # Attention over banded pages has 128 registers for each of 16 warps: a few words of a segment's start and end are kept in local memory, none of a page's.
-    attend = 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 448 if scheme.key.is_banded else 0
+    # Attention over banded pages has 128 registers for each of 16 warps: some words of a segment's start and end, and of those that make its queries, are kept in local memory, none of a page's.
+    attend = 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 528 if scheme.key.is_banded else 0
     most = {"attend": attend, "store_banded": 512, "dequantize_banded": 400 if head_dim == 256 else 0}
     rows = {("close_pages", torch.float32, False): 128, ("close_pages", torch.float32, True): 128, ("close_codebook", torch.float32, False): 128}
     if not spills:

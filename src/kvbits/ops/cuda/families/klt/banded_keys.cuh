@@ -13,10 +13,9 @@ struct BandedFrames {
     u32 number;                  // of the tile that the warp reads
     const FrameTile* tile;
     int first, last;             // of its frames
-    const u16* offsets;          // of the head, [OFFSETS][D] float16: what its pages' keys are stored less (quant/basis.py)
 
     static DEVICE void make(const Args& a, FrameRing& ring, int maker, int lane) { make_queries(a, ring, maker, lane); }
-    DEVICE void start(const Args&, Staged&, Unit u, const Part& part, int, int) { offsets = static_cast<const InverseBasis*>(part.k_inverse)[u.head].offsets[0]; }
+    DEVICE void start(const Args&, Staged&, Unit, const Part&, int, int) {}
     /// A segment's first tile.
     DEVICE void enter(FrameRing& of_block, const Segment& s, int warp) {
         ring = &of_block;
@@ -48,35 +47,16 @@ struct BandedFrames {
         while (frame > last) next_tile(lane);
         return (frame - first) * a.query_columns;
     }
-    /// q times the `which`-th row of offsets, for the lane's columns 2c, 2c + 1.
-    DEVICE void times_offsets(float (&result)[2], int which, int row, int lane) const {
-        constexpr int PARTS = FOLD ? 2 : 1;  // with FOLD rows and columns from 4 on are of the second half of the channels
-        const int g = lane / 4, c = lane % 4, part = FOLD ? g / 4 : 0;
-        const u32* q = &tile->q[row][part * (D / 4) + 4 * c];
-        float acc[2][4] = {};    // of rows 0 to 7 the first counts, of rows 8 to 15 the second: so 16 bytes of offsets are an operand as they lie
-#pragma unroll
-        for (int i = 0; i < D / 32 / PARTS; ++i) {
-            const u16* of = offsets + which * D + part * (D / 2) + 32 * i + 8 * c;
-            const uint4 w = *reinterpret_cast<const uint4*>(of), b = *reinterpret_cast<const uint4*>(q + 16 * i);
-            mma_f16(acc[0], w.x, w.y, w.z, w.w, b.x, b.y);
-            mma_f16(acc[1], w.x, w.y, w.z, w.w, b.z, b.w);
-        }
-        for (int e = 0; e < 2; ++e) {
-            float mean = acc[0][e] + acc[1][2 + e];
-            if (FOLD) {  // halves meet where rows and columns are of the same one
-                mean += __shfl_xor_sync(ALL_LANES, mean, 18);
-                mean = __shfl_sync(ALL_LANES, mean, g / 4 == c / 2 ? lane : lane ^ 2);
-            }
-            result[e] = mean * tile->unit;
-        }
+    /// What offsets add to the scores of the chunk's page, for the lane's columns 2c, 2c + 1.
+    DEVICE void of_page(float (&result)[2], const Chunk& chunk, int rows, int columns, int c) const {
+        for (int e = 0; e < 2; ++e) result[e] = tile->offsets[chunk.page_position % FRAME / MEAN_STEP][rows + (2 * c + e & (columns - 1))];
     }
-    /// What is added to the scores of the chunk's page, and to that of position 0 besides.
-    DEVICE void add_offsets(float (&constant)[2], float (&sink)[2], const Chunk& chunk, int row, int lane) const {
-        times_offsets(constant, chunk.page_position % FRAME / MEAN_STEP, row, lane);
-        sink[0] = sink[1] = 0.f;
-        if (chunk.position) return;
-        times_offsets(sink, OFFSETS - 1, row, lane);
-        for (int e = 0; e < 2; ++e) sink[e] -= constant[e];
+    /// Of a chunk that begins at position 0 the tile's row of column 0 and the number of columns, less 1, in one number; else -1.
+    static DEVICE int first_of(const Chunk& chunk, int rows, int columns) { return chunk.position ? -1 : rows * 8 + columns - 1; }
+    /// What is added to the score of position 0 besides, for the column that is `column` of the lane's instruction.
+    DEVICE float of_first(int first, int column) const {
+        const int row = first / 8 + (column & first & 7);
+        return tile->offsets[OFFSETS - 1][row] - tile->offsets[0][row];
     }
 };
 
@@ -88,7 +68,7 @@ struct BandedKeys : BandedFrames {
         float start[2];
         float factor;            // accumulated score -> exponent of 2 (or, with a softcap, argument of tanh)
         float constant[2];       // added to every score
-        float sink[2];           // added to the score of the chunk's first token
+        int first;               // see first_of
 
         DEVICE uint2 step(int i) const { return steps[i * FrameTile::ROWS * 4]; }
     };
@@ -97,8 +77,9 @@ struct BandedKeys : BandedFrames {
     template <class F>
     DEVICE void with_page(const Args& a, const Chunk& chunk, int lane, F f) {
         const int g = lane / 4, c = lane % 4, columns = a.query_columns, rows = rows_of(a, chunk.page_position, lane), row = rows + (g & (columns - 1));
-        Of page = {&tile->steps[0][row][c], {}, tile->unit * power_of_two(24), {}, {}};
-        add_offsets(page.constant, page.sink, chunk, row, lane);
+        Of page = {&tile->steps[0][row][c], {}, tile->unit * power_of_two(24), {}, 0};
+        of_page(page.constant, chunk, rows, columns, c);
+        page.first = first_of(chunk, rows, columns);
         for (int e = 0; e < 2; ++e) page.start[e] = tile->start[rows + (2 * c + e & (columns - 1))] * power_of_two(-24);
         f(page);
     }
@@ -119,7 +100,8 @@ struct BandedKeys : BandedFrames {
                 for (int e = 0; e < 2; ++e)
                     s[4 * u + j][0][e] = acc[u][j / 2][j % 2 * 2 + e] * (scale[j] * page.factor) + (SOFTCAP ? page.constant[e] : page.constant[e] - softmax.reference[0][e]);
         }
-        for (int e = 0; e < 2 && t == 0 && g == 0; ++e) s[0][0][e] += page.sink[e];
+        if (page.first >= 0 && t == 0 && g == 0)
+            for (int e = 0; e < 2; ++e) s[0][0][e] += of_first(page.first, 2 * c + e);
     }
     /// Codes of a field of bytes 0 and 2, of bytes 1 and 3.
     static DEVICE u32 even(u32 w, u32 field) { return w & field; }
@@ -176,7 +158,7 @@ struct ByteKeys : BandedFrames {
         float factor[2], other[2];  // of this lane's sums and of those of lane c + 2 or c - 2 -> exponent of 2 (or, with a softcap, argument of tanh)
         float start[2];          // added to such sums before a token's scale is multiplied
         float constant[2];       // added to every score
-        float sink[2];           // added to the score of the chunk's first token
+        int first;               // see first_of
 
         DEVICE u32 step(int i) const { return steps[i * (FrameTile::ROWS * 4 * 2)]; }
     };
@@ -186,7 +168,8 @@ struct ByteKeys : BandedFrames {
     DEVICE void with_page(const Args& a, const Chunk& chunk, int lane, F f) {
         const int g = lane / 4, c = lane % 4, columns = a.query_columns, rows = rows_of(a, chunk.page_position, lane), row = rows + (g & (columns - 1));
         Of page = {reinterpret_cast<const u32*>(&tile->steps[0][row][c]) + g / 4};
-        add_offsets(page.constant, page.sink, chunk, row, lane);
+        of_page(page.constant, chunk, rows, columns, c);
+        page.first = first_of(chunk, rows, columns);
         for (int e = 0; e < 2; ++e) {
             const int column = rows + (2 * c + e & (columns - 1));
             page.factor[e] = tile->factor[column] * of_half(256.f, 1.f, c);
@@ -219,7 +202,8 @@ struct ByteKeys : BandedFrames {
                     s[2 * u + i][0][e] = (own * page.factor[e] + (other * page.other[e] + page.start[e])) * of_half(scale[i], scale[2 + i], c) + base[e];
                 }
         }
-        for (int e = 0; e < 2 && t == 0 && g == 0 && c < 2; ++e) s[0][0][e] += page.sink[e];
+        if (page.first >= 0 && t == 0 && g == 0 && c < 2)
+            for (int e = 0; e < 2; ++e) s[0][0][e] += of_first(page.first, 2 * c + e);
     }
     /// Adds the products of a plane's steps.
     template <int BITS>

@@ -90,6 +90,7 @@ struct alignas(16) FrameTile {
     float unit;                  // of products of q -> such exponents
     int first, last;             // frames
     int ends;                    // whether the segment's next frames are none
+    float offsets[OFFSETS][ROWS];  // q' times what keys are stored less, times `unit`
     u32 q[ROWS][STRIDE];         // pairs of channels; of four the second and third change places, as offsets are multiplied
     uint2 steps[KEY_STEPS][ROWS][4];  // of a lane's four channels upper bytes, lower bytes; or float16 numbers, first and third, second and fourth
 
@@ -239,6 +240,19 @@ struct Steps {
     static DEVICE u32 whole(float x) { return __float_as_uint(x + WHOLE); }
 };
 
+/// tile.offsets of the rows from 8 `half` on: offsets are the rows of one operand, queries the columns of the other, as 16 bytes of each lie.
+DEVICE void times_offsets(FrameTile& tile, const InverseBasis& inverse, float unit, int half, int g, int c) {
+    float acc[4] = {};
+#pragma unroll 1
+    for (int i = 0; i < D / 32; ++i) {
+        const uint4 w = g < OFFSETS ? *reinterpret_cast<const uint4*>(&inverse.offsets[g][32 * i + 8 * c]) : uint4{};
+        const uint4 b = *reinterpret_cast<const uint4*>(&tile.q[8 * half + g][16 * i + 4 * c]);
+        mma_f16(acc, w.x, 0, w.z, 0, b.x, b.y);
+        mma_f16(acc, w.y, 0, w.w, 0, b.z, b.w);
+    }
+    for (int e = 0; e < 2 && g < OFFSETS; ++e) tile.offsets[g][8 * half + 2 * c + e] = acc[e] * unit;
+}
+
 /// What warp `maker` of MAKERS does. A maker holds OWNED row blocks of the matrix and turns the queries of as many steps back, for all of them.
 DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
     constexpr int KS = D / 16, OWNED = KS / MAKERS, HELD = FrameRing::HELD, AT_ONCE = HELD ? OWNED : 1, THREADS = MAKERS * 32;
@@ -328,9 +342,10 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
                 largest[half] = fmaxf(largest[half], 1e-30f);
                 multiplier[half] = FrameTile::FULL * reciprocal_approx(largest[half]);
             }
+            const float unit = queries.unit * a.scaling * (SOFTCAP ? 1.f / a.softcap : LOG2E);
+            if (maker < 2) times_offsets(tile, inverse, unit, maker, g, c);
             steps.write(tile, multiplier, maker, g, c);
             if (maker == MAKERS - 1) {  // which has the fewest steps
-                const float unit = queries.unit * a.scaling * (SOFTCAP ? 1.f / a.softcap : LOG2E);
                 for (int half = 0; half < 2; ++half) {
                     float sum = 0.f;
                     for (int m = 0; m < MAKERS; ++m) sum += ring.start[m][g + 8 * half];

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .....spec import LowLayout, PageLayout, plane_row_bytes
+from .....spec import OFFSETS, LowLayout, PageLayout, plane_row_bytes
 from ....descriptor import LEVELS, describe
 from ....types import PageStore
 from ...engine import shape
@@ -127,5 +127,5 @@ def _frame_ring_bytes(layout: PageLayout, warps: int, fold: bool) -> int:
     """Shared memory of those warps (struct FrameRing of banded_queries.cuh)."""
     makers, tiles = _makers(layout)
     d = layout.head_dim
-    tile = 144 + 32 * (d + 32) + 512 * _key_steps(layout)
+    tile = 144 + 64 * OFFSETS + 32 * (d + 32) + 512 * _key_steps(layout)
     return -(-(tiles * (tile + 16) + d * (64 + 4 * (16 if fold else 2)) + makers * 128 + 4 * warps) // 16) * 16
