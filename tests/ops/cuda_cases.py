@@ -150,7 +150,7 @@ def _static(layout: PageLayout, case: Case, gen: torch.Generator, device) -> dic
             basis = torch.eye(d, device=device) + torch.randn(layout.num_kv_heads, d, d, generator=gen, device=device) / (2 * d**0.5)
             static["k_basis"] = basis / (band_steps(spec, d).to(device) * case.magnitude)
         if spec.has_offsets:
-            static["k_mean"] = torch.randn(layout.num_kv_heads, 2, layout.head_dim, generator=gen, device=device) * case.magnitude
+            static["k_mean"] = torch.randn(layout.num_kv_heads, 2, layout.head_dim, generator=gen, device=device) * min(case.magnitude, 1.0)
         if spec.needs_rotary:
             d = layout.head_dim // 2
             static = completed(static, 10000.0 ** (-torch.arange(d, device=device) / d))

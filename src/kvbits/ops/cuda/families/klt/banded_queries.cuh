@@ -276,6 +276,7 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
 #pragma unroll
             for (int i = 0; i < OWNED * KS; ++i) held[i / KS][i % KS * HELD] = inverse.tiles[maker * OWNED + i / KS][i % KS][lane];
         }
+        for (int at = lane * 64; at < OFFSETS * D && maker < 2; at += 32 * 64) prefetch_l1(&inverse.offsets[0][at]);  // the first tile would wait for each line
         float2 turns[EACH];
         for (int k = 0; k < EACH; ++k) turns[k] = part.turns[maker * PAIRS + (lane + 32 * k) % PAIRS];
         const int from = s.first_entry + s.first_chunk / CHUNKS_PER_PAGE, to = s.first_entry + (s.first_chunk + s.num_chunks - 1) / CHUNKS_PER_PAGE;
