@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
-from ..geometry import layer_types, text_config
+from ..geometry import layer_geometries, layer_types, text_config
 from ..spec import LayerGeometry, Rotary, Scheme
 
 
@@ -94,3 +94,26 @@ def _pairs(model: Any, name: str) -> str:
             if turned[0].nonzero().flatten().tolist() in ([0, partner], [0]) and turned[0, partner] != 0:
                 return pairs
     raise UnsupportedError(f"{name} turns channels neither in halves nor in neighbours; use a scheme without pre_rope and basis='calibrated'")
+
+
+def layers_of(config: Any) -> tuple[LayerGeometry, ...]:
+    """The layers of a model with their rotary embeddings, from its Transformers configuration alone: Transformers builds the model without weights.
+
+    Raises:
+        UnsupportedError: as `with_rotary`, or a model that Transformers does not build.
+    """
+    from transformers import AutoModelForCausalLM
+
+    text = text_config(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(text)
+    except (ValueError, KeyError, AttributeError, ImportError) as error:
+        kind = getattr(text, "model_type", type(text).__name__)
+        raise UnsupportedError(f"Transformers does not build a {kind}, so its rotary embedding is unknown: {error}; use a scheme without a basis") from error
+    for parent in list(model.modules()):
+        for name, module in list(parent.named_children()):
+            if any(n.endswith("inv_freq") for n, _ in module.named_buffers(recurse=False)):
+                with torch.device("cpu"):
+                    setattr(parent, name, type(module)(text))
+    return with_rotary(layer_geometries(config), model)

@@ -71,6 +71,8 @@ def summary(vllm_config: Any, kv_cache_config: Any) -> str:
         raw.append(f"the newest {newest} to {newest + PAGE_SIZE - 1}{first} tokens of each request also raw")
     if cache.kv_cache_dtype_skip_layers:
         raw.append(f"layers {', '.join(map(str, cache.kv_cache_dtype_skip_layers))} raw")
+    if options.calibration:
+        raw.append(f"calibration {options.calibration}")
     if cache.cache_dtype == SCHEME:
         form = f"each layer as {options.scheme} says"
     else:

@@ -56,18 +56,19 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         self._decodes = {n: {c: Decode(c, max_pages, rows, n, device, copies) for c in self.calls} for n in sorted({1, threshold})}
 
     def _make_places(self, impls: list[KVBitsImpl], rows: int, tokens: int, device: torch.device) -> Places | None:
-        """None where no page has a mean and none is copied."""
+        """None where no page has a mean or is in a frame, and none is copied."""
         config = self.vllm_config
         options, copied = options_of(config), any(impl.call.raw for impl in impls)
         centered = any(c.layout.is_centered for c in self.calls)
-        if not centered and not copied:
+        turned = any(c.layout.key.needs_rotary for c in self.calls)
+        if not centered and not copied and not turned:
             return None
         self._placer = dispatch.choose("place", device)
         self._placer.prepare()
         sizes: dict[str, Any] = {"tokens": tokens, "num_blocks": config.cache_config.num_gpu_blocks or 1, "device": device}
         first, requests = bool(options.raw_first), config.scheduler_config.max_num_seqs
         copies = Copies.empty(options.newest_pages, first, requests=requests, rows=rows, **sizes) if copied else None
-        return Places.empty(PAGE_SIZE, previous=centered, copies=copies, **sizes)
+        return Places.empty(PAGE_SIZE, previous=centered, starts=turned, copies=copies, **sizes)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -90,8 +91,8 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         n, places = m.num_actual_tokens, self._places
         if places:
             self._place(places, m)
-        before = places.previous[:n] if places and places.previous is not None else None
-        found = KVBitsMetadata(n, num_decode_tokens, m.slot_mapping[:n], before, places.copies.slots[:n] if places and places.copies else None)
+        before, starts, slots = ((None if x is None else x[:n]) for x in _of_tokens(places))
+        found = KVBitsMetadata(n, num_decode_tokens, m.slot_mapping[:n], before, starts, slots)
         if num_decodes:
             found.decodes = self._decodes[num_queries if uniform else threshold]
             for decode in found.decodes.values():
@@ -131,3 +132,8 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
             padded[: len(m.req_idx)] = m.req_idx[:rows]
             owners = upload(padded, self.device)
         self._placer.run(places, m.seq_lens[:rows], m.query_start_loc[: rows + 1], m.block_table_tensor[:rows], slots, owners)
+
+
+def _of_tokens(places: Places | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """What `place` fills for each token: the page before, the start of its page, its slot among copies."""
+    return (places.previous, places.starts, places.copies.slots if places.copies else None) if places else (None, None, None)

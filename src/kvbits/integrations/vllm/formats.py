@@ -17,7 +17,7 @@ __all__ = ["FORMATS", "NAMES", "PAGE_SIZE", "SCHEME", "Format"]
 RAW_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 TAGS = {
     "kvbits_int8": torch.int8, "kvbits_int8_centered": torch.int16, "kvbits_int8k_int4v": torch.int32, "kvbits_int4": torch.int64,
-    "kvbits_int4_rotated": torch.uint16,
+    "kvbits_int4_rotated": torch.uint16, "kvbits_klt4": torch.uint32, "kvbits_klt3": torch.uint64, "kvbits_klt2": torch.complex32,
 }  # fmt: skip
 """Name of a format -> torch dtype under which vLLM hands page specs to `customize_spec`; `tag_for` gives others one."""
 NAMES = (*FORMATS, SCHEME)
@@ -25,7 +25,7 @@ PLACEHOLDER = torch.bool
 """Tag of layers that have not been told their format yet."""
 _BY_TAG = {tag: FORMATS[name] for name, tag in TAGS.items()}
 _SPARE_TAGS = (
-    torch.uint32, torch.uint64, torch.complex32, torch.complex64, torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    torch.complex64, torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
     *(getattr(torch, f"{kind}{bits}") for kind in ("uint", "int") for bits in range(1, 8)),
 )  # fmt: skip
 """For formats that only a scheme file has."""

@@ -15,7 +15,7 @@ from ...geometry import has_key_bias
 from ...ops import dispatch
 from ...quant.basis import rotated_turn
 from ...spec import PageLayout
-from . import formats
+from . import calibrated, formats
 from .metadata import KVBitsMetadata
 from .options import options_of, refuses_copies
 from .prefill import call_for, scratch_for
@@ -47,14 +47,19 @@ class KVBitsImpl(AttentionImpl):
         self._device = device_of_layers()
         self._config, self._dtype, self._factors = config, dtype, (float(scale), sliding_window, logits_soft_cap or None)
         self._turn: torch.Tensor | None = None
+        self._static: dict[str, torch.Tensor] = {}
+        self._order: torch.Tensor | None = None  # of stored channels, where it is not the model's
         self._copies: torch.Tensor | None = None
         self._rope = rope_parameters(config.model_config.hf_text_config, sliding_window is not None)
         if kv_cache_dtype == formats.SCHEME:
-            layer_formats(config)  # refuses; which layer this is nobody says before the model is there
+            if any(form and form.calibrated for form in layer_formats(config)):  # refuses; which layer this is nobody says before the model is there
+                calibrated.model_of(config)
             return
         form = formats.FORMATS.get(kv_cache_dtype)
         if form and (why := form.refuses(head_size, has_key_bias(config.model_config.hf_text_config))):
             raise UnsupportedError(why)
+        if form and form.calibrated:
+            calibrated.model_of(config)
         self._take(form, formats.layout_for(kv_cache_dtype, kv_heads, head_size, dtype))
 
     def _take(self, form: formats.Format | None, layout: PageLayout) -> None:
@@ -73,9 +78,8 @@ class KVBitsImpl(AttentionImpl):
 
     def _take_own_format(self) -> None:
         """That of the scheme file, by the layer's name; vLLM asks the layer for it when it has the whole model."""
-        layers = self._config.compilation_config.static_forward_context
-        name, layer = next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is self)
-        form = layer_formats(self._config)[extract_layer_index(name)]
+        index, layer = self._found()
+        form = layer_formats(self._config)[index]
         if form is None:
             layer.kv_cache_dtype, layer.kv_cache_torch_dtype = "auto", self._dtype
             layout = formats.layout_for("auto", self.num_kv_heads, self.head_size, self._dtype)
@@ -83,6 +87,19 @@ class KVBitsImpl(AttentionImpl):
             layer.kv_cache_torch_dtype = formats.tag_for(form)
             layout = form.layout(self.num_kv_heads, self.head_size, formats.RAW_DTYPES[self._dtype])
         self._take(form, layout)
+
+    def _found(self) -> tuple[int, Any]:
+        """This layer's number in the whole model, and vLLM's layer."""
+        layers = self._config.compilation_config.static_forward_context
+        name, layer = next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is self)
+        return extract_layer_index(name), layer
+
+    def _take_calibration(self) -> None:
+        """This rank's part, by the layer's name."""
+        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self._static, self._order = calibrated.model_of(self._config).layer(self._found()[0], rank, size, self._device)
 
     def _copies_of(self, layout: PageLayout) -> PageLayout | None:
         """The layout of copies in 16 bits (of the model's dtype), and their pages."""
@@ -101,6 +118,8 @@ class KVBitsImpl(AttentionImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         if self.kv_cache_dtype == formats.SCHEME:
             self._take_own_format()
+        if self.call.layout.key.needs_rotary:
+            self._take_calibration()
         turn = page_turn(self.head_size, self._rope) if self.call.layout.is_centered else None
         if turn is not None:
             self._turn = (rotated_turn(turn) if self._rotation else turn).to(self._device)
@@ -116,23 +135,31 @@ class KVBitsImpl(AttentionImpl):
             return output.fill_(0)
         m = attn_metadata
         pages, prefill = kv_cache.flatten(2), m.prefills.get(self.call)
-        plain = not self._rotation or prefill is None or not prefill.has_history  # fresh keys are read as they came
+        changed = bool(self._rotation) or self._order is not None
+        plain = not changed or prefill is None or not prefill.has_history  # fresh keys are read as they came
         stored, asked = key, query
-        if self._rotation:
-            asked, stored = self._rotation.run(query[: m.num_decode_tokens if plain else m.num_tokens], key[: m.num_tokens])
+        if changed:
+            asked, stored = self._as_stored(query[: m.num_decode_tokens if plain else m.num_tokens], key[: m.num_tokens])
         if self._stores:
             self._store(stored[: m.num_tokens], value[: m.num_tokens], pages, m)
         d = m.num_decode_tokens
         if d:
-            m.decodes[self.call].run(asked[:d], output[:d], layer.layer_name, pages, self._copies)
+            m.decodes[self.call].run(asked[:d], output[:d], layer.layer_name, pages, self._copies, self._static)
         if prefill:
             q, k = (query, key) if plain else (asked, stored)
             n = d + prefill.num_tokens
-            prefill.run(self.call, q[d:n], k[d:n], value[d:n], output[d:n], pages, self._copies)
+            prefill.run(self.call, q[d:n], k[d:n], value[d:n], output[d:n], pages, self._copies, self._static)
         return output
 
+    def _as_stored(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys as pages have them, rotated or with channels in stored order, and queries that score with them alike."""
+        if self._rotation:
+            return self._rotation.run(query, key)
+        return query[..., self._order], key[..., self._order]
+
     def _store(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, m: KVBitsMetadata) -> None:
-        self._writes.run(key, value, pages, self.call.layout, m.slot_mapping, previous_page=m.previous_page, turn=self._turn)
+        to = {"static": self._static, "previous_page": m.previous_page, "starts": m.starts, "turn": self._turn}
+        self._writes.run(key, value, pages, self.call.layout, m.slot_mapping, **to)
         if self._copies_raw and self._copies is not None and m.copy_slots is not None:
             self._copies_raw.run(key, value, self._copies, self.call.raw, m.copy_slots)
 

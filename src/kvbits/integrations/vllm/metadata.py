@@ -65,11 +65,13 @@ class Decode:
             offsets=[packed[2], *head[2], None], query_lens=query_lens,
         )  # fmt: skip
 
-    def run(self, q: torch.Tensor, out: torch.Tensor, layer: str, pages: torch.Tensor, copies: torch.Tensor | None) -> None:
-        """q, out: [tokens, Hq, D]; pages and copies of the layer."""
+    def run(
+        self, q: torch.Tensor, out: torch.Tensor, layer: str, pages: torch.Tensor, copies: torch.Tensor | None, static: dict[str, torch.Tensor]
+    ) -> None:  # fmt: skip
+        """q, out: [tokens, Hq, D]; pages, copies and calibrated parameters of the layer."""
         number, address = self._bound.get(layer, (len(self._bound), 0))
         if address != pages.data_ptr():
-            self._plan.bind(number, [pages, *([copies] * (len(self._plan.layouts) - 1) if copies is not None else [])])
+            self._plan.bind(number, [pages, *([copies] * (len(self._plan.layouts) - 1) if copies is not None else [])], static)
             self._bound[layer] = number, pages.data_ptr()
         shape = (-1, self.num_queries)
         if self._ragged is None:
@@ -88,6 +90,7 @@ class KVBitsMetadata(AttentionMetadata):
         num_decode_tokens: the first of them, read by `decodes`; the others by `prefills`.
         slot_mapping: int64 [num_tokens]; below 0: not stored.
         previous_page: int64 [num_tokens] as `store_tokens` takes it; None where pages have no mean.
+        starts: int32 [num_tokens] likewise; None where no layer's keys are turned back.
         copy_slots: likewise where tokens go in copies; None without copies.
     """
 
@@ -95,6 +98,7 @@ class KVBitsMetadata(AttentionMetadata):
     num_decode_tokens: int
     slot_mapping: torch.Tensor
     previous_page: torch.Tensor | None
+    starts: torch.Tensor | None
     copy_slots: torch.Tensor | None
     decodes: dict[Call, Decode] = field(default_factory=dict)
     prefills: dict[Call, Prefill] = field(default_factory=dict)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
+from ... import schemes
 from ...errors import UnsupportedError
-from .formats import PAGE_SIZE
+from .formats import FORMATS, PAGE_SIZE, SCHEME
+from .served import COPIED
 
 MOST_RAW = 1024
+logger = logging.getLogger("vllm.kvbits")
 
 
 @dataclass(frozen=True)
@@ -19,11 +24,13 @@ class Options:
         raw_newest: tokens at the end of each request that are read raw when it decodes, at least: up to a page more, whole pages. 0: none.
         raw_first: whether each request's first page (64 tokens) is read raw too: 0 or 64.
         scheme: file that `--kv-cache-dtype kvbits_scheme` takes each layer's format from.
+        calibration: file of `kvbits calibrate` for layers whose keys are stored in a calibrated basis.
     """
 
     raw_newest: int = 0
     raw_first: int = 0
     scheme: str = ""
+    calibration: str = ""
 
     @property
     def newest_pages(self) -> int:
@@ -36,7 +43,8 @@ class Options:
 
 
 def options_of(vllm_config: Any) -> Options:
-    """The options of an engine.
+    """The options of an engine. Where layers are calibrated and nothing is said of raw copies, they have `COPIED` newest and first tokens, or none, with a
+    line in the log, where copies cannot be.
 
     Raises:
         UnsupportedError: options that there are not or that cannot be.
@@ -46,13 +54,14 @@ def options_of(vllm_config: Any) -> Options:
     names = [f.name for f in dataclasses.fields(Options)]
     if not isinstance(given, dict) or set(given) - set(names):
         raise UnsupportedError(f'additional_config["kvbits"] is {given!r}; it takes a dict of {", ".join(names)}')
-    found = Options(**given)
+    found = Options(**_with_defaults(given, vllm_config))
     if not _is_whole(found.raw_newest) or found.raw_newest % PAGE_SIZE or not 0 <= found.raw_newest <= MOST_RAW:
         raise UnsupportedError(f"raw_newest={found.raw_newest!r} must be a multiple of {PAGE_SIZE} tokens, 0 to {MOST_RAW}")
     if not _is_whole(found.raw_first) or found.raw_first not in (0, PAGE_SIZE):
         raise UnsupportedError(f"raw_first={found.raw_first!r} must be 0 or {PAGE_SIZE} tokens, a page")
-    if not isinstance(found.scheme, str):
-        raise UnsupportedError(f"scheme={found.scheme!r} must be the name of a scheme file")
+    for name, what in (("scheme", "a scheme file"), ("calibration", "a file of `kvbits calibrate`")):
+        if not isinstance(getattr(found, name), str):
+            raise UnsupportedError(f"{name}={getattr(found, name)!r} must be the name of {what}")
     if found.raw_first and not found.raw_newest:
         raise UnsupportedError(f"raw_first without raw_newest; pass raw_newest={PAGE_SIZE} too")
     return found
@@ -70,6 +79,28 @@ def refuses_copies(vllm_config: Any) -> str | None:
     if unit is not None and unit % PAGE_SIZE:
         return f"prefixes are matched by {unit} tokens, inside blocks, which are then copied without their raw copies; match by {PAGE_SIZE}, or drop raw_newest"
     return None
+
+
+def _with_defaults(given: dict[str, Any], vllm_config: Any) -> dict[str, Any]:
+    if not _calibrated(vllm_config.cache_config.cache_dtype, given.get("scheme")) or given.get("raw_newest") == 0:
+        return given
+    if "raw_newest" not in given and (why := refuses_copies(vllm_config)):
+        _say(f"{vllm_config.cache_config.cache_dtype} without raw copies of the newest tokens, which cost accuracy to miss: {why}")
+        return given
+    return {"raw_newest": COPIED, "raw_first": COPIED} | given
+
+
+def _calibrated(dtype: str, path: Any) -> bool:
+    """Whether a dtype has calibrated layers."""
+    if dtype == SCHEME:
+        return isinstance(path, str) and bool(path) and schemes.read(path).needs_calibration
+    return dtype in FORMATS and FORMATS[dtype].calibrated
+
+
+@functools.cache
+def _say(sentence: str) -> None:
+    """Once a process."""
+    logger.warning("%s", sentence)
 
 
 def _is_whole(x: Any) -> bool:

@@ -154,23 +154,23 @@ class _Placed:
         self.targets = upload(offsets, device)
         pages = upload(p.pages, device)
         self.page_ids = block_table[pages[:, 0], pages[:, 1]].long()
-        self.rows = pages[:, 2:].to(torch.int32)
+        self.rows, self.starts = pages[:, 2:].to(torch.int32), (pages[:, 1] * PAGE_SIZE).to(torch.int32)
         self._unpackers: dict[tuple[PageLayout, int], Any] = {}
         self._copied = None if copies is None else _Copied.of(p, history, block_table, copies)
 
-    def unpack(self, call: Call, pages: torch.Tensor, copies: torch.Tensor | None) -> None:
+    def unpack(self, call: Call, pages: torch.Tensor, copies: torch.Tensor | None, static: dict[str, torch.Tensor]) -> None:
         """The histories' rows to the scratch: packed ones, and over them what copies hold."""
         if self.num_pages:
-            self._unpack(call, pages)
+            self._unpack(call, pages, static)
         if self._copied and copies is not None and call.raw:
             self._copied.put(call.scratch, section(copies, call.raw, "k_raw"), section(copies, call.raw, "v_raw"))
 
-    def _unpack(self, call: Call, pages: torch.Tensor) -> None:
+    def _unpack(self, call: Call, pages: torch.Tensor, static: dict[str, torch.Tensor]) -> None:
         key = (call.layout, pages.stride(0))
         if key not in self._unpackers:
             choice = dispatch.choose("dequantize", call.layout, call.dtype, pages.device)
-            self._unpackers[key] = choice.run(call.layout, call.dtype, self.page_ids, self.rows, pages.stride(0))
-        self._unpackers[key].run(pages, call.scratch.keys, call.scratch.values)
+            self._unpackers[key] = choice.run(call.layout, call.dtype, self.page_ids, self.rows, pages.stride(0), self.starts)
+        self._unpackers[key].run(pages, call.scratch.keys, call.scratch.values, static)
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,9 +238,10 @@ class Prefill:
             self._starts = upload(np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32), block_table.device)
 
     def run(
-        self, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, copies: torch.Tensor | None = None
+        self, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, copies: torch.Tensor | None = None,
+        static: dict[str, torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """q, out [num_tokens, Hq, D]; k, v [num_tokens, H, D], stored already; pages and copies of the layer."""
+        """q, out [num_tokens, Hq, D]; k, v [num_tokens, H, D], stored already; pages, copies and calibrated parameters of the layer."""
         if not self.num_tokens:
             return
         if not self.has_history:
@@ -248,7 +249,7 @@ class Prefill:
             return
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         for p in self._placed:
-            p.unpack(call, pages, copies)
+            p.unpack(call, pages, copies, static or {})
             keys, values = call.scratch.keys, call.scratch.values
             if p.fresh:
                 keys.index_copy_(0, p.targets, k[p.tokens])

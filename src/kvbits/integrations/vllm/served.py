@@ -10,6 +10,9 @@ from ...spec import PageLayout, Scheme
 
 PAGE_SIZE = 64
 """Tokens of a page, which is a block of vLLM."""
+COPIED = 64
+"""Newest tokens of a request, at least, and its first ones, that calibrated formats also keep raw unless they are told otherwise: what their accuracy was
+measured with. A page more of each request would take a third more memory for copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,11 @@ class Format:
 
     name: str
     scheme: Scheme
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether its layers need numbers of a calibration (`kvbits calibrate`)."""
+        return self.scheme.needs_calibration
 
     @property
     def rotated(self) -> bool:
@@ -45,6 +53,8 @@ class Format:
         """
         if head_dim % 8 or not 64 <= head_dim <= 256:
             return f"head_dim={head_dim} is no multiple of 8 from 64 to 256; use --kv-cache-dtype auto"
+        if self.calibrated and head_dim % 16:
+            return f"{self.name} has codes of eight bands, and head_dim={head_dim} is no multiple of 16; use kvbits_int8_centered"
         if self.rotated and head_dim & (head_dim - 1):
             return f"{self.name} rotates keys by a Hadamard matrix, and head_dim={head_dim} is no power of two; use kvbits_int8_centered"
         if key_bias and schemes.weak_to_key_bias(self.scheme):
@@ -58,11 +68,12 @@ class Format:
 
 
 def _preset(name: str) -> Scheme:
-    return schemes.get(name, residual_length=0, page_size=PAGE_SIZE, token_local=True)
+    return schemes.get(name, residual_length=0, num_sink_tokens=0, page_size=PAGE_SIZE, token_local=True)
 
 
 FORMATS: dict[str, Format] = {
-    f"kvbits_{name}": Format(name=f"kvbits_{name}", scheme=_preset(name)) for name in ("int8", "int8_centered", "int8k_int4v", "int4", "int4_rotated")
+    f"kvbits_{name}": Format(name=f"kvbits_{name}", scheme=_preset(name))
+    for name in ("int8", "int8_centered", "int8k_int4v", "int4", "int4_rotated", "klt4", "klt3", "klt2")
 }
 SCHEME = "kvbits_scheme"
 """The dtype whose layers each have the format that a scheme file says (`scheme_file`)."""

@@ -52,6 +52,10 @@ class Unpacks(Protocol):
         low: tuple[LowStore, torch.Tensor] | None = None,
     ) -> None: ...  # fmt: skip
 
+    @staticmethod
+    def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile and load what `run` launches for pages without low planes, so that the first one does not wait for it."""
+
     def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None) -> None:
         """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default what the store says."""
 

@@ -67,6 +67,10 @@ class BandedUnpacker:
         self._args = _Args(page_address=page_address.data_ptr(), rows=rows.data_ptr(), starts=starts.data_ptr(), num_pages=len(page_address))
         self._args.num_heads, self._args.head_bytes = layout.num_kv_heads, layout.head_bytes
 
+    @staticmethod
+    def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
+        load(layout, dtype, -1 if device.index is None else device.index)
+
     def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None) -> None:
         """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default what the store says.
 

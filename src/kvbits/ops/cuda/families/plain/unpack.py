@@ -76,11 +76,6 @@ def _load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLay
     return driver.load(Path(__file__).parent, "dequantize.cu", "dequantize_pages", defines(layout, dtype, low), device_index, tile_bytes(layout))
 
 
-def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile and load what an `Unpacker` of such pages launches, so that the first one does not wait for it."""
-    _load(layout, dtype, device.index, None)
-
-
 class Unpacker:
     """See `engine.family.Unpacks`."""
 
@@ -102,6 +97,10 @@ class Unpacker:
             if starts is None:
                 raise DataError("pages of keys stored before the rotary embedding were given no starts; pass each page's first position")
             self._args.starts = self._kept(starts)
+
+    @staticmethod
+    def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
+        _load(layout, dtype, device.index, None)
 
     def _kept(self, x: torch.Tensor) -> int:
         self._keep.append(x)

@@ -1,0 +1,206 @@
+"""Keys in a calibrated basis (`--kv-cache-dtype kvbits_klt4`, `kvbits_klt3`, `kvbits_klt2`), in vLLM's official wheel on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+import random
+
+import pytest
+import torch
+
+if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("msgspec") is None:
+    pytest.skip("vLLM is not installed (tests/integrations/run_vllm_cpu.sh sets it up)", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
+
+from integrations.test_vllm_copies import distance
+from integrations.test_vllm_engine import (  # noqa: F401  (fixtures)
+    MODELS,
+    VOCABULARY,
+    check,
+    engine,
+    generate,
+    model,
+    random_ids,
+    reference_ops,
+    scheme_of,
+)
+from transformers import AutoModelForCausalLM, CohereConfig, GPTNeoXConfig
+
+from kvbits import schemes
+from kvbits.calibrate import Calibration, calibrate
+from kvbits.errors import CalibrationError, FileFormatError, UnsupportedError
+from kvbits.geometry import layer_geometries
+from kvbits.integrations.rotary import layers_of, with_rotary
+from kvbits.spec import Override, Scheme
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+DTYPES = ["kvbits_klt4", "kvbits_klt3", "kvbits_klt2"]
+KLT, FOUR = schemes.get("klt4", head_dim=64), schemes.get("int4_rotated", head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def calibration(model, tmp_path_factory):  # noqa: F811
+    """Calibrations of tiny models by scheme, each with its file."""
+    made = {}
+
+    def get(name: str, scheme="klt4"):
+        key = name, scheme if isinstance(scheme, str) else scheme.name
+        if key not in made:
+            prompts = torch.randint(3, VOCABULARY, (4, 256), generator=torch.Generator().manual_seed(9))
+            path = tmp_path_factory.mktemp("calibration") / "c.safetensors"
+            calibrate(model(name)[0], [prompts], scheme).save(path)
+            made[key] = Calibration.load(path)
+        return made[key]
+
+    return get
+
+
+def said(calibration, **options):
+    return {"additional_config": {"kvbits": {"calibration": calibration.path, **options}}}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, calibration, dtype):  # noqa: F811
+    """Also over page borders while decoding, past a frame of 256, and again where the prompts are found in the prefix cache."""
+    c = calibration("llama", dtype.removeprefix("kvbits_"))
+    llm = engine("llama", dtype, **said(c, raw_newest=0))
+    prompts = [random_ids(n, n) for n in (2, 50, 63, 64, 130, 250, 330)]
+    for prompt, result in zip(prompts, generate(llm, prompts), strict=True):
+        check(model("llama")[0], scheme_of(dtype), prompt, result, calibration=c)
+        assert result[2] == 0
+    for prompt, result in zip(prompts, generate(llm, prompts), strict=True):
+        cached = (len(prompt) - 1) // 64 * 64
+        assert result[2] == cached
+        check(model("llama")[0], scheme_of(dtype), prompt, result, [n for n in (cached, len(prompt) - cached) if n], c)
+
+
+def test_chunks_may_begin_and_end_in_the_middle_of_pages(model, engine, calibration):  # noqa: F811
+    c = calibration("llama")
+    llm = engine("llama", "kvbits_klt4", **said(c, raw_newest=0), max_num_batched_tokens=48, enable_prefix_caching=False)
+    for length in (49, 96, 300):
+        prompt = random_ids(length, length)
+        chunks = [48] * (length // 48) + ([length % 48] if length % 48 else [])
+        check(model("llama")[0], scheme_of("kvbits_klt4"), prompt, generate(llm, [prompt])[0], chunks, c)
+
+
+def test_windows_and_rotary_embeddings_of_two_kinds(model, engine, calibration):  # noqa: F811
+    c = calibration("gemma3")
+    llm = engine("gemma3", "kvbits_klt4", **said(c, raw_newest=0), max_num_batched_tokens=96, enable_prefix_caching=False)
+    for length in (150, 400):
+        prompt = random_ids(length, length)
+        chunks = [96] * (length // 96) + ([length % 96] if length % 96 else [])
+        check(model("gemma3")[0], scheme_of("kvbits_klt4"), prompt, generate(llm, [prompt])[0], chunks, c)
+
+
+def neox():
+    """A quarter of the channels is turned."""
+    torch.manual_seed(4)
+    config = GPTNeoXConfig(
+        hidden_size=256, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY, initializer_range=0.15,
+        max_position_embeddings=4096, rotary_pct=0.25,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def cohere():
+    """Neighbouring channels are turned together."""
+    torch.manual_seed(5)
+    config = CohereConfig(
+        hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY,
+        initializer_range=0.15, max_position_embeddings=4096,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+MODELS |= {"neox": neox, "cohere": cohere}
+
+
+@pytest.mark.parametrize("name", ["neox", "cohere"])
+def test_channels_in_another_order_are_stored_in_pairs_of_halves(model, engine, calibration, name):  # noqa: F811
+    c = calibration(name)
+    llm = engine(name, "kvbits_klt4", **said(c, raw_newest=0), max_num_batched_tokens=48, enable_prefix_caching=False)
+    assert all(layer.impl._order is not None for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values())
+    for length in (40, 130):
+        prompt = random_ids(length, length)
+        chunks = [48] * (length // 48) + ([length % 48] if length % 48 else [])
+        check(model(name)[0], scheme_of("kvbits_klt4"), prompt, generate(llm, [prompt])[0], chunks, c)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "neox", "cohere"])
+def test_a_configuration_has_the_rotary_embeddings_of_its_model(model, name):  # noqa: F811
+    loaded = model(name)[0]
+    assert layers_of(loaded.config) == with_rotary(layer_geometries(loaded.config), loaded)
+
+
+def test_newest_and_first_tokens_are_raw_unless_told_otherwise(model, engine, calibration):  # noqa: F811
+    """Up to 192 tokens every page is the first or one of the newest two: nothing that decodes reads a quantized number."""
+    llm = engine("llama", "kvbits_klt2", **said(calibration("llama", "klt2")), enable_prefix_caching=False)
+    for n in (1, 64, 127, 150):
+        prompt = random_ids(n, n)
+        check(model("llama")[0], None, prompt, generate(llm, [prompt], 40)[0])
+
+
+def test_random_requests_in_a_tiny_pool(model, engine, calibration):  # noqa: F811
+    """Preempted, recomputed, sharing prefixes, in rows that move, aborted: copies of others are never read."""
+    rng = random.Random(0)
+    stems = [random_ids(n, n) for n in (64, 128)]
+    prompts = [rng.choice(stems)[: rng.randint(1, 128)] + random_ids(rng.randint(1, 50), i) for i in range(30)]
+    sizes = {"num_gpu_blocks_override": 12, "max_num_batched_tokens": 100, "max_model_len": 512, "max_num_seqs": 6}
+    llm = engine("llama", "kvbits_klt4", **said(calibration("llama")), **sizes)
+    results = generate(llm, prompts, 60)
+    assert sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions") > 0
+    assert sum(r[2] for r in results) > 0
+    found = [distance(model("llama")[0], p, r) for p, r in zip(prompts, results, strict=True)]
+    assert sum(found) / len(found) < 0.25 and max(found) < 1, "a copy of another block is far off"
+
+
+def test_speculation_gives_the_tokens_without_it(model, engine, calibration):  # noqa: F811
+    c = calibration("llama")
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    llm = engine("llama", "kvbits_klt4", **said(c, raw_newest=0), speculative_config=ngram, enable_prefix_caching=False)
+    for prompt in [(random_ids(7, 1) * 30)[:n] for n in (40, 63, 150)]:
+        check(model("llama")[0], scheme_of("kvbits_klt4"), prompt, generate(llm, [prompt], 40)[0], calibration=c)
+
+
+def test_layers_of_a_scheme_file(model, engine, calibration, tmp_path):  # noqa: F811
+    last = Override(layers=(-1,), key=FOUR.key, value=FOUR.value)
+    two = Scheme(name="two", key=KLT.key, value=KLT.value, overrides=(last,), token_local=True)
+    c = calibration("llama", two)
+    (tmp_path / "mine.json").write_text(two.to_json())
+    given = said(c, raw_newest=0, scheme=str(tmp_path / "mine.json"))
+    llm = engine("llama", "kvbits_scheme", **given, max_num_batched_tokens=48, enable_prefix_caching=False)
+    for length in (30, 130):
+        prompt = random_ids(length, length)
+        chunks = [48] * (length // 48) + ([length % 48] if length % 48 else [])
+        check(model("llama")[0], two, prompt, generate(llm, [prompt])[0], chunks, c)
+
+
+def test_connectors_turn_copies_off_that_nobody_asked_for(engine, calibration, tmp_path, caplog):  # noqa: F811
+    from integrations.test_vllm_transfer import shared_storage
+
+    from kvbits.integrations.vllm import options
+
+    options._say.cache_clear()
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    transfer = {"kv_transfer_config": shared_storage(tmp_path)}
+    llm = engine("llama", "kvbits_klt4", **said(calibration("llama")), **transfer)
+    logging.getLogger("vllm").removeHandler(caplog.handler)
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    assert all(layer.impl.call.raw is None for layer in layers)
+    assert caplog.text.count("without raw copies of the newest tokens") == 1
+    with pytest.raises(UnsupportedError, match="ExampleConnector writes blocks that raw copies would not follow"):
+        engine("llama", "kvbits_klt4", **said(calibration("llama"), raw_newest=64), **transfer)
+
+
+def test_calibrations_that_are_missing_or_of_others_are_refused(engine, calibration, tmp_path):  # noqa: F811
+    with pytest.raises(UnsupportedError, match="run `kvbits calibrate .* --scheme klt4 --out FILE"):
+        engine("llama", "kvbits_klt4")
+    with pytest.raises(CalibrationError, match="made for another model"):
+        engine("llama", "kvbits_klt4", **said(calibration("gemma3")))
+    with pytest.raises(CalibrationError, match="scheme 'klt4', not 'klt3'"):
+        engine("llama", "kvbits_klt3", **said(calibration("llama")))
+    with pytest.raises(FileFormatError, match="cannot read"):
+        engine("llama", "kvbits_klt4", **said(dataclasses.replace(calibration("llama"), path=str(tmp_path / "none"))))
