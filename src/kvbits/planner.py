@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 from . import schemes as presets
 from .errors import SpecError, unknown
 from .geometry import PlainLayer
-from .integrations.vllm.served import FORMATS, PAGE_SIZE
+from .integrations.vllm.served import COPIED_PAGES, FORMATS, PAGE_SIZE
 from .spec import MOST_TOKENS, CacheSpec, LayerGeometry, PageLayout, Scheme
+from .spec.quant import DTYPE_BYTES
 from .units import human_bytes
 
 DENSE = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -183,10 +184,11 @@ class _Blocks:
     Args:
         block: tokens of a block.
         sizes: bytes of a block in each layer.
+        copies: bytes of the raw copies of a sequence.
     """
 
-    def __init__(self, layers: tuple[LayerGeometry | PlainLayer, ...], block: int, sizes: list[int]) -> None:
-        self.layers, self.block, self.sizes = layers, block, sizes
+    def __init__(self, layers: tuple[LayerGeometry | PlainLayer, ...], block: int, sizes: list[int], copies: int = 0) -> None:
+        self.layers, self.block, self.sizes, self.copies = layers, block, sizes, copies
         self.bits_per_element = 8 * sum(sizes) / (block * sum(map(_elements, layers)))
 
     @property
@@ -197,7 +199,7 @@ class _Blocks:
     def nbytes(self, num_tokens: int, batch_size: int = 1) -> int:
         blocks = -(-num_tokens // self.block)
         held = (blocks if g.sliding_window is None else min(blocks, -(-(g.sliding_window - 1) // self.block) + 1) for g in self.layers)
-        return batch_size * sum(n * size for n, size in zip(held, self.sizes, strict=True))
+        return batch_size * (self.copies + sum(n * size for n, size in zip(held, self.sizes, strict=True)))
 
 
 Cache = CacheSpec | _Dense | _Blocks
@@ -359,7 +361,9 @@ def _vllm(scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer, ...], 
         layouts = [FORMATS[scheme].layout(g.num_kv_heads, g.head_dim, raw_dtype) for g in pages]
     else:
         layouts = [_token_local(scheme, i, g, len(pages), raw_dtype) for i, g in enumerate(pages)]
-    return _Blocks(layers, PAGE_SIZE, [x.page_size_bytes for x in layouts])
+    copied = sum(_elements(g) for g, x in zip(pages, layouts, strict=True) if not x.is_raw) if any(x.key.has_offsets for x in layouts) else 0
+    copies = COPIED_PAGES * PAGE_SIZE * DTYPE_BYTES[raw_dtype] * copied
+    return _Blocks(layers, PAGE_SIZE, [x.page_size_bytes for x in layouts], copies)
 
 
 def _token_local(scheme: Scheme, layer: int, g: LayerGeometry, count: int, raw_dtype: str) -> PageLayout:

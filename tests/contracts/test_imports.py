@@ -24,6 +24,8 @@ LAYERS = [
     {"cli", "__main__"},
 ]
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
+UPWARD = {"integrations/vllm/calibrated.py": "calibrate"}
+"""vLLM hands its plugin the name of a file, and nobody above who could read it."""
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
 
 
@@ -64,7 +66,7 @@ def test_no_module_imports_from_a_layer_above_its_own(path):
     if mine == "literature" and path.stem != "schemes":
         mine = "calibrate"  # its presets are looked up early, its calibration is used late
     assert mine in LEVEL, f"{mine} has no place in the import order; docs/internals/architecture.md lists it"
-    above = {p for p in imported_parts(path) if LEVEL.get(p, 99) > LEVEL[mine]}
+    above = {p for p in imported_parts(path) if LEVEL.get(p, 99) > LEVEL[mine]} - {UPWARD.get(str(path.relative_to(ROOT)))}
     assert not above, f"{path.relative_to(ROOT)} imports {', '.join(sorted(above))} from above its layer"
 
 

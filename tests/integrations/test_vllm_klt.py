@@ -27,7 +27,7 @@ from integrations.test_vllm_engine import (  # noqa: F401  (fixtures)
     reference_ops,
     scheme_of,
 )
-from transformers import AutoModelForCausalLM, CohereConfig, GPTNeoXConfig
+from transformers import AutoModelForCausalLM, CohereConfig, StableLmConfig
 
 from kvbits import schemes
 from kvbits.calibrate import Calibration, calibrate
@@ -95,12 +95,12 @@ def test_windows_and_rotary_embeddings_of_two_kinds(model, engine, calibration):
         check(model("gemma3")[0], scheme_of("kvbits_klt4"), prompt, generate(llm, [prompt])[0], chunks, c)
 
 
-def neox():
+def stablelm():
     """A quarter of the channels is turned."""
     torch.manual_seed(4)
-    config = GPTNeoXConfig(
-        hidden_size=256, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY, initializer_range=0.15,
-        max_position_embeddings=4096, rotary_pct=0.25,
+    config = StableLmConfig(
+        hidden_size=256, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCABULARY,
+        initializer_range=0.15, partial_rotary_factor=0.25, max_position_embeddings=4096,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
@@ -115,10 +115,10 @@ def cohere():
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-MODELS |= {"neox": neox, "cohere": cohere}
+MODELS |= {"stablelm": stablelm, "cohere": cohere}
 
 
-@pytest.mark.parametrize("name", ["neox", "cohere"])
+@pytest.mark.parametrize("name", ["stablelm", "cohere"])
 def test_channels_in_another_order_are_stored_in_pairs_of_halves(model, engine, calibration, name):  # noqa: F811
     c = calibration(name)
     llm = engine(name, "kvbits_klt4", **said(c, raw_newest=0), max_num_batched_tokens=48, enable_prefix_caching=False)
@@ -129,7 +129,7 @@ def test_channels_in_another_order_are_stored_in_pairs_of_halves(model, engine, 
         check(model(name)[0], scheme_of("kvbits_klt4"), prompt, generate(llm, [prompt])[0], chunks, c)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "neox", "cohere"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "stablelm", "cohere"])
 def test_a_configuration_has_the_rotary_embeddings_of_its_model(model, name):  # noqa: F811
     loaded = model(name)[0]
     assert layers_of(loaded.config) == with_rotary(layer_geometries(loaded.config), loaded)

@@ -63,12 +63,11 @@ def test_raw_layers_and_copies_of_the_others(model, engine, tmp_path):  # noqa: 
     [
         ({"key": schemes.get("kivi4").key, "token_local": False, "overrides": ()}, "layer 0: keys as .* need the other tokens of their page.* int8_centered"),
         ({"key": dataclasses.replace(EIGHT.key, outliers=0.01), "token_local": False}, "need the other tokens"),
-        ({"key": schemes.get("klt4").key, "token_local": False}, "need the other tokens"),
         ({"key": dataclasses.replace(EIGHT.key, center=None, static=True)}, "calibrated scales"),
         ({"value": QuantSpec.raw()}, "one of keys and values is raw"),
         ({"page_size": 128}, "page_size=64"),
     ],
-    ids=["kivi", "outliers", "klt", "static", "raw", "pages"],
+    ids=["kivi", "outliers", "static", "raw", "pages"],
 )
 def test_what_pages_of_vllm_cannot_hold_is_refused_by_name(engine, tmp_path, changes, says):  # noqa: F811
     with pytest.raises(UnsupportedError, match=says):

@@ -174,6 +174,13 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
         notes.append(
             "As stock vLLM allocates it: whole blocks. It puts unlike layers into groups of one size, which costs more; its log says the tokens that fit."
         )
+        from ..integrations.vllm.served import COPIED_PAGES, FORMATS
+
+        if calibrated := [r.scheme for r in found.rows if r.scheme in FORMATS and FORMATS[r.scheme].calibrated]:
+            notes.append(
+                f"Calibrated first, with `kvbits calibrate`: {', '.join(calibrated)}. Raw copies of the newest and first tokens are counted for each user, "
+                f"{COPIED_PAGES} pages of 16 bits; vLLM allocates them for all --max-num-seqs."
+            )
     if subject.memory_from is not None:
         notes.append(f"--gpu-memory: {subject.memory_from}.")
     if found.cards is not None:

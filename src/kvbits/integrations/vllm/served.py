@@ -13,6 +13,8 @@ PAGE_SIZE = 64
 COPIED = 64
 """Newest tokens of a request, at least, and its first ones, that calibrated formats also keep raw unless they are told otherwise: what their accuracy was
 measured with. A page more of each request would take a third more memory for copies."""
+COPIED_PAGES = COPIED // PAGE_SIZE + 1 + 1
+"""Pages of 16 bits that those take of each request: the newest, one that is not full, the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
