@@ -37,6 +37,7 @@ def statics(spec):
                 layer[f"{kind}_codebook"] = torch.linspace(-1, 1, 2**s.bits).expand(geometry.num_kv_heads, -1).contiguous()
             if s.basis == "calibrated":
                 layer[f"{kind}_basis"] = torch.eye(geometry.head_dim).repeat(geometry.num_kv_heads, 1, 1)
+                layer[f"{kind}_mean"] = torch.zeros(geometry.num_kv_heads, 2, geometry.head_dim)
         found.append(layer)
     return found
 

@@ -26,7 +26,7 @@ KEYS_AND_VALUES = [
     (QuantSpec(format="fp8_e5m2", granularity=PerToken()), QuantSpec(format="fp8_e4m3", granularity=PerChannel(), scale_dtype="float32")),
     (QuantSpec(format="int8", granularity=PerTensor(), static=True), QuantSpec(format="int4", granularity=PerGroup(8), static=True, symmetric=False)),
     (
-        QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, center="channel", basis="calibrated", bands=(3,)),
+        QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, center="calibrated", basis="calibrated", bands=(3,)),
         QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, basis="hadamard", bands=(2,)),
     ),
     (RAW, QuantSpec(format="int4", granularity=PerGroup(8))),
@@ -55,6 +55,7 @@ def made_up_static(spec):
                 layer[f"{kind}_codebook"] = torch.linspace(-1, 1, 2**s.bits).expand(geometry.num_kv_heads, -1).contiguous()
             if s.basis == "calibrated":
                 layer[f"{kind}_basis"] = torch.eye(geometry.head_dim) + 0.2 * torch.randn(geometry.num_kv_heads, geometry.head_dim, geometry.head_dim)
+                layer[f"{kind}_mean"] = torch.randn(geometry.num_kv_heads, 2, geometry.head_dim)
         found.append(layer)
     return found
 
@@ -86,7 +87,7 @@ class CacheMachine(RuleBasedStateMachine):
         overrides = (Override(layers=(-1,), key=RAW, value=RAW),) if keep_raw else ()
         if any(s.number_format.kind != "int" for s in pair):
             tiers = ()
-        token_local = token_local and all(s.token_local and not s.center for s in pair)  # a page's mean is not the dense model's to know
+        token_local = token_local and all(s.token_local and not s.has_mean for s in pair)  # a page's mean is not the dense model's to know
         if token_local:
             residual, tiers = 0, ()
         scheme = Scheme(

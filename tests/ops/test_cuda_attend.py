@@ -114,8 +114,8 @@ def check(call, q, plan, limit=LIMIT):
     assert relative_error(out, want) < limit
     finite = torch.isfinite(want_lse)
     torch.testing.assert_close(torch.isfinite(lse), finite)
-    # A score's error is that of q in float16 next to its size: scores of 1000 are off by tenths.
-    np.testing.assert_allclose(lse[finite].double().cpu(), want_lse[finite].cpu(), rtol=1e-3, atol=1e-2)
+    # A score's error is that of q in float16 next to its size: scores of 1000 are off by tenths, of banded keys of 8 bits by more.
+    np.testing.assert_allclose(lse[finite].double().cpu(), want_lse[finite].cpu(), rtol=2e-3, atol=1e-2)
     return out.clone()
 
 

@@ -191,7 +191,7 @@ class Bench:
         assert self.bases is not None
         if (layer, key.bands) not in self._bases:
             made_for = presets.get("klt4", head_dim=math.gcd(*(g.head_dim for g in self.layers))).key
-            self._bases[layer, key.bands] = {"k_basis": for_widths(self.bases[layer]["k_basis"], made_for, key)}
+            self._bases[layer, key.bands] = self.bases[layer] | {"k_basis": for_widths(self.bases[layer]["k_basis"], made_for, key)}
         return self._bases[layer, key.bands]
 
     def has_alone(self, layer: int, side: str, width: int) -> bool:
