@@ -87,7 +87,9 @@ class CacheMachine(RuleBasedStateMachine):
         overrides = (Override(layers=(-1,), key=RAW, value=RAW),) if keep_raw else ()
         if any(s.number_format.kind != "int" for s in pair):
             tiers = ()
-        token_local = token_local and all(s.token_local and not s.has_mean for s in pair)  # a page's mean is not the dense model's to know
+        token_local = token_local and all(
+            s.token_local and not s.center for s in pair
+        )  # means, and frames of pages that fill, are not the dense model's to know
         if token_local:
             residual, tiers = 0, ()
         scheme = Scheme(

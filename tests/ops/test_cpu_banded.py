@@ -209,12 +209,27 @@ def test_tokens_stored_one_by_one_are_those_of_a_page_that_closes(tier, name, he
     store = PageStore(layout, (found[:2], found[2:]), static)
     assert append_cpu.refuses(k, store) is None
     for first, end in ((9, page_size), (1, 9), (0, 1)):
-        mapping = SlotMapping(np.array([[0, first, 2, first, end - first]]), starts=np.array([start]))
+        column = np.array([[start, 7]] * 2)[:1, 0]  # strided, as the cache gives it
+        mapping = SlotMapping(np.array([[0, first, 2, first, end - first]]), starts=column)
         assert append_cpu.append(k, v, store, mapping) == {"k": 0, "v": 0}
     assert torch.equal(found[2:3], want) and bool((found[[0, 1, 3]] == 0xFF).all())
     again = torch.zeros_like(found)
     append_reference.append(k, v, PageStore(layout, (again,), static), SlotMapping(np.array([[0, 0, 2, 0, page_size]]), starts=np.array([start])))
     assert float((again[2] != found[2]).float().mean()) <= 2e-3
+
+
+def test_runs_of_several_pages_have_each_its_start(tier):
+    """Starts as a column of a table, as the cache has them."""
+    key, value = sides("klt3")
+    layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=2, head_dim=64)
+    static, (k, v) = static_params(key, value, 2, 64), torch.randn(2, 1, 200, 2, 64)
+    runs = np.array([[0, 0, 3, 0, 64, -1, 259], [0, 64, 1, 0, 64, 3, 323], [0, 128, 0, 0, 64, 1, 387], [0, 192, 2, 0, 8, 0, 451]])
+    mapping = SlotMapping(np.ascontiguousarray(runs[:, :5]), runs[:, 5], runs[:, 6])
+    found = []
+    for append in (append_cpu.append, append_reference.append):
+        found.append(torch.zeros(4, 2, layout.head_bytes, dtype=torch.uint8))
+        append(k, v, PageStore(layout, (found[-1],), static), mapping)
+    assert float((found[0] != found[1]).float().mean()) <= 2e-3
 
 
 def test_what_cannot_be_stored_is_named_and_nothing_is_said_of_positions_without_starts(tier):

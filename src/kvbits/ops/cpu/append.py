@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
 
 from ...errors import DataError
@@ -54,8 +55,10 @@ def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: Slo
         return {}
     struct.used_bytes = layout.used_bytes
     if layout.key.needs_rotary:
-        turns = frame_turns(store, slot_mapping.starts)
-        struct.starts, struct.turn_starts = slot_mapping.starts.ctypes.data, turns.ctypes.data
+        assert slot_mapping.starts is not None
+        starts = np.ascontiguousarray(slot_mapping.starts)  # a column of a table, it may be
+        turns = frame_turns(store, starts)
+        struct.starts, struct.turn_starts = starts.ctypes.data, turns.ctypes.data
     check(library().kvbits_append(struct))
     for i, (name, x, spec) in enumerate((("keys", k, layout.key), ("values", v, layout.value))):
         if struct.nonfinite[i]:
