@@ -179,8 +179,9 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=100)
     parser.add_argument("--skip-layers", nargs="*", default=[], help="--kv-cache-dtype-skip-layers of all but the base")
     parser.add_argument(
-        "--engine", type=json.loads, default={}, help='options of all engines but the base, JSON: {"additional_config": {"kvbits": {"raw_newest": 64}}}'
-    )
+        "--engine", default="{}", help="""options of all engines but the base, JSON: {"additional_config": {"kvbits": {"raw_newest": 64}}}; {scheme} in it is
+        the dtype without kvbits_, as in the name of a file of `kvbits calibrate`""",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():  # before vLLM is imported
@@ -191,12 +192,15 @@ def main() -> None:
     shape = {"model": args.model.name, "model_dtype": args.dtype, "context": args.context, "scored": args.scored, "windows": args.windows, "chunk": args.chunk}
     measured: dict[str, dict[str, list[Position]]] = {}
     for dtype in (BASE, *args.kv_cache_dtypes):
-        settings = args.engine | ({"kv_cache_dtype_skip_layers": args.skip_layers} if args.skip_layers else {})
+        settings = json.loads(args.engine.replace("{scheme}", dtype.removeprefix("kvbits_")))
+        options = settings.get("additional_config", {}).get("kvbits", {})
+        settings |= {"kv_cache_dtype_skip_layers": args.skip_layers} if args.skip_layers else {}
         measured[dtype] = measure(args, dtype, texts, settings if dtype != BASE else {})
         rows = []
         for phase, found in measured[dtype].items():
             base = measured[BASE]["prefill" if dtype == BASE else phase]
-            label = dtype + "".join(f"+{x}" for x in (*args.skip_layers, *args.engine.get("additional_config", {}).get("kvbits", {})) if dtype != BASE)
+            said = [*args.skip_layers, *(f"{name}={x}" for name, x in options.items() if name != "calibration")]
+            label = dtype + "".join(f"+{x}" for x in said if dtype != BASE)
             rows.append({"kv_cache_dtype": label, "phase": phase} | shape | {"text": name, "tokens": len(found)} | compare(base, found))
         append(rows, args.out)
 
