@@ -44,10 +44,14 @@ ROOT = Path(__file__).resolve().parents[1]
 STATE = "all_gpu.json"
 PRESETS = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
 GENERATED = ("stock_flash", "fa3", "raw", "int8_centered", "kivi4", "klt4", "klt2")
-SERVED = {"bf16": 112, "kvbits_int8_centered": 208, "kvbits_int4_rotated": 384, "fp8": 224}
+SERVED = {
+    "bf16": 112, "kvbits_int8_centered": 208, "kvbits_int4_rotated": 384, "kvbits_klt4": 368, "kvbits_klt3": 464, "kvbits_klt2": 624, "fp8": 224,
+}  # fmt: skip
 """dtype -> the largest batch of 8,192 tokens each that could fit an H200, a multiple of 16."""
 STOCK = ("int8_per_token_head", "turboquant_4bit_nc", "turboquant_k8v4", "int4_per_token_head", "nvfp4")
 """vLLM's own dtypes of few bits, beside fp8."""
+LOADED = ("bf16", "fp8", "kvbits_int8_centered", "kvbits_klt4", "kvbits_klt3", "kvbits_klt2")
+"""Dtypes that serve requests as they come and long chats."""
 AT_ONCE = 14
 """Processes that compile together."""
 LEAST = 15
@@ -129,6 +133,8 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
         *(Part(f"long-{name}", f"{name}: KL in a window of 8,192 tokens", accuracy_at_length(model, environment), f"eval-8192/{name}-float16", 260, 500)
           for name, model in models(environment).items()),
         *serving("a step with vLLM's default compilation", "-compiled", dict.fromkeys(SERVED, ("decode", "--shapes", "48x8192", "--compile")), 90, 240),
+        *serving("the highest rate within P99 limits", "-goodput", dict.fromkeys(LOADED, ("goodput", "--minutes", "8")), 480, 700),
+        *serving("long chats with prefix caching", "-turns", dict.fromkeys(LOADED, ("turns", "--users", "16", "32", "64", "128", "--seconds", "60")), 420, 700),
         Part("tiers", "tiers", bench("bench_attend_gpu", "--tiers", out="attend_tiers.json"), "attend_tiers.json", 45, 150),
         Part("prompts", "prompts through Transformers in chunks of 2,048 tokens",
              bench("bench_generate_gpu", "stock", "int8_centered", "kivi4", "klt4", "--prefill", "--shapes", "0", "--chunk", "2048", out="generate.json"),

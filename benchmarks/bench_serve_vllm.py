@@ -2,12 +2,25 @@
 
     python benchmarks/bench_serve_vllm.py decode  --kv-cache-dtype kvbits_int8_centered --shapes 48x8192 8x65536 48x512 256x1024 --largest 8192
     python benchmarks/bench_serve_vllm.py prefill --kv-cache-dtype kvbits_int8_centered --prompts 8192 65536
-    python benchmarks/bench_serve_vllm.py serve   --kv-cache-dtype kvbits_int8_centered --rate 4 --requests 200
+    python benchmarks/bench_serve_vllm.py goodput --kv-cache-dtype kvbits_int8_centered --tpot-limit 50 --ttft-limit 2000
+    python benchmarks/bench_serve_vllm.py turns   --kv-cache-dtype kvbits_int8_centered --users 16 32 64
 
 One process measures one dtype and adds its rows to `--out`; ratios are of rows of one session on one machine (environment variable KVBITS_SESSION, set by all_gpu.py). Each row says
 vLLM's compilation mode: 0 is without torch.compile and with full graphs of decoding steps, `--compile` is vLLM's default. Weights are random, of a model's geometry. `decode` skips prefill (unless `--prefill`; vLLM's DecodeBenchConnector, pages filled with random bytes that hold finite numbers) and takes the
 median time of steps in which all sequences decode; with `--speculate K` each of them brings K drafts that are always right (one token is allowed, so vLLM's n-gram
-drafts find it), and K = 0 is what to compare that with. `prefill` sends one prompt alone. `serve` sends ragged prompts at Poisson times. The engine runs in this process.
+drafts find it), and K = 0 is what to compare that with. `prefill` sends one prompt alone. The engine runs in this process.
+
+`goodput` sends the same prompts and answers of many lengths to every dtype, at Poisson times. The rate rises until the 99th percentile of the time to the first
+token or of the time per token passes its limit, and is then halved in between: a row for each rate tried, and one for the highest that held (`highest`). A rate is
+measured until its last request has a first token, or its percentile cannot hold any more; answers under way then count with their time per token so far. `--rates 2 4`
+measures these rates and searches none.
+
+`turns` has users of long chats write, read and think, with prefix caching on: what does not fit is computed again. Chats that fit are in the cache when the clock
+starts. A row for each number of users: the share of prompt tokens that vLLM found in its cache, first tokens, tokens a second.
+
+Keys in a calibrated basis (kvbits_klt4 ..) get a random orthogonal one. `decode` fills pages past the plugin, so it reads their history packed and only the tokens
+of its own steps raw; with `--prefill` raw copies are those of a server. On a CPU all of it runs in the environment of tests/integrations/run_vllm_cpu.sh, with
+`--geometry tiny`.
 """
 
 from __future__ import annotations
@@ -17,8 +30,10 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +42,8 @@ os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import torch
+from loads import Arrivals, Chats, Limits, Request, Timing, Update, at_share, drive, highest, most_at_once
 from result_file import append
 
 GEOMETRIES = {
@@ -50,20 +67,54 @@ def model_directory(geometry: str, layers: int | None) -> Path:
     return path
 
 
+def random_bases(model: Path, kv_cache_dtype: str) -> dict[str, Any]:
+    """`additional_config` of a dtype whose keys are in a calibrated basis, with the file of an orthogonal one for each head of a model; empty for others."""
+    from kvbits import schemes
+    from kvbits.calibrate import Calibration, fingerprint
+    from kvbits.geometry import layer_geometries, load_config
+    from kvbits.integrations.vllm.served import FORMATS
+    from kvbits.ops.static import calibrated
+
+    if kv_cache_dtype not in FORMATS or not FORMATS[kv_cache_dtype].calibrated:
+        return {}
+    config = load_config(model)
+    layers = layer_geometries(config)
+    scheme = schemes.for_layers(FORMATS[kv_cache_dtype].scheme.name, layers)
+    static = []
+    for i, layer in enumerate(layers):
+        shapes = calibrated(scheme.for_layer(i, len(layers))[0], "k", layer.num_kv_heads, layer.head_dim)
+        draw = torch.Generator().manual_seed(i)
+        static.append({n: torch.linalg.qr(torch.randn(x, generator=draw)).Q if n.endswith("basis") else torch.zeros(x) for n, x in shapes.items()})
+    file = model / "calibration.safetensors"
+    Calibration(static, fingerprint(config, scheme), {"model": "random weights", "scheme": scheme.name}).save(file)
+    return {"kvbits": {"calibration": str(file)}}
+
+
 def engine(args: argparse.Namespace, max_model_len: int, max_num_seqs: int, captured: list[int], **more: Any) -> Any:
     """`vllm.LLM` with dummy weights."""
+    model, given = model_directory(args.geometry, args.layers), json.loads(args.engine)
+    options: dict[str, Any] = {
+        "load_format": "dummy", "skip_tokenizer_init": True, "seed": 0, "kv_cache_dtype": "auto" if args.kv_cache_dtype == "bf16" else args.kv_cache_dtype,
+        "max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max(args.chunk, max_num_seqs), "enable_prefix_caching": False,
+    }  # fmt: skip
+    asked = given.get("additional_config", {})
+    if bases := random_bases(model, args.kv_cache_dtype):
+        given["additional_config"] = asked | {"kvbits": bases["kvbits"] | asked.get("kvbits", {})}
+    if not torch.cuda.is_available():
+        import vllm_cpu
+
+        options |= {"attention_backend": "CUSTOM"} if args.kv_cache_dtype == "bf16" else {}
+        return vllm_cpu.engine(model, **(options | more | given))
     from vllm import LLM
 
     compilation = {"cudagraph_capture_sizes": captured} | ({} if args.compile else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})
-    options: dict[str, Any] = {
-        "model": str(model_directory(args.geometry, args.layers)), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0,
-        "kv_cache_dtype": "auto" if args.kv_cache_dtype == "bf16" else args.kv_cache_dtype, "tensor_parallel_size": args.tensor_parallel,
-        "disable_custom_all_reduce": args.tensor_parallel > 1, "gpu_memory_utilization": args.memory, "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs, "max_num_batched_tokens": args.chunk, "compilation_config": compilation, "enable_prefix_caching": False,
+    options |= {
+        "dtype": "bfloat16", "tensor_parallel_size": args.tensor_parallel, "disable_custom_all_reduce": args.tensor_parallel > 1,
+        "gpu_memory_utilization": args.memory, "compilation_config": compilation,
     }  # fmt: skip
     if args.warm:  # a fixed size, so that several can start at once
         options["kv_cache_memory_bytes"] = 1 << 30
-    return LLM(**(options | json.loads(args.engine) | more))
+    return LLM(model=str(model), **(options | more | given))
 
 
 def _fill(worker: Any) -> None:
@@ -75,7 +126,7 @@ def _fill(worker: Any) -> None:
         if pages.is_floating_point() and pages.element_size() > 1:
             pages.normal_()
         else:
-            pages.view(dtype=__import__("torch").uint8).random_(0x20, 0x3C)
+            pages.view(dtype=torch.uint8).random_(0x20, 0x3C)
 
 
 def capacity(llm: Any) -> int:
@@ -161,45 +212,120 @@ def run_prefill(args: argparse.Namespace) -> None:
         keep(args, llm, row(args, "prefill", 1, n, ttft_ms=round(1000 * statistics.median(times), 2), capacity_tokens=capacity(llm)))
 
 
-def run_serve(args: argparse.Namespace) -> None:
-    sizes = [8, 16, 32, 64, 128, 256]
-    llm = engine(args, args.longest + args.output + 8, 256, sizes)
-    rng, core = random.Random(2), llm.llm_engine
-    llm.generate([{"prompt_token_ids": ids(rng, 600)}], params(2), use_tqdm=False)
-    arrivals, at = [], 0.0
-    for i in range(args.requests):
-        at += rng.expovariate(args.rate)
-        arrivals.append((at, f"r{i}", ids(rng, round(args.longest * rng.uniform(0.02, 1.0) ** 2) + 16)))
-    asked, first, last, made = {}, {}, {}, {}
+class Served:
+    """An engine of vLLM as `loads.drive` asks it."""
+
+    def __init__(self, llm: Any) -> None:
+        from vllm.sampling_params import RequestOutputKind
+
+        self.llm, self.core, self.new = llm, llm.llm_engine, RequestOutputKind.DELTA
+        self.now, self.wait = time.perf_counter, time.sleep
+
+    def add(self, request: Request) -> None:
+        asked = params(request.answer)
+        asked.output_kind = self.new
+        self.core.add_request(request.name, {"prompt_token_ids": request.prompt}, asked)
+
+    def step(self) -> Iterator[Update]:
+        for o in self.core.step():
+            yield Update(o.request_id, list(o.outputs[0].token_ids), o.finished, o.num_cached_tokens or 0)
+
+    def busy(self) -> bool:
+        return bool(self.core.has_unfinished_requests())
+
+    def abort(self, names: list[str]) -> None:
+        self.core.abort_request(names)
+        while self.busy():
+            self.core.step()
+
+
+def vocabulary(args: argparse.Namespace) -> int:
+    return 1024 if args.geometry == "tiny" else 128256
+
+
+def served(args: argparse.Namespace, longest: int, **more: Any) -> tuple[Any, Served]:
+    """An engine for `--running` requests at once, its kernels compiled."""
+    sizes = [n for n in (1, 2, 4, *range(8, 65, 8), *range(80, 1025, 16)) if n <= args.running]
+    llm = engine(args, longest + 8, args.running, sizes, **more)
+    prompts = [{"prompt_token_ids": ids(random.Random(n), min(600, longest // 2))} for n in range(min(4, args.running))]
+    llm.generate(prompts, params(4), use_tqdm=False)
+    return llm, Served(llm)
+
+
+def milliseconds(timings: list[Timing], now: float) -> dict[str, float | None]:
+    """P50 and P99 of first tokens, those that are waited for counted with what they have waited, and of times per token."""
+    waits, rates = [t.wait(now) for t in timings], [x for t in timings if (x := t.per_token) is not None]
+    found = {"ttft_ms": (waits, 0.5, 1), "ttft_p99_ms": (waits, 0.99, 1), "tpot_ms": (rates, 0.5, 2), "tpot_p99_ms": (rates, 0.99, 2)}
+    return {name: round(1000 * at_share(xs, share), digits) if xs else None for name, (xs, share, digits) in found.items()}
+
+
+def run_goodput(args: argparse.Namespace) -> None:
+    prompts, answers = tuple(args.prompt_tokens), tuple(args.answer_tokens or (256, 2048))
+    limits = Limits(first=args.ttft_limit / 1000, per_token=args.tpot_limit / 1000)
+    load = {"prompts": prompts, "answers": answers, "ttft_limit_ms": args.ttft_limit, "tpot_limit_ms": args.tpot_limit, "running": args.running}
+    llm, server = served(args, prompts[1] + answers[1])
+    tried: dict[float, dict[str, Any]] = {}
     begin = time.perf_counter()
-    while arrivals or core.has_unfinished_requests():
-        now = time.perf_counter() - begin
-        while arrivals and arrivals[0][0] <= now:
-            at, name, prompt = arrivals.pop(0)
-            asked[name] = at
-            core.add_request(name, {"prompt_token_ids": prompt}, params(args.output))
-        if not core.has_unfinished_requests():
-            time.sleep(max(0.0, arrivals[0][0] - now))
-            continue
-        for o in core.step():
-            now = time.perf_counter() - begin
-            name, n = o.request_id, len(o.outputs[0].token_ids)
-            if n and name not in first:
-                first[name] = now
-            last[name], made[name] = now, n
-    per_token = sorted(1000 * (last[r] - first[r]) / (made[r] - 1) for r in made if made[r] > 1)
-    waits = sorted(1000 * (first[r] - asked[r]) for r in first)
-    seconds = max(last.values())
-    found = row(
-        args, "serve", args.rate, args.longest, tokens_per_s=round(sum(made.values()) / seconds, 1), capacity_tokens=capacity(llm),
-        ttft_ms=round(at_share(waits, 0.5), 1), ttft_p99_ms=round(at_share(waits, 0.99), 1), tpot_ms=round(at_share(per_token, 0.5), 2),
-        tpot_p99_ms=round(at_share(per_token, 0.99), 2), requests=args.requests, rate_per_s=args.rate,
-    )  # fmt: skip
-    keep(args, llm, found)
+
+    def holds(rate: float) -> bool:
+        count = max(args.requests, round(rate * args.seconds))
+        looked = 0.0
+
+        def stop(now: float, seen: dict[str, Timing]) -> bool:
+            nonlocal looked
+            if now - looked < 0.25:
+                return False
+            looked = now
+            return (len(seen) == count and all(t.first is not None for t in seen.values())) or limits.broken(list(seen.values()), now, count)
+
+        seen, seconds = drive(server, Arrivals(rate, count, prompts, answers, vocabulary=vocabulary(args)), stop)
+        timings = list(seen.values())
+        held = len(timings) == count and limits.hold(timings, seconds)
+        tried[rate] = row(
+            args, "goodput", rate, prompts[1], load=load, rate_per_s=rate, requests=len(timings), held=held, seconds=round(seconds, 1), **milliseconds(timings, seconds),
+            tokens_per_s=round(sum(t.made for t in timings) / seconds, 1), capacity_tokens=capacity(llm), most_at_once=most_at_once(timings),
+        )  # fmt: skip
+        keep(args, llm, tried[rate])
+        return held
+
+    if args.rates:
+        for rate in args.rates:
+            holds(rate)
+        return
+    held, failed = highest(
+        holds,
+        args.start,
+        within=args.within,
+        go_on=lambda rate: time.perf_counter() - begin + max(args.seconds, args.requests / rate) < 60 * args.minutes or not tried,
+    )
+    if held is None:
+        raise SystemExit(f"no rate held: {', '.join(f'{rate:g}' for rate in tried)} requests a second did not; begin lower (--start)")
+    keep(args, llm, tried[held] | {"highest": True, "failed_at": failed})
 
 
-def at_share(xs: list[float], share: float) -> float:
-    return xs[min(len(xs) - 1, int(share * len(xs)))]
+def run_turns(args: argparse.Namespace) -> None:
+    history, answers = tuple(args.history), tuple(args.answer_tokens or (64, 512))
+    longest = history[1] + 4 * answers[1]
+    llm, server = served(args, longest, enable_prefix_caching=True)
+    total = capacity(llm)
+    for users in args.users:
+        llm.reset_prefix_cache()
+        chats = Chats(
+            users=users, vocabulary=vocabulary(args), system=min(1024, history[0] // 2), history=history, longest=longest, message=answers, answer=answers,
+            think=args.think,
+        )  # fmt: skip
+        before = chats.histories(total)
+        if before:
+            llm.generate([{"prompt_token_ids": h} for h in before], params(1), use_tqdm=False)
+        seen, seconds = drive(server, chats, lambda now, _: now >= args.seconds)
+        begun = [t for t in seen.values() if t.first is not None]
+        load = {"history": history, "answers": answers, "think_s": args.think, "running": args.running}
+        found = row(
+            args, "turns", users, history[1], load=load, users=users, turns=len(begun), waiting=len(seen) - len(begun), seconds=round(seconds, 1), held_at_start=len(before),
+            hit_rate=round(sum(t.cached for t in begun) / max(1, sum(t.prompt for t in begun)), 4), **milliseconds(list(seen.values()), seconds),
+            tokens_per_s=round(sum(t.made for t in seen.values()) / seconds, 1), capacity_tokens=total,
+        )  # fmt: skip
+        keep(args, llm, found)
 
 
 def row(args: argparse.Namespace, mode: str, batch: float, context: int, **found: Any) -> dict[str, Any]:
@@ -223,7 +349,7 @@ def how_compiled(llm: Any) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("what", choices=["decode", "prefill", "serve"])
+    found.add_argument("what", choices=["decode", "prefill", "goodput", "turns"])
     found.add_argument("--kv-cache-dtype", required=True, help="bf16, fp8, int8_per_token_head, kvbits_int8, ..")
     found.add_argument("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     found.add_argument("--layers", type=int, help="fewer than the geometry has; rows say so")
@@ -241,10 +367,20 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--prefill", action="store_true", help="decode: prefill the prompts instead of filling pages; raw copies are made so")
     found.add_argument("--speculate", type=int, help="decode: drafts of each sequence in a step")
     found.add_argument("--prompts", type=int, nargs="*", default=[8192, 65536])
-    found.add_argument("--rate", type=float, default=4.0, help="serve: requests per second")
-    found.add_argument("--requests", type=int, default=200)
-    found.add_argument("--longest", type=int, default=8192, help="serve: longest prompt; the others are shorter, most of them much")
-    found.add_argument("--output", type=int, default=128, help="serve: tokens of an answer")
+    found.add_argument("--answer-tokens", type=int, nargs=2, metavar=("LEAST", "MOST"), help="goodput: 256 2048; turns: 64 512, messages as well")
+    found.add_argument("--running", type=int, default=128, help="goodput, turns: requests that run at once (max_num_seqs)")
+    found.add_argument("--seconds", type=float, default=90, help="goodput: of arrivals at a rate, at least; turns: that are measured")
+    found.add_argument("--prompt-tokens", type=int, nargs=2, metavar=("LEAST", "MOST"), default=[2048, 16384], help="goodput")
+    found.add_argument("--rates", type=float, nargs="*", help="goodput: requests per second to measure, instead of the search")
+    found.add_argument("--start", type=float, default=1, help="goodput: the first rate")
+    found.add_argument("--within", type=float, default=0.1, help="goodput: how far apart, as a share, the rate that held and the one that did not may be")
+    found.add_argument("--requests", type=int, default=100, help="goodput: at a rate, at least")
+    found.add_argument("--minutes", type=float, default=30, help="goodput: of the search; no rate begins that would end later")
+    found.add_argument("--ttft-limit", type=float, default=2000, help="goodput: P99 of the time to the first token, ms")
+    found.add_argument("--tpot-limit", type=float, default=50, help="goodput: P99 of the time per token, ms")
+    found.add_argument("--users", type=int, nargs="*", default=[8, 16, 32, 64], help="turns")
+    found.add_argument("--history", type=int, nargs=2, metavar=("LEAST", "MOST"), default=[8192, 30720], help="turns: tokens of a chat when it begins")
+    found.add_argument("--think", type=float, default=15, help="turns: mean seconds between an answer and the next message")
     found.add_argument(
         "--warm", action="store_true", help="decode: the same with one layer and little memory, so that kernels are compiled and kept; times nothing"
     )
@@ -254,12 +390,15 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
+    if not torch.cuda.is_available():  # before vLLM is imported
+        sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integrations"))
+        __import__("vllm_cpu").install()
     args.steps = args.steps // 2 if args.quick else args.steps
     if args.warm:
         args.layers, args.memory, args.what = 1, 0.06, "decode"
         run_decode(args)
         return
-    {"decode": run_decode, "prefill": run_prefill, "serve": run_serve}[args.what](args)
+    {"decode": run_decode, "prefill": run_prefill, "goodput": run_goodput, "turns": run_turns}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ part out."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -111,14 +112,17 @@ SERVED = {
     "largest": ("decode", "tokens_per_s", "tokens per second (more is faster)", "largest batch that fits, {context:,} tokens each"),
     "step": ("decode", "step_ms", "milliseconds of a decoding step (less is faster)", "{batch} sequences of {context:,} tokens"),
     "first token": ("prefill", "ttft_ms", "milliseconds to the first token (less is faster)", "a prompt of {context:,} tokens"),
-    "load": (
-        "serve",
-        "tpot_p99_ms",
-        "ms per token, 99th percentile (less is faster)",
-        "{batch:g} requests a second, prompts up to {context:,} tokens",
+    "highest": ("goodput", "rate_per_s", "requests a second within the limits (more is faster)", "prompts of up to {context:,} tokens, {load}"),
+    "first token of a turn": (
+        "turns",
+        "ttft_p99_ms",
+        "milliseconds to the first token, 99th percentile (less is faster)",
+        "{batch} users of chats of up to {context:,} tokens",
     ),
 }
 """What is drawn of rows of bench_serve_vllm.py: their mode, the number, its unit, where it was measured."""
+BEST = ("largest", "highest")
+"""Rows of which each cache has one of its own batch: its largest, or the highest rate that it held."""
 
 
 def _serving(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -127,10 +131,10 @@ def _serving(data: dict[str, Any]) -> list[dict[str, Any]]:
     for what, (mode, number, unit, words) in SERVED.items():
         groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for r in data["rows"]:
-            if not r["options"] and r["mode"] == mode and r.get(number) and bool(r.get("largest")) == (what == "largest"):
-                batch = None if what == "largest" else r["batch"]
-                groups.setdefault((r["geometry"], r["gpus"], batch, r["context"], r["compiled"]), []).append(r)
-        for (geometry, gpus, batch, context, compiled), rows in groups.items():
+            if not r["options"] and r["mode"] == mode and r.get(number) and next((k for k in BEST if r.get(k)), None) == (what if what in BEST else None):
+                batch = None if what in BEST else r["batch"]
+                groups.setdefault((r["geometry"], r["gpus"], batch, r["context"], r["compiled"], _load(r)), []).append(r)
+        for (geometry, gpus, batch, context, compiled, load), rows in groups.items():
             together = _one_sitting(data, rows, lambda some: len(names := {r["kv_cache_dtype"] for r in some}) > 1 and "bf16" in names)
             members = list({r["kv_cache_dtype"]: r for r in together}.values())
             if not members:
@@ -144,10 +148,18 @@ def _serving(data: dict[str, Any]) -> list[dict[str, Any]]:
             bars.sort(key=lambda b: float(b["value"]))
             made = [data["runs"][r["run"]] for r in members]
             machine = f"vLLM {made[0]['versions'].get('vllm', '')}, {geometry}, {gpus} x {_machine(made[0])}{', compiled' if compiled else ''}"
-            where = f"{machine}: {words.format(batch=batch, context=context)}"
+            where = f"{machine}: {words.format(batch=batch, context=context, load=load)}"
             note = f"Serving with {where}; random weights. vLLM's own caches in orange; benchmarks/bench_serve_vllm.py; {dated(made)}."
             found.append({"title": where, "unit": unit, "note": note, "bars": bars})
     return found
+
+
+def _load(row: dict[str, Any]) -> str:
+    """What was asked of an engine, in words; empty where a row says nothing of it."""
+    load = row.get("load", {})
+    if "tpot_limit_ms" in load:
+        return f"answers of up to {load['answers'][1]:,}, P99 of {load['ttft_limit_ms']:g} ms to the first token and {load['tpot_limit_ms']:g} ms per token"
+    return json.dumps(load) if load else ""
 
 
 def in_words(shape: str) -> str:

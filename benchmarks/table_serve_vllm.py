@@ -1,6 +1,10 @@
-"""The results of bench_serve_vllm.py as Markdown: every number beside its ratio to bf16 of the same geometry and shape, or at the largest batch of each.
+"""The results of bench_serve_vllm.py as Markdown: every number beside its ratio to bf16 of the same geometry and shape, at the largest batch of each, or at the
+highest rate that each held.
 
     python benchmarks/table_serve_vllm.py [FILE]
+
+The last table has the columns of an article on 8 and 4 bits (A100 of 80 GB, Llama-70B, 4,096 tokens, continuous batching), its figures beside those of the highest
+rates here.
 
 Of a file of accuracy_serve_vllm.py: KL and change of perplexity, a column for each model and phase.
 """
@@ -17,29 +21,69 @@ from bench_serve_vllm import OUT
 from kvbits import runs
 
 ACCURACY = ("model", "model_dtype", "kv_cache_dtype", "phase", "context", "scored", "windows", "chunk", "text")
-SPEED = ("mode", "geometry", "gpus", "kv_cache_dtype", "batch", "context", "compiled", "largest", "options")
+SPEED = ("mode", "geometry", "gpus", "kv_cache_dtype", "batch", "context", "compiled", "largest", "highest", "load", "options")
 """What a row is of; the newest run's counts."""
+FIRST, EACH = ("ttft_ms", "first token, ms"), ("tpot_ms", "per token, ms")
 COLUMNS = {
     "decode": (("step_ms", "step, ms"), ("tokens_per_s", "tokens/s"), ("capacity_tokens", "capacity, tokens")),
     "prefill": (("ttft_ms", "time to first token, ms"),),
-    "serve": (("ttft_ms", "time to first token, ms"), ("tpot_ms", "per token, ms"), ("tpot_p99_ms", "P99"), ("tokens_per_s", "tokens/s")),
+    "goodput": (("rate_per_s", "requests/s"), FIRST, ("ttft_p99_ms", "P99"), EACH, ("tpot_p99_ms", "P99"), ("tokens_per_s", "tokens/s"), ("most_at_once", "at once")),
+    "turns": (("hit_rate", "hits"), FIRST, ("ttft_p99_ms", "P99"), EACH, ("tokens_per_s", "tokens/s"), ("turns", "turns"), ("capacity_tokens", "capacity, tokens")),
+}  # fmt: skip
+SHAPES = {"decode": "batch x context", "prefill": "prompt", "goodput": "requests/s sent", "turns": "users"}
+ARTICLE = {
+    "FP16": ("bf16", 32, 3891, 112),
+    "FP8": ("fp8", 64, 5834, 98),
+    "INT8": ("kvbits_int8_centered", 64, 5721, 102),
+    "INT4": ("kvbits_klt4", 96, 6892, 95),
 }
+"""Name in the article -> dtype here; its largest batch, tokens/s, P99 of the latency in ms."""
+
+
+def shape(r: dict[str, Any]) -> str:
+    if r["mode"] == "decode":
+        return f"{r['batch']} x {r['context']:,}" + (" (largest)" if r.get("largest") else "")
+    if r["mode"] == "prefill":
+        return f"{r['context']:,}"
+    kept = " (highest)" if r.get("highest") else "" if r.get("held", True) else " (too many)"
+    return f"{r['batch']:g}{kept}"
 
 
 def table(rows: list[dict[str, Any]], mode: str) -> list[str]:
     """Lines of one mode's table."""
     mine = [r for r in rows if r["mode"] == mode and not r["options"]]
-    lines = ["| geometry, GPUs | dtype | batch x context | " + " | ".join(title for _, title in COLUMNS[mode]) + " |", "|---" * (3 + len(COLUMNS[mode])) + "|"]
+    lines = [f"| geometry, GPUs | dtype | {SHAPES[mode]} | " + " | ".join(title for _, title in COLUMNS[mode]) + " |", "|---" * (3 + len(COLUMNS[mode])) + "|"]
     for r in mine:
-        alike = [b for b in mine if b["kv_cache_dtype"] == "bf16" and all(b[k] == r[k] for k in ("geometry", "gpus", "context", "compiled"))]
-        base = next((b for b in alike if (b.get("largest") and r.get("largest")) or b["batch"] == r["batch"]), None)
+        alike = [b for b in mine if b["kv_cache_dtype"] == "bf16" and all(b.get(k) == r.get(k) for k in ("geometry", "gpus", "context", "compiled", "load"))]
+        best = next((k for k in ("largest", "highest") if r.get(k)), None)
+        base = next((b for b in alike if (b.get(best) if best else b["batch"] == r["batch"] and not b.get("highest"))), None)
         cells = []
         for name, _ in COLUMNS[mode]:
             ratio = f" ({r[name] / base[name]:.2f}x)" if base and base is not r and r[name] and base[name] else ""
             cells.append(f"{r[name]:,}{ratio}" if r[name] is not None else "")
-        largest = " (largest)" if r.get("largest") else ""
         how = ", compiled" if r["compiled"] else ""
-        lines.append(f"| {r['geometry']}, {r['gpus']}{how} | {r['kv_cache_dtype']} | {r['batch']} x {r['context']:,}{largest} | " + " | ".join(cells) + " |")
+        lines.append(f"| {r['geometry']}, {r['gpus']}{how} | {r['kv_cache_dtype']} | {shape(r)} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def beside_article(rows: list[dict[str, Any]]) -> list[str]:
+    """The article's table and that of the highest rates, each with its ratios to 16 bits; no lines without such rows of bf16 and another dtype."""
+    highest = {r["kv_cache_dtype"]: r for r in rows if r["mode"] == "goodput" and r.get("highest") and not r["options"]}
+    if "bf16" not in highest or len(highest) < 2:
+        return []
+    names = ("most_at_once", "tokens_per_s", "tpot_p99_ms")
+    base, theirs = highest["bf16"], ARTICLE["FP16"][1:]
+    columns = ("batch", "tokens/s", "P99, ms")
+    lines = [
+        "| article | " + " | ".join(columns) + " | here | " + " | ".join((*columns, "requests/s held")) + " |",
+        "|---" * (3 + 2 * len(columns)) + "|",
+    ]
+    known = {dtype: (name, numbers) for name, (dtype, *numbers) in ARTICLE.items()}
+    for dtype, r in sorted(highest.items(), key=lambda pair: list(known).index(pair[0]) if pair[0] in known else len(known)):
+        name, numbers = known.get(dtype, ("", []))
+        left = [f"{x:,} ({x / of:.2f}x)" for x, of in zip(numbers, theirs, strict=True)] if numbers else [""] * len(columns)
+        right = [f"{r[k]:,} ({r[k] / base[k]:.2f}x)" for k in (*names, "rate_per_s")]
+        lines.append(f"| {name} | " + " | ".join(left) + f" | `{dtype}` | " + " | ".join(right) + " |")
     return lines
 
 
@@ -62,7 +106,8 @@ def main() -> None:
     data = run_files.read(parser.parse_args().file)
     accurate = "phase" in data["rows"][0]
     rows = list(run_files.latest(data, ACCURACY if accurate else SPEED).values())
-    for lines in [accuracy(rows)] if accurate else [table(rows, mode) for mode in COLUMNS if any(r["mode"] == mode for r in rows)]:
+    tables = [accuracy(rows)] if accurate else [*(table(rows, mode) for mode in COLUMNS if any(r["mode"] == mode for r in rows)), beside_article(rows)]
+    for lines in filter(None, tables):
         print("\n".join([*lines, ""]))
     print(f"{runs.dated(data['runs'][r['run']] for r in rows)}; ratios are of rows of one run or sitting only where these agree")
 

@@ -28,6 +28,8 @@ CACHES = {
     ("int8_centered", "compiled_graph"): "`int8_centered`, compiled and captured",
 }  # fmt: skip
 """Rows of bench_generate_gpu.py, in the order of the documents."""
+SERVED = ("bf16", "fp8", "kvbits_int8_centered", "kvbits_int4_rotated", "kvbits_klt4", "kvbits_klt3", "kvbits_klt2")
+"""Columns of what bench_serve_vllm.py measured."""
 Row = dict[str, Any]
 
 
@@ -147,7 +149,7 @@ def serving() -> str:
         some = sitting(data, rows, lambda some: {"bf16"} < {r["kv_cache_dtype"] for r in some})
         if some:
             found[key] = {r["kv_cache_dtype"]: r for r in some}
-    dtypes = list(dict.fromkeys([d for d in ("bf16", "fp8", "kvbits_int8_centered", "kvbits_int4_rotated") if any(d in rows for rows in found.values())]))
+    dtypes = [d for d in SERVED if any(d in rows for rows in found.values())]
     order = sorted(found, key=lambda key: (key[0] != "decode", key[1], key[2] == "largest", [-n if isinstance(n, int) else 0 for n in key[2:]]))
     lines = []
     for key in order:
