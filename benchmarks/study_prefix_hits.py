@@ -21,6 +21,7 @@ import argparse
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -37,8 +38,8 @@ Prompt = tuple[int, list[int]]
 DTYPES = ("bf16", "fp8", "kvbits_int8_centered", "kvbits_klt4", "kvbits_klt3", "kvbits_klt2")
 LAYERS, WEIGHTS = planner.uniform(32, 8, 128), 16_060_522_496
 """Llama-3.1-8B."""
-CURVE = 24
-"""Capacities of the curve, even on a scale of ratios."""
+SMALLEST = 2**18
+"""Tokens of the curve's first capacity; each further one is twice the one before."""
 
 
 def trace(path: Path) -> Iterator[Prompt]:
@@ -148,10 +149,8 @@ def main() -> None:
         again = (1 - hits) / (1 - best)
         rows.append({"gpus": gpus, "kv_cache_dtype": dtype, "capacity_tokens": capacity, "hit_rate": round(hits, 4), "computed": round(again, 3)})
         print(f"{gpus} x {args.gpu}, {dtype:22} {capacity:>11,} tokens: {hits:5.1%} of prompts found, {again:.2f} times what must be computed", flush=True)
-    curve = [
-        {"capacity_tokens": round(blocks * args.block), "hit_rate": round(hit_rate(places, tokens, blocks), 4)}
-        for blocks in np.geomspace(max(1, 65536 / args.block), unlimited.max(), CURVE)
-    ]
+    doublings = range(max(0, math.ceil(math.log2(unlimited.max() * args.block / SMALLEST))) + 1)
+    curve = [{"capacity_tokens": SMALLEST << n, "hit_rate": round(hit_rate(places, tokens, (SMALLEST << n) / args.block), 4)} for n in doublings]
     append(
         rows, args.out, sections={"curve": curve}, benchmark="study_prefix_hits", trace=Path(args.trace).name, block=args.block, requests=requests,
         prompt_tokens=int(tokens.sum()), hit_rate_unlimited=round(best, 4), tokens_unlimited=int(unlimited.max()) * args.block, running=args.running, on=args.gpu,
