@@ -41,6 +41,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask for a GPU starts none: vLLM's workers are forked
 
 import torch
 from loads import Arrivals, Chats, Limits, Request, Timing, Update, at_share, drive, highest, most_at_once
@@ -244,11 +245,12 @@ def vocabulary(args: argparse.Namespace) -> int:
 
 
 def served(args: argparse.Namespace, longest: int, **more: Any) -> tuple[Any, Served]:
-    """An engine for `--running` requests at once, its kernels compiled."""
+    """An engine for `--running` requests at once. Its kernels are compiled: prompts have been cut between steps, continued beside others that decode, and found again."""
     sizes = [n for n in (1, 2, 4, *range(8, 65, 8), *range(80, 1025, 16)) if n <= args.running]
     llm = engine(args, longest + 8, args.running, sizes, **more)
-    prompts = [{"prompt_token_ids": ids(random.Random(n), min(600, longest // 2))} for n in range(min(4, args.running))]
-    llm.generate(prompts, params(4), use_tqdm=False)
+    length = min(longest, args.chunk // 2 + 300)
+    for _ in range(2):
+        llm.generate([{"prompt_token_ids": ids(random.Random(n), length - 100 * n // 4)} for n in range(4)], params(16), use_tqdm=False)
     return llm, Served(llm)
 
 

@@ -30,6 +30,8 @@ CACHES = {
 """Rows of bench_generate_gpu.py, in the order of the documents."""
 SERVED = ("bf16", "fp8", "kvbits_int8_centered", "kvbits_int4_rotated", "kvbits_klt4", "kvbits_klt3", "kvbits_klt2")
 """Columns of what bench_serve_vllm.py measured."""
+HELD = tuple(d for d in SERVED if d != "kvbits_int4_rotated")
+"""Columns of study_prefix_hits.py."""
 Row = dict[str, Any]
 
 
@@ -273,8 +275,30 @@ def accuracy() -> str:
     return f"{table(header, lines)}\n\n`kvbits eval MODEL --device cuda --tasks fidelity,decode`, bfloat16; {runs.dated(made.values())}."
 
 
+def prefix_hits() -> str:
+    """Share of prompts found again, simulated: what GPUs hold in each dtype, and the curve of every capacity."""
+    lines: list[list[str]] = []
+    curve: dict[str, dict[int, float]] = {}
+    made: Row = {}
+    for name in ("conversation", "synthetic", "chats"):
+        data = run_files.read(RESULTS.parent / "prefix_hits" / f"{name}.json")
+        newest, made = run_files.newest(data), made | data["runs"]
+        curve[name] = {r["capacity_tokens"]: r["hit_rate"] for r in newest["curve"]}
+        for gpus in dict.fromkeys(r["gpus"] for r in newest["rows"]):
+            rows = {r["kv_cache_dtype"]: r for r in newest["rows"] if r["gpus"] == gpus}
+            if name == "conversation":
+                lines.append([f"{newest['on']} x {gpus}, tokens", *(f"{rows[d]['capacity_tokens']:,}" for d in HELD)])
+            lines.append([f"{name}, {newest['on']} x {gpus}", *(f"{rows[d]['hit_rate']:.1%}, {rows[d]['computed']:.2f}x" for d in HELD)])
+    lines.sort(key=lambda line: not line[0].endswith(", tokens"))
+    sizes = sorted({n for points in curve.values() for n in points})
+    curves = [[name, *(f"{points[n]:.0%}" if n in points else "" for n in sizes)] for name, points in curve.items()]
+    head = table(["share of prompts found, times what must be computed", *(f"`{d}`" for d in HELD)], lines)
+    tail = table(["found by a cache of", *(f"{n / 1e6:.3g}M" for n in sizes)], curves)
+    return f"{head}\n\n{tail}\n\n`python benchmarks/study_prefix_hits.py TRACE`; {runs.dated(made.values())}."
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
-    f.__name__: f for f in (decode, generate, prompts, serving, close, chunks, small, tiers, store, accuracy)
+    f.__name__: f for f in (decode, generate, prompts, serving, close, chunks, small, tiers, store, accuracy, prefix_hits)
 }  # fmt: skip
 
 
