@@ -133,8 +133,6 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
         *(Part(f"long-{name}", f"{name}: KL in a window of 8,192 tokens", accuracy_at_length(model, environment), f"eval-8192/{name}-float16", 260, 500)
           for name, model in models(environment).items()),
         *serving("a step with vLLM's default compilation", "-compiled", dict.fromkeys(SERVED, ("decode", "--shapes", "48x8192", "--compile")), 90, 240),
-        *serving("the highest rate within P99 limits", "-goodput", dict.fromkeys(LOADED, ("goodput", "--minutes", "8")), 480, 700),
-        *serving("long chats with prefix caching", "-turns", dict.fromkeys(LOADED, ("turns", "--users", "16", "32", "64", "128", "--seconds", "60")), 420, 700),
         Part("tiers", "tiers", bench("bench_attend_gpu", "--tiers", out="attend_tiers.json"), "attend_tiers.json", 45, 150),
         Part("prompts", "prompts through Transformers in chunks of 2,048 tokens",
              bench("bench_generate_gpu", "stock", "int8_centered", "kivi4", "klt4", "--prefill", "--shapes", "0", "--chunk", "2048", out="generate.json"),
@@ -150,6 +148,8 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
         Part("decode-others", "attention of other presets in whole caches",
              bench("bench_decode_gpu", "int8", "fp8", "int8k_int4v", "kivi2", "nuq4-1%", "--shapes", "0", "1", "5", out="attend_decode.json"),
              "attend_decode.json", 90, 240),
+        *serving("the highest rate within P99 limits", "-goodput", dict.fromkeys(LOADED, ("goodput", "--seconds", "60", "--within", "0.15", "--minutes", "7")), 330, 600),
+        *serving("long chats with prefix caching", "-turns", dict.fromkeys(LOADED, ("turns", "--users", "16", "32", "64", "128", "--seconds", "60")), 400, 700),
         Part("paper", "the INT8 paper's study", ("-m", "kvbits", "bench", "paper", "--out", "{out}/paper.json"), "paper.json", 150, 400),
     ]  # fmt: skip
 
@@ -191,7 +191,8 @@ def warms() -> list[Warm]:
         *(Warm(f"decode {p}", bench("bench_decode_gpu", p, "--warm"), ("decode", "generate")) for p in PRESETS),
         *(Warm(f"generate {r}", bench("bench_generate_gpu", r, "--warm", "--shapes", "0", "2"), ("generate", "store-ram", "store-disk", "prompts", "turns"),
                ("fa3_fwd_interface",) if r == "fa3" else ()) for r in GENERATED if r != "stock_flash"),
-        *(Warm(f"serve {d}", bench("bench_serve_vllm", "decode", "--kv-cache-dtype", d, "--shapes", "48x512", "--warm"), (f"serve-{d}",), ("vllm",))
+        *(Warm(f"serve {d}", bench("bench_serve_vllm", "decode", "--kv-cache-dtype", d, "--shapes", "48x512", "--warm"),
+               (f"serve-{d}", f"serve-{d}-goodput", f"serve-{d}-turns"), ("vllm",))
           for d in SERVED),
         *(Warm(f"chunks {p}", bench("bench_attend_gpu", *quick, p), ("chunks",)) for p in ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt2")),
         *(Warm(f"close {p}", bench("bench_close_gpu", "--closing-only", "--quick", "--schemes", p), ("close",)) for p in ("fp8", "nuq4-1%", "tiered")),

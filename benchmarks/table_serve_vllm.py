@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import run_files
-from bench_serve_vllm import OUT
+from tables_gpu import RESULTS, beside_article
 
 from kvbits import runs
 
@@ -31,13 +31,6 @@ COLUMNS = {
     "turns": (("hit_rate", "hits"), FIRST, ("ttft_p99_ms", "P99"), EACH, ("tokens_per_s", "tokens/s"), ("turns", "turns"), ("capacity_tokens", "capacity, tokens")),
 }  # fmt: skip
 SHAPES = {"decode": "batch x context", "prefill": "prompt", "goodput": "requests/s sent", "turns": "users"}
-ARTICLE = {
-    "FP16": ("bf16", 32, 3891, 112),
-    "FP8": ("fp8", 64, 5834, 98),
-    "INT8": ("kvbits_int8_centered", 64, 5721, 102),
-    "INT4": ("kvbits_klt4", 96, 6892, 95),
-}
-"""Name in the article -> dtype here; its largest batch, tokens/s, P99 of the latency in ms."""
 
 
 def shape(r: dict[str, Any]) -> str:
@@ -66,27 +59,6 @@ def table(rows: list[dict[str, Any]], mode: str) -> list[str]:
     return lines
 
 
-def beside_article(rows: list[dict[str, Any]]) -> list[str]:
-    """The article's table and that of the highest rates, each with its ratios to 16 bits; no lines without such rows of bf16 and another dtype."""
-    highest = {r["kv_cache_dtype"]: r for r in rows if r["mode"] == "goodput" and r.get("highest") and not r["options"]}
-    if "bf16" not in highest or len(highest) < 2:
-        return []
-    names = ("most_at_once", "tokens_per_s", "tpot_p99_ms")
-    base, theirs = highest["bf16"], ARTICLE["FP16"][1:]
-    columns = ("batch", "tokens/s", "P99, ms")
-    lines = [
-        "| article | " + " | ".join(columns) + " | here | " + " | ".join((*columns, "requests/s held")) + " |",
-        "|---" * (3 + 2 * len(columns)) + "|",
-    ]
-    known = {dtype: (name, numbers) for name, (dtype, *numbers) in ARTICLE.items()}
-    for dtype, r in sorted(highest.items(), key=lambda pair: list(known).index(pair[0]) if pair[0] in known else len(known)):
-        name, numbers = known.get(dtype, ("", []))
-        left = [f"{x:,} ({x / of:.2f}x)" for x, of in zip(numbers, theirs, strict=True)] if numbers else [""] * len(columns)
-        right = [f"{r[k]:,} ({r[k] / base[k]:.2f}x)" for k in (*names, "rate_per_s")]
-        lines.append(f"| {name} | " + " | ".join(left) + f" | `{dtype}` | " + " | ".join(right) + " |")
-    return lines
-
-
 def accuracy(rows: list[dict[str, Any]]) -> list[str]:
     """Lines of one table; the base compared with itself is noise of computing in another order, and its decode alone says something."""
     found: dict[str, dict[str, str]] = {}
@@ -102,12 +74,16 @@ def accuracy(rows: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, nargs="?", default=OUT)
+    parser.add_argument("file", type=Path, nargs="?", default=RESULTS / "serve_vllm.json")
     data = run_files.read(parser.parse_args().file)
     accurate = "phase" in data["rows"][0]
     rows = list(run_files.latest(data, ACCURACY if accurate else SPEED).values())
-    tables = [accuracy(rows)] if accurate else [*(table(rows, mode) for mode in COLUMNS if any(r["mode"] == mode for r in rows)), beside_article(rows)]
-    for lines in filter(None, tables):
+    tables = (
+        [accuracy(rows)]
+        if accurate
+        else [*(table(rows, mode) for mode in COLUMNS if any(r["mode"] == mode for r in rows)), *filter(None, [beside_article(rows)])]
+    )
+    for lines in tables:
         print("\n".join([*lines, ""]))
     print(f"{runs.dated(data['runs'][r['run']] for r in rows)}; ratios are of rows of one run or sitting only where these agree")
 

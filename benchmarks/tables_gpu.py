@@ -5,6 +5,7 @@ Figures that are compared with each other are of one session on one machine, the
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,14 @@ SERVED = ("bf16", "fp8", "kvbits_int8_centered", "kvbits_int4_rotated", "kvbits_
 """Columns of what bench_serve_vllm.py measured."""
 HELD = tuple(d for d in SERVED if d != "kvbits_int4_rotated")
 """Columns of study_prefix_hits.py."""
+ARTICLE = {
+    "FP16": ("bf16", 32, 3891, 112),
+    "FP8": ("fp8", 64, 5834, 98),
+    "INT8": ("kvbits_int8_centered", 64, 5721, 102),
+    "INT4": ("kvbits_klt4", 96, 6892, 95),
+}
+"""Of an article on caches of 8 and 4 bits (A100 of 80 GB, Llama-70B, 4,096 tokens, continuous batching), by its names: the dtype here; largest batch, tokens/s, P99 of
+the latency in ms."""
 Row = dict[str, Any]
 
 
@@ -187,6 +196,82 @@ def serving() -> str:
     return f"{table(['batch x tokens', *(f'`{d}`' for d in dtypes)], lines)}{said}\n\n{measured(data, used, 'python benchmarks/bench_serve_vllm.py')}"
 
 
+def loaded(mode: str) -> tuple[Row, list[Row]]:
+    """Rows of one load on one machine: of the newest sitting that sent it to bf16 and to another dtype; none if none did."""
+    found: tuple[str, Row, list[Row]] = "", {}, []
+    for path in sorted(RESULTS.parent.glob("nvidia-*/serve_vllm.json")):
+        data = run_files.read(path)
+        loads: dict[str, list[Row]] = {}
+        for r in data["rows"]:
+            if r["mode"] == mode and not r["options"]:
+                loads.setdefault(json.dumps([r["geometry"], r["gpus"], r["compiled"], r["load"]]), []).append(r)
+        for rows in loads.values():
+            some = sitting(data, rows, lambda some: {"bf16"} < {r["kv_cache_dtype"] for r in some})
+            if some:
+                found = max(found, (data["runs"][some[-1]["run"]]["utc"], data, some), key=lambda one: one[0])
+    return found[1], found[2]
+
+
+def columns(rows: list[Row]) -> list[str]:
+    """Their dtypes, in the order of the documents."""
+    return sorted({r["kv_cache_dtype"] for r in rows}, key=lambda d: (SERVED.index(d) if d in SERVED else len(SERVED), d))
+
+
+def of_machine(data: Row, rows: list[Row]) -> str:
+    """What ran on what."""
+    run = data["runs"][rows[0]["run"]]
+    return f"{rows[0]['gpus']} x {run['gpu']['name']}, {rows[0]['geometry']}, random weights"
+
+
+def goodput() -> str:
+    """Rates of requests within limits: the 99th percentiles by rate, the highest rate that held, and an article's table beside it."""
+    data, rows = loaded("goodput")
+    if not rows:
+        return "Not measured."
+    dtypes, load = columns(rows), rows[0]["load"]
+    tried = {(r["rate_per_s"], r["kv_cache_dtype"]): r for r in rows if not r.get("highest")}
+    cell = lambda r: f"{r['ttft_p99_ms']:,.0f} / {r['tpot_p99_ms'] or 0:.1f}{'' if r['held'] else ' past'}"  # noqa: E731
+    lines = [[f"{rate:g}", *(cell(tried[rate, d]) if (rate, d) in tried else "" for d in dtypes)] for rate in sorted({rate for rate, _ in tried})]
+    head = table(["requests/s sent: P99 of the first token / per token, ms", *(f"`{d}`" for d in dtypes)], lines)
+    said = (
+        f"{of_machine(data, rows)}; prompts of {load['prompts'][0]:,} to {load['prompts'][1]:,} tokens, answers of {load['answers'][0]:,} to {load['answers'][1]:,}; "
+        f"limits {load['ttft_limit_ms']:g} and {load['tpot_limit_ms']:g} ms."
+    )
+    return "\n\n".join([head, said, *filter(None, ["\n".join(beside_article(rows))]), measured(data, rows, "python benchmarks/bench_serve_vllm.py goodput")])
+
+
+def beside_article(rows: list[Row]) -> list[str]:
+    """Lines of the article's table beside the highest rates that held, each with its ratio to 16 bits; none without such rows of bf16 and another dtype."""
+    highest = {r["kv_cache_dtype"]: r for r in rows if r["mode"] == "goodput" and r.get("highest") and not r["options"]}
+    if "bf16" not in highest or len(highest) < 2:
+        return []
+    names = {"batch": "most_at_once", "tokens/s": "tokens_per_s", "P99 per token, ms": "tpot_p99_ms", "requests/s held": "rate_per_s"}
+    base, (_, *theirs) = highest["bf16"], ARTICLE["FP16"]
+    known = {dtype: (name, numbers) for name, (dtype, *numbers) in ARTICLE.items()}
+    lines = []
+    for dtype in columns(list(highest.values())):
+        name, numbers = known.get(dtype, ("", []))
+        left = [f"{x:,} ({x / of:.2f}x)" for x, of in zip(numbers, theirs, strict=True)] if numbers else [""] * len(theirs)
+        right = [f"{highest[dtype][k]:,} ({highest[dtype][k] / base[k]:.2f}x)" for k in names.values()]
+        lines.append([name, *left, f"`{dtype}`", *right])
+    return table(["article", "batch", "tokens/s", "P99, ms", "here", *names], lines).splitlines()
+
+
+def turns() -> str:
+    """Long chats with prefix caching, by number of users."""
+    data, rows = loaded("turns")
+    if not rows:
+        return "Not measured."
+    dtypes, load = columns(rows), rows[0]["load"]
+    by = {(r["users"], r["kv_cache_dtype"]): r for r in rows}
+    cell = lambda r: f"{r['hit_rate']:.0%}; {r['ttft_ms']:,.0f} / {r['ttft_p99_ms']:,.0f}; {r['tokens_per_s']:,.0f}"  # noqa: E731
+    lines = [["capacity, tokens", *(f"{next(r for r in rows if r['kv_cache_dtype'] == d)['capacity_tokens']:,}" for d in dtypes)]]
+    lines += [[f"{n} users", *(cell(by[n, d]) if (n, d) in by else "" for d in dtypes)] for n in sorted({n for n, _ in by})]
+    head = table(["share of prompts found; first token P50 / P99, ms; tokens/s", *(f"`{d}`" for d in dtypes)], lines)
+    said = f"{of_machine(data, rows)}; chats of {load['history'][0]:,} to {load['history'][1]:,} tokens, {load['think_s']:g} s of thought between turns."
+    return f"{head}\n\n{said}\n\n{measured(data, rows, 'python benchmarks/bench_serve_vllm.py turns')}"
+
+
 def close() -> str:
     data = read("close_pages.json")
     names = ("int8_centered", "int4", "kivi4", "fp8", "nuq4-1%", *PRESETS[4:], "tiered")
@@ -298,7 +383,7 @@ def prefix_hits() -> str:
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
-    f.__name__: f for f in (decode, generate, prompts, serving, close, chunks, small, tiers, store, accuracy, prefix_hits)
+    f.__name__: f for f in (decode, generate, prompts, serving, close, chunks, small, tiers, store, accuracy, prefix_hits, goodput, turns)
 }  # fmt: skip
 
 
