@@ -495,7 +495,7 @@ def test_calibrate_writes_a_file_that_loads(loader, tmp_path):
     found = Calibration.load(out)
     assert found.id == data["id"] and found.info["text"] == "text" and len(found.info["text_sha256"]) == 64
     config = loader("tiny")[0].config
-    found.check(config, schemes.for_layers("int8_static", layer_geometries(config)))
+    found.fitted(config, schemes.for_layers("int8_static", layer_geometries(config)))
     said = run("calibrate", "tiny", *options, "--percentile", 100).stdout
     assert "160 tokens in 5 windows, maximum" in said and "wrote" in said
     assert run_json("calibrate", "tiny", *options, "--text", "novel")["text"] == "text+novel"

@@ -85,6 +85,37 @@ def require_folder(path: str | os.PathLike[str], what: str, *, writable: bool = 
     return found
 
 
+def cache_folders(name: str) -> tuple[Path, Path]:
+    """Where what costs time to make is looked for: in $KVBITS_CACHE, else the user's cache folder; and in a folder of this user's among temporary files."""
+    usual = Path(os.environ.get("KVBITS_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbits")
+    return usual / name, Path(tempfile.gettempdir()) / f"kvbits-{os.getuid()}" / name
+
+
+def cache_folder(name: str) -> Path:
+    """The first of `cache_folders` that takes files, made if need be.
+
+    Raises:
+        SpecError: none does.
+    """
+    usual, temporary = cache_folders(name)
+    try:
+        usual.mkdir(parents=True, exist_ok=True)
+        _require_writable(usual, "")
+        return usual
+    except (OSError, SpecError):
+        pass
+    try:
+        temporary.parent.mkdir(mode=0o700, exist_ok=True)
+        owner = temporary.parent.lstat()
+        if owner.st_uid != os.getuid() or owner.st_mode & 0o077 or temporary.parent.is_symlink():
+            raise SpecError(f"nothing can be kept in {usual}, and {temporary.parent} is open to other users; set KVBITS_CACHE to a folder that takes files")
+        temporary.mkdir(exist_ok=True)
+        _require_writable(temporary, "")
+    except OSError as error:
+        raise SpecError(f"nothing can be kept in {usual} or {temporary} ({error.strerror or error}); set KVBITS_CACHE to a folder that takes files") from error
+    return temporary
+
+
 def to_json(data: Any, *, indent: int | None = None, compact: bool = False) -> str:
     """Data as JSON, which has no NaN or infinity: they become null.
 

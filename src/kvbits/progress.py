@@ -38,3 +38,10 @@ def _lines(console: Any, what: str, total: float) -> Callable[[float], None]:
             console.print(f"{what}: {10 * shown} %", highlight=False)
 
     return advance
+
+
+def say(sentence: str) -> None:
+    """A line on standard error."""
+    from rich.console import Console
+
+    Console(stderr=True, soft_wrap=True).print(f"kvbits: {sentence}", highlight=False, markup=False)

@@ -46,7 +46,7 @@ def test_round_trip_is_exact(calibration, tmp_path):
     assert found.id == calibration.id and found.info == calibration.info and found.fingerprint == calibration.fingerprint
     for a, b in zip(found.static, calibration.static, strict=True):
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-    found.check(config(), SCHEME)
+    found.fitted(config(), SCHEME)
     assert [p.name for p in tmp_path.iterdir()] == ["scales.safetensors"]
 
 
@@ -88,7 +88,7 @@ def test_the_id_names_scales_and_purpose(calibration):
 )
 def test_another_model_is_refused(calibration, changes, message):
     with pytest.raises(CalibrationError, match=rf"^this calibration was made for another model \(tiny\) \(.*{message}.*\); run `kvbits calibrate`"):
-        calibration.check(config(**changes), SCHEME)
+        calibration.fitted(config(**changes), SCHEME)
 
 
 @pytest.mark.parametrize(
@@ -102,27 +102,27 @@ def test_another_model_is_refused(calibration, changes, message):
 )
 def test_another_scheme_is_refused(calibration, scheme, message):
     with pytest.raises(CalibrationError, match=rf"was made for another 'mine' \(.*{message}"):
-        calibration.check(config(), scheme)
+        calibration.fitted(config(), scheme)
     named = Calibration(calibration.static, calibration.fingerprint, {"scheme": "theirs"}, "scales.safetensors")
     with pytest.raises(
         CalibrationError, match=r"^calibration scales.safetensors was made for scheme 'theirs', not 'mine'; run `kvbits calibrate` for this model and scheme$"
     ):
-        named.check(config(), scheme)
+        named.fitted(config(), scheme)
     with pytest.raises(
         CalibrationError, match=r"was made for another model and scheme 'theirs', not 'mine' \(model.hidden_size is 128 here and 64 in the calibration\); run"
     ):
-        named.check(config(hidden_size=128), scheme)
+        named.fitted(config(hidden_size=128), scheme)
 
 
 def test_what_does_not_change_scales_does_not_matter(calibration):
-    calibration.check(
+    calibration.fitted(
         config(rms_norm_eps=1.0000000116e-5, use_cache=False), dataclasses.replace(SCHEME, residual_length=64, num_sink_tokens=4, page_size=32, name="x")
     )
 
 
 def test_many_differences_are_counted(calibration):
     with pytest.raises(CalibrationError, match="; model.vocab_size is 1 here and 64 in the calibration and 4 more"):
-        calibration.check(config(model_type="a", vocab_size=1, hidden_size=2, intermediate_size=3, rms_norm_eps=1.0, hidden_act="relu"), SCHEME)
+        calibration.fitted(config(model_type="a", vocab_size=1, hidden_size=2, intermediate_size=3, rms_norm_eps=1.0, hidden_act="relu"), SCHEME)
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
@@ -205,4 +205,4 @@ def test_a_calibration_prints_in_a_line(calibration, tmp_path):
 def test_a_scheme_that_needs_none_is_told_so(calibration):
     plain = Scheme(name="plain", key=QuantSpec.raw(), value=QuantSpec.raw())
     with pytest.raises(CalibrationError, match="scheme 'plain' needs no calibration: it takes its scales from each page.*leave calibration out"):
-        calibration.check(config(), plain)
+        calibration.fitted(config(), plain)

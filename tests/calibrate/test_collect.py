@@ -133,7 +133,7 @@ def test_a_saved_calibration_serves_a_cache_of_the_same_model_only(model, tmp_pa
     path = tmp_path / "scales.safetensors"
     calibrate(model, prompts(8, 80), scheme, percentile=100).save(path)
     calibration = Calibration.load(path)
-    calibration.check(model.config, scheme)
+    calibration.fitted(model.config, scheme)
     cache = PagedCache(CacheSpec(scheme=scheme, layers=layers, raw_dtype="float32"), static=calibration.static, backend="reference")
     batch = prompts(8, 80)[0][:1]
     seen = stored(model, batch)
@@ -146,7 +146,7 @@ def test_a_saved_calibration_serves_a_cache_of_the_same_model_only(model, tmp_pa
             assert (x - y).abs().max() <= calibration.static[i][f"{side}_scale"].max() * 0.51
     assert not any(s for layer in cache.saturated for s in layer.values())
     with pytest.raises(CalibrationError, match="rope_theta"):
-        calibration.check(tiny(rope_parameters={"rope_type": "default", "rope_theta": 77.0}).config, scheme)
+        calibration.fitted(tiny(rope_parameters={"rope_type": "default", "rope_theta": 77.0}).config, scheme)
 
 
 def test_scales_serve_generation_and_the_kvbits_attention_can_stay_on(model):

@@ -175,7 +175,7 @@ def test_a_calibration_holds_one_basis_a_layer_and_comes_back_from_its_file(mode
     found.save(path)
     again = Calibration.load(path)
     assert again.id == found.id and again.id != calibrations["klt2"].id
-    again.check(model.config, schemes.get("klt3", head_dim=64))
+    again.fitted(model.config, schemes.get("klt3", head_dim=64))
 
 
 def test_schemes_calibrated_together_have_what_each_has_alone(model, calibrations):
@@ -262,12 +262,21 @@ def other(model, **changes):
 )
 def test_another_model_is_refused_with_what_differs(model, calibrations, changes, words):
     with pytest.raises(CalibrationError, match=f"made for another model.*{words}"):
-        calibrations["klt2"].check(other(model, **changes).config, schemes.get("klt2", head_dim=changes.get("head_dim", 64)))
+        calibrations["klt2"].fitted(other(model, **changes).config, schemes.get("klt2", head_dim=changes.get("head_dim", 64)))
 
 
-def test_another_width_is_refused(model, calibrations):
-    with pytest.raises(CalibrationError, match="made for scheme 'klt3', not 'klt2'"):
-        KVCache.for_model(model, "klt2", calibration=calibrations["klt3"])
+@pytest.mark.parametrize("name", ["klt3", "klt2"])
+def test_one_of_a_scheme_serves_all_widths(model, calibrations, name):
+    """The same directions in other steps: within the float16 numbers of its inverse what the scheme gets for itself."""
+    scheme = schemes.get(name, head_dim=64)
+    found, own = calibrations["klt4"].fitted(model.config, scheme), calibrations[name]
+    assert found.fingerprint == own.fingerprint and found.info["scheme"] == name and found is calibrations["klt4"].fitted(model.config, scheme)
+    for ours, theirs in zip(found.static, own.static, strict=True):
+        torch.testing.assert_close(ours["k_basis"], theirs["k_basis"], rtol=0, atol=4e-3 * theirs["k_basis"].abs().max().item())
+        assert torch.equal(ours["k_mean"], theirs["k_mean"])
+    part = dataclasses.replace(scheme, name="part", overrides=(Override(layers=(1,), key=QuantSpec(), value=QuantSpec()),))
+    assert [sorted(layer) for layer in calibrations["klt4"].fitted(model.config, part).static] == [["k_basis", "k_mean"], []]
+    assert KVCache.for_model(model, name, calibration=calibrations["klt4"]).pages is not None
 
 
 def test_a_singular_basis_is_refused_with_its_head(model, calibrations):

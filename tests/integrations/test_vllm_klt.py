@@ -8,6 +8,7 @@ import logging
 import random
 
 import pytest
+import tiny
 import torch
 
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("msgspec") is None:
@@ -15,6 +16,7 @@ if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("msgspec
 if torch.cuda.is_available():
     pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
 
+from integrations import vllm_cpu
 from integrations.test_vllm_copies import distance
 from integrations.test_vllm_engine import (  # noqa: F401  (fixtures)
     MODELS,
@@ -31,9 +33,11 @@ from transformers import AutoModelForCausalLM, CohereConfig, StableLmConfig
 
 from kvbits import schemes
 from kvbits.calibrate import Calibration, calibrate
+from kvbits.calibrate.moments import Moments
 from kvbits.errors import CalibrationError, FileFormatError, UnsupportedError
 from kvbits.geometry import layer_geometries
 from kvbits.integrations.rotary import layers_of, with_rotary
+from kvbits.integrations.vllm import observe
 from kvbits.spec import Override, Scheme
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -196,11 +200,54 @@ def test_connectors_turn_copies_off_that_nobody_asked_for(engine, calibration, t
 
 
 def test_calibrations_that_are_missing_or_of_others_are_refused(engine, calibration, tmp_path):  # noqa: F811
-    with pytest.raises(UnsupportedError, match="run `kvbits calibrate .* --scheme klt4 --out FILE"):
-        engine("llama", "kvbits_klt4")
     with pytest.raises(CalibrationError, match="made for another model"):
         engine("llama", "kvbits_klt4", **said(calibration("gemma3")))
-    with pytest.raises(CalibrationError, match="scheme 'klt4', not 'klt3'"):
-        engine("llama", "kvbits_klt3", **said(calibration("llama")))
     with pytest.raises(FileFormatError, match="cannot read"):
         engine("llama", "kvbits_klt4", **said(dataclasses.replace(calibration("llama"), path=str(tmp_path / "none"))))
+
+
+def test_a_calibration_is_found_or_made_once(model, engine, monkeypatch, tmp_path, capfd):  # noqa: F811
+    """By a process of its own, for all widths; the other door finds it too."""
+    monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
+    none = {"additional_config": {"kvbits": {"calibrate": False, "raw_newest": 0}}}
+    with pytest.raises(CalibrationError, match="none may be made: run `kvbits calibrate"):
+        engine("llama", "kvbits_klt4", **none)
+    path = model("llama")[1]
+    with pytest.raises(CalibrationError, match="made no calibration: .*; run `kvbits calibrate .* --engine vllm"):  # it has no tokenizer
+        engine("llama", "kvbits_klt3")
+    tiny.tokenizer().save_pretrained(path)
+    generate(engine("llama", "kvbits_klt3"), [random_ids(20)])
+    assert capfd.readouterr().err.count("bases ...") == 1
+    llm, prompt = engine("llama", "kvbits_klt2", **none), random_ids(200)
+    kept = Calibration.load(next((tmp_path / "calibrations").glob("*.safetensors")))
+    check(model("llama")[0], scheme_of("kvbits_klt2"), prompt, generate(llm, [prompt])[0], calibration=kept)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_engine_itself_measures_what_transformers_does(model, name):  # noqa: F811
+    prompts = [random_ids(300, i) for i in range(4)]
+    own = calibrate(model(name)[0], [torch.tensor(prompts)], "klt4")
+    options = vllm_cpu.SETTINGS_OF_ENGINE | {"max_num_batched_tokens": 512}
+    found = observe.calibrate(str(model(name)[1]), prompts, options)
+    assert found.fingerprint == own.fingerprint
+    for ours, theirs in zip(found.static, own.static, strict=True):
+        torch.testing.assert_close(ours["k_mean"], theirs["k_mean"], rtol=1e-3, atol=1e-4)
+        spread, wanted = (x["k_basis"].double() @ x["k_basis"].double().mT for x in (ours, theirs))  # directions of equal spread may be turned
+        torch.testing.assert_close(spread, wanted, rtol=0, atol=2e-2 * wanted.abs().max().item())
+
+
+def test_sums_of_ranks_are_those_of_one(model):  # noqa: F811
+    """Kv heads spread over ranks, or shared by several that have some of their queries each."""
+    layer, key = layers_of(tiny.model().config)[0], observe.KEY
+    q, k, positions = torch.randn(200, 4, 64), torch.randn(200, 2, 64), torch.arange(200)
+    own = Moments(key, layer, "")
+    own.add(q, k, positions)
+    for heads, queries in ((1, 2), (1, 1)):
+        parts = []
+        for first in range(0, 4, queries):
+            part = Moments(key, dataclasses.replace(layer, num_kv_heads=heads), "")
+            part.add(q[:, first : first + queries], k[:, first // 2 : first // 2 + 1], positions)
+            parts.append(part.state())
+        found = observe.whole(key, layer, parts, "").state()
+        for name, x in own.state().items():
+            torch.testing.assert_close(found[name], x)

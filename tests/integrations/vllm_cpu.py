@@ -58,6 +58,12 @@ def install() -> None:
     install.library = library  # type: ignore[attr-defined]
 
 
+SETTINGS_OF_ENGINE = {
+    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 1024, "block_size": 64, "max_num_seqs": 8, "seed": 0,
+    "compilation_config": {"custom_ops": ["none"]}, "disable_log_stats": False,
+}  # fmt: skip
+
+
 def engine(model: Path | str, kv_cache_dtype: str, **options: Any) -> Any:
     """`vllm.LLM` of a directory with weights and a configuration, eager, in this process."""
     install()
@@ -66,11 +72,7 @@ def engine(model: Path | str, kv_cache_dtype: str, **options: Any) -> Any:
     from kvbits.integrations.vllm import register
 
     register()  # vLLM does, where kvbits is installed with its entry points
-    settings: dict[str, Any] = {
-        "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 1024, "block_size": 64, "max_num_seqs": 8, "seed": 0,
-        "compilation_config": {"custom_ops": ["none"]}, "disable_log_stats": False,
-    }  # fmt: skip
-    found = LLM(model=str(model), kv_cache_dtype=kv_cache_dtype, **(settings | options))
+    found = LLM(model=str(model), kv_cache_dtype=kv_cache_dtype, **(SETTINGS_OF_ENGINE | options))
     from vllm.platforms import current_platform
 
     current_platform.register_triton_kernel_overrides = lambda: None  # done, and its search through all modules stumbles the second time

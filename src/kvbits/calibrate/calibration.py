@@ -12,6 +12,7 @@ one architecture share a fingerprint, and `info["model"]` says which one was mea
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -26,6 +27,7 @@ from ..files import require_file
 from ..geometry import layer_geometries, text_config
 from ..ops.static import calibrated
 from ..spec import LayerGeometry, QuantSpec, Scheme, from_dict, to_dict
+from .moments import for_widths
 
 FORMAT = "kvbits-calibration"
 VERSION = 3
@@ -128,19 +130,25 @@ class Calibration:
                 digest.update(f"{i}.{name}".encode() + tensors[name].cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 
+    @functools.cached_property
+    def _made(self) -> dict[str, Calibration]:
+        """What `fitted` made of it, by fingerprint."""
+        return {}
+
     @property
     def _named(self) -> str:
         return "this calibration" if self.path is None else f"calibration {self.path}"
 
     def fits(self, config: Any, scheme: Scheme) -> bool:
-        """Whether it was made for this model and scheme."""
-        return scheme.needs_calibration and fingerprint(config, scheme) == self.fingerprint
+        """Whether it serves this model and scheme."""
+        return scheme.needs_calibration and self._serving(fingerprint(config, scheme)) is not None
 
-    def check(self, config: Any, scheme: Scheme) -> None:
-        """Refuse any other model or scheme.
+    def fitted(self, config: Any, scheme: Scheme) -> Calibration:
+        """What this model and scheme take: itself, or, where only the widths of bands differ or fewer layers have a basis, the same directions in other steps.
+        So what was measured for one klt preset serves all.
 
         Raises:
-            CalibrationError: naming the file, what differs and the command that makes the right one.
+            CalibrationError: another model or scheme; names the file, what differs and the command that makes the right one.
         """
         if not scheme.needs_calibration:
             raise CalibrationError(
@@ -149,7 +157,11 @@ class Calibration:
             )
         ours = fingerprint(config, scheme)
         if ours == self.fingerprint:
-            return
+            return self
+        if (name := json.dumps(ours)) in self._made:
+            return self._made[name]
+        if (static := self._serving(ours)) is not None:
+            return self._made.setdefault(name, Calibration(static, ours, self.info | {"scheme": scheme.name}, self.path))
         of_model, of_scheme = (_differences({k: ours[k] for k in keys}, {k: self.fingerprint.get(k) for k in keys}) for keys in (_OF_MODEL, ("specs",)))
         theirs = self.info.get("scheme", scheme.name)
         made, found = [], of_model
@@ -163,6 +175,30 @@ class Calibration:
         more = f" and {len(found) - _SHOWN_DIFFERENCES} more" if len(found) > _SHOWN_DIFFERENCES else ""
         what = f" ({'; '.join(found[:_SHOWN_DIFFERENCES])}{more})" if found else ""
         raise CalibrationError(f"{self._named} was made for {' and '.join(made)}{what}; run `kvbits calibrate` for this model and scheme")
+
+    def _serving(self, ours: dict[str, Any]) -> list[dict[str, torch.Tensor]] | None:
+        """`static` for a fingerprint that differs by no more than `fitted` bridges, or None."""
+        if ours == self.fingerprint:
+            return self.static
+        if any(ours[name] != self.fingerprint.get(name) for name in _OF_MODEL):
+            return None
+        found: list[dict[str, torch.Tensor]] = []
+        for layer, wanted, had in zip(self.static, ours["specs"], self.fingerprint["specs"], strict=True):
+            found.append({})
+            for side in "kv":
+                tensors = {name: t for name, t in layer.items() if name.startswith(f"{side}_")}
+                if wanted.get(side) != had.get(side):
+                    was: QuantSpec | None = from_dict(had[side]) if side in had else None
+                    if was is None or "basis" not in was.calibrates:
+                        return None
+                    if side not in wanted:
+                        continue
+                    spec: QuantSpec = from_dict(wanted[side])
+                    if dataclasses.replace(spec, bands=was.bands) != was:
+                        return None
+                    tensors["k_basis"] = for_widths(tensors["k_basis"], was, spec)
+                found[-1] |= tensors
+        return found
 
     def to(self, device: torch.device | str) -> Calibration:
         """The same scales on another device."""

@@ -263,7 +263,7 @@ def _see_queries(model: Any, prompts: list[tuple[torch.Tensor, torch.Tensor | No
             advance(len(ids))
     for wanted in moments:
         for layer, m in wanted.items():
-            m.take(looking[layer])
+            m.load(looking[layer].state())
 
 
 def _run(model: Any, prompts: list[Batch], targets: list[Target], ranges: list[dict[Place, Ranges]], progress: bool) -> None:

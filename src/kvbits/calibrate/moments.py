@@ -63,7 +63,7 @@ class Moments:
         return int(self.counts.sum())
 
     def add(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> None:
-        """See tokens of one sequence: q [T, Hq, D] and k [T, H, D] as attention has them, at positions [T].
+        """See tokens: q [T, Hq, D] and k [T, H, D] as attention has them, at positions [T]; each position 0 begins a text.
 
         Raises:
             DataError: NaN or infinity.
@@ -77,7 +77,7 @@ class Moments:
         self.queries += (back.mT @ back).cpu()
         if bool((starts := positions == 0).any()):
             self.first += k[:, starts].double().sum(1).cpu()
-            self.texts += 1
+            self.texts += int(starts.sum())
         if bool((later := positions >= MEAN_STEP).any()):
             k, positions = k[:, later], positions[later]
         in_frame = turn(k, positions // FRAME * FRAME, self.inv_freq, back=True).double()
@@ -86,10 +86,14 @@ class Moments:
         self.sums += torch.zeros_like(self.sums, device=k.device).index_add_(1, run, in_frame).cpu()
         self.counts += run.bincount(minlength=len(self.counts)).double().cpu()
 
-    def take(self, other: Moments) -> None:
-        """Have seen what `other` saw, moments of the same layer for keys of other widths."""
-        self.queries, self.keys, self.sums, self.counts = other.queries, other.keys, other.sums, other.counts
-        self.first, self.texts = other.first, other.texts
+    def state(self) -> dict[str, torch.Tensor]:
+        """All that was seen, in tensors."""
+        return {"queries": self.queries, "keys": self.keys, "sums": self.sums, "counts": self.counts, "first": self.first, "texts": torch.tensor(self.texts)}
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        """Have seen what a `state` says."""
+        self.queries, self.keys, self.sums, self.counts, self.first = (state[name] for name in ("queries", "keys", "sums", "counts", "first"))
+        self.texts = int(state["texts"])
 
     def mean(self) -> torch.Tensor:
         """`k_mean`, float32 [H, 2, D]: M and K0; M again where no text began at position 0."""

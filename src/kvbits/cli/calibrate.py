@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,7 +40,13 @@ if TYPE_CHECKING:
 @command()
 def calibrate(
     model: Model,
-    out: Annotated[Path, typer.Option(help="File to write (safetensors); for several schemes with {scheme} in its name, like klt/{scheme}.safetensors.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write (safetensors); for several schemes with {scheme} in its name, like static/{scheme}.safetensors.",
+            show_default="of klt presets the user's cache folder, where every cache of this model finds it",
+        ),
+    ] = None,
     text: Annotated[
         list[str] | None,
         typer.Option(
@@ -53,7 +61,9 @@ def calibrate(
             show_default="klt4",
         ),
     ] = None,
-    windows: Annotated[int | None, typer.Option(help="Windows drawn from the text: 16, or 128 for static scales.", show_default=False, min=1)] = None,
+    windows: Annotated[
+        int | None, typer.Option(help="Windows drawn from the text: 16, or 128 for static scales.", show_default=False, min=1)
+    ] = None,
     length: Annotated[
         int | None, typer.Option(help="Tokens of a window: 1,024 for klt, 256 for static scales, 2,048 for codebooks.", show_default=False, parser=tokens(2))
     ] = None,
@@ -68,21 +78,31 @@ def calibrate(
         int | None, typer.Option(help="First tokens of each window left out; the scheme's sinks if not given.", show_default=False, min=0)
     ] = None,
     seed: Annotated[int, typer.Option(help="Which windows are drawn.", min=0)] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT even if it is of another scheme or model, or no calibration.")] = False,
+    engine: Annotated[str, typer.Option(help="What runs the model: transformers, or vllm, also over several GPUs (klt presets).")] = "transformers",
+    engine_options: Annotated[str, typer.Option(help="Of vllm.LLM, as JSON.", metavar="'{\"tensor_parallel_size\": 4}'", show_default=False)] = "{}",
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace OUT even if it is of another scheme or model, or no calibration; without OUT make again what is kept.")
+    ] = False,
     device: Device = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Measure on a model what klt presets need (and static scales and codebooks), and save it with a fingerprint: minutes for a small model on a CPU.
 
-    Several schemes share one pass over the text. Codebooks take a backward pass per window; stopped, the same command goes on where it was (OUT.partial).
+    Of klt presets one file serves all, in Transformers and in vLLM, on any number of GPUs; without --out it is found there by itself. Several schemes share
+    one pass over the text. Codebooks take a backward pass per window; stopped, the same command goes on where it was (OUT.partial).
 
     A cache for another model, rotary setting or scheme refuses the file and says what differs.
     """
     require_model(model)
     chosen = [_with_calibration(name) for name in dict.fromkeys(names_of("--scheme", scheme or ["klt4"]))]
-    outs = _outs(out, [one.name for _, one in chosen])
-    for path, (_, one) in zip(outs, chosen, strict=True):
+    if all(one.needs_basis_alone for _, one in chosen) and "{scheme}" not in str(out):
+        chosen = chosen[:1]  # one serves all
+    elif out is None:
+        names = ", ".join(one.name for _, one in chosen if not one.needs_basis_alone)
+        raise SpecError(f"only calibrations of bases are kept by model; give --out FILE.safetensors for {names}")
+    outs = [] if out is None else _outs(out, [one.name for _, one in chosen])
+    for path, (_, one) in zip(outs, chosen, strict=bool(outs)):
         require_file(path, "--out")
         if path.exists() and not force:
             _may_replace(path, model, one.name)
@@ -92,12 +112,26 @@ def calibrate(
     source = mixed(given or [read_text(one) for one in ("novel", "code")[: 1 + any("basis" in one.calibrates for _, one in chosen)]])
     how = {"percentile": percentile, "skip_tokens": skip_tokens, "weights": weights, "per_head": per_head, "checkpointing": checkpointing}
     sample = _sample(model, [one for _, one in chosen], windows, length, device, how)
+    from ..spec.codec import choice
+
+    choice("engine", engine, ("transformers", "vllm"))
+    if engine == "vllm" and not all(one.needs_basis_alone for _, one in chosen):
+        raise SpecError(f"--engine vllm measures bases of keys, which {chosen[0][1].name} does not have alone; leave --engine away")
     set_threads(threads)
     start = time.perf_counter()
-    found = _measure(model, device, source, [named for named, _ in chosen], sample, seed, outs[0], how)
-    for path, made in zip(outs, found, strict=True):
-        made.info["model"] = model
-        made.save(path)
+
+    def measure(partial: Path) -> tuple[list[Calibration], Any]:
+        if engine == "vllm":
+            return [_measure_in_vllm(model, source, sample, seed, engine_options)], None
+        return _measure(model, device, source, [named for named, _ in chosen], sample, seed, partial, how)
+
+    if out is None:
+        found, outs = _keep(model, chosen[0][1], force, measure)
+    else:
+        found, _ = measure(outs[0].with_name(outs[0].name + ".partial"))
+        for path, made in zip(outs, found, strict=True):
+            made.info["model"] = model
+            made.save(path)
     seconds = time.perf_counter() - start
     if as_json:
         rows = [
@@ -108,6 +142,26 @@ def calibrate(
     else:
         for path, made in zip(outs, found, strict=True):
             _print(made, path, seconds)
+
+
+def _keep(model: str, scheme: Scheme, force: bool, measure: Callable[[Path], tuple[list[Calibration], Any]]) -> tuple[list[Calibration], list[Path]]:
+    """What is kept of the model, made if need be: under the key of its files, and under that of the model which they become where it is another."""
+    from ..calibrate import kept
+    from ..geometry import load_config
+
+    config = load_config(model)
+    key = kept.key_of_files(model, config)
+    with kept.keeping(key or hashlib.sha256(model.encode()).hexdigest()[:32]) as path:
+        there = None if key is None or force else kept.find(key, config, scheme)
+        if there is not None:
+            return [there], [Path(there.path or path)]
+        (made,), lm = measure(path)
+        made.info["model"] = model
+        keys = dict.fromkeys([k for k in (key, kept.key_of_files(model, config), None if lm is None else kept.key_of_model(lm)) if k])
+        paths = [path.with_name(f"{one}.safetensors") for one in keys]
+        for one in paths:
+            made.save(one)
+        return [made], paths[:1]
 
 
 def _outs(out: Path, names: list[str]) -> list[Path]:
@@ -159,9 +213,9 @@ def _require_use(schemes: list[Scheme], how: dict[str, Any]) -> None:
 
 
 def _measure(
-    model: str, device: str | None, text: Text, named: list[str | Scheme], sample: Sample, seed: int, out: Path, how: dict[str, Any]
-) -> list[Calibration]:
-    """Loads the model and looks at windows of the text."""
+    model: str, device: str | None, text: Text, named: list[str | Scheme], sample: Sample, seed: int, partial: Path, how: dict[str, Any]
+) -> tuple[list[Calibration], Any]:
+    """Loads the model and looks at windows of the text; (what schemes take, the model)."""
     from .. import schemes
     from ..evaluate.calibrator import Calibrator
     from ..geometry import layer_geometries
@@ -173,11 +227,26 @@ def _measure(
     calibrator = Calibrator(lm, tokenizer, text, sample=sample)
     prompts = calibrator.windows(chosen, seed=seed)
     if any("codebook" in one.calibrates for one in chosen):
-        when_stopped(f"what codebooks have seen lies in {out}.partial; the same command goes on from there")
-    found = calibrator.measure(chosen, prompts, resume=out.with_name(out.name + ".partial"), **how)
+        when_stopped(f"what codebooks have seen lies in {partial}; the same command goes on from there")
+    found = calibrator.measure(chosen, prompts, resume=partial, **how)
     got, size = sum(len(p) for p in prompts), prompts[0].shape[1]
     if got < sample.windows or size < sample.length:
         typer.echo(f"note: {text.name} is short: it gives {counted(got, 'window')} of {size:,} tokens, not {sample.windows} of {sample.length:,}", err=True)
+    return found, lm
+
+
+def _measure_in_vllm(model: str, source: Text, sample: Sample, seed: int, options: str) -> Calibration:
+    from ..evaluate.calibrator import windows_of
+    from ..integrations.models import load_tokenizer
+    from ..integrations.vllm import observe
+
+    try:
+        given = json.loads(options)
+    except ValueError as error:
+        raise SpecError(f"--engine-options {options!r} is no JSON object: {error}") from error
+    windows = windows_of(load_tokenizer(model), source, sample, seed=seed)
+    found = observe.calibrate(model, [row.tolist() for batch in windows for row in batch], given)
+    found.info.update({"text": source.name, "text_sha256": source.sha256, "windows": sample.windows, "length": sample.length})
     return found
 
 

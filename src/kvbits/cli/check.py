@@ -114,7 +114,7 @@ def _screen(place: tuple[str, str, str | None], scheme: str | Scheme, limits: Li
     require_length(chosen, layers, length)
     given = None if not isinstance(calibration, Path) else Calibration.load(calibration)
     if given is not None:
-        given.check(config, chosen)
+        given = given.fitted(config, chosen)
         require_other_text([given], (source,))
     ids = windows(load_tokenizer(model), source, count=count, length=length, limit=max_context(config))
     say_device(device)

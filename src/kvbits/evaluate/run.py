@@ -114,7 +114,7 @@ def require_possible(
     for file in calibrations:
         if not any(file.fits(config, scheme) for scheme in chosen):
             needing = [s for s in chosen if s.needs_calibration] or chosen
-            file.check(config, next((s for s in needing if s.name == file.info.get("scheme")), needing[0]))
+            file.fitted(config, next((s for s in needing if s.name == file.info.get("scheme")), needing[0]))
     home = out / _folder(name, str(getattr(config, "dtype", None) or "float32") if dtype == "auto" else dtype)
     for task in (load(wanted)(Context(None, tokenizer, texts, options, config)) for wanted in tasks):
         for one in [] if overwrite else [None, *chosen]:

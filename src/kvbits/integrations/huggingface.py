@@ -78,6 +78,7 @@ class KVCache(Cache):
         batch_size: int | None = None,
         max_tokens: int | None = None,
         calibration: Calibration | None = None,
+        calibrate: bool = True,
         nonfinite: str = "refuse",
         backend: str = "auto",
         budget: int | str | None = None,
@@ -93,7 +94,9 @@ class KVCache(Cache):
                 None: `schemes.RECOMMENDED`, or with a budget `schemes.ELASTIC`.
             max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given; without them the cache grows.
                 Assisted decoding with sliding-window layers needs one that grows.
-            calibration: needed by schemes with static scales; refused if made for another model or scheme.
+            calibration: of klt presets one that is not the model's own in the user's cache folder, which is found by the weights, or made once (seconds to
+                minutes, with a progress bar; `calibrate.kept`); needed by schemes with static scales or codebooks. Refused if made for another model.
+            calibrate: False takes what is kept and makes nothing.
             nonfinite: "refuse" or "clamp" NaN and infinity in keys and values.
             backend: "auto", or one backend for every op.
             budget: bytes, or a text like "2GB", that the cache may take: it starts with 8 bits and gives back low planes, the finest and oldest first, as it
@@ -123,11 +126,8 @@ class KVCache(Cache):
         layers = stored_layers(ranks.layers(layers), chosen, model)
         spec = CacheSpec(scheme=chosen, layers=layers, raw_dtype=str(model.dtype).removeprefix("torch."))
         static = None
-        if calibration is not None:
-            calibration.check(model.config, chosen)
-            static = ranks.static(calibration.to(model.device).static)
-        elif chosen.needs_calibration:
-            raise CalibrationError(f"scheme {chosen.name!r} needs calibrated parameters; run `kvbits calibrate` and pass calibration=Calibration.load(FILE)")
+        if chosen.needs_calibration or calibration is not None:
+            static = ranks.static(_calibration(model, chosen, ranks, calibration, calibrate).to(model.device).static)
         use_kvbits_attention(model)
         pages = PagedCache(
             spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend, budget=nbytes
@@ -324,6 +324,14 @@ def default_cache(model: Any, scheme: str | Scheme = schemes.RECOMMENDED, **opti
         yield
     finally:
         del model._prepare_cache_for_generation
+
+
+def _calibration(model: Any, scheme: Scheme, ranks: Ranks, given: Calibration | None, make: bool) -> Calibration:
+    if given is not None:
+        return given.fitted(model.config, scheme)
+    from ..calibrate import kept
+
+    return kept.of_model(model, scheme, make=make and ranks.size == 1)
 
 
 def _can_be_captured(pages: PagedCache, num_q_heads: int) -> bool:

@@ -47,6 +47,7 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
     except (OSError, ValueError) as error:
         raise _not_loaded(name or path, error) from error
     forget_parsed()
+    model.kvbits_source = str(path)
     model.kvbits_weights = made_of(path, str(model.dtype).removeprefix("torch."))
     model.generation_config.pad_token_id = model.generation_config.pad_token_id or tokenizer.pad_token_id or tokenizer.eos_token_id
     return model.to(device or "cpu").eval(), tokenizer

@@ -183,6 +183,11 @@ class Scheme:
         return {name for s in self._specs for name in s.calibrates}
 
     @property
+    def needs_basis_alone(self) -> bool:
+        """True where calibration is bases and what comes with them, so that one of a model serves it whatever its widths."""
+        return bool(self.calibrates) and set(self.calibrates) <= {"basis", "mean"}
+
+    @property
     def needs_calibration(self) -> bool:
         return bool(self.calibrates)
 

@@ -8,6 +8,8 @@
     prefill    queries of many tokens: history unpacked to 16 bits, then one variable-length FlashAttention call
     options    what `--additional-config` says: raw copies of the newest pages, a scheme file
     scheme_file   each layer's format from a file
+    calibrated    what layers take whose keys are stored in a calibrated basis
+    observe    a calibration made by the engine itself, for models that no single process holds
     announce   what vLLM's help and log say about the dtypes
     selector   the backend chosen by the dtype, so that nothing else must be typed
 

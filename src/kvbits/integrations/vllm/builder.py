@@ -93,6 +93,8 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
             self._place(places, m)
         before, starts, slots = ((None if x is None else x[:n]) for x in _of_tokens(places))
         found = KVBitsMetadata(n, num_decode_tokens, m.slot_mapping[:n], before, starts, slots)
+        if options_of(self.vllm_config).observe:
+            found.positions = self._positions(m)
         if num_decodes:
             found.decodes = self._decodes[num_queries if uniform else threshold]
             for decode in found.decodes.values():
@@ -117,6 +119,11 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         token_of = (starts[:-1, None] + places).clamp_(max=tokens - 1).view(-1)
         row = self._row_of_each(m, rows, tokens)
         return Ragged(starts.diff().int(), token_of, row * num_queries + torch.arange(tokens, device=self.device) - starts[row])
+
+    def _positions(self, m: CommonAttentionMetadata) -> torch.Tensor:
+        """int64 [tokens]."""
+        starts, row = m.query_start_loc[: m.num_reqs + 1].long(), self._row_of_each(m, m.num_reqs, m.num_actual_tokens)
+        return torch.arange(m.num_actual_tokens, device=self.device) + (m.seq_lens[: m.num_reqs] - starts[1:])[row]
 
     def _row_of_each(self, m: CommonAttentionMetadata, rows: int, tokens: int) -> torch.Tensor:
         """int64 [tokens]: the row of each token; the last one's for padding."""

@@ -1,11 +1,12 @@
 """What layers need whose keys are stored in a calibrated basis: this rank's part of a calibration, and the model's rotary embedding.
 
-The calibration is a file of `kvbits calibrate`, named in `--additional-config`; it is refused where it was made for another model or scheme. Its tensors have
+The calibration is the one that `--additional-config` names, or the model's own in the user's cache folder, made there once (`calibrate.kept`). Its tensors have
 a row for each kv head of the whole model. The rotary embedding is the one that Transformers makes from the model's configuration, as when it was calibrated.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import schemes
-from ...calibrate import Calibration
+from ...calibrate import Calibration, kept
 from ...errors import UnsupportedError
 from ...geometry import layer_geometries
 from ...quant.basis import completed
@@ -21,6 +22,8 @@ from ...spec import LayerGeometry, Scheme
 from ..rotary import layers_of
 from .formats import FORMATS, SCHEME
 from .options import options_of
+
+NAMED = '\'{"kvbits": {"calibration": "FILE.safetensors"}}\''
 
 
 @dataclass(eq=False)
@@ -61,36 +64,35 @@ def heads_of(num_kv_heads: int, rank: int, size: int) -> slice:
 _models = WeakIdKeyDictionary()
 
 
-def model_of(vllm_config: Any) -> Model:
-    """Read once for each engine configuration of a process.
+def model_of(vllm_config: Any, device: torch.device) -> Model:
+    """Read, or made on `device`, once for each engine configuration of a process.
 
     Raises:
-        UnsupportedError: no file named, or layers of a draft model, which it knows nothing of.
-        CalibrationError: a file of another model or scheme.
-        FileFormatError: a damaged one, or none.
+        UnsupportedError: layers of a draft model, which it knows nothing of.
+        CalibrationError: a file of another model or scheme, or none, and none can be made.
+        FileFormatError: a damaged one, or none under the name that is given.
     """
     if vllm_config not in _models:
-        _models[vllm_config] = _read(vllm_config)
+        _models[vllm_config] = _read(vllm_config, str(device))
     return _models[vllm_config]
 
 
-def _read(vllm_config: Any) -> Model:
+def _read(vllm_config: Any, device: str) -> Model:
     options, name, config = options_of(vllm_config), vllm_config.cache_config.cache_dtype, vllm_config.model_config.hf_text_config
     scheme = _scheme(name, options.scheme, config)
-    if not options.calibration:
-        stored = options.scheme if name == SCHEME else scheme.name
-        raise UnsupportedError(
-            f"--kv-cache-dtype {name} needs a calibration of this model: run `kvbits calibrate {vllm_config.model_config.model} --scheme {stored} "
-            '--out FILE.safetensors` once, and pass --additional-config \'{"kvbits": {"calibration": "FILE.safetensors"}}\''
-        )
     speculation = vllm_config.speculative_config
     if speculation is not None and speculation.uses_draft_kv_cache():
         raise UnsupportedError(
             f"a calibration says nothing of the layers that speculation by {speculation.method} has; speculate by ngram, or use kvbits_int4_rotated"
         )
-    calibration = Calibration.load(options.calibration)
-    calibration.check(config, scheme)
-    return Model(calibration, config)
+    if options.calibration:
+        return Model(Calibration.load(options.calibration).fitted(config, scheme), config)
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    engine = {"tensor_parallel_size": parallel.tensor_parallel_size, "pipeline_parallel_size": parallel.pipeline_parallel_size}
+    sizes = json.dumps({name: n for name, n in engine.items() if n > 1})
+    way_out = f"; run `kvbits calibrate {model.model} --engine vllm --engine-options '{sizes}'` once, or pass --additional-config {NAMED}"
+    found = kept.of_files(model.model, config, scheme, make=options.calibrate, device=device, way_out=way_out)
+    return Model(found, config)
 
 
 def _scheme(name: str, path: str, config: Any) -> Scheme:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -15,12 +15,15 @@ from ...geometry import has_key_bias
 from ...ops import dispatch
 from ...quant.basis import rotated_turn
 from ...spec import PageLayout
-from . import calibrated, formats
+from . import calibrated, formats, observe
 from .metadata import KVBitsMetadata
 from .options import options_of, refuses_copies
 from .prefill import call_for, scratch_for
 from .rotary import page_turn, rope_parameters
 from .scheme_file import layer_formats
+
+if TYPE_CHECKING:
+    from ...calibrate.moments import Moments
 
 
 class KVBitsImpl(AttentionImpl):
@@ -49,17 +52,18 @@ class KVBitsImpl(AttentionImpl):
         self._turn: torch.Tensor | None = None
         self._static: dict[str, torch.Tensor] = {}
         self._order: torch.Tensor | None = None  # of stored channels, where it is not the model's
+        self.moments: Moments | None = None
         self._copies: torch.Tensor | None = None
         self._rope = rope_parameters(config.model_config.hf_text_config, sliding_window is not None)
         if kv_cache_dtype == formats.SCHEME:
             if any(form and form.calibrated for form in layer_formats(config)):  # refuses; which layer this is nobody says before the model is there
-                calibrated.model_of(config)
+                calibrated.model_of(config, self._device)
             return
         form = formats.FORMATS.get(kv_cache_dtype)
         if form and (why := form.refuses(head_size, has_key_bias(config.model_config.hf_text_config))):
             raise UnsupportedError(why)
         if form and form.calibrated:
-            calibrated.model_of(config)
+            calibrated.model_of(config, self._device)
         self._take(form, formats.layout_for(kv_cache_dtype, kv_heads, head_size, dtype))
 
     def _take(self, form: formats.Format | None, layout: PageLayout) -> None:
@@ -99,7 +103,7 @@ class KVBitsImpl(AttentionImpl):
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        self._static, self._order = calibrated.model_of(self._config).layer(self._found()[0], rank, size, self._device)
+        self._static, self._order = calibrated.model_of(self._config, self._device).layer(self._found()[0], rank, size, self._device)
 
     def _copies_of(self, layout: PageLayout) -> PageLayout | None:
         """The layout of copies in 16 bits (of the model's dtype), and their pages."""
@@ -120,6 +124,8 @@ class KVBitsImpl(AttentionImpl):
             self._take_own_format()
         if self.call.layout.key.needs_rotary:
             self._take_calibration()
+        if options_of(self._config).observe:
+            self.moments = observe.moments(self._config, self._found()[0], self.num_kv_heads)
         turn = page_turn(self.head_size, self._rope) if self.call.layout.is_centered else None
         if turn is not None:
             self._turn = (rotated_turn(turn) if self._rotation else turn).to(self._device)
@@ -134,6 +140,8 @@ class KVBitsImpl(AttentionImpl):
         if attn_metadata is None:  # a run that measures memory
             return output.fill_(0)
         m = attn_metadata
+        if self.moments is not None and m.positions is not None:
+            self.moments.add(query[: m.num_tokens], key[: m.num_tokens], m.positions)
         pages, prefill = kv_cache.flatten(2), m.prefills.get(self.call)
         changed = bool(self._rotation) or self._order is not None
         plain = not changed or prefill is None or not prefill.has_history  # fresh keys are read as they came

@@ -92,6 +92,7 @@ class KVBitsMetadata(AttentionMetadata):
         previous_page: int64 [num_tokens] as `store_tokens` takes it; None where pages have no mean.
         starts: int32 [num_tokens] likewise; None where no layer's keys are turned back.
         copy_slots: likewise where tokens go in copies; None without copies.
+        positions: int64 [num_tokens] where queries and keys are observed, else None.
     """
 
     num_tokens: int
@@ -102,3 +103,4 @@ class KVBitsMetadata(AttentionMetadata):
     copy_slots: torch.Tensor | None
     decodes: dict[Call, Decode] = field(default_factory=dict)
     prefills: dict[Call, Prefill] = field(default_factory=dict)
+    positions: torch.Tensor | None = None

@@ -24,13 +24,17 @@ class Options:
         raw_newest: tokens at the end of each request that are read raw when it decodes, at least: up to a page more, whole pages. 0: none.
         raw_first: whether each request's first page (64 tokens) is read raw too: 0 or 64.
         scheme: file that `--kv-cache-dtype kvbits_scheme` takes each layer's format from.
-        calibration: file of `kvbits calibrate` for layers whose keys are stored in a calibrated basis.
+        calibration: file of `kvbits calibrate` for layers whose keys are stored in a calibrated basis; the model's own is found, or made once, without it.
+        calibrate: whether one may be made where none is kept.
+        observe: sum up queries and keys for a calibration (`observe`).
     """
 
     raw_newest: int = 0
     raw_first: int = 0
     scheme: str = ""
     calibration: str = ""
+    calibrate: bool = True
+    observe: bool = False
 
     @property
     def newest_pages(self) -> int:
@@ -62,6 +66,9 @@ def options_of(vllm_config: Any) -> Options:
     for name, what in (("scheme", "a scheme file"), ("calibration", "a file of `kvbits calibrate`")):
         if not isinstance(getattr(found, name), str):
             raise UnsupportedError(f"{name}={getattr(found, name)!r} must be the name of {what}")
+    for name in ("calibrate", "observe"):
+        if not isinstance(getattr(found, name), bool):
+            raise UnsupportedError(f"{name}={getattr(found, name)!r} must be true or false")
     if found.raw_first and not found.raw_newest:
         raise UnsupportedError(f"raw_first without raw_newest; pass raw_newest={PAGE_SIZE} too")
     return found

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..... import files
 from .....errors import KernelError
 
 ENGINE = Path(__file__).parent.parent
@@ -101,10 +102,8 @@ def headers_of(folder: Path, name: str) -> dict[str, str]:
 
 
 def cache_folder() -> Path:
-    """Where binaries are kept: $KVBITS_CACHE, else the user's cache folder."""
-    folder = Path(os.environ.get("KVBITS_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbits") / "cuda"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    """Where binaries are kept."""
+    return files.cache_folder("cuda")
 
 
 def _keep(path: Path, data: bytes) -> None:

@@ -1,0 +1,237 @@
+"""Bases that are kept: found by the weights of a model in the user's cache folder, or made there once.
+
+    calibration = of_model(model, scheme)                      # a model of Transformers
+    calibration = of_files("Qwen/Qwen3-8B", config, scheme)    # one that another engine has: by its files
+
+One file of a model serves every scheme whose keys have a calibrated basis (`Calibration.fitted`). It lies in `files.cache_folder("calibrations")` and is named
+after `key_of_model`, which is also the key of the files that a model was loaded from, in any dtype, wherever Transformers keeps the names of the weights.
+Whoever makes it holds a lock, which ends with its process, and writes it whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import schemes as presets
+from ..errors import CalibrationError, KvbitsError, SpecError, UnsupportedError
+from ..files import cache_folder, cache_folders
+from ..geometry import find_weights, layer_geometries, max_context
+from ..integrations.models import load_tokenizer
+from ..progress import say
+from ..spec import Scheme
+from ..weights import weight_files
+from .calibration import Calibration, fingerprint
+
+FOLDER = "calibrations"
+MADE_FOR = "klt4"
+"""The scheme that a kept file is measured for."""
+TEXTS = ("novel", "code")
+Row = tuple[str, tuple[int, ...], torch.Tensor]
+"""Name, shape and first bytes of a matrix."""
+_LAYER = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
+
+
+def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:
+    """The calibration of a loaded model for a scheme, made where none is kept.
+
+    Args:
+        make: run the model over the shipped texts where none is kept; otherwise that is refused.
+
+    Raises:
+        CalibrationError: none is kept and none can be made: a scheme with static scales or codebooks, a model whose tokenizer is nowhere, or `make` is false.
+    """
+    if not scheme.needs_basis_alone:
+        raise CalibrationError(f"scheme {scheme.name!r} needs calibrated parameters; run `kvbits calibrate` and pass calibration=Calibration.load(FILE)")
+    key = key_of_model(model)
+    if (found := find(key, model.config, scheme)) is not None:
+        return found
+    name = getattr(model, "kvbits_source", None) or getattr(model, "name_or_path", "") or type(model).__name__
+    if not make:
+        raise CalibrationError(f"no calibration of {name} is kept, and none may be made: run `kvbits calibrate {name}` once, or pass calibration=")
+    try:
+        tokenizer = load_tokenizer(name)
+    except KvbitsError as error:
+        raise CalibrationError(
+            f"scheme {scheme.name!r} needs a calibration of {name}, and it cannot be made because the model's tokenizer is not found ({error}); "
+            "pass calibration=kvbits.calibrate.calibrate(model, prompts, scheme) with prompts of your own"
+        ) from error
+    with keeping(key) as path:
+        if (found := find(key, model.config, scheme)) is None:
+            say(f"calibrating {name} for klt, once; kept in {path}")
+            measure(model, tokenizer).save(path)
+            found = find(key, model.config, scheme)
+    assert found is not None
+    return found
+
+
+def of_files(name: str, config: Any, scheme: Scheme, *, make: bool = True, device: str = "cpu", way_out: str = "") -> Calibration:
+    """The same of a model that lies in files, or on the hub: made by a process of its own (`kvbits calibrate NAME`), which leaves no memory taken.
+
+    Args:
+        config: Transformers' configuration of it, as the engine has it.
+        way_out: said where it cannot be made so.
+
+    Raises:
+        CalibrationError: as `of_model`, or the model does not fit one process.
+    """
+    if not scheme.needs_basis_alone:
+        raise CalibrationError(f"scheme {scheme.name!r} needs calibrated parameters; run `kvbits calibrate {name} --out FILE.safetensors`{way_out}")
+
+    def found() -> Calibration | None:
+        key = key_of_files(name, config)
+        return None if key is None else find(key, config, scheme)
+
+    if (kept := found()) is not None:
+        return kept
+    if not make:
+        raise CalibrationError(f"no calibration of {name} is kept, and none may be made: run `kvbits calibrate {name}` once{way_out}")
+    command = [sys.executable, "-m", "kvbits", "calibrate", name, "--device", device]
+    why = "it said nothing"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            sys.stderr.write(line)
+            why = line.strip() or why
+    if (kept := found()) is None:
+        raise CalibrationError(f"`kvbits calibrate {name} --device {device}` made no calibration: {why}{way_out}")
+    return kept
+
+
+def find(key: str, config: Any, scheme: Scheme) -> Calibration | None:
+    """What is kept under a key, or None. A damaged file is none, and is made again."""
+    for folder in cache_folders(FOLDER):
+        path = folder / f"{key}.safetensors"
+        try:
+            return _read(path, path.stat().st_mtime_ns).fitted(config, scheme)
+        except OSError:
+            continue
+        except KvbitsError as error:
+            say(f"{path} is not used: {error}")
+    return None
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path: Path, written: int) -> Calibration:
+    """Read once for each version of the file."""
+    return Calibration.load(path)
+
+
+@contextlib.contextmanager
+def keeping(key: str) -> Iterator[Path]:
+    """The file of a key, while no other process makes it."""
+    from filelock import FileLock, Timeout
+
+    path = cache_folder(FOLDER) / f"{key}.safetensors"
+    lock = FileLock(f"{path}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say(f"another process makes {path}; waiting for it")
+        lock.acquire()
+    try:
+        for left in path.parent.glob(f"{path.name}.*.tmp"):  # of a process that was killed
+            left.unlink(missing_ok=True)
+        yield path
+    finally:
+        lock.release()
+
+
+def measure(model: Any, tokenizer: Any) -> Calibration:
+    """A calibration of a loaded model for `MADE_FOR`, on the shipped texts."""
+    from ..evaluate.calibrator import Calibrator, Sample, thorough
+    from ..evaluate.texts import mixed, read_text
+
+    scheme = presets.for_layers(MADE_FOR, layer_geometries(model.config))
+    usual, most = thorough(scheme), max_context(model.config)
+    sample = Sample(usual.windows, min(usual.length, most or usual.length))
+    calibrator = Calibrator(model, tokenizer, mixed([read_text(name) for name in TEXTS]), sample=sample)
+    return calibrator.measure([scheme], calibrator.windows([scheme]))[0]
+
+
+def key_of_model(model: Any) -> str:
+    """Names the weights of a loaded model: from its configuration and the first row of every matrix in its layers. Ranks that share a model must all ask."""
+    rows: list[Row] = []
+    for name, p in model.named_parameters():
+        if (layer := _of_layer(name, p.ndim)) and not p.is_meta:
+            whole = p.data.full_tensor() if hasattr(p.data, "full_tensor") else p.data
+            rows.append((layer, tuple(p.shape), _plain(whole[:1])))
+    together = torch.cat([row.cpu() for _, _, row in rows]) if rows else torch.zeros(0, dtype=torch.uint8)
+    sizes = [len(row) for _, _, row in rows]
+    return _key(model.config, [(name, shape, part) for (name, shape, _), part in zip(rows, together.split(sizes), strict=True)])
+
+
+def key_of_files(name: str, config: Any) -> str | None:
+    """The key of the model in a folder or GGUF file, or of the hub's as far as it is here; None where no weights are."""
+    from safetensors import safe_open
+
+    path = _place(name)
+    if path is None:
+        return None
+    if path.is_file():
+        return _key(config, [(path.name, (path.stat().st_size,), _ends(path))])
+    rows: list[Row] = []
+    for file in weight_files(path):
+        if not file.exists():
+            return None
+        if file.suffix != ".safetensors":
+            rows.append((file.name, (file.stat().st_size,), _ends(file)))
+            continue
+        with safe_open(file, framework="pt") as tensors:
+            for tensor in tensors.keys():  # noqa: SIM118 - no dict
+                part = tensors.get_slice(tensor)
+                shape = tuple(part.get_shape())
+                if layer := _of_layer(tensor, len(shape)):
+                    rows.append((layer, shape, _plain(part[:1])))
+    return _key(config, rows) if rows else None
+
+
+def _place(name: str) -> Path | None:
+    try:
+        path = find_weights(name, look_up=False)
+    except (SpecError, UnsupportedError):
+        return None
+    if isinstance(path, Path):
+        return path
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(path, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _of_layer(name: str, ndim: int) -> str:
+    """What a matrix of a layer is called from the layers on; "" for all else, and for experts, which Transformers stores otherwise than files do."""
+    found = _LAYER.search(name)
+    return found[1] if found and ndim == 2 and "expert" not in name else ""
+
+
+def _plain(row: torch.Tensor) -> torch.Tensor:
+    """Bytes of a row, the same for a float in any dtype that it was loaded in."""
+    row = row.to(torch.bfloat16) if row.is_floating_point() else row
+    return row.contiguous().flatten().view(torch.uint8)
+
+
+def _ends(path: Path, count: int = 1 << 16) -> torch.Tensor:
+    """The first and last bytes of a file."""
+    with path.open("rb") as file:
+        first = file.read(count)
+        file.seek(max(0, path.stat().st_size - count))
+        return torch.frombuffer(bytearray(first + file.read(count)), dtype=torch.uint8)
+
+
+def _key(config: Any, rows: list[Row]) -> str:
+    scheme = presets.for_layers(MADE_FOR, layer_geometries(config))
+    digest = hashlib.sha256(json.dumps(fingerprint(config, scheme), sort_keys=True).encode())
+    for name, shape, row in sorted(rows, key=lambda r: (r[0], r[1], r[2].numpy().tobytes())):
+        digest.update(f"{name}{shape}".encode() + row.numpy().tobytes())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,171 @@
+"""Calibrations in the user's cache folder: found by a model's weights, made once, by whoever comes first."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny
+import torch
+
+from kvbits import schemes
+from kvbits.calibrate import kept
+from kvbits.errors import CalibrationError, SpecError
+from kvbits.files import cache_folder, cache_folders
+from kvbits.geometry import load_config
+from kvbits.integrations.huggingface import KVCache
+from kvbits.integrations.models import load_model
+
+SCHEMES = ("klt4", "klt3", "klt2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("model")
+    tiny.model(dtype=torch.bfloat16).save_pretrained(found)
+    tiny.tokenizer().save_pretrained(found)
+    return str(found)
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
+    return tmp_path / "calibrations"
+
+
+@pytest.fixture(scope="module")
+def made(folder, tmp_path_factory):
+    """A cache folder with the model's calibration in it."""
+    place = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVBITS_CACHE", str(place))
+        KVCache.for_model(load_model(folder)[0], "klt4")
+    return place
+
+
+def refuse(*_):
+    raise AssertionError("nothing is to be made")
+
+
+def test_one_key_for_files_and_models_in_any_dtype(folder, tmp_path):
+    keys = {kept.key_of_model(load_model(folder, dtype=dtype)[0]) for dtype in ("float32", "bfloat16")}
+    assert keys == {kept.key_of_files(folder, load_config(folder))}
+    model = load_model(folder)[0]
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 3] += 0.5
+    keys.add(kept.key_of_model(model))
+    model = load_model(folder)[0]
+    model.config.rope_parameters["rope_theta"] = 77.0
+    keys.add(kept.key_of_model(model))
+    assert len(keys) == 3
+    assert kept.key_of_files(str(tmp_path), load_config(folder)) is None
+
+
+def test_the_first_cache_makes_it_and_the_others_find_it(folder, home, monkeypatch, capsys):
+    model, _ = load_model(folder)
+    KVCache.for_model(model, "klt3")
+    assert "for klt, once; kept in" in capsys.readouterr().err
+    (file,) = home.glob("*.safetensors")
+    assert file.stem == kept.key_of_model(model)
+    monkeypatch.setattr(kept, "measure", refuse)
+    again, _ = load_model(folder, dtype="float32")
+    for name in SCHEMES:
+        cache = KVCache.for_model(again, name, calibrate=False)
+        given = KVCache.for_model(again, name, calibration=kept.Calibration.load(file))
+        ids = torch.arange(3, 83)[None]
+        assert torch.equal(again(ids, past_key_values=cache).logits, again(ids, past_key_values=given).logits)
+    assert not capsys.readouterr().err.count("once")
+
+
+def test_nothing_is_made_where_that_is_said(folder, home):
+    with pytest.raises(CalibrationError, match="none may be made: run `kvbits calibrate .*` once"):
+        KVCache.for_model(load_model(folder)[0], "klt3", calibrate=False)
+    with pytest.raises(CalibrationError, match="none may be made"):
+        kept.of_files(folder, load_config(folder), schemes.get("klt3"), make=False)
+    assert not list(home.glob("*")) if home.exists() else True
+
+
+def test_a_model_without_a_tokenizer_is_told_the_way_out(home):
+    with pytest.raises(CalibrationError, match=r"tokenizer is not found .*pass calibration=kvbits.calibrate.calibrate\(model, prompts, scheme\)"):
+        KVCache.for_model(tiny.model(), "klt4")
+
+
+def test_a_damaged_file_is_made_again(folder, made, home, capsys):
+    home.mkdir()
+    (file,) = (made / "calibrations").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 0xFF
+    (home / file.name).write_bytes(data)
+    KVCache.for_model(load_model(folder)[0], "klt2")
+    said = capsys.readouterr().err
+    assert "is not used" in said and "once; kept in" in said
+    assert kept.Calibration.load(home / file.name).id == kept.Calibration.load(file).id
+
+
+def calibrate(folder, *options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvbits", "calibrate", folder, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ.copy()
+    )
+
+
+def test_two_processes_at_once_make_one(folder, home):
+    both = [calibrate(folder) for _ in range(2)]
+    ends = [one.communicate(timeout=120) for one in both]
+    assert [one.returncode for one in both] == [0, 0], ends
+    assert sum("bases ..." in err for _, err in ends) == 1
+    assert len({out.split("(id ")[1] for out, _ in ends}) == 1
+    assert len(list(home.glob("*.safetensors"))) == 1
+
+
+def test_one_that_is_killed_leaves_nothing_broken(folder, home):
+    process = calibrate(folder)
+    until = time.monotonic() + 60
+    while not list(home.glob("*.lock")) and time.monotonic() < until:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    (lock,) = home.glob("*.lock")
+    left = home / f"{lock.name.removesuffix('.lock')}.999.tmp"
+    left.write_bytes(b"half of a file")
+    KVCache.for_model(load_model(folder)[0], "klt4")
+    assert not left.exists() and len(list(home.glob("*.safetensors"))) == 1
+
+
+def test_an_engine_has_it_made_by_a_process_of_its_own(folder, home):
+    config = load_config(folder)
+    found = kept.of_files(folder, config, schemes.for_layers("klt2", kept.layer_geometries(config)))
+    assert found.info["scheme"] == "klt2" and found.path is not None and found.path.startswith(str(home))
+    with pytest.raises(CalibrationError, match="made no calibration: .*; say how"):
+        kept.of_files(str(home / "nothing"), config, schemes.get("klt2"), way_out="; say how")
+
+
+def test_a_home_that_takes_no_files(folder, tmp_path, monkeypatch):
+    """What lies there is read; what must be made goes among temporary files of this user alone."""
+    wall = tmp_path / "wall"
+    wall.write_text("no folder")
+    monkeypatch.setenv("KVBITS_CACHE", str(wall / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    KVCache.for_model(load_model(folder)[0], "klt4")
+    place = tmp_path / "temporary" / f"kvbits-{os.getuid()}"
+    assert len(list((place / "calibrations").glob("*.safetensors"))) == 1 and place.stat().st_mode & 0o077 == 0
+    place.chmod(0o777)
+    with pytest.raises(SpecError, match="open to other users; set KVBITS_CACHE"):
+        cache_folder("calibrations")
+    assert cache_folders("calibrations")[0] == wall / "cache" / "calibrations"
+
+
+def test_the_command_keeps_it_too(folder, home):
+    out, err = calibrate(folder, "--scheme", "klt4,klt3,klt2").communicate(timeout=120)
+    (file,) = home.glob("*.safetensors")
+    assert f"wrote {file} (id {kept.Calibration.load(file).id})" in out, err
+    written = file.stat().st_mtime_ns
+    out, err = calibrate(folder).communicate(timeout=120)
+    assert str(file) in out and "bases" not in err and file.stat().st_mtime_ns == written
+    calibrate(folder, "--force", "--text", "novel").communicate(timeout=120)
+    assert file.stat().st_mtime_ns != written and kept.Calibration.load(file).info["text"] == "novel"
+    process = calibrate(folder, "--scheme", "int8_static")
+    assert "only calibrations of bases are kept by model; give --out FILE.safetensors for int8_static" in process.communicate()[1]
+    assert process.returncode
