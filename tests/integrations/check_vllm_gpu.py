@@ -59,6 +59,18 @@ def engine(path: Path, dtype: str, **options: Any) -> Any:
     return LLM(model=str(path), kv_cache_dtype="auto" if dtype == "bf16" else dtype, **(settings | options))
 
 
+def calibration_of(path: Path) -> str:
+    """A file of `kvbits calibrate` for a saved model, which serves all widths."""
+    from transformers import AutoModelForCausalLM
+
+    from kvbits.calibrate import calibrate
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to("cuda")
+    file = path / "calibration.safetensors"
+    calibrate(model, [torch.randint(3, 1000, (4, 1024), generator=torch.Generator().manual_seed(2))], "klt4").save(file)
+    return str(file)
+
+
 def close(llm: Any) -> None:
     llm.llm_engine.engine_core.shutdown()
     del llm
@@ -141,6 +153,9 @@ def main() -> None:
         parser.error(f"no limits for --kv-cache-dtype {dtype}; name the dtype whose limits hold: --like {' | '.join(LIMITS)}")
     limits = LIMITS[args.like or dtype]
     path = saved_model(Path(tempfile.mkdtemp()), args.head_dim)
+    calibrated = "klt" in dtype
+    if calibrated:
+        args.engine = {"additional_config": {"kvbits": {"calibration": calibration_of(path)}}} | args.engine
     g = torch.Generator().manual_seed(1)
     lengths = (1, 5, 63, 64, 65, 127, 128, 300, 700, 767, 768, 769, 1500, 2000, 17, 1000)
     prompts = [torch.randint(3, 1000, (n,), generator=g).tolist() for n in lengths]
@@ -148,7 +163,7 @@ def main() -> None:
     def say(**found: Any) -> None:
         print(json.dumps({"kv_cache_dtype": dtype, "head_dim": args.head_dim, "engine": args.engine} | found), flush=True)
 
-    copies = "raw_first" in args.engine.get("additional_config", {}).get("kvbits", {})
+    copies = calibrated or "raw_first" in args.engine.get("additional_config", {}).get("kvbits", {})
     llm = engine(path, dtype, **args.engine)
     first = generate(llm, prompts, args.tokens)
     broken = [

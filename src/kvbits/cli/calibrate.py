@@ -61,9 +61,7 @@ def calibrate(
             show_default="klt4",
         ),
     ] = None,
-    windows: Annotated[
-        int | None, typer.Option(help="Windows drawn from the text: 16, or 128 for static scales.", show_default=False, min=1)
-    ] = None,
+    windows: Annotated[int | None, typer.Option(help="Windows drawn from the text: 16, or 128 for static scales.", show_default=False, min=1)] = None,
     length: Annotated[
         int | None, typer.Option(help="Tokens of a window: 1,024 for klt, 256 for static scales, 2,048 for codebooks.", show_default=False, parser=tokens(2))
     ] = None,
