@@ -20,6 +20,7 @@ EXCEPTIONS = {
     "ops/static.py": "names and shapes of what is calibrated",
     "integrations/vllm/served.py": "the presets that vLLM has dtypes of",
     "integrations/vllm/formats.py": "the dtypes' tags",
+    "integrations/vllm/observe.py": "the presets whose basis is measured",
     "integrations/vllm/scheme_file.py": "a refusal that says what a spec may not have",
     "integrations/vllm/selector.py": "a class of vLLM's is called so",
 }

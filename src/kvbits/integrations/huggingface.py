@@ -95,7 +95,7 @@ class KVCache(Cache):
             max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given; without them the cache grows.
                 Assisted decoding with sliding-window layers needs one that grows.
             calibration: of schemes with a basis, instead of the model's own in the user's cache folder, which is found by the weights or made once (seconds to
-                minutes, with a progress bar; `calibrate.kept`); needed by schemes with static scales or codebooks. Refused if made for another model.
+                minutes, with a progress bar; `calibrate.kept`); needed by schemes with static scales. Refused if made for another model.
             calibrate: False takes what is kept and makes nothing.
             nonfinite: "refuse" or "clamp" NaN and infinity in keys and values.
             backend: "auto", or one backend for every op.
