@@ -4,54 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
 
 import pytest
-from loads import Arrivals, Chats, Limits, Request, Timing, Update, at_share, drive, highest, most_at_once
+from loads import Arrivals, Chats, Limits, Request, Timing, at_share, drive, highest, most_at_once
+from queue_engine import QueueEngine
 
 PROMPTS, ANSWERS = (64, 256), (8, 64)
-
-
-@dataclass
-class Fake:
-    """A step takes 10 ms and 1 ms for each answer under way, and 20 us for each token of a prompt that is not in its cache of prefixes; `slots` run at once."""
-
-    slots: int = 8
-    cached: int = 0
-    clock: float = 100.0
-    waiting: list = field(default_factory=list)
-    running: dict = field(default_factory=dict)
-    seen: list = field(default_factory=list)
-    most: int = 0
-
-    def now(self):
-        return self.clock
-
-    def wait(self, seconds):
-        self.clock += seconds + 1e-9
-
-    def add(self, request):
-        self.seen.append(request)
-        self.waiting.append(request)
-
-    def step(self):
-        new = [self.waiting.pop(0) for _ in range(min(self.slots - len(self.running), len(self.waiting)))]
-        self.running |= {r.name: [r, 0] for r in new}
-        self.most = max(self.most, len(self.running))
-        self.clock += 0.01 + 0.001 * len(self.running) + 2e-5 * sum(max(0, len(r.prompt) - self.cached) for r in new)
-        for name, at in list(self.running.items()):
-            at[1] += 1
-            finished = at[1] == at[0].answer
-            if finished:
-                del self.running[name]
-            yield Update(name, [7], finished, min(self.cached, len(at[0].prompt)))
-
-    def busy(self):
-        return bool(self.waiting or self.running)
-
-    def abort(self, names):
-        assert set(names) == {r.name for r in self.waiting} | set(self.running)
-        self.waiting, self.running = [], {}
 
 
 def arrivals(rate, count=40, **more):
@@ -72,7 +30,7 @@ def test_requests_are_the_same_at_every_rate_and_for_every_count():
 
 
 def test_requests_are_asked_when_they_are_due_and_timed_from_then():
-    engine = Fake()
+    engine = QueueEngine()
     seen, seconds = drive(engine, arrivals(2.0), lambda now, timings: False)
     assert [r.name for r in engine.seen] == list(seen) == [f"r{i}" for i in range(40)]
     assert all(t.finished and t.asked <= t.first <= t.last <= seconds for t in seen.values())
@@ -82,7 +40,7 @@ def test_requests_are_asked_when_they_are_due_and_timed_from_then():
 
 
 def test_what_is_unfinished_at_the_end_is_taken_back():
-    engine = Fake(slots=2)
+    engine = QueueEngine(slots=2)
     seen, seconds = drive(engine, arrivals(50.0), lambda now, timings: now > 0.5)
     assert not engine.busy() and 0.5 < seconds < 0.6
     late = [t for t in seen.values() if t.first is None]
@@ -132,7 +90,7 @@ def test_a_search_with_an_engine_finds_what_it_serves():
 
     def holds(rate):
         count = round(max(50, 20 * rate))
-        seen, took = drive(Fake(), arrivals(rate, count), lambda now, timings: limits.broken(list(timings.values()), now, count))
+        seen, took = drive(QueueEngine(), arrivals(rate, count), lambda now, timings: limits.broken(list(timings.values()), now, count))
         seconds[rate] = took
         return len(seen) == count and limits.hold(list(seen.values()), took)
 
@@ -143,7 +101,7 @@ def test_a_search_with_an_engine_finds_what_it_serves():
 
 def test_chats_share_a_system_prompt_and_grow_by_what_was_written_and_answered():
     chats = Chats(users=5, vocabulary=1000, system=16, history=(32, 128), longest=400, message=(4, 16), answer=(4, 16), think=1.0)
-    engine = Fake()
+    engine = QueueEngine()
     drive(engine, chats, lambda now, timings: now > 60)
     by_user = {u: [r for r in engine.seen if r.name.startswith(f"u{u}.")] for u in range(5)}
     assert len({tuple(r.prompt[:16]) for r in engine.seen}) == 1 and len({tuple(r.prompt[16:24]) for r in engine.seen}) > 5
@@ -155,7 +113,7 @@ def test_chats_share_a_system_prompt_and_grow_by_what_was_written_and_answered()
             whole = [*a.prompt, *[7] * a.answer]
             fresh += b.prompt[: len(whole)] != whole
     assert fresh >= 5, "a chat that became too long ends"
-    again = Fake()
+    again = QueueEngine()
     drive(
         again, Chats(users=5, vocabulary=1000, system=16, history=(32, 128), longest=400, message=(4, 16), answer=(4, 16), think=1.0), lambda now, _: now > 60
     )
