@@ -148,18 +148,24 @@ def prompts() -> str:
 
 
 def serving() -> str:
-    """Through vLLM: steps, largest batches, capacity, first tokens; ratios to bf16 of the same session."""
+    """Through vLLM: steps, largest batches, capacity, first tokens; ratios to bf16 of the session that a row is of, the newest that has both."""
     data = read("serve_vllm.json")
     plain = [r for r in data["rows"] if not r["options"] and r["gpus"] == 1 and r["geometry"] == "llama-3.1-8b" and r["mode"] in ("decode", "prefill")]
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for r in plain:
         shape = ("largest",) if r.get("largest") else (r["batch"], r["context"])
         groups.setdefault((r["mode"], bool(r["compiled"]), *shape), []).append(r)
-    found = {}
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
     for key, rows in groups.items():
-        some = sitting(data, rows, lambda some: {"bf16"} < {r["kv_cache_dtype"] for r in some})
-        if some:
-            found[key] = {r["kv_cache_dtype"]: r for r in some}
+        for d in {r["kv_cache_dtype"] for r in rows} - {"bf16"}:
+            pair = {"bf16", d}
+            by_dtype = {r["kv_cache_dtype"]: r for r in sitting(data, rows, lambda some: pair <= {r["kv_cache_dtype"] for r in some})}  # noqa: B023
+            if by_dtype:
+                found.setdefault(key, {})[d] = by_dtype[d] | {"base": by_dtype["bf16"]}
+        if key in found:
+            bases = [r["base"] for r in found[key].values()]
+            newest = max(bases, key=lambda r: data["runs"][r["run"]]["utc"])
+            found[key]["bf16"] = newest | {"base": newest}
     dtypes = [d for d in SERVED if any(d in rows for rows in found.values())]
     order = sorted(found, key=lambda key: (key[0] != "decode", key[1], key[2] == "largest", [-n if isinstance(n, int) else 0 for n in key[2:]]))
     lines = []
@@ -173,23 +179,23 @@ def serving() -> str:
         cells = []
         for d in dtypes:
             r = by_dtype.get(d)
-            share = f" ({r[field] / by_dtype['bf16'][field]:.2f}x)" if r and d != "bf16" else ""
+            share = f" ({r[field] / r['base'][field]:.2f}x)" if r and d != "bf16" else ""
             prefix = f"{r['batch']}: " if r and at == ["largest"] else ""
             cells.append(f"{prefix}{r[field]:,.0f}{share}" if r and r[field] >= 100 else f"{r[field]:.2f}{share}" if r else "")
         lines.append([title, *cells])
         if at == ["largest"]:
-            base = by_dtype["bf16"]["capacity_tokens"]
+            held = [by_dtype.get(d) for d in dtypes]
             lines.append(
-                [
-                    "capacity, tokens",
-                    *(f"{by_dtype[d]['capacity_tokens'] / base:.2f}x" if d in by_dtype and d != "bf16" else f"{base:,}" if d == "bf16" else "" for d in dtypes),
+                ["capacity, tokens"]
+                + [
+                    "" if r is None else f"{n:,}" if r["kv_cache_dtype"] == "bf16" else f"{n / r['base']['capacity_tokens']:.2f}x"
+                    for r in held
+                    for n in [r and r["capacity_tokens"]]
                 ]
             )
     stock = found.get(("decode", False, 48, 8192), {})
     more = [
-        f"`{d}` {r['step_ms']:.1f} ms ({r['step_ms'] / stock['bf16']['step_ms']:.2f}x)"
-        for d, r in stock.items()
-        if d not in dtypes and not d.startswith("kvbits")
+        f"`{d}` {r['step_ms']:.1f} ms ({r['step_ms'] / r['base']['step_ms']:.2f}x)" for d, r in stock.items() if d not in dtypes and not d.startswith("kvbits")
     ]
     said = f"\n\nvLLM's other dtypes of few bits at 48 x 8,192: {', '.join(more)}." if more else ""
     used = [r for key in order for r in found[key].values()]
