@@ -165,7 +165,8 @@ def key_of_model(model: Any) -> str:
     for name, p in model.named_parameters():
         if (layer := _of_layer(name, p.ndim)) and not p.is_meta:
             whole = p.data.full_tensor() if hasattr(p.data, "full_tensor") else p.data
-            rows.append((layer, tuple(p.shape), _plain(whole[:1])))
+            known = type(whole) is torch.Tensor  # not a class of quantized weights, whose rows mean something else
+            rows.append((layer, tuple(p.shape), _plain(whole[:1] if known else torch.zeros(0))))
     together = torch.cat([row.cpu() for _, _, row in rows]) if rows else torch.zeros(0, dtype=torch.uint8)
     sizes = [len(row) for _, _, row in rows]
     return _key(model.config, [(name, shape, part) for (name, shape, _), part in zip(rows, together.split(sizes), strict=True)])

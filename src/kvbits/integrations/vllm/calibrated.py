@@ -91,8 +91,17 @@ def _read(vllm_config: Any, device: str) -> Model:
     engine = {"tensor_parallel_size": parallel.tensor_parallel_size, "pipeline_parallel_size": parallel.pipeline_parallel_size}
     sizes = json.dumps({name: n for name, n in engine.items() if n > 1})
     way_out = f"; run `kvbits calibrate {model.model} --engine vllm --engine-options '{sizes}'` once, or pass --additional-config {NAMED}"
-    found = kept.of_files(model.model, config, scheme, make=options.calibrate, device=device, way_out=way_out)
+    found = kept.of_files(_place(model), config, scheme, make=options.calibrate, device=device, way_out=way_out)
     return Model(found, config)
+
+
+def _place(model_config: Any) -> str:
+    """What the engine loads weights from: a folder, the name of a model, or the folder of the revision that is asked for."""
+    if not model_config.revision:
+        return str(model_config.model)
+    from huggingface_hub import snapshot_download
+
+    return str(snapshot_download(model_config.model, revision=model_config.revision))
 
 
 def _scheme(name: str, path: str, config: Any) -> Scheme:
