@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def _read(vllm_config: Any, device: str) -> Model:
 
 def _place(model_config: Any) -> str:
     """What the engine loads weights from: a folder, the name of a model, or the folder of the revision that is asked for."""
-    if not model_config.revision:
+    if not model_config.revision or Path(model_config.model).is_dir():
         return str(model_config.model)
     from huggingface_hub import snapshot_download
 
