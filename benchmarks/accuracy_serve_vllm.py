@@ -26,10 +26,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import numpy as np
 import torch
 from result_file import append
@@ -167,6 +163,7 @@ def compare(base: list[Position], other: list[Position]) -> dict[str, float]:
 
 
 def main() -> None:
+    os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"} | os.environ)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--kv-cache-dtypes", nargs="+", required=True, help="compared with auto, which is measured first: fp8 (GPU), kvbits_int8, ..")

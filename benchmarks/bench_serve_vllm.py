@@ -37,16 +37,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask for a GPU starts none: vLLM's workers are forked
-
 import torch
 from loads import Arrivals, Chats, Limits, Request, Timing, Update, at_share, drive, highest, most_at_once
 from result_file import append
 
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask for a GPU starts none: vLLM's workers are forked
+}  # fmt: skip
+"""Of the process, where nothing else is set."""
 GEOMETRIES = {
     "llama-3.1-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "llama-3.1-70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
@@ -391,6 +390,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    os.environ.update(ENVIRONMENT | os.environ)
     args = parser().parse_args()
     if not torch.cuda.is_available():  # before vLLM is imported
         sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integrations"))

@@ -688,6 +688,7 @@ def test_a_hub_id_without_a_network_says_the_way_out(monkeypatch):
     def nobody(*args):
         raise socket.gaierror(-2, "Name or service not known")
 
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", nobody)
     monkeypatch.setattr("urllib.request.getproxies", dict)
     line = error("plan", "nobody/no-such-model")
