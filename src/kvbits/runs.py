@@ -102,6 +102,11 @@ def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
+def has_bfloat16() -> bool:
+    """Whether this machine's CPU has instructions for bfloat16."""
+    return bool(_host()["bfloat16"])
+
+
 def _host() -> dict[str, Any]:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -256,3 +256,29 @@ def test_short_texts_give_fewer_or_shorter_windows():
 def test_bad_counts_are_refused(kwargs, message):
     with pytest.raises(SpecError, match=message):
         prompts_from_text(Letters(), TEXT, **kwargs)
+
+
+@pytest.mark.parametrize("native, memory, seen", [(False, 1 << 40, torch.float32), (False, 0, torch.bfloat16), (True, 1 << 40, torch.bfloat16)])
+def test_bases_of_16_bit_weights_are_measured_in_float32_where_the_cpu_multiplies_them_slowly(monkeypatch, native, memory, seen):
+    """bfloat16 on a CPU without instructions for it runs at a tenth of float32's rate; the weights afterwards are the same tensors as before."""
+    from kvbits.calibrate import observe
+
+    monkeypatch.setattr(observe.runs, "has_bfloat16", lambda: native)
+    monkeypatch.setattr(observe, "_free_memory", lambda: memory)
+    model = tiny("qwen2", tie_word_embeddings=True).bfloat16()
+    before = {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
+    during = []
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: during.append((module.up_proj.weight.dtype, args[0].dtype)))
+    found = calibrate(model, prompts(), schemes.get("klt4", head_dim=16))
+    assert set(during) == {(seen, seen)}
+    assert {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()} == before
+    assert found.static[0]["k_basis"].isfinite().all()
+    hook.remove()
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    model.model.layers[1].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, prompts(), schemes.get("klt4", head_dim=16))
+    assert {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()} == before

@@ -25,7 +25,7 @@ from ..progress import bar
 from ..spec import CacheSpec, LayerGeometry, QuantSpec, Scheme
 from .calibration import Calibration, fingerprint
 from .moments import Moments
-from .observe import evaluating, forward, forward_with_queries
+from .observe import evaluating, forward, forward_with_queries, in_fast_dtype
 from .ranges import Ranges, require_percentile
 from .target import Place, Target, as_stored
 from .target import Prompt as Batch
@@ -251,7 +251,7 @@ def _see_queries(model: Any, prompts: list[tuple[torch.Tensor, torch.Tensor | No
     looking: dict[int, Moments] = {}
     for wanted in moments:
         looking = wanted | looking
-    with evaluating(model), bar("bases", sum(len(ids) for ids, _, _ in prompts), enabled=progress) as advance:
+    with evaluating(model), in_fast_dtype(model), bar("bases", sum(len(ids) for ids, _, _ in prompts), enabled=progress) as advance:
         for ids, mask, valid in prompts:
 
             def observe(layer: int, q: torch.Tensor, k: torch.Tensor, valid: torch.Tensor = valid) -> None:
