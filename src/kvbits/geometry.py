@@ -35,7 +35,11 @@ from .spec import LayerGeometry
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _DOWNLOAD = "run `hf download ID --local-dir FOLDER` where there is a network and give FOLDER, set HF_ENDPOINT to a mirror, or take `embedded`"
 _SLIDING = ("sliding_attention", "hybrid_sliding")
-_RECURRENT = ("linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding", "moe", "mlp")
+_FULL = ("full_attention", "hybrid")
+_STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+"""Types of layers that keep a state of one size however many tokens there were (convolutions, Mamba, gated delta rule); the hybrid ones attend beside it."""
+_NOTHING = ("moe", "mlp")
+"""Types of layers that keep nothing of the tokens before."""
 
 
 def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path | str:
@@ -167,27 +171,71 @@ def text_config(config: Any) -> Any:
         raise UnsupportedError(f"{_name(config)} has several text parts ({e}); pass the configuration of one of them") from e
 
 
-def layer_geometries(config: Any) -> tuple[LayerGeometry, ...]:
-    """Geometry of each decoder layer, in model order.
+@dataclass(frozen=True)
+class Place:
+    """What a layer of a model has in its cache.
 
-    Args:
-        config: a Transformers configuration, also one of a multimodal model (its text part counts).
+    Attributes:
+        kind: its type, as the configuration names it.
+        stored: its place among the layers that store keys and values (`layer_geometries`), or that of the layer whose keys and values it reads;
+            None where it does not attend.
+        shares: it reads another layer's keys and values and stores none.
+    """
+
+    kind: str
+    stored: int | None
+    shares: bool = False
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it keeps a recurrent state, alone or beside keys and values."""
+        return self.kind in _STATES
+
+
+def layer_places(config: Any) -> tuple[Place, ...]:
+    """What each decoder layer has in the cache, in model order.
 
     Raises:
-        UnsupportedError: encoder-decoder models, latent attention (MLA), recurrent, chunked or sparse layers, layers that share
-            another layer's cache, keys and values of different width.
+        UnsupportedError, SpecError: see `layer_geometries`.
+    """
+    return _places(*_decoder(config))
+
+
+def stored_at(config: Any) -> dict[int, int]:
+    """By the number of each layer of the model that stores keys and values, its place among these."""
+    return {i: p.stored for i, p in enumerate(layer_places(config)) if p.stored is not None and not p.shares}
+
+
+def layer_geometries(config: Any) -> tuple[LayerGeometry, ...]:
+    """Geometry of each decoder layer that stores keys and values, in model order. Which layers these are, and what the others keep, says `layer_places`.
+
+    Args:
+        config: a Transformers configuration, also one of a multimodal or an encoder-decoder model (the part that generates text counts).
+
+    Raises:
+        UnsupportedError: latent attention (MLA), sparse layers, keys and values of different width, no layer that attends.
         SpecError: numbers that cannot be a cache, such as kv heads that do not divide the query heads.
     """
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"{_name(config)} is an encoder-decoder model; kvbits caches decoder-only models, so use the stock cache")
+    config, configs = _decoder(config)
+    own = [(i, p) for i, p in enumerate(_places(config, configs)) if p.stored is not None and not p.shares]
+    return tuple(_geometry(configs[i], p.kind, i) for i, p in own)
+
+
+def _decoder(config: Any) -> tuple[Any, list[Any]]:
+    """(configuration of the part that generates text, that of each of its layers)."""
     config = text_config(config)
-    num_layers = getattr(config, "num_hidden_layers", None)
+    num_layers = _num_layers(config)
     if not num_layers:
         raise UnsupportedError(f"{_name(config)} states no num_hidden_layers, so its cache is unknown; give --layers, --kv-heads and --head-dim")
     configs = _per_layer(config, num_layers)
     _refuse_latent(configs[0])
-    types = _layer_types(config, configs)
-    return tuple(_geometry(c, kind, i) for i, (c, kind) in enumerate(zip(configs, types, strict=True)))
+    return config, configs
+
+
+def _num_layers(config: Any) -> int | None:
+    """Of the decoder, where a configuration is of an encoder too."""
+    names = ("decoder_layers", "num_decoder_layers") if getattr(config, "is_encoder_decoder", False) else ()
+    return next((n for name in (*names, "num_hidden_layers") if (n := getattr(config, name, None))), None)
 
 
 @dataclass(frozen=True)
@@ -212,8 +260,6 @@ def plain_layers(config: Any) -> tuple[PlainLayer, ...]:
     Raises:
         UnsupportedError: the configuration does not say that either.
     """
-    if getattr(config, "is_encoder_decoder", False):
-        layer_geometries(config)
     config = text_config(config)
     count = getattr(config, "num_hidden_layers", None)
     if not isinstance(count, int) or not isinstance(getattr(config, "num_attention_heads", None), int):
@@ -223,11 +269,11 @@ def plain_layers(config: Any) -> tuple[PlainLayer, ...]:
     shared = getattr(config, "num_kv_shared_layers", 0) or 0
     found = []
     for kind in types[: count - shared]:
-        if kind in _RECURRENT:
-            continue
-        if kind not in ("full_attention", "chunked_attention", *_SLIDING):
+        if kind not in (*_FULL, *_SLIDING, "chunked_attention"):
+            if kind in (*_STATES, *_NOTHING):
+                continue
             raise UnsupportedError(f"{_name(config)} has layers of {kind!r}, of which kvbits knows no size")
-        window = getattr(config, "attention_chunk_size" if kind == "chunked_attention" else "sliding_window", None) if kind != "full_attention" else None
+        window = getattr(config, "attention_chunk_size" if kind == "chunked_attention" else "sliding_window", None) if kind not in _FULL else None
         if (rank := getattr(config, "kv_lora_rank", None)) is not None:
             found.append(PlainLayer(int(rank) + int(getattr(config, "qk_rope_head_dim", 0)), window))
             continue
@@ -240,14 +286,15 @@ def plain_layers(config: Any) -> tuple[PlainLayer, ...]:
 
 
 def layer_types(config: Any) -> list[str]:
-    """Attention type of each decoder layer, "full_attention" or a sliding one (see `layer_geometries`)."""
-    config = text_config(config)
-    return _layer_types(config, _per_layer(config, config.num_hidden_layers))
+    """Type of each layer of `layer_geometries`."""
+    return [p.kind for p in layer_places(config) if p.stored is not None and not p.shares]
 
 
 def query_heads(config: Any) -> int | None:
     """Query heads of a layer, or None where the configuration does not say one number."""
-    n = getattr(text_config(config), "num_attention_heads", None)
+    config = text_config(config)
+    own = getattr(config, "decoder_attention_heads", None) if getattr(config, "is_encoder_decoder", False) else None
+    n = own or getattr(config, "num_attention_heads", None)
     return n if isinstance(n, int) and n > 0 else None
 
 
@@ -270,10 +317,10 @@ def _name(config: Any) -> str:
 
 
 def _refuse_latent(config: Any) -> None:
-    if getattr(config, "kv_lora_rank", None):
+    if rank := getattr(config, "kv_lora_rank", None):
         raise UnsupportedError(
-            f"{_name(config)} uses multi-head latent attention (kv_lora_rank={config.kv_lora_rank}): it caches keys and values of different widths, "
-            "which kvbits does not store; use the stock cache"
+            f"{_name(config)} uses multi-head latent attention (kv_lora_rank={rank}): its cache holds latents, which the model makes keys and values of each time "
+            "it reads them, and kvbits has no attention over latents; use the stock cache"
         )
 
 
@@ -294,23 +341,32 @@ def _stated_types(config: Any, configs: list[Any]) -> list[str]:
     return [{"attention": "full_attention"}.get(t, t) for t in types]
 
 
-def _layer_types(config: Any, configs: list[Any]) -> list[str]:
+def _places(config: Any, configs: list[Any]) -> tuple[Place, ...]:
     types = _stated_types(config, configs)
     modes = getattr(config, "kv_sharing_modes", None) or []
-    shared = next((i for i, mode in enumerate(modes) if mode == "reuse"), None)
+    shared = {i for i, mode in enumerate(modes) if mode == "reuse"}
     if not modes and (n := getattr(config, "num_kv_shared_layers", 0)):  # before transformers told the layers apart
-        shared = len(types) - n
-    if shared is not None:
+        shared = set(range(len(types) - n, len(types)))
+    found: list[Place] = []
+    latest: dict[str, int] = {}  # of each type, the newest that stores: whose keys and values are shared
+    count = 0
+    for i, kind in enumerate(types):
+        if kind in _NOTHING or (kind in _STATES and kind not in (*_FULL, *_SLIDING)):
+            found.append(Place(kind, None))
+        elif i in shared:
+            if kind not in latest:
+                raise UnsupportedError(f"layer {i} of {_name(config)} reads the keys and values of another layer, but none of type {kind!r} comes before it")
+            found.append(Place(kind, latest[kind], shares=True))
+        else:
+            latest[kind] = count
+            found.append(Place(kind, count))
+            count += 1
+    if not count:
         raise UnsupportedError(
-            f"layer {shared} of {_name(config)} attends over another layer's cache (KV sharing), which kvbits cannot express yet; use the stock cache"
+            f"no layer of {_name(config)} attends: they are {types[0]!r} ({len(types)}), which keep a state of one size and no keys or values to quantize; "
+            "use the stock cache"
         )
-    recurrent = [i for i, t in enumerate(types) if t in _RECURRENT]
-    if recurrent:
-        raise UnsupportedError(
-            f"{len(recurrent)} of {len(types)} layers of {_name(config)} are not plain attention (layer {recurrent[0]} is "
-            f"{types[recurrent[0]]!r}): their state is no KV cache; use the stock cache"
-        )
-    return types
+    return tuple(found)
 
 
 def _infer_type(config: Any, layer: int) -> str:
@@ -326,30 +382,36 @@ def _infer_type(config: Any, layer: int) -> str:
 
 
 def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
-    if kind not in ("full_attention", *_SLIDING):
+    if kind not in (*_FULL, *_SLIDING):
         raise UnsupportedError(f"layer {layer} of {_name(config)} is {kind!r}; kvbits knows full_attention and sliding_attention; use the stock cache")
     window = None
     if kind in _SLIDING:
         window = getattr(config, "sliding_window", None)
         if not window:
             raise SpecError(f"layer {layer} of {_name(config)} is {kind!r} but sliding_window={window}")
-    num_heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(num_heads, int) or num_heads < 1:
+    num_heads = query_heads(config)
+    if num_heads is None:
+        num_heads = getattr(config, "num_attention_heads", None)
         raise UnsupportedError(f"{_name(config)} states no single num_attention_heads (found {num_heads!r}), so it is no plain attention model")
     head_dim, num_kv_heads = _head_dim(config, num_heads), _num_kv_heads(config, num_heads)
     if kind == "full_attention" and (wide := getattr(config, "global_head_dim", None)):  # Gemma 4 before it became heterogeneous
         head_dim = int(wide)
         num_kv_heads = (getattr(config, "attention_k_eq_v", False) and getattr(config, "num_global_key_value_heads", None)) or num_kv_heads
-    value_dim = getattr(config, "v_head_dim", None)
-    if value_dim and value_dim != head_dim:
-        raise UnsupportedError(f"{_name(config)} has keys of width {head_dim} and values of width {value_dim}; kvbits stores them at one width")
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise SpecError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
-    return LayerGeometry(num_kv_heads=num_kv_heads, head_dim=head_dim, sliding_window=window)
+    return LayerGeometry(num_kv_heads=num_kv_heads, **_widths(config, head_dim), sliding_window=window)
+
+
+def _widths(config: Any, head_dim: int) -> dict[str, int]:
+    """Channels of keys and of values, as fields of a geometry."""
+    value_dim = getattr(config, "v_head_dim", None) or head_dim
+    if value_dim != head_dim:
+        raise UnsupportedError(f"{_name(config)} has keys of width {head_dim} and values of width {value_dim}; kvbits stores them at one width")
+    return {"head_dim": head_dim}
 
 
 def _head_dim(config: Any, num_heads: int) -> int:
-    head_dim = getattr(config, "head_dim", None)
+    head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
     if head_dim:
         return int(head_dim)
     hidden = getattr(config, "hidden_size", None)

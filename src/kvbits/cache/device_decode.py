@@ -322,6 +322,7 @@ class DecodeSwitch:
     Attributes:
         decoding: what decodes on the device, while it does: the page lists of the groups are out of date then (`settle`).
         led_by_host: why the last single token was not decoded on the device, or None.
+        host_only: why none may be, whatever the layout, or None.
     """
 
     def __init__(self, stores: LayerStores, backend: str, saturated: list[dict[str, int]]) -> None:
@@ -329,6 +330,7 @@ class DecodeSwitch:
         self._saturated = saturated
         self.decoding: DeviceDecode | None = None
         self.led_by_host: str | None = None
+        self.host_only: str | None = None
         self._refusals: dict[Any, str | None] = {}
         self._single_passes = 0  # passes of one token since anything else was done
         self._plans: dict[Any, PagedAttention] = {}
@@ -365,6 +367,8 @@ class DecodeSwitch:
 
     def refuses(self, num_q_heads: int, dtype: torch.dtype) -> str | None:
         """Why single tokens are led by the host, whatever the sequences hold, or None."""
+        if self.host_only is not None:
+            return self.host_only
         key = (num_q_heads, dtype)
         if key not in self._refusals:
             self._refusals[key] = refuses(self._stores, self._backend, num_q_heads, dtype)

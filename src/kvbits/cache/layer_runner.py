@@ -101,14 +101,19 @@ class LayerRunner:
         self.choices: dict[Any, dispatch.Choice] = {}
 
     def step(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: Forward
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the tokens k, v [B, T, H, D] of a layer and attend with q [B, T, Hq, D]: (out [B, T, Hq, D], lse float32 [B, T, Hq])."""
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: Forward,
+        more: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Store the tokens k, v [B, T, H, D] of a layer and attend with q [B, T, Hq, D]: (out [B, T, Hq, D], lse float32 [B, T, Hq]). With `more` the layer comes
+        again with other queries: a single token is stored at the first visit, a chunk, which attends to the history, at the last."""
         place = self._stores.places[layer]
         call = self.call(place, scaling, softcap, f)
         q, k = self._stores.as_stored(place, q, k)
+        first = layer not in f.reading
+        (f.reading.add if more else f.reading.discard)(layer)
         if not f.history_first:
-            self._write(place, k, v, f)
+            if first:
+                self._write(place, k, v, f)
             return self._attend(place, q, call, f)
         key = ("attend_fresh", q.dtype, q.shape[3], v.shape[3], softcap is None)
         if key not in self.choices:
@@ -120,7 +125,8 @@ class LayerRunner:
             if merge not in self.choices:
                 self.choices[merge] = dispatch.choose("merge", outs)
             out, lse = self.choices[merge].run(outs, [past[1], lse])
-        self._write(place, k, v, f)
+        if not more:
+            self._write(place, k, v, f)
         return out, lse
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, f: Forward) -> None:

@@ -189,7 +189,7 @@ class PagedCache:
 
     def step(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scaling: float, softcap: float | None = None,
-        sink_logits: torch.Tensor | None = None, valid: torch.Tensor | None = None,
+        sink_logits: torch.Tensor | None = None, valid: torch.Tensor | None = None, more: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         """Store this layer's keys and values and attend. The first layer of a pass calls `begin` by itself.
 
@@ -198,6 +198,7 @@ class PagedCache:
             scaling: factor on the scores.
             sink_logits: [Hq], one more score per head with value 0 (gpt-oss).
             valid: bool [B, T], see `begin`.
+            more: other queries come next for the same keys and values (layers of a model that share them): the layer stays in the pass. See `read_again`.
 
         Returns:
             [B, T, Hq, D] in q's dtype; zeros for padding queries.
@@ -213,8 +214,9 @@ class PagedCache:
                 if (f := self._passes.forward) is not None and f.device is not None:
                     return self._step_on_device(f, f.device, layer, q, k, v, scaling, softcap, sink_logits)
             k, v, f = self._enter(layer, k, v, valid)
-            out, lse = self._layers.step(layer, q, k, v, scaling, softcap, f)
-            self._passes.leave(layer, f)
+            out, lse = self._layers.step(layer, q, k, v, scaling, softcap, f, more)
+            if not more:
+                self._passes.leave(layer, f)
         except BaseException as error:
             self._passes.fail(error)
             raise
@@ -277,6 +279,10 @@ class PagedCache:
     def cannot_decode_on_device(self, num_q_heads: int, dtype: torch.dtype) -> str | None:
         """Why single tokens are led by the host, whatever the sequences hold, or None."""
         return self._passes.switch.refuses(num_q_heads, dtype)
+
+    def read_again(self) -> None:
+        """Say that steps with `more` will come: tokens are then led by the host, since a step on the device stores and attends once."""
+        self._passes.switch.host_only = "layers of this model share keys and values"
 
     def expect_tokens(self) -> None:
         """Take the next single token for the beginning of many: decode on the device from it on, not from the third in a row."""

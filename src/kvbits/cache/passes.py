@@ -78,9 +78,10 @@ class Forward:
     positions: torch.Tensor  # int64 [B, T], -1 for padding
     steps: list[Step]
     history_first: bool
-    pending: set[int]  # layers that have not been here yet
+    pending: set[int]  # layers that have not been here yet, or come again
     began: int  # changes to the cache before the pass; a sequence that is freed during the pass is one more, and then nothing can be taken back
     undo: Undo
+    reading: set[int] = field(default_factory=set)  # layers that have been here and come again, with other queries
     plans: dict[Any, Any] = field(default_factory=dict)  # of backends that plan once per pass
     slots: dict[int, dict[str, SlotMapping]] = field(default_factory=dict)  # per group and pool, for all its layers
     device: DeviceDecode | None = None  # what carries the pass out without the host, if it does

@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..cache.paged_cache import PagedCache
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, counted
 from .compiled import cached_attention
 from .masks import NAME, Columns, Mask, NotATensor
 
@@ -26,21 +26,26 @@ class Handle(NotATensor):
 
     def __init__(self, layer: KVLayer, k: torch.Tensor, v: torch.Tensor) -> None:
         self.layer, self.k, self.v = layer, k, v
-        self.stored = False
+        self.readers = layer.readers  # still to come
 
 
 class KVLayer(CacheLayerMixin):
-    """One layer of a `KVCache`: counts tokens; the bytes are the cache's."""
+    """One layer of a `KVCache`: counts tokens; the bytes are the cache's.
+
+    Attributes:
+        index: its place among the layers that store keys and values.
+        readers: layers of the model that attend over its keys and values, itself among them.
+    """
 
     is_compileable = False
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, pages: PagedCache, columns: Columns, index: int) -> None:
-        super().__init__()
+    def __init__(self, pages: PagedCache, columns: Columns, index: int, readers: int = 1) -> None:
+        CacheLayerMixin.__init__(self)
         self.pages = pages
         self.columns = columns
-        self.index = index
+        self.index, self.readers = index, readers
         self.sliding_window = pages.spec.layers[index].sliding_window
 
     @property
@@ -104,35 +109,40 @@ def attention(
         raise UnsupportedError(f"{type(module).__name__} passed {what}; kvbits needs the 2D padding mask (attention_mask of shape [batch, tokens])")
     if attention_mask.unusual is not None:
         raise UnsupportedError(f"{type(module).__name__} asked for {attention_mask.unusual}; kvbits supports causal attention with padding and sliding windows")
-    if key.stored:
-        raise UnsupportedError(f"{type(module).__name__} shares another layer's keys and values, which kvbits does not support; use the stock cache")
     layer = key.layer
+    if not key.readers:
+        raise UnsupportedError(
+            f"{type(module).__name__} attends over the keys and values of layer {layer.index}, which by this model's config {counted(layer.readers, 'layer')} "
+            "may read; use the stock cache"
+        )
     window = attention_mask.arguments.get("local_size")
     if window != layer.sliding_window:
         raise UnsupportedError(
             f"layer {layer.index} attends with a sliding window of {window}, but the cache was built for {layer.sliding_window} "
             "(None: full attention); this model's config does not say what its layers do, so build the cache from a CacheSpec of your own"
         )
-    key.stored = True
+    key.readers -= 1
     sink_logits = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
     q, k, v = query.transpose(1, 2), key.k.transpose(1, 2), key.v.transpose(1, 2)
     scaling, softcap = query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap")
     if torch.compiler.is_compiling():
-        return cached_attention(q, k, v, attention_mask.attention_mask, sink_logits, layer.columns.numbers, layer.index, scaling, softcap), None
-    return _attend(layer, q, k, v, attention_mask, scaling, softcap, sink_logits), None
+        mask = attention_mask.attention_mask
+        return cached_attention(q, k, v, mask, sink_logits, layer.columns.numbers, layer.index, scaling, softcap, key.readers > 0), None
+    return _attend(layer, q, k, v, attention_mask, scaling, softcap, sink_logits, key.readers > 0), None
 
 
 @torch.compiler.disable(reason="a KVCache plans its pages in Python")  # where something else broke the graph; 3 us otherwise
 def _attend(
-    layer: KVLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scaling: float, softcap: float | None, sink_logits: torch.Tensor | None
-) -> torch.Tensor:
+    layer: KVLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scaling: float, softcap: float | None, sink_logits: torch.Tensor | None,
+    more: bool,
+) -> torch.Tensor:  # fmt: skip
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) and (layer.columns.seen or q.shape[1] == 1):
         raise UnsupportedError(
             "gradients do not reach keys and values that are stored, so they would be wrong without a word; run the model under torch.no_grad(), or pass all "
             "tokens at once to an empty cache (several of them), or use the stock cache for training"
         )
     known, valid = mask.known(layer.columns)
-    return layer.columns.attend(layer.index, q, k, v, known, valid, scaling, softcap, sink_logits)
+    return layer.columns.attend(layer.index, q, k, v, known, valid, scaling, softcap, sink_logits, more)
 
 
 def _dense_attention(

@@ -27,11 +27,11 @@ def refuse_capture(device: torch.device) -> None:
 
 @torch.library.custom_op(
     "kvbits::cached_attention", mutates_args=("numbers",), tags=(torch.Tag.cudagraph_unsafe,),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sink_logits, Tensor(a0!) numbers, int layer, float scaling, float? softcap) -> Tensor",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sink_logits, Tensor(a0!) numbers, int layer, float scaling, float? softcap, bool more) -> Tensor",
 )  # fmt: skip
 def cached_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sink_logits: torch.Tensor | None, numbers: torch.Tensor, layer: int,
-    scaling: float, softcap: float | None,
+    scaling: float, softcap: float | None, more: bool,
 ) -> torch.Tensor:  # fmt: skip
     """`Columns.attend` of the cache that `numbers` names: [B, T, Hq, D].
 
@@ -53,11 +53,11 @@ def cached_attention(
     if mask is not None:  # copied once a pass: the compiler uses its memory again
         known = columns.known(mask, q.shape[1]) if columns.captured else columns.mask if columns.been else columns.known(mask, q.shape[1]).clone()
         valid = None if known is None else known[:, -q.shape[1] :]
-    out = columns.attend(layer, q, k, v, known, valid, scaling, softcap, sink_logits)
+    out = columns.attend(layer, q, k, v, known, valid, scaling, softcap, sink_logits, more)
     numbers[1] = columns.seen
     return out.contiguous()
 
 
 @cached_attention.register_fake
-def _(q, k, v, mask, sink_logits, numbers, layer, scaling, softcap):  # type: ignore[no-untyped-def]
+def _(q, k, v, mask, sink_logits, numbers, layer, scaling, softcap, more):  # type: ignore[no-untyped-def]
     return torch.empty_like(q, memory_format=torch.contiguous_format)

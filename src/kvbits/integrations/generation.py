@@ -90,7 +90,7 @@ def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     columns = cache.columns
     if columns.captured or columns.begun.pop(id(module), None) != columns.passes:
         return
-    layers, of = len(columns.been), len(cache.layers)
+    layers, of = len(columns.been), len(columns.pages.spec.layers)
     if columns.pages.in_pass:
         cache.abandon()
     raise UnsupportedError(

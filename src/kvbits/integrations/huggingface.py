@@ -13,6 +13,7 @@ model switched to it keeps working. Any other attention implementation that meet
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +25,8 @@ from transformers.cache_utils import Cache
 from .. import schemes
 from ..cache.explain import Explanation
 from ..cache.paged_cache import PagedCache
-from ..errors import CalibrationError, DataError, FileFormatError, KvbitsWarning, SpecError, UnsupportedError
-from ..geometry import layer_geometries
+from ..errors import CalibrationError, DataError, FileFormatError, KvbitsWarning, SpecError, UnsupportedError, counted
+from ..geometry import layer_geometries, layer_places
 from ..ops import decode
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
 from ..units import parse_bytes
@@ -56,18 +57,22 @@ class KVCache(Cache):
         columns: positions seen, padding included.
     """
 
-    layers: list[KVLayer]
+    layers: list[Any]
 
-    def __init__(self, pages: PagedCache, ranks: Ranks = Ranks(), num_q_heads: int | None = None) -> None:  # noqa: B008 - frozen
+    def __init__(self, pages: PagedCache, ranks: Ranks = Ranks(), config: Any = None) -> None:  # noqa: B008 - frozen
         self.pages, self._ranks = pages, ranks
-        self._captured = ranks.size == 1 and num_q_heads is not None and _can_be_captured(pages, num_q_heads)
         lengths = torch.tensor(pages.seq_lens or [0], device="cpu")
         seen = int(lengths.max())
         ragged = bool((lengths != seen).any())
         valid = torch.arange(seen, device="cpu") >= seen - lengths[:, None] if ragged else None  # shorter sequences count as left-padded
         self.columns = Columns(pages, _now=(seen, valid))
         self._recording = False
-        super().__init__(layers=[KVLayer(pages, self.columns, i) for i in range(len(pages.spec.layers))])
+        super().__init__(layers=_layers(pages, self.columns, config))
+        self._states = _states(self.layers, self.columns)
+        if any(getattr(layer, "readers", 1) > 1 for layer in self.layers):
+            pages.read_again()
+        alone = ranks.size == 1 and self._states is None
+        self._captured = alone and config is not None and _can_be_captured(pages, config.num_attention_heads)
 
     @classmethod
     def for_model(
@@ -133,7 +138,7 @@ class KVCache(Cache):
             spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend, budget=nbytes
         )
         pages.made_for = weights_fingerprint(model)
-        return cls(pages, ranks, config.num_attention_heads)
+        return cls(pages, ranks, config)
 
     @classmethod
     def from_prefix(
@@ -190,7 +195,15 @@ class KVCache(Cache):
         """Write the cache to a file (see `cache.serialize`). Padding is not written: `load` takes shorter rows as left-padded.
 
         Where ranks share the model, all call it; the file is that of one process and loads under any number of ranks.
+
+        Raises:
+            UnsupportedError: layers keep recurrent states, which files do not hold.
         """
+        if self._states is not None:
+            raise UnsupportedError(
+                f"{counted(len(self._states.layers), 'layer')} of this model keep recurrent states, which files of pages do not hold; "
+                "use copy.deepcopy(cache) to keep it in memory"
+            )
         if self._ranks.size > 1:
             tensor_parallel.save(self.pages, self._ranks, path)
         else:
@@ -223,12 +236,17 @@ class KVCache(Cache):
                 "load that model, or pass check_weights=False if they are near enough"
             )
         use_kvbits_attention(model)
-        return cls(pages if ranks.size == 1 else tensor_parallel.cut(pages, ranks, model.device), ranks, config.num_attention_heads)
+        return cls(pages if ranks.size == 1 else tensor_parallel.cut(pages, ranks, model.device), ranks, config)
 
     @property
     def nbytes(self) -> int:
-        """Bytes really allocated for the cache."""
-        return self.pages.nbytes
+        """Bytes really allocated for the cache, recurrent states included."""
+        return self.pages.nbytes + self.state_nbytes
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of recurrent states, which do not grow with the tokens."""
+        return 0 if self._states is None else self._states.nbytes
 
     def explain(self) -> Explanation:
         """Scheme, backends with reasons, bytes by kind, as a dict that prints as a few lines (see `PagedCache.explain`)."""
@@ -249,9 +267,11 @@ class KVCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove positions (padding among them counts). 0 only ends the speculation."""
         n = whole("tokens_to_remove", tokens_to_remove, -MOST_TOKENS, 0, "how many tokens to remove, as a negative number", DataError)
-        columns = self.columns
+        columns = self._whole()
         if -n > columns.seen:
             raise DataError(f"crop({n}): the cache has seen {columns.seen} tokens")
+        if self._states is not None:
+            self._states.crop(-n, self._recording)
         if self.pages.batch_size:
             lengths, valid = torch.tensor(self.pages.seq_lens, device="cpu"), columns.valid
             if n:
@@ -267,20 +287,27 @@ class KVCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.pages.batch_size:
-            valid = self.columns.valid
+            valid = self._whole().valid
             with self.columns.becoming(self.columns.seen, None if valid is None else valid[indices.to(valid.device)]):
                 self.pages.select(indices.tolist())
+            for layer in self._recurrent:
+                layer.select_states(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.pages.batch_size:
-            valid = self.columns.valid
+            valid = self._whole().valid
             with self.columns.becoming(self.columns.seen, None if valid is None else valid.repeat_interleave(repeats, 0)):
                 self.pages.repeat(repeats)
+            for layer in self._recurrent:
+                layer.repeat_states(repeats)
 
     def reset(self) -> None:
         with self.columns.becoming(0, None):
             self.pages.reset()
         self._recording = False
+        for layer in self._recurrent:
+            layer.record_past = False
+            layer.reset()
 
     def begin_again(self) -> None:
         """`reset` in the middle of a `generate`: a model wants to compute all tokens anew (`generation`)."""
@@ -297,6 +324,50 @@ class KVCache(Cache):
     def activate_past_recording(self) -> None:
         self._recording = True
         self.pages.keep_past()
+        for layer in self._recurrent:
+            layer.activate_past_recording()
+
+    # -- recurrent states -------------------------------------------------------------------------------------------
+
+    @property
+    def _recurrent(self) -> list[Any]:
+        return [] if self._states is None else self._states.layers
+
+    def _whole(self) -> Columns:
+        """What was seen, if no pass left recurrent states halfway."""
+        if self._states is not None:
+            self._states.require_whole()
+        return self.columns
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether each layer has a state and no keys and values."""
+        return [layer in self._recurrent and not isinstance(layer, KVLayer) for layer in self.layers]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if not torch.compiler.is_compiling():
+            self._whole()
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def _touched(self, layer_idx: int) -> None:
+        if not torch.compiler.is_compiling():
+            self.layers[layer_idx].touched = self.columns.passes
+
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self._touched(layer_idx)
+        return super().get_conv_state(layer_idx, *args, **kwargs)
+
+    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self._touched(layer_idx)
+        return super().get_recurrent_state(layer_idx, *args, **kwargs)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self._touched(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self._touched(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
 
 @contextmanager
@@ -324,6 +395,40 @@ def default_cache(model: Any, scheme: str | Scheme = schemes.RECOMMENDED, **opti
         yield
     finally:
         del model._prepare_cache_for_generation
+
+
+def _layers(pages: PagedCache, columns: Columns, config: Any) -> list[Any]:
+    """Of a cache for a model with this configuration; None: every layer stores keys and values of its own."""
+    if config is None:
+        return [KVLayer(pages, columns, i) for i in range(len(pages.spec.layers))]
+    places = layer_places(config)
+    readers = Counter(p.stored for p in places)
+    if all(p.stored is not None and not p.shares and not p.has_state for p in places):
+        return [KVLayer(pages, columns, i) for i in range(len(places))]
+    from transformers.cache_utils import DummyLayer
+
+    from .recurrent import HybridLayer, RecurrentLayer
+
+    states = getattr(config, "number_of_conv_states", 1)
+    found: list[Any] = []
+    for p in places:
+        if p.stored is None or p.shares:
+            found.append(RecurrentLayer(states) if p.has_state else DummyLayer())
+        elif p.has_state:
+            found.append(HybridLayer(pages, columns, p.stored, readers[p.stored], states))
+        else:
+            found.append(KVLayer(pages, columns, p.stored, readers[p.stored]))
+    return found
+
+
+def _states(layers: list[Any], columns: Columns) -> Any:
+    """Recurrent states of a cache, None where there are none."""
+    if all(type(layer) is KVLayer for layer in layers):
+        return None
+    from .recurrent import States
+
+    found = States(layers, columns)
+    return found if found.layers else None
 
 
 def _calibration(model: Any, scheme: Scheme, ranks: Ranks, given: Calibration | None, make: bool) -> Calibration:

@@ -95,18 +95,20 @@ class Columns:
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: torch.Tensor | None, valid: torch.Tensor | None,
-        scaling: float, softcap: float | None, sink_logits: torch.Tensor | None,
+        scaling: float, softcap: float | None, sink_logits: torch.Tensor | None, more: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         """Store k, v [B, T, H, D] and attend with q [B, T, Hq, D], as `PagedCache.step`; neither in a rehearsal (`rehearsed`).
 
         Args:
             known, valid: bool [B, seen + T] and bool [B, T], which tokens are real; None for all.
+            more: another layer of the model attends over the same keys and values next (`PagedCache.step`).
         """
         if self.rehearsed:
             return torch.empty_like(q)
         self.begin(q.shape[1], known)
-        out = self.pages.step(layer, q, k, v, scaling=scaling, softcap=softcap, sink_logits=sink_logits, valid=valid)
-        self.note(layer, q.shape[1], known)
+        out = self.pages.step(layer, q, k, v, scaling=scaling, softcap=softcap, sink_logits=sink_logits, valid=valid, more=more)
+        if not more:
+            self.note(layer, q.shape[1], known)
         return out
 
     @property

@@ -1,0 +1,116 @@
+"""Layers of a `KVCache` that keep a recurrent state: convolutions, Mamba, gated delta rule. Transformers' own layer keeps it, in the model's dtype, beside the pages.
+
+A state knows nothing of the tokens that made it, so it cannot go back by some of them, and what a pass that broke off did to it cannot be taken back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from ..cache.paged_cache import PagedCache
+from ..errors import CacheStateError, UnsupportedError, counted
+from .attention import KVLayer
+from .masks import Columns
+
+
+class RecurrentLayer(LinearAttentionLayer):
+    """A layer with a state and no keys and values.
+
+    Attributes:
+        touched: `Columns.passes` when a pass last came by.
+    """
+
+    is_compileable = False
+
+    def __init__(self, number_of_states: int = 1) -> None:
+        LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
+        self.touched = -1
+
+    def reset(self) -> None:
+        """Forget the state; the next may be of another batch."""
+        record_past = self.record_past
+        LinearAttentionCacheLayerMixin.__init__(self, self.number_of_states)
+        self.record_past, self.touched = record_past, -1
+
+    def _states(self) -> list[tuple[dict[int, torch.Tensor | None], int, torch.Tensor]]:
+        return [(states, i, x) for states in (self.conv_states, self.recurrent_states) for i, x in states.items() if x is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state of all sequences."""
+        return sum(x.nbytes for _, _, x in self._states())
+
+    def select_states(self, indices: torch.Tensor) -> None:
+        """Sequence i takes the state of the old indices[i]."""
+        for states, i, x in self._states():
+            states[i] = x.index_select(0, indices.to(x.device))
+
+    batch_select_indices = reorder_cache = select_states
+
+    def repeat_states(self, repeats: int) -> None:
+        """Every sequence's state `repeats` times."""
+        for states, i, x in self._states():
+            states[i] = x.repeat_interleave(repeats, 0)
+
+    batch_repeat_interleave = repeat_states
+
+
+class HybridLayer(RecurrentLayer, KVLayer):
+    """A layer that attends and keeps a state beside its keys and values."""
+
+    is_croppable = RecurrentLayer.is_croppable
+    get_max_length = KVLayer.get_max_length
+
+    def __init__(self, pages: PagedCache, columns: Columns, index: int, readers: int = 1, number_of_states: int = 1) -> None:
+        KVLayer.__init__(self, pages, columns, index, readers)
+        RecurrentLayer.__init__(self, number_of_states)
+
+
+class States:
+    """The recurrent states of a cache.
+
+    Args:
+        layers: of the cache, in model order.
+    """
+
+    def __init__(self, layers: list[Any], columns: Columns) -> None:
+        last = max(i for i, layer in enumerate(layers) if isinstance(layer, KVLayer))
+        found = [(i, layer) for i, layer in enumerate(layers) if isinstance(layer, RecurrentLayer)]
+        self.layers, self._columns = [layer for _, layer in found], columns
+        self._before, self._behind = [x for i, x in found if i <= last], [x for i, x in found if i > last]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    def require_whole(self) -> None:
+        """Refuse to go on after a pass that moved the states of some layers and did not end.
+
+        Raises:
+            CacheStateError: with the way out.
+        """
+        self._columns.settle()
+        before, behind = ({layer.touched for layer in layers} for layers in (self._before, self._behind))
+        if len(before) > 1 or len(behind) > 1 or self._columns.passes in before:
+            raise CacheStateError(
+                f"a forward pass broke off after it had moved recurrent states of some of {counted(len(self.layers), 'layer')}, which cannot be taken back; "
+                "call reset() and pass the whole sequence again, or go on with a copy.deepcopy of the cache made before"
+            )
+
+    def crop(self, n: int, recording: bool) -> None:
+        """Take back the last n tokens, as far as states can: those of convolutions alone, while past recording is on.
+
+        Raises:
+            UnsupportedError: they cannot; nothing changed.
+        """
+        if n and (bad := [layer for layer in self.layers if not (layer.is_croppable and layer.record_past)]):
+            raise UnsupportedError(
+                f"crop(-{n}): {counted(len(bad), 'layer')} of this model keep a recurrent state, which cannot go back by some tokens; "
+                "keep a copy.deepcopy of the cache where you may return to, or reset() it and pass the sequence again"
+            )
+        for layer in self.layers if recording else ():
+            if layer.is_croppable:
+                LinearAttentionLayer.crop(layer, -n)
