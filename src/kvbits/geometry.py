@@ -159,16 +159,22 @@ def forget_parsed() -> None:
 
 
 def text_config(config: Any) -> Any:
-    """The configuration of the part that generates text (the same object for models of text only).
+    """The configuration of the part that generates text (the same object for models of text only; of encoder and decoder, the decoder's fields).
 
     Raises:
         UnsupportedError: several parts do.
     """
-    get = getattr(config, "get_text_config", None)
-    try:
-        return config if get is None else get(decoder=True)
-    except ValueError as e:
-        raise UnsupportedError(f"{_name(config)} has several text parts ({e}); pass the configuration of one of them") from e
+    while (get := getattr(config, "get_text_config", None)) is not None:
+        try:
+            found = get(decoder=True)
+        except ValueError as e:
+            raise UnsupportedError(f"{_name(config)} has several text parts ({e}); pass the configuration of one of them") from e
+        if found is config:
+            break
+        if type(found) is type(config):  # a copy with the decoder's numbers in place of the encoder's: once more would be once too often
+            found.is_encoder_decoder = False
+        config = found
+    return config
 
 
 @dataclass(frozen=True)
@@ -233,9 +239,7 @@ def _decoder(config: Any) -> tuple[Any, list[Any]]:
 
 
 def _num_layers(config: Any) -> int | None:
-    """Of the decoder, where a configuration is of an encoder too."""
-    names = ("decoder_layers", "num_decoder_layers") if getattr(config, "is_encoder_decoder", False) else ()
-    return next((n for name in (*names, "num_hidden_layers") if (n := getattr(config, name, None))), None)
+    return getattr(config, "num_decoder_layers", None) or getattr(config, "num_hidden_layers", None)  # T5 has both
 
 
 @dataclass(frozen=True)
@@ -292,9 +296,7 @@ def layer_types(config: Any) -> list[str]:
 
 def query_heads(config: Any) -> int | None:
     """Query heads of a layer, or None where the configuration does not say one number."""
-    config = text_config(config)
-    own = getattr(config, "decoder_attention_heads", None) if getattr(config, "is_encoder_decoder", False) else None
-    n = own or getattr(config, "num_attention_heads", None)
+    n = getattr(text_config(config), "num_attention_heads", None)
     return n if isinstance(n, int) and n > 0 else None
 
 

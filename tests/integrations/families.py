@@ -34,7 +34,14 @@ TWO_STACKS = {
     "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
     "decoder_ffn_dim": 96,
 }  # fmt: skip
+T5 = EACH_HEAD | {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 WINDOW = {"sliding_window": 24}
+GATED = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+"""Gated delta rule."""
+LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention"]}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 16}
 VISION = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2,
 }  # fmt: skip
@@ -135,20 +142,57 @@ FAMILIES = (
     Family("Falcon-RW (ALiBi)", "FalconConfig", EACH_HEAD | {"alibi": True}),
     Family("BLOOM", "BloomConfig", EACH_HEAD | {"n_layer": 2, "n_head": 4}),
     Family("MPT", "MptConfig", EACH_HEAD | {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256}),
-    Family("Qwen3-Next", "Qwen3NextConfig", EXPERTS),
-    Family("Qwen3.5", "Qwen3_5TextConfig"),
+    Family("Qwen3-Next", "Qwen3NextConfig", EXPERTS | GATED | LINEAR_FIRST | {"shared_expert_intermediate_size": 32}),
+    Family("Qwen3.5, Qwen3.6 (dense)", "Qwen3_5TextConfig", GATED | LINEAR_FIRST),
+    Family("Qwen3.5, Qwen3.6 (MoE)", "Qwen3_5MoeTextConfig", EXPERTS | GATED | LINEAR_FIRST | {"shared_expert_intermediate_size": 32}),
+    Family("OLMo hybrid", "OlmoHybridConfig", GATED | LINEAR_FIRST),
     Family("MiniMax-Text-01", "MiniMaxConfig", EXPERTS),
     Family("Mamba", "MambaConfig"),
-    Family("Jamba", "JambaConfig"),
-    Family("Bamba", "BambaConfig"),
-    Family("Falcon-H1", "FalconH1Config"),
+    Family("Mamba 2", "Mamba2Config", {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1, "expand": 2, "chunk_size": 16}),
+    Family("Jamba", "JambaConfig", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8, "use_mamba_kernels": False}),
+    Family("Bamba", "BambaConfig", MAMBA2 | {"attn_layer_indices": [1]}),
+    Family("Falcon-H1", "FalconH1Config", MAMBA2 | {"mamba_d_ssm": 128}),
     Family("LFM2", "Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
-    Family("Nemotron-H", "NemotronHConfig"),
-    Family("RecurrentGemma", "RecurrentGemmaConfig"),
-    Family("Granite 4 hybrid", "GraniteMoeHybridConfig"),
-    Family("T5", "T5Config", EACH_HEAD | {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 2, "num_heads": 4}),
+    Family("LFM2-MoE", "Lfm2MoeConfig", EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+    Family("LFM3", "Lfm3Config", WINDOW | {"num_hidden_layers": 3, "layer_types": ["conv", "sliding_attention", "full_attention"]}),
+    Family(
+        "Nemotron-H", "NemotronHConfig",
+        {"num_hidden_layers": None, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "ssm_state_size": 16, "mamba_num_heads": 4,
+         "mamba_head_dim": 16, "n_groups": 1, "chunk_size": 16, "use_mamba_kernels": False, "n_routed_experts": 4, "moe_intermediate_size": 32,
+         "moe_shared_expert_intermediate_size": 32},
+    ),
+    Family("RecurrentGemma", "RecurrentGemmaConfig", {"block_types": ["recurrent", "attention"], "lru_width": 64, "attention_window_size": 24}),
+    Family("Granite 4 hybrid", "GraniteMoeHybridConfig", MAMBA2 | {"layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 32}),
+    Family(
+        "Zamba", "ZambaConfig", {"head_dim": None, "attention_head_dim": 32, "n_mamba_heads": 2, "mamba_d_state": 8, "mamba_dt_rank": 4, "num_hidden_layers": 3,
+                                 "num_key_value_heads": 4, "layers_block_type": ["mamba", "hybrid", "hybrid"], "use_mamba_kernels": False},
+    ),
+    Family(
+        "Zamba 2", "Zamba2Config", {"head_dim": None, "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"], "n_mamba_heads": 8, "mamba_d_state": 16,
+                                    "mamba_ngroups": 1, "chunk_size": 16, "use_mamba_kernels": False, "num_key_value_heads": 4},
+    ),
+    Family("ZAYA", "ZayaConfig", EXPERTS | {"num_experts_per_tok": 1, "router_hidden_size": 16}),
+    Family(
+        "Inkling", "InklingTextConfig", EXPERTS | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 24, "d_rel": 8,
+                                                  "rel_extent": 32, "layer_types": ["hybrid_sliding", "hybrid"], "n_shared_experts": 1},
+    ),
+    Family("T5", "T5Config", T5),
+    Family("mT5", "MT5Config", T5),
     Family("BART", "BartConfig", EACH_HEAD | TWO_STACKS),
-    Family("Whisper", "WhisperConfig", EACH_HEAD | TWO_STACKS),
+    Family("mBART", "MBartConfig", EACH_HEAD | TWO_STACKS),
+    Family("Marian (OPUS-MT)", "MarianConfig", EACH_HEAD | TWO_STACKS | {"decoder_start_token_id": 2}),
+    Family("Pegasus", "PegasusConfig", EACH_HEAD | TWO_STACKS),
+    Family("PLBart", "PLBartConfig", EACH_HEAD | TWO_STACKS | {"decoder_start_token_id": 2}),
+    Family("MVP", "MvpConfig", EACH_HEAD | TWO_STACKS),
+    Family("Blenderbot", "BlenderbotConfig", EACH_HEAD | TWO_STACKS),
+    Family("Blenderbot small", "BlenderbotSmallConfig", EACH_HEAD | TWO_STACKS),
+    Family("BigBird-Pegasus", "BigBirdPegasusConfig", EACH_HEAD | TWO_STACKS | {"attention_type": "original_full"}),
+    Family("M2M100, NLLB", "M2M100Config", EACH_HEAD | TWO_STACKS),
+    Family("ProphetNet", "ProphetNetConfig", EACH_HEAD | {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2, "num_encoder_attention_heads": 4,
+                                                          "num_decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}),
+    Family("T5Gemma", "T5GemmaConfig", {"encoder": SMALL | WINDOW, "decoder": SMALL | WINDOW}),
+    Family("Whisper", "WhisperConfig", EACH_HEAD | TWO_STACKS | {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 128,
+                                                                 "decoder_start_token_id": 2, "suppress_tokens": None, "begin_suppress_tokens": None}),
 )
 
 
@@ -163,6 +207,18 @@ def build(family: Family) -> Any:
         auto = transformers.AutoModelForSpeechSeq2Seq if family.config == "WhisperConfig" else transformers.AutoModelForSeq2SeqLM
     torch.manual_seed(0)
     return auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def inputs(model: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """(What `generate` takes: a left-padded batch of two, of a model with an encoder its input, tokens of each sequence after `TOKENS` more)."""
+    ids = torch.randint(2, 97, (2, 50), generator=torch.Generator().manual_seed(1))
+    if hasattr(model.config, "num_mel_bins"):
+        frames = 2 * model.config.max_source_positions
+        return {"input_features": torch.randn(2, model.config.num_mel_bins, frames, generator=torch.Generator().manual_seed(1))}, [TOKENS, TOKENS]
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    prompt = [1, 1] if model.config.is_encoder_decoder else [50, 30]
+    return {"input_ids": ids * mask, "attention_mask": mask}, [n + TOKENS - 1 for n in prompt]
 
 
 def said(model: Any) -> str | None:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from ..errors import KvbitsWarning, UnsupportedError, counted
@@ -64,7 +64,7 @@ def _generators(model: Any) -> list[Any]:
 
 
 def _checked(model: Any) -> list[Any]:
-    return list(dict.fromkeys([model, *_generators(model)]))
+    return list(dict.fromkeys([model, *(part for part in model.modules() if isinstance(part, PreTrainedModel))]))
 
 
 def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -77,6 +77,7 @@ def _before_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if torch.compiler.is_compiling():
         return
     if (cache := _cache_of(args, kwargs)) is not None:
+        cache.enter_pass()
         cache.columns.begun[id(module)] = cache.columns.passes
 
 
@@ -89,6 +90,7 @@ def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         return
     columns = cache.columns
     if columns.captured or columns.begun.pop(id(module), None) != columns.passes:
+        cache.leave_pass()
         return
     layers, of = len(columns.been), len(columns.pages.spec.layers)
     if columns.pages.in_pass:

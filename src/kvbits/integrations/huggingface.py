@@ -26,12 +26,13 @@ from .. import schemes
 from ..cache.explain import Explanation
 from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, KvbitsWarning, SpecError, UnsupportedError, counted
-from ..geometry import layer_geometries, layer_places
+from ..geometry import layer_geometries, layer_places, text_config
 from ..ops import decode
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
 from ..units import parse_bytes
 from . import generation, prefix, tensor_parallel
 from .attention import KVLayer
+from .encoder_decoder import CrossKVCache
 from .masks import NAME, Columns
 from .models import require_loaded, scheme_for, unfit_for, weights_fingerprint
 from .rotary import stored_layers
@@ -41,8 +42,13 @@ if TYPE_CHECKING:
     from ..calibrate import Calibration
     from ..store.prefix_store import PrefixStore
 
-_CHANGES_CACHED = {"diffllama": "splits its values in halves after caching them"}
-"""Models by `model_type` whose attention changes what the cache gave it."""
+_UNFIT = {
+    "diffllama": "splits its values in halves after caching them",
+    "inkling_text": "adds a position bias to its scores, which no kernel takes",
+    "inkling2_text": "adds a position bias to its scores, which no kernel takes",
+    "minimax": "takes no cache but a class of its own (MiniMaxCache)",
+}
+"""Models by `model_type` whose attention is looked up in the registry and still cannot be taken, and why."""
 _BEFORE = "_attention_before_kvbits"
 """Where a model keeps the attention implementations that it had."""
 
@@ -68,7 +74,7 @@ class KVCache(Cache):
         self.columns = Columns(pages, _now=(seen, valid))
         self._recording = False
         super().__init__(layers=_layers(pages, self.columns, config))
-        self._states = _states(self.layers, self.columns)
+        self._states = _states(self.layers)
         if any(getattr(layer, "readers", 1) > 1 for layer in self.layers):
             pages.read_again()
         alone = ranks.size == 1 and self._states is None
@@ -94,7 +100,7 @@ class KVCache(Cache):
         fill it raises UnsupportedError from then on. docs/reference/models.md lists the families of models that are taken.
 
         Args:
-            model: a Transformers decoder model.
+            model: a Transformers model that generates text. For one of encoder and decoder a `CrossKVCache` is returned, whose pages hold the decoder's tokens.
             scheme: preset name (its groups are fitted to the model's head_dim), a `Scheme`, or a file of one (`mine.json`; both taken as they are).
                 None: `schemes.RECOMMENDED`, or with a budget `schemes.ELASTIC`.
             max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given; without them the cache grows.
@@ -123,7 +129,7 @@ class KVCache(Cache):
             raise SpecError(f"scheme={scheme!r} is neither a preset name nor a Scheme; presets: {', '.join(schemes.PRESETS)}")
         if calibration is not None and not hasattr(calibration, "static"):
             raise CalibrationError(f"calibration={calibration!r} is not a Calibration; pass Calibration.load(path)")
-        config = model.config.get_text_config(decoder=True)
+        config = text_config(model.config)
         layers, ranks = layer_geometries(config), Ranks.of(model)
         chosen = scheme_for(model, scheme)
         if (unfit := unfit_for(model, chosen)) is not None:
@@ -138,7 +144,8 @@ class KVCache(Cache):
             spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend, budget=nbytes
         )
         pages.made_for = weights_fingerprint(model)
-        return cls(pages, ranks, config)
+        cache = cls(pages, ranks, config)
+        return CrossKVCache(cache) if model.config.is_encoder_decoder else cache  # type: ignore[return-value]
 
     @classmethod
     def from_prefix(
@@ -174,6 +181,8 @@ class KVCache(Cache):
         """
         if isinstance(store, (str, Path)):
             raise SpecError(f"store={str(store)!r} is a place, not a store; pass kvbits.PrefixStore({str(store)!r})")
+        if (why := prefix.refuses(model)) is not None:
+            raise UnsupportedError(why)
         if (ranks := Ranks.of(model)).size > 1:
             raise UnsupportedError(f"from_prefix() of a model that {ranks.size} ranks share; use for_model, and save and load for prefixes")
         cache = cls.for_model(model, scheme, **options)
@@ -220,7 +229,9 @@ class KVCache(Cache):
             FileFormatError: a damaged or foreign file, or a cache of another geometry, dtype or other weights than the model's.
         """
         require_loaded(model)
-        config, ranks = model.config.get_text_config(decoder=True), Ranks.of(model)
+        if model.config.is_encoder_decoder:
+            raise UnsupportedError("files of pages do not hold what a decoder reads of its encoder; build a cache with KVCache.for_model(model)")
+        config, ranks = text_config(model.config), Ranks.of(model)
         layers = layer_geometries(config)
         pages = PagedCache.load(path, device=model.device if ranks.size == 1 else "cpu", grow=grow)
         layers = stored_layers(layers, pages.spec.scheme, model)
@@ -305,9 +316,8 @@ class KVCache(Cache):
         with self.columns.becoming(0, None):
             self.pages.reset()
         self._recording = False
-        for layer in self._recurrent:
-            layer.record_past = False
-            layer.reset()
+        if self._states is not None:
+            self._states.reset()
 
     def begin_again(self) -> None:
         """`reset` in the middle of a `generate`: a model wants to compute all tokens anew (`generation`)."""
@@ -344,29 +354,31 @@ class KVCache(Cache):
         """Whether each layer has a state and no keys and values."""
         return [layer in self._recurrent and not isinstance(layer, KVLayer) for layer in self.layers]
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        if not torch.compiler.is_compiling():
-            self._whole()
-        return super().get_mask_sizes(query_length, layer_idx)
+    def enter_pass(self) -> None:
+        self._whole()
 
-    def _touched(self, layer_idx: int) -> None:
-        if not torch.compiler.is_compiling():
-            self.layers[layer_idx].touched = self.columns.passes
+    def leave_pass(self) -> None:
+        if self._states is not None:
+            self._states.halfway = False
+
+    def _touched(self) -> None:
+        if not torch.compiler.is_compiling() and self._states is not None:
+            self._states.halfway = True
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self._touched(layer_idx)
+        self._touched()
         return super().get_conv_state(layer_idx, *args, **kwargs)
 
     def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self._touched(layer_idx)
+        self._touched()
         return super().get_recurrent_state(layer_idx, *args, **kwargs)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self._touched(layer_idx)
+        self._touched()
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self._touched(layer_idx)
+        self._touched()
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
 
@@ -421,13 +433,13 @@ def _layers(pages: PagedCache, columns: Columns, config: Any) -> list[Any]:
     return found
 
 
-def _states(layers: list[Any], columns: Columns) -> Any:
+def _states(layers: list[Any]) -> Any:
     """Recurrent states of a cache, None where there are none."""
     if all(type(layer) is KVLayer for layer in layers):
         return None
     from .recurrent import States
 
-    found = States(layers, columns)
+    found = States(layers)
     return found if found.layers else None
 
 
@@ -450,8 +462,8 @@ def use_kvbits_attention(model: Any) -> None:
     Raises:
         UnsupportedError: the model does not take attention functions from Transformers' registry.
     """
-    if (how := _CHANGES_CACHED.get(model.config.get_text_config(decoder=True).model_type)) is not None:
-        raise UnsupportedError(f"{type(model).__name__} {how}, which kvbits does not support; use the stock cache")
+    if (how := _UNFIT.get(model.config.get_text_config(decoder=True).model_type)) is not None:
+        raise UnsupportedError(f"{type(model).__name__} {how}, so kvbits does not support it; use the stock cache")
     if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
         generation.attach(model)
         return

@@ -236,6 +236,16 @@ class HoldsPages(Protocol):
     def reset(self) -> None:
         """Forget all sequences."""
 
+    def enter_pass(self) -> None:
+        """A forward pass begins, or a part of the model that it goes through.
+
+        Raises:
+            CacheStateError: the one before broke off and cannot be taken back.
+        """
+
+    def leave_pass(self) -> None:
+        """It has ended well."""
+
     def abandon(self) -> None:
         """Take back a pass that not all layers have been through."""
 

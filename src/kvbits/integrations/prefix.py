@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import DataError, SpecError, UnsupportedError
-from ..geometry import text_config
+from ..errors import DataError, SpecError, UnsupportedError, counted
+from ..geometry import layer_places, text_config
 from ..store import keys
 from ..store.loading import DamagedError
 from ..store.prefix_store import PrefixStore
@@ -16,6 +16,18 @@ from .masks import HoldsPages
 
 CHUNK = 512
 """Tokens that go through the model together."""
+
+
+def refuses(model: Any) -> str | None:
+    """Why prefixes of a model cannot be stored, or None: its cache is more than pages."""
+    if model.config.is_encoder_decoder:
+        return f"a prompt of {type(model).__name__} goes through its encoder, and its decoder begins anew for each; use KVCache.for_model"
+    if states := sum(p.has_state for p in layer_places(model.config)):
+        return (
+            f"{counted(states, 'layer')} of {type(model).__name__} keep recurrent states, which stored pages do not hold: a prefix cannot be cut where no state "
+            "was kept; use KVCache.for_model, and copy.deepcopy of a filled cache for prompts that begin alike"
+        )
+    return None
 
 
 def fill(cache: HoldsPages, model: Any, ids: Any, store: PrefixStore, *, chunk: int, put: bool, wait: bool) -> int:

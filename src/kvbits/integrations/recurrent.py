@@ -17,23 +17,16 @@ from .masks import Columns
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """A layer with a state and no keys and values.
-
-    Attributes:
-        touched: `Columns.passes` when a pass last came by.
-    """
+    """A layer with a state and no keys and values."""
 
     is_compileable = False
 
     def __init__(self, number_of_states: int = 1) -> None:
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
-        self.touched = -1
 
     def reset(self) -> None:
         """Forget the state; the next may be of another batch."""
-        record_past = self.record_past
         LinearAttentionCacheLayerMixin.__init__(self, self.number_of_states)
-        self.record_past, self.touched = record_past, -1
 
     def _states(self) -> list[tuple[dict[int, torch.Tensor | None], int, torch.Tensor]]:
         return [(states, i, x) for states in (self.conv_states, self.recurrent_states) for i, x in states.items() if x is not None]
@@ -72,32 +65,35 @@ class HybridLayer(RecurrentLayer, KVLayer):
 class States:
     """The recurrent states of a cache.
 
-    Args:
-        layers: of the cache, in model order.
+    Attributes:
+        layers: that keep them.
+        halfway: a pass has moved some of them and has not ended.
     """
 
-    def __init__(self, layers: list[Any], columns: Columns) -> None:
-        last = max(i for i, layer in enumerate(layers) if isinstance(layer, KVLayer))
-        found = [(i, layer) for i, layer in enumerate(layers) if isinstance(layer, RecurrentLayer)]
-        self.layers, self._columns = [layer for _, layer in found], columns
-        self._before, self._behind = [x for i, x in found if i <= last], [x for i, x in found if i > last]
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
+        self.halfway = False
 
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 
+    def reset(self) -> None:
+        """Forget all of them."""
+        for layer in self.layers:
+            layer.reset()
+        self.halfway = False
+
     def require_whole(self) -> None:
-        """Refuse to go on after a pass that moved the states of some layers and did not end.
+        """Refuse to go on after a pass that broke off.
 
         Raises:
             CacheStateError: with the way out.
         """
-        self._columns.settle()
-        before, behind = ({layer.touched for layer in layers} for layers in (self._before, self._behind))
-        if len(before) > 1 or len(behind) > 1 or self._columns.passes in before:
+        if self.halfway:
             raise CacheStateError(
-                f"a forward pass broke off after it had moved recurrent states of some of {counted(len(self.layers), 'layer')}, which cannot be taken back; "
-                "call reset() and pass the whole sequence again, or go on with a copy.deepcopy of the cache made before"
+                f"a forward pass broke off after it had moved recurrent states, of which this model has them in {counted(len(self.layers), 'layer')}: they cannot "
+                "be taken back; call reset() and pass the whole sequence again, or go on with a copy.deepcopy of the cache that was made before"
             )
 
     def crop(self, n: int, recording: bool) -> None:

@@ -1,0 +1,66 @@
+"""The cache of an encoder-decoder model: keys and values of the decoder's own tokens in a `KVCache`, those of the encoder's output in a stock cache, as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import EncoderDecoderCache
+
+from ..errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from .huggingface import KVCache
+
+
+class CrossKVCache(EncoderDecoderCache):
+    """What `KVCache.for_model` makes for an encoder-decoder model. What is not said here it has of `self_attention_cache`, its `KVCache`.
+
+    Attributes:
+        self_attention_cache, cross_attention_cache: of the decoder's tokens, of the encoder's output, which every new input needs anew (`reset`).
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__(cache, DynamicCache())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "self_attention_cache" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.self_attention_cache, name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really allocated for the cache, the encoder's output in 16 or 32 bits among them."""
+        return self.self_attention_cache.nbytes + sum(x.nbytes for layer in self.cross_attention_cache.layers for x in (layer.keys, layer.values) if x is not None)
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: tokens are decoded without a CUDA graph, which would have to be captured again for every encoded input."""
+        return False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Of the decoder's tokens, see `KVCache.crop`."""
+        self.self_attention_cache.crop(tokens_to_remove)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.self_attention_cache.batch_select_indices(indices)
+        self.cross_attention_cache.batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.self_attention_cache.batch_repeat_interleave(repeats)
+        self.cross_attention_cache.batch_repeat_interleave(repeats)
+
+    def begin_again(self) -> None:
+        self.self_attention_cache.begin_again()
+
+    def save(self, path: str | Path) -> NoReturn:
+        """
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError("files of pages do not hold what a decoder reads of its encoder; use copy.deepcopy(cache) to keep it in memory")
+
+    def __repr__(self) -> str:
+        return f"CrossKVCache({self.self_attention_cache!r})"
