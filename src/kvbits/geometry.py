@@ -36,6 +36,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _DOWNLOAD = "run `hf download ID --local-dir FOLDER` where there is a network and give FOLDER, set HF_ENDPOINT to a mirror, or take `embedded`"
 _SLIDING = ("sliding_attention", "hybrid_sliding")
 _FULL = ("full_attention", "hybrid")
+_CHUNKED = "chunked_attention"
 _STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 """Types of layers that keep a state of one size however many tokens there were (convolutions, Mamba, gated delta rule); the hybrid ones attend beside it."""
 _NOTHING = ("moe", "mlp")
@@ -273,11 +274,11 @@ def plain_layers(config: Any) -> tuple[PlainLayer, ...]:
     shared = getattr(config, "num_kv_shared_layers", 0) or 0
     found = []
     for kind in types[: count - shared]:
-        if kind not in (*_FULL, *_SLIDING, "chunked_attention"):
+        if kind not in (*_FULL, *_SLIDING, _CHUNKED):
             if kind in (*_STATES, *_NOTHING):
                 continue
             raise UnsupportedError(f"{_name(config)} has layers of {kind!r}, of which kvbits knows no size")
-        window = getattr(config, "attention_chunk_size" if kind == "chunked_attention" else "sliding_window", None) if kind not in _FULL else None
+        window = getattr(config, "attention_chunk_size" if kind == _CHUNKED else "sliding_window", None) if kind not in _FULL else None
         if (rank := getattr(config, "kv_lora_rank", None)) is not None:
             found.append(PlainLayer(int(rank) + int(getattr(config, "qk_rope_head_dim", 0)), window))
             continue
@@ -374,7 +375,7 @@ def _places(config: Any, configs: list[Any]) -> tuple[Place, ...]:
 def _infer_type(config: Any, layer: int) -> str:
     """Type of a layer in a configuration without `layer_types`."""
     if getattr(config, "attention_chunk_size", None) is not None:
-        return "chunked_attention"
+        return _CHUNKED
     if not getattr(config, "sliding_window", None) or getattr(config, "use_sliding_window", None) is False:
         return "full_attention"
     pattern = getattr(config, "sliding_window_pattern", None)
@@ -384,13 +385,13 @@ def _infer_type(config: Any, layer: int) -> str:
 
 
 def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
-    if kind not in (*_FULL, *_SLIDING):
-        raise UnsupportedError(f"layer {layer} of {_name(config)} is {kind!r}; kvbits knows full_attention and sliding_attention; use the stock cache")
+    if kind not in (*_FULL, *_SLIDING, _CHUNKED):
+        raise UnsupportedError(f"layer {layer} of {_name(config)} is {kind!r}; kvbits knows {', '.join((*_FULL, *_SLIDING, _CHUNKED))}; use the stock cache")
     window = None
-    if kind in _SLIDING:
-        window = getattr(config, "sliding_window", None)
+    if kind not in _FULL:
+        window = getattr(config, field := "attention_chunk_size" if kind == _CHUNKED else "sliding_window", None)
         if not window:
-            raise SpecError(f"layer {layer} of {_name(config)} is {kind!r} but sliding_window={window}")
+            raise SpecError(f"layer {layer} of {_name(config)} is {kind!r} but {field}={window}")
     num_heads = query_heads(config)
     if num_heads is None:
         num_heads = getattr(config, "num_attention_heads", None)
@@ -401,7 +402,7 @@ def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
         num_kv_heads = (getattr(config, "attention_k_eq_v", False) and getattr(config, "num_global_key_value_heads", None)) or num_kv_heads
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise SpecError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
-    return LayerGeometry(num_kv_heads=num_kv_heads, **_widths(config, head_dim), sliding_window=window)
+    return LayerGeometry(num_kv_heads=num_kv_heads, **_widths(config, head_dim), sliding_window=window, chunked=kind == _CHUNKED)
 
 
 def _widths(config: Any, head_dim: int) -> dict[str, int]:

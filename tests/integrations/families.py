@@ -131,7 +131,10 @@ FAMILIES = (
     Family("Granite 3 MoE", "GraniteMoeConfig", EXPERTS),
     Family("ERNIE 4.5 MoE", "Ernie4_5_MoeConfig", EXPERTS | {"moe_num_experts": 4, "moe_k": 2}),
     Family("Hunyuan-A13B", "HunYuanMoEV1Config", EXPERTS | {"moe_topk": 2}),
-    Family("Llama 4", "Llama4TextConfig", EXPERTS),
+    Family(
+        "Llama 4 (on CPUs)", "Llama4TextConfig",
+        EXPERTS | {"attention_chunk_size": 24, "layer_types": ["chunked_attention", "full_attention"], "intermediate_size_mlp": 96},
+    ),
     Family("DiffLlama", "DiffLlamaConfig"),
     Family("DeepSeek V2", "DeepseekV2Config", EXPERTS | LATENT | {"topk_method": "greedy"}),
     Family("DeepSeek V3, R1", "DeepseekV3Config", EXPERTS | LATENT),

@@ -118,7 +118,8 @@ class LayerRunner:
         key = ("attend_fresh", q.dtype, q.shape[3], v.shape[3], softcap is None)
         if key not in self.choices:
             self.choices[key] = chunk_attention.choose(q, v, softcap, self._writer)
-        out, lse = self.choices[key].run(q, k, v, f.positions, scaling, call.sliding_window, softcap)
+        attend = self.choices[key].run if (chunk := self._chunk(place)) is None else chunk_attention.within_chunks(self.choices[key].run, chunk)
+        out, lse = attend(q, k, v, f.positions, scaling, call.sliding_window, softcap)
         if call.parts:
             past = self._attend(place, q, call, f)
             outs, merge = [past[0], out], ("merge", q.shape[3], past[0].dtype, out.dtype)
@@ -149,8 +150,13 @@ class LayerRunner:
             self.choices[key] = dispatch.choose("attend_pages", q, call, backend=self._backend)
         choice = self.choices[key]
         if choice.plan is None:
-            return choice.run(q, call, f.positions)
+            return choice.run(q, call, f.positions if (chunk := self._chunk(place)) is None else f.ends(chunk))
         return self._run_planned(choice.plan, place, q, call, f)
+
+    def _chunk(self, place: Place) -> int | None:
+        """Tokens of the chunks that a place's attention is cut into, or None."""
+        g = self._stores.spec.layers[place.layer]
+        return g.sliding_window if g.chunked else None
 
     def _run_planned(self, make: Callable[..., Any], place: Place, q: torch.Tensor, call: AttendCall, f: Forward) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with the plan that the first layer of the group made for this forward pass."""

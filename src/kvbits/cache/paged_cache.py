@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CacheStateError, DataError, PoolFullError, SpecError
+from ..errors import CacheStateError, DataError, PoolFullError, SpecError, UnsupportedError
 from ..ops import dispatch
 from ..ops.reference.merge import add_sink_logit
 from ..ops.types import PageStore
@@ -51,6 +51,7 @@ class PagedCache:
         budget: bytes that a growing cache may take: as it fills, pages give back low planes (`budget.Budget`); for schemes with tiers.
 
     Raises:
+        UnsupportedError: chunked layers on a GPU.
         CacheError: the device has no memory for a fixed capacity; the message says how much that is.
 
     Attributes:
@@ -72,6 +73,8 @@ class PagedCache:
         dispatch.check_backend(backend)
         self.spec = spec
         self.device = torch.device(device)
+        if self.device.type != "cpu" and any(g.chunked for g in spec.layers):
+            raise UnsupportedError("chunked attention (Llama 4) has no kernel on GPUs; use the stock cache there, or the model on the CPU")
         self.nonfinite = nonfinite
         self.backend = backend
         self.static = static or [{} for _ in spec.layers]

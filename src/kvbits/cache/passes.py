@@ -87,6 +87,7 @@ class Forward:
     device: DeviceDecode | None = None  # what carries the pass out without the host, if it does
     findings: Findings = field(default_factory=Findings)  # of a GPU, looked at when the last layer leaves
     _real: list[torch.Tensor] | None = None
+    _ends: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def require(self, layer: int) -> None:
         """Refuse a layer that has been here already.
@@ -124,6 +125,12 @@ class Forward:
         if not torch.equal(valid, torch.ones_like(valid) if self.valid is None else self.valid):
             raise DataError(f"layer {layer} brings another mask of real tokens than this forward pass began with; give all layers the same, or none")
         return valid
+
+    def ends(self, chunk: int) -> torch.Tensor:
+        """The last position of the chunk of positions that each token is in, -1 for padding. The newest `chunk` tokens before it are those of the chunk."""
+        if chunk not in self._ends:
+            self._ends[chunk] = torch.where(self.positions < 0, -1, self.positions // chunk * chunk + chunk - 1)
+        return self._ends[chunk]
 
     def real_tokens(self, device: torch.device) -> list[torch.Tensor]:
         """The real tokens of each row of a batch with padding: int64 [n] on the device, the same for all layers."""

@@ -101,6 +101,32 @@ def without_padding(
     return out, lse
 
 
+def within_chunks(attend: Callable[..., tuple[torch.Tensor, torch.Tensor]], chunk: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """`attend_fresh` of layers whose positions are cut into chunks, of which each token sees its own: a call for each that the tokens of a sequence reach into.
+
+    Args:
+        attend: `attend_fresh` of a backend.
+        chunk: tokens.
+    """
+
+    def run(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scaling: float, sliding_window: int | None, softcap: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers = torch.where(positions < 0, -1, positions // chunk)
+        if all(len(row[row >= 0].unique()) < 2 for row in numbers):
+            return attend(q, k, v, positions, scaling, None, softcap)
+        out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+        for b, row in enumerate(numbers):
+            for n in row[row >= 0].unique().tolist():
+                at = upload((row == n).nonzero().squeeze(1), q.device)
+                found = attend(*(x[b : b + 1, at] for x in (q, k, v)), positions[b : b + 1, at.cpu()], scaling, None, softcap)
+                out[b, at], lse[b, at] = found[0][0].float(), found[1][0]
+        return out, lse
+
+    return run
+
+
 @dataclass(frozen=True)
 class _Cut:
     """Sequences of a padded chunk that are attended together: int64 indices on the chunk's device.

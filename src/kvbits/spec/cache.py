@@ -31,12 +31,14 @@ class LayerGeometry:
         head_dim: a multiple of 8 up to `MAX_HEAD_DIM`.
         sliding_window: 1 to `MOST_TOKENS` tokens, the query's own among them; None means full attention.
         rotary: how the layer's keys are turned by position; needed, and only then kept, where keys are stored before the rotary embedding.
+        chunked: positions are cut into stretches of `sliding_window` tokens, and a token sees those of its own stretch (Llama 4), not the newest.
     """
 
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
     rotary: Rotary | None = None
+    chunked: bool = False
 
     def __post_init__(self) -> None:
         limits = {
@@ -49,6 +51,8 @@ class LayerGeometry:
                 object.__setattr__(self, name, whole(name, value, least, most, instead))
         if self.head_dim % 8:
             raise SpecError(f"head_dim={self.head_dim} must be a multiple of 8")
+        if self.chunked and self.sliding_window is None:
+            raise SpecError("chunked=True needs sliding_window, the tokens of a chunk")
         if self.rotary is not None:
             if not isinstance(self.rotary, Rotary):
                 raise SpecError(f"rotary={self.rotary!r} is no Rotary")
