@@ -1,0 +1,216 @@
+"""Caches of models whose layers are not all alike: recurrent layers beside attention, layers that share keys and values, chunks, a decoder with an encoder.
+What `raw` does is what the stock cache does, in every way that a cache is used."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from integrations import families
+from integrations.families import FAMILIES
+from packaging.version import Version
+
+from kvbits import PrefixStore
+from kvbits.errors import CacheStateError, UnsupportedError
+from kvbits.geometry import layer_places
+from kvbits.integrations.huggingface import KVCache
+
+pytestmark = pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="families and their attention change with Transformers")
+
+RECURRENT = ("Qwen3NextConfig", "FalconH1Config", "Lfm2Config", "NemotronHConfig")
+DECODERS = (*RECURRENT, "Gemma3nTextConfig", "Llama4TextConfig")
+
+
+def built(config):
+    with families.quiet():
+        return families.build(next(f for f in FAMILIES if f.config == config))
+
+
+@pytest.fixture(scope="module", params=DECODERS)
+def model(request):
+    return built(request.param)
+
+
+@pytest.fixture(scope="module", params=RECURRENT)
+def recurrent(request):
+    return built(request.param)
+
+
+def ids(batch=2, tokens=50, seed=1):
+    return torch.randint(2, 97, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(x, left=20):
+    mask = torch.ones_like(x)
+    mask[1, :left] = 0
+    return {"input_ids": x * mask, "attention_mask": mask}
+
+
+def both(model, use):
+    """What `use(model, cache)` gives with a raw KVCache and with the stock one."""
+    with torch.no_grad(), families.quiet():
+        got = use(model, KVCache.for_model(model, "raw"))
+        KVCache.detach(model)
+        stock = None if model.config.is_encoder_decoder else transformers.DynamicCache(config=model.config)
+        return got, use(model, stock)
+
+
+def generate(model, cache, **options):
+    torch.manual_seed(3)
+    return model.generate(**padded(ids()), past_key_values=cache, pad_token_id=0, **{"max_new_tokens": 24, "do_sample": False} | options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"do_sample": True}, {"num_return_sequences": 2, "do_sample": True}], ids=["beams", "sampling", "two each"]
+)
+def test_tokens_of_the_stock_cache_by_beams_and_sampling(model, options):
+    got, want = both(model, lambda m, c: generate(m, c, **options))
+    assert torch.equal(got, want)
+
+
+def test_a_prompt_in_chunks_and_a_second_turn(model):
+    def turns(m, cache):
+        x, out = ids(2, 90), []
+        for a, b in ((0, 7), (7, 37), (37, 38), (38, 39), (39, 90)):
+            out.append(m(x[:, a:b], past_key_values=cache).logits)
+        return torch.cat(out, 1)
+
+    got, want = both(model, turns)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-4 * float(want.abs().max()))
+
+
+def test_selected_repeated_copied_and_reset(model):
+    def juggled(m, cache):
+        if isinstance(cache, transformers.DynamicCache) and any(p.has_state for p in layer_places(m.config)):
+            return by_hand(m)
+        m(**padded(ids()), past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([1, 0]))
+        cache.batch_repeat_interleave(2)
+        twin = copy.deepcopy(cache)
+        mask = torch.cat([padded(ids())["attention_mask"][[1, 1, 0, 0]], torch.ones(4, 3, dtype=torch.long)], 1)
+        out = [m(ids(4, 3, seed), attention_mask=mask, past_key_values=c).logits for c, seed in ((cache, 5), (twin, 6))]
+        cache.reset()
+        return [*out, m(ids(3, 9), past_key_values=cache).logits]
+
+    def by_hand(m):
+        """Stock recurrent layers neither select nor repeat: the same sequences from their beginning."""
+        x, mask = padded(ids())["input_ids"][[1, 1, 0, 0]], padded(ids())["attention_mask"][[1, 1, 0, 0]]
+        out = []
+        for seed in (5, 6):
+            cache = transformers.DynamicCache(config=m.config)
+            m(x, attention_mask=mask, past_key_values=cache)
+            longer = torch.cat([mask, torch.ones(4, 3, dtype=torch.long)], 1)
+            out.append(m(ids(4, 3, seed), attention_mask=longer, past_key_values=cache).logits)
+        return [*out, m(ids(3, 9), past_key_values=transformers.DynamicCache(config=m.config)).logits]
+
+    for got, want in zip(*both(model, juggled), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-4 * float(want.abs().max()))
+
+
+def test_eight_bits_are_near(model):
+    with torch.no_grad(), families.quiet():
+        found = []
+        for cache in (KVCache.for_model(model, "int8"), transformers.DynamicCache(config=model.config)):
+            found.append(torch.cat([model(ids(1, 300)[:, a:b], past_key_values=cache).logits for a, b in ((0, 280), (280, 281), (281, 282), (282, 300))], 1))
+    assert (found[0] - found[1]).norm() < 0.2 * found[1].norm()
+
+
+# -- recurrent states -----------------------------------------------------------------------------------------------
+
+
+def test_states_are_counted_and_cannot_be_stored_in_files(recurrent, tmp_path):
+    cache = KVCache.for_model(recurrent, "int8")
+    with torch.no_grad():
+        recurrent(ids(), past_key_values=cache)
+    places = layer_places(recurrent.config)
+    assert [layer.__class__.__name__ for layer in cache.layers if hasattr(layer, "conv_states")] and len(cache.layers) == len(places)
+    held = [x for layer in cache.layers for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})) for x in states.values()]
+    assert cache.state_nbytes == sum(x.nbytes for x in held if x is not None) > 0
+    assert cache.nbytes == cache.pages.nbytes + cache.state_nbytes
+    with pytest.raises(UnsupportedError, match="recurrent states, which files of pages do not hold; use copy.deepcopy"):
+        cache.save(tmp_path / "cache.kvbits")
+    with pytest.raises(UnsupportedError, match="a prefix cannot be cut where no state was kept"):
+        KVCache.from_prefix(recurrent, ids(1), store=PrefixStore(tmp_path))
+
+
+def test_a_state_cannot_go_back(recurrent):
+    cache = KVCache.for_model(recurrent, "raw")
+    with torch.no_grad():
+        want = recurrent(ids(), past_key_values=cache).logits
+        cache.crop(0)
+        with pytest.raises(UnsupportedError, match=r"crop\(-3\): .* recurrent state, which cannot go back by some tokens; keep a copy.deepcopy"):
+            cache.crop(-3)
+        assert cache.get_seq_length() == 50 and cache.pages.seq_lens == [50, 50]
+        cache.reset()
+        assert torch.equal(recurrent(ids(), past_key_values=cache).logits, want)
+
+
+def test_convolutions_alone_can_be_taken_back_while_they_are_recorded():
+    model = built("Lfm2Config")
+
+    def lookup(m, cache):
+        return m.generate(ids(1).repeat(1, 2), past_key_values=cache, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=4, pad_token_id=0)
+
+    got, want = both(model, lookup)
+    assert torch.equal(got, want)
+
+
+def test_a_pass_that_broke_off_is_not_gone_on_from(recurrent):
+    cache = KVCache.for_model(recurrent, "raw")
+    with torch.no_grad():
+        recurrent(ids(), past_key_values=cache)
+        twin = copy.deepcopy(cache)
+
+        def fails(*args):
+            raise RuntimeError("out of memory")
+
+        hook = recurrent.base_model.layers[-1].register_forward_pre_hook(fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            recurrent(ids(2, 1), past_key_values=cache)
+        hook.remove()
+        for use in (lambda: recurrent(ids(2, 1), past_key_values=cache), lambda: cache.reorder_cache(torch.tensor([1, 0])), lambda: cache.crop(0)):
+            with pytest.raises(CacheStateError, match=r"recurrent states.*call reset\(\) and pass the whole sequence again"):
+                use()
+        want = recurrent(ids(2, 1), past_key_values=twin).logits
+        cache.reset()
+        recurrent(ids(), past_key_values=cache)
+        torch.testing.assert_close(recurrent(ids(2, 1), past_key_values=cache).logits, want)
+
+
+# -- shared keys and values -----------------------------------------------------------------------------------------
+
+
+def test_layers_that_share_have_no_bytes_of_their_own():
+    model = built("Gemma3nTextConfig")
+    cache = KVCache.for_model(model, "int8", max_tokens=256)
+    places = layer_places(model.config)
+    assert [p.stored for p in places] == [0, 0] and places[1].shares
+    assert len(cache.pages.spec.layers) == 1 and cache.nbytes == cache.pages.spec.nbytes(256)
+    assert "share keys and values" in cache.pages.cannot_decode_on_device(4, torch.float32)
+
+
+# -- encoder and decoder --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", ["BartConfig", "T5GemmaConfig", "WhisperConfig"])
+def test_a_decoder_with_an_encoder(config, tmp_path):
+    model = built(config)
+    call = families.inputs(model)[0] | {"max_new_tokens": 20, "pad_token_id": 0}
+    cache = KVCache.for_model(model, "raw")
+    with torch.no_grad(), families.quiet():
+        got = []
+        for options in ({"num_beams": 3, "do_sample": False}, {"do_sample": True}, {"do_sample": False}):
+            torch.manual_seed(4)
+            cache.reset()
+            got.append(model.generate(**call, **options, past_key_values=cache))
+        assert cache.nbytes > cache.self_attention_cache.nbytes > 0
+        twin = copy.deepcopy(cache)
+        assert twin.pages is not cache.pages and twin.get_seq_length() == cache.get_seq_length() > 10
+        with pytest.raises(UnsupportedError, match="do not hold what a decoder reads of its encoder"):
+            cache.save(tmp_path / "cache.kvbits")
+        KVCache.detach(model)
+        for tokens, options in zip(got, ({"num_beams": 3, "do_sample": False}, {"do_sample": True}, {"do_sample": False}), strict=True):
+            torch.manual_seed(4)
+            assert torch.equal(tokens, model.generate(**call, **options))
