@@ -32,7 +32,7 @@ OLD = EACH_HEAD | {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, 
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 1, "topk_group": 1}
 TWO_STACKS = {
     "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96, "init_std": 0.3,
 }  # fmt: skip
 T5 = EACH_HEAD | {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 WINDOW = {"sliding_window": 24}
@@ -45,9 +45,13 @@ MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_
 VISION = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2,
 }  # fmt: skip
-IMAGES = {"vision_config": {"model_type": "siglip_vision_model"} | VISION}
-PIXTRAL = {"vision_config": {"model_type": "pixtral"} | VISION}
-QWEN_IMAGES = {"vision_config": VISION | {"embed_dim": 32}}
+IMAGE, IMAGE_START, IMAGE_END = 96, 95, 94
+"""Tokens that stand for an image's patches, and what is put before and behind them."""
+IMAGES = {"vision_config": {"model_type": "siglip_vision_model"} | VISION, "image_token_index": IMAGE}
+PIXTRAL = {"vision_config": {"model_type": "pixtral"} | VISION, "image_token_index": IMAGE}
+QWEN_IMAGES = {
+    "vision_config": VISION | {"embed_dim": 32, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}, "image_token_id": IMAGE, "vision_start_token_id": IMAGE_START, "vision_end_token_id": IMAGE_END,
+}  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 
 
@@ -114,11 +118,11 @@ FAMILIES = (
         "ModernBERT decoder (Ettin)", "ModernBertDecoderConfig", EACH_HEAD | {"local_attention": 24, "layer_types": ["full_attention", "sliding_attention"]}
     ),
     Family("Gemma 3 with images", "Gemma3Config", IMAGES | {"mm_tokens_per_image": 4}, WINDOW | {"query_pre_attn_scalar": 16}),
-    Family("LLaVA", "LlavaConfig", IMAGES, {"model_type": "llama"}),
+    Family("LLaVA", "LlavaConfig", IMAGES | {"vision_feature_select_strategy": "full"}, {"model_type": "llama"}),
     Family("Mistral-Small-3.1", "Mistral3Config", PIXTRAL, {"model_type": "mistral"}),
-    Family("Qwen2-VL", "Qwen2VLConfig", QWEN_IMAGES, {"rope_parameters": MROPE}),
+    Family("Qwen2-VL", "Qwen2VLConfig", QWEN_IMAGES | {"vision_config": VISION | {"embed_dim": 32, "hidden_size": 64}}, {"rope_parameters": MROPE}),
     Family("Qwen2.5-VL", "Qwen2_5_VLConfig", QWEN_IMAGES, {"rope_parameters": MROPE}),
-    Family("Qwen3-VL", "Qwen3VLConfig", {"vision_config": VISION | {"deepstack_visual_indexes": [0], "out_hidden_size": 64}}, {"rope_parameters": MROPE}),
+    Family("Qwen3-VL", "Qwen3VLConfig", QWEN_IMAGES, {"rope_parameters": MROPE}),
     Family("Mixtral", "MixtralConfig", EXPERTS),
     Family("Qwen2-MoE (Qwen1.5-MoE)", "Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 32}),
     Family("Qwen3-MoE (Qwen3-30B-A3B)", "Qwen3MoeConfig", EXPERTS),
@@ -214,14 +218,37 @@ def build(family: Family) -> Any:
 
 def inputs(model: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
     """(What `generate` takes: a left-padded batch of two, of a model with an encoder its input, tokens of each sequence after `TOKENS` more)."""
-    ids = torch.randint(2, 97, (2, 50), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(2, IMAGE_END, (2, 50), generator=torch.Generator().manual_seed(1))
     if hasattr(model.config, "num_mel_bins"):
         frames = 2 * model.config.max_source_positions
         return {"input_features": torch.randn(2, model.config.num_mel_bins, frames, generator=torch.Generator().manual_seed(1))}, [TOKENS, TOKENS]
     mask = torch.ones_like(ids)
     mask[1, :20] = 0
+    call = {"input_ids": ids * mask, "attention_mask": mask}
+    if hasattr(model.config, "vision_config"):
+        call |= images(model, call["input_ids"])
     prompt = [1, 1] if model.config.is_encoder_decoder else [50, 30]
-    return {"input_ids": ids * mask, "attention_mask": mask}, [n + TOKENS - 1 for n in prompt]
+    return call, [n + TOKENS - 1 for n in prompt]
+
+
+def images(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Puts an image into each of two prompts, in place, and returns the other arguments that it is passed in."""
+    kind, generator = model.config.model_type, torch.Generator().manual_seed(2)
+    tokens = 1 if kind == "mistral3" else 4
+    ids[:, 30], ids[:, 31 : 31 + tokens], ids[:, 31 + tokens] = IMAGE_START, IMAGE, IMAGE_END
+    if kind.startswith("qwen"):
+        vision = model.config.vision_config
+        patch = 3 * vision.temporal_patch_size * vision.patch_size**2
+        return {
+            "pixel_values": torch.randn(2 * 16, patch, generator=generator), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+            "mm_token_type_ids": (ids == IMAGE).long(),
+        }  # fmt: skip
+    found = {"pixel_values": torch.randn(2, 3, 28, 28, generator=generator)}
+    if kind == "mistral3":
+        found["image_sizes"] = torch.tensor([[28, 28]] * 2)
+    if kind == "gemma3":
+        found["token_type_ids"] = (ids == IMAGE).long()
+    return found
 
 
 def said(model: Any) -> str | None:

@@ -14,6 +14,7 @@ import torch
 from ..errors import DataError, counted
 from ..later import Findings, upload
 from ..ops import chunk_attention, dispatch
+from ..ops.reference.attend_fresh import masked
 from ..ops.reference.close import encode_side, rows_as_stored
 from ..ops.reference.dequantize import section
 from ..ops.types import AttendCall, PageStore, Part, wider_scales
@@ -102,10 +103,10 @@ class LayerRunner:
 
     def step(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: Forward,
-        more: bool = False,
+        more: bool = False, within: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Store the tokens k, v [B, T, H, D] of a layer and attend with q [B, T, Hq, D]: (out [B, T, Hq, D], lse float32 [B, T, Hq]). With `more` the layer comes
-        again with other queries: a single token is stored at the first visit, a chunk, which attends to the history, at the last."""
+        again with other queries: a single token is stored at the first visit, a chunk, which attends to the history, at the last. `within`: see `PagedCache.step`."""
         place = self._stores.places[layer]
         call = self.call(place, scaling, softcap, f)
         q, k = self._stores.as_stored(place, q, k)
@@ -115,11 +116,7 @@ class LayerRunner:
             if first:
                 self._write(place, k, v, f)
             return self._attend(place, q, call, f)
-        key = ("attend_fresh", q.dtype, q.shape[3], v.shape[3], softcap is None)
-        if key not in self.choices:
-            self.choices[key] = chunk_attention.choose(q, v, softcap, self._writer)
-        attend = self.choices[key].run if (chunk := self._chunk(place)) is None else chunk_attention.within_chunks(self.choices[key].run, chunk)
-        out, lse = attend(q, k, v, f.positions, scaling, call.sliding_window, softcap)
+        out, lse = self._fresh(place, q, k, v, scaling, softcap, f) if within is None else masked(q, k, v, f.positions, within, scaling, softcap)
         if call.parts:
             past = self._attend(place, q, call, f)
             outs, merge = [past[0], out], ("merge", q.shape[3], past[0].dtype, out.dtype)
@@ -129,6 +126,16 @@ class LayerRunner:
         if not more:
             self._write(place, k, v, f)
         return out, lse
+
+    def _fresh(
+        self, place: Place, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: Forward
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key = ("attend_fresh", q.dtype, q.shape[3], v.shape[3], softcap is None)
+        if key not in self.choices:
+            self.choices[key] = chunk_attention.choose(q, v, softcap, self._writer)
+        run, chunk = self.choices[key].run, self._chunk(place)
+        attend = run if chunk is None else chunk_attention.within_chunks(run, chunk)
+        return attend(q, k, v, f.positions, scaling, self._stores.spec.layers[place.layer].sliding_window, softcap)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, f: Forward) -> None:
         """Store the tokens k, v [B, T, H, D] of a layer without attending."""

@@ -193,6 +193,7 @@ class PagedCache:
     def step(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scaling: float, softcap: float | None = None,
         sink_logits: torch.Tensor | None = None, valid: torch.Tensor | None = None, more: bool = False,
+        within: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Store this layer's keys and values and attend. The first layer of a pass calls `begin` by itself.
 
@@ -202,6 +203,8 @@ class PagedCache:
             sink_logits: [Hq], one more score per head with value 0 (gpt-oss).
             valid: bool [B, T], see `begin`.
             more: other queries come next for the same keys and values (layers of a model that share them): the layer stays in the pass. See `read_again`.
+            within: bool [B, T, T], which tokens of the chunk each one sees, where that is not those before it; of tokens before the chunk it sees all (that its
+                window reaches).
 
         Returns:
             [B, T, Hq, D] in q's dtype; zeros for padding queries.
@@ -217,7 +220,7 @@ class PagedCache:
                 if (f := self._passes.forward) is not None and f.device is not None:
                     return self._step_on_device(f, f.device, layer, q, k, v, scaling, softcap, sink_logits)
             k, v, f = self._enter(layer, k, v, valid)
-            out, lse = self._layers.step(layer, q, k, v, scaling, softcap, f, more)
+            out, lse = self._layers.step(layer, q, k, v, scaling, softcap, f, more, within)
             if not more:
                 self._passes.leave(layer, f)
         except BaseException as error:

@@ -107,8 +107,6 @@ def attention(
     if not isinstance(attention_mask, Mask):
         what = "no mask at all" if attention_mask is None else f"a ready-made mask of shape {tuple(attention_mask.shape)}"
         raise UnsupportedError(f"{type(module).__name__} passed {what}; kvbits needs the 2D padding mask (attention_mask of shape [batch, tokens])")
-    if attention_mask.unusual is not None:
-        raise UnsupportedError(f"{type(module).__name__} asked for {attention_mask.unusual}; kvbits supports causal attention with padding and sliding windows")
     layer = key.layer
     if not key.readers:
         raise UnsupportedError(
@@ -116,7 +114,7 @@ def attention(
             "may read; use the stock cache"
         )
     window = attention_mask.arguments.get("local_size")
-    if window != layer.sliding_window:
+    if window != layer.sliding_window and attention_mask.unusual is None:  # an unusual one is looked at (`Mask.within`)
         raise UnsupportedError(
             f"layer {layer.index} attends with a sliding window of {window}, but the cache was built for {layer.sliding_window} "
             "(None: full attention); this model's config does not say what its layers do, so build the cache from a CacheSpec of your own"
@@ -127,6 +125,8 @@ def attention(
     scaling, softcap = query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap")
     if torch.compiler.is_compiling():
         mask = attention_mask.attention_mask
+        if attention_mask.unusual is not None:
+            raise UnsupportedError(f"{type(module).__name__} asked for {attention_mask.unusual}, which compiled code cannot take; run this pass uncompiled")
         return cached_attention(q, k, v, mask, sink_logits, layer.columns.numbers, layer.index, scaling, softcap, key.readers > 0), None
     return _attend(layer, q, k, v, attention_mask, scaling, softcap, sink_logits, key.readers > 0), None
 
@@ -142,7 +142,8 @@ def _attend(
             "tokens at once to an empty cache (several of them), or use the stock cache for training"
         )
     known, valid = mask.known(layer.columns)
-    return layer.columns.attend(layer.index, q, k, v, known, valid, scaling, softcap, sink_logits, more)
+    within = mask.within(layer.sliding_window)
+    return layer.columns.attend(layer.index, q, k, v, known, valid, scaling, softcap, sink_logits, more, within)
 
 
 def _dense_attention(

@@ -26,6 +26,9 @@ NAME = "kvbits"
 """Name of the attention and mask functions in Transformers' registries."""
 
 
+BIDIRECTIONAL = "bidirectional attention"
+
+
 class NotATensor:
     """Raises a clear error wherever code that is not ours treats it as a tensor."""
 
@@ -96,17 +99,18 @@ class Columns:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: torch.Tensor | None, valid: torch.Tensor | None,
         scaling: float, softcap: float | None, sink_logits: torch.Tensor | None, more: bool = False,
+        within: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Store k, v [B, T, H, D] and attend with q [B, T, Hq, D], as `PagedCache.step`; neither in a rehearsal (`rehearsed`).
 
         Args:
             known, valid: bool [B, seen + T] and bool [B, T], which tokens are real; None for all.
-            more: another layer of the model attends over the same keys and values next (`PagedCache.step`).
+            more, within: see `PagedCache.step`.
         """
         if self.rehearsed:
             return torch.empty_like(q)
         self.begin(q.shape[1], known)
-        out = self.pages.step(layer, q, k, v, scaling=scaling, softcap=softcap, sink_logits=sink_logits, valid=valid, more=more)
+        out = self.pages.step(layer, q, k, v, scaling=scaling, softcap=softcap, sink_logits=sink_logits, valid=valid, more=more, within=within)
         if not more:
             self.note(layer, q.shape[1], known)
         return out
@@ -279,6 +283,38 @@ class Mask(NotATensor):
     arguments: dict[str, Any]
     made: list[torch.Tensor | None] = field(default_factory=list)  # the dense mask, once a layer wanted it
     _known: tuple[torch.Tensor, torch.Tensor] | None = None
+    _within: list[torch.Tensor | None] = field(default_factory=list)
+
+    def within(self, window: int | None) -> torch.Tensor | None:
+        """Which tokens of its own chunk each token sees, bool [B, T, T], where that is not all before it: images whose tokens see each other (Gemma 3), packed
+        sequences. None where it is. The same for all layers.
+
+        Raises:
+            UnsupportedError: tokens that came before this chunk are hidden or shown in another way than by causal order, padding and the window.
+        """
+        if self.unusual is None:
+            return None
+        if not self._within:
+            self._within.append(self._chunk(window))
+        return self._within[0]
+
+    def _chunk(self, window: int | None) -> torch.Tensor | None:
+        dense = None if self.unusual == BIDIRECTIONAL else self.dense()
+        if dense is None:
+            raise UnsupportedError(f"the model asked for {self.unusual}; kvbits supports causal attention with padding and sliding windows")
+        seen = dense[:, 0]
+        new, before = self.q_length, seen.shape[2] - self.q_length
+        start, first = self.arguments["kv_offset"], self.arguments["q_offset"]
+        at = torch.arange(start, start + before, device=seen.device)
+        row = torch.arange(first, first + new, device=seen.device)[:, None]
+        plain = (at > row - window) if window is not None else torch.ones(new, before, dtype=torch.bool, device=seen.device)
+        plain = plain[None] if self.attention_mask is None else plain & self.attention_mask[:, None, start : start + before]
+        if not torch.equal(seen[:, :, :before], plain.expand(len(seen), -1, -1)):
+            raise UnsupportedError(
+                f"the model asked for {self.unusual} over tokens that are cached; kvbits supports that among the tokens of one pass only: "
+                "pass them (an image whole) in one chunk"
+            )
+        return seen[:, :, before:].expand(self.batch_size, -1, -1)
 
     def known(self, columns: Columns) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(bool [B, tokens seen + T], bool [B, T]): which tokens are real, of all and of those of this pass; None for all. The same for all layers.
@@ -305,7 +341,7 @@ def mask(**arguments: Any) -> Mask:
     if arguments.get("use_vmap"):
         unusual = "a custom mask pattern"
     elif arguments.get("allow_is_bidirectional_skip") is not None and "allow_is_causal_skip" not in arguments:
-        unusual = "bidirectional attention"
+        unusual = BIDIRECTIONAL
     elif not arguments.get("allow_is_causal_skip", True) and arguments["q_length"] > 1:  # said of every token of a cache that can be captured
         unusual = "a packed, blockwise or otherwise modified causal mask"
     return Mask(arguments["batch_size"], arguments["q_length"], arguments.get("attention_mask"), unusual, arguments)

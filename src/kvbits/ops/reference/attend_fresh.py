@@ -74,3 +74,30 @@ def _block(
     total = scores.sub_(most).exp_().sum(-1, keepdim=True)
     out = (scores @ values[:, :, oldest:end]).div_(total)
     return out.unflatten(2, (group, n)), (most + total.log()).squeeze(-1).unflatten(2, (group, n))
+
+
+def masked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, within: torch.Tensor, scaling: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a chunk to itself in another order than the causal one, in float32: out [B, T, Hq, D] and lse [B, T, Hq], 0 and -inf where nothing is seen.
+
+    Args:
+        q, k, v, positions, scaling, softcap: see `chunk_attention`.
+        within: bool [B, T, T], which tokens each one sees; padding neither sees nor is seen, whatever stands here.
+    """
+    real = (positions >= 0).to(q.device)
+    group = q.shape[2] // k.shape[2]
+    keys, values = (x.transpose(1, 2).float()[:, :, None] for x in (k, v))  # [B, H, 1, T, D]
+    outs, lses = [], []
+    for a in range(0, q.shape[1], ROWS):
+        rows = slice(a, a + ROWS)
+        scores = q[:, rows].float().unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4) @ keys.transpose(-1, -2) * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        seen = within[:, rows] & real[:, None] & real[:, rows, None]
+        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+        lse = scores.logsumexp(-1)
+        p = torch.exp(scores - torch.where(lse.isinf(), 0, lse)[..., None])
+        outs.append((p @ values).permute(0, 3, 1, 2, 4).flatten(2, 3))
+        lses.append(lse.permute(0, 3, 1, 2).flatten(2, 3))
+    return torch.cat(outs, 1), torch.cat(lses, 1)
