@@ -89,6 +89,14 @@ FAMILIES = (
     Family("Gemma 3", "Gemma3TextConfig", WINDOW | {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16}),
     Family("Gemma 3n", "Gemma3nTextConfig", {"num_kv_shared_layers": 1, "layer_types": ["full_attention", "full_attention"]}),
     Family("Gemma 4", "Gemma4TextConfig", WINDOW | {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16}),
+    Family(
+        "Gemma 4 with shared layers (E2B, E4B)", "Gemma4TextConfig",
+        WINDOW | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "global_head_dim": 32},
+    ),
+    Family(
+        "Gemma 4 with keys as values (31B)", "Gemma4TextConfig",
+        WINDOW | {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
     Family("GLM-4", "Glm4Config"),
     Family("GLM-4-9B-chat-hf", "GlmConfig"),
     Family("Command R", "CohereConfig"),
@@ -123,6 +131,9 @@ FAMILIES = (
     Family("Qwen2-VL", "Qwen2VLConfig", QWEN_IMAGES | {"vision_config": VISION | {"embed_dim": 32, "hidden_size": 64}}, {"rope_parameters": MROPE}),
     Family("Qwen2.5-VL", "Qwen2_5_VLConfig", QWEN_IMAGES, {"rope_parameters": MROPE}),
     Family("Qwen3-VL", "Qwen3VLConfig", QWEN_IMAGES, {"rope_parameters": MROPE}),
+    Family("Qwen3-VL-MoE", "Qwen3VLMoeConfig", QWEN_IMAGES, EXPERTS | {"rope_parameters": MROPE}),
+    Family("Qwen3.5, Qwen3.6 with images", "Qwen3_5Config", QWEN_IMAGES, GATED | LINEAR_FIRST | {"rope_parameters": MROPE}),
+    Family("PaliGemma", "PaliGemmaConfig", IMAGES | {"projection_dim": 64}, {"model_type": "gemma"}),
     Family("Mixtral", "MixtralConfig", EXPERTS),
     Family("Qwen2-MoE (Qwen1.5-MoE)", "Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 32}),
     Family("Qwen3-MoE (Qwen3-30B-A3B)", "Qwen3MoeConfig", EXPERTS),
@@ -246,7 +257,7 @@ def images(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     found = {"pixel_values": torch.randn(2, 3, 28, 28, generator=generator)}
     if kind == "mistral3":
         found["image_sizes"] = torch.tensor([[28, 28]] * 2)
-    if kind == "gemma3":
+    if kind in ("gemma3", "paligemma"):
         found["token_type_ids"] = (ids == IMAGE).long()
     return found
 

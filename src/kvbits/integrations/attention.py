@@ -122,13 +122,15 @@ def attention(
     key.readers -= 1
     sink_logits = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
     q, k, v = query.transpose(1, 2), key.k.transpose(1, 2), key.v.transpose(1, 2)
+    if (rows := q.shape[1]) < k.shape[1]:  # Gemma 4's shared layers go on with the last tokens of a prompt only
+        q = torch.cat([q.new_zeros(q.shape[0], k.shape[1] - rows, *q.shape[2:]), q], 1)
     scaling, softcap = query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap")
     if torch.compiler.is_compiling():
         mask = attention_mask.attention_mask
         if attention_mask.unusual is not None:
             raise UnsupportedError(f"{type(module).__name__} asked for {attention_mask.unusual}, which compiled code cannot take; run this pass uncompiled")
-        return cached_attention(q, k, v, mask, sink_logits, layer.columns.numbers, layer.index, scaling, softcap, key.readers > 0), None
-    return _attend(layer, q, k, v, attention_mask, scaling, softcap, sink_logits, key.readers > 0), None
+        return cached_attention(q, k, v, mask, sink_logits, layer.columns.numbers, layer.index, scaling, softcap, key.readers > 0)[:, -rows:], None
+    return _attend(layer, q, k, v, attention_mask, scaling, softcap, sink_logits, key.readers > 0)[:, -rows:], None
 
 
 @torch.compiler.disable(reason="a KVCache plans its pages in Python")  # where something else broke the graph; 3 us otherwise
@@ -159,7 +161,7 @@ def _dense_attention(
     """What a model switched to "kvbits" does with any other cache: SDPA, or plain matmuls where SDPA lacks an option."""
     if kwargs.get("position_bias") is not None:
         raise UnsupportedError(f"{type(module).__name__} adds a position bias; call model.set_attn_implementation('eager') for other caches")
-    dense = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
+    dense = attention_mask.dense(query.shape[2]) if isinstance(attention_mask, Mask) else attention_mask
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
     if softcap is None and sinks is None:
         return sdpa_attention_forward(module, query, key, value, dense, dropout=dropout, scaling=scaling, **kwargs)

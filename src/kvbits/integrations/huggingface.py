@@ -46,6 +46,8 @@ _UNFIT = {
     "diffllama": "splits its values in halves after caching them",
     "inkling_text": "adds a position bias to its scores, which no kernel takes",
     "inkling2_text": "adds a position bias to its scores, which no kernel takes",
+    **dict.fromkeys(("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano"), "adds a position bias to its scores, which no kernel takes"),
+    "bigbird_pegasus": "has an encoder that makes masks of its own",
     "minimax": "takes no cache but a class of its own (MiniMaxCache)",
 }
 """Models by `model_type` whose attention is looked up in the registry and still cannot be taken, and why."""

@@ -276,6 +276,7 @@ class Mask(NotATensor):
         f"the {NAME!r} attention builds no mask tensor, but this model or cache wants one (static and compiled caches do); "
         "call KVCache.detach(model), which gives the model its own attention back, or use a KVCache or DynamicCache"
     )
+    ndim: ClassVar[int] = 4  # made already: a model that was given it makes no other of it
     batch_size: int
     q_length: int
     attention_mask: torch.Tensor | None  # bool [B, tokens seen + q_length]
@@ -329,14 +330,25 @@ class Mask(NotATensor):
             self._known = known, known[:, -self.q_length :]
         return self._known
 
-    def dense(self) -> torch.Tensor | None:
+    def dense(self, rows: int | None = None) -> torch.Tensor | None:
+        """[B, 1, T, tokens], or None for the plain causal one; with `rows`, fewer than T, of the last so many queries."""
+        if rows is not None and rows < self.q_length:
+            return sdpa_mask(**self.arguments | {"allow_is_causal_skip": False})[:, :, -rows:]
         if not self.made:  # one for all layers of a pass
             self.made.append(sdpa_mask(**self.arguments))
         return self.made[0]
 
+    def __getitem__(self, index: object) -> Mask:
+        """The same for the last queries alone: Gemma 4 leaves out the others in layers that share keys and values."""
+        if isinstance(index, tuple) and [type(i) for i in index] == [slice] * 4 and index[2].stop is None:
+            return self
+        self._refuse()
+
 
 def mask(**arguments: Any) -> Mask:
     """Mask function of the "kvbits" attention (signature of `transformers.masking_utils.sdpa_mask`)."""
+    if isinstance(made := arguments.get("attention_mask"), Mask):
+        return made
     unusual = None
     if arguments.get("use_vmap"):
         unusual = "a custom mask pattern"
