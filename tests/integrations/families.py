@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.models.auto import modeling_auto as auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvbits.errors import KvbitsError
-from kvbits.integrations.huggingface import KVCache
+from kvbits.geometry import layer_geometries, text_config
+from kvbits.integrations.huggingface import OWN_CACHE, UNFIT, KVCache, cannot_be_dense
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 TOKENS = 40
@@ -34,7 +37,7 @@ TWO_STACKS = {
     "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
     "decoder_ffn_dim": 96, "init_std": 0.3,
 }  # fmt: skip
-T5 = EACH_HEAD | {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+T5 = EACH_HEAD | {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0, "initializer_factor": 10.0}
 WINDOW = {"sliding_window": 24}
 GATED = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
@@ -158,8 +161,8 @@ FAMILIES = (
     Family("CodeGen", "CodeGenConfig", OLD | {"rotary_dim": 8}),
     Family("Falcon 7B", "FalconConfig", EACH_HEAD | {"multi_query": True}),
     Family("Falcon-RW (ALiBi)", "FalconConfig", EACH_HEAD | {"alibi": True}),
-    Family("BLOOM", "BloomConfig", EACH_HEAD | {"n_layer": 2, "n_head": 4}),
-    Family("MPT", "MptConfig", EACH_HEAD | {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256}),
+    Family("BLOOM", "BloomConfig", EACH_HEAD | {"n_layer": 2, "n_head": 4, "initializer_range": 0.1}),
+    Family("MPT", "MptConfig", EACH_HEAD | {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "initializer_range": 0.1, "use_cache": True}),
     Family("Qwen3-Next", "Qwen3NextConfig", EXPERTS | GATED | LINEAR_FIRST | {"shared_expert_intermediate_size": 32}),
     Family("Qwen3.5, Qwen3.6 (dense)", "Qwen3_5TextConfig", GATED | LINEAR_FIRST),
     Family("Qwen3.5, Qwen3.6 (MoE)", "Qwen3_5MoeTextConfig", EXPERTS | GATED | LINEAR_FIRST | {"shared_expert_intermediate_size": 32}),
@@ -262,14 +265,19 @@ def images(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
-def said(model: Any) -> str | None:
-    """Why `for_model` refuses a model, or None: the cache is taken."""
-    try:
-        with quiet():
-            KVCache.for_model(model, "raw")
-    except KvbitsError as error:
-        return str(error)
-    return None
+def said(model: Any) -> tuple[bool, str | None]:
+    """(Whether a cache of a model has to be `dense`, why `for_model` refuses it then, or None: it is taken)."""
+    dense, why = False, ""
+    for dense in (False, True):
+        try:
+            with quiet():
+                KVCache.for_model(model, "raw", dense=dense)
+            return dense, None
+        except KvbitsError as error:
+            if dense or "dense=True" not in str(error):
+                return dense, why or str(error)
+            why = str(error)
+    raise AssertionError(why)
 
 
 @contextlib.contextmanager
@@ -285,18 +293,71 @@ def quiet() -> Any:
         transformers.logging.set_verbosity(level)
 
 
-def row(family: Family, why: str | None) -> str:
+def row(family: Family, dense: bool, why: str | None) -> str:
     """Of the table, by what was `said`."""
-    return f"| {family.names} | `{family.model_type}` | {'yes' if why is None else f'no: {why}'} |"
+    return f"| {family.names} | `{family.model_type}` | {f'no: {why}' if why else 'with `dense=True`' if dense else 'yes'} |"
 
 
 def table() -> str:
+    rows: list[list[str]] = [[], [], []]
     with quiet():
-        rows = [row(family, said(build(family))) for family in FAMILIES]
-    taken = sorted((r for r in rows if r.endswith("| yes |")), key=str.lower)
-    refused = sorted((r for r in rows if not r.endswith("| yes |")), key=str.lower)
+        for family in FAMILIES:
+            dense, why = said(build(family))
+            rows[2 if why else dense].append(row(family, dense, why))
     head = "| models | `model_type` | taken |\n|---|---|---|\n"
-    return f"{len(taken)} families are taken, {len(refused)} of those tried refused.\n\n{head}" + "\n".join(taken + refused) + "\n"
+    taken, dense, refused = (sorted(r, key=str.lower) for r in rows)
+    return (
+        f"{len(taken)} of {len(FAMILIES)} kinds of models tried are taken, {len(dense)} more with `dense=True`, {len(refused)} refused.\n\n{head}"
+        + "\n".join(taken + dense + refused) + "\n"
+    )  # fmt: skip
+
+
+ATTENDING = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]}, "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16}, "glm4_moe": {"head_dim": 128},
+    "glm4v_moe": {"text_config": {"head_dim": 128}},
+    "qwen3_omni_moe_thinker": {"text_config": {"head_dim": 128}},
+}  # fmt: skip
+"""What the published models of a family say that its default configuration leaves out: which layers attend, how wide a head is."""
+KINDS = (
+    ("latents (MLA)", "latent attention"), ("no layer that attends", "attends: they are"), ("sparse or compressed attention", "kvbits knows"),
+    ("keys and values of unlike width", "values of width"), ("attention that cannot read pages, over windows or states", "dense"),
+)  # fmt: skip
+"""Of refusals, by a part of their text."""
+
+
+def census() -> str:
+    """How many families of Transformers that generate text are taken, by their configuration and by where their modeling code takes attention from."""
+    kinds = sorted({**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+    found: dict[str, list[str]] = {}
+    for kind in kinds:
+        found.setdefault(_verdict(kind), []).append(kind)
+    taken, dense = found.pop("taken"), found.pop("taken with dense=True")
+    rows = [f"| {name} | {len(k)} | {', '.join(f'`{x}`' for x in k)} |" for name, k in sorted(found.items(), key=lambda x: (x[0] == "others", -len(x[1])))]
+    refused = sum(map(len, found.values()))
+    return (
+        f"Of {len(kinds)} families of Transformers {transformers.__version__} that generate text from text or images, {len(taken)} are taken by their configuration, "
+        f"{len(dense)} more with `dense=True` ({', '.join(f'`{x}`' for x in dense)}), {refused} are refused:\n\n"
+        "| refused for | families | `model_type` |\n|---|---:|---|\n" + "\n".join(rows) + "\n"
+    )
+
+
+def _verdict(kind: str) -> str:
+    """What becomes of a family by its configuration, and by whether its modeling code looks attention up in the registry, or uses a cache at all."""
+    try:
+        with quiet():
+            config = CONFIG_MAPPING[kind](**ATTENDING.get(kind, {}))
+            layers, text = layer_geometries(config), text_config(config)
+    except KvbitsError as error:
+        return next((name for name, part in KINDS if part in str(error)), "others")
+    except Exception:  # a default configuration that its own class refuses
+        return "others"
+    module = Path(transformers.__file__).parent / "models" / type(text).__module__.split(".")[-2]
+    modeling = "".join(f.read_text() for f in module.glob("modeling_*.py"))
+    if text.model_type in OWN_CACHE or ".update(" not in modeling:
+        return "others"
+    if text.model_type not in UNFIT and "ALL_ATTENTION_FUNCTIONS" in modeling:
+        return "taken"
+    return "taken with dense=True" if cannot_be_dense(layers, text) is None else KINDS[-1][0]
 
 
 STEPS, PROMPT = 41, 150
@@ -336,7 +397,7 @@ def experts_table() -> str:
 
 def main() -> None:
     text = DOCUMENT.read_text()
-    for name, made in (("models-table", table()), ("experts-table", experts_table())):
+    for name, made in (("census", census()), ("models-table", table()), ("experts-table", experts_table())):
         begin, end = f"<!-- {name}: written by tests/integrations/families.py -->\n", f"<!-- /{name} -->\n"
         text = text.partition(begin)[0] + begin + made + end + text.partition(end)[2]
     DOCUMENT.write_text(text)

@@ -85,6 +85,24 @@ class KVLayer(CacheLayerMixin):
     crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset = offload = prefetch = _whole_cache_only
 
 
+class DenseLayer(KVLayer):
+    """One layer of a `KVCache` whose model attends by its own code: it is handed dense tensors, made anew of the pages for each pass and dropped after it.
+
+    Padding is stored like any token, since no mask comes here; the model hides it.
+    """
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store keys and values [B, H, T, D]; all that are stored, [B, H, tokens, D] each, the new ones as they came."""
+        new = key_states.shape[2]
+        self.columns.begin(new, None)
+        self.pages.append(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2))
+        self.columns.note(self.index, new, None)
+        rows = [self.pages.dequantize(self.index, row, key_states.dtype) for row in range(len(key_states))]
+        keys, values = (torch.stack(x).transpose(1, 2) for x in zip(*rows, strict=True))
+        keys[:, :, -new:], values[:, :, -new:] = key_states, value_states
+        return keys, values
+
+
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,

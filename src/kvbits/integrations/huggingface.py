@@ -28,10 +28,10 @@ from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, KvbitsWarning, SpecError, UnsupportedError, counted
 from ..geometry import layer_geometries, layer_places, text_config
 from ..ops import decode
-from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
+from ..spec import MOST_TOKENS, CacheSpec, LayerGeometry, Scheme, whole
 from ..units import parse_bytes
 from . import generation, prefix, tensor_parallel
-from .attention import KVLayer
+from .attention import DenseLayer, KVLayer
 from .encoder_decoder import CrossKVCache
 from .masks import NAME, Columns
 from .models import require_loaded, scheme_for, unfit_for, weights_fingerprint
@@ -42,15 +42,16 @@ if TYPE_CHECKING:
     from ..calibrate import Calibration
     from ..store.prefix_store import PrefixStore
 
-_UNFIT = {
+UNFIT = {
     "diffllama": "splits its values in halves after caching them",
     "inkling_text": "adds a position bias to its scores, which no kernel takes",
     "inkling2_text": "adds a position bias to its scores, which no kernel takes",
     **dict.fromkeys(("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano"), "adds a position bias to its scores, which no kernel takes"),
     "bigbird_pegasus": "has an encoder that makes masks of its own",
-    "minimax": "takes no cache but a class of its own (MiniMaxCache)",
 }
-"""Models by `model_type` whose attention is looked up in the registry and still cannot be taken, and why."""
+"""Models by `model_type` whose attention is looked up in the registry and still cannot read pages, and why."""
+OWN_CACHE = {"minimax": "MiniMaxCache"}
+"""Models by `model_type` that take no cache but a class of their own."""
 _BEFORE = "_attention_before_kvbits"
 """Where a model keeps the attention implementations that it had."""
 
@@ -67,7 +68,7 @@ class KVCache(Cache):
 
     layers: list[Any]
 
-    def __init__(self, pages: PagedCache, ranks: Ranks = Ranks(), config: Any = None) -> None:  # noqa: B008 - frozen
+    def __init__(self, pages: PagedCache, ranks: Ranks = Ranks(), config: Any = None, dense: bool = False) -> None:  # noqa: B008 - frozen
         self.pages, self._ranks = pages, ranks
         lengths = torch.tensor(pages.seq_lens or [0], device="cpu")
         seen = int(lengths.max())
@@ -75,11 +76,11 @@ class KVCache(Cache):
         valid = torch.arange(seen, device="cpu") >= seen - lengths[:, None] if ragged else None  # shorter sequences count as left-padded
         self.columns = Columns(pages, _now=(seen, valid))
         self._recording = False
-        super().__init__(layers=_layers(pages, self.columns, config))
+        super().__init__(layers=_layers(pages, self.columns, config, dense))
         self._states = _states(self.layers)
         if any(getattr(layer, "readers", 1) > 1 for layer in self.layers):
             pages.read_again()
-        alone = ranks.size == 1 and self._states is None
+        alone = ranks.size == 1 and self._states is None and not dense
         self._captured = alone and config is not None and _can_be_captured(pages, config.num_attention_heads)
 
     @classmethod
@@ -95,6 +96,7 @@ class KVCache(Cache):
         nonfinite: str = "refuse",
         backend: str = "auto",
         budget: int | str | None = None,
+        dense: bool = False,
     ) -> KVCache:
         """A cache for `model`, which is switched to the "kvbits" attention (plain SDPA for any other cache) until `detach`.
 
@@ -114,6 +116,9 @@ class KVCache(Cache):
             backend: "auto", or one backend for every op.
             budget: bytes, or a text like "2GB", that the cache may take: it starts with 8 bits and gives back low planes, the finest and oldest first, as it
                 fills (docs/internals/tiers.md). For schemes with tiers, and instead of `max_tokens`.
+            dense: leave the model its own attention and hand it dense tensors, made of the pages one layer at a time: for models that cannot attend over pages
+                (their attention is their own code, or adds a bias). The same bytes are stored; each pass costs time and the memory of one layer's tokens in
+                16 bits. Padding is stored like any token.
 
         Warns:
             KvbitsWarning: the scheme is known to be unfit for this model, whose keys have a bias (`models.unfit_for`).
@@ -132,6 +137,8 @@ class KVCache(Cache):
         if calibration is not None and not hasattr(calibration, "static"):
             raise CalibrationError(f"calibration={calibration!r} is not a Calibration; pass Calibration.load(path)")
         config = text_config(model.config)
+        if (own := OWN_CACHE.get(config.model_type)) is not None:
+            raise UnsupportedError(f"{type(model).__name__} takes no cache but its own class {own}; use the stock cache")
         layers, ranks = layer_geometries(config), Ranks.of(model)
         chosen = scheme_for(model, scheme)
         if (unfit := unfit_for(model, chosen)) is not None:
@@ -141,12 +148,12 @@ class KVCache(Cache):
         static = None
         if chosen.needs_calibration or calibration is not None:
             static = ranks.static(_calibration(model, chosen, ranks, calibration, calibrate).to(model.device).static)
-        use_kvbits_attention(model)
+        _attach(model, layers, config, dense)
         pages = PagedCache(
             spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend, budget=nbytes
         )
         pages.made_for = weights_fingerprint(model)
-        cache = cls(pages, ranks, config)
+        cache = cls(pages, ranks, config, dense)
         return CrossKVCache(cache) if model.config.is_encoder_decoder else cache  # type: ignore[return-value]
 
     @classmethod
@@ -221,10 +228,11 @@ class KVCache(Cache):
             self.pages.save(path)
 
     @classmethod
-    def load(cls, path: str | Path, model: Any = None, *, grow: bool = False, check_weights: bool = True) -> KVCache:
+    def load(cls, path: str | Path, model: Any = None, *, grow: bool = False, check_weights: bool = True, dense: bool = False) -> KVCache:
         """The cache that `save` wrote, on `model`'s device, ready to be continued, with the capacity it had or, with `grow`, none.
 
         Args:
+            dense: see `for_model`.
             check_weights: refuse a cache that a model of other weights filled (see `weights_fingerprint`; files that say nothing about it are taken).
 
         Raises:
@@ -248,8 +256,8 @@ class KVCache(Cache):
                 f"{path} was filled by a model of the same shape with other weights, so its keys and values mean nothing to this one; "
                 "load that model, or pass check_weights=False if they are near enough"
             )
-        use_kvbits_attention(model)
-        return cls(pages if ranks.size == 1 else tensor_parallel.cut(pages, ranks, model.device), ranks, config)
+        _attach(model, layers, config, dense)
+        return cls(pages if ranks.size == 1 else tensor_parallel.cut(pages, ranks, model.device), ranks, config, dense)
 
     @property
     def nbytes(self) -> int:
@@ -411,10 +419,10 @@ def default_cache(model: Any, scheme: str | Scheme = schemes.RECOMMENDED, **opti
         del model._prepare_cache_for_generation
 
 
-def _layers(pages: PagedCache, columns: Columns, config: Any) -> list[Any]:
+def _layers(pages: PagedCache, columns: Columns, config: Any, dense: bool) -> list[Any]:
     """Of a cache for a model with this configuration; None: every layer stores keys and values of its own."""
-    if config is None:
-        return [KVLayer(pages, columns, i) for i in range(len(pages.spec.layers))]
+    if config is None or dense:
+        return [(DenseLayer if dense else KVLayer)(pages, columns, i) for i in range(len(pages.spec.layers))]
     places = layer_places(config)
     readers = Counter(p.stored for p in places)
     if all(p.stored is not None and not p.shares and not p.has_state for p in places):
@@ -437,7 +445,7 @@ def _layers(pages: PagedCache, columns: Columns, config: Any) -> list[Any]:
 
 def _states(layers: list[Any]) -> Any:
     """Recurrent states of a cache, None where there are none."""
-    if all(type(layer) is KVLayer for layer in layers):
+    if all(type(layer) in (KVLayer, DenseLayer) for layer in layers):
         return None
     from .recurrent import States
 
@@ -458,14 +466,41 @@ def _can_be_captured(pages: PagedCache, num_q_heads: int) -> bool:
     return decode.leads(pages.device) and pages.max_tokens is not None and pages.cannot_decode_on_device(num_q_heads, dtype) is None
 
 
+def cannot_be_dense(layers: tuple[LayerGeometry, ...], config: Any) -> str | None:
+    """Why dense copies of pages are not all that a model of this configuration wants of a cache, or None."""
+    if any(g.sliding_window is not None for g in layers):
+        return "its layers have windows, whose pages are given back while the first tokens of a chunk still see them"
+    if any(p.shares or p.has_state or p.stored is None for p in layer_places(config)):
+        return "not all of its layers store keys and values of their own"
+    return None
+
+
+def _attach(model: Any, layers: tuple[LayerGeometry, ...], config: Any, dense: bool) -> None:
+    """Ready a model for a cache.
+
+    Raises:
+        UnsupportedError: see `use_kvbits_attention`, `cannot_be_dense`.
+    """
+    if dense:
+        if (why := cannot_be_dense(layers, config)) is not None:
+            raise UnsupportedError(f"dense=True for {type(model).__name__}: {why}; leave it out, or use the stock cache")
+        generation.attach(model)
+        return
+    try:
+        use_kvbits_attention(model)
+    except UnsupportedError as error:
+        instead = "use the stock cache" if cannot_be_dense(layers, config) else "use KVCache.for_model(model, .., dense=True), or the stock cache"
+        raise UnsupportedError(f"{error}; {instead}") from error
+
+
 def use_kvbits_attention(model: Any) -> None:
     """Switch a model to the "kvbits" attention, and note on it what it had (`KVCache.detach`).
 
     Raises:
         UnsupportedError: the model does not take attention functions from Transformers' registry.
     """
-    if (how := _UNFIT.get(model.config.get_text_config(decoder=True).model_type)) is not None:
-        raise UnsupportedError(f"{type(model).__name__} {how}, so kvbits does not support it; use the stock cache")
+    if (how := UNFIT.get(model.config.get_text_config(decoder=True).model_type)) is not None:
+        raise UnsupportedError(f"{type(model).__name__} {how}, so it cannot attend over pages")
     if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
         generation.attach(model)
         return
@@ -479,7 +514,7 @@ def use_kvbits_attention(model: Any) -> None:
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         raise UnsupportedError(
             f"{type(model).__name__} ignored the attention implementation {NAME!r}: its attention is its own code and not looked up in Transformers' registry "
-            "(GPT-J and CodeGen, and models with ALiBi: Falcon, BLOOM, MPT), so kvbits cannot take its place; use the stock cache"
+            "(GPT-J and CodeGen, and models with ALiBi: Falcon, BLOOM, MPT), so it cannot attend over pages"
         )
     model.__dict__[_BEFORE] = before
     generation.attach(model)
