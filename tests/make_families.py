@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from kvbits import config_file
 from kvbits.config_file import FIELDS, NESTED, read_config
 from kvbits.errors import KvbitsError
-from kvbits.geometry import layer_geometries, max_context, query_heads
+from kvbits.geometry import layer_geometries, max_context, query_heads, state_bytes
 
 TARGET = Path(__file__).parents[1] / "src" / "kvbits" / "families.json"
 LONGEST_PERIOD = 12
@@ -67,7 +67,9 @@ def family(model_type: str) -> dict[str, Any] | None:
         found["alias"] = alias
     if (text := _text(config)) is not None and getattr(config, "text_config", None) is text:
         found["text"] = text.model_type
-    if (pattern := _pattern(model_type, config)) is not None:
+    if "num_hidden_layers" not in defaults and getattr(config, "layers_block_type", None):  # Nemotron-H counts its list
+        defaults["num_hidden_layers"], found["types"] = len(config.layers_block_type), list(config.layers_block_type)
+    elif (pattern := _pattern(model_type, config)) is not None:
         found["types"] = pattern[0]
         if pattern[1]:
             found["last"] = pattern[1]
@@ -104,7 +106,8 @@ def variants(model_type: str) -> list[dict[str, Any]]:
         return [stated, bare | {"text_config": {k: v for k, v in text.items() if k not in ("layer_types", "per_layer_config")}}]
     if "num_hidden_layers" in stated:
         found.append(bare | {"num_hidden_layers": 8})
-    found.append({"model_type": model_type, "num_hidden_layers": 7, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64, "head_dim": 32})
+    counted = {} if "layers_block_type" in stated and "num_hidden_layers" not in stated else {"num_hidden_layers": 7}
+    found.append({"model_type": model_type, **counted, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64, "head_dim": 32})
     if "use_sliding_window" in stated and "max_window_layers" in stated:
         found.append({"model_type": model_type, "sliding_window": 77, "use_sliding_window": True, "max_window_layers": 3})
     elif stated.get("sliding_window"):
@@ -126,6 +129,8 @@ def differs(model_type: str) -> list[str]:
                 ours = _facts(read_config(folder))
             except KvbitsError as e:
                 ours = str(e)
+            if isinstance(ours, tuple) and ours[-1] is None and isinstance(theirs, tuple):  # a state whose size is computed: not counted, and `plan` says so
+                theirs = (*theirs[:-1], None)
             if ours != theirs and not (isinstance(ours, str) and isinstance(theirs, str)):
                 found.append(f"{stated}: {ours} is {theirs} in Transformers")
     return found
@@ -133,7 +138,7 @@ def differs(model_type: str) -> list[str]:
 
 def _facts(config: Any) -> Any:
     try:
-        return layer_geometries(config), query_heads(config), max_context(config)
+        return layer_geometries(config), query_heads(config), max_context(config), state_bytes(config)
     except (KvbitsError, ValueError) as e:
         return str(e)
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbits.errors import SpecError, UnsupportedError
-from kvbits.geometry import find_model, forget_parsed, layer_geometries, load_config, max_context, text_config
+from kvbits.geometry import find_model, forget_parsed, layer_geometries, layer_places, load_config, max_context, stored_at, text_config
 from kvbits.spec import LayerGeometry
 
 transformers = pytest.importorskip("transformers")
@@ -168,12 +168,9 @@ def test_the_text_part_of_a_multimodal_configuration_counts():
     [
         ("deepseek_v3", {}, "latent attention"),
         ("minicpm3", {}, "latent attention"),
-        ("mamba", {}, "not plain attention"),
-        ("qwen3_next", {}, "layer 0 is 'linear_attention'"),
-        ("jamba", {}, "28 of 32 layers"),
-        ("llama4_text", {}, "'chunked_attention'"),
-        ("gemma3n_text", {}, "KV sharing"),
-        ("whisper", {}, "encoder-decoder"),
+        ("mamba", {}, "no layer of .* attends: they are 'linear_attention'"),
+        ("deepseek_v4", {}, "'heavily_compressed_attention'"),
+        ("mimo_v2_flash", {}, "keys of width 192 and values of width 128"),
         ("rwkv", {}, "num_attention_heads"),
     ],
 )
@@ -182,6 +179,35 @@ def test_other_caches_are_refused_with_the_reason(model_type, fields, message):
         pytest.skip(f"this transformers has no {model_type}")
     with pytest.raises(UnsupportedError, match=message):
         layer_geometries(config(model_type, **fields))
+
+
+def test_layers_that_store_nothing_are_left_out_and_said_to_be():
+    c = config("qwen3_next", **SMALL, layer_types=["linear_attention", "full_attention"] * 2, head_dim=16)
+    assert layer_geometries(c) == (LayerGeometry(num_kv_heads=2, head_dim=16),) * 2
+    assert [(p.kind, p.stored, p.has_state) for p in layer_places(c)] == [("linear_attention", None, True), ("full_attention", 0, False),
+                                                                        ("linear_attention", None, True), ("full_attention", 1, False)]  # fmt: skip
+    assert stored_at(c) == {1: 0, 3: 1}
+    assert [p.kind for p in layer_places(config("nemotron_h"))] == ["linear_attention", "moe", "full_attention", "mlp"]
+    assert {p.kind: p.has_state for p in layer_places(config("falcon_h1"))} == {"hybrid": True}
+
+
+def test_shared_layers_read_the_newest_of_their_type_before_them():
+    places = layer_places(config("gemma3n_text"))
+    own, shared = places[:20], places[20:]
+    assert [p.stored for p in own] == list(range(20)) and not any(p.shares for p in own) and all(p.shares for p in shared)
+    assert {(p.kind, p.stored) for p in shared} == {("sliding_attention", 18), ("full_attention", 19)}
+    assert len(layer_geometries(config("gemma3n_text"))) == 20
+
+
+def test_chunks_are_windows_that_begin_anew():
+    kinds = {(g.chunked, g.sliding_window) for g in layer_geometries(config("llama4_text"))}
+    assert kinds == {(True, 8192), (False, None)}
+
+
+def test_the_decoder_of_an_encoder_counts():
+    c = config("bart", encoder_layers=3, decoder_layers=5, encoder_attention_heads=4, decoder_attention_heads=8, d_model=128)
+    assert layer_geometries(c) == layer_geometries(text_config(c)) == (LayerGeometry(num_kv_heads=8, head_dim=16),) * 5
+    assert len(layer_geometries(config("t5", num_layers=2, num_decoder_layers=7))) == 7
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,10 @@ FIELDS = (
     "attention_chunk_size", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "is_encoder_decoder", "num_kv_shared_layers", "multi_query",
     "new_decoder_architecture", "max_position_embeddings", "vocab_size", "intermediate_size", "tie_word_embeddings", "attention_bias", "mlp_bias",
     "num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "shared_expert_intermediate_size",
-    "first_k_dense_replace", "decoder_sparse_step", "q_lora_rank", "hidden_size_per_layer_input",
+    "first_k_dense_replace", "decoder_sparse_step", "q_lora_rank", "hidden_size_per_layer_input", "num_decoder_layers", "d_kv", "decoder_layers", "decoder_attention_heads",
+    "linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+    "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_d_ssm", "mamba_expand", "mamba_ngroups",
+    "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "conv_L_cache",
 )  # fmt: skip
 """What is asked of a configuration: of a cache's shape, and of a model's weights."""
 _FLAGS = (
@@ -44,6 +47,10 @@ NESTED = ("attn_config",)
 """Parts of a configuration that are looked into by attribute."""
 
 
+_BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+"""What the letters of Nemotron-H's pattern stand for."""
+
+
 class Fields:
     """What a config.json says, and what its family has where it says nothing: attributes as of a Transformers configuration."""
 
@@ -58,9 +65,14 @@ class Fields:
         self.described = f"a {self.model_type} model"
         for name, value in (family["defaults"] | stated).items():
             setattr(self, name, Fields._plain(_checked(value)) if name in NESTED and isinstance(value, dict) else value)
+        self._aliased = tuple(family.get("alias", {}))
         for name, called in family.get("alias", {}).items():
             if called in stated or not hasattr(self, name):
                 setattr(self, name, getattr(self, called, None))
+        if isinstance(pattern := stated.get("hybrid_override_pattern"), str) and not stated.get("layers_block_type"):  # Nemotron-H
+            self.layers_block_type = [_BLOCKS.get(c, c) for c in pattern]
+        if (blocks := getattr(self, "layers_block_type", None)) and "num_hidden_layers" not in stated:
+            self.num_hidden_layers = len(blocks)
         self.dtype = stated.get("dtype") or stated.get("torch_dtype")
         if self.model_type.startswith("gemma4") and "per_layer_config" not in stated and getattr(self, "global_head_dim", None) is None:
             self.global_head_dim = 512
@@ -68,7 +80,7 @@ class Fields:
             self.is_heterogeneous = True
             self.per_layer_config = [self._but(own.get(str(i)) or own.get(f"{i:02d}") or {}) for i in range(int(stated.get("num_hidden_layers", 0)))]
         self._text = _text_part(stated, family)
-        if self._text is None and not stated.get("layer_types"):
+        if self._text is None and not stated.get("layer_types") and not getattr(self, "layers_block_type", None):
             self.layer_types = _types(self, family)
 
     def _but(self, other: dict[str, Any]) -> Any:
@@ -82,8 +94,16 @@ class Fields:
         return found
 
     def get_text_config(self, decoder: bool = True) -> Fields:
-        """The part that generates text."""
-        return self if self._text is None else self._text
+        """The part that generates text; of one configuration for encoder and decoder, the decoder's numbers."""
+        if self._text is not None:
+            return self._text.get_text_config()
+        if not getattr(self, "is_encoder_decoder", False) or not hasattr(self, "_text"):
+            return self
+        own = {"num_hidden_layers": "decoder_layers", "num_attention_heads": "decoder_attention_heads"}
+        if "num_key_value_heads" in self._aliased:  # of the encoder
+            own["num_key_value_heads"] = "decoder_attention_heads"
+        found: Fields = self._but({"is_encoder_decoder": False} | {name: x for name, called in own.items() if (x := getattr(self, called, None)) is not None})
+        return found
 
 
 def read_config(model: str | os.PathLike[str]) -> Any:

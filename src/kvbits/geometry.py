@@ -39,6 +39,7 @@ _FULL = ("full_attention", "hybrid")
 _CHUNKED = "chunked_attention"
 _STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 """Types of layers that keep a state of one size however many tokens there were (convolutions, Mamba, gated delta rule); the hybrid ones attend beside it."""
+_OLD_NAMES = {"attention": "full_attention", "mamba": "linear_attention", "mamba2": "linear_attention", "recurrent": "linear_attention"}
 _NOTHING = ("moe", "mlp")
 """Types of layers that keep nothing of the tokens before."""
 
@@ -295,6 +296,44 @@ def layer_types(config: Any) -> list[str]:
     return [p.kind for p in layer_places(config) if p.stored is not None and not p.shares]
 
 
+def state_bytes(config: Any, dtype_bytes: int = 2) -> int | None:
+    """Bytes of the recurrent states of one sequence, which do not grow with it; 0 where no layer has one, None where the family's formula is not known.
+
+    Convolutions keep their newest inputs in the model's dtype, everything else is float32 in Transformers.
+
+    Args:
+        dtype_bytes: of the model's dtype.
+    """
+    config, configs = _decoder(config)
+    having = [c for c, p in zip(configs, _places(config, configs), strict=True) if p.has_state]
+    sizes = [_state_elements(c) for c in having]
+    return None if None in sizes else sum(dtype_bytes * conv + 4 * state for conv, state in (s for s in sizes if s is not None))
+
+
+def _state_elements(config: Any) -> tuple[int, int] | None:
+    """(numbers of a layer's convolution, of its recurrent state), None where neither is known."""
+
+    def has(*names: str) -> Any:
+        return next((int(x) for name in names if isinstance(x := getattr(config, name, None), int | float)), None)
+
+    hidden = has("hidden_size") or 0
+    if (heads := has("linear_num_value_heads")) is not None:  # gated delta rule: Qwen3-Next, Qwen3.5, OLMo hybrid
+        key, value = config.linear_num_key_heads * config.linear_key_head_dim, heads * config.linear_value_head_dim
+        return (2 * key + value) * config.linear_conv_kernel_dim, heads * config.linear_key_head_dim * config.linear_value_head_dim
+    if (kernel := has("conv_L_cache")) is not None:  # LFM2
+        return hidden * kernel, 0
+    states, kernel = has("mamba_d_state", "ssm_state_size"), has("mamba_d_conv", "conv_kernel")
+    if states is None or kernel is None:
+        return None
+    if (heads := has("mamba_num_heads", "mamba_n_heads")) is None or (groups := has("n_groups", "mamba_n_groups")) is None:
+        inner = hidden * (has("mamba_expand") or 2)
+        if (groups := has("mamba_ngroups")) is not None:  # Zamba 2
+            return (inner + 2 * groups * states) * kernel, inner * states
+        return inner * kernel, inner * states  # Mamba 1: Jamba, Zamba
+    inner = heads * has("mamba_head_dim") if has("mamba_head_dim") else has("mamba_d_ssm") or hidden * (has("mamba_expand") or 2)
+    return (inner + 2 * groups * states) * kernel, inner * states  # Mamba 2: Bamba, Granite 4, Falcon-H1, Nemotron-H
+
+
 def query_heads(config: Any) -> int | None:
     """Query heads of a layer, or None where the configuration does not say one number."""
     n = getattr(text_config(config), "num_attention_heads", None)
@@ -341,7 +380,7 @@ def _stated_types(config: Any, configs: list[Any]) -> list[str]:
         types = [_infer_type(c, i) for i, c in enumerate(configs)]
     if len(types) != len(configs):
         raise SpecError(f"{_name(config)} has num_hidden_layers={len(configs)} but {len(types)} layer_types")
-    return [{"attention": "full_attention"}.get(t, t) for t in types]
+    return [_OLD_NAMES.get(t, t) for t in types]
 
 
 def _places(config: Any, configs: list[Any]) -> tuple[Place, ...]:
@@ -392,9 +431,8 @@ def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
         window = getattr(config, field := "attention_chunk_size" if kind == _CHUNKED else "sliding_window", None)
         if not window:
             raise SpecError(f"layer {layer} of {_name(config)} is {kind!r} but {field}={window}")
-    num_heads = query_heads(config)
-    if num_heads is None:
-        num_heads = getattr(config, "num_attention_heads", None)
+    num_heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(num_heads, int) or num_heads < 1:
         raise UnsupportedError(f"{_name(config)} states no single num_attention_heads (found {num_heads!r}), so it is no plain attention model")
     head_dim, num_kv_heads = _head_dim(config, num_heads), _num_kv_heads(config, num_heads)
     if kind == "full_attention" and (wide := getattr(config, "global_head_dim", None)):  # Gemma 4 before it became heterogeneous

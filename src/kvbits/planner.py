@@ -127,7 +127,11 @@ class Cards:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One row per scheme, and the question. With `cards` layers, bytes and memory are those of one GPU."""
+    """One row per scheme, and the question. With `cards` layers, bytes and memory are those of one GPU.
+
+    Attributes:
+        state_bytes: of recurrent layers, for each sequence; in all totals. None: not known, and in none.
+    """
 
     layers: tuple[LayerGeometry | PlainLayer, ...]
     context: int
@@ -136,6 +140,7 @@ class Plan:
     rows: tuple[PlanRow, ...]
     cards: Cards | None = None
     engine: str = "transformers"
+    state_bytes: int | None = 0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON data: `rows` as `PlanRow` fields, geometry counted by layer kind."""
@@ -143,12 +148,13 @@ class Plan:
         for g in self.layers:
             kinds[g] = kinds.get(g, 0) + 1
         return {
-            "layers": [{"count": n} | {name: x for name, x in asdict(g).items() if name != "rotary"} for g, n in kinds.items()],
+            "layers": [{"count": n} | {name: x for name, x in asdict(g).items() if name != "rotary" and (x or name != "chunked")} for g, n in kinds.items()],
             "context": self.context,
             "batch": self.batch,
             "memory_bytes": self.memory_bytes,
             "cards": None if self.cards is None else self.cards.to_dict(),
             "engine": self.engine,
+            "state_bytes": self.state_bytes,
             "rows": [asdict(r) for r in self.rows],
         }
 
@@ -202,7 +208,26 @@ class _Blocks:
         return batch_size * (self.copies + sum(n * size for n, size in zip(held, self.sizes, strict=True)))
 
 
-Cache = CacheSpec | _Dense | _Blocks
+@dataclass(frozen=True)
+class _WithStates:
+    """A cache beside recurrent states, which do not grow with the tokens."""
+
+    cache: CacheSpec | _Dense | _Blocks
+    state_bytes: int
+
+    @property
+    def bits_per_element(self) -> float:
+        return self.cache.bits_per_element
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.cache.bytes_per_token
+
+    def nbytes(self, num_tokens: int, batch_size: int = 1) -> int:
+        return self.cache.nbytes(num_tokens, batch_size) + batch_size * self.state_bytes
+
+
+Cache = CacheSpec | _Dense | _Blocks | _WithStates
 
 
 def uniform(num_layers: int, num_kv_heads: int, head_dim: int, sliding_window: int | None = None) -> tuple[LayerGeometry, ...]:
@@ -258,6 +283,7 @@ def plan(
     memory_bytes: int | None = None,
     cards: Cards | None = None,
     raw_dtype: str = "bfloat16",
+    state_bytes: int | None = 0,
     **changes: Any,
 ) -> Plan:
     """What each scheme costs on a model, and what fits.
@@ -271,6 +297,7 @@ def plan(
         memory_bytes: memory for the cache alone; None leaves max_batch and max_context out.
         cards: GPUs whose memory holds weights too, instead of `memory_bytes`.
         raw_dtype: dtype of raw pages, the model's own.
+        state_bytes: of the recurrent states of a sequence (`geometry.state_bytes`); None if that is not known.
         changes: fields of `Scheme` to change in every preset, for example num_sink_tokens=4.
 
     Raises:
@@ -289,12 +316,14 @@ def plan(
     if engine not in ENGINES:
         raise SpecError(unknown("engine", engine, ENGINES))
     rows = []
-    dense = _vllm("bf16", layers, raw_dtype) if engine == "vllm" else _Dense("bf16", layers)
+    dense: Cache = _vllm("bf16", layers, raw_dtype) if engine == "vllm" else _Dense("bf16", layers)
+    dense = _WithStates(dense, state_bytes) if state_bytes else dense  # type: ignore[arg-type]
     baseline = dense.nbytes(context, batch)
     users = None if memory_bytes is None else max_batch(dense, memory_bytes, context)
     for scheme in schemes:
         name = scheme if isinstance(scheme, str) else scheme.name
-        cache = _vllm(scheme, layers, raw_dtype) if engine == "vllm" else _cache(scheme, layers, raw_dtype, changes)
+        cache: Cache = _vllm(scheme, layers, raw_dtype) if engine == "vllm" else _cache(scheme, layers, raw_dtype, changes)
+        cache = _WithStates(cache, state_bytes) if state_bytes else cache  # type: ignore[arg-type]
         total = cache.nbytes(context, batch)
         longest = None if memory_bytes is None else max_context(cache, memory_bytes, batch)
         fit = None if memory_bytes is None else max_batch(cache, memory_bytes, context)
@@ -305,7 +334,7 @@ def plan(
                 max_context=longest, unbounded=memory_bytes is not None and longest is None,
             )
         )  # fmt: skip
-    return Plan(layers=layers, context=context, batch=batch, memory_bytes=memory_bytes, rows=tuple(rows), cards=cards, engine=engine)
+    return Plan(layers=layers, context=context, batch=batch, memory_bytes=memory_bytes, rows=tuple(rows), cards=cards, engine=engine, state_bytes=state_bytes)
 
 
 def _cache(scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer, ...], raw_dtype: str, changes: dict[str, Any]) -> Cache:

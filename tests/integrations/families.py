@@ -353,6 +353,8 @@ def _verdict(kind: str) -> str:
         return "others"
     module = Path(transformers.__file__).parent / "models" / type(text).__module__.split(".")[-2]
     modeling = "".join(f.read_text() for f in module.glob("modeling_*.py"))
+    if not modeling:  # models of another family under a name of their own
+        return "taken"
     if text.model_type in OWN_CACHE or ".update(" not in modeling:
         return "others"
     if text.model_type not in UNFIT and "ALL_ATTENTION_FUNCTIONS" in modeling:

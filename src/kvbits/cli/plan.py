@@ -56,7 +56,7 @@ def plan(
     chosen, refused = _chosen(subject, engine, scheme, bool(changes))
     found = planner.plan(
         planner.rank(subject.layers, gpus, subject.query_heads), chosen, engine=engine, context=context, batch=batch,
-        memory_bytes=limit, cards=cards, raw_dtype=_raw_dtype(raw_dtype), **changes,
+        memory_bytes=limit, cards=cards, raw_dtype=_raw_dtype(raw_dtype), state_bytes=subject.state_bytes and -(-subject.state_bytes // gpus), **changes,
     )  # fmt: skip
     if as_json:
         about = {"model": subject.model, "model_max_context": subject.longest, "weights_from": subject.weights_from, "memory_from": subject.memory_from}
@@ -110,6 +110,10 @@ def _not_in_vllm(subject: Subject, scheme: str | Scheme) -> str | None:
         return "the model has attention sinks, which kvbits' backend for vLLM does not do; use vLLM's own dtypes"
     if getattr(text, "alibi", False) or kind in ("bloom", "mpt"):
         return "the model has ALiBi, which kvbits' backend for vLLM does not do; use vLLM's own dtypes"
+    if getattr(subject.config, "is_encoder_decoder", False):
+        return "the model has an encoder, which kvbits' backend for vLLM does not do; use vLLM's own dtypes"
+    if any(getattr(g, "chunked", False) for g in subject.layers):
+        return "the model attends in chunks, which kvbits' backend for vLLM does not do; use vLLM's own dtypes"
     if not isinstance(scheme, str):
         return None
     biased = text is not None and has_key_bias(text)
@@ -165,9 +169,14 @@ def _memory(found: Plan, subject: Subject) -> str:
 
 def _plan_notes(found: Plan, subject: Subject) -> list[str]:
     from ..geometry import text_config
+    from ..units import human_bytes
 
     longest = subject.longest
     notes = ["GB is 10**9 bytes. bits/element and bytes/token are those of long contexts; the total counts whole pages, sinks and raw tail."]
+    if found.state_bytes:
+        notes.append(f"Recurrent layers keep {human_bytes(found.state_bytes)} for each user, whatever the context; the totals count it.")
+    elif found.state_bytes is None:
+        notes.append("Recurrent layers keep a state of a size that is not known here; no total counts it.")
     if subject.refused is not None and len(found.layers) < getattr(text_config(subject.config), "num_hidden_layers", 0):
         notes.append("Only attention layers are counted; others have a state of their own, whose size does not grow with the context.")
     if found.engine == "vllm":

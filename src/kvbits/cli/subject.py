@@ -30,6 +30,7 @@ class Subject:
         longest: the model's own longest context.
         weights_from: where the bytes of its weights were found; None until they are needed.
         memory_from: which memory was taken for that of a GPU, where its name was given.
+        state_bytes: of the recurrent states of a sequence; None where its formula is not known.
         refused: why pages of few bits cannot be made of it; `layers` then say what 16 bits hold.
     """
 
@@ -41,6 +42,7 @@ class Subject:
     weights_from: str | None = None
     memory_from: str | None = None
     refused: str | None = None
+    state_bytes: int | None = 0
 
     def room(self, gpu_memory: str | None, gpus: int, weights: str | None, reserve: str | None, memory: str | None) -> tuple[Cards | None, int | None]:
         """(the GPUs, bytes for the cache alone), as far as they are given.
@@ -140,7 +142,7 @@ def subject_of(
 
 def _of_model(model: str, in_16_bits: bool) -> Subject:
     from ..config_file import read_config
-    from ..geometry import find_model, layer_geometries, max_context, plain_layers, query_heads
+    from ..geometry import find_model, layer_geometries, max_context, plain_layers, query_heads, state_bytes
 
     if str(find_model(model, look_up=False)).endswith(".gguf"):
         typer.echo(f"reading {model}: a GGUF file is read with Transformers, which takes seconds", err=True)
@@ -156,4 +158,5 @@ def _of_model(model: str, in_16_bits: bool) -> Subject:
             found, refused = plain_layers(config), str(e)
         except UnsupportedError:
             raise e from None
-    return Subject(found, model, config, query_heads(config), max_context(config), refused=refused)
+    states = 0 if refused else state_bytes(config)
+    return Subject(found, model, config, query_heads(config), max_context(config), refused=refused, state_bytes=states)

@@ -50,8 +50,11 @@ UNFIT = {
     "bigbird_pegasus": "has an encoder that makes masks of its own",
 }
 """Models by `model_type` whose attention is looked up in the registry and still cannot read pages, and why."""
-OWN_CACHE = {"minimax": "MiniMaxCache"}
-"""Models by `model_type` that take no cache but a class of their own."""
+OWN_CACHE = {
+    "minimax": "takes no cache but a class of its own (MiniMaxCache)",
+    "recurrent_gemma": "keeps its recurrent states in itself, where no cache can select, copy or reset them",
+}
+"""Models by `model_type` that keep what they know of a sequence elsewhere, and where."""
 _BEFORE = "_attention_before_kvbits"
 """Where a model keeps the attention implementations that it had."""
 
@@ -138,7 +141,7 @@ class KVCache(Cache):
             raise CalibrationError(f"calibration={calibration!r} is not a Calibration; pass Calibration.load(path)")
         config = text_config(model.config)
         if (own := OWN_CACHE.get(config.model_type)) is not None:
-            raise UnsupportedError(f"{type(model).__name__} takes no cache but its own class {own}; use the stock cache")
+            raise UnsupportedError(f"{type(model).__name__} {own}; use the stock cache")
         layers, ranks = layer_geometries(config), Ranks.of(model)
         chosen = scheme_for(model, scheme)
         if (unfit := unfit_for(model, chosen)) is not None:
