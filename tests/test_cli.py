@@ -317,10 +317,16 @@ def test_what_an_engine_refuses_of_a_model_is_named_and_16_bits_are_shown(tmp_pa
         assert [r["scheme"] for r in data["rows"]] == names and data["rows"][0]["bytes_per_token"] == 4 * 576 * 2
         assert "latent attention" in next(iter(data["refused"].values())) and data["rows"][0]["max_batch"] > 0
     hybrid = configured(tmp_path / "hybrid", model_type="qwen3_next", num_hidden_layers=8)
-    text = " ".join(run("plan", hybrid).stdout.split())
-    assert "2 layers x 1,024 numbers a token" in text and "6 of 8 layers of a qwen3_next model are not plain attention" in text
+    text, data = " ".join(run("plan", hybrid).stdout.split()), run_json("plan", hybrid, "--scheme", "bf16", "--context", 1000, "--batch", 2)
+    assert "2 layers x 2 kv heads x 256" in text and "Recurrent layers keep 13.0 MB for each user, whatever the context; the totals count it." in text
+    assert data["state_bytes"] == 6 * (32 * 128 * 128 * 4 + 8192 * 4 * 2) and data["rows"][0]["total_bytes"] == 2 * (
+        1000 * 2 * 2 * 2 * 256 * 2 + data["state_bytes"]
+    )
+    both = configured(tmp_path / "both", model_type="kimi_linear", num_hidden_layers=8)
+    text = " ".join(run("plan", both).stdout.split())
     assert "Only attention layers are counted; others have a state of their own" in text and "Only attention" not in run("plan", latent).stdout
-    assert "int8: 6 of 8 layers" in error("plan", hybrid, "--scheme", "int8")
+    for kind, why in (("llama4_text", "attends in chunks"), ("bart", "has an encoder")):
+        assert why in next(iter(run_json(*VLLM, configured(tmp_path / kind, model_type=kind))["refused"].values()))
     assert "latent attention" in error("fit", latent, "--out", tmp_path / "x.json", "--memory", "1GB", "--context", "1k")
 
 

@@ -26,10 +26,10 @@ FIELDS = (
     "attention_chunk_size", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "is_encoder_decoder", "num_kv_shared_layers", "multi_query",
     "new_decoder_architecture", "max_position_embeddings", "vocab_size", "intermediate_size", "tie_word_embeddings", "attention_bias", "mlp_bias",
     "num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "shared_expert_intermediate_size",
-    "first_k_dense_replace", "decoder_sparse_step", "q_lora_rank", "hidden_size_per_layer_input", "num_decoder_layers", "d_kv", "decoder_layers", "decoder_attention_heads",
-    "linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
-    "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_d_ssm", "mamba_expand", "mamba_ngroups",
-    "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "conv_L_cache",
+    "first_k_dense_replace", "decoder_sparse_step", "q_lora_rank", "hidden_size_per_layer_input", "num_decoder_layers", "d_kv", "decoder_layers",
+    "decoder_attention_heads", "linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+    "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_d_ssm", "mamba_expand", "mamba_ngroups", "mamba_num_heads", "mamba_head_dim",
+    "n_groups", "ssm_state_size", "conv_kernel", "conv_L_cache",
 )  # fmt: skip
 """What is asked of a configuration: of a cache's shape, and of a model's weights."""
 _FLAGS = (

@@ -361,8 +361,8 @@ def _name(config: Any) -> str:
 def _refuse_latent(config: Any) -> None:
     if rank := getattr(config, "kv_lora_rank", None):
         raise UnsupportedError(
-            f"{_name(config)} uses multi-head latent attention (kv_lora_rank={rank}): its cache holds latents, which the model makes keys and values of each time "
-            "it reads them, and kvbits has no attention over latents; use the stock cache"
+            f"{_name(config)} uses multi-head latent attention (kv_lora_rank={rank}): its cache holds latents, of which the model makes keys and values as it "
+            "reads them, and kvbits has no attention over latents; use the stock cache"
         )
 
 
@@ -443,7 +443,7 @@ def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
     return LayerGeometry(num_kv_heads=num_kv_heads, **_widths(config, head_dim), sliding_window=window, chunked=kind == _CHUNKED)
 
 
-def _widths(config: Any, head_dim: int) -> dict[str, int]:
+def _widths(config: Any, head_dim: int) -> dict[str, Any]:
     """Channels of keys and of values, as fields of a geometry."""
     value_dim = getattr(config, "v_head_dim", None) or head_dim
     if value_dim != head_dim:

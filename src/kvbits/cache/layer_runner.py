@@ -105,8 +105,11 @@ class LayerRunner:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: Forward,
         more: bool = False, within: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Store the tokens k, v [B, T, H, D] of a layer and attend with q [B, T, Hq, D]: (out [B, T, Hq, D], lse float32 [B, T, Hq]). With `more` the layer comes
-        again with other queries: a single token is stored at the first visit, a chunk, which attends to the history, at the last. `within`: see `PagedCache.step`."""
+        """Store the tokens k, v [B, T, H, D] of a layer and attend with q [B, T, Hq, D]: (out [B, T, Hq, D], lse float32 [B, T, Hq]).
+
+        With `more` the layer comes again with other queries: a single token is stored at the first visit, a chunk, which attends to the history, at the last.
+        `within`: see `PagedCache.step`.
+        """
         place = self._stores.places[layer]
         call = self.call(place, scaling, softcap, f)
         q, k = self._stores.as_stored(place, q, k)

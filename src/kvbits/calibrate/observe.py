@@ -14,7 +14,7 @@ from transformers.masking_utils import sdpa_mask
 
 from .. import runs
 from ..errors import CalibrationError
-from ..geometry import text_config
+from ..geometry import stored_at, text_config
 
 NAME = "kvbits_observe"
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -82,13 +82,13 @@ def _free_memory() -> int:
 
 @torch.no_grad()
 def forward(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, observe: Observer, layers: set[int]) -> None:
-    """One forward pass of ids [B, T], up to the language head, whose logits would be the largest tensor of all.
+    """One forward pass of ids [B, T], up to the language head, whose logits would be the largest tensor of all. Layers are counted as `layer_geometries` does.
 
     Raises:
         CalibrationError: a layer of `layers` that wrote nothing.
     """
     visited: set[int] = set()
-    cache = ObservingCache(text_config(model.config), _noting(observe, visited))
+    cache = ObservingCache(text_config(model.config), _noting(observe, visited, stored_at(model.config)))
     _backbone(model)(input_ids=ids.to(model.device), attention_mask=None if mask is None else mask.to(model.device), past_key_values=cache, use_cache=True)
     if missing := layers - visited:
         raise CalibrationError(f"layers {sorted(missing)[:4]} of {type(model).__name__} wrote nothing to the cache; kvbits cannot calibrate this model")
@@ -104,7 +104,7 @@ def forward_with_queries(model: Any, ids: torch.Tensor, mask: torch.Tensor | Non
     visited: set[int] = set()
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
-    _readers.append(_noting(observe, visited))
+    _readers.append(_noting(observe, visited, stored_at(model.config)))
     try:
         _backbone(model)(input_ids=ids.to(model.device), attention_mask=None if mask is None else mask.to(model.device), use_cache=False)
     finally:
@@ -121,9 +121,10 @@ def _backbone(model: Any) -> Any:
     return getattr(model, "base_model", model)
 
 
-def _noting(observe: Observer, visited: set[int]) -> Observer:
+def _noting(observe: Observer, visited: set[int], stored: dict[int, int]) -> Observer:
     def seen(layer: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        visited.add(layer)
-        observe(layer, a, b)
+        if (place := stored.get(layer)) is not None:  # None: it reads the keys and values of another
+            visited.add(place)
+            observe(place, a, b)
 
     return seen

@@ -21,6 +21,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from ..errors import DataError, UnsupportedError
+from ..geometry import stored_at
 from ..integrations.attention import attention
 from ..integrations.huggingface import KVCache
 from ..integrations.masks import mask
@@ -47,7 +48,7 @@ class LayerInputs:
 
 @torch.no_grad()
 def observe(model: Any, ids: torch.Tensor) -> list[LayerInputs]:
-    """Every layer's attention inputs over ids [num_tokens], in one forward pass with the stock cache.
+    """The attention inputs of every layer that stores keys and values, over ids [num_tokens], in one forward pass with the stock cache.
 
     Raises:
         UnsupportedError: a model that takes no attention functions, or whose layers do not pass through them.
@@ -70,10 +71,10 @@ def observe(model: Any, ids: torch.Tensor) -> list[LayerInputs]:
         raise UnsupportedError(f"{type(model).__name__} cannot use a custom attention: {error}") from error
     finally:
         model.set_attn_implementation(before)
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    if sorted(seen) != list(range(count)):
-        raise UnsupportedError(f"{type(model).__name__}: {len(seen)} of {count} layers passed through the attention function")
-    return [seen[i] for i in range(count)]
+    stored = stored_at(model.config)
+    if missing := stored.keys() - seen.keys():
+        raise UnsupportedError(f"{type(model).__name__}: {len(missing)} of {len(stored)} layers did not pass through the attention function")
+    return [seen[i] for i in stored]
 
 
 @torch.no_grad()

@@ -27,7 +27,8 @@ def refuse_capture(device: torch.device) -> None:
 
 @torch.library.custom_op(
     "kvbits::cached_attention", mutates_args=("numbers",), tags=(torch.Tag.cudagraph_unsafe,),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sink_logits, Tensor(a0!) numbers, int layer, float scaling, float? softcap, bool more) -> Tensor",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sink_logits, Tensor(a0!) numbers, int layer, float scaling, float? softcap, bool more) "
+    "-> Tensor",
 )  # fmt: skip
 def cached_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sink_logits: torch.Tensor | None, numbers: torch.Tensor, layer: int,

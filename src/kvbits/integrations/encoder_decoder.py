@@ -1,4 +1,4 @@
-"""The cache of an encoder-decoder model: keys and values of the decoder's own tokens in a `KVCache`, those of the encoder's output in a stock cache, as they are."""
+"""The cache of an encoder-decoder model: keys and values of the decoder's own tokens in a `KVCache`, those of the encoder's output in a stock cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class CrossKVCache(EncoderDecoderCache):
     @property
     def nbytes(self) -> int:
         """Bytes really allocated for the cache, the encoder's output in 16 or 32 bits among them."""
-        return self.self_attention_cache.nbytes + sum(x.nbytes for layer in self.cross_attention_cache.layers for x in (layer.keys, layer.values) if x is not None)
+        return self.self_attention_cache.nbytes + sum(
+            x.nbytes for layer in self.cross_attention_cache.layers for x in (layer.keys, layer.values) if x is not None
+        )
 
     @property
     def is_compileable(self) -> bool:

@@ -157,7 +157,7 @@ class KVCache(Cache):
         )
         pages.made_for = weights_fingerprint(model)
         cache = cls(pages, ranks, config, dense)
-        return CrossKVCache(cache) if model.config.is_encoder_decoder else cache  # type: ignore[return-value]
+        return CrossKVCache(cache) if model.config.is_encoder_decoder else cache
 
     @classmethod
     def from_prefix(

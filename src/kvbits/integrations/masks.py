@@ -338,7 +338,7 @@ class Mask(NotATensor):
             self.made.append(sdpa_mask(**self.arguments))
         return self.made[0]
 
-    def __getitem__(self, index: object) -> Mask:
+    def __getitem__(self, index: object) -> Mask:  # type: ignore[override]
         """The same for the last queries alone: Gemma 4 leaves out the others in layers that share keys and values."""
         if isinstance(index, tuple) and [type(i) for i in index] == [slice] * 4 and index[2].stop is None:
             return self

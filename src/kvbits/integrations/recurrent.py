@@ -1,4 +1,4 @@
-"""Layers of a `KVCache` that keep a recurrent state: convolutions, Mamba, gated delta rule. Transformers' own layer keeps it, in the model's dtype, beside the pages.
+"""Layers of a `KVCache` that keep a recurrent state: convolutions, Mamba, gated delta rule. Transformers' own layer keeps it, beside the pages.
 
 A state knows nothing of the tokens that made it, so it cannot go back by some of them, and what a pass that broke off did to it cannot be taken back.
 """
@@ -51,7 +51,7 @@ class RecurrentLayer(LinearAttentionLayer):
     batch_repeat_interleave = repeat_states
 
 
-class HybridLayer(RecurrentLayer, KVLayer):
+class HybridLayer(RecurrentLayer, KVLayer):  # type: ignore[misc]  # a state can be selected and reset; its pages are the cache's
     """A layer that attends and keeps a state beside its keys and values."""
 
     is_croppable = RecurrentLayer.is_croppable
@@ -92,8 +92,8 @@ class States:
         """
         if self.halfway:
             raise CacheStateError(
-                f"a forward pass broke off after it had moved recurrent states, of which this model has them in {counted(len(self.layers), 'layer')}: they cannot "
-                "be taken back; call reset() and pass the whole sequence again, or go on with a copy.deepcopy of the cache that was made before"
+                f"a forward pass broke off after it had moved recurrent states ({counted(len(self.layers), 'layer')} of this model have them), which cannot be "
+                "taken back; call reset() and pass the whole sequence again, or go on with a copy.deepcopy of the cache that was made before"
             )
 
     def crop(self, n: int, recording: bool) -> None:

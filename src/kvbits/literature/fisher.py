@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..errors import CalibrationError
+from ..geometry import stored_at
 
 NAME = "kvbits_fisher"
 Seen = Callable[[int, str, torch.Tensor, torch.Tensor], None]
@@ -59,7 +60,8 @@ def watched(model: Any, seen: Seen, *, checkpointing: bool = False) -> Iterator[
                 m.eval()
     else:
         model.eval()
-    _observers.append(seen)
+    stored = stored_at(model.config)
+    _observers.append(lambda layer, side, x, gradient: seen(stored[layer], side, x, gradient))
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import schemes
 from ...calibrate import Calibration, kept
 from ...errors import UnsupportedError
-from ...geometry import layer_geometries
+from ...geometry import layer_geometries, stored_at
 from ...quant.basis import completed
 from ...spec import LayerGeometry, Scheme
 from ..rotary import layers_of
@@ -46,6 +46,7 @@ class Model:
             UnsupportedError: a model whose rotary embedding cannot be told.
         """
         self.layers = self.layers or layers_of(self.config)
+        index = stored_at(self.config)[index]
         geometry = self.layers[index]
         assert geometry.rotary is not None
         heads = heads_of(geometry.num_kv_heads, rank, size)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ... import schemes
 from ...errors import SpecError, UnsupportedError
-from ...geometry import layer_geometries
+from ...geometry import layer_geometries, layer_places, stored_at
 from ...spec import LayerGeometry, QuantSpec, Scheme
 from .formats import PAGE_SIZE, SCHEME, Format, tag_for
 from .options import options_of
@@ -19,7 +19,7 @@ INSIDE = ("SimpleCPUOffloadConnector", "DecodeBenchConnector")
 
 
 def layer_formats(vllm_config: Any) -> tuple[Format | None, ...]:
-    """The format of each layer of the whole model; None where it stays raw.
+    """The format of each layer of the whole model; None where it stays raw or stores nothing.
 
     Raises:
         UnsupportedError: no file, or formats that pages of vLLM cannot hold.
@@ -38,7 +38,9 @@ def layer_formats(vllm_config: Any) -> tuple[Format | None, ...]:
         raise UnsupportedError(
             f"{transfer.kv_connector} tells pages apart by the name of the dtype, and all scheme files have one name; use a dtype of its own, or {INSIDE[0]}"
         )
-    return _layer_formats(path, layer_geometries(vllm_config.model_config.hf_text_config))
+    config = vllm_config.model_config.hf_text_config
+    found, stored = _layer_formats(path, layer_geometries(config)), stored_at(config)
+    return tuple(found[stored[i]] if i in stored else None for i in range(len(layer_places(config))))
 
 
 @functools.lru_cache(maxsize=8)
