@@ -236,7 +236,6 @@ def _decoder(config: Any) -> tuple[Any, list[Any]]:
     if not num_layers:
         raise UnsupportedError(f"{_name(config)} states no num_hidden_layers, so its cache is unknown; give --layers, --kv-heads and --head-dim")
     configs = _per_layer(config, num_layers)
-    _refuse_latent(configs[0])
     return config, configs
 
 
@@ -358,14 +357,6 @@ def _name(config: Any) -> str:
     return getattr(config, "described", None) or f"{type(config).__name__} ({getattr(config, 'model_type', '') or 'no model_type'})"
 
 
-def _refuse_latent(config: Any) -> None:
-    if rank := getattr(config, "kv_lora_rank", None):
-        raise UnsupportedError(
-            f"{_name(config)} uses multi-head latent attention (kv_lora_rank={rank}): its cache holds latents, of which the model makes keys and values as it "
-            "reads them, and kvbits has no attention over latents; use the stock cache"
-        )
-
-
 def _per_layer(config: Any, num_layers: int) -> list[Any]:
     """One configuration per layer: the same one, unless the model is heterogeneous (transformers >= 5.2x)."""
     if getattr(config, "is_heterogeneous", False):
@@ -434,21 +425,34 @@ def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
     num_heads = getattr(config, "num_attention_heads", None)
     if not isinstance(num_heads, int) or num_heads < 1:
         raise UnsupportedError(f"{_name(config)} states no single num_attention_heads (found {num_heads!r}), so it is no plain attention model")
-    head_dim, num_kv_heads = _head_dim(config, num_heads), _num_kv_heads(config, num_heads)
-    if kind == "full_attention" and (wide := getattr(config, "global_head_dim", None)):  # Gemma 4 before it became heterogeneous
-        head_dim = int(wide)
-        num_kv_heads = (getattr(config, "attention_k_eq_v", False) and getattr(config, "num_global_key_value_heads", None)) or num_kv_heads
+    if (rank := latent_rank(config)) is not None:
+        num_kv_heads, head_dim, value_dim = 1, rank, int(config.qk_rope_head_dim)
+    else:
+        num_kv_heads, head_dim = _num_kv_heads(config, num_heads), _head_dim(config, num_heads)
+        if kind == "full_attention" and (wide := getattr(config, "global_head_dim", None)):  # Gemma 4 before it became heterogeneous
+            head_dim = int(wide)
+            num_kv_heads = (getattr(config, "attention_k_eq_v", False) and getattr(config, "num_global_key_value_heads", None)) or num_kv_heads
+        value_dim = getattr(config, "v_head_dim", None) or head_dim
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise SpecError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
-    return LayerGeometry(num_kv_heads=num_kv_heads, **_widths(config, head_dim), sliding_window=window, chunked=kind == _CHUNKED)
+    return LayerGeometry(num_kv_heads=num_kv_heads, **_widths(config, head_dim, value_dim), sliding_window=window, chunked=kind == _CHUNKED)
 
 
-def _widths(config: Any, head_dim: int) -> dict[str, Any]:
-    """Channels of keys and of values, as fields of a geometry."""
-    value_dim = getattr(config, "v_head_dim", None) or head_dim
+def _widths(config: Any, head_dim: int, value_dim: int) -> dict[str, Any]:
+    """Channels of what is cached as keys and as values, as fields of a geometry. Of latent attention these are latents and the keys' rotary part."""
     if value_dim != head_dim:
-        raise UnsupportedError(f"{_name(config)} has keys of width {head_dim} and values of width {value_dim}; kvbits stores them at one width")
+        what = "keys" if latent_rank(config) is None else "latents (multi-head latent attention)"
+        raise UnsupportedError(
+            f"{_name(config)} caches {what} of width {head_dim} and {'values' if what == 'keys' else 'rotary keys'} of width {value_dim}; kvbits stores them "
+            "at one width; use the stock cache"
+        )
     return {"head_dim": head_dim}
+
+
+def latent_rank(config: Any) -> int | None:
+    """Width of the latents that a model caches, of which it makes keys and values each time it reads them; None for others."""
+    rank = getattr(text_config(config), "kv_lora_rank", None)
+    return int(rank) if rank else None
 
 
 def _head_dim(config: Any, num_heads: int) -> int:

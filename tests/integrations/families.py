@@ -18,7 +18,7 @@ from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvbits.errors import KvbitsError
-from kvbits.geometry import layer_geometries, text_config
+from kvbits.geometry import latent_rank, layer_geometries, text_config
 from kvbits.integrations.huggingface import OWN_CACHE, UNFIT, KVCache, cannot_be_dense
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
@@ -159,6 +159,7 @@ FAMILIES = (
     Family("DiffLlama", "DiffLlamaConfig"),
     Family("DeepSeek V2", "DeepseekV2Config", EXPERTS | LATENT | {"topk_method": "greedy"}),
     Family("DeepSeek V3, R1", "DeepseekV3Config", EXPERTS | LATENT),
+    Family("DeepSeek V3 with latents as wide as rotary keys (none is published)", "DeepseekV3Config", EXPERTS | LATENT | {"qk_rope_head_dim": 16, "num_key_value_heads": 4}),
     Family("MiniCPM 3", "MiniCPM3Config", LATENT),
     Family("GPT-J", "GPTJConfig", OLD | {"rotary_dim": 8}),
     Family("CodeGen", "CodeGenConfig", OLD | {"rotary_dim": 8}),
@@ -392,7 +393,7 @@ ATTENDING = {
 }  # fmt: skip
 """What the published models of a family say that its default configuration leaves out: which layers attend, how wide a head is."""
 KINDS = (
-    ("latents (MLA)", "latent attention"), ("no layer that attends", "attends: they are"), ("sparse or compressed attention", "kvbits knows"),
+    ("latents and rotary keys of unlike width (MLA)", "latent attention"), ("no layer that attends", "attends: they are"), ("sparse or compressed attention", "kvbits knows"),
     ("keys and values of unlike width", "values of width"), ("attention that cannot read pages, over windows or states", "dense"),
 )  # fmt: skip
 """Of refusals, by a part of their text."""
@@ -430,7 +431,7 @@ def _verdict(kind: str) -> str:
         return "taken"
     if text.model_type in OWN_CACHE or ".update(" not in modeling:
         return "others"
-    if text.model_type not in UNFIT and "ALL_ATTENTION_FUNCTIONS" in modeling:
+    if text.model_type not in UNFIT and latent_rank(text) is None and "ALL_ATTENTION_FUNCTIONS" in modeling:
         return "taken"
     return "taken with dense=True" if cannot_be_dense(layers, text) is None else KINDS[-1][0]
 

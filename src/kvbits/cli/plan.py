@@ -101,7 +101,7 @@ def _not_in_vllm(subject: Subject, scheme: str | Scheme) -> str | None:
     """Why kvbits does not serve a model in vLLM in a format, or None."""
     if subject.refused is not None:
         return subject.refused
-    from ..geometry import PlainLayer, has_key_bias, text_config
+    from ..geometry import PlainLayer, has_key_bias, latent_rank, text_config
     from ..integrations.vllm.served import FORMATS
 
     text = None if subject.config is None else text_config(subject.config)
@@ -114,6 +114,8 @@ def _not_in_vllm(subject: Subject, scheme: str | Scheme) -> str | None:
         return "the model has an encoder, which kvbits' backend for vLLM does not do; use vLLM's own dtypes"
     if any(getattr(g, "chunked", False) for g in subject.layers):
         return "the model attends in chunks, which kvbits' backend for vLLM does not do; use vLLM's own dtypes"
+    if text is not None and latent_rank(text) is not None:
+        return "the model caches latents, for which vLLM has backends of their own; use vLLM's own dtypes"
     if not isinstance(scheme, str):
         return None
     biased = text is not None and has_key_bias(text)

@@ -26,7 +26,7 @@ from .. import schemes
 from ..cache.explain import Explanation
 from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, KvbitsWarning, SpecError, UnsupportedError, counted
-from ..geometry import layer_geometries, layer_places, text_config
+from ..geometry import latent_rank, layer_geometries, layer_places, text_config
 from ..ops import decode
 from ..spec import MOST_TOKENS, CacheSpec, LayerGeometry, Scheme, whole
 from ..units import parse_bytes
@@ -424,12 +424,13 @@ def default_cache(model: Any, scheme: str | Scheme = schemes.RECOMMENDED, **opti
 
 def _layers(pages: PagedCache, columns: Columns, config: Any, dense: bool) -> list[Any]:
     """Of a cache for a model with this configuration; None: every layer stores keys and values of its own."""
-    if config is None or dense:
-        return [(DenseLayer if dense else KVLayer)(pages, columns, i) for i in range(len(pages.spec.layers))]
+    own = DenseLayer if dense else KVLayer
+    if config is None:
+        return [own(pages, columns, i) for i in range(len(pages.spec.layers))]
     places = layer_places(config)
     readers = Counter(p.stored for p in places)
     if all(p.stored is not None and not p.shares and not p.has_state for p in places):
-        return [KVLayer(pages, columns, i) for i in range(len(places))]
+        return [own(pages, columns, i) for i in range(len(places))]
     from transformers.cache_utils import DummyLayer
 
     from .recurrent import HybridLayer, RecurrentLayer
@@ -442,7 +443,7 @@ def _layers(pages: PagedCache, columns: Columns, config: Any, dense: bool) -> li
         elif p.has_state:
             found.append(HybridLayer(pages, columns, p.stored, readers[p.stored], states))
         else:
-            found.append(KVLayer(pages, columns, p.stored, readers[p.stored]))
+            found.append(own(pages, columns, p.stored, readers[p.stored]))
     return found
 
 
@@ -473,8 +474,8 @@ def cannot_be_dense(layers: tuple[LayerGeometry, ...], config: Any) -> str | Non
     """Why dense copies of pages are not all that a model of this configuration wants of a cache, or None."""
     if any(g.sliding_window is not None for g in layers):
         return "its layers have windows, whose pages are given back while the first tokens of a chunk still see them"
-    if any(p.shares or p.has_state or p.stored is None for p in layer_places(config)):
-        return "not all of its layers store keys and values of their own"
+    if any(p.shares or (p.has_state and p.stored is not None) for p in layer_places(config)):
+        return "some of its layers share keys and values, or keep a state beside them"
     return None
 
 
@@ -504,6 +505,10 @@ def use_kvbits_attention(model: Any) -> None:
     """
     if (how := UNFIT.get(model.config.get_text_config(decoder=True).model_type)) is not None:
         raise UnsupportedError(f"{type(model).__name__} {how}, so it cannot attend over pages")
+    if latent_rank(model.config) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} makes keys and values of latents that it caches (multi-head latent attention), so it cannot attend over pages"
+        )
     if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
         generation.attach(model)
         return
