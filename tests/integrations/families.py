@@ -159,8 +159,20 @@ FAMILIES = (
     Family("DiffLlama", "DiffLlamaConfig"),
     Family("DeepSeek V2", "DeepseekV2Config", EXPERTS | LATENT | {"topk_method": "greedy"}),
     Family("DeepSeek V3, R1", "DeepseekV3Config", EXPERTS | LATENT),
-    Family("DeepSeek V3 with latents as wide as rotary keys (none is published)", "DeepseekV3Config", EXPERTS | LATENT | {"qk_rope_head_dim": 16, "num_key_value_heads": 4}),
+    Family(
+        "DeepSeek V3 with latents as wide as rotary keys (none is published)",
+        "DeepseekV3Config",
+        EXPERTS | LATENT | {"qk_rope_head_dim": 16, "num_key_value_heads": 4},
+    ),
     Family("MiniCPM 3", "MiniCPM3Config", LATENT),
+    Family("GPT-Neo", "GPTNeoConfig", EACH_HEAD | {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}),
+    Family("GPT-NeoX Japanese", "GPTNeoXJapaneseConfig", EACH_HEAD),
+    Family("XGLM", "XGLMConfig", EACH_HEAD | {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4}),
+    Family("Doge", "DogeConfig"),
+    Family("JetMoE", "JetMoeConfig", {"kv_channels": 16, "num_local_experts": 4, "num_attention_heads": None}),
+    Family("TrOCR's decoder", "TrOCRConfig", EACH_HEAD | {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}),
+    Family("BioGPT", "BioGptConfig", EACH_HEAD),
+    Family("BERT as a decoder", "BertConfig", EACH_HEAD | {"is_decoder": True}),
     Family("GPT-J", "GPTJConfig", OLD | {"rotary_dim": 8}),
     Family("CodeGen", "CodeGenConfig", OLD | {"rotary_dim": 8}),
     Family("Falcon 7B", "FalconConfig", EACH_HEAD | {"multi_query": True}),
@@ -429,7 +441,7 @@ def _verdict(kind: str) -> str:
     modeling = "".join(f.read_text() for f in module.glob("modeling_*.py"))
     if not modeling:  # models of another family under a name of their own
         return "taken"
-    if text.model_type in OWN_CACHE or ".update(" not in modeling:
+    if text.model_type in OWN_CACHE or ".update(" not in modeling or "past_key_values" not in modeling:
         return "others"
     if text.model_type not in UNFIT and latent_rank(text) is None and "ALL_ATTENTION_FUNCTIONS" in modeling:
         return "taken"

@@ -4,6 +4,7 @@ What `raw` does is what the stock cache does, in every way that a cache is used.
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from integrations.families import FAMILIES
 from packaging.version import Version
 
 from kvbits import PrefixStore
+from kvbits.calibrate import calibrate
 from kvbits.errors import CacheStateError, UnsupportedError
 from kvbits.geometry import layer_places
 from kvbits.integrations.huggingface import KVCache
@@ -214,3 +216,45 @@ def test_a_decoder_with_an_encoder(config, tmp_path):
         for tokens, options in zip(got, ({"num_beams": 3, "do_sample": False}, {"do_sample": True}, {"do_sample": False}), strict=True):
             torch.manual_seed(4)
             assert torch.equal(tokens, model.generate(**call, **options))
+
+
+# -- calibrated formats ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", ["Qwen3NextConfig", "FalconH1Config", "Gemma3nTextConfig", "Gemma4TextConfig"])
+def test_layers_are_calibrated_where_they_are_stored(config):
+    family = next(f for f in FAMILIES if f.config == config)
+    wide = {"head_dim": 64} | ({"global_head_dim": 128} if "Gemma4" in config else {})
+    with families.quiet(), torch.no_grad():
+        model = families.build(dataclasses.replace(family, extra=family.extra | wide))
+        calibration = calibrate(model, [ids(1, 300, seed) for seed in range(4)], "klt4")
+        x, found = ids(1, 330, 9), []
+        for cache in (KVCache.for_model(model, "klt4", calibration=calibration), transformers.DynamicCache(config=model.config)):
+            found.append(torch.cat([model(x[:, a:b], past_key_values=cache).logits for a, b in ((0, 300), (300, 301), (301, 330))], 1))
+    assert 0 < (found[0] - found[1]).norm() < 0.15 * found[1].norm()
+
+
+# -- dense copies ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", ["BloomConfig", "DeepseekV3Config"])
+def test_dense_copies_are_of_the_same_pages(config):
+    family = [f for f in FAMILIES if f.config == config][-1]
+    with families.quiet(), torch.no_grad():
+        model, x = families.build(family), ids(2, 300)
+        with pytest.raises(UnsupportedError, match=r"use KVCache.for_model\(model, .., dense=True\), or the stock cache"):
+            KVCache.for_model(model, "int8")
+        cache, stock = KVCache.for_model(model, "int8", dense=True), transformers.DynamicCache(config=model.config)
+        found = [torch.cat([model(x[:, a:b], past_key_values=c).logits for a, b in ((0, 280), (280, 281), (281, 300))], 1) for c in (cache, stock)]
+        assert 0 < (found[0] - found[1]).norm() < 0.15 * found[1].norm()
+        assert cache.nbytes < sum(layer.keys.nbytes + layer.values.nbytes for layer in stock.layers)
+        cache.crop(-20)
+        cache.reorder_cache(torch.tensor([1, 1]))
+        again = model(x[[1, 1], 280:], past_key_values=cache).logits
+        torch.testing.assert_close(again[0], found[0][1, 280:], rtol=0, atol=0.2 * float(found[0].abs().max()))
+    assert model.config._attn_implementation == "eager"
+
+
+def test_dense_copies_are_not_of_windows():
+    with pytest.raises(UnsupportedError, match="its layers have windows"):
+        KVCache.for_model(built("MistralConfig"), dense=True)

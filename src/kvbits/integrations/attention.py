@@ -98,7 +98,7 @@ class DenseLayer(KVLayer):
         self.pages.append(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2))
         self.columns.note(self.index, new, None)
         rows = [self.pages.dequantize(self.index, row, key_states.dtype) for row in range(len(key_states))]
-        keys, values = (torch.stack(x).transpose(1, 2) for x in zip(*rows, strict=True))
+        keys, values = (torch.stack(x).transpose(1, 2).contiguous() for x in zip(*rows, strict=True))
         keys[:, :, -new:], values[:, :, -new:] = key_states, value_states
         return keys, values
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import EncoderDecoderCache
 
 from ..errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from .huggingface import KVCache
 
 
 class CrossKVCache(EncoderDecoderCache):
@@ -22,7 +19,7 @@ class CrossKVCache(EncoderDecoderCache):
         self_attention_cache, cross_attention_cache: of the decoder's tokens, of the encoder's output, which every new input needs anew (`reset`).
     """
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: Any) -> None:
         super().__init__(cache, DynamicCache())
 
     def __getattr__(self, name: str) -> Any:

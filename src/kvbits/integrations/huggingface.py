@@ -44,9 +44,16 @@ if TYPE_CHECKING:
 
 UNFIT = {
     "diffllama": "splits its values in halves after caching them",
+    "doge": "makes a mask of its values after caching them",
+    "git": "attends by code of its own",
+    "jetmoe": "repeats its keys and values after caching them",
+    "t5gemma2_decoder": "joins its keys with those of its encoder after caching them",
     "inkling_text": "adds a position bias to its scores, which no kernel takes",
     "inkling2_text": "adds a position bias to its scores, which no kernel takes",
-    **dict.fromkeys(("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano"), "adds a position bias to its scores, which no kernel takes"),
+    **dict.fromkeys(
+        ("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano", "pix2struct_text_model"),
+        "adds a position bias to its scores, which no kernel takes",
+    ),
     "bigbird_pegasus": "has an encoder that makes masks of its own",
 }
 """Models by `model_type` whose attention is looked up in the registry and still cannot read pages, and why."""

@@ -11,6 +11,7 @@ comes out as it went in, so that a frequency that is off (dynamic scaling, layer
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from typing import Any
 
@@ -88,7 +89,9 @@ def _pairs(model: Any, name: str) -> str:
     kinds = getattr(rotary, "layer_types", None)
     with torch.no_grad():
         cos, sin = rotary(units[0], position, sorted(kinds)[0]) if kinds else rotary(units[0], position)
-        turned = apply(units, units, cos.expand(1, size, -1), sin.expand(1, size, -1))[0][0, 0]
+        angles = cos.expand(1, size, -1), sin.expand(1, size, -1)
+        alone = list(inspect.signature(apply).parameters)[1] == "cos"  # Gemma 3n and 4 turn queries and keys one after the other
+        turned = apply(units, *angles)[0, 0] if alone else apply(units, units, *angles)[0][0, 0]
     if turned.shape == (size, size):
         for pairs, partner in (("half", size // 2), ("interleaved", 1)):
             if turned[0].nonzero().flatten().tolist() in ([0, partner], [0]) and turned[0, partner] != 0:
