@@ -11,6 +11,7 @@ import pytest
 from kvbits.errors import SpecError, UnsupportedError
 from kvbits.geometry import find_model, forget_parsed, layer_geometries, layer_places, load_config, max_context, stored_at, text_config
 from kvbits.spec import LayerGeometry
+from kvbits.spec.codec import from_dict, to_dict
 
 transformers = pytest.importorskip("transformers")
 
@@ -202,6 +203,10 @@ def test_shared_layers_read_the_newest_of_their_type_before_them():
 def test_chunks_are_windows_that_begin_anew():
     kinds = {(g.chunked, g.sliding_window) for g in layer_geometries(config("llama4_text"))}
     assert kinds == {(True, 8192), (False, None)}
+    chunked, plain = LayerGeometry(num_kv_heads=2, head_dim=16, sliding_window=32, chunked=True), LayerGeometry(num_kv_heads=2, head_dim=16)
+    assert from_dict(to_dict(chunked)) == chunked and "chunked" not in to_dict(plain)  # so pages that were saved before have the format ids they had
+    with pytest.raises(SpecError, match="chunked=True needs sliding_window"):
+        LayerGeometry(num_kv_heads=2, head_dim=16, chunked=True)
 
 
 def test_the_decoder_of_an_encoder_counts():

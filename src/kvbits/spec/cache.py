@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ..errors import SpecError
@@ -38,7 +38,7 @@ class LayerGeometry:
     head_dim: int
     sliding_window: int | None = None
     rotary: Rotary | None = None
-    chunked: bool = False
+    chunked: bool = field(default=False, metadata={"said": True})
 
     def __post_init__(self) -> None:
         limits = {

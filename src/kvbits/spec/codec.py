@@ -47,9 +47,10 @@ def whole(name: str, value: Any, least: int, most: int, instead: str = "", error
 
 
 def to_dict(value: Any) -> Any:
-    """Plain JSON data for a spec, with the class name under "type"."""
+    """Plain JSON data for a spec, with the class name under "type". A field with metadata "said" is left out where it is its default, as before it was."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {"type": type(value).__name__} | {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = [f for f in dataclasses.fields(value) if not ("said" in f.metadata and getattr(value, f.name) == f.default)]
+        return {"type": type(value).__name__} | {f.name: to_dict(getattr(value, f.name)) for f in fields}
     return [to_dict(v) for v in value] if isinstance(value, tuple) else value
 
 
