@@ -95,9 +95,9 @@ class Fields:
 
     def get_text_config(self, decoder: bool = True) -> Fields:
         """The part that generates text; of one configuration for encoder and decoder, the decoder's numbers."""
-        if self._text is not None:
-            return self._text.get_text_config()
-        if not getattr(self, "is_encoder_decoder", False) or not hasattr(self, "_text"):
+        if (text := getattr(self, "_text", None)) is not None:
+            return text.get_text_config()
+        if not getattr(self, "is_encoder_decoder", False) or not hasattr(self, "_text"):  # or a layer's own fields
             return self
         own = {"num_hidden_layers": "decoder_layers", "num_attention_heads": "decoder_attention_heads"}
         if "num_key_value_heads" in self._aliased:  # of the encoder

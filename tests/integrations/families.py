@@ -32,7 +32,10 @@ EACH_HEAD = {"num_key_value_heads": None, "head_dim": None}
 """For configurations without these: as many kv heads as query heads."""
 OLD = EACH_HEAD | {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 96}
 """Names of GPT-2's configuration and its heirs'."""
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 1, "topk_group": 1}
+LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 1, "topk_group": 1,
+    "num_key_value_heads": 4, "head_dim": 8,
+}  # fmt: skip
 TWO_STACKS = {
     "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
     "decoder_ffn_dim": 96, "init_std": 0.3,
@@ -162,7 +165,7 @@ FAMILIES = (
     Family(
         "DeepSeek V3 with latents as wide as rotary keys (none is published)",
         "DeepseekV3Config",
-        EXPERTS | LATENT | {"qk_rope_head_dim": 16, "num_key_value_heads": 4},
+        EXPERTS | LATENT | {"qk_rope_head_dim": 16, "head_dim": 16},
     ),
     Family("MiniCPM 3", "MiniCPM3Config", LATENT),
     Family("GPT-Neo", "GPTNeoConfig", EACH_HEAD | {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}),
