@@ -43,7 +43,6 @@ FILES = (
     "tests/ops/test_cuda_close_codebook.py",
     "tests/ops/test_cuda_kvquant.py",
     "tests/ops/test_cuda_merge.py",
-    "tests/ops/test_cuda_rotate.py",
     "tests/ops/test_place.py",
     "tests/store/test_gpu.py",
     "tests/studies/test_int8_paper_cuda.py",

@@ -21,7 +21,6 @@ BITS = {  # head_dim 128, counted by hand from docs/reference/formats.md: codes 
     "fp8_e5m2_keys": 8 + 16 / 128,
     "int4": 4 + 16 / 32,
     "int4_centered": 4 + 32 / 32 + 16 / 64 / 2,
-    "int4_rotated": 4 + 32 / 64 + 16 / 64 / 2,
     "int8k_int4v": (8 + 16 / 64 + 4 + 16 / 32) / 2,
     "kivi4": 4 + 32 / 32,
     "kivi2": 2 + 32 / 32,

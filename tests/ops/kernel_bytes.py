@@ -25,7 +25,7 @@ import torch
 import kvbits
 from kvbits import schemes
 from kvbits.errors import KernelError, SpecError
-from kvbits.ops.cuda import decode, merge, place, rotate
+from kvbits.ops.cuda import decode, merge, place
 from kvbits.ops.cuda.append import tokens
 from kvbits.ops.cuda.engine import device_plan, kernels
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
@@ -65,7 +65,6 @@ def cases(capability: tuple[int, int], names: list[str]) -> Iterator[Case]:
     for head_dim in HEADS:
         for dtype in DTYPES:
             yield f"merge {head_dim} {dtype}", "merge.cu", merge.defines(head_dim, dtype)
-            yield f"rotate {head_dim} {dtype}", "rotate.cu", rotate.defines(head_dim, dtype)
     yield "place", "place.cu", place.defines()
     yield "append", "append.cu", tokens.DEFINES
     yield "advance", "advance.cu", {"THREADS": decode.THREADS}

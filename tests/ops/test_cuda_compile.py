@@ -15,7 +15,7 @@ import torch
 
 import kvbits
 from kvbits import schemes
-from kvbits.ops.cuda import decode, merge, place, rotate
+from kvbits.ops.cuda import decode, merge, place
 from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.engine import device_plan as attend_plan
 from kvbits.ops.cuda.engine import kernels
@@ -336,7 +336,6 @@ def examples():
         "dequantize_banded.cu": dequantize_banded.defines(klt, torch.bfloat16),
         "merge.cu": merge.defines(128, torch.bfloat16),
         "place.cu": place.defines(),
-        "rotate.cu": rotate.defines(128, torch.bfloat16),
         "store_tokens.cu": append_cuda.defines(int8, torch.bfloat16, append_cuda.FEW),
         "work_list.cu": {"THREADS": attend_plan.THREADS, "NUM_PARTS": 2},
     }
