@@ -77,7 +77,7 @@ def _of_layout(layout: PageLayout, low: LowLayout | None, capability: tuple[int,
     if family_of(layout).refuses("attend", layout, shared_limit=limit) is None:
         kinds: list[dict[str, Any]] = [{}, {"raw": True}, {"tables": True}, {"tables": True, "raw": True}]
         kinds += [{"fold": True, "raw": True}, {"fold": True, "raw": True, "tables": True}] if family_of(layout).folds else []
-        kinds += [{"low": low, **kind} for kind in kinds[:4]] if low else []
+        kinds += [{"low": low, **kind} for kind in kinds[:2]] if low else []
         for columns in (4, 16, 64) if every else (4,):
             cols = kernels.columns([layout], columns, False)
             for kind in kinds if columns == 4 and every else kinds[1:2]:
