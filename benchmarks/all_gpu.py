@@ -195,7 +195,7 @@ def warms() -> list[Warm]:
                (f"serve-{d}", f"serve-{d}-goodput", f"serve-{d}-turns"), ("vllm",))
           for d in SERVED),
         *(Warm(f"chunks {p}", bench("bench_attend_gpu", *quick, p), ("chunks",)) for p in ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt2")),
-        *(Warm(f"close {p}", bench("bench_close_gpu", "--closing-only", "--quick", "--schemes", p), ("close",)) for p in ("fp8", "nuq4-1%", "tiered")),
+        *(Warm(f"close {p}", bench("bench_close_gpu", "--closing-only", "--quick", "--schemes", p), ("close",)) for p in ("fp8", "tiered")),
     ]  # fmt: skip
 
 

@@ -278,7 +278,7 @@ def turns() -> str:
 
 def close() -> str:
     data = read("close_pages.json")
-    names = ("int8_centered", "int4", "kivi4", "fp8", "nuq4-1%", *PRESETS[4:], "tiered")
+    names = ("int8_centered", "int4", "kivi4", "fp8", *PRESETS[4:], "tiered")
     rows = {name: r for (name,), r in run_files.latest(data, ("scheme",)).items() if name in names}
     lines = [[f"`{n}`", f"{rows[n]['time_us']:.0f} us", f"{rows[n]['share_of_copy']:.2f}"] for n in names if n in rows]
     more = [f"{a['batch']} sequences {a['cuda_us']:.0f} us (kernel {a['kernel_us']:.1f})" for a in run_files.latest(data, ("batch",), "append").values()]

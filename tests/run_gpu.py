@@ -40,7 +40,6 @@ FILES = (
     "tests/ops/test_cuda_chunk.py",
     "tests/ops/test_cuda_close.py",
     "tests/ops/test_cuda_store_banded.py",
-    "tests/ops/test_cuda_close_codebook.py",
     "tests/ops/test_cuda_kvquant.py",
     "tests/ops/test_cuda_merge.py",
     "tests/ops/test_place.py",

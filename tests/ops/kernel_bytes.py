@@ -32,7 +32,6 @@ from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime import driver
 from kvbits.ops.cuda.engine.shape import Ask
 from kvbits.ops.cuda.families import family_of
-from kvbits.ops.cuda.families.codebook import close as close_codebook
 from kvbits.ops.cuda.families.klt import store as store_banded
 from kvbits.ops.cuda.families.klt import unpack as dequantize_banded
 from kvbits.ops.cuda.families.plain import close as close_packed
@@ -93,9 +92,7 @@ def _of_layout(layout: PageLayout, low: LowLayout | None, capability: tuple[int,
 
 def _of_dtype(layout: PageLayout, low: LowLayout | None, dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[Case]:
     if family_of(layout).refuses("close", layout, dtype=dtype) is None:
-        if layout.key.has_codebook:
-            yield f"close {dtype}", "close_codebook.cu", close_codebook.defines(layout, dtype)
-        elif layout.key.is_banded:
+        if layout.key.is_banded:
             for appends, warpgroups in ((False, False), (True, False), *([(False, True)] if capability == (9, 0) and layout.head_dim == 128 else [])):
                 yield f"close {dtype} {appends} {warpgroups}", "store_banded.cu", store_banded.defines(layout, dtype, appends, warpgroups)
         else:
