@@ -1,6 +1,6 @@
 """Accuracy through stock vLLM: what each `--kv-cache-dtype` does to a real model's log-probabilities, prefill and decode apart.
 
-    python benchmarks/accuracy_serve_vllm.py MODEL --text wiki.test.raw --kv-cache-dtypes kvbits_int8_centered kvbits_int4_rotated fp8
+    python benchmarks/accuracy_serve_vllm.py MODEL --text wiki.test.raw --kv-cache-dtypes kvbits_int8_centered kvbits_klt4 fp8
 
 MODEL is a directory that vLLM can load, with a tokenizer. The text is cut into windows of `--context` + `--scored` tokens, and the last `--scored` tokens of
 each are scored twice:

@@ -45,7 +45,7 @@ STATE = "all_gpu.json"
 PRESETS = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
 GENERATED = ("stock_flash", "fa3", "raw", "int8_centered", "kivi4", "klt4", "klt2")
 SERVED = {
-    "bf16": 112, "kvbits_int8_centered": 208, "kvbits_int4_rotated": 384, "kvbits_klt4": 368, "kvbits_klt3": 464, "kvbits_klt2": 624, "fp8": 224,
+    "bf16": 112, "kvbits_int8_centered": 208, "kvbits_klt4": 368, "kvbits_klt3": 464, "kvbits_klt2": 624, "fp8": 224,
 }  # fmt: skip
 """dtype -> the largest batch of 8,192 tokens each that could fit an H200, a multiple of 16."""
 STOCK = ("int8_per_token_head", "turboquant_4bit_nc", "turboquant_k8v4", "int4_per_token_head", "nvfp4")
@@ -195,7 +195,7 @@ def warms() -> list[Warm]:
                (f"serve-{d}", f"serve-{d}-goodput", f"serve-{d}-turns"), ("vllm",))
           for d in SERVED),
         *(Warm(f"chunks {p}", bench("bench_attend_gpu", *quick, p), ("chunks",)) for p in ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt2")),
-        *(Warm(f"close {p}", bench("bench_close_gpu", "--closing-only", "--quick", "--schemes", p), ("close",)) for p in ("fp8", "nuq4-1%", "tiered")),
+        *(Warm(f"close {p}", bench("bench_close_gpu", "--closing-only", "--quick", "--schemes", p), ("close",)) for p in ("fp8", "tiered")),
     ]  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """close_pages on a GPU: raw keys and values to packed pages in one launch, against the copy bandwidth of the same run.
 
-    python benchmarks/bench_close_gpu.py [--schemes nuq4-1% ..] [--closing-only] [--out benchmarks/results/<gpu>/close_pages.json]
+    python benchmarks/bench_close_gpu.py [--schemes fp8 ..] [--closing-only] [--out benchmarks/results/<gpu>/close_pages.json]
 
 2,048 pages of 64 tokens x 8 kv heads x 128 channels in bf16. A row is timed only after 64 of its pages were compared with the reference's, byte for byte (keys in a
 calibrated basis: but for one byte in a thousand, ties of products that are summed in another order). Times are medians of CUDA-graph replays over several inputs and pools in turn, larger than L2. What a launch must move: the raw keys and values and the pages, once.
@@ -43,7 +43,7 @@ TIES = 1e-3  # of a page's bytes
 
 def _rows() -> dict[str, tuple[QuantSpec, QuantSpec, int]]:
     """Name to (keys, values, bits of their low planes)."""
-    presets = {name: schemes.get(name) for name in ("int8_centered", "int4", "kivi4", "fp8", "nuq4-1%", *BANDED, "tiered")}
+    presets = {name: schemes.get(name) for name in ("int8_centered", "int4", "kivi4", "fp8", *BANDED, "tiered")}
     return {name: (s.key, s.value, s.tiers[0].key_bits if s.tiers else 0) for name, s in presets.items()}
 
 

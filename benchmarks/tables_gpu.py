@@ -29,10 +29,8 @@ CACHES = {
     ("int8_centered", "compiled_graph"): "`int8_centered`, compiled and captured",
 }  # fmt: skip
 """Rows of bench_generate_gpu.py, in the order of the documents."""
-SERVED = ("bf16", "fp8", "kvbits_int8_centered", "kvbits_int4_rotated", "kvbits_klt4", "kvbits_klt3", "kvbits_klt2")
-"""Columns of what bench_serve_vllm.py measured."""
-HELD = tuple(d for d in SERVED if d != "kvbits_int4_rotated")
-"""Columns of study_prefix_hits.py."""
+SERVED = ("bf16", "fp8", "kvbits_int8_centered", "kvbits_klt4", "kvbits_klt3", "kvbits_klt2")
+"""Columns of what bench_serve_vllm.py and study_prefix_hits.py measured."""
 ARTICLE = {
     "FP16": ("bf16", 32, 3891, 112),
     "FP8": ("fp8", 64, 5834, 98),
@@ -280,7 +278,7 @@ def turns() -> str:
 
 def close() -> str:
     data = read("close_pages.json")
-    names = ("int8_centered", "int4", "kivi4", "fp8", "nuq4-1%", *PRESETS[4:], "tiered")
+    names = ("int8_centered", "int4", "kivi4", "fp8", *PRESETS[4:], "tiered")
     rows = {name: r for (name,), r in run_files.latest(data, ("scheme",)).items() if name in names}
     lines = [[f"`{n}`", f"{rows[n]['time_us']:.0f} us", f"{rows[n]['share_of_copy']:.2f}"] for n in names if n in rows]
     more = [f"{a['batch']} sequences {a['cuda_us']:.0f} us (kernel {a['kernel_us']:.1f})" for a in run_files.latest(data, ("batch",), "append").values()]
@@ -378,12 +376,12 @@ def prefix_hits() -> str:
         for gpus in dict.fromkeys(r["gpus"] for r in newest["rows"]):
             rows = {r["kv_cache_dtype"]: r for r in newest["rows"] if r["gpus"] == gpus}
             if name == "conversation":
-                lines.append([f"{newest['on']} x {gpus}, tokens", *(f"{rows[d]['capacity_tokens']:,}" for d in HELD)])
-            lines.append([f"{name}, {newest['on']} x {gpus}", *(f"{rows[d]['hit_rate']:.1%}, {rows[d]['computed']:.2f}x" for d in HELD)])
+                lines.append([f"{newest['on']} x {gpus}, tokens", *(f"{rows[d]['capacity_tokens']:,}" for d in SERVED)])
+            lines.append([f"{name}, {newest['on']} x {gpus}", *(f"{rows[d]['hit_rate']:.1%}, {rows[d]['computed']:.2f}x" for d in SERVED)])
     lines.sort(key=lambda line: not line[0].endswith(", tokens"))
     sizes = sorted({n for points in curve.values() for n in points})
     curves = [[name, *(f"{points[n]:.0%}" if n in points else "" for n in sizes)] for name, points in curve.items()]
-    head = table(["share of prompts found, times what must be computed", *(f"`{d}`" for d in HELD)], lines)
+    head = table(["share of prompts found, times what must be computed", *(f"`{d}`" for d in SERVED)], lines)
     tail = table(["found by a cache of", *(f"{n / 1e6:.3g}M" for n in sizes)], curves)
     return f"{head}\n\n{tail}\n\n`python benchmarks/study_prefix_hits.py TRACE`; {runs.dated(made.values())}."
 

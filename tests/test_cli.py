@@ -271,17 +271,18 @@ def test_a_plan_for_vllm_lists_what_it_serves_and_no_other(tmp_path):
     for name, form in FORMATS.items():
         copies = 3 * 4 * 2 * 2 * 64 * 64 * 2 if form.calibrated else 0  # of the first page and the newest two, in 16 bits
         assert by_name[name]["total_bytes"] == 16 * 4 * form.layout(2, 64).page_size_bytes + copies
-    assert [r["scheme"] for r in run_json(*VLLM, *GEOMETRY, "--scheme", "int4_rotated,bf16")["rows"]] == ["kvbits_int4_rotated", "bf16"]
+    assert [r["scheme"] for r in run_json(*VLLM, *GEOMETRY, "--scheme", "int4,bf16")["rows"]] == ["kvbits_int4", "bf16"]
+    assert "no scheme of --engine vllm 'int4_rotated' any more: klt4 has" in error(*VLLM, *GEOMETRY, "--scheme", "int4_rotated")
     assert "kivi4 is for Transformers (--engine transformers)" in error(*VLLM, *GEOMETRY, "--scheme", "kivi4")
     assert "unknown --engine 'vlm'; did you mean vllm?" in error("plan", *GEOMETRY, "--engine", "vlm")
     assert "raw_newest" in error(*VLLM, *GEOMETRY, "--sinks", 4)
 
 
 def test_a_plan_for_vllm_reads_a_file_of_token_local_formats(tmp_path):
-    mine = schemes.get("int4_rotated")
+    mine = schemes.get("int4")
     file = tmp_path / "mine.json"
     file.write_text(dataclasses.replace(mine, name="mine").to_json())
-    rows = run_json(*VLLM, *GEOMETRY, "--scheme", f"kvbits_int4_rotated,{file}")["rows"]
+    rows = run_json(*VLLM, *GEOMETRY, "--scheme", f"kvbits_int4,{file}")["rows"]
     assert rows[1]["scheme"] == "mine" and rows[1]["total_bytes"] == rows[0]["total_bytes"]
     file.write_text(dataclasses.replace(schemes.get("kivi4"), name="mine").to_json())
     assert "make it with `kvbits fit --token-local`" in error(*VLLM, *GEOMETRY, "--scheme", file)
@@ -388,9 +389,7 @@ def test_the_readme_s_bits_are_those_of_a_cache_of_8192_tokens():
 
 
 def test_schemes_fit_other_widths_and_refuse_impossible_ones():
-    found = run_json("schemes", "--head-dim", 96)
-    assert {r["scheme"] for r in found["rows"]} | set(found["unfit"]) == set(schemes.PRESETS) and set(found["unfit"]) == {"int4_rotated"}
-    assert "not listed: int4_rotated: " in run("schemes", "--head-dim", 96).output
+    assert {r["scheme"] for r in run_json("schemes", "--head-dim", 40)["rows"]} == set(schemes.PRESETS)
     assert "head_dim=7" in error("schemes", "--head-dim", 7)
 
 

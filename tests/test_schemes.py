@@ -7,7 +7,7 @@ import pytest
 from kvbits import schemes
 from kvbits.errors import SpecError
 from kvbits.schemes import PRESETS
-from kvbits.spec import CacheSpec, LayerGeometry, QuantSpec, Tier
+from kvbits.spec import CacheSpec, LayerGeometry, QuantSpec, Scheme, Tier
 
 BITS = {  # head_dim 128, counted by hand from docs/reference/formats.md: codes + scales + biases + means
     "raw": 16,
@@ -21,7 +21,6 @@ BITS = {  # head_dim 128, counted by hand from docs/reference/formats.md: codes 
     "fp8_e5m2_keys": 8 + 16 / 128,
     "int4": 4 + 16 / 32,
     "int4_centered": 4 + 32 / 32 + 16 / 64 / 2,
-    "int4_rotated": 4 + 32 / 64 + 16 / 64 / 2,
     "int8k_int4v": (8 + 16 / 64 + 4 + 16 / 32) / 2,
     "kivi4": 4 + 32 / 32,
     "kivi2": 2 + 32 / 32,
@@ -127,3 +126,13 @@ def test_tiers_fill_a_byte_budget(budget):
         schemes.within(scheme, layers, full // 10, context=8192)
     with pytest.raises(SpecError, match="has no tiers to size"):
         schemes.within(schemes.get("int4"), layers, full, context=8192)
+
+
+def test_files_and_names_of_rotated_integers_say_what_to_take_instead():
+    with pytest.raises(SpecError, match="no scheme 'int4_rotated' any more: .* use klt4"):
+        schemes.get("int4_rotated")
+    key = PRESETS["int4"].to_json().split('"key": ')[1].split(', "value"')[0]
+    for old, new in (('"basis": null', '"basis": "hadamard"'), ('"basis": null', '"basis": null, "rotated": true')):
+        assert old in key
+        with pytest.raises(SpecError, match="take klt4"):
+            Scheme.from_json(PRESETS["int4"].to_json().replace(key, key.replace(old, new), 1))

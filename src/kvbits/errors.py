@@ -62,6 +62,10 @@ class KernelError(KvbitsError, RuntimeError):
     """A kernel that does not compile, load or launch: a broken installation or a bug, never a reason to take a slower path silently."""
 
 
+GONE = {"int4_rotated": "klt4", "kvbits_int4_rotated": "kvbits_klt4"}
+"""Formats of older versions, and which is to be used instead."""
+
+
 def unknown(what: str, name: object, known: Iterable[object], more: str = "") -> str:
     """That there is nothing of a name, what it may have meant, and what there is.
 
@@ -69,6 +73,8 @@ def unknown(what: str, name: object, known: Iterable[object], more: str = "") ->
         what: the kind of thing, like "scheme".
         more: what else it could be, after the list.
     """
+    if instead := GONE.get(str(name)):
+        return f"there is no {what} {name!r} any more: {instead} has a tenth to a third of its KL in fewer bytes; use {instead}"
     names = [str(k) for k in known]
     near = difflib.get_close_matches(str(name).lower(), names, n=2, cutoff=0.6)
     meant = f" did you mean {' or '.join(near)}?" if near else ""

@@ -18,12 +18,10 @@ from .spec import SCALE_8BIT, CacheSpec, LayerGeometry, PerChannel, PerGroup, Pe
 _SMOOTH_K = "https://arxiv.org/abs/2410.02367"
 _GROUPED = "https://arxiv.org/abs/2303.06865"
 _KIVI = "https://arxiv.org/abs/2402.02750"
-_QUAROT = "https://arxiv.org/abs/2404.00456"
 
 _INT8 = QuantSpec(format="int8", granularity=PerGroup(64))
 _INT4 = QuantSpec(format="int4", granularity=PerGroup(32))
 _INT4_OF_CHANNELS = QuantSpec(format="int4", granularity=PerChannel(), symmetric=False)
-_INT4_OF_64 = QuantSpec(format="int4", granularity=PerGroup(64), symmetric=False)
 
 
 def _klt(bits: int, bands: tuple[int, ...]) -> Scheme:
@@ -50,11 +48,6 @@ CORE: dict[str, Scheme] = {
         Scheme(
             name="int4", key=_INT4, value=_INT4, source=_GROUPED, residual_length=64,
             description="per head and group of 32, symmetric: for models without a key bias",
-        ),
-        Scheme(
-            name="int4_rotated", key=dataclasses.replace(_INT4_OF_64, center="channel", basis="hadamard"), value=_INT4_OF_64, source=_QUAROT,
-            residual_length=64,
-            description="asymmetric int4 in groups of 64, keys rotated by a Hadamard matrix and centred: 4 bits where head_dim is a power of two",
         ),
         Scheme(
             name="kivi4", key=_INT4_OF_CHANNELS, value=dataclasses.replace(_INT4_OF_CHANNELS, granularity=PerGroup(32)), residual_length=128, page_size=32,
@@ -116,10 +109,9 @@ def get(name: str, *, head_dim: int | None = None, **changes: Any) -> Scheme:
 
 def weak_to_key_bias(scheme: Scheme) -> bool:
     """Whether channels of a key share a scale of few steps: 4 bits and fewer, or FP8. One channel with a large constant offset, as models with a bias in their
-    key projection have it, then takes the steps from all others. Keys per channel do not know this, 8-bit integers bear it, and
-    a rotation spreads it over all channels."""
+    key projection have it, then takes the steps from all others. Keys per channel do not know this, 8-bit integers bear it."""
     key = scheme.key
-    return not key.is_raw and not isinstance(key.granularity, PerChannel) and not key.is_rotated and (key.bits <= 4 or key.number_format.kind == "float")
+    return not key.is_raw and not isinstance(key.granularity, PerChannel) and (key.bits <= 4 or key.number_format.kind == "float")
 
 
 def key_bias_note(scheme: Scheme, of: str) -> str | None:

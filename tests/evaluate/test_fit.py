@@ -163,8 +163,8 @@ def test_a_fit_of_formats_that_tokens_have_by_themselves_is_one_that_vllm_serves
     (tmp_path / "mine.json").write_text(fitted.to_json())
     served = _layer_formats(str(tmp_path / "mine.json"), layers)
     assert [(f.scheme.key, f.scheme.value) for f in served if f] == [fitted.for_layer(i, len(layers)) for i in range(len(layers))]
-    with pytest.raises(SpecError, match="choose calibrated or token-local ones"):
-        formats(layers, True, token_local=True)
+    both = formats(layers, True, token_local=True)
+    assert both.calibrated and all(x.token_local for x in (*both.key.values(), *both.value.values()))
 
 
 def test_a_memory_that_no_bits_fit_is_refused_before_anything_is_measured():

@@ -35,14 +35,14 @@ def test_attention_over_anybodys_pages(name, group, num_queries, window, softcap
     lens = torch.tensor([max(0, min(num_queries, int(n)) - i % 2) for i, n in enumerate(cache.newest)], dtype=torch.int32)
     plan = paged_attention.plan(
         case["layouts"], max_pages=case["max_pages"], batch_size=batch + 3, num_q_heads=q.shape[2], dtype=q.dtype, device="cuda", num_queries=num_queries,
-        sliding_window=window, softcap=softcap, low=cache.low,
+        sliding_window=window, softcap=softcap,
     )  # fmt: skip
-    pages, low = on_gpu(cache.pages), on_gpu(cache.low_pages)
+    pages = on_gpu(cache.pages)
     static = {name: x.to("cuda") for name, x in cache.static.items()}
-    plan.bind(0, pages, static, low=low)
-    plan.bind(1, [(x[:2], x[2:]) for x in pages], static, low=[None if x is None else (x[:2], x[2:]) for x in low])  # in two slabs
-    starts, offsets, tables = on_gpu(cache.starts), on_gpu(cache.offsets), on_gpu(cache.low_tables)
-    plan.update(on_gpu(cache.tables), on_gpu(cache.tokens), starts=starts, offsets=offsets, query_lens=lens.to("cuda"), low_tables=tables)
+    plan.bind(0, pages, static)
+    plan.bind(1, [(x[:2], x[2:]) for x in pages], static)  # in two slabs
+    starts, offsets = on_gpu(cache.starts), on_gpu(cache.offsets)
+    plan.update(on_gpu(cache.tables), on_gpu(cache.tokens), starts=starts, offsets=offsets, query_lens=lens.to("cuda"))
     want, want_lse = cache.want(q, lens, window, softcap)
     for layer in (0, 1):
         lse = torch.full(q.shape[:3], torch.nan, device="cuda")

@@ -404,7 +404,7 @@ def test_a_sequence_whose_scale_overflows_can_be_left_out_and_the_others_go_on()
             assert torch.equal(model(**one, past_key_values=tried).logits, model(**one, past_key_values=clean).logits)
 
 
-@pytest.mark.parametrize("scheme", ["raw", "int8_centered", "kivi4", "tiered", "int4_rotated"])
+@pytest.mark.parametrize("scheme", ["raw", "int8_centered", "kivi4", "tiered"])
 def test_a_default_device_is_not_where_the_host_keeps_its_numbers(scheme, tmp_path):
     """torch.set_default_device("cuda"), as scripts do: with "meta" no number of the host's could be read."""
     model, inputs = tiny("llama", num_hidden_layers=2), prompts([70, 50])

@@ -1,4 +1,4 @@
-"""The parts of the vLLM plugin that need no vLLM: formats, refusals, rotations, and how prefill is cut into passes."""
+"""The parts of the vLLM plugin that need no vLLM: formats, refusals, and how prefill is cut into passes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
 from kvbits.integrations.vllm.options import options_of
 from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
 from kvbits.integrations.vllm.selector import BACKEND, install, remove
-from kvbits.ops import dispatch
-from kvbits.ops.cuda import rotate
-from kvbits.ops.reference import rotate as rotate_reference
 from kvbits.ops.reference.append import store_tokens
 from kvbits.quant.rotary import turn_by, turned_by
 from kvbits.spec import Rotary
@@ -49,7 +46,7 @@ def test_the_entry_point_names_the_function():
     assert callable(vllm.register)
 
 
-@pytest.mark.parametrize(("name", "nbytes"), [("kvbits_int8", 264), ("kvbits_int8_centered", 268), ("kvbits_int4", 144), ("kvbits_int4_rotated", 148)])
+@pytest.mark.parametrize(("name", "nbytes"), [("kvbits_int8", 264), ("kvbits_int8_centered", 268), ("kvbits_int4", 144), ("kvbits_klt4", 142)])
 def test_bytes_per_token_and_head_are_whole_and_pinned(name, nbytes):
     layout = FORMATS[name].layout(8, 128)
     assert layout.head_bytes == nbytes * PAGE_SIZE
@@ -112,10 +109,9 @@ def test_calibrated_formats_have_raw_copies_unless_told_otherwise():
 
 def test_refusals_give_the_way_out():
     assert "no multiple of 16; use kvbits_int8_centered" in FORMATS["kvbits_klt4"].refuses(72)
-    assert "use kvbits_int8_centered or kvbits_int4_rotated" in FORMATS["kvbits_int4"].refuses(128, key_bias=True)
+    assert "use kvbits_int8_centered or kvbits_klt4" in FORMATS["kvbits_int4"].refuses(128, key_bias=True)
     assert FORMATS["kvbits_int4"].refuses(128) is None
     assert FORMATS["kvbits_int8_centered"].refuses(128, key_bias=True) is None
-    assert "no power of two" in FORMATS["kvbits_int4_rotated"].refuses(96)
     assert "--kv-cache-dtype auto" in FORMATS["kvbits_int8"].refuses(512)
     assert has_key_bias(SimpleNamespace(model_type="qwen2"))
     assert has_key_bias(SimpleNamespace(attention_bias=True))
@@ -140,31 +136,6 @@ def test_rotary_embeddings_are_told_apart_by_the_window_of_a_layer():
     assert rope_parameters(SimpleNamespace(rope_parameters=by_kind), False) == {"rope_theta": 1e6}
     assert rope_parameters(SimpleNamespace(rope_parameters={"rope_theta": 5e5}), True) == {"rope_theta": 5e5}
     assert rope_parameters(SimpleNamespace(), False) == {}
-
-
-@pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.float32), (128, torch.bfloat16), (32, torch.float16)])
-def test_rotations_are_two_products_where_the_kernel_refuses(head_dim, dtype):
-    gen = torch.Generator().manual_seed(0)
-    q, k = torch.randn(3, 4, head_dim, generator=gen).to(dtype), torch.randn(3, 2, head_dim, generator=gen).to(dtype)
-    turned = dispatch.choose("rotate", head_dim, dtype, torch.device("cpu")).run(q, k)
-    assert [x.shape for x in turned] == [q.shape, k.shape]
-    assert not torch.allclose(turned[0], q, atol=0.1)
-    want, found = (torch.einsum("nhd,nd->nh", x.double(), y[:, 0].double()) for x, y in ((q, k), turned))
-    torch.testing.assert_close(found, want, rtol=0, atol={torch.float32: 1e-4, torch.bfloat16: 0.3, torch.float16: 0.05}[dtype])
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "dtype", "one_launch"), [(128, torch.bfloat16, True), (64, torch.float16, True), (128, torch.float32, False), (512, torch.float16, False)]
-)
-def test_rotations_are_one_launch_where_the_kernel_takes_them(head_dim, dtype, one_launch, monkeypatch):
-    device, compiled, products = torch.device("cuda", 0), [], []
-    monkeypatch.setattr(rotate.driver, "refuses", lambda *_: None)
-    monkeypatch.setattr(rotate, "prepare", lambda *kind: compiled.append(kind))
-    monkeypatch.setattr(rotate_reference, "rotations", lambda *kind: products.append(kind))  # no GPU holds the matrices here
-    choice = dispatch.choose("rotate", head_dim, dtype, device)
-    choice.prepare()
-    assert (choice.run is rotate.rotate) == one_launch
-    assert (compiled, products) == (([(head_dim, dtype, device)], []) if one_launch else ([], [(head_dim, dtype, device)]))
 
 
 lengths = st.lists(st.tuples(st.integers(1, 130), st.integers(0, 700)), min_size=1, max_size=6)
@@ -249,6 +220,9 @@ def test_the_selector_is_installed_once_and_taken_off():
         config, backend = SimpleNamespace(grown=False), SimpleNamespace(full_cls_name=lambda name=name: name.rsplit(".", 1))
         Platform._align_heterogeneous_kv_block_size(config, backend)
         assert config.grown == grows
+    gone = SimpleNamespace(kv_cache_dtype="kvbits_int4_rotated")
+    with pytest.raises(ValueError, match="no --kv-cache-dtype 'kvbits_int4_rotated' any more: .* use kvbits_klt4"):
+        Platform.get_attn_backend_cls(None, gone)
     remove(Platform)
     assert Platform.get_attn_backend_cls == original
     remove(Platform)

@@ -18,7 +18,7 @@ from integrations.test_vllm_engine import check, engine, generate, model, random
 from kvbits.errors import UnsupportedError
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
-DTYPE = "kvbits_int4_rotated"
+DTYPE = "kvbits_int4"
 RAW = {"kvbits": {"raw_newest": 64, "raw_first": 64}}
 
 

@@ -189,7 +189,7 @@ def test_a_real_model_gives_the_tokens_of_transformers(model, engine):
     check(loaded, scheme_of("kvbits_int8_centered"), prompt, generate(llm, [prompt], 20)[0], [100, 80])
 
 
-@pytest.mark.parametrize("dtype", ["kvbits_int8_centered", "kvbits_int4_rotated"])
+@pytest.mark.parametrize("dtype", ["kvbits_int8_centered", "kvbits_int4"])
 def test_chunks_may_begin_and_end_in_the_middle_of_pages(model, engine, dtype):
     llm = engine("llama", dtype, max_num_batched_tokens=48, enable_prefix_caching=False)
     for length in (49, 96, 130, 300):
@@ -207,7 +207,7 @@ def check_near(model, prompt, result, mean):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("mistral", "kvbits_int8_centered"), ("gemma2", "kvbits_int8_centered"), ("gemma3", "kvbits_int8_centered"), ("gemma3", "kvbits_int4_rotated")],
+    [("mistral", "kvbits_int8_centered"), ("gemma2", "kvbits_int8_centered"), ("gemma3", "kvbits_int8_centered"), ("gemma3", "kvbits_int4")],
 )
 def test_sliding_windows_and_soft_caps(model, engine, name, dtype):
     llm = engine(name, dtype, max_num_batched_tokens=96, enable_prefix_caching=False)
@@ -271,7 +271,7 @@ def test_aborted_requests_leave_the_others_alone(model, engine):
             check_near(model("llama")[0], prompts[name], read(output), 0.05)
 
 
-@pytest.mark.parametrize("dtype", ["kvbits_int8", "kvbits_int4_rotated"])
+@pytest.mark.parametrize("dtype", ["kvbits_int8", "kvbits_int4"])
 def test_random_requests(model, engine, dtype):
     """Shared prefixes, any lengths, a small pool: all at once."""
     rng = random.Random(0)
@@ -319,7 +319,7 @@ def test_int4_is_refused_where_keys_have_a_bias(model, engine):
         max_position_embeddings=4096,
     )  # fmt: skip
     MODELS["qwen2"] = lambda: AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with pytest.raises(UnsupportedError, match="use kvbits_int8_centered or kvbits_int4_rotated"):
+    with pytest.raises(UnsupportedError, match="use kvbits_int8_centered or kvbits_klt4"):
         engine("qwen2", "kvbits_int4")
 
 
@@ -397,4 +397,4 @@ def test_the_help_lists_the_dtypes():
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     (action,) = [a for a in parser._actions if "--kv-cache-dtype" in a.option_strings]
     assert {"auto", "fp8", *NAMES} <= set(action.metavar)
-    assert parser.parse_args(["--kv-cache-dtype", "kvbits_int4_rotated"]).kv_cache_dtype == "kvbits_int4_rotated"
+    assert parser.parse_args(["--kv-cache-dtype", "kvbits_int4"]).kv_cache_dtype == "kvbits_int4"

@@ -42,7 +42,7 @@ from kvbits.spec import Override, Scheme
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 DTYPES = ["kvbits_klt4", "kvbits_klt3", "kvbits_klt2"]
-KLT, FOUR = schemes.get("klt4", head_dim=64), schemes.get("int4_rotated", head_dim=64)
+KLT, FOUR = schemes.get("klt4", head_dim=64), schemes.get("int4", head_dim=64)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from kvbits.geometry import layer_geometries
 from kvbits.spec import FittedScheme, Override, PerGroup, QuantSpec, Scheme
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
-EIGHT, FOUR = schemes.get("int8_centered", head_dim=64), schemes.get("int4_rotated", head_dim=64)
+EIGHT, FOUR = schemes.get("int8_centered", head_dim=64), schemes.get("int4", head_dim=64)
 LAST = Override(layers=(-1,), key=QuantSpec(format="int8", granularity=PerGroup(32)), value=QuantSpec(format="int4", granularity=PerGroup(32)))
 TWO = Scheme(name="two", key=FOUR.key, value=FOUR.value, overrides=(LAST,), token_local=True)
 """The last layer in a format that is no dtype of its own."""

@@ -25,14 +25,13 @@ import torch
 import kvbits
 from kvbits import schemes
 from kvbits.errors import KernelError, SpecError
-from kvbits.ops.cuda import decode, merge, place, rotate
+from kvbits.ops.cuda import decode, merge, place
 from kvbits.ops.cuda.append import tokens
 from kvbits.ops.cuda.engine import device_plan, kernels
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime import driver
 from kvbits.ops.cuda.engine.shape import Ask
 from kvbits.ops.cuda.families import family_of
-from kvbits.ops.cuda.families.codebook import close as close_codebook
 from kvbits.ops.cuda.families.klt import store as store_banded
 from kvbits.ops.cuda.families.klt import unpack as dequantize_banded
 from kvbits.ops.cuda.families.plain import close as close_packed
@@ -65,7 +64,6 @@ def cases(capability: tuple[int, int], names: list[str]) -> Iterator[Case]:
     for head_dim in HEADS:
         for dtype in DTYPES:
             yield f"merge {head_dim} {dtype}", "merge.cu", merge.defines(head_dim, dtype)
-            yield f"rotate {head_dim} {dtype}", "rotate.cu", rotate.defines(head_dim, dtype)
     yield "place", "place.cu", place.defines()
     yield "append", "append.cu", tokens.DEFINES
     yield "advance", "advance.cu", {"THREADS": decode.THREADS}
@@ -78,7 +76,7 @@ def _of_layout(layout: PageLayout, low: LowLayout | None, capability: tuple[int,
     if family_of(layout).refuses("attend", layout, shared_limit=limit) is None:
         kinds: list[dict[str, Any]] = [{}, {"raw": True}, {"tables": True}, {"tables": True, "raw": True}]
         kinds += [{"fold": True, "raw": True}, {"fold": True, "raw": True, "tables": True}] if family_of(layout).folds else []
-        kinds += [{"low": low, **kind} for kind in kinds[:4]] if low else []
+        kinds += [{"low": low, **kind} for kind in kinds[:2]] if low else []
         for columns in (4, 16, 64) if every else (4,):
             cols = kernels.columns([layout], columns, False)
             for kind in kinds if columns == 4 and every else kinds[1:2]:
@@ -94,9 +92,7 @@ def _of_layout(layout: PageLayout, low: LowLayout | None, capability: tuple[int,
 
 def _of_dtype(layout: PageLayout, low: LowLayout | None, dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[Case]:
     if family_of(layout).refuses("close", layout, dtype=dtype) is None:
-        if layout.key.has_codebook:
-            yield f"close {dtype}", "close_codebook.cu", close_codebook.defines(layout, dtype)
-        elif layout.key.is_banded:
+        if layout.key.is_banded:
             for appends, warpgroups in ((False, False), (True, False), *([(False, True)] if capability == (9, 0) and layout.head_dim == 128 else [])):
                 yield f"close {dtype} {appends} {warpgroups}", "store_banded.cu", store_banded.defines(layout, dtype, appends, warpgroups)
         else:

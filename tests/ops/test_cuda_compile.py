@@ -15,7 +15,7 @@ import torch
 
 import kvbits
 from kvbits import schemes
-from kvbits.ops.cuda import decode, merge, place, rotate
+from kvbits.ops.cuda import decode, merge, place
 from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.engine import device_plan as attend_plan
 from kvbits.ops.cuda.engine import kernels
@@ -23,7 +23,6 @@ from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime import driver
 from kvbits.ops.cuda.engine.shape import WIDE, Ask
 from kvbits.ops.cuda.families import family_of
-from kvbits.ops.cuda.families.codebook import close as close_codebook
 from kvbits.ops.cuda.families.klt import store as store_banded
 from kvbits.ops.cuda.families.klt import unpack as dequantize_banded
 from kvbits.ops.cuda.families.plain import close as close_cuda
@@ -331,12 +330,10 @@ def examples():
         "append.cu": append_cuda.DEFINES,
         "close.cu": close_cuda.defines(int8, torch.bfloat16),
         "store_banded.cu": store_banded.defines(layout_of(schemes.get("klt3").key, schemes.get("klt3").value), torch.bfloat16),
-        "close_codebook.cu": close_codebook.defines(nuq, torch.bfloat16),
         "dequantize.cu": dequantize_cuda.defines(int8, torch.bfloat16),
         "dequantize_banded.cu": dequantize_banded.defines(klt, torch.bfloat16),
         "merge.cu": merge.defines(128, torch.bfloat16),
         "place.cu": place.defines(),
-        "rotate.cu": rotate.defines(128, torch.bfloat16),
         "store_tokens.cu": append_cuda.defines(int8, torch.bfloat16, append_cuda.FEW),
         "work_list.cu": {"THREADS": attend_plan.THREADS, "NUM_PARTS": 2},
     }
@@ -397,10 +394,8 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
             spills[("attend", *kind)] = compiled(kernel.source.name, dict(kernel.defines), capability).resources("attend").spill_bytes
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if family_of(layout).refuses("close", layout, dtype=dtype) is None and not (capability < (8, 9) and scheme.key.format.startswith("fp8")):
-            for appends in (False,) if scheme.key.has_codebook else (False, True):
-                if scheme.key.has_codebook:
-                    source, entry, macros = "close_codebook.cu", "close_codebook", close_codebook.defines(layout, dtype)
-                elif scheme.key.is_banded:
+            for appends in (False, True):
+                if scheme.key.is_banded:
                     source, entry, macros = "store_banded.cu", "store_banded", store_banded.defines(layout, dtype, appends)
                 else:
                     source, entry, macros = "close.cu", "close_pages", close_cuda.defines(layout, dtype, appends=appends)
@@ -419,7 +414,7 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
     # Attention over banded pages has 128 registers for each of 16 warps: some words of a segment's start and end, and of those that make its queries, are kept in local memory, none of a page's.
     attend = 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 528 if scheme.key.is_banded else 0
     most = {"attend": attend, "store_banded": 512, "dequantize_banded": 400 if head_dim == 256 else 8}
-    rows = {("close_pages", torch.float32, False): 128, ("close_pages", torch.float32, True): 128, ("close_codebook", torch.float32, False): 128}
+    rows = {("close_pages", torch.float32, False): 128, ("close_pages", torch.float32, True): 128}
     if not spills:
         pytest.skip(f"no CUDA kernel takes {name} at head_dim {head_dim}: {refuses(layout, limit)}")
     for kernel, nbytes in spills.items():

@@ -22,14 +22,11 @@ from kvbits.errors import DataError, SpecError
 from kvbits.ops import paged_attention
 from kvbits.ops.cuda import paged_attention as paged_attention_cuda
 from kvbits.ops.cuda.engine import device_plan
-from kvbits.ops.cuda.engine.kernels import kernel_for
-from kvbits.ops.cuda.engine.runtime import driver
 from kvbits.ops.cuda.engine.schedule import SEGMENT_FIELDS
-from kvbits.ops.cuda.engine.shape import Ask
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference.close import close_nested
-from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
-from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
+from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 emulated_attention = test_cuda_emulated.emulated
 LIMIT = 5e-3
@@ -70,10 +67,9 @@ HEADS, D = 2, 64
 class Cache:
     """Pages of several parts in shuffled pools, and the host's view of them."""
 
-    def __init__(self, layouts, lengths, max_pages, seed=0, poison=None, low=None):
+    def __init__(self, layouts, lengths, max_pages, seed=0, poison=None):
         gen, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
         self.layouts, self.pages, self.tables, self.offsets, self.parts = layouts, [], [], [], []
-        self.low, self.low_pages, self.low_tables = low or [None] * len(layouts), [], []
         packed = next((x for x in layouts if not x.is_raw), layouts[0])
         self.static = static_params(packed.key, packed.value, HEADS, D)
         self.tokens = [torch.tensor([n[p] for n in lengths], dtype=torch.int32) for p in range(len(layouts))]
@@ -84,8 +80,6 @@ class Cache:
             counts = [-(-n[p] // size) for n in lengths]
             total = sum(counts) + 3
             ids = rng.permutation(total)
-            planes = [self.low[p]] if self.low[p] else []
-            fine = rng.permutation(total) if planes else np.zeros(total, np.int64)  # page of the low planes, by page
             first_of = np.zeros(total, np.int64)  # position of each page's first token
             table = torch.full((batch, max_pages[p] + 2), -1 if poison is None else poison, dtype=torch.int32)
             offset = torch.tensor(rng.integers(0, 3, batch), dtype=torch.int32)
@@ -100,26 +94,17 @@ class Cache:
                 first_of[mine] = starts[len(starts) - n :]
             k, v = (torch.randn(total, HEADS, size, D, generator=gen) for _ in "kv")
             k += torch.randn(D, generator=gen)
-            slabs = close_nested(k.bfloat16(), v.bfloat16(), layout, self.static, planes, first_of)[0]
-            wide = [torch.full((total, 3, HEADS, x.head_bytes), 0xFF, dtype=torch.uint8) for x in (layout, *planes)]  # of three layers, ours in the middle
-            wide[0][:, 1] = slabs[0]
-            for x, slab in zip(wide[1:], slabs[1:], strict=True):
-                x[fine, 1] = slab
-            self.pages.append(wide[0][:, 1])
-            self.low_pages.append(wide[1][:, 1] if planes else None)
+            slabs = close_nested(k.bfloat16(), v.bfloat16(), layout, self.static, [], first_of)[0]
+            wide = torch.full((total, 3, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8)  # of three layers, ours in the middle
+            wide[:, 1] = slabs[0]
+            self.pages.append(wide[:, 1])
             self.tables.append(table)
-            known = torch.from_numpy(fine.astype(np.int32))[table.clamp(0, total - 1)]
-            self.low_tables.append(torch.where((table >= 0) & (table < total), known, table) if planes else None)
             self.offsets.append(offset)
             indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
             if rows:
                 ids = np.array(rows, np.int64)
-                own = PageTable(indptr, ids, np.array(starts, np.int64), np.array(sizes, np.int32), (fine[ids],) if planes else ())
-                self.parts.append(
-                    Part(
-                        PageStore(layout, (self.pages[p],), {} if layout.is_raw else self.static), own, tuple(LowStore(x, (self.low_pages[p],)) for x in planes)
-                    )
-                )
+                own = PageTable(indptr, ids, np.array(starts, np.int64), np.array(sizes, np.int32))
+                self.parts.append(Part(PageStore(layout, (self.pages[p],), {} if layout.is_raw else self.static), own))
         self.newest = before[-1]
 
     def want(self, q, query_lens=None, window=None, softcap=None):
@@ -139,10 +124,10 @@ def check(cache, max_pages, *, limit=LIMIT, group=2, num_queries=1, query_lens=N
     q = torch.randn(batch, num_queries, HEADS * group, D, generator=torch.Generator().manual_seed(5)).bfloat16()
     made = paged_attention.plan(
         cache.layouts, max_pages=max_pages, batch_size=batch_size or batch, num_q_heads=HEADS * group, dtype=q.dtype, device=device,
-        num_queries=num_queries, sliding_window=window, softcap=softcap, low=cache.low,
+        num_queries=num_queries, sliding_window=window, softcap=softcap,
     )  # fmt: skip
-    made.bind(7, cache.pages, cache.static, low=cache.low_pages)
-    made.update(cache.tables, cache.tokens, starts=cache.starts, offsets=cache.offsets, query_lens=query_lens, low_tables=cache.low_tables)
+    made.bind(7, cache.pages, cache.static)
+    made.update(cache.tables, cache.tokens, starts=cache.starts, offsets=cache.offsets, query_lens=query_lens)
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
     assert made.run(q, 7, out=out, lse=lse) is out
     want, want_lse = cache.want(q, query_lens, window, softcap)
@@ -155,7 +140,7 @@ def check(cache, max_pages, *, limit=LIMIT, group=2, num_queries=1, query_lens=N
 
 
 INT8 = layout_of(spec("int8"), spec("int8"))
-TIERED = layout_of(spec("int4", PerChannel(), symmetric=False), spec("int4", PerToken(), symmetric=False))
+KIVI = layout_of(spec("int4", PerChannel(), symmetric=False), spec("int4", PerToken(), symmetric=False))
 CASES = {
     "one part": dict(layouts=[INT8], lengths=[(333,), (0,), (70,), (64,), (1,)], max_pages=[6]),
     "tail": dict(layouts=[layout_of(spec("int4"), spec("int4")), layout_of(RAW, RAW)], lengths=[(320, 13), (0, 64), (0, 0), (64, 100), (448, 0)], max_pages=[7, 2]),
@@ -173,8 +158,8 @@ CASES = {
         layouts=[layout_of(RAW, RAW), layout_of(schemes.get("klt4").key, schemes.get("klt4").value), layout_of(RAW, RAW)],
         lengths=[(64, 576, 100), (0, 333, 0), (64, 0, 9), (40, 0, 0), (0, 320, 64), (64, 448, 0), (0, 1, 0)], max_pages=[1, 9, 2],
     ),
-    "tiers": dict(
-        layouts=[layout_of(RAW, RAW, 4), TIERED, TIERED, layout_of(RAW, RAW)], low=[None, None, LowLayout(key_bits=4, value_bits=4, page_size=64, num_kv_heads=HEADS, head_dim=D), None],
+    "two packed parts": dict(
+        layouts=[layout_of(RAW, RAW, 4), KIVI, KIVI, layout_of(RAW, RAW)],
         lengths=[(4, 640, 128, 150), (4, 0, 64, 9), (2, 0, 0, 0), (4, 128, 320, 1)], max_pages=[1, 10, 5, 3],
     ),
 }  # fmt: skip
@@ -182,7 +167,7 @@ CASES = {
 
 KLT2 = layout_of(schemes.get("klt2").key, schemes.get("klt2").value)
 ON_HOSTS = CASES | {
-    "two parts in a basis": CASES["tiers"] | {"layouts": [layout_of(RAW, RAW, 4), KLT2, KLT2, layout_of(RAW, RAW)], "low": [None] * 4}
+    "two parts in a basis": CASES["two packed parts"] | {"layouts": [layout_of(RAW, RAW, 4), KLT2, KLT2, layout_of(RAW, RAW)]}
 }  # fmt: skip
 
 
@@ -209,17 +194,6 @@ def gpu(emulated_attention, emulated_list, monkeypatch):
 def test_the_cuda_kernels_serve_the_contract(name, gpu):
     gpu.max_pages = CASES[name]["max_pages"]
     check(Cache(**CASES[name]), gpu.max_pages)
-
-
-def test_pages_with_and_without_low_planes_in_any_order(gpu, monkeypatch):
-    """Chunks of one slot and of two: a producer lane that waited for a slot could hold up the one whose chunk the slot's reader waits for. One block here has
-    units of as many chunks as it has warps, the first with a low plane, so that the same warps take two slots each time."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=1))
-    low = LowLayout(key_bits=4, value_bits=4, page_size=64, num_kv_heads=HEADS, head_dim=D)
-    ask = Ask(D, 8, "bfloat16", "bfloat16", False, driver.shared_limit((9, 0)), low=low, tables=True)
-    warps = kernel_for(TIERED, ask).shape.warps
-    case = dict(layouts=[TIERED, TIERED], low=[low, None], lengths=[(64, 64 * (warps - 1))] * 12, max_pages=[1, warps - 1])
-    check(Cache(**case), case["max_pages"])
 
 
 @pytest.mark.parametrize("options", [{"num_queries": 3, "window": 100}, {"num_queries": 8, "softcap": 20.0, "batch_size": 9}], ids=str)
@@ -393,18 +367,6 @@ def test_bad_input_is_refused():
     ):  # fmt: skip
         with pytest.raises(SpecError, match=message):
             paged_attention.plan([INT8], **good | changes)
-    with pytest.raises(DataError, match="page_size=32"):
-        paged_attention.plan([TIERED], **good, low=[LowLayout(key_bits=4, value_bits=4, page_size=32, num_kv_heads=HEADS, head_dim=D)])
-    fine = LowLayout(key_bits=4, value_bits=4, page_size=64, num_kv_heads=HEADS, head_dim=D)
-    tiers = paged_attention.plan([TIERED], **good, low=[fine])
-    tiered, planes = (torch.zeros(5, HEADS, x.head_bytes, dtype=torch.uint8) for x in (TIERED, fine))
-    with pytest.raises(DataError, match=r"planned with low planes: \[True\], given: \[False\]"):
-        tiers.bind(0, [tiered])
-    tiers.bind(0, [tiered], low=[planes])
-    with pytest.raises(DataError, match="part 0 is planned with low planes"):
-        tiers.update([torch.zeros(2, 4, dtype=torch.int32)], [torch.zeros(2, dtype=torch.int32)])
-    with pytest.raises(DataError, match="low table 0 must be like its block table"):
-        tiers.update([torch.zeros(2, 4, dtype=torch.int32)], [torch.zeros(2, dtype=torch.int32)], low_tables=[torch.zeros(2, 5, dtype=torch.int32)])
     made = paged_attention.plan([INT8], **good)
     pages = torch.zeros(5, HEADS, INT8.head_bytes, dtype=torch.uint8)
     table, lens, q = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, 4, D, dtype=torch.bfloat16)
@@ -432,7 +394,6 @@ def test_bad_input_is_refused():
         ({"dtype": torch.int32}, "floating-point"),
         ({"max_pages": 4}, "max_pages must be a list of int, one for each part; got int"),
         ({"max_pages": ["4"]}, "max_pages must be a list of int, one for each part; got str"),
-        ({"low": [4]}, "low must be a list of LowLayout, one for each part; got int"),
         ({"scaling": 1e300}, "scaling"),
     ):
         with pytest.raises(SpecError, match=message):
@@ -560,7 +521,7 @@ def test_banded_pages_say_what_they_are_read_with():
         ((0, 7), "pages must be a list, .* got int"),
         ((0, [None]), "pages of a part must be a list of tensors"),
         ((0, [[]]), "a part without slabs"),
-        ((0, [], None), "pages of 0 and"),
+        ((0, [], None), "pages of 0 parts"),
         ((0, ["pages"], [1]), "pages of a part"),
     ],
 )
@@ -571,5 +532,3 @@ def test_what_is_bound_with_wrong_types_is_named(arguments, message):
     pages = torch.zeros(5, HEADS, INT8.head_bytes, dtype=torch.uint8)
     with pytest.raises(DataError, match="static must be a dict of tensors by name, got list"):
         made.bind(0, [pages], [torch.ones(1)])
-    with pytest.raises(DataError, match="low must be a list.* got int"):
-        made.bind(0, [pages], low=3)

@@ -229,7 +229,7 @@ def test_bad_numbers_leave_everything_as_it_was():
 def test_which_presets_are_token_local():
     local = {name for name, s in schemes.PRESETS.items() if s.key.token_local and s.value.token_local}
     assert local == {
-        "raw", "int8", "int8_per_token", "int8_asym", "int8_centered", "int8_static", "fp8", "fp8_e5m2_keys", "int4", "int4_centered", "int4_rotated", "int8k_int4v",
+        "raw", "int8", "int8_per_token", "int8_asym", "int8_centered", "int8_static", "fp8", "fp8_e5m2_keys", "int4", "int4_centered", "int8k_int4v",
         "klt4", "klt3", "klt2",
     }  # fmt: skip
     assert spec("int8", PerChannel(), static=True).token_local and not spec("int8", PerChannel()).token_local

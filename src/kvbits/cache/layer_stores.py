@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import DataError
-from ..ops import dispatch
 from ..ops.reference.dequantize import dequantize_pages
 from ..ops.types import LowStore, PageStore
-from ..quant.basis import rotated_back
 from ..spec import CacheSpec
 from . import parameters
 from .group import GroupState
@@ -31,20 +29,18 @@ class LayerStores:
     Args:
         groups: page lists and pools of the spec's layer groups, in their order.
         static: calibrated parameters per layer.
-        backend: "auto", or the one that every op was forced to.
 
     Attributes:
         places: of each layer.
         changes_keys: layers whose keys `as_stored` changes.
     """
 
-    def __init__(self, spec: CacheSpec, groups: list[GroupState], static: list[dict[str, torch.Tensor]], device: torch.device, backend: str) -> None:
-        self.spec, self.groups, self.device, self._backend = spec, groups, device, backend
-        self._rotations: dict[tuple[int, torch.dtype, torch.device], dispatch.Choice] = {}
+    def __init__(self, spec: CacheSpec, groups: list[GroupState], static: list[dict[str, torch.Tensor]], device: torch.device) -> None:
+        self.spec, self.groups, self.device = spec, groups, device
         self._shared = parameters.shared(spec, static, device)
         self._orders = parameters.orders(spec, device)
         self._turns = parameters.turns(spec, device)
-        self.changes_keys = {layer for group in spec.groups if group.key.is_rotated for layer in group.layers} | set(self._orders)
+        self.changes_keys = set(self._orders)
         self.places = {layer: Place(layer, g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)}
 
     def store(self, place: Place, pool: str) -> PageStore:
@@ -65,29 +61,15 @@ class LayerStores:
         return self.store(self.places[layer], pool)
 
     def as_stored(self, place: Place, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [B, T, H, D] as the place stores them, rotated or with their channels in another order, and queries [B, T, Hq, D] that score with them as `q`
-        with the keys.
-        """
-        if self.groups[place.group].group.key.is_rotated:
-            asked, stored = self._rotation(k).run(q.flatten(0, 1), k.flatten(0, 1))
-            return asked.view(q.shape), stored.view(k.shape)
+        """Keys [B, T, H, D] with their channels in the order that the place stores, and queries [B, T, Hq, D] alike."""
         order = self._order(place)
         return (q, k) if order is None else (q[..., order], k[..., order])
-
-    def _rotation(self, k: torch.Tensor) -> dispatch.Choice:
-        kind = k.shape[-1], k.dtype, k.device
-        if kind not in self._rotations:
-            self._rotations[kind] = dispatch.choose("rotate", *kind, backend="reference" if self._backend == "reference" else "auto")
-            self._rotations[kind].prepare()
-        return self._rotations[kind]
 
     def _order(self, place: Place) -> torch.Tensor | None:
         return self._orders.get(place.layer) if self.groups[place.group].group.key.needs_rotary else None
 
     def _as_given(self, place: Place, k: torch.Tensor) -> torch.Tensor:
         """Keys of which `as_stored` made `k`."""
-        if self.groups[place.group].group.key.is_rotated:
-            return rotated_back(k)
         order = self._order(place)
         return k if order is None else torch.empty_like(k).index_copy_(-1, order, k)
 

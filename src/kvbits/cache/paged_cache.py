@@ -81,7 +81,7 @@ class PagedCache:
         self.saturated = [{"k": 0, "v": 0} for _ in spec.layers]
         self.made_for: str | None = None
         self.held_groups: list[GroupState] = []
-        self._stores = LayerStores(spec, self.held_groups, self.static, self.device, backend)  # refuses what cannot be before anything is allocated
+        self._stores = LayerStores(spec, self.held_groups, self.static, self.device)  # refuses what cannot be before anything is allocated
         self.budget = capacity.budgeted(spec, budget, self.built_for)
         self.held_groups += capacity.allocate(spec, *self.built_for, self.device, self.budget)
         self._inputs = InputCheck(spec, self.device, nonfinite)

@@ -9,7 +9,7 @@ import torch
 from ..errors import SpecError
 from ..ops.static import calibrated
 from ..ops.static import check as check_tensors
-from ..quant.basis import completed, rotated_turn
+from ..quant.basis import completed
 from ..quant.rotary import turn_by
 from ..spec import CacheSpec
 
@@ -73,7 +73,7 @@ def turns(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
     for group in spec.groups:
         if group.token_local and group.key.has_mean and (rotary := group.geometry.rotary) is not None:
             turn = turn_by(rotary, group.geometry.head_dim, group.page_size)
-            found |= dict.fromkeys(group.layers, (rotated_turn(turn) if group.key.is_rotated else turn).to(device))
+            found |= dict.fromkeys(group.layers, turn.to(device))
     return found
 
 

@@ -69,14 +69,8 @@ class Formats:
 
 
 def formats(layers: tuple[LayerGeometry, ...], calibrated: bool, token_local: bool = False) -> Formats:
-    """Formats for a model: integers whose scales come from the page, with a calibration the basis of the klt presets, or those
-    that tokens have by themselves: keys centred, in groups, and rotated where head_dim is a power of two.
-
-    Raises:
-        SpecError: both.
-    """
-    if calibrated and token_local:
-        raise SpecError("formats in a calibrated basis need whole pages; choose calibrated or token-local ones")
+    """Formats for a model: integers whose scales come from the page, with a calibration those of the klt presets (all token-local), or those
+    that tokens have by themselves without one: keys centred, in groups."""
     size = math.gcd(VALUE_GROUP, *(g.head_dim for g in layers))
     widths = (8, 4, 3, 2)
     if calibrated:
@@ -85,8 +79,7 @@ def formats(layers: tuple[LayerGeometry, ...], calibrated: bool, token_local: bo
         keys = {b: presets.get(f"klt{b}", head_dim=head_dim).key for b in (4, 3, 2)} | {8: dataclasses.replace(eight, center="channel")}
         values = {b: presets.get(f"klt{b}").value for b in (4, 3, 2)} | {8: eight}
     elif token_local:
-        rotated = all(g.head_dim & (g.head_dim - 1) == 0 for g in layers)
-        key = QuantSpec(format="int8", granularity=PerGroup(size), symmetric=False, center="channel", basis="hadamard" if rotated else None)
+        key = QuantSpec(format="int8", granularity=PerGroup(size), symmetric=False, center="channel")
         keys = {b: dataclasses.replace(key, format=f"int{b}") for b in widths}
         values = {b: QuantSpec(format=f"int{b}", granularity=PerGroup(size), symmetric=False) for b in widths}
     else:

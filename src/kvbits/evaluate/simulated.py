@@ -20,7 +20,6 @@ from ..cache import parameters
 from ..errors import UnsupportedError
 from ..ops.reference.close import close_pages
 from ..ops.reference.dequantize import dequantize_pages
-from ..quant.basis import rotated_back, rotated_keys
 from ..spec import CacheSpec, LayerGroup
 
 
@@ -63,10 +62,8 @@ class SimulatedLayer(DynamicLayer):
     def _given_back(self, k: torch.Tensor, v: torch.Tensor, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [pages, heads, page_size, head_dim] as their pages give them back; the first tokens are at `starts`."""
         layout, order = self.group.layouts["closed"], self.order if self.group.key.needs_rotary else None
-        k = rotated_keys(k) if self.group.key.is_rotated else k
         pages, _ = close_pages(k if order is None else k[..., order], v, layout, self.static, starts)
         stored, values = dequantize_pages(pages, layout, self.static, torch.float32, starts=starts)
-        stored = rotated_back(stored) if self.group.key.is_rotated else stored
         return stored if order is None else torch.empty_like(stored).index_copy_(-1, order, stored), values
 
     def reset(self) -> None:

@@ -129,7 +129,7 @@ def describe(layout: PageLayout, kind: str) -> Side:
         name=spec.format, format=FORMATS[spec.format], levels=levels_of(fmt), exponent_bits=fmt.exponent_bits, mantissa_bits=fmt.mantissa_bits,
         planes=tuple(bits for bits, _ in planes), dtype=DTYPES[layout.raw_dtype], scale_dtype=DTYPES[spec.scale_dtype], scale=scale_kind(spec),
         group=d // groups, groups=groups, zero=spec.zero, has_bias=spec.has_bias, has_mean=spec.has_mean, offsets=spec.has_offsets,
-        turned=spec.pre_rope, widths=spec.widths(d), basis=spec.inner_basis,
+        turned=spec.pre_rope, widths=spec.widths(d), basis=spec.basis,
         row_bytes=tuple(plane_row_bytes(channels, bits) for bits, channels in planes) or (d * DTYPE_BYTES[layout.raw_dtype],),
         plane_offset=tuple(layout.sections[f"{kind}_{name}"].offset for name in stored),
         scale_offset=offset("scale"), bias_offset=offset("bias"),

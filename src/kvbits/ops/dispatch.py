@@ -33,7 +33,7 @@ BACKENDS = {
     "attend_pages": ("cpu", "cuda", "reference"), "attend_fresh": ("cpu", "cuda", "reference"),
     "close_pages": ("cpu", "cuda", "reference"), "append": ("cpu", "cuda", "reference"),
     "paged_attention": ("cuda", "reference"), "store_tokens": ("cuda", "reference"), "place": ("cuda", "reference"),
-    "dequantize": ("cuda", "reference"), "merge": ("cuda", "reference"), "rotate": ("cuda", "reference"),
+    "dequantize": ("cuda", "reference"), "merge": ("cuda", "reference"),
 }  # fmt: skip
 FUNCTIONS = {
     "attend_pages": ("attend", "attend"), "close_pages": ("close", "close"), "merge": ("merge", "merge_partials"), "dequantize": ("dequantize", "Rows"),

@@ -25,22 +25,20 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import DataError, SpecError
-from ..spec import LowLayout, PageLayout
+from ..spec import PageLayout
 from . import dispatch
 from .static import check as check_static
 from .static import read_with
-from .types import check_factors, check_low
+from .types import check_factors
 
 Slabs = torch.Tensor | Sequence[torch.Tensor]
 
 
 class _Backend(Protocol):
-    def bind(
-        self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor], low: Sequence[Sequence[torch.Tensor] | None]
-    ) -> None: ...
+    def bind(self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor]) -> None: ...
     def update(
         self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], starts: Sequence[torch.Tensor | None],
-        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None, low_tables: Sequence[torch.Tensor | None],
+        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None,
     ) -> None: ...  # fmt: skip
     def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor: ...
     def explain(self) -> str: ...
@@ -49,7 +47,6 @@ class _Backend(Protocol):
 def plan(
     layouts: Sequence[PageLayout], *, max_pages: Sequence[int], batch_size: int, num_q_heads: int, dtype: torch.dtype, device: torch.device | str,
     num_queries: int = 1, scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
-    low: Sequence[LowLayout | None] | None = None,
 ) -> PagedAttention:  # fmt: skip
     """Allocate everything that attention of up to `batch_size` sequences needs.
 
@@ -59,7 +56,6 @@ def plan(
         num_queries: query tokens of a sequence, 1 to 8 on a GPU; `update(query_lens=..)` says where a sequence has fewer.
         scaling: factor on the scores, 1 / sqrt(head_dim) if None.
         sliding_window, softcap: as in `AttendCall`.
-        low: of each part the low planes that refine all of its pages, or None.
 
     Raises:
         SpecError: numbers that cannot be.
@@ -70,7 +66,6 @@ def plan(
         raise SpecError(f"device={str(device)!r}: plans are for 'cpu' and 'cuda'")
     _require_list("layouts", layouts, PageLayout)
     _require_list("max_pages", max_pages, int)
-    _require_list("low", low or [], (LowLayout, type(None)))
     if not layouts or len(layouts) != len(max_pages):
         raise SpecError(f"{len(layouts)} layouts and {len(max_pages)} numbers of pages; give one of each for every part, and at least one part")
     for name, n in (("batch_size", batch_size), ("num_q_heads", num_q_heads), ("num_queries", num_queries), *(("max_pages", n) for n in max_pages)):
@@ -89,14 +84,8 @@ def plan(
         raise SpecError(f"sliding_window={sliding_window!r} must be a whole number of at least 1, or None")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise SpecError(f"dtype={dtype!r} must be a floating-point torch dtype, that of the queries")
-    low = [None] * len(layouts) if low is None else list(low)
-    if len(low) != len(layouts):
-        raise SpecError(f"low planes of {len(low)} parts for {len(layouts)} layouts; give None for a part without them")
-    for layout, planes in zip(layouts, low, strict=True):
-        if planes:
-            check_low(layout, [planes])
     options: dict[str, Any] = {
-        "low": low, "batch_size": batch_size, "num_q_heads": num_q_heads, "dtype": dtype, "device": device, "num_queries": num_queries,
+        "batch_size": batch_size, "num_q_heads": num_q_heads, "dtype": dtype, "device": device, "num_queries": num_queries,
         "scaling": d**-0.5 if scaling is None else scaling, "sliding_window": sliding_window, "softcap": softcap,
     }  # fmt: skip
     choice = dispatch.choose("paged_attention", layouts, max_pages, options)
@@ -108,13 +97,13 @@ class PagedAttention:
 
     def __init__(self, backend: _Backend, layouts: Sequence[PageLayout], max_pages: Sequence[int], options: dict[str, Any]) -> None:
         self._backend = backend
-        self.layouts, self.max_pages, self.low = tuple(layouts), tuple(max_pages), tuple(options["low"])
+        self.layouts, self.max_pages = tuple(layouts), tuple(max_pages)
         self.batch_size: int = options["batch_size"]
         self.num_queries: int = options["num_queries"]
         self.device: torch.device = options["device"]
         self._accepted: tuple[Any, ...] | None = None
 
-    def bind(self, layer: int, pages: Sequence[Slabs], static: Mapping[str, torch.Tensor] | None = None, *, low: Sequence[Slabs | None] | None = None) -> None:
+    def bind(self, layer: int, pages: Sequence[Slabs], static: Mapping[str, torch.Tensor] | None = None) -> None:
         """Say where a layer's pages lie; again when they move or their pool grew.
 
         Args:
@@ -123,7 +112,6 @@ class PagedAttention:
                 numbers count in order.
             static: calibrated parameters of the layer's packed pages (`PageStore.static`): all that `static.read_with` names of their layouts.
                 Their numbers are looked at once for a tensor, which waits for a GPU.
-            low: of each part where its low planes lie, as `pages`; None for one that was planned without.
 
         Raises:
             DataError: pages of another shape, dtype or alignment than the layouts say.
@@ -133,16 +121,10 @@ class PagedAttention:
             raise DataError(f"layer={layer!r} must be a number of yours, for run()")
         if isinstance(pages, torch.Tensor) or not isinstance(pages, Sequence):
             raise DataError(f"pages must be a list, of each part a tensor or a list of slabs, got {type(pages).__name__}")
-        if low is not None and (isinstance(low, torch.Tensor) or not isinstance(low, Sequence)):
-            raise DataError(f"low must be a list, of each part a tensor, a list of slabs or None, got {type(low).__name__}")
-        low = [None] * len(self.layouts) if low is None else low
-        if not len(pages) == len(low) == len(self.layouts):
-            raise DataError(f"pages of {len(pages)} and low planes of {len(low)} parts for a plan of {len(self.layouts)}")
-        if any((x is None) != (planes is None) for x, planes in zip(low, self.low, strict=True)):
-            raise DataError(f"parts planned with low planes: {[x is not None for x in self.low]}, given: {[x is not None for x in low]}")
+        if len(pages) != len(self.layouts):
+            raise DataError(f"pages of {len(pages)} parts for a plan of {len(self.layouts)}")
         own = [self._slabs(layout, x) for layout, x in zip(self.layouts, pages, strict=True)]
-        fine = [None if x is None or planes is None else self._slabs(planes, x) for planes, x in zip(self.low, low, strict=True)]
-        self._backend.bind(layer, own, self._static(layer, static), fine)
+        self._backend.bind(layer, own, self._static(layer, static))
 
     def _static(self, layer: int, given: Any) -> dict[str, torch.Tensor]:
         """What the layouts need out of what was given, checked."""
@@ -159,7 +141,7 @@ class PagedAttention:
                 self._require_device(f"static {name}", x)
         return used
 
-    def _slabs(self, layout: PageLayout | LowLayout, given: Slabs) -> tuple[torch.Tensor, ...]:
+    def _slabs(self, layout: PageLayout, given: Slabs) -> tuple[torch.Tensor, ...]:
         slabs = (given,) if isinstance(given, torch.Tensor) else given
         _require_tensors("pages of a part", slabs)
         slabs = tuple(slabs)
@@ -183,7 +165,6 @@ class PagedAttention:
     def update(
         self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], *, starts: Sequence[torch.Tensor | None] | None = None,
         offsets: Sequence[torch.Tensor | None] | None = None, query_lens: torch.Tensor | None = None,
-        low_tables: Sequence[torch.Tensor | None] | None = None,
     ) -> None:  # fmt: skip
         """Take other lengths and tables, for all layers.
 
@@ -196,33 +177,32 @@ class PagedAttention:
             offsets: of each part int32 [B] or None for 0: entry of the row where the part's first page stands (a ring of pages, say). One outside the row
                 counts as the row's first or last entry; tokens then end with the row.
             query_lens: int32 [B]: queries of each sequence, at most the plan's; they are its newest tokens. Rows of q after them are padding.
-            low_tables: of each part with low planes their page numbers, entry by entry those of its block table: of the same shape and strides.
 
         Raises:
             DataError: tensors of another shape, dtype or device than this, or more sequences than planned.
         """
         none: list[torch.Tensor | None] = [None] * len(self.layouts)
-        starts, offsets, low_tables = (none if x is None else x for x in (starts, offsets, low_tables))
-        lists = {"block_tables": block_tables, "tokens": tokens, "starts": starts, "offsets": offsets, "query_lens": [query_lens], "low_tables": low_tables}
+        starts, offsets = (none if x is None else x for x in (starts, offsets))
+        lists = {"block_tables": block_tables, "tokens": tokens, "starts": starts, "offsets": offsets, "query_lens": [query_lens]}
         for name, xs in lists.items():
             _require_tensors(f"update(): {name}", xs, optional=name not in ("block_tables", "tokens"))
         given = tuple(tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in xs) for xs in lists.values())
         if given != self._accepted:
-            self._check(block_tables, tokens, starts, offsets, query_lens, low_tables)
+            self._check(block_tables, tokens, starts, offsets, query_lens)
             self._accepted = given
-        self._backend.update(block_tables, tokens, starts, offsets, query_lens, low_tables)
+        self._backend.update(block_tables, tokens, starts, offsets, query_lens)
 
     def _check(
         self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], starts: Sequence[torch.Tensor | None],
-        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None, low_tables: Sequence[torch.Tensor | None],
+        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None,
     ) -> None:  # fmt: skip
         n = len(self.layouts)
-        if any(len(x) != n for x in (block_tables, tokens, starts, offsets, low_tables)):
-            raise DataError(f"update() takes {n} block tables, tokens, starts, offsets and low tables, one for each part of the plan")
+        if any(len(x) != n for x in (block_tables, tokens, starts, offsets)):
+            raise DataError(f"update() takes {n} block tables, tokens, starts and offsets, one for each part of the plan")
         batch = tokens[0].shape[0] if tokens[0].dim() else 0
         if not 1 <= batch <= self.batch_size:
             raise DataError(f"{batch} sequences for a plan of at most {self.batch_size}; make a plan with a larger batch_size")
-        for x in (*block_tables, *tokens, *starts, *offsets, query_lens, *low_tables):
+        for x in (*block_tables, *tokens, *starts, *offsets, query_lens):
             if x is not None:
                 self._require_device("tables and lengths must be where the pages are: one", x)
         for i, (table, pages) in enumerate(zip(block_tables, self.max_pages, strict=True)):
@@ -231,13 +211,6 @@ class PagedAttention:
                     f"block table {i} must be int32 [at least {batch}, at least {pages}] with dense rows, got {table.dtype} {list(table.shape)}; "
                     "a plan with fewer max_pages takes narrower ones"
                 )
-        for i, (table, fine, planes) in enumerate(zip(block_tables, low_tables, self.low, strict=True)):
-            if (fine is None) != (planes is None):
-                raise DataError(
-                    f"part {i} is planned {'with' if planes else 'without'} low planes; update() was given {'no' if fine is None else 'a'} low table"
-                )
-            if fine is not None and (fine.dtype, fine.shape, fine.stride()) != (table.dtype, table.shape, table.stride()):
-                raise DataError(f"low table {i} must be like its block table, int32 {list(table.shape)}, got {fine.dtype} {list(fine.shape)}")
         vectors = {"tokens": tokens, "starts": starts, "offsets": offsets, "query_lens": [query_lens]}
         for name, xs in vectors.items():
             for x in xs:
@@ -271,15 +244,14 @@ class PagedAttention:
         return self._backend.explain()
 
 
-def _require_list(name: str, given: Any, kind: type | tuple[type, ...]) -> None:
+def _require_list(name: str, given: Any, kind: type) -> None:
     """
     Raises:
         SpecError: no list of such things, one for each part.
     """
     bad = [x for x in given if not isinstance(x, kind)] if isinstance(given, (list, tuple)) else [given]
     if bad:
-        wanted = (kind if isinstance(kind, type) else kind[0]).__name__
-        raise SpecError(f"{name} must be a list of {wanted}, one for each part; got {type(bad[0]).__name__}")
+        raise SpecError(f"{name} must be a list of {kind.__name__}, one for each part; got {type(bad[0]).__name__}")
 
 
 def _require_tensors(name: str, given: Any, optional: bool = False) -> None:

@@ -74,7 +74,7 @@ class PageStore(_Slabs):
         static: what the layer's pages share, float32, only names the specs need: calibrated `k_scale`, `k_bias`, `v_scale`, `v_bias`
             [H, groups or channels], levels [H, entries], `k_offsets` [H, 5, head_dim], and `k_inv_freq` [head_dim / 2], radians per token
             (`static.read_with` has the names).
-        turn: for centred keys stored token by token, float32 [3, head_dim] or a matrix: how the mean key of a page is turned on to the next one
+        turn: for centred keys stored token by token, float32 [3, head_dim]: how the mean key of a page is turned on to the next one
             (`quant.rotary.turn_by` of page_size positions); None where the rotary embedding is not known, which costs code range and nothing else.
     """
 

@@ -1,4 +1,4 @@
-"""Other bases: a calibrated one for banded keys, Hadamard matrices for banded values and for keys of integers.
+"""Other bases: a calibrated one for banded keys, Hadamard matrices for banded values.
 
 **Banded keys** ("calibrated", after the Karhunen-Loeve transform). Per kv head, with moments of the model (`calibrate.moments`)
 
@@ -24,16 +24,10 @@ of `spec.FRAME` positions up to the page's first token. So a page's keys lie whe
 blocks where it is smaller than head_dim).
 Outputs are turned back once per query: (p V H) H = p V. The products are sums and differences in the order of strides 1, 2, 4 ..,
 and one multiplication at the end, so that kernels can store the same bytes.
-
-**Keys of integers** ("hadamard"). Whoever stores keys multiplies them, and queries alike, so that no channel sticks out of its group and scores stay:
-(q H) . (k H) = q . k. Four bits with one scale per group of channels need it (QuaRot, arXiv:2404.00456, and SpinQuant, arXiv:2405.16406, do the same after the
-rotary embedding). The factor 1 / head_dim of the two products is split into powers of two, so that both matrices are exact in 16 bits and a product rounds
-once, like any matrix product of the model.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 
 import numpy as np
@@ -41,7 +35,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..spec import FRAME, MEAN_STEP, OFFSETS, QuantSpec
-from .rotary import turn, turned_by
+from .rotary import turn
 
 _inverses = WeakIdKeyDictionary()
 
@@ -60,9 +54,9 @@ def into_basis(x: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor]
         starts: for "calibrated" int64 [n], position of each page's first token.
         places: int64 [n, tokens] in the page; None: all of it.
     """
-    if spec.inner_basis == "hadamard":
+    if spec.basis == "hadamard":
         return hadamard(x)
-    if spec.inner_basis is None:
+    if spec.basis is None:
         return x
     assert starts is not None
     y = (turn(x.double(), _positions(starts), static["k_inv_freq"], back=True) @ static["k_basis"].to(x.device, torch.float64)).float()
@@ -71,9 +65,9 @@ def into_basis(x: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor]
 
 def out_of_basis(y: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None) -> torch.Tensor:
     """The inverse of `into_basis`, but for offsets, which `y` has again; with `k_inverse` [H, head_dim, head_dim], see `inverse`."""
-    if spec.inner_basis == "hadamard":
+    if spec.basis == "hadamard":
         return hadamard(y)
-    if spec.inner_basis is None:
+    if spec.basis is None:
         return y
     assert starts is not None
     return turn(y @ static["k_inverse"].to(y), _positions(starts), static["k_inv_freq"])
@@ -140,45 +134,12 @@ def conditions(basis: torch.Tensor) -> torch.Tensor:
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """`x` [..., head_dim] times the Hadamard matrix, its own inverse."""
-    return _sums(x) * (1 / math.sqrt(x.shape[-1] & -x.shape[-1]))
-
-
-def _sums(x: torch.Tensor) -> torch.Tensor:
-    """`x` [..., head_dim] times the matrix of signs."""
     stride, size = 1, x.shape[-1] & -x.shape[-1]
     while stride < size:
         a, b = x.unflatten(-1, (-1, 2, stride)).unbind(-2)
         x = torch.stack([a + b, a - b], -2).flatten(-3)
         stride *= 2
-    return x
-
-
-@functools.lru_cache(maxsize=16)
-def rotations(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(for keys, for queries), each [head_dim, head_dim] of `dtype`: keys @ queries.T is the identity. head_dim is a power of two."""
-    signs, bits = _sums(torch.eye(head_dim, dtype=torch.float64, device="cpu")), head_dim.bit_length() - 1
-    return tuple((signs * 2.0**-n).to(device, dtype) for n in (bits // 2, bits - bits // 2))  # type: ignore[return-value]
-
-
-def rotated_keys(k: torch.Tensor) -> torch.Tensor:
-    """Keys [..., head_dim] as pages of rotated keys hold them, in their own dtype."""
-    return k @ rotations(k.shape[-1], k.dtype, k.device)[0]
-
-
-def rotated_queries(q: torch.Tensor) -> torch.Tensor:
-    """Queries [..., head_dim] whose products with rotated keys are those of `q` with the keys."""
-    return q @ rotations(q.shape[-1], q.dtype, q.device)[1]
-
-
-def rotated_back(k: torch.Tensor) -> torch.Tensor:
-    """What `rotated_keys` was given, up to rounding."""
-    return k @ rotations(k.shape[-1], k.dtype, k.device)[1].T
-
-
-def rotated_turn(turn: torch.Tensor) -> torch.Tensor:
-    """float32 [head_dim, head_dim], on the CPU: what turning by `turn` (`quant.rotary.turn_by`) is for rotated keys."""
-    eye = torch.eye(turn.shape[1], device="cpu")
-    return rotated_keys(rotated_back(eye.double()) @ turned_by(eye, turn.cpu()).double()).float()
+    return x * (1 / math.sqrt(size))
 
 
 def _positions(starts: np.ndarray) -> torch.Tensor:

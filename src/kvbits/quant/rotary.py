@@ -44,9 +44,7 @@ def turn_by(rotary: Rotary, head_dim: int, distance: int) -> torch.Tensor:
 
 
 def turned_by(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """Keys `x` [..., head_dim], float32, turned on as `turn_by` says, or multiplied by a matrix [head_dim, head_dim] in float64."""
-    if len(turn) != 3:
-        return (x.double() @ turn.double()).float()
+    """Keys `x` [..., head_dim], float32, turned on as `turn_by` says."""
     return x * turn[0] + x[..., turn[2].long()] * turn[1]
 
 

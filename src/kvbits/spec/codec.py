@@ -81,7 +81,7 @@ def from_dict(data: Any) -> Any:
     if unknown := set(fields) - known:
         if "rotated" in unknown:
             raise SpecError(
-                "the spec was written by an older kvbits: leave out `rotated` (where it is true write basis='hadamard'), and write basis='calibrated' for 'klt'"
+                "the spec was written by an older kvbits: leave out `rotated` (where it is true take klt4 instead), and write basis='calibrated' for 'klt'"
             )
         raise SpecError(f"{name} has no field {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
     if name == "QuantSpec" and fields.get("format") == "raw":

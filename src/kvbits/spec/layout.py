@@ -67,8 +67,6 @@ class PageLayout:
     def __post_init__(self) -> None:
         _check_sizes(self)
         require_pair(self.key, self.value)
-        if self.key.is_rotated and self.head_dim & (self.head_dim - 1):
-            raise SpecError(f"keys in basis='hadamard' are multiplied by a matrix of a power of two, and head_dim={self.head_dim} is none; use basis=None")
 
     @functools.cached_property
     def sections(self) -> dict[str, Section]:

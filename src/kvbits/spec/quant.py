@@ -122,9 +122,8 @@ class QuantSpec:
             (`scale_dtype` each), so that they do not widen the range of the others (KVQuant, section 3.5).
         pre_rope: keys only; a page stores keys turned back to before the rotary embedding, and attention turns them again when it reads
             (KVQuant, section 3.2).
-        basis: what keys or values are multiplied by before they become codes (quant/basis.py). "hadamard": a Hadamard matrix, no calibration; keys of integers
-            and floats are multiplied before they are stored, raw ones too, and queries alike (QuaRot, arXiv:2404.00456, section 4; head_dim a power of two),
-            banded codes where their page closes. "calibrated" (banded keys): a basis of each kv head, in the frame of the page's `FRAME` positions, whose
+        basis: what keys or values are multiplied by before they become codes (quant/basis.py). "hadamard" (banded codes): a Hadamard matrix,
+            no calibration. "calibrated" (banded keys): a basis of each kv head, in the frame of the page's `FRAME` positions, whose
             channels are uncorrelated, the most important first.
         bands: of banded codes: bits of each band of 16 neighbouring channels (0 to 6, or 8). A code of b bits means code - (2**b - 1) / 2 steps, so that no
             level is 0; a band of 0 bits reads as its mean. Heads with another number of bands get as many bits in the mean, see `widths`.
@@ -170,10 +169,6 @@ class QuantSpec:
             raise SpecError(f"{self.format} has a wide range of its own and takes no outliers; use outliers=0")
         if self.outliers and self.static and not (self.has_codebook and isinstance(self.granularity, PerChannel)):
             raise SpecError("calibrated ranges with outliers are stretched token by token, which only per-channel codebook formats (nuq) can; use static=False")
-        if self.is_rotated and (self.needs_calibration or self.pre_rope):
-            raise SpecError(
-                "keys in basis='hadamard' take their scales from the page, after the rotary embedding; use basis=None with static scales, codebooks or pre_rope"
-            )
         if self.center and isinstance(self.granularity, PerChannel) and not self.symmetric:
             raise SpecError("asymmetric per-channel codes already hold the channel's offset; drop center='channel'")
 
@@ -181,8 +176,9 @@ class QuantSpec:
         if not self.is_banded:
             if self.center == "calibrated":
                 raise SpecError(f"center='calibrated' is of keys in basis='calibrated', not of {self.format!r}; use center='channel'")
-            if self.bands or self.basis == "calibrated" or self.scale_dtype == SCALE_8BIT:
-                raise SpecError(f"bands, basis='calibrated' and scale_dtype={SCALE_8BIT!r} belong to format='banded', not to {self.format!r}")
+            if self.bands or self.basis or self.scale_dtype == SCALE_8BIT:
+                what = f"bands, basis={self.basis!r} and scale_dtype={SCALE_8BIT!r} belong to format='banded', not to {self.format!r}"
+                raise SpecError(what + "; instead of int4_rotated take klt4" * (self.basis == "hadamard"))
             return
         for width in self.bands:
             choice("width of a band", width, banding.WIDTHS)
@@ -277,16 +273,6 @@ class QuantSpec:
     @property
     def has_codebook(self) -> bool:
         return self.number_format.kind == "codebook"
-
-    @property
-    def is_rotated(self) -> bool:
-        """True where keys are multiplied by a Hadamard matrix before they are stored, and queries alike before attention: operations see no basis."""
-        return self.basis == "hadamard" and not self.is_banded
-
-    @property
-    def inner_basis(self) -> str | None:
-        """The basis that operations multiply by: that of banded codes."""
-        return self.basis if self.is_banded else None
 
     @property
     def has_stretch(self) -> bool:

@@ -125,8 +125,6 @@ class Scheme:
             raise SpecError("values have no rotary embedding; pre_rope=True belongs to the key spec")
         if any(value.basis == "calibrated" for value in (self.value, *(o.value for o in self.overrides))):
             raise SpecError("basis='calibrated' is of keys, calibrated against their queries; values take basis='hadamard'")
-        if any(value.is_rotated for value in (self.value, *(o.value for o in self.overrides))):
-            raise SpecError("basis='hadamard' of values is of banded codes; values of other formats are not turned back after attention: use basis=None")
         if len(self.tiers) > 1:
             raise SpecError(f"{len(self.tiers)} tiers, but a page has one low plane at most; use one Tier")
         for tier in self.tiers:

@@ -47,11 +47,12 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from ...errors import GONE
     from . import announce, selector
     from .formats import NAMES, PLACEHOLDER, TAGS
 
     register_backend(AttentionBackendEnum.CUSTOM, selector.BACKEND)
-    for name in NAMES:
+    for name in (*NAMES, *(gone for gone in GONE if gone.startswith("kvbits_"))):  # which the selector refuses
         if get_kv_cache_dtype_handler(name) is None:
             register_kv_cache_dtype(name)(selector.handler(name, TAGS.get(name, PLACEHOLDER)))
     selector.install(type(current_platform))

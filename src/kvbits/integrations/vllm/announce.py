@@ -80,7 +80,7 @@ def summary(vllm_config: Any, kv_cache_config: Any) -> str:
         if key.has_offsets:
             form = f"{key.mean_bits:.3g}-bit keys in a calibrated basis, {value.mean_bits:.3g}-bit values"
         else:
-            form = f"{'rotated ' * key.is_rotated}{'centred ' * (key.center is not None)}{key.format} keys, {value.format} values"
+            form = f"{'centred ' * (key.center is not None)}{key.format} keys, {value.format} values"
     return (
         f"{cache.cache_dtype}: {form}; {held / 1e9:.2f} GB a rank hold {tokens:,} tokens, {held / tokens:,.0f} bytes each; "
         f"{'; '.join(raw) or 'no token raw'}; scales are part of every page"

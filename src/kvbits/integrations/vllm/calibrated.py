@@ -85,7 +85,7 @@ def _read(vllm_config: Any, device: str) -> Model:
     speculation = vllm_config.speculative_config
     if speculation is not None and speculation.uses_draft_kv_cache():
         raise UnsupportedError(
-            f"a calibration says nothing of the layers that speculation by {speculation.method} has; speculate by ngram, or use kvbits_int4_rotated"
+            f"a calibration says nothing of the layers that speculation by {speculation.method} has; speculate by ngram, or use kvbits_int8_centered"
         )
     if options.calibration:
         return Model(Calibration.load(options.calibration).fitted(config, scheme), config)

@@ -17,7 +17,7 @@ __all__ = ["FORMATS", "NAMES", "PAGE_SIZE", "SCHEME", "Format"]
 RAW_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 TAGS = {
     "kvbits_int8": torch.int8, "kvbits_int8_centered": torch.int16, "kvbits_int8k_int4v": torch.int32, "kvbits_int4": torch.int64,
-    "kvbits_int4_rotated": torch.uint16, "kvbits_klt4": torch.uint32, "kvbits_klt3": torch.uint64, "kvbits_klt2": torch.complex32,
+    "kvbits_klt4": torch.uint32, "kvbits_klt3": torch.uint64, "kvbits_klt2": torch.complex32,
 }  # fmt: skip
 """Name of a format -> torch dtype under which vLLM hands page specs to `customize_spec`; `tag_for` gives others one."""
 NAMES = (*FORMATS, SCHEME)

@@ -13,7 +13,6 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from ...errors import UnsupportedError
 from ...geometry import has_key_bias
 from ...ops import dispatch
-from ...quant.basis import rotated_turn
 from ...spec import PageLayout
 from . import calibrated, formats, observe
 from .metadata import KVBitsMetadata
@@ -75,8 +74,7 @@ class KVBitsImpl(AttentionImpl):
         self.call = call_for(layout, self.num_heads, dtype, scaling, window, softcap, scratch, _fa_version(device, self.head_size), raw)
         self._writes = dispatch.choose("store_tokens", layout, dtype, device)
         self._copies_raw = dispatch.choose("store_tokens", raw, dtype, device) if raw else None
-        self._rotation = dispatch.choose("rotate", self.head_size, dtype, device) if form and form.rotated else None
-        for choice in (self._writes, self._copies_raw, self._rotation, dispatch.choose("dequantize", layout, dtype, device)):
+        for choice in (self._writes, self._copies_raw, dispatch.choose("dequantize", layout, dtype, device)):
             if choice:
                 choice.prepare()
 
@@ -128,7 +126,7 @@ class KVBitsImpl(AttentionImpl):
             self.moments = observe.moments(self._config, self._found()[0], self.num_kv_heads)
         turn = page_turn(self.head_size, self._rope) if self.call.layout.is_centered else None
         if turn is not None:
-            self._turn = (rotated_turn(turn) if self._rotation else turn).to(self._device)
+            self._turn = turn.to(self._device)
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: KVBitsMetadata | None,
@@ -143,11 +141,10 @@ class KVBitsImpl(AttentionImpl):
         if self.moments is not None and m.positions is not None:
             self.moments.add(query[: m.num_tokens], key[: m.num_tokens], m.positions)
         pages, prefill = kv_cache.flatten(2), m.prefills.get(self.call)
-        changed = bool(self._rotation) or self._order is not None
-        plain = not changed or prefill is None or not prefill.has_history  # fresh keys are read as they came
+        plain = self._order is None or prefill is None or not prefill.has_history  # fresh keys are read as they came
         stored, asked = key, query
-        if changed:
-            asked, stored = self._as_stored(query[: m.num_decode_tokens if plain else m.num_tokens], key[: m.num_tokens])
+        if self._order is not None:
+            asked, stored = query[: m.num_decode_tokens if plain else m.num_tokens, ..., self._order], key[: m.num_tokens, ..., self._order]
         if self._stores:
             self._store(stored[: m.num_tokens], value[: m.num_tokens], pages, m)
         d = m.num_decode_tokens
@@ -158,12 +155,6 @@ class KVBitsImpl(AttentionImpl):
             n = d + prefill.num_tokens
             prefill.run(self.call, q[d:n], k[d:n], value[d:n], output[d:n], pages, self._copies, self._static)
         return output
-
-    def _as_stored(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys as pages have them, rotated or with channels in stored order, and queries that score with them alike."""
-        if self._rotation:
-            return self._rotation.run(query, key)
-        return query[..., self._order], key[..., self._order]
 
     def _store(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, m: KVBitsMetadata) -> None:
         to = {"static": self._static, "previous_page": m.previous_page, "starts": m.starts, "turn": self._turn}

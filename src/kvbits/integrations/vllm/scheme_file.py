@@ -72,7 +72,7 @@ def _format(path: str, layer: int, key: QuantSpec, value: QuantSpec, head_dim: i
         if not spec.token_local:
             raise UnsupportedError(
                 f"{where}: {side} as {spec!r} need the other tokens of their page, and vLLM writes tokens one by one; use PerGroup or PerToken scales without "
-                "outliers, codebooks or pre_rope (as int8_centered, int4_rotated and klt4 do), or KVCache with Transformers"
+                "outliers, codebooks or pre_rope (as int8_centered and klt4 do), or KVCache with Transformers"
             )
         if spec.static:
             raise UnsupportedError(f"{where}: {side} with calibrated scales, which vLLM's layers are not given; use static=False")

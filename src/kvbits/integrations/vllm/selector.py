@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from ...errors import GONE, unknown
 from .formats import NAMES
 
 BACKEND = "kvbits.integrations.vllm.backend.KVBitsBackend"
@@ -24,9 +25,11 @@ def install(platform: Any) -> None:
 
     @functools.wraps(original)
     def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+        if (dtype := attn_selector_config.kv_cache_dtype) in GONE:
+            raise ValueError(unknown("--kv-cache-dtype", dtype, NAMES))
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-        dtype, custom = attn_selector_config.kv_cache_dtype, AttentionBackendEnum.CUSTOM
+        custom = AttentionBackendEnum.CUSTOM
         if dtype in NAMES and selected_backend not in (None, custom):
             raise ValueError(
                 f"--kv-cache-dtype {dtype} is read by kvbits' attention backend alone, not by {selected_backend.name}; "

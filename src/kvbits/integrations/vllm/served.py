@@ -34,10 +34,6 @@ class Format:
         """Whether its layers need numbers of a calibration (`kvbits calibrate`)."""
         return self.scheme.needs_calibration
 
-    @property
-    def rotated(self) -> bool:
-        return self.scheme.key.is_rotated
-
     def layout(self, num_kv_heads: int, head_dim: int, raw_dtype: str = "bfloat16") -> PageLayout:
         """Pages of one layer.
 
@@ -57,10 +53,8 @@ class Format:
             return f"head_dim={head_dim} is no multiple of 8 from 64 to 256; use --kv-cache-dtype auto"
         if self.calibrated and head_dim % 16:
             return f"{self.name} has codes of eight bands, and head_dim={head_dim} is no multiple of 16; use kvbits_int8_centered"
-        if self.rotated and head_dim & (head_dim - 1):
-            return f"{self.name} rotates keys by a Hadamard matrix, and head_dim={head_dim} is no power of two; use kvbits_int8_centered"
         if key_bias and schemes.weak_to_key_bias(self.scheme):
-            return f"{self.name} loses too much where keys have a bias, as this model's do; use kvbits_int8_centered or kvbits_int4_rotated"
+            return f"{self.name} loses too much where keys have a bias, as this model's do; use kvbits_int8_centered or kvbits_klt4"
         try:
             layout = self.layout(1, head_dim)
             _ = layout.head_bytes
@@ -74,8 +68,7 @@ def _preset(name: str) -> Scheme:
 
 
 FORMATS: dict[str, Format] = {
-    f"kvbits_{name}": Format(name=f"kvbits_{name}", scheme=_preset(name))
-    for name in ("int8", "int8_centered", "int8k_int4v", "int4", "int4_rotated", "klt4", "klt3", "klt2")
+    f"kvbits_{name}": Format(name=f"kvbits_{name}", scheme=_preset(name)) for name in ("int8", "int8_centered", "int8k_int4v", "int4", "klt4", "klt3", "klt2")
 }
 SCHEME = "kvbits_scheme"
 """The dtype whose layers each have the format that a scheme file says (`scheme_file`)."""

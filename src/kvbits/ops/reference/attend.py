@@ -89,7 +89,7 @@ class _Queries:
 
     def dot(self, k: torch.Tensor, page_of: np.ndarray) -> torch.Tensor:
         """[H, n, tokens] with keys [H, tokens, D] of the pages `page_of` [tokens], entries of the page table."""
-        basis = self.part.store.layout.key.inner_basis
+        basis = self.part.store.layout.key.basis
         if basis != "calibrated":
             return (hadamard(self.rows) if basis == "hadamard" else self.rows) @ k.transpose(-1, -2)
         frame_of = frames(self.part.table.starts[page_of])

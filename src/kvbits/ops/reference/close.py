@@ -132,7 +132,7 @@ def rows_as_stored(
     x = x.float()
     if spec.pre_rope:
         return turn_pages_back(x, require_starts(starts, len(x)), static["k_inv_freq"])
-    return x if spec.inner_basis is None else into_basis(x, spec, static, require_starts(starts, len(x)) if spec.needs_rotary else None, places)
+    return x if spec.basis is None else into_basis(x, spec, static, require_starts(starts, len(x)) if spec.needs_rotary else None, places)
 
 
 def encode_side(as_stored: torch.Tensor, kind: str, spec: QuantSpec, static: dict[str, torch.Tensor]) -> Encoded:

@@ -91,7 +91,7 @@ def dequantize_pages(
             x = turn(x, (first[:, None] + torch.arange(layout.page_size, device="cpu"))[:, None], static["k_inv_freq"])
         if spec.has_offsets:
             x = x + offsets_of(static, require_starts(starts, len(x)), layout.page_size).to(dtype)
-        if spec.inner_basis is not None and not in_basis:
+        if spec.basis is not None and not in_basis:
             x = out_of_basis(x, spec, static, require_starts(starts, len(x)) if spec.needs_rotary else None)
         found.append(x)
     return found[0], found[1]

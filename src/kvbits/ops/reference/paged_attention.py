@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from ...errors import DataError
-from ...spec import LowLayout, PageLayout
+from ...spec import PageLayout
 from .. import dispatch
-from ..types import AttendCall, LowStore, PageStore, PageTable, Part
+from ..types import AttendCall, PageStore, PageTable, Part
 
 
 def refuses(layouts: Sequence[PageLayout], max_pages: Sequence[int], options: Mapping[str, Any]) -> str | None:
@@ -25,26 +25,23 @@ class HostPlan:
 
     def __init__(self, layouts: Sequence[PageLayout], max_pages: Sequence[int], **options: Any) -> None:
         self.layouts, self.max_pages, self.options = tuple(layouts), tuple(max_pages), options
-        self._layers: dict[int, tuple[tuple[PageStore, tuple[LowStore, ...]], ...]] = {}
+        self._layers: dict[int, tuple[PageStore, ...]] = {}
         self._tables: list[PageTable] = []
-        self._choices: dict[tuple[PageLayout | LowLayout, ...], dispatch.Choice] = {}
+        self._choices: dict[tuple[PageLayout, ...], dispatch.Choice] = {}
 
-    def bind(
-        self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor], low: Sequence[Sequence[torch.Tensor] | None]
-    ) -> None:
-        stores = [PageStore(layout, tuple(slabs), {} if layout.is_raw else dict(static)) for layout, slabs in zip(self.layouts, pages, strict=True)]
-        fine = [() if planes is None or x is None else (LowStore(planes, tuple(x)),) for planes, x in zip(self.options["low"], low, strict=True)]
-        self._layers[layer] = tuple(zip(stores, fine, strict=True))
+    def bind(self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor]) -> None:
+        given = zip(self.layouts, pages, strict=True)
+        self._layers[layer] = tuple(PageStore(layout, tuple(slabs), {} if layout.is_raw else dict(static)) for layout, slabs in given)
 
     def update(
         self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], starts: Sequence[torch.Tensor | None],
-        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None, low_tables: Sequence[torch.Tensor | None],
+        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None,
     ) -> None:  # fmt: skip
         batch, t = len(tokens[0]), self.options["num_queries"]
         newest = np.zeros(batch, np.int64)
         tables = []
-        parts = zip(self.layouts, self.max_pages, block_tables, tokens, starts, offsets, low_tables, strict=True)
-        for layout, most, table, n, start, offset, fine in parts:
+        parts = zip(self.layouts, self.max_pages, block_tables, tokens, starts, offsets, strict=True)
+        for layout, most, table, n, start, offset in parts:
             size = layout.page_size
             first, at = (np.zeros(batch, np.int64) if x is None else x.numpy().astype(np.int64) for x in (start, offset))
             at = at.clip(0, table.shape[1] - 1)
@@ -53,9 +50,9 @@ class HostPlan:
             pages = -(-visible // size)
             row = np.repeat(np.arange(batch), pages)
             page = np.arange(len(row)) - np.repeat(np.cumsum(pages) - pages, pages)
-            ids, *low = (x.numpy()[row, at[row] + page].astype(np.int64) for x in (table, fine) if x is not None)
+            ids = table.numpy()[row, at[row] + page].astype(np.int64)
             lengths = np.minimum(visible[row] - page * size, size).astype(np.int32)
-            tables.append(PageTable(np.concatenate([[0], np.cumsum(pages)]).astype(np.int64), ids, first[row] + page * size, lengths, tuple(low)))
+            tables.append(PageTable(np.concatenate([[0], np.cumsum(pages)]).astype(np.int64), ids, first[row] + page * size, lengths))
         self._tables = tables
         count = np.full(batch, t) if query_lens is None else query_lens.numpy().clip(0, t)
         positions = newest[:, None] - count[:, None] + np.arange(t)
@@ -71,17 +68,16 @@ class HostPlan:
             raise DataError(f"q is {list(q.shape)} {q.dtype}; the plan is for {list(want)} {self.options['dtype']}")
         stores = self._layers[layer]
         parts = []
-        for (store, low), table in zip(stores, self._tables, strict=True):
-            ids = _inside(table.page_ids, store.num_pages)
-            fine = (_inside(x, s.num_pages) for x, s in zip(table.low, low, strict=True))
+        for store, table in zip(stores, self._tables, strict=True):
             if table.num_pages:
-                parts.append(Part(store, PageTable(table.indptr, ids, table.starts, table.lengths, tuple(fine)), low))
+                ids = np.minimum(table.page_ids.astype(np.uint64), store.num_pages - 1).astype(np.int64)  # a number that the pool has not is the last page's
+                parts.append(Part(store, PageTable(table.indptr, ids, table.starts, table.lengths)))
         out = torch.empty_like(q) if out is None else out
         if not parts:
             out.zero_()
             return out if lse is None else (lse.fill_(-torch.inf), out)[1]
         call = AttendCall(tuple(parts), self.options["scaling"], self.options["sliding_window"], self.options["softcap"])
-        key = tuple(x for p in parts for x in p.layouts)
+        key = tuple(p.store.layout for p in parts)
         if key not in self._choices:
             self._choices[key] = dispatch.choose("attend_pages", q, call)
         found, found_lse = self._choices[key].run(q, call, self._positions)
@@ -92,11 +88,6 @@ class HostPlan:
 
     def explain(self) -> str:
         return "paged attention by host lists: " + ", ".join(sorted({str(c) for c in self._choices.values()}) or ["not yet run"])
-
-
-def _inside(ids: np.ndarray, num_pages: int) -> np.ndarray:
-    """A number that the pool has not is the last page's."""
-    return np.minimum(ids.astype(np.uint64), num_pages - 1).astype(np.int64)
 
 
 paged_attention = HostPlan

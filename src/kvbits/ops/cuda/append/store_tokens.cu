@@ -25,9 +25,9 @@ struct Args {
     i64 page_stride, num_pages;
     const float* scale[2];        // calibrated [H][groups or channels], null if none
     const float* bias[2];
-    const float* turn;            // how a mean key is turned on by a page: [cosines, signed sines, partners][D], or a matrix [D][D] from the left; null: it is not
+    const float* turn;            // how a mean key is turned on by a page: [cosines, signed sines, partners][D]; null: it is not
     Status* status;               // added to; may be null
-    int num_tokens, row_tokens, num_heads, head_bytes, turn_rows;
+    int num_tokens, row_tokens, num_heads, head_bytes;
 };
 
 using K = Side<K_SIDE, false>;
@@ -224,16 +224,8 @@ DEVICE void take_mean(const Args& a, int first, int head, int team, int octet, S
         shared.mean[channel] = mean;
     }
     __syncthreads();
-    if (SIDE == 0 && a.turn && o.before >= 0 && channel < D) {
-        if (a.turn_rows == 3) {
-            mean = __fadd_rn(__fmul_rn(mean, a.turn[channel]), __fmul_rn(shared.mean[int(a.turn[2 * D + channel])], a.turn[D + channel]));
-        } else {
-            double sum = 0;
-#pragma unroll 8
-            for (int j = 0; j < D; ++j) sum += double(shared.mean[j]) * double(a.turn[j * D + channel]);
-            mean = float(sum);
-        }
-    }
+    if (SIDE == 0 && a.turn && o.before >= 0 && channel < D)
+        mean = __fadd_rn(__fmul_rn(mean, a.turn[channel]), __fmul_rn(shared.mean[int(a.turn[2 * D + channel])], a.turn[D + channel]));
     __syncthreads();
     if (channel < D) {
         mean = rounded<S::TYPE>(mean);

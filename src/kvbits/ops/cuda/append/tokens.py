@@ -122,7 +122,7 @@ class _StoreArgs(ctypes.Structure):
         ("x", ctypes.c_void_p * 2), ("stride", ctypes.c_int64 * 3 * 2), ("slots", ctypes.c_void_p), ("previous", ctypes.c_void_p),
         ("page_offset", ctypes.c_void_p), ("pages", ctypes.c_void_p), ("page_stride", ctypes.c_int64), ("num_pages", ctypes.c_int64),
         ("scale", ctypes.c_void_p * 2), ("bias", ctypes.c_void_p * 2), ("turn", ctypes.c_void_p), ("status", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_int), ("row_tokens", ctypes.c_int), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int), ("turn_rows", ctypes.c_int),
+        ("num_tokens", ctypes.c_int), ("row_tokens", ctypes.c_int), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int),
     ]  # fmt: skip
 
 
@@ -192,8 +192,7 @@ def store_tokens(
             call is over, or a number below 0 where it is the first; other entries are not read. Tokens of one page must then follow each other in the order of
             their places, and tokens of the page before, if it is filled in this call, come just ahead; entries that are not stored may lie between.
         starts: int32 [N] on the device, position of the first token of each token's page, for keys in a calibrated basis.
-        turn: float32 on the device, by which a mean key is turned on: [3, D], `quant.rotary.turn_by` of page_size positions, or [D, D] for keys that were
-            multiplied by a matrix after their rotary embedding (a mean is a row, multiplied from the left). None leaves it as it is.
+        turn: float32 [3, D] on the device, by which a mean key is turned on: `quant.rotary.turn_by` of page_size positions. None leaves it as it is.
         status: int32 [STATUS_FIELDS] on the device, added to: clamped elements of keys and values, whether scales overflowed, whether numbers were not finite,
             and skipped entries. Tokens with such numbers are stored, unusably.
 
@@ -202,8 +201,8 @@ def store_tokens(
     """
     check_tokens(k, v, pages, layout, slot_mapping, static, previous_page, starts, status)
     d = layout.head_dim
-    if turn is not None and (turn.dtype != torch.float32 or tuple(turn.shape) not in ((3, d), (d, d)) or not turn.is_contiguous()):
-        raise DataError(f"turn must be dense float32 [3, {d}] or [{d}, {d}], got {turn.dtype} {list(turn.shape)}")
+    if turn is not None and (turn.dtype != torch.float32 or tuple(turn.shape) != (3, d) or not turn.is_contiguous()):
+        raise DataError(f"turn must be dense float32 [3, {d}], got {turn.dtype} {list(turn.shape)}")
     for name, x in (("k", k), ("v", v)):
         if not has_aligned_rows(x):
             raise DataError(f"rows of {name} must be dense and lie at multiples of 16 bytes, got strides {x.stride()}")
@@ -224,7 +223,6 @@ def _launch_store(
     args.page_offset = None if to.page_offset is None else to.page_offset.data_ptr()
     args.slots, args.previous = slots.data_ptr(), None if previous is None else previous.data_ptr()
     args.turn, args.status = None if turn is None else turn.data_ptr(), None if status is None else status.data_ptr()
-    args.turn_rows = 0 if turn is None else len(turn)
     args.num_tokens, args.row_tokens, args.num_heads, args.head_bytes = len(slots), k.shape[-3], layout.num_kv_heads, layout.head_bytes
     for i, (kind, x) in enumerate((("k", k), ("v", v))):
         args.x[i] = x.data_ptr()

@@ -29,7 +29,8 @@ struct Part {
     const float *k_level, *v_level;  // what a code stands for, [H][2**bits]; null where arithmetic says
     const float2* turns;         // turns per token of each channel pair, [D / 2] of side.py's turns_of; for keys that are turned back
     const void* k_inverse;       // matrix that keys were multiplied with, inverted, as operands
-    Pages pages, low_pages;      // kernels with BLOCK_TABLES. For others `page_address` and `page_tokens` say what entries are
+    Pages pages;                 // kernels with BLOCK_TABLES. For others `page_address` and `page_tokens` say what entries are
+    i64 unused[5];               // what follows stays where compiled kernels read it
     int page_size;
 };
 
@@ -69,7 +70,7 @@ struct Page {
         const i64 head = s.unit / a.column_blocks % a.num_kv_heads;
         if (BLOCK_TABLES) {
             const int before = (entry - s.first_entry) * part.page_size;
-            address = low ? part.low_pages.address(entry) + head * part.low_head_bytes : part.pages.address(entry) + head * part.head_bytes;
+            address = part.pages.address(entry) + head * part.head_bytes;
             tokens = {s.position + before, min(s.tokens - before, part.page_size)};
         } else {
             address = low ? a.low_address[entry] + a.layer * part.low_layer_stride + head * part.low_head_bytes
@@ -80,7 +81,7 @@ struct Page {
     /// Under load a miss waits behind all the ring's bytes, microseconds: the tables are fetched rounds ahead.
     static DEVICE void prefetch_tables(const Args& a, const Part& part, int entry, bool low) {
         if (BLOCK_TABLES) {
-            prefetch_l1((low ? part.low_pages : part.pages).table + entry);
+            prefetch_l1(part.pages.table + entry);
         } else {
             prefetch_l1((low ? a.low_address : a.page_address) + entry);
             prefetch_l1(a.page_tokens + entry);

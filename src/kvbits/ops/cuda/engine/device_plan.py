@@ -16,7 +16,7 @@ import torch
 
 from ....errors import DataError, UnsupportedError
 from ....later import upload
-from ....spec import LowLayout, PageLayout
+from ....spec import PageLayout
 from ...descriptor import MATRIX_DTYPES
 from ..families import family_of
 from .host_plan import Args, PartArgs
@@ -26,23 +26,20 @@ from .schedule import SEGMENT_COST, SEGMENT_FIELDS
 from .shape import Ask
 
 Slabs = Sequence[torch.Tensor]
-Low = Sequence[LowLayout | None]
 MAX_QUERIES = 8
 MAX_BATCH = 4096
 THREADS = 256
 MOST_LIST_BLOCKS = 64
 
 
-def refuses(layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype, num_queries: int, device: torch.device, low: Low = ()) -> str | None:
+def refuses(layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype, num_queries: int, device: torch.device) -> str | None:
     """Why the CUDA kernels do not serve such a plan, or None."""
     return driver.refuses(device, LEAST_CAPABILITY) or refuses_plan(
-        layouts, num_q_heads, dtype, num_queries, low, driver.shared_limit(torch.cuda.get_device_capability(device))
+        layouts, num_q_heads, dtype, num_queries, driver.shared_limit(torch.cuda.get_device_capability(device))
     )
 
 
-def refuses_plan(
-    layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype, num_queries: int, low: Low = (), shared_limit: int | None = None
-) -> str | None:
+def refuses_plan(layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype, num_queries: int, shared_limit: int | None = None) -> str | None:
     """The part of `refuses` that needs no GPU."""
     if dtype not in MATRIX_DTYPES:
         return f"queries are {dtype}, not float16 or bfloat16"
@@ -57,11 +54,8 @@ def refuses_plan(
         return f"{len(packed)} packed formats in one plan; make one for each and merge their results"
     if len({x.raw_dtype for x in layouts if x.key.is_raw}) > 1:
         return "raw parts differ in dtype"
-    if len({x for x in low if x}) > 1:
-        return "low planes of different widths in one plan"
-    planes = [(x,) if x else () for x in low] or [()] * len(layouts)
     limits: dict[str, Any] = {"num_columns": num_queries * num_q_heads // layouts[0].num_kv_heads, "shared_limit": shared_limit}
-    return next((why for x, fine in zip(layouts, planes, strict=True) if (why := family_of(x).refuses("attend", x, low=fine, **limits))), None)
+    return next((why for x in layouts if (why := family_of(x).refuses("attend", x, **limits))), None)
 
 
 class _PartWork(ctypes.Structure):
@@ -98,14 +92,13 @@ class DevicePlan:
     """See `ops.paged_attention.plan`; arguments as there, checked there."""
 
     def __init__(
-        self, layouts: Sequence[PageLayout], max_pages: Sequence[int], *, low: Low, batch_size: int, num_q_heads: int, dtype: torch.dtype, device: torch.device,
+        self, layouts: Sequence[PageLayout], max_pages: Sequence[int], *, batch_size: int, num_q_heads: int, dtype: torch.dtype, device: torch.device,
         num_queries: int, scaling: float, sliding_window: int | None, softcap: float | None,
     ) -> None:  # fmt: skip
         self.device = indexed(device)
         # Raw tokens end a walk over packed ones, whose queries then need no registers any more.
         self._order = sorted(range(len(layouts)), key=lambda i: layouts[i].key.is_raw)
-        layouts, max_pages, self.low = self._sorted(layouts), self._sorted(max_pages), self._sorted(low)
-        fine = next((x for x in self.low if x), None)
+        layouts, max_pages = self._sorted(layouts), self._sorted(max_pages)
         self.layouts, self.batch_size, self.num_queries, self.dtype = tuple(layouts), batch_size, num_queries, dtype
         first = layouts[0]
         d, heads = first.head_dim, first.num_kv_heads
@@ -115,13 +108,11 @@ class DevicePlan:
         raw_dtype = next((x.raw_dtype for x in layouts if x.key.is_raw), MATRIX_DTYPES[dtype])
         group = num_q_heads // heads
         main = packed or first  # what the kernel is made for
-        cols = columns([main], num_queries * group, fine is not None)
+        cols = columns([main], num_queries * group, False)
         column_blocks = -(-num_queries * group // cols)
         limit = driver.shared_limit(torch.cuda.get_device_capability(self.device))
         has_raw = any(x.key.is_raw for x in layouts)
-        ask = Ask(
-            d, cols, MATRIX_DTYPES[dtype], raw_dtype, softcap is not None, limit, fold=folds(main, num_queries * group), low=fine, raw=has_raw, tables=True
-        )
+        ask = Ask(d, cols, MATRIX_DTYPES[dtype], raw_dtype, softcap is not None, limit, fold=folds(main, num_queries * group), raw=has_raw, tables=True)
         self.kernel = kernel_for(main, ask)
         self._attend, self._threads = load_kernel(self.kernel, self.device.index), self.kernel.threads
         self.blocks = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -149,30 +140,28 @@ class DevicePlan:
             q_positions=self.q_positions.data_ptr(), segments=self._segments.data_ptr(), partial=self._partial.data_ptr(),
             partial_ml=self._partial_ml.data_ptr(), arrived=self._arrived.data_ptr(), num_queries=num_queries, group=group, num_kv_heads=heads,
             column_blocks=column_blocks, query_columns=query_columns(num_queries * group), window=self._work.window, scaling=scaling, softcap=softcap or 1.0,
-            num_pieces=len(self.kernel.pieces), num_low_pieces=len(self.kernel.low_pieces),
+            num_pieces=len(self.kernel.pieces),
         )  # fmt: skip
-        for i, piece in enumerate((*self.kernel.pieces, *self.kernel.low_pieces)):
+        for i, piece in enumerate(self.kernel.pieces):
             self._args.pieces[i] = (ctypes.c_int * 4)(*piece)
-        for i, part in enumerate(zip(layouts, self.low, max_pages, walks, strict=True)):
+        for i, part in enumerate(zip(layouts, max_pages, walks, strict=True)):
             self._work.parts[i], self._args.parts[i] = self._part(*part)
         self._layers: dict[int, tuple[Args, tuple]] = {}
         self._keep: tuple = ()  # what the last list points to
-        self._pointers: list[int | None] = []
+        self._pointers: list[int] = []
         self._in_order = True
         self._batch = 0  # of the last update
         self._accepted: tuple | None = None
 
-    def _part(self, layout: PageLayout, low: LowLayout | None, max_pages: int, walk: int) -> tuple[_PartWork, PartArgs]:
+    def _part(self, layout: PageLayout, max_pages: int, walk: int) -> tuple[_PartWork, PartArgs]:
         """What both kernels know of a part before its pages are bound."""
-        raw, low_head_bytes = layout.key.is_raw, low.head_bytes if low else 0
+        raw = layout.key.is_raw
         chunk = self.kernel.raw_tokens if raw else self.kernel.shape.chunk
         work = _PartWork(
-            chunk_cost=(layout.head_bytes + low_head_bytes) * chunk // layout.page_size, max_tokens=max_pages * layout.page_size, page_size=layout.page_size,
+            chunk_cost=layout.head_bytes * chunk // layout.page_size, max_tokens=max_pages * layout.page_size, page_size=layout.page_size,
             chunk=min(chunk, layout.page_size), in_ring=int(not raw or self.kernel.raw_in_ring), walk=walk,
         )  # fmt: skip
-        part = PartArgs(
-            head_bytes=layout.head_bytes, low_head_bytes=low_head_bytes, chunks_per_page=-(-layout.page_size // chunk), raw=raw, page_size=layout.page_size
-        )
+        part = PartArgs(head_bytes=layout.head_bytes, chunks_per_page=-(-layout.page_size // chunk), raw=raw, page_size=layout.page_size)
         if raw:
             part.k_raw, part.v_raw = (layout.sections[name].offset for name in ("k_raw", "v_raw"))
             return work, part
@@ -183,18 +172,15 @@ class DevicePlan:
     def _sorted(self, parts: Sequence[Any]) -> list[Any]:
         return [parts[i] for i in self._order]
 
-    def bind(self, layer: int, pages: Sequence[Slabs], static: Mapping[str, torch.Tensor], low: Sequence[Slabs | None]) -> None:
-        pages, low = self._sorted(pages), self._sorted(low)
+    def bind(self, layer: int, pages: Sequence[Slabs], static: Mapping[str, torch.Tensor]) -> None:
+        pages = self._sorted(pages)
         args = Args.from_buffer_copy(self._args)
-        kept: list[Any] = [pages, low, static]
-        for part, family, layout, slabs, planes in zip(args.parts, self._families, self.layouts, pages, low, strict=False):
-            for into, where in ((part.pages, slabs), (part.low_pages, planes)):
-                if where is None:
-                    continue
-                into.base, into.stride, into.count = where[0].data_ptr(), where[0].stride(0), sum(len(s) for s in where)
-                if (offsets := page_offsets(where, self.device)) is not None:
-                    into.offset = offsets.data_ptr()
-                    kept.append(offsets)
+        kept: list[Any] = [pages, static]
+        for part, family, layout, slabs in zip(args.parts, self._families, self.layouts, pages, strict=False):
+            part.pages.base, part.pages.stride, part.pages.count = slabs[0].data_ptr(), slabs[0].stride(0), sum(len(s) for s in slabs)
+            if (offsets := page_offsets(slabs, self.device)) is not None:
+                part.pages.offset = offsets.data_ptr()
+                kept.append(offsets)
             for name, pointer in family.static_pointers(layout, {} if layout.is_raw else static, self.device).items():
                 setattr(part, name, pointer)
         self._point(args)
@@ -203,17 +189,17 @@ class DevicePlan:
     def _point(self, args: Args) -> None:
         """Have a layer read the tables of the last update."""
         if self._keep:
-            for part, table, fine in zip(args.parts, self._keep[0], self._keep[1], strict=False):
-                part.pages.table, part.low_pages.table = table.data_ptr(), None if fine is None else fine.data_ptr()
+            for part, table in zip(args.parts, self._keep[0], strict=False):
+                part.pages.table = table.data_ptr()
 
     def update(
         self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], starts: Sequence[torch.Tensor | None],
-        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None, low_tables: Sequence[torch.Tensor | None],
+        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        block_tables, tokens, starts, offsets, low_tables = (self._sorted(x) for x in (block_tables, tokens, starts, offsets, low_tables))
+        block_tables, tokens, starts, offsets = (self._sorted(x) for x in (block_tables, tokens, starts, offsets))
         work = self._work
-        pointers = [None if x is None else x.data_ptr() for x in (*block_tables, *low_tables)]
-        self._keep = (tuple(block_tables), tuple(low_tables), tuple(tokens), tuple(starts), tuple(offsets), query_lens)
+        pointers = [x.data_ptr() for x in block_tables]
+        self._keep = (tuple(block_tables), tuple(tokens), tuple(starts), tuple(offsets), query_lens)
         if pointers != self._pointers:
             self._pointers = pointers
             for args, _ in self._layers.values():
@@ -252,7 +238,7 @@ class DevicePlan:
 
     def explain(self) -> str:
         packed = next((x for x in self.layouts if not x.key.is_raw), None)
-        what = "raw pages" if packed is None else f"{packed.key.format}/{packed.value.format} pages" + " with low planes" * any(self.low)
+        what = "raw pages" if packed is None else f"{packed.key.format}/{packed.value.format} pages"
         s = self.kernel.shape
         return f"paged attention by cuda: {what}, {self.blocks} blocks of {s.warps} warps, {s.slots} x {s.chunk} tokens in flight"
 

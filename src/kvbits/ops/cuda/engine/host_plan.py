@@ -96,7 +96,7 @@ class PartArgs(ctypes.Structure):
         ("k_raw", ctypes.c_int), ("v_raw", ctypes.c_int), ("low_head_bytes", ctypes.c_int), ("low_layer_stride", ctypes.c_int64),
         ("k_scale", ctypes.c_void_p), ("k_bias", ctypes.c_void_p), ("v_scale", ctypes.c_void_p), ("v_bias", ctypes.c_void_p),
         ("k_level", ctypes.c_void_p), ("v_level", ctypes.c_void_p), ("turns", ctypes.c_void_p), ("k_inverse", ctypes.c_void_p),
-        ("pages", PagesArgs), ("low_pages", PagesArgs), ("page_size", ctypes.c_int),
+        ("pages", PagesArgs), ("unused", ctypes.c_int64 * 5), ("page_size", ctypes.c_int),
     ]  # fmt: skip
 
 

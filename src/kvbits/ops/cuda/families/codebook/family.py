@@ -14,7 +14,7 @@ from ...engine.family import Family, Op
 from ...engine.shape import RAW_TOKENS, Ask, Kernel, Shape
 from ...engine.side import as_float32, turns_on
 from ..plain import unpack
-from . import close, format
+from . import format
 
 BARRIERS = 40
 """Bytes of a slot's barriers and tokens, those of keys and values apart (struct Ring of codebook_ring.cuh)."""
@@ -25,11 +25,13 @@ class Codebook(Family):
 
     folds = always_unpacks = True
     steps = "pages of KVQuant's formats are closed from the host"
-    refuses_closing, refuses_unpacking = staticmethod(close.refuses_layout), staticmethod(unpack.refuses_layout)
-    close, first, unpacker = staticmethod(close.launch), staticmethod(close.first_angles), unpack.Unpacker
+    refuses_unpacking, unpacker = staticmethod(unpack.refuses_layout), unpack.Unpacker
 
     def serves(self, layout: PageLayout) -> bool:
         return format.extras(layout) is not None
+
+    def refuses_closing(self, layout: PageLayout, dtype: torch.dtype | None) -> str | None:
+        return f"{format.extras(layout)}: the reference closes their pages"
 
     def refuses_low(self, op: Op, layout: PageLayout, low: Sequence[LowLayout]) -> str | None:
         return f"{format.extras(layout)}: low planes have no CUDA kernel"
