@@ -1,4 +1,4 @@
-"""vLLM's official wheel on a CPU, for tests: three of its compiled operators replaced by PyTorch, and small models on disk.
+"""vLLM's official wheel on a CPU, for tests: its compiled operators that a step needs replaced by PyTorch, and small models on disk.
 
 Set up by tests/integrations/run_vllm_cpu.sh; without vLLM the tests skip.
 """
@@ -39,6 +39,54 @@ def _accepted(
         begin = end
 
 
+def _inputs_padded(ends: torch.Tensor, valid: torch.Tensor, starts: torch.Tensor, sampled: torch.Tensor, rejected: torch.Tensor, rows: int) -> None:
+    """Where each row's newest token is that was not rejected."""
+    drafts = ends[:rows].diff(prepend=torch.zeros(1, dtype=ends.dtype))
+    rejected[:rows] = torch.where(drafts > 0, drafts + 1 - valid[:rows], 0)
+    sampled[:rows] = starts[1 : rows + 1] - 1 - rejected[:rows]
+
+
+def _next_tokens(
+    tokens: torch.Tensor, discarded: torch.Tensor, backup: torch.Tensor, following: torch.Tensor, valid: torch.Tensor, vocabulary: int, width: int, rows: int
+) -> None:  # fmt: skip
+    """The newest token of each row that was not rejected (-1), or the one that it had."""
+    there = (tokens[:rows, :width] != -1) & (tokens[:rows, :width] < vocabulary) & ~discarded[:rows, None]
+    valid[:rows] = there.sum(1)
+    last = torch.where(there, torch.arange(width), -1).amax(1)
+    following[:rows] = torch.where(last >= 0, tokens[torch.arange(rows), last.clamp(min=0)], backup[:rows])
+
+
+def _next_step(
+    positions: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, clamped: torch.Tensor, slots: torch.Tensor, size: int, longest: int, pad: int
+) -> None:  # fmt: skip
+    """Each row one token further."""
+    rows = len(positions)
+    past = positions + 1 >= longest
+    at = torch.where(past, 0, positions + 1)
+    block = table[torch.arange(rows), (at // size).clamp(max=table.shape[1] - 1)].long()
+    slots[:rows], slots[rows:] = torch.where(past, pad, block * size + at % size), pad
+    lens[:rows] = torch.where(past, 1, lens[:rows] + 1).clamp(max=longest)
+    clamped[:rows] = at
+
+
+def _expanded(
+    tokens: torch.Tensor, positions: torch.Tensor, following: torch.Tensor, out: torch.Tensor, at: torch.Tensor, rejected: torch.Tensor, masked: torch.Tensor,
+    sampled: torch.Tensor, hidden: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, pad: int, mask: int, total: int, extra: int, shift: bool,
+) -> None:  # fmt: skip
+    """Rows of a draft model: the target's tokens, the one that it chose, and places of what was rejected."""
+    assert extra == 1 and not shift, "drafts one after the other, by a model of its own"
+    for row in range(len(ends)):
+        begin, end, last = int(starts[row]), int(starts[row + 1]), int(ends[row])
+        valid, first = last - begin + 1, begin + row
+        here = slice(first, end + row + 1)
+        out[here], at[here] = pad, positions[begin] + torch.arange(end - begin + 1)
+        out[first : first + valid], out[first + valid] = tokens[begin : begin + valid], following[row]
+        rejected[here], masked[here] = False, False
+        rejected[first + valid + 1 : here.stop] = True
+        at[first + valid + 1 : here.stop] = 0
+        sampled[row] = first + valid
+
+
 def install() -> None:
     """The environment and the operators; before vLLM is imported."""
     os.environ.update({k: v for k, v in SETTINGS.items() if k not in os.environ})
@@ -55,6 +103,24 @@ def install() -> None:
         "rejection_greedy_sample_kernel_impl(Tensor(a!) output, Tensor ends, Tensor drafts, Tensor targets, Tensor bonus, Tensor? greedy, int most) -> ()"
     )
     library.impl("rejection_greedy_sample_kernel_impl", _accepted, "CPU")
+    for name, schema, function in (
+        ("eagle_prepare_inputs_padded", "Tensor ends, Tensor valid, Tensor starts, Tensor(a!) sampled, Tensor(b!) rejected, int rows", _inputs_padded),
+        (
+            "eagle_prepare_next_token_padded",
+            "Tensor tokens, Tensor discarded, Tensor backup, Tensor(a!) following, Tensor(b!) valid, int vocabulary, int width, int rows", _next_tokens,
+        ),
+        (
+            "eagle_step_slot_mapping_metadata",
+            "Tensor positions, Tensor table, Tensor(a!) lens, Tensor(b!) clamped, Tensor(c!) slots, int size, int longest, int pad", _next_step,
+        ),
+        (
+            "copy_and_expand_eagle_inputs",
+            "Tensor tokens, Tensor positions, Tensor following, Tensor(a!) out, Tensor(b!) at, Tensor(c!) rejected, Tensor(d!) masked, Tensor(e!) sampled, "
+            "Tensor(f!) hidden, Tensor starts, Tensor ends, int pad, int mask, int total, int extra, bool shift", _expanded,
+        ),
+    ):  # fmt: skip
+        library.define(f"{name}_kernel_impl({schema}) -> ()")
+        library.impl(f"{name}_kernel_impl", function, "CPU")
     install.library = library  # type: ignore[attr-defined]
 
 
