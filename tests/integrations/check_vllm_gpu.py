@@ -29,11 +29,14 @@ LIMITS = {
     "kvbits_int8_centered": {"prefill": 0.06, "again": 0.014, "eager": 0.0002, "speculation": 0.028, "draft model": 0.032, "compiled": 0.04},
     "kvbits_klt4": {"prefill": 0.6, "again": 0.06, "eager": 0.0004, "speculation": 0.055, "draft model": 0.06, "compiled": 0.06},
 }
-"""Largest mean distance of log-probabilities by dtype and check: 3 to 4 times what an H200 measured. That was, for bf16, int8_centered and int4_rotated: prefill 0.0043,
+"""Largest mean distance of log-probabilities by dtype and check: 3 to 4 times what an H200 measured. That was, for bf16, int8_centered and four bits of then (int4_rotated, whose limits klt4 has): prefill 0.0043,
 0.0165, 0.1805; again 0.0017, 0.0039, 0.0181; eager -, 0.0000, 0.0001; speculation 0.0019, 0.0078, 0.0162; draft model -, 0.0090, 0.0175; compiled -, 0.0112, -. Where it
 measured nothing (-) a neighbouring check's limit holds."""
+COARSER = {"kvbits_klt3": 2, "kvbits_klt2": 4}
+"""How many times the limits of four bits: a bit less doubles the step of every code, and klt2's 0.29 between decoding and prefill is four times the 0.0713 of four bits."""
+LIMITS |= {name: {check: n * limit for check, limit in LIMITS["kvbits_klt4"].items()} for name, n in COARSER.items()}
 COPIED = {"prefill": 0.25, "covered": 0.04}
-"""The same with raw copies of the first page and the newest two, over all tokens (0.0713 measured) and over sequences that the copies hold whole (0.0116)."""
+"""The same with raw copies of the first page and the newest two, over all tokens (0.0713 measured with four bits) and over sequences that the copies hold whole (0.0116)."""
 
 
 def saved_model(path: Path, head_dim: int) -> Path:
@@ -59,16 +62,16 @@ def engine(path: Path, dtype: str, **options: Any) -> Any:
     return LLM(model=str(path), kv_cache_dtype="auto" if dtype == "bf16" else dtype, **(settings | options))
 
 
-def calibration_of(path: Path) -> str:
-    """A file of `kvbits calibrate` for a saved model, which serves all widths."""
+def keep_calibration(path: Path) -> None:
+    """Of a saved model, where engines find it, for all widths, whether they serve the model or let it draft."""
     from transformers import AutoModelForCausalLM
 
-    from kvbits.calibrate import calibrate
+    from kvbits.calibrate import calibrate, kept
 
+    os.environ["KVBITS_CACHE"] = str(path / "cache")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to("cuda")
-    file = path / "calibration.safetensors"
-    calibrate(model, [torch.randint(3, 1000, (4, 1024), generator=torch.Generator().manual_seed(2))], "klt4").save(file)
-    return str(file)
+    with kept.keeping(kept.key_of_files(str(path), model.config)) as file:
+        calibrate(model, [torch.randint(3, 1000, (4, 1024), generator=torch.Generator().manual_seed(2))], "klt4").save(file)
 
 
 def close(llm: Any) -> None:
@@ -155,7 +158,7 @@ def main() -> None:
     path = saved_model(Path(tempfile.mkdtemp()), args.head_dim)
     calibrated = "klt" in dtype
     if calibrated:
-        args.engine = {"additional_config": {"kvbits": {"calibration": calibration_of(path)}}} | args.engine
+        keep_calibration(path)
     g = torch.Generator().manual_seed(1)
     lengths = (1, 5, 63, 64, 65, 127, 128, 300, 700, 767, 768, 769, 1500, 2000, 17, 1000)
     prompts = [torch.randint(3, 1000, (n,), generator=g).tolist() for n in lengths]
@@ -163,7 +166,8 @@ def main() -> None:
     def say(**found: Any) -> None:
         print(json.dumps({"kv_cache_dtype": dtype, "head_dim": args.head_dim, "engine": args.engine} | found), flush=True)
 
-    copies = calibrated or "raw_first" in args.engine.get("additional_config", {}).get("kvbits", {})
+    raw = args.engine.get("additional_config", {}).get("kvbits", {})
+    copies = "raw_first" in raw or (calibrated and raw.get("raw_newest") != 0)
     llm = engine(path, dtype, **args.engine)
     first = generate(llm, prompts, args.tokens)
     broken = [
@@ -181,7 +185,7 @@ def main() -> None:
     say(check="again, from the prefix cache", cached_tokens=hits, mean_distance=round(far, 4), same_tokens=round(same, 3))
     close(llm)
     assert hits > 5000, "no prefix hits"
-    assert apart < (min(limits["prefill"], COPIED["prefill"]) if copies else limits["prefill"]), f"decoding reads other numbers than prefill: {apart}"
+    assert apart < (COPIED["prefill"] * COARSER.get(dtype, 1) if copies else limits["prefill"]), f"decoding reads other numbers than prefill: {apart}"
     assert not copies or whole < COPIED["covered"], f"copies of all tokens are not the model's own numbers: {whole}"
     assert far < limits["again"], f"the prefix cache gives other numbers: {far}"
     others: dict[str, dict[str, Any]] = {
@@ -202,7 +206,7 @@ def main() -> None:
         tokens, far, same = reloaded(path, dtype, [p for p in prompts if len(p) >= 128], connector, args.engine)
         say(check=f"back from host memory, {connector}", loaded_tokens=tokens, mean_distance=far, same_tokens=same)
         assert tokens > 5000, "nothing came back"
-        assert (far, same) == (0, 1), "what came back is not what went"
+        assert far < limits["again"] if copies else (far, same) == (0, 1), "what came back is not what went"  # with copies: it is packed, and was raw in part
     say(passed=True)
 
 

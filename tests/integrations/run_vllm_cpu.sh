@@ -3,6 +3,7 @@
 # usage: tests/integrations/run_vllm_cpu.sh [ENVIRONMENT], from a checkout whose Python has torch, transformers and pytest (make setup)
 # `vllm serve` runs in it too: PYTHONPATH=tests/integrations/vllm_serve VLLM_ENABLE_V1_MULTIPROCESSING=1 ENVIRONMENT/bin/vllm serve MODEL --dtype float32 \
 #   --kv-cache-dtype kvbits_int8_centered --enforce-eager --block-size 64 --compilation-config '{"custom_ops":["none"]}'
+# KVBITS_REQUESTS=10000 sends that many short requests, a third of them aborted, where 200 are sent otherwise (minutes; for the night).
 # Exit status 77, with the reason, where the wheel or what it needs cannot be had.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -92,17 +92,14 @@ def test_each_rank_has_the_kv_heads_that_vllm_gives_it(heads, ranks, want):
 
 
 def options(dtype, **given):
-    speculation = SimpleNamespace(method="mtp", uses_draft_kv_cache=lambda: True) if given.pop("drafts", False) else None
-    cache = SimpleNamespace(cache_dtype=dtype, hash_block_size=None)
-    return options_of(SimpleNamespace(additional_config={"kvbits": given}, cache_config=cache, kv_transfer_config=None, speculative_config=speculation))
+    return options_of(SimpleNamespace(additional_config={"kvbits": given}, cache_config=SimpleNamespace(cache_dtype=dtype)))
 
 
 def test_calibrated_formats_have_raw_copies_unless_told_otherwise():
     assert [(x.raw_newest, x.raw_first) for x in (options("kvbits_klt4"), options("kvbits_klt4", raw_newest=128), options("kvbits_klt4", raw_first=0))] == [
         (64, 64), (128, 64), (64, 0)
     ]  # fmt: skip
-    assert options("kvbits_klt2", raw_newest=0).copies is options("kvbits_int4").copies is options("kvbits_klt4", drafts=True).copies is False
-    assert options("kvbits_klt4", drafts=True, raw_newest=64).copies, "asked for by name: refused by the layers"
+    assert options("kvbits_klt2", raw_newest=0).copies is options("kvbits_int4").copies is False
     with pytest.raises(UnsupportedError, match="a file of `kvbits calibrate`"):
         options("kvbits_klt4", calibration=1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 import random
 
 import pytest
@@ -16,6 +17,7 @@ if torch.cuda.is_available():
 from integrations.test_vllm_engine import check, engine, generate, model, random_ids, reference_ops, scheme_of, transformers_logprobs  # noqa: F401  (fixtures)
 
 from kvbits.errors import UnsupportedError
+from kvbits.ops.reference.place import Copies
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 DTYPE = "kvbits_int4"
@@ -87,6 +89,70 @@ def test_speculation_with_copies(model, engine):  # noqa: F811
         assert distance(model("llama")[0], prompt, result) < 0.02, "all but a page whose copy drafts wrote over"
 
 
+def test_the_numbers_of_taken_blocks_travel_with_the_step():
+    """To workers in other processes."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    step = SchedulerOutput.make_empty()
+    step.kvbits_taken = [3, 1]
+    assert pickle.loads(pickle.dumps(step)).kvbits_taken == [3, 1]
+
+
+@pytest.mark.parametrize("forgetful", [True, False], ids=["taken", "control"])
+def test_blocks_that_a_connector_writes_are_read_packed(model, engine, tmp_path, monkeypatch, forgetful):  # noqa: F811
+    """A pool of six blocks: each request takes those of the one before. A prompt that is loaded into them is answered as in an engine that never had copies of them.
+
+    The control leaves out what tells copies that blocks are taken, and finds other numbers.
+    """
+    from integrations.test_vllm_transfer import shared_storage
+
+    if not forgetful:
+        monkeypatch.setattr(Copies, "forget", lambda self, blocks: None)
+    prompt, pool = random_ids(300), {"num_gpu_blocks_override": 7, "max_model_len": 384, "enable_prefix_caching": False}
+    llm = engine("llama", DTYPE, additional_config=RAW, kv_transfer_config=shared_storage(tmp_path), **pool)
+    own = generate(llm, [prompt])[0]  # goes into the folder
+    again = []
+    for n in (300, 40, 150, 340, 260):
+        generate(llm, [random_ids(n, n)])
+        again.append(generate(llm, [prompt])[0])
+    assert [r[2] for r in (own, *again)] == [0] + [256] * 5
+    fresh = generate(engine("llama", DTYPE, additional_config=RAW, kv_transfer_config=shared_storage(tmp_path), **pool), [prompt])[0]
+    assert fresh[2] == 256
+    same = [r[0] == fresh[0] and torch.equal(r[1], fresh[1]) for r in again]
+    assert all(same) if forgetful else not all(same)
+    if forgetful:  # the first page and the one before the newest are packed here, and raw there
+        assert distance(model("llama")[0], prompt, own) < distance(model("llama")[0], prompt, fresh) < 0.5
+
+
+@pytest.mark.parametrize("forgetful", [True, False], ids=["taken", "control"])
+def test_a_block_that_is_copied_in_part_is_read_packed(model, engine, monkeypatch, forgetful):  # noqa: F811
+    """Where prefixes are matched inside blocks vLLM copies what is shared of one to another from the pool, here to one that had copies. It matches so in models
+    with Mamba layers only, so the test says what was found: 96 tokens of the request before, whose blocks stay.
+    """
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    if not forgetful:
+        monkeypatch.setattr(Copies, "forget", lambda self, blocks: None)
+    llm = engine("llama", "kvbits_int8_centered", additional_config=RAW, num_gpu_blocks_override=6, max_model_len=320)
+    stem, kept, free = random_ids(110, 1), [], KVCacheManager.free
+
+    def keeping(self, request):
+        kept.extend(self.get_blocks(request.request_id).blocks[0])
+        for block in kept:
+            block.ref_cnt += 1
+        free(self, request)
+
+    monkeypatch.setattr(KVCacheManager, "free", keeping)
+    generate(llm, [stem], 10)
+    monkeypatch.setattr(KVCacheManager, "free", free)
+    generate(llm, [random_ids(150, 2)])  # in all other blocks
+    monkeypatch.setattr(KVCacheManager, "get_computed_blocks", lambda self, *request: (self.create_kv_cache_blocks((list(kept),)), 96, 0))
+    prompt = stem[:96] + random_ids(15, 3)
+    result = generate(llm, [prompt], 12)[0]
+    assert result[2] == 96
+    assert (distance(model("llama")[0], prompt, result) < 0.05) == forgetful
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -98,10 +164,3 @@ def test_speculation_with_copies(model, engine):  # noqa: F811
 def test_options_that_cannot_be_are_refused(engine, options, says):  # noqa: F811
     with pytest.raises(UnsupportedError, match=says):
         engine("llama", DTYPE, **options)
-
-
-def test_connectors_are_refused(engine, tmp_path):  # noqa: F811
-    from integrations.test_vllm_transfer import shared_storage
-
-    with pytest.raises(UnsupportedError, match="ExampleConnector writes blocks that raw copies would not follow"):
-        engine("llama", DTYPE, additional_config=RAW, kv_transfer_config=shared_storage(tmp_path))

@@ -288,7 +288,7 @@ def test_random_requests(model, engine, dtype):
 
 
 def test_speculation_gives_the_same_tokens(model, engine):
-    """Drafts from the prompt itself. Those of a model need operators that the wheel has for a GPU only (check_vllm_gpu.py)."""
+    """Drafts from the prompt itself; those of a model are in test_vllm_klt.py."""
     prompts = [(random_ids(7, 1) * 30)[:n] for n in (40, 63, 150)]
     plain = generate(engine("llama", "kvbits_int8_centered"), prompts, 40)
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import logging
+import itertools
+import os
 import random
+import shutil
 
 import pytest
 import tiny
@@ -29,12 +31,13 @@ from integrations.test_vllm_engine import (  # noqa: F401  (fixtures)
     reference_ops,
     scheme_of,
 )
-from transformers import AutoModelForCausalLM, CohereConfig, StableLmConfig
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, CohereConfig, LlamaConfig, StableLmConfig
 
 from kvbits import schemes
-from kvbits.calibrate import Calibration, calibrate
+from kvbits.calibrate import Calibration, calibrate, kept
 from kvbits.calibrate.moments import Moments
-from kvbits.errors import CalibrationError, FileFormatError, UnsupportedError
+from kvbits.errors import CalibrationError, FileFormatError
 from kvbits.geometry import layer_geometries
 from kvbits.integrations.rotary import layers_of, with_rotary
 from kvbits.integrations.vllm import observe
@@ -119,7 +122,16 @@ def cohere():
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-MODELS |= {"stablelm": stablelm, "cohere": cohere}
+def one_layer():
+    torch.manual_seed(6)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=64, vocab_size=VOCABULARY,
+        initializer_range=0.15, max_position_embeddings=4096,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+MODELS |= {"stablelm": stablelm, "cohere": cohere, "one_layer": one_layer, "other": lambda: tiny.model(seed=1)}
 
 
 @pytest.mark.parametrize("name", ["stablelm", "cohere"])
@@ -161,12 +173,106 @@ def test_random_requests_in_a_tiny_pool(model, engine, calibration):  # noqa: F8
     assert sum(found) / len(found) < 0.25 and max(found) < 1, "a copy of another block is far off"
 
 
+@pytest.mark.timeout(0)
+def test_short_requests_of_which_a_third_is_aborted(engine, calibration):  # noqa: F811
+    """In a small pool, newest pages raw: none is lost, and nothing is held at the end. KVBITS_REQUESTS says how many: some hundred unless it is set, 10,000 at night."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    count, rng = int(os.environ.get("KVBITS_REQUESTS", 200)), random.Random(0)
+    sizes = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 256, "max_model_len": 256, "max_num_seqs": 8}
+    core = engine("one_layer", "kvbits_klt3", **said(calibration("one_layer", "klt3")), **sizes).llm_engine
+    stems = [random_ids(n, n) for n in (64, 100)]
+    left, aborted, ended = iter(range(count)), set(), {}
+    running: dict[str, int] = {}
+    more = True
+    while more or running:
+        while more and len(running) < 24:
+            if (number := next(left, None)) is None:
+                more = False
+                break
+            name, want = str(number), rng.randint(1, 16)
+            prompt = rng.choice(stems)[: rng.randint(0, 100)] + random_ids(rng.randint(1, 30), number)
+            params = SamplingParams(max_tokens=want, temperature=0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+            core.add_request(name, {"prompt_token_ids": prompt}, params)
+            running[name] = want
+        for name in [n for n in running if int(n) % 3 == 2 and rng.random() < 0.3]:
+            core.abort_request([name])
+            aborted.add(name)
+            del running[name]
+        for output in core.step():
+            assert output.finished and output.request_id not in ended
+            if output.request_id in running:
+                assert len(output.outputs[0].token_ids) == running.pop(output.request_id)
+                ended[output.request_id] = True
+    scheduler = core.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    print(f"{count} requests: {len(ended)} answered, {len(aborted)} aborted, {pool.get_num_free_blocks()} of {pool.num_gpu_blocks - 1} blocks free at the end")
+    assert len(ended) + len(aborted) == count and not aborted & set(ended)
+    assert not core.has_unfinished_requests() and pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
 def test_speculation_gives_the_tokens_without_it(model, engine, calibration):  # noqa: F811
     c = calibration("llama")
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     llm = engine("llama", "kvbits_klt4", **said(c, raw_newest=0), speculative_config=ngram, enable_prefix_caching=False)
     for prompt in [(random_ids(7, 1) * 30)[:n] for n in (40, 63, 150)]:
         check(model("llama")[0], scheme_of("kvbits_klt4"), prompt, generate(llm, [prompt], 40)[0], calibration=c)
+
+
+def drafts(path, **options):
+    return {"speculative_config": {"model": str(path), "num_speculative_tokens": 3, "method": "draft_model"} | options, "enable_prefix_caching": False}
+
+
+def layers_by_owner(llm, count):
+    """The implementations of the first `count` layers, and those of all that speculation adds."""
+    found = [layer.impl for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()]
+    return found[:count], found[count:]
+
+
+@pytest.mark.parametrize(("draft", "options"), [("llama", {}), ("other", {}), ("other", {"raw_newest": 0})], ids=["itself", "another", "packed"])
+def test_a_draft_model_has_a_calibration_of_its_own(model, engine, calibration, monkeypatch, tmp_path, draft, options):  # noqa: F811
+    """Kept in the cache folder, while the model's is a file. What it drafts changes no token: raw ones where copies hold all of them, else those of the format."""
+    monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
+    c, (_, path) = calibration("llama"), model(draft)
+    with kept.keeping(kept.key_of_files(str(path), model(draft)[0].config)) as file:
+        shutil.copy(calibration(draft).path, file)
+    llm = engine("llama", "kvbits_klt4", **said(c, calibrate=False, **options), **drafts(path))
+    prompts = [(random_ids(7, 1) * 30)[:n] for n in (40, 63, 120)]
+    for prompt, result in zip(prompts, generate(llm, prompts, 40), strict=True):
+        check(model("llama")[0], scheme_of("kvbits_klt4") if options else None, prompt, result, calibration=c if options else None)
+    accepted = sum(m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
+    assert accepted > 60 if draft == "llama" else accepted < 60
+    for one in itertools.chain(*layers_by_owner(llm, 2)):
+        assert one.call.layout.key.has_offsets and bool(one.call.raw) == (not options)
+
+
+def test_a_draft_model_that_cannot_be_calibrated_has_another_format(model, engine, calibration, monkeypatch, tmp_path):  # noqa: F811
+    monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
+    given, path, prompt = said(calibration("llama"), calibrate=False), model("other")[1], random_ids(50)
+    with pytest.raises(CalibrationError, match='none may be made: .* "kv_cache_dtype": "kvbits_int8_centered"'):
+        engine("llama", "kvbits_klt4", **given, **drafts(path))
+    llm = engine("llama", "kvbits_klt4", **given, **drafts(path, kv_cache_dtype="kvbits_int8_centered"))
+    check(model("llama")[0], None, prompt, generate(llm, [prompt])[0])
+    own, added = layers_by_owner(llm, 2)
+    assert [x.call.layout.is_centered for x in own] == [False, False] and [x.call.layout.is_centered for x in added] == [True, True]
+
+
+def test_heads_that_speculate_are_stored_in_eight_bits(model, engine, calibration, tmp_path):  # noqa: F811
+    """EAGLE, and MTP likewise: layers that no process runs alone. They have no copies, since passes of two kinds write to them."""
+    head = LlamaConfig(**model("other")[0].config.to_dict() | {"num_hidden_layers": 1, "attention_bias": False, "architectures": ["LlamaForCausalLM"]})
+    torch.manual_seed(7)
+    weights = {
+        n.removeprefix("model."): x for n, x in AutoModelForCausalLM.from_config(head).state_dict().items() if "layers" in n and "input_layernorm" not in n
+    }
+    save_file(weights | {"fc.weight": torch.randn(128, 256) / 16}, tmp_path / "model.safetensors")
+    head.save_pretrained(tmp_path)
+    llm = engine("llama", "kvbits_klt4", **said(calibration("llama")), **drafts(tmp_path, method="eagle"))
+    prompts = [random_ids(n, n) for n in (40, 63, 120)]
+    for prompt, result in zip(prompts, generate(llm, prompts, 40), strict=True):
+        check(model("llama")[0], None, prompt, result)
+    own, (added,) = layers_by_owner(llm, 2)
+    assert added.call.layout.is_centered and added.call.raw is None and all(x.call.raw for x in own)
 
 
 def test_layers_of_a_scheme_file(model, engine, calibration, tmp_path):  # noqa: F811
@@ -182,21 +288,17 @@ def test_layers_of_a_scheme_file(model, engine, calibration, tmp_path):  # noqa:
         check(model("llama")[0], two, prompt, generate(llm, [prompt])[0], chunks, c)
 
 
-def test_connectors_turn_copies_off_that_nobody_asked_for(engine, calibration, tmp_path, caplog):  # noqa: F811
+def test_pages_arrive_from_another_engine_and_are_read_packed(model, engine, calibration, tmp_path):  # noqa: F811
+    """The receiver's numbers are those of the same format, of which the sender read the first page and the newest raw; what it stores itself has copies."""
     from integrations.test_vllm_transfer import shared_storage
 
-    from kvbits.integrations.vllm import options
-
-    options._say.cache_clear()
-    logging.getLogger("vllm").addHandler(caplog.handler)
-    transfer = {"kv_transfer_config": shared_storage(tmp_path)}
-    llm = engine("llama", "kvbits_klt4", **said(calibration("llama")), **transfer)
-    logging.getLogger("vllm").removeHandler(caplog.handler)
-    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    assert all(layer.impl.call.raw is None for layer in layers)
-    assert caplog.text.count("without raw copies of the newest tokens") == 1
-    with pytest.raises(UnsupportedError, match="ExampleConnector writes blocks that raw copies would not follow"):
-        engine("llama", "kvbits_klt4", **said(calibration("llama"), raw_newest=64), **transfer)
+    c, prompt, transfer = calibration("llama", "klt3"), random_ids(300), {"kv_transfer_config": shared_storage(tmp_path)}
+    own = generate(engine("llama", "kvbits_klt3", **said(c), **transfer), [prompt], 16)[0]
+    packed = generate(engine("llama", "kvbits_klt3", **said(c, raw_newest=0), **transfer), [prompt], 16)[0]
+    loaded = generate(engine("llama", "kvbits_klt3", **said(c), **transfer), [prompt], 16)[0]
+    assert [r[2] for r in (own, packed, loaded)] == [0, 256, 256]
+    near, far, between = (distance(model("llama")[0], prompt, r) for r in (own, packed, loaded))
+    assert near < between < far
 
 
 def test_calibrations_that_are_missing_or_of_others_are_refused(engine, calibration, tmp_path):  # noqa: F811

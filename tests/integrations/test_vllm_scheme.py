@@ -58,6 +58,20 @@ def test_raw_layers_and_copies_of_the_others(model, engine, tmp_path):  # noqa: 
     check(model("llama")[0], None, prompt, generate(llm, [prompt], 40)[0])
 
 
+def test_a_draft_model_is_no_part_of_the_file(model, engine, tmp_path):  # noqa: F811
+    drafts = {"speculative_config": {"method": "draft_model", "model": str(model("llama")[1]), "num_speculative_tokens": 3}}
+    llm = engine("llama", "kvbits_scheme", **write(TWO, tmp_path), **drafts, enable_prefix_caching=False)
+    prompt = random_ids(100)
+    check(model("llama")[0], TWO, prompt, generate(llm, [prompt])[0])
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    assert [(x.impl.call.layout.key.format, x.impl.call.layout.is_centered) for x in layers] == [
+        ("int4", True),
+        ("int8", False),
+        ("int8", True),
+        ("int8", True),
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -42,10 +42,14 @@ def empty(device, newest=2, first=True, copies=True):
 
 
 class Engine:
-    """Requests that share prefixes by block, come, go, and lose drafts: the parts of vLLM that matter here. A token is a number; it never stands twice."""
+    """Requests that share prefixes by block, come, go, and lose drafts: the parts of vLLM that matter here. A token is a number; it never stands twice.
 
-    def __init__(self, run, seed, newest, first, stable):
+    With `others` some requests begin with tokens that somebody else wrote: loaded by a connector, or copied from a block that is partly theirs.
+    """
+
+    def __init__(self, run, seed, newest, first, stable, others=False):
         self.run, device = run
+        self.others = others
         self.rng, self.first, self.newest, self.stable = random.Random(seed), first, newest, stable
         self.places = empty(device, newest, first)
         self.free = list(range(1, BLOCKS))
@@ -57,10 +61,12 @@ class Engine:
         self.fresh = 0
 
     def take(self):
-        block = self.free.pop(0)
+        block = self.free.pop(-1 if self.others else 0)  # soon again, while copies of its past are there
         for key in [k for k, b in self.cached.items() if b == block]:
             del self.cached[key]
         self.users[block] = 1
+        if self.others:
+            self.places.copies.forget([block])
         return block
 
     def add(self):
@@ -75,8 +81,12 @@ class Engine:
                 self.free.remove(block)
             self.users[block] += 1
             blocks.append(block)
+        done = len(blocks) * SIZE
+        if self.others and self.rng.random() < 0.5 and len(self.free) >= WIDTH:
+            done = self.rng.randint(done, len(prompt) - 1)
+            blocks += [self.take() for _ in range(-(-done // SIZE) - len(blocks))]
         owner = min(set(range(REQUESTS)) - {r["owner"] for r in self.running})
-        self.running.append({"tokens": prompt, "blocks": blocks, "done": len(blocks) * SIZE, "owner": owner, "known": len(prompt)})
+        self.running.append({"tokens": prompt, "blocks": blocks, "done": done, "owner": owner, "known": len(prompt)})
 
     def drop(self, r):
         self.running.remove(r)
@@ -166,6 +176,15 @@ def test_copies_hold_what_their_blocks_hold(run, newest, first, stable):
     for _ in range(100):
         engine.step()
     assert engine.fresh > 100
+
+
+@pytest.mark.parametrize("stable", [True, False], ids=["requests", "rows"])
+def test_blocks_that_others_write_have_no_copies_of_their_past(run, stable):
+    engine = Engine(run, 1, 2, True, stable, others=True)
+    for _ in range(100):
+        engine.step()
+    assert engine.fresh > 100
+    engine.places.copies.forget([1, BLOCKS, 10 * BLOCKS])  # of a larger pool, whose copies are others
 
 
 def decode(run, places, length, blocks, owner=0, n=1):

@@ -7,6 +7,7 @@
     impl       once per layer: store the step's tokens, attend
     prefill    queries of many tokens: history unpacked to 16 bits, then one variable-length FlashAttention call
     options    what `--additional-config` says: raw copies of the newest pages, a scheme file
+    taken      blocks that leave vLLM's pool, which have no raw copies
     scheme_file   each layer's format from a file
     calibrated    what layers take whose keys are stored in a calibrated basis
     observe    a calibration made by the engine itself, for models that no single process holds
@@ -48,7 +49,7 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from ...errors import GONE
-    from . import announce, selector
+    from . import announce, selector, taken
     from .formats import NAMES, PLACEHOLDER, TAGS
 
     register_backend(AttentionBackendEnum.CUSTOM, selector.BACKEND)
@@ -57,3 +58,4 @@ def register() -> None:
             register_kv_cache_dtype(name)(selector.handler(name, TAGS.get(name, PLACEHOLDER)))
     selector.install(type(current_platform))
     announce.install()
+    taken.install()

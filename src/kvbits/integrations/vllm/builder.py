@@ -21,6 +21,7 @@ from .impl import KVBitsImpl
 from .metadata import Decode, KVBitsMetadata, Ragged
 from .options import options_of
 from .prefill import Prefill
+from .taken import STATES
 
 
 class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
@@ -42,6 +43,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         for impl in impls:
             if not isinstance(impl, KVBitsImpl):
                 raise UnsupportedError(f"a layer of kvbits' backend has the implementation {type(impl).__name__}")
+            impl.settle()
             if impl.call.layout.head_bytes != kv_cache_spec.state_content_bytes * PAGE_SIZE:
                 raise UnsupportedError(
                     f"vLLM allocated {kv_cache_spec.state_content_bytes} bytes per token and head where {impl.kv_cache_dtype} needs "
@@ -51,14 +53,14 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         config = vllm_config.scheduler_config
         rows = max(config.max_num_seqs, *(vllm_config.compilation_config.cudagraph_capture_sizes or [1]))
         max_pages = -(-vllm_config.model_config.max_model_len // PAGE_SIZE)
-        self._places = self._make_places(impls, rows, max(config.max_num_batched_tokens, rows * threshold), device)
+        self._places = self._make_places(impls, rows, config.max_num_batched_tokens + rows * threshold, device)  # drafts come on top of a full step
         copies = self._places.copies if self._places else None
         self._decodes = {n: {c: Decode(c, max_pages, rows, n, device, copies) for c in self.calls} for n in sorted({1, threshold})}
 
     def _make_places(self, impls: list[KVBitsImpl], rows: int, tokens: int, device: torch.device) -> Places | None:
         """None where no page has a mean or is in a frame, and none is copied."""
         config = self.vllm_config
-        options, copied = options_of(config), any(impl.call.raw for impl in impls)
+        copied = next((impl.options for impl in impls if impl.call.raw), None)
         centered = any(c.layout.is_centered for c in self.calls)
         turned = any(c.layout.key.needs_rotary for c in self.calls)
         if not centered and not copied and not turned:
@@ -66,8 +68,11 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         self._placer = dispatch.choose("place", device)
         self._placer.prepare()
         sizes: dict[str, Any] = {"tokens": tokens, "num_blocks": config.cache_config.num_gpu_blocks or 1, "device": device}
-        first, requests = bool(options.raw_first), config.scheduler_config.max_num_seqs
-        copies = Copies.empty(options.newest_pages, first, requests=requests, rows=rows, **sizes) if copied else None
+        copies = None
+        if copied:
+            requests = config.scheduler_config.max_num_seqs
+            copies = Copies.empty(copied.newest_pages, bool(copied.raw_first), requests=requests, rows=rows, **sizes)
+            STATES.add(copies)
         return Places.empty(PAGE_SIZE, previous=centered, starts=turned, copies=copies, **sizes)
 
     @classmethod

@@ -16,12 +16,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import schemes
 from ...calibrate import Calibration, kept
-from ...errors import UnsupportedError
 from ...geometry import layer_geometries, stored_at
 from ...quant.basis import completed
 from ...spec import LayerGeometry, Scheme
 from ..rotary import layers_of
-from .formats import FORMATS, SCHEME
+from .formats import FORMATS, HEADS, SCHEME
 from .options import options_of
 
 NAMED = '\'{"kvbits": {"calibration": "FILE.safetensors"}}\''
@@ -70,7 +69,6 @@ def model_of(vllm_config: Any, device: torch.device) -> Model:
     """Read, or made on `device`, once for each engine configuration of a process.
 
     Raises:
-        UnsupportedError: layers of a draft model, which it knows nothing of.
         CalibrationError: a file of another model or scheme, or none, and none can be made.
         FileFormatError: a damaged one, or none under the name that is given.
     """
@@ -82,17 +80,14 @@ def model_of(vllm_config: Any, device: torch.device) -> Model:
 def _read(vllm_config: Any, device: str) -> Model:
     options, name, config = options_of(vllm_config), vllm_config.cache_config.cache_dtype, vllm_config.model_config.hf_text_config
     scheme = _scheme(name, options.scheme, config)
-    speculation = vllm_config.speculative_config
-    if speculation is not None and speculation.uses_draft_kv_cache():
-        raise UnsupportedError(
-            f"a calibration says nothing of the layers that speculation by {speculation.method} has; speculate by ngram, or use kvbits_int8_centered"
-        )
-    if options.calibration:
-        return Model(Calibration.load(options.calibration).fitted(config, scheme), config)
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    drafts = model.runner_type == "draft"
+    if options.calibration and not drafts:  # the file that is named is the served model's
+        return Model(Calibration.load(options.calibration).fitted(config, scheme), config)
     engine = {"tensor_parallel_size": parallel.tensor_parallel_size, "pipeline_parallel_size": parallel.pipeline_parallel_size}
     sizes = json.dumps({name: n for name, n in engine.items() if n > 1})
-    way_out = f"; run `kvbits calibrate {model.model} --engine vllm --engine-options '{sizes}'` once, or pass --additional-config {NAMED}"
+    else_pass = f'--speculative-config \'{{.., "kv_cache_dtype": "{HEADS}"}}\'' if drafts else f"--additional-config {NAMED}"
+    way_out = f"; run `kvbits calibrate {model.model} --engine vllm --engine-options '{sizes}'` once, or pass {else_pass}"
     found = kept.of_files(_place(model), config, scheme, make=options.calibrate, device=device, way_out=way_out)
     return Model(found, config)
 

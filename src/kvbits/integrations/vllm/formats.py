@@ -21,6 +21,8 @@ TAGS = {
 }  # fmt: skip
 """Name of a format -> torch dtype under which vLLM hands page specs to `customize_spec`; `tag_for` gives others one."""
 NAMES = (*FORMATS, SCHEME)
+HEADS = "kvbits_int8_centered"
+"""What layers of speculation store that have no files to be calibrated by (EAGLE, MTP), or that a scheme file says nothing of: few layers, of any model."""
 PLACEHOLDER = torch.bool
 """Tag of layers that have not been told their format yet."""
 _BY_TAG = {tag: FORMATS[name] for name, tag in TAGS.items()}

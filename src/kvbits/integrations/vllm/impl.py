@@ -16,7 +16,7 @@ from ...ops import dispatch
 from ...spec import PageLayout
 from . import calibrated, formats, observe
 from .metadata import KVBitsMetadata
-from .options import options_of, refuses_copies
+from .options import options_of
 from .prefill import call_for, scratch_for
 from .rotary import page_turn, rope_parameters
 from .scheme_file import layer_formats
@@ -53,24 +53,22 @@ class KVBitsImpl(AttentionImpl):
         self._order: torch.Tensor | None = None  # of stored channels, where it is not the model's
         self.moments: Moments | None = None
         self._copies: torch.Tensor | None = None
+        self.options = options_of(config)
+        self._drafts = config.model_config.runner_type == "draft"
         self._rope = rope_parameters(config.model_config.hf_text_config, sliding_window is not None)
-        if kv_cache_dtype == formats.SCHEME:
-            if any(form and form.calibrated for form in layer_formats(config)):  # refuses; which layer this is nobody says before the model is there
-                calibrated.model_of(config, self._device)
-            return
-        form = formats.FORMATS.get(kv_cache_dtype)
+        form = formats.FORMATS.get(kv_cache_dtype)  # what cannot be is refused now; which layer this is nobody says before the model is there
         if form and (why := form.refuses(head_size, has_key_bias(config.model_config.hf_text_config))):
             raise UnsupportedError(why)
-        if form and form.calibrated:
+        forms = layer_formats(config) if kv_cache_dtype == formats.SCHEME and not self._drafts else (form,)
+        if any(form and form.calibrated for form in forms):
             calibrated.model_of(config, self._device)
-        self._take(form, formats.layout_for(kv_cache_dtype, kv_heads, head_size, dtype))
 
-    def _take(self, form: formats.Format | None, layout: PageLayout) -> None:
+    def _take(self, form: formats.Format | None, layout: PageLayout, copied: bool) -> None:
         """What this layer stores (None: the model's own numbers). Everything that a step needs is allocated and compiled here, and counted by vLLM."""
         config, dtype, device = self._config, self._dtype, self._device
         scaling, window, softcap = self._factors
         scratch = scratch_for(layout, dtype, device, config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens, window)
-        raw = self._copies_of(layout)
+        raw = self._copies_of(layout) if copied else None
         self.call = call_for(layout, self.num_heads, dtype, scaling, window, softcap, scratch, _fa_version(device, self.head_size), raw)
         self._writes = dispatch.choose("store_tokens", layout, dtype, device)
         self._copies_raw = dispatch.choose("store_tokens", raw, dtype, device) if raw else None
@@ -79,16 +77,23 @@ class KVBitsImpl(AttentionImpl):
                 choice.prepare()
 
     def _take_own_format(self) -> None:
-        """That of the scheme file, by the layer's name; vLLM asks the layer for it when it has the whole model."""
+        """That of the dtype, of the scheme file, or `HEADS`, by the layer's name; vLLM asks the layer for it when it has the whole model."""
         index, layer = self._found()
-        form = layer_formats(self._config)[index]
+        config, name = self._config, self.kv_cache_dtype
+        own = not self._drafts or config.speculative_config.uses_draft_model()
+        head = not own or index >= config.model_config.get_total_num_hidden_layers()
+        form = formats.FORMATS.get(name)
+        if (head and form and form.calibrated) or (name == formats.SCHEME and (head or self._drafts)):
+            form = formats.FORMATS[formats.HEADS]
+        elif name == formats.SCHEME:
+            form, name = layer_formats(config)[index], "auto"
         if form is None:
-            layer.kv_cache_dtype, layer.kv_cache_torch_dtype = "auto", self._dtype
-            layout = formats.layout_for("auto", self.num_kv_heads, self.head_size, self._dtype)
+            layer.kv_cache_dtype, layer.kv_cache_torch_dtype = name, self._dtype
+            layout = formats.layout_for(name, self.num_kv_heads, self.head_size, self._dtype)
         else:
             layer.kv_cache_torch_dtype = formats.tag_for(form)
             layout = form.layout(self.num_kv_heads, self.head_size, formats.RAW_DTYPES[self._dtype])
-        self._take(form, layout)
+        self._take(form, layout, copied=not head)  # passes of heads are planned with the model's and by themselves, that is with copies of two states
 
     def _found(self) -> tuple[int, Any]:
         """This layer's number in the whole model, and vLLM's layer."""
@@ -105,11 +110,9 @@ class KVBitsImpl(AttentionImpl):
 
     def _copies_of(self, layout: PageLayout) -> PageLayout | None:
         """The layout of copies in 16 bits (of the model's dtype), and their pages."""
-        config, options = self._config, options_of(self._config)
+        config, options = self._config, self.options
         if layout.is_raw or not options.copies:
             return None
-        if why := refuses_copies(config):
-            raise UnsupportedError(f"raw_newest={options.raw_newest}: {why}")
         if not self._stores:
             raise UnsupportedError(f"raw_newest={options.raw_newest}: layers of this model read pages of others, but not their copies; drop raw_newest")
         raw = formats.raw_layout(self.num_kv_heads, self.head_size, formats.RAW_DTYPES[self._dtype])
@@ -118,11 +121,16 @@ class KVBitsImpl(AttentionImpl):
         return raw
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        if self.kv_cache_dtype == formats.SCHEME:
-            self._take_own_format()
+        self.settle()
+
+    def settle(self) -> None:
+        """Once, when the model is there. Loaders that leave `process_weights_after_loading` out (tensorizer) get it from the builder."""
+        if hasattr(self, "call"):
+            return
+        self._take_own_format()
         if self.call.layout.key.needs_rotary:
             self._take_calibration()
-        if options_of(self._config).observe:
+        if self.options.observe:
             self.moments = observe.moments(self._config, self._found()[0], self.num_kv_heads)
         turn = page_turn(self.head_size, self._rope) if self.call.layout.is_centered else None
         if turn is not None:

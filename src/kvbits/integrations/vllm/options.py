@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +12,6 @@ from .formats import FORMATS, PAGE_SIZE, SCHEME
 from .served import COPIED
 
 MOST_RAW = 1024
-logger = logging.getLogger("vllm.kvbits")
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,7 @@ class Options:
 
 
 def options_of(vllm_config: Any) -> Options:
-    """The options of an engine. Where layers are calibrated and nothing is said of raw copies, they have `COPIED` newest and first tokens, or none, with a
-    line in the log, where copies cannot be.
+    """The options of an engine. Where layers are calibrated and nothing is said of raw copies, they have `COPIED` newest and first tokens.
 
     Raises:
         UnsupportedError: options that there are not or that cannot be.
@@ -74,25 +70,8 @@ def options_of(vllm_config: Any) -> Options:
     return found
 
 
-def refuses_copies(vllm_config: Any) -> str | None:
-    """Why pages of this engine cannot be kept raw besides, or None: whoever writes blocks unseen by the plugin would leave old copies of them."""
-    transfer = vllm_config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector not in (None, "DecodeBenchConnector"):
-        return f"{transfer.kv_connector} writes blocks that raw copies would not follow; drop raw_newest, or the connector"
-    speculation = vllm_config.speculative_config
-    if speculation is not None and speculation.uses_draft_kv_cache():
-        return f"speculation by {speculation.method} stores tokens of another model; drop raw_newest, or speculate by ngram"
-    unit = getattr(vllm_config.cache_config, "hash_block_size", None)
-    if unit is not None and unit % PAGE_SIZE:
-        return f"prefixes are matched by {unit} tokens, inside blocks, which are then copied without their raw copies; match by {PAGE_SIZE}, or drop raw_newest"
-    return None
-
-
 def _with_defaults(given: dict[str, Any], vllm_config: Any) -> dict[str, Any]:
     if not _calibrated(vllm_config.cache_config.cache_dtype, given.get("scheme")) or given.get("raw_newest") == 0:
-        return given
-    if "raw_newest" not in given and (why := refuses_copies(vllm_config)):
-        _say(f"{vllm_config.cache_config.cache_dtype} without raw copies of the newest tokens, which cost accuracy to miss: {why}")
         return given
     return {"raw_newest": COPIED, "raw_first": COPIED} | given
 
@@ -102,12 +81,6 @@ def _calibrated(dtype: str, path: Any) -> bool:
     if dtype == SCHEME:
         return isinstance(path, str) and bool(path) and schemes.read(path).needs_calibration
     return dtype in FORMATS and FORMATS[dtype].calibrated
-
-
-@functools.cache
-def _say(sentence: str) -> None:
-    """Once a process."""
-    logger.warning("%s", sentence)
 
 
 def _is_whole(x: Any) -> bool:

@@ -28,11 +28,6 @@ def layer_formats(vllm_config: Any) -> tuple[Format | None, ...]:
     path = options_of(vllm_config).scheme
     if not path:
         raise UnsupportedError(f'--kv-cache-dtype {SCHEME} needs a scheme file: pass --additional-config \'{{"kvbits": {{"scheme": "FILE.json"}}}}\'')
-    speculation = vllm_config.speculative_config
-    if speculation is not None and speculation.uses_draft_kv_cache():
-        raise UnsupportedError(
-            f"a scheme file says nothing of the layers that speculation by {speculation.method} has; speculate by ngram, or use another kvbits dtype"
-        )
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_connector not in (None, *INSIDE):
         raise UnsupportedError(

@@ -8,8 +8,8 @@ their own, `newest` (and one for the first page) for every request that can run 
 
 A copy counts if both say so. A block's copy begins when its token 0 is stored and the block is then among its row's newest, or its first; every token stored
 later goes to both. A block whose token 0 is stored without being copied, or that gets a token without being among those, loses its copy: what an earlier owner
-of the block left is then never read. So nobody must say when blocks are freed, shared, preempted or taken again. Blocks that are written by others than this
-(copied, or loaded from elsewhere) would keep the copy of their past life: engines that do so cannot have copies.
+of the block left is then never read. So nobody must say when blocks are freed, shared or preempted. Where others write blocks, too (copy one into another, load
+one from elsewhere), `Copies.forget` must say that a block is taken again: what they write is read packed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from ...errors import DataError
+from ...later import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +57,11 @@ class Copies:
         inside = (blocks > 0) & (blocks < len(self.where))
         copy = torch.where(inside, self.where[torch.where(inside, blocks, 0)], -1).long()
         return torch.where((copy >= 0) & (self.holds[copy.clamp(min=0)] == blocks), copy, -1)
+
+    def forget(self, blocks: list[int]) -> None:
+        """These blocks begin a new life, and what copies they had are of their past one."""
+        own = np.array([block for block in blocks if block < len(self.where)], np.int64)
+        self.where.index_fill_(0, upload(own, self.where.device), -1)
 
     @classmethod
     def empty(cls, newest: int, first: bool, *, requests: int, rows: int, tokens: int, num_blocks: int, device: torch.device) -> Copies:
