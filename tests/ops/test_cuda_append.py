@@ -288,7 +288,7 @@ def test_packed_tokens_are_what_the_reference_stores(key, value, head_dim, page_
     turn = turn_by(Rotary(inv_freq=tuple(100.0 ** -(i / 12) for i in range(12))), head_dim, page_size)
     held = [[3, 7, 1, 9], [0, 5, 11], [8, 2, 4, 10]]
     lengths, gen = [0, 0, 0], np.random.default_rng(head_dim)
-    turns = [turn, None, torch.linalg.qr(torch.randn(head_dim, head_dim))[0].contiguous()]
+    turns = [turn, None]
     for step, counts in enumerate(((page_size + 9, 2 * page_size, 5), (1, 1, 1), (page_size - 10, 1, page_size), (1, 3, page_size - 5), (1, 0, 1), (20, 0, 3))):
         slots, previous = [], []
         for row, n in enumerate(counts):
@@ -301,7 +301,7 @@ def test_packed_tokens_are_what_the_reference_stores(key, value, head_dim, page_
         places = {page * page_size: held[row][i - 1] if i else -1 for row in range(3) for i, page in enumerate(held[row])}
         previous = [places.get(slot, 99) for slot in slots]
         k, v = (x[0].to(device) for x in token_local.tokens_of(len(slots), head_dim, dtype))
-        both_ways(k, v, buffer, layout, torch.tensor(slots), torch.tensor(previous), turns[step % 3], static)
+        both_ways(k, v, buffer, layout, torch.tensor(slots), torch.tensor(previous), turns[step % 2], static)
 
 
 def test_packed_tokens_in_any_order_and_written_over(device):
@@ -367,7 +367,7 @@ def test_packed_arguments_that_do_not_fit_are_refused(device):
     good = {"static": static, "previous_page": slots}
     for change, message in (
         ({"static": {}}, "no calibrated v_scale"), ({"previous_page": None}, "give previous_page"), ({"previous_page": slots[:3]}, "one entry for each token"),
-        ({"turn": torch.zeros(3, 32, device=device)}, r"turn must be dense float32 \[3, 64\] or \[64, 64\]"), ({"status": torch.zeros(6, device=device)}, r"status must be int32 \[7\]"),
+        ({"turn": torch.zeros(3, 32, device=device)}, r"turn must be dense float32 \[3, 64\]"), ({"status": torch.zeros(6, device=device)}, r"status must be int32 \[7\]"),
     ):  # fmt: skip
         with pytest.raises(DataError, match=message):
             cuda.store_tokens(k, k, pages, layout, slots, **(good | change))
