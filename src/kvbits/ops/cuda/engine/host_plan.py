@@ -229,7 +229,7 @@ class Plan:
             lines.append(f"attend_pages by cuda: {what}, {launch.blocks} blocks of {s.warps} warps, {s.slots} x {s.chunk} tokens in flight")
         table_tokens = max((int((p.table.starts + p.table.lengths).max()) for p in self.call.parts if p.table.num_pages), default=0)
         layout = self.call.parts[0].store.layout
-        if note := small_on_gpu(self.out.shape[0], table_tokens, layout.num_kv_heads, layout.head_dim):
+        if note := small_on_gpu(self.out.shape[0], table_tokens, layout.num_kv_heads * (layout.head_dim + layout.value_head_dim)):
             lines.append(note)
         return "\n".join(lines)
 
