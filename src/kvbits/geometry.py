@@ -479,4 +479,4 @@ def _num_kv_heads(config: Any, num_heads: int, kind: str) -> int:
         return 1
     n = getattr(config, "num_key_value_heads", None)
     n = num_heads if n is None else int(n)
-    return 2 * n if config.model_type in _UNLIKE_WIDTHS and kind in _SLIDING else n
+    return 2 * n if getattr(config, "model_type", "") in _UNLIKE_WIDTHS and kind in _SLIDING else n

@@ -137,7 +137,7 @@ def test_the_library_checks_runs_itself():
 
         runs = np.array([run])
         at = ctypes.addressof(store_struct(store))
-        struct = library.AppendStruct(at, runs.ctypes.data, 1, 3, 40, 3, 40, dtype, 1, k.data_ptr(), k.data_ptr(), *strides)
+        struct = library.AppendStruct(at, runs.ctypes.data, 1, 3, 40, 3, 40, 40, dtype, 1, k.data_ptr(), k.data_ptr(), *strides)
         library.check(library.library().kvbits_append(struct))
 
     big = 2**62
