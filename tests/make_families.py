@@ -70,26 +70,28 @@ def family(model_type: str) -> dict[str, Any] | None:
     if "num_hidden_layers" not in defaults and getattr(config, "layers_block_type", None):  # Nemotron-H counts its list
         defaults["num_hidden_layers"], found["types"] = len(config.layers_block_type), list(config.layers_block_type)
     elif (pattern := _pattern(model_type, config)) is not None:
-        found["types"] = pattern[0]
-        if pattern[1]:
-            found["last"] = pattern[1]
+        found |= pattern
     return found
 
 
-def _pattern(model_type: str, config: Any) -> tuple[list[str], str | None] | None:
-    """The types of layers that repeat, and that of the last where it is always the same one, if a configuration has them and they depend on nothing else."""
+def _pattern(model_type: str, config: Any) -> dict[str, Any] | None:
+    """The types of layers that repeat, and that of the first or the last where it is always the same one, if a configuration has them and they depend on nothing
+    else."""
     if not getattr(config, "layer_types", None):
         return None
     seen = [config.layer_types]
     for count in (23, 24, 25):
         other = _made(model_type, num_hidden_layers=count)
         seen += [other.layer_types] if other is not None else []
-    last = {types[-1] for types in seen}
-    for fixed in (0, 1) if len(last) == 1 else (0,):
+    ends = {name: {types[at] for types in seen} for name, at in (("first", 0), ("last", -1))}
+    for fixed in ("", "last", "first"):
+        if fixed and len(ends[fixed]) > 1:
+            continue
+        skip, stop = int(fixed == "first"), int(fixed == "last")
         for period in range(1, LONGEST_PERIOD + 1):
-            first = max(seen, key=len)[:period]
-            if all(t == first[i % period] for types in seen for i, t in enumerate(types[: len(types) - fixed])):
-                return list(first), last.pop() if fixed else None
+            repeats = {i % period: t for i, t in list(enumerate(max(seen, key=len)))[skip : skip + period]}
+            if all(t == repeats[i % period] for types in seen for i, t in list(enumerate(types))[skip : len(types) - stop]):
+                return {"types": [repeats[i] for i in range(period)]} | ({fixed: ends[fixed].pop()} if fixed else {})
     return None
 
 

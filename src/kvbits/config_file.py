@@ -74,6 +74,8 @@ class Fields:
         if (blocks := getattr(self, "layers_block_type", None)) and "num_hidden_layers" not in stated:
             self.num_hidden_layers = len(blocks)
         self.dtype = stated.get("dtype") or stated.get("torch_dtype")
+        if self.model_type == "mimo_v2_flash" and "sliding_window_size" in stated:  # that of others, without the query's own token
+            self.sliding_window = int(stated["sliding_window_size"]) + 1
         if self.model_type.startswith("gemma4") and "per_layer_config" not in stated and getattr(self, "global_head_dim", None) is None:
             self.global_head_dim = 512
         if isinstance(own := stated.get("per_layer_config"), dict):
@@ -222,4 +224,5 @@ def _types(config: Fields, family: dict[str, Any]) -> list[str] | None:
     if isinstance(pattern, int) and pattern > 1:
         types = ["sliding_attention"] * (pattern - 1) + ["full_attention"]
     found = [types[i % len(types)] for i in range(count)]
-    return [*found[:-1], family.get("last", found[-1])] if found else found
+    ends = {0: family.get("first"), len(found) - 1: family.get("last")}
+    return [ends.get(i) or kind for i, kind in enumerate(found)]

@@ -42,6 +42,8 @@ _STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 _OLD_NAMES = {"attention": "full_attention", "mamba": "linear_attention", "mamba2": "linear_attention", "recurrent": "linear_attention"}
 _NOTHING = ("moe", "mlp")
 """Types of layers that keep nothing of the tokens before."""
+_UNLIKE_WIDTHS = ("mimo_v2_flash",)
+"""Families that cache keys of `head_dim` and values of `v_head_dim`, and twice the kv heads where layers slide (their attention says so, no field does)."""
 
 
 def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path | str:
@@ -221,7 +223,7 @@ def layer_geometries(config: Any) -> tuple[LayerGeometry, ...]:
         config: a Transformers configuration, also one of a multimodal or an encoder-decoder model (the part that generates text counts).
 
     Raises:
-        UnsupportedError: latent attention (MLA), sparse layers, keys and values of different width, no layer that attends.
+        UnsupportedError: latent attention (MLA), sparse layers, keys and values of unlike widths that the family is not known to cache, no layer that attends.
         SpecError: numbers that cannot be a cache, such as kv heads that do not divide the query heads.
     """
     config, configs = _decoder(config)
@@ -282,7 +284,7 @@ def plain_layers(config: Any) -> tuple[PlainLayer, ...]:
         if (rank := getattr(config, "kv_lora_rank", None)) is not None:
             found.append(PlainLayer(int(rank) + int(getattr(config, "qk_rope_head_dim", 0)), window))
             continue
-        heads = _num_kv_heads(config, config.num_attention_heads)
+        heads = _num_kv_heads(config, config.num_attention_heads, kind)
         key = _head_dim(config, config.num_attention_heads)
         found.append(PlainLayer(heads * (key + int(getattr(config, "v_head_dim", None) or key)), window, heads))
     if not found:
@@ -428,7 +430,7 @@ def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
     if (rank := latent_rank(config)) is not None:
         num_kv_heads, head_dim, value_dim = 1, rank, int(config.qk_rope_head_dim)
     else:
-        num_kv_heads, head_dim = _num_kv_heads(config, num_heads), _head_dim(config, num_heads)
+        num_kv_heads, head_dim = _num_kv_heads(config, num_heads, kind), _head_dim(config, num_heads)
         if kind == "full_attention" and (wide := getattr(config, "global_head_dim", None)):  # Gemma 4 before it became heterogeneous
             head_dim = int(wide)
             num_kv_heads = (getattr(config, "attention_k_eq_v", False) and getattr(config, "num_global_key_value_heads", None)) or num_kv_heads
@@ -440,13 +442,13 @@ def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
 
 def _widths(config: Any, head_dim: int, value_dim: int) -> dict[str, Any]:
     """Channels of what is cached as keys and as values, as fields of a geometry. Of latent attention these are latents and the keys' rotary part."""
-    if value_dim != head_dim:
+    if value_dim != head_dim and getattr(config, "model_type", "") not in _UNLIKE_WIDTHS:
         what = "keys" if latent_rank(config) is None else "latents (multi-head latent attention)"
         raise UnsupportedError(
             f"{_name(config)} caches {what} of width {head_dim} and {'values' if what == 'keys' else 'rotary keys'} of width {value_dim}; kvbits stores them "
             "at one width; use the stock cache"
         )
-    return {"head_dim": head_dim}
+    return {"head_dim": head_dim, "value_head_dim": int(value_dim)}
 
 
 def latent_rank(config: Any) -> int | None:
@@ -467,7 +469,7 @@ def _head_dim(config: Any, num_heads: int) -> int:
     return hidden // num_heads
 
 
-def _num_kv_heads(config: Any, num_heads: int) -> int:
+def _num_kv_heads(config: Any, num_heads: int, kind: str) -> int:
     nested = getattr(config, "attn_config", None)  # DBRX, MPT
     if nested is not None and (n := getattr(nested, "kv_n_heads", None)):
         return int(n)
@@ -476,4 +478,5 @@ def _num_kv_heads(config: Any, num_heads: int) -> int:
     if getattr(config, "multi_query", False):  # Falcon 7B, GPT-BigCode
         return 1
     n = getattr(config, "num_key_value_heads", None)
-    return num_heads if n is None else int(n)
+    n = num_heads if n is None else int(n)
+    return 2 * n if getattr(config, "model_type", "") in _UNLIKE_WIDTHS and kind in _SLIDING else n

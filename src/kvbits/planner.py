@@ -164,7 +164,7 @@ Layer = TypeVar("Layer", LayerGeometry, PlainLayer, LayerGeometry | PlainLayer)
 
 def _elements(layer: LayerGeometry | PlainLayer) -> int:
     """Numbers of one token, keys and values."""
-    return layer.elements if isinstance(layer, PlainLayer) else 2 * layer.num_kv_heads * layer.head_dim
+    return layer.elements if isinstance(layer, PlainLayer) else layer.token_elements
 
 
 class _Dense:
@@ -399,7 +399,7 @@ def _token_local(scheme: Scheme, layer: int, g: LayerGeometry, count: int, raw_d
     key, value = scheme.for_layer(layer, count)
     if scheme.page_size != PAGE_SIZE or scheme.tiers or not (key.token_local and value.token_local):
         raise SpecError(f"scheme {scheme.name!r}, layer {layer}: vLLM stores token by token in pages of {PAGE_SIZE}; make it with `kvbits fit --token-local`")
-    return PageLayout(key=key, value=value, page_size=PAGE_SIZE, num_kv_heads=g.num_kv_heads, head_dim=g.head_dim, raw_dtype=raw_dtype)
+    return PageLayout(key=key, value=value, page_size=PAGE_SIZE, raw_dtype=raw_dtype, **g.sizes)
 
 
 def max_batch(cache: Cache, memory_bytes: int, context: int) -> int | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +86,14 @@ more than half of Gemma-3-270M's expected error is theirs, and 8 bits there, for
 With 3 and 2 bits, and in smaller heads, those bits are worth more where they are."""
 
 
-def get(name: str, *, head_dim: int | None = None, **changes: Any) -> Scheme:
+def get(name: str, *, head_dim: int | None = None, value_head_dim: int | None = None, **changes: Any) -> Scheme:
     """The preset `name`, with fields changed.
 
     Args:
         name: a key of `PRESETS`.
         head_dim: fit the preset to a model: groups that do not divide head_dim shrink to the largest power of two that does
             (64 becomes 32 for Phi-3's 96).
+        value_head_dim: channels of values, where they are not as many.
         changes: fields of `Scheme`, for example `num_sink_tokens=4`.
 
     Raises:
@@ -104,7 +105,7 @@ def get(name: str, *, head_dim: int | None = None, **changes: Any) -> Scheme:
     if strange := set(changes) - fields:
         raise SpecError(f"a scheme has no field {', '.join(sorted(strange))}; known: {', '.join(sorted(fields))}")
     scheme = dataclasses.replace(PRESETS[name], **changes)
-    return scheme if head_dim is None else fitted(scheme, head_dim)
+    return scheme if head_dim is None else fitted(scheme, head_dim, value_head_dim)
 
 
 def weak_to_key_bias(scheme: Scheme) -> bool:
@@ -129,14 +130,14 @@ def key_bias_note(scheme: Scheme, of: str) -> str | None:
     )
 
 
-def fitted(scheme: Scheme, head_dim: int) -> Scheme:
+def fitted(scheme: Scheme, head_dim: int, value_head_dim: int | None = None) -> Scheme:
     """A scheme whose groups divide head_dim: those that do not shrink to the largest power of two that does. Keys of `klt4` have `WIDE_BANDS`' widths there."""
-    return dataclasses.replace(scheme, key=_fitted(scheme.key, head_dim), value=_fitted(scheme.value, head_dim))
+    return dataclasses.replace(scheme, key=_fitted(scheme.key, head_dim), value=_fitted(scheme.value, value_head_dim or head_dim))
 
 
 def elastic(layers: tuple[LayerGeometry, ...]) -> Scheme:
     """`ELASTIC` fitted to a model's layers."""
-    return fitted(ELASTIC, math.gcd(*(g.head_dim for g in layers)))
+    return fitted(ELASTIC, *common_widths(layers))
 
 
 def expand(names: Iterable[str | Scheme], groups: Mapping[str, Iterable[str]] | None = None) -> list[str | Scheme]:
@@ -200,7 +201,15 @@ def for_layers(scheme: str | Scheme, layers: tuple[LayerGeometry, ...], **change
         SpecError: unknown, or fitted to another model (`FittedScheme.on`).
     """
     own = find(scheme) if isinstance(scheme, str) else scheme
-    return own.on(layers) if isinstance(own, Scheme) else get(own, head_dim=math.gcd(*(g.head_dim for g in layers)), **changes)
+    if isinstance(own, Scheme):
+        return own.on(layers)
+    head_dim, value_head_dim = common_widths(layers)
+    return get(own, head_dim=head_dim, value_head_dim=value_head_dim, **changes)
+
+
+def common_widths(layers: Sequence[LayerGeometry]) -> tuple[int, int]:
+    """Largest numbers of channels that divide the keys of all layers, and their values: what presets are fitted to."""
+    return math.gcd(*(g.head_dim for g in layers)), math.gcd(*(g.value_head_dim for g in layers))
 
 
 def within(scheme: Scheme, layers: tuple[LayerGeometry, ...], memory_bytes: int, *, context: int, batch: int = 1, raw_dtype: str = "bfloat16") -> Scheme:

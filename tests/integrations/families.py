@@ -149,6 +149,7 @@ FAMILIES = (
     Family("gpt-oss", "GptOssConfig", EXPERTS | WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}),
     Family("GLM-4.5", "Glm4MoeConfig", EXPERTS | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}),
     Family("dots.llm1", "Dots1Config", EXPERTS | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}),
+    Family("MiMo-V2-Flash", "MiMoV2FlashConfig", EXPERTS | WINDOW | {"head_dim": 24, "v_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}),
     Family("MiniMax-M2", "MiniMaxM2Config", EXPERTS | {"rotary_dim": 16}),
     Family("Phi-3.5-MoE", "PhimoeConfig", EXPERTS),
     Family("Granite 3 MoE", "GraniteMoeConfig", EXPERTS),

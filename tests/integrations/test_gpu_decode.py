@@ -9,7 +9,7 @@ from ops.test_paged_attention import CASES, HEADS, LIMIT, Cache, D, relative_err
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
-from kvbits.errors import CacheStateError, PoolFullError
+from kvbits.errors import CacheStateError, PoolFullError, SpecError
 from kvbits.ops import paged_attention
 from kvbits.spec import CacheSpec, LayerGeometry, Rotary
 
@@ -148,6 +148,52 @@ def test_one_graph_decodes_500_tokens_over_page_closings(scheme, batch):
         assert torch.equal(a, b)
     with pytest.raises(CacheStateError, match="capture again"):
         ours.count_replays(1)
+
+
+@pytest.mark.parametrize("scheme", ["raw", "int8_centered", "int4", "kivi4"])
+@pytest.mark.parametrize("head_dim, value_head_dim", [(192, 128), (128, 64), (512, 512)])
+def test_heads_of_unlike_widths_and_wide_ones(scheme, head_dim, value_head_dim):
+    """A prompt, a chunk over history, single tokens over closing pages by the device's own lead, and the same in a graph, against the reference."""
+    try:
+        fitted = schemes.get(scheme, head_dim=head_dim, value_head_dim=value_head_dim)
+        geometry = LayerGeometry(num_kv_heads=2, head_dim=head_dim, value_head_dim=value_head_dim)
+        spec = CacheSpec(scheme=fitted, layers=(geometry,) * LAYERS)
+    except SpecError as why:
+        pytest.skip(str(why))
+    if scheme == "kivi4" and head_dim == 512:
+        pytest.skip("its values have more groups with a bias than the kernel takes")
+    options = {"device": "cuda", "max_tokens": 700, "batch_size": 3}
+    ours, theirs, gen = PagedCache(spec, **options), PagedCache(spec, **options, backend="reference"), torch.Generator("cuda").manual_seed(0)
+
+    def tokens(count):
+        sizes = ((HQ, head_dim), (2, head_dim), (2, value_head_dim))
+        return [tuple(torch.randn(3, count, n, d, generator=gen, device="cuda").bfloat16() for n, d in sizes) for _ in range(LAYERS)]
+
+    def fed(cache, layers):
+        return torch.stack([cache.step(i, q, k, v, scaling=head_dim**-0.5) for i, (q, k, v) in enumerate(layers)])
+
+    for count in (300, 40, *(1,) * 70):
+        layers = tokens(count)
+        got, want = fed(ours, layers), fed(theirs, layers)
+        assert ((got.float() - want.float()).norm() / want.float().norm()).item() < 2e-2, count
+    assert ours.decoding is not None, ours.led_by_host
+    assert ours.nbytes == spec.nbytes(700, 3)
+    static = tokens(1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fed(ours, static)
+    for _ in range(80):
+        layers = tokens(1)
+        for to, x in zip(static, layers, strict=True):
+            for a, b in zip(to, x, strict=True):
+                a.copy_(b)
+        ours.count_replays(1)
+        graph.replay()
+        want = fed(theirs, layers)
+        assert ((out.float() - want.float()).norm() / want.float().norm()).item() < 2e-2
+    for a, b in zip(ours.dequantize(1, 2), theirs.dequantize(1, 2), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_a_growing_cache_is_not_captured():

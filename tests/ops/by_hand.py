@@ -39,12 +39,13 @@ def code_byte(kind: str, token: int, r: int, row_bytes: int, page_size: int) -> 
 
 def codes(struct: np.ndarray, layout: PageLayout, kind: str, spec: QuantSpec) -> np.ndarray:
     """[page_size, head_dim] codes of one head struct."""
-    out = np.zeros((layout.page_size, layout.head_dim), np.int64)
+    d = layout.dim(kind)
+    out = np.zeros((layout.page_size, d), np.int64)
     for i, bits in enumerate(spec.number_format.planes):
-        row_bytes = -(-layout.head_dim * bits // 32) * 4
+        row_bytes = -(-d * bits // 32) * 4
         plane = struct[layout.sections[f"{kind}_plane{i}"].offset :]
         where = np.array([[code_byte(kind, t, r, row_bytes, layout.page_size) for r in range(row_bytes)] for t in range(layout.page_size)])
-        channel = np.arange(layout.head_dim)
+        channel = np.arange(d)
         field = plane[where[:, channel % row_bytes]] >> (channel // row_bytes * bits) & (2**bits - 1)
         out = (out << bits) | field
     return out
@@ -52,7 +53,7 @@ def codes(struct: np.ndarray, layout: PageLayout, kind: str, spec: QuantSpec) ->
 
 def values(struct: np.ndarray, layout: PageLayout, kind: str, spec: QuantSpec, static: dict[str, torch.Tensor], head: int) -> np.ndarray:
     """float64 [page_size, head_dim] of one head struct (uint8 [head_bytes])."""
-    d, n = layout.head_dim, layout.page_size
+    d, n = layout.dim(kind), layout.page_size
 
     def stored(name: str) -> np.ndarray | None:
         s = layout.sections.get(f"{kind}_{name}")
@@ -80,9 +81,9 @@ def values(struct: np.ndarray, layout: PageLayout, kind: str, spec: QuantSpec, s
 
 def attention(q, call, positions) -> tuple[np.ndarray, np.ndarray]:
     """float64 attention over the pages of a call, token by token: (out, lse)."""
-    b, t, hq, d = q.shape
+    b, t, hq, _ = q.shape
     h = call.parts[0].store.layout.num_kv_heads
-    out, lse = np.zeros((b, t, hq, d)), np.full((b, t, hq), -np.inf)
+    out, lse = np.zeros((b, t, hq, call.value_head_dim)), np.full((b, t, hq), -np.inf)
     for row in range(b):
         for head in range(h):
             keys, vals, where = [], [], []

@@ -76,11 +76,11 @@ def specs_of(fmt: str, group: int = 32) -> list[QuantSpec]:
     return made
 
 
-def static_params(key: QuantSpec, value: QuantSpec, heads: int, head_dim: int) -> dict[str, torch.Tensor]:
+def static_params(key: QuantSpec, value: QuantSpec, heads: int, head_dim: int, value_head_dim: int | None = None) -> dict[str, torch.Tensor]:
     found = {}
-    for kind, spec in (("k", key), ("v", value)):
+    for kind, spec, d in (("k", key, head_dim), ("v", value, value_head_dim or head_dim)):
         if spec.static:
-            groups = spec.num_groups(head_dim)
+            groups = spec.num_groups(d)
             found[f"{kind}_scale"] = (3 + torch.rand(heads, groups)) / spec.q_max
             if spec.has_bias:
                 found[f"{kind}_bias"] = torch.randn(heads, groups) / 2 if spec.has_codebook else -3 - torch.rand(heads, groups) / 2
@@ -88,11 +88,11 @@ def static_params(key: QuantSpec, value: QuantSpec, heads: int, head_dim: int) -
             steps = torch.rand(heads, 2**spec.bits).cumsum(-1)
             found[f"{kind}_codebook"] = 2 * (steps - steps[:, :1]) / (steps[:, -1:] - steps[:, :1]) - 1
         if spec.needs_rotary:
-            found[f"{kind}_inv_freq"] = inverse_frequencies(head_dim)
+            found[f"{kind}_inv_freq"] = inverse_frequencies(d)
         if spec.basis == "calibrated":
-            found[f"{kind}_basis"] = (torch.eye(head_dim) + torch.randn(heads, head_dim, head_dim) / (2 * head_dim**0.5)) / band_steps(spec, head_dim)
+            found[f"{kind}_basis"] = (torch.eye(d) + torch.randn(heads, d, d) / (2 * d**0.5)) / band_steps(spec, d)
             if spec.has_offsets:
-                found[f"{kind}_mean"] = torch.randn(heads, 2, head_dim)
+                found[f"{kind}_mean"] = torch.randn(heads, 2, d)
             found = completed(found, found[f"{kind}_inv_freq"])
     return found
 
@@ -110,32 +110,33 @@ def poisoned_pool(pages: torch.Tensor, page_ids: np.ndarray, num_pages: int) -> 
 def random_call(
     key: QuantSpec, value: QuantSpec, *, head_dim: int = 64, heads: int = 2, group: int = 3, batch: int = 2, tokens: int = 1, page_size: int = 64,
     pages: int = 3, sinks: int = 3, first: int = 0, window: int | None = None, softcap: float | None = None, dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0, low: tuple[int, int] | None = None, flat: float | None = None,
+    seed: int = 0, low: tuple[int, int] | None = None, flat: float | None = None, value_head_dim: int | None = None,
 ) -> tuple[torch.Tensor, AttendCall, torch.Tensor]:  # fmt: skip
     """(q, call, q_positions): ragged sequences of sinks, closed pages (the last one cropped to an odd length) and a raw tail.
 
     Args:
         first: tokens between the sinks and the closed pages.
         low: bits of the keys' and values' low planes, which all closed pages but each sequence's first then have.
+        value_head_dim: of values, `head_dim` if None.
         flat: what an eighth of the value tokens and a channel of the keys consist of, all other values being small.
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    raw_dtype = str(dtype).removeprefix("torch.")
+    raw_dtype, values = str(dtype).removeprefix("torch."), value_head_dim or head_dim
 
     def layout(k: QuantSpec, v: QuantSpec, size: int) -> PageLayout:
-        return PageLayout(key=k, value=v, page_size=size, num_kv_heads=heads, head_dim=head_dim, raw_dtype=raw_dtype)
+        return PageLayout(key=k, value=v, page_size=size, num_kv_heads=heads, head_dim=head_dim, value_head_dim=values, raw_dtype=raw_dtype)
 
     def part(lay: PageLayout, counts: list[int], starts: np.ndarray, lengths: np.ndarray, fine: list[LowLayout] = []) -> Part:  # noqa: B006
         n = sum(counts)
         offset = torch.randn(heads, 1, head_dim)
-        k, v = torch.randn(n, heads, lay.page_size, head_dim) + offset, torch.randn(n, heads, lay.page_size, head_dim)
+        k, v = torch.randn(n, heads, lay.page_size, head_dim) + offset, torch.randn(n, heads, lay.page_size, values)
         if flat is not None:
             v *= 0.05
             v[:, :, 1::8], k[..., 3] = flat, flat
         if lay.key.is_raw:
             k, v = k.to(dtype), v.to(dtype)
-        static = static_params(lay.key, lay.value, heads, head_dim)
+        static = static_params(lay.key, lay.value, heads, head_dim, values)
         (stored, *planes), _ = close_nested(k, v, lay, static, fine, starts)
         if lay.key.is_raw and lay.value.is_raw:
             for page, length in zip(stored, lengths, strict=True):  # rows not yet written
@@ -162,7 +163,7 @@ def random_call(
     else:
         first = np.cumsum([0, *counts[:-1]])
         young = np.setdiff1d(np.arange(sum(counts)), first)
-        fine = LowLayout(key_bits=low[0], value_bits=low[1], page_size=page_size, num_kv_heads=heads, head_dim=head_dim)
+        fine = LowLayout(key_bits=low[0], value_bits=low[1], page_size=page_size, num_kv_heads=heads, head_dim=head_dim, value_head_dim=values)
         parts = [part(closed, [1] * batch, starts[first], lengths[first])]
         parts.append(part(closed, [c - 1 for c in counts], starts[young], lengths[young], [fine]))
     if sinks:

@@ -37,12 +37,17 @@ class Case:
     magnitude: float = 1.0
     low: tuple[int, int] | None = None
     first: int = 0
+    value_head_dim: int | None = None
 
     def __str__(self) -> str:
         changed = [
             f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if f.name not in ("key", "value") and getattr(self, f.name) != f.default
         ]
         return f"{_short(self.key)} {_short(self.value)} {' '.join(changed)}"
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        return {"num_kv_heads": self.heads, "head_dim": self.head_dim, "value_head_dim": self.value_head_dim}
 
     @property
     def raw_dtype(self) -> str:
@@ -71,7 +76,7 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Attend
     raw = QuantSpec.raw()
 
     def layout(key: QuantSpec, value: QuantSpec, size: int) -> PageLayout:
-        return PageLayout(key=key, value=value, page_size=size, num_kv_heads=case.heads, head_dim=case.head_dim, raw_dtype=case.raw_dtype)
+        return PageLayout(key=key, value=value, page_size=size, raw_dtype=case.raw_dtype, **case.sizes)
 
     parts, strides = [], []
     spans = {"closed": [], "young": [], "sink": [], "tail": []}
@@ -112,12 +117,12 @@ def _part(layout: PageLayout, spans: list[tuple[int, int]], case: Case, name: st
     ids = rng.permutation(n + 3)[:n]
     slab = torch.full((n + 3, case.layers, layout.num_kv_heads, layout.head_bytes), 0xFF, dtype=torch.uint8, device=device)
     static = _static(layout, case, gen, device)
-    low = [LowLayout(key_bits=case.low[0], value_bits=case.low[1], page_size=size, num_kv_heads=case.heads, head_dim=case.head_dim)] if name == "young" else []
+    low = [LowLayout(key_bits=case.low[0], value_bits=case.low[1], page_size=size, **case.sizes)] if name == "young" else []
     low_ids = [rng.permutation(n + 2)[:n].astype(np.int64) for _ in low]
     low_slabs = [torch.full((n + 2, case.layers, case.heads, x.head_bytes), 0xFF, dtype=torch.uint8, device=device) for x in low]
     for at in range(0, n, 256):
         some = ids[at : at + 256]
-        k, v = (torch.randn(len(some), layout.num_kv_heads, size, layout.head_dim, generator=gen, device=device) * case.magnitude for _ in "kv")
+        k, v = (torch.randn(len(some), layout.num_kv_heads, size, layout.dim(kind), generator=gen, device=device) * case.magnitude for kind in "kv")
         k += torch.randn(layout.head_dim, generator=gen, device=device) * case.magnitude  # keys of real models have a mean
         (pages, *planes), _ = close_nested(k, v, layout, static, low, np.array(starts[at : at + 256]))
         if layout.key.is_raw:  # nothing may depend on rows past the visible length
@@ -155,10 +160,10 @@ def _static(layout: PageLayout, case: Case, gen: torch.Generator, device) -> dic
             d = layout.head_dim // 2
             static = completed(static, 10000.0 ** (-torch.arange(d, device=device) / d))
         if spec.static and spec.has_codebook:  # narrow: some tokens are stretched
-            static[f"{prefix}_scale"] = (torch.rand(layout.num_kv_heads, layout.head_dim, generator=gen, device=device) + 1.7) * case.magnitude
-            static[f"{prefix}_bias"] = torch.randn(layout.num_kv_heads, layout.head_dim, generator=gen, device=device) * case.magnitude
+            static[f"{prefix}_scale"] = (torch.rand(layout.num_kv_heads, layout.dim(prefix), generator=gen, device=device) + 1.7) * case.magnitude
+            static[f"{prefix}_bias"] = torch.randn(layout.num_kv_heads, layout.dim(prefix), generator=gen, device=device) * case.magnitude
         elif spec.static:
-            n = spec.num_groups(layout.head_dim)
+            n = spec.num_groups(layout.dim(prefix))
             top = 4.0 * case.magnitude
             shape = (layout.num_kv_heads, n)
             spread = torch.rand(shape, generator=gen, device=device) + 0.5

@@ -135,9 +135,8 @@ def code(name: str, defines: dict[str, Any], arch: str, kept: Path | None) -> st
 
 def instructions(ptx: str) -> str:
     """PTX without what machine code does not depend on: see above."""
-    names = re.findall(r"\b_Z\w+", ptx)
-    once = {name for name, n in collections.Counter(names).items() if n == 1}
-    lines = [x for x in ptx.splitlines() if not (x.startswith(".global") and once.intersection(re.findall(r"\b_Z\w+", x)))]
+    once = {name for name, n in collections.Counter(re.findall(r"[\w$]+", ptx)).items() if n == 1}
+    lines = [x for x in ptx.splitlines() if not ((found := re.match(r"\.global .*?([\w$]+)(?:\[\d+\])*(?: =|;)", x)) and found[1] in once)]
     text = "\n".join(lines)
     for i, name in enumerate(dict.fromkeys(re.findall(r"\b_Z\w+", text))):
         text = re.sub(rf"\b{name}\b", f"symbol{i}", text)

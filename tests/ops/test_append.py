@@ -21,22 +21,26 @@ BACKENDS = [pytest.param(cpu.append, id="cpu", marks=needs_library), pytest.para
 RUNS = [[0, 3, 4, 0, 30], [0, 33, 1, 2, 1], [2, 0, 0, 31, 1], [1, 5, 3, 7, 9], [1, 20, 3, 16, 2]]
 
 
-def store_of(heads: int = 3, head_dim: int = 40, page_size: int = 32, dtype: torch.dtype = torch.bfloat16) -> tuple[PageStore, torch.Tensor]:
+def store_of(
+    heads: int = 3, head_dim: int = 40, page_size: int = 32, dtype: torch.dtype = torch.bfloat16, values: int | None = None
+) -> tuple[PageStore, torch.Tensor]:
     """Two slabs of 2 and 3 pages in a larger buffer, all of it 0xFF."""
-    layout = PageLayout(key=RAW, value=RAW, page_size=page_size, num_kv_heads=heads, head_dim=head_dim, raw_dtype=str(dtype).removeprefix("torch."))
+    layout = PageLayout(
+        key=RAW, value=RAW, page_size=page_size, num_kv_heads=heads, head_dim=head_dim, value_head_dim=values, raw_dtype=str(dtype).removeprefix("torch.")
+    )
     buffer = torch.full((5, heads + 1, layout.head_bytes), 0xFF, dtype=torch.uint8)
     return PageStore(layout, (buffer[:2, :heads], buffer[2:, :heads])), buffer
 
 
 def tokens_of(store: PageStore, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return tuple(torch.randn(3, 40, store.layout.num_kv_heads, store.layout.head_dim).to(dtype) for _ in "kv")
+    return tuple(torch.randn(3, 40, store.layout.num_kv_heads, store.layout.dim(kind)).to(dtype) for kind in "kv")
 
 
 @pytest.mark.parametrize("append", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [8, 40, 128])
-def test_tokens_land_in_their_slots_and_nowhere_else(append, dtype, head_dim):
-    store, buffer = store_of(head_dim=head_dim, dtype=dtype)
+@pytest.mark.parametrize("head_dim, values", [(8, 8), (40, 40), (128, 128), (192, 128)])
+def test_tokens_land_in_their_slots_and_nowhere_else(append, dtype, head_dim, values):
+    store, buffer = store_of(head_dim=head_dim, dtype=dtype, values=values)
     k, v = tokens_of(store, dtype)
     append(k, v, store, SlotMapping(np.array(RUNS)))
     want = torch.full_like(buffer, 0xFF)
@@ -133,7 +137,7 @@ def test_the_library_checks_runs_itself():
 
         runs = np.array([run])
         at = ctypes.addressof(store_struct(store))
-        struct = library.AppendStruct(at, runs.ctypes.data, 1, 3, 40, 3, 40, dtype, 1, k.data_ptr(), k.data_ptr(), *strides)
+        struct = library.AppendStruct(at, runs.ctypes.data, 1, 3, 40, 3, 40, 40, dtype, 1, k.data_ptr(), k.data_ptr(), *strides)
         library.check(library.library().kvbits_append(struct))
 
     big = 2**62

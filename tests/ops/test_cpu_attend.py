@@ -52,6 +52,39 @@ def test_layout_documented_is_layout_read(fmt):
             assert_close(cpu.attend(q, call, positions), by_hand.attention(q, call, positions), NOISE[fmt])
 
 
+@pytest.mark.parametrize("head_dim, value_head_dim", [(192, 128), (128, 64), (40, 96)])
+@pytest.mark.parametrize("fmt", [*FORMATS, "raw"])
+def test_keys_and_values_of_unlike_widths(tier, fmt, head_dim, value_head_dim):
+    """Against bytes decoded by hand; more values than channels of keys, too."""
+    of_value = specs_of(fmt, group=8)[::-1] if fmt != "raw" else [RAW]
+    for i, (key, value) in enumerate(zip(specs_of(fmt, group=8) if fmt != "raw" else [RAW], of_value, strict=True)):
+        low = (4, 4) if fmt == "int4" and i % 2 else None
+        call = {"head_dim": head_dim, "value_head_dim": value_head_dim, "group": 5, "tokens": 1 + i % 2 * 20, "pages": 3 + i % 2 * 4}
+        case = random_call(key, value, **call, low=low)
+        assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+        if i == 0:
+            assert_close(reference.attend(*case, torch.float64), by_hand.attention(*case), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["klt4", "klt2"])
+def test_banded_pages_of_unlike_widths(tier, name):
+    """Keys in a basis of their own width, values in the Hadamard basis of theirs."""
+    for head_dim, value_head_dim in ((192, 128), (128, 64)):
+        scheme = schemes.get(name, head_dim=head_dim, value_head_dim=value_head_dim)
+        case = random_call(scheme.key, scheme.value, head_dim=head_dim, value_head_dim=value_head_dim, group=4, tokens=2, pages=5)
+        assert_close(cpu.attend(*case), judge(*case), NOISE["banded"])
+
+
+def test_unlike_widths_of_literature_formats_are_refused():
+    q, call, positions = random_call(*kvquant("nuq4"), head_dim=64)
+    store = call.parts[0].store
+    layout = dataclasses.replace(store.layout, value_head_dim=32)
+    assert "keys of 64 and values of 32 channels" in cpu.refuses_layout(layout)
+    wrong = dataclasses.replace(call, parts=(dataclasses.replace(call.parts[0], store=dataclasses.replace(store, layout=layout)), *call.parts[1:]))
+    with pytest.raises(DataError, match="values of 32 and of 64 channels"):
+        cpu.attend(q, wrong, positions)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_granularity(tier, fmt):
     for spec in specs_of(fmt):

@@ -36,11 +36,11 @@ def ugly(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-def close_both(k, v, key: QuantSpec, value: QuantSpec, page_size: int, head_dim: int, heads: int = 2):
+def close_both(k, v, key: QuantSpec, value: QuantSpec, page_size: int, head_dim: int, heads: int = 2, value_head_dim: int | None = None):
     """(pages by the kernel, pages by the reference, counts of each) from poisoned pools with strided pages."""
     raw_dtype = str(k.dtype).removeprefix("torch.")
-    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=heads, head_dim=head_dim, raw_dtype=raw_dtype)
-    static = static_params(key, value, heads, head_dim)
+    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=heads, head_dim=head_dim, value_head_dim=value_head_dim, raw_dtype=raw_dtype)
+    static = static_params(key, value, heads, head_dim, value_head_dim)
     starts = np.array([5, 131_008, 70_001])
     ids = np.array([4, 0, 3])
     found, counts = [], []
@@ -63,6 +63,15 @@ def test_same_bytes_as_reference(tier, fmt):
             (got, want), counts = close_both(k, v, spec, spec, page_size, head_dim)
             assert torch.equal(got, want), f"{spec} head_dim={head_dim} {dtype}"
             assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("head_dim, value_head_dim", [(192, 128), (128, 64), (24, 80)])
+@pytest.mark.parametrize("fmt", [*FORMATS, "raw"])
+def test_keys_and_values_of_unlike_widths(tier, fmt, head_dim, value_head_dim):
+    for spec in [RAW] if fmt == "raw" else specs_of(fmt, group=8):
+        k, v = ugly((3, 2, 64, head_dim), torch.bfloat16), ugly((3, 2, 64, value_head_dim), torch.bfloat16)
+        (got, want), counts = close_both(k, v, spec, spec, 64, head_dim, value_head_dim=value_head_dim)
+        assert torch.equal(got, want) and counts[0] == counts[1], spec
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

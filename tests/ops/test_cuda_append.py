@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import functools
 import os
 import platform
 import shutil
@@ -37,12 +39,16 @@ RAW = QuantSpec.raw()
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """The kernel for a CPU, at 16-byte loads and stores that fault where an address is no multiple."""
-    folder = tmp_path_factory.mktemp("append")
-    put_sources(folder, FOLDER / "append.cu", {'extern "C" __global__': ""})
-    macros = cuda.DEFINES | {"KERNEL": "append_tokens", "NUM_THREADS": "THREADS", "SHARED_BYTES": 1024}
-    (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in macros.items()))
-    return build(folder, ["-mf16c", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"])
+    """The kernels for a CPU (for keys and values of one width, and of two), at 16-byte loads and stores that fault where an address is no multiple."""
+
+    def made(unlike_widths: bool):
+        folder = tmp_path_factory.mktemp("append")
+        put_sources(folder, FOLDER / "append.cu", {'extern "C" __global__': ""})
+        macros = cuda.DEFINES | {"KERNEL": "append_tokens", "NUM_THREADS": "THREADS", "SHARED_BYTES": 1024, "UNLIKE_WIDTHS": int(unlike_widths)}
+        (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in macros.items()))
+        return build(folder, ["-mf16c", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"])
+
+    return functools.cache(made)
 
 
 def emulated_store(folder: Path, layout: PageLayout, dtype: torch.dtype, tokens: int) -> tuple[SimpleNamespace, int]:
@@ -60,7 +66,9 @@ def device(request, monkeypatch):
     """Where tensors lie that `cuda.append` is given."""
     if request.param == "cpu":
         made = request.getfixturevalue("library")
-        monkeypatch.setattr(cuda, "_load", lambda index: SimpleNamespace(launch=lambda grid, threads, args, stream: made.launch(ctypes.byref(args), grid)))
+        monkeypatch.setattr(
+            cuda, "_load", lambda index, unlike: SimpleNamespace(launch=lambda grid, threads, args, stream: made(unlike).launch(ctypes.byref(args), grid))
+        )
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
         folder, loaded = request.getfixturevalue("tmp_path"), {}
 
@@ -88,9 +96,9 @@ def expected(k: torch.Tensor, v: torch.Tensor, store: PageStore, buffer: torch.T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [8, 20, 33, 40, 80, 128])
-def test_tokens_land_in_their_slots_and_nowhere_else(dtype, head_dim, device):
-    store, buffer = on(device, *store_of(head_dim=head_dim, dtype=dtype))
+@pytest.mark.parametrize("head_dim, values", [(8, 8), (20, 20), (33, 33), (40, 40), (80, 80), (128, 128), (192, 128), (128, 64)])
+def test_tokens_land_in_their_slots_and_nowhere_else(dtype, head_dim, values, device):
+    store, buffer = on(device, *store_of(head_dim=head_dim, dtype=dtype, values=values))
     k, v = (x.to(device) for x in tokens_of(store, dtype))
     want = expected(k, v, store, buffer, RUNS)
     cuda.append(k, v, store, SlotMapping(np.array(RUNS)))
@@ -302,6 +310,21 @@ def test_packed_tokens_are_what_the_reference_stores(key, value, head_dim, page_
         previous = [places.get(slot, 99) for slot in slots]
         k, v = (x[0].to(device) for x in token_local.tokens_of(len(slots), head_dim, dtype))
         both_ways(k, v, buffer, layout, torch.tensor(slots), torch.tensor(previous), turns[step % 2], static)
+
+
+@pytest.mark.parametrize("head_dim, value_head_dim", [(192, 128), (128, 64), (64, 80)])
+def test_packed_tokens_of_unlike_widths(head_dim, value_head_dim, device):
+    """Pages that open with the mean of the one before, decoded, and turned on; keys in groups, values with a bias."""
+    key, value = spec("int8", PerGroup(32), center="channel"), spec("int4", PerGroup(16), symmetric=False)
+    layout = dataclasses.replace(token_local.layout_of(key, value, head_dim, 64), value_head_dim=value_head_dim)
+    buffer = torch.full((12, token_local.HEADS + 1, layout.head_bytes), 0xFF, dtype=torch.uint8, device=device)
+    turn = turn_by(Rotary(inv_freq=tuple(100.0 ** -(i / 12) for i in range(12))), head_dim, 64)
+    for first, count in ((0, 70), (70, 1), (71, 60)):
+        slots = torch.tensor([(3, 7, 1)[p // 64] * 64 + p % 64 for p in range(first, first + count)])
+        previous = torch.tensor([{7 * 64: 3, 64: 7}.get(s, -1) for s in slots.tolist()])
+        k = token_local.tokens_of(count, head_dim, torch.bfloat16)[0][0].to(device)
+        v = token_local.tokens_of(count, value_head_dim, torch.bfloat16)[1][0].to(device)
+        both_ways(k, v, buffer, layout, slots, previous, turn)
 
 
 def test_packed_tokens_in_any_order_and_written_over(device):

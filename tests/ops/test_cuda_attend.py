@@ -40,7 +40,31 @@ def both(fmt, granularity=PerGroup(64), **options):  # noqa: B008 - frozen
 TIERED = {"key": spec("int4", PerChannel(), symmetric=False), "value": spec("int4", PerToken(), symmetric=False)}
 
 
+def unlike_widths(**few):
+    """Keys and values of unlike widths: packed, with raw tokens in the same walk and in one of their own, under low planes, and raw alone."""
+    for head_dim, value_head_dim in ((192, 128), (128, 64)):
+        widths = {"head_dim": head_dim, "value_head_dim": value_head_dim}
+        yield Case(**both("int8", center="channel"), **few, **widths)
+        yield Case(key=spec("int4", PerChannel(), symmetric=False), value=spec("int4", symmetric=False), **few, **widths, group=16)
+        yield Case(key=RAW, value=RAW, lengths=few["lengths"], **widths, group=3)
+    yield Case(**TIERED, **few, low=(4, 4), head_dim=128, value_head_dim=64)
+    yield Case(
+        key=spec("int8", static=True), value=spec("int2", PerChannel(), static=True), **few, head_dim=64, value_head_dim=128, softcap=20.0, num_queries=3
+    )
+    yield Case(**both("int3"), **few, head_dim=192, value_head_dim=128)
+
+
+def wide(**few):
+    """Gemma 4's heads of 512 channels."""
+    yield Case(**both("int8", center="channel"), **few, head_dim=512, group=2)
+    yield Case(**both("int4"), **few, head_dim=512, group=8, num_queries=2)
+    yield Case(key=spec("int4", PerChannel(), symmetric=False), value=spec("int4", symmetric=False), **few, head_dim=512)
+    yield Case(key=RAW, value=RAW, lengths=few["lengths"], heads=few.get("heads", 2), head_dim=512)
+
+
 def cases():
+    yield from unlike_widths(lengths=LENGTHS, tail=20, sinks=4)
+    yield from wide(lengths=LENGTHS, tail=20, sinks=4)
     yield Case(key=RAW, value=RAW, lengths=LENGTHS)
     yield Case(key=RAW, value=RAW, lengths=LENGTHS, head_dim=80, window=100, sinks=4)
     yield Case(key=RAW, value=RAW, lengths=LENGTHS, head_dim=256, group=16, dtype=torch.float16)

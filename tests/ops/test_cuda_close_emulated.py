@@ -74,6 +74,19 @@ def test_stores_what_the_reference_stores(key, value, head_dim, page_size, dtype
     assert (slab[[1, 5]] == 0xFF).all(), "other pages stay as they were"
 
 
+@pytest.mark.parametrize("head_dim, value_head_dim", [(192, 128), (64, 128), (512, 512)])
+def test_keys_and_values_of_unlike_widths_and_wide_ones(head_dim, value_head_dim, emulated):
+    layout = PageLayout(
+        key=spec("int8", center="channel"), value=spec("int4", PerChannel(), symmetric=False), page_size=64, num_kv_heads=HEADS, head_dim=head_dim,
+        value_head_dim=value_head_dim,
+    )  # fmt: skip
+    k, v = ugly(5, 64, head_dim, torch.bfloat16)[0], ugly(5, 64, value_head_dim, torch.bfloat16)[1]
+    want, saturated = reference.close_pages(k, v, layout)
+    slab = torch.full((5, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8)
+    assert cuda.close(k, v, PageStore(layout, (slab,)), np.arange(5)) == saturated
+    assert torch.equal(slab, want)
+
+
 def test_low_planes(emulated):
     layout = PageLayout(key=spec("int4", PerChannel(), symmetric=False), value=spec("int4"), page_size=64, num_kv_heads=HEADS, head_dim=64)
     fine = LowLayout(key_bits=4, value_bits=4, page_size=64, num_kv_heads=HEADS, head_dim=64)

@@ -15,6 +15,7 @@ import torch
 
 import kvbits
 from kvbits import schemes
+from kvbits.errors import SpecError
 from kvbits.ops.cuda import decode, merge, place
 from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.engine import device_plan as attend_plan
@@ -104,6 +105,35 @@ def test_attention_kernels_spill_no_more_than_stated(key, value, options, capabi
     spilt("attend", resources.spill_bytes, few)
     warps = kernel.threads // 32
     assert -(-warps // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
+
+
+WIDTHS = {(192, 128): 0, (128, 64): 0, (512, 512): 1536}
+"""Widths of keys and values, and bytes that attention keeps in local memory: 512 channels of results take half of a thread's registers."""
+
+
+@pytest.mark.parametrize("capability", ((8, 0), (9, 0)), ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.mark.parametrize("head_dim, value_head_dim", WIDTHS)
+@pytest.mark.parametrize("scheme", ["raw", "int8_centered", "int4", "kivi4"])
+def test_kernels_of_unlike_widths_and_wide_heads_compile(scheme, head_dim, value_head_dim, capability, spilt):
+    if not ALL and (scheme in ("int4", "kivi4") or (capability == (8, 0) and head_dim < 512)):
+        pytest.skip("raw and 8-bit pages by default, on the larger architecture")
+    try:
+        made = schemes.get(scheme, head_dim=head_dim, value_head_dim=value_head_dim)
+        layout = dataclasses.replace(layout_of(made.key, made.value, head_dim), value_head_dim=value_head_dim)
+    except SpecError as why:
+        pytest.skip(str(why))
+    if why := refuses(layout):
+        pytest.skip(why)
+    limit = driver.shared_limit(capability)
+    ask = Ask(head_dim, kernels.columns([layout], 8, False), "bfloat16", "bfloat16", False, limit, raw=scheme != "raw", value_head_dim=value_head_dim)
+    kernel = kernels.kernel_for(layout, ask)
+    assert kernel.shared_bytes <= limit
+    spilt("attend", compiled(kernel.source.name, dict(kernel.defines), capability).resources("attend").spill_bytes, WIDTHS[head_dim, value_head_dim])
+    for appends in (False, True):
+        assert close_cuda.refuses_layout(layout, torch.bfloat16) is None
+        macros = close_cuda.defines(layout, torch.bfloat16, None, appends)
+        assert int(macros["SHARED_BYTES"]) <= limit
+        assert compiled("close.cu", macros, capability).resources("close_pages").spill_bytes == 0
 
 
 @pytest.fixture

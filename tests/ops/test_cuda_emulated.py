@@ -18,7 +18,7 @@ import torch
 from ops.cuda_cases import Case, build, relative_error
 from ops.emulated_build import build as build_emulated
 from ops.emulated_build import put_sources
-from ops.test_cuda_attend import LIMIT, TIERED, both, spec
+from ops.test_cuda_attend import LIMIT, TIERED, both, spec, unlike_widths, wide
 from ops.test_cuda_kvquant import direct, of, static
 
 from kvbits import schemes
@@ -89,6 +89,8 @@ def cases():
     yield Case(key=spec("int3", PerChannel()), value=spec("int3", PerToken()), **few, head_dim=96)
     yield Case(key=spec("int3", PerChannel(), symmetric=False), value=spec("int3", PerToken(), symmetric=False), **few, head_dim=80)
     yield from banded()
+    yield from unlike_widths(lengths=(333, 0, 70), tail=20, sinks=3)
+    yield from wide(lengths=(200, 70), tail=20, sinks=3, heads=1)
     if os.environ.get("KVBITS_TEST_ALL_KERNELS"):
         yield from (dataclasses.replace(c, lengths=(500 if c.window else 333, 70)) for c in direct())
 

@@ -136,8 +136,8 @@ def too_small_for_a_gpu(groups: list[GroupState]) -> list[str]:
     batch, tokens = len(groups[0].sequences), max((s.length for s in groups[0].sequences), default=0)
     if not tokens:
         return []
-    sizes = {(min(tokens, g.group.geometry.sliding_window or tokens), g.group.geometry.num_kv_heads, g.group.geometry.head_dim) for g in groups}
-    return [note for n, heads, d in sorted(sizes) if (note := small_on_gpu(batch, n, heads, d))]
+    sizes = {(min(tokens, g.group.geometry.sliding_window or tokens), g.group.geometry.token_elements) for g in groups}
+    return [note for n, elements in sorted(sizes) if (note := small_on_gpu(batch, n, elements))]
 
 
 def no_memory(spec: CacheSpec, batch_size: int, max_tokens: int, device: torch.device, error: Exception) -> str:

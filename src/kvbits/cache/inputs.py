@@ -119,8 +119,8 @@ class InputCheck:
                 f"queries of layer {layer} have shape {tuple(q.shape)}; they need 4 dimensions (sequences, tokens, heads, head_dim), "
                 f"heads a positive multiple of {g.num_kv_heads}, head_dim {g.head_dim}"
             )
-        want = (q.shape[0], q.shape[1], g.num_kv_heads, g.head_dim)
         for name, x in (("queries", q), ("keys", k), ("values", v)):
+            want = (q.shape[0], q.shape[1], g.num_kv_heads, g.dim(name[0]))
             if name != "queries" and tuple(x.shape) != want:
                 raise DataError(f"{name} of layer {layer} have shape {tuple(x.shape)}, expected {want} = (sequences, tokens, kv heads, head_dim)")
             if x.dtype != TORCH_DTYPES[spec.raw_dtype]:

@@ -122,7 +122,7 @@ class LayerRunner:
         out, lse = self._fresh(place, q, k, v, scaling, softcap, f) if within is None else masked(q, k, v, f.positions, within, scaling, softcap)
         if call.parts:
             past = self._attend(place, q, call, f)
-            outs, merge = [past[0], out], ("merge", q.shape[3], past[0].dtype, out.dtype)
+            outs, merge = [past[0], out], ("merge", out.shape[3], past[0].dtype, out.dtype)
             if merge not in self.choices:
                 self.choices[merge] = dispatch.choose("merge", outs)
             out, lse = self.choices[merge].run(outs, [past[1], lse])
@@ -154,7 +154,8 @@ class LayerRunner:
 
     def _attend(self, place: Place, q: torch.Tensor, call: AttendCall, f: Forward) -> tuple[torch.Tensor, torch.Tensor]:
         if not call.parts:  # every token so far was padding
-            return torch.zeros_like(q, dtype=torch.float32), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+            width = self._stores.spec.layers[place.layer].value_head_dim
+            return q.new_zeros(*q.shape[:3], width, dtype=torch.float32), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
         key = ("attend_pages", place.group, f.history_first, q.dtype, q.shape[2], tuple(p.layouts for p in call.parts))
         if key not in self.choices:
             self.choices[key] = dispatch.choose("attend_pages", q, call, backend=self._backend)

@@ -78,8 +78,7 @@ class LayerStores:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise DataError(f"keys and values are read into a float dtype, not {dtype!r}")
         place, g = self.places[layer], self.spec.layers[layer]
-        empty = torch.zeros(0, g.num_kv_heads, g.head_dim, dtype=dtype, device=self.device)
-        keys, values = [empty], [empty]
+        keys, values = ([torch.zeros(0, g.num_kv_heads, d, dtype=dtype, device=self.device)] for d in (g.head_dim, g.value_head_dim))
         found = []
         for (pool, planes), table in self.groups[place.group].tables().items():
             store, low = self.store(place, pool), self.low_stores(place, planes)

@@ -31,7 +31,7 @@ def check(spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None) -> None
     way_out = f"run `kvbits calibrate` for this model and scheme {spec.scheme.name!r}"
     for layer, (geometry, found) in enumerate(zip(spec.layers, static, strict=True)):
         for side, quant in zip("kv", spec.scheme.for_layer(layer, len(spec.layers)), strict=True):
-            check_tensors(found, calibrated(quant, side, geometry.num_kv_heads, geometry.head_dim), f"of layer {layer}", way_out)
+            check_tensors(found, calibrated(quant, side, geometry.num_kv_heads, geometry.dim(side)), f"of layer {layer}", way_out)
 
 
 def shared(spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch.device) -> list[dict[str, torch.Tensor]]:

@@ -242,7 +242,7 @@ def _refuse_constant(name: str) -> None:
 
 def _read_spec(path: Path, about: dict[str, Any], expected: CacheSpec | None) -> CacheSpec:
     spec = about["spec"]
-    limits = {"head_dim": MOST_HEAD_DIM, "page_size": MOST_PAGE_SIZE, "num_sink_tokens": MOST_SINKS, "num_tokens": MOST_COUNT}
+    limits = {"head_dim": MOST_HEAD_DIM, "value_head_dim": MOST_HEAD_DIM, "page_size": MOST_PAGE_SIZE, "num_sink_tokens": MOST_SINKS, "num_tokens": MOST_COUNT}
     for data in (*spec["layers"], spec["scheme"], *spec["scheme"]["tiers"]):
         for name, most in limits.items():
             if name in data and not (type(data[name]) is int and data[name] <= most):

@@ -288,6 +288,6 @@ def _wanted(prints: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for i, (geometry, specs) in enumerate(zip(prints["geometry"], prints["specs"], strict=True)):
         for side, data in specs.items():
             spec: QuantSpec = from_dict(data)
-            heads = LayerGeometry(num_kv_heads=geometry["num_kv_heads"], head_dim=geometry["head_dim"])
-            found |= {f"layers.{i}.{name}": shape for name, shape in calibrated(spec, side, heads.num_kv_heads, heads.head_dim).items()}
+            heads = LayerGeometry(**{name: geometry.get(name) for name in ("num_kv_heads", "head_dim", "value_head_dim")})
+            found |= {f"layers.{i}.{name}": shape for name, shape in calibrated(spec, side, heads.num_kv_heads, heads.dim(side)).items()}
     return found

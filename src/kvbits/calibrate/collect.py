@@ -218,7 +218,7 @@ def ranges_of(scheme: Scheme, layers: tuple[LayerGeometry, ...], num_tokens: int
     for i, g in enumerate(layers):
         for side, what, spec in zip("kv", ("keys", "values"), scheme.for_layer(i, len(layers)), strict=True):
             if spec.static:
-                found[i, side] = Ranges(spec, g.num_kv_heads, g.head_dim, num_tokens, _share(spec, percentile), f"{what} of layer {i}")
+                found[i, side] = Ranges(spec, g.num_kv_heads, g.dim(side), num_tokens, _share(spec, percentile), f"{what} of layer {i}")
     return found
 
 

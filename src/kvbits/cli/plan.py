@@ -130,11 +130,16 @@ def _raw_dtype(given: str) -> str:
     return name
 
 
+def _widths(layer: dict[str, Any]) -> str:
+    key, value = layer["head_dim"], layer.get("value_head_dim", layer["head_dim"])
+    return f"{key}" if key == value else f"{key} (keys) and {value} (values)"
+
+
 def _plan_table(found: Plan, subject: Subject) -> Table:
     from ..units import human_bytes
 
     kinds = ", ".join(
-        counted(k["count"], "layer") + (f" x {k['num_kv_heads']} kv heads x {k['head_dim']}" if "head_dim" in k else f" x {k['elements']:,} numbers a token")
+        counted(k["count"], "layer") + (f" x {k['num_kv_heads']} kv heads x {_widths(k)}" if "head_dim" in k else f" x {k['elements']:,} numbers a token")
         + (f" (window {k['sliding_window']:,})" if k["sliding_window"] else "") for k in found.to_dict()["layers"]
     )  # fmt: skip
     title = f"{subject.model + ': ' if subject.model else ''}{kinds}; {found.context:,} tokens x {found.batch}"
@@ -228,7 +233,7 @@ def _speed(found: Plan) -> list[str]:
     notes = []
     for g in dict.fromkeys(layers):
         tokens = min(found.context, g.sliding_window or found.context)
-        if note := small_on_gpu(found.batch, tokens, g.num_kv_heads, g.head_dim):
+        if note := small_on_gpu(found.batch, tokens, g.token_elements):
             which = f"the {counted(layers.count(g), 'layer')} {f'with a window of {g.sliding_window:,}' if g.sliding_window else 'with full attention'}"
             notes.append(f"Speed of {which if len(set(layers)) > 1 else 'these layers'}: {note}.")
     return notes

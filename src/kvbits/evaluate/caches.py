@@ -125,11 +125,11 @@ def factory(
 
 def _nvfp4(model: Any) -> CacheFactory:
     layers = layer_geometries(model.config)
-    if narrow := [g.head_dim for g in layers if g.head_dim % 16]:
+    if narrow := [d for g in layers for d in (g.head_dim, g.value_head_dim) if d % 16]:
         raise UnsupportedError(f"{NVFP4} has groups of 16 channels, which do not divide head_dim={narrow[0]}")
     spec = CacheSpec(scheme=scheme_for(model, "int4"), layers=layers)
-    numbers = [g.num_kv_heads * g.head_dim for g in layers]
-    pages = sum(n * 32 / (spec.scheme.page_size * g.head_dim) for n, g in zip(numbers, layers, strict=True)) / sum(numbers)
+    numbers = [g.token_elements for g in layers]
+    pages = sum(n * 64 / (spec.scheme.page_size * (g.head_dim + g.value_head_dim)) for n, g in zip(numbers, layers, strict=True)) / sum(numbers)
     info = {"bits_per_element": 4 + 8 / 16 + pages, "source": "https://arxiv.org/abs/2509.25149"}
     return CacheFactory(NVFP4, "simulated", lambda batch, tokens: SimulatedCache(spec, None, model.device, Nvfp4Layer), info)
 

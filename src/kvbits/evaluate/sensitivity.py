@@ -71,7 +71,7 @@ class Formats:
 def formats(layers: tuple[LayerGeometry, ...], calibrated: bool, token_local: bool = False) -> Formats:
     """Formats for a model: integers whose scales come from the page, with a calibration those of the klt presets (all token-local), or those
     that tokens have by themselves without one: keys centred, in groups."""
-    size = math.gcd(VALUE_GROUP, *(g.head_dim for g in layers))
+    size = math.gcd(VALUE_GROUP, *presets.common_widths(layers))
     widths = (8, 4, 3, 2)
     if calibrated:
         eight = QuantSpec(format="int8", granularity=PerGroup(size))

@@ -13,9 +13,9 @@ TOKENS = 256
 """Tokens of the longest sequence: many short sequences are many short walks."""
 
 
-def small_on_gpu(batch: int, tokens: int, num_kv_heads: int, head_dim: int) -> str | None:
-    """A sentence saying that 16-bit attention would be as fast or faster on a GPU at this size, or None."""
-    nbytes = 4 * batch * tokens * num_kv_heads * head_dim
+def small_on_gpu(batch: int, tokens: int, elements: int) -> str | None:
+    """A sentence saying that 16-bit attention would be as fast or faster on a GPU at this size, `elements` numbers a token in keys and values, or None."""
+    nbytes = 2 * batch * tokens * elements
     if tokens > TOKENS and nbytes > BYTES_16_BIT:
         return None
     return (

@@ -8,13 +8,13 @@ A prompt sees itself before any page holds it: `attend_pages` reads the history,
 
 whose arguments are
 
-    q               [B, T, Hq, D]; k, v [B, T, H, D], all of one dtype on one device
+    q               [B, T, Hq, D]; k [B, T, H, D], v [B, T, H, D or another width], all of one dtype on one device
     positions       int64 [B, T], rising by one from token to token of a sequence; negative for padding, which sees nothing and is not seen
     scaling         factor on the scores
     sliding_window  newest tokens that a query sees, itself included; None for all
     softcap         scores become softcap * tanh(score / softcap); None for none
 
-and whose results are out [B, T, Hq, D] in float32, or in q's 16 bits where a backend computes in them, and lse float32 [B, T, Hq], natural log; 0 and -inf
+and whose results are out [B, T, Hq, v's D] in float32, or in q's 16 bits where a backend computes in them, and lse float32 [B, T, Hq], natural log; 0 and -inf
 for padding. Memory grows with T, never with T * T: no backend makes scores or a mask of the whole chunk.
 """
 
@@ -84,7 +84,7 @@ def without_padding(
         q, k, v, positions: as above.
 
     Returns:
-        out [B, T, Hq, D] in `dtype` and lse [B, T, Hq], 0 and -inf for padding.
+        out [B, T, Hq, v's D] in `dtype` and lse [B, T, Hq], 0 and -inf for padding.
 
     Raises:
         DataError: tensors that do not fit together.

@@ -116,7 +116,7 @@ class Side:
 def describe(layout: PageLayout, kind: str) -> Side:
     """Keys (kind "k") or values ("v") of a layout."""
     spec = layout.key if kind == "k" else layout.value
-    d, fmt = layout.head_dim, spec.number_format
+    d, fmt = layout.dim(kind), spec.number_format
     planes = spec.planes(d)
 
     def offset(name: str) -> int | None:

@@ -72,8 +72,8 @@ def plan(
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise SpecError(f"{name}={n!r} must be a whole number of at least 1")
     heads, d = layouts[0].num_kv_heads, layouts[0].head_dim
-    if any((x.num_kv_heads, x.head_dim) != (heads, d) for x in layouts):
-        raise SpecError(f"parts of one plan have the same kv heads and head size, got {[(x.num_kv_heads, x.head_dim) for x in layouts]}")
+    if len(shapes := list(dict.fromkeys((x.num_kv_heads, x.head_dim, x.value_head_dim) for x in layouts))) > 1:
+        raise SpecError(f"parts of one plan have the same kv heads and head sizes, got (kv heads, of keys, of values) {shapes}")
     if num_q_heads % heads:
         raise SpecError(f"{num_q_heads} query heads are no multiple of {heads} kv heads")
     try:
@@ -221,7 +221,7 @@ class PagedAttention:
         """Attention of q [B, T, Hq, D] over the pages of `layer`.
 
         Args:
-            out: dense, of q's shape and dtype; made if None.
+            out: dense, of q's dtype and shape, the last dimension the values'; made if None.
             lse: float32 [B, T, Hq], dense: filled with the log-sum-exps, natural log, -inf where nothing was visible. Not computed if None.
 
         Returns:
@@ -232,7 +232,8 @@ class PagedAttention:
         """
         if not isinstance(q, torch.Tensor):
             raise DataError(f"q must be a tensor [B, T, Hq, D], got {type(q).__name__}")
-        given = () if out is None and lse is None else (("out", out, q.dtype, q.shape), ("lse", lse, torch.float32, q.shape[:3]))
+        outs = (*q.shape[:3], self.layouts[0].value_head_dim)
+        given = () if out is None and lse is None else (("out", out, q.dtype, outs), ("lse", lse, torch.float32, q.shape[:3]))
         for name, x, dtype, shape in given:
             if x is not None and (not isinstance(x, torch.Tensor) or x.shape != shape or x.dtype != dtype or x.device != q.device or not x.is_contiguous()):
                 got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__

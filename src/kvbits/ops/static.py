@@ -30,7 +30,7 @@ def read_with(layout: PageLayout) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what attention needs beside the pages of a layout: what was calibrated, but for a basis and mean its inverse and offsets
     (`quant.basis`), and the frequencies of the rotary embedding where keys were turned back."""
     heads, d = layout.num_kv_heads, layout.head_dim
-    found = calibrated(layout.key, "k", heads, d) | calibrated(layout.value, "v", heads, d)
+    found = calibrated(layout.key, "k", heads, d) | calibrated(layout.value, "v", heads, layout.value_head_dim)
     if found.pop("k_basis", None):
         found["k_inverse"] = (heads, d, d)
     if found.pop("k_mean", None):

@@ -1,6 +1,7 @@
 """What ops take: one layer's pages of one pool, and which of them each sequence reads. Never a cache object.
 
-Shapes use B = sequences in the batch, T = query tokens per sequence, H = kv heads, Hq = query heads (a multiple of H), D = head_dim.
+Shapes use B = sequences in the batch, T = query tokens per sequence, H = kv heads, Hq = query heads (a multiple of H), D = head_dim, of values and
+outputs value_head_dim.
 """
 
 from __future__ import annotations
@@ -233,8 +234,9 @@ class SlotMapping:
         if given == self.__dict__.get("_accepted"):  # layers stored alike come one after the other
             return
         for name, x in (("k", k), ("v", v)):
-            if x.dim() != 4 or x.shape != k.shape or x.shape[2] != layout.num_kv_heads or x.shape[3] != layout.head_dim or x.device != store.device:
-                raise DataError(f"{name} must be [B, T, {layout.num_kv_heads}, {layout.head_dim}] on {store.device}, got {list(x.shape)} on {x.device}")
+            want = (*k.shape[:2], layout.num_kv_heads, layout.dim(name))
+            if x.dim() != 4 or x.shape != want or x.device != store.device:
+                raise DataError(f"{name} must be [B, T, {want[-2]}, {want[-1]}] on {store.device}, got {list(x.shape)} on {x.device}")
             if not layout.token_local:
                 raise DataError(f"append writes raw pages and those whose tokens are quantized one by one, not {layout.key}, {layout.value}; use close_pages")
             if layout.is_raw and str(x.dtype) != f"torch.{layout.raw_dtype}":
@@ -286,6 +288,11 @@ class AttendCall:
         if self.sliding_window is not None:
             object.__setattr__(self, "sliding_window", whole("sliding_window", self.sliding_window, 1, MOST_TOKENS, "None means no window", DataError))
 
+    @property
+    def value_head_dim(self) -> int:
+        """Channels of values and outputs."""
+        return self.parts[0].store.layout.value_head_dim
+
 
 def check_factors(scaling: float, softcap: float | None) -> None:
     """Refuse factors on scores that kernels do not take alike.
@@ -317,9 +324,22 @@ def check_call(call: AttendCall, shape: Sequence[int]) -> None:
         kv_heads = layout.num_kv_heads
         if layout.head_dim != head_dim or heads % kv_heads or kv_heads != call.parts[0].store.layout.num_kv_heads:
             raise DataError(f"q has {heads} heads of {head_dim}, the pages {kv_heads} heads of {layout.head_dim}")
+        if layout.value_head_dim != call.value_head_dim:
+            raise DataError(f"pages of one call hold values of {call.value_head_dim} and of {layout.value_head_dim} channels")
         if part.low:
             check_low(layout, [s.layout for s in part.low])
         part.table.check(batch, part.store, part.low)
+
+
+def refuses_unlike_widths(layout: PageLayout) -> str | None:
+    """Why no kernel reads or writes pages of keys and values of these widths in such formats, or None."""
+    one_width = any(s.has_codebook or s.outliers or s.pre_rope for s in (layout.key, layout.value))
+    if layout.head_dim == layout.value_head_dim or not one_width:
+        return None
+    return (
+        f"keys of {layout.head_dim} and values of {layout.value_head_dim} channels with codebooks, outliers or keys before the rotary embedding; "
+        "integer, FP8, banded and raw formats are read at any two widths"
+    )
 
 
 def check_low(layout: PageLayout, low: Sequence[LowLayout]) -> None:
@@ -332,7 +352,7 @@ def check_low(layout: PageLayout, low: Sequence[LowLayout]) -> None:
         for kind, spec, bits in (("keys", layout.key, fine.key_bits), ("values", layout.value, fine.value_bits)):
             if bits and not spec.refinable:
                 raise DataError(f"a low plane of {bits} bits under {spec.format} {kind}; low planes refine integer codes")
-        for name in ("page_size", "num_kv_heads", "head_dim"):
+        for name in ("page_size", "num_kv_heads", "head_dim", "value_head_dim"):
             if (got := getattr(fine, name)) != (want := getattr(layout, name)):
                 raise DataError(f"low planes have {name}={got}, the pages that they refine {want}; make their LowLayout with the pages' own")
 

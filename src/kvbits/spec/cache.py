@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ..errors import SpecError
-from .codec import choice, parse, serialisable, to_dict, whole
+from .codec import choice, fill, parse, same_as, serialisable, to_dict, whole
 from .layout import FORMATS_VERSION, LowLayout, PageLayout
 from .quant import DTYPE_BYTES, QuantSpec
 from .rotary import Rotary
@@ -28,7 +28,8 @@ class LayerGeometry:
 
     Attributes:
         num_kv_heads: 1 to `MAX_KV_HEADS`.
-        head_dim: a multiple of 8 up to `MAX_HEAD_DIM`.
+        head_dim: channels of keys and queries, a multiple of 8 up to `MAX_HEAD_DIM`.
+        value_head_dim: channels of values and of what attention returns, likewise; as many unless said otherwise.
         sliding_window: 1 to `MOST_TOKENS` tokens, the query's own among them; None means full attention.
         rotary: how the layer's keys are turned by position; needed, and only then kept, where keys are stored before the rotary embedding.
         chunked: positions are cut into stretches of `sliding_window` tokens, and a token sees those of its own stretch (Llama 4), not the newest.
@@ -36,27 +37,45 @@ class LayerGeometry:
 
     num_kv_heads: int
     head_dim: int
+    value_head_dim: int = same_as("head_dim")
     sliding_window: int | None = None
     rotary: Rotary | None = None
     chunked: bool = field(default=False, metadata={"said": True})
 
     def __post_init__(self) -> None:
+        fill(self)
         limits = {
             "num_kv_heads": (1, MAX_KV_HEADS, "it counts the key and value heads of one layer"),
             "head_dim": (8, MAX_HEAD_DIM, "a multiple of 8"),
+            "value_head_dim": (8, MAX_HEAD_DIM, "a multiple of 8"),
             "sliding_window": (1, MOST_TOKENS, "None means full attention"),
         }
         for name, (least, most, instead) in limits.items():
             if (value := getattr(self, name)) is not None or name != "sliding_window":
                 object.__setattr__(self, name, whole(name, value, least, most, instead))
-        if self.head_dim % 8:
-            raise SpecError(f"head_dim={self.head_dim} must be a multiple of 8")
+        for name in ("head_dim", "value_head_dim"):
+            if (n := getattr(self, name)) % 8:
+                raise SpecError(f"{name}={n} must be a multiple of 8")
         if self.chunked and self.sliding_window is None:
             raise SpecError("chunked=True needs sliding_window, the tokens of a chunk")
         if self.rotary is not None:
             if not isinstance(self.rotary, Rotary):
                 raise SpecError(f"rotary={self.rotary!r} is no Rotary")
             self.rotary.frequencies(self.head_dim)
+
+    def dim(self, side: str) -> int:
+        """Channels of keys ("k") or values ("v")."""
+        return self.head_dim if side == "k" else self.value_head_dim
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What a page layout takes of it."""
+        return {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim, "value_head_dim": self.value_head_dim}
+
+    @property
+    def token_elements(self) -> int:
+        """Numbers of one token, keys and values of all kv heads."""
+        return self.num_kv_heads * (self.head_dim + self.value_head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +129,7 @@ class LayerGroup:
         return "tail" if self.token_local else "closed"
 
     def _layout(self, key: QuantSpec, value: QuantSpec, page_size: int) -> PageLayout:
-        g = self.geometry
-        return PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=g.num_kv_heads, head_dim=g.head_dim, raw_dtype=self.raw_dtype)
+        return PageLayout(key=key, value=value, page_size=page_size, raw_dtype=self.raw_dtype, **self.geometry.sizes)
 
     @functools.cached_property
     def layouts(self) -> dict[str, PageLayout]:
@@ -127,9 +145,8 @@ class LayerGroup:
     @functools.cached_property
     def low_layouts(self) -> dict[str, LowLayout]:
         """Layout of each pool of low planes."""
-        g = self.geometry
         return {
-            name: LowLayout(key_bits=t.key_bits, value_bits=t.value_bits, page_size=self.page_size, num_kv_heads=g.num_kv_heads, head_dim=g.head_dim)
+            name: LowLayout(key_bits=t.key_bits, value_bits=t.value_bits, page_size=self.page_size, **self.geometry.sizes)
             for name, t in zip(self.low_pools, self.tiers, strict=True)
         }
 
@@ -241,7 +258,7 @@ class CacheSpec:
         total = 0
         for g in self.layers:
             held = num_tokens if g.sliding_window is None else min(num_tokens, g.sliding_window - 1)
-            total += 2 * g.num_kv_heads * g.head_dim * held * bytes_per_element * batch_size
+            total += g.token_elements * held * bytes_per_element * batch_size
         return total
 
     @functools.cached_property
@@ -254,7 +271,7 @@ class CacheSpec:
     def bits_per_element(self) -> float:
         """Stored bits per cached number in closed pages over all layers, metadata and padding included."""
         bits = sum(8 * g.block_bytes("tail" if g.fills_pages else "closed") for g in self.groups)
-        elements = sum(2 * len(g.layers) * g.geometry.num_kv_heads * g.geometry.head_dim * g.page_size for g in self.groups)
+        elements = sum(len(g.layers) * g.geometry.token_elements * g.page_size for g in self.groups)
         return bits / elements
 
     @functools.cached_property

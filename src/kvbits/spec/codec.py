@@ -46,10 +46,27 @@ def whole(name: str, value: Any, least: int, most: int, instead: str = "", error
     return number
 
 
+def same_as(name: str) -> Any:
+    """A dataclass field that is what another one is unless it is given: `fill` gives it that, `to_dict` leaves it out, as texts from before it do."""
+    return dataclasses.field(default=None, metadata={"same_as": name})
+
+
+def fill(value: Any) -> None:
+    """Give the `same_as` fields of a dataclass their values: to be called at its birth."""
+    for f in dataclasses.fields(value):
+        if "same_as" in f.metadata and getattr(value, f.name) is None:
+            object.__setattr__(value, f.name, getattr(value, f.metadata["same_as"]))
+
+
+def _left_out(value: Any, f: Any) -> bool:
+    found = getattr(value, f.name)
+    return ("said" in f.metadata and found == f.default) or ("same_as" in f.metadata and found == getattr(value, f.metadata["same_as"]))
+
+
 def to_dict(value: Any) -> Any:
     """Plain JSON data for a spec, with the class name under "type". A field with metadata "said" is left out where it is its default, as before it was."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [f for f in dataclasses.fields(value) if not ("said" in f.metadata and getattr(value, f.name) == f.default)]
+        fields = [f for f in dataclasses.fields(value) if not _left_out(value, f)]
         return {"type": type(value).__name__} | {f.name: to_dict(getattr(value, f.name)) for f in fields}
     return [to_dict(v) for v in value] if isinstance(value, tuple) else value
 

@@ -66,7 +66,7 @@ class FittedScheme(Scheme):
         if len(layers) != len(self.layers):
             return f"it has {len(self.layers)} layers, this one {len(layers)}"
         for i, (own, given) in enumerate(zip(self.layers, layers, strict=True)):
-            for name in ("head_dim", "sliding_window"):
+            for name in ("head_dim", "value_head_dim", "sliding_window"):
                 if getattr(own, name) != getattr(given, name):
                     return f"layer {i} has {name}={getattr(own, name)} there and {getattr(given, name)} here"
             if own.num_kv_heads % given.num_kv_heads:

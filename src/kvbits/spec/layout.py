@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from ..errors import SpecError
+from .codec import fill, same_as
 from .quant import DTYPE_BYTES, SCALE_BYTES, QuantSpec, require_pair
 
 FORMATS_VERSION = 1
@@ -43,18 +44,55 @@ def plane_row_bytes(head_dim: int, plane_bits: int) -> int:
     return _round_up(head_dim * plane_bits, 32) // 8
 
 
-def _check_sizes(layout: PageLayout | LowLayout) -> None:
-    for name in ("page_size", "num_kv_heads", "head_dim"):
-        if (n := getattr(layout, name)) < 1:
-            raise SpecError(f"{name}={n} of a page must be at least 1")
+class _Struct:
+    """Sizes that pages and low planes have."""
+
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+
+    def __post_init__(self) -> None:
+        fill(self)
+        for name in ("page_size", "num_kv_heads", "head_dim", "value_head_dim"):
+            if (n := getattr(self, name)) < 1:
+                raise SpecError(f"{name}={n} of a page must be at least 1")
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        """Where everything lies in a kv head's struct."""
+        raise NotImplementedError
+
+    def dim(self, kind: str) -> int:
+        """Channels of keys ("k") or values ("v")."""
+        return self.head_dim if kind == "k" else self.value_head_dim
+
+    @functools.cached_property
+    def used_bytes(self) -> int:
+        """Bytes of one kv head's struct up to its padding."""
+        last = list(self.sections.values())[-1]
+        return last.offset + last.nbytes
+
+    @functools.cached_property
+    def head_bytes(self) -> int:
+        """Bytes of one kv head's struct, padding included."""
+        return _round_up(self.used_bytes, STRUCT_ALIGNMENT)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one page of one layer, all kv heads, padding included."""
+        return self.num_kv_heads * self.head_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class PageLayout:
+class PageLayout(_Struct):
     """Byte layout of one page of one layer: `num_kv_heads` identical structs, one after the other.
 
     Sections appear in this order, each aligned to 16 bytes, the struct padded to 64 bytes:
     key planes, value planes, then key scale, bias, mean, stretch, outlier indices, outlier values, and the same of the values.
+
+    Attributes:
+        head_dim, value_head_dim: channels of keys, and of values: as many unless said otherwise.
     """
 
     key: QuantSpec
@@ -62,10 +100,11 @@ class PageLayout:
     page_size: int
     num_kv_heads: int
     head_dim: int
+    value_head_dim: int = same_as("head_dim")
     raw_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        _check_sizes(self)
+        super().__post_init__()
         require_pair(self.key, self.value)
 
     @functools.cached_property
@@ -82,24 +121,24 @@ class PageLayout:
 
         for prefix, spec in (("k", self.key), ("v", self.value)):
             if spec.is_raw:
-                add(f"{prefix}_raw", self.raw_dtype, DTYPE_BYTES[self.raw_dtype], (self.page_size, self.head_dim))
-            for i, (plane_bits, channels) in enumerate(spec.planes(self.head_dim)):
+                add(f"{prefix}_raw", self.raw_dtype, DTYPE_BYTES[self.raw_dtype], (self.page_size, self.dim(prefix)))
+            for i, (plane_bits, channels) in enumerate(spec.planes(self.dim(prefix))):
                 add(f"{prefix}_plane{i}", "uint8", 1, (self.page_size, plane_row_bytes(channels, plane_bits)))
         for prefix, spec in (("k", self.key), ("v", self.value)):
             if spec.is_raw:
                 continue
             itemsize = DTYPE_BYTES[spec.offset_dtype]
             if not spec.static:
-                shape = spec.scale_shape(self.page_size, self.head_dim)
+                shape = spec.scale_shape(self.page_size, self.dim(prefix))
                 add(f"{prefix}_scale", spec.scale_dtype, SCALE_BYTES[spec.scale_dtype], shape)
                 if spec.has_bias:
                     add(f"{prefix}_bias", spec.offset_dtype, itemsize, shape)
             if spec.has_mean:
-                add(f"{prefix}_mean", spec.offset_dtype, itemsize, (self.head_dim,))
+                add(f"{prefix}_mean", spec.offset_dtype, itemsize, (self.dim(prefix),))
             if spec.has_stretch:
                 add(f"{prefix}_stretch", spec.offset_dtype, itemsize, (self.page_size,))
             if spec.outliers:
-                n = spec.num_outliers(self.page_size, self.head_dim)
+                n = spec.num_outliers(self.page_size, self.dim(prefix))
                 add(f"{prefix}_outlier_index", self.outlier_index_dtype, _INDEX_BYTES[self.outlier_index_dtype], (n,))
                 add(f"{prefix}_outlier_value", spec.offset_dtype, itemsize, (n,))
         return found
@@ -121,28 +160,12 @@ class PageLayout:
     @property
     def outlier_index_dtype(self) -> str:
         """Wide enough for token * head_dim + channel."""
-        return "uint16" if self.page_size * self.head_dim <= 2**16 else "int32"
-
-    @functools.cached_property
-    def used_bytes(self) -> int:
-        """Bytes of one kv head's struct up to its padding."""
-        last = list(self.sections.values())[-1]
-        return last.offset + last.nbytes
-
-    @functools.cached_property
-    def head_bytes(self) -> int:
-        """Bytes of one kv head's struct, padding included."""
-        return _round_up(self.used_bytes, STRUCT_ALIGNMENT)
-
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes of one page of one layer, all kv heads, padding included."""
-        return self.num_kv_heads * self.head_bytes
+        return "uint16" if self.page_size * max(self.head_dim, self.value_head_dim) <= 2**16 else "int32"
 
     @property
     def bits_per_element(self) -> float:
         """Stored bits per cached number, scales and padding included."""
-        return 8 * self.head_bytes / (2 * self.page_size * self.head_dim)
+        return 8 * self.head_bytes / (self.page_size * (self.head_dim + self.value_head_dim))
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes of one page split into codes, scales (with biases, means and stretches), outliers, raw and padding."""
@@ -155,7 +178,7 @@ class PageLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowLayout:
+class LowLayout(_Struct):
     """Byte layout of the low planes that refine one closed page: no scales, those of the page serve.
 
     Attributes:
@@ -167,9 +190,7 @@ class LowLayout:
     page_size: int
     num_kv_heads: int
     head_dim: int
-
-    def __post_init__(self) -> None:
-        _check_sizes(self)
+    value_head_dim: int = same_as("head_dim")
 
     @functools.cached_property
     def sections(self) -> dict[str, Section]:
@@ -178,26 +199,10 @@ class LowLayout:
         end = 0
         for name, bits in (("k_plane0", self.key_bits), ("v_plane0", self.value_bits)):
             if bits:
-                shape = (self.page_size, plane_row_bytes(self.head_dim, bits))
+                shape = (self.page_size, plane_row_bytes(self.dim(name[0]), bits))
                 found[name] = Section(name, end, math.prod(shape), "uint8", shape)
                 end = _round_up(end + math.prod(shape), SECTION_ALIGNMENT)
         return found
-
-    @functools.cached_property
-    def used_bytes(self) -> int:
-        """Bytes of one kv head's struct up to its padding."""
-        last = list(self.sections.values())[-1]
-        return last.offset + last.nbytes
-
-    @functools.cached_property
-    def head_bytes(self) -> int:
-        """Bytes of one kv head's struct, padding included."""
-        return _round_up(self.used_bytes, STRUCT_ALIGNMENT)
-
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes of one page of one layer, all kv heads, padding included."""
-        return self.num_kv_heads * self.head_bytes
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes of one page split into codes and padding."""

@@ -45,10 +45,10 @@ def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: Slo
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     if layout.is_centered:
         open_pages(k, v, store, slot_mapping)
-    batch, tokens, heads, head_dim = k.shape
+    batch, tokens, heads, _ = k.shape
     struct = AppendStruct(
-        ctypes.addressof(store_struct(store)), slot_mapping.address, len(slot_mapping.runs), batch, tokens, heads, head_dim, TORCH_NUMBERS[k.dtype],
-        torch.get_num_threads(), k.data_ptr(), v.data_ptr(), *k.stride()[:3], *v.stride()[:3],
+        ctypes.addressof(store_struct(store)), slot_mapping.address, len(slot_mapping.runs), batch, tokens, heads, layout.head_dim,
+        layout.value_head_dim, TORCH_NUMBERS[k.dtype], torch.get_num_threads(), k.data_ptr(), v.data_ptr(), *k.stride()[:3], *v.stride()[:3],
     )  # fmt: skip
     if layout.is_raw:
         check(library().kvbits_append(struct))

@@ -75,7 +75,7 @@ def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tupl
         q_positions: [B, T] int64; negative marks a padding row.
 
     Returns:
-        (out [B, T, Hq, D] fp32, lse [B, T, Hq] fp32, natural logarithm); 0 and -inf where nothing is visible.
+        (out [B, T, Hq, value_head_dim] fp32, lse [B, T, Hq] fp32, natural logarithm); 0 and -inf where nothing is visible.
 
     Raises:
         DataError: shapes, dtypes or tables that do not fit together.
@@ -91,11 +91,13 @@ def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tupl
     if q.stride(3) != 1:
         q = q.contiguous()
     positions = q_positions.contiguous()
-    out = torch.empty(batch, tokens, heads, head_dim, dtype=torch.float32, device="cpu")  # plain integers: a torch.Size costs 2 us more
+    value_head_dim = call.value_head_dim if call.parts else head_dim
+    out = torch.empty(batch, tokens, heads, value_head_dim, dtype=torch.float32, device="cpu")  # plain integers: a torch.Size costs 2 us more
     lse = torch.empty(batch, tokens, heads, dtype=torch.float32, device="cpu")
     parts = _parts(call)
     struct = AttendStruct(
-        ctypes.addressof(parts), len(parts), batch, tokens, heads, kv_heads, head_dim, TORCH_NUMBERS[q.dtype], torch.get_num_threads(),
+        ctypes.addressof(parts), len(parts), batch, tokens, heads, kv_heads, head_dim, value_head_dim, TORCH_NUMBERS[q.dtype],
+        torch.get_num_threads(),
         q.data_ptr(), q.stride()[:3], positions.data_ptr(), call.scaling, call.softcap or 0.0, call.sliding_window or 0, out.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     check(library().kvbits_attend(struct))

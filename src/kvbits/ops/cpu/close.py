@@ -62,14 +62,14 @@ def close(
     if why := refuses_low(layout, [s.layout for s, _ in low], closing=True):
         raise UnsupportedError(f"{why}; use the reference")
     ids, *low_ids = check_closing(store, page_ids, low)
-    shape = (len(ids), layout.num_kv_heads, layout.page_size, layout.head_dim)
     for name, x in (("k", k), ("v", v)):
+        shape = (len(ids), layout.num_kv_heads, layout.page_size, layout.dim(name))
         if tuple(x.shape) != shape or x.dtype != k.dtype or x.dtype not in TORCH_NUMBERS or x.device.type != "cpu":
             raise DataError(f"{name} must be {k.dtype} {list(shape)} on the CPU, got {x.dtype} {list(x.shape)} on {x.device}")
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     struct = CloseStruct(
-        ctypes.addressof(store_struct(store)), ids.ctypes.data, None, None, len(ids), layout.num_kv_heads, layout.head_dim, TORCH_NUMBERS[k.dtype],
-        torch.get_num_threads(), (k.data_ptr(), v.data_ptr()), (k.stride()[:3], v.stride()[:3]),
+        ctypes.addressof(store_struct(store)), ids.ctypes.data, None, None, len(ids), layout.num_kv_heads, layout.head_dim, layout.value_head_dim,
+        TORCH_NUMBERS[k.dtype], torch.get_num_threads(), (k.data_ptr(), v.data_ptr()), (k.stride()[:3], v.stride()[:3]),
     )  # fmt: skip
     for (fine, _), fine_ids in zip(low, low_ids, strict=True):
         struct.low, struct.low_ids = ctypes.addressof(low_struct(fine)), fine_ids.ctypes.data

@@ -20,7 +20,7 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 LIBRARY_NAME = "libkvbits_cpu.so"
 POOLS = ("openmp", "own")
 TIERS = ("avx512", "avx2", "neon", "generic")
@@ -66,7 +66,7 @@ class AttendStruct(Structure):
 
     _fields_ = [
         ("parts", c_void_p), ("num_parts", c_int32), ("batch", c_int32), ("num_tokens", c_int32), ("num_heads", c_int32),
-        ("num_kv_heads", c_int32), ("head_dim", c_int32), ("q_dtype", c_int32), ("num_threads", c_int32),
+        ("num_kv_heads", c_int32), ("head_dim", c_int32), ("value_head_dim", c_int32), ("q_dtype", c_int32), ("num_threads", c_int32),
         ("q", c_void_p), ("q_stride", c_int64 * 3), ("q_positions", c_void_p), ("scaling", c_float), ("softcap", c_float),
         ("sliding_window", c_int64), ("out", c_void_p), ("lse", c_void_p),
     ]  # fmt: skip
@@ -77,7 +77,7 @@ class CloseStruct(Structure):
 
     _fields_ = [
         ("store", c_void_p), ("page_ids", c_void_p), ("low", c_void_p), ("low_ids", c_void_p), ("num_pages", c_int64),
-        ("num_kv_heads", c_int32), ("head_dim", c_int32),
+        ("num_kv_heads", c_int32), ("head_dim", c_int32), ("value_head_dim", c_int32),
         ("dtype", c_int32), ("num_threads", c_int32), ("source", c_void_p * 2), ("stride", (c_int64 * 3) * 2),
         ("turn_starts", c_void_p), ("turn_steps", c_void_p), ("starts", c_void_p),
         ("saturated", c_int64 * 2), ("nonfinite", c_int64 * 2), ("overflow", c_int32 * 2),
@@ -89,7 +89,7 @@ class AppendStruct(Structure):
 
     _fields_ = [
         ("store", c_void_p), ("runs", c_void_p), ("num_runs", c_int64), ("batch", c_int32), ("num_tokens", c_int32), ("num_kv_heads", c_int32),
-        ("head_dim", c_int32), ("dtype", c_int32), ("num_threads", c_int32), ("k", c_void_p), ("v", c_void_p),
+        ("head_dim", c_int32), ("value_head_dim", c_int32), ("dtype", c_int32), ("num_threads", c_int32), ("k", c_void_p), ("v", c_void_p),
         ("k_row", c_int64), ("k_token", c_int64), ("k_head", c_int64), ("v_row", c_int64), ("v_token", c_int64), ("v_head", c_int64),
         ("used_bytes", c_int64), ("starts", c_void_p), ("turn_starts", c_void_p),
         ("saturated", c_int64 * 2), ("nonfinite", c_int32 * 2), ("overflow", c_int32 * 2),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ...errors import DataError
 from ...spec import KEY_TILE, OFFSETS, LowLayout, PageLayout
 from ..descriptor import FORMATS, LEVELS, STATIC, TORCH_NUMBERS, Side, describe, low_plane
-from ..types import LowStore, PageStore, PageTable
+from ..types import LowStore, PageStore, PageTable, refuses_unlike_widths
 from .library import StoreStruct, TableStruct, TensorStruct, unavailable
 
 MAX_HEAD_DIM = 512
@@ -37,12 +37,14 @@ def refuses_writing(k: torch.Tensor, store: PageStore) -> str | None:
 
 def refuses_layout(layout: PageLayout) -> str | None:
     """Why the kernels cannot read or write pages of this layout, or None."""
-    d = layout.head_dim
-    if d % 8 or d > MAX_HEAD_DIM:
-        return f"head_dim={d} is not a multiple of 8 up to {MAX_HEAD_DIM}"
-    if layout.value.is_banded and ((widths := set(layout.value.widths(d))) - {2, 3, 4} or len(widths) > 1):
+    for name in ("head_dim", "value_head_dim"):
+        if (d := getattr(layout, name)) % 8 or d > MAX_HEAD_DIM:
+            return f"{name}={d} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    if why := refuses_unlike_widths(layout):
+        return why
+    if layout.value.is_banded and ((widths := set(layout.value.widths(layout.value_head_dim))) - {2, 3, 4} or len(widths) > 1):
         return f"banded values of {', '.join(map(str, sorted(widths)))} bits: the CPU kernels take 2, 3 or 4, the same in every band"
-    for spec in (layout.key, layout.value):
+    for spec, d in ((layout.key, layout.head_dim), (layout.value, layout.value_head_dim)):
         if spec.is_raw:
             continue
         if layout.page_size % 32:
@@ -87,7 +89,7 @@ def _encoded(side: Side) -> TensorStruct:
 
 def _tensor(layout: PageLayout, kind: str, static: dict[str, torch.Tensor], keep: list[torch.Tensor]) -> TensorStruct:
     """Keys ("k") or values ("v"), with what the layer's pages share kept alive."""
-    side, d, heads = describe(layout, kind), layout.head_dim, layout.num_kv_heads
+    side, d, heads = describe(layout, kind), layout.dim(kind), layout.num_kv_heads
     t = _encoded(side)
     if side.scale == STATIC:
         for name in ("scale", "bias") if side.has_bias else ("scale",):

@@ -204,8 +204,8 @@ def _uploaded(pages: Pages, dtype: torch.dtype, device: torch.device) -> _Group:
             of_pool.offset = offsets_of_pages.data_ptr()
             keep.append(offsets_of_pages)
     status = torch.zeros(len(g.layers), append_cuda.STATUS_FIELDS, dtype=torch.int32, device=device)
-    undo = torch.empty(len(g.layers), 2, batch, g.geometry.num_kv_heads, g.geometry.head_dim, dtype=dtype, device=device)
-    writers = [_writer(pages, i, dtype, moved, status[i], undo[i], state_d[TAIL_START]) for i in range(len(g.layers))]
+    undo = [torch.empty(len(g.layers), batch, g.geometry.num_kv_heads, g.geometry.dim(kind), dtype=dtype, device=device) for kind in "kv"]
+    writers = [_writer(pages, i, dtype, moved, status[i], [x[i] for x in undo], state_d[TAIL_START]) for i in range(len(g.layers))]
     return _Group(
         tuple(g.layers), state_d, before, pages.attention, args, [on_device[n] for n in names], [tokens[n] for n in names], [starts[n] for n in names],
         [offsets[n] for n in names], moved.query_lens, status, writers, torch.full_like(moved.closings, NOWHERE), keep,
@@ -213,7 +213,7 @@ def _uploaded(pages: Pages, dtype: torch.dtype, device: torch.device) -> _Group:
 
 
 def _writer(
-    pages: Pages, i: int, dtype: torch.dtype, moved: _Moved, status: torch.Tensor, undo: torch.Tensor, tail_starts: torch.Tensor
+    pages: Pages, i: int, dtype: torch.dtype, moved: _Moved, status: torch.Tensor, undo: list[torch.Tensor], tail_starts: torch.Tensor
 ) -> close_cuda.DecodeStep | _StoreStep:
     """What stores the token of the group's layer `i`, whose pages attention is told of."""
     of_pool = pages.stores[i]

@@ -132,8 +132,8 @@ def check_tokens(
     if not layout.token_local:
         raise DataError(f"tokens cannot be stored one by one as {layout.key}, {layout.value}; use a token-local layout")
     for name, x in (("k", k), ("v", v)):
-        if x.dim() not in (3, 4) or x.shape != k.shape or x.dtype != k.dtype or tuple(x.shape[-2:]) != (layout.num_kv_heads, layout.head_dim):
-            raise DataError(f"{name} must be {k.dtype} [.., {layout.num_kv_heads}, {layout.head_dim}], got {x.dtype} {list(x.shape)}")
+        if x.dim() not in (3, 4) or x.shape[:-1] != k.shape[:-1] or x.dtype != k.dtype or tuple(x.shape[-2:]) != (layout.num_kv_heads, layout.dim(name)):
+            raise DataError(f"{name} must be {k.dtype} [.., {layout.num_kv_heads}, {layout.dim(name)}], got {x.dtype} {list(x.shape)}")
     if (
         pages.dtype != torch.uint8
         or pages.dim() != 3
@@ -243,7 +243,8 @@ class _Tokens:
 
     def _mean_of_each(self, kind: str, layout: PageLayout, page_of: Callable[[int], torch.Tensor], opened: dict[int, torch.Tensor]) -> torch.Tensor:
         """The mean of each token's page, [n, H, D]: of pages that open in this call, else the stored one."""
-        each = torch.empty(self.k.shape, dtype=torch.float32, device=self.k.device)
+        x = self.k if kind == "k" else self.v
+        each = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         for page_id, index in self._by_page():
             stored = opened[page_id] if page_id in opened else section(page_of(page_id), layout, f"{kind}_mean").float()
             each[torch.from_numpy(index).to(each.device)] = stored

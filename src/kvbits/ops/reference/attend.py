@@ -31,8 +31,8 @@ def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, dtype: 
             Negative marks a padding query, which sees nothing.
 
     Returns:
-        out [B, T, Hq, D] and lse [B, T, Hq] (natural log) in `dtype`; 0 and -inf where nothing was visible, NaN where something was and the query holds
-        NaN or infinity (CUDA kernels answer such a query with 0 and -inf or NaN, without looking).
+        out [B, T, Hq, value_head_dim] and lse [B, T, Hq] (natural log) in `dtype`; 0 and -inf where nothing was visible, NaN where something was and the query
+        holds NaN or infinity (CUDA kernels answer such a query with 0 and -inf or NaN, without looking).
 
     Raises:
         DataError: shapes or tables that do not fit together.
@@ -43,15 +43,15 @@ def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, dtype: 
 
 
 def _attend_sequence(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, b: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    t, hq, d = q.shape
+    t, hq = q.shape[:2]
     h = call.parts[0].store.layout.num_kv_heads
-    rows = q.to(dtype).unflatten(1, (h, hq // h)).permute(1, 0, 2, 3).reshape(h, -1, d)  # [H, T * G, D]
+    rows = q.to(dtype).unflatten(1, (h, hq // h)).permute(1, 0, 2, 3).reshape(h, -1, q.shape[2])  # [H, T * G, D]
     finite = torch.isfinite(rows).all(-1, keepdim=True)
     rows = torch.where(finite, rows, 0)
     row_positions = q_positions.to(q.device).repeat_interleave(hq // h)
     best = rows.new_full((h, rows.shape[1], 1), -torch.inf)
     total = torch.zeros_like(best)
-    out = torch.zeros_like(rows)
+    out = rows.new_zeros(*rows.shape[:2], call.value_head_dim)
     for part in call.parts:
         queries = _Queries(rows, part)
         for k, v, key_positions, page_of in _steps(part, b, dtype):
@@ -75,7 +75,7 @@ def _attend_sequence(q: torch.Tensor, call: AttendCall, q_positions: torch.Tenso
     out = torch.where(seen, out / torch.where(seen, total, 1.0), 0.0)
     lse = torch.where(seen, best + torch.log(total), -torch.inf)
     return (
-        out.view(h, t, hq // h, d).permute(1, 0, 2, 3).reshape(t, hq, d),
+        out.view(h, t, hq // h, -1).permute(1, 0, 2, 3).reshape(t, hq, -1),
         lse.view(h, t, hq // h).permute(1, 0, 2).reshape(t, hq),
     )
 

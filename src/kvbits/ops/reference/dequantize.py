@@ -99,14 +99,14 @@ def dequantize_pages(
 
 def _codes(pages: torch.Tensor, layout: PageLayout | LowLayout, kind: str, fmt: NumberFormat) -> torch.Tensor:
     planes = [section(pages, layout, f"{kind}_plane{i}").flatten(-2) for i in range(len(fmt.planes))]
-    return unpack(planes, fmt, kind, layout.page_size, layout.head_dim)
+    return unpack(planes, fmt, kind, layout.page_size, layout.dim(kind))
 
 
 def page_codes(pages: torch.Tensor, layout: PageLayout, kind: str) -> torch.Tensor:
     """Codes uint8 [n, H, page_size, head_dim] of keys ("k") or values ("v") of pages [n, H, head_bytes]."""
     spec = layout.key if kind == "k" else layout.value
-    planes = [section(pages, layout, f"{kind}_plane{i}").flatten(-2) for i in range(len(spec.planes(layout.head_dim)))]
-    return unpack_side(planes, spec, kind, layout.page_size, layout.head_dim)
+    planes = [section(pages, layout, f"{kind}_plane{i}").flatten(-2) for i in range(len(spec.planes(layout.dim(kind))))]
+    return unpack_side(planes, spec, kind, layout.page_size, layout.dim(kind))
 
 
 def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:

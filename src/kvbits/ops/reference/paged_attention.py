@@ -72,7 +72,7 @@ class HostPlan:
             if table.num_pages:
                 ids = np.minimum(table.page_ids.astype(np.uint64), store.num_pages - 1).astype(np.int64)  # a number that the pool has not is the last page's
                 parts.append(Part(store, PageTable(table.indptr, ids, table.starts, table.lengths)))
-        out = torch.empty_like(q) if out is None else out
+        out = q.new_empty(*q.shape[:3], self.layouts[0].value_head_dim) if out is None else out
         if not parts:
             out.zero_()
             return out if lse is None else (lse.fill_(-torch.inf), out)[1]

@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 16 };
+enum { KVBITS_ABI_VERSION = 17 };
 
 // How one tensor (keys or values) of a page is stored.
 typedef struct {
@@ -74,7 +74,7 @@ typedef struct {
 
 typedef struct {
   const kvbits_part* parts;
-  int32_t num_parts, batch, num_tokens, num_heads, num_kv_heads, head_dim;
+  int32_t num_parts, batch, num_tokens, num_heads, num_kv_heads, head_dim, value_head_dim;
   int32_t q_dtype;
   int32_t num_threads;
   const void* q;               // [batch, num_tokens, num_heads, head_dim], last dim dense
@@ -83,18 +83,18 @@ typedef struct {
   float scaling;
   float softcap;               // 0: none
   int64_t sliding_window;      // 0: none
-  float* out;                  // [batch, num_tokens, num_heads, head_dim]
+  float* out;                  // [batch, num_tokens, num_heads, value_head_dim]
   float* lse;                  // [batch, num_tokens, num_heads], natural logarithm
 } kvbits_attend_call;
 
-// Quantizes and packs raw pages: source[0] keys, source[1] values, [num_pages, num_kv_heads, page_size, head_dim], last dim dense.
+// Quantizes and packs raw pages: source[0] keys, source[1] values, [num_pages, num_kv_heads, page_size, head_dim or value_head_dim], last dim dense.
 typedef struct {
   const kvbits_store* store;
   const int64_t* page_ids;  // [num_pages]
   const kvbits_store* low;  // where low planes go, FORMAT_INT4 or FORMAT_INT2 by their width, else as in kvbits_part
   const int64_t* low_ids;   // [num_pages]
   int64_t num_pages;
-  int32_t num_kv_heads, head_dim, dtype, num_threads;
+  int32_t num_kv_heads, head_dim, value_head_dim, dtype, num_threads;
   const void* source[2];
   int64_t stride[2][3];     // elements: page, head, token
   // For keys that are turned back: cosines, then sines of head_dim / 2 angles, each padded to a multiple of 16.
@@ -106,12 +106,12 @@ typedef struct {
   int32_t overflow[2];      // out: a scale, bias or mean overflowed its storage dtype
 } kvbits_close_call;
 
-// Writes raw tokens to their slots: source[0] keys, source[1] values, [batch, num_tokens, num_kv_heads, head_dim], last dim dense.
+// Writes raw tokens to their slots: source[0] keys, source[1] values, [batch, num_tokens, num_kv_heads, head_dim or value_head_dim], last dim dense.
 typedef struct {
   const kvbits_store* store;  // raw pages of `dtype`
   const int64_t* runs;        // [num_runs][5]: sequence, first token, page id, first slot, tokens
   int64_t num_runs;
-  int32_t batch, num_tokens, num_kv_heads, head_dim, dtype, num_threads;
+  int32_t batch, num_tokens, num_kv_heads, head_dim, value_head_dim, dtype, num_threads;
   const void* source[2];
   int64_t stride[2][3];       // elements: sequence, token, head
   // Packed pages only:

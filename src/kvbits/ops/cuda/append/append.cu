@@ -1,5 +1,6 @@
 // Fresh keys and values to their slots in raw pages, straight from where the projections left them: one block per (run, kv head, keys or values). Raw pages hold the
-// tensors' own numbers, so bytes are moved and one binary serves every dtype, head_dim and page size.
+// tensors' own numbers, so bytes are moved and one binary serves every dtype, head_dim and page size, another one values of
+// another width than keys.
 #include "ptx.cuh"
 #include "runs.cuh"
 
@@ -12,7 +13,18 @@ struct Args {
     int offset[2];                // of the raw keys and values in a struct
     int num_heads, row_bytes;     // of a token's channels of one head, which are dense
     int unit;                     // bytes moved at once: everything above is a multiple
+#if UNLIKE_WIDTHS
+    int value_row_bytes;
+#endif
 };
+
+/// Of a token's channels of one head.
+DEVICE int row_bytes_of(const Args& a, int side) {
+#if UNLIKE_WIDTHS
+    if (side) return a.value_row_bytes;
+#endif
+    return a.row_bytes;
+}
 
 template <class Unit>
 DEVICE void copy_rows(const char* from, i64 stride, char* to, i64 count, int row_bytes) {
@@ -28,8 +40,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_tokens(const __grid
     const Run r = a.runs[blockIdx.x / 2 / a.num_heads];
     const i64* stride = a.stride[side];
     const char* from = a.x[side] + r.row * stride[0] + r.token * stride[1] + head * stride[2];
-    char* to = a.pages + r.page + head * a.head_bytes + a.offset[side] + r.slot * a.row_bytes;
-    if (a.unit == 16) copy_rows<uint4>(from, stride[1], to, r.count, a.row_bytes);
-    else if (a.unit == 4) copy_rows<u32>(from, stride[1], to, r.count, a.row_bytes);
-    else copy_rows<u16>(from, stride[1], to, r.count, a.row_bytes);
+    char* to = a.pages + r.page + head * a.head_bytes + a.offset[side] + r.slot * row_bytes_of(a, side);
+    if (a.unit == 16) copy_rows<uint4>(from, stride[1], to, r.count, row_bytes_of(a, side));
+    else if (a.unit == 4) copy_rows<u32>(from, stride[1], to, r.count, row_bytes_of(a, side));
+    else copy_rows<u16>(from, stride[1], to, r.count, row_bytes_of(a, side));
 }

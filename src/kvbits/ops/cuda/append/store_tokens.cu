@@ -25,7 +25,7 @@ struct Args {
     i64 page_stride, num_pages;
     const float* scale[2];        // calibrated [H][groups or channels], null if none
     const float* bias[2];
-    const float* turn;            // how a mean key is turned on by a page: [cosines, signed sines, partners][D]; null: it is not
+    const float* turn;            // how a mean key is turned on by a page: [cosines, signed sines, partners][keys' D]; null: it is not
     Status* status;               // added to; may be null
     int num_tokens, row_tokens, num_heads, head_bytes;
 };
@@ -40,7 +40,7 @@ constexpr int K_SCALES = scales_of(K::SCALE, K::GROUPS), V_SCALES = scales_of(V:
 template <class S>
 constexpr int image_bytes() {
     constexpr int WIDTH = S::TYPE == FLOAT32 ? 4 : 2;
-    return S::HAS_MEAN ? PAGE * ((D * S::BITS0 + 31) / 32 * 4 + (D * S::BITS1 + 31) / 32 * 4) + (S::HAS_BIAS + 1) * S::GROUPS * PAGE * WIDTH + D * WIDTH : 16;
+    return S::HAS_MEAN ? PAGE * ((S::D * S::BITS0 + 31) / 32 * 4 + (S::D * S::BITS1 + 31) / 32 * 4) + (S::HAS_BIAS + 1) * S::GROUPS * PAGE * WIDTH + S::D * WIDTH : 16;
 }
 constexpr int IMAGE_BYTES = image_bytes<K>() > image_bytes<V>() ? image_bytes<K>() : image_bytes<V>();
 
@@ -142,12 +142,12 @@ DEVICE void plan_opening(const Args& a, int opener, Shared& shared) {
 }
 
 /// Field of a stored plane: BITS bits of channel `channel` of the token at `place`.
-template <bool VALUES, int BITS>
+template <class S, int BITS>
 DEVICE u32 stored_field(const unsigned char* plane, int place, int channel) {
-    constexpr int ROW = (D * BITS + 31) / 32 * 4;
+    constexpr int ROW = (S::D * BITS + 31) / 32 * 4;
     const int field = channel / ROW, r = channel - field * ROW;
     int at;
-    if (VALUES) {
+    if (S::VALUES) {
         const int width = min(16, ROW - r / 16 * 16), in = place % 8;
         at = r / 16 * 16 * PAGE + (place / 8 * 2 + in / 2 % 2) * 4 * width + r % 16 * 4 + in % 2 + in / 4 * 2;
     } else {
@@ -159,9 +159,9 @@ DEVICE u32 stored_field(const unsigned char* plane, int place, int channel) {
 /// A side of a page in shared memory, to be decoded: planes, scales, biases and the mean one after the other.
 template <class S>
 struct Image {
-    static constexpr int WIDTH = S::TYPE == FLOAT32 ? 4 : 2, ROW0 = (D * S::BITS0 + 31) / 32 * 4, ROW1 = (D * S::BITS1 + 31) / 32 * 4;
+    static constexpr int WIDTH = S::TYPE == FLOAT32 ? 4 : 2, ROW0 = (S::D * S::BITS0 + 31) / 32 * 4, ROW1 = (S::D * S::BITS1 + 31) / 32 * 4;
     static constexpr int PLANE1 = PAGE * ROW0, SCALE = PLANE1 + PAGE * ROW1, BIAS = SCALE + S::GROUPS * PAGE * WIDTH;
-    static constexpr int MEAN = BIAS + (S::HAS_BIAS ? S::GROUPS * PAGE * WIDTH : 0), BYTES = MEAN + D * WIDTH;
+    static constexpr int MEAN = BIAS + (S::HAS_BIAS ? S::GROUPS * PAGE * WIDTH : 0), BYTES = MEAN + S::D * WIDTH;
     static_assert(BYTES <= IMAGE_BYTES, "image_bytes");
 
     /// The whole block together.
@@ -174,8 +174,8 @@ struct Image {
     }
     /// A number as the reference decodes it.
     static DEVICE float decoded(const unsigned char* image, int place, int channel) {
-        u32 code = stored_field<S::VALUES, S::BITS0>(image, place, channel);
-        if (S::BITS1) code = code << S::BITS1 | stored_field<S::VALUES, S::BITS1 ? S::BITS1 : 1>(image + PLANE1, place, channel);
+        u32 code = stored_field<S, S::BITS0>(image, place, channel);
+        if (S::BITS1) code = code << S::BITS1 | stored_field<S, S::BITS1 ? S::BITS1 : 1>(image + PLANE1, place, channel);
         float level;
         if (S::IS_FLOAT) level = float_of<S::FLOAT>(code);
         else level = float(int(code) - S::ZERO);
@@ -190,7 +190,7 @@ struct Image {
 template <class S, int SIDE>
 DEVICE void take_mean(const Args& a, int first, int head, int team, int octet, Shared& shared, bool& overflow) {
     const Opening o = shared.opening;
-    if (octet < OCTETS) {
+    if (octet < S::OCTETS) {
         double sum[8] = {};
 #pragma unroll 1
         for (int entry = o.from + team; entry < o.to; entry += TEAMS) {
@@ -206,8 +206,8 @@ DEVICE void take_mean(const Args& a, int first, int head, int team, int octet, S
     if (o.decoded) Image<S>::load(struct_of(a, o.before, head), shared.image);
     __syncthreads();
     if (o.decoded) {
-        constexpr int SHARES = THREADS / D;  // threads of a channel
-        const int share = threadIdx.x / D, channel = threadIdx.x % D;
+        constexpr int SHARES = THREADS / S::D;  // threads of a channel
+        const int share = threadIdx.x / S::D, channel = threadIdx.x % S::D;
         double sum = 0;
 #pragma unroll 1
         for (int place = share; place < o.decoded && share < SHARES; place += SHARES) sum += Image<S>::decoded(shared.image, place, channel);
@@ -216,7 +216,7 @@ DEVICE void take_mean(const Args& a, int first, int head, int team, int octet, S
     }
     const int channel = threadIdx.x;
     float mean = 0.f;
-    if (channel < D) {
+    if (channel < S::D) {
         double sum = 0;
 #pragma unroll 4
         for (int t = 0; t < TEAMS; ++t) sum += shared.sums[t * D + channel];
@@ -224,10 +224,10 @@ DEVICE void take_mean(const Args& a, int first, int head, int team, int octet, S
         shared.mean[channel] = mean;
     }
     __syncthreads();
-    if (SIDE == 0 && a.turn && o.before >= 0 && channel < D)
-        mean = __fadd_rn(__fmul_rn(mean, a.turn[channel]), __fmul_rn(shared.mean[int(a.turn[2 * D + channel])], a.turn[D + channel]));
+    if (SIDE == 0 && a.turn && o.before >= 0 && channel < S::D)
+        mean = __fadd_rn(__fmul_rn(mean, a.turn[channel]), __fmul_rn(shared.mean[int(a.turn[2 * S::D + channel])], a.turn[S::D + channel]));
     __syncthreads();
-    if (channel < D) {
+    if (channel < S::D) {
         mean = rounded<S::TYPE>(mean);
         shared.mean[channel] = mean;
         if (o.opener >= first) {
@@ -250,7 +250,7 @@ DEVICE void find_means(const Args& a, int first, int head, int team, int octet, 
         take_mean<S, SIDE>(a, first, head, team, octet, shared, overflow);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            if (octet >= OCTETS || page_of(shared.slot[team + i * TEAMS]) != shared.opening.page) continue;
+            if (octet >= S::OCTETS || page_of(shared.slot[team + i * TEAMS]) != shared.opening.page) continue;
             known[i] = true;
 #pragma unroll
             for (int k = 0; k < 8; ++k) mean[i][k] = shared.mean[octet * 8 + k];
@@ -260,7 +260,7 @@ DEVICE void find_means(const Args& a, int first, int head, int team, int octet, 
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int token = team + i * TEAMS;
-        if (octet >= OCTETS || shared.slot[token] < 0 || known[i]) continue;
+        if (octet >= S::OCTETS || shared.slot[token] < 0 || known[i]) continue;
 #pragma unroll
         for (int k = 0; k < 8; ++k) mean[i][k] = load_value<S::TYPE>(shared.page[token] + S::MEAN_OFFSET, octet * 8 + k);
     }
@@ -292,13 +292,13 @@ DEVICE void join_groups(int octet, float& lo, float& hi) {
 /// The tokens' bytes of one plane, from shared.codes.
 template <class S, int BITS, int SHIFT>
 DEVICE void write_tokens(int offset, const Shared& shared) {
-    constexpr int ROW = (D * BITS + 31) / 32 * 4, WORDS = ROW / 4;
+    constexpr int ROW = (S::D * BITS + 31) / 32 * 4, WORDS = ROW / 4;
     if (!S::VALUES) {
         for (int i = threadIdx.x; i < TOKENS * WORDS; i += THREADS) {
             const int token = i % TOKENS, word = i / TOKENS;
             if (shared.slot[token] < 0) continue;
             const int place = int(shared.slot[token] % PAGE);
-            *reinterpret_cast<u32*>(shared.page[token] + offset + (place / 16 * WORDS + word) * 64 + place % 16 * 4) = row_word<BITS, SHIFT>(shared, token, word * 4);
+            *reinterpret_cast<u32*>(shared.page[token] + offset + (place / 16 * WORDS + word) * 64 + place % 16 * 4) = row_word<S::D, BITS, SHIFT>(shared, token, word * 4);
         }
         return;
     }
@@ -308,8 +308,8 @@ DEVICE void write_tokens(int offset, const Shared& shared) {
         const i64 slot = shared.slot[first];
         const bool together = slot >= 0 && slot % 8 == quad % 2 * 2 && shared.slot[first + 1] == slot + 1 && shared.slot[first + 4] == slot + 4 &&
                               shared.slot[first + 5] == slot + 5;
-        const u32 rows[4] = {row_word<BITS, SHIFT>(shared, first, r), row_word<BITS, SHIFT>(shared, first + 1, r), row_word<BITS, SHIFT>(shared, first + 4, r),
-                             row_word<BITS, SHIFT>(shared, first + 5, r)};
+        const u32 rows[4] = {row_word<S::D, BITS, SHIFT>(shared, first, r), row_word<S::D, BITS, SHIFT>(shared, first + 1, r), row_word<S::D, BITS, SHIFT>(shared, first + 4, r),
+                             row_word<S::D, BITS, SHIFT>(shared, first + 5, r)};
         if (together) {
             const int place = int(slot % PAGE);
             const u32 ab = permute_bytes(rows[0], rows[1], 0x5140), AB = permute_bytes(rows[0], rows[1], 0x7362);
@@ -333,7 +333,7 @@ DEVICE void write_tokens(int offset, const Shared& shared) {
 template <class S, int SIDE>
 DEVICE void store_side(const Args& a, int first, int head, Shared& shared) {
     const int thread = threadIdx.x, octet = thread % SPAN, team = thread / SPAN;
-    const bool works = octet < OCTETS;
+    const bool works = octet < S::OCTETS;
     Octet x[ROWS];
     bool stored[ROWS];
 #pragma unroll
@@ -364,7 +364,7 @@ DEVICE void store_side(const Args& a, int first, int head, Shared& shared) {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             if (!works || !stored[i]) continue;
-            const int token = team + i * TEAMS, at = int(shared.slot[token] % PAGE) * D + octet * 8;
+            const int token = team + i * TEAMS, at = int(shared.slot[token] % PAGE) * S::D + octet * 8;
             unsigned char* to = shared.page[token] + S::OFFSET0;
             if (X_TYPE == RAW_TYPE) {
                 for (int k = 0; k < Octet::WORDS; k += 4)

@@ -27,8 +27,8 @@ from ..engine.side import as_float32, has_aligned_rows, side_arguments, with_ali
 from ..families import family_of
 
 THREADS = 128
-DEFINES = {"THREADS": THREADS}
-"""Macros of append.cu."""
+DEFINES = {"THREADS": THREADS, "UNLIKE_WIDTHS": 0}
+"""Macros of append.cu where keys and values are of one width."""
 FEW = 16
 """Tokens of a block of store_tokens.cu in a decoding step."""
 MAX_HEAD_DIM = 256
@@ -52,14 +52,15 @@ def refuses_layout(layout: PageLayout, capability: tuple[int, int] = (9, 0), dty
         return f"tokens cannot be stored one by one as {layout.key}, {layout.value}"
     if own := family_of(layout).stores:
         return own.refuses_layout(layout, dtype)
-    if layout.head_dim % 8 or layout.head_dim > MAX_HEAD_DIM:
-        return f"head_dim={layout.head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    for kind in "kv":
+        if (d := layout.dim(kind)) % 8 or d > MAX_HEAD_DIM:
+            return f"head_dim={d} is not a multiple of 8 up to {MAX_HEAD_DIM}"
     if layout.page_size % 16:
         return f"page_size={layout.page_size} is not a multiple of 16"
-    for kind, spec in (("key", layout.key), ("value", layout.value)):
+    for kind, spec, d in (("key", layout.key, layout.head_dim), ("value", layout.value, layout.value_head_dim)):
         if spec.format.startswith("fp8") and capability < (8, 9):
             return f"compute capability {capability[0]}.{capability[1]} cannot round to fp8 (8.9 can)"
-        if not spec.is_raw and not spec.static and (size := layout.head_dim // spec.num_groups(layout.head_dim)) % 8:
+        if not spec.is_raw and not spec.static and (size := d // spec.num_groups(d)) % 8:
             return f"{kind} groups of {size} channels are no multiple of 8"
     return None
 
@@ -68,12 +69,13 @@ class _Args(ctypes.Structure):
     _fields_ = [
         ("x", ctypes.c_void_p * 2), ("stride", ctypes.c_int64 * 3 * 2), ("runs", ctypes.c_void_p), ("pages", ctypes.c_void_p),
         ("head_bytes", ctypes.c_int64), ("offset", ctypes.c_int * 2), ("num_heads", ctypes.c_int), ("row_bytes", ctypes.c_int), ("unit", ctypes.c_int),
+        ("value_row_bytes", ctypes.c_int),
     ]  # fmt: skip
 
 
 @functools.lru_cache(maxsize=16)
-def _load(device_index: int) -> driver.Kernel:
-    return driver.load(Path(__file__).parent, "append.cu", "append_tokens", DEFINES, device_index)
+def _load(device_index: int, unlike_widths: bool) -> driver.Kernel:
+    return driver.load(Path(__file__).parent, "append.cu", "append_tokens", DEFINES | {"UNLIKE_WIDTHS": int(unlike_widths)}, device_index)
 
 
 def table(slot_mapping: SlotMapping, store: PageStore) -> torch.Tensor:
@@ -102,15 +104,16 @@ def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, runs: torch.Tenso
     layout = store.layout
     size = k.element_size()
     args = _Args(
-        runs=runs.data_ptr(), pages=store.slabs[0].data_ptr(), head_bytes=layout.head_bytes, num_heads=layout.num_kv_heads, row_bytes=layout.head_dim * size
-    )
-    multiples = [args.row_bytes, *(n for slab in store.slabs for n in (slab.data_ptr(), slab.stride(0)))]
+        runs=runs.data_ptr(), pages=store.slabs[0].data_ptr(), head_bytes=layout.head_bytes, num_heads=layout.num_kv_heads,
+        row_bytes=layout.head_dim * size, value_row_bytes=layout.value_head_dim * size,
+    )  # fmt: skip
+    multiples = [args.row_bytes, args.value_row_bytes, *(n for slab in store.slabs for n in (slab.data_ptr(), slab.stride(0)))]
     for i, (name, x) in enumerate((("k_raw", k), ("v_raw", v))):
         strides = [s * size for s in x.stride()[:3]]
         args.x[i], args.offset[i], args.stride[i] = x.data_ptr(), layout.sections[name].offset, (ctypes.c_int64 * 3)(*strides)
         multiples += [x.data_ptr(), layout.sections[name].offset, *(s for s, n in zip(strides, x.shape, strict=False) if n > 1)]
     args.unit = size if any(n % 16 for n in multiples) else 16
-    _load(-1 if k.device.index is None else k.device.index).launch(
+    _load(-1 if k.device.index is None else k.device.index, layout.head_dim != layout.value_head_dim).launch(
         2 * layout.num_kv_heads * len(runs), THREADS, args, torch.cuda.current_stream(k.device).cuda_stream
     )
 
@@ -133,10 +136,11 @@ def tokens_of_prompts(layout: PageLayout, dtype: torch.dtype) -> int:
 
 def defines(layout: PageLayout, dtype: torch.dtype, tokens: int) -> dict[str, int | str]:
     """Macros of one instantiation of store_tokens.cu, for blocks of `tokens` tokens."""
-    d = layout.head_dim
+    d = max(layout.head_dim, layout.value_head_dim)
     span = max(4, 1 << (d // 8 - 1).bit_length())
     threads = 16 * span
-    groups = max(s.num_groups(d) if scale_kind(s) != STATIC and not s.is_raw else 0 for s in (layout.key, layout.value))
+    sides = (layout.key, layout.head_dim), (layout.value, layout.value_head_dim)
+    groups = max(s.num_groups(n) if scale_kind(s) != STATIC and not s.is_raw else 0 for s, n in sides)
     image = max(_image_bytes(layout, kind, s) for kind, s in (("k", layout.key), ("v", layout.value)))
     union = max(8 * threads // span * d if layout.is_centered else 8, tokens * (d + 4))
     return {

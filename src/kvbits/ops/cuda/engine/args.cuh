@@ -25,7 +25,7 @@ struct Part {
     int k_raw, v_raw;            // offsets inside a raw struct
     int low_head_bytes;          // of the struct of low planes; 0 if the part's pages have none
     i64 low_layer_stride;        // as `layer_stride`
-    const float *k_scale, *k_bias, *v_scale, *v_bias;  // calibrated, [H][D]; null if none
+    const float *k_scale, *k_bias, *v_scale, *v_bias;  // calibrated, [H][D], [H][DV]; null if none
     const float *k_level, *v_level;  // what a code stands for, [H][2**bits]; null where arithmetic says
     const float2* turns;         // turns per token of each channel pair, [D / 2] of side.py's turns_of; for keys that are turned back
     const void* k_inverse;       // matrix that keys were multiplied with, inverted, as operands
@@ -40,7 +40,7 @@ constexpr int MAX_PIECES = 40;
 
 struct Args {
     const void* q;               // [B, T, Hq, D], strides in elements, last dense
-    void* out;                   // [B, T, Hq, D] dense
+    void* out;                   // [B, T, Hq, DV] dense
     float* lse;                  // [B, T, Hq], null if not wanted
     const int* q_positions;      // [B, T]; negative: a padding query, sees nothing
     const Segment* segments;
@@ -48,7 +48,7 @@ struct Args {
     const int2* page_tokens;     // [entries]: position of the first token, visible tokens
     const i64* low_address;      // [entries]: of the low planes' structs, as `page_address`; packed.cu with HAS_LOW
     i64 unused;                  // what follows stays where compiled kernels read it
-    float* partial;              // [slots][COLS][D]
+    float* partial;              // [slots][COLS][DV]
     float2* partial_ml;          // [slots][COLS]: reference exponent (log2), sum
     int* arrived;                // [units], zero between launches
     i64 q_stride_b, q_stride_t, q_stride_h;

@@ -50,13 +50,13 @@ class DecodeStep:
         tail: raw pages.
         closings: int64 [B, 2] on the device, struct Closing of runs.cuh; runs: int64 [B, 5], struct Run. Bytes count from the first slab of each store.
         status: int32 [6] on the device, added to (see `family.Close`).
-        undo: [2, B, H, D] of `dtype`, dense: takes the rows that tokens replace, for `put_back`.
+        undo: of keys and of values [B, H, D] of `dtype`, dense: takes the rows that tokens replace, for `put_back`.
         tail_starts: int32 [B] on the device, position of the first token of the raw pages that stay, for keys in the frame of their page.
     """
 
     def __init__(
-        self, store: PageStore, tail: PageStore, dtype: torch.dtype, closings: torch.Tensor, runs: torch.Tensor, status: torch.Tensor, undo: torch.Tensor,
-        tail_starts: torch.Tensor | None = None,
+        self, store: PageStore, tail: PageStore, dtype: torch.dtype, closings: torch.Tensor, runs: torch.Tensor, status: torch.Tensor,
+        undo: Sequence[torch.Tensor], tail_starts: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         layout, raw, family = store.layout, tail.layout, family_of(store.layout)
         device_index = -1 if store.device.index is None else store.device.index
@@ -88,7 +88,7 @@ class DecodeStep:
 
     def put_back(self, nothing_closes: torch.Tensor, stream: int) -> None:
         """Write what `run` replaced; `nothing_closes`: as `closings`, NOWHERE alone."""
-        args, (k, v) = self._args, self._undo.unsqueeze(2)
+        args, (k, v) = self._args, (x.unsqueeze(1) for x in self._undo)
         args.closings, args.before[0], args.before[1] = nothing_closes.data_ptr(), None, None
         self.run(k, v, stream)
         args.closings, args.before[0], args.before[1] = self._keep[2].data_ptr(), k.data_ptr(), v.data_ptr()
@@ -137,8 +137,8 @@ def close_later(
     if low and (why := family.refuses("close", layout, dtype=k.dtype, low=[s.layout for s, _ in low])):
         raise UnsupportedError(f"{why}; use the reference")
     page_ids, *low_ids = check_closing(store, page_ids, low)
-    shape = (len(page_ids), layout.num_kv_heads, layout.page_size, layout.head_dim)
     for name, x in (("k", k), ("v", v)):
+        shape = (len(page_ids), layout.num_kv_heads, layout.page_size, layout.dim(name))
         if tuple(x.shape) != shape or x.dtype != k.dtype or x.device != store.device:
             raise DataError(f"{name} must be {k.dtype} {list(shape)} on {store.device}, got {x.dtype} {list(x.shape)} on {x.device}")
     if not len(page_ids):

@@ -4,7 +4,7 @@
 #include "numbers.h"
 #include "ptx.cuh"
 
-constexpr int D = HEAD_DIM;
+constexpr int D = HEAD_DIM, DV = VALUE_HEAD_DIM;  // channels of keys and queries, of values and results
 constexpr int NT = COLS / 8;       // matrix-instruction column tiles
 constexpr int CONSUMERS = WARPS * 32;
 constexpr float NOT_SEEN = -3.0e38f;

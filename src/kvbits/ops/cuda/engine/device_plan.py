@@ -47,7 +47,7 @@ def refuses_plan(layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.d
         return f"{len(layouts)} parts; the kernel takes 1 to {MAX_PARTS}"
     if not 1 <= num_queries <= MAX_QUERIES:
         return f"{num_queries} queries of a sequence; plans made on the device take 1 to {MAX_QUERIES}"
-    shapes = {(x.num_kv_heads, x.head_dim) for x in layouts}
+    shapes = {(x.num_kv_heads, x.head_dim, x.value_head_dim) for x in layouts}
     if len(shapes) > 1:
         return f"parts of different kv heads and head sizes: {sorted(shapes)}"
     if len(packed := {x for x in layouts if not x.key.is_raw}) > 1:
@@ -112,7 +112,10 @@ class DevicePlan:
         column_blocks = -(-num_queries * group // cols)
         limit = driver.shared_limit(torch.cuda.get_device_capability(self.device))
         has_raw = any(x.key.is_raw for x in layouts)
-        ask = Ask(d, cols, MATRIX_DTYPES[dtype], raw_dtype, softcap is not None, limit, fold=folds(main, num_queries * group), raw=has_raw, tables=True)
+        ask = Ask(
+            d, cols, MATRIX_DTYPES[dtype], raw_dtype, softcap is not None, limit, fold=folds(main, num_queries * group), raw=has_raw, tables=True,
+            value_head_dim=first.value_head_dim,
+        )  # fmt: skip
         self.kernel = kernel_for(main, ask)
         self._attend, self._threads = load_kernel(self.kernel, self.device.index), self.kernel.threads
         self.blocks = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -127,7 +130,7 @@ class DevicePlan:
         empty = functools.partial(torch.empty, device=self.device)
         self._segments = empty(self.blocks + units * len(layouts), len(SEGMENT_FIELDS), dtype=torch.int32)
         self.q_positions = empty(batch_size, num_queries, dtype=torch.int32)
-        self._partial, self._partial_ml = empty(slots, cols, d), empty(slots, cols, 2)
+        self._partial, self._partial_ml = empty(slots, cols, first.value_head_dim), empty(slots, cols, 2)
         self._arrived = torch.zeros(units, dtype=torch.int32, device=self.device)
         self._families = [family_of(x) for x in layouts]
         self._constants = family_of(main).constants(main, self.device)
@@ -225,7 +228,7 @@ class DevicePlan:
             check_query(q, (self._work.batch, *self._q_shape), self.dtype, self.device)
             self._accepted = given
         if out is None:
-            out = q.new_empty(q.shape)
+            out = q.new_empty(*q.shape[:3], self.layouts[0].value_head_dim)
         args = self._layers[layer][0]
         args.q, args.out, args.lse = at, out.data_ptr(), None if lse is None else lse.data_ptr()
         args.q_stride_b, args.q_stride_t, args.q_stride_h, _ = strides

@@ -165,7 +165,7 @@ class Family:
 
     def static_pointers(self, layout: PageLayout, static: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, int]:
         """Where the attention kernel finds a layer's calibrated parameters (`PageStore.static`), by field of `PartArgs`."""
-        return {name: widened(x, layout.head_dim, device).data_ptr() for name, x in static.items() if name.endswith(("_scale", "_bias"))}
+        return {name: widened(x, layout.dim(name[0]), device).data_ptr() for name, x in static.items() if name.endswith(("_scale", "_bias"))}
 
     def first(self, store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:
         """What `close` needs to know of the positions `starts` [num_pages] of pages' first tokens, on `device`; None where it needs nothing."""

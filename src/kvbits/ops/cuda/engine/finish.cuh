@@ -11,7 +11,7 @@ struct Merge {
     float2 ml[COLS];
     float bias[WARPS][BIAS_GROUPS][COLS];
     float rounds[WARPS][ROUNDS_AT_ONCE][MERGE_COLS][ROUND_STRIDE];
-    float out[COLS][D];
+    float out[COLS][DV];
     Staged staged[STARTS];
     Segment segments[STARTS];
     Unit units[STARTS];
@@ -33,7 +33,7 @@ DEVICE void write_column(const Args& a, Unit u, int col, int channel, float4 x, 
     uint2 w;
     if (Q_TYPE == BFLOAT16) w = {pack_bf16(x.x * inverse, x.y * inverse), pack_bf16(x.z * inverse, x.w * inverse)};
     else w = {pack_f16(x.x * inverse, x.y * inverse), pack_f16(x.z * inverse, x.w * inverse)};
-    *reinterpret_cast<uint2*>(static_cast<u16*>(a.out) + row * D + channel) = w;
+    *reinterpret_cast<uint2*>(static_cast<u16*>(a.out) + row * DV + channel) = w;
     if (channel == 0 && a.lse) a.lse[row] = ml.y > 0.f ? (ml.x + log2_approx(ml.y)) * LN2 : negative_infinity();
 }
 
@@ -62,13 +62,13 @@ struct Sum {
 
 /// Sums the unit's partial results and writes its outputs. Latency is all this costs, so a thread asks for all it needs before it looks at any of it.
 DEVICE void merge_slots(const Args& a, const Segment& s, Unit u, int thread) {
-    constexpr int AT_ONCE = D > 128 ? 8 : 17;  // 17: 132 blocks on 8 units
-    const int quads = columns_of(a, u) * (D / 4);
+    constexpr int AT_ONCE = DV > 128 ? 8 : 17;  // 17: 132 blocks on 8 units
+    const int quads = columns_of(a, u) * (DV / 4);
     const float2* all_ml = a.partial_ml + i64(s.unit_slots) * COLS;
-    const float4* all = reinterpret_cast<const float4*>(a.partial + i64(s.unit_slots) * COLS * D);
+    const float4* all = reinterpret_cast<const float4*>(a.partial + i64(s.unit_slots) * COLS * DV);
 #pragma unroll 1
     for (int at = thread; at < quads; at += CONSUMERS) {
-        const int col = at / (D / 4);
+        const int col = at / (DV / 4);
         Sum sum;
 #pragma unroll 1
         for (int first = 0; first < s.num_slots; first += AT_ONCE) {
@@ -78,18 +78,18 @@ DEVICE void merge_slots(const Args& a, const Segment& s, Unit u, int thread) {
             for (int k = 0; k < AT_ONCE; ++k) {
                 const i64 slot = min(first + k, s.num_slots - 1);
                 ml[k] = load_global_l2(all_ml + slot * COLS + col);
-                x[k] = load_global_l2(all + slot * (COLS * D / 4) + at);
+                x[k] = load_global_l2(all + slot * (COLS * DV / 4) + at);
             }
             sum.add(ml, x, s.num_slots - first);
         }
-        write_column(a, u, col, at % (D / 4) * 4, sum.x, {sum.best, sum.total});
+        write_column(a, u, col, at % (DV / 4) * 4, sum.x, {sum.best, sum.total});
     }
 }
 
 /// Scales and offsets that belong to channels, then out or, if the unit has other segments, to its slot.
 DEVICE void write_result(const Args& a, const Segment& s, const Unit& u, int col, int ch, float4 x, float2 ml) {
     const Part& part = a.parts[s.part];
-    const i64 row = i64(u.head) * D + ch;
+    const i64 row = i64(u.head) * DV + ch;
     if (part.v_scale) {
         float4 m = *reinterpret_cast<const float4*>(part.v_scale + row);
         x = {x.x * m.x, x.y * m.y, x.z * m.z, x.w * m.w};
@@ -102,7 +102,7 @@ DEVICE void write_result(const Args& a, const Segment& s, const Unit& u, int col
         write_column(a, u, col, ch, x, ml);
         return;
     }
-    reinterpret_cast<float4*>(a.partial)[(i64(s.slot) * COLS + col) * (D / 4) + ch / 4] = x;
+    reinterpret_cast<float4*>(a.partial)[(i64(s.slot) * COLS + col) * (DV / 4) + ch / 4] = x;
     if (ch == 0) a.partial_ml[i64(s.slot) * COLS + col] = ml;
 }
 
@@ -178,7 +178,7 @@ DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax
 #pragma unroll 1
         for (int i = lane; i < Walk::ROUNDS * MERGE_COLS * 8; i += 32) {
             const int x = i % 8 * 4, col = i / 8 % MERGE_COLS, k = i / (8 * MERGE_COLS), ch = walk.channel(k, x);
-            if (ch < 0 || ch >= D || col >= columns) continue;
+            if (ch < 0 || ch >= DV || col >= columns) continue;
             float bias = 0.f;
             float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
@@ -200,7 +200,7 @@ DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax
 }
 
 /// Called by all consumer warps at the end of a segment; returns the block's next one. FOLD: columns 4 .. 7 of the walk's results are columns 0 .. 3 of
-/// channels D / 2 further on.
+/// channels DV / 2 further on.
 template <bool FOLD = false, class Walk>
 DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4],
                            int bias_group, Merge& shared, int warp, int lane) {
@@ -241,8 +241,8 @@ DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softma
             int x = i % 8 * 4, col = i / 8 % MERGE_COLS, k = i / (8 * MERGE_COLS);
             int ch = first + k < Walk::ROUNDS ? walk.channel(first + k, x) : -1;
             const int real = FOLD ? col % 4 : col;
-            if (ch >= 0 && FOLD) ch += col / 4 * (D / 2);
-            if (ch < 0 || ch >= D || real >= columns_of(a, u)) continue;
+            if (ch >= 0 && FOLD) ch += col / 4 * (DV / 2);
+            if (ch < 0 || ch >= DV || real >= columns_of(a, u)) continue;
             float4 sum = {0.f, 0.f, 0.f, 0.f};
             for (int w = 0; w < WARPS; ++w) {
                 float4 y = *reinterpret_cast<const float4*>(&shared.rounds[w][k][col][x]);
@@ -255,8 +255,8 @@ DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softma
     }
     sync_threads(CONSUMERS);
 #pragma unroll 1
-    for (int i = thread; i < columns_of(a, u) * (D / 4); i += CONSUMERS) {
-        const int col = i / (D / 4), ch = i % (D / 4) * 4;
+    for (int i = thread; i < columns_of(a, u) * (DV / 4); i += CONSUMERS) {
+        const int col = i / (DV / 4), ch = i % (DV / 4) * 4;
         float4 x = *reinterpret_cast<const float4*>(&shared.out[col][ch]);
         if (MERGE_BIAS && bias_sum) {
             float b = 0.f;

@@ -136,7 +136,7 @@ class Plan:
         shape: launch shape to use instead of the measured choice (for tuning).
 
     Attributes:
-        out: [B, num_queries, num_q_heads, head_dim] in q_dtype; zeros where nothing was visible.
+        out: [B, num_queries, num_q_heads, value_head_dim] in q_dtype; zeros where nothing was visible.
         lse: float32 [B, num_queries, num_q_heads], natural log; -inf where nothing was visible.
         q_positions: int32 [B, num_queries] on the device: by default the last positions of every sequence.
     """
@@ -150,13 +150,13 @@ class Plan:
         check_call(call, (len(call.parts[0].table.indptr) - 1, num_queries, num_q_heads, call.parts[0].store.layout.head_dim))
         device = indexed(device)
         layout = call.parts[0].store.layout
-        batch, d, heads = len(call.parts[0].table.indptr) - 1, layout.head_dim, layout.num_kv_heads
+        batch, d, heads = len(call.parts[0].table.indptr) - 1, layout.value_head_dim, layout.num_kv_heads
         packed = list(dict.fromkeys(p.store.layout for p in call.parts if not p.store.layout.key.is_raw))
         layouts = packed or [layout]
         group = num_q_heads // heads
         cols = columns(layouts, num_queries * group, any(p.low for p in call.parts))
         column_blocks = -(-num_queries * group // cols)
-        self.call, self.device, self.num_queries = call, device, num_queries
+        self.call, self.device, self.num_queries, self._head_dim = call, device, num_queries, layout.head_dim
         self._families = [family_of(p.store.layout) for p in call.parts]
         self._keep: list[torch.Tensor] = []  # what the kernels' arguments point into
         self.out = torch.zeros(batch, num_queries, num_q_heads, d, dtype=q_dtype, device=device)
@@ -166,7 +166,7 @@ class Plan:
         raw_dtype = next((p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw), MATRIX_DTYPES[q_dtype])
         limit = driver.shared_limit(torch.cuda.get_device_capability(device))
         low = {p.store.layout: p.low[0].layout for p in call.parts if p.low}
-        ask = Ask(d, cols, MATRIX_DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, shape)
+        ask = Ask(layout.head_dim, cols, MATRIX_DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, shape, value_head_dim=d)
         raw = any(p.store.layout.key.is_raw for p in call.parts)  # the first kernel reads such parts
         kernels = [
             kernel_for(x, dataclasses.replace(ask, fold=folds(x, num_queries * group), low=low.get(x), raw=raw and i == 0)) for i, x in enumerate(layouts)
@@ -199,7 +199,7 @@ class Plan:
         Returns:
             The plan's own `out` and `lse`, overwritten by its next run.
         """
-        check_query(q, self.out.shape, self.out.dtype, self.device)
+        check_query(q, (*self.out.shape[:3], self._head_dim), self.out.dtype, self.device)
         check_static(self.call, layer, static)
         pointers = [
             family.static_pointers(p.store.layout, own, self.device)
@@ -229,7 +229,7 @@ class Plan:
             lines.append(f"attend_pages by cuda: {what}, {launch.blocks} blocks of {s.warps} warps, {s.slots} x {s.chunk} tokens in flight")
         table_tokens = max((int((p.table.starts + p.table.lengths).max()) for p in self.call.parts if p.table.num_pages), default=0)
         layout = self.call.parts[0].store.layout
-        if note := small_on_gpu(self.out.shape[0], table_tokens, layout.num_kv_heads, layout.head_dim):
+        if note := small_on_gpu(self.out.shape[0], table_tokens, layout.num_kv_heads * (layout.head_dim + layout.value_head_dim)):
             lines.append(note)
         return "\n".join(lines)
 

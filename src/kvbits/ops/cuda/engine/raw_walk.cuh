@@ -8,7 +8,7 @@
 
 constexpr int RAW_STEPS = (D + 31) / 32;   // 16-byte loads of a key row by four lanes
 constexpr int RAW_LOADS = RAW_STEPS % 4 == 0 && D * COLS <= 1024 && WARPS <= 7 ? 4 : D * COLS <= 1024 && WARPS <= 7 ? 2 : 1;  // key loads in flight per row: registers allow no more
-constexpr int RAW_HALVES = (D + 63) / 64;  // 16-byte loads of a value row by eight lanes
+constexpr int RAW_HALVES = (DV + 63) / 64;  // 16-byte loads of a value row by eight lanes
 
 /// Eight channels of a row that is visible, else zeros: rows past the visible length may hold anything, NaN included.
 struct RowsInMemory {
@@ -16,9 +16,9 @@ struct RowsInMemory {
     i64 keys, values;            // a lane's first rows and channels
     int visible;
 
-    DEVICE RowsInMemory(i64 keys, i64 values, int visible, int g, int c) : keys(keys + (4 * g * D + 8 * c) * 2), values(values + (8 * c * D + 8 * g) * 2), visible(visible) {}
+    DEVICE RowsInMemory(i64 keys, i64 values, int visible, int g, int c) : keys(keys + (4 * g * D + 8 * c) * 2), values(values + (8 * c * DV + 8 * g) * 2), visible(visible) {}
     DEVICE uint4 key(int j, int i, int g, int c) const { return load_global_once(keys + (j * D + 32 * i) * 2, 4 * g + j < visible && 32 * i + 8 * c < D); }
-    DEVICE uint4 value(int token, int h, int g, int c) const { return load_global_once(values + (token * D + 64 * h) * 2, 8 * c + token < visible && 64 * h + 8 * g < D); }
+    DEVICE uint4 value(int token, int h, int g, int c) const { return load_global_once(values + (token * DV + 64 * h) * 2, 8 * c + token < visible && 64 * h + 8 * g < DV); }
     DEVICE void keys_done() {}
     DEVICE void wait_for_values() {}
 };
@@ -178,10 +178,10 @@ DEVICE int walk_raw_in_memory(const Args& a, Unit u, Merge& merge, int warp, int
     for (int k = warp; k < s.num_chunks; k += WARPS) {
         int chunk = s.first_chunk + k, entry = s.first_entry + chunk / part.chunks_per_page, token = chunk % part.chunks_per_page * 32;
         const Page found(a, s, entry, false);
-        const i64 page = found.address + i64(token) * D * 2;
+        const i64 page = found.address + i64(token) * D * 2, to_values = D == DV ? 0 : i64(token) * (DV - D) * 2;
         const int2 tokens = found.tokens;
         if (tokens.y <= token) continue;
-        walk.step(a, queries, see, softmax, RowsInMemory(page + part.k_raw, page + part.v_raw, tokens.y - token, g, c), tokens.x + token, g, c);
+        walk.step(a, queries, see, softmax, RowsInMemory(page + part.k_raw, page + part.v_raw + to_values, tokens.y - token, g, c), tokens.x + token, g, c);
     }
-    return finish_segment(a, walk, softmax, nullptr, D, merge, warp, lane);
+    return finish_segment(a, walk, softmax, nullptr, DV, merge, warp, lane);
 }

@@ -89,21 +89,23 @@ struct Source {
         fresh = entry >= s.last_entry - 1;
         tokens = {all.x + chunk * size, min(all.y - chunk * size, size)};
         if (raw) {
-            address += (second ? part.v_raw : part.k_raw) + i64(chunk) * (RAW_TOKENS * D * 2);
-            raw_bytes = max(tokens.y, 0) * (D * 2);
-            to_values = part.v_raw - part.k_raw;
+            address += (second ? part.v_raw : part.k_raw) + i64(chunk) * (RAW_TOKENS * (D == DV || !second ? D : DV) * 2);
+            raw_bytes = max(tokens.y, 0) * ((D == DV || !second ? D : DV) * 2);
+            to_values = part.v_raw - part.k_raw + (D == DV ? 0 : chunk * (RAW_TOKENS * (DV - D) * 2));
         }
         const int later = min(entry + 8 * WARPS / chunks_per_page, s.first_entry + (s.first_chunk + s.num_chunks - 1) / chunks_per_page);
         Page::prefetch_tables(a, part, later, low);
     }
-    DEVICE int bytes() const { return RAW_IN_RING && raw_bytes >= 0 ? raw_bytes * (2 / RAW_SLOTS) : HAS_LOW && low ? LOW_BYTES : CHUNK_BYTES; }
+    /// Of the values that share a slot with their keys.
+    DEVICE int value_bytes() const { return D == DV ? raw_bytes : raw_bytes / D * DV; }
+    DEVICE int bytes() const { return RAW_IN_RING && raw_bytes >= 0 ? D == DV ? raw_bytes * (2 / RAW_SLOTS) : raw_bytes + (RAW_SLOTS == 1 ? value_bytes() : 0) : HAS_LOW && low ? LOW_BYTES : CHUNK_BYTES; }
 
     /// f(where in the slot, address, bytes) for every contiguous run.
     template <class F>
     DEVICE void each_piece(const Args& a, F f) const {
         if (RAW_IN_RING && raw_bytes >= 0) {
             if (raw_bytes) f(0, address, raw_bytes);
-            if (raw_bytes && RAW_SLOTS == 1) f(RAW_TOKENS * D * 2, address + to_values, raw_bytes);
+            if (raw_bytes && RAW_SLOTS == 1) f(RAW_TOKENS * D * 2, address + to_values, value_bytes());
             return;
         }
         auto piece = [&](const Piece& p) { f(p.to, address + p.from + chunk * p.step, p.bytes); };

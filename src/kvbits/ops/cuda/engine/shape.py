@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
+from typing import TypeVar
 
 from ....spec import LowLayout, PageLayout
 from ....spec.quant import SCALE_BYTES
@@ -18,6 +18,9 @@ from .side import attend_defines
 
 MAX_PIECES = 40
 MAX_CHUNK_BYTES = 18 << 10
+WIDE_HEAD, MAX_PAGE_BYTES = 256, 72 << 10
+"""Heads of more channels than that share key operands in shared memory, and where their chunks would be cut from too many places, a slot holds a page of
+up to so many bytes."""
 RING_BYTES = 144 << 10
 """More bytes in flight per multiprocessor only lengthen every queue: int8, 8 x 32768 tokens took 139 us with 200 KiB and 132 us with 132 KiB."""
 PREFETCH_BYTES, PREFETCH_CHUNKS = 104 << 10, 12
@@ -32,6 +35,7 @@ RAW_TOKENS = (32, 16, 8)
 """Raw tokens of a chunk: the most of a step, or what a slot of the ring has room for."""
 BARRIERS = 24
 """Bytes of a slot's barriers and tokens (struct Ring)."""
+Layout = TypeVar("Layout", bound=PageLayout | LowLayout)
 Pieces = Sequence[tuple[int, int, int, int]]
 """(offset in the page, step per chunk, offset in the slot, bytes) of every contiguous run of a chunk."""
 
@@ -58,6 +62,7 @@ class Ask:
         low: of the low planes that some of the pages have.
         raw: it reads raw pages too, in the walk over packed ones where it can.
         tables: pages come from block tables on the device (`ops.paged_attention`), not from lists of the host.
+        value_head_dim: channels of values, `head_dim` if None.
     """
 
     head_dim: int
@@ -71,6 +76,12 @@ class Ask:
     low: LowLayout | None = None
     raw: bool = False
     tables: bool = False
+    value_head_dim: int | None = None
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Channels of keys, and of values."""
+        return self.head_dim, self.value_head_dim or self.head_dim
 
 
 @dataclass(frozen=True)
@@ -93,15 +104,9 @@ class Kernel:
         return (self.shape.warps + 1 + self.makers) * 32
 
 
-@overload
-def chunk_layout(layout: PageLayout, tokens: int) -> PageLayout: ...
-@overload
-def chunk_layout(layout: LowLayout, tokens: int) -> LowLayout: ...
-def chunk_layout(layout: PageLayout | LowLayout, tokens: int) -> PageLayout | LowLayout:
+def chunk_layout(layout: Layout, tokens: int) -> Layout:
     """A chunk in shared memory is laid out like a page of that many tokens."""
-    if isinstance(layout, LowLayout):
-        return dataclasses.replace(layout, page_size=tokens, num_kv_heads=1)
-    return PageLayout(key=layout.key, value=layout.value, page_size=tokens, num_kv_heads=1, head_dim=layout.head_dim, raw_dtype=layout.raw_dtype)
+    return dataclasses.replace(layout, page_size=tokens, num_kv_heads=1)
 
 
 def used_bytes(layout: PageLayout | LowLayout) -> int:
@@ -114,7 +119,8 @@ def chunk_tokens(layout: PageLayout) -> int:
     for tokens in (layout.page_size, 128, 64):
         if layout.page_size % tokens == 0 and used_bytes(chunk_layout(layout, tokens)) <= MAX_CHUNK_BYTES:
             return tokens
-    return 32
+    in_one = max(layout.head_dim, layout.value_head_dim) > WIDE_HEAD and used_bytes(layout) <= MAX_PAGE_BYTES and len(pieces_of(layout, 32)) > MAX_PIECES
+    return layout.page_size if in_one else 32
 
 
 def pieces_of(layout: PageLayout | LowLayout, tokens: int) -> Pieces:
@@ -150,17 +156,18 @@ def refuses_pieces(layout: PageLayout, low: Sequence[LowLayout] = ()) -> str | N
     return f"a chunk of this layout{' and its low planes' if low else ''} is cut from more than {MAX_PIECES} places of the page"
 
 
-def merge_bytes(warps: int, cols: int, head_dim: int, with_bias: bool, rounds_at_once: int = 1, merge_cols: int | None = None) -> int:
-    """Shared memory for merging warps (struct Merge of finish.cuh); merge_cols: columns that results are of, if fewer than `cols`."""
+def merge_bytes(warps: int, cols: int, dims: tuple[int, int], with_bias: bool, rounds_at_once: int = 1, merge_cols: int | None = None) -> int:
+    """Shared memory for merging warps (struct Merge of finish.cuh); dims: channels of keys and of values; merge_cols: columns that results are of, if
+    fewer than `cols`."""
     merged = warps * cols * 2 + cols * 2 + warps * (16 if with_bias else 1) * cols + warps * rounds_at_once * (merge_cols or cols) * 36
-    fragments = cols * (2 * head_dim + 256) if cols > 16 else 0  # at most, of any width of codes
+    fragments = cols * (2 * dims[0] + 256) if cols > 16 or dims[0] > WIDE_HEAD else 0  # at most, of any width of codes
     own = warps * (27 + cols)  # each warp's segment, unit and positions, and what it has left
-    return (merged + 2 * cols * head_dim + cols + warps + own) * 4 + 160 + fragments
+    return (merged + cols * sum(dims) + cols + warps + own) * 4 + 160 + fragments
 
 
-def _rounds_at_once(warps: int, cols: int, head_dim: int, with_bias: bool, room: int, merge_cols: int) -> int:
+def _rounds_at_once(warps: int, cols: int, dims: tuple[int, int], with_bias: bool, room: int, merge_cols: int) -> int:
     """Rounds of 32 channels merged between two barriers: as many as fit."""
-    return next((n for n in (8, 4, 2) if n * 32 <= max(head_dim, 64) and merge_bytes(warps, cols, head_dim, with_bias, n, merge_cols) <= room), 1)
+    return next((n for n in (8, 4, 2) if n * 32 <= max(dims[1], 64) and merge_bytes(warps, cols, dims, with_bias, n, merge_cols) <= room), 1)
 
 
 def fitting(
@@ -176,7 +183,7 @@ def fitting(
     low = ask.low is not None
     for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4, mostly: registers are shared out in quarters of a multiprocessor
         ring = 32 + 4 * warps if low else 16
-        merge = merge_bytes(warps, ask.cols, ask.head_dim, with_bias) + own_bytes(warps)
+        merge = merge_bytes(warps, ask.cols, ask.dims, with_bias) + own_bytes(warps)
         stages = (ask.shared_limit - ring - merge) // (warps * (slot + BARRIERS))
         least = 1 if ask.cols > 16 else 2  # long steps: more warps with a slot each were faster than fewer with two (372 and 400 us, int8)
         if warps <= most_warps and stages >= least:  # a chunk with a low plane takes two slots: the third holds the start of the next
@@ -198,10 +205,11 @@ def frame_defines(
         fragments: key operands of a column tile that warps share.
     """
     merge_cols = merge_cols or ask.cols
-    merged = (shape.warps, ask.cols, ask.head_dim, bias_groups)
+    merged = (shape.warps, ask.cols, ask.dims, bias_groups)
     rounds = _rounds_at_once(*merged, ask.shared_limit - ring_bytes, merge_cols)
     return {
-        "HEAD_DIM": ask.head_dim, "COLS": ask.cols, "Q_TYPE": DTYPES[ask.q_dtype], "RAW_TYPE": DTYPES[ask.raw_dtype], "SOFTCAP": int(ask.softcap),
+        "HEAD_DIM": ask.dims[0], "VALUE_HEAD_DIM": ask.dims[1], "COLS": ask.cols, "Q_TYPE": DTYPES[ask.q_dtype], "RAW_TYPE": DTYPES[ask.raw_dtype],
+        "SOFTCAP": int(ask.softcap),
         "Q_FRAGMENTS": fragments, "BLOCK_TABLES": int(ask.tables), "OWN_START": int(own_start), "ROUNDS_AT_ONCE": rounds, "MERGE_COLS": merge_cols,
         "MERGE_BIAS": int(merge_bias), "BIAS_GROUPS": 16 if bias_groups else 1, "WARPS": shape.warps,
         "SHARED_BYTES": ring_bytes + merge_bytes(*merged, rounds, merge_cols),

@@ -4,7 +4,7 @@
 #include "numbers.h"
 #include "turn.cuh"
 
-constexpr int D = HEAD_DIM;
+constexpr int D = HEAD_DIM;  // the more of keys' and values', which memory and threads are shared out for; Side::D is a side's own
 
 /// The number format of floats of one kind; of other levels one without exponent bits.
 constexpr NumberFormat float_format(int levels) {
@@ -22,19 +22,20 @@ DEVICE float float_of(u32 code) {
 
 /// What one of keys and values is stored as.
 template <int FLOAT_, int BITS0_, int BITS1_, int SCALE_, int GROUP_, int ZERO_, int BIAS_, int MEAN_, int TYPE_, int OFFSET0_, int OFFSET1_, int SCALE_OFFSET_,
-          int BIAS_OFFSET_, int MEAN_OFFSET_, bool VALUES_>
+          int BIAS_OFFSET_, int MEAN_OFFSET_, int D_, bool VALUES_>
 struct Side {
     static constexpr int FLOAT = FLOAT_, BITS0 = BITS0_, BITS1 = BITS1_, SCALE = SCALE_, GROUP = GROUP_, ZERO = ZERO_, TYPE = TYPE_;
+    static constexpr int D = D_, OCTETS = D_ / 8;
     static constexpr bool HAS_BIAS = BIAS_, HAS_MEAN = MEAN_, VALUES = VALUES_;
     static constexpr int OFFSET0 = OFFSET0_, OFFSET1 = OFFSET1_, SCALE_OFFSET = SCALE_OFFSET_, BIAS_OFFSET = BIAS_OFFSET_, MEAN_OFFSET = MEAN_OFFSET_;
-    static constexpr int BITS = BITS0_ + BITS1_, GROUPS = D / GROUP_;
+    static constexpr int BITS = BITS0_ + BITS1_, GROUPS = D_ / GROUP_;
     static constexpr int LOW = ZERO ? 1 : 0, HIGH = (1 << (BITS > 8 ? 8 : BITS)) - 1;
     static constexpr bool IS_FLOAT = float_format(FLOAT).exponent_bits > 0;
     static constexpr float Q_MAX = IS_FLOAT ? float_format(FLOAT).max_value : ZERO ? float(ZERO - 1) : float(HIGH);
     static constexpr float SATURATES = float_format(FLOAT).saturates_at;
     // A scale taken from the page and rounded by at most 2**-11 cannot push a code half a step past its range.
     static constexpr bool NEVER_SATURATES = FLOAT == INTEGER && SCALE != SCALE_STATIC && TYPE != BFLOAT16;
-    static constexpr int SCALES = SCALE == SCALE_CHANNEL ? D : GROUPS * PAGE;  // of a page
+    static constexpr int SCALES = SCALE == SCALE_CHANNEL ? D_ : GROUPS * PAGE;  // of a page
 };
 
 template <int TYPE>

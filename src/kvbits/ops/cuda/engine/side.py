@@ -37,7 +37,7 @@ def side_arguments(layout: PageLayout, kind: str) -> str:
     side = describe(layout, kind)
     values = [
         side.levels, side.plane(0)[0] or 8, side.plane(1)[0], side.scale, side.group, side.zero, int(side.has_bias), int(side.has_mean), side.scale_dtype,
-        side.plane_offset[0], side.plane(1)[2], *(x or 0 for x in (side.scale_offset, side.bias_offset, side.mean_offset)),
+        side.plane_offset[0], side.plane(1)[2], *(x or 0 for x in (side.scale_offset, side.bias_offset, side.mean_offset)), layout.dim(kind),
     ]  # fmt: skip
     return ", ".join(map(str, values))
 
@@ -65,7 +65,7 @@ def attend_defines(chunk: PageLayout, kind: str, num_planes: int) -> dict[str, i
         f"{name}_SCALE": side.scale,
         f"{name}_SCALE_TYPE": side.scale_dtype,
         f"{name}_GROUPS": groups,
-        f"{name}_GROUP": chunk.head_dim // groups,
+        f"{name}_GROUP": chunk.dim(kind) // groups,
         f"{name}_HAS_BIAS": int(side.has_bias and side.scale != STATIC),
         f"{name}_HAS_MEAN": int(side.has_mean),
         f"{name}_SCALE_OFFSET": side.scale_offset or 0,

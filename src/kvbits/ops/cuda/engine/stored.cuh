@@ -35,13 +35,13 @@ DEVICE float stored_bias(float x) {
 }
 
 /// Four bytes of a plane's row: field f of byte r is channel r + f * ROW.
-template <int BITS, int SHIFT, class Shared>
+template <int CHANNELS, int BITS, int SHIFT, class Shared>
 DEVICE u32 row_word(const Shared& shared, int token, int r) {
-    constexpr int ROW = (D * BITS + 31) / 32 * 4;
+    constexpr int ROW = (CHANNELS * BITS + 31) / 32 * 4;
     u32 w = 0;
 #pragma unroll
     for (int f = 0; f < 8 / BITS; ++f) {
-        if (r + f * ROW >= D) continue;
+        if (r + f * ROW >= CHANNELS) continue;
         u32 codes = *reinterpret_cast<const u32*>(&shared.codes[token][r + f * ROW]);
         w |= (codes >> SHIFT & ((1u << BITS) - 1) * 0x01010101u) << BITS * f;
     }
@@ -75,5 +75,5 @@ DEVICE void write_rows(unsigned char* plane, const Word& word) {
 /// A plane of codes of one width. shared.codes: a byte each, [token][channel].
 template <class S, int BITS, int SHIFT, class Shared>
 DEVICE void write_plane(unsigned char* plane, const Shared& shared) {
-    write_rows<S::VALUES, (D * BITS + 31) / 32 * 4>(plane, [&](int token, int r) { return row_word<BITS, SHIFT>(shared, token, r); });
+    write_rows<S::VALUES, (S::D * BITS + 31) / 32 * 4>(plane, [&](int token, int r) { return row_word<S::D, BITS, SHIFT>(shared, token, r); });
 }

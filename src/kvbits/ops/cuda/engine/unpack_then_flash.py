@@ -42,6 +42,8 @@ def refuses(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, num_querie
         return "it has a sliding window or a softcap"
     if layout.head_dim % 8 or layout.head_dim > 256:
         return f"head_dim={layout.head_dim} is not a multiple of 8 up to 256"
+    if layout.head_dim != layout.value_head_dim:
+        return f"torch's FlashAttention takes one width, keys have {layout.head_dim} and values {layout.value_head_dim} channels"
     return next((why for p in call.parts if (why := _refuses_part(p, q_dtype))), None)
 
 

@@ -1,4 +1,5 @@
 // Writes fresh tokens to their slots in raw and in token-local pages: one item per run and kv head.
+#include <algorithm>
 #include <atomic>
 #include <new>
 
@@ -20,12 +21,12 @@ void run_item(void* context, int64_t i, int64_t, void*) {
   const kvbits_append_call& call = *static_cast<const kvbits_append_call*>(context);
   const kvbits_store& store = *call.store;
   const Run& r = reinterpret_cast<const Run*>(call.runs)[i / call.num_kv_heads];
-  const int64_t head = i % call.num_kv_heads, size = call.dtype == FLOAT32 ? 4 : 2, row_bytes = call.head_dim * size;
-  uint8_t* page = const_cast<uint8_t*>(page_address(&store, r.page)) + head * store.head_bytes + r.slot * row_bytes;
+  const int64_t head = i % call.num_kv_heads, size = call.dtype == FLOAT32 ? 4 : 2;
+  uint8_t* page = const_cast<uint8_t*>(page_address(&store, r.page)) + head * store.head_bytes;
   for (int side = 0; side < 2; side++) {
-    const int64_t* stride = call.stride[side];
+    const int64_t *stride = call.stride[side], row_bytes = (side ? call.value_head_dim : call.head_dim) * size;
     const char* from = static_cast<const char*>(call.source[side]) + (r.row * stride[0] + r.token * stride[1] + head * stride[2]) * size;
-    uint8_t* to = page + (side ? store.value : store.key).plane_offset[0];
+    uint8_t* to = page + (side ? store.value : store.key).plane_offset[0] + r.slot * row_bytes;
     for (int64_t t = 0; t < r.count; t++) __builtin_memcpy(to + t * row_bytes, from + t * stride[1] * size, static_cast<size_t>(row_bytes));
   }
 }
@@ -53,7 +54,7 @@ void packed_item(void* context, int64_t i, int64_t, void* scratch) {
     part.is_key = side == 0;
     part.kv_head = static_cast<int>(head);
     part.page_size = store.page_size;
-    part.head_dim = call.head_dim;
+    part.head_dim = side ? call.value_head_dim : call.head_dim;
     part.dtype = call.dtype;
     part.slot = static_cast<int>(r.slot);
     part.count = static_cast<int>(r.count);
@@ -82,7 +83,7 @@ bool raw_of(const kvbits_tensor& t, int dtype) { return t.format == FORMAT_RAW &
 
 extern "C" int32_t kvbits_append(kvbits_append_call* call) {
   const kvbits_store& store = *call->store;
-  if (const int32_t bad = check_store(store, call->head_dim)) return bad;
+  if (const int32_t bad = check_store(store, call->head_dim, call->value_head_dim)) return bad;
   const bool raw = store.key.format == FORMAT_RAW && store.value.format == FORMAT_RAW;
   if (raw ? !raw_of(store.key, call->dtype) || !raw_of(store.value, call->dtype)
           : !token_local(store.key) || !token_local(store.value) || call->used_bytes < 0 || call->used_bytes > store.head_bytes)
@@ -98,7 +99,7 @@ extern "C" int32_t kvbits_append(kvbits_append_call* call) {
       return KVBITS_BAD_RUN;
     tokens += r.count;
   }
-  const int64_t items = call->num_runs * call->num_kv_heads, bytes = 2 * tokens * call->num_kv_heads * call->head_dim * (call->dtype == FLOAT32 ? 4 : 2);
+  const int64_t items = call->num_runs * call->num_kv_heads, bytes = tokens * call->num_kv_heads * (call->head_dim + call->value_head_dim) * (call->dtype == FLOAT32 ? 4 : 2);
   void* context = call;
   int64_t threads = call->num_threads > 0 ? call->num_threads : pool_available_threads();
   if (threads > bytes / BYTES_PER_THREAD) threads = bytes / BYTES_PER_THREAD;
@@ -106,7 +107,7 @@ extern "C" int32_t kvbits_append(kvbits_append_call* call) {
     const TierKernels* tier = active_tier();
     if (!tier) return KVBITS_NO_TIER;
     Work w = {call, tier->pages, {}, {}, {}};
-    const size_t scratch = w.kernels->close_scratch_bytes(store.page_size, call->head_dim);
+    const size_t scratch = w.kernels->close_scratch_bytes(store.page_size, std::max(call->head_dim, call->value_head_dim));
     try {
       if (!pool_run(threads < 1 ? 1 : static_cast<int>(threads), items, scratch, packed_item, &w)) return KVBITS_NO_MEMORY;
     } catch (const std::bad_alloc&) {

@@ -71,12 +71,18 @@ const TierKernels* active_tier() {
   return active.load(std::memory_order_relaxed);
 }
 
-int32_t check_store(const kvbits_store& store, int head_dim) {
-  if (head_dim < 8 || head_dim % 8 || head_dim > MAX_HEAD_DIM) return KVBITS_BAD_HEAD_DIM;
+// Codebooks, outliers and keys before the rotary embedding are read with one width.
+bool takes_one_width(const kvbits_tensor& t) { return t.codebook || t.num_outliers || t.turns; }
+
+bool is_head_dim(int head_dim) { return head_dim >= 8 && head_dim % 8 == 0 && head_dim <= MAX_HEAD_DIM; }
+
+int32_t check_store(const kvbits_store& store, int head_dim, int value_head_dim) {
+  if (!is_head_dim(head_dim) || !is_head_dim(value_head_dim)) return KVBITS_BAD_HEAD_DIM;
+  if (head_dim != value_head_dim && (takes_one_width(store.key) || takes_one_width(store.value))) return KVBITS_BAD_HEAD_DIM;
   if (store.page_size < 1) return KVBITS_BAD_PAGE_SIZE;
   if (store.key.bands && (store.value.codebook || store.value.num_outliers)) return KVBITS_BAD_FORMAT;
   const int32_t bad = check_tensor(store.key, true, store, head_dim);
-  return bad ? bad : check_tensor(store.value, false, store, head_dim);
+  return bad ? bad : check_tensor(store.value, false, store, value_head_dim);
 }
 
 int64_t num_pages(const kvbits_store& store) {
@@ -111,7 +117,7 @@ const char* kvbits_error(int32_t code) {
     case KVBITS_BAD_OUTLIERS: return "a page cannot list more outliers than it has elements";
     case KVBITS_BAD_PAGE_SIZE: return "page_size must be a multiple of 32 where anything is quantized";
     case KVBITS_BAD_GROUP: return "group_size must be a multiple of 4 that divides head_dim into at most 32 groups";
-    case KVBITS_BAD_HEAD_DIM: return "head_dim must be a multiple of 8 and at most 512";
+    case KVBITS_BAD_HEAD_DIM: return "head_dim must be a multiple of 8 and at most 512, and keys and values as wide as each other where they have codebooks or outliers";
     case KVBITS_BAD_HEADS: return "the number of query heads must be a multiple (at most 64) of the number of kv heads";
     case KVBITS_BAD_TABLE: return "a page table's indptr must rise from 0 to its number of entries, and starts must not be negative";
     case KVBITS_BAD_PAGE_ID: return "a page table names a page that its store does not have";

@@ -25,5 +25,5 @@ enum Error {
 const TierKernels* active_tier();
 
 // 0, or what is wrong with the formats of a store.
-int32_t check_store(const kvbits_store& store, int head_dim);
+int32_t check_store(const kvbits_store& store, int head_dim, int value_head_dim);
 int64_t num_pages(const kvbits_store& store);

@@ -84,7 +84,7 @@ static void attend_item(const AttendPlan* plan, const AttendItem* item, const At
     if (lo < hi) {
       const kvbits_store &store = *pages.store, *low = pages.low;
       Part part = {call, pages, item->kv_head, chunks, describe(store.key, low ? &low->key : nullptr, call.head_dim, hi - lo),
-                   describe_values(store.value, low ? &low->value : nullptr, call.head_dim, hi - lo), w.chunks, w.block, false, false};
+                   describe_values(store.value, low ? &low->value : nullptr, call.value_head_dim, hi - lo), w.chunks, w.block, false, false};
       attend_part(part, {begin + lo, begin + hi, after}, w);
     }
   }

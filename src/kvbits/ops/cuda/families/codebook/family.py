@@ -9,6 +9,7 @@ import torch
 
 from .....spec import LowLayout, PageLayout
 from ....descriptor import GROUP, scale_kind
+from ....types import refuses_unlike_widths
 from ...engine import shape
 from ...engine.family import Family, Op
 from ...engine.shape import RAW_TOKENS, Ask, Kernel, Shape
@@ -37,7 +38,7 @@ class Codebook(Family):
         return f"{format.extras(layout)}: low planes have no CUDA kernel"
 
     def refuses_attention(self, layout: PageLayout, num_columns: int, shared_limit: int | None) -> str | None:
-        why = format.refuses(layout)
+        why = refuses_unlike_widths(layout) or format.refuses(layout)
         if not why and shared_limit and _choose_shape(layout, 8, shared_limit, False) is None:
             why = f"their tables and a page need more than this GPU's {shared_limit} bytes of shared memory"
         return why and f"{format.extras(layout)}: {why}"
@@ -78,7 +79,7 @@ def _choose_shape(layout: PageLayout, cols: int, shared_limit: int, fold: bool) 
     """As many warps as fit with a slot each, and two if they do."""
     slot, wide = -(-shape.used_bytes(layout) // 128) * 128, shared_limit >= format.WIDE_FROM
     for warps in (format.MAX_WARPS, 7, 3):
-        room = shared_limit - 16 - format.shared_bytes(layout, fold, wide) - shape.merge_bytes(warps, cols, layout.head_dim, False)
+        room = shared_limit - 16 - format.shared_bytes(layout, fold, wide) - shape.merge_bytes(warps, cols, (layout.head_dim, layout.value_head_dim), False)
         if stages := max(room, 0) // (warps * (slot + BARRIERS)):
             return Shape(warps, warps * min(stages, 2), layout.page_size, 2)
     return None

@@ -89,6 +89,8 @@ def _refuses_attention(layout: PageLayout, num_columns: int) -> str | None:
     key, value, d = layout.key, layout.value, layout.head_dim
     if d > 256:
         return f"head_dim={d} is above 256"
+    if d != layout.value_head_dim:
+        return f"keys of {d} and values of {layout.value_head_dim} channels in banded codes; the CUDA kernels take one width for both"
     if not (key.is_banded and value.is_banded):
         return f"banded codes of one of keys and values beside {value.format if key.is_banded else key.format}; the CUDA kernel reads both as banded codes"
     if key.basis != "calibrated":

@@ -36,6 +36,8 @@ def banded_arguments(layout: PageLayout, kind: str) -> str:
 
 def refuses_bands(layout: PageLayout) -> str | None:
     """Why the kernels that store and unpack banded codes do not take a layout, or None."""
+    if layout.head_dim != layout.value_head_dim:
+        return f"keys of {layout.head_dim} and values of {layout.value_head_dim} channels in banded codes; the CUDA kernels take one width for both"
     d, step = layout.head_dim, 32 if layout.key.basis == "calibrated" else BAND
     for kind, spec in (("keys", layout.key), ("values", layout.value)):
         if not spec.is_banded:

@@ -613,7 +613,7 @@ DEVICE void store_pages(const Args& a, int side, int head, int first, int last, 
 #if STORES
         const Tokens of = find_tokens(a, page * IN_BLOCK, side, head, shared);
 #elif APPENDS
-        if (append_alone(a.step, a.num_heads, side, page, head, threadIdx.x)) continue;
+        if (append_alone<D, D>(a.step, a.num_heads, side, page, head, threadIdx.x)) continue;
         if (!loaded) load();
         unsigned char* const out = reinterpret_cast<unsigned char*>(a.step.closed) + a.step.closings[page].to + i64(head) * a.head_bytes;
         const Tokens of = {out, S::BASIS == CALIBRATED ? a.starts[page] - PAGE : 0, 0};
@@ -630,7 +630,7 @@ DEVICE void store_pages(const Args& a, int side, int head, int first, int last, 
         if (side == 0) clear_padding(a, of, shared);
         __syncthreads();  // the page has been read: its place may be the fresh token's; and what is shared may be the next page's
 #if APPENDS
-        FreshRow(a.step, a.num_heads, side, page, head, threadIdx.x).store();
+        FreshRow<D, D>(a.step, a.num_heads, side, page, head, threadIdx.x).store();
 #endif
     }
 }

@@ -125,7 +125,7 @@ DEVICE void write_codes(const Octet (&x)[ROWS], const float (&mean)[8], int team
 template <class S, class L>
 DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shared) {
     const int thread = threadIdx.x, octet = thread % OCTETS, team = thread / OCTETS;
-    const bool works = team < TEAMS;
+    const bool works = team < TEAMS && (S::D == D || octet < S::OCTETS);
 #if APPENDS
     const Closing closing = a.step.closings[page];
     unsigned char* out = reinterpret_cast<unsigned char*>(a.step.closed) + closing.to + i64(head) * a.head_bytes;
@@ -143,7 +143,7 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
         int token = team + i * TEAMS;
         for (int k = 0; k < Octet::WORDS; ++k) x[i].w[k] = 0;
 #if APPENDS
-        if (works && token < PAGE) x[i].load(raw, from + token * D);
+        if (works && token < PAGE) x[i].load(raw, from + token * S::D);
 #else
         if (works && token < PAGE) x[i].load(a.x[side], from + token * a.stride[side][2]);
 #endif
@@ -155,7 +155,7 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
         for (int i = 0; i < ROWS; ++i) {
             int token = team + i * TEAMS;
             if (works && token < PAGE)
-                for (int k = 0; k < 8; ++k) store<RAW_TYPE>(out + S::OFFSET0, token * D + octet * 8 + k, x[i][k]);
+                for (int k = 0; k < 8; ++k) store<RAW_TYPE>(out + S::OFFSET0, token * S::D + octet * 8 + k, x[i][k]);
         }
         return;
     }
@@ -167,7 +167,7 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
             shared.sums[team * D + octet * 8 + k] = sum;
         }
         __syncthreads();
-        for (int ch = thread; ch < D; ch += THREADS) {
+        for (int ch = thread; ch < S::D; ch += THREADS) {
             double sum = 0;
             for (int t = 0; t < TEAMS; ++t) sum += shared.sums[t * D + ch];
             shared.mean[ch] = rounded<S::TYPE>(float(sum / PAGE));
@@ -178,7 +178,7 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
         for (int k = 0; k < 8; ++k) mean[k] = shared.mean[octet * 8 + k];
     }
     if (S::SCALE == SCALE_STATIC) {
-        for (int i = thread; i < D; i += THREADS) {
+        for (int i = thread; i < S::D; i += THREADS) {
             int at = head * S::GROUPS + i / S::GROUP;
             shared.inverse[i] = __fdiv_rn(1.f, a.scale[side][at]);
             shared.bias[i] = a.bias[side] ? a.bias[side][at] : 0.f;
@@ -206,11 +206,14 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
             __syncthreads();
         }
         write_plane<S, L::BITS ? L::BITS : 8, BOTH ? S::BITS : 0>(low + L::OFFSET, shared);
-        constexpr int END = L::OFFSET + PAGE * ((D * L::BITS + 31) / 32 * 4);
+        constexpr int END = L::OFFSET + PAGE * ((S::D * L::BITS + 31) / 32 * 4);
         if (S::VALUES || !Low<V_LOW>::BITS)
             for (int i = END / 4 + thread; i < a.low_head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(low)[i] = 0;
     }
 }
+
+using Keys = Side<K_SIDE, false>;
+using Values = Side<V_SIDE, true>;
 
 extern "C" __global__ void __launch_bounds__(THREADS) close_pages(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) unsigned char memory[];
@@ -219,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) close_pages(const __grid_c
     i64 item = blockIdx.x;
     int side = item % 2, head = item / 2 % a.num_heads, page = item / 2 / a.num_heads;
 #if APPENDS
-    if (append_alone(a.step, a.num_heads, side, page, head, threadIdx.x)) return;
+    if (append_alone<Keys::D, Values::D>(a.step, a.num_heads, side, page, head, threadIdx.x)) return;
 #endif
     if (side == 0)  // nothing of the pool's earlier content stays in a page
 #if APPENDS
@@ -227,10 +230,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) close_pages(const __grid_c
 #else
         for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(a.page_address[page] + i64(head) * a.head_bytes)[i] = 0;
 #endif
-    if (side == 0) close_side<Side<K_SIDE, false>, Low<K_LOW>>(a, 0, page, head, shared);
-    else close_side<Side<V_SIDE, true>, Low<V_LOW>>(a, 1, page, head, shared);
+    if (side == 0) close_side<Keys, Low<K_LOW>>(a, 0, page, head, shared);
+    else close_side<Values, Low<V_LOW>>(a, 1, page, head, shared);
 #if APPENDS
     __syncthreads();  // the page has been read: its place may be the fresh token's
-    FreshRow(a.step, a.num_heads, side, page, head, threadIdx.x).store();
+    FreshRow<Keys::D, Values::D>(a.step, a.num_heads, side, page, head, threadIdx.x).store();
 #endif
 }

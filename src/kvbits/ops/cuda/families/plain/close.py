@@ -23,12 +23,12 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
     """Why pages of this layout cannot be closed from `dtype`, or None."""
     if dtype not in TORCH_NUMBERS:
         return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
-    if layout.page_size * layout.head_dim > 512 * 8 * ROWS_PER_THREAD:
-        return f"a page of {layout.page_size} x {layout.head_dim} numbers does not fit one block"
-    for kind, spec in (("key", layout.key), ("value", layout.value)):
-        groups = 1 if isinstance(spec.granularity, PerChannel) else spec.num_groups(layout.head_dim)
-        if layout.head_dim // groups % 8:
-            return f"{kind} groups of {layout.head_dim // groups} channels are no multiple of 8"
+    for kind, spec, d in (("key", layout.key, layout.head_dim), ("value", layout.value, layout.value_head_dim)):
+        if layout.page_size * d > 512 * 8 * ROWS_PER_THREAD:
+            return f"a page of {layout.page_size} x {d} numbers does not fit one block"
+        groups = 1 if isinstance(spec.granularity, PerChannel) else spec.num_groups(d)
+        if d // groups % 8:
+            return f"{kind} groups of {d // groups} channels are no multiple of 8"
     return None
 
 
@@ -48,11 +48,12 @@ class StepArgs(_Args):
 
 def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None, appends: bool = False) -> dict[str, int | str]:
     """Macros of one instantiation of close.cu; `appends`: of `DecodeStep`."""
-    d, page = layout.head_dim, layout.page_size
+    d, page = max(layout.head_dim, layout.value_head_dim), layout.page_size
     octets = d // 8
     threads = max(128, min(512, -(-page * octets // 4 // 32) * 32), -(-page * octets // ROWS_PER_THREAD // 32) * 32)
     teams = threads // octets
-    scales = max(d, *(page * s.num_groups(d) for s in (layout.key, layout.value) if not isinstance(s.granularity, PerChannel)), 0)
+    sides = (layout.key, layout.head_dim), (layout.value, layout.value_head_dim)
+    scales = max(d, *(page * s.num_groups(n) for s, n in sides if not isinstance(s.granularity, PerChannel)), 0)
     union = max(8 * max(page * octets, teams * d), 8 * teams * d, page * (d + 4))
     return {
         "HEAD_DIM": d, "PAGE": page, "THREADS": threads, "X_TYPE": TORCH_NUMBERS[dtype], "RAW_TYPE": DTYPES[layout.raw_dtype],

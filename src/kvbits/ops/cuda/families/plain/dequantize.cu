@@ -31,22 +31,22 @@ DEVICE void store4(void* out, i64 at, const float (&x)[4]) {
     *reinterpret_cast<uint2*>(static_cast<u16*>(out) + at) = w;
 }
 
-constexpr int row_bytes(int bits) { return (D * bits + 31) / 32 * 4; }
+constexpr int row_bytes(int channels, int bits) { return (channels * bits + 31) / 32 * 4; }
 
 /// Codes of channels ch .. ch + 3 (a multiple of 4) in one plane, one a byte: of one key token, or of the four value tokens of a quad.
-template <int BITS>
-DEVICE u32 fields(u32 word, int ch) { return BITS == 8 ? word : (word >> ch / row_bytes(BITS) * BITS) & ((1u << BITS) - 1) * 0x01010101u; }
-template <int BITS>
+template <int CHANNELS, int BITS>
+DEVICE u32 fields(u32 word, int ch) { return BITS == 8 ? word : (word >> ch / row_bytes(CHANNELS, BITS) * BITS) & ((1u << BITS) - 1) * 0x01010101u; }
+template <int CHANNELS, int BITS>
 DEVICE u32 key_codes(const unsigned char* plane, int token, int ch) {
-    int r = ch % row_bytes(BITS);
-    return fields<BITS>(*reinterpret_cast<const u32*>(plane + ((token / 16) * (row_bytes(BITS) / 4) + r / 4) * 64 + token % 16 * 4), ch);
+    int r = ch % row_bytes(CHANNELS, BITS);
+    return fields<CHANNELS, BITS>(*reinterpret_cast<const u32*>(plane + ((token / 16) * (row_bytes(CHANNELS, BITS) / 4) + r / 4) * 64 + token % 16 * 4), ch);
 }
 /// word[k]: channel ch + k of the quad's four tokens.
-template <int BITS>
+template <int CHANNELS, int BITS>
 DEVICE void value_codes(u32 (&word)[4], const unsigned char* plane, int quad, int ch) {
-    int r = ch % row_bytes(BITS), width = min(16, row_bytes(BITS) - r / 16 * 16);
+    int r = ch % row_bytes(CHANNELS, BITS), width = min(16, row_bytes(CHANNELS, BITS) - r / 16 * 16);
     uint4 w = *reinterpret_cast<const uint4*>(plane + r / 16 * 16 * PAGE + quad * 4 * width + r % 16 * 4);
-    word[0] = fields<BITS>(w.x, ch); word[1] = fields<BITS>(w.y, ch); word[2] = fields<BITS>(w.z, ch); word[3] = fields<BITS>(w.w, ch);
+    word[0] = fields<CHANNELS, BITS>(w.x, ch); word[1] = fields<CHANNELS, BITS>(w.y, ch); word[2] = fields<CHANNELS, BITS>(w.z, ch); word[3] = fields<CHANNELS, BITS>(w.w, ch);
 }
 
 template <class S, class E>
@@ -85,7 +85,7 @@ struct Reader {
             if (S::HAS_BIAS) x[k] += S::SCALE == SCALE_STATIC ? bias[ch + k] : load_value<S::TYPE>(page + S::BIAS_OFFSET, place);
             if (S::HAS_MEAN) x[k] += load_value<S::TYPE>(page + S::MEAN_OFFSET, ch + k);
         }
-        if (STAGED<E>) *reinterpret_cast<float4*>(tile + token * D + ch) = {x[0], x[1], x[2], x[3]};
+        if (STAGED<E>) *reinterpret_cast<float4*>(tile + token * S::D + ch) = {x[0], x[1], x[2], x[3]};
         else store4(out, at, x);
     }
 };
@@ -96,16 +96,16 @@ DEVICE void write_tile(const Args& a, int side, const unsigned char* page, float
     __syncthreads();
     for (int i = threadIdx.x; i < E::OUTLIERS; i += THREADS) {
         u32 at = E::index(page, i);
-        if (at < tokens * D) tile[at] += load_value<S::TYPE>(page + E::VALUE_OFFSET, i);
+        if (at < tokens * S::D) tile[at] += load_value<S::TYPE>(page + E::VALUE_OFFSET, i);
     }
     __syncthreads();
-    constexpr int STEP = E::TURNED ? D / 8 : D / 4;  // lanes of a row
+    constexpr int STEP = E::TURNED ? S::D / 8 : S::D / 4;  // lanes of a row
     for (int i = threadIdx.x; i < tokens * STEP; i += THREADS) {
         int token = i / STEP, ch = i % STEP * 4;
-        float4 low = *reinterpret_cast<const float4*>(tile + token * D + ch);
+        float4 low = *reinterpret_cast<const float4*>(tile + token * S::D + ch);
         float x[4] = {low.x, low.y, low.z, low.w};
         if (E::TURNED) {
-            float4 high = *reinterpret_cast<const float4*>(tile + token * D + D / 2 + ch);
+            float4 high = *reinterpret_cast<const float4*>(tile + token * S::D + S::D / 2 + ch);
             float y[4] = {high.x, high.y, high.z, high.w};
             for (int k = 0; k < 4; ++k) {
                 float2 t = turn_of(a.starts[blockIdx.x] + token, a.turns[ch + k]);
@@ -113,7 +113,7 @@ DEVICE void write_tile(const Args& a, int side, const unsigned char* page, float
                 y[k] = y[k] * t.x + x[k] * t.y;
                 x[k] = turned;
             }
-            store4(a.out[side], base + token * stride + D / 2 + ch, y);
+            store4(a.out[side], base + token * stride + S::D / 2 + ch, y);
         }
         store4(a.out[side], base + token * stride + ch, x);
     }
@@ -122,9 +122,9 @@ DEVICE void write_tile(const Args& a, int side, const unsigned char* page, float
 
 template <class S, class E, class L>
 DEVICE void unpack(const Args& a, int side, const unsigned char* page, const unsigned char* low, int head, int2 rows, float* tile) {
-    const i64 stride = i64(a.num_heads) * D, base = i64(rows.x) * stride + head * D;
-    Reader<S, E> reader = {page, a.scale[side] + head * D, a.bias[side] + head * D, a.codebook[side] + (head << (S::BITS > 8 ? 0 : S::BITS)), tile};
-    constexpr int CHUNKS = D / 4;
+    const i64 stride = i64(a.num_heads) * S::D, base = i64(rows.x) * stride + head * S::D;
+    Reader<S, E> reader = {page, a.scale[side] + head * S::D, a.bias[side] + head * S::D, a.codebook[side] + (head << (S::BITS > 8 ? 0 : S::BITS)), tile};
+    constexpr int CHUNKS = S::D / 4;
     if (S::FLOAT == RAW) {
         for (int i = threadIdx.x; i < rows.y * CHUNKS; i += THREADS) {
             uint2 w = *reinterpret_cast<const uint2*>(page + S::OFFSET0 + i64(i) * 8);
@@ -134,14 +134,14 @@ DEVICE void unpack(const Args& a, int side, const unsigned char* page, const uns
         for (int i = threadIdx.x; i < (rows.y + 7) / 8 * 2 * CHUNKS; i += THREADS) {
             int quad = i / CHUNKS, ch = i % CHUNKS * 4;
             u32 word[4];
-            value_codes<S::BITS0>(word, page + S::OFFSET0, quad, ch);
+            value_codes<S::D, S::BITS0>(word, page + S::OFFSET0, quad, ch);
             if (S::BITS1) {
                 u32 second[4];
-                value_codes<S::BITS1 ? S::BITS1 : 8>(second, page + S::OFFSET1, quad, ch);
+                value_codes<S::D, S::BITS1 ? S::BITS1 : 8>(second, page + S::OFFSET1, quad, ch);
                 for (int k = 0; k < 4; ++k) word[k] = word[k] << S::BITS1 | second[k];
             }
             u32 fine[4] = {};
-            if (L::BITS) value_codes<L::PLANE_BITS>(fine, low + L::OFFSET, quad, ch);
+            if (L::BITS) value_codes<S::D, L::PLANE_BITS>(fine, low + L::OFFSET, quad, ch);
             for (int u = 0; u < 4; ++u) {
                 int token = quad / 2 * 8 + (0x76325410u >> (quad % 2 * 4 + u) * 4 & 7);  // slots hold tokens 0 1 4 5 2 3 6 7
                 if (token >= rows.y) continue;
@@ -153,9 +153,9 @@ DEVICE void unpack(const Args& a, int side, const unsigned char* page, const uns
     } else {
         for (int i = threadIdx.x; i < rows.y * CHUNKS; i += THREADS) {
             int token = i / CHUNKS, ch = i % CHUNKS * 4;
-            u32 word = key_codes<S::BITS0>(page + S::OFFSET0, token, ch);
-            if (S::BITS1) word = word << S::BITS1 | key_codes<S::BITS1 ? S::BITS1 : 8>(page + S::OFFSET1, token, ch);
-            const u32 fine = L::BITS ? key_codes<L::PLANE_BITS>(low + L::OFFSET, token, ch) : 0;
+            u32 word = key_codes<S::D, S::BITS0>(page + S::OFFSET0, token, ch);
+            if (S::BITS1) word = word << S::BITS1 | key_codes<S::D, S::BITS1 ? S::BITS1 : 8>(page + S::OFFSET1, token, ch);
+            const u32 fine = L::BITS ? key_codes<S::D, L::PLANE_BITS>(low + L::OFFSET, token, ch) : 0;
             float x[4];
             for (int k = 0; k < 4; ++k) x[k] = L::refined(number<S, E>(word >> 8 * k & 255, reader.codebook), fine >> 8 * k & 255);
             reader.finish(a.out[side], base + token * stride + ch, x, token, ch);

@@ -14,9 +14,10 @@ from ....types import PageStore
 from ...engine import shape
 from ...engine.family import Family, Op
 from ...engine.runtime import driver
-from ...engine.shape import RAW_TOKENS, RING_BYTES, WIDE, Ask, Kernel, Shape
+from ...engine.shape import RAW_TOKENS, RING_BYTES, WIDE, WIDE_HEAD, Ask, Kernel, Shape
 from . import close, unpack
 
+MOST_HEAD_DIM = 512
 LOW_BITS = 4
 """Width of the low planes that packed.cu reads, and of the codes they refine."""
 
@@ -40,25 +41,24 @@ class Plain(Family):
 
     def is_wide(self, layout: PageLayout) -> bool:
         """One plane, no terms that count weights or scale queries by page."""
-        return layout.head_dim <= 128 and all(
-            len(walked_planes(s, layout.head_dim)) == 1 and s.symmetric and not s.center and not s.static and scale_kind(s) == GROUP
-            for s in (layout.key, layout.value)
+        return _most(layout) <= 128 and all(
+            len(walked_planes(s, d)) == 1 and s.symmetric and not s.center and not s.static and scale_kind(s) == GROUP for s, d in _sides(layout)
         )
 
     def columns(self, layout: PageLayout, num_columns: int, low: bool) -> int:
         """16 or 24 where more are wanted and the registers of two or three column tiles are there."""
         if num_columns > 2 * WIDE and not low and self.is_wide(layout):
             return WIDE
-        return 16 if num_columns > 8 and layout.head_dim <= 128 and not _two_planes(layout) else 8
+        return 16 if num_columns > 8 and _most(layout) <= 128 and not _two_planes(layout) else 8
 
     def attention(self, layout: PageLayout, ask: Ask) -> Kernel:
-        d, low = ask.head_dim, ask.low
+        (d, dv), low = ask.dims, ask.low
         chunk = ask.shape.chunk if ask.shape else shape.chunk_tokens(layout)
         raw_joins = _joins_raw(layout, ask.cols) and (ask.raw or low is not None)
         # Raw rows of 32 tokens beside low planes, or keys and values of a few.
-        least = 64 * d if low else 4 * d * RAW_TOKENS[-1] if raw_joins else 0
+        least = 64 * max(d, dv) if low else 2 * (d + dv) * RAW_TOKENS[-1] if raw_joins else 0
         slot = -(-max(shape.used_bytes(shape.chunk_layout(layout, chunk)), least) // 128) * 128
-        raw_tokens = RAW_TOKENS[0] if low or not raw_joins else next(n for n in RAW_TOKENS if 4 * d * n <= slot)
+        raw_tokens = RAW_TOKENS[0] if low or not raw_joins else next(n for n in RAW_TOKENS if 2 * (d + dv) * n <= slot)
         chosen = ask.shape or _choose_shape(layout, slot, chunk, ask)
         with_bias, fragments = layout.value.has_bias and scale_kind(layout.value) == GROUP, _fragments(layout, ask.cols)
         defines = shape.frame_defines(
@@ -66,7 +66,7 @@ class Plain(Family):
             own_start=scale_kind(layout.key) != STATIC and not fragments,
         )  # fmt: skip
         pieces, raw_in_ring = shape.pieces_of(layout, chunk), raw_joins or low is not None
-        planes = len(walked_planes(layout.key, d)), len(walked_planes(layout.value, d))
+        planes = len(walked_planes(layout.key, d)), len(walked_planes(layout.value, dv))
         defines |= shape.ring_defines(ask, layout, chosen, slot, pieces, planes, raw_tokens, raw_in_ring)
         return shape.kernel(
             Path(__file__).parent / "packed.cu", defines, chosen, pieces, low_pieces=tuple(shape.pieces_of(low, chunk)) if low else (), raw_joins=raw_joins,
@@ -88,21 +88,32 @@ def walked_planes(spec: QuantSpec, head_dim: int) -> tuple[int, ...]:
 
 
 def _two_planes(layout: PageLayout) -> bool:
-    return any(len(walked_planes(s, layout.head_dim)) > 1 for s in (layout.key, layout.value))
+    return any(len(walked_planes(s, d)) > 1 for s, d in _sides(layout))
+
+
+def _sides(layout: PageLayout) -> tuple[tuple[QuantSpec, int], tuple[QuantSpec, int]]:
+    """Keys and values, and how many channels each have."""
+    return (layout.key, layout.head_dim), (layout.value, layout.value_head_dim)
+
+
+def _most(layout: PageLayout) -> int:
+    """The larger of both widths, which registers are needed for."""
+    return max(layout.head_dim, layout.value_head_dim)
 
 
 def _refuses_attention(layout: PageLayout) -> str | None:
     """Why packed.cu cannot read pages of this layout, or None."""
-    d, key, value = layout.head_dim, layout.key, layout.value
-    if d > 256:
-        return f"head_dim={d} is above 256"
+    d, key, value = _most(layout), layout.key, layout.value
+    if d > MOST_HEAD_DIM:
+        return f"head_dim={d} is above {MOST_HEAD_DIM}"
     if key.is_raw or value.is_raw:
         return "one of keys and values is raw and the other is not"
-    if len(walked_planes(value, d)) > 1 and scale_kind(value) == CHANNEL:
-        return f"head_dim={d}: {value.format} values with a scale per channel need more registers than a thread has; per token or per group they fit"
+    if len(walked_planes(value, layout.value_head_dim)) > 1 and scale_kind(value) == CHANNEL:
+        of = f"head_dim={layout.value_head_dim}: {value.format} values with a scale per channel"
+        return f"{of} need more registers than a thread has; per token or per group they fit"
     if d > 128 and _two_planes(layout):
         return f"3-bit codes at head_dim={d} need more registers than a thread has; at most 128, or a multiple of 32"
-    for kind, spec, step in (("key", key, 16), ("value", value, 32)):
+    for kind, spec, step, d in (("key", key, 16, layout.head_dim), ("value", value, 32, layout.value_head_dim)):
         if scale_kind(spec) != GROUP:
             continue
         size = d // spec.num_groups(d)
@@ -128,22 +139,23 @@ def _joins_raw(layout: PageLayout, cols: int) -> bool:
     """Whether the kernel adds raw tokens to the running outputs of this layout (RAW_JOINS): values of one plane, not scaled by page, queries and
     results that no calibrated scale belongs to, and registers. Three column tiles of 128 channels spilled 128 to 168 bytes, 24 to 176 without joining."""
     key, value = layout.key, layout.value
-    one_sum = len(walked_planes(value, layout.head_dim)) == 1 and scale_kind(value) != CHANNEL and not key.static and not value.static
-    return one_sum and layout.head_dim * cols <= 2048
+    one_sum = len(walked_planes(value, layout.value_head_dim)) == 1 and scale_kind(value) != CHANNEL and not key.static and not value.static
+    return one_sum and _most(layout) * cols <= 2048
 
 
 def _fragments(layout: PageLayout, cols: int) -> int:
-    """Key operands of a column tile where more than two tiles share them in shared memory (Query of packed_keys.cuh), else 0."""
+    """Key operands of a column tile where more than two tiles, or heads of more than `WIDE_HEAD` channels, share them in shared memory (Query of
+    packed_keys.cuh), else 0."""
     bits = layout.key.number_format.planes[0]
-    return 8 // bits * -(-plane_row_bytes(layout.head_dim, bits) // 16) if cols > 16 else 0
+    return 8 // bits * -(-plane_row_bytes(layout.head_dim, bits) // 16) if cols > 16 or layout.head_dim > WIDE_HEAD else 0
 
 
 def _choose_shape(layout: PageLayout, slot: int, chunk: int, ask: Ask) -> Shape:
-    d, two_planes, specs = layout.head_dim, _two_planes(layout), (layout.key, layout.value)
-    extras = two_planes and any(s.center or s.has_bias or scale_kind(s) == CHANNEL or s.num_groups(d) > 2 for s in specs)
+    d, two_planes, specs = _most(layout), _two_planes(layout), _sides(layout)
+    extras = two_planes and any(s.center or s.has_bias or scale_kind(s) == CHANNEL or s.num_groups(n) > 2 for s, n in specs)
     large = d * ask.cols > 128 * 8 or extras  # what more registers are needed for
-    spills_at_168 = two_planes or chunk < 64 or d % 64 or (layout.value.has_bias and scale_kind(layout.value) == CHANNEL)
-    spills_at_168 |= (ask.low is not None and ask.cols > 8) or layout.key.static or any(scale_kind(s) == GROUP and s.num_groups(d) > 2 for s in specs)
-    joined = any(len(s.planes(d)) > 1 for s in specs) and not two_planes  # the instructions of joining want the warps that int2 has
-    few = large or any(s.center for s in specs) or slot > (RING_BYTES // 22 if joined else 5 << 10) or spills_at_168
+    spills_at_168 = two_planes or chunk < 64 or any(n % 64 for _, n in specs) or (layout.value.has_bias and scale_kind(layout.value) == CHANNEL)
+    spills_at_168 |= (ask.low is not None and ask.cols > 8) or layout.key.static or any(scale_kind(s) == GROUP and s.num_groups(n) > 2 for s, n in specs)
+    joined = any(len(s.planes(n)) > 1 for s, n in specs) and not two_planes  # the instructions of joining want the warps that int2 has
+    few = large or any(s.center for s, _ in specs) or slot > (RING_BYTES // 22 if joined else 5 << 10) or spills_at_168
     return shape.fitting(ask, slot, chunk, 1 if large or chunk % 64 else 2, 7 if few else 11, with_bias=layout.value.has_bias)

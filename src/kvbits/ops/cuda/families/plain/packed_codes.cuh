@@ -26,13 +26,13 @@ constexpr int LOW_MIDDLE = 16;           // twice the code that means 0
 constexpr float LOW_STEP = 1.f / 15.f;
 
 /// One plane of codes. BITS = 0 means the format has no such plane; the loops compile to nothing.
-template <int BITS_, int PLANE_OFFSET, int LOW_BITS_, int LOW_OFFSET_ = 0, int FLOAT = INTEGER>
+template <int BITS_, int PLANE_OFFSET, int LOW_BITS_, int LOW_OFFSET_ = 0, int FLOAT = INTEGER, int CHANNELS = D>
 struct Plane {
     static constexpr int BITS = BITS_, OFFSET = PLANE_OFFSET, LOW_BITS = LOW_BITS_;  // LOW_BITS: bits of the code in later planes
     static constexpr int LOW_OFFSET = LOW_OFFSET_;             // of the plane joined to this one
     static constexpr bool JOINED = LOW_OFFSET > 0;
     static constexpr int FIELDS = BITS ? 8 / BITS : 0;
-    static constexpr int ROW = (D * BITS + 31) / 32 * 4;       // bytes of one token
+    static constexpr int ROW = (CHANNELS * BITS + 31) / 32 * 4;  // bytes of one token
     static constexpr int WORDS = ROW / 4;
     static constexpr int STEPS = (WORDS + 3) / 4;              // 16-byte column steps of a key row
     static constexpr int BLOCKS = (ROW + 15) / 16;             // value blocks
@@ -124,8 +124,8 @@ DEVICE void load_pairs8(u32 (&p)[4], const unsigned char* section, int index) {
 
 /// What decides how values are added up.
 struct ValueTraits {
-    using First = Plane<V_BITS0, V_OFFSET0, V_BITS1, V_JOINED_OFFSET, V_FLOAT>;
-    using Second = Plane<V_BITS1, V_OFFSET1, 0>;
+    using First = Plane<V_BITS0, V_OFFSET0, V_BITS1, V_JOINED_OFFSET, V_FLOAT, DV>;
+    using Second = Plane<V_BITS1, V_OFFSET1, 0, 0, INTEGER, DV>;
     static constexpr int WEIGHTS = V_GROUPS;                                // sets of weights
     static constexpr int EXPONENT = operand_exponent(V_FLOAT);
     static constexpr bool PER_CHUNK = V_SCALE == SCALE_CHANNEL;             // outputs are scaled once per chunk

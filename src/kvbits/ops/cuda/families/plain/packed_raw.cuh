@@ -13,10 +13,10 @@ struct RowsInRing {
 
     DEVICE static uint4 row(const unsigned char* p, bool wanted) { return wanted ? *reinterpret_cast<const uint4*>(p) : uint4{0, 0, 0, 0}; }
     DEVICE uint4 key(int j, int i, int g, int c) const { return row(keys + ((E * g + j) * D + 32 * i + 8 * c) * 2, E * g + j < visible && 32 * i + 8 * c < D); }
-    DEVICE uint4 value(int token, int h, int g, int c) const { return row(values + ((2 * E * c + token) * D + 64 * h + 8 * g) * 2, 2 * E * c + token < visible && 64 * h + 8 * g < D); }
+    DEVICE uint4 value(int token, int h, int g, int c) const { return row(values + ((2 * E * c + token) * DV + 64 * h + 8 * g) * 2, 2 * E * c + token < visible && 64 * h + 8 * g < DV); }
     /// Four channels from `channel` on.
     DEVICE uint2 four(int token, int channel, bool wanted, int c) const {
-        return wanted && 2 * E * c + token < visible ? *reinterpret_cast<const uint2*>(values + ((2 * E * c + token) * D + channel) * 2) : uint2{0, 0};
+        return wanted && 2 * E * c + token < visible ? *reinterpret_cast<const uint2*>(values + ((2 * E * c + token) * DV + channel) * 2) : uint2{0, 0};
     }
     DEVICE void keys_done() {
         if (RAW_SLOTS == 1) return;
@@ -68,7 +68,7 @@ DEVICE int walk_raw(const Args& a, Unit u, Ring& ring, const unsigned char* slot
         });
         if (!s.joins) break;
     }
-    return finish_segment(a, walk, softmax, nullptr, D, merge, warp, lane);
+    return finish_segment(a, walk, softmax, nullptr, DV, merge, warp, lane);
 }
 
 /// Adds raw tokens to outputs of packed ones: weights `p`, as RawWalk::weights gives them, times four channels of a row at a time.
@@ -81,7 +81,7 @@ DEVICE void add_raw(Values<ValuePlane>& values, const u32 (&p)[NT][Rows::E], con
         for (int pair = 0; pair < ValuePlane::PAIRS; ++pair) {
             if (!Values<ValuePlane>::used(field, pair)) continue;
             const int byte = 32 * pair + 4 * g, channel = field * ValuePlane::ROW + byte;
-            const bool inside = byte < ValuePlane::ROW && channel < D;
+            const bool inside = byte < ValuePlane::ROW && channel < DV;
 #pragma unroll
             for (int j = 0; j < E; j += 2) {
                 const uint2 v0 = rows.four(j, channel, inside, c), v1 = rows.four(j + E, channel, inside, c);
@@ -119,8 +119,8 @@ template <bool FOLDS, class ValuePlane>
 DEVICE void turn_back(Values<ValuePlane>& values) {
     constexpr int ROWS = ValuePlane::FIELDS * ValuePlane::PAIRS;  // of operands: 32 channels each, or those of a row
     constexpr int LANES = ValuePlane::ROW < 32 ? ValuePlane::ROW / 4 : 8;
-    static_assert(!V_TURNED || ROWS * LANES * 4 == D, "family.py refuses other sizes");
-    constexpr float NORM = D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : 0.0625f;
+    static_assert(!V_TURNED || ROWS * LANES * 4 == DV, "family.py refuses other sizes");
+    constexpr float NORM = DV == 64 ? 0.125f : DV == 128 ? 0.08838834764831845f : 0.0625f;
     values.each([](float& x, int, int, int field, int, int) { x *= power_of_two(ValueTraits::EXPONENT - ValuePlane::exponent(field)) * NORM; });
     for (int n = 0; n < NT; ++n) {
         auto row = [&](int i) -> float (&)[2][4] { return values.o[n][i / ValuePlane::PAIRS][i % ValuePlane::PAIRS]; };

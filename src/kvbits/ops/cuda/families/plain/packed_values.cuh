@@ -8,7 +8,7 @@ template <class ValuePlane>
 struct Values {
     float o[NT][ValuePlane::FIELDS ? ValuePlane::FIELDS : 1][ValuePlane::PAIRS ? ValuePlane::PAIRS : 1][2][4];
 
-    static constexpr bool used(int field, int pair) { return field * ValuePlane::ROW + 32 * pair < D; }
+    static constexpr bool used(int field, int pair) { return field * ValuePlane::ROW + 32 * pair < DV; }
     static constexpr int group_of(int field, int pair) { return ValueTraits::WEIGHTS == 1 ? 0 : (field * ValuePlane::ROW + 32 * pair) / V_GROUP; }
 
     template <class F>
@@ -227,7 +227,7 @@ struct ValueSide {
             for (int pair = 0; pair < ValuePlane::PAIRS; ++pair) {
                 int r = 32 * pair + 4 * g, ch = field * ValuePlane::ROW + r;
                 if (!Values<ValuePlane>::used(field, pair)) continue;
-                int at = r < ValuePlane::ROW && ch < D ? ch : 0;
+                int at = r < ValuePlane::ROW && ch < DV ? ch : 0;
                 float scale[4] = {1.f, 1.f, 1.f, 1.f}, bias[4] = {}, mean[4] = {};
                 if (ValueTraits::PER_CHUNK) load_scales4<V_SCALE_TYPE>(scale, slot + V_SCALE_OFFSET, at);
                 if (ValueTraits::PER_CHUNK && V_HAS_BIAS) load_scales4<V_SCALE_TYPE>(bias, slot + V_BIAS_OFFSET, at);
@@ -265,7 +265,7 @@ struct ValueSide {
     static DEVICE int channel_of(int r, int x) {
         if constexpr (ValuePlane::PAIRS > 0) {
             int byte = r % ValuePlane::PAIRS * 32 + x, ch = r / ValuePlane::PAIRS * ValuePlane::ROW + byte;
-            return byte < ValuePlane::ROW && ch < D ? ch : -1;
+            return byte < ValuePlane::ROW && ch < DV ? ch : -1;
         }
         return -1;
     }

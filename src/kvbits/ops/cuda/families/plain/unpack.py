@@ -23,8 +23,8 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
     """Why pages cannot be unpacked to `dtype`, or None."""
     if dtype not in MATRIX_DTYPES:
         return f"rows of {dtype} are not float16 or bfloat16"
-    if layout.head_dim % 4:
-        return f"head_dim={layout.head_dim} is no multiple of 4"
+    if layout.head_dim % 4 or layout.value_head_dim % 4:
+        return f"head_dim={layout.head_dim} or value_head_dim={layout.value_head_dim} is no multiple of 4"
     if layout.page_size % 16 and not (layout.key.is_raw and layout.value.is_raw):
         return f"page_size={layout.page_size} is no multiple of 16"
     if (layout.key.is_raw or layout.value.is_raw) and layout.raw_dtype != str(dtype)[6:]:
@@ -39,7 +39,7 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
 def tile_bytes(layout: PageLayout) -> int:
     """Shared memory of a block: a page's keys or values in float32, where elements of a page meet."""
     staged = any(s.outliers or s.pre_rope for s in (layout.key, layout.value))
-    return layout.page_size * layout.head_dim * 4 if staged else 0
+    return layout.page_size * max(layout.head_dim, layout.value_head_dim) * 4 if staged else 0
 
 
 def extra_arguments(layout: PageLayout, kind: str) -> str:
@@ -64,7 +64,7 @@ class _Args(ctypes.Structure):
 def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None) -> dict[str, int | str]:
     """Macros of one instantiation of dequantize.cu."""
     return {
-        "HEAD_DIM": layout.head_dim, "PAGE": layout.page_size, "THREADS": THREADS, "OUT_TYPE": TORCH_NUMBERS[dtype],
+        "HEAD_DIM": max(layout.head_dim, layout.value_head_dim), "PAGE": layout.page_size, "THREADS": THREADS, "OUT_TYPE": TORCH_NUMBERS[dtype],
         "K_SIDE": side_arguments(layout, "k"), "V_SIDE": side_arguments(layout, "v"),
         "K_EXTRAS": extra_arguments(layout, "k"), "V_EXTRAS": extra_arguments(layout, "v"),
         "K_LOW": low_arguments(low, "k"), "V_LOW": low_arguments(low, "v"),
@@ -112,7 +112,7 @@ class Unpacker:
         for i, kind in enumerate("kv"):
             for name, field in (("scale", args.scale), ("bias", args.bias)):
                 if (x := static.get(f"{kind}_{name}")) is not None:
-                    field[i] = widened(x, layout.head_dim, device).data_ptr()
+                    field[i] = widened(x, layout.dim(kind), device).data_ptr()
             if (codebook := static.get(f"{kind}_codebook")) is not None:
                 args.codebook[i] = as_float32(codebook, device).data_ptr()
         if layout.key.pre_rope:

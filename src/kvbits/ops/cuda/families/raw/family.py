@@ -9,7 +9,7 @@ from .....spec import LowLayout, PageLayout
 from ...engine import shape
 from ...engine.family import Op
 from ...engine.shape import Ask, Kernel, Shape
-from ..plain.family import Plain
+from ..plain.family import MOST_HEAD_DIM, Plain
 
 
 class Raw(Plain):
@@ -22,16 +22,16 @@ class Raw(Plain):
         return "low planes under raw pages"
 
     def refuses_attention(self, layout: PageLayout, num_columns: int, shared_limit: int | None) -> str | None:
-        if layout.head_dim > 256:
-            return f"head_dim={layout.head_dim} is above 256"
+        if (d := max(layout.head_dim, layout.value_head_dim)) > MOST_HEAD_DIM:
+            return f"head_dim={d} is above {MOST_HEAD_DIM}"
         return "raw pages are float32; the kernel multiplies float16 and bfloat16" if layout.raw_dtype == "float32" else None
 
     def is_wide(self, layout: PageLayout) -> bool:
         return False
 
     def columns(self, layout: PageLayout, num_columns: int, low: bool) -> int:
-        return 16 if num_columns > 8 and layout.head_dim <= 128 else 8
+        return 16 if num_columns > 8 and max(layout.head_dim, layout.value_head_dim) <= 128 else 8
 
     def attention(self, layout: PageLayout, ask: Ask) -> Kernel:
-        chosen = ask.shape or Shape(warps=11 if ask.head_dim * ask.cols <= 1024 else 7, slots=0, chunk=32, units=1)
+        chosen = ask.shape or Shape(warps=11 if max(ask.dims) * ask.cols <= 1024 else 7, slots=0, chunk=32, units=1)
         return shape.kernel(Path(__file__).parent / "raw.cu", shape.frame_defines(ask, chosen, 0), chosen)

@@ -39,7 +39,7 @@ int32_t check(const kvbits_attend_call& call) {
   for (int p = 0; p < call.num_parts; p++) {
     const kvbits_store& store = *call.parts[p].store;
     const kvbits_table& table = *call.parts[p].table;
-    if (const int32_t bad = check_store(store, call.head_dim)) return bad;
+    if (const int32_t bad = check_store(store, call.head_dim, call.value_head_dim)) return bad;
     const int64_t pages = num_pages(store);
     int64_t end = 0;
     for (int b = 0; b <= call.batch; b++) {
@@ -126,14 +126,14 @@ void build(Work& w, int threads) {
   for (size_t i = 0; i < w.groups.size(); i++) w.left[i].store(static_cast<int32_t>(w.groups[i].num_items), std::memory_order_relaxed);
   // Kept between calls: the pages of a fresh allocation would have to be faulted in again every time.
   thread_local std::vector<float> partial;
-  const size_t floats = static_cast<size_t>(partial_rows * partial_stride(call.head_dim));
+  const size_t floats = static_cast<size_t>(partial_rows * partial_stride(call.value_head_dim));
   if (partial.size() < floats) partial.resize(floats);
   w.plan.partial = partial.data();
 }
 
 void merge(const Work& w, const Group& g) {
   const kvbits_attend_call& call = *w.plan.call;
-  const int group = call.num_heads / call.num_kv_heads, d = call.head_dim;
+  const int group = call.num_heads / call.num_kv_heads, d = call.value_head_dim;
   const int64_t stride = partial_stride(d);
   const AttendItem& first = w.items[g.first_item];
   for (int r = 0; r < first.num_rows; r++) {

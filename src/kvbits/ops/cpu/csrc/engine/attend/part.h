@@ -80,7 +80,7 @@ static bool visible_tokens(const Chunk& c, int64_t window, int64_t position, int
 // What channels' zero points and biases add to the outputs.
 static void settle_channels(const Part& p, Chunk& c) {
   const Block& b = p.block;
-  const int head_dim = p.call.head_dim;
+  const int head_dim = p.call.value_head_dim;
   if (p.value.channel_scales && p.value.integer && !p.value.decoded)
     for (int h = 0; h < c.rows; h++)
       for (int i = 0; i < head_dim; i += VL) store(c.acc[h] + i, load(c.acc[h] + i) + load(b.v_channel + i) * b.p_zero[h]);
@@ -97,7 +97,7 @@ static void attend_block(Path& path, Chunk& c, const PageView& at, int token, in
   int first[ROWS], end[ROWS];
   if (!visible_tokens(c, p.call.sliding_window, position, n, first, end)) return;
   path.scores(c, at, token, n);
-  mask_scores(c, b, first, end, p.call.softcap, p.call.head_dim, p.value.token_scales ? p.value.groups : 0);
+  mask_scores(c, b, first, end, p.call.softcap, p.call.value_head_dim, p.value.token_scales ? p.value.groups : 0);
   weigh_chunk(c, b, p.value, p.value_bias);
   path.outputs(c, at, token, n);
   settle_channels(p, c);

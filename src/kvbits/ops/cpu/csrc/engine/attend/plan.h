@@ -15,7 +15,7 @@ struct AttendItem {
 
 struct AttendPlan {
   const kvbits_attend_call* call;
-  float* partial;  // [rows][partial_stride(head_dim)]: unnormalised output, then maximum (log2), then sum
+  float* partial;  // [rows][partial_stride(value_head_dim)]: unnormalised output, then maximum (log2), then sum
 };
 
 constexpr int MAX_QUERY_GROUP = 64;

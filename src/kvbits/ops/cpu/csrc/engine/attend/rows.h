@@ -27,8 +27,8 @@ static void load_rows(Chunk& c, const kvbits_attend_call& call, const AttendItem
       const vf x = load(c.q[h] + i);
       none = none + x * 0.0f;
       store(c.q[h] + i, x * factor);
-      store(c.acc[h] + i, vf{});
     }
+    for (int i = 0; i < round_up(call.value_head_dim, VL); i += VL) store(c.acc[h] + i, vf{});
     // Such a query answers NaN where it sees a token: its sum of weights starts as NaN, and codes are made of zeros instead.
     const float start = sum(none);
     if (start != 0)
@@ -41,7 +41,7 @@ static void load_rows(Chunk& c, const kvbits_attend_call& call, const AttendItem
 
 static void store_rows(Chunk& c, const AttendPlan& plan, const AttendItem& item, int first) {
   const kvbits_attend_call& call = *plan.call;
-  const int group = call.num_heads / call.num_kv_heads, head_dim = call.head_dim;
+  const int group = call.num_heads / call.num_kv_heads, head_dim = call.value_head_dim;
   for (int h = 0; h < c.rows; h++) {
     const float total = sum(load(c.l[h]));
     if (item.partial >= 0) {
@@ -62,7 +62,7 @@ static void store_rows(Chunk& c, const AttendPlan& plan, const AttendItem& item,
 
 static void reorder_outputs(Part& p, bool back) {
   for (int i = 0; i < p.num_chunks; i++)
-    for (int h = 0; h < p.chunks[i].rows; h++) split_order(p.chunks[i].acc[h], p.call.head_dim, back);
+    for (int h = 0; h < p.chunks[i].rows; h++) split_order(p.chunks[i].acc[h], p.call.value_head_dim, back);
 }
 
 static const uint8_t* first_page(const kvbits_attend_call& call, const AttendItem& item) {

@@ -1,4 +1,5 @@
 // Closes pages: one item per page and kv head.
+#include <algorithm>
 #include <atomic>
 #include <new>
 
@@ -44,7 +45,7 @@ void run_item(void* context, int64_t i, int64_t, void* scratch) {
     part.is_key = side == 0;
     part.kv_head = static_cast<int>(head);
     part.page_size = store.page_size;
-    part.head_dim = call.head_dim;
+    part.head_dim = side ? call.value_head_dim : call.head_dim;
     part.dtype = call.dtype;
     part.source = static_cast<const char*>(call.source[side]) + (page * stride[0] + head * stride[1]) * size;
     part.token_stride = stride[2];
@@ -71,7 +72,7 @@ void run_item(void* context, int64_t i, int64_t, void* scratch) {
 
 extern "C" int32_t kvbits_close(kvbits_close_call* call) {
   const kvbits_store& store = *call->store;
-  if (const int32_t bad = check_store(store, call->head_dim)) return bad;
+  if (const int32_t bad = check_store(store, call->head_dim, call->value_head_dim)) return bad;
   if ((store.key.inv_freq || store.value.inv_freq) && !(call->turn_starts && call->turn_steps && call->starts)) return KVBITS_BAD_FORMAT;
   if (store.key.from_basis && !store.key.to_basis) return KVBITS_BAD_FORMAT;
   const int64_t pages = num_pages(store);
@@ -95,7 +96,7 @@ extern "C" int32_t kvbits_close(kvbits_close_call* call) {
   for (int side = 0; side < 2; side++) w.nonfinite[side].store(-1);
   const int threads = call->num_threads > 0 ? call->num_threads : pool_available_threads();
   try {
-    if (!pool_run(threads, call->num_pages * call->num_kv_heads, w.kernels->close_scratch_bytes(store.page_size, call->head_dim), run_item, &w))
+    if (!pool_run(threads, call->num_pages * call->num_kv_heads, w.kernels->close_scratch_bytes(store.page_size, std::max(call->head_dim, call->value_head_dim)), run_item, &w))
       return KVBITS_NO_MEMORY;
   } catch (const std::bad_alloc&) {
     return KVBITS_NO_MEMORY;

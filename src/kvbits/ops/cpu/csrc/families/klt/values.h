@@ -17,7 +17,7 @@ static Tensor describe_banded_values(const kvbits_tensor& t, int head_dim, int64
 // Outputs to the basis of the part's values, and out of it again: the matrix is its own inverse.
 static void turn_outputs(Part& p) {
   for (int i = 0; i < p.num_chunks; i++)
-    for (int h = 0; h < p.chunks[i].rows; h++) hadamard(p.chunks[i].acc[h], p.call.head_dim);
+    for (int h = 0; h < p.chunks[i].rows; h++) hadamard(p.chunks[i].acc[h], p.call.value_head_dim);
 }
 
 }  // namespace

@@ -110,7 +110,7 @@ struct PlainPart {
       const bool biases = channel_params(p.key, at.page, p.kv_head, head_dim, b.k_channel, b.k_channel_bias);
       for (int i = 0; i < p.num_chunks; i++) fold_key_channels(p, p.chunks[i], p.key.page_channels, biases);
     }
-    p.value_bias = channel_params(p.value, at.page, p.kv_head, head_dim, b.v_channel, b.v_channel_bias);
+    p.value_bias = channel_params(p.value, at.page, p.kv_head, p.call.value_head_dim, b.v_channel, b.v_channel_bias);
   }
 
   void begin_block(const PageView& at, int token, int n) {
