@@ -21,6 +21,7 @@ import kvbits
 from kvbits import planner, schemes
 from kvbits.cli import app
 from kvbits.errors import DataError
+from kvbits.integrations.vllm.served import WIDEST
 from kvbits.planner import uniform
 from kvbits.spec import CacheSpec, LayerGeometry
 
@@ -303,12 +304,15 @@ def test_a_plan_for_vllm_agrees_with_what_vllm_really_had():
 
 
 def test_what_an_engine_refuses_of_a_model_is_named_and_16_bits_are_shown(tmp_path):
+    alibi = configured(tmp_path / "alibi", model_type="bloom", n_layer=4)
+    data = run_json(*VLLM, alibi)
+    assert [r["scheme"] for r in data["rows"]] == ["bf16", "fp8"] and "ALiBi" in next(iter(data["refused"].values()))
+    assert "not served: the model has ALiBi" in run(*VLLM, alibi).stdout
+    assert "kvbits_int8: the model has ALiBi" in error(*VLLM, alibi, "--scheme", "int8")
+    wide = configured(tmp_path / "wide", model_type="llama", num_hidden_layers=4, head_dim=2 * WIDEST)
+    assert f"head_dim={2 * WIDEST} is above {WIDEST}" in next(iter(run_json(*VLLM, wide)["refused"].values()))
     oss = configured(tmp_path / "oss", model_type="gpt_oss", num_hidden_layers=4)
-    data = run_json(*VLLM, oss)
-    assert [r["scheme"] for r in data["rows"]] == ["bf16", "fp8"] and "attention sinks" in next(iter(data["refused"].values()))
-    assert "not served: the model has attention sinks" in run(*VLLM, oss).stdout
-    assert [r["scheme"] for r in run_json("plan", oss)["rows"]] == list(planner.SHOWN)
-    assert "kvbits_int8: the model has attention sinks" in error(*VLLM, oss, "--scheme", "int8")
+    assert [list(run_json(*VLLM, oss)["refused"]), [r["scheme"] for r in run_json("plan", oss)["rows"]]] == [["kvbits_int4"], list(planner.SHOWN)]
     biased = configured(tmp_path / "biased", model_type="qwen2", num_hidden_layers=4)
     data = run_json(*VLLM, biased)
     assert list(data["refused"]) == ["kvbits_int4"] and "kvbits_int4" not in [r["scheme"] for r in data["rows"]] and len(data["rows"]) == 9

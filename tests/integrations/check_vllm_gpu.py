@@ -2,6 +2,7 @@
 Run by hand, one dtype a process.
 
     python tests/integrations/check_vllm_gpu.py --kv-cache-dtype kvbits_int8_centered
+    python tests/integrations/check_vllm_gpu.py --kv-cache-dtype kvbits_int8_centered --family gpt_oss --head-dim 64 --only eager
 
 The model is small and random, so the distances are noise of quantization, to be compared with those of bf16 (0.009 between decoding and prefill) and fp8 on the same
 machine. What must hold is checked; every line is printed as JSON.
@@ -39,16 +40,28 @@ COPIED = {"prefill": 0.25, "covered": 0.04}
 """The same with raw copies of the first page and the newest two, over all tokens (0.0713 measured with four bits) and over sequences that the copies hold whole (0.0116)."""
 
 
-def saved_model(path: Path, head_dim: int) -> Path:
-    """Three layers of 8 query and 2 kv heads with random bfloat16 weights."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+def saved_model(path: Path, family: str, head_dim: int) -> Path:
+    """A few layers with random bfloat16 weights: plain ones, windows with learned sinks, or recurrent ones before the one that attends."""
+    from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3NextConfig
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=head_dim, vocab_size=1000,
-        max_position_embeddings=8192, initializer_range=0.05, bos_token_id=1, eos_token_id=2, architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    common: dict[str, Any] = {
+        "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 1000, "max_position_embeddings": 8192, "initializer_range": 0.05, "bos_token_id": 1,
+        "eos_token_id": 2, "num_key_value_heads": 2, "head_dim": head_dim,
+    }  # fmt: skip
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    if family == "gpt_oss":
+        config: Any = GptOssConfig(**common | experts, num_hidden_layers=4, num_attention_heads=16, sliding_window=128)
+    elif family == "qwen3_next":
+        config = Qwen3NextConfig(**common | experts, num_hidden_layers=4, num_attention_heads=8, moe_intermediate_size=256, shared_expert_intermediate_size=256)
+    else:
+        config = LlamaConfig(**common, num_hidden_layers=3, num_attention_heads=8)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, x in model.named_parameters():
+        if name.endswith(".sinks"):
+            x.data = torch.linspace(-2, 6, len(x)).to(x.dtype)
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(path)
     return path
 
 
@@ -145,6 +158,7 @@ def reloaded(path: Path, dtype: str, prompts: list[list[int]], connector: str, o
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv-cache-dtype", required=True)
+    parser.add_argument("--family", choices=["llama", "gpt_oss", "qwen3_next"], default="llama")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--engine", type=json.loads, default={}, help="more options of all engines, JSON")
@@ -155,7 +169,7 @@ def main() -> None:
     if (args.like or dtype) not in LIMITS:
         parser.error(f"no limits for --kv-cache-dtype {dtype}; name the dtype whose limits hold: --like {' | '.join(LIMITS)}")
     limits = LIMITS[args.like or dtype]
-    path = saved_model(Path(tempfile.mkdtemp()), args.head_dim)
+    path = saved_model(Path(tempfile.mkdtemp()), args.family, args.head_dim)
     calibrated = "klt" in dtype
     if calibrated:
         keep_calibration(path)
@@ -164,7 +178,7 @@ def main() -> None:
     prompts = [torch.randint(3, 1000, (n,), generator=g).tolist() for n in lengths]
 
     def say(**found: Any) -> None:
-        print(json.dumps({"kv_cache_dtype": dtype, "head_dim": args.head_dim, "engine": args.engine} | found), flush=True)
+        print(json.dumps({"kv_cache_dtype": dtype, "family": args.family, "head_dim": args.head_dim, "engine": args.engine} | found), flush=True)
 
     raw = args.engine.get("additional_config", {}).get("kvbits", {})
     copies = "raw_first" in raw or (calibrated and raw.get("raw_newest") != 0)
@@ -188,6 +202,12 @@ def main() -> None:
     assert apart < (COPIED["prefill"] * COARSER.get(dtype, 1) if copies else limits["prefill"]), f"decoding reads other numbers than prefill: {apart}"
     assert not copies or whole < COPIED["covered"], f"copies of all tokens are not the model's own numbers: {whole}"
     assert far < limits["again"], f"the prefix cache gives other numbers: {far}"
+    if args.family != "llama":  # what both of kvbits' paths might miss
+        llm = engine(path, "bf16", **args.engine)
+        far, same = distance(first, generate(llm, prompts, args.tokens))
+        say(check="against vLLM's own bf16", mean_distance=round(far, 4), same_tokens=round(same, 3))
+        close(llm)
+        assert far < limits["prefill"], f"kvbits and vLLM's own attention differ: {far}"
     others: dict[str, dict[str, Any]] = {
         "eager": {"enforce_eager": True, "compilation_config": {"mode": 0}},
         "speculation": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
 from kvbits.integrations.vllm.options import options_of
 from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
 from kvbits.integrations.vllm.selector import BACKEND, install, remove
+from kvbits.integrations.vllm.served import WIDEST
 from kvbits.ops.reference.append import store_tokens
 from kvbits.quant.rotary import turn_by, turned_by
 from kvbits.spec import Rotary
@@ -104,12 +107,20 @@ def test_calibrated_formats_have_raw_copies_unless_told_otherwise():
         options("kvbits_klt4", calibration=1)
 
 
+def test_widths_are_those_of_the_kernels():
+    """What the plugin refuses is what kernels refuse; `kvbits plan`, which has no torch, knows the largest."""
+    for name in ("auto", *FORMATS):
+        assert formats.refuses_pages(name, WIDEST, "bfloat16") is None
+        assert f"head_dim={2 * WIDEST}" in formats.refuses_pages(name, 2 * WIDEST, "bfloat16")
+    assert formats.refuses_pages("kvbits_scheme", 2 * WIDEST, "bfloat16") is None
+
+
 def test_refusals_give_the_way_out():
     assert "no multiple of 16; use kvbits_int8_centered" in FORMATS["kvbits_klt4"].refuses(72)
     assert "use kvbits_int8_centered or kvbits_klt4" in FORMATS["kvbits_int4"].refuses(128, key_bias=True)
     assert FORMATS["kvbits_int4"].refuses(128) is None
     assert FORMATS["kvbits_int8_centered"].refuses(128, key_bias=True) is None
-    assert "--kv-cache-dtype auto" in FORMATS["kvbits_int8"].refuses(512)
+    assert "--kv-cache-dtype auto" in FORMATS["kvbits_int8"].refuses(60)
     assert has_key_bias(SimpleNamespace(model_type="qwen2"))
     assert has_key_bias(SimpleNamespace(attention_bias=True))
     assert not has_key_bias(SimpleNamespace(model_type="llama", attention_bias=False))
@@ -203,8 +214,19 @@ class Platform:
         return "original"
 
     @classmethod
+    def update_block_size_for_backend(cls, vllm_config):
+        vllm_config.grown = True
+
+    @classmethod
     def _align_heterogeneous_kv_block_size(cls, vllm_config, backend_cls):
         vllm_config.grown = True
+
+
+def backend_called(path):
+    """A class that wraps one of that name, as vLLM makes them for layers that share pages or attend in chunks."""
+    module, name = path.rsplit(".", 1)
+    own = type(name, (), {"__module__": module, "__qualname__": name, "get_name": classmethod(lambda cls: name)})
+    return type("Wrapped", (own,), {})
 
 
 def test_the_selector_is_installed_once_and_taken_off():
@@ -214,7 +236,7 @@ def test_the_selector_is_installed_once_and_taken_off():
     install(Platform)
     assert Platform.get_attn_backend_cls == wrapped != original
     for name, grows in ((BACKEND, False), ("vllm.v1.FlashAttentionBackend", True)):
-        config, backend = SimpleNamespace(grown=False), SimpleNamespace(full_cls_name=lambda name=name: name.rsplit(".", 1))
+        config, backend = SimpleNamespace(grown=False), backend_called(name)
         Platform._align_heterogeneous_kv_block_size(config, backend)
         assert config.grown == grows
     gone = SimpleNamespace(kv_cache_dtype="kvbits_int4_rotated")
@@ -223,3 +245,32 @@ def test_the_selector_is_installed_once_and_taken_off():
     remove(Platform)
     assert Platform.get_attn_backend_cls == original
     remove(Platform)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backends", "hybrid", "skipped", "says"),
+    [
+        ("kvbits_int8", [BACKEND], True, [], None),
+        ("auto", ["vllm.FlashAttentionDiffKV"], False, [], None),
+        ("kvbits_int8", [BACKEND, "vllm.FlashAttentionDiffKV"], False, [], r"of their own \(FlashAttentionDiffKV\)"),
+        ("kvbits_int8", [BACKEND], True, ["0"], "one kvbits dtype for all"),
+        ("kvbits_scheme", [BACKEND], True, [], "one kvbits dtype for all"),
+        ("kvbits_klt4", [BACKEND], True, [], "use kvbits_int8_centered or kvbits_int4"),
+        ("kvbits_scheme", [BACKEND], False, ["0"], None),
+    ],
+)
+def test_layers_that_would_read_our_bytes_as_theirs_are_refused(dtype, backends, hybrid, skipped, says):
+    """Layers may bring backends that nobody asks whether they know the dtype."""
+    layers = [SimpleNamespace(kv_cache_dtype=dtype, get_attn_backend=partial(backend_called, x)) for x in backends]
+    raw = SimpleNamespace(kv_cache_dtype="auto", get_attn_backend=lambda: backend_called("vllm.OfADraft"))
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype=dtype, kv_cache_dtype_skip_layers=skipped), model_config=SimpleNamespace(is_hybrid=hybrid), grown=False,
+        compilation_config=SimpleNamespace(static_forward_context=dict(enumerate([*layers, raw, SimpleNamespace()]))),
+    )  # fmt: skip
+    install(Platform)
+    try:
+        with nullcontext() if says is None else pytest.raises(UnsupportedError, match=says):
+            Platform.update_block_size_for_backend(config)
+    finally:
+        remove(Platform)
+    assert config.grown == (says is None)

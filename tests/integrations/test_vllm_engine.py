@@ -101,7 +101,7 @@ def engine(model):
 
     started = []
 
-    def start(name: str, dtype: str, **options):
+    def start(name: str, dtype: str, /, **options):
         started.append(vllm_cpu.engine(model(name)[1], dtype, **options))
         return started[-1]
 
@@ -323,11 +323,9 @@ def test_int4_is_refused_where_keys_have_a_bias(model, engine):
         engine("qwen2", "kvbits_int4")
 
 
-def test_attention_sinks_and_alibi_are_refused():
+def test_alibi_is_refused():
     from kvbits.integrations.vllm.impl import KVBitsImpl
 
-    with pytest.raises(UnsupportedError, match="sinks"):
-        KVBitsImpl(4, 64, 1.0, 2, sinks=torch.zeros(4))
     with pytest.raises(UnsupportedError, match="ALiBi"):
         KVBitsImpl(4, 64, 1.0, 2, alibi_slopes=[1.0])
 
@@ -336,7 +334,6 @@ def test_attention_sinks_and_alibi_are_refused():
     ("asked", "says"),
     [
         ({"use_mla": True}, "MLA not supported"),
-        ({"has_sink": True}, "attention sinks not supported"),
         ({"use_dcp": True}, "DCP not supported"),
         ({"use_pcp": True}, "PCP not supported"),
         ({"use_mm_prefix": True}, "multimodal token full attention not supported"),
@@ -350,7 +347,7 @@ def test_models_that_cannot_be_are_refused_before_anything_is_allocated(asked, s
     from kvbits.integrations.vllm import selector
 
     fits = {"head_size": 64, "dtype": torch.float32, "kv_cache_dtype": "kvbits_int8", "block_size": 64}
-    assert selector._checked(AttentionSelectorConfig(**fits)) == selector.BACKEND
+    assert selector._checked(AttentionSelectorConfig(**fits, has_sink=True)) == selector.BACKEND
     with pytest.raises(ValueError, match=says):
         selector._checked(AttentionSelectorConfig(**(fits | asked)))
 

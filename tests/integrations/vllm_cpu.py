@@ -87,6 +87,30 @@ def _expanded(
         sampled[row] = first + valid
 
 
+def _packed(weight: torch.Tensor, packed: torch.Tensor, isa: str) -> None:
+    packed.copy_(weight)
+
+
+def _experts(
+    output: torch.Tensor, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, w13_bias: torch.Tensor | None, w2_bias: torch.Tensor | None,
+    weights: torch.Tensor, ids: torch.Tensor, skip_weighted: bool, act: str, isa: str,
+) -> None:  # fmt: skip
+    """Gated experts, one after the other; those of gpt-oss have gates and values in turn."""
+    found = torch.zeros_like(output, dtype=torch.float32)
+    for expert in range(len(w13)):
+        token, place = (ids == expert).nonzero(as_tuple=True)
+        inner = torch.nn.functional.linear(x[token], w13[expert], None if w13_bias is None else w13_bias[expert])
+        if act == "swigluoai":
+            gate, up = inner[:, ::2].clamp(max=7), inner[:, 1::2].clamp(-7, 7) + 1
+            inner = gate * torch.sigmoid(1.702 * gate) * up
+        else:
+            gate, up = inner.chunk(2, -1)
+            inner = {"silu": torch.nn.functional.silu}[act](gate) * up
+        inner = torch.nn.functional.linear(inner, w2[expert], None if w2_bias is None else w2_bias[expert])
+        found.index_add_(0, token, (inner if skip_weighted else inner * weights[token, place][:, None]).float())
+    output.copy_(found)
+
+
 def install() -> None:
     """The environment and the operators; before vLLM is imported."""
     os.environ.update({k: v for k, v in SETTINGS.items() if k not in os.environ})
@@ -121,6 +145,13 @@ def install() -> None:
     ):  # fmt: skip
         library.define(f"{name}_kernel_impl({schema}) -> ()")
         library.impl(f"{name}_kernel_impl", function, "CPU")
+    library.define("prepack_moe_weight(Tensor weight, Tensor(a!) packed, str isa) -> ()")
+    library.define(
+        "cpu_fused_moe(Tensor(a!) output, Tensor x, Tensor w13, Tensor w2, Tensor? w13_bias, Tensor? w2_bias, Tensor weights, Tensor ids, bool skip_weighted, "
+        "str act, str isa) -> ()"
+    )
+    library.impl("prepack_moe_weight", _packed, "CPU")
+    library.impl("cpu_fused_moe", _experts, "CPU")
     install.library = library  # type: ignore[attr-defined]
 
 

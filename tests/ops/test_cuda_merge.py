@@ -11,7 +11,7 @@ from ops.emulated_op import DEVICES, emulate, needs_gpu
 from kvbits.ops.cuda import merge
 from kvbits.ops.cuda.engine import dense
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
-from kvbits.ops.reference.merge import merge_partials
+from kvbits.ops.reference.merge import add_sink_logit, merge_partials, sink_part
 
 
 @pytest.fixture(params=DEVICES)
@@ -52,6 +52,27 @@ def test_nan_stays_nan(device, merged):
     bad = torch.zeros(1, 2, 3, dtype=torch.bool)
     bad[0, 0, 1] = bad[0, 1, 2] = True
     assert torch.equal(lse.isnan().cpu(), bad) and torch.equal(out.isnan().all(-1).cpu(), bad) and torch.equal(out.isnan().any(-1).cpu(), bad)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("merged", ["reference", "kernel"])
+def test_a_learned_sink_is_one_more_part(device, merged, parts):
+    """Merged into the first part's own memory; logits far above and below every score, and rows that saw nothing."""
+    gen = torch.Generator().manual_seed(parts)
+    outs = [torch.randn(3, 4, 6, 64, generator=gen).bfloat16() for _ in range(parts)]
+    lses = [3 * torch.randn(3, 4, 6, generator=gen) for _ in range(parts)]
+    logits = torch.tensor([-1e4, -3.0, 0.0, 2.5, 8.0, 1e4])
+    for m in lses:
+        m[1, 2] = -torch.inf
+    whole = merge_partials([o.double() for o in outs], [m.double() for m in lses])
+    want = add_sink_logit(*whole, logits.double())
+    on = [[x.to(device) for x in xs] for xs in (outs, lses)]
+    sink = sink_part(logits.to(device), 64, torch.bfloat16)
+    function = merge.merge_partials if merged == "kernel" else merge_partials
+    out, lse = function([*on[0], sink[0]], [*on[1], sink[1]], into=on[0][0])
+    assert out.data_ptr() == on[0][0].data_ptr()
+    torch.testing.assert_close(out.cpu().double(), want, rtol=2**-7, atol=1e-4)
+    torch.testing.assert_close(lse.cpu().double(), torch.logaddexp(whole[1], logits.double()), rtol=1e-5, atol=1e-5)
 
 
 def test_it_compiles_without_spills():

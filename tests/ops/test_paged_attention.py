@@ -16,15 +16,18 @@ from ops import test_cuda_emulated
 from ops.cpu_cases import static_params
 from ops.cuda_cases import relative_error
 from ops.emulated_build import build, put_sources
+from ops.emulated_op import emulate
 
 from kvbits import schemes
 from kvbits.errors import DataError, SpecError
 from kvbits.ops import paged_attention
+from kvbits.ops.cuda import merge
 from kvbits.ops.cuda import paged_attention as paged_attention_cuda
 from kvbits.ops.cuda.engine import device_plan
 from kvbits.ops.cuda.engine.schedule import SEGMENT_FIELDS
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference.close import close_nested
+from kvbits.ops.reference.merge import add_sink_logit, sink_part
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
@@ -204,6 +207,31 @@ def test_ragged_queries_windows_and_caps(name, options, gpu):
     cache = Cache(**case)
     lens = torch.tensor([min(3, int(n)) - (i % 2) * (n > 2) for i, n in enumerate(cache.newest)], dtype=torch.int32)
     check(cache, gpu.max_pages, query_lens=lens, **options)
+
+
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("name", ["centred", "basis with copies"])
+def test_learned_sinks_are_merged_in_place(name, window, gpu, tmp_path, monkeypatch):
+    """As vLLM's plugin decodes gpt-oss: eight query heads to a kv head, windows and full attention, rows of fewer queries than planned, a padding row."""
+    (tmp_path / "merge").mkdir()
+    emulate(merge, "merge_partials", tmp_path / "merge", monkeypatch)
+    cache = Cache(**CASES[name] | {"lengths": [*CASES[name]["lengths"], (0,) * len(CASES[name]["layouts"])]})
+    batch, heads = len(cache.newest), HEADS * 8
+    q = torch.randn(batch, 3, heads, D, generator=torch.Generator().manual_seed(5)).bfloat16()
+    lens = cache.newest.clamp(max=3).int()
+    made = paged_attention.plan(
+        cache.layouts, max_pages=CASES[name]["max_pages"], batch_size=batch, num_q_heads=heads, dtype=q.dtype, device="cpu", num_queries=3, sliding_window=window,
+    )  # fmt: skip
+    made.bind(0, cache.pages, cache.static)
+    made.update(cache.tables, cache.tokens, starts=cache.starts, offsets=cache.offsets, query_lens=lens)
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
+    made.run(q, 0, out=out, lse=lse)
+    logits = torch.linspace(-3, 8, heads)
+    sink = sink_part(logits, D, q.dtype)
+    merge.merge_partials([out, sink[0]], [lse, sink[1]], into=out)
+    want = add_sink_logit(*cache.want(q, lens, window, None), logits.double())
+    assert torch.isfinite(out).all() and not out[-1].any()
+    assert relative_error(out, want) < LIMIT
 
 
 @pytest.fixture

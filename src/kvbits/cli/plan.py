@@ -102,12 +102,10 @@ def _not_in_vllm(subject: Subject, scheme: str | Scheme) -> str | None:
     if subject.refused is not None:
         return subject.refused
     from ..geometry import PlainLayer, has_key_bias, latent_rank, text_config
-    from ..integrations.vllm.served import FORMATS
+    from ..integrations.vllm.served import FORMATS, WIDEST
 
     text = None if subject.config is None else text_config(subject.config)
     kind = str(getattr(text, "model_type", ""))
-    if kind == "gpt_oss":
-        return "the model has attention sinks, which kvbits' backend for vLLM does not do; use vLLM's own dtypes"
     if getattr(text, "alibi", False) or kind in ("bloom", "mpt"):
         return "the model has ALiBi, which kvbits' backend for vLLM does not do; use vLLM's own dtypes"
     if getattr(subject.config, "is_encoder_decoder", False):
@@ -119,6 +117,8 @@ def _not_in_vllm(subject: Subject, scheme: str | Scheme) -> str | None:
     if not isinstance(scheme, str):
         return None
     biased = text is not None and has_key_bias(text)
+    if (widest := max((g.head_dim for g in subject.layers if not isinstance(g, PlainLayer)), default=0)) > WIDEST:
+        return f"head_dim={widest} is above {WIDEST}; use vLLM's own dtypes"
     return next((why for g in subject.layers if not isinstance(g, PlainLayer) and (why := FORMATS[scheme].refuses(g.head_dim, biased))), None)
 
 

@@ -63,6 +63,10 @@ class KVBitsBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type == AttentionType.DECODER
 
@@ -84,6 +88,19 @@ class KVBitsBackend(AttentionBackend):
         """Why a model cannot be served, or None."""
         if block_size not in (None, formats.PAGE_SIZE):
             return f"kvbits' pages hold {formats.PAGE_SIZE} tokens; leave --block-size away, or pass --block-size {formats.PAGE_SIZE}"
-        if device_capability is not None and device_capability < (8, 0):
+        if kv_cache_dtype in formats.FORMATS and (why := formats.FORMATS[kv_cache_dtype].refuses(head_size)):
+            return why
+        if device_capability is None:  # a CPU, where the reference serves
+            return None
+        if device_capability < (8, 0):
             return "kvbits' kernels need compute capability 8.0"
-        return formats.FORMATS[kv_cache_dtype].refuses(head_size) if kv_cache_dtype in formats.FORMATS else None
+        return formats.refuses_pages(kv_cache_dtype, head_size, formats.RAW_DTYPES[dtype])
+
+
+class HybridBackend(KVBitsBackend):
+    """For models that also have recurrent layers: vLLM makes their blocks as large as such a layer's state, and can split blocks into pages of 64 tokens only
+    where each layer's blocks lie together."""
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)

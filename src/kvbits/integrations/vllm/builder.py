@@ -52,14 +52,15 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         self.calls = list(dict.fromkeys(impl.call for impl in impls))
         config = vllm_config.scheduler_config
         rows = max(config.max_num_seqs, *(vllm_config.compilation_config.cudagraph_capture_sizes or [1]))
-        max_pages = -(-vllm_config.model_config.max_model_len // PAGE_SIZE)
+        most = vllm_config.model_config.max_model_len
+        max_pages = -(-min(most, getattr(kv_cache_spec, "attention_chunk_size", None) or most) // PAGE_SIZE)  # vLLM makes rows of chunks of prompts (Llama 4)
         self._places = self._make_places(impls, rows, config.max_num_batched_tokens + rows * threshold, device)  # drafts come on top of a full step
         copies = self._places.copies if self._places else None
         self._decodes = {n: {c: Decode(c, max_pages, rows, n, device, copies) for c in self.calls} for n in sorted({1, threshold})}
 
     def _make_places(self, impls: list[KVBitsImpl], rows: int, tokens: int, device: torch.device) -> Places | None:
         """None where no page has a mean or is in a frame, and none is copied."""
-        config = self.vllm_config
+        config, cache = self.vllm_config, self.vllm_config.cache_config  # whose blocks are of several pages in hybrids
         copied = next((impl.options for impl in impls if impl.call.raw), None)
         centered = any(c.layout.is_centered for c in self.calls)
         turned = any(c.layout.key.needs_rotary for c in self.calls)
@@ -67,7 +68,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
             return None
         self._placer = dispatch.choose("place", device)
         self._placer.prepare()
-        sizes: dict[str, Any] = {"tokens": tokens, "num_blocks": config.cache_config.num_gpu_blocks or 1, "device": device}
+        sizes: dict[str, Any] = {"tokens": tokens, "num_blocks": (cache.num_gpu_blocks or 1) * cache.block_size // PAGE_SIZE, "device": device}
         copies = None
         if copied:
             requests = config.scheduler_config.max_num_seqs

@@ -6,9 +6,12 @@ format has a torch dtype of its own as a tag, which no other cache uses, and the
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ...errors import UnsupportedError
+from ...ops import dispatch
 from ...spec import PageLayout, QuantSpec
 from .served import FORMATS, PAGE_SIZE, SCHEME, Format
 
@@ -78,3 +81,14 @@ def layout_by_tag(dtype: torch.dtype, num_kv_heads: int, head_dim: int) -> PageL
     if dtype not in _BY_TAG:
         raise UnsupportedError(f"pages of {dtype} are no format of kvbits; known: auto, {', '.join(FORMATS)}")
     return _BY_TAG[dtype].layout(num_kv_heads, head_dim)
+
+
+@functools.lru_cache(maxsize=64)
+def refuses_pages(kv_cache_dtype: str, head_dim: int, raw_dtype: str) -> str | None:
+    """Why GPUs have no kernels for pages of this name and width, or None; of a scheme file each layer is asked when it has its format."""
+    if kv_cache_dtype == SCHEME:
+        return None
+    form = FORMATS.get(kv_cache_dtype)
+    found = dispatch.natives(form.layout(1, head_dim, raw_dtype) if form else raw_layout(1, head_dim, raw_dtype))
+    why = next((why for op in ("store_tokens", "paged_attention", "dequantize") if (why := found.get(op, {}).get("cuda"))), None)
+    return why and f"{why}; use vLLM's own dtypes"

@@ -13,11 +13,12 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from ...errors import UnsupportedError
 from ...geometry import has_key_bias
 from ...ops import dispatch
+from ...ops.reference.merge import sink_part
 from ...spec import PageLayout
 from . import calibrated, formats, observe
 from .metadata import KVBitsMetadata
 from .options import options_of
-from .prefill import call_for, scratch_for
+from .prefill import Sink, call_for, scratch_for
 from .rotary import page_turn, rope_parameters
 from .scheme_file import layer_formats
 
@@ -31,23 +32,31 @@ class KVBitsImpl(AttentionImpl):
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, alibi_slopes: list[float] | None = None,
         sliding_window: int | None = None, kv_cache_dtype: str = "auto", logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None, **extra: Any,
+        kv_sharing_target_layer_name: str | None = None, sinks: torch.Tensor | None = None, **extra: Any,
     ) -> None:  # fmt: skip
         for what, there in (
             ("ALiBi", alibi_slopes is not None),
-            ("attention sinks", extra.pop("sinks", None) is not None),
             (f"attention of type {attn_type}", attn_type != AttentionType.DECODER),
             (f"attention with {', '.join(extra)}", bool(extra)),
         ):
             if there:
                 raise UnsupportedError(f"kvbits' attention backend does not do {what}; use another --kv-cache-dtype")
         config = get_current_vllm_config()
+        if kv_sharing_target_layer_name and (config.cache_config.kv_sharing_fast_prefill or config.model_config.runner_type == "draft"):
+            raise UnsupportedError(
+                "kvbits reads a prompt's own keys as they came, not from pages: no --kv-sharing-fast-prefill, no drafts that read the model's pages"
+            )
         dtype, kv_heads = torch.get_default_dtype(), num_kv_heads or num_heads
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, kv_heads
         self.kv_cache_dtype = kv_cache_dtype
-        self._stores = kv_sharing_target_layer_name is None
+        self._target_name = kv_sharing_target_layer_name  # of the layer whose pages this one reads
+        self._target: KVBitsImpl | None = None
+        self.lends = False  # whether others read this layer's pages
+        self.fresh: tuple[torch.Tensor, torch.Tensor] | None = None  # then keys and values of the last step, if it had prompts
         self._device = device_of_layers()
         self._config, self._dtype, self._factors = config, dtype, (float(scale), sliding_window, logits_soft_cap or None)
+        self._logits = sinks  # learned, [Hq] of this rank, loaded later
+        self._sink: Sink = None
         self._turn: torch.Tensor | None = None
         self._static: dict[str, torch.Tensor] = {}
         self._order: torch.Tensor | None = None  # of stored channels, where it is not the model's
@@ -96,9 +105,10 @@ class KVBitsImpl(AttentionImpl):
         self._take(form, layout, copied=not head)  # passes of heads are planned with the model's and by themselves, that is with copies of two states
 
     def _found(self) -> tuple[int, Any]:
-        """This layer's number in the whole model, and vLLM's layer."""
+        """This layer's number in the whole model (that of the one whose pages it reads), and vLLM's layer."""
         layers = self._config.compilation_config.static_forward_context
         name, layer = next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is self)
+        name = self._target_name or name
         return extract_layer_index(name), layer
 
     def _take_calibration(self) -> None:
@@ -113,10 +123,8 @@ class KVBitsImpl(AttentionImpl):
         config, options = self._config, self.options
         if layout.is_raw or not options.copies:
             return None
-        if not self._stores:
-            raise UnsupportedError(f"raw_newest={options.raw_newest}: layers of this model read pages of others, but not their copies; drop raw_newest")
         raw = formats.raw_layout(self.num_kv_heads, self.head_size, formats.RAW_DTYPES[self._dtype])
-        count = config.scheduler_config.max_num_seqs * (options.newest_pages + bool(options.raw_first))
+        count = config.scheduler_config.max_num_seqs * (options.newest_pages + bool(options.raw_first)) * (not self._target_name)
         self._copies = torch.zeros(count, self.num_kv_heads, raw.head_bytes, dtype=torch.uint8, device=self._device)
         return raw
 
@@ -124,13 +132,19 @@ class KVBitsImpl(AttentionImpl):
         self.settle()
 
     def settle(self) -> None:
-        """Once, when the model is there. Loaders that leave `process_weights_after_loading` out (tensorizer) get it from the builder."""
+        """When the model is there. Loaders that leave `process_weights_after_loading` out (tensorizer) get it from the builder."""
+        if self._logits is not None:  # weights may be loaded again
+            self._sink = part = sink_part(self._logits, self.head_size, self._dtype)
+            dispatch.choose("merge", part[:1]).prepare()
         if hasattr(self, "call"):
             return
         self._take_own_format()
         if self.call.layout.key.needs_rotary:
             self._take_calibration()
-        if self.options.observe:
+        if self._target_name:
+            self._target = self._config.compilation_config.static_forward_context[self._target_name].impl
+            self._target.lends = True
+        if self.options.observe and not self._target_name:
             self.moments = observe.moments(self._config, self._found()[0], self.num_kv_heads)
         turn = page_turn(self.head_size, self._rope) if self.call.layout.is_centered else None
         if turn is not None:
@@ -140,28 +154,37 @@ class KVBitsImpl(AttentionImpl):
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: KVBitsMetadata | None,
         output: torch.Tensor, output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """query [N, Hq, D], key and value [N, H, D], kv_cache uint8 [pages, H, 64, head_bytes / 64] of any page stride, output [N, Hq, D], written."""
+        """query [N, Hq, D], key and value [N, H, D] (None where another layer's are read), kv_cache uint8 [pages, H, 64, head_bytes / 64] of any page stride,
+        output [N, Hq, D], written."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("kvbits' attention backend does not quantize its output")
         if attn_metadata is None:  # a run that measures memory
             return output.fill_(0)
         m = attn_metadata
+        prefill, copies = m.prefills.get(self.call), self._copies
+        if self._target:  # what it had; without prompts nobody reads keys and values
+            key, value = self._target.fresh or (query[:, : self.num_kv_heads],) * 2
+            copies = self._target._copies
+        elif key is None:
+            raise UnsupportedError(f"{layer.layer_name} has no keys and values of its own and does not say whose it reads; use another --kv-cache-dtype")
+        elif self.lends:  # a compiled model may use their memory again
+            self.fresh = (key.clone(), value.clone()) if prefill else None
         if self.moments is not None and m.positions is not None:
             self.moments.add(query[: m.num_tokens], key[: m.num_tokens], m.positions)
-        pages, prefill = kv_cache.flatten(2), m.prefills.get(self.call)
+        pages = kv_cache.flatten(2)
         plain = self._order is None or prefill is None or not prefill.has_history  # fresh keys are read as they came
         stored, asked = key, query
         if self._order is not None:
             asked, stored = query[: m.num_decode_tokens if plain else m.num_tokens, ..., self._order], key[: m.num_tokens, ..., self._order]
-        if self._stores:
+        if not self._target:
             self._store(stored[: m.num_tokens], value[: m.num_tokens], pages, m)
         d = m.num_decode_tokens
         if d:
-            m.decodes[self.call].run(asked[:d], output[:d], layer.layer_name, pages, self._copies, self._static)
+            m.decodes[self.call].run(asked[:d], output[:d], layer.layer_name, pages, copies, self._static, self._sink)
         if prefill:
             q, k = (query, key) if plain else (asked, stored)
             n = d + prefill.num_tokens
-            prefill.run(self.call, q[d:n], k[d:n], value[d:n], output[d:n], pages, self._copies, self._static)
+            prefill.run(self.call, q[d:n], k[d:n], value[d:n], output[d:n], pages, copies, self._static, self._sink)
         return output
 
     def _store(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, m: KVBitsMetadata) -> None:
@@ -182,6 +205,7 @@ def _fa_version(device: torch.device, head_size: int) -> int | None:
         return None
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    if (version := get_flash_attn_version(head_size=head_size)) is None:
+    version = get_flash_attn_version(head_size=head_size)
+    if version is None or (version < 4 and head_size > 256):
         raise UnsupportedError(f"vLLM has no FlashAttention for head_size={head_size} on {device}, which prompts are read with; use another --kv-cache-dtype")
     return version

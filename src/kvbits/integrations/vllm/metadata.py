@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import AttentionMetadata
 
 from ...ops import paged_attention
 from ...ops.reference.place import Copies
-from .prefill import Call, Prefill
+from .prefill import Call, Prefill, Sink, merge
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,22 @@ class Decode:
         )  # fmt: skip
 
     def run(
-        self, q: torch.Tensor, out: torch.Tensor, layer: str, pages: torch.Tensor, copies: torch.Tensor | None, static: dict[str, torch.Tensor]
+        self, q: torch.Tensor, out: torch.Tensor, layer: str, pages: torch.Tensor, copies: torch.Tensor | None, static: dict[str, torch.Tensor], sink: Sink
     ) -> None:  # fmt: skip
-        """q, out: [tokens, Hq, D]; pages, copies and calibrated parameters of the layer."""
+        """q, out: [tokens, Hq, D]; pages, copies, calibrated parameters and learned sink of the layer."""
         number, address = self._bound.get(layer, (len(self._bound), 0))
         if address != pages.data_ptr():
             self._plan.bind(number, [pages, *([copies] * (len(self._plan.layouts) - 1) if copies is not None else [])], static)
             self._bound[layer] = number, pages.data_ptr()
-        shape = (-1, self.num_queries)
-        if self._ragged is None:
-            self._plan.run(q.unflatten(0, shape), number, out=out.unflatten(0, shape))
-        else:
-            found = self._plan.run(q[self._ragged.token_of].unflatten(0, shape), number)
-            out.copy_(found.flatten(0, 1)[self._ragged.place_of])
+        shape, ragged = (-1, self.num_queries), self._ragged
+        asked = (q if ragged is None else q[ragged.token_of]).unflatten(0, shape)
+        found = out.unflatten(0, shape) if ragged is None else torch.empty_like(asked)
+        lse = None if sink is None else torch.empty(asked.shape[:3], dtype=torch.float32, device=q.device)
+        self._plan.run(asked, number, out=found, lse=lse)
+        if lse is not None:
+            merge([(found, lse)], sink, found)
+        if ragged is not None:
+            out.copy_(found.flatten(0, 1)[ragged.place_of])
 
 
 @dataclass

@@ -39,6 +39,10 @@ class Scratch:
         return len(self.keys)
 
 
+Sink = tuple[torch.Tensor, torch.Tensor] | None
+"""A layer's learned sink as one more part of its results (`reference.merge.sink_part`), or None."""
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """What layers must have in common to be planned together.
@@ -239,13 +243,15 @@ class Prefill:
 
     def run(
         self, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, copies: torch.Tensor | None = None,
-        static: dict[str, torch.Tensor] | None = None,
+        static: dict[str, torch.Tensor] | None = None, sink: Sink = None,
     ) -> None:  # fmt: skip
-        """q, out [num_tokens, Hq, D]; k, v [num_tokens, H, D], stored already; pages, copies and calibrated parameters of the layer."""
+        """q, out [num_tokens, Hq, D]; k, v [num_tokens, H, D], stored already; pages, copies, calibrated parameters and learned sink of the layer."""
         if not self.num_tokens:
             return
         if not self.has_history:
-            attend(call, q, k, v, self._starts, self._starts, self._max_len, self._max_len, True, out)
+            lse = attend(call, q, k, v, self._starts, self._starts, self._max_len, self._max_len, True, out, sink is not None)
+            if lse is not None:
+                merge([(out[None], lse[None])], sink, out[None])
             return
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         for p in self._placed:
@@ -254,48 +260,53 @@ class Prefill:
             if p.fresh:
                 keys.index_copy_(0, p.targets, k[p.tokens])
                 values.index_copy_(0, p.targets, v[p.tokens])
-            if p.causal and not parts:
-                attend(call, q[p.tokens], keys, values, p.q_starts, p.k_starts, p.max_q, p.max_k, True, out[p.tokens])
-                continue
-            parts.append(attend(call, q[p.tokens], keys, values, p.q_starts, p.k_starts, p.max_q, p.max_k, p.causal, None))
-            if p.causal:
-                outs = [o[None] for o, _ in parts]
-                merged, _ = dispatch.choose("merge", outs).run(outs, [m[None] for _, m in parts])
-                out[p.tokens] = merged[0]
+            mine = out[p.tokens] if p.causal else torch.empty_like(q[p.tokens])
+            lse = attend(call, q[p.tokens], keys, values, p.q_starts, p.k_starts, p.max_q, p.max_k, p.causal, mine, not p.causal or bool(parts or sink))
+            if lse is not None:
+                parts.append((mine[None], lse[None]))
+            if p.causal and parts:
+                merge(parts, sink, mine[None])
                 parts = []
+
+
+def merge(parts: list[tuple[torch.Tensor, torch.Tensor]], sink: Sink, into: torch.Tensor) -> None:
+    """Results [B, T, Hq, D] and log-sum-exps [B, T, Hq] of disjoint keys, and the sink, to `into`, which may be one of them."""
+    outs, lses = (list(xs) for xs in zip(*(parts if sink is None else [*parts, sink]), strict=True))
+    dispatch.choose("merge", outs).run(outs, lses, into=into)
 
 
 def attend(
     call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: torch.Tensor, k_starts: torch.Tensor, max_q: int, max_k: int, causal: bool,
-    out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    out: torch.Tensor, wants_lse: bool,
+) -> torch.Tensor | None:  # fmt: skip
     """Attention of rows of different lengths in one call.
 
     Args:
         q: [tokens, Hq, D]; k, v: [at least k_starts[-1], H, D].
         q_starts, k_starts: int32 [rows + 1] on the device; max_q, max_k: the longest.
         causal: the last query sees the last key, the one before one less; windows count from there. Otherwise all see all.
-        out: written if given; the log-sum-exps are then not returned.
+        out: [tokens, Hq, D], written.
 
     Returns:
-        out [tokens, Hq, D] and, without `out`, float32 log-sum-exps [tokens, Hq].
+        float32 log-sum-exps [tokens, Hq] if they are wanted.
     """
     if call.fa_version is None:
-        return _attend_reference(call, q, k, v, q_starts.tolist(), k_starts.tolist(), causal, out)
+        lse = _attend_reference(call, q, k, v, q_starts.tolist(), k_starts.tolist(), causal, out)
+        return lse if wants_lse else None
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     window = [call.sliding_window - 1, 0] if causal and call.sliding_window else [-1, -1]
     found = flash_attn_varlen_func(
         q=q, k=k, v=v, max_seqlen_q=max_q, cu_seqlens_q=q_starts, max_seqlen_k=max_k, cu_seqlens_k=k_starts, softmax_scale=call.scaling, causal=causal,
-        window_size=window, softcap=call.softcap or 0.0, out=out, return_softmax_lse=out is None, fa_version=call.fa_version,
+        window_size=window, softcap=call.softcap or 0.0, out=out, return_softmax_lse=wants_lse, fa_version=call.fa_version,
     )  # fmt: skip
-    return (found[0], found[1].transpose(0, 1)) if out is None else (out, torch.empty(0))
+    return found[1].transpose(0, 1) if wants_lse else None
 
 
 def _attend_reference(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: list[int], k_starts: list[int], causal: bool, out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    found, lses = torch.empty_like(q) if out is None else out, torch.empty(q.shape[:2])
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: list[int], k_starts: list[int], causal: bool, out: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    lses = torch.empty(q.shape[:2])
     group = q.shape[1] // k.shape[1]
     for row in range(len(q_starts) - 1):
         mine, theirs = slice(q_starts[row], q_starts[row + 1]), slice(k_starts[row], k_starts[row + 1])
@@ -308,5 +319,5 @@ def _attend_reference(
             hidden = (distance < 0) if call.sliding_window is None else (distance < 0) | (distance >= call.sliding_window)
             scores = scores.masked_fill(hidden, -torch.inf)
         lses[mine] = scores.logsumexp(-1).transpose(0, 1)
-        found[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
-    return found, lses
+        out[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
+    return lses

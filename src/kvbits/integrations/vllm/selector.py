@@ -2,28 +2,43 @@
 
 vLLM never selects its CUSTOM backend by itself, so `install` wraps the function of its platform that selects backends; `remove` takes the wrapper off. It
 steps in where no backend is named and the engine's cache dtype is one of ours. Layers that are skipped (`--kv-cache-dtype-skip-layers`) and draft models then
-get the same backend, whose raw pages share blocks with the packed ones, side by side. A second wrapper keeps vLLM from growing blocks until a packed page is as
-large as a raw one, which backends need whose pages cannot share a block.
+get the same backend, whose raw pages share blocks with the packed ones, side by side. A second wrapper refuses models whose layers bring backends of their own,
+which would take our bytes for theirs. A third keeps vLLM from growing blocks until a packed page is as large as a raw one, which backends need whose pages
+cannot share a block.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-from ...errors import GONE, unknown
-from .formats import NAMES
+from ...errors import GONE, UnsupportedError, unknown
+from .formats import FORMATS, NAMES, SCHEME
 
 BACKEND = "kvbits.integrations.vllm.backend.KVBitsBackend"
+HYBRID = "kvbits.integrations.vllm.backend.HybridBackend"
 
 
 def install(platform: Any) -> None:
-    """Wrap `get_attn_backend_cls` of a platform class of vLLM, once."""
-    original = platform.get_attn_backend_cls
-    if hasattr(original, "kvbits_original"):
-        return
+    """Wrap what a platform class of vLLM asks about backends, once."""
+    for name, wrapper in _WRAPPERS.items():
+        original = getattr(platform, name)
+        if not hasattr(original, "kvbits_original"):
+            wrapped = functools.wraps(original)(wrapper(original))
+            wrapped.kvbits_original = original  # type: ignore[attr-defined]
+            setattr(platform, name, classmethod(wrapped))
 
-    @functools.wraps(original)
+
+def remove(platform: Any) -> None:
+    """Undo `install`."""
+    for name in _WRAPPERS:
+        original = getattr(getattr(platform, name), "kvbits_original", None)
+        if original is not None:
+            setattr(platform, name, original)
+
+
+def _selecting(original: Callable[..., str]) -> Callable[..., str]:
     def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
         if (dtype := attn_selector_config.kv_cache_dtype) in GONE:
             raise ValueError(unknown("--kv-cache-dtype", dtype, NAMES))
@@ -35,38 +50,63 @@ def install(platform: Any) -> None:
                 f"--kv-cache-dtype {dtype} is read by kvbits' attention backend alone, not by {selected_backend.name}; "
                 "leave --attention-backend away or pass --attention-backend CUSTOM"
             )
-        if selected_backend is None and (dtype in NAMES or _engine_dtype() in NAMES):
+        config = _engine()
+        if selected_backend is None and (dtype in NAMES or (config is not None and config.cache_config.cache_dtype in NAMES)):
             selected_backend = custom
         if selected_backend is custom and cls.device_type == "cpu":  # whose own selection knows one backend only
-            return _checked(attn_selector_config)
-        return original(selected_backend, attn_selector_config=attn_selector_config, num_heads=num_heads)
+            found = _checked(attn_selector_config)
+        else:
+            found = original(selected_backend, attn_selector_config=attn_selector_config, num_heads=num_heads)
+        return HYBRID if found == BACKEND and config is not None and config.model_config is not None and config.model_config.is_hybrid else found
 
-    get_attn_backend_cls.kvbits_original = original  # type: ignore[attr-defined]
-    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
-    align = platform._align_heterogeneous_kv_block_size
+    return get_attn_backend_cls
 
-    @functools.wraps(align)
+
+def _refusing(original: Callable[..., None]) -> Callable[..., None]:
+    def update_block_size_for_backend(cls: Any, vllm_config: Any) -> None:
+        if vllm_config.model_config is not None and vllm_config.cache_config.cache_dtype in NAMES and (why := _refuses(vllm_config)):
+            raise UnsupportedError(f"--kv-cache-dtype {vllm_config.cache_config.cache_dtype}: {why}")
+        original(vllm_config)
+
+    return update_block_size_for_backend
+
+
+def _refuses(vllm_config: Any) -> str | None:
+    """Why a model whose layers are there cannot be served, or None."""
+    cache, layers = vllm_config.cache_config, vllm_config.compilation_config.static_forward_context.values()
+    backends = {x.get_attn_backend() for x in layers if getattr(x, "kv_cache_dtype", None) in NAMES}
+    if foreign := sorted(x.get_name() for x in backends if not _is_ours(x)):
+        return f"layers of this model bring attention backends of their own ({', '.join(foreign)}), which cannot read kvbits' pages; use vLLM's own dtypes"
+    if not vllm_config.model_config.is_hybrid:
+        return None
+    if cache.cache_dtype in FORMATS and FORMATS[cache.cache_dtype].calibrated:
+        return "calibrations are not yet read for models with recurrent layers; use kvbits_int8_centered or kvbits_int4"
+    if cache.cache_dtype == SCHEME or cache.kv_cache_dtype_skip_layers:
+        return "blocks of a model with recurrent layers have one size in all layers; use one kvbits dtype for all, without --kv-cache-dtype-skip-layers"
+    return None
+
+
+def _aligning(original: Callable[..., None]) -> Callable[..., None]:
     def _align_heterogeneous_kv_block_size(cls: Any, vllm_config: Any, backend_cls: Any) -> None:
-        if ".".join(backend_cls.full_cls_name()) != BACKEND:
-            align(vllm_config, backend_cls)
+        if not _is_ours(backend_cls):
+            original(vllm_config, backend_cls)
 
-    _align_heterogeneous_kv_block_size.kvbits_original = align  # type: ignore[attr-defined]
-    platform._align_heterogeneous_kv_block_size = classmethod(_align_heterogeneous_kv_block_size)
-
-
-def remove(platform: Any) -> None:
-    """Undo `install`."""
-    for name in ("get_attn_backend_cls", "_align_heterogeneous_kv_block_size"):
-        original = getattr(getattr(platform, name), "kvbits_original", None)
-        if original is not None:
-            setattr(platform, name, original)
+    return _align_heterogeneous_kv_block_size
 
 
-def _engine_dtype() -> str | None:
+_WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "get_attn_backend_cls": _selecting, "update_block_size_for_backend": _refusing, "_align_heterogeneous_kv_block_size": _aligning,
+}  # fmt: skip
+
+
+def _is_ours(backend: Any) -> bool:
+    return any(f"{x.__module__}.{x.__qualname__}" == BACKEND for x in backend.__mro__)
+
+
+def _engine() -> Any:
     from vllm.config import get_current_vllm_config_or_none
 
-    config = get_current_vllm_config_or_none()
-    return None if config is None else config.cache_config.cache_dtype
+    return get_current_vllm_config_or_none()
 
 
 def _checked(attn_selector_config: Any) -> str:

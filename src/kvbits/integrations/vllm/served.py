@@ -10,6 +10,8 @@ from ...spec import PageLayout, Scheme
 
 PAGE_SIZE = 64
 """Tokens of a page, which is a block of vLLM."""
+WIDEST = 256
+"""Largest head_dim that GPU kernels take in every format (tests/integrations/test_vllm.py compares); for `kvbits plan`, the plugin asks the kernels."""
 COPIED = 64
 """Newest tokens of a request, at least, and its first ones, that calibrated formats also keep raw unless they are told otherwise: what their accuracy was
 measured with. A page more of each request would take a third more memory for copies."""
@@ -49,8 +51,8 @@ class Format:
         Args:
             key_bias: whether its keys have one (`geometry.has_key_bias`).
         """
-        if head_dim % 8 or not 64 <= head_dim <= 256:
-            return f"head_dim={head_dim} is no multiple of 8 from 64 to 256; use --kv-cache-dtype auto"
+        if head_dim % 8 or head_dim < 64:
+            return f"head_dim={head_dim} is no multiple of 8 from 64 on; use --kv-cache-dtype auto"
         if self.calibrated and head_dim % 16:
             return f"{self.name} has codes of eight bands, and head_dim={head_dim} is no multiple of 16; use kvbits_int8_centered"
         if key_bias and schemes.weak_to_key_bias(self.scheme):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...ops.reference.place import Copies
-from .formats import NAMES
+from .formats import NAMES, PAGE_SIZE
 from .options import options_of
 
 STATES: weakref.WeakSet[Copies] = weakref.WeakSet()
@@ -66,9 +66,10 @@ def _telling(original: Any) -> Any:
 def _forgetting(original: Any) -> Any:
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         if taken := getattr(scheduler_output, "kvbits_taken", None):
+            each = self.vllm_config.cache_config.block_size // PAGE_SIZE  # pages of a block: several in hybrids
             with torch.inference_mode():
                 for copies in STATES:
-                    copies.forget(taken)
+                    copies.forget([block * each + i for block in taken for i in range(each)])
         return original(self, scheduler_output)
 
     return execute_model

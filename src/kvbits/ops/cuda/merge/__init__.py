@@ -51,12 +51,22 @@ def refuses(outs: Sequence[torch.Tensor]) -> str | None:
     return driver.refuses(out.device)
 
 
-def merge_partials(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def prepare(outs: Sequence[torch.Tensor]) -> None:
+    """Compile and load the kernel that merges results like these."""
+    _kernel_for(outs[0])
+
+
+def _kernel_for(out: torch.Tensor) -> driver.Kernel:
+    return _load(out.shape[-1], out.dtype, -1 if out.device.index is None else out.device.index)
+
+
+def merge_partials(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], *, into: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of key sets.
 
     Args:
-        outs: each [B, T, Hq, D] of one 16-bit dtype.
+        outs: each [B, T, Hq, D] of one 16-bit dtype; others than the first may be 1 where it is more.
         lses: each float32 [B, T, Hq], natural log; -inf where a set was empty (its `out` is then not read).
+        into: takes the merged `out` if given, dense, of that shape and dtype; it may be one of `outs`.
 
     Returns:
         out [B, T, Hq, D] of that dtype and lse float32 [B, T, Hq], both dense; rows that saw no key at all are 0 and -inf.
@@ -65,19 +75,18 @@ def merge_partials(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -
     while len(outs) > MOST_PARTS:
         merged = merge_partials(outs[:MOST_PARTS], lses[:MOST_PARTS])
         outs, lses = [merged[0], *outs[MOST_PARTS:]], [merged[1], *lses[MOST_PARTS:]]
-    outs = [x if _readable(x) else x.contiguous() for x in outs]
-    out = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+    outs = [(x if _readable(x) else x.contiguous()).expand_as(first) for x in outs]
+    out = torch.empty(first.shape, dtype=first.dtype, device=first.device) if into is None else into
     lse = torch.empty(first.shape[:3], dtype=torch.float32, device=first.device)
     args = _Args(
         out=out.data_ptr(), lse=lse.data_ptr(), rows=lse.numel(), num_parts=len(outs), num_tokens=first.shape[1], num_heads=first.shape[2]
     )  # fmt: skip
     for part, x, m in zip(args.parts, outs, lses, strict=False):
         part.out, part.lse = x.data_ptr(), m.data_ptr()
-        part.stride[:], part.lse_stride[:] = x.stride()[:3], m.stride()
+        part.stride[:], part.lse_stride[:] = x.stride()[:3], m.expand_as(lse).stride()
     grid = -(-lse.numel() * (first.shape[3] // 8) // THREADS)
     if grid:
-        index = -1 if first.device.index is None else first.device.index
-        _load(first.shape[3], first.dtype, index).launch(grid, THREADS, args, torch.cuda.current_stream(first.device).cuda_stream)
+        _kernel_for(first).launch(grid, THREADS, args, torch.cuda.current_stream(first.device).cuda_stream)
     return out, lse
 
 
