@@ -73,6 +73,11 @@ def plain_llama():
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
+def llama_for(dtype):
+    """The model with a key bias where the dtype takes it, else the one without."""
+    return "llama_plain" if schemes.weak_to_key_bias(FORMATS[dtype].scheme) else "llama"
+
+
 MODELS = {"llama": tiny.model, "llama_plain": plain_llama, "mistral": lambda: mistral(100), "gemma2": gemma2, "gemma3": gemma3}
 
 
@@ -164,7 +169,7 @@ def scheme_of(dtype: str, head_dim: int = 64):
 @pytest.mark.parametrize("dtype", [name for name, form in FORMATS.items() if not form.calibrated])
 def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, dtype):
     """Also over page borders while decoding, and again where the prompts are found in the prefix cache."""
-    name = "llama_plain" if schemes.weak_to_key_bias(FORMATS[dtype].scheme) else "llama"
+    name = llama_for(dtype)
     llm = engine(name, dtype)
     prompts = [random_ids(n, n) for n in (2, 50, 63, 64, 65, 130, 200)]
     for prompt, result in zip(prompts, generate(llm, prompts), strict=True):
@@ -191,12 +196,13 @@ def test_a_real_model_gives_the_tokens_of_transformers(model, engine):
 
 @pytest.mark.parametrize("dtype", ["kvbits_int8_centered", "kvbits_int4"])
 def test_chunks_may_begin_and_end_in_the_middle_of_pages(model, engine, dtype):
-    llm = engine("llama", dtype, max_num_batched_tokens=48, enable_prefix_caching=False)
+    name = llama_for(dtype)
+    llm = engine(name, dtype, max_num_batched_tokens=48, enable_prefix_caching=False)
     for length in (49, 96, 130, 300):
         prompt = random_ids(length, length)
         result = generate(llm, [prompt])[0]
         chunks = [48] * (length // 48) + ([length % 48] if length % 48 else [])
-        check(model("llama")[0], scheme_of(dtype), prompt, result, chunks)
+        check(model(name)[0], scheme_of(dtype), prompt, result, chunks)
 
 
 def check_near(model, prompt, result, mean):
@@ -277,12 +283,13 @@ def test_random_requests(model, engine, dtype):
     rng = random.Random(0)
     stems = [random_ids(n, n) for n in (64, 128, 200)]
     prompts = [rng.choice(stems)[: rng.randint(1, 200)] + random_ids(rng.randint(1, 150), i) for i in range(60)]
-    llm = engine("llama", dtype, num_gpu_blocks_override=24, max_num_batched_tokens=100, max_model_len=512)
+    name = llama_for(dtype)
+    llm = engine(name, dtype, num_gpu_blocks_override=24, max_num_batched_tokens=100, max_model_len=512)
     results = generate(llm, prompts, 12)
     assert sum(r[2] for r in results) > 0
     distances = []
     for prompt, result in zip(prompts, results, strict=True):
-        want, _ = transformers_logprobs(model("llama")[0], None, prompt, result[0])
+        want, _ = transformers_logprobs(model(name)[0], None, prompt, result[0])
         distances.append((result[1] - want).abs())
     assert torch.cat(distances).mean() < (0.05 if dtype == "kvbits_int8" else 0.6)
 
