@@ -38,7 +38,10 @@ def test_what_all_copies_cover_is_the_model_itself(model, engine):  # noqa: F811
         check(model("llama_plain")[0], None, prompt, result)
     long = [random_ids(n, n) for n in (300, 400)]
     near = [distance(model("llama_plain")[0], p, r) for p, r in zip(long, generate(llm, long, 40), strict=True)]
-    far = [distance(model("llama_plain")[0], p, r) for p, r in zip(long, generate(engine("llama_plain", DTYPE, enable_prefix_caching=False), long, 40), strict=True)]
+    far = [
+        distance(model("llama_plain")[0], p, r)
+        for p, r in zip(long, generate(engine("llama_plain", DTYPE, enable_prefix_caching=False), long, 40), strict=True)
+    ]
     assert sum(near) < 0.8 * sum(far) and sum(near) > 1e-3
 
 
@@ -59,7 +62,8 @@ def test_chunks_prefix_hits_and_windows(model, engine):  # noqa: F811
     again = [generate(llm, [p])[0] for p in prompts]
     assert [r[2] for r in first] == [0, 128, 128] and [r[2] for r in again] == [128, 128, 128]
     bound = 1.5 * max(
-        distance(model("llama_plain")[0], p, r) for p, r in zip(prompts, generate(engine("llama_plain", DTYPE, max_num_batched_tokens=48), prompts), strict=True)
+        distance(model("llama_plain")[0], p, r)
+        for p, r in zip(prompts, generate(engine("llama_plain", DTYPE, max_num_batched_tokens=48), prompts), strict=True)
     )
     for p, r in zip(prompts * 2, first + again, strict=True):
         assert distance(model("llama_plain")[0], p, r) < bound
