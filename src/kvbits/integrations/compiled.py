@@ -61,4 +61,4 @@ def cached_attention(
 
 @cached_attention.register_fake
 def _(q, k, v, mask, sink_logits, numbers, layer, scaling, softcap, more):  # type: ignore[no-untyped-def]
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
+    return q.new_empty(*q.shape[:3], v.shape[3])

@@ -108,7 +108,7 @@ class Columns:
             more, within: see `PagedCache.step`.
         """
         if self.rehearsed:
-            return torch.empty_like(q)
+            return q.new_empty(*q.shape[:3], v.shape[3])
         self.begin(q.shape[1], known)
         out = self.pages.step(layer, q, k, v, scaling=scaling, softcap=softcap, sink_logits=sink_logits, valid=valid, more=more, within=within)
         if not more:
