@@ -171,7 +171,6 @@ def test_the_text_part_of_a_multimodal_configuration_counts():
         ("minicpm3", {}, "latent attention"),
         ("mamba", {}, "no layer of .* attends: they are 'linear_attention'"),
         ("deepseek_v4", {}, "'heavily_compressed_attention'"),
-        ("mimo_v2_flash", {}, "keys of width 192 and values of width 128"),
         ("rwkv", {}, "num_attention_heads"),
     ],
 )

@@ -331,17 +331,6 @@ def check_call(call: AttendCall, shape: Sequence[int]) -> None:
         part.table.check(batch, part.store, part.low)
 
 
-def refuses_unlike_widths(layout: PageLayout) -> str | None:
-    """Why no kernel reads or writes pages of keys and values of these widths in such formats, or None."""
-    one_width = any(s.has_codebook or s.outliers or s.pre_rope for s in (layout.key, layout.value))
-    if layout.head_dim == layout.value_head_dim or not one_width:
-        return None
-    return (
-        f"keys of {layout.head_dim} and values of {layout.value_head_dim} channels with codebooks, outliers or keys before the rotary embedding; "
-        "integer, FP8, banded and raw formats are read at any two widths"
-    )
-
-
 def check_low(layout: PageLayout, low: Sequence[LowLayout]) -> None:
     """Refuse low planes of other pages than those of `layout`, and of codes that have none.
 

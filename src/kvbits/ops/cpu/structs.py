@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from ...errors import DataError
 from ...spec import KEY_TILE, OFFSETS, LowLayout, PageLayout
-from ..descriptor import FORMATS, LEVELS, STATIC, TORCH_NUMBERS, Side, describe, low_plane
-from ..types import LowStore, PageStore, PageTable, refuses_unlike_widths
+from ..descriptor import FORMATS, LEVELS, STATIC, TORCH_NUMBERS, Side, describe, low_plane, refuses_unlike_widths
+from ..types import LowStore, PageStore, PageTable
 from .library import StoreStruct, TableStruct, TensorStruct, unavailable
 
 MAX_HEAD_DIM = 512

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from .....spec import LowLayout, PageLayout
-from ....descriptor import GROUP, scale_kind
-from ....types import refuses_unlike_widths
+from ....descriptor import GROUP, refuses_unlike_widths, scale_kind
 from ...engine import shape
 from ...engine.family import Family, Op
 from ...engine.shape import RAW_TOKENS, Ask, Kernel, Shape
