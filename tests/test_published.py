@@ -71,7 +71,7 @@ def test_few_bits_leave_states_as_they_are(tmp_path):
     fields, _, _, states = PUBLISHED["Qwen3.5-35B-A3B"]
     layers = layer_geometries(written(tmp_path, fields))
     assert layers == (LayerGeometry(num_kv_heads=2, head_dim=256),) * 10
-    bf16, packed = plan(layers, ["bf16", "int4_rotated"], context=32_768, state_bytes=states).rows
+    bf16, packed = plan(layers, ["bf16", "klt4"], context=32_768, state_bytes=states).rows
     assert packed.total_bytes - states < 0.31 * (bf16.total_bytes - states)
     assert packed.memory_reduction == bf16.total_bytes / packed.total_bytes > 2.7
 
