@@ -323,7 +323,7 @@ def test_what_an_engine_refuses_of_a_model_is_named_and_16_bits_are_shown(tmp_pa
         assert "latent attention" in next(iter(data["refused"].values())) and data["rows"][0]["max_batch"] > 0
     hybrid = configured(tmp_path / "hybrid", model_type="qwen3_next", num_hidden_layers=8)
     text, data = " ".join(run("plan", hybrid).stdout.split()), run_json("plan", hybrid, "--scheme", "bf16", "--context", 1000, "--batch", 2)
-    assert "2 layers x 2 kv heads x 256" in text and "Recurrent layers keep 13.0 MB for each user, whatever the context; the totals count it." in text
+    assert "2 layers x 2 kv heads x 256" in text and "Recurrent layers keep 12.98 MB for each user, whatever the context; the totals count it." in text
     assert data["state_bytes"] == 6 * (32 * 128 * 128 * 4 + 8192 * 4 * 2) and data["rows"][0]["total_bytes"] == 2 * (
         1000 * 2 * 2 * 2 * 256 * 2 + data["state_bytes"]
     )
