@@ -110,12 +110,12 @@ def _not_in_vllm(subject: Subject, scheme: str | Scheme) -> str | None:
         return "the model has ALiBi, which kvbits' backend for vLLM does not do; use vLLM's own dtypes"
     if getattr(subject.config, "is_encoder_decoder", False):
         return "the model has an encoder, which kvbits' backend for vLLM does not do; use vLLM's own dtypes"
-    if any(getattr(g, "chunked", False) for g in subject.layers):
-        return "the model attends in chunks, which kvbits' backend for vLLM does not do; use vLLM's own dtypes"
     if text is not None and latent_rank(text) is not None:
         return "the model caches latents, for which vLLM has backends of their own; use vLLM's own dtypes"
     if not isinstance(scheme, str):
         return None
+    if FORMATS[scheme].calibrated and (subject.state_bytes != 0 or any(getattr(g, "chunked", False) for g in subject.layers)):
+        return "the model has recurrent layers, or attends in chunks, which calibrated keys are not served with in vLLM; use kvbits_int8_centered"
     biased = text is not None and has_key_bias(text)
     if (widest := max((g.head_dim for g in subject.layers if not isinstance(g, PlainLayer)), default=0)) > WIDEST:
         return f"head_dim={widest} is above {WIDEST}; use vLLM's own dtypes"

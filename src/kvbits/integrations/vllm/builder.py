@@ -52,6 +52,8 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         self.calls = list(dict.fromkeys(impl.call for impl in impls))
         config = vllm_config.scheduler_config
         rows = max(config.max_num_seqs, *(vllm_config.compilation_config.cudagraph_capture_sizes or [1]))
+        if getattr(kv_cache_spec, "attention_chunk_size", None) and any(c.layout.key.needs_rotary for c in self.calls):
+            raise UnsupportedError("layers that attend in chunks count from a chunk's start, calibrated keys from a request's; use kvbits_int8_centered")
         most = vllm_config.model_config.max_model_len
         max_pages = -(-min(most, getattr(kv_cache_spec, "attention_chunk_size", None) or most) // PAGE_SIZE)  # vLLM makes rows of chunks of prompts (Llama 4)
         self._places = self._make_places(impls, rows, config.max_num_batched_tokens + rows * threshold, device)  # drafts come on top of a full step
