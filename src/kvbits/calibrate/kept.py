@@ -188,7 +188,7 @@ def key_of_files(name: str, config: Any) -> str | None:
         if file.suffix != ".safetensors":
             rows.append((file.name, (file.stat().st_size,), _ends(file)))
             continue
-        with safe_open(file, framework="pt") as tensors:
+        with torch.device("cpu"), safe_open(file, framework="pt") as tensors:  # slices lie on the default device, which an engine sets
             for tensor in tensors.keys():  # noqa: SIM118 - no dict
                 part = tensors.get_slice(tensor)
                 shape = tuple(part.get_shape())

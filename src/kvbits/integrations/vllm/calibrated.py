@@ -73,7 +73,8 @@ def model_of(vllm_config: Any, device: torch.device) -> Model:
         FileFormatError: a damaged one, or none under the name that is given.
     """
     if vllm_config not in _models:
-        _models[vllm_config] = _read(vllm_config, str(device))
+        with torch.device("cpu"):  # vLLM makes layers with the GPU as the default device
+            _models[vllm_config] = _read(vllm_config, str(device))
     return _models[vllm_config]
 
 
