@@ -120,7 +120,7 @@ def test_plan_takes_every_scheme_and_option():
     )
     assert [r["scheme"] for r in data["rows"]] == schemes.expand(["all"], planner.GROUPS)
     assert all(r["unbounded"] and r["max_context"] is None for r in data["rows"])
-    assert data["layers"] == [{"count": 4, "num_kv_heads": 2, "head_dim": 64, "sliding_window": 256}]
+    assert data["layers"] == [{"count": 4, "num_kv_heads": 2, "head_dim": 64, "value_head_dim": 64, "sliding_window": 256}]
 
 
 def test_plan_prints_a_table_with_its_units():

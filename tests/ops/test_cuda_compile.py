@@ -330,7 +330,7 @@ def test_a_source_that_does_not_compile_says_why(tmp_path):
 @pytest.mark.parametrize(
     "layout, why",
     [
-        (dict(key=spec("int8"), value=spec("int8"), head_dim=320), "above 256"),
+        (dict(key=spec("int8"), value=spec("int8"), head_dim=576), "above 512"),
         (dict(key=QuantSpec.raw(), value=spec("int8"), head_dim=128), "one of keys and values is raw"),
         (dict(key=spec("int3", PerChannel()), value=spec("int3", PerChannel()), head_dim=80), "more registers"),
         (dict(key=spec("int4", PerToken()), value=spec("int3", PerToken()), head_dim=208), "at most 128"),
