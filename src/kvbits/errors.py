@@ -73,9 +73,10 @@ def unknown(what: str, name: object, known: Iterable[object], more: str = "") ->
         what: the kind of thing, like "scheme".
         more: what else it could be, after the list.
     """
-    if instead := GONE.get(str(name)):
-        return f"there is no {what} {name!r} any more: {instead} has a tenth to a third of its KL in fewer bytes; use {instead}"
     names = [str(k) for k in known]
+    if instead := GONE.get(str(name)):
+        instead = instead if instead in names else instead.removeprefix("kvbits_")
+        return f"there is no {what} {name!r} any more: {instead} has a tenth to a third of its KL in fewer bytes; use {instead}"
     near = difflib.get_close_matches(str(name).lower(), names, n=2, cutoff=0.6)
     meant = f" did you mean {' or '.join(near)}?" if near else ""
     return f"unknown {what} {name!r};{meant} known: {', '.join(names)}{more}"

@@ -65,6 +65,14 @@ def test_one_key_for_files_and_models_in_any_dtype(folder, tmp_path):
     assert kept.key_of_files(str(tmp_path), load_config(folder)) is None
 
 
+def test_keys_tell_weights_apart_whatever_layers_are_called():
+    """GPT-2 has "h", DBRX "blocks", BERT "layer": with no row of them the configuration alone would be the key."""
+    import transformers
+
+    config = transformers.GPT2Config(n_embd=64, n_head=4, n_layer=1, vocab_size=50)
+    assert len({kept.key_of_model(transformers.GPT2LMHeadModel(config)) for _ in range(2)}) == 2
+
+
 def test_the_first_cache_makes_it_and_the_others_find_it(folder, home, monkeypatch, capsys):
     model, _ = load_model(folder)
     KVCache.for_model(model, "klt3")

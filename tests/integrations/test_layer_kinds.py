@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from kvbits import PrefixStore
 from kvbits.calibrate import calibrate
-from kvbits.errors import CacheStateError, UnsupportedError
+from kvbits.errors import CacheStateError, DataError, UnsupportedError
 from kvbits.geometry import layer_places
 from kvbits.integrations.huggingface import KVCache
 
@@ -181,6 +181,30 @@ def test_a_pass_that_broke_off_is_not_gone_on_from(recurrent):
         torch.testing.assert_close(recurrent(ids(2, 1), past_key_values=cache).logits, want)
 
 
+@pytest.mark.parametrize("change", ["reset", "reorder_cache", "crop"])
+def test_an_interrupt_between_pages_and_states_is_not_gone_on_from(monkeypatch, change):
+    model = built("Lfm2Config")
+    cache = KVCache.for_model(model, "raw")
+    if change == "crop":
+        cache.activate_past_recording()
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        model(ids(), past_key_values=cache)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(
+                *{"reset": (cache._recurrent[0], "reset"), "reorder_cache": (cache._recurrent[0], "select_states"), "crop": (cache.pages, "crop")}[change], stop
+            )
+            getattr(cache, change)(*{"reset": (), "reorder_cache": (torch.tensor([1, 0]),), "crop": (-3,)}[change])
+        with pytest.raises(CacheStateError, match="recurrent states"):
+            model(ids(2, 1), past_key_values=cache)
+        cache.reset()
+        want = model(ids(2, 30, 9)).logits
+        torch.testing.assert_close(model(ids(2, 30, 9), past_key_values=cache).logits, want)
+
+
 # -- shared keys and values -----------------------------------------------------------------------------------------
 
 
@@ -218,6 +242,21 @@ def test_a_decoder_with_an_encoder(config, tmp_path):
             assert torch.equal(tokens, model.generate(**call, **options))
 
 
+def test_a_first_pass_that_failed_leaves_nothing_of_its_encoder():
+    model = built("BartConfig")
+    options = {"max_new_tokens": 10, "pad_token_id": 0, "do_sample": False}
+    call, other = families.inputs(model)[0], {"input_ids": ids(2, 25, 9), "attention_mask": torch.ones(2, 25, dtype=torch.long)}
+    cache = KVCache.for_model(model, "raw")
+    with torch.no_grad(), families.quiet():
+        hook = model.model.decoder.layers[1].self_attn.k_proj.register_forward_hook(lambda module, args, out: out * float("nan"))
+        with pytest.raises(DataError, match="nan"):
+            model.generate(**call, **options, past_key_values=cache)
+        hook.remove()
+        got = model.generate(**other, **options, past_key_values=cache)
+        KVCache.detach(model)
+        assert torch.equal(got, model.generate(**other, **options))
+
+
 # -- calibrated formats ---------------------------------------------------------------------------------------------
 
 
@@ -253,6 +292,22 @@ def test_dense_copies_are_of_the_same_pages(config):
         again = model(x[[1, 1], 280:], past_key_values=cache).logits
         torch.testing.assert_close(again[0], found[0][1, 280:], rtol=0, atol=0.2 * float(found[0].abs().max()))
     assert model.config._attn_implementation == "eager"
+
+
+def test_dense_copies_refuse_gradients_behind_a_history_and_unlike_lengths(tmp_path):
+    model = built("BloomConfig")
+    cache = KVCache.for_model(model, "raw", dense=True)
+    model(ids(1, 30), past_key_values=cache)
+    with pytest.raises(UnsupportedError, match="gradients do not reach"):
+        model(ids(1, 20), past_key_values=cache)
+    llama = built("LlamaConfig")
+    with torch.no_grad():
+        ragged = KVCache.for_model(llama, "raw")
+        llama(**padded(ids()), past_key_values=ragged)
+        ragged.save(tmp_path / "x.kvbits")
+        KVCache.detach(llama)
+        with pytest.raises(UnsupportedError, match="dense tensors want one length"):
+            llama(ids(2, 1), past_key_values=KVCache.load(tmp_path / "x.kvbits", llama, grow=True, dense=True))
 
 
 def test_dense_copies_are_not_of_windows():

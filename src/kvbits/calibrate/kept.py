@@ -39,7 +39,7 @@ MADE_FOR = "klt4"
 TEXTS = ("novel", "code")
 Row = tuple[str, tuple[int, ...], torch.Tensor]
 """Name, shape and first bytes of a matrix."""
-_LAYER = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
+_LAYER = re.compile(r"(?:^|\.)((?:layers?|blocks?|h)\.\d+\..+)$")
 
 
 def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:

@@ -194,7 +194,7 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
 
         if calibrated := [r.scheme for r in found.rows if r.scheme in FORMATS and FORMATS[r.scheme].calibrated]:
             notes.append(
-                f"Calibrated first, with `kvbits calibrate`: {', '.join(calibrated)}. Raw copies of the newest and first tokens are counted for each user, "
+                f"Calibrated when first used, or ahead with `kvbits calibrate`: {', '.join(calibrated)}. Raw copies are counted for each user, "
                 f"{COPIED_PAGES} pages of 16 bits; vLLM allocates them for all --max-num-seqs."
             )
     if subject.memory_from is not None:
@@ -210,7 +210,7 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
     from ..schemes import PRESETS, RECOMMENDED
 
     if calibrated := [r.scheme for r in found.rows if r.scheme in PRESETS and PRESETS[r.scheme].needs_calibration]:
-        notes.append(f"Calibrated first, with `kvbits calibrate`: {', '.join(calibrated)}.")
+        notes.append(f"Calibrated when first used, or ahead with `kvbits calibrate`: {', '.join(calibrated)}.")
     if subject.config is not None and found.engine == "transformers" and (weak := _weak(found, subject.config)):
         notes.append(f"Models of this kind add a bias to their keys: {', '.join(weak)} lose accuracy on them; {RECOMMENDED} and kivi4 do not.")
     return notes + _speed(found)

@@ -94,6 +94,12 @@ class DenseLayer(KVLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Store keys and values [B, H, T, D]; all that are stored, [B, H, tokens, D] each, the new ones as they came."""
         new = key_states.shape[2]
+        if key_states.requires_grad or value_states.requires_grad:
+            _require_no_gradients(bool(self.columns.seen))
+        if len(set(self.pages.seq_lens)) > 1:
+            raise UnsupportedError(
+                f"dense=True with sequences of {', '.join(map(str, self.pages.seq_lens))} tokens, stored without their padding; dense tensors want one length"
+            )
         self.columns.begin(new, None)
         self.pages.append(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2))
         self.columns.note(self.index, new, None)
@@ -151,16 +157,25 @@ def attention(
     return _attend(layer, q, k, v, attention_mask, scaling, softcap, sink_logits, key.readers > 0)[:, -rows:], None
 
 
+def _require_no_gradients(behind_history: bool) -> None:
+    """
+    Raises:
+        UnsupportedError: gradients are wanted of tokens behind stored ones.
+    """
+    if torch.is_grad_enabled() and behind_history:
+        raise UnsupportedError(
+            "gradients do not reach keys and values that are stored, so they would be wrong without a word; run the model under torch.no_grad(), or pass all "
+            "tokens at once to an empty cache (several of them), or use the stock cache for training"
+        )
+
+
 @torch.compiler.disable(reason="a KVCache plans its pages in Python")  # where something else broke the graph; 3 us otherwise
 def _attend(
     layer: KVLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scaling: float, softcap: float | None, sink_logits: torch.Tensor | None,
     more: bool,
 ) -> torch.Tensor:  # fmt: skip
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) and (layer.columns.seen or q.shape[1] == 1):
-        raise UnsupportedError(
-            "gradients do not reach keys and values that are stored, so they would be wrong without a word; run the model under torch.no_grad(), or pass all "
-            "tokens at once to an empty cache (several of them), or use the stock cache for training"
-        )
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        _require_no_gradients(bool(layer.columns.seen) or q.shape[1] == 1)
     known, valid = mask.known(layer.columns)
     within = mask.within(layer.sliding_window)
     return layer.columns.attend(layer.index, q, k, v, known, valid, scaling, softcap, sink_logits, more, within)

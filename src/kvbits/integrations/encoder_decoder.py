@@ -51,6 +51,13 @@ class CrossKVCache(EncoderDecoderCache):
         self.self_attention_cache.batch_repeat_interleave(repeats)
         self.cross_attention_cache.batch_repeat_interleave(repeats)
 
+    def enter_pass(self) -> None:
+        """A first pass reads its own encoder's output, also after one that broke off and was taken back."""
+        self.self_attention_cache.enter_pass()
+        if not self.self_attention_cache.get_seq_length():
+            self.cross_attention_cache.reset()
+            self.is_updated.clear()
+
     def begin_again(self) -> None:
         self.self_attention_cache.begin_again()
 

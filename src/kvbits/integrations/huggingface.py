@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 from .. import schemes
 from ..cache.explain import Explanation
 from ..cache.paged_cache import PagedCache
-from ..errors import CalibrationError, DataError, FileFormatError, KvbitsWarning, SpecError, UnsupportedError, counted
+from ..errors import CalibrationError, DataError, FileFormatError, KvbitsError, KvbitsWarning, SpecError, UnsupportedError, counted
 from ..geometry import latent_rank, layer_geometries, layer_places, text_config
 from ..ops import decode
 from ..spec import MOST_TOKENS, CacheSpec, LayerGeometry, Scheme, whole
@@ -301,14 +301,15 @@ class KVCache(Cache):
         columns = self._whole()
         if -n > columns.seen:
             raise DataError(f"crop({n}): the cache has seen {columns.seen} tokens")
-        if self._states is not None:
-            self._states.crop(-n, self._recording)
-        if self.pages.batch_size:
-            lengths, valid = torch.tensor(self.pages.seq_lens, device="cpu"), columns.valid
-            if n:
-                lengths = lengths + n if valid is None else lengths - valid[:, n:].sum(1).cpu()
-            with columns.becoming(columns.seen + n, valid if valid is None or not n else valid[:, :n]):
-                self.pages.crop(lengths.tolist())
+        with self._together():
+            if self._states is not None:
+                self._states.crop(-n, self._recording)
+            if self.pages.batch_size:
+                lengths, valid = torch.tensor(self.pages.seq_lens, device="cpu"), columns.valid
+                if n:
+                    lengths = lengths + n if valid is None else lengths - valid[:, n:].sum(1).cpu()
+                with columns.becoming(columns.seen + n, valid if valid is None or not n else valid[:, :n]):
+                    self.pages.crop(lengths.tolist())
         if self._recording:
             self.pages.keep_past()
 
@@ -319,25 +320,28 @@ class KVCache(Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.pages.batch_size:
             valid = self._whole().valid
-            with self.columns.becoming(self.columns.seen, None if valid is None else valid[indices.to(valid.device)]):
-                self.pages.select(indices.tolist())
-            for layer in self._recurrent:
-                layer.select_states(indices)
+            with self._together():
+                with self.columns.becoming(self.columns.seen, None if valid is None else valid[indices.to(valid.device)]):
+                    self.pages.select(indices.tolist())
+                for layer in self._recurrent:
+                    layer.select_states(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.pages.batch_size:
             valid = self._whole().valid
-            with self.columns.becoming(self.columns.seen, None if valid is None else valid.repeat_interleave(repeats, 0)):
-                self.pages.repeat(repeats)
-            for layer in self._recurrent:
-                layer.repeat_states(repeats)
+            with self._together():
+                with self.columns.becoming(self.columns.seen, None if valid is None else valid.repeat_interleave(repeats, 0)):
+                    self.pages.repeat(repeats)
+                for layer in self._recurrent:
+                    layer.repeat_states(repeats)
 
     def reset(self) -> None:
-        with self.columns.becoming(0, None):
-            self.pages.reset()
-        self._recording = False
-        if self._states is not None:
-            self._states.reset()
+        with self._together():
+            with self.columns.becoming(0, None):
+                self.pages.reset()
+            self._recording = False
+            if self._states is not None:
+                self._states.reset()
 
     def begin_again(self) -> None:
         """`reset` in the middle of a `generate`: a model wants to compute all tokens anew (`generation`)."""
@@ -362,6 +366,20 @@ class KVCache(Cache):
     @property
     def _recurrent(self) -> list[Any]:
         return [] if self._states is None else self._states.layers
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Pages and recurrent states change inside: nothing goes on from what an interrupt between them leaves. Errors of kvbits change nothing."""
+        if self._states is None:
+            yield
+            return
+        before, self._states.halfway = self._states.halfway, True
+        try:
+            yield
+        except KvbitsError:
+            self._states.halfway = before
+            raise
+        self._states.halfway = False
 
     def _whole(self) -> Columns:
         """What was seen, if no pass left recurrent states halfway."""
