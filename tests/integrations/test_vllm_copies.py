@@ -42,7 +42,7 @@ def test_what_all_copies_cover_is_the_model_itself(model, engine):  # noqa: F811
         distance(model("llama_plain")[0], p, r)
         for p, r in zip(long, generate(engine("llama_plain", DTYPE, enable_prefix_caching=False), long, 40), strict=True)
     ]
-    assert sum(near) < 0.8 * sum(far) and sum(near) > 1e-3
+    assert sum(near) < 0.9 * sum(far) and sum(near) > 1e-3
 
 
 def test_prompts_in_chunks_read_copies_too(model, engine):  # noqa: F811
