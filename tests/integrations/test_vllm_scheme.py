@@ -65,7 +65,7 @@ def test_a_draft_model_is_no_part_of_the_file(model, engine, tmp_path):  # noqa:
     check(model("llama")[0], TWO, prompt, generate(llm, [prompt])[0])
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     assert [(x.impl.call.layout.key.format, x.impl.call.layout.is_centered) for x in layers] == [
-        ("int4", True),
+        ("int4", False),
         ("int8", False),
         ("int8", True),
         ("int8", True),
