@@ -247,7 +247,7 @@ def test_a_cache_holds_the_bytes_that_a_cache_of_the_reference_holds(scheme):
 
 def packed_cases():
     if os.environ.get("KVBITS_TEST_ALL_KERNELS") or torch.cuda.is_available():
-        return [*token_local.cases(), *token_local.centered_cases()]
+        return [*token_local.cases(), *token_local.centered_cases(), *token_local.wide_cases()]
     return [
         (spec("int8"), spec("int8", PerToken(), symmetric=False), 64, 64, torch.bfloat16),
         (spec("int4", PerGroup(32), symmetric=False, scale_dtype="bfloat16"), spec("int4", PerGroup(32), scale_dtype="float32"), 128, 32, torch.float32),
@@ -257,6 +257,7 @@ def packed_cases():
         (RAW, spec("int4"), 64, 64, torch.float32),
         (RAW, RAW, 40, 32, torch.bfloat16),
         *token_local.centered_cases(),
+        *token_local.wide_cases(),
     ]
 
 
@@ -312,7 +313,7 @@ def test_packed_tokens_are_what_the_reference_stores(key, value, head_dim, page_
         both_ways(k, v, buffer, layout, torch.tensor(slots), torch.tensor(previous), turns[step % 2], static)
 
 
-@pytest.mark.parametrize("head_dim, value_head_dim", [(192, 128), (128, 64), (64, 80)])
+@pytest.mark.parametrize("head_dim, value_head_dim", [(192, 128), (128, 64), (64, 80), (512, 128), (64, 320)])
 def test_packed_tokens_of_unlike_widths(head_dim, value_head_dim, device):
     """Pages that open with the mean of the one before, decoded, and turned on; keys in groups, values with a bias."""
     key, value = spec("int8", PerGroup(32), center="channel"), spec("int4", PerGroup(16), symmetric=False)
@@ -408,7 +409,9 @@ def test_packed_refusals_name_the_reason():
         return cuda.refuses_layout(token_local.layout_of(key, value, head_dim, 32), capability)
 
     assert why(spec("int8"), spec("int4")) is None
-    assert "head_dim=264" in why(spec("int8", PerToken()), head_dim=264)
+    assert "head_dim=520" in why(spec("int8", PerToken()), head_dim=520)
+    assert "key groups of 384 channels are no power of two, as heads of 384 (above 256)" in why(spec("int8", PerToken()), head_dim=384)
+    assert why(spec("int8", PerToken()), head_dim=512) is why(spec("int8", PerGroup(64)), head_dim=384) is why(RAW, head_dim=264) is None
     assert "key groups of 4 channels" in why(spec("int8", PerGroup(4)))
     assert why(spec("int8", PerGroup(4), static=True)) is None
     assert "cannot round to fp8" in why(spec("fp8_e4m3"), capability=(8, 0))

@@ -280,8 +280,11 @@ def test_the_append_kernel_compiles_without_spills(capability):
         (spec("fp8_e4m3", PerToken(), center="channel"), spec("fp8_e5m2", PerToken()), 80, torch.float16),
         (spec("int4", PerChannel(), static=True), spec("int8", static=True, symmetric=False), 128, torch.bfloat16),
         (QuantSpec.raw(), QuantSpec.raw(), 64, torch.bfloat16),
+        (spec("int8", center="channel"), spec("int8"), 512, torch.bfloat16),
+        (spec("int4", PerToken(), symmetric=False, center="channel"), spec("int4", PerGroup(32)), 512, torch.float32),
+        (spec("int4", PerGroup(32)), spec("int4", PerGroup(32)), 512, torch.bfloat16),
     ],
-    ids=["int8", "centred", "wide", "fp8", "static", "raw"],
+    ids=["int8", "centred", "wide", "fp8", "static", "raw", "two warps, centred", "two warps, joined", "two warps, int4"],
 )
 def test_the_kernel_for_single_tokens_compiles_without_spills(key, value, head_dim, dtype, capability):
     layout = layout_of(key, value, head_dim)

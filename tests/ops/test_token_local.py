@@ -47,6 +47,15 @@ def centered_cases():
     yield spec("fp8_e4m3", PerToken(), center="channel"), spec("fp8_e5m2", PerToken(), center="channel"), 80, 32, torch.bfloat16
 
 
+def wide_cases():
+    """Heads of more than 256 channels, which two warps of a GPU hold: groups of one warp and of both, with and without a mean, ends that are lost where none is 0."""
+    yield spec("int8", center="channel"), spec("int8"), 512, 64, torch.bfloat16
+    yield spec("int4", PerToken(), symmetric=False), spec("int4", PerGroup(32)), 512, 64, torch.bfloat16
+    yield spec("int8", PerToken(), center="channel", symmetric=False), spec("int3", PerToken()), 512, 32, torch.float32
+    yield RAW, RAW, 512, 64, torch.bfloat16
+    yield spec("int4", PerGroup(64)), spec("int8", PerGroup(128), symmetric=False), 384, 32, torch.float16
+
+
 def layout_of(key: QuantSpec, value: QuantSpec, head_dim: int, page_size: int) -> PageLayout:
     return PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim, raw_dtype="bfloat16")
 
@@ -117,7 +126,7 @@ def test_single_stores_in_any_order_leave_what_closing_leaves(key, value, head_d
 
 
 @pytest.mark.parametrize("append", APPENDS)
-@pytest.mark.parametrize("key, value, head_dim, page_size, dtype", [*cases(), *centered_cases()], ids=str)
+@pytest.mark.parametrize("key, value, head_dim, page_size, dtype", [*cases(), *centered_cases(), *wide_cases()], ids=str)
 def test_whole_pages_in_one_call_are_what_closing_leaves(key, value, head_dim, page_size, dtype, append):
     layout = layout_of(key, value, head_dim, page_size)
     static = static_of(layout)

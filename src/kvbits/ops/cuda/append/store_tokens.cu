@@ -1,7 +1,7 @@
 // Fresh keys and values to their slots in token-local pages, quantized on the way: one block per (TOKENS entries, kv head, keys or values), one launch for any batch.
 //
-// A thread holds eight neighbouring channels of ROWS tokens, as they came; SPAN lanes of a warp hold a token, so a group's ends meet by shuffles. Scales are rounded
-// and codes taken as in close.cu (octets.cuh is both kernels'). Codes go to shared memory as bytes [token][channel], and from there to the page with lanes along the
+// A thread holds eight neighbouring channels of ROWS tokens, as they came; SPAN lanes hold a token, so a group's ends meet by shuffles (SPAN is 64 above 256 channels:
+// two warps, and a group of both meets in shared memory). Scales are rounded and codes taken as in close.cu (octets.cuh is both kernels'). Codes go to shared memory as bytes [token][channel], and from there to the page with lanes along the
 // tokens: neighbours in a page are neighbours in memory, so runs of tokens make wide writes, and single ones cost no more than their own bytes.
 // No byte of a page belongs to two tokens: nothing is read to be written back, and no two blocks write the same byte (a slot is named once).
 //
@@ -59,6 +59,7 @@ struct Shared {
     alignas(16) unsigned char image[IMAGE_BYTES];
     int openers[TOKENS + 1], num_openers;
     Opening opening;
+    float ends[SPAN > 32 ? ROWS : 1][SPAN > 32 ? THREADS / 32 : 1][2];  // lowest and highest of a row's channels in each warp
 };
 
 /// Slot of an entry, -1 where it is not stored.
@@ -268,15 +269,23 @@ DEVICE void find_means(const Args& a, int first, int head, int team, int octet, 
 
 // ---- scales, codes, bytes
 
-/// The ends of a token's groups, from those of its octets.
+/// The ends of a token's groups, from those of its octets. The whole block together.
 template <class S>
-DEVICE void join_groups(int octet, float& lo, float& hi) {
+DEVICE void join_groups(int row, int octet, float& lo, float& hi, Shared& shared) {
     constexpr int COUNT = S::GROUP / 8;
+    static_assert(SPAN <= 32 || (COUNT & (COUNT - 1)) == 0, "tokens.py");
     if ((COUNT & (COUNT - 1)) == 0) {
 #pragma unroll
-        for (int mask = 1; mask < COUNT; mask *= 2) {
+        for (int mask = 1; mask < COUNT && mask < 32; mask *= 2) {
             if (S::HAS_BIAS) lo = fminf(lo, __shfl_xor_sync(ALL_LANES, lo, mask));
             hi = fmaxf(hi, __shfl_xor_sync(ALL_LANES, hi, mask));
+        }
+        if constexpr (COUNT > 32) {
+            const int warp = threadIdx.x / 32;
+            if (threadIdx.x % 32 == 0) shared.ends[row][warp][0] = lo, shared.ends[row][warp][1] = hi;
+            __syncthreads();
+            lo = fminf(lo, shared.ends[row][warp ^ 1][0]);
+            hi = fmaxf(hi, shared.ends[row][warp ^ 1][1]);
         }
         return;
     }
@@ -391,7 +400,7 @@ DEVICE void store_side(const Args& a, int first, int head, Shared& shared) {
         if (!FIXED) {
             float lo, hi, scale;
             ends_of<S>(x[i], mean[i], lo, hi);
-            join_groups<S>(octet, lo, hi);
+            join_groups<S>(i, octet, lo, hi, shared);
             bool over = false;
             parameters_of<S>(lo, hi, scale, bias[0], over);
             overflow |= over && works && stored[i];

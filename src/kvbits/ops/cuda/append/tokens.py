@@ -31,8 +31,10 @@ DEFINES = {"THREADS": THREADS, "UNLIKE_WIDTHS": 0}
 """Macros of append.cu where keys and values are of one width."""
 FEW = 16
 """Tokens of a block of store_tokens.cu in a decoding step."""
-MAX_HEAD_DIM = 256
-"""32 lanes of a warp hold 8 channels each."""
+MAX_HEAD_DIM = 512
+"""The lanes of two warps hold 8 channels each."""
+WARP_DIM = 256
+"""Channels that one warp's lanes hold."""
 
 
 def refuses(k: torch.Tensor, store: PageStore) -> str | None:
@@ -60,8 +62,12 @@ def refuses_layout(layout: PageLayout, capability: tuple[int, int] = (9, 0), dty
     for kind, spec, d in (("key", layout.key, layout.head_dim), ("value", layout.value, layout.value_head_dim)):
         if spec.format.startswith("fp8") and capability < (8, 9):
             return f"compute capability {capability[0]}.{capability[1]} cannot round to fp8 (8.9 can)"
-        if not spec.is_raw and not spec.static and (size := d // spec.num_groups(d)) % 8:
+        if spec.is_raw or spec.static:
+            continue
+        if (size := d // spec.num_groups(d)) % 8:
             return f"{kind} groups of {size} channels are no multiple of 8"
+        if (most := max(layout.head_dim, layout.value_head_dim)) > WARP_DIM and size & (size - 1):
+            return f"{kind} groups of {size} channels are no power of two, as heads of {most} (above {WARP_DIM}) take"
     return None
 
 
@@ -131,14 +137,15 @@ class _StoreArgs(ctypes.Structure):
 
 def tokens_of_prompts(layout: PageLayout, dtype: torch.dtype) -> int:
     """Tokens of a block where there are many: their runs fill whole tiles of keys and share a page's mean. As many as a thread keeps in registers."""
-    return 32 if layout.is_centered and dtype == torch.float32 else 64
+    narrow = 32 if layout.is_centered and dtype == torch.float32 else 64
+    return narrow if max(layout.head_dim, layout.value_head_dim) <= WARP_DIM else narrow // 2
 
 
 def defines(layout: PageLayout, dtype: torch.dtype, tokens: int) -> dict[str, int | str]:
     """Macros of one instantiation of store_tokens.cu, for blocks of `tokens` tokens."""
     d = max(layout.head_dim, layout.value_head_dim)
     span = max(4, 1 << (d // 8 - 1).bit_length())
-    threads = 16 * span
+    threads = min(16 * span, 512)
     sides = (layout.key, layout.head_dim), (layout.value, layout.value_head_dim)
     groups = max(s.num_groups(n) if scale_kind(s) != STATIC and not s.is_raw else 0 for s, n in sides)
     image = max(_image_bytes(layout, kind, s) for kind, s in (("k", layout.key), ("v", layout.value)))
@@ -147,7 +154,8 @@ def defines(layout: PageLayout, dtype: torch.dtype, tokens: int) -> dict[str, in
         "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "TOKENS": tokens, "SPAN": span, "X_TYPE": TORCH_NUMBERS[dtype],
         "RAW_TYPE": DTYPES[layout.raw_dtype], "USED_BYTES": -(-layout.used_bytes // 4) * 4,
         "K_SIDE": side_arguments(layout, "k"), "V_SIDE": side_arguments(layout, "v"),
-        "SHARED_BYTES": -(-union // 16) * 16 + (16 + 8 * max(1, groups)) * tokens + (4 * d if layout.is_centered else 4) + image + 4 * tokens + 112,
+        "SHARED_BYTES": -(-union // 16) * 16 + (16 + 8 * max(1, groups)) * tokens + (4 * d if layout.is_centered else 4) + image + 4 * tokens + 112
+        + (8 * tokens * span // 32 if span > 32 else 0),
     }  # fmt: skip
 
 
