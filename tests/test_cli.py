@@ -271,7 +271,7 @@ def test_a_plan_for_vllm_lists_what_it_serves_and_no_other(tmp_path):
     assert by_name["bf16"]["total_bytes"] == 1008 * 4 * 2 * 2 * 64 * 2 and by_name["fp8"]["total_bytes"] * 2 == by_name["bf16"]["total_bytes"]
     for name, form in FORMATS.items():
         copies = 3 * 4 * 2 * 2 * 64 * 64 * 2 if form.calibrated else 0  # of the first page and the newest two, in 16 bits
-        assert by_name[name]["total_bytes"] == 16 * 4 * form.layout(2, 64).page_size_bytes + copies
+        assert by_name[name]["total_bytes"] == 16 * 4 * form.layout(2, 64, 64).page_size_bytes + copies
     assert [r["scheme"] for r in run_json(*VLLM, *GEOMETRY, "--scheme", "int4,bf16")["rows"]] == ["kvbits_int4", "bf16"]
     assert "no scheme of --engine vllm 'int4_rotated' any more: klt4 has" in error(*VLLM, *GEOMETRY, "--scheme", "int4_rotated")
     assert "kivi4 is for Transformers (--engine transformers)" in error(*VLLM, *GEOMETRY, "--scheme", "kivi4")
@@ -310,7 +310,7 @@ def test_what_an_engine_refuses_of_a_model_is_named_and_16_bits_are_shown(tmp_pa
     assert "not served: the model has ALiBi" in run(*VLLM, alibi).stdout
     assert "kvbits_int8: the model has ALiBi" in error(*VLLM, alibi, "--scheme", "int8")
     wide = configured(tmp_path / "wide", model_type="llama", num_hidden_layers=4, head_dim=2 * WIDEST)
-    assert f"head_dim={2 * WIDEST} is above {WIDEST}" in next(iter(run_json(*VLLM, wide)["refused"].values()))
+    assert f"head_dim={2 * WIDEST} is no multiple of 8 from 64 to {WIDEST}" in next(iter(run_json(*VLLM, wide)["refused"].values()))
     oss = configured(tmp_path / "oss", model_type="gpt_oss", num_hidden_layers=4)
     assert [list(run_json(*VLLM, oss)["refused"]), [r["scheme"] for r in run_json("plan", oss)["rows"]]] == [["kvbits_int4"], list(planner.SHOWN)]
     biased = configured(tmp_path / "biased", model_type="qwen2", num_hidden_layers=4)

@@ -387,7 +387,7 @@ def _vllm(scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer, ...], 
         return _Blocks(layers, VLLM_BLOCK, [VLLM_BLOCK * VLLM_DENSE[scheme] * _elements(g) for g in layers])
     pages = _paged(layers, scheme)
     if isinstance(scheme, str):
-        layouts = [FORMATS[scheme].layout(g.num_kv_heads, g.head_dim, raw_dtype) for g in pages]
+        layouts = [FORMATS[scheme].layout(g.num_kv_heads, g.head_dim, g.value_head_dim, raw_dtype) for g in pages]
     else:
         layouts = [_token_local(scheme, i, g, len(pages), raw_dtype) for i, g in enumerate(pages)]
     copied = sum(_elements(g) for g, x in zip(pages, layouts, strict=True) if not x.is_raw) if any(x.key.has_offsets for x in layouts) else 0

@@ -3,6 +3,8 @@ Run by hand, one dtype a process.
 
     python tests/integrations/check_vllm_gpu.py --kv-cache-dtype kvbits_int8_centered
     python tests/integrations/check_vllm_gpu.py --kv-cache-dtype kvbits_int8_centered --family gpt_oss --head-dim 64 --only eager
+    python tests/integrations/check_vllm_gpu.py --kv-cache-dtype kvbits_int8_centered --family mimo_v2_flash --head-dim 192 --only eager
+    python tests/integrations/check_vllm_gpu.py --kv-cache-dtype kvbits_int8_centered --head-dim 512 --only eager
 
 The model is small and random, so the distances are noise of quantization, to be compared with those of bf16 (0.009 between decoding and prefill) and fp8 on the same
 machine. What must hold is checked; every line is printed as JSON.
@@ -43,8 +45,10 @@ COPIED = {"prefill": 0.25, "covered": 0.04}
 
 
 def saved_model(path: Path, family: str, head_dim: int) -> Path:
-    """A few layers with random bfloat16 weights: plain ones, windows with learned sinks, or recurrent ones before the one that attends."""
-    from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3NextConfig
+    """A few layers with random bfloat16 weights: plain ones, windows with learned sinks, those and values of 128 channels, or recurrent ones before the one
+    that attends."""
+    from mimo import named_twice
+    from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MiMoV2FlashConfig, Qwen3NextConfig
 
     torch.manual_seed(0)
     common: dict[str, Any] = {
@@ -54,6 +58,9 @@ def saved_model(path: Path, family: str, head_dim: int) -> Path:
     experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
     if family == "gpt_oss":
         config: Any = GptOssConfig(**common | experts, num_hidden_layers=4, num_attention_heads=16, sliding_window=128)
+    elif family == "mimo_v2_flash":
+        kinds = {"layer_types": ["full_attention", "sliding_attention"] * 2, "mlp_layer_types": ["dense"] * 4, "sliding_window": 128, "v_head_dim": 128}
+        config = named_twice(MiMoV2FlashConfig(**common | kinds, num_hidden_layers=4, num_attention_heads=16))
     elif family == "qwen3_next":
         config = Qwen3NextConfig(**common | experts, num_hidden_layers=4, num_attention_heads=8, moe_intermediate_size=256, shared_expert_intermediate_size=256)
     else:
@@ -160,7 +167,7 @@ def reloaded(path: Path, dtype: str, prompts: list[list[int]], connector: str, o
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv-cache-dtype", required=True)
-    parser.add_argument("--family", choices=["llama", "gpt_oss", "qwen3_next"], default="llama")
+    parser.add_argument("--family", choices=["llama", "gpt_oss", "mimo_v2_flash", "qwen3_next"], default="llama")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--engine", type=json.loads, default={}, help="more options of all engines, JSON")

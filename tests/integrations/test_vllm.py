@@ -22,7 +22,7 @@ from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
 from kvbits.integrations.vllm.options import options_of
 from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
 from kvbits.integrations.vllm.selector import BACKEND, install, remove
-from kvbits.integrations.vllm.served import WIDEST
+from kvbits.integrations.vllm.served import WIDEST, WIDEST_CALIBRATED
 from kvbits.ops.reference.append import store_tokens
 from kvbits.quant.rotary import turn_by, turned_by
 from kvbits.spec import Rotary
@@ -51,18 +51,18 @@ def test_the_entry_point_names_the_function():
 
 @pytest.mark.parametrize(("name", "nbytes"), [("kvbits_int8", 264), ("kvbits_int8_centered", 268), ("kvbits_int4", 144), ("kvbits_klt4", 142)])
 def test_bytes_per_token_and_head_are_whole_and_pinned(name, nbytes):
-    layout = FORMATS[name].layout(8, 128)
+    layout = FORMATS[name].layout(8, 128, 128)
     assert layout.head_bytes == nbytes * PAGE_SIZE
     assert layout.token_local
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=lambda f: f.name)
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 512])
 def test_a_page_is_found_by_its_tag_as_by_its_name(form, head_dim):
-    if form.refuses(head_dim):
+    if form.refuses(head_dim, head_dim):
         return
-    layout = formats.layout_for(form.name, 2, head_dim, torch.bfloat16)
-    assert formats.layout_by_tag(formats.TAGS[form.name], 2, head_dim) == layout
+    layout = formats.layout_for(form.name, 2, head_dim, head_dim, torch.bfloat16)
+    assert formats.layout_by_tag(formats.TAGS[form.name], 2, head_dim, head_dim) == layout
     assert layout.head_bytes % PAGE_SIZE == 0
     if (preset := form.name.removeprefix("kvbits_")) in schemes.PRESETS:
         fitted = schemes.get(preset, head_dim=head_dim)
@@ -74,16 +74,16 @@ def test_tags_are_no_dtype_of_other_caches():
     assert len(tags) == len(FORMATS)
     assert not tags & {torch.uint8, *formats.RAW_DTYPES}
     with pytest.raises(UnsupportedError, match="no format of kvbits"):
-        formats.layout_by_tag(torch.uint8, 2, 64)
+        formats.layout_by_tag(torch.uint8, 2, 64, 64)
 
 
 @pytest.mark.parametrize("name", ["auto", "bfloat16"])
 def test_skipped_layers_are_raw(name):
-    layout = formats.layout_for(name, 2, 64, torch.bfloat16)
+    layout = formats.layout_for(name, 2, 64, 64, torch.bfloat16)
     assert layout.is_raw
-    assert layout == formats.layout_by_tag(torch.bfloat16, 2, 64)
+    assert layout == formats.layout_by_tag(torch.bfloat16, 2, 64, 64)
     with pytest.raises(UnsupportedError, match="kvbits_int8"):
-        formats.layout_for("fp8", 2, 64, torch.bfloat16)
+        formats.layout_for("fp8", 2, 64, 64, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -110,17 +110,21 @@ def test_calibrated_formats_have_raw_copies_unless_told_otherwise():
 def test_widths_are_those_of_the_kernels():
     """What the plugin refuses is what kernels refuse; `kvbits plan`, which has no torch, knows the largest."""
     for name in ("auto", *FORMATS):
-        assert formats.refuses_pages(name, WIDEST, "bfloat16") is None
-        assert f"head_dim={2 * WIDEST}" in formats.refuses_pages(name, 2 * WIDEST, "bfloat16")
+        widest = WIDEST_CALIBRATED if name != "auto" and FORMATS[name].calibrated else WIDEST
+        assert formats.refuses_pages(name, widest, "bfloat16") is None
+        assert f"head_dim={2 * widest}" in formats.refuses_pages(name, 2 * widest, "bfloat16")
+        if name != "auto":
+            assert FORMATS[name].refuses(widest, widest) is None and str(2 * widest) in FORMATS[name].refuses(2 * widest, 2 * widest)
+            assert bool(FORMATS[name].refuses(192, 128)) is FORMATS[name].calibrated
     assert formats.refuses_pages("kvbits_scheme", 2 * WIDEST, "bfloat16") is None
 
 
 def test_refusals_give_the_way_out():
-    assert "no multiple of 16; use kvbits_int8_centered" in FORMATS["kvbits_klt4"].refuses(72)
-    assert "use kvbits_int8_centered or kvbits_klt4" in FORMATS["kvbits_int4"].refuses(128, key_bias=True)
-    assert FORMATS["kvbits_int4"].refuses(128) is None
-    assert FORMATS["kvbits_int8_centered"].refuses(128, key_bias=True) is None
-    assert "--kv-cache-dtype auto" in FORMATS["kvbits_int8"].refuses(60)
+    assert "no multiple of 16; use kvbits_int8_centered" in FORMATS["kvbits_klt4"].refuses(72, 72)
+    assert "use kvbits_int8_centered or kvbits_klt4" in FORMATS["kvbits_int4"].refuses(128, 128, key_bias=True)
+    assert FORMATS["kvbits_int4"].refuses(128, 128) is None
+    assert FORMATS["kvbits_int8_centered"].refuses(128, 128, key_bias=True) is None
+    assert "--kv-cache-dtype auto" in FORMATS["kvbits_int8"].refuses(60, 60)
     assert has_key_bias(SimpleNamespace(model_type="qwen2"))
     assert has_key_bias(SimpleNamespace(attention_bias=True))
     assert not has_key_bias(SimpleNamespace(model_type="llama", attention_bias=False))
@@ -181,17 +185,17 @@ def dense(q, k, v, scaling, window, softcap):
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.double().repeat_interleave(group, 1))
 
 
-@pytest.mark.parametrize(("window", "softcap", "rows"), [(None, None, 1000), (None, 20.0, 256), (None, None, 200), (100, None, 320)])
-def test_prefill_over_history_is_dense_attention(window, softcap, rows):
+@pytest.mark.parametrize(("window", "softcap", "rows", "values"), [(None, None, 1000, 64), (None, 20.0, 256, 64), (None, None, 200, 40), (100, None, 320, 96)])
+def test_prefill_over_history_is_dense_attention(window, softcap, rows, values):
     """Scratch for all rows together, for some, and for slices of one row."""
-    layout = formats.raw_layout(2, 64, "float32")
-    scratch = prefill.Scratch(*(torch.full((rows, 2, 64), torch.nan) for _ in "kv"))
+    layout = formats.raw_layout(2, 64, values, "float32")
+    scratch = prefill.Scratch(*(torch.full((rows, 2, d), torch.nan) for d in (64, values)))
     call = SimpleNamespace(layout=layout, scratch=scratch, scaling=0.2, sliding_window=window, softcap=softcap, dtype=torch.float32, fa_version=None)
     query_lens, history = np.array([5, 100, 1, 64]), np.array([130, 400, 64, 0])
     pages = torch.full((20, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
     table, free, given, want = torch.zeros(4, 8, dtype=torch.int32), 1, [], []
     for row, (t, n) in enumerate(zip(query_lens, history, strict=True)):
-        k, v, q = torch.randn(n + t, 2, 64), torch.randn(n + t, 2, 64), torch.randn(t, 4, 64)
+        k, v, q = torch.randn(n + t, 2, 64), torch.randn(n + t, 2, values), torch.randn(t, 4, 64)
         count = -(-int(n + t) // PAGE_SIZE)
         table[row, :count] = torch.arange(free, free + count)
         slots = table[row, torch.arange(n + t) // PAGE_SIZE].long() * PAGE_SIZE + torch.arange(n + t) % PAGE_SIZE
@@ -201,7 +205,7 @@ def test_prefill_over_history_is_dense_attention(window, softcap, rows):
         want.append(dense(q, k, v, 0.2, window, softcap))
     found = prefill.Prefill(query_lens, query_lens + history, table, window, scratch)
     q, k, v = (torch.cat(x) for x in zip(*given, strict=True))
-    out = torch.full_like(q, torch.nan)
+    out = torch.full((*q.shape[:2], values), torch.nan)
     found.run(call, q, k, v, out, pages)
     torch.testing.assert_close(out.double(), torch.cat(want), atol=1e-5, rtol=1e-5)
 
@@ -255,7 +259,7 @@ def test_the_selector_is_installed_once_and_taken_off():
         ("kvbits_int8", [BACKEND, "vllm.FlashAttentionDiffKV"], False, [], r"of their own \(FlashAttentionDiffKV\)"),
         ("kvbits_int8", [BACKEND], True, ["0"], "one kvbits dtype for all"),
         ("kvbits_scheme", [BACKEND], True, [], "one kvbits dtype for all"),
-        ("kvbits_klt4", [BACKEND], True, [], "use kvbits_int8_centered or kvbits_int4"),
+        ("kvbits_klt4", [BACKEND], True, [], None),
         ("kvbits_scheme", [BACKEND], False, ["0"], None),
     ],
 )

@@ -385,7 +385,7 @@ def test_the_log_says_what_is_stored_and_nothing_of_scaling_factors(engine, monk
     assert [r.args[0] for r in records if "scaling factor" in r.msg] == ["fp8"]
     config = llm.llm_engine.vllm_config
     heads, layers, width = (getattr(config.model_config.hf_config, n) for n in ("num_key_value_heads", "num_hidden_layers", "head_dim"))
-    nbytes = layers * heads * FORMATS["kvbits_int8_centered"].layout(heads, width, "float32").head_bytes // 64
+    nbytes = layers * heads * FORMATS["kvbits_int8_centered"].layout(heads, width, width, "float32").head_bytes // 64
     tokens = config.cache_config.kv_cache_size_tokens
     assert said.startswith("kvbits_int8_centered: centred int8 keys, int8 values; ") and f"hold {tokens:,} tokens, {nbytes:,} bytes each" in said
     assert ("the newest 64 to 127 and the first 64 tokens of each request also raw" in said) == bool(options) != ("no token raw" in said)

@@ -4,6 +4,8 @@ attention in chunks."""
 from __future__ import annotations
 
 import importlib.util
+import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ if torch.cuda.is_available():
     pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
 
 from integrations import vllm_cpu_recurrent
+from integrations.mimo import named_twice
 from integrations.test_vllm_copies import distance
 from integrations.test_vllm_engine import (  # noqa: F401  (fixtures)
     MODELS,
@@ -36,10 +39,13 @@ from transformers import (
     GraniteMoeHybridConfig,
     Lfm2Config,
     Llama4TextConfig,
+    MiMoV2FlashConfig,
     Qwen3NextConfig,
 )
 
 from kvbits.errors import UnsupportedError
+from kvbits.integrations.vllm.backend import HybridBackend, KVBitsBackend
+from kvbits.integrations.vllm.impl import _fa_version
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
@@ -116,6 +122,31 @@ def gemma4():
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
+def gemma4_wide():
+    """As large Gemma 4 has it: windows of heads of 256, and full attention of one of 512 whose values are its keys."""
+    torch.manual_seed(13)
+    config = Gemma4TextConfig(
+        hidden_size=128, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, head_dim=256, global_head_dim=512,
+        num_global_key_value_heads=1, attention_k_eq_v=True, vocab_size=VOCABULARY, hidden_size_per_layer_input=0,
+        layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=0, sliding_window=100, max_position_embeddings=4096,
+        initializer_range=0.15, enable_moe_block=False,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def mimo():
+    """Keys of 192 and values of 128 channels, windows with twice the kv heads and learned sinks."""
+    torch.manual_seed(14)
+    config = MiMoV2FlashConfig(
+        hidden_size=128, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1, head_dim=192, v_head_dim=128,
+        vocab_size=VOCABULARY, layer_types=["full_attention", "sliding_attention", "full_attention"], mlp_layer_types=["dense"] * 3, sliding_window=100,
+        max_position_embeddings=4096, initializer_range=0.15, attention_value_scale=0.707,
+    )  # fmt: skip
+    found = AutoModelForCausalLM.from_config(named_twice(config), dtype=torch.float32).eval()
+    found.model.layers[1].self_attn.sinks.data = torch.linspace(-2, 4, 4)
+    return found
+
+
 def llama4():
     """Three layers that attend in chunks of 128, and one to everything."""
     torch.manual_seed(11)
@@ -127,7 +158,9 @@ def llama4():
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-MODELS.update(qwen3_next=qwen3_next, llama4=llama4, gemma4=gemma4, gpt_oss=gpt_oss, granite=granite, lfm2=lfm2, gemma3n=gemma3n)
+MODELS.update(
+    gemma4_wide=gemma4_wide, mimo=mimo, qwen3_next=qwen3_next, llama4=llama4, gemma4=gemma4, gpt_oss=gpt_oss, granite=granite, lfm2=lfm2, gemma3n=gemma3n
+)
 COPIES = {"additional_config": {"kvbits": {"raw_newest": 64, "raw_first": 64}}}
 
 
@@ -179,12 +212,13 @@ def recurrent():
     ("dtype", "options", "limit"),
     [
         ("auto", {"attention_backend": "CUSTOM"}, 1e-4), ("kvbits_int8", {}, 0.02), ("kvbits_int8_centered", {}, 0.02),
-        ("kvbits_int4", {}, 0.3), ("kvbits_int4", COPIES, 0.1),
+        ("kvbits_int4", {}, 0.3), ("kvbits_int4", COPIES, 0.1), ("kvbits_klt4", {}, 0.1),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["granite", "lfm2"])
-def test_recurrent_layers_beside_those_that_attend(model, engine, recurrent, name, dtype, options, limit):  # noqa: F811
+def test_recurrent_layers_beside_those_that_attend(model, engine, recurrent, calibration, name, dtype, options, limit):  # noqa: F811
     """Blocks of several pages, as large as a state. Prefixes are found again in whole blocks (vLLM's Mamba 2 on a CPU keeps no states inside of prompts)."""
+    options = said(calibration(name)) if "klt" in dtype else options
     llm = engine(name, dtype, **options, **({"enable_prefix_caching": False} if name == "granite" else {}))
     cache = llm.llm_engine.vllm_config.cache_config
     pages = cache.block_size // 64
@@ -219,7 +253,6 @@ def test_blocks_of_qwen3_next_hold_a_state(tmp_path, dtype, tokens):
     from vllm.platforms import current_platform
 
     from kvbits.integrations.vllm import register
-    from kvbits.integrations.vllm.backend import HybridBackend
 
     register()
     config = Qwen3NextConfig()
@@ -256,3 +289,52 @@ def test_layers_that_read_the_pages_of_others_and_attention_in_chunks(model, eng
         results = generate(llm, prompts, 12)
         assert [r[2] > 0 for r in results] == [False, again, again]
         assert all(distance(model(name)[0], *x) < limit for x in zip(prompts, results, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "kvbits_int8_centered", "kvbits_int4"])
+@pytest.mark.parametrize("name", ["gemma4_wide", "mimo"])
+def test_heads_of_512_and_values_narrower_than_keys(model, engine, name, dtype):  # noqa: F811
+    """In chunks that end inside pages, and prefixes found again: the tokens of Transformers with the same scheme. The model names a backend of its own for its widths."""
+    llm, scheme = engine(name, dtype, max_num_batched_tokens=96, attention_backend="CUSTOM"), None if dtype == "auto" else scheme_of(dtype)
+    for length in (50, 150, 300):
+        for cached in (0, (length - 1) // 64 * 64):
+            prompt, ends = random_ids(length, length), sorted({*range(0, cached, 96), *range(cached, length, 96), length})
+            result = generate(llm, [prompt], 16)[0]
+            assert result[2] == cached
+            check(model(name)[0], scheme, prompt, result, [b - a for a, b in itertools.pairwise(ends)])
+
+
+@pytest.mark.parametrize("name", ["gemma4_wide", "mimo"])
+def test_copies_of_heads_of_512_and_of_unlike_widths(model, engine, name):  # noqa: F811
+    """Those of short requests hold all their tokens, so nothing that decodes reads a quantized number; with drafts, whose rows are of unlike lengths."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    llm = engine(name, "kvbits_int4", enable_prefix_caching=False, speculative_config=ngram, **COPIES)
+    prompts = [random_ids(n, n) for n in (50, 64, 150)]
+    assert all(distance(model(name)[0], *x) < 1e-3 for x in zip(prompts, generate(llm, prompts, 20), strict=True))
+
+
+@pytest.mark.parametrize("name", ["gemma4_wide", "mimo"])
+def test_bands_are_for_heads_of_one_width_up_to_256(engine, name):  # noqa: F811
+    with pytest.raises(UnsupportedError, match="kvbits_klt4 has codes of heads of one width up to 256: use kvbits_int8_centered"):
+        engine(name, "kvbits_klt4")
+
+
+@pytest.mark.parametrize(
+    ("widths", "version", "served"),
+    [
+        ((256, 256), 2, True), ((512, 512), 4, True), ((512, 512), 2, False), ((192, 128), 3, True), ((192, 128), 2, False), ((128, 64), 4, True),
+        ((128, 64), 3, False), ((64, 64), None, False),
+    ],
+)  # fmt: skip
+def test_prompts_are_refused_where_flash_attention_has_not_their_widths(monkeypatch, widths, version, served):
+    monkeypatch.setattr("vllm.v1.attention.backends.fa_utils.get_flash_attn_version", lambda **asked: version)
+    with nullcontext() if served else pytest.raises(UnsupportedError, match="are read with FlashAttention"):
+        assert _fa_version(torch.device("cuda"), *widths) == version
+
+
+def test_a_hybrid_may_follow_a_plain_model_of_equal_heads(model, engine, recurrent):  # noqa: F811
+    """In one process, which keeps the backend of such heads."""
+    for name, backend in (("llama_plain", KVBitsBackend), ("lfm2", HybridBackend), ("llama_plain", KVBitsBackend)):
+        llm = engine(name, "kvbits_int8")
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        assert {x.get_attn_backend() for x in layers if getattr(x, "kv_cache_dtype", "") == "kvbits_int8"} == {backend}

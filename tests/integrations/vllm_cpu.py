@@ -164,9 +164,6 @@ SETTINGS_OF_ENGINE = {
 def engine(model: Path | str, kv_cache_dtype: str, **options: Any) -> Any:
     """`vllm.LLM` of a directory with weights and a configuration, eager, in this process."""
     install()
-    from vllm.v1.attention.selector import _cached_get_attn_backend
-
-    _cached_get_attn_backend.cache_clear()  # its key does not say whether a model has recurrent layers, and a process of tests has many models
     from vllm import LLM
 
     from kvbits.integrations.vllm import register

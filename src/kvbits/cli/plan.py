@@ -102,7 +102,7 @@ def _not_in_vllm(subject: Subject, scheme: str | Scheme) -> str | None:
     if subject.refused is not None:
         return subject.refused
     from ..geometry import PlainLayer, has_key_bias, latent_rank, text_config
-    from ..integrations.vllm.served import FORMATS, WIDEST
+    from ..integrations.vllm.served import FORMATS
 
     text = None if subject.config is None else text_config(subject.config)
     kind = str(getattr(text, "model_type", ""))
@@ -114,12 +114,11 @@ def _not_in_vllm(subject: Subject, scheme: str | Scheme) -> str | None:
         return "the model caches latents, for which vLLM has backends of their own; use vLLM's own dtypes"
     if not isinstance(scheme, str):
         return None
-    if FORMATS[scheme].calibrated and (subject.state_bytes != 0 or any(getattr(g, "chunked", False) for g in subject.layers)):
-        return "the model has recurrent layers, or attends in chunks, which calibrated keys are not served with in vLLM; use kvbits_int8_centered"
+    if FORMATS[scheme].calibrated and any(getattr(g, "chunked", False) for g in subject.layers):
+        return "the model attends in chunks, which calibrated keys are not served with in vLLM; use kvbits_int8_centered"
     biased = text is not None and has_key_bias(text)
-    if (widest := max((g.head_dim for g in subject.layers if not isinstance(g, PlainLayer)), default=0)) > WIDEST:
-        return f"head_dim={widest} is above {WIDEST}; use vLLM's own dtypes"
-    return next((why for g in subject.layers if not isinstance(g, PlainLayer) and (why := FORMATS[scheme].refuses(g.head_dim, biased))), None)
+    layers = [g for g in subject.layers if not isinstance(g, PlainLayer)]
+    return next((why for g in layers if (why := FORMATS[scheme].refuses(g.head_dim, g.value_head_dim, biased))), None)
 
 
 def _raw_dtype(given: str) -> str:

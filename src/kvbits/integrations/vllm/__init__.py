@@ -45,6 +45,7 @@ def register() -> None:
         logger.warning(why)
         return
     from vllm.config.cache import get_kv_cache_dtype_handler, register_kv_cache_dtype
+    from vllm.model_executor.layers.attention import Attention
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -57,5 +58,6 @@ def register() -> None:
         if get_kv_cache_dtype_handler(name) is None:
             register_kv_cache_dtype(name)(selector.handler(name, TAGS.get(name, PLACEHOLDER)))
     selector.install(type(current_platform))
+    selector.install_layer(Attention)
     announce.install()
     taken.install()

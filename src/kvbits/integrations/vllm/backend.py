@@ -10,7 +10,6 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from ...errors import UnsupportedError
 from . import formats
 
 
@@ -53,9 +52,7 @@ class KVBitsBackend(AttentionBackend):
         """The bytes of a page, by the torch dtype that stands for its format."""
         if spec.state_content_bytes is not None:
             return spec
-        if spec.head_size_v != spec.head_size:
-            raise UnsupportedError(f"keys of width {spec.head_size} and values of width {spec.head_size_v}; kvbits stores them at one width")
-        layout = formats.layout_by_tag(spec.dtype, spec.num_kv_heads, spec.head_size)
+        layout = formats.layout_by_tag(spec.dtype, spec.num_kv_heads, spec.head_size, spec.head_size_v)
         return dataclasses.replace(spec, dtype=torch.uint8, state_content_bytes=layout.head_bytes // layout.page_size)
 
     @classmethod
@@ -88,7 +85,7 @@ class KVBitsBackend(AttentionBackend):
         """Why a model cannot be served, or None."""
         if block_size not in (None, formats.PAGE_SIZE):
             return f"kvbits' pages hold {formats.PAGE_SIZE} tokens; leave --block-size away, or pass --block-size {formats.PAGE_SIZE}"
-        if kv_cache_dtype in formats.FORMATS and (why := formats.FORMATS[kv_cache_dtype].refuses(head_size)):
+        if kv_cache_dtype in formats.FORMATS and (why := formats.FORMATS[kv_cache_dtype].refuses(head_size, head_size)):
             return why
         if device_capability is None:  # a CPU, where the reference serves
             return None

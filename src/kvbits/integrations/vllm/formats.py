@@ -50,13 +50,13 @@ def tag_for(form: Format) -> torch.dtype:
     return tag
 
 
-def raw_layout(num_kv_heads: int, head_dim: int, raw_dtype: str) -> PageLayout:
+def raw_layout(num_kv_heads: int, head_dim: int, value_head_dim: int, raw_dtype: str) -> PageLayout:
     """Pages of a layer that keeps the model's own values (`--kv-cache-dtype auto`, or a layer skipped)."""
-    raw = QuantSpec.raw()
-    return PageLayout(key=raw, value=raw, page_size=PAGE_SIZE, num_kv_heads=num_kv_heads, head_dim=head_dim, raw_dtype=raw_dtype)
+    raw, heads = QuantSpec.raw(), {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_head_dim": value_head_dim}
+    return PageLayout(key=raw, value=raw, page_size=PAGE_SIZE, raw_dtype=raw_dtype, **heads)
 
 
-def layout_for(kv_cache_dtype: str, num_kv_heads: int, head_dim: int, model_dtype: torch.dtype) -> PageLayout:
+def layout_for(kv_cache_dtype: str, num_kv_heads: int, head_dim: int, value_head_dim: int, model_dtype: torch.dtype) -> PageLayout:
     """Pages of a layer by the name of its dtype ("auto" and the model's own: raw).
 
     Raises:
@@ -64,23 +64,23 @@ def layout_for(kv_cache_dtype: str, num_kv_heads: int, head_dim: int, model_dtyp
     """
     raw_dtype = RAW_DTYPES[model_dtype]
     if kv_cache_dtype in ("auto", raw_dtype):
-        return raw_layout(num_kv_heads, head_dim, raw_dtype)
+        return raw_layout(num_kv_heads, head_dim, value_head_dim, raw_dtype)
     if kv_cache_dtype not in FORMATS:
         raise UnsupportedError(f"kv_cache_dtype={kv_cache_dtype!r} is no format of kvbits; known: auto, {', '.join(FORMATS)}")
-    return FORMATS[kv_cache_dtype].layout(num_kv_heads, head_dim, raw_dtype)
+    return FORMATS[kv_cache_dtype].layout(num_kv_heads, head_dim, value_head_dim, raw_dtype)
 
 
-def layout_by_tag(dtype: torch.dtype, num_kv_heads: int, head_dim: int) -> PageLayout:
+def layout_by_tag(dtype: torch.dtype, num_kv_heads: int, head_dim: int, value_head_dim: int) -> PageLayout:
     """Pages of a layer by the torch dtype that vLLM has for it.
 
     Raises:
         UnsupportedError: a torch dtype that stands for no format.
     """
     if dtype in RAW_DTYPES:
-        return raw_layout(num_kv_heads, head_dim, RAW_DTYPES[dtype])
+        return raw_layout(num_kv_heads, head_dim, value_head_dim, RAW_DTYPES[dtype])
     if dtype not in _BY_TAG:
         raise UnsupportedError(f"pages of {dtype} are no format of kvbits; known: auto, {', '.join(FORMATS)}")
-    return _BY_TAG[dtype].layout(num_kv_heads, head_dim)
+    return _BY_TAG[dtype].layout(num_kv_heads, head_dim, value_head_dim)
 
 
 @functools.lru_cache(maxsize=64)
@@ -89,6 +89,6 @@ def refuses_pages(kv_cache_dtype: str, head_dim: int, raw_dtype: str) -> str | N
     if kv_cache_dtype == SCHEME:
         return None
     form = FORMATS.get(kv_cache_dtype)
-    found = dispatch.natives(form.layout(1, head_dim, raw_dtype) if form else raw_layout(1, head_dim, raw_dtype))
+    found = dispatch.natives(form.layout(1, head_dim, head_dim, raw_dtype) if form else raw_layout(1, head_dim, head_dim, raw_dtype))
     why = next((why for op in ("store_tokens", "paged_attention", "dequantize") if (why := found.get(op, {}).get("cuda"))), None)
     return why and f"{why}; use vLLM's own dtypes"

@@ -66,7 +66,7 @@ class KVBitsImpl(AttentionImpl):
         self._drafts = config.model_config.runner_type == "draft"
         self._rope = rope_parameters(config.model_config.hf_text_config, sliding_window is not None)
         form = formats.FORMATS.get(kv_cache_dtype)  # what cannot be is refused now; which layer this is nobody says before the model is there
-        if form and (why := form.refuses(head_size, has_key_bias(config.model_config.hf_text_config))):
+        if form and (why := form.refuses(head_size, head_size, has_key_bias(config.model_config.hf_text_config))):
             raise UnsupportedError(why)
         forms = layer_formats(config) if kv_cache_dtype == formats.SCHEME and not self._drafts else (form,)
         if any(form and form.calibrated for form in forms):
@@ -78,7 +78,7 @@ class KVBitsImpl(AttentionImpl):
         scaling, window, softcap = self._factors
         scratch = scratch_for(layout, dtype, device, config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens, window)
         raw = self._copies_of(layout) if copied else None
-        self.call = call_for(layout, self.num_heads, dtype, scaling, window, softcap, scratch, _fa_version(device, self.head_size), raw)
+        self.call = call_for(layout, self.num_heads, dtype, scaling, window, softcap, scratch, _fa_version(device, *self._widths), raw)
         self._writes = dispatch.choose("store_tokens", layout, dtype, device)
         self._copies_raw = dispatch.choose("store_tokens", raw, dtype, device) if raw else None
         for choice in (self._writes, self._copies_raw, dispatch.choose("dequantize", layout, dtype, device)):
@@ -98,10 +98,12 @@ class KVBitsImpl(AttentionImpl):
             form, name = layer_formats(config)[index], "auto"
         if form is None:
             layer.kv_cache_dtype, layer.kv_cache_torch_dtype = name, self._dtype
-            layout = formats.layout_for(name, self.num_kv_heads, self.head_size, self._dtype)
+            layout = formats.layout_for(name, self.num_kv_heads, *self._widths, self._dtype)
         else:
+            if why := form.refuses(*self._widths):
+                raise UnsupportedError(why)
             layer.kv_cache_torch_dtype = formats.tag_for(form)
-            layout = form.layout(self.num_kv_heads, self.head_size, formats.RAW_DTYPES[self._dtype])
+            layout = form.layout(self.num_kv_heads, *self._widths, formats.RAW_DTYPES[self._dtype])
         self._take(form, layout, copied=not head)  # passes of heads are planned with the model's and by themselves, that is with copies of two states
 
     def _found(self) -> tuple[int, Any]:
@@ -123,7 +125,7 @@ class KVBitsImpl(AttentionImpl):
         config, options = self._config, self.options
         if layout.is_raw or not options.copies:
             return None
-        raw = formats.raw_layout(self.num_kv_heads, self.head_size, formats.RAW_DTYPES[self._dtype])
+        raw = formats.raw_layout(self.num_kv_heads, *self._widths, formats.RAW_DTYPES[self._dtype])
         count = config.scheduler_config.max_num_seqs * (options.newest_pages + bool(options.raw_first)) * (not self._target_name)
         self._copies = torch.zeros(count, self.num_kv_heads, raw.head_bytes, dtype=torch.uint8, device=self._device)
         return raw
@@ -131,10 +133,15 @@ class KVBitsImpl(AttentionImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         self.settle()
 
+    @property
+    def _widths(self) -> tuple[int, int]:
+        """Channels of keys, and of values, which vLLM says to its layer alone."""
+        return self.head_size, self._found()[1].head_size_v
+
     def settle(self) -> None:
         """When the model is there. Loaders that leave `process_weights_after_loading` out (tensorizer) get it from the builder."""
         if self._logits is not None:  # weights may be loaded again
-            self._sink = part = sink_part(self._logits, self.head_size, self._dtype)
+            self._sink = part = sink_part(self._logits, self._widths[1], self._dtype)
             dispatch.choose("merge", part[:1]).prepare()
         if hasattr(self, "call"):
             return
@@ -154,8 +161,8 @@ class KVBitsImpl(AttentionImpl):
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: KVBitsMetadata | None,
         output: torch.Tensor, output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """query [N, Hq, D], key and value [N, H, D] (None where another layer's are read), kv_cache uint8 [pages, H, 64, head_bytes / 64] of any page stride,
-        output [N, Hq, D], written."""
+        """query [N, Hq, D], key [N, H, D] and value [N, H, Dv] (None where another layer's are read), kv_cache uint8 [pages, H, 64, head_bytes / 64] of any
+        page stride, output [N, Hq, Dv], written."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("kvbits' attention backend does not quantize its output")
         if attn_metadata is None:  # a run that measures memory
@@ -200,12 +207,18 @@ def device_of_layers() -> torch.device:
     return torch.device(current_platform.device_type, torch.accelerator.current_device_index())
 
 
-def _fa_version(device: torch.device, head_size: int) -> int | None:
+def _fa_version(device: torch.device, head_dim: int, value_head_dim: int) -> int | None:
     if device.type != "cuda":
         return None
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    version = get_flash_attn_version(head_size=head_size)
-    if version is None or (version < 4 and head_size > 256):
-        raise UnsupportedError(f"vLLM has no FlashAttention for head_size={head_size} on {device}, which prompts are read with; use another --kv-cache-dtype")
+    unlike, in_three = head_dim != value_head_dim, 128 < head_dim <= 192 and 96 < value_head_dim <= 128
+    needed = 4 if max(head_dim, value_head_dim) > 256 or (unlike and not in_three) else 3 if unlike else 2
+    # On Hopper vLLM takes version 4 for unlike widths if it hears of sinks, which are a part of the results here (`prefill.merge`).
+    version = get_flash_attn_version(head_size=head_dim, head_size_v=value_head_dim, has_sinks=unlike and needed == 4)
+    if version is None or version < needed:
+        raise UnsupportedError(
+            f"prompts with keys of {head_dim} and values of {value_head_dim} channels are read with FlashAttention {needed} (of compute capability 9.0), "
+            f"and vLLM has {version or 'none'} on {device}; use vLLM's own dtypes"
+        )
     return version

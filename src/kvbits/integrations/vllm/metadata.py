@@ -68,14 +68,14 @@ class Decode:
     def run(
         self, q: torch.Tensor, out: torch.Tensor, layer: str, pages: torch.Tensor, copies: torch.Tensor | None, static: dict[str, torch.Tensor], sink: Sink
     ) -> None:  # fmt: skip
-        """q, out: [tokens, Hq, D]; pages, copies, calibrated parameters and learned sink of the layer."""
+        """q [tokens, Hq, D], out [tokens, Hq, Dv]; pages, copies, calibrated parameters and learned sink of the layer."""
         number, address = self._bound.get(layer, (len(self._bound), 0))
         if address != pages.data_ptr():
             self._plan.bind(number, [pages, *([copies] * (len(self._plan.layouts) - 1) if copies is not None else [])], static)
             self._bound[layer] = number, pages.data_ptr()
         shape, ragged = (-1, self.num_queries), self._ragged
         asked = (q if ragged is None else q[ragged.token_of]).unflatten(0, shape)
-        found = out.unflatten(0, shape) if ragged is None else torch.empty_like(asked)
+        found = out.unflatten(0, shape) if ragged is None else out.new_empty(*asked.shape[:3], out.shape[2])
         lse = None if sink is None else torch.empty(asked.shape[:3], dtype=torch.float32, device=q.device)
         self._plan.run(asked, number, out=found, lse=lse)
         if lse is not None:

@@ -29,7 +29,7 @@ MAX_HISTORY = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Scratch:
-    """keys, values: [rows, H, D] of the model's dtype."""
+    """keys [rows, H, D], values [rows, H, Dv] of the model's dtype."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -75,13 +75,13 @@ def scratch_for(layout: PageLayout, dtype: torch.dtype, device: torch.device, ma
     history = max_model_len if sliding_window is None else min(max_model_len, sliding_window + PAGE_SIZE)
     most = MAX_HISTORY if sliding_window is None else max(MAX_HISTORY, history)
     rows = -(-min(history, most) // PAGE_SIZE) * PAGE_SIZE + max_tokens
-    return _scratch(rows, layout.num_kv_heads, layout.head_dim, dtype, device)
+    return _scratch(rows, layout.num_kv_heads, (layout.head_dim, layout.value_head_dim), dtype, device)
 
 
 @functools.lru_cache(maxsize=64)
-def _scratch(rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Scratch:
+def _scratch(rows: int, num_kv_heads: int, widths: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Scratch:
     # FlashAttention-3 reads values in tiles, past the end of a row's keys: weights of 0 there, which numbers that are not finite would turn to NaN.
-    return Scratch(*(torch.zeros(rows, num_kv_heads, head_dim, dtype=dtype, device=device) for _ in "kv"))
+    return Scratch(*(torch.zeros(rows, num_kv_heads, d, dtype=dtype, device=device) for d in widths))
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class _Copied:
         return cls(rows, copy.clamp(min=0)[page_of], places, (copy >= 0)[page_of][:, None, None])
 
     def put(self, scratch: Scratch, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """keys, values: [copies, H, 64, D]."""
+        """keys [copies, H, 64, D], values [copies, H, 64, Dv]."""
         for into, raw in ((scratch.keys, keys), (scratch.values, values)):
             into.index_copy_(0, self.rows, torch.where(self.there, raw[self.copy, :, self.place], into[self.rows]))
 
@@ -245,7 +245,8 @@ class Prefill:
         self, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, copies: torch.Tensor | None = None,
         static: dict[str, torch.Tensor] | None = None, sink: Sink = None,
     ) -> None:  # fmt: skip
-        """q, out [num_tokens, Hq, D]; k, v [num_tokens, H, D], stored already; pages, copies, calibrated parameters and learned sink of the layer."""
+        """q [num_tokens, Hq, D], out [.., Dv]; k [num_tokens, H, D], v [.., Dv], stored already; pages, copies, calibrated parameters and learned sink of
+        the layer."""
         if not self.num_tokens:
             return
         if not self.has_history:
@@ -260,7 +261,7 @@ class Prefill:
             if p.fresh:
                 keys.index_copy_(0, p.targets, k[p.tokens])
                 values.index_copy_(0, p.targets, v[p.tokens])
-            mine = out[p.tokens] if p.causal else torch.empty_like(q[p.tokens])
+            mine = out[p.tokens] if p.causal else torch.empty_like(out[p.tokens])
             lse = attend(call, q[p.tokens], keys, values, p.q_starts, p.k_starts, p.max_q, p.max_k, p.causal, mine, not p.causal or bool(parts or sink))
             if lse is not None:
                 parts.append((mine[None], lse[None]))
@@ -282,10 +283,10 @@ def attend(
     """Attention of rows of different lengths in one call.
 
     Args:
-        q: [tokens, Hq, D]; k, v: [at least k_starts[-1], H, D].
+        q: [tokens, Hq, D]; k: [at least k_starts[-1], H, D]; v: likewise, [.., Dv].
         q_starts, k_starts: int32 [rows + 1] on the device; max_q, max_k: the longest.
         causal: the last query sees the last key, the one before one less; windows count from there. Otherwise all see all.
-        out: [tokens, Hq, D], written.
+        out: [tokens, Hq, Dv], written.
 
     Returns:
         float32 log-sum-exps [tokens, Hq] if they are wanted.

@@ -50,14 +50,14 @@ def _layer_formats(path: str, layers: tuple[LayerGeometry, ...]) -> tuple[Format
             "%s keeps %d first and %d newest tokens raw; in vLLM that is said by raw_first and raw_newest beside the file's name", path,
             scheme.num_sink_tokens, scheme.residual_length,
         )  # fmt: skip
-    found = [_format(path, i, *scheme.for_layer(i, len(layers)), layers[i].head_dim) for i in range(len(layers))]
+    found = [_format(path, i, *scheme.for_layer(i, len(layers)), layer) for i, layer in enumerate(layers)]
     for form in found:
         if form:
             tag_for(form)
     return tuple(found)
 
 
-def _format(path: str, layer: int, key: QuantSpec, value: QuantSpec, head_dim: int) -> Format | None:
+def _format(path: str, layer: int, key: QuantSpec, value: QuantSpec, geometry: LayerGeometry) -> Format | None:
     if key.is_raw and value.is_raw:
         return None
     where = f"{path}, layer {layer}"
@@ -74,7 +74,7 @@ def _format(path: str, layer: int, key: QuantSpec, value: QuantSpec, head_dim: i
     try:
         scheme = Scheme(name=SCHEME, key=key, value=value, page_size=PAGE_SIZE, token_local=True)
         form = Format(name=f"{SCHEME}, layer {layer}", scheme=scheme)
-        why = form.refuses(head_dim)
+        why = form.refuses(geometry.head_dim, geometry.value_head_dim)
     except SpecError as e:
         why = str(e)
     if why:

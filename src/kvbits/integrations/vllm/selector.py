@@ -4,17 +4,18 @@ vLLM never selects its CUSTOM backend by itself, so `install` wraps the function
 steps in where no backend is named and the engine's cache dtype is one of ours. Layers that are skipped (`--kv-cache-dtype-skip-layers`) and draft models then
 get the same backend, whose raw pages share blocks with the packed ones, side by side. A second wrapper refuses models whose layers bring backends of their own,
 which would take our bytes for theirs. A third keeps vLLM from growing blocks until a packed page is as large as a raw one, which backends need whose pages
-cannot share a block.
+cannot share a block. A fourth, around vLLM's layer, drops what models name where values are not as wide as keys: a backend for no other reason, which is ours.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from ...errors import GONE, UnsupportedError, unknown
-from .formats import FORMATS, NAMES, SCHEME
+from .formats import NAMES, SCHEME
 
 BACKEND = "kvbits.integrations.vllm.backend.KVBitsBackend"
 HYBRID = "kvbits.integrations.vllm.backend.HybridBackend"
@@ -79,8 +80,6 @@ def _refuses(vllm_config: Any) -> str | None:
         return f"layers of this model bring attention backends of their own ({', '.join(foreign)}), which cannot read kvbits' pages; use vLLM's own dtypes"
     if not vllm_config.model_config.is_hybrid:
         return None
-    if cache.cache_dtype in FORMATS and FORMATS[cache.cache_dtype].calibrated:
-        return "calibrations are not yet read for models with recurrent layers; use kvbits_int8_centered or kvbits_int4"
     if cache.cache_dtype == SCHEME or cache.kv_cache_dtype_skip_layers:
         return "blocks of a model with recurrent layers have one size in all layers; use one kvbits dtype for all, without --kv-cache-dtype-skip-layers"
     return None
@@ -101,6 +100,45 @@ _WRAPPERS: dict[str, Callable[[Any], Any]] = {
 
 def _is_ours(backend: Any) -> bool:
     return any(f"{x.__module__}.{x.__qualname__}" == BACKEND for x in backend.__mro__)
+
+
+def install_layer(attention: type) -> None:
+    """Wrap the initialization of vLLM's attention layer, once."""
+    original = attention.__init__  # type: ignore[misc]
+    if hasattr(original, "kvbits_original"):
+        return
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, attn_backend: Any = None, **kwargs: Any) -> None:
+        _forget_other_engines()
+        if type(self) is attention and attn_backend is not None and attn_backend.get_name().endswith("_DIFFKV") and _is_asked():
+            attn_backend = None
+        original(self, *args, attn_backend=attn_backend, **kwargs)
+
+    __init__.kvbits_original = original  # type: ignore[attr-defined]
+    attention.__init__ = __init__  # type: ignore[misc]
+
+
+def _is_asked() -> bool:
+    """Whether an engine's layers are to have our backend."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    config = _engine()
+    return config is not None and (config.cache_config.cache_dtype in NAMES or config.attention_config.backend is AttentionBackendEnum.CUSTOM)
+
+
+_last: weakref.ref[Any] | None = None
+
+
+def _forget_other_engines() -> None:
+    """vLLM keeps the backends that it selected in a process by heads and dtypes, and hybrids with the same ones have another."""
+    global _last
+    from vllm.v1.attention.selector import _cached_get_attn_backend
+
+    config = _engine()
+    if config is not None and (_last is None or _last() is not config):
+        _cached_get_attn_backend.cache_clear()
+        _last = weakref.ref(config)
 
 
 def _engine() -> Any:

@@ -10,8 +10,8 @@ from ...spec import PageLayout, Scheme
 
 PAGE_SIZE = 64
 """Tokens of a page, which is a block of vLLM."""
-WIDEST = 256
-"""Largest head_dim that GPU kernels take in every format (tests/integrations/test_vllm.py compares); for `kvbits plan`, the plugin asks the kernels."""
+WIDEST, WIDEST_CALIBRATED = 512, 256
+"""Largest head_dim that GPU kernels take, and of calibrated formats (tests/integrations/test_vllm.py compares), whose values are as wide as their keys."""
 COPIED = 64
 """Newest tokens of a request, at least, and its first ones, that calibrated formats also keep raw unless they are told otherwise: what their accuracy was
 measured with. A page more of each request would take a third more memory for copies."""
@@ -36,29 +36,34 @@ class Format:
         """Whether its layers need numbers of a calibration (`kvbits calibrate`)."""
         return self.scheme.needs_calibration
 
-    def layout(self, num_kv_heads: int, head_dim: int, raw_dtype: str = "bfloat16") -> PageLayout:
+    def layout(self, num_kv_heads: int, head_dim: int, value_head_dim: int, raw_dtype: str = "bfloat16") -> PageLayout:
         """Pages of one layer.
 
         Raises:
             SpecError: groups that do not divide head_dim.
         """
-        fitted = schemes.fitted(self.scheme, head_dim)
-        return PageLayout(key=fitted.key, value=fitted.value, page_size=PAGE_SIZE, num_kv_heads=num_kv_heads, head_dim=head_dim, raw_dtype=raw_dtype)
+        fitted = schemes.fitted(self.scheme, head_dim, value_head_dim)
+        heads = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_head_dim": value_head_dim}
+        return PageLayout(key=fitted.key, value=fitted.value, page_size=PAGE_SIZE, raw_dtype=raw_dtype, **heads)
 
-    def refuses(self, head_dim: int, key_bias: bool = False) -> str | None:
+    def refuses(self, head_dim: int, value_head_dim: int, key_bias: bool = False) -> str | None:
         """Why a model cannot be served in this format, or None.
 
         Args:
             key_bias: whether its keys have one (`geometry.has_key_bias`).
         """
-        if head_dim % 8 or head_dim < 64:
-            return f"head_dim={head_dim} is no multiple of 8 from 64 on; use --kv-cache-dtype auto"
+        for d in (head_dim, value_head_dim):
+            if d % 8 or not 64 <= d <= WIDEST:
+                return f"head_dim={d} is no multiple of 8 from 64 to {WIDEST}; use --kv-cache-dtype auto"
+        if self.calibrated and (head_dim != value_head_dim or head_dim > WIDEST_CALIBRATED):
+            widths = f"keys of {head_dim} and values of {value_head_dim} channels"
+            return f"{widths}; {self.name} has codes of heads of one width up to {WIDEST_CALIBRATED}: use kvbits_int8_centered"
         if self.calibrated and head_dim % 16:
             return f"{self.name} has codes of eight bands, and head_dim={head_dim} is no multiple of 16; use kvbits_int8_centered"
         if key_bias and schemes.weak_to_key_bias(self.scheme):
             return f"{self.name} loses too much where keys have a bias, as this model's do; use kvbits_int8_centered or kvbits_klt4"
         try:
-            layout = self.layout(1, head_dim)
+            layout = self.layout(1, head_dim, value_head_dim)
             _ = layout.head_bytes
         except SpecError as e:
             return str(e)
