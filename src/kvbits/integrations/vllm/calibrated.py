@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import schemes
 from ...calibrate import Calibration, kept
+from ...errors import UnsupportedError
 from ...geometry import layer_geometries, stored_at
 from ...quant.basis import completed
 from ...spec import LayerGeometry, Scheme
@@ -103,5 +104,9 @@ def _place(model_config: Any) -> str:
 
 
 def _scheme(name: str, path: str, config: Any) -> Scheme:
-    given = schemes.read(path) if name == SCHEME else FORMATS[name].scheme.name
-    return schemes.for_layers(given, layer_geometries(config))
+    layers = layer_geometries(config)
+    if name == SCHEME:
+        return schemes.for_layers(schemes.read(path), layers)
+    if why := next((why for g in layers if (why := FORMATS[name].refuses(g.head_dim, g.value_head_dim))), None):
+        raise UnsupportedError(why)
+    return schemes.for_layers(FORMATS[name].scheme.name, layers)

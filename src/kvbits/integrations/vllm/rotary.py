@@ -23,8 +23,9 @@ def page_turn(head_dim: int, parameters: dict[str, Any]) -> torch.Tensor | None:
     """
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
-    wanted = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in parameters.items())
-    modules = [module for key, module in _ROPE_DICT.items() if wanted in key] or list(_ROPE_DICT.values())
+    wanted = {(name, tuple(x) if isinstance(x, list) else x) for name, x in parameters.items()}
+    named = [module for key, module in _ROPE_DICT.items() if any(isinstance(x, tuple) and set(x) == wanted for x in key)]  # models name them in any order
+    modules = named or list(_ROPE_DICT.values())
     found = [turn for module in modules if (turn := turn_of(module, head_dim)) is not None]
     return found[0] if found and all(torch.equal(found[0], x) for x in found) else None
 
