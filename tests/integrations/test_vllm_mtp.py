@@ -1,4 +1,4 @@
-"""Three drafts of a head (multi-token prediction) at a time, in vLLM's official wheel on a CPU: of a dense model, and of one with recurrent layers."""
+"""Drafts of a head (multi-token prediction), three at a time, in vLLM's official wheel on a CPU: of a dense model, and of one with recurrent layers."""
 
 from __future__ import annotations
 
@@ -94,16 +94,20 @@ def test_random_requests_in_a_tiny_pool(model, engine, calibration):  # noqa: F8
     assert some_accepted(llm), heads.accepted(llm)
 
 
-@pytest.mark.parametrize(("dtype", "options", "limit"), [("auto", {}, 0.02), ("kvbits_int8_centered", {}, 0.02), ("kvbits_int4", COPIES, 0.05)])
-def test_recurrent_layers(model, engine, dtype, options, limit):  # noqa: F811
-    """States of rejected drafts are left with their tokens' pages; prefixes are found in whole blocks. bfloat16, as vLLM has gated delta rules on a CPU."""
+@pytest.mark.parametrize(("dtype", "options"), [("auto", {"attention_backend": "CUSTOM"}), ("kvbits_int8_centered", {}), ("kvbits_int4", COPIES)])
+def test_recurrent_layers(model, engine, dtype, options):  # noqa: F811
+    """As far from Transformers as without drafts: states of rejected ones are left with their tokens' pages, and prefixes are found in whole blocks. bfloat16, as
+    vLLM has gated delta rules on a CPU."""
     vllm_cpu_recurrent.install()
-    llm = engine("qwen3_next_mtp", dtype, **drafts(dtype, **options), dtype="bfloat16")
+    prompts, name = [random_ids(n, n) for n in (2, 63, 300, 700)], "qwen3_next_mtp"
+
+    def far(results):
+        return sum(distance(model(name)[0], *x) for x in zip(prompts, results, strict=True)) / len(prompts)
+
+    plain = far(generate(engine(name, dtype, **options, dtype="bfloat16"), prompts, 40))
+    llm = engine(name, dtype, **drafts(dtype, **options), dtype="bfloat16")
     assert llm.llm_engine.vllm_config.cache_config.block_size > 64
-    prompts = [random_ids(n, n) for n in (2, 63, 120, 300, 700)]
     for again in (False, True):
         results = generate(llm, prompts, 40)
-        found = [distance(model("qwen3_next_mtp")[0], *x) for x in zip(prompts, results, strict=True)]
-        print("far", found)
-        assert max(found) < limit and (results[-1][2] > 0) == again
+        assert far(results) < 1.3 * plain + 0.002 and (results[-1][2] > 0) == again
     assert some_accepted(llm), heads.accepted(llm)
