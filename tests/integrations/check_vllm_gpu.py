@@ -5,6 +5,7 @@ Run by hand, one dtype a process.
     python tests/integrations/check_vllm_gpu.py --kv-cache-dtype kvbits_int8_centered --family gpt_oss --head-dim 64 --only eager
     python tests/integrations/check_vllm_gpu.py --kv-cache-dtype kvbits_int8_centered --family mimo_v2_flash --head-dim 192 --only eager
     python tests/integrations/check_vllm_gpu.py --kv-cache-dtype kvbits_int8_centered --head-dim 512 --only eager
+    python tests/integrations/check_vllm_gpu.py --kv-cache-dtype kvbits_klt4 --family mimo --only mtp
 
 The model is small and random, so the distances are noise of quantization, to be compared with those of bf16 (0.009 between decoding and prefill) and fp8 on the same
 machine. What must hold is checked; every line is printed as JSON.
@@ -27,16 +28,17 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import heads
 import torch
 
 LIMITS = {
-    "bf16": {"prefill": 0.015, "again": 0.006, "eager": 0.006, "speculation": 0.007, "draft model": 0.007, "compiled": 0.015},
-    "kvbits_int8_centered": {"prefill": 0.06, "again": 0.014, "eager": 0.0002, "speculation": 0.028, "draft model": 0.032, "compiled": 0.04},
-    "kvbits_klt4": {"prefill": 0.6, "again": 0.02, "eager": 0.0004, "speculation": 0.03, "draft model": 0.025, "compiled": 0.045},
+    "bf16": {"prefill": 0.015, "again": 0.006, "eager": 0.006, "speculation": 0.007, "draft model": 0.007, "mtp": 0.007, "compiled": 0.015},
+    "kvbits_int8_centered": {"prefill": 0.06, "again": 0.014, "eager": 0.0002, "speculation": 0.028, "draft model": 0.032, "mtp": 0.032, "compiled": 0.04},
+    "kvbits_klt4": {"prefill": 0.6, "again": 0.02, "eager": 0.0004, "speculation": 0.03, "draft model": 0.025, "mtp": 0.025, "compiled": 0.045},
 }
 """Largest mean distance of log-probabilities by dtype and check: 3 to 4 times what was measured. For bf16 and int8_centered on an H200: prefill 0.0043, 0.0165; again 0.0017, 0.0039;
 speculation 0.0019, 0.0078; draft model -, 0.0090; compiled -, 0.0112. For klt4 and klt3 with their copies on an H100: again 0.0057, 0.0030; eager 0; speculation 0.0081, 0.0072;
-draft model 0.0066, 0.0056; compiled 0.0117, 0.0124. Where nothing was measured (-) a neighbouring check's limit holds; klt4's prefill is without copies, 3 times what four bits had then."""
+draft model 0.0066, 0.0056; compiled 0.0117, 0.0124. Where nothing was measured (-, all of mtp) a neighbouring check's limit holds; klt4's prefill is without copies, 3 times what four bits had then."""
 COARSER = {"kvbits_klt3": 2, "kvbits_klt2": 4}
 """How many times four bits' distance between decoding and prefill: a bit less doubles the step of every code. With copies klt4 has 0.0686, klt3 0.1437; klt2 had 0.29 before."""
 LIMITS |= {name: LIMITS["kvbits_klt4"] | {"prefill": n * LIMITS["kvbits_klt4"]["prefill"]} for name, n in COARSER.items()}
@@ -45,10 +47,10 @@ COPIED = {"prefill": 0.25, "covered": 0.04}
 
 
 def saved_model(path: Path, family: str, head_dim: int) -> Path:
-    """A few layers with random bfloat16 weights: plain ones, windows with learned sinks, those and values of 128 channels, or recurrent ones before the one
-    that attends."""
+    """A few layers with random bfloat16 weights: plain ones, also with a head that drafts, windows with learned sinks, those and values of 128 channels, or recurrent
+    ones before one that attends."""
     from mimo import named_twice
-    from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MiMoV2FlashConfig, Qwen3NextConfig
+    from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MiMoV2FlashConfig, Qwen2Config, Qwen3NextConfig
 
     torch.manual_seed(0)
     common: dict[str, Any] = {
@@ -63,9 +65,11 @@ def saved_model(path: Path, family: str, head_dim: int) -> Path:
         config = named_twice(MiMoV2FlashConfig(**common | kinds, num_hidden_layers=4, num_attention_heads=16))
     elif family == "qwen3_next":
         config = Qwen3NextConfig(**common | experts, num_hidden_layers=4, num_attention_heads=8, moe_intermediate_size=256, shared_expert_intermediate_size=256)
+    elif family == "mimo":
+        config = Qwen2Config(**common, num_hidden_layers=3, num_attention_heads=512 // head_dim)
     else:
         config = LlamaConfig(**common, num_hidden_layers=3, num_attention_heads=8)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model: Any = heads.mimo(config).to(torch.bfloat16) if family == "mimo" else AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, x in model.named_parameters():
         if name.endswith(".sinks"):
             x.data = torch.linspace(-2, 6, len(x)).to(x.dtype)
@@ -167,7 +171,7 @@ def reloaded(path: Path, dtype: str, prompts: list[list[int]], connector: str, o
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv-cache-dtype", required=True)
-    parser.add_argument("--family", choices=["llama", "gpt_oss", "mimo_v2_flash", "qwen3_next"], default="llama")
+    parser.add_argument("--family", choices=["llama", "mimo", "gpt_oss", "mimo_v2_flash", "qwen3_next"], default="llama")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--engine", type=json.loads, default={}, help="more options of all engines, JSON")
@@ -177,6 +181,8 @@ def main() -> None:
     dtype = args.kv_cache_dtype
     if (args.like or dtype) not in LIMITS:
         parser.error(f"no limits for --kv-cache-dtype {dtype}; name the dtype whose limits hold: --like {' | '.join(LIMITS)}")
+    if "mtp" in args.only and args.family != "mimo":
+        parser.error(f"--family {args.family} has no head that drafts; --only mtp takes --family mimo")
     limits = LIMITS[args.like or dtype]
     path = saved_model(Path(tempfile.mkdtemp()), args.family, args.head_dim)
     calibrated = "klt" in dtype
@@ -221,6 +227,7 @@ def main() -> None:
         "eager": {"enforce_eager": True, "compilation_config": {"mode": 0}},
         "speculation": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}},
         "draft model": {"speculative_config": {"method": "draft_model", "model": str(path), "num_speculative_tokens": 3}},
+        "mtp": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}, "disable_log_stats": False},
         "compiled": {"compilation_config": {}},
     }
     for name, options in others.items():
@@ -228,8 +235,10 @@ def main() -> None:
             continue
         llm = engine(path, dtype, **options, **args.engine)
         far, same = distance(first, generate(llm, prompts, args.tokens))
-        say(check=f"graphs against {name}", mean_distance=round(far, 4), same_tokens=round(same, 3))
+        accepted = {"accepted": heads.accepted(llm)} if name == "mtp" else {}
+        say(check=f"graphs against {name}", mean_distance=round(far, 4), same_tokens=round(same, 3), **accepted)
         close(llm)
+        assert not accepted or accepted["accepted"][0] > 0.2, "a head that reads its own pages right is right more often"
         assert far < limits[name], f"graphs and {name} differ: {far}"
     for connector in CONNECTORS if "offload" in args.only else ():
         # Alone: host memory that an engine pinned stays so after it, at addresses that the next one gets.

@@ -26,4 +26,4 @@ if [ ! -f "$environment/.done" ]; then
   fi
   touch "$environment/.done"
 fi
-OMP_NUM_THREADS=1 exec "$environment/bin/python" -m pytest -q -n 2 tests/integrations/test_vllm_{engine,copies,klt,models,scheme,transfer}.py
+OMP_NUM_THREADS=1 exec "$environment/bin/python" -m pytest -q -n 2 tests/integrations/test_vllm_{engine,copies,klt,models,mtp,scheme,transfer}.py

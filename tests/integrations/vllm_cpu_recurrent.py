@@ -4,6 +4,7 @@ other: Mamba 2, gated delta rules, short convolutions, and states that move to a
 from __future__ import annotations
 
 import ctypes
+import itertools
 from typing import Any
 
 import torch
@@ -98,10 +99,63 @@ def _delta_of_each(
     return out[0][:, None].clone()
 
 
+def _delta_of_drafts(
+    A_log: torch.Tensor, dt_bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, states: torch.Tensor,
+    slots: torch.Tensor, accepted: torch.Tensor, starts: torch.Tensor, norm: bool, softplus: float, threshold: float,
+) -> torch.Tensor:  # fmt: skip
+    """The same of a token and its drafts, as [tokens, heads, dim]: each leaves its state in a slot of its own, slots [rows, tokens of a row], and the next
+    step goes on from the last one that was accepted."""
+    (g, beta), out, one = _gates(A_log, a, b, dt_bias), torch.empty_like(v), torch.tensor([0, 1])
+    for row, (begin, end) in enumerate(itertools.pairwise(starts.tolist())):
+        slot = slots[row, accepted[row] - 1]
+        for at in range(begin, end):
+            states[slots[row, at - begin]] = states[slot]
+            slot = slots[row, at - begin]
+            found, _ = _delta(*(x[None, at : at + 1] for x in (q, k, v, g[0], beta[0])), states, True, one, False, norm, slot, 1e-6)
+            out[at] = found[0, 0]
+    return out
+
+
 def _copied(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
     """States of requests that cross into another block: addresses and bytes."""
     for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
         ctypes.memmove(target, source, size)
+
+
+def _moved(context: Any, row: int, source: int, target: int, drafts: int) -> None:
+    """A request's states from one column of its block table to another, as they were after so many accepted drafts: a convolution's window moves on by as many
+    tokens, other states have a block for each. The context has addresses."""
+    states = (context.state_base_addrs, context.state_block_strides, context.state_elem_sizes, context.state_inner_sizes, context.state_conv_widths)
+    for base, stride, element, inner, width, group in zip(*(x.tolist() for x in (*states, context.state_group_indices)), strict=True):
+        columns = context.block_table_stride_req
+        table = (ctypes.c_int32 * columns).from_address(int(context.block_table_ptrs[group]) + 4 * columns * row)
+        step = inner * element
+        start = base + stride * table[source] + drafts * step if width else base + stride * table[source + drafts]
+        ctypes.memmove(base + stride * table[target], start, (width - drafts if width else 1) * step)
+
+
+def _states_before(
+    context: Any, num_reqs: int, state_idx_gpu: torch.Tensor, src_col_gpu: torch.Tensor, token_bias_gpu: torch.Tensor, idx_mapping: None
+) -> None:  # fmt: skip
+    """Before a step: states of requests that cross into another block."""
+    for row, (target, source, drafts) in enumerate(zip(*(x[:num_reqs].tolist() for x in (state_idx_gpu, src_col_gpu, token_bias_gpu)), strict=True)):
+        if source not in (-1, target):
+            _moved(context, row, source, target, drafts)
+
+
+def _states_after(
+    context: Any, num_reqs: int, num_accepted_tokens_gpu: torch.Tensor, mamba_state_idx_gpu: torch.Tensor, num_scheduled_tokens_gpu: torch.Tensor,
+    num_computed_tokens_gpu: torch.Tensor, num_draft_tokens_gpu: torch.Tensor,
+) -> None:  # fmt: skip
+    """After a step: the state at the end of a block that accepted drafts have filled, to be found by others."""
+    counts = (num_accepted_tokens_gpu, mamba_state_idx_gpu, num_scheduled_tokens_gpu, num_computed_tokens_gpu, num_draft_tokens_gpu)
+    for row, (accepted, source, scheduled, computed, drafts) in enumerate(zip(*(x[:num_reqs].tolist() for x in counts), strict=True)):
+        running = computed + scheduled - drafts
+        end = (running + accepted - 1) // context.block_size * context.block_size
+        target = end // context.block_size - 1
+        context.num_accepted_tokens_out[row] = 1 if end >= running and source == target else accepted
+        if end >= running and (source, 0) != (target, end - running):
+            _moved(context, row, source, target, end - running)
 
 
 def _zeroed(runner: Any, blocks: list[int]) -> None:
@@ -119,6 +173,8 @@ def install() -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     mamba_utils.batch_memcpy = _copied
+    mamba_utils.MambaSpecDecodeGPUContext.run_fused_precopy = _states_before
+    mamba_utils.MambaSpecDecodeGPUContext.run_fused_postprocess = _states_after
     CPUModelRunner._zero_block_ids = _zeroed
     if hasattr(torch.ops._C, "mamba_chunk_scan_fwd_cpu"):
         return
@@ -142,9 +198,14 @@ def install() -> None:
         "fused_sigmoid_gating_delta_rule_update_cpu(Tensor A_log, Tensor dt_bias, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor(a!) states, "
         "Tensor slots, Tensor starts, bool norm, float softplus, float threshold) -> Tensor"
     )
+    library.define(
+        "fused_sigmoid_gating_delta_rule_update_spec_cpu(Tensor A_log, Tensor dt_bias, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor(a!) states, "
+        "Tensor slots, Tensor accepted, Tensor starts, bool norm, float softplus, float threshold) -> Tensor"
+    )
     for name, function in (
         ("mamba_chunk_scan_fwd_cpu", _scan), ("selective_state_update_cpu", _update), ("causal_conv1d_update_cpu_vec", _convolve),
         ("fused_gdn_gating_cpu", _gates), ("chunk_gated_delta_rule_cpu", _delta), ("fused_sigmoid_gating_delta_rule_update_cpu", _delta_of_each),
+        ("fused_sigmoid_gating_delta_rule_update_spec_cpu", _delta_of_drafts),
     ):  # fmt: skip
         library.impl(name, function, "CPU")
     install.library = library  # type: ignore[attr-defined]
