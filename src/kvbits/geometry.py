@@ -35,10 +35,14 @@ from .spec import LayerGeometry
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _DOWNLOAD = "run `hf download ID --local-dir FOLDER` where there is a network and give FOLDER, set HF_ENDPOINT to a mirror, or take `embedded`"
 _SLIDING = ("sliding_attention", "hybrid_sliding")
-_FULL = ("full_attention", "hybrid")
+_INDEXED = "indexed_attention"
+"""Layers that also keep an index key of each token, by which they choose the tokens that they attend to (DeepSeek sparse attention)."""
+_FULL = ("full_attention", "hybrid", _INDEXED)
 _CHUNKED = "chunked_attention"
-_STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
-"""Types of layers that keep a state of one size however many tokens there were (convolutions, Mamba, gated delta rule); the hybrid ones attend beside it."""
+_BESIDE = ("hybrid", "hybrid_sliding", _INDEXED)
+"""Types of layers that attend and keep something beside their keys and values."""
+_STATES = ("linear_attention", "conv", *_BESIDE)
+"""Types of layers that keep a state: of one size however many tokens there were (convolutions, Mamba, gated delta rule), or index keys."""
 _OLD_NAMES = {"attention": "full_attention", "mamba": "linear_attention", "mamba2": "linear_attention", "recurrent": "linear_attention"}
 _NOTHING = ("moe", "mlp")
 """Types of layers that keep nothing of the tokens before."""
@@ -198,8 +202,13 @@ class Place:
 
     @property
     def has_state(self) -> bool:
-        """Whether it keeps a recurrent state, alone or beside keys and values."""
+        """Whether it keeps a recurrent state or index keys, alone or beside keys and values."""
         return self.kind in _STATES
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether it keeps index keys, by which it chooses what it attends to."""
+        return self.kind == _INDEXED
 
 
 def layer_places(config: Any) -> tuple[Place, ...]:
@@ -223,7 +232,7 @@ def layer_geometries(config: Any) -> tuple[LayerGeometry, ...]:
         config: a Transformers configuration, also one of a multimodal or an encoder-decoder model (the part that generates text counts).
 
     Raises:
-        UnsupportedError: latent attention (MLA), sparse layers, keys and values of unlike widths that the family is not known to cache, no layer that attends.
+        UnsupportedError: compressed layers, keys and values of unlike widths that the family is not known to cache, no layer that attends.
         SpecError: numbers that cannot be a cache, such as kv heads that do not divide the query heads.
     """
     config, configs = _decoder(config)
@@ -386,7 +395,7 @@ def _places(config: Any, configs: list[Any]) -> tuple[Place, ...]:
     latest: dict[str, int] = {}  # of each type, the newest that stores: whose keys and values are shared
     count = 0
     for i, kind in enumerate(types):
-        if kind in _NOTHING or (kind in _STATES and kind not in (*_FULL, *_SLIDING)):
+        if kind in _NOTHING or (kind in _STATES and kind not in _BESIDE):
             found.append(Place(kind, None))
         elif i in shared:
             if kind not in latest:
@@ -442,11 +451,9 @@ def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
 
 def _widths(config: Any, head_dim: int, value_dim: int) -> dict[str, Any]:
     """Channels of what is cached as keys and as values, as fields of a geometry. Of latent attention these are latents and the keys' rotary part."""
-    if value_dim != head_dim and getattr(config, "model_type", "") not in _UNLIKE_WIDTHS:
-        what = "keys" if latent_rank(config) is None else "latents (multi-head latent attention)"
+    if value_dim != head_dim and latent_rank(config) is None and getattr(config, "model_type", "") not in _UNLIKE_WIDTHS:
         raise UnsupportedError(
-            f"{_name(config)} caches {what} of width {head_dim} and {'values' if what == 'keys' else 'rotary keys'} of width {value_dim}; kvbits stores them "
-            "at one width; use the stock cache"
+            f"{_name(config)} says keys of width {head_dim} and values of width {value_dim}, and no family is known to kvbits that caches such; use the stock cache"
         )
     return {"head_dim": head_dim, "value_head_dim": int(value_dim)}
 

@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvbits.errors import KvbitsError
 from kvbits.geometry import latent_rank, layer_geometries, text_config
-from kvbits.integrations.huggingface import OWN_CACHE, UNFIT, KVCache, cannot_be_dense
+from kvbits.integrations.huggingface import OWN_CACHE, UNFIT, KVCache
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 TOKENS = 40
@@ -36,6 +36,7 @@ LATENT = {
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 1, "topk_group": 1,
     "num_key_value_heads": 4, "head_dim": 8,
 }  # fmt: skip
+INDEXED = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 24}
 TWO_STACKS = {
     "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
     "decoder_ffn_dim": 96, "init_std": 0.3,
@@ -168,6 +169,19 @@ FAMILIES = (
         "DeepseekV3Config",
         EXPERTS | LATENT | {"qk_rope_head_dim": 16, "head_dim": 16},
     ),
+    Family("A.X K1", "AXK1Config", EXPERTS | LATENT),
+    Family("Ling hybrid", "BailingHybridConfig", EXPERTS | LATENT | {"layer_types": ["linear_attention", "full_attention"]}),
+    Family("GLM-4.7-Flash", "Glm4MoeLiteConfig", EXPERTS | LATENT),
+    Family("Kimi Linear", "KimiLinearConfig", EXPERTS | LATENT | {"layer_types": ["linear_attention", "full_attention"]}),
+    Family("LongCat-Flash", "LongcatFlashConfig", EXPERTS | LATENT),
+    Family("Mistral 4", "Mistral4Config", EXPERTS | LATENT),
+    Family("Youtu-LLM", "YoutuConfig", LATENT),
+    Family("A.X K2", "AXK2Config", EXPERTS | LATENT | INDEXED),
+    Family("DeepSeek V3.2", "DeepseekV32Config", EXPERTS | LATENT | INDEXED),
+    Family("GLM-5", "GlmMoeDsaConfig", EXPERTS | LATENT | INDEXED),
+    Family("Hunyuan 4", "HYV4Config", EXPERTS | LATENT | INDEXED),
+    Family("Mistral Large 4", "MistralLarge4Config", EXPERTS | LATENT | INDEXED),
+    Family("dots3 note", "Dots3NoteTextConfig", EXPERTS | LATENT | INDEXED),
     Family("MiniCPM 3", "MiniCPM3Config", LATENT),
     Family("GPT-Neo", "GPTNeoConfig", EACH_HEAD | {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}),
     Family("GPT-NeoX Japanese", "GPTNeoXJapaneseConfig", EACH_HEAD),
@@ -449,7 +463,7 @@ def _verdict(kind: str) -> str:
         return "others"
     if text.model_type not in UNFIT and latent_rank(text) is None and "ALL_ATTENTION_FUNCTIONS" in modeling:
         return "taken"
-    return "taken with dense=True" if cannot_be_dense(layers, text) is None else KINDS[-1][0]
+    return "taken with dense=True"
 
 
 STEPS, PROMPT = 41, 150

@@ -230,17 +230,24 @@ class PagedCache:
             out = add_sink_logit(out, lse, sink_logits)
         return out.to(q.dtype)
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, *, valid: torch.Tensor | None = None) -> None:
-        """Store keys and values [B, T, H, D] without attending (a prefix computed elsewhere). Every layer must follow, as in `step`."""
+    def append(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, *, valid: torch.Tensor | None = None, read: bool = False
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Store keys and values [B, T, H, D] without attending (a prefix computed elsewhere). Every layer must follow, as in `step`.
+
+        Args:
+            read: return keys and values [tokens, H, D] of each sequence before the new ones, as far as a layer's window reaches, in their dtype.
+        """
         self._inputs.check(layer, k, k, v)
         try:
             self._passes.require_beginning(layer)
             k, v, f = self._enter(layer, k, v, valid)
-            self._layers.append(layer, k, v, f)
+            past = self._layers.append(layer, k, v, f, read)
             self._passes.leave(layer, f)
         except BaseException as error:
             self._passes.fail(error)
             raise
+        return past
 
     def _enter(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, Forward]:
         """A layer arrives with checked keys and values: begin the pass if it is the first."""

@@ -92,7 +92,7 @@ class DenseLayer(KVLayer):
     """
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store keys and values [B, H, T, D]; all that are stored, [B, H, tokens, D] each, the new ones as they came."""
+        """Store keys and values [B, H, T, D]; those and what they see of the ones before, [B, H, tokens, D] each, the new ones as they came."""
         new = key_states.shape[2]
         if key_states.requires_grad or value_states.requires_grad:
             _require_no_gradients(bool(self.columns.seen))
@@ -100,13 +100,12 @@ class DenseLayer(KVLayer):
             raise UnsupportedError(
                 f"dense=True with sequences of {', '.join(map(str, self.pages.seq_lens))} tokens, stored without their padding; dense tensors want one length"
             )
+        past = self.get_mask_sizes(0)[0]
         self.columns.begin(new, None)
-        self.pages.append(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2))
+        rows = self.pages.append(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2), read=True)
         self.columns.note(self.index, new, None)
-        rows = [self.pages.dequantize(self.index, row, key_states.dtype) for row in range(len(key_states))]
-        keys, values = (torch.stack(x).transpose(1, 2).contiguous() for x in zip(*rows, strict=True))
-        keys[:, :, -new:], values[:, :, -new:] = key_states, value_states
-        return keys, values
+        keys, values = (torch.stack([x[len(x) - past :] for x in side]).transpose(1, 2) for side in zip(*rows, strict=True))
+        return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
 
 
 def attention(

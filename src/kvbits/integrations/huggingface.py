@@ -28,7 +28,7 @@ from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, KvbitsError, KvbitsWarning, SpecError, UnsupportedError, counted
 from ..geometry import latent_rank, layer_geometries, layer_places, text_config
 from ..ops import decode
-from ..spec import MOST_TOKENS, CacheSpec, LayerGeometry, Scheme, whole
+from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
 from ..units import parse_bytes
 from . import generation, prefix, tensor_parallel
 from .attention import DenseLayer, KVLayer
@@ -158,7 +158,7 @@ class KVCache(Cache):
         static = None
         if chosen.needs_calibration or calibration is not None:
             static = ranks.static(_calibration(model, chosen, ranks, calibration, calibrate).to(model.device).static)
-        _attach(model, layers, config, dense)
+        _attach(model, dense)
         pages = PagedCache(
             spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend, budget=nbytes
         )
@@ -229,7 +229,7 @@ class KVCache(Cache):
         """
         if self._states is not None:
             raise UnsupportedError(
-                f"{counted(len(self._states.layers), 'layer')} of this model keep recurrent states, which files of pages do not hold; "
+                f"{counted(len(self._states.layers), 'layer')} of this model keep recurrent states or index keys, which files of pages do not hold; "
                 "use copy.deepcopy(cache) to keep it in memory"
             )
         if self._ranks.size > 1:
@@ -266,7 +266,7 @@ class KVCache(Cache):
                 f"{path} was filled by a model of the same shape with other weights, so its keys and values mean nothing to this one; "
                 "load that model, or pass check_weights=False if they are near enough"
             )
-        _attach(model, layers, config, dense)
+        _attach(model, dense)
         return cls(pages if ranks.size == 1 else tensor_parallel.cut(pages, ranks, model.device), ranks, config, dense)
 
     @property
@@ -458,15 +458,17 @@ def _layers(pages: PagedCache, columns: Columns, config: Any, dense: bool) -> li
         return [own(pages, columns, i) for i in range(len(places))]
     from transformers.cache_utils import DummyLayer
 
-    from .recurrent import HybridLayer, RecurrentLayer
+    from .recurrent import DenseHybridLayer, HybridLayer, IndexedLayer, RecurrentLayer
 
-    states = getattr(config, "number_of_conv_states", 1)
+    states, hybrid = getattr(config, "number_of_conv_states", 1), DenseHybridLayer if dense else HybridLayer
     found: list[Any] = []
     for p in places:
         if p.stored is None or p.shares:
             found.append(RecurrentLayer(states) if p.has_state else DummyLayer())
+        elif p.is_indexed:
+            found.append(IndexedLayer(pages, columns, p.stored))
         elif p.has_state:
-            found.append(HybridLayer(pages, columns, p.stored, readers[p.stored], states))
+            found.append(hybrid(pages, columns, p.stored, readers[p.stored], states))
         else:
             found.append(own(pages, columns, p.stored, readers[p.stored]))
     return found
@@ -495,31 +497,19 @@ def _can_be_captured(pages: PagedCache, num_q_heads: int) -> bool:
     return decode.leads(pages.device) and pages.max_tokens is not None and pages.cannot_decode_on_device(num_q_heads, dtype) is None
 
 
-def cannot_be_dense(layers: tuple[LayerGeometry, ...], config: Any) -> str | None:
-    """Why dense copies of pages are not all that a model of this configuration wants of a cache, or None."""
-    if any(g.sliding_window is not None for g in layers):
-        return "its layers have windows, whose pages are given back while the first tokens of a chunk still see them"
-    if any(p.shares or (p.has_state and p.stored is not None) for p in layer_places(config)):
-        return "some of its layers share keys and values, or keep a state beside them"
-    return None
-
-
-def _attach(model: Any, layers: tuple[LayerGeometry, ...], config: Any, dense: bool) -> None:
+def _attach(model: Any, dense: bool) -> None:
     """Ready a model for a cache.
 
     Raises:
-        UnsupportedError: see `use_kvbits_attention`, `cannot_be_dense`.
+        UnsupportedError: see `use_kvbits_attention`.
     """
     if dense:
-        if (why := cannot_be_dense(layers, config)) is not None:
-            raise UnsupportedError(f"dense=True for {type(model).__name__}: {why}; leave it out, or use the stock cache")
         generation.attach(model)
         return
     try:
         use_kvbits_attention(model)
     except UnsupportedError as error:
-        instead = "use the stock cache" if cannot_be_dense(layers, config) else "use KVCache.for_model(model, .., dense=True), or the stock cache"
-        raise UnsupportedError(f"{error}; {instead}") from error
+        raise UnsupportedError(f"{error}; use KVCache.for_model(model, .., dense=True), or the stock cache") from error
 
 
 def use_kvbits_attention(model: Any) -> None:
@@ -530,6 +520,8 @@ def use_kvbits_attention(model: Any) -> None:
     """
     if (how := UNFIT.get(model.config.get_text_config(decoder=True).model_type)) is not None:
         raise UnsupportedError(f"{type(model).__name__} {how}, so it cannot attend over pages")
+    if any(p.is_indexed for p in layer_places(model.config)):
+        raise UnsupportedError(f"{type(model).__name__} chooses the tokens that it attends to by index keys (sparse attention), so it cannot attend over pages")
     if latent_rank(model.config) is not None:
         raise UnsupportedError(
             f"{type(model).__name__} makes keys and values of latents that it caches (multi-head latent attention), so it cannot attend over pages"
