@@ -315,7 +315,7 @@ def state_bytes(config: Any, dtype_bytes: int = 2) -> int | None:
         dtype_bytes: of the model's dtype.
     """
     config, configs = _decoder(config)
-    having = [c for c, p in zip(configs, _places(config, configs), strict=True) if p.has_state]
+    having = [c for c, p in zip(configs, _places(config, configs), strict=True) if p.has_state and not p.is_indexed]
     sizes = [_state_elements(c) for c in having]
     return None if None in sizes else sum(dtype_bytes * conv + 4 * state for conv, state in (s for s in sizes if s is not None))
 
@@ -459,9 +459,25 @@ def _widths(config: Any, head_dim: int, value_dim: int) -> dict[str, Any]:
 
 
 def latent_rank(config: Any) -> int | None:
-    """Width of the latents that a model caches, of which it makes keys and values each time it reads them; None for others."""
-    rank = getattr(text_config(config), "kv_lora_rank", None)
+    """Width of the latents that a layer caches, of which it makes keys and values each time it reads them; None for others."""
+    rank = getattr(config, "kv_lora_rank", None)
     return int(rank) if rank else None
+
+
+def only_dense(config: Any) -> str | None:
+    """What a model does with what it cached that no attention over pages does, so that it wants dense copies of them; None for others."""
+    config, configs = _decoder(config)
+    if any(p.is_indexed for p in _places(config, configs)):
+        return "chooses the tokens that it attends to by index keys (sparse attention)"
+    if any(latent_rank(c) is not None for c in configs):
+        return "makes keys and values of latents that it caches (multi-head latent attention)"
+    return None
+
+
+def index_bytes(config: Any, dtype_bytes: int = 2) -> int:
+    """Bytes of the index keys of one token, in all layers that may keep one."""
+    config, configs = _decoder(config)
+    return sum(dtype_bytes * c.index_head_dim for c, p in zip(configs, _places(config, configs), strict=True) if p.is_indexed)
 
 
 def _head_dim(config: Any, num_heads: int) -> int:

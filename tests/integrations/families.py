@@ -18,7 +18,7 @@ from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvbits.errors import KvbitsError
-from kvbits.geometry import latent_rank, layer_geometries, text_config
+from kvbits.geometry import layer_geometries, only_dense, text_config
 from kvbits.integrations.huggingface import OWN_CACHE, UNFIT, KVCache
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
@@ -422,48 +422,38 @@ ATTENDING = {
     "qwen3_omni_moe_thinker": {"text_config": {"head_dim": 128}},
 }  # fmt: skip
 """What the published models of a family say that its default configuration leaves out: which layers attend, how wide a head is."""
-KINDS = (
-    ("latents and rotary keys of unlike width (MLA)", "latent attention"), ("no layer that attends", "attends: they are"), ("sparse or compressed attention", "kvbits knows"),
-    ("keys and values of unlike width", "values of width"), ("attention that cannot read pages, over windows or states", "dense"),
-)  # fmt: skip
-"""Of refusals, by a part of their text."""
-
-
 def census() -> str:
     """How many families of Transformers that generate text are taken, by their configuration and by where their modeling code takes attention from."""
     kinds = sorted({**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
     found: dict[str, list[str]] = {}
     for kind in kinds:
         found.setdefault(_verdict(kind), []).append(kind)
-    taken, dense = found.pop("taken"), found.pop("taken with dense=True")
-    rows = [f"| {name} | {len(k)} | {', '.join(f'`{x}`' for x in k)} |" for name, k in sorted(found.items(), key=lambda x: (x[0] == "others", -len(x[1])))]
-    refused = sum(map(len, found.values()))
+    taken, dense = found.pop("yes"), found.pop("dense")
+    rows = [f"| {', '.join(f'`{x}`' for x in k)} | {why} |" for why, k in sorted(found.items(), key=lambda x: x[1])]
     return (
         f"Of {len(kinds)} families of Transformers {transformers.__version__} that generate text from text or images, {len(taken)} are taken by their configuration, "
-        f"{len(dense)} more with `dense=True` ({', '.join(f'`{x}`' for x in dense)}), {refused} are refused:\n\n"
-        "| refused for | families | `model_type` |\n|---|---:|---|\n" + "\n".join(rows) + "\n"
+        f"{len(dense)} more with `dense=True` ({', '.join(f'`{x}`' for x in dense)}), {len(kinds) - len(taken) - len(dense)} are refused:\n\n"
+        "| refused `model_type` | what it does that pages do not |\n|---|---|\n" + "\n".join(rows) + "\n"
     )
 
 
 def _verdict(kind: str) -> str:
-    """What becomes of a family by its configuration, and by whether its modeling code looks attention up in the registry, or uses a cache at all."""
+    """What becomes of a family by its configuration, and by where its modeling code takes attention from: "yes", "dense", or why it is refused."""
+    if kind in OWN_CACHE:
+        return OWN_CACHE[kind]
     try:
         with quiet():
-            config = CONFIG_MAPPING[kind](**ATTENDING.get(kind, {}))
-            layers, text = layer_geometries(config), text_config(config)
+            text = text_config(CONFIG_MAPPING[kind](**ATTENDING.get(kind, {})))
+            if text.model_type in OWN_CACHE:
+                return OWN_CACHE[text.model_type]
+            layer_geometries(text)
     except KvbitsError as error:
-        return next((name for name, part in KINDS if part in str(error)), "others")
-    except Exception:  # a default configuration that its own class refuses
-        return "others"
+        return str(error)
     module = Path(transformers.__file__).parent / "models" / type(text).__module__.split(".")[-2]
     modeling = "".join(f.read_text() for f in module.glob("modeling_*.py"))
-    if not modeling:  # models of another family under a name of their own
-        return "taken"
-    if text.model_type in OWN_CACHE or ".update(" not in modeling or "past_key_values" not in modeling:
-        return "others"
-    if text.model_type not in UNFIT and latent_rank(text) is None and "ALL_ATTENTION_FUNCTIONS" in modeling:
-        return "taken"
-    return "taken with dense=True"
+    if modeling and (text.model_type in UNFIT or only_dense(text) is not None or "ALL_ATTENTION_FUNCTIONS" not in modeling):
+        return "dense"
+    return "yes"  # also models of another family under a name of their own
 
 
 STEPS, PROMPT = 41, 150

@@ -26,7 +26,7 @@ from .. import schemes
 from ..cache.explain import Explanation
 from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, KvbitsError, KvbitsWarning, SpecError, UnsupportedError, counted
-from ..geometry import latent_rank, layer_geometries, layer_places, text_config
+from ..geometry import layer_geometries, layer_places, only_dense, text_config
 from ..ops import decode
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
 from ..units import parse_bytes
@@ -60,8 +60,20 @@ UNFIT = {
 OWN_CACHE = {
     "minimax": "takes no cache but a class of its own (MiniMaxCache)",
     "recurrent_gemma": "keeps its recurrent states in itself, where no cache can select, copy or reset them",
+    **dict.fromkeys(("rwkv", "xlstm"), "keeps states of one size and no keys or values, in a class of its own"),
+    **dict.fromkeys(("openai-gpt", "xlnet"), "has no cache of keys and values: it passes the whole sequence again, or hidden states, for every token"),
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"), "has no cache: it reads the keys and values of the model that it drafts for, which may have a KVCache"
+    ),
+    "reformer": "caches hidden states and hashed buckets instead of keys and values",
+    "blt": "has one cache for its encoder of bytes and one for its decoder, and no configuration that says what both hold",
+    "pi0": "predicts a robot's actions: it generates no text, and crops its cache for every step of them",
+    "deepseek_v4": "compresses the keys of many tokens into one, in cache layers of its own (heavily_compressed_attention, compressed_sparse_attention)",
+    "unlimited_ocr_text": "keeps an image's tokens for ever in front of a window, in a cache layer of its own (reference_sliding_attention)",
+    "qwen4_exp_text": "writes the positions of its index keys into the layers of its cache, and index keys before keys",
+    "glm5_next_text": "reads the shape of cached keys beside its index keys, which it pools, and some of its latents have no rotary part",
 }
-"""Models by `model_type` that keep what they know of a sequence elsewhere, and where."""
+"""Models by `model_type` that keep what they know of a sequence in a way that pages cannot, and how."""
 _BEFORE = "_attention_before_kvbits"
 """Where a model keeps the attention implementations that it had."""
 
@@ -140,6 +152,8 @@ class KVCache(Cache):
         """
         require_loaded(model)
         nbytes = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
+        if (own := next((OWN_CACHE[c.model_type] for c in (model.config, text_config(model.config)) if c.model_type in OWN_CACHE), None)) is not None:
+            raise UnsupportedError(f"{type(model).__name__} {own}; use the stock cache")
         if scheme is None:
             scheme = schemes.RECOMMENDED if budget is None else schemes.elastic(layer_geometries(model.config))
         if not isinstance(scheme, (str, Scheme)):
@@ -147,8 +161,6 @@ class KVCache(Cache):
         if calibration is not None and not hasattr(calibration, "static"):
             raise CalibrationError(f"calibration={calibration!r} is not a Calibration; pass Calibration.load(path)")
         config = text_config(model.config)
-        if (own := OWN_CACHE.get(config.model_type)) is not None:
-            raise UnsupportedError(f"{type(model).__name__} {own}; use the stock cache")
         layers, ranks = layer_geometries(config), Ranks.of(model)
         chosen = scheme_for(model, scheme)
         if (unfit := unfit_for(model, chosen)) is not None:
@@ -518,14 +530,8 @@ def use_kvbits_attention(model: Any) -> None:
     Raises:
         UnsupportedError: the model does not take attention functions from Transformers' registry.
     """
-    if (how := UNFIT.get(model.config.get_text_config(decoder=True).model_type)) is not None:
+    if (how := UNFIT.get(model.config.get_text_config(decoder=True).model_type) or only_dense(model.config)) is not None:
         raise UnsupportedError(f"{type(model).__name__} {how}, so it cannot attend over pages")
-    if any(p.is_indexed for p in layer_places(model.config)):
-        raise UnsupportedError(f"{type(model).__name__} chooses the tokens that it attends to by index keys (sparse attention), so it cannot attend over pages")
-    if latent_rank(model.config) is not None:
-        raise UnsupportedError(
-            f"{type(model).__name__} makes keys and values of latents that it caches (multi-head latent attention), so it cannot attend over pages"
-        )
     if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
         generation.attach(model)
         return
