@@ -443,6 +443,8 @@ def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
         if kind == "full_attention" and (wide := getattr(config, "global_head_dim", None)):  # Gemma 4 before it became heterogeneous
             head_dim = int(wide)
             num_kv_heads = (getattr(config, "attention_k_eq_v", False) and getattr(config, "num_global_key_value_heads", None)) or num_kv_heads
+        if kind in _SLIDING and getattr(config, "swa_head_dim", None):  # Inkling
+            num_heads, num_kv_heads, head_dim = config.swa_num_attention_heads, config.swa_num_key_value_heads, config.swa_head_dim
         value_dim = getattr(config, "v_head_dim", None) or head_dim
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise SpecError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
@@ -481,7 +483,7 @@ def index_bytes(config: Any, dtype_bytes: int = 2) -> int:
 
 
 def _head_dim(config: Any, num_heads: int) -> int:
-    head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
+    head_dim = next((n for name in ("head_dim", "d_kv", "dim_head") if (n := getattr(config, name, None))), None)
     if head_dim:
         return int(head_dim)
     hidden = getattr(config, "hidden_size", None)

@@ -21,6 +21,8 @@ from kvbits.errors import KvbitsError
 from kvbits.geometry import layer_geometries, only_dense, text_config
 from kvbits.integrations.huggingface import OWN_CACHE, UNFIT, KVCache
 
+from .shrunk import UNBUILT
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 TOKENS = 40
 SMALL: dict[str, Any] = {
@@ -424,20 +426,36 @@ ATTENDING = {
 """What the published models of a family say that its default configuration leaves out: which layers attend, how wide a head is."""
 def census() -> str:
     """How many families of Transformers that generate text are taken, by their configuration and by where their modeling code takes attention from."""
-    kinds = sorted({**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
-    found: dict[str, list[str]] = {}
+    kinds, found = all_kinds(), dict[str, list[str]]()
     for kind in kinds:
-        found.setdefault(_verdict(kind), []).append(kind)
+        found.setdefault(verdict(kind), []).append(kind)
     taken, dense = found.pop("yes"), found.pop("dense")
     rows = [f"| {', '.join(f'`{x}`' for x in k)} | {why} |" for why, k in sorted(found.items(), key=lambda x: x[1])]
     return (
         f"Of {len(kinds)} families of Transformers {transformers.__version__} that generate text from text or images, {len(taken)} are taken by their configuration, "
         f"{len(dense)} more with `dense=True` ({', '.join(f'`{x}`' for x in dense)}), {len(kinds) - len(taken) - len(dense)} are refused:\n\n"
-        "| refused `model_type` | what it does that pages do not |\n|---|---|\n" + "\n".join(rows) + "\n"
+        "| refused `model_type` | what it does that pages do not |\n|---|---|\n" + "\n".join(rows) + "\n\n"
+        f"The tiny models of the next table are of {len(named())} of these families. {len(others())} more decode the stock cache's 40 tokens in a tiny model of their default "
+        f"configuration (`tests/integrations/shrunk.py`). Of {len(UNBUILT)} no tiny model was made: {', '.join(f'`{x}`' for x in sorted(UNBUILT))}.\n"
     )
 
 
-def _verdict(kind: str) -> str:
+def all_kinds() -> list[str]:
+    """`model_type` of all families that generate text from text or images."""
+    return sorted({**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+
+
+def named() -> set[str]:
+    """Those that `FAMILIES` has a model of."""
+    return {f.model_type for f in FAMILIES} & set(all_kinds())
+
+
+def others() -> list[str]:
+    """Those of which a tiny model can be made besides, and that are taken."""
+    return [kind for kind in all_kinds() if kind not in named() and kind not in UNBUILT and verdict(kind) in ("yes", "dense")]
+
+
+def verdict(kind: str) -> str:
     """What becomes of a family by its configuration, and by where its modeling code takes attention from: "yes", "dense", or why it is refused."""
     if kind in OWN_CACHE:
         return OWN_CACHE[kind]

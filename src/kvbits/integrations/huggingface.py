@@ -54,6 +54,7 @@ UNFIT = {
         ("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano", "pix2struct_text_model"),
         "adds a position bias to its scores, which no kernel takes",
     ),
+    "moshi": "has a window by its configuration, and masks that know none",
     "bigbird_pegasus": "has an encoder that makes masks of its own",
 }
 """Models by `model_type` whose attention is looked up in the registry and still cannot read pages, and why."""
@@ -61,7 +62,9 @@ OWN_CACHE = {
     "minimax": "takes no cache but a class of its own (MiniMaxCache)",
     "recurrent_gemma": "keeps its recurrent states in itself, where no cache can select, copy or reset them",
     **dict.fromkeys(("rwkv", "xlstm"), "keeps states of one size and no keys or values, in a class of its own"),
-    **dict.fromkeys(("openai-gpt", "xlnet"), "has no cache of keys and values: it passes the whole sequence again, or hidden states, for every token"),
+    "openai-gpt": "has no cache: it computes the whole sequence for every token",
+    "xlm": "takes no past_key_values: generate() has it compute the whole sequence for every token",
+    "xlnet": "keeps hidden states (mems) instead of keys and values",
     **dict.fromkeys(
         ("gemma4_assistant", "gemma4_unified_assistant"), "has no cache: it reads the keys and values of the model that it drafts for, which may have a KVCache"
     ),
@@ -476,7 +479,7 @@ def _layers(pages: PagedCache, columns: Columns, config: Any, dense: bool) -> li
     found: list[Any] = []
     for p in places:
         if p.stored is None or p.shares:
-            found.append(RecurrentLayer(states) if p.has_state else DummyLayer())
+            found.append(RecurrentLayer(states) if p.has_state and not p.is_indexed else DummyLayer())
         elif p.is_indexed:
             found.append(IndexedLayer(pages, columns, p.stored))
         elif p.has_state:
