@@ -455,7 +455,7 @@ def _widths(config: Any, head_dim: int, value_dim: int) -> dict[str, Any]:
     """Channels of what is cached as keys and as values, as fields of a geometry. Of latent attention these are latents and the keys' rotary part."""
     if value_dim != head_dim and latent_rank(config) is None and getattr(config, "model_type", "") not in _UNLIKE_WIDTHS:
         raise UnsupportedError(
-            f"{_name(config)} says keys of width {head_dim} and values of width {value_dim}, and no family is known to kvbits that caches such; use the stock cache"
+            f"{_name(config)} has keys of width {head_dim} and values of width {value_dim}, which is known of other families only; use the stock cache"
         )
     return {"head_dim": head_dim, "value_head_dim": int(value_dim)}
 

@@ -273,6 +273,22 @@ def test_layers_are_calibrated_where_they_are_stored(config):
     assert 0 < (found[0] - found[1]).norm() < 0.15 * found[1].norm()
 
 
+def test_a_broken_pass_of_shared_layers_is_not_gone_on_from():
+    """Keys of a single token are stored at the first of several visits: another token must not read them."""
+    model, x = built("Gemma3nTextConfig"), ids(1, 60)
+    with torch.no_grad(), families.quiet():
+        cache, want = KVCache.for_model(model, "raw"), model(x[:, :51], use_cache=False).logits[:, 50]
+        model(x[:, :50], past_key_values=cache)
+        hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model(x[:, 55:56], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(CacheStateError, match=r"broke off before its last layer; call abandon\(\)"):
+            model(x[:, 50:51], past_key_values=cache)
+        cache.abandon()
+        torch.testing.assert_close(model(x[:, 50:51], past_key_values=cache).logits[:, 0], want)
+
+
 # -- dense copies ---------------------------------------------------------------------------------------------------
 
 

@@ -193,7 +193,7 @@ class PagedCache:
     def step(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scaling: float, softcap: float | None = None,
         sink_logits: torch.Tensor | None = None, valid: torch.Tensor | None = None, more: bool = False,
-        within: torch.Tensor | None = None,
+        again: bool = False, within: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Store this layer's keys and values and attend. The first layer of a pass calls `begin` by itself.
 
@@ -203,6 +203,7 @@ class PagedCache:
             sink_logits: [Hq], one more score per head with value 0 (gpt-oss).
             valid: bool [B, T], see `begin`.
             more: other queries come next for the same keys and values (layers of a model that share them): the layer stays in the pass. See `read_again`.
+            again: these are such queries.
             within: bool [B, T, T], which tokens of the chunk each one sees, where that is not those before it; of tokens before the chunk it sees all (that its
                 window reaches).
 
@@ -213,7 +214,7 @@ class PagedCache:
             self._inputs.check(layer, q, k, v)
             self._inputs.check_scores(q, scaling, softcap, sink_logits)
             self._inputs.check_queries(layer, q, valid)
-            self._passes.require_beginning(layer)
+            self._passes.require_beginning(layer, again)
             if q.shape[1] == 1:
                 if self._passes.begins_on_device(q, scaling, softcap):
                     self._begin(q.shape[0], 1, valid)

@@ -1,4 +1,4 @@
-"""Layers of a `KVCache` that keep something beside the pages: recurrent states (convolutions, Mamba, gated delta rule), in Transformers' own layer, and index keys.
+"""Layers of a `KVCache` that keep something beside the pages: recurrent states (convolutions, Mamba, gated delta rule), in Transformers' own layer, index keys.
 
 A state knows nothing of the tokens that made it, so it cannot go back by some of them, and what a pass that broke off did to it cannot be taken back. Index
 keys are one vector a token, and go where the tokens go.
@@ -68,13 +68,13 @@ class DenseHybridLayer(HybridLayer, DenseLayer):  # type: ignore[misc]
 
 
 class IndexedLayer(DenseLayer):
-    """A layer that keeps an index key of each token in the model's dtype, by which the model chooses the tokens that it attends to (DeepSeek sparse attention)."""
+    """A layer that keeps an index key of each token, in the model's dtype, by which the model chooses the tokens that it attends to."""
 
     record_past = True  # they go back by any tokens
     _indices: torch.Tensor | None = None
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Keep index keys [B, T, D] of the tokens that `update` has stored; those of all tokens, [B, tokens, D]. What a crop or a broken pass left is cut off."""
+        """Keep index keys [B, T, D] of the tokens that `update` has stored; those of all, [B, tokens, D]. What a crop or a broken pass left is cut off."""
         past = self.seen - indexer_key_states.shape[1]
         before = indexer_key_states[:, :0] if self._indices is None else self._indices[:, :past]
         self._indices = torch.cat([before, indexer_key_states], 1)
