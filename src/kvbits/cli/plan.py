@@ -184,7 +184,7 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
     elif found.state_bytes is None:
         notes.append("Recurrent layers keep a state of a size that is not known here; no total counts it.")
     if subject.config is not None and subject.refused is None and found.engine == "transformers" and (how := only_dense(subject.config)):
-        notes.append(f"The model {how}: in Transformers it reads packed pages with KVCache.for_model(model, .., dense=True).")
+        notes.append(f"The model {how}: in Transformers it takes dense=True (KVCache.for_model), and no klt format.")
         if index := index_bytes(subject.config):
             notes.append(f"Index keys take up to {index:,} bytes a token besides, in 16 bits; no total counts them.")
     if subject.refused is not None and len(found.layers) < getattr(text_config(subject.config), "num_hidden_layers", 0):

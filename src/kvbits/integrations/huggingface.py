@@ -116,7 +116,7 @@ class KVCache(Cache):
         *,
         batch_size: int | None = None,
         max_tokens: int | None = None,
-        calibration: Calibration | None = None,
+        calibration: Calibration | str | Path | None = None,
         calibrate: bool = True,
         nonfinite: str = "refuse",
         backend: str = "auto",
@@ -134,7 +134,7 @@ class KVCache(Cache):
                 None: `schemes.RECOMMENDED`, or with a budget `schemes.ELASTIC`.
             max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given; without them the cache grows.
                 Assisted decoding with sliding-window layers needs one that grows.
-            calibration: of schemes with a basis, instead of the model's own in the user's cache folder, which is found by the weights or made once (seconds to
+            calibration: (or its file) of schemes with a basis, instead of the model's own in the user's cache folder, which is found by the weights or made once (seconds to
                 minutes, with a progress bar; `calibrate.kept`); needed by schemes with static scales. Refused if made for another model.
             calibrate: False takes what is kept and makes nothing.
             nonfinite: "refuse" or "clamp" NaN and infinity in keys and values.
@@ -161,8 +161,12 @@ class KVCache(Cache):
             scheme = schemes.RECOMMENDED if budget is None else schemes.elastic(layer_geometries(model.config))
         if not isinstance(scheme, (str, Scheme)):
             raise SpecError(f"scheme={scheme!r} is neither a preset name nor a Scheme; presets: {', '.join(schemes.PRESETS)}")
+        if isinstance(calibration, (str, Path)):
+            from ..calibrate import Calibration
+
+            calibration = Calibration.load(calibration)
         if calibration is not None and not hasattr(calibration, "static"):
-            raise CalibrationError(f"calibration={calibration!r} is not a Calibration; pass Calibration.load(path)")
+            raise CalibrationError(f"calibration={calibration!r} is neither a Calibration nor a path to its file, which `kvbits calibrate --out FILE` writes")
         config = text_config(model.config)
         layers, ranks = layer_geometries(config), Ranks.of(model)
         chosen = scheme_for(model, scheme)
@@ -295,8 +299,9 @@ class KVCache(Cache):
         return 0 if self._states is None else self._states.nbytes
 
     def explain(self) -> Explanation:
-        """Scheme, backends with reasons, bytes by kind, as a dict that prints as a few lines (see `PagedCache.explain`)."""
-        return self.pages.explain()
+        """Scheme, backends with reasons, bytes by kind, as a dict that prints as a few lines (see `PagedCache.explain`), by the model's numbers of its layers."""
+        numbers = [i for i, layer in enumerate(self.layers) if isinstance(layer, KVLayer)]
+        return self.pages.explain().of_model(numbers, [i for i, layer in enumerate(self.layers) if layer in self._recurrent], self.state_nbytes)
 
     def __repr__(self) -> str:
         return f"KVCache(scheme={self.pages.spec.scheme.name!r}, seq_lens={self.pages.seq_lens}, nbytes={self.nbytes})"
