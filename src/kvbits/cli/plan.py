@@ -74,6 +74,7 @@ def _chosen(subject: Subject, engine: str, given: list[str] | None, changed: boo
         UnsupportedError: a scheme was named that this model or engine cannot have.
     """
     from .. import planner, schemes
+    from ..geometry import only_dense
 
     names = None if given is None else names_of("--schemes", given)
     if engine == "vllm":
@@ -88,6 +89,9 @@ def _chosen(subject: Subject, engine: str, given: list[str] | None, changed: boo
         refused = {}
         if subject.refused is not None:
             refused = {n: subject.refused for one in chosen if (n := one if isinstance(one, str) else one.name) not in planner.DENSE}
+        elif subject.config is not None and (how := only_dense(subject.config)) is not None:
+            packed = (schemes.PRESETS[one] if isinstance(one, str) else one for one in chosen if one not in planner.DENSE)
+            refused = {s.name: f"the model {how}, which is no basis for klt; use int8_centered or int4" for s in packed if s.needs_rotary}
     if given is not None and refused:
         name, why = next(iter(refused.items()))
         raise UnsupportedError(f"{name}: {why}")
@@ -184,7 +188,7 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
     elif found.state_bytes is None:
         notes.append("Recurrent layers keep a state of a size that is not known here; no total counts it.")
     if subject.config is not None and subject.refused is None and found.engine == "transformers" and (how := only_dense(subject.config)):
-        notes.append(f"The model {how}: in Transformers it takes dense=True (KVCache.for_model), and no klt format.")
+        notes.append(f"The model {how}: in Transformers it takes dense=True (KVCache.for_model).")
         if index := index_bytes(subject.config):
             notes.append(f"Index keys take up to {index:,} bytes a token besides, in 16 bits; no total counts them.")
     if subject.refused is not None and len(found.layers) < getattr(text_config(subject.config), "num_hidden_layers", 0):
