@@ -176,13 +176,11 @@ FAMILIES = (
     Family("GLM-4.7-Flash", "Glm4MoeLiteConfig", EXPERTS | LATENT),
     Family("Kimi Linear", "KimiLinearConfig", EXPERTS | LATENT | {"layer_types": ["linear_attention", "full_attention"]}),
     Family("LongCat-Flash", "LongcatFlashConfig", EXPERTS | LATENT),
-    Family("Mistral 4", "Mistral4Config", EXPERTS | LATENT),
     Family("Youtu-LLM", "YoutuConfig", LATENT),
     Family("A.X K2", "AXK2Config", EXPERTS | LATENT | INDEXED),
     Family("DeepSeek V3.2", "DeepseekV32Config", EXPERTS | LATENT | INDEXED),
     Family("GLM-5", "GlmMoeDsaConfig", EXPERTS | LATENT | INDEXED),
     Family("Hunyuan 4", "HYV4Config", EXPERTS | LATENT | INDEXED),
-    Family("Mistral Large 4", "MistralLarge4Config", EXPERTS | LATENT | INDEXED),
     Family("dots3 note", "Dots3NoteTextConfig", EXPERTS | LATENT | INDEXED),
     Family("MiniCPM 3", "MiniCPM3Config", LATENT),
     Family("GPT-Neo", "GPTNeoConfig", EACH_HEAD | {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}),
@@ -424,6 +422,8 @@ ATTENDING = {
     "qwen3_omni_moe_thinker": {"text_config": {"head_dim": 128}},
 }  # fmt: skip
 """What the published models of a family say that its default configuration leaves out: which layers attend, how wide a head is."""
+
+
 def census() -> str:
     """How many families of Transformers that generate text are taken, by their configuration and by where their modeling code takes attention from."""
     kinds, found = all_kinds(), dict[str, list[str]]()

@@ -46,7 +46,7 @@ LISTS = (
 """What a family makes anew for its number of layers."""
 THREE_ROTARY_PARTS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 MORE: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl"), {"text_config": {"rope_parameters": THREE_ROTARY_PARTS}}),
+    **{kind: {"text_config": {"rope_parameters": THREE_ROTARY_PARTS}} for kind in ("glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl")},
     "glm4v_moe": {"text_config": {"rope_parameters": THREE_ROTARY_PARTS | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}}},
     "chameleon": {"vocabulary_map": {"<image>": 96}},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},

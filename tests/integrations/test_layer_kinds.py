@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -336,7 +337,7 @@ def test_dense_copies_are_what_each_pass_sees(config):
         found = []
         for cache in (KVCache.for_model(model, "raw", dense=True), transformers.DynamicCache(config=model.config)):
             cuts = (0, 70, 71, 72, 90, 150, 151, 200)
-            found.append(torch.cat([model(x[:, a:b], past_key_values=cache).logits for a, b in zip(cuts, cuts[1:], strict=False)], 1))
+            found.append(torch.cat([model(x[:, a:b], past_key_values=cache).logits for a, b in itertools.pairwise(cuts)], 1))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-4 * float(found[1].abs().max()))
 
 
@@ -344,7 +345,7 @@ def test_dense_copies_of_layers_in_chunks():
     model, x = built("Llama4TextConfig"), ids(2, 100)
     with torch.no_grad(), families.quiet():
         cache, cuts = KVCache.for_model(model, "raw", dense=True), (0, 20, 21, 60, 61, 100)
-        got = torch.cat([model(x[:, a:b], past_key_values=cache).logits for a, b in zip(cuts, cuts[1:], strict=False)], 1)
+        got = torch.cat([model(x[:, a:b], past_key_values=cache).logits for a, b in itertools.pairwise(cuts)], 1)
         want = model(x, use_cache=False).logits
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
 
@@ -354,7 +355,7 @@ def test_index_keys_go_where_the_tokens_go(config, tmp_path):
     model, x = built(config), ids(2, 120)
 
     def passes(cache, rows, *cuts):
-        return torch.cat([model(x[rows][:, a:b], past_key_values=cache).logits for a, b in zip(cuts, cuts[1:], strict=False)], 1)
+        return torch.cat([model(x[rows][:, a:b], past_key_values=cache).logits for a, b in itertools.pairwise(cuts)], 1)
 
     with torch.no_grad(), families.quiet():
         ours, stock = KVCache.for_model(model, "raw", dense=True), transformers.DynamicCache(config=model.config)

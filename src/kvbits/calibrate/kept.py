@@ -58,8 +58,8 @@ def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:
         return found
     if not (name := getattr(model, "kvbits_source", None) or getattr(model, "name_or_path", "")):
         raise CalibrationError(
-            f"scheme {scheme.name!r} needs a calibration, none is kept, and this {type(model).__name__} was built in memory, so nothing says which tokenizer to "
-            "make one with; pass calibration=kvbits.calibrate.calibrate(model, prompts, scheme) with prompts of your own"
+            f"scheme {scheme.name!r} needs a calibration, none is kept, and this {type(model).__name__} was built in memory, so nothing says which "
+            "tokenizer to make one with; pass calibration=kvbits.calibrate.calibrate(model, prompts, scheme) with prompts of your own"
         )
     if not make:
         raise CalibrationError(f"no calibration of {name} is kept, and none may be made: run `kvbits calibrate {name}` once, or pass calibration=")

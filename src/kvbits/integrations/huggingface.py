@@ -134,8 +134,8 @@ class KVCache(Cache):
                 None: `schemes.RECOMMENDED`, or with a budget `schemes.ELASTIC`.
             max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given; without them the cache grows.
                 Assisted decoding with sliding-window layers needs one that grows.
-            calibration: (or its file) of schemes with a basis, instead of the model's own in the user's cache folder, which is found by the weights or made once (seconds to
-                minutes, with a progress bar; `calibrate.kept`); needed by schemes with static scales. Refused if made for another model.
+            calibration: or its file, of schemes with a basis, instead of the model's own in the user's cache folder, which is found by the weights or made once
+                (seconds to minutes, with a progress bar; `calibrate.kept`); needed by schemes with static scales. Refused if made for another model.
             calibrate: False takes what is kept and makes nothing.
             nonfinite: "refuse" or "clamp" NaN and infinity in keys and values.
             backend: "auto", or one backend for every op.
@@ -299,7 +299,7 @@ class KVCache(Cache):
         return 0 if self._states is None else self._states.nbytes
 
     def explain(self) -> Explanation:
-        """Scheme, backends with reasons, bytes by kind, as a dict that prints as a few lines (see `PagedCache.explain`), by the model's numbers of its layers."""
+        """Scheme, backends with reasons, bytes by kind, by the model's numbers of its layers: a dict that prints as a few lines (see `PagedCache.explain`)."""
         numbers = [i for i, layer in enumerate(self.layers) if isinstance(layer, KVLayer)]
         return self.pages.explain().of_model(numbers, [i for i, layer in enumerate(self.layers) if layer in self._recurrent], self.state_nbytes)
 

@@ -85,7 +85,7 @@ class IndexedLayer(DenseLayer):
         """Bytes of the index keys of all sequences."""
         return 0 if self._indices is None else self._indices.nbytes
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # type: ignore[override]
         """Forget the index keys; the next may be of another batch."""
         self._indices = None
 
