@@ -317,10 +317,13 @@ def test_what_an_engine_refuses_of_a_model_is_named_and_16_bits_are_shown(tmp_pa
     data = run_json(*VLLM, biased)
     assert list(data["refused"]) == ["kvbits_int4"] and "kvbits_int4" not in [r["scheme"] for r in data["rows"]] and len(data["rows"]) == 8
     latent = configured(tmp_path / "latent", model_type="deepseek_v3", num_hidden_layers=4)
-    for engine, names in (("transformers", ["bf16"]), ("vllm", ["bf16", "fp8"])):
+    packed = [name for name in planner.SHOWN if not name.startswith("klt")]
+    for engine, names in (("transformers", packed), ("vllm", ["bf16", "fp8"])):
         data = run_json("plan", latent, "--engine", engine, "--gpu-memory", "141GB", "--gpus", 8, "--weights", "100GB")
         assert [r["scheme"] for r in data["rows"]] == names and data["rows"][0]["bytes_per_token"] == 4 * 576 * 2
         assert "latent attention" in next(iter(data["refused"].values())) and data["rows"][0]["max_batch"] > 0
+    indexed = " ".join(run("plan", configured(tmp_path / "indexed", model_type="deepseek_v32", num_hidden_layers=4)).stdout.split())
+    assert "it takes dense=True (KVCache.for_model)" in indexed and "Index keys take up to 1,024 bytes a token besides" in indexed
     hybrid = configured(tmp_path / "hybrid", model_type="qwen3_next", num_hidden_layers=8)
     text, data = " ".join(run("plan", hybrid).stdout.split()), run_json("plan", hybrid, "--scheme", "bf16", "--context", 1000, "--batch", 2)
     assert "2 layers x 2 kv heads x 256" in text and "Recurrent layers keep 12.98 MB for each user, whatever the context; the totals count it." in text
@@ -330,10 +333,12 @@ def test_what_an_engine_refuses_of_a_model_is_named_and_16_bits_are_shown(tmp_pa
     types = ["linear_attention"] * 3 + ["full_attention"]
     both = configured(tmp_path / "both", model_type="kimi_linear", num_hidden_layers=4, layer_types=types)
     text = " ".join(run("plan", both).stdout.split())
-    assert "Only attention layers are counted; others have a state of their own" in text and "Only attention" not in run("plan", latent).stdout
+    assert "Recurrent layers keep a state of a size that is not known here" in text and "Recurrent" not in run("plan", latent).stdout
     for kind, why in (("llama4_text", "attends in chunks"), ("bart", "has an encoder")):
         assert why in next(iter(run_json(*VLLM, configured(tmp_path / kind, model_type=kind))["refused"].values()))
-    assert "latent attention" in error("fit", latent, "--out", tmp_path / "x.json", "--memory", "1GB", "--context", "1k")
+    small = ("--out", tmp_path / "x.json", "--context", "1k", "--batch", 4)
+    assert "recurrent states of 4 sequences take 51.90 MB, all of 50.00 MB" in error("fit", hybrid, *small, "--memory", "50MB")
+    assert "even in the fewest bits 100.00 kB" in error("fit", hybrid, *small, "--memory", "52MB")
 
 
 def test_the_speed_of_small_caches_names_the_layers(tmp_path):

@@ -167,8 +167,6 @@ def test_the_text_part_of_a_multimodal_configuration_counts():
 @pytest.mark.parametrize(
     ("model_type", "fields", "message"),
     [
-        ("deepseek_v3", {}, "latent attention"),
-        ("minicpm3", {}, "latent attention"),
         ("mamba", {}, "no layer of .* attends: they are 'linear_attention'"),
         ("deepseek_v4", {}, "'heavily_compressed_attention'"),
         ("rwkv", {}, "num_attention_heads"),

@@ -29,7 +29,8 @@ FIELDS = (
     "first_k_dense_replace", "decoder_sparse_step", "q_lora_rank", "hidden_size_per_layer_input", "num_decoder_layers", "d_kv", "decoder_layers",
     "decoder_attention_heads", "linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
     "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_d_ssm", "mamba_expand", "mamba_ngroups", "mamba_num_heads", "mamba_head_dim",
-    "n_groups", "ssm_state_size", "conv_kernel", "conv_L_cache",
+    "n_groups", "ssm_state_size", "conv_kernel", "conv_L_cache", "index_head_dim", "swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim",
+    "dim_head",
 )  # fmt: skip
 """What is asked of a configuration: of a cache's shape, and of a model's weights."""
 _FLAGS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SpecError
+from .progress import say
 
 
 def find(path: str | os.PathLike[str], what: str) -> Path:
@@ -91,6 +93,9 @@ def cache_folders(name: str) -> tuple[Path, Path]:
     return usual / name, Path(tempfile.gettempdir()) / f"kvbits-{os.getuid()}" / name
 
 
+_say_once = functools.lru_cache(say)
+
+
 def cache_folder(name: str) -> Path:
     """The first of `cache_folders` that takes files, made if need be.
 
@@ -104,6 +109,7 @@ def cache_folder(name: str) -> Path:
         return usual
     except (OSError, SpecError):
         pass
+    _say_once(f"{usual} takes no files, so what costs time to make is kept in {temporary}, which a restart may empty; set KVBITS_CACHE to a folder that does")
     try:
         temporary.parent.mkdir(mode=0o700, exist_ok=True)
         owner = temporary.parent.lstat()

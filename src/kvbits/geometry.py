@@ -35,10 +35,14 @@ from .spec import LayerGeometry
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _DOWNLOAD = "run `hf download ID --local-dir FOLDER` where there is a network and give FOLDER, set HF_ENDPOINT to a mirror, or take `embedded`"
 _SLIDING = ("sliding_attention", "hybrid_sliding")
-_FULL = ("full_attention", "hybrid")
+_INDEXED = "indexed_attention"
+"""Layers that also keep an index key of each token, by which they choose the tokens that they attend to (DeepSeek sparse attention)."""
+_FULL = ("full_attention", "hybrid", _INDEXED)
 _CHUNKED = "chunked_attention"
-_STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
-"""Types of layers that keep a state of one size however many tokens there were (convolutions, Mamba, gated delta rule); the hybrid ones attend beside it."""
+_BESIDE = ("hybrid", "hybrid_sliding", _INDEXED)
+"""Types of layers that attend and keep something beside their keys and values."""
+_STATES = ("linear_attention", "conv", *_BESIDE)
+"""Types of layers that keep a state: of one size however many tokens there were (convolutions, Mamba, gated delta rule), or index keys."""
 _OLD_NAMES = {"attention": "full_attention", "mamba": "linear_attention", "mamba2": "linear_attention", "recurrent": "linear_attention"}
 _NOTHING = ("moe", "mlp")
 """Types of layers that keep nothing of the tokens before."""
@@ -198,8 +202,13 @@ class Place:
 
     @property
     def has_state(self) -> bool:
-        """Whether it keeps a recurrent state, alone or beside keys and values."""
+        """Whether it keeps a recurrent state or index keys, alone or beside keys and values."""
         return self.kind in _STATES
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether it keeps index keys, by which it chooses what it attends to."""
+        return self.kind == _INDEXED
 
 
 def layer_places(config: Any) -> tuple[Place, ...]:
@@ -223,7 +232,7 @@ def layer_geometries(config: Any) -> tuple[LayerGeometry, ...]:
         config: a Transformers configuration, also one of a multimodal or an encoder-decoder model (the part that generates text counts).
 
     Raises:
-        UnsupportedError: latent attention (MLA), sparse layers, keys and values of unlike widths that the family is not known to cache, no layer that attends.
+        UnsupportedError: compressed layers, keys and values of unlike widths that the family is not known to cache, no layer that attends.
         SpecError: numbers that cannot be a cache, such as kv heads that do not divide the query heads.
     """
     config, configs = _decoder(config)
@@ -306,7 +315,7 @@ def state_bytes(config: Any, dtype_bytes: int = 2) -> int | None:
         dtype_bytes: of the model's dtype.
     """
     config, configs = _decoder(config)
-    having = [c for c, p in zip(configs, _places(config, configs), strict=True) if p.has_state]
+    having = [c for c, p in zip(configs, _places(config, configs), strict=True) if p.has_state and not p.is_indexed]
     sizes = [_state_elements(c) for c in having]
     return None if None in sizes else sum(dtype_bytes * conv + 4 * state for conv, state in (s for s in sizes if s is not None))
 
@@ -386,7 +395,7 @@ def _places(config: Any, configs: list[Any]) -> tuple[Place, ...]:
     latest: dict[str, int] = {}  # of each type, the newest that stores: whose keys and values are shared
     count = 0
     for i, kind in enumerate(types):
-        if kind in _NOTHING or (kind in _STATES and kind not in (*_FULL, *_SLIDING)):
+        if kind in _NOTHING or (kind in _STATES and kind not in _BESIDE):
             found.append(Place(kind, None))
         elif i in shared:
             if kind not in latest:
@@ -434,6 +443,8 @@ def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
         if kind == "full_attention" and (wide := getattr(config, "global_head_dim", None)):  # Gemma 4 before it became heterogeneous
             head_dim = int(wide)
             num_kv_heads = (getattr(config, "attention_k_eq_v", False) and getattr(config, "num_global_key_value_heads", None)) or num_kv_heads
+        if kind in _SLIDING and getattr(config, "swa_head_dim", None):  # Inkling
+            num_heads, num_kv_heads, head_dim = config.swa_num_attention_heads, config.swa_num_key_value_heads, config.swa_head_dim
         value_dim = getattr(config, "v_head_dim", None) or head_dim
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise SpecError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
@@ -442,23 +453,37 @@ def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
 
 def _widths(config: Any, head_dim: int, value_dim: int) -> dict[str, Any]:
     """Channels of what is cached as keys and as values, as fields of a geometry. Of latent attention these are latents and the keys' rotary part."""
-    if value_dim != head_dim and getattr(config, "model_type", "") not in _UNLIKE_WIDTHS:
-        what = "keys" if latent_rank(config) is None else "latents (multi-head latent attention)"
+    if value_dim != head_dim and latent_rank(config) is None and getattr(config, "model_type", "") not in _UNLIKE_WIDTHS:
         raise UnsupportedError(
-            f"{_name(config)} caches {what} of width {head_dim} and {'values' if what == 'keys' else 'rotary keys'} of width {value_dim}; kvbits stores them "
-            "at one width; use the stock cache"
+            f"{_name(config)} has keys of width {head_dim} and values of width {value_dim}, which is known of other families only; use the stock cache"
         )
     return {"head_dim": head_dim, "value_head_dim": int(value_dim)}
 
 
 def latent_rank(config: Any) -> int | None:
-    """Width of the latents that a model caches, of which it makes keys and values each time it reads them; None for others."""
-    rank = getattr(text_config(config), "kv_lora_rank", None)
+    """Width of the latents that a layer caches, of which it makes keys and values each time it reads them; None for others."""
+    rank = getattr(config, "kv_lora_rank", None)
     return int(rank) if rank else None
 
 
+def only_dense(config: Any) -> str | None:
+    """What a model does with what it cached that no attention over pages does, so that it wants dense copies of them; None for others."""
+    config, configs = _decoder(config)
+    if any(p.is_indexed for p in _places(config, configs)):
+        return "chooses the tokens that it attends to by index keys (sparse attention)"
+    if any(latent_rank(c) is not None for c in configs):
+        return "makes keys and values of latents that it caches (multi-head latent attention)"
+    return None
+
+
+def index_bytes(config: Any, dtype_bytes: int = 2) -> int:
+    """Bytes of the index keys of one token, in all layers that may keep one."""
+    config, configs = _decoder(config)
+    return sum(dtype_bytes * c.index_head_dim for c, p in zip(configs, _places(config, configs), strict=True) if p.is_indexed)
+
+
 def _head_dim(config: Any, num_heads: int) -> int:
-    head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
+    head_dim = next((n for name in ("head_dim", "d_kv", "dim_head") if (n := getattr(config, name, None))), None)
     if head_dim:
         return int(head_dim)
     hidden = getattr(config, "hidden_size", None)

@@ -18,8 +18,10 @@ from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvbits.errors import KvbitsError
-from kvbits.geometry import latent_rank, layer_geometries, text_config
-from kvbits.integrations.huggingface import OWN_CACHE, UNFIT, KVCache, cannot_be_dense
+from kvbits.geometry import layer_geometries, only_dense, text_config
+from kvbits.integrations.huggingface import OWN_CACHE, UNFIT, KVCache
+
+from .shrunk import UNBUILT
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 TOKENS = 40
@@ -36,6 +38,7 @@ LATENT = {
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 1, "topk_group": 1,
     "num_key_value_heads": 4, "head_dim": 8,
 }  # fmt: skip
+INDEXED = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 24}
 TWO_STACKS = {
     "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
     "decoder_ffn_dim": 96, "init_std": 0.3,
@@ -168,6 +171,17 @@ FAMILIES = (
         "DeepseekV3Config",
         EXPERTS | LATENT | {"qk_rope_head_dim": 16, "head_dim": 16},
     ),
+    Family("A.X K1", "AXK1Config", EXPERTS | LATENT),
+    Family("Ling hybrid", "BailingHybridConfig", EXPERTS | LATENT | {"layer_types": ["linear_attention", "full_attention"]}),
+    Family("GLM-4.7-Flash", "Glm4MoeLiteConfig", EXPERTS | LATENT),
+    Family("Kimi Linear", "KimiLinearConfig", EXPERTS | LATENT | {"layer_types": ["linear_attention", "full_attention"]}),
+    Family("LongCat-Flash", "LongcatFlashConfig", EXPERTS | LATENT),
+    Family("Youtu-LLM", "YoutuConfig", LATENT),
+    Family("A.X K2", "AXK2Config", EXPERTS | LATENT | INDEXED),
+    Family("DeepSeek V3.2", "DeepseekV32Config", EXPERTS | LATENT | INDEXED),
+    Family("GLM-5", "GlmMoeDsaConfig", EXPERTS | LATENT | INDEXED),
+    Family("Hunyuan 4", "HYV4Config", EXPERTS | LATENT | INDEXED),
+    Family("dots3 note", "Dots3NoteTextConfig", EXPERTS | LATENT | INDEXED),
     Family("MiniCPM 3", "MiniCPM3Config", LATENT),
     Family("GPT-Neo", "GPTNeoConfig", EACH_HEAD | {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}),
     Family("GPT-NeoX Japanese", "GPTNeoXJapaneseConfig", EACH_HEAD),
@@ -408,48 +422,56 @@ ATTENDING = {
     "qwen3_omni_moe_thinker": {"text_config": {"head_dim": 128}},
 }  # fmt: skip
 """What the published models of a family say that its default configuration leaves out: which layers attend, how wide a head is."""
-KINDS = (
-    ("latents and rotary keys of unlike width (MLA)", "latent attention"), ("no layer that attends", "attends: they are"), ("sparse or compressed attention", "kvbits knows"),
-    ("keys and values of unlike width", "values of width"), ("attention that cannot read pages, over windows or states", "dense"),
-)  # fmt: skip
-"""Of refusals, by a part of their text."""
 
 
 def census() -> str:
     """How many families of Transformers that generate text are taken, by their configuration and by where their modeling code takes attention from."""
-    kinds = sorted({**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
-    found: dict[str, list[str]] = {}
+    kinds, found = all_kinds(), dict[str, list[str]]()
     for kind in kinds:
-        found.setdefault(_verdict(kind), []).append(kind)
-    taken, dense = found.pop("taken"), found.pop("taken with dense=True")
-    rows = [f"| {name} | {len(k)} | {', '.join(f'`{x}`' for x in k)} |" for name, k in sorted(found.items(), key=lambda x: (x[0] == "others", -len(x[1])))]
-    refused = sum(map(len, found.values()))
+        found.setdefault(verdict(kind), []).append(kind)
+    taken, dense = found.pop("yes"), found.pop("dense")
+    rows = [f"| {', '.join(f'`{x}`' for x in k)} | {why} |" for why, k in sorted(found.items(), key=lambda x: x[1])]
     return (
         f"Of {len(kinds)} families of Transformers {transformers.__version__} that generate text from text or images, {len(taken)} are taken by their configuration, "
-        f"{len(dense)} more with `dense=True` ({', '.join(f'`{x}`' for x in dense)}), {refused} are refused:\n\n"
-        "| refused for | families | `model_type` |\n|---|---:|---|\n" + "\n".join(rows) + "\n"
+        f"{len(dense)} more with `dense=True` ({', '.join(f'`{x}`' for x in dense)}), {len(kinds) - len(taken) - len(dense)} are refused:\n\n"
+        "| refused `model_type` | what it does that pages do not |\n|---|---|\n" + "\n".join(rows) + "\n\n"
+        f"The tiny models of the next table are of {len(named())} of these families. {len(others())} more decode the stock cache's 40 tokens in a tiny model of their default "
+        f"configuration (`tests/integrations/shrunk.py`). Of {len(UNBUILT)} no tiny model was made: {', '.join(f'`{x}`' for x in sorted(UNBUILT))}.\n"
     )
 
 
-def _verdict(kind: str) -> str:
-    """What becomes of a family by its configuration, and by whether its modeling code looks attention up in the registry, or uses a cache at all."""
+def all_kinds() -> list[str]:
+    """`model_type` of all families that generate text from text or images."""
+    return sorted({**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+
+
+def named() -> set[str]:
+    """Those that `FAMILIES` has a model of."""
+    return {f.model_type for f in FAMILIES} & set(all_kinds())
+
+
+def others() -> list[str]:
+    """Those of which a tiny model can be made besides, and that are taken."""
+    return [kind for kind in all_kinds() if kind not in named() and kind not in UNBUILT and verdict(kind) in ("yes", "dense")]
+
+
+def verdict(kind: str) -> str:
+    """What becomes of a family by its configuration, and by where its modeling code takes attention from: "yes", "dense", or why it is refused."""
+    if kind in OWN_CACHE:
+        return OWN_CACHE[kind]
     try:
         with quiet():
-            config = CONFIG_MAPPING[kind](**ATTENDING.get(kind, {}))
-            layers, text = layer_geometries(config), text_config(config)
+            text = text_config(CONFIG_MAPPING[kind](**ATTENDING.get(kind, {})))
+            if text.model_type in OWN_CACHE:
+                return OWN_CACHE[text.model_type]
+            layer_geometries(text)
     except KvbitsError as error:
-        return next((name for name, part in KINDS if part in str(error)), "others")
-    except Exception:  # a default configuration that its own class refuses
-        return "others"
+        return str(error)
     module = Path(transformers.__file__).parent / "models" / type(text).__module__.split(".")[-2]
     modeling = "".join(f.read_text() for f in module.glob("modeling_*.py"))
-    if not modeling:  # models of another family under a name of their own
-        return "taken"
-    if text.model_type in OWN_CACHE or ".update(" not in modeling or "past_key_values" not in modeling:
-        return "others"
-    if text.model_type not in UNFIT and latent_rank(text) is None and "ALL_ATTENTION_FUNCTIONS" in modeling:
-        return "taken"
-    return "taken with dense=True" if cannot_be_dense(layers, text) is None else KINDS[-1][0]
+    if modeling and (text.model_type in UNFIT or only_dense(text) is not None or "ALL_ATTENTION_FUNCTIONS" not in modeling):
+        return "dense"
+    return "yes"  # also models of another family under a name of their own
 
 
 STEPS, PROMPT = 41, 150

@@ -204,7 +204,7 @@ def test_the_operation_says_what_it_writes_and_that_no_graph_may_hold_it(monkeyp
     model = tiny("llama", num_hidden_layers=1)
     cache = KVCache.for_model(model, "int8")
     q, k = torch.randn(2, 5, 4, 16, device=DEVICE), torch.randn(2, 5, 2, 16, device=DEVICE)
-    arguments = (q, k, k.clone(), None, None, cache.columns.numbers, 0, 0.25, None, False)
+    arguments = (q, k, k.clone(), None, None, cache.columns.numbers, 0, 0.25, None, False, False)
     torch.library.opcheck(cached_attention, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
     seen = cache.get_seq_length()
     assert seen and seen % 5 == 0 and cache.columns.numbers[1] == seen

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import transformers
-from integrations import families
+from integrations import families, shrunk
 from integrations.families import FAMILIES, TOKENS
 from packaging.version import Version
 
@@ -33,6 +33,21 @@ def test_raw_decodes_the_stock_tokens_or_the_refusal_has_a_way_out(family):
         want = model.generate(**call)
     assert torch.equal(got, want)
     assert len(set(want[0, -TOKENS:].tolist())) > (1 if model.config.is_encoder_decoder else 5)  # no model that says one thing for ever
+
+
+@pytest.mark.parametrize("kind", families.others())
+def test_raw_decodes_the_stock_tokens_in_every_other_family(kind):
+    with families.quiet():
+        model = shrunk.build(kind, families.ATTENDING.get(kind, {}))
+        dense, why = families.said(model)
+        assert why is None and dense == (families.verdict(kind) == "dense")
+        ids = torch.randint(3, 90, (2, 50), generator=torch.Generator().manual_seed(1))
+        mask = torch.ones_like(ids)
+        mask[1, :20] = 0
+        call = {"input_ids": ids * mask, "attention_mask": mask, "max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        got = model.generate(**call, past_key_values=KVCache.for_model(model, "raw", dense=dense))
+        KVCache.detach(model)
+        assert torch.equal(got, model.generate(**call))
 
 
 def test_the_tables_are_what_the_code_says():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -273,6 +274,22 @@ def test_layers_are_calibrated_where_they_are_stored(config):
     assert 0 < (found[0] - found[1]).norm() < 0.15 * found[1].norm()
 
 
+def test_a_broken_pass_of_shared_layers_is_not_gone_on_from():
+    """Keys of a single token are stored at the first of several visits: another token must not read them."""
+    model, x = built("Gemma3nTextConfig"), ids(1, 60)
+    with torch.no_grad(), families.quiet():
+        cache, want = KVCache.for_model(model, "raw"), model(x[:, :51], use_cache=False).logits[:, 50]
+        model(x[:, :50], past_key_values=cache)
+        hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model(x[:, 55:56], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(CacheStateError, match=r"broke off before its last layer; call abandon\(\)"):
+            model(x[:, 50:51], past_key_values=cache)
+        cache.abandon()
+        torch.testing.assert_close(model(x[:, 50:51], past_key_values=cache).logits[:, 0], want)
+
+
 # -- dense copies ---------------------------------------------------------------------------------------------------
 
 
@@ -310,6 +327,79 @@ def test_dense_copies_refuse_gradients_behind_a_history_and_unlike_lengths(tmp_p
             llama(ids(2, 1), past_key_values=KVCache.load(tmp_path / "x.kvbits", llama, grow=True, dense=True))
 
 
-def test_dense_copies_are_not_of_windows():
-    with pytest.raises(UnsupportedError, match="its layers have windows"):
-        KVCache.for_model(built("MistralConfig"), dense=True)
+@pytest.mark.parametrize(
+    "config", ["MistralConfig", "Gemma3TextConfig", "Gemma3nTextConfig", "FalconH1Config", "InklingTextConfig", "KimiLinearConfig", "DeepseekV32Config"]
+)
+def test_dense_copies_are_what_each_pass_sees(config):
+    """Windows in chunks longer and shorter than they are, shared layers, states beside keys, index keys: logits of the stock cache."""
+    model, x = built(config), ids(2, 200)
+    with torch.no_grad(), families.quiet():
+        found = []
+        for cache in (KVCache.for_model(model, "raw", dense=True), transformers.DynamicCache(config=model.config)):
+            cuts = (0, 70, 71, 72, 90, 150, 151, 200)
+            found.append(torch.cat([model(x[:, a:b], past_key_values=cache).logits for a, b in itertools.pairwise(cuts)], 1))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-4 * float(found[1].abs().max()))
+
+
+def test_dense_copies_of_layers_in_chunks():
+    model, x = built("Llama4TextConfig"), ids(2, 100)
+    with torch.no_grad(), families.quiet():
+        cache, cuts = KVCache.for_model(model, "raw", dense=True), (0, 20, 21, 60, 61, 100)
+        got = torch.cat([model(x[:, a:b], past_key_values=cache).logits for a, b in itertools.pairwise(cuts)], 1)
+        want = model(x, use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("config", ["DeepseekV32Config", "GlmMoeDsaConfig"])
+def test_index_keys_go_where_the_tokens_go(config, tmp_path):
+    model, x = built(config), ids(2, 120)
+
+    def passes(cache, rows, *cuts):
+        return torch.cat([model(x[rows][:, a:b], past_key_values=cache).logits for a, b in itertools.pairwise(cuts)], 1)
+
+    with torch.no_grad(), families.quiet():
+        ours, stock = KVCache.for_model(model, "raw", dense=True), transformers.DynamicCache(config=model.config)
+
+        def same(rows, *cuts):
+            got, want = (passes(cache, rows, *cuts) for cache in (ours, stock))
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
+
+        same([0, 1], 0, 50, 51, 120)
+        indexed = sum(p.is_indexed for p in layer_places(model.config))
+        assert ours.state_nbytes == indexed * 2 * 120 * model.config.index_head_dim * 4 and ours.nbytes == ours.pages.nbytes + ours.state_nbytes
+        for cache in (ours, stock):
+            cache.crop(-69)
+            cache.reorder_cache(torch.tensor([1, 1]))
+        same([1, 1], 51, 120)
+        ours = copy.deepcopy(ours)
+        for cache in (ours, stock):
+            cache.crop(-20)
+        hook = model.get_submodule("model.layers.1.input_layernorm").register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            passes(ours, [1, 1], 100, 120)
+        hook.remove()
+        ours.abandon()
+        same([1, 1], 100, 110, 120)
+        for cache in (ours, stock):
+            cache.batch_repeat_interleave(2)
+        same([1, 1, 1, 1], 100, 119)
+        ours.reset()
+        stock = transformers.DynamicCache(config=model.config)
+        same([0], 0, 60)
+        with pytest.raises(UnsupportedError, match="index keys, which files of pages do not hold"):
+            ours.save(tmp_path / "x.kvbits")
+        with pytest.raises(UnsupportedError, match="recurrent states or index keys"):
+            KVCache.from_prefix(model, x[:1], store=PrefixStore(tmp_path), scheme="raw", dense=True)
+
+
+def test_latents_are_saved_and_packed_in_every_format(tmp_path):
+    model, x = built("DeepseekV3Config"), ids(2, 300)
+    with torch.no_grad(), families.quiet():
+        want = model(x, use_cache=False).logits[:, -10:]
+        for scheme, limit in (("raw", 1e-4), ("fp8", 0.1), ("int8", 0.05), ("int8_centered", 0.05), ("int4", 0.5), ("kivi4", 0.5)):
+            cache = KVCache.for_model(model, scheme, dense=True)
+            model(x[:, :290], past_key_values=cache)
+            cache.save(tmp_path / "latents.kvbits")
+            cache = KVCache.load(tmp_path / "latents.kvbits", model, dense=True)
+            error = (model(x[:, 290:], past_key_values=cache).logits - want).norm() / want.norm()
+            assert error < limit, f"{scheme}: {error:.3f}"

@@ -17,12 +17,28 @@ from .group import GroupState
 class Explanation(dict[str, Any]):
     """What `PagedCache.explain` found: a dict, which prints as a few lines."""
 
+    def of_model(self, numbers: list[int], beside: list[int], nbytes: int) -> Explanation:
+        """The same with a model's numbers of its layers.
+
+        Args:
+            numbers: of each layer that stores pages.
+            beside: layers that keep recurrent states or index keys, of so many bytes together.
+        """
+        found = Explanation(self | {"layers": [g | {"layers": [numbers[i] for i in g["layers"]]} for g in self["layers"]]})
+        found["saturated"] = {numbers[i]: s for i, s in self["saturated"].items()}
+        if beside:
+            found["states"] = {"layers": beside, "nbytes": nbytes}
+            found["bytes"] = self["bytes"] | {"states": nbytes, "total": self["bytes"]["total"] + nbytes}
+        return found
+
     def __str__(self) -> str:
         held = self["bytes"]
         kinds = ", ".join(f"{kind} {n / held['total']:.0%}" for kind, n in held.items() if kind != "total" and n) if held["total"] else "nothing allocated yet"
         lines = [f"{self['scheme']}: {self['bits_per_element']:.2f} bits a number in closed pages", f"bytes: {human_bytes(held['total'])} ({kinds})"]
         lines += [_room(self["capacity"])] if self["capacity"] else []
         lines += [f"{_layers(g)}: {g['stored']}{_window(g)}; {_pages(g)}" for g in self["layers"]]
+        if states := self.get("states"):
+            lines.append(f"{_layers(states)}: recurrent states or index keys, {human_bytes(states['nbytes'])}")
         lines.append(f"ops: {'; '.join(self['ops']) or 'none yet, the first forward pass chooses who serves them'}")
         if self["saturated"]:
             lines.append(f"saturated: {sum(n for s in self['saturated'].values() for n in s.values()):,} elements in layers {ranges(self['saturated'])}")

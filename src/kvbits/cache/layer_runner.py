@@ -140,11 +140,18 @@ class LayerRunner:
         attend = run if chunk is None else chunk_attention.within_chunks(run, chunk)
         return attend(q, k, v, f.positions, scaling, self._stores.spec.layers[place.layer].sliding_window, softcap)
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, f: Forward) -> None:
-        """Store the tokens k, v [B, T, H, D] of a layer without attending."""
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, f: Forward, read: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Store the tokens k, v [B, T, H, D] of a layer without attending. With `read`, what they see of each sequence before them, [tokens, H, D]."""
         place = self._stores.places[layer]
         _, stored = self._stores.as_stored(place, k[:, :, :0], k)
-        self._write(place, stored, v, f)
+        if not f.history_first:  # what a single token sees counts itself
+            self._write(place, stored, v, f)
+        rows, history = range(len(k) if read else 0), f.steps[place.group].history
+        past = [self._stores.dequantize(layer, row, k.dtype, history) for row in rows]
+        if f.history_first:
+            self._write(place, stored, v, f)
+            return past
+        return [(keys[:-1], values[:-1]) for keys, values in past]
 
     def call(self, place: Place, scaling: float, softcap: float | None, f: Forward) -> AttendCall:
         """What the queries of a pass read in a place."""

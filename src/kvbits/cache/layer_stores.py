@@ -8,10 +8,11 @@ import torch
 
 from ..errors import DataError
 from ..ops.reference.dequantize import dequantize_pages
-from ..ops.types import LowStore, PageStore
+from ..ops.types import LowStore, PageStore, PageTable
 from ..spec import CacheSpec
 from . import parameters
 from .group import GroupState
+from .tables import PartKey
 
 
 @dataclass(frozen=True)
@@ -73,21 +74,21 @@ class LayerStores:
         order = self._order(place)
         return k if order is None else torch.empty_like(k).index_copy_(-1, order, k)
 
-    def dequantize(self, layer: int, row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [tokens, H, D] that a sequence holds, in token order."""
+    def dequantize(self, layer: int, row: int, dtype: torch.dtype, tables: dict[PartKey, PageTable] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [tokens, H, D] that a sequence holds, in token order; those of `tables`, or all."""
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise DataError(f"keys and values are read into a float dtype, not {dtype!r}")
         place, g = self.places[layer], self.spec.layers[layer]
         keys, values = ([torch.zeros(0, g.num_kv_heads, d, dtype=dtype, device=self.device)] for d in (g.head_dim, g.value_head_dim))
         found = []
-        for (pool, planes), table in self.groups[place.group].tables().items():
-            store, low = self.store(place, pool), self.low_stores(place, planes)
-            for e in range(table.indptr[row], table.indptr[row + 1]):
-                fine = [(x.page(int(ids[e]))[None], x.layout) for x, ids in zip(low, table.low, strict=True)]
-                page = store.page(int(table.page_ids[e]))[None]
-                k, v = dequantize_pages(page, store.layout, store.static, dtype, fine, table.starts[e : e + 1])
-                n = table.lengths[e]
-                found.append((int(table.starts[e]), k[0, :, :n].transpose(0, 1), v[0, :, :n].transpose(0, 1)))
+        for (pool, planes), table in (self.groups[place.group].tables() if tables is None else tables).items():
+            store, low, its = self.store(place, pool), self.low_stores(place, planes), slice(table.indptr[row], table.indptr[row + 1])
+            if its.start == its.stop:
+                continue
+            fine = [(x.gather(ids[its]), x.layout) for x, ids in zip(low, table.low, strict=True)]
+            k, v = dequantize_pages(store.gather(table.page_ids[its]), store.layout, store.static, dtype, fine, table.starts[its])
+            pages = zip(table.starts[its], table.lengths[its], k, v, strict=True)
+            found += [(int(start), x[:, :n].transpose(0, 1), y[:, :n].transpose(0, 1)) for start, n, x, y in pages]
         found.sort(key=lambda x: x[0])
         keys += [k for _, k, _ in found]
         values += [v for _, _, v in found]

@@ -193,7 +193,7 @@ class PagedCache:
     def step(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scaling: float, softcap: float | None = None,
         sink_logits: torch.Tensor | None = None, valid: torch.Tensor | None = None, more: bool = False,
-        within: torch.Tensor | None = None,
+        again: bool = False, within: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Store this layer's keys and values and attend. The first layer of a pass calls `begin` by itself.
 
@@ -203,6 +203,7 @@ class PagedCache:
             sink_logits: [Hq], one more score per head with value 0 (gpt-oss).
             valid: bool [B, T], see `begin`.
             more: other queries come next for the same keys and values (layers of a model that share them): the layer stays in the pass. See `read_again`.
+            again: these are such queries.
             within: bool [B, T, T], which tokens of the chunk each one sees, where that is not those before it; of tokens before the chunk it sees all (that its
                 window reaches).
 
@@ -213,7 +214,7 @@ class PagedCache:
             self._inputs.check(layer, q, k, v)
             self._inputs.check_scores(q, scaling, softcap, sink_logits)
             self._inputs.check_queries(layer, q, valid)
-            self._passes.require_beginning(layer)
+            self._passes.require_beginning(layer, again)
             if q.shape[1] == 1:
                 if self._passes.begins_on_device(q, scaling, softcap):
                     self._begin(q.shape[0], 1, valid)
@@ -230,17 +231,24 @@ class PagedCache:
             out = add_sink_logit(out, lse, sink_logits)
         return out.to(q.dtype)
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, *, valid: torch.Tensor | None = None) -> None:
-        """Store keys and values [B, T, H, D] without attending (a prefix computed elsewhere). Every layer must follow, as in `step`."""
+    def append(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, *, valid: torch.Tensor | None = None, read: bool = False
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Store keys and values [B, T, H, D] without attending (a prefix computed elsewhere). Every layer must follow, as in `step`.
+
+        Args:
+            read: return keys and values [tokens, H, D] of each sequence before the new ones, as far as a layer's window reaches, in their dtype.
+        """
         self._inputs.check(layer, k, k, v)
         try:
             self._passes.require_beginning(layer)
             k, v, f = self._enter(layer, k, v, valid)
-            self._layers.append(layer, k, v, f)
+            past = self._layers.append(layer, k, v, f, read)
             self._passes.leave(layer, f)
         except BaseException as error:
             self._passes.fail(error)
             raise
+        return past
 
     def _enter(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, Forward]:
         """A layer arrives with checked keys and values: begin the pass if it is the first."""

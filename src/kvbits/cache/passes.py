@@ -403,11 +403,14 @@ class Passes:
         self._awaited = set()
         self.switch.forget_found()
 
-    def require_beginning(self, layer: int) -> None:
+    def require_beginning(self, layer: int, again: bool = False) -> None:
         """A layer comes: if no pass is under way, it has to be one that a pass begins with. Its pages are waited for.
 
+        Args:
+            again: with other queries for what it brought in this pass.
+
         Raises:
-            CacheStateError: the layer belongs to a pass that ended because all its sequences were freed.
+            CacheStateError: the layer belongs to a pass that ended because all its sequences were freed, or it brought something in a pass that broke off.
             FileFormatError: its pages were on their way and are damaged.
         """
         self.heal()
@@ -418,6 +421,11 @@ class Passes:
                 if self.forward is not None and self._stands(self.forward):
                     self.abandon()
                 raise
+        if again != (self.forward is not None and layer in self.forward.reading):
+            raise CacheStateError(
+                f"layer {layer} comes {'again' if again else 'anew'} to a forward pass that broke off before its last layer; call abandon() to take that pass "
+                "back, or reset(), and call the model again"
+            )
         if self.forward is None and self._awaited:
             if layer in self._awaited:
                 raise CacheStateError(

@@ -56,7 +56,11 @@ def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:
     key = key_of_model(model)
     if (found := find(key, model.config, scheme)) is not None:
         return found
-    name = getattr(model, "kvbits_source", None) or getattr(model, "name_or_path", "") or type(model).__name__
+    if not (name := getattr(model, "kvbits_source", None) or getattr(model, "name_or_path", "")):
+        raise CalibrationError(
+            f"scheme {scheme.name!r} needs a calibration, none is kept, and this {type(model).__name__} was built in memory, so nothing says which "
+            "tokenizer to make one with; pass calibration=kvbits.calibrate.calibrate(model, prompts, scheme) with prompts of your own"
+        )
     if not make:
         raise CalibrationError(f"no calibration of {name} is kept, and none may be made: run `kvbits calibrate {name}` once, or pass calibration=")
     try:

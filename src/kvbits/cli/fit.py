@@ -62,8 +62,9 @@ def fit(
 
     subject = subject_of(model, None, None, None, None)
     cards, limit = subject.room(gpu_memory, gpus, weights, reserve, memory)
+    limit = _without_states(limit if cards is None else cards.cache_bytes, subject.state_bytes, batch, gpus)
     layers = planner.rank([g for g in subject.layers if isinstance(g, LayerGeometry)], gpus, subject.query_heads)
-    goal = Goal(layers=layers, context=context, batch=batch, memory_bytes=limit if cards is None else cards.cache_bytes, max_kl=max_kl)
+    goal = Goal(layers=layers, context=context, batch=batch, memory_bytes=limit, max_kl=max_kl)
     known = formats(layers, calibrate, token_local)
     require_room(goal, known)
     kind = "float32" if dtype == "auto" and device in (None, "cpu") else dtype_name(dtype)
@@ -75,6 +76,26 @@ def fit(
         _print(found, model, out, calibrate)
     if not found.reached:
         raise typer.Exit(1)
+
+
+def _without_states(limit: int | None, state_bytes: int | None, batch: int, gpus: int) -> int | None:
+    """What recurrent states leave of the memory of one GPU's cache.
+
+    Raises:
+        SpecError: nothing.
+    """
+    from ..units import human_bytes
+
+    if limit is None or state_bytes == 0:
+        return limit
+    if state_bytes is None:
+        typer.echo("recurrent layers keep a state of a size that is not known here; the memory is taken for pages alone", err=True)
+        return limit
+    states = batch * -(-state_bytes // gpus)
+    if states >= limit:
+        raise SpecError(f"the recurrent states of {counted(batch, 'sequence')} take {human_bytes(states)}, all of {human_bytes(limit)}; give more memory")
+    typer.echo(f"recurrent states take {human_bytes(states)} of the memory, pages have {human_bytes(limit - states)}", err=True)
+    return limit - states
 
 
 def _run(place: tuple[str, str, str | None], goal: Goal, source: str, places: tuple[Path, Path], count: int, kind: Formats) -> Fit:

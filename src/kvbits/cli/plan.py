@@ -74,6 +74,7 @@ def _chosen(subject: Subject, engine: str, given: list[str] | None, changed: boo
         UnsupportedError: a scheme was named that this model or engine cannot have.
     """
     from .. import planner, schemes
+    from ..geometry import only_dense
 
     names = None if given is None else names_of("--schemes", given)
     if engine == "vllm":
@@ -88,6 +89,9 @@ def _chosen(subject: Subject, engine: str, given: list[str] | None, changed: boo
         refused = {}
         if subject.refused is not None:
             refused = {n: subject.refused for one in chosen if (n := one if isinstance(one, str) else one.name) not in planner.DENSE}
+        elif subject.config is not None and (how := only_dense(subject.config)) is not None:
+            packed = (schemes.PRESETS[one] if isinstance(one, str) else one for one in chosen if one not in planner.DENSE)
+            refused = {s.name: f"the model {how}, which is no basis for klt; use int8_centered or int4" for s in packed if s.needs_rotary}
     if given is not None and refused:
         name, why = next(iter(refused.items()))
         raise UnsupportedError(f"{name}: {why}")
@@ -101,7 +105,7 @@ def _not_in_vllm(subject: Subject, scheme: str | Scheme) -> str | None:
     """Why kvbits does not serve a model in vLLM in a format, or None."""
     if subject.refused is not None:
         return subject.refused
-    from ..geometry import PlainLayer, has_key_bias, latent_rank, text_config
+    from ..geometry import PlainLayer, has_key_bias, only_dense, text_config
     from ..integrations.vllm.served import FORMATS
 
     text = None if subject.config is None else text_config(subject.config)
@@ -110,8 +114,8 @@ def _not_in_vllm(subject: Subject, scheme: str | Scheme) -> str | None:
         return "the model has ALiBi, which kvbits' backend for vLLM does not do; use vLLM's own dtypes"
     if getattr(subject.config, "is_encoder_decoder", False):
         return "the model has an encoder, which kvbits' backend for vLLM does not do; use vLLM's own dtypes"
-    if text is not None and latent_rank(text) is not None:
-        return "the model caches latents, for which vLLM has backends of their own; use vLLM's own dtypes"
+    if text is not None and (how := only_dense(text)) is not None:
+        return f"the model {how}, for which vLLM has backends of its own; use vLLM's own dtypes"
     if not isinstance(scheme, str):
         return None
     if FORMATS[scheme].calibrated and any(getattr(g, "chunked", False) for g in subject.layers):
@@ -174,7 +178,7 @@ def _memory(found: Plan, subject: Subject) -> str:
 
 
 def _plan_notes(found: Plan, subject: Subject) -> list[str]:
-    from ..geometry import text_config
+    from ..geometry import index_bytes, only_dense, text_config
     from ..units import human_bytes
 
     longest = subject.longest
@@ -183,6 +187,10 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
         notes.append(f"Recurrent layers keep {human_bytes(found.state_bytes)} for each user, whatever the context; the totals count it.")
     elif found.state_bytes is None:
         notes.append("Recurrent layers keep a state of a size that is not known here; no total counts it.")
+    if subject.config is not None and subject.refused is None and found.engine == "transformers" and (how := only_dense(subject.config)):
+        notes.append(f"The model {how}: in Transformers it takes dense=True (KVCache.for_model).")
+        if index := index_bytes(subject.config):
+            notes.append(f"Index keys take up to {index:,} bytes a token besides, in 16 bits; no total counts them.")
     if subject.refused is not None and len(found.layers) < getattr(text_config(subject.config), "num_hidden_layers", 0):
         notes.append("Only attention layers are counted; others have a state of their own, whose size does not grow with the context.")
     if found.engine == "vllm":

@@ -92,7 +92,7 @@ class DenseLayer(KVLayer):
     """
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store keys and values [B, H, T, D]; all that are stored, [B, H, tokens, D] each, the new ones as they came."""
+        """Store keys and values [B, H, T, D]; those and what they see of the ones before, [B, H, tokens, D] each, the new ones as they came."""
         new = key_states.shape[2]
         if key_states.requires_grad or value_states.requires_grad:
             _require_no_gradients(bool(self.columns.seen))
@@ -100,13 +100,12 @@ class DenseLayer(KVLayer):
             raise UnsupportedError(
                 f"dense=True with sequences of {', '.join(map(str, self.pages.seq_lens))} tokens, stored without their padding; dense tensors want one length"
             )
+        past = self.get_mask_sizes(0)[0]
         self.columns.begin(new, None)
-        self.pages.append(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2))
+        rows = self.pages.append(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2), read=True)
         self.columns.note(self.index, new, None)
-        rows = [self.pages.dequantize(self.index, row, key_states.dtype) for row in range(len(key_states))]
-        keys, values = (torch.stack(x).transpose(1, 2).contiguous() for x in zip(*rows, strict=True))
-        keys[:, :, -new:], values[:, :, -new:] = key_states, value_states
-        return keys, values
+        keys, values = (torch.stack([x[len(x) - past :] for x in side]).transpose(1, 2) for side in zip(*rows, strict=True))
+        return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
 
 
 def attention(
@@ -143,6 +142,7 @@ def attention(
             f"layer {layer.index} attends with a sliding window of {window}, but the cache was built for {layer.sliding_window} "
             "(None: full attention); this model's config does not say what its layers do, so build the cache from a CacheSpec of your own"
         )
+    again = key.readers < layer.readers
     key.readers -= 1
     sink_logits = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
     q, k, v = query.transpose(1, 2), key.k.transpose(1, 2), key.v.transpose(1, 2)
@@ -153,8 +153,8 @@ def attention(
         mask = attention_mask.attention_mask
         if attention_mask.unusual is not None:
             raise UnsupportedError(f"{type(module).__name__} asked for {attention_mask.unusual}, which compiled code cannot take; run this pass uncompiled")
-        return cached_attention(q, k, v, mask, sink_logits, layer.columns.numbers, layer.index, scaling, softcap, key.readers > 0)[:, -rows:], None
-    return _attend(layer, q, k, v, attention_mask, scaling, softcap, sink_logits, key.readers > 0)[:, -rows:], None
+        return cached_attention(q, k, v, mask, sink_logits, layer.columns.numbers, layer.index, scaling, softcap, key.readers > 0, again)[:, -rows:], None
+    return _attend(layer, q, k, v, attention_mask, scaling, softcap, sink_logits, key.readers > 0, again)[:, -rows:], None
 
 
 def _require_no_gradients(behind_history: bool) -> None:
@@ -172,13 +172,13 @@ def _require_no_gradients(behind_history: bool) -> None:
 @torch.compiler.disable(reason="a KVCache plans its pages in Python")  # where something else broke the graph; 3 us otherwise
 def _attend(
     layer: KVLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scaling: float, softcap: float | None, sink_logits: torch.Tensor | None,
-    more: bool,
+    more: bool, again: bool,
 ) -> torch.Tensor:  # fmt: skip
     if q.requires_grad or k.requires_grad or v.requires_grad:
         _require_no_gradients(bool(layer.columns.seen) or q.shape[1] == 1)
     known, valid = mask.known(layer.columns)
     within = mask.within(layer.sliding_window)
-    return layer.columns.attend(layer.index, q, k, v, known, valid, scaling, softcap, sink_logits, more, within)
+    return layer.columns.attend(layer.index, q, k, v, known, valid, scaling, softcap, sink_logits, more, again, within)
 
 
 def _dense_attention(

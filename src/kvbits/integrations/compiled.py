@@ -27,12 +27,12 @@ def refuse_capture(device: torch.device) -> None:
 
 @torch.library.custom_op(
     "kvbits::cached_attention", mutates_args=("numbers",), tags=(torch.Tag.cudagraph_unsafe,),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sink_logits, Tensor(a0!) numbers, int layer, float scaling, float? softcap, bool more) "
-    "-> Tensor",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sink_logits, Tensor(a0!) numbers, int layer, float scaling, float? softcap, bool more, "
+    "bool again) -> Tensor",
 )  # fmt: skip
 def cached_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sink_logits: torch.Tensor | None, numbers: torch.Tensor, layer: int,
-    scaling: float, softcap: float | None, more: bool,
+    scaling: float, softcap: float | None, more: bool, again: bool,
 ) -> torch.Tensor:  # fmt: skip
     """`Columns.attend` of the cache that `numbers` names: [B, T, Hq, D].
 
@@ -54,11 +54,11 @@ def cached_attention(
     if mask is not None:  # copied once a pass: the compiler uses its memory again
         known = columns.known(mask, q.shape[1]) if columns.captured else columns.mask if columns.been else columns.known(mask, q.shape[1]).clone()
         valid = None if known is None else known[:, -q.shape[1] :]
-    out = columns.attend(layer, q, k, v, known, valid, scaling, softcap, sink_logits, more)
+    out = columns.attend(layer, q, k, v, known, valid, scaling, softcap, sink_logits, more, again)
     numbers[1] = columns.seen
     return out.contiguous()
 
 
 @cached_attention.register_fake
-def _(q, k, v, mask, sink_logits, numbers, layer, scaling, softcap, more):  # type: ignore[no-untyped-def]
+def _(q, k, v, mask, sink_logits, numbers, layer, scaling, softcap, more, again):  # type: ignore[no-untyped-def]
     return q.new_empty(*q.shape[:3], v.shape[3])

@@ -26,9 +26,9 @@ from .. import schemes
 from ..cache.explain import Explanation
 from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, KvbitsError, KvbitsWarning, SpecError, UnsupportedError, counted
-from ..geometry import latent_rank, layer_geometries, layer_places, text_config
+from ..geometry import layer_geometries, layer_places, only_dense, text_config
 from ..ops import decode
-from ..spec import MOST_TOKENS, CacheSpec, LayerGeometry, Scheme, whole
+from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
 from ..units import parse_bytes
 from . import generation, prefix, tensor_parallel
 from .attention import DenseLayer, KVLayer
@@ -54,14 +54,29 @@ UNFIT = {
         ("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano", "pix2struct_text_model"),
         "adds a position bias to its scores, which no kernel takes",
     ),
+    "moshi": "has a window by its configuration, and masks that know none",
     "bigbird_pegasus": "has an encoder that makes masks of its own",
 }
 """Models by `model_type` whose attention is looked up in the registry and still cannot read pages, and why."""
 OWN_CACHE = {
     "minimax": "takes no cache but a class of its own (MiniMaxCache)",
     "recurrent_gemma": "keeps its recurrent states in itself, where no cache can select, copy or reset them",
+    **dict.fromkeys(("rwkv", "xlstm"), "keeps states of one size and no keys or values, in a class of its own"),
+    "openai-gpt": "has no cache: it computes the whole sequence for every token",
+    "xlm": "takes no past_key_values: generate() has it compute the whole sequence for every token",
+    "xlnet": "keeps hidden states (mems) instead of keys and values",
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"), "has no cache: it reads the keys and values of the model that it drafts for, which may have a KVCache"
+    ),
+    "reformer": "caches hidden states and hashed buckets instead of keys and values",
+    "blt": "has one cache for its encoder of bytes and one for its decoder, and no configuration that says what both hold",
+    "pi0": "predicts a robot's actions: it generates no text, and crops its cache for every step of them",
+    "deepseek_v4": "compresses the keys of many tokens into one, in cache layers of its own (heavily_compressed_attention, compressed_sparse_attention)",
+    "unlimited_ocr_text": "keeps an image's tokens for ever in front of a window, in a cache layer of its own (reference_sliding_attention)",
+    "qwen4_exp_text": "writes the positions of its index keys into the layers of its cache, and index keys before keys",
+    "glm5_next_text": "reads the shape of cached keys beside its index keys, which it pools, and some of its latents have no rotary part",
 }
-"""Models by `model_type` that keep what they know of a sequence elsewhere, and where."""
+"""Models by `model_type` that keep what they know of a sequence in a way that pages cannot, and how."""
 _BEFORE = "_attention_before_kvbits"
 """Where a model keeps the attention implementations that it had."""
 
@@ -101,7 +116,7 @@ class KVCache(Cache):
         *,
         batch_size: int | None = None,
         max_tokens: int | None = None,
-        calibration: Calibration | None = None,
+        calibration: Calibration | str | Path | None = None,
         calibrate: bool = True,
         nonfinite: str = "refuse",
         backend: str = "auto",
@@ -119,8 +134,8 @@ class KVCache(Cache):
                 None: `schemes.RECOMMENDED`, or with a budget `schemes.ELASTIC`.
             max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given; without them the cache grows.
                 Assisted decoding with sliding-window layers needs one that grows.
-            calibration: of schemes with a basis, instead of the model's own in the user's cache folder, which is found by the weights or made once (seconds to
-                minutes, with a progress bar; `calibrate.kept`); needed by schemes with static scales. Refused if made for another model.
+            calibration: or its file, of schemes with a basis, instead of the model's own in the user's cache folder, which is found by the weights or made once
+                (seconds to minutes, with a progress bar; `calibrate.kept`); needed by schemes with static scales. Refused if made for another model.
             calibrate: False takes what is kept and makes nothing.
             nonfinite: "refuse" or "clamp" NaN and infinity in keys and values.
             backend: "auto", or one backend for every op.
@@ -140,15 +155,19 @@ class KVCache(Cache):
         """
         require_loaded(model)
         nbytes = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
+        if (own := next((OWN_CACHE[c.model_type] for c in (model.config, text_config(model.config)) if c.model_type in OWN_CACHE), None)) is not None:
+            raise UnsupportedError(f"{type(model).__name__} {own}; use the stock cache")
         if scheme is None:
             scheme = schemes.RECOMMENDED if budget is None else schemes.elastic(layer_geometries(model.config))
         if not isinstance(scheme, (str, Scheme)):
             raise SpecError(f"scheme={scheme!r} is neither a preset name nor a Scheme; presets: {', '.join(schemes.PRESETS)}")
+        if isinstance(calibration, (str, Path)):
+            from ..calibrate import Calibration
+
+            calibration = Calibration.load(calibration)
         if calibration is not None and not hasattr(calibration, "static"):
-            raise CalibrationError(f"calibration={calibration!r} is not a Calibration; pass Calibration.load(path)")
+            raise CalibrationError(f"calibration={calibration!r} is neither a Calibration nor a path to its file, which `kvbits calibrate --out FILE` writes")
         config = text_config(model.config)
-        if (own := OWN_CACHE.get(config.model_type)) is not None:
-            raise UnsupportedError(f"{type(model).__name__} {own}; use the stock cache")
         layers, ranks = layer_geometries(config), Ranks.of(model)
         chosen = scheme_for(model, scheme)
         if (unfit := unfit_for(model, chosen)) is not None:
@@ -158,7 +177,7 @@ class KVCache(Cache):
         static = None
         if chosen.needs_calibration or calibration is not None:
             static = ranks.static(_calibration(model, chosen, ranks, calibration, calibrate).to(model.device).static)
-        _attach(model, layers, config, dense)
+        _attach(model, dense)
         pages = PagedCache(
             spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend, budget=nbytes
         )
@@ -229,7 +248,7 @@ class KVCache(Cache):
         """
         if self._states is not None:
             raise UnsupportedError(
-                f"{counted(len(self._states.layers), 'layer')} of this model keep recurrent states, which files of pages do not hold; "
+                f"{counted(len(self._states.layers), 'layer')} of this model keep recurrent states or index keys, which files of pages do not hold; "
                 "use copy.deepcopy(cache) to keep it in memory"
             )
         if self._ranks.size > 1:
@@ -266,7 +285,7 @@ class KVCache(Cache):
                 f"{path} was filled by a model of the same shape with other weights, so its keys and values mean nothing to this one; "
                 "load that model, or pass check_weights=False if they are near enough"
             )
-        _attach(model, layers, config, dense)
+        _attach(model, dense)
         return cls(pages if ranks.size == 1 else tensor_parallel.cut(pages, ranks, model.device), ranks, config, dense)
 
     @property
@@ -280,8 +299,9 @@ class KVCache(Cache):
         return 0 if self._states is None else self._states.nbytes
 
     def explain(self) -> Explanation:
-        """Scheme, backends with reasons, bytes by kind, as a dict that prints as a few lines (see `PagedCache.explain`)."""
-        return self.pages.explain()
+        """Scheme, backends with reasons, bytes by kind, by the model's numbers of its layers: a dict that prints as a few lines (see `PagedCache.explain`)."""
+        numbers = [i for i, layer in enumerate(self.layers) if isinstance(layer, KVLayer)]
+        return self.pages.explain().of_model(numbers, [i for i, layer in enumerate(self.layers) if layer in self._recurrent], self.state_nbytes)
 
     def __repr__(self) -> str:
         return f"KVCache(scheme={self.pages.spec.scheme.name!r}, seq_lens={self.pages.seq_lens}, nbytes={self.nbytes})"
@@ -458,15 +478,17 @@ def _layers(pages: PagedCache, columns: Columns, config: Any, dense: bool) -> li
         return [own(pages, columns, i) for i in range(len(places))]
     from transformers.cache_utils import DummyLayer
 
-    from .recurrent import HybridLayer, RecurrentLayer
+    from .recurrent import DenseHybridLayer, HybridLayer, IndexedLayer, RecurrentLayer
 
-    states = getattr(config, "number_of_conv_states", 1)
+    states, hybrid = getattr(config, "number_of_conv_states", 1), DenseHybridLayer if dense else HybridLayer
     found: list[Any] = []
     for p in places:
         if p.stored is None or p.shares:
-            found.append(RecurrentLayer(states) if p.has_state else DummyLayer())
+            found.append(RecurrentLayer(states) if p.has_state and not p.is_indexed else DummyLayer())
+        elif p.is_indexed:
+            found.append(IndexedLayer(pages, columns, p.stored))
         elif p.has_state:
-            found.append(HybridLayer(pages, columns, p.stored, readers[p.stored], states))
+            found.append(hybrid(pages, columns, p.stored, readers[p.stored], states))
         else:
             found.append(own(pages, columns, p.stored, readers[p.stored]))
     return found
@@ -495,31 +517,19 @@ def _can_be_captured(pages: PagedCache, num_q_heads: int) -> bool:
     return decode.leads(pages.device) and pages.max_tokens is not None and pages.cannot_decode_on_device(num_q_heads, dtype) is None
 
 
-def cannot_be_dense(layers: tuple[LayerGeometry, ...], config: Any) -> str | None:
-    """Why dense copies of pages are not all that a model of this configuration wants of a cache, or None."""
-    if any(g.sliding_window is not None for g in layers):
-        return "its layers have windows, whose pages are given back while the first tokens of a chunk still see them"
-    if any(p.shares or (p.has_state and p.stored is not None) for p in layer_places(config)):
-        return "some of its layers share keys and values, or keep a state beside them"
-    return None
-
-
-def _attach(model: Any, layers: tuple[LayerGeometry, ...], config: Any, dense: bool) -> None:
+def _attach(model: Any, dense: bool) -> None:
     """Ready a model for a cache.
 
     Raises:
-        UnsupportedError: see `use_kvbits_attention`, `cannot_be_dense`.
+        UnsupportedError: see `use_kvbits_attention`.
     """
     if dense:
-        if (why := cannot_be_dense(layers, config)) is not None:
-            raise UnsupportedError(f"dense=True for {type(model).__name__}: {why}; leave it out, or use the stock cache")
         generation.attach(model)
         return
     try:
         use_kvbits_attention(model)
     except UnsupportedError as error:
-        instead = "use the stock cache" if cannot_be_dense(layers, config) else "use KVCache.for_model(model, .., dense=True), or the stock cache"
-        raise UnsupportedError(f"{error}; {instead}") from error
+        raise UnsupportedError(f"{error}; use KVCache.for_model(model, .., dense=True), or the stock cache") from error
 
 
 def use_kvbits_attention(model: Any) -> None:
@@ -528,12 +538,8 @@ def use_kvbits_attention(model: Any) -> None:
     Raises:
         UnsupportedError: the model does not take attention functions from Transformers' registry.
     """
-    if (how := UNFIT.get(model.config.get_text_config(decoder=True).model_type)) is not None:
+    if (how := UNFIT.get(model.config.get_text_config(decoder=True).model_type) or only_dense(model.config)) is not None:
         raise UnsupportedError(f"{type(model).__name__} {how}, so it cannot attend over pages")
-    if latent_rank(model.config) is not None:
-        raise UnsupportedError(
-            f"{type(model).__name__} makes keys and values of latents that it caches (multi-head latent attention), so it cannot attend over pages"
-        )
     if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
         generation.attach(model)
         return

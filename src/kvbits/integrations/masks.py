@@ -99,18 +99,18 @@ class Columns:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: torch.Tensor | None, valid: torch.Tensor | None,
         scaling: float, softcap: float | None, sink_logits: torch.Tensor | None, more: bool = False,
-        within: torch.Tensor | None = None,
+        again: bool = False, within: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Store k, v [B, T, H, D] and attend with q [B, T, Hq, D], as `PagedCache.step`; neither in a rehearsal (`rehearsed`).
 
         Args:
             known, valid: bool [B, seen + T] and bool [B, T], which tokens are real; None for all.
-            more, within: see `PagedCache.step`.
+            more, again, within: see `PagedCache.step`.
         """
         if self.rehearsed:
             return q.new_empty(*q.shape[:3], v.shape[3])
         self.begin(q.shape[1], known)
-        out = self.pages.step(layer, q, k, v, scaling=scaling, softcap=softcap, sink_logits=sink_logits, valid=valid, more=more, within=within)
+        out = self.pages.step(layer, q, k, v, scaling=scaling, softcap=softcap, sink_logits=sink_logits, valid=valid, more=more, again=again, within=within)
         if not more:
             self.note(layer, q.shape[1], known)
         return out

@@ -24,8 +24,8 @@ def refuses(model: Any) -> str | None:
         return f"a prompt of {type(model).__name__} goes through its encoder, and its decoder begins anew for each; use KVCache.for_model"
     if states := sum(p.has_state for p in layer_places(model.config)):
         return (
-            f"{counted(states, 'layer')} of {type(model).__name__} keep recurrent states, which stored pages do not hold: a prefix cannot be cut where no "
-            "state was kept; use KVCache.for_model, and copy.deepcopy of a filled cache for prompts that begin alike"
+            f"{counted(states, 'layer')} of {type(model).__name__} keep recurrent states or index keys, which stored pages do not hold: a prefix cannot be cut "
+            "where no state was kept; use KVCache.for_model, and copy.deepcopy of a filled cache for prompts that begin alike"
         )
     return None
 

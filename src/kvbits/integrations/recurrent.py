@@ -1,6 +1,7 @@
-"""Layers of a `KVCache` that keep a recurrent state: convolutions, Mamba, gated delta rule. Transformers' own layer keeps it, beside the pages.
+"""Layers of a `KVCache` that keep something beside the pages: recurrent states (convolutions, Mamba, gated delta rule), in Transformers' own layer, index keys.
 
-A state knows nothing of the tokens that made it, so it cannot go back by some of them, and what a pass that broke off did to it cannot be taken back.
+A state knows nothing of the tokens that made it, so it cannot go back by some of them, and what a pass that broke off did to it cannot be taken back. Index
+keys are one vector a token, and go where the tokens go.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 
 from ..cache.paged_cache import PagedCache
 from ..errors import CacheStateError, UnsupportedError, counted
-from .attention import KVLayer
+from .attention import DenseLayer, KVLayer
 from .masks import Columns
 
 
@@ -62,16 +63,54 @@ class HybridLayer(RecurrentLayer, KVLayer):  # type: ignore[misc]  # a state can
         RecurrentLayer.__init__(self, number_of_states)
 
 
+class DenseHybridLayer(HybridLayer, DenseLayer):  # type: ignore[misc]
+    """The same for a model that is handed dense tensors."""
+
+
+class IndexedLayer(DenseLayer):
+    """A layer that keeps an index key of each token, in the model's dtype, by which the model chooses the tokens that it attends to."""
+
+    record_past = True  # they go back by any tokens
+    _indices: torch.Tensor | None = None
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Keep index keys [B, T, D] of the tokens that `update` has stored; those of all, [B, tokens, D]. What a crop or a broken pass left is cut off."""
+        past = self.seen - indexer_key_states.shape[1]
+        before = indexer_key_states[:, :0] if self._indices is None else self._indices[:, :past]
+        self._indices = torch.cat([before, indexer_key_states], 1)
+        return self._indices
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index keys of all sequences."""
+        return 0 if self._indices is None else self._indices.nbytes
+
+    def reset(self) -> None:  # type: ignore[override]
+        """Forget the index keys; the next may be of another batch."""
+        self._indices = None
+
+    def select_states(self, indices: torch.Tensor) -> None:
+        """Sequence i takes the index keys of the old indices[i]."""
+        self._indices = None if self._indices is None else self._indices.index_select(0, indices.to(self._indices.device))
+
+    def repeat_states(self, repeats: int) -> None:
+        """Every sequence's index keys `repeats` times."""
+        self._indices = None if self._indices is None else self._indices.repeat_interleave(repeats, 0)
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do."""
+
+
 class States:
-    """The recurrent states of a cache.
+    """What layers of a cache keep beside the pages.
 
     Attributes:
-        layers: that keep them.
-        halfway: a pass has moved some of them and has not ended.
+        layers: that keep recurrent states or index keys.
+        halfway: a pass has moved some of the states and has not ended.
     """
 
     def __init__(self, layers: list[Any]) -> None:
-        self.layers = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
+        self.layers = [layer for layer in layers if isinstance(layer, (RecurrentLayer, IndexedLayer))]
         self.halfway = False
 
     @property
@@ -108,5 +147,5 @@ class States:
                 "keep a copy.deepcopy of the cache where you may return to, or reset() it and pass the sequence again"
             )
         for layer in self.layers if recording else ():
-            if layer.is_croppable:
+            if layer.is_croppable and isinstance(layer, RecurrentLayer):
                 LinearAttentionLayer.crop(layer, -n)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
-from ..geometry import layer_geometries, layer_types, text_config
+from ..geometry import layer_geometries, layer_types, only_dense, text_config
 from ..spec import LayerGeometry, Rotary, Scheme
 
 
@@ -46,6 +46,8 @@ def with_rotary(layers: tuple[LayerGeometry, ...], model: Any) -> tuple[LayerGeo
         raise UnsupportedError(
             f"{name} turns channels by several positions (M-RoPE), so its keys cannot be turned back; use a scheme without pre_rope and basis='calibrated'"
         )
+    if (how := only_dense(config)) is not None:
+        raise UnsupportedError(f"{name} {how}, so its keys cannot be turned back; use a scheme without pre_rope and basis='calibrated'")
     found = _frequencies(model)
     if not found:
         raise UnsupportedError(f"{name} has no rotary embedding, so its keys cannot be turned back; use a scheme without pre_rope and basis='calibrated'")
