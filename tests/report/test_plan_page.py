@@ -132,4 +132,6 @@ def test_the_command_writes_a_page_of_its_model_that_asks_nobody(tmp_path):
     data = json.loads(re.search(r'id="plan-data">(.*?)</script>', text, re.S).group(1))
     assert next(iter(data["models"])) == "mine" and data["models"]["mine"] == data["models"]["Qwen3-8B"] and 'value="15.0"' in text
     assert not re.search(r'(src|href)="(?!data:)', text) and "@import" not in text and "http" not in text.replace("https://arxiv", "")
-    assert "count the weights too" in CliRunner().invoke(app, ["plan", "--layers", "2", "--kv-heads", "2", "--head-dim", "64", "--html", "x.html"]).output
+    numbers = ["plan", "--layers", "2", "--kv-heads", "2", "--head-dim", "64", "--html", str(tmp_path / "page.html")]
+    assert CliRunner().invoke(app, [*numbers, "--weights", "1GB"]).exit_code == 0 and '"2 layers":{"weights":1000000000' in (tmp_path / "page.html").read_text()
+    assert "count the weights too" in CliRunner().invoke(app, numbers).output

@@ -57,7 +57,8 @@ def plan(
     if engine not in planner.ENGINES:
         raise SpecError(unknown("--engine", engine, planner.ENGINES))
     subject = subject_of(model, layers, kv_heads, head_dim, sliding_window, in_16_bits=True)
-    cards, limit = subject.room(gpu_memory, gpus, weights, reserve, memory)
+    for_page = html is not None and gpu_memory is None  # which counts weights for any card
+    cards, limit = subject.room(gpu_memory, gpus, None if for_page else weights, reserve, memory)
     changes = {k: v for k, v in {"num_sink_tokens": sinks, "residual_length": residual, "page_size": page_size}.items() if v is not None}
     chosen, refused = _chosen(subject, engine, scheme, bool(changes))
     found = planner.plan(
