@@ -5,6 +5,7 @@
 # make thorough   random tests with 1,000 examples each (a machine of random operations with 300), other ones each time; KVBITS_CPU_TIER=avx2 for another tier
 # make lint   style, format and types
 # make test-wheel   build the wheel and test what users get: installed, without the source tree and without a compiler
+# make wheels   wheels for an index into dist/, cross-compiled by Zig: looked at, installed into an empty environment, run on an emulated machine where qemu is here
 # make kernels   nightly: compile every CUDA kernel of every format and preset for every architecture; fails where one spills more than its test states, and prints what is spilt (NVRTC, no GPU; an hour and more)
 # make test-sanitized   CPU kernel tests on a library built with AddressSanitizer and UBSan (GCC; some minutes)
 PYTHON ?= python3
@@ -13,7 +14,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 MODEL = $(VENV)/.model
 
-.PHONY: setup demo lint quick test test-gpu thorough test-wheel kernels test-sanitized clean
+.PHONY: setup demo lint quick test test-gpu thorough test-wheel wheels kernels test-sanitized clean
 
 setup: $(STAMP) $(MODEL)
 
@@ -52,6 +53,9 @@ thorough: setup
 
 test-wheel: setup
 	PYTHON=$(abspath $(BIN)/python) tests/run_installed.sh
+
+wheels: setup
+	PYTHON=$(abspath $(BIN)/python) .ci/wheels
 
 kernels: $(STAMP)
 	KVBITS_TEST_ALL_KERNELS=1 $(BIN)/python -m pytest -q -n 2 tests/ops/test_cuda_compile.py

@@ -1,4 +1,5 @@
-"""Writes the generated tables of README.md and docs, and docs/results/report.html, from benchmarks/results: `python docs/make_tables.py`. A test compares.
+"""Writes the generated tables of README.md and docs, docs/plan.html and docs/results/report.html, from benchmarks/results: `python docs/make_tables.py`.
+A test compares.
 
 README has `preset_table` and `milliseconds_table`, docs/results/evaluation.md `scheme_table` and `length_table`; benchmarks/tables_gpu.py has the tables
 of one GPU, which are written, too.
@@ -25,6 +26,7 @@ from kvbits.errors import SpecError  # noqa: E402
 from kvbits.evaluate import MAX_KL, MAX_PPL_CHANGE  # noqa: E402
 from kvbits.evaluate.fidelity import DECODING_CHUNK, read_raw  # noqa: E402
 from kvbits.integrations.vllm.formats import FORMATS  # noqa: E402
+from kvbits.report import plan_page  # noqa: E402
 from kvbits.report.collect import Cell, Model, Results, collect  # noqa: E402
 from kvbits.report.markdown import (  # noqa: E402
     LEGEND,
@@ -45,6 +47,8 @@ from kvbits.schemes import GROUPS  # noqa: E402
 from kvbits.spec import CacheSpec, LayerGeometry  # noqa: E402
 
 BENCHMARKS = ROOT / "benchmarks" / "results"
+FIGURES = "src/kvbits/report/assets/measured.json"
+"""What the package knows of what was measured."""
 SCHEMES, TABLE, MILLISECONDS, LENGTHS = ("scheme-table", "preset-table", "milliseconds-table", "length-table")
 """Names of the places for `scheme_table`, `preset_table`, `milliseconds_table` and `length_table`."""
 SHOWN = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
@@ -362,6 +366,21 @@ def _recipes(benchmarks: Path) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def calculator_figures(benchmarks: Path) -> str:
+    """What the calculator shows beside its arithmetic, as JSON: the worst KL of presets at `HELD_AT` tokens, and tokens a second of one GPU."""
+    models = _models_in(benchmarks, LONG)
+    count = len({m.name for m in _models_in(benchmarks, SHORT)})
+    loss = {name: cell for name in schemes.CORE if (cell := _worst_kl(name, models, count)[0]) != UNMEASURED}
+    speed: dict[str, str] = {}
+    for (batch, context), rows in graphed(read(benchmarks / "nvidia-h200" / "generate.json")).items():
+        for (scheme, mode), row in rows.items():
+            name = "bf16" if (scheme, mode) == ("stock_flash", "eager") else scheme if mode == "graph" and scheme in schemes.CORE else None
+            if name is not None and (batch, context) in TOKEN_SHAPES:
+                found = f"{1000 * batch / row['ms_per_token']:,.0f} ({batch} x {context:,})"
+                speed[name] = f"{speed[name]}, {found}" if name in speed else found
+    return json.dumps({"loss": loss, "speed": {"Llama-3.1-8B": {"H200": speed}}}, indent=1) + "\n"
+
+
 def write(root: Path, benchmarks: Path) -> list[Path]:
     """Every generated part below `root`, and the files that have one."""
     results = collect(benchmarks / "eval")
@@ -374,10 +393,12 @@ def write(root: Path, benchmarks: Path) -> list[Path]:
         for part in tables:
             text = put_into(text, part)
         (root / name).write_text(text, encoding="utf-8")
+    (root / FIGURES).write_text(calculator_figures(benchmarks), encoding="utf-8")
+    (root / "docs/plan.html").write_text(plan_page.page(plan_page.known()), encoding="utf-8")
     (root / "docs/results/report.html").write_text(page(results, beside(results, benchmarks)), encoding="utf-8")
     for name in tables_gpu.DOCUMENTS:
         (root / name).write_text(tables_gpu.filled((root / name).read_text(encoding="utf-8")), encoding="utf-8")
-    return [root / name for name in dict.fromkeys([*parts, "docs/results/report.html", *tables_gpu.DOCUMENTS])]
+    return [root / name for name in dict.fromkeys([*parts, FIGURES, "docs/plan.html", "docs/results/report.html", *tables_gpu.DOCUMENTS])]
 
 
 if __name__ == "__main__":

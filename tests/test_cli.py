@@ -88,7 +88,7 @@ def test_an_error_from_a_real_process_is_one_line():
 
 def test_a_missing_optional_package_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert "this needs huggingface_hub, which is not installed; run `pip install 'kvbits[hf]'`" in error("plan", "some-model")
+    assert "this needs huggingface_hub, which is not installed; run `pip install huggingface_hub`" in error("plan", "some-model")
 
 
 @pytest.mark.parametrize("command", [["plan"], ["check"], ["calibrate", "--out", "x"], ["eval", "--out", "x"], ["demo", "--model"]])

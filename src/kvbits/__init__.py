@@ -59,7 +59,13 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'kvbits' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
-    module = importlib.import_module(f".{_HOME[name]}", __name__)
+    try:
+        module = importlib.import_module(f".{_HOME[name]}", __name__)
+    except ModuleNotFoundError as e:
+        from .errors import to_install
+
+        needs = to_install(e, also="transformers" if _HOME[name].startswith("integrations") else None)
+        raise e if needs is None else ModuleNotFoundError(needs, name=e.name) from e
     value = module if name == "schemes" else getattr(module, name)
     globals()[name] = value
     return value

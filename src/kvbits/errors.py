@@ -66,6 +66,23 @@ GONE = {"int4_rotated": "klt4", "kvbits_int4_rotated": "kvbits_klt4"}
 """Formats of older versions, and which is to be used instead."""
 
 
+EXTRAS = {
+    "torch": "'kvbits[torch]'", "filelock": "'kvbits[torch]'", "fsspec": "'kvbits[torch]'", "transformers": "'kvbits[hf]'", "gguf": "'kvbits[hf]'",
+    "accelerate": "'kvbits[hf]'", "tokenizers": "'kvbits[hf]'", "vllm": "'kvbits[vllm]'", "matplotlib": "'kvbits[test]'", "huggingface_hub": "huggingface_hub",
+}  # fmt: skip
+"""Packages that some of kvbits needs, and what installs them."""
+
+
+def to_install(error: ModuleNotFoundError, also: str | None = None) -> str | None:
+    """What to install, as a sentence, where a package is missing that `EXTRAS` names; None where another is.
+
+    Args:
+        also: a package of `EXTRAS` that is needed after the missing one, so that both come at once.
+    """
+    package = (error.name or "").split(".")[0]
+    return f"this needs {error.name}, which is not installed; run `pip install {EXTRAS[also or package]}`" if package in EXTRAS else None
+
+
 def unknown(what: str, name: object, known: Iterable[object], more: str = "") -> str:
     """That there is nothing of a name, what it may have meant, and what there is.
 

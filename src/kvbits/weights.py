@@ -58,6 +58,11 @@ def weights_bytes(model: str, config: Any, say: Callable[[str], None] = lambda t
     folder = _cached(path) if isinstance(path, str) else path if path.is_dir() else path.parent
     if not gguf and folder is not None and (found := _of_files(folder)) is not None:
         return found
+    return bytes_of_config(model, config, gguf, say)
+
+
+def bytes_of_config(model: str, config: Any, gguf: bool = False, say: Callable[[str], None] = lambda text: None) -> tuple[int, str]:
+    """`weights_bytes` of a model whose files are not looked for; `gguf` weights are held in 16 bits."""
     size = 2 if gguf else _DTYPE_BYTES.get(dtype_name(str(getattr(config, "dtype", "")).removeprefix("torch.")), 2)
     packed = None if gguf else _packed(model, config)
     count = counted(config)

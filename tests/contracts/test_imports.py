@@ -1,6 +1,7 @@
 """Imports are free and layered: `import kvbits` brings no torch, and no module imports from a layer above its own."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -128,3 +129,55 @@ def test_the_cache_imports_without_transformers():
 def test_importing_the_cache_does_not_initialise_cuda():
     code = "import kvbits.cache.paged_cache, torch; assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT.parent), "PATH": ""})
+
+
+WITHOUT_TORCH = """
+import importlib.abc, sys
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "huggingface_hub", "gguf", "fsspec", "filelock"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+"""
+"""What `pip install kvbits` alone leaves a machine with."""
+CONFIG = {
+    "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "vocab_size": 1000,
+}  # fmt: skip
+
+
+def without_torch(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", WITHOUT_TORCH + code], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--gpu-memory", "H100", "--weights", "16GB", "--scheme", "all"],
+        ["plan", "config.json", "--gpu-memory", "24GB", "--engine", "vllm"],
+        ["schemes"],
+        ["report", "RESULTS", "--html", "page.html", "--markdown", "tables.md"],
+    ],
+    ids=" ".join,
+)
+def test_what_needs_no_torch_runs_without_it(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "eval"
+    command = [str(results) if word == "RESULTS" else word for word in command]
+    done = without_torch(f"import kvbits\nfrom kvbits.cli import main\nsys.argv[1:] = {command!r}\nmain()")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "code, said",
+    [
+        ("import kvbits; kvbits.PagedCache", "this needs torch, which is not installed; run `pip install 'kvbits[torch]'`"),
+        ("import kvbits; kvbits.KVCache", "this needs torch, which is not installed; run `pip install 'kvbits[hf]'`"),
+        ("from kvbits.cli import main\nsys.argv[1:] = ['demo']\nmain()", "this needs torch, which is not installed; run `pip install 'kvbits[hf]'`"),
+        ("from kvbits.cli import main\nsys.argv[1:] = ['plan', 'org/model']\nmain()", "this needs huggingface_hub, which is not installed; run `pip install huggingface_hub`"),
+    ],
+)  # fmt: skip
+def test_what_needs_more_says_what_to_install(code, said):
+    done = without_torch(code)
+    assert done.returncode and done.stderr.splitlines()[-1].endswith(said), done.stderr

@@ -35,7 +35,7 @@ embedded = pytest.mark.skipif(bool(reason), reason=reason)
 
 @embedded
 def test_planned_bytes_are_held_bytes_lossless_is_lossless_and_two_texts_stand_side_by_side():
-    result = demo.run(context=320, new_tokens=16, scored=300, threads=1, progress=False)
+    result = demo.run(schemes=("raw", "int8_centered", "kivi4"), context=320, new_tokens=16, scored=300, threads=1, progress=False)
     assert json.loads(json.dumps(result)) == result and result["dtype"] == "float32" and result["scored"] == 299
     rows = {r["scheme"]: r for r in result["rows"]}
     assert list(rows) == ["32-bit", "raw", "int8_centered", "kivi4"]
@@ -62,7 +62,7 @@ def test_planned_bytes_are_held_bytes_lossless_is_lossless_and_two_texts_stand_s
     for part in demo.shown(result):
         printed.print(part)
     text = printed.export_text()
-    assert "stock" in text and "32-bit" not in text and f"{beside}," in text and all(name in text for name in schemes.expand(demo.SCHEMES))
+    assert "stock" in text and "32-bit" not in text and f"{beside}," in text and all(name in text for name in rows if name != "32-bit")
     small = rows[beside] | {"memory_reduction": 0.5}
     for part in demo.shown(result | {"rows": [rows["32-bit"], small]}):
         printed.print(part)
@@ -117,6 +117,18 @@ def test_a_scheme_of_ones_own_is_shown_as_an_object_and_from_a_file(monkeypatch,
     (tmp_path / "theirs.json").write_text(dataclasses.replace(mine, name="theirs", num_sink_tokens=4).to_json())
     result = demo.run(schemes=["int4", mine, str(tmp_path / "theirs.json")], context=150, new_tokens=4, scored=150, progress=False)
     base, preset, ours, theirs = result["rows"]
+    assert [step["tokens"] for step in result["growth"]] == [1024, 2048, 4096, 8192]
+    layers = layer_geometries(tiny.model().config)
+    for step in result["growth"]:
+        stock, *rest = step["bytes"].values()
+        specs = [CacheSpec(scheme=schemes.for_layers(one, layers), layers=layers) for one in ("int4", mine)]
+        assert stock == specs[0].raw_nbytes(step["tokens"]) and rest[:2] == [spec.nbytes(step["tokens"]) for spec in specs]
+    printed = Console(width=200, record=True, file=io.StringIO())
+    printed.print(*demo.shown(result))
+    lines = printed.export_text().splitlines()
+    bars = [line.count("█") for line in lines if "█" in line]
+    assert len(bars) == 4 * 4 and max(bars) == bars[12] == demo.BAR and bars[::4] == sorted(bars[::4]) and bars[13] < bars[12]
+    assert [line.strip() for line in lines if line.strip()][-3:] == list(demo.NEXT)
     assert [r["scheme"] for r in result["rows"]] == ["32-bit", "int4", "mine", "theirs"] and base["kl_mean"] == 0
     assert ours["kl_mean"] > 0 and ours["bits_per_element"] == preset["bits_per_element"]
     assert ours["bytes_measured"] == ours["bytes_predicted"] < theirs["bytes_measured"] == theirs["bytes_predicted"] < preset["bytes_measured"]

@@ -1,6 +1,6 @@
-"""Runs the CPU library on machines we do not have: aarch64 (NEON) and old x86-64, emulated by qemu.
+"""Runs the CPU library of wheels on machines we do not have: aarch64 (NEON) and old x86-64, emulated by qemu.
 
-    python tests/ops/run_emulated.py            needs qemu-user and g++-aarch64-linux-gnu
+    python tests/ops/run_emulated.py dist/*.whl       of `make wheels`, which leaves the compilers; needs qemu-user and libc6-arm64-cross
 
 Cases and expected results are computed here; tests/ops/replay.cpp replays them on the emulated machine.
 """
@@ -13,6 +13,7 @@ import os
 import struct
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -137,35 +138,34 @@ def run(*command: str, **env: str) -> None:
     subprocess.run(command, check=True, cwd=ROOT, env=os.environ | env)
 
 
+MACHINES = {
+    "aarch64": [("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")],
+    "x86_64": [("qemu-x86_64", "-cpu", "Nehalem"), ("qemu-x86_64", "-cpu", "Haswell")],
+}
+
+
 def main() -> None:
     torch.manual_seed(0)
     build = ROOT / "build" / "emulated"
     build.mkdir(parents=True, exist_ok=True)
     (build / "cases.bin").write_bytes(cases())
-    arm = ("-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", "-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++")
-    for name, compiler, options, machines in (
-        ("aarch64", "aarch64-linux-gnu-g++", arm, [("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")]),
-        ("x86_64", "g++", (), [("qemu-x86_64", "-cpu", "Nehalem"), ("qemu-x86_64", "-cpu", "Haswell")]),
-    ):
-        folder = build / name
-        run("cmake", "-S", ".", "-B", str(folder), *options)
-        run("cmake", "--build", str(folder))
+    for wheel in sys.argv[1:]:
+        arch = next(a for a in MACHINES if wheel.endswith(f"_{a}.whl"))
+        folder = build / arch
+        with zipfile.ZipFile(wheel) as z:
+            library = z.extract("kvbits/ops/cpu/libkvbits_cpu.so", folder)
         program = str(folder / "replay")
         run(
-            compiler,
+            str(ROOT / "build" / "wheels" / f"c++-{arch}"),
             "-std=c++17",
             "-O2",
             "tests/ops/replay.cpp",
+            library,
+            f"-Wl,-rpath,{Path(library).parent}",
             "-o",
             program,
-            "-L",
-            str(folder),
-            "-l:libkvbits_cpu.so",
-            f"-Wl,-rpath,{folder}",
-            "-static-libstdc++",
-            "-static-libgcc",
         )
-        for machine in machines:
+        for machine in MACHINES[arch]:
             run(*machine, program, str(build / "cases.bin"))
             run(*machine, program, str(build / "cases.bin"), KVBITS_CPU_TIER="generic")
 

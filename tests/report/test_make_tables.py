@@ -14,6 +14,7 @@ from speeds import in_words, kernel_groups
 
 from kvbits import schemes
 from kvbits.errors import SpecError
+from kvbits.report import plan_page
 from kvbits.report.collect import collect
 from kvbits.report.markdown import recommended
 from kvbits.report.page import page_data
@@ -65,6 +66,11 @@ def test_a_table_is_replaced_between_its_markers(folder, tmp_path):
 def test_the_committed_tables_are_what_the_command_writes(file, made):
     text = (ROOT / file).read_text()
     assert tables.put_into(text, made()) == text, RUN
+
+
+def test_the_committed_calculator_is_what_the_command_writes():
+    assert (ROOT / tables.FIGURES).read_text() == tables.calculator_figures(BENCHMARKS), RUN
+    assert (ROOT / "docs" / "plan.html").read_text() == plan_page.page(plan_page.known()), RUN
 
 
 def test_a_preset_that_is_unfit_at_either_length_is_named():
@@ -209,8 +215,8 @@ def test_simulated_methods_are_marked_at_the_worst_of_their_models(tmp_path):
 
 
 def test_one_command_writes_every_generated_part(tmp_path):
-    for name in ("README.md", "docs/results/evaluation.md", "docs/results/report.html", *tables.tables_gpu.DOCUMENTS):
+    for name in ("README.md", "docs/results/evaluation.md", "docs/results/report.html", "docs/plan.html", tables.FIGURES, *tables.tables_gpu.DOCUMENTS):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     written = tables.write(tmp_path, BENCHMARKS)
-    assert len(written) == 7 and all(path.read_bytes() == (ROOT / path.relative_to(tmp_path)).read_bytes() for path in written), RUN
+    assert len(written) == 9 and all(path.read_bytes() == (ROOT / path.relative_to(tmp_path)).read_bytes() for path in written), RUN

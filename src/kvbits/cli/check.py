@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .. import runs
 from ..errors import SpecError
 from ..evaluate import MAX_KL, MAX_PPL_CHANGE
 from ..schemes import RECOMMENDED
@@ -65,7 +64,7 @@ def check(
     Advice is measured: every remedy is tried on the layers that failed, and the advised scheme goes through the real cache beside the given one.
     """
     require_model(model)
-    from .. import schemes
+    from .. import runs, schemes
 
     chosen = schemes.find(one_scheme(scheme))  # refuses an unknown one before the model loads
     if calibration is not None and calibration_text is not None:

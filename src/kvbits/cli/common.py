@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import units
-from ..errors import KvbitsError, KvbitsWarning, SpecError, counted
+from ..errors import KvbitsError, KvbitsWarning, SpecError, counted, to_install
 from ..files import to_json
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 220
 """Columns where standard output is no terminal: tables are not cut."""
 
-_OPTIONAL = {"transformers": "hf", "huggingface_hub": "hf", "gguf": "hf", "accelerate": "hf", "tokenizers": "hf", "matplotlib": "test"}
 _UsageError: Any = typer.BadParameter.__base__
 _NO_MEMORY = ("can't allocate memory", "out of memory")
 _JSON = "kvbits.json"
@@ -119,10 +118,9 @@ class Group(TyperGroup):
                 raise
             _leave(ctx, e, f"{e.filename}: {e.strerror or e}")
         except ModuleNotFoundError as e:
-            package = (e.name or "").split(".")[0]
-            if package not in _OPTIONAL:
+            if (said := to_install(e, also="transformers" if e.name == "torch" else None)) is None:  # what needs torch here loads a model
                 raise
-            _leave(ctx, e, f"this needs {e.name}, which is not installed; run `pip install 'kvbits[{_OPTIONAL[package]}]'`")
+            _leave(ctx, e, said)
         except (MemoryError, RuntimeError) as e:  # of torch, which calls it so
             if isinstance(e, RuntimeError) and not any(words in str(e) for words in _NO_MEMORY):
                 raise

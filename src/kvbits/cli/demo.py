@@ -18,15 +18,15 @@ def demo(
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """One text through the 16-bit cache and through each scheme: memory, accuracy, speed, and two texts side by side.
+    """One text through the 16-bit cache and through each scheme: memory as it grows, accuracy, speed, and two texts side by side.
 
-    Schemes are raw, int8_centered (the recommended one) and kivi4 if none is named.
+    Schemes are int8_centered (the recommended one), klt4 and klt2 if none is named; the basis of the last two is calibrated first, on another part of the text.
     """
     if model is not None:
         require_model(model)
     from .. import runs, schemes
 
-    chosen = schemes.expand(names_of("--schemes", scheme or f"raw,{schemes.RECOMMENDED},kivi4"))  # refuses unknown ones before the model loads
+    chosen = schemes.expand(names_of("--schemes", scheme or f"{schemes.RECOMMENDED},klt4,klt2"))  # refuses unknown ones before the model loads
     from .. import embedded
     from ..evaluate import demo as demonstration
 

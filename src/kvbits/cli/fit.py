@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .. import runs
 from ..errors import SpecError, counted
 from ..files import require_file, require_folder
 from ..units import dtype_name
@@ -55,7 +54,7 @@ def fit(
     if out.suffix != ".json":
         raise SpecError(f"--out {out} must end in .json, by which other commands know a file from a preset")
     work = require_folder(out.with_suffix(".fit"), "--out")
-    from .. import planner
+    from .. import planner, runs
     from ..evaluate.fit import Goal, require_room
     from ..evaluate.sensitivity import formats
     from ..spec import LayerGeometry

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import SpecError, UnsupportedError, counted, unknown
+from ..files import require_file
 from .common import Json, Schemes, command, names_of, new_table, print_json, show, tokens
 from .subject import GpuMemory, Gpus, Memory, Reserve, Subject, Weights, subject_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..planner import Plan
+    from ..planner import Cards, Plan
     from ..spec import Scheme
 
 
@@ -39,6 +41,10 @@ def plan(
     residual: Annotated[int | None, typer.Option(help="Newest tokens kept raw, in every preset.", min=0)] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens per page, in every preset.")] = None,
     raw_dtype: Annotated[str, typer.Option(help="Dtype of raw pages: bf16, fp16 or fp32.")] = "bf16",
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Also a page to play with: this and other models, any card, core presets in Transformers.", show_default=False),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Bytes of a cache per scheme, and how many users and tokens fit a GPU.
@@ -51,13 +57,16 @@ def plan(
     if engine not in planner.ENGINES:
         raise SpecError(unknown("--engine", engine, planner.ENGINES))
     subject = subject_of(model, layers, kv_heads, head_dim, sliding_window, in_16_bits=True)
-    cards, limit = subject.room(gpu_memory, gpus, weights, reserve, memory)
+    for_page = html is not None and gpu_memory is None  # which counts weights for any card
+    cards, limit = subject.room(gpu_memory, gpus, None if for_page else weights, reserve, memory)
     changes = {k: v for k, v in {"num_sink_tokens": sinks, "residual_length": residual, "page_size": page_size}.items() if v is not None}
     chosen, refused = _chosen(subject, engine, scheme, bool(changes))
     found = planner.plan(
         planner.rank(subject.layers, gpus, subject.query_heads), chosen, engine=engine, context=context, batch=batch,
         memory_bytes=limit, cards=cards, raw_dtype=_raw_dtype(raw_dtype), state_bytes=subject.state_bytes and -(-subject.state_bytes // gpus), **changes,
     )  # fmt: skip
+    if html is not None:
+        _write_page(html, subject, weights, cards, {"context": context, "gpus": gpus, "batch": batch})
     if as_json:
         about = {"model": subject.model, "model_max_context": subject.longest, "weights_from": subject.weights_from, "memory_from": subject.memory_from}
         print_json(about | {"refused": refused} | found.to_dict())
@@ -65,6 +74,24 @@ def plan(
         every = len(planner.VLLM_SHOWN if engine == "vllm" else planner.GROUPS["all"])
         listed = [] if scheme or engine == "vllm" or refused else [f"The schemes are 16 bits and the recommended ones; --scheme all lists all {every}."]
         show(_plan_table(found, subject), *(f"{name}: not served: {why}" for name, why in refused.items()), *listed, *_plan_notes(found, subject))
+
+
+def _write_page(path: Path, subject: Subject, weights: str | None, cards: Cards | None, begin: dict[str, int]) -> None:
+    """The page with the model before the listed ones.
+
+    Raises:
+        SpecError: the model's pages or the bytes of its weights are not known.
+    """
+    from ..report.plan_page import Model, known, page
+    from ..spec import LayerGeometry
+
+    if subject.refused is not None or subject.state_bytes is None:
+        raise SpecError(f"--html draws packed pages, and {subject.refused or 'the size of its recurrent states is not known here'}; leave --html out")
+    layers = tuple(g for g in subject.layers if isinstance(g, LayerGeometry))
+    nbytes = subject.weights_bytes(weights) if cards is None else cards.weights_bytes
+    mine = Model(layers=layers, weights_bytes=nbytes, query_heads=subject.query_heads, longest=subject.longest, state_bytes=subject.state_bytes)
+    require_file(path, "--html").write_text(page({Path(subject.model or f"{len(layers)} layers").stem: mine} | known(), **begin), encoding="utf-8")
+    typer.echo(f"wrote {path}", err=True)
 
 
 def _chosen(subject: Subject, engine: str, given: list[str] | None, changed: bool) -> tuple[list[str | Scheme], dict[str, str]]:

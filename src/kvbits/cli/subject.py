@@ -63,24 +63,36 @@ class Subject:
 
     def _cards(self, gpu_memory: str, gpus: int, weights: str | None, reserve: str | None) -> Cards:
         from ..gpus import gpu_memory as memory_of
-        from ..units import parse_bytes
 
         memory = memory_of(gpu_memory)
         self.memory_from = memory.said
-        if weights is not None:
-            nbytes, self.weights_from = parse_bytes(weights, "--weights"), "--weights"
-        elif self.model is None:
-            raise SpecError("--gpu-memory holds the weights too, and --layers does not say how many bytes they take; give --weights, like --weights 16GB")
-        else:
-            from ..weights import weights_bytes
-
-            nbytes, self.weights_from = weights_bytes(self.model, self.config, say=lambda text: typer.echo(text, err=True))
+        nbytes = self.weights_bytes(weights)
         if reserve is not None:
             _reserve(reserve, memory.nbytes)  # what is no reserve is no matter of GB or GiB
         try:
             return _cards(memory.nbytes, nbytes, gpus, reserve)
         except SpecError as e:
             raise SpecError(f"{e}{_in_gib(gpu_memory, memory.nbytes, nbytes, gpus, reserve)}") from e
+
+    def weights_bytes(self, given: str | None) -> int:
+        """Bytes of the weights, as given or of the model; `weights_from` says which.
+
+        Raises:
+            SpecError: neither.
+        """
+        from ..units import parse_bytes
+
+        if given is not None:
+            nbytes, self.weights_from = parse_bytes(given, "--weights"), "--weights"
+        elif self.model is None:
+            raise SpecError(
+                "--gpu-memory and --html count the weights too, and --layers does not say how many bytes they take; give --weights, like --weights 16GB"
+            )
+        else:
+            from ..weights import weights_bytes
+
+            nbytes, self.weights_from = weights_bytes(self.model, self.config, say=lambda text: typer.echo(text, err=True))
+        return nbytes
 
 
 def _cards(memory_bytes: int, weights_bytes: int, gpus: int, reserve: str | None) -> Cards:
@@ -94,7 +106,7 @@ def _in_gib(text: str, memory_bytes: int, weights_bytes: int, gpus: int, reserve
     """What is left if GB were meant as GiB, where the first leave nothing."""
     from ..units import human_bytes, parse_bytes
 
-    other = text.strip()[:-2] + "GiB" if text.strip().upper().endswith("GB") else None
+    other = text.strip()[:-2] + "GiB" if text.strip().upper().endswith("GB") and text.strip()[0].isdigit() else None
     if other is None or (meant := parse_bytes(other)) <= memory_bytes:
         return ""
     try:

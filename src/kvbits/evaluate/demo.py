@@ -32,7 +32,7 @@ from .run import evaluate
 from .tasks import Options
 from .texts import Text, novel, novel_end, novel_start, windows
 
-SCHEMES = ("raw", presets.RECOMMENDED, "kivi4")
+SCHEMES = (presets.RECOMMENDED, "klt4", "klt2")
 MODEL = "SmolLM2-135M-Instruct (embedded)"
 WINDOW = 1024
 """Tokens of a window that is scored."""
@@ -42,6 +42,16 @@ SHOWN = 200
 """Characters of the prompt that are shown before what was written."""
 COLUMN = 52
 """Characters of a line of written text."""
+GROWTH = (1024, 2048, 4096, 8192)
+"""Tokens at which memory is drawn."""
+BAR = 60
+"""Characters of the longest bar."""
+NEXT = (
+    "kvbits plan MODEL --gpu-memory 24GB      how many users and tokens fit your card; --html page.html draws it",
+    "kvbits check MODEL --scheme klt4         whether your model keeps its quality, in two minutes",
+    "kvbits eval MODEL --out results          all of it measured; kvbits report results makes a page of it",
+)
+"""What to try after the demo."""
 
 
 def run(
@@ -67,8 +77,9 @@ def run(
         say: told what was found as soon as it is.
 
     Returns:
-        {"model", "context", "new_tokens", "scored", "device", "dtype", "threads", "rows": [...], "texts"}, the stock cache first. A row has bytes of a
-        16-bit model and of this run, predicted and measured; `texts` the end of the prompt, two continuations, and how many tokens these begin alike with.
+        {"model", "context", "new_tokens", "scored", "device", "dtype", "threads", "rows": [...], "growth", "texts"}, the stock cache first. A row has bytes of
+        a 16-bit model and of this run, predicted and measured; `growth` bytes of a 16-bit model at each of `GROWTH`, by cache; `texts` the
+        end of the prompt, two continuations, and how many tokens these begin alike with.
 
     Raises:
         DataError: the embedded text is too short, or the model's context is.
@@ -106,6 +117,7 @@ def run(
         "model": model or MODEL, "context": context, "new_tokens": new_tokens, "scored": next(iter(found.values()))["tokens"],
         "device": str(lm.device), "dtype": str(lm.dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
         "rows": [_row(n, s, timed[n], specs.get(n, raw), n in specs, lm.dtype.itemsize, context + new_tokens) for n, s in found.items()],
+        "growth": [{"tokens": n, "bytes": {name: specs[name].nbytes(n) if name in specs else raw.raw_nbytes(n) for name in found}} for n in GROWTH],
         "texts": [_texts(tokenizer, prompt, beside, written)],
     }  # fmt: skip
 
@@ -177,8 +189,9 @@ def require_context(context: int, new_tokens: int, config: Callable[[], Any] | N
 
 
 def shown(result: dict[str, Any]) -> list[Any]:
-    """What the command prints of a `run`: a table, and two texts side by side."""
+    """What the command prints of a `run`: bars of memory, a table, two texts side by side, and what to try next."""
     from rich.table import Table
+    from rich.text import Text as Line
 
     stock, *ours = result["rows"]
     noted = all("kl_max" in r for r in result["rows"])  # results of before have no worst token
@@ -210,7 +223,21 @@ def shown(result: dict[str, Any]) -> list[Any]:
     beside.add_column("stock", width=COLUMN)
     beside.add_column(f"{name}, {_times(held['memory_reduction'], ' times smaller', ' times larger', 1)}", width=COLUMN)
     beside.add_row(" ".join(mine.split()), " ".join(theirs.split()))
-    return [t, beside]
+    return [_bars(result["growth"]), t, beside, Line("Next:\n  " + "\n  ".join(NEXT), no_wrap=True)]
+
+
+def _bars(growth: Sequence[dict[str, Any]]) -> Any:
+    """Memory of each cache as the context grows."""
+    from rich.table import Table
+
+    t = Table(title="Memory while the context grows, of a 16-bit model", title_justify="left", box=None)
+    for heading in ("tokens", "cache", "", "memory"):
+        t.add_column(heading, justify="right" if heading in ("tokens", "memory") else "left")
+    top = max(n for step in growth for n in step["bytes"].values())
+    for step in growth:
+        for i, (name, n) in enumerate(step["bytes"].items()):
+            t.add_row("" if i else f"{step['tokens']:,}", name if i else "stock", "█" * max(1, round(BAR * n / top)), human_bytes(n))
+    return t
 
 
 def _times(reduction: float, smaller: str, larger: str, digits: int) -> str:

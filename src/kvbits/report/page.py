@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import importlib.resources
 import re
 import statistics
 from collections import Counter
@@ -13,14 +12,13 @@ from typing import Any
 
 from .. import __version__
 from ..files import to_json
-from ..gpus import SIZES, gpu_memory
-from ..planner import RESERVE
 from ..runs import command_of, dated
-from . import arithmetic, markdown
+from . import markdown, plan_page
 from .collect import Cell, Model, Results, bits, held_bits
+from .plan_page import asset, select
 
-LINES = ("int8_centered", "int4", "kivi4", "nuq4-1%", "nuq3-1%")
-"""Presets of the memory chart; one that does not exist is left out."""
+LINES = ("int8_centered", "kivi4", "klt4", "klt2")
+"""Presets of the memory chart."""
 ACCURACY = {"kl": "KL divergence", "ppl": "perplexity", "mass": "probability mass"}
 MEASURES = {"tvd": "attention that moved", "output_error": "output error", "logit_error": "1 - logit cosine"}
 
@@ -51,7 +49,7 @@ def page(results: Results, beside: Beside = NOTHING) -> str:
         _section("Which cache should I take", _answer(results, beside.speeds), "answer-section"),
         _section(
             "Bits against accuracy",
-            _controls(_select("pareto-model", "model", models), _select("pareto-measure", "measure", ACCURACY))
+            _controls(select("pareto-model", "model", models), select("pareto-measure", "measure", ACCURACY))
             + _canvas("pareto", "Scatter plot: bits per cached number against accuracy, kvbits schemes and Transformers' own quantized caches")
             + '<p class="note">Lower left is better: fewer bits, nearer to the 16-bit cache.</p><p class="note" id="pareto-note"></p>'
             + '<details><summary>all figures</summary><div class="wide"><table id="pareto-table"></table></div></details>',
@@ -59,12 +57,12 @@ def page(results: Results, beside: Beside = NOTHING) -> str:
         ),
         _section(
             "Memory against context",
-            _controls(_select("memory-shape", "shape", list(data["shapes"]))) + _canvas("memory", "Lines: bytes of a cache against context length"),
+            _controls(select("memory-shape", "model", list(plan_page.known()))) + _canvas("memory", "Lines: bytes of a cache against context length"),
             "memory-section",
         ),
     ]  # fmt: skip
     if with_layers := [k for k, m in data["models"].items() if m["attention"]]:
-        controls = _controls(_select("layers-model", "model", with_layers), _select("layers-measure", "measure", MEASURES))
+        controls = _controls(select("layers-model", "model", with_layers), select("layers-measure", "measure", MEASURES))
         text = (
             "<p>Error of each layer's attention on the same inputs, so errors do not add up from layer to layer; attention that moved is the share that goes "
             "to other tokens. More colour is worse.</p>"
@@ -72,36 +70,31 @@ def page(results: Results, beside: Beside = NOTHING) -> str:
         sections.append(_section("Which layers suffer", text + controls + _heat("layers"), "layers-section"))
     if with_passkey := [k for k, m in data["models"].items() if m["passkey"]]:
         text = "<p>Passkeys found of those hidden, by prompt length in tokens and depth (0 is the start).</p>"
-        sections.append(_section("Passkey by depth", text + _controls(_select("passkey-model", "model", with_passkey)) + _heat("passkey"), "passkey-section"))
+        sections.append(_section("Passkey by depth", text + _controls(select("passkey-model", "model", with_passkey)) + _heat("passkey"), "passkey-section"))
     for model in results.models.values():
         if "decode" in model.tasks:
             sections.append(_section(f"Decoding token by token: {model.title}", _decode(model.tasks["decode"]), f"decode-{model.name}"))
     if data["kernels"]:
         groups = {str(i): g["title"] for i, g in enumerate(data["kernels"])}
         chart = _canvas("kernels", "Bars: speed of attention kernels and of serving")
-        chosen = _controls(_select("kernels-group", "measured", groups))
+        chosen = _controls(select("kernels-group", "measured", groups))
         sections.append(_section("Speed of kernels and of serving", chosen + chart + '<p class="note" id="kernels-note"></p>', "kernels-section"))
-    sections.append(_section("Calculator", _calculator(data), "calculator-section"))
+    sections.append(_section("Calculator", plan_page.section(plan_page.known()), "calculator-section"))
     tables = f"<details><summary>every cache on every model</summary>{markdown_table(results, beside.speeds)}</details>"
     sections.append(_section("All figures", tables, "tables-section"))
     sections.append(_section("Where the figures come from", _provenance(results), "provenance"))
-    script = "".join(f"<script>{_asset(name)}</script>" for name in ("chart.umd.min.js", "report.js"))
+    script = "".join(f"<script>{asset(name)}</script>" for name in ("chart.umd.min.js", "report.js"))
     embedded = to_json(data, compact=True).replace("<", "\\u003c")
     title = "kvbits: what few bits cost"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{title}</title><link rel="icon" href="data:,"><style>{_asset("report.css")}</style></head><body>'
+        f'<title>{title}</title><link rel="icon" href="data:,"><style>{asset("report.css")}</style></head><body>'
         f'<header><div><h1>{title}</h1><p class="soft">{html.escape(_lead(results))}</p></div>'
         f'<button id="theme" type="button">light / dark</button></header><main>{"".join(sections)}</main>'
         f"<footer>kvbits {__version__}. Charts: Chart.js (MIT). Blue is kvbits; orange (triangles) is what it is compared with: Transformers' caches, other "
         "libraries' kernels.</footer>"
         f'<script type="application/json" id="data">{embedded}</script>{script}</body></html>\n'
     )  # fmt: skip
-
-
-def _asset(name: str) -> str:
-    text = importlib.resources.files("kvbits.report").joinpath(f"assets/{name}").read_text(encoding="utf-8")
-    return text.replace("</script", "<\\/script") if name.endswith(".js") else text
 
 
 # -- data -----------------------------------------------------------------------------------------------------------
@@ -111,8 +104,7 @@ def page_data(results: Results, beside: Beside = NOTHING) -> dict[str, Any]:
     """Everything the script draws, as JSON data."""
     models = {key: _model(m) for key, m in results.models.items() if "fidelity" in m.tasks}
     return {
-        "models": models, "presets": arithmetic.presets(), "shapes": arithmetic.MODELS, "head_dims": list(arithmetic.HEAD_DIMS),
-        "cards": _cards(), "lines": list(LINES),
+        "models": models, "lines": list(LINES),
         "kernels": list(beside.groups), "answer": [*_points(results, beside.speeds), *beside.marks],
     }  # fmt: skip
 
@@ -133,11 +125,6 @@ def _points(results: Results, speeds: markdown.Speeds) -> list[dict[str, Any]]:
              "speed": speed, "recommended": name in chosen, "models": len(measured)}
         )  # fmt: skip
     return found
-
-
-def _cards() -> dict[str, Any]:
-    """GB -> [bytes, card] of the sizes that cards are called by."""
-    return {str(size): [gpu_memory(f"{size}GB").nbytes, name] for size, name in SIZES.items()}
 
 
 def _model(model: Model) -> dict[str, Any]:
@@ -200,12 +187,6 @@ def _controls(*controls: str) -> str:
     return f'<div class="controls">{"".join(controls)}</div>'
 
 
-def _select(name: str, label: str, options: list[str] | dict[str, str]) -> str:
-    pairs = options.items() if isinstance(options, dict) else zip(options, options, strict=True)
-    inner = "".join(f'<option value="{html.escape(v)}">{html.escape(t)}</option>' for v, t in pairs)
-    return f'<label>{html.escape(label)}<select id="{name}">{inner}</select></label>'
-
-
 def _canvas(name: str, description: str) -> str:
     return f'<div class="chart"><canvas id="{name}" role="img" aria-label="{html.escape(description)}"></canvas></div>'
 
@@ -266,31 +247,6 @@ def _inline(text: str) -> str:
     """Markdown's bold and code as HTML."""
     bold = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", html.escape(text, quote=False))
     return re.sub(r"`(.+?)`", r"<code>\1</code>", bold)
-
-
-def _slider(name: str, label: str, low: float, high: float, value: float, step: float = 1) -> str:
-    attributes = f'min="{low}" max="{high}" value="{value}" step="{step}"'
-    return f'<label for="c-{name}">{label}<output id="o-{name}"></output><input type="range" id="c-{name}" {attributes}></label>'
-
-
-def _calculator(data: dict[str, Any]) -> str:
-    cache = (
-        _slider("layers", "layers", 1, 128, 32) + _slider("heads", "kv heads", 1, 64, 8) + _slider("dim", "head size", 0, len(data["head_dims"]) - 1, 5)
-        + _slider("context", "context, tokens", 7, 20, 15, 0.25) + _slider("batch", "sequences", 1, 256, 8)
-    )  # fmt: skip
-    cards = (
-        _slider("memory", "memory of each GPU", 4, 288, 80) + _slider("gpus", "GPUs (tensor parallel)", 0, 4, 0)
-        + _slider("weights", "weights", 0, 320, 16, 0.1) + _slider("reserve", "reserve of each GPU", 0, 50, round(100 * RESERVE))
-    )  # fmt: skip
-    shapes = list(data["shapes"])
-    first = f'{_controls(_select("c-shape", "shape of", shapes))}<div class="sliders">{cache}</div><div class="sliders">{cards}</div>'
-    lead = "<p>Every layer with full attention; the same numbers as <code>kvbits plan --gpu-memory</code>.</p>"
-    note = (
-        "What a cache of fixed capacity allocates: whole pages, scales, raw newest tokens and padding; with several GPUs, on each of them. Users that fit: "
-        "sequences of this context beside the weights. Reserve: activations, the CUDA context, graphs. No weights and no reserve: memory for the cache "
-        "alone. Bold rows fit. GB is 10⁹ bytes; a size that cards are called by is what the smallest of them has, as <code>kvbits plan</code> takes it."
-    )
-    return f'{lead}{first}<p class="note" id="c-left"></p><div class="wide"><table id="calculator"></table></div><p class="note">{note}</p>'
 
 
 def _provenance(results: Results) -> str:

@@ -1,48 +1,6 @@
 "use strict";
-// Byte arithmetic: CacheSpec.nbytes for one preset (kvbits/report/arithmetic.py gives `preset`).
-function pagesFor(preset, tokens, window) {
-  const { page_size: size, residual, sinks, raw } = preset;
-  const alive = (n) => {
-    const visible = window === null ? 0 : Math.max(0, Math.max(0, n - 1) - window + 1);
-    const dead = Math.floor(Math.max(0, visible - sinks) / size);
-    if (raw) return Math.max(0, Math.ceil((n - sinks) / size) - dead);
-    return Math.max(0, Math.max(0, Math.floor((n - sinks - residual - 1) / size)) - dead);
-  };
-  let grown = alive(tokens);
-  if (window !== null) {
-    grown = 0;
-    for (let n = Math.max(0, tokens - 2 * size); n <= tokens; n++) grown = Math.max(grown, alive(n));
-    if (raw) grown = Math.max(grown, tokens > sinks ? 1 : 0);
-  }
-  const tail = Math.min(Math.ceil((residual + size) / size), Math.max(0, Math.ceil((tokens - sinks) / size)));
-  return { sink: sinks && tokens ? 1 : 0, closed: raw ? 0 : grown, tail: raw ? grown : tail };
-}
-function nbytes(preset, shape) {
-  const heads = preset.heads[shape.head_dim];
-  if (!heads) return null;
-  const pages = pagesFor(preset, shape.context, shape.window ?? null);
-  let one = 0;
-  for (const [pool, count] of Object.entries(pages)) one += heads[pool] * count;
-  for (const [limit, bytes] of preset.tiers[shape.head_dim]) one += bytes * Math.min(pages.closed, limit);
-  return one * shape.layers * shape.kv_heads * shape.batch;
-}
-function denseBytes(shape) {
-  const held = shape.window == null ? shape.context : Math.min(shape.context, shape.window - 1);
-  return 2 * shape.layers * shape.kv_heads * shape.head_dim * held * 2 * shape.batch;
-}
-// What is left for the cache on each GPU, and the kv heads that it holds (kvbits/planner.py: Cards, rank); null where heads cannot be shared so.
-function perGpu(shape, cards) {
-  const { kv_heads: heads } = shape, { memory, weights, reserve, gpus } = cards;
-  const kv_heads = heads % gpus && gpus % heads ? null : Math.max(1, Math.floor(heads / gpus));
-  const share = Math.ceil(weights / gpus), kept = Math.floor(memory * reserve);
-  return { share, kept, left: memory - share - kept, kv_heads };
-}
-// Bytes of a GPU of so many GB: a size that cards are called by is a card's (kvbits/gpus.py).
-const gpuMemory = (gb, cards) => cards[gb] ? cards[gb][0] : gb * 1e9;
-if (typeof module !== "undefined") module.exports = { nbytes, denseBytes, pagesFor, perGpu, gpuMemory };
-
-if (typeof document !== "undefined") (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent), planned = JSON.parse(document.getElementById("plan-data").textContent);
   const $ = (id) => document.getElementById(id);
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const make = (tag, text, attributes = {}) => {
@@ -167,13 +125,11 @@ if (typeof document !== "undefined") (() => {
   };
 
   function memory() {
-    const shape = { ...data.shapes[$("memory-shape").value], batch: 1, window: null };
+    const model = planned.models[$("memory-shape").value], of = (scheme) => contexts.map((context) => ({ x: context, y: plan.bytes(planned, model, scheme, context) }));
     const contexts = [];
     for (let c = 256; c <= 262144; c *= 2) contexts.push(c);
     const palette = ["--ours", "--green", "--purple"], dashes = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
-    const chosen = data.lines.filter((s) => data.presets[s]);
-    const lines = [["16-bit", contexts.map((context) => ({ x: context, y: denseBytes({ ...shape, context }) }))],
-      ...chosen.map((s) => [s, contexts.map((context) => ({ x: context, y: nbytes(data.presets[s], { ...shape, context }) }))])];
+    const lines = [["16-bit", of("bf16")], ...data.lines.filter((s) => model.schemes[s]).map((s) => [s, of(s)])];
     const colour = (i) => css(i ? palette[(i - 1) % 3] : "--base");
     draw("memory", {
       type: "line",
@@ -233,53 +189,13 @@ if (typeof document !== "undefined") (() => {
     });
   }
 
-  const contextOf = (v) => Math.round(2 ** Number(v));
-  function calculator() {
-    const shape = { layers: +$("c-layers").value, kv_heads: +$("c-heads").value, head_dim: data.head_dims[+$("c-dim").value], context: contextOf($("c-context").value), batch: +$("c-batch").value, window: null };
-    const gpus = 2 ** Number($("c-gpus").value), reserve = Number($("c-reserve").value) / 100;
-    const cards = { memory: gpuMemory(Number($("c-memory").value), data.cards), weights: Math.round(Number($("c-weights").value) * 1e9), reserve, gpus };
-    const each = perGpu(shape, cards), budget = Math.max(0, each.left);
-    $("o-layers").textContent = shape.layers; $("o-heads").textContent = shape.kv_heads; $("o-dim").textContent = shape.head_dim;
-    $("o-context").textContent = shape.context.toLocaleString("en"); $("o-batch").textContent = shape.batch; $("o-memory").textContent = $("c-memory").value + " GB" + (data.cards[$("c-memory").value] ? `, ${data.cards[$("c-memory").value][1]}` : "");
-    $("o-gpus").textContent = gpus; $("o-weights").textContent = Number($("c-weights").value).toFixed(1) + " GB"; $("o-reserve").textContent = Math.round(100 * reserve) + " %";
-    if (each.kv_heads === null) {
-      $("c-left").textContent = `${shape.kv_heads} kv heads cannot be shared by ${gpus} GPUs.`;
-      $("calculator").replaceChildren();
-      return;
-    }
-    $("c-left").textContent = `${gpus === 1 ? "The GPU" : "Each of " + gpus + " GPUs"}: ${size(cards.memory)} − ${size(each.share)} of weights − ${size(each.kept)} reserve = `
-      + (each.left > 0 ? `${size(each.left)} for the cache.` : "nothing left for a cache.");
-    shape.kv_heads = each.kv_heads;
-    const rows = [["16-bit", denseBytes(shape), denseBytes({ ...shape, batch: 1 })], ...Object.entries(data.presets).map(([s, p]) => [s, nbytes(p, shape), nbytes(p, { ...shape, batch: 1 })])].filter((r) => r[1] !== null);
-    const users = (r) => Math.floor(budget / r[2]), before = users(rows[0]);
-    const top = Math.max(...rows.map((r) => r[1])), b = make("tbody");
-    rows.forEach(([name, total, one]) => {
-      const r = make("tr"), cell = make("td", null, { class: "barcell" });
-      cell.append(make("div", null, { class: name === "16-bit" ? "bar base" : "bar", style: `width: ${(100 * total) / top}%` }));
-      r.append(make("td", name), make("td", size(total)), make("td", (rows[0][1] / total).toFixed(2) + "x"), make("td", users([name, total, one]).toLocaleString("en")),
-        make("td", before ? (users([name, total, one]) / before).toFixed(2) + " times" : ""), cell);
-      if (total <= budget) r.style.fontWeight = "600";
-      b.append(r);
-    });
-    $("calculator").replaceChildren(head(["cache", gpus === 1 ? "memory" : "memory, each GPU", "16-bit / this", "users that fit", "users against 16-bit", ""]), b);
-  }
-  function shape() {
-    const s = data.shapes[$("c-shape").value];
-    $("c-layers").value = s.layers; $("c-heads").value = s.kv_heads; $("c-dim").value = data.head_dims.indexOf(s.head_dim);
-    $("c-weights").value = 2 * s.parameters / 1e9;
-    calculator();
-  }
-
   const all = [["answer", answer, []], ["pareto", pareto, ["pareto-model", "pareto-measure"]], ["memory", memory, ["memory-shape"]], ["layers", layers, ["layers-model", "layers-measure"]],
-    ["passkey", passkey, ["passkey-model"]], ["kernels", kernels, ["kernels-group"]],
-    ["calculator", calculator, ["c-layers", "c-heads", "c-dim", "c-context", "c-batch", "c-memory", "c-gpus", "c-weights", "c-reserve"]]].filter(([id]) => $(id));
+    ["passkey", passkey, ["passkey-model"]], ["kernels", kernels, ["kernels-group"]]].filter(([id]) => $(id));
   const redraw = () => all.forEach(([, f]) => f());
   all.forEach(([, f, inputs]) => inputs.forEach((i) => $(i).addEventListener("input", f)));
-  $("c-shape").addEventListener("input", shape);
   const dark = () => document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   $("theme").addEventListener("click", () => { document.documentElement.dataset.theme = dark() ? "light" : "dark"; redraw(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  shape();
   redraw();
   document.documentElement.dataset.ready = "yes";
 })();
