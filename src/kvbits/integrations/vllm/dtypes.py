@@ -81,7 +81,7 @@ def _open_lists() -> None:
 
     STR_DTYPE_TO_TORCH_DTYPE.update({name: TAGS.get(name, PLACEHOLDER) for name in NAMES})
     if not set(NAMES) <= set(typing.get_args(selector.CacheDType)):
-        selector.CacheDType = typing.Literal[(*typing.get_args(selector.CacheDType), *NAMES)]  # what a layer's dtype may be
+        selector.CacheDType = typing.Literal.__getitem__((*typing.get_args(selector.CacheDType), *NAMES))  # what a layer's dtype may be
 
 
 def _naming(original: Callable[..., None]) -> Callable[..., None]:
