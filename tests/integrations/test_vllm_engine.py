@@ -25,7 +25,6 @@ from kvbits.errors import UnsupportedError
 from kvbits.integrations.huggingface import KVCache
 from kvbits.integrations.vllm import announce
 from kvbits.integrations.vllm.formats import FORMATS, NAMES
-from kvbits.ops import dispatch
 from kvbits.spec import Override, QuantSpec
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -96,7 +95,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def reference_ops(monkeypatch):
-    monkeypatch.setitem(dispatch.BACKENDS, "attend_pages", ("reference",))
+    vllm_cpu.as_on_a_gpu(monkeypatch)
 
 
 @pytest.fixture
@@ -132,9 +131,9 @@ def read(output):
     return tokens, torch.tensor([d[t].logprob for d, t in zip(output.outputs[0].logprobs, tokens, strict=True)]), output.num_cached_tokens
 
 
-def transformers_logprobs(model, scheme, prompt, tokens, chunks=(), calibration=None):
+def transformers_logprobs(model, scheme, prompt, tokens, chunks=(), calibration=None, backend="reference"):
     """Log-probabilities of `tokens` after `prompt`, which is fed in parts of these lengths, and the largest of each step."""
-    cache = None if scheme is None else KVCache.for_model(model, scheme, backend="reference", calibration=calibration)
+    cache = None if scheme is None else KVCache.for_model(model, scheme, backend=backend, calibration=calibration)
     ids = torch.tensor([prompt + tokens])
     parts = [*chunks] if chunks else [len(prompt)]
     assert sum(parts) == len(prompt)
@@ -152,10 +151,10 @@ def transformers_logprobs(model, scheme, prompt, tokens, chunks=(), calibration=
     return logprobs[torch.arange(len(tokens)), torch.tensor(tokens)], logprobs.max(-1).values
 
 
-def check(model, scheme, prompt, result, chunks=(), calibration=None):
+def check(model, scheme, prompt, result, chunks=(), calibration=None, backend="reference"):
     """Equal but for the odd code that rounding in another order moves by one: a small part of what quantization costs."""
     tokens, logprobs, _ = result
-    want, best = transformers_logprobs(model, scheme, prompt, tokens, chunks, calibration)
+    want, best = transformers_logprobs(model, scheme, prompt, tokens, chunks, calibration, backend)
     exact, _ = transformers_logprobs(model, None, prompt, tokens)
     bound = 1e-4 + 0.05 * (want - exact).abs().mean().item()
     assert (logprobs - want).abs().mean() < bound

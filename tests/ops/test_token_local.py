@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -14,15 +16,17 @@ from kvbits import schemes
 from kvbits.errors import DataError
 from kvbits.ops.cpu import append as cpu
 from kvbits.ops.cpu import library
+from kvbits.ops.cpu import store_tokens as cpu_slots
 from kvbits.ops.reference import append as reference
-from kvbits.ops.reference.append import store_tokens
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages, section
 from kvbits.ops.types import PageStore, SlotMapping
+from kvbits.ops.types import store_of as store_of_pages
 from kvbits.quant.packing import row_positions
 from kvbits.quant.rotary import turn_by, turned_by
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec, Rotary, plane_row_bytes
 
+STORES = [pytest.param(reference.store_tokens, id="reference"), pytest.param(cpu_slots.store_tokens, id="cpu", marks=needs_library)]
 APPENDS = [pytest.param(reference.append, id="reference"), pytest.param(cpu.append, id="cpu", marks=needs_library)]
 
 
@@ -203,7 +207,8 @@ def test_a_page_opens_with_the_mean_of_the_page_before(key, value, head_dim, pag
         check_codes(store.page(page), layout, *(x[0, i * page_size :][:n].float() for x in (k, v)))
 
 
-def test_store_tokens_takes_slots_and_skips_what_leads_out():
+@pytest.mark.parametrize("store_tokens", STORES)
+def test_store_tokens_takes_slots_and_skips_what_leads_out(store_tokens):
     layout = layout_of(spec("int4"), spec("int8", PerToken(), symmetric=False), 64, 32)
     k, v = (x[0] for x in tokens_of(6, 64, torch.bfloat16))
     pages = torch.full((4, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8)
@@ -214,6 +219,48 @@ def test_store_tokens_takes_slots_and_skips_what_leads_out():
     want = torch.full_like(pages, 0xFF)
     reference.append(k[None], v[None], PageStore(layout, (want,)), SlotMapping(np.array([[0, 0, 3, 5, 1], [0, 2, 0, 0, 1]])))
     assert torch.equal(pages, want)
+
+
+@needs_library
+@pytest.mark.parametrize("key, value, head_dim, page_size, dtype", [*cases(), *centered_cases()], ids=str)
+def test_slots_on_the_cpu_are_what_the_reference_stores(key, value, head_dim, page_size, dtype):
+    """Steps of several sequences, their tokens in any order of slots: whole pages, single tokens, chunks over borders; with skipped entries and such that lead
+    out."""
+    layout, gen = layout_of(key, value, head_dim, page_size), np.random.default_rng(head_dim)
+    static = static_of(layout)
+    buffers = [torch.full((12, HEADS + 1, layout.head_bytes), 0xFF, dtype=torch.uint8) for _ in range(2)]
+    pages = [x[:, :HEADS] for x in buffers]
+    turn = turn_by(Rotary(inv_freq=tuple(100.0 ** -(i / 12) for i in range(12))), head_dim, page_size) if layout.is_centered else None
+    held, lengths = [[3, 7, 1, 9], [0, 5, 11], [8, 2, 4, 10]], [0, 0, 0]
+    for counts in ((page_size + 9, 2 * page_size, 5), (1, 1, 1), (page_size - 10, 1, page_size), (1, 3, page_size - 5), (1, 0, 1), (20, 0, 3)):
+        slots, previous = [-1], [-1]
+        for row, n in enumerate(counts):
+            for position in range(lengths[row], lengths[row] + n):
+                page = position // page_size
+                slots.append(held[row][page] * page_size + position % page_size)
+                previous.append(held[row][page - 1] if page and position % page_size == 0 else -1)
+            lengths[row] += n
+        slots.append(12 * page_size + int(gen.integers(99)))
+        k, v = (x[0] for x in tokens_of(len(slots), head_dim, dtype))
+        v[0] = torch.nan  # of a token that is not stored
+        given = {"static": static, "previous_page": torch.tensor([*previous, -1]), "turn": turn}
+        status = [torch.zeros(reference.STATUS_FIELDS, dtype=torch.int32) for _ in range(2)]
+        for store, into, found in zip((reference.store_tokens, cpu_slots.store_tokens), pages, status, strict=True):
+            store(k, v, into, layout, torch.tensor(slots), **given, status=found)
+        assert torch.equal(*buffers)
+        assert torch.equal(*status)
+
+
+@needs_library
+def test_the_store_of_pages_is_made_once_and_goes_with_them():
+    layout = layout_of(spec("int8"), spec("int8"), 64, 32)
+    pages = torch.zeros(4, HEADS, layout.head_bytes, dtype=torch.uint8)
+    made = store_of_pages(pages, layout)
+    assert store_of_pages(pages, layout) is made and store_of_pages(pages, layout_of(spec("int4"), spec("int4"), 64, 32)) is not made
+    gone = weakref.ref(pages)
+    del made, pages
+    gc.collect()
+    assert gone() is None
 
 
 def test_bad_numbers_leave_everything_as_it_was():

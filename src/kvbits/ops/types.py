@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import DataError
 from ..later import upload
@@ -83,6 +84,18 @@ class PageStore(_Slabs):
     slabs: tuple[torch.Tensor, ...]
     static: dict[str, torch.Tensor] = field(default_factory=dict)
     turn: torch.Tensor | None = None
+
+
+_stores = WeakIdKeyDictionary()
+
+
+def store_of(pages: torch.Tensor, layout: PageLayout, static: dict[str, torch.Tensor] | None = None, turn: torch.Tensor | None = None) -> PageStore:
+    """The store of one slab: the same one for a tensor at every call, since what kernels keep of it takes longer to make than a token to store."""
+    known, given = _stores.get(pages), static or {}
+    same = known is not None and known.layout == layout and known.turn is turn and known.static.keys() == given.keys()
+    if not same or any(known.static[name] is not x for name, x in given.items()):
+        known = _stores[pages] = PageStore(layout, (pages.data,), dict(given), turn)  # another tensor of the same memory: the key must not keep itself alive
+    return known
 
 
 @dataclass(frozen=True)

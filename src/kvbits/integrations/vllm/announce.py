@@ -7,6 +7,7 @@ import logging
 import sys
 from typing import Any
 
+from .dtypes import takes_names
 from .formats import FORMATS, NAMES, PAGE_SIZE, SCHEME
 from .options import options_of
 
@@ -50,7 +51,7 @@ def _announced(original: Any) -> Any:
 def _extend_help() -> None:
     """vLLM computes the arguments of its command line once, from a list that plugins cannot reach; where it was loaded, they are changed in place."""
     arguments = sys.modules.get("vllm.engine.arg_utils")
-    if arguments is None:
+    if arguments is None or not takes_names():
         return
     from vllm.config import CacheConfig
 

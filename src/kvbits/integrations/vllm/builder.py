@@ -17,6 +17,7 @@ from ...ops import dispatch
 from ...ops.cuda.engine.device_plan import MAX_QUERIES
 from ...ops.reference.place import Copies, Places
 from .formats import PAGE_SIZE
+from .host_prefill import HostPrefill
 from .impl import KVBitsImpl
 from .metadata import Decode, KVBitsMetadata, Ragged
 from .options import options_of
@@ -49,6 +50,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
                     f"vLLM allocated {kv_cache_spec.state_content_bytes} bytes per token and head where {impl.kv_cache_dtype} needs "
                     f"{impl.call.layout.head_bytes // PAGE_SIZE}; this is a bug of the kvbits plugin"
                 )
+        self._prefill = HostPrefill if device.type == "cpu" else Prefill
         self.calls = list(dict.fromkeys(impl.call for impl in impls))
         config = vllm_config.scheduler_config
         rows = max(config.max_num_seqs, *(vllm_config.compilation_config.cudagraph_capture_sizes or [1]))
@@ -111,7 +113,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
             query_lens, seq_lens = self._prefill_lengths(m, num_decodes)
             table = m.block_table_tensor[num_decodes : m.num_reqs]
             copies = places.copies if places else None
-            found.prefills = {c: Prefill(query_lens, seq_lens, table, c.sliding_window, c.scratch, copies if c.raw else None) for c in self.calls}
+            found.prefills = {c: self._prefill(query_lens, seq_lens, table, c, copies if c.raw else None) for c in self.calls}
         return found
 
     def _prefill_lengths(self, m: CommonAttentionMetadata, first: int) -> tuple[np.ndarray, np.ndarray]:

@@ -62,6 +62,7 @@ class KVBitsImpl(AttentionImpl):
         self._order: torch.Tensor | None = None  # of stored channels, where it is not the model's
         self.moments: Moments | None = None
         self._copies: torch.Tensor | None = None
+        self._pages: torch.Tensor | None = None
         self.options = options_of(config)
         self._drafts = config.model_config.runner_type == "draft"
         self._rope = rope_parameters(config.model_config.hf_text_config, sliding_window is not None)
@@ -178,7 +179,9 @@ class KVBitsImpl(AttentionImpl):
             self.fresh = (key.clone(), value.clone()) if prefill else None
         if self.moments is not None and m.positions is not None:
             self.moments.add(query[: m.num_tokens], key[: m.num_tokens], m.positions)
-        pages = kv_cache.flatten(2)
+        if self._pages is None or self._pages.data_ptr() != kv_cache.data_ptr() or len(self._pages) != len(kv_cache):
+            self._pages = kv_cache.flatten(2)  # one tensor for all steps, by which kernels on a CPU know what they keep of it
+        pages = self._pages
         plain = self._order is None or prefill is None or not prefill.has_history  # fresh keys are read as they came
         stored, asked = key, query
         if self._order is not None:

@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionMetadata
 
 from ...ops import paged_attention
 from ...ops.reference.place import Copies
+from .host_prefill import HostPrefill
 from .prefill import Call, Prefill, Sink, merge
 
 
@@ -105,5 +106,5 @@ class KVBitsMetadata(AttentionMetadata):
     starts: torch.Tensor | None
     copy_slots: torch.Tensor | None
     decodes: dict[Call, Decode] = field(default_factory=dict)
-    prefills: dict[Call, Prefill] = field(default_factory=dict)
+    prefills: dict[Call, Prefill | HostPrefill] = field(default_factory=dict)
     positions: torch.Tensor | None = None

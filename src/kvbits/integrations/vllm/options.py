@@ -23,6 +23,7 @@ class Options:
         scheme: file that `--kv-cache-dtype kvbits_scheme` takes each layer's format from.
         calibration: file of `kvbits calibrate` for layers whose keys are stored in a calibrated basis; the model's own is found, or made once, without it.
         calibrate: whether one may be made where none is kept.
+        dtype: the format where `--kv-cache-dtype` has a closed list (`dtypes`).
         observe: sum up queries and keys for a calibration (`observe`).
     """
 
@@ -32,6 +33,7 @@ class Options:
     calibration: str = ""
     calibrate: bool = True
     observe: bool = False
+    dtype: str = ""
 
     @property
     def newest_pages(self) -> int:
@@ -59,7 +61,7 @@ def options_of(vllm_config: Any) -> Options:
         raise UnsupportedError(f"raw_newest={found.raw_newest!r} must be a multiple of {PAGE_SIZE} tokens, 0 to {MOST_RAW}")
     if not _is_whole(found.raw_first) or found.raw_first not in (0, PAGE_SIZE):
         raise UnsupportedError(f"raw_first={found.raw_first!r} must be 0 or {PAGE_SIZE} tokens, a page")
-    for name, what in (("scheme", "a scheme file"), ("calibration", "a file of `kvbits calibrate`")):
+    for name, what in (("scheme", "a scheme file"), ("calibration", "a file of `kvbits calibrate`"), ("dtype", "a kvbits dtype")):
         if not isinstance(getattr(found, name), str):
             raise UnsupportedError(f"{name}={getattr(found, name)!r} must be the name of {what}")
     for name in ("calibrate", "observe"):

@@ -217,6 +217,7 @@ class Prefill:
     Args:
         query_lens, seq_lens: int64 [rows], on the host.
         block_table: int32 [rows, pages] on the device.
+        call: of the layers.
         copies: raw ones of this step, or None.
 
     Attributes:
@@ -224,9 +225,7 @@ class Prefill:
         has_history: whether any row has tokens before this step.
     """
 
-    def __init__(
-        self, query_lens: np.ndarray, seq_lens: np.ndarray, block_table: torch.Tensor, window: int | None, scratch: Scratch, copies: Copies | None = None
-    ) -> None:
+    def __init__(self, query_lens: np.ndarray, seq_lens: np.ndarray, block_table: torch.Tensor, call: Call, copies: Copies | None = None) -> None:
         self.num_tokens = int(query_lens.sum())
         self.has_history = bool((seq_lens > query_lens).any())
         kept = query_lens > 0
@@ -235,7 +234,7 @@ class Prefill:
             query_lens, seq_lens = query_lens[kept], seq_lens[kept]
         self._placed: list[_Placed] = []
         if self.has_history:
-            found = passes(query_lens, seq_lens, window, scratch.rows)
+            found = passes(query_lens, seq_lens, call.sliding_window, call.scratch.rows)
             self._placed = [_Placed(p, query_lens, seq_lens - query_lens, block_table, copies) for p in found]
         elif len(query_lens):
             self._max_len = int(query_lens.max())
@@ -291,9 +290,6 @@ def attend(
     Returns:
         float32 log-sum-exps [tokens, Hq] if they are wanted.
     """
-    if call.fa_version is None:
-        lse = _attend_reference(call, q, k, v, q_starts.tolist(), k_starts.tolist(), causal, out)
-        return lse if wants_lse else None
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     window = [call.sliding_window - 1, 0] if causal and call.sliding_window else [-1, -1]
@@ -302,23 +298,3 @@ def attend(
         window_size=window, softcap=call.softcap or 0.0, out=out, return_softmax_lse=wants_lse, fa_version=call.fa_version,
     )  # fmt: skip
     return found[1].transpose(0, 1) if wants_lse else None
-
-
-def _attend_reference(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: list[int], k_starts: list[int], causal: bool, out: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    lses = torch.empty(q.shape[:2])
-    group = q.shape[1] // k.shape[1]
-    for row in range(len(q_starts) - 1):
-        mine, theirs = slice(q_starts[row], q_starts[row + 1]), slice(k_starts[row], k_starts[row + 1])
-        keys, values = (x[theirs].float().repeat_interleave(group, 1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q[mine].float(), keys) * call.scaling
-        if call.softcap:
-            scores = call.softcap * torch.tanh(scores / call.softcap)
-        if causal:
-            distance = torch.arange(scores.shape[1])[:, None] + scores.shape[2] - scores.shape[1] - torch.arange(scores.shape[2])
-            hidden = (distance < 0) if call.sliding_window is None else (distance < 0) | (distance >= call.sliding_window)
-            scores = scores.masked_fill(hidden, -torch.inf)
-        lses[mine] = scores.logsumexp(-1).transpose(0, 1)
-        out[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
-    return lses

@@ -154,19 +154,3 @@ def _checked(attn_selector_config: Any) -> str:
     if reasons:
         raise ValueError(f"kvbits' attention backend cannot serve this model: {'; '.join(reasons)}")
     return BACKEND
-
-
-def handler(dtype: str, tag: Any) -> type:
-    """What vLLM's `register_kv_cache_dtype` takes for a dtype of this name, whose pages are of the torch dtype `tag`."""
-    from vllm.v1.kv_cache_interface import KVQuantMode
-
-    class Handler:
-        name = dtype
-
-        def torch_dtype(self) -> Any:
-            return tag
-
-        def quant_mode(self) -> Any:
-            return KVQuantMode.CUSTOM
-
-    return Handler

@@ -27,6 +27,7 @@ class HostPlan:
         self.layouts, self.max_pages, self.options = tuple(layouts), tuple(max_pages), options
         self._layers: dict[int, tuple[PageStore, ...]] = {}
         self._tables: list[PageTable] = []
+        self._within: dict[tuple[int, int], PageTable] = {}  # of a part and the pages of its pool
         self._choices: dict[tuple[PageLayout, ...], dispatch.Choice] = {}
 
     def bind(self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor]) -> None:
@@ -53,7 +54,7 @@ class HostPlan:
             ids = table.numpy()[row, at[row] + page].astype(np.int64)
             lengths = np.minimum(visible[row] - page * size, size).astype(np.int32)
             tables.append(PageTable(np.concatenate([[0], np.cumsum(pages)]).astype(np.int64), ids, first[row] + page * size, lengths))
-        self._tables = tables
+        self._tables, self._within = tables, {}
         count = np.full(batch, t) if query_lens is None else query_lens.numpy().clip(0, t)
         positions = newest[:, None] - count[:, None] + np.arange(t)
         self._positions = torch.from_numpy(np.where((np.arange(t) < count[:, None]) & (newest >= count)[:, None], positions, -1))
@@ -68,10 +69,9 @@ class HostPlan:
             raise DataError(f"q is {list(q.shape)} {q.dtype}; the plan is for {list(want)} {self.options['dtype']}")
         stores = self._layers[layer]
         parts = []
-        for store, table in zip(stores, self._tables, strict=True):
+        for i, (store, table) in enumerate(zip(stores, self._tables, strict=True)):
             if table.num_pages:
-                ids = np.minimum(table.page_ids.astype(np.uint64), store.num_pages - 1).astype(np.int64)  # a number that the pool has not is the last page's
-                parts.append(Part(store, PageTable(table.indptr, ids, table.starts, table.lengths)))
+                parts.append(Part(store, self._table_within(i, store.num_pages)))
         out = q.new_empty(*q.shape[:3], self.layouts[0].value_head_dim) if out is None else out
         if not parts:
             out.zero_()
@@ -85,6 +85,14 @@ class HostPlan:
         if lse is not None:
             lse.copy_(found_lse)
         return out
+
+    def _table_within(self, part: int, num_pages: int) -> PageTable:
+        """The table of a part for a pool of so many pages, one for all layers; a number that the pool has not is the last page's."""
+        if (part, num_pages) not in self._within:
+            table = self._tables[part]
+            ids = np.minimum(table.page_ids.astype(np.uint64), num_pages - 1).astype(np.int64)
+            self._within[part, num_pages] = PageTable(table.indptr, ids, table.starts, table.lengths)
+        return self._within[part, num_pages]
 
     def explain(self) -> str:
         return "paged attention by host lists: " + ", ".join(sorted({str(c) for c in self._choices.values()}) or ["not yet run"])

@@ -1,0 +1,205 @@
+"""vLLM on a CPU: kvbits' kernels against vLLM's own, in its build for CPUs (the second environment of tests/integrations/run_vllm_cpu.sh).
+
+    OMP_NUM_THREADS=2 build/vllm-cpu-kernels/bin/python benchmarks/bench_vllm_cpu.py attention --shape 8x8192
+    OMP_NUM_THREADS=2 build/vllm-cpu-kernels/bin/python benchmarks/bench_vllm_cpu.py decode --model MODEL --shape 4x2048 --format int8_centered
+
+`attention` is a layer's part of a decoding step, storing the step's tokens and attending over pages of random numbers: vLLM's operators on a bf16 cache, then each format as
+the plugin calls it, in interleaved rounds. Outputs are checked first against dense attention in float32. `decode` runs two engines of a model on disk, vLLM's own and one
+of a format, each in a process of its own with as many threads, one after the other (`--format auto` names none of them, for a pair by hand): prompts of random tokens, then the median of the steps in
+which all sequences decode. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+import torch
+from result_file import append
+
+BLOCK = 128
+"""Tokens of a block of vLLM's own on a CPU."""
+WORST = {"int8": 0.02, "int8_centered": 0.02, "int4": 0.25, "klt4": 0.25, "klt3": 0.45}
+"""Relative distance from dense attention over random numbers, at most."""
+
+
+def static_of(layout: Any) -> dict[str, torch.Tensor]:
+    """Calibrated parameters of random bases."""
+    from kvbits.ops.static import read_with
+
+    heads, d = layout.num_kv_heads, layout.head_dim
+    basis = torch.linalg.qr(torch.randn(heads, d, d)).Q
+    known = {"k_basis": basis, "k_inverse": basis.mT.contiguous(), "k_inv_freq": 10000.0 ** -(torch.arange(0, d, 2) / d)}
+    return {name: known.get(name, torch.zeros(shape)) for name, shape in (read_with(layout) | ({"k_basis": ()} if layout.key.needs_rotary else {})).items()}
+
+
+def stock(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, length: int) -> tuple[torch.Tensor, Callable[[], None], Callable[[], None], int]:
+    """vLLM's operators over k, v [B, N, H, D]: what `ours` gives."""
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    batch, _, heads, d = k.shape
+    pages = -(-length // BLOCK)
+    cache = torch.zeros(batch * pages, heads, BLOCK * 2, d, dtype=torch.bfloat16)
+    key, value = cache.chunk(2, dim=2)
+    isa = _get_attn_isa(torch.bfloat16, BLOCK, d, "auto")
+    table = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
+    for b in range(batch):
+        slots = torch.arange(length) + b * pages * BLOCK
+        ops.cpu_attn_reshape_and_cache(k[b], v[b], key, value, slots, isa)
+    lens, starts = torch.full((batch,), length, dtype=torch.int32), torch.arange(batch + 1, dtype=torch.int32)
+    out, newest = torch.empty_like(q[:, 0]), torch.arange(batch) * pages * BLOCK + length - 1
+    given = ops.cpu_attn_get_scheduler_metadata(batch, q.shape[2], heads, d, lens, torch.bfloat16, starts, True, -1, isa, True)
+
+    def attend() -> None:
+        ops.cpu_attention_with_kv_cache(q[:, 0], key, value, out, starts, lens, d**-0.5, True, None, -1, table, 0.0, given, None)
+
+    def store() -> None:
+        ops.cpu_attn_reshape_and_cache(k[:, -1], v[:, -1], key, value, newest, isa)
+
+    return out, attend, store, cache.nbytes
+
+
+def ours(name: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, length: int) -> tuple[torch.Tensor, Callable[[], None], Callable[[], None], int]:
+    """(out, attend, store, bytes of the pages): as the plugin does it for a layer, the step's plan made."""
+    from kvbits.integrations.vllm.served import FORMATS, PAGE_SIZE
+    from kvbits.ops import dispatch, paged_attention
+
+    batch, _, heads, d = k.shape
+    layout, pages = FORMATS[f"kvbits_{name}"].layout(heads, d), -(-length // PAGE_SIZE)
+    pool = torch.zeros(batch * pages, heads, layout.head_bytes, dtype=torch.uint8)
+    static = static_of(layout)
+    choice = dispatch.choose("store_tokens", layout, torch.bfloat16, pool.device)
+    table = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
+    at = torch.arange(length)
+    for b in range(batch):
+        before = torch.where((at % PAGE_SIZE == 0) & (at > 0), b * pages + at // PAGE_SIZE - 1, -1)
+        choice.run(k[b], v[b], pool, layout, b * pages * PAGE_SIZE + at, static=static, previous_page=before, starts=(at // PAGE_SIZE * PAGE_SIZE).int())
+    plan = paged_attention.plan([layout], max_pages=[pages], batch_size=batch, num_q_heads=q.shape[2], dtype=q.dtype, device="cpu")
+    plan.bind(0, [pool], static)
+    plan.update([table], [torch.full((batch,), length, dtype=torch.int32)])
+    out, newest = torch.empty_like(q), torch.arange(batch) * pages * PAGE_SIZE + length - 1
+    none, first = torch.full((batch,), -1), torch.full((batch,), (length - 1) // PAGE_SIZE * PAGE_SIZE, dtype=torch.int32)
+
+    def attend() -> None:
+        plan.run(q, 0, out=out)
+
+    def store() -> None:
+        choice.run(k[:, -1], v[:, -1], pool, layout, newest, static=static, previous_page=none, starts=first)
+
+    attend()
+    assert "cpu" in plan.explain() and choice.backend == "cpu", plan.explain()
+    return out[:, 0], attend, store, pool.nbytes
+
+
+def attention(args: argparse.Namespace) -> list[dict[str, Any]]:
+    import vllm  # noqa: F401  (its operators)
+
+    batch, length = map(int, args.shape.split("x"))
+    torch.manual_seed(0)
+    k, v = (torch.randn(batch, length, args.heads, args.head_dim, dtype=torch.bfloat16) for _ in "kv")
+    q = torch.randn(batch, 1, args.heads * args.group, args.head_dim, dtype=torch.bfloat16)
+    dense = torch.nn.functional.scaled_dot_product_attention(*(x[:1].float().transpose(1, 2) for x in (q, k, v)), enable_gqa=True)[0, :, 0]
+    sides = {"vllm": stock(k, v, q, length)} | {name: ours(name, k, v, q, length) for name in args.formats}
+    for name, (out, attend, _, _) in sides.items():
+        attend()
+        distance = float((out[0].float() - dense).norm() / dense.norm())
+        assert distance <= WORST.get(name, 0.02), f"{name} is wrong by {distance:.3g}; a speed would mean nothing"
+    times: dict[str, list[list[float]]] = {name: [[], []] for name in sides}
+    for _ in range(args.rounds):
+        for name, (_, attend, store, _) in sides.items():
+            for i, run in enumerate((attend, store)):
+                began = time.perf_counter()
+                run()
+                times[name][i].append(time.perf_counter() - began)
+    found = {name: [statistics.median(x) for x in t] for name, t in times.items()}
+    least = {name: min(t[0]) for name, t in times.items()}
+    return [
+        {"mode": "attention", "cache": name, "shape": args.shape, "heads": args.heads, "head_dim": args.head_dim, "bytes": sides[name][3], "attend_s": found[name][0],
+         "store_s": found[name][1], "attend_least_s": least[name], "over_vllm": found["vllm"][0] / found[name][0],
+         "least_over_vllm": least["vllm"] / least[name]}
+        for name in sides
+    ]  # fmt: skip
+
+
+def one_engine(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Steps of one engine, in this process."""
+    from vllm import LLM, SamplingParams
+
+    batch, length = map(int, args.shape.split("x"))
+    config = {} if name == "vllm" else {"attention_backend": "CUSTOM", "additional_config": {"kvbits": {"dtype": name}}}
+    llm = LLM(
+        model=str(args.model), dtype=args.dtype, max_model_len=length + args.tokens + 64, max_num_seqs=batch, max_num_batched_tokens=2048, enforce_eager=True,
+        enable_prefix_caching=False, kv_cache_memory_bytes=args.pool << 20, disable_log_stats=True, **config,
+    )  # fmt: skip
+    core, params = llm.llm_engine, SamplingParams(max_tokens=args.tokens, temperature=0, ignore_eos=True, detokenize=False)
+    for b in range(batch):
+        core.add_request(str(b), {"prompt_token_ids": torch.randint(100, 20000, (length,), generator=torch.Generator().manual_seed(b)).tolist()}, params)
+    began, prompts, steps, first = time.perf_counter(), 0.0, [], set()
+    while core.has_unfinished_requests():
+        before, all_decode = time.perf_counter(), len(first) == batch
+        for output in core.step():
+            first.add(output.request_id)
+        if all_decode:
+            steps.append(time.perf_counter() - before)
+        else:
+            prompts = time.perf_counter() - began
+    return {"cache": name, "prompts_s": prompts, "step_s": statistics.median(steps), "tokens_per_s": batch / statistics.median(steps), "steps": len(steps)}
+
+
+def decode(args: argparse.Namespace) -> list[dict[str, Any]]:
+    found = []
+    for name in ["vllm", *args.formats] * args.rounds:
+        command = [sys.executable, __file__, "decode", "--model", str(args.model), "--shape", args.shape, "--tokens", str(args.tokens), "--dtype", args.dtype]
+        output = subprocess.run([*command, "--pool", str(args.pool), "--alone", name], capture_output=True, text=True, check=False)
+        if output.returncode:
+            raise SystemExit(output.stderr[-3000:])
+        found.append(
+            {"mode": "decode", "model": args.model.name, "dtype": args.dtype, "shape": args.shape} | json.loads(output.stdout.strip().splitlines()[-1])
+        )
+    best = {name: min(r["step_s"] for r in found if r["cache"] == name) for name in ("vllm", *args.formats)}
+    prompts = {name: min(r["prompts_s"] for r in found if r["cache"] == name) for name in ("vllm", *args.formats)}
+    return [r | {"over_vllm": best["vllm"] / best[r["cache"]], "prompts_over_vllm": prompts["vllm"] / prompts[r["cache"]]} for r in found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=("attention", "decode"))
+    parser.add_argument("--shape", default="8x8192", help="sequences x tokens of each")
+    parser.add_argument("--formats", nargs="+", default=["int8_centered", "int4", "klt4"])
+    parser.add_argument("--heads", type=int, default=8, help="kv heads")
+    parser.add_argument("--group", type=int, default=4, help="query heads per kv head")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=12, help="of attention; pairs of engines")
+    parser.add_argument("--model", type=Path, help="folder of a model, for decode")
+    parser.add_argument("--dtype", default="bfloat16", help="of the model")
+    parser.add_argument("--tokens", type=int, default=24, help="decoded by each sequence")
+    parser.add_argument("--pool", type=int, default=2048, help="MiB of an engine's cache")
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="file that this run is added to")
+    args = parser.parse_args()
+    if args.alone:
+        print(json.dumps(one_engine(args, args.alone)))
+        return
+    threads = torch.get_num_threads()
+    append(attention(args) if args.mode == "attention" else decode(args), args.out, threads=threads)
+
+
+if __name__ == "__main__":
+    main()
