@@ -203,14 +203,6 @@ def set_pool(name: str) -> None:
     library().kvbits_use_openmp(parallel)
 
 
-def runnable_tiers() -> list[str]:
-    """Every tier this machine can run, best first."""
-    lib, now = library(), tier()
-    found = [name for name in TIERS if lib.kvbits_set_tier(name.encode()) == 0]
-    set_tier(now)
-    return found
-
-
 def check(code: int) -> None:
     """Turns a return code of the library into an exception."""
     if code:
