@@ -5,7 +5,7 @@
 
 Candidates: scales and int8 codes per column by the production kernel ("per_channel"), by the paper's scalar listings in memory order ("row_order") and as
 printed ("column_outer", timed once: it walks column by column), by torch; one scale per row and 64 columns in 8 and 4 bits ("group64_int8", "group64_int4");
-and closing pages of bf16 keys and values ("close_int8", "close_nuq4-1%" and so on, two of them against the reference). "append": one token's keys and values of
+and closing pages of bf16 keys and values ("close_int8" and so on, one of them against the reference). "append": one token's keys and values of
 3 heads of 64 into a raw page, after 7 MB of weights have gone through the caches, as between two layers of SmolLM2-135M in a decoding step. Codes are checked
 against the references first. Rates count input bytes once; `limit` is what a plain read of the same matrix takes, and per_channel must read it twice. The last line is one JSON object.
 """
@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from result_file import append
 
-from kvbits import schemes
 from kvbits.cache.pool import allocate_slab
 from kvbits.ops.cpu import append as append_cpu
 from kvbits.ops.cpu import close as close_cpu
@@ -94,20 +93,15 @@ CLOSE = {
     "close_int4": (QuantSpec(format="int4"),) * 2,
     "close_int2_kivi": (QuantSpec(format="int2", granularity=PerChannel(), symmetric=False), QuantSpec(format="int2", granularity=PerToken(), symmetric=False)),
     "close_fp8": (QuantSpec(format="fp8_e4m3"),) * 2,
-} | {f"close_{name}": (schemes.get(name).key, schemes.get(name).value) for name in ("nuq4", "nuq4-1%", "nuq3-1%", "nuq2-1%")}
+}
 PAGES, HEADS, DIM = 512, 8, 128
 k, v = (huge(PAGES, HEADS, 64, DIM, dtype=torch.bfloat16).copy_(torch.randn(1, HEADS, 64, DIM).repeat(PAGES, 1, 1, 1)) for _ in range(2))
 stores = {}
-starts = 64 * np.arange(PAGES)
 for name, (key, value) in CLOSE.items():
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=HEADS, head_dim=DIM)
-    static = {}
-    if key.has_codebook:
-        entries = torch.linspace(-1, 1, 2**key.bits).sign() * torch.linspace(-1, 1, 2**key.bits).abs() ** 1.2
-        static = {f"{kind}_codebook": entries.expand(HEADS, -1) for kind in "kv"} | {"k_inv_freq": 10_000.0 ** (-torch.arange(DIM // 2) / (DIM // 2))}
-    stores[name] = PageStore(layout, (huge(PAGES, HEADS, layout.head_bytes, dtype=torch.uint8),), static)
-    close_cpu.close(k[:8], v[:8], stores[name], np.arange(8), starts=starts[:8])
-    want, _ = close_reference.close_pages(k[:8], v[:8], layout, static, starts[:8])
+    stores[name] = PageStore(layout, (huge(PAGES, HEADS, layout.head_bytes, dtype=torch.uint8),))
+    close_cpu.close(k[:8], v[:8], stores[name], np.arange(8))
+    want, _ = close_reference.close_pages(k[:8], v[:8], layout)
     assert torch.equal(stores[name].slabs[0][:8], want), name
 ids = np.arange(PAGES)
 
@@ -120,12 +114,9 @@ def timed(run: Callable[[], object]) -> float:
 
 candidates: dict[str, tuple[Callable[[], object], int]] = {n: (run, x.nbytes // (4 if n == "dequantize" else 1)) for n, run in matrix_candidates.items()}
 for name, store in stores.items():
-    candidates[name] = (lambda store=store: close_cpu.close(k, v, store, ids, starts=starts), k.nbytes + v.nbytes)
+    candidates[name] = (lambda store=store: close_cpu.close(k, v, store, ids), k.nbytes + v.nbytes)
 small = slice(0, 16)
-for name in ("close_int8", "close_nuq4-1%"):
-    candidates[f"{name}_reference"] = (
-        lambda store=stores[name]: close_reference.close(k[small], v[small], store, ids[small], starts=starts[small]), (k.nbytes + v.nbytes) * 16 // PAGES,
-    )  # fmt: skip
+candidates["close_int8_reference"] = (lambda: close_reference.close(k[small], v[small], stores["close_int8"], ids[small]), (k.nbytes + v.nbytes) * 16 // PAGES)
 candidates["limit"] = (lambda: x.view(torch.int64).sum(), x.nbytes)
 times: dict[str, list[float]] = {name: [] for name in candidates}
 for i in range(args.rounds):

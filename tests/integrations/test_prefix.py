@@ -9,7 +9,6 @@ from store_checks import bytes_of
 
 from kvbits import KVCache, PrefixStore, schemes
 from kvbits.errors import DataError, SpecError
-from kvbits.store import prefix_store
 
 SMALL = {"page_size": 32, "num_sink_tokens": 4}
 
@@ -109,4 +108,3 @@ def test_nothing_is_put_unless_it_is_wanted_and_bad_calls_say_why(tmp_path):
         KVCache.from_prefix(model, torch.ones(2, 5, dtype=torch.long), store=store)
     with pytest.raises(SpecError, match="chunk=0 must be"):
         KVCache.from_prefix(model, ids_of(9), store=store, chunk=0)
-    assert prefix_store.as_bytes("1KB") == 1000

@@ -120,8 +120,6 @@ static bool close_pages() {
   call.head_dim = read_one<int64_t>();
   call.dtype = read_one<int64_t>();
   const Blob k = read_blob(), v = read_blob();
-  call.turn_starts = read_blob().as<double>();
-  call.turn_steps = read_blob().as<double>();
   const Blob want = read_blob();
   Store* low = read_one<int64_t>() ? read_store() : nullptr;
   const Blob want_low = low ? read_blob() : Blob();

@@ -16,7 +16,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +28,6 @@ from kvbits.ops.descriptor import DTYPES, TORCH_NUMBERS  # noqa: E402
 from kvbits.ops.reference import attend as attend_reference  # noqa: E402
 from kvbits.ops.reference.close import close_nested  # noqa: E402
 from kvbits.ops.types import LowStore, PageStore  # noqa: E402
-from kvbits.quant.rotary import page_turns, step_turns  # noqa: E402
 from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, QuantSpec  # noqa: E402
 
 
@@ -88,19 +86,14 @@ def attend_case(noise: float, *args: object, young_only: bool = False, **kwargs:
     return data
 
 
-def close_case(
-    spec: QuantSpec, head_dim: int, dtype: torch.dtype, low: tuple[int, int] | None = None, key: QuantSpec | None = None, spread: float = 1.0
-) -> bytes:
-    key = key or spec
-    layout = PageLayout(key=key, value=spec, page_size=32, num_kv_heads=2, head_dim=head_dim, raw_dtype=str(dtype).removeprefix("torch."))
-    k, v = (torch.randn(2, 2, 32, head_dim).mul(torch.randn(2, 2, 32, 1).exp()).mul(spread).to(dtype) for _ in range(2))
-    static, starts = static_params(key, spec, 2, head_dim), np.array([9, 130_000])
+def close_case(spec: QuantSpec, head_dim: int, dtype: torch.dtype, low: tuple[int, int] | None = None) -> bytes:
+    layout = PageLayout(key=spec, value=spec, page_size=32, num_kv_heads=2, head_dim=head_dim, raw_dtype=str(dtype).removeprefix("torch."))
+    k, v = (torch.randn(2, 2, 32, head_dim).mul(torch.randn(2, 2, 32, 1).exp()).to(dtype) for _ in range(2))
+    static = static_params(spec, spec, 2, head_dim)
     fine = [] if low is None else [LowLayout(key_bits=low[0], value_bits=low[1], page_size=32, num_kv_heads=2, head_dim=head_dim)]
-    (want, *planes), _ = close_nested(k, v, layout, static, fine, starts)
+    (want, *planes), _ = close_nested(k, v, layout, static, fine)
     store = PageStore(layout, (torch.full_like(want, 0xFF),), static)
-    turns = [page_turns(starts, static["k_inv_freq"]), step_turns(32, static["k_inv_freq"])] if key.pre_rope else [None, None]
-    data = ints(2) + store_bytes(store) + ints(2, head_dim, DTYPES[layout.raw_dtype]) + blob(k) + blob(v) + blob(turns[0]) + blob(turns[1]) + blob(want)
-    data += ints(len(fine))
+    data = ints(2) + store_bytes(store) + ints(2, head_dim, DTYPES[layout.raw_dtype]) + blob(k) + blob(v) + blob(want) + ints(len(fine))
     for y, plane in zip(fine, planes, strict=True):
         data += low_bytes(LowStore(y, (torch.full_like(plane, 0xFF),))) + blob(plane)
     return data
@@ -120,13 +113,9 @@ def cases() -> bytes:
     for fmt in CODEBOOKS:
         for i, head_dim in enumerate((64, 80, 96, 128)):
             data += attend_case(NOISE[fmt], *kvquant(fmt), head_dim=head_dim, group=1 + 2 * i, page_size=(32, 64, 96)[i % 3], first=131_000, tokens=1 + i)
-            for static in (False, True):
-                key, value = kvquant(fmt, static=static)
-                data += close_case(value, head_dim, (torch.float32, torch.bfloat16)[i % 2], key=key, spread=4.0)
     for fmt in (*CODEBOOKS, "int8", "int4", "int3", "int2"):
         for i, spec in enumerate(kvquant_specs(fmt, group=16)):
             data += attend_case(NOISE[fmt], spec, spec, head_dim=(64, 80, 128)[i % 3], group=1 + i % 8)
-            data += close_case(spec, (64, 80, 128)[i % 3], (torch.float32, torch.bfloat16, torch.float16)[i % 3], spread=2.0)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         data += attend_case(NOISE["raw"], RAW, RAW, head_dim=72, dtype=dtype, window=70, softcap=20.0) + close_case(RAW, 40, dtype)
     data += attend_case(2e-2, QuantSpec(format="int3", granularity=PerChannel()), QuantSpec(format="int2", granularity=PerGroup(4)), head_dim=96, tokens=30)

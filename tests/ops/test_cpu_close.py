@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 from ops import by_hand
-from ops.cpu_cases import CODEBOOKS, FORMATS, RAW, kvquant, kvquant_specs, needs_library, specs_of, static_params
+from ops.cpu_cases import FORMATS, RAW, kvquant, needs_library, specs_of, static_params
 
-from kvbits.errors import DataError
+from kvbits.errors import DataError, UnsupportedError
+from kvbits.ops import dispatch
 from kvbits.ops.cpu import close as cpu
 from kvbits.ops.reference import close as reference
-from kvbits.ops.reference.dequantize import section
 from kvbits.ops.types import PageStore
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
@@ -86,61 +84,19 @@ def test_dtypes(tier, dtype, scale_dtype):
 
 
 @pytest.mark.literature
-@pytest.mark.parametrize("fmt", [*CODEBOOKS, "int8", "int4", "int3", "int2"])
-def test_kvquant_same_bytes_as_reference(tier, fmt):
-    """Codebooks and outliers, every way to share scales, keys before the rotary embedding: half the channels in whole vectors and not."""
-    for i, spec in enumerate(kvquant_specs(fmt, group=16)):
-        head_dim, page_size = [(64, 64), (80, 32), (128, 96), (72, 64)][i % 4] if spec.num_groups(128) in (1, 128) else [(64, 64), (80, 32), (128, 96)][i % 3]
-        key = dataclasses.replace(spec, pre_rope=True) if i % 2 else spec
-        for dtype in (torch.float32, torch.bfloat16):
-            k, v = ugly((3, 2, page_size, head_dim), dtype), ugly((3, 2, page_size, head_dim), dtype).flip(2)
-            (got, want), counts = close_both(k, v, key, spec, page_size, head_dim)
-            assert torch.equal(got, want), f"{spec} head_dim={head_dim} {dtype}"
-            assert counts[0] == counts[1]
-
-
-@pytest.mark.literature
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("fmt", CODEBOOKS)
-def test_kvquant_presets_same_bytes_as_reference(tier, fmt, static):
-    """As the presets store them, and with calibrated ranges so narrow that tokens stretch."""
-    for outliers in (0.01, 0.125):
-        key, value = kvquant(fmt, outliers, static)
-        k, v = torch.randn(3, 2, 64, 128).exp() * 4, ugly((3, 2, 64, 128), torch.float32)
-        (got, want), counts = close_both(k, v, key, value, 64, 128)
-        assert torch.equal(got, want) and counts[0] == counts[1] == {"k": 0, "v": 0}
-        if static:
-            layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=2, head_dim=128, raw_dtype="float32")
-            assert section(got[[4, 0, 3], :2], layout, "k_stretch").float().max() > 1
-
-
-@pytest.mark.literature
-def test_ties_and_wide_indices(tier):
-    """Pages of few different numbers, where which element is listed is a matter of order, and indices past 65,535."""
-    for fmt, granularity in (("nuq4", PerToken()), ("nuq2", PerChannel()), ("int3", PerGroup(32))):
-        for symmetric in (True, False):
-            spec = QuantSpec(format=fmt, granularity=granularity, symmetric=symmetric, outliers=0.03)
-            for page_size, head_dim in ((64, 64), (160, 512)):
-                k, v = (torch.randint(-3, 4, (3, 2, page_size, head_dim)).float() for _ in "kv")
-                v[1] = 0
-                v[2] = torch.where(torch.arange(page_size)[:, None] % 7 == 0, v[2], -0.0)
-                (got, want), counts = close_both(k, v, spec, spec, page_size, head_dim)
-                assert torch.equal(got, want) and counts[0] == counts[1]
-
-
-@pytest.mark.literature
-def test_kvquant_bad_input_is_refused():
-    key, value = kvquant("nuq4")
-    layout = PageLayout(key=key, value=value, page_size=32, num_kv_heads=2, head_dim=64)
-    store = PageStore(layout, (torch.zeros(4, 2, layout.head_bytes, dtype=torch.uint8),), static_params(key, value, 2, 64))
-    k, ids = torch.randn(2, 2, 32, 64), np.array([0, 1])
-    assert cpu.refuses(k, store) is None
-    for close in (cpu.close, reference.close):
-        for starts in (None, np.array([0])):
-            with pytest.raises(DataError, match="2 pages of keys that were turned back were given"):
-                close(k, k, store, ids, starts=starts)
-        with pytest.raises(DataError, match="overflows"):
-            close(k, k * 1e8, store, ids, starts=np.array([0, 32]))
+@pytest.mark.parametrize("spec", [kvquant("nuq4", 0.0)[1], QuantSpec(format="int4", outliers=0.01), QuantSpec(format="int4", pre_rope=True)], ids=str)
+def test_what_the_reference_closes(spec):
+    """KVQuant's techniques: refused by name, and served by the reference where nobody asked for a backend."""
+    plain = QuantSpec(format="int4")
+    for key, value in ((spec, plain), (plain, spec)) if not spec.pre_rope else ((spec, plain),):
+        layout = PageLayout(key=key, value=value, page_size=32, num_kv_heads=2, head_dim=64)
+        store = PageStore(layout, (torch.full((4, 2, layout.head_bytes), 0xFF, dtype=torch.uint8),), static_params(key, value, 2, 64))
+        k, ids = torch.randn(2, 2, 32, 64), np.array([0, 1])
+        choice = dispatch.choose("close_pages", k, store)
+        assert choice.backend == "reference" and "the reference closes their pages" in choice.refusals["cpu"]
+        with pytest.raises(UnsupportedError, match="the reference closes their pages; use the reference"):
+            cpu.close(k, k, store, ids, starts=np.array([0, 32]))
+        assert bool((store.slabs[0] == 0xFF).all())
 
 
 def test_raw_tensors_and_mixed_formats(tier):

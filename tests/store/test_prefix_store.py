@@ -17,7 +17,6 @@ from store_checks import FULL, SLIDING, bytes_of, cache_of, extend, ids_of, piec
 from kvbits import PrefixStore
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, PoolFullError, SpecError
-from kvbits.store.prefix_store import as_bytes
 from kvbits.units import human_bytes
 
 
@@ -303,7 +302,7 @@ def test_bad_calls_are_refused_in_words(tmp_path):
         store.match(PagedCache(spec), ids)
     with pytest.raises(DataError, match="blob_tokens=0 must be"):
         PrefixStore(tmp_path, blob_tokens=0)
-    with pytest.raises(SpecError, match="'12 lightyears' is no size"):
+    with pytest.raises(SpecError, match="max_bytes '12 lightyears' is not understood"):
         PrefixStore(tmp_path, max_bytes="12 lightyears")
     with pytest.raises(SpecError, match="without max_bytes"):
         store.evict()
@@ -348,11 +347,12 @@ def test_prefixes_load_into_the_rows_of_a_new_cache_in_any_order(tmp_path):
         store.load(cache, prompts[0], 3)
 
 
-def test_sizes_are_read_as_people_write_them():
-    assert [as_bytes(x) for x in (7, "7B", "64 MB", "1.5gb", "2TB", "1kb")] == [7, 7, 64 * 10**6, 15 * 10**8, 2 * 10**12, 1000]
-    for bad in (-1, 1.5, "", "64", "GB", "-1GB", "infGB", "1e400GB", "1XB", None):
-        with pytest.raises(SpecError, match="is no size"):
-            as_bytes(bad)
+def test_sizes_are_read_as_people_write_them(tmp_path):
+    for size, nbytes in ((7, 7), ("7B", 7), ("64 MB", 64 * 10**6), ("1.5gb", 15 * 10**8), ("2TB", 2 * 10**12), ("1kb", 1000), ("1GiB", 2**30)):
+        assert PrefixStore(tmp_path, max_bytes=size).max_bytes == nbytes
+    for bad in (-1, 1.5, "", "64", "GB", "-1GB", "infGB", "1e400GB", "1XB"):
+        with pytest.raises(SpecError, match=r"max_bytes '.*' is not understood; write it with its unit"):
+            PrefixStore(tmp_path, max_bytes=bad)
 
 
 # -- what stays ---------------------------------------------------------------------------------------------------------

@@ -372,11 +372,7 @@ def write_all(fd: int, pieces: Sequence[memoryview]) -> None:
     """Write pieces of memory to a file, one after the other."""
     left = list(pieces)
     while left:
-        n = os.writev(fd, left[: os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16])
-        while left and n >= len(left[0]):
-            n -= len(left.pop(0))
-        if n:
-            left[0] = left[0][n:]
+        _take_off(left, os.writev(fd, left[: os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16]))
 
 
 def read_all(fd: int, pieces: Sequence[memoryview], offset: int) -> int:
@@ -387,11 +383,15 @@ def read_all(fd: int, pieces: Sequence[memoryview], offset: int) -> int:
         if not n:
             break
         total += n
-        while left and n >= len(left[0]):
-            n -= len(left.pop(0))
-        if n:
-            left[0] = left[0][n:]
+        _take_off(left, n)
     return total
+
+
+def _take_off(pieces: list[memoryview], nbytes: int) -> None:
+    while pieces and nbytes >= len(pieces[0]):
+        nbytes -= len(pieces.pop(0))
+    if nbytes:
+        pieces[0] = pieces[0][nbytes:]
 
 
 class Read(NamedTuple):

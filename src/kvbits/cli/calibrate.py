@@ -13,22 +13,7 @@ import typer
 
 from ..errors import SpecError, counted
 from ..files import require_file
-from .common import (
-    Device,
-    Json,
-    Model,
-    Threads,
-    command,
-    names_of,
-    print_json,
-    read_config,
-    require_model,
-    say_device,
-    set_threads,
-    show,
-    tokens,
-    when_stopped,
-)
+from .common import Device, Json, Model, Threads, command, names_of, print_json, read_config, require_model, say_device, set_threads, show, tokens, when_stopped
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration

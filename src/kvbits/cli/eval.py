@@ -88,18 +88,10 @@ def evaluate(
     from ..calibrate import Calibration
     from ..evaluate.tasks import Options
 
-    sizes: dict[str, Any] = {
-        "windows": windows,
-        "length": length,
-        "chunk": chunk,
-        "context": context,
-        "new_tokens": new_tokens,
-        "repeats": repeats,
-        "limit": limit,
-    }
     options = Options(
-        **sizes, contexts=_lengths(contexts), depths=_floats("--depths", depths), shots=shots, batch_size=batch_size, data=_pairs(data or []), seed=seed
-    )
+        windows=windows, length=length, chunk=chunk, context=context, new_tokens=new_tokens, repeats=repeats, limit=limit, contexts=_lengths(contexts),
+        depths=_floats("--depths", depths), shots=shots, batch_size=batch_size, data=_pairs(data or []), seed=seed,
+    )  # fmt: skip
     chosen = _schemes(schemes)
     given = [Calibration.load(path) for path in calibration or []]
     evaluated, to_calibrate, note = _texts(text, calibration_text, chosen, [c.info.get("scheme") for c in given])

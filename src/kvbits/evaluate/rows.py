@@ -69,12 +69,7 @@ def together(f: CacheFactory, count: int) -> list[slice]:
 
 
 def generate(
-    model: Any,
-    f: CacheFactory,
-    prompts: Sequence[torch.Tensor],
-    new_tokens: int,
-    chunk: int,
-    stop: Callable[[list[int]], bool] = lambda tokens: False,
+    model: Any, f: CacheFactory, prompts: Sequence[torch.Tensor], new_tokens: int, chunk: int, stop: Callable[[list[int]], bool] = lambda tokens: False
 ) -> list[list[int]]:
     """Greedy tokens after each prompt, until `stop` says so of what came so far or `new_tokens` came. Rows that ended leave the batch."""
     found: list[list[int]] = [[] for _ in prompts]

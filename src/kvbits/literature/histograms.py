@@ -32,13 +32,7 @@ def levels_of(scheme: Scheme, layers: tuple[LayerGeometry, ...], static: list[di
 
 
 def collect(
-    model: Any,
-    prompts: list[Prompt],
-    targets: list[Target],
-    weighted: bool,
-    checkpointing: bool,
-    resume: str | os.PathLike[str] | None,
-    progress: bool,
+    model: Any, prompts: list[Prompt], targets: list[Target], weighted: bool, checkpointing: bool, resume: str | os.PathLike[str] | None, progress: bool
 ) -> None:
     """Fill the targets' levels from the prompts, one backward pass each for all of them, or a forward pass only where nothing is `weighted`.
 

@@ -354,44 +354,29 @@ def report(results: Results) -> str:
     parts = ["# What few bits cost", *notes, table(columns, [r.cells for r in rows]), said, table(mass_columns, mass)]
     for m in results.models.values():
         for task, cells in m.tasks.items():
+            if not any(c.summary for c in cells.values()):
+                continue
             if task == "fidelity":
                 parts += [f"## {m.title}", conditions(m), _fidelity(cells)]
-            elif any(c.summary for c in cells.values()):
+            else:
                 parts += [f"## {m.title}: {task}", f"`{cells[next(iter(cells))].settings}`", _summaries(cells)]
     return "\n\n".join(parts) + "\n"
 
 
 def _fidelity(cells: dict[str, Cell]) -> str:
-    columns = [
-        "cache",
-        "bits held",
-        "bytes",
-        "perplexity",
-        "change",
-        "KL",
-        "KL 99 %",
-        "worst KL",
-        "at token",
-        "above 1 nat",
-        "read raw",
-        "mass matched",
-        "top-1",
-        "speed",
-    ]
-    rows = []
-    for c in cells.values():
-        s = c.summary
-        if not s:
-            continue
-        held, speed = held_bits(c, cells), s.get("speed_ratio")
-        rows.append(
-            [
-                c.scheme, "" if held is None else f"{held:.2f}", f"{s['bytes_held']:,}", f"{s['ppl']:.3f}", change(s), f"{s['kl_mean']:.5f}",
-                f"{s['kl_p99']:.4f}", f"{s['kl_max']:.3f}", "" if s.get("kl_worst") is None else f"{s['kl_worst']:,}", percent(s.get("kl_lost")),
-                percent(s.get("read_raw")), f"{s['mass_matched']:.2%}", f"{s['top1_agreement']:.2%}", "" if speed is None else f"{speed:.2f}x",
-            ]
-        )  # fmt: skip
-    return table(columns, rows)
+    rows = [_figures(c, cells) for c in cells.values() if c.summary]
+    return table(list(rows[0]), [list(r.values()) for r in rows])
+
+
+def _figures(c: Cell, cells: dict[str, Cell]) -> dict[str, str]:
+    s, held, speed = c.summary, held_bits(c, cells), c.summary.get("speed_ratio")
+    return {
+        "cache": c.scheme, "bits held": "" if held is None else f"{held:.2f}", "bytes": f"{s['bytes_held']:,}", "perplexity": f"{s['ppl']:.3f}",
+        "change": change(s), "KL": f"{s['kl_mean']:.5f}", "KL 99 %": f"{s['kl_p99']:.4f}", "worst KL": f"{s['kl_max']:.3f}",
+        "at token": "" if s.get("kl_worst") is None else f"{s['kl_worst']:,}", "above 1 nat": percent(s.get("kl_lost")),
+        "read raw": percent(s.get("read_raw")), "mass matched": f"{s['mass_matched']:.2%}", "top-1": f"{s['top1_agreement']:.2%}",
+        "speed": "" if speed is None else f"{speed:.2f}x",
+    }  # fmt: skip
 
 
 def _summaries(cells: dict[str, Cell]) -> str:

@@ -31,7 +31,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.serialize import shown_part
 from ..errors import CacheStateError, DataError, FileFormatError, SpecError, counted
 from ..spec import CacheSpec
-from ..units import human_bytes
+from ..units import human_bytes, parse_bytes
 from . import keys, pages
 from .filling import Filling
 from .finding import Plan, find
@@ -45,7 +45,6 @@ WRITTEN_AT_ONCE = 8
 """Blobs on their way to the disk together."""
 PIN = ".pin"
 BLOB = re.compile(r"[0-9a-f]{40}(\+[0-9]+-[0-9a-f]{16})?\.[0-9]+-[0-9]+")
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 class StoreExplanation(dict[str, Any]):
@@ -87,7 +86,7 @@ class PrefixStore:
         remote = isinstance(where, str) and "://" in where
         if not remote and (local is not None or options):
             raise SpecError(f"local={local!r} and options {sorted(options)} are of remote stores; {os.fspath(where)!r} is a folder")
-        self.blob_tokens, self.max_bytes = blob_tokens, None if max_bytes is None else as_bytes(max_bytes)
+        self.blob_tokens, self.max_bytes = blob_tokens, None if max_bytes is None else _limit(max_bytes)
         self.shard, self.made_for = _shard(shard), made_for
         self._whole = None if calibration is None else blob.calibration_id(getattr(calibration, "static", calibration))
         self.folder = Folder((local or local_tier(str(where))) if remote else where)
@@ -351,7 +350,7 @@ class PrefixStore:
         Returns:
             Bytes removed.
         """
-        limit = self.max_bytes if max_bytes is None else as_bytes(max_bytes)
+        limit = self.max_bytes if max_bytes is None else _limit(max_bytes)
         if limit is None:
             raise SpecError("evict() of a store without max_bytes; say how many bytes may stay")
         with self.folder.locked():
@@ -438,23 +437,9 @@ def whole_spec(spec: CacheSpec, shards: int) -> CacheSpec:
     return dataclasses.replace(spec, layers=tuple(dataclasses.replace(g, num_kv_heads=g.num_kv_heads * shards) for g in spec.layers))
 
 
-def as_bytes(size: int | str) -> int:
-    """Bytes of a number, or of text like "200GB", "64 MB".
-
-    Raises:
-        SpecError: neither.
-    """
-    if type(size) is int and size >= 0:
-        return size
-    text = str(size).replace(" ", "").upper()
-    number = text.rstrip("KMGTB")
-    unit = text[len(number) :].removesuffix("B")
-    try:
-        if type(size) is str and text.endswith("B") and unit in UNITS and float(number) >= 0:
-            return int(float(number) * UNITS[unit])
-    except (ValueError, OverflowError):
-        pass
-    raise SpecError(f"{size!r} is no size; give bytes, or text like '200GB'")
+def _limit(size: int | str) -> int:
+    """Bytes of a number, or of text like "200GB" (`units.parse_bytes`)."""
+    return size if type(size) is int and size >= 0 else parse_bytes(str(size), "max_bytes")
 
 
 _CALIBRATIONS: WeakKeyDictionary[PagedCache, bytes] = WeakKeyDictionary()

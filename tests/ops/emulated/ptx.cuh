@@ -340,10 +340,8 @@ inline u32 load_shared_at(u32 address) { return shared_at<u32>(address + OFFSET)
 template <int OFFSET>
 inline uint2 load_shared2_at(u32 address) { return {shared_at<u32>(address + OFFSET), shared_at<u32>(address + OFFSET + 4)}; }
 inline void add_to_shared(u32 address, int x) { shared_at<int>(address) += x; }
-inline void store_shared(u32 address, u32 x) { shared_at<u32>(address) = x; }
 inline int round_to_int(float x) { return x >= 2147483648.f ? 0x7fffffff : x < -2147483648.f ? -0x7fffffff - 1 : int(rintf(x)); }
 inline void pause() { yield(); }
-inline void compute_now(u32&) {}
 inline int lowest_bit(u32 x) { return __builtin_ctz(x); }
 inline int leading_zeros(u32 x) { return x ? __builtin_clz(x) : 32; }
 inline void __trap() { fail("trap", 0); }
@@ -378,7 +376,6 @@ template <class T>
 inline T load_global_l2(const T* p) { return *p; }
 inline uint2 load_once_8(const void* p) { return *static_cast<const uint2*>(p); }
 inline uint4 load_once_16(const void* p) { return *static_cast<const uint4*>(p); }
-inline double2 load_kept(const double2* p) { return *p; }
 inline void prefetch_l1(const void*) {}
 inline void prefetch_l2(i64, u32) {}
 inline u64 read_once_policy() { return 0; }

@@ -15,17 +15,26 @@ import torch
 from ...errors import DataError, UnsupportedError
 from ...quant.basis import frames
 from ...quant.qparams import require_finite
-from ...quant.rotary import page_turns, step_turns
+from ...quant.rotary import page_turns
+from ...spec import PageLayout
 from ..descriptor import TORCH_NUMBERS
 from ..reference.dequantize import require_starts
 from ..types import LowStore, PageStore, check_closing, wider_scales
+from . import structs
 from .library import CloseStruct, check, library
-from .structs import low_struct, refuses_layout, refuses_low, refuses_writing, store_struct
+from .structs import low_struct, refuses_low, refuses_writing, store_struct
 
 
 def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> str | None:
     """Why pages of this store, with low planes in the stores `low`, cannot be closed here, or None."""
     return refuses_low(store.layout, [s.layout for s in low], closing=True) or refuses_layout(store.layout) or refuses_writing(k, store)
+
+
+def refuses_layout(layout: PageLayout) -> str | None:
+    """The part of `refuses` that a layout decides."""
+    if any(spec.has_codebook or spec.outliers or spec.pre_rope for spec in (layout.key, layout.value)):
+        return "codebooks, outliers and keys before the rotary embedding: the reference closes their pages"
+    return structs.refuses_layout(layout)
 
 
 def frame_turns(store: PageStore, starts: np.ndarray) -> np.ndarray:
@@ -48,18 +57,18 @@ def close(
         k, v: [n, H, page_size, head_dim] fp32, fp16 or bf16 with the last dim dense.
         page_ids: [n] pages of the store to write.
         low: stores of low planes and their pages [n], one at most.
-        starts: [n] position of each page's first token, for pre-RoPE keys.
+        starts: [n] position of each page's first token, for keys in a basis.
 
     Returns:
         How many elements of keys and of values were clamped to their code range (quantized tensors only).
 
     Raises:
-        DataError: shapes that do not fit, NaN or infinity, no starts for pre-RoPE keys, or a scale that overflows its storage dtype. The pages are then half
+        DataError: shapes that do not fit, NaN or infinity, no starts for keys in a basis, or a scale that overflows its storage dtype. The pages are then half
             written.
-        UnsupportedError: several low planes of a page.
+        UnsupportedError: several low planes of a page, or pages that `refuses_layout`.
     """
     layout = store.layout
-    if why := refuses_low(layout, [s.layout for s, _ in low], closing=True):
+    if why := refuses_low(layout, [s.layout for s, _ in low], closing=True) or refuses_layout(layout):
         raise UnsupportedError(f"{why}; use the reference")
     ids, *low_ids = check_closing(store, page_ids, low)
     for name, x in (("k", k), ("v", v)):
@@ -74,10 +83,9 @@ def close(
     for (fine, _), fine_ids in zip(low, low_ids, strict=True):
         struct.low, struct.low_ids = ctypes.addressof(low_struct(fine)), fine_ids.ctypes.data
     if layout.key.needs_rotary:
-        inv_freq, first = store.static["k_inv_freq"], require_starts(starts, len(ids))
-        struct.starts = first.ctypes.data
-        turns = frame_turns(store, first) if layout.key.basis == "calibrated" else page_turns(first, inv_freq), step_turns(layout.page_size, inv_freq)
-        struct.turn_starts, struct.turn_steps = (x.ctypes.data for x in turns)
+        first = require_starts(starts, len(ids))
+        turns = frame_turns(store, first)
+        struct.starts, struct.turn_starts = first.ctypes.data, turns.ctypes.data
     check(library().kvbits_close(struct))
     for i, (name, x) in enumerate((("keys", k), ("values", v))):
         if struct.nonfinite[i] >= 0:

@@ -20,7 +20,7 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 LIBRARY_NAME = "libkvbits_cpu.so"
 POOLS = ("openmp", "own")
 TIERS = ("avx512", "avx2", "neon", "generic")
@@ -79,7 +79,7 @@ class CloseStruct(Structure):
         ("store", c_void_p), ("page_ids", c_void_p), ("low", c_void_p), ("low_ids", c_void_p), ("num_pages", c_int64),
         ("num_kv_heads", c_int32), ("head_dim", c_int32), ("value_head_dim", c_int32),
         ("dtype", c_int32), ("num_threads", c_int32), ("source", c_void_p * 2), ("stride", (c_int64 * 3) * 2),
-        ("turn_starts", c_void_p), ("turn_steps", c_void_p), ("starts", c_void_p),
+        ("turn_starts", c_void_p), ("starts", c_void_p),
         ("saturated", c_int64 * 2), ("nonfinite", c_int64 * 2), ("overflow", c_int32 * 2),
     ]  # fmt: skip
 
@@ -201,14 +201,6 @@ def set_pool(name: str) -> None:
     if name not in POOLS or (name == "openmp" and parallel is None):
         raise UnsupportedError(f"thread pool {name!r} is not one of {', '.join(POOLS)}, or torch is not linked to OpenMP here")
     library().kvbits_use_openmp(parallel)
-
-
-def runnable_tiers() -> list[str]:
-    """Every tier this machine can run, best first."""
-    lib, now = library(), tier()
-    found = [name for name in TIERS if lib.kvbits_set_tier(name.encode()) == 0]
-    set_tier(now)
-    return found
 
 
 def check(code: int) -> None:

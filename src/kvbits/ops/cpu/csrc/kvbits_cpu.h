@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 17 };
+enum { KVBITS_ABI_VERSION = 18 };
 
 // How one tensor (keys or values) of a page is stored.
 typedef struct {
@@ -97,9 +97,8 @@ typedef struct {
   int32_t num_kv_heads, head_dim, value_head_dim, dtype, num_threads;
   const void* source[2];
   int64_t stride[2][3];     // elements: page, head, token
-  // For keys that are turned back: cosines, then sines of head_dim / 2 angles, each padded to a multiple of 16.
-  const double* turn_starts;  // [num_pages] of each page's first token, or its frame
-  const double* turn_steps;   // [page_size] of token j's distance from it
+  // For keys in a basis: cosines, then sines of the head_dim / 2 angles of each page's frame, each padded to a multiple of 16.
+  const double* turn_starts;  // [num_pages]
   const int64_t* starts;      // [num_pages] position of each page's first token
   int64_t saturated[2];     // out: elements clamped to the code range
   int64_t nonfinite[2];     // out: first page * num_kv_heads + head that holds NaN or infinity, -1 for none

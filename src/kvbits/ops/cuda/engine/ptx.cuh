@@ -158,7 +158,6 @@ DEVICE u32 load_shared_at(u32 address) { u32 w; asm("ld.shared.u32 %0, [%1 + %2]
 template <int OFFSET>
 DEVICE uint2 load_shared2_at(u32 address) { uint2 w; asm("ld.shared.v2.u32 {%0, %1}, [%2 + %3];" : "=r"(w.x), "=r"(w.y) : "r"(address), "n"(OFFSET)); return w; }
 DEVICE void add_to_shared(u32 address, int x) { asm volatile("red.shared.add.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
-DEVICE void store_shared(u32 address, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
 DEVICE int round_to_int(float x) { int y; asm("cvt.rni.s32.f32 %0, %1;" : "=r"(y) : "f"(x)); return y; }
 DEVICE void barrier_init(u32 bar, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory"); }
 DEVICE void barrier_arrive(u32 bar) { asm volatile("{.reg .b64 t; mbarrier.arrive.shared.b64 t, [%0];}" ::"r"(bar) : "memory"); }
@@ -221,9 +220,6 @@ DEVICE void wait_for_previous_kernel() {
 #endif
 }
 
-/// Keeps a running result from being put off: what it is made of would take registers until then.
-DEVICE void compute_now(u32& x) { asm volatile("" : "+r"(x)); }
-
 /// Barrier among as many threads of a block: 1 of the first ones (0 is __syncthreads).
 template <int BARRIER = 1>
 DEVICE void sync_threads(u32 threads) { asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "r"(threads) : "memory"); }
@@ -244,7 +240,6 @@ DEVICE uint4 load_once_16(const void* p) {
     asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
-DEVICE double2 load_kept(const double2* p) { double2 v; asm("ld.global.nc.L1::evict_last.v2.f64 {%0, %1}, [%2];" : "=d"(v.x), "=d"(v.y) : "l"(p)); return v; }
 /// Adds to a counter that blocks share, after all that this thread knows of is there for whoever sees the sum, and before all that it reads then.
 DEVICE int add_acquire_release(int* p, int x) { int old; asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(x) : "memory"); return old; }
 /// Reads past L1, which other blocks' writes do not reach.

@@ -18,7 +18,6 @@ struct Scratch {
   Angles angles;
   BandPieces pieces;
   Decoded decoded;
-  KeyPairs pairs;
   Chunk chunks[ITEM_ROWS / ROWS];
 };
 
@@ -51,7 +50,7 @@ static void attend_part(Part& part, const Entries& entries, Scratch& w) {
   if (part.key.t->bands) {
     attend_klt_keys(part, entries, w);
   } else if (has_codebook) {
-    CodebookPart path = {part, w.decoded, w.angles, w.pairs};
+    CodebookPart path = {part, w.decoded, w.angles};
     path.begin();
     attend_codebook_pages(path, entries);
     path.end();

@@ -7,8 +7,6 @@
 #include "engine/close/page_buffers.h"
 #include "engine/close/plan.h"
 #include "engine/close/planes.h"
-#include "families/codebook/codes.h"
-#include "families/codebook/ranges.h"
 #include "families/klt/codes.h"
 #include "families/plain/codes.h"
 #include "families/plain/params.h"
@@ -21,14 +19,10 @@ template <int DTYPE>
 static bool make_params(PageBuffers& b, const kvbits_tensor& t, uint8_t* head, int page_size, int head_dim, int groups, bool by_token) {
   bool ok = true;
   uint8_t* bias = t.bias_offset >= 0 ? head + t.bias_offset : nullptr;
-  if (t.mean_offset >= 0) {
-    if (t.num_outliers) __builtin_memcpy(b.raw, b.x, (size_t)page_size * padded_width(head_dim) * 4);
-    ok = subtract_mean<DTYPE>(b, head + t.mean_offset, page_size, head_dim);
-  }
-  if (t.num_outliers) (bias ? trimmed_ranges<true> : trimmed_ranges<false>)(b, page_size, head_dim, head_dim / groups, by_token, t.num_outliers);
-  else if (by_token) range_by_token(b, page_size, head_dim, groups);
+  if (t.mean_offset >= 0) ok = subtract_mean<DTYPE>(b, head + t.mean_offset, page_size, head_dim);
+  if (by_token) range_by_token(b, page_size, head_dim, groups);
   else range_by_channel(b, page_size, head_dim);
-  return choose_params<DTYPE>(b, by_token ? groups * page_size : head_dim, q_max_of(t), is_codebook(t.format), head + t.scale_offset, bias) && ok;
+  return choose_params<DTYPE>(b, by_token ? groups * page_size : head_dim, q_max_of(t), head + t.scale_offset, bias) && ok;
 }
 
 // Scales, biases and means, chosen and stored or given. False when one overflows.
@@ -71,23 +65,13 @@ static void close_item(const ClosePart& part, void* scratch, CloseResult& result
                                         part.turn_start, part.start, part.head});
     return;
   }
-  if (part.turn_start) turn_rows_back(b, part.turn_start, part.turn_steps, page_size, head_dim);
-  if (t.mean_offset < 0) b.raw = b.x;
   const bool by_token = !t.per_channel && !t.static_scale, has_bias = t.bias_offset >= 0 || t.static_bias;
   const int groups = by_token ? head_dim / t.group_size : 1;
   if (!params_of_page(b, part, groups, by_token)) {
     result.overflow = true;
     return;
   }
-  if (t.codebook || t.num_outliers) {
-    const PageCoding coding = {page_size, head_dim, head_dim / groups, by_token, has_bias, t.mean_offset >= 0, t.num_outliers};
-    if (!code_kvquant(b, t, coding, part.kv_head, range_of(t), part.head, result.saturated)) {
-      result.overflow = true;
-      return;
-    }
-  } else {
-    result.saturated = codes_of_format(b, t, page_size, head_dim, groups, by_token, has_bias);
-  }
+  result.saturated = codes_of_format(b, t, page_size, head_dim, groups, by_token, has_bias);
   store_codes_of_page(b, part);
   if (!part.low) return;
   const int bits = code_bits(part.low->format);

@@ -4,12 +4,6 @@
 
 namespace {
 
-#ifndef HAVE_COLUMNS
-// Where column i lies, in the order that costs a tier least to make.
-INLINE vi place_of_column(vi i) { return i; }
-
-INLINE void clear_columns(float* to, int n) { __builtin_memset(to, 0, n * sizeof(float)); }
-
 // Columns `first` .. first + 15 of W rows.
 template <int W>
 INLINE void gather_columns(const float* rows, int64_t stride, int first, float* to) {
@@ -17,13 +11,12 @@ INLINE void gather_columns(const float* rows, int64_t stride, int first, float* 
     for (int r = 0; r < W; r++) to[i * W + r] = rows[r * stride + i];
 }
 
-// rows += columns, times a factor per row unless null.
+// rows += columns.
 template <int W>
-INLINE void add_columns(float* rows, int64_t stride, int first, const float* from, const float* factor) {
+INLINE void add_columns(float* rows, int64_t stride, int first, const float* from) {
   for (int r = 0; r < W; r++)
-    for (int i = first; i < first + 16; i++) rows[r * stride + i] += from[i * W + r] * (factor ? factor[r] : 1.0f);
+    for (int i = first; i < first + 16; i++) rows[r * stride + i] += from[i * W + r];
 }
-#endif
 
 // Every row times its factor.
 template <int W>

@@ -81,7 +81,7 @@ static bool visible_tokens(const Chunk& c, int64_t window, int64_t position, int
 static void settle_channels(const Part& p, Chunk& c) {
   const Block& b = p.block;
   const int head_dim = p.call.value_head_dim;
-  if (p.value.channel_scales && p.value.integer && !p.value.decoded)
+  if (p.value.channel_scales && p.value.integer)
     for (int h = 0; h < c.rows; h++)
       for (int i = 0; i < head_dim; i += VL) store(c.acc[h] + i, load(c.acc[h] + i) + load(b.v_channel + i) * b.p_zero[h]);
   if (p.value_bias)

@@ -31,18 +31,15 @@ struct Chunk {
   alignas(64) float in_basis[FRAME_FLOATS];    // q in the basis of banded keys (families/klt/basis.h): [frame][rows][head_dim, rounded up to 16]
   alignas(64) uint8_t qw[ROWS][Q_STRIDE];      // integer q in the tier's own order
   alignas(64) float acc[ROWS][ROW_STRIDE];     // sum of 2^(s - m) * v
-  alignas(64) float q_columns[(MAX_HEAD_DIM + 32) * ROWS];    // q as key outliers meet it (families/codebook/outliers.h); with KeyPairs pairs of integers
+  alignas(64) float q_columns[(MAX_HEAD_DIM + 32) * ROWS];    // q as key outliers meet it (families/codebook/outliers.h)
   alignas(64) float acc_columns[(MAX_HEAD_DIM + 16) * ROWS];  // what value outliers add to acc
   bool value_outliers;                         // whether they do
-  alignas(64) float pair_norm[ROWS][MAX_HEAD_DIM / 2 + 16];  // of (q[d], q[d + head_dim / 2]), which turning leaves as it is (families/codebook/key_pairs.h)
-  float column_unit[ROWS], column_scale[ROWS];  // of q_columns in integers, and of what key outliers add to a score with them
   alignas(64) float corr[MAX_GROUPS][ROWS][VL];  // added to every channel of a group at the end of a part (zero points, biases)
   alignas(64) float l[ROWS][VL];               // sum of 2^(s - m), one partial sum per lane
   float q_scale[MAX_GROUPS][ROWS];             // q ~ q_scale * integer
   float q_zero[MAX_GROUPS][ROWS];              // - zero * q_scale * sum of integers
   float piece_scale[2 * MAX_GROUPS][ROWS];     // of what the bands of banded codes add
   float q_sum[MAX_GROUPS][ROWS];               // q_scale * sum of integers
-  float pair_scale[ROW_LANES];                 // of a score in pairs (families/codebook/key_pairs.h)
   float q_bias[ROWS];                          // q . (per-channel bias or mean) of the current page
   alignas(64) float m[ROW_LANES];              // the largest score so far (log2), LOWEST before there is one
   int64_t position[ROWS];

@@ -22,7 +22,7 @@ struct Tensor {
   int groups, group_channels, row_bytes[2];
   float zero;      // middle of the code range
   float dot_zero;  // what of it the dot products leave to be settled
-  float unit;      // of the code in scales: 1, a 15th for NESTED, a step of small floats, that of the level bytes for codebooks
+  float unit;      // of the code in scales: 1, a 15th for NESTED, a step of small floats
   int64_t low_offset;  // of NESTED: of the plane in the low page's struct
 };
 

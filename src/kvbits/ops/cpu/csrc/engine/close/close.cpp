@@ -51,7 +51,6 @@ void run_item(void* context, int64_t i, int64_t, void* scratch) {
     part.token_stride = stride[2];
     if (part.tensor->inv_freq) {
       part.turn_start = call.turn_starts + page * turn_row;
-      part.turn_steps = call.turn_steps;
       part.start = call.starts[page];
     }
     part.head = to;
@@ -73,8 +72,9 @@ void run_item(void* context, int64_t i, int64_t, void* scratch) {
 extern "C" int32_t kvbits_close(kvbits_close_call* call) {
   const kvbits_store& store = *call->store;
   if (const int32_t bad = check_store(store, call->head_dim, call->value_head_dim)) return bad;
-  if ((store.key.inv_freq || store.value.inv_freq) && !(call->turn_starts && call->turn_steps && call->starts)) return KVBITS_BAD_FORMAT;
-  if (store.key.from_basis && !store.key.to_basis) return KVBITS_BAD_FORMAT;
+  for (const kvbits_tensor* t : {&store.key, &store.value}) {
+    if (t->codebook || t->num_outliers || (t->inv_freq && !(t->to_basis && call->turn_starts && call->starts))) return KVBITS_BAD_FORMAT;
+  }
   const int64_t pages = num_pages(store);
   for (int64_t i = 0; i < call->num_pages; i++)
     if (call->page_ids[i] < 0 || call->page_ids[i] >= pages) return KVBITS_BAD_PAGE_ID;

@@ -16,14 +16,7 @@ struct PageBuffers {
   uint8_t* rows;   // [page_size][row_bytes + 16]
   float *low, *high, *inverse, *scale, *bias;  // [groups][page_size] or [width]
   float* mean;     // [width]
-  // For outliers only.
-  float* raw;      // x before its mean was taken: [page_size][width]
-  int32_t *keys, *most;              // ranks: [page_size][width], and the largest of some tokens
-  int32_t *candidates, *ranks, *listed;  // elements, up to [page_size][width]
-  int32_t* wins;                     // [4][groups]
-  float *lows, *highs;               // [5][groups]
-  float* stretch;                    // [page_size]
-  uint8_t* outside;                  // [page_size]: whether a token has elements past the ends of its ranges
+  uint8_t *more_codes, *more_params[2];  // as `codes` and as stored parameters, for what is stored by slots
 };
 
 INLINE int padded_width(int head_dim) { return round_up(head_dim, 16); }
@@ -46,17 +39,8 @@ static size_t carve(PageBuffers& b, char* scratch, int page_size, int head_dim) 
   b.scale = (float*)take(params * 4);
   b.bias = (float*)take(params * 4);
   b.mean = (float*)take(w * 4);
-  b.raw = (float*)take(page * 4);
-  b.keys = (int32_t*)take(page * 4);
-  b.most = (int32_t*)take(page / 8 * 4);
-  b.candidates = (int32_t*)take(page * 4);
-  b.ranks = (int32_t*)take(page * 4);
-  b.listed = (int32_t*)take(page * 4);
-  b.wins = (int32_t*)take(4 * params * 4);
-  b.lows = (float*)take(5 * params * 4);
-  b.highs = (float*)take(5 * params * 4);
-  b.stretch = (float*)take((size_t)page_size * 4);
-  b.outside = (uint8_t*)take((size_t)page_size);
+  b.more_codes = (uint8_t*)take(page);
+  for (uint8_t*& to : b.more_params) to = (uint8_t*)take(params * 4);
   return end;
 }
 

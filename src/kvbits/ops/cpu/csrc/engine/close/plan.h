@@ -12,7 +12,7 @@ struct ClosePart {
   int kv_head, page_size, head_dim, dtype;
   const void* source;    // [page_size, head_dim], rows token_stride elements apart
   int64_t token_stride;
-  const double *turn_start, *turn_steps;  // how keys are turned back (kvbits_close_call), or null
+  const double *turn_start;  // how keys in a basis are turned back (kvbits_close_call), or null
   int64_t start;         // position of the page's first token, of such keys
   uint8_t* head;         // the head struct
   const kvbits_tensor* low;  // the low plane, or null

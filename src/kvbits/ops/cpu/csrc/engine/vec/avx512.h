@@ -9,12 +9,8 @@
 #define HAVE_BYTES
 #define HAVE_STREAM
 #define HAVE_EXP2
-#define HAVE_ANY
 #define HAVE_MAX_EACH
 #define HAVE_LOOK_UP
-#define HAVE_LOAD_WORDS
-#define HAVE_TRANSPOSE
-#define HAVE_COUNT
 #include "portable.h"
 
 namespace {
@@ -32,7 +28,6 @@ INLINE void store_line(uint8_t* p, const vi* x, bool stream) {
 }
 INLINE void stream(float* p, vf x) { _mm512_stream_ps(p, (__m512)x); }
 INLINE void stream_end() { _mm_sfence(); }
-INLINE bool any(vi mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask); }
 INLINE float sum(vf x) { return _mm512_reduce_add_ps((__m512)x); }
 INLINE float max_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
 INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
@@ -63,10 +58,10 @@ INLINE vf exp2_neg(vf x) {
   return (vf)_mm512_scalef_ps((__m512)exp2_fraction<DEGREE>((vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF)), (__m512)x);
 }
 
-// Eight vectors, n of which count, each folded to one number by `two`, twice over in the 16 lanes: what is loaded as a whole vector afterwards
+// Eight vectors, n of which count, each to its largest number, twice over in the 16 lanes: what is loaded as a whole vector afterwards
 // must have been stored as one.
-template <class Two>
-INLINE void fold_eight(const vf* x, int n, float* to, Two two) {
+INLINE void max_each(const vf* x, int n, float* to) {
+  const auto two = [](__m512 a, __m512 b) __attribute__((always_inline)) { return _mm512_max_ps(a, b); };
   __m512 y[8];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) y[i] = (__m512)x[i];
@@ -87,51 +82,6 @@ INLINE void fold_eight(const vf* x, int n, float* to, Two two) {
   _mm512_storeu_ps(to, two(_mm512_shuffle_f32x4(z, z, 0x88), _mm512_shuffle_f32x4(z, z, 0xdd)));
 }
 
-// Eight horizontal sums at once, and eight horizontal maxima.
-INLINE void sum_eight(const vf* x, int n, float* to) {
-  fold_eight(x, n, to, [](__m512 a, __m512 b) __attribute__((always_inline)) { return _mm512_add_ps(a, b); });
-}
-
-INLINE void max_each(const vf* x, int n, float* to) {
-  fold_eight(x, n, to, [](__m512 a, __m512 b) __attribute__((always_inline)) { return _mm512_max_ps(a, b); });
-}
-
-INLINE int count(vi mask) { return __builtin_popcount(_mm512_movepi32_mask((__m512i)mask)); }
-
-// 16 x 16 at a time: pairs of rows, then of pairs, then quarters.
-INLINE void transpose(const float* from, int64_t stride, int rows, int columns, float* to) {
-  for (int r = 0; r < rows; r += 16)
-    for (int c = 0; c < columns; c += 16) {
-      __m512 x[16], y[16];
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; i++) x[i] = _mm512_loadu_ps(from + (r + i) * stride + c);
-#pragma GCC unroll 8
-      for (int i = 0; i < 16; i += 2) {
-        y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
-        y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
-      }
-#pragma GCC unroll 4
-      for (int i = 0; i < 16; i += 4)
-#pragma GCC unroll 2
-        for (int k = 0; k < 2; k++) {
-          x[i + 2 * k] = (__m512)_mm512_unpacklo_pd((__m512d)y[i + k], (__m512d)y[i + k + 2]);
-          x[i + 2 * k + 1] = (__m512)_mm512_unpackhi_pd((__m512d)y[i + k], (__m512d)y[i + k + 2]);
-        }
-      // x[4 i + k] holds column 4 j + k of rows 4 i .. 4 i + 3 in its quarter j.
-#pragma GCC unroll 4
-      for (int k = 0; k < 4; k++) {
-        const __m512 a = _mm512_shuffle_f32x4(x[k], x[4 + k], 0x88), b = _mm512_shuffle_f32x4(x[8 + k], x[12 + k], 0x88);
-        const __m512 d = _mm512_shuffle_f32x4(x[k], x[4 + k], 0xdd), e = _mm512_shuffle_f32x4(x[8 + k], x[12 + k], 0xdd);
-        float* at = to + (int64_t)(c + k) * rows + r;
-        _mm512_storeu_ps(at, _mm512_shuffle_f32x4(a, b, 0x88));
-        _mm512_storeu_ps(at + 4 * rows, _mm512_shuffle_f32x4(d, e, 0x88));
-        _mm512_storeu_ps(at + 8 * rows, _mm512_shuffle_f32x4(a, b, 0xdd));
-        _mm512_storeu_ps(at + 12 * rows, _mm512_shuffle_f32x4(d, e, 0xdd));
-      }
-    }
-}
-
 INLINE vf look_up(const float* table, vi index) { return (vf)_mm512_permutexvar_ps((__m512i)index, _mm512_load_ps(table)); }
-INLINE vi load_words(const void* p, int n) { return (vi)_mm512_maskz_loadu_epi32(n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1), p); }
 
 }  // namespace

@@ -78,23 +78,12 @@ INLINE void sum_each(const vf* x, int n, float* to) {
 }
 #endif
 
-#ifndef HAVE_ANY
 INLINE bool any(vi mask) {
   int32_t t[VL], all = 0;
   *(vi_mem*)t = mask;
   for (int i = 0; i < VL; i++) all |= t[i];
   return all;
 }
-#endif
-
-#ifndef HAVE_COUNT
-INLINE int count(vi mask) {
-  int32_t t[VL], total = 0;
-  *(vi_mem*)t = mask;
-  for (int i = 0; i < VL; i++) total -= t[i];
-  return total;
-}
-#endif
 
 #ifndef HAVE_MAX_EACH
 // The maxima of n <= 8 vectors. May write a whole vector or 8 numbers, those past n finite if all 8 vectors are.
@@ -158,7 +147,6 @@ INLINE vf look_up(const float* table, vi index) {
 }
 #endif
 
-#ifndef HAVE_LOAD_WORDS
 // The first n words, zeros behind them.
 INLINE vi load_words(const void* p, int n) {
   if (n >= VL) return *(const vi_mem*)p;
@@ -166,16 +154,6 @@ INLINE vi load_words(const void* p, int n) {
   __builtin_memcpy(&x, p, n * 4);
   return x;
 }
-#endif
-
-#ifndef HAVE_TRANSPOSE
-// Column by column: `to` is [columns][rows], rows a multiple of 16. Columns are read and written up to a multiple of 16.
-INLINE void transpose(const float* from, int64_t stride, int rows, int columns, float* to) {
-  for (int r = 0; r < rows; r += 4)
-    for (int c = 0; c < columns; c++)
-      for (int i = 0; i < 4; i++) to[(int64_t)c * rows + r + i] = from[(r + i) * stride + c];
-}
-#endif
 
 #ifndef HAVE_STREAM
 INLINE void store_bytes(uint8_t* p, vi x);

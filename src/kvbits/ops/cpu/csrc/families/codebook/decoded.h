@@ -25,8 +25,6 @@ struct Decoded {
   alignas(64) uint32_t codes[MAX_HEAD_DIM / 4][TILE];  // of a key tile: four neighbouring channels in a word
   alignas(64) float key[MAX_HEAD_DIM][TILE];
   alignas(64) uint32_t value_codes[BLOCK / 4 * (MAX_HEAD_DIM + 32)];  // [quad][channels]: four tokens (a quad) in a word
-  alignas(64) int8_t level_bytes[LEVELS];           // of the values' codes, in units that the scales hold
-  alignas(64) int8_t nibble_bytes[2][LEVELS];       // of nibbles whose lower half (then upper half) is the field (nibble_code)
   alignas(64) float factor[BLOCK];                  // what the scale of a token is multiplied with
   alignas(64) float ones[BLOCK];
   OutlierBatch batch;

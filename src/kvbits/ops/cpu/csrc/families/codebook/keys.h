@@ -108,19 +108,6 @@ INLINE bool has_nibbles(int bits, const int* row_bytes, int head_dim) {
 // Codes of 3 bits from 2-bit fields at bit `shift` of their nibbles (0 or 2) and 1-bit fields at bit 0. Bit 3 is anything.
 INLINE vi join_nibbles(vi two, int shift, vi one) { return ((shift ? two >> 1 : two << 1) & 0x66666666) | (one & ~0x66666666); }
 
-#ifdef HAVE_JOIN_PLANES
-// The code of a nibble as it lies there: 2-bit fields in its lower half or (second) in its upper one, beside them the third bit that join_planes puts there.
-INLINE int nibble_code(int bits, bool second, int nibble) {
-  if (bits == 2) return second ? nibble >> 2 : nibble & 3;
-  if (bits == 3) return second ? (nibble >> 2) << 1 | (nibble >> 1 & 1) : (nibble & 3) << 1 | (nibble >> 2 & 1);
-  return nibble;
-}
-
-// How the third bits of field 0 .. 3 come to the 2-bit fields: turned left by so many bits, where the mask says.
-INLINE vi third_bit_turn(int field) { return splat_int(field < 2 ? 2 - field : 33 - field); }
-INLINE vi third_bit_mask(int field) { return splat_int(field < 2 ? 0x44444444 : 0x22222222); }
-#endif
-
 // Scores of a tile against NH rows; `turns` is the tile's part of kvbits_tensor.turns.
 template <KeySource FROM, bool TURN, int NH>
 static void key_tile(const Decoded& w, const Nibbles& n, const float* turns, int head_dim, const float* q, float* s) {

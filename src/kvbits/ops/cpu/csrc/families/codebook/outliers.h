@@ -36,23 +36,6 @@ INLINE int outlier_end(const Outliers& o, int from, uint32_t limit) {
   return from;
 }
 
-// The largest of the list, whatever its sign: numbers without their signs are in the order of their bits.
-template <class Bits>
-INLINE float largest_of(const Outliers& o) {
-  const Bits* bits = (const Bits*)o.value;
-  const Bits number = (Bits)((Bits)-1 >> 1);
-  Bits most = 0;
-  for (int i = 0; i < o.count; i++) {
-    const Bits x = (Bits)(bits[i] & number);
-    most = x > most ? x : most;
-  }
-  alignas(64) float found[VL];
-  widen(found, (const uint8_t*)&most, 1, o.dtype);
-  return found[0];
-}
-
-static float largest_outlier(const Outliers& o) { return dtype_bytes(o.dtype) == 2 ? largest_of<uint16_t>(o) : largest_of<uint32_t>(o); }
-
 // Queries as the chunk's outliers meet them.
 template <int W>
 static void query_columns(Chunk& c, bool turned, int head_dim) {
@@ -115,7 +98,7 @@ static void find_runs(Decoded& w, const kvbits_tensor& key, const kvbits_tensor&
 }
 
 template <int W>
-INLINE void set_places(OutlierBatch& b, int i, vi token, vi channel) { *(vi_mem*)(b.place + i) = place_of_column(token) * (W * 4) | channel * (W * 4 << 16); }
+INLINE void set_places(OutlierBatch& b, int i, vi token, vi channel) { *(vi_mem*)(b.place + i) = token * (W * 4) | channel * (W * 4 << 16); }
 
 // The first n entries of a batch, neighbours of the list far apart: they often are of one token, and a sum in memory waits for the one before it.
 template <class Do>
@@ -134,28 +117,23 @@ INLINE void each_apart(OutlierBatch& b, int n, Do one) {
     }
 }
 
-// Cosines and sines from the block's first tile on; null: keys are as the model made them.
-struct OutlierTurns {
-  const float* floats;    // kvbits_tensor.turns
-  const int32_t* shorts;  // KeyPairs.turns, (sine, cosine): queries are pairs of integers then
-};
-
-// Scores of key outliers that meet fp32 queries. An outlier of a turned pair adds x (cos q[pair] + sin q[pair + half]) in the lower half, x (cos q[pair + half] - sin q[pair]) in
+// Scores of the block's key outliers; `turns` (kvbits_tensor.turns): cosines and sines from the block's first tile on, null where keys are as the model made them. An outlier of a turned pair adds x (cos q[pair] + sin q[pair + half]) in the lower half, x (cos q[pair + half] - sin q[pair]) in
 // the upper one. No branches: which half it is cannot be foreseen.
 template <int W>
-static void add_key_floats(const Chunk& c, Decoded& w, const Outliers& o, const float* turns, int head_dim, int token) {
+static void add_key_outliers(const Chunk& c, Block& block, Decoded& w, const Outliers& o, const float* turns, int head_dim, int token) {
   typedef float column __attribute__((vector_size(W * 4)));
   OutlierBatch& b = w.batch;
   const int half = head_dim / 2;
   const char* q = (const char*)c.q_columns;
   char* s = (char*)w.block_columns;
+  __builtin_memset(s, 0, W * BLOCK * sizeof(float));
   for (int begin = w.key_run[0]; begin < w.key_run[1]; begin += OutlierBatch::SIZE) {
     const int n = batch_size(begin, w.key_run[1]);
     split_outliers(o, b, begin, n, token, BLOCK, head_dim, [&](int i, vi t, vi channel) {
       const vi upper = turns ? channel >= splat_int(half) : vi{}, pair = channel - (splat_int(half) & upper);
-      set_places<W>(b, i, t, place_of_column(pair));
+      set_places<W>(b, i, t, pair);
       if (!turns) return;
-      *(vi_mem*)(b.upper + i) = place_of_column(pair + half) * (W * 4);
+      *(vi_mem*)(b.upper + i) = (pair + half) * (W * 4);
       *(vi_mem*)(b.turn + i) = (((t >> 4) * half + pair) * (2 * TILE) + (t & 15)) << 1 | (upper & 1);
     });
     for (int i = 0; turns && i < n; i++) {
@@ -173,43 +151,7 @@ static void add_key_floats(const Chunk& c, Decoded& w, const Outliers& o, const 
     else
       each_apart(b, n, [&](int i, uint32_t t, uint32_t channel) { *(column*)(s + t) += *(const column*)(q + channel) * b.value[i]; });
   }
-}
-
-#ifdef HAVE_PAIR_DOTS
-// The same with queries in pairs of integers (columns_of_pairs) and the turns that KeyPairs uses, which lie in the fastest cache already.
-template <int W>
-static void add_key_pairs(const Chunk& c, Decoded& w, const Outliers& o, const int32_t* turns, int head_dim, int token) {
-  typedef float column __attribute__((vector_size(W * 4)));
-  OutlierBatch& b = w.batch;
-  const int half = head_dim / 2;
-  const char *q = (const char*)c.q_columns, *turn = (const char*)turns;
-  char* s = (char*)w.block_columns;
-  const vi upper_first = splat_int(round_up(half, 16));
-  for (int begin = w.key_run[0]; begin < w.key_run[1]; begin += OutlierBatch::SIZE) {
-    const int n = batch_size(begin, w.key_run[1]);
-    split_outliers(o, b, begin, n, token, BLOCK, head_dim, [&](int i, vi t, vi channel) {
-      const vi upper = channel >= splat_int(half), pair = channel - (splat_int(half) & upper);
-      set_places<W>(b, i, t, place_of_column(pair) + (upper_first & upper));
-      *(vi_mem*)(b.turn + i) = (((t >> 4) * half + pair) * (2 * TILE) + (t & 15)) * 4;
-    });
-    each_apart(b, n, [&](int i, uint32_t t, uint32_t channel) { *(column*)(s + t) += pair_column<W>(q + channel, turn + (uint32_t)b.turn[i]) * b.value[i]; });
-  }
-}
-#endif
-
-// Scores of the block's key outliers.
-template <int W>
-static void add_key_outliers(const Chunk& c, Block& block, Decoded& w, const Outliers& o, const OutlierTurns& turns, int head_dim, int token) {
-  clear_columns(w.block_columns, W * BLOCK);
-#ifdef HAVE_PAIR_DOTS
-  if (turns.shorts) {
-    add_key_pairs<W>(c, w, o, turns.shorts, head_dim, token);
-    for (int i = 0; i < BLOCK; i += 16) add_columns<W>(block.s[0], BLOCK, i, w.block_columns, c.column_scale);
-    return;
-  }
-#endif
-  add_key_floats<W>(c, w, o, turns.floats, head_dim, token);
-  for (int i = 0; i < BLOCK; i += 16) add_columns<W>(block.s[0], BLOCK, i, w.block_columns, nullptr);
+  for (int i = 0; i < BLOCK; i += 16) add_columns<W>(block.s[0], BLOCK, i, w.block_columns);
 }
 
 // Outputs of the block's value outliers.
@@ -223,7 +165,7 @@ static void add_value_outliers(Chunk& c, const Block& block, Decoded& w, const O
   for (int begin = w.value_run[0]; begin < w.value_run[1]; begin += OutlierBatch::SIZE) {
     const int n = batch_size(begin, w.value_run[1]);
     split_outliers(o, b, begin, n, token, BLOCK, head_dim, [&](int i, vi t, vi channel) {
-      set_places<W>(b, i, t, place_of_column(channel));
+      set_places<W>(b, i, t, channel);
     });
     for (int i = 0; i < n; i++) *(column*)(to + (b.place[i] >> 16)) += *(const column*)(p + (b.place[i] & 0xffff)) * b.value[i];
   }
@@ -232,7 +174,7 @@ static void add_value_outliers(Chunk& c, const Block& block, Decoded& w, const O
 // The part's value outliers into the outputs.
 template <int W>
 static void fold_value_outliers(Chunk& c, int head_dim) {
-  for (int i = 0; i < head_dim; i += 16) add_columns<W>(c.acc[0], ROW_STRIDE, i, c.acc_columns, nullptr);
+  for (int i = 0; i < head_dim; i += 16) add_columns<W>(c.acc[0], ROW_STRIDE, i, c.acc_columns);
 }
 
 // A call with W for the chunk's rows.

@@ -6,7 +6,6 @@
 #include "engine/attend/angles.h"
 #include "engine/attend/part.h"
 #include "families/plain/part.h"
-#include "key_pairs.h"
 #include "keys.h"
 #include "outliers.h"
 #include "values.h"
@@ -20,7 +19,7 @@ typedef void (*CodebookValueKernel)(const ValueArgs&, Decoded&, int format);
 
 struct CodebookKernels {
   ByRows<TileKernel> tile[NIBBLES + 1][2];  // [source][turned]
-  ByRows<CodebookValueKernel> value[2];  // [levels as bytes]
+  ByRows<CodebookValueKernel> value;
 };
 
 constexpr CodebookKernels codebook_kernels_by_source() {
@@ -35,10 +34,7 @@ constexpr CodebookKernels codebook_kernels_by_source() {
   TILES(NIBBLES, false);
   TILES(NIBBLES, true);
 #undef TILES
-#define VALUES(f) {{f<1>, f<2>, f<3>, f<4>, f<5>, f<6>, f<7>, f<8>}, true}
-  k.value[0] = VALUES(value_float_levels);
-  k.value[1] = VALUES(value_byte_levels);
-#undef VALUES
+  k.value = {{value_levels<1>, value_levels<2>, value_levels<3>, value_levels<4>, value_levels<5>, value_levels<6>, value_levels<7>, value_levels<8>}, true};
   return k;
 }
 
@@ -60,10 +56,6 @@ struct CodebookPart {
   Part& part;
   Decoded& w;
   Angles& angles;
-  KeyPairs& space;              // of `pairs`
-  KeyPairs* pairs = nullptr;    // of keys that are read so, or null
-  float longest_pair = 0.0f;    // of all queries
-  bool float_outliers = false;  // of the current page: its key outliers meet fp32 queries although `pairs` is there
   bool fetches = false;         // the coming page's scales, biases and outliers when a page begins
   int64_t params = 0;           // where they begin in a head struct
   int params_per_tile = 0;      // their bytes, in whole lines, that a tile fetches of the page to come
@@ -81,20 +73,13 @@ struct CodebookPart {
       }
       for (int i = 0; i < BLOCK; i += VL) store(w.ones + i, splat(1.0f));
     }
-    if (p.value.decoded && p.value.token_scales && LEVEL_LIMIT > 0) {
-      p.value.integer = true;
-      level_bytes(value, p.kv_head, LEVEL_LIMIT, w.level_bytes, p.value.unit, p.value.dot_zero);
-      fill_nibble_bytes(w, code_bits(value.format));
-    } else if (p.value.decoded) {
-      fill_levels(w.value_levels, value, p.kv_head);
-    }
+    if (p.value.decoded) fill_levels(w.value_levels, value, p.kv_head);
   }
 
   void fill_channels() {
     const Block& b = part.block;
     const int head_dim = part.call.head_dim;
-    if (pairs) fill_pairs(*pairs, b.k_channel, b.k_channel_bias, head_dim);
-    else if (part.key.decoded && code_bits(part.key.t->format) < 8) fill_tables(w, b.k_channel, b.k_channel_bias, head_dim);
+    if (part.key.decoded && code_bits(part.key.t->format) < 8) fill_tables(w, b.k_channel, b.k_channel_bias, head_dim);
   }
 
   void begin() {
@@ -109,11 +94,6 @@ struct CodebookPart {
     fetches = !p.key.decoded && (p.key.page_channels || p.value.page_channels || key.mean_offset >= 0 || key.num_outliers || p.value.t->num_outliers);
     const bool static_key = p.key.channel_scales && !p.key.page_channels;
     const bool biases = static_key && channel_params(p.key, nullptr, p.kv_head, head_dim, p.block.k_channel, p.block.k_channel_bias);
-    pairs = p.key.format != NESTED && pairs_usable(key, p.key.row_bytes, store.page_size, head_dim) ? &space : nullptr;
-    if (pairs) {
-      fill_turns(*pairs, key.turns, store.page_size, head_dim / 2);
-      fill_pair_levels(*pairs, w.levels, code_bits(key.format), head_dim);
-    }
     fill_channels();
     for (int i = 0; i < p.num_chunks; i++) begin_chunk(p.chunks[i], biases);
   }
@@ -125,24 +105,20 @@ struct CodebookPart {
     if (p.value.token_scales) __builtin_memset(c.corr, 0, sizeof(c.corr[0]) * p.value.groups);
     fold_key_channels(p, c, !p.key.page_channels, biases);
     if (key.num_outliers && !key.turns) BY_ROWS(c, query_columns, c, false, head_dim);
-    if (pairs) longest_pair = __builtin_fmaxf(longest_pair, measure_pairs(c, head_dim));
     c.value_outliers = p.value.t->num_outliers;
     if (c.value_outliers) __builtin_memset(c.acc_columns, 0, sizeof(float) * (c.rows <= 4 ? 4 : 8) * round_up(head_dim, 16));
   }
 
   // Queries turned back to the page's start.
-  void turn_queries(const uint8_t* page, int64_t start) {
+  void turn_queries(int64_t start) {
     const kvbits_store& store = *part.pages.store;
     const kvbits_tensor& key = *part.key.t;
     const int head_dim = part.call.head_dim;
     move_to(angles, key.inv_freq, start, store.page_size, head_dim / 2);
-    // Integer queries lose to a row's largest pair what the others have: too much for large outliers.
-    float_outliers = pairs && key.num_outliers && largest_outlier(outliers_of(key, page, store.page_size, head_dim)) * longest_pair > PAIR_OUTLIER_LIMIT;
-    const bool floats = !pairs || float_outliers;
-    for (int i = 0; i < part.num_chunks && (floats || part.key.stretched); i++) {
+    for (int i = 0; i < part.num_chunks; i++) {
       Chunk& c = part.chunks[i];
       turn_back(c, angles, head_dim, c.folded);
-      if (key.num_outliers && floats) BY_ROWS(c, query_columns, c, true, head_dim);
+      if (key.num_outliers) BY_ROWS(c, query_columns, c, true, head_dim);
     }
   }
 
@@ -152,16 +128,11 @@ struct CodebookPart {
     const kvbits_tensor& key = *p.key.t;
     const int head_dim = p.call.head_dim;
     if (fetches) fetch_range(at.page + at.ahead + params, p.pages.store->head_bytes - params);
-    if (key.turns) turn_queries(at.page, start);
+    if (key.turns) turn_queries(start);
     if (p.key.page_channels || key.mean_offset >= 0) {
       const bool biases = channel_params(p.key, at.page, p.kv_head, head_dim, b.k_channel, b.k_channel_bias);
       fill_channels();
       for (int i = 0; i < p.num_chunks; i++) fold_key_channels(p, p.chunks[i], p.key.page_channels, biases);
-    }
-    for (int i = 0; pairs && i < p.num_chunks; i++) {
-      Chunk& c = p.chunks[i];
-      if (!key.num_outliers || float_outliers) quantize_pairs<0>(c, angles, *pairs, head_dim);
-      else BY_ROWS(c, quantize_pairs, c, angles, *pairs, head_dim);
     }
     p.value_bias = channel_params(p.value, at.page, p.kv_head, head_dim, b.v_channel, b.v_channel_bias);
   }
@@ -178,10 +149,10 @@ struct CodebookPart {
   }
 
   // What lies behind the coming page's codes, a part with every tile: a burst of fetches would wait for itself.
-  void fetch_params(const PageView& at, int tile, int tiles) const {
+  void fetch_params(const PageView& at, int tile) const {
     const uint8_t* from = at.page + at.ahead + params + tile * params_per_tile;
     const uint8_t* end = at.page + at.ahead + part.pages.store->head_bytes;
-    for (int i = 0; i < tiles * params_per_tile && from + i < end; i += 64) fetch(from + i);
+    for (int i = 0; i < params_per_tile && from + i < end; i += 64) fetch(from + i);
   }
 
   void decoded_scores(Chunk& c, const PageView& at, int token, int n) {
@@ -189,16 +160,11 @@ struct CodebookPart {
     float* scores = part.block.s[0];
     const int head_dim = part.call.head_dim, bits = code_bits(key.t->format), first = token / TILE;
     const bool turned = key.t->turns, in_nibbles = has_nibbles(bits, key.row_bytes, head_dim);
-    for (int tile = 0, tiles = 1; tile * TILE < n; tile += tiles) {
+    for (int tile = 0; tile * TILE < n; tile++) {
       const bool looks = looked_up(key, w, tile);
-      tiles = pairs && looks && (tile + 1) * TILE < n && looked_up(key, w, tile + 1) ? 2 : 1;
-      if (at.ahead) fetch_params(at, first + tile, tiles);
+      if (at.ahead) fetch_params(at, first + tile);
       Nibbles codes = {{}, {key.row_bytes[0], key.row_bytes[1]}, bits, at.ahead};
       for (int i = 0; i < 2; i++) codes.src[i] = at.page + key.t->plane_offset[i] + (int64_t)(token + tile * TILE) * key.row_bytes[i];
-      if (pairs && looks) {
-        attend_pairs(c, *pairs, codes, first + tile, tiles, head_dim, scores + tile * TILE);
-        continue;
-      }
       const KeySource from = !looks ? DECODED : in_nibbles ? NIBBLES : UNPACKED;
       if (from != NIBBLES) unpack_keys(key, at, w, token + tile * TILE);
       if (from == DECODED) decode_keys(key, part.block, w, tile);
@@ -213,8 +179,7 @@ struct CodebookPart {
     if (part.key.decoded) decoded_scores(c, at, token, n);
     else plain_scores(part, c, at, token, n);
     if (!key.num_outliers) return;
-    const OutlierTurns turns = {key.turns ? key.turns + (int64_t)(token / TILE) * head_dim * TILE : nullptr,
-                                pairs && !float_outliers ? pairs->turns[token / TILE * (head_dim / 2)][1] : nullptr};
+    const float* turns = key.turns ? key.turns + (int64_t)(token / TILE) * head_dim * TILE : nullptr;
     BY_ROWS(c, add_key_outliers, c, part.block, w, outliers_of(key, at.page, part.pages.store->page_size, head_dim), turns, head_dim, token);
   }
 
@@ -222,7 +187,7 @@ struct CodebookPart {
     const kvbits_tensor& value = *part.value.t;
     const int head_dim = part.call.head_dim;
     const ValueArgs v = value_args(part, c, at, token, n);
-    if (part.value.decoded) codebook_kernels.value[part.value.integer].of[c.rows - 1](v, w, part.value.format);
+    if (part.value.decoded) codebook_kernels.value.of[c.rows - 1](v, w, part.value.format);
     else plain_outputs(part.value, c, v);
     if (value.num_outliers)
       BY_ROWS(c, add_value_outliers, c, part.block, w, outliers_of(value, at.page, part.pages.store->page_size, head_dim), head_dim, token);

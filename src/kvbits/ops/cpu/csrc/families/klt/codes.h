@@ -26,7 +26,7 @@ static void hadamard_rows(PageBuffers& b, int count, int head_dim) {
 typedef double vd_native __attribute__((vector_size(VL * 4)));
 typedef float vf_half __attribute__((vector_size(VL * 2), aligned(4), may_alias));
 
-// Rows from `first` on, R at a time, turned back by the frame (its cosines and sines as in turn_rows_back), times the basis [head_dim][head_dim]. Rows taken
+// Rows from `first` on, R at a time, turned back by the frame (its cosines, then sines, head_dim / 2 of each padded to 16), times the basis [head_dim][head_dim]. Rows taken
 // together share what is loaded of the basis. Returns how far it came.
 template <int R>
 static int rows_to_basis(PageBuffers& b, const double* frame, const float* basis, int first, int count, int head_dim) {
@@ -140,7 +140,7 @@ static void store_bands(PageBuffers& b, const TokensPart& part) {
   const kvbits_tensor& t = *part.tensor;
   const int width = padded_width(part.head_dim);
   PageBuffers fields = b;
-  fields.codes = (uint8_t*)b.keys;
+  fields.codes = b.more_codes;
   for (int bits = 8, stored = 0; bits; bits /= 2) {
     int channels = 0;
     for (int c = 0; c < part.head_dim; c++) channels += (t.bands[c / BAND] & bits) != 0;

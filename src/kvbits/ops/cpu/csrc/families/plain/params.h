@@ -101,21 +101,20 @@ static void range_by_channel(PageBuffers& b, int page_size, int head_dim) {
   }
 }
 
-// n scales (and biases) from the ranges, stored, and kept as scale, 1 / scale and bias. `middle`: the bias lies in the middle of the range, not below
-// it. False on overflow.
+// n scales (and biases) from the ranges, stored, and kept as scale, 1 / scale and bias. False on overflow.
 template <int DTYPE>
-static bool choose_params(PageBuffers& b, int n, float q_max, bool middle, uint8_t* scale_to, uint8_t* bias_to) {
+static bool choose_params(PageBuffers& b, int n, float q_max, uint8_t* scale_to, uint8_t* bias_to) {
   bool ok = true;
   for (int i = 0; i < n; i += VL) {
     const int m = n - i < VL ? n - i : VL;
     const vf low = load(b.low + i), high = load(b.high + i);
     vf spread = vmax(-low, high);
     if (bias_to) {
-      const vi bits = middle ? to_bits<DTYPE>(low + (high - low) * 0.5f) : bits_below<DTYPE>(low);
+      const vi bits = bits_below<DTYPE>(low);
       const vf bias = from_bits<DTYPE>(bits);
       store_bits<DTYPE>(bias_to, i, bits, m);
       store(b.bias + i, bias);
-      spread = middle ? vmax(high - bias, bias - low) : high - bias;
+      spread = high - bias;
     }
     spread = (vf)((vi)spread & 0x7fffffff);  // a channel of -0.0 has spread -0.0
     const vi bits = scale_bits<DTYPE>(spread / q_max);
@@ -129,7 +128,6 @@ static bool choose_params(PageBuffers& b, int n, float q_max, bool middle, uint8
 }
 
 static float q_max_of(const kvbits_tensor& t) {
-  if (is_codebook(t.format)) return 1.0f;
   if (is_float(t.format)) return codes_of(t.format).max_value;
   return (float)(t.symmetric ? (1 << (code_bits(t.format) - 1)) - 1 : (1 << code_bits(t.format)) - 1);
 }

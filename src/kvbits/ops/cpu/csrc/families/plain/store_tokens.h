@@ -28,8 +28,8 @@ static bool store_params(PageBuffers& b, const TokensPart& part, int groups) {
       for (int c = 0; c < part.head_dim; c++) b.x[(int64_t)i * width + c] -= b.mean[c];
   }
   range_by_token(b, n, part.head_dim, groups);
-  uint8_t *scale = (uint8_t*)b.raw, *bias = t.bias_offset >= 0 ? (uint8_t*)b.keys : nullptr;
-  const bool ok = choose_params<DTYPE>(b, groups * n, q_max_of(t), false, scale, bias);
+  uint8_t *scale = b.more_params[0], *bias = t.bias_offset >= 0 ? b.more_params[1] : nullptr;
+  const bool ok = choose_params<DTYPE>(b, groups * n, q_max_of(t), scale, bias);
   for (int g = 0; g < groups; g++) {
     const int64_t to = ((int64_t)g * part.page_size + part.slot) * size, from = (int64_t)g * n * size;
     __builtin_memcpy(part.head + t.scale_offset + to, scale + from, (size_t)n * size);
