@@ -357,10 +357,45 @@ def report(results: Results) -> str:
             if not any(c.summary for c in cells.values()):
                 continue
             if task == "fidelity":
-                parts += [f"## {m.title}", conditions(m), _fidelity(cells)]
+                parts += [f"## {m.title}", conditions(m), _fidelity(cells), *octaves(cells)]
             else:
-                parts += [f"## {m.title}: {task}", f"`{cells[next(iter(cells))].settings}`", _summaries(cells)]
+                parts += [f"## {m.title}: {task}", f"`{cells[next(iter(cells))].settings}`", _summaries(cells), *octaves(cells), *kinds(cells)]
     return "\n\n".join(parts) + "\n"
+
+
+def octaves(cells: dict[str, Cell]) -> list[str]:
+    """A table of mean KL and flips by octave of position, with its growth per doubling; none where nothing was noted by position."""
+    measured = {c.scheme: c.summary for c in cells.values() if c.kind != "base" and c.summary.get("octaves")}
+    places = sorted({int(at) for s in measured.values() for at in s["octaves"]})
+    if not places:
+        return []
+    rows = []
+    for name, s in measured.items():
+        by = [s["octaves"].get(str(at)) for at in places]
+        grown = "" if s["drift"] is None else f"{s['drift']:+.1%}"
+        rows.append([name, *("" if one is None else f"{one['kl_mean']:.5f}, {one['flips']:.2%}" for one in by), grown])
+    return ["KL and flips of the most likely token, by position; KL's growth when the position doubles, from 512 on:",
+            table(["cache", *(f"{at:,} to {2 * at - 1:,}" for at in places), "per doubling"], rows)]  # fmt: skip
+
+
+def kinds(cells: dict[str, Cell]) -> list[str]:
+    """A table of the share that is right, by kind and length, and its difference to the 16-bit cache's in points with a 95 % interval."""
+    named = list(dict.fromkeys(kind for c in cells.values() for kind in c.summary.get("by_kind", {})))
+    rows = [[kind, *(_points(c.summary.get("by_kind", {}).get(kind, {}), c.kind == "base") for c in cells.values())] for kind in named]
+    columns = ["right; points more than the 16-bit cache (95 %)", *(c.scheme for c in cells.values())]
+    return [table(columns, rows)] if rows else []
+
+
+def _points(s: dict[str, Any], alone: bool) -> str:
+    if not s:
+        return ""
+    found = f"{s['accuracy']:.1%}" + (f" of {s['parts']:,}" if alone else "")
+    return found if alone or "difference" not in s else f"{found}; {points(s)}"
+
+
+def points(s: dict[str, Any]) -> str:
+    """A paired difference with its interval, in points of 100."""
+    return f"{100 * s['difference']:+.1f} ({100 * s['difference_low']:+.1f} to {100 * s['difference_high']:+.1f})"
 
 
 def _fidelity(cells: dict[str, Cell]) -> str:
