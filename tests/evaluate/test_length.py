@@ -220,5 +220,5 @@ def test_ruler_counts_what_an_answer_has_of_what_was_wanted(model, tmp_path, mon
     assert found["int8"]["gained"] == 7 and found["int8"]["lost"] == 0 and found["int8"]["difference_low"] > 0
     with pytest.raises(DataError, match="has no room for what is asked"):
         task_of("ruler", contexts=(300,))
-    with pytest.raises(DataError, match=r"ruler niah_single_1:4090 takes .* which pass the model's 4096 positions; lower --contexts"):
+    with pytest.raises(DataError, match=r"ruler niah_single_1:4090:0 takes .* which pass the model's 4096 positions; lower --contexts"):
         task_of("ruler", contexts=(4090,))
