@@ -160,7 +160,7 @@ def last_count(before):
     line = before.rsplit("\n", 1)[1]
     if "+" in line:
         return str(sum(map(int, re.findall(r"\d+", line))))
-    return (re.findall(rf"^{line} .* = (\d+)$", before, re.M) or re.findall(r"\d+", "0"))[-1]
+    return re.findall(rf"^{line} .* = (\d+)$", before, re.M)[-1]
 
 
 def innermost(before):

@@ -66,13 +66,14 @@ class Variables:
 
 
 class Sums:
-    """Counts that go up by 1 to 3, of houses in turns that are drawn."""
+    """Counts that go up by 1 to 3, of houses in turns that are drawn, after each had one."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.state = rng, {name: rng.randrange(5, 50) for name in NAMES}
+        self.due: list[str] = list(NAMES)
 
     def _step(self) -> tuple[str, str]:
-        name, more = self.rng.choice(NAMES), self.rng.randrange(1, 4)
+        name, more = self.due.pop() if self.due else self.rng.choice(NAMES), self.rng.randrange(1, 4)
         before = self.state[name]
         self.state[name] += more
         return f" {name} house: {before} + {more} =", f" {self.state[name]}"
