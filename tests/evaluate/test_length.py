@@ -10,9 +10,12 @@ import pytest
 import tiny
 import torch
 
+from kvbits import schemes
+from kvbits.cli.eval import _table
 from kvbits.errors import DataError, SpecError
 from kvbits.evaluate import results
-from kvbits.evaluate.caches import base_factory, factory
+from kvbits.evaluate.caches import base_factory, factory, sides
+from kvbits.evaluate.calibrator import Calibrator, Sample
 from kvbits.evaluate.fidelity import drift, octaves
 from kvbits.evaluate.paired import paired
 from kvbits.evaluate.rows import follow
@@ -32,9 +35,9 @@ def model():
     return tiny.model()
 
 
-def run(model, out, task, schemes, alone=False, **options):
+def run(model, out, task, names, alone=False, **options):
     return evaluate(
-        model, tiny.tokenizer(), name="tiny", schemes=schemes, tasks=[task], texts=TEXTS, out=out, options=Options(**options), alone=alone, progress=False
+        model, tiny.tokenizer(), name="tiny", schemes=names, tasks=[task], texts=TEXTS, out=out, options=Options(**options), alone=alone, progress=False
     )[task]
 
 
@@ -127,6 +130,7 @@ def test_a_part_is_right_if_plain_greedy_decoding_would_have_written_it(model, t
         hits += sum(chosen[i] == text[i] for a, b in where for i in range(a, b))
     assert hits == sum(i["tokens_right"] for i in items.values()) > 0
     assert found["raw"]["lost"] == found["raw"]["gained"] == 0 and found["raw"]["parts"] == sum(s["parts"] for s in found["raw"]["by_kind"].values())
+    assert "difference" in (headers := [c.header for c in _table(name, found).columns]) and "difference low" not in headers
     (table,) = markdown.kinds(next(iter(collect(tmp_path).models.values())).tasks[name])
     assert f"| {next(iter(found['raw']['by_kind']))} | " in table
 
@@ -222,3 +226,12 @@ def test_ruler_counts_what_an_answer_has_of_what_was_wanted(model, tmp_path, mon
         task_of("ruler", contexts=(300,))
     with pytest.raises(DataError, match=r"ruler niah_single_1:4090:0 takes .* which pass the model's 4096 positions; lower --contexts"):
         task_of("ruler", contexts=(4090,))
+
+
+def test_keys_alone_and_values_alone_are_schemes_that_the_calibration_of_the_whole_serves(model):
+    names = {n: [s.name for s in sides(schemes.get(n, head_dim=64))] for n in ("klt3", "raw", "tiered")}
+    assert names == {"klt3": ["klt3-keys", "klt3-values"], "raw": [], "tiered": []}
+    whole = schemes.get("klt3", head_dim=64)
+    made = Calibrator(model, tiny.tokenizer(), Text("other", novel()[50_000:60_000]), sample=Sample(2, 128))(whole)
+    keys, values = sides(whole)
+    assert made.fits(model.config, keys) and keys.key == whole.key and keys.value.is_raw and values.value == whole.value and values.key.is_raw

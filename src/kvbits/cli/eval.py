@@ -179,9 +179,9 @@ def _print(found: dict[str, dict[str, dict[str, Any]]], out: Path) -> None:
     show(*tables, f"results in {out}; `kvbits report {out}` draws them")
 
 
-_SIGNED = ("ppl_change", "drift", "difference", "difference_low", "difference_high")
+_SIGNED = ("ppl_change", "drift")
 _PERCENT = (*_SIGNED, "top1_agreement", "mass_matched", "accuracy", "accuracy_base", "agreement", "found_of_base", "token_accuracy")
-_HIDDEN = ("texts", "windows", "by_layer", "by_head", "heat_map", "by_subject")
+_HIDDEN = ("difference_low", "difference_high", "texts", "windows", "by_layer", "by_head", "heat_map", "by_subject")
 _OF_TEXTS = {"ppl": "ppl", "ppl_change": "change", "kl_mean": "KL", "kl_max": "worst", "kl_lost": "> 1 nat", "read_raw": "read raw", "bytes_held": "bytes",
              "tokens_per_s": "tokens/s"}  # fmt: skip
 _LEFT_OUT = {"fidelity": ("tokens_per_s",), "decode": ("ppl",), "replay": ("tokens_per_s", "ppl", "ppl_change", "bytes_held")}
@@ -198,7 +198,7 @@ _NAMES = (
     }
 )
 _OF_PAIRS = (
-    "difference: to the share that the model's own cache has right, with its 95 % interval; lost, gained: questions that only one of the two has right; p: "
+    "difference: points more than the model's own cache has right (95 % interval); lost, gained: questions that only one of the two has right; p: "
     "McNemar's exact test."
 )
 _OF_KL = (
@@ -216,12 +216,14 @@ _LEGENDS = {
 
 
 def _table(task: str, rows: dict[str, dict[str, Any]]) -> Any:
+    from ..evaluate.paired import points
+
     columns = list(dict.fromkeys(k for r in rows.values() for k, v in r.items() if k not in _HIDDEN and not isinstance(v, dict | list)))
     if "ppl" in columns:
         columns = [c for c in (_OF_TEXTS | (_OF_CHAINS if task == "replay" else {})) if c in columns and c not in _LEFT_OUT[task]]
     table = new_table(task, "cache", *(_NAMES.get(c, c.replace("_", " ")) for c in columns))
     for cache, row in rows.items():
-        table.add_row(cache, *(_cell(c, row.get(c)) for c in columns))
+        table.add_row(cache, *(points(row) if c == "difference" else _cell(c, row.get(c)) for c in columns))
     return table
 
 

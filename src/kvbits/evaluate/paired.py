@@ -15,6 +15,8 @@ from typing import Any
 
 Z = 1.959964
 """Standard errors of a 95 % interval."""
+BOUNDS = ("difference_low", "difference_high")
+"""Names of its ends, which `points` writes beside the difference."""
 
 
 def paired(outcomes: Iterable[tuple[bool, bool]]) -> dict[str, Any]:
@@ -42,3 +44,11 @@ def paired(outcomes: Iterable[tuple[bool, bool]]) -> dict[str, Any]:
 def paired_records(records: dict[str, dict[str, Any]], base: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
     """`paired` of what records of one question each say under `name`, where the 16-bit cache has answered, too."""
     return paired((bool(records[k][name]), bool(base[k][name])) for k in records if k in base)
+
+
+def points(summary: dict[str, Any]) -> str:
+    """A difference with its interval as text, in points of 100; empty where there is none."""
+    if "difference" not in summary:
+        return ""
+    low, high = (100 * summary[name] for name in BOUNDS)
+    return f"{100 * summary['difference']:+.1f} ({low:+.1f} to {high:+.1f})"

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import SpecError
 from ..evaluate import MAX_KL, MAX_PPL_CHANGE
+from ..evaluate.paired import BOUNDS, points
 from ..runs import dated
 from ..schemes import PRESETS, weak_to_key_bias
 from .collect import Cell, Model, Results, bits, held_bits, long_bits
@@ -390,12 +391,7 @@ def _points(s: dict[str, Any], alone: bool) -> str:
     if not s:
         return ""
     found = f"{s['accuracy']:.1%}" + (f" of {s['parts']:,}" if alone else "")
-    return found if alone or "difference" not in s else f"{found}; {points(s)}"
-
-
-def points(s: dict[str, Any]) -> str:
-    """A paired difference with its interval, in points of 100."""
-    return f"{100 * s['difference']:+.1f} ({100 * s['difference_low']:+.1f} to {100 * s['difference_high']:+.1f})"
+    return found if alone or not points(s) else f"{found}; {points(s)}"
 
 
 def _fidelity(cells: dict[str, Cell]) -> str:
@@ -415,8 +411,9 @@ def _figures(c: Cell, cells: dict[str, Cell]) -> dict[str, str]:
 
 
 def _summaries(cells: dict[str, Cell]) -> str:
-    names = list(dict.fromkeys(k for c in cells.values() for k, v in c.summary.items() if not isinstance(v, dict | list)))
-    return table(["cache", *(n.replace("_", " ") for n in names)], [[c.scheme, *(_value(c.summary.get(n)) for n in names)] for c in cells.values()])
+    names = list(dict.fromkeys(k for c in cells.values() for k, v in c.summary.items() if k not in BOUNDS and not isinstance(v, dict | list)))
+    rows = [[c.scheme, *(points(c.summary) if n == "difference" else _value(c.summary.get(n)) for n in names)] for c in cells.values()]
+    return table(["cache", *(n.replace("_", " ") for n in names)], rows)
 
 
 def _value(v: Any) -> str:
