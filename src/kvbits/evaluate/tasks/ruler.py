@@ -166,14 +166,13 @@ def variables(rng: random.Random, essay: Iterator[str], length: int) -> Asked:
 
 
 def common(rng: random.Random, essay: Iterator[str], length: int) -> Asked:
-    """cwe: ten words come ten times as often as the others."""
+    """cwe: ten words come ten times as often as the others can."""
     chosen = rng.sample(words(), len(words()))
-    times = max(1, min(3, length // 1024))
-    often, seldom = chosen[:10], (w for w in chosen[10:] for _ in range(times))
+    times = max(1, length // 1024)
+    often, others = chosen[:10], chosen[10:] * times
     hidden = rng.sample(all_of := [f" {w}\n" for w in often for _ in range(10 * times)], len(all_of))
-    rest = itertools.islice(seldom, length)
     lead = "Below is a list of words. Some of them come more often than the others.\n"
-    return Asked(lead, (f" {w}\n" for w in rest), hidden, "\nThe ten words that come most often in the list are:", often, 64)
+    return Asked(lead, (f" {w}\n" for w in rng.sample(others, len(others))), hidden, "\nThe ten words that come most often in the list are:", often, 64)
 
 
 def frequent(rng: random.Random, essay: Iterator[str], length: int) -> Asked:
