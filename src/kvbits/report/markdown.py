@@ -350,9 +350,11 @@ def runs_note(results: Results) -> str:
 
 def report(results: Results) -> str:
     """Everything as Markdown."""
-    columns, rows, notes = scheme_rows(results)
-    mass_columns, mass, said = mass_rows(results)
-    parts = ["# What few bits cost", *notes, table(columns, [r.cells for r in rows]), said, table(mass_columns, mass)]
+    parts = ["# What few bits cost"]
+    if any("fidelity" in m.tasks for m in results.models.values()):
+        columns, rows, notes = scheme_rows(results)
+        mass_columns, mass, said = mass_rows(results)
+        parts += [*notes, table(columns, [r.cells for r in rows]), said, table(mass_columns, mass)]
     for m in results.models.values():
         for task, cells in m.tasks.items():
             if not any(c.summary for c in cells.values()):
