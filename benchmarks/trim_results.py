@@ -18,8 +18,8 @@ from typing import Any
 
 from kvbits.evaluate.results import dumps, read
 
-DROPPED = ("kl_histogram", "completion", "isolation", "reason", "chosen", "right_norm", "layers", "statistics")
-NEEDED = {"greedy": "tokens", "attention": "layers", "humaneval": "completion", "gsm8k": "chosen", "mmlu": "chosen", "arc": "chosen"}
+DROPPED = ("kl_histogram", "chain", "answer", "completion", "isolation", "reason", "chosen", "right_norm", "layers", "statistics")
+NEEDED = {"replay": "chain", "greedy": "tokens", "attention": "layers", "humaneval": "completion", "gsm8k": "chosen", "mmlu": "chosen", "arc": "chosen"}
 """What a run that goes on would need of each item: a file without it says so (`trimmed`), and `kvbits eval` refuses to go on from it."""
 DIGITS = 6
 

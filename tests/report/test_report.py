@@ -68,6 +68,7 @@ def test_of_a_model_in_several_dtypes_the_coarsest_is_taken(folder, tmp_path):
     with pytest.raises(SpecError, match="no results of the task fidelity, only of attention"):
         shutil.rmtree(tmp_path / "tiny-float32" / "fidelity")
         markdown.scheme_rows(collect(tmp_path))
+    assert markdown.report(collect(tmp_path)).startswith("# What few bits cost\n\n## tiny: attention"), "the other tasks have their tables"
 
 
 def test_rows_go_from_many_bits_to_few_and_carry_what_was_measured(folder):

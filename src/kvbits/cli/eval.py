@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from ..evaluate.texts import Text
     from ..spec import Scheme
 
-TASKS_HELP = "Comma-separated: fidelity (perplexity, KL), decode, greedy, follow, attention, passkey, needle, entities, humaneval, gsm8k, mmlu, arc."
+TASKS_HELP = (
+    "Comma-separated: fidelity (perplexity, KL), decode, greedy, follow, replay, attention, passkey, needle, entities, copying, tracking, ruler, humaneval, "
+    "gsm8k, mmlu, arc."
+)
 
 
 @command("eval")
@@ -50,21 +53,21 @@ def evaluate(
     calibration: Annotated[
         list[Path] | None, typer.Option(help="File of `kvbits calibrate`, for the scheme it was made for. Repeatable.", show_default=False)
     ] = None,
-    windows: Annotated[int, typer.Option(help="Windows of each text, spread evenly over it.", min=1)] = 16,
-    length: Annotated[int, typer.Option(help="Tokens of a window; 1k is 1,024.", parser=tokens(2))] = 1024,
+    windows: Annotated[int, typer.Option(help="Windows of each text, spread evenly over it; replay: chains.", min=1)] = 16,
+    length: Annotated[int, typer.Option(help="Tokens of a window, or of a chain; 1k is 1,024.", parser=tokens(2))] = 1024,
     chunk: Annotated[
         int | None,
         typer.Option(
             help="Tokens per forward pass: history older than that is read as stored; long ones flatter few bits.",
-            show_default="16 (fidelity, follow), else 128",
+            show_default="16 (fidelity, follow, replay), else 128",
             parser=tokens(),
         ),
     ] = None,
     context: Annotated[int, typer.Option(help="decode, greedy, follow: tokens before decoding.", parser=tokens())] = 512,
-    new_tokens: Annotated[int, typer.Option(help="decode, greedy, follow: tokens decoded.", parser=tokens())] = 64,
-    contexts: Annotated[str, typer.Option(help="passkey, needle, entities: prompt lengths in tokens.")] = "1024,2048",
+    new_tokens: Annotated[int, typer.Option(help="decode, greedy, follow: tokens decoded; copying: copied.", parser=tokens())] = 64,
+    contexts: Annotated[str, typer.Option(help="Retrieval, tracking, ruler: prompt lengths in tokens; copying: tokens back.")] = "1024,2048",
     depths: Annotated[str, typer.Option(help="passkey, needle: where the needle sits, 0 to 1.")] = "0,0.25,0.5,0.75,1",
-    repeats: Annotated[int, typer.Option(help="Prompts per length and depth.", min=1)] = 1,
+    repeats: Annotated[int, typer.Option(help="Prompts per length and depth, or kind.", min=1)] = 1,
     limit: Annotated[int | None, typer.Option(help="Problems of a benchmark, drawn by the seed; all if not given.", show_default=False, min=1)] = None,
     shots: Annotated[int | None, typer.Option(help="Worked examples before a question; the benchmark's usual number if not given.", min=0)] = None,
     batch_size: Annotated[int, typer.Option(help="Prompts that go through a cache together (greedy, retrieval, benchmarks).", min=1)] = 8,
@@ -72,6 +75,7 @@ def evaluate(
     dtype: Dtype = "auto",
     device: Device = None,
     seed: Annotated[int, typer.Option(help="Draws passkeys, filler and samples.")] = 0,
+    alone: Annotated[bool, typer.Option("--alone", help="Also each preset's keys alone (values raw), and its values alone.")] = False,
     simulate: Annotated[bool, typer.Option("--simulate", help="Also each preset as a dense cache simulates it, to compare; never in reports.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results of other settings instead of refusing.")] = False,
     name: Annotated[str | None, typer.Option(help="What results call the model; the last part of MODEL if not given.", show_default=False)] = None,
@@ -96,7 +100,7 @@ def evaluate(
     given = [Calibration.load(path) for path in calibration or []]
     evaluated, to_calibrate, note = _texts(text, calibration_text, chosen, [c.info.get("scheme") for c in given])
     how = {"name": _name(name, model), "schemes": chosen, "tasks": _tasks(tasks), "texts": evaluated, "out": out}
-    how |= {"options": options, "overwrite": overwrite, "calibrations": given}
+    how |= {"options": options, "overwrite": overwrite, "calibrations": given, "alone": alone}
     found = _run((model, dtype_name(dtype), device), how, threads, note, calibration_text=to_calibrate, simulate=simulate)
     if as_json:
         print_json({"model": model, "out": str(out), "tasks": found})
@@ -175,18 +179,28 @@ def _print(found: dict[str, dict[str, dict[str, Any]]], out: Path) -> None:
     show(*tables, f"results in {out}; `kvbits report {out}` draws them")
 
 
-_PERCENT = ("ppl_change", "top1_agreement", "mass_matched", "accuracy", "accuracy_base", "agreement", "found_of_base")
-_HIDDEN = ("texts", "windows", "by_layer", "by_head", "heat_map", "by_subject")
+_SIGNED = ("ppl_change", "drift")
+_PERCENT = (*_SIGNED, "top1_agreement", "mass_matched", "accuracy", "accuracy_base", "agreement", "found_of_base", "token_accuracy")
+_HIDDEN = ("difference_low", "difference_high", "texts", "windows", "by_layer", "by_head", "heat_map", "by_subject")
 _OF_TEXTS = {"ppl": "ppl", "ppl_change": "change", "kl_mean": "KL", "kl_max": "worst", "kl_lost": "> 1 nat", "read_raw": "read raw", "bytes_held": "bytes",
              "tokens_per_s": "tokens/s"}  # fmt: skip
-_LEFT_OUT = {"fidelity": "tokens_per_s", "decode": "ppl"}
+_LEFT_OUT = {"fidelity": ("tokens_per_s",), "decode": ("ppl",), "replay": ("tokens_per_s", "ppl", "ppl_change", "bytes_held")}
 """What fits a terminal of 80 columns of the tasks that read texts; --json and the files have everything."""
-_NAMES = _OF_TEXTS | {
-    "found_of_base": "of what the model's own finds",
-    "base_found": "its own finds",
-    "key_bits": "key bits left",
-    "value_bits": "value bits left",
-}
+_OF_CHAINS = {"top1_agreement": "top-1", "drift": "per doubling", "first_flip": "first flip"}
+_NAMES = (
+    _OF_TEXTS
+    | _OF_CHAINS
+    | {
+        "found_of_base": "of what the model's own finds",
+        "base_found": "its own finds",
+        "key_bits": "key bits left",
+        "value_bits": "value bits left",
+    }
+)
+_OF_PAIRS = (
+    "difference: points more than the model's own cache has right (95 % interval); lost, gained: questions that only one of the two has right; p: "
+    "McNemar's exact test."
+)
 _OF_KL = (
     "worst: the largest KL of a token, nats; > 1 nat: share of tokens whose KL is above; read raw: share of the tokens attended to that were still 16-bit, "
     "mean over scored tokens and layers."
@@ -194,18 +208,22 @@ _OF_KL = (
 _LEGENDS = {
     "fidelity": _OF_KL,
     "decode": _OF_KL,
+    "replay": f"{_OF_KL} per doubling: growth of KL when the position doubles, from 512 on; first flip: mean position.",
+    **dict.fromkeys(("copying", "tracking", "ruler"), _OF_PAIRS),
     "attention": "bits left: how many bits of the numbers survive, 1/2 log2(variance / squared error), mean over layers and kv heads; not what is stored. "
     "worst layer: of the largest output error.",
 }
 
 
 def _table(task: str, rows: dict[str, dict[str, Any]]) -> Any:
+    from ..evaluate.paired import points
+
     columns = list(dict.fromkeys(k for r in rows.values() for k, v in r.items() if k not in _HIDDEN and not isinstance(v, dict | list)))
     if "ppl" in columns:
-        columns = [c for c in _OF_TEXTS if c in columns and c != _LEFT_OUT[task]]
+        columns = [c for c in (_OF_TEXTS | (_OF_CHAINS if task == "replay" else {})) if c in columns and c not in _LEFT_OUT[task]]
     table = new_table(task, "cache", *(_NAMES.get(c, c.replace("_", " ")) for c in columns))
     for cache, row in rows.items():
-        table.add_row(cache, *(_cell(c, row.get(c)) for c in columns))
+        table.add_row(cache, *(points(row) if c == "difference" else _cell(c, row.get(c)) for c in columns))
     return table
 
 
@@ -219,7 +237,7 @@ def _cell(column: str, value: Any) -> str:
     if column == "bytes_held":
         return human_bytes(value)
     if column in _PERCENT:
-        return f"{value:+.2%}" if column == "ppl_change" else f"{value:.2%}"
+        return f"{value:+.2%}" if column in _SIGNED else f"{value:.2%}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from ..errors import UnsupportedError
 from ..geometry import layer_geometries
 from ..integrations.huggingface import KVCache
 from ..integrations.models import scheme_for
-from ..spec import CacheSpec, Scheme, to_dict
+from ..spec import CacheSpec, QuantSpec, Scheme, to_dict
 from .simulated import Nvfp4Layer, SimulatedCache
 
 if TYPE_CHECKING:
@@ -147,6 +147,17 @@ def _stock(model: Any, name: str) -> CacheFactory:
     except (ImportError, ValueError) as error:
         raise UnsupportedError(f"stock cache {name!r} cannot serve this model here: {' '.join(str(error).split())}") from error
     return CacheFactory(name, "stock", make, {"bits_per_element": None, "source": "transformers.QuantizedCache", "options": options})
+
+
+def sides(scheme: Scheme) -> list[Scheme]:
+    """NAME-keys and NAME-values: a scheme whose values, or keys, stay raw. None of one with tiers, or with raw keys or values itself."""
+    if scheme.tiers or scheme.key.is_raw or scheme.value.is_raw:
+        return []
+
+    def alone(kept: str, raw: dict[str, Any]) -> Scheme:
+        return replace(scheme, name=f"{scheme.name}-{kept}", overrides=tuple(replace(o, **raw) for o in scheme.overrides), **raw)
+
+    return [alone("keys", {"value": QuantSpec.raw()}), alone("values", {"key": QuantSpec.raw()})]
 
 
 def held_bytes(cache: Any) -> int:

@@ -29,19 +29,22 @@ LOST = 1.0
 """Nats of KL from which on a prediction is another one: a mean hides few of them."""
 BINS_PER_OCTAVE = 32
 """Resolution of a stored KL histogram: 2.2 % of the value."""
+DRIFT_FROM = 512
+"""First position of the first octave that `drift` looks at: before it most of what is read is still raw."""
 
 
 @dataclass
 class Fidelity:
-    """Sums over scored tokens of one cache; `kl` and `tvd` hold one value per token, `places` the number of its text and its position there."""
+    """Sums over scored tokens of one cache; `kl` and `tvd` hold one value per token, `same` whether its most likely token is the 16-bit cache's, `places` the
+    number of its text and its position there."""
 
     nll: float = 0.0
     num_tokens: int = 0
-    top1_same: int = 0
     seconds: float = 0.0
     num_timed: int = 0
     kl: list[float] = field(default_factory=list)
     tvd: list[float] = field(default_factory=list)
+    same: list[bool] = field(default_factory=list)
     places: list[tuple[int, int]] = field(default_factory=list)
     num_texts: int = 0
 
@@ -81,16 +84,53 @@ class Fidelity:
     @property
     def top1_agreement(self) -> float:
         """Share of tokens whose most likely successor is the 16-bit cache's."""
-        return self.top1_same / self.num_tokens
+        return sum(self.same) / self.num_tokens
 
-    def record(self) -> dict[str, Any]:
-        """JSON data of one text that adds up over windows: sums, the worst token's KL and position, tokens above 1 nat, and a histogram of KL (bin b holds
-        2**(b/32) <= KL < 2**((b+1)/32) nats, "zero" is KL 0)."""
+    def record(self, start: int = 0) -> dict[str, Any]:
+        """JSON data of one text that adds up over windows: sums, the worst token's KL and position, tokens above 1 nat, the position of the first token whose
+        most likely one flipped (the end of the text, if none did), sums by octave of position, and a histogram of KL (bin b holds 2**(b/32) <= KL <
+        2**((b+1)/32) nats, "zero" is KL 0).
+
+        Args:
+            start: tokens that were stored before the text: its first one has this position.
+        """
+        positions = [start + p for _, p in self.places]
         return {
-            "nll": self.nll, "num_tokens": self.num_tokens, "top1_same": self.top1_same, "seconds": self.seconds, "num_timed": self.num_timed,
-            "kl": math.fsum(self.kl), "kl_max": self.kl_max, "kl_worst": self.kl_worst[1], "kl_lost": self.num_lost,
-            "tvd": math.fsum(self.tvd), "kl_histogram": histogram(self.kl),
+            "nll": self.nll, "num_tokens": self.num_tokens, "top1_same": sum(self.same), "seconds": self.seconds, "num_timed": self.num_timed,
+            "kl": math.fsum(self.kl), "kl_max": self.kl_max, "kl_worst": start + self.kl_worst[1], "kl_lost": self.num_lost,
+            "first_flip": next((p for p, same in zip(positions, self.same, strict=True) if not same), positions[-1] + 1),
+            "tvd": math.fsum(self.tvd), "octaves": octaves(positions, self.kl, self.same), "kl_histogram": histogram(self.kl),
         }  # fmt: skip
+
+
+def octaves(positions: list[int], kl: list[float], same: list[bool]) -> dict[str, dict[str, float]]:
+    """Sums over tokens by octave of position (from 1), named by its first: "1024" holds 1,024 to 2,047. Tokens, nats, flips of the most likely token,
+    tokens above `LOST`, the largest KL."""
+    found: dict[str, dict[str, float]] = {}
+    for p, nats, kept in zip(positions, kl, same, strict=True):
+        one = found.setdefault(str(1 << (p.bit_length() - 1)), {"tokens": 0, "kl": 0.0, "flips": 0, "lost": 0, "kl_max": 0.0})
+        one["tokens"] += 1
+        one["kl"] += nats
+        one["flips"] += not kept
+        one["lost"] += nats > LOST
+        one["kl_max"] = max(one["kl_max"], nats)
+    return found
+
+
+def drift(kl_mean: dict[str, tuple[int, float]]) -> float | None:
+    """By how much KL grows when the position doubles (0.1: 10 %), from position `DRIFT_FROM` on: least squares of the logarithm over octaves, weighted by
+    tokens. None with fewer than two octaves, or where KL is 0.
+
+    Args:
+        kl_mean: first position of an octave -> (tokens, mean KL).
+    """
+    known = [(math.log2(int(at)), n, kl) for at, (n, kl) in kl_mean.items() if int(at) >= DRIFT_FROM]
+    if len(known) < 2 or min(kl for *_, kl in known) <= 0:
+        return None
+    total = sum(n for _, n, _ in known)
+    x = sum(n * at for at, n, _ in known) / total
+    slope = sum(n * (at - x) * math.log2(kl) for at, n, kl in known) / sum(n * (at - x) ** 2 for at, n, _ in known)
+    return 2.0**slope - 1
 
 
 def histogram(values: list[float]) -> dict[str, int]:
@@ -209,10 +249,10 @@ def _score(result: Fidelity, log_p: torch.Tensor, reference: torch.Tensor, p_ref
     result.nll -= log_p.gather(1, targets[:, None]).sum().item()
     result.num_tokens += len(targets)
     if log_p is reference:
-        result.top1_same += len(targets)
+        result.same += [True] * len(targets)
         result.kl += [0.0] * len(targets)
         result.tvd += [0.0] * len(targets)
         return
-    result.top1_same += int((log_p.argmax(-1) == reference.argmax(-1)).sum())
+    result.same += (log_p.argmax(-1) == reference.argmax(-1)).tolist()
     result.kl += divergence(log_p, reference, p_reference).tolist()
     result.tvd += ((p_reference - log_p.exp_()).abs_().sum(-1) / 2).tolist()

@@ -122,19 +122,27 @@ def alike(lengths: Sequence[int], chunk: int) -> list[list[int]]:
     return groups
 
 
-def follow(model: Any, f: CacheFactory, prompts: Sequence[torch.Tensor], texts: Sequence[Sequence[int]], chunk: int) -> list[list[int]]:
-    """The token that a cache would write in the place of each of `texts`, which follow prompts of one length and are of one length themselves.
+def follow(
+    model: Any, f: CacheFactory, prompts: Sequence[torch.Tensor], texts: Sequence[Sequence[int]], chunk: int, *, text_chunk: int | None = None
+) -> list[list[int]]:
+    """The token that a cache would write in the place of each of `texts`, which follow the prompts.
 
     Texts are fed as they are (teacher forcing), in passes of `chunk` tokens: what a cache would have written differently changes nothing after it.
+
+    Args:
+        text_chunk: tokens of a pass of the texts; as many as of one of the prompts, if not given.
     """
+    chunk_of_text = chunk if text_chunk is None else text_chunk
     found: list[list[int]] = []
     for some in together(f, len(prompts)):
-        given = torch.tensor([list(text) for text in texts[some]])
-        rows = Rows(model, f.make(len(given), len(prompts[0]) + given.shape[1]), prompts[some], chunk)
+        longest = max(map(len, texts[some]))
+        longest += -(longest - 1) % chunk_of_text  # whole passes: none of one token, which would read the page that it closes, depends on the batch
+        given = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts[some]])
+        rows = Rows(model, f.make(len(given), max(map(len, prompts[some])) + longest), prompts[some], chunk)
         chosen = [rows.logits.argmax(-1, keepdim=True)]
-        for piece in given[:, :-1].split(chunk, 1):
+        for piece in given[:, :-1].split(chunk_of_text, 1):
             chosen.append(rows.feed(piece, keep=piece.shape[1]).argmax(-1))
-        found += torch.cat(chosen, 1).tolist()
+        found += [row[: len(text)] for row, text in zip(torch.cat([c.cpu() for c in chosen], 1).tolist(), texts[some], strict=True)]
     return found
 
 

@@ -19,8 +19,8 @@ from ..calibrate import Calibration
 from ..errors import UnsupportedError
 from ..geometry import layer_geometries
 from ..progress import bar
-from ..spec import CacheSpec, Scheme, to_dict
-from .caches import GROUPS, OTHERS, CacheFactory, base_factory, factory
+from ..spec import CacheSpec, LayerGeometry, Scheme, to_dict
+from .caches import GROUPS, OTHERS, CacheFactory, base_factory, factory, sides
 from .calibrator import USUAL, Calibrator, Sample, fitting, require_other_text
 from .results import ResultFile, model_facts, new_run, require_same
 from .tasks import Context, Options, Task, load
@@ -42,6 +42,7 @@ def evaluate(
     calibrations: Sequence[Calibration] = (),
     backend: str = "auto",
     simulate: bool = False,
+    alone: bool = False,
     overwrite: bool = False,
     progress: bool = True,
     on_skip: Callable[[str], None] = lambda message: None,
@@ -60,6 +61,7 @@ def evaluate(
         calibrations: made before, for the schemes that they fit; results say which.
         backend: for presets and schemes of your own, see `KVCache.for_model`.
         simulate: measure presets also as a dense cache simulates them (see `evaluate.simulated`); `kvbits report` leaves such results out.
+        alone: measure presets also with raw values, and with raw keys (see `caches.sides`).
         say: told how much of each task is there already.
         on_skip: told about stock caches that this model cannot have, and schemes that cannot be simulated; a preset that cannot serve is an error.
 
@@ -77,7 +79,7 @@ def evaluate(
     home = out / _folder(name, str(model.dtype))
     facts = model_facts(model, name)
     calibrator = Calibrator(model, tokenizer, calibration_text, tests=texts, sample=calibration_sample, directory=home / "calibration", given=calibrations)
-    factories = _factories(model, presets.expand(schemes, GROUPS), calibrator, backend, simulate, on_skip)
+    factories = _factories(model, _wanted(schemes, layer_geometries(model.config), alone), calibrator, backend, simulate, on_skip)
     context = Context(model, tokenizer, texts, options)
     run = new_run(model.device)
     return {task: _run(load(task)(context), factories, home, facts, run, calibrations, overwrite, progress, say) for task in tasks}
@@ -94,6 +96,7 @@ def require_possible(
     texts: tuple[Text, ...],
     out: Path,
     options: Options,
+    alone: bool = False,
     overwrite: bool = False,
     calibrations: Sequence[Calibration] = (),
 ) -> None:
@@ -107,7 +110,7 @@ def require_possible(
         SpecError, DataError, UnsupportedError: as `evaluate`.
     """
     layers = layer_geometries(config)
-    chosen = [presets.for_layers(given, layers) for given in presets.expand(schemes, GROUPS) if given not in OTHERS]
+    chosen = [presets.for_layers(given, layers) for given in _wanted(schemes, layers, alone) if given not in OTHERS]
     for scheme in chosen:
         CacheSpec(scheme=scheme, layers=layers)
     require_other_text(calibrations, texts)
@@ -128,6 +131,12 @@ def _folder(name: str, dtype: str) -> str:
     """What a model's folder of results is called."""
     kind = dtype.removeprefix("torch.")
     return name if kind == "bfloat16" else f"{name}-{kind}"
+
+
+def _wanted(schemes: Sequence[str | Scheme], layers: tuple[LayerGeometry, ...], alone: bool) -> list[str | Scheme]:
+    """What is measured: names written out, and the two sides of each scheme of ours."""
+    found = presets.expand(schemes, GROUPS)
+    return found + [side for one in found if alone and one not in OTHERS for side in sides(presets.for_layers(one, layers))]
 
 
 def _factories(
@@ -160,6 +169,7 @@ def _run(
         header = {"task": task.name, "scheme": f.name, "kind": f.kind, "info": f.info, "settings": task.settings | _own(f.scheme, own), "model": facts}
         files[f.name] = ResultFile(home / task.name / f"{f.name}.json", header, run, overwrite=overwrite)
     base = factories[0]
+    task.kept = files[base.name].items
     keys = task.item_keys()
     todo = {key: [f for f in factories if key not in files[f.name].items] for key in keys}
     missing, every = sum(map(len, todo.values())), len(keys) * len(factories)

@@ -22,10 +22,14 @@ TASKS: dict[str, str] = {
     "decode": "text:DecodeTask",
     "greedy": "greedy:GreedyTask",
     "follow": "greedy:FollowTask",
+    "replay": "replay:ReplayTask",
     "attention": "attention:AttentionTask",
     "passkey": "retrieval:PasskeyTask",
     "needle": "retrieval:NeedleTask",
     "entities": "retrieval:EntitiesTask",
+    "copying": "recall:CopyingTask",
+    "tracking": "tracking:TrackingTask",
+    "ruler": "ruler:RulerTask",
     "humaneval": "generation:HumanEvalTask",
     "gsm8k": "questions:Gsm8kTask",
     "mmlu": "questions:MmluTask",
@@ -44,11 +48,11 @@ class Options:
     """Sizes of an evaluation; the command line's options of the same names.
 
     Attributes:
-        windows, length: windows of each text, spread over it, and their tokens (fidelity, attention).
+        windows, length: windows of each text, spread over it, and their tokens (fidelity, attention); chains and their tokens (replay).
         chunk: tokens per forward pass; older history is read as stored. None for the task's usual number (`Task.usual_chunk`).
-        context, new_tokens: tokens before decoding starts and tokens decoded one by one (decode, greedy; follow: in chunks).
-        contexts, depths: prompt lengths in tokens, and where in them the needle sits (0 first, 1 last).
-        repeats: prompts per length and depth.
+        context, new_tokens: tokens before decoding starts and tokens decoded one by one (decode, greedy; follow: in chunks); new_tokens: copied (copying).
+        contexts, depths: prompt lengths in tokens (copying: how far back), and where in them the needle sits (0 first, 1 last).
+        repeats: prompts per length and depth, or kind.
         limit: problems of a benchmark (humaneval, gsm8k, mmlu, arc), drawn by `seed`; a larger limit adds to a smaller one's. None for all.
         shots: worked examples before each question; None for the benchmark's usual number.
         batch_size: prompts that go through a cache together (greedy, follow, retrieval, benchmarks); no figure depends on it but by rounding.
@@ -114,6 +118,7 @@ class Task:
         relative: every record compares with the base cache on the same item, so the base runs along.
         batched: items of equal size run together, up to `batch_size` of them.
         usual_chunk: tokens per forward pass where the options name none.
+        kept: the base cache's records of items that are there already.
 
     A subclass defines `run`, or, if it is batched, `answers` or `run_batch`.
     """
@@ -125,6 +130,7 @@ class Task:
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.kept: dict[str, Record] = {}
 
     @property
     def chunk(self) -> int:

@@ -16,6 +16,7 @@ import torch
 
 from ...errors import SpecError
 from ..caches import CacheFactory
+from ..paired import paired_records
 from ..rows import generate
 from ..texts import bos_of
 from . import Context, Record, Task
@@ -109,5 +110,5 @@ class HumanEvalTask(Task):
         same = [records[k]["completion"] == base[k]["completion"] for k in records if k in base]
         return {
             "problems": len(records), "accuracy": passed / len(records), "passed": passed,
-            "same_completion": sum(same) / len(same) if same else None,
+            "same_completion": sum(same) / len(same) if same else None, **paired_records(records, base, "passed"),
         }  # fmt: skip

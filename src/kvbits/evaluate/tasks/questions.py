@@ -20,6 +20,7 @@ import torch
 
 from ...errors import SpecError
 from ..caches import CacheFactory
+from ..paired import paired_records
 from ..rows import score
 from ..texts import bos_of
 from . import Context, Record, Task
@@ -101,6 +102,7 @@ class QuestionsTask(Task):
         if len(shared) == len(records):
             found["accuracy_base"] = sum(base[k]["right"] for k in shared) / len(shared)
             found["same_answer"] = sum(records[k]["chosen"] == base[k]["chosen"] for k in shared) / len(shared)
+            found |= paired_records(records, base, "right")
         return found
 
 

@@ -19,6 +19,7 @@ import torch
 
 from ...errors import DataError
 from ..caches import CacheFactory
+from ..paired import paired_records
 from ..rows import Rows, together
 from ..texts import bos_of
 from . import Context, Record, Task
@@ -106,7 +107,7 @@ class RetrievalTask(Task):
         return {
             "prompts": len(records), "accuracy": _share([r["found"] for r in records.values()]),
             "found_of_base": _share([records[k]["found"] for k in known]) if known else None, "base_found": len(known),
-            "nll": math.fsum(r["nll"] for r in records.values()) / len(records), "heat_map": maps,
+            "nll": math.fsum(r["nll"] for r in records.values()) / len(records), "heat_map": maps, **paired_records(records, base, "found"),
         }  # fmt: skip
 
 

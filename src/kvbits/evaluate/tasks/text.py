@@ -15,7 +15,7 @@ import torch
 from ...errors import SpecError
 from ...integrations.huggingface import KVCache
 from ..caches import CacheFactory, held_bytes
-from ..fidelity import DECODING_CHUNK, Fidelity, compare, histogram_quantile, read_raw
+from ..fidelity import DECODING_CHUNK, Fidelity, compare, drift, histogram_quantile, read_raw
 from ..texts import spread_windows
 from . import Context, Record, Task
 
@@ -44,8 +44,7 @@ class FidelityTask(Task):
     def _length(self) -> int:
         return self.context.options.length
 
-    @property
-    def _start(self) -> int:
+    def _start(self, key: str) -> int:
         """Tokens of a window that are stored before the first that is scored."""
         return 0
 
@@ -65,18 +64,23 @@ class FidelityTask(Task):
         return self._length
 
     def run(self, key: str, factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, Record]:
-        ids = self._windows[key]
+        ids, start = self._windows[key], self._start(key)
         caches = {name: f.make(1, self._length) for name, f in factories.items()}
-        found = self._compare(caches, ids, lambda n: advance(n * len(caches)))
-        beside = next(iter(found.values())).seconds  # the base took turns with the others: only such times can be compared
-        return {name: self._record(f, caches[name]) | {"base_seconds": beside} for name, f in found.items()}
 
-    def _record(self, f: Fidelity, cache: Any) -> Record:
-        found = f.record() | {"bytes_held": held_bytes(cache)}
-        found["kl_worst"] += self._start
+        def on_tokens(n: int) -> None:
+            advance(n * len(caches))
+
+        if start:  # the prefill feeds all of it; the first token after it is fed below, and its successor is the first that is scored
+            prefill(self.context.model, caches, ids[:start], self.chunk, on_tokens)
+        found = compare(self.context.model, caches, ids[start:], first=0, chunk=self._scored_chunk, on_tokens=on_tokens)
+        beside = next(iter(found.values())).seconds  # the base took turns with the others: only such times can be compared
+        return {name: self._record(f, caches[name], start) | {"base_seconds": beside} for name, f in found.items()}
+
+    def _record(self, f: Fidelity, cache: Any, start: int) -> Record:
+        found = f.record(start) | {"bytes_held": held_bytes(cache)}
         if isinstance(cache, KVCache):
             spec = cache.pages.spec
-            found |= {"bytes_planned": spec.nbytes(self._length), "read_raw": read_raw(spec, self._length, chunk=self._scored_chunk, start=self._start)}
+            found |= {"bytes_planned": spec.nbytes(self._length), "read_raw": read_raw(spec, self._length, chunk=self._scored_chunk, start=start)}
             found |= {"saturated": sum(n for layer in cache.pages.saturated for n in layer.values())}
         return found
 
@@ -84,9 +88,6 @@ class FidelityTask(Task):
     def _scored_chunk(self) -> int:
         """Tokens of a pass whose predictions are scored."""
         return self.chunk
-
-    def _compare(self, caches: dict[str, Any], ids: torch.Tensor, on_tokens: Callable[[int], None]) -> dict[str, Fidelity]:
-        return compare(self.context.model, caches, ids, first=0, chunk=self._scored_chunk, on_tokens=on_tokens)
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
         texts = dict.fromkeys(text_of(k) for k in records)
@@ -103,8 +104,7 @@ class DecodeTask(FidelityTask):
     name: ClassVar[str] = "decode"
     usual_chunk: ClassVar[int] = 128
 
-    @property
-    def _start(self) -> int:
+    def _start(self, key: str) -> int:
         return self.context.options.context
 
     @property
@@ -123,12 +123,6 @@ class DecodeTask(FidelityTask):
     def settings(self) -> dict[str, Any]:
         o = self.context.options
         return {"context": o.context, "new_tokens": o.new_tokens, "chunk": self.chunk} | SPREAD
-
-    def _compare(self, caches: dict[str, Any], ids: torch.Tensor, on_tokens: Callable[[int], None]) -> dict[str, Fidelity]:
-        o = self.context.options
-        prefill(self.context.model, caches, ids[: o.context], self.chunk, on_tokens)
-        # The prefill fed the whole context; the first new token is fed here, and its successor is the first that is scored.
-        return super()._compare(caches, ids[o.context :], on_tokens)
 
 
 @torch.no_grad()
@@ -160,7 +154,7 @@ def _summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, A
     found: dict[str, Any] = {
         "windows": len(records), "tokens": tokens, "ppl": math.exp(total("nll") / tokens), "kl_mean": total("kl") / tokens,
         "kl_p99": histogram_quantile(histogram, 0.99) if counted else None,
-        **_worst(records, tokens), "tvd_mean": total("tvd") / tokens,
+        **_worst(records, tokens), **_by_octave(records), "tvd_mean": total("tvd") / tokens,
         "mass_matched": 1 - total("tvd") / tokens, "top1_agreement": total("top1_same") / tokens,
         "tokens_per_s": total("num_timed") / total("seconds") if total("seconds") else None,
         "bytes_held": max(r["bytes_held"] for r in records.values()),
@@ -192,6 +186,24 @@ def _worst(records: dict[str, Record], tokens: int) -> dict[str, Any]:
     return {
         "kl_max": worst["kl_max"], "kl_worst": worst.get("kl_worst"), "kl_worst_window": window if "kl_worst" in worst else None,
         "kl_lost": math.fsum(r["kl_lost"] for r in records.values()) / tokens if known else None,
+    }  # fmt: skip
+
+
+def _by_octave(records: dict[str, Record]) -> dict[str, Any]:
+    """Means by octave of position, KL's growth per doubling, the mean position of the first flip and the windows without one (their end counts); nothing where
+    a file is of before they were noted."""
+    if not all("octaves" in r for r in records.values()):
+        return {}
+    found: dict[str, dict[str, float]] = {}
+    for at in sorted({at for r in records.values() for at in r["octaves"]}, key=int):
+        some = [r["octaves"][at] for r in records.values() if at in r["octaves"]]
+        n = sum(one["tokens"] for one in some)
+        found[at] = {"tokens": n, "kl_mean": math.fsum(one["kl"] for one in some) / n, "kl_max": max(one["kl_max"] for one in some)}
+        found[at] |= {name: sum(one[name] for one in some) / n for name in ("flips", "lost")}
+    return {
+        "drift": drift({at: (int(one["tokens"]), one["kl_mean"]) for at, one in found.items()}), "octaves": found,
+        "first_flip": sum(r["first_flip"] for r in records.values()) / len(records),
+        "unflipped": sum(r["top1_same"] == r["num_tokens"] for r in records.values()),
     }  # fmt: skip
 
 

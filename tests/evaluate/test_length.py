@@ -1,0 +1,237 @@
+"""What long contexts cost: chains replayed, words copied, states tracked, RULER's prompts; and how sure a difference of two caches is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+
+import pytest
+import tiny
+import torch
+
+from kvbits import schemes
+from kvbits.cli.eval import _table
+from kvbits.errors import DataError, SpecError
+from kvbits.evaluate import results
+from kvbits.evaluate.caches import base_factory, factory, sides
+from kvbits.evaluate.calibrator import Calibrator, Sample
+from kvbits.evaluate.fidelity import drift, octaves
+from kvbits.evaluate.paired import paired
+from kvbits.evaluate.rows import follow
+from kvbits.evaluate.run import evaluate
+from kvbits.evaluate.tasks import Context, Options, load, replay
+from kvbits.evaluate.tasks.ruler import TASKS
+from kvbits.evaluate.tasks.tracking import STATES
+from kvbits.evaluate.texts import Text, novel
+from kvbits.report import markdown
+from kvbits.report.collect import collect
+
+TEXTS = (Text("one", novel()[:40_000]),)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model()
+
+
+def run(model, out, task, names, alone=False, **options):
+    return evaluate(
+        model, tiny.tokenizer(), name="tiny", schemes=names, tasks=[task], texts=TEXTS, out=out, options=Options(**options), alone=alone, progress=False
+    )[task]
+
+
+def task_of(name, model=None, **options):
+    return load(name)(Context(model, tiny.tokenizer(), TEXTS, Options(**options), tiny.model().config))
+
+
+def test_a_difference_of_pairs_is_mcnemar_s():
+    pairs = [(True, True)] * 80 + [(False, False)] * 8 + [(False, True)] * 10 + [(True, False)] * 2
+    found = paired(pairs)
+    assert (found["lost"], found["gained"]) == (10, 2) and found["difference"] == pytest.approx(-0.08)
+    assert found["p"] == pytest.approx(2 * (1 + 12 + 66) / 2**12)
+    assert found["difference_low"] == pytest.approx(-8 / 102 - 1.959964 * (13 - 64 / 102) ** 0.5 / 102)
+    same = paired([(True, True)] * 50)
+    assert same["p"] == 1 and same["difference_low"] < 0 < same["difference_high"] < 0.1, "agreement alone does not prove that nothing differs"
+    assert paired([(True, False)] * 3000)["p"] < 1e-300 and paired([]) == {}
+
+
+def test_drift_is_the_growth_of_kl_when_the_position_doubles():
+    positions = list(range(100, 5000))
+    found = octaves(positions, [0.001 * p**0.5 for p in positions], [p % 10 != 0 for p in positions])
+    assert list(found) == ["64", "128", "256", "512", "1024", "2048", "4096"] and found["64"]["tokens"] == 28 and found["512"]["flips"] == 51
+    whole = {at: (one["tokens"], one["kl"] / one["tokens"]) for at, one in found.items() if at != "4096"}
+    assert drift(whole) == pytest.approx(2**0.5 - 1, rel=1e-3)
+    assert drift({at: one for at, one in whole.items() if int(at) < 1024}) is None and drift({"512": (5, 0.0), "1024": (5, 0.1)}) is None
+
+
+def test_a_chain_goes_on_with_another_prompt_where_the_model_ends_it(model):
+    base, starts = base_factory(model), [[5, 6, 7, 8], [9, 10]]
+    with_turn = [11, 12, 13]
+
+    def write(rows, end):
+        draws = [random.Random(row) for row in rows]
+        return replay.write(model, base, [starts[row] for row in rows], [itertools.repeat(with_turn) for _ in rows], 120, end, draws)
+
+    free = write([0, 1], None)
+    assert [chain[: len(s)] for chain, s in zip(free, starts, strict=True)] == starts and [len(c) for c in free] == [120, 120]
+    assert write([1], None)[0] == free[1], "a chain does not depend on those beside it"
+    end = free[0][40]
+    first = free[0].index(end, 4)
+    ended = write([0, 1], end)[0]
+    assert ended[: first + 1] == free[0][: first + 1] and ended[first + 1 : first + 4] == with_turn
+
+
+def test_a_chain_is_written_once_and_replayed_by_caches_that_come_later(model, tmp_path, monkeypatch):
+    first = run(model, tmp_path, "replay", ["raw", "kivi2"], alone=True, windows=2, length=700)
+    assert first["raw"]["kl_mean"] < 1e-6 and 0 < first["kivi2-keys"]["kl_mean"] < first["kivi2"]["kl_mean"] > first["kivi2-values"]["kl_mean"] > 0
+    items = {n: results.read(tmp_path / "tiny-float32" / "replay" / f"{n}.json")["items"] for n in ("32-bit", "kivi2")}
+    for key, item in items["32-bit"].items():
+        assert len(item["chain"]) == 700 and item["prompt_tokens"] + item["num_tokens"] + 1 == 700 and "chain" not in items["kivi2"][key]
+        assert item["prompt_tokens"] < items["kivi2"][key]["first_flip"] <= 700 and items["kivi2"][key]["kl_worst"] > item["prompt_tokens"]
+        assert sum(one["tokens"] for one in items["kivi2"][key]["octaves"].values()) == item["num_tokens"]
+    monkeypatch.setattr(replay, "write", lambda *a: pytest.fail("written again"))
+    again = run(model, tmp_path, "replay", ["kivi2", "int8"], windows=2, length=700)
+    assert 0 < again["int8"]["kl_mean"] < again["kivi2"]["kl_mean"] == first["kivi2"]["kl_mean"]
+    cells = next(iter(collect(tmp_path).models.values())).tasks["replay"]
+    (_, table) = markdown.octaves(cells)
+    assert "512 to 1,023" in table and "| kivi2-values | " in table and f"{first['kivi2']['octaves']['512']['kl_mean']:.5f}" in table
+
+
+def test_a_chain_is_not_read_in_long_chunks():
+    with pytest.raises(SpecError, match="in chunks of at most 16 tokens, not --chunk 32"):
+        task_of("replay", chunk=32)
+    with pytest.raises(DataError, match="chains of 8000 tokens pass the model's 4096 positions"):
+        task_of("replay", length=8000)
+
+
+def test_texts_of_unlike_lengths_are_followed_as_each_alone(model):
+    drawn = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 60, (n,), generator=drawn) for n in (150, 203, 301)]
+    texts = [torch.randint(3, 60, (n,), generator=drawn).tolist() for n in (5, 17, 40)]
+    f = factory(model, "int4")
+    together = follow(model, f, prompts, texts, 64, text_chunk=16)
+    assert [len(t) for t in together] == [5, 17, 40]
+    assert together == [follow(model, f, [p], [t], 64, text_chunk=16)[0] for p, t in zip(prompts, texts, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["copying", "tracking"])
+def test_a_part_is_right_if_plain_greedy_decoding_would_have_written_it(model, tmp_path, name):
+    options = {"contexts": (200, 400), "repeats": 2, "new_tokens": 120}
+    found = run(model, tmp_path, name, ["raw", "kivi2"], **options)
+    task = task_of(name, model, **options)
+    items = results.read(tmp_path / "tiny-float32" / name / "raw.json")["items"]
+    hits = 0
+    for key in task.item_keys():
+        prompt, text, where = task.item(key)
+        with torch.no_grad():
+            chosen = model(torch.cat([prompt, torch.tensor(text)])[None]).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert items[key]["right"] == "".join("01"[chosen[a:b] == text[a:b]] for a, b in where) and where
+        hits += sum(chosen[i] == text[i] for a, b in where for i in range(a, b))
+    assert hits == sum(i["tokens_right"] for i in items.values()) > 0
+    assert found["raw"]["lost"] == found["raw"]["gained"] == 0 and found["raw"]["parts"] == sum(s["parts"] for s in found["raw"]["by_kind"].values())
+    assert "difference" in (headers := [c.header for c in _table(name, found).columns]) and "difference low" not in headers
+    (table,) = markdown.kinds(next(iter(collect(tmp_path).models.values())).tasks[name])
+    assert f"| {next(iter(found['raw']['by_kind']))} | " in table
+
+
+def test_words_to_copy_lie_as_far_back_as_was_asked():
+    task = task_of("copying", contexts=(600,), new_tokens=150)
+    prompt, text, where = task.item("words:600:0")
+    assert 600 <= len(prompt) < 670 and prompt[: len(text)].tolist() == text and 150 <= sum(b - a for a, b in where) < 220 and where[0][0] > 0
+
+
+def test_what_is_asked_of_a_state_is_what_was_told():
+    for seed in range(5):
+        for state in ("variables", "sums", "brackets", "lists"):
+            tell = STATES[state](random.Random(seed))
+            steps = [tell.step() for _ in range(60)]
+            asked, text = [], "".join(steps)
+            for piece, question in tell.questions():
+                asked += [(text, piece.strip())] if question else []
+                text += piece
+            assert asked and all(answer for _, answer in asked)
+            for before, answer in asked:
+                assert answer == STILL[state](before), (state, before[-200:], answer)
+
+
+def last_number(before):
+    name = before.rsplit("\n", 1)[1].removesuffix("=").strip()
+    return re.findall(rf"^ {name} = (\d+)$", before, re.M)[-1]
+
+
+def last_count(before):
+    line = before.rsplit("\n", 1)[1]
+    if "+" in line:
+        return str(sum(map(int, re.findall(r"\d+", line))))
+    return re.findall(rf"^{line} .* = (\d+)$", before, re.M)[-1]
+
+
+def innermost(before):
+    opened = []
+    for close, name in re.findall(r"<(/?)(\w+)>", before):
+        opened.pop() if close else opened.append(name)
+    return opened[-1]
+
+
+def next_thing(before):
+    things = []
+    for what, thing in re.findall(r"^ (Add|Remove) (\w+)\.$", before, re.M):
+        things.append(thing) if what == "Add" else things.remove(thing)
+    return things[before.rsplit(":", 1)[1].count(",")]
+
+
+STILL = {"variables": last_number, "sums": last_count, "brackets": innermost, "lists": next_thing}
+
+
+@pytest.mark.parametrize("kind", list(TASKS))
+def test_a_prompt_of_ruler_has_the_answer_and_fills_its_room(kind):
+    task = task_of("ruler", contexts=(3000,))
+    decode = task.context.tokenizer.decode
+    for r in range(2):
+        prompt, asked = task.item(f"{kind}:3000:{r}")
+        body = task.context.tokenizer(asked.lead + "".join(asked.hidden), add_special_tokens=False)["input_ids"]
+        assert 2400 < len(prompt) <= 3000 and len(body) < 3000
+        text = "".join(decode(prompt).split())
+        assert all(text.count("".join(w.split())) >= 1 for w in asked.wanted) and len(set(asked.wanted)) == len(asked.wanted)
+        assert text.endswith("".join(asked.question.split())) and prompt.tolist() != task.item(f"{kind}:3000:{r + 1}")[0].tolist()
+    assert len(TASKS) == 13
+
+
+def test_the_wanted_needles_are_those_of_the_names_asked_for():
+    task = task_of("ruler", contexts=(3000,))
+    _, asked = task.item("niah_multiquery:3000:0")
+    for name, number in zip(re.search(r"for (.*)\?", asked.question)[1].split(" and "), asked.wanted, strict=True):
+        assert any(name in h and number in h for h in asked.hidden)
+    _, chain = task.item("vt:3000:0")
+    assert [h.split()[1] for h in chain.hidden] == chain.wanted and [h.split()[-1].rstrip(".") for h in chain.hidden[1:]] == chain.wanted[:-1]
+
+
+def test_ruler_counts_what_an_answer_has_of_what_was_wanted(model, tmp_path, monkeypatch):
+    from kvbits.evaluate.tasks import ruler
+
+    def answered(model, f, prompts, new_tokens, chunk, stop):
+        keys = list(TASKS)
+        said = [task.item(f"{kind}:3000:0")[1].wanted[0] if f.name == "int8" or i % 2 else "none" for i, kind in enumerate(keys)]
+        return [task.encode(text)[:new_tokens] for text in said][: len(prompts)]
+
+    task = task_of("ruler", contexts=(3000,))
+    monkeypatch.setattr(ruler, "generate", answered)
+    monkeypatch.setattr(type(task.context.tokenizer), "decode", lambda self, ids, **how: "".join(self.convert_ids_to_tokens(ids)))
+    found = run(model, tmp_path, "ruler", ["int8"], contexts=(3000,), batch_size=13)
+    parts = found["int8"]["by_kind"]
+    assert parts["cwe:3000"]["accuracy"] == pytest.approx(0.1) and parts["niah_single_1:3000"]["accuracy"] == 1 and parts["vt:3000"]["accuracy"] == 0.2
+    assert found["int8"]["gained"] == 7 and found["int8"]["lost"] == 0 and found["int8"]["difference_low"] > 0
+    with pytest.raises(DataError, match="has no room for what is asked"):
+        task_of("ruler", contexts=(300,))
+    with pytest.raises(DataError, match=r"ruler niah_single_1:4090:0 takes .* which pass the model's 4096 positions; lower --contexts"):
+        task_of("ruler", contexts=(4090,))
+
+
+def test_keys_alone_and_values_alone_are_schemes_that_the_calibration_of_the_whole_serves(model):
+    names = {n: [s.name for s in sides(schemes.get(n, head_dim=64))] for n in ("klt3", "raw", "tiered")}
+    assert names == {"klt3": ["klt3-keys", "klt3-values"], "raw": [], "tiered": []}
+    whole = schemes.get("klt3", head_dim=64)
+    made = Calibrator(model, tiny.tokenizer(), Text("other", novel()[50_000:60_000]), sample=Sample(2, 128))(whole)
+    keys, values = sides(whole)
+    assert made.fits(model.config, keys) and keys.key == whole.key and keys.value.is_raw and values.value == whole.value and values.key.is_raw
