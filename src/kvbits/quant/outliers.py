@@ -49,8 +49,7 @@ def trimmed_ends(groups: torch.Tensor, num_outliers: int, high_only: bool = Fals
         lows.append(low)
         highs.append(high)
         width = narrower
-    order = torch.stack(wins, -1).flatten(-2).argsort(dim=-1, descending=True, stable=True)[..., :num_outliers]
-    taken = torch.zeros(*s.shape[:-2], s.shape[-2] * steps, dtype=torch.int64, device=s.device).scatter_(-1, order, 1)
+    taken = _largest(torch.stack(wins, -1).flatten(-2), num_outliers).long()
     count = taken.unflatten(-1, (-1, steps)).sum(-1, keepdim=True)
     found = [at(torch.stack(ends, -1).gather(-1, count).squeeze(-1)) for ends in (lows, highs)]
     return found[0] + 0.0, found[1] + 0.0
@@ -64,4 +63,12 @@ def worst(error: torch.Tensor, outside: torch.Tensor, num_outliers: int) -> torc
         outside: bool, elements past the ends of their range: they come first. At equal errors the lower index does.
     """
     rank = torch.where(outside, error * _FIRST, error).flatten(-2)
-    return rank.argsort(dim=-1, descending=True, stable=True)[..., :num_outliers].sort(-1).values
+    taken = _largest(rank, num_outliers)
+    return taken.nonzero()[:, -1].view(*rank.shape[:-1], -1)
+
+
+def _largest(x: torch.Tensor, n: int) -> torch.Tensor:
+    """bool like x: the n largest of the last dimension, of equal ones the first. (A stable sort of a page takes ten times as long.)"""
+    least = x.topk(min(n, x.shape[-1]), sorted=False).values.amin(-1, keepdim=True)
+    above, equal = x > least, x == least
+    return above | (equal & (equal.cumsum(-1) <= n - above.sum(-1, keepdim=True)))
