@@ -98,7 +98,7 @@ def test_nothing_is_made_where_that_is_said(folder, home):
 
 
 def test_a_model_without_a_tokenizer_is_told_the_way_out(home):
-    with pytest.raises(CalibrationError, match=r"tokenizer is not found .*pass calibration=kvbits.calibrate.calibrate\(model, prompts, scheme\)"):
+    with pytest.raises(CalibrationError, match=r"this LlamaForCausalLM was built in memory, .*pass calibration=kvbits.calibrate.calibrate\(model, prompts, scheme\)"):
         KVCache.for_model(tiny.model(), "klt4")
 
 
@@ -179,3 +179,11 @@ def test_the_command_keeps_it_too(folder, home):
     process = calibrate(folder, "--scheme", "int8_static")
     assert "only calibrations of bases are kept by model; give --out FILE.safetensors for int8_static" in process.communicate()[1]
     assert process.returncode
+
+
+def test_a_calibration_is_taken_from_its_file(folder, made, home):
+    (file,) = (made / "calibrations").glob("*.safetensors")
+    model = load_model(folder)[0]
+    assert KVCache.for_model(model, "klt4", calibration=file, calibrate=False).pages.spec.scheme.name == "klt4"
+    with pytest.raises(CalibrationError, match=r"calibration=7 is neither a Calibration nor a path"):
+        KVCache.for_model(model, "klt4", calibration=7)

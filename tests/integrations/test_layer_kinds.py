@@ -132,7 +132,7 @@ def test_states_are_counted_and_cannot_be_stored_in_files(recurrent, tmp_path):
     held = [x for layer in cache.layers for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})) for x in states.values()]
     assert cache.state_nbytes == sum(x.nbytes for x in held if x is not None) > 0
     assert cache.nbytes == cache.pages.nbytes + cache.state_nbytes
-    with pytest.raises(UnsupportedError, match="recurrent states, which files of pages do not hold; use copy.deepcopy"):
+    with pytest.raises(UnsupportedError, match="recurrent states or index keys, which files of pages do not hold; use copy.deepcopy"):
         cache.save(tmp_path / "cache.kvbits")
     with pytest.raises(UnsupportedError, match="a prefix cannot be cut where no state was kept"):
         KVCache.from_prefix(recurrent, ids(1), store=PrefixStore(tmp_path))
