@@ -98,7 +98,9 @@ def test_nothing_is_made_where_that_is_said(folder, home):
 
 
 def test_a_model_without_a_tokenizer_is_told_the_way_out(home):
-    with pytest.raises(CalibrationError, match=r"this LlamaForCausalLM was built in memory, .*pass calibration=kvbits.calibrate.calibrate\(model, prompts, scheme\)"):
+    with pytest.raises(
+        CalibrationError, match=r"this LlamaForCausalLM was built in memory, .*pass calibration=kvbits.calibrate.calibrate\(model, prompts, scheme\)"
+    ):
         KVCache.for_model(tiny.model(), "klt4")
 
 
