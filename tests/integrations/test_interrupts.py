@@ -66,6 +66,24 @@ def test_counts_of_columns_and_of_pages_never_disagree(model, name):
     assert hit
 
 
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_a_pass_interrupted_behind_its_last_layer_is_taken_back(model, tokens):
+    """All layers have stored their tokens by then; between passes `abandon()` does nothing."""
+    cache = KVCache.for_model(model, "raw")
+    forward(model, cache, 0, 60)
+    hook = model.lm_head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        forward(model, cache, 60, 60 + tokens)
+    hook.remove()
+    cache.abandon()
+    assert lengths(cache) == (60, [60, 53])
+    clean = KVCache.for_model(model, "raw")
+    forward(model, clean, 0, 60)
+    assert torch.equal(forward(model, cache, 60, 90), forward(model, clean, 60, 90))
+    cache.abandon()
+    assert lengths(cache) == (90, [90, 83])
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one that comes in a destructor is lost
 def test_signals_during_generate(model):
     """Interrupts by the clock, wherever they come: then `abandon()`, and the cache goes on with the very tokens."""

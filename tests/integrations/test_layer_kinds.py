@@ -374,11 +374,16 @@ def test_index_keys_go_where_the_tokens_go(config, tmp_path):
         ours = copy.deepcopy(ours)
         for cache in (ours, stock):
             cache.crop(-20)
-        hook = model.get_submodule("model.layers.1.input_layernorm").register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            passes(ours, [1, 1], 100, 120)
-        hook.remove()
-        ours.abandon()
+        last = len(model.model.layers) - 1
+        for place in ("layers.1.input_layernorm", f"layers.{last}.self_attn.indexer", f"layers.{last}.mlp"):  # the last two: keys of all layers are stored
+            if f"model.{place}" not in dict(model.named_modules()):
+                continue
+            hook = model.get_submodule(f"model.{place}").register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                passes(ours, [1, 1], 100, 120)
+            hook.remove()
+            ours.abandon()
+            assert ours.get_seq_length() == 100, place
         same([1, 1], 100, 110, 120)
         for cache in (ours, stock):
             cache.batch_repeat_interleave(2)
@@ -388,6 +393,9 @@ def test_index_keys_go_where_the_tokens_go(config, tmp_path):
         same([0], 0, 60)
         with pytest.raises(UnsupportedError, match="index keys, which files of pages do not hold"):
             ours.save(tmp_path / "x.kvbits")
+        ours.pages.save(tmp_path / "pages.kvbits")
+        with pytest.raises(UnsupportedError, match="index keys, which files of pages do not hold"):
+            KVCache.load(tmp_path / "pages.kvbits", model, dense=True)
         with pytest.raises(UnsupportedError, match="recurrent states or index keys"):
             KVCache.from_prefix(model, x[:1], store=PrefixStore(tmp_path), scheme="raw", dense=True)
 

@@ -78,7 +78,7 @@ def _before_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     if (cache := _cache_of(args, kwargs)) is not None:
         cache.enter_pass()
-        cache.columns.begun[id(module)] = cache.columns.passes
+        cache.columns.enter(id(module))
 
 
 def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -89,7 +89,8 @@ def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     if torch.compiler.is_compiling() or (cache := _cache_of(args, kwargs)) is None:
         return
     columns = cache.columns
-    if columns.captured or columns.begun.pop(id(module), None) != columns.passes:
+    began = columns.leave(id(module))
+    if columns.captured or began != columns.passes:
         cache.leave_pass()
         return
     layers, of = len(columns.been), len(columns.pages.spec.layers)

@@ -272,6 +272,11 @@ class KVCache(Cache):
             raise UnsupportedError("files of pages do not hold what a decoder reads of its encoder; build a cache with KVCache.for_model(model)")
         config, ranks = text_config(model.config), Ranks.of(model)
         layers = layer_geometries(config)
+        if states := sum(p.has_state for p in layer_places(config)):
+            raise UnsupportedError(
+                f"{counted(states, 'layer')} of this model keep recurrent states or index keys, which files of pages do not hold; "
+                "build a cache with KVCache.for_model(model)"
+            )
         pages = PagedCache.load(path, device=model.device if ranks.size == 1 else "cpu", grow=grow)
         layers = stored_layers(layers, pages.spec.scheme, model)
         if pages.spec.layers != layers:
@@ -371,9 +376,17 @@ class KVCache(Cache):
             self.activate_past_recording()
 
     def abandon(self) -> None:
-        """Take back a forward pass that was interrupted between its layers (see `PagedCache.abandon`): the cache is what it was before it."""
+        """Take back a forward pass that was interrupted (see `PagedCache.abandon`), also behind the last layer that stores: the cache is what it was before it,
+        or is refused from then on (recurrent states).
+
+        Raises:
+            UnsupportedError: all layers had stored their tokens, and a window has given back what it would take to remove them; `reset()` begins anew.
+        """
+        before = self.columns.broken_off()
         self.pages.abandon()
         self.columns.settle()
+        if before is not None and self.columns.seen > before and not (self._states is not None and self._states.halfway):
+            self.crop(before - self.columns.seen)
 
     def activate_past_recording(self) -> None:
         self._recording = True

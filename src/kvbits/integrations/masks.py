@@ -62,6 +62,7 @@ class Columns:
         new, been: positions of the pass under way, and the layers that have been through it.
         mask: bool [B, seen + new] that the pass under way was given.
         passes: and operations that are over, and `begun`: how many there were when a model (its id) began the pass that it is in.
+        start: positions when the outermost of these models began, None between passes.
         captured: the pass under way is recorded into a graph, not run: nothing is noted (`replayed` notes every replay).
         rehearsed: the pass under way runs for the compiler alone: it stores nothing and attends to nothing.
 
@@ -75,6 +76,7 @@ class Columns:
     mask: torch.Tensor | None = None
     passes: int = 0
     begun: dict[int, int] = field(default_factory=dict)
+    start: int | None = None
     captured: bool = False
     rehearsed: bool = False
     _differs: torch.Tensor | None = None  # on a GPU: masks of single tokens that were not what they continue
@@ -95,6 +97,27 @@ class Columns:
         _numbered[number] = self
         with torch.inference_mode(False):  # written inside and outside of it
             self.numbers = torch.tensor([number, self._now[0]], device="cpu")
+
+    def enter(self, model: int) -> None:
+        """A model (its id) begins a pass, or a part of one that is in it."""
+        if model in self.begun:  # the pass before broke off
+            self.begun.clear()
+        if not self.begun:
+            self.start = self.seen
+        self.begun[model] = self.passes
+
+    def leave(self, model: int) -> int | None:
+        """It has ended well: `passes` when it began."""
+        found = self.begun.pop(model, None)
+        if not self.begun:
+            self.start = None
+        return found
+
+    def broken_off(self) -> int | None:
+        """The pass that models are in is given up: positions when it began, None between passes."""
+        self.begun.clear()
+        start, self.start = self.start, None
+        return start
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: torch.Tensor | None, valid: torch.Tensor | None,

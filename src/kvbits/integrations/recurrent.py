@@ -76,7 +76,7 @@ class IndexedLayer(DenseLayer):
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Keep index keys [B, T, D] of the tokens that `update` has stored; those of all, [B, tokens, D]. What a crop or a broken pass left is cut off."""
         past = self.seen - indexer_key_states.shape[1]
-        before = indexer_key_states[:, :0] if self._indices is None else self._indices[:, :past]
+        before = self._indices[:, :past] if past and self._indices is not None else indexer_key_states[:, :0]
         self._indices = torch.cat([before, indexer_key_states], 1)
         return self._indices
 

@@ -69,6 +69,7 @@ def worst(error: torch.Tensor, outside: torch.Tensor, num_outliers: int) -> torc
 
 def _largest(x: torch.Tensor, n: int) -> torch.Tensor:
     """bool like x: the n largest of the last dimension, of equal ones the first. (A stable sort of a page takes ten times as long.)"""
+    x = x.nan_to_num(nan=torch.inf)  # what widths beyond float32 win over others
     least = x.topk(min(n, x.shape[-1]), sorted=False).values.amin(-1, keepdim=True)
     above, equal = x > least, x == least
     return above | (equal & (equal.cumsum(-1) <= n - above.sum(-1, keepdim=True)))

@@ -44,11 +44,17 @@ class PartsTask(Task):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.item = functools.lru_cache(max(64, context.options.batch_size))(self._made)  # every cache is asked the same
-        limit = context.max_context
-        for key in {key.rsplit(":", 1)[0]: key for key in self.item_keys()}.values():  # one of each kind and length
-            if (room := self.room(self.item(key))) > (limit or room):
-                raise DataError(f"{self.name} {key} takes {room} tokens, which pass the model's {limit} positions; lower --contexts")
+        self.item = functools.lru_cache(max(64, context.options.batch_size))(self._fitting)  # every cache is asked the same
+        for key in {
+            key.rsplit(":", 1)[0]: key for key in self.item_keys()
+        }.values():  # one of each kind and length before anything runs; the others differ little
+            self.item(key)
+
+    def _fitting(self, key: str) -> Any:
+        made, limit = self._made(key), self.context.max_context
+        if (room := self.room(made)) > (limit or room):
+            raise DataError(f"{self.name} {key} takes {room} tokens, which pass the model's {limit} positions; lower --contexts")
+        return made
 
     @property
     def settings(self) -> dict[str, Any]:

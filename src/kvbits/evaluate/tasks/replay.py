@@ -80,6 +80,11 @@ class ReplayTask(FidelityTask):
         starts = [[*bos_of(self.context.tokenizer), *next(turn)] for turn in turns]
         if long := next((s for s in starts if len(s) + 2 > self._length), None):
             raise DataError(f"chains of {self._length} tokens have no room after a prompt of {len(long)}; give a larger --length")
+        limit, most = self.context.max_context, self._length + max(map(len, starts)) - min(map(len, starts))
+        if limit is not None and most > limit:  # the longest goes on until the shortest is written
+            raise DataError(
+                f"chains written together run to {most} tokens, which pass the model's {limit} positions; lower --length, or write one by one: --batch-size 1"
+            )
         chains = write(self.context.model, base, starts, turns, self._length, self.context.tokenizer.eos_token_id, draws)
         for key, start, chain in zip(new, starts, chains, strict=True):
             self._windows[key], self._starts[key] = torch.tensor(chain), len(start)
