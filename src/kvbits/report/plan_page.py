@@ -122,14 +122,15 @@ def section(models: Mapping[str, Model], *, context: int = 8192, gpus: int = 1, 
     """The calculator as HTML, its data and script included; the first model is shown.
 
     Args:
-        context, gpus, batch: where the sliders begin.
+        context, gpus, batch: where the sliders begin; their ends are 128 and 1M tokens, 1 and 256 users.
     """
-    shares = ["1", "2", "4", "8", "16"]
+    shares = [str(n) for n in sorted({1, 2, 4, 8, 16, gpus})]
+    at, users = min(max(math.log2(context), 7), 20), min(batch, 256)
     controls = (
         select("plan-model", "model", list(models)) + select("plan-card", "GPU", list(CARDS), "H100")
         + select("plan-gpus", "GPUs (tensor parallel)", shares, str(gpus)) + select("plan-preset", "preset", list(schemes.CORE), schemes.RECOMMENDED)
     )  # fmt: skip
-    sliders = _slider("context", "context, tokens", 7, 20, math.log2(context), "any") + _slider("batch", "users, for the longest context", 1, 256, batch, "1")
+    sliders = _slider("context", "context, tokens", 7, 20, at, "any") + _slider("batch", "users, for the longest context", 1, 256, users, "1")
     columns = ("cache", "users that fit", "longest context", "memory of these users", "worst KL at 8,192 tokens", "tokens a second, users x tokens")
     header = "".join(f'<th scope="col">{c}</th>' for c in columns)
     note = (
