@@ -32,7 +32,7 @@ def mimo():
     return heads.mimo(config)
 
 
-MODELS |= {"mimo": mimo, "qwen3_next_mtp": lambda: heads.qwen3_next(qwen3_next())}
+MODELS |= {"mimo_mtp": mimo, "qwen3_next_mtp": lambda: heads.qwen3_next(qwen3_next())}
 
 
 def drafts(dtype, **options):
@@ -46,34 +46,34 @@ def some_accepted(llm):
     return 0.4 < first < 0.9 and third > 0.1
 
 
-@pytest.mark.parametrize("dtype", ["auto", "kvbits_int8_centered", "kvbits_klt4"])
+@pytest.mark.parametrize("dtype", ["kvbits_int8_centered", "kvbits_klt4"])
 def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, calibration, dtype):  # noqa: F811
     """In chunks, of which the last may be as short as drafts, and again where prompts are found in the prefix cache."""
-    c, scheme = calibration("mimo") if "klt" in dtype else None, None if dtype == "auto" else scheme_of(dtype)
-    llm = engine("mimo", dtype, **drafts(dtype, **(said(c, raw_newest=0) if c else {})), max_num_batched_tokens=96)
+    c, scheme = calibration("mimo_mtp") if "klt" in dtype else None, None if dtype == "auto" else scheme_of(dtype)
+    llm = engine("mimo_mtp", dtype, **drafts(dtype, **(said(c, raw_newest=0) if c else {})), max_num_batched_tokens=96)
     cases = (([40],) * 2, ([63],) * 2, ([96, 1, 1, 1], [64, 35]), ([96, 24], [64, 56]), ([96, 96, 96, 12], [96, 96, 64, 44]))
     for first, again in cases:
         prompt = random_ids(sum(first), sum(first))
         for chunks in (first, again):
             result = generate(llm, [prompt], 40)[0]
             assert result[2] == (sum(again[:-1]) if chunks is again else 0)
-            check(model("mimo")[0], scheme, prompt, result, chunks, c)
+            check(model("mimo_mtp")[0], scheme, prompt, result, chunks, c)
     assert some_accepted(llm), heads.accepted(llm)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("kvbits_int8_centered", 0.05), ("kvbits_klt4", 0.4)])
 def test_newest_tokens_may_be_raw(model, engine, calibration, dtype, limit):  # noqa: F811
     """In the model's own layers, not in the head. Requests of up to 192 tokens are read raw throughout, unless a page that others left has no copy."""
-    llm = engine("mimo", dtype, **drafts(dtype, **(said(calibration("mimo")) if "klt" in dtype else COPIES)))
+    llm = engine("mimo_mtp", dtype, **drafts(dtype, **(said(calibration("mimo_mtp")) if "klt" in dtype else COPIES)))
     prompts = [random_ids(n, n) for n in (2, 40, 63, 120, 300)]
     for again in (False, True):
         results = generate(llm, prompts, 40)
         assert [r[2] for r in results] == ([0, 0, 0, 64, 256] if again else [0] * 5)
         for prompt, result in zip(prompts, results, strict=True):
             if len(prompt) > 150 or result[2]:
-                assert distance(model("mimo")[0], prompt, result) < limit
+                assert distance(model("mimo_mtp")[0], prompt, result) < limit
             else:
-                check(model("mimo")[0], None, prompt, result)
+                check(model("mimo_mtp")[0], None, prompt, result)
     own, (head,) = layers_by_owner(llm, 2)
     assert head.call.layout.is_centered and head.call.raw is None and all(x.call.raw for x in own)
     assert some_accepted(llm), heads.accepted(llm)
@@ -85,11 +85,11 @@ def test_random_requests_in_a_tiny_pool(model, engine, calibration):  # noqa: F8
     stems = [random_ids(n, n) for n in (64, 128)]
     prompts = [rng.choice(stems)[: rng.randint(1, 128)] + random_ids(rng.randint(1, 50), i) for i in range(20)]
     sizes = {"num_gpu_blocks_override": 12, "max_num_batched_tokens": 100, "max_model_len": 512, "max_num_seqs": 6}
-    llm = engine("mimo", "kvbits_klt4", **drafts("kvbits_klt4", **said(calibration("mimo"))), **sizes)
+    llm = engine("mimo_mtp", "kvbits_klt4", **drafts("kvbits_klt4", **said(calibration("mimo_mtp"))), **sizes)
     results = generate(llm, prompts, 60)
     assert sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions") > 0
     assert sum(r[2] for r in results) > 0
-    found = [distance(model("mimo")[0], p, r) for p, r in zip(prompts, results, strict=True)]
+    found = [distance(model("mimo_mtp")[0], p, r) for p, r in zip(prompts, results, strict=True)]
     assert sum(found) / len(found) < 0.25 and max(found) < 1
     assert some_accepted(llm), heads.accepted(llm)
 
