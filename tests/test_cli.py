@@ -624,7 +624,7 @@ def stub_demo(monkeypatch):
 def test_demo_passes_its_options_on(stub_demo):
     shown = run("demo")
     assert shown.stdout == "table of m\n" and shown.stderr == "found something\n"
-    assert stub_demo[-1] == {"model": None, "schemes": ["raw", "int8_centered", "kivi4"], "context": 1024, "new_tokens": 48}
+    assert stub_demo[-1] == {"model": None, "schemes": ["int8_centered", "klt4", "klt2"], "context": 1024, "new_tokens": 48}
     data = run_json("demo", "--model", "x", "--scheme", "fp8", "--context", 99, "--new-tokens", 5, "--threads", 1)
     assert stub_demo[-1] == {"model": "x", "schemes": ["fp8"], "context": 99, "new_tokens": 5}
     (name,) = data["runs"]
