@@ -110,28 +110,25 @@ def gemma3n():
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def gemma4():
-    """The same, windows and full attention of other widths, values that are keys."""
-    torch.manual_seed(10)
+def _gemma4(seed, layers, **own):
+    torch.manual_seed(seed)
     config = Gemma4TextConfig(
-        hidden_size=128, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=64, global_head_dim=128,
-        num_global_key_value_heads=1, attention_k_eq_v=True, vocab_size=VOCABULARY, vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=16,
-        layer_types=["sliding_attention", "full_attention"] * 3, num_kv_shared_layers=2, sliding_window=100, max_position_embeddings=4096,
-        initializer_range=0.15, enable_moe_block=False,
+        hidden_size=128, intermediate_size=128, num_hidden_layers=layers, num_key_value_heads=2, num_global_key_value_heads=1, attention_k_eq_v=True,
+        vocab_size=VOCABULARY, layer_types=["sliding_attention", "full_attention"] * (layers // 2), sliding_window=100, max_position_embeddings=4096,
+        initializer_range=0.15, enable_moe_block=False, **own,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def gemma4():
+    """The same, windows and full attention of other widths, values that are keys."""
+    small = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2}
+    return _gemma4(10, 6, num_attention_heads=4, head_dim=64, global_head_dim=128, **small)
 
 
 def gemma4_wide():
     """As large Gemma 4 has it: windows of heads of 256, and full attention of one of 512 whose values are its keys."""
-    torch.manual_seed(13)
-    config = Gemma4TextConfig(
-        hidden_size=128, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, head_dim=256, global_head_dim=512,
-        num_global_key_value_heads=1, attention_k_eq_v=True, vocab_size=VOCABULARY, hidden_size_per_layer_input=0,
-        layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=0, sliding_window=100, max_position_embeddings=4096,
-        initializer_range=0.15, enable_moe_block=False,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return _gemma4(13, 4, num_attention_heads=2, head_dim=256, global_head_dim=512, hidden_size_per_layer_input=0, num_kv_shared_layers=0)
 
 
 def mimo():

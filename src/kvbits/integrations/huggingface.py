@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 from .. import schemes
 from ..cache.explain import Explanation
 from ..cache.paged_cache import PagedCache
-from ..errors import CalibrationError, DataError, FileFormatError, KvbitsError, KvbitsWarning, SpecError, UnsupportedError, counted
+from ..errors import CalibrationError, DataError, FileFormatError, KvbitsError, KvbitsWarning, SpecError, UnsupportedError
 from ..geometry import layer_geometries, layer_places, only_dense, text_config
 from ..ops import decode
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
@@ -247,10 +247,7 @@ class KVCache(Cache):
             UnsupportedError: layers keep recurrent states, which files do not hold.
         """
         if self._states is not None:
-            raise UnsupportedError(
-                f"{counted(len(self._states.layers), 'layer')} of this model keep recurrent states or index keys, which files of pages do not hold; "
-                "use copy.deepcopy(cache) to keep it in memory"
-            )
+            raise UnsupportedError(f"{prefix.beside_pages(len(self._states.layers))}; use copy.deepcopy(cache) to keep it in memory")
         if self._ranks.size > 1:
             tensor_parallel.save(self.pages, self._ranks, path)
         else:
@@ -273,10 +270,7 @@ class KVCache(Cache):
         config, ranks = text_config(model.config), Ranks.of(model)
         layers = layer_geometries(config)
         if states := sum(p.has_state for p in layer_places(config)):
-            raise UnsupportedError(
-                f"{counted(states, 'layer')} of this model keep recurrent states or index keys, which files of pages do not hold; "
-                "build a cache with KVCache.for_model(model)"
-            )
+            raise UnsupportedError(f"{prefix.beside_pages(states)}; build a cache with KVCache.for_model(model)")
         pages = PagedCache.load(path, device=model.device if ranks.size == 1 else "cpu", grow=grow)
         layers = stored_layers(layers, pages.spec.scheme, model)
         if pages.spec.layers != layers:

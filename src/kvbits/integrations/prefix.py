@@ -18,14 +18,19 @@ CHUNK = 512
 """Tokens that go through the model together."""
 
 
+def beside_pages(layers: int) -> str:
+    """What files of pages lack of a model so many layers of which keep more than keys and values."""
+    return f"{counted(layers, 'layer')} of this model keep recurrent states or index keys, which files of pages do not hold"
+
+
 def refuses(model: Any) -> str | None:
     """Why prefixes of a model cannot be stored, or None: its cache is more than pages."""
     if model.config.is_encoder_decoder:
         return f"a prompt of {type(model).__name__} goes through its encoder, and its decoder begins anew for each; use KVCache.for_model"
     if states := sum(p.has_state for p in layer_places(model.config)):
         return (
-            f"{counted(states, 'layer')} of {type(model).__name__} keep recurrent states or index keys, which stored pages do not hold: a prefix cannot be cut "
-            "where no state was kept; use KVCache.for_model, and copy.deepcopy of a filled cache for prompts that begin alike"
+            f"{beside_pages(states)}: a prefix cannot be cut where no state was kept; use KVCache.for_model, and copy.deepcopy of a filled cache for prompts "
+            "that begin alike"
         )
     return None
 

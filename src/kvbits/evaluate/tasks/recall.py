@@ -45,9 +45,8 @@ class PartsTask(Task):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.item = functools.lru_cache(max(64, context.options.batch_size))(self._fitting)  # every cache is asked the same
-        for key in {
-            key.rsplit(":", 1)[0]: key for key in self.item_keys()
-        }.values():  # one of each kind and length before anything runs; the others differ little
+        one_of_each = {key.rsplit(":", 1)[0]: key for key in self.item_keys()}  # kind and length, before anything runs; the others differ little
+        for key in one_of_each.values():
             self.item(key)
 
     def _fitting(self, key: str) -> Any:
