@@ -27,7 +27,8 @@ from integrations import vllm_cpu
 if not vllm_cpu.has_kernels():
     pytest.skip("vLLM's official wheel has no operators for CPUs: `vllm serve` does not start from it", allow_module_level=True)
 
-from integrations.test_vllm_engine import check, scheme_of
+import tiny
+from integrations.test_vllm_engine import check, random_ids, scheme_of
 
 from kvbits.integrations.models import load_model
 
@@ -36,11 +37,11 @@ DTYPE = "int8_centered"
 
 
 class Server:
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, model: Path, log: Path, *options: str, ranks: int = 1) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
+        cores = ("|" if ranks > 1 else ",").join(map(str, sorted(os.sched_getaffinity(0))[:2]))
         environment = os.environ | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_LOGGING_LEVEL": "INFO",
@@ -49,7 +50,7 @@ class Server:
         command = [
             str(Path(sys.executable).with_name("vllm")), "serve", self.model, "--port", str(self.port), "--dtype", "float32", "--max-model-len", "2048",
             "--enforce-eager", "--max-num-batched-tokens", "256", "--enable-prompt-tokens-details",
-            "--attention-backend", "CUSTOM", "--additional-config", json.dumps({"kvbits": {"dtype": DTYPE}}),
+            "--attention-backend", "CUSTOM", "--additional-config", json.dumps({"kvbits": {"dtype": DTYPE}}), *options,
         ]  # fmt: skip
         with log.open("w") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=log.parent, start_new_session=True)
@@ -149,6 +150,32 @@ def test_streams_end_as_they_would_alone_while_clients_go_away(served):
         time.sleep(0.5)
     assert server.running() == 0, "requests whose clients went away are not generated for"
     assert server.stream(prompts[0], 16) == alone[0]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks are pinned to a core each")
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--tensor-parallel-size", "2"],
+        # which vLLM's worker for CPUs cannot without its warm-up, and that belongs to compilation
+        ["--pipeline-parallel-size", "2", "--no-enforce-eager", "--compilation-config", '{"mode": 3, "backend": "eager"}'],
+    ],
+    ids=["tensor", "pipeline"],
+)
+def test_two_processes_give_the_tokens_of_one(tmp_path, options):
+    """Each with half of the heads, or of the layers; a prompt in two chunks, and the same again from the prefix cache."""
+    model = tiny.model()
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    server = Server(vllm_cpu.save(model, tmp_path / "model"), tmp_path / "log", *options, ranks=2)
+    prompt = random_ids(310)
+    try:
+        server.wait()
+        for cached in (0, 256):
+            choice = server.complete(prompt, 24)["choices"][0]
+            logprobs = torch.tensor(choice["logprobs"]["token_logprobs"])
+            check(model, scheme_of(f"kvbits_{DTYPE}"), prompt, (choice["token_ids"], logprobs, cached), [256, 54], backend="auto")
+    finally:
+        server.stop()
 
 
 def test_the_log_says_what_is_stored(served):
