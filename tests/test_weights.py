@@ -16,7 +16,7 @@ SMALL = {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "intermediate_size": 96, "vocab_size": 301,
     "pad_token_id": 0, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56, "num_local_experts": 5, "num_experts": 5, "n_routed_experts": 8,
     "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
-    "v_head_dim": 16, "first_k_dense_replace": 1,
+    "v_head_dim": 16, "first_k_dense_replace": 1, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }  # fmt: skip
 
 

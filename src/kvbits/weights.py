@@ -155,6 +155,7 @@ class _Family:
         biases: which of attention_bias and mlp_bias the family heeds.
         norms: vectors of the model's width in a layer.
         head_norms: of queries and keys: "head" (one of a head each), "all" (one over all heads), or none.
+        gated: queries come with a gate of each number, and other layers are Gated DeltaNets.
         fields: names of (number of experts, width of one) where the family has experts.
     """
 
@@ -162,6 +163,7 @@ class _Family:
     biases: tuple[str, ...] = ()
     norms: int = 2
     head_norms: str = ""
+    gated: bool = False
     fields: tuple[str, str] | None = None
 
 
@@ -176,6 +178,10 @@ COUNTED: dict[str, _Family] = {
     "mixtral": _Family(fields=("num_local_experts", "intermediate_size")),
     "gpt_oss": _Family(biases=_ATTENTION, fields=("num_local_experts", "intermediate_size")),
     "deepseek_v3": _Family(biases=_ATTENTION, fields=("n_routed_experts", "moe_intermediate_size")),
+    "minimax_m2": _Family(head_norms="all", fields=("num_local_experts", "intermediate_size")),
+    "qwen3_next": _Family(biases=_ATTENTION, head_norms="head", gated=True, fields=("num_experts", "moe_intermediate_size")),
+    "qwen3_5_text": _Family(biases=_ATTENTION, head_norms="head", gated=True),
+    "qwen3_5_moe_text": _Family(biases=_ATTENTION, head_norms="head", gated=True, fields=("num_experts", "moe_intermediate_size")),
 }  # fmt: skip
 """Families whose parameters are counted here: decoders with gated feed-forward layers."""
 
@@ -188,11 +194,12 @@ def counted(config: Any) -> Count | None:
         return None
     try:
         h, layers, heads = c.hidden_size, c.num_hidden_layers, c.num_attention_heads
-        norms = layers * family.norms * h + h
         attention, small = _attention(c, family, h, heads)
+        full = sum(kind == "full_attention" for kind in c.layer_types) if family.gated else layers
+        delta, delta_small = _delta(c, h) if full < layers else (0, 0)
         dense, experts, mlp_small = _feed_forward(c, family, h, layers)
-        embeddings = c.vocab_size * h * (1 if getattr(c, "tie_word_embeddings", False) else 2)
-        return Count(layers * attention + dense, experts, embeddings + norms + layers * small + mlp_small)
+        rest = layers * family.norms * h + h + c.vocab_size * h * (1 if getattr(c, "tie_word_embeddings", False) else 2)
+        return Count(full * attention + (layers - full) * delta + dense, experts, rest + full * small + (layers - full) * delta_small + mlp_small)
     except (AttributeError, TypeError, ZeroDivisionError):  # a field that is not there, null, a list, or a step of 0
         return None
 
@@ -210,27 +217,35 @@ def _attention(c: Any, family: _Family, h: int, heads: int) -> tuple[int, int]:
     queries = heads * dim
     small = {"head": 2 * dim, "all": queries + kv}.get(family.head_norms, 0)
     biased = "attention_bias" in family.biases and getattr(c, "attention_bias", False)
+    asked = queries * (1 + family.gated)
     if family.qkv_bias or biased:
-        small += queries + 2 * kv
+        small += asked + 2 * kv
     if biased:
         small += h
     if c.model_type == "gpt_oss":
         small += heads  # sinks
-    return 2 * h * queries + 2 * h * kv, small
+    return h * (asked + queries + 2 * kv), small
+
+
+def _delta(c: Any, h: int) -> tuple[int, int]:
+    """(numbers in the matrices of a Gated DeltaNet, others)."""
+    keys, values, heads = c.linear_num_key_heads * c.linear_key_head_dim, c.linear_num_value_heads * c.linear_value_head_dim, c.linear_num_value_heads
+    return h * (2 * keys + 3 * values + 2 * heads), (2 * keys + values) * c.linear_conv_kernel_dim + 2 * heads + c.linear_value_head_dim
 
 
 def _feed_forward(c: Any, family: _Family, h: int, layers: int) -> tuple[int, int, int]:
     """(numbers in the matrices of all layers' plain feed-forward parts, of experts, others)."""
-    plain = 3 * h * (c.intermediate_size or 0)
+    plain = 3 * h * (getattr(c, "intermediate_size", 0) or 0)
     if family.fields is None:
         return layers * plain, 0, layers * (2 * c.intermediate_size + h) if "mlp_bias" in family.biases and getattr(c, "mlp_bias", False) else 0
     count, width = (getattr(c, name) for name in family.fields)
     without = getattr(c, "first_k_dense_replace", 0) or 0 if c.model_type == "deepseek_v3" else 0
-    step, only = (c.decoder_sparse_step, getattr(c, "mlp_only_layers", None) or []) if c.model_type.startswith("qwen") else (1, [])
+    some = c.model_type in ("qwen2_moe", "qwen3_moe", "qwen3_next")
+    step, only = (c.decoder_sparse_step, getattr(c, "mlp_only_layers", None) or []) if some else (1, [])
     sparse = sum(i >= without and i not in only and (i + 1) % step == 0 for i in range(layers))
     experts, router = count * 3 * h * width, count * h
     shared, small = 0, 0
-    if c.model_type == "qwen2_moe":
+    if c.model_type in ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"):
         shared = 3 * h * c.shared_expert_intermediate_size + h
     if c.model_type == "deepseek_v3":
         shared = 3 * h * width * (c.n_shared_experts or 0)
