@@ -175,11 +175,11 @@ def test_random_requests_in_a_tiny_pool(model, engine, calibration):  # noqa: F8
 
 @pytest.mark.timeout(0)
 def test_short_requests_of_which_a_third_is_aborted(engine, calibration):  # noqa: F811
-    """In a small pool, newest pages raw: none is lost, and nothing is held at the end. KVBITS_REQUESTS says how many: some hundred unless it is set, 10,000 at night."""
+    """In a small pool, newest pages raw: none is lost, and nothing is held at the end. Some hundred, 10,000 at night (KVBITS_NIGHT)."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    count, rng = int(os.environ.get("KVBITS_REQUESTS", 200)), random.Random(0)
+    count, rng = 10_000 if os.environ.get("KVBITS_NIGHT") else 200, random.Random(0)
     sizes = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 256, "max_model_len": 256, "max_num_seqs": 8}
     core = engine("one_layer", "kvbits_klt3", **said(calibration("one_layer", "klt3")), **sizes).llm_engine
     stems = [random_ids(n, n) for n in (64, 100)]

