@@ -1,4 +1,4 @@
-"""README.md is the site's first page; a link to what is no page of the site leads to the repository."""
+"""README.md is the site's first page; a link to what is no page of the site leads to the repository; logs are history, which a search leaves out."""
 
 import os
 import re
@@ -16,6 +16,8 @@ def on_files(files: Any, config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    if "/log/" in page.file.src_uri:
+        page.meta["search"] = {"exclude": True}
     pages = {Path(f.abs_src_path): f.src_uri for f in files if f.abs_src_path and not f.inclusion.is_excluded()}
 
     def led(link: re.Match) -> str:
