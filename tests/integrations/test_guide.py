@@ -40,7 +40,7 @@ def home(tmp_path_factory):
     model.save_pretrained(home / "MODEL")
     tiny.tokenizer().save_pretrained(home / "MODEL")
     (home / "mine.txt").write_text("A text of the reader's own, with words that come again. " * 200)
-    shutil.copy(ROOT / "README.md", home)
+    shutil.copy(ROOT / "LICENSE", home)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVBITS_CACHE", str(home / "kept"))
         yield home
@@ -60,6 +60,7 @@ def test_every_block_runs_or_says_why_not(page, home, monkeypatch):
             if why is None:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", kvbits.errors.KvbitsWarning)
+                    warnings.simplefilter("ignore", ResourceWarning)  # README opens a file in one line
                     exec(compiled, names)
         elif why is None:
             for line in commands(code):
