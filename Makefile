@@ -6,6 +6,7 @@
 # make lint   style, format and types
 # make test-wheel   build the wheel and test what users get: installed, without the source tree and without a compiler
 # make wheels   wheels for an index into dist/, cross-compiled by Zig: looked at, installed into an empty environment, run on an emulated machine where qemu is here
+# make site   the documentation as a site, into build/site; a broken link fails
 # make kernels   nightly: compile every CUDA kernel of every format and preset for every architecture; fails where one spills more than its test states, and prints what is spilt (NVRTC, no GPU; an hour and more)
 # make test-sanitized   CPU kernel tests on a library built with AddressSanitizer and UBSan (GCC; some minutes)
 PYTHON ?= python3
@@ -14,7 +15,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 MODEL = $(VENV)/.model
 
-.PHONY: setup demo lint quick test test-gpu thorough test-wheel wheels kernels test-sanitized clean
+.PHONY: setup demo lint quick test test-gpu thorough test-wheel wheels site kernels test-sanitized clean
 
 setup: $(STAMP) $(MODEL)
 
@@ -22,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(shell find src studies
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
 	$(BIN)/pip install -q torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt -e '.[hf,test]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[hf,test,docs]'
 	cmake -S studies -B build/studies >/dev/null && cmake --build build/studies >/dev/null || echo "no CMake or C++ compiler: the studies' CPU kernels are left out"
 	touch $@
 
@@ -56,6 +57,9 @@ test-wheel: setup
 
 wheels: setup
 	PYTHON=$(abspath $(BIN)/python) .ci/wheels
+
+site: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 kernels: $(STAMP)
 	KVBITS_TEST_ALL_KERNELS=1 $(BIN)/python -m pytest -q -n 2 tests/ops/test_cuda_compile.py

@@ -4,12 +4,17 @@ import re
 from pathlib import Path
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
-MOST_WORDS, MOST_CHARACTERS = 1200, 200
+MOST_WORDS, MOST_WORDS_BEFORE_A_RESULT, MOST_CHARACTERS = 1200, 300, 200
 
 
 def test_the_readme_is_short():
     words = README.split()
     assert len(words) <= MOST_WORDS, f"{len(words)} words, tables and code included"
+
+
+def test_the_first_lines_that_run_come_first():
+    first = README[: README.index("```", README.index("```python") + 3)]
+    assert len(first.split()) <= MOST_WORDS_BEFORE_A_RESULT
 
 
 def test_its_lines_are_short():
