@@ -291,14 +291,18 @@ def read_config(model: str) -> Any:
 
 
 def say_device(device: str | None) -> None:
-    """Where a model runs, on standard error; on the CPU of a machine with a GPU also how to use that."""
+    """Where a model runs, on standard error; on the CPU of a machine with a GPU also how to use that, and a warning where there are no kernels."""
     import torch
+
+    from ..ops.cpu import library
 
     if device is not None and device != "cpu":
         typer.echo(f"running on {device}", err=True)
         return
     hint = f"; there is a GPU: --device cuda runs on {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() and device is None else ""
     typer.echo(f"running on the CPU, {counted(torch.get_num_threads(), 'thread')}{hint}", err=True)
+    if why := library.unavailable():
+        typer.echo(f"warning: without CPU kernels every scheme takes the reference, many times slower: {why}", err=True)
 
 
 def set_threads(threads: int | None) -> None:

@@ -48,7 +48,11 @@ def evaluate(
     tasks: Annotated[str, typer.Option(help=TASKS_HELP)] = "fidelity",
     text: Annotated[list[str] | None, typer.Option(help="Text to evaluate on: a file, hub:ID, novel (shipped). Repeatable.", show_default="novel")] = None,
     calibration_text: Annotated[
-        str | None, typer.Option(help="Text for schemes that need calibration, never one evaluated on (32 windows of 512).", show_default="end of the novel")
+        str | None,
+        typer.Option(
+            help="Text for schemes that need calibration, never one evaluated on (32 windows of 512).",
+            show_default="klt: what is kept of the model, if it saw no text evaluated on; else the novel's end",
+        ),
     ] = None,
     calibration: Annotated[
         list[Path] | None, typer.Option(help="File of `kvbits calibrate`, for the scheme it was made for. Repeatable.", show_default=False)
@@ -96,26 +100,28 @@ def evaluate(
         windows=windows, length=length, chunk=chunk, context=context, new_tokens=new_tokens, repeats=repeats, limit=limit, contexts=_lengths(contexts),
         depths=_floats("--depths", depths), shots=shots, batch_size=batch_size, data=_pairs(data or []), seed=seed,
     )  # fmt: skip
-    chosen = _schemes(schemes)
-    given = [Calibration.load(path) for path in calibration or []]
-    evaluated, to_calibrate, note = _texts(text, calibration_text, chosen, [c.info.get("scheme") for c in given])
-    how = {"name": _name(name, model), "schemes": chosen, "tasks": _tasks(tasks), "texts": evaluated, "out": out}
-    how |= {"options": options, "overwrite": overwrite, "calibrations": given, "alone": alone}
-    found = _run((model, dtype_name(dtype), device), how, threads, note, calibration_text=to_calibrate, simulate=simulate)
+    how = {"name": _name(name, model), "schemes": _schemes(schemes), "tasks": _tasks(tasks), "out": out, "options": options}
+    how |= {"overwrite": overwrite, "calibrations": [Calibration.load(path) for path in calibration or []], "alone": alone}
+    found = _run((model, dtype_name(dtype), device), how, threads, (text or ["novel"], calibration_text), simulate=simulate)
     if as_json:
         print_json({"model": model, "out": str(out), "tasks": found})
     else:
         _print(found, out)
 
 
-def _run(place: tuple[str, str, str | None], how: dict[str, Any], threads: int | None, note: str | None, **more: Any) -> dict[str, dict[str, dict[str, Any]]]:
+def _run(
+    place: tuple[str, str, str | None], how: dict[str, Any], threads: int | None, texts: tuple[list[str], str | None], simulate: bool
+) -> dict[str, dict[str, dict[str, Any]]]:
     """Everything is looked at that the model's configuration and tokenizer tell; then the model is loaded."""
     model, dtype, device = place
     from ..evaluate.run import evaluate, require_possible
     from ..integrations.models import check_place, load_model, load_tokenizer
 
     check_place(dtype, device)
-    require_possible(read_config(model), load_tokenizer(model), dtype=dtype, **how)
+    config = read_config(model)
+    more, to_calibrate, note = _texts(texts, place, config, how)
+    how |= more
+    require_possible(config, load_tokenizer(model), dtype=dtype, **how)
     how["out"].mkdir(parents=True, exist_ok=True)
     when_stopped(f"what is measured lies in {how['out']}; the same command goes on from there")
     if note is not None:
@@ -124,8 +130,9 @@ def _run(place: tuple[str, str, str | None], how: dict[str, Any], threads: int |
     say_device(device)
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
     return evaluate(
-        lm, tokenizer, **how, **more, on_skip=lambda message: typer.echo(f"left out: {message}", err=True), say=lambda text: typer.echo(text, err=True)
-    )
+        lm, tokenizer, **how, calibration_text=to_calibrate, simulate=simulate,
+        on_skip=lambda message: typer.echo(f"left out: {message}", err=True), say=lambda text: typer.echo(text, err=True),
+    )  # fmt: skip
 
 
 def _name(given: str | None, model: str) -> str:
@@ -150,28 +157,45 @@ def _schemes(given: list[str] | None) -> list[str | Scheme]:
 
 
 def _texts(
-    given: list[str] | None, calibration: str | None, chosen: list[str | Scheme], calibrated_before: list[Any]
-) -> tuple[tuple[Text, ...], Text | None, str | None]:
-    """(texts to evaluate on, text to calibrate on, a note): if no text to calibrate on is named, one half of the novel each, so that they do not overlap.
+    texts: tuple[list[str], str | None], place: tuple[str, str, str | None], config: Any, how: dict[str, Any]
+) -> tuple[dict[str, Any], Text | None, str | None]:
+    """(texts to evaluate on and calibrations; a text to calibrate on; a note): without --calibration-text the calibration that is kept of the model serves, if
+    it saw no text that is measured on. Else one half of the novel is evaluated on and one calibrated on, so that they do not overlap.
 
     Args:
-        calibrated_before: names of schemes that a file was given for.
+        texts: what --text and --calibration-text name.
     """
     from .. import schemes
+    from ..evaluate.caches import OTHERS
+    from ..evaluate.calibrator import fitting, kept_for
+    from ..evaluate.run import home_of
+    from ..evaluate.tasks import scored_texts
     from ..evaluate.texts import novel_end, novel_start, read_text
+    from ..geometry import layer_geometries
 
-    sources = given or ["novel"]
+    sources, calibration = texts
     if repeated := next((s for s in sources if sources.count(s) > 1), None):
         raise SpecError(f"--text {repeated} is given {sources.count(repeated)} times; give it once")
+    evaluated, given = tuple(map(read_text, sources)), how["calibrations"]
     if calibration is not None:
-        return tuple(map(read_text, sources)), read_text(calibration), None
-    ours = [schemes.PRESETS.get(one) if isinstance(one, str) else one for one in chosen]  # None: a stock cache
-    calibrated = [s.name for s in ours if s is not None and s.needs_calibration and s.name not in calibrated_before]
-    if not calibrated:
-        return tuple(map(read_text, sources)), None, None
+        return {"texts": evaluated}, read_text(calibration), None
+    layers = layer_geometries(config)
+    ours = [schemes.for_layers(one, layers) for one in how["schemes"] if one not in OTHERS]
+    lacking = [s for s in ours if s.needs_calibration and fitting(given, config, s) is None]
+    made = home_of(how["out"], how["name"], place[1], config) / "calibration"  # by an earlier run, which goes on with it
+    unmade = [s for s in lacking if not (made / f"{s.name}.safetensors").exists()]
+    kept = kept_for(place[0], config, unmade, scored_texts(how["tasks"], evaluated))
+    notes = []
+    if kept is not None:
+        given = [*given, kept]
+        notes.append(f"{', '.join(s.name for s in unmade if kept.fits(config, s))}: calibrated before, on {kept.info.get('text')}; kept in {kept.path}")
+        lacking = [s for s in lacking if s not in unmade or not kept.fits(config, s)]
+    if not lacking:
+        return {"texts": evaluated, "calibrations": given}, None, "; ".join(notes) or None
     split = "; its first half is evaluated on" if "novel" in sources else ""
-    note = f"calibrated on the second half of the novel{split} (--calibration-text names another): {', '.join(calibrated)}"
-    return tuple(novel_start() if s == "novel" else read_text(s) for s in sources), novel_end(), note
+    notes.append(f"calibrated on the second half of the novel{split} (--calibration-text names another): {', '.join(s.name for s in lacking)}")
+    halved = tuple(novel_start() if s == "novel" else t for s, t in zip(sources, evaluated, strict=True))
+    return {"texts": halved, "calibrations": given}, novel_end(), "; ".join(notes)
 
 
 def _print(found: dict[str, dict[str, dict[str, Any]]], out: Path) -> None:

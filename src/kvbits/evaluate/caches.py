@@ -3,7 +3,7 @@
     base      the stock Transformers cache in the model's own dtype ("16-bit", or "32-bit" for a float32 model)
     presets   `KVCache` with a named scheme, through the real packed pages
     stock     the quantized caches that Transformers ships (quanto, HQQ, fp8)
-    simulated presets quantized and dequantized into a dense cache, to compare with the packed one; NVFP4, which no page stores
+    simulated presets quantized and dequantized into a dense cache, to compare with the packed one; NVFP4 and `peers`, which no page stores
 
 A factory makes fresh caches; `held_bytes` counts what any of them really holds.
 """
@@ -23,6 +23,7 @@ from ..geometry import layer_geometries
 from ..integrations.huggingface import KVCache
 from ..integrations.models import scheme_for
 from ..spec import CacheSpec, QuantSpec, Scheme, to_dict
+from . import peers
 from .simulated import Nvfp4Layer, SimulatedCache
 
 if TYPE_CHECKING:
@@ -40,9 +41,10 @@ STOCK: dict[str, dict[str, Any]] = {
 
 NVFP4 = "nvfp4"
 """4-bit floats in a dense cache (`simulated.nvfp4`), on the pages of `int4`: there to be compared with."""
-OTHERS = {*STOCK, NVFP4}
+PEERS = (NVFP4, *peers.PEERS)
+OTHERS = {*STOCK, *PEERS}
 """Names that are no scheme of ours."""
-GROUPS = presets.GROUPS | {"stock": tuple(STOCK), NVFP4: (NVFP4,)}
+GROUPS = presets.GROUPS | {"stock": tuple(STOCK), "peers": PEERS}
 """What an evaluation knows by name (see `schemes.expand`)."""
 
 
@@ -56,6 +58,7 @@ class CacheFactory:
         make: (batch_size, max_tokens) -> a fresh Transformers cache; None for both: one that grows.
         info: JSON data about it: bits per element, the scheme and the heads' sizes, calibration.
         scheme: what it stores, if it is ours.
+        stores_padding: whether padding would be quantized like tokens: such caches get one prompt at a time.
     """
 
     name: str
@@ -63,11 +66,7 @@ class CacheFactory:
     make: Callable[[int | None, int | None], Any]
     info: dict[str, Any] = field(default_factory=dict)
     scheme: Scheme | None = None
-
-    @property
-    def stores_padding(self) -> bool:
-        """Whether padding would be quantized like tokens: such caches get one prompt at a time."""
-        return self.kind in ("stock", "simulated")
+    stores_padding: bool = False
 
 
 def base_name(model: Any) -> str:
@@ -100,6 +99,9 @@ def factory(
         return _stock(model, name)
     if name == NVFP4:
         return _nvfp4(model)
+    if isinstance(name, str) and name in peers.PEERS:
+        make_peer, info = peers.make(name, layer_geometries(model.config))
+        return CacheFactory(name, "simulated", lambda batch, tokens: make_peer(), info)
     layers = layer_geometries(model.config)
     scheme = scheme_for(model, name)
     found = None
@@ -120,7 +122,7 @@ def factory(
         return CacheFactory(scheme.name, "kvbits", make, info, scheme)
     static = store.static
     SimulatedCache(spec, static, store.device)  # refuses what cannot be simulated
-    return CacheFactory(f"{scheme.name}-simulated", "simulated", lambda batch, tokens: SimulatedCache(spec, static, store.device), info, scheme)
+    return CacheFactory(f"{scheme.name}-simulated", "simulated", lambda batch, tokens: SimulatedCache(spec, static, store.device), info, scheme, True)
 
 
 def _nvfp4(model: Any) -> CacheFactory:
@@ -131,7 +133,7 @@ def _nvfp4(model: Any) -> CacheFactory:
     numbers = [g.token_elements for g in layers]
     pages = sum(n * 64 / (spec.scheme.page_size * (g.head_dim + g.value_head_dim)) for n, g in zip(numbers, layers, strict=True)) / sum(numbers)
     info = {"bits_per_element": 4 + 8 / 16 + pages, "source": "https://arxiv.org/abs/2509.25149"}
-    return CacheFactory(NVFP4, "simulated", lambda batch, tokens: SimulatedCache(spec, None, model.device, Nvfp4Layer), info)
+    return CacheFactory(NVFP4, "simulated", lambda batch, tokens: SimulatedCache(spec, None, model.device, Nvfp4Layer), info, None, True)
 
 
 def _stock(model: Any, name: str) -> CacheFactory:
@@ -146,7 +148,7 @@ def _stock(model: Any, name: str) -> CacheFactory:
         make(1, 1)
     except (ImportError, ValueError) as error:
         raise UnsupportedError(f"stock cache {name!r} cannot serve this model here: {' '.join(str(error).split())}") from error
-    return CacheFactory(name, "stock", make, {"bits_per_element": None, "source": "transformers.QuantizedCache", "options": options})
+    return CacheFactory(name, "stock", make, {"bits_per_element": None, "source": "transformers.QuantizedCache", "options": options}, None, True)
 
 
 def sides(scheme: Scheme) -> list[Scheme]:

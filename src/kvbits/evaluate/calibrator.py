@@ -65,12 +65,27 @@ def require_other_text(given: Sequence[Calibration], tests: tuple[Text, ...]) ->
         SpecError: naming both.
     """
     for one in given:
-        seen = {one.info.get("text_sha256"), *one.info.get("mixed_sha256", ())}
-        if same := [t.name for t in tests if t.sha256 in seen]:
+        if same := seen_of(one, tests):
             raise SpecError(
                 f"--calibration {one.path} was made on {same[0]!r}, which is evaluated on: its scales would flatter the scheme; give another --text, or omit "
                 "--calibration: the scheme is then calibrated on another part of the novel"
             )
+
+
+def seen_of(calibration: Calibration, tests: tuple[Text, ...]) -> list[str]:
+    """Names of the texts that a calibration was made on, too."""
+    seen = {calibration.info.get("text_sha256"), *calibration.info.get("mixed_sha256", ())}
+    return [t.name for t in tests if t.sha256 in seen]
+
+
+def kept_for(name: str, config: Any, schemes: Sequence[Scheme], tests: tuple[Text, ...]) -> Calibration | None:
+    """The calibration that is kept for a model in files (`calibrate.kept`), if the first of these schemes takes one and it was made on none of the texts."""
+    from ..calibrate import kept
+
+    wanting = [s for s in schemes if s.needs_basis_alone]
+    key = kept.key_of_files(name, config) if wanting else None
+    found = None if key is None else kept.find(key, config, wanting[0])
+    return None if found is None or seen_of(found, tests) else found
 
 
 def fitting(given: Sequence[Calibration], config: Any, scheme: Scheme) -> Calibration | None:

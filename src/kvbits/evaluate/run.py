@@ -23,7 +23,7 @@ from ..spec import CacheSpec, LayerGeometry, Scheme, to_dict
 from .caches import GROUPS, OTHERS, CacheFactory, base_factory, factory, sides
 from .calibrator import USUAL, Calibrator, Sample, fitting, require_other_text
 from .results import ResultFile, model_facts, new_run, require_same
-from .tasks import Context, Options, Task, load
+from .tasks import Context, Options, Task, load, scored_texts
 from .texts import Text
 
 
@@ -76,9 +76,10 @@ def evaluate(
     options = Options() if options is None else options
     random.seed(options.seed)
     torch.manual_seed(options.seed)
-    home = out / _folder(name, str(model.dtype))
+    home = home_of(out, name, str(model.dtype), model.config)
     facts = model_facts(model, name)
-    calibrator = Calibrator(model, tokenizer, calibration_text, tests=texts, sample=calibration_sample, directory=home / "calibration", given=calibrations)
+    tests = scored_texts(tasks, texts)
+    calibrator = Calibrator(model, tokenizer, calibration_text, tests=tests, sample=calibration_sample, directory=home / "calibration", given=calibrations)
     factories = _factories(model, _wanted(schemes, layer_geometries(model.config), alone), calibrator, backend, simulate, on_skip)
     context = Context(model, tokenizer, texts, options)
     run = new_run(model.device)
@@ -113,12 +114,12 @@ def require_possible(
     chosen = [presets.for_layers(given, layers) for given in _wanted(schemes, layers, alone) if given not in OTHERS]
     for scheme in chosen:
         CacheSpec(scheme=scheme, layers=layers)
-    require_other_text(calibrations, texts)
+    require_other_text(calibrations, scored_texts(tasks, texts))
     for file in calibrations:
         if not any(file.fits(config, scheme) for scheme in chosen):
             needing = [s for s in chosen if s.needs_calibration] or chosen
             file.fitted(config, next((s for s in needing if s.name == file.info.get("scheme")), needing[0]))
-    home = out / _folder(name, str(getattr(config, "dtype", None) or "float32") if dtype == "auto" else dtype)
+    home = home_of(out, name, dtype, config)
     for task in (load(wanted)(Context(None, tokenizer, texts, options, config)) for wanted in tasks):
         for one in [] if overwrite else [None, *chosen]:
             names = ("16-bit", "32-bit") if one is None else (one.name, f"{one.name}-simulated")
@@ -127,10 +128,10 @@ def require_possible(
                 require_same(path, {"settings": task.settings | _own(one, given)})
 
 
-def _folder(name: str, dtype: str) -> str:
-    """What a model's folder of results is called."""
-    kind = dtype.removeprefix("torch.")
-    return name if kind == "bfloat16" else f"{name}-{kind}"
+def home_of(out: Path, name: str, dtype: str, config: Any) -> Path:
+    """A model's folder of results; "auto" stands for its configuration's dtype."""
+    kind = (str(getattr(config, "dtype", None) or "float32") if dtype == "auto" else dtype).removeprefix("torch.")
+    return out / (name if kind == "bfloat16" else f"{name}-{kind}")
 
 
 def _wanted(schemes: Sequence[str | Scheme], layers: tuple[LayerGeometry, ...], alone: bool) -> list[str | Scheme]:
@@ -170,6 +171,13 @@ def _run(
         files[f.name] = ResultFile(home / task.name / f"{f.name}.json", header, run, overwrite=overwrite)
     base = factories[0]
     task.kept = files[base.name].items
+    for name, file in files.items():
+        if old := [key for key, record in file.items.items() if not task.pairs(record, task.kept.get(key))]:
+            say(
+                f"{facts['name']}: {task.name}: {len(old):,} items of {name} are of something else than {base.name}'s, and are measured anew: {', '.join(old[:3])}"
+            )
+            for key in old:
+                del file.items[key]
     keys = task.item_keys()
     todo = {key: [f for f in factories if key not in files[f.name].items] for key in keys}
     missing, every = sum(map(len, todo.values())), len(keys) * len(factories)

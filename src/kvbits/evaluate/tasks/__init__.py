@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -118,6 +118,7 @@ class Task:
         relative: every record compares with the base cache on the same item, so the base runs along.
         batched: items of equal size run together, up to `batch_size` of them.
         usual_chunk: tokens per forward pass where the options name none.
+        scores_texts: it measures on the texts themselves: nothing may be calibrated on them.
         kept: the base cache's records of items that are there already.
 
     A subclass defines `run`, or, if it is batched, `answers` or `run_batch`.
@@ -127,6 +128,7 @@ class Task:
     relative: ClassVar[bool] = False
     batched: ClassVar[bool] = False
     usual_chunk: ClassVar[int] = 128
+    scores_texts: ClassVar[bool] = False
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -166,6 +168,10 @@ class Task:
             advance(sum(map(self.size, keys)))
         return found
 
+    def pairs(self, record: Record, base: Record | None) -> bool:
+        """Whether a cache's record of an item and the base cache's, None where it has none, are of the same; one that is not is measured anew."""
+        return True
+
     def answers(self, f: CacheFactory, keys: list[str]) -> list[Record]:
         """One cache's records of several items, which run together."""
         raise NotImplementedError
@@ -185,6 +191,11 @@ def names_of(wanted: list[str]) -> list[str]:
         if ALIASES.get(name, name) not in TASKS:
             raise SpecError(unknown("task", name, TASKS, " (ppl and kl are part of fidelity)"))
     return list(dict.fromkeys(ALIASES.get(n, n) for n in wanted))
+
+
+def scored_texts(tasks: Sequence[str], texts: tuple[Text, ...]) -> tuple[Text, ...]:
+    """`texts`, where one of these tasks measures on them; others take them as filler at most."""
+    return texts if any(load(name).scores_texts for name in tasks) else ()
 
 
 def load(name: str) -> type[Task]:

@@ -2,13 +2,15 @@
 
 The 16-bit cache writes chains, sampled by a seed. Each is fed again, prompt and text, to all caches side by side in chunks of at most 16 tokens, so that
 pages close and are read as in decoding, and no cache is led astray by a token of its own. KL by octave of position says whether a cache gets worse as a chain
-gets longer (`fidelity.drift`). A chain is kept with the 16-bit cache's results, and caches that are measured later replay the same tokens.
+gets longer (`fidelity.drift`). A chain is kept with the 16-bit cache's results, and caches that are measured later replay the same tokens; every record names
+its chain by a hash, so that no two chains are ever compared.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -32,10 +34,12 @@ GOODS = ("medicine", "bread", "books", "tools", "letters", "flowers", "glass", "
 
 
 class ReplayTask(FidelityTask):
-    """Chains of `length` tokens, `windows` of them: of every --data that has prompts, and of plans, which need none, in turns. Items are KIND@NUMBER."""
+    """Chains of `length` tokens, `windows` of them: of every --data that has prompts, and of plans, which need none, in turns. Items are KIND@NUMBER.
+
+    `batch_size` chains are written together, ahead of the first that lacks; each is replayed and noted by itself."""
 
     name: ClassVar[str] = "replay"
-    batched: ClassVar[bool] = True
+    scores_texts: ClassVar[bool] = False
 
     def __init__(self, context: Context) -> None:
         Task.__init__(self, context)
@@ -44,50 +48,65 @@ class ReplayTask(FidelityTask):
             raise SpecError(f"replay reads as decoding does, in chunks of at most {DECODING_CHUNK} tokens, not --chunk {self.chunk}; leave --chunk out")
         if context.max_context is not None and o.length > context.max_context:
             raise DataError(f"chains of {o.length} tokens pass the model's {context.max_context} positions; lower --length")
-        given = [name for name in PROMPTS if name in o.data]
-        self._prompts = {name: [str(r[PROMPTS[name]]) for r in read_lines(data_file(context, name, f"{name}.jsonl"))] for name in given}
-        self._kinds = ["planning", *given]
+        files = {name: data_file(context, name, f"{name}.jsonl") for name in PROMPTS if name in o.data}
+        self._prompts = {name: [str(r[PROMPTS[name]]) for r in read_lines(path)] for name, path in files.items()}
+        self._kinds = {"planning": None} | {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
         self._windows: dict[str, torch.Tensor] = {}
         self._starts: dict[str, int] = {}
+        longest = max((self._begun(key)[2] for key in self.item_keys()), key=len)
+        if len(longest) + 2 > o.length:
+            raise DataError(
+                f"chains of {o.length} tokens have no room after a prompt of {len(longest)}; give --length {len(longest) + 2} at least, and several times "
+                "that for a chain to tell anything"
+            )
 
     @property
     def settings(self) -> dict[str, Any]:
         return {"length": self._length, "chunk": self.chunk, "temperature": TEMPERATURE, "prompts": self._kinds, "seed": self.context.options.seed}
 
     def item_keys(self) -> list[str]:
-        return [f"{self._kinds[i % len(self._kinds)]}@{i // len(self._kinds)}" for i in range(self.context.options.windows)]
+        kinds = list(self._kinds)
+        return [f"{kinds[i % len(kinds)]}@{i // len(kinds)}" for i in range(self.context.options.windows)]
 
     def _start(self, key: str) -> int:
         return self._starts[key]
 
-    def run_batch(self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, dict[str, Record]]:
+    def run(self, key: str, factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, Record]:
         base = next(iter(factories.values()))
-        self._know(base, keys)
-        found = {key: FidelityTask.run(self, key, factories, advance) for key in keys}
-        for key in keys:
-            found[key][base.name] |= {"prompt_tokens": self._starts[key], "chain": self._windows[key].tolist()}
+        self._know(base, key)
+        found = super().run(key, factories, advance)
+        chain = self._windows[key].tolist()
+        for record in found.values():
+            record["chain_sha256"] = chain_sha256(chain)
+        found[base.name] |= {"prompt_tokens": self._starts[key], "chain": chain}
         return found
 
-    def _know(self, base: CacheFactory, keys: list[str]) -> None:
-        """Chains of these items: those that the 16-bit cache's results have, and new ones."""
-        for key in keys:
-            if key in self.kept:
-                self._windows[key], self._starts[key] = torch.tensor(self.kept[key]["chain"]), self.kept[key]["prompt_tokens"]
-        if not (new := [key for key in keys if key not in self._windows]):
+    def pairs(self, record: Record, base: Record | None) -> bool:
+        return base is not None and record.get("chain_sha256") == base.get("chain_sha256")
+
+    def _know(self, base: CacheFactory, key: str) -> None:
+        """The chain of an item: as the 16-bit cache's results have it, or a new one, written together with those of the next items that lack theirs."""
+        if key in self.kept:
+            self._windows[key], self._starts[key] = torch.tensor(self.kept[key]["chain"]), self.kept[key]["prompt_tokens"]
+        if key in self._windows:
             return
-        draws = [random.Random(f"{self.context.options.seed}:{key}") for key in new]
-        turns = [self._turns(key, rng) for key, rng in zip(new, draws, strict=True)]
-        starts = [[*bos_of(self.context.tokenizer), *next(turn)] for turn in turns]
-        if long := next((s for s in starts if len(s) + 2 > self._length), None):
-            raise DataError(f"chains of {self._length} tokens have no room after a prompt of {len(long)}; give a larger --length")
+        keys = self.item_keys()
+        new = [k for k in keys[keys.index(key) :] if k not in self._windows and k not in self.kept][: self.context.options.batch_size]
+        draws, turns, starts = zip(*map(self._begun, new), strict=True)
         limit, most = self.context.max_context, self._length + max(map(len, starts)) - min(map(len, starts))
         if limit is not None and most > limit:  # the longest goes on until the shortest is written
             raise DataError(
                 f"chains written together run to {most} tokens, which pass the model's {limit} positions; lower --length, or write one by one: --batch-size 1"
             )
         chains = write(self.context.model, base, starts, turns, self._length, self.context.tokenizer.eos_token_id, draws)
-        for key, start, chain in zip(new, starts, chains, strict=True):
-            self._windows[key], self._starts[key] = torch.tensor(chain), len(start)
+        for one, start, chain in zip(new, starts, chains, strict=True):
+            self._windows[one], self._starts[one] = torch.tensor(chain), len(start)
+
+    def _begun(self, key: str) -> tuple[random.Random, Iterator[list[int]], list[int]]:
+        """What a chain is drawn from, its prompts behind the first, and the ids of that."""
+        rng = random.Random(f"{self.context.options.seed}:{key}")
+        turns = self._turns(key, rng)
+        return rng, turns, [*bos_of(self.context.tokenizer), *next(turns)]
 
     def _turns(self, key: str, rng: random.Random) -> Iterator[list[int]]:
         """Ids of one prompt after another, as the model's chat template puts them."""
@@ -99,6 +118,11 @@ class ReplayTask(FidelityTask):
                 text = str(tokenizer.apply_chat_template([{"role": "user", "content": asked}], add_generation_prompt=True, tokenize=False))
                 text = text.removeprefix(tokenizer.bos_token or "") if bos_of(tokenizer) else text
             yield list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def chain_sha256(chain: list[int]) -> str:
+    """Names a chain by its tokens: 16 hexadecimal digits."""
+    return hashlib.sha256(torch.tensor(chain, dtype=torch.int32).numpy().tobytes()).hexdigest()[:16]
 
 
 def plan(rng: random.Random) -> str:
@@ -117,7 +141,7 @@ def plan(rng: random.Random) -> str:
 
 @torch.no_grad()
 def write(
-    model: Any, f: CacheFactory, starts: list[list[int]], turns: list[Iterator[list[int]]], length: int, end: int | None, draws: list[random.Random]
+    model: Any, f: CacheFactory, starts: Sequence[list[int]], turns: Sequence[Iterator[list[int]]], length: int, end: int | None, draws: Sequence[random.Random]
 ) -> list[list[int]]:
     """Sampled chains of `length` tokens each, prompts included.
 

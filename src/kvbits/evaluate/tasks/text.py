@@ -29,6 +29,7 @@ class FidelityTask(Task):
     name: ClassVar[str] = "fidelity"
     relative: ClassVar[bool] = True
     usual_chunk: ClassVar[int] = DECODING_CHUNK
+    scores_texts: ClassVar[bool] = True
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

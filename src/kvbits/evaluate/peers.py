@@ -1,0 +1,178 @@
+"""What other engines store, simulated in a dense cache: every token is rounded as it comes, and read so, even by itself, as their decoding does. Nothing stays
+raw but where a recipe says so, and no figure depends on how many tokens a pass has.
+
+    turboquant_4bit_nc, _3bit_nc   vLLM 0.33. Keys: a norm in float16 and a direction, turned by a Hadamard matrix, each number the nearest Lloyd-Max level of
+                                   the normal distribution, and the whole made as long as the norm again. Values: asymmetric integers, a scale and an offset in
+                                   float16. The first two and the last two layers stay raw.
+    int4_per_token_head            vLLM 0.33. Signs drawn once, a Hadamard matrix, asymmetric integers with a whole zero point, which is kept in the four lowest
+                                   bits of the scale, a float32
+    fp8_unscaled                   vLLM's fp8, where no scale is calibrated: E4M3 of the numbers as they are
+    q4_0_rotated                   llama.cpp from April 2026 on: a Hadamard matrix (of values: one for every 64 channels), then blocks of 32 with a scale in
+                                   float16, by which the number farthest from 0 is -8
+
+Written from what these engines compute. What they round on the way (a turned key to 16 bits) is left out, which flatters them. KIVI's recipe is presets:
+kivi4, kivi2. vLLM's nvfp4 is in `simulated`, on pages.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+from ..errors import UnsupportedError
+from ..quant.basis import hadamard
+from ..spec import LayerGeometry
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+"""Numbers [.., head_dim] of a token and kv head, float32, as they are read back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A recipe.
+
+    Attributes:
+        keys, values: how they are rounded.
+        key_bits, value_bits: of a number, by head_dim.
+        heads: head_dim must be a multiple of it; 0 for a power of two.
+        raw_layers: layers at each end that stay raw.
+    """
+
+    keys: Rounding
+    values: Rounding
+    key_bits: Callable[[int], float]
+    value_bits: Callable[[int], float]
+    source: str
+    heads: int = 1
+    raw_layers: int = 0
+
+
+class PeerLayer(DynamicLayer):
+    """A stock layer that gets its tokens rounded."""
+
+    def __init__(self, peer: Peer) -> None:
+        super().__init__()
+        self.peer = peer
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().update(_rounded(self.peer.keys, key_states), _rounded(self.peer.values, value_states), *args, **kwargs)
+
+
+def _rounded(how: Rounding, x: torch.Tensor) -> torch.Tensor:
+    return how(x.float()).to(x.dtype)
+
+
+def make(name: str, layers: tuple[LayerGeometry, ...]) -> tuple[Callable[[], Cache], dict[str, Any]]:
+    """(what makes caches of the peer `name` for a model of these layers, JSON data about it).
+
+    Raises:
+        UnsupportedError: heads that the engine does not store so.
+    """
+    peer = PEERS[name]
+    for d in {d for g in layers for d in (g.head_dim, g.value_head_dim)}:
+        if d % peer.heads if peer.heads else d & (d - 1):
+            raise UnsupportedError(f"{name} takes a head_dim that is a {f'multiple of {peer.heads}' if peer.heads else 'power of two'}, not {d}")
+    ends = min(peer.raw_layers, len(layers) // 2)
+    raw = [min(i, len(layers) - 1 - i) < ends for i in range(len(layers))]
+    held = sum(
+        16 * g.token_elements if r else g.num_kv_heads * (peer.key_bits(g.head_dim) * g.head_dim + peer.value_bits(g.value_head_dim) * g.value_head_dim)
+        for r, g in zip(raw, layers, strict=True)
+    )
+    info = {"bits_per_element": held / sum(g.token_elements for g in layers), "source": peer.source}
+    return lambda: Cache(layers=[DynamicLayer() if r else PeerLayer(peer) for r in raw]), info
+
+
+def integers(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Asymmetric integers of a token: (code, half of them up) * scale + smallest, both in float16."""
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    scale = ((high - low) / (2**bits - 1)).clamp(min=1e-8)
+    return ((x - low) / scale + 0.5).floor().clamp(0, 2**bits - 1) * scale.half().float() + low.half().float()
+
+
+@functools.cache
+def lloyd_max(bits: int) -> torch.Tensor:
+    """float32 [2**bits]: the levels of least squared error for the standard normal distribution (Lloyd, 1982)."""
+    normal = torch.distributions.Normal(torch.tensor(0.0, dtype=torch.float64), 1.0)
+    levels = normal.icdf((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits)
+    for _ in range(2000):
+        edges = torch.cat([torch.tensor([-math.inf]), (levels[1:] + levels[:-1]) / 2, torch.tensor([math.inf])])
+        density, below = normal.log_prob(edges).exp(), normal.cdf(edges)
+        levels = (density[:-1] - density[1:]) / (below[1:] - below[:-1])
+    return levels.float()
+
+
+def directions(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """A norm in float16, and the nearest Lloyd-Max level of each number of the turned direction; the levels are as long as the norm together."""
+    norm = x.norm(dim=-1, keepdim=True)
+    turned = hadamard(x / (norm + 1e-8)) * x.shape[-1] ** 0.5
+    levels = lloyd_max(bits).to(x)
+    found = levels[torch.bucketize(turned, (levels[1:] + levels[:-1]) / 2, right=True)]
+    return hadamard(found / found.norm(dim=-1, keepdim=True)) * norm.half().float()
+
+
+def zero_points(x: torch.Tensor) -> torch.Tensor:
+    """4-bit integers of turned numbers, (code - zero) * scale, whose scale lacks its four lowest bits."""
+    width = x.shape[-1] & -x.shape[-1]
+    signs = torch.randint(2, (width,), generator=torch.Generator().manual_seed(width)).repeat(x.shape[-1] // width).to(x) * 2 - 1
+    turned = hadamard(x * signs)
+    low, high = turned.amin(-1, keepdim=True), turned.amax(-1, keepdim=True)
+    scale = ((high - low) / 15).clamp(min=1e-6)
+    zero = _away(-low / scale).clamp(0, 15)
+    stored = (scale.view(torch.int32) & -16).view(torch.float32)
+    return hadamard((_away(turned / scale + zero).clamp(0, 15) - zero) * stored) * signs
+
+
+def _away(x: torch.Tensor) -> torch.Tensor:
+    """The nearest whole number; halves go away from 0."""
+    return (x.abs() + 0.5).floor().copysign(x)
+
+
+def blocks(x: torch.Tensor) -> torch.Tensor:
+    """q4_0: codes -8 to 7 times a scale in float16, by which the first of the largest numbers of 32 is -8."""
+    parts = x.unflatten(-1, (-1, 32))
+    scale = parts.gather(-1, parts.abs().argmax(-1, keepdim=True)) / -8
+    codes = (parts * scale.reciprocal().nan_to_num(posinf=0, neginf=0) + 8.5).floor().clamp(max=15) - 8
+    return (codes * scale.half().float()).flatten(-2)
+
+
+def rotated_keys(x: torch.Tensor) -> torch.Tensor:
+    return hadamard(blocks(hadamard(x)))
+
+
+def rotated_values(x: torch.Tensor) -> torch.Tensor:
+    return rotated_keys(x.unflatten(-1, (-1, 64))).flatten(-2)
+
+
+def fp8(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+
+
+def _turboquant(bits: int) -> Peer:
+    return Peer(
+        keys=functools.partial(directions, bits=bits), values=functools.partial(integers, bits=bits), key_bits=lambda d: bits + 16 / d,
+        value_bits=lambda d: bits + 32 / d, source="https://github.com/vllm-project/vllm/pull/38479", heads=0, raw_layers=2,
+    )  # fmt: skip
+
+
+def _alike(how: Rounding, bits: Callable[[int], float], source: str, heads: int) -> Peer:
+    return Peer(keys=how, values=how, key_bits=bits, value_bits=bits, source=source, heads=heads)
+
+
+PEERS = {
+    "turboquant_4bit_nc": _turboquant(4),
+    "turboquant_3bit_nc": _turboquant(3),
+    "int4_per_token_head": _alike(zero_points, lambda d: 4 + 32 / d, "https://github.com/vllm-project/vllm/pull/39074", 2),
+    "fp8_unscaled": _alike(fp8, lambda d: 8.0, "https://arxiv.org/abs/2209.05433", 1),
+    "q4_0_rotated": Peer(
+        keys=rotated_keys, values=rotated_values, key_bits=lambda d: 4.5, value_bits=lambda d: 4.5,
+        source="https://github.com/ggml-org/llama.cpp/pull/21038", heads=64,
+    ),
+}  # fmt: skip
+"""By the name that its engine gives it."""

@@ -1,0 +1,149 @@
+"""Recipes of other engines against the same arithmetic written anew in float64, number by number, from what the engines are documented to compute."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from kvbits.errors import UnsupportedError
+from kvbits.evaluate.caches import GROUPS, base_factory, factory
+from kvbits.evaluate.fidelity import compare
+from kvbits.evaluate.peers import PEERS, fp8, lloyd_max, make
+from kvbits.evaluate.rows import Rows
+from kvbits.evaluate.texts import novel
+from kvbits.spec import LayerGeometry
+
+IDS = torch.tensor(tiny.tokenizer()(novel()[:700])["input_ids"])
+
+
+def numbers(head_dim=128, rows=200, seed=5):
+    """Tokens of unlike sizes, some with an outlier, one of zeros, one constant."""
+    drawn = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, head_dim, generator=drawn) * torch.rand(rows, 1, generator=drawn).mul(6).exp2()
+    x[::7, 5] += 40
+    x[3], x[4] = 0, 1.5
+    return x
+
+
+def walsh(n):
+    """The Hadamard matrix by its definition: entry (i, j) is -1 to the number of bits that i and j share."""
+    return np.array([[(-1.0) ** (i & j).bit_count() for j in range(n)] for i in range(n)]) / math.sqrt(n)
+
+
+def close(found, wanted, x, *, flips=0.002):
+    """Equal to float32's rounding, but for numbers so near the middle of two codes that another order of additions decides (a share of `flips` at most)."""
+    same = np.isclose(found.double().numpy(), wanted, rtol=1e-4, atol=1e-5 * float(x.abs().max()))
+    assert same.all(-1).mean() >= 1 - 128 * flips and same.mean() >= 1 - flips, f"{(~same).mean():.2%} of the numbers differ"
+
+
+def half(x):
+    return np.asarray(x, np.float32).astype(np.float16).astype(np.float64)
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+def test_turboquant_s_keys_are_levels_of_the_normal_distribution_as_long_as_the_key(bits):
+    x, peer = numbers(), PEERS[f"turboquant_{bits}bit_nc"]
+    # levels of least error, from a million normal quantiles: each the mean of those nearest to it
+    grid = np.array([math.sqrt(2) * v for v in torch.erfinv(2 * (torch.arange(400_000).double() + 0.5) / 400_000 - 1).tolist()])
+    levels = np.linspace(-2.5, 2.5, 2**bits)
+    for _ in range(400):
+        nearest = np.searchsorted((levels[1:] + levels[:-1]) / 2, grid)
+        levels = np.array([grid[nearest == i].mean() for i in range(2**bits)])
+    assert np.allclose(lloyd_max(bits).double().numpy(), levels, atol=2e-3)
+    levels, k = lloyd_max(bits).double().numpy(), x.double().numpy()
+    norm = np.linalg.norm(k, axis=-1, keepdims=True)
+    turned = k / (norm + 1e-8) @ walsh(128) * math.sqrt(128)
+    chosen = levels[np.abs(turned[..., None] - levels).argmin(-1)]
+    wanted = chosen / np.linalg.norm(chosen, axis=-1, keepdims=True) @ walsh(128) * half(norm)
+    found = peer.keys(x)
+    rows = np.isclose(found.double().numpy(), wanted, rtol=1e-3, atol=1e-4 * norm).all(-1)
+    assert rows[5:].mean() > 0.97, "a code that flips at a boundary moves its whole token"
+    assert np.allclose(found.norm(dim=-1), half(norm)[:, 0], rtol=1e-5), "the length is the stored norm's"
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+def test_turboquant_s_values_are_integers_between_a_token_s_ends(bits):
+    x, steps = numbers(), 2**bits - 1
+    v = x.double().numpy()
+    low, high = v.min(-1, keepdims=True), v.max(-1, keepdims=True)
+    scale = np.maximum((high - low) / steps, 1e-8)
+    wanted = np.clip(np.floor((v - low) / scale + 0.5), 0, steps) * half(scale) + half(low)
+    close(PEERS[f"turboquant_{bits}bit_nc"].values(x), wanted, x)
+
+
+def test_int4_per_token_head_turns_and_has_a_whole_zero_point():
+    x, peer = numbers(), PEERS["int4_per_token_head"]
+    assert torch.equal(peer.keys(x), peer.values(x))
+    signs = (torch.randint(2, (128,), generator=torch.Generator().manual_seed(128)) * 2 - 1).double().numpy()
+    turned = (x.double().numpy() * signs) @ walsh(128)
+    low, high = turned.min(-1, keepdims=True), turned.max(-1, keepdims=True)
+    scale = np.maximum((high - low) / 15, 1e-6)
+    zero = np.clip(np.sign(-low) * np.floor(np.abs(low / scale) + 0.5), 0, 15)
+    codes = turned / scale + zero
+    codes = np.clip(np.sign(codes) * np.floor(np.abs(codes) + 0.5), 0, 15)
+    kept = np.frombuffer((np.frombuffer(scale.astype(np.float32).tobytes(), np.int32) // 16 * 16).astype(np.int32).tobytes(), np.float32).reshape(-1, 1)
+    close(peer.keys(x), ((codes - zero) * kept.astype(np.float64)) @ walsh(128) * signs, x, flips=0.01)
+    wide = numbers(head_dim=96)
+    assert (peer.keys(wide) - wide).norm() < 0.1 * wide.norm(), "three Hadamard matrices of 32"
+
+
+def test_q4_0_turns_whole_keys_and_64_channels_of_values():
+    x, peer = numbers(), PEERS["q4_0_rotated"]
+
+    def stored(turned):
+        found = np.empty_like(turned)
+        for at in range(0, turned.shape[-1], 32):
+            part = turned[:, at : at + 32]
+            far = part[np.arange(len(part)), np.abs(part).argmax(-1)][:, None]
+            scale = far / -8
+            codes = np.minimum(15, np.trunc(np.divide(part, scale, out=np.zeros_like(part), where=scale != 0) + 8.5)) - 8
+            found[:, at : at + 32] = codes * half(scale)
+        return found
+
+    k = x.double().numpy()
+    close(peer.keys(x), stored(k @ walsh(128)) @ walsh(128), x, flips=0.01)
+    halves = np.concatenate([stored(k[:, at : at + 64] @ walsh(64)) @ walsh(64) for at in (0, 64)], -1)
+    close(peer.values(x), halves, x, flips=0.01)
+    assert not torch.allclose(peer.keys(x), peer.values(x))
+
+
+def test_fp8_has_no_scale():
+    bytes_of = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    exact = bytes_of[bytes_of.isfinite()]
+    x = numbers() * 2
+    wanted = exact.double().numpy()[np.abs(np.clip(x.double().numpy(), -448, 448)[..., None] - exact.double().numpy()).argmin(-1)]
+    close(fp8(x), wanted, x)
+    assert fp8(torch.tensor([1000.0, -1e9, 448.0])).tolist() == [448.0, -448.0, 448.0]
+
+
+BITS = {"turboquant_4bit_nc": 4 + 24 / 64, "turboquant_3bit_nc": 3 + 24 / 64, "int4_per_token_head": 4.5, "fp8_unscaled": 8.0, "q4_0_rotated": 4.5}
+
+
+def test_bits_count_scales_norms_and_layers_that_stay_raw():
+    assert BITS.keys() == PEERS.keys() and set(PEERS) < set(GROUPS["peers"])
+    for name, bits in BITS.items():
+        caches, info = make(name, tuple([LayerGeometry(num_kv_heads=2, head_dim=64)] * 30))
+        raw = sum(type(layer).__name__ == "DynamicLayer" for layer in caches().layers)
+        assert raw == (4 if "turboquant" in name else 0) and info["bits_per_element"] == pytest.approx((bits * (30 - raw) + 16 * raw) / 30)
+    with pytest.raises(UnsupportedError, match="q4_0_rotated takes a head_dim that is a multiple of 64, not 96"):
+        make("q4_0_rotated", (LayerGeometry(num_kv_heads=2, head_dim=96),))
+    with pytest.raises(UnsupportedError, match="turboquant_4bit_nc takes a head_dim that is a power of two, not 96"):
+        make("turboquant_4bit_nc", (LayerGeometry(num_kv_heads=2, head_dim=96),))
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_pass_of_many_tokens_reads_what_single_ones_read(name, monkeypatch):
+    model = tiny.model()
+    monkeypatch.setitem(PEERS, name, dataclasses.replace(PEERS[name], raw_layers=0))
+    made = factory(model, name)
+    assert made.kind == "simulated" and not made.stores_padding
+    single, chunks = (compare(model, {"base": base_factory(model).make(1, 200), name: made.make(1, 200)}, IDS[:200], first=0, chunk=n)[name] for n in (1, 50))
+    assert single.kl_mean > 1e-7 and single.kl_mean == pytest.approx(chunks.kl_mean, rel=2e-2)
+    alone = Rows(model, made.make(1, 100), [IDS[:60]], 16).logits
+    beside = Rows(model, made.make(2, 200), [IDS[:60], IDS[100:197]], 16).logits
+    assert torch.allclose(alone[0], beside[0], atol=1e-3), "padding changes nothing"
