@@ -1,6 +1,8 @@
 """Calibrations in the user's cache folder: found by a model's weights, made once, by whoever comes first."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import torch
 from kvbits import schemes
 from kvbits.calibrate import kept
 from kvbits.errors import CalibrationError, SpecError
+from kvbits.evaluate.calibrator import fitting
 from kvbits.files import cache_folder, cache_folders
 from kvbits.geometry import load_config
 from kvbits.integrations.huggingface import KVCache
@@ -189,3 +192,27 @@ def test_a_calibration_is_taken_from_its_file(folder, made, home):
     assert KVCache.for_model(model, "klt4", calibration=file, calibrate=False).pages.spec.scheme.name == "klt4"
     with pytest.raises(CalibrationError, match=r"calibration=7 is neither a Calibration nor a path"):
         KVCache.for_model(model, "klt4", calibration=7)
+
+
+def test_eval_takes_what_is_kept_where_it_saw_no_text_that_is_measured_on(folder, made, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVBITS_CACHE", str(made))
+    monkeypatch.setenv("KVBITS_CPU_LIBRARY", str(tmp_path / "none.so"))
+    (file,) = (made / "calibrations").glob("*.safetensors")
+    wanted = fitting([kept.Calibration.load(file)], load_model(folder)[0].config, schemes.PRESETS["klt3"])
+
+    def evaluated(out, *more):
+        command = [sys.executable, "-m", "kvbits", "eval", folder, "--schemes", "klt3", "--out", str(tmp_path / out), "--name", "m", "--threads", "1", *more]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        (path,) = (tmp_path / out / "m").glob("*/klt3.json")
+        return done.stderr, json.loads(path.read_text())
+
+    said, found = evaluated("a", "--tasks", "copying", "--contexts", "300")
+    assert f"klt3: calibrated before, on novel+code; kept in {file}" in said and "bases" not in said
+    assert found["settings"]["calibration"] == found["info"]["calibration"]["id"] == wanted.id
+    assert said.count("warning: without CPU kernels every scheme takes the reference") == 1
+    said, found = evaluated("b", "--length", "300", "--windows", "1")
+    assert "calibrated on the second half of the novel" in said and found["info"]["calibration"]["text"] == "novel-end"
+    shutil.copytree(tmp_path / "b" / "m" / "calibration", tmp_path / "c" / "m" / "calibration")
+    said, found = evaluated("c", "--tasks", "copying", "--contexts", "300")
+    assert found["info"]["calibration"]["text"] == "novel-end" and "calibrated before" not in said, "an earlier run's own goes on"

@@ -20,7 +20,7 @@ from kvbits.evaluate.fidelity import drift, octaves
 from kvbits.evaluate.paired import paired
 from kvbits.evaluate.rows import follow
 from kvbits.evaluate.run import evaluate
-from kvbits.evaluate.tasks import Context, Options, load, replay
+from kvbits.evaluate.tasks import Context, Options, load, replay, text
 from kvbits.evaluate.tasks.ruler import TASKS
 from kvbits.evaluate.tasks.tracking import STATES
 from kvbits.evaluate.texts import Text, novel
@@ -98,11 +98,58 @@ def test_a_chain_is_written_once_and_replayed_by_caches_that_come_later(model, t
     assert "512 to 1,023" in table and "| kivi2-values | " in table and f"{first['kivi2']['octaves']['512']['kl_mean']:.5f}" in table
 
 
+def test_caches_of_another_chain_are_measured_anew(model, tmp_path, monkeypatch):
+    def items(name):
+        return results.read(tmp_path / "tiny-float32" / "replay" / f"{name}.json")["items"]
+
+    run(model, tmp_path, "replay", ["int4"], windows=1, length=500)
+    (old,) = items("int4").values()
+    (tmp_path / "tiny-float32" / "replay" / "32-bit.json").unlink()
+    written = replay.write
+    monkeypatch.setattr(replay, "write", lambda *a: [[*chain[:-1], 5] for chain in written(*a)])
+    run(model, tmp_path, "replay", ["int8"], windows=1, length=500)
+    again = run(model, tmp_path, "replay", ["int4"], windows=1, length=500)
+    (base,), (new,) = items("32-bit").values(), items("int4").values()
+    assert base["chain"][-1] == 5 and new["chain_sha256"] == base["chain_sha256"] == replay.chain_sha256(base["chain"]) != old["chain_sha256"]
+    assert again["int4"]["kl_mean"] == new["kl"] / new["num_tokens"]
+    other = tmp_path / "gsm8k.jsonl"
+    other.write_text('{"question": "How many?", "answer": "#### 4"}\n')
+    run(model, tmp_path / "data", "replay", ["int8"], windows=2, length=500, data={"gsm8k": str(other)})
+    other.write_text('{"question": "How much?", "answer": "#### 4"}\n')
+    with pytest.raises(SpecError, match="prompts is "):
+        run(model, tmp_path / "data", "replay", ["int8"], windows=2, length=500, data={"gsm8k": str(other)})
+
+
+def test_a_replay_that_is_stopped_goes_on_with_the_next_chain(model, tmp_path, monkeypatch):
+    compared, wrote, done = text.compare, replay.write, []
+
+    def stop(*a, **how):
+        done.append(1)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        return compared(*a, **how)
+
+    monkeypatch.setattr(text, "compare", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path, "replay", ["int8"], windows=3, length=500)
+    first = results.read(tmp_path / "tiny-float32" / "replay" / "int8.json")["items"]
+    assert list(first) == ["planning@0"]
+    together = []
+    monkeypatch.setattr(replay, "write", lambda *a: together.append(len(a[2])) or wrote(*a))
+    run(model, tmp_path, "replay", ["int8"], windows=3, length=500)
+    found = results.read(tmp_path / "tiny-float32" / "replay" / "int8.json")["items"]
+    assert list(found) == ["planning@0", "planning@1", "planning@2"] and found["planning@0"] == first["planning@0"] and together == [2]
+
+
 def test_a_chain_is_not_read_in_long_chunks():
     with pytest.raises(SpecError, match="in chunks of at most 16 tokens, not --chunk 32"):
         task_of("replay", chunk=32)
     with pytest.raises(DataError, match="chains of 8000 tokens pass the model's 4096 positions"):
         task_of("replay", length=8000)
+    with pytest.raises(DataError, match=r"no room after a prompt of \d+; give --length \d+ at least") as refused:
+        task_of("replay", length=200, windows=5)
+    least = int(re.search(r"--length (\d+)", str(refused.value))[1])
+    assert task_of("replay", length=least, windows=5).size("planning@0") == least
 
 
 def test_texts_of_unlike_lengths_are_followed_as_each_alone(model):
@@ -222,7 +269,7 @@ def test_ruler_counts_what_an_answer_has_of_what_was_wanted(model, tmp_path, mon
     parts = found["int8"]["by_kind"]
     assert parts["cwe:3000"]["accuracy"] == pytest.approx(0.1) and parts["niah_single_1:3000"]["accuracy"] == 1 and parts["vt:3000"]["accuracy"] == 0.2
     assert found["int8"]["gained"] == 7 and found["int8"]["lost"] == 0 and found["int8"]["difference_low"] > 0
-    with pytest.raises(DataError, match="has no room for what is asked"):
+    with pytest.raises(DataError, match=r"have no room for what is asked; give --contexts of \d+ at least"):
         task_of("ruler", contexts=(300,))
     with pytest.raises(DataError, match=r"ruler niah_single_1:4090:0 takes .* which pass the model's 4096 positions; lower --contexts"):
         task_of("ruler", contexts=(4090,))

@@ -58,7 +58,7 @@ def evaluate(
         list[Path] | None, typer.Option(help="File of `kvbits calibrate`, for the scheme it was made for. Repeatable.", show_default=False)
     ] = None,
     windows: Annotated[int, typer.Option(help="Windows of each text, spread evenly over it; replay: chains.", min=1)] = 16,
-    length: Annotated[int, typer.Option(help="Tokens of a window, or of a chain; 1k is 1,024.", parser=tokens(2))] = 1024,
+    length: Annotated[int, typer.Option(help="Tokens of a window, or of a chain (its prompt, 200 to 400, among them); 1k is 1,024.", parser=tokens(2))] = 1024,
     chunk: Annotated[
         int | None,
         typer.Option(
@@ -69,12 +69,12 @@ def evaluate(
     ] = None,
     context: Annotated[int, typer.Option(help="decode, greedy, follow: tokens before decoding.", parser=tokens())] = 512,
     new_tokens: Annotated[int, typer.Option(help="decode, greedy, follow: tokens decoded; copying: copied.", parser=tokens())] = 64,
-    contexts: Annotated[str, typer.Option(help="Retrieval, tracking, ruler: prompt lengths in tokens; copying: tokens back.")] = "1024,2048",
+    contexts: Annotated[str, typer.Option(help="Retrieval, tracking, ruler (300 at least): tokens of a prompt; copying: tokens back.")] = "1024,2048",
     depths: Annotated[str, typer.Option(help="passkey, needle: where the needle sits, 0 to 1.")] = "0,0.25,0.5,0.75,1",
     repeats: Annotated[int, typer.Option(help="Prompts per length and depth, or kind.", min=1)] = 1,
     limit: Annotated[int | None, typer.Option(help="Problems of a benchmark, drawn by the seed; all if not given.", show_default=False, min=1)] = None,
     shots: Annotated[int | None, typer.Option(help="Worked examples before a question; the benchmark's usual number if not given.", min=0)] = None,
-    batch_size: Annotated[int, typer.Option(help="Prompts that go through a cache together (greedy, retrieval, benchmarks).", min=1)] = 8,
+    batch_size: Annotated[int, typer.Option(help="Prompts that a cache gets together (greedy, retrieval, benchmarks); replay: chains written so.", min=1)] = 8,
     data: Annotated[list[str] | None, typer.Option(help="Benchmark file, like humaneval=HumanEval.jsonl. May be repeated.")] = None,
     dtype: Dtype = "auto",
     device: Device = None,

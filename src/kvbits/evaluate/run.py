@@ -173,9 +173,7 @@ def _run(
     task.kept = files[base.name].items
     for name, file in files.items():
         if old := [key for key, record in file.items.items() if not task.pairs(record, task.kept.get(key))]:
-            say(
-                f"{facts['name']}: {task.name}: {len(old):,} items of {name} are of something else than {base.name}'s, and are measured anew: {', '.join(old[:3])}"
-            )
+            say(f"{facts['name']}: {task.name}: {name} is measured anew where its items are not of what {base.name} has: {', '.join(old)}")
             for key in old:
                 del file.items[key]
     keys = task.item_keys()

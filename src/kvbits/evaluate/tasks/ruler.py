@@ -9,8 +9,9 @@ the share of the wanted strings that the answer has.
     cwe, fwe               the ten words that come most often; the three made-up words that do, by Zipf's law
     qa_1, qa_2             a fact about a person among many; one that takes two facts
 
-The essay is the first --text. The paper's questions are of SQuAD and HotpotQA; here their paragraphs are written by the generator, too, so nothing is
-downloaded and no model has read them: figures of qa_1 and qa_2 are not those of others.
+The essay is the first --text. A prompt has room for what it asks from about 300 tokens on (cwe hides a hundred words). The paper's questions are of SQuAD and
+HotpotQA; here their paragraphs are written by the generator, too, so nothing is downloaded and no model has read them: figures of qa_1 and qa_2 are not those
+of others.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class RulerTask(PartsTask):
         hidden = [self.encode(piece) for piece in asked.hidden]
         room = int(length) - len(start) - len(end) - sum(map(len, hidden))
         if room < 0:
-            raise DataError(f"{self.name} {key}: a prompt of {length} tokens has no room for what is asked, which takes {-room} more; give larger --contexts")
+            raise DataError(
+                f"{self.name} {key}: a prompt of {length} tokens has no room for what is asked; give --contexts of {int(length) - room} at least, here"
+            )
         body: list[list[int]] = []
         for piece in asked.body:
             ids = self.encode(piece)
