@@ -102,22 +102,22 @@ def test_caches_of_another_chain_are_measured_anew(model, tmp_path, monkeypatch)
     def items(name):
         return results.read(tmp_path / "tiny-float32" / "replay" / f"{name}.json")["items"]
 
-    run(model, tmp_path, "replay", ["int4"], windows=1, length=500)
+    run(model, tmp_path, "replay", ["int4"], windows=1, length=600)
     (old,) = items("int4").values()
     (tmp_path / "tiny-float32" / "replay" / "32-bit.json").unlink()
     written = replay.write
     monkeypatch.setattr(replay, "write", lambda *a: [[*chain[:-1], 5] for chain in written(*a)])
-    run(model, tmp_path, "replay", ["int8"], windows=1, length=500)
-    again = run(model, tmp_path, "replay", ["int4"], windows=1, length=500)
+    run(model, tmp_path, "replay", ["int8"], windows=1, length=600)
+    again = run(model, tmp_path, "replay", ["int4"], windows=1, length=600)
     (base,), (new,) = items("32-bit").values(), items("int4").values()
     assert base["chain"][-1] == 5 and new["chain_sha256"] == base["chain_sha256"] == replay.chain_sha256(base["chain"]) != old["chain_sha256"]
     assert again["int4"]["kl_mean"] == new["kl"] / new["num_tokens"]
     other = tmp_path / "gsm8k.jsonl"
     other.write_text('{"question": "How many?", "answer": "#### 4"}\n')
-    run(model, tmp_path / "data", "replay", ["int8"], windows=2, length=500, data={"gsm8k": str(other)})
+    run(model, tmp_path / "data", "replay", ["int8"], windows=2, length=600, data={"gsm8k": str(other)})
     other.write_text('{"question": "How much?", "answer": "#### 4"}\n')
     with pytest.raises(SpecError, match="prompts is "):
-        run(model, tmp_path / "data", "replay", ["int8"], windows=2, length=500, data={"gsm8k": str(other)})
+        run(model, tmp_path / "data", "replay", ["int8"], windows=2, length=600, data={"gsm8k": str(other)})
 
 
 def test_a_replay_that_is_stopped_goes_on_with_the_next_chain(model, tmp_path, monkeypatch):
@@ -131,12 +131,12 @@ def test_a_replay_that_is_stopped_goes_on_with_the_next_chain(model, tmp_path, m
 
     monkeypatch.setattr(text, "compare", stop)
     with pytest.raises(KeyboardInterrupt):
-        run(model, tmp_path, "replay", ["int8"], windows=3, length=500)
+        run(model, tmp_path, "replay", ["int8"], windows=3, length=600)
     first = results.read(tmp_path / "tiny-float32" / "replay" / "int8.json")["items"]
     assert list(first) == ["planning@0"]
     together = []
     monkeypatch.setattr(replay, "write", lambda *a: together.append(len(a[2])) or wrote(*a))
-    run(model, tmp_path, "replay", ["int8"], windows=3, length=500)
+    run(model, tmp_path, "replay", ["int8"], windows=3, length=600)
     found = results.read(tmp_path / "tiny-float32" / "replay" / "int8.json")["items"]
     assert list(found) == ["planning@0", "planning@1", "planning@2"] and found["planning@0"] == first["planning@0"] and together == [2]
 

@@ -80,9 +80,7 @@ class RulerTask(PartsTask):
         hidden = [self.encode(piece) for piece in asked.hidden]
         room = int(length) - len(start) - len(end) - sum(map(len, hidden))
         if room < 0:
-            raise DataError(
-                f"{self.name} {key}: a prompt of {length} tokens has no room for what is asked; give --contexts of {int(length) - room} at least, here"
-            )
+            raise DataError(f"{self.name} {key}: {length} tokens have no room for what is asked; give --contexts of {int(length) - room} at least")
         body: list[list[int]] = []
         for piece in asked.body:
             ids = self.encode(piece)
