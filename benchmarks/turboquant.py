@@ -7,7 +7,6 @@ only the code differs; TurboQuant itself keeps none.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -16,22 +15,12 @@ from transformers.cache_utils import DynamicLayer
 
 from kvbits import schemes
 from kvbits.evaluate.caches import CacheFactory
+from kvbits.evaluate.peers import lloyd_max
 from kvbits.geometry import layer_geometries
 from kvbits.quant.basis import hadamard
 
 LIKE = schemes.PRESETS["klt4"]
 NAMES = {f"turboquant{bits}": bits for bits in (4, 3, 2)}
-
-
-def lloyd_max(bits: int) -> torch.Tensor:
-    """float32 [2**bits]: the levels of least squared error for the standard normal distribution (Lloyd, 1982)."""
-    normal = torch.distributions.Normal(torch.tensor(0.0, dtype=torch.float64), 1.0)
-    levels = normal.icdf((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits)
-    for _ in range(2000):
-        edges = torch.cat([torch.tensor([-math.inf]), (levels[1:] + levels[:-1]) / 2, torch.tensor([math.inf])])
-        density, below = normal.log_prob(edges).exp(), normal.cdf(edges)
-        levels = (density[:-1] - density[1:]) / (below[1:] - below[:-1])
-    return levels.float()
 
 
 class TurboQuantLayer(DynamicLayer):
