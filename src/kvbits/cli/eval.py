@@ -31,6 +31,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:
+    from ..calibrate import Calibration
     from ..evaluate.texts import Text
     from ..spec import Scheme
 
@@ -167,7 +168,7 @@ def _texts(
     """
     from .. import schemes
     from ..evaluate.caches import OTHERS
-    from ..evaluate.calibrator import fitting, kept_for
+    from ..evaluate.calibrator import fitting
     from ..evaluate.run import home_of
     from ..evaluate.tasks import scored_texts
     from ..evaluate.texts import novel_end, novel_start, read_text
@@ -184,7 +185,7 @@ def _texts(
     lacking = [s for s in ours if s.needs_calibration and fitting(given, config, s) is None]
     made = home_of(how["out"], how["name"], place[1], config) / "calibration"  # by an earlier run, which goes on with it
     unmade = [s for s in lacking if not (made / f"{s.name}.safetensors").exists()]
-    kept = kept_for(place[0], config, unmade, scored_texts(how["tasks"], evaluated))
+    kept = _kept(place[0], config, unmade, scored_texts(how["tasks"], evaluated))
     notes = []
     if kept is not None:
         given = [*given, kept]
@@ -196,6 +197,17 @@ def _texts(
     notes.append(f"calibrated on the second half of the novel{split} (--calibration-text names another): {', '.join(s.name for s in lacking)}")
     halved = tuple(novel_start() if s == "novel" else t for s, t in zip(sources, evaluated, strict=True))
     return {"texts": halved, "calibrations": given}, novel_end(), "; ".join(notes)
+
+
+def _kept(model: str, config: Any, wanting: list[Scheme], tests: tuple[Text, ...]) -> Calibration | None:
+    """The calibration that is kept for a model in files, if one of these schemes takes it and it was made on none of the texts."""
+    from ..calibrate import kept
+    from ..evaluate.calibrator import seen_of
+
+    scheme = next((s for s in wanting if s.needs_basis_alone), None)
+    key = None if scheme is None else kept.key_of_files(model, config)
+    found = None if key is None or scheme is None else kept.find(key, config, scheme)
+    return None if found is None or seen_of(found, tests) else found
 
 
 def _print(found: dict[str, dict[str, dict[str, Any]]], out: Path) -> None:

@@ -78,16 +78,6 @@ def seen_of(calibration: Calibration, tests: tuple[Text, ...]) -> list[str]:
     return [t.name for t in tests if t.sha256 in seen]
 
 
-def kept_for(name: str, config: Any, schemes: Sequence[Scheme], tests: tuple[Text, ...]) -> Calibration | None:
-    """The calibration that is kept for a model in files (`calibrate.kept`), if the first of these schemes takes one and it was made on none of the texts."""
-    from ..calibrate import kept
-
-    wanting = [s for s in schemes if s.needs_basis_alone]
-    key = kept.key_of_files(name, config) if wanting else None
-    found = None if key is None else kept.find(key, config, wanting[0])
-    return None if found is None or seen_of(found, tests) else found
-
-
 def fitting(given: Sequence[Calibration], config: Any, scheme: Scheme) -> Calibration | None:
     """The calibration that serves this model and scheme, or None."""
     return next((one.fitted(config, scheme) for one in given if one.fits(config, scheme)), None)

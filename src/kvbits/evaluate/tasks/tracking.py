@@ -1,6 +1,6 @@
 """Keeping track of what changes: a state is told in small steps and asked for in the end, part by part, with the right answers fed (`recall`).
 
-    variables   names are given numbers of two digits; one line in eight gives a name told before another one, and only the last one counts
+    variables   names are given numbers of two digits; one line in ten gives a name told before another one, and only the last one counts
     lists       the same with three digits, of which one is exchanged
     sums        visitors come to four houses in turn; how many are in each is told at every visit, and the next counts are asked for
 
@@ -52,8 +52,8 @@ class State(Protocol):
 class Table:
     """Names with numbers, told in `STEPS` lines. The first names that are asked for are examples of a question."""
 
-    STEPS: ClassVar[int] = 26
-    AGAIN: ClassVar[float] = 1 / 8
+    STEPS: ClassVar[int] = 20
+    AGAIN: ClassVar[float] = 1 / 10
     ASKED: ClassVar[int] = 10
     EXAMPLES: ClassVar[int] = 2
 
