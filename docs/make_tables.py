@@ -1,8 +1,8 @@
 """Writes the generated tables of README.md and docs, docs/plan.html and docs/results/report.html, from benchmarks/results: `python docs/make_tables.py`.
 A test compares.
 
-README has `preset_table` and `milliseconds_table`, docs/results/evaluation.md `scheme_table` and `length_table`; benchmarks/tables_gpu.py has the tables
-of one GPU, which are written, too.
+README has `preset_table` and `milliseconds_table`, docs/results/evaluation.md `scheme_table`, `length_table` and `chains_table`; benchmarks/tables_gpu.py has
+the tables of one GPU, which are written, too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvbits import schemes  # noqa: E402
 from kvbits.errors import SpecError  # noqa: E402
 from kvbits.evaluate import MAX_KL, MAX_PPL_CHANGE  # noqa: E402
 from kvbits.evaluate.fidelity import DECODING_CHUNK, read_raw  # noqa: E402
+from kvbits.evaluate.results import read as read_result  # noqa: E402
 from kvbits.integrations.vllm.formats import FORMATS  # noqa: E402
 from kvbits.report import plan_page  # noqa: E402
 from kvbits.report.collect import Cell, Model, Results, collect  # noqa: E402
@@ -49,8 +50,8 @@ from kvbits.spec import CacheSpec, LayerGeometry  # noqa: E402
 BENCHMARKS = ROOT / "benchmarks" / "results"
 FIGURES = "src/kvbits/report/assets/measured.json"
 """What the package knows of what was measured."""
-SCHEMES, TABLE, MILLISECONDS, LENGTHS = ("scheme-table", "preset-table", "milliseconds-table", "length-table")
-"""Names of the places for `scheme_table`, `preset_table`, `milliseconds_table` and `length_table`."""
+SCHEMES, TABLE, MILLISECONDS, LENGTHS, CHAINS = ("scheme-table", "preset-table", "milliseconds-table", "length-table", "chains-table")
+"""Names of the places for `scheme_table`, `preset_table`, `milliseconds_table`, `length_table` and `chains_table`."""
 SHOWN = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
 """Presets of `preset_table`: lossless, then by bits."""
 HELD_AT = 8192
@@ -294,6 +295,32 @@ def length_table(benchmarks: Path) -> str:
     return _between(LENGTHS, "\n\n".join([said, _read_raw(), "Measured:", table(columns, rows), note]))
 
 
+def chains_table(benchmarks: Path) -> str:
+    """What each cache and each simulated peer costs on replayed chains, by bits, largest first, between its markers.
+
+    Args:
+        benchmarks: the folder benchmarks/results, with a folder chains.
+    """
+    found = {path: list(map(read_result, path.glob("*.json"))) for path in sorted((benchmarks / "chains").glob("*/replay"))}
+    places = sorted({int(at) for cells in found.values() for c in cells for at in c["summary"]["octaves"]})
+    columns = ["model", "cache", "bits", "read raw", "KL", "worst KL", "above 1 nat", "same token", *(f"KL, {at:,} to {2 * at - 1:,}" for at in places)]
+    rows, made, chains = [], [], []
+    for path, cells in found.items():
+        for c in sorted(cells, key=lambda c: (-c["info"]["bits_per_element"], c["summary"]["kl_mean"])):
+            s, model, simulated = c["summary"], path.parent.name, c["kind"] == "simulated"
+            made += list(c["runs"].values())
+            if c["kind"] == "base":
+                chains.append(f"{model}: {s['windows']} of {c['settings']['length']:,} tokens, {s['tokens']:,} scored")
+                continue
+            by = [s["octaves"].get(str(at)) for at in places]
+            rows.append(
+                [model, f"`{c['scheme']}`" + ", simulated" * simulated, f"{c['info']['bits_per_element']:.2f}", percent(s.get("read_raw")),
+                 f"{s['kl_mean']:.5f}", f"{s['kl_max']:.3f}", percent(s["kl_lost"]), percent(s["top1_agreement"]),
+                 *("" if one is None else f"{one['kl_mean']:.5f}" for one in by)]
+            )  # fmt: skip
+    return _between(CHAINS, "\n\n".join([table(columns, rows), f"Chains of {'; '.join(chains)}. Runs: {dated(made)}."]))
+
+
 def _finest(results: Results) -> list[Model]:
     """Every model in the dtype of the least rounding noise that it was measured in."""
     last = {m.name: m for m in results.models.values()}
@@ -386,7 +413,7 @@ def write(root: Path, benchmarks: Path) -> list[Path]:
     results = collect(benchmarks / "eval")
     parts = {
         "README.md": (preset_table(results, benchmarks), milliseconds_table(benchmarks)),
-        "docs/results/evaluation.md": (scheme_table(results, benchmarks), length_table(benchmarks)),
+        "docs/results/evaluation.md": (scheme_table(results, benchmarks), length_table(benchmarks), chains_table(benchmarks)),
     }
     for name, tables in parts.items():
         text = (root / name).read_text(encoding="utf-8")

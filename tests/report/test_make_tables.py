@@ -60,6 +60,7 @@ def test_a_table_is_replaced_between_its_markers(folder, tmp_path):
         ("README.md", lambda: tables.milliseconds_table(BENCHMARKS)),
         ("docs/results/evaluation.md", lambda: tables.scheme_table(collect(RESULTS), BENCHMARKS)),
         ("docs/results/evaluation.md", lambda: tables.length_table(BENCHMARKS)),
+        ("docs/results/evaluation.md", lambda: tables.chains_table(BENCHMARKS)),
     ],
     ids=["presets", "milliseconds", "schemes", "lengths"],
 )
@@ -141,6 +142,16 @@ def test_the_table_of_lengths_has_the_worst_token_and_what_was_read_raw_beside_e
     s = collect(folder).models["tiny"].tasks["fidelity"]["int4"].summary
     assert rows[1].startswith(f"| tiny, 220 | `int4` | {s['kl_mean']:.5f} | {s['kl_max']:.3f} | {s['kl_worst']} | {s['kl_lost']:.2%} | {s['read_raw']:.2%} | ")
     assert "tiny, float32: 2 windows of 220 tokens spread over t, fed in chunks of 32, float32. Runs: of " in note
+
+
+def test_the_table_of_chains_has_simulated_peers_beside_presets():
+    found = tables.chains_table(BENCHMARKS)
+    rows = {row.split(" | ")[1]: row.split(" | ") for row in found.splitlines() if "` | " in row or "`, simulated" in row}
+    assert {"`klt4`", "`kivi4`", "`turboquant_4bit_nc`, simulated", "`nvfp4`, simulated"} < set(rows)
+    (path,) = (BENCHMARKS / "chains").glob("smollm2*/replay")
+    s = json.loads((path / "klt4.json").read_text())["summary"]
+    assert rows["`klt4`"][3:6] == [f"{s['read_raw']:.2%}", f"{s['kl_mean']:.5f}", f"{s['kl_max']:.3f}"] and rows["`q4_0_rotated`, simulated"][3] == ""
+    assert f"{s['windows']} of 1,024 tokens, {s['tokens']:,} scored. Runs: of " in found
 
 
 def test_recommended_presets_have_a_bar_in_every_speed_chart():

@@ -101,9 +101,12 @@ def evaluate(
         windows=windows, length=length, chunk=chunk, context=context, new_tokens=new_tokens, repeats=repeats, limit=limit, contexts=_lengths(contexts),
         depths=_floats("--depths", depths), shots=shots, batch_size=batch_size, data=_pairs(data or []), seed=seed,
     )  # fmt: skip
+    sources = text or ["novel"]
+    if repeated := next((s for s in sources if sources.count(s) > 1), None):
+        raise SpecError(f"--text {repeated} is given {sources.count(repeated)} times; give it once")
     how = {"name": _name(name, model), "schemes": _schemes(schemes), "tasks": _tasks(tasks), "out": out, "options": options}
     how |= {"overwrite": overwrite, "calibrations": [Calibration.load(path) for path in calibration or []], "alone": alone}
-    found = _run((model, dtype_name(dtype), device), how, threads, (text or ["novel"], calibration_text), simulate=simulate)
+    found = _run((model, dtype_name(dtype), device), how, threads, (sources, calibration_text), simulate=simulate)
     if as_json:
         print_json({"model": model, "out": str(out), "tasks": found})
     else:
@@ -175,8 +178,6 @@ def _texts(
     from ..geometry import layer_geometries
 
     sources, calibration = texts
-    if repeated := next((s for s in sources if sources.count(s) > 1), None):
-        raise SpecError(f"--text {repeated} is given {sources.count(repeated)} times; give it once")
     evaluated, given = tuple(map(read_text, sources)), how["calibrations"]
     if calibration is not None:
         return {"texts": evaluated}, read_text(calibration), None
