@@ -62,7 +62,7 @@ def test_a_table_is_replaced_between_its_markers(folder, tmp_path):
         ("docs/results/evaluation.md", lambda: tables.length_table(BENCHMARKS)),
         ("docs/results/evaluation.md", lambda: tables.chains_table(BENCHMARKS)),
     ],
-    ids=["presets", "milliseconds", "schemes", "lengths"],
+    ids=["presets", "milliseconds", "schemes", "lengths", "chains"],
 )
 def test_the_committed_tables_are_what_the_command_writes(file, made):
     text = (ROOT / file).read_text()
