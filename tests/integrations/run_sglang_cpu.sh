@@ -20,7 +20,7 @@ if [ ! -f "$environment/.done" ]; then
   if ! "$base" -m pip --python "$environment/bin/python" install -q --no-deps sglang==0.5.23 torchvision==0.28.0 aiohappyeyeballs aiohttp aiosignal annotated-doc annotated-types anyio \
     apache-tvm-ffi==0.1.11 attrs blobfile compressed-tensors==0.18.0 decorator dill distro easydict einops fastapi==0.136.3 frozenlist h11 httpcore httpx interegular \
     ipython jiter llguidance==1.9.1 loguru msgspec multidict nvidia-ml-py openai==2.8.0 openai-harmony==0.0.4 orjson partial_json_parser prometheus-client propcache pybase64 pydantic \
-    python-multipart pyzmq sentencepiece setproctitle sniffio starlette==1.10.0 tiktoken torch_memory_saver traitlets triton==3.9.0 typing-inspection uvicorn uvloop \
+    python-multipart pyzmq sentencepiece setproctitle sniffio soundfile cffi pycparser starlette==1.10.0 tiktoken torch_memory_saver traitlets triton==3.9.0 typing-inspection uvicorn uvloop \
     watchfiles xgrammar==0.2.7 xxhash yarl zstandard 2> "$environment/pip.log"; then
     echo "SGLang on a CPU: skipped, it cannot be installed: $(grep -v '^WARNING' "$environment/pip.log" | tail -1)"
     exit 77

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 import urllib.error
 import urllib.request
 
@@ -233,6 +234,11 @@ def test_the_page_size_follows_from_the_backend(model):
 def test_what_cannot_be_is_refused_at_start(model, more, match):
     with pytest.raises(UnsupportedError, match=match):
         resolved(model("llama")[1], **more)
+
+
+def test_gpus_are_refused():
+    why = options.refuses(options.FORMATS["kvbits_int8"], types.SimpleNamespace(device="cuda"))
+    assert "was run on CPUs only" in why and "on GPUs use vLLM's" in why
 
 
 def test_every_option_that_is_refused_is_one_of_sglangs():
