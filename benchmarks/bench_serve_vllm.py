@@ -72,7 +72,7 @@ def random_bases(model: Path, kv_cache_dtype: str) -> dict[str, Any]:
     from kvbits import schemes
     from kvbits.calibrate import Calibration, fingerprint
     from kvbits.geometry import layer_geometries, load_config
-    from kvbits.integrations.vllm.served import FORMATS
+    from kvbits.integrations.engine.served import FORMATS
     from kvbits.ops.static import calibrated
 
     if kv_cache_dtype not in FORMATS or not FORMATS[kv_cache_dtype].calibrated:

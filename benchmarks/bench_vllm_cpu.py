@@ -78,7 +78,7 @@ def stock(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, length: int) -> tup
 
 def ours(name: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, length: int) -> tuple[torch.Tensor, Callable[[], None], Callable[[], None], int]:
     """(out, attend, store, bytes of the pages): as the plugin does it for a layer, the step's plan made."""
-    from kvbits.integrations.vllm.served import FORMATS, PAGE_SIZE
+    from kvbits.integrations.engine.served import FORMATS, PAGE_SIZE
     from kvbits.ops import dispatch, paged_attention
 
     batch, _, heads, d = k.shape

@@ -31,7 +31,7 @@ from result_file import append
 
 from kvbits import planner
 from kvbits.gpus import gpu_memory
-from kvbits.integrations.vllm.served import PAGE_SIZE
+from kvbits.integrations.engine.served import PAGE_SIZE
 
 Prompt = tuple[int, list[int]]
 """Tokens, and the number of each block."""

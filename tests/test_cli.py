@@ -21,7 +21,7 @@ import kvbits
 from kvbits import planner, schemes
 from kvbits.cli import app
 from kvbits.errors import DataError
-from kvbits.integrations.vllm.served import WIDEST
+from kvbits.integrations.engine.served import WIDEST
 from kvbits.planner import uniform
 from kvbits.spec import CacheSpec, LayerGeometry
 
@@ -263,7 +263,7 @@ def configured(folder, **fields):
 
 
 def test_a_plan_for_vllm_lists_what_it_serves_and_no_other(tmp_path):
-    from kvbits.integrations.vllm.served import FORMATS
+    from kvbits.integrations.engine.served import FORMATS
 
     data = run_json(*VLLM, *GEOMETRY, "--context", 1000)
     assert [r["scheme"] for r in data["rows"]] == ["bf16", "fp8", *FORMATS] and data["engine"] == "vllm" and data["refused"] == {}

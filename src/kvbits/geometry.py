@@ -443,7 +443,7 @@ def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
         if kind == "full_attention" and (wide := getattr(config, "global_head_dim", None)):  # Gemma 4 before it became heterogeneous
             head_dim = int(wide)
             num_kv_heads = (getattr(config, "attention_k_eq_v", False) and getattr(config, "num_global_key_value_heads", None)) or num_kv_heads
-        if kind in _SLIDING and getattr(config, "swa_head_dim", None):  # Inkling
+        if kind in _SLIDING and getattr(config, "swa_head_dim", None) and hasattr(config, "swa_num_attention_heads"):  # Inkling; SGLang writes the first
             num_heads, num_kv_heads, head_dim = config.swa_num_attention_heads, config.swa_num_key_value_heads, config.swa_head_dim
         value_dim = getattr(config, "v_head_dim", None) or head_dim
     if num_kv_heads < 1 or num_heads % num_kv_heads:

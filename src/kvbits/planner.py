@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from . import schemes as presets
 from .errors import SpecError, unknown
 from .geometry import PlainLayer
-from .integrations.vllm.served import COPIED_PAGES, FORMATS, PAGE_SIZE
+from .integrations.engine.served import COPIED_PAGES, FORMATS, PAGE_SIZE
 from .spec import MOST_TOKENS, CacheSpec, LayerGeometry, PageLayout, Scheme
 from .spec.quant import DTYPE_BYTES
 from .units import human_bytes

@@ -18,7 +18,7 @@ SHARED = sorted(
 EXCEPTIONS = {
     "ops/descriptor.py": "says what every format's bytes are",
     "ops/static.py": "names and shapes of what is calibrated",
-    "integrations/vllm/served.py": "the presets that vLLM has dtypes of",
+    "integrations/engine/served.py": "the presets that vLLM has dtypes of",
     "integrations/vllm/formats.py": "the dtypes' tags",
     "integrations/vllm/observe.py": "the presets whose basis is measured",
     "integrations/vllm/scheme_file.py": "a refusal that says what a spec may not have",

@@ -19,13 +19,13 @@ from kvbits import schemes
 from kvbits.errors import UnsupportedError
 from kvbits.geometry import has_key_bias
 from kvbits.integrations import vllm
+from kvbits.integrations.engine.host_prefill import HostPrefill
+from kvbits.integrations.engine.served import WIDEST, WIDEST_CALIBRATED
 from kvbits.integrations.vllm import calibrated, dtypes, formats, prefill
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
-from kvbits.integrations.vllm.host_prefill import HostPrefill
 from kvbits.integrations.vllm.options import options_of
 from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
 from kvbits.integrations.vllm.selector import BACKEND, install, remove
-from kvbits.integrations.vllm.served import WIDEST, WIDEST_CALIBRATED
 from kvbits.ops.reference.append import store_tokens
 from kvbits.quant.rotary import turn_by, turned_by
 from kvbits.spec import Rotary

@@ -16,68 +16,17 @@ if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("msgspec
 if torch.cuda.is_available():
     pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
 
-import tiny
 from integrations import vllm_cpu
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, MistralConfig, Qwen2Config
+from integrations.judged import MODELS, VOCABULARY, check, check_near, llama_for, random_ids, scheme_of, transformers_logprobs
+from transformers import AutoModelForCausalLM, Qwen2Config
 
-from kvbits import schemes
 from kvbits.errors import UnsupportedError
-from kvbits.integrations.huggingface import KVCache
 from kvbits.integrations.vllm import announce
 from kvbits.integrations.vllm.formats import FORMATS, NAMES
 from kvbits.spec import Override, QuantSpec
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 vllm_cpu.install()
-VOCABULARY = len(tiny.ALPHABET)
-
-
-def random_ids(n: int, seed: int = 0) -> list[int]:
-    return torch.randint(3, VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def mistral(window: int):
-    torch.manual_seed(1)
-    config = MistralConfig(
-        hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY,
-        initializer_range=0.15, sliding_window=window, max_position_embeddings=4096,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-def gemma2():
-    torch.manual_seed(2)
-    config = Gemma2Config(
-        hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY,
-        initializer_range=0.15, sliding_window=100, max_position_embeddings=4096, query_pre_attn_scalar=64, attn_logit_softcapping=20.0,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-def gemma3():
-    """Windows and full attention, each with a rotary embedding of its own."""
-    torch.manual_seed(3)
-    config = Gemma3TextConfig(
-        hidden_size=128, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY,
-        initializer_range=0.15, sliding_window=100, max_position_embeddings=4096, query_pre_attn_scalar=64,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-def plain_llama():
-    found = tiny.model()
-    config = type(found.config)(**{**found.config.to_dict(), "attention_bias": False})
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-def llama_for(dtype):
-    """The model with a key bias where the dtype takes it, else the one without."""
-    return "llama_plain" if schemes.weak_to_key_bias(FORMATS[dtype].scheme) else "llama"
-
-
-MODELS = {"llama": tiny.model, "llama_plain": plain_llama, "mistral": lambda: mistral(100), "gemma2": gemma2, "gemma3": gemma3}
 
 
 @pytest.fixture(scope="module")
@@ -131,40 +80,6 @@ def read(output):
     return tokens, torch.tensor([d[t].logprob for d, t in zip(output.outputs[0].logprobs, tokens, strict=True)]), output.num_cached_tokens
 
 
-def transformers_logprobs(model, scheme, prompt, tokens, chunks=(), calibration=None, backend="reference"):
-    """Log-probabilities of `tokens` after `prompt`, which is fed in parts of these lengths, and the largest of each step."""
-    cache = None if scheme is None else KVCache.for_model(model, scheme, backend=backend, calibration=calibration)
-    ids = torch.tensor([prompt + tokens])
-    parts = [*chunks] if chunks else [len(prompt)]
-    assert sum(parts) == len(prompt)
-    parts += [1] * (len(tokens) - 1)
-    found, at = [], 0
-    with torch.no_grad():
-        if cache is None:
-            logits = model(ids).logits[0, len(prompt) - 1 : -1]
-        else:
-            for n in parts:
-                found.append(model(ids[:, at : at + n], past_key_values=cache, attention_mask=torch.ones(1, at + n, dtype=torch.long)).logits[0, -1])
-                at += n
-            logits = torch.stack(found[-len(tokens) :])
-    logprobs = logits.float().log_softmax(-1)
-    return logprobs[torch.arange(len(tokens)), torch.tensor(tokens)], logprobs.max(-1).values
-
-
-def check(model, scheme, prompt, result, chunks=(), calibration=None, backend="reference"):
-    """Equal but for the odd code that rounding in another order moves by one: a small part of what quantization costs."""
-    tokens, logprobs, _ = result
-    want, best = transformers_logprobs(model, scheme, prompt, tokens, chunks, calibration, backend)
-    exact, _ = transformers_logprobs(model, None, prompt, tokens)
-    bound = 1e-4 + 0.05 * (want - exact).abs().mean().item()
-    assert (logprobs - want).abs().mean() < bound
-    assert (best - want).mean() < bound, "not the most likely tokens"
-
-
-def scheme_of(dtype: str, head_dim: int = 64):
-    return schemes.fitted(FORMATS[dtype].scheme, head_dim)
-
-
 @pytest.mark.parametrize("dtype", [name for name, form in FORMATS.items() if not form.calibrated])
 def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, dtype):
     """Also over page borders while decoding, and again where the prompts are found in the prefix cache."""
@@ -202,12 +117,6 @@ def test_chunks_may_begin_and_end_in_the_middle_of_pages(model, engine, dtype):
         result = generate(llm, [prompt])[0]
         chunks = [48] * (length // 48) + ([length % 48] if length % 48 else [])
         check(model(name)[0], scheme_of(dtype), prompt, result, chunks)
-
-
-def check_near(model, prompt, result, mean):
-    """Against the model without any quantization."""
-    want, _ = transformers_logprobs(model, None, prompt, result[0])
-    assert (result[1] - want).abs().mean() < mean
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def _not_in_vllm(subject: Subject, scheme: str | Scheme) -> str | None:
     if subject.refused is not None:
         return subject.refused
     from ..geometry import PlainLayer, has_key_bias, only_dense, text_config
-    from ..integrations.vllm.served import FORMATS
+    from ..integrations.engine.served import FORMATS
 
     text = None if subject.config is None else text_config(subject.config)
     kind = str(getattr(text, "model_type", ""))
@@ -224,7 +224,7 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
         notes.append(
             "As stock vLLM allocates it: whole blocks. It puts unlike layers into groups of one size, which costs more; its log says the tokens that fit."
         )
-        from ..integrations.vllm.served import COPIED_PAGES, FORMATS
+        from ..integrations.engine.served import COPIED_PAGES, FORMATS
 
         if calibrated := [r.scheme for r in found.rows if r.scheme in FORMATS and FORMATS[r.scheme].calibrated]:
             notes.append(

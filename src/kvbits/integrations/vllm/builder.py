@@ -16,10 +16,11 @@ from ...later import upload
 from ...ops import dispatch
 from ...ops.cuda.engine.device_plan import MAX_QUERIES
 from ...ops.reference.place import Copies, Places
+from ..engine.decode import Decode, Ragged
+from ..engine.host_prefill import HostPrefill
 from .formats import PAGE_SIZE
-from .host_prefill import HostPrefill
 from .impl import KVBitsImpl
-from .metadata import Decode, KVBitsMetadata, Ragged
+from .metadata import KVBitsMetadata
 from .options import options_of
 from .prefill import Prefill
 from .taken import STATES

@@ -13,7 +13,7 @@ import torch
 from ...errors import UnsupportedError
 from ...ops import dispatch
 from ...spec import PageLayout, QuantSpec
-from .served import FORMATS, PAGE_SIZE, SCHEME, Format
+from ..engine.served import FORMATS, PAGE_SIZE, SCHEME, Format
 
 __all__ = ["FORMATS", "NAMES", "PAGE_SIZE", "SCHEME", "Format"]
 

@@ -15,10 +15,11 @@ from ...geometry import has_key_bias
 from ...ops import dispatch
 from ...ops.reference.merge import sink_part
 from ...spec import PageLayout
+from ..engine.call import Sink, call_for
 from . import calibrated, formats, observe
 from .metadata import KVBitsMetadata
 from .options import options_of
-from .prefill import Sink, call_for, scratch_for
+from .prefill import scratch_for
 from .rotary import page_turn, rope_parameters
 from .scheme_file import layer_formats
 

@@ -12,77 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from vllm.v1.attention.backend import AttentionMetadata
 
-from ...ops import paged_attention
-from ...ops.reference.place import Copies
-from .host_prefill import HostPrefill
-from .prefill import Call, Prefill, Sink, merge
-
-
-@dataclass(frozen=True)
-class Ragged:
-    """Rows of fewer tokens than a plan has queries.
-
-    Attributes:
-        query_lens: int32 [rows].
-        token_of: int64 [rows * num_queries]: which token stands there; any where there is none.
-        place_of: int64 [tokens]: where each token stands.
-    """
-
-    query_lens: torch.Tensor
-    token_of: torch.Tensor
-    place_of: torch.Tensor
-
-
-class Decode:
-    """Attention of rows of up to `num_queries` tokens over their pages, for all layers of one `Call`.
-
-    With copies a row has up to three parts: packed pages, the copy of its first page, copies of its newest.
-    """
-
-    def __init__(self, call: Call, max_pages: int, batch_size: int, num_queries: int, device: torch.device, copies: Copies | None) -> None:
-        self.num_queries = num_queries
-        self._copies = copies if call.raw else None
-        layouts, sizes = [call.layout], [max_pages]
-        if call.raw and copies:
-            sizes += [1] * copies.first + [copies.newest]
-            layouts += [call.raw] * (len(sizes) - 1)
-        self._plan = paged_attention.plan(
-            layouts, max_pages=sizes, batch_size=batch_size, num_q_heads=call.num_heads, dtype=call.dtype, device=device,
-            num_queries=num_queries, scaling=call.scaling, sliding_window=call.sliding_window, softcap=call.softcap,
-        )  # fmt: skip
-        self._bound: dict[str, tuple[int, int]] = {}  # layer: its number and the address of its pages
-
-    def update(self, block_table: torch.Tensor, seq_lens: torch.Tensor, ragged: Ragged | None) -> None:
-        self._ragged = ragged
-        query_lens = None if ragged is None else ragged.query_lens
-        if (c := self._copies) is None:
-            self._plan.update([block_table], [seq_lens], query_lens=query_lens)
-            return
-        n = len(seq_lens)
-        packed, tail = c.packed[:, :n], c.tail[:, :n]
-        head = ([c.head_table[:n]], [c.head[:n]], [None]) if c.first else ([], [], [])
-        self._plan.update(
-            [block_table, *head[0], c.tail_table[:n]], [packed[0], *head[1], tail[0]], starts=[packed[1], *head[2], tail[1]],
-            offsets=[packed[2], *head[2], None], query_lens=query_lens,
-        )  # fmt: skip
-
-    def run(
-        self, q: torch.Tensor, out: torch.Tensor, layer: str, pages: torch.Tensor, copies: torch.Tensor | None, static: dict[str, torch.Tensor], sink: Sink
-    ) -> None:  # fmt: skip
-        """q [tokens, Hq, D], out [tokens, Hq, Dv]; pages, copies, calibrated parameters and learned sink of the layer."""
-        number, address = self._bound.get(layer, (len(self._bound), 0))
-        if address != pages.data_ptr():
-            self._plan.bind(number, [pages, *([copies] * (len(self._plan.layouts) - 1) if copies is not None else [])], static)
-            self._bound[layer] = number, pages.data_ptr()
-        shape, ragged = (-1, self.num_queries), self._ragged
-        asked = (q if ragged is None else q[ragged.token_of]).unflatten(0, shape)
-        found = out.unflatten(0, shape) if ragged is None else out.new_empty(*asked.shape[:3], out.shape[2])
-        lse = None if sink is None else torch.empty(asked.shape[:3], dtype=torch.float32, device=q.device)
-        self._plan.run(asked, number, out=found, lse=lse)
-        if lse is not None:
-            merge([(found, lse)], sink, found)
-        if ragged is not None:
-            out.copy_(found.flatten(0, 1)[ragged.place_of])
+from ..engine.call import Call
+from ..engine.decode import Decode
+from ..engine.host_prefill import HostPrefill
+from .prefill import Prefill
 
 
 @dataclass

@@ -8,8 +8,8 @@ from typing import Any
 
 from ... import schemes
 from ...errors import UnsupportedError
+from ..engine.served import COPIED
 from .formats import FORMATS, PAGE_SIZE, SCHEME
-from .served import COPIED
 
 MOST_RAW = 1024
 

@@ -1,0 +1,60 @@
+"""What layers have in common that are attended together, and how their results are joined."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from ...ops import dispatch
+from ...spec import PageLayout
+
+
+@dataclass(frozen=True, eq=False)
+class Scratch:
+    """keys [rows, H, D], values [rows, H, Dv] of the model's dtype."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        return len(self.keys)
+
+
+Sink = tuple[torch.Tensor, torch.Tensor] | None
+"""A layer's learned sink as one more part of its results (`reference.merge.sink_part`), or None."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What layers must have in common to be planned together.
+
+    Attributes:
+        num_heads: query heads of this rank.
+        dtype: of the model.
+        scratch: 16-bit rows that histories are unpacked to, shared by layers of one shape.
+        fa_version: of FlashAttention, on a GPU.
+        raw: layout of copies of pages, None where there are none.
+    """
+
+    layout: PageLayout
+    num_heads: int
+    dtype: torch.dtype
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+    scratch: Scratch
+    fa_version: int | None
+    raw: PageLayout | None
+
+
+call_for = functools.lru_cache(maxsize=256)(Call)
+"""The one `Call` of these fields."""
+
+
+def merge(parts: list[tuple[torch.Tensor, torch.Tensor]], sink: Sink, into: torch.Tensor) -> None:
+    """Results [B, T, Hq, D] and log-sum-exps [B, T, Hq] of disjoint keys, and the sink, to `into`, which may be one of them."""
+    outs, lses = (list(xs) for xs in zip(*(parts if sink is None else [*parts, sink]), strict=True))
+    dispatch.choose("merge", outs).run(outs, lses, into=into)

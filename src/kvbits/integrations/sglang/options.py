@@ -1,0 +1,97 @@
+"""What of SGLang's options is refused, with the reason, before a model is loaded; and the page size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import UnsupportedError
+from ...geometry import has_key_bias, layer_geometries
+from ..engine.served import FORMATS, PAGE_SIZE, Format
+
+NOT_RUN = {
+    "kv_cache_dtype": ("auto", "the format is the backend's name"),
+    "speculative_algorithm": (None, "drafts have pools and plans of their own"),
+    "disaggregation_mode": ("null", "transfers send keys and values apart"),
+    "enable_hierarchical_cache": (False, "host tiers copy keys and values apart"),
+    "enable_lmcache": (False, "LMCache copies keys and values apart"),
+    "enable_flexkv": (False, "FlexKV copies keys and values apart"),
+    "enable_hisparse": (False, "it copies keys and values apart"),
+    "enable_unified_memory": (False, "it lays keys and values out itself"),
+    "enable_page_major_kv_layout": (False, "it lays keys and values out itself"),
+    "prefill_only_disable_kv_cache": (False, "there is nothing to store"),
+    "enable_memory_saver": (False, "pages are not released"),
+    "enable_mixed_chunk": (False, "a step is of prompts or of single tokens"),
+    "enable_pdmux": (False, "a backend plans one batch at a time"),
+    "enable_two_batch_overlap": (False, "a backend plans one batch at a time"),
+    "enable_torch_compile": (False, "attention was not run in compiled graphs"),
+    "dllm_algorithm": (None, "attention is causal"),
+    "tp_size": (1, "several ranks were not run"),
+    "pp_size": (1, "several ranks were not run"),
+    "dp_size": (1, "several ranks were not run"),
+    "dcp_size": (1, "several ranks were not run"),
+}  # fmt: skip
+"""Option: its value where nobody asks for it, and why another is refused."""
+
+
+def format_of(server_args: Any) -> Format | None:
+    """What an engine stores, or None where it has another backend.
+
+    Raises:
+        UnsupportedError: another backend for prompts or for decoding.
+    """
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+
+    names = attention_backends_of(resolved_view(server_args))
+    if not set(names) & set(FORMATS):
+        return None
+    if names[0] != names[1]:
+        raise UnsupportedError(f"prompts by {names[0]} and decoding by {names[1]}, which do not read each other's pages; pass --attention-backend alone")
+    return FORMATS[names[0]]
+
+
+def resolve(server_args: Any, previous: Any) -> None:
+    """SGLang's step that makes its options fit the attention backend."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
+
+    previous(server_args)
+    form = format_of(server_args)
+    if form is None:
+        return
+    view = resolved_view(server_args)
+    if why := refuses(form, view):
+        raise UnsupportedError(why)
+    if view.page_size is None:
+        declare_resolution(server_args, "kvbits", page_size=PAGE_SIZE)
+
+
+def refuses(form: Format, options: Any) -> str | None:
+    """Why an engine cannot have these options, or None."""
+    if form.calibrated:
+        uncalibrated = ", ".join(f.name for f in FORMATS.values() if not f.calibrated)
+        return f"{form.name} needs a calibration and raw copies, which SGLang's layers are not given; use one of {uncalibrated}"
+    if options.device != "cpu":
+        return f"kvbits' attention backend for SGLang was run on CPUs only (SGLANG_USE_CPU_ENGINE=1, --device cpu), not on {options.device}; on GPUs use vLLM's"
+    if options.page_size not in (None, PAGE_SIZE):
+        return f"kvbits' pages hold {PAGE_SIZE} tokens; leave --page-size away, or pass --page-size {PAGE_SIZE}"
+    for name, (usual, why) in NOT_RUN.items():
+        if (value := getattr(options, name)) != usual:
+            return f"--{name.replace('_', '-')} {value} is not served by kvbits' attention backend: {why}; leave it away"
+    return None
+
+
+def check_model(form: Format, model_config: Any) -> None:
+    """Refuse a model that the format cannot hold.
+
+    Raises:
+        UnsupportedError: which part of it, and what to use.
+    """
+    config = model_config.hf_text_config
+    layers = layer_geometries(config)
+    bias = has_key_bias(config)
+    if why := next((why for g in layers if (why := form.refuses(g.head_dim, g.value_head_dim, bias))), None):
+        raise UnsupportedError(why)
+    if len({(g.num_kv_heads, g.head_dim, g.value_head_dim) for g in layers}) > 1 or len(layers) != model_config.num_hidden_layers:
+        raise UnsupportedError(
+            f"{len(layers)} of {model_config.num_hidden_layers} layers store keys and values, of {len(set(layers))} kinds; kvbits' backend for SGLang has "
+            "one pool for all layers: use another --attention-backend"
+        )

@@ -1,0 +1,69 @@
+"""Pages in place of SGLang's pool of keys and values: `KVBitsPool`, and what of SGLang asks for it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from ...errors import UnsupportedError
+from ...spec import PageLayout
+from ..engine.served import PAGE_SIZE, Format
+from .options import check_model, format_of
+
+RAW_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+class KVBitsPool(MHATokenToKVPool):
+    """Slot s is token s % 64 of page s // 64; nobody owns page 0, which takes what padding writes.
+
+    Attributes:
+        layout: of a page.
+        pages: of each layer uint8 [pages, H, head_bytes].
+    """
+
+    form: ClassVar[Format]
+
+    def _create_buffers(self) -> None:
+        self.layout: PageLayout = self.form.layout(self.head_num, self.head_dim, self.v_head_dim, RAW_DTYPES[self.dtype])
+        shape = (self.size // PAGE_SIZE + 1, self.head_num, self.layout.head_bytes)
+        self.pages = [torch.zeros(shape, dtype=torch.uint8, device=self.device) for _ in range(self.layer_num)]
+
+    def _clear_buffers(self) -> None:
+        del self.pages
+
+    def get_kv_size_bytes(self) -> int:
+        return sum(x.nbytes for x in self.pages)
+
+    def _refused(self, *args: Any, **options: Any) -> NoReturn:
+        raise UnsupportedError("kvbits' pages have no keys and values apart, and only kvbits' attention backend reads and writes them")
+
+    set_kv_buffer = get_key_buffer = get_value_buffer = get_kv_buffer = get_raw_kv_buffer = move_kv_cache = _refused
+    get_cpu_copy = load_cpu_copy = get_contiguous_buf_infos = get_device_pool_infos = _refused
+
+
+@functools.cache
+def _class_of(form_name: str) -> type[KVBitsPool]:
+    from ..engine.served import FORMATS
+
+    return type("KVBitsPool", (KVBitsPool,), {"form": FORMATS[form_name]})
+
+
+def pool_class(original: Any, configurator: Any, *, kind: str, default: type) -> type:
+    """Around `KVCacheConfigurator._resolve_kv_pool_class`, which is asked for every kind of pool, whichever the model has."""
+    form = format_of(configurator.server_args)
+    if form is None or kind != "mha":
+        return original(configurator, kind=kind, default=default)
+    check_model(form, configurator.model_config)
+    return _class_of(form.name)
+
+
+def cell_size(original: Any, sizes: Any, configurator: Any, num_layers: int) -> int:
+    """Around `DefaultPoolConfigurator._compute_cell_size`: bytes of a token in all layers."""
+    form, config = format_of(configurator.server_args), configurator.model_config
+    if form is None:
+        return original(sizes, configurator, num_layers)
+    check_model(form, config)
+    return num_layers * config.get_num_kv_heads(1) * form.layout(1, config.head_dim, config.v_head_dim).head_bytes // PAGE_SIZE
