@@ -22,6 +22,7 @@ from kvbits.ops.cuda.engine import device_plan as attend_plan
 from kvbits.ops.cuda.engine import kernels
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime import driver
+from kvbits.ops.cuda.engine.runtime.compile import Source
 from kvbits.ops.cuda.engine.shape import WIDE, Ask
 from kvbits.ops.cuda.families import family_of
 from kvbits.ops.cuda.families.klt import store as store_banded
@@ -49,7 +50,8 @@ def own_cache(tmp_path_factory):
 
 
 def compiled(name, defines, capability):
-    return cuda_compile.compile_source(SOURCES[name], name, defines, driver.arch_of(capability))
+    source = Source(SOURCES[name], name, defines)
+    return cuda_compile.compile_source(source, source.arch(capability))
 
 
 def layout_of(key, value, head_dim=128, page_size=64, **_):
@@ -266,7 +268,7 @@ def test_the_kernel_that_stores_banded_codes_compiles_before_hopper(tokens):
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
 def test_the_append_kernel_compiles_without_spills(capability):
-    resources = compiled("append.cu", append_cuda.DEFINES, capability).resources("append_tokens")
+    resources = compiled("append.cu", append_cuda.raw_source(False).macros, capability).resources("append_tokens")
     assert resources.spill_bytes == 0 and resources.registers <= 40, resources
 
 
@@ -318,7 +320,7 @@ def test_dequantize_kernels_compile_without_spills(key, value, dtype):
 
 
 def test_a_binary_is_compiled_once_and_then_read_from_disk(monkeypatch):
-    args = (SOURCES["merge.cu"], "merge.cu", merge.defines(64, torch.float16), "sm_90")
+    args = (merge.source(64, torch.float16), "sm_90")
     first = cuda_compile.compile_source(*args)
     monkeypatch.setattr(cuda_compile, "_compile", lambda *a: pytest.fail("compiled again"))
     assert cuda_compile.compile_source(*args) == first
@@ -327,7 +329,7 @@ def test_a_binary_is_compiled_once_and_then_read_from_disk(monkeypatch):
 def test_a_source_that_does_not_compile_says_why(tmp_path):
     (tmp_path / "broken.cu").write_text("this is no C++;")
     with pytest.raises(cuda_compile.KernelError, match=r"broken.cu does not compile[\s\S]*error"):
-        cuda_compile.compile_source(tmp_path, "broken.cu", {}, "sm_80")
+        cuda_compile.compile_source(Source(tmp_path, "broken.cu", {}), "sm_80")
 
 
 @pytest.mark.parametrize(
@@ -360,13 +362,13 @@ def examples():
     attention = [attend_kernel(x.key, x.value, (9, 0)) for x in (raw, int8, nuq, klt)]
     return {kernel.source.name: dict(kernel.defines) for kernel in attention} | {
         "advance.cu": {"THREADS": decode.THREADS},
-        "append.cu": append_cuda.DEFINES,
+        "append.cu": append_cuda.raw_source(False).macros,
         "close.cu": close_cuda.defines(int8, torch.bfloat16),
         "store_banded.cu": store_banded.defines(layout_of(schemes.get("klt3").key, schemes.get("klt3").value), torch.bfloat16),
         "dequantize.cu": dequantize_cuda.defines(int8, torch.bfloat16),
         "dequantize_banded.cu": dequantize_banded.defines(klt, torch.bfloat16),
-        "merge.cu": merge.defines(128, torch.bfloat16),
-        "place.cu": place.defines(),
+        "merge.cu": merge.source(128, torch.bfloat16).macros,
+        "place.cu": place.SOURCE.macros,
         "store_tokens.cu": append_cuda.defines(int8, torch.bfloat16, append_cuda.FEW),
         "work_list.cu": {"THREADS": attend_plan.THREADS, "NUM_PARTS": 2},
     }
@@ -386,7 +388,7 @@ def test_who_lets_the_next_kernel_start_before_it_has_ended(monkeypatch):
     int8, klt = layout_of(spec("int8"), spec("int8")), layout_of(schemes.get("klt3").key, schemes.get("klt3").value)
     steps = {"close.cu": close_cuda.defines(int8, torch.bfloat16, appends=True), "store_banded.cu": store_banded.defines(klt, torch.bfloat16, True)}
     made = [*examples().items(), *steps.items()]
-    texts = {(name, defines.get("APPENDS", 0)): cuda_compile.compile_source(SOURCES[name], name, defines, "compute_90").cubin for name, defines in made}
+    texts = {(name, defines.get("APPENDS", 0)): cuda_compile.compile_source(Source(SOURCES[name], name, defines), "compute_90").cubin for name, defines in made}
     assert all(b".entry" in text for text in texts.values())
     readers, writers = {("packed.cu", 0), ("banded.cu", 0), ("codebook.cu", 0)}, {("close.cu", 1), ("store_banded.cu", 1)}
     assert {name for name, text in texts.items() if b"griddepcontrol.launch_dependents" in text} == readers | writers
@@ -463,4 +465,4 @@ def test_every_header_of_attention_includes_what_it_uses(header, tmp_path):
     for name, text in cuda_compile.headers_of(kernel.source.parent, kernel.source.name).items():
         (tmp_path / name).write_text(text)
     (tmp_path / "alone.cu").write_text(f'#include "{header}"\n')
-    cuda_compile.compile_source(tmp_path, "alone.cu", dict(kernel.defines), "sm_90")
+    cuda_compile.compile_source(Source(tmp_path, "alone.cu", dict(kernel.defines)), "sm_90")
