@@ -16,7 +16,7 @@ import torch
 import kvbits
 from kvbits import schemes
 from kvbits.errors import SpecError
-from kvbits.ops.cuda import decode, merge, place
+from kvbits.ops.cuda import ahead, decode, merge, place
 from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.engine import device_plan as attend_plan
 from kvbits.ops.cuda.engine import kernels
@@ -29,7 +29,7 @@ from kvbits.ops.cuda.families.klt import store as store_banded
 from kvbits.ops.cuda.families.klt import unpack as dequantize_banded
 from kvbits.ops.cuda.families.plain import close as close_cuda
 from kvbits.ops.cuda.families.plain import unpack as dequantize_cuda
-from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
+from kvbits.spec import CacheSpec, LayerGeometry, LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 pytestmark = pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
 SOURCES = {p.name: p.parent for p in Path(kvbits.__file__).parent.rglob("*.cu")}
@@ -454,6 +454,22 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
         pytest.skip(f"no CUDA kernel takes {name} at head_dim {head_dim}: {refuses(layout, limit)}")
     for kernel, nbytes in spills.items():
         spilt(" ".join(map(str, kernel)), nbytes, rows.get(kernel, most.get(kernel[0], 0)))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.mark.parametrize("name", [name for name, s in schemes.CORE.items() if not s.tiers])
+def test_whatever_a_core_preset_launches_compiles_for_every_card(name, capability):
+    """All that `kvbits warm` would compile for a model of 32/8 heads of 128; `benchmarks/table_kernels.py` prints what attention takes of a card."""
+    if not ALL and (name, capability) != ("int4", (12, 0)):
+        pytest.skip("one by default")
+    (group,) = CacheSpec(scheme=schemes.get(name), layers=(LayerGeometry(num_kv_heads=8, head_dim=128),)).groups
+    sources = ahead.distinct(ahead.of_group(group, 32, torch.bfloat16, False, capability))
+    assert all(int(s.macros.get("SHARED_BYTES", 0)) <= driver.shared_limit(capability) for s in sources)
+    tables = [s for s in sources if s.macros.get("BLOCK_TABLES")]
+    assert tables
+    for source, binary in zip(tables, ahead.compiled(tables if not ALL else sources, capability), strict=not ALL):
+        resources = binary.resources("attend")
+        assert -(-(int(source.macros["WARPS"]) + 1) // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
 
 
 @pytest.mark.parametrize(

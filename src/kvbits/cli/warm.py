@@ -66,7 +66,7 @@ def warm(
         print_json({"model": model, "schemes": names, "engine": engine, "folder": str(kept.folder()), "rows": rows})
         return
     for r in rows:
-        how = f"{r['compiled']} compiled, the others were there, in {r['seconds']:.1f} s"
+        how = f"{r['compiled']} compiled now, {r['kernels'] - r['compiled']} found, in {r['seconds']:.1f} s"
         typer.echo(f"{r['arch']}: {counted(r['kernels'], 'kernel')}, {human_bytes(r['nbytes'])} in {kept.folder()}: {how}")
 
 
