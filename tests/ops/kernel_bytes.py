@@ -64,7 +64,7 @@ def cases(capability: tuple[int, int], names: list[str]) -> Iterator[Case]:
     for head_dim in HEADS:
         for dtype in DTYPES:
             yield f"merge {head_dim} {dtype}", "merge.cu", merge.source(head_dim, dtype).macros
-    yield "place", "place.cu", place.SOURCE.macros
+    yield "place", "place.cu", place.source().macros
     yield "append", "append.cu", tokens.raw_source(False).macros
     yield "advance", "advance.cu", decode.ADVANCE.macros
     for parts in (1, 2, 3, 4):

@@ -148,7 +148,7 @@ def kernel_at(home):
 @needs_nvrtc
 @pytest.mark.parametrize("damage", ["cut", "one bit", "empty", "another's"])
 def test_a_damaged_file_is_compiled_anew_and_never_loaded(damage, home, capsys):
-    first = cuda_compile.compile_source(place.SOURCE, "sm_90")
+    first = cuda_compile.compile_source(place.source(), "sm_90")
     path = kernel_at(home)
     whole = path.read_bytes()
     if damage == "another's":
@@ -158,10 +158,10 @@ def test_a_damaged_file_is_compiled_anew_and_never_loaded(damage, home, capsys):
     else:
         broken = {"cut": whole[:-100], "empty": b"", "one bit": whole[:-50] + bytes([whole[-50] ^ 1]) + whole[-49:]}[damage]
     path.write_bytes(broken)
-    again = cuda_compile.compile_source(place.SOURCE, "sm_90")
+    again = cuda_compile.compile_source(place.source(), "sm_90")
     assert first.made and again.made and again.cubin == first.cubin
     assert f"{path} is damaged; it is compiled anew" in capsys.readouterr().err.replace("\n", " ")
-    assert not cuda_compile.compile_source(place.SOURCE, "sm_90").made
+    assert not cuda_compile.compile_source(place.source(), "sm_90").made
 
 
 def test_the_oldest_go_where_there_are_too_many(home, monkeypatch):
@@ -181,7 +181,7 @@ def test_what_a_kernel_is_made_of_names_it(home, monkeypatch):
     monkeypatch.setattr(cuda_compile, "missing", lambda: None)
     monkeypatch.setattr(cuda_compile, "version", lambda: (13, 0))
     monkeypatch.setattr(cuda_compile, "_compile", lambda *a: made.append(a) or cuda_compile.Binary(b"code", "log", made=True))
-    source = place.SOURCE
+    source = place.source()
     cuda_compile.compile_source(source, "sm_90")
     cuda_compile.compile_source(source, "sm_80")
     cuda_compile.compile_source(dataclasses.replace(source, macros={"THREADS": 64}), "sm_90")
@@ -196,12 +196,12 @@ def test_what_a_kernel_is_made_of_names_it(home, monkeypatch):
 
 @needs_nvrtc
 def test_an_image_that_takes_no_files_serves_what_it_has(home, tmp_path, monkeypatch):
-    cuda_compile.compile_source(place.SOURCE, "sm_90")
+    cuda_compile.compile_source(place.source(), "sm_90")
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     monkeypatch.setattr(files, "_require_writable", lambda folder, what: wall(folder, home))
-    assert not cuda_compile.compile_source(place.SOURCE, "sm_90").made
+    assert not cuda_compile.compile_source(place.source(), "sm_90").made
     assert cuda_compile.compile_source(decode_cuda.ADVANCE, "sm_90").made, "and keeps others among temporary files"
     assert not cuda_compile.compile_source(decode_cuda.ADVANCE, "sm_90").made
     (temporary / f"kvbits-{os.getuid()}").chmod(0o777)
@@ -222,7 +222,7 @@ from kvbits.ops.cuda.engine.runtime import compile as c
 c.version()
 print("ready", flush=True)
 sys.stdin.readline()
-for source in (place.SOURCE,):
+for source in (place.source(),):
     began = time.perf_counter()
     binary = c.compile_source(source, "sm_90")
     print(binary.made, len(binary.cubin), hash(binary.cubin), time.perf_counter() - began, flush=True)
@@ -254,19 +254,19 @@ def test_one_that_is_killed_while_it_writes_leaves_nothing_that_is_loaded(home):
     process = start(code, home)
     process.communicate("go\n", timeout=300)
     assert process.returncode == 9 and len(list(home.iterdir())) == 1 and not list(home.glob("*.kernel"))
-    assert cuda_compile.compile_source(place.SOURCE, "sm_90").made
+    assert cuda_compile.compile_source(place.source(), "sm_90").made
 
 
 def test_a_compile_that_takes_long_is_said(home, monkeypatch, capsys):
     monkeypatch.setattr(cuda_compile, "missing", lambda: None)
     monkeypatch.setattr(cuda_compile, "version", lambda: (13, 0))
     monkeypatch.setattr(cuda_compile, "_compile", lambda *a: time.sleep(0.3) or cuda_compile.Binary(b"code", "log", made=True))
-    cuda_compile.compile_source(place.SOURCE, "sm_90")
+    cuda_compile.compile_source(place.source(), "sm_90")
     assert not capsys.readouterr().err
     monkeypatch.setattr(cuda_compile, "PATIENCE", 0.1)
-    cuda_compile.compile_source(place.SOURCE, "sm_80", quiet=True)
+    cuda_compile.compile_source(place.source(), "sm_80", quiet=True)
     assert not capsys.readouterr().err
-    cuda_compile.compile_source(place.SOURCE, "sm_89")
+    cuda_compile.compile_source(place.source(), "sm_89")
     assert "kvbits: compiling place.cu for sm_89, once: it is kept in" in capsys.readouterr().err
 
 

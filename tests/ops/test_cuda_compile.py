@@ -368,7 +368,7 @@ def examples():
         "dequantize.cu": dequantize_cuda.defines(int8, torch.bfloat16),
         "dequantize_banded.cu": dequantize_banded.defines(klt, torch.bfloat16),
         "merge.cu": merge.source(128, torch.bfloat16).macros,
-        "place.cu": place.SOURCE.macros,
+        "place.cu": place.source().macros,
         "store_tokens.cu": append_cuda.defines(int8, torch.bfloat16, append_cuda.FEW),
         "work_list.cu": {"THREADS": attend_plan.THREADS, "NUM_PARTS": 2},
     }

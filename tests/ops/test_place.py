@@ -250,5 +250,5 @@ def test_what_does_not_fit_is_refused():
 def test_it_compiles_without_spills():
     if why := cuda_compile.missing():
         pytest.skip(why)
-    resources = cuda_compile.compile_source(place_cuda.SOURCE, "sm_90").resources("place")
+    resources = cuda_compile.compile_source(place_cuda.source(), "sm_90").resources("place")
     assert resources.spill_bytes == 0

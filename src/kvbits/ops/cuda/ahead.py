@@ -68,7 +68,7 @@ def of_vllm(layout: PageLayout, num_q_heads: int, dtype: torch.dtype, softcap: b
         yield from _stored(x, dtype, capability)
     if family_of(layout).refuses("unpack", layout, dtype=dtype) is None:
         yield family_of(layout).unpacking(layout, dtype, None)
-    yield place.SOURCE
+    yield place.source()
     yield merge.source(layout.value_head_dim, dtype)
     columns = num_q_heads // layout.num_kv_heads
     for n in range(1, device_plan.MAX_QUERIES + 1):

@@ -31,12 +31,13 @@ class _Args(ctypes.Structure):
     ]  # fmt: skip
 
 
-SOURCE = Source(Path(__file__).parent, "place.cu", {"THREADS": THREADS})
+def source() -> Source:
+    return Source(Path(__file__).parent, "place.cu", {"THREADS": THREADS})
 
 
 @functools.lru_cache(maxsize=16)
 def _load(device_index: int) -> driver.Kernel:
-    return driver.load(SOURCE, "place", device_index)
+    return driver.load(source(), "place", device_index)
 
 
 def refuses(device: torch.device) -> str | None:
