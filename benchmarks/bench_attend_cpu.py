@@ -4,6 +4,7 @@
     python benchmarks/bench_attend_cpu.py kivi4 kivi2           these presets, in their own pages
     python benchmarks/bench_attend_cpu.py --formats int4_g64    a format that no preset has
     python benchmarks/bench_attend_cpu.py --threads 2           wall time, on an idle machine or under `chrt -f 50`
+    python benchmarks/bench_attend_cpu.py --chunks 32,128,512   chunks of a prompt over a history, beside torch's SDPA: what `kvbits bench` times
 
 Every candidate is checked against float64 on its dequantized values first, rotates over layers of at least 130 MB so that K and V come from memory, and takes
 turns with the others round by round. A plain read of 512 MB in the same rounds is the limit that shares are taken of. Our pages lie in 2 MiB pages, as the
@@ -39,14 +40,13 @@ from result_file import append
 
 from kvbits import schemes
 from kvbits.cache.pool import allocate_slab
+from kvbits.evaluate import speed
 from kvbits.ops.cpu import attend as cpu
 from kvbits.ops.cpu import close as close_cpu
 from kvbits.ops.cpu import library
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference import close as close_reference
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
-from kvbits.quant import banded
-from kvbits.quant.basis import inverse
 from kvbits.schemes import PRESETS
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec, Scheme
 
@@ -54,6 +54,7 @@ ROTATE_BYTES = 130_000_000
 NOISE = {"int8": 1e-4, "raw": 1e-5, "fp8_e4m3": 1e-5, "fp8_e5m2": 1e-5}  # fewer bits: 2e-2
 LLAMA_PEER = {"int8": "q8_0", "int4": "q4_0", "int4_g64": "q4_0", "raw": "f16"}
 DEFAULT = ("raw", "int8_centered", "int8", "int4", "kivi4", "kivi2", "nuq4-1%", "nuq3-1%")
+CHUNKED = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
 TIMED = [s.name for s in PRESETS.values() if not s.tiers and s.name != "int8_static"]  # tiers: bench_tiers_cpu.py; made-up scales of int8 say nothing
 
 
@@ -79,6 +80,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--shapes", default="32/8/128/16384,14/2/64/16384", help="query heads / kv heads / head_dim / tokens[/ batch], several with commas")
 parser.add_argument("presets", nargs="*", help=f"of {', '.join(TIMED)}; without any, and without --formats: {', '.join(DEFAULT)}".replace("%", "%%"))
 parser.add_argument("--formats", default="", help=f"with commas, of {', '.join(FORMATS)}")
+parser.add_argument("--chunks", default="", help="query tokens, several with commas; the history of each shape is one sequence's")
 parser.add_argument("--rounds", type=int, default=40)
 parser.add_argument("--threads", type=int, default=1)
 parser.add_argument("--out", type=Path, help="file that this run is added to")
@@ -102,23 +104,6 @@ def huge(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return allocate_slab(nbytes, torch.device("cpu"))[:nbytes].view(dtype).view(shape)
 
 
-def made_up(key: QuantSpec, value: QuantSpec, h: int, d: int) -> dict[str, torch.Tensor]:
-    """What calibration would bring: codebooks of even quantiles, ranges of a normal distribution, random bases, rotary frequencies."""
-    static = {}
-    for kind, spec in (("k", key), ("v", value)):
-        if spec.static:
-            static |= {f"{kind}_scale": torch.full((h, d), 2.6) + torch.rand(h, d) / 5, f"{kind}_bias": torch.randn(h, d) / 100}
-        if spec.has_codebook:
-            levels = torch.erfinv(torch.linspace(-0.97, 0.97, 2**spec.bits))
-            static[f"{kind}_codebook"] = (levels / levels.max()).expand(h, -1).contiguous()
-        if spec.basis == "calibrated":
-            static[f"{kind}_basis"] = torch.linalg.qr(torch.randn(h, d, d)).Q / banded.steps(spec, d)
-            static[f"{kind}_inverse"] = inverse(static[f"{kind}_basis"])
-        if spec.needs_rotary:
-            static[f"{kind}_inv_freq"] = (10_000.0 ** (-torch.arange(d // 2) / (d // 2))).float()
-    return static
-
-
 def our_candidate(name: str, hq: int, h: int, d: int, tokens: int, batch: int) -> tuple[Callable[[int], object], int]:
     """(decode over layer i, bytes of one layer), checked on layer 0."""
     scheme = schemes.get(name, head_dim=d) if name in PRESETS else FORMATS[name]
@@ -130,7 +115,7 @@ def our_candidate(name: str, hq: int, h: int, d: int, tokens: int, batch: int) -
     slab = huge(layers, pages, h, layout.head_bytes, dtype=torch.uint8)
     k, v = (torch.randn(256, h, size, d).bfloat16() for _ in range(2))
     per = tokens // size
-    static = made_up(key, value, h, d)
+    static = speed.made_up(layout, torch.device("cpu"))
     close = close_reference.close if close_cpu.refuses(k, PageStore(layout, (slab[0],), static)) else close_cpu.close
     for i in range(layers):
         if close is close_reference.close and i:  # too slow to do again
@@ -246,6 +231,18 @@ def measure(candidates: dict[str, tuple[Callable[[int], object], int]]) -> tuple
     )
 
 
+facts = {"threads": args.threads, "time": "cpu" if args.threads == 1 else "wall", "tier": library.tier(), "load": os.getloadavg()[0]}
+if args.chunks:
+    found = []
+    for text in args.shapes.split(","):
+        hq, h, d, tokens = (int(x) for x in text.split("/"))
+        for chunk in map(int, args.chunks.split(",")):
+            shape = speed.Shape(1, hq, h, d, tokens, chunk)
+            found += speed.rows(args.presets or CHUNKED, shape, torch.device("cpu"), args.rounds, print)
+            for r in found[-len(args.presets or CHUNKED) :]:
+                print(f"  {r['name']:15s} {r['seconds'] * 1e3:9.2f} ms  {r['over_torch']:5.2f}x torch's fastest")
+    append(found, args.out, **facts)
+    raise SystemExit
 rows: list[dict[str, Any]] = []
 reads: list[dict[str, Any]] = []
 ggml, no_ggml = llama_attention.find(args.ggml)
@@ -287,6 +284,4 @@ for text in args.shapes.split(","):
         rows.append(row)
     reads.append({"shape": text, "bytes_per_s": bandwidth})
 
-append(
-    rows, args.out, sections={"reads": reads}, threads=args.threads, time="cpu" if args.threads == 1 else "wall", tier=library.tier(), load=os.getloadavg()[0]
-)  # fmt: skip
+append(rows, args.out, sections={"reads": reads}, **facts)

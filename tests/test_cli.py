@@ -53,7 +53,7 @@ def error(*args):
 
 def test_help_lists_every_command():
     text = run("--help").stdout
-    commands = ["calibrate", "check", "demo", "eval", "fit", "info", "plan", "report", "schemes"]
+    commands = ["bench", "calibrate", "check", "demo", "eval", "fit", "info", "plan", "report", "schemes", "warm"]
     assert sorted(typer.main.get_command(app).commands) == commands
     for command in commands:
         assert command in text

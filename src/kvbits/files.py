@@ -87,22 +87,34 @@ def require_folder(path: str | os.PathLike[str], what: str, *, writable: bool = 
     return found
 
 
-def cache_folders(name: str) -> tuple[Path, Path]:
-    """Where what costs time to make is looked for: in $KVBITS_CACHE, else the user's cache folder; and in a folder of this user's among temporary files."""
+def cache_folders(name: str) -> tuple[Path, ...]:
+    """Where what costs time to make is looked for: in $KVBITS_CACHE, else the user's cache folder; and in a folder of this user's alone among temporary files,
+    if there is one."""
+    usual, temporary = _cache_places(name)
+    return (usual, temporary) if temporary.is_dir() and _is_own(temporary.parent) else (usual,)
+
+
+def _cache_places(name: str) -> tuple[Path, Path]:
     usual = Path(os.environ.get("KVBITS_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbits")
     return usual / name, Path(tempfile.gettempdir()) / f"kvbits-{os.getuid()}" / name
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a folder is this user's and closed to others."""
+    owner = folder.lstat()
+    return owner.st_uid == os.getuid() and not owner.st_mode & 0o077 and not folder.is_symlink()
 
 
 _say_once = functools.lru_cache(say)
 
 
 def cache_folder(name: str) -> Path:
-    """The first of `cache_folders` that takes files, made if need be.
+    """The first of those folders that takes files, made if need be.
 
     Raises:
         SpecError: none does.
     """
-    usual, temporary = cache_folders(name)
+    usual, temporary = _cache_places(name)
     try:
         usual.mkdir(parents=True, exist_ok=True)
         _require_writable(usual, "")
@@ -112,8 +124,7 @@ def cache_folder(name: str) -> Path:
     _say_once(f"{usual} takes no files, so what costs time to make is kept in {temporary}, which a restart may empty; set KVBITS_CACHE to a folder that does")
     try:
         temporary.parent.mkdir(mode=0o700, exist_ok=True)
-        owner = temporary.parent.lstat()
-        if owner.st_uid != os.getuid() or owner.st_mode & 0o077 or temporary.parent.is_symlink():
+        if not _is_own(temporary.parent):
             raise SpecError(f"nothing can be kept in {usual}, and {temporary.parent} is open to other users; set KVBITS_CACHE to a folder that takes files")
         temporary.mkdir(exist_ok=True)
         _require_writable(temporary, "")

@@ -385,14 +385,24 @@ def _vllm(scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer, ...], 
     """A cache as vLLM allocates it."""
     if isinstance(scheme, str) and scheme in VLLM_DENSE:
         return _Blocks(layers, VLLM_BLOCK, [VLLM_BLOCK * VLLM_DENSE[scheme] * _elements(g) for g in layers])
-    pages = _paged(layers, scheme)
-    if isinstance(scheme, str):
-        layouts = [FORMATS[scheme].layout(g.num_kv_heads, g.head_dim, g.value_head_dim, raw_dtype) for g in pages]
-    else:
-        layouts = [_token_local(scheme, i, g, len(pages), raw_dtype) for i, g in enumerate(pages)]
+    pages, layouts = _paged(layers, scheme), vllm_layouts(scheme, layers, raw_dtype)
     copied = sum(_elements(g) for g, x in zip(pages, layouts, strict=True) if not x.is_raw) if any(x.key.has_offsets for x in layouts) else 0
     copies = COPIED_PAGES * PAGE_SIZE * DTYPE_BYTES[raw_dtype] * copied
     return _Blocks(layers, PAGE_SIZE, [x.page_size_bytes for x in layouts], copies)
+
+
+def vllm_layouts(scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer, ...], raw_dtype: str) -> list[PageLayout]:
+    """Pages of each layer, in one of `FORMATS` or a token-local scheme.
+
+    Raises:
+        SpecError: they cannot be, or 16 bits and fp8 of vLLM itself were named.
+    """
+    pages = _paged(layers, scheme)
+    if not isinstance(scheme, str):
+        return [_token_local(scheme, i, g, len(pages), raw_dtype) for i, g in enumerate(pages)]
+    if scheme not in FORMATS:
+        raise SpecError(f"{scheme} is vLLM's own, without pages of kvbits; name some of {', '.join(FORMATS)}")
+    return [FORMATS[scheme].layout(g.num_kv_heads, g.head_dim, g.value_head_dim, raw_dtype) for g in pages]
 
 
 def _token_local(scheme: Scheme, layer: int, g: LayerGeometry, count: int, raw_dtype: str) -> PageLayout:

@@ -16,6 +16,7 @@ import torch
 from kvbits.errors import DataError, SpecError
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime import driver
+from kvbits.ops.cuda.engine.runtime.compile import Source
 from kvbits.ops.descriptor import TORCH_NUMBERS
 
 PRINTED = ("naive", "tiled", "coarsened", "vectorized")
@@ -53,7 +54,7 @@ def defines(dtype: torch.dtype, columns: int) -> dict[str, int]:
 @functools.lru_cache(maxsize=64)
 def _load(name: str, dtype: torch.dtype, vectors: bool, device_index: int) -> tuple[driver.Kernel, int]:
     macros = defines(dtype, 0 if vectors else 1)
-    return driver.load(Path(__file__).parent, "matrix.cu", name, macros, device_index), macros["VECTOR"]
+    return driver.load(Source(Path(__file__).parent, "matrix.cu", macros), name, device_index), macros["VECTOR"]
 
 
 def _launch(name: str, dtype: torch.dtype, args: _Args, device: torch.device, *, persistent: bool = False) -> None:

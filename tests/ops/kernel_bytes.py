@@ -63,12 +63,12 @@ def cases(capability: tuple[int, int], names: list[str]) -> Iterator[Case]:
                 yield f"{name} {head_dim} {what}", source, defines
     for head_dim in HEADS:
         for dtype in DTYPES:
-            yield f"merge {head_dim} {dtype}", "merge.cu", merge.defines(head_dim, dtype)
-    yield "place", "place.cu", place.defines()
-    yield "append", "append.cu", tokens.DEFINES
-    yield "advance", "advance.cu", {"THREADS": decode.THREADS}
+            yield f"merge {head_dim} {dtype}", "merge.cu", merge.source(head_dim, dtype).macros
+    yield "place", "place.cu", place.source().macros
+    yield "append", "append.cu", tokens.raw_source(False).macros
+    yield "advance", "advance.cu", decode.ADVANCE.macros
     for parts in (1, 2, 3, 4):
-        yield f"work_list {parts}", "work_list.cu", {"THREADS": device_plan.THREADS, "NUM_PARTS": parts}
+        yield f"work_list {parts}", "work_list.cu", device_plan.list_source(parts).macros
 
 
 def _of_layout(layout: PageLayout, low: LowLayout | None, capability: tuple[int, int], every: bool) -> Iterator[Case]:

@@ -44,7 +44,7 @@ def library(tmp_path_factory):
     def made(unlike_widths: bool):
         folder = tmp_path_factory.mktemp("append")
         put_sources(folder, FOLDER / "append.cu", {'extern "C" __global__': ""})
-        macros = cuda.DEFINES | {"KERNEL": "append_tokens", "NUM_THREADS": "THREADS", "SHARED_BYTES": 1024, "UNLIKE_WIDTHS": int(unlike_widths)}
+        macros = dict(cuda.raw_source(unlike_widths).macros) | {"KERNEL": "append_tokens", "NUM_THREADS": "THREADS", "SHARED_BYTES": 1024}
         (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in macros.items()))
         return build(folder, ["-mf16c", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"])
 

@@ -16,19 +16,20 @@ import torch
 import kvbits
 from kvbits import schemes
 from kvbits.errors import SpecError
-from kvbits.ops.cuda import decode, merge, place
+from kvbits.ops.cuda import ahead, decode, merge, place
 from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.engine import device_plan as attend_plan
 from kvbits.ops.cuda.engine import kernels
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime import driver
+from kvbits.ops.cuda.engine.runtime.compile import Source
 from kvbits.ops.cuda.engine.shape import WIDE, Ask
 from kvbits.ops.cuda.families import family_of
 from kvbits.ops.cuda.families.klt import store as store_banded
 from kvbits.ops.cuda.families.klt import unpack as dequantize_banded
 from kvbits.ops.cuda.families.plain import close as close_cuda
 from kvbits.ops.cuda.families.plain import unpack as dequantize_cuda
-from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
+from kvbits.spec import CacheSpec, LayerGeometry, LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 pytestmark = pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
 SOURCES = {p.name: p.parent for p in Path(kvbits.__file__).parent.rglob("*.cu")}
@@ -49,7 +50,8 @@ def own_cache(tmp_path_factory):
 
 
 def compiled(name, defines, capability):
-    return cuda_compile.compile_source(SOURCES[name], name, defines, driver.arch_of(capability))
+    source = Source(SOURCES[name], name, defines)
+    return cuda_compile.compile_source(source, source.arch(capability))
 
 
 def layout_of(key, value, head_dim=128, page_size=64, **_):
@@ -266,7 +268,7 @@ def test_the_kernel_that_stores_banded_codes_compiles_before_hopper(tokens):
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
 def test_the_append_kernel_compiles_without_spills(capability):
-    resources = compiled("append.cu", append_cuda.DEFINES, capability).resources("append_tokens")
+    resources = compiled("append.cu", append_cuda.raw_source(False).macros, capability).resources("append_tokens")
     assert resources.spill_bytes == 0 and resources.registers <= 40, resources
 
 
@@ -318,7 +320,7 @@ def test_dequantize_kernels_compile_without_spills(key, value, dtype):
 
 
 def test_a_binary_is_compiled_once_and_then_read_from_disk(monkeypatch):
-    args = (SOURCES["merge.cu"], "merge.cu", merge.defines(64, torch.float16), "sm_90")
+    args = (merge.source(64, torch.float16), "sm_90")
     first = cuda_compile.compile_source(*args)
     monkeypatch.setattr(cuda_compile, "_compile", lambda *a: pytest.fail("compiled again"))
     assert cuda_compile.compile_source(*args) == first
@@ -327,7 +329,7 @@ def test_a_binary_is_compiled_once_and_then_read_from_disk(monkeypatch):
 def test_a_source_that_does_not_compile_says_why(tmp_path):
     (tmp_path / "broken.cu").write_text("this is no C++;")
     with pytest.raises(cuda_compile.KernelError, match=r"broken.cu does not compile[\s\S]*error"):
-        cuda_compile.compile_source(tmp_path, "broken.cu", {}, "sm_80")
+        cuda_compile.compile_source(Source(tmp_path, "broken.cu", {}), "sm_80")
 
 
 @pytest.mark.parametrize(
@@ -360,13 +362,13 @@ def examples():
     attention = [attend_kernel(x.key, x.value, (9, 0)) for x in (raw, int8, nuq, klt)]
     return {kernel.source.name: dict(kernel.defines) for kernel in attention} | {
         "advance.cu": {"THREADS": decode.THREADS},
-        "append.cu": append_cuda.DEFINES,
+        "append.cu": append_cuda.raw_source(False).macros,
         "close.cu": close_cuda.defines(int8, torch.bfloat16),
         "store_banded.cu": store_banded.defines(layout_of(schemes.get("klt3").key, schemes.get("klt3").value), torch.bfloat16),
         "dequantize.cu": dequantize_cuda.defines(int8, torch.bfloat16),
         "dequantize_banded.cu": dequantize_banded.defines(klt, torch.bfloat16),
-        "merge.cu": merge.defines(128, torch.bfloat16),
-        "place.cu": place.defines(),
+        "merge.cu": merge.source(128, torch.bfloat16).macros,
+        "place.cu": place.source().macros,
         "store_tokens.cu": append_cuda.defines(int8, torch.bfloat16, append_cuda.FEW),
         "work_list.cu": {"THREADS": attend_plan.THREADS, "NUM_PARTS": 2},
     }
@@ -386,7 +388,7 @@ def test_who_lets_the_next_kernel_start_before_it_has_ended(monkeypatch):
     int8, klt = layout_of(spec("int8"), spec("int8")), layout_of(schemes.get("klt3").key, schemes.get("klt3").value)
     steps = {"close.cu": close_cuda.defines(int8, torch.bfloat16, appends=True), "store_banded.cu": store_banded.defines(klt, torch.bfloat16, True)}
     made = [*examples().items(), *steps.items()]
-    texts = {(name, defines.get("APPENDS", 0)): cuda_compile.compile_source(SOURCES[name], name, defines, "compute_90").cubin for name, defines in made}
+    texts = {(name, defines.get("APPENDS", 0)): cuda_compile.compile_source(Source(SOURCES[name], name, defines), "compute_90").cubin for name, defines in made}
     assert all(b".entry" in text for text in texts.values())
     readers, writers = {("packed.cu", 0), ("banded.cu", 0), ("codebook.cu", 0)}, {("close.cu", 1), ("store_banded.cu", 1)}
     assert {name for name, text in texts.items() if b"griddepcontrol.launch_dependents" in text} == readers | writers
@@ -454,6 +456,22 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
         spilt(" ".join(map(str, kernel)), nbytes, rows.get(kernel, most.get(kernel[0], 0)))
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.mark.parametrize("name", [name for name, s in schemes.CORE.items() if not s.tiers])
+def test_whatever_a_core_preset_launches_compiles_for_every_card(name, capability):
+    """All that `kvbits warm` would compile for a model of 32/8 heads of 128; `benchmarks/table_kernels.py` prints what attention takes of a card."""
+    if not ALL and (name, capability) != ("int4", (12, 0)):
+        pytest.skip("one by default")
+    (group,) = CacheSpec(scheme=schemes.get(name), layers=(LayerGeometry(num_kv_heads=8, head_dim=128),)).groups
+    sources = ahead.distinct(ahead.of_group(group, 32, torch.bfloat16, False, capability))
+    assert all(int(s.macros.get("SHARED_BYTES", 0)) <= driver.shared_limit(capability) for s in sources)
+    tables = [s for s in sources if s.macros.get("BLOCK_TABLES")]
+    assert tables
+    for source, binary in zip(tables, ahead.compiled(tables if not ALL else sources, capability), strict=not ALL):
+        resources = binary.resources("attend")
+        assert -(-(int(source.macros["WARPS"]) + 1) // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
+
+
 @pytest.mark.parametrize(
     "header", sorted({h for name in ("raw.cu", "packed.cu", "banded.cu", "codebook.cu") for h in cuda_compile.headers_of(SOURCES[name], name)})
 )
@@ -463,4 +481,4 @@ def test_every_header_of_attention_includes_what_it_uses(header, tmp_path):
     for name, text in cuda_compile.headers_of(kernel.source.parent, kernel.source.name).items():
         (tmp_path / name).write_text(text)
     (tmp_path / "alone.cu").write_text(f'#include "{header}"\n')
-    cuda_compile.compile_source(tmp_path, "alone.cu", dict(kernel.defines), "sm_90")
+    cuda_compile.compile_source(Source(tmp_path, "alone.cu", dict(kernel.defines)), "sm_90")

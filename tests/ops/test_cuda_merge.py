@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from ops.emulated_op import DEVICES, emulate, needs_gpu
@@ -78,7 +76,7 @@ def test_a_learned_sink_is_one_more_part(device, merged, parts):
 def test_it_compiles_without_spills():
     if why := cuda_compile.missing():
         pytest.skip(why)
-    resources = cuda_compile.compile_source(Path(merge.__file__).parent, "merge.cu", merge.defines(128, torch.bfloat16), "sm_90").resources("merge_partials")
+    resources = cuda_compile.compile_source(merge.source(128, torch.bfloat16), "sm_90").resources("merge_partials")
     assert resources.spill_bytes == 0
 
 

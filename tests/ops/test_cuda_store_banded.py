@@ -419,5 +419,5 @@ def test_compiles_with_few_spills(name, warpgroups):
     key, value = sides(name)
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
     defines, arch = cuda_banded.defines(layout, torch.bfloat16, warpgroups=warpgroups), "sm_90a" if warpgroups else "sm_90"
-    binary = cuda_compile.compile_source(FOLDER, "store_banded.cu", defines, arch)
+    binary = cuda_compile.compile_source(cuda_compile.Source(FOLDER, "store_banded.cu", defines), arch)
     assert binary.resources("store_banded").spill_bytes <= 160

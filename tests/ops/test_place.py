@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -251,5 +250,5 @@ def test_what_does_not_fit_is_refused():
 def test_it_compiles_without_spills():
     if why := cuda_compile.missing():
         pytest.skip(why)
-    resources = cuda_compile.compile_source(Path(place_cuda.__file__).parent, "place.cu", place_cuda.defines(), "sm_90").resources("place")
+    resources = cuda_compile.compile_source(place_cuda.source(), "sm_90").resources("place")
     assert resources.spill_bytes == 0

@@ -107,7 +107,7 @@ def test_refusals_need_no_gpu():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_compile_without_spills(dtype, columns, tmp_path, monkeypatch):
     monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
-    binary = cuda_compile.compile_source(Path(cuda.__file__).parent, "matrix.cu", cuda.defines(dtype, columns), "sm_90")
+    binary = cuda_compile.compile_source(cuda_compile.Source(Path(cuda.__file__).parent, "matrix.cu", cuda.defines(dtype, columns)), "sm_90")
     if "Compiling entry function" not in binary.log:
         pytest.skip("this NVRTC does not say what kernels use")
     names = [f"{what}_{k}" for what in ("quantize", "dequantize") for k in cuda.PRINTED]

@@ -7,10 +7,10 @@ run, so that help, `schemes` and `plan --layers ...` load neither torch nor tran
 
 from __future__ import annotations
 
-from . import calibrate, check, demo, eval, fit, info, plan, report, schemes
+from . import bench, calibrate, check, demo, eval, fit, info, plan, report, schemes, warm
 from .common import STOPPED, app, leave_now, watch_for_stop
 
-__all__ = ["app", "calibrate", "check", "demo", "eval", "fit", "info", "main", "plan", "report", "schemes"]
+__all__ = ["app", "bench", "calibrate", "check", "demo", "eval", "fit", "info", "main", "plan", "report", "schemes", "warm"]
 
 
 def main() -> None:

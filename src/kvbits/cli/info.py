@@ -59,6 +59,7 @@ def _kernels() -> dict[str, Any]:
 
     from ..ops.cpu import library
     from ..ops.cuda.engine.runtime import compile as cuda
+    from ..ops.cuda.engine.runtime import kept
 
     why, gpus = library.unavailable(), range(torch.cuda.device_count())
     found: dict[str, Any] = {
@@ -71,7 +72,7 @@ def _kernels() -> dict[str, Any]:
     if not gpus:
         found["gpu"] = "none that torch sees"
     missing = cuda.missing()
-    files = list(cuda.cache_folder().glob("*.cubin"))
+    files = list(kept.folder().glob(f"*{kept.SUFFIX}"))
     found["cuda_compiler"] = f"none: {missing}" if missing else "found"
-    found["compiled_kernels"] = f"{len(files)} in {cuda.cache_folder()}, {sum(f.stat().st_size for f in files) / 1e6:.1f} MB"
+    found["compiled_kernels"] = f"{len(files)} in {kept.folder()}, {sum(f.stat().st_size for f in files) / 1e6:.1f} MB"
     return found

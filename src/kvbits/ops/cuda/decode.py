@@ -23,6 +23,7 @@ from .append import tokens as append_cuda
 from .engine import close as close_cuda
 from .engine import device_plan
 from .engine.runtime import driver
+from .engine.runtime.compile import Source
 from .engine.side import with_aligned_rows
 
 THREADS = 256
@@ -43,9 +44,12 @@ class _AdvanceArgs(ctypes.Structure):
     ]  # fmt: skip
 
 
+ADVANCE = Source(Path(device_plan.__file__).parent, "advance.cu", {"THREADS": THREADS})
+"""What moves lengths on."""
+
+
 def load_advance(device_index: int) -> driver.Kernel:
-    """The kernel that moves lengths on."""
-    return driver.load(Path(device_plan.__file__).parent, "advance.cu", "advance", {"THREADS": THREADS}, device_index)
+    return driver.load(ADVANCE, "advance", device_index)
 
 
 def refuses(groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, device: torch.device) -> str | None:

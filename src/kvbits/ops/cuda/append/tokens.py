@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +24,11 @@ from ...reference.append import STATUS_FIELDS, check_tokens
 from ...types import PageStore, SlotMapping, wider_scales
 from ..engine.family import Tokens
 from ..engine.runtime import driver
+from ..engine.runtime.compile import Source
 from ..engine.side import as_float32, has_aligned_rows, side_arguments, with_aligned_rows
 from ..families import family_of
 
 THREADS = 128
-DEFINES = {"THREADS": THREADS, "UNLIKE_WIDTHS": 0}
-"""Macros of append.cu where keys and values are of one width."""
 FEW = 16
 """Tokens of a block of store_tokens.cu in a decoding step."""
 MAX_HEAD_DIM = 512
@@ -79,9 +79,14 @@ class _Args(ctypes.Structure):
     ]  # fmt: skip
 
 
+def raw_source(unlike_widths: bool) -> Source:
+    """What writes raw tokens; of keys and values of unlike widths, or of one."""
+    return Source(Path(__file__).parent, "append.cu", {"THREADS": THREADS, "UNLIKE_WIDTHS": int(unlike_widths)})
+
+
 @functools.lru_cache(maxsize=16)
 def _load(device_index: int, unlike_widths: bool) -> driver.Kernel:
-    return driver.load(Path(__file__).parent, "append.cu", "append_tokens", DEFINES | {"UNLIKE_WIDTHS": int(unlike_widths)}, device_index)
+    return driver.load(raw_source(unlike_widths), "append_tokens", device_index)
 
 
 def table(slot_mapping: SlotMapping, store: PageStore) -> torch.Tensor:
@@ -164,11 +169,22 @@ def _image_bytes(layout: PageLayout, kind: str, spec: QuantSpec) -> int:
     return sum(s.nbytes for name, s in layout.sections.items() if name.startswith(kind)) if spec.center else 16
 
 
+def source(layout: PageLayout, dtype: torch.dtype, tokens: int) -> Source:
+    return Source(Path(__file__).parent, "store_tokens.cu", defines(layout, dtype, tokens))
+
+
+def sources(layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[Source]:
+    """What `prepare` loads on a device of a compute capability."""
+    if own := family_of(layout).stores:
+        yield from own.sources(layout, dtype, capability)
+    else:
+        yield from (source(layout, dtype, tokens) for tokens in (FEW, tokens_of_prompts(layout, dtype)))
+
+
 @functools.lru_cache(maxsize=256)
 def _load_store(layout: PageLayout, dtype: torch.dtype, tokens: int, device_index: int) -> tuple[driver.Kernel, int]:
-    macros = defines(layout, dtype, tokens)
-    kernel = driver.load(Path(__file__).parent, "store_tokens.cu", "store_tokens", macros, device_index, int(macros["SHARED_BYTES"]))
-    return kernel, int(macros["THREADS"])
+    made = source(layout, dtype, tokens)
+    return driver.load(made, "store_tokens", device_index), int(made.macros["THREADS"])
 
 
 def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:

@@ -35,7 +35,11 @@ def refuses_on(layout: PageLayout, dtype: torch.dtype, device: torch.device, op:
     """Why pages of a layout cannot be closed from `dtype` on a device, by default in a decode step, or None."""
     if why := driver.refuses(device):
         return why
-    capability = torch.cuda.get_device_capability(device)
+    return refuses_layout(layout, dtype, torch.cuda.get_device_capability(device), op, low)
+
+
+def refuses_layout(layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], op: Op, low: Sequence[LowLayout] = ()) -> str | None:
+    """`refuses_on` a device of a compute capability."""
     if capability < (8, 9) and any(spec.format.startswith("fp8") for spec in (layout.key, layout.value)):
         return f"compute capability {capability[0]}.{capability[1]} cannot round to fp8 (8.9 can)"
     return family_of(layout).refuses(op, layout, dtype=dtype, low=low)

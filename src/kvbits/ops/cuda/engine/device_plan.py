@@ -22,6 +22,7 @@ from ..families import family_of
 from .host_plan import Args, PartArgs
 from .kernels import LEAST_CAPABILITY, MAX_PARTS, check_query, columns, folds, indexed, kernel_for, load_kernel, query_columns, window_of
 from .runtime import driver
+from .runtime.compile import Source
 from .schedule import SEGMENT_COST, SEGMENT_FIELDS
 from .shape import Ask
 
@@ -82,10 +83,15 @@ def list_shared_bytes(batch: int, blocks: int, num_parts: int) -> int:
     return 24 * THREADS // 32 + 16 + 8 * (batch + 1 + blocks + 1) + 4 * (2 * (batch + 1) + 2 * blocks + 1) + 4 * (2 * num_parts + 1) * batch
 
 
+def list_source(num_parts: int) -> Source:
+    """What makes work lists."""
+    return Source(Path(__file__).parent, "work_list.cu", {"THREADS": THREADS, "NUM_PARTS": num_parts})
+
+
 @functools.lru_cache(maxsize=64)
 def load_list_kernel(num_parts: int, shared_bytes: int, device_index: int) -> driver.Kernel:
     """The kernel that makes work lists."""
-    return driver.load(Path(__file__).parent, "work_list.cu", "work_list", {"THREADS": THREADS, "NUM_PARTS": num_parts}, device_index, shared_bytes)
+    return driver.load(list_source(num_parts), "work_list", device_index, shared_bytes)
 
 
 class DevicePlan:

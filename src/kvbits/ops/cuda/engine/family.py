@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -12,6 +12,7 @@ import torch
 from ....spec import LowLayout, PageLayout
 from ...types import LowStore, PageStore
 from .runtime import driver
+from .runtime.compile import Source
 from .shape import Ask, Kernel
 from .side import widened
 
@@ -86,6 +87,9 @@ class Stores(Protocol):
 
     def prepare(self, layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
         """Compile and load what `store` launches."""
+
+    def sources(self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[Source]:
+        """What `prepare` loads on a device of a compute capability."""
 
     def store(self, k: torch.Tensor, v: torch.Tensor, layout: PageLayout, to: Tokens, static: dict[str, torch.Tensor], status: torch.Tensor | None) -> None:
         """k, v: [N, H, D] or [B, T, H, D], rows at multiples of 16 bytes; status: int32 [7] as `append.tokens.store_tokens` has it, or None."""
@@ -166,6 +170,14 @@ class Family:
     def static_pointers(self, layout: PageLayout, static: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, int]:
         """Where the attention kernel finds a layer's calibrated parameters (`PageStore.static`), by field of `PartArgs`."""
         return {name: widened(x, layout.dim(name[0]), device).data_ptr() for name, x in static.items() if name.endswith(("_scale", "_bias"))}
+
+    def closing(self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], low: LowLayout | None, appends: bool) -> Source:
+        """What closes pages on a device of a compute capability; with `appends` in decode steps."""
+        raise NotImplementedError
+
+    def unpacking(self, layout: PageLayout, dtype: torch.dtype, low: LowLayout | None) -> Source:
+        """What unpacks pages."""
+        raise NotImplementedError
 
     def first(self, store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:
         """What `close` needs to know of the positions `starts` [num_pages] of pages' first tokens, on `device`; None where it needs nothing."""

@@ -54,7 +54,7 @@ def kernel_for(layout: PageLayout, ask: Ask) -> Kernel:
 @functools.lru_cache(maxsize=256)
 def load_kernel(kernel: Kernel, device_index: int) -> driver.Kernel:
     """A kernel on a device."""
-    return driver.load(kernel.source.parent, kernel.source.name, "attend", dict(kernel.defines), device_index, kernel.shared_bytes, early=True)
+    return driver.load(kernel.instance, "attend", device_index, kernel.shared_bytes, early=True)
 
 
 def query_columns(num_columns: int) -> int:

@@ -14,6 +14,7 @@ from typing import TypeVar
 from ....spec import LowLayout, PageLayout
 from ....spec.quant import SCALE_BYTES
 from ...descriptor import DTYPES, low_plane
+from .runtime.compile import Source
 from .side import attend_defines
 
 MAX_PIECES = 40
@@ -102,6 +103,10 @@ class Kernel:
     @property
     def threads(self) -> int:
         return (self.shape.warps + 1 + self.makers) * 32
+
+    @property
+    def instance(self) -> Source:
+        return Source(self.source.parent, self.source.name, dict(self.defines))
 
 
 def chunk_layout(layout: Layout, tokens: int) -> Layout:

@@ -11,6 +11,7 @@ import torch
 
 from ...descriptor import MATRIX_DTYPES, TORCH_NUMBERS
 from ..engine.runtime import driver
+from ..engine.runtime.compile import Source
 
 MOST_PARTS = 8
 THREADS = 256
@@ -31,14 +32,15 @@ class _Args(ctypes.Structure):
     ]  # fmt: skip
 
 
-def defines(head_dim: int, dtype: torch.dtype) -> dict[str, int | str]:
-    """Macros of one instantiation."""
-    return {"HEAD_DIM": head_dim, "TYPE": TORCH_NUMBERS[dtype], "MOST_PARTS": MOST_PARTS, "THREADS": THREADS}
+def source(head_dim: int, dtype: torch.dtype) -> Source:
+    """What merges results of so many channels."""
+    macros = {"HEAD_DIM": head_dim, "TYPE": TORCH_NUMBERS[dtype], "MOST_PARTS": MOST_PARTS, "THREADS": THREADS}
+    return Source(Path(__file__).parent, "merge.cu", macros)
 
 
 @functools.lru_cache(maxsize=32)
 def _load(head_dim: int, dtype: torch.dtype, device_index: int) -> driver.Kernel:
-    return driver.load(Path(__file__).parent, "merge.cu", "merge_partials", defines(head_dim, dtype), device_index)
+    return driver.load(source(head_dim, dtype), "merge_partials", device_index)
 
 
 def refuses(outs: Sequence[torch.Tensor]) -> str | None:

@@ -10,6 +10,7 @@ import torch
 
 from ...reference.place import Places, check
 from ..engine.runtime import driver
+from ..engine.runtime.compile import Source
 
 THREADS = 512
 
@@ -30,14 +31,13 @@ class _Args(ctypes.Structure):
     ]  # fmt: skip
 
 
-def defines() -> dict[str, int | str]:
-    """Macros of place.cu."""
-    return {"THREADS": THREADS}
+def source() -> Source:
+    return Source(Path(__file__).parent, "place.cu", {"THREADS": THREADS})
 
 
 @functools.lru_cache(maxsize=16)
 def _load(device_index: int) -> driver.Kernel:
-    return driver.load(Path(__file__).parent, "place.cu", "place", defines(), device_index)
+    return driver.load(source(), "place", device_index)
 
 
 def refuses(device: torch.device) -> str | None:

@@ -1,4 +1,4 @@
-"""CUDA C++ to machine code at run time, kept on disk by source hash and architecture.
+"""CUDA C++ to machine code at run time, kept on disk (`kept`) by version, source hash, options and architecture.
 
 NVRTC is called through ctypes. It comes with every CUDA build of torch (package nvidia-cuda-nvrtc), so nothing more has to be installed: cuda-core would
 be one more dependency for the same two libraries, and torch's own run-time compile is private and cannot keep its output. Sources include no CUDA headers
@@ -11,21 +11,45 @@ import ctypes
 import ctypes.util
 import functools
 import hashlib
-import os
 import re
-import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..... import files
+from ..... import __version__
 from .....errors import KernelError
+from .....progress import say
+from . import kept
 
 ENGINE = Path(__file__).parent.parent
 FOLDERS = (ENGINE, ENGINE.parent / "families" / "plain", ENGINE.parents[1])
 """Where headers are looked for that a kernel's own folder does not have."""
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--extra-device-vectorization")
+PATIENCE = 2.0
+"""Seconds that a compile takes in silence."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One instantiation of a kernel's source.
+
+    Attributes:
+        folder, name: where the source lies.
+        macros: what is defined ahead of it.
+        own: with the instructions that a chip alone has (compute capability 9.0: products of four warps), not those of later ones too.
+    """
+
+    folder: Path
+    name: str
+    macros: Mapping[str, int | str]
+    own: bool = False
+
+    def arch(self, capability: tuple[int, int]) -> str:
+        """Compile target on a device: "sm_90", "sm_90a" ..."""
+        return f"sm_{capability[0]}{capability[1]}{'a' * self.own}"
 
 
 @dataclass(frozen=True)
@@ -43,6 +67,7 @@ class Binary:
 
     cubin: bytes
     log: str
+    made: bool = field(default=False, compare=False)  # just now, not found on disk
 
     def resources(self, kernel: str) -> Resources:
         """Registers and spills of a kernel of this binary.
@@ -58,27 +83,42 @@ class Binary:
         return Resources(registers, stack, stores + loads)
 
 
-def compile_source(folder: Path, name: str, defines: Mapping[str, int | str], arch: str) -> Binary:
-    """Compile `folder / name` with its `#include`s (see `headers_of`), or take it from the disk cache.
+def compile_source(source: Source, arch: str, *, quiet: bool = False) -> Binary:
+    """Compile a source with its `#include`s (see `headers_of`), or take it from disk.
 
     Args:
-        defines: macros of this instantiation.
         arch: "sm_90a", "sm_80", ...
+        quiet: do not say that it takes long.
 
     Raises:
         KernelError: NVRTC is missing or the source does not compile; the message holds the compiler's log.
     """
-    headers = headers_of(folder, name)
-    source = "".join(f"#define {k} {v}\n" for k, v in sorted(defines.items())) + (folder / name).read_text()
+    if why := missing():
+        raise KernelError(why)
+    headers = headers_of(source.folder, source.name)
+    text = "".join(f"#define {k} {v}\n" for k, v in sorted(source.macros.items())) + (source.folder / source.name).read_text()
     options = [*OPTIONS, f"--gpu-architecture={arch}", "--ptxas-options=-v"]
-    digest = hashlib.sha256(repr((version(), source, sorted(headers.items()), options)).encode()).hexdigest()[:32]
-    path = cache_folder() / f"{Path(name).stem}-{arch}-{digest}"
-    if path.with_suffix(".cubin").exists() and path.with_suffix(".log").exists():
-        return Binary(path.with_suffix(".cubin").read_bytes(), path.with_suffix(".log").read_text())
-    binary = _compile(name, source, headers, options)
-    _keep(path.with_suffix(".log"), binary.log.encode())
-    _keep(path.with_suffix(".cubin"), binary.cubin)
+    digest = hashlib.sha256(repr((__version__, version(), text, sorted(headers.items()), options)).encode()).hexdigest()[:32]
+    key = f"{Path(source.name).stem}-{arch}-{digest}"
+    if found := kept.find(key):
+        return Binary(*found)
+    with _saying(f"compiling {source.name} for {arch}, once: it is kept in {kept.folder()} (ahead: kvbits warm)", quiet):
+        binary = _compile(source.name, text, headers, options)
+    kept.keep(key, binary.cubin, binary.log)
     return binary
+
+
+@contextmanager
+def _saying(sentence: str, quiet: bool) -> Iterator[None]:
+    """Says what is done where it takes longer than `PATIENCE`."""
+    timer = threading.Timer(PATIENCE, say, [sentence])
+    timer.daemon = True
+    if not quiet:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def headers_of(folder: Path, name: str) -> dict[str, str]:
@@ -99,18 +139,6 @@ def headers_of(folder: Path, name: str) -> dict[str, str]:
             found[header] = path.read_text()
             unread.append(found[header])
     return found
-
-
-def cache_folder() -> Path:
-    """Where binaries are kept."""
-    return files.cache_folder("cuda")
-
-
-def _keep(path: Path, data: bytes) -> None:
-    """Write whole or not at all: several processes may compile the same source."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
-        f.write(data)
-    os.replace(f.name, path)
 
 
 @functools.cache
@@ -158,8 +186,6 @@ def _check(code: int, what: str) -> None:
 
 
 def _compile(name: str, source: str, headers: dict[str, str], options: list[str]) -> Binary:
-    if why := missing():
-        raise KernelError(why)
     lib, program = _library(), ctypes.c_void_p()
     texts = (ctypes.c_char_p * len(headers))(*(t.encode() for t in headers.values()))
     names = (ctypes.c_char_p * len(headers))(*(n.encode() for n in headers))
@@ -170,7 +196,7 @@ def _compile(name: str, source: str, headers: dict[str, str], options: list[str]
         log = _fetch(lib.nvrtcGetProgramLogSize, lib.nvrtcGetProgramLog, program).rstrip(b"\0").decode(errors="replace")
         if code:
             raise KernelError(f"{name} does not compile ({' '.join(options)}):\n{log}")
-        return Binary(_fetch(lib.nvrtcGetCUBINSize, lib.nvrtcGetCUBIN, program), log)
+        return Binary(_fetch(lib.nvrtcGetCUBINSize, lib.nvrtcGetCUBIN, program), log, made=True)
     finally:
         lib.nvrtcDestroyProgram(ctypes.byref(program))
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
 from .....errors import KernelError
-from .compile import Binary, compile_source, missing
+from .compile import Binary, Source, compile_source, missing
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -39,11 +37,6 @@ def refuses(device: torch.device, least: tuple[int, int] = (0, 0)) -> str | None
     if torch.cuda.get_device_capability(device) < least:
         return f"the GPU is older than compute capability {least[0]}.{least[1]}"
     return missing()
-
-
-def arch_of(capability: tuple[int, int]) -> str:
-    """Compile target of a device, of instructions that later chips have, too (`load(own=True)`: with those of this chip alone)."""
-    return f"sm_{capability[0]}{capability[1]}"
 
 
 @functools.cache
@@ -116,15 +109,13 @@ class Kernel:
             _check(code, f"launching {self.name} on {grid} blocks of {block} threads")
 
 
-def load(
-    folder: Path, source: str, name: str, macros: Mapping[str, int | str], device_index: int, shared_bytes: int = 0, *, early: bool = False, own: bool = False
-) -> Kernel:
-    """The kernel `name` of `folder / source`, compiled with `macros` for the GPU `device_index` and loaded there.
+def load(source: Source, name: str, device_index: int, shared_bytes: int | None = None, *, early: bool = False) -> Kernel:
+    """The kernel `name` of a source, compiled for the GPU `device_index` and loaded there.
 
     Args:
-        shared_bytes, early: as of `Kernel`.
-        own: with the instructions that this chip alone has (compute capability 9.0: products of four warps).
+        shared_bytes: as of `Kernel`; what the source's macros say if None.
+        early: as of `Kernel`.
     """
     with torch.cuda.device(device_index):
-        arch = arch_of(torch.cuda.get_device_capability()) + "a" * own
-        return Kernel(compile_source(folder, source, macros, arch), name, shared_bytes, early=early)
+        binary = compile_source(source, source.arch(torch.cuda.get_device_capability()))
+        return Kernel(binary, name, int(source.macros.get("SHARED_BYTES", 0)) if shared_bytes is None else shared_bytes, early=early)

@@ -11,6 +11,7 @@ from .....spec import LowLayout, PageLayout
 from ....descriptor import GROUP, refuses_unlike_widths, scale_kind
 from ...engine import shape
 from ...engine.family import Family, Op
+from ...engine.runtime.compile import Source
 from ...engine.shape import RAW_TOKENS, Ask, Kernel, Shape
 from ...engine.side import as_float32, turns_on
 from ..plain import unpack
@@ -55,6 +56,9 @@ class Codebook(Family):
         defines |= shape.ring_defines(ask, layout, chosen, slot, pieces, planes, RAW_TOKENS[0], False)
         defines |= format.defines(layout, ask.fold, wide)
         return shape.kernel(Path(__file__).parent / "codebook.cu", defines, chosen, pieces)
+
+    def unpacking(self, layout: PageLayout, dtype: torch.dtype, low: LowLayout | None) -> Source:
+        return unpack.source(layout, dtype)
 
     def constants(self, layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:
         """What codes of formats without codebooks stand for, and angles of keys that are not turned."""

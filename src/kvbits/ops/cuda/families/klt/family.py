@@ -15,6 +15,7 @@ from ....types import PageStore
 from ...engine import shape
 from ...engine.family import Family, Op
 from ...engine.runtime import driver
+from ...engine.runtime.compile import Source
 from ...engine.shape import RAW_TOKENS, Ask, Kernel
 from ...engine.side import turns_on
 from ..plain.family import walked_planes
@@ -75,6 +76,12 @@ class Klt(Family):
         if layout.key.basis != "calibrated":
             return {}
         return {"turns": turns_on(static["k_inv_freq"], device).data_ptr(), "k_inverse": basis_on(static, device).data_ptr()}
+
+    def closing(self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], low: LowLayout | None, appends: bool) -> Source:
+        return writer.closing(layout, dtype, appends, capability)
+
+    def unpacking(self, layout: PageLayout, dtype: torch.dtype, low: LowLayout | None) -> Source:
+        return unpack.source(layout, dtype)
 
     def step(
         self, store: PageStore, dtype: torch.dtype, device_index: int, num_sequences: int, tail_starts: torch.Tensor | None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from ....types import PageStore
 from ...engine.close_step import STEP_FIELDS
 from ...engine.family import Tokens
 from ...engine.runtime import driver
+from ...engine.runtime.compile import Source
 from ...engine.side import as_float32, turns_on
 from .operands import banded_arguments, column_powers, columns_as_operands, columns_as_tiles, refuses_bands, resident
 
@@ -52,8 +54,11 @@ def shared_bytes(layout: PageLayout, tokens: int, warpgroups: bool = False, stor
 
 def takes_warpgroups(layout: PageLayout, device: torch.device) -> bool:
     """Whether the product of a page's keys runs on Hopper's matrix units, which take four warps at once and read the basis from shared memory."""
-    fits = layout.key.basis == "calibrated" and layout.head_dim == 128 and layout.page_size == 64
-    return fits and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type == "cuda" and _takes_warpgroups(layout, torch.cuda.get_device_capability(device))
+
+
+def _takes_warpgroups(layout: PageLayout, capability: tuple[int, int]) -> bool:
+    return capability == (9, 0) and layout.key.basis == "calibrated" and layout.head_dim == 128 and layout.page_size == 64
 
 
 def places(layout: PageLayout, device: torch.device) -> int:
@@ -104,15 +109,28 @@ class StoreArgs(Args):
     ]  # fmt: skip
 
 
+def source(layout: PageLayout, dtype: torch.dtype, appends: bool, warpgroups: bool, tokens: int | None = None) -> Source:
+    """The instantiation; arguments as of `defines`, `warpgroups` where they are taken for whole pages."""
+    warpgroups &= tokens in (None, layout.page_size)
+    return Source(Path(__file__).parent, "store_banded.cu", defines(layout, dtype, appends, warpgroups, tokens), own=warpgroups)
+
+
+def closing(layout: PageLayout, dtype: torch.dtype, appends: bool, capability: tuple[int, int]) -> Source:
+    """What closes pages on a device of a compute capability."""
+    return source(layout, dtype, appends, _takes_warpgroups(layout, capability))
+
+
+def sources(layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[Source]:
+    """See `engine.family.Stores`."""
+    yield from (source(layout, dtype, False, _takes_warpgroups(layout, capability), tokens) for tokens in (FEW, layout.page_size))
+
+
 @functools.lru_cache(maxsize=64)
 def load(layout: PageLayout, dtype: torch.dtype, device_index: int, appends: bool = False, tokens: int | None = None) -> tuple[driver.Kernel, int]:
     """The kernel, and threads of its blocks; arguments as of `defines`."""
     device = torch.device("cuda", device_index) if device_index >= 0 else torch.device("cuda")
-    warpgroups = takes_warpgroups(layout, device) and tokens in (None, layout.page_size)
-    macros = defines(layout, dtype, appends, warpgroups, tokens)
-    shared, folder = int(macros["SHARED_BYTES"]), Path(__file__).parent
-    kernel = driver.load(folder, "store_banded.cu", "store_banded", macros, device_index, shared, early=appends, own=warpgroups)
-    return kernel, int(macros["THREADS"])
+    made = source(layout, dtype, appends, takes_warpgroups(layout, device), tokens)
+    return driver.load(made, "store_banded", device_index, early=appends), int(made.macros["THREADS"])
 
 
 def first_positions(store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:

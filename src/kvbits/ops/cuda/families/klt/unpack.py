@@ -15,6 +15,7 @@ from .....spec import PageLayout
 from ....descriptor import MATRIX_DTYPES, TORCH_NUMBERS
 from ....types import LowStore, PageStore
 from ...engine.runtime import driver
+from ...engine.runtime.compile import Source
 from ...engine.side import turns_on
 from .operands import banded_arguments, column_powers, columns_as_operands, offsets_in_frame, refuses_bands, resident
 
@@ -44,12 +45,15 @@ class _Args(ctypes.Structure):
     ]  # fmt: skip
 
 
+def source(layout: PageLayout, dtype: torch.dtype) -> Source:
+    return Source(Path(__file__).parent, "dequantize_banded.cu", defines(layout, dtype))
+
+
 @functools.lru_cache(maxsize=64)
 def load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> tuple[driver.Kernel, int]:
     """The kernel, and threads of its blocks."""
-    macros = defines(layout, dtype)
-    kernel = driver.load(Path(__file__).parent, "dequantize_banded.cu", "dequantize_banded", macros, device_index, int(macros["SHARED_BYTES"]))
-    return kernel, int(macros["THREADS"])
+    made = source(layout, dtype)
+    return driver.load(made, "dequantize_banded", device_index), int(made.macros["THREADS"])
 
 
 class BandedUnpacker:

@@ -14,6 +14,7 @@ from ....descriptor import DTYPES, TORCH_NUMBERS
 from ....types import PageStore, check_low
 from ...engine.close_step import STEP_FIELDS
 from ...engine.runtime import driver
+from ...engine.runtime.compile import Source
 from ...engine.side import low_arguments, side_arguments
 
 ROWS_PER_THREAD = 8
@@ -64,11 +65,14 @@ def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None
     }  # fmt: skip
 
 
+def source(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None, appends: bool = False) -> Source:
+    return Source(Path(__file__).parent, "close.cu", defines(layout, dtype, low, appends))
+
+
 @functools.lru_cache(maxsize=256)
 def load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLayout | None = None, appends: bool = False) -> tuple[driver.Kernel, int]:
-    macros = defines(layout, dtype, low, appends)
-    kernel = driver.load(Path(__file__).parent, "close.cu", "close_pages", macros, device_index, int(macros["SHARED_BYTES"]), early=appends)
-    return kernel, int(macros["THREADS"])
+    made = source(layout, dtype, low, appends)
+    return driver.load(made, "close_pages", device_index, early=appends), int(made.macros["THREADS"])
 
 
 def set_static(args: _Args, store: PageStore) -> None:

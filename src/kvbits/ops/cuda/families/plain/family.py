@@ -14,6 +14,7 @@ from ....types import PageStore
 from ...engine import shape
 from ...engine.family import Family, Op
 from ...engine.runtime import driver
+from ...engine.runtime.compile import Source
 from ...engine.shape import RAW_TOKENS, RING_BYTES, WIDE, WIDE_HEAD, Ask, Kernel, Shape
 from . import close, unpack
 
@@ -72,6 +73,12 @@ class Plain(Family):
             Path(__file__).parent / "packed.cu", defines, chosen, pieces, low_pieces=tuple(shape.pieces_of(low, chunk)) if low else (), raw_joins=raw_joins,
             raw_in_ring=raw_in_ring, raw_tokens=raw_tokens,
         )  # fmt: skip
+
+    def closing(self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], low: LowLayout | None, appends: bool) -> Source:
+        return close.source(layout, dtype, low, appends)
+
+    def unpacking(self, layout: PageLayout, dtype: torch.dtype, low: LowLayout | None) -> Source:
+        return unpack.source(layout, dtype, low)
 
     def step(
         self, store: PageStore, dtype: torch.dtype, device_index: int, num_sequences: int, tail_starts: torch.Tensor | None

@@ -14,6 +14,7 @@ from .....spec import LowLayout, PageLayout
 from ....descriptor import LEVELS, MATRIX_DTYPES, TORCH_NUMBERS, describe
 from ....types import LowStore, PageStore
 from ...engine.runtime import driver
+from ...engine.runtime.compile import Source
 from ...engine.side import as_float32, low_arguments, side_arguments, turns_on, widened
 
 THREADS = 256
@@ -71,9 +72,13 @@ def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None
     }  # fmt: skip
 
 
+def source(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None) -> Source:
+    return Source(Path(__file__).parent, "dequantize.cu", defines(layout, dtype, low))
+
+
 @functools.lru_cache(maxsize=256)
 def _load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLayout | None) -> driver.Kernel:
-    return driver.load(Path(__file__).parent, "dequantize.cu", "dequantize_pages", defines(layout, dtype, low), device_index, tile_bytes(layout))
+    return driver.load(source(layout, dtype, low), "dequantize_pages", device_index, tile_bytes(layout))
 
 
 class Unpacker:

@@ -1,0 +1,108 @@
+"""What a cache, or vLLM, will launch on a GPU of some compute capability, known without one: so that it is compiled before (`kvbits warm`).
+
+Kernels depend on formats, head sizes and dtypes, not on lengths, batches or kv heads. A test holds this list to what passes of caches really load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from ...spec import LayerGroup, LowLayout, PageLayout, QuantSpec
+from ..decode import PARTS
+from ..descriptor import MATRIX_DTYPES
+from . import decode, merge, place
+from .append import tokens as append
+from .engine import close, device_plan, kernels, unpack_then_flash
+from .engine.runtime import driver
+from .engine.runtime.compile import Binary, Source, compile_source
+from .engine.shape import Ask
+from .families import family_of
+
+Capability = tuple[int, int]
+
+
+def of_group(group: LayerGroup, num_q_heads: int, dtype: torch.dtype, softcap: bool, capability: Capability) -> Iterator[Source]:
+    """What a layer group of a `PagedCache` launches; softcap: whether its scores have one."""
+    low = next(iter(group.low_layouts.values()), None)
+    parts = [x for name in PARTS if (name != "closed" or not group.fills_pages) and (name != "sink" or group.num_sink_tokens) for x in [group.layouts[name]]]
+    planes = [None, low] if low else [None]
+    raw, packed = [x for x in parts if x.key.is_raw], [x for x in parts if not x.key.is_raw]
+    yield from (append.raw_source(x.head_dim != x.value_head_dim) for x in raw[:1])
+    if group.token_local:
+        yield from _stored(parts[-1], dtype, capability)
+    for x in [] if group.fills_pages else packed:
+        for plane in planes:
+            if close.refuses_layout(x, dtype, capability, "close", [plane] if plane else []) is None:
+                yield family_of(x).closing(x, dtype, capability, plane, False)
+    yield merge.source(group.geometry.value_head_dim, dtype)
+    columns = num_q_heads // group.geometry.num_kv_heads
+    every = [*packed, *raw[-1:]]
+    shown = [every] if group.fills_pages else [raw[-1:], every]  # before a page closes, and then
+    for some in shown:
+        for n in range(1, -(-unpack_then_flash.MIN_COLUMNS_WIDE // columns)):
+            yield from _attention(some, n * columns, dtype, softcap, capability, low if some[0] in packed else None)
+    for x in parts:
+        for plane in planes if x in packed else [None]:
+            if family_of(x).refuses("unpack", x, dtype=dtype, low=[plane] if plane else []) is None:
+                yield family_of(x).unpacking(x, dtype, plane)
+    if low or (not group.fills_pages and close.refuses_layout(packed[0], dtype, capability, "step")):
+        return  # the host leads decoding
+    yield decode.ADVANCE
+    for some in shown:
+        yield from _attention(some, columns, dtype, softcap, capability, tables=True)
+        if not group.token_local:
+            yield family_of(some[0]).closing(some[0], dtype, capability, None, True)
+    yield from (device_plan.list_source(n) for n in {len(parts), len(parts) - (not group.fills_pages)})
+
+
+def of_vllm(layout: PageLayout, num_q_heads: int, dtype: torch.dtype, softcap: bool, capability: Capability) -> Iterator[Source]:
+    """What a layer of vLLM launches, with the copies in 16 bits that calibrated formats have."""
+    copied = layout.key.has_offsets
+    parts = [layout, *([dataclasses.replace(layout, key=QuantSpec.raw(), value=QuantSpec.raw())] if copied else [])]
+    for x in parts:
+        yield from _stored(x, dtype, capability)
+    if family_of(layout).refuses("unpack", layout, dtype=dtype) is None:
+        yield family_of(layout).unpacking(layout, dtype, None)
+    yield place.source()
+    yield merge.source(layout.value_head_dim, dtype)
+    columns = num_q_heads // layout.num_kv_heads
+    for n in range(1, device_plan.MAX_QUERIES + 1):
+        yield from _attention(parts, n * columns, dtype, softcap, capability, tables=True)
+    yield from (device_plan.list_source(n) for n in ([2, 3] if copied else [1]))
+
+
+def distinct(sources: Iterable[Source]) -> list[Source]:
+    """Each once."""
+    return list({(s.folder, s.name, tuple(sorted(s.macros.items())), s.own): s for s in sources}.values())
+
+
+def compiled(sources: Iterable[Source], capability: Capability) -> Iterator[Binary]:
+    """Each source when it is there; as many at a time as this process has cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(cores) as threads:
+        yield from threads.map(lambda s: compile_source(s, s.arch(capability), quiet=True), sources)
+
+
+def _stored(layout: PageLayout, dtype: torch.dtype, capability: Capability) -> Iterator[Source]:
+    if append.refuses_layout(layout, capability, dtype) is None:
+        yield from append.sources(layout, dtype, capability)
+
+
+def _attention(
+    layouts: Sequence[PageLayout], num_columns: int, dtype: torch.dtype, softcap: bool, capability: Capability, low: LowLayout | None = None,
+    tables: bool = False,
+) -> Iterator[Source]:  # fmt: skip
+    """The kernel for pages of the first layout, raw ones beside it if there are more, and so many query columns of a kv head."""
+    main, family, limit = layouts[0], family_of(layouts[0]), driver.shared_limit(capability)
+    if dtype not in MATRIX_DTYPES or family.refuses("attend", main, low=[low] if low else [], num_columns=num_columns, shared_limit=limit):
+        return
+    ask = Ask(
+        main.head_dim, kernels.columns([main], num_columns, low is not None), MATRIX_DTYPES[dtype], layouts[-1].raw_dtype, softcap, limit,
+        fold=kernels.folds(main, num_columns), low=low, raw=any(x.key.is_raw for x in layouts), tables=tables, value_head_dim=main.value_head_dim,
+    )  # fmt: skip
+    yield kernels.kernel_for(main, ask).instance
