@@ -17,7 +17,7 @@ from kvbits import files, schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.cli.warm import _capabilities
 from kvbits.errors import SpecError
-from kvbits.integrations.vllm.served import FORMATS
+from kvbits.integrations.engine.served import FORMATS
 from kvbits.ops import decode, dispatch
 from kvbits.ops.cuda import ahead, append, close, dequantize, merge, place, store_tokens
 from kvbits.ops.cuda import attend as attend_cuda
