@@ -8,6 +8,7 @@
 # make wheels   wheels for an index into dist/, cross-compiled by Zig: looked at, installed into an empty environment, run on an emulated machine where qemu is here
 # make site   the documentation as a site, into build/site; a broken link fails
 # make kernels   nightly: compile every CUDA kernel of every format and preset for every architecture; fails where one spills more than its test states, and prints what is spilt (NVRTC, no GPU; an hour and more)
+# make night   nightly: what the gate leaves out of the tests inside vLLM and SGLang (minutes each)
 # make test-sanitized   CPU kernel tests on a library built with AddressSanitizer and UBSan (GCC; some minutes)
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,7 +16,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 MODEL = $(VENV)/.model
 
-.PHONY: setup demo lint quick test test-gpu thorough test-wheel wheels site kernels test-sanitized clean
+.PHONY: setup demo lint quick test test-gpu thorough test-wheel wheels site kernels night test-sanitized clean
 
 setup: $(STAMP) $(MODEL)
 
@@ -63,6 +64,10 @@ site: $(STAMP)
 
 kernels: $(STAMP)
 	KVBITS_TEST_ALL_KERNELS=1 $(BIN)/python -m pytest -q -n 2 tests/ops/test_cuda_compile.py
+
+night: setup
+	KVBITS_NIGHT=1 tests/integrations/run_vllm_cpu.sh
+	KVBITS_NIGHT=1 tests/integrations/run_sglang_cpu.sh
 
 test-sanitized: setup
 	PYTHON=$(abspath $(BIN)/python) tests/ops/run_sanitized.sh

@@ -96,7 +96,7 @@ def in_chunks(length, hit=0):
     return [n for many in (hit, length - hit) for n in (*[CHUNK] * (many // CHUNK), many % CHUNK) if n]
 
 
-@pytest.mark.parametrize("backend", ["kvbits_int8_centered", "kvbits_int4"])
+@pytest.mark.parametrize("backend", ["kvbits_int8_centered", pytest.param("kvbits_int4", marks=pytest.mark.night)])
 def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, backend):
     """Prompts in chunks, decoding over page borders, and once more where the prompts are found in the radix cache, all at once."""
     name = llama_for(backend)
@@ -139,6 +139,7 @@ def test_aborted_requests_leave_the_others_alone(model, engine):
     assert "abort" in ended.values()
 
 
+@pytest.mark.night
 def test_random_requests_share_prefixes(model, engine):
     rng = random.Random(0)
     stems = [random_ids(n, n) for n in (64, 128, 200)]
@@ -152,6 +153,7 @@ def test_random_requests_share_prefixes(model, engine):
     assert torch.cat(distances).mean() < 0.05
 
 
+@pytest.mark.night
 def test_retracted_requests_are_computed_again(model, engine, monkeypatch):
     """By SGLang's own switch: it reserves all tokens of requests that ignore their end, so a small pool would keep them waiting instead."""
     monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
@@ -172,6 +174,7 @@ def test_sliding_windows_and_soft_caps(model, engine):
         check(model("gemma2")[0], scheme_of("kvbits_int8_centered"), prompt, generate(llm, [prompt])[0], in_chunks(length), backend="auto")
 
 
+@pytest.mark.night
 def test_a_server_started_from_the_command_line(model):
     """`python -m sglang.launch_server`, asked over HTTP."""
     with socket.socket() as s:

@@ -69,7 +69,7 @@ def said(calibration, **options):
     return {"additional_config": {"kvbits": {"calibration": calibration.path, **options}}}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [pytest.param(name, marks=pytest.mark.night if name == "kvbits_klt3" else ()) for name in DTYPES])
 def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, calibration, dtype):  # noqa: F811
     """Also over page borders while decoding, past a frame of 256, and again where the prompts are found in the prefix cache."""
     c = calibration("llama", dtype.removeprefix("kvbits_"))
@@ -159,6 +159,7 @@ def test_newest_and_first_tokens_are_raw_unless_told_otherwise(model, engine, ca
         check(model("llama")[0], None, prompt, generate(llm, [prompt], 40)[0])
 
 
+@pytest.mark.night
 def test_random_requests_in_a_tiny_pool(model, engine, calibration):  # noqa: F811
     """Preempted, recomputed, sharing prefixes, in rows that move, aborted: copies of others are never read."""
     rng = random.Random(0)

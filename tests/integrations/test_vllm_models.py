@@ -175,7 +175,7 @@ def test_learned_sinks(model, engine, calibration, dtype):  # noqa: F811
             check(model("gpt_oss")[0], scheme, prompt, result, [n for n in (cached, len(prompt) - cached) if n], c)
 
 
-@pytest.mark.parametrize("dtype", ["kvbits_int8_centered", "kvbits_int8k_int4v"])
+@pytest.mark.parametrize("dtype", ["kvbits_int8_centered", pytest.param("kvbits_int8k_int4v", marks=pytest.mark.night)])
 def test_learned_sinks_of_chunks_and_drafts(model, engine, dtype):  # noqa: F811
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     llm = engine("gpt_oss", dtype, max_num_batched_tokens=96, enable_prefix_caching=False, speculative_config=ngram)
@@ -208,8 +208,8 @@ def recurrent():
 @pytest.mark.parametrize(
     ("dtype", "options", "limit"),
     [
-        ("auto", {"attention_backend": "CUSTOM"}, 1e-4), ("kvbits_int8", {}, 0.02), ("kvbits_int8_centered", {}, 0.02),
-        ("kvbits_int4", {}, 0.3), ("kvbits_int4", COPIES, 0.1), ("kvbits_klt4", {}, 0.1),
+        ("auto", {"attention_backend": "CUSTOM"}, 1e-4), ("kvbits_int8_centered", {}, 0.02), ("kvbits_int4", COPIES, 0.1),
+        *(pytest.param(*case, marks=pytest.mark.night) for case in (("kvbits_int8", {}, 0.02), ("kvbits_int4", {}, 0.3), ("kvbits_klt4", {}, 0.1))),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["granite", "lfm2"])
@@ -288,7 +288,7 @@ def test_layers_that_read_the_pages_of_others_and_attention_in_chunks(model, eng
         assert all(distance(model(name)[0], *x) < limit for x in zip(prompts, results, strict=True))
 
 
-@pytest.mark.parametrize("dtype", ["auto", "kvbits_int8_centered", "kvbits_int4"])
+@pytest.mark.parametrize("dtype", ["auto", "kvbits_int8_centered", pytest.param("kvbits_int4", marks=pytest.mark.night)])
 @pytest.mark.parametrize("name", ["gemma4_wide", "mimo"])
 def test_heads_of_512_and_values_narrower_than_keys(model, engine, name, dtype):  # noqa: F811
     """In chunks that end inside pages, and prefixes found again: the tokens of Transformers with the same scheme."""

@@ -158,7 +158,9 @@ def test_streams_end_as_they_would_alone_while_clients_go_away(served):
     [
         ["--tensor-parallel-size", "2"],
         # which vLLM's worker for CPUs cannot without its warm-up, and that belongs to compilation
-        ["--pipeline-parallel-size", "2", "--no-enforce-eager", "--compilation-config", '{"mode": 3, "backend": "eager"}'],
+        pytest.param(
+            ["--pipeline-parallel-size", "2", "--no-enforce-eager", "--compilation-config", '{"mode": 3, "backend": "eager"}'], marks=pytest.mark.night
+        ),
     ],
     ids=["tensor", "pipeline"],
 )
