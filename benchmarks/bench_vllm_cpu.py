@@ -82,7 +82,7 @@ def ours(name: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, length: i
     from kvbits.ops import dispatch, paged_attention
 
     batch, _, heads, d = k.shape
-    layout, pages = FORMATS[f"kvbits_{name}"].layout(heads, d), -(-length // PAGE_SIZE)
+    layout, pages = FORMATS[f"kvbits_{name}"].layout(heads, d, d), -(-length // PAGE_SIZE)
     pool = torch.zeros(batch * pages, heads, layout.head_bytes, dtype=torch.uint8)
     static = static_of(layout)
     choice = dispatch.choose("store_tokens", layout, torch.bfloat16, pool.device)
