@@ -107,6 +107,11 @@ def has_bfloat16() -> bool:
     return bool(_host()["bfloat16"])
 
 
+def cores() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _host() -> dict[str, Any]:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -117,8 +122,7 @@ def _host() -> dict[str, Any]:
         first.setdefault(name.strip(), value.strip())
     flags = set(first.get("flags", first.get("Features", "")).split())
     isa = next((name for name, needed in _ISA if needed <= flags), "generic")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cpu": first.get("model name") or platform.processor() or platform.machine(), "cores": cores, "isa": isa, "bfloat16": bool(flags & _BFLOAT16)}
+    return {"cpu": first.get("model name") or platform.processor() or platform.machine(), "cores": cores(), "isa": isa, "bfloat16": bool(flags & _BFLOAT16)}
 
 
 def _gpu() -> dict[str, Any] | None:

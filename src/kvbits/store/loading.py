@@ -21,6 +21,7 @@ from ..cache.arrivals import Arrivals
 from ..cache.blob import Header, Table
 from ..errors import FileFormatError
 from ..ops.cpu.blob import PIECE
+from ..runs import cores
 from ..spec import LayerGroup
 
 MOST_READERS = 8
@@ -83,7 +84,7 @@ class Piece(NamedTuple):
 
 def readers() -> int:
     """Threads that read at once: no more than there are processors."""
-    return max(1, min(MOST_READERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+    return max(1, min(MOST_READERS, cores()))
 
 
 Work = tuple[Source, Sequence[tuple[int, ...]], list[Piece]]

@@ -6,12 +6,12 @@ Kernels depend on formats, head sizes and dtypes, not on lengths, batches or kv 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from ...runs import cores
 from ...spec import LayerGroup, LowLayout, PageLayout, QuantSpec
 from ..decode import PARTS
 from ..descriptor import MATRIX_DTYPES
@@ -83,8 +83,7 @@ def distinct(sources: Iterable[Source]) -> list[Source]:
 
 def compiled(sources: Iterable[Source], capability: Capability) -> Iterator[Binary]:
     """Each source when it is there; as many at a time as this process has cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(cores) as threads:
+    with ThreadPoolExecutor(cores()) as threads:
         yield from threads.map(lambda s: compile_source(s, s.arch(capability), quiet=True), sources)
 
 
