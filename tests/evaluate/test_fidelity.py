@@ -69,7 +69,7 @@ def test_a_histogram_keeps_the_quantile_to_its_resolution():
 
 
 def test_kl_and_total_variation_of_known_distributions():
-    f = Fidelity(nll=2 * math.log(4), num_tokens=2, kl=[0.1, 0.3], tvd=[0.0, 0.5], same=[True, False])
+    f = Fidelity(nlls=2 * [math.log(4)], kl=[0.1, 0.3], tvd=[0.0, 0.5], same=[True, False])
     assert f.perplexity == pytest.approx(4)
     assert f.kl_mean == pytest.approx(0.2)
     assert f.tvd_mean == 0.25

@@ -131,14 +131,28 @@ def test_a_replay_that_is_stopped_goes_on_with_the_next_chain(model, tmp_path, m
 
     monkeypatch.setattr(text, "compare", stop)
     with pytest.raises(KeyboardInterrupt):
-        run(model, tmp_path, "replay", ["int8"], windows=3, length=600)
+        run(model, tmp_path, "replay", ["int8"], windows=3, length=600, batch_size=2)
     first = results.read(tmp_path / "tiny-float32" / "replay" / "int8.json")["items"]
-    assert list(first) == ["planning@0"]
+    assert list(first) == ["planning@0", "planning@1"]
     together = []
     monkeypatch.setattr(replay, "write", lambda *a: together.append(len(a[2])) or wrote(*a))
-    run(model, tmp_path, "replay", ["int8"], windows=3, length=600)
+    run(model, tmp_path, "replay", ["int8"], windows=3, length=600, batch_size=2)
     found = results.read(tmp_path / "tiny-float32" / "replay" / "int8.json")["items"]
-    assert list(found) == ["planning@0", "planning@1", "planning@2"] and found["planning@0"] == first["planning@0"] and together == [2]
+    assert list(found) == ["planning@0", "planning@1", "planning@2"] and found["planning@0"] == first["planning@0"] and together == [1]
+
+
+def test_windows_and_chains_that_go_together_are_measured_as_each_alone(model, tmp_path):
+    for task in ("fidelity", "replay", "decode"):
+        alone, together = (run(model, tmp_path / str(n), task, ["kivi2"], windows=3, length=600, context=300, new_tokens=30, batch_size=n) for n in (1, 3))
+        one, three = (results.read(tmp_path / str(n) / "tiny-float32" / task / "kivi2.json")["items"] for n in (1, 3))
+        assert list(one) == list(three) and len(one) == 3
+        for key, item in one.items():
+            other = three[key]
+            assert other["kl"] == pytest.approx(item["kl"], rel=1e-3) and other["nll"] == pytest.approx(item["nll"], rel=1e-5), (task, key)
+            assert [other[n] for n in ("num_tokens", "kl_worst", "read_raw", "bytes_planned")] == [
+                item[n] for n in ("num_tokens", "kl_worst", "read_raw", "bytes_planned")
+            ]
+        assert together["kivi2"]["windows"] == alone["kivi2"]["windows"] == 3
 
 
 def test_a_chain_is_not_read_in_long_chunks():

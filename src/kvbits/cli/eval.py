@@ -75,7 +75,10 @@ def evaluate(
     repeats: Annotated[int, typer.Option(help="Prompts per length and depth, or kind.", min=1)] = 1,
     limit: Annotated[int | None, typer.Option(help="Problems of a benchmark, drawn by the seed; all if not given.", show_default=False, min=1)] = None,
     shots: Annotated[int | None, typer.Option(help="Worked examples before a question; the benchmark's usual number if not given.", min=0)] = None,
-    batch_size: Annotated[int, typer.Option(help="Prompts that a cache gets together (greedy, retrieval, benchmarks); replay: chains written so.", min=1)] = 8,
+    draws: Annotated[int, typer.Option(help="gsm8k, humaneval: sampled answers to a problem, alike for all caches; 0: a greedy one.", min=0)] = 0,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Prompts or windows that a cache gets together.", show_default="1 (fidelity), 4 (replay), else 8", min=1)
+    ] = None,
     data: Annotated[list[str] | None, typer.Option(help="Benchmark file, like humaneval=HumanEval.jsonl. May be repeated.")] = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -99,7 +102,7 @@ def evaluate(
 
     options = Options(
         windows=windows, length=length, chunk=chunk, context=context, new_tokens=new_tokens, repeats=repeats, limit=limit, contexts=_lengths(contexts),
-        depths=_floats("--depths", depths), shots=shots, batch_size=batch_size, data=_pairs(data or []), seed=seed,
+        depths=_floats("--depths", depths), shots=shots, draws=draws, batch_size=batch_size, data=_pairs(data or []), seed=seed,
     )  # fmt: skip
     sources = text or ["novel"]
     if repeated := next((s for s in sources if sources.count(s) > 1), None):

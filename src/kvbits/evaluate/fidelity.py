@@ -35,18 +35,26 @@ DRIFT_FROM = 512
 
 @dataclass
 class Fidelity:
-    """Sums over scored tokens of one cache; `kl` and `tvd` hold one value per token, `same` whether its most likely token is the 16-bit cache's, `places` the
+    """Scored tokens of one cache: `nlls`, `kl` and `tvd` hold one value per token, `same` whether its most likely token is the 16-bit cache's, `places` the
     number of its text and its position there."""
 
-    nll: float = 0.0
-    num_tokens: int = 0
     seconds: float = 0.0
     num_timed: int = 0
+    nlls: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
     tvd: list[float] = field(default_factory=list)
     same: list[bool] = field(default_factory=list)
     places: list[tuple[int, int]] = field(default_factory=list)
     num_texts: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.nlls)
+
+    @property
+    def nll(self) -> float:
+        """Nats; a sum."""
+        return math.fsum(self.nlls)
 
     @property
     def perplexity(self) -> float:
@@ -85,6 +93,24 @@ class Fidelity:
     def top1_agreement(self) -> float:
         """Share of tokens whose most likely successor is the 16-bit cache's."""
         return sum(self.same) / self.num_tokens
+
+    def texts(self) -> list[Fidelity]:
+        """What each text has, alone. Time is shared out evenly."""
+        found = [Fidelity(self.seconds / self.num_texts, self.num_timed // self.num_texts, num_texts=1) for _ in range(self.num_texts)]
+        for nll, kl, tvd, same, (text, at) in zip(self.nlls, self.kl, self.tvd, self.same, self.places, strict=True):
+            one = found[text]
+            one.nlls.append(nll)
+            one.kl.append(kl)
+            one.tvd.append(tvd)
+            one.same.append(same)
+            one.places.append((0, at))
+        return found
+
+    def since(self, first: int) -> Fidelity:
+        """Its tokens at positions from `first` on."""
+        kept = [i for i, (_, at) in enumerate(self.places) if at >= first]
+        parts = {name: [getattr(self, name)[i] for i in kept] for name in ("nlls", "kl", "tvd", "same", "places")}
+        return Fidelity(self.seconds, self.num_timed, num_texts=self.num_texts, **parts)
 
     def record(self, start: int = 0) -> dict[str, Any]:
         """JSON data of one text that adds up over windows: sums, the worst token's KL and position, tokens above 1 nat, the position of the first token whose
@@ -246,8 +272,7 @@ def _now(model: Any) -> float:
 
 def _score(result: Fidelity, log_p: torch.Tensor, reference: torch.Tensor, p_reference: torch.Tensor, targets: torch.Tensor) -> None:
     """Add the scores of `targets` [n] under log-probabilities [n, vocabulary]."""
-    result.nll -= log_p.gather(1, targets[:, None]).sum().item()
-    result.num_tokens += len(targets)
+    result.nlls += (-log_p.gather(1, targets[:, None])[:, 0]).tolist()
     if log_p is reference:
         result.same += [True] * len(targets)
         result.kl += [0.0] * len(targets)

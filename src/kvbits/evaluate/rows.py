@@ -7,6 +7,7 @@ caches and simulated ones store it like tokens; they get one prompt at a time.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 
 from ..errors import DataError
 from .caches import CacheFactory
+
+TEMPERATURE = 0.8
+"""Of sampling."""
 
 
 class Rows:
@@ -68,10 +72,27 @@ def together(f: CacheFactory, count: int) -> list[slice]:
     return [slice(i, i + 1) for i in range(count)] if f.stores_padding else [slice(0, count)]
 
 
+def drawn(logits: torch.Tensor, draws: Sequence[random.Random]) -> list[int]:
+    """A token for each row of logits [B, vocabulary], sampled at `TEMPERATURE` with one random number of its row's: caches of like odds draw alike."""
+    odds = torch.softmax(logits.float() / TEMPERATURE, -1).double().cumsum(-1)
+    at = torch.tensor([[rng.random()] for rng in draws], dtype=torch.float64, device=odds.device) * odds[:, -1:]
+    return list(torch.searchsorted(odds, at, right=True).clamp(max=odds.shape[1] - 1)[:, 0].tolist())
+
+
 def generate(
-    model: Any, f: CacheFactory, prompts: Sequence[torch.Tensor], new_tokens: int, chunk: int, stop: Callable[[list[int]], bool] = lambda tokens: False
+    model: Any,
+    f: CacheFactory,
+    prompts: Sequence[torch.Tensor],
+    new_tokens: int,
+    chunk: int,
+    stop: Callable[[list[int]], bool] = lambda tokens: False,
+    draws: Sequence[random.Random] | None = None,
 ) -> list[list[int]]:
-    """Greedy tokens after each prompt, until `stop` says so of what came so far or `new_tokens` came. Rows that ended leave the batch."""
+    """Tokens after each prompt, until `stop` says so of what came so far or `new_tokens` came. Rows that ended leave the batch.
+
+    Args:
+        draws: random numbers of each prompt's tokens, which are sampled with them (`drawn`); greedy, if not given.
+    """
     found: list[list[int]] = [[] for _ in prompts]
     for some in together(f, len(prompts)):
         live = list(range(len(prompts)))[some]
@@ -79,7 +100,7 @@ def generate(
         rows = Rows(model, cache, [prompts[i] for i in live], chunk)
         logits = rows.logits
         while live:
-            tokens = logits.argmax(-1).tolist()
+            tokens = logits.argmax(-1).tolist() if draws is None else drawn(logits, [draws[i] for i in live])
             for i, token in zip(live, tokens, strict=True):
                 found[i].append(token)
             going = [r for r, i in enumerate(live) if len(found[i]) < new_tokens and not stop(found[i])]

@@ -206,7 +206,7 @@ def _own(scheme: Scheme | None, given: Calibration | None) -> dict[str, Any]:
 def _batches(task: Task, todo: dict[str, list[CacheFactory]]) -> list[tuple[list[str], list[CacheFactory]]]:
     """Items that run together: neighbours of one size that the same caches have yet to run."""
     found: list[tuple[list[str], list[CacheFactory]]] = []
-    most = task.context.options.batch_size if task.batched else 1
+    most = task.batch if task.batched else 1
     for key, fs in todo.items():
         if not fs:
             continue

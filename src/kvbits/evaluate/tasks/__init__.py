@@ -55,7 +55,9 @@ class Options:
         repeats: prompts per length and depth, or kind.
         limit: problems of a benchmark (humaneval, gsm8k, mmlu, arc), drawn by `seed`; a larger limit adds to a smaller one's. None for all.
         shots: worked examples before each question; None for the benchmark's usual number.
-        batch_size: prompts that go through a cache together (greedy, follow, retrieval, benchmarks); no figure depends on it but by rounding.
+        batch_size: prompts or windows that go through a cache together; no figure depends on it but by rounding. None for the task's usual number
+            (`Task.usual_batch`).
+        draws: answers of a benchmark that is written (gsm8k, humaneval), sampled by `seed` and alike for all caches; 0 for one that is greedy.
         data: benchmark name -> its local file.
         seed: draws passkeys, filler and samples.
     """
@@ -70,7 +72,8 @@ class Options:
     repeats: int = 1
     limit: int | None = None
     shots: int | None = None
-    batch_size: int = 8
+    batch_size: int | None = None
+    draws: int = 0
     data: dict[str, str] = field(default_factory=dict)
     seed: int = 0
 
@@ -78,6 +81,8 @@ class Options:
         for name in ("windows", "length", "chunk", "context", "new_tokens", "repeats", "batch_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise SpecError(f"{name}={value} must be at least 1")
+        if self.draws < 0:
+            raise SpecError(f"draws={self.draws} is negative; 0 writes one greedy answer")
         if self.limit is not None and self.limit < 1:
             raise SpecError(f"limit={self.limit} must be at least 1; leave it out for all problems")
         if bad_contexts := [n for n in self.contexts if n < 1]:
@@ -116,7 +121,8 @@ class Task:
     Attributes:
         name: the folder results go to.
         relative: every record compares with the base cache on the same item, so the base runs along.
-        batched: items of equal size run together, up to `batch_size` of them.
+        batched: items of equal size run together, up to `batch` of them.
+        usual_batch: so many, where the options name no number.
         usual_chunk: tokens per forward pass where the options name none.
         scores_texts: it measures on the texts themselves: nothing may be calibrated on them.
         kept: the base cache's records of items that are there already.
@@ -127,6 +133,7 @@ class Task:
     name: ClassVar[str]
     relative: ClassVar[bool] = False
     batched: ClassVar[bool] = False
+    usual_batch: ClassVar[int] = 8
     usual_chunk: ClassVar[int] = 128
     scores_texts: ClassVar[bool] = False
 
@@ -139,6 +146,12 @@ class Task:
         """Tokens per forward pass."""
         given = self.context.options.chunk
         return self.usual_chunk if given is None else given
+
+    @property
+    def batch(self) -> int:
+        """Items that go through a cache together."""
+        given = self.context.options.batch_size
+        return self.usual_batch if given is None else given
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -31,7 +31,10 @@ class AttentionTask(FidelityTask):
     def size(self, key: str) -> int:
         return 1
 
-    def run(self, key: str, factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, Record]:
+    def run_batch(self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, dict[str, Record]]:
+        return {key: self._measured(key, factories, advance) for key in keys}
+
+    def _measured(self, key: str, factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, Record]:
         inputs: list[LayerInputs] = observe(self.context.model, self._windows[key])
         found: dict[str, Record] = {}
         for name, f in factories.items():

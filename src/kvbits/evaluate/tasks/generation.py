@@ -1,4 +1,4 @@
-"""HumanEval pass@1: greedy completions through the cache, run against the benchmark's tests in a locked-down process.
+"""HumanEval pass@1: completions through the cache, greedy or sampled, run against the benchmark's tests in a locked-down process.
 
 A record's `passed` is the verdict; `reason` says why not, `isolation` what held the program (see `sandbox`).
 """
@@ -17,7 +17,7 @@ import torch
 from ...errors import SpecError
 from ..caches import CacheFactory
 from ..paired import paired_records
-from ..rows import generate
+from ..rows import TEMPERATURE, generate
 from ..texts import bos_of
 from . import Context, Record, Task
 from .sandbox import run_program
@@ -56,9 +56,19 @@ def drawn(items: list[Any], seed: int) -> list[Any]:
     return random.Random(seed).sample(items, len(items))
 
 
-def completed(task: Task, f: CacheFactory, prompts: list[torch.Tensor], stops: tuple[str, ...]) -> list[tuple[list[int], str]]:
-    """Greedy tokens after each prompt up to a stop, and their text before it."""
-    tokenizer = task.context.tokenizer
+def asked(problems: list[str], draws: int) -> list[str]:
+    """Keys of all answers to problems: a problem's own where answers are greedy, PROBLEM#1, PROBLEM#2, .. where `draws` of them are sampled."""
+    return [f"{p}#{i}" for i in range(1, draws + 1) for p in problems] if draws else list(problems)
+
+
+def sampling(task: Task) -> str | dict[str, float]:
+    """How answers are written, for a task's settings."""
+    return {"temperature": TEMPERATURE} if task.context.options.draws else "greedy"
+
+
+def completed(task: Task, f: CacheFactory, keys: list[str], prompts: list[torch.Tensor], stops: tuple[str, ...]) -> list[tuple[list[int], str]]:
+    """The tokens that answer each key of `asked`, up to a stop, and their text before it."""
+    tokenizer, o = task.context.tokenizer, task.context.options
 
     def text(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
@@ -66,7 +76,8 @@ def completed(task: Task, f: CacheFactory, prompts: list[torch.Tensor], stops: t
     def ends(tokens: list[int]) -> bool:
         return tokens[-1] == tokenizer.eos_token_id or any(s in text(tokens[-STOP_TOKENS:]) for s in stops)
 
-    written = generate(task.context.model, f, prompts, MAX_NEW_TOKENS, task.chunk, ends)
+    draws = [random.Random(f"{o.seed}:{key}") for key in keys] if o.draws else None
+    written = generate(task.context.model, f, prompts, MAX_NEW_TOKENS, task.chunk, ends, draws)
     whole = map(text, written)
     return [(tokens, one[: min((one.index(s) for s in stops if s in one), default=len(one))]) for tokens, one in zip(written, whole, strict=True)]
 
@@ -87,22 +98,26 @@ class HumanEvalTask(Task):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"chunk": self.chunk, "max_new_tokens": MAX_NEW_TOKENS, "stops": list(STOPS), "sampling": "greedy"}
+        return {"chunk": self.chunk, "max_new_tokens": MAX_NEW_TOKENS, "stops": list(STOPS), "sampling": sampling(self)}
 
     def item_keys(self) -> list[str]:
-        return drawn(list(self._problems), self.context.options.seed)[: self.context.options.limit]
+        o = self.context.options
+        return asked(drawn(list(self._problems), o.seed)[: o.limit], o.draws)
 
     def answers(self, f: CacheFactory, keys: list[str]) -> list[Record]:
         tokenizer = self.context.tokenizer
-        starts = [self._problems[key][0].rstrip() for key in keys]
+        starts = [self._problem(key)[0].rstrip() for key in keys]
         prompts = [torch.tensor([*bos_of(tokenizer), *tokenizer(text, add_special_tokens=False)["input_ids"]]) for text in starts]
-        written = completed(self, f, prompts, STOPS)
+        written = completed(self, f, keys, prompts, STOPS)
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             records = list(pool.map(self._judge, keys, starts, [text for _, text in written]))
         return [record | {"tokens": len(tokens)} for record, (tokens, _) in zip(records, written, strict=True)]
 
+    def _problem(self, key: str) -> tuple[str, str]:
+        return self._problems[key.split("#")[0]]
+
     def _judge(self, key: str, start: str, completion: str) -> Record:
-        outcome = run_program(start + completion + "\n\n" + self._problems[key][1])
+        outcome = run_program(start + completion + "\n\n" + self._problem(key)[1])
         return {"passed": outcome.passed, "reason": outcome.reason, "completion": completion, "isolation": list(outcome.isolation)}
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     mmlu    --data mmlu=FILE.jsonl {subject, question, choices[4], answer}; shots from mmlu_dev=FILE.jsonl, of the same subject (5)
     arc     --data arc=FILE.jsonl, AI2's own format; the likelihood of each answer's text, also divided by its length; shots from arc_dev=FILE.jsonl (25)
-    gsm8k   --data gsm8k=FILE.jsonl {question, answer}; the number after #### in a greedy answer; shots from gsm8k_train=FILE.jsonl (5)
+    gsm8k   --data gsm8k=FILE.jsonl {question, answer}; the number after #### in the answer, greedy or sampled; shots from gsm8k_train=FILE.jsonl (5)
 
 Shots are what fills the cache: a question alone is shorter than what most schemes keep raw. A record says whether the question was answered right. For other
 benchmarks, the cache plugs into lm-eval itself (`evaluate.lm_eval`), which a test holds equal to the scores here.
@@ -24,7 +24,7 @@ from ..paired import paired_records
 from ..rows import score
 from ..texts import bos_of
 from . import Context, Record, Task
-from .generation import MAX_NEW_TOKENS, completed, data_file, drawn, json_lines
+from .generation import MAX_NEW_TOKENS, asked, completed, data_file, drawn, json_lines, sampling
 
 LETTERS = "ABCD"
 NUMBER = re.compile(r"#### (\-?[0-9\.\,]+)")
@@ -171,7 +171,7 @@ class ArcTask(QuestionsTask):
 
 
 class Gsm8kTask(QuestionsTask):
-    """The number after #### in a greedy answer."""
+    """The number after #### in what the model writes."""
 
     name: ClassVar[str] = "gsm8k"
     SHOTS: ClassVar[int] = 5
@@ -187,13 +187,16 @@ class Gsm8kTask(QuestionsTask):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return super().settings | {"max_new_tokens": MAX_NEW_TOKENS, "stops": list(STOPS), "sampling": "greedy"}
+        return super().settings | {"max_new_tokens": MAX_NEW_TOKENS, "stops": list(STOPS), "sampling": sampling(self)}
+
+    def item_keys(self) -> list[str]:
+        return asked(super().item_keys(), self.context.options.draws)
 
     def answers(self, f: CacheFactory, keys: list[str]) -> list[Record]:
-        problems = [self.problems[key] for key in keys]
+        problems = [self.problems[key.split("#")[0]] for key in keys]
         prompts = [torch.tensor([*bos_of(self.context.tokenizer), *self.encode(p["prompt"])]) for p in problems]
         found = []
-        for p, (tokens, answer) in zip(problems, completed(self, f, prompts, STOPS), strict=True):
+        for p, (tokens, answer) in zip(problems, completed(self, f, keys, prompts, STOPS), strict=True):
             number = NUMBER.search(answer)
             chosen = number[1].replace(",", "") if number else None
             found.append({"right": int(chosen == p["target"].replace(",", "")), "chosen": chosen, "tokens": len(tokens)})

@@ -44,7 +44,7 @@ class PartsTask(Task):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.item = functools.lru_cache(max(64, context.options.batch_size))(self._fitting)  # every cache is asked the same
+        self.item = functools.lru_cache(max(64, self.batch))(self._fitting)  # every cache is asked the same
         one_of_each = {key.rsplit(":", 1)[0]: key for key in self.item_keys()}  # kind and length, before anything runs; the others differ little
         for key in one_of_each.values():
             self.item(key)

@@ -18,15 +18,13 @@ import torch
 from ...errors import DataError, SpecError
 from ..caches import CacheFactory
 from ..fidelity import DECODING_CHUNK
-from ..rows import Rows
+from ..rows import TEMPERATURE, Rows, drawn
 from ..texts import bos_of
 from . import Context, Record, Task
 from .generation import data_file
 from .questions import read_lines
 from .text import FidelityTask
 
-TEMPERATURE = 0.8
-"""Of sampling: greedy text of a small model repeats itself, which flatters every cache."""
 PROMPTS = {"gsm8k": "question", "humaneval": "prompt"}
 """Benchmark -> the field of its file that is a prompt."""
 PLACES = ("the harbour", "the old mill", "the library", "the school", "the hospital", "the north gate", "the market", "the bakery", "the station", "the museum")
@@ -36,9 +34,10 @@ GOODS = ("medicine", "bread", "books", "tools", "letters", "flowers", "glass", "
 class ReplayTask(FidelityTask):
     """Chains of `length` tokens, `windows` of them: of every --data that has prompts, and of plans, which need none, in turns. Items are KIND@NUMBER.
 
-    `batch_size` chains are written together, ahead of the first that lacks; each is replayed and noted by itself."""
+    As many chains as go together are written, then replayed. They are sampled: greedy text of a small model repeats itself, which flatters every cache."""
 
     name: ClassVar[str] = "replay"
+    usual_batch: ClassVar[int] = 4
     scores_texts: ClassVar[bool] = False
 
     def __init__(self, context: Context) -> None:
@@ -68,17 +67,19 @@ class ReplayTask(FidelityTask):
         kinds = list(self._kinds)
         return [f"{kinds[i % len(kinds)]}@{i // len(kinds)}" for i in range(self.context.options.windows)]
 
-    def _start(self, key: str) -> int:
-        return self._starts[key]
+    def _first(self, key: str) -> int:
+        return self._starts[key] + 1
 
-    def run(self, key: str, factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, Record]:
+    def run_batch(self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, dict[str, Record]]:
         base = next(iter(factories.values()))
-        self._know(base, key)
-        found = super().run(key, factories, advance)
-        chain = self._windows[key].tolist()
-        for record in found.values():
-            record["chain_sha256"] = chain_sha256(chain)
-        found[base.name] |= {"prompt_tokens": self._starts[key], "chain": chain}
+        for key in keys:
+            self._know(base, key)
+        found = super().run_batch(keys, factories, advance)
+        for key in keys:
+            chain = self._windows[key].tolist()
+            for record in found[key].values():
+                record["chain_sha256"] = chain_sha256(chain)
+            found[key][base.name] |= {"prompt_tokens": self._starts[key], "chain": chain}
         return found
 
     def pairs(self, record: Record, base: Record | None) -> bool:
@@ -91,13 +92,8 @@ class ReplayTask(FidelityTask):
         if key in self._windows:
             return
         keys = self.item_keys()
-        new = [k for k in keys[keys.index(key) :] if k not in self._windows and k not in self.kept][: self.context.options.batch_size]
+        new = [k for k in keys[keys.index(key) :] if k not in self._windows and k not in self.kept][: self.batch]
         draws, turns, starts = zip(*map(self._begun, new), strict=True)
-        limit, most = self.context.max_context, self._length + max(map(len, starts)) - min(map(len, starts))
-        if limit is not None and most > limit:  # the longest goes on until the shortest is written
-            raise DataError(
-                f"chains written together run to {most} tokens, which pass the model's {limit} positions; lower --length, or write one by one: --batch-size 1"
-            )
         chains = write(self.context.model, base, starts, turns, self._length, self.context.tokenizer.eos_token_id, draws)
         for one, start, chain in zip(new, starts, chains, strict=True):
             self._windows[one], self._starts[one] = torch.tensor(chain), len(start)
@@ -143,7 +139,7 @@ def plan(rng: random.Random) -> str:
 def write(
     model: Any, f: CacheFactory, starts: Sequence[list[int]], turns: Sequence[Iterator[list[int]]], length: int, end: int | None, draws: Sequence[random.Random]
 ) -> list[list[int]]:
-    """Sampled chains of `length` tokens each, prompts included.
+    """Sampled chains of `length` tokens each, prompts included. Prompts are fed token by token as well: so all chains are as long, and none is padded.
 
     Args:
         starts: ids of each chain's prompt.
@@ -151,18 +147,15 @@ def write(
         end: id by which the model ends a text.
         draws: one random number a token, of each chain.
     """
-    chains = [list(s) for s in starts]
-    queues: list[list[int]] = [[] for _ in starts]
-    cache = f.make(len(starts), max(map(len, starts)) + length)
-    rows = Rows(model, cache, [torch.tensor(s) for s in starts], DECODING_CHUNK)
+    chains, queues = [list(s[:1]) for s in starts], [list(s[1:]) for s in starts]
+    rows = Rows(model, f.make(len(starts), length), [torch.tensor(c) for c in chains], 1)
     logits = rows.logits
-    while True:
-        odds = torch.softmax(logits.float() / TEMPERATURE, -1).double().cumsum(-1).cpu()
-        for chain, queue, turn, row, rng in zip(chains, queues, turns, odds, draws, strict=True):
-            if not queue:
-                token = min(int(torch.searchsorted(row, rng.random() * float(row[-1]), right=True)), len(row) - 1)
-                queue += [token, *(next(turn) if token == end else ())]
+    for n in range(1, length):
+        waiting = [i for i, queue in enumerate(queues) if not queue]
+        for i, token in zip(waiting, drawn(logits[waiting], [draws[i] for i in waiting]) if waiting else [], strict=True):
+            queues[i] += [token, *(next(turns[i]) if token == end else ())]
+        for chain, queue in zip(chains, queues, strict=True):
             chain.append(queue.pop(0))
-        if min(map(len, chains)) >= length:
-            return [chain[:length] for chain in chains]
-        logits = rows.feed(torch.tensor([chain[-1:] for chain in chains]))[:, -1]
+        if n + 1 < length:
+            logits = rows.feed(torch.tensor([chain[-1:] for chain in chains]))[:, -1]
+    return chains

@@ -36,7 +36,7 @@ class RetrievalTask(Task):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.prompt = functools.lru_cache(context.options.batch_size)(self._made)  # every cache asks the same
+        self.prompt = functools.lru_cache(self.batch)(self._made)  # every cache asks the same
         limit = context.max_context
         if limit is not None and (long := [n for n in context.options.contexts if n + self.ANSWER_ROOM > limit]):
             raise DataError(f"a prompt of {long[0]} tokens and its answer pass the model's {limit} positions; lower --contexts")

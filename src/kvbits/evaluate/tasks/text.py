@@ -15,7 +15,7 @@ import torch
 from ...errors import SpecError
 from ...integrations.huggingface import KVCache
 from ..caches import CacheFactory, held_bytes
-from ..fidelity import DECODING_CHUNK, Fidelity, compare, drift, histogram_quantile, read_raw
+from ..fidelity import DECODING_CHUNK, compare, drift, histogram_quantile, read_raw
 from ..texts import spread_windows
 from . import Context, Record, Task
 
@@ -28,6 +28,8 @@ class FidelityTask(Task):
 
     name: ClassVar[str] = "fidelity"
     relative: ClassVar[bool] = True
+    batched: ClassVar[bool] = True
+    usual_batch: ClassVar[int] = 1
     usual_chunk: ClassVar[int] = DECODING_CHUNK
     scores_texts: ClassVar[bool] = True
 
@@ -45,9 +47,14 @@ class FidelityTask(Task):
     def _length(self) -> int:
         return self.context.options.length
 
-    def _start(self, key: str) -> int:
-        """Tokens of a window that are stored before the first that is scored."""
+    @property
+    def _stored(self) -> int:
+        """Tokens of a window that are stored before any is scored."""
         return 0
+
+    def _first(self, key: str) -> int:
+        """The first position behind these that is scored."""
+        return 1
 
     @property
     def _passes(self) -> int:
@@ -64,21 +71,28 @@ class FidelityTask(Task):
     def size(self, key: str) -> int:
         return self._length
 
-    def run(self, key: str, factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, Record]:
-        ids, start = self._windows[key], self._start(key)
-        caches = {name: f.make(1, self._length) for name, f in factories.items()}
+    def run_batch(self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, dict[str, Record]]:
+        windows, start = torch.stack([self._windows[key] for key in keys]), self._stored
+        caches = {name: f.make(len(keys), self._length) for name, f in factories.items()}
 
         def on_tokens(n: int) -> None:
-            advance(n * len(caches))
+            advance(n * len(keys) * len(caches))
 
         if start:  # the prefill feeds all of it; the first token after it is fed below, and its successor is the first that is scored
-            prefill(self.context.model, caches, ids[:start], self.chunk, on_tokens)
-        found = compare(self.context.model, caches, ids[start:], first=0, chunk=self._scored_chunk, on_tokens=on_tokens)
-        beside = next(iter(found.values())).seconds  # the base took turns with the others: only such times can be compared
-        return {name: self._record(f, caches[name], start) | {"base_seconds": beside} for name, f in found.items()}
+            prefill(self.context.model, caches, windows[:, :start], self.chunk, on_tokens)
+        compared = compare(self.context.model, caches, windows[:, start:], first=0, chunk=self._scored_chunk, on_tokens=on_tokens)
+        beside = next(iter(compared.values())).seconds / len(keys)  # the base took turns with the others: only such times can be compared
+        found: dict[str, dict[str, Record]] = {key: {} for key in keys}
+        for name, one in compared.items():
+            about = self._about(caches[name], len(keys)) | {"base_seconds": beside}
+            for key, f in zip(keys, one.texts(), strict=True):
+                found[key][name] = f.since(self._first(key)).record(start) | about
+        return found
 
-    def _record(self, f: Fidelity, cache: Any, start: int) -> Record:
-        found = f.record(start) | {"bytes_held": held_bytes(cache)}
+    def _about(self, cache: Any, rows: int) -> Record:
+        """What a cache of as many windows holds of each."""
+        start = self._stored
+        found: Record = {"bytes_held": held_bytes(cache) // rows}
         if isinstance(cache, KVCache):
             spec = cache.pages.spec
             found |= {"bytes_planned": spec.nbytes(self._length), "read_raw": read_raw(spec, self._length, chunk=self._scored_chunk, start=start)}
@@ -105,7 +119,8 @@ class DecodeTask(FidelityTask):
     name: ClassVar[str] = "decode"
     usual_chunk: ClassVar[int] = 128
 
-    def _start(self, key: str) -> int:
+    @property
+    def _stored(self) -> int:
         return self.context.options.context
 
     @property
@@ -128,12 +143,12 @@ class DecodeTask(FidelityTask):
 
 @torch.no_grad()
 def prefill(model: Any, caches: dict[str, Any], ids: torch.Tensor, chunk: int, on_tokens: Callable[[int], None] = lambda n: None) -> dict[str, torch.Tensor]:
-    """Feed ids [num_tokens] to every cache in chunks; returns each cache's logits [vocabulary] after the last token."""
+    """Feed ids [B, num_tokens] to every cache in chunks; returns each cache's logits [B, vocabulary] after the last token."""
     last: dict[str, torch.Tensor] = {}
-    for start in range(0, len(ids), chunk):
-        piece = ids[None, start : start + chunk].to(model.device)
+    for start in range(0, ids.shape[1], chunk):
+        piece = ids[:, start : start + chunk].to(model.device)
         for name, cache in caches.items():
-            last[name] = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+            last[name] = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
         on_tokens(piece.shape[1])
     return last
 
