@@ -1,11 +1,12 @@
 """Results of `kvbits eval` as they are committed: what a report or a table reads stays, per-window dumps go. Used once, before the files are committed; a committed
 result file is not edited again.
 
-    python benchmarks/trim_results.py FOLDER ...
+    python benchmarks/trim_results.py [--summaries] FOLDER ...
 
 Left out are histograms of KL over a window's tokens (the summary has the percentile made of them; a window added later makes it null), what was written in greedy texts
 and answered to questions (whether it was right stays), and single layers' attention of a window (the summary has their means). Floats of items, not of summaries, keep 6
 significant digits. Running it again changes nothing.
+--summaries leaves out the items: their number, their means and the runs are in the rest; and octaves of single texts.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
-def trimmed(data: dict[str, Any]) -> dict[str, Any]:
+def trimmed(data: dict[str, Any], summaries: bool = False) -> dict[str, Any]:
     """One result file's data without what no report reads."""
+    if summaries:
+        parts = {name: {k: v for k, v in one.items() if k != "octaves"} for name, one in data["summary"].get("texts", {}).items()}
+        return data | {"items": {}, "summary": rounded(data["summary"] | ({"texts": parts} if parts else {})), "trimmed": ["all figures"]}
     items = {
         key: {k: rounded(v) for k, v in record.items() if k not in DROPPED and not (k == "tokens" and isinstance(v, list))}
         for key, record in data["items"].items()
@@ -47,10 +51,12 @@ def trimmed(data: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, help="folders that `kvbits eval --out` wrote")
+    parser.add_argument("--summaries", action="store_true", help="drop the items")
+    args = parser.parse_args()
     before = after = 0
-    for path in (p for folder in parser.parse_args().folders for p in sorted(folder.glob("*/*/*.json"))):
+    for path in (p for folder in args.folders for p in sorted(folder.glob("*/*/*.json"))):
         before += path.stat().st_size
-        text = dumps(trimmed(read(path))) + "\n"
+        text = dumps(trimmed(read(path), args.summaries)) + "\n"
         partial = path.with_suffix(".tmp")
         partial.write_text(text)
         os.replace(partial, path)

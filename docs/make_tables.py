@@ -24,11 +24,12 @@ from speeds import complete, gpu_latest, gpu_rows, gpu_speeds, graphed, kernel_g
 from kvbits import schemes  # noqa: E402
 from kvbits.errors import SpecError  # noqa: E402
 from kvbits.evaluate import MAX_KL, MAX_PPL_CHANGE  # noqa: E402
-from kvbits.evaluate.fidelity import DECODING_CHUNK, read_raw  # noqa: E402
+from kvbits.evaluate.fidelity import DECODING_CHUNK, DRIFT_FROM, read_raw  # noqa: E402
+from kvbits.evaluate.paired import points  # noqa: E402
 from kvbits.evaluate.results import read as read_result  # noqa: E402
 from kvbits.integrations.vllm.formats import FORMATS  # noqa: E402
 from kvbits.report import plan_page  # noqa: E402
-from kvbits.report.collect import Cell, Model, Results, collect  # noqa: E402
+from kvbits.report.collect import Cell, Model, Results, collect, held_bits  # noqa: E402
 from kvbits.report.markdown import (  # noqa: E402
     LEGEND,
     change,
@@ -276,8 +277,8 @@ def length_table(benchmarks: Path) -> str:
     columns = ["model, tokens of a window", "cache", "KL", "worst KL", "at token", "above 1 nat", "read raw", "perplexity"]
     rows, how, made = [], [], []
     texts: dict[str, None] = {}
-    for folder in (benchmarks / name for name in (SHORT, LONG) if (benchmarks / name).is_dir()):
-        for m in _finest(collect(folder)):
+    for models in (_models_in(benchmarks, SHORT), _models_in(benchmarks, LONG)):
+        for m in (m for i, m in enumerate(models) if m.name not in {finer.name for finer in models[:i]}):
             cells = m.tasks["fidelity"]
             how.append(f"{m.title}: {conditions(m)}")
             for name in (name for name in SHOWN if name in cells):
@@ -321,12 +322,6 @@ def chains_table(benchmarks: Path) -> str:
     return _between(CHAINS, "\n\n".join([table(columns, rows), f"Chains of {'; '.join(chains)}. Runs: {dated(made)}."]))
 
 
-def _finest(results: Results) -> list[Model]:
-    """Every model in the dtype of the least rounding noise that it was measured in."""
-    last = {m.name: m for m in results.models.values()}
-    return [m for m in results.models.values() if m is last[m.name]]
-
-
 def _read_raw() -> str:
     """How much of what a window reads is raw, by its length and the tokens of a pass."""
     passes = {"one by one": 1, f"chunks of {DECODING_CHUNK}": DECODING_CHUNK, "chunks of 128": 128}
@@ -336,6 +331,55 @@ def _read_raw() -> str:
         spec = CacheSpec(scheme=schemes.get(name, head_dim=NARROW), layers=(LayerGeometry(num_kv_heads=1, head_dim=NARROW),))
         rows.append([f"`{name}`", *(f"{read_raw(spec, length, chunk=chunk):.0%}" for length in (1024, HELD_AT) for chunk in passes.values())])
     return table(columns, rows)
+
+
+ANSWERED = ("int8_centered", "klt4", "klt3", "klt2", "kivi4")
+"""Columns of answers."""
+POINTS = {"copying": "copying", "tracking": "tracking", "answers": "gsm8k", "sampled": "gsm8k"}
+"""Folder of nvidia-h100/length -> the task that is measured in it, right or wrong; answers have humaneval, too."""
+
+
+def points_tables(benchmarks: Path) -> tuple[str, ...]:
+    """What is lost beside the 16-bit cache at length, between markers: KL at 8,192 tokens, by octave of a chain, by text; and answers in points of 100."""
+    length = benchmarks / "nvidia-h100" / "length"
+    made: list[dict[str, Any]] = []
+
+    def cells(folder: Path, task: str) -> list[tuple[Model, Cell]]:
+        found = [(m, c) for m in collect(folder).models.values() for c in m.tasks.get(task, {}).values() if c.kind != "base"] if folder.is_dir() else []
+        made.extend(run for _, c in found for run in c.runs.values())
+        return found
+
+    def kl(value: float) -> str:
+        return f"{value:.5f}"
+
+    wide = [
+        [m.name, f"`{c.scheme}`", f"{held_bits(c, m.tasks['fidelity']):.2f}", kl(c.summary["kl_mean"]), f"{c.summary['kl_max']:.2f}", percent(c.summary["kl_lost"]),
+         change(c.summary)]
+        for m, c in cells(benchmarks / "nvidia-h100" / LONG, "fidelity")
+    ]  # fmt: skip
+    chains = cells(length / "chains", "replay")
+    places = sorted({int(at) for _, c in chains for at in c.summary["octaves"] if int(at) >= DRIFT_FROM})
+    replayed = [
+        [f"`{c.scheme}`", *(kl(c.summary["octaves"][str(at)]["kl_mean"]) for at in places), f"{c.summary['drift']:+.0%}", percent(c.summary["top1_agreement"])]
+        for _, c in chains
+    ]
+    texts = cells(length / "texts", "fidelity")
+    names = list(texts[0][1].summary["texts"]) if texts else []
+    by_text = [[f"`{c.scheme}`", *(kl(c.summary["texts"][name]["kl_mean"]) for name in names)] for _, c in texts]
+    answered = []
+    for folder, task in [*POINTS.items(), ("answers", "humaneval")]:
+        some = cells(length / folder, task)
+        for m in dict.fromkeys(m.name for m, _ in some):
+            mine = {c.scheme: c.summary for other, c in some if other.name == m}
+            n = next(iter(mine.values()))
+            what = f"{task}{', sampled' * (folder == 'sampled')}, {m}, {n.get('parts', n.get('problems')):,}"
+            answered.append([what, *(points(mine[name]) if name in mine else "" for name in ANSWERED)])
+    return (
+        _between("points-kl", table(["model", "cache", "bits held", "KL", "worst", "above 1 nat", "perplexity"], wide)),
+        _between("points-chains", table(["cache", *(f"KL, {at:,} to {2 * at - 1:,}" for at in places), "a doubling", "same token"], replayed)),
+        _between("points-texts", table(["cache", *(name.rsplit("@", 1)[0] for name in names)], by_text)),
+        _between("points-answers", table(["task, model, answers", *(f"`{name}`" for name in ANSWERED)], answered) + f"\n\nRuns: {dated(made)}."),
+    )
 
 
 def _between(name: str, part: str) -> str:
@@ -414,6 +458,7 @@ def write(root: Path, benchmarks: Path) -> list[Path]:
     parts = {
         "README.md": (preset_table(results, benchmarks), milliseconds_table(benchmarks)),
         "docs/results/evaluation.md": (scheme_table(results, benchmarks), length_table(benchmarks), chains_table(benchmarks)),
+        "docs/results/points.md": points_tables(benchmarks),
     }
     for name, tables in parts.items():
         text = (root / name).read_text(encoding="utf-8")
