@@ -71,7 +71,7 @@ def engine(model):
                 old.shutdown()
             running.clear()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setenv(options.VARIABLE, json.dumps(kvbits or {}))
+                patch.setenv("KVBITS_SGLANG", json.dumps(kvbits or {}))
                 running[key] = sglang.Engine(model_path=str(model(name)[1]), attention_backend=backend, **(SETTINGS | more))
         running[key].flush_cache()
         return running[key]
@@ -339,14 +339,14 @@ def test_a_calibration_is_found_or_made_once(model, monkeypatch, tmp_path, capfd
     monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
     path = tmp_path / "model"
     shutil.copytree(model("llama")[1], path)
-    monkeypatch.setenv(options.VARIABLE, '{"calibrate": false}')
+    monkeypatch.setenv("KVBITS_SGLANG", '{"calibrate": false}')
     with pytest.raises(CalibrationError, match="none may be made: run `kvbits calibrate .*; or say KVBITS_SGLANG="):
         resolved(path, attention_backend="kvbits_klt4")
-    monkeypatch.delenv(options.VARIABLE)
+    monkeypatch.delenv("KVBITS_SGLANG")
     tiny.tokenizer().save_pretrained(path)
     resolved(path, attention_backend="kvbits_klt3")
     assert capfd.readouterr().err.count("bases ...") == 1
-    monkeypatch.setenv(options.VARIABLE, '{"calibrate": false}')
+    monkeypatch.setenv("KVBITS_SGLANG", '{"calibrate": false}')
     resolved(path, attention_backend="kvbits_klt2")
 
 
@@ -357,13 +357,13 @@ def test_files_of_other_models_and_options_that_cannot_be_are_refused(model, cal
         ('{"raw": 1}', UnsupportedError, "KVBITS_SGLANG is {'raw': 1}; it takes a dict of raw_newest, raw_first, calibration, calibrate"),
         ("raw", UnsupportedError, "KVBITS_SGLANG is 'raw'; it takes a dict"),
     ):
-        monkeypatch.setenv(options.VARIABLE, said)
+        monkeypatch.setenv("KVBITS_SGLANG", said)
         with pytest.raises(error, match=match):
             resolved(model("llama")[1], attention_backend="kvbits_klt4")
 
 
 def test_requests_are_counted_where_each_has_copies(model, calibration, monkeypatch):
-    monkeypatch.setenv(options.VARIABLE, json.dumps({"calibration": calibration("llama", "klt4").path}))
+    monkeypatch.setenv("KVBITS_SGLANG", json.dumps({"calibration": calibration("llama", "klt4").path}))
     assert resolved(model("llama")[1], attention_backend="kvbits_klt4", max_running_requests=None).max_running_requests == options.REQUESTS
     assert resolved(model("llama")[1], attention_backend="kvbits_klt4").max_running_requests == SETTINGS["max_running_requests"]
 

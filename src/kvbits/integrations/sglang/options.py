@@ -13,8 +13,6 @@ from ..engine.calibrated import Model, place, read
 from ..engine.options import Options, checked
 from ..engine.served import FORMATS, PAGE_SIZE, Format
 
-VARIABLE = "KVBITS_SGLANG"
-"""Of the environment: JSON of `engine.options.Options`, since SGLang's own options are closed. Its processes inherit it."""
 REQUESTS = 32
 """Requests that can run at once where each has raw copies and --max-running-requests is not said: SGLang's own 2,048 would take memory for as many."""
 NOT_RUN = {
@@ -79,17 +77,17 @@ def resolve(server_args: Any, previous: Any) -> None:
 
 
 def options_of(form: Format) -> Options:
-    """What the environment says.
+    """What the environment says (`KVBITS_SGLANG`, JSON), since SGLang's own options are closed. Its processes inherit it.
 
     Raises:
         UnsupportedError: options that there are not or that cannot be.
     """
-    text = os.environ.get(VARIABLE) or "{}"
+    text = os.environ.get("KVBITS_SGLANG") or "{}"
     try:
         given = json.loads(text)
     except ValueError:
         given = text
-    return checked(Options, given, VARIABLE, form.calibrated)
+    return checked(Options, given, "KVBITS_SGLANG", form.calibrated)
 
 
 def calibration_of(form: Format, server_args: Any) -> Model:
@@ -101,7 +99,7 @@ def calibration_of(form: Format, server_args: Any) -> Model:
     name = place(server_args.model_path, server_args.revision)
     config = load_config(name)  # SGLang writes into its own, and a calibration is known by what Transformers has
     scheme = schemes.for_layers(form.scheme.name, layer_geometries(config))
-    way_out = f"""; or say {VARIABLE}='{{"calibration": "FILE.safetensors"}}'"""
+    way_out = """; or say KVBITS_SGLANG='{"calibration": "FILE.safetensors"}'"""
     return read(options_of(form), name, config, scheme, device="cpu", way_out=way_out)
 
 
