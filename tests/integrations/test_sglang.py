@@ -299,7 +299,7 @@ def test_a_server_started_from_the_command_line(model):
         server.wait(60)
 
 
-def resolved(path, **more):
+def record(path, **more):
     """SGLang's options as an engine resolves them, with the plugin loaded."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
@@ -307,9 +307,13 @@ def resolved(path, **more):
     load_plugins()
     args = ServerArgs(model_path=str(path), **(SETTINGS | {"attention_backend": "kvbits_int8_centered"} | more))
     args.resolve_once()
+    return args
+
+
+def resolved(path, **more):
     from sglang.srt.arg_groups.overrides import resolved_view
 
-    return resolved_view(args)
+    return resolved_view(record(path, **more))
 
 
 def test_the_page_size_follows_from_the_backend(model):
@@ -366,6 +370,19 @@ def test_requests_are_counted_where_each_has_copies(model, calibration, monkeypa
     monkeypatch.setenv("KVBITS_SGLANG", json.dumps({"calibration": calibration("llama", "klt4").path}))
     assert resolved(model("llama")[1], attention_backend="kvbits_klt4", max_running_requests=None).max_running_requests == options.REQUESTS
     assert resolved(model("llama")[1], attention_backend="kvbits_klt4").max_running_requests == SETTINGS["max_running_requests"]
+
+
+def test_copies_are_taken_off_the_memory_for_pages(model, calibration, monkeypatch):
+    """Of two layers, eight requests, and each the newest two pages and the first: two heads of 64 keys and values in float32."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    from kvbits.integrations.sglang.pool import budget
+
+    monkeypatch.setenv("KVBITS_SGLANG", json.dumps({"calibration": calibration("llama", "klt4").path}))
+    args = record(model("llama")[1], attention_backend="kvbits_klt4")
+    fields = {"server_args": args, "model_config": model_config_of(args), "layer_info": types.SimpleNamespace(num_effective_layers=2)}
+    configurator = types.SimpleNamespace(**fields, kv_cache_dtype=torch.float32)
+    assert budget(lambda *_: 1 << 30, configurator, 0) == (1 << 30) - 2 * 8 * 3 * 64 * 2 * (64 + 64) * 4
 
 
 def test_gpus_are_refused():
