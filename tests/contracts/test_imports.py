@@ -25,7 +25,7 @@ LAYERS = [
     {"cli", "__main__"},
 ]
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
-UPWARD = {"integrations/vllm/calibrated.py": "calibrate", "integrations/vllm/observe.py": "calibrate", "integrations/huggingface.py": "calibrate"}
+UPWARD = {"integrations/engine/calibrated.py": "calibrate", "integrations/vllm/observe.py": "calibrate", "integrations/huggingface.py": "calibrate"}
 """Both doors find or make what a model's keys need: nobody above them is asked for it."""
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
 

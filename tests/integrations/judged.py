@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import tiny
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, MistralConfig
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Gemma3TextConfig, MistralConfig, StableLmConfig
 
 from kvbits import schemes
+from kvbits.calibrate import Calibration, calibrate
 from kvbits.integrations.engine.served import FORMATS
 from kvbits.integrations.huggingface import KVCache
 
@@ -58,7 +59,29 @@ def llama_for(dtype):
     return "llama_plain" if schemes.weak_to_key_bias(FORMATS[dtype].scheme) else "llama"
 
 
-MODELS = {"llama": tiny.model, "llama_plain": plain_llama, "mistral": lambda: mistral(100), "gemma2": gemma2, "gemma3": gemma3}
+def stablelm():
+    """A quarter of the channels is turned."""
+    torch.manual_seed(4)
+    config = StableLmConfig(
+        hidden_size=256, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCABULARY,
+        initializer_range=0.15, partial_rotary_factor=0.25, max_position_embeddings=4096,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def cohere():
+    """Neighbouring channels are turned together."""
+    torch.manual_seed(5)
+    config = CohereConfig(
+        hidden_size=256, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY,
+        initializer_range=0.15, max_position_embeddings=4096,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+MODELS = {
+    "llama": tiny.model, "llama_plain": plain_llama, "mistral": lambda: mistral(100), "gemma2": gemma2, "gemma3": gemma3, "stablelm": stablelm, "cohere": cohere,
+}  # fmt: skip
 
 
 def transformers_logprobs(model, scheme, prompt, tokens, chunks=(), calibration=None, backend="reference"):
@@ -81,6 +104,19 @@ def transformers_logprobs(model, scheme, prompt, tokens, chunks=(), calibration=
     return logprobs[torch.arange(len(tokens)), torch.tensor(tokens)], logprobs.max(-1).values
 
 
+def calibrated(model, scheme, path):
+    """A calibration that lies in a file."""
+    prompts = torch.randint(3, VOCABULARY, (4, 256), generator=torch.Generator().manual_seed(9))
+    calibrate(model, [prompts], scheme).save(path)
+    return Calibration.load(path)
+
+
+def distance(model, prompt, result):
+    """Mean distance of an answer's log-probabilities from the model's without any quantization."""
+    want, _ = transformers_logprobs(model, None, prompt, result[0])
+    return (result[1] - want).abs().mean().item()
+
+
 def check(model, scheme, prompt, result, chunks=(), calibration=None, backend="reference"):
     """Equal but for the odd code that rounding in another order moves by one: a small part of what quantization costs."""
     tokens, logprobs, _ = result
@@ -93,9 +129,3 @@ def check(model, scheme, prompt, result, chunks=(), calibration=None, backend="r
 
 def scheme_of(dtype: str, head_dim: int = 64):
     return schemes.fitted(FORMATS[dtype].scheme, head_dim)
-
-
-def check_near(model, prompt, result, mean):
-    """Against the model without any quantization."""
-    want, _ = transformers_logprobs(model, None, prompt, result[0])
-    assert (result[1] - want).abs().mean() < mean

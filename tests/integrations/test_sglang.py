@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,15 +20,16 @@ import urllib.error
 import urllib.request
 
 import pytest
+import tiny
 import torch
 
 if importlib.util.find_spec("sglang_stand_ins") is None:
     pytest.skip("SGLang is not installed (tests/integrations/run_sglang_cpu.sh sets it up)", allow_module_level=True)
 
-from integrations.judged import MODELS, VOCABULARY, check, check_near, llama_for, random_ids, scheme_of, transformers_logprobs
-from transformers import Qwen2Config
+from integrations.judged import MODELS, VOCABULARY, calibrated, check, distance, llama_for, random_ids, scheme_of, transformers_logprobs
+from transformers import DeepseekV3Config, Gemma3nTextConfig, GptOssConfig, Lfm2Config, LlamaConfig, Qwen2Config
 
-from kvbits.errors import UnsupportedError
+from kvbits.errors import CalibrationError, UnsupportedError
 from kvbits.integrations import sglang as plugin
 from kvbits.integrations.sglang import options
 
@@ -57,24 +59,39 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(model):
-    """An engine by model, format and options, with an empty cache; it stays until another one is asked for."""
+    """An engine by model, format and options (kvbits' own in `kvbits`), with an empty cache; it stays until another one is asked for."""
     import sglang
 
     running = {}
 
-    def start(name: str, backend: str, **more):
-        key = (name, backend, tuple(more.items()))
+    def start(name: str, backend: str, kvbits=None, **more):
+        key = repr((name, backend, kvbits, more))
         if key not in running:
             for old in running.values():
                 old.shutdown()
             running.clear()
-            running[key] = sglang.Engine(model_path=str(model(name)[1]), attention_backend=backend, **(SETTINGS | more))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("KVBITS_SGLANG", json.dumps(kvbits or {}))
+                running[key] = sglang.Engine(model_path=str(model(name)[1]), attention_backend=backend, **(SETTINGS | more))
         running[key].flush_cache()
         return running[key]
 
     yield start
     for old in running.values():
         old.shutdown()
+
+
+@pytest.fixture(scope="module")
+def calibration(model, tmp_path_factory):
+    """Calibrations of tiny models by scheme, each with its file."""
+    made = {}
+
+    def get(name: str, scheme: str):
+        if (name, scheme) not in made:
+            made[name, scheme] = calibrated(model(name)[0], scheme, tmp_path_factory.mktemp("calibration") / "c.safetensors")
+        return made[name, scheme]
+
+    return get
 
 
 def sampling(max_tokens):
@@ -96,7 +113,7 @@ def in_chunks(length, hit=0):
     return [n for many in (hit, length - hit) for n in (*[CHUNK] * (many // CHUNK), many % CHUNK) if n]
 
 
-@pytest.mark.parametrize("backend", ["kvbits_int8_centered", pytest.param("kvbits_int4", marks=pytest.mark.night)])
+@pytest.mark.parametrize("backend", ["kvbits_int8_centered", *(pytest.param(f"kvbits_{n}", marks=pytest.mark.night) for n in ("int8", "int8k_int4v", "int4"))])
 def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, backend):
     """Prompts in chunks, decoding over page borders, and once more where the prompts are found in the radix cache, all at once."""
     name = llama_for(backend)
@@ -133,7 +150,7 @@ def test_aborted_requests_leave_the_others_alone(model, engine):
         ended[name] = output["meta_info"]["finish_reason"]["type"]
         if ended[name] == "length":
             again = generate(llm, [prompts[name]], 40)[0]
-            check_near(model("llama")[0], prompts[name], again, 0.05)
+            assert distance(model("llama")[0], prompts[name], again) < 0.05
     assert {name for name, how in ended.items() if how == "abort"} <= set("381")
     assert {name for name, how in ended.items() if how == "length"} >= set("24567")
     assert "abort" in ended.values()
@@ -164,7 +181,7 @@ def test_retracted_requests_are_computed_again(model, engine, monkeypatch):
     assert sum(o["meta_info"]["num_retractions"] for o in outputs) > 0
     for prompt, output in zip(prompts, outputs, strict=True):
         assert len(output["output_ids"]) == 40
-        check_near(model("llama")[0], prompt, read(output), 0.05)
+        assert distance(model("llama")[0], prompt, read(output)) < 0.05
 
 
 def test_sliding_windows_and_soft_caps(model, engine):
@@ -172,6 +189,86 @@ def test_sliding_windows_and_soft_caps(model, engine):
     for length in (90, 150, 400):
         prompt = random_ids(length, length)
         check(model("gemma2")[0], scheme_of("kvbits_int8_centered"), prompt, generate(llm, [prompt])[0], in_chunks(length), backend="auto")
+
+
+@pytest.mark.parametrize("backend", ["kvbits_klt4", *(pytest.param(f"kvbits_klt{n}", marks=pytest.mark.night) for n in (3, 2))])
+def test_keys_in_a_calibrated_basis(model, engine, calibration, backend):
+    """As above, past a frame of 256, without raw copies."""
+    c = calibration("llama", backend.removeprefix("kvbits_"))
+    llm = engine("llama", backend, {"calibration": c.path, "raw_newest": 0})
+    prompts = [random_ids(n, n) for n in (2, 63, 64, 130, 250, 330)]
+    for prompt in prompts:
+        check(model("llama")[0], scheme_of(backend), prompt, generate(llm, [prompt])[0], in_chunks(len(prompt)), c, "auto")
+    hits = [(len(prompt) - 1) // 64 * 64 for prompt in prompts]
+    for prompt, hit, result in zip(prompts, hits, generate(llm, prompts), strict=True):
+        assert result[2] == hit
+        check(model("llama")[0], scheme_of(backend), prompt, result, in_chunks(len(prompt), hit), c, "auto")
+
+
+@pytest.mark.night
+def test_channels_in_another_order_are_stored_in_pairs_of_halves(model, engine, calibration):
+    c = calibration("cohere", "klt4")
+    llm = engine("cohere", "kvbits_klt4", {"calibration": c.path, "raw_newest": 0})
+    for length in (40, 300):
+        prompt = random_ids(length, length)
+        check(model("cohere")[0], scheme_of("kvbits_klt4"), prompt, generate(llm, [prompt])[0], in_chunks(length), c, "auto")
+
+
+def test_newest_and_first_tokens_are_raw_unless_told_otherwise(model, engine, calibration):
+    """Up to 192 tokens every page is the first or one of the newest two: neither chunks nor tokens that decode read a quantized number. Longer ones read a few,
+    and so do prompts found in the radix cache whose copies later requests wrote over."""
+    llama, c = model("llama")[0], calibration("llama", "klt2")
+    llm = engine("llama", "kvbits_klt2", {"calibration": c.path})
+    prompts = [random_ids(n, n) for n in (1, 64, 127, 150)]
+    for prompt, result in zip(prompts, generate(llm, prompts, 40), strict=True):
+        check(llama, None, prompt, result)
+    long = [random_ids(n, n) for n in (300, 400)]
+    first, again = ([generate(llm, [p], 40)[0] for p in long] for _ in range(2))
+    assert [r[2] for r in (*first, *again)] == [0, 0, 256, 384]
+    near, hit = (sum(distance(llama, p, r) for p, r in zip(long, results, strict=True)) for results in (first, again))
+    llm = engine("llama", "kvbits_klt2", {"calibration": c.path, "raw_newest": 0})
+    far = sum(distance(llama, p, generate(llm, [p], 40)[0]) for p in long)
+    assert 1e-3 < near < 0.9 * far and hit < 1.1 * far
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("mixed", [False, True], ids=["overlap", "mixed"])
+def test_steps_that_overlap_or_are_of_prompts_and_single_tokens(model, engine, calibration, mixed):
+    """SGLang prepares a step while the one before runs, unless told otherwise; it mixes where nobody asks for log-probabilities. Copies hold all tokens, so whatever
+    is computed with what, tokens are the model's."""
+    llama, kvbits = model("llama")[0], {"calibration": calibration("llama", "klt2").path}
+    assert resolved(model("llama")[1]).disable_overlap_schedule is False
+    prompts = [random_ids(n, n) for n in (20, 64, 150, 127, 100, 149, 63, 140, 5, 130)]
+    found = [
+        [o["output_ids"] for o in engine("llama", "kvbits_klt2", kvbits, **more).generate(input_ids=prompts, sampling_params=sampling(40))]
+        for more in ({"enable_mixed_chunk": mixed}, {"disable_overlap_schedule": True})
+    ]
+    for prompt, tokens, alone in zip(prompts, *found, strict=True):
+        want, best = transformers_logprobs(llama, None, prompt, tokens)
+        assert len(tokens) == 40 and (best - want).max() < 1e-4
+        assert tokens == alone
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("retract", [False, True], ids=["prefixes", "retracted"])
+def test_copies_of_others_are_never_read(model, engine, calibration, monkeypatch, retract):
+    """Random requests in a small pool share prefixes, and are computed again in other pages; a copy of another page is far off. Those without a hit that copies
+    cover are the model's."""
+    if retract:
+        monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
+        monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "10")
+    rng = random.Random(0)
+    stems = [random_ids(n, n) for n in (64, 128, 200)]
+    prompts = [rng.choice(stems)[: rng.randint(1, 200)] + random_ids(rng.randint(1, 60), i) for i in range(30)]
+    sizes = {"max_total_tokens": 2048 if retract else 1536, "max_running_requests": 6}  # the switch is read as an engine starts
+    llm = engine("llama", "kvbits_klt4", {"calibration": calibration("llama", "klt4").path}, **sizes)
+    outputs = llm.generate(input_ids=prompts, sampling_params=sampling(40), return_logprob=True)
+    assert (sum(o["meta_info"]["num_retractions"] for o in outputs) > 0) == retract
+    assert sum(read(o)[2] for o in outputs) > 0
+    found = [distance(model("llama")[0], p, read(o)) for p, o in zip(prompts, outputs, strict=True)]
+    covered = [x for x, p, o in zip(found, prompts, outputs, strict=True) if len(p) + 40 <= 192 and not read(o)[2] and not o["meta_info"]["num_retractions"]]
+    assert covered and max(covered) < 1e-4
+    assert sum(found) / len(found) < 0.25 and max(found) < 1
 
 
 @pytest.mark.night
@@ -202,7 +299,7 @@ def test_a_server_started_from_the_command_line(model):
         server.wait(60)
 
 
-def resolved(path, **more):
+def record(path, **more):
     """SGLang's options as an engine resolves them, with the plugin loaded."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
@@ -210,9 +307,13 @@ def resolved(path, **more):
     load_plugins()
     args = ServerArgs(model_path=str(path), **(SETTINGS | {"attention_backend": "kvbits_int8_centered"} | more))
     args.resolve_once()
+    return args
+
+
+def resolved(path, **more):
     from sglang.srt.arg_groups.overrides import resolved_view
 
-    return resolved_view(args)
+    return resolved_view(record(path, **more))
 
 
 def test_the_page_size_follows_from_the_backend(model):
@@ -224,11 +325,9 @@ def test_the_page_size_follows_from_the_backend(model):
     ("more", "match"),
     [
         ({"page_size": 32}, "leave --page-size away, or pass --page-size 64"),
-        ({"attention_backend": "kvbits_klt4"}, "use one of kvbits_int8, kvbits_int8_centered, kvbits_int8k_int4v, kvbits_int4"),
         ({"decode_attention_backend": "torch_native"}, "pass --attention-backend alone"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 is not served by kvbits' attention backend: the format is the backend's name"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache True is not served"),
-        ({"enable_mixed_chunk": True}, "--enable-mixed-chunk True is not served"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill is not served"),
         ({"tp_size": 2}, "--tp-size 2 is not served"),
     ],
@@ -237,6 +336,53 @@ def test_the_page_size_follows_from_the_backend(model):
 def test_what_cannot_be_is_refused_at_start(model, more, match):
     with pytest.raises(UnsupportedError, match=match):
         resolved(model("llama")[1], **more)
+
+
+def test_a_calibration_is_found_or_made_once(model, monkeypatch, tmp_path, capfd):
+    """Before the engine starts, for all widths."""
+    monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
+    path = tmp_path / "model"
+    shutil.copytree(model("llama")[1], path)
+    monkeypatch.setenv("KVBITS_SGLANG", '{"calibrate": false}')
+    with pytest.raises(CalibrationError, match="none may be made: run `kvbits calibrate .*; or say KVBITS_SGLANG="):
+        resolved(path, attention_backend="kvbits_klt4")
+    monkeypatch.delenv("KVBITS_SGLANG")
+    tiny.tokenizer().save_pretrained(path)
+    resolved(path, attention_backend="kvbits_klt3")
+    assert capfd.readouterr().err.count("bases ...") == 1
+    monkeypatch.setenv("KVBITS_SGLANG", '{"calibrate": false}')
+    resolved(path, attention_backend="kvbits_klt2")
+
+
+def test_files_of_other_models_and_options_that_cannot_be_are_refused(model, calibration, monkeypatch):
+    for said, error, match in (
+        (json.dumps({"calibration": calibration("stablelm", "klt4").path}), CalibrationError, "made for another model"),
+        ('{"raw_newest": 65}', UnsupportedError, "multiple of 64"),
+        ('{"raw": 1}', UnsupportedError, "KVBITS_SGLANG is {'raw': 1}; it takes a dict of raw_newest, raw_first, calibration, calibrate"),
+        ("raw", UnsupportedError, "KVBITS_SGLANG is 'raw'; it takes a dict"),
+    ):
+        monkeypatch.setenv("KVBITS_SGLANG", said)
+        with pytest.raises(error, match=match):
+            resolved(model("llama")[1], attention_backend="kvbits_klt4")
+
+
+def test_requests_are_counted_where_each_has_copies(model, calibration, monkeypatch):
+    monkeypatch.setenv("KVBITS_SGLANG", json.dumps({"calibration": calibration("llama", "klt4").path}))
+    assert resolved(model("llama")[1], attention_backend="kvbits_klt4", max_running_requests=None).max_running_requests == options.REQUESTS
+    assert resolved(model("llama")[1], attention_backend="kvbits_klt4").max_running_requests == SETTINGS["max_running_requests"]
+
+
+def test_copies_are_taken_off_the_memory_for_pages(model, calibration, monkeypatch):
+    """Of two layers, eight requests, and each the newest two pages and the first: two heads of 64 keys and values in float32."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    from kvbits.integrations.sglang.pool import budget
+
+    monkeypatch.setenv("KVBITS_SGLANG", json.dumps({"calibration": calibration("llama", "klt4").path}))
+    args = record(model("llama")[1], attention_backend="kvbits_klt4")
+    fields = {"server_args": args, "model_config": model_config_of(args), "layer_info": types.SimpleNamespace(num_effective_layers=2)}
+    configurator = types.SimpleNamespace(**fields, kv_cache_dtype=torch.float32)
+    assert budget(lambda *_: 1 << 30, configurator, 0) == (1 << 30) - 2 * 8 * 3 * 64 * 2 * (64 + 64) * 4
 
 
 def test_gpus_are_refused():
@@ -267,6 +413,49 @@ def test_formats_and_models_that_do_not_fit_are_refused():
     Model.num_hidden_layers = 3
     with pytest.raises(UnsupportedError, match="2 of 3 layers store keys and values"):
         options.check_model(options.FORMATS["kvbits_int8_centered"], Model)
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (DeepseekV3Config(num_hidden_layers=2), r"multi-head latent attention\), which kvbits' backend for SGLang does not read"),
+        (Lfm2Config(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2), "2 of 4 layers store keys and values, of 1 kinds"),
+        (Gemma3nTextConfig(), "20 of 35 layers store keys and values"),
+        (LlamaConfig(hidden_size=96, num_attention_heads=2, num_key_value_heads=2), "head_dim=48"),
+    ],
+    ids=["latents", "recurrent", "shared", "narrow"],
+)
+def test_models_that_do_not_fit_are_refused_at_start(tmp_path, config, match):
+    config.architectures = [type(config).__name__.replace("Text", "").replace("Config", "ForCausalLM")]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match=match):
+        resolved(tmp_path)
+
+
+def test_sinks_are_left_to_backends_that_sglang_names(tmp_path):
+    config = GptOssConfig(num_hidden_layers=2)
+    config.architectures = ["GptOssForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(AssertionError, match="GptOssForCausalLM requires one of"):
+        resolved(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "match"),
+    [
+        ({"sinks": torch.zeros(2)}, "layer 3: kvbits' attention backend does not do attention with sinks"),
+        ({"k": None, "v": None}, "to another layer's keys"),
+        ({"save_kv_cache": False}, "to another layer's keys"),
+    ],
+    ids=str,
+)
+def test_what_a_model_asks_of_a_layer_is_refused(asked, match):
+    """Where nothing of its configuration says so."""
+    from kvbits.integrations.sglang.backend import KVBitsBackend
+
+    x = torch.zeros(1, 2, 64)
+    with pytest.raises(UnsupportedError, match=match):
+        KVBitsBackend.__new__(KVBitsBackend).forward_extend(**({"q": x, "k": x, "v": x} | asked), layer=types.SimpleNamespace(layer_id=3), forward_batch=None)
 
 
 def test_other_releases_are_refused():

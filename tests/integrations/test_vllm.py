@@ -19,9 +19,10 @@ from kvbits import schemes
 from kvbits.errors import UnsupportedError
 from kvbits.geometry import has_key_bias
 from kvbits.integrations import vllm
+from kvbits.integrations.engine import calibrated
 from kvbits.integrations.engine.host_prefill import HostPrefill
 from kvbits.integrations.engine.served import WIDEST, WIDEST_CALIBRATED
-from kvbits.integrations.vllm import calibrated, dtypes, formats, prefill
+from kvbits.integrations.vllm import dtypes, formats, prefill
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
 from kvbits.integrations.vllm.options import options_of
 from kvbits.integrations.vllm.rotary import rope_parameters, turn_of

@@ -14,7 +14,8 @@ if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("msgspec
 if torch.cuda.is_available():
     pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
 
-from integrations.test_vllm_engine import check, engine, generate, model, random_ids, reference_ops, scheme_of, transformers_logprobs  # noqa: F401  (fixtures)
+from integrations.judged import distance
+from integrations.test_vllm_engine import check, engine, generate, model, random_ids, reference_ops, scheme_of  # noqa: F401  (fixtures)
 
 from kvbits.errors import UnsupportedError
 from kvbits.ops.reference.place import Copies
@@ -22,12 +23,6 @@ from kvbits.ops.reference.place import Copies
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 DTYPE = "kvbits_int4"
 RAW = {"kvbits": {"raw_newest": 64, "raw_first": 64}}
-
-
-def distance(model, prompt, result):  # noqa: F811
-    """Mean distance of an answer's log-probabilities from the model's without any quantization."""
-    want, _ = transformers_logprobs(model, None, prompt, result[0])
-    return (result[1] - want).abs().mean().item()
 
 
 def test_what_all_copies_cover_is_the_model_itself(model, engine):  # noqa: F811
@@ -162,7 +157,7 @@ def test_a_block_that_is_copied_in_part_is_read_packed(model, engine, monkeypatc
     [
         ({"additional_config": {"kvbits": {"raw_newest": 65}}}, "multiple of 64"),
         ({"additional_config": {"kvbits": {"raw_first": 64}}}, "pass raw_newest=64 too"),
-        ({"additional_config": {"kvbits": {"raw": 1}}}, "raw_newest, raw_first, scheme"),
+        ({"additional_config": {"kvbits": {"raw": 1}}}, "raw_newest, raw_first, calibration"),
     ],
 )
 def test_options_that_cannot_be_are_refused(engine, options, says):  # noqa: F811

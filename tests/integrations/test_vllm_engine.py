@@ -17,7 +17,7 @@ if torch.cuda.is_available():
     pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
 
 from integrations import vllm_cpu
-from integrations.judged import MODELS, VOCABULARY, check, check_near, llama_for, random_ids, scheme_of, transformers_logprobs
+from integrations.judged import MODELS, VOCABULARY, check, distance, llama_for, random_ids, scheme_of, transformers_logprobs
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from kvbits.errors import UnsupportedError
@@ -156,7 +156,7 @@ def test_a_tiny_pool_preempts_and_recomputes(model, engine):
     preempted = 0
     for prompt, result in zip(prompts, generate(llm, prompts, 80), strict=True):
         assert len(result[0]) == 80
-        check_near(model("llama")[0], prompt, result, 0.05)
+        assert distance(model("llama")[0], prompt, result) < 0.05
     preempted = sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
     assert preempted > 0
 
@@ -182,7 +182,7 @@ def test_aborted_requests_leave_the_others_alone(model, engine):
     assert set(prompts) - set(done) <= {"1", "3", "8"}
     for name, output in done.items():
         if name not in ("1", "3", "8"):
-            check_near(model("llama")[0], prompts[name], read(output), 0.05)
+            assert distance(model("llama")[0], prompts[name], read(output)) < 0.05
 
 
 @pytest.mark.parametrize("dtype", ["kvbits_int8", "kvbits_int4"])
@@ -213,7 +213,7 @@ def test_speculation_gives_the_same_tokens(model, engine):
     for prompt, a, b in zip(prompts, plain, drafted, strict=True):
         same = next((i for i, (x, y) in enumerate(zip(a[0], b[0], strict=True)) if x != y), len(a[0]))
         torch.testing.assert_close(a[1][:same], b[1][:same], atol=0.05, rtol=0)
-        check_near(model("llama")[0], prompt, b, 0.05)
+        assert distance(model("llama")[0], prompt, b) < 0.05
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ if torch.cuda.is_available():
     pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
 
 from integrations import vllm_cpu
-from integrations.test_vllm_copies import distance
+from integrations.judged import calibrated, distance
 from integrations.test_vllm_engine import (  # noqa: F401  (fixtures)
     MODELS,
     VOCABULARY,
@@ -32,7 +32,7 @@ from integrations.test_vllm_engine import (  # noqa: F401  (fixtures)
     scheme_of,
 )
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, CohereConfig, LlamaConfig, StableLmConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvbits import schemes
 from kvbits.calibrate import Calibration, calibrate, kept
@@ -56,10 +56,7 @@ def calibration(model, tmp_path_factory):  # noqa: F811
     def get(name: str, scheme="klt4"):
         key = name, scheme if isinstance(scheme, str) else scheme.name
         if key not in made:
-            prompts = torch.randint(3, VOCABULARY, (4, 256), generator=torch.Generator().manual_seed(9))
-            path = tmp_path_factory.mktemp("calibration") / "c.safetensors"
-            calibrate(model(name)[0], [prompts], scheme).save(path)
-            made[key] = Calibration.load(path)
+            made[key] = calibrated(model(name)[0], scheme, tmp_path_factory.mktemp("calibration") / "c.safetensors")
         return made[key]
 
     return get
@@ -102,26 +99,6 @@ def test_windows_and_rotary_embeddings_of_two_kinds(model, engine, calibration):
         check(model("gemma3")[0], scheme_of("kvbits_klt4"), prompt, generate(llm, [prompt])[0], chunks, c)
 
 
-def stablelm():
-    """A quarter of the channels is turned."""
-    torch.manual_seed(4)
-    config = StableLmConfig(
-        hidden_size=256, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCABULARY,
-        initializer_range=0.15, partial_rotary_factor=0.25, max_position_embeddings=4096,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-def cohere():
-    """Neighbouring channels are turned together."""
-    torch.manual_seed(5)
-    config = CohereConfig(
-        hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY,
-        initializer_range=0.15, max_position_embeddings=4096,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
 def one_layer():
     torch.manual_seed(6)
     config = LlamaConfig(
@@ -131,14 +108,14 @@ def one_layer():
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-MODELS |= {"stablelm": stablelm, "cohere": cohere, "one_layer": one_layer, "other": lambda: tiny.model(seed=1)}
+MODELS |= {"one_layer": one_layer, "other": lambda: tiny.model(seed=1)}
 
 
 @pytest.mark.parametrize("name", ["stablelm", "cohere"])
 def test_channels_in_another_order_are_stored_in_pairs_of_halves(model, engine, calibration, name):  # noqa: F811
     c = calibration(name)
     llm = engine(name, "kvbits_klt4", **said(c, raw_newest=0), max_num_batched_tokens=48, enable_prefix_caching=False)
-    assert all(layer.impl._order is not None for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values())
+    assert all(layer.impl.stored.order is not None for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values())
     for length in (40, 130):
         prompt = random_ids(length, length)
         chunks = [48] * (length // 48) + ([length % 48] if length % 48 else [])

@@ -16,8 +16,8 @@ if torch.cuda.is_available():
     pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
 
 from integrations import vllm_cpu_recurrent
+from integrations.judged import distance
 from integrations.mimo import named_twice
-from integrations.test_vllm_copies import distance
 from integrations.test_vllm_engine import (  # noqa: F401  (fixtures)
     MODELS,
     VOCABULARY,

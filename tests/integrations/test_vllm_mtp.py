@@ -14,7 +14,7 @@ if torch.cuda.is_available():
     pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
 
 from integrations import heads, vllm_cpu_recurrent
-from integrations.test_vllm_copies import distance
+from integrations.judged import distance
 from integrations.test_vllm_engine import MODELS, VOCABULARY, check, engine, generate, model, random_ids, reference_ops, scheme_of  # noqa: F401  (fixtures)
 from integrations.test_vllm_klt import calibration, layers_by_owner, said  # noqa: F401
 from integrations.test_vllm_models import COPIES, qwen3_next

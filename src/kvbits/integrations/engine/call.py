@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
 import torch
 
 from ...ops import dispatch
-from ...spec import PageLayout
+from ...spec import PageLayout, QuantSpec
+
+RAW_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +55,11 @@ class Call:
 
 call_for = functools.lru_cache(maxsize=256)(Call)
 """The one `Call` of these fields."""
+
+
+def raw_of(layout: PageLayout) -> PageLayout:
+    """Pages of the same tokens as the model has them."""
+    return dataclasses.replace(layout, key=QuantSpec.raw(), value=QuantSpec.raw())
 
 
 def merge(parts: list[tuple[torch.Tensor, torch.Tensor]], sink: Sink, into: torch.Tensor) -> None:

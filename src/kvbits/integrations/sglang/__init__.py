@@ -1,8 +1,8 @@
 """kvbits as a KV cache of stock SGLang on CPUs: `python -m sglang.launch_server --model-path MODEL --device cpu --attention-backend kvbits_int8_centered`.
 
-    options   what is refused at start, with the reason, and the page size
+    options   what is refused at start, with the reason; the page size; raw copies and calibrations
     pool      the pages, in place of SGLang's pool of keys and values
-    backend   once per step: tables and plans; once per layer: store the step's tokens, attend
+    backend   tables and plans of a step, and its layers (`engine.step`, `engine.layer`)
 
 The format is the backend's name, since SGLang's list of cache dtypes is closed. A page of SGLang is one of kvbits: 64 tokens of a token-local format, complete
 at every moment, so its radix cache, chunked prefill and retraction work as they do for any other cache (docs/internals/serving.md).
@@ -49,6 +49,7 @@ def register() -> None:
     for name in FORMATS:
         register_attention_backend(name)(functools.partial(backend.KVBitsBackend, name=name))
     register_resolution_hook("handle_attention_backend_compatibility")(options.resolve)
-    configurator = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class"
-    HookRegistry.register(configurator, pool.pool_class, HookType.AROUND)
+    configurator = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+    HookRegistry.register(f"{configurator}._resolve_kv_pool_class", pool.pool_class, HookType.AROUND)
+    HookRegistry.register(f"{configurator}._profile_available_bytes", pool.budget, HookType.AROUND)
     HookRegistry.register("sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size", pool.cell_size, HookType.AROUND)

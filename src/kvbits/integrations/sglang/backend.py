@@ -6,19 +6,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from ...errors import UnsupportedError
-from ...ops import dispatch
-from ...ops.reference.place import Places
 from ...quant.rotary import turn_by
-from ..engine.call import Call, Scratch, call_for
+from ..engine.call import Scratch, call_for, raw_of
 from ..engine.decode import Decode
 from ..engine.host_prefill import HostPrefill
+from ..engine.layer import Layer
 from ..engine.served import FORMATS, PAGE_SIZE
+from ..engine.step import Placer, Step
 from ..rotary import layers_of
+from .options import calibration_of, options_of
 from .pool import KVBitsPool
 
 _NO_SCRATCH = Scratch(torch.empty(0), torch.empty(0))
@@ -44,25 +46,20 @@ class KVBitsBackend(AttentionBackend):
                 f"--attention-backend {name} got a {type(pool).__name__} of SGLang's; for models with sliding windows pass --disable-hybrid-swa-memory, "
                 "for others use another backend"
             )
-        self._pool, self._dtype = pool, pool.dtype
+        self._pool, self._options = pool, options_of(pool.form)
         self._req_to_token = runner.req_to_token_pool.req_to_token
-        device = torch.device(runner.device)
-        self._calls = {m.layer_id: self._call(m) for m in runner.model.modules() if isinstance(m, RadixAttention)}
-        rows, pages = runner.req_to_token_pool.size, -(-self._req_to_token.shape[1] // PAGE_SIZE)
-        self._decodes = {call: Decode(call, pages, rows, 1, device, None) for call in self._calls.values()}
-        self._table_width = pages
-        self._prefills: dict[Call, HostPrefill] = {}
-        self._places, self._turns = None, {}
-        if pool.layout.is_centered:
-            self._places = Places.empty(PAGE_SIZE, tokens=0, num_blocks=len(pool.pages[0]), previous=True, copies=None, device=device)
-            self._placer = dispatch.choose("place", device)
-            self._turns = _turns(runner.model_config.hf_text_config, device)
-        self._writes = dispatch.choose("store_tokens", pool.layout, self._dtype, device)
-        for choice in (self._writes, self._placer if self._places else None):
-            if choice:
-                choice.prepare()
+        self._requests, self._device = runner.req_to_token_pool.size, torch.device(runner.device)
+        self._calibration = calibration_of(pool.form, resolved_view(runner.server_args)) if pool.form.calibrated else None
+        self._turns = _turns(runner.model_config.hf_text_config) if pool.layout.is_centered else {}
+        self._layers = {m.layer_id: self._layer(m) for m in runner.model.modules() if isinstance(m, RadixAttention)}
+        self._calls = list(dict.fromkeys(layer.call for layer in self._layers.values()))
+        pages = len(pool.pages[0])
+        sizes = {"requests": self._requests, "rows": self._requests, "tokens": pages * PAGE_SIZE, "num_pages": pages}  # no step stores more than there is room
+        self._placer = Placer(self._calls, self._options, **sizes, device=self._device)
+        longest = -(-self._req_to_token.shape[1] // PAGE_SIZE)
+        self._decodes = {call: Decode(call, longest, self._requests, 1, self._device, self._placer.copies) for call in self._calls}
 
-    def _call(self, layer: RadixAttention) -> Call:
+    def _layer(self, layer: RadixAttention) -> Layer:
         for what, there in (
             ("attention to an encoder", layer.is_cross_attention),
             (f"attention of type {layer.attn_type}", layer.attn_type != AttentionType.DECODER),
@@ -73,9 +70,16 @@ class KVBitsBackend(AttentionBackend):
             if there:
                 raise UnsupportedError(f"layer {layer.layer_id}: kvbits' attention backend does not do {what}; use another --attention-backend")
         window = layer.sliding_window_size + 1 if layer.sliding_window_size > 0 else None  # SGLang does not count the query itself
-        return call_for(
-            self._pool.layout, layer.tp_q_head_num, self._dtype, float(layer.scaling), window, float(layer.logit_cap) or None, _NO_SCRATCH, None, None
-        )
+        raw = raw_of(self._pool.layout) if self._options.copies else None
+        scaling, softcap = float(layer.scaling), float(layer.logit_cap) or None
+        call = call_for(self._pool.layout, layer.tp_q_head_num, self._pool.dtype, scaling, window, softcap, _NO_SCRATCH, None, raw)
+        found = Layer(str(layer.layer_id), call, self._device, turn=self._turns.get(layer.layer_id))
+        if raw:
+            shape = self._requests * self._options.pages_of_request, raw.num_kv_heads, raw.head_bytes
+            found.copies = torch.zeros(shape, dtype=torch.uint8, device=self._device)
+        if self._calibration:
+            found.static, found.order = self._calibration.layer(layer.layer_id, 0, 1, self._device)
+        return found
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """The step's tables: for all layers, before the first."""
@@ -86,51 +90,39 @@ class KVBitsBackend(AttentionBackend):
             raise UnsupportedError(f"kvbits' attention backend does not run steps of {mode!r}")
         decodes = mode == ForwardMode.DECODE
         new = torch.ones_like(lens) if decodes else forward_batch.extend_seq_lens.int()
-        self._slots = forward_batch.out_cache_loc.long()
-        table = (self._req_to_token[forward_batch.req_pool_indices.long(), ::PAGE_SIZE] // PAGE_SIZE).int()
-        if self._places:
-            self._places.previous = torch.empty(len(self._slots), dtype=torch.int64, device=table.device)
-            starts = torch.nn.functional.pad(new.cumsum(0, dtype=torch.int32), (1, 0))
-            self._placer.run(self._places, lens, starts, table, self._slots, None)
+        slots, requests = forward_batch.out_cache_loc.long(), forward_batch.req_pool_indices.long()
+        table = (self._req_to_token[requests, ::PAGE_SIZE] // PAGE_SIZE).int()
+        starts = torch.nn.functional.pad(new.cumsum(0, dtype=torch.int32), (1, 0))
+        placed = self._placer.run(lens, starts, table, slots, requests.int() - 1)  # request 0 is padding's
+        self._step = Step(len(slots), len(slots) if decodes else 0, slots, *placed)
         if decodes:
+            self._step.decodes = self._decodes
             for decode in self._decodes.values():
                 decode.update(table, lens, None)
         else:
-            lengths = (x.numpy().astype(np.int64) for x in (new, lens))
-            query_lens, seq_lens = lengths
-            self._prefills = {call: HostPrefill(query_lens, seq_lens, table, call) for call in self._decodes}
-
-    def forward_decode(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any) -> torch.Tensor:
-        """q [tokens, Hq * D] or [tokens, Hq, D], k [tokens, H, D], v [tokens, H, Dv]; [tokens, Hq * Dv]."""
-        call, q, out, pages = self._stored(q, k, v, layer, save_kv_cache, more)
-        self._decodes[call].run(q, out, str(layer.layer_id), pages, None, {}, None)
-        return out.flatten(1)
+            query_lens, seq_lens = (x.numpy().astype(np.int64) for x in (new, lens))
+            self._step.prefills = {c: HostPrefill(query_lens, seq_lens, table, c, self._placer.copies if c.raw else None) for c in self._calls}
 
     def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any) -> torch.Tensor:
-        """As `forward_decode`."""
-        call, q, out, pages = self._stored(q, k, v, layer, save_kv_cache, more)
-        self._prefills[call].run(call, q, k, v, out, pages)
+        """q [tokens, Hq * D] or [tokens, Hq, D], k [tokens, H, D], v [tokens, H, Dv]; [tokens, Hq * Dv]."""
+        if k is None or not save_kv_cache or (given := [name for name, x in more.items() if x is not None]):
+            what = "with " + ", ".join(given) if k is not None and save_kv_cache else "to another layer's keys"
+            raise UnsupportedError(f"layer {layer.layer_id}: kvbits' attention backend does not do attention {what}; use another --attention-backend")
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_head_dim)
+        self._layers[layer.layer_id].run(self._step, q, k, v, out, self._pool.pages[layer.layer_id - self._pool.start_layer])
         return out.flatten(1)
 
-    def _stored(self, q: Any, k: Any, v: Any, layer: Any, save: bool, more: dict[str, Any]) -> tuple[Call, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the layer attends with, once the step's tokens are in their pages."""
-        if k is None or not save or (given := [name for name, x in more.items() if x is not None]):
-            what = "with " + ", ".join(given) if k is not None and save else "to another layer's keys"
-            raise UnsupportedError(f"layer {layer.layer_id}: kvbits' attention backend does not do attention {what}; use another --attention-backend")
-        pages = self._pool.pages[layer.layer_id - self._pool.start_layer]
-        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        previous = self._places.previous if self._places else None
-        self._writes.run(k, v, pages, self._pool.layout, self._slots, previous_page=previous, turn=self._turns.get(layer.layer_id))
-        return self._calls[layer.layer_id], q, q.new_empty(len(q), layer.tp_q_head_num, layer.v_head_dim), pages
+    forward_decode = forward_extend
 
     def support_triton(self) -> bool:
         return False
 
 
-def _turns(config: Any, device: torch.device) -> dict[int, torch.Tensor]:
-    """By how much each layer's keys turn from a page to the next; none where nobody knows: means then start as they are."""
+def _turns(config: Any) -> dict[int, torch.Tensor]:
+    """By how much each layer's keys turn from a page to the next; none where nobody knows."""
     try:
         layers = layers_of(config)
     except UnsupportedError:
         return {}
-    return {i: turn_by(g.rotary, g.head_dim, PAGE_SIZE).to(device) for i, g in enumerate(layers) if g.rotary is not None}
+    return {i: turn_by(g.rotary, g.head_dim, PAGE_SIZE) for i, g in enumerate(layers) if g.rotary is not None}

@@ -1,13 +1,20 @@
-"""What of SGLang's options is refused, with the reason, before a model is loaded; and the page size."""
+"""What of SGLang's options is refused, with the reason, before a model is loaded; the page size; a calibration. `KVBITS_SGLANG` has kvbits' own options."""
 
 from __future__ import annotations
 
+import json
+import os
 from typing import Any
 
+from ... import schemes
 from ...errors import UnsupportedError
-from ...geometry import has_key_bias, layer_geometries
+from ...geometry import has_key_bias, layer_geometries, load_config, only_dense
+from ..engine.calibrated import Model, place, read
+from ..engine.options import Options, checked
 from ..engine.served import FORMATS, PAGE_SIZE, Format
 
+REQUESTS = 32
+"""Requests that can run at once where each has raw copies and --max-running-requests is not said: SGLang's own 2,048 would take memory for as many."""
 NOT_RUN = {
     "kv_cache_dtype": ("auto", "the format is the backend's name"),
     "speculative_algorithm": (None, "drafts have pools and plans of their own"),
@@ -20,7 +27,6 @@ NOT_RUN = {
     "enable_page_major_kv_layout": (False, "it lays keys and values out itself"),
     "prefill_only_disable_kv_cache": (False, "there is nothing to store"),
     "enable_memory_saver": (False, "pages are not released"),
-    "enable_mixed_chunk": (False, "a step is of prompts or of single tokens"),
     "enable_pdmux": (False, "a backend plans one batch at a time"),
     "enable_two_batch_overlap": (False, "a backend plans one batch at a time"),
     "enable_torch_compile": (False, "attention was not run in compiled graphs"),
@@ -51,6 +57,7 @@ def format_of(server_args: Any) -> Format | None:
 
 def resolve(server_args: Any, previous: Any) -> None:
     """SGLang's step that makes its options fit the attention backend."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
 
     previous(server_args)
@@ -60,15 +67,44 @@ def resolve(server_args: Any, previous: Any) -> None:
     view = resolved_view(server_args)
     if why := refuses(form, view):
         raise UnsupportedError(why)
+    check_model(form, model_config_of(server_args))
+    if form.calibrated:  # made now, while this is the only process
+        calibration_of(form, view)
     if view.page_size is None:
         declare_resolution(server_args, "kvbits", page_size=PAGE_SIZE)
+    if options_of(form).copies and view.max_running_requests is None:
+        declare_resolution(server_args, "kvbits", max_running_requests=REQUESTS)
+
+
+def options_of(form: Format) -> Options:
+    """What the environment says (`KVBITS_SGLANG`, JSON), since SGLang's own options are closed. Its processes inherit it.
+
+    Raises:
+        UnsupportedError: options that there are not or that cannot be.
+    """
+    text = os.environ.get("KVBITS_SGLANG") or "{}"
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = text
+    return checked(Options, given, "KVBITS_SGLANG", form.calibrated)
+
+
+def calibration_of(form: Format, server_args: Any) -> Model:
+    """Of the served model, found or made.
+
+    Raises:
+        CalibrationError, FileFormatError: as `engine.calibrated.read`.
+    """
+    name = place(server_args.model_path, server_args.revision)
+    config = load_config(name)  # SGLang writes into its own, and a calibration is known by what Transformers has
+    scheme = schemes.for_layers(form.scheme.name, layer_geometries(config))
+    way_out = """; or say KVBITS_SGLANG='{"calibration": "FILE.safetensors"}'"""
+    return read(options_of(form), name, config, scheme, device="cpu", way_out=way_out)
 
 
 def refuses(form: Format, options: Any) -> str | None:
     """Why an engine cannot have these options, or None."""
-    if form.calibrated:
-        uncalibrated = ", ".join(f.name for f in FORMATS.values() if not f.calibrated)
-        return f"{form.name} needs a calibration and raw copies, which SGLang's layers are not given; use one of {uncalibrated}"
     if options.device != "cpu":
         return f"kvbits' attention backend for SGLang was run on CPUs only (SGLANG_USE_CPU_ENGINE=1, --device cpu), not on {options.device}; on GPUs use vLLM's"
     if options.page_size not in (None, PAGE_SIZE):
@@ -87,6 +123,8 @@ def check_model(form: Format, model_config: Any) -> None:
     """
     config = model_config.hf_text_config
     layers = layer_geometries(config)
+    if how := only_dense(config):
+        raise UnsupportedError(f"this model {how}, which kvbits' backend for SGLang does not read; use another --attention-backend")
     bias = has_key_bias(config)
     if why := next((why for g in layers if (why := form.refuses(g.head_dim, g.value_head_dim, bias))), None):
         raise UnsupportedError(why)

@@ -6,14 +6,14 @@ import functools
 from typing import Any, ClassVar, NoReturn
 
 import torch
+from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from ...errors import UnsupportedError
 from ...spec import PageLayout
-from ..engine.served import PAGE_SIZE, Format
-from .options import check_model, format_of
-
-RAW_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+from ..engine.call import RAW_DTYPES, raw_of
+from ..engine.served import FORMATS, PAGE_SIZE, Format
+from .options import format_of, options_of
 
 
 class KVBitsPool(MHATokenToKVPool):
@@ -46,8 +46,6 @@ class KVBitsPool(MHATokenToKVPool):
 
 @functools.cache
 def _class_of(form_name: str) -> type[KVBitsPool]:
-    from ..engine.served import FORMATS
-
     return type("KVBitsPool", (KVBitsPool,), {"form": FORMATS[form_name]})
 
 
@@ -56,7 +54,6 @@ def pool_class(original: Any, configurator: Any, *, kind: str, default: type) ->
     form = format_of(configurator.server_args)
     if form is None or kind != "mha":
         return original(configurator, kind=kind, default=default)
-    check_model(form, configurator.model_config)
     return _class_of(form.name)
 
 
@@ -65,5 +62,14 @@ def cell_size(original: Any, sizes: Any, configurator: Any, num_layers: int) -> 
     form, config = format_of(configurator.server_args), configurator.model_config
     if form is None:
         return original(sizes, configurator, num_layers)
-    check_model(form, config)
     return num_layers * config.get_num_kv_heads(1) * form.layout(1, config.head_dim, config.v_head_dim).head_bytes // PAGE_SIZE
+
+
+def budget(original: Any, configurator: Any, pre_model_load_memory: int) -> int:
+    """Around `KVCacheConfigurator._profile_available_bytes`: without what raw copies take."""
+    form, config, found = format_of(configurator.server_args), configurator.model_config, original(configurator, pre_model_load_memory)
+    if form is None or not (pages := options_of(form).pages_of_request):
+        return found
+    raw = raw_of(form.layout(config.get_num_kv_heads(1), config.head_dim, config.v_head_dim, RAW_DTYPES[configurator.kv_cache_dtype]))
+    requests = resolved_view(configurator.server_args).max_running_requests
+    return found - configurator.layer_info.num_effective_layers * requests * pages * raw.page_size_bytes

@@ -3,14 +3,13 @@
     served     which `--kv-cache-dtype` stores what, and what is refused; without torch
     formats    the torch dtype that stands for each, and its pages
     backend    what vLLM asks before it allocates: page bytes, block size, layout, refusals
-    metadata   once per step: the decode plan, the pages that open, the prefill passes
-    impl       once per layer: store the step's tokens, attend
+    builder    once per step: the decode plan, the pages that open, the prefill passes (`metadata`)
+    impl       once per layer: which format, kernels and numbers it has
     prefill    queries of many tokens: history unpacked to 16 bits, then one variable-length FlashAttention call
-    host_prefill   the same on a CPU: history read packed
     options    what `--additional-config` says: raw copies of the newest pages, a scheme file
     taken      blocks that leave vLLM's pool, which have no raw copies
     scheme_file   each layer's format from a file
-    calibrated    what layers take whose keys are stored in a calibrated basis
+    calibrated    which calibration an engine's layers take
     observe    a calibration made by the engine itself, for models that no single process holds
     announce   what vLLM's help and log say about the dtypes
     dtypes     how vLLM learns the dtypes, by its release

@@ -13,11 +13,10 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from ...errors import UnsupportedError
 from ...later import upload
-from ...ops import dispatch
 from ...ops.cuda.engine.device_plan import MAX_QUERIES
-from ...ops.reference.place import Copies, Places
 from ..engine.decode import Decode, Ragged
 from ..engine.host_prefill import HostPrefill
+from ..engine.step import Placer
 from .formats import PAGE_SIZE
 from .impl import KVBitsImpl
 from .metadata import KVBitsMetadata
@@ -59,27 +58,15 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
             raise UnsupportedError("layers that attend in chunks count from a chunk's start, calibrated keys from a request's; use kvbits_int8_centered")
         most = vllm_config.model_config.max_model_len
         max_pages = -(-min(most, getattr(kv_cache_spec, "attention_chunk_size", None) or most) // PAGE_SIZE)  # vLLM makes rows of chunks of prompts (Llama 4)
-        self._places = self._make_places(impls, rows, config.max_num_batched_tokens + rows * threshold, device)  # drafts come on top of a full step
-        copies = self._places.copies if self._places else None
-        self._decodes = {n: {c: Decode(c, max_pages, rows, n, device, copies) for c in self.calls} for n in sorted({1, threshold})}
-
-    def _make_places(self, impls: list[KVBitsImpl], rows: int, tokens: int, device: torch.device) -> Places | None:
-        """None where no page has a mean or is in a frame, and none is copied."""
-        config, cache = self.vllm_config, self.vllm_config.cache_config  # whose blocks are of several pages in hybrids
-        copied = next((impl.options for impl in impls if impl.call.raw), None)
-        centered = any(c.layout.is_centered for c in self.calls)
-        turned = any(c.layout.key.needs_rotary for c in self.calls)
-        if not centered and not copied and not turned:
-            return None
-        self._placer = dispatch.choose("place", device)
-        self._placer.prepare()
-        sizes: dict[str, Any] = {"tokens": tokens, "num_blocks": (cache.num_gpu_blocks or 1) * cache.block_size // PAGE_SIZE, "device": device}
-        copies = None
-        if copied:
-            requests = config.scheduler_config.max_num_seqs
-            copies = Copies.empty(copied.newest_pages, bool(copied.raw_first), requests=requests, rows=rows, **sizes)
+        cache = vllm_config.cache_config  # whose blocks are of several pages in hybrids
+        self._placer = Placer(
+            self.calls, next((x.options for x in impls if x.call.raw), impls[0].options), requests=config.max_num_seqs, rows=rows, device=device,
+            tokens=config.max_num_batched_tokens + rows * threshold,  # drafts come on top of a full step
+            num_pages=(cache.num_gpu_blocks or 1) * cache.block_size // PAGE_SIZE,
+        )  # fmt: skip
+        if copies := self._placer.copies:
             STATES.add(copies)
-        return Places.empty(PAGE_SIZE, previous=centered, starts=turned, copies=copies, **sizes)
+        self._decodes = {n: {c: Decode(c, max_pages, rows, n, device, copies) for c in self.calls} for n in sorted({1, threshold})}
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -99,11 +86,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         lens = m.query_start_loc_cpu[: num_decodes + 1].diff()
         uniform = num_queries in self._decodes and bool(((lens == num_queries) | (lens == 0)).all()) and num_queries * num_decodes == num_decode_tokens
         ragged = None if uniform or not num_decodes else self._ragged(m, num_decodes, num_decode_tokens, threshold)
-        n, places = m.num_actual_tokens, self._places
-        if places:
-            self._place(places, m)
-        before, starts, slots = ((None if x is None else x[:n]) for x in _of_tokens(places))
-        found = KVBitsMetadata(n, num_decode_tokens, m.slot_mapping[:n], before, starts, slots)
+        found = KVBitsMetadata(m.num_actual_tokens, num_decode_tokens, m.slot_mapping[: m.num_actual_tokens], *self._place(m))
         if options_of(self.vllm_config).observe:
             found.positions = self._positions(m)
         if num_decodes:
@@ -113,7 +96,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         if num_prefills:
             query_lens, seq_lens = self._prefill_lengths(m, num_decodes)
             table = m.block_table_tensor[num_decodes : m.num_reqs]
-            copies = places.copies if places else None
+            copies = self._placer.copies
             found.prefills = {c: self._prefill(query_lens, seq_lens, table, c, copies if c.raw else None) for c in self.calls}
         return found
 
@@ -141,17 +124,12 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         each = torch.arange(tokens, device=self.device, dtype=torch.int32)
         return torch.searchsorted(m.query_start_loc[1 : rows + 1], each, right=True).clamp_(max=rows - 1)
 
-    def _place(self, places: Places, m: CommonAttentionMetadata) -> None:
-        """Pages before those that open, and copies: one launch."""
+    def _place(self, m: CommonAttentionMetadata) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Pages before those that open, starts of pages, and slots of copies."""
         rows, slots = m.num_reqs, m.slot_mapping[: m.num_actual_tokens]
         owners = None
-        if places.copies and m.req_idx is not None:  # the V2 runner's; rows of its V1 move when others end, and then lose copies
-            padded = np.full(rows, len(places.copies.holds), np.int32)  # of padding: nobody
+        if (copies := self._placer.copies) and m.req_idx is not None:  # the V2 runner's; rows of its V1 move when others end, and then lose copies
+            padded = np.full(rows, len(copies.holds), np.int32)  # of padding: nobody
             padded[: len(m.req_idx)] = m.req_idx[:rows]
             owners = upload(padded, self.device)
-        self._placer.run(places, m.seq_lens[:rows], m.query_start_loc[: rows + 1], m.block_table_tensor[:rows], slots, owners)
-
-
-def _of_tokens(places: Places | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """What `place` fills for each token: the page before, the start of its page, its slot among copies."""
-    return (places.previous, places.starts, places.copies.slots if places.copies else None) if places else (None, None, None)
+        return self._placer.run(m.seq_lens[:rows], m.query_start_loc[: rows + 1], m.block_table_tensor[:rows], slots, owners)

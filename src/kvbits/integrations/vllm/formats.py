@@ -13,11 +13,11 @@ import torch
 from ...errors import UnsupportedError
 from ...ops import dispatch
 from ...spec import PageLayout, QuantSpec
+from ..engine.call import RAW_DTYPES
 from ..engine.served import FORMATS, PAGE_SIZE, SCHEME, Format
 
-__all__ = ["FORMATS", "NAMES", "PAGE_SIZE", "SCHEME", "Format"]
+__all__ = ["FORMATS", "NAMES", "PAGE_SIZE", "RAW_DTYPES", "SCHEME", "Format"]
 
-RAW_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 TAGS = {
     "kvbits_int8": torch.int8, "kvbits_int8_centered": torch.int16, "kvbits_int8k_int4v": torch.int32, "kvbits_int4": torch.int64,
     "kvbits_klt4": torch.uint32, "kvbits_klt3": torch.uint64, "kvbits_klt2": torch.complex32,

@@ -15,7 +15,8 @@ from ...geometry import has_key_bias
 from ...ops import dispatch
 from ...ops.reference.merge import sink_part
 from ...spec import PageLayout
-from ..engine.call import Sink, call_for
+from ..engine.call import call_for, raw_of
+from ..engine.layer import Layer
 from . import calibrated, formats, observe
 from .metadata import KVBitsMetadata
 from .options import options_of
@@ -57,12 +58,7 @@ class KVBitsImpl(AttentionImpl):
         self._device = device_of_layers()
         self._config, self._dtype, self._factors = config, dtype, (float(scale), sliding_window, logits_soft_cap or None)
         self._logits = sinks  # learned, [Hq] of this rank, loaded later
-        self._sink: Sink = None
-        self._turn: torch.Tensor | None = None
-        self._static: dict[str, torch.Tensor] = {}
-        self._order: torch.Tensor | None = None  # of stored channels, where it is not the model's
         self.moments: Moments | None = None
-        self._copies: torch.Tensor | None = None
         self._pages: torch.Tensor | None = None
         self.options = options_of(config)
         self._drafts = config.model_config.runner_type == "draft"
@@ -79,13 +75,10 @@ class KVBitsImpl(AttentionImpl):
         config, dtype, device = self._config, self._dtype, self._device
         scaling, window, softcap = self._factors
         scratch = scratch_for(layout, dtype, device, config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens, window)
-        raw = self._copies_of(layout) if copied else None
+        raw, copies = self._copies_of(layout) if copied else (None, None)
         self.call = call_for(layout, self.num_heads, dtype, scaling, window, softcap, scratch, _fa_version(device, *self._widths), raw)
-        self._writes = dispatch.choose("store_tokens", layout, dtype, device)
-        self._copies_raw = dispatch.choose("store_tokens", raw, dtype, device) if raw else None
-        for choice in (self._writes, self._copies_raw, dispatch.choose("dequantize", layout, dtype, device)):
-            if choice:
-                choice.prepare()
+        self.stored = Layer(self._found()[1].layer_name, self.call, device, copies)
+        dispatch.choose("dequantize", layout, dtype, device).prepare()
 
     def _take_own_format(self) -> None:
         """That of the dtype, of the scheme file, or `HEADS`, by the layer's name; vLLM asks the layer for it when it has the whole model."""
@@ -120,17 +113,15 @@ class KVBitsImpl(AttentionImpl):
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        self._static, self._order = calibrated.model_of(self._config, self._device).layer(self._found()[0], rank, size, self._device)
+        self.stored.static, self.stored.order = calibrated.model_of(self._config, self._device).layer(self._found()[0], rank, size, self._device)
 
-    def _copies_of(self, layout: PageLayout) -> PageLayout | None:
+    def _copies_of(self, layout: PageLayout) -> tuple[PageLayout | None, torch.Tensor | None]:
         """The layout of copies in 16 bits (of the model's dtype), and their pages."""
-        config, options = self._config, self.options
-        if layout.is_raw or not options.copies:
-            return None
-        raw = formats.raw_layout(self.num_kv_heads, *self._widths, formats.RAW_DTYPES[self._dtype])
-        count = config.scheduler_config.max_num_seqs * (options.newest_pages + bool(options.raw_first)) * (not self._target_name)
-        self._copies = torch.zeros(count, self.num_kv_heads, raw.head_bytes, dtype=torch.uint8, device=self._device)
-        return raw
+        if layout.is_raw or not self.options.copies:
+            return None, None
+        raw = raw_of(layout)
+        count = self._config.scheduler_config.max_num_seqs * self.options.pages_of_request * (not self._target_name)
+        return raw, torch.zeros(count, self.num_kv_heads, raw.head_bytes, dtype=torch.uint8, device=self._device)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         self.settle()
@@ -142,11 +133,13 @@ class KVBitsImpl(AttentionImpl):
 
     def settle(self) -> None:
         """When the model is there. Loaders that leave `process_weights_after_loading` out (tensorizer) get it from the builder."""
+        if not hasattr(self, "stored"):
+            self._settle()
         if self._logits is not None:  # weights may be loaded again
-            self._sink = part = sink_part(self._logits, self._widths[1], self._dtype)
+            self.stored.sink = part = sink_part(self._logits, self._widths[1], self._dtype)
             dispatch.choose("merge", part[:1]).prepare()
-        if hasattr(self, "call"):
-            return
+
+    def _settle(self) -> None:
         self._take_own_format()
         if self.call.layout.key.needs_rotary:
             self._take_calibration()
@@ -157,7 +150,7 @@ class KVBitsImpl(AttentionImpl):
             self.moments = observe.moments(self._config, self._found()[0], self.num_kv_heads)
         turn = page_turn(self.head_size, self._rope) if self.call.layout.is_centered else None
         if turn is not None:
-            self._turn = turn.to(self._device)
+            self.stored.turn = turn.to(self._device)
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: KVBitsMetadata | None,
@@ -170,39 +163,18 @@ class KVBitsImpl(AttentionImpl):
         if attn_metadata is None:  # a run that measures memory
             return output.fill_(0)
         m = attn_metadata
-        prefill, copies = m.prefills.get(self.call), self._copies
         if self._target:  # what it had; without prompts nobody reads keys and values
             key, value = self._target.fresh or (query[:, : self.num_kv_heads],) * 2
-            copies = self._target._copies
         elif key is None:
             raise UnsupportedError(f"{layer.layer_name} has no keys and values of its own and does not say whose it reads; use another --kv-cache-dtype")
         elif self.lends:  # a compiled model may use their memory again
-            self.fresh = (key.clone(), value.clone()) if prefill else None
+            self.fresh = (key.clone(), value.clone()) if m.prefills else None
         if self.moments is not None and m.positions is not None:
             self.moments.add(query[: m.num_tokens], key[: m.num_tokens], m.positions)
         if self._pages is None or self._pages.data_ptr() != kv_cache.data_ptr() or len(self._pages) != len(kv_cache):
             self._pages = kv_cache.flatten(2)  # one tensor for all steps, by which kernels on a CPU know what they keep of it
-        pages = self._pages
-        plain = self._order is None or prefill is None or not prefill.has_history  # fresh keys are read as they came
-        stored, asked = key, query
-        if self._order is not None:
-            asked, stored = query[: m.num_decode_tokens if plain else m.num_tokens, ..., self._order], key[: m.num_tokens, ..., self._order]
-        if not self._target:
-            self._store(stored[: m.num_tokens], value[: m.num_tokens], pages, m)
-        d = m.num_decode_tokens
-        if d:
-            m.decodes[self.call].run(asked[:d], output[:d], layer.layer_name, pages, copies, self._static, self._sink)
-        if prefill:
-            q, k = (query, key) if plain else (asked, stored)
-            n = d + prefill.num_tokens
-            prefill.run(self.call, q[d:n], k[d:n], value[d:n], output[d:n], pages, copies, self._static, self._sink)
+        self.stored.run(m, query, key, value, output, self._pages, self._target and self._target.stored)
         return output
-
-    def _store(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, m: KVBitsMetadata) -> None:
-        to = {"static": self._static, "previous_page": m.previous_page, "starts": m.starts, "turn": self._turn}
-        self._writes.run(key, value, pages, self.call.layout, m.slot_mapping, **to)
-        if self._copies_raw and self._copies is not None and m.copy_slots is not None:
-            self._copies_raw.run(key, value, self._copies, self.call.raw, m.copy_slots)
 
 
 def device_of_layers() -> torch.device:

@@ -1,0 +1,83 @@
+"""What layers need whose keys are stored in a calibrated basis: one rank's part of a calibration, and the model's rotary embedding.
+
+The calibration is the file that the options name, or the model's own in the user's cache folder, made there once (`calibrate.kept`). Its tensors have a row
+for each kv head of the whole model. The rotary embedding is the one that Transformers makes from the model's configuration, as when it was calibrated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...calibrate import Calibration, kept
+from ...geometry import stored_at
+from ...quant.basis import completed
+from ...spec import LayerGeometry, Scheme
+from ..rotary import layers_of
+from .options import Options
+
+
+@dataclass(eq=False)
+class Model:
+    """What an engine's layers were calibrated to.
+
+    Attributes:
+        layers: of the whole model, with rotary embeddings.
+    """
+
+    calibration: Calibration
+    config: Any
+    layers: tuple[LayerGeometry, ...] = field(default=())
+
+    def layer(self, index: int, rank: int, size: int, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+        """(`PageStore.static`, stored order of channels) of a layer of the whole model, for one of `size` ranks. The order is None where it is the model's.
+
+        Raises:
+            UnsupportedError: a model whose rotary embedding cannot be told.
+        """
+        self.layers = self.layers or layers_of(self.config)
+        index = stored_at(self.config)[index]
+        geometry = self.layers[index]
+        assert geometry.rotary is not None
+        heads = heads_of(geometry.num_kv_heads, rank, size)
+        static = {name: x[heads].to(device).contiguous() for name, x in self.calibration.static[index].items()}
+        inv_freq = torch.tensor(geometry.rotary.frequencies(geometry.head_dim), dtype=torch.float32, device=device)
+        order = geometry.rotary.order(geometry.head_dim)
+        given = tuple(range(geometry.head_dim))
+        return completed(static, inv_freq), None if order == given else torch.tensor(order, device=device)
+
+
+def heads_of(num_kv_heads: int, rank: int, size: int) -> slice:
+    """Which kv heads of a layer a rank of tensor parallelism has; with fewer heads than ranks, neighbours share one."""
+    each, sharing = max(1, num_kv_heads // size), max(1, size // num_kv_heads)
+    return slice(rank // sharing * each, (rank // sharing + 1) * each)
+
+
+def read(options: Options, name: str, config: Any, scheme: Scheme, *, device: str, way_out: str, file: bool = True) -> Model:
+    """Of the model that an engine loads, found or made.
+
+    Args:
+        name: as `place` gives it.
+        config: Transformers' configuration of it, as the engine has it.
+        way_out: said where none can be made.
+        file: whether the file that the options name is of this model.
+
+    Raises:
+        CalibrationError: a file of another model or scheme, or none, and none can be made.
+        FileFormatError: a damaged one, or none under the name that is given.
+    """
+    if options.calibration and file:
+        return Model(Calibration.load(options.calibration).fitted(config, scheme), config)
+    return Model(kept.of_files(name, config, scheme, make=options.calibrate, device=device, way_out=way_out), config)
+
+
+def place(name: str, revision: str | None) -> str:
+    """What an engine loads weights from: a folder, the name of a model, or the folder of the revision that is asked for."""
+    if not revision or Path(name).is_dir():
+        return str(name)
+    from huggingface_hub import snapshot_download
+
+    return str(snapshot_download(name, revision=revision))

@@ -1,0 +1,70 @@
+"""Once per layer: store the step's tokens in their pages, then attend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ...ops import dispatch
+from .call import Call, Sink
+from .step import Step
+
+
+@dataclass(eq=False)
+class Layer:
+    """One attention layer's tokens and queries. What a step needs is compiled here.
+
+    Attributes:
+        name: by which plans know it.
+        copies: pages of `call.raw`, uint8 [copies, H, head_bytes], or None.
+        static: calibrated parameters (`PageStore.static`).
+        order: of stored channels, int64 [D]; None where it is the model's.
+        turn: by how much keys turn from a page to the next (`quant.rotary.turn_by`); None where nobody knows: means then start as they are.
+        sink: a learned one.
+    """
+
+    name: str
+    call: Call
+    device: torch.device
+    copies: torch.Tensor | None = None
+    static: dict[str, torch.Tensor] = field(default_factory=dict)
+    order: torch.Tensor | None = None
+    turn: torch.Tensor | None = None
+    sink: Sink = None
+
+    def __post_init__(self) -> None:
+        layouts = [self.call.layout, *([self.call.raw] if self.call.raw else [])]
+        self._writes = [dispatch.choose("store_tokens", layout, self.call.dtype, self.device) for layout in layouts]
+        for choice in self._writes:
+            choice.prepare()
+
+    def run(
+        self, step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, lender: Layer | None = None
+    ) -> None:
+        """query [N, Hq, D], key [N, H, D], value [N, H, Dv], out [N, Hq, Dv], written; of more tokens than the step's only the first count.
+
+        Args:
+            pages: uint8 [pages, H, head_bytes].
+            lender: whose pages these are; then nothing is stored.
+        """
+        prefill, n, d = step.prefills.get(self.call), step.num_tokens, step.num_decode_tokens
+        copies = (lender or self).copies
+        plain = self.order is None or prefill is None or not prefill.has_history  # fresh keys are read as they came
+        stored, asked = key, query
+        if self.order is not None:
+            asked, stored = query[: d if plain else n, ..., self.order], key[:n, ..., self.order]
+        if lender is None:
+            self._store(stored[:n], value[:n], pages, step)
+        if d:
+            step.decodes[self.call].run(asked[:d], out[:d], self.name, pages, copies, self.static, self.sink)
+        if prefill:
+            q, k = (query, key) if plain else (asked, stored)
+            end = d + prefill.num_tokens
+            prefill.run(self.call, q[d:end], k[d:end], value[d:end], out[d:end], pages, copies, self.static, self.sink)
+
+    def _store(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, step: Step) -> None:
+        to = {"static": self.static, "previous_page": step.previous_page, "starts": step.starts, "turn": self.turn}
+        self._writes[0].run(key, value, pages, self.call.layout, step.slot_mapping, **to)
+        if self.call.raw and self.copies is not None and step.copy_slots is not None:
+            self._writes[1].run(key, value, self.copies, self.call.raw, step.copy_slots)

@@ -1,0 +1,75 @@
+"""What users say of raw copies and calibrations: `Options`. How they say it is each engine's."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ...errors import UnsupportedError
+from .served import COPIED, PAGE_SIZE
+
+MOST_RAW = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """
+    Attributes:
+        raw_newest: tokens at the end of each request that are read raw when it decodes, at least: up to a page more, whole pages. 0: none.
+        raw_first: whether each request's first page (64 tokens) is read raw too: 0 or 64.
+        calibration: file of `kvbits calibrate` for layers whose keys are stored in a calibrated basis; the model's own is found, or made once, without it.
+        calibrate: whether one may be made where none is kept.
+    """
+
+    raw_newest: int = 0
+    raw_first: int = 0
+    calibration: str = dataclasses.field(default="", metadata={"what": "a file of `kvbits calibrate`"})
+    calibrate: bool = True
+
+    @property
+    def newest_pages(self) -> int:
+        return self.raw_newest // PAGE_SIZE + 1 if self.raw_newest else 0
+
+    @property
+    def pages_of_request(self) -> int:
+        """Pages of a request that are also kept raw, at most."""
+        return self.newest_pages + bool(self.raw_first)
+
+    @property
+    def copies(self) -> bool:
+        """Whether pages are also kept raw."""
+        return bool(self.raw_newest)
+
+
+Kind = TypeVar("Kind", bound=Options)
+
+
+def checked(kind: type[Kind], given: Any, where: str, calibrated: bool) -> Kind:
+    """Options as a user gave them. Where layers are calibrated and nothing is said of raw copies, they have `COPIED` newest and first tokens.
+
+    Raises:
+        UnsupportedError: options that there are not or that cannot be; `where` says what gave them.
+    """
+    names = [f.name for f in dataclasses.fields(kind)]
+    if not isinstance(given, dict) or set(given) - set(names):
+        raise UnsupportedError(f"{where} is {given!r}; it takes a dict of {', '.join(names)}")
+    defaults: dict[str, Any] = {"raw_newest": COPIED, "raw_first": COPIED} if calibrated and given.get("raw_newest") != 0 else {}
+    found = kind(**(defaults | given))
+    if not _is_whole(found.raw_newest) or found.raw_newest % PAGE_SIZE or not 0 <= found.raw_newest <= MOST_RAW:
+        raise UnsupportedError(f"raw_newest={found.raw_newest!r} must be a multiple of {PAGE_SIZE} tokens, 0 to {MOST_RAW}")
+    if not _is_whole(found.raw_first) or found.raw_first not in (0, PAGE_SIZE):
+        raise UnsupportedError(f"raw_first={found.raw_first!r} must be 0 or {PAGE_SIZE} tokens, a page")
+    for f in dataclasses.fields(found):
+        value = getattr(found, f.name)
+        if "what" in f.metadata and not isinstance(value, str):
+            raise UnsupportedError(f"{f.name}={value!r} must be the name of {f.metadata['what']}")
+        if isinstance(f.default, bool) and not isinstance(value, bool):
+            raise UnsupportedError(f"{f.name}={value!r} must be true or false")
+    if found.raw_first and not found.raw_newest:
+        raise UnsupportedError(f"raw_first without raw_newest; pass raw_newest={PAGE_SIZE} too")
+    return found
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
