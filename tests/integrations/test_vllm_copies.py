@@ -76,7 +76,7 @@ def test_random_requests_in_a_tiny_pool(model, engine):  # noqa: F811
     """Preempted, recomputed, sharing prefixes, in rows that move: copies of others are never read."""
     rng = random.Random(0)
     stems = [random_ids(n, n) for n in (64, 128)]
-    prompts = [rng.choice(stems)[: rng.randint(1, 128)] + random_ids(rng.randint(1, 50), i) for i in range(40)]
+    prompts = [rng.choice(stems)[: rng.randint(1, 128)] + random_ids(rng.randint(1, 50), i) for i in range(24)]
     llm = engine("llama_plain", DTYPE, additional_config=RAW, num_gpu_blocks_override=12, max_num_batched_tokens=100, max_model_len=512, max_num_seqs=6)
     results = generate(llm, prompts, 60)
     assert sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions") > 0
