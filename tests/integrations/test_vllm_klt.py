@@ -74,7 +74,7 @@ def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, ca
     """Also over page borders while decoding, past a frame of 256, and again where the prompts are found in the prefix cache."""
     c = calibration("llama", dtype.removeprefix("kvbits_"))
     llm = engine("llama", dtype, **said(c, raw_newest=0))
-    prompts = [random_ids(n, n) for n in (2, 50, 63, 64, 130, 250, 330)]
+    prompts = [random_ids(n, n) for n in (2, 63, 130, 250, 330)]
     for prompt, result in zip(prompts, generate(llm, prompts), strict=True):
         check(model("llama")[0], scheme_of(dtype), prompt, result, calibration=c)
         assert result[2] == 0
