@@ -63,7 +63,7 @@ static bool attend() {
   call.num_tokens = read_one<int64_t>();
   call.num_heads = read_one<int64_t>();
   call.num_kv_heads = read_one<int64_t>();
-  call.head_dim = read_one<int64_t>();
+  call.head_dim = call.value_head_dim = read_one<int64_t>();
   call.q_dtype = read_one<int64_t>();
   call.sliding_window = read_one<int64_t>();
   call.num_parts = read_one<int64_t>();
@@ -117,7 +117,7 @@ static bool close_pages() {
   kvbits_close_call call = {};
   call.store = &store->s;
   call.num_kv_heads = read_one<int64_t>();
-  call.head_dim = read_one<int64_t>();
+  call.head_dim = call.value_head_dim = read_one<int64_t>();
   call.dtype = read_one<int64_t>();
   const Blob k = read_blob(), v = read_blob();
   const Blob want = read_blob();
