@@ -321,8 +321,8 @@ def test_gguf_metadata_is_enough_and_is_parsed_once(tmp_path, monkeypatch):
     c = load_config(path)
     assert layer_geometries(c) == (LayerGeometry(num_kv_heads=2, head_dim=16),) * 3
     assert max_context(c) == 77
-    plain, parsed = gguf.GGUFReader, []
-    monkeypatch.setattr(gguf, "GGUFReader", lambda *args: parsed.append(args) or plain(*args))
+    parse, parsed = gguf.GGUFReader.__init__, []
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", lambda *args: parsed.append(args) or parse(*args))
     load_config(path), load_config(path)
     assert not parsed, "a file that is as it was is not parsed again"
     forget_parsed()

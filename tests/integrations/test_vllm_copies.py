@@ -28,7 +28,7 @@ RAW = {"kvbits": {"raw_newest": 64, "raw_first": 64}}
 def test_what_all_copies_cover_is_the_model_itself(model, engine):  # noqa: F811
     """Up to 192 tokens every page is the first or one of the newest two: nothing that decodes reads a quantized number. Longer ones read a few."""
     llm = engine("llama_plain", DTYPE, additional_config=RAW, enable_prefix_caching=False)
-    short = [random_ids(n, n) for n in (1, 40, 63, 64, 65, 127, 128, 150)]
+    short = [random_ids(n, n) for n in (1, 63, 64, 128, 150)]
     for prompt, result in zip(short, generate(llm, short, 40), strict=True):
         check(model("llama_plain")[0], None, prompt, result)
     long = [random_ids(n, n) for n in (300, 400)]
@@ -71,9 +71,9 @@ def test_random_requests_in_a_tiny_pool(model, engine):  # noqa: F811
     """Preempted, recomputed, sharing prefixes, in rows that move: copies of others are never read."""
     rng = random.Random(0)
     stems = [random_ids(n, n) for n in (64, 128)]
-    prompts = [rng.choice(stems)[: rng.randint(1, 128)] + random_ids(rng.randint(1, 50), i) for i in range(40)]
+    prompts = [rng.choice(stems)[: rng.randint(1, 128)] + random_ids(rng.randint(1, 50), i) for i in range(16)]
     llm = engine("llama_plain", DTYPE, additional_config=RAW, num_gpu_blocks_override=12, max_num_batched_tokens=100, max_model_len=512, max_num_seqs=6)
-    results = generate(llm, prompts, 60)
+    results = generate(llm, prompts, 40)
     assert sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions") > 0
     assert sum(r[2] for r in results) > 0
     found = [distance(model("llama_plain")[0], p, r) for p, r in zip(prompts, results, strict=True)]

@@ -66,12 +66,12 @@ def said(calibration, **options):
     return {"additional_config": {"kvbits": {"calibration": calibration.path, **options}}}
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(name, marks=pytest.mark.night if name == "kvbits_klt3" else ()) for name in DTYPES])
+@pytest.mark.parametrize("dtype", [pytest.param(name, marks=pytest.mark.night if name != "kvbits_klt4" else ()) for name in DTYPES])
 def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, calibration, dtype):  # noqa: F811
     """Also over page borders while decoding, past a frame of 256, and again where the prompts are found in the prefix cache."""
     c = calibration("llama", dtype.removeprefix("kvbits_"))
     llm = engine("llama", dtype, **said(c, raw_newest=0))
-    prompts = [random_ids(n, n) for n in (2, 50, 63, 64, 130, 250, 330)]
+    prompts = [random_ids(n, n) for n in (2, 63, 130, 250, 330)]
     for prompt, result in zip(prompts, generate(llm, prompts), strict=True):
         check(model("llama")[0], scheme_of(dtype), prompt, result, calibration=c)
         assert result[2] == 0
@@ -157,7 +157,7 @@ def test_short_requests_of_which_a_third_is_aborted(engine, calibration):  # noq
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    count, rng = 10_000 if os.environ.get("KVBITS_NIGHT") else 200, random.Random(0)
+    count, rng = 10_000 if os.environ.get("KVBITS_NIGHT") else 100, random.Random(0)
     sizes = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 256, "max_model_len": 256, "max_num_seqs": 8}
     core = engine("one_layer", "kvbits_klt3", **said(calibration("one_layer", "klt3")), **sizes).llm_engine
     stems = [random_ids(n, n) for n in (64, 100)]

@@ -6,6 +6,8 @@ Set up by tests/integrations/run_vllm_cpu.sh; without vLLM the tests skip.
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib.metadata
 import os
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 
 SETTINGS = {
-    "VLLM_TARGET_DEVICE": "cpu", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_TARGET_DEVICE": "cpu", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }  # fmt: skip
 
@@ -113,6 +115,7 @@ def _experts(
     output.copy_(found)
 
 
+@functools.cache
 def has_kernels() -> bool:
     """Whether this is vLLM's build for CPUs."""
     return any(importlib.metadata.packages_distributions().get("vllm", []).count(name) for name in ("vllm-cpu", "vllm_cpu"))
@@ -197,7 +200,7 @@ def as_on_a_gpu(monkeypatch: Any) -> None:
 
 SETTINGS_OF_ENGINE = {
     "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 1024, "block_size": 64, "max_num_seqs": 8, "seed": 0,
-    "compilation_config": {"custom_ops": ["none"]}, "disable_log_stats": False,
+    "compilation_config": {"custom_ops": ["none"]}, "disable_log_stats": False, "kv_cache_memory_bytes": 1 << 28,
 }  # fmt: skip
 
 
@@ -218,6 +221,16 @@ def engine(model: Path | str, kv_cache_dtype: str, **options: Any) -> Any:
 
     current_platform.register_triton_kernel_overrides = lambda: None  # done, and its search through all modules stumbles the second time
     return found
+
+
+def set_aside() -> None:
+    """What is there now, modules above all, is nothing for the garbage collector to look at again: vLLM asks it nine times for each engine, half a second each."""
+    from vllm.v1.engine import core
+    from vllm.v1.worker import gpu_worker
+
+    core.freeze_gc_heap = gpu_worker.freeze_gc_heap = gc.unfreeze = lambda: None  # not what an engine holds, which must go with it
+    gc.collect()
+    gc.freeze()
 
 
 def save(model: Any, path: Path) -> Path:

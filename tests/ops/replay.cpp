@@ -63,7 +63,7 @@ static bool attend() {
   call.num_tokens = read_one<int64_t>();
   call.num_heads = read_one<int64_t>();
   call.num_kv_heads = read_one<int64_t>();
-  call.head_dim = read_one<int64_t>();
+  call.head_dim = call.value_head_dim = read_one<int64_t>();
   call.q_dtype = read_one<int64_t>();
   call.sliding_window = read_one<int64_t>();
   call.num_parts = read_one<int64_t>();
@@ -117,7 +117,7 @@ static bool close_pages() {
   kvbits_close_call call = {};
   call.store = &store->s;
   call.num_kv_heads = read_one<int64_t>();
-  call.head_dim = read_one<int64_t>();
+  call.head_dim = call.value_head_dim = read_one<int64_t>();
   call.dtype = read_one<int64_t>();
   const Blob k = read_blob(), v = read_blob();
   const Blob want = read_blob();
@@ -141,9 +141,10 @@ static bool close_pages() {
   return right;
 }
 
-int main(int, char** argv) {
+int main(int count, char** argv) {
   file = fopen(argv[1], "rb");
   if (!file) return 2;
+  if (count > 2 && strcmp(kvbits_tier(), argv[2])) return printf("%s was chosen, not %s\n", kvbits_tier(), argv[2]), 1;
   int passed = 0, failed = 0;
   for (int64_t kind; (kind = read_one<int64_t>()) != 0;) (kind == 1 ? attend() : close_pages()) ? passed++ : failed++;
   printf("%s: %d passed, %d failed\n", kvbits_tier(), passed, failed);

@@ -128,9 +128,10 @@ def run(*command: str, **env: str) -> None:
 
 
 MACHINES = {
-    "aarch64": [("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")],
-    "x86_64": [("qemu-x86_64", "-cpu", "Nehalem"), ("qemu-x86_64", "-cpu", "Haswell")],
+    "aarch64": {"neon": ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")},
+    "x86_64": {"generic": ("qemu-x86_64", "-cpu", "Nehalem"), "avx2": ("qemu-x86_64", "-cpu", "Haswell")},
 }
+"""By architecture and the instruction set that the library is to choose there."""
 
 
 def main() -> None:
@@ -154,8 +155,8 @@ def main() -> None:
             "-o",
             program,
         )
-        for machine in MACHINES[arch]:
-            run(*machine, program, str(build / "cases.bin"))
+        for tier, machine in MACHINES[arch].items():
+            run(*machine, program, str(build / "cases.bin"), tier)
             run(*machine, program, str(build / "cases.bin"), KVBITS_CPU_TIER="generic")
 
 

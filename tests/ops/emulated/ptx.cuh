@@ -1,7 +1,6 @@
 // ptx.cuh of src/kvbits/ops/cuda/shared on a CPU: every thread of a block is a fiber, and what a warp or a block does together waits for all its fibers.
 // It checks what a kernel computes (layouts, indices, order of barriers), not memory ordering: a fiber runs until it waits.
 #pragma once
-#include <immintrin.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -146,12 +145,20 @@ inline float power_of_two(int e) {
   return __uint_as_float(u32(e + 127) << 23);
 }
 inline int exponent_of(float x) { return int(__float_as_uint(x) >> 23 & 255) - 127; }
-inline float f16_to_float(u16 x) { return _cvtsh_ss(x); }
+// By builtins, as <immintrin.h> takes the compiler longer than most kernels.
+inline float f16_to_float(u16 x) {
+  typedef short Halves __attribute__((vector_size(16)));
+  return __builtin_ia32_vcvtph2ps(Halves{short(x)})[0];
+}
 inline float bf16_to_float(u16 x) { return __uint_as_float(u32(x) << 16); }
 inline u16 float_to_bf16(float x) { return (__float_as_uint(x) + 0x7fff + (__float_as_uint(x) >> 16 & 1)) >> 16; }
 inline float low_f16(u32 w) { return f16_to_float(u16(w)); }
 inline float high_f16(u32 w) { return f16_to_float(u16(w >> 16)); }
-inline u32 pack_f16(float low, float high) { return u32(u16(_cvtss_sh(low, 0))) | u32(u16(_cvtss_sh(high, 0))) << 16; }
+inline u32 pack_f16(float low, float high) {
+  typedef float Floats __attribute__((vector_size(16)));
+  const auto halves = __builtin_ia32_vcvtps2ph(Floats{low, high}, 0);  // to the nearest, ties to even
+  return u32(u16(halves[0])) | u32(u16(halves[1])) << 16;
+}
 inline u32 pack_bf16(float low, float high) { return float_to_bf16(low) | u32(float_to_bf16(high)) << 16; }
 inline u32 mul_f16x2(u32 a, u32 b) { return pack_f16(low_f16(a) * low_f16(b), high_f16(a) * high_f16(b)); }
 inline u32 max_f16x2(u32 a, u32 b) { return pack_f16(fmaxf(low_f16(a), low_f16(b)), fmaxf(high_f16(a), high_f16(b))); }

@@ -2,7 +2,9 @@
 
 #include <stdlib.h>
 #include <string.h>
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
@@ -15,11 +17,19 @@
 namespace {
 
 #if defined(__x86_64__)
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
-bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
-}
+struct Machine {
+  bool avx2 = false, avx512 = false;
+
+  /// Asks the processor itself: to `__builtin_cpu_supports` Zig's runtime answers no on every machine, and its wheels took generic code.
+  Machine() {
+    unsigned a, b, c, d, saved, upper;
+    const unsigned base = bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C, wide = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & base) != base || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+    asm volatile("xgetbv" : "=a"(saved), "=d"(upper) : "c"(0));  // which registers the system saves
+    avx2 = (b & bit_AVX2) && (saved & 0x06) == 0x06;
+    avx512 = avx2 && (b & wide) == wide && (c & bit_AVX512VNNI) && (saved & 0xe6) == 0xe6;
+  }
+};
 #elif defined(__aarch64__) && defined(__linux__)
 bool has_dot_product() { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP; }
 #elif defined(__aarch64__)
@@ -29,8 +39,8 @@ bool has_dot_product() { return true; }  // every Apple and Windows ARM machine 
 const TierKernels* find(const char* name) {
   auto wanted = [name](const char* tier) { return !name || !*name || !strcmp(name, tier); };
 #if defined(__x86_64__)
-  if (wanted("avx512") && has_avx512()) return tier_avx512();
-  if (wanted("avx2") && has_avx2()) return tier_avx2();
+  if (wanted("avx512") && Machine().avx512) return tier_avx512();
+  if (wanted("avx2") && Machine().avx2) return tier_avx2();
 #elif defined(__aarch64__)
   if (wanted("neon") && has_dot_product()) return tier_neon();
 #endif
