@@ -353,8 +353,8 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
         return f"{value:.5f}"
 
     wide = [
-        [m.name, f"`{c.scheme}`", f"{held_bits(c, m.tasks['fidelity']):.2f}", kl(c.summary["kl_mean"]), f"{c.summary['kl_max']:.2f}", percent(c.summary["kl_lost"]),
-         change(c.summary)]
+        [m.name, f"`{c.scheme}`", f"{held_bits(c, m.tasks['fidelity']):.2f}", kl(c.summary["kl_mean"]), f"{c.summary['kl_max']:.2f}",
+         percent(c.summary["kl_lost"]), change(c.summary)]
         for m, c in cells(benchmarks / "nvidia-h100" / LONG, "fidelity")
     ]  # fmt: skip
     chains = cells(length / "chains", "replay")
