@@ -1,12 +1,12 @@
-"""Results of `kvbits eval` as they are committed: what a report or a table reads stays, per-window dumps go. Used once, before the files are committed; a committed
-result file is not edited again.
+"""Results of `kvbits eval` as they are committed: what a report or a table reads stays, per-window dumps go. Used before the files are committed; later a
+committed file loses what single windows have at most.
 
     python benchmarks/trim_results.py [--summaries] FOLDER ...
 
 Left out are histograms of KL over a window's tokens (the summary has the percentile made of them; a window added later makes it null), what was written in greedy texts
 and answered to questions (whether it was right stays), and single layers' attention of a window (the summary has their means). Floats of items, not of summaries, keep 6
 significant digits. Running it again changes nothing.
---summaries leaves out the items: their number, their means and the runs are in the rest; and octaves of single texts.
+--summaries leaves of windows their names and runs, and of questions nothing: what is made of them is in the summary; and no octaves of single texts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def trimmed(data: dict[str, Any], summaries: bool = False) -> dict[str, Any]:
     """One result file's data without what no report reads."""
     if summaries:
         parts = {name: {k: v for k, v in one.items() if k != "octaves"} for name, one in data["summary"].get("texts", {}).items()}
-        return data | {"items": {}, "summary": rounded(data["summary"] | ({"texts": parts} if parts else {})), "trimmed": ["all figures"]}
+        items = {key: {"run": record["run"]} for key, record in data["items"].items()} if "windows" in data["summary"] else {}
+        return data | {"items": items, "summary": rounded(data["summary"] | ({"texts": parts} if parts else {})), "trimmed": ["all figures"]}
     items = {
         key: {k: rounded(v) for k, v in record.items() if k not in DROPPED and not (k == "tokens" and isinstance(v, list))}
         for key, record in data["items"].items()
@@ -51,7 +52,7 @@ def trimmed(data: dict[str, Any], summaries: bool = False) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, help="folders that `kvbits eval --out` wrote")
-    parser.add_argument("--summaries", action="store_true", help="drop the items")
+    parser.add_argument("--summaries", action="store_true", help="drop the figures of items")
     args = parser.parse_args()
     before = after = 0
     for path in (p for folder in args.folders for p in sorted(folder.glob("*/*/*.json"))):

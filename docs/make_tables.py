@@ -371,8 +371,8 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
         some = cells(length / folder, task)
         for m in dict.fromkeys(m.name for m, _ in some):
             mine = {c.scheme: c.summary for other, c in some if other.name == m}
-            n = next(iter(mine.values()))
-            what = f"{task}{', sampled' * (folder == 'sampled')}, {m}, {n.get('parts', n.get('problems')):,}"
+            (n,) = {s.get("parts", s.get("answers", s.get("problems"))) for s in mine.values()}  # paired: as many of each
+            what = f"{task}{', sampled' * (folder == 'sampled')}, {m}, {n:,}"
             answered.append([what, *(points(mine[name]) if name in mine else "" for name in ANSWERED)])
     return (
         _between("points-kl", table(["model", "cache", "bits held", "KL", "worst", "above 1 nat", "perplexity"], wide)),

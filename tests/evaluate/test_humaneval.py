@@ -32,7 +32,10 @@ def test_a_completion_is_cut_at_its_stop_and_run(task, monkeypatch, completion, 
     (key,) = task.item_keys()
     record = task.run(key, {"32-bit": base_factory(task.context.model)}, lambda n: None)["32-bit"]
     assert record["passed"] is passed and "other" not in record["completion"] and "limits" in record["isolation"]
-    summary, alone = task.summary({key: record}, {key: record}), {"problems": 1, "accuracy": float(passed), "passed": int(passed), "same_completion": 1.0}
+    summary, alone = (
+        task.summary({key: record}, {key: record}),
+        {"problems": 1, "answers": 1, "accuracy": float(passed), "passed": int(passed), "same_completion": 1.0},
+    )
     assert alone.items() <= summary.items() and (summary["difference"], summary["lost"], summary["gained"]) == (0, 0, 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
 
@@ -142,17 +143,61 @@ def test_a_replay_that_is_stopped_goes_on_with_the_next_chain(model, tmp_path, m
 
 
 def test_windows_and_chains_that_go_together_are_measured_as_each_alone(model, tmp_path):
-    for task in ("fidelity", "replay", "decode"):
-        alone, together = (run(model, tmp_path / str(n), task, ["kivi2"], windows=3, length=600, context=300, new_tokens=30, batch_size=n) for n in (1, 3))
+    for task in ("fidelity", "replay"):
+        alone, together = (run(model, tmp_path / str(n), task, ["kivi2"], windows=3, length=600, batch_size=n) for n in (1, 3))
         one, three = (results.read(tmp_path / str(n) / "tiny-float32" / task / "kivi2.json")["items"] for n in (1, 3))
         assert list(one) == list(three) and len(one) == 3
         for key, item in one.items():
             other = three[key]
             assert other["kl"] == pytest.approx(item["kl"], rel=1e-3) and other["nll"] == pytest.approx(item["nll"], rel=1e-5), (task, key)
-            assert [other[n] for n in ("num_tokens", "kl_worst", "read_raw", "bytes_planned")] == [
-                item[n] for n in ("num_tokens", "kl_worst", "read_raw", "bytes_planned")
-            ]
+            for name in ("num_tokens", "kl_worst", "read_raw", "bytes_planned", "saturated"):
+                assert other[name] == item[name], (task, name)
+            assert (item["batch"], other["batch"]) == (1, 3)
         assert together["kivi2"]["windows"] == alone["kivi2"]["windows"] == 3
+        assert alone["kivi2"]["tokens_per_s"] and together["kivi2"]["tokens_per_s"] is None and "speed_ratio" not in together["kivi2"]
+
+
+def test_elements_beyond_static_scales_are_counted_for_each_window(model, tmp_path):
+    text = Text("other", novel()[50_000:90_000])
+    for n in (1, 3):
+        evaluate(
+            model, tiny.tokenizer(), name="tiny", schemes=["int8_static"], tasks=["fidelity"], texts=TEXTS, out=tmp_path / str(n), calibration_text=text,
+            options=Options(windows=3, length=600, batch_size=n), progress=False,
+        )  # fmt: skip
+    one, three = (results.read(tmp_path / str(n) / "tiny-float32" / "fidelity" / "int8_static.json")["items"] for n in (1, 3))
+    assert {item["saturated"] for item in three.values()} == {-(-sum(item["saturated"] for item in one.values()) // 3)}
+
+
+def test_answers_are_drawn_alike_for_all_caches_and_more_draws_add_to_fewer(model, tmp_path):
+    data = {"gsm8k": str(tmp_path / "gsm8k.jsonl")}
+    problems = [{"question": f"What is {i} and {i}?", "answer": f"#### {2 * i}"} for i in range(3)]
+    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
+
+    def items(out, name):
+        return results.read(tmp_path / out / "tiny-float32" / "gsm8k" / f"{name}.json")["items"]
+
+    def ask(out, draws, **how):
+        return run(model, tmp_path / out, "gsm8k", ["raw"], data=data, shots=0, draws=draws, **how)["raw"]
+
+    found = ask("a", 2, batch_size=1)
+    assert (found["problems"], found["answers"]) == (3, 6) and list(items("a", "raw"))[3:] == [f"{key.split('#')[0]}#2" for key in list(items("a", "raw"))[:3]]
+    assert [r["tokens"] for r in items("a", "raw").values()] == [r["tokens"] for r in items("a", "32-bit").values()]
+    ask("b", 2, batch_size=4)
+    assert [(k, r["tokens"], r["chosen"]) for k, r in items("a", "raw").items()] == [(k, r["tokens"], r["chosen"]) for k, r in items("b", "raw").items()]
+    before = items("b", "raw")
+    assert ask("b", 3)["answers"] == 9 and {k: items("b", "raw")[k] for k in before} == before
+    with pytest.raises(SpecError, match="sampling is"):
+        ask("b", 0)
+    with pytest.raises(SpecError, match="seed"):
+        ask("b", 2, seed=1)
+    with pytest.raises(SpecError, match="draws=-1 is negative"):
+        Options(draws=-1)
+
+
+def test_drawn_answers_of_programs_belong_to_a_seed(tmp_path):
+    (tmp_path / "h.jsonl").write_text(json.dumps({"task_id": "h/0", "prompt": "def f():\n", "entry_point": "f", "test": "def check(f): pass"}) + "\n")
+    settings = [task_of("humaneval", data={"humaneval": str(tmp_path / "h.jsonl")}, draws=n, seed=s).settings for n, s in ((0, 0), (0, 1), (2, 0), (2, 1))]
+    assert settings[0] == settings[1] and settings[2] != settings[3] and settings[0] != settings[2]
 
 
 def test_a_chain_is_not_read_in_long_chunks():

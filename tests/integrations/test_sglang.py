@@ -231,8 +231,7 @@ def test_newest_and_first_tokens_are_raw_unless_told_otherwise(model, engine, ca
     assert 1e-3 < near < 0.9 * far and hit < 1.1 * far
 
 
-@pytest.mark.night
-@pytest.mark.parametrize("mixed", [False, True], ids=["overlap", "mixed"])
+@pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.night, id="overlap"), pytest.param(True, id="mixed")])
 def test_steps_that_overlap_or_are_of_prompts_and_single_tokens(model, engine, calibration, mixed):
     """SGLang prepares a step while the one before runs, unless told otherwise; it mixes where nobody asks for log-probabilities. Copies hold all tokens, so whatever
     is computed with what, tokens are the model's."""

@@ -61,8 +61,9 @@ def test_a_table_is_replaced_between_its_markers(folder, tmp_path):
         ("docs/results/evaluation.md", lambda: tables.scheme_table(collect(RESULTS), BENCHMARKS)),
         ("docs/results/evaluation.md", lambda: tables.length_table(BENCHMARKS)),
         ("docs/results/evaluation.md", lambda: tables.chains_table(BENCHMARKS)),
+        *(("docs/results/points.md", lambda i=i: tables.points_tables(BENCHMARKS)[i]) for i in range(4)),
     ],
-    ids=["presets", "milliseconds", "schemes", "lengths", "chains"],
+    ids=["presets", "milliseconds", "schemes", "lengths", "chains", "points-kl", "points-chains", "points-texts", "points-answers"],
 )
 def test_the_committed_tables_are_what_the_command_writes(file, made):
     text = (ROOT / file).read_text()
@@ -231,8 +232,16 @@ def test_simulated_methods_are_marked_at_the_worst_of_their_models(tmp_path):
 
 
 def test_one_command_writes_every_generated_part(tmp_path):
-    for name in ("README.md", "docs/results/evaluation.md", "docs/results/report.html", "docs/plan.html", tables.FIGURES, *tables.tables_gpu.DOCUMENTS):
+    for name in (
+        "README.md",
+        "docs/results/evaluation.md",
+        "docs/results/points.md",
+        "docs/results/report.html",
+        "docs/plan.html",
+        tables.FIGURES,
+        *tables.tables_gpu.DOCUMENTS,
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(committed(name), tmp_path / name)
     written = tables.write(tmp_path, BENCHMARKS)
-    assert len(written) == 9 and all(path.read_bytes() == committed(str(path.relative_to(tmp_path))).read_bytes() for path in written), RUN
+    assert len(written) == 10 and all(path.read_bytes() == committed(str(path.relative_to(tmp_path))).read_bytes() for path in written), RUN

@@ -233,7 +233,7 @@ def compare(
     return results
 
 
-def read_raw(spec: CacheSpec, length: int, *, chunk: int, start: int = 0) -> float:
+def read_raw(spec: CacheSpec, length: int, *, chunk: int, start: int = 0, since: int = 0) -> float:
     """Share of the tokens that attention read at 16 bits: sinks, newest tokens, unfinished pages, a chunk's own tokens. A mean over the tokens fed, and over
     layers; keys and values count half each.
 
@@ -241,8 +241,9 @@ def read_raw(spec: CacheSpec, length: int, *, chunk: int, start: int = 0) -> flo
         length: tokens of the text, of which the last one is not fed (see `compare`).
         chunk: tokens per forward pass.
         start: tokens stored before, in whatever passes; they read nothing here.
+        since: the first token that counts, where it is not that of the first pass.
     """
-    fed = range(start, length - 1)
+    fed = range(max(start, since), length - 1)
     shares, weights = [], []
     for g in spec.groups:
         packed = ((not g.key.is_raw) + (not g.value.is_raw)) / 2

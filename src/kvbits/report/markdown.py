@@ -51,7 +51,7 @@ def conditions(model: Model) -> str:
     base = next(iter(cells.values()))
     texts = list(dict.fromkeys(k.split("@")[0] for k in base.items))
     s = base.settings
-    most, least = max(len(c.items) for c in cells.values()), min(len(c.items) for c in cells.values())
+    most, least = max(c.summary["windows"] for c in cells.values()), min(c.summary["windows"] for c in cells.values())
     count = f"{most}" if most == least else f"{least} to {most}"
     of = f"{count} window{'' if count == '1' else 's'} of {s['length']:,} tokens"
     which = f"{of} spread over {', '.join(texts)}" if s.get("windows") == "spread" else f"the first {of} of {', '.join(texts)}"

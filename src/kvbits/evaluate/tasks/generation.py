@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -63,7 +64,14 @@ def asked(problems: list[str], draws: int) -> list[str]:
 
 def sampling(task: Task) -> str | dict[str, float]:
     """How answers are written, for a task's settings."""
-    return {"temperature": TEMPERATURE} if task.context.options.draws else "greedy"
+    o = task.context.options
+    return {"temperature": TEMPERATURE, "seed": o.seed} if o.draws else "greedy"
+
+
+def counted(keys: Iterable[str]) -> dict[str, int]:
+    """How many problems keys of `asked` are of, and how many answers."""
+    found = list(keys)
+    return {"problems": len({key.split("#")[0] for key in found}), "answers": len(found)}
 
 
 def completed(task: Task, f: CacheFactory, keys: list[str], prompts: list[torch.Tensor], stops: tuple[str, ...]) -> list[tuple[list[int], str]]:
@@ -124,6 +132,6 @@ class HumanEvalTask(Task):
         passed = sum(r["passed"] for r in records.values())
         same = [records[k]["completion"] == base[k]["completion"] for k in records if k in base]
         return {
-            "problems": len(records), "accuracy": passed / len(records), "passed": passed,
+            **counted(records), "accuracy": passed / len(records), "passed": passed,
             "same_completion": sum(same) / len(same) if same else None, **paired_records(records, base, "passed"),
         }  # fmt: skip

@@ -24,7 +24,7 @@ from ..paired import paired_records
 from ..rows import score
 from ..texts import bos_of
 from . import Context, Record, Task
-from .generation import MAX_NEW_TOKENS, asked, completed, data_file, drawn, json_lines, sampling
+from .generation import MAX_NEW_TOKENS, asked, completed, counted, data_file, drawn, json_lines, sampling
 
 LETTERS = "ABCD"
 NUMBER = re.compile(r"#### (\-?[0-9\.\,]+)")
@@ -95,7 +95,7 @@ class QuestionsTask(Task):
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
         right = [r["right"] for r in records.values()]
         accuracy = sum(right) / len(right)
-        found: dict[str, Any] = {"problems": len(right), "accuracy": accuracy, "accuracy_se": (accuracy * (1 - accuracy) / len(right)) ** 0.5}
+        found: dict[str, Any] = {**counted(records), "accuracy": accuracy, "accuracy_se": (accuracy * (1 - accuracy) / len(right)) ** 0.5}
         if all("right_norm" in r for r in records.values()):
             found["accuracy_norm"] = sum(r["right_norm"] for r in records.values()) / len(right)
         shared = [k for k in records if k in base]

@@ -61,7 +61,7 @@ class ReplayTask(FidelityTask):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"length": self._length, "chunk": self.chunk, "temperature": TEMPERATURE, "prompts": self._kinds, "seed": self.context.options.seed}
+        return {"length": self._length, "chunk": self.chunk, "temperature": TEMPERATURE, "prompts": self._kinds, "seed": self.context.options.seed, "chains": 2}
 
     def item_keys(self) -> list[str]:
         kinds = list(self._kinds)

@@ -86,18 +86,22 @@ class FidelityTask(Task):
         for name, one in compared.items():
             about = self._about(caches[name], len(keys)) | {"base_seconds": beside}
             for key, f in zip(keys, one.texts(), strict=True):
-                found[key][name] = f.since(self._first(key)).record(start) | about
+                found[key][name] = f.since(self._first(key)).record(start) | about | self._read_raw(caches[name], key)
         return found
 
     def _about(self, cache: Any, rows: int) -> Record:
         """What a cache of as many windows holds of each."""
-        start = self._stored
-        found: Record = {"bytes_held": held_bytes(cache) // rows}
+        found: Record = {"bytes_held": held_bytes(cache) // rows, "batch": rows}
         if isinstance(cache, KVCache):
-            spec = cache.pages.spec
-            found |= {"bytes_planned": spec.nbytes(self._length), "read_raw": read_raw(spec, self._length, chunk=self._scored_chunk, start=start)}
-            found |= {"saturated": sum(n for layer in cache.pages.saturated for n in layer.values())}
+            saturated = sum(n for layer in cache.pages.saturated for n in layer.values())
+            found |= {"bytes_planned": cache.pages.spec.nbytes(self._length), "saturated": -(-saturated // rows)}
         return found
+
+    def _read_raw(self, cache: Any, key: str) -> Record:
+        if not isinstance(cache, KVCache):
+            return {}
+        since = self._stored + self._first(key) - 1
+        return {"read_raw": read_raw(cache.pages.spec, self._length, chunk=self._scored_chunk, start=self._stored, since=since)}
 
     @property
     def _scored_chunk(self) -> int:
@@ -114,9 +118,10 @@ class FidelityTask(Task):
 
 
 class DecodeTask(FidelityTask):
-    """A context in chunks, then single tokens."""
+    """A context in chunks, then single tokens, one window at a time: that is what a user waits for."""
 
     name: ClassVar[str] = "decode"
+    batched: ClassVar[bool] = False
     usual_chunk: ClassVar[int] = 128
 
     @property
@@ -166,13 +171,14 @@ def _summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, A
     for r in records.values():
         for b, n in r.get("kl_histogram", {}).items():
             histogram[b] = histogram.get(b, 0) + n
+    alone = all(r.get("batch", 1) == 1 for r in records.values())  # windows that went together say nothing about a user's speed
     counted = sum(histogram.values()) == tokens  # a file that was trimmed for keeping has no histograms
     found: dict[str, Any] = {
         "windows": len(records), "tokens": tokens, "ppl": math.exp(total("nll") / tokens), "kl_mean": total("kl") / tokens,
         "kl_p99": histogram_quantile(histogram, 0.99) if counted else None,
         **_worst(records, tokens), **_by_octave(records), "tvd_mean": total("tvd") / tokens,
         "mass_matched": 1 - total("tvd") / tokens, "top1_agreement": total("top1_same") / tokens,
-        "tokens_per_s": total("num_timed") / total("seconds") if total("seconds") else None,
+        "tokens_per_s": total("num_timed") / total("seconds") if total("seconds") and alone else None,
         "bytes_held": max(r["bytes_held"] for r in records.values()),
     }  # fmt: skip
     for name in ("bytes_planned", "saturated"):
@@ -180,7 +186,7 @@ def _summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, A
             found[name] = max(r[name] for r in records.values())
     if all("read_raw" in r for r in records.values()):
         found["read_raw"] = math.fsum(r["read_raw"] * r["num_tokens"] for r in records.values()) / tokens
-    if base_seconds := math.fsum(r["base_seconds"] for r in records.values()):
+    if alone and (base_seconds := math.fsum(r["base_seconds"] for r in records.values())):
         found["speed_ratio"] = base_seconds / total("seconds")
     shared = [k for k in records if k in base]
     if len(shared) == len(records):

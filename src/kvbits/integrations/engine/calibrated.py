@@ -6,6 +6,7 @@ for each kv head of the whole model. The rotary embedding is the one that Transf
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,11 @@ def heads_of(num_kv_heads: int, rank: int, size: int) -> slice:
     return slice(rank // sharing * each, (rank // sharing + 1) * each)
 
 
-def read(options: Options, name: str, config: Any, scheme: Scheme, *, device: str, way_out: str, file: bool = True) -> Model:
+def read(options: Options, name: Callable[[], str], config: Any, scheme: Scheme, *, device: str, way_out: str, file: bool = True) -> Model:
     """Of the model that an engine loads, found or made.
 
     Args:
-        name: as `place` gives it.
+        name: gives what `place` does, which may download a model; not asked where a file is named.
         config: Transformers' configuration of it, as the engine has it.
         way_out: said where none can be made.
         file: whether the file that the options name is of this model.
@@ -71,13 +72,13 @@ def read(options: Options, name: str, config: Any, scheme: Scheme, *, device: st
     """
     if options.calibration and file:
         return Model(Calibration.load(options.calibration).fitted(config, scheme), config)
-    return Model(kept.of_files(name, config, scheme, make=options.calibrate, device=device, way_out=way_out), config)
+    return Model(kept.of_files(name(), config, scheme, make=options.calibrate, device=device, way_out=way_out), config)
 
 
-def place(name: str, revision: str | None) -> str:
-    """What an engine loads weights from: a folder, the name of a model, or the folder of the revision that is asked for."""
+def place(name: str, revision: str | None, patterns: list[str] | None = None) -> str:
+    """What an engine loads weights from: a folder, the name of a model, or the folder of the revision that is asked for, with the files that these match."""
     if not revision or Path(name).is_dir():
         return str(name)
     from huggingface_hub import snapshot_download
 
-    return str(snapshot_download(name, revision=revision))
+    return str(snapshot_download(name, revision=revision, allow_patterns=patterns))

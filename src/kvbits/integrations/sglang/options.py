@@ -96,11 +96,12 @@ def calibration_of(form: Format, server_args: Any) -> Model:
     Raises:
         CalibrationError, FileFormatError: as `engine.calibrated.read`.
     """
-    name = place(server_args.model_path, server_args.revision)
+    options = options_of(form)
+    name = place(server_args.model_path, server_args.revision, ["*.json"] if options.calibration else None)
     config = load_config(name)  # SGLang writes into its own, and a calibration is known by what Transformers has
     scheme = schemes.for_layers(form.scheme.name, layer_geometries(config))
     way_out = """; or say KVBITS_SGLANG='{"calibration": "FILE.safetensors"}'"""
-    return read(options_of(form), name, config, scheme, device="cpu", way_out=way_out)
+    return read(options, lambda: name, config, scheme, device="cpu", way_out=way_out)
 
 
 def refuses(form: Format, options: Any) -> str | None:

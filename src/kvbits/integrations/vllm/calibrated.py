@@ -42,7 +42,7 @@ def _read(vllm_config: Any, device: str) -> Model:
     else_pass = f'--speculative-config \'{{.., "kv_cache_dtype": "{HEADS}"}}\'' if drafts else f"--additional-config {NAMED}"
     way_out = f"; run `kvbits calibrate {model.model} --engine vllm --engine-options '{sizes}'` once, or pass {else_pass}"
     # the file that is named is the served model's
-    return read(options, place(model.model, model.revision), config, scheme, device=device, way_out=way_out, file=not drafts)
+    return read(options, lambda: place(model.model, model.revision), config, scheme, device=device, way_out=way_out, file=not drafts)
 
 
 def _scheme(name: str, path: str, config: Any) -> Scheme:
