@@ -208,7 +208,14 @@ def layers_by_owner(llm, count):
     return found[:count], found[count:]
 
 
-@pytest.mark.parametrize(("draft", "options"), [("llama", {}), ("other", {}), ("other", {"raw_newest": 0})], ids=["itself", "another", "packed"])
+@pytest.mark.parametrize(
+    ("draft", "options"),
+    [
+        pytest.param("llama", {}, id="itself"),
+        pytest.param("other", {}, id="another"),
+        pytest.param("other", {"raw_newest": 0}, id="packed", marks=pytest.mark.night),
+    ],
+)
 def test_a_draft_model_has_a_calibration_of_its_own(model, engine, calibration, monkeypatch, tmp_path, draft, options):  # noqa: F811
     """Kept in the cache folder, while the model's is a file. What it drafts changes no token: raw ones where copies hold all of them, else those of the format."""
     monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))

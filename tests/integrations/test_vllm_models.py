@@ -314,7 +314,7 @@ def test_copies_of_heads_of_512_and_of_unlike_widths(model, engine, name):  # no
     assert all(distance(model(name)[0], *x) < 1e-3 for x in zip(prompts, generate(llm, prompts, 20), strict=True))
 
 
-@pytest.mark.parametrize("name", ["gemma4_wide", "mimo"])
+@pytest.mark.parametrize("name", [pytest.param("gemma4_wide", marks=pytest.mark.night), "mimo"])
 def test_drafts_with_heads_of_512_and_with_unlike_widths(model, engine, name):  # noqa: F811
     """Whose rows are of unlike lengths."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
