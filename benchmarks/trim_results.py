@@ -6,7 +6,8 @@ committed file loses what single windows have at most.
 Left out are histograms of KL over a window's tokens (the summary has the percentile made of them; a window added later makes it null), what was written in greedy texts
 and answered to questions (whether it was right stays), and single layers' attention of a window (the summary has their means). Floats of items, not of summaries, keep 6
 significant digits. Running it again changes nothing.
---summaries leaves of windows their names and runs, and of questions nothing: what is made of them is in the summary; and no octaves of single texts.
+--summaries leaves of windows their names and runs, and of questions nothing: what is made of them is in the summary, whose floats are rounded, too; and no octaves of
+single texts.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def together(f: CacheFactory, count: int) -> list[slice]:
     return [slice(i, i + 1) for i in range(count)] if f.stores_padding else [slice(0, count)]
 
 
-def drawn(logits: torch.Tensor, draws: Sequence[random.Random]) -> list[int]:
+def sampled(logits: torch.Tensor, draws: Sequence[random.Random]) -> list[int]:
     """A token for each row of logits [B, vocabulary], sampled at `TEMPERATURE` with one random number of its row's: caches of like odds draw alike."""
     odds = torch.softmax(logits.float() / TEMPERATURE, -1).double().cumsum(-1)
     at = torch.tensor([[rng.random()] for rng in draws], dtype=torch.float64, device=odds.device) * odds[:, -1:]
@@ -91,7 +91,7 @@ def generate(
     """Tokens after each prompt, until `stop` says so of what came so far or `new_tokens` came. Rows that ended leave the batch.
 
     Args:
-        draws: random numbers of each prompt's tokens, which are sampled with them (`drawn`); greedy, if not given.
+        draws: random numbers of each prompt's tokens, which are sampled with them (`sampled`); greedy, if not given.
     """
     found: list[list[int]] = [[] for _ in prompts]
     for some in together(f, len(prompts)):
@@ -100,7 +100,7 @@ def generate(
         rows = Rows(model, cache, [prompts[i] for i in live], chunk)
         logits = rows.logits
         while live:
-            tokens = logits.argmax(-1).tolist() if draws is None else drawn(logits, [draws[i] for i in live])
+            tokens = logits.argmax(-1).tolist() if draws is None else sampled(logits, [draws[i] for i in live])
             for i, token in zip(live, tokens, strict=True):
                 found[i].append(token)
             going = [r for r, i in enumerate(live) if len(found[i]) < new_tokens and not stop(found[i])]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ..attention import LayerInputs, measure, observe, statistics
 from ..caches import CacheFactory
-from . import Record
+from . import Record, Task
 from .text import SPREAD, FidelityTask
 
 MEASURES = ("logit_cosine", "tvd", "output_error", "key_bits", "value_bits")
@@ -19,6 +19,8 @@ class AttentionTask(FidelityTask):
 
     name: ClassVar[str] = "attention"
     relative: ClassVar[bool] = False
+    batched: ClassVar[bool] = False
+    run_batch = Task.run_batch
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -31,10 +33,7 @@ class AttentionTask(FidelityTask):
     def size(self, key: str) -> int:
         return 1
 
-    def run_batch(self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, dict[str, Record]]:
-        return {key: self._measured(key, factories, advance) for key in keys}
-
-    def _measured(self, key: str, factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, Record]:
+    def run(self, key: str, factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, Record]:
         inputs: list[LayerInputs] = observe(self.context.model, self._windows[key])
         found: dict[str, Record] = {}
         for name, f in factories.items():

@@ -18,7 +18,7 @@ import torch
 from ...errors import DataError, SpecError
 from ..caches import CacheFactory
 from ..fidelity import DECODING_CHUNK
-from ..rows import TEMPERATURE, Rows, drawn
+from ..rows import TEMPERATURE, Rows, sampled
 from ..texts import bos_of
 from . import Context, Record, Task
 from .generation import data_file
@@ -152,7 +152,7 @@ def write(
     logits = rows.logits
     for n in range(1, length):
         waiting = [i for i, queue in enumerate(queues) if not queue]
-        for i, token in zip(waiting, drawn(logits[waiting], [draws[i] for i in waiting]) if waiting else [], strict=True):
+        for i, token in zip(waiting, sampled(logits[waiting], [draws[i] for i in waiting]) if waiting else [], strict=True):
             queues[i] += [token, *(next(turns[i]) if token == end else ())]
         for chain, queue in zip(chains, queues, strict=True):
             chain.append(queue.pop(0))
