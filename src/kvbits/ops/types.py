@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import DataError
 from ..later import upload
+from ..quant.qparams import require_finite
 from ..spec import MOST_TOKENS, SCALE_8BIT, LowLayout, PageLayout, QuantSpec, whole
 
 LEAST_SOFTCAP, MOST_SOFTCAP = 1e-3, 1e4
@@ -386,6 +387,27 @@ def last_positions(call: AttendCall, batch: int, num_queries: int) -> np.ndarray
         owner = np.repeat(np.arange(batch), np.diff(t.indptr))
         np.maximum.at(newest, owner, t.starts + t.lengths)
     return (newest[:, None] - num_queries + np.arange(num_queries)).astype(np.int32)
+
+
+def settle(layout: PageLayout, k: torch.Tensor, v: torch.Tensor, status: Sequence[int]) -> dict[str, int]:
+    """What storing k and v has found: how many elements of keys and of values were clamped to their code range (quantized ones only).
+
+    Args:
+        status: two each, of keys and of values: clamped elements, whether scales overflowed, whether numbers were not finite.
+
+    Raises:
+        DataError: NaN or infinity, or a scale that overflows its storage dtype.
+    """
+    found = {}
+    for i, (kind, name, x, spec) in enumerate((("k", "keys", k, layout.key), ("v", "values", v, layout.value))):
+        if status[4 + i]:
+            require_finite(x, name)
+        if status[2 + i]:
+            way_out = wider_scales(spec) or "keep the layer raw (an Override)"
+            raise DataError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; {way_out}")
+        if not spec.is_raw:
+            found[kind] = status[i]
+    return found
 
 
 def wider_scales(spec: QuantSpec, then: str = "") -> str:

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from ...errors import DataError
-from ...quant.qparams import require_finite
 from ...spec import PageLayout
 from ..descriptor import TORCH_NUMBERS
 from ..reference.append import open_pages
-from ..types import PageStore, SlotMapping, wider_scales
+from ..types import PageStore, SlotMapping, settle
 from . import structs
 from .close import frame_turns
 from .library import AppendStruct, check, library
@@ -41,7 +40,7 @@ def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: Slo
     if k.dtype not in TORCH_NUMBERS:
         raise DataError(f"k is {k.dtype}; the CPU kernels take float32, float16 and bfloat16")
     if not len(slot_mapping.runs):
-        return {} if layout.is_raw else {kind: 0 for kind, spec in (("k", layout.key), ("v", layout.value)) if not spec.is_raw}
+        return settle(layout, k, v, [0] * 6)
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     if layout.is_centered:
         open_pages(k, v, store, slot_mapping)
@@ -60,10 +59,4 @@ def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: Slo
         turns = frame_turns(store, starts)
         struct.starts, struct.turn_starts = starts.ctypes.data, turns.ctypes.data
     check(library().kvbits_append(struct))
-    for i, (name, x, spec) in enumerate((("keys", k, layout.key), ("values", v, layout.value))):
-        if struct.nonfinite[i]:
-            require_finite(x, name)
-            raise DataError(f"{name} are not finite once their page's mean is taken off")
-        if struct.overflow[i]:
-            raise DataError(f"a scale or bias of the {name} overflows {spec.scale_dtype}; {wider_scales(spec) or 'keep the layer raw (an Override)'}")
-    return {kind: struct.saturated[i] for i, (kind, spec) in enumerate((("k", layout.key), ("v", layout.value))) if not spec.is_raw}
+    return settle(layout, k, v, [*struct.saturated, *struct.overflow, *struct.nonfinite])

@@ -14,12 +14,11 @@ import torch
 
 from ...errors import DataError, UnsupportedError
 from ...quant.basis import frames
-from ...quant.qparams import require_finite
 from ...quant.rotary import page_turns
 from ...spec import PageLayout
 from ..descriptor import TORCH_NUMBERS
 from ..reference.dequantize import require_starts
-from ..types import LowStore, PageStore, check_closing, wider_scales
+from ..types import LowStore, PageStore, check_closing, settle
 from . import structs
 from .library import CloseStruct, check, library
 from .structs import low_struct, refuses_low, refuses_writing, store_struct
@@ -87,12 +86,4 @@ def close(
         turns = frame_turns(store, first)
         struct.starts, struct.turn_starts = first.ctypes.data, turns.ctypes.data
     check(library().kvbits_close(struct))
-    for i, (name, x) in enumerate((("keys", k), ("values", v))):
-        if struct.nonfinite[i] >= 0:
-            require_finite(x, name)
-        if struct.overflow[i]:
-            spec = (layout.key, layout.value)[i]
-            way_out = wider_scales(spec) or "keep the layer raw (an Override)"
-            raise DataError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; {way_out}")
-    sides = (("k", layout.key), ("v", layout.value))
-    return {kind: struct.saturated[i] for i, (kind, spec) in enumerate(sides) if not spec.is_raw}
+    return settle(layout, k, v, [*struct.saturated, *struct.overflow, *struct.nonfinite])

@@ -20,7 +20,7 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 18
+ABI_VERSION = 19
 LIBRARY_NAME = "libkvbits_cpu.so"
 POOLS = ("openmp", "own")
 TIERS = ("avx512", "avx2", "neon", "generic")
@@ -80,7 +80,7 @@ class CloseStruct(Structure):
         ("num_kv_heads", c_int32), ("head_dim", c_int32), ("value_head_dim", c_int32),
         ("dtype", c_int32), ("num_threads", c_int32), ("source", c_void_p * 2), ("stride", (c_int64 * 3) * 2),
         ("turn_starts", c_void_p), ("starts", c_void_p),
-        ("saturated", c_int64 * 2), ("nonfinite", c_int64 * 2), ("overflow", c_int32 * 2),
+        ("saturated", c_int64 * 2), ("nonfinite", c_int32 * 2), ("overflow", c_int32 * 2),
     ]  # fmt: skip
 
 

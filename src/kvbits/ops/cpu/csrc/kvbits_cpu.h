@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 18 };
+enum { KVBITS_ABI_VERSION = 19 };
 
 // How one tensor (keys or values) of a page is stored.
 typedef struct {
@@ -101,8 +101,8 @@ typedef struct {
   const double* turn_starts;  // [num_pages]
   const int64_t* starts;      // [num_pages] position of each page's first token
   int64_t saturated[2];     // out: elements clamped to the code range
-  int64_t nonfinite[2];     // out: first page * num_kv_heads + head that holds NaN or infinity, -1 for none
-  int32_t overflow[2];      // out: a scale, bias or mean overflowed its storage dtype
+  int32_t nonfinite[2];     // out: whether any page holds NaN or infinity
+  int32_t overflow[2];      // out: whether a scale, bias or mean overflowed its storage dtype
 } kvbits_close_call;
 
 // Writes raw tokens to their slots: source[0] keys, source[1] values, [batch, num_tokens, num_kv_heads, head_dim or value_head_dim], last dim dense.
@@ -150,7 +150,7 @@ KVBITS_EXPORT int32_t kvbits_uses_openmp(void);
 
 // Attention over all parts with one online softmax. Returns 0 or the number of a message in kvbits_error.
 KVBITS_EXPORT int32_t kvbits_attend(const kvbits_attend_call* call);
-// Closes pages. Pages named in `nonfinite` or affected by `overflow` are left half written.
+// Closes pages. Where `nonfinite` or `overflow` says so, pages are left half written.
 KVBITS_EXPORT int32_t kvbits_close(kvbits_close_call* call);
 KVBITS_EXPORT int32_t kvbits_append(kvbits_append_call* call);
 

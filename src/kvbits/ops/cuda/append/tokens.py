@@ -17,11 +17,10 @@ import torch
 
 from ....errors import DataError
 from ....later import upload
-from ....quant.qparams import require_finite
 from ....spec import PageLayout, QuantSpec
 from ...descriptor import DTYPES, STATIC, TORCH_NUMBERS, scale_kind
 from ...reference.append import STATUS_FIELDS, check_tokens
-from ...types import PageStore, SlotMapping, wider_scales
+from ...types import PageStore, SlotMapping, settle
 from ..engine.family import Tokens
 from ..engine.runtime import driver
 from ..engine.runtime.compile import Source
@@ -286,7 +285,7 @@ def _slots(slot_mapping: SlotMapping, store: PageStore, batch: int, tokens: int)
 
 def _append_packed(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> torch.Tensor | None:
     layout = store.layout
-    for kind, spec in _packed_sides(layout):
+    for kind, spec in (("k", layout.key), ("v", layout.value)):
         if spec.static and f"{kind}_scale" not in store.static:
             raise DataError(f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False")
     k, v = with_aligned_rows(k), with_aligned_rows(v)
@@ -298,26 +297,14 @@ def _append_packed(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapp
     return status
 
 
-def _packed_sides(layout: PageLayout) -> list[tuple[str, QuantSpec]]:
-    return [(kind, spec) for kind, spec in (("k", layout.key), ("v", layout.value)) if not spec.is_raw]
-
-
 def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> dict[str, int]:
     """Write tokens in place; arguments, result and errors of the reference. Copies nothing where the tensors' last dims are dense.
 
     Packed pages of several tokens a sequence: waits for the launch's findings; on an error the pages are then written with unusable numbers. Single tokens
     are not looked at: that would wait for the GPU in every layer of every step.
     """
-    layout, status = store.layout, append_later(k, v, store, slot_mapping)
-    if status is None:
-        return {}
-    found = status.tolist()
-    for i, (name, x, spec) in enumerate((("keys", k, layout.key), ("values", v, layout.value))):
-        if found[4 + i]:
-            require_finite(x, name)
-        if found[2 + i]:
-            raise DataError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; {wider_scales(spec) or 'keep the layer raw (an Override)'}")
-    return {kind: found["kv".index(kind)] for kind, _ in _packed_sides(layout)}
+    status = append_later(k, v, store, slot_mapping)
+    return {} if status is None else settle(store.layout, k, v, status.tolist())
 
 
 def append_later(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> torch.Tensor | None:

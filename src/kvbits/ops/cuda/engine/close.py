@@ -13,9 +13,8 @@ import torch
 
 from ....errors import DataError, UnsupportedError
 from ....later import upload
-from ....quant.qparams import require_finite
 from ....spec import LowLayout, PageLayout
-from ...types import LowStore, PageStore, check_closing, wider_scales
+from ...types import LowStore, PageStore, check_closing, settle
 from ..families import family_of
 from .family import Op
 from .runtime import driver
@@ -116,16 +115,8 @@ def close(
         DataError: shapes that do not fit, NaN or infinity, or a scale that overflows its storage dtype. The pages are then written with unusable numbers.
         UnsupportedError: low planes that the family's kernel does not write.
     """
-    layout, status = store.layout, close_later(k, v, store, page_ids, low, starts)
-    found = [0] * STATUS_FIELDS if status is None else status.tolist()
-    for i, (name, x) in enumerate((("keys", k), ("values", v))):
-        if found[4 + i]:
-            require_finite(x, name)
-        if found[2 + i]:
-            spec = (layout.key, layout.value)[i]
-            way_out = wider_scales(spec) or "keep the layer raw (an Override)"
-            raise DataError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; {way_out}")
-    return {kind: found[i] for i, (kind, spec) in enumerate((("k", layout.key), ("v", layout.value))) if not spec.is_raw}
+    status = close_later(k, v, store, page_ids, low, starts)
+    return settle(store.layout, k, v, [0] * STATUS_FIELDS if status is None else status.tolist())
 
 
 def close_later(

@@ -1,10 +1,8 @@
 // Writes fresh tokens to their slots in raw and in token-local pages: one item per run and kv head.
 #include <algorithm>
-#include <atomic>
-#include <new>
 
 #include "dispatch.h"
-#include "engine/close/plan.h"
+#include "engine/close/call.h"
 #include "pool.h"
 #include "store.h"
 
@@ -34,42 +32,26 @@ void run_item(void* context, int64_t i, int64_t, void*) {
 struct Work {
   const kvbits_append_call* call;
   const PageKernels* kernels;
-  std::atomic<int64_t> saturated[2];
-  std::atomic<int32_t> nonfinite[2], overflow[2];
+  Findings found;
 };
 
 void packed_item(void* context, int64_t i, int64_t, void* scratch) {
   Work& w = *static_cast<Work*>(context);
   const kvbits_append_call& call = *w.call;
   const kvbits_store& store = *call.store;
-  const Run& r = reinterpret_cast<const Run*>(call.runs)[i / call.num_kv_heads];
-  const int64_t head = i % call.num_kv_heads, size = call.dtype == FLOAT32 ? 4 : 2;
+  const int64_t run = i / call.num_kv_heads, head = i % call.num_kv_heads;
+  const Run& r = reinterpret_cast<const Run*>(call.runs)[run];
   uint8_t* to = const_cast<uint8_t*>(page_address(&store, r.page)) + head * store.head_bytes;
   // Padding is part of a page's bytes: equal content must be equal bytes.
   if (!r.slot) __builtin_memset(to + call.used_bytes, 0, static_cast<size_t>(store.head_bytes - call.used_bytes));
   for (int side = 0; side < 2; side++) {
     const int64_t* stride = call.stride[side];
-    TokensPart part = {};
-    part.tensor = side ? &store.value : &store.key;
-    part.is_key = side == 0;
-    part.kv_head = static_cast<int>(head);
-    part.page_size = store.page_size;
-    part.head_dim = side ? call.value_head_dim : call.head_dim;
-    part.dtype = call.dtype;
+    TokensPart part = part_of(call, side, run, head, r.row * stride[0] + r.token * stride[1] + head * stride[2], stride[1], to);
     part.slot = static_cast<int>(r.slot);
     part.count = static_cast<int>(r.count);
-    part.source = static_cast<const char*>(call.source[side]) + (r.row * stride[0] + r.token * stride[1] + head * stride[2]) * size;
-    part.token_stride = stride[1];
-    if (part.tensor->inv_freq) {
-      part.turn_start = call.turn_starts + i / call.num_kv_heads * ((call.head_dim / 2 + 15) / 16 * 32);
-      part.start = call.starts[i / call.num_kv_heads];
-    }
-    part.head = to;
     CloseResult result = {};
     w.kernels->store(part, scratch, result);
-    if (result.saturated) w.saturated[side].fetch_add(result.saturated);
-    if (result.nonfinite) w.nonfinite[side].store(1);
-    if (result.overflow) w.overflow[side].store(1);
+    w.found.add(side, result);
   }
 }
 
@@ -100,33 +82,18 @@ extern "C" int32_t kvbits_append(kvbits_append_call* call) {
     tokens += r.count;
   }
   const int64_t items = call->num_runs * call->num_kv_heads, bytes = tokens * call->num_kv_heads * (call->head_dim + call->value_head_dim) * (call->dtype == FLOAT32 ? 4 : 2);
-  void* context = call;
   int64_t threads = call->num_threads > 0 ? call->num_threads : pool_available_threads();
   if (threads > bytes / BYTES_PER_THREAD) threads = bytes / BYTES_PER_THREAD;
   if (!raw) {
     const TierKernels* tier = active_tier();
     if (!tier) return KVBITS_NO_TIER;
-    Work w = {call, tier->pages, {}, {}, {}};
+    Work w = {call, tier->pages, {}};
     const size_t scratch = w.kernels->close_scratch_bytes(store.page_size, std::max(call->head_dim, call->value_head_dim));
-    try {
-      if (!pool_run(threads < 1 ? 1 : static_cast<int>(threads), items, scratch, packed_item, &w)) return KVBITS_NO_MEMORY;
-    } catch (const std::bad_alloc&) {
-      return KVBITS_NO_MEMORY;
-    }
-    for (int side = 0; side < 2; side++) {
-      call->saturated[side] = w.saturated[side].load();
-      call->nonfinite[side] = w.nonfinite[side].load();
-      call->overflow[side] = w.overflow[side].load();
-    }
+    if (!pool_run(threads < 1 ? 1 : static_cast<int>(threads), items, scratch, packed_item, &w)) return KVBITS_NO_MEMORY;
+    w.found.report(call);
     return 0;
   }
-  if (threads < 2) {
-    for (int64_t i = 0; i < items; i++) run_item(context, i, -1, nullptr);
-    return 0;
-  }
-  try {
-    return pool_run(static_cast<int>(threads), items, 0, run_item, context) ? 0 : KVBITS_NO_MEMORY;
-  } catch (const std::bad_alloc&) {
-    return KVBITS_NO_MEMORY;
-  }
+  if (threads >= 2) return pool_run(static_cast<int>(threads), items, 0, run_item, call) ? 0 : KVBITS_NO_MEMORY;
+  for (int64_t i = 0; i < items; i++) run_item(call, i, -1, nullptr);
+  return 0;
 }

@@ -202,7 +202,11 @@ Pool& instance() {
 }  // namespace
 
 bool pool_run(int threads, int64_t count, size_t scratch_bytes, PoolTask task, void* context) {
-  return instance().run(threads, count, scratch_bytes, task, context);
+  try {
+    return instance().run(threads, count, scratch_bytes, task, context);
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
 }
 
 void pool_use_openmp(void* parallel) { openmp_parallel.store(reinterpret_cast<OpenMPParallel>(parallel)); }

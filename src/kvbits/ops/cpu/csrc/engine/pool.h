@@ -8,7 +8,7 @@
 typedef void (*PoolTask)(void* context, int64_t i, int64_t next, void* scratch);
 
 // Runs items 0 .. count-1 on up to `threads` threads, the caller included. Which thread runs which item is open, so
-// results may not depend on it. False when memory for scratch runs out (nothing was run).
+// results may not depend on it. False when memory runs out (nothing was run).
 bool pool_run(int threads, int64_t count, size_t scratch_bytes, PoolTask task, void* context);
 
 // Address of GOMP_parallel in the OpenMP runtime to run on; null: own threads. A forked child falls back to own threads.

@@ -4,6 +4,6 @@
 #include "plan.h"
 
 const PageKernels* pages_generic() {
-  static const PageKernels kernels = {close_scratch_bytes, close_item, store_item, checksums};
+  static const PageKernels kernels = {close_scratch_bytes, store_tokens, checksums};
   return &kernels;
 }

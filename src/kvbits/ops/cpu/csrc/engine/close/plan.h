@@ -1,34 +1,22 @@
-// What close.cpp hands to a tier's page kernels.
+// What close.cpp and append.cpp hand to a tier's page kernels.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 
 #include "kvbits_cpu.h"
 
-// One tensor (keys or values) of one kv head of one page.
-struct ClosePart {
-  const kvbits_tensor* tensor;
-  bool is_key;
-  int kv_head, page_size, head_dim, dtype;
-  const void* source;    // [page_size, head_dim], rows token_stride elements apart
-  int64_t token_stride;
-  const double *turn_start;  // how keys in a basis are turned back (kvbits_close_call), or null
-  int64_t start;         // position of the page's first token, of such keys
-  uint8_t* head;         // the head struct
-  const kvbits_tensor* low;  // the low plane, or null
-  uint8_t* low_head;     // its head struct
-};
-
-// Tokens of one tensor of one kv head that go to neighbouring slots of a token-local page.
+// Tokens of one tensor (keys or values) of one kv head that go to neighbouring slots of a page.
 struct TokensPart {
   const kvbits_tensor* tensor;
-  bool is_key;
+  bool is_key, closes;   // closes: they are all tokens of the page, whose scales and mean are taken from them
   int kv_head, page_size, head_dim, dtype, slot, count;
   const void* source;    // [count, head_dim], rows token_stride elements apart
   int64_t token_stride;
-  const double* turn_start;  // of keys in a basis, as in ClosePart
-  int64_t start;
-  uint8_t* head;         // the head struct; its mean, if it has one, is there already
+  const double* turn_start;  // how keys in a basis are turned back (kvbits_close_call), or null
+  int64_t start;         // position of the page's first token, of such keys
+  uint8_t* head;         // the head struct; its mean, if it has one and does not close, is there already
+  const kvbits_tensor* low;  // the low plane of a page that closes, or null
+  uint8_t* low_head;     // its head struct
 };
 
 struct CloseResult {
@@ -38,7 +26,6 @@ struct CloseResult {
 
 struct PageKernels {
   size_t (*close_scratch_bytes)(int page_size, int head_dim);
-  void (*close)(const ClosePart& part, void* scratch, CloseResult& result);
   void (*store)(const TokensPart& part, void* scratch, CloseResult& result);
   // Multilinear checksums of `units` of nbytes, one behind the other (blob/checksum.h); `within` are the factors C of 4,096 words.
   void (*checksums)(const uint8_t* bytes, int64_t units, int64_t nbytes, const uint64_t* within, uint64_t* sums);

@@ -4,6 +4,7 @@
 
 #include "codes.h"
 #include "engine/close/page_buffers.h"
+#include "engine/close/plan.h"
 #include "engine/close/stored_bits.h"
 
 namespace {
@@ -130,6 +131,42 @@ static bool choose_params(PageBuffers& b, int n, float q_max, uint8_t* scale_to,
 static float q_max_of(const kvbits_tensor& t) {
   if (is_float(t.format)) return codes_of(t.format).max_value;
   return (float)(t.symmetric ? (1 << (code_bits(t.format) - 1)) - 1 : (1 << code_bits(t.format)) - 1);
+}
+
+// Less the mean that is stored of the page.
+template <int DTYPE>
+static void subtract_stored_mean(PageBuffers& b, const TokensPart& part) {
+  const int size = DTYPE == FLOAT32 ? 4 : 2, width = padded_width(part.head_dim);
+  for (int c = 0; c < part.head_dim; c++) {
+    int32_t bits = 0;
+    __builtin_memcpy(&bits, part.head + part.tensor->mean_offset + c * size, size);
+    b.mean[c] = from_bits<DTYPE>(splat_int(bits))[0];
+  }
+  for (int i = 0; i < part.count; i++)
+    for (int c = 0; c < part.head_dim; c++) b.x[(int64_t)i * width + c] -= b.mean[c];
+}
+
+// Scales, biases and the mean of a page that closes, or scales and biases of tokens put where their slots are. False on overflow.
+template <int DTYPE>
+static bool make_params(PageBuffers& b, const TokensPart& part, int groups, bool by_token) {
+  const kvbits_tensor& t = *part.tensor;
+  const int size = DTYPE == FLOAT32 ? 4 : 2, n = part.count;
+  bool ok = true;
+  if (t.mean_offset >= 0) {
+    if (part.closes) ok = subtract_mean<DTYPE>(b, part.head + t.mean_offset, n, part.head_dim);
+    else subtract_stored_mean<DTYPE>(b, part);
+  }
+  if (by_token) range_by_token(b, n, part.head_dim, groups);
+  else range_by_channel(b, n, part.head_dim);
+  uint8_t *scale = part.head + t.scale_offset, *bias = t.bias_offset >= 0 ? part.head + t.bias_offset : nullptr;
+  if (n == part.page_size) return choose_params<DTYPE>(b, by_token ? groups * n : part.head_dim, q_max_of(t), scale, bias) && ok;
+  ok = choose_params<DTYPE>(b, groups * n, q_max_of(t), b.more_params[0], bias ? b.more_params[1] : nullptr);
+  for (int g = 0; g < groups; g++) {
+    const int64_t to = ((int64_t)g * part.page_size + part.slot) * size, from = (int64_t)g * n * size;
+    __builtin_memcpy(scale + to, b.more_params[0] + from, (size_t)n * size);
+    if (bias) __builtin_memcpy(bias + to, b.more_params[1] + from, (size_t)n * size);
+  }
+  return ok;
 }
 
 // Scales that are given: reciprocals, and biases.

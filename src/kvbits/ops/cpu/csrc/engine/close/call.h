@@ -1,0 +1,48 @@
+// What close.cpp and append.cpp share: parts made of a call's tokens, and what their items found. Not for tiers: it has templates of the standard library.
+#pragma once
+#include <stdint.h>
+
+#include <atomic>
+
+#include "engine/formats.h"
+#include "plan.h"
+
+// The part of page or run `i` of a call: those of all slots, from element `first` of the call's keys (side 0) or values on.
+template <class Call>
+TokensPart part_of(const Call& call, int side, int64_t i, int64_t head, int64_t first, int64_t token_stride, uint8_t* to) {
+  TokensPart part = {};
+  part.tensor = side ? &call.store->value : &call.store->key;
+  part.is_key = side == 0;
+  part.kv_head = static_cast<int>(head);
+  part.page_size = part.count = call.store->page_size;
+  part.head_dim = side ? call.value_head_dim : call.head_dim;
+  part.dtype = call.dtype;
+  part.source = static_cast<const char*>(call.source[side]) + first * (call.dtype == FLOAT32 ? 4 : 2);
+  part.token_stride = token_stride;
+  if (part.tensor->inv_freq) {
+    part.turn_start = call.turn_starts + i * ((call.head_dim / 2 + 15) / 16 * 32);
+    part.start = call.starts[i];
+  }
+  part.head = to;
+  return part;
+}
+
+// What the items of a call found, for keys and for values.
+struct Findings {
+  std::atomic<int64_t> saturated[2] = {};
+  std::atomic<int32_t> nonfinite[2] = {}, overflow[2] = {};
+
+  void add(int side, const CloseResult& r) {
+    if (r.saturated) saturated[side].fetch_add(r.saturated);
+    if (r.nonfinite) nonfinite[side].store(1);
+    if (r.overflow) overflow[side].store(1);
+  }
+  template <class Call>
+  void report(Call* call) const {
+    for (int side = 0; side < 2; side++) {
+      call->saturated[side] = saturated[side].load();
+      call->nonfinite[side] = nonfinite[side].load();
+      call->overflow[side] = overflow[side].load();
+    }
+  }
+};
