@@ -26,7 +26,7 @@ from . import unpack_then_flash
 from .kernels import LEAST_CAPABILITY, MAX_PARTS, check_query, check_static, columns, folds, indexed, kernel_for, load_kernel, query_columns, window_of
 from .runtime import driver
 from .schedule import PartWork, chunks_per_sequence, schedule
-from .shape import MAX_PIECES, Ask, Kernel, Shape
+from .shape import MAX_PIECES, Ask, Kernel
 from .unpack_then_flash import ChunkPlan
 
 LayerStatic = Sequence[Mapping[str, torch.Tensor]]
@@ -133,7 +133,6 @@ class Plan:
         num_queries: query tokens per sequence.
         layer_strides: bytes from a page of one layer to the same page of the next, one per part; 0 where `run` is only called for layer 0. Low planes
             of layers lie side by side wherever the pages do.
-        shape: launch shape to use instead of the measured choice (for tuning).
 
     Attributes:
         out: [B, num_queries, num_q_heads, value_head_dim] in q_dtype; zeros where nothing was visible.
@@ -143,7 +142,7 @@ class Plan:
 
     def __init__(
         self, call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, *, num_queries: int = 1,
-        layer_strides: tuple[int, ...] | None = None, shape: Shape | None = None,
+        layer_strides: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         if why := refuses_call(call, num_q_heads, MATRIX_DTYPES.get(q_dtype, str(q_dtype)), num_queries=num_queries):
             raise UnsupportedError(f"attend_pages on cuda: {why}")
@@ -166,7 +165,7 @@ class Plan:
         raw_dtype = next((p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw), MATRIX_DTYPES[q_dtype])
         limit = driver.shared_limit(torch.cuda.get_device_capability(device))
         low = {p.store.layout: p.low[0].layout for p in call.parts if p.low}
-        ask = Ask(layout.head_dim, cols, MATRIX_DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, shape, value_head_dim=d)
+        ask = Ask(layout.head_dim, cols, MATRIX_DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, value_head_dim=d)
         raw = any(p.store.layout.key.is_raw for p in call.parts)  # the first kernel reads such parts
         kernels = [
             kernel_for(x, dataclasses.replace(ask, fold=folds(x, num_queries * group), low=low.get(x), raw=raw and i == 0)) for i, x in enumerate(layouts)

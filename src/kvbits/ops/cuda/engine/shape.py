@@ -58,7 +58,6 @@ class Ask:
     Attributes:
         cols: query columns of a warp.
         shared_limit: bytes of shared memory that a block can have.
-        shape: launch shape to use instead of the measured choice (for tuning).
         fold: there are at most `FOLD_COLUMNS` query columns, and the family folds.
         low: of the low planes that some of the pages have.
         raw: it reads raw pages too, in the walk over packed ones where it can.
@@ -72,7 +71,6 @@ class Ask:
     raw_dtype: str
     softcap: bool
     shared_limit: int
-    shape: Shape | None = None
     fold: bool = False
     low: LowLayout | None = None
     raw: bool = False

@@ -46,7 +46,7 @@ class Codebook(Family):
     def attention(self, layout: PageLayout, ask: Ask) -> Kernel | None:
         wide = ask.shared_limit >= format.WIDE_FROM
         slot = -(-shape.used_bytes(layout) // 128) * 128
-        chosen = ask.shape or _choose_shape(layout, ask.cols, ask.shared_limit, ask.fold)
+        chosen = _choose_shape(layout, ask.cols, ask.shared_limit, ask.fold)
         if chosen is None:
             return None
         ring = shape.ring_bytes(ask, chosen, slot, BARRIERS) + format.shared_bytes(layout, ask.fold, wide)

@@ -48,13 +48,13 @@ class Klt(Family):
         return _refuses_attention(layout, num_columns)
 
     def attention(self, layout: PageLayout, ask: Ask) -> Kernel:
-        d, chunk = ask.head_dim, ask.shape.chunk if ask.shape else shape.chunk_tokens(layout)
+        d, chunk = ask.head_dim, shape.chunk_tokens(layout)
         ask = dataclasses.replace(ask, fold=ask.fold and _bytes_fit(layout))
         raw_joins = ask.raw and d * ask.cols <= 2048
         slot = -(-max(shape.used_bytes(shape.chunk_layout(layout, chunk)), 4 * d * RAW_TOKENS[-1] if raw_joins else 0) // 128) * 128
         raw_tokens = next(n for n in RAW_TOKENS if 4 * d * n <= slot) if raw_joins else RAW_TOKENS[0]
         large = d * ask.cols > 128 * 8  # with the producer and those that make queries 16 or 12 warps, and 7 where registers are needed
-        chosen = ask.shape or shape.fitting(  # more than two slots were no faster, and merging wants the room
+        chosen = shape.fitting(  # more than two slots were no faster, and merging wants the room
             ask, slot, chunk, 1 if large or chunk % 64 else 2, 4 if large else MOST_WARPS, deep=False,
             own_bytes=lambda warps: _frame_ring_bytes(layout, warps, ask.fold),
         )  # fmt: skip

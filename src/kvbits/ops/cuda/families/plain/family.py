@@ -54,13 +54,13 @@ class Plain(Family):
 
     def attention(self, layout: PageLayout, ask: Ask) -> Kernel:
         (d, dv), low = ask.dims, ask.low
-        chunk = ask.shape.chunk if ask.shape else shape.chunk_tokens(layout)
+        chunk = shape.chunk_tokens(layout)
         raw_joins = _joins_raw(layout, ask.cols) and (ask.raw or low is not None)
         # Raw rows of 32 tokens beside low planes, or keys and values of a few.
         least = 64 * max(d, dv) if low else 2 * (d + dv) * RAW_TOKENS[-1] if raw_joins else 0
         slot = -(-max(shape.used_bytes(shape.chunk_layout(layout, chunk)), least) // 128) * 128
         raw_tokens = RAW_TOKENS[0] if low or not raw_joins else next(n for n in RAW_TOKENS if 2 * (d + dv) * n <= slot)
-        chosen = ask.shape or _choose_shape(layout, slot, chunk, ask)
+        chosen = _choose_shape(layout, slot, chunk, ask)
         with_bias, fragments = layout.value.has_bias and scale_kind(layout.value) == GROUP, _fragments(layout, ask.cols)
         defines = shape.frame_defines(
             ask, chosen, shape.ring_bytes(ask, chosen, slot), merge_bias=with_bias, bias_groups=with_bias, fragments=fragments,

@@ -33,5 +33,5 @@ class Raw(Plain):
         return 16 if num_columns > 8 and max(layout.head_dim, layout.value_head_dim) <= 128 else 8
 
     def attention(self, layout: PageLayout, ask: Ask) -> Kernel:
-        chosen = ask.shape or Shape(warps=11 if max(ask.dims) * ask.cols <= 1024 else 7, slots=0, chunk=32, units=1)
+        chosen = Shape(warps=11 if max(ask.dims) * ask.cols <= 1024 else 7, slots=0, chunk=32, units=1)
         return shape.kernel(Path(__file__).parent / "raw.cu", shape.frame_defines(ask, chosen, 0), chosen)
