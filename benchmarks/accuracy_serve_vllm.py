@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from result_file import append
+from result_file import append, arguments
 
 Position = tuple[float, np.ndarray, np.ndarray]
 """Log-probability of the true token; the most probable tokens, int64; their log-probabilities."""
@@ -164,7 +164,7 @@ def compare(base: list[Position], other: list[Position]) -> dict[str, float]:
 
 def main() -> None:
     os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"} | os.environ)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--kv-cache-dtypes", nargs="+", required=True, help="compared with auto, which is measured first: fp8 (GPU), kvbits_int8, ..")
     parser.add_argument("--text", default="novel", help="see kvbits.evaluate.texts; the novel that is shipped if not given")
@@ -179,7 +179,6 @@ def main() -> None:
         "--engine", default="{}", help="""options of all engines but the base, JSON: {"additional_config": {"kvbits": {"raw_newest": 64}}}; {scheme} in it is
         the dtype without kvbits_, as in the name of a file of `kvbits calibrate`""",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():  # before vLLM is imported
         sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integrations"))

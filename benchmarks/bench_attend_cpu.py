@@ -23,7 +23,6 @@ Bytes are those of K and V in their format, scales included. The last line is on
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import struct
@@ -36,7 +35,7 @@ import llama_attention
 import numpy as np
 import torch
 import torch.nn.functional as F
-from result_file import append
+from result_file import append, arguments
 
 from kvbits import schemes
 from kvbits.cache.pool import allocate_slab
@@ -76,14 +75,13 @@ FORMATS = {
 }  # fmt: skip
 """Formats that no preset has, in pages of 64."""
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = arguments(__doc__)
 parser.add_argument("--shapes", default="32/8/128/16384,14/2/64/16384", help="query heads / kv heads / head_dim / tokens[/ batch], several with commas")
 parser.add_argument("presets", nargs="*", help=f"of {', '.join(TIMED)}; without any, and without --formats: {', '.join(DEFAULT)}".replace("%", "%%"))
 parser.add_argument("--formats", default="", help=f"with commas, of {', '.join(FORMATS)}")
 parser.add_argument("--chunks", default="", help="query tokens, several with commas; the history of each shape is one sequence's")
 parser.add_argument("--rounds", type=int, default=40)
 parser.add_argument("--threads", type=int, default=1)
-parser.add_argument("--out", type=Path, help="file that this run is added to")
 parser.add_argument("--tier", help="force an instruction set")
 parser.add_argument("--ggml", type=Path, help="folder with libggml-base.so and libggml-cpu.so; default: those of llama-cpp-python")
 args = parser.parse_args()

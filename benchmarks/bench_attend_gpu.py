@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from result_file import append
+from result_file import append, arguments
 
 from kvbits import schemes
 from kvbits.ops.cuda.engine import host_plan as cuda
@@ -368,7 +367,7 @@ def bench_prefill(args: argparse.Namespace, copy: float) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = arguments(__doc__)
     kind = found.add_mutually_exclusive_group(required=True)
     for name in TIMED:
         kind.add_argument(f"--{name}", dest="kind", action="store_const", const=name)
@@ -376,7 +375,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--shapes", nargs="*", type=int, help="which of the shapes, by number; all if left out")
     found.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="16-bit kernels; cuDNN is always timed")
     found.add_argument("--quick", action="store_true", help="a third of the replays")
-    found.add_argument("--out", type=Path)
     return found
 
 

@@ -17,13 +17,12 @@ import argparse
 import functools
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from bench_attend_gpu import BANDED, be_quick, calibrated, copy_bandwidth, time_us
-from result_file import append
+from result_file import append, arguments
 
 from kvbits import schemes
 from kvbits.errors import KvbitsError
@@ -144,8 +143,7 @@ def bench_append(batch: int, layers: int = 32) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--out", type=Path)
+    found = arguments(__doc__)
     found.add_argument("--schemes", nargs="+", default=list(_rows()), choices=list(_rows()))
     found.add_argument("--closing-only", action="store_true", help="no append, no store_tokens")
     found.add_argument("--quick", action="store_true", help="a third of the replays")

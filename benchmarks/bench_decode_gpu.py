@@ -12,13 +12,12 @@ kernel of the same shape and run, which each row names. The last line is one JSO
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from bench_attend_gpu import HEAD_DIM, KV_HEADS, PEERS, be_quick, bench_16_bit, copy_bandwidth, made_up_basis, made_up_mean, missing, time_us
-from result_file import append
+from result_file import append, arguments
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
@@ -190,13 +189,12 @@ def warm(presets: list[str]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = arguments(__doc__)
     found.add_argument("presets", nargs="*", default=list(PRESETS))
     found.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
     found.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="16-bit kernels; cuDNN is always timed")
     found.add_argument("--warm", action="store_true")
     found.add_argument("--quick", action="store_true", help="a third of the replays, nothing between matrix products")
-    found.add_argument("--out", type=Path)
     return found
 
 

@@ -13,7 +13,6 @@ The last line is one JSON object, this run; it is added to --out (benchmarks/res
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from result_file import append
+from result_file import append, arguments
 from transformers import DynamicCache, QuantizedCache
 
 import kvbits
@@ -32,7 +31,7 @@ from kvbits.evaluate.texts import novel
 from kvbits.ops.cpu import library
 from kvbits.schemes import PRESETS
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = arguments(__doc__)
 parser.add_argument("models", nargs="+")
 parser.add_argument("--contexts", default="2048,8192")
 parser.add_argument("--schemes", default="raw,int8,int4,kivi2")
@@ -41,7 +40,6 @@ parser.add_argument("--dtypes", default="bfloat16,float32")
 parser.add_argument("--tokens", type=int, default=12)
 parser.add_argument("--threads", type=int, default=2)
 parser.add_argument("--compile", metavar="BACKEND", help="a backend of torch.compile, such as inductor: time every cache under it too")
-parser.add_argument("--out", type=Path)
 args = parser.parse_args()
 WARM_UP = 3 if args.compile else 1
 """Tokens before those that are timed: the first compiles, and the second again where lengths had been taken for constants."""

@@ -32,12 +32,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from bench_decode_gpu import calibration
-from result_file import append
+from result_file import append, arguments
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.generation.streamers import BaseStreamer
@@ -416,7 +415,7 @@ def warm(model: LlamaForCausalLM, rows: list[str], shapes: list[tuple[int, int]]
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = arguments(__doc__)
     found.add_argument("rows", nargs="*", default=list(ROWS))
     found.add_argument("--modes", nargs="*", default=["eager", "graph"], choices=MODES)
     found.add_argument("--eager-rows", nargs="*", help="rows whose mode eager is wanted; all if left out, and caches without another mode")
@@ -428,7 +427,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--filled", action="store_true", help="no prompt: random keys and values")
     found.add_argument("--warm", action="store_true")
     found.add_argument("--quick", action="store_true")
-    found.add_argument("--out", type=Path)
     return found
 
 

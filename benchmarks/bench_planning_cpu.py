@@ -8,14 +8,12 @@ The pages are checked against the lengths, the lists for reading every chunk onc
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
-from result_file import append
+from result_file import append, arguments
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
@@ -63,8 +61,7 @@ def lists_ms(batch: int, tokens: int, equal: bool) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = arguments(__doc__)
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = []

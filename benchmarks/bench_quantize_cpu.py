@@ -12,7 +12,6 @@ against the references first. Rates count input bytes once; `limit` is what a pl
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from result_file import append
+from result_file import append, arguments
 
 from kvbits.cache.pool import allocate_slab
 from kvbits.ops.cpu import append as append_cpu
@@ -37,12 +36,11 @@ from kvbits.spec import PageLayout, PerChannel, PerToken, QuantSpec
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from studies.int8_paper import cpu, reference
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = arguments(__doc__)
 parser.add_argument("--rows", type=int, default=131072)
 parser.add_argument("--columns", type=int, default=1024)
 parser.add_argument("--rounds", type=int, default=9)
 parser.add_argument("--threads", type=int, default=1)
-parser.add_argument("--out", type=Path, help="file that this run is added to")
 parser.add_argument("--skip-column-outer", action="store_true")
 args = parser.parse_args()
 torch.set_num_threads(args.threads)

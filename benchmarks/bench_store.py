@@ -18,7 +18,6 @@ The last line is one JSON object; rows are added to --out.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import mmap
 import os
@@ -32,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from result_file import append
+from result_file import append, arguments
 
 import kvbits
 from kvbits import schemes
@@ -40,7 +39,7 @@ from kvbits.cache.paged_cache import PagedCache
 from kvbits.spec import CacheSpec, LayerGeometry, Rotary
 from kvbits.store.loading import readers
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = arguments(__doc__)
 parser.add_argument("--where", type=Path, required=True, help="an empty or new folder; it is removed at the end")
 parser.add_argument("--tokens", type=int, default=32768)
 parser.add_argument("--layers", type=int, default=32)
@@ -55,7 +54,6 @@ parser.add_argument("--chunk", type=int, default=512, help="tokens that go throu
 parser.add_argument("--stock", action="store_true", help="also the time of the model's own attention and cache")
 parser.add_argument("--dtype", default="auto", help="of the model's weights")
 parser.add_argument("--calibration", type=Path, help="of the model, for a scheme that needs one")
-parser.add_argument("--out", type=Path)
 args = parser.parse_args()
 torch.set_num_threads(args.threads)
 DEVICE = torch.device(args.device)

@@ -9,15 +9,13 @@ included. Times are medians over interleaved rounds: CPU time of the thread with
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from result_file import append
+from result_file import append, arguments
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
@@ -63,7 +61,7 @@ def bytes_read(cache: PagedCache) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--scheme", default="tiered_8k", help="a preset of integers or banded codes")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=8)
@@ -71,7 +69,6 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=4, help="query heads per kv head")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="file that this run is added to")
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

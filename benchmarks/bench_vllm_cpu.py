@@ -31,7 +31,7 @@ os.environ |= {
 }
 
 import torch
-from result_file import append
+from result_file import append, arguments
 
 BLOCK = 128
 """Tokens of a block of vLLM's own on a CPU."""
@@ -179,7 +179,7 @@ def decode(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("mode", choices=("attention", "decode"))
     parser.add_argument("--shape", default="8x8192", help="sequences x tokens of each")
     parser.add_argument("--formats", nargs="+", default=["int8_centered", "int4", "klt4"])
@@ -192,7 +192,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24, help="decoded by each sequence")
     parser.add_argument("--pool", type=int, default=2048, help="MiB of an engine's cache")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="file that this run is added to")
     args = parser.parse_args()
     if args.alone:
         print(json.dumps(one_engine(args, args.alone)))

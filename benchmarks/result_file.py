@@ -8,6 +8,7 @@ A row is of one run for good. Whoever reads takes `run_files.latest`, or `run_fi
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import shlex
@@ -20,6 +21,22 @@ import run_files
 
 from kvbits import runs
 from kvbits.files import to_json
+
+
+def arguments(doc: str | None, *, of_model: bool = False) -> argparse.ArgumentParser:
+    """A parser whose help is a module's text, with --out.
+
+    Args:
+        of_model: also with the model that is measured, and what `load_model` takes.
+    """
+    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--out", type=Path, help="file that this run is added to")
+    if of_model:
+        found.add_argument("model")
+        found.add_argument("--dtype", default="float32")
+        found.add_argument("--device")
+        found.add_argument("--threads", type=int, default=1)
+    return found
 
 
 def append(

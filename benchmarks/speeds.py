@@ -79,7 +79,7 @@ def _machine(run: dict[str, Any]) -> str:
     return str(run["gpu"]["name"] if run["gpu"] else run.get("facts", {}).get("device") or run.get("facts", {}).get("gpu") or "GPU")
 
 
-def _one_sitting(data: dict[str, Any], rows: list[dict[str, Any]], enough: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+def sitting(data: dict[str, Any], rows: list[dict[str, Any]], enough: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
     """The rows of the newest session that has enough of them to compare; none if no session has."""
     runs = data["runs"]
     sessions: dict[str, list[dict[str, Any]]] = {}
@@ -135,7 +135,7 @@ def _serving(data: dict[str, Any]) -> list[dict[str, Any]]:
                 batch = None if what in BEST else r["batch"]
                 groups.setdefault((r["geometry"], r["gpus"], batch, r["context"], r["compiled"], _load(r)), []).append(r)
         for (geometry, gpus, batch, context, compiled, load), rows in groups.items():
-            together = _one_sitting(data, rows, lambda some: len(names := {r["kv_cache_dtype"] for r in some}) > 1 and "bf16" in names)
+            together = sitting(data, rows, lambda some: len(names := {r["kv_cache_dtype"] for r in some}) > 1 and "bf16" in names)
             members = list({r["kv_cache_dtype"]: r for r in together}.values())
             if not members:
                 continue
@@ -177,7 +177,7 @@ def graphed(data: dict[str, Any]) -> dict[tuple[int, int], dict[tuple[Any, ...],
     rows = _tokens(data)
     found = {}
     for at in dict.fromkeys((r["batch"], r["context"]) for r in rows):
-        some = _one_sitting(data, [r for r in rows if (r["batch"], r["context"]) == at], _comparable)
+        some = sitting(data, [r for r in rows if (r["batch"], r["context"]) == at], _comparable)
         if some:
             found[at] = {(r["scheme"], r["mode"]): r for r in some}
     return found

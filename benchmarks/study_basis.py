@@ -9,14 +9,13 @@ which on these models is as good (docs/results/schemes.md). The last line is one
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import turboquant
-from result_file import append
+from result_file import append, arguments
 
 import kvbits
 from kvbits import schemes
@@ -48,8 +47,7 @@ def row(name: str, bits: float, result: Fidelity, base: Fidelity) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser = arguments(__doc__, of_model=True)
     parser.add_argument("--text", required=True, help="evaluation text")
     parser.add_argument(
         "--calibration", action="append", required=True, help="calibration text, or several joined by + that are mixed; several options are measured each"
@@ -59,10 +57,6 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=128)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model, tokenizer = kvbits.load_model(args.model, dtype=args.dtype, device=args.device)

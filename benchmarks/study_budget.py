@@ -9,12 +9,11 @@ The last line is JSON, this run; it is added to --out.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from pathlib import Path
 
 import torch
-from result_file import append
+from result_file import append, arguments
 
 from kvbits import KVCache, planner, schemes
 from kvbits.evaluate.caches import base_factory
@@ -29,17 +28,13 @@ LEVELS = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser = arguments(__doc__, of_model=True)
     parser.add_argument("--text", required=True)
     parser.add_argument("--length", type=int, default=3072)
     parser.add_argument("--chunk", type=int, default=128)
-    parser.add_argument("--device")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model, tokenizer = load_model(args.model, dtype="float32", device=args.device)
+    model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device)
     layers, text = layer_geometries(model.config), read_text(args.text)
     (window,) = windows(tokenizer, text, count=1, length=args.length)
     elastic = CacheSpec(scheme=schemes.elastic(layers), layers=layers, raw_dtype="float32")

@@ -13,13 +13,12 @@ the ratio of the two. `taken` says what `kvbits fit` would have written: the fit
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from result_file import append
+from result_file import append, arguments
 
 from kvbits import schemes
 from kvbits.errors import SpecError
@@ -66,8 +65,7 @@ def keep(found: Fit, bench: Bench, folder: Path, bits: float, model: str) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser = arguments(__doc__, of_model=True)
     parser.add_argument("--text", required=True, help="held-out text")
     parser.add_argument("--work", type=Path, required=True, help="folder for measurements")
     parser.add_argument("--bits", default="8,6,4.5,3.5,3,2.5")
@@ -75,13 +73,10 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=2, help="of 1,024 tokens, of the held-out text")
     parser.add_argument("--context", type=int, default=32_768)
     parser.add_argument("--schemes", type=Path, help="folder for the choices as scheme files")
-    parser.add_argument("--device")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     began = time.process_time()
-    model, tokenizer = load_model(args.model, dtype="float32", device=args.device)
+    model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device)
     layers, kind, text = layer_geometries(model.config), "calibrated" if args.calibrate else "plain", read_text(args.text)
     args.work.mkdir(parents=True, exist_ok=True)
     bases = None

@@ -15,7 +15,6 @@ caches read the same windows. The last line is one JSON object; it is added to -
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import multiprocessing
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from result_file import append
+from result_file import append, arguments
 from transformers import DynamicCache
 
 import kvbits
@@ -213,8 +212,7 @@ _run: Callable[[Any], Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser = arguments(__doc__, of_model=True)
     parser.add_argument("--study", choices=STUDIES, required=True, action="append")
     parser.add_argument("--text", action="append", help="evaluation text, PATH or NAME=PATH; several for the domain study")
     parser.add_argument("--calibration", action="append", help="calibration text, PATH or NAME=PATH")
@@ -225,11 +223,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=64)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1, help="processes that evaluate, on the CPU")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not args.data and not (args.text and args.calibration):
         parser.error("give --text and --calibration, or --data FOLDER")

@@ -9,7 +9,6 @@ the shipped texts (novel and code), 4 windows of 1,024 tokens. A variant is one 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import math
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from result_file import append
+from result_file import append, arguments
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -325,8 +324,9 @@ def kl(model: Any, base: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tens
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("model")
+    parser.add_argument("--device")
     parser.add_argument("--text", required=True)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=4)
@@ -334,8 +334,6 @@ def main() -> None:
     parser.add_argument("--variants", default="screens", choices=("screens", "finals", "long"))
     parser.add_argument("--prompts", default="4x1024")
     parser.add_argument("--only", help="variants whose name begins so")
-    parser.add_argument("--device")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     model, tokenizer = kvbits.load_model(args.model, dtype="float32", device=args.device)

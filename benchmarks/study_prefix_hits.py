@@ -17,7 +17,6 @@ that several GPUs hold as one pool, or where each chat always goes to the same o
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -27,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 from loads import FIRST_ID, Chats
-from result_file import append
+from result_file import append, arguments
 
 from kvbits import planner
 from kvbits.gpus import gpu_memory
@@ -126,7 +125,7 @@ def capacities(gpu: str, running: int) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("trace", help="a file of JSON lines, or the word chats")
     parser.add_argument("--block", type=int, default=512, help="tokens of a block of the trace")
     parser.add_argument("--gpu", default="H200", help="as `kvbits plan --gpu-memory` takes it")
@@ -134,7 +133,6 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=128, help="requests at once (max_num_seqs), which raw copies are kept of")
     parser.add_argument("--users", type=int, default=200, help="chats")
     parser.add_argument("--turns", type=int, default=20, help="chats: of each user, about")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     made = chats(args.users, args.turns, args.block) if args.trace == "chats" else trace(Path(args.trace))
     places, tokens, requests = needed(made, args.block)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import run_files
-from speeds import graphed
+from speeds import graphed, sitting
 
 from kvbits import runs
 from kvbits.evaluate.results import read as read_evaluation
+from kvbits.report.markdown import table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
@@ -46,23 +47,10 @@ def read(name: str) -> Row:
     return run_files.read(RESULTS / name)
 
 
-def sitting(data: Row, rows: Iterable[Row], enough: Callable[[list[Row]], bool]) -> list[Row]:
-    """Rows of the newest session that has enough of them; none if no session has."""
-    sessions: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda r: (data["runs"][r["run"]]["utc"], r["run"])):
-        sessions.setdefault(data["runs"][row["run"]]["session"], []).append(row)
-    newest = sorted(sessions.values(), key=lambda some: data["runs"][some[-1]["run"]]["utc"], reverse=True)
-    return next((some for some in newest if enough(some)), [])
-
-
 def measured(data: Row, rows: Iterable[Row], command: str) -> str:
     """The line below a table."""
     made = {r["run"]: data["runs"][r["run"]] for r in rows}
     return f"`{command}`; {runs.dated(made.values())}."
-
-
-def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    return "\n".join(["| " + " | ".join(header) + " |", "|" + "---|" + "---:|" * (len(header) - 1), *("| " + " | ".join(line) + " |" for line in lines)])
 
 
 def short(shape: str) -> str:
