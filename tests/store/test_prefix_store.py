@@ -19,11 +19,17 @@ from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, PoolFullError, SpecError
 from kvbits.units import human_bytes
 
+INT4 = spec_of("int4")
 
-def test_a_read_only_store_loads_and_says_what_cannot_be_done(tmp_path, monkeypatch):
-    spec, _ = pieces("int4")
-    ids, store = ids_of(300), PrefixStore(tmp_path, blob_tokens=64)
-    donor = cache_of(spec, ids)
+
+@pytest.fixture
+def store(tmp_path):
+    return PrefixStore(tmp_path, blob_tokens=64)
+
+
+def test_a_read_only_store_loads_and_says_what_cannot_be_done(store, monkeypatch):
+    ids = ids_of(300)
+    donor = cache_of(INT4, ids)
     store.put(donor, ids)
     real = {name: getattr(os, name) for name in ("open", "mkdir", "utime", "unlink", "rename")}
 
@@ -39,18 +45,18 @@ def test_a_read_only_store_loads_and_says_what_cannot_be_done(tmp_path, monkeypa
 
     for name in real:
         monkeypatch.setattr(os, name, refusing(name))
-    assert store.load(cache_of(spec), ids) == 300
-    other = cache_of(spec, ids_of(300, 1))
+    assert store.load(cache_of(INT4), ids) == 300
+    other = cache_of(INT4, ids_of(300, 1))
     for what in (lambda: store.put(other, ids_of(300, 1)), lambda: store.pin(donor, ids), lambda: store.evict(0)):
         with pytest.raises(OSError, match="Read-only file system; loading needs a store that can be read, put, pin and evict one that can be written"):
             what()
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_prefix_gives_planes_back_where_a_budget_has_no_room_as_computing_it_does(tmp_path, wait):
+def test_a_prefix_gives_planes_back_where_a_budget_has_no_room_as_computing_it_does(store, wait):
     spec, _ = pieces("tiered")
     spec = dataclasses.replace(spec, scheme=dataclasses.replace(spec.scheme, tiers=(dataclasses.replace(spec.scheme.tiers[0], num_tokens=2**20),)))
-    ids, store = ids_of(600), PrefixStore(tmp_path, blob_tokens=64)
+    ids = ids_of(600)
     donor = cache_of(spec, ids)
     budget = int(0.75 * donor.nbytes)
     computed, loaded = cache_of(spec, ids, budget=budget), cache_of(spec, budget=budget)
@@ -73,11 +79,10 @@ def test_a_prefix_gives_planes_back_where_a_budget_has_no_room_as_computing_it_d
 
 @pytest.mark.parametrize("windows", [False, True], ids=["full", "windows"])
 @pytest.mark.parametrize("name", ["int4", "kivi2", "raw", "int8_centered", "fp8", "tiered", "klt2", "token_local"])
-def test_exactly_the_tokens_that_were_put_load_as_exactly_the_cache_that_was_put(tmp_path, name, windows):
+def test_exactly_the_tokens_that_were_put_load_as_exactly_the_cache_that_was_put(store, name, windows):
     spec, static = pieces(name, (FULL, SLIDING, FULL) if windows else (FULL, FULL))
     ids = ids_of(413)
     donor = cache_of(spec, ids, 400, static=static)
-    store = PrefixStore(tmp_path, blob_tokens=64)
     assert store.put(donor, ids) == 400
     loaded = cache_of(spec, static=static)
     assert store.match(loaded, ids) == 400
@@ -91,12 +96,11 @@ def test_exactly_the_tokens_that_were_put_load_as_exactly_the_cache_that_was_put
 
 
 @pytest.mark.parametrize("name", ["int4", "kivi2", "raw", "int8_centered", "fp8", "tiered", "klt2", "token_local"])
-def test_another_prompt_with_the_same_beginning_loads_what_a_crop_of_the_first_would_be(tmp_path, name):
+def test_another_prompt_with_the_same_beginning_loads_what_a_crop_of_the_first_would_be(store, name):
     spec, static = pieces(name)
     ids, other = ids_of(400), ids_of(400, seed=1)
     other[:330] = ids[:330]
     donor = cache_of(spec, ids, static=static)
-    store = PrefixStore(tmp_path, blob_tokens=64)
     store.put(donor, ids)
     loaded = cache_of(spec, static=static)
     n = store.load(loaded, other)
@@ -145,10 +149,9 @@ def test_layers_with_windows_load_a_shared_beginning_where_their_pages_were_put_
 
 @pytest.mark.parametrize("name", ["int4", "raw", "token_local"])
 @pytest.mark.parametrize(("end", "speculates", "chunks"), [(False, False, (400,)), (True, True, (400,)), (True, False, (287, 400)), (True, False, (400,))])
-def test_what_put_says_is_what_loads(tmp_path, name, end, speculates, chunks):
+def test_what_put_says_is_what_loads(store, name, end, speculates, chunks):
     spec, _ = pieces(name, (FULL, SLIDING))
     ids, donor = ids_of(400), cache_of(spec)
-    store = PrefixStore(tmp_path, blob_tokens=64)
     for upto in chunks:
         extend(donor, ids, upto, chunk=upto)
         if speculates:
@@ -159,23 +162,21 @@ def test_what_put_says_is_what_loads(tmp_path, name, end, speculates, chunks):
         assert said == 400
 
 
-def test_prompts_that_share_nothing_or_too_little_load_nothing(tmp_path):
-    spec, _ = pieces("int4")
+def test_prompts_that_share_nothing_or_too_little_load_nothing(store):
     ids = ids_of(300)
-    store = PrefixStore(tmp_path, blob_tokens=64)
-    store.put(cache_of(spec, ids), ids, end=False)
+    store.put(cache_of(INT4, ids), ids, end=False)
     for other in (ids_of(300, 1), ids[:67], ids[1:], ids[:0]):
-        assert store.load(cache_of(spec), other) == 0
-    assert store.load(cache_of(spec), ids[:68]) == 68
-    assert store.load(cache_of(spec), torch.from_numpy(ids)[None]) == 260
+        assert store.load(cache_of(INT4), other) == 0
+    assert store.load(cache_of(INT4), ids[:68]) == 68
+    assert store.load(cache_of(INT4), torch.from_numpy(ids)[None]) == 260
 
 
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize(("layers", "short", "long", "load"), [((FULL, SLIDING), 2, 300, 120), ((FULL, FULL), 130, 300, 130)], ids=["windows", "raw end"])
-def test_pages_of_a_blob_that_the_plan_leaves_out_are_not_taken_for_those_of_its_end(tmp_path, layers, short, long, load, wait):
+def test_pages_of_a_blob_that_the_plan_leaves_out_are_not_taken_for_those_of_its_end(store, layers, short, long, load, wait):
     """Both were the blob of one number: in a cache with room, where reading begins early, a sequence got page ids of another pool."""
     spec = spec_of("int4", layers, residual_length=64, num_sink_tokens=0)
-    ids, store = ids_of(long), PrefixStore(tmp_path, blob_tokens=64)
+    ids = ids_of(long)
     for n in (short, long):
         store.put(cache_of(spec, ids[:n]), ids[:n])
     cache = cache_of(spec, batch_size=1, max_tokens=400)
@@ -186,10 +187,10 @@ def test_pages_of_a_blob_that_the_plan_leaves_out_are_not_taken_for_those_of_its
 
 @pytest.mark.parametrize("layers", [(FULL, FULL), (FULL, SLIDING)], ids=["full", "windows"])
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 400}], ids=["grows", "fixed"])
-def test_exactly_the_tokens_that_were_put_load_as_they_were_though_a_longer_prompt_closed_all_of_them(tmp_path, layers, options):
+def test_exactly_the_tokens_that_were_put_load_as_they_were_though_a_longer_prompt_closed_all_of_them(store, layers, options):
     """At the border of a blob: the closed pages alone would have quantized the newest tokens."""
     spec = spec_of("int4", layers, num_sink_tokens=0)
-    ids, store = ids_of(300), PrefixStore(tmp_path, blob_tokens=64)
+    ids = ids_of(300)
     for n in (300, 128):
         store.put(cache_of(spec, ids[:n]), ids[:n])
     cache = cache_of(spec, **options)
@@ -211,24 +212,21 @@ def test_any_length_goes_through_a_store(tmp_path_factory, n, more, name):
     assert bytes_of(loaded) == bytes_of(donor)
 
 
-def test_what_is_there_is_not_written_again_and_equal_prefixes_are_stored_once(tmp_path):
-    spec, _ = pieces("int4")
+def test_what_is_there_is_not_written_again_and_equal_prefixes_are_stored_once(store):
     ids, other = ids_of(400), ids_of(400, 1)
     other[:200] = ids[:200]
-    store = PrefixStore(tmp_path, blob_tokens=64)
-    store.put(cache_of(spec, ids), ids)
+    store.put(cache_of(INT4, ids), ids)
     names = {e.name: e.nbytes for e in store.folder.entries()}
-    store.put(cache_of(spec, ids), ids)
+    store.put(cache_of(INT4, ids), ids)
     assert {e.name: e.nbytes for e in store.folder.entries()} == names
-    store.put(cache_of(spec, other), other)
+    store.put(cache_of(INT4, other), other)
     assert len(list(store.folder.entries())) == len(names) + 3, "two blobs and the end are new, three are shared"
 
 
 @pytest.mark.parametrize("change", ["model", "scheme", "calibration", "dtype"])
-def test_what_another_model_scheme_or_calibration_made_is_not_found(tmp_path, change):
+def test_what_another_model_scheme_or_calibration_made_is_not_found(store, change):
     static = [{"k_scale": torch.full((2, 1), 0.1), "v_scale": torch.full((2, 1), 0.1)} for _ in range(2)]
     spec, ids = spec_of("int8_static", residual_length=0), ids_of(300)
-    store = PrefixStore(tmp_path, blob_tokens=64)
     store.put(cache_of(spec, ids, static=static), ids)
     assert store.match(cache_of(spec, static=static), ids) == 300
     if change == "calibration":
@@ -243,16 +241,14 @@ def test_what_another_model_scheme_or_calibration_made_is_not_found(tmp_path, ch
     assert store.match(other, ids) == 0
 
 
-def test_sequences_that_were_cropped_into_a_page_or_lost_one_store_what_is_whole(tmp_path):
-    spec, _ = pieces("int4")
+def test_sequences_that_were_cropped_into_a_page_or_lost_one_store_what_is_whole(store, tmp_path):
     ids = ids_of(400)
-    donor = cache_of(spec, ids)
-    store = PrefixStore(tmp_path, blob_tokens=64)
+    donor = cache_of(INT4, ids)
     donor.crop(300)
     assert store.put(donor, ids) == 260, "a crop into a page is not what 300 tokens make"
     extend(donor, ids, 400)
     assert store.put(donor, ids[:400]) in (0, 260), "pages behind the crop lie elsewhere than those of other sequences"
-    dropped = cache_of(spec, ids)
+    dropped = cache_of(INT4, ids)
     dropped.drop_pages(0, [[4 + 32 * 5]])
     assert PrefixStore(tmp_path / "other", blob_tokens=64).put(dropped, ids) == 4 + 128
 
@@ -267,13 +263,12 @@ def test_sequences_that_were_cropped_into_a_page_or_lost_one_store_what_is_whole
     ],
 )
 def test_ids_that_are_none_are_refused(tmp_path, ids, reason):
-    spec, _ = pieces("int4")
     store = PrefixStore(tmp_path)
     for call in (store.load, store.match):
         with pytest.raises(DataError, match=reason):
-            call(cache_of(spec), ids)
+            call(cache_of(INT4), ids)
     largest = np.full(100, 2**63 - 1, np.uint64)
-    assert store.match(cache_of(spec), largest) == 0
+    assert store.match(cache_of(INT4), largest) == 0
 
 
 @pytest.mark.parametrize("where", [None, 5, "", b"/tmp/x"])
@@ -283,9 +278,8 @@ def test_a_place_that_is_none_is_refused(where):
 
 
 def test_bad_calls_are_refused_in_words(tmp_path):
-    spec, _ = pieces("int4")
     store, ids = PrefixStore(tmp_path), ids_of(100)
-    cache = cache_of(spec, ids)
+    cache = cache_of(INT4, ids)
     with pytest.raises(DataError, match="50 token ids for a sequence of 100 tokens; pass the ids of all of them"):
         store.put(cache, ids[:50])
     with pytest.raises(DataError, match="sequence 3 does not exist; the cache holds 1"):
@@ -299,7 +293,7 @@ def test_bad_calls_are_refused_in_words(tmp_path):
     with pytest.raises(DataError, match="str is neither a KVCache nor a PagedCache"):
         store.put("cache", ids)
     with pytest.raises(SpecError, match=r"set cache.made_for"):
-        store.match(PagedCache(spec), ids)
+        store.match(PagedCache(INT4), ids)
     with pytest.raises(DataError, match="blob_tokens=0 must be"):
         PrefixStore(tmp_path, blob_tokens=0)
     with pytest.raises(SpecError, match="max_bytes '12 lightyears' is not understood"):
@@ -314,18 +308,16 @@ def test_bad_calls_are_refused_in_words(tmp_path):
         store.put(cache, ids)
 
 
-def test_a_cache_without_room_is_left_as_it_was(tmp_path):
-    spec, _ = pieces("int4")
+def test_a_cache_without_room_is_left_as_it_was(store):
     ids = ids_of(400)
-    store = PrefixStore(tmp_path, blob_tokens=64)
-    store.put(cache_of(spec, ids), ids)
-    small = cache_of(spec, batch_size=1, max_tokens=200)
+    store.put(cache_of(INT4, ids), ids)
+    small = cache_of(INT4, batch_size=1, max_tokens=200)
     store.load(small, ids[:3])
     before = picture(small)
     with pytest.raises(PoolFullError):
         store.load(small, ids)
     assert picture(small) == before
-    rows = cache_of(spec, batch_size=2, max_tokens=500)
+    rows = cache_of(INT4, batch_size=2, max_tokens=500)
     for layer in range(2):
         rows.append(layer, torch.zeros(2, 1, 2, 32), torch.zeros(2, 1, 2, 32))
     rows.free(1)
@@ -334,12 +326,11 @@ def test_a_cache_without_room_is_left_as_it_was(tmp_path):
 
 
 def test_prefixes_load_into_the_rows_of_a_new_cache_in_any_order(tmp_path):
-    spec, _ = pieces("int4")
     store, prompts = PrefixStore(tmp_path, blob_tokens=64), [ids_of(150, seed) for seed in range(3)]
-    donors = [cache_of(spec, ids) for ids in prompts]
+    donors = [cache_of(INT4, ids) for ids in prompts]
     for donor, ids in zip(donors, prompts, strict=True):
         store.put(donor, ids)
-    cache = cache_of(spec, max_tokens=200, batch_size=3)
+    cache = cache_of(INT4, max_tokens=200, batch_size=3)
     for row in (1, 0, 2):
         assert store.load(cache, prompts[row], row) == 150
     assert [bytes_of(cache, row) for row in range(3)] == [bytes_of(donor) for donor in donors]
@@ -364,60 +355,53 @@ def aged(store, seconds):
         store.folder.use(e.namespace, e.name, e.used - int(seconds * 1e9))
 
 
-def test_what_was_used_least_lately_leaves_first_and_the_end_of_a_prefix_before_its_beginning(tmp_path):
-    spec, _ = pieces("int4")
-    store = PrefixStore(tmp_path, blob_tokens=64)
+def test_what_was_used_least_lately_leaves_first_and_the_end_of_a_prefix_before_its_beginning(store):
     prompts = [ids_of(400, seed) for seed in range(3)]
     for ids in prompts:
-        store.put(cache_of(spec, ids), ids)
+        store.put(cache_of(INT4, ids), ids)
         aged(store, 10)
-    store.load(cache_of(spec), prompts[0])  # used again
+    store.load(cache_of(INT4), prompts[0])  # used again
     one = store.nbytes // 3
     assert store.evict(2 * one + one // 2) > 0
-    assert [store.match(cache_of(spec), ids) for ids in prompts][::2] == [400, 400]
-    assert 0 < store.match(cache_of(spec), prompts[1]) < 400
+    assert [store.match(cache_of(INT4), ids) for ids in prompts][::2] == [400, 400]
+    assert 0 < store.match(cache_of(INT4), prompts[1]) < 400
     store.evict(0)
     assert store.nbytes == 0
-    assert store.load(cache_of(spec), prompts[0]) == 0
+    assert store.load(cache_of(INT4), prompts[0]) == 0
 
 
-def test_a_pinned_prefix_stays(tmp_path):
-    spec, _ = pieces("int4")
-    store = PrefixStore(tmp_path, blob_tokens=64)
+def test_a_pinned_prefix_stays(store, tmp_path):
     kept, other = ids_of(400), ids_of(400, 1)
     with pytest.raises(DataError, match="nothing of these 400 tokens is stored"):
-        store.pin(cache_of(spec), kept)
+        store.pin(cache_of(INT4), kept)
     for ids in (kept, other):
-        store.put(cache_of(spec, ids), ids)
-    assert store.pin(cache_of(spec), kept) == 400
+        store.put(cache_of(INT4, ids), ids)
+    assert store.pin(cache_of(INT4), kept) == 400
     PrefixStore(tmp_path).evict(0)  # another process
-    assert store.match(cache_of(spec), kept) == 400
-    assert store.match(cache_of(spec), other) == 0
-    assert store.unpin(cache_of(spec), kept)
-    assert not store.unpin(cache_of(spec), kept)
+    assert store.match(cache_of(INT4), kept) == 400
+    assert store.match(cache_of(INT4), other) == 0
+    assert store.unpin(cache_of(INT4), kept)
+    assert not store.unpin(cache_of(INT4), kept)
     store.evict(0)
-    assert store.match(cache_of(spec), kept) == 0
+    assert store.match(cache_of(INT4), kept) == 0
 
 
 def test_put_keeps_the_store_below_its_size(tmp_path):
-    spec, _ = pieces("int4")
     ids = ids_of(400)
     store = PrefixStore(tmp_path, blob_tokens=64, max_bytes=10**9)
-    store.put(cache_of(spec, ids), ids)
+    store.put(cache_of(INT4, ids), ids)
     one = store.nbytes
     store = PrefixStore(tmp_path, blob_tokens=64, max_bytes=3 * one)
     for seed in range(1, 8):
         more = ids_of(400, seed)
-        store.put(cache_of(spec, more), more)
+        store.put(cache_of(INT4, more), more)
         assert store.nbytes <= 3 * one + one // 4
-        assert store.match(cache_of(spec), more) == 400, "the newest stays"
+        assert store.match(cache_of(INT4), more) == 400, "the newest stays"
 
 
-def test_explain_counts_files_and_bytes(tmp_path):
-    spec, _ = pieces("int4")
+def test_explain_counts_files_and_bytes(store, tmp_path):
     ids = ids_of(400)
-    store = PrefixStore(tmp_path, blob_tokens=64)
-    store.put(cache_of(spec, ids), ids)
+    store.put(cache_of(INT4, ids), ids)
     about = store.explain()
     assert about["files"] == 6
     assert about["bytes"] == store.nbytes == sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
@@ -436,12 +420,11 @@ def test_a_folder_that_cannot_be_made_says_so(where):
         PrefixStore(where)
 
 
-def test_a_sequence_that_waits_leaves_low_planes_first_and_comes_back_with_them(tmp_path):
+def test_a_sequence_that_waits_leaves_low_planes_first_and_comes_back_with_them(store):
     spec, _ = pieces("tiered")
     ids = ids_of(400)
     donor = cache_of(spec, ids, batch_size=1, max_tokens=420)
     before, whole, free = bytes_of(donor), donor.explain()["bytes"], []
-    store = PrefixStore(tmp_path, blob_tokens=64)
     assert store.put(donor, ids) == 400
     donor.set_tiers(0, [0])
     free.append(donor.explain()["bytes"]["free"])
@@ -458,12 +441,11 @@ def test_a_sequence_that_waits_leaves_low_planes_first_and_comes_back_with_them(
 
 
 @pytest.mark.parametrize("name", ["tiered", "int8_centered", "raw"])
-def test_a_parked_sequence_comes_back_as_it_was_and_is_not_evicted_meanwhile(tmp_path, name):
+def test_a_parked_sequence_comes_back_as_it_was_and_is_not_evicted_meanwhile(store, name):
     spec, _ = pieces(name)
     ids, others = ids_of(400), ids_of(300, seed=1)
     donor = cache_of(spec, ids, batch_size=1, max_tokens=420)
     before, whole = bytes_of(donor), donor.explain()["bytes"]
-    store = PrefixStore(tmp_path, blob_tokens=64)
     assert store.park(donor, ids) == whole["total"] - whole["free"] > 0
     assert donor.seq_lens == [0]
     assert donor.explain()["bytes"]["free"] == whole["total"]
@@ -477,13 +459,12 @@ def test_a_parked_sequence_comes_back_as_it_was_and_is_not_evicted_meanwhile(tmp
     assert store.match(donor, ids) == 0, "it is not pinned any more"
 
 
-def test_what_could_not_come_back_is_not_parked(tmp_path):
+def test_what_could_not_come_back_is_not_parked(store):
     spec, _ = pieces("int8_centered")
     ids = ids_of(400)
     cropped = cache_of(spec, ids)
     cropped.crop(290)
     before = bytes_of(cropped)
-    store = PrefixStore(tmp_path, blob_tokens=64)
     for cache, named in ((cropped, ids[:290]), (cache_of(spec, ids, 64), ids)):
         if cache is not cropped:
             cache.crop(0)
@@ -492,10 +473,9 @@ def test_what_could_not_come_back_is_not_parked(tmp_path):
     assert bytes_of(cropped) == before
 
 
-def test_resume_lets_go_of_the_pin_whatever_ids_follow_and_whatever_was_lost(tmp_path):
-    spec, _ = pieces("int4")
+def test_resume_lets_go_of_the_pin_whatever_ids_follow_and_whatever_was_lost(store, tmp_path):
     ids = ids_of(410)
-    store, cache = PrefixStore(tmp_path, blob_tokens=64), cache_of(spec, ids, 400)
+    cache = cache_of(INT4, ids, 400)
     store.park(cache, ids)
     assert store.resume(cache, ids) == 400
     assert store.evict(0) > 0
@@ -508,10 +488,9 @@ def test_resume_lets_go_of_the_pin_whatever_ids_follow_and_whatever_was_lost(tmp
 
 
 @pytest.mark.parametrize("keep", [0, 60_000], ids=["all", "its end"])
-def test_what_somebody_evicts_meanwhile_is_not_parked_and_not_pinned(tmp_path, monkeypatch, keep):
-    spec, _ = pieces("int4")
+def test_what_somebody_evicts_meanwhile_is_not_parked_and_not_pinned(store, tmp_path, monkeypatch, keep):
     ids = ids_of(400)
-    store, cache = PrefixStore(tmp_path, blob_tokens=64), cache_of(spec, ids)
+    cache = cache_of(INT4, ids)
     before, put = bytes_of(cache), PrefixStore.put
 
     def put_and_lose(self, *args):
