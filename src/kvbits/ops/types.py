@@ -398,16 +398,14 @@ def settle(layout: PageLayout, k: torch.Tensor, v: torch.Tensor, status: Sequenc
     Raises:
         DataError: NaN or infinity, or a scale that overflows its storage dtype.
     """
-    found = {}
-    for i, (kind, name, x, spec) in enumerate((("k", "keys", k, layout.key), ("v", "values", v, layout.value))):
-        if status[4 + i]:
-            require_finite(x, name)
-        if status[2 + i]:
-            way_out = wider_scales(spec) or "keep the layer raw (an Override)"
-            raise DataError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; {way_out}")
-        if not spec.is_raw:
-            found[kind] = status[i]
-    return found
+    if any(status[2:6]):
+        for i, (name, x, spec) in enumerate((("keys", k, layout.key), ("values", v, layout.value))):
+            if status[4 + i]:
+                require_finite(x, name)
+            if status[2 + i]:
+                way_out = wider_scales(spec) or "keep the layer raw (an Override)"
+                raise DataError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; {way_out}")
+    return {kind: n for kind, spec, n in (("k", layout.key, status[0]), ("v", layout.value, status[1])) if not spec.is_raw}
 
 
 def wider_scales(spec: QuantSpec, then: str = "") -> str:

@@ -59,4 +59,4 @@ def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: Slo
         turns = frame_turns(store, starts)
         struct.starts, struct.turn_starts = starts.ctypes.data, turns.ctypes.data
     check(library().kvbits_append(struct))
-    return settle(layout, k, v, [*struct.saturated, *struct.overflow, *struct.nonfinite])
+    return settle(layout, k, v, struct.status[:])

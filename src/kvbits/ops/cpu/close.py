@@ -86,4 +86,4 @@ def close(
         turns = frame_turns(store, first)
         struct.starts, struct.turn_starts = first.ctypes.data, turns.ctypes.data
     check(library().kvbits_close(struct))
-    return settle(layout, k, v, [*struct.saturated, *struct.overflow, *struct.nonfinite])
+    return settle(layout, k, v, struct.status[:])

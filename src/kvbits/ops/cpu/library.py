@@ -79,8 +79,7 @@ class CloseStruct(Structure):
         ("store", c_void_p), ("page_ids", c_void_p), ("low", c_void_p), ("low_ids", c_void_p), ("num_pages", c_int64),
         ("num_kv_heads", c_int32), ("head_dim", c_int32), ("value_head_dim", c_int32),
         ("dtype", c_int32), ("num_threads", c_int32), ("source", c_void_p * 2), ("stride", (c_int64 * 3) * 2),
-        ("turn_starts", c_void_p), ("starts", c_void_p),
-        ("saturated", c_int64 * 2), ("nonfinite", c_int32 * 2), ("overflow", c_int32 * 2),
+        ("turn_starts", c_void_p), ("starts", c_void_p), ("status", c_int64 * 6),
     ]  # fmt: skip
 
 
@@ -91,8 +90,7 @@ class AppendStruct(Structure):
         ("store", c_void_p), ("runs", c_void_p), ("num_runs", c_int64), ("batch", c_int32), ("num_tokens", c_int32), ("num_kv_heads", c_int32),
         ("head_dim", c_int32), ("value_head_dim", c_int32), ("dtype", c_int32), ("num_threads", c_int32), ("k", c_void_p), ("v", c_void_p),
         ("k_row", c_int64), ("k_token", c_int64), ("k_head", c_int64), ("v_row", c_int64), ("v_token", c_int64), ("v_head", c_int64),
-        ("used_bytes", c_int64), ("starts", c_void_p), ("turn_starts", c_void_p),
-        ("saturated", c_int64 * 2), ("nonfinite", c_int32 * 2), ("overflow", c_int32 * 2),
+        ("used_bytes", c_int64), ("starts", c_void_p), ("turn_starts", c_void_p), ("status", c_int64 * 6),
     ]  # fmt: skip
 
 

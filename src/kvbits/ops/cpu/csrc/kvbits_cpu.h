@@ -100,9 +100,7 @@ typedef struct {
   // For keys in a basis: cosines, then sines of the head_dim / 2 angles of each page's frame, each padded to a multiple of 16.
   const double* turn_starts;  // [num_pages]
   const int64_t* starts;      // [num_pages] position of each page's first token
-  int64_t saturated[2];     // out: elements clamped to the code range
-  int32_t nonfinite[2];     // out: whether any page holds NaN or infinity
-  int32_t overflow[2];      // out: whether a scale, bias or mean overflowed its storage dtype
+  int64_t status[6];        // out, of keys and of values each: elements clamped to the code range; whether a scale, bias or mean overflowed; NaN or infinity
 } kvbits_close_call;
 
 // Writes raw tokens to their slots: source[0] keys, source[1] values, [batch, num_tokens, num_kv_heads, head_dim or value_head_dim], last dim dense.
@@ -117,8 +115,7 @@ typedef struct {
   int64_t used_bytes;         // of a head struct; what follows is zeroed where a run begins at slot 0
   const int64_t* starts;      // [num_runs] position of the first token of each run's page, and its frame's angles as in kvbits_close_call: of keys that are turned back
   const double* turn_starts;
-  int64_t saturated[2];       // out, as in kvbits_close_call
-  int32_t nonfinite[2], overflow[2];  // out: whether any number was not finite, any scale too large for its type; such tokens are left half written
+  int64_t status[6];          // out, as in kvbits_close_call
 } kvbits_append_call;
 
 // A page to be read: all layers of it, which follow each other in the file and in memory.
@@ -150,7 +147,7 @@ KVBITS_EXPORT int32_t kvbits_uses_openmp(void);
 
 // Attention over all parts with one online softmax. Returns 0 or the number of a message in kvbits_error.
 KVBITS_EXPORT int32_t kvbits_attend(const kvbits_attend_call* call);
-// Closes pages. Where `nonfinite` or `overflow` says so, pages are left half written.
+// Closes pages, stores tokens. Where their status says that numbers cannot be stored, pages are left half written.
 KVBITS_EXPORT int32_t kvbits_close(kvbits_close_call* call);
 KVBITS_EXPORT int32_t kvbits_append(kvbits_append_call* call);
 

@@ -90,7 +90,7 @@ extern "C" int32_t kvbits_append(kvbits_append_call* call) {
     Work w = {call, tier->pages, {}};
     const size_t scratch = w.kernels->close_scratch_bytes(store.page_size, std::max(call->head_dim, call->value_head_dim));
     if (!pool_run(threads < 1 ? 1 : static_cast<int>(threads), items, scratch, packed_item, &w)) return KVBITS_NO_MEMORY;
-    w.found.report(call);
+    w.found.report(call->status);
     return 0;
   }
   if (threads >= 2) return pool_run(static_cast<int>(threads), items, 0, run_item, call) ? 0 : KVBITS_NO_MEMORY;

@@ -15,7 +15,7 @@
 namespace {
 
 // Scales, biases and means, chosen and stored or given. False when one overflows.
-static bool params_of(PageBuffers& b, const TokensPart& part, int groups, bool by_token) {
+static __attribute__((noinline)) bool params_of(PageBuffers& b, const TokensPart& part, int groups, bool by_token) {
   const kvbits_tensor& t = *part.tensor;
   if (t.static_scale) {
     load_static_params(b, t, part.kv_head, part.head_dim);

@@ -27,22 +27,16 @@ TokensPart part_of(const Call& call, int side, int64_t i, int64_t head, int64_t 
   return part;
 }
 
-// What the items of a call found, for keys and for values.
+// What the items of a call found, as its status says it.
 struct Findings {
-  std::atomic<int64_t> saturated[2] = {};
-  std::atomic<int32_t> nonfinite[2] = {}, overflow[2] = {};
+  std::atomic<int64_t> status[6] = {};
 
   void add(int side, const CloseResult& r) {
-    if (r.saturated) saturated[side].fetch_add(r.saturated);
-    if (r.nonfinite) nonfinite[side].store(1);
-    if (r.overflow) overflow[side].store(1);
+    if (r.saturated) status[side].fetch_add(r.saturated);
+    if (r.overflow) status[2 + side].store(1);
+    if (r.nonfinite) status[4 + side].store(1);
   }
-  template <class Call>
-  void report(Call* call) const {
-    for (int side = 0; side < 2; side++) {
-      call->saturated[side] = saturated[side].load();
-      call->nonfinite[side] = nonfinite[side].load();
-      call->overflow[side] = overflow[side].load();
-    }
+  void report(int64_t* to) const {
+    for (int i = 0; i < 6; i++) to[i] = status[i].load();
   }
 };
