@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tiny
 import torch
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Gemma3TextConfig, MistralConfig, StableLmConfig
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Gemma3TextConfig, MistralConfig, PreTrainedConfig, StableLmConfig
 
 from kvbits import schemes
 from kvbits.calibrate import Calibration, calibrate
@@ -18,33 +18,20 @@ def random_ids(n: int, seed: int = 0) -> list[int]:
     return torch.randint(3, VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def mistral(window: int):
-    torch.manual_seed(1)
-    config = MistralConfig(
-        hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY,
-        initializer_range=0.15, sliding_window=window, max_position_embeddings=4096,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-def gemma2():
-    torch.manual_seed(2)
-    config = Gemma2Config(
-        hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY,
-        initializer_range=0.15, sliding_window=100, max_position_embeddings=4096, query_pre_attn_scalar=64, attn_logit_softcapping=20.0,
-    )  # fmt: skip
+def built(kind: type[PreTrainedConfig], seed: int, **own):
+    """A random model of a family: two layers, four query and two kv heads of 64 if its own settings do not say otherwise."""
+    torch.manual_seed(seed)
+    config = kind(**{
+        "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "vocab_size": VOCABULARY, "initializer_range": 0.15, "max_position_embeddings": 4096, **own,
+    })  # fmt: skip
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def gemma3():
     """Windows and full attention, each with a rotary embedding of its own."""
-    torch.manual_seed(3)
-    config = Gemma3TextConfig(
-        hidden_size=128, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY,
-        initializer_range=0.15, sliding_window=100, max_position_embeddings=4096, query_pre_attn_scalar=64,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return built(Gemma3TextConfig, 3, num_hidden_layers=3, sliding_window=100, query_pre_attn_scalar=64, layer_types=kinds)
 
 
 def plain_llama():
@@ -61,26 +48,18 @@ def llama_for(dtype):
 
 def stablelm():
     """A quarter of the channels is turned."""
-    torch.manual_seed(4)
-    config = StableLmConfig(
-        hidden_size=256, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCABULARY,
-        initializer_range=0.15, partial_rotary_factor=0.25, max_position_embeddings=4096,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return built(StableLmConfig, 4, hidden_size=256, partial_rotary_factor=0.25)
 
 
 def cohere():
     """Neighbouring channels are turned together."""
-    torch.manual_seed(5)
-    config = CohereConfig(
-        hidden_size=256, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY,
-        initializer_range=0.15, max_position_embeddings=4096,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return built(CohereConfig, 5, hidden_size=256)
 
 
 MODELS = {
-    "llama": tiny.model, "llama_plain": plain_llama, "mistral": lambda: mistral(100), "gemma2": gemma2, "gemma3": gemma3, "stablelm": stablelm, "cohere": cohere,
+    "llama": tiny.model, "llama_plain": plain_llama, "mistral": lambda: built(MistralConfig, 1, sliding_window=100),
+    "gemma2": lambda: built(Gemma2Config, 2, sliding_window=100, query_pre_attn_scalar=64, attn_logit_softcapping=20.0),
+    "gemma3": gemma3, "stablelm": stablelm, "cohere": cohere,
 }  # fmt: skip
 
 
