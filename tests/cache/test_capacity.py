@@ -9,6 +9,7 @@ import torch
 from cache_checks import Pair, check_books, drop_pass, picture
 from hypothesis import given
 from hypothesis import strategies as st
+from ops.cpu_cases import statics_of
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
@@ -22,26 +23,6 @@ from kvbits.units import human_bytes
 FULL = LayerGeometry(num_kv_heads=2, head_dim=64)
 
 
-def statics(spec):
-    """Made-up calibrated parameters for every static spec."""
-    found = []
-    for i, geometry in enumerate(spec.layers):
-        layer = {}
-        for kind, s in zip("kv", spec.scheme.for_layer(i, len(spec.layers)), strict=True):
-            if s.static:
-                shape = (geometry.num_kv_heads, *s.scale_shape(spec.scheme.page_size, geometry.head_dim))
-                layer[f"{kind}_scale"] = torch.full(shape, 0.1)
-                if s.has_bias:
-                    layer[f"{kind}_bias"] = torch.full(shape, -1.0)
-            if s.has_codebook:
-                layer[f"{kind}_codebook"] = torch.linspace(-1, 1, 2**s.bits).expand(geometry.num_kv_heads, -1).contiguous()
-            if s.basis == "calibrated":
-                layer[f"{kind}_basis"] = torch.eye(geometry.head_dim).repeat(geometry.num_kv_heads, 1, 1)
-                layer[f"{kind}_mean"] = torch.zeros(geometry.num_kv_heads, 2, geometry.head_dim)
-        found.append(layer)
-    return found
-
-
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("sinks", [0, 4])
 def test_every_preset_allocates_the_bytes_the_spec_predicts(name, sinks):
@@ -50,7 +31,7 @@ def test_every_preset_allocates_the_bytes_the_spec_predicts(name, sinks):
     if scheme.needs_rotary:
         layers = tuple(dataclasses.replace(g, rotary=Rotary(inv_freq=(1.0, 0.1))) for g in layers)
     spec = CacheSpec(scheme=scheme, layers=layers)
-    static = statics(spec) if scheme.needs_calibration else None
+    static = statics_of(spec)
     for max_tokens, batch in ((1, 1), (64, 2), (700, 3)):
         cache = PagedCache(spec, batch_size=batch, max_tokens=max_tokens, static=static)
         assert cache.nbytes == spec.nbytes(max_tokens, batch)

@@ -11,6 +11,7 @@ import torch
 from cache_checks import Pair, check_books, check_values, picture, poison_free_pages
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from ops.cpu_cases import statics_of
 from random_cases import examples
 
 from kvbits.cache.paged_cache import PagedCache
@@ -39,25 +40,6 @@ TIERS = [
 ]
 MAX_TOKENS = 320
 MAX_ROWS = 4
-
-
-def made_up_static(spec):
-    found = []
-    for i, geometry in enumerate(spec.layers):
-        layer = {}
-        for kind, s in zip("kv", spec.scheme.for_layer(i, len(spec.layers)), strict=True):
-            if s.static:
-                shape = (geometry.num_kv_heads, *s.scale_shape(spec.scheme.page_size, geometry.head_dim))
-                layer[f"{kind}_scale"] = torch.full(shape, 0.25 + 0.01 * i)
-                if s.has_bias:
-                    layer[f"{kind}_bias"] = torch.full(shape, -2.0)
-            if s.has_codebook:
-                layer[f"{kind}_codebook"] = torch.linspace(-1, 1, 2**s.bits).expand(geometry.num_kv_heads, -1).contiguous()
-            if s.basis == "calibrated":
-                layer[f"{kind}_basis"] = torch.eye(geometry.head_dim) + 0.2 * torch.randn(geometry.num_kv_heads, geometry.head_dim, geometry.head_dim)
-                layer[f"{kind}_mean"] = torch.randn(geometry.num_kv_heads, 2, geometry.head_dim)
-        found.append(layer)
-    return found
 
 
 def books(cache):
@@ -101,7 +83,7 @@ class CacheMachine(RuleBasedStateMachine):
         sliding = LayerGeometry(num_kv_heads=1, head_dim=16, sliding_window=window, rotary=rotary)
         spec = CacheSpec(scheme=scheme, layers=(full, sliding, full, sliding), raw_dtype=dtype)
         capacity = {"batch_size": 2, "max_tokens": MAX_TOKENS} if fixed else {}
-        static = made_up_static(spec) if scheme.needs_calibration else None
+        static = statics_of(spec)
         self.pair = Pair(PagedCache(spec, static=static, backend="reference", **capacity), softcap=softcap)
         self.fixed = fixed
 

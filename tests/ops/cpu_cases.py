@@ -13,7 +13,7 @@ from kvbits.ops.reference.close import close_nested
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
 from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import completed
-from kvbits.spec import SCALE_8BIT, LowLayout, PageLayout, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
+from kvbits.spec import SCALE_8BIT, CacheSpec, LowLayout, PageLayout, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
 
 needs_library = pytest.mark.skipif(library.unavailable() is not None, reason=f"{library.unavailable()}")
 
@@ -104,6 +104,22 @@ def static_params(key: QuantSpec, value: QuantSpec, heads: int, head_dim: int, v
             if spec.has_offsets:
                 found[f"{kind}_mean"] = torch.randn(heads, 2, d)
             found = completed(found, found[f"{kind}_inv_freq"])
+    return found
+
+
+def static_of(layout: PageLayout) -> dict[str, torch.Tensor]:
+    return static_params(layout.key, layout.value, layout.num_kv_heads, layout.head_dim)
+
+
+def statics_of(spec: CacheSpec) -> list[dict[str, torch.Tensor]] | None:
+    """What calibration gives a cache: for each layer the tensors that its specs name."""
+    if not spec.scheme.needs_calibration:
+        return None
+    found = []
+    for i, g in enumerate(spec.layers):
+        key, value = spec.scheme.for_layer(i, len(spec.layers))
+        given = static_params(key, value, g.num_kv_heads, g.head_dim)
+        found.append({name: given[name] for kind, s in (("k", key), ("v", value)) for n in s.calibrates if (name := f"{kind}_{n}")})
     return found
 
 

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import torch
 from ops import test_token_local as token_local
+from ops.cpu_cases import static_of
 from ops.emulated_build import build, put_sources
 from ops.test_append import RUNS, store_of, tokens_of
-from ops.test_cuda_close import spec, static_of
+from ops.test_cuda_close import spec
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache

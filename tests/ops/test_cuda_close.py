@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from ops.cpu_cases import static_of
 
 from kvbits.errors import DataError
 from kvbits.ops.cuda.engine import close as cuda
@@ -47,17 +48,6 @@ def ugly(n, page, d, dtype):
     k[0, 0], v[1, 1], k[2, 0, :, 5], k[3, 1, 3, 7] = 0, 3.5, 0, 300
     v[2, 2] *= 1e-4
     return k.to(dtype), v.to(dtype)
-
-
-def static_of(layout):
-    static = {}
-    for prefix, s in (("k", layout.key), ("v", layout.value)):
-        if s.static:
-            n = s.num_groups(layout.head_dim)
-            static[f"{prefix}_scale"] = torch.rand(HEADS, n) * 0.1 + 0.05
-            if s.has_bias:
-                static[f"{prefix}_bias"] = -torch.rand(HEADS, n) * 3
-    return static
 
 
 @needs_gpu

@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from ops.cpu_cases import static_of
 from ops.emulated_build import build, put_sources
-from ops.test_cuda_close import HEADS, RAW, pairs, spec, static_of, ugly
+from ops.test_cuda_close import HEADS, RAW, pairs, spec, ugly
 
 from kvbits.errors import DataError
 from kvbits.ops.cuda.engine import close as cuda

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ops.cpu_cases import static_of
 
 from kvbits.errors import DataError, SpecError
 from kvbits.ops.reference.close import PAGES_PER_STEP, close, close_pages
@@ -40,24 +41,11 @@ def layouts(draw):
     )  # fmt: skip
 
 
-def made_up_static(layout):
-    static = {}
-    for kind, spec in (("k", layout.key), ("v", layout.value)):
-        if spec.static:
-            shape = (layout.num_kv_heads, *spec.scale_shape(layout.page_size, layout.head_dim))
-            static[f"{kind}_scale"] = torch.rand(shape) + 0.01
-            if spec.has_bias:
-                static[f"{kind}_bias"] = -torch.rand(shape)
-        if spec.has_codebook:
-            static[f"{kind}_codebook"] = (torch.rand(layout.num_kv_heads, 2**spec.bits) * 2 - 1).sort(-1).values
-    return static
-
-
 @given(layouts(), st.integers(1, 3))
 def test_pages_decode_to_quantize_then_dequantize_of_each_head(layout, n):
     dtype = getattr(torch, layout.raw_dtype)
     k, v = (torch.randn(2, n, layout.num_kv_heads, layout.page_size, layout.head_dim) * 2).to(dtype)
-    static = made_up_static(layout)
+    static = static_of(layout)
     pages, saturated = close_pages(k, v, layout, static)
     assert pages.shape == (n, layout.num_kv_heads, layout.head_bytes)
     decoded = dequantize_pages(pages, layout, static, torch.float64)
@@ -84,7 +72,7 @@ def test_pages_decode_to_quantize_then_dequantize_of_each_head(layout, n):
 @given(layouts())
 def test_every_byte_outside_the_sections_is_zero_and_reading_ignores_it(layout):
     k, v = torch.randn(2, 1, layout.num_kv_heads, layout.page_size, layout.head_dim)
-    static = made_up_static(layout)
+    static = static_of(layout)
     pages, _ = close_pages(k, v, layout, static)
     inside = torch.zeros(layout.head_bytes, dtype=torch.bool)
     for s in layout.sections.values():

@@ -9,8 +9,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from ops.cpu_cases import TIERS, needs_library
-from ops.test_cuda_close import HEADS, RAW, spec, static_of
+from ops.cpu_cases import TIERS, needs_library, static_of
+from ops.test_cuda_close import HEADS, RAW, spec
 
 from kvbits import schemes
 from kvbits.errors import DataError
