@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import json
 import math
 import os
+import secrets
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +88,17 @@ def require_folder(path: str | os.PathLike[str], what: str, *, writable: bool = 
     if writable:
         _require_writable(next(part for part in (found, *found.absolute().parents) if part.exists()), f"{what} {found}")
     return found
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Where to write a file that takes the place of `path` once it is whole; an error leaves what was there."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def cache_folders(name: str) -> tuple[Path, ...]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..files import require_file
+from ..files import require_file, whole
 from ..ops.reference.dequantize import section
 from ..quant.packing import row_positions
 from ..spec import CacheSpec, LowLayout, PageLayout
@@ -69,24 +68,15 @@ def save(contents: Contents, path: str | Path) -> None:
     path = require_file(path, "save:")
     identity = Identity.of(contents.spec, contents.made_for, blob.calibration_id(contents.static))
     parts, numbers = _parts(contents.groups)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb", buffering=0) as file:
-            about = json.dumps(_describe(contents, numbers)).encode()
-            blob.write_all(file.fileno(), blob.encode_bytes(Kind.ABOUT, identity, about))
-            if any(contents.static):
-                data = b"".join(blob.as_float32(x) for tensors in contents.static for _, x in sorted(tensors.items()))
-                blob.write_all(file.fileno(), blob.encode_bytes(Kind.PARAMETERS, identity, data))
-            for pieces in _encoded(contents.groups, identity, parts):
-                blob.write_all(file.fileno(), pieces)
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp's files are private; a saved cache follows the umask like any other file
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with whole(path) as partial, open(partial, "xb", buffering=0) as file:
+        about = json.dumps(_describe(contents, numbers)).encode()
+        blob.write_all(file.fileno(), blob.encode_bytes(Kind.ABOUT, identity, about))
+        if any(contents.static):
+            data = b"".join(blob.as_float32(x) for tensors in contents.static for _, x in sorted(tensors.items()))
+            blob.write_all(file.fileno(), blob.encode_bytes(Kind.PARAMETERS, identity, data))
+        for pieces in _encoded(contents.groups, identity, parts):
+            blob.write_all(file.fileno(), pieces)
+        os.fsync(file.fileno())
 
 
 def _parts(groups: list[GroupState]) -> tuple[list[list[tuple[Page, int]]], list[dict[str, dict[int, int]]]]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..errors import CalibrationError, FileFormatError
-from ..files import require_file
+from ..files import require_file, whole
 from ..geometry import layer_geometries, text_config
 from ..ops.static import calibrated
 from ..spec import LayerGeometry, QuantSpec, Scheme, from_dict, to_dict
@@ -261,14 +261,8 @@ def write_file(path: str | os.PathLike[str], tensors: dict[str, torch.Tensor], m
     """Write a safetensors file; an existing one is replaced only once the new one is whole. Raises SpecError where no file can be."""
     from safetensors.torch import save_file
 
-    require_file(path, "save:")
-    partial = f"{os.fspath(path)}.{os.getpid()}.tmp"
-    try:
+    with whole(require_file(path, "save:")) as partial:
         save_file(tensors, partial, metadata=metadata)
-        os.replace(partial, path)
-    finally:
-        if os.path.exists(partial):
-            os.unlink(partial)
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, torch.Tensor]]:

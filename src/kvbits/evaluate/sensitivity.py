@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from ..calibrate import Calibration
 from ..calibrate.calibration import fingerprint
 from ..calibrate.moments import for_widths
 from ..errors import FileFormatError, SpecError, counted
-from ..files import to_json
+from ..files import to_json, whole
 from ..geometry import layer_geometries
 from ..integrations.huggingface import KVCache
 from ..progress import bar
@@ -148,9 +147,8 @@ class State:
         if self.path is not None:
             self._runs[self._run["id"]], self._made_by[name] = self._run, self._run["id"]
             found = {name: {"value": value, "run": self._made_by[name]} for name, value in self.found.items()}
-            partial = self.path.with_suffix(f".{os.getpid()}.tmp")
-            partial.write_text(to_json({"format": self.FORMAT, "header": self.header, "runs": self._runs, "found": found}, indent=0) + "\n")
-            os.replace(partial, self.path)
+            with whole(self.path) as partial:
+                partial.write_text(to_json({"format": self.FORMAT, "header": self.header, "runs": self._runs, "found": found}, indent=0) + "\n")
 
 
 class Bench:
