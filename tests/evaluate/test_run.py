@@ -161,8 +161,19 @@ def test_a_trimmed_file_is_refused_where_its_items_are_needed(model, tmp_path):
     again = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert again["bytes_after"] == again["bytes_before"] == said["bytes_after"]
     assert run(model, tmp_path, schemes=["int8"], windows=3)["fidelity"]["int8"]["windows"] == 3
-    with pytest.raises(SpecError, match=r"was trimmed for keeping \(layers left out of its items\): no run can go on from it; give another --out"):
+    with pytest.raises(SpecError, match=r"was trimmed for keeping \(layers left out of its items\): no run can go on from it; give another --out, or --overw"):
         run(model, tmp_path, schemes=["int8", "int4"], tasks=["attention"])
+
+
+def test_chains_that_were_trimmed_are_written_anew_by_overwrite(model, tmp_path):
+    def once(overwrite):
+        run(model, tmp_path, schemes=["int8"], tasks=["replay"], windows=1, length=600, chunk=16, overwrite=overwrite)
+        return results.read(tmp_path / "tiny-float32" / "replay" / "32-bit.json")
+
+    chain = once(False)["items"]["planning@0"]["chain"]
+    subprocess.run([sys.executable, str(Path(__file__).parents[2] / "benchmarks" / "trim_results.py"), str(tmp_path)], check=True, capture_output=True)
+    anew = once(True)
+    assert anew["items"]["planning@0"]["chain"] == chain and "trimmed" not in anew
 
 
 def test_pure_decoding_reads_every_token_as_stored(model, tmp_path):

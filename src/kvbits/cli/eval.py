@@ -85,7 +85,7 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Draws passkeys, filler and samples.")] = 0,
     alone: Annotated[bool, typer.Option("--alone", help="Also each preset's keys alone (values raw), and its values alone.")] = False,
     simulate: Annotated[bool, typer.Option("--simulate", help="Also each preset as a dense cache simulates it, to compare; never in reports.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results of other settings instead of refusing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results of other settings, and trimmed ones, instead of refusing.")] = False,
     name: Annotated[str | None, typer.Option(help="What results call the model; the last part of MODEL if not given.", show_default=False)] = None,
     threads: Threads = None,
     as_json: Json = False,

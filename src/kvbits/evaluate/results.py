@@ -67,11 +67,11 @@ class ResultFile:
         path: the JSON file; read if it exists.
         header: task, scheme, kind, info, settings, model.
         run: the record of the run that adds items, see `new_run`.
-        overwrite: begin anew where the file has other settings, instead of refusing.
+        overwrite: begin anew where the file has other settings or was trimmed for keeping, instead of refusing.
 
     Raises:
         FileFormatError: a file that is not ours or is damaged.
-        SpecError: a file of another model or other settings, naming what differs.
+        SpecError: see `require_same`.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], run: dict[str, Any], *, overwrite: bool = False) -> None:
@@ -79,7 +79,7 @@ class ResultFile:
         self.data: dict[str, Any] = {"format": FORMAT, "version": VERSION} | header | {"runs": {}, "items": {}, "summary": {}}
         if path.exists():
             old = read(path) if overwrite else require_same(path, {k: header[k] for k in ("settings", "model")})
-            if old is not None and not _different(header, old):
+            if old is not None and not old.get("trimmed") and not _different(header, old):
                 self.data |= {"runs": old["runs"], "items": old["items"], "summary": old["summary"]}
 
     @property
@@ -120,7 +120,7 @@ def require_same(path: Path, header: dict[str, Any]) -> dict[str, Any] | None:
         return None
     old = read(path)
     if left_out := old.get("trimmed"):
-        raise SpecError(f"{path} was trimmed for keeping ({', '.join(left_out)} left out of its items): no run can go on from it; give another --out")
+        raise SpecError(f"{path} was trimmed for keeping ({', '.join(left_out)} left out of its items): no run can go on from it; give another --out, or --overwrite")
     if differs := _different(header, old):
         raise SpecError(f"{path} holds results of something else: {'; '.join(differs[:3])}; give another --out, or --overwrite")
     return old
