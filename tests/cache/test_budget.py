@@ -74,7 +74,7 @@ def test_it_starts_wide_gives_back_the_oldest_first_and_ends_narrow(chunk):
         now = planes(cache)
         assert now == sorted(now) and cache.nbytes <= 900_000 and cache.seq_lens == [end]
         seen |= set(now)
-    assert seen == {0, 1} and "low planes given back: " in cache.explain()["notes"][-1]
+    assert seen == {0, 1} and "pages gave up bits " in cache.explain()["notes"][-1]
     if chunk == 64:
         assert sum(planes(cache)) <= 3  # what is refused takes none
     for layer in range(2):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -247,10 +248,10 @@ def test_an_explanation_is_a_dict_that_prints_as_a_few_lines():
     layers = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 3 + (LayerGeometry(num_kv_heads=2, head_dim=64, sliding_window=300),)
     cache = PagedCache(CacheSpec(scheme=schemes.get("kivi4"), layers=layers))
     assert str(cache.explain()).splitlines() == [
-        "kivi4: 5.00 bits a number in closed pages", "bytes: 0 B (nothing allocated yet)",
-        "layers 0 to 2: keys int4 per channel, values int4 in groups of 32; pages in use 0 of 0 sink, 0 of 0 closed, 0 of 0 tail",
-        "layer 3: keys int4 per channel, values int4 in groups of 32, window 300; pages in use 0 of 0 sink, 0 of 0 closed, 0 of 0 tail",
-        "ops: none yet, the first forward pass chooses who serves them",
+        "kivi4: 5.00 bits a number once quantized, scales included", "memory: 0 B (nothing allocated yet)",
+        "layers 0 to 2: keys int4 per channel, values int4 in groups of 32; no pages in use",
+        "layer 3: keys int4 per channel, values int4 in groups of 32, window 300; no pages in use",
+        "the first forward pass chooses the kernels",
     ]  # fmt: skip
     x = torch.randn(1, 400, 2, 64, dtype=torch.bfloat16)
     for layer in range(4):
@@ -258,7 +259,8 @@ def test_an_explanation_is_a_dict_that_prints_as_a_few_lines():
     found = cache.explain()
     assert isinstance(found, dict) and json.loads(json.dumps(found)) == json.loads(json.dumps(dict(found)))
     text = str(found)
-    assert f"bytes: {human_bytes(cache.nbytes)} (codes " in text and "closed, " in text and "ops: a" in text and len(text.splitlines()) == 5
+    assert f"memory: {human_bytes(cache.nbytes)} (quantized " in text and "pages quantized, " in text and len(text.splitlines()) == 5
+    assert re.search(r"^(CPU kernels|plain PyTorch, slower.*): .*quantizing pages", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("window", [None, 50])

@@ -161,7 +161,7 @@ def test_a_trimmed_file_is_refused_where_its_items_are_needed(model, tmp_path):
     again = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert again["bytes_after"] == again["bytes_before"] == said["bytes_after"]
     assert run(model, tmp_path, schemes=["int8"], windows=3)["fidelity"]["int8"]["windows"] == 3
-    with pytest.raises(SpecError, match=r"was trimmed for keeping \(layers left out of its items\): no run can go on from it; give another --out, or --overw"):
+    with pytest.raises(SpecError, match=r"was trimmed for keeping \(layers left out of its items\): no run can go on; give another --out, or --overwrite"):
         run(model, tmp_path, schemes=["int8", "int4"], tasks=["attention"])
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
-from ..errors import PoolFullError, SpecError, counted
+from ..errors import PoolFullError, SpecError
 from ..spec import CacheSpec, whole
 from ..units import human_bytes
 from .group import GroupState, Snapshot
@@ -166,13 +166,5 @@ class Budget:
         taken = f"{human_bytes(self.nbytes - self.room)} of the budget of {human_bytes(self.nbytes)}"
         if not any(self.given_back):
             return [f"budget: {taken}; every page has all its bits"]
-        pages: dict[int, int] = {}
-        for g in groups:
-            for s in g.sequences:
-                for i, page in enumerate(s.closed):
-                    if page is not None and g.group.tiers:
-                        planes = sum(low[i] is not None for low in s.low)
-                        pages[planes] = pages.get(planes, 0) + 1
-        have = ", ".join(f"{n} with {counted(planes, 'low plane')}" for planes, n in sorted(pages.items(), reverse=True))
-        back = " and ".join(f"{n} of {g.group.tiers[i].key_bits} bits" for i, n in enumerate(self.given_back) if n for g in groups[:1] if g.group.tiers)
-        return [f"budget: {taken}; low planes given back: {back}; pages held: {have}"]
+        pages = [[low[i] is not None for low in s.low] for g in groups if g.group.tiers for s in g.sequences for i, p in enumerate(s.closed) if p is not None]
+        return [f"budget: {taken}; to stay within it, pages gave up bits {sum(self.given_back):,} times; {sum(map(all, pages))} of {len(pages)} have all bits"]

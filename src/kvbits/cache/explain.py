@@ -13,6 +13,13 @@ from ..spec import CacheSpec, PerChannel, PerGroup, PerTensor, PerToken, QuantSp
 from ..units import human_bytes
 from .group import GroupState
 
+_WORDS = {
+    "codes": "quantized", "raw": "not quantized", "sink": "of first tokens", "closed": "quantized", "tail": "of newest tokens",
+    "append": "storing tokens", "attend_fresh": "attention among new tokens", "attend_pages": "attention to stored tokens", "close_pages": "quantizing pages",
+    "merge": "joining the two", "cpu": "CPU kernels", "cuda": "CUDA kernels", "reference": "plain PyTorch, slower",
+}  # fmt: skip
+"""How the printed lines name kinds of bytes, pools, operations and backends; "low0" and so on are "with extra bits"."""
+
 
 class Explanation(dict[str, Any]):
     """What `PagedCache.explain` found: a dict, which prints as a few lines."""
@@ -33,15 +40,18 @@ class Explanation(dict[str, Any]):
 
     def __str__(self) -> str:
         held = self["bytes"]
-        kinds = ", ".join(f"{kind} {n / held['total']:.0%}" for kind, n in held.items() if kind != "total" and n) if held["total"] else "nothing allocated yet"
-        lines = [f"{self['scheme']}: {self['bits_per_element']:.2f} bits a number in closed pages", f"bytes: {human_bytes(held['total'])} ({kinds})"]
+        kinds = ", ".join(f"{_WORDS.get(k, k)} {n / held['total']:.0%}" for k, n in held.items() if k != "total" and n) or "nothing allocated yet"
+        lines = [
+            f"{self['scheme']}: {self['bits_per_element']:.2f} bits a number once quantized, scales included",
+            f"memory: {human_bytes(held['total'])} ({kinds})",
+        ]
         lines += [_room(self["capacity"])] if self["capacity"] else []
         lines += [f"{_layers(g)}: {g['stored']}{_window(g)}; {_pages(g)}" for g in self["layers"]]
         if states := self.get("states"):
             lines.append(f"{_layers(states)}: recurrent states or index keys, {human_bytes(states['nbytes'])}")
-        lines.append(f"ops: {'; '.join(self['ops']) or 'none yet, the first forward pass chooses who serves them'}")
+        lines += _served(self["ops"]) or ["the first forward pass chooses the kernels"]
         if self["saturated"]:
-            lines.append(f"saturated: {sum(n for s in self['saturated'].values() for n in s.values()):,} elements in layers {ranges(self['saturated'])}")
+            lines.append(f"clipped: {sum(n for s in self['saturated'].values() for n in s.values()):,} numbers, in layers {ranges(self['saturated'])}")
         return "\n".join([*lines, *(f"note: {n}" for n in self["notes"])])
 
 
@@ -92,7 +102,17 @@ def _window(group: dict[str, Any]) -> str:
 
 
 def _pages(group: dict[str, Any]) -> str:
-    return "pages in use " + ", ".join(f"{n['used']} of {n['allocated']} {name}" for name, n in group["pages"].items())
+    used = {name: n["used"] for name, n in group["pages"].items() if n["used"]}
+    return ", ".join(f"{counted(n, 'page')} {_WORDS.get(name, 'with extra bits')}" for name, n in used.items()) or "no pages in use"
+
+
+def _served(ops: Iterable[str]) -> list[str]:
+    """A line for everybody who serves operations, with why others do not: "CPU kernels: quantizing pages"."""
+    found: dict[str, list[str]] = {}
+    for op, _, served in (one.partition(" by ") for one in ops):
+        backend, *why = served.split(" ", 1)
+        found.setdefault(" ".join([_WORDS.get(backend, backend), *why]), []).append(_WORDS.get(op, op))
+    return [f"{served}: {', '.join(done)}" for served, done in found.items()]
 
 
 def in_words(spec: QuantSpec) -> str:

@@ -148,7 +148,7 @@ class PagedCache:
     def explain(self) -> Explanation:
         """What is stored, who serves each op and why the others do not, and where the bytes are: a dict, which prints as a few lines."""
         ops = {str(c) for c in self._layers.choices.values()} | self._passes.switch.explain()
-        notes = [f"single tokens are led by the host: {self.led_by_host}"] if self.led_by_host else []
+        notes = [f"Python plans each new token, which is slower: {self.led_by_host}"] if self.led_by_host else []
         notes += [] if self.budget is None else self.budget.notes(self.groups)
         return explain.facts(self.spec, self.groups, self.built_for, self.saturated, ops, notes)
 

@@ -120,7 +120,7 @@ def require_same(path: Path, header: dict[str, Any]) -> dict[str, Any] | None:
         return None
     old = read(path)
     if left_out := old.get("trimmed"):
-        raise SpecError(f"{path} was trimmed for keeping ({', '.join(left_out)} left out of its items): no run can go on from it; give another --out, or --overwrite")
+        raise SpecError(f"{path} was trimmed for keeping ({', '.join(left_out)} left out of its items): no run can go on; give another --out, or --overwrite")
     if differs := _different(header, old):
         raise SpecError(f"{path} holds results of something else: {'; '.join(differs[:3])}; give another --out, or --overwrite")
     return old
