@@ -14,8 +14,9 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from ...errors import GONE, UnsupportedError, unknown
+from ...errors import GONE, UnsupportedError
 from .formats import NAMES, PAGE_SIZE, PLACEHOLDER, TAGS
+from .options import options_of
 
 VERSIONS = ">=0.33,<0.34"
 """Releases of vLLM that this plugin runs in; the interface of attention backends changes with every minor release."""
@@ -86,7 +87,7 @@ def _open_lists() -> None:
 
 def _naming(original: Callable[..., None]) -> Callable[..., None]:
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        cache, name = vllm_config.cache_config, named(vllm_config)
+        cache, name = vllm_config.cache_config, options_of(vllm_config, calibrated=True).named  # no dtype is known yet
         if name is not None and cache is not None:
             if takes_names():
                 raise UnsupportedError(f'additional_config["kvbits"] has the dtype {name}, which is for vLLM 0.32; pass --kv-cache-dtype {name}')
@@ -98,23 +99,6 @@ def _naming(original: Callable[..., None]) -> Callable[..., None]:
             cache.block_size = PAGE_SIZE  # a default of the platform, which asks no backend
 
     return check_and_update_config
-
-
-def named(vllm_config: Any) -> str | None:
-    """The dtype that `--additional-config` names, or None.
-
-    Raises:
-        UnsupportedError: there is no such dtype.
-    """
-    given = vllm_config.additional_config
-    given = given.get("kvbits", {}) if isinstance(given, dict) else {}
-    dtype = given.get("dtype") if isinstance(given, dict) else None
-    if dtype is None:
-        return None
-    name = f"kvbits_{str(dtype).removeprefix('kvbits_')}"
-    if name not in NAMES:
-        raise UnsupportedError(unknown("dtype", name, NAMES))
-    return name
 
 
 def _handler(dtype: str, tag: Any) -> type:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ... import schemes
+from ...errors import UnsupportedError, unknown
 from ..engine import options as engine
-from .formats import FORMATS, SCHEME
+from .formats import FORMATS, NAMES, SCHEME
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,16 +25,32 @@ class Options(engine.Options):
     observe: bool = False
     dtype: str = dataclasses.field(default="", metadata={"what": "a kvbits dtype"})
 
+    @property
+    def named(self) -> str | None:
+        """The cache dtype that `dtype` says, or None.
 
-def options_of(vllm_config: Any) -> Options:
+        Raises:
+            UnsupportedError: there is none.
+        """
+        name = f"kvbits_{self.dtype.removeprefix('kvbits_')}"
+        if self.dtype and name not in NAMES:
+            raise UnsupportedError(unknown("dtype", name, NAMES))
+        return name if self.dtype else None
+
+
+def options_of(vllm_config: Any, calibrated: bool | None = None) -> Options:
     """The options of an engine.
+
+    Args:
+        calibrated: whether it has calibrated layers; None: as its cache dtype says.
 
     Raises:
         UnsupportedError: options that there are not or that cannot be.
     """
     given = vllm_config.additional_config
     given = given.get("kvbits", {}) if isinstance(given, dict) else {}
-    calibrated = _calibrated(vllm_config.cache_config.cache_dtype, given.get("scheme") if isinstance(given, dict) else None)
+    if calibrated is None:
+        calibrated = _calibrated(vllm_config.cache_config.cache_dtype, given.get("scheme") if isinstance(given, dict) else None)
     return engine.checked(Options, given, 'additional_config["kvbits"]', calibrated)
 
 
