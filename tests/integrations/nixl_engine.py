@@ -53,7 +53,7 @@ def main(path: str, dtype: str, transfer: str | None = None) -> None:
 
     vllm_cpu.install()
     dispatch.BACKENDS["attend_pages"] = ("reference",)
-    from integrations.test_vllm_engine import random_ids
+    from integrations.judged import random_ids
 
     llm = vllm_cpu.engine(path, dtype, kv_transfer_config=nixl("sender" if transfer is None else "other"))
     if transfer is not None:

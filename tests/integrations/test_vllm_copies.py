@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
 import random
 
 import pytest
 import torch
-
-if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("msgspec") is None:
-    pytest.skip("vLLM is not installed (tests/integrations/run_vllm_cpu.sh sets it up)", allow_module_level=True)
-if torch.cuda.is_available():
-    pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
-
-from integrations.judged import distance
-from integrations.test_vllm_engine import check, engine, generate, model, random_ids, reference_ops, scheme_of  # noqa: F401  (fixtures)
+from integrations.inside_vllm import generate
+from integrations.judged import check, distance, random_ids
 
 from kvbits.errors import UnsupportedError
 from kvbits.ops.reference.place import Copies
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 DTYPE = "kvbits_int4"
 RAW = {"kvbits": {"raw_newest": 64, "raw_first": 64}}
 
 
-def test_what_all_copies_cover_is_the_model_itself(model, engine):  # noqa: F811
+def test_what_all_copies_cover_is_the_model_itself(model, engine):
     """Up to 192 tokens every page is the first or one of the newest two: nothing that decodes reads a quantized number. Longer ones read a few."""
     llm = engine("llama_plain", DTYPE, additional_config=RAW, enable_prefix_caching=False)
     short = [random_ids(n, n) for n in (1, 63, 64, 128, 150)]
@@ -40,7 +33,7 @@ def test_what_all_copies_cover_is_the_model_itself(model, engine):  # noqa: F811
     assert sum(near) < 0.9 * sum(far) and sum(near) > 1e-3
 
 
-def test_prompts_in_chunks_read_copies_too(model, engine):  # noqa: F811
+def test_prompts_in_chunks_read_copies_too(model, engine):
     """Chunks of a page: those of a prompt of up to 192 tokens find all pages before them copied."""
     llm = engine("llama_plain", DTYPE, additional_config=RAW, max_num_batched_tokens=64, enable_prefix_caching=False)
     for length in (65, 128, 150):
@@ -48,7 +41,7 @@ def test_prompts_in_chunks_read_copies_too(model, engine):  # noqa: F811
         check(model("llama_plain")[0], None, prompt, generate(llm, [prompt], 192 - length)[0])
 
 
-def test_chunks_prefix_hits_and_windows(model, engine):  # noqa: F811
+def test_chunks_prefix_hits_and_windows(model, engine):
     """A prompt in chunks that end inside pages leaves the copies that one pass leaves; hits find those that are still there, and are right without."""
     llm = engine("llama_plain", DTYPE, additional_config=RAW, max_num_batched_tokens=48)
     stem = random_ids(128, 7)
@@ -67,7 +60,7 @@ def test_chunks_prefix_hits_and_windows(model, engine):  # noqa: F811
     check(model("mistral")[0], None, prompt, generate(windows, [prompt], 40)[0])
 
 
-def test_random_requests_in_a_tiny_pool(model, engine):  # noqa: F811
+def test_random_requests_in_a_tiny_pool(model, engine):
     """Preempted, recomputed, sharing prefixes, in rows that move: copies of others are never read."""
     rng = random.Random(0)
     stems = [random_ids(n, n) for n in (64, 128)]
@@ -80,7 +73,7 @@ def test_random_requests_in_a_tiny_pool(model, engine):  # noqa: F811
     assert sum(found) / len(found) < 0.25 and max(found) < 1, "0.16 of quantized history; a copy of another block is far off"
 
 
-def test_speculation_with_copies(model, engine):  # noqa: F811
+def test_speculation_with_copies(model, engine):
     prompts = [(random_ids(7, 1) * 30)[:n] for n in (40, 63, 150)]
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     llm = engine("llama_plain", DTYPE, additional_config=RAW, speculative_config=ngram, enable_prefix_caching=False)
@@ -98,7 +91,7 @@ def test_the_numbers_of_taken_blocks_travel_with_the_step():
 
 
 @pytest.mark.parametrize("forgetful", [True, False], ids=["taken", "control"])
-def test_blocks_that_a_connector_writes_are_read_packed(model, engine, tmp_path, monkeypatch, forgetful):  # noqa: F811
+def test_blocks_that_a_connector_writes_are_read_packed(model, engine, tmp_path, monkeypatch, forgetful):
     """A pool of six blocks: each request takes those of the one before. A prompt that is loaded into them is answered as in an engine that never had copies of them.
 
     The control leaves out what tells copies that blocks are taken, and finds other numbers.
@@ -124,7 +117,7 @@ def test_blocks_that_a_connector_writes_are_read_packed(model, engine, tmp_path,
 
 
 @pytest.mark.parametrize("forgetful", [True, False], ids=["taken", "control"])
-def test_a_block_that_is_copied_in_part_is_read_packed(model, engine, monkeypatch, forgetful):  # noqa: F811
+def test_a_block_that_is_copied_in_part_is_read_packed(model, engine, monkeypatch, forgetful):
     """Where prefixes are matched inside blocks vLLM copies what is shared of one to another from the pool, here to one that had copies. It matches so in models
     with Mamba layers only, so the test says what was found: 96 tokens of the request before, whose blocks stay.
     """
@@ -160,6 +153,6 @@ def test_a_block_that_is_copied_in_part_is_read_packed(model, engine, monkeypatc
         ({"additional_config": {"kvbits": {"raw": 1}}}, "raw_newest, raw_first, calibration"),
     ],
 )
-def test_options_that_cannot_be_are_refused(engine, options, says):  # noqa: F811
+def test_options_that_cannot_be_are_refused(engine, options, says):
     with pytest.raises(UnsupportedError, match=says):
         engine("llama_plain", DTYPE, **options)

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import importlib.util
 import logging
 import random
 
 import pytest
 import torch
-
-if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("msgspec") is None:
-    pytest.skip("vLLM is not installed (tests/integrations/run_vllm_cpu.sh sets it up)", allow_module_level=True)
-if torch.cuda.is_available():
-    pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
-
-from integrations import vllm_cpu
+from integrations.inside_vllm import generate, read
 from integrations.judged import MODELS, VOCABULARY, check, distance, llama_for, random_ids, scheme_of, transformers_logprobs
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -25,60 +18,7 @@ from kvbits.integrations.vllm import announce
 from kvbits.integrations.vllm.formats import FORMATS, NAMES
 from kvbits.spec import Override, QuantSpec
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
-vllm_cpu.install()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    made = {}
-
-    def get(name: str):
-        if name not in made:
-            found = MODELS[name]()
-            made[name] = found, vllm_cpu.save(found, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return get
-
-
-@pytest.fixture(autouse=True)
-def reference_ops(monkeypatch):
-    vllm_cpu.as_on_a_gpu(monkeypatch)
-
-
-@pytest.fixture
-def engine(model):
-    """Engines by model, dtype and options; the last one goes before the next one comes."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    started = []
-
-    def start(name: str, dtype: str, /, **options):
-        started.append(vllm_cpu.engine(model(name)[1], dtype, **options))
-        return started[-1]
-
-    yield start
-    for llm in started:
-        llm.llm_engine.engine_core.shutdown()
-    started.clear()
-    gc.collect()
-    cleanup_dist_env_and_memory()
-    vllm_cpu.set_aside()
-
-
-def generate(llm, prompts, max_tokens=16):
-    """(tokens, their log-probabilities, cached prompt tokens) of each prompt."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=0)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    return [read(o) for o in outputs]
-
-
-def read(output):
-    tokens = list(output.outputs[0].token_ids)
-    return tokens, torch.tensor([d[t].logprob for d, t in zip(output.outputs[0].logprobs, tokens, strict=True)]), output.num_cached_tokens
+pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("dtype", [name for name, form in FORMATS.items() if not form.calibrated])

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import pytest
-import torch
-
-if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("msgspec") is None:
-    pytest.skip("vLLM is not installed (tests/integrations/run_vllm_cpu.sh sets it up)", allow_module_level=True)
-if torch.cuda.is_available():
-    pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
-
-from integrations.test_vllm_engine import check, engine, generate, llama_for, model, random_ids, scheme_of  # noqa: F401  (fixtures)
+from integrations.inside_vllm import generate
+from integrations.judged import check, llama_for, random_ids, scheme_of
 
 from kvbits.errors import UnsupportedError
 from kvbits.integrations.vllm import dtypes
@@ -39,7 +32,7 @@ def served(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["kvbits_int8_centered", "kvbits_int4"])
-def test_kernels_give_the_tokens_of_transformers(model, engine, served, dtype):  # noqa: F811
+def test_kernels_give_the_tokens_of_transformers(model, engine, served, dtype):
     """Prompts in chunks that end inside pages, decoding over page borders, and prompts found in the prefix cache."""
     name = llama_for(dtype)
     llm = engine(name, dtype, max_num_batched_tokens=200)
@@ -57,7 +50,7 @@ def test_kernels_give_the_tokens_of_transformers(model, engine, served, dtype): 
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
-def test_windows_and_soft_caps(model, engine, name):  # noqa: F811
+def test_windows_and_soft_caps(model, engine, name):
     llm = engine(name, "kvbits_int8_centered", max_num_batched_tokens=96, enable_prefix_caching=False)
     for length in (90, 400):
         prompt = random_ids(length, length)
@@ -65,7 +58,7 @@ def test_windows_and_soft_caps(model, engine, name):  # noqa: F811
         on_kernels(model(name)[0], scheme_of("kvbits_int8_centered"), prompt, generate(llm, [prompt])[0], chunks)
 
 
-def test_raw_copies_are_read_where_they_are(model, engine):  # noqa: F811
+def test_raw_copies_are_read_where_they_are(model, engine):
     """The first page and the newest ones as they came."""
     raw = {"kvbits": {"raw_newest": 64, "raw_first": 64}}
     llm = engine("llama", "kvbits_int8k_int4v", max_num_batched_tokens=96, enable_prefix_caching=False, additional_config=raw)
@@ -77,7 +70,7 @@ def test_raw_copies_are_read_where_they_are(model, engine):  # noqa: F811
     assert distance[0] < distance[1], "two of three pages are raw"
 
 
-def test_a_dtype_is_named_the_way_the_release_takes_it(model, engine):  # noqa: F811
+def test_a_dtype_is_named_the_way_the_release_takes_it(model, engine):
     if dtypes.takes_names():
         with pytest.raises(UnsupportedError, match="pass --kv-cache-dtype kvbits_int8"):
             engine("llama", "auto", additional_config={"kvbits": {"dtype": "int8"}})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 import os
 import random
@@ -12,25 +11,9 @@ import shutil
 import pytest
 import tiny
 import torch
-
-if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("msgspec") is None:
-    pytest.skip("vLLM is not installed (tests/integrations/run_vllm_cpu.sh sets it up)", allow_module_level=True)
-if torch.cuda.is_available():
-    pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
-
 from integrations import vllm_cpu
-from integrations.judged import calibrated, distance
-from integrations.test_vllm_engine import (  # noqa: F401  (fixtures)
-    MODELS,
-    VOCABULARY,
-    check,
-    engine,
-    generate,
-    model,
-    random_ids,
-    reference_ops,
-    scheme_of,
-)
+from integrations.inside_vllm import generate, said
+from integrations.judged import MODELS, VOCABULARY, check, distance, random_ids, scheme_of
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -43,31 +26,13 @@ from kvbits.integrations.rotary import layers_of, with_rotary
 from kvbits.integrations.vllm import observe
 from kvbits.spec import Override, Scheme
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 DTYPES = ["kvbits_klt4", "kvbits_klt3", "kvbits_klt2"]
 KLT, FOUR = schemes.get("klt4", head_dim=64), schemes.get("int4", head_dim=64)
 
 
-@pytest.fixture(scope="module")
-def calibration(model, tmp_path_factory):  # noqa: F811
-    """Calibrations of tiny models by scheme, each with its file."""
-    made = {}
-
-    def get(name: str, scheme="klt4"):
-        key = name, scheme if isinstance(scheme, str) else scheme.name
-        if key not in made:
-            made[key] = calibrated(model(name)[0], scheme, tmp_path_factory.mktemp("calibration") / "c.safetensors")
-        return made[key]
-
-    return get
-
-
-def said(calibration, **options):
-    return {"additional_config": {"kvbits": {"calibration": calibration.path, **options}}}
-
-
 @pytest.mark.parametrize("dtype", [pytest.param(name, marks=pytest.mark.night if name != "kvbits_klt4" else ()) for name in DTYPES])
-def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, calibration, dtype):  # noqa: F811
+def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, calibration, dtype):
     """Also over page borders while decoding, past a frame of 256, and again where the prompts are found in the prefix cache."""
     c = calibration("llama", dtype.removeprefix("kvbits_"))
     llm = engine("llama", dtype, **said(c, raw_newest=0))
@@ -81,7 +46,7 @@ def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, ca
         check(model("llama")[0], scheme_of(dtype), prompt, result, [n for n in (cached, len(prompt) - cached) if n], c)
 
 
-def test_chunks_may_begin_and_end_in_the_middle_of_pages(model, engine, calibration):  # noqa: F811
+def test_chunks_may_begin_and_end_in_the_middle_of_pages(model, engine, calibration):
     c = calibration("llama")
     llm = engine("llama", "kvbits_klt4", **said(c, raw_newest=0), max_num_batched_tokens=48, enable_prefix_caching=False)
     for length in (49, 96, 300):
@@ -90,7 +55,7 @@ def test_chunks_may_begin_and_end_in_the_middle_of_pages(model, engine, calibrat
         check(model("llama")[0], scheme_of("kvbits_klt4"), prompt, generate(llm, [prompt])[0], chunks, c)
 
 
-def test_windows_and_rotary_embeddings_of_two_kinds(model, engine, calibration):  # noqa: F811
+def test_windows_and_rotary_embeddings_of_two_kinds(model, engine, calibration):
     c = calibration("gemma3")
     llm = engine("gemma3", "kvbits_klt4", **said(c, raw_newest=0), max_num_batched_tokens=96, enable_prefix_caching=False)
     for length in (150, 400):
@@ -112,7 +77,7 @@ MODELS |= {"one_layer": one_layer, "other": lambda: tiny.model(seed=1)}
 
 
 @pytest.mark.parametrize("name", ["stablelm", "cohere"])
-def test_channels_in_another_order_are_stored_in_pairs_of_halves(model, engine, calibration, name):  # noqa: F811
+def test_channels_in_another_order_are_stored_in_pairs_of_halves(model, engine, calibration, name):
     c = calibration(name)
     llm = engine(name, "kvbits_klt4", **said(c, raw_newest=0), max_num_batched_tokens=48, enable_prefix_caching=False)
     assert all(layer.impl.stored.order is not None for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values())
@@ -123,12 +88,12 @@ def test_channels_in_another_order_are_stored_in_pairs_of_halves(model, engine, 
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "stablelm", "cohere"])
-def test_a_configuration_has_the_rotary_embeddings_of_its_model(model, name):  # noqa: F811
+def test_a_configuration_has_the_rotary_embeddings_of_its_model(model, name):
     loaded = model(name)[0]
     assert layers_of(loaded.config) == with_rotary(layer_geometries(loaded.config), loaded)
 
 
-def test_newest_and_first_tokens_are_raw_unless_told_otherwise(model, engine, calibration):  # noqa: F811
+def test_newest_and_first_tokens_are_raw_unless_told_otherwise(model, engine, calibration):
     """Up to 192 tokens every page is the first or one of the newest two: nothing that decodes reads a quantized number."""
     llm = engine("llama", "kvbits_klt2", **said(calibration("llama", "klt2")), enable_prefix_caching=False)
     for n in (1, 64, 127, 150):
@@ -137,7 +102,7 @@ def test_newest_and_first_tokens_are_raw_unless_told_otherwise(model, engine, ca
 
 
 @pytest.mark.night
-def test_random_requests_in_a_tiny_pool(model, engine, calibration):  # noqa: F811
+def test_random_requests_in_a_tiny_pool(model, engine, calibration):
     """Preempted, recomputed, sharing prefixes, in rows that move, aborted: copies of others are never read."""
     rng = random.Random(0)
     stems = [random_ids(n, n) for n in (64, 128)]
@@ -152,7 +117,7 @@ def test_random_requests_in_a_tiny_pool(model, engine, calibration):  # noqa: F8
 
 
 @pytest.mark.timeout(0)
-def test_short_requests_of_which_a_third_is_aborted(engine, calibration):  # noqa: F811
+def test_short_requests_of_which_a_third_is_aborted(engine, calibration):
     """In a small pool, newest pages raw: none is lost, and nothing is held at the end. Some hundred, 10,000 at night (KVBITS_NIGHT)."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -190,7 +155,7 @@ def test_short_requests_of_which_a_third_is_aborted(engine, calibration):  # noq
     assert not core.has_unfinished_requests() and pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
-def test_speculation_gives_the_tokens_without_it(model, engine, calibration):  # noqa: F811
+def test_speculation_gives_the_tokens_without_it(model, engine, calibration):
     c = calibration("llama")
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     llm = engine("llama", "kvbits_klt4", **said(c, raw_newest=0), speculative_config=ngram, enable_prefix_caching=False)
@@ -216,7 +181,7 @@ def layers_by_owner(llm, count):
         pytest.param("other", {"raw_newest": 0}, id="packed", marks=pytest.mark.night),
     ],
 )
-def test_a_draft_model_has_a_calibration_of_its_own(model, engine, calibration, monkeypatch, tmp_path, draft, options):  # noqa: F811
+def test_a_draft_model_has_a_calibration_of_its_own(model, engine, calibration, monkeypatch, tmp_path, draft, options):
     """Kept in the cache folder, while the model's is a file. What it drafts changes no token: raw ones where copies hold all of them, else those of the format."""
     monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
     c, (_, path) = calibration("llama"), model(draft)
@@ -232,7 +197,7 @@ def test_a_draft_model_has_a_calibration_of_its_own(model, engine, calibration, 
         assert one.call.layout.key.has_offsets and bool(one.call.raw) == (not options)
 
 
-def test_a_draft_model_that_cannot_be_calibrated_has_another_format(model, engine, calibration, monkeypatch, tmp_path):  # noqa: F811
+def test_a_draft_model_that_cannot_be_calibrated_has_another_format(model, engine, calibration, monkeypatch, tmp_path):
     monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
     given, path, prompt = said(calibration("llama"), calibrate=False), model("other")[1], random_ids(50)
     with pytest.raises(CalibrationError, match='none may be made: .* "kv_cache_dtype": "kvbits_int8_centered"'):
@@ -243,7 +208,7 @@ def test_a_draft_model_that_cannot_be_calibrated_has_another_format(model, engin
     assert [x.call.layout.is_centered for x in own] == [False, False] and [x.call.layout.is_centered for x in added] == [True, True]
 
 
-def test_heads_that_speculate_are_stored_in_eight_bits(model, engine, calibration, tmp_path):  # noqa: F811
+def test_heads_that_speculate_are_stored_in_eight_bits(model, engine, calibration, tmp_path):
     """EAGLE, and MTP likewise: layers that no process runs alone. They have no copies, since passes of two kinds write to them."""
     head = LlamaConfig(**model("other")[0].config.to_dict() | {"num_hidden_layers": 1, "attention_bias": False, "architectures": ["LlamaForCausalLM"]})
     torch.manual_seed(7)
@@ -260,7 +225,7 @@ def test_heads_that_speculate_are_stored_in_eight_bits(model, engine, calibratio
     assert added.call.layout.is_centered and added.call.raw is None and all(x.call.raw for x in own)
 
 
-def test_layers_of_a_scheme_file(model, engine, calibration, tmp_path):  # noqa: F811
+def test_layers_of_a_scheme_file(model, engine, calibration, tmp_path):
     last = Override(layers=(-1,), key=FOUR.key, value=FOUR.value)
     two = Scheme(name="two", key=KLT.key, value=KLT.value, overrides=(last,), token_local=True)
     c = calibration("llama", two)
@@ -273,7 +238,7 @@ def test_layers_of_a_scheme_file(model, engine, calibration, tmp_path):  # noqa:
         check(model("llama")[0], two, prompt, generate(llm, [prompt])[0], chunks, c)
 
 
-def test_pages_arrive_from_another_engine_and_are_read_packed(model, engine, calibration, tmp_path):  # noqa: F811
+def test_pages_arrive_from_another_engine_and_are_read_packed(model, engine, calibration, tmp_path):
     """The receiver's numbers are those of the same format, of which the sender read the first page and the newest raw; what it stores itself has copies."""
     from integrations.test_vllm_transfer import shared_storage
 
@@ -286,14 +251,14 @@ def test_pages_arrive_from_another_engine_and_are_read_packed(model, engine, cal
     assert near < between < far
 
 
-def test_calibrations_that_are_missing_or_of_others_are_refused(engine, calibration, tmp_path):  # noqa: F811
+def test_calibrations_that_are_missing_or_of_others_are_refused(engine, calibration, tmp_path):
     with pytest.raises(CalibrationError, match="made for another model"):
         engine("llama", "kvbits_klt4", **said(calibration("gemma3")))
     with pytest.raises(FileFormatError, match="cannot read"):
         engine("llama", "kvbits_klt4", **said(dataclasses.replace(calibration("llama"), path=str(tmp_path / "none"))))
 
 
-def test_a_calibration_is_found_or_made_once(model, engine, monkeypatch, tmp_path, capfd):  # noqa: F811
+def test_a_calibration_is_found_or_made_once(model, engine, monkeypatch, tmp_path, capfd):
     """By a process of its own, for all widths; the other door finds it too."""
     monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
     none = {"additional_config": {"kvbits": {"calibrate": False, "raw_newest": 0}}}
@@ -311,7 +276,7 @@ def test_a_calibration_is_found_or_made_once(model, engine, monkeypatch, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_the_engine_itself_measures_what_transformers_does(model, name):  # noqa: F811
+def test_the_engine_itself_measures_what_transformers_does(model, name):
     prompts = [random_ids(300, i) for i in range(4)]
     own = calibrate(model(name)[0], [torch.tensor(prompts)], "klt4")
     options = vllm_cpu.SETTINGS_OF_ENGINE | {"max_num_batched_tokens": 512}
@@ -323,7 +288,7 @@ def test_the_engine_itself_measures_what_transformers_does(model, name):  # noqa
         torch.testing.assert_close(spread, wanted, rtol=0, atol=2e-2 * wanted.abs().max().item())
 
 
-def test_sums_of_ranks_are_those_of_one(model):  # noqa: F811
+def test_sums_of_ranks_are_those_of_one(model):
     """Kv heads spread over ranks, or shared by several that have some of their queries each."""
     layer, key = layers_of(tiny.model().config)[0], observe.KEY
     q, k, positions = torch.randn(200, 4, 64), torch.randn(200, 2, 64), torch.arange(200)

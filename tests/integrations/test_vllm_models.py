@@ -3,34 +3,15 @@ attention in chunks."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from contextlib import nullcontext
 
 import pytest
 import torch
-
-if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("msgspec") is None:
-    pytest.skip("vLLM is not installed (tests/integrations/run_vllm_cpu.sh sets it up)", allow_module_level=True)
-if torch.cuda.is_available():
-    pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
-
 from integrations import vllm_cpu_recurrent
-from integrations.judged import distance
+from integrations.inside_vllm import generate, said
+from integrations.judged import MODELS, VOCABULARY, check, distance, random_ids, scheme_of, transformers_logprobs
 from integrations.mimo import named_twice
-from integrations.test_vllm_engine import (  # noqa: F401  (fixtures)
-    MODELS,
-    VOCABULARY,
-    check,
-    engine,
-    generate,
-    model,
-    random_ids,
-    reference_ops,
-    scheme_of,
-    transformers_logprobs,
-)
-from integrations.test_vllm_klt import calibration, said  # noqa: F401
 from transformers import (
     AutoModelForCausalLM,
     Gemma3nTextConfig,
@@ -47,7 +28,7 @@ from kvbits.errors import UnsupportedError
 from kvbits.integrations.vllm.backend import HybridBackend, KVBitsBackend
 from kvbits.integrations.vllm.impl import _fa_version
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 
 def gpt_oss():
@@ -162,7 +143,7 @@ COPIES = {"additional_config": {"kvbits": {"raw_newest": 64, "raw_first": 64}}}
 
 
 @pytest.mark.parametrize("dtype", ["auto", "kvbits_int8_centered", "kvbits_klt4"])
-def test_learned_sinks(model, engine, calibration, dtype):  # noqa: F811
+def test_learned_sinks(model, engine, calibration, dtype):
     """Prompts of one chunk, decoding over page borders, and prefixes found again: prefill without history, decoding, prefill with history."""
     c = calibration("gpt_oss") if "klt" in dtype else None
     options = {"attention_backend": "CUSTOM"} if dtype == "auto" else said(c, raw_newest=0) if c else {}
@@ -176,7 +157,7 @@ def test_learned_sinks(model, engine, calibration, dtype):  # noqa: F811
 
 
 @pytest.mark.parametrize("dtype", ["kvbits_int8_centered", pytest.param("kvbits_int8k_int4v", marks=pytest.mark.night)])
-def test_learned_sinks_of_chunks_and_drafts(model, engine, dtype):  # noqa: F811
+def test_learned_sinks_of_chunks_and_drafts(model, engine, dtype):
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     llm = engine("gpt_oss", dtype, max_num_batched_tokens=96, enable_prefix_caching=False, speculative_config=ngram)
     for length in (90, 150, 400):
@@ -185,7 +166,7 @@ def test_learned_sinks_of_chunks_and_drafts(model, engine, dtype):  # noqa: F811
         check(model("gpt_oss")[0], scheme_of(dtype), prompt, generate(llm, [prompt])[0], chunks)
 
 
-def test_sinks_decide_what_these_models_say(model):  # noqa: F811
+def test_sinks_decide_what_these_models_say(model):
     """So that the tests above can fail."""
     found, prompt = model("gpt_oss")[0], random_ids(150, 3)
     with torch.no_grad():
@@ -213,7 +194,7 @@ def recurrent():
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["granite", "lfm2"])
-def test_recurrent_layers_beside_those_that_attend(model, engine, recurrent, calibration, name, dtype, options, limit):  # noqa: F811
+def test_recurrent_layers_beside_those_that_attend(model, engine, recurrent, calibration, name, dtype, options, limit):
     """Blocks of several pages, as large as a state. Prefixes are found again in whole blocks (vLLM's Mamba 2 on a CPU keeps no states inside of prompts)."""
     options = said(calibration(name)) if "klt" in dtype else options
     llm = engine(name, dtype, **options, **({"enable_prefix_caching": False} if name == "granite" else {}))
@@ -231,7 +212,7 @@ def test_recurrent_layers_beside_those_that_attend(model, engine, recurrent, cal
     assert (cached > 0) == (name == "lfm2")
 
 
-def test_gated_delta_rules_in_bfloat16(model, engine, recurrent):  # noqa: F811
+def test_gated_delta_rules_in_bfloat16(model, engine, recurrent):
     """Eight bits are as far from Transformers as vLLM itself is in the model's own numbers; prefixes are found in whole blocks."""
     prompts, far = [random_ids(n, n) for n in (63, 700)], {}
     for dtype in ("auto", "kvbits_int8_centered"):
@@ -261,7 +242,7 @@ def test_blocks_of_qwen3_next_hold_a_state(tmp_path, dtype, tokens):
     assert engine_config.cache_config.block_size == tokens
 
 
-def test_blocks_of_several_pages_have_one_format(engine, recurrent):  # noqa: F811
+def test_blocks_of_several_pages_have_one_format(engine, recurrent):
     with pytest.raises(UnsupportedError, match="one kvbits dtype for all"):
         engine("lfm2", "kvbits_int8", kv_cache_dtype_skip_layers=["1"])
 
@@ -278,7 +259,7 @@ def test_blocks_of_several_pages_have_one_format(engine, recurrent):  # noqa: F8
         ("llama4", "kvbits_int4", COPIES, 1.0),
     ],
 )
-def test_layers_that_read_the_pages_of_others_and_attention_in_chunks(model, engine, name, dtype, options, limit):  # noqa: F811
+def test_layers_that_read_the_pages_of_others_and_attention_in_chunks(model, engine, name, dtype, options, limit):
     """Layers without pages store nothing, and a prompt's own keys are the other layer's as they came. vLLM makes rows of chunks, which are shorter than requests."""
     llm = engine(name, dtype, max_num_batched_tokens=96, attention_backend="CUSTOM", **options)
     prompts = [random_ids(n, n) for n in (50, 150, 300)]
@@ -290,7 +271,7 @@ def test_layers_that_read_the_pages_of_others_and_attention_in_chunks(model, eng
 
 @pytest.mark.parametrize("dtype", ["auto", "kvbits_int8_centered", pytest.param("kvbits_int4", marks=pytest.mark.night)])
 @pytest.mark.parametrize("name", ["gemma4_wide", "mimo"])
-def test_heads_of_512_and_values_narrower_than_keys(model, engine, name, dtype):  # noqa: F811
+def test_heads_of_512_and_values_narrower_than_keys(model, engine, name, dtype):
     """In chunks that end inside pages, and prefixes found again: the tokens of Transformers with the same scheme."""
     llm, scheme = engine(name, dtype, max_num_batched_tokens=96, attention_backend="CUSTOM"), None if dtype == "auto" else scheme_of(dtype)
     for length in (50, 300):
@@ -307,7 +288,7 @@ def named(name):
 
 
 @pytest.mark.parametrize("name", ["gemma4_wide", "mimo"])
-def test_copies_of_heads_of_512_and_of_unlike_widths(model, engine, name):  # noqa: F811
+def test_copies_of_heads_of_512_and_of_unlike_widths(model, engine, name):
     """Those of short requests hold all their tokens, so nothing that decodes reads a quantized number."""
     llm = engine(name, "kvbits_int4", **named(name), enable_prefix_caching=False, **COPIES)
     prompts = [random_ids(n, n) for n in (50, 64, 150)]
@@ -315,7 +296,7 @@ def test_copies_of_heads_of_512_and_of_unlike_widths(model, engine, name):  # no
 
 
 @pytest.mark.parametrize("name", [pytest.param("gemma4_wide", marks=pytest.mark.night), "mimo"])
-def test_drafts_with_heads_of_512_and_with_unlike_widths(model, engine, name):  # noqa: F811
+def test_drafts_with_heads_of_512_and_with_unlike_widths(model, engine, name):
     """Whose rows are of unlike lengths."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     llm = engine(name, "kvbits_int8_centered", **named(name), enable_prefix_caching=False, speculative_config=ngram)
@@ -325,7 +306,7 @@ def test_drafts_with_heads_of_512_and_with_unlike_widths(model, engine, name):  
 
 
 @pytest.mark.parametrize("name", ["gemma4_wide", "mimo"])
-def test_bands_are_for_heads_of_one_width_up_to_256(engine, name):  # noqa: F811
+def test_bands_are_for_heads_of_one_width_up_to_256(engine, name):
     with pytest.raises(UnsupportedError, match="kvbits_klt4 has codes of heads of one width up to 256: use kvbits_int8_centered"):
         engine(name, "kvbits_klt4", **named(name))
 
@@ -343,7 +324,7 @@ def test_prompts_are_refused_where_flash_attention_has_not_their_widths(monkeypa
         assert _fa_version(torch.device("cuda"), *widths) == version
 
 
-def test_a_hybrid_may_follow_a_plain_model_of_equal_heads(model, engine, recurrent):  # noqa: F811
+def test_a_hybrid_may_follow_a_plain_model_of_equal_heads(model, engine, recurrent):
     """In one process, which keeps the backend of such heads."""
     for name, backend in (("llama_plain", KVBitsBackend), ("lfm2", HybridBackend), ("llama_plain", KVBitsBackend)):
         llm = engine(name, "kvbits_int8")

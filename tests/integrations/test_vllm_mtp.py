@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 
 import pytest
 import torch
-
-if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("msgspec") is None:
-    pytest.skip("vLLM is not installed (tests/integrations/run_vllm_cpu.sh sets it up)", allow_module_level=True)
-if torch.cuda.is_available():
-    pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
-
 from integrations import heads, vllm_cpu_recurrent
-from integrations.judged import distance
-from integrations.test_vllm_engine import MODELS, VOCABULARY, check, engine, generate, model, random_ids, reference_ops, scheme_of  # noqa: F401  (fixtures)
-from integrations.test_vllm_klt import calibration, layers_by_owner, said  # noqa: F401
+from integrations.inside_vllm import generate, said
+from integrations.judged import MODELS, VOCABULARY, check, distance, random_ids, scheme_of
+from integrations.test_vllm_klt import layers_by_owner
 from integrations.test_vllm_models import COPIES, qwen3_next
 from transformers import Qwen2Config
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 
 def mimo():
@@ -47,7 +40,7 @@ def some_accepted(llm):
 
 
 @pytest.mark.parametrize("dtype", ["kvbits_int8_centered", pytest.param("kvbits_klt4", marks=pytest.mark.night)])
-def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, calibration, dtype):  # noqa: F811
+def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, calibration, dtype):
     """In chunks, of which the last may be as short as drafts, and again where prompts are found in the prefix cache."""
     c, scheme = calibration("mimo_mtp") if "klt" in dtype else None, None if dtype == "auto" else scheme_of(dtype)
     llm = engine("mimo_mtp", dtype, **drafts(dtype, **(said(c, raw_newest=0) if c else {})), max_num_batched_tokens=96)
@@ -62,7 +55,7 @@ def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, ca
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [pytest.param("kvbits_int8_centered", 0.05, marks=pytest.mark.night), ("kvbits_klt4", 0.4)])
-def test_newest_tokens_may_be_raw(model, engine, calibration, dtype, limit):  # noqa: F811
+def test_newest_tokens_may_be_raw(model, engine, calibration, dtype, limit):
     """In the model's own layers, not in the head. Requests of up to 192 tokens are read raw throughout, unless a page that others left has no copy."""
     llm = engine("mimo_mtp", dtype, **drafts(dtype, **(said(calibration("mimo_mtp")) if "klt" in dtype else COPIES)))
     prompts = [random_ids(n, n) for n in (2, 40, 63, 120, 300)]
@@ -80,7 +73,7 @@ def test_newest_tokens_may_be_raw(model, engine, calibration, dtype, limit):  # 
 
 
 @pytest.mark.night
-def test_random_requests_in_a_tiny_pool(model, engine, calibration):  # noqa: F811
+def test_random_requests_in_a_tiny_pool(model, engine, calibration):
     """Preempted, recomputed, sharing prefixes, prompts in chunks beside drafts."""
     rng = random.Random(0)
     stems = [random_ids(n, n) for n in (64, 128)]
@@ -103,7 +96,7 @@ def test_random_requests_in_a_tiny_pool(model, engine, calibration):  # noqa: F8
         pytest.param("kvbits_int4", COPIES, marks=pytest.mark.night),
     ],
 )
-def test_recurrent_layers(model, engine, dtype, options):  # noqa: F811
+def test_recurrent_layers(model, engine, dtype, options):
     """As far from Transformers as without drafts: states of rejected ones are left with their tokens' pages, and prefixes are found in whole blocks. bfloat16, as
     vLLM has gated delta rules on a CPU."""
     vllm_cpu_recurrent.install()

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 
 import pytest
-import torch
-
-if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("msgspec") is None:
-    pytest.skip("vLLM is not installed (tests/integrations/run_vllm_cpu.sh sets it up)", allow_module_level=True)
-if torch.cuda.is_available():
-    pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
-
-from integrations.test_vllm_engine import check, engine, generate, model, random_ids, reference_ops  # noqa: F401  (fixtures)
+from integrations.inside_vllm import generate
+from integrations.judged import check, random_ids
 
 from kvbits import schemes
 from kvbits.errors import SpecError, UnsupportedError
 from kvbits.geometry import layer_geometries
 from kvbits.spec import FittedScheme, Override, PerGroup, QuantSpec, Scheme
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 EIGHT, FOUR = schemes.get("int8_centered", head_dim=64), schemes.get("int4", head_dim=64)
 LAST = Override(layers=(-1,), key=QuantSpec(format="int8", granularity=PerGroup(32)), value=QuantSpec(format="int4", granularity=PerGroup(32)))
 TWO = Scheme(name="two", key=FOUR.key, value=FOUR.value, overrides=(LAST,), token_local=True)
@@ -36,7 +29,7 @@ def write(scheme, path):
     return options(path / "mine.json")
 
 
-def test_each_layer_is_stored_as_the_file_says(model, engine, tmp_path):  # noqa: F811
+def test_each_layer_is_stored_as_the_file_says(model, engine, tmp_path):
     llama = model("llama")[0]
     values = {f.name: getattr(TWO, f.name) for f in dataclasses.fields(Scheme)}
     fitted = FittedScheme(**values, layers=layer_geometries(llama.config), model="tiny")
@@ -49,7 +42,7 @@ def test_each_layer_is_stored_as_the_file_says(model, engine, tmp_path):  # noqa
     assert [layer.impl.call.layout.key.format for layer in layers] == ["int4"] * (len(layers) - 1) + ["int8"]
 
 
-def test_raw_layers_and_copies_of_the_others(model, engine, tmp_path):  # noqa: F811
+def test_raw_layers_and_copies_of_the_others(model, engine, tmp_path):
     raw = Override(layers=(0,), key=QuantSpec.raw(), value=QuantSpec.raw())
     given = write(dataclasses.replace(TWO, overrides=(raw,)), tmp_path)
     given["additional_config"]["kvbits"] |= {"raw_newest": 64, "raw_first": 64}
@@ -58,7 +51,7 @@ def test_raw_layers_and_copies_of_the_others(model, engine, tmp_path):  # noqa: 
     check(model("llama")[0], None, prompt, generate(llm, [prompt], 40)[0])
 
 
-def test_a_draft_model_is_no_part_of_the_file(model, engine, tmp_path):  # noqa: F811
+def test_a_draft_model_is_no_part_of_the_file(model, engine, tmp_path):
     drafts = {"speculative_config": {"method": "draft_model", "model": str(model("llama")[1]), "num_speculative_tokens": 3}}
     llm = engine("llama", "kvbits_scheme", **write(TWO, tmp_path), **drafts, enable_prefix_caching=False)
     prompt = random_ids(100)
@@ -83,19 +76,19 @@ def test_a_draft_model_is_no_part_of_the_file(model, engine, tmp_path):  # noqa:
     ],
     ids=["kivi", "outliers", "static", "raw", "pages"],
 )
-def test_what_pages_of_vllm_cannot_hold_is_refused_by_name(engine, tmp_path, changes, says):  # noqa: F811
+def test_what_pages_of_vllm_cannot_hold_is_refused_by_name(engine, tmp_path, changes, says):
     with pytest.raises(UnsupportedError, match=says):
         engine("llama", "kvbits_scheme", **write(dataclasses.replace(TWO, **changes), tmp_path))
 
 
-def test_connectors_between_engines_are_refused(engine, tmp_path):  # noqa: F811
+def test_connectors_between_engines_are_refused(engine, tmp_path):
     from integrations.test_vllm_transfer import shared_storage
 
     with pytest.raises(UnsupportedError, match="ExampleConnector tells pages apart by the name of the dtype"):
         engine("llama", "kvbits_scheme", **write(TWO, tmp_path), kv_transfer_config=shared_storage(tmp_path))
 
 
-def test_files_that_are_missing_or_of_another_model_are_refused(model, engine, tmp_path):  # noqa: F811
+def test_files_that_are_missing_or_of_another_model_are_refused(model, engine, tmp_path):
     with pytest.raises(UnsupportedError, match="needs a scheme file: pass --additional-config"):
         engine("llama", "kvbits_scheme")
     with pytest.raises(SpecError, match="cannot read a scheme"):

@@ -28,7 +28,7 @@ if not vllm_cpu.has_kernels():
     pytest.skip("vLLM's official wheel has no operators for CPUs: `vllm serve` does not start from it", allow_module_level=True)
 
 import tiny
-from integrations.test_vllm_engine import check, random_ids, scheme_of
+from integrations.judged import check, random_ids, scheme_of
 
 from kvbits.integrations.models import load_model
 

@@ -11,16 +11,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-
-if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("msgspec") is None:
-    pytest.skip("vLLM is not installed (tests/integrations/run_vllm_cpu.sh sets it up)", allow_module_level=True)
-if torch.cuda.is_available():
-    pytest.skip("these tests run vLLM on a CPU", allow_module_level=True)
-
 from integrations import nixl_engine
-from integrations.test_vllm_engine import check, engine, generate, model, random_ids, read, reference_ops, scheme_of  # noqa: F401  (fixtures)
+from integrations.inside_vllm import generate, read
+from integrations.judged import check, random_ids, scheme_of
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 DTYPE = "kvbits_int8_centered"  # a page that opens takes the mean of the one before it, here of one that was loaded
 
 
@@ -38,7 +33,7 @@ def handshake(llm):
     return compute_nixl_compatibility_hash(llm.llm_engine.vllm_config, "CUSTOM")
 
 
-def test_pages_arrive_as_they_were_sent_and_other_formats_are_told_apart(model, engine, tmp_path):  # noqa: F811
+def test_pages_arrive_as_they_were_sent_and_other_formats_are_told_apart(model, engine, tmp_path):
     prompt = random_ids(300)
     sender = engine("llama", DTYPE, kv_transfer_config=shared_storage(tmp_path))
     (first,) = generate(sender, [prompt])
@@ -75,7 +70,7 @@ def process(*arguments):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed (run_vllm_cpu.sh installs it)")
-def test_nixl_moves_pages_between_processes_and_refuses_another_format(model, engine):  # noqa: F811
+def test_nixl_moves_pages_between_processes_and_refuses_another_format(model, engine):
     """UCX over what this machine has; the receiver decodes on the sender's pages, of which it has the bytes."""
     loaded, path = model("llama")
     prompt = random_ids(nixl_engine.TOKENS)
