@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,20 +160,25 @@ def _models_in(benchmarks: Path, name: str) -> list[Model]:
     return sorted(found, key=lambda m: ("float32", "float16", "bfloat16").index(m.facts["dtype"]))
 
 
+def _finest(models: Iterable[Model]) -> list[Model]:
+    """Of several models of a name the first, which `_models_in` makes the one of least rounding noise."""
+    found: dict[str, Model] = {}
+    for m in models:
+        found.setdefault(m.name, m)
+    return list(found.values())
+
+
 def _worst_kl(scheme: str, models: list[Model], count: int) -> tuple[str, list[dict[str, Any]]]:
     """A cell: the largest KL over models and whose it is, with how many were measured where not all were; and the run it is of.
 
     Args:
-        models: of several of one name the first that measured the scheme counts.
+        models: see `_finest`.
         count: how many models there are.
     """
-    there: dict[str, Cell] = {}
-    for m in models:
-        if scheme in measured(m):
-            there.setdefault(m.name, measured(m)[scheme])
+    there = [(m.name, measured(m)[scheme]) for m in _finest(m for m in models if scheme in measured(m))]
     if not there:
         return UNMEASURED, []
-    name, worst = max(there.items(), key=lambda pair: pair[1].summary["kl_mean"])
+    name, worst = max(there, key=lambda pair: pair[1].summary["kl_mean"])
     some = "" if len(there) == count else f", {len(there)} of {count} models"
     return f"{worst.summary['kl_mean']:.4f} ({name}{some})", [worst.run]
 
@@ -278,7 +284,7 @@ def length_table(benchmarks: Path) -> str:
     rows, how, made = [], [], []
     texts: dict[str, None] = {}
     for models in (_models_in(benchmarks, SHORT), _models_in(benchmarks, LONG)):
-        for m in (m for i, m in enumerate(models) if m.name not in {finer.name for finer in models[:i]}):
+        for m in _finest(models):
             cells = m.tasks["fidelity"]
             how.append(f"{m.title}: {conditions(m)}")
             for name in (name for name in SHOWN if name in cells):
