@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import RECOMMENDED as RECOMMENDED
 from .errors import SpecError, unknown
 from .literature import schemes as literature
 from .spec import SCALE_8BIT, CacheSpec, LayerGeometry, PerChannel, PerGroup, PerToken, QuantSpec, Scheme, Tier
@@ -72,10 +73,6 @@ ELASTIC = Scheme(
     description="8 bits, int4 and a plane of 4, as long as they fit: what a cache with a budget stores, which gives planes back as it fills",
 )  # fmt: skip
 """What `KVCache.for_model(model, budget=..)` stores if no scheme is named: 8 bits, then 4. Keys per channel, which a key bias does not trouble."""
-
-RECOMMENDED = "int8_centered"
-"""What to take without looking further: no calibration, and nearest to 16 bits on every model that was measured, with and without a key bias (README.md).
-The default of `KVCache.for_model`, `kvbits check`, lm-eval, and the first of few bits in the demo."""
 
 
 WIDE_BANDS: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .. import RECOMMENDED
 from ..errors import SpecError
 from ..evaluate import MAX_KL, MAX_PPL_CHANGE
-from ..schemes import RECOMMENDED
 from ..units import dtype_name
 from .common import (
     Device,

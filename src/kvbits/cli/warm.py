@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .. import RECOMMENDED
 from ..errors import SpecError, UnsupportedError, counted, unknown
-from ..schemes import RECOMMENDED
 from .common import Json, command, names_of, print_json
 from .subject import Subject, subject_of
 
