@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -22,7 +23,9 @@ def demo(
 
     Schemes are int8_centered (the recommended one), klt4 and klt2 if none is named; the basis of the last two is calibrated first, on another part of the text.
     """
-    if model is not None:
+    if model is None:
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read when Transformers imports tqdm: its two bars of the GGUF file last seconds and say nothing
+    else:
         require_model(model)
     from .. import runs, schemes
 
