@@ -624,7 +624,7 @@ def stub_demo(monkeypatch):
 def test_demo_passes_its_options_on(stub_demo):
     shown = run("demo")
     assert shown.stdout == "table of m\n" and shown.stderr == "found something\n"
-    assert stub_demo[-1] == {"model": None, "schemes": ["int8_centered", "klt4", "klt2"], "context": 1024, "new_tokens": 48}
+    assert stub_demo[-1] == {"model": None, "schemes": ["int8_centered", "klt4", "klt2"], "context": 1024, "new_tokens": 32}
     data = run_json("demo", "--model", "x", "--scheme", "fp8", "--context", 99, "--new-tokens", 5, "--threads", 1)
     assert stub_demo[-1] == {"model": "x", "schemes": ["fp8"], "context": 99, "new_tokens": 5}
     (name,) = data["runs"]
@@ -661,7 +661,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "eval"
         (["check", "folder", "--scheme", "int8", "--scheme", "int4"], "--scheme is given 2 times; give it once"),
         (["check", "folder", "--windows", "-1"], "'--windows'"),
         (["check", "folder", "--length", "1"], "at least 2 is needed"),
-        (["demo", "--context", "100000000"], "context + new_tokens = 100,000,048 tokens, but the text has 159,940 characters; lower --context"),
+        (["demo", "--context", "100000000"], "context + new_tokens = 100,000,032 tokens, but the text has 159,940 characters; lower --context"),
         (["demo", "--new-tokens", "1"], "at least 2 is needed"),
         (["eval", "folder", "--out", "o", "--dtype", "int9"], "unknown dtype 'int9'; known: auto, bf16, fp16"),
         (["eval", "folder", "--out", "o", "--device", "nope"], "unknown device 'nope'; cpu and cuda are usual"),

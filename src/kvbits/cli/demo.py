@@ -15,7 +15,7 @@ def demo(
     model: Annotated[str | None, typer.Option(help="Local directory, GGUF file or hub id; the embedded SmolLM2 if not given.", show_default=False)] = None,
     scheme: Schemes = None,
     context: Annotated[int, typer.Option(help="Tokens of text that the cache holds before; fewer are faster; 1k is 1,024.", parser=tokens())] = 1024,
-    new_tokens: Annotated[int, typer.Option(help="Tokens fed one by one behind them for the speed, and tokens generated.", parser=tokens(2))] = 48,
+    new_tokens: Annotated[int, typer.Option(help="Tokens fed one by one behind them for the speed, and tokens generated.", parser=tokens(2))] = 32,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:

@@ -59,7 +59,7 @@ def run(
     model: str | None = None,
     schemes: Sequence[str | Scheme] = SCHEMES,
     context: int = 1024,
-    new_tokens: int = 48,
+    new_tokens: int = 32,
     scored: int | None = None,
     threads: int | None = None,
     backend: str = "auto",
@@ -201,7 +201,7 @@ def shown(result: dict[str, Any]) -> list[Any]:
     t = Table(
         caption=f"memory: of {result['context'] + result['new_tokens']:,} tokens in a 16-bit model, scales and raw newest tokens included; perplexity and KL "
         f"over {result['scored']:,} tokens: how much worse the text is predicted, and how far predictions lie from the stock cache's (0: the same{worst}); top "
-        f"token: how often the likeliest next token is the same; tokens/s: one by one after {result['context']:,}.{noise}",
+        f"token: how often the likeliest next token is the same; tokens/s: {result['new_tokens']} one by one after {result['context']:,}.{noise}",
         title=f"{result['model']}, {result['dtype']}, on {result['device']} with {counted(result['threads'], 'thread')}", title_justify="left",
         caption_justify="left",
     )  # fmt: skip
