@@ -248,7 +248,7 @@ def test_an_explanation_is_a_dict_that_prints_as_a_few_lines():
     layers = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 3 + (LayerGeometry(num_kv_heads=2, head_dim=64, sliding_window=300),)
     cache = PagedCache(CacheSpec(scheme=schemes.get("kivi4"), layers=layers))
     assert str(cache.explain()).splitlines() == [
-        "kivi4: 5.00 bits a number once quantized, scales included", "memory: 0 B (nothing allocated yet)",
+        "kivi4: 5.00 bits a number once quantized", "memory: 0 B (nothing allocated yet)",
         "layers 0 to 2: keys int4 per channel, values int4 in groups of 32; no pages in use",
         "layer 3: keys int4 per channel, values int4 in groups of 32, window 300; no pages in use",
         "the first forward pass chooses the kernels",

@@ -14,9 +14,9 @@ from ..units import human_bytes
 from .group import GroupState
 
 _WORDS = {
-    "codes": "quantized", "raw": "not quantized", "sink": "of first tokens", "closed": "quantized", "tail": "of newest tokens",
-    "append": "storing tokens", "attend_fresh": "attention among new tokens", "attend_pages": "attention to stored tokens", "close_pages": "quantizing pages",
-    "merge": "joining the two", "cpu": "CPU kernels", "cuda": "CUDA kernels", "reference": "plain PyTorch, slower",
+    "codes": "quantized", "raw": "not quantized", "sink": "of first tokens", "closed": "quantized", "tail": "of newest tokens", "append": "storing tokens",
+    "attend_fresh": "attention among new tokens", "attend_pages": "attention to stored tokens", "close_pages": "quantizing pages", "merge": "joining the two",
+    "cpu": "CPU kernels", "cuda": "CUDA kernels", "reference": "plain PyTorch, slower",
 }  # fmt: skip
 """How the printed lines name kinds of bytes, pools, operations and backends; "low0" and so on are "with extra bits"."""
 
@@ -41,12 +41,9 @@ class Explanation(dict[str, Any]):
     def __str__(self) -> str:
         held = self["bytes"]
         kinds = ", ".join(f"{_WORDS.get(k, k)} {n / held['total']:.0%}" for k, n in held.items() if k != "total" and n) or "nothing allocated yet"
-        lines = [
-            f"{self['scheme']}: {self['bits_per_element']:.2f} bits a number once quantized, scales included",
-            f"memory: {human_bytes(held['total'])} ({kinds})",
-        ]
+        lines = [f"{self['scheme']}: {self['bits_per_element']:.2f} bits a number once quantized", f"memory: {human_bytes(held['total'])} ({kinds})"]
         lines += [_room(self["capacity"])] if self["capacity"] else []
-        lines += [f"{_layers(g)}: {g['stored']}{_window(g)}; {_pages(g)}" for g in self["layers"]]
+        lines += [f"{_layers(g)}: {g['stored']}{_pages(g)}" for g in self["layers"]]
         if states := self.get("states"):
             lines.append(f"{_layers(states)}: recurrent states or index keys, {human_bytes(states['nbytes'])}")
         lines += _served(self["ops"]) or ["the first forward pass chooses the kernels"]
@@ -97,13 +94,10 @@ def _layers(group: dict[str, Any]) -> str:
     return f"layer{'s' if len(group['layers']) > 1 else ''} {ranges(group['layers'])}"
 
 
-def _window(group: dict[str, Any]) -> str:
-    return "" if group["sliding_window"] is None else f", window {group['sliding_window']:,}"
-
-
 def _pages(group: dict[str, Any]) -> str:
     used = {name: n["used"] for name, n in group["pages"].items() if n["used"]}
-    return ", ".join(f"{counted(n, 'page')} {_WORDS.get(name, 'with extra bits')}" for name, n in used.items()) or "no pages in use"
+    pages = ", ".join(f"{counted(n, 'page')} {_WORDS.get(name, 'with extra bits')}" for name, n in used.items()) or "no pages in use"
+    return f"; {pages}" if group["sliding_window"] is None else f", window {group['sliding_window']:,}; {pages}"
 
 
 def _served(ops: Iterable[str]) -> list[str]:

@@ -77,10 +77,7 @@ def evaluate(
     shots: Annotated[int | None, typer.Option(help="Worked examples before a question; the benchmark's usual number if not given.", min=0)] = None,
     draws: Annotated[int, typer.Option(help="gsm8k, humaneval: sampled answers to a problem, alike for all caches; 0: a greedy one.", min=0)] = 0,
     batch_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Prompts, windows or chains together. Every cache holds as many: 1 takes least memory.", show_default="1 (fidelity), 4 (replay), else 8", min=1
-        ),
+        int | None, typer.Option(help="Prompts or windows at once; every cache holds them all.", show_default="1 (fidelity), 4 (replay), else 8", min=1)
     ] = None,
     data: Annotated[list[str] | None, typer.Option(help="Benchmark file, like humaneval=HumanEval.jsonl. May be repeated.")] = None,
     dtype: Dtype = "auto",

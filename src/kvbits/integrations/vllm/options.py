@@ -27,11 +27,7 @@ class Options(engine.Options):
 
     @property
     def named(self) -> str | None:
-        """The cache dtype that `dtype` says, or None.
-
-        Raises:
-            UnsupportedError: there is none.
-        """
+        """The cache dtype that `dtype` says, or None; an UnsupportedError where there is no such dtype."""
         name = f"kvbits_{self.dtype.removeprefix('kvbits_')}"
         if self.dtype and name not in NAMES:
             raise UnsupportedError(unknown("dtype", name, NAMES))
@@ -39,10 +35,7 @@ class Options(engine.Options):
 
 
 def options_of(vllm_config: Any, calibrated: bool | None = None) -> Options:
-    """The options of an engine.
-
-    Args:
-        calibrated: whether it has calibrated layers; None: as its cache dtype says.
+    """The options of an engine whose layers are `calibrated` or not (None: as its cache dtype says).
 
     Raises:
         UnsupportedError: options that there are not or that cannot be.
