@@ -34,7 +34,7 @@ def parse_bytes(text: str, what: str = "memory") -> int:
         raise SpecError(f"{what} {text!r}: {match[3]} are bits; write {match[3][:-1]}B for bytes")
     nbytes = _scaled(match, _BYTES[match[3].upper()])
     if nbytes < 1:
-        raise SpecError(f"{what} {text!r} is no memory at all")
+        raise SpecError(f"{what} {text!r} is no memory at all; write it like 24GB")
     return nbytes
 
 

@@ -230,6 +230,7 @@ def test_cropping_past_a_released_window_is_refused_for_all_layers_together():
         ({"batch_size": 1, "max_tokens": -5}, "max_tokens=-5 must be a whole number of at least 1"),
         ({"nonfinite": "ignore"}, "nonfinite='ignore' is not 'refuse' or 'clamp'"),
         ({"backend": "tpu"}, "unknown backend 'tpu'.*known: auto, cpu, cuda, reference"),
+        ({"backend": "cuda"}, "backend='cuda' has no kernel for what lies on cpu; use 'cpu', 'reference' or 'auto'"),
     ],
 )
 def test_wrong_options_are_refused_at_construction(arguments, message):

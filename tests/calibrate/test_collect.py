@@ -170,8 +170,8 @@ def test_scales_serve_generation_and_the_kvbits_attention_can_stay_on(model):
 @pytest.mark.parametrize(
     ("given", "kwargs", "error", "message"),
     [
-        ([], {}, DataError, "0 prompts leave no tokens"),
-        ([[1, 2]], {"skip_tokens": 2}, DataError, "1 prompts leave no tokens after skip_tokens=2"),
+        ([], {}, DataError, "0 prompts or windows of a text leave no token"),
+        ([[1, 2]], {"skip_tokens": 2}, DataError, "1 prompt or windows of a text leave no token behind the 2 that are skipped"),
         ([[1, 2]], {"skip_tokens": -1}, SpecError, "skip_tokens=-1 is negative"),
         ([[1, 2]], {"percentile": 50}, SpecError, "percentile=50 is outside"),
         ([[]], {}, DataError, "token ids"),

@@ -178,7 +178,10 @@ def test_the_command_keeps_it_too(folder, home):
     assert f"wrote {file} (id {kept.Calibration.load(file).id})" in out, err
     written = file.stat().st_mtime_ns
     out, err = calibrate(folder).communicate(timeout=120)
-    assert str(file) in out and "bases" not in err and file.stat().st_mtime_ns == written
+    assert f"kept already, nothing was made: {file}" in out and "bases" not in err and file.stat().st_mtime_ns == written
+    process = calibrate(folder, "--text", "novel", "--windows", "16", "--length", "512")
+    assert "is kept already, of another text and length (novel+code, 16 windows of" in process.communicate(timeout=120)[1]
+    assert process.returncode and file.stat().st_mtime_ns == written
     calibrate(folder, "--force", "--text", "novel").communicate(timeout=120)
     assert file.stat().st_mtime_ns != written and kept.Calibration.load(file).info["text"] == "novel"
     process = calibrate(folder, "--scheme", "int8_static")

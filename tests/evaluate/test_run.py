@@ -150,6 +150,16 @@ def test_results_of_other_settings_or_models_are_refused_not_mixed(model, tmp_pa
     path.write_text('{"format": "other"}')
     with pytest.raises(FileFormatError, match="not a result of `kvbits eval`"):
         results.read_all(tmp_path)
+    whole = {"format": "kvbits-eval", "version": results.VERSION, "task": "fidelity", "scheme": "int8", "kind": "packed", "info": {}, "settings": {}}
+    whole |= {"model": {"name": "m", "dtype": "float32", "parameters": 1}, "runs": {}, "items": {}, "summary": {}}
+    for change, why in [
+        ({"items": []}, "has no items that could be read"),
+        ({"items": {"a": 3}}, "damaged items"),
+        ({"model": {}}, "a model without dtype, name"),
+    ]:
+        path.write_text(json.dumps(whole | change))
+        with pytest.raises(FileFormatError, match=why):
+            results.read_all(tmp_path)
 
 
 def test_a_trimmed_file_is_refused_where_its_items_are_needed(model, tmp_path):

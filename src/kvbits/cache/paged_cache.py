@@ -70,9 +70,9 @@ class PagedCache:
             raise SpecError(f"nonfinite={nonfinite!r} is not 'refuse' or 'clamp'")
         self.built_for = capacity.checked(batch_size, max_tokens)
         parameters.check(spec, static)
-        dispatch.check_backend(backend)
         self.spec = spec
         self.device = torch.device(device)
+        dispatch.check_backend(backend, self.device)
         if self.device.type != "cpu" and any(g.chunked for g in spec.layers):
             raise UnsupportedError("chunked attention (Llama 4) has no kernel on GPUs; use the stock cache there, or the model on the CPU")
         self.nonfinite = nonfinite

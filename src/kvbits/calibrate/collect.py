@@ -185,7 +185,9 @@ def _target(model: Any, scheme: str | Scheme, given: list[tuple[torch.Tensor, to
         raise SpecError(f"skip_tokens={skip} is negative; use 0 for none")
     target = Target(chosen, layers, skip, [valid & (valid.cumsum(-1) > skip) for _, _, valid in given])
     if not _count(target):
-        raise DataError(f"{len(given)} prompts leave no tokens after skip_tokens={skip}; give more or longer prompts")
+        raise DataError(
+            f"{counted(len(given), 'prompt')} or windows of a text leave no token behind the {skip} that are skipped; give a longer text, or more prompts"
+        )
     return target
 
 

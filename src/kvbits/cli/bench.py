@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import SpecError
 from ..files import require_file, to_json
 from .common import Device, Json, Schemes, Threads, command, names_of, new_table, print_json, say_device, set_threads, show, tokens
+
+if TYPE_CHECKING:
+    from ..spec import CacheSpec
 
 
 @command()
@@ -34,6 +37,7 @@ def bench(
 
     from .. import runs, schemes
     from ..evaluate import speed
+    from ..spec import CacheSpec, LayerGeometry
 
     names = names_of("--schemes", scheme) if scheme else [n for n, s in schemes.CORE.items() if not s.tiers]
     chosen = [one for one in schemes.expand(names) if isinstance(one, str)]
@@ -46,11 +50,13 @@ def bench(
     if place.type not in speed.ROTATE_BYTES:
         raise SpecError(f"--device {device!r} is neither cuda nor cpu")
     set_threads(threads)
+    shapes = [speed.Shape(batch or (8 if place.type == "cuda" else 1), *_heads(heads), context, 1), speed.Shape(1, *_heads(heads), context, chunk)]
+    layers = (LayerGeometry(num_kv_heads=shapes[0].kv_heads, head_dim=shapes[0].head_dim),)
+    specs = [CacheSpec(scheme=schemes.get(name, head_dim=shapes[0].head_dim), layers=layers) for name in chosen]
     say_device(device)
     torch.manual_seed(0)
-    shapes = [speed.Shape(batch or (8 if place.type == "cuda" else 1), *_heads(heads), context, 1), speed.Shape(1, *_heads(heads), context, chunk)]
     if place.type == "cuda":
-        _compile(chosen, shapes[0], place)
+        _compile(specs, shapes[0].query_heads, place)
     found = [row for shape in shapes for row in speed.rows(chosen, shape, place, rounds, lambda text: typer.echo(text, err=True))]
     result = runs.of_one({"rows": found, "device": device, "threads": torch.get_num_threads(), "rounds": rounds} | _machine(place), "rows")
     target.write_text(to_json(result, indent=1) + "\n", encoding="utf-8")
@@ -84,19 +90,15 @@ def _machine(device: Any) -> dict[str, Any]:
     return {"tier": "none" if library.unavailable() else library.tier()}
 
 
-def _compile(names: list[str], shape: Any, device: Any) -> None:
+def _compile(specs: list[CacheSpec], query_heads: int, device: Any) -> None:
     """Kernels of all presets at once, on all cores, before the first is asked for."""
     import torch
 
-    from .. import schemes
     from ..ops.cuda import ahead
     from ..progress import bar
-    from ..spec import CacheSpec, LayerGeometry
 
     capability = torch.cuda.get_device_capability(device)
-    layers = (LayerGeometry(num_kv_heads=shape.kv_heads, head_dim=shape.head_dim),)
-    specs = [CacheSpec(scheme=schemes.get(name, head_dim=shape.head_dim), layers=layers) for name in names]
-    sources = ahead.distinct(s for spec in specs for g in spec.groups for s in ahead.of_group(g, shape.query_heads, torch.bfloat16, False, capability))
+    sources = ahead.distinct(s for spec in specs for g in spec.groups for s in ahead.of_group(g, query_heads, torch.bfloat16, False, capability))
     with bar("compiling kernels", len(sources)) as advance:
         for _ in ahead.compiled(sources, capability):
             advance(1)

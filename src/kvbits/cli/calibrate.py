@@ -98,6 +98,7 @@ def calibrate(
     from ..spec.codec import choice
 
     choice("engine", engine, ("transformers", "vllm"))
+    of_engine = _json(engine_options)
     if engine == "vllm" and not all(one.needs_basis_alone for _, one in chosen):
         raise SpecError(f"--engine vllm measures bases of keys, which {chosen[0][1].name} does not have alone; leave --engine away")
     set_threads(threads)
@@ -105,11 +106,13 @@ def calibrate(
 
     def measure(partial: Path) -> tuple[list[Calibration], Any]:
         if engine == "vllm":
-            return [_measure_in_vllm(model, source, sample, seed, engine_options)], None
+            return [_measure_in_vllm(model, source, sample, seed, of_engine)], None
         return _measure(model, device, source, [named for named, _ in chosen], sample, seed, partial, how)
 
+    kept_before = False
     if out is None:
-        found, outs = _keep(model, chosen[0][1], force, measure)
+        given_of = {"text_sha256": text and source.sha256, "windows": windows, "length": length, "skip_tokens": skip_tokens, "seed": seed or None}
+        found, outs, kept_before = _keep(model, chosen[0][1], force, measure, {k: v for k, v in given_of.items() if v is not None})
     else:
         found, _ = measure(outs[0].with_name(outs[0].name + ".partial"))
         for path, made in zip(outs, found, strict=True):
@@ -118,17 +121,30 @@ def calibrate(
     seconds = time.perf_counter() - start
     if as_json:
         rows = [
-            {"out": str(path), "id": made.id, "file_bytes": path.stat().st_size, "seconds": seconds, "layers": len(made.static)} | made.info
+            {"out": str(path), "id": made.id, "file_bytes": path.stat().st_size, "made": not kept_before, "seconds": seconds, "layers": len(made.static)}
+            | made.info
             for path, made in zip(outs, found, strict=True)
         ]
         print_json(rows[0] if len(rows) == 1 else {"calibrations": rows})
     else:
         for path, made in zip(outs, found, strict=True):
-            _print(made, path, seconds)
+            _print(made, path, None if kept_before else seconds)
 
 
-def _keep(model: str, scheme: Scheme, force: bool, measure: Callable[[Path], tuple[list[Calibration], Any]]) -> tuple[list[Calibration], list[Path]]:
-    """What is kept of the model, made if need be: under the key of its files, and under that of the model which they become where it is another."""
+def _keep(
+    model: str, scheme: Scheme, force: bool, measure: Callable[[Path], tuple[list[Calibration], Any]], asked: dict[str, Any]
+) -> tuple[list[Calibration], list[Path], bool]:
+    """What is kept of the model, made if need be: under the key of its files, and under that of the model which they become where it is another.
+
+    Args:
+        asked: what the command says of how it is measured.
+
+    Returns:
+        Calibrations, their files, and whether they were there before.
+
+    Raises:
+        SpecError: one is there that was measured otherwise than asked.
+    """
     from ..calibrate import kept
     from ..geometry import load_config
 
@@ -137,14 +153,20 @@ def _keep(model: str, scheme: Scheme, force: bool, measure: Callable[[Path], tup
     with kept.keeping(key or hashlib.sha256(model.encode()).hexdigest()[:32]) as path:
         there = None if key is None or force else kept.find(key, config, scheme)
         if there is not None:
-            return [there], [Path(there.path or path)]
+            if other := [name.removesuffix("_sha256") for name, value in asked.items() if there.info.get(name) != value]:
+                has = f"{there.info.get('text')}, {there.info.get('windows')} windows of {there.info.get('length')} tokens"
+                raise SpecError(
+                    f"a calibration of {model} is kept already, of another {' and '.join(other)} ({has}; {there.path}); --force makes it anew as asked, "
+                    "--out FILE makes one beside it"
+                )
+            return [there], [Path(there.path or path)], True
         (made,), lm = measure(path)
         made.info["model"] = model
         keys = dict.fromkeys([k for k in (key, kept.key_of_files(model, config), None if lm is None else kept.key_of_model(lm)) if k])
         paths = [path.with_name(f"{one}.safetensors") for one in keys]
         for one in paths:
             made.save(one)
-        return [made], paths[:1]
+        return [made], paths[:1], False
 
 
 def _outs(out: Path, names: list[str]) -> list[Path]:
@@ -218,28 +240,39 @@ def _measure(
     return found, lm
 
 
-def _measure_in_vllm(model: str, source: Text, sample: Sample, seed: int, options: str) -> Calibration:
-    from ..evaluate.calibrator import windows_of
-    from ..integrations.models import load_tokenizer
-    from ..integrations.vllm import observe
-
+def _json(options: str) -> dict[str, Any]:
     try:
         given = json.loads(options)
     except ValueError as error:
         raise SpecError(f"--engine-options {options!r} is no JSON object: {error}") from error
+    if not isinstance(given, dict):
+        raise SpecError(f"--engine-options {options!r} is no JSON object")
+    return given
+
+
+def _measure_in_vllm(model: str, source: Text, sample: Sample, seed: int, given: dict[str, Any]) -> Calibration:
+    from ..evaluate.calibrator import windows_of
+    from ..integrations.models import load_tokenizer
+    from ..integrations.vllm import observe
+
     windows = windows_of(load_tokenizer(model), source, sample, seed=seed)
     found = observe.calibrate(model, [row.tolist() for batch in windows for row in batch], given)
     found.info.update({"text": source.name, "text_sha256": source.sha256, "windows": sample.windows, "length": sample.length})
     return found
 
 
-def _print(found: Calibration, out: Path, seconds: float) -> None:
+def _print(found: Calibration, out: Path, seconds: float | None) -> None:
+    """
+    Args:
+        seconds: that it took; None where it was there before.
+    """
     info = found.info
     kinds = {name[2:] for layer in found.static for name in layer}
     what = " and ".join(word for kind, word in (("scale", "scales"), ("codebook", "codebooks"), ("basis", "bases")) if kind in kinds)
     share = "" if "scale" not in kinds else ", maximum" if info["percentile"] == 100 else f", percentile {info['percentile']:g}"
     tokens = f"{info['tokens']:,} tokens in {counted(info['prompts'], 'window')}"
-    show(f"{info['scheme']} {what} of {len(found.static)} layers over {tokens}{share}, {seconds:.1f} s", f"wrote {out} (id {found.id})")
+    took, how = ("", "kept already, nothing was made:") if seconds is None else (f", {seconds:.1f} s", "wrote")
+    show(f"{info['scheme']} {what} of {len(found.static)} layers over {tokens}{share}{took}", f"{how} {out} (id {found.id})")
 
 
 def _with_calibration(scheme: str) -> tuple[str | Scheme, Scheme]:

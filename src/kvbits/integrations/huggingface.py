@@ -213,12 +213,12 @@ class KVCache(Cache):
 
         Raises:
             DataError: no token, or several prompts.
-            SpecError: `store` is a path.
+            SpecError: `store` is none, or a path.
             UnsupportedError: ranks share the model: files of prefixes hold all kv heads.
             What `for_model` and `PrefixStore.load` raise.
         """
-        if isinstance(store, (str, Path)):
-            raise SpecError(f"store={str(store)!r} is a place, not a store; pass kvbits.PrefixStore({str(store)!r})")
+        if store is None or isinstance(store, (str, Path)):
+            raise SpecError(f"store={store if store is None else str(store)!r} is no store; pass kvbits.PrefixStore({str(store or 'FOLDER')!r})")
         if (why := prefix.refuses(model)) is not None:
             raise UnsupportedError(why)
         if (ranks := Ranks.of(model)).size > 1:

@@ -58,8 +58,8 @@ class Choice:
         return f"{self.op} by {self.backend}" + (f" ({reasons})" if reasons else "")
 
 
-def check_backend(backend: str) -> None:
-    """Refuse a backend that no op has.
+def check_backend(backend: str, device: torch.device) -> None:
+    """Refuse a backend that no op has, and kernels of another device.
 
     Raises:
         SpecError: the message lists the known ones.
@@ -67,6 +67,8 @@ def check_backend(backend: str) -> None:
     known = dict.fromkeys(name for backends in BACKENDS.values() for name in backends)
     if backend != "auto" and backend not in known:
         raise SpecError(f"unknown backend {backend!r}; known: auto, {', '.join(known)}")
+    if backend in ("cpu", "cuda") and backend != device.type:
+        raise SpecError(f"backend={backend!r} has no kernel for what lies on {device.type}; use {device.type!r}, 'reference' or 'auto'")
 
 
 @functools.cache

@@ -70,7 +70,9 @@ class RetrievalTask(Task):
         hidden = encode("\n" + needle + "\n") if needle else []
         room = int(length) - len(start) - len(end) - len(hidden)
         body = encode(filler)
-        if room < 0 or len(body) < room:
+        if room < 0:
+            raise DataError(f"a prompt of {length} tokens has no room for what is asked, which takes {int(length) - room}; give --contexts of more")
+        if len(body) < room:
             raise DataError(f"a prompt of {length} tokens needs {room} tokens of filler, but there are {len(body)}; give a longer --text or other --contexts")
         at = round(float(depth) * room)
         ids = [*start, *body[:at], *hidden, *body[at:room], *end]
