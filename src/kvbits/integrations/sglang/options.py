@@ -135,5 +135,5 @@ def check_model(form: Format, model_config: Any, ranks: int = 1) -> None:
             f"{len(layers)} of {model_config.num_hidden_layers} layers store keys and values, of {len(set(layers))} kinds; kvbits' backend for SGLang has "
             "one pool for all layers: use another --attention-backend"
         )
-    if layers[0].num_kv_heads % ranks:
-        raise UnsupportedError(f"{layers[0].num_kv_heads} kv heads are not shared equally by --tp-size {ranks}; SGLang would add heads that no page has: pass a divisor")
+    if (heads := layers[0].num_kv_heads) % ranks:
+        raise UnsupportedError(f"{heads} kv heads are not shared equally by --tp-size {ranks}; SGLang would add heads that no calibration has: pass a divisor")
