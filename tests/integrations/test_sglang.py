@@ -72,6 +72,7 @@ def engine(model):
             running.clear()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("KVBITS_SGLANG", json.dumps(kvbits or {}))
+                patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # cores by rank: it must be told where ranks are more than NUMA nodes
                 running[key] = sglang.Engine(model_path=str(model(name)[1]), attention_backend=backend, **(SETTINGS | more))
         running[key].flush_cache()
         return running[key]
@@ -214,6 +215,22 @@ def test_channels_in_another_order_are_stored_in_pairs_of_halves(model, engine, 
         check(model("cohere")[0], scheme_of("kvbits_klt4"), prompt, generate(llm, [prompt])[0], in_chunks(length), c, "auto")
 
 
+@pytest.mark.night
+@pytest.mark.parametrize("backend", ["kvbits_int8_centered", "kvbits_klt4"])
+def test_two_ranks_give_the_tokens_of_one(model, engine, calibration, backend):
+    """Each has a kv head, and its part of a calibration: chunks, decoding over page borders, hits, raw copies."""
+    kvbits = {"calibration": calibration("llama", "klt4").path} if backend == "kvbits_klt4" else {}
+    prompts = 2 * [random_ids(n, n) for n in (2, 63, 64, 130, 300)]
+    found = []
+    for ranks in (1, 2):
+        llm = engine("llama", backend, kvbits, tp_size=ranks)
+        found.append([generate(llm, [p], 40)[0] for p in prompts])
+    for one, two in zip(*found, strict=True):
+        assert one[0] == two[0] and one[2] == two[2]
+        assert (one[1] - two[1]).abs().mean() < 1e-3  # an odd code moves by one
+    assert found[1][-1][2] == 256
+
+
 def test_newest_and_first_tokens_are_raw_unless_told_otherwise(model, engine, calibration):
     """Up to 192 tokens every page is the first or one of the newest two: neither chunks nor tokens that decode read a quantized number. Longer ones read a few,
     and so do prompts found in the radix cache whose copies later requests wrote over."""
@@ -328,7 +345,8 @@ def test_the_page_size_follows_from_the_backend(model):
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 is not served by kvbits' attention backend: the format is the backend's name"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache True is not served"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill is not served"),
-        ({"tp_size": 2}, "--tp-size 2 is not served"),
+        ({"pp_size": 2}, "--pp-size 2 is not served"),
+        ({"tp_size": 4}, "2 kv heads are not shared equally by --tp-size 4"),
     ],
     ids=str,
 )

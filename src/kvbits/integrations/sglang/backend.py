@@ -10,6 +10,7 @@ from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_parallel
 
 from ...errors import UnsupportedError
 from ...quant.rotary import turn_by
@@ -28,7 +29,7 @@ _NO_SCRATCH = Scratch(torch.empty(0), torch.empty(0))
 
 
 class KVBitsBackend(AttentionBackend):
-    """Attention of one engine.
+    """Attention of one engine's rank.
 
     Args:
         runner: SGLang's ModelRunner, with its model and pools.
@@ -78,7 +79,8 @@ class KVBitsBackend(AttentionBackend):
             shape = self._requests * self._options.pages_of_request, raw.num_kv_heads, raw.head_bytes
             found.copies = torch.zeros(shape, dtype=torch.uint8, device=self._device)
         if self._calibration:
-            found.static, found.order = self._calibration.layer(layer.layer_id, 0, 1, self._device)
+            rank = get_parallel()
+            found.static, found.order = self._calibration.layer(layer.layer_id, rank.tp_rank, rank.tp_size, self._device)
         return found
 
     def init_forward_metadata(self, forward_batch: Any) -> None:

@@ -31,10 +31,11 @@ NOT_RUN = {
     "enable_two_batch_overlap": (False, "a backend plans one batch at a time"),
     "enable_torch_compile": (False, "attention was not run in compiled graphs"),
     "dllm_algorithm": (None, "attention is causal"),
-    "tp_size": (1, "several ranks were not run"),
-    "pp_size": (1, "several ranks were not run"),
-    "dp_size": (1, "several ranks were not run"),
-    "dcp_size": (1, "several ranks were not run"),
+    "pp_size": (1, "ranks of layers were not run"),
+    "dp_size": (1, "ranks of requests were not run"),
+    "attn_dp_size": (1, "ranks of requests were not run"),
+    "attn_cp_size": (1, "ranks of tokens were not run"),
+    "dcp_size": (1, "ranks of tokens were not run"),
 }  # fmt: skip
 """Option: its value where nobody asks for it, and why another is refused."""
 
@@ -67,7 +68,7 @@ def resolve(server_args: Any, previous: Any) -> None:
     view = resolved_view(server_args)
     if why := refuses(form, view):
         raise UnsupportedError(why)
-    check_model(form, model_config_of(server_args))
+    check_model(form, model_config_of(server_args), view.tp_size)
     if form.calibrated:  # made now, while this is the only process
         calibration_of(form, view)
     if view.page_size is None:
@@ -116,8 +117,8 @@ def refuses(form: Format, options: Any) -> str | None:
     return None
 
 
-def check_model(form: Format, model_config: Any) -> None:
-    """Refuse a model that the format cannot hold.
+def check_model(form: Format, model_config: Any, ranks: int = 1) -> None:
+    """Refuse a model that the format cannot hold, or whose kv heads these ranks do not share equally.
 
     Raises:
         UnsupportedError: which part of it, and what to use.
@@ -134,3 +135,5 @@ def check_model(form: Format, model_config: Any) -> None:
             f"{len(layers)} of {model_config.num_hidden_layers} layers store keys and values, of {len(set(layers))} kinds; kvbits' backend for SGLang has "
             "one pool for all layers: use another --attention-backend"
         )
+    if (heads := layers[0].num_kv_heads) % ranks:
+        raise UnsupportedError(f"{heads} kv heads are not shared equally by --tp-size {ranks}; SGLang would add heads that no calibration has: pass a divisor")

@@ -57,12 +57,17 @@ def pool_class(original: Any, configurator: Any, *, kind: str, default: type) ->
     return _class_of(form.name)
 
 
+def _kv_heads(configurator: Any) -> int:
+    """Of a rank."""
+    return configurator.model_config.get_num_kv_heads(resolved_view(configurator.server_args).tp_size)
+
+
 def cell_size(original: Any, sizes: Any, configurator: Any, num_layers: int) -> int:
-    """Around `DefaultPoolConfigurator._compute_cell_size`: bytes of a token in all layers."""
+    """Around `DefaultPoolConfigurator._compute_cell_size`: bytes of a token in all layers of a rank."""
     form, config = format_of(configurator.server_args), configurator.model_config
     if form is None:
         return original(sizes, configurator, num_layers)
-    return num_layers * config.get_num_kv_heads(1) * form.layout(1, config.head_dim, config.v_head_dim).head_bytes // PAGE_SIZE
+    return num_layers * _kv_heads(configurator) * form.layout(1, config.head_dim, config.v_head_dim).head_bytes // PAGE_SIZE
 
 
 def budget(original: Any, configurator: Any, pre_model_load_memory: int) -> int:
@@ -70,6 +75,6 @@ def budget(original: Any, configurator: Any, pre_model_load_memory: int) -> int:
     form, config, found = format_of(configurator.server_args), configurator.model_config, original(configurator, pre_model_load_memory)
     if form is None or not (pages := options_of(form).pages_of_request):
         return found
-    raw = raw_of(form.layout(config.get_num_kv_heads(1), config.head_dim, config.v_head_dim, RAW_DTYPES[configurator.kv_cache_dtype]))
+    raw = raw_of(form.layout(_kv_heads(configurator), config.head_dim, config.v_head_dim, RAW_DTYPES[configurator.kv_cache_dtype]))
     requests = resolved_view(configurator.server_args).max_running_requests
     return found - configurator.layer_info.num_effective_layers * requests * pages * raw.page_size_bytes
