@@ -326,7 +326,8 @@ def test_the_command_s_defaults_calibrate_on_the_other_half_of_the_novel(monkeyp
     ],
 )
 def test_the_command_refuses_before_the_model_loads(monkeypatch, model, tmp_path, args, message):
-    header = {"task": "fidelity", "scheme": "int8", "kind": "kvbits", "info": {}, "settings": {"length": 200, "chunk": 64, "windows": "spread"}, "model": {}}
+    header = {"task": "fidelity", "scheme": "int8", "kind": "kvbits", "info": {}, "settings": {"length": 200, "chunk": 64, "windows": "spread"}}
+    header["model"] = {"name": "tiny", "dtype": "float32", "parameters": 1}
     results.ResultFile(tmp_path / "tiny-float32" / "fidelity" / "int8.json", header, runs.record()).write(0.0, {})
     sizes = {"--length": 200, "--chunk": 64} | dict(zip(args[::2], args[1::2], strict=True))
     out, loads = command(monkeypatch, model, "--out", tmp_path, "--scheme", "int8", *(x for pair in sizes.items() for x in pair), code=2)

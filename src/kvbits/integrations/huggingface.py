@@ -217,12 +217,12 @@ class KVCache(Cache):
             UnsupportedError: ranks share the model: files of prefixes hold all kv heads.
             What `for_model` and `PrefixStore.load` raise.
         """
-        if store is None or isinstance(store, (str, Path)):
-            raise SpecError(f"store={store if store is None else str(store)!r} is no store; pass kvbits.PrefixStore({str(store or 'FOLDER')!r})")
         if (why := prefix.refuses(model)) is not None:
             raise UnsupportedError(why)
         if (ranks := Ranks.of(model)).size > 1:
             raise UnsupportedError(f"from_prefix() of a model that {ranks.size} ranks share; use for_model, and save and load for prefixes")
+        if store is None or isinstance(store, (str, Path)):
+            raise SpecError(f"store={store if store is None else str(store)!r} is no store; pass kvbits.PrefixStore({str(store or 'FOLDER')!r})")
         cache = cls.for_model(model, scheme, **options)
         prefix.fill(cache, model, ids, store, chunk=chunk, put=put, wait=wait)
         return cache
