@@ -152,7 +152,7 @@ def test_the_table_of_chains_has_simulated_peers_beside_presets():
     (path,) = (BENCHMARKS / "chains").glob("smollm2*/replay")
     s = json.loads((path / "klt4.json").read_text())["summary"]
     assert rows["`klt4`"][3:6] == [f"{s['read_raw']:.2%}", f"{s['kl_mean']:.5f}", f"{s['kl_max']:.3f}"] and rows["`q4_0_rotated`, simulated"][3] == ""
-    assert f"{s['windows']} of 1,024 tokens, {s['tokens']:,} scored. Runs: of " in found
+    assert f"{s['windows']} of 4,096 tokens, {s['tokens']:,} scored. Runs: of " in found
 
 
 def test_recommended_presets_have_a_bar_in_every_speed_chart():
