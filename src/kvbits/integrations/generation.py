@@ -98,8 +98,8 @@ def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         cache.abandon()
     raise UnsupportedError(
         f"{type(module).__name__} was given a KVCache, but {layers} of its {counted(of, 'layer')} stored their tokens in it: the model, or what wraps it "
-        "(gradient checkpointing while training, a custom forward), passed another cache on, so its output is not that of this one. "
-        "Use the stock cache for it, after KVCache.detach(model)"
+        "(gradient checkpointing while training, a custom forward), passed another cache on, or another thread used this one meanwhile, so its output "
+        "is not that of this one. Use the stock cache for such a model, after KVCache.detach(model), and a copy of a cache in each thread"
     )
 
 
