@@ -108,3 +108,6 @@ def test_nothing_is_put_unless_it_is_wanted_and_bad_calls_say_why(tmp_path):
         KVCache.from_prefix(model, torch.ones(2, 5, dtype=torch.long), store=store)
     with pytest.raises(SpecError, match="chunk=0 must be"):
         KVCache.from_prefix(model, ids_of(9), store=store, chunk=0)
+    for place in (None, str(tmp_path), tmp_path):
+        with pytest.raises(SpecError, match=r"store=.* is no store; pass store=kvbits\.PrefixStore"):
+            KVCache.from_prefix(model, ids_of(9), store=place)

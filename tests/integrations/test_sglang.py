@@ -425,11 +425,11 @@ def test_formats_and_models_that_do_not_fit_are_refused():
         hf_text_config = config_of(Qwen2Config)
 
     with pytest.raises(UnsupportedError, match="use kvbits_int8_centered or kvbits_klt4"):
-        options.check_model(options.FORMATS["kvbits_int4"], Model)
-    options.check_model(options.FORMATS["kvbits_int8_centered"], Model)
+        options.check_model(options.FORMATS["kvbits_int4"], Model, 1)
+    options.check_model(options.FORMATS["kvbits_int8_centered"], Model, 1)
     Model.num_hidden_layers = 3
     with pytest.raises(UnsupportedError, match="2 of 3 layers store keys and values"):
-        options.check_model(options.FORMATS["kvbits_int8_centered"], Model)
+        options.check_model(options.FORMATS["kvbits_int8_centered"], Model, 1)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def bench(
     set_threads(threads)
     shapes = [speed.Shape(batch or (8 if place.type == "cuda" else 1), *_heads(heads), context, 1), speed.Shape(1, *_heads(heads), context, chunk)]
     layers = (LayerGeometry(num_kv_heads=shapes[0].kv_heads, head_dim=shapes[0].head_dim),)
-    specs = [CacheSpec(scheme=schemes.get(name, head_dim=shapes[0].head_dim), layers=layers) for name in chosen]
+    specs = [CacheSpec(scheme=schemes.get(name, head_dim=shapes[0].head_dim), layers=layers) for name in chosen]  # refuses heads that cannot be
     say_device(device)
     torch.manual_seed(0)
     if place.type == "cuda":

@@ -139,7 +139,7 @@ def _measured(model: Any, tokenizer: Any, task: str, schemes: Sequence[str | Sch
 
 
 def _windows(scored: int, limit: int) -> Options:
-    """Windows of at most `limit` tokens, about `scored` tokens in all, two at a time: a quarter less time than one after the other."""
+    """Windows of at most `limit` tokens, about `scored` tokens in all, two at a time, which takes less than one after the other."""
     length = min(WINDOW, max(scored, 2), limit)
     return Options(windows=max(1, scored // length), length=length, chunk=min(DECODING_CHUNK, -(-length // 2)), batch_size=2)
 

@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from .. import runs
 from ..errors import FileFormatError, SpecError
-from ..files import to_json
+from ..files import to_json, whole
 
 FORMAT = "kvbits-eval"
 VERSION = 2
+PARTS = {"task": str, "scheme": str, "kind": str, "info": dict, "settings": dict, "model": dict, "runs": dict, "items": dict, "summary": dict}
+"""What a result file holds besides."""
+FACTS = {"name", "dtype", "parameters"}
+"""What it says of its model at least."""
 
 
 def model_facts(model: Any, name: str) -> dict[str, Any]:
@@ -58,10 +61,6 @@ def _device_name(device: Any) -> str:
         return str(torch.cuda.get_device_name(device))
     host = runs.record([])["host"]
     return f"{host['cpu']} ({host['cores']} cores)"
-
-
-_PARTS = {"task": str, "scheme": str, "kind": str, "info": dict, "settings": dict, "model": dict, "runs": dict, "items": dict, "summary": dict}
-_FACTS = {"name", "dtype", "parameters"}
 
 
 class ResultFile:
@@ -105,9 +104,8 @@ class ResultFile:
         self.data["runs"] = {name: r for name, r in (self.data["runs"] | {self.run["id"]: self.run}).items() if name in used}
         self.data["summary"] = summary
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(f".{os.getpid()}.tmp")
-        partial.write_text(dumps(self.data) + "\n")
-        os.replace(partial, self.path)
+        with whole(self.path) as partial:
+            partial.write_text(dumps(self.data) + "\n")
 
 
 def require_same(path: Path, header: dict[str, Any]) -> dict[str, Any] | None:
@@ -159,10 +157,10 @@ def read(path: Path) -> dict[str, Any]:
         raise FileFormatError(f"cannot read {path}: {e}; remove it or name another folder") from e
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
         raise FileFormatError(f"{path} is not a result of `kvbits eval` version {VERSION}; remove it or name another folder")
-    if wrong := [part for part, kind in _PARTS.items() if not isinstance(data.get(part), kind)]:
+    if wrong := [part for part, kind in PARTS.items() if not isinstance(data.get(part), kind)]:
         raise FileFormatError(f"{path} has no {wrong[0]} that could be read; remove it or name another folder")
-    if not all(isinstance(item, dict) for item in data["items"].values()) or not data["model"].keys() >= _FACTS:
-        raise FileFormatError(f"{path} has damaged items or a model without {', '.join(sorted(_FACTS))}; remove it or name another folder")
+    if not all(isinstance(item, dict) for item in data["items"].values()) or not data["model"].keys() >= FACTS:
+        raise FileFormatError(f"{path} has damaged items or a model without {', '.join(sorted(FACTS))}; remove it or name another folder")
     if wrong := [key for key, item in data["items"].items() if item.get("run") not in data["runs"]]:
         raise FileFormatError(f"{path} has items of no run, such as {wrong[0]}; remove it or name another folder")
     return data

@@ -222,7 +222,7 @@ class KVCache(Cache):
         if (ranks := Ranks.of(model)).size > 1:
             raise UnsupportedError(f"from_prefix() of a model that {ranks.size} ranks share; use for_model, and save and load for prefixes")
         if store is None or isinstance(store, (str, Path)):
-            raise SpecError(f"store={store if store is None else str(store)!r} is no store; pass kvbits.PrefixStore({str(store or 'FOLDER')!r})")
+            raise SpecError(f"store={store!r} is no store; pass store=kvbits.PrefixStore(FOLDER)")
         cache = cls.for_model(model, scheme, **options)
         prefix.fill(cache, model, ids, store, chunk=chunk, put=put, wait=wait)
         return cache

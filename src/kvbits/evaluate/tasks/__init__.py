@@ -56,8 +56,7 @@ class Options:
         limit: problems of a benchmark (humaneval, gsm8k, mmlu, arc), drawn by `seed`; a larger limit adds to a smaller one's. None for all.
         shots: worked examples before each question; None for the benchmark's usual number.
         batch_size: prompts or windows that go through a cache together (attention, decode: always one); figures depend on it by rounding alone, but for
-            speeds, which are of single windows only. None for the task's usual number
-            (`Task.usual_batch`).
+            speeds, which are of single windows only. None for the task's usual number (`Task.usual_batch`).
         draws: answers of a benchmark that is written (gsm8k, humaneval), sampled by `seed` and alike for all caches; 0 for one that is greedy.
         data: benchmark name -> its local file.
         seed: draws passkeys, filler and samples.

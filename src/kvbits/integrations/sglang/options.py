@@ -117,7 +117,7 @@ def refuses(form: Format, options: Any) -> str | None:
     return None
 
 
-def check_model(form: Format, model_config: Any, ranks: int = 1) -> None:
+def check_model(form: Format, model_config: Any, ranks: int) -> None:
     """Refuse a model that the format cannot hold, or whose kv heads these ranks do not share equally.
 
     Raises:
