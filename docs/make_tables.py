@@ -341,7 +341,7 @@ def _read_raw() -> str:
 
 ANSWERED = ("int8_centered", "klt4", "klt3", "klt2", "kivi4")
 """Columns of answers."""
-POINTS = {"copying": "copying", "tracking": "tracking", "answers": "gsm8k", "sampled": "gsm8k"}
+POINTS = {"copying": "copying", "tracking": "tracking", "ruler": "ruler", "answers": "gsm8k", "sampled": "gsm8k"}
 """Folder of nvidia-h100/length -> the task that is measured in it, right or wrong; answers have humaneval, too."""
 
 
@@ -369,6 +369,10 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
         [f"`{c.scheme}`", *(kl(c.summary["octaves"][str(at)]["kl_mean"]) for at in places), f"{c.summary['drift']:+.0%}", percent(c.summary["top1_agreement"])]
         for _, c in chains
     ]
+    decoded = [
+        [f"`{c.scheme}`", kl(c.summary["kl_mean"]), f"{c.summary['kl_max']:.2f}", percent(c.summary["top1_agreement"]), percent(c.summary["read_raw"])]
+        for _, c in cells(length / "decode", "decode")
+    ]
     texts = cells(length / "texts", "fidelity")
     names = list(texts[0][1].summary["texts"]) if texts else []
     by_text = [[f"`{c.scheme}`", *(kl(c.summary["texts"][name]["kl_mean"]) for name in names)] for _, c in texts]
@@ -376,13 +380,14 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
     for folder, task in [*POINTS.items(), ("answers", "humaneval")]:
         some = cells(length / folder, task)
         for m in dict.fromkeys(m.name for m, _ in some):
-            mine = {c.scheme: c.summary for other, c in some if other.name == m}
+            mine = {c.scheme: c.summary for other, c in some if other.name == m and c.scheme in ANSWERED}
             (n,) = {s.get("parts", s.get("answers", s.get("problems"))) for s in mine.values()}  # paired: as many of each
             what = f"{task}{', sampled' * (folder == 'sampled')}, {m}, {n:,}"
             answered.append([what, *(points(mine[name]) if name in mine else "" for name in ANSWERED)])
     return (
         _between("points-kl", table(["model", "cache", "bits held", "KL", "worst", "above 1 nat", "perplexity"], wide)),
         _between("points-chains", table(["cache", *(f"KL, {at:,} to {2 * at - 1:,}" for at in places), "a doubling", "same token"], replayed)),
+        _between("points-decode", table(["cache", "KL", "worst", "same token", "read raw"], decoded)),
         _between("points-texts", table(["cache", *(name.rsplit("@", 1)[0] for name in names)], by_text)),
         _between("points-answers", table(["task, model, answers", *(f"`{name}`" for name in ANSWERED)], answered) + f"\n\nRuns: {dated(made)}."),
     )
