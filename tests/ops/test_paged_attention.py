@@ -20,7 +20,7 @@ from ops.emulated_op import emulate
 
 from kvbits import schemes
 from kvbits.errors import DataError, SpecError
-from kvbits.ops import paged_attention
+from kvbits.ops import dispatch, paged_attention
 from kvbits.ops.cuda import merge
 from kvbits.ops.cuda import paged_attention as paged_attention_cuda
 from kvbits.ops.cuda.engine import device_plan
@@ -174,9 +174,42 @@ ON_HOSTS = CASES | {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("name", ON_HOSTS)
-def test_host_lists_serve_the_contract(name):
-    check(Cache(**ON_HOSTS[name]), ON_HOSTS[name]["max_pages"], limit=2e-2, num_queries=2, window=100)
+def test_host_lists_serve_the_contract(name, backend, monkeypatch):
+    monkeypatch.setitem(dispatch.BACKENDS, "paged_attention", (backend,))
+    made = check(Cache(**ON_HOSTS[name]), ON_HOSTS[name]["max_pages"], limit=2e-2, num_queries=2, window=100)
+    assert backend in made.explain()
+
+
+def test_a_host_plan_follows_lengths_pages_and_layers():
+    """Layers of pools of other sizes, bound before and after lengths are known, anew, and read at other lengths: as plans made for that alone."""
+    one, two = Cache([INT8], [(200,), (70,)], [4]), Cache([INT8], [(333,), (0,)], [6])
+    q = torch.randn(2, 1, 2 * HEADS, D, generator=torch.Generator().manual_seed(5))
+
+    def made():
+        return paged_attention.plan([INT8], max_pages=[4], batch_size=2, num_q_heads=2 * HEADS, dtype=q.dtype, device="cpu")
+
+    def alone(cache, tokens):
+        plan = made()
+        plan.bind(3, cache.pages)
+        plan.update([one.tables[0]], [tokens])
+        return plan.run(q, 3)
+
+    plan, longer, shorter = made(), torch.tensor([200, 70], dtype=torch.int32), torch.tensor([65, 0], dtype=torch.int32)
+    plan.bind(0, one.pages)
+    plan.update([one.tables[0]], [longer])
+    plan.bind(1, two.pages)
+    for tokens in (longer, shorter, longer):
+        plan.update([one.tables[0]], [tokens])
+        for layer, cache in enumerate((one, two)):
+            assert torch.equal(plan.run(q, layer), alone(cache, tokens))
+    plan.bind(0, two.pages)
+    assert torch.equal(plan.run(q, 0), alone(two, longer))
+    half, spread = q.bfloat16(), q.repeat(1, 1, 1, 2)[..., ::2]
+    assert torch.equal(plan.run(spread, 0), plan.run(spread.contiguous(), 0))
+    with pytest.raises(DataError, match="the plan is for"):
+        plan.run(half, 0)
 
 
 @pytest.fixture
@@ -201,12 +234,13 @@ def test_the_cuda_kernels_serve_the_contract(name, gpu):
 
 @pytest.mark.parametrize("options", [{"num_queries": 3, "window": 100}, {"num_queries": 8, "softcap": 20.0, "batch_size": 9}], ids=str)
 @pytest.mark.parametrize("name", ["tail", "basis with copies"])
-def test_ragged_queries_windows_and_caps(name, options, gpu):
-    case = CASES[name]
-    gpu.max_pages = case["max_pages"]
-    cache = Cache(**case)
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+def test_ragged_queries_windows_and_caps(name, options, where, request):
+    if where == "gpu":
+        request.getfixturevalue("gpu").max_pages = CASES[name]["max_pages"]
+    cache = Cache(**CASES[name])
     lens = torch.tensor([min(3, int(n)) - (i % 2) * (n > 2) for i, n in enumerate(cache.newest)], dtype=torch.int32)
-    check(cache, gpu.max_pages, query_lens=lens, **options)
+    check(cache, CASES[name]["max_pages"], query_lens=lens, limit=LIMIT if where == "gpu" else 2e-2, **options)
 
 
 @pytest.mark.parametrize("window", [None, 128])
@@ -470,11 +504,13 @@ def test_parts_that_come_later_find_their_backend():
         plan.run(torch.ones(1, 1, 2, D), 0)
 
 
-def test_every_subset_of_parts_may_be_empty(gpu):
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+def test_every_subset_of_parts_may_be_empty(where, request):
     case = CASES["sinks"]
-    gpu.max_pages = case["max_pages"]
+    if where == "gpu":
+        request.getfixturevalue("gpu").max_pages = case["max_pages"]
     rows = [tuple(n if keep else 0 for n, keep in zip((4, 192, 70), which, strict=True)) for which in itertools.product((0, 1), repeat=3)]
-    check(Cache(case["layouts"], rows, case["max_pages"]), gpu.max_pages)
+    check(Cache(case["layouts"], rows, case["max_pages"]), case["max_pages"], limit=LIMIT if where == "gpu" else 2e-2)
 
 
 if not shutil.which("g++"):

@@ -32,7 +32,7 @@ from ..spec import PageLayout
 BACKENDS = {
     "attend_pages": ("cpu", "cuda", "reference"), "attend_fresh": ("cpu", "cuda", "reference"),
     "close_pages": ("cpu", "cuda", "reference"), "append": ("cpu", "cuda", "reference"),
-    "paged_attention": ("cuda", "reference"), "store_tokens": ("cpu", "cuda", "reference"), "place": ("cuda", "reference"),
+    "paged_attention": ("cuda", "cpu", "reference"), "store_tokens": ("cpu", "cuda", "reference"), "place": ("cuda", "reference"),
     "dequantize": ("cuda", "reference"), "merge": ("cuda", "reference"),
 }  # fmt: skip
 FUNCTIONS = {

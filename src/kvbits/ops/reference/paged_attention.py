@@ -1,4 +1,4 @@
-"""`ops.paged_attention` by host lists: tables and lengths are read on the CPU, attention is by whichever backend takes them."""
+"""`ops.paged_attention` by host lists: tables and lengths are read on the CPU, as everywhere else in this folder."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from ...errors import DataError
 from ...spec import PageLayout
-from .. import dispatch
 from ..types import AttendCall, PageStore, PageTable, Part
+from .attend import attend
 
 
 def refuses(layouts: Sequence[PageLayout], max_pages: Sequence[int], options: Mapping[str, Any]) -> str | None:
@@ -21,14 +21,13 @@ def refuses(layouts: Sequence[PageLayout], max_pages: Sequence[int], options: Ma
 
 
 class HostPlan:
-    """The contract with host lists, for devices whose kernels take those."""
+    """The contract with host lists."""
 
     def __init__(self, layouts: Sequence[PageLayout], max_pages: Sequence[int], **options: Any) -> None:
         self.layouts, self.max_pages, self.options = tuple(layouts), tuple(max_pages), options
         self._layers: dict[int, tuple[PageStore, ...]] = {}
         self._tables: list[PageTable] = []
         self._within: dict[tuple[int, int], PageTable] = {}  # of a part and the pages of its pool
-        self._choices: dict[tuple[PageLayout, ...], dispatch.Choice] = {}
 
     def bind(self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor]) -> None:
         given = zip(self.layouts, pages, strict=True)
@@ -59,7 +58,11 @@ class HostPlan:
         positions = newest[:, None] - count[:, None] + np.arange(t)
         self._positions = torch.from_numpy(np.where((np.arange(t) < count[:, None]) & (newest >= count)[:, None], positions, -1))
 
-    def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor:
+    def _check(self, q: torch.Tensor, layer: int) -> None:
+        """
+        Raises:
+            DataError: queries of another shape than planned, a layer without pages, no lengths.
+        """
         if layer not in self._layers:
             raise DataError(f"layer {layer} was never bound; call bind({layer}, pages) first")
         if not self._tables:
@@ -67,24 +70,15 @@ class HostPlan:
         want = (len(self._positions), self.options["num_queries"], self.options["num_q_heads"], self.layouts[0].head_dim)
         if tuple(q.shape) != want or q.dtype != self.options["dtype"]:
             raise DataError(f"q is {list(q.shape)} {q.dtype}; the plan is for {list(want)} {self.options['dtype']}")
+
+    def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor:
+        self._check(q, layer)
         stores = self._layers[layer]
-        parts = []
-        for i, (store, table) in enumerate(zip(stores, self._tables, strict=True)):
-            if table.num_pages:
-                parts.append(Part(store, self._table_within(i, store.num_pages)))
-        out = q.new_empty(*q.shape[:3], self.layouts[0].value_head_dim) if out is None else out
-        if not parts:
-            out.zero_()
-            return out if lse is None else (lse.fill_(-torch.inf), out)[1]
-        call = AttendCall(tuple(parts), self.options["scaling"], self.options["sliding_window"], self.options["softcap"])
-        key = tuple(p.store.layout for p in parts)
-        if key not in self._choices:
-            self._choices[key] = dispatch.choose("attend_pages", q, call)
-        found, found_lse = self._choices[key].run(q, call, self._positions)
-        out.copy_(found)
+        parts = tuple(Part(store, self._table_within(i, store.num_pages)) for i, store in enumerate(stores))
+        found, logs = attend(q, AttendCall(parts, self.options["scaling"], self.options["sliding_window"], self.options["softcap"]), self._positions)
         if lse is not None:
-            lse.copy_(found_lse)
-        return out
+            lse.copy_(logs)
+        return found.to(q.dtype) if out is None else out.copy_(found)
 
     def _table_within(self, part: int, num_pages: int) -> PageTable:
         """The table of a part for a pool of so many pages, one for all layers; a number that the pool has not is the last page's."""
@@ -95,7 +89,7 @@ class HostPlan:
         return self._within[part, num_pages]
 
     def explain(self) -> str:
-        return "paged attention by host lists: " + ", ".join(sorted({str(c) for c in self._choices.values()}) or ["not yet run"])
+        return "paged attention by host lists: attend_pages by the reference"
 
 
 paged_attention = HostPlan
