@@ -344,6 +344,8 @@ def test_sizes_are_read_as_people_write_them(tmp_path):
     for bad in (-1, 1.5, "", "64", "GB", "-1GB", "infGB", "1e400GB", "1XB"):
         with pytest.raises(SpecError, match=r"max_bytes '.*' is not understood; write it with its unit"):
             PrefixStore(tmp_path, max_bytes=bad)
+    with pytest.raises(SpecError, match="max_bytes=0 keeps nothing; give it a size"):
+        PrefixStore(tmp_path, max_bytes=0)
 
 
 # -- what stays ---------------------------------------------------------------------------------------------------------

@@ -87,6 +87,8 @@ class PrefixStore:
         if not remote and (local is not None or options):
             raise SpecError(f"local={local!r} and options {sorted(options)} are of remote stores; {os.fspath(where)!r} is a folder")
         self.blob_tokens, self.max_bytes = blob_tokens, None if max_bytes is None else _limit(max_bytes)
+        if self.max_bytes == 0:
+            raise SpecError("a store of max_bytes=0 keeps nothing; give it a size, or None for no limit")
         self.shard, self.made_for = _shard(shard), made_for
         self._whole = None if calibration is None else blob.calibration_id(getattr(calibration, "static", calibration))
         self.folder = Folder((local or local_tier(str(where))) if remote else where)
