@@ -206,6 +206,11 @@ def test_a_host_plan_follows_lengths_pages_and_layers():
             assert torch.equal(plan.run(q, layer), alone(cache, tokens))
     plan.bind(0, two.pages)
     assert torch.equal(plan.run(q, 0), alone(two, longer))
+    with pytest.raises(DataError, match="starts must not be negative"):
+        plan.update([one.tables[0]], [longer], starts=[-longer])
+    with pytest.raises(DataError, match="there are no lengths"):
+        plan.run(q, 0)
+    plan.update([one.tables[0]], [longer])
     half, spread = q.bfloat16(), q.repeat(1, 1, 1, 2)[..., ::2]
     assert torch.equal(plan.run(spread, 0), plan.run(spread.contiguous(), 0))
     with pytest.raises(DataError, match="the plan is for"):

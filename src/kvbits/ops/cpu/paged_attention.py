@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...errors import DataError
 from ...spec import PageLayout
 from ..descriptor import TORCH_NUMBERS
 from ..reference import paged_attention as reference
@@ -57,8 +58,12 @@ class Plan(reference.HostPlan):
 
     def update(self, *args: Any) -> None:
         super().update(*args)
-        for key in self._tables_of:
-            self._fill(*key)
+        try:
+            for key in self._tables_of:
+                self._fill(*key)
+        except DataError:
+            self._tables = []  # structs point to nothing now
+            raise
         shape = len(self._positions), self.options["num_queries"], self.options["num_q_heads"]
         shapes = (*shape, self.layouts[0].value_head_dim), shape
         self._out, self._lse = (torch.empty(x, dtype=torch.float32, device="cpu") for x in shapes)  # where the caller's cannot be written
