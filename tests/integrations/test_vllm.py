@@ -19,10 +19,10 @@ from kvbits import schemes
 from kvbits.errors import UnsupportedError
 from kvbits.geometry import has_key_bias
 from kvbits.integrations import vllm
-from kvbits.integrations.engine import calibrated
+from kvbits.integrations.engine import calibrated, prefill
 from kvbits.integrations.engine.host_prefill import HostPrefill
 from kvbits.integrations.engine.served import WIDEST, WIDEST_CALIBRATED
-from kvbits.integrations.vllm import dtypes, formats, prefill
+from kvbits.integrations.vllm import dtypes, formats
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
 from kvbits.integrations.vllm.options import options_of
 from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
@@ -199,12 +199,11 @@ def dense(q, k, v, scaling, window, softcap):
 
 @pytest.mark.parametrize("kind", [prefill.Prefill, HostPrefill])
 @pytest.mark.parametrize(("window", "softcap", "rows", "values"), [(None, None, 1000, 64), (None, 20.0, 256, 64), (None, None, 200, 40), (100, None, 320, 96)])
-def test_prefill_over_history_is_dense_attention(window, softcap, rows, values, kind, monkeypatch):
+def test_prefill_over_history_is_dense_attention(window, softcap, rows, values, kind):
     """Scratch for all rows together, for some, and for slices of one row; none on a CPU."""
-    monkeypatch.setattr(prefill, "attend", vllm_cpu.attend)
     layout = formats.raw_layout(2, 64, values, "float32")
     scratch = prefill.Scratch(*(torch.full((rows, 2, d), torch.nan) for d in (64, values)))
-    call = prefill.Call(layout, 4, torch.float32, 0.2, window, softcap, scratch, None, None)
+    call = prefill.Call(layout, 4, torch.float32, 0.2, window, softcap, scratch, vllm_cpu.attend, None)
     query_lens, history = np.array([5, 100, 0, 1, 64]), np.array([130, 400, 70, 64, 0])
     pages = torch.full((20, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
     table, free, given, want = torch.zeros(5, 8, dtype=torch.int32), 1, [], []

@@ -169,7 +169,7 @@ def attend(
     call: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: torch.Tensor, k_starts: torch.Tensor, max_q: int, max_k: int, causal: bool,
     out: torch.Tensor, wants_lse: bool,
 ) -> torch.Tensor | None:  # fmt: skip
-    """`prefill.attend` by its definition, where there is no FlashAttention."""
+    """`engine.call.Attend` by its definition, where there is no FlashAttention."""
     lses = torch.empty(q.shape[:2])
     group = q.shape[1] // k.shape[1]
     for (begin, end), (first, last) in zip(*(x.unfold(0, 2, 1).tolist() for x in (q_starts, k_starts)), strict=True):
@@ -189,11 +189,12 @@ def attend(
 
 def as_on_a_gpu(monkeypatch: Any) -> None:
     """Engines of this test do what they do on a GPU, by the reference operations."""
-    from kvbits.integrations.vllm import builder, prefill
+    from kvbits.integrations.engine import prefill
+    from kvbits.integrations.vllm import impl
     from kvbits.ops import dispatch
 
-    monkeypatch.setattr(builder, "HostPrefill", prefill.Prefill)
-    monkeypatch.setattr(prefill, "attend", attend)
+    monkeypatch.setattr(prefill, "HostPrefill", prefill.Prefill)
+    monkeypatch.setattr(impl, "flash_for", lambda *widths: attend)
     for op in ("attend_pages", "store_tokens"):
         monkeypatch.setitem(dispatch.BACKENDS, op, ("reference",))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,17 @@ class Scratch:
 
 Sink = tuple[torch.Tensor, torch.Tensor] | None
 """A layer's learned sink as one more part of its results (`reference.merge.sink_part`), or None."""
+Attend = Callable[..., torch.Tensor | None]
+"""Attention of rows of different lengths in one call of the engine's FlashAttention, of the arguments, by position:
+
+    call                a `Call`
+    q, k, v             [tokens, Hq, D]; [at least k_starts[-1], H, D]; likewise, [.., Dv]
+    q_starts, k_starts  int32 [rows + 1] on the device
+    max_q, max_k        the longest, on the host
+    causal              the last query sees the last key, the one before one less; windows count from there. Otherwise all see all
+    out                 [tokens, Hq, Dv], written
+    wants_lse           whether float32 log-sum-exps [tokens, Hq] are returned
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +50,7 @@ class Call:
         num_heads: query heads of this rank.
         dtype: of the model.
         scratch: 16-bit rows that histories are unpacked to, shared by layers of one shape.
-        fa_version: of FlashAttention, on a GPU.
+        attend: prompts' attention on a GPU, one function for all layers that have the same; None on a CPU.
         raw: layout of copies of pages, None where there are none.
     """
 
@@ -49,7 +61,7 @@ class Call:
     sliding_window: int | None
     softcap: float | None
     scratch: Scratch
-    fa_version: int | None
+    attend: Attend | None
     raw: PageLayout | None
 
 

@@ -1,6 +1,6 @@
-"""Queries of many tokens on a CPU: histories are read packed, where vLLM's on GPUs unpacks them, and the step's own keys and values as they came; row by row.
+"""Queries of many tokens on a CPU: histories are read packed (`prefill` unpacks them), the step's own keys and values as they came; row by row.
 
-Takes and gives what vLLM's `prefill.Prefill` does. Which pages a row reads is integers, laid out once a step for all layers.
+Takes and gives what `prefill.Prefill` does. Which pages a row reads is integers, laid out once a step for all layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Row:
 
 
 class HostPrefill:
-    """Attention of the rows of a step that do not decode; see vLLM's `prefill.Prefill`."""
+    """Attention of the rows of a step that do not decode; see `prefill.Prefill`."""
 
     def __init__(self, query_lens: np.ndarray, seq_lens: np.ndarray, block_table: torch.Tensor, call: Call, copies: Copies | None = None) -> None:
         self.num_tokens = int(query_lens.sum())
@@ -50,7 +50,7 @@ class HostPrefill:
         self, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, copies: torch.Tensor | None = None,
         static: dict[str, torch.Tensor] | None = None, sink: Sink = None,
     ) -> None:  # fmt: skip
-        """Arguments as vLLM's `prefill.Prefill.run` takes them."""
+        """Arguments as `prefill.Prefill.run` takes them."""
         for row in self._rows:
             mine, keys, values = (x[None, row.tokens] for x in (q, k, v))
             fresh = chunk_attention.choose(mine, values, call.softcap)

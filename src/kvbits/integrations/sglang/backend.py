@@ -1,4 +1,4 @@
-"""SGLang's attention backend: `KVBitsBackend`. Steps of single tokens are read by one plan for all rows; those of prompts row by row, history packed."""
+"""SGLang's attention backend: `KVBitsBackend`. Steps of single tokens are read by one plan for all rows, also in graphs; prompts are laid out on the host."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 
 from ...errors import UnsupportedError
+from ...ops import dispatch
 from ...quant.rotary import turn_by
-from ..engine.call import Scratch, call_for, raw_of
+from ..engine.call import call_for, raw_of
 from ..engine.decode import Decode
-from ..engine.host_prefill import HostPrefill
 from ..engine.layer import Layer
+from ..engine.prefill import prefills, scratch_for
 from ..engine.served import FORMATS, PAGE_SIZE
 from ..engine.step import Placer, Step
 from ..rotary import layers_of
+from .flash import flash_for
 from .options import calibration_of, options_of
 from .pool import KVBitsPool
-
-_NO_SCRATCH = Scratch(torch.empty(0), torch.empty(0))
-"""Prompts' histories are not unpacked."""
 
 
 class KVBitsBackend(AttentionBackend):
@@ -48,17 +47,20 @@ class KVBitsBackend(AttentionBackend):
                 "for others use another backend"
             )
         self._pool, self._options = pool, options_of(pool.form)
+        args, config = resolved_view(runner.server_args), runner.model_config
         self._req_to_token = runner.req_to_token_pool.req_to_token
         self._requests, self._device = runner.req_to_token_pool.size, torch.device(runner.device)
-        self._calibration = calibration_of(pool.form, resolved_view(runner.server_args)) if pool.form.calibrated else None
-        self._turns = _turns(runner.model_config.hf_text_config) if pool.layout.is_centered else {}
+        self._sizes = config.context_len, args.chunked_prefill_size if args.chunked_prefill_size > 0 else config.context_len
+        self._calibration = calibration_of(pool.form, args) if pool.form.calibrated else None
+        self._turns = _turns(config.hf_text_config) if pool.layout.is_centered else {}
         self._layers = {m.layer_id: self._layer(m) for m in runner.model.modules() if isinstance(m, RadixAttention)}
         self._calls = list(dict.fromkeys(layer.call for layer in self._layers.values()))
         pages = len(pool.pages[0])
-        sizes = {"requests": self._requests, "rows": self._requests, "tokens": pages * PAGE_SIZE, "num_pages": pages}  # no step stores more than there is room
-        self._placer = Placer(self._calls, self._options, **sizes, device=self._device)
+        tokens = min(pages * PAGE_SIZE, max(*self._sizes, args.max_prefill_tokens) + self._requests)  # of a step: no more than there is room for
+        self._placer = Placer(self._calls, self._options, requests=self._requests, rows=self._requests, tokens=tokens, num_pages=pages, device=self._device)
         longest = -(-self._req_to_token.shape[1] // PAGE_SIZE)
         self._decodes = {call: Decode(call, longest, self._requests, 1, self._device, self._placer.copies) for call in self._calls}
+        self._single = torch.arange(self._requests + 1, dtype=torch.int32, device=self._device)  # where rows of one token start
 
     def _layer(self, layer: RadixAttention) -> Layer:
         for what, there in (
@@ -73,7 +75,11 @@ class KVBitsBackend(AttentionBackend):
         window = layer.sliding_window_size + 1 if layer.sliding_window_size > 0 else None  # SGLang does not count the query itself
         raw = raw_of(self._pool.layout) if self._options.copies else None
         scaling, softcap = float(layer.scaling), float(layer.logit_cap) or None
-        call = call_for(self._pool.layout, layer.tp_q_head_num, self._pool.dtype, scaling, window, softcap, _NO_SCRATCH, None, raw)
+        layout, dtype = self._pool.layout, self._pool.model_dtype
+        scratch = scratch_for(layout, dtype, self._device, *self._sizes, window)
+        attend = flash_for(self._device, layout.head_dim, layout.value_head_dim)
+        call = call_for(layout, layer.tp_q_head_num, dtype, scaling, window, softcap, scratch, attend, raw)
+        dispatch.choose("dequantize", layout, dtype, self._device).prepare()
         found = Layer(str(layer.layer_id), call, self._device, turn=self._turns.get(layer.layer_id))
         if raw:
             shape = self._requests * self._options.pages_of_request, raw.num_kv_heads, raw.head_bytes
@@ -83,27 +89,42 @@ class KVBitsBackend(AttentionBackend):
             found.static, found.order = self._calibration.layer(layer.layer_id, rank.tp_rank, rank.tp_size, self._device)
         return found
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """The step's tables: for all layers, before the first."""
-        mode, lens = forward_batch.forward_mode, forward_batch.seq_lens.int()
-        if mode.is_idle():
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """The tables of a step of prompts, for all layers, before the first; what a step of single tokens needs is all in `init_forward_metadata_in_graph`."""
+        mode = forward_batch.forward_mode
+        if mode in (ForwardMode.DECODE, ForwardMode.IDLE):
             return
-        if mode not in (ForwardMode.DECODE, ForwardMode.EXTEND):
+        if mode != ForwardMode.EXTEND:
             raise UnsupportedError(f"kvbits' attention backend does not run steps of {mode!r}")
-        decodes = mode == ForwardMode.DECODE
-        new = torch.ones_like(lens) if decodes else forward_batch.extend_seq_lens.int()
-        slots, requests = forward_batch.out_cache_loc.long(), forward_batch.req_pool_indices.long()
+        new = forward_batch.extend_seq_lens.int()
+        table, _ = self._lay_out(forward_batch, torch.nn.functional.pad(new.cumsum(0, dtype=torch.int32), (1, 0)), 0)
+        query_lens, seq_lens = (np.asarray(x, np.int64) for x in (forward_batch.extend_seq_lens_cpu, forward_batch.seq_lens_cpu))
+        self._step.prefills = prefills(self._calls, query_lens, seq_lens, table, self._placer.copies)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """The tables of a step of single tokens: launches of fixed shapes over lengths and slots on the device, recorded with the model's."""
+        if forward_batch.forward_mode != ForwardMode.DECODE:
+            return
+        rows = len(forward_batch.seq_lens)
+        table, lens = self._lay_out(forward_batch, self._single[: rows + 1], rows)
+        self._step.decodes = self._decodes
+        for decode in self._decodes.values():
+            decode.update(table, lens, None)
+
+    def _lay_out(self, forward_batch: Any, starts: torch.Tensor, decoding: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Begin a step whose rows start at these tokens, of which the first `decoding` decode: its tables of pages, and lengths."""
+        lens, slots, requests = forward_batch.seq_lens.int(), forward_batch.out_cache_loc.long(), forward_batch.req_pool_indices.long()
         table = (self._req_to_token[requests, ::PAGE_SIZE] // PAGE_SIZE).int()
-        starts = torch.nn.functional.pad(new.cumsum(0, dtype=torch.int32), (1, 0))
         placed = self._placer.run(lens, starts, table, slots, requests.int() - 1)  # request 0 is padding's
-        self._step = Step(len(slots), len(slots) if decodes else 0, slots, *placed)
-        if decodes:
-            self._step.decodes = self._decodes
-            for decode in self._decodes.values():
-                decode.update(table, lens, None)
-        else:
-            query_lens, seq_lens = (x.numpy().astype(np.int64) for x in (new, lens))
-            self._step.prefills = {c: HostPrefill(query_lens, seq_lens, table, c, self._placer.copies if c.raw else None) for c in self._calls}
+        self._step = Step(len(slots), decoding, slots, *placed)
+        return table, lens
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing: plans and tables are for all requests that can run."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of a row that fills a captured batch up: it reads the token that padding writes."""
+        return 1
 
     def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any) -> torch.Tensor:
         """q [tokens, Hq * D] or [tokens, Hq, D], k [tokens, H, D], v [tokens, H, Dv]; [tokens, Hq * Dv]."""

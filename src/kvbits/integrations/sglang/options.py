@@ -60,6 +60,7 @@ def resolve(server_args: Any, previous: Any) -> None:
     """SGLang's step that makes its options fit the attention backend."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
     previous(server_args)
     form = format_of(server_args)
@@ -69,6 +70,10 @@ def resolve(server_args: Any, previous: Any) -> None:
     if why := refuses(form, view):
         raise UnsupportedError(why)
     check_model(form, model_config_of(server_args), view.tp_size)
+    if view.cuda_graph_config.prefill.backend != Backend.DISABLED:
+        if (Phase.PREFILL, "backend") in server_args._cuda_graph_config_locked:
+            raise UnsupportedError(f"prompts in captured graphs ({view.cuda_graph_config.prefill.backend}): kvbits' are laid out on the host; leave it away")
+        declare_resolution(server_args, "kvbits", cuda_graph_config=with_phase(view.cuda_graph_config, Phase.PREFILL, backend=Backend.DISABLED))
     if form.calibrated:  # made now, while this is the only process
         calibration_of(form, view)
     if view.page_size is None:
@@ -107,8 +112,8 @@ def calibration_of(form: Format, server_args: Any) -> Model:
 
 def refuses(form: Format, options: Any) -> str | None:
     """Why an engine cannot have these options, or None."""
-    if options.device != "cpu":
-        return f"kvbits' attention backend for SGLang was run on CPUs only (SGLANG_USE_CPU_ENGINE=1, --device cpu), not on {options.device}; on GPUs use vLLM's"
+    if options.device not in ("cpu", "cuda"):
+        return f"kvbits' attention backend for SGLang runs on --device cuda and cpu (with SGLANG_USE_CPU_ENGINE=1), not on {options.device}"
     if options.page_size not in (None, PAGE_SIZE):
         return f"kvbits' pages hold {PAGE_SIZE} tokens; leave --page-size away, or pass --page-size {PAGE_SIZE}"
     for name, (usual, why) in NOT_RUN.items():

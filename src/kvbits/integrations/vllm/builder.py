@@ -15,13 +15,12 @@ from ...errors import UnsupportedError
 from ...later import upload
 from ...ops.cuda.engine.device_plan import MAX_QUERIES
 from ..engine.decode import Decode, Ragged
-from ..engine.host_prefill import HostPrefill
+from ..engine.prefill import prefills
 from ..engine.step import Placer
 from .formats import PAGE_SIZE
 from .impl import KVBitsImpl
 from .metadata import KVBitsMetadata
 from .options import options_of
-from .prefill import Prefill
 from .taken import STATES
 
 
@@ -50,7 +49,6 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
                     f"vLLM allocated {kv_cache_spec.state_content_bytes} bytes per token and head where {impl.kv_cache_dtype} needs "
                     f"{impl.call.layout.head_bytes // PAGE_SIZE}; this is a bug of the kvbits plugin"
                 )
-        self._prefill = HostPrefill if device.type == "cpu" else Prefill
         self.calls = list(dict.fromkeys(impl.call for impl in impls))
         config = vllm_config.scheduler_config
         rows = max(config.max_num_seqs, *(vllm_config.compilation_config.cudagraph_capture_sizes or [1]))
@@ -96,8 +94,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         if num_prefills:
             query_lens, seq_lens = self._prefill_lengths(m, num_decodes)
             table = m.block_table_tensor[num_decodes : m.num_reqs]
-            copies = self._placer.copies
-            found.prefills = {c: self._prefill(query_lens, seq_lens, table, c, copies if c.raw else None) for c in self.calls}
+            found.prefills = prefills(self.calls, query_lens, seq_lens, table, self._placer.copies)
         return found
 
     def _prefill_lengths(self, m: CommonAttentionMetadata, first: int) -> tuple[np.ndarray, np.ndarray]:

@@ -17,10 +17,11 @@ from ...ops.reference.merge import sink_part
 from ...spec import PageLayout
 from ..engine.call import call_for, raw_of
 from ..engine.layer import Layer
+from ..engine.prefill import scratch_for
 from . import calibrated, formats, observe
+from .flash import flash_for
 from .metadata import KVBitsMetadata
 from .options import options_of
-from .prefill import scratch_for
 from .rotary import page_turn, rope_parameters
 from .scheme_file import layer_formats
 
@@ -76,7 +77,7 @@ class KVBitsImpl(AttentionImpl):
         scaling, window, softcap = self._factors
         scratch = scratch_for(layout, dtype, device, config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens, window)
         raw, copies = self._copies_of(layout) if copied else (None, None)
-        self.call = call_for(layout, self.num_heads, dtype, scaling, window, softcap, scratch, _fa_version(device, *self._widths), raw)
+        self.call = call_for(layout, self.num_heads, dtype, scaling, window, softcap, scratch, flash_for(device, *self._widths), raw)
         self.stored = Layer(self._found()[1].layer_name, self.call, device, copies)
         dispatch.choose("dequantize", layout, dtype, device).prepare()
 
@@ -181,20 +182,3 @@ def device_of_layers() -> torch.device:
     if current_platform.is_cpu():
         return torch.device("cpu")
     return torch.device(current_platform.device_type, torch.accelerator.current_device_index())
-
-
-def _fa_version(device: torch.device, head_dim: int, value_head_dim: int) -> int | None:
-    if device.type != "cuda":
-        return None
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-
-    unlike, in_three = head_dim != value_head_dim, 128 < head_dim <= 192 and 96 < value_head_dim <= 128
-    needed = 4 if max(head_dim, value_head_dim) > 256 or (unlike and not in_three) else 3 if unlike else 2
-    # On Hopper vLLM takes version 4 for unlike widths if it hears of sinks, which are a part of the results here (`prefill.merge`).
-    version = get_flash_attn_version(head_size=head_dim, head_size_v=value_head_dim, has_sinks=unlike and needed == 4)
-    if version is None or version < needed:
-        raise UnsupportedError(
-            f"prompts with keys of {head_dim} and values of {value_head_dim} channels are read with FlashAttention {needed} (of compute capability 9.0), "
-            f"and vLLM has {version or 'none'} on {device}; use vLLM's own dtypes"
-        )
-    return version

@@ -4,12 +4,13 @@
 
 A step whose rows have no history skips all of that: FlashAttention reads the fresh keys and values where they lie. A row's own tokens are read as they came,
 not quantized, as in kvbits' own caches. Everything about passes is integers on the host; nothing waits for the GPU. The scratch is allocated with the model, so
-that vLLM counts it.
+that engines count it. The call itself is the engine's (`Call.attend`); on CPUs histories are read packed instead (`host_prefill`).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,9 @@ from ...ops import dispatch
 from ...ops.reference.dequantize import section
 from ...ops.reference.place import Copies
 from ...spec import PageLayout
-from ..engine.call import Call, Scratch, Sink, merge
-from .formats import PAGE_SIZE
+from .call import Call, Scratch, Sink, merge
+from .host_prefill import HostPrefill
+from .served import PAGE_SIZE
 
 MAX_HISTORY = 1 << 16
 """Rows of history unpacked at a time: 268 MB of keys and values at 8 kv heads of 128. Longer ones are read in slices."""
@@ -206,8 +208,9 @@ class Prefill:
         the layer."""
         if not self.num_tokens:
             return
+        assert call.attend is not None  # calls of GPUs have one
         if not self.has_history:
-            lse = attend(call, q, k, v, self._starts, self._starts, self._max_len, self._max_len, True, out, sink is not None)
+            lse = call.attend(call, q, k, v, self._starts, self._starts, self._max_len, self._max_len, True, out, sink is not None)
             if lse is not None:
                 merge([(out[None], lse[None])], sink, out[None])
             return
@@ -219,7 +222,8 @@ class Prefill:
                 keys.index_copy_(0, p.targets, k[p.tokens])
                 values.index_copy_(0, p.targets, v[p.tokens])
             mine = out[p.tokens] if p.causal else torch.empty_like(out[p.tokens])
-            lse = attend(call, q[p.tokens], keys, values, p.q_starts, p.k_starts, p.max_q, p.max_k, p.causal, mine, not p.causal or bool(parts or sink))
+            wants_lse = not p.causal or bool(parts or sink)
+            lse = call.attend(call, q[p.tokens], keys, values, p.q_starts, p.k_starts, p.max_q, p.max_k, p.causal, mine, wants_lse)
             if lse is not None:
                 parts.append((mine[None], lse[None]))
             if p.causal and parts:
@@ -227,26 +231,9 @@ class Prefill:
                 parts = []
 
 
-def attend(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: torch.Tensor, k_starts: torch.Tensor, max_q: int, max_k: int, causal: bool,
-    out: torch.Tensor, wants_lse: bool,
-) -> torch.Tensor | None:  # fmt: skip
-    """Attention of rows of different lengths in one call.
-
-    Args:
-        q: [tokens, Hq, D]; k: [at least k_starts[-1], H, D]; v: likewise, [.., Dv].
-        q_starts, k_starts: int32 [rows + 1] on the device; max_q, max_k: the longest.
-        causal: the last query sees the last key, the one before one less; windows count from there. Otherwise all see all.
-        out: [tokens, Hq, Dv], written.
-
-    Returns:
-        float32 log-sum-exps [tokens, Hq] if they are wanted.
-    """
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
-
-    window = [call.sliding_window - 1, 0] if causal and call.sliding_window else [-1, -1]
-    found = flash_attn_varlen_func(
-        q=q, k=k, v=v, max_seqlen_q=max_q, cu_seqlens_q=q_starts, max_seqlen_k=max_k, cu_seqlens_k=k_starts, softmax_scale=call.scaling, causal=causal,
-        window_size=window, softcap=call.softcap or 0.0, out=out, return_softmax_lse=wants_lse, fa_version=call.fa_version,
-    )  # fmt: skip
-    return found[1].transpose(0, 1) if wants_lse else None
+def prefills(
+    calls: Sequence[Call], query_lens: np.ndarray, seq_lens: np.ndarray, block_table: torch.Tensor, copies: Copies | None
+) -> dict[Call, Prefill | HostPrefill]:  # fmt: skip
+    """`Step.prefills` of a step's prompts, for layers of these calls; arguments as `Prefill` takes them."""
+    kind = HostPrefill if block_table.device.type == "cpu" else Prefill
+    return {c: kind(query_lens, seq_lens, block_table, c, copies if c.raw else None) for c in calls}

@@ -1,0 +1,139 @@
+"""Decoding with stock SGLang on a GPU: step times, largest batches, capacity, by format; `bench_serve_vllm.py decode` is vLLM's.
+
+    python benchmarks/bench_serve_sglang.py --format bf16 --shapes 48x512 --largest 8192
+    python benchmarks/bench_serve_sglang.py --format int8_centered --shapes 48x512 --largest 8192
+
+One process measures one format and adds its rows to `--out`; ratios are of rows of one session on one machine. Weights are random, of a model's geometry; `bf16` is SGLang's own backend (`--baseline`).
+Prompts are not computed, for any format: a plugin of this file skips the layers of their steps and fills the pages with random bytes that hold finite numbers. A step's time is the median distance of the
+tokens that one streamed request of the batch gets while all of them decode. SGLang's own defaults otherwise: overlapped scheduling, full graphs of decoding steps, a cache sized after their capture.
+Keys in a calibrated basis get a random orthogonal one; their history is read packed, and only the tokens of the batch's own steps raw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+OUT = Path(__file__).parent / "results" / "nvidia-h200" / "serve_sglang.json"
+
+
+def register() -> None:
+    """The plugin, in each of SGLang's processes."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.models.llama.LlamaModel.forward", _without_prompts, HookType.AROUND)
+    HookRegistry.register("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.finalize_backing", _filled, HookType.AROUND)
+
+
+def _without_prompts(original: Any, model: Any, input_ids: Any, positions: Any, forward_batch: Any, *more: Any, **options: Any) -> Any:
+    if forward_batch.forward_mode.is_extend():
+        return model.embed_tokens(input_ids)
+    return original(model, input_ids, positions, forward_batch, *more, **options)
+
+
+def _filled(original: Any, pool: Any, config: Any) -> Any:
+    """Random numbers in all pages, finite ones in every format: bytes 0x20 to 0x3b are small positive float16, bfloat16 and float32."""
+    import torch
+
+    found = original(pool, config)
+    packed = hasattr(pool, "pages")
+    rows = pool.size // pool.page_size + 1 if packed else pool.size + pool.page_size  # the rest is only reserved
+    for x in pool.pages if packed else [*pool.k_buffer, *pool.v_buffer]:
+        x[:rows].view(torch.uint8).random_(0x20, 0x3C)
+    return found
+
+
+def engine(args: argparse.Namespace, context: int, requests: int, captured: list[int]) -> Any:
+    """`sglang.Engine` with dummy weights."""
+    from bench_serve_vllm import model_directory, random_bases
+
+    model, name = model_directory(args.geometry, args.layers), "auto" if args.format == "bf16" else f"kvbits_{args.format}"
+    if bases := random_bases(model, name):
+        os.environ["KVBITS_SGLANG"] = json.dumps(bases["kvbits"])
+    plugin = Path(tempfile.mkdtemp()) / "bench_serve_sglang-0.dist-info"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: bench_serve_sglang\nVersion: 0\n")
+    (plugin / "entry_points.txt").write_text("[sglang.srt.plugins]\nbench = bench_serve_sglang:register\n")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(plugin.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    import sglang
+
+    options: dict[str, Any] = {
+        "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "context_length": context, "max_running_requests": requests, "log_level": "warning",
+        "attention_backend": args.baseline if args.format == "bf16" else name, "disable_radix_cache": True, "cuda_graph_bs_decode": captured,
+        "sampling_backend": "pytorch", "grammar_backend": "none", "disable_prefill_cuda_graph": True, "stream_interval": 1,
+    }  # fmt: skip
+    return sglang.Engine(model_path=str(model), **(options | json.loads(args.engine)))
+
+
+def decode_step(llm: Any, batch: int, context: int, steps: int) -> tuple[float, float]:
+    """Median milliseconds of a step in which `batch` sequences of about `context` tokens decode, and for how many ms their last tokens came apart."""
+    from bench_serve_vllm import ids
+
+    rng, sampling = random.Random(0), {"temperature": 0, "max_new_tokens": steps, "ignore_eos": True}
+    prompts = [ids(rng, context - steps // 2) for _ in range(batch)]
+    times: list[float] = []
+    ends: list[float] = []
+
+    async def ask(i: int) -> None:
+        if i:
+            await llm.async_generate(input_ids=prompts[i], sampling_params=sampling)
+        else:
+            async for _ in await llm.async_generate(input_ids=prompts[i], sampling_params=sampling, stream=True):
+                times.append(time.perf_counter())
+        ends.append(time.perf_counter())
+
+    async def everything() -> None:
+        await asyncio.gather(*map(ask, range(batch)))
+
+    llm.loop.run_until_complete(everything())
+    distances = [b - a for a, b in itertools.pairwise(times)][steps // 4 : -2]
+    if len(distances) < 10:
+        raise SystemExit(f"{batch} x {context}: only {len(times)} tokens came one by one")
+    return 1000 * statistics.median(distances), 1000 * (max(ends) - min(ends))
+
+
+def main() -> None:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--format", required=True, help="bf16, int8_centered, klt4, ..")
+    found.add_argument("--baseline", default="fa3", help="SGLang's own backend, of --format bf16")
+    found.add_argument("--geometry", default="llama-3.1-8b")
+    found.add_argument("--layers", type=int, help="fewer than the geometry has; rows say so")
+    found.add_argument("--engine", default="{}", help="more options of the engine, JSON")
+    found.add_argument("--shapes", nargs="*", default=[], help="BATCHxCONTEXT ..")
+    found.add_argument("--largest", type=int, default=0, help="context at which the largest batch that fits is measured")
+    found.add_argument("--max-batch", type=int, default=400, help="bound of the largest batch, a multiple of 16; graphs are captured up to here")
+    found.add_argument("--steps", type=int, default=64, help="tokens of each sequence, half of them past its context")
+    found.add_argument("--out", type=Path, default=OUT)
+    args = found.parse_args()
+    from result_file import append
+
+    shapes = [tuple(map(int, s.split("x"))) for s in args.shapes]
+    captured = sorted({b for b, _ in shapes} | (set(range(16, args.max_batch + 1, 16)) if args.largest else set()))
+    context = max([c for _, c in shapes] + [args.largest]) + args.steps
+    llm = engine(args, context, max(captured), captured)
+    capacity = llm.get_server_info()["max_total_num_tokens"]
+    if args.largest:
+        fits = capacity // (-(-(args.largest + args.steps // 2 + 1) // 64) * 64)
+        shapes.append((min(fits // 16 * 16, args.max_batch), args.largest))
+    for i, (batch, context) in enumerate(shapes):
+        ms, apart = decode_step(llm, batch, context, args.steps)
+        own = {"format": args.format, "geometry": args.geometry, "layers": args.layers, "batch": batch, "context": context}
+        rate = round(1000 * batch / ms, 1)
+        largest = bool(args.largest) and i == len(shapes) - 1
+        append(
+            [own | {"step_ms": round(ms, 3), "tokens_per_s": rate, "capacity_tokens": capacity, "largest": largest, "ends_apart_ms": round(apart, 1)}], args.out
+        )
+    llm.shutdown()
+
+
+if __name__ == "__main__":
+    main()
