@@ -5,7 +5,7 @@
 
 One process measures one format and adds its rows to `--out`; ratios are of rows of one session on one machine. Weights are random, of a model's geometry; `bf16` is SGLang's own backend (`--baseline`).
 Prompts are not computed, for any format: a plugin of this file skips the layers of their steps and fills the pages with random bytes that hold finite numbers. A step's time is the median distance of the
-tokens that one streamed request of the batch gets while all of them decode. SGLang's own defaults otherwise: overlapped scheduling, full graphs of decoding steps, a cache sized after their capture.
+tokens that one streamed request of the batch gets while all of them decode. SGLang's own defaults otherwise: overlapped scheduling, full graphs of decoding steps.
 Keys in a calibrated basis get a random orthogonal one; their history is read packed, and only the tokens of the batch's own steps raw.
 """
 
@@ -31,7 +31,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.models.llama.LlamaModel.forward", _without_prompts, HookType.AROUND)
-    HookRegistry.register("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.finalize_backing", _filled, HookType.AROUND)
+    HookRegistry.register("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.__init__", _filled, HookType.AROUND)
 
 
 def _without_prompts(original: Any, model: Any, input_ids: Any, positions: Any, forward_batch: Any, *more: Any, **options: Any) -> Any:
@@ -40,16 +40,13 @@ def _without_prompts(original: Any, model: Any, input_ids: Any, positions: Any, 
     return original(model, input_ids, positions, forward_batch, *more, **options)
 
 
-def _filled(original: Any, pool: Any, config: Any) -> Any:
+def _filled(original: Any, pool: Any, *more: Any, **options: Any) -> None:
     """Random numbers in all pages, finite ones in every format: bytes 0x20 to 0x3b are small positive float16, bfloat16 and float32."""
     import torch
 
-    found = original(pool, config)
-    packed = hasattr(pool, "pages")
-    rows = pool.size // pool.page_size + 1 if packed else pool.size + pool.page_size  # the rest is only reserved
-    for x in pool.pages if packed else [*pool.k_buffer, *pool.v_buffer]:
-        x[:rows].view(torch.uint8).random_(0x20, 0x3C)
-    return found
+    original(pool, *more, **options)
+    for x in pool.pages if hasattr(pool, "pages") else [*pool.k_buffer, *pool.v_buffer]:
+        x.view(torch.uint8).random_(0x20, 0x3C)
 
 
 def engine(args: argparse.Namespace, context: int, requests: int, captured: list[int]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from sglang.srt.arg_groups.overrides import resolved_view
-from sglang.srt.mem_cache.memory_pool import KvBufferDesc, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from ...errors import UnsupportedError
 from ...spec import PageLayout
@@ -22,37 +22,20 @@ class KVBitsPool(MHATokenToKVPool):
     Attributes:
         layout: of a page.
         model_dtype: of what layers give; `dtype` is what is stored, bytes.
-        pages: of each layer uint8 [pages, H, head_bytes]. On GPUs SGLang reserves addresses and backs as many pages as fit when graphs are captured.
+        pages: of each layer uint8 [pages, H, head_bytes].
     """
 
     form: ClassVar[Format]
     dtype: torch.dtype
-    _post_capture_owner: Any
 
     def _create_buffers(self) -> None:
-        self.model_dtype, self.dtype, self.store_dtype = self.dtype, torch.uint8, torch.uint8
+        self.model_dtype, self.dtype = self.dtype, torch.uint8
         self.layout: PageLayout = self.form.layout(self.head_num, self.head_dim, self.v_head_dim, RAW_DTYPES[self.model_dtype])
-        if self.post_capture_active:
-            self._alloc_post_capture_buffers()
-        else:
-            self.pages = [torch.zeros(self._page_shape, dtype=torch.uint8, device=self.device) for _ in range(self.layer_num)]
-
-    @property
-    def _page_shape(self) -> tuple[int, int, int]:
-        return self.size // PAGE_SIZE + 1, self.head_num, self.layout.head_bytes
-
-    def _build_kv_buffer_descs(self) -> list[KvBufferDesc]:
-        sizes = {"row_bytes": self.head_num * self.layout.head_bytes, "tokens_per_row": PAGE_SIZE}
-        return [KvBufferDesc(f"pages{i}", self._page_shape, **sizes) for i in range(self.layer_num)]
-
-    def _assign_post_capture_tensors(self, tensors: list[torch.Tensor]) -> None:
-        self.pages = tensors
+        shape = (self.size // PAGE_SIZE + 1, self.head_num, self.layout.head_bytes)
+        self.pages = [torch.zeros(shape, dtype=torch.uint8, device=self.device) for _ in range(self.layer_num)]
 
     def _clear_buffers(self) -> None:
         del self.pages
-        if self._post_capture_owner is not None:
-            self._post_capture_owner.close()
-            self._post_capture_owner = None
 
     def get_kv_size_bytes(self) -> int:
         return sum(x.nbytes for x in self.pages)
