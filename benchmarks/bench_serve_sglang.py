@@ -61,6 +61,7 @@ def engine(args: argparse.Namespace, context: int, requests: int, captured: list
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: bench_serve_sglang\nVersion: 0\n")
     (plugin / "entry_points.txt").write_text("[sglang.srt.plugins]\nbench = bench_serve_sglang:register\n")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(plugin.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    os.environ |= {"KVBITS_TRIES_GPU": "1", "HF_HUB_OFFLINE": "1"}
     import sglang
 
     options: dict[str, Any] = {

@@ -31,4 +31,4 @@ fi
 [ -z "${KVBITS_INSTALL:-}" ] || exit 0
 night=(-m "not night")
 [ -z "${KVBITS_NIGHT:-}" ] || night=()
-OMP_NUM_THREADS=1 exec "$environment/bin/python" -m pytest -q --durations=5 ${night[@]+"${night[@]}"} tests/integrations/test_sglang.py
+OMP_NUM_THREADS=1 exec "$environment/bin/python" -m pytest -q --durations=5 ${night[@]+"${night[@]}"} tests/integrations/test_sglang_steps.py tests/integrations/test_sglang.py

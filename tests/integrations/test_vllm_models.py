@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from kvbits.errors import UnsupportedError
+from kvbits.integrations.vllm import flash
 from kvbits.integrations.vllm.backend import HybridBackend, KVBitsBackend
-from kvbits.integrations.vllm.impl import _fa_version
 
 pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
@@ -321,7 +321,7 @@ def test_bands_are_for_heads_of_one_width_up_to_256(engine, name):
 def test_prompts_are_refused_where_flash_attention_has_not_their_widths(monkeypatch, widths, version, served):
     monkeypatch.setattr("vllm.v1.attention.backends.fa_utils.get_flash_attn_version", lambda **asked: version)
     with nullcontext() if served else pytest.raises(UnsupportedError, match="are read with FlashAttention"):
-        assert _fa_version(torch.device("cuda"), *widths) == version
+        assert flash.flash_for(torch.device("cuda"), *widths) is flash._of_version(version)
 
 
 def test_a_hybrid_may_follow_a_plain_model_of_equal_heads(model, engine, recurrent):

@@ -52,7 +52,7 @@ class KVBitsBackend(AttentionBackend):
         self._requests, self._device = runner.req_to_token_pool.size, torch.device(runner.device)
         self._sizes = config.context_len, args.chunked_prefill_size if args.chunked_prefill_size > 0 else config.context_len
         self._calibration = calibration_of(pool.form, args) if pool.form.calibrated else None
-        self._turns = _turns(config.hf_text_config) if pool.layout.is_centered else {}
+        self._turns = _turns(config.hf_text_config, self._device) if pool.layout.is_centered else {}
         self._layers = {m.layer_id: self._layer(m) for m in runner.model.modules() if isinstance(m, RadixAttention)}
         self._calls = list(dict.fromkeys(layer.call for layer in self._layers.values()))
         pages = len(pool.pages[0])
@@ -138,14 +138,11 @@ class KVBitsBackend(AttentionBackend):
 
     forward_decode = forward_extend
 
-    def support_triton(self) -> bool:
-        return False
 
-
-def _turns(config: Any) -> dict[int, torch.Tensor]:
+def _turns(config: Any, device: torch.device) -> dict[int, torch.Tensor]:
     """By how much each layer's keys turn from a page to the next; none where nobody knows."""
     try:
         layers = layers_of(config)
     except UnsupportedError:
         return {}
-    return {i: turn_by(g.rotary, g.head_dim, PAGE_SIZE) for i, g in enumerate(layers) if g.rotary is not None}
+    return {i: turn_by(g.rotary, g.head_dim, PAGE_SIZE).to(device) for i, g in enumerate(layers) if g.rotary is not None}

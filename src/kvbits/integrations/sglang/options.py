@@ -107,13 +107,13 @@ def calibration_of(form: Format, server_args: Any) -> Model:
     config = load_config(name)  # SGLang writes into its own, and a calibration is known by what Transformers has
     scheme = schemes.for_layers(form.scheme.name, layer_geometries(config))
     way_out = """; or say KVBITS_SGLANG='{"calibration": "FILE.safetensors"}'"""
-    return read(options, lambda: name, config, scheme, device="cpu", way_out=way_out)
+    return read(options, lambda: name, config, scheme, device=server_args.device, way_out=way_out)
 
 
 def refuses(form: Format, options: Any) -> str | None:
-    """Why an engine cannot have these options, or None."""
-    if options.device not in ("cpu", "cuda"):
-        return f"kvbits' attention backend for SGLang runs on --device cuda and cpu (with SGLANG_USE_CPU_ENGINE=1), not on {options.device}"
+    """Why an engine cannot have these options, or None. Whoever tries a GPU for the first time (check_sglang_gpu.py) says KVBITS_TRIES_GPU=1."""
+    if options.device != "cpu" and not (options.device == "cuda" and os.environ.get("KVBITS_TRIES_GPU")):
+        return f"kvbits' attention backend for SGLang was run on CPUs only (SGLANG_USE_CPU_ENGINE=1, --device cpu), not on {options.device}; on GPUs use vLLM's"
     if options.page_size not in (None, PAGE_SIZE):
         return f"kvbits' pages hold {PAGE_SIZE} tokens; leave --page-size away, or pass --page-size {PAGE_SIZE}"
     for name, (usual, why) in NOT_RUN.items():

@@ -1,0 +1,130 @@
+"""Steps of SGLang's backend by its own classes, without an engine: rows that decode as a captured graph has them, and prompts as GPUs read them."""
+
+from __future__ import annotations
+
+import importlib.util
+import types
+import warnings
+
+import pytest
+import torch
+
+if importlib.util.find_spec("sglang_stand_ins") is None:
+    pytest.skip("SGLang is not installed (tests/integrations/run_sglang_cpu.sh sets it up)", allow_module_level=True)
+
+
+from integrations import vllm_cpu
+from integrations.judged import MODELS
+
+from kvbits.integrations.engine import prefill
+
+with warnings.catch_warnings(action="ignore"):  # of SGLang, which tells of what it has no GPU for
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.server_args import ServerArgs
+
+    from kvbits.integrations.sglang import backend, pool
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+PAGE, HEADS, KV_HEADS, WIDTH, LAYERS = 64, 4, 2, 64, 2
+LENGTHS = {3: 62, 1: 190, 5: 1}
+"""Tokens of a prompt by the request's row of `req_to_token`."""
+
+
+class Steps:
+    """A backend with a pool of its own: each step's batch, and all layers' results of it."""
+
+    def __init__(self, path, window: int | None) -> None:
+        args = ServerArgs(
+            model_path=str(path), device="cpu", dtype="float32", skip_tokenizer_init=True, attention_backend="kvbits_int8_centered", chunked_prefill_size=128
+        )
+        args.resolve_once()
+        self.pool = pool._class_of("kvbits_int8_centered")(
+            size=40 * PAGE, page_size=PAGE, dtype=torch.float32, head_num=KV_HEADS, head_dim=WIDTH, layer_num=LAYERS, device="cpu", enable_memory_saver=False
+        )
+        rows = types.SimpleNamespace(req_to_token=torch.zeros(9, 1024, dtype=torch.int32), size=8)
+        for request in LENGTHS:  # pages of its own
+            rows.req_to_token[request, : 5 * PAGE] = torch.arange(5 * PAGE) + (1 + 5 * request) * PAGE
+        layers = [RadixAttention(HEADS, WIDTH, WIDTH**-0.5, KV_HEADS, i, sliding_window_size=window or -1) for i in range(LAYERS)]
+        model = torch.nn.ModuleList(layers)
+        config = types.SimpleNamespace(context_len=1024, hf_text_config=MODELS["llama"]().config)
+        runner = {"token_to_kv_pool": self.pool, "req_to_token_pool": rows, "server_args": args, "model": model, "model_config": config, "device": "cpu"}
+        assert resolved_view(args).page_size == PAGE
+        self.layers, self.table = layers, rows.req_to_token
+        self.backend = backend.KVBitsBackend(types.SimpleNamespace(**runner), "kvbits_int8_centered")
+
+    def run(self, mode, requests: list[int], before: list[int], new: list[int], seed: int, padded: int = 0) -> list[torch.Tensor]:
+        """Results of the rows of `requests`, which had `before` tokens and get `new`, of all layers; `padded` rows are behind them."""
+        slots = torch.cat([self.table[r, n : n + m] for r, n, m in zip(requests, before, new, strict=True)])
+        lens = torch.tensor(before) + torch.tensor(new)
+        tail = torch.zeros(padded, dtype=torch.int64)
+        batch = types.SimpleNamespace(
+            forward_mode=mode, seq_lens=torch.cat([lens, tail + self.backend.get_cuda_graph_seq_len_fill_value()]), seq_lens_cpu=lens,
+            req_pool_indices=torch.cat([torch.tensor(requests), tail]), out_cache_loc=torch.cat([slots.long(), tail]),
+            extend_seq_lens=torch.tensor(new, dtype=torch.int32), extend_seq_lens_cpu=new,
+        )  # fmt: skip
+        self.backend.init_forward_metadata_out_graph(batch)
+        self.backend.init_forward_metadata_in_graph(batch)
+        draw, found = torch.Generator().manual_seed(seed), []
+        for layer in self.layers:
+            q, k, v = (torch.randn(len(slots), h * WIDTH, generator=draw) for h in (HEADS, KV_HEADS, KV_HEADS))
+            q, k, v = (torch.cat([x, torch.full((padded, x.shape[1]), 7.0)]) for x in (q, k, v))
+            found.append(self.backend.forward(q, k.view(-1, KV_HEADS, WIDTH), v.view(-1, KV_HEADS, WIDTH), layer, batch)[: len(slots)])
+        return found
+
+
+@pytest.fixture
+def made(tmp_path):
+    model = MODELS["llama"]()
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(tmp_path)
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    return lambda window=None: Steps(tmp_path, window)
+
+
+def prompts(steps: Steps, requests: list[int], before: int = 0) -> list[torch.Tensor]:
+    return steps.run(ForwardMode.EXTEND, requests, [before and LENGTHS[r] for r in requests], [before or LENGTHS[r] for r in requests], before)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_rows_that_fill_a_captured_batch_change_nothing(made, window):
+    """Over borders of pages, in batches that change: what other rows read and store is as without them."""
+    plain, captured = made(window), made(window)
+    for steps in (plain, captured):
+        prompts(steps, [3, 1, 5])
+    grown = dict(LENGTHS)
+    for step, requests in enumerate([[3, 1, 5]] * 4 + [[5, 3]] * 2):
+        had = [grown[r] for r in requests]
+        one, two = (s.run(ForwardMode.DECODE, requests, had, [1] * len(had), 10 + step, n) for s, n in ((plain, 0), (captured, 8 - len(had))))
+        for a, b in zip(one, two, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+        for r in requests:
+            grown[r] += 1
+    for a, b in zip(plain.pool.pages, captured.pool.pages, strict=True):
+        assert torch.equal(a[1:], b[1:])  # page 0 takes what padding writes
+        assert b[0].any()
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_prompts_as_gpus_read_them_are_those_of_cpus(made, window, monkeypatch):
+    """Histories unpacked for one call of FlashAttention, here by its definition, or read packed: chunks behind a history, beside rows of one token, and decoding after them."""
+    found = []
+    for on_gpu in (False, True):
+        if on_gpu:
+            monkeypatch.setattr(prefill, "HostPrefill", prefill.Prefill)
+            monkeypatch.setattr(backend, "flash_for", lambda *widths: vllm_cpu.attend)
+        steps = made(window)
+        results = prompts(steps, [3, 1, 5]) + prompts(steps, [1, 5], 70)
+        results += steps.run(ForwardMode.EXTEND, [5, 3], [71, 62], [1, 40], 5)  # mixed with prompts, single tokens are prompts
+        results += steps.run(ForwardMode.DECODE, [3, 5], [102, 72], [1, 1], 6)
+        found.append(results)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-4)
+
+
+def test_steps_of_other_kinds_are_refused(made):
+    with pytest.raises(backend.UnsupportedError, match="does not run steps of"):
+        made().run(ForwardMode.TARGET_VERIFY, [3], [0], [4], 0)
