@@ -60,7 +60,10 @@ class KVBitsBackend(AttentionBackend):
         self._placer = Placer(self._calls, self._options, requests=self._requests, rows=self._requests, tokens=tokens, num_pages=pages, device=self._device)
         longest = -(-self._req_to_token.shape[1] // PAGE_SIZE)
         self._decodes = {call: Decode(call, longest, self._requests, 1, self._device, self._placer.copies) for call in self._calls}
-        self._single = torch.arange(self._requests + 1, dtype=torch.int32, device=self._device)  # where rows of one token start
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
+        self._starts = torch.arange(self._requests + 1, **integers)  # of rows of one token; what follows is such rows', where captured graphs find it
+        self._table, self._lens = torch.zeros(self._requests, longest, **integers), torch.zeros(self._requests, **integers)
+        self._slots = self._lens.long()
 
     def _layer(self, layer: RadixAttention) -> Layer:
         for what, there in (
@@ -90,34 +93,31 @@ class KVBitsBackend(AttentionBackend):
         return found
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """The tables of a step of prompts, for all layers, before the first; what a step of single tokens needs is all in `init_forward_metadata_in_graph`."""
+        """The step's tables, for all layers, before the first: launches only. A captured graph reads what they write, each time it is replayed."""
         mode = forward_batch.forward_mode
-        if mode in (ForwardMode.DECODE, ForwardMode.IDLE):
+        if mode.is_idle():
             return
-        if mode != ForwardMode.EXTEND:
+        if mode not in (ForwardMode.DECODE, ForwardMode.EXTEND):
             raise UnsupportedError(f"kvbits' attention backend does not run steps of {mode!r}")
-        new = forward_batch.extend_seq_lens.int()
-        table, _ = self._lay_out(forward_batch, torch.nn.functional.pad(new.cumsum(0, dtype=torch.int32), (1, 0)), 0)
-        query_lens, seq_lens = (np.asarray(x, np.int64) for x in (forward_batch.extend_seq_lens_cpu, forward_batch.seq_lens_cpu))
-        self._step.prefills = prefills(self._calls, query_lens, seq_lens, table, self._placer.copies)
-
-    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """The tables of a step of single tokens: launches of fixed shapes over lengths and slots on the device, recorded with the model's."""
-        if forward_batch.forward_mode != ForwardMode.DECODE:
-            return
-        rows = len(forward_batch.seq_lens)
-        table, lens = self._lay_out(forward_batch, self._single[: rows + 1], rows)
-        self._step.decodes = self._decodes
-        for decode in self._decodes.values():
-            decode.update(table, lens, None)
-
-    def _lay_out(self, forward_batch: Any, starts: torch.Tensor, decoding: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Begin a step whose rows start at these tokens, of which the first `decoding` decode: its tables of pages, and lengths."""
-        lens, slots, requests = forward_batch.seq_lens.int(), forward_batch.out_cache_loc.long(), forward_batch.req_pool_indices.long()
+        requests = forward_batch.req_pool_indices.long()
         table = (self._req_to_token[requests, ::PAGE_SIZE] // PAGE_SIZE).int()
+        lens, slots = forward_batch.seq_lens.int(), forward_batch.out_cache_loc.long()
+        if mode == ForwardMode.DECODE:
+            rows = len(lens)
+            slots = torch.nn.functional.pad(slots, (0, rows - len(slots)))  # rows that fill a batch up store in page 0
+            table, lens, slots = (kept[:rows].copy_(x) for kept, x in ((self._table, table), (self._lens, lens), (self._slots, slots)))
+            starts = self._starts[: rows + 1]
+        else:
+            starts = torch.nn.functional.pad(forward_batch.extend_seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         placed = self._placer.run(lens, starts, table, slots, requests.int() - 1)  # request 0 is padding's
-        self._step = Step(len(slots), decoding, slots, *placed)
-        return table, lens
+        self._step = Step(len(slots), len(slots) if mode == ForwardMode.DECODE else 0, slots, *placed)
+        if mode == ForwardMode.DECODE:
+            self._step.decodes = self._decodes
+            for decode in self._decodes.values():
+                decode.update(table, lens, None)
+        else:
+            query_lens, seq_lens = (np.asarray(x, np.int64) for x in (forward_batch.extend_seq_lens_cpu, forward_batch.seq_lens_cpu))
+            self._step.prefills = prefills(self._calls, query_lens, seq_lens, table, self._placer.copies)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing: plans and tables are for all requests that can run."""

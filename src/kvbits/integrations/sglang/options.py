@@ -114,8 +114,12 @@ def refuses(form: Format, options: Any) -> str | None:
     """Why an engine cannot have these options, or None. Whoever tries a GPU for the first time (check_sglang_gpu.py) says KVBITS_TRIES_GPU=1."""
     if options.device != "cpu" and not (options.device == "cuda" and os.environ.get("KVBITS_TRIES_GPU")):
         return f"kvbits' attention backend for SGLang was run on CPUs only (SGLANG_USE_CPU_ENGINE=1, --device cpu), not on {options.device}; on GPUs use vLLM's"
+    from sglang.srt.environ import envs
+
     if options.page_size not in (None, PAGE_SIZE):
         return f"kvbits' pages hold {PAGE_SIZE} tokens; leave --page-size away, or pass --page-size {PAGE_SIZE}"
+    if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
+        return "SGLANG_ENABLE_METADATA_GLUE_GRAPH records how a step is laid out, and kvbits' attention backend counts steps as it lays them out; unset it"
     for name, (usual, why) in NOT_RUN.items():
         if (value := getattr(options, name)) != usual:
             return f"--{name.replace('_', '-')} {value} is not served by kvbits' attention backend: {why}; leave it away"
