@@ -5,7 +5,7 @@ Run by hand, one format a process; the environment is benchmarks/sglang_bundle.s
     python tests/integrations/check_sglang_gpu.py --format klt4 --model MODEL
 
 Without a model on disk a small random one serves, so the distances are noise of quantization, to be compared with those of `--format bf16` on the same machine. What must
-hold is checked; every line is printed as JSON.
+hold is checked; every line is printed as JSON. On a CPU, in the environment of run_sglang_cpu.sh, the same is asked of engines there (`--baseline torch_native`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ import torch
 
 LIMITS = {
     "bf16": {"prefill": 0.015, "again": 0.006, "eager": 0.006},
-    "int8_centered": {"prefill": 0.06, "again": 0.02, "eager": 0.006, "transformers": 0.03},
-    "int4": {"prefill": 0.6, "again": 0.1, "eager": 0.02, "transformers": 0.2},
-    "klt4": {"prefill": 0.25, "again": 0.1, "eager": 0.02, "transformers": 0.2},
+    "int8_centered": {"prefill": 0.06, "again": 0.02, "eager": 0.006},
+    "int4": {"prefill": 1.0, "again": 0.1, "eager": 0.02},
+    "klt4": {"prefill": 1.0, "again": 0.1, "eager": 0.02},
 }
-"""Largest mean distance of log-probabilities by format and check, of the random model: as in check_vllm_gpu.py where that has one."""
+"""Largest mean distance of log-probabilities by format and check, of the random model and without raw copies. Not measured on a GPU yet: bf16 and 8 bits as in
+check_vllm_gpu.py, 4 bits twice what a CPU has (decoding against prompts 0.53, again 0.012)."""
 CHUNK = 768
+DEVICE, DTYPE = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
 
 
 def saved_model(path: Path) -> Path:
@@ -41,7 +43,7 @@ def saved_model(path: Path) -> Path:
         hidden_size=1024, intermediate_size=1024, vocab_size=1000, max_position_embeddings=8192, initializer_range=0.05, bos_token_id=1, eos_token_id=2,
         num_key_value_heads=2, head_dim=128, num_hidden_layers=3, num_attention_heads=8,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, DTYPE))
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(path)
     return path
@@ -51,7 +53,7 @@ def engine(path: Path, form: str, baseline: str, **more: Any) -> Any:
     import sglang
 
     settings: dict[str, Any] = {
-        "dtype": "bfloat16", "skip_tokenizer_init": True, "max_total_tokens": 1 << 16, "max_running_requests": 16, "chunked_prefill_size": CHUNK,
+        "dtype": DTYPE, "device": DEVICE, "skip_tokenizer_init": True, "max_total_tokens": 1 << 16, "max_running_requests": 16, "chunked_prefill_size": CHUNK,
         "context_length": 4096, "log_level": "error", "mem_fraction_static": 0.3, "cuda_graph_bs_decode": [1, 2, 4, 8, 16], "sampling_backend": "pytorch",
         "grammar_backend": "none",
     }  # fmt: skip
@@ -108,13 +110,13 @@ def against_transformers(path: Path, form: str, calibration: str | None, prompts
     from kvbits.integrations.engine.served import FORMATS
     from kvbits.integrations.huggingface import KVCache
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to("cuda").eval()
-    heads = model.config.head_dim or model.config.hidden_size // model.config.num_attention_heads
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, DTYPE)).to(DEVICE).eval()
+    heads = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
     scheme = schemes.fitted(FORMATS[f"kvbits_{form}"].scheme, heads)
     basis = Calibration.load(calibration) if calibration else None
     near, far = [], []
     for prompt, output in zip(prompts, outputs, strict=True):
-        ids, got = torch.tensor([prompt + output["output_ids"]], device="cuda"), logprobs_of(output)
+        ids, got = torch.tensor([prompt + output["output_ids"]], device=DEVICE), logprobs_of(output)
         parts = [*[CHUNK] * (len(prompt) // CHUNK), len(prompt) % CHUNK, *[1] * (len(got) - 1)]
         cache, logits, at = KVCache.for_model(model, scheme, calibration=basis), [], 0
         with torch.no_grad():
@@ -153,7 +155,9 @@ def aborted(llm: Any, prompts: list[list[int]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--format", required=True, choices=LIMITS)
-    parser.add_argument("--model", type=Path, help="a model on disk; then only what does not depend on its size is checked")
+    parser.add_argument(
+        "--model", type=Path, help="a model on disk; of the distances only that from Transformers is then checked, against what the format costs"
+    )
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--baseline", default="fa3", help="SGLang's own backend, of --format bf16")
     parser.add_argument("--only", nargs="*", default=["prefill", "again", "transformers", "abort", "eager"])
@@ -161,7 +165,7 @@ def main() -> None:
     form, path = args.format, args.model or saved_model(Path(tempfile.mkdtemp()) / "model")
     basis = calibrated(path, form) if form.startswith("klt") else None
     if basis:
-        os.environ["KVBITS_SGLANG"] = json.dumps({"calibration": basis} | ({"raw_newest": 0} if "transformers" in args.only else {}))
+        os.environ["KVBITS_SGLANG"] = json.dumps({"calibration": basis, "raw_newest": 0})
     draw = torch.Generator().manual_seed(1)
     lengths = (1, 5, 63, 64, 65, 127, 128, 300, 700, 767, 768, 769, 1500, 2000, 17, 1000)
     prompts = [torch.randint(3, 1000, (n,), generator=draw).tolist() for n in lengths]
@@ -172,7 +176,7 @@ def main() -> None:
         if limit is not None and not value < limit:
             failed.append(check)
 
-    limits = LIMITS[form]
+    limits = dict.fromkeys(LIMITS[form]) if args.model else LIMITS[form]
     llm = engine(path, form, args.baseline)
     first = generate(llm, prompts, args.tokens)
     assert all(torch.isfinite(logprobs_of(o)).all() for o in first), "log-probabilities that are not finite"
@@ -188,7 +192,7 @@ def main() -> None:
         some = [prompts[i] for i in (1, 3, 7, 11, 12)]
         alone = [generate(llm, [p], args.tokens)[0] for p in some]
         near, exact = against_transformers(path, form, basis, some, alone)
-        say("Transformers under the same scheme", near, limits["transformers"], without=round(exact, 5))
+        say("Transformers under the same scheme", near, 0.02 + 0.3 * exact, without=round(exact, 5))
     if "abort" in args.only:
         aborted(llm, prompts)
     llm.shutdown()
@@ -207,7 +211,7 @@ def calibrated(path: Path, form: str) -> str:
 
     from kvbits.calibrate import calibrate
 
-    model, file = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to("cuda"), str(Path(tempfile.mkdtemp()) / "c.safetensors")
+    model, file = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, DTYPE)).to(DEVICE), str(Path(tempfile.mkdtemp()) / "c.safetensors")
     calibrate(model, [torch.randint(3, 1000, (4, 1024), generator=torch.Generator().manual_seed(2))], form).save(file)
     return file
 
