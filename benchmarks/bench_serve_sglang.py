@@ -96,7 +96,10 @@ def decode_step(llm: Any, batch: int, context: int, steps: int) -> tuple[float, 
     distances = [b - a for a, b in itertools.pairwise(times)][steps // 4 : -2]
     if len(distances) < 10:
         raise SystemExit(f"{batch} x {context}: only {len(times)} tokens came one by one")
-    return 1000 * statistics.median(distances), 1000 * (max(ends) - min(ends))
+    step, apart = statistics.median(distances), max(ends) - min(ends)
+    if apart > steps / 2 * step:
+        raise SystemExit(f"{batch} x {context}: sequences ended {1000 * apart:.0f} ms apart at {1000 * step:.1f} ms a step: they did not all decode together")
+    return 1000 * step, 1000 * apart
 
 
 def main() -> None:
@@ -120,7 +123,7 @@ def main() -> None:
     llm = engine(args, context, max(captured), captured)
     capacity = llm.get_server_info()["max_total_num_tokens"]
     if args.largest:
-        fits = capacity // (-(-(args.largest + args.steps // 2 + 1) // 64) * 64)
+        fits = capacity // (-(-(args.largest + args.steps // 2 + 1) // 64) * 64 + 64)  # SGLang sets a page aside for each
         shapes.append((min(fits // 16 * 16, args.max_batch), args.largest))
     for i, (batch, context) in enumerate(shapes):
         ms, apart = decode_step(llm, batch, context, args.steps)
