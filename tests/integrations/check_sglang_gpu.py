@@ -160,6 +160,7 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--baseline", default="fa3", help="SGLang's own backend, of --format bf16")
+    parser.add_argument("--engine", type=json.loads, default={}, help="more options of all engines, JSON")
     parser.add_argument("--only", nargs="*", default=["prefill", "again", "transformers", "abort", "eager"])
     args = parser.parse_args()
     form, path = args.format, args.model or saved_model(Path(tempfile.mkdtemp()) / "model")
@@ -177,7 +178,7 @@ def main() -> None:
             failed.append(check)
 
     limits = dict.fromkeys(LIMITS[form]) if args.model else LIMITS[form]
-    llm = engine(path, form, args.baseline)
+    llm = engine(path, form, args.baseline, **args.engine)
     first = generate(llm, prompts, args.tokens)
     assert all(torch.isfinite(logprobs_of(o)).all() for o in first), "log-probabilities that are not finite"
     if "again" in args.only:
@@ -197,7 +198,7 @@ def main() -> None:
         aborted(llm, prompts)
     llm.shutdown()
     if "eager" in args.only:
-        llm = engine(path, form, args.baseline, disable_cuda_graph=True)
+        llm = engine(path, form, args.baseline, **args.engine | {"disable_cuda_graph": True})
         far, same = distance(first, generate(llm, prompts, args.tokens))
         say("graphs against eager steps", far, limits["eager"], same_tokens=round(same, 3))
         llm.shutdown()
