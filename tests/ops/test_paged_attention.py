@@ -215,6 +215,8 @@ def test_a_host_plan_follows_lengths_pages_and_layers():
     assert torch.equal(plan.run(spread, 0), plan.run(spread.contiguous(), 0))
     with pytest.raises(DataError, match="the plan is for"):
         plan.run(half, 0)
+    with pytest.raises(DataError, match=r"on meta; the plan is for .* on the CPU"):
+        plan.run(q.to("meta"), 0)
 
 
 @pytest.fixture

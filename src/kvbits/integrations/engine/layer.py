@@ -36,7 +36,7 @@ class Layer:
     def __post_init__(self) -> None:
         layouts = [self.call.layout, *([self.call.raw] if self.call.raw else [])]
         self._writes = [dispatch.choose("store_tokens", layout, self.call.dtype, self.device) for layout in layouts]
-        for choice in self._writes:
+        for choice in (*self._writes, dispatch.choose("dequantize", layouts[0], self.call.dtype, self.device)):  # the last is of prompts behind a history
             choice.prepare()
 
     def run(

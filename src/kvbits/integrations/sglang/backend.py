@@ -13,7 +13,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 
 from ...errors import UnsupportedError
-from ...ops import dispatch
 from ...quant.rotary import turn_by
 from ..engine.call import call_for, raw_of
 from ..engine.decode import Decode
@@ -82,7 +81,6 @@ class KVBitsBackend(AttentionBackend):
         scratch = scratch_for(layout, dtype, self._device, *self._sizes, window)
         attend = flash_for(self._device, layout.head_dim, layout.value_head_dim)
         call = call_for(layout, layer.tp_q_head_num, dtype, scaling, window, softcap, scratch, attend, raw)
-        dispatch.choose("dequantize", layout, dtype, self._device).prepare()
         found = Layer(str(layer.layer_id), call, self._device, turn=self._turns.get(layer.layer_id))
         if raw:
             shape = self._requests * self._options.pages_of_request, raw.num_kv_heads, raw.head_bytes

@@ -79,7 +79,6 @@ class KVBitsImpl(AttentionImpl):
         raw, copies = self._copies_of(layout) if copied else (None, None)
         self.call = call_for(layout, self.num_heads, dtype, scaling, window, softcap, scratch, flash_for(device, *self._widths), raw)
         self.stored = Layer(self._found()[1].layer_name, self.call, device, copies)
-        dispatch.choose("dequantize", layout, dtype, device).prepare()
 
     def _take_own_format(self) -> None:
         """That of the dtype, of the scheme file, or `HEADS`, by the layer's name; vLLM asks the layer for it when it has the whole model."""

@@ -61,15 +61,15 @@ class HostPlan:
     def _check(self, q: torch.Tensor, layer: int) -> None:
         """
         Raises:
-            DataError: queries of another shape than planned, a layer without pages, no lengths.
+            DataError: queries of another shape or elsewhere than planned, a layer without pages, no lengths.
         """
         if layer not in self._layers:
             raise DataError(f"layer {layer} was never bound; call bind({layer}, pages) first")
         if not self._tables:
             raise DataError("run() before the first update(); there are no lengths")
         want = (len(self._positions), self.options["num_queries"], self.options["num_q_heads"], self.layouts[0].head_dim)
-        if tuple(q.shape) != want or q.dtype != self.options["dtype"]:
-            raise DataError(f"q is {list(q.shape)} {q.dtype}; the plan is for {list(want)} {self.options['dtype']}")
+        if tuple(q.shape) != want or q.dtype != self.options["dtype"] or q.device.type != "cpu":
+            raise DataError(f"q is {list(q.shape)} {q.dtype} on {q.device}; the plan is for {list(want)} {self.options['dtype']} on the CPU")
 
     def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor:
         self._check(q, layer)
