@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-OUT = Path(__file__).parent / "results" / "nvidia-h200" / "serve_sglang.json"
+OUT = Path(__file__).parent / "results" / "nvidia-h100" / "serve_sglang.json"
 
 
 def register() -> None:
@@ -61,7 +61,7 @@ def engine(args: argparse.Namespace, context: int, requests: int, captured: list
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: bench_serve_sglang\nVersion: 0\n")
     (plugin / "entry_points.txt").write_text("[sglang.srt.plugins]\nbench = bench_serve_sglang:register\n")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(plugin.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    os.environ |= {"KVBITS_TRIES_GPU": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ["HF_HUB_OFFLINE"] = "1"
     import sglang
 
     options: dict[str, Any] = {
@@ -111,23 +111,26 @@ def main() -> None:
     found.add_argument("--engine", default="{}", help="more options of the engine, JSON")
     found.add_argument("--shapes", nargs="*", default=[], help="BATCHxCONTEXT ..")
     found.add_argument("--largest", type=int, default=0, help="context at which the largest batch that fits is measured")
-    found.add_argument("--max-batch", type=int, default=400, help="bound of the largest batch, a multiple of 16; graphs are captured up to here")
+    found.add_argument("--max-batch", type=int, default=400, help="bound of the largest batch, a multiple of 8, at most twice what fits: graphs are captured from half of it up")
     found.add_argument("--steps", type=int, default=64, help="tokens of each sequence, half of them past its context")
     found.add_argument("--out", type=Path, default=OUT)
     args = found.parse_args()
     from result_file import append
 
     shapes = [tuple(map(int, s.split("x"))) for s in args.shapes]
-    captured = sorted({b for b, _ in shapes} | (set(range(16, args.max_batch + 1, 16)) if args.largest else set()))
+    captured = sorted({b for b, _ in shapes} | (set(range(args.max_batch // 16 * 8, args.max_batch + 1, 8)) if args.largest else set()))
     context = max([c for _, c in shapes] + [args.largest]) + args.steps
     llm = engine(args, context, max(captured), captured)
     capacity = llm.get_server_info()["max_total_num_tokens"]
     if args.largest:
         fits = capacity // (-(-(args.largest + args.steps // 2 + 1) // 64) * 64 + 64)  # SGLang sets a page aside for each
-        shapes.append((min(fits // 16 * 16, args.max_batch), args.largest))
+        shapes.append((min(fits // 8 * 8, args.max_batch), args.largest))
     for i, (batch, context) in enumerate(shapes):
         ms, apart = decode_step(llm, batch, context, args.steps)
-        own = {"format": args.format, "geometry": args.geometry, "layers": args.layers, "batch": batch, "context": context}
+        own = {  # as bench_serve_vllm.py has them
+            "mode": "decode", "kv_cache_dtype": args.format if args.format == "bf16" else f"kvbits_{args.format}", "geometry": args.geometry, "layers": args.layers,
+            "gpus": 1, "compiled": False, "options": json.loads(args.engine), "batch": batch, "context": context,
+        }  # fmt: skip
         rate = round(1000 * batch / ms, 1)
         largest = bool(args.largest) and i == len(shapes) - 1
         append(

@@ -3,7 +3,7 @@
 # usage: benchmarks/sglang_bundle.sh FOLDER     makes FOLDER/kernel.tar.xz (31 MiB), FOLDER/sglang.tar.xz (10) and FOLDER/whl (15)
 #
 # sglang-kernel 0.4.10, which SGLang names, is linked to torch 2.14; 0.4.4 has the operators that dense models call and is linked to what torch 2.11 has, so SGLang's check of
-# its version is off. Nothing of either is changed. What is left out: machine code of other GPUs (trim_fatbin.py), models of pictures, tests, and what is in Rust, of which the
+# its version is off. Of both one line is changed: SGLang asks for CUTLASS' Python package whether a kernel of Blackwell GPUs can be used, and is told no before. What is left out: machine code of other GPUs (trim_fatbin.py), models of pictures, tests, and what is in Rust, of which the
 # radix tree fails with torch 2.11 (SGLang then takes the one in Python). IPython, of which SGLang imports two names for notebooks, is those names. There:
 #
 #   SITE=~/site; mkdir -p $SITE; for x in kernel sglang; do tar -C $SITE -xJf $x.tar.xz; done
@@ -24,6 +24,7 @@ asked+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
   cd x
   unzip -qo sglang-0.5.23-*.whl && unzip -qo sglang_kernel-0.4.4-*.whl 'sgl_kernel/*' 'sglang_kernel-*'
   rm -rf sglang/multimodal_gen sglang/test/[!_]* sglang/srt/rust_extensions/_*.so sglang/srt/mem_cache/rust_tree_core/*.so sgl_kernel/sm100 sgl_kernel/flashmla_ops* sgl_kernel/infllm_ops*
+  sed -i '0,/if not is_cuda():/s//if True:/' sglang/srt/layers/dual_gemm.py && grep -q 'if True:' sglang/srt/layers/dual_gemm.py
   mkdir -p IPython && : > IPython/__init__.py && echo 'HTML = display = None' > IPython/display.py
   for so in sgl_kernel/flash_ops.abi3.so sgl_kernel/sm90/common_ops.abi3.so; do "$base" "$here/trim_fatbin.py" "$so" "$so"; done
   tar -c sgl_kernel sglang_kernel-*.dist-info | xz -3 -T2 > ../kernel.tar.xz

@@ -134,8 +134,16 @@ def prompts() -> str:
 
 
 def serving() -> str:
-    """Through vLLM: steps, largest batches, capacity, first tokens; ratios to bf16 of the session that a row is of, the newest that has both."""
-    data = read("serve_vllm.json")
+    return served(RESULTS / "serve_vllm.json", "python benchmarks/bench_serve_vllm.py")
+
+
+def serving_sglang() -> str:
+    return served(RESULTS.parent / "nvidia-h100" / "serve_sglang.json", "python benchmarks/bench_serve_sglang.py")
+
+
+def served(path: Path, command: str) -> str:
+    """Through an engine: steps, largest batches, capacity, first tokens; ratios to bf16 of the session that a row is of, the newest that has both."""
+    data = run_files.read(path)
     plain = [r for r in data["rows"] if not r["options"] and r["gpus"] == 1 and r["geometry"] == "llama-3.1-8b" and r["mode"] in ("decode", "prefill")]
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for r in plain:
@@ -152,7 +160,7 @@ def serving() -> str:
             bases = [r["base"] for r in found[key].values()]
             newest = max(bases, key=lambda r: data["runs"][r["run"]]["utc"])
             found[key]["bf16"] = newest | {"base": newest}
-    dtypes = [d for d in SERVED if any(d in rows for rows in found.values())]
+    dtypes = [d for d in (*SERVED[:3], "kvbits_int4", *SERVED[3:]) if any(d in rows for rows in found.values())]
     order = sorted(found, key=lambda key: (key[0] != "decode", key[1], key[2] == "largest", [-n if isinstance(n, int) else 0 for n in key[2:]]))
     lines = []
     for key in order:
@@ -185,7 +193,7 @@ def serving() -> str:
     ]
     said = f"\n\nvLLM's other dtypes of few bits at 48 x 8,192: {', '.join(more)}." if more else ""
     used = [r for key in order for r in found[key].values()]
-    return f"{table(['batch x tokens', *(f'`{d}`' for d in dtypes)], lines)}{said}\n\n{measured(data, used, 'python benchmarks/bench_serve_vllm.py')}"
+    return f"{table(['batch x tokens', *(f'`{d}`' for d in dtypes)], lines)}{said}\n\n{measured(data, used, command)}"
 
 
 def loaded(mode: str) -> tuple[Row, list[Row]]:
@@ -375,7 +383,7 @@ def prefix_hits() -> str:
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
-    f.__name__: f for f in (decode, generate, prompts, serving, close, chunks, small, tiers, store, accuracy, prefix_hits, goodput, turns)
+    f.__name__: f for f in (decode, generate, prompts, serving, serving_sglang, close, chunks, small, tiers, store, accuracy, prefix_hits, goodput, turns)
 }  # fmt: skip
 
 

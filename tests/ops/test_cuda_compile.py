@@ -482,3 +482,13 @@ def test_every_header_of_attention_includes_what_it_uses(header, tmp_path):
         (tmp_path / name).write_text(text)
     (tmp_path / "alone.cu").write_text(f'#include "{header}"\n')
     cuda_compile.compile_source(Source(tmp_path, "alone.cu", dict(kernel.defines)), "sm_90")
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
+def test_a_plan_takes_as_many_sequences_as_its_work_list_has_room_for(capability, parts):
+    limit, blocks = driver.shared_limit(capability), 128
+    most = attend_plan.most_sequences(blocks, parts, limit)
+    assert most == attend_plan.MAX_BATCH or attend_plan.list_shared_bytes(most + 1, blocks, parts) > limit
+    assert attend_plan.list_shared_bytes(most, blocks, parts) <= limit
+    assert (most < attend_plan.MAX_BATCH) == (capability == (8, 9) or (capability, parts) == ((8, 0), 3))

@@ -19,7 +19,6 @@ ENVIRONMENT = {
     "KVBITS_CPU_TIER": "instruction set of CPU kernels: avx512, avx2, neon or generic",
     "KVBITS_SESSION": "name that ties runs of several benchmarks together",
     "KVBITS_SGLANG": "options of the SGLang plugin, as JSON",
-    "KVBITS_TRIES_GPU": "lets the SGLang plugin start on a GPU, where it never ran",
     "XDG_CACHE_HOME": "the user's cache folder; ~/.cache if not set",
 }
 """Every environment variable that this library reads (docs/internals/building.md; a test compares both with the code)."""

@@ -1,9 +1,9 @@
-"""kvbits as a KV cache of stock SGLang on CPUs: `python -m sglang.launch_server --model-path MODEL --device cpu --attention-backend kvbits_int8_centered`.
+"""kvbits as a KV cache of stock SGLang: `python -m sglang.launch_server --model-path MODEL --attention-backend kvbits_int8_centered`.
 
     options   what is refused at start, with the reason; the page size; raw copies and calibrations
     pool      the pages, in place of SGLang's pool of keys and values
     backend   tables and plans of a step, and its layers (`engine.step`, `engine.layer`)
-    flash     SGLang's FlashAttention, for prompts on GPUs (never run on one: `options.refuses`)
+    flash     SGLang's FlashAttention, for prompts on GPUs
 
 The format is the backend's name, since SGLang's list of cache dtypes is closed. A page of SGLang is one of kvbits: 64 tokens of a token-local format, complete
 at every moment, so its radix cache, chunked prefill and retraction work as they do for any other cache (docs/internals/serving.md).

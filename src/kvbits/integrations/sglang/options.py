@@ -111,9 +111,9 @@ def calibration_of(form: Format, server_args: Any) -> Model:
 
 
 def refuses(form: Format, options: Any) -> str | None:
-    """Why an engine cannot have these options, or None. Whoever tries a GPU for the first time (check_sglang_gpu.py) says KVBITS_TRIES_GPU=1."""
-    if options.device != "cpu" and not (options.device == "cuda" and os.environ.get("KVBITS_TRIES_GPU")):
-        return f"kvbits' attention backend for SGLang was run on CPUs only (SGLANG_USE_CPU_ENGINE=1, --device cpu), not on {options.device}; on GPUs use vLLM's"
+    """Why an engine cannot have these options, or None."""
+    if options.device not in ("cpu", "cuda"):
+        return f"kvbits' attention backend for SGLang runs on cuda and on cpu, not on {options.device}; use another --attention-backend"
     from sglang.srt.environ import envs
 
     if options.page_size not in (None, PAGE_SIZE):

@@ -83,6 +83,12 @@ def list_shared_bytes(batch: int, blocks: int, num_parts: int) -> int:
     return 24 * THREADS // 32 + 16 + 8 * (batch + 1 + blocks + 1) + 4 * (2 * (batch + 1) + 2 * blocks + 1) + 4 * (2 * num_parts + 1) * batch
 
 
+def most_sequences(blocks: int, num_parts: int, limit: int) -> int:
+    """Of a plan whose work list is made in `limit` bytes of shared memory."""
+    empty = list_shared_bytes(0, blocks, num_parts)
+    return min(MAX_BATCH, (limit - empty) // (list_shared_bytes(1, blocks, num_parts) - empty))
+
+
 def list_source(num_parts: int) -> Source:
     """What makes work lists."""
     return Source(Path(__file__).parent, "work_list.cu", {"THREADS": THREADS, "NUM_PARTS": num_parts})
@@ -108,15 +114,16 @@ class DevicePlan:
         self.layouts, self.batch_size, self.num_queries, self.dtype = tuple(layouts), batch_size, num_queries, dtype
         first = layouts[0]
         d, heads = first.head_dim, first.num_kv_heads
-        if batch_size > MAX_BATCH:
-            raise UnsupportedError(f"a plan for {batch_size} sequences; one takes at most {MAX_BATCH}")
+        limit = driver.shared_limit(torch.cuda.get_device_capability(self.device))
+        self.blocks = torch.cuda.get_device_properties(self.device).multi_processor_count
+        if batch_size > (most := most_sequences(self.blocks, len(layouts), limit)):
+            raise UnsupportedError(f"a plan for {batch_size} sequences; on this GPU one takes at most {most}: let fewer run at once")
         packed = next((x for x in layouts if not x.key.is_raw), None)
         raw_dtype = next((x.raw_dtype for x in layouts if x.key.is_raw), MATRIX_DTYPES[dtype])
         group = num_q_heads // heads
         main = packed or first  # what the kernel is made for
         cols = columns([main], num_queries * group, False)
         column_blocks = -(-num_queries * group // cols)
-        limit = driver.shared_limit(torch.cuda.get_device_capability(self.device))
         has_raw = any(x.key.is_raw for x in layouts)
         ask = Ask(
             d, cols, MATRIX_DTYPES[dtype], raw_dtype, softcap is not None, limit, fold=folds(main, num_queries * group), raw=has_raw, tables=True,
@@ -124,7 +131,6 @@ class DevicePlan:
         )  # fmt: skip
         self.kernel = kernel_for(main, ask)
         self._attend, self._threads = load_kernel(self.kernel, self.device.index), self.kernel.threads
-        self.blocks = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._list = load_list_kernel(len(layouts), list_shared_bytes(batch_size, self.blocks, len(layouts)), self.device.index)
         self._q_shape = (num_queries, num_q_heads, d)
 
