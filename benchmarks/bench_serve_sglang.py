@@ -111,7 +111,7 @@ def main() -> None:
     found.add_argument("--engine", default="{}", help="more options of the engine, JSON")
     found.add_argument("--shapes", nargs="*", default=[], help="BATCHxCONTEXT ..")
     found.add_argument("--largest", type=int, default=0, help="context at which the largest batch that fits is measured")
-    found.add_argument("--max-batch", type=int, default=400, help="bound of the largest batch, a multiple of 8, at most twice what fits: graphs are captured from half of it up")
+    found.add_argument("--max-batch", type=int, default=400, help="bound of the largest batch, a multiple of 8; graphs are captured from half of it up")
     found.add_argument("--steps", type=int, default=64, help="tokens of each sequence, half of them past its context")
     found.add_argument("--out", type=Path, default=OUT)
     args = found.parse_args()

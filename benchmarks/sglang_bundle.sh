@@ -3,8 +3,9 @@
 # usage: benchmarks/sglang_bundle.sh FOLDER     makes FOLDER/kernel.tar.xz (31 MiB), FOLDER/sglang.tar.xz (10) and FOLDER/whl (15)
 #
 # sglang-kernel 0.4.10, which SGLang names, is linked to torch 2.14; 0.4.4 has the operators that dense models call and is linked to what torch 2.11 has, so SGLang's check of
-# its version is off. Of both one line is changed: SGLang asks for CUTLASS' Python package whether a kernel of Blackwell GPUs can be used, and is told no before. What is left out: machine code of other GPUs (trim_fatbin.py), models of pictures, tests, and what is in Rust, of which the
-# radix tree fails with torch 2.11 (SGLang then takes the one in Python). IPython, of which SGLang imports two names for notebooks, is those names. There:
+# its version is off. One line is changed: SGLang imports CUTLASS' Python package to ask whether a kernel of Blackwell GPUs can be used, and is told no before. What is left out:
+# machine code of other GPUs (trim_fatbin.py), models of pictures, tests, and what is in Rust, of which the radix tree fails with torch 2.11 (SGLang then takes the one in
+# Python). IPython, of which SGLang imports two names for notebooks, is those names. There:
 #
 #   SITE=~/site; mkdir -p $SITE; for x in kernel sglang; do tar -C $SITE -xJf $x.tar.xz; done
 #   python3 -m pip install -q --no-index --no-deps --target $SITE whl/*.whl

@@ -103,9 +103,7 @@ def against_prefill(llm: Any, prompts: list[list[int]], outputs: list[Any]) -> f
 
 def against_transformers(path: Path, form: str, calibration: str | None, prompts: list[list[int]], outputs: list[Any]) -> tuple[float, float]:
     """Mean distance of an engine's log-probabilities from those of kvbits' cache of Transformers under the same scheme, on this GPU, and from those without any."""
-    from transformers import AutoModelForCausalLM
-
-    from transformers import DynamicCache
+    from transformers import AutoModelForCausalLM, DynamicCache
 
     from kvbits import schemes
     from kvbits.calibrate import Calibration
