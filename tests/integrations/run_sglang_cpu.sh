@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The SGLang plugin inside SGLang's official wheel on a CPU, in an environment of its own, then its tests. Its own processes, scheduler and model runner run; what it
-# imports and a machine without a GPU does not have stands in tests/integrations/sglang_stand_ins (names only).
+# imports and a machine without a GPU does not have stands in tests/integrations/sglang_stand_ins (names, and operators that move drafts).
 # usage: tests/integrations/run_sglang_cpu.sh [ENVIRONMENT], from a checkout whose Python has torch, transformers and pytest (make setup)
 # KVBITS_NIGHT=1 runs all tests, else those of a minute or two. KVBITS_INSTALL=1 sets the environment up and runs nothing.
 # Exit status 77, with the reason, where the wheel or what it needs cannot be had.

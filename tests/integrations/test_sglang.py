@@ -19,6 +19,7 @@ import types
 import urllib.error
 import urllib.request
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -39,6 +40,7 @@ SETTINGS = {
     "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "max_total_tokens": 4096, "max_running_requests": 8, "chunked_prefill_size": CHUNK,
     "context_length": 1024, "log_level": "error",
 }  # fmt: skip
+DRAFTS = {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1}
 
 
 @pytest.fixture(scope="module")
@@ -287,6 +289,66 @@ def test_copies_of_others_are_never_read(model, engine, calibration, monkeypatch
     assert sum(found) / len(found) < 0.25 and max(found) < 1
 
 
+def with_and_without_drafts(engine, *args, **more):
+    """Prompts, answers to them and once more, when the corpus of n-grams has the first, and tokens a step of each; without drafts, then with them."""
+    prompts = [random_ids(n, n) for n in (2, 63, 64, 130, 300)]
+    for drafted in ({}, DRAFTS):
+        llm = engine(*args, **drafted, **more)
+        outputs = [llm.generate(input_ids=prompts, sampling_params=sampling(80), return_logprob=True) for _ in range(2)]
+        yield prompts, [[read(o) for o in of] for of in outputs], [[o["meta_info"].get("spec_accept_length") for o in of] for of in outputs]
+
+
+@pytest.mark.parametrize("backend", ["kvbits_int4", *(pytest.param(f"kvbits_{x}", marks=pytest.mark.night) for x in ("int8", "klt4"))])
+def test_drafts_of_ngrams_leave_tokens_as_they_are(engine, calibration, backend):
+    """None, some or all of a step's accepted, over borders of pages and behind hits of the radix cache."""
+    name = llama_for(backend)
+    kvbits = {"calibration": calibration(name, "klt4").path, "raw_newest": 0} if backend == "kvbits_klt4" else {}
+    (_, plain, _), (_, drafted, accepted) = with_and_without_drafts(engine, name, backend, kvbits)
+    for one, two in zip(plain[0] + plain[1], drafted[0] + drafted[1], strict=True):
+        assert one[0] == two[0] and one[2] == two[2] and len(one[1]) == len(two[1]) == 80
+        assert (one[1] - two[1]).abs().max() < 1e-5
+    assert [r[2] for r in drafted[1]] == [0, 0, 0, 128, 256]
+    assert 1 < min(accepted[0]) < 1.5 and max(accepted[1]) > 7  # of eight
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(("name", "backend"), [("llama", "kvbits_int8_centered"), ("gemma2", "kvbits_int8_centered"), ("llama", "kvbits_klt4")])
+def test_drafts_cost_little_accuracy(model, engine, calibration, name, backend):
+    """Where numbers are not the same: wrong drafts count in the mean of a page that opens with them, and one over a page's border takes the oldest raw copy away.
+    Requests that no copy can lack are the model's."""
+    kvbits = {"calibration": calibration(name, "klt4").path} if backend == "kvbits_klt4" else {}
+    more, found = {"disable_hybrid_swa_memory": True} if name == "gemma2" else {}, []
+    for prompts, results, _ in with_and_without_drafts(engine, name, backend, kvbits, **more):
+        far = [[distance(model(name)[0], p, r) for p, r in zip(prompts, of, strict=True)] for of in results]
+        assert not kvbits or max(far[0][:3]) < 1e-4
+        found.append(sum(map(sum, far)))
+    assert found[1] < (1.5 if kvbits else 1.2) * found[0]
+
+
+def test_trees_of_ngrams_are_verified_along_their_longest_path():
+    """5 - 6 - 7 and 5 - 8 - 9 - 1, and four zeros where there were too few; a tree of zeros at its root alone."""
+    from kvbits.integrations.sglang.drafts import chains
+
+    parents = [[-1, 0, 0, 1, 2, 4, 0, 0], [-1, *[0] * 7]]
+    mask = np.zeros((2, 8, 8), np.int64)
+    for tree, above in zip(mask, parents, strict=True):
+        for i, parent in enumerate(above):
+            tree[i] = tree[parent] * (parent >= 0)
+            tree[i, i] = 1
+    tokens, causal = chains(np.array([5, 6, 8, 7, 9, 1, 0, 0, 4, *[0] * 7]), mask.ravel(), 8)
+    assert tokens.tolist() == [5, 8, 9, 1, 0, 0, 0, 0, 4, *[0] * 7]
+    assert causal.dtype == np.int64 and np.array_equal(causal.reshape(2, 8, 8), np.tile(np.tri(8), (2, 1, 1)))
+
+
+def test_accepted_tokens_are_where_they_belong():
+    from kvbits.integrations.sglang.pool import KVBitsPool
+
+    found, slots = KVBitsPool.__new__(KVBitsPool), torch.tensor([65, 66, 0, 0])
+    found.move_kv_cache(slots, slots.clone())
+    with pytest.raises(RuntimeError, match="not the next of a chain"):
+        found.move_kv_cache(slots, torch.tensor([65, 68, 0, 0]))
+
+
 @pytest.mark.night
 def test_a_server_started_from_the_command_line(model):
     """`python -m sglang.launch_server`, asked over HTTP."""
@@ -337,6 +399,11 @@ def test_the_page_size_follows_from_the_backend(model):
     assert resolved(model("llama")[1], attention_backend="torch_native").page_size == 1
 
 
+def test_a_step_has_as_many_drafts_as_attention_takes(model):
+    assert resolved(model("llama")[1], **DRAFTS).speculative_num_draft_tokens == 8
+    assert resolved(model("llama")[1], **DRAFTS, speculative_num_draft_tokens=3).speculative_num_draft_tokens == 3
+
+
 @pytest.mark.parametrize(
     ("more", "match"),
     [
@@ -347,6 +414,9 @@ def test_the_page_size_follows_from_the_backend(model):
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill is not served"),
         ({"pp_size": 2}, "--pp-size 2 is not served"),
         ({"cuda_graph_backend_prefill": "breakable"}, "prompts in captured graphs"),
+        ({"speculative_algorithm": "EAGLE"}, "draft models have pools and plans of their own; pass NGRAM"),
+        ({"speculative_algorithm": "NGRAM"}, "not as a tree of 10 branches; pass --speculative-ngram-max-bfs-breadth 1"),
+        (DRAFTS | {"speculative_num_draft_tokens": 12}, "12 drafts a step; kvbits' attention verifies up to 8"),
         ({"tp_size": 4}, "2 kv heads are not shared equally by --tp-size 4"),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""Steps of SGLang's backend by its own classes, without an engine: rows that decode as a captured graph has them, and prompts as GPUs read them."""
+"""Steps of SGLang's backend by its own classes, without an engine: rows that decode, or verify drafts, as a captured graph has them, and prompts as GPUs read them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,13 @@ LENGTHS = {3: 62, 1: 190, 5: 1}
 class Steps:
     """A backend with a pool of its own: each step's batch, and all layers' results of it."""
 
-    def __init__(self, path, form: str, window: int | None) -> None:
-        args = ServerArgs(model_path=str(path), device="cpu", dtype="float32", skip_tokenizer_init=True, attention_backend=form, chunked_prefill_size=128)
+    def __init__(self, path, form: str, window: int | None, drafts: int) -> None:
+        settings = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "attention_backend": form, "chunked_prefill_size": 128}
+        if drafts:
+            settings |= {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1, "speculative_num_draft_tokens": drafts}
+        args = ServerArgs(model_path=str(path), **settings)
         args.resolve_once()
+        self.mode, self.drafts = ForwardMode.TARGET_VERIFY if drafts else ForwardMode.DECODE, drafts
         self.pool = pool._class_of(form)(
             size=40 * PAGE, page_size=PAGE, dtype=torch.float32, head_num=KV_HEADS, head_dim=WIDTH, layer_num=LAYERS, device="cpu", enable_memory_saver=False
         )
@@ -52,21 +56,22 @@ class Steps:
         runner = {"token_to_kv_pool": self.pool, "req_to_token_pool": rows, "server_args": args, "model": model, "model_config": config, "device": "cpu"}
         assert resolved_view(args).page_size == PAGE
         self.layers, self.table = layers, rows.req_to_token
+        self.numbers = torch.randn(9, LAYERS, 5 * PAGE, (HEADS + 2 * KV_HEADS) * WIDTH, generator=torch.Generator().manual_seed(0))  # queries, keys, values
         self.backend = backend.KVBitsBackend(types.SimpleNamespace(**runner), form)
 
     def capture(self, rows: int) -> None:
         """What a graph of so many rows is captured with; `run` with padding then replays it."""
-        lens, none = torch.full((rows,), self.backend.get_cuda_graph_seq_len_fill_value()), torch.zeros(rows, dtype=torch.int64)
-        batch = types.SimpleNamespace(forward_mode=ForwardMode.DECODE, seq_lens=lens, req_pool_indices=none, out_cache_loc=none)
-        self.backend.init_cuda_graph_state(rows, rows)
+        lens, none = torch.full((rows,), self.backend.get_cuda_graph_seq_len_fill_value()), torch.zeros(rows * max(self.drafts, 1), dtype=torch.int64)
+        batch = types.SimpleNamespace(forward_mode=self.mode, seq_lens=lens, req_pool_indices=none[:rows], out_cache_loc=none)
+        self.backend.init_cuda_graph_state(rows, len(none))
         self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
         self.captured = self.backend._step
 
-    def run(self, mode, requests: list[int], before: list[int], new: list[int], seed: int, padded: int = 0) -> list[torch.Tensor]:
+    def run(self, mode, requests: list[int], before: list[int], new: list[int], padded: int = 0, wrong: int = 0) -> list[torch.Tensor]:
         """Results of the rows of `requests`, which had `before` tokens and get `new`, of all layers. With `padded` rows behind them, without slots, it is a replay:
-        the step's tables are laid out, then the layers run with what the capture had."""
+        the step's tables are laid out, then the layers run with what the capture had. The last `wrong` tokens of each row have other numbers."""
         slots = torch.cat([self.table[r, n : n + m] for r, n, m in zip(requests, before, new, strict=True)])
-        lens = torch.tensor(before) + torch.tensor(new)
+        lens = torch.tensor(before) + torch.tensor(new) * (mode != ForwardMode.TARGET_VERIFY)
         tail = torch.zeros(padded, dtype=torch.int64)
         batch = types.SimpleNamespace(
             forward_mode=mode, seq_lens=torch.cat([lens, tail + self.backend.get_cuda_graph_seq_len_fill_value()]), seq_lens_cpu=lens,
@@ -76,17 +81,20 @@ class Steps:
         self.backend.init_forward_metadata(batch)
         if padded:
             self.backend._step = self.captured
-        draw, found = torch.Generator().manual_seed(seed), []
-        for layer in self.layers:
-            q, k, v = (torch.randn(len(slots), h * WIDTH, generator=draw) for h in (HEADS, KV_HEADS, KV_HEADS))
-            q, k, v = (torch.cat([x, torch.full((padded, x.shape[1]), 7.0)]) for x in (q, k, v))
-            found.append(self.backend.forward(q, k.view(-1, KV_HEADS, WIDTH), v.view(-1, KV_HEADS, WIDTH), layer, batch)[: len(slots)])
+        found = []
+        for i, layer in enumerate(self.layers):
+            rows = [self.numbers[r, i, n : n + m].clone() for r, n, m in zip(requests, before, new, strict=True)]
+            for row in rows:
+                row[len(row) - wrong :] += 1
+            x = torch.cat([*rows, torch.full((padded * max(self.drafts, 1), self.numbers.shape[-1]), 7.0)])
+            q, k, v = x.split([HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH], -1)
+            found.append(self.backend.forward(q, k.unflatten(-1, (-1, WIDTH)), v.unflatten(-1, (-1, WIDTH)), layer, batch)[: len(slots)])
         return found
 
 
 @pytest.fixture(params=[("kvbits_int8_centered", None), ("kvbits_int8_centered", 70), ("kvbits_klt3", None)], ids=lambda x: f"{x[0]}-{x[1]}")
 def made(request, tmp_path, monkeypatch):
-    """Makes `Steps` of a format and a window; calibrated ones have raw copies."""
+    """Makes `Steps` of a format and a window; calibrated ones have raw copies unless told otherwise."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -94,14 +102,20 @@ def made(request, tmp_path, monkeypatch):
     model = MODELS["llama"]()
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(tmp_path)
+    kvbits = {}
     if form == "kvbits_klt3":
-        monkeypatch.setenv("KVBITS_SGLANG", json.dumps({"calibration": calibrated(model, "klt3", tmp_path / "c.safetensors").path}))
+        kvbits["calibration"] = calibrated(model, "klt3", tmp_path / "c.safetensors").path
         monkeypatch.setattr(backend, "get_parallel", lambda: types.SimpleNamespace(tp_rank=0, tp_size=1))
-    return lambda: Steps(tmp_path, form, window)
+
+    def make(drafts=0, **options):
+        monkeypatch.setenv("KVBITS_SGLANG", json.dumps(kvbits and kvbits | options))
+        return Steps(tmp_path, form, window, drafts)
+
+    return make
 
 
 def prompts(steps: Steps, requests: list[int], before: int = 0) -> list[torch.Tensor]:
-    return steps.run(ForwardMode.EXTEND, requests, [before and LENGTHS[r] for r in requests], [before or LENGTHS[r] for r in requests], before)
+    return steps.run(ForwardMode.EXTEND, requests, [before and LENGTHS[r] for r in requests], [before or LENGTHS[r] for r in requests])
 
 
 def test_replayed_graphs_are_eager_steps(made):
@@ -111,9 +125,9 @@ def test_replayed_graphs_are_eager_steps(made):
     for steps in (plain, captured):
         prompts(steps, [3, 1, 5])
     grown = dict(LENGTHS)
-    for step, requests in enumerate([[3, 1, 5]] * 4 + [[5, 3]] * 2):
+    for requests in [[3, 1, 5]] * 4 + [[5, 3]] * 2:
         had = [grown[r] for r in requests]
-        one, two = (s.run(ForwardMode.DECODE, requests, had, [1] * len(had), 10 + step, n) for s, n in ((plain, 0), (captured, 8 - len(had))))
+        one, two = (s.run(ForwardMode.DECODE, requests, had, [1] * len(had), n) for s, n in ((plain, 0), (captured, 8 - len(had))))
         for a, b in zip(one, two, strict=True):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
         for r in requests:
@@ -125,6 +139,26 @@ def test_replayed_graphs_are_eager_steps(made):
         assert a.copies is None or (torch.equal(a.copies, b.copies) and a.copies.any())
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["eager", "replayed"])
+def test_drafts_are_single_tokens_read_together(made, padded):
+    """Four at a time, of which none to three are wrong, over borders of pages: what follows is stored over them."""
+    plain, drafts = made(raw_newest=0), made(4, raw_newest=0)
+    drafts.capture(8)
+    for steps in (plain, drafts):
+        prompts(steps, [3, 1, 5])
+    near = 5e-3 if plain.pool.layout.is_centered else 1e-5  # of numbers about 1: wrong drafts count in the mean of a page that opens with them
+    grown = dict(LENGTHS)
+    for step, requests in enumerate([[3, 1, 5]] * 6 + [[5, 3]] * 16):
+        had, right, n = [grown[r] for r in requests], 1 + step % 4, len(requests)
+        found = drafts.run(ForwardMode.TARGET_VERIFY, requests, had, [4] * n, (8 - n) * padded, wrong=4 - right)
+        one_by_one = [plain.run(ForwardMode.DECODE, requests, [h + i for h in had], [1] * n) for i in range(right)]
+        for a, b in zip(found, zip(*one_by_one, strict=True), strict=True):
+            torch.testing.assert_close(a.unflatten(0, (n, 4))[:, :right], torch.stack(b, 1), atol=near, rtol=1e-5)
+        for r in requests:
+            grown[r] += right
+    assert grown[3] > 2 * PAGE - 15 and grown[1] > 3 * PAGE
+
+
 def test_prompts_as_gpus_read_them_are_those_of_cpus(made, monkeypatch):
     """Histories unpacked for one call of FlashAttention, here by its definition, or read packed: chunks behind a history, beside rows of one token, and decoding after them."""
     found = []
@@ -134,8 +168,8 @@ def test_prompts_as_gpus_read_them_are_those_of_cpus(made, monkeypatch):
             monkeypatch.setattr(backend, "flash_for", lambda *widths: vllm_cpu.attend)
         steps = made()
         results = prompts(steps, [3, 1, 5]) + prompts(steps, [1, 5], 70)
-        results += steps.run(ForwardMode.EXTEND, [5, 3], [71, 62], [1, 40], 5)  # mixed with prompts, single tokens are prompts
-        results += steps.run(ForwardMode.DECODE, [3, 5], [102, 72], [1, 1], 6)
+        results += steps.run(ForwardMode.EXTEND, [5, 3], [71, 62], [1, 40])  # mixed with prompts, single tokens are prompts
+        results += steps.run(ForwardMode.DECODE, [3, 5], [102, 72], [1, 1])
         found.append(results)
     near = 1e-2 if steps.pool.form.calibrated else 2e-4  # of numbers about 1: CPU kernels round queries to bytes where codes are in a basis
     for a, b in zip(*found, strict=True):
@@ -144,4 +178,4 @@ def test_prompts_as_gpus_read_them_are_those_of_cpus(made, monkeypatch):
 
 def test_steps_of_other_kinds_are_refused(made):
     with pytest.raises(UnsupportedError, match="does not run steps of"):
-        made().run(ForwardMode.TARGET_VERIFY, [3], [0], [4], 0)
+        made().run(ForwardMode.TARGET_VERIFY, [3], [0], [4])

@@ -3,6 +3,7 @@
     options   what is refused at start, with the reason; the page size; raw copies and calibrations
     pool      the pages, in place of SGLang's pool of keys and values
     backend   tables and plans of a step, and its layers (`engine.step`, `engine.layer`)
+    drafts    n-grams to be verified
     flash     SGLang's FlashAttention, for prompts on GPUs
 
 The format is the backend's name, since SGLang's list of cache dtypes is closed. A page of SGLang is one of kvbits: 64 tokens of a token-local format, complete
@@ -22,7 +23,7 @@ from ..engine.served import FORMATS
 
 logger = logging.getLogger(__name__)
 VERSIONS = "==0.5.23"
-"""The release of SGLang that this plugin runs in: two of its hooks stand on private methods."""
+"""The release of SGLang that this plugin runs in: three of its hooks stand on private methods."""
 
 
 def refuses_version(version: str) -> str | None:
@@ -42,7 +43,7 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from . import backend, options, pool
+    from . import backend, drafts, options, pool
 
     if set(FORMATS) <= set(ATTENTION_BACKENDS):
         return
@@ -54,3 +55,5 @@ def register() -> None:
     HookRegistry.register(f"{configurator}._resolve_kv_pool_class", pool.pool_class, HookType.AROUND)
     HookRegistry.register(f"{configurator}._profile_available_bytes", pool.budget, HookType.AROUND)
     HookRegistry.register("sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size", pool.cell_size, HookType.AROUND)
+    HookRegistry.register("sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker", drafts.worker_class, HookType.AROUND)
+    HookRegistry.register("sglang.srt.mem_cache.allocation.get_last_loc", drafts.last_loc, HookType.AROUND)

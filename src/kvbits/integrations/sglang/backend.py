@@ -1,4 +1,4 @@
-"""SGLang's attention backend: `KVBitsBackend`. Steps of single tokens are read by one plan for all rows, also in graphs; prompts are laid out on the host."""
+"""SGLang's attention backend: `KVBitsBackend`. Single tokens and drafts are read by one plan for all rows, also in graphs; prompts are laid out on the host."""
 
 from __future__ import annotations
 
@@ -55,14 +55,18 @@ class KVBitsBackend(AttentionBackend):
         self._layers = {m.layer_id: self._layer(m) for m in runner.model.modules() if isinstance(m, RadixAttention)}
         self._calls = list(dict.fromkeys(layer.call for layer in self._layers.values()))
         pages = len(pool.pages[0])
+        self._mode, self._num_queries = ForwardMode.DECODE, 1
+        if args.speculative_algorithm:
+            self._mode, self._num_queries = ForwardMode.TARGET_VERIFY, args.speculative_num_draft_tokens
         tokens = min(pages * PAGE_SIZE, max(*self._sizes, args.max_prefill_tokens) + self._requests)  # of a step: no more than there is room for
+        tokens = max(tokens, self._requests * self._num_queries)
         self._placer = Placer(self._calls, self._options, requests=self._requests, rows=self._requests, tokens=tokens, num_pages=pages, device=self._device)
         longest = -(-self._req_to_token.shape[1] // PAGE_SIZE)
-        self._decodes = {call: Decode(call, longest, self._requests, 1, self._device, self._placer.copies) for call in self._calls}
+        self._decodes = {call: Decode(call, longest, self._requests, self._num_queries, self._device, self._placer.copies) for call in self._calls}
         integers: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
-        self._starts = torch.arange(self._requests + 1, **integers)  # of rows of one token; what follows is such rows', where captured graphs find it
+        self._starts = torch.arange(self._requests + 1, **integers) * self._num_queries  # of rows that decode, as what follows, where captured graphs find it
         self._table, self._lens = torch.zeros(self._requests, longest, **integers), torch.zeros(self._requests, **integers)
-        self._slots = self._lens.long()
+        self._slots = torch.zeros(self._requests * self._num_queries, dtype=torch.int64, device=self._device)
 
     def _layer(self, layer: RadixAttention) -> Layer:
         for what, there in (
@@ -95,21 +99,22 @@ class KVBitsBackend(AttentionBackend):
         mode = forward_batch.forward_mode
         if mode.is_idle():
             return
-        if mode not in (ForwardMode.DECODE, ForwardMode.EXTEND):
+        if mode not in (self._mode, ForwardMode.EXTEND):
             raise UnsupportedError(f"kvbits' attention backend does not run steps of {mode!r}")
         requests = forward_batch.req_pool_indices.long()
         table = (self._req_to_token[requests, ::PAGE_SIZE] // PAGE_SIZE).int()
         lens, slots = forward_batch.seq_lens.int(), forward_batch.out_cache_loc.long()
-        if mode == ForwardMode.DECODE:
+        if mode == self._mode:
             rows = len(lens)
-            slots = torch.nn.functional.pad(slots, (0, rows - len(slots)))  # rows that fill a batch up store in page 0
-            table, lens, slots = (kept[:rows].copy_(x) for kept, x in ((self._table, table), (self._lens, lens), (self._slots, slots)))
+            lens = lens + (self._num_queries if mode == ForwardMode.TARGET_VERIFY else 0)  # SGLang does not count drafts before they are accepted
+            slots = torch.nn.functional.pad(slots, (0, rows * self._num_queries - len(slots)))  # rows that fill a batch up store in page 0
+            table, lens, slots = (kept[: len(x)].copy_(x) for kept, x in ((self._table, table), (self._lens, lens), (self._slots, slots)))
             starts = self._starts[: rows + 1]
         else:
             starts = torch.nn.functional.pad(forward_batch.extend_seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         placed = self._placer.run(lens, starts, table, slots, requests.int() - 1)  # request 0 is padding's
-        self._step = Step(len(slots), len(slots) if mode == ForwardMode.DECODE else 0, slots, *placed)
-        if mode == ForwardMode.DECODE:
+        self._step = Step(len(slots), len(slots) if mode == self._mode else 0, slots, *placed)
+        if mode == self._mode:
             self._step.decodes = self._decodes
             for decode in self._decodes.values():
                 decode.update(table, lens, None)

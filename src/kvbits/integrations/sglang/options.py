@@ -9,6 +9,7 @@ from typing import Any
 from ... import schemes
 from ...errors import UnsupportedError
 from ...geometry import has_key_bias, layer_geometries, load_config, only_dense
+from ...ops.cuda.engine.device_plan import MAX_QUERIES
 from ..engine.calibrated import Model, place, read
 from ..engine.options import Options, checked
 from ..engine.served import FORMATS, PAGE_SIZE, Format
@@ -17,7 +18,6 @@ REQUESTS = 32
 """Requests that can run at once where each has raw copies and --max-running-requests is not said: SGLang's own 2,048 would take memory for as many."""
 NOT_RUN = {
     "kv_cache_dtype": ("auto", "the format is the backend's name"),
-    "speculative_algorithm": (None, "drafts have pools and plans of their own"),
     "disaggregation_mode": ("null", "transfers send keys and values apart"),
     "enable_hierarchical_cache": (False, "host tiers copy keys and values apart"),
     "enable_lmcache": (False, "LMCache copies keys and values apart"),
@@ -78,6 +78,8 @@ def resolve(server_args: Any, previous: Any) -> None:
         calibration_of(form, view)
     if view.page_size is None:
         declare_resolution(server_args, "kvbits", page_size=PAGE_SIZE)
+    if view.speculative_algorithm and view.speculative_num_draft_tokens is None:
+        declare_resolution(server_args, "kvbits", speculative_num_draft_tokens=MAX_QUERIES)
     if options_of(form).copies and view.max_running_requests is None:
         declare_resolution(server_args, "kvbits", max_running_requests=REQUESTS)
 
@@ -123,6 +125,17 @@ def refuses(form: Format, options: Any) -> str | None:
     for name, (usual, why) in NOT_RUN.items():
         if (value := getattr(options, name)) != usual:
             return f"--{name.replace('_', '-')} {value} is not served by kvbits' attention backend: {why}; leave it away"
+    return refuses_drafts(options) if options.speculative_algorithm else None
+
+
+def refuses_drafts(options: Any) -> str | None:
+    """Why such drafts are not verified, or None."""
+    if (name := options.speculative_algorithm).upper() != "NGRAM":
+        return f"--speculative-algorithm {name} is not served by kvbits' attention backend: draft models have pools and plans of their own; pass NGRAM"
+    if (breadth := options.speculative_ngram_max_bfs_breadth) != 1:
+        return f"drafts are verified as a chain, not as a tree of {breadth} branches; pass --speculative-ngram-max-bfs-breadth 1"
+    if (count := options.speculative_num_draft_tokens or MAX_QUERIES) > MAX_QUERIES:
+        return f"{count} drafts a step; kvbits' attention verifies up to {MAX_QUERIES}: leave --speculative-num-draft-tokens away"
     return None
 
 

@@ -43,7 +43,14 @@ class KVBitsPool(MHATokenToKVPool):
     def _refused(self, *args: Any, **options: Any) -> NoReturn:
         raise UnsupportedError("kvbits' pages have no keys and values apart, and only kvbits' attention backend reads and writes them")
 
-    set_kv_buffer = get_key_buffer = get_value_buffer = get_kv_buffer = get_raw_kv_buffer = move_kv_cache = _refused
+    def _init_kv_copy_and_warmup(self) -> None:
+        self._kv_copy_config = None
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Of accepted drafts, which are where they belong (`drafts`)."""
+        torch._assert_async((tgt_loc == src_loc).all(), "an accepted draft is not the next of a chain; this is a bug of the kvbits plugin")  # waits for nothing
+
+    set_kv_buffer = get_key_buffer = get_value_buffer = get_kv_buffer = get_raw_kv_buffer = _refused
     get_cpu_copy = load_cpu_copy = get_contiguous_buf_infos = get_device_pool_infos = _refused
 
 
