@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvbits.errors import UnsupportedError
 from kvbits.integrations import generation
 from kvbits.integrations.huggingface import KVCache
+from kvbits.passing import NAMES, passed
 
 LIMIT = 64
 FAMILIES = {"phi3": ("Phi3Config", {}), "phimoe": ("PhimoeConfig", {"num_local_experts": 4}), "phi4_multimodal": ("Phi4MultimodalConfig", {})}
@@ -101,13 +102,14 @@ class Forgetful(transformers.LlamaForCausalLM):
 
     layers_kept = 0
 
-    def forward(self, input_ids=None, past_key_values=None, **kwargs):
+    def forward(self, input_ids=None, **kwargs):
         if not self.layers_kept:
-            return super().forward(input_ids, past_key_values=DynamicCache(config=self.config), **kwargs)
+            kwargs = {name: x for name, x in kwargs.items() if name not in NAMES} | passed(super(), DynamicCache(config=self.config))
+            return super().forward(input_ids, **kwargs)
         stack, self.model.layers = self.model.layers, self.model.layers[: self.layers_kept]
         self.model.config.num_hidden_layers = self.layers_kept
         try:
-            return super().forward(input_ids, past_key_values=past_key_values, **kwargs)
+            return super().forward(input_ids, **kwargs)
         finally:
             self.model.layers, self.model.config.num_hidden_layers = stack, len(stack)
 
@@ -135,7 +137,7 @@ def test_a_forward_pass_that_leaves_the_cache_out_is_said(forgetful, layers):
 def test_inputs_that_name_another_cache_are_said():
     class Swaps(transformers.LlamaForCausalLM):
         def prepare_inputs_for_generation(self, *args, **kwargs):
-            return super().prepare_inputs_for_generation(*args, **kwargs) | {"past_key_values": DynamicCache(config=self.config)}
+            return super().prepare_inputs_for_generation(*args, **kwargs) | passed(self, DynamicCache(config=self.config))
 
     model = Swaps(transformers.LlamaConfig(**SMALL)).eval()
     with pytest.raises(UnsupportedError, match="Swaps passes its own DynamicCache on instead of the KVCache that generate"):

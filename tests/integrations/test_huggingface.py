@@ -16,6 +16,7 @@ from kvbits.cache.paged_cache import PagedCache
 from kvbits.cache.pool import allocate_slab
 from kvbits.errors import DataError, FileFormatError, PoolFullError, SpecError, UnsupportedError
 from kvbits.integrations.huggingface import KVCache
+from kvbits.passing import NAMES, cache_among, name_for, passed
 from kvbits.spec import CacheSpec, LayerGeometry
 
 SMALL = {
@@ -300,8 +301,12 @@ def test_what_is_no_model_scheme_or_calibration_is_said():
 def test_a_static_cache_is_told_to_detach():
     model = tiny("llama")
     model.set_attn_implementation("kvbits")
+    inputs, options = prompts([9]), {"max_new_tokens": 4, "do_sample": False}
+    if name_for(model) == "cache":  # no mask of all positions is asked for any more
+        assert torch.equal(model.generate(**inputs, **options, cache_implementation="static"), model.generate(**inputs, **options))
+        return
     with pytest.raises(UnsupportedError, match=r"call KVCache\.detach\(model\)"):
-        model.generate(**prompts([9]), max_new_tokens=4, cache_implementation="static")
+        model.generate(**inputs, **options, cache_implementation="static")
 
 
 def test_a_mask_longer_than_the_tokens_so_far_is_read_where_they_are():
@@ -453,3 +458,26 @@ def test_what_needs_the_model_says_so(tmp_path):
     for call in (cache.detach, lambda: KVCache.load(tmp_path / "cache")):
         with pytest.raises(DataError, match="model=None is not a loaded model; pass what AutoModelForCausalLM.from_pretrained or"):
             call()
+
+
+def test_a_cache_is_passed_by_the_name_that_the_forward_pass_takes():
+    class Newer:
+        def forward(self, input_ids, cache=None): ...
+
+    class Older:
+        def forward(self, input_ids, past_key_values=None, **kwargs): ...
+
+    assert passed(Newer(), 1) == {"cache": 1} and passed(Older(), 1) == {"past_key_values": 1}
+    assert [cache_among({name: 1, "use_cache": True}) for name in NAMES] == [1, 1] and cache_among({"cache": None, "past_key_values": None}) is None
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_generate_asks_the_cache_by_either_name(name, monkeypatch):
+    model, inputs, entered = tiny("llama"), prompts([9]), []
+    if name not in (name_for(model), "past_key_values"):
+        pytest.skip(f"this Transformers does not know {name}")
+    cache = KVCache.for_model(model, "int8")
+    monkeypatch.setattr(KVCache, "enter_pass", lambda self: entered.append(self))
+    model.generate(**inputs, **{name: cache}, max_new_tokens=3, do_sample=False)
+    assert len(entered) >= 3 and set(map(id, entered)) == {id(cache)}

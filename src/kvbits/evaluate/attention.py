@@ -25,6 +25,7 @@ from ..geometry import stored_at
 from ..integrations.attention import attention
 from ..integrations.huggingface import KVCache
 from ..integrations.masks import mask
+from ..passing import passed
 
 OBSERVER = "kvbits_measure"
 """Name of the observing attention in Transformers' registries, while `observe` runs."""
@@ -66,7 +67,7 @@ def observe(model: Any, ids: torch.Tensor) -> list[LayerInputs]:
     before = model.config.get_text_config(decoder=True)._attn_implementation
     try:
         model.set_attn_implementation(OBSERVER)
-        model(ids[None].to(model.device), past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
+        model(ids[None].to(model.device), **passed(model, DynamicCache(config=model.config)), use_cache=True, logits_to_keep=1)
     except ValueError as error:
         raise UnsupportedError(f"{type(model).__name__} cannot use a custom attention: {error}") from error
     finally:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import DataError
+from ..passing import passed
 from ..spec import CacheSpec
 
 DECODING_CHUNK = 16
@@ -217,7 +218,7 @@ def compare(
         reference = p_reference = None
         for name, cache in caches.items():
             began = _now(model)
-            logits = model(ids[:, start:end], past_key_values=cache, use_cache=True, logits_to_keep=targets.shape[1]).logits
+            logits = model(ids[:, start:end], **passed(model, cache), use_cache=True, logits_to_keep=targets.shape[1]).logits
             if not prefix:
                 results[name].seconds += _now(model) - began
                 results[name].num_timed += (end - start) * len(ids)

@@ -21,6 +21,7 @@ import torch
 from .. import embedded
 from ..errors import SpecError, UnsupportedError
 from ..integrations.models import load_model
+from ..passing import passed
 from ..schemes import RECOMMENDED
 from .caches import CacheFactory, base_factory, factory
 from .calibrator import Calibrator
@@ -75,13 +76,13 @@ class KvbitsLM(HFLM):
     def _model_call(self, inps: torch.Tensor, attn_mask: Any = None, labels: Any = None) -> torch.Tensor:
         """Logits [1, tokens, vocabulary] of inps [1, tokens], fed through a fresh cache in chunks."""
         cache = self.factory.make(1, inps.shape[1])
-        pieces = [self.model(piece, past_key_values=cache, use_cache=True).logits for piece in inps.split(self.chunk, dim=1)]
+        pieces = [self.model(piece, **passed(self.model, cache), use_cache=True).logits for piece in inps.split(self.chunk, dim=1)]
         return torch.cat(pieces, 1)
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> torch.Tensor:
         """As HFLM's, with a fresh cache and the prompt in chunks."""
         cache = self.factory.make(len(context), max_length)
-        out: torch.Tensor = super()._model_generate(context, max_length, stop, past_key_values=cache, prefill_chunk_size=self.chunk, **generation_kwargs)
+        out: torch.Tensor = super()._model_generate(context, max_length, stop, **passed(self.model, cache), prefill_chunk_size=self.chunk, **generation_kwargs)
         return out
 
 

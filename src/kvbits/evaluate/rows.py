@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import DataError
+from ..passing import passed
 from .caches import CacheFactory
 
 TEMPERATURE = 0.8
@@ -57,7 +58,7 @@ class Rows:
         if not bool(self.mask.all()):
             positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
             how = {"attention_mask": self.mask.to(self.model.device, torch.int64), "position_ids": positions.to(self.model.device)}
-        logits: torch.Tensor = self.model(ids.to(self.model.device), past_key_values=self.cache, use_cache=True, logits_to_keep=keep, **how).logits
+        logits: torch.Tensor = self.model(ids.to(self.model.device), **passed(self.model, self.cache), use_cache=True, logits_to_keep=keep, **how).logits
         return logits
 
     def select(self, rows: list[int]) -> None:

@@ -26,6 +26,7 @@ from ..errors import FileFormatError, SpecError, counted
 from ..files import to_json, whole
 from ..geometry import layer_geometries
 from ..integrations.huggingface import KVCache
+from ..passing import passed
 from ..progress import bar
 from ..spec import LayerGeometry, Override, PerChannel, PerGroup, QuantSpec, Scheme
 from .attention import observe
@@ -214,7 +215,7 @@ class Bench:
         for layer, (k, v) in enumerate(self._prefix):
             cache.pages.append(layer, k, v)
         cache.columns.seen = self.probes.shape[1] - SCORED
-        logits = self.model(self.probes[:, -SCORED:], past_key_values=cache, use_cache=True).logits
+        logits = self.model(self.probes[:, -SCORED:], **passed(self.model, cache), use_cache=True).logits
         return torch.log_softmax(logits.flatten(0, 1).float(), -1)
 
     def whole(self, schemes: Sequence[Scheme], *, progress: bool = False) -> list[float]:

@@ -22,6 +22,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from ..errors import KvbitsWarning, UnsupportedError, counted
+from ..passing import NAMES, cache_among, passed
 from . import graphs
 from .masks import is_ours
 
@@ -69,7 +70,7 @@ def _checked(model: Any) -> list[Any]:
 
 def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The KVCache among the arguments of a forward pass, or None."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_among(kwargs)
     return cache if is_ours(cache) else next((x for x in args if not isinstance(x, torch.Tensor) and is_ours(x)), None)
 
 
@@ -131,7 +132,7 @@ class _Answer:
         return inherited() if compile_config is not None else _Tokens(self._model(), inherited)
 
     def create_masks_for_generate(self, *args: Any, **kwargs: Any) -> Any:
-        if is_ours(kwargs.get("past_key_values")):
+        if is_ours(cache_among(kwargs)):
             return kwargs.get("attention_mask")
         return self._inherited()(*args, **kwargs)
 
@@ -142,11 +143,11 @@ class _Answer:
             UnsupportedError: the model passes another cache on, or begins anew without the tokens that are cached.
         """
         inputs = self._inherited()(*args, **kwargs)
-        given = kwargs if "past_key_values" in kwargs else inspect.signature(self).bind_partial(*args).arguments
-        cache: Any = given.get("past_key_values")
-        if not is_ours(cache) or inputs.get("past_key_values") is cache:
+        given = kwargs if {*NAMES} & {*kwargs} else inspect.signature(self).bind_partial(*args).arguments
+        cache, other = cache_among(given), cache_among(inputs)
+        if not is_ours(cache) or other is cache:
             return inputs
-        name, other = type(self._model()).__name__, inputs.get("past_key_values")
+        name = type(self._model()).__name__
         if other is not None:
             raise UnsupportedError(
                 f"{name} passes its own {type(other).__name__} on instead of the KVCache that generate() was given, which would stay empty; "
@@ -160,8 +161,7 @@ class _Answer:
                 "them were not passed; pass the whole sequence to generate() as input_ids, or stop before that length"
             )
         cache.begin_again()
-        inputs["past_key_values"] = cache
-        return inputs
+        return inputs | passed(self._model(), cache)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """
@@ -197,7 +197,7 @@ class _Tokens:
         self._eager = graphs.is_compiled(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache: Any = kwargs.get("past_key_values")
+        cache = cache_among(kwargs)
         if not is_ours(cache):
             self._other = self._inherited() if self._other is None else self._other
             return self._other(*args, **kwargs)

@@ -26,6 +26,7 @@ from ..cache import explain
 from ..cache.device_decode import DeviceDecode
 from ..errors import CacheStateError, DataError, KvbitsError, UnsupportedError, counted
 from ..ops import decode
+from ..passing import NAMES, cache_among, passed
 from .masks import NAME, HoldsPages, is_ours
 from .models import require_loaded
 
@@ -95,7 +96,7 @@ class GraphDecoder:
         self._placed = self._weight.data_ptr()
         self.eager: Callable[..., Any] = model.forward
         self._compiled = torch.compile(self.eager, backend=BACKEND, fullgraph=True, dynamic=False) if compile else None
-        self._signature = inspect.signature(self.eager)
+        self._signature, self._own = inspect.signature(self.eager), passed(model, cache)
         self._captured: _Captured | None = None
         self._fresh = True  # anything but a token came before
         self._eager_tokens = 0
@@ -137,7 +138,7 @@ class GraphDecoder:
         """
         if args:
             kwargs = {**self._signature.bind_partial(*args).arguments, **kwargs}
-        if kwargs.get("past_key_values") is not self.cache:
+        if cache_among(kwargs) is not self.cache:
             return self.eager(**kwargs)
         tokens = kwargs.get("inputs_embeds") if kwargs.get("input_ids") is None else kwargs["input_ids"]
         if tokens is None:
@@ -216,7 +217,7 @@ class GraphDecoder:
             columns.captured = True
             try:
                 with torch.no_grad():
-                    return (self._compiled or self.eager)(**inputs, past_key_values=self.cache)
+                    return (self._compiled or self.eager)(**inputs, **self._own)
             finally:
                 columns.captured = False
 
@@ -243,7 +244,7 @@ class GraphDecoder:
         columns.captured = columns.rehearsed = True
         try:
             with torch.no_grad():
-                self._compiled(**inputs, past_key_values=self.cache)  # type: ignore[misc]
+                self._compiled(**inputs, **self._own)  # type: ignore[misc]
         finally:
             columns.captured = columns.rehearsed = False
 
@@ -302,8 +303,7 @@ def _split(
     kwargs: dict[str, Any], seen: int, device: torch.device
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor | None]:  # fmt: skip
     """(other arguments, tensors of fixed shape, bool mask [B, at least seen + 1] or None) of a pass of one token."""
-    kwargs = dict(kwargs)
-    del kwargs["past_key_values"]
+    kwargs = {name: x for name, x in kwargs.items() if name not in NAMES}
     mask = kwargs.pop("attention_mask", None)
     if mask is not None:
         if not isinstance(mask, torch.Tensor) or mask.ndim != 2:

@@ -28,6 +28,7 @@ from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, KvbitsError, KvbitsWarning, SpecError, UnsupportedError
 from ..geometry import layer_geometries, layer_places, only_dense, text_config
 from ..ops import decode
+from ..passing import cache_among, name_for
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
 from ..units import parse_bytes
 from . import generation, prefix, tensor_parallel
@@ -461,8 +462,8 @@ def default_cache(model: Any, scheme: str | Scheme = schemes.RECOMMENDED, **opti
     inherited = model._prepare_cache_for_generation
 
     def prepare(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if model_kwargs.get("past_key_values") is None:
-            cache = model_kwargs["past_key_values"] = KVCache.for_model(model, scheme, **options)
+        if cache_among(model_kwargs) is None:
+            cache = model_kwargs[name_for(model)] = KVCache.for_model(model, scheme, **options)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
         return inherited(generation_config, model_kwargs, *args, **kwargs)

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import DataError, SpecError, UnsupportedError, counted
 from ..geometry import layer_places, text_config
+from ..passing import passed
 from ..store import keys
 from ..store.loading import DamagedError
 from ..store.prefix_store import PrefixStore
@@ -71,7 +72,7 @@ def fill(cache: HoldsPages, model: Any, ids: Any, store: PrefixStore, *, chunk: 
     with torch.no_grad():
         while start < len(wanted):
             try:
-                model.base_model(input_ids=inputs[:, start : start + chunk], past_key_values=cache, use_cache=True)
+                model.base_model(input_ids=inputs[:, start : start + chunk], **passed(model.base_model, cache), use_cache=True)
             except DamagedError:  # found after the first layers had begun; the file is set aside
                 cache.reset()
                 loaded = start = _load(cache, store, wanted, wait)

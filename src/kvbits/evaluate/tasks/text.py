@@ -14,6 +14,7 @@ import torch
 
 from ...errors import SpecError
 from ...integrations.huggingface import KVCache
+from ...passing import passed
 from ..caches import CacheFactory, held_bytes
 from ..fidelity import DECODING_CHUNK, compare, drift, histogram_quantile, read_raw
 from ..texts import spread_windows
@@ -153,7 +154,7 @@ def prefill(model: Any, caches: dict[str, Any], ids: torch.Tensor, chunk: int, o
     for start in range(0, ids.shape[1], chunk):
         piece = ids[:, start : start + chunk].to(model.device)
         for name, cache in caches.items():
-            last[name] = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            last[name] = model(piece, **passed(model, cache), use_cache=True, logits_to_keep=1).logits[:, -1]
         on_tokens(piece.shape[1])
     return last
 
