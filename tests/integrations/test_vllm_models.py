@@ -212,6 +212,7 @@ def test_recurrent_layers_beside_those_that_attend(model, engine, recurrent, cal
     assert (cached > 0) == (name == "lfm2")
 
 
+@pytest.mark.night  # two minutes of a core without bfloat16; in float32 recurrent layers are run above
 def test_gated_delta_rules_in_bfloat16(model, engine, recurrent):
     """Eight bits are as far from Transformers as vLLM itself is in the model's own numbers; prefixes are found in whole blocks."""
     prompts, far = [random_ids(n, n) for n in (63, 700)], {}
