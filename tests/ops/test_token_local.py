@@ -263,6 +263,49 @@ def test_the_store_of_pages_is_made_once_and_goes_with_them():
     assert gone() is None
 
 
+@pytest.mark.parametrize("move", [torch.Tensor.set_, lambda pages, to: setattr(pages, "data", to)], ids=["set_", "data"])
+@needs_library
+def test_pages_that_moved_are_written_where_they_lie(move):
+    """Their tensor's old memory was written."""
+    layout = layout_of(spec("int8"), spec("int8"), 64, 32)
+    old, new, want = (torch.zeros(4, HEADS, layout.head_bytes, dtype=torch.uint8) for _ in range(3))
+    k, v = (x[0] for x in tokens_of(6, 64, torch.bfloat16))
+    pages, slots = old[:], torch.arange(6)
+    cpu_slots.store_tokens(k, v, pages, layout, slots)
+    move(pages, new)
+    before = old.clone()
+    cpu_slots.store_tokens(v, k, pages, layout, slots)
+    reference.store_tokens(v, k, want, layout, slots)
+    assert torch.equal(new, want) and torch.equal(old, before)
+
+
+@pytest.mark.parametrize("store_tokens", STORES)
+def test_turns_that_cannot_be_are_refused(store_tokens):
+    """Errors of indexing came out of them, or means of NaN."""
+    layout = layout_of(spec("int8", center="channel"), spec("int8"), 64, 32)
+    k, v = (x[0] for x in tokens_of(2, 64, torch.bfloat16))
+    pages = torch.zeros(4, HEADS, layout.head_bytes, dtype=torch.uint8)
+    good = turn_by(Rotary(inv_freq=tuple(100.0 ** -(i / 12) for i in range(12))), 64, 32)
+
+    def store(turn):
+        store_tokens(k, v, pages, layout, torch.tensor([64, 65]), previous_page=torch.tensor([1, -1]), turn=turn)
+
+    for bad in (good[:, :5], good[:2], good.double(), good.T.contiguous().T):
+        with pytest.raises(DataError, match=r"turn must be dense float32 \[3, 64\], got"):
+            store(bad)
+    with pytest.raises(DataError, match="turn is on meta"):
+        store(good.to("meta"))
+    store(good)
+    for row, number in ((0, torch.nan), (1, torch.inf), (2, 64.0), (2, -1.0), (2, torch.nan)):
+        bad = good.clone()
+        store(bad)
+        bad[row, 3] = number
+        before = pages.clone()
+        with pytest.raises(DataError, match="turn must hold finite numbers, in its last row channels from 0 to 63"):
+            store(bad)
+        assert torch.equal(pages, before)
+
+
 def test_bad_numbers_leave_everything_as_it_was():
     layout = layout_of(spec("int8", center="channel"), spec("int8"), 64, 32)
     store = store_of(layout)

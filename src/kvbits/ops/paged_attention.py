@@ -19,6 +19,7 @@ come from kernels before that one, or from one that is followed by `update`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -49,6 +50,9 @@ def plan(
     num_queries: int = 1, scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
 ) -> PagedAttention:  # fmt: skip
     """Allocate everything that attention of up to `batch_size` sequences needs.
+
+    Threads may share a plan: its calls wait for each other, a run reads what the last update of any thread said, and a call that is refused changes nothing.
+    On a GPU kernels then run in the order of their streams: give all calls of a plan one stream.
 
     Args:
         layouts: of each part's pages.
@@ -102,6 +106,7 @@ class PagedAttention:
         self.num_queries: int = options["num_queries"]
         self.device: torch.device = options["device"]
         self._accepted: tuple[Any, ...] | None = None
+        self._lock = threading.Lock()  # backends write into structs that their kernels read while other threads run
 
     def bind(self, layer: int, pages: Sequence[Slabs], static: Mapping[str, torch.Tensor] | None = None) -> None:
         """Say where a layer's pages lie; again when they move or their pool grew.
@@ -124,7 +129,9 @@ class PagedAttention:
         if len(pages) != len(self.layouts):
             raise DataError(f"pages of {len(pages)} parts for a plan of {len(self.layouts)}")
         own = [self._slabs(layout, x) for layout, x in zip(self.layouts, pages, strict=True)]
-        self._backend.bind(layer, own, self._static(layer, static))
+        used = self._static(layer, static)
+        with self._lock:
+            self._backend.bind(layer, own, used)
 
     def _static(self, layer: int, given: Any) -> dict[str, torch.Tensor]:
         """What the layouts need out of what was given, checked."""
@@ -190,7 +197,8 @@ class PagedAttention:
         if given != self._accepted:
             self._check(block_tables, tokens, starts, offsets, query_lens)
             self._accepted = given
-        self._backend.update(block_tables, tokens, starts, offsets, query_lens)
+        with self._lock:
+            self._backend.update(block_tables, tokens, starts, offsets, query_lens)
 
     def _check(
         self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], starts: Sequence[torch.Tensor | None],
@@ -238,7 +246,8 @@ class PagedAttention:
             if x is not None and (not isinstance(x, torch.Tensor) or x.shape != shape or x.dtype != dtype or x.device != q.device or not x.is_contiguous()):
                 got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
                 raise DataError(f"{name} must be dense {dtype} {list(shape)} on {q.device}, got {got}")
-        return self._backend.run(q, layer, out, lse)
+        with self._lock:
+            return self._backend.run(q, layer, out, lse)
 
     def explain(self) -> str:
         """Which kernel serves."""

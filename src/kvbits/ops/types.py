@@ -91,11 +91,14 @@ _stores = WeakIdKeyDictionary()
 
 
 def store_of(pages: torch.Tensor, layout: PageLayout, static: dict[str, torch.Tensor] | None = None, turn: torch.Tensor | None = None) -> PageStore:
-    """The store of one slab: the same one for a tensor at every call, since what kernels keep of it takes longer to make than a token to store."""
-    known, given = _stores.get(pages), static or {}
-    same = known is not None and known.layout == layout and known.turn is turn and known.static.keys() == given.keys()
+    """The store of one slab: the same one for a tensor at every call, since what kernels keep of it takes longer to make than a token to store. Another one
+    once the tensor is of other memory (`set_`, `data`)."""
+    (at, known), given = _stores.get(pages, (None, None)), static or {}
+    now = layout, pages.data_ptr(), pages.shape, pages.stride()
+    same = at == now and known.turn is turn and known.static.keys() == given.keys()
     if not same or any(known.static[name] is not x for name, x in given.items()):
-        known = _stores[pages] = PageStore(layout, (pages.data,), dict(given), turn)  # another tensor of the same memory: the key must not keep itself alive
+        known = PageStore(layout, (pages.data,), dict(given), turn)  # another tensor of the same memory: the key must not keep itself alive
+        _stores[pages] = now, known
     return known
 
 
@@ -166,10 +169,18 @@ class PageTable:
             if self.lengths.min() < 1 or self.lengths.max() > size:
                 bad = self.lengths[(self.lengths < 1) | (self.lengths > size)][0]
                 raise DataError(f"a page table's lengths must lie between 1 and page_size={size}, got {bad}; leave out pages of which nothing is visible")
-            if self.starts.min() < 0 or self.starts.max() > MOST_TOKENS - size:
-                bad = self.starts[(self.starts < 0) | (self.starts > MOST_TOKENS - size)][0]
-                raise DataError(f"a page table's starts must not be negative and at most {MOST_TOKENS - size}, got {bad}")
+            check_starts(self.starts, size)
         self.__dict__["_accepted"] = given
+
+
+def check_starts(starts: np.ndarray, page_size: int) -> None:
+    """
+    Raises:
+        DataError: a position of a page's first token that cannot be.
+    """
+    most = MOST_TOKENS - page_size
+    if len(starts) and (starts.min() < 0 or starts.max() > most):
+        raise DataError(f"a page table's starts must not be negative and at most {most}, got {starts[(starts < 0) | (starts > most)][0]}")
 
 
 def _check_ids(name: str, ids: np.ndarray, store: _Slabs) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
-from ...errors import DataError
 from ...spec import PageLayout
 from ..descriptor import TORCH_NUMBERS
 from ..reference import paged_attention as reference
-from ..types import PageStore
 from .library import AttendStruct, PartStruct, TableStruct, check, library, unavailable
 from .structs import MAX_QUERY_GROUP, refuses_layout, store_struct, table_struct
 
@@ -35,49 +34,46 @@ class Plan(reference.HostPlan):
 
     def __init__(self, layouts: Sequence[PageLayout], max_pages: Sequence[int], **options: Any) -> None:
         super().__init__(layouts, max_pages, **options)
-        self._tables_of: dict[tuple[int, int], tuple[TableStruct, PageStore]] = {}  # of a part and the pages of its pool; every update fills them anew
-        self._calls: dict[int, tuple[AttendStruct, Any]] = {}
+        self._tables_of = WeakValueDictionary[tuple[int, int], TableStruct]()  # of a part and the pages of its pool, while a layer reads it
 
     def bind(self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor]) -> None:
-        super().bind(layer, pages, static)
-        stores, o = self._layers[layer], self.options
-        parts = (PartStruct * len(stores))()
+        stores, o = self._stores(pages, static), self.options
+        parts, tables = (PartStruct * len(stores))(), []
         for i, store in enumerate(stores):
-            if (key := (i, store.num_pages)) not in self._tables_of:
-                self._tables_of[key] = TableStruct(), store
+            if (table := self._tables_of.get((i, store.num_pages))) is None:
+                table = TableStruct()
                 if self._tables:
-                    self._fill(*key)
-            parts[i].store, parts[i].table = ctypes.addressof(store_struct(store)), ctypes.addressof(self._tables_of[key][0])
+                    self._fill(table, i, store.num_pages)
+                self._tables_of[i, store.num_pages] = table
+            tables.append(table)
+            parts[i].store, parts[i].table = ctypes.addressof(store_struct(store)), ctypes.addressof(table)
         first = self.layouts[0]
         struct = AttendStruct(
             parts=ctypes.addressof(parts), num_parts=len(parts), num_tokens=o["num_queries"], num_heads=o["num_q_heads"], num_kv_heads=first.num_kv_heads,
             head_dim=first.head_dim, value_head_dim=first.value_head_dim, q_dtype=TORCH_NUMBERS[o["dtype"]], scaling=o["scaling"],
             softcap=o["softcap"] or 0.0, sliding_window=o["sliding_window"] or 0,
         )  # fmt: skip
-        self._calls[layer] = struct, parts
+        self._layers[layer] = struct, parts, stores, tables  # with all that it points to, at once
 
     def update(self, *args: Any) -> None:
         super().update(*args)
         try:
-            for key in self._tables_of:
-                self._fill(*key)
-        except DataError:
+            for key, table in self._tables_of.items():
+                self._fill(table, *key)
+            shape = len(self._positions), self.options["num_queries"], self.options["num_q_heads"]
+            shapes = (*shape, self.layouts[0].value_head_dim), shape
+            self._out, self._lse = (torch.empty(x, dtype=torch.float32, device="cpu") for x in shapes)  # where the caller's cannot be written
+        except BaseException:  # Ctrl-C, too
             self._tables = []  # structs point to nothing now
             raise
-        shape = len(self._positions), self.options["num_queries"], self.options["num_q_heads"]
-        shapes = (*shape, self.layouts[0].value_head_dim), shape
-        self._out, self._lse = (torch.empty(x, dtype=torch.float32, device="cpu") for x in shapes)  # where the caller's cannot be written
 
-    def _fill(self, part: int, num_pages: int) -> None:
-        """The table of this step, checked, to the struct that layers point to."""
-        struct, store = self._tables_of[part, num_pages]
-        table = self._table_within(part, num_pages)
-        table.check(len(self._positions), store)
-        ctypes.pointer(struct)[0] = table_struct(table)
+    def _fill(self, struct: TableStruct, part: int, num_pages: int) -> None:
+        """The table of this step to the struct that layers point to."""
+        ctypes.pointer(struct)[0] = table_struct(self._table_within(part, num_pages))
 
     def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor:
         self._check(q, layer)
-        struct, _ = self._calls[layer]
+        struct = self._layers[layer][0]
         if q.stride(3) != 1:
             q = q.contiguous()
         if out is None:

@@ -35,7 +35,7 @@ def store_tokens(
 
     Numbers that cannot be stored in packed pages leave these half written.
     """
-    check_tokens(k, v, pages, layout, slot_mapping, static, previous_page, starts, status)
+    check_tokens(k, v, pages, layout, slot_mapping, static, previous_page, starts, turn, status)
     if layout.is_raw and str(k.dtype) != f"torch.{layout.raw_dtype}":
         raise DataError(f"k is {k.dtype}; raw pages hold {layout.raw_dtype}")
     k, v = (x.reshape(1, -1, *x.shape[-2:]) for x in (k, v))

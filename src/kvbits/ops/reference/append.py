@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import DataError
 from ...quant.packing import row_positions, rows_of_planes
@@ -35,6 +36,7 @@ from .dequantize import dequantize_pages, section
 STATUS_FIELDS = 7
 """Of `store_tokens`: clamped elements of keys and values; whether their scales overflowed (two), and whether they held NaN or infinity (two); entries that were
 skipped because they lead out of the pages."""
+_turns = WeakIdKeyDictionary()  # of turns whose numbers passed, the version that did
 
 
 def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> dict[str, int]:
@@ -82,7 +84,7 @@ def store_tokens(
     Raises:
         DataError: arguments that do not fit; NaN, infinity or scales that overflow (the kernel notes these in `status`).
     """
-    check_tokens(k, v, pages, layout, slot_mapping, static, previous_page, starts, status)
+    check_tokens(k, v, pages, layout, slot_mapping, static, previous_page, starts, turn, status)
     k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
     slots = slot_mapping.cpu().numpy()
     wanted = np.flatnonzero((slots >= 0) & (slots < len(pages) * layout.page_size))
@@ -126,6 +128,7 @@ def check_tokens(
     static: Any,
     previous_page: torch.Tensor | None,
     starts: torch.Tensor | None,
+    turn: torch.Tensor | None,
     status: torch.Tensor | None,
 ) -> None:
     """Refuse arguments of `store_tokens` that do not fit together."""
@@ -152,7 +155,7 @@ def check_tokens(
         raise DataError(f"starts must be dense int32 [{count}], the position of the first token of each token's page, got {starts.dtype} {list(starts.shape)}")
     if layout.key.needs_rotary and starts is None:
         raise DataError("keys in a calibrated basis are turned back by their page's first position; give starts")
-    tensors = {"v": v, "pages": pages, "slot_mapping": slot_mapping, "previous_page": previous_page, "starts": starts, "status": status}
+    tensors = {"v": v, "pages": pages, "slot_mapping": slot_mapping, "previous_page": previous_page, "starts": starts, "turn": turn, "status": status}
     for name, given in tensors.items():
         if given is not None and given.device != k.device:
             raise DataError(f"{name} is on {given.device}, k on {k.device}; all must be on one device")
@@ -166,8 +169,20 @@ def check_tokens(
                 raise DataError(f"{spec.format} with static scales was given no calibrated {name}; calibrate first or use static=False")
             if tuple(found.shape) != want or found.dtype != torch.float32 or found.device != k.device or not found.is_contiguous():
                 raise DataError(f"{name} must be dense float32 {list(want)} on {k.device}, got {found.dtype} {list(found.shape)} on {found.device}")
+    if turn is not None:
+        _check_turn(turn, layout.head_dim)
     if status is not None and (status.dtype != torch.int32 or tuple(status.shape) != (STATUS_FIELDS,)):
         raise DataError(f"status must be int32 [{STATUS_FIELDS}], got {status.dtype} {list(status.shape)}")
+
+
+def _check_turn(turn: torch.Tensor, head_dim: int) -> None:
+    if turn.dtype != torch.float32 or tuple(turn.shape) != (3, head_dim) or not turn.is_contiguous():
+        raise DataError(f"turn must be dense float32 [3, {head_dim}], got {turn.dtype} {list(turn.shape)}")
+    version = 0 if turn.is_inference() else turn._version
+    if turn.device.type == "cpu" and _turns.get(turn) != version:
+        if not bool(turn.isfinite().all() & (turn[2] >= 0).all() & (turn[2] < head_dim).all()):
+            raise DataError(f"turn must hold finite numbers, in its last row channels from 0 to {head_dim - 1}; quant.rotary.turn_by makes it")
+        _turns[turn] = version
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from ...errors import DataError
 from ...spec import PageLayout
-from ..types import AttendCall, PageStore, PageTable, Part
+from ..types import AttendCall, PageStore, PageTable, Part, check_starts
 from .attend import attend
 
 
@@ -25,13 +25,16 @@ class HostPlan:
 
     def __init__(self, layouts: Sequence[PageLayout], max_pages: Sequence[int], **options: Any) -> None:
         self.layouts, self.max_pages, self.options = tuple(layouts), tuple(max_pages), options
-        self._layers: dict[int, tuple[PageStore, ...]] = {}
+        self._layers: dict[int, tuple[Any, ...]] = {}
         self._tables: list[PageTable] = []
         self._within: dict[tuple[int, int], PageTable] = {}  # of a part and the pages of its pool
 
     def bind(self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor]) -> None:
+        self._layers[layer] = self._stores(pages, static)
+
+    def _stores(self, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor]) -> tuple[PageStore, ...]:
         given = zip(self.layouts, pages, strict=True)
-        self._layers[layer] = tuple(PageStore(layout, tuple(slabs), {} if layout.is_raw else dict(static)) for layout, slabs in given)
+        return tuple(PageStore(layout, tuple(slabs), {} if layout.is_raw else dict(static)) for layout, slabs in given)
 
     def update(
         self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], starts: Sequence[torch.Tensor | None],
@@ -52,11 +55,12 @@ class HostPlan:
             page = np.arange(len(row)) - np.repeat(np.cumsum(pages) - pages, pages)
             ids = table.numpy()[row, at[row] + page].astype(np.int64)
             lengths = np.minimum(visible[row] - page * size, size).astype(np.int32)
-            tables.append(PageTable(np.concatenate([[0], np.cumsum(pages)]).astype(np.int64), ids, first[row] + page * size, lengths))
-        self._tables, self._within = tables, {}
+            check_starts(begin := first[row] + page * size, size)
+            tables.append(PageTable(np.concatenate([[0], np.cumsum(pages)]).astype(np.int64), ids, begin, lengths))
         count = np.full(batch, t) if query_lens is None else query_lens.numpy().clip(0, t)
         positions = newest[:, None] - count[:, None] + np.arange(t)
-        self._positions = torch.from_numpy(np.where((np.arange(t) < count[:, None]) & (newest >= count)[:, None], positions, -1))
+        positions = np.where((np.arange(t) < count[:, None]) & (newest >= count)[:, None], positions, -1)
+        self._tables, self._within, self._positions = tables, {}, torch.from_numpy(positions)  # last: what is refused changes nothing
 
     def _check(self, q: torch.Tensor, layer: int) -> None:
         """
