@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import itertools
 import mmap
 import shutil
-import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,7 +65,6 @@ def spec(fmt, granularity=PerGroup(64), **options):  # noqa: B008 - frozen
 
 RAW = QuantSpec.raw()
 HEADS, D = 2, 64
-BINDING = dict(max_pages=[4], batch_size=2, num_q_heads=4, dtype=torch.float32, device="cpu")
 
 
 class Cache:
@@ -147,7 +143,6 @@ def check(cache, max_pages, *, limit=LIMIT, group=2, num_queries=1, query_lens=N
 
 
 INT8 = layout_of(spec("int8"), spec("int8"))
-RAW_LAYOUT = layout_of(RAW, RAW)
 KIVI = layout_of(spec("int4", PerChannel(), symmetric=False), spec("int4", PerToken(), symmetric=False))
 CASES = {
     "one part": dict(layouts=[INT8], lengths=[(333,), (0,), (70,), (64,), (1,)], max_pages=[6]),
@@ -220,93 +215,6 @@ def test_a_host_plan_follows_lengths_pages_and_layers():
         plan.run(half, 0)
     with pytest.raises(DataError, match=r"on meta; the plan is for .* on the CPU"):
         plan.run(q.to("meta"), 0)
-
-
-def raw_plan(batch_size=2, max_pages=4):
-    return paged_attention.plan([RAW_LAYOUT], **BINDING | {"batch_size": batch_size, "max_pages": [max_pages]})
-
-
-def raw_pages(num_pages, seed=0):
-    gen = torch.Generator().manual_seed(seed)
-    return torch.randn(num_pages, HEADS, RAW_LAYOUT.head_bytes // 2, generator=gen).bfloat16().view(torch.uint8)
-
-
-def raw_step(max_pages=4, lengths=(200, 130)):
-    """Block tables of two sequences and their tokens, for `update`; queries."""
-    table, tokens = torch.arange(2 * max_pages, dtype=torch.int32).view(2, -1), torch.tensor(lengths, dtype=torch.int32)
-    return ([table], [tokens]), torch.randn(2, 1, 4, D, generator=torch.Generator().manual_seed(5))
-
-
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_starts_that_cannot_be_are_refused_before_a_layer_is_bound(backend, monkeypatch):
-    """The first bind refused them, the second did not, and the run read address 0."""
-    monkeypatch.setitem(dispatch.BACKENDS, "paged_attention", (backend,))
-    plan, (step, q) = raw_plan(), raw_step()
-    with pytest.raises(DataError, match="starts must not be negative .* got -64"):
-        plan.update(*step, starts=[torch.tensor([0, -64], dtype=torch.int32)])
-    for _ in range(2):
-        plan.bind(0, [raw_pages(8)])
-        with pytest.raises(DataError, match="there are no lengths"):
-            plan.run(q, 0)
-
-
-def test_a_bind_that_is_refused_changes_nothing():
-    """Its layer went on with structs of stores that were gone, whose memory other layers' took."""
-    plan, (step, q) = raw_plan(), raw_step()
-    plan.update(*step)
-    unlike = [raw_pages(8), torch.zeros(8, 2, HEADS, RAW_LAYOUT.head_bytes, dtype=torch.uint8)[:, 1]]
-    with pytest.raises(DataError, match="one page stride"):
-        plan.bind(1, [unlike])
-    with pytest.raises(DataError, match="never bound"):
-        plan.run(q, 1)
-    plan.bind(1, [raw_pages(8)])
-    want = plan.run(q, 1)
-    with pytest.raises(DataError, match="one page stride"):
-        plan.bind(1, [unlike])
-    others = raw_plan()
-    for i in range(40):
-        others.bind(i, [raw_pages(8, 50 + i)])
-    assert torch.equal(plan.run(q, 1), want)
-
-
-def test_pools_that_grew_are_let_go():
-    """Every size that a pool ever had kept its pages, and was filled at each update."""
-    plan, (step, q) = raw_plan(), raw_step()
-    plan.update(*step)
-    gone = []
-    for num_pages in range(8, 16):
-        pages = raw_pages(num_pages)
-        gone.append(weakref.ref(pages.untyped_storage()))
-        plan.bind(0, [pages])
-        del pages
-    gc.collect()
-    assert [x() is None for x in gone] == [True] * 7 + [False]
-    assert len(plan._backend._tables_of) == 1
-    plan.update(*step)
-    assert plan.run(q, 0).isfinite().all()
-
-
-def test_threads_share_a_plan():
-    """Layers of one plan run by two threads while a third updates it: each result is one of the two that single calls give."""
-    plan, steps = raw_plan(max_pages=64), [raw_step(64, lengths)[0] for lengths in ((4000, 3000), (100, 50))]
-    q = raw_step()[1]
-    for layer in (0, 1):
-        plan.bind(layer, [raw_pages(128, layer)])
-    want = []
-    for step in steps:
-        plan.update(*step)
-        want.append([plan.run(q, layer) for layer in (0, 1)])
-
-    def wrong(layer):
-        return sum(not any(torch.equal(found, x[layer]) for x in want) for found in (plan.run(q, layer) for _ in range(300)))
-
-    with ThreadPoolExecutor(3) as pool:
-        runs = [pool.submit(wrong, layer) for layer in (0, 1)]
-        for i in itertools.count():
-            plan.update(*steps[i % 2])
-            if all(x.done() for x in runs):
-                break
-        assert [x.result() for x in runs] == [0, 0]
 
 
 @pytest.fixture
@@ -638,6 +546,9 @@ def test_what_is_no_tensor_is_named_and_arguments_are_not_mixed_up():
         made.run([1.0])
     with pytest.raises(DataError, match="out must be dense .* got str"):
         made.run(torch.zeros(2, 1, 4, 64, dtype=torch.bfloat16), out="out")
+
+
+BINDING = dict(max_pages=[4], batch_size=2, num_q_heads=4, dtype=torch.float32, device="cpu")
 
 
 @pytest.mark.parametrize("bad", [0.0, -2.0, float("nan"), float("inf")])
