@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvbits.errors import UnsupportedError
 from kvbits.integrations import generation
 from kvbits.integrations.huggingface import KVCache
-from kvbits.passing import NAMES, passed
+from kvbits.integrations.masks import CACHE_NAMES, passed
 
 LIMIT = 64
 FAMILIES = {"phi3": ("Phi3Config", {}), "phimoe": ("PhimoeConfig", {"num_local_experts": 4}), "phi4_multimodal": ("Phi4MultimodalConfig", {})}
@@ -104,7 +104,7 @@ class Forgetful(transformers.LlamaForCausalLM):
 
     def forward(self, input_ids=None, **kwargs):
         if not self.layers_kept:
-            kwargs = {name: x for name, x in kwargs.items() if name not in NAMES} | passed(super(), DynamicCache(config=self.config))
+            kwargs = {name: x for name, x in kwargs.items() if name not in CACHE_NAMES} | passed(super(), DynamicCache(config=self.config))
             return super().forward(input_ids, **kwargs)
         stack, self.model.layers = self.model.layers, self.model.layers[: self.layers_kept]
         self.model.config.num_hidden_layers = self.layers_kept

@@ -18,8 +18,8 @@ from kvbits.cache import device_decode
 from kvbits.errors import KvbitsWarning
 from kvbits.integrations import generation, graphs
 from kvbits.integrations.huggingface import KVCache
+from kvbits.integrations.masks import cache_among
 from kvbits.ops import decode
-from kvbits.passing import cache_among
 
 list_library = test_graphs.list_library
 emulated_list = test_graphs.emulated_list

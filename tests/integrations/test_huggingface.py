@@ -16,7 +16,7 @@ from kvbits.cache.paged_cache import PagedCache
 from kvbits.cache.pool import allocate_slab
 from kvbits.errors import DataError, FileFormatError, PoolFullError, SpecError, UnsupportedError
 from kvbits.integrations.huggingface import KVCache
-from kvbits.passing import NAMES, cache_among, name_for, passed
+from kvbits.integrations.masks import CACHE_NAMES, cache_among, name_for, passed
 from kvbits.spec import CacheSpec, LayerGeometry
 
 SMALL = {
@@ -468,11 +468,11 @@ def test_a_cache_is_passed_by_the_name_that_the_forward_pass_takes():
         def forward(self, input_ids, past_key_values=None, **kwargs): ...
 
     assert passed(Newer(), 1) == {"cache": 1} and passed(Older(), 1) == {"past_key_values": 1}
-    assert [cache_among({name: 1, "use_cache": True}) for name in NAMES] == [1, 1] and cache_among({"cache": None, "past_key_values": None}) is None
+    assert [cache_among({name: 1, "use_cache": True}) for name in CACHE_NAMES] == [1, 1] and cache_among({"cache": None, "past_key_values": None}) is None
 
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CACHE_NAMES)
 def test_generate_asks_the_cache_by_either_name(name, monkeypatch):
     model, inputs, entered = tiny("llama"), prompts([9]), []
     if name not in (name_for(model), "past_key_values"):

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from kvbits import schemes
 from kvbits.integrations.huggingface import KVCache, default_cache
-from kvbits.passing import cache_among
+from kvbits.integrations.masks import cache_among
 from kvbits.spec import PerChannel, PerToken, QuantSpec, Scheme, Tier
 
 from .test_huggingface import prompts, tiny

@@ -15,7 +15,7 @@ from transformers.masking_utils import sdpa_mask
 from .. import runs
 from ..errors import CalibrationError
 from ..geometry import stored_at, text_config
-from ..passing import passed
+from ..integrations.masks import passed
 
 NAME = "kvbits_observe"
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]

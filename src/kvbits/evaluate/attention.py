@@ -24,8 +24,7 @@ from ..errors import DataError, UnsupportedError
 from ..geometry import stored_at
 from ..integrations.attention import attention
 from ..integrations.huggingface import KVCache
-from ..integrations.masks import mask
-from ..passing import passed
+from ..integrations.masks import mask, passed
 
 OBSERVER = "kvbits_measure"
 """Name of the observing attention in Transformers' registries, while `observe` runs."""

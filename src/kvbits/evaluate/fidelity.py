@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import DataError
-from ..passing import passed
+from ..integrations.masks import passed
 from ..spec import CacheSpec
 
 DECODING_CHUNK = 16

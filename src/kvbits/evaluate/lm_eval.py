@@ -20,8 +20,8 @@ import torch
 
 from .. import embedded
 from ..errors import SpecError, UnsupportedError
+from ..integrations.masks import passed
 from ..integrations.models import load_model
-from ..passing import passed
 from ..schemes import RECOMMENDED
 from .caches import CacheFactory, base_factory, factory
 from .calibrator import Calibrator

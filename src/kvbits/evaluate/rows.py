@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import DataError
-from ..passing import passed
+from ..integrations.masks import passed
 from .caches import CacheFactory
 
 TEMPERATURE = 0.8

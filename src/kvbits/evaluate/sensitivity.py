@@ -26,7 +26,7 @@ from ..errors import FileFormatError, SpecError, counted
 from ..files import to_json, whole
 from ..geometry import layer_geometries
 from ..integrations.huggingface import KVCache
-from ..passing import passed
+from ..integrations.masks import passed
 from ..progress import bar
 from ..spec import LayerGeometry, Override, PerChannel, PerGroup, QuantSpec, Scheme
 from .attention import observe

@@ -22,9 +22,8 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from ..errors import KvbitsWarning, UnsupportedError, counted
-from ..passing import NAMES, cache_among, passed
 from . import graphs
-from .masks import is_ours
+from .masks import CACHE_NAMES, cache_among, is_ours, passed
 
 ASKED = ("get_compiled_call", "create_masks_for_generate", "prepare_inputs_for_generation", "init_continuous_batching")
 """Methods of a model that `attach` answers."""
@@ -143,7 +142,7 @@ class _Answer:
             UnsupportedError: the model passes another cache on, or begins anew without the tokens that are cached.
         """
         inputs = self._inherited()(*args, **kwargs)
-        given = kwargs if {*NAMES} & {*kwargs} else inspect.signature(self).bind_partial(*args).arguments
+        given = kwargs if {*CACHE_NAMES} & {*kwargs} else inspect.signature(self).bind_partial(*args).arguments
         cache, other = cache_among(given), cache_among(inputs)
         if not is_ours(cache) or other is cache:
             return inputs

@@ -26,8 +26,7 @@ from ..cache import explain
 from ..cache.device_decode import DeviceDecode
 from ..errors import CacheStateError, DataError, KvbitsError, UnsupportedError, counted
 from ..ops import decode
-from ..passing import NAMES, cache_among, passed
-from .masks import NAME, HoldsPages, is_ours
+from .masks import CACHE_NAMES, NAME, HoldsPages, cache_among, is_ours, passed
 from .models import require_loaded
 
 BUFFERED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "token_type_ids")
@@ -303,7 +302,7 @@ def _split(
     kwargs: dict[str, Any], seen: int, device: torch.device
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor | None]:  # fmt: skip
     """(other arguments, tensors of fixed shape, bool mask [B, at least seen + 1] or None) of a pass of one token."""
-    kwargs = {name: x for name, x in kwargs.items() if name not in NAMES}
+    kwargs = {name: x for name, x in kwargs.items() if name not in CACHE_NAMES}
     mask = kwargs.pop("attention_mask", None)
     if mask is not None:
         if not isinstance(mask, torch.Tensor) or mask.ndim != 2:

@@ -28,13 +28,12 @@ from ..cache.paged_cache import PagedCache
 from ..errors import CalibrationError, DataError, FileFormatError, KvbitsError, KvbitsWarning, SpecError, UnsupportedError
 from ..geometry import layer_geometries, layer_places, only_dense, text_config
 from ..ops import decode
-from ..passing import cache_among, name_for
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
 from ..units import parse_bytes
 from . import generation, prefix, tensor_parallel
 from .attention import DenseLayer, KVLayer
 from .encoder_decoder import CrossKVCache
-from .masks import NAME, Columns
+from .masks import NAME, Columns, cache_among, name_for
 from .models import require_loaded, scheme_for, unfit_for, weights_fingerprint
 from .rotary import stored_layers
 from .tensor_parallel import Ranks

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, Protocol
@@ -24,6 +25,8 @@ _OTHER_MASK = (
 )
 NAME = "kvbits"
 """Name of the attention and mask functions in Transformers' registries."""
+CACHE_NAMES = ("cache", "past_key_values")
+"""Of the argument: the first in models of Transformers 5.24 or newer, the second in older ones and in those of others."""
 
 
 BIDIRECTIONAL = "bidirectional attention"
@@ -280,6 +283,21 @@ class HoldsPages(Protocol):
 def is_ours(cache: Any) -> bool:
     """Whether it is a `KVCache`."""
     return isinstance(getattr(cache, "columns", None), Columns)
+
+
+def name_for(model: Any) -> str:
+    """What the forward pass of a model calls its cache."""
+    return CACHE_NAMES[0] if CACHE_NAMES[0] in inspect.signature(model.forward).parameters else CACHE_NAMES[1]
+
+
+def passed(model: Any, cache: Any) -> dict[str, Any]:
+    """The argument of a forward pass or of `generate`."""
+    return {name_for(model): cache}
+
+
+def cache_among(arguments: Mapping[str, Any]) -> Any:
+    """The cache among arguments by name, which may be those of a caller; None without one."""
+    return next((x for name in CACHE_NAMES if (x := arguments.get(name)) is not None), None)
 
 
 _numbers = itertools.count()

@@ -9,11 +9,10 @@ import torch
 
 from ..errors import DataError, SpecError, UnsupportedError, counted
 from ..geometry import layer_places, text_config
-from ..passing import passed
 from ..store import keys
 from ..store.loading import DamagedError
 from ..store.prefix_store import PrefixStore
-from .masks import HoldsPages
+from .masks import HoldsPages, passed
 
 CHUNK = 512
 """Tokens that go through the model together."""

@@ -14,7 +14,7 @@ import torch
 
 from ...errors import SpecError
 from ...integrations.huggingface import KVCache
-from ...passing import passed
+from ...integrations.masks import passed
 from ..caches import CacheFactory, held_bytes
 from ..fidelity import DECODING_CHUNK, compare, drift, histogram_quantile, read_raw
 from ..texts import spread_windows
