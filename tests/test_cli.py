@@ -427,6 +427,16 @@ def test_info_says_what_is_here(monkeypatch, tmp_path):
     assert "KVBITS_CPU_POOL" in run("info").stdout
 
 
+def test_a_cpu_without_kernels_is_said(monkeypatch, capsys):
+    pytest.importorskip("torch")
+    from kvbits.cli.common import say_device
+    from kvbits.ops.cpu import library
+
+    monkeypatch.setattr(library, "unavailable", lambda: "none was built")
+    say_device("cpu")
+    assert "warning: without CPU kernels every scheme takes the reference, many times slower: none was built" in capsys.readouterr().err
+
+
 STOPPED = """
 import sys, time, threading, os, signal
 from kvbits.cli import common, main

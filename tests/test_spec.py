@@ -183,6 +183,8 @@ GEOMETRY = LayerGeometry(num_kv_heads=2, head_dim=64)
         (lambda: QuantSpec().num_groups(72), ["head_dim=72", "group_size=64", "use per-token scales"]),
         (lambda: Scheme(name="x", key=PRESETS["klt4"].key, value=PRESETS["nuq4"].value), ["nuq4 values", "banded or integer values"]),
         (lambda: Override(layers=(0,), key=PRESETS["klt4"].key, value=QuantSpec(outliers=0.01)), ["int8 values with outliers=0.01"]),
+        (lambda: Scheme(name="a/b", key=RAW, value=RAW), ["name='a/b'", "without '/' and zero bytes", "'mine'"]),
+        (lambda: Scheme(name="a\0b", key=RAW, value=RAW), [r"name='a\x00b'", "without '/' and zero bytes"]),
         (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=0), ["page_size=0", "from 32", "multiple of 32", "64 or 128"]),
         (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=-64), ["page_size=-64", "from 32", "multiple of 32"]),
         (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=48), ["page_size=48", "multiple of 32"]),

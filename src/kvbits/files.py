@@ -40,22 +40,26 @@ def find(path: str | os.PathLike[str], what: str) -> Path:
     return found
 
 
-def require_file(path: str | os.PathLike[str], what: str) -> Path:
-    """The path, if a file can be there.
+def require_file(path: str | os.PathLike[str], what: str, *, replaced: bool = False) -> Path:
+    """The path, if a file can be there; a symlink's, if one can be where it leads.
 
     Args:
         what: names the option or operation in the message.
+        replaced: another file takes the place of one that is there (`whole`), which devices and pipes would not survive.
 
     Raises:
         SpecError: no path, a directory is there, or the directory it would be in is not, or takes no files.
     """
     found = find(path, what)
+    folder = Path(os.path.realpath(found)).parent
     if found.is_dir():
         raise SpecError(f"{what} {os.fspath(path)!r} is a directory; name a file in it")
-    if not found.parent.is_dir():
-        raise SpecError(f"{what} {found}: the directory {found.parent} does not exist; create it first")
+    if replaced and found.exists() and not found.is_file():
+        raise SpecError(f"{what} {found} is a device, a pipe or a socket, whose place a file would take; name a regular file, or a new one")
+    if not folder.is_dir():
+        raise SpecError(f"{what} {found}: the directory {folder} does not exist; create it first")
     if not found.exists():
-        _require_writable(found.parent, f"{what} {found}")
+        _require_writable(folder, f"{what} {found}")
     return found
 
 
@@ -91,8 +95,13 @@ def require_folder(path: str | os.PathLike[str], what: str, *, writable: bool = 
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Where to write a file that takes the place of `path` once it is whole; an error leaves what was there."""
+def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Where to write a file that takes the place of `path`, or of what that symlink leads to, once it is whole; an error leaves what was there.
+
+    Raises:
+        SpecError: no regular file is there, or none can be.
+    """
+    path = Path(os.path.realpath(require_file(path, "save:", replaced=True)))
     partial = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         yield partial

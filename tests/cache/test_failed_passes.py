@@ -148,6 +148,26 @@ def test_an_interrupted_pass_can_be_abandoned():
     assert all(torch.equal(a, b) for a, b in zip(forward(cache, more), forward(clean, more), strict=True))
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_what_began_inside_inference_mode_goes_on_outside(backend):
+    """Pages are no tensors of inference mode, which nothing outside of it may write."""
+    cache, clean = make(backend), make(backend)
+    with torch.inference_mode():
+        for c in (cache, clean):
+            forward(c, tokens_of(2, 64, 0))
+        cache.step(0, *tokens_of(2, 1, 1)[0], scaling=0.125)  # closes pages of layer 0 and uses one of its tail pages again
+    cache.abandon()
+    poison_free_pages(cache)
+    assert_same(cache, clean, [0, 1])
+    for c in (cache, clean):
+        c.crop([50, 64])
+        c.select([1, 0])
+        c.swap_in(1, c.swap_out(1))
+    more = tokens_of(2, 200, 2)
+    assert all(torch.equal(a, b) for a, b in zip(forward(cache, more), forward(clean, more), strict=True))
+    assert_same(cache, clean, [0, 1])
+
+
 def test_a_pass_cannot_be_taken_back_past_a_freed_sequence():
     cache = make()
     forward(cache, tokens_of(2, 64, 0))

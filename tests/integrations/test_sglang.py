@@ -417,6 +417,10 @@ def test_a_step_has_as_many_drafts_as_attention_takes(model):
         ({"speculative_algorithm": "EAGLE"}, "draft models have pools and plans of their own; pass NGRAM"),
         ({"speculative_algorithm": "NGRAM"}, "not as a tree of 10 branches; pass --speculative-ngram-max-bfs-breadth 1"),
         (DRAFTS | {"speculative_num_draft_tokens": 12}, "12 drafts a step; kvbits' attention verifies up to 8"),
+        (
+            {"attention_backend": "kvbits_klt4", "json_model_override_args": '{"rope_theta": 500.0}'},
+            "kvbits_klt4 turns keys as config.json says; write it there, or use kvbits_int8_centered",
+        ),
         ({"tp_size": 4}, "2 kv heads are not shared equally by --tp-size 4"),
     ],
     ids=str,
@@ -452,6 +456,13 @@ def test_files_of_other_models_and_options_that_cannot_be_are_refused(model, cal
         monkeypatch.setenv("KVBITS_SGLANG", said)
         with pytest.raises(error, match=match):
             resolved(model("llama")[1], attention_backend="kvbits_klt4")
+
+
+@pytest.mark.parametrize("said", ['{"calibration": "c.safetensors"}', '{"calibrate": false}'])
+def test_calibrations_that_a_format_never_reads_are_refused(model, monkeypatch, said):
+    monkeypatch.setenv("KVBITS_SGLANG", said)
+    with pytest.raises(UnsupportedError, match="KVBITS_SGLANG has calibrat.*, which kvbits_int8_centered never reads; leave it away, or serve"):
+        resolved(model("llama")[1])
 
 
 def test_requests_are_counted_where_each_has_copies(model, calibration, monkeypatch):

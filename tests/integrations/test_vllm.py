@@ -119,6 +119,26 @@ def test_calibrated_formats_have_raw_copies_unless_told_otherwise():
         options("kvbits_klt4", calibration=1)
 
 
+@pytest.mark.parametrize(
+    ("given", "way_out"),
+    [({"calibration": "c.safetensors"}, "serve a calibrated format"), ({"calibrate": False}, "like kvbits_klt4"), ({"scheme": "s.json"}, "kvbits_scheme")],
+)
+def test_options_that_a_dtype_never_reads_are_refused_unless_drafts_read_them(given, way_out):
+    (name,) = given
+    with pytest.raises(UnsupportedError, match=rf'additional_config\["kvbits"\] has {name}, which kvbits_int8 never reads; leave it away, or .*{way_out}'):
+        options("kvbits_int8", **given)
+    assert options("auto", **given)  # kvbits is not asked, or not yet
+    config = SimpleNamespace(additional_config={"kvbits": given}, cache_config=SimpleNamespace(cache_dtype="kvbits_int8"))
+    config.model_config = SimpleNamespace(runner_type="draft")
+    assert options_of(config), "its target may read them"
+    config.model_config.runner_type, config.speculative_config = "generate", SimpleNamespace(kv_cache_dtype="kvbits_klt4")
+    if name == "scheme":
+        with pytest.raises(UnsupportedError, match="kvbits_int8 never reads"):
+            options_of(config)
+    else:
+        assert options_of(config), "its drafts may read them"
+
+
 def test_widths_are_those_of_the_kernels():
     """What the plugin refuses is what kernels refuse; `kvbits plan`, which has no torch, knows the largest."""
     for name in ("auto", *FORMATS):

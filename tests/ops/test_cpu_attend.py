@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -386,16 +387,39 @@ def test_works_after_fork(pool):
     assert done.returncode == 0, done.stderr
 
 
-def test_tier_that_cannot_run_is_named():
-    done = run_python("from kvbits.ops.cpu import library; print(library.unavailable())", KVBITS_CPU_TIER="sse9")
-    assert "KVBITS_CPU_TIER='sse9'" in done.stdout and "avx512, avx2, neon, generic" in done.stdout
+@pytest.mark.parametrize(
+    ("variable", "value", "known"),
+    [
+        ("TIER", "sse9", "known: avx512, avx2, neon, generic"),
+        ("TIER", "avx2" if platform.machine() == "aarch64" else "neon", "known: avx512, avx2, neon, generic"),
+        ("POOL", "tbb", "known: openmp, own"),
+        ("LIBRARY", "/none.so", "is no file"),
+    ],
+)
+def test_variables_that_cannot_be_had_are_errors(variable, value, known):
+    """Not a cache that runs on the reference; the package is imported all the same, and `kvbits info` says why."""
+    code = (
+        "import torch\n"
+        "from kvbits import cli, schemes\n"
+        "from kvbits.cache.paged_cache import PagedCache\n"
+        "from kvbits.cli.info import _found\n"
+        "from kvbits.errors import UnsupportedError\n"
+        "from kvbits.spec import CacheSpec, LayerGeometry\n"
+        "print(_found()['cpu_kernels'])\n"
+        "cache = PagedCache(CacheSpec(scheme=schemes.get('int8'), layers=(LayerGeometry(num_kv_heads=1, head_dim=64),), raw_dtype='float32'))\n"
+        "x = torch.randn(1, 70, 1, 64)\n"
+        "try: cache.step(0, x, x, x, scaling=0.125)\n"
+        "except UnsupportedError as error: print(error)\n"
+    )
+    name = f"KVBITS_CPU_{variable}"
+    done = run_python(code, **{name: value})
+    info, raised = done.stdout.splitlines()
+    assert info == f"none: {raised}" and f"{name}={value!r} is " in raised and known in raised and f"; unset {name} to take" in raised, done
+
+
+def test_tiers_and_pools_that_there_are_not_are_not_switched_to():
     with pytest.raises(UnsupportedError, match="sse9"):
         library.set_tier("sse9")
-
-
-def test_unknown_pool_is_named():
-    done = run_python("from kvbits.ops.cpu import library; print(library.unavailable())", KVBITS_CPU_POOL="tbb")
-    assert "KVBITS_CPU_POOL='tbb'" in done.stdout and "openmp, own" in done.stdout
     with pytest.raises(UnsupportedError, match="tbb"):
         library.set_pool("tbb")
 

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -459,6 +460,13 @@ def test_a_parked_sequence_comes_back_as_it_was_and_is_not_evicted_meanwhile(sto
     assert donor.explain()["bytes"] == whole
     store.evict(0)
     assert store.match(donor, ids) == 0, "it is not pinned any more"
+
+
+def test_a_prefix_is_loaded_into_pages_alone(store):
+    """A cache of Transformers has pages, but counts the columns of its prompts, too."""
+    kv = SimpleNamespace(pages=cache_of(INT4))
+    with pytest.raises(DataError, match=r"load\(\) into a SimpleNamespace, which is no PagedCache; KVCache.from_prefix\(model, ids, store=store\)"):
+        store.load(kv, ids_of(300))
 
 
 def test_what_could_not_come_back_is_not_parked(store):

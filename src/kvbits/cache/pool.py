@@ -25,6 +25,7 @@ GROWTH = 64
 """A growing pool is extended by at least a GROWTH-th of itself, so at most that share lies idle: what `torch.cat` of one layer of 32 holds besides."""
 
 
+@torch.inference_mode(False)  # what is made inside of it cannot be written outside, where a pass may be taken back
 def allocate_slab(nbytes: int, device: torch.device) -> torch.Tensor:
     """Uninitialised uint8 [nbytes]. The only place where page memory comes from (tests poison it here)."""
     if device.type != "cpu" or nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -140,6 +141,7 @@ class Pool:
             first += slab.shape[0]
         return found
 
+    @torch.inference_mode(False)  # as above: slabs come and go
     def drop_slab(self, at: int, before: PoolBefore) -> list[int]:
         """Let go of a slab: what it holds moves to free places of the others, whose ids close the gap.
 
@@ -178,6 +180,7 @@ class Pool:
                 return
             page_id -= slab.shape[0]
 
+    @torch.inference_mode(False)
     def restore(self, before: PoolBefore) -> None:
         """Put back what `snapshot` took: slabs that came since go, those that went come back."""
         for i, place, was in reversed(before.saved):

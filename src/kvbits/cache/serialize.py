@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..files import require_file, whole
+from ..files import whole
 from ..ops.reference.dequantize import section
 from ..quant.packing import row_positions
 from ..spec import CacheSpec, LowLayout, PageLayout
@@ -65,7 +65,6 @@ def save(contents: Contents, path: str | Path) -> None:
     Raises:
         SpecError: a directory is there, or none that the file could be in.
     """
-    path = require_file(path, "save:")
     identity = Identity.of(contents.spec, contents.made_for, blob.calibration_id(contents.static))
     parts, numbers = _parts(contents.groups)
     with whole(path) as partial, open(partial, "xb", buffering=0) as file:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..errors import CalibrationError, FileFormatError
-from ..files import require_file, whole
+from ..files import whole
 from ..geometry import layer_geometries, text_config
 from ..ops.static import calibrated
 from ..spec import LayerGeometry, QuantSpec, Scheme, from_dict, to_dict
@@ -261,7 +261,7 @@ def write_file(path: str | os.PathLike[str], tensors: dict[str, torch.Tensor], m
     """Write a safetensors file; an existing one is replaced only once the new one is whole. Raises SpecError where no file can be."""
     from safetensors.torch import save_file
 
-    with whole(require_file(path, "save:")) as partial:
+    with whole(path) as partial:
         save_file(tensors, partial, metadata=metadata)
 
 

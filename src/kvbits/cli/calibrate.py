@@ -86,7 +86,7 @@ def calibrate(
         raise SpecError(f"only calibrations of bases are kept by model; give --out FILE.safetensors for {names}")
     outs = [] if out is None else _outs(out, [one.name for _, one in chosen])
     for path, (_, one) in zip(outs, chosen, strict=bool(outs)):
-        require_file(path, "--out")
+        require_file(path, "--out", replaced=True)
         if path.exists() and not force:
             _may_replace(path, model, one.name)
     from ..evaluate.texts import mixed, read_text

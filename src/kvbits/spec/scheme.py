@@ -112,6 +112,8 @@ class Scheme:
 
     def __post_init__(self) -> None:
         _require_specs(self.key, self.value)
+        if not isinstance(self.name, str) or "/" in self.name or "\0" in self.name:
+            raise SpecError(f"name={self.name!r} must be a text without '/' and zero bytes, since files are named after it; for example 'mine'")
         object.__setattr__(self, "overrides", tuple(self.overrides))
         object.__setattr__(self, "tiers", tuple(self.tiers))
         if wrong := [o for o in self.overrides if not isinstance(o, Override)]:

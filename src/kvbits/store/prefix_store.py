@@ -222,9 +222,12 @@ class PrefixStore:
 
         Raises:
             CacheStateError: the sequence is not empty.
+            DataError: no PagedCache; a KVCache is made by `KVCache.from_prefix`.
             PoolFullError: pages are missing. Nothing changed.
         """
         tokens = keys.token_ids(ids)
+        if not isinstance(cache, PagedCache):  # a KVCache counts the columns of its prompts, too
+            raise DataError(f"load() into a {type(cache).__name__}, which is no PagedCache; KVCache.from_prefix(model, ids, store=store) begins with a prefix")
         groups = settled(cache, row, make=True)
         if length := groups[0].sequences[row].length:
             raise CacheStateError(f"sequence {row} holds {counted(length, 'token')}; load a prefix into an empty one, or free({row}) first")

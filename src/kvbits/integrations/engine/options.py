@@ -45,8 +45,11 @@ class Options:
 Kind = TypeVar("Kind", bound=Options)
 
 
-def checked(kind: type[Kind], given: Any, where: str, calibrated: bool) -> Kind:
+def checked(kind: type[Kind], given: Any, where: str, calibrated: bool, plain: str = "") -> Kind:
     """Options as a user gave them. Where layers are calibrated and nothing is said of raw copies, they have `COPIED` newest and first tokens.
+
+    Args:
+        plain: the format, where nothing in the engine reads a calibration.
 
     Raises:
         UnsupportedError: options that there are not or that cannot be; `where` says what gave them.
@@ -68,6 +71,8 @@ def checked(kind: type[Kind], given: Any, where: str, calibrated: bool) -> Kind:
             raise UnsupportedError(f"{f.name}={value!r} must be true or false")
     if found.raw_first and not found.raw_newest:
         raise UnsupportedError(f"raw_first without raw_newest; pass raw_newest={PAGE_SIZE} too")
+    if plain and (unread := [name for name in ("calibration", "calibrate") if getattr(found, name) != getattr(Options, name)]):
+        raise UnsupportedError(f"{where} has {unread[0]}, which {plain} never reads; leave it away, or serve a calibrated format, like kvbits_klt4")
     return found
 
 

@@ -95,7 +95,7 @@ def options_of(form: Format) -> Options:
         given = json.loads(text)
     except ValueError:
         given = text
-    return checked(Options, given, "KVBITS_SGLANG", form.calibrated)
+    return checked(Options, given, "KVBITS_SGLANG", form.calibrated, "" if form.calibrated else form.name)
 
 
 def calibration_of(form: Format, server_args: Any) -> Model:
@@ -125,6 +125,8 @@ def refuses(form: Format, options: Any) -> str | None:
     for name, (usual, why) in NOT_RUN.items():
         if (value := getattr(options, name)) != usual:
             return f"--{name.replace('_', '-')} {value} is not served by kvbits' attention backend: {why}; leave it away"
+    if form.calibrated and (given := options.json_model_override_args) != "{}":
+        return f"--json-model-override-args {given}: {form.name} turns keys as config.json says; write it there, or use kvbits_int8_centered"
     return refuses_drafts(options) if options.speculative_algorithm else None
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import GONE, UnsupportedError
-from .formats import NAMES, PAGE_SIZE, PLACEHOLDER, TAGS
+from .formats import FORMATS, NAMES, PAGE_SIZE, PLACEHOLDER, TAGS
 from .options import options_of
 
 VERSIONS = ">=0.33,<0.34"
@@ -94,6 +94,8 @@ def _naming(original: Callable[..., None]) -> Callable[..., None]:
             if cache.cache_dtype not in ("auto", name):
                 raise UnsupportedError(f'additional_config["kvbits"] has the dtype {name}, --kv-cache-dtype is {cache.cache_dtype}; leave one of them away')
             cache.cache_dtype = name
+        if cache is not None and cache.cache_dtype in FORMATS:
+            options_of(vllm_config)  # refuses what this dtype never reads, before a model is loaded
         original(vllm_config)
         if name is not None and cache is not None and not cache.user_specified_block_size:
             cache.block_size = PAGE_SIZE  # a default of the platform, which asks no backend

@@ -24,6 +24,7 @@ ABI_VERSION = 19
 LIBRARY_NAME = "libkvbits_cpu.so"
 POOLS = ("openmp", "own")
 TIERS = ("avx512", "avx2", "neon", "generic")
+VARIABLES = ("KVBITS_CPU_LIBRARY", "KVBITS_CPU_POOL", "KVBITS_CPU_TIER")
 
 
 class TensorStruct(Structure):
@@ -111,7 +112,10 @@ def _candidates() -> list[Path]:
 @functools.cache
 def _open() -> tuple[ctypes.CDLL | None, str]:
     """(library, "") or (None, why not)."""
-    path = next((p for p in _candidates() if p.is_file()), None)
+    candidates = _candidates()
+    path = next((p for p in candidates if p.is_file()), None)
+    if path is None and os.environ.get("KVBITS_CPU_LIBRARY"):
+        return None, f"KVBITS_CPU_LIBRARY={str(candidates[0])!r} is no file"
     if path is None:
         return None, "the CPU library was not built (no C++ compiler at install time?); reinstall with GCC or Clang present, or use a wheel"
     try:
@@ -135,7 +139,7 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     if not lib.kvbits_tier():
         wanted = os.environ.get("KVBITS_CPU_TIER")
         return None, f"KVBITS_CPU_TIER={wanted!r} is not a tier that this machine and build can run; known: {', '.join(TIERS)}"
-    if (wanted := os.environ.get("KVBITS_CPU_POOL", "openmp")) not in POOLS:
+    if (wanted := os.environ.get("KVBITS_CPU_POOL") or "openmp") not in POOLS:
         return None, f"KVBITS_CPU_POOL={wanted!r} is not a thread pool; known: {', '.join(POOLS)}"
     if wanted == "openmp":
         lib.kvbits_use_openmp(openmp_parallel())
@@ -153,8 +157,15 @@ def openmp_parallel() -> int | None:
 
 
 def unavailable() -> str | None:
-    """Why there are no CPU kernels here, or None when there are."""
-    return _open()[1] or None
+    """Why there are no CPU kernels here, or None when there are.
+
+    Raises:
+        UnsupportedError: there are none, and a variable asks for some; everything would take the reference, many times slower.
+    """
+    why = _open()[1]
+    if why and (asking := [name for name in VARIABLES if os.environ.get(name)]):
+        raise UnsupportedError(f"{why}; unset {' and '.join(asking)} to take what is there")
+    return why or None
 
 
 def library() -> ctypes.CDLL:

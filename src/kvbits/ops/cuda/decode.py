@@ -134,6 +134,7 @@ class _Stepper:
         g.writers[i].run(k, v, self._stream)
         return g.attention.run(q, i, lse=lse)
 
+    @torch.inference_mode()  # as the step may have been
     def take_back(self, layers: set[int]) -> None:
         stream = driver.current_stream(self._device)
         for layer in layers:
