@@ -121,7 +121,7 @@ def test_calibrated_formats_have_raw_copies_unless_told_otherwise():
 
 @pytest.mark.parametrize(
     ("given", "way_out"),
-    [({"calibration": "c.safetensors"}, "serve a calibrated format"), ({"calibrate": False}, "like kvbits_klt4"), ({"scheme": "s.json"}, "kvbits_scheme")],
+    [({"calibration": "c.safetensors"}, "serve a calibrated format"), ({"calibrate": False}, "a calibrated format"), ({"scheme": "s.json"}, "kvbits_scheme")],
 )
 def test_options_that_a_dtype_never_reads_are_refused_unless_drafts_read_them(given, way_out):
     (name,) = given

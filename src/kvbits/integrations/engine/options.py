@@ -72,7 +72,7 @@ def checked(kind: type[Kind], given: Any, where: str, calibrated: bool, plain: s
     if found.raw_first and not found.raw_newest:
         raise UnsupportedError(f"raw_first without raw_newest; pass raw_newest={PAGE_SIZE} too")
     if plain and (unread := [name for name in ("calibration", "calibrate") if getattr(found, name) != getattr(Options, name)]):
-        raise UnsupportedError(f"{where} has {unread[0]}, which {plain} never reads; leave it away, or serve a calibrated format, like kvbits_klt4")
+        raise UnsupportedError(f"{where} has {unread[0]}, which {plain} never reads; leave it away, or serve a calibrated format")
     return found
 
 
