@@ -60,7 +60,7 @@ def cache_specs(draw):
         Override, layers=st.lists(st.integers(-num_layers, num_layers - 1), min_size=1, max_size=2).map(tuple), key=quant_specs(), value=quant_specs()
     )
     scheme = Scheme(
-        name=draw(st.text(max_size=8)),
+        name=draw(st.text(st.characters(codec="utf-8", exclude_characters="/\0"), max_size=8)),
         key=draw(quant_specs()),
         value=draw(quant_specs()),
         num_sink_tokens=draw(st.integers(0, 9)),

@@ -51,7 +51,7 @@ def require_file(path: str | os.PathLike[str], what: str, *, replaced: bool = Fa
         SpecError: no path, a directory is there, or the directory it would be in is not, or takes no files.
     """
     found = find(path, what)
-    folder = Path(os.path.realpath(found)).parent
+    folder = Path(os.path.realpath(found)).parent if found.is_symlink() else found.parent
     if found.is_dir():
         raise SpecError(f"{what} {os.fspath(path)!r} is a directory; name a file in it")
     if replaced and found.exists() and not found.is_file():

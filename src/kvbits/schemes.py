@@ -153,7 +153,7 @@ def expand(names: Iterable[str | Scheme], groups: Mapping[str, Iterable[str]] | 
     for given in names:
         one = read(given) if isinstance(given, str) and given.endswith(".json") else given
         if isinstance(one, Scheme):
-            if one.name in known or found.get(one.name, one) != one or one.name in ("", "..") or "/" in one.name:
+            if one.name in known or found.get(one.name, one) != one or one.name in ("", ".."):
                 raise SpecError(f"a scheme of your own is called {one.name!r}; results go by names: give it one that no other has and that a file can have")
             found[one.name] = one
             continue
