@@ -39,6 +39,7 @@ $(MODEL): $(STAMP)
 	@touch $@
 
 demo: setup
+	@echo "about two minutes on two quiet cores"
 	$(BIN)/kvbits demo
 
 lint: $(STAMP)

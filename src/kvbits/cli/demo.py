@@ -24,7 +24,6 @@ def demo(
     Schemes are int8_centered (the recommended one), klt4 and klt2 if none is named; the basis of the last two is calibrated first, on another part of the text.
     """
     if model is None:
-        typer.echo("about two minutes on two quiet cores", err=True)
         os.environ.setdefault("TQDM_DISABLE", "1")  # read when Transformers imports tqdm: its two bars of the GGUF file last seconds and say nothing
     else:
         require_model(model)
