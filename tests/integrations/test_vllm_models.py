@@ -270,8 +270,13 @@ def test_layers_that_read_the_pages_of_others_and_attention_in_chunks(model, eng
         assert all(distance(model(name)[0], *x) < limit for x in zip(prompts, results, strict=True))
 
 
-@pytest.mark.parametrize("dtype", ["auto", "kvbits_int8_centered", pytest.param("kvbits_int4", marks=pytest.mark.night)])
-@pytest.mark.parametrize("name", ["gemma4_wide", "mimo"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("gemma4_wide", "auto"), ("mimo", "auto"), ("mimo", "kvbits_int8_centered"),
+        *(pytest.param(*case, marks=pytest.mark.night) for case in (("gemma4_wide", "kvbits_int8_centered"), ("gemma4_wide", "kvbits_int4"), ("mimo", "kvbits_int4"))),
+    ],
+)  # fmt: skip
 def test_heads_of_512_and_values_narrower_than_keys(model, engine, name, dtype):
     """In chunks that end inside pages, and prefixes found again: the tokens of Transformers with the same scheme."""
     llm, scheme = engine(name, dtype, max_num_batched_tokens=96, attention_backend="CUSTOM"), None if dtype == "auto" else scheme_of(dtype)

@@ -45,10 +45,10 @@ def options_of(vllm_config: Any, calibrated: bool | None = None) -> Options:
     if calibrated is None:
         calibrated = _calibrated(vllm_config.cache_config.cache_dtype, given.get("scheme") if isinstance(given, dict) else None)
     dtype, drafts = vllm_config.cache_config.cache_dtype, getattr(getattr(vllm_config, "speculative_config", None), "kv_cache_dtype", None)
-    target = getattr(getattr(vllm_config, "model_config", None), "runner_type", None) != "draft"  # whose options drafts have, too
-    plain = target and dtype in NAMES and not calibrated and not (drafts in FORMATS and FORMATS[drafts].calibrated)
-    found = engine.checked(Options, given, 'additional_config["kvbits"]', calibrated, dtype if plain else "")
-    if target and found.scheme and dtype in FORMATS:
+    # Drafts have the target's options, and for a moment its configuration under their own dtype.
+    alone = drafts is None and getattr(getattr(vllm_config, "model_config", None), "runner_type", None) != "draft"
+    found = engine.checked(Options, given, 'additional_config["kvbits"]', calibrated, dtype if alone and dtype in NAMES and not calibrated else "")
+    if alone and found.scheme and dtype in FORMATS:
         raise UnsupportedError(f'additional_config["kvbits"] has scheme, which {dtype} never reads; leave it away, or pass --kv-cache-dtype {SCHEME}')
     return found
 
