@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import DataError
-from ..integrations.masks import passed
+from ..integrations.masks import name_for
 from ..spec import CacheSpec
 
 DECODING_CHUNK = 16
@@ -208,7 +208,7 @@ def compare(
     if ids.ndim not in (1, 2) or ids.shape[-1] < max(first, 1) + 1:
         raise DataError(f"{tuple(ids.shape)} token ids leave nothing to score after a prefix of {max(first, 1)} tokens; pass a longer text")
     ids = (ids if ids.ndim == 2 else ids[None]).to(model.device)
-    length = ids.shape[1]
+    length, argument = ids.shape[1], name_for(model)
     results = {name: Fidelity() for name in caches} if results is None else results
     starts = [0, *range(first, length - 1, chunk)] if first else [*range(0, length - 1, chunk)]
     for start in starts:
@@ -218,7 +218,7 @@ def compare(
         reference = p_reference = None
         for name, cache in caches.items():
             began = _now(model)
-            logits = model(ids[:, start:end], **passed(model, cache), use_cache=True, logits_to_keep=targets.shape[1]).logits
+            logits = model(ids[:, start:end], **{argument: cache}, use_cache=True, logits_to_keep=targets.shape[1]).logits
             if not prefix:
                 results[name].seconds += _now(model) - began
                 results[name].num_timed += (end - start) * len(ids)

@@ -14,7 +14,7 @@ import torch
 
 from ...errors import SpecError
 from ...integrations.huggingface import KVCache
-from ...integrations.masks import passed
+from ...integrations.masks import name_for
 from ..caches import CacheFactory, held_bytes
 from ..fidelity import DECODING_CHUNK, compare, drift, histogram_quantile, read_raw
 from ..texts import spread_windows
@@ -151,10 +151,11 @@ class DecodeTask(FidelityTask):
 def prefill(model: Any, caches: dict[str, Any], ids: torch.Tensor, chunk: int, on_tokens: Callable[[int], None] = lambda n: None) -> dict[str, torch.Tensor]:
     """Feed ids [B, num_tokens] to every cache in chunks; returns each cache's logits [B, vocabulary] after the last token."""
     last: dict[str, torch.Tensor] = {}
+    argument = name_for(model)
     for start in range(0, ids.shape[1], chunk):
         piece = ids[:, start : start + chunk].to(model.device)
         for name, cache in caches.items():
-            last[name] = model(piece, **passed(model, cache), use_cache=True, logits_to_keep=1).logits[:, -1]
+            last[name] = model(piece, **{argument: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
         on_tokens(piece.shape[1])
     return last
 

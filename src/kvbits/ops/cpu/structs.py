@@ -195,7 +195,7 @@ def _slabs(store: PageStore | LowStore) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def table_struct(table: PageTable) -> TableStruct:
-    """The C view of a page table that `PageTable.check` let pass, kept on the table."""
+    """The C view of a page table that `PageTable.check` let pass or a plan made, kept on the table."""
     kept = table.__dict__.get("_cpu_struct")
     if kept is not None:
         return kept[0]
