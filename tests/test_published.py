@@ -1,6 +1,6 @@
 """Bytes of published models' caches, by hand from their config.json: what `kvbits plan` says is that.
 
-Fields are those of the models' config.json that decide a cache; what is left out is the default of the family in Transformers 5.23, where it is the published
+Fields are those of the models' config.json that decide a cache; what is left out is the default of the family in Transformers 5.24, where it is the published
 model's. Sources: the cards of the models on the hub, from memory where no other is named, and Transformers' defaults, which name the model they are of.
 """
 

@@ -217,7 +217,7 @@ class Place:
 
 
 def layer_places(config: Any) -> tuple[Place, ...]:
-    """What each decoder layer has in the cache, in model order.
+    """What each decoder layer has in the cache, in model order; behind them those that a model goes through again (`_again`).
 
     Raises:
         UnsupportedError, SpecError: see `layer_geometries`.
@@ -231,7 +231,7 @@ def stored_at(config: Any) -> dict[int, int]:
 
 
 def layer_geometries(config: Any) -> tuple[LayerGeometry, ...]:
-    """Geometry of each decoder layer that stores keys and values, in model order. Which layers these are, and what the others keep, says `layer_places`.
+    """Geometry of each layer of `layer_places` that stores keys and values, in its order.
 
     Args:
         config: a Transformers configuration, also one of a multimodal or an encoder-decoder model (the part that generates text counts).
@@ -252,7 +252,25 @@ def _decoder(config: Any) -> tuple[Any, list[Any]]:
     if not num_layers:
         raise UnsupportedError(f"{_name(config)} states no num_hidden_layers, so its cache is unknown; give --layers, --kv-heads and --head-dim")
     configs = _per_layer(config, num_layers)
-    return config, configs
+    return config, configs + _again(config, configs)
+
+
+def _again(config: Any, layers: list[Any]) -> list[Any]:
+    """Of one thing for each layer, those of the layers that a model goes through more than once (Dory, Inkling 2 Mini), for each time but the first: keys and
+    values of each time are kept, behind those of all layers.
+
+    Raises:
+        UnsupportedError: the first times read what the last one cached.
+    """
+    if (times := getattr(config, "n_recurrent_loops", None)) is not None:
+        if times > 1 and config.recurrent_kv_cache_mode != "per_loop":
+            raise UnsupportedError(f"{_name(config)} reads the keys and values of its last loop in its first ones, past its cache; use the stock cache")
+        start, count = config.n_input_layers, config.n_recurrent_layers
+    elif (times := getattr(config, "loop_num_passes", None)) is not None:
+        start, count = config.loop_layer_index_start, config.loop_layer_index_end - config.loop_layer_index_start
+    else:
+        return []
+    return layers[start : start + count] * (times - 1)
 
 
 def _num_layers(config: Any) -> int | None:
@@ -391,7 +409,8 @@ def _stated_types(config: Any, configs: list[Any]) -> list[str]:
 
 
 def _places(config: Any, configs: list[Any]) -> tuple[Place, ...]:
-    types = _stated_types(config, configs)
+    types = _stated_types(config, configs[: _num_layers(config)])
+    types += _again(config, types)
     modes = getattr(config, "kv_sharing_modes", None) or []
     shared = {i for i, mode in enumerate(modes) if mode == "reuse"}
     if not modes and (n := getattr(config, "num_kv_shared_layers", 0)):  # before transformers told the layers apart

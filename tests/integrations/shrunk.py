@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = (
         "patch_size": 14, "sliding_window": 24, "attention_chunk_size": 24, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97,
         "rotary_dim": 8, "num_kv_shared_layers": 0, "swa_head_dim": 32, "d_rel": 8, "rel_extent": 32, "mamba_n_heads": 8, "mamba_d_head": 16,
         "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 16, "mamba_d_ssm": 128, "ssm_state_size": 16,
-        "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "decoder_start_token_id": 2,
+        "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "decoder_start_token_id": 2, "unpadded_vocab_size": 97,
     }
 )  # fmt: skip
 LISTS = (
@@ -44,17 +44,28 @@ LISTS = (
     "kv_source_layers", "layer_type_list", "pyramid_num_routed", "num_attention_heads_per_layer", "activation_sparsity_pattern",
 )  # fmt: skip
 """What a family makes anew for its number of layers."""
+LOOPED = {
+    "num_hidden_layers": 4, "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid", "hybrid"], "n_layers_per_attn_res_block": 1,
+    "loop_layer_index_start": 1, "loop_layer_index_end": 3,
+}  # fmt: skip
 THREE_ROTARY_PARTS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 MORE: dict[str, dict[str, Any]] = {
     **{kind: {"text_config": {"rope_parameters": THREE_ROTARY_PARTS}} for kind in ("glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl")},
     "glm4v_moe": {"text_config": {"rope_parameters": THREE_ROTARY_PARTS | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}}},
+    "apertus1p5": {
+        "audio_config": {"codebook_dim": 64, "codebook_size": 8}, "vision_config": {"base_channels": 32, "codebook_size": 8}, "image_token_offset": 80,
+        "audio_token_offset": 88,
+    },
     "chameleon": {"vocabulary_map": {"<image>": 96}},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "hy_v4_vl": {"text_config": {"rope_parameters": THREE_ROTARY_PARTS | {"mrope_section": [2, 1, 1]}}},
+    "inkling2_loop": {"text_config": LOOPED},
+    "inkling2_loop_text": LOOPED,
     "step3p7": {"text_config": {"sliding_window": 24}},
     "xmod": {"default_language": "en_XX"},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 95, "text_config": {"rope_parameters": THREE_ROTARY_PARTS}},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 95},
-}
+}  # fmt: skip
 """What single families need besides."""
 UNBUILT = (
     dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "wants timm") | {"inkling_mm_model": "wants scipy"}

@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from kvbits.integrations.huggingface import KVCache
 
-pytestmark = pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="families and their attention change with Transformers")
+pytestmark = pytest.mark.skipif(Version(transformers.__version__) < Version("5.24"), reason="families and their attention change with Transformers")
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f"{f.config.removesuffix('Config')}-{re.sub('[^A-Za-z0-9]+', '-', f.names)[:24]}")
@@ -19,7 +19,7 @@ def test_raw_decodes_the_stock_tokens_or_the_refusal_has_a_way_out(family):
     with families.quiet():
         model = families.build(family)
         dense, why = families.said(model)
-        assert families.row(family, dense, why) in families.DOCUMENT.read_text(), "run python tests/integrations/families.py"
+        assert families.row(family, dense, why) in families.DOCUMENT.read_text(), "run PYTHONPATH=tests python -m integrations.families"
         if why is not None:
             assert why.endswith("use the stock cache") or "use the stock cache" in why
             assert model.config.get_text_config(decoder=True)._attn_implementation == "eager"

@@ -1,4 +1,4 @@
-"""Caches of models whose layers are not all alike: recurrent layers beside attention, layers that share keys and values, chunks, a decoder with an encoder.
+"""Caches of models whose layers are not all alike: recurrent layers beside attention, layers that share keys and values or loop, chunks, an encoder.
 What `raw` does is what the stock cache does, in every way that a cache is used."""
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from packaging.version import Version
 
 from kvbits import PrefixStore
 from kvbits.calibrate import calibrate
-from kvbits.errors import CacheStateError, DataError, UnsupportedError
+from kvbits.errors import CacheStateError, CalibrationError, DataError, UnsupportedError
 from kvbits.geometry import layer_places
 from kvbits.integrations.huggingface import KVCache
+from kvbits.integrations.masks import passed
 
-pytestmark = pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="families and their attention change with Transformers")
+pytestmark = pytest.mark.skipif(Version(transformers.__version__) < Version("5.24"), reason="families and their attention change with Transformers")
 
 RECURRENT = ("Qwen3NextConfig", "FalconH1Config", "Lfm2Config", "NemotronHConfig")
-DECODERS = (*RECURRENT, "Gemma3nTextConfig", "Llama4TextConfig")
+DECODERS = (*RECURRENT, "Gemma3nTextConfig", "Llama4TextConfig", "DoryConfig")
 
 
 def built(config):
@@ -77,7 +78,7 @@ def test_a_prompt_in_chunks_and_a_second_turn(model):
     def turns(m, cache):
         x, out = ids(2, 90), []
         for a, b in ((0, 7), (7, 37), (37, 38), (38, 39), (39, 90)):
-            out.append(m(x[:, a:b], past_key_values=cache).logits)
+            out.append(m(x[:, a:b], **passed(m, cache)).logits)
         return torch.cat(out, 1)
 
     got, want = both(model, turns)
@@ -88,14 +89,14 @@ def test_selected_repeated_copied_and_reset(model):
     def juggled(m, cache):
         if isinstance(cache, transformers.DynamicCache) and any(p.has_state for p in layer_places(m.config)):
             return by_hand(m)
-        m(**padded(ids()), past_key_values=cache)
+        m(**padded(ids()), **passed(m, cache))
         cache.batch_select_indices(torch.tensor([1, 0]))
         cache.batch_repeat_interleave(2)
         twin = copy.deepcopy(cache)
         mask = torch.cat([padded(ids())["attention_mask"][[1, 1, 0, 0]], torch.ones(4, 3, dtype=torch.long)], 1)
-        out = [m(ids(4, 3, seed), attention_mask=mask, past_key_values=c).logits for c, seed in ((cache, 5), (twin, 6))]
+        out = [m(ids(4, 3, seed), attention_mask=mask, **passed(m, c)).logits for c, seed in ((cache, 5), (twin, 6))]
         cache.reset()
-        return [*out, m(ids(3, 9), past_key_values=cache).logits]
+        return [*out, m(ids(3, 9), **passed(m, cache)).logits]
 
     def by_hand(m):
         """Stock recurrent layers neither select nor repeat: the same sequences from their beginning."""
@@ -103,9 +104,9 @@ def test_selected_repeated_copied_and_reset(model):
         out = []
         for seed in (5, 6):
             cache = transformers.DynamicCache(config=m.config)
-            m(x, attention_mask=mask, past_key_values=cache)
+            m(x, attention_mask=mask, **passed(m, cache))
             longer = torch.cat([mask, torch.ones(4, 3, dtype=torch.long)], 1)
-            out.append(m(ids(4, 3, seed), attention_mask=longer, past_key_values=cache).logits)
+            out.append(m(ids(4, 3, seed), attention_mask=longer, **passed(m, cache)).logits)
         return [*out, m(ids(3, 9), past_key_values=transformers.DynamicCache(config=m.config)).logits]
 
     for got, want in zip(*both(model, juggled), strict=True):
@@ -116,7 +117,7 @@ def test_eight_bits_are_near(model):
     with torch.no_grad(), families.quiet():
         found = []
         for cache in (KVCache.for_model(model, "int8"), transformers.DynamicCache(config=model.config)):
-            found.append(torch.cat([model(ids(1, 300)[:, a:b], past_key_values=cache).logits for a, b in ((0, 280), (280, 281), (281, 282), (282, 300))], 1))
+            found.append(torch.cat([model(ids(1, 300)[:, a:b], **passed(model, cache)).logits for a, b in ((0, 280), (280, 281), (281, 282), (282, 300))], 1))
     assert (found[0] - found[1]).norm() < 0.2 * found[1].norm()
 
 
@@ -216,6 +217,25 @@ def test_layers_that_share_have_no_bytes_of_their_own():
     assert [p.stored for p in places] == [0, 0] and places[1].shares
     assert len(cache.pages.spec.layers) == 1 and cache.nbytes == cache.pages.spec.nbytes(256)
     assert "share keys and values" in cache.pages.cannot_decode_on_device(4, torch.float32)
+
+
+# -- layers gone through more than once -----------------------------------------------------------------------------
+
+
+def test_each_time_has_layers_of_its_own_behind_those_of_the_model():
+    model = built("DoryConfig")
+    assert [p.kind[:4] for p in layer_places(model.config)] == ["slid", "slid", "full", "full"] + 2 * ["slid", "full"]
+    cache = KVCache.for_model(model, "int8")
+    with torch.no_grad():
+        with pytest.raises(UnsupportedError, match=r"calls its cache 'cache' and went by one of another name; call model\(.., cache=cache\)"):
+            model(ids(), past_key_values=cache)
+        model(ids(), cache=cache)
+    assert len(cache.layers) == len(cache.pages.spec.layers) == 8 and cache.pages.seq_lens == [50, 50]
+    with pytest.raises(CalibrationError, match=r"queries of layers \[4, 5, 6, 7\] of DoryForCausalLM cannot be seen"):
+        calibrate(model, [ids(1, 300)], "klt4")
+    model.config.recurrent_kv_cache_mode = "last_loop"
+    with pytest.raises(UnsupportedError, match="reads the keys and values of its last loop in its first ones, past its cache; use the stock cache"):
+        KVCache.for_model(model, "int8")
 
 
 # -- encoder and decoder --------------------------------------------------------------------------------------------

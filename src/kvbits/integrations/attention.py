@@ -153,8 +153,10 @@ def attention(
         mask = attention_mask.attention_mask
         if attention_mask.unusual is not None:
             raise UnsupportedError(f"{type(module).__name__} asked for {attention_mask.unusual}, which compiled code cannot take; run this pass uncompiled")
-        return cached_attention(q, k, v, mask, sink_logits, layer.columns.numbers, layer.index, scaling, softcap, key.readers > 0, again)[:, -rows:], None
-    return _attend(layer, q, k, v, attention_mask, scaling, softcap, sink_logits, key.readers > 0, again)[:, -rows:], None
+        out = cached_attention(q, k, v, mask, sink_logits, layer.columns.numbers, layer.index, scaling, softcap, key.readers > 0, again)
+    else:
+        out = _attend(layer, q, k, v, attention_mask, scaling, softcap, sink_logits, key.readers > 0, again)
+    return out[:, -rows:].contiguous(), None  # Dory takes a view of it
 
 
 def _require_no_gradients(behind_history: bool) -> None:

@@ -23,7 +23,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from ..errors import KvbitsWarning, UnsupportedError, counted
 from . import graphs
-from .masks import CACHE_NAMES, cache_among, is_ours, passed
+from .masks import CACHE_NAMES, cache_among, is_ours, name_for, passed
 
 ASKED = ("get_compiled_call", "create_masks_for_generate", "prepare_inputs_for_generation", "init_continuous_batching")
 """Methods of a model that `attach` answers."""
@@ -96,6 +96,8 @@ def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     layers, of = len(columns.been), len(columns.pages.spec.layers)
     if columns.pages.in_pass:
         cache.abandon()
+    if kwargs.get(name := name_for(module)) is not cache and cache_among(kwargs) is cache:
+        raise UnsupportedError(f"{type(module).__name__} calls its cache {name!r} and went by one of another name; call model(.., {name}=cache)")
     raise UnsupportedError(
         f"{type(module).__name__} was given a KVCache, but {layers} of its {counted(of, 'layer')} stored their tokens in it: the model, or what wraps it "
         "(gradient checkpointing while training, a custom forward), passed another cache on, or another thread used this one meanwhile, so its output "

@@ -25,6 +25,7 @@ from transformers.utils import ModelOutput
 from ..cache import explain
 from ..cache.device_decode import DeviceDecode
 from ..errors import CacheStateError, DataError, KvbitsError, UnsupportedError, counted
+from ..geometry import layer_places
 from ..ops import decode
 from .masks import CACHE_NAMES, NAME, HoldsPages, cache_among, is_ours, passed
 from .models import require_loaded
@@ -348,8 +349,8 @@ def _check(model: Any, cache: HoldsPages) -> None:
         raise UnsupportedError(f"the model's attention implementation is {config._attn_implementation!r}; call model.set_attn_implementation({NAME!r})")
     if str(model.dtype) != f"torch.{pages.spec.raw_dtype}":
         raise DataError(f"the model is {model.dtype}, but the cache was built for {pages.spec.raw_dtype}; build the cache again with KVCache.for_model")
-    if len(cache.layers) != config.num_hidden_layers:
-        raise DataError(f"the cache has {len(cache.layers)} layers, the model {config.num_hidden_layers}; build it with KVCache.for_model(model, ..)")
+    if len(cache.layers) != (count := len(layer_places(config))):
+        raise DataError(f"the cache has {len(cache.layers)} layers, the model {count}; build it with KVCache.for_model(model, ..)")
     if why := pages.cannot_decode_on_device(config.num_attention_heads, model.dtype):
         raise UnsupportedError(f"scheme {pages.spec.scheme.name!r} is not decoded on the device, which a graph needs: {why}; decode without graphed()")
     if not {"position_ids", "kwargs"} & set(inspect.signature(model.forward).parameters):

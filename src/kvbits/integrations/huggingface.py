@@ -48,8 +48,7 @@ UNFIT = {
     "git": "attends by code of its own",
     "jetmoe": "repeats its keys and values after caching them",
     "t5gemma2_decoder": "joins its keys with those of its encoder after caching them",
-    "inkling_text": "adds a position bias to its scores, which no kernel takes",
-    "inkling2_text": "adds a position bias to its scores, which no kernel takes",
+    **dict.fromkeys(("inkling_text", "inkling2_text", "inkling2_loop_text"), "adds a position bias to its scores, which no kernel takes"),
     **dict.fromkeys(
         ("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano", "pix2struct_text_model"),
         "adds a position bias to its scores, which no kernel takes",
@@ -560,7 +559,7 @@ def use_kvbits_attention(model: Any) -> None:
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         raise UnsupportedError(
             f"{type(model).__name__} ignored the attention implementation {NAME!r}: its attention is its own code and not looked up in Transformers' registry "
-            "(GPT-J and CodeGen, and models with ALiBi: Falcon, BLOOM, MPT), so it cannot attend over pages"
+            "(GPT-Neo, XGLM, and models with ALiBi: Falcon, BLOOM, MPT), so it cannot attend over pages"
         )
     model.__dict__[_BEFORE] = before
     generation.attach(model)
