@@ -227,7 +227,7 @@ def test_each_time_has_layers_of_its_own_behind_those_of_the_model():
     assert [p.kind[:4] for p in layer_places(model.config)] == ["slid", "slid", "full", "full"] + 2 * ["slid", "full"]
     cache = KVCache.for_model(model, "int8")
     with torch.no_grad():
-        with pytest.raises(UnsupportedError, match=r"calls its cache 'cache' and went by one of another name; call model\(.., cache=cache\)"):
+        with pytest.raises(UnsupportedError, match=r"takes its cache as 'cache' and went by 'past_key_values'; call model\(.., cache=cache\)"):
             model(ids(), past_key_values=cache)
         model(ids(), cache=cache)
     assert len(cache.layers) == len(cache.pages.spec.layers) == 8 and cache.pages.seq_lens == [50, 50]

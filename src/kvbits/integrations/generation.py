@@ -96,8 +96,9 @@ def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     layers, of = len(columns.been), len(columns.pages.spec.layers)
     if columns.pages.in_pass:
         cache.abandon()
-    if kwargs.get(name := name_for(module)) is not cache and cache_among(kwargs) is cache:
-        raise UnsupportedError(f"{type(module).__name__} calls its cache {name!r} and went by one of another name; call model(.., {name}=cache)")
+    new, old = CACHE_NAMES
+    if name_for(module) == new and kwargs.get(old) is cache:
+        raise UnsupportedError(f"{type(module).__name__} takes its cache as {new!r} and went by {old!r}; call model(.., {new}=cache)")
     raise UnsupportedError(
         f"{type(module).__name__} was given a KVCache, but {layers} of its {counted(of, 'layer')} stored their tokens in it: the model, or what wraps it "
         "(gradient checkpointing while training, a custom forward), passed another cache on, or another thread used this one meanwhile, so its output "
