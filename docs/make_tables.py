@@ -89,7 +89,7 @@ def milliseconds_table(benchmarks: Path) -> str:
     return _between(MILLISECONDS, "\n\n".join([table(["", *(label for label, *_ in TOKENS)], rows), note]))
 
 
-SHORT, LONG = "eval-1024", "eval-8192"
+SHORT, LONG, LONGEST = "eval-1024", "eval-8192", "eval-32768"
 """Folders beside the results, of `kvbits eval --tasks fidelity --length 1024` and `--length 8192`, in chunks of 16."""
 UNMEASURED = "not measured"
 NOTE_WIDTH = 180
@@ -345,6 +345,10 @@ POINTS = {"copying": "copying", "tracking": "tracking", "ruler": "ruler", "answe
 """Folder of nvidia-h100/length -> the task that is measured in it, right or wrong; answers have humaneval, too."""
 
 
+PEERS_MODEL = "qwen2.5-coder-1.5b*"
+"""Folder of chains whose caches are put beside other engines' on the page of points."""
+
+
 def points_tables(benchmarks: Path) -> tuple[str, ...]:
     """What is lost beside the 16-bit cache at length, between markers: KL at 8,192 tokens, by octave of a chain, by text; and answers in points of 100."""
     length = benchmarks / "nvidia-h100" / "length"
@@ -359,9 +363,16 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
         return f"{value:.5f}"
 
     wide = [
-        [m.name, f"`{c.scheme}`", f"{held_bits(c, m.tasks['fidelity']):.2f}", kl(c.summary["kl_mean"]), f"{c.summary['kl_max']:.2f}",
+        [f"{m.name}, {c.settings['length']:,}", f"`{c.scheme}`", f"{held_bits(c, m.tasks['fidelity']):.2f}", kl(c.summary["kl_mean"]), f"{c.summary['kl_max']:.2f}",
          percent(c.summary["kl_lost"]), change(c.summary)]
-        for m, c in cells(benchmarks / "nvidia-h100" / LONG, "fidelity")
+        for folder in (LONG, LONGEST) for m, c in cells(benchmarks / "nvidia-h100" / folder, "fidelity")
+    ]  # fmt: skip
+    rivals = [c for path in (benchmarks / "chains").glob(PEERS_MODEL) for c in map(read_result, path.glob("replay/*.json")) if c["kind"] != "base"]
+    made.extend(run for c in rivals for run in c["runs"].values())
+    against = [
+        [f"`{c['scheme']}`" + ", simulated" * (c["kind"] == "simulated"), f"{16 / s['memory_reduction'] if 'scheme' in c['info'] else bits:.2f}",
+         kl(s["kl_mean"]), f"{s['kl_max']:.2f}", percent(s["kl_lost"]), f"{s['drift']:+.0%}", percent(s["top1_agreement"])]
+        for bits, s, c in sorted(((c["info"]["bits_per_element"], c["summary"], c) for c in rivals), key=lambda one: one[1]["kl_mean"])
     ]  # fmt: skip
     chains = cells(length / "chains", "replay")
     places = sorted({int(at) for _, c in chains for at in c.summary["octaves"] if int(at) >= DRIFT_FROM})
@@ -385,8 +396,9 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
             what = f"{task}{', sampled' * (folder == 'sampled')}, {m}, {n:,}"
             answered.append([what, *(points(mine[name]) if name in mine else "" for name in ANSWERED)])
     return (
-        _between("points-kl", table(["model", "cache", "bits held", "KL", "worst", "above 1 nat", "perplexity"], wide)),
+        _between("points-kl", table(["model, tokens", "cache", "bits held", "KL", "worst", "above 1 nat", "perplexity"], wide)),
         _between("points-chains", table(["cache", *(f"KL, {at:,} to {2 * at - 1:,}" for at in places), "a doubling", "same token"], replayed)),
+        _between("points-peers", table(["cache", "bits", "KL", "worst", "above 1 nat", "a doubling", "same token"], against)),
         _between("points-decode", table(["cache", "KL", "worst", "same token", "read raw"], decoded)),
         _between("points-texts", table(["cache", *(name.rsplit("@", 1)[0] for name in names)], by_text)),
         _between("points-answers", table(["task, model, answers", *(f"`{name}`" for name in ANSWERED)], answered) + f"\n\nRuns: {dated(made)}."),

@@ -61,9 +61,9 @@ def test_a_table_is_replaced_between_its_markers(folder, tmp_path):
         ("docs/results/evaluation.md", lambda: tables.scheme_table(collect(RESULTS), BENCHMARKS)),
         ("docs/results/evaluation.md", lambda: tables.length_table(BENCHMARKS)),
         ("docs/results/evaluation.md", lambda: tables.chains_table(BENCHMARKS)),
-        *(("docs/results/points.md", lambda i=i: tables.points_tables(BENCHMARKS)[i]) for i in range(4)),
+        *(("docs/results/points.md", lambda i=i: tables.points_tables(BENCHMARKS)[i]) for i in range(6)),
     ],
-    ids=["presets", "milliseconds", "schemes", "lengths", "chains", "points-kl", "points-chains", "points-texts", "points-answers"],
+    ids=["presets", "milliseconds", "schemes", "lengths", "chains", *(f"points-{n}" for n in ("kl", "chains", "peers", "decode", "texts", "answers"))],
 )
 def test_the_committed_tables_are_what_the_command_writes(file, made):
     text = (ROOT / file).read_text()
