@@ -52,6 +52,8 @@ STOCK = ("int8_per_token_head", "turboquant_4bit_nc", "turboquant_k8v4", "int4_p
 """vLLM's own dtypes of few bits, beside fp8."""
 LOADED = ("bf16", "fp8", "kvbits_int8_centered", "kvbits_klt4", "kvbits_klt3", "kvbits_klt2")
 """Dtypes that serve requests as they come and long chats."""
+PROFILED = ("bf16", "kvbits_int8_centered", "kvbits_int4", "kvbits_klt4", "kvbits_klt2")
+"""Dtypes whose steps are taken apart."""
 AT_ONCE = 14
 """Processes that compile together."""
 LEAST = 15
@@ -102,12 +104,12 @@ def bench(script: str, *argv: str, out: str | None = None) -> tuple[str, ...]:
     return (f"benchmarks/{script}.py", *argv, *(("--out", f"{{out}}/{out}") if out else ()))
 
 
-def serving(what: str, suffix: str, commands: Mapping[str, tuple[str, ...]], seconds: int, limit: int) -> list[Part]:
+def serving(what: str, suffix: str, commands: Mapping[str, tuple[str, ...]], seconds: int, limit: int, writes: str = "serve_vllm.json") -> list[Part]:
     """A part for each dtype, beside the one of bf16."""
     found = []
     for dtype, (mode, *options) in commands.items():
-        argv = bench("bench_serve_vllm", mode, "--kv-cache-dtype", dtype, *options, out="serve_vllm.json")
-        found.append(Part(f"serve-{dtype}{suffix}", f"{what} through vLLM: {dtype}", argv, "serve_vllm.json", seconds, limit, ("vllm",), f"serve-bf16{suffix}"))
+        argv = bench("bench_serve_vllm", mode, "--kv-cache-dtype", dtype, *options, out=writes)
+        found.append(Part(f"serve-{dtype}{suffix}", f"{what} through vLLM: {dtype}", argv, writes, seconds, limit, ("vllm",), f"serve-bf16{suffix}"))
     return found
 
 
@@ -145,6 +147,9 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
              "generate.json", 120, 300),
         *serving("time to first token", "-prompts", dict.fromkeys([d for d in SERVED if d != "fp8"], ("prefill", "--prompts", "8192", "65536")), 60, 150),
         *serving("step times", "", dict.fromkeys(STOCK, ("decode", "--shapes", "48x8192", "48x512")), 75, 180),
+        *serving("what a step's time goes to", "-profile", dict.fromkeys(PROFILED, ("decode", "--shapes", "48x8192", "256x1024", "48x512", "--profile")), 60, 150,
+                 "profile_vllm.json"),
+        Part("fold", "klt whose values nobody turns: what folding could win at most", bench("study_fold", out="fold.json"), "fold.json", 120, 300),
         Part("decode-others", "attention of other presets in whole caches",
              bench("bench_decode_gpu", "int8", "fp8", "int8k_int4v", "kivi2", "nuq4-1%", "--shapes", "0", "1", "5", out="attend_decode.json"),
              "attend_decode.json", 90, 240),
@@ -192,9 +197,10 @@ def warms() -> list[Warm]:
         *(Warm(f"generate {r}", bench("bench_generate_gpu", r, "--warm", "--shapes", "0", "2"), ("generate", "store-ram", "store-disk", "prompts", "turns"),
                ("fa3_fwd_interface",) if r == "fa3" else ()) for r in GENERATED if r != "stock_flash"),
         *(Warm(f"serve {d}", bench("bench_serve_vllm", "decode", "--kv-cache-dtype", d, "--shapes", "48x512", "--warm"),
-               (f"serve-{d}", f"serve-{d}-goodput", f"serve-{d}-turns"), ("vllm",))
-          for d in SERVED),
+               (f"serve-{d}", f"serve-{d}-goodput", f"serve-{d}-turns", f"serve-{d}-profile"), ("vllm",))
+          for d in dict.fromkeys([*SERVED, *PROFILED])),
         *(Warm(f"chunks {p}", bench("bench_attend_gpu", *quick, p), ("chunks",)) for p in ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt2")),
+        *(Warm(f"fold {p}", bench("study_fold", "--warm", "--schemes", p), ("fold",)) for p in ("klt4", "klt2")),
         *(Warm(f"close {p}", bench("bench_close_gpu", "--closing-only", "--quick", "--schemes", p), ("close",)) for p in ("fp8", "tiered")),
     ]  # fmt: skip
 

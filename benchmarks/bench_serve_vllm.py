@@ -8,7 +8,8 @@
 One process measures one dtype and adds its rows to `--out`; ratios are of rows of one session on one machine (environment variable KVBITS_SESSION, set by all_gpu.py). Each row says
 vLLM's compilation mode: 0 is without torch.compile and with full graphs of decoding steps, `--compile` is vLLM's default. Weights are random, of a model's geometry. `decode` skips prefill (unless `--prefill`; vLLM's DecodeBenchConnector, pages filled with random bytes that hold finite numbers) and takes the
 median time of steps in which all sequences decode; with `--speculate K` each of them brings K drafts that are always right (one token is allowed, so vLLM's n-gram
-drafts find it), and K = 0 is what to compare that with. `prefill` sends one prompt alone. The engine runs in this process.
+drafts find it), and K = 0 is what to compare that with. With `--profile`, once all shapes are timed, some steps of each run under torch.profiler: a row of mode
+"profile" says which kernels the microseconds of a step go to (step_profile.py). `prefill` sends one prompt alone. The engine runs in this process.
 
 `goodput` sends the same prompts and answers of many lengths to every dtype, at Poisson times. The rate rises until the 99th percentile of the time to the first
 token or of the time per token passes its limit, and is then halved in between: a row for each rate tried, and one for the highest that held (`highest`). A rate is
@@ -33,10 +34,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import step_profile
 import torch
 from loads import Arrivals, Chats, Limits, Request, Timing, Update, at_share, drive, highest, most_at_once
 from result_file import append
@@ -146,9 +148,10 @@ def ids(rng: random.Random, n: int) -> list[int]:
     return [3 + (first + 7 * i) % 1000 for i in range(n)]
 
 
-def decode_step(llm: Any, batch: int, context: int, speculate: int | None, steps: int) -> float:
-    """Median milliseconds of a step in which `batch` sequences of `context` tokens decode, with as many drafts each."""
+def decode_step(llm: Any, batch: int, context: int, speculate: int | None, steps: int, step: Callable[[], Sequence[Any]] | None = None) -> float:
+    """Median milliseconds of a step in which `batch` sequences of `context` tokens decode, with as many drafts each. `step`: instead of the engine's."""
     core, rng = llm.llm_engine, random.Random(0)
+    step = step or core.step
     width, allowed = 1 + (speculate or 0), None if speculate is None else [1010]
     for i in range(batch):
         prompt = ids(rng, context - steps * width // 2)
@@ -157,7 +160,7 @@ def decode_step(llm: Any, batch: int, context: int, speculate: int | None, steps
     times = []
     while core.has_unfinished_requests():
         start = time.perf_counter()
-        outputs = core.step()
+        outputs = step()
         passed = time.perf_counter() - start
         grown = 0
         for o in outputs:
@@ -189,6 +192,7 @@ def run_decode(args: argparse.Namespace) -> None:
     if args.largest:
         fits = total // (-(-(args.largest + args.steps // 2) // 64) * 64)
         shapes.append((min(fits // args.largest_step * args.largest_step, args.max_batch), args.largest))
+    timed = []
     for i, (batch, context) in enumerate(shapes):
         largest = bool(args.largest) and i == len(shapes) - 1
         if batch * (context + args.steps * width) > total:
@@ -197,6 +201,13 @@ def run_decode(args: argparse.Namespace) -> None:
         ms = decode_step(llm, batch, context, args.speculate, args.steps)
         rate = round(1000 * batch * width / ms, 1)
         keep(args, llm, row(args, "decode", batch, context, step_ms=round(ms, 3), tokens_per_s=rate, capacity_tokens=total, largest=largest))
+        timed.append((batch, context, largest))
+    for batch, context, largest in timed if args.profile else []:
+        profiled = step_profile.Profiled(llm.llm_engine.step, batch)
+        decode_step(llm, batch, context, args.speculate, args.steps, profiled)
+        found = row(args, "profile", batch, context, capacity_tokens=total, largest=largest, **step_profile.of_trace(profiled.trace()))
+        print("\n".join([f"{batch} x {context}", "", *step_profile.table([found]), "", *step_profile.kernel_table(found), ""]), flush=True)
+        keep(args, llm, found)
 
 
 def run_prefill(args: argparse.Namespace) -> None:
@@ -366,6 +377,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--max-batch", type=int, default=400, help="decode: bound of the largest batch; graphs are captured up to here")
     found.add_argument("--steps", type=int, default=40, help="decode: tokens of each sequence, half of them past its context")
     found.add_argument("--prefill", action="store_true", help="decode: prefill the prompts instead of filling pages; raw copies are made so")
+    found.add_argument("--profile", action="store_true", help="decode: afterwards, which kernels a step's microseconds go to")
     found.add_argument("--speculate", type=int, help="decode: drafts of each sequence in a step")
     found.add_argument("--prompts", type=int, nargs="*", default=[8192, 65536])
     found.add_argument("--answer-tokens", type=int, nargs=2, metavar=("LEAST", "MOST"), help="goodput: 256 2048; turns: 64 512, messages as well")

@@ -63,6 +63,34 @@ def test_turns_has_a_row_for_each_number_of_users(measured):
     assert rows[1]["turns"] > 3 * rows[0]["turns"] and rows[1]["tokens_per_s"] > rows[0]["tokens_per_s"]
 
 
+def test_all_shapes_are_timed_before_there_is_a_profiler(tmp_path, monkeypatch):
+    did = []
+
+    class Profiled:
+        def __init__(self, step, batch):
+            did.append(f"profiler of {batch}")
+
+        def trace(self):
+            return {}
+
+    engine = type("Engine", (), {"llm_engine": type("Core", (), {"step": None}), "collective_rpc": lambda *_: None})()
+    monkeypatch.setattr(bench, "engine", lambda *_, **__: engine)
+    monkeypatch.setattr(bench, "capacity", lambda llm: 100_000)
+    monkeypatch.setattr(bench, "how_compiled", lambda llm: {"compilation_mode": 0})
+    monkeypatch.setattr(bench, "decode_step", lambda llm, batch, context, drafts, steps, step=None: did.append(f"{batch} {step is not None}") or 2.0)
+    monkeypatch.setattr(bench.step_profile, "Profiled", Profiled)
+    monkeypatch.setattr(
+        bench.step_profile, "of_trace", lambda trace: {"groups": {"attention": 5.0}, "gaps": {"short": 1, "long": 2}, "step_us": 8, "kernels": []}
+    )
+    out = tmp_path / "rows.json"
+    argv = ["decode", "--kv-cache-dtype", "fp8", "--shapes", "4x512", "2x128", "9x99999", "--profile", "--out", str(out)]
+    bench.run_decode(bench.parser().parse_args(argv))
+    assert did == ["4 False", "2 False", "profiler of 4", "4 True", "profiler of 2", "2 True"], "and what does not fit is neither timed nor profiled"
+    rows = run_files.read(out)["rows"]
+    assert [(r["mode"], r["batch"], r["step_ms"]) for r in rows] == [("decode", 4, 2.0), ("decode", 2, 2.0), ("profile", 4, None), ("profile", 2, None)]
+    assert rows[2]["groups"] == {"attention": 5.0} and rows[2]["kv_cache_dtype"] == "fp8"
+
+
 @pytest.mark.parametrize("name", ["klt4", "klt3", "klt2"])
 def test_random_weights_get_random_orthogonal_bases(name):
     model = bench.model_directory("tiny", None)
