@@ -151,9 +151,9 @@ def rows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
         for (batch, tokens), q_heads in itertools.product(SHAPES, Q_HEADS):
             yield {"what": "attention"} | name | {"batch": batch, "tokens": tokens, "q_heads": q_heads} | attention(scheme, batch, tokens, q_heads)
         for count in STORED:
-            yield {"what": "store"} | name | {"tokens": count} | timed(*(storing(s, count) for s in (scheme, fold(scheme))))
+            yield {"what": "store"} | name | {"tokens": count} | timed(*(4 * storing(s, count) for s in (scheme, fold(scheme))))
         (preset, _), (folds, _) = (closing(s.key, s.value, 0) for s in (scheme, fold(scheme)))
-        yield {"what": "close"} | name | {"pages": PAGES} | timed(preset, folds)
+        yield {"what": "close"} | name | {"pages": PAGES} | timed(4 * preset, 4 * folds)
 
 
 def parser() -> argparse.ArgumentParser:
