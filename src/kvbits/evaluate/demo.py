@@ -48,7 +48,7 @@ BAR = 60
 """Characters of the longest bar."""
 NEXT = (
     "kvbits plan MODEL --gpu-memory 24GB      how many users and tokens fit your card; --html page.html draws it",
-    "kvbits check MODEL --scheme klt4         whether your model keeps its quality, in two minutes",
+    "kvbits check MODEL --scheme klt4         whether your model keeps its quality: minutes",
     "kvbits eval MODEL --out results          all of it measured; kvbits report results makes a page of it",
 )
 """What to try after the demo."""
