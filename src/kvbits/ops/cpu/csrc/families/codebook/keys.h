@@ -113,8 +113,7 @@ template <KeySource FROM, bool TURN, int NH>
 static void key_tile(const Decoded& w, const Nibbles& n, const float* turns, int head_dim, const float* q, float* s) {
   const int half = head_dim / 2;
   for (int lane = 0; lane < TILE; lane += VL) {
-    vf low[NH], high[NH];
-    for (int h = 0; h < NH; h++) low[h] = high[h] = vf{};
+    vf low[NH] = {}, high[NH] = {};
     int r = 0, r1 = 0, shift = 0, shift1 = 0;
     for (int d = 0; d < half; d += 4) {
       vi words[2];
