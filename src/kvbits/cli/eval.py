@@ -102,7 +102,8 @@ def evaluate(
     from ..evaluate.tasks import Options
 
     options = Options(
-        windows=windows, length=length, chunk=chunk, context=context, new_tokens=new_tokens, repeats=repeats, limit=limit, contexts=_lengths(contexts),
+        windows=windows, length=length, chunk=chunk, context=context, new_tokens=new_tokens, repeats=repeats, limit=limit,
+        contexts=_once("--contexts", [parse_tokens(n, "--contexts") for n in names_of("--contexts", contexts)]),
         depths=_floats("--depths", depths), shots=shots, draws=draws, batch_size=batch_size, data=_pairs(data or []), seed=seed,
     )  # fmt: skip
     sources = text or ["novel"]
@@ -282,10 +283,6 @@ def _cell(column: str, value: Any) -> str:
     if column in _PERCENT:
         return f"{value:+.2%}" if column in _SIGNED else f"{value:.2%}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    return _once("--contexts", [parse_tokens(n, "--contexts") for n in names_of("--contexts", text)])
 
 
 def _floats(option: str, text: str) -> tuple[float, ...]:

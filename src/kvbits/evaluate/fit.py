@@ -11,6 +11,7 @@ The sum over single layers does not predict the whole cache, because errors of l
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -148,7 +149,8 @@ class _Search:
     """The choices of one fit: options of each layer from what each costs alone."""
 
     def __init__(self, bench: Bench, known: Formats, goal: Goal, name: str) -> None:
-        self.bench, self.known, self.goal, self.name = bench, known, goal, name
+        self.bench, self.known, self.goal = bench, known, goal
+        self._scheme = functools.partial(_uniform, name)
         self.say: Callable[[str], None] = lambda text: None
         self.alone: dict[str, dict[int, list[float]]] = {}
         self._curve: Curve | None = None
@@ -198,9 +200,6 @@ class _Search:
         if (g, k, v) not in self._bytes:
             self._bytes[g, k, v] = self.goal.nbytes(self._scheme(self.known.key[k], self.known.value[v]), (g,))
         return self._bytes[g, k, v]
-
-    def _scheme(self, key: Any, value: Any, overrides: tuple[Override, ...] = ()) -> Scheme:
-        return _uniform(self.name, key, value, overrides)
 
     def scheme(self, step: Step) -> Scheme:
         """A step as a scheme: the commonest pair of formats, and overrides for the layers of others."""
