@@ -21,11 +21,6 @@ static void fill_levels(float* to, const kvbits_tensor& t, int kv_head) {
   }
 }
 
-static void fill_tables(Decoded& w, const float* scale, const float* bias, int head_dim) {
-  for (int c = 0; c < head_dim; c++)
-    for (int i = 0; i < LEVELS; i += VL) store(w.table[c] + i, load(w.levels + i) * scale[c] + bias[c]);
-}
-
 // Codes of the tile that begins at token `first` of the page, a byte each.
 static void unpack_keys(const Tensor& key, const PageView& at, Decoded& w, int first) {
   const int head_dim = key.head_dim;
