@@ -168,14 +168,9 @@ class _Search:
                         new, began = not self.bench.has_alone(layer, side, width), time.perf_counter()
                         measured[side][layer][width] = self.bench.alone(layer, side, width, self.known.of(side)[width])
                         if new and started and not timed:  # the first of a run also reads the prefix
-                            timed = True
-                            self.say(
-                                _estimate(
-                                    self.bench,
-                                    time.perf_counter() - began,
-                                    sum(not self.bench.has_alone(i, s, w) for i in range(count) for s in SIDES for w in self.known.measured),
-                                )
-                            )
+                            timed, seconds = True, time.perf_counter() - began
+                            left = sum(not self.bench.has_alone(i, s, w) for i in range(count) for s in SIDES for w in self.known.measured)
+                            self.say(_estimate(self.bench, seconds, left))
                         started |= new
                         advance(1)
         for side in SIDES:
@@ -185,16 +180,11 @@ class _Search:
     def options(self, temperature: float) -> list[list[Option]]:
         """Options of each layer: every width of keys with every width of values."""
         kl = {side: {b: tempered(x, temperature) for b, x in self.alone[side].items()} for side in SIDES}
-        found = []
-        for layer, g in enumerate(self.goal.layers):
-            found.append(
-                [
-                    Option(key, value, self._nbytes(g, k, v), kl["key"][k][layer] + kl["value"][v][layer])
-                    for k, key in self.known.key.items()
-                    for v, value in self.known.value.items()
-                ]
-            )
-        return found
+        pairs = [(k, v) for k in self.known.key for v in self.known.value]
+        return [
+            [Option(self.known.key[k], self.known.value[v], self._nbytes(g, k, v), kl["key"][k][layer] + kl["value"][v][layer]) for k, v in pairs]
+            for layer, g in enumerate(self.goal.layers)
+        ]
 
     def _nbytes(self, g: LayerGeometry, k: int, v: int) -> int:
         if (g, k, v) not in self._bytes:

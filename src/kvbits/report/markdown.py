@@ -87,9 +87,7 @@ def scheme_rows(results: Results, speeds: Speeds = UNTIMED) -> tuple[list[str], 
     for m in models.values():
         for name, c in measured(m).items():
             first.setdefault(name, (held_bits(c, m.tasks["fidelity"]) or 99.0, c))
-    columns = ["cache", "bits held", "bits"]
-    for m in models.values():
-        columns.append(m.title)
+    columns = ["cache", "bits held", "bits", *(m.title for m in models.values())]
     rows = []
     for name, (b, cell) in sorted(first.items(), key=lambda kv: (-round(kv[1][0], 2), kv[1][1].kind == "stock", kv[0])):
         stated = long_bits(cell)
