@@ -363,8 +363,8 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
         return f"{value:.5f}"
 
     wide = [
-        [f"{m.name}, {c.settings['length']:,}", f"`{c.scheme}`", f"{held_bits(c, m.tasks['fidelity']):.2f}", kl(c.summary["kl_mean"]), f"{c.summary['kl_max']:.2f}",
-         percent(c.summary["kl_lost"]), change(c.summary)]
+        [f"{m.name}, {c.settings['length']:,}", f"`{c.scheme}`", f"{held_bits(c, m.tasks['fidelity']):.2f}", kl(c.summary["kl_mean"]),
+         f"{c.summary['kl_max']:.2f}", percent(c.summary["kl_lost"]), change(c.summary)]
         for folder in (LONG, LONGEST) for m, c in cells(benchmarks / "nvidia-h100" / folder, "fidelity")
     ]  # fmt: skip
     rivals = [c for path in (benchmarks / "chains").glob(PEERS_MODEL) for c in map(read_result, path.glob("replay/*.json")) if c["kind"] != "base"]

@@ -251,7 +251,7 @@ def _decoder(config: Any) -> tuple[Any, list[Any]]:
     num_layers = _num_layers(config)
     if not num_layers:
         raise UnsupportedError(f"{_name(config)} states no num_hidden_layers, so its cache is unknown; give --layers, --kv-heads and --head-dim")
-    configs = _per_layer(config, num_layers)
+    configs = list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config] * num_layers  # transformers >= 5.2x
     return config, configs + _again(config, configs)
 
 
@@ -389,13 +389,6 @@ def max_context(config: Any) -> int | None:
 
 def _name(config: Any) -> str:
     return getattr(config, "described", None) or f"{type(config).__name__} ({getattr(config, 'model_type', '') or 'no model_type'})"
-
-
-def _per_layer(config: Any, num_layers: int) -> list[Any]:
-    """One configuration per layer: the same one, unless the model is heterogeneous (transformers >= 5.2x)."""
-    if getattr(config, "is_heterogeneous", False):
-        return list(config.per_layer_config)
-    return [config] * num_layers
 
 
 def _stated_types(config: Any, configs: list[Any]) -> list[str]:

@@ -70,7 +70,7 @@ def bytes_of_config(model: str, config: Any, gguf: bool = False, say: Callable[[
         if packed is not None:
             raise SpecError(f"{model!r} is quantized and its files are not here, so the bytes of its weights are unknown; {_WAY_OUT}")
         say(f"counting the weights of {model} with Transformers, because neither its files nor a formula are here ({_WAY_OUT} is faster)")
-        return count_parameters(_known_config(model, config)) * size, f"counted from the configuration at {size} bytes each"
+        return count_parameters(config if hasattr(config, "to_dict") else load_config(model)) * size, f"counted from the configuration at {size} bytes each"
     if packed is None:
         return count.total * size, f"counted from the configuration at {size} bytes each"
     bits, what, experts_only = packed
@@ -274,11 +274,6 @@ def count_parameters(config: Any) -> int:
     except (ImportError, ValueError, TypeError, AttributeError, RuntimeError, UnsupportedError) as e:
         raise SpecError(f"cannot count the weights of a {kind} model: {' '.join(str(e).split())[:200].rstrip('.,; ')}; {_WAY_OUT}") from e
     return sum(p.numel() for p in model.parameters())
-
-
-def _known_config(model: str, config: Any) -> Any:
-    """Transformers' own configuration, where `config` is data."""
-    return config if hasattr(config, "to_dict") else load_config(model)
 
 
 def _cached(hub_id: str) -> Path | None:

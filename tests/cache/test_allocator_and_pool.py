@@ -68,7 +68,7 @@ def test_growing_never_moves_a_page():
         assert (pool.block(0) == 7).all()
         assert pool.nbytes == pool.allocator.capacity * GROUP.block_bytes("closed")
     store = pool.store(1, {})
-    addresses = store.addresses()
+    addresses = store.addresses
     assert len(addresses) == pool.allocator.capacity
     for i in (0, 1, 3, pool.allocator.capacity - 1):
         assert addresses[i] == store.page(i).data_ptr() == pool.block(i)[1].data_ptr()

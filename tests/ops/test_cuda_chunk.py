@@ -51,11 +51,11 @@ def test_unpacked_rows_are_the_reference_rounded_once(case):
     for part in call.parts:
         store, table, layout = part.store, part.table, part.store.layout
         assert refuses_layout(layout, case.dtype) is None
-        addresses = torch.from_numpy(store.addresses()[table.page_ids]).cuda()
+        addresses = torch.from_numpy(store.addresses[table.page_ids]).cuda()
         ends = np.cumsum(table.lengths)
         rows = torch.from_numpy(np.stack([ends - table.lengths, table.lengths], 1).astype(np.int32)).cuda()
         keys, values = (torch.full((ends[-1], layout.num_kv_heads, layout.head_dim), float("nan"), dtype=case.dtype, device="cuda") for _ in "kv")
-        low = (part.low[0], torch.from_numpy(part.low[0].addresses()[table.low[0]]).cuda()) if part.low else None
+        low = (part.low[0], torch.from_numpy(part.low[0].addresses[table.low[0]]).cuda()) if part.low else None
         layer = case.layers - 1
         Unpacker(store, case.dtype, addresses, rows, layer * layout.page_size_bytes, low=low).run(keys, values, layer)
         static = {name: x.cuda() for name, x in store.static.items()}

@@ -124,7 +124,7 @@ def test_unpacked_rows_are_the_reference_rounded_once(case):
     ends = np.cumsum(table.lengths)
     rows = torch.from_numpy(np.stack([ends - table.lengths, table.lengths], 1).astype(np.int32)).cuda()
     keys, values = (torch.full((ends[-1], layout.num_kv_heads, layout.head_dim), float("nan"), dtype=torch.float16, device="cuda") for _ in "kv")
-    addresses, starts = torch.from_numpy(store.addresses()[table.page_ids]).cuda(), torch.from_numpy(table.starts.astype(np.int32)).cuda()
+    addresses, starts = torch.from_numpy(store.addresses[table.page_ids]).cuda(), torch.from_numpy(table.starts.astype(np.int32)).cuda()
     Unpacker(store, torch.float16, addresses, rows, 0, starts).run(keys, values, 0)
     for got, want in zip((keys, values), dequantize_pages(store.gather(table.page_ids), layout, store.static, torch.float64, starts=table.starts), strict=True):
         want = torch.cat([w[:, :n] for w, n in zip(want, table.lengths, strict=True)], 1).transpose(0, 1)

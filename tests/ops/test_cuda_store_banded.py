@@ -365,7 +365,7 @@ def test_rows_for_many_queries_are_what_pages_read_as(key, value, head_dim, page
     store = PageStore(layout, (both[:4, 0], both[4:, 0]), {})
     ids, counts = np.array([5, 0, 3, 4, 1, 2]), (page_size, page_size, 9, page_size, 1, 17)
     rows = np.array([[page_size * i, counts[i]] for i in range(6)], np.int32)
-    at, places, first = (torch.from_numpy(x).to(device) for x in (store.addresses()[ids], rows, starts[ids].astype(np.int32)))
+    at, places, first = (torch.from_numpy(x).to(device) for x in (store.addresses[ids], rows, starts[ids].astype(np.int32)))
     want = dequantize_pages(made[ids], layout, static, torch.float64, starts=starts[ids])
     out = torch.full((2, 6 * page_size, HEADS, head_dim), 7.0, dtype=dtype, device=device)
     unpacker = unpack_banded.BandedUnpacker(store, dtype, at, places, layout.page_size_bytes, first)

@@ -28,17 +28,6 @@ def checked(batch_size: int | None, max_tokens: int | None) -> tuple[int | None,
     return batch_size, max_tokens
 
 
-def budgeted(spec: CacheSpec, budget: int | None, built_for: tuple[int | None, int | None]) -> Budget | None:
-    """The budget of a cache, or None.
-
-    Raises:
-        SpecError: a fixed capacity beside it, or a scheme that has nothing to give back.
-    """
-    if budget is not None and built_for != (None, None):
-        raise SpecError("a budget is for a cache that grows, max_tokens and batch_size fix a capacity; give one of them")
-    return None if budget is None else Budget(budget, spec)
-
-
 def allocate(
     spec: CacheSpec, batch_size: int | None, max_tokens: int | None, device: torch.device, budget: Budget | None = None
 ) -> list[GroupState]:  # fmt: skip

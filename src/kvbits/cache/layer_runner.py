@@ -195,10 +195,7 @@ class LayerRunner:
             used = self._stores.low_store(place, pool) if pool.startswith("low") else self._stores.store(place, pool)
             f.undo.overwritten.append((used.page(page_id), used.page(page_id).clone()))
         if step.closes:
-            if f.valid is None:
-                fresh = [(k[b], v[b]) for b in range(k.shape[0])]
-            else:
-                fresh = [(k[b, i], v[b, i]) for b, i in enumerate(f.real_tokens(k.device))]
+            fresh = list(zip(k, v, strict=True)) if f.valid is None else [(k[b, i], v[b, i]) for b, i in enumerate(f.real_tokens(k.device))]
             self._close(place, fresh, step.closes, f.findings)
         for pool, source, target in step.copies:
             store = self._stores.store(place, pool)

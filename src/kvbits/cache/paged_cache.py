@@ -26,6 +26,7 @@ from ..ops.types import PageStore
 from ..spec import MOST_TOKENS, CacheSpec, whole
 from . import capacity, explain, parameters, saved, serialize, swap
 from .arrivals import Arrivals
+from .budget import Budget
 from .device_decode import DeviceDecode
 from .explain import Explanation
 from .group import GroupState
@@ -82,7 +83,9 @@ class PagedCache:
         self.made_for: str | None = None
         self.held_groups: list[GroupState] = []
         self._stores = LayerStores(spec, self.held_groups, self.static, self.device)  # refuses what cannot be before anything is allocated
-        self.budget = capacity.budgeted(spec, budget, self.built_for)
+        if budget is not None and self.built_for != (None, None):
+            raise SpecError("a budget is for a cache that grows, max_tokens and batch_size fix a capacity; give one of them")
+        self.budget = None if budget is None else Budget(budget, spec)
         self.held_groups += capacity.allocate(spec, *self.built_for, self.device, self.budget)
         self._inputs = InputCheck(spec, self.device, nonfinite)
         self._layers = LayerRunner(self._stores, backend, self.saturated)

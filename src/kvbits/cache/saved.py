@@ -77,7 +77,8 @@ class SavedCache:
             raise FileFormatError(f"{self._path} is truncated, or has contents that cannot be: it lists {held} bytes of pages and has {size} in all")
         if not grow and self.budget is not None and held > self.budget:
             raise ValueError(f"it holds {held} bytes of pages, past its budget of {self.budget}")
-        if not grow and (wanted := sum(_capacity_bytes(g, s) for g, s in zip(groups, described, strict=True))) > (there := _memory(self._device)):
+        fixed = [g.group.block_bytes(name) * n for g, s in zip(groups, described, strict=True) for name, n in s["capacity"].items() if n is not None]
+        if not grow and (wanted := sum(fixed)) > (there := _memory(self._device)):
             raise ValueError(f"it has a fixed capacity of {wanted} bytes, but this machine has {there} in all; load it with grow=True")
         for group, saved, pages in zip(groups, described, counts, strict=True):
             if type(saved["keep_past"]) is not bool:
@@ -85,7 +86,7 @@ class SavedCache:
             group.keep_past = saved["keep_past"]
             group.resize(len(saved["sequences"]))
             for row, s in enumerate(saved["sequences"]):
-                group.replace(row, _sequence(s))
+                group.replace(row, Sequence(**s))
             _check(group, pages)
         if len({tuple(s.length for s in g.sequences) for g in groups}) != 1:
             raise ValueError("layers disagree about the sequences' lengths")
@@ -276,19 +277,11 @@ def _page_counts(group: GroupState, saved: dict[str, Any]) -> dict[str, int]:
     return dict(pages)
 
 
-def _capacity_bytes(group: GroupState, saved: dict[str, Any]) -> int:
-    return sum(group.group.block_bytes(name) * n for name, n in saved["capacity"].items() if n is not None)
-
-
 def _memory(device: torch.device) -> int:
     """Bytes of memory of a device, used or not."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _sequence(saved: dict[str, Any]) -> Sequence:
-    return Sequence(**saved)
 
 
 def _built_for(stated: list[int | None]) -> tuple[int | None, int | None]:

@@ -224,16 +224,12 @@ def ranges_of(scheme: Scheme, layers: tuple[LayerGeometry, ...], num_tokens: int
     return found
 
 
-def _has_codebook(target: Target) -> bool:
-    return any("codebook" in target.spec((i, side)).calibrates for i in range(len(target.layers)) for side in "kv")
-
-
 def _fill_codebooks(
     model: Any, prompts: list[Batch], targets: list[Target], found: list[list[dict[str, torch.Tensor]]], weighted: bool, checkpointing: bool,
     resume: str | os.PathLike[str] | None, progress: bool,
 ) -> None:  # fmt: skip
     """Fill `levels` of the targets whose schemes have codebooks."""
-    having = [(t, static) for t, static in zip(targets, found, strict=True) if _has_codebook(t)]
+    having = [(t, static) for t, static in zip(targets, found, strict=True) if "codebook" in t.scheme.calibrates]
     if having:
         from ..literature import histograms
 

@@ -70,9 +70,10 @@ def check(
     if calibration is not None and calibration_text is not None:
         raise SpecError(f"--calibration {calibration} and --calibration-text {calibration_text} exclude each other; give one")
     from ..evaluate.check import Limits
+    from ..evaluate.texts import novel_end, read_text
 
     limits = Limits(kl=max_kl, ppl_change=max_ppl_change)
-    source, to_calibrate = _texts(text, calibration_text)
+    source, to_calibrate = read_text(text), novel_end() if calibration_text is None else read_text(calibration_text)
     set_threads(threads)
     found = _screen((model, dtype_name(dtype), device), chosen, limits, source, (windows, length), calibration or to_calibrate)
     if as_json:
@@ -81,12 +82,6 @@ def check(
         _print(found, model)
     if not found.passed:
         raise typer.Exit(1)
-
-
-def _texts(text: str, calibration_text: str | None) -> tuple[Text, Text]:
-    from ..evaluate.texts import novel_end, read_text
-
-    return read_text(text), novel_end() if calibration_text is None else read_text(calibration_text)
 
 
 def _screen(place: tuple[str, str, str | None], scheme: str | Scheme, limits: Limits, source: Text, size: tuple[int, int], calibration: Path | Text) -> Screen:

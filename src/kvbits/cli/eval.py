@@ -99,18 +99,23 @@ def evaluate(
     require_model(model)
     require_folder(out, "--out", writable=True)
     from ..calibrate import Calibration
-    from ..evaluate.tasks import Options
+    from ..evaluate import tasks as known
 
-    options = Options(
-        windows=windows, length=length, chunk=chunk, context=context, new_tokens=new_tokens, repeats=repeats, limit=limit, contexts=_lengths(contexts),
+    options = known.Options(
+        windows=windows, length=length, chunk=chunk, context=context, new_tokens=new_tokens, repeats=repeats, limit=limit,
+        contexts=_once("--contexts", [parse_tokens(n, "--contexts") for n in names_of("--contexts", contexts)]),
         depths=_floats("--depths", depths), shots=shots, draws=draws, batch_size=batch_size, data=_pairs(data or []), seed=seed,
     )  # fmt: skip
     sources = text or ["novel"]
     _once("--text", [os.path.normpath(s) for s in sources])
-    chosen = _tasks(tasks)
+    chosen = known.names_of(names_of("--tasks", tasks))
     if draws and not {"gsm8k", "humaneval"} & set(chosen):
         raise SpecError(f"--draws {draws} means nothing for {', '.join(chosen)}; gsm8k and humaneval draw answers")
-    how = {"name": _name(name, model), "schemes": _schemes(schemes), "tasks": chosen, "out": out, "options": options}
+    from ..evaluate.caches import GROUPS
+    from ..schemes import expand
+
+    wanted = expand(names_of("--schemes", schemes or "core"), GROUPS)
+    how = {"name": _name(name, model), "schemes": wanted, "tasks": chosen, "out": out, "options": options}
     how |= {"overwrite": overwrite, "calibrations": [Calibration.load(path) for path in calibration or []], "alone": alone}
     found = _run((model, dtype_name(dtype), device), how, threads, (sources, calibration_text), simulate=simulate)
     if as_json:
@@ -151,19 +156,6 @@ def _name(given: str | None, model: str) -> str:
     if not name or "/" in name or name.startswith("."):
         raise SpecError(f"--name {name!r} is no name of a folder; results go to OUT/NAME, so give one without a slash or a dot at its front")
     return name
-
-
-def _tasks(text: str) -> list[str]:
-    from ..evaluate import tasks
-
-    return tasks.names_of(names_of("--tasks", text))
-
-
-def _schemes(given: list[str] | None) -> list[str | Scheme]:
-    from .. import schemes
-    from ..evaluate.caches import GROUPS
-
-    return schemes.expand(names_of("--schemes", given or "core"), GROUPS)
 
 
 def _texts(
@@ -282,10 +274,6 @@ def _cell(column: str, value: Any) -> str:
     if column in _PERCENT:
         return f"{value:+.2%}" if column in _SIGNED else f"{value:.2%}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    return _once("--contexts", [parse_tokens(n, "--contexts") for n in names_of("--contexts", text)])
 
 
 def _floats(option: str, text: str) -> tuple[float, ...]:

@@ -205,7 +205,7 @@ def _memory(found: Plan, subject: Subject) -> str:
 
 
 def _plan_notes(found: Plan, subject: Subject) -> list[str]:
-    from ..geometry import index_bytes, only_dense, text_config
+    from ..geometry import has_key_bias, index_bytes, only_dense, text_config
     from ..units import human_bytes
 
     longest = subject.longest
@@ -241,21 +241,14 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
         notes.append(f"The model itself was made for {longest:,} tokens.")
     if longest is not None and found.context > longest:
         notes.append(f"{found.context:,} tokens are more than the {longest:,} the model was made for.")
-    from ..schemes import PRESETS, RECOMMENDED
+    from ..schemes import PRESETS, RECOMMENDED, weak_to_key_bias
 
     if calibrated := [r.scheme for r in found.rows if r.scheme in PRESETS and PRESETS[r.scheme].needs_calibration]:
         notes.append(f"Calibrated when first used, or ahead with `kvbits calibrate`: {', '.join(calibrated)}.")
-    if subject.config is not None and found.engine == "transformers" and (weak := _weak(found, subject.config)):
+    weak = [r.scheme for r in found.rows if r.scheme in PRESETS and weak_to_key_bias(PRESETS[r.scheme])]
+    if weak and subject.config is not None and found.engine == "transformers" and has_key_bias(subject.config):
         notes.append(f"Models of this kind add a bias to their keys: {', '.join(weak)} lose accuracy on them; {RECOMMENDED} and kivi4 do not.")
     return notes + _speed(found)
-
-
-def _weak(found: Plan, config: Any) -> list[str]:
-    """Schemes of the plan that a key bias spoils, where the model has one."""
-    from ..geometry import has_key_bias
-    from ..schemes import PRESETS, weak_to_key_bias
-
-    return [r.scheme for r in found.rows if r.scheme in PRESETS and weak_to_key_bias(PRESETS[r.scheme])] if has_key_bias(config) else []
 
 
 def _speed(found: Plan) -> list[str]:

@@ -69,16 +69,12 @@ class CacheFactory:
     stores_padding: bool = False
 
 
-def base_name(model: Any) -> str:
-    return f"{torch.finfo(model.dtype).bits}-bit"
-
-
 def base_factory(model: Any) -> CacheFactory:
     """The stock cache in the model's own dtype: what everything is compared with."""
     from transformers import DynamicCache
 
     bits = torch.finfo(model.dtype).bits
-    return CacheFactory(base_name(model), "base", lambda batch, tokens: DynamicCache(config=model.config), {"bits_per_element": float(bits)})
+    return CacheFactory(f"{bits}-bit", "base", lambda batch, tokens: DynamicCache(config=model.config), {"bits_per_element": float(bits)})
 
 
 def factory(

@@ -48,7 +48,7 @@ BAR = 60
 """Characters of the longest bar."""
 NEXT = (
     "kvbits plan MODEL --gpu-memory 24GB      how many users and tokens fit your card; --html page.html draws it",
-    "kvbits check MODEL --scheme klt4         whether your model keeps its quality, in two minutes",
+    "kvbits check MODEL --scheme klt4         whether your model keeps its quality: minutes",
     "kvbits eval MODEL --out results          all of it measured; kvbits report results makes a page of it",
 )
 """What to try after the demo."""
@@ -106,10 +106,16 @@ def run(
     with tempfile.TemporaryDirectory(prefix="kvbits-") as folder:
 
         def measured(task: str, options: Options, which: Sequence[str | Scheme]) -> dict[str, dict[str, Any]]:
-            return _measured(lm, tokenizer, task, which, say, out=Path(folder), options=options, **how)
+            """A task's summaries by cache, and a line about them said."""
+            began = time.perf_counter()
+            found = evaluate(lm, tokenizer, name="demo", schemes=which, tasks=(task,), out=Path(folder), options=options, **how)[task]
+            what, figure = _TOLD[task]
+            say(f"{what}: {', '.join(f'{name} {figure(r)}' for name, r in found.items())} ({time.perf_counter() - began:.0f} s)")
+            return found
 
         found, timed = measured("fidelity", accuracy, chosen), measured("decode", speed, chosen)
-        beside = _fewest_usable(found, specs)
+        near = [name for name in specs if found[name]["kl_mean"] <= MAX_KL] or list(specs)  # what `kvbits check` would let pass
+        beside = min(near, key=lambda name: specs[name].bits_per_element)
         measured("greedy", speed, [named[beside]])
         written = {d["scheme"]: next(iter(d["items"].values())) for d in map(read, Path(folder).glob("*/greedy/*.json"))}
     prompt = windows(tokenizer, text, count=1, length=context + new_tokens)[0, :context]
@@ -129,25 +135,10 @@ _TOLD: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 }
 
 
-def _measured(model: Any, tokenizer: Any, task: str, schemes: Sequence[str | Scheme], say: Callable[[str], None], **how: Any) -> dict[str, dict[str, Any]]:
-    """A task's summaries by cache, and a line about them said."""
-    began = time.perf_counter()
-    found = evaluate(model, tokenizer, name="demo", schemes=schemes, tasks=(task,), **how)[task]
-    what, figure = _TOLD[task]
-    say(f"{what}: {', '.join(f'{name} {figure(r)}' for name, r in found.items())} ({time.perf_counter() - began:.0f} s)")
-    return found
-
-
 def _windows(scored: int, limit: int) -> Options:
     """Windows of at most `limit` tokens, about `scored` tokens in all, two at a time, which takes less than one after the other."""
     length = min(WINDOW, max(scored, 2), limit)
     return Options(windows=max(1, scored // length), length=length, chunk=min(DECODING_CHUNK, -(-length // 2)), batch_size=2)
-
-
-def _fewest_usable(found: dict[str, dict[str, Any]], specs: dict[str, CacheSpec]) -> str:
-    """The scheme of the fewest bits among those that `kvbits check` would let pass by their KL; of all if none would."""
-    near = [name for name in specs if found[name]["kl_mean"] <= MAX_KL] or list(specs)
-    return min(near, key=lambda name: specs[name].bits_per_element)
 
 
 def _row(name: str, found: dict[str, Any], timed: dict[str, Any], spec: CacheSpec, own: bool, itemsize: int, tokens: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ The sum over single layers does not predict the whole cache, because errors of l
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -148,7 +149,8 @@ class _Search:
     """The choices of one fit: options of each layer from what each costs alone."""
 
     def __init__(self, bench: Bench, known: Formats, goal: Goal, name: str) -> None:
-        self.bench, self.known, self.goal, self.name = bench, known, goal, name
+        self.bench, self.known, self.goal = bench, known, goal
+        self._scheme = functools.partial(_uniform, name)
         self.say: Callable[[str], None] = lambda text: None
         self.alone: dict[str, dict[int, list[float]]] = {}
         self._curve: Curve | None = None
@@ -166,14 +168,9 @@ class _Search:
                         new, began = not self.bench.has_alone(layer, side, width), time.perf_counter()
                         measured[side][layer][width] = self.bench.alone(layer, side, width, self.known.of(side)[width])
                         if new and started and not timed:  # the first of a run also reads the prefix
-                            timed = True
-                            self.say(
-                                _estimate(
-                                    self.bench,
-                                    time.perf_counter() - began,
-                                    sum(not self.bench.has_alone(i, s, w) for i in range(count) for s in SIDES for w in self.known.measured),
-                                )
-                            )
+                            timed, seconds = True, time.perf_counter() - began
+                            left = sum(not self.bench.has_alone(i, s, w) for i in range(count) for s in SIDES for w in self.known.measured)
+                            self.say(_estimate(self.bench, seconds, left))
                         started |= new
                         advance(1)
         for side in SIDES:
@@ -183,24 +180,16 @@ class _Search:
     def options(self, temperature: float) -> list[list[Option]]:
         """Options of each layer: every width of keys with every width of values."""
         kl = {side: {b: tempered(x, temperature) for b, x in self.alone[side].items()} for side in SIDES}
-        found = []
-        for layer, g in enumerate(self.goal.layers):
-            found.append(
-                [
-                    Option(key, value, self._nbytes(g, k, v), kl["key"][k][layer] + kl["value"][v][layer])
-                    for k, key in self.known.key.items()
-                    for v, value in self.known.value.items()
-                ]
-            )
-        return found
+        pairs = [(k, v) for k in self.known.key for v in self.known.value]
+        return [
+            [Option(self.known.key[k], self.known.value[v], self._nbytes(g, k, v), kl["key"][k][layer] + kl["value"][v][layer]) for k, v in pairs]
+            for layer, g in enumerate(self.goal.layers)
+        ]
 
     def _nbytes(self, g: LayerGeometry, k: int, v: int) -> int:
         if (g, k, v) not in self._bytes:
             self._bytes[g, k, v] = self.goal.nbytes(self._scheme(self.known.key[k], self.known.value[v]), (g,))
         return self._bytes[g, k, v]
-
-    def _scheme(self, key: Any, value: Any, overrides: tuple[Override, ...] = ()) -> Scheme:
-        return _uniform(self.name, key, value, overrides)
 
     def scheme(self, step: Step) -> Scheme:
         """A step as a scheme: the commonest pair of formats, and overrides for the layers of others."""

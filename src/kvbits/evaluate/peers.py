@@ -146,10 +146,6 @@ def rotated_keys(x: torch.Tensor) -> torch.Tensor:
     return hadamard(blocks(hadamard(x)))
 
 
-def rotated_values(x: torch.Tensor) -> torch.Tensor:
-    return rotated_keys(x.unflatten(-1, (-1, 64))).flatten(-2)
-
-
 def fp8(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
 
@@ -171,7 +167,7 @@ PEERS = {
     "int4_per_token_head": _alike(zero_points, lambda d: 4 + 32 / d, "https://github.com/vllm-project/vllm/pull/39074", 2),
     "fp8_unscaled": _alike(fp8, lambda d: 8.0, "https://arxiv.org/abs/2209.05433", 1),
     "q4_0_rotated": Peer(
-        keys=rotated_keys, values=rotated_values, key_bits=lambda d: 4.5, value_bits=lambda d: 4.5,
+        keys=rotated_keys, values=lambda x: rotated_keys(x.unflatten(-1, (-1, 64))).flatten(-2), key_bits=lambda d: 4.5, value_bits=lambda d: 4.5,
         source="https://github.com/ggml-org/llama.cpp/pull/21038", heads=64,
     ),
 }  # fmt: skip

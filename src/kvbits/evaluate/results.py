@@ -51,16 +51,9 @@ def new_run(device: Any) -> dict[str, Any]:
     """The record of a run of this process on a torch device."""
     import torch
 
-    return runs.record() | {"device": _device_name(device), "threads": torch.get_num_threads()}
-
-
-def _device_name(device: Any) -> str:
-    if getattr(device, "type", "cpu") == "cuda":
-        import torch
-
-        return str(torch.cuda.get_device_name(device))
-    host = runs.record([])["host"]
-    return f"{host['cpu']} ({host['cores']} cores)"
+    record = runs.record()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{record['host']['cpu']} ({record['host']['cores']} cores)"
+    return record | {"device": name, "threads": torch.get_num_threads()}
 
 
 class ResultFile:

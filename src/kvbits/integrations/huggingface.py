@@ -105,7 +105,8 @@ class KVCache(Cache):
         if any(getattr(layer, "readers", 1) > 1 for layer in self.layers):
             pages.read_again()
         alone = ranks.size == 1 and self._states is None and not dense
-        self._captured = alone and config is not None and _can_be_captured(pages, config.num_attention_heads)
+        fixed = alone and config is not None and decode.leads(pages.device) and pages.max_tokens is not None
+        self._captured = fixed and pages.cannot_decode_on_device(config.num_attention_heads, getattr(torch, pages.spec.raw_dtype)) is None
 
     @classmethod
     def for_model(
@@ -516,11 +517,6 @@ def _calibration(model: Any, scheme: Scheme, ranks: Ranks, given: Calibration | 
     from ..calibrate import kept
 
     return kept.of_model(model, scheme, make=make and ranks.size == 1)
-
-
-def _can_be_captured(pages: PagedCache, num_q_heads: int) -> bool:
-    dtype = getattr(torch, pages.spec.raw_dtype)
-    return decode.leads(pages.device) and pages.max_tokens is not None and pages.cannot_decode_on_device(num_q_heads, dtype) is None
 
 
 def _attach(model: Any, dense: bool) -> None:

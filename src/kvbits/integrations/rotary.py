@@ -42,7 +42,7 @@ def with_rotary(layers: tuple[LayerGeometry, ...], model: Any) -> tuple[LayerGeo
     """
     config = text_config(model.config)
     name = type(model).__name__
-    if _sections(config):
+    if any("mrope_section" in (getattr(config, name, None) or {}) for name in ("rope_parameters", "rope_scaling")):
         raise UnsupportedError(
             f"{name} turns channels by several positions (M-RoPE), so its keys cannot be turned back; use a scheme without pre_rope and basis='calibrated'"
         )
@@ -54,10 +54,6 @@ def with_rotary(layers: tuple[LayerGeometry, ...], model: Any) -> tuple[LayerGeo
     pairs = _pairs(model, name)
     kinds = layer_types(config)
     return tuple(dataclasses.replace(g, rotary=Rotary(inv_freq=found.get(kind, found[""]), pairs=pairs)) for g, kind in zip(layers, kinds, strict=True))
-
-
-def _sections(config: Any) -> bool:
-    return any("mrope_section" in (getattr(config, name, None) or {}) for name in ("rope_parameters", "rope_scaling"))
 
 
 def _frequencies(model: Any) -> dict[str, tuple[float, ...]]:

@@ -39,12 +39,9 @@ class _Slabs:
     def num_pages(self) -> int:
         return sum(s.shape[0] for s in self.slabs)
 
+    @functools.cached_property
     def addresses(self) -> np.ndarray:
         """int64 [num_pages]: byte address of each page's first struct, read-only."""
-        return self._addresses
-
-    @functools.cached_property
-    def _addresses(self) -> np.ndarray:
         parts = [s.data_ptr() + s.stride(0) * np.arange(s.shape[0], dtype=np.int64) for s in self.slabs]
         found = np.concatenate([np.zeros(0, np.int64), *parts])
         found.flags.writeable = False

@@ -50,7 +50,7 @@ def turned_by(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
 
 def turn_pages_back(x: torch.Tensor, starts: np.ndarray, inv_freq: torch.Tensor) -> torch.Tensor:
     """Keys `x` [n, H, tokens, head_dim], float32, of pages that start at `starts` int64 [n], turned back from their positions."""
-    first, step = (torch.from_numpy(t).to(x.device) for t in (page_turns(starts, inv_freq)[:, None], step_turns(x.shape[-2], inv_freq)))
+    first, step = (torch.from_numpy(t).to(x.device) for t in (page_turns(starts, inv_freq)[:, None], page_turns(np.arange(x.shape[-2]), inv_freq)))
     half = x.shape[-1] // 2
     (c0, s0), (c1, s1) = ((t[..., 0, :half], t[..., 1, :half]) for t in (first, step))
     cos, sin = (c0 * c1 - s0 * s1).to(x.dtype), (s0 * c1 + c0 * s1).to(x.dtype)
@@ -60,11 +60,6 @@ def turn_pages_back(x: torch.Tensor, starts: np.ndarray, inv_freq: torch.Tensor)
 def page_turns(starts: np.ndarray, inv_freq: torch.Tensor) -> np.ndarray:
     """Cosines and sines of starts * inv_freq: float64 [n, 2, head_dim / 2, padded to a multiple of 16]."""
     return _turns(np.ascontiguousarray(starts, np.int64).tobytes(), _key(inv_freq))
-
-
-def step_turns(page_size: int, inv_freq: torch.Tensor) -> np.ndarray:
-    """The same of the distances 0 .. page_size - 1 from a page's first token."""
-    return _turns(np.arange(page_size, dtype=np.int64).tobytes(), _key(inv_freq))
 
 
 def _key(inv_freq: torch.Tensor) -> bytes:

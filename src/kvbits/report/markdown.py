@@ -87,9 +87,7 @@ def scheme_rows(results: Results, speeds: Speeds = UNTIMED) -> tuple[list[str], 
     for m in models.values():
         for name, c in measured(m).items():
             first.setdefault(name, (held_bits(c, m.tasks["fidelity"]) or 99.0, c))
-    columns = ["cache", "bits held", "bits"]
-    for m in models.values():
-        columns.append(m.title)
+    columns = ["cache", "bits held", "bits", *(m.title for m in models.values())]
     rows = []
     for name, (b, cell) in sorted(first.items(), key=lambda kv: (-round(kv[1][0], 2), kv[1][1].kind == "stock", kv[0])):
         stated = long_bits(cell)
@@ -360,7 +358,8 @@ def report(results: Results) -> str:
             if not any(c.summary for c in cells.values()):
                 continue
             if task == "fidelity":
-                parts += [f"## {m.title}", conditions(m), _fidelity(cells), *octaves(cells)]
+                figures = [_figures(c, cells) for c in cells.values() if c.summary]
+                parts += [f"## {m.title}", conditions(m), table(list(figures[0]), [list(f.values()) for f in figures]), *octaves(cells)]
             else:
                 parts += [f"## {m.title}: {task}", f"`{cells[next(iter(cells))].settings}`", _summaries(cells), *octaves(cells), *kinds(cells)]
     return "\n\n".join(parts) + "\n"
@@ -394,11 +393,6 @@ def _points(s: dict[str, Any], alone: bool) -> str:
         return ""
     found = f"{s['accuracy']:.1%}" + (f" of {s['parts']:,}" if alone else "")
     return found if alone or not points(s) else f"{found}; {points(s)}"
-
-
-def _fidelity(cells: dict[str, Cell]) -> str:
-    rows = [_figures(c, cells) for c in cells.values() if c.summary]
-    return table(list(rows[0]), [list(r.values()) for r in rows])
 
 
 def _figures(c: Cell, cells: dict[str, Cell]) -> dict[str, str]:

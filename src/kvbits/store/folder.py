@@ -148,27 +148,22 @@ class Folder:
 
     def open(self, namespace: str, name: str) -> int | None:
         """A descriptor to read a file with, or None where there is none. A link or anything but a file is none."""
-        folder = self._open_folder(namespace, _bucket(name), make=False)
-        if folder is None:
-            return None
-        try:
-            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _NO_LINK, dir_fd=folder)
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EACCES):
+        with self._folder(namespace, _bucket(name)) as folder:
+            if folder is None:
                 return None
-            raise
-        finally:
-            os.close(folder)
+            try:
+                fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _NO_LINK, dir_fd=folder)
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EACCES):
+                    return None
+                raise
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             return None
         return fd
 
     def has(self, namespace: str, name: str) -> bool:
-        fd = self.open(namespace, name)
-        if fd is not None:
-            os.close(fd)
-        return fd is not None
+        return self.nbytes(namespace, name) is not None
 
     def nbytes(self, namespace: str, name: str) -> int | None:
         """Size of a file, None where there is none."""

@@ -255,7 +255,9 @@ class Loader:
             self._begun.popleft()
             if bad is not None:
                 source, piece = one.batch.pieces[int(one.chosen[bad])]
-                raise _damage(source, piece.number)
+                page = source.table.pages[piece.number]
+                which = f"{page.pool} page {page.column} of layer group {page.group}"
+                raise DamagedError(source.name, f"{source.path} is damaged: {which} has another checksum")
             self._staging.send(one)
             if self._parts is None:
                 self._batches.remove(one.batch)
@@ -398,8 +400,3 @@ class _Staging:
         """What follows waits for all copies, also where a file was damaged: its pages will be somebody else's."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
-
-
-def _damage(source: Source, number: int) -> DamagedError:
-    page = source.table.pages[number]
-    return DamagedError(source.name, f"{source.path} is damaged: {page.pool} page {page.column} of layer group {page.group} has another checksum")

@@ -70,12 +70,9 @@ class Format:
         return None
 
 
-def _preset(name: str) -> Scheme:
-    return schemes.get(name, residual_length=0, num_sink_tokens=0, page_size=PAGE_SIZE, token_local=True)
-
-
 FORMATS: dict[str, Format] = {
-    f"kvbits_{name}": Format(name=f"kvbits_{name}", scheme=_preset(name)) for name in ("int8", "int8_centered", "int8k_int4v", "int4", "klt4", "klt3", "klt2")
+    f"kvbits_{name}": Format(name=f"kvbits_{name}", scheme=schemes.get(name, residual_length=0, num_sink_tokens=0, page_size=PAGE_SIZE, token_local=True))
+    for name in ("int8", "int8_centered", "int8k_int4v", "int4", "klt4", "klt3", "klt2")
 }
 SCHEME = "kvbits_scheme"
 """The dtype whose layers each have the format that a scheme file says (`scheme_file`)."""

@@ -56,7 +56,8 @@ class KVBitsImpl(AttentionImpl):
         self._target: KVBitsImpl | None = None
         self.lends = False  # whether others read this layer's pages
         self.fresh: tuple[torch.Tensor, torch.Tensor] | None = None  # then keys and values of the last step, if it had prompts
-        self._device = device_of_layers()
+        kind = current_platform.device_type
+        self._device = torch.device("cpu") if current_platform.is_cpu() else torch.device(kind, torch.accelerator.current_device_index())
         self._config, self._dtype, self._factors = config, dtype, (float(scale), sliding_window, logits_soft_cap or None)
         self._logits = sinks  # learned, [Hq] of this rank, loaded later
         self.moments: Moments | None = None
@@ -175,9 +176,3 @@ class KVBitsImpl(AttentionImpl):
             self._pages = kv_cache.flatten(2)  # one tensor for all steps, by which kernels on a CPU know what they keep of it
         self.stored.run(m, query, key, value, output, self._pages, self._target and self._target.stored)
         return output
-
-
-def device_of_layers() -> torch.device:
-    if current_platform.is_cpu():
-        return torch.device("cpu")
-    return torch.device(current_platform.device_type, torch.accelerator.current_device_index())

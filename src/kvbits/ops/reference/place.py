@@ -47,11 +47,6 @@ class Copies:
     tail: torch.Tensor
     tail_table: torch.Tensor
 
-    @property
-    def of_request(self) -> int:
-        """Copies that a request can have."""
-        return self.newest + self.first
-
     def of_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
         """The copy of each block (int64, on the state's device), or -1: what holds after `place`, in a few launches."""
         inside = (blocks > 0) & (blocks < len(self.where))
@@ -170,7 +165,7 @@ def _copy(
     stored = stored & (block > 0)
     is_first = c.first & (page == 0)
     kept = stored & (is_first | (page > newest - c.newest))
-    copy = own[row] * c.of_request + np.where(is_first, c.newest, page % c.newest)
+    copy = own[row] * (c.newest + c.first) + np.where(is_first, c.newest, page % c.newest)
     kept &= copy < len(holds)
     where[block[stored & ~kept]] = -1
     opened = kept & (at == 0)

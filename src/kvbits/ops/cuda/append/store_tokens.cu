@@ -36,12 +36,52 @@ constexpr bool CENTERED = K::HAS_MEAN || V::HAS_MEAN;
 constexpr int scales_of(int scale, int groups) { return scale == SCALE_GROUP ? groups : 0; }
 constexpr int K_SCALES = scales_of(K::SCALE, K::GROUPS), V_SCALES = scales_of(V::SCALE, V::GROUPS), SCALES = K_SCALES > V_SCALES ? K_SCALES : V_SCALES;
 
-/// Bytes of a side that are put in shared memory to be decoded.
-template <class S>
-constexpr int image_bytes() {
-    constexpr int WIDTH = S::TYPE == FLOAT32 ? 4 : 2;
-    return S::HAS_MEAN ? PAGE * ((S::D * S::BITS0 + 31) / 32 * 4 + (S::D * S::BITS1 + 31) / 32 * 4) + (S::HAS_BIAS + 1) * S::GROUPS * PAGE * WIDTH + S::D * WIDTH : 16;
+/// Field of a stored plane: BITS bits of channel `channel` of the token at `place`.
+template <class S, int BITS>
+DEVICE u32 stored_field(const unsigned char* plane, int place, int channel) {
+    constexpr int ROW = (S::D * BITS + 31) / 32 * 4;
+    const int field = channel / ROW, r = channel - field * ROW;
+    int at;
+    if (S::VALUES) {
+        const int width = min(16, ROW - r / 16 * 16), in = place % 8;
+        at = r / 16 * 16 * PAGE + (place / 8 * 2 + in / 2 % 2) * 4 * width + r % 16 * 4 + in % 2 + in / 4 * 2;
+    } else {
+        at = (place / 16 * (ROW / 4) + r / 4) * 64 + place % 16 * 4 + r % 4;
+    }
+    return plane[at] >> field * BITS & ((1u << BITS) - 1);
 }
+
+/// A side of a page in shared memory, to be decoded: planes, scales, biases and the mean one after the other.
+template <class S>
+struct Image {
+    static constexpr int WIDTH = S::TYPE == FLOAT32 ? 4 : 2, ROW0 = (S::D * S::BITS0 + 31) / 32 * 4, ROW1 = (S::D * S::BITS1 + 31) / 32 * 4;
+    static constexpr int PLANE1 = PAGE * ROW0, SCALE = PLANE1 + PAGE * ROW1, BIAS = SCALE + S::GROUPS * PAGE * WIDTH;
+    static constexpr int MEAN = BIAS + (S::HAS_BIAS ? S::GROUPS * PAGE * WIDTH : 0), BYTES = MEAN + S::D * WIDTH;
+
+    /// The whole block together.
+    static DEVICE void load(const unsigned char* page, unsigned char* to) {
+        for (int at = threadIdx.x * 16; at < BYTES; at += THREADS * 16) {
+            const int from = at < PLANE1 ? S::OFFSET0 + at : at < SCALE ? S::OFFSET1 + at - PLANE1 : at < BIAS ? S::SCALE_OFFSET + at - SCALE
+                             : at < MEAN ? S::BIAS_OFFSET + at - BIAS : S::MEAN_OFFSET + at - MEAN;
+            *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(page + from);
+        }
+    }
+    /// A number as the reference decodes it.
+    static DEVICE float decoded(const unsigned char* image, int place, int channel) {
+        u32 code = stored_field<S, S::BITS0>(image, place, channel);
+        if (S::BITS1) code = code << S::BITS1 | stored_field<S, S::BITS1 ? S::BITS1 : 1>(image + PLANE1, place, channel);
+        float level;
+        if (S::IS_FLOAT) level = float_of<S::FLOAT>(code);
+        else level = float(int(code) - S::ZERO);
+        const int at = channel / S::GROUP * PAGE + place;
+        float x = __fmul_rn(level, load_value<S::TYPE>(image + SCALE, at));
+        if (S::HAS_BIAS) x = __fadd_rn(x, load_value<S::TYPE>(image + BIAS, at));
+        return __fadd_rn(x, load_value<S::TYPE>(image + MEAN, channel));
+    }
+};
+
+template <class S>
+constexpr int image_bytes() { return S::HAS_MEAN ? Image<S>::BYTES : 16; }
 constexpr int IMAGE_BYTES = image_bytes<K>() > image_bytes<V>() ? image_bytes<K>() : image_bytes<V>();
 
 /// A page that opens in this launch: its first entry, and which entries and places its mean is taken over.
@@ -141,51 +181,6 @@ DEVICE void plan_opening(const Args& a, int opener, Shared& shared) {
     }
     if (threadIdx.x == 0) shared.opening = o;
 }
-
-/// Field of a stored plane: BITS bits of channel `channel` of the token at `place`.
-template <class S, int BITS>
-DEVICE u32 stored_field(const unsigned char* plane, int place, int channel) {
-    constexpr int ROW = (S::D * BITS + 31) / 32 * 4;
-    const int field = channel / ROW, r = channel - field * ROW;
-    int at;
-    if (S::VALUES) {
-        const int width = min(16, ROW - r / 16 * 16), in = place % 8;
-        at = r / 16 * 16 * PAGE + (place / 8 * 2 + in / 2 % 2) * 4 * width + r % 16 * 4 + in % 2 + in / 4 * 2;
-    } else {
-        at = (place / 16 * (ROW / 4) + r / 4) * 64 + place % 16 * 4 + r % 4;
-    }
-    return plane[at] >> field * BITS & ((1u << BITS) - 1);
-}
-
-/// A side of a page in shared memory, to be decoded: planes, scales, biases and the mean one after the other.
-template <class S>
-struct Image {
-    static constexpr int WIDTH = S::TYPE == FLOAT32 ? 4 : 2, ROW0 = (S::D * S::BITS0 + 31) / 32 * 4, ROW1 = (S::D * S::BITS1 + 31) / 32 * 4;
-    static constexpr int PLANE1 = PAGE * ROW0, SCALE = PLANE1 + PAGE * ROW1, BIAS = SCALE + S::GROUPS * PAGE * WIDTH;
-    static constexpr int MEAN = BIAS + (S::HAS_BIAS ? S::GROUPS * PAGE * WIDTH : 0), BYTES = MEAN + S::D * WIDTH;
-    static_assert(BYTES <= IMAGE_BYTES, "image_bytes");
-
-    /// The whole block together.
-    static DEVICE void load(const unsigned char* page, unsigned char* to) {
-        for (int at = threadIdx.x * 16; at < BYTES; at += THREADS * 16) {
-            const int from = at < PLANE1 ? S::OFFSET0 + at : at < SCALE ? S::OFFSET1 + at - PLANE1 : at < BIAS ? S::SCALE_OFFSET + at - SCALE
-                             : at < MEAN ? S::BIAS_OFFSET + at - BIAS : S::MEAN_OFFSET + at - MEAN;
-            *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(page + from);
-        }
-    }
-    /// A number as the reference decodes it.
-    static DEVICE float decoded(const unsigned char* image, int place, int channel) {
-        u32 code = stored_field<S, S::BITS0>(image, place, channel);
-        if (S::BITS1) code = code << S::BITS1 | stored_field<S, S::BITS1 ? S::BITS1 : 1>(image + PLANE1, place, channel);
-        float level;
-        if (S::IS_FLOAT) level = float_of<S::FLOAT>(code);
-        else level = float(int(code) - S::ZERO);
-        const int at = channel / S::GROUP * PAGE + place;
-        float x = __fmul_rn(level, load_value<S::TYPE>(image + SCALE, at));
-        if (S::HAS_BIAS) x = __fadd_rn(x, load_value<S::TYPE>(image + BIAS, at));
-        return __fadd_rn(x, load_value<S::TYPE>(image + MEAN, channel));
-    }
-};
 
 /// shared.mean of the page of shared.opening; its block stores it too. The whole block together.
 template <class S, int SIDE>

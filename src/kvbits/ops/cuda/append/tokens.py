@@ -98,7 +98,7 @@ def table(slot_mapping: SlotMapping, store: PageStore) -> torch.Tensor:
     found = slot_mapping.tables.get(key)
     if found is None:
         rows = np.ascontiguousarray(slot_mapping.runs[:, [2, 0, 1, 3, 4]])
-        rows[:, 0] = store.addresses()[rows[:, 0]] - base
+        rows[:, 0] = store.addresses[rows[:, 0]] - base
         found = upload(rows, store.device)
         slot_mapping.tables[key] = found
     return found
@@ -276,7 +276,7 @@ def _slots(slot_mapping: SlotMapping, store: PageStore, batch: int, tokens: int)
         all_of = np.full((3, batch * tokens), -1)
         row, token, page, slot, before, start = slot_mapping.tokens.T
         all_of[:, row * tokens + token] = page * store.layout.page_size + slot, before, start
-        found = tuple(upload(x, store.device) for x in (all_of[:2], all_of[2].astype(np.int32), store.addresses() - base))
+        found = tuple(upload(x, store.device) for x in (all_of[:2], all_of[2].astype(np.int32), store.addresses - base))
         slot_mapping.tables[key] = found
     return found
 

@@ -142,8 +142,8 @@ def close_later(
         if spec.static and f"{kind}_scale" not in store.static:
             raise DataError(f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False")
     k, v = with_aligned_rows(k), with_aligned_rows(v)
-    addresses = upload(store.addresses()[page_ids], k.device)
+    addresses = upload(store.addresses[page_ids], k.device)
     status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device)
-    fine = [(s.layout, upload(s.addresses()[ids], k.device)) for (s, _), ids in zip(low, low_ids, strict=True)]
+    fine = [(s.layout, upload(s.addresses[ids], k.device)) for (s, _), ids in zip(low, low_ids, strict=True)]
     family.close(k, v, store, addresses, status, family.first(store, starts, len(page_ids), k.device), fine[0] if fine else None)
     return status

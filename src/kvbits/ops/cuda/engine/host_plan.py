@@ -256,11 +256,11 @@ class Plan:
         return work
 
     def _tables(self, parts: tuple[Part, ...]) -> dict[str, int]:
-        addresses = np.concatenate([p.store.addresses()[p.table.page_ids] for p in parts])
+        addresses = np.concatenate([p.store.addresses[p.table.page_ids] for p in parts])
         tokens = np.concatenate([np.stack([p.table.starts, p.table.lengths], 1).astype(np.int32) for p in parts])
         tables = {"page_address": self._upload(addresses).data_ptr(), "page_tokens": self._upload(tokens).data_ptr()}
         if any(p.low for p in parts):
-            fine = [p.low[0].addresses()[p.table.low[0]] if p.low else np.zeros(p.table.num_pages, np.int64) for p in parts]
+            fine = [p.low[0].addresses[p.table.low[0]] if p.low else np.zeros(p.table.num_pages, np.int64) for p in parts]
             tables["low_address"] = self._upload(np.concatenate(fine)).data_ptr()
         return tables
 

@@ -162,8 +162,9 @@ struct RawWalk {
     static DEVICE int channel(int r, int x) { return r / 2 * 64 + x / 4 * 8 + r % 2 * 4 + x % 4; }
 };
 
-/// Reads a raw part of a unit whose pages stay where they lie. Returns the block's next segment.
-DEVICE int walk_raw_in_memory(const Args& a, Unit u, Merge& merge, int warp, int lane) {
+/// A result of raw parts of a unit alone: read(segment, step) calls step(rows, position of the first) for each of the warp's chunks. Returns the block's next segment.
+template <class Read>
+DEVICE int walk_raw_parts(const Args& a, Unit u, Merge& merge, int warp, int lane, Read read) {
     const Segment& s = merge.segments[Merge::own(warp)];
     Staged& staged = merge.staged[Merge::own(warp)];
     int g = lane / 4, c = lane % 4;
@@ -174,14 +175,21 @@ DEVICE int walk_raw_in_memory(const Args& a, Unit u, Merge& merge, int warp, int
     RawWalk walk;
     const QueryRows queries(a, staged, u, g);
     walk.start(a, queries, c);
-    const Part& part = a.parts[s.part];
-    for (int k = warp; k < s.num_chunks; k += WARPS) {
-        int chunk = s.first_chunk + k, entry = s.first_entry + chunk / part.chunks_per_page, token = chunk % part.chunks_per_page * 32;
-        const Page found(a, s, entry, false);
-        const i64 page = found.address + i64(token) * D * 2, to_values = D == DV ? 0 : i64(token) * (DV - D) * 2;
-        const int2 tokens = found.tokens;
-        if (tokens.y <= token) continue;
-        walk.step(a, queries, see, softmax, RowsInMemory(page + part.k_raw, page + part.v_raw + to_values, tokens.y - token, g, c), tokens.x + token, g, c);
-    }
+    read(s, [&](const auto& rows, int position) { walk.step(a, queries, see, softmax, rows, position, g, c); });
     return finish_segment(a, walk, softmax, nullptr, DV, merge, warp, lane);
+}
+
+/// Reads a raw part of a unit whose pages stay where they lie. Returns the block's next segment.
+DEVICE int walk_raw_in_memory(const Args& a, Unit u, Merge& merge, int warp, int lane) {
+    return walk_raw_parts(a, u, merge, warp, lane, [&](const Segment& s, const auto& step) {
+        const Part& part = a.parts[s.part];
+        for (int k = warp; k < s.num_chunks; k += WARPS) {
+            int chunk = s.first_chunk + k, entry = s.first_entry + chunk / part.chunks_per_page, token = chunk % part.chunks_per_page * 32;
+            const Page found(a, s, entry, false);
+            const i64 page = found.address + i64(token) * D * 2, to_values = D == DV ? 0 : i64(token) * (DV - D) * 2;
+            const int2 tokens = found.tokens;
+            if (tokens.y <= token) continue;
+            step(RowsInMemory(page + part.k_raw, page + part.v_raw + to_values, tokens.y - token, lane / 4, lane % 4), tokens.x + token);
+        }
+    });
 }

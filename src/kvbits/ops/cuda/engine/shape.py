@@ -168,11 +168,6 @@ def merge_bytes(warps: int, cols: int, dims: tuple[int, int], with_bias: bool, r
     return (merged + cols * sum(dims) + cols + warps + own) * 4 + 160 + fragments
 
 
-def _rounds_at_once(warps: int, cols: int, dims: tuple[int, int], with_bias: bool, room: int, merge_cols: int) -> int:
-    """Rounds of 32 channels merged between two barriers: as many as fit."""
-    return next((n for n in (8, 4, 2) if n * 32 <= max(dims[1], 64) and merge_bytes(warps, cols, dims, with_bias, n, merge_cols) <= room), 1)
-
-
 def fitting(
     ask: Ask, slot: int, chunk: int, units: int, most_warps: int, *, with_bias: bool = False, own_bytes: Callable[[int], int] = lambda _: 0,
     deep: bool = True,
@@ -209,7 +204,8 @@ def frame_defines(
     """
     merge_cols = merge_cols or ask.cols
     merged = (shape.warps, ask.cols, ask.dims, bias_groups)
-    rounds = _rounds_at_once(*merged, ask.shared_limit - ring_bytes, merge_cols)
+    room = ask.shared_limit - ring_bytes  # as many rounds of 32 channels are merged between two barriers as fit
+    rounds = next((n for n in (8, 4, 2) if n * 32 <= max(ask.dims[1], 64) and merge_bytes(*merged, n, merge_cols) <= room), 1)
     return {
         "HEAD_DIM": ask.dims[0], "VALUE_HEAD_DIM": ask.dims[1], "COLS": ask.cols, "Q_TYPE": DTYPES[ask.q_dtype], "RAW_TYPE": DTYPES[ask.raw_dtype],
         "SOFTCAP": int(ask.softcap),

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ....later import upload
-from ...types import AttendCall, Part, check_call, last_positions
+from ...types import AttendCall, check_call, last_positions
 from ..families import family_of
 from ..merge import merge_partials
 from .dense import attention
@@ -44,12 +44,8 @@ def refuses(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, num_querie
         return f"head_dim={layout.head_dim} is not a multiple of 8 up to 256"
     if layout.head_dim != layout.value_head_dim:
         return f"torch's FlashAttention takes one width, keys have {layout.head_dim} and values {layout.value_head_dim} channels"
-    return next((why for p in call.parts if (why := _refuses_part(p, q_dtype))), None)
-
-
-def _refuses_part(part: Part, q_dtype: torch.dtype) -> str | None:
-    layout = part.store.layout
-    return family_of(layout).refuses("unpack", layout, dtype=q_dtype, low=[x.layout for x in part.low])
+    layouts = ((p.store.layout, [x.layout for x in p.low]) for p in call.parts)
+    return next((why for x, low in layouts if (why := family_of(x).refuses("unpack", x, dtype=q_dtype, low=low))), None)
 
 
 @dataclass(frozen=True)
@@ -127,9 +123,9 @@ class ChunkPlan:
         unpackers: list[tuple[int, Unpacks]] = []
         for part, ids, rows in entries:
             p = self.call.parts[part]
-            addresses = upload(p.store.addresses()[p.table.page_ids[ids]], self.device)
+            addresses = upload(p.store.addresses[p.table.page_ids[ids]], self.device)
             starts_of = upload(p.table.starts[ids].astype(np.int32), self.device)
-            low = (p.low[0], upload(p.low[0].addresses()[p.table.low[0][ids]], self.device)) if p.low else None
+            low = (p.low[0], upload(p.low[0].addresses[p.table.low[0][ids]], self.device)) if p.low else None
             unpacker = family_of(p.store.layout).unpacker(p.store, self.dtype, addresses, upload(rows, self.device), strides[part], starts_of, low)
             unpackers.append((part, unpacker))
         return _Pass(first, last, starts.tolist(), unpackers)

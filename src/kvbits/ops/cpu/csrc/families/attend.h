@@ -22,35 +22,25 @@ struct Scratch {
 };
 
 // The formats that each family's kernels read: one family a format.
-template <int FORMAT>
-constexpr void check_formats() {
-  static_assert((FORMAT == FORMAT_RAW) + is_banded(FORMAT) + is_codebook(FORMAT) + plain_kernels.serve(FORMAT) == 1, "the number format FORMAT has no kernel, or two");
-  if constexpr (FORMAT < NESTED) check_formats<FORMAT + 1>();
+constexpr bool every_format_is_served() {
+  for (int f = 0; f <= NESTED; f++)
+    if ((f == FORMAT_RAW) + is_banded(f) + is_codebook(f) + plain_kernels.serve(f) != 1) return false;
+  return true;
 }
-constexpr bool every_format_is_served = (check_formats<0>(), true);
-static_assert(every_format_is_served, "kernels by number format");
-
-static Tensor describe_values(const kvbits_tensor& t, const kvbits_tensor* low, int head_dim, int64_t pages) {
-  return as_values(t.bands ? describe_banded_values(t, head_dim, pages) : describe(t, low, head_dim, pages));
-}
-
-// Keys of klt beside values that plain kernels read.
-static void attend_klt_keys(Part& part, const Entries& entries, Scratch& w) {
-  PlainPart values = {part};
-  values.begin();
-  KltPart path = {part, values, w.angles, w.pieces, part.pages.table->starts[entries.end - 1]};
-  path.begin();
-  attend_pages(path, entries);
-}
+static_assert(every_format_is_served(), "a number format has no kernel, or two");
 
 static void attend_part(Part& part, const Entries& entries, Scratch& w) {
   const bool has_codebook = adds_to_plain(part.key) || adds_to_plain(part.value);
   if (part.value.split) reorder_outputs(part, false);
   if (part.value.t->hadamard) turn_outputs(part);
   if (part.key.t->bands) {
-    attend_klt_keys(part, entries, w);
+    PlainPart values = {part};  // which plain kernels read
+    values.begin();
+    KltPart path = {part, values, w.angles, w.pieces, part.pages.table->starts[entries.end - 1]};
+    path.begin();
+    attend_pages(path, entries);
   } else if (has_codebook) {
-    CodebookPart path = {part, w.decoded, w.angles};
+    CodebookPart path = {part, {part}, w.decoded, w.angles};
     path.begin();
     attend_codebook_pages(path, entries);
     path.end();
@@ -82,8 +72,10 @@ static void attend_item(const AttendPlan* plan, const AttendItem* item, const At
     flat += n;
     if (lo < hi) {
       const kvbits_store &store = *pages.store, *low = pages.low;
-      Part part = {call, pages, item->kv_head, chunks, describe(store.key, low ? &low->key : nullptr, call.head_dim, hi - lo),
-                   describe_values(store.value, low ? &low->value : nullptr, call.value_head_dim, hi - lo), w.chunks, w.block, false, false};
+      const int value_head_dim = call.value_head_dim;
+      const Tensor key = describe(store.key, low ? &low->key : nullptr, call.head_dim, hi - lo);
+      const Tensor value = store.value.bands ? describe_banded_values(store.value, value_head_dim, hi - lo) : describe(store.value, low ? &low->value : nullptr, value_head_dim, hi - lo);
+      Part part = {call, pages, item->kv_head, chunks, key, as_values(value), w.chunks, w.block, false, false};
       attend_part(part, {begin + lo, begin + hi, after}, w);
     }
   }

@@ -53,6 +53,8 @@ DEVICE float level(u32 code, int width) { return float(code) - float((1 << width
 constexpr int BANDS = D / BAND, LANES = 4, TOKENS = 2;
 static_assert(THREADS % 32 == 0 && D % BAND == 0 && PAGE % 16 == 0, "four threads have two tokens, a warp has 16");
 using Token = float[BANDS][4];
+/// The four channels of a band that are the j-th thread's.
+DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
 DEVICE int thread_token(int r) { return int(threadIdx.x) / 32 * 16 + r * 8 + int(threadIdx.x) % 32 / LANES; }
 
 /// Where a word of a token's row is among a plane's words, as docs/reference/formats.md orders them; of values one that is `transposed`.

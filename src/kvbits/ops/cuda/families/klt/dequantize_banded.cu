@@ -24,8 +24,6 @@ struct Shared {
     float cosine[HALF], sine[HALF];
 };
 
-DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
-
 /// A thread's tokens as products with the inverse of the basis, in units of scales.
 template <class S>
 DEVICE void out_of_basis(const Args& a, u32 (&codes)[TOKENS][BANDS], Token (&x)[TOKENS], int head) {

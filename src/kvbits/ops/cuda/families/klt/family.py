@@ -21,7 +21,7 @@ from ...engine.side import turns_on
 from ..plain.family import walked_planes
 from . import store as writer
 from . import unpack
-from .operands import band_defines, banded_sides, basis_on
+from .operands import band_defines, basis_on
 
 HEAD_DIMS = (64, 128, 256)
 """Head sizes of attention: the outputs' Hadamard matrix takes whole rows of lanes."""
@@ -42,7 +42,8 @@ class Klt(Family):
         return layout.key.is_banded or layout.value.is_banded
 
     def refuses_low(self, op: Op, layout: PageLayout, low: Sequence[LowLayout]) -> str | None:
-        return f"{banded_sides(layout)} with low planes have no CUDA kernel"
+        sides = " and ".join(side for side, spec in (("keys", layout.key), ("values", layout.value)) if spec.is_banded)
+        return f"banded codes ({sides}) with low planes have no CUDA kernel"
 
     def refuses_attention(self, layout: PageLayout, num_columns: int, shared_limit: int | None) -> str | None:
         return _refuses_attention(layout, num_columns)

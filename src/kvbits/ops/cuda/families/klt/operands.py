@@ -20,12 +20,6 @@ def resident(layout: PageLayout, tokens: int) -> int:
     return max(1, next(n for most, n in RESIDENT_THREADS.items() if layout.head_dim <= most) // (tokens * 2))
 
 
-def banded_sides(layout: PageLayout) -> str | None:
-    """Which sides of a layout are stored as banded codes, in words for a refusal, or None."""
-    found = [side for side, spec in (("keys", layout.key), ("values", layout.value)) if spec.is_banded]
-    return f"banded codes ({' and '.join(found)})" if found else None
-
-
 def banded_arguments(layout: PageLayout, kind: str) -> str:
     """Template arguments of struct Banded of bands.cuh but the last: keys (kind "k") or values ("v") of a layout."""
     side = describe(layout, kind)

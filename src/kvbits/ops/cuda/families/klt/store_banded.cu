@@ -82,8 +82,6 @@ struct Scaled {
     int frame = -1, exponent = -9;  // good for keys up to 4 .. 64
 };
 
-DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
-
 /// A thread's part of its tokens, turned back by the frame, as operands of the matrix units: take(band, high, low).
 template <class Take>
 DEVICE void turn_and_split(const Token (&x)[TOKENS], int j, const Shared& shared, const Take& take) {

@@ -356,9 +356,7 @@ struct KeySide {
     /// sum over channels of q times a stored channel vector (a bias or a mean), added to `page_constant`.
     DEVICE void add_channel_vector(float (&page_constant)[NT][2], const unsigned char* section, int c) const {
         constexpr int TOP_FIELD = First::exponent(First::FIELDS - 1);
-        float acc[NT][4];
-        for (int n = 0; n < NT; ++n)
-            for (int r = 0; r < 4; ++r) acc[n][r] = 0.f;
+        float acc[NT][4] = {};
 #pragma unroll
         for (int f = 0; f < First::FIELDS; ++f)
 #pragma unroll

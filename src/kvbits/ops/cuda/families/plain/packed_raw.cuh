@@ -52,23 +52,12 @@ DEVICE void each_raw_chunk(const Segment& s, Ring& ring, const unsigned char* sl
 /// The raw parts of a unit that follow one another, with a result of their own. Returns the block's next segment.
 DEVICE int walk_raw(const Args& a, Unit u, Ring& ring, const unsigned char* slots, Merge& merge, int warp, int lane) {
     if (!RAW_IN_RING) return walk_raw_in_memory(a, u, merge, warp, lane);
-    const Segment& s = merge.segments[Merge::own(warp)];
-    Staged& staged = merge.staged[Merge::own(warp)];
-    int g = lane / 4, c = lane % 4;
-    stage_queries(staged, a, u, nullptr, warp * 32 + lane);
-    const Visible see(staged, a.window, lane);
-    Softmax softmax;
-    softmax.clear();
-    RawWalk walk;
-    const QueryRows queries(a, staged, u, g);
-    walk.start(a, queries, c);
-    for (;; join_next(a, merge, warp, lane)) {
-        each_raw_chunk(s, ring, slots, warp, lane, [&](RowsInRing& rows, int position) {
-            walk.step(a, queries, see, softmax, rows, position, g, c);
-        });
-        if (!s.joins) break;
-    }
-    return finish_segment(a, walk, softmax, nullptr, DV, merge, warp, lane);
+    return walk_raw_parts(a, u, merge, warp, lane, [&](const Segment& s, const auto& step) {
+        for (;; join_next(a, merge, warp, lane)) {
+            each_raw_chunk(s, ring, slots, warp, lane, step);
+            if (!s.joins) break;
+        }
+    });
 }
 
 /// Adds raw tokens to outputs of packed ones: weights `p`, as RawWalk::weights gives them, times four channels of a row at a time.

@@ -73,8 +73,7 @@ INLINE void key_sums_wide(const KeyArgs& a, int t, int half, int c0, int c1, vf*
   while (c0 < c1) {
     const int field = FMT == NESTED ? c0 / rb : 0, in_field = FMT == NESTED && (field + 1) * rb < c1 ? (field + 1) * rb : c1;
     const int end = in_field < c0 + 256 ? in_field : c0 + 256;
-    __m256i acc[NH];
-    for (int h = 0; h < NH; h++) acc[h] = _mm256_setzero_si256();
+    __m256i acc[NH] = {};
     const uint8_t* src = a.plane[0] + (int64_t)t * rb * TILE + (c0 - field * rb) * TILE + half * 32;
     const uint8_t* q = a.chunk->qw[0] + 2 * c0;
     const __m128i shift = _mm_cvtsi32_si128(4 * field);
@@ -99,8 +98,7 @@ INLINE void key_sums_wide(const KeyArgs& a, int t, int half, int c0, int c1, vf*
 
 template <int FMT, int NH>
 INLINE void key_sums_narrow(const KeyArgs& a, int t, int half, int c0, int c1, vf* x) {
-  __m256i acc[NH];
-  for (int h = 0; h < NH; h++) acc[h] = _mm256_setzero_si256();
+  __m256i acc[NH] = {};
   for (int plane = 0; plane < num_planes(FMT); plane++) {
     const int bits = plane_bits(FMT, plane), rb = a.row_bytes[plane];
     const int run = 32767 / (2 * 127 * ((1 << bits) - 1));
@@ -113,8 +111,7 @@ INLINE void key_sums_narrow(const KeyArgs& a, int t, int half, int c0, int c1, v
       const uint8_t* q = a.chunk->qw[0] + first;
       const __m128i shift = _mm_cvtsi32_si128(field * bits);
       for (int left = (end - first) / 4; left > 0; left -= run) {
-        __m256i part[NH];
-        for (int h = 0; h < NH; h++) part[h] = _mm256_setzero_si256();
+        __m256i part[NH] = {};
         for (int n = left < run ? left : run; n > 0; n--, src += 64, q += 4) {
           fetch(src + a.ahead);
           const __m256i v = code_field(_mm256_loadu_si256((const __m256i*)src), shift, mask);
@@ -136,8 +133,7 @@ static void key_int(const KeyArgs& a) {
     for (int half = 0; half < 2; half++)
       for (int g = 0; g < a.groups; g++) {
         const int c0 = g * a.group_channels, c1 = c0 + a.group_channels, token = t * TILE + half * 8;
-        vf x[NH];
-        for (int h = 0; h < NH; h++) x[h] = vf{};
+        vf x[NH] = {};
         if (is_wide(FMT)) key_sums_wide<FMT, NH>(a, t, half, c0, c1, x);
         else key_sums_narrow<FMT, NH>(a, t, half, c0, c1, x);
         for (int h = 0; h < NH; h++) {
@@ -161,7 +157,6 @@ INLINE void value_sums(const ValueArgs& a, const uint8_t* src, int width, int ch
   const __m256i mask = _mm256_set1_epi8((1 << bits) - 1);
   const uint8_t* p = a.block->pw[g][0];
   const int quads = round_up(a.tokens, 8) / 4;
-  for (int h = 0; h < NH; h++) acc[h] = _mm256_setzero_si256();
   if (is_wide(FMT)) {
     for (int n = 0; n < quads; n++, src += 4 * width, p += 8) {
       fetch(src + a.ahead);
@@ -181,8 +176,7 @@ INLINE void value_sums(const ValueArgs& a, const uint8_t* src, int width, int ch
   }
   const int run = 32767 / (2 * 255 * ((1 << bits) - 1));
   for (int left = quads; left > 0; left -= run) {
-    __m256i part[NH];
-    for (int h = 0; h < NH; h++) part[h] = _mm256_setzero_si256();
+    __m256i part[NH] = {};
     for (int n = left < run ? left : run; n > 0; n--, src += 4 * width, p += 4) {
       fetch(src + a.ahead);
       const __m256i v = code_field(load_codes(src, channels), shift, mask);
@@ -215,11 +209,9 @@ static void value_three_bits(const ValueArgs& a) {
     const __m128i left = _mm_cvtsi32_si128(two.field ? 0 : 1), right = _mm_cvtsi32_si128(two.field ? 2 * two.field - 1 : 0), down = _mm_cvtsi32_si128(one.field);
     const int64_t two_ahead = two.field ? 0 : a.ahead, one_ahead = one.field ? 0 : a.ahead;
     const uint8_t *p = a.block->pw[g][0], *src = two.at, *src1 = one.at;
-    __m256i acc[NH];
-    for (int h = 0; h < NH; h++) acc[h] = _mm256_setzero_si256();
+    __m256i acc[NH] = {};
     for (int done = 0; done < quads; done += RUN) {
-      __m256i part[NH];
-      for (int h = 0; h < NH; h++) part[h] = _mm256_setzero_si256();
+      __m256i part[NH] = {};
       for (int n = quads - done < RUN ? quads - done : RUN; n > 0; n--, src += two.quad_bytes, src1 += one.quad_bytes, p += 4) {
         fetch(src + two_ahead);
         fetch(src1 + one_ahead);
@@ -231,12 +223,7 @@ static void value_three_bits(const ValueArgs& a) {
       }
       for (int h = 0; h < NH; h++) acc[h] = _mm256_add_epi32(acc[h], widen_sums(part[h]));
     }
-    for (int h = 0; h < NH; h++) {
-      vf x = to_float((vi)acc[h]) * a.block->p_scale[g][h];
-      if (a.channel_scale) x *= load(a.channel_scale + channel);
-      float* to = a.chunk->acc[h] + channel;
-      store(to, load(to) + x);
-    }
+    for (int h = 0; h < NH; h++) add_output(a, h, channel, to_float((vi)acc[h]) * a.block->p_scale[g][h]);
   }
 }
 
@@ -250,11 +237,9 @@ INLINE void value_two_fields(const ValueArgs& a, int plane, int field, float wei
   for (int r = 0; r < rb; r += 8) {
     const ValueWords words = value_words(a, plane, field * rb + r);
     const uint8_t *src = words.at, *p = a.block->pw[0][0];
-    __m256i acc[2][NH];
-    for (int h = 0; h < NH; h++) acc[0][h] = acc[1][h] = _mm256_setzero_si256();
+    __m256i acc[2][NH] = {};
     for (int left = quads; left > 0; left -= run) {
-      __m256i part[2][NH];
-      for (int h = 0; h < NH; h++) part[0][h] = part[1][h] = _mm256_setzero_si256();
+      __m256i part[2][NH] = {};
       for (int n = left < run ? left : run; n > 0; n--, src += words.quad_bytes, p += 4) {
         fetch(src + ahead);
         const __m256i v = _mm256_loadu_si256((const __m256i*)src);
@@ -270,13 +255,7 @@ INLINE void value_two_fields(const ValueArgs& a, int plane, int field, float wei
         for (int h = 0; h < NH; h++) acc[i][h] = _mm256_add_epi32(acc[i][h], widen_sums(part[i][h]));
     }
     for (int i = 0; i < 2; i++)
-      for (int h = 0; h < NH; h++) {
-        const int channel = (field + i) * rb + r;
-        vf x = to_float((vi)acc[i][h]) * (a.block->p_scale[0][h] * weight);
-        if (a.channel_scale) x *= load(a.channel_scale + channel);
-        float* to = a.chunk->acc[h] + channel;
-        store(to, load(to) + x);
-      }
+      for (int h = 0; h < NH; h++) add_output(a, h, (field + i) * rb + r, to_float((vi)acc[i][h]) * (a.block->p_scale[0][h] * weight));
   }
 }
 
@@ -298,16 +277,11 @@ static void value_int(const ValueArgs& a) {
         const int end = channel + channels < a.head_dim ? channel + channels : a.head_dim;
         const uint8_t* src = a.plane[plane] + (int64_t)block * a.page_size + a.first_token * width + (r - block) * 4;
         for (int g = channel / a.group_channels; g * a.group_channels < end; g++) {
-          __m256i acc[NH];
+          __m256i acc[NH] = {};
           value_sums<FMT, NH>(a, src, width, channels, g, field * bits, bits, acc);
           const int first = g * a.group_channels - channel, last = (g + 1) * a.group_channels < end ? (g + 1) * a.group_channels - channel : end - channel;
           const vi inside = (iota() >= splat_int(first)) & (iota() < splat_int(last));
-          for (int h = 0; h < NH; h++) {
-            vf x = to_float((vi)acc[h]) * (a.block->p_scale[g][h] * weight);
-            if (a.channel_scale) x *= load(a.channel_scale + channel);
-            float* to = a.chunk->acc[h] + channel;
-            store(to, load(to) + select(inside, x, vf{}));
-          }
+          for (int h = 0; h < NH; h++) add_output(a, h, channel, to_float((vi)acc[h]) * (a.block->p_scale[g][h] * weight), inside);
         }
       }
     }

@@ -165,17 +165,10 @@ INLINE void add_scores(const KeyArgs& a, const __m512i (&acc)[T][NH][P], int til
 template <int FMT, int NH, int T>
 INLINE void key_tiles(const KeyArgs& a, int tile) {
   constexpr int P = is_wide(FMT) ? 2 : 1;
-  vf s[T][NH];
-#pragma GCC unroll 2
-  for (int i = 0; i < T; i++)
-#pragma GCC unroll 8
-    for (int h = 0; h < NH; h++) s[i][h] = vf{};
+  vf s[T][NH] = {};
   for (int g = 0; g < a.groups; g++) {
     const int c0 = g * a.group_channels, c1 = c0 + a.group_channels;
-    __m512i acc[T][NH][P];
-    for (int i = 0; i < T; i++)
-      for (int h = 0; h < NH; h++)
-        for (int p = 0; p < P; p++) acc[i][h][p] = _mm512_setzero_si512();
+    __m512i acc[T][NH][P] = {};
     for (int plane = 0; plane < num_planes(FMT); plane++) {
       const int bits = plane_bits(FMT, plane), rb = a.row_bytes[plane];
       if (plane)
@@ -221,10 +214,7 @@ INLINE void value_blocks(const ValueArgs& a, const uint8_t* src, int width, int 
   const __m512i mask = _mm512_set1_epi8((char)(((1 << bits) - 1) << (SHIFT ? 0 : shift_bits)));
   const __mmask16 whole = (__mmask16)((1u << width) - 1);
   const uint8_t* p = a.block->pw[g][0];
-  __m512i acc[NB][NH][P];
-  for (int i = 0; i < NB; i++)
-    for (int h = 0; h < NH; h++)
-      for (int k = 0; k < P; k++) acc[i][h][k] = _mm512_setzero_si512();
+  __m512i acc[NB][NH][P] = {};
   const int quads = round_up(a.tokens, 8) / 4;
   for (int n = 0; n < quads; n++, src += 4 * width, p += 4) {
     __m512i v[NB];
@@ -335,8 +325,7 @@ static void value_three_bits(const ValueArgs& a) {
     const int g = channel / a.group_channels;
     const ThreeBits left = three_bits(a, channel), right = three_bits(a, channel + 16);
     const uint8_t* p = a.block->pw[g][0];
-    __m512i acc[2][NH];
-    for (int h = 0; h < NH; h++) acc[0][h] = acc[1][h] = _mm512_setzero_si512();
+    __m512i acc[2][NH] = {};
     for (int quad = 0; quad < quads; quad++, p += 4) {
       const __m512i x = three_bit_codes(left, quad), y = three_bit_codes(right, quad);
 #pragma GCC unroll 8
@@ -349,12 +338,7 @@ static void value_three_bits(const ValueArgs& a) {
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++)
 #pragma GCC unroll 8
-      for (int h = 0; h < NH; h++) {
-        vf x = to_dot<1>(&acc[i][h]) * a.block->p_scale[g][h];
-        float* to = a.chunk->acc[h] + channel + i * 16;
-        if (a.channel_scale) x *= load(a.channel_scale + channel + i * 16);
-        store(to, load(to) + x);
-      }
+      for (int h = 0; h < NH; h++) add_output(a, h, channel + i * 16, to_dot<1>(&acc[i][h]) * a.block->p_scale[g][h]);
   }
 }
 

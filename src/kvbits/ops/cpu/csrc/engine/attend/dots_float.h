@@ -23,8 +23,7 @@ static void key_fp8(const KeyArgs& a) {
   for (int t = 0; t < tiles; t++)
     for (int lane = 0; lane < TILE; lane += VL)
       for (int g = 0; g < a.groups; g++) {
-        vf acc[NH];
-        for (int h = 0; h < NH; h++) acc[h] = vf{};
+        vf acc[NH] = {};
         const int c0 = g * a.group_channels;
         const uint8_t* src = a.plane[0] + (int64_t)t * a.row_bytes[0] * TILE + c0 * TILE + lane * 4;
         const float* q = a.q + c0;
@@ -50,8 +49,7 @@ static void key_fp8(const KeyArgs& a) {
 // One value block: VL channels from lane `lane` of the block on.
 template <int FMT, int NH>
 INLINE void value_fp8_lanes(const ValueArgs& a, const uint8_t* src, int width, int lane, int channel, int g, int first, int last) {
-  vf acc[NH];
-  for (int h = 0; h < NH; h++) acc[h] = vf{};
+  vf acc[NH] = {};
   const float* p = a.block->pf[g][0];
   const int whole = width - lane < VL ? width - lane : VL;
   const int tokens = round_up(a.tokens, 8);
@@ -76,11 +74,7 @@ INLINE void value_fp8_lanes(const ValueArgs& a, const uint8_t* src, int width, i
   const int at = channel + lane;
   vi inside = iota();
   inside = (inside >= splat_int(first - at)) & (inside < splat_int(last - at));
-  for (int h = 0; h < NH; h++) {
-    vf x = a.channel_scale ? acc[h] * load(a.channel_scale + at) : acc[h];
-    float* to = a.chunk->acc[h] + at;
-    store(to, load(to) + select(inside, x, vf{}));
-  }
+  for (int h = 0; h < NH; h++) add_output(a, h, at, acc[h], inside);
 }
 
 template <int FMT, int NH>
@@ -121,9 +115,7 @@ template <int DTYPE, int NH, int TOKENS>
 INLINE void key_raw_rows(const KeyArgs& a, const uint8_t* row, int token) {
   const int size = DTYPE == FLOAT32 ? 4 : 2;
   const int64_t row_bytes = (int64_t)a.head_dim * size;
-  vf acc[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) acc[i] = vf{};
+  vf acc[16] = {};
   int c = 0;
   for (; DTYPE == BF16_SPLIT && c < a.head_dim; c += 2 * VL) {
     vf x[TOKENS][2];

@@ -109,9 +109,7 @@ static void key_int(const KeyArgs& a) {
     for (int lane = 0; lane < TILE; lane += 4)
       for (int g = 0; g < a.groups; g++) {
         const int c0 = g * a.group_channels, c1 = c0 + a.group_channels, token = t * TILE + lane;
-        int32x4_t acc[NH][P];
-        for (int h = 0; h < NH; h++)
-          for (int p = 0; p < P; p++) acc[h][p] = vdupq_n_s32(0);
+        int32x4_t acc[NH][P] = {};
         key_plane<FMT, plane_bits(FMT, 0), P, NH>(a, a.plane[0], a.row_bytes[0], t, lane, c0, c1, acc);
         if (num_planes(FMT) == 2) {
           for (int h = 0; h < NH; h++)
@@ -149,16 +147,9 @@ INLINE void value_plane(const ValueArgs& a, float weight) {
   for (int field = 0; field * rb < a.head_dim; field++)
     for (int r = 0; r < rb && field * rb + r < a.head_dim; r += 4) {
       const int block = r / 16 * 16, width = rb - block < 16 ? rb - block : 16, channel = field * rb + r, g = channel / a.group_channels;
-      int32x4_t acc[NH][P_PIECES];
-      for (int h = 0; h < NH; h++)
-        for (int k = 0; k < P_PIECES; k++) acc[h][k] = vdupq_n_s32(0);
+      int32x4_t acc[NH][P_PIECES] = {};
       value_sums<FMT, BITS, NH>(a, a.plane[PLANE] + (int64_t)block * a.page_size + a.first_token * width + (r - block) * 4, width, g, field * BITS, acc);
-      for (int h = 0; h < NH; h++) {
-        vf x = to_dot<P_PIECES>(acc[h]) * (a.block->p_scale[g][h] * weight);
-        if (a.channel_scale) x *= load(a.channel_scale + channel);
-        float* to = a.chunk->acc[h] + channel;
-        store(to, load(to) + x);
-      }
+      for (int h = 0; h < NH; h++) add_output(a, h, channel, to_dot<P_PIECES>(acc[h]) * (a.block->p_scale[g][h] * weight));
     }
 }
 

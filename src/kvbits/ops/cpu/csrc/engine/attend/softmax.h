@@ -46,11 +46,6 @@ static void quantize_query(Chunk& c, const float* from, int groups, int group_ch
   }
 }
 
-static void fold_channels(Chunk& c, const float* scale, int head_dim) {
-  for (int h = 0; h < c.rows; h++)
-    for (int i = 0; i < head_dim; i += VL) store(c.folded[h] + i, load(c.q[h] + i) * load(scale + i));
-}
-
 static void add_query_bias(Chunk& c, const float* q, const float* bias, int head_dim) {
   for (int h = 0; h < c.rows; h += 4) {
     auto row = [&](int k) { return q + (h + k < c.rows ? h + k : c.rows - 1) * ROW_STRIDE; };

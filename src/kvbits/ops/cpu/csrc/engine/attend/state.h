@@ -97,4 +97,11 @@ struct ValueArgs {
   int64_t low, low_ahead;
 };
 
+// Row h of the outputs gains x in the channels from `channel` on: those that are inside.
+INLINE void add_output(const ValueArgs& a, int h, int channel, vf x, vi inside = splat_int(-1)) {
+  if (a.channel_scale) x *= load(a.channel_scale + channel);
+  float* to = a.chunk->acc[h] + channel;
+  store(to, load(to) + select(inside, x, vf{}));
+}
+
 }  // namespace

@@ -68,9 +68,6 @@ static Tensor as_values(Tensor d) {
   return d;
 }
 
-// Type of means: those beside 8-bit scales are float16.
-INLINE int mean_dtype(const kvbits_tensor& t) { return t.scale_dtype == FLOAT8_E5M3 ? (int)FLOAT16 : t.scale_dtype; }
-
 // Per-channel scale and bias (the bias around the middle of the code range; the mean is part of it).
 // Returns whether there is any bias.
 static bool channel_params(const Tensor& d, const uint8_t* page, int kv_head, int head_dim, float* scale, float* bias) {
@@ -91,7 +88,7 @@ static bool channel_params(const Tensor& d, const uint8_t* page, int kv_head, in
   }
   if (t.mean_offset >= 0) {
     alignas(64) float mean[ROW_STRIDE];
-    widen(any ? mean : bias, page + t.mean_offset, head_dim, mean_dtype(t));
+    widen(any ? mean : bias, page + t.mean_offset, head_dim, t.scale_dtype == FLOAT8_E5M3 ? (int)FLOAT16 : t.scale_dtype);  // beside 8-bit scales float16
     if (any)
       for (int i = 0; i < head_dim; i += VL) store(bias + i, load(bias + i) + load(mean + i));
     any = true;

@@ -21,11 +21,6 @@ static void fill_levels(float* to, const kvbits_tensor& t, int kv_head) {
   }
 }
 
-static void fill_tables(Decoded& w, const float* scale, const float* bias, int head_dim) {
-  for (int c = 0; c < head_dim; c++)
-    for (int i = 0; i < LEVELS; i += VL) store(w.table[c] + i, load(w.levels + i) * scale[c] + bias[c]);
-}
-
 // Codes of the tile that begins at token `first` of the page, a byte each.
 static void unpack_keys(const Tensor& key, const PageView& at, Decoded& w, int first) {
   const int head_dim = key.head_dim;
@@ -113,8 +108,7 @@ template <KeySource FROM, bool TURN, int NH>
 static void key_tile(const Decoded& w, const Nibbles& n, const float* turns, int head_dim, const float* q, float* s) {
   const int half = head_dim / 2;
   for (int lane = 0; lane < TILE; lane += VL) {
-    vf low[NH], high[NH];
-    for (int h = 0; h < NH; h++) low[h] = high[h] = vf{};
+    vf low[NH] = {}, high[NH] = {};
     int r = 0, r1 = 0, shift = 0, shift1 = 0;
     for (int d = 0; d < half; d += 4) {
       vi words[2];

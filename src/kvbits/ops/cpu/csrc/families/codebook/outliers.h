@@ -85,16 +85,14 @@ INLINE int batch_size(int begin, int end) { return end - begin < OutlierBatch::S
 
 // Runs of the block that begins at `token`.
 static void find_runs(Decoded& w, const kvbits_tensor& key, const kvbits_tensor& value, const uint8_t* page, int page_size, int head_dim, int token) {
-  if (key.num_outliers) {
-    const Outliers o = outliers_of(key, page, page_size, head_dim);
-    w.key_run[0] = token ? w.key_run[1] : 0;
-    w.key_run[1] = token + BLOCK < page_size ? outlier_end(o, w.key_run[0], (uint32_t)((token + BLOCK) * head_dim)) : o.count;
-  }
-  if (value.num_outliers) {
-    const Outliers o = outliers_of(value, page, page_size, head_dim);
-    w.value_run[0] = token ? w.value_run[1] : 0;
-    w.value_run[1] = token + BLOCK < page_size ? outlier_end(o, w.value_run[0], (uint32_t)((token + BLOCK) * head_dim)) : o.count;
-  }
+  const auto find = [&](const kvbits_tensor& t, int (&run)[2]) {
+    if (!t.num_outliers) return;
+    const Outliers o = outliers_of(t, page, page_size, head_dim);
+    run[0] = token ? run[1] : 0;
+    run[1] = token + BLOCK < page_size ? outlier_end(o, run[0], (uint32_t)((token + BLOCK) * head_dim)) : o.count;
+  };
+  find(key, w.key_run);
+  find(value, w.value_run);
 }
 
 template <int W>

@@ -54,11 +54,10 @@ static void load_stretch(Decoded& w, const kvbits_tensor& t, const uint8_t* page
 
 struct CodebookPart {
   Part& part;
+  PlainPart base;               // what is as in plain pages
   Decoded& w;
   Angles& angles;
-  bool fetches = false;         // the coming page's scales, biases and outliers when a page begins
-  int64_t params = 0;           // where they begin in a head struct
-  int params_per_tile = 0;      // their bytes, in whole lines, that a tile fetches of the page to come
+  int params_per_tile = 0;      // bytes behind the codes, in whole lines, that a tile of decoded keys fetches of the page to come
 
   // What the whole part shares. Channel scales and biases are 1 and 0 where the format has none.
   void begin_decoding() {
@@ -78,35 +77,29 @@ struct CodebookPart {
 
   void fill_channels() {
     const Block& b = part.block;
-    const int head_dim = part.call.head_dim;
-    if (part.key.decoded && code_bits(part.key.t->format) < 8) fill_tables(w, b.k_channel, b.k_channel_bias, head_dim);
+    if (!part.key.decoded || code_bits(part.key.t->format) == 8) return;
+    for (int c = 0; c < part.call.head_dim; c++)
+      for (int i = 0; i < LEVELS; i += VL) store(w.table[c] + i, load(w.levels + i) * b.k_channel[c] + b.k_channel_bias[c]);
   }
 
   void begin() {
     angles.start = -1;
     Part& p = part;
     const kvbits_store& store = *p.pages.store;
-    const kvbits_tensor& key = *p.key.t;
+    const kvbits_tensor &key = *p.key.t, &value = *p.value.t;
     const int head_dim = p.call.head_dim;
     begin_decoding();
-    params = first_param(store);
-    params_per_tile = store.page_size >= TILE ? round_up((int)((store.head_bytes - params) / (store.page_size / TILE)), 64) : 64;
-    fetches = !p.key.decoded && (p.key.page_channels || p.value.page_channels || key.mean_offset >= 0 || key.num_outliers || p.value.t->num_outliers);
-    const bool static_key = p.key.channel_scales && !p.key.page_channels;
-    const bool biases = static_key && channel_params(p.key, nullptr, p.kv_head, head_dim, p.block.k_channel, p.block.k_channel_bias);
+    base.begin();
     fill_channels();
-    for (int i = 0; i < p.num_chunks; i++) begin_chunk(p.chunks[i], biases);
-  }
-
-  void begin_chunk(Chunk& c, bool biases) {
-    Part& p = part;
-    const kvbits_tensor& key = *p.key.t;
-    const int head_dim = p.call.head_dim;
-    if (p.value.token_scales) __builtin_memset(c.corr, 0, sizeof(c.corr[0]) * p.value.groups);
-    fold_key_channels(p, c, !p.key.page_channels, biases);
-    if (key.num_outliers && !key.turns) BY_ROWS(c, query_columns, c, false, head_dim);
-    c.value_outliers = p.value.t->num_outliers;
-    if (c.value_outliers) __builtin_memset(c.acc_columns, 0, sizeof(float) * (c.rows <= 4 ? 4 : 8) * round_up(head_dim, 16));
+    params_per_tile = store.page_size >= TILE ? round_up((int)((store.head_bytes - base.params) / (store.page_size / TILE)), 64) : 64;
+    if (p.key.decoded) base.params_bytes = 0;
+    else if (key.num_outliers || value.num_outliers) base.params_bytes = store.head_bytes - base.params;
+    for (int i = 0; i < p.num_chunks; i++) {
+      Chunk& c = p.chunks[i];
+      if (key.num_outliers && !key.turns) BY_ROWS(c, query_columns, c, false, head_dim);
+      c.value_outliers = value.num_outliers;
+      if (c.value_outliers) __builtin_memset(c.acc_columns, 0, sizeof(float) * (c.rows <= 4 ? 4 : 8) * round_up(head_dim, 16));
+    }
   }
 
   // Queries turned back to the page's start.
@@ -123,34 +116,24 @@ struct CodebookPart {
   }
 
   void begin_page(const PageView& at, int64_t start) {
-    Part& p = part;
-    Block& b = p.block;
-    const kvbits_tensor& key = *p.key.t;
-    const int head_dim = p.call.head_dim;
-    if (fetches) fetch_range(at.page + at.ahead + params, p.pages.store->head_bytes - params);
+    const kvbits_tensor& key = *part.key.t;
     if (key.turns) turn_queries(start);
-    if (p.key.page_channels || key.mean_offset >= 0) {
-      const bool biases = channel_params(p.key, at.page, p.kv_head, head_dim, b.k_channel, b.k_channel_bias);
-      fill_channels();
-      for (int i = 0; i < p.num_chunks; i++) fold_key_channels(p, p.chunks[i], p.key.page_channels, biases);
-    }
-    p.value_bias = channel_params(p.value, at.page, p.kv_head, head_dim, b.v_channel, b.v_channel_bias);
+    base.begin_page(at, start);
+    if (part.key.page_channels || key.mean_offset >= 0) fill_channels();
   }
 
   void begin_block(const PageView& at, int token, int n) {
-    Block& b = part.block;
     const int page_size = part.pages.store->page_size;
     const Tensor &key = part.key, &value = part.value;
-    if (key.token_scales) token_params(key, at.page, page_size, token, n, at.ahead, b.k_scale, b.k_bias);
-    if (value.token_scales) token_params(value, at.page, page_size, token, n, at.ahead, b.v_scale, b.v_bias);
+    base.begin_block(at, token, n);
     if (key.stretched) load_stretch(w, *key.t, at.page, token, n);
-    if (value.stretched) token_factors(*value.t, at.page, token, n, b.v_scale[0]);
+    if (value.stretched) token_factors(*value.t, at.page, token, n, part.block.v_scale[0]);
     find_runs(w, *key.t, *value.t, at.page, page_size, part.call.head_dim, token);
   }
 
   // What lies behind the coming page's codes, a part with every tile: a burst of fetches would wait for itself.
   void fetch_params(const PageView& at, int tile) const {
-    const uint8_t* from = at.page + at.ahead + params + tile * params_per_tile;
+    const uint8_t* from = at.page + at.ahead + base.params + tile * params_per_tile;
     const uint8_t* end = at.page + at.ahead + part.pages.store->head_bytes;
     for (int i = 0; i < params_per_tile && from + i < end; i += 64) fetch(from + i);
   }

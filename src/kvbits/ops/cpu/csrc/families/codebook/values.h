@@ -43,8 +43,7 @@ static void value_levels(const ValueArgs& a, Decoded& w, int format) {
   const int tokens = round_up(a.tokens, 8), stride = code_stride(a.head_dim);
   for (int c = 0; c < a.head_dim; c += VL)
     for (int g = c / a.group_channels; g < a.groups && g * a.group_channels < c + VL; g++) {
-      vf acc[NH];
-      for (int h = 0; h < NH; h++) acc[h] = vf{};
+      vf acc[NH] = {};
       const float* p = a.block->pf[g][0];
       for (int t = 0; t < tokens; t += 4) {
         const vi word = load_int(w.value_codes + t / 4 * stride + c);
@@ -59,11 +58,7 @@ static void value_levels(const ValueArgs& a, Decoded& w, int format) {
       }
       const vi at = iota() + splat_int(c);
       const vi inside = (at >= splat_int(g * a.group_channels)) & (at < splat_int((g + 1) * a.group_channels));
-      for (int h = 0; h < NH; h++) {
-        const vf x = a.channel_scale ? acc[h] * load(a.channel_scale + c) : acc[h];
-        float* to = a.chunk->acc[h] + c;
-        store(to, load(to) + select(inside, x, vf{}));
-      }
+      for (int h = 0; h < NH; h++) add_output(a, h, c, acc[h], inside);
     }
 }
 

@@ -18,10 +18,6 @@ constexpr int SMALLEST_SCALE_CODE = 1, LARGEST_SCALE_CODE = 247;
 // Which 8-bit floats are tried around that of a Gaussian token, then in pairs around the best; of turned rows fewer.
 constexpr int SCALE_OFFSETS[7] = {1, -4, 4, -2, 2, -1, 1}, TURNED_OFFSETS[5] = {0, -2, 2, -1, 1};
 
-static void hadamard_rows(PageBuffers& b, int count, int head_dim) {
-  for (int t = 0; t < count; t++) hadamard(b.x + (int64_t)t * padded_width(head_dim), head_dim);
-}
-
 // Half as many numbers as a vector of floats has, as many doubles as its bytes hold: GCC keeps wider ones in memory.
 typedef double vd_native __attribute__((vector_size(VL * 4)));
 typedef float vf_half __attribute__((vector_size(VL * 2), aligned(4), may_alias));
@@ -165,7 +161,7 @@ static bool store_banded(PageBuffers& b, const TokensPart& part) {
     const float* basis = t.to_basis + (int64_t)part.kv_head * part.head_dim * part.head_dim;
     rows_to_basis<1>(b, part.turn_start, basis, rows_to_basis<8>(b, part.turn_start, basis, 0, n, part.head_dim), n, part.head_dim);
   }
-  if (t.hadamard) hadamard_rows(b, n, part.head_dim);
+  for (int i = 0; t.hadamard && i < n; i++) hadamard(b.x + (int64_t)i * width, part.head_dim);
   if (t.offsets) subtract_offsets(b, part);
   BandSteps steps;
   fill_steps(steps, t, part.head_dim);

@@ -67,21 +67,15 @@ INLINE vi turned_words(const uint8_t* p, int shift) { return (vi)((vu)load_int(p
 INLINE vi joined_fields(vi high, vi low, vi high_mask, vi low_mask, int low_bits) { return ((high & high_mask) << low_bits) | (low & low_mask); }
 #endif
 
-// The four channels from `channel` on of a row whose plane begins at `offset`.
-static BandWord band_word(int offset, int channel, int row_bytes, int bits) {
-  const int shift = channel / row_bytes * bits;
-  return {offset + channel % row_bytes * TILE, shift, shift == 0};
-}
-
-// The fields of a band of `channels` channels, the first of them `at` in its plane; they come `up` bits above the codes' lowest.
+// The fields of a band of `channels` channels, the first of them `at` in its plane, which begins at `offset`; they come `up` bits above the codes' lowest.
 static BandFields band_fields(int offset, int at, int channels, int row_bytes, int bits, int up) {
   BandFields f;
   f.mask = ((1 << bits) - 1) * 0x01010101;
   f.tile_bytes = row_bytes * TILE;
   if (BANDS_TURN) f.mask <<= up;
   for (int c = 0; c < BAND; c += 4) {
-    f.word[c / 4] = band_word(offset, at + (c < channels ? c : 0), row_bytes, bits);
-    if (BANDS_TURN) f.word[c / 4].shift = (f.word[c / 4].shift - up) & 31;
+    const int channel = at + (c < channels ? c : 0), shift = channel / row_bytes * bits;
+    f.word[c / 4] = {offset + channel % row_bytes * TILE, BANDS_TURN ? (shift - up) & 31 : shift, shift == 0};
   }
   return f;
 }

@@ -15,7 +15,6 @@ struct PlainKernels {
   ByRows<KeyKernel> key[NESTED + 1], raw_key[BF16_SPLIT + 1];
   ByRows<ValueKernel> value[NESTED + 1], raw_value[BF16_SPLIT + 1];
   constexpr bool serve(int format) const { return key[format].there && value[format].there; }
-  constexpr bool serve_raw(int dtype) const { return raw_key[dtype].there && raw_value[dtype].there; }
 };
 
 // Formats from FORMAT on: what a format's codes are multiplied with follows from the table of numbers.h.
@@ -43,12 +42,11 @@ constexpr PlainKernels plain_kernels_by_format() {
 
 constexpr PlainKernels plain_kernels = plain_kernels_by_format();
 
-template <int DTYPE>
-constexpr void check_raw() {
-  static_assert(plain_kernels.serve_raw(DTYPE), "raw rows of DTYPE have no kernel");
-  if constexpr (DTYPE < BF16_SPLIT) check_raw<DTYPE + 1>();
+constexpr bool every_dtype_is_served() {
+  for (int dtype = 0; dtype <= BF16_SPLIT; dtype++)
+    if (!plain_kernels.raw_key[dtype].there || !plain_kernels.raw_value[dtype].there) return false;
+  return true;
 }
-constexpr bool every_dtype_is_served = (check_raw<0>(), true);
-static_assert(every_dtype_is_served, "kernels by dtype");
+static_assert(every_dtype_is_served(), "raw rows of a dtype have no kernel");
 
 }  // namespace

@@ -16,15 +16,8 @@ static bool load_page(PageBuffers& b, const void* source, int64_t stride, int pa
   vi top = vi{};
   for (int t = 0; t < page_size; t++) {
     float* to = b.x + (int64_t)t * width;
-    int i = 0;
-    for (; i + VL <= head_dim; i += VL) {
-      const vf x = load_as<DTYPE>(source, t * stride + i);
-      store(to + i, x);
-      const vi mag = (vi)x & 0x7fffffff;
-      top = (mag > top ? mag : top);
-    }
-    if (i < head_dim) {
-      const vf x = load_first<DTYPE>(source, t * stride + i, head_dim - i);
+    for (int i = 0; i < head_dim; i += VL) {
+      const vf x = i + VL <= head_dim ? load_as<DTYPE>(source, t * stride + i) : load_first<DTYPE>(source, t * stride + i, head_dim - i);
       store(to + i, x);
       const vi mag = (vi)x & 0x7fffffff;
       top = (mag > top ? mag : top);

@@ -11,7 +11,8 @@ namespace {
 static void prepare_query(Chunk& c, const Tensor& key, const float* channel_scale, int head_dim) {
   const float* from = c.q[0];
   if (key.channel_scales) {
-    fold_channels(c, channel_scale, head_dim);
+    for (int h = 0; h < c.rows; h++)
+      for (int i = 0; i < head_dim; i += VL) store(c.folded[h] + i, load(c.q[h] + i) * load(channel_scale + i));
     from = c.folded[0];
   }
   if (key.split)
