@@ -134,6 +134,8 @@ def test_plan_lists_the_recommended_schemes_if_none_is_named():
     assert [r["scheme"] for r in run_json("plan", *GEOMETRY)["rows"]] == list(planner.SHOWN)
     assert "Calibrated when first used, or ahead with `kvbits calibrate`: klt4, klt3." in " ".join(run("plan", *GEOMETRY).output.split())
     assert "Calibrated when first used" not in run("plan", *GEOMETRY, "--scheme", "int8,kivi4").output
+    mixed = " ".join(run("plan", *GEOMETRY, "--scheme", "klt4,nuq4").output.split())
+    assert "`kvbits calibrate`: klt4. Want the file of `kvbits calibrate --scheme NAME --out FILE`: nuq4." in mixed
     assert "--scheme all" not in run("plan", *GEOMETRY, "--scheme", "int8").stdout
 
 

@@ -243,8 +243,11 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
         notes.append(f"{found.context:,} tokens are more than the {longest:,} the model was made for.")
     from ..schemes import PRESETS, RECOMMENDED, weak_to_key_bias
 
-    if calibrated := [r.scheme for r in found.rows if r.scheme in PRESETS and PRESETS[r.scheme].needs_calibration]:
-        notes.append(f"Calibrated when first used, or ahead with `kvbits calibrate`: {', '.join(calibrated)}.")
+    wanting = [PRESETS[r.scheme] for r in found.rows if r.scheme in PRESETS and PRESETS[r.scheme].needs_calibration]
+    if first := [s.name for s in wanting if s.needs_basis_alone]:
+        notes.append(f"Calibrated when first used, or ahead with `kvbits calibrate`: {', '.join(first)}.")
+    if ahead := [s.name for s in wanting if not s.needs_basis_alone]:
+        notes.append(f"Want the file of `kvbits calibrate --scheme NAME --out FILE`: {', '.join(ahead)}.")
     weak = [r.scheme for r in found.rows if r.scheme in PRESETS and weak_to_key_bias(PRESETS[r.scheme])]
     if weak and subject.config is not None and found.engine == "transformers" and has_key_bias(subject.config):
         notes.append(f"Models of this kind add a bias to their keys: {', '.join(weak)} lose accuracy on them; {RECOMMENDED} and kivi4 do not.")

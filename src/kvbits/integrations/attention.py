@@ -19,9 +19,9 @@ class Handle(NotATensor):
     """Keys and values on their way from `update()` to the attention function, which stores them."""
 
     _why = (
-        f"keys and values of a KVCache reached code that expects tensors: either the model's attention implementation is not {NAME!r} "
-        f"(call model.set_attn_implementation({NAME!r}), or KVCache.for_model(model, ...) again), or this model changes keys or values after "
-        "caching them, which kvbits does not support; use the stock cache for it"
+        f"keys and values of a KVCache reached code that expects tensors: either the model's attention implementation is not {NAME!r}, because it was "
+        "detached, changed by set_attn_implementation() or is not the model that the cache was made for (call KVCache.for_model(model, ...) again), or this model changes keys or values after caching them, "
+        "which kvbits does not support; use the stock cache for it"
     )
 
     def __init__(self, layer: KVLayer, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -166,8 +166,8 @@ def _require_no_gradients(behind_history: bool) -> None:
     """
     if torch.is_grad_enabled() and behind_history:
         raise UnsupportedError(
-            "gradients do not reach keys and values that are stored, so they would be wrong without a word; run the model under torch.no_grad(), or pass all "
-            "tokens at once to an empty cache (several of them), or use the stock cache for training"
+            "gradients do not reach keys and values that are stored, so they would be wrong without a word; run the model under torch.no_grad(), or pass the "
+            "whole text, two tokens or more, at once to an empty cache, or use the stock cache for training"
         )
 
 

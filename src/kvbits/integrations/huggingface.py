@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 from .. import schemes
 from ..cache.explain import Explanation
 from ..cache.paged_cache import PagedCache
-from ..errors import CalibrationError, DataError, FileFormatError, KvbitsError, KvbitsWarning, SpecError, UnsupportedError
+from ..errors import CacheStateError, CalibrationError, DataError, FileFormatError, KvbitsError, KvbitsWarning, SpecError, UnsupportedError
 from ..geometry import layer_geometries, layer_places, only_dense, text_config
 from ..ops import decode
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
@@ -336,7 +336,11 @@ class KVCache(Cache):
         """Sequence i becomes the old beam_idx[i]; pages are shared, not copied."""
         self.batch_select_indices(beam_idx)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Any) -> None:
+        """Sequence i becomes the old indices[i], or those stay where a mask is True; a tensor or a list."""
+        indices = torch.as_tensor(indices)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero()[:, 0]
         if self.pages.batch_size:
             valid = self._whole().valid
             with self._together():
@@ -420,7 +424,16 @@ class KVCache(Cache):
         return [layer in self._recurrent and not isinstance(layer, KVLayer) for layer in self.layers]
 
     def enter_pass(self) -> None:
-        self._whole()
+        columns = self._whole()
+        if self.pages.in_pass or columns.begun or self.pages.decoding is not None:  # a model within one that is in its pass; lengths are the device's
+            return
+        held = self.pages.seq_lens
+        seen = [columns.seen] * len(held) if columns.valid is None else columns.valid.sum(1).tolist() if columns.valid.device.type == "cpu" else held
+        if held != seen:
+            raise CacheStateError(
+                f"the pages hold {held} tokens of each sequence, where this cache has seen {seen}: they were changed through cache.pages (load, resume, park, "
+                "free), of which it is not told; bring a parked sequence back first, load prefixes with KVCache.from_prefix, or reset() the cache"
+            )
 
     def leave_pass(self) -> None:
         if self._states is not None:

@@ -270,7 +270,7 @@ class HoldsPages(Protocol):
         """A forward pass begins, or a part of the model that it goes through.
 
         Raises:
-            CacheStateError: the one before broke off and cannot be taken back.
+            CacheStateError: the one before broke off and cannot be taken back; sequences were changed through `pages`.
         """
 
     def leave_pass(self) -> None:
@@ -397,6 +397,8 @@ def mask(**arguments: Any) -> Mask:
         unusual = BIDIRECTIONAL
     elif not arguments.get("allow_is_causal_skip", True) and arguments["q_length"] > 1:  # said of every token of a cache that can be captured
         unusual = "a packed, blockwise or otherwise modified causal mask"
+    if isinstance(offset := arguments.get("q_offset"), torch.Tensor):  # of a static cache, which counts on in it before a layer wants the mask
+        arguments["q_offset"] = offset.clone()
     return Mask(arguments["batch_size"], arguments["q_length"], arguments.get("attention_mask"), unusual, arguments)
 
 
