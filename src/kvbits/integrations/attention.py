@@ -20,8 +20,8 @@ class Handle(NotATensor):
 
     _why = (
         f"keys and values of a KVCache reached code that expects tensors: either the model's attention implementation is not {NAME!r}, because it was "
-        "detached, changed by set_attn_implementation() or is not the model that the cache was made for (call KVCache.for_model(model, ...) again), or this model changes keys or values after caching them, "
-        "which kvbits does not support; use the stock cache for it"
+        "detached, changed by set_attn_implementation() or is not the model that the cache was made for (call KVCache.for_model(model, ...) again), or this "
+        "model changes keys or values after caching them, which kvbits does not support; use the stock cache for it"
     )
 
     def __init__(self, layer: KVLayer, k: torch.Tensor, v: torch.Tensor) -> None:
