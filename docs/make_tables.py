@@ -314,18 +314,23 @@ def chains_table(benchmarks: Path) -> str:
     rows, made, chains = [], [], []
     for path, cells in found.items():
         for c in sorted(cells, key=lambda c: (-c["info"]["bits_per_element"], c["summary"]["kl_mean"])):
-            s, model, simulated = c["summary"], path.parent.name, c["kind"] == "simulated"
+            s, model = c["summary"], path.parent.name
             made += list(c["runs"].values())
             if c["kind"] == "base":
                 chains.append(f"{model}: {s['windows']} of {c['settings']['length']:,} tokens, {s['tokens']:,} scored")
                 continue
             by = [s["octaves"].get(str(at)) for at in places]
             rows.append(
-                [model, f"`{c['scheme']}`" + ", simulated" * simulated, f"{c['info']['bits_per_element']:.2f}", percent(s.get("read_raw")),
+                [model, _named(c), f"{c['info']['bits_per_element']:.2f}", percent(s.get("read_raw")),
                  f"{s['kl_mean']:.5f}", f"{s['kl_max']:.3f}", percent(s["kl_lost"]), percent(s["top1_agreement"]),
                  *("" if one is None else f"{one['kl_mean']:.5f}" for one in by)]
             )  # fmt: skip
     return _between(CHAINS, "\n\n".join([table(columns, rows), f"Chains of {'; '.join(chains)}. Runs: {dated(made)}."]))
+
+
+def _named(result: dict[str, Any]) -> str:
+    """A cache's name in a table beside those that are simulated."""
+    return f"`{result['scheme']}`" + ", simulated" * (result["kind"] == "simulated")
 
 
 def _read_raw() -> str:
@@ -343,8 +348,6 @@ ANSWERED = ("int8_centered", "klt4", "klt3", "klt2", "kivi4")
 """Columns of answers."""
 POINTS = {"copying": "copying", "tracking": "tracking", "ruler": "ruler", "answers": "gsm8k", "sampled": "gsm8k"}
 """Folder of nvidia-h100/length -> the task that is measured in it, right or wrong; answers have humaneval, too."""
-
-
 PEERS_MODEL = "qwen2.5-coder-1.5b*"
 """Folder of chains whose caches are put beside other engines' on the page of points."""
 
@@ -368,12 +371,13 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
         for folder in (LONG, LONGEST) for m, c in cells(benchmarks / "nvidia-h100" / folder, "fidelity")
     ]  # fmt: skip
     rivals = [c for path in (benchmarks / "chains").glob(PEERS_MODEL) for c in map(read_result, path.glob("replay/*.json")) if c["kind"] != "base"]
-    made.extend(run for c in rivals for run in c["runs"].values())
-    against = [
-        [f"`{c['scheme']}`" + ", simulated" * (c["kind"] == "simulated"), f"{16 / s['memory_reduction'] if 'scheme' in c['info'] else bits:.2f}",
-         kl(s["kl_mean"]), f"{s['kl_max']:.2f}", percent(s["kl_lost"]), f"{s['drift']:+.0%}", percent(s["top1_agreement"])]
-        for bits, s, c in sorted(((c["info"]["bits_per_element"], c["summary"], c) for c in rivals), key=lambda one: one[1]["kl_mean"])
-    ]  # fmt: skip
+    against = []
+    for c in sorted(rivals, key=lambda c: c["summary"]["kl_mean"]):
+        s = c["summary"]
+        made += list(c["runs"].values())
+        bits = c["info"]["bits_per_element"] if c["kind"] == "simulated" else 16 / s["memory_reduction"]
+        figures = (f"{bits:.2f}", kl(s["kl_mean"]), f"{s['kl_max']:.2f}", percent(s["kl_lost"]), f"{s['drift']:+.0%}", percent(s["top1_agreement"]))
+        against.append([_named(c), *figures])
     chains = cells(length / "chains", "replay")
     places = sorted({int(at) for _, c in chains for at in c.summary["octaves"] if int(at) >= DRIFT_FROM})
     replayed = [

@@ -194,7 +194,7 @@ class Table:
     state: bytes = b""
 
     def pack(self) -> bytes:
-        entries = np.array([(p.group, POOLS.index(p.pool) if p.pool in POOLS else len(POOLS) + int(p.pool[3:]), p.column) for p in self.pages], _ENTRY)
+        entries = np.array([(p.group, _pool_code(p.pool), p.column) for p in self.pages], _ENTRY)
         table = entries.tobytes() + b"".join(s.astype(_WORD).tobytes() for s in self.sums) + self.state
         return table + b" " * (-len(table) % ALIGNMENT)
 
@@ -227,6 +227,10 @@ class Table:
         if header.checksum != checksum(stated):
             raise FileFormatError(f"the header of {what} states another checksum than its table")
         return cls(pages, sums, data[at:].strip())
+
+
+def _pool_code(pool: str) -> int:
+    return POOLS.index(pool) if pool in POOLS else len(POOLS) + int(pool[3:])
 
 
 def _known(group: int, pool: int, groups: Sequence[LayerGroup], what: str) -> tuple[int, str]:

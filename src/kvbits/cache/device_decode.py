@@ -301,11 +301,15 @@ def _lend(
     held = {"sink": [s.sink for s in state.sequences], "closed": [r.closed for r in rows], "tail": [r.tail for r in rows]}
     ids = {name: held[name] for name in names}
     # Widths in steps, so that one plan serves many times.
-    max_pages = {name: ring if name == "tail" and ring else 1 if name == "sink" else max(64, -(-max(map(len, ids[name])) // 64) * 64) for name in names}
+    max_pages = {name: ring if name == "tail" and ring else 1 if name == "sink" else _rounded_up(max(map(len, ids[name]))) for name in names}
     attention = plan(tuple(g.layouts[name] for name in names), tuple(max_pages.values()), num_q_heads, dtype, scaling, g.geometry.sliding_window, softcap)
     slabs = {name: state.pools[name].slabs for name in names}
     of_layers = [{name: stores.of_layer(layer, name) for name in names} for layer in g.layers]
     return _Lent(state, rows), decode.Pages(g, numbers, closed_start, sinks, residual, ids, max_pages, ring, slabs, of_layers, attention)
+
+
+def _rounded_up(pages: int) -> int:
+    return max(64, -(-pages // 64) * 64)
 
 
 class DecodeSwitch:

@@ -428,8 +428,8 @@ class KVCache(Cache):
         if self.pages.in_pass or columns.begun or self.pages.decoding is not None:  # a model within one that is in its pass; lengths are the device's
             return
         held = self.pages.seq_lens
-        seen = [columns.seen] * len(held) if columns.valid is None else columns.valid.sum(1).tolist() if columns.valid.device.type == "cpu" else held
-        if held != seen:
+        seen = columns.lengths(len(held))
+        if seen is not None and held != seen:
             raise CacheStateError(
                 f"the pages hold {held} tokens of each sequence, where this cache has seen {seen}: they were changed through cache.pages (load, resume, park, "
                 "free), of which it is not told; bring a parked sequence back first, load prefixes with KVCache.from_prefix, or reset() the cache"

@@ -158,6 +158,13 @@ class Columns:
         self.settle()
         return self._now[1]
 
+    def lengths(self, batch: int) -> list[int] | None:
+        """Real tokens of each of `batch` sequences; None where only a mask on a GPU says so, which is not waited for."""
+        seen, valid = self.seen, self.valid
+        if valid is None:
+            return [seen] * batch
+        return valid.sum(1).tolist() if valid.device.type == "cpu" else None
+
     def _keep(self, seen: int, valid: torch.Tensor | None) -> None:
         self._now = seen, valid
         self.numbers[1] = seen

@@ -39,7 +39,7 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
 
     how: dict[str, Any] = {"dtype": dtype}
     if _is_gguf(path):
-        how = {"dtype": ("float32" if _is_embedded(path) and (device or "cpu") == "cpu" else "bfloat16") if dtype == "auto" else dtype} | _dequantized()
+        how = {"dtype": _gguf_dtype(path, device) if dtype == "auto" else dtype} | _dequantized()
     try:
         with parsed_once() if _is_gguf(path) else nullcontext():
             model = AutoModelForCausalLM.from_pretrained(**_where(path), **how)
@@ -106,6 +106,10 @@ def _is_gguf(path: Path | str) -> bool:
 
 def _is_embedded(path: Path | str) -> bool:
     return isinstance(path, Path) and path.name == Path(embedded.FILE).name
+
+
+def _gguf_dtype(path: Path | str, device: str | None) -> str:
+    return "float32" if _is_embedded(path) and (device or "cpu") == "cpu" else "bfloat16"
 
 
 def _where(path: Path | str) -> dict[str, Any]:
