@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import itertools
+import random
 from queue import Queue
 
 import pytest
@@ -15,6 +18,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvbits
 from kvbits.errors import CacheStateError, DataError, PoolFullError, UnsupportedError
+from kvbits.evaluate.caches import factory
+from kvbits.evaluate.tasks import replay
 from kvbits.integrations import graphs
 from kvbits.integrations.huggingface import KVCache
 
@@ -98,6 +103,22 @@ def test_tokens_are_those_of_the_eager_cache(model, graph, lengths, options):
     assert cache.get_seq_length() == eager.get_seq_length() and cache.pages.seq_lens == eager.pages.seq_lens
     for a, b in zip(cache.pages.dequantize(0, batch - 1), eager.pages.dequantize(0, batch - 1), strict=True):
         assert torch.equal(a, b)
+
+
+@needs_compiler
+def test_chains_are_written_in_a_graph(model, graph):
+    raw, made = factory(model, "raw"), []
+
+    def write(cache, captured):
+        turns = [itertools.repeat([5, 6]), itertools.repeat([7])]
+        f = dataclasses.replace(raw, make=lambda *_: cache)
+        return replay.write(model, f, [[3, 4, 5], [6, 7]], turns, 90, 11, [random.Random(i) for i in range(2)], captured)
+
+    graph.setattr(graphs, "CapturedWork", lambda *a: made.append(Repeated(*a)) or made[-1])
+    with eagerly(model, eager := raw.make(2, 90)):
+        want = write(eager, False)
+    assert not made and 11 in want[0][3:] + want[1][2:] and [len(chain) for chain in want] == [90, 90]
+    assert write(raw.make(2, 90), True) == want and len(made) == 1
 
 
 @needs_compiler

@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 
-from ...errors import DataError, SpecError
-from ..caches import CacheFactory
+from ...errors import DataError, SpecError, UnsupportedError
+from ...integrations.graphs import graphed
+from ..caches import CacheFactory, factory
 from ..fidelity import DECODING_CHUNK
 from ..rows import TEMPERATURE, Rows, sampled
 from ..texts import bos_of
@@ -93,10 +95,22 @@ class ReplayTask(FidelityTask):
             return
         keys = self.item_keys()
         new = [k for k in keys[keys.index(key) :] if k not in self._windows and k not in self.kept][: self.batch]
-        draws, turns, starts = zip(*map(self._begun, new), strict=True)
-        chains = write(self.context.model, base, starts, turns, self._length, self.context.tokenizer.eos_token_id, draws)
+        starts, chains = self._written(new, base)
         for one, start, chain in zip(new, starts, chains, strict=True):
             self._windows[one], self._starts[one] = torch.tensor(chain), len(start)
+
+    def _written(self, keys: list[str], base: CacheFactory) -> tuple[Sequence[list[int]], list[list[int]]]:
+        """Ids of the prompts, and the chains. On a GPU 16-bit pages write them in a CUDA graph, several times as fast as the stock cache, which writes where
+        the model cannot be captured."""
+        model, end = self.context.model, self.context.tokenizer.eos_token_id
+        if model.device.type == "cuda":
+            draws, turns, starts = zip(*map(self._begun, keys), strict=True)
+            try:
+                return starts, write(model, factory(model, "raw"), starts, turns, self._length, end, draws, captured=True)
+            except UnsupportedError:
+                pass
+        draws, turns, starts = zip(*map(self._begun, keys), strict=True)
+        return starts, write(model, base, starts, turns, self._length, end, draws)
 
     def _begun(self, key: str) -> tuple[random.Random, Iterator[list[int]], list[int]]:
         """What a chain is drawn from, its prompts behind the first, and the ids of that."""
@@ -137,7 +151,14 @@ def plan(rng: random.Random) -> str:
 
 @torch.no_grad()
 def write(
-    model: Any, f: CacheFactory, starts: Sequence[list[int]], turns: Sequence[Iterator[list[int]]], length: int, end: int | None, draws: Sequence[random.Random]
+    model: Any,
+    f: CacheFactory,
+    starts: Sequence[list[int]],
+    turns: Sequence[Iterator[list[int]]],
+    length: int,
+    end: int | None,
+    draws: Sequence[random.Random],
+    captured: bool = False,
 ) -> list[list[int]]:
     """Sampled chains of `length` tokens each, prompts included. Prompts are fed token by token as well: so all chains are as long, and none is padded.
 
@@ -146,16 +167,22 @@ def write(
         turns: where a chain is ended by the model, its next prompt goes on.
         end: id by which the model ends a text.
         draws: one random number a token, of each chain.
+        captured: tokens are decoded in a CUDA graph; `f` makes a KVCache.
+
+    Raises:
+        UnsupportedError: `captured`, and the model cannot be (`graphed`).
     """
     chains, queues = [list(s[:1]) for s in starts], [list(s[1:]) for s in starts]
-    rows = Rows(model, f.make(len(starts), length), [torch.tensor(c) for c in chains], 1)
-    logits = rows.logits
-    for n in range(1, length):
-        waiting = [i for i, queue in enumerate(queues) if not queue]
-        for i, token in zip(waiting, sampled(logits[waiting], [draws[i] for i in waiting]) if waiting else [], strict=True):
-            queues[i] += [token, *(next(turns[i]) if token == end else ())]
-        for chain, queue in zip(chains, queues, strict=True):
-            chain.append(queue.pop(0))
-        if n + 1 < length:
-            logits = rows.feed(torch.tensor([chain[-1:] for chain in chains]))[:, -1]
+    cache = f.make(len(starts), length)
+    with graphed(model, cache) if captured else nullcontext():
+        rows = Rows(model, cache, [torch.tensor(c) for c in chains], 1)
+        logits = rows.logits
+        for n in range(1, length):
+            waiting = [i for i, queue in enumerate(queues) if not queue]
+            for i, token in zip(waiting, sampled(logits[waiting], [draws[i] for i in waiting]) if waiting else [], strict=True):
+                queues[i] += [token, *(next(turns[i]) if token == end else ())]
+            for chain, queue in zip(chains, queues, strict=True):
+                chain.append(queue.pop(0))
+            if n + 1 < length:
+                logits = rows.feed(torch.tensor([chain[-1:] for chain in chains]))[:, -1]
     return chains
