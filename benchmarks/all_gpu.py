@@ -149,7 +149,6 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
         *serving("step times", "", dict.fromkeys(STOCK, ("decode", "--shapes", "48x8192", "48x512")), 75, 180),
         *serving("what a step's time goes to", "-profile", dict.fromkeys(PROFILED, ("decode", "--shapes", "48x8192", "256x1024", "48x512", "--profile")), 60, 150,
                  "profile_vllm.json"),
-        Part("fold", "klt whose values nobody turns: what folding could win at most", bench("study_fold", out="fold.json"), "fold.json", 120, 300),
         Part("decode-others", "attention of other presets in whole caches",
              bench("bench_decode_gpu", "int8", "fp8", "int8k_int4v", "kivi2", "nuq4-1%", "--shapes", "0", "1", "5", out="attend_decode.json"),
              "attend_decode.json", 90, 240),
@@ -200,7 +199,6 @@ def warms() -> list[Warm]:
                (f"serve-{d}", f"serve-{d}-goodput", f"serve-{d}-turns", f"serve-{d}-profile"), ("vllm",))
           for d in dict.fromkeys([*SERVED, *PROFILED])),
         *(Warm(f"chunks {p}", bench("bench_attend_gpu", *quick, p), ("chunks",)) for p in ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt2")),
-        *(Warm(f"fold {p}", bench("study_fold", "--warm", "--schemes", p), ("fold",)) for p in ("klt4", "klt2")),
         *(Warm(f"close {p}", bench("bench_close_gpu", "--closing-only", "--quick", "--schemes", p), ("close",)) for p in ("fp8", "tiered")),
     ]  # fmt: skip
 

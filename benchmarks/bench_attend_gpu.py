@@ -91,8 +91,8 @@ def be_quick(quick: bool) -> None:
     replays = QUICK_REPEATS if quick else REPEATS
 
 
-def captured(launches: list[Any]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of all `launches`, replayed once."""
+def time_us(launches: list[Any]) -> float:
+    """Median time of one launch in microseconds: `replays` of a CUDA graph of all `launches`."""
     for launch in launches:
         launch()
     torch.cuda.synchronize()
@@ -101,22 +101,15 @@ def captured(launches: list[Any]) -> torch.cuda.CUDAGraph:
         for launch in launches:
             launch()
     graph.replay()
-    return graph
-
-
-def replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
-
-
-def time_us(launches: list[Any]) -> float:
-    """Median time of one launch in microseconds: `replays` of a CUDA graph of all `launches`."""
-    graph = captured(launches)
-    return float(np.median([replay_us(graph) for _ in range(replays)])) / len(launches)
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(launches))
+    return float(np.median(times))
 
 
 def copy_bandwidth() -> float:
@@ -174,11 +167,11 @@ def bench_preset(name: str, batch: int, q_heads: int, tokens: int, queries: int 
     error = float((out[:, -16:].double() - want).norm() / want.norm())
     if not error < (ERROR_LIMIT if queries == 1 else CHUNK_ERROR_LIMIT):
         raise SystemExit(f"{name} at {batch} x {tokens}: error {error} against float64; a wrong kernel has no speed")
-    launches = by_layer(plan, call, q, layers) * max(1, (12 if queries == 1 else 2) // layers)
+    launches = _launches(plan, call, q, layers) * max(1, (12 if queries == 1 else 2) // layers)
     return {"formats": f"{key.format}/{value.format}", "page_size": scheme.page_size, "time_us": time_us(launches), "error": error, "bytes": slab[:, 0].numel()}
 
 
-def by_layer(plan: Any, call: AttendCall, q: torch.Tensor, layers: int) -> list[Any]:
+def _launches(plan: Any, call: AttendCall, q: torch.Tensor, layers: int) -> list[Any]:
     """One launch for each layer."""
     static = [p.store.static for p in call.parts]
     options = {"static": static} if any(static) else {}
@@ -304,7 +297,7 @@ def time_tiers(scheme: Scheme, tiers: dict[str, tuple[int, int]], batch: int, q_
     error = float((out.double() - want).norm() / want.norm())
     if not error < ERROR_LIMIT:
         raise SystemExit(f"{tiers}: error {error} against float64; a wrong kernel has no speed")
-    return {"time_us": time_us(by_layer(plan, call, q, layers) * max(1, 12 // layers)), "bytes": nbytes, "error": error}
+    return {"time_us": time_us(_launches(plan, call, q, layers) * max(1, 12 // layers)), "bytes": nbytes, "error": error}
 
 
 def bench_tiers(args: argparse.Namespace, copy: float) -> None:

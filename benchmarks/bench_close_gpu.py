@@ -32,7 +32,7 @@ from kvbits.ops.cuda.families import family_of
 from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import close as reference
 from kvbits.ops.types import PageStore, SlotMapping
-from kvbits.spec import LowLayout, PageLayout, QuantSpec, Scheme
+from kvbits.spec import LowLayout, PageLayout, QuantSpec
 
 PAGES, HEADS, PAGE, HEAD_DIM = 2048, 8, 64, 128
 COPIES = 2
@@ -55,8 +55,8 @@ def same_pages(pages: torch.Tensor, want: torch.Tensor, layout: PageLayout | Low
     return float(differ.mean()) <= TIES
 
 
-def closing(key: QuantSpec, value: QuantSpec, low_bits: int) -> tuple[list[Any], list[list[torch.Tensor]]]:
-    """Launches that close `PAGES` pages each, checked, and the slabs of each, which must be held as long as they run."""
+def bench(key: QuantSpec, value: QuantSpec, low_bits: int) -> dict[str, Any]:
+    """Checked and timed closing of `PAGES` pages."""
     layout = PageLayout(key=key, value=value, page_size=PAGE, num_kv_heads=HEADS, head_dim=HEAD_DIM)
     low = [LowLayout(key_bits=low_bits, value_bits=low_bits, page_size=PAGE, num_kv_heads=HEADS, head_dim=HEAD_DIM)] if low_bits else []
     launches, kept = [], []  # a graph's capture gives back memory that nothing holds
@@ -77,17 +77,13 @@ def closing(key: QuantSpec, value: QuantSpec, low_bits: int) -> tuple[list[Any],
         want, _ = reference.close_nested(k[:CHECKED].cpu(), v[:CHECKED].cpu(), layout, static, low, starts[:CHECKED])
         if not all(same_pages(s[:CHECKED].cpu(), w, x, key.basis == "calibrated") for s, w, x in zip(slabs, want, (layout, *low), strict=True)):
             raise ValueError("other bytes than the reference's; a wrong kernel has no speed")
-    return launches, kept
+    moved = 2 * PAGES * HEADS * PAGE * HEAD_DIM * 2 + sum(s.numel() for s in slabs)
+    return {"time_us": time_us(launches * 4), "bytes": moved}
 
 
-def bench(key: QuantSpec, value: QuantSpec, low_bits: int) -> dict[str, Any]:
-    """Checked and timed closing."""
-    launches, kept = closing(key, value, low_bits)
-    return {"time_us": time_us(launches * 4), "bytes": 2 * PAGES * HEADS * PAGE * HEAD_DIM * 2 + sum(s.numel() for s in kept[-1])}
-
-
-def storing(scheme: Scheme, count: int) -> list[Any]:
-    """Launches that store `count` tokens each, checked: single ones of as many sequences, each in another page; or one prompt."""
+def bench_store_tokens(name: str, count: int) -> float:
+    """Microseconds of storing `count` tokens as the preset `name` says, checked: single ones of as many sequences, each in another page; or one prompt."""
+    scheme = schemes.get(name)
     layout = PageLayout(key=scheme.key, value=scheme.value, page_size=PAGE, num_kv_heads=HEADS, head_dim=HEAD_DIM)
     single = count < PAGE
     num_pages = 2 * count if single else count // PAGE
@@ -114,8 +110,8 @@ def storing(scheme: Scheme, count: int) -> list[Any]:
         touched = (entries[2] // PAGE).unique()
         differ = (pages.cpu()[touched] != want[touched]).sum() / (want[touched] != 0).sum()
         if differ > (TIES if layout.key.basis == "calibrated" else 0):
-            raise SystemExit(f"store_tokens as {scheme.name}: {differ:.1e} of the bytes are not the reference's; a wrong kernel has no speed")
-    return launches
+            raise SystemExit(f"store_tokens as {name}: {differ:.1e} of the bytes are not the reference's; a wrong kernel has no speed")
+    return time_us(launches * 4)
 
 
 def bench_append(batch: int, layers: int = 32) -> dict[str, Any]:
@@ -186,8 +182,7 @@ def bench_tokens(args: argparse.Namespace, copy: float, shape: dict[str, Any]) -
         print(
             f"  append of {a['batch']:3d} tokens  {a['cuda_us']:8.1f} us a layer (kernel {a['kernel_us']:.1f}; reference {a['reference_us']:.1f})", flush=True
         )
-    stored = [(name, n) for name in ("int8_centered", "int4", *BANDED) for n in (48, 16384)]
-    stores = [{"scheme": name, "tokens": n, "us": time_us(storing(schemes.get(name), n) * 4)} for name, n in stored]
+    stores = [{"scheme": name, "tokens": n, "us": bench_store_tokens(name, n)} for name in ("int8_centered", "int4", *BANDED) for n in (48, 16384)]
     for s in stores:
         print(f"  store_tokens of {s['tokens']:6,d} tokens as {s['scheme']:14s} {s['us']:8.1f} us", flush=True)
     append([], args.out, sections={"append": appends, "store_tokens": stores}, copy_bytes_per_s=copy, **shape)

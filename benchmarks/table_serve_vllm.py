@@ -4,7 +4,7 @@ highest rate that each held.
     python benchmarks/table_serve_vllm.py [FILE]
 
 The last table has the columns of an article on 8 and 4 bits (A100 of 80 GB, Llama-70B, 4,096 tokens, continuous batching), its figures beside those of the highest
-rates here. Of steps under a profiler there is a table for each shape: microseconds by group of kernels, overlap counted once.
+rates here. Of steps under a profiler there is a table for each shape: microseconds by group of kernels, overlap counted once, above what they take without it.
 
 Of a file of accuracy_serve_vllm.py: KL and change of perplexity, a column for each model and phase.
 """
@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import run_files
-import step_profile
-from tables_gpu import RESULTS, beside_article
+from tables_gpu import RESULTS, beside_article, profiles
 
 from kvbits import runs
 
@@ -58,15 +57,6 @@ def table(rows: list[dict[str, Any]], mode: str) -> list[str]:
         how = ", compiled" if r["compiled"] else ""
         lines.append(f"| {r['geometry']}, {r['gpus']}{how} | {r['kv_cache_dtype']} | {shape(r)} | " + " | ".join(cells) + " |")
     return lines
-
-
-def profiles(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Lines of a table for each shape that steps were profiled at."""
-    shapes: dict[str, list[dict[str, Any]]] = {}
-    for r in rows:
-        if r["mode"] == "profile":
-            shapes.setdefault(f"{r['geometry']}, {r['gpus']}{', compiled' if r['compiled'] else ''}: {r['batch']} x {r['context']:,}", []).append(r)
-    return [[name, "", *step_profile.table(some)] for name, some in shapes.items()]
 
 
 def accuracy(rows: list[dict[str, Any]]) -> list[str]:

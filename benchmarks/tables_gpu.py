@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import run_files
+import step_profile
 from speeds import graphed, sitting
 
 from kvbits import runs
@@ -272,6 +273,32 @@ def turns() -> str:
     return f"{head}\n\n{said}\n\n{measured(data, rows, 'python benchmarks/bench_serve_vllm.py turns')}"
 
 
+def profile() -> str:
+    """Where the microseconds of vLLM's steps go, at each shape."""
+    data = run_files.read(RESULTS.parent / "nvidia-h100" / "profile_vllm.json")
+    rows = sitting(data, data["rows"], lambda some: {"bf16"} < {r["kv_cache_dtype"] for r in some})
+    tables = ["\n".join(lines) for lines in profiles(rows)]
+    return "\n\n".join([*tables, measured(data, rows, "python benchmarks/all_gpu.py --only 'serve-*-profile'")])
+
+
+def profiles(rows: list[Row]) -> list[list[str]]:
+    """Lines of a table for each shape that steps were profiled at; the last has what they take without a profiler, with its ratio to 16 bits."""
+    shapes: dict[str, list[Row]] = {}
+    timed: dict[tuple[str, str], float] = {}
+    for r in (r for r in rows if not r["options"]):
+        name = f"{r['batch']} x {r['context']:,} ({r['geometry']}, GPUs: {r['gpus']}{', compiled' if r['compiled'] else ''})"
+        if r["mode"] == "profile":
+            shapes.setdefault(name, []).append(r)
+        elif r["mode"] == "decode":
+            timed[name, r["kv_cache_dtype"]] = r["step_ms"]
+    found = []
+    for name, some in shapes.items():
+        steps = {r["kv_cache_dtype"]: timed[name, r["kv_cache_dtype"]] for r in some}
+        cells = [f"{ms:,.2f}" + (f" ({ms / steps['bf16']:.2f}x)" if d != "bf16" and "bf16" in steps else "") for d, ms in steps.items()]
+        found.append([name, "", *step_profile.table(some), f"| step without it, ms | {' | '.join(cells)} |"])
+    return found
+
+
 def close() -> str:
     data = read("close_pages.json")
     names = ("int8_centered", "int4", "kivi4", "fp8", *PRESETS[4:], "tiered")
@@ -383,7 +410,7 @@ def prefix_hits() -> str:
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
-    f.__name__: f for f in (decode, generate, prompts, serving, serving_sglang, close, chunks, small, tiers, store, accuracy, prefix_hits, goodput, turns)
+    f.__name__: f for f in (decode, generate, prompts, serving, serving_sglang, close, chunks, small, tiers, store, accuracy, prefix_hits, goodput, turns, profile)
 }  # fmt: skip
 
 

@@ -136,12 +136,13 @@ def test_the_list_says_how_long_parts_took(command):
 
 def test_steps_are_taken_apart_beside_bf16_and_in_a_file_of_their_own(command):
     machine = Fake("first")
-    assert command(machine, "--only", "serve-*-profile", "fold")[0] == 0
-    assert machine.ran == [*(f"serve-{d}-profile" for d in ("bf16", "kvbits_int8_centered", "kvbits_int4", "kvbits_klt4", "kvbits_klt2")), "fold"]
-    argvs = [argv for name, argv, *_ in machine.seen if name != "fold"]
-    assert all("--profile" in argv and argv[-1].endswith("/profile_vllm.json") for argv in argvs), "its rows are not those of the documents' tables"
+    assert command(machine, "--only", "serve-*-profile")[0] == 0
+    assert machine.ran == [f"serve-{d}-profile" for d in ("bf16", "kvbits_int8_centered", "kvbits_int4", "kvbits_klt4", "kvbits_klt2")]
+    assert all("--profile" in argv and argv[-1].endswith("/profile_vllm.json") for _, argv, *_ in machine.seen), (
+        "its rows are not those of the documents' tables"
+    )
     other = Fake("second", boot="boot b")
-    command(other, "--only", "serve-bf16-profile", "serve-kvbits_klt4-profile", "fold", "serve-fp8")
+    command(other, "--only", "serve-bf16-profile", "serve-kvbits_klt4-profile", "serve-fp8")
     assert other.ran == ["serve-fp8"]
 
 
@@ -188,7 +189,7 @@ def commands():
     return [(name, tuple(a.format(out="out", disk="disk") for a in argv)) for name, argv in every]
 
 
-@pytest.mark.parametrize("script", sorted({argv[0] for _, argv in commands() if argv[0].startswith("benchmarks/") and "bench_store" not in argv[0]}))
+@pytest.mark.parametrize("script", sorted({argv[0] for _, argv in commands() if "bench_" in argv[0] and "bench_store" not in argv[0]}))
 def test_the_benchmarks_take_the_commands(script):
     module = __import__(Path(script).stem)
     for name, argv in commands():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bench_serve_vllm as bench
 import pytest
 import step_profile as sp
-import table_serve_vllm
+import tables_gpu
 import torch
 
 
@@ -22,6 +22,7 @@ def test_what_runs_at_once_counts_once():
     assert found["gaps"] == {"short": 7, "long": 28} and found["step_us"] == 100 and found["profiled_steps"] == 8 - sp.OMITTED - 1
     assert sum(found["groups"].values()) + sum(found["gaps"].values()) == found["step_us"]
     assert [(e["name"], e["calls"], e["sum"], e["alone"]) for e in found["kernels"]][:2] == [("attend", 1, 30, 30), ("nvjet_gemm", 1, 15, 15)]
+    assert {e["name"] for e in found["kernels"][2:]} == {"Argmax", "store_tokens_klt"}, "a kernel of 4 us counts in its group alone"
 
 
 def test_what_reaches_into_the_next_step_is_counted_once():
@@ -91,13 +92,14 @@ def test_so_many_steps_run_under_a_profiler():
         run(15)
 
 
-def test_profiles_are_a_table_for_each_shape():
-    def row(dtype, batch, **more):
-        shape = {"mode": "profile", "geometry": "llama", "gpus": 1, "kv_cache_dtype": dtype, "batch": batch, "context": 512, "compiled": False}
-        return shape | sp.of_trace(trace(**more))
+def test_profiles_are_a_table_for_each_shape_above_the_steps_without_a_profiler():
+    def rows(dtype, batch, step_ms, **more):
+        shape = {"geometry": "llama", "gpus": 1, "kv_cache_dtype": dtype, "batch": batch, "context": 512, "compiled": False, "options": {}}
+        return [shape | {"mode": "decode", "step_ms": step_ms}, shape | {"mode": "profile", "step_ms": None} | sp.of_trace(trace(**more))]
 
-    slower = row("fp8", 48, kernels=((0, 10, "argmax"), (10, 40, "attend")))
-    first, second = table_serve_vllm.profiles([row("bf16", 48), slower, row("bf16", 1)])
-    assert first[0] == "llama, 1: 48 x 512" and "| attention | 30.0 | 40.0 |" in first and "| store, close | 10.0 | 0.0 |" in first
-    assert first[-1] == "| step | 100.0 | 100.0 |" and second[0] == "llama, 1: 1 x 512"
-    assert "| `attend` | attention | 1.0 | 30.00 | 30.0 | 30.0 |" in sp.kernel_table(row("bf16", 48))
+    slower = rows("fp8", 48, 0.06, kernels=((0, 10, "argmax"), (10, 40, "attend")))
+    first, second = tables_gpu.profiles([*rows("bf16", 48, 0.08), *slower, *rows("fp8", 1, 0.06), *(r | {"options": {"speculate": 3}} for r in slower)])
+    assert first[0] == "48 x 512 (llama, GPUs: 1)" and "| attention | 30.0 | 40.0 |" in first and "| store, close | 10.0 | 0.0 |" in first
+    assert first[-2:] == ["| step | 100.0 | 100.0 |", "| step without it, ms | 0.08 | 0.06 (0.75x) |"]
+    assert second[0] == "1 x 512 (llama, GPUs: 1)" and second[-1] == "| step without it, ms | 0.06 |", "no ratio without 16 bits"
+    assert "| `attend` | attention | 1.0 | 30.00 | 30.0 | 30.0 |" in sp.kernel_table(rows("bf16", 48, 0.08)[1])
