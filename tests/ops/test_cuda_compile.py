@@ -263,7 +263,7 @@ def test_the_kernel_that_stores_banded_codes_compiles_before_hopper(tokens):
     resources = compiled("store_banded.cu", store_banded.defines(layout_of(klt.key, klt.value), torch.bfloat16, tokens=tokens), (8, 0)).resources(
         "store_banded"
     )
-    assert resources.spill_bytes <= 160
+    assert resources.spill_bytes <= (0 if tokens == store_banded.FEW else 160)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")

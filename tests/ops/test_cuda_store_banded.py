@@ -227,6 +227,22 @@ def test_tokens_by_slots_are_those_of_pages_that_close(name, head_dim, page_size
         tokens.store_tokens(*rows, found, layout, slots, static=static, starts=first[:3])
 
 
+@pytest.mark.parametrize(("name", "head_dim", "warps"), [("klt4", 128, 8), ("klt2", 128, 2), ("klt3", 64, 8), ("klt2", 96, 4), ("klt3", 256, 8)])
+def test_warps_that_share_tokens_store_what_one_warp_closes(name, head_dim, warps, device, monkeypatch):
+    """Pages of 16 tokens, byte for byte."""
+    monkeypatch.setattr(cuda_banded, "FEW_WARPS", warps)
+    if device == "cuda":
+        cuda_banded.load.cache_clear()
+    fitted = schemes.get(name, head_dim=head_dim)
+    k, v = rows(cuda_banded.FEW, head_dim, torch.bfloat16), rows(cuda_banded.FEW, head_dim, torch.bfloat16).flip(2)
+    pages, _, layout, static, starts = closed(fitted.key, fitted.value, k, v, device)
+    entries = [x.transpose(1, 2).flatten(0, 1).contiguous().to(device) for x in (k, v)]
+    found, first = torch.zeros_like(pages, device=device), torch.from_numpy(starts).int().repeat_interleave(cuda_banded.FEW).to(device)
+    slots = torch.arange(len(first), device=device)
+    tokens.store_tokens(*entries, found, layout, slots, static={n: x.to(device) for n, x in static.items()}, starts=first)
+    assert torch.equal(found.cpu(), pages)
+
+
 def test_keys_with_a_bias_a_hundred_times_their_spread(device):
     """What the product rounds of a common bias is the same for all tokens, or small beside their steps."""
     k = rows(64, 128, torch.float32) + 300 * (torch.arange(128) % 40 == 7)

@@ -15,9 +15,9 @@ RESIDENT_THREADS = {64: 640, 128: 384, 256: 256}
 for the one before: closing with 640 threads at head_dim 128 takes half as long again on an H200."""
 
 
-def resident(layout: PageLayout, tokens: int) -> int:
-    """Blocks of a multiprocessor that store or unpack so many tokens each, by two threads a token."""
-    return max(1, next(n for most, n in RESIDENT_THREADS.items() if layout.head_dim <= most) // (tokens * 2))
+def resident(layout: PageLayout, threads: int) -> int:
+    """Blocks of so many threads that a multiprocessor stores or unpacks with at a time."""
+    return max(1, next(n for most, n in RESIDENT_THREADS.items() if layout.head_dim <= most) // threads)
 
 
 def banded_arguments(layout: PageLayout, kind: str) -> str:

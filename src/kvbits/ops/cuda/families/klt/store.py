@@ -19,7 +19,7 @@ import torch
 
 from .....errors import DataError
 from .....later import upload
-from .....spec import LowLayout, PageLayout
+from .....spec import BAND, LowLayout, PageLayout
 from ....descriptor import TORCH_NUMBERS
 from ....reference.dequantize import require_starts
 from ....types import PageStore
@@ -31,7 +31,9 @@ from ...engine.side import as_float32, turns_on
 from .operands import banded_arguments, column_powers, columns_as_operands, columns_as_tiles, refuses_bands, resident
 
 FEW = 16
-"""Tokens of a block where there are few."""
+"""Tokens of a block where there are few, which all its warps share (together.cuh)."""
+FEW_WARPS = 8
+"""Most warps of such a block; with fewer than bands each waits for the basis more than once."""
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
@@ -47,9 +49,16 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
 
 def shared_bytes(layout: PageLayout, tokens: int, warpgroups: bool = False, stores: bool = False) -> int:
     """sizeof(Shared) of a block that has so many tokens: the basis and codes, or operands; powers of columns, cosines and sines, largest keys of each warp,
-    and where tokens go."""
+    and where tokens go. Of few tokens: operands, keys in the basis, codes, where tokens go, largest keys."""
     d = layout.head_dim
+    if stores and tokens == FEW:
+        return tokens * (4 * d + 4 * (d + BAND) + 28 + d + 4 + 16) + -(-few_warps(layout) // 2) * 8
     return (4 * d * d + tokens * (d + 4) if warpgroups else 4 * tokens * d) + 8 * d + -(-tokens // 64) * 16 + (16 * tokens if stores else 0)
+
+
+def few_warps(layout: PageLayout) -> int:
+    """Warps of a block of few tokens: one for each band that keys are multiplied with, at least one for each eight tokens."""
+    return max(FEW // 8, min(FEW_WARPS, layout.head_dim // BAND) if layout.key.basis == "calibrated" else 0)
 
 
 def takes_warpgroups(layout: PageLayout, device: torch.device) -> bool:
@@ -64,7 +73,7 @@ def _takes_warpgroups(layout: PageLayout, capability: tuple[int, int]) -> bool:
 def places(layout: PageLayout, device: torch.device) -> int:
     """Blocks that run on a GPU at a time."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    return multiprocessors * resident(layout, layout.page_size)
+    return multiprocessors * resident(layout, layout.page_size * 2)
 
 
 def pages_each(num_pages: int, num_kv_heads: int, places: int) -> int:
@@ -76,10 +85,12 @@ def defines(layout: PageLayout, dtype: torch.dtype, appends: bool = False, warpg
     """Macros of one instantiation of store_banded.cu; `appends`: of a decode step; `warpgroups`: see `takes_warpgroups`; `tokens`: of a block that
     stores by slots, None where whole pages close."""
     d, stores, tokens = layout.head_dim, tokens is not None, tokens or layout.page_size
+    together = stores and tokens == FEW
+    threads = few_warps(layout) * 32 if together else tokens * 2
     return {
-        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": tokens * 2, "RESIDENT": resident(layout, tokens), "X_TYPE": TORCH_NUMBERS[dtype],
+        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": resident(layout, threads), "X_TYPE": TORCH_NUMBERS[dtype],
         "USED_BYTES": -(-layout.used_bytes // 4) * 4, "SHARED_BYTES": shared_bytes(layout, tokens, warpgroups, stores), "APPENDS": int(appends),
-        "STORES": int(stores), "WARPGROUPS": int(warpgroups), "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
+        "STORES": int(stores), "WARPGROUPS": int(warpgroups), "TOGETHER": int(together), "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
         "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
     }  # fmt: skip
 

@@ -1,5 +1,5 @@
 // Keys and values to pages of banded codes in one launch, each token by itself: a block stores keys or values of a kv head, of whole pages that close, or with STORES of
-// tokens wherever their slots are. docs/reference/formats.md says what is stored, kvbits/quant/{basis,banded}.py define it.
+// tokens wherever their slots are (few of them, with TOGETHER: together.cuh). docs/reference/formats.md says what is stored, kvbits/quant/{basis,banded}.py define it.
 //
 // Four neighbouring threads have two tokens, eight apart: of every band each of them four channels, as the matrix units want them and give them back, and so that
 // a band's width is known when this is compiled. From the raw rows to the planes' words all stays in registers, but for the operands of a product.
@@ -7,35 +7,13 @@
 // units. Keys are turned back by their frame and multiplied with the basis on the matrix units, both as two float16 numbers, high and low (a page and columns over
 // powers of two first): y is off by less than 2**-18 of sum |k_f| |A| of any token that is not 2**14 times smaller than the page's largest number, so a code
 // differs from the reference's only where it is a tie to that, and a token's scale only where two cost the same squared error to about as much.
-#include "banded.cuh"
-#include "octets.cuh"
-#include "quad.cuh"
-#include "step.cuh"
+#include "fit.cuh"
+#include "tokens.cuh"
 
-constexpr int WARPS = THREADS / 32, HALF = D / 2, IN_BLOCK = THREADS / 2;  // tokens at a time
-
-struct Args {
-    const void* x[2];             // keys, values, last dim dense, rows at multiples of 16 bytes, strides in elements: [n, H, PAGE, D], STORES: [n / row_tokens, row_tokens, H, D]
-    i64 stride[2][3];
-    const i64* page_address;      // [n]
-    const uint4* basis;           // operands of the matrix units, see side.py: of a warp or, with WARPGROUPS, of four; columns over `column`
-    const float* column;          // [H][D]
-    const float* offsets;         // [H][OFFSETS][D]: what is taken off keys in the basis
-    const float2* turns;          // [D / 2] turns per position, see turn.cuh
-    const int* starts;            // [n]: position of the first token of each page (STORES: of each token's); in a decode step of the one behind its last
-    Status* status;               // STORES: may be null, and skipped entries are counted behind it
-    int num_pages, num_heads, head_bytes, pages_each;  // pages, or with STORES IN_BLOCK tokens, and how many of them a block has
-#if STORES
-    const i64* slots;             // [num_tokens]: page * PAGE + place; below 0: not stored
-    const i64* page_offset;       // bytes from `pages` of each page; null: page_stride apart
-    unsigned char* pages;
-    i64 page_stride, pages_there;
-    int num_tokens, row_tokens;
-#endif
-#if APPENDS
-    Step step;                    // `page` counts sequences
-#endif
-};
+#if TOGETHER
+#include "together.cuh"
+#else
+constexpr int HALF = D / 2;
 
 struct Shared {
 #if WARPGROUPS
@@ -79,7 +57,7 @@ struct Tokens {
 /// What cosines, sines and columns in shared memory are now: of which frame (ANY: of none, tokens are turned one by one), turns over and columns times 2**exponent.
 struct Scaled {
     static constexpr int ANY = -2;
-    int frame = -1, exponent = -9;  // good for keys up to 4 .. 64
+    int frame = -1, exponent = USUAL;
 };
 
 /// A thread's part of its tokens, turned back by the frame, as operands of the matrix units: take(band, high, low).
@@ -101,10 +79,7 @@ DEVICE void turn_and_split(const Token (&x)[TOKENS], int j, const Shared& shared
                     y[k] = half ? b * cosine[k] - a * sine[k] : a * cosine[k] + b * sine[k];
                 }
 #pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    high[r][k] = pack_f16(y[2 * k], y[2 * k + 1]);
-                    low[r][k] = pack_f16(y[2 * k] - low_f16(high[r][k]), y[2 * k + 1] - high_f16(high[r][k]));
-                }
+                for (int k = 0; k < 2; ++k) split_f16(y[2 * k], y[2 * k + 1], high[r][k], low[r][k]);
             }
             take(i + half * (BANDS / 2), uint4{high[0][0], high[1][0], high[0][1], high[1][1]}, uint4{low[0][0], low[1][0], low[0][1], low[1][1]});
         }
@@ -151,13 +126,6 @@ DEVICE void load_head(const Args& a, int head, Shared& shared, const Scaled& sca
     shared_writes_before_copies();
 #endif
 }
-
-/// Whether a side's rows are multiplied with the Hadamard matrix on the matrix units, as they came: every product is exact.
-template <class S>
-constexpr bool by_signs() { return WARPGROUPS && S::BASIS == HADAMARD && X_TYPE != FLOAT32 && D == 128; }
-/// What a token's numbers are still to be multiplied with.
-template <class S>
-constexpr float factor_of() { return by_signs<S>() ? float(HADAMARD_FACTOR) : 1.f; }
 
 #if WARPGROUPS
 /// The Hadamard matrix, +-1 of the type of rows, where and how matrix units read it: the order of channels within 16 is the same for rows and columns.
@@ -256,8 +224,8 @@ DEVICE void rows_to_basis(const Args& a, const Tokens& of, Token (&x)[TOKENS], c
     u32 largest = 0;
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) largest = max(largest, shared.most[warp]);
-    const int exponent = max(exponent_of(__uint_as_float(largest)), -112) - 14;
-    if (exponent > scaled.exponent || exponent < scaled.exponent - 3) {  // of the whole block
+    const int exponent = exponent_over(largest);
+    if (exponent > scaled.exponent || exponent < scaled.exponent - NEAR) {  // of the whole block
         scaled.exponent = exponent;
         write_turns(a, shared, scaled);
         write_columns(a, head, shared, scaled);
@@ -289,103 +257,6 @@ DEVICE void rows_to_basis(const Args& a, const Tokens& of, Token (&x)[TOKENS], c
     }
 }
 
-/// What a scale misses x by, past the ends too. Levels are halves of odd numbers of scales, symmetric: with b bits the distance from the nearest is
-/// | .. ||x| - 2**(b - 2)| .. - 1| - 1/2 scales. Wider ones count half scales, levels are odd: from 2**24 on a float holds even numbers only.
-template <int BITS>
-DEVICE float missed(float x, float scale, float inverse_half) {
-    if (BITS <= 4) {
-        float y = x;
-#pragma unroll
-        for (int b = BITS; b > 0; --b) y = fabsf(y) - float(1 << b) / 4 * scale;
-        return y;
-    }
-    constexpr float EVEN = 16777216.f;
-    const float below = fminf(__fmaf_rd(fabsf(x), inverse_half, EVEN), EVEN + float((1 << BITS) - 2));
-    return fmaf(fabsf(x), inverse_half, (EVEN - 1.f) - below);
-}
-
-/// Squares of what a scale misses, of narrow bands and, in half scales, of wide ones.
-template <class S, int I = 0>
-DEVICE void add_squares(const Token& x, float scale, float inverse_half, float (&narrow)[2], float (&wide)[2]) {
-    if constexpr (I < BANDS) {
-        if constexpr (S::width(I) > 0)
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const float y = missed<S::width(I)>(x[I][k], scale, inverse_half);
-                float& sum = S::width(I) > 4 ? wide[k % 2] : narrow[k % 2];
-                sum = fmaf(y, y, sum);
-            }
-        add_squares<S, I + 1>(x, scale, inverse_half, narrow, wide);
-    }
-}
-
-/// Over the four threads of a token.
-DEVICE float of_token(float x) {
-    x += __shfl_xor_sync(ALL_LANES, x, 1);
-    return x + __shfl_xor_sync(ALL_LANES, x, 2);
-}
-
-/// The codes of the tokens' scales: of the least squared error, the first of equals (quant/banded.py says which are tried).
-template <class S>
-DEVICE void fit_scales(const Token (&x)[TOKENS], int lane, int (&best)[TOKENS], bool& overflow) {
-    float squares[TOKENS] = {};
-#pragma unroll
-    for (int r = 0; r < TOKENS; ++r)
-#pragma unroll
-        for (int i = 0; i < BANDS; ++i) {
-            const float step = band_step(S::width(i)) * factor_of<S>();
-            float sum = 0.f;
-#pragma unroll
-            for (int k = 0; k < 4; ++k) sum = fmaf(x[r][i][k], x[r][i][k], sum);
-            squares[r] = fmaf(sum, step * step, squares[r]);
-        }
-    // Over the four threads of a token, by even ones for the first token and odd ones for the second.
-    const bool odd = lane & 1;
-    float all = (odd ? squares[1] : squares[0]) + __shfl_xor_sync(ALL_LANES, odd ? squares[0] : squares[1], 1);
-    all += __shfl_xor_sync(ALL_LANES, all, 2);
-    const float start = sqrtf(__fdiv_rn(all, float(S::channels(15))));
-    const int mine = scale_code(start) | (start <= scale_value(LARGEST_SCALE) ? 0 : 256), other = __shfl_xor_sync(ALL_LANES, mine, 1);
-    overflow |= (mine | other) & 256;
-    best[0] = (odd ? other : mine) & 255, best[1] = (odd ? mine : other) & 255;
-    int around[TOKENS];
-    float least[TOKENS] = {__uint_as_float(0x7f800000u), __uint_as_float(0x7f800000u)};
-#pragma unroll 1
-    for (int i = 0; i < (S::BASIS == HADAMARD ? 5 : 7); ++i) {
-#pragma unroll
-        for (int r = 0; r < TOKENS; ++r) {
-            if (i == 0 || i % 2) around[r] = best[r];
-            const int code = min(max(around[r] + int((S::BASIS == HADAMARD ? TURNED_OFFSETS : SCALE_OFFSETS) >> 4 * i & 15) - 8, SMALLEST_SCALE), LARGEST_SCALE);
-            const float scale = scale_value(code) * (1.f / factor_of<S>()), half = 0.5f * scale;
-            float narrow[2] = {}, wide[2] = {};
-            add_squares<S>(x[r], scale, reciprocal_approx(half), narrow, wide);
-            const float error = of_token(fmaf((wide[0] + wide[1]) * half, half, narrow[0] + narrow[1]));
-            if (error < least[r]) least[r] = error, best[r] = code;
-        }
-    }
-}
-
-/// Codes of a thread's channels of a token, a word of four for each band that has bits.
-template <class S>
-DEVICE void codes_of(const Token& x, float scale, u32 (&codes)[BANDS]) {
-    const float inverse = __fdiv_rn(1.f, scale) * factor_of<S>();
-#pragma unroll
-    for (int i = 0; i < BANDS; ++i) {
-        if (!S::width(i)) continue;
-        constexpr u32 ONE_EACH = 0x10001u;
-        const u32 top = (1u << S::width(i)) - 1;
-        u32 found[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-            // Rounded as the reference rounds: product and sum at once, then half to even by a number that leaves no room for a fraction. What is left of
-            // the levels fits 16 bits: a scale of the search is above 1/1000 of a token's largest number.
-            found[k] = __float_as_uint(__fadd_rn(fmaf(x[i][k], inverse, float(top) / 2), 12582912.f));
-        const u32 low = clamp_i16x2(permute_bytes(found[0], found[1], 0x5410), top * ONE_EACH), high = clamp_i16x2(permute_bytes(found[2], found[3], 0x5410), top * ONE_EACH);
-        codes[i] = permute_bytes(low, high, 0x6420);
-    }
-}
-
-constexpr int BYTES = X_TYPE == FLOAT32 ? 4 : 2;  // of an element
-
 /// A thread's part of the rows of a block's tokens; zeros where a token is not stored. page: number of the page, or of IN_BLOCK tokens.
 DEVICE void load_rows(const Args& a, int side, int page, int head, const Shared& shared, Quad (&raw)[TOKENS][BANDS]) {
     const int j = threadIdx.x % LANES;
@@ -393,8 +264,8 @@ DEVICE void load_rows(const Args& a, int side, int page, int head, const Shared&
     for (int r = 0; r < TOKENS; ++r) {
         const int token = thread_token(r);
 #if STORES
-        const int entry = page * IN_BLOCK + token, row = entry / a.row_tokens;
-        const char* from = static_cast<const char*>(a.x[side]) + (row * a.stride[side][0] + (entry - row * a.row_tokens) * a.stride[side][1] + head * a.stride[side][2] + j * 4) * BYTES;
+        const int entry = page * IN_BLOCK + token;
+        const char* from = row_of(a, side, entry / a.row_tokens, entry, head, j * 4);
         if (shared.place[token] < 0) {
 #pragma unroll
             for (int i = 0; i < BANDS; ++i)
@@ -411,22 +282,6 @@ DEVICE void load_rows(const Args& a, int side, int page, int head, const Shared&
     }
 }
 
-/// The larger magnitude, of any sign; NaN if any number is NaN.
-DEVICE u32 larger_size(u32 a, u32 b) {
-    if (X_TYPE == FLOAT32) return max(a & Octet::ABS, b & Octet::ABS);  // bits of NaN are the largest; fmaxf would drop it
-    return X_TYPE == FLOAT16 ? max_size_nan_f16x2(a, b) : max_size_nan_bf16x2(a, b);
-}
-
-/// Largest magnitude; NaN if any number is NaN.
-DEVICE float largest_of(const Quad (&raw)[BANDS]) {
-    u32 largest = 0;
-#pragma unroll
-    for (int i = 0; i < BANDS; ++i)
-#pragma unroll
-        for (int k = 0; k < Quad::WORDS; ++k) largest = larger_size(largest, raw[i].w[k]);
-    return Octet::unpack(largest & Octet::ABS, true);
-}
-
 /// Whether a thread's part of the rows has NaN or infinity, where no one has looked yet.
 DEVICE bool has_nonfinite(const Args& a, int side, int page, int head, const Shared& shared) {
     Quad raw[TOKENS][BANDS];
@@ -440,15 +295,7 @@ DEVICE Tokens find_tokens(const Args& a, int first, int side, int head, Shared& 
 #pragma unroll 1
     for (int token = threadIdx.x; token < IN_BLOCK; token += THREADS) {
         const int entry = first + token;
-        i64 slot = entry < a.num_tokens ? a.slots[entry] : -1;
-        if (slot >= a.pages_there * PAGE) {
-            if (side == 0 && head == 0 && a.status) atomicAdd(reinterpret_cast<int*>(a.status + 1), 1);
-            slot = -1;
-        }
-        const i64 page = slot < 0 ? -1 : i64(u64(slot) / PAGE);
-        shared.place[token] = slot < 0 ? -1 : int(slot - page * PAGE);
-        shared.page[token] = slot < 0 ? nullptr : a.pages + (a.page_offset ? a.page_offset[page] : page * a.page_stride) + i64(head) * a.head_bytes;
-        shared.start[token] = side == 0 && a.starts && slot >= 0 ? a.starts[entry] : 0;
+        note_place(a, token, side, head, shared, [&] { return entry < a.num_tokens ? a.slots[entry] : -1; }, [&] { return a.starts[entry]; });
     }
     __syncthreads();
     bool whole = WHOLE_PAGES;
@@ -469,29 +316,6 @@ DEVICE int frame_of_all(const Shared& shared) {
     return __any_sync(ALL_LANES, other || (frame >= 0 && frame != most)) ? Scaled::ANY : max(most, 0);
 }
 
-/// A plane of tokens wherever they go, from shared.codes.
-template <class S, int BITS>
-DEVICE void scatter_plane(const Shared& shared) {
-    constexpr int CHANNELS = S::channels(BITS), ROW_BYTES = plane_row<S>(BITS), WORDS = ROW_BYTES / 4;
-    if constexpr (CHANNELS > 0) {
-#pragma unroll 1
-        for (int i = threadIdx.x; i < IN_BLOCK * WORDS; i += THREADS) {
-            const int token = i % IN_BLOCK, word = i / IN_BLOCK, place = shared.place[token];
-            if (place < 0) continue;
-            const u32 w = plane_word<S, BITS>(shared, token, word * 4);
-            unsigned char* const plane = shared.page[token] + S::offset(BITS);
-            if (!S::VALUES) {
-                reinterpret_cast<u32*>(plane)[word_place<false, WORDS>(place, word)] = w;
-                continue;
-            }
-            // Four tokens' bytes make a word: this token's lie in four words side by side.
-            const int quad = place / 8 * 2 + place % 4 / 2, block = word / 4, width = min(4, WORDS - block * 4);
-            unsigned char* const to = plane + block * 16 * PAGE + (quad * width + word % 4) * 16 + (place & 1) + (place & 4) / 2;
-#pragma unroll
-            for (int b = 0; b < 4; ++b) to[b * 4] = (unsigned char)(w >> 8 * b);
-        }
-    }
-}
 #endif
 
 /// Stores one side of a block's tokens from their rows.
@@ -542,7 +366,7 @@ DEVICE void store_side(const Args& a, const Tokens& of, int side, int page, int 
     }
     u32 codes[TOKENS][BANDS] = {};
 #pragma unroll
-    for (int r = 0; r < TOKENS; ++r) codes_of<S>(x[r], scale_value(scale[r]), codes[r]);
+    for (int r = 0; r < TOKENS; ++r) codes_of<S>(x[r], scale[r], codes[r]);
     const bool in_lanes_alone = WHOLE_PAGES && of.out && in_lanes<S>();
     if (!in_lanes_alone) {
         __syncthreads();  // codes take memory of the operands
@@ -560,10 +384,7 @@ DEVICE void store_side(const Args& a, const Tokens& of, int side, int page, int 
             const int token = thread_token(r);
             if (j == 0 && shared.place[token] >= 0) shared.page[token][S::SCALE_OFFSET + shared.place[token]] = (unsigned char)scale[r];
         }
-        scatter_plane<S, 8>(shared);
-        scatter_plane<S, 4>(shared);
-        scatter_plane<S, 2>(shared);
-        scatter_plane<S, 1>(shared);
+        scatter<S>(shared);
         return;
     }
 #endif
@@ -575,21 +396,6 @@ DEVICE void store_side(const Args& a, const Tokens& of, int side, int page, int 
         }
         if constexpr (!in_lanes<S>()) write_shared<S>(of.out, shared);
     }
-}
-
-/// Nothing of the pool's earlier content stays in pages that begin here.
-DEVICE void clear_padding(const Args& a, const Tokens& of, const Shared& shared) {
-    const int padding = a.head_bytes / 4 - USED_BYTES / 4;
-#if STORES
-    if (!of.out) {
-#pragma unroll 1
-        for (int i = threadIdx.x; i < IN_BLOCK * padding; i += THREADS)
-            if (shared.place[i / padding] == 0) reinterpret_cast<u32*>(shared.page[i / padding])[USED_BYTES / 4 + i % padding] = 0;
-        return;
-    }
-#endif
-#pragma unroll 1
-    for (int i = threadIdx.x; i < padding; i += THREADS) reinterpret_cast<u32*>(of.out)[USED_BYTES / 4 + i] = 0;
 }
 
 /// Pages (or IN_BLOCK tokens at a time) `first` .. `last` - 1 of a head.
@@ -625,13 +431,14 @@ DEVICE void store_pages(const Args& a, int side, int head, int first, int last, 
         Quad raw[TOKENS][BANDS];
         load_rows(a, side, page, head, shared, raw);
         store_side<S>(a, of, side, page, head, raw, shared, scaled);
-        if (side == 0) clear_padding(a, of, shared);
+        if (side == 0) clear_padding(a, of.out, shared);
         __syncthreads();  // the page has been read: its place may be the fresh token's; and what is shared may be the next page's
 #if APPENDS
         FreshRow<D, D>(a.step, a.num_heads, side, page, head, threadIdx.x).store();
 #endif
     }
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) store_banded(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) unsigned char memory[];

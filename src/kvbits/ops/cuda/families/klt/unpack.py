@@ -31,7 +31,7 @@ def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
     """Macros of one instantiation of dequantize_banded.cu."""
     d, threads = layout.head_dim, layout.page_size * 2
     return {
-        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": resident(layout, layout.page_size),
+        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": resident(layout, threads),
         "OUT_TYPE": TORCH_NUMBERS[dtype], "SHARED_BYTES": 4 * d, "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
         "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
     }  # fmt: skip
