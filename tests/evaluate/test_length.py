@@ -13,7 +13,7 @@ import torch
 
 from kvbits import schemes
 from kvbits.cli.eval import _table
-from kvbits.errors import DataError, SpecError
+from kvbits.errors import DataError, SpecError, UnsupportedError
 from kvbits.evaluate import results
 from kvbits.evaluate.caches import base_factory, factory, sides
 from kvbits.evaluate.calibrator import Calibrator, Sample
@@ -97,6 +97,23 @@ def test_a_chain_is_written_once_and_replayed_by_caches_that_come_later(model, t
     cells = next(iter(collect(tmp_path).models.values())).tasks["replay"]
     (_, table) = markdown.octaves(cells)
     assert "512 to 1,023" in table and "| kivi2-values | " in table and f"{first['kivi2']['octaves']['512']['kl_mean']:.5f}" in table
+
+
+def test_a_chain_is_written_by_pages_where_the_model_can_have_them(model, tmp_path, monkeypatch):
+    """A stock cache copies all it holds at each token; in float32 both write the same."""
+
+    def chain(out):
+        run(model, out, "replay", ["fp8_unscaled"], windows=1, length=600)
+        return results.read(out / "tiny-float32" / "replay" / "32-bit.json")["items"]["planning@0"]["chain"]
+
+    def refuse(*args):
+        raise UnsupportedError("no pages")
+
+    written, by = replay.write, []
+    monkeypatch.setattr(replay, "write", lambda *a: by.append(a[1].name) or written(*a))
+    pages = chain(tmp_path / "pages")
+    monkeypatch.setattr(replay, "factory", refuse)
+    assert chain(tmp_path / "stock") == pages and by == ["raw", "32-bit"]
 
 
 def test_caches_of_another_chain_are_measured_anew(model, tmp_path, monkeypatch):

@@ -100,17 +100,18 @@ class ReplayTask(FidelityTask):
             self._windows[one], self._starts[one] = torch.tensor(chain), len(start)
 
     def _written(self, keys: list[str], base: CacheFactory) -> tuple[Sequence[list[int]], list[list[int]]]:
-        """Ids of the prompts, and the chains. On a GPU 16-bit pages write them in a CUDA graph, several times as fast as the stock cache, which writes where
-        the model cannot be captured."""
+        """Ids of the prompts, and the chains. 16-bit pages write them, several times as fast as the stock cache, which copies all it holds at each token; on a
+        GPU in a CUDA graph. The stock cache writes where the model can have no pages, or cannot be captured."""
         model, end = self.context.model, self.context.tokenizer.eos_token_id
-        if model.device.type == "cuda":
+
+        def written(f: CacheFactory, captured: bool) -> tuple[Sequence[list[int]], list[list[int]]]:
             draws, turns, starts = zip(*map(self._begun, keys), strict=True)
-            try:
-                return starts, write(model, factory(model, "raw"), starts, turns, self._length, end, draws, captured=True)
-            except UnsupportedError:
-                pass
-        draws, turns, starts = zip(*map(self._begun, keys), strict=True)
-        return starts, write(model, base, starts, turns, self._length, end, draws)
+            return starts, write(model, f, starts, turns, self._length, end, draws, captured)
+
+        try:
+            return written(factory(model, "raw"), model.device.type == "cuda")
+        except UnsupportedError:
+            return written(base, False)
 
     def _begun(self, key: str) -> tuple[random.Random, Iterator[list[int]], list[int]]:
         """What a chain is drawn from, its prompts behind the first, and the ids of that."""
