@@ -8,6 +8,7 @@
 # make wheels   wheels for an index into dist/, cross-compiled by Zig: looked at, installed into an empty environment, run on an emulated machine where qemu is here
 # make site   the documentation as a site, into build/site; a broken link fails
 # make kernels   nightly: compile every CUDA kernel of every format and preset for every architecture; fails where one spills more than its test states, and prints what is spilt (NVRTC, no GPU; an hour and more)
+# make page   what one point costs, on a CPU with the embedded model: the tasks of docs/results/points.md into PAGE=build/page, goes on where it stopped (hours)
 # make night   nightly: what the gate leaves out of the tests inside vLLM and SGLang (minutes each)
 # make test-sanitized   CPU kernel tests on a library built with AddressSanitizer and UBSan (GCC; some minutes)
 PYTHON ?= python3
@@ -16,7 +17,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 MODEL = $(VENV)/.model
 
-.PHONY: setup demo lint quick test test-gpu thorough test-wheel wheels site kernels night test-sanitized clean
+.PHONY: setup demo lint quick test test-gpu thorough test-wheel wheels site kernels page page-chains page-answers night test-sanitized clean
 
 setup: $(STAMP) $(MODEL)
 
@@ -70,6 +71,26 @@ site: $(STAMP)
 
 kernels: $(STAMP)
 	KVBITS_TEST_ALL_KERNELS=1 $(BIN)/python -m pytest -q -n 2 tests/ops/test_cuda_compile.py
+
+# In float32: bfloat16 takes two thirds of the time, but its rounding alone costs a lossless cache more KL than klt4 loses. Two processes of one thread each,
+# as two threads of one process wait for each other in every layer. Decoding comes first: it calibrates for all.
+PAGE ?= build/page
+EVAL = OMP_NUM_THREADS=1 $(BIN)/kvbits eval embedded --dtype fp32 --threads 1 --out $(PAGE) --schemes int8,int8_centered,int4,kivi4,klt4,klt3,klt2 \
+	--schemes nuq3-1%,kivi2,turboquant_4bit_nc,turboquant_3bit_nc,int4_per_token_head
+
+page: setup
+	$(EVAL) --tasks decode --context 2048 --windows 4
+	$(MAKE) -j2 page-chains page-answers
+	$(BIN)/kvbits report $(PAGE) --html $(PAGE).html --markdown $(PAGE).md
+
+page-chains:
+	$(EVAL) --tasks replay --length 4096 --windows 16
+
+page-answers:
+	$(EVAL) --tasks copying --contexts 240,1000,4000 --new-tokens 256 --repeats 5
+	$(EVAL) --tasks tracking --contexts 512,2048 --repeats 5
+	$(EVAL) --tasks ruler --contexts 4096 --chunk 512
+	$(EVAL) --tasks fidelity --text novel --text code --length 8192 --windows 1 --batch-size 2
 
 night: setup
 	KVBITS_NIGHT=1 tests/integrations/run_vllm_cpu.sh
