@@ -79,16 +79,15 @@ EVAL = OMP_NUM_THREADS=1 $(BIN)/kvbits eval embedded --dtype fp32 --threads 1 --
 	--schemes nuq3-1%,kivi2,turboquant_4bit_nc,turboquant_3bit_nc,int4_per_token_head
 
 page: setup
-	$(EVAL) --tasks decode --context 2048 --windows 4
+	$(EVAL) --tasks decode --context 2048 --windows 3
 	$(MAKE) -j2 page-chains page-answers
-	$(BIN)/kvbits report $(PAGE) --html $(PAGE).html --markdown $(PAGE).md
 
 page-chains:
 	$(EVAL) --tasks replay --length 4096 --windows 16
 
 page-answers:
-	$(EVAL) --tasks copying --contexts 240,1000,4000 --new-tokens 256 --repeats 5
-	$(EVAL) --tasks tracking --contexts 512,2048 --repeats 5
+	$(EVAL) --tasks copying --contexts 240,1000,4000 --new-tokens 256 --repeats 4
+	$(EVAL) --tasks tracking --contexts 512,2048 --repeats 3
 	$(EVAL) --tasks ruler --contexts 4096 --chunk 512
 	$(EVAL) --tasks fidelity --text novel --text code --length 8192 --windows 1 --batch-size 2
 
