@@ -122,7 +122,8 @@ def _notes(models: dict[str, Model]) -> list[str]:
     noise = f" `raw` is lossless: its KL ({', '.join(f'{v:.4f}' for v in floor.values())}) is the rounding noise of {dtypes}." if floor else ""
     made_of = f"Heads of {_head_widths(models)} channels. Weights: {weights_note(models)}."
     return [LEGEND, made_of, "Bits held: bytes at the end of a window, the raw newest tokens and all scales among them, per cached number; bits: what one more "
-            f"token costs at long context{_widths(models)}." + noise, *found, *_of_other_formats(models), *_in_float32(models), *_unfit_notes(models)]  # fmt: skip
+            f"token costs at long context{_widths(models)}." + noise, *found, *_of_other_formats(models),
+            *_in_float32(models), *_unfit_notes(models)]  # fmt: skip
 
 
 def _of_other_formats(models: dict[str, Model]) -> list[str]:
