@@ -346,7 +346,8 @@ def _read_raw() -> str:
 
 ANSWERED = ("int8_centered", "klt4", "klt3", "klt2", "kivi4")
 """Columns of answers."""
-POINTS = {"copying": "copying", "tracking": "tracking", "ruler": "ruler", "answers": "gsm8k", "sampled": "gsm8k"}
+RULER = ("ruler", "ruler-8192", "ruler-16384", "ruler-32000")
+POINTS = {"copying": "copying", "tracking": "tracking"} | dict.fromkeys(RULER, "ruler") | {"answers": "gsm8k", "sampled": "gsm8k"}
 """Folder of nvidia-h100/length -> the task that is measured in it, right or wrong; answers have humaneval, too."""
 PEERS_MODEL = "qwen2.5-coder-1.5b*"
 """Folder of chains whose caches are put beside other engines' on the page of points."""
@@ -397,7 +398,8 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
         for m in dict.fromkeys(m.name for m, _ in some):
             mine = {c.scheme: c.summary for other, c in some if other.name == m and c.scheme in ANSWERED}
             (n,) = {s.get("parts", s.get("answers", s.get("problems"))) for s in mine.values()}  # paired: as many of each
-            what = f"{task}{', sampled' * (folder == 'sampled')}, {m}, {n:,}"
+            (long, *others) = {int(kind.rpartition(":")[2]) for s in mine.values() for kind in s["by_kind"]} if task == "ruler" else {0}
+            what = f"{task}{f' at {long:,}' * (long > 0 and not others)}{', sampled' * (folder == 'sampled')}, {m}, {n:,}"
             answered.append([what, *(points(mine[name]) if name in mine else "" for name in ANSWERED)])
     return (
         _between("points-kl", table(["model, tokens", "cache", "bits held", "KL", "worst", "above 1 nat", "perplexity"], wide)),

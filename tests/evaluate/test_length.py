@@ -136,6 +136,10 @@ def test_caches_of_another_chain_are_measured_anew(model, tmp_path, monkeypatch)
     other.write_text('{"question": "How much?", "answer": "#### 4"}\n')
     with pytest.raises(SpecError, match="prompts is "):
         run(model, tmp_path / "data", "replay", ["int8"], windows=2, length=600, data={"gsm8k": str(other)})
+    for line in ('{"prompt": "def f():"}', '{"question": null}', '{"question": " "}'):
+        other.write_text(f'{{"question": "How much?"}}\n{line}\n')
+        with pytest.raises(SpecError, match=r"gsm8k.jsonl: object 2 has no text as its 'question'"):
+            run(model, tmp_path / "data", "replay", ["int8"], windows=2, length=600, data={"gsm8k": str(other)})
 
 
 def test_a_replay_that_is_stopped_goes_on_with_the_next_chain(model, tmp_path, monkeypatch):

@@ -334,6 +334,14 @@ def test_the_command_refuses_before_the_model_loads(monkeypatch, model, tmp_path
     assert message in out.stderr and not loads
 
 
+@pytest.mark.parametrize(("task", "field"), [("arc", "question"), ("mmlu", "subject"), ("gsm8k", "question")])
+def test_data_of_another_benchmark_is_named(model, tmp_path, task, field):
+    path = tmp_path / "humaneval.jsonl"
+    path.write_text('{"task_id": "0", "prompt": "def f():"}\n')
+    with pytest.raises(SpecError, match=f"--data {task}=.*humaneval.jsonl: not {task}'s own JSON lines: KeyError\\('{field}'\\)"):
+        load(task)(Context(None, tiny.tokenizer(), (), Options(shots=0, data={task: str(path)}), model.config))
+
+
 def test_a_calibration_file_serves_the_scheme_it_was_made_for(monkeypatch, model, tmp_path):
     chosen = schemes.get("int8_static", head_dim=64)
     made = Calibrator(model, tiny.tokenizer(), Text("other", novel()[9000:20000]), sample=Sample(2, 64))(chosen)

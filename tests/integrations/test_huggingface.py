@@ -332,15 +332,21 @@ def test_sequences_that_were_changed_through_the_pages_are_not_gone_on_with(tmp_
     store.load(loaded.pages, inputs["input_ids"][1].tolist())
     with pytest.raises(CacheStateError, match=r"hold \[40\] .* seen \[0\].*from_prefix"):
         model(input_ids=inputs["input_ids"][:1, :1], past_key_values=loaded)
+    cache.pages.reset()
+    with pytest.raises(CacheStateError, match=r"hold \[0\] .* seen \[41\]"):
+        model(input_ids=inputs["input_ids"][:1, :1], past_key_values=cache)
 
 
-@pytest.mark.parametrize("kept", [[1], torch.tensor([False, True])], ids=["a list", "a mask"])
+@pytest.mark.parametrize("kept", [[1], torch.tensor([False, True]), torch.tensor([1], dtype=torch.uint8)], ids=["a list", "a mask", "bytes"])
 def test_sequences_are_chosen_as_in_the_stock_cache(kept):
     model, inputs = tiny("llama"), prompts([40, 30])
     cache = KVCache.for_model(model, "int8")
     model(**inputs, past_key_values=cache)
+    for wrong in ([True], [[True, False], [False, True]], [2], [-1], [0.0], 1):
+        with pytest.raises(DataError, match="of 2 sequences; give numbers from 0 to 1, or a mask of all of them"):
+            cache.batch_select_indices(wrong)
     cache.batch_select_indices(kept)
-    assert cache.pages.seq_lens == [30]
+    assert cache.pages.seq_lens == [30] and cache.columns.valid.sum(1).tolist() == [30]
 
 
 def test_a_mask_longer_than_the_tokens_so_far_is_read_where_they_are():

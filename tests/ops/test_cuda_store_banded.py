@@ -332,6 +332,28 @@ def test_what_is_not_stored_leaves_its_place_and_is_counted(few, device, monkeyp
     assert status.tolist()[4:] == [1, 0, 3]
 
 
+@pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+def test_keys_that_are_no_numbers_spoil_no_token_beside_them(bad, few, device, monkeypatch):
+    """Tokens of other sequences are in the same block."""
+    monkeypatch.setattr(cuda_banded, "places", lambda *_: 1000 if few else 1)
+    key, value = sides("klt3")
+    layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=HEADS, head_dim=64)
+    static = {name: x.to(device) for name, x in static_params(key, value, HEADS, 64).items()}
+    k, v = torch.randn(2, 64, HEADS, 64, device=device)
+    slots, starts = torch.arange(64, device=device), torch.zeros(64, dtype=torch.int32, device=device)
+    made = []
+    for spoilt in (0.0, bad):
+        k[5], k[5, :, 3] = 0, spoilt
+        pages, status = torch.zeros(1, HEADS, layout.head_bytes, dtype=torch.uint8, device=device), torch.zeros(7, dtype=torch.int32, device=device)
+        tokens.store_tokens(k, v, pages, layout, slots, static=static, starts=starts, status=status)
+        assert int(status[4]) == (spoilt != 0)
+        made.append([x.cpu() for x in dequantize_pages(pages.cpu(), layout, {n: x.cpu() for n, x in static.items()}, starts=np.array([0]))])
+    beside = slots.cpu() != 5
+    for clean, other in zip(*made, strict=True):
+        assert torch.equal(clean[:, :, beside], other[:, :, beside])
+
+
 @emulates
 @pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
 def test_tokens_by_slots_on_hopper(few, emulated, monkeypatch):

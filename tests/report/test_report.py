@@ -71,6 +71,24 @@ def test_of_a_model_in_several_dtypes_the_coarsest_is_taken(folder, tmp_path):
     assert markdown.report(collect(tmp_path)).startswith("# What few bits cost\n\n## tiny: attention"), "the other tasks have their tables"
 
 
+def test_results_of_other_settings_or_chains_are_not_shown_beside_each_other(folder, tmp_path):
+    shutil.copytree(folder / "tiny", tmp_path / "tiny")
+    base, one = (next((tmp_path / "tiny" / "fidelity").glob(name)) for name in ("16-bit.json", "int4.json"))
+    data = json.loads(one.read_text())
+    key, length = next(iter(data["items"])), data["settings"]["length"]
+    one.write_text(json.dumps(data | {"settings": data["settings"] | {"calibration": "ab"}}))
+    collect(tmp_path)
+    one.write_text(json.dumps(data | {"settings": data["settings"] | {"length": 9}}))
+    with pytest.raises(SpecError, match=rf"tiny/fidelity/int4.json was measured on something else than 16-bit.json beside it: length is 9 here and {length}"):
+        collect(tmp_path)
+    for path, chain in ((one, "ab"), (base, "cd")):
+        data = json.loads(path.read_text()) | {"settings": data["settings"]}
+        data["items"][key]["chain_sha256"] = chain
+        path.write_text(json.dumps(data))
+    with pytest.raises(SpecError, match=f"{re.escape(key)} is another chain; measure it again"):
+        collect(tmp_path)
+
+
 def test_rows_go_from_many_bits_to_few_and_carry_what_was_measured(folder):
     results = collect(folder)
     assert list(results.models) == ["tiny", "tiny-float32"] and list(results.as_used) == ["tiny"]

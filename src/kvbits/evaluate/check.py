@@ -37,6 +37,8 @@ from .fidelity import DECODING_CHUNK, Fidelity, compare, read_raw
 KEY_OFFSET = 30.0
 """A constant offset of a key channel this many times the median channel's spread: a group that holds it has no code left for the others."""
 SINK_SHARE = 0.25
+MOSTLY_RAW = 0.5
+"""Share of what was read in 16 bits from which on a verdict says that longer texts cost more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,9 @@ class Screen:
     def verdict(self) -> str:
         """How the verdicts on the layers and on the whole cache make one."""
         if self.passed:
-            return "every layer passes, and so does the whole cache"
+            raw = self.overall["read_raw"]
+            short = f"; but {raw:.0%} of what these windows read was still 16-bit: longer ones (--length) say what long texts cost" if raw > MOSTLY_RAW else ""
+            return f"every layer passes, and so does the whole cache{short}"
         if not self.failures:
             return (
                 "the whole cache stays inside its limits on this text, but every layer must pass too: a layer's attention is lost before a short text, "

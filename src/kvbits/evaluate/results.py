@@ -24,6 +24,8 @@ FORMAT = "kvbits-eval"
 VERSION = 2
 PARTS = {"task": str, "scheme": str, "kind": str, "info": dict, "settings": dict, "model": dict, "runs": dict, "items": dict, "summary": dict}
 """What a result file holds besides."""
+OF_SCHEME = ("scheme", "calibration")
+"""Settings of one scheme alone."""
 FACTS = {"name", "dtype", "parameters"}
 """What it says of its model at least."""
 
@@ -75,7 +77,7 @@ class ResultFile:
         self.data: dict[str, Any] = {"format": FORMAT, "version": VERSION} | header | {"runs": {}, "items": {}, "summary": {}}
         if path.exists():
             old = read(path) if overwrite else require_same(path, {k: header[k] for k in ("settings", "model")})
-            if old is not None and not old.get("trimmed") and not _different(header, old):
+            if old is not None and not old.get("trimmed") and not different(header, old):
                 self.data |= {"runs": old["runs"], "items": old["items"], "summary": old["summary"]}
 
     @property
@@ -116,12 +118,13 @@ def require_same(path: Path, header: dict[str, Any]) -> dict[str, Any] | None:
     old = read(path)
     if left_out := old.get("trimmed"):
         raise SpecError(f"{path} was trimmed for keeping ({', '.join(left_out)} left out of its items): no run can go on; give another --out, or --overwrite")
-    if differs := _different(header, old):
+    if differs := different(header, old):
         raise SpecError(f"{path} holds results of something else: {'; '.join(differs[:3])}; give another --out, or --overwrite")
     return old
 
 
-def _different(header: dict[str, Any], old: dict[str, Any]) -> list[str]:
+def different(header: dict[str, Any], old: dict[str, Any]) -> list[str]:
+    """What `settings` and `model`, or one of them, say otherwise than a file."""
     return [d for part in ("settings", "model") if part in header for d in _differences(header[part], old[part]) if not d.startswith("weights is ")]
 
 

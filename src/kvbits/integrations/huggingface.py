@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 from .. import schemes
 from ..cache.explain import Explanation
 from ..cache.paged_cache import PagedCache
-from ..errors import CacheStateError, CalibrationError, DataError, FileFormatError, KvbitsError, KvbitsWarning, SpecError, UnsupportedError
+from ..errors import CacheStateError, CalibrationError, DataError, FileFormatError, KvbitsError, KvbitsWarning, SpecError, UnsupportedError, counted
 from ..geometry import layer_geometries, layer_places, only_dense, text_config
 from ..ops import decode
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
@@ -337,17 +337,22 @@ class KVCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Sequence i becomes the old indices[i], or those stay where a mask is True; a tensor or a list."""
-        indices = torch.as_tensor(indices)
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero()[:, 0]
-        if self.pages.batch_size:
-            valid = self._whole().valid
+        """Sequence i becomes the old indices[i], or those stay where a mask is True; a tensor or a list.
+
+        Raises:
+            DataError: neither numbers of sequences that are there nor a mask of all of them. Nothing changed.
+        """
+        if count := self.pages.batch_size:
+            given = torch.as_tensor(indices)
+            rows = given.nonzero()[:, 0] if given.dtype == torch.bool and given.shape == (count,) else given
+            if rows.ndim != 1 or rows.dtype == torch.bool or rows.is_floating_point() or not bool(((rows >= 0) & (rows < count)).all()):
+                raise DataError(f"indices={indices!r} of {counted(count, 'sequence')}; give numbers from 0 to {count - 1}, or a mask of all of them")
+            valid, rows = self._whole().valid, rows.long()
             with self._together():
-                with self.columns.becoming(self.columns.seen, None if valid is None else valid[indices.to(valid.device)]):
-                    self.pages.select(indices.tolist())
+                with self.columns.becoming(self.columns.seen, None if valid is None else valid[rows.to(valid.device)]):
+                    self.pages.select(rows.tolist())
                 for layer in self._recurrent:
-                    layer.select_states(indices)
+                    layer.select_states(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.pages.batch_size:
@@ -427,12 +432,12 @@ class KVCache(Cache):
         columns = self._whole()
         if self.pages.in_pass or columns.begun or self.pages.decoding is not None:  # a model within one that is in its pass; lengths are the device's
             return
-        held = self.pages.seq_lens
+        held = self.pages.seq_lens or [0]
         seen = columns.lengths(len(held))
         if seen is not None and held != seen:
             raise CacheStateError(
                 f"the pages hold {held} tokens of each sequence, where this cache has seen {seen}: they were changed through cache.pages (load, resume, park, "
-                "free), of which it is not told; bring a parked sequence back first, load prefixes with KVCache.from_prefix, or reset() the cache"
+                "free, reset), of which it is not told; bring a parked sequence back first, load prefixes with KVCache.from_prefix, or reset() the cache"
             )
 
     def leave_pass(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError
-from ..evaluate.results import read_all
+from ..evaluate.results import OF_SCHEME, different, read_all
 
 _DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes of models, in the order in which a report takes them."""
@@ -75,11 +75,12 @@ def collect(directory: Path) -> Results:
     """Read a folder that `kvbits eval` wrote. Simulated results are left out.
 
     Raises:
-        SpecError: no results there, or only simulated ones.
+        SpecError: no results there, only simulated ones, or some beside a base cache's that was measured on something else.
         FileFormatError: a damaged file.
     """
     found: dict[str, dict[str, dict[str, Cell]]] = {}
     facts: dict[str, dict[str, Any]] = {}
+    files: dict[tuple[str, str], list[dict[str, Any]]] = {}
     simulated = []
     for data in read_all(directory):
         if data["kind"] == "simulated":
@@ -88,15 +89,32 @@ def collect(directory: Path) -> Results:
         dtype = data["model"]["dtype"]
         name = data["model"]["name"] + ("" if dtype == "bfloat16" else f"-{dtype}")
         facts[name] = data["model"]
+        files.setdefault((name, data["task"]), []).append(data)
         cell = Cell(data["scheme"], data["kind"], data["info"], data["settings"], data["summary"], data["items"], data["runs"])
         found.setdefault(name, {}).setdefault(data["task"], {})[data["scheme"]] = cell
     if not found:
         raise SpecError(f"{directory} holds simulated results only; reports show what packed caches measured: run `kvbits eval` without --simulate")
+    for beside in files.values():
+        _require_alike(beside)
     models = {}
     for name in sorted(found, key=lambda n: (_DTYPES.index(facts[n]["dtype"]), facts[n]["parameters"], n)):
         tasks = {t: dict(sorted(cells.items(), key=lambda kv: _order(kv[1], cells))) for t, cells in sorted(found[name].items())}
         models[name] = Model(facts[name]["name"], facts[name], tasks)
     return Results(models, tuple(simulated))
+
+
+def _require_alike(files: list[dict[str, Any]]) -> None:
+    """Refuse results of a model and task some of which were measured on something else than the base, as `kvbits eval --overwrite` of a few caches leaves."""
+    shared = [{"settings": {k: v for k, v in f["settings"].items() if k not in OF_SCHEME}, "model": f["model"]} for f in files]
+    at = next((i for i, f in enumerate(files) if f["kind"] == "base"), 0)
+    base = files[at]["items"]
+    for f, mine in zip(files, shared, strict=True):
+        other = [key for key, item in f["items"].items() if item.get("chain_sha256") != base.get(key, item).get("chain_sha256")]
+        if differs := different(mine, shared[at]) + [f"{key} is another chain" for key in other]:
+            raise SpecError(
+                f"{f['model']['name']}/{f['task']}/{f['scheme']}.json was measured on something else than {files[at]['scheme']}.json beside it: "
+                f"{differs[0]}; measure it again, or move it to another folder"
+            )
 
 
 def _order(cell: Cell, cells: dict[str, Cell]) -> tuple[Any, ...]:

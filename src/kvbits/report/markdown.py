@@ -11,6 +11,7 @@ from ..evaluate import MAX_KL, MAX_PPL_CHANGE
 from ..evaluate.paired import BOUNDS, points
 from ..runs import dated
 from ..schemes import PRESETS, weak_to_key_bias
+from ..spec import to_dict
 from .collect import Cell, Model, Results, bits, held_bits, long_bits
 
 Speeds = Mapping[str, Mapping[str, float]]
@@ -121,7 +122,22 @@ def _notes(models: dict[str, Model]) -> list[str]:
     noise = f" `raw` is lossless: its KL ({', '.join(f'{v:.4f}' for v in floor.values())}) is the rounding noise of {dtypes}." if floor else ""
     made_of = f"Heads of {_head_widths(models)} channels. Weights: {weights_note(models)}."
     return [LEGEND, made_of, "Bits held: bytes at the end of a window, the raw newest tokens and all scales among them, per cached number; bits: what one more "
-            f"token costs at long context{_widths(models)}." + noise, *found, *_in_float32(models), *_unfit_notes(models)]  # fmt: skip
+            f"token costs at long context{_widths(models)}." + noise, *found, *_of_other_formats(models),
+            *_in_float32(models), *_unfit_notes(models)]  # fmt: skip
+
+
+def _of_other_formats(models: dict[str, Model]) -> list[str]:
+    """Presets that store otherwise today than where they were measured."""
+    cells = [c for m in models.values() for c in m.tasks["fidelity"].values() if c.scheme in PRESETS]
+    found = dict.fromkeys(f"`{c.scheme}`" for c in cells if _differ(c.info.get("scheme"), to_dict(PRESETS[c.scheme])))
+    return [f"{', '.join(found)}: measured in an earlier format, which stored otherwise than the preset of that name does today."] if found else []
+
+
+def _differ(then: Any, now: Any) -> bool:
+    """Whether two specs as JSON data say other things, of what both say."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        return any(_differ(then[key], now[key]) for key in then.keys() & now.keys())
+    return then is not None and bool(then != now)
 
 
 def _in_float32(models: dict[str, Model]) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...errors import SpecError
+from ...errors import KvbitsError, SpecError
 from ..caches import CacheFactory
 from ..paired import paired_records
 from ..rows import score
@@ -55,7 +55,14 @@ class QuestionsTask(Task):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.encode = functools.lru_cache(1024)(self._encode)  # every cache asks the same
-        self.problems = {str(p["id"]): p for p in self._problems()[: context.options.limit]}
+        try:
+            found = self._problems()
+        except KvbitsError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as e:
+            given = ", ".join(f"{name}={path}" for name, path in context.options.data.items() if name.startswith(self.name))
+            raise SpecError(f"--data {given}: not {self.name}'s own JSON lines: {e!r}") from e
+        self.problems = {str(p["id"]): p for p in found[: context.options.limit]}
 
     @property
     def shots(self) -> int:

@@ -12,6 +12,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -50,7 +51,7 @@ class ReplayTask(FidelityTask):
         if context.max_context is not None and o.length > context.max_context:
             raise DataError(f"chains of {o.length} tokens pass the model's {context.max_context} positions; lower --length")
         files = {name: data_file(context, name, f"{name}.jsonl") for name in PROMPTS if name in o.data}
-        self._prompts = {name: [str(r[PROMPTS[name]]) for r in read_lines(path)] for name, path in files.items()}
+        self._prompts = {name: prompts_of(path, PROMPTS[name]) for name, path in files.items()}
         self._kinds = {"planning": None} | {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
         self._windows: dict[str, torch.Tensor] = {}
         self._starts: dict[str, int] = {}
@@ -129,6 +130,19 @@ class ReplayTask(FidelityTask):
                 text = str(tokenizer.apply_chat_template([{"role": "user", "content": asked}], add_generation_prompt=True, tokenize=False))
                 text = text.removeprefix(tokenizer.bos_token or "") if bos_of(tokenizer) else text
             yield list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def prompts_of(path: Path, field: str) -> list[str]:
+    """
+    Raises:
+        SpecError: a line without the field, or with no text in it.
+    """
+    found = []
+    for number, row in enumerate(read_lines(path), 1):
+        if not isinstance(prompt := row.get(field), str) or not prompt.strip():
+            raise SpecError(f"{path}: object {number} has no text as its {field!r}, with which a chain begins; give the benchmark's own file")
+        found.append(prompt)
+    return found
 
 
 def chain_sha256(chain: list[int]) -> str:

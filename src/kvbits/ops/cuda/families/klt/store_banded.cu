@@ -342,7 +342,10 @@ DEVICE void store_side(const Args& a, const Tokens& of, int side, int page, int 
 #pragma unroll
                 for (int k = 0; k < 4; ++k) x[r][i][k] = raw[r][i][k];
             most[r] = largest_of(raw[r]);
-            if (!finite(most[r]) && a.status) a.status->nonfinite[side] = 1;
+            if (!finite(most[r])) {
+                if (a.status) a.status->nonfinite[side] = 1;
+                if (STORES) most[r] = 0.f;  // tokens of other sequences are beside it, and keep their bits
+            }
         }
     bool overflow = false;
     if constexpr (S::BASIS == CALIBRATED) {

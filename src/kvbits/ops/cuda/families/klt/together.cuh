@@ -36,7 +36,7 @@ DEVICE void load_quads(const Args& a, int side, int entry, int head, int channel
 #pragma unroll
     for (int i = 0; i < QUADS; ++i) raw[i].load(from + i * stride * BYTES);
 }
-/// Zeros in place of what is not stored; the largest magnitude.
+/// Zeros in place of what is not stored; the largest magnitude, 0 if that is no number: tokens beside such a one keep their bits.
 template <int QUADS>
 DEVICE float keep_stored(const Args& a, int side, bool stored, Quad (&raw)[QUADS]) {
 #pragma unroll
@@ -44,8 +44,9 @@ DEVICE float keep_stored(const Args& a, int side, bool stored, Quad (&raw)[QUADS
 #pragma unroll
         for (int k = 0; k < Quad::WORDS; ++k) raw[i].w[k] = stored ? raw[i].w[k] : 0;
     const float largest = largest_of(raw);
-    if (!finite(largest) && a.status) a.status->nonfinite[side] = 1;
-    return largest;
+    if (finite(largest)) return largest;
+    if (a.status) a.status->nonfinite[side] = 1;
+    return 0.f;
 }
 
 /// A block's keys or values: `ask` for all that waits for nothing; `put` to shared.rows once places are known.
