@@ -75,15 +75,14 @@ kernels: $(STAMP)
 # In float32: bfloat16 takes two thirds of the time, but its rounding alone costs a lossless cache more KL than klt4 loses. Two processes of one thread each,
 # as two threads of one process wait for each other in every layer. Decoding comes first: it calibrates for all.
 PAGE ?= build/page
-EVAL = OMP_NUM_THREADS=1 $(BIN)/kvbits eval embedded --dtype fp32 --threads 1 --out $(PAGE) --schemes int8,int8_centered,int4,kivi4,klt4,klt3,klt2 \
-	--schemes nuq3-1%,kivi2,turboquant_4bit_nc,turboquant_3bit_nc,int4_per_token_head
+EVAL = OMP_NUM_THREADS=1 $(BIN)/kvbits eval embedded --dtype fp32 --threads 1 --out $(PAGE) --schemes int8_centered,int4,kivi4,kivi2,klt4,klt3,klt2
 
 page: setup
 	$(EVAL) --tasks decode --context 2048 --windows 3
 	$(MAKE) -j2 page-chains page-answers
 
 page-chains:
-	$(EVAL) --tasks replay --length 4096 --windows 16
+	$(EVAL),turboquant_4bit_nc,turboquant_3bit_nc --tasks replay --length 4096 --windows 16
 
 page-answers:
 	$(EVAL) --tasks copying --contexts 240,1000,4000 --new-tokens 256 --repeats 4
