@@ -345,12 +345,14 @@ class KVCache(Cache):
         if count := self.pages.batch_size:
             given = torch.as_tensor(indices)
             rows = given.nonzero()[:, 0] if given.dtype == torch.bool and given.shape == (count,) else given
-            if rows.ndim != 1 or rows.dtype == torch.bool or rows.is_floating_point() or not bool(((rows >= 0) & (rows < count)).all()):
+            fits = rows.ndim == 1 and rows.dtype != torch.bool and not rows.is_floating_point()
+            chosen = rows.tolist() if fits else []  # waits for a GPU, once
+            if not fits or not all(0 <= row < count for row in chosen):
                 raise DataError(f"indices={indices!r} of {counted(count, 'sequence')}; give numbers from 0 to {count - 1}, or a mask of all of them")
             valid, rows = self._whole().valid, rows.long()
             with self._together():
                 with self.columns.becoming(self.columns.seen, None if valid is None else valid[rows.to(valid.device)]):
-                    self.pages.select(rows.tolist())
+                    self.pages.select(chosen)
                 for layer in self._recurrent:
                     layer.select_states(rows)
 

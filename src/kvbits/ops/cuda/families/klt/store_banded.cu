@@ -33,12 +33,12 @@ struct Shared {
 #endif
 };
 
-constexpr bool WHOLE_PAGES = !STORES || IN_BLOCK == PAGE;  // that a block can store at once
+static_assert(IN_BLOCK == PAGE, "a page's tokens at a time");
 
 /// The tokens that a block stores at a time.
 struct Tokens {
     unsigned char* out;           // the page that they all are, in order; null: shared.page has the page of each
-    int start, first;             // position of its first token; STORES: number of the first of them
+    int start;                    // position of its first token
 
     DEVICE int place_of(const Shared& shared, int token) const {
 #if STORES
@@ -298,9 +298,9 @@ DEVICE Tokens find_tokens(const Args& a, int first, int side, int head, Shared& 
         note_place(a, token, side, head, shared, [&] { return entry < a.num_tokens ? a.slots[entry] : -1; }, [&] { return a.starts[entry]; });
     }
     __syncthreads();
-    bool whole = WHOLE_PAGES;
-    for (int token = threadIdx.x % 32; token < IN_BLOCK && WHOLE_PAGES; token += 32) whole &= shared.place[token] == token && shared.page[token] == shared.page[0];
-    return {__any_sync(ALL_LANES, !whole) ? nullptr : shared.page[0], shared.start[0], first};
+    bool whole = true;
+    for (int token = threadIdx.x % 32; token < IN_BLOCK; token += 32) whole &= shared.place[token] == token && shared.page[token] == shared.page[0];
+    return {__any_sync(ALL_LANES, !whole) ? nullptr : shared.page[0], shared.start[0]};
 }
 
 /// Whether all tokens that are stored lie in one frame, and which.
@@ -370,7 +370,7 @@ DEVICE void store_side(const Args& a, const Tokens& of, int side, int page, int 
     u32 codes[TOKENS][BANDS] = {};
 #pragma unroll
     for (int r = 0; r < TOKENS; ++r) codes_of<S>(x[r], scale[r], codes[r]);
-    const bool in_lanes_alone = WHOLE_PAGES && of.out && in_lanes<S>();
+    const bool in_lanes_alone = of.out && in_lanes<S>();
     if (!in_lanes_alone) {
         __syncthreads();  // codes take memory of the operands
 #pragma unroll
@@ -391,14 +391,12 @@ DEVICE void store_side(const Args& a, const Tokens& of, int side, int page, int 
         return;
     }
 #endif
-    if constexpr (WHOLE_PAGES) {
 #pragma unroll
-        for (int r = 0; r < TOKENS; ++r) {
-            if (j == 0) of.out[S::SCALE_OFFSET + thread_token(r)] = (unsigned char)scale[r];
-            write_lanes<S>(of.out, codes[r], thread_token(r), j);
-        }
-        if constexpr (!in_lanes<S>()) write_shared<S>(of.out, shared);
+    for (int r = 0; r < TOKENS; ++r) {
+        if (j == 0) of.out[S::SCALE_OFFSET + thread_token(r)] = (unsigned char)scale[r];
+        write_lanes<S>(of.out, codes[r], thread_token(r), j);
     }
+    if constexpr (!in_lanes<S>()) write_shared<S>(of.out, shared);
 }
 
 /// Pages (or IN_BLOCK tokens at a time) `first` .. `last` - 1 of a head.
@@ -423,9 +421,9 @@ DEVICE void store_pages(const Args& a, int side, int head, int first, int last, 
         if (append_alone<D, D>(a.step, a.num_heads, side, page, head, threadIdx.x)) continue;
         if (!loaded) load();
         unsigned char* const out = reinterpret_cast<unsigned char*>(a.step.closed) + a.step.closings[page].to + i64(head) * a.head_bytes;
-        const Tokens of = {out, S::BASIS == CALIBRATED ? a.starts[page] - PAGE : 0, 0};
+        const Tokens of = {out, S::BASIS == CALIBRATED ? a.starts[page] - PAGE : 0};
 #else
-        const Tokens of = {reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes, S::BASIS == CALIBRATED ? a.starts[page] : 0, 0};
+        const Tokens of = {reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes, S::BASIS == CALIBRATED ? a.starts[page] : 0};
 #if __CUDA_ARCH__ >= 900
         if (threadIdx.x == 0 && page + 1 < last && a.stride[side][2] == D)  // the next page's rows, where they lie side by side
             prefetch_l2(i64(a.x[side]) + ((page + 1) * a.stride[side][0] + head * a.stride[side][1]) * BYTES, PAGE * D * BYTES);
