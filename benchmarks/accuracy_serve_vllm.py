@@ -1,19 +1,26 @@
-"""Accuracy through stock vLLM: what each `--kv-cache-dtype` does to a real model's log-probabilities, prefill and decode apart.
+"""Accuracy through stock vLLM: what each `--kv-cache-dtype` does to a real model's log-probabilities, prefill and
+decode apart.
 
-    python benchmarks/accuracy_serve_vllm.py MODEL --text wiki.test.raw --kv-cache-dtypes kvbits_int8_centered kvbits_klt4 fp8
+    python benchmarks/accuracy_serve_vllm.py MODEL --text wiki.test.raw --kv-cache-dtypes kvbits_int8_centered
+    kvbits_klt4 fp8
 
-MODEL is a directory that vLLM can load, with a tokenizer. The text is cut into windows of `--context` + `--scored` tokens, and the last `--scored` tokens of
-each are scored twice:
+MODEL is a directory that vLLM can load, with a tokenizer. The text is cut into windows of `--context` + `--scored`
+tokens, and the last `--scored` tokens of each are scored twice:
 
-    prefill   the whole window as a prompt in chunks of `--chunk` tokens, with `prompt_logprobs`: older chunks are read as they are stored
-    decode    the context as a prompt, then the same tokens forced one by one: every token reads what is stored, the newest one too
+    prefill   the whole window as a prompt in chunks of `--chunk` tokens, with `prompt_logprobs`: older chunks are read
+              as they are stored
+    decode    the context as a prompt, then the same tokens forced one by one: every token reads what is stored, the
+              newest one too
 
-Each is compared, position by position, with the same phase of the base (`auto`: the model's own dtype): KL over the `--top` most probable tokens, all others
-taken as one (so a lower bound, and exact where they hold all of the probability), |difference| of the true token's log-probability, perplexity, and how often the most
-probable token is the same. The base's decode is compared with its prefill, which is the noise of computing in another order.
+Each is compared, position by position, with the same phase of the base (`auto`: the model's own dtype): KL over the
+`--top` most probable tokens, all others
+taken as one (so a lower bound, and exact where they hold all of the probability), |difference| of the true token's
+log-probability, perplexity, and how often the most probable token is the same. The base's decode is compared with its
+prefill, which is the noise of computing in another order.
 
-Tokens are forced by vLLM's trace replay where its V2 runner serves (GPU), by a logits processor where not; log-probabilities are the model's own in both. On a
-CPU it runs in the environment of tests/integrations/run_vllm_cpu.sh, the base on kvbits' raw pages, which hold the model's own numbers.
+Tokens are forced by vLLM's trace replay where its V2 runner serves (GPU), by a logits processor where not;
+log-probabilities are the model's own in both. On a CPU it runs in the environment of
+tests/integrations/run_vllm_cpu.sh, the base on kvbits' raw pages, which hold the model's own numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +45,9 @@ CACHE_BYTES = 2 << 30
 
 
 def windows(model: Path, text: str, count: int, length: int) -> list[list[int]]:
-    """`count` runs of `length` tokens of a text, spread over it evenly, each after the model's first token where it has one."""
+    """`count` runs of `length` tokens of a text, spread over it evenly, each after the model's first token where it has
+    one.
+    """
     from transformers import AutoTokenizer
 
     from kvbits.evaluate.texts import novel_start, read_text
@@ -46,7 +55,11 @@ def windows(model: Path, text: str, count: int, length: int) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     content = (novel_start() if text == "novel" else read_text(text)).content
     ids = tokenizer(content[: 40 * count * length], add_special_tokens=False, verbose=False).input_ids
-    first = [] if tokenizer.bos_token_id is None or tokenizer("a").input_ids[0] != tokenizer.bos_token_id else [tokenizer.bos_token_id]
+    first = (
+        []
+        if tokenizer.bos_token_id is None or tokenizer("a").input_ids[0] != tokenizer.bos_token_id
+        else [tokenizer.bos_token_id]
+    )
     step = len(ids) // count
     if step < length:
         raise SystemExit(f"{text} has {len(ids)} tokens, too few for {count} windows of {length}")
@@ -66,7 +79,11 @@ def forcing() -> type:
             return False
 
         def update_state(self, batch_update: Any) -> None:
-            process_dict_updates(self.traces, batch_update, lambda params, _, made: ((params.extra_args or {})["trace"], made) if params.extra_args else None)
+            process_dict_updates(
+                self.traces,
+                batch_update,
+                lambda params, _, made: ((params.extra_args or {})["trace"], made) if params.extra_args else None,
+            )
 
         def apply(self, logits: torch.Tensor) -> torch.Tensor:
             for row, (trace, made) in self.traces.items():
@@ -82,17 +99,30 @@ def forcing() -> type:
 def engine(args: argparse.Namespace, dtype: str, settings: dict[str, Any]) -> tuple[Any, bool]:
     """`vllm.LLM`, and whether it replays traces by itself."""
     options: dict[str, Any] = {
-        "kv_cache_dtype": dtype, "dtype": args.dtype, "max_model_len": args.context + args.scored + 64, "max_num_seqs": args.windows, "seed": 0,
-        "max_num_batched_tokens": max(args.chunk, args.windows), "enable_prefix_caching": False, "max_logprobs": args.top, "skip_tokenizer_init": True,
-    }  # fmt: skip
+        "kv_cache_dtype": dtype,
+        "dtype": args.dtype,
+        "max_model_len": args.context + args.scored + 64,
+        "max_num_seqs": args.windows,
+        "seed": 0,
+        "max_num_batched_tokens": max(args.chunk, args.windows),
+        "enable_prefix_caching": False,
+        "max_logprobs": args.top,
+        "skip_tokenizer_init": True,
+    }
     if torch.cuda.is_available():
         from vllm import LLM
 
         replays = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0"
-        options |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": CACHE_BYTES, "enable_trace_replay": replays} | (
-            {} if replays else {"logits_processors": [forcing()]}
-        )
-        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [args.windows]}
+        options |= {
+            "gpu_memory_utilization": 0.05,
+            "kv_cache_memory_bytes": CACHE_BYTES,
+            "enable_trace_replay": replays,
+        } | ({} if replays else {"logits_processors": [forcing()]})
+        options["compilation_config"] = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [args.windows],
+        }
         return LLM(model=str(args.model), **(options | settings)), replays
     import vllm_cpu
 
@@ -116,19 +146,26 @@ def positions(flat: Any, tokens: list[int], first: int) -> list[Position]:
         begin, end = flat.start_indices[i], flat.end_indices[i]
         ids, logprobs = np.array(flat.token_ids[begin:end]), np.array(flat.logprobs[begin:end])
         true = float(logprobs[np.flatnonzero(ids == token)[0]])
-        ids, where = np.unique(ids, return_index=True)  # the true token comes first and once more where it is among the most probable
+        # the true token comes first and once more where it is among the most probable
+        ids, where = np.unique(ids, return_index=True)
         found.append((true, ids, logprobs[where]))
     return found
 
 
-def measure(args: argparse.Namespace, dtype: str, texts: list[list[int]], settings: dict[str, Any]) -> dict[str, list[Position]]:
+def measure(
+    args: argparse.Namespace, dtype: str, texts: list[list[int]], settings: dict[str, Any]
+) -> dict[str, list[Position]]:
     """Positions of all windows, by phase."""
     from vllm import SamplingParams
 
     llm, replays = engine(args, dtype, settings)
     common = {"temperature": 0, "ignore_eos": True, "detokenize": False, "flat_logprobs": True}
     n = args.context
-    prompts = llm.generate([{"prompt_token_ids": w} for w in texts], SamplingParams(max_tokens=1, prompt_logprobs=args.top, **common), use_tqdm=False)
+    prompts = llm.generate(
+        [{"prompt_token_ids": w} for w in texts],
+        SamplingParams(max_tokens=1, prompt_logprobs=args.top, **common),
+        use_tqdm=False,
+    )
     params = []
     for w in texts:
         trace = {"trace_decode_token_ids": w[n:]} if replays else {"extra_args": {"trace": w[n:]}}
@@ -156,18 +193,29 @@ def compare(base: list[Position], other: list[Position]) -> dict[str, float]:
     true = np.array([[p[0], q[0]] for p, q in zip(base, other, strict=True)])
     same = [p[1][p[2].argmax()] == q[1][q[2].argmax()] for p, q in zip(base, other, strict=True)]
     return {
-        "perplexity": round(float(np.exp(-true[:, 1].mean())), 4), "perplexity_change": round(float(np.exp((true[:, 0] - true[:, 1]).mean()) - 1), 6),
+        "perplexity": round(float(np.exp(-true[:, 1].mean())), 4),
+        "perplexity_change": round(float(np.exp((true[:, 0] - true[:, 1]).mean()) - 1), 6),
         "kl": round(float(np.mean([divergence(p, q) for p, q in zip(base, other, strict=True)])), 6),
-        "mean_abs_logprob_difference": round(float(np.abs(true[:, 0] - true[:, 1]).mean()), 5), "same_token": round(float(np.mean(same)), 4),
-    }  # fmt: skip
+        "mean_abs_logprob_difference": round(float(np.abs(true[:, 0] - true[:, 1]).mean()), 5),
+        "same_token": round(float(np.mean(same)), 4),
+    }
 
 
 def main() -> None:
-    os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"} | os.environ)
+    os.environ.update(
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
+    )
     parser = arguments(__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--kv-cache-dtypes", nargs="+", required=True, help="compared with auto, which is measured first: fp8 (GPU), kvbits_int8, ..")
-    parser.add_argument("--text", default="novel", help="see kvbits.evaluate.texts; the novel that is shipped if not given")
+    parser.add_argument(
+        "--kv-cache-dtypes",
+        nargs="+",
+        required=True,
+        help="compared with auto, which is measured first: fp8 (GPU), kvbits_int8, ..",
+    )
+    parser.add_argument(
+        "--text", default="novel", help="see kvbits.evaluate.texts; the novel that is shipped if not given"
+    )
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32", help="of the model")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--context", type=int, default=512)
@@ -176,16 +224,25 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=100)
     parser.add_argument("--skip-layers", nargs="*", default=[], help="--kv-cache-dtype-skip-layers of all but the base")
     parser.add_argument(
-        "--engine", default="{}", help="""options of all engines but the base, JSON: {"additional_config": {"kvbits": {"raw_newest": 64}}}; {scheme} in it is
+        "--engine",
+        default="{}",
+        help="""options of all engines but the base, JSON: {"additional_config": {"kvbits": {"raw_newest": 64}}}; {scheme} in it is
         the dtype without kvbits_, as in the name of a file of `kvbits calibrate`""",
-    )  # fmt: skip
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():  # before vLLM is imported
         sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integrations"))
         __import__("vllm_cpu").install()
     name = args.text if args.text == "novel" else Path(args.text).stem
     texts = windows(args.model, args.text, args.windows, args.context + args.scored)
-    shape = {"model": args.model.name, "model_dtype": args.dtype, "context": args.context, "scored": args.scored, "windows": args.windows, "chunk": args.chunk}
+    shape = {
+        "model": args.model.name,
+        "model_dtype": args.dtype,
+        "context": args.context,
+        "scored": args.scored,
+        "windows": args.windows,
+        "chunk": args.chunk,
+    }
     measured: dict[str, dict[str, list[Position]]] = {}
     for dtype in (BASE, *args.kv_cache_dtypes):
         settings = json.loads(args.engine.replace("{scheme}", dtype.removeprefix("kvbits_")))
@@ -197,7 +254,12 @@ def main() -> None:
             base = measured[BASE]["prefill" if dtype == BASE else phase]
             said = [*args.skip_layers, *(f"{name}={x}" for name, x in options.items() if name != "calibration")]
             label = dtype + "".join(f"+{x}" for x in said if dtype != BASE)
-            rows.append({"kv_cache_dtype": label, "phase": phase} | shape | {"text": name, "tokens": len(found)} | compare(base, found))
+            rows.append(
+                {"kv_cache_dtype": label, "phase": phase}
+                | shape
+                | {"text": name, "tokens": len(found)}
+                | compare(base, found)
+            )
         append(rows, args.out)
 
 

@@ -1,18 +1,24 @@
-"""Everything that the documents print of one GPU, in one command: each part in a process of its own, the most important first, at one commit.
+"""Everything that the documents print of one GPU, in one command: each part in a process of its own, the most important
+first, at one commit.
 
     python benchmarks/all_gpu.py [--only NAME ..] [--skip NAME ..] [--limit MINUTES] [--out benchmarks/results/<gpu>]
-    python benchmarks/all_gpu.py --list                  what it would run, what of it is done at this commit, and how long each part took last time
+    python benchmarks/all_gpu.py --list                  what it would run, what of it is done at this commit, and how
+                                                         long each part took last time
     python benchmarks/all_gpu.py --take DIR --out ..     adds the rows that another machine wrote to DIR
 
-Before anything is timed, kernels are compiled by several processes at once, into the caches on disk; timings run alone. A part that fails, takes longer than its limit
-or needs a package that is not there leaves the others alone. A part is skipped where all_gpu.json in the folder of results says that it was done at this commit on this
-kind of GPU, so a command that was stopped goes on where it was; a part whose rows make ratios with those of another process ("serve-..", over "serve-bf16") counts as
-done only where both were measured in one session, on one machine. With --limit a part begins only if it ended within the time that is left when it last ran.
+Before anything is timed, kernels are compiled by several processes at once, into the caches on disk; timings run alone.
+A part that fails, takes longer than its limit or needs a package that is not there leaves the others alone. A part is
+skipped where all_gpu.json in the folder of results says that it was done at this commit on this kind of GPU, so a
+command that was stopped goes on where it was; a part whose rows make ratios with those of another process ("serve-..",
+over "serve-bf16") counts as done only where both were measured in one session, on one machine. With --limit a part
+begins only if it ended within the time that is left when it last ran.
 
     KVBITS_COMMIT      the commit, where there is no .git
-    KVBITS_VLLM_SITE   a folder of packages that only the parts of vLLM see; KVBITS_PEERS_SITE: only the others, such as FlashAttention-3 and FlashInfer
+    KVBITS_VLLM_SITE   a folder of packages that only the parts of vLLM see; KVBITS_PEERS_SITE: only the others, such as
+                       FlashAttention-3 and FlashInfer
     KVBITS_MODELS      a folder of models (docs/results/evaluation.md): accuracy is measured on those of it
-    KVBITS_TEXTS       a folder with wiki.test.raw and wiki.valid.tokens: evaluated and calibrated on; the shipped novel if not given
+    KVBITS_TEXTS       a folder with wiki.test.raw and wiki.valid.tokens: evaluated and calibrated on; the shipped novel
+                       if not given
     KVBITS_DISK        a folder on a disk for the store's files; the folder of temporary files if not given
 
 Exit code: 0 all done, 1 something failed, 2 bad arguments or no GPU, 3 time ran out before the last part.
@@ -45,8 +51,13 @@ STATE = "all_gpu.json"
 PRESETS = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
 GENERATED = ("stock_flash", "fa3", "raw", "int8_centered", "kivi4", "klt4", "klt2")
 SERVED = {
-    "bf16": 112, "kvbits_int8_centered": 208, "kvbits_klt4": 368, "kvbits_klt3": 464, "kvbits_klt2": 624, "fp8": 224,
-}  # fmt: skip
+    "bf16": 112,
+    "kvbits_int8_centered": 208,
+    "kvbits_klt4": 368,
+    "kvbits_klt3": 464,
+    "kvbits_klt2": 624,
+    "fp8": 224,
+}
 """dtype -> the largest batch of 8,192 tokens each that could fit an H200, a multiple of 16."""
 STOCK = ("int8_per_token_head", "turboquant_4bit_nc", "turboquant_k8v4", "int4_per_token_head", "nvfp4")
 """vLLM's own dtypes of few bits, beside fp8."""
@@ -104,12 +115,30 @@ def bench(script: str, *argv: str, out: str | None = None) -> tuple[str, ...]:
     return (f"benchmarks/{script}.py", *argv, *(("--out", f"{{out}}/{out}") if out else ()))
 
 
-def serving(what: str, suffix: str, commands: Mapping[str, tuple[str, ...]], seconds: int, limit: int, writes: str = "serve_vllm.json") -> list[Part]:
+def serving(
+    what: str,
+    suffix: str,
+    commands: Mapping[str, tuple[str, ...]],
+    seconds: int,
+    limit: int,
+    writes: str = "serve_vllm.json",
+) -> list[Part]:
     """A part for each dtype, beside the one of bf16."""
     found = []
     for dtype, (mode, *options) in commands.items():
         argv = bench("bench_serve_vllm", mode, "--kv-cache-dtype", dtype, *options, out=writes)
-        found.append(Part(f"serve-{dtype}{suffix}", f"{what} through vLLM: {dtype}", argv, writes, seconds, limit, ("vllm",), f"serve-bf16{suffix}"))
+        found.append(
+            Part(
+                f"serve-{dtype}{suffix}",
+                f"{what} through vLLM: {dtype}",
+                argv,
+                writes,
+                seconds,
+                limit,
+                ("vllm",),
+                f"serve-bf16{suffix}",
+            )
+        )
     return found
 
 
@@ -117,45 +146,253 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
     """All of them, the most important first."""
     whole = ("--shapes", "48x8192", "8x65536", "256x1024", "48x512", "--largest", "8192")
     return [
-        Part("tests", "the tests that need a GPU", ("tests/run_gpu.py", "--out", "{out}/gpu_tests.json", "--", "-n", "14"), "gpu_tests.json", 300, 570),
-        Part("decode", "attention of README's presets in whole caches, beside cuDNN, FlashAttention-3 and FlashInfer",
-             bench("bench_decode_gpu", *PRESETS, out="attend_decode.json"), "attend_decode.json", 200, 450),
-        Part("generate", "tokens through Transformers: the stock cache, 16 bits in a graph, presets in graphs",
-             bench("bench_generate_gpu", *GENERATED, "--eager-rows", "int8_centered", "--shapes", "0", "2", out="generate.json"), "generate.json", 220, 450),
-        *serving("step times and the largest batch", "", {d: ("decode", *whole, "--max-batch", str(most)) for d, most in SERVED.items()}, 90, 200),
-        Part("close", "quantizing whole pages, and storing tokens", bench("bench_close_gpu", out="close_pages.json"), "close_pages.json", 50, 150),
-        Part("chunks", "many queries over packed history", bench("bench_attend_gpu", "--prefill", out="attend_prefill.json"), "attend_prefill.json", 70, 180),
-        Part("small", "where 16 bits are as fast", bench("bench_attend_gpu", "--small", out="attend_small.json"), "attend_small.json", 90, 200),
-        *(Part(f"store-{place}", f"a stored prompt of 16,384 tokens of an 8B model, from a {words}",
-               bench("bench_store", "--model", "llama-8b", "--prompt", "16384", "--chunk", "4096", "--stock", "--device", "cuda", "--threads", "8",
-                     "--schemes", "int8_centered,int4", "--where", f"{folder}/kvbits_store", out="store.json"), "store.json", 60, 180)
-          for place, words, folder in (("disk", "disk, cold and warm", "{disk}"), ("ram", "RAM disk", "/dev/shm"))),
-        *(Part(f"accuracy-{name}", f"{name}: KL in chunks of 16 and token by token, read packed on this GPU", accuracy(model, environment), f"eval/{name}", 200, 450)
-          for name, model in models(environment).items()),
-        *(Part(f"long-{name}", f"{name}: KL in a window of 8,192 tokens", accuracy_at_length(model, environment), f"eval-8192/{name}-float16", 260, 500)
-          for name, model in models(environment).items()),
-        *serving("a step with vLLM's default compilation", "-compiled", dict.fromkeys(SERVED, ("decode", "--shapes", "48x8192", "--compile")), 90, 240),
-        Part("tiers", "tiers", bench("bench_attend_gpu", "--tiers", out="attend_tiers.json"), "attend_tiers.json", 45, 150),
-        Part("prompts", "prompts through Transformers in chunks of 2,048 tokens",
-             bench("bench_generate_gpu", "stock", "int8_centered", "kivi4", "klt4", "--prefill", "--shapes", "0", "--chunk", "2048", out="generate.json"),
-             "generate.json", 70, 200),
-        Part("turns", "generate() from a prompt of 2,048 tokens",
-             bench("bench_generate_gpu", "stock_flash", "int8_centered", "kivi4", "--generate", "--modes", "eager", "graph", "--eager-rows", "int8_centered",
-                   out="generate.json"), "generate.json", 80, 200),
-        Part("compiled", "a token's pass compiled and captured",
-             bench("bench_generate_gpu", "fa3", "int8_centered", "--modes", "compiled_graph", "--shapes", "0", "--filled", out="generate.json"),
-             "generate.json", 120, 300),
-        *serving("time to first token", "-prompts", dict.fromkeys([d for d in SERVED if d != "fp8"], ("prefill", "--prompts", "8192", "65536")), 60, 150),
+        Part(
+            "tests",
+            "the tests that need a GPU",
+            ("tests/run_gpu.py", "--out", "{out}/gpu_tests.json", "--", "-n", "14"),
+            "gpu_tests.json",
+            300,
+            570,
+        ),
+        Part(
+            "decode",
+            "attention of README's presets in whole caches, beside cuDNN, FlashAttention-3 and FlashInfer",
+            bench("bench_decode_gpu", *PRESETS, out="attend_decode.json"),
+            "attend_decode.json",
+            200,
+            450,
+        ),
+        Part(
+            "generate",
+            "tokens through Transformers: the stock cache, 16 bits in a graph, presets in graphs",
+            bench(
+                "bench_generate_gpu",
+                *GENERATED,
+                "--eager-rows",
+                "int8_centered",
+                "--shapes",
+                "0",
+                "2",
+                out="generate.json",
+            ),
+            "generate.json",
+            220,
+            450,
+        ),
+        *serving(
+            "step times and the largest batch",
+            "",
+            {d: ("decode", *whole, "--max-batch", str(most)) for d, most in SERVED.items()},
+            90,
+            200,
+        ),
+        Part(
+            "close",
+            "quantizing whole pages, and storing tokens",
+            bench("bench_close_gpu", out="close_pages.json"),
+            "close_pages.json",
+            50,
+            150,
+        ),
+        Part(
+            "chunks",
+            "many queries over packed history",
+            bench("bench_attend_gpu", "--prefill", out="attend_prefill.json"),
+            "attend_prefill.json",
+            70,
+            180,
+        ),
+        Part(
+            "small",
+            "where 16 bits are as fast",
+            bench("bench_attend_gpu", "--small", out="attend_small.json"),
+            "attend_small.json",
+            90,
+            200,
+        ),
+        *(
+            Part(
+                f"store-{place}",
+                f"a stored prompt of 16,384 tokens of an 8B model, from a {words}",
+                bench(
+                    "bench_store",
+                    "--model",
+                    "llama-8b",
+                    "--prompt",
+                    "16384",
+                    "--chunk",
+                    "4096",
+                    "--stock",
+                    "--device",
+                    "cuda",
+                    "--threads",
+                    "8",
+                    "--schemes",
+                    "int8_centered,int4",
+                    "--where",
+                    f"{folder}/kvbits_store",
+                    out="store.json",
+                ),
+                "store.json",
+                60,
+                180,
+            )
+            for place, words, folder in (("disk", "disk, cold and warm", "{disk}"), ("ram", "RAM disk", "/dev/shm"))
+        ),
+        *(
+            Part(
+                f"accuracy-{name}",
+                f"{name}: KL in chunks of 16 and token by token, read packed on this GPU",
+                accuracy(model, environment),
+                f"eval/{name}",
+                200,
+                450,
+            )
+            for name, model in models(environment).items()
+        ),
+        *(
+            Part(
+                f"long-{name}",
+                f"{name}: KL in a window of 8,192 tokens",
+                accuracy_at_length(model, environment),
+                f"eval-8192/{name}-float16",
+                260,
+                500,
+            )
+            for name, model in models(environment).items()
+        ),
+        *serving(
+            "a step with vLLM's default compilation",
+            "-compiled",
+            dict.fromkeys(SERVED, ("decode", "--shapes", "48x8192", "--compile")),
+            90,
+            240,
+        ),
+        Part(
+            "tiers",
+            "tiers",
+            bench("bench_attend_gpu", "--tiers", out="attend_tiers.json"),
+            "attend_tiers.json",
+            45,
+            150,
+        ),
+        Part(
+            "prompts",
+            "prompts through Transformers in chunks of 2,048 tokens",
+            bench(
+                "bench_generate_gpu",
+                "stock",
+                "int8_centered",
+                "kivi4",
+                "klt4",
+                "--prefill",
+                "--shapes",
+                "0",
+                "--chunk",
+                "2048",
+                out="generate.json",
+            ),
+            "generate.json",
+            70,
+            200,
+        ),
+        Part(
+            "turns",
+            "generate() from a prompt of 2,048 tokens",
+            bench(
+                "bench_generate_gpu",
+                "stock_flash",
+                "int8_centered",
+                "kivi4",
+                "--generate",
+                "--modes",
+                "eager",
+                "graph",
+                "--eager-rows",
+                "int8_centered",
+                out="generate.json",
+            ),
+            "generate.json",
+            80,
+            200,
+        ),
+        Part(
+            "compiled",
+            "a token's pass compiled and captured",
+            bench(
+                "bench_generate_gpu",
+                "fa3",
+                "int8_centered",
+                "--modes",
+                "compiled_graph",
+                "--shapes",
+                "0",
+                "--filled",
+                out="generate.json",
+            ),
+            "generate.json",
+            120,
+            300,
+        ),
+        *serving(
+            "time to first token",
+            "-prompts",
+            dict.fromkeys([d for d in SERVED if d != "fp8"], ("prefill", "--prompts", "8192", "65536")),
+            60,
+            150,
+        ),
         *serving("step times", "", dict.fromkeys(STOCK, ("decode", "--shapes", "48x8192", "48x512")), 75, 180),
-        *serving("what a step's time goes to", "-profile", dict.fromkeys(PROFILED, ("decode", "--shapes", "48x8192", "256x1024", "48x512", "--profile")), 60, 150,
-                 "profile_vllm.json"),
-        Part("decode-others", "attention of other presets in whole caches",
-             bench("bench_decode_gpu", "int8", "fp8", "int8k_int4v", "kivi2", "nuq4-1%", "--shapes", "0", "1", "5", out="attend_decode.json"),
-             "attend_decode.json", 90, 240),
-        *serving("the highest rate within P99 limits", "-goodput", dict.fromkeys(LOADED, ("goodput", "--seconds", "60", "--within", "0.15", "--minutes", "7")), 330, 600),
-        *serving("long chats with prefix caching", "-turns", dict.fromkeys(LOADED, ("turns", "--users", "16", "32", "64", "128", "--seconds", "60")), 400, 700),
-        Part("paper", "the INT8 paper's study", ("-m", "kvbits", "bench", "paper", "--out", "{out}/paper.json"), "paper.json", 150, 400),
-    ]  # fmt: skip
+        *serving(
+            "what a step's time goes to",
+            "-profile",
+            dict.fromkeys(PROFILED, ("decode", "--shapes", "48x8192", "256x1024", "48x512", "--profile")),
+            60,
+            150,
+            "profile_vllm.json",
+        ),
+        Part(
+            "decode-others",
+            "attention of other presets in whole caches",
+            bench(
+                "bench_decode_gpu",
+                "int8",
+                "fp8",
+                "int8k_int4v",
+                "kivi2",
+                "nuq4-1%",
+                "--shapes",
+                "0",
+                "1",
+                "5",
+                out="attend_decode.json",
+            ),
+            "attend_decode.json",
+            90,
+            240,
+        ),
+        *serving(
+            "the highest rate within P99 limits",
+            "-goodput",
+            dict.fromkeys(LOADED, ("goodput", "--seconds", "60", "--within", "0.15", "--minutes", "7")),
+            330,
+            600,
+        ),
+        *serving(
+            "long chats with prefix caching",
+            "-turns",
+            dict.fromkeys(LOADED, ("turns", "--users", "16", "32", "64", "128", "--seconds", "60")),
+            400,
+            700,
+        ),
+        Part(
+            "paper",
+            "the INT8 paper's study",
+            ("-m", "kvbits", "bench", "paper", "--out", "{out}/paper.json"),
+            "paper.json",
+            150,
+            400,
+        ),
+    ]
 
 
 def models(environment: Mapping[str, str]) -> dict[str, Path]:
@@ -174,33 +411,85 @@ def accuracy(model: Path, environment: Mapping[str, str]) -> tuple[str, ...]:
     given = ("--text", f"{texts}/wiki.test.raw", "--calibration-text", f"{texts}/wiki.valid.tokens") if texts else ()
     sizes = ("--windows", "4", "--length", "1024", "--context", "1024", "--new-tokens", "128")
     return (
-        "-m", "kvbits", "eval", str(model), "--device", "cuda", "--dtype", "bfloat16", "--schemes", ",".join(PRESETS), "--tasks", "fidelity,decode", *sizes, *given,
-        "--out", "{out}/eval",
-    )  # fmt: skip
+        "-m",
+        "kvbits",
+        "eval",
+        str(model),
+        "--device",
+        "cuda",
+        "--dtype",
+        "bfloat16",
+        "--schemes",
+        ",".join(PRESETS),
+        "--tasks",
+        "fidelity,decode",
+        *sizes,
+        *given,
+        "--out",
+        "{out}/eval",
+    )
 
 
 def accuracy_at_length(model: Path, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """float16, whose rounding is an eighth of bfloat16's; calibrated on the shipped novel. Half a thousand passes a cache: the longest of these parts."""
+    """float16, whose rounding is an eighth of bfloat16's; calibrated on the shipped novel.
+
+    Half a thousand passes a cache: the longest of these parts.
+    """
     texts = environment.get("KVBITS_TEXTS")
     given = ("--text", f"{texts}/wiki.test.raw") if texts else ()
     return (
-        "-m", "kvbits", "eval", str(model), "--device", "cuda", "--dtype", "float16", "--schemes", ",".join(PRESETS), "--windows", "1", "--length", "8192", *given,
-        "--out", "{out}/eval-8192",
-    )  # fmt: skip
+        "-m",
+        "kvbits",
+        "eval",
+        str(model),
+        "--device",
+        "cuda",
+        "--dtype",
+        "float16",
+        "--schemes",
+        ",".join(PRESETS),
+        "--windows",
+        "1",
+        "--length",
+        "8192",
+        *given,
+        "--out",
+        "{out}/eval-8192",
+    )
 
 
 def warms() -> list[Warm]:
     quick = ("--prefill", "--quick", "--schemes")
     return [
         *(Warm(f"decode {p}", bench("bench_decode_gpu", p, "--warm"), ("decode", "generate")) for p in PRESETS),
-        *(Warm(f"generate {r}", bench("bench_generate_gpu", r, "--warm", "--shapes", "0", "2"), ("generate", "store-ram", "store-disk", "prompts", "turns"),
-               ("fa3_fwd_interface",) if r == "fa3" else ()) for r in GENERATED if r != "stock_flash"),
-        *(Warm(f"serve {d}", bench("bench_serve_vllm", "decode", "--kv-cache-dtype", d, "--shapes", "48x512", "--warm"),
-               (f"serve-{d}", f"serve-{d}-goodput", f"serve-{d}-turns", f"serve-{d}-profile"), ("vllm",))
-          for d in dict.fromkeys([*SERVED, *PROFILED])),
-        *(Warm(f"chunks {p}", bench("bench_attend_gpu", *quick, p), ("chunks",)) for p in ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt2")),
-        *(Warm(f"close {p}", bench("bench_close_gpu", "--closing-only", "--quick", "--schemes", p), ("close",)) for p in ("fp8", "tiered")),
-    ]  # fmt: skip
+        *(
+            Warm(
+                f"generate {r}",
+                bench("bench_generate_gpu", r, "--warm", "--shapes", "0", "2"),
+                ("generate", "store-ram", "store-disk", "prompts", "turns"),
+                ("fa3_fwd_interface",) if r == "fa3" else (),
+            )
+            for r in GENERATED
+            if r != "stock_flash"
+        ),
+        *(
+            Warm(
+                f"serve {d}",
+                bench("bench_serve_vllm", "decode", "--kv-cache-dtype", d, "--shapes", "48x512", "--warm"),
+                (f"serve-{d}", f"serve-{d}-goodput", f"serve-{d}-turns", f"serve-{d}-profile"),
+                ("vllm",),
+            )
+            for d in dict.fromkeys([*SERVED, *PROFILED])
+        ),
+        *(
+            Warm(f"chunks {p}", bench("bench_attend_gpu", *quick, p), ("chunks",))
+            for p in ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt2")
+        ),
+        *(
+            Warm(f"close {p}", bench("bench_close_gpu", "--closing-only", "--quick", "--schemes", p), ("close",))
+            for p in ("fp8", "tiered")
+        ),
+    ]
 
 
 @dataclass
@@ -219,7 +508,14 @@ class Machine:
     def run(self, argv: Sequence[str], environment: Mapping[str, str], limit: float, log: Path) -> int | None:
         """Exit code, None where the limit came first; what it printed goes to `log`."""
         with log.open("wb") as file:
-            process = subprocess.Popen([sys.executable, *argv], cwd=ROOT, env=dict(environment), stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                [sys.executable, *argv],
+                cwd=ROOT,
+                env=dict(environment),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             try:
                 return process.wait(limit)
             except subprocess.TimeoutExpired:
@@ -229,7 +525,10 @@ class Machine:
 
     def missing(self, needs: Sequence[str]) -> str | None:
         """What of `needs` is not here."""
-        path = [*filter(None, [self.environment.get("KVBITS_VLLM_SITE"), self.environment.get("KVBITS_PEERS_SITE")]), *sys.path]
+        path = [
+            *filter(None, [self.environment.get("KVBITS_VLLM_SITE"), self.environment.get("KVBITS_PEERS_SITE")]),
+            *sys.path,
+        ]
         return next((n for n in needs if PathFinder.find_spec(n, path) is None), None)
 
 
@@ -242,7 +541,9 @@ class Session:
         self.run = machine.record()
         self.gpu = (self.run["gpu"] or {}).get("name")
         self.state = run_files.read(out / STATE) if (out / STATE).exists() else {"runs": {}, "rows": []}
-        self.name = next((r["session"] for r in reversed(self.state["runs"].values()) if self._here(r)), self.run["session"])
+        self.name = next(
+            (r["session"] for r in reversed(self.state["runs"].values()) if self._here(r)), self.run["session"]
+        )
         self.run["session"] = self.name
 
     def _here(self, run: Mapping[str, Any]) -> bool:
@@ -259,26 +560,56 @@ class Session:
 
     def last_seconds(self, part: Part) -> float | None:
         """How long the part took when it last ended well, on whatever machine."""
-        return next((r["seconds"] for r in reversed(self.state["rows"]) if r["part"] == part.name and r["exit"] == 0), None)
+        return next(
+            (r["seconds"] for r in reversed(self.state["rows"]) if r["part"] == part.name and r["exit"] == 0), None
+        )
 
     def done(self, part: Part, chosen: Sequence[Part]) -> bool:
-        """Whether it need not run again. `chosen`: the parts that are asked for; one that others' ratios are over runs again where one of those must."""
+        """Whether it need not run again.
+
+        `chosen`: the parts that are asked for; one that others' ratios are over runs again where one of those must.
+        """
         ended = [(r["part"], self.state["runs"][r["run"]]) for r in self.state["rows"] if r["exit"] == 0]
         alike = {(name, run["session"]) for name, run in ended if self._alike(run)}
         if (part.name, self.name) in alike and (part.beside in (None, part.name) or (part.beside, self.name) in alike):
             return True
         if part.beside == part.name:
-            others = [p for p in chosen if p.beside == part.name and p is not part and self.machine.missing(p.needs) is None]
+            others = [
+                p for p in chosen if p.beside == part.name and p is not part and self.machine.missing(p.needs) is None
+            ]
             return part.name in {name for name, _ in alike} and all(self.done(p, chosen) for p in others)
-        return any(name == part.name and (part.beside is None or (part.beside, session) in alike) for name, session in alike)
+        return any(
+            name == part.name and (part.beside is None or (part.beside, session) in alike) for name, session in alike
+        )
 
     def environment(self, vllm: bool) -> dict[str, str]:
         given = self.machine.environment
         site = given.get("KVBITS_VLLM_SITE" if vllm else "KVBITS_PEERS_SITE")
-        path = os.pathsep.join([*filter(None, [site]), str(ROOT / "src"), str(ROOT / "benchmarks"), *filter(None, [given.get("PYTHONPATH")])])
-        commit = {"KVBITS_COMMIT": f"{self.run['commit']}{'-dirty' if self.run['dirty'] else ''}"} if self.run["commit"] else {}
-        return given | commit | {"PYTHONPATH": path, "KVBITS_SESSION": self.name, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
-                        "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
+        path = os.pathsep.join(
+            [
+                *filter(None, [site]),
+                str(ROOT / "src"),
+                str(ROOT / "benchmarks"),
+                *filter(None, [given.get("PYTHONPATH")]),
+            ]
+        )
+        commit = (
+            {"KVBITS_COMMIT": f"{self.run['commit']}{'-dirty' if self.run['dirty'] else ''}"}
+            if self.run["commit"]
+            else {}
+        )
+        return (
+            given
+            | commit
+            | {
+                "PYTHONPATH": path,
+                "KVBITS_SESSION": self.name,
+                "PYTHONUNBUFFERED": "1",
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_USE_FLASHINFER_SAMPLER": "0",
+                "VLLM_NO_USAGE_STATS": "1",
+            }
+        )
 
     def words(self, argv: Sequence[str]) -> list[str]:
         disk = self.machine.environment.get("KVBITS_DISK") or tempfile.gettempdir()
@@ -287,7 +618,10 @@ class Session:
     def keep(self, part: str, code: int | None, seconds: float) -> None:
         row = {"part": part, "exit": code, "seconds": round(seconds, 1)}
         run = {key: value for key, value in self.run.items() if key != "facts"} | {"facts": {"boot": self.machine.boot}}
-        self.state = {"runs": self.state["runs"] | {run["id"]: run}, "rows": [*self.state["rows"], {"run": run["id"]} | row]}
+        self.state = {
+            "runs": self.state["runs"] | {run["id"]: run},
+            "rows": [*self.state["rows"], {"run": run["id"]} | row],
+        }
         self.out.mkdir(parents=True, exist_ok=True)
         run_files.write(self.state, self.out / STATE)
 
@@ -300,7 +634,8 @@ class Session:
         if part.argv[0].endswith(".py") and not (ROOT / part.argv[0]).is_file():
             return f"left out: no {part.argv[0]}", 0.0
         if not self.retry and any(
-            r["part"] == part.name and r["exit"] not in (0, None) and self._here(self.state["runs"][r["run"]]) for r in self.state["rows"]
+            r["part"] == part.name and r["exit"] not in (0, None) and self._here(self.state["runs"][r["run"]])
+            for r in self.state["rows"]
         ):
             return "failed before on this machine (--retry)", 0.0
         expected = self.last_seconds(part) or part.seconds
@@ -317,17 +652,27 @@ class Session:
         return ("failed: killed at its limit" if code is None else f"failed: exit code {code}"), seconds
 
     def warm(self, wanted: Sequence[Part]) -> tuple[str, float]:
-        """Compile for the parts that will run, once on a machine; what fails here fails where it is measured, and says why there."""
+        """Compile for the parts that will run, once on a machine; what fails here fails where it is measured, and says
+        why there.
+        """
         kept = [r for r in self.state["rows"] if self._here(self.state["runs"][r["run"]])]
         before = {r["part"] for r in kept if r["part"].startswith("warm ")}
-        needed = [w for w in warms() if any(p.name in w.parts for p in wanted) and f"warm {w.name}" not in before and self.machine.missing(w.needs) is None]
+        needed = [
+            w
+            for w in warms()
+            if any(p.name in w.parts for p in wanted)
+            and f"warm {w.name}" not in before
+            and self.machine.missing(w.needs) is None
+        ]
         if not needed:
             return "nothing to compile", 0.0
         start, limit = self.machine.clock(), min(240.0, self.left())
 
         def one(job: Warm) -> int | None:
             log = self.logs / f"warm_{re.sub(r'[^A-Za-z0-9_]+', '_', job.name)}.log"
-            return self.machine.run(self.words(job.argv), self.environment(job.vllm), max(1.0, limit - (self.machine.clock() - start)), log)
+            return self.machine.run(
+                self.words(job.argv), self.environment(job.vllm), max(1.0, limit - (self.machine.clock() - start)), log
+            )
 
         with ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:
             codes = list(pool.map(one, needed))
@@ -335,7 +680,10 @@ class Session:
         for job, code in zip(needed, codes, strict=True):
             self.keep(f"warm {job.name}", code, seconds)
         bad = [job.name for job, code in zip(needed, codes, strict=True) if code != 0]
-        return f"{len(needed) - len(bad)} of {len(needed)} processes" + (f"; not {', '.join(bad)}" if bad else ""), seconds
+        return (
+            f"{len(needed) - len(bad)} of {len(needed)} processes" + (f"; not {', '.join(bad)}" if bad else ""),
+            seconds,
+        )
 
 
 def _end(log: Path) -> str:
@@ -346,7 +694,9 @@ def _end(log: Path) -> str:
 
 def table(lines: Sequence[tuple[str, str, str, str]]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(3)]
-    return "\n".join("  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]) for line in lines)
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]) for line in lines
+    )
 
 
 def listing(session: Session, chosen: Sequence[Part]) -> str:
@@ -357,12 +707,16 @@ def listing(session: Session, chosen: Sequence[Part]) -> str:
         took = f"{last:.0f} s" if last is not None else f"({p.seconds} s)"
         state = "done" if session.done(p, chosen) else f"no {absent}" if absent else "to run"
         lines.append((p.name, took, state, f"{p.what} -> {p.writes}"))
-    to_run = [session.last_seconds(p) or p.seconds for p, line in zip(chosen, lines[1:], strict=True) if line[2] == "to run"]
+    to_run = [
+        session.last_seconds(p) or p.seconds for p, line in zip(chosen, lines[1:], strict=True) if line[2] == "to run"
+    ]
     return f"{table(lines)}\n{len(to_run)} parts to run, {sum(to_run) / 60:.0f} minutes; times in brackets are guesses"
 
 
 def take(source: Path, out: Path) -> None:
-    """Add the runs of every file of rows below `source`, as all_gpu.py wrote it on another machine, to the same file below `out`; other files are copied."""
+    """Add the runs of every file of rows below `source`, as all_gpu.py wrote it on another machine, to the same file
+    below `out`; other files are copied.
+    """
     for path in sorted(p for p in source.rglob("*.json") if p.is_file()):
         to = out / path.relative_to(source)
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -375,7 +729,9 @@ def take(source: Path, out: Path) -> None:
         ours = run_files.read(to) if to.exists() else {"runs": {}}
         fresh = theirs["runs"].keys() - ours["runs"].keys()
         sections = [name for name in dict.fromkeys([*ours, *theirs]) if name != "runs"]
-        whole = {name: [*ours.get(name, []), *(r for r in theirs.get(name, []) if r["run"] in fresh)] for name in sections}
+        whole = {
+            name: [*ours.get(name, []), *(r for r in theirs.get(name, []) if r["run"] in fresh)] for name in sections
+        }
         run_files.write({"runs": ours["runs"] | {k: v for k, v in theirs["runs"].items() if k in fresh}} | whole, to)
         print(f"{to}: {len(fresh)} runs more")
 
@@ -386,7 +742,9 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> i
     parser.add_argument("--only", nargs="+", metavar="NAME", help="parts by name, also with wildcards: 'serve-*'")
     parser.add_argument("--skip", nargs="+", metavar="NAME", default=[])
     parser.add_argument("--limit", type=float, metavar="MINUTES", help="of the whole command")
-    parser.add_argument("--retry", action="store_true", help="run parts again that failed at this commit on this machine")
+    parser.add_argument(
+        "--retry", action="store_true", help="run parts again that failed at this commit on this machine"
+    )
     parser.add_argument("--out", type=Path, help="folder of results; benchmarks/results/<gpu> if not given")
     parser.add_argument("--logs", type=Path, help="folder of what the parts print; one of temporary files if not given")
     parser.add_argument("--list", action="store_true")
@@ -402,8 +760,19 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> i
     unknown = [n for n in [*(args.only or []), *args.skip] if not any(fnmatchcase(p.name, n) for p in every)]
     if unknown:
         parser.error(f"no part is called {', '.join(unknown)}; parts: {', '.join(p.name for p in every)}")
-    chosen = [p for p in every if any(fnmatchcase(p.name, n) for n in args.only or ["*"]) and not any(fnmatchcase(p.name, n) for n in args.skip)]
-    session = Session(machine, out, args.logs or Path(tempfile.gettempdir()) / "kvbits_all_gpu", None if args.limit is None else 60 * args.limit, args.retry)
+    chosen = [
+        p
+        for p in every
+        if any(fnmatchcase(p.name, n) for n in args.only or ["*"])
+        and not any(fnmatchcase(p.name, n) for n in args.skip)
+    ]
+    session = Session(
+        machine,
+        out,
+        args.logs or Path(tempfile.gettempdir()) / "kvbits_all_gpu",
+        None if args.limit is None else 60 * args.limit,
+        args.retry,
+    )
     if args.list:
         print(listing(session, chosen))
         return 0
@@ -421,7 +790,9 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> i
         print(f"{part.name}: {result}, {seconds:.0f} s", flush=True)
     print(table(lines))
     results = [line[2] for line in lines[2:]]
-    return 1 if any(r.startswith("failed") for r in results) else 3 if any(r.startswith("no time") for r in results) else 0
+    return (
+        1 if any(r.startswith("failed") for r in results) else 3 if any(r.startswith("no time") for r in results) else 0
+    )
 
 
 if __name__ == "__main__":

@@ -4,19 +4,24 @@
     python benchmarks/bench_attend_cpu.py kivi4 kivi2           these presets, in their own pages
     python benchmarks/bench_attend_cpu.py --formats int4_g64    a format that no preset has
     python benchmarks/bench_attend_cpu.py --threads 2           wall time, on an idle machine or under `chrt -f 50`
-    python benchmarks/bench_attend_cpu.py --chunks 32,128,512   chunks of a prompt over a history, beside torch's SDPA: what `kvbits bench` times
+    python benchmarks/bench_attend_cpu.py --chunks 32,128,512   chunks of a prompt over a history, beside torch's SDPA:
+                                                                what `kvbits bench` times
 
-Every candidate is checked against float64 on its dequantized values first, rotates over layers of at least 130 MB so that K and V come from memory, and takes
-turns with the others round by round. A plain read of 512 MB in the same rounds is the limit that shares are taken of. Our pages lie in 2 MiB pages, as the
-cache's pools do; torch's K and V in default memory, as the stock caches do, and once more in 2 MiB pages (`_huge`). Peers, bf16, one query token:
+Every candidate is checked against float64 on its dequantized values first, rotates over layers of at least 130 MB so
+that K and V come from memory, and takes turns with the others round by round. A plain read of 512 MB in the same rounds
+is the limit that shares are taken of. Our pages lie in 2 MiB pages, as the cache's pools do; torch's K and V in default
+memory, as the stock caches do, and once more in 2 MiB pages (`_huge`). Peers, bf16, one query token:
 
-    matmul   query heads of a kv head packed as rows: matmul, softmax, matmul (the fastest that torch has; ratios are against this one)
+    matmul   query heads of a kv head packed as rows: matmul, softmax, matmul (the fastest that torch has; ratios are
+             against this one)
     sdpa     scaled_dot_product_attention with the same packing
-    llama_*  llama.cpp's flash attention with its f16, q8_0 and q4_0 caches, in its layout and (`_contiguous`) with each head's tokens side by side, where
+    llama_*  llama.cpp's flash attention with its f16, q8_0 and q4_0 caches, in its layout and (`_contiguous`) with each
+             head's tokens side by side, where
              llama-cpp-python is installed or --ggml names a folder with its libraries
 
-With several threads every timed call follows a matrix product on all threads, as in a decoding step, and one thread takes its turn in the same rounds.
-What the machine itself allows is printed beside: as many processes with one thread each, over the same pages, against one such process.
+With several threads every timed call follows a matrix product on all threads, as in a decoding step, and one thread
+takes its turn in the same rounds. What the machine itself allows is printed beside: as many processes with one thread
+each, over the same pages, against one such process.
 
 Bytes are those of K and V in their format, scales included. The last line is one JSON object.
 """
@@ -54,7 +59,8 @@ NOISE = {"int8": 1e-4, "raw": 1e-5, "fp8_e4m3": 1e-5, "fp8_e5m2": 1e-5}  # fewer
 LLAMA_PEER = {"int8": "q8_0", "int4": "q4_0", "int4_g64": "q4_0", "raw": "f16"}
 DEFAULT = ("raw", "int8_centered", "int8", "int4", "kivi4", "kivi2", "nuq4-1%", "nuq3-1%")
 CHUNKED = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
-TIMED = [s.name for s in PRESETS.values() if not s.tiers and s.name != "int8_static"]  # tiers: bench_tiers_cpu.py; made-up scales of int8 say nothing
+# tiers: bench_tiers_cpu.py; made-up scales of int8 say nothing
+TIMED = [s.name for s in PRESETS.values() if not s.tiers and s.name != "int8_static"]
 
 
 def study(name: str, key: QuantSpec, value: QuantSpec | None = None) -> Scheme:
@@ -66,28 +72,48 @@ FORMATS = {
     for s in (
         *(study(f"{fmt}_g64", QuantSpec(format=fmt, granularity=PerGroup(64))) for fmt in ("int4", "int3", "int2")),
         study("fp8_g64", QuantSpec(format="fp8_e4m3", granularity=PerGroup(64))),
-        study("int8_channel", QuantSpec(format="int8", granularity=PerChannel()), QuantSpec(format="int8", granularity=PerGroup(64))),
         study(
-            "kivi2_per_token", QuantSpec(format="int2", granularity=PerChannel(), symmetric=False),
+            "int8_channel",
+            QuantSpec(format="int8", granularity=PerChannel()),
+            QuantSpec(format="int8", granularity=PerGroup(64)),
+        ),
+        study(
+            "kivi2_per_token",
+            QuantSpec(format="int2", granularity=PerChannel(), symmetric=False),
             QuantSpec(format="int2", granularity=PerToken(), symmetric=False),
         ),
     )
-}  # fmt: skip
+}
 """Formats that no preset has, in pages of 64."""
 
 parser = arguments(__doc__)
-parser.add_argument("--shapes", default="32/8/128/16384,14/2/64/16384", help="query heads / kv heads / head_dim / tokens[/ batch], several with commas")
-parser.add_argument("presets", nargs="*", help=f"of {', '.join(TIMED)}; without any, and without --formats: {', '.join(DEFAULT)}".replace("%", "%%"))
+parser.add_argument(
+    "--shapes",
+    default="32/8/128/16384,14/2/64/16384",
+    help="query heads / kv heads / head_dim / tokens[/ batch], several with commas",
+)
+parser.add_argument(
+    "presets",
+    nargs="*",
+    help=f"of {', '.join(TIMED)}; without any, and without --formats: {', '.join(DEFAULT)}".replace("%", "%%"),
+)
 parser.add_argument("--formats", default="", help=f"with commas, of {', '.join(FORMATS)}")
-parser.add_argument("--chunks", default="", help="query tokens, several with commas; the history of each shape is one sequence's")
+parser.add_argument(
+    "--chunks", default="", help="query tokens, several with commas; the history of each shape is one sequence's"
+)
 parser.add_argument("--rounds", type=int, default=40)
 parser.add_argument("--threads", type=int, default=1)
 parser.add_argument("--tier", help="force an instruction set")
-parser.add_argument("--ggml", type=Path, help="folder with libggml-base.so and libggml-cpu.so; default: those of llama-cpp-python")
+parser.add_argument(
+    "--ggml", type=Path, help="folder with libggml-base.so and libggml-cpu.so; default: those of llama-cpp-python"
+)
 args = parser.parse_args()
 FORMAT_NAMES = [name for name in args.formats.split(",") if name]
 for unknown in (*(n for n in args.presets if n not in TIMED), *(n for n in FORMAT_NAMES if n not in FORMATS)):
-    parser.error(f"{unknown!r} is no preset that can be timed here and no format; presets: {', '.join(TIMED)}; --formats: {', '.join(FORMATS)}")
+    parser.error(
+        f"{unknown!r} is no preset that can be timed here and no format; presets: {', '.join(TIMED)}; --formats:"
+        f" {', '.join(FORMATS)}"
+    )
 NAMES = [*args.presets, *FORMAT_NAMES] or [*DEFAULT]
 torch.set_num_threads(args.threads)
 torch.manual_seed(0)
@@ -125,9 +151,11 @@ def our_candidate(name: str, hq: int, h: int, d: int, tokens: int, batch: int) -
             ids = np.random.permutation(np.arange(first, first + n))
             close(k[:n], v[:n], store, ids, starts=ids % per * size)
     table = PageTable(
-        np.arange(batch + 1, dtype=np.int64) * per, np.arange(pages, dtype=np.int64),
-        np.tile(np.arange(per, dtype=np.int64) * size, batch), np.full(pages, size, np.int32),
-    )  # fmt: skip
+        np.arange(batch + 1, dtype=np.int64) * per,
+        np.arange(pages, dtype=np.int64),
+        np.tile(np.arange(per, dtype=np.int64) * size, batch),
+        np.full(pages, size, np.int32),
+    )
     calls = [AttendCall((Part(PageStore(layout, (slab[i],), static), table),), d**-0.5) for i in range(layers)]
     q, positions = torch.randn(batch, 1, hq, d).bfloat16(), torch.full((batch, 1), tokens, dtype=torch.int64)
     out, _ = cpu.attend(q, calls[0], positions)
@@ -205,7 +233,9 @@ def calls_in_processes(run: Callable[[int], object], processes: int, seconds: fl
     return calls
 
 
-def measure(candidates: dict[str, tuple[Callable[[int], object], int]]) -> tuple[dict[str, float], dict[str, float], float]:
+def measure(
+    candidates: dict[str, tuple[Callable[[int], object], int]],
+) -> tuple[dict[str, float], dict[str, float], float]:
     """(median seconds of each candidate, seconds of ours on one thread, bytes per second of a plain read), all in turn."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     single: dict[str, list[float]] = {name: [] for name in NAMES} if args.threads > 1 else {}
@@ -229,7 +259,12 @@ def measure(candidates: dict[str, tuple[Callable[[int], object], int]]) -> tuple
     )
 
 
-facts = {"threads": args.threads, "time": "cpu" if args.threads == 1 else "wall", "tier": library.tier(), "load": os.getloadavg()[0]}
+facts = {
+    "threads": args.threads,
+    "time": "cpu" if args.threads == 1 else "wall",
+    "tier": library.tier(),
+    "load": os.getloadavg()[0],
+}
 if args.chunks:
     found = []
     for text in args.shapes.split(","):
@@ -256,29 +291,43 @@ for text in args.shapes.split(","):
     for kind in llama_attention.TYPES if ggml is not None and batch == 1 else ():
         for contiguous in (False, True):
             layers = -(-ROTATE_BYTES // (2 * h * tokens * d * {"f16": 16, "q8_0": 8, "q4_0": 4}[kind] // 8)) + 1
-            candidates[f"llama_{kind}" + "_contiguous" * contiguous] = llama_attention.candidate(ggml, kind, contiguous, hq, h, d, tokens, layers, args.threads)
+            candidates[f"llama_{kind}" + "_contiguous" * contiguous] = llama_attention.candidate(
+                ggml, kind, contiguous, hq, h, d, tokens, layers, args.threads
+            )
     seconds, single, bandwidth = measure(candidates)
     print(f"  read probe {bandwidth / 1e9:.1f} GB/s")
     for name, (_, nbytes) in candidates.items():
         rate = nbytes / seconds[name]
         print(
-            f"  {name:21s} {seconds[name] * 1e3:8.3f} ms  {rate / 1e9:5.1f} GB/s  {rate / bandwidth:4.0%} of the read probe  {seconds['matmul'] / seconds[name]:5.1f}x torch"
+            f"  {name:21s} {seconds[name] * 1e3:8.3f} ms  {rate / 1e9:5.1f} GB/s  {rate / bandwidth:4.0%} of the read"
+            f" probe  {seconds['matmul'] / seconds[name]:5.1f}x torch"
         )
     ceilings = {}
     for name in single:
         run = candidates[name][0]
         rates = [calls_in_processes(run, args.threads) / calls_in_processes(run, 1) for _ in range(3)]
         ceilings[name] = statistics.median(rates)
-        print(f"  {name:15s} {args.threads} threads {single[name] / seconds[name]:.2f}x one; {args.threads} processes {ceilings[name]:.2f}x one")
+        print(
+            f"  {name:15s} {args.threads} threads {single[name] / seconds[name]:.2f}x one; {args.threads} processes"
+            f" {ceilings[name]:.2f}x one"
+        )
     for name in candidates:
         row = {"shape": text, "name": name, "decode_s": seconds[name]}
         if name in NAMES:
             row["ratio_vs_torch16"] = round(seconds["matmul"] / seconds[name], 2)
             row["ratio_vs_torch16_huge_pages"] = round(seconds["matmul_huge"] / seconds[name], 2)
             row["share_of_read_bandwidth"] = round(candidates[name][1] / seconds[name] / bandwidth, 3)
-        peers = [m for m in candidates if m.startswith(f"llama_{LLAMA_PEER[name]}")] if name in NAMES and name in LLAMA_PEER else []
+        peers = (
+            [m for m in candidates if m.startswith(f"llama_{LLAMA_PEER[name]}")]
+            if name in NAMES and name in LLAMA_PEER
+            else []
+        )
         row |= {"ratio_vs_llama": {m: round(seconds[m] / seconds[name], 1) for m in peers}} if peers else {}
-        row |= {"threads_vs_one": round(single[name] / seconds[name], 2), "processes_vs_one": round(ceilings[name], 2)} if name in single else {}
+        row |= (
+            {"threads_vs_one": round(single[name] / seconds[name], 2), "processes_vs_one": round(ceilings[name], 2)}
+            if name in single
+            else {}
+        )
         rows.append(row)
     reads.append({"shape": text, "bytes_per_s": bandwidth})
 

@@ -1,13 +1,18 @@
-"""Decode attention on a GPU where caches are small, where many queries come at once, and over tiers (bench_decode_gpu.py times whole caches): presets beside the 16-bit kernels of the same run.
+"""Decode attention on a GPU where caches are small, where many queries come at once, and over tiers
+(bench_decode_gpu.py times whole caches): presets beside the 16-bit kernels of the same run.
 
-    python benchmarks/bench_attend_gpu.py --small [--out benchmarks/results/<gpu>/attend_small.json]      where 16-bit attention is faster: small batches and contexts
-    python benchmarks/bench_attend_gpu.py --prefill [--out .../attend_prefill.json]                       chunks of many query tokens over packed history
-    python benchmarks/bench_attend_gpu.py --tiers [--schemes tiered] [--out .../attend_tiers.json]   tiers, against what each tier's bytes cost at its own bandwidth
+    python benchmarks/bench_attend_gpu.py --small [--out benchmarks/results/<gpu>/attend_small.json]      where 16-bit
+    attention is faster: small batches and contexts
+    python benchmarks/bench_attend_gpu.py --prefill [--out .../attend_prefill.json]                       chunks of many
+    query tokens over packed history
+    python benchmarks/bench_attend_gpu.py --tiers [--schemes tiered] [--out .../attend_tiers.json]   tiers, against what
+    each tier's bytes cost at its own bandwidth
 
-A row is timed only after its output has been compared with the float64 reference over the same pages. Times are medians of CUDA-graph replays of several
-launches in a row, each on other memory (layers of a cache larger than L2). What a launch must move: all packed pages once. `--quick` replays a third as often.
-The 16-bit kernels are those that are installed: cuDNN, FlashAttention-3 (package fa3-fwd) and FlashInfer; the run's record says why another is missing.
-The last line is one JSON object; rows are added to --out.
+A row is timed only after its output has been compared with the float64 reference over the same pages. Times are medians
+of CUDA-graph replays of several launches in a row, each on other memory (layers of a cache larger than L2). What a
+launch must move: all packed pages once. `--quick` replays a third as often. The 16-bit kernels are those that are
+installed: cuDNN, FlashAttention-3 (package fa3-fwd) and FlashInfer; the run's record says why another is missing. The
+last line is one JSON object; rows are added to --out.
 """
 
 from __future__ import annotations
@@ -31,7 +36,8 @@ from kvbits.spec import LowLayout, PageLayout, QuantSpec, Scheme
 
 KV_HEADS, HEAD_DIM, PAGE = 8, 128, 64
 SHAPES = ((1, 32, 131072), (32, 64, 4096), (8, 32, 32768))  # sequences, query heads, tokens
-SMALL_BATCHES, SMALL_TOKENS = (1, 4, 16, 64), (256, 512, 1024, 2048, 4096, 8192, 16384)  # 32 query heads; at most 262,144 tokens in all
+# 32 query heads; at most 262,144 tokens in all
+SMALL_BATCHES, SMALL_TOKENS = (1, 4, 16, 64), (256, 512, 1024, 2048, 4096, 8192, 16384)
 PREFILL = (
     (1, 32, 32, 32768),
     (1, 32, 64, 32768),
@@ -53,23 +59,33 @@ CHUNK_ERROR_LIMIT = 1e-2  # keys and values are rounded to bf16 once more, as 16
 
 
 def made_up_basis(key: QuantSpec, heads: int, head_dim: int) -> torch.Tensor:
-    """float32 [heads, head_dim, head_dim]: another direction for each channel, of lengths at which a step of 1 suits normal numbers."""
-    mixed = torch.eye(head_dim, device="cuda") + torch.randn(heads, head_dim, head_dim, device="cuda") / (2 * head_dim**0.5)
+    """float32 [heads, head_dim, head_dim]: another direction for each channel, of lengths at which a step of 1 suits
+    normal numbers.
+    """
+    mixed = torch.eye(head_dim, device="cuda") + torch.randn(heads, head_dim, head_dim, device="cuda") / (
+        2 * head_dim**0.5
+    )
     return mixed / band_steps(key, head_dim).cuda()
 
 
 def made_up_mean(basis: torch.Tensor) -> torch.Tensor:
-    """float32 `k_mean` [heads, 2, head_dim] of a made-up basis: means of normal numbers that are not zero, and a larger first key."""
+    """float32 `k_mean` [heads, 2, head_dim] of a made-up basis: means of normal numbers that are not zero, and a larger
+    first key.
+    """
     heads, head_dim, _ = basis.shape
     return torch.randn(heads, 2, head_dim, device="cuda") * torch.tensor([[0.5], [2.0]], device="cuda")
 
 
 def calibrated(layout: PageLayout) -> dict[str, torch.Tensor]:
-    """What calibration would give for normal numbers: even codebooks, one range per channel, a made-up basis, llama's frequencies."""
+    """What calibration would give for normal numbers: even codebooks, one range per channel, a made-up basis, llama's
+    frequencies.
+    """
     static = {}
     for kind, spec in (("k", layout.key), ("v", layout.value)):
         if spec.has_codebook:
-            static[f"{kind}_codebook"] = torch.linspace(-1, 1, 2**spec.bits, device="cuda").expand(layout.num_kv_heads, -1).contiguous()
+            static[f"{kind}_codebook"] = (
+                torch.linspace(-1, 1, 2**spec.bits, device="cuda").expand(layout.num_kv_heads, -1).contiguous()
+            )
         if spec.static:
             static[f"{kind}_scale"] = torch.full((layout.num_kv_heads, layout.head_dim), 2.6, device="cuda")
             static[f"{kind}_bias"] = torch.zeros(layout.num_kv_heads, layout.head_dim, device="cuda")
@@ -127,7 +143,9 @@ def copy_bandwidth() -> float:
     return 2 * x.numel() / float(np.median(times))
 
 
-def packed_call(key: QuantSpec, value: QuantSpec, batch: int, tokens: int, page_size: int = PAGE) -> tuple[AttendCall, torch.Tensor, int]:
+def packed_call(
+    key: QuantSpec, value: QuantSpec, batch: int, tokens: int, page_size: int = PAGE
+) -> tuple[AttendCall, torch.Tensor, int]:
     """(call over layer 0, pool [pages, layers, H, bytes], layers): random keys and values, pages in random places."""
     layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     per_sequence = tokens // page_size
@@ -145,9 +163,11 @@ def packed_call(key: QuantSpec, value: QuantSpec, batch: int, tokens: int, page_
         k, v = (torch.randn(count, KV_HEADS, page_size, HEAD_DIM, device="cuda") for _ in "kv")
         slab[first : first + count] = close_pages(k, v, layout)[0][:, None]
     table = PageTable(
-        np.arange(batch + 1, dtype=np.int64) * per_sequence, np.random.permutation(n).astype(np.int64),
-        np.tile(np.arange(per_sequence, dtype=np.int64) * page_size, batch), np.full(n, page_size, np.int32),
-    )  # fmt: skip
+        np.arange(batch + 1, dtype=np.int64) * per_sequence,
+        np.random.permutation(n).astype(np.int64),
+        np.tile(np.arange(per_sequence, dtype=np.int64) * page_size, batch),
+        np.full(n, page_size, np.int32),
+    )
     return AttendCall((Part(PageStore(layout, (slab[:, 0],), static), table),), HEAD_DIM**-0.5), slab, layers
 
 
@@ -162,13 +182,27 @@ def bench_preset(name: str, batch: int, q_heads: int, tokens: int, queries: int 
         batch, queries
     )  # past the history: one query sees all of it, as do the others
     want, _ = reference.attend(q[:, -16:], call, positions[:, -16:].cpu(), torch.float64)
-    plan = cuda.plan(call, q_heads, q.dtype, q.device, num_queries=queries, layer_strides=(layout.page_size_bytes,), history_only=True)
+    plan = cuda.plan(
+        call,
+        q_heads,
+        q.dtype,
+        q.device,
+        num_queries=queries,
+        layer_strides=(layout.page_size_bytes,),
+        history_only=True,
+    )
     out, _ = plan.run(q, positions)
     error = float((out[:, -16:].double() - want).norm() / want.norm())
     if not error < (ERROR_LIMIT if queries == 1 else CHUNK_ERROR_LIMIT):
         raise SystemExit(f"{name} at {batch} x {tokens}: error {error} against float64; a wrong kernel has no speed")
     launches = _launches(plan, call, q, layers) * max(1, (12 if queries == 1 else 2) // layers)
-    return {"formats": f"{key.format}/{value.format}", "page_size": scheme.page_size, "time_us": time_us(launches), "error": error, "bytes": slab[:, 0].numel()}
+    return {
+        "formats": f"{key.format}/{value.format}",
+        "page_size": scheme.page_size,
+        "time_us": time_us(launches),
+        "error": error,
+        "bytes": slab[:, 0].numel(),
+    }
 
 
 def _launches(plan: Any, call: AttendCall, q: torch.Tensor, layers: int) -> list[Any]:
@@ -183,12 +217,18 @@ missing: dict[str, str] = {}
 """16-bit kernels that this process could not time, and why."""
 
 
-def bench_16_bit(batch: int, q_heads: int, tokens: int, queries: int = 1, peers: Sequence[str] = PEERS) -> dict[str, float]:
-    """Microseconds of the 16-bit kernels that are installed, same shape, bf16, contiguous caches in turn (FlashInfer: pages of 64), two or as many as are larger
-    than L2. What fails, or gives other numbers than cuDNN, is left out and said in `missing`; cuDNN must be there."""
+def bench_16_bit(
+    batch: int, q_heads: int, tokens: int, queries: int = 1, peers: Sequence[str] = PEERS
+) -> dict[str, float]:
+    """Microseconds of the 16-bit kernels that are installed, same shape, bf16, contiguous caches in turn (FlashInfer:
+    pages of 64), two or as many as are larger than L2. What fails, or gives other numbers than cuDNN, is left out and
+    said in `missing`; cuDNN must be there.
+    """
     shape = (batch, KV_HEADS, tokens, HEAD_DIM)
     copies = max(2, -(-ROTATE_BYTES // (batch * KV_HEADS * tokens * HEAD_DIM * 4)))
-    caches = [tuple(torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in "kv") for _ in range(min(copies, 64))]
+    caches = [
+        tuple(torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in "kv") for _ in range(min(copies, 64))
+    ]
     q = torch.randn(batch, q_heads, queries, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     times: dict[str, float] = {}
     want: torch.Tensor | None = None
@@ -247,20 +287,39 @@ def _flashinfer(q: torch.Tensor, caches: list[tuple[torch.Tensor, ...]]) -> Laun
     last = torch.full((batch,), PAGE, dtype=torch.int32, device="cuda")
     flat = q[:, :, 0].contiguous()
     paged = [tuple(x.transpose(1, 2).reshape(batch * pages, PAGE, heads, d) for x in kv) for kv in caches]
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=True)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=True
+    )
     wrapper.plan(indptr, indices, last, q.shape[1], heads, d, PAGE, q_data_type=q.dtype, kv_data_type=q.dtype)
     return [lambda kv=kv: wrapper.run(flat, kv).unsqueeze(2) for kv in paged]
 
 
-_PEERS: dict[str, Callable[[torch.Tensor, list[tuple[torch.Tensor, ...]]], Launches]] = {"cudnn": _cudnn, "fa3": _fa3, "flashinfer": _flashinfer}
+_PEERS: dict[str, Callable[[torch.Tensor, list[tuple[torch.Tensor, ...]]], Launches]] = {
+    "cudnn": _cudnn,
+    "fa3": _fa3,
+    "flashinfer": _flashinfer,
+}
 
 
-def tiers_call(scheme: Scheme, tiers: dict[str, tuple[int, int]], batch: int) -> tuple[AttendCall, tuple[int, ...], int, int]:
-    """(call over layer 0, bytes from layer to layer of every part, layers, bytes of one layer): `tiers` by name ("sink", "cold", "warm", "raw") and the tokens they span."""
+def tiers_call(
+    scheme: Scheme, tiers: dict[str, tuple[int, int]], batch: int
+) -> tuple[AttendCall, tuple[int, ...], int, int]:
+    """(call over layer 0, bytes from layer to layer of every part, layers, bytes of one layer): `tiers` by name
+    ("sink", "cold", "warm", "raw") and the tokens they span.
+    """
     sinks, raw, tier = scheme.num_sink_tokens, QuantSpec.raw(), scheme.tiers[0]
-    layouts = {name: PageLayout(key=k, value=v, page_size=size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM) for name, (k, v, size) in {
-        "sink": (raw, raw, sinks), "cold": (scheme.key, scheme.value, PAGE), "warm": (scheme.key, scheme.value, PAGE), "raw": (raw, raw, PAGE)}.items()}  # fmt: skip
-    low = LowLayout(key_bits=tier.key_bits, value_bits=tier.value_bits, page_size=PAGE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    layouts = {
+        name: PageLayout(key=k, value=v, page_size=size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+        for name, (k, v, size) in {
+            "sink": (raw, raw, sinks),
+            "cold": (scheme.key, scheme.value, PAGE),
+            "warm": (scheme.key, scheme.value, PAGE),
+            "raw": (raw, raw, PAGE),
+        }.items()
+    }
+    low = LowLayout(
+        key_bits=tier.key_bits, value_bits=tier.value_bits, page_size=PAGE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM
+    )
     fine = {name: [low] if name == "warm" else [] for name in layouts}
     static = calibrated(layouts["cold"])
     counts = {name: batch * (end - start) // layouts[name].page_size for name, (start, end) in tiers.items()}
@@ -271,16 +330,27 @@ def tiers_call(scheme: Scheme, tiers: dict[str, tuple[int, int]], batch: int) ->
         n, layout, size = counts[name], layouts[name], layouts[name].page_size
         k, v = (torch.randn(256, KV_HEADS, size, HEAD_DIM, device="cuda") for _ in "kv")
         made, _ = close_nested(k, v, layout, static, fine[name], np.zeros(256, np.int64))
-        slabs = [torch.empty(n, layers, KV_HEADS, x.head_bytes, dtype=torch.uint8, device="cuda") for x in (layout, *fine[name])]
+        slabs = [
+            torch.empty(n, layers, KV_HEADS, x.head_bytes, dtype=torch.uint8, device="cuda")
+            for x in (layout, *fine[name])
+        ]
         for first in range(0, n, 256):  # closing takes time: some pages, many times
             for slab, pages in zip(slabs, made, strict=True):
                 slab[first : first + 256] = pages[: n - first, None]
         order = np.random.permutation(-(-n // 256))  # pages in random places, each with its plane
-        ids = [np.concatenate([256 * i + np.random.default_rng(int(i)).permutation(min(256, n - 256 * i)) for i in order]).astype(np.int64) for _ in slabs]
+        ids = [
+            np.concatenate(
+                [256 * i + np.random.default_rng(int(i)).permutation(min(256, n - 256 * i)) for i in order]
+            ).astype(np.int64)
+            for _ in slabs
+        ]
         table = PageTable(
-            np.arange(batch + 1, dtype=np.int64) * (n // batch), ids[0], np.tile(np.arange(start, end, size, dtype=np.int64), batch),
-            np.full(n, size, np.int32), tuple(ids[1:]),
-        )  # fmt: skip
+            np.arange(batch + 1, dtype=np.int64) * (n // batch),
+            ids[0],
+            np.tile(np.arange(start, end, size, dtype=np.int64), batch),
+            np.full(n, size, np.int32),
+            tuple(ids[1:]),
+        )
         stores = tuple(LowStore(x, (s[:, 0],)) for x, s in zip(fine[name], slabs[1:], strict=True))
         parts.append(Part(PageStore(layout, (slabs[0][:, 0],), {} if layout.is_raw else static), table, stores))
         strides.append(layout.page_size_bytes)
@@ -297,11 +367,17 @@ def time_tiers(scheme: Scheme, tiers: dict[str, tuple[int, int]], batch: int, q_
     error = float((out.double() - want).norm() / want.norm())
     if not error < ERROR_LIMIT:
         raise SystemExit(f"{tiers}: error {error} against float64; a wrong kernel has no speed")
-    return {"time_us": time_us(_launches(plan, call, q, layers) * max(1, 12 // layers)), "bytes": nbytes, "error": error}
+    return {
+        "time_us": time_us(_launches(plan, call, q, layers) * max(1, 12 // layers)),
+        "bytes": nbytes,
+        "error": error,
+    }
 
 
 def bench_tiers(args: argparse.Namespace, copy: float) -> None:
-    """One step over the tiers of each scheme, and the sum of what the bytes of each tier take at the bandwidth of a whole cache of that tier's format."""
+    """One step over the tiers of each scheme, and the sum of what the bytes of each tier take at the bandwidth of a
+    whole cache of that tier's format.
+    """
     for scheme in map(schemes.get, args.schemes):
         hot, warm, sinks = scheme.residual_length, scheme.tiers[0].num_tokens, scheme.num_sink_tokens
         for batch, q_heads, tokens in (SHAPES[i] for i in args.shapes or range(len(SHAPES))):
@@ -314,18 +390,40 @@ def bench_tiers(args: argparse.Namespace, copy: float) -> None:
             mixed = time_tiers(scheme, {"sink": (0, sinks)} | tiers, batch, q_heads)
             share = {name: (end - start) / tokens for name, (start, end) in tiers.items()}
             expected = sum(share[name] * alone[name]["time_us"] for name in tiers)
-            row = {"scheme": scheme.name, "shape": shape, **mixed, "expected_us": expected, "over": mixed["time_us"] / expected - 1, "tiers": {
-                name: {"tokens": tiers[name][1] - tiers[name][0], "whole_cache_us": r["time_us"], "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy, "error": r["error"]}
-                for name, r in alone.items()}}  # fmt: skip
+            row = {
+                "scheme": scheme.name,
+                "shape": shape,
+                **mixed,
+                "expected_us": expected,
+                "over": mixed["time_us"] / expected - 1,
+                "tiers": {
+                    name: {
+                        "tokens": tiers[name][1] - tiers[name][0],
+                        "whole_cache_us": r["time_us"],
+                        "share_of_copy": r["bytes"] / (r["time_us"] * 1e-6) / copy,
+                        "error": r["error"],
+                    }
+                    for name, r in alone.items()
+                },
+            }
             rows = [row | {"share_of_copy": mixed["bytes"] / (mixed["time_us"] * 1e-6) / copy}]
-            print(f"{scheme.name} {shape}: {mixed['time_us']:.1f} us, {100 * row['over']:+.1f} % of the {expected:.1f} us of its tiers; whole caches: " + ", ".join(
-                f"{n} {z['whole_cache_us']:.1f} us ({z['share_of_copy']:.2f} of copy)" for n, z in row["tiers"].items()), flush=True)  # fmt: skip
+            print(
+                f"{scheme.name} {shape}: {mixed['time_us']:.1f} us, {100 * row['over']:+.1f} % of the {expected:.1f} us"
+                " of its tiers; whole caches: "
+                + ", ".join(
+                    f"{n} {z['whole_cache_us']:.1f} us ({z['share_of_copy']:.2f} of copy)"
+                    for n, z in row["tiers"].items()
+                ),
+                flush=True,
+            )
             torch.cuda.empty_cache()
             append(rows, args.out, copy_bytes_per_s=copy)
 
 
 def bench_small(args: argparse.Namespace, copy: float) -> None:
-    """Speed against the fastest 16-bit kernel from 256 tokens up, and where it passes 1: 16-bit bytes of the whole call's keys and values."""
+    """Speed against the fastest 16-bit kernel from 256 tokens up, and where it passes 1: 16-bit bytes of the whole
+    call's keys and values.
+    """
     slower = dict.fromkeys(args.schemes, 0)
     for batch in SMALL_BATCHES:
         for tokens in SMALL_TOKENS:
@@ -338,16 +436,26 @@ def bench_small(args: argparse.Namespace, copy: float) -> None:
             shape = {"batch": batch, "tokens": tokens}
             base = {"best_16_bit": best, "time_16_bit_us": times[best], "bytes_16_bit": nbytes}
             rows = [{"scheme": name, **shape, **r, **base} for name, r in found.items()]
-            append(rows, args.out, sections={"peers": [{"kernel": name, **shape, "time_us": t} for name, t in times.items()]}, copy_bytes_per_s=copy)
+            append(
+                rows,
+                args.out,
+                sections={"peers": [{"kernel": name, **shape, "time_us": t} for name, t in times.items()]},
+                copy_bytes_per_s=copy,
+            )
             slower |= {r["scheme"]: max(nbytes, slower[r["scheme"]]) for r in rows if r["time_us"] > times[best]}
             words = ", ".join(f"{r['scheme']} {r['time_us']:.1f} us x{times[best] / r['time_us']:.2f}" for r in rows)
             print(f"{batch:3d} x {tokens:6d}: {best} {times[best]:.1f} us; {words}", flush=True)
             torch.cuda.empty_cache()
-    print("largest 16-bit size at which 16-bit attention was faster:", {k: f"{v / 2**20:.0f} MiB" for k, v in slower.items()})
+    print(
+        "largest 16-bit size at which 16-bit attention was faster:",
+        {k: f"{v / 2**20:.0f} MiB" for k, v in slower.items()},
+    )
 
 
 def bench_prefill(args: argparse.Namespace, copy: float) -> None:
-    """A chunk of queries over history that all of them see; the 16-bit kernels read as many tokens of 16-bit history, unmasked too."""
+    """A chunk of queries over history that all of them see; the 16-bit kernels read as many tokens of 16-bit history,
+    unmasked too.
+    """
     for batch, q_heads, chunk, tokens in [PREFILL[i] for i in args.shapes or range(len(PREFILL))]:
         times = bench_16_bit(batch, q_heads, tokens, chunk, args.peers)
         best = min(times, key=lambda name: times[name])
@@ -357,13 +465,21 @@ def bench_prefill(args: argparse.Namespace, copy: float) -> None:
         shape, rows = {"batch": batch, "chunk": chunk, "tokens": tokens}, []
         for name in args.schemes:
             r = bench_preset(name, batch, q_heads, tokens, queries=chunk)
-            rows.append({"scheme": name, **shape, **r, "best_16_bit": best, "time_16_bit_us": times[best], "flops": flops})
+            rows.append(
+                {"scheme": name, **shape, **r, "best_16_bit": best, "time_16_bit_us": times[best], "flops": flops}
+            )
             print(
-                f"  {name:14s} {r['time_us']:8.0f} us  x{times[best] / r['time_us']:.2f}  {flops / r['time_us'] / 1e6:.0f} TFLOP/s  error {r['error']:.1e}",
+                f"  {name:14s} {r['time_us']:8.0f} us  x{times[best] / r['time_us']:.2f} "
+                f" {flops / r['time_us'] / 1e6:.0f} TFLOP/s  error {r['error']:.1e}",
                 flush=True,
             )
             torch.cuda.empty_cache()
-        append(rows, args.out, sections={"peers": [{"kernel": name, **shape, "time_us": t} for name, t in times.items()]}, copy_bytes_per_s=copy)
+        append(
+            rows,
+            args.out,
+            sections={"peers": [{"kernel": name, **shape, "time_us": t} for name, t in times.items()]},
+            copy_bytes_per_s=copy,
+        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -373,7 +489,9 @@ def parser() -> argparse.ArgumentParser:
         kind.add_argument(f"--{name}", dest="kind", action="store_const", const=name)
     found.add_argument("--schemes", nargs="+", help="presets; those of the documents if left out")
     found.add_argument("--shapes", nargs="*", type=int, help="which of the shapes, by number; all if left out")
-    found.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="16-bit kernels; cuDNN is always timed")
+    found.add_argument(
+        "--peers", nargs="*", choices=PEERS, default=list(PEERS), help="16-bit kernels; cuDNN is always timed"
+    )
     found.add_argument("--quick", action="store_true", help="a third of the replays")
     return found
 

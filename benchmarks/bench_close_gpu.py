@@ -1,14 +1,17 @@
 """close_pages on a GPU: raw keys and values to packed pages in one launch, against the copy bandwidth of the same run.
 
-    python benchmarks/bench_close_gpu.py [--schemes fp8 ..] [--closing-only] [--out benchmarks/results/<gpu>/close_pages.json]
+    python benchmarks/bench_close_gpu.py [--schemes fp8 ..] [--closing-only] [--out
+    benchmarks/results/<gpu>/close_pages.json]
 
-2,048 pages of 64 tokens x 8 kv heads x 128 channels in bf16. A row is timed only after 64 of its pages were compared with the reference's, byte for byte (keys in a
-calibrated basis: but for one byte in a thousand, ties of products that are summed in another order). Times are medians of CUDA-graph replays over several inputs and pools in turn, larger than L2. What a launch must move: the raw keys and values and the pages, once.
+2,048 pages of 64 tokens x 8 kv heads x 128 channels in bf16. A row is timed only after 64 of its pages were compared
+with the reference's, byte for byte (keys in a calibrated basis: but for one byte in a thousand, ties of products that
+are summed in another order). Times are medians of CUDA-graph replays over several inputs and pools in turn, larger than
+L2. What a launch must move: the raw keys and values and the pages, once.
 
-Then append, a token of each of B sequences to its slot: microseconds of a layer where 32 layers share a pass, as a cache calls it (one mapping a pass, uploaded), by the wall
-clock; the kernel alone in a graph; and the reference's slices.
-And store_tokens, tokens quantized into their slots: a decoding step of 48 sequences and a prompt of 16,384 tokens, the kernel alone in a graph.
-Each row is added to --out as it comes. The last line is one JSON object.
+Then append, a token of each of B sequences to its slot: microseconds of a layer where 32 layers share a pass, as a
+cache calls it (one mapping a pass, uploaded), by the wall clock; the kernel alone in a graph; and the reference's
+slices. And store_tokens, tokens quantized into their slots: a decoding step of 48 sequences and a prompt of 16,384
+tokens, the kernel alone in a graph. Each row is added to --out as it comes. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -47,18 +50,31 @@ def _rows() -> dict[str, tuple[QuantSpec, QuantSpec, int]]:
 
 
 def same_pages(pages: torch.Tensor, want: torch.Tensor, layout: PageLayout | LowLayout, product: bool) -> bool:
-    """Whether pages hold the reference's bytes; of keys that are products with a basis but for ties, and what follows from them."""
-    differ, values = (pages != want).double(), min(s.offset for name, s in layout.sections.items() if name.startswith("v_plane"))
+    """Whether pages hold the reference's bytes; of keys that are products with a basis but for ties, and what follows
+    from them.
+    """
+    differ, values = (
+        (pages != want).double(),
+        min(s.offset for name, s in layout.sections.items() if name.startswith("v_plane")),
+    )
     if not product:
         return not bool(differ.any())
-    print(f"    bytes unlike the reference's: {differ.mean():.1e} of a page, {differ[..., values:].mean():.1e} of what follows the keys' planes", flush=True)
+    print(
+        f"    bytes unlike the reference's: {differ.mean():.1e} of a page, {differ[..., values:].mean():.1e} of what"
+        " follows the keys' planes",
+        flush=True,
+    )
     return float(differ.mean()) <= TIES
 
 
 def bench(key: QuantSpec, value: QuantSpec, low_bits: int) -> dict[str, Any]:
     """Checked and timed closing of `PAGES` pages."""
     layout = PageLayout(key=key, value=value, page_size=PAGE, num_kv_heads=HEADS, head_dim=HEAD_DIM)
-    low = [LowLayout(key_bits=low_bits, value_bits=low_bits, page_size=PAGE, num_kv_heads=HEADS, head_dim=HEAD_DIM)] if low_bits else []
+    low = (
+        [LowLayout(key_bits=low_bits, value_bits=low_bits, page_size=PAGE, num_kv_heads=HEADS, head_dim=HEAD_DIM)]
+        if low_bits
+        else []
+    )
     launches, kept = [], []  # a graph's capture gives back memory that nothing holds
     for _ in range(COPIES):
         k, v = (torch.randn(PAGES, HEADS, PAGE, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")
@@ -75,14 +91,19 @@ def bench(key: QuantSpec, value: QuantSpec, low_bits: int) -> dict[str, Any]:
         launches[-1]()
         static = {name: x.cpu() for name, x in store.static.items()}
         want, _ = reference.close_nested(k[:CHECKED].cpu(), v[:CHECKED].cpu(), layout, static, low, starts[:CHECKED])
-        if not all(same_pages(s[:CHECKED].cpu(), w, x, key.basis == "calibrated") for s, w, x in zip(slabs, want, (layout, *low), strict=True)):
+        if not all(
+            same_pages(s[:CHECKED].cpu(), w, x, key.basis == "calibrated")
+            for s, w, x in zip(slabs, want, (layout, *low), strict=True)
+        ):
             raise ValueError("other bytes than the reference's; a wrong kernel has no speed")
     moved = 2 * PAGES * HEADS * PAGE * HEAD_DIM * 2 + sum(s.numel() for s in slabs)
     return {"time_us": time_us(launches * 4), "bytes": moved}
 
 
 def bench_store_tokens(name: str, count: int) -> float:
-    """Microseconds of storing `count` tokens as the preset `name` says, checked: single ones of as many sequences, each in another page; or one prompt."""
+    """Microseconds of storing `count` tokens as the preset `name` says, checked: single ones of as many sequences, each
+    in another page; or one prompt.
+    """
     scheme = schemes.get(name)
     layout = PageLayout(key=scheme.key, value=scheme.value, page_size=PAGE, num_kv_heads=HEADS, head_dim=HEAD_DIM)
     single = count < PAGE
@@ -100,26 +121,41 @@ def bench_store_tokens(name: str, count: int) -> float:
         k, v = (torch.randn(count, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")
         pages = torch.zeros(num_pages, HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
         launches.append(
-            lambda k=k, v=v, pages=pages: append_cuda.store_tokens(k, v, pages, layout, slots, static=static, previous_page=previous, starts=starts)
+            lambda k=k, v=v, pages=pages: append_cuda.store_tokens(
+                k, v, pages, layout, slots, static=static, previous_page=previous, starts=starts
+            )
         )
         want = pages.cpu()
         launches[-1]()
         n = min(count, 4 * PAGE)
         entries = [x[:n].cpu() for x in (k, v, slots, previous, starts)]
-        append_reference.store_tokens(*entries[:2], want, layout, entries[2], static=here, previous_page=entries[3], starts=entries[4])
+        append_reference.store_tokens(
+            *entries[:2], want, layout, entries[2], static=here, previous_page=entries[3], starts=entries[4]
+        )
         touched = (entries[2] // PAGE).unique()
         differ = (pages.cpu()[touched] != want[touched]).sum() / (want[touched] != 0).sum()
         if differ > (TIES if layout.key.basis == "calibrated" else 0):
-            raise SystemExit(f"store_tokens as {name}: {differ:.1e} of the bytes are not the reference's; a wrong kernel has no speed")
+            raise SystemExit(
+                f"store_tokens as {name}: {differ:.1e} of the bytes are not the reference's; a wrong kernel has no"
+                " speed"
+            )
     return time_us(launches * 4)
 
 
 def bench_append(batch: int, layers: int = 32) -> dict[str, Any]:
     """Times of writing one token of each of `batch` sequences."""
-    layout = PageLayout(key=QuantSpec.raw(), value=QuantSpec.raw(), page_size=PAGE, num_kv_heads=HEADS, head_dim=HEAD_DIM)
-    slabs = {name: torch.zeros(batch, layers, HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda") for name in ("cuda", "reference")}
+    layout = PageLayout(
+        key=QuantSpec.raw(), value=QuantSpec.raw(), page_size=PAGE, num_kv_heads=HEADS, head_dim=HEAD_DIM
+    )
+    slabs = {
+        name: torch.zeros(batch, layers, HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
+        for name in ("cuda", "reference")
+    }
     stores = {name: [PageStore(layout, (slab[:, i],)) for i in range(layers)] for name, slab in slabs.items()}
-    tokens = [[torch.randn(batch, 1, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv"] for _ in range(layers)]
+    tokens = [
+        [torch.randn(batch, 1, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv"]
+        for _ in range(layers)
+    ]
     runs = np.array([[b, 0, batch - 1 - b, b % PAGE, 1] for b in range(batch)])
 
     def one_pass(name: str) -> None:
@@ -138,8 +174,15 @@ def bench_append(batch: int, layers: int = 32) -> dict[str, Any]:
     if not torch.equal(*slabs.values()):
         raise SystemExit("append: other bytes than the reference's; a wrong kernel has no speed")
     table = append_cuda.table(SlotMapping(runs), stores["cuda"][0])
-    kernel = time_us([lambda kv=kv, store=store: append_cuda.launch(*kv, store, table) for kv, store in zip(tokens, stores["cuda"], strict=True)])
-    return {"batch": batch, "kernel_us": kernel} | {f"{name}_us": statistics.median(t) / layers * 1e6 for name, t in waits.items()}
+    kernel = time_us(
+        [
+            lambda kv=kv, store=store: append_cuda.launch(*kv, store, table)
+            for kv, store in zip(tokens, stores["cuda"], strict=True)
+        ]
+    )
+    return {"batch": batch, "kernel_us": kernel} | {
+        f"{name}_us": statistics.median(t) / layers * 1e6 for name, t in waits.items()
+    }
 
 
 def parser() -> argparse.ArgumentParser:
@@ -180,9 +223,15 @@ def bench_tokens(args: argparse.Namespace, copy: float, shape: dict[str, Any]) -
     appends = [bench_append(batch) for batch in (1, 32, 256)]
     for a in appends:
         print(
-            f"  append of {a['batch']:3d} tokens  {a['cuda_us']:8.1f} us a layer (kernel {a['kernel_us']:.1f}; reference {a['reference_us']:.1f})", flush=True
+            f"  append of {a['batch']:3d} tokens  {a['cuda_us']:8.1f} us a layer (kernel {a['kernel_us']:.1f};"
+            f" reference {a['reference_us']:.1f})",
+            flush=True,
         )
-    stores = [{"scheme": name, "tokens": n, "us": bench_store_tokens(name, n)} for name in ("int8_centered", "int4", *BANDED) for n in (48, 16384)]
+    stores = [
+        {"scheme": name, "tokens": n, "us": bench_store_tokens(name, n)}
+        for name in ("int8_centered", "int4", *BANDED)
+        for n in (48, 16384)
+    ]
     for s in stores:
         print(f"  store_tokens of {s['tokens']:6,d} tokens as {s['scheme']:14s} {s['us']:8.1f} us", flush=True)
     append([], args.out, sections={"append": appends, "store_tokens": stores}, copy_bytes_per_s=copy, **shape)

@@ -1,12 +1,17 @@
-"""Decode attention of presets in a real cache on a GPU, raw tail included, beside the 16-bit kernels that are installed: cuDNN, FlashAttention-3, FlashInfer.
+"""Decode attention of presets in a real cache on a GPU, raw tail included, beside the 16-bit kernels that are
+installed: cuDNN, FlashAttention-3, FlashInfer.
 
-    python benchmarks/bench_decode_gpu.py [presets ...] [--shapes 0 1 ..] [--out benchmarks/results/<gpu>/attend_decode.json]
-    python benchmarks/bench_decode_gpu.py kivi4 --warm                               compiles what a preset needs, into the cache on disk, and times nothing
+    python benchmarks/bench_decode_gpu.py [presets ...] [--shapes 0 1 ..] [--out
+    benchmarks/results/<gpu>/attend_decode.json]
+    python benchmarks/bench_decode_gpu.py kivi4 --warm                               compiles what a preset needs, into
+    the cache on disk, and times nothing
 
-A row is a preset by its name: `PagedCache` with that scheme, filled through `append`, in the middle of a page, decoding on the device. Its attention is compared with
-the float64 reference over the same pages before anything is timed. Times are medians of CUDA-graph replays over all layers of a cache larger than L2;
-`between_matmuls` has a product of 117 MB before every launch, as in a model, whose own time is taken off (not with --quick). Speeds are over the fastest 16-bit
-kernel of the same shape and run, which each row names. The last line is one JSON object; rows are added to --out shape by shape.
+A row is a preset by its name: `PagedCache` with that scheme, filled through `append`, in the middle of a page, decoding
+on the device. Its attention is compared with the float64 reference over the same pages before anything is timed. Times
+are medians of CUDA-graph replays over all layers of a cache larger than L2; `between_matmuls` has a product of 117 MB
+before every launch, as in a model, whose own time is taken off (not with --quick). Speeds are over the fastest 16-bit
+kernel of the same shape and run, which each row names. The last line is one JSON object; rows are added to --out shape
+by shape.
 """
 
 from __future__ import annotations
@@ -16,7 +21,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_attend_gpu import HEAD_DIM, KV_HEADS, PEERS, be_quick, bench_16_bit, copy_bandwidth, made_up_basis, made_up_mean, missing, time_us
+from bench_attend_gpu import (
+    HEAD_DIM,
+    KV_HEADS,
+    PEERS,
+    be_quick,
+    bench_16_bit,
+    copy_bandwidth,
+    made_up_basis,
+    made_up_mean,
+    missing,
+    time_us,
+)
 from result_file import append, arguments
 
 from kvbits import schemes
@@ -27,7 +43,8 @@ from kvbits.ops.reference import attend as reference
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, Rotary, Scheme
 
-SHAPES = ((1, 32, 32768), (8, 32, 32768), (32, 32, 8192), (32, 64, 4096), (64, 32, 4096), (128, 32, 2048))  # sequences, query heads, tokens
+# sequences, query heads, tokens
+SHAPES = ((1, 32, 32768), (8, 32, 32768), (32, 32, 8192), (32, 64, 4096), (64, 32, 4096), (128, 32, 2048))
 PRESETS = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
 """Those of README's table."""
 ROTATE_BYTES = 400 << 20
@@ -36,7 +53,9 @@ MATMUL = (4096, 14336)  # 117 MB in bf16
 
 
 def calibration(scheme: Scheme, layers: int) -> list[dict[str, torch.Tensor]] | None:
-    """What calibration would give for normal numbers: even codebooks; a basis of another direction for each channel, no longer than a step."""
+    """What calibration would give for normal numbers: even codebooks; a basis of another direction for each channel, no
+    longer than a step.
+    """
     if not scheme.needs_calibration:
         return None
     if scheme.key.basis == "calibrated":
@@ -48,9 +67,17 @@ def calibration(scheme: Scheme, layers: int) -> list[dict[str, torch.Tensor]] | 
 
 def filled(scheme: Scheme, batch: int, tokens: int, layers: int, room: int = 256) -> PagedCache:
     """A cache of fixed capacity that holds `tokens` random tokens of every sequence."""
-    rotary = Rotary(inv_freq=tuple(500_000.0 ** (-i / (HEAD_DIM // 2)) for i in range(HEAD_DIM // 2))) if scheme.needs_rotary else None
-    spec = CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, rotary=rotary),) * layers)
-    cache = PagedCache(spec, batch_size=batch, max_tokens=tokens + room, device="cuda", static=calibration(scheme, layers))
+    rotary = (
+        Rotary(inv_freq=tuple(500_000.0 ** (-i / (HEAD_DIM // 2)) for i in range(HEAD_DIM // 2)))
+        if scheme.needs_rotary
+        else None
+    )
+    spec = CacheSpec(
+        scheme=scheme, layers=(LayerGeometry(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, rotary=rotary),) * layers
+    )
+    cache = PagedCache(
+        spec, batch_size=batch, max_tokens=tokens + room, device="cuda", static=calibration(scheme, layers)
+    )
     whole = max(1, (1 << 28) // (batch * KV_HEADS * HEAD_DIM * 2)) // 64 * 64 or 64
     for first in range(0, tokens, whole):
         n = min(whole, tokens - first)
@@ -61,7 +88,9 @@ def filled(scheme: Scheme, batch: int, tokens: int, layers: int, room: int = 256
 
 
 def layers_for(scheme: Scheme, batch: int, tokens: int) -> int:
-    layout = PageLayout(key=scheme.key, value=scheme.value, page_size=scheme.page_size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    layout = PageLayout(
+        key=scheme.key, value=scheme.value, page_size=scheme.page_size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM
+    )
     return max(2, -(-ROTATE_BYTES // (batch * tokens // scheme.page_size * layout.page_size_bytes)))
 
 
@@ -80,7 +109,10 @@ def call_of(cache: PagedCache, layer: int, rows: list[int]) -> AttendCall:
 def decode_a_little(cache: PagedCache, q_heads: int, layers: int, steps: int = 4) -> torch.Tensor:
     batch = cache.batch_size
     for _ in range(steps):
-        q, k, v = (torch.randn(batch, 1, n, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for n in (q_heads, KV_HEADS, KV_HEADS))
+        q, k, v = (
+            torch.randn(batch, 1, n, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+            for n in (q_heads, KV_HEADS, KV_HEADS)
+        )
         for layer in range(layers):
             cache.step(layer, q, k, v, scaling=HEAD_DIM**-0.5)
     return q
@@ -140,9 +172,16 @@ def host_led(cache: PagedCache, q: torch.Tensor, scheme: Scheme, layers: int, re
     calls = [call_of(cache, i, list(range(cache.batch_size))) for i in range(layers)]
     strides = tuple(p.store.layout.page_size_bytes for p in calls[0].parts)
     plan = cuda.plan(calls[0], q.shape[2], q.dtype, q.device, layer_strides=strides)
-    launches = [lambda i=i: plan.run(q, layer=i, static=[p.store.static for p in calls[i].parts]) for i in range(layers)] * repeat
+    launches = [
+        lambda i=i: plan.run(q, layer=i, static=[p.store.static for p in calls[i].parts]) for i in range(layers)
+    ] * repeat
     time_real = time_us(launches)
-    return {"time_us": time_real, "error": check(cache, q, plan.run(q, layer=layers - 1, static=[p.store.static for p in calls[-1].parts])[0], scheme.name)}
+    return {
+        "time_us": time_real,
+        "error": check(
+            cache, q, plan.run(q, layer=layers - 1, static=[p.store.static for p in calls[-1].parts])[0], scheme.name
+        ),
+    }
 
 
 def bench_shapes(args: argparse.Namespace, copy: float) -> list[str]:
@@ -163,14 +202,21 @@ def bench_shapes(args: argparse.Namespace, copy: float) -> list[str]:
                 print(f"  {name:14s} failed: {type(error).__name__}: {error}", flush=True)
                 failed.append(f"{name} at {shape}")
                 continue
-            row = {"scheme": name, "shape": shape, **r, "best_16_bit": best, "speedup_real_cache": times[best] / r["time_us"]}
+            row = {
+                "scheme": name,
+                "shape": shape,
+                **r,
+                "best_16_bit": best,
+                "speedup_real_cache": times[best] / r["time_us"],
+            }
             more = ""
             if "between_matmuls_us" in r:
                 row["speedup_between_matmuls"] = times[best] / r["between_matmuls_us"]
                 more = f"matmuls x{row['speedup_between_matmuls']:.2f}  "
             rows.append(row)
             print(
-                f"  {name:14s} {r['time_us']:8.1f} us  real x{row['speedup_real_cache']:.2f}  {more}tail {r.get('tail_tokens', '-')}  error {r['error']:.1e}",
+                f"  {name:14s} {r['time_us']:8.1f} us  real x{row['speedup_real_cache']:.2f}  {more}tail"
+                f" {r.get('tail_tokens', '-')}  error {r['error']:.1e}",
                 flush=True,
             )
             torch.cuda.empty_cache()
@@ -181,7 +227,9 @@ def bench_shapes(args: argparse.Namespace, copy: float) -> list[str]:
 
 
 def warm(presets: list[str]) -> None:
-    """Compile everything that the rows of these presets need: a short cache of each, with both numbers of query heads; and the 16-bit kernels."""
+    """Compile everything that the rows of these presets need: a short cache of each, with both numbers of query heads;
+    and the 16-bit kernels.
+    """
     for q_heads in (32, 64):
         for name in presets:
             print(name, q_heads, f"{bench_preset(name, 8, q_heads, 8192, None)['time_us']:.1f} us", flush=True)
@@ -192,7 +240,9 @@ def parser() -> argparse.ArgumentParser:
     found = arguments(__doc__)
     found.add_argument("presets", nargs="*", default=list(PRESETS))
     found.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
-    found.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="16-bit kernels; cuDNN is always timed")
+    found.add_argument(
+        "--peers", nargs="*", choices=PEERS, default=list(PEERS), help="16-bit kernels; cuDNN is always timed"
+    )
     found.add_argument("--warm", action="store_true")
     found.add_argument("--quick", action="store_true", help="a third of the replays, nothing between matrix products")
     return found

@@ -2,13 +2,16 @@
 
     python benchmarks/bench_generate_cpu.py MODEL [MODEL ..] --contexts 2048,8192,32768 --schemes int8,int4,kivi2
 
-Every cache is timed in every dtype of --dtypes, a model each, in turns token by token: what a ratio is over took its turn beside it. A row has the median over tokens
-of its ratio to the stock cache of the same dtype, the same to the stock cache's faster dtype, and the quartiles of the latter.
+Every cache is timed in every dtype of --dtypes, a model each, in turns token by token: what a ratio is over took its
+turn beside it. A row has the median over tokens of its ratio to the stock cache of the same dtype, the same to the
+stock cache's faster dtype, and the quartiles of the latter.
 
-First real text goes through the lossless scheme and the stock 16-bit cache, whose logits must agree, so that what is timed is right. Then every cache is filled
-with the same random keys and values (speed does not depend on them), and single tokens are decoded, the caches taking turns. Codebooks and bases come from 512 tokens of the novel (speed does not
-depend on them either). The stock quantized caches need optimum-quanto and hqq; missing ones are named. With --compile every cache is timed a second time, under torch.compile.
-The last line is one JSON object, this run; it is added to --out (benchmarks/results/cpu/generate.json is one).
+First real text goes through the lossless scheme and the stock 16-bit cache, whose logits must agree, so that what is
+timed is right. Then every cache is filled with the same random keys and values (speed does not depend on them), and
+single tokens are decoded, the caches taking turns. Codebooks and bases come from 512 tokens of the novel (speed does
+not depend on them either). The stock quantized caches need optimum-quanto and hqq; missing ones are named. With
+--compile every cache is timed a second time, under torch.compile. The last line is one JSON object, this run; it is
+added to --out (benchmarks/results/cpu/generate.json is one).
 """
 
 from __future__ import annotations
@@ -35,14 +38,20 @@ parser = arguments(__doc__)
 parser.add_argument("models", nargs="+")
 parser.add_argument("--contexts", default="2048,8192")
 parser.add_argument("--schemes", default="raw,int8,int4,kivi2")
-parser.add_argument("--stock", default="quanto4,hqq8,fp8", help="stock quantized caches: quanto4, quanto2, hqq8, hqq4, fp8 or none")
+parser.add_argument(
+    "--stock", default="quanto4,hqq8,fp8", help="stock quantized caches: quanto4, quanto2, hqq8, hqq4, fp8 or none"
+)
 parser.add_argument("--dtypes", default="bfloat16,float32")
 parser.add_argument("--tokens", type=int, default=12)
 parser.add_argument("--threads", type=int, default=2)
-parser.add_argument("--compile", metavar="BACKEND", help="a backend of torch.compile, such as inductor: time every cache under it too")
+parser.add_argument(
+    "--compile", metavar="BACKEND", help="a backend of torch.compile, such as inductor: time every cache under it too"
+)
 args = parser.parse_args()
 WARM_UP = 3 if args.compile else 1
-"""Tokens before those that are timed: the first compiles, and the second again where lengths had been taken for constants."""
+"""Tokens before those that are timed: the first compiles, and the second again where lengths had been taken for
+constants.
+"""
 torch.set_num_threads(args.threads)
 
 
@@ -92,12 +101,20 @@ def quartiles(values: list[float]) -> list[float]:
 def caches_of(model: Any, calibrations: dict[str, Any], context: int, room: int) -> dict[str, Any]:
     """Filled caches of one model by their names, the stock one first."""
     config = model.config.get_text_config()
-    heads, dim = config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads, dim = (
+        config.num_key_value_heads,
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+    )
     torch.manual_seed(0)
-    contents = [tuple(torch.randn(1, heads, context, dim, dtype=model.dtype) for _ in "kv") for _ in range(config.num_hidden_layers)]
+    contents = [
+        tuple(torch.randn(1, heads, context, dim, dtype=model.dtype) for _ in "kv")
+        for _ in range(config.num_hidden_layers)
+    ]
     caches: dict[str, Any] = {"16-bit": DynamicCache(config=model.config)}
     for name in args.schemes.split(","):
-        caches[name] = kvbits.KVCache.for_model(model, name, batch_size=1, max_tokens=context + room, calibration=calibrations.get(name))
+        caches[name] = kvbits.KVCache.for_model(
+            model, name, batch_size=1, max_tokens=context + room, calibration=calibrations.get(name)
+        )
     for name in [] if args.stock == "none" else args.stock.split(","):
         try:
             caches[name] = stock(name, model.config)
@@ -125,7 +142,11 @@ for path in args.models:
         if context > config.max_position_embeddings:
             print(f"{Path(path).name}: {context} tokens exceed its {config.max_position_embeddings} positions: skipped")
             continue
-        caches = {(dtype, name): c for dtype, m in models.items() for name, c in caches_of(m, calibrations, context, args.tokens + WARM_UP).items()}
+        caches = {
+            (dtype, name): c
+            for dtype, m in models.items()
+            for name, c in caches_of(m, calibrations, context, args.tokens + WARM_UP).items()
+        }
         calls: dict[tuple[str, str], Callable[..., Any]] = {key: models[key[0]] for key in caches}
         if args.compile:
             torch.compiler.reset()
@@ -148,19 +169,28 @@ for path in args.models:
         width = max(len(f"{name}, {dtype}") for dtype, name in caches)
         for (dtype, name), cache in caches.items():
             mine = times[dtype, name]
-            beside, over_best = ([b / t for b, t in zip(base, mine, strict=True)] for base in (bases[dtype], bases[best]))
+            beside, over_best = (
+                [b / t for b, t in zip(base, mine, strict=True)] for base in (bases[dtype], bases[best])
+            )
             row = {
-                "model": Path(path).name, "context": context, "cache": name, "dtype": dtype, "tokens_per_s": 1 / statistics.median(mine),
-                "ratio_vs_16bit": statistics.median(beside), "best_16_bit_dtype": best, "ratio_vs_best_16bit": statistics.median(over_best),
-                "ratio_quartiles": quartiles(over_best), "bytes": held_bytes(cache),
-            }  # fmt: skip
+                "model": Path(path).name,
+                "context": context,
+                "cache": name,
+                "dtype": dtype,
+                "tokens_per_s": 1 / statistics.median(mine),
+                "ratio_vs_16bit": statistics.median(beside),
+                "best_16_bit_dtype": best,
+                "ratio_vs_best_16bit": statistics.median(over_best),
+                "ratio_quartiles": quartiles(over_best),
+                "bytes": held_bytes(cache),
+            }
             row["memory_reduction"] = held_bytes(caches[dtype, "16-bit"]) / row["bytes"] if row["bytes"] else None
             rows.append(row)
             memory = f"{row['memory_reduction']:.2f}x less memory" if row["memory_reduction"] else ""
             label, low, high = f"{name}, {dtype}", *row["ratio_quartiles"]
             print(
-                f"{row['model']:28} {context:6} {label:{width}} {row['tokens_per_s']:7.2f} tokens/s  {row['ratio_vs_best_16bit']:5.2f}x "
-                f"({low:.2f} to {high:.2f}) the 16-bit cache in {best}  {memory}",
+                f"{row['model']:28} {context:6} {label:{width}} {row['tokens_per_s']:7.2f} tokens/s "
+                f" {row['ratio_vs_best_16bit']:5.2f}x ({low:.2f} to {high:.2f}) the 16-bit cache in {best}  {memory}",
                 flush=True,
             )
         del caches

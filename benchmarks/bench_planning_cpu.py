@@ -1,9 +1,10 @@
-"""What planning a forward pass of one token takes on the CPU, for batches of equal and of unequal lengths: page tables and pages (every backend), and
-the work lists of the CUDA kernels (132 multiprocessors, 8 kv heads; no GPU needed).
+"""What planning a forward pass of one token takes on the CPU, for batches of equal and of unequal lengths: page tables
+and pages (every backend), and the work lists of the CUDA kernels (132 multiprocessors, 8 kv heads; no GPU needed).
 
     python benchmarks/bench_planning_cpu.py [--out benchmarks/results/cpu/planning.json]
 
-The pages are checked against the lengths, the lists for reading every chunk once. Medians; the last line is one JSON object.
+The pages are checked against the lengths, the lists for reading every chunk once. Medians; the last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def main() -> None:
         }
         rows.append(row)
         print(
-            f"{batch:4d} x {tokens:6d}: pages {row['begin_us']:6.0f} us, new lists {row['lists_ms']:.2f} ms, of unequal lengths {row['lists_unequal_ms']:.2f} ms",
+            f"{batch:4d} x {tokens:6d}: pages {row['begin_us']:6.0f} us, new lists {row['lists_ms']:.2f} ms, of unequal"
+            f" lengths {row['lists_unequal_ms']:.2f} ms",
             flush=True,
         )
     append(rows, args.out)

@@ -1,12 +1,15 @@
-"""Decoding with stock SGLang on a GPU: step times, largest batches, capacity, by format; `bench_serve_vllm.py decode` is vLLM's.
+"""Decoding with stock SGLang on a GPU: step times, largest batches, capacity, by format; `bench_serve_vllm.py decode`
+is vLLM's.
 
     python benchmarks/bench_serve_sglang.py --format bf16 --shapes 48x512 --largest 8192
     python benchmarks/bench_serve_sglang.py --format int8_centered --shapes 48x512 --largest 8192
 
-One process measures one format and adds its rows to `--out`; ratios are of rows of one session on one machine. Weights are random, of a model's geometry; `bf16` is SGLang's own backend (`--baseline`).
-Prompts are not computed, for any format: a plugin of this file skips the layers of their steps and fills the pages with random bytes that hold finite numbers. A step's time is the median distance of the
-tokens that one streamed request of the batch gets while all of them decode. SGLang's own defaults otherwise: overlapped scheduling, full graphs of decoding steps.
-Keys in a calibrated basis get a random orthogonal one; their history is read packed, and only the tokens of the batch's own steps raw.
+One process measures one format and adds its rows to `--out`; ratios are of rows of one session on one machine. Weights
+are random, of a model's geometry; `bf16` is SGLang's own backend (`--baseline`). Prompts are not computed, for any
+format: a plugin of this file skips the layers of their steps and fills the pages with random bytes that hold finite
+numbers. A step's time is the median distance of the tokens that one streamed request of the batch gets while all of
+them decode. SGLang's own defaults otherwise: overlapped scheduling, full graphs of decoding steps. Keys in a calibrated
+basis get a random orthogonal one; their history is read packed, and only the tokens of the batch's own steps raw.
 """
 
 from __future__ import annotations
@@ -34,14 +37,18 @@ def register() -> None:
     HookRegistry.register("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.__init__", _filled, HookType.AROUND)
 
 
-def _without_prompts(original: Any, model: Any, input_ids: Any, positions: Any, forward_batch: Any, *more: Any, **options: Any) -> Any:
+def _without_prompts(
+    original: Any, model: Any, input_ids: Any, positions: Any, forward_batch: Any, *more: Any, **options: Any
+) -> Any:
     if forward_batch.forward_mode.is_extend():
         return model.embed_tokens(input_ids)
     return original(model, input_ids, positions, forward_batch, *more, **options)
 
 
 def _filled(original: Any, pool: Any, *more: Any, **options: Any) -> None:
-    """Random numbers in all pages, finite ones in every format: bytes 0x20 to 0x3b are small positive float16, bfloat16 and float32."""
+    """Random numbers in all pages, finite ones in every format: bytes 0x20 to 0x3b are small positive float16, bfloat16
+    and float32.
+    """
     import torch
 
     original(pool, *more, **options)
@@ -53,27 +60,44 @@ def engine(args: argparse.Namespace, context: int, requests: int, captured: list
     """`sglang.Engine` with dummy weights."""
     from bench_serve_vllm import model_directory, random_bases
 
-    model, name = model_directory(args.geometry, args.layers), "auto" if args.format == "bf16" else f"kvbits_{args.format}"
+    model, name = (
+        model_directory(args.geometry, args.layers),
+        ("auto" if args.format == "bf16" else f"kvbits_{args.format}"),
+    )
     if bases := random_bases(model, name):
         os.environ["KVBITS_SGLANG"] = json.dumps(bases["kvbits"])
     plugin = Path(tempfile.mkdtemp()) / "bench_serve_sglang-0.dist-info"
     plugin.mkdir()
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: bench_serve_sglang\nVersion: 0\n")
     (plugin / "entry_points.txt").write_text("[sglang.srt.plugins]\nbench = bench_serve_sglang:register\n")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(plugin.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(plugin.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    )
     os.environ["HF_HUB_OFFLINE"] = "1"
     import sglang
 
     options: dict[str, Any] = {
-        "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "context_length": context, "max_running_requests": requests, "log_level": "warning",
-        "attention_backend": args.baseline if args.format == "bf16" else name, "disable_radix_cache": True, "cuda_graph_bs_decode": captured,
-        "sampling_backend": "pytorch", "grammar_backend": "none", "disable_prefill_cuda_graph": True, "stream_interval": 1,
-    }  # fmt: skip
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "context_length": context,
+        "max_running_requests": requests,
+        "log_level": "warning",
+        "attention_backend": args.baseline if args.format == "bf16" else name,
+        "disable_radix_cache": True,
+        "cuda_graph_bs_decode": captured,
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "disable_prefill_cuda_graph": True,
+        "stream_interval": 1,
+    }
     return sglang.Engine(model_path=str(model), **(options | json.loads(args.engine)))
 
 
 def decode_step(llm: Any, batch: int, context: int, steps: int) -> tuple[float, float]:
-    """Median milliseconds of a step in which `batch` sequences of about `context` tokens decode, and for how many ms their last tokens came apart."""
+    """Median milliseconds of a step in which `batch` sequences of about `context` tokens decode, and for how many ms
+    their last tokens came apart.
+    """
     from bench_serve_vllm import ids
 
     rng, sampling = random.Random(0), {"temperature": 0, "max_new_tokens": steps, "ignore_eos": True}
@@ -98,7 +122,10 @@ def decode_step(llm: Any, batch: int, context: int, steps: int) -> tuple[float, 
         raise SystemExit(f"{batch} x {context}: only {len(times)} tokens came one by one")
     step, apart = statistics.median(distances), max(ends) - min(ends)
     if apart > steps / 2 * step:
-        raise SystemExit(f"{batch} x {context}: sequences ended {1000 * apart:.0f} ms apart at {1000 * step:.1f} ms a step: they did not all decode together")
+        raise SystemExit(
+            f"{batch} x {context}: sequences ended {1000 * apart:.0f} ms apart at {1000 * step:.1f} ms a step: they did"
+            " not all decode together"
+        )
     return 1000 * step, 1000 * apart
 
 
@@ -110,31 +137,59 @@ def main() -> None:
     found.add_argument("--layers", type=int, help="fewer than the geometry has; rows say so")
     found.add_argument("--engine", default="{}", help="more options of the engine, JSON")
     found.add_argument("--shapes", nargs="*", default=[], help="BATCHxCONTEXT ..")
-    found.add_argument("--largest", type=int, default=0, help="context at which the largest batch that fits is measured")
-    found.add_argument("--max-batch", type=int, default=400, help="bound of the largest batch, a multiple of 8; graphs are captured from half of it up")
+    found.add_argument(
+        "--largest", type=int, default=0, help="context at which the largest batch that fits is measured"
+    )
+    found.add_argument(
+        "--max-batch",
+        type=int,
+        default=400,
+        help="bound of the largest batch, a multiple of 8; graphs are captured from half of it up",
+    )
     found.add_argument("--steps", type=int, default=64, help="tokens of each sequence, half of them past its context")
     found.add_argument("--out", type=Path, default=OUT)
     args = found.parse_args()
     from result_file import append
 
     shapes = [tuple(map(int, s.split("x"))) for s in args.shapes]
-    captured = sorted({b for b, _ in shapes} | (set(range(args.max_batch // 16 * 8, args.max_batch + 1, 8)) if args.largest else set()))
+    captured = sorted(
+        {b for b, _ in shapes}
+        | (set(range(args.max_batch // 16 * 8, args.max_batch + 1, 8)) if args.largest else set())
+    )
     context = max([c for _, c in shapes] + [args.largest]) + args.steps
     llm = engine(args, context, max(captured), captured)
     capacity = llm.get_server_info()["max_total_num_tokens"]
     if args.largest:
-        fits = capacity // (-(-(args.largest + args.steps // 2 + 1) // 64) * 64 + 64)  # SGLang sets a page aside for each
+        # SGLang sets a page aside for each
+        fits = capacity // (-(-(args.largest + args.steps // 2 + 1) // 64) * 64 + 64)
         shapes.append((min(fits // 8 * 8, args.max_batch), args.largest))
     for i, (batch, context) in enumerate(shapes):
         ms, apart = decode_step(llm, batch, context, args.steps)
         own = {  # as bench_serve_vllm.py has them
-            "mode": "decode", "kv_cache_dtype": args.format if args.format == "bf16" else f"kvbits_{args.format}", "geometry": args.geometry, "layers": args.layers,
-            "gpus": 1, "compiled": False, "options": json.loads(args.engine), "batch": batch, "context": context,
-        }  # fmt: skip
+            "mode": "decode",
+            "kv_cache_dtype": args.format if args.format == "bf16" else f"kvbits_{args.format}",
+            "geometry": args.geometry,
+            "layers": args.layers,
+            "gpus": 1,
+            "compiled": False,
+            "options": json.loads(args.engine),
+            "batch": batch,
+            "context": context,
+        }
         rate = round(1000 * batch / ms, 1)
         largest = bool(args.largest) and i == len(shapes) - 1
         append(
-            [own | {"step_ms": round(ms, 3), "tokens_per_s": rate, "capacity_tokens": capacity, "largest": largest, "ends_apart_ms": round(apart, 1)}], args.out
+            [
+                own
+                | {
+                    "step_ms": round(ms, 3),
+                    "tokens_per_s": rate,
+                    "capacity_tokens": capacity,
+                    "largest": largest,
+                    "ends_apart_ms": round(apart, 1),
+                }
+            ],
+            args.out,
         )
     llm.shutdown()
 

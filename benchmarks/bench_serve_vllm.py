@@ -1,27 +1,36 @@
-"""Serving with stock vLLM: step times, largest batches, capacity, time to first token, time per token, by `--kv-cache-dtype`.
+"""Serving with stock vLLM: step times, largest batches, capacity, time to first token, time per token, by
+`--kv-cache-dtype`.
 
-    python benchmarks/bench_serve_vllm.py decode  --kv-cache-dtype kvbits_int8_centered --shapes 48x8192 8x65536 48x512 256x1024 --largest 8192
+    python benchmarks/bench_serve_vllm.py decode  --kv-cache-dtype kvbits_int8_centered --shapes 48x8192 8x65536 48x512
+                                                  256x1024 --largest 8192
     python benchmarks/bench_serve_vllm.py prefill --kv-cache-dtype kvbits_int8_centered --prompts 8192 65536
-    python benchmarks/bench_serve_vllm.py goodput --kv-cache-dtype kvbits_int8_centered --tpot-limit 50 --ttft-limit 2000
+    python benchmarks/bench_serve_vllm.py goodput --kv-cache-dtype kvbits_int8_centered --tpot-limit 50 --ttft-limit
+    2000
     python benchmarks/bench_serve_vllm.py turns   --kv-cache-dtype kvbits_int8_centered --users 16 32 64
 
-One process measures one dtype and adds its rows to `--out`; ratios are of rows of one session on one machine (environment variable KVBITS_SESSION, set by all_gpu.py). Each row says
-vLLM's compilation mode: 0 is without torch.compile and with full graphs of decoding steps, `--compile` is vLLM's default. Weights are random, of a model's geometry. `decode` skips prefill (unless `--prefill`; vLLM's DecodeBenchConnector, pages filled with random bytes that hold finite numbers) and takes the
-median time of steps in which all sequences decode; with `--speculate K` each of them brings K drafts that are always right (one token is allowed, so vLLM's n-gram
-drafts find it), and K = 0 is what to compare that with. With `--profile`, once all shapes are timed, some steps of each run under torch.profiler: a row of mode
-"profile" says which kernels the microseconds of a step go to (step_profile.py). `prefill` sends one prompt alone. The engine runs in this process.
+One process measures one dtype and adds its rows to `--out`; ratios are of rows of one session on one machine
+(environment variable KVBITS_SESSION, set by all_gpu.py). Each row says vLLM's compilation mode: 0 is without
+torch.compile and with full graphs of decoding steps, `--compile` is vLLM's default. Weights are random, of a model's
+geometry. `decode` skips prefill (unless `--prefill`; vLLM's DecodeBenchConnector, pages filled with random bytes that
+hold finite numbers) and takes the median time of steps in which all sequences decode; with `--speculate K` each of them
+brings K drafts that are always right (one token is allowed, so vLLM's n-gram drafts find it), and K = 0 is what to
+compare that with. With `--profile`, once all shapes are timed, some steps of each run under torch.profiler: a row of
+mode "profile" says which kernels the microseconds of a step go to (step_profile.py). `prefill` sends one prompt alone.
+The engine runs in this process.
 
-`goodput` sends the same prompts and answers of many lengths to every dtype, at Poisson times. The rate rises until the 99th percentile of the time to the first
-token or of the time per token passes its limit, and is then halved in between: a row for each rate tried, and one for the highest that held (`highest`). A rate is
-measured until its last request has a first token, or its percentile cannot hold any more; answers under way then count with their time per token so far. `--rates 2 4`
-measures these rates and searches none.
+`goodput` sends the same prompts and answers of many lengths to every dtype, at Poisson times. The rate rises until the
+99th percentile of the time to the first token or of the time per token passes its limit, and is then halved in between:
+a row for each rate tried, and one for the highest that held (`highest`). A rate is measured until its last request has
+a first token, or its percentile cannot hold any more; answers under way then count with their time per token so far.
+`--rates 2 4` measures these rates and searches none.
 
-`turns` has users of long chats write, read and think, with prefix caching on: what does not fit is computed again. Chats that fit are in the cache when the clock
-starts. A row for each number of users: the share of prompt tokens that vLLM found in its cache, first tokens, tokens a second.
+`turns` has users of long chats write, read and think, with prefix caching on: what does not fit is computed again.
+Chats that fit are in the cache when the clock starts. A row for each number of users: the share of prompt tokens that
+vLLM found in its cache, first tokens, tokens a second.
 
-Keys in a calibrated basis (kvbits_klt4 ..) get a random orthogonal one. `decode` fills pages past the plugin, so it reads their history packed and only the tokens
-of its own steps raw; with `--prefill` raw copies are those of a server. On a CPU all of it runs in the environment of tests/integrations/run_vllm_cpu.sh, with
-`--geometry tiny`.
+Keys in a calibrated basis (kvbits_klt4 ..) get a random orthogonal one. `decode` fills pages past the plugin, so it
+reads their history packed and only the tokens of its own steps raw; with `--prefill` raw copies are those of a server.
+On a CPU all of it runs in the environment of tests/integrations/run_vllm_cpu.sh, with `--geometry tiny`.
 """
 
 from __future__ import annotations
@@ -44,13 +53,26 @@ from loads import Arrivals, Chats, Limits, Request, Timing, Update, at_share, dr
 from result_file import append
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask for a GPU starts none: vLLM's workers are forked
-}  # fmt: skip
+}
 """Of the process, where nothing else is set."""
 GEOMETRIES = {
-    "llama-3.1-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "llama-3.1-70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "llama-3.1-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "llama-3.1-70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
     "tiny": {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
 OUT = Path(__file__).parent / "results" / "nvidia-h200" / "serve_vllm.json"
@@ -60,17 +82,33 @@ def model_directory(geometry: str, layers: int | None) -> Path:
     """config.json of a geometry; vLLM makes the weights."""
     path = Path(tempfile.mkdtemp()) / geometry
     path.mkdir()
-    config = GEOMETRIES[geometry] | ({"num_hidden_layers": layers} if layers else {}) | {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": 2 if geometry == "tiny" else 8, "head_dim": 128,
-        "vocab_size": 1024 if geometry == "tiny" else 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-        "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
+    config = (
+        GEOMETRIES[geometry]
+        | ({"num_hidden_layers": layers} if layers else {})
+        | {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "num_key_value_heads": 2 if geometry == "tiny" else 8,
+            "head_dim": 128,
+            "vocab_size": 1024 if geometry == "tiny" else 128256,
+            "max_position_embeddings": 131072,
+            "rope_theta": 500000.0,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "torch_dtype": "bfloat16",
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+    )
     (path / "config.json").write_text(json.dumps(config))
     return path
 
 
 def random_bases(model: Path, kv_cache_dtype: str) -> dict[str, Any]:
-    """`additional_config` of a dtype whose keys are in a calibrated basis, with the file of an orthogonal one for each head of a model; empty for others."""
+    """`additional_config` of a dtype whose keys are in a calibrated basis, with the file of an orthogonal one for each
+    head of a model; empty for others.
+    """
     from kvbits import schemes
     from kvbits.calibrate import Calibration, fingerprint
     from kvbits.geometry import layer_geometries, load_config
@@ -86,7 +124,12 @@ def random_bases(model: Path, kv_cache_dtype: str) -> dict[str, Any]:
     for i, layer in enumerate(layers):
         shapes = calibrated(scheme.for_layer(i, len(layers))[0], "k", layer.num_kv_heads, layer.head_dim)
         draw = torch.Generator().manual_seed(i)
-        static.append({n: torch.linalg.qr(torch.randn(x, generator=draw)).Q if n.endswith("basis") else torch.zeros(x) for n, x in shapes.items()})
+        static.append(
+            {
+                n: torch.linalg.qr(torch.randn(x, generator=draw)).Q if n.endswith("basis") else torch.zeros(x)
+                for n, x in shapes.items()
+            }
+        )
     file = model / "calibration.safetensors"
     Calibration(static, fingerprint(config, scheme), {"model": "random weights", "scheme": scheme.name}).save(file)
     return {"kvbits": {"calibration": str(file)}}
@@ -96,9 +139,15 @@ def engine(args: argparse.Namespace, max_model_len: int, max_num_seqs: int, capt
     """`vllm.LLM` with dummy weights."""
     model, given = model_directory(args.geometry, args.layers), json.loads(args.engine)
     options: dict[str, Any] = {
-        "load_format": "dummy", "skip_tokenizer_init": True, "seed": 0, "kv_cache_dtype": "auto" if args.kv_cache_dtype == "bf16" else args.kv_cache_dtype,
-        "max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max(args.chunk, max_num_seqs), "enable_prefix_caching": False,
-    }  # fmt: skip
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "seed": 0,
+        "kv_cache_dtype": "auto" if args.kv_cache_dtype == "bf16" else args.kv_cache_dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max(args.chunk, max_num_seqs),
+        "enable_prefix_caching": False,
+    }
     asked = given.get("additional_config", {})
     if bases := random_bases(model, args.kv_cache_dtype):
         given["additional_config"] = asked | {"kvbits": bases["kvbits"] | asked.get("kvbits", {})}
@@ -109,18 +158,25 @@ def engine(args: argparse.Namespace, max_model_len: int, max_num_seqs: int, capt
         return vllm_cpu.engine(model, **(options | more | given))
     from vllm import LLM
 
-    compilation = {"cudagraph_capture_sizes": captured} | ({} if args.compile else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})
+    compilation = {"cudagraph_capture_sizes": captured} | (
+        {} if args.compile else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    )
     options |= {
-        "dtype": "bfloat16", "tensor_parallel_size": args.tensor_parallel, "disable_custom_all_reduce": args.tensor_parallel > 1,
-        "gpu_memory_utilization": args.memory, "compilation_config": compilation,
-    }  # fmt: skip
+        "dtype": "bfloat16",
+        "tensor_parallel_size": args.tensor_parallel,
+        "disable_custom_all_reduce": args.tensor_parallel > 1,
+        "gpu_memory_utilization": args.memory,
+        "compilation_config": compilation,
+    }
     if args.warm:  # a fixed size, so that several can start at once
         options["kv_cache_memory_bytes"] = 1 << 30
     return LLM(model=str(model), **(options | more | given))
 
 
 def _fill(worker: Any) -> None:
-    """Random numbers in the pages of a worker, finite ones in every dtype: bytes 0x20 to 0x3b are small positive float16, float32 and fp8."""
+    """Random numbers in the pages of a worker, finite ones in every dtype: bytes 0x20 to 0x3b are small positive
+    float16, float32 and fp8.
+    """
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
         pages = getattr(layer, "kv_cache", None)
         if pages is None or not pages.numel():
@@ -140,7 +196,9 @@ def capacity(llm: Any) -> int:
 def params(max_tokens: int, allowed: list[int] | None = None) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False, allowed_token_ids=allowed)
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False, allowed_token_ids=allowed
+    )
 
 
 def ids(rng: random.Random, n: int) -> list[int]:
@@ -148,14 +206,26 @@ def ids(rng: random.Random, n: int) -> list[int]:
     return [3 + (first + 7 * i) % 1000 for i in range(n)]
 
 
-def decode_step(llm: Any, batch: int, context: int, speculate: int | None, steps: int, step: Callable[[], Sequence[Any]] | None = None) -> float:
-    """Median milliseconds of a step in which `batch` sequences of `context` tokens decode, with as many drafts each. `step`: instead of the engine's."""
+def decode_step(
+    llm: Any,
+    batch: int,
+    context: int,
+    speculate: int | None,
+    steps: int,
+    step: Callable[[], Sequence[Any]] | None = None,
+) -> float:
+    """Median milliseconds of a step in which `batch` sequences of `context` tokens decode, with as many drafts each.
+
+    `step`: instead of the engine's.
+    """
     core, rng = llm.llm_engine, random.Random(0)
     step = step or core.step
     width, allowed = 1 + (speculate or 0), None if speculate is None else [1010]
     for i in range(batch):
         prompt = ids(rng, context - steps * width // 2)
-        core.add_request(f"{batch}x{context}-{i}-{time.monotonic_ns()}", {"prompt_token_ids": prompt}, params(steps * width, allowed))
+        core.add_request(
+            f"{batch}x{context}-{i}-{time.monotonic_ns()}", {"prompt_token_ids": prompt}, params(steps * width, allowed)
+        )
     made: dict[str, int] = {}
     times = []
     while core.has_unfinished_requests():
@@ -170,7 +240,9 @@ def decode_step(llm: Any, batch: int, context: int, speculate: int | None, steps
         if grown == batch and not any(o.finished for o in outputs):
             times.append(passed)
     if len(times) < 10:
-        raise SystemExit(f"{batch} x {context}: only {len(times)} steps had all sequences; the cache holds {capacity(llm)} tokens")
+        raise SystemExit(
+            f"{batch} x {context}: only {len(times)} steps had all sequences; the cache holds {capacity(llm)} tokens"
+        )
     return 1000 * statistics.median(times[4:])
 
 
@@ -178,13 +250,25 @@ def run_decode(args: argparse.Namespace) -> None:
     shapes = [tuple(map(int, s.split("x"))) for s in args.shapes]
     most_context = max([c for _, c in shapes] + ([args.largest] if args.largest else []))
     most_batch = max([b for b, _ in shapes] + ([args.max_batch] if args.largest else []))
-    captured = sorted({b for b, _ in shapes} | (set(range(args.largest_step, args.max_batch + 1, args.largest_step)) if args.largest else set()))
-    kv = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"startup_fill": True}}
+    captured = sorted(
+        {b for b, _ in shapes}
+        | (set(range(args.largest_step, args.max_batch + 1, args.largest_step)) if args.largest else set())
+    )
+    kv = {
+        "kv_connector": "DecodeBenchConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"startup_fill": True},
+    }
     more: dict[str, Any] = {} if args.prefill else {"kv_transfer_config": kv}
     width = 1 + (args.speculate or 0)
     if width > 1:
         captured = [width * n for n in captured]
-        more["speculative_config"] = {"method": "ngram", "num_speculative_tokens": args.speculate, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+        more["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": args.speculate,
+            "prompt_lookup_max": 2,
+            "prompt_lookup_min": 1,
+        }
     llm = engine(args, most_context + args.steps * width, most_batch, captured, **more)
     if not args.prefill:
         llm.collective_rpc(_fill)
@@ -200,13 +284,39 @@ def run_decode(args: argparse.Namespace) -> None:
             continue
         ms = decode_step(llm, batch, context, args.speculate, args.steps)
         rate = round(1000 * batch * width / ms, 1)
-        keep(args, llm, row(args, "decode", batch, context, step_ms=round(ms, 3), tokens_per_s=rate, capacity_tokens=total, largest=largest))
+        keep(
+            args,
+            llm,
+            row(
+                args,
+                "decode",
+                batch,
+                context,
+                step_ms=round(ms, 3),
+                tokens_per_s=rate,
+                capacity_tokens=total,
+                largest=largest,
+            ),
+        )
         timed.append((batch, context, largest))
     for batch, context, largest in timed if args.profile else []:
         profiled = step_profile.Profiled(llm.llm_engine.step, batch)
         decode_step(llm, batch, context, args.speculate, args.steps, profiled)
-        found = row(args, "profile", batch, context, capacity_tokens=total, largest=largest, **step_profile.of_trace(profiled.trace()))
-        print("\n".join([f"{batch} x {context}", "", *step_profile.table([found]), "", *step_profile.kernel_table(found), ""]), flush=True)
+        found = row(
+            args,
+            "profile",
+            batch,
+            context,
+            capacity_tokens=total,
+            largest=largest,
+            **step_profile.of_trace(profiled.trace()),
+        )
+        print(
+            "\n".join(
+                [f"{batch} x {context}", "", *step_profile.table([found]), "", *step_profile.kernel_table(found), ""]
+            ),
+            flush=True,
+        )
         keep(args, llm, found)
 
 
@@ -220,7 +330,13 @@ def run_prefill(args: argparse.Namespace) -> None:
             start = time.perf_counter()
             llm.generate([{"prompt_token_ids": ids(rng, n)}], params(1), use_tqdm=False)
             times.append(time.perf_counter() - start)
-        keep(args, llm, row(args, "prefill", 1, n, ttft_ms=round(1000 * statistics.median(times), 2), capacity_tokens=capacity(llm)))
+        keep(
+            args,
+            llm,
+            row(
+                args, "prefill", 1, n, ttft_ms=round(1000 * statistics.median(times), 2), capacity_tokens=capacity(llm)
+            ),
+        )
 
 
 class Served:
@@ -255,26 +371,48 @@ def vocabulary(args: argparse.Namespace) -> int:
 
 
 def served(args: argparse.Namespace, longest: int, **more: Any) -> tuple[Any, Served]:
-    """An engine for `--running` requests at once. Its kernels are compiled: prompts have been cut between steps, continued beside others that decode, and found again."""
+    """An engine for `--running` requests at once.
+
+    Its kernels are compiled: prompts have been cut between steps, continued beside others that decode, and found again.
+    """
     sizes = [n for n in (1, 2, 4, *range(8, 65, 8), *range(80, 1025, 16)) if n <= args.running]
     llm = engine(args, longest + 8, args.running, sizes, **more)
     length = min(longest, args.chunk // 2 + 300)
     for _ in range(2):
-        llm.generate([{"prompt_token_ids": ids(random.Random(n), length - 100 * n // 4)} for n in range(4)], params(16), use_tqdm=False)
+        llm.generate(
+            [{"prompt_token_ids": ids(random.Random(n), length - 100 * n // 4)} for n in range(4)],
+            params(16),
+            use_tqdm=False,
+        )
     return llm, Served(llm)
 
 
 def milliseconds(timings: list[Timing], now: float) -> dict[str, float | None]:
-    """P50 and P99 of first tokens, those that are waited for counted with what they have waited, and of times per token."""
+    """P50 and P99 of first tokens, those that are waited for counted with what they have waited, and of times per
+    token.
+    """
     waits, rates = [t.wait(now) for t in timings], [x for t in timings if (x := t.per_token) is not None]
-    found = {"ttft_ms": (waits, 0.5, 1), "ttft_p99_ms": (waits, 0.99, 1), "tpot_ms": (rates, 0.5, 2), "tpot_p99_ms": (rates, 0.99, 2)}
-    return {name: round(1000 * at_share(xs, share), digits) if xs else None for name, (xs, share, digits) in found.items()}
+    found = {
+        "ttft_ms": (waits, 0.5, 1),
+        "ttft_p99_ms": (waits, 0.99, 1),
+        "tpot_ms": (rates, 0.5, 2),
+        "tpot_p99_ms": (rates, 0.99, 2),
+    }
+    return {
+        name: round(1000 * at_share(xs, share), digits) if xs else None for name, (xs, share, digits) in found.items()
+    }
 
 
 def run_goodput(args: argparse.Namespace) -> None:
     prompts, answers = tuple(args.prompt_tokens), tuple(args.answer_tokens or (256, 2048))
     limits = Limits(first=args.ttft_limit / 1000, per_token=args.tpot_limit / 1000)
-    load = {"prompts": prompts, "answers": answers, "ttft_limit_ms": args.ttft_limit, "tpot_limit_ms": args.tpot_limit, "running": args.running}
+    load = {
+        "prompts": prompts,
+        "answers": answers,
+        "ttft_limit_ms": args.ttft_limit,
+        "tpot_limit_ms": args.tpot_limit,
+        "running": args.running,
+    }
     llm, server = served(args, prompts[1] + answers[1])
     tried: dict[float, dict[str, Any]] = {}
     begin = time.perf_counter()
@@ -288,15 +426,28 @@ def run_goodput(args: argparse.Namespace) -> None:
             if now - looked < 0.25:
                 return False
             looked = now
-            return (len(seen) == count and all(t.first is not None for t in seen.values())) or limits.broken(list(seen.values()), now, count)
+            return (len(seen) == count and all(t.first is not None for t in seen.values())) or limits.broken(
+                list(seen.values()), now, count
+            )
 
         seen, seconds = drive(server, Arrivals(rate, count, prompts, answers, vocabulary=vocabulary(args)), stop)
         timings = list(seen.values())
         held = len(timings) == count and limits.hold(timings, seconds)
         tried[rate] = row(
-            args, "goodput", rate, prompts[1], load=load, rate_per_s=rate, requests=len(timings), held=held, seconds=round(seconds, 1), **milliseconds(timings, seconds),
-            tokens_per_s=round(sum(t.made for t in timings) / seconds, 1), capacity_tokens=capacity(llm), most_at_once=most_at_once(timings),
-        )  # fmt: skip
+            args,
+            "goodput",
+            rate,
+            prompts[1],
+            load=load,
+            rate_per_s=rate,
+            requests=len(timings),
+            held=held,
+            seconds=round(seconds, 1),
+            **milliseconds(timings, seconds),
+            tokens_per_s=round(sum(t.made for t in timings) / seconds, 1),
+            capacity_tokens=capacity(llm),
+            most_at_once=most_at_once(timings),
+        )
         keep(args, llm, tried[rate])
         return held
 
@@ -308,10 +459,14 @@ def run_goodput(args: argparse.Namespace) -> None:
         holds,
         args.start,
         within=args.within,
-        go_on=lambda rate: time.perf_counter() - begin + max(args.seconds, args.requests / rate) < 60 * args.minutes or not tried,
+        go_on=lambda rate: (
+            time.perf_counter() - begin + max(args.seconds, args.requests / rate) < 60 * args.minutes or not tried
+        ),
     )
     if held is None:
-        raise SystemExit(f"no rate held: {', '.join(f'{rate:g}' for rate in tried)} requests a second did not; begin lower (--start)")
+        raise SystemExit(
+            f"no rate held: {', '.join(f'{rate:g}' for rate in tried)} requests a second did not; begin lower (--start)"
+        )
     keep(args, llm, tried[held] | {"highest": True, "failed_at": failed})
 
 
@@ -323,9 +478,15 @@ def run_turns(args: argparse.Namespace) -> None:
     for users in args.users:
         llm.reset_prefix_cache()
         chats = Chats(
-            users=users, vocabulary=vocabulary(args), system=min(1024, history[0] // 2), history=history, longest=longest, message=answers, answer=answers,
+            users=users,
+            vocabulary=vocabulary(args),
+            system=min(1024, history[0] // 2),
+            history=history,
+            longest=longest,
+            message=answers,
+            answer=answers,
             think=args.think,
-        )  # fmt: skip
+        )
         before = chats.histories(total)
         if before:
             llm.generate([{"prompt_token_ids": h} for h in before], params(1), use_tqdm=False)
@@ -333,16 +494,34 @@ def run_turns(args: argparse.Namespace) -> None:
         begun = [t for t in seen.values() if t.first is not None]
         load = {"history": history, "answers": answers, "think_s": args.think, "running": args.running}
         found = row(
-            args, "turns", users, history[1], load=load, users=users, turns=len(begun), waiting=len(seen) - len(begun), seconds=round(seconds, 1), held_at_start=len(before),
-            hit_rate=round(sum(t.cached for t in begun) / max(1, sum(t.prompt for t in begun)), 4), **milliseconds(list(seen.values()), seconds),
-            tokens_per_s=round(sum(t.made for t in seen.values()) / seconds, 1), capacity_tokens=total,
-        )  # fmt: skip
+            args,
+            "turns",
+            users,
+            history[1],
+            load=load,
+            users=users,
+            turns=len(begun),
+            waiting=len(seen) - len(begun),
+            seconds=round(seconds, 1),
+            held_at_start=len(before),
+            hit_rate=round(sum(t.cached for t in begun) / max(1, sum(t.prompt for t in begun)), 4),
+            **milliseconds(list(seen.values()), seconds),
+            tokens_per_s=round(sum(t.made for t in seen.values()) / seconds, 1),
+            capacity_tokens=total,
+        )
         keep(args, llm, found)
 
 
 def row(args: argparse.Namespace, mode: str, batch: float, context: int, **found: Any) -> dict[str, Any]:
     numbers = {"step_ms": None, "tokens_per_s": None, "capacity_tokens": None, "ttft_ms": None, "tpot_p99_ms": None}
-    shape = {"mode": mode, "geometry": args.geometry, "gpus": args.tensor_parallel, "kv_cache_dtype": args.kv_cache_dtype, "batch": batch, "context": context}
+    shape = {
+        "mode": mode,
+        "geometry": args.geometry,
+        "gpus": args.tensor_parallel,
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "batch": batch,
+        "context": context,
+    }
     options = json.loads(args.engine) | ({} if args.speculate is None else {"speculate": args.speculate})
     options |= ({"prefill": True} if args.prefill else {}) | ({"layers": args.layers} if args.layers else {})
     return shape | {"compiled": args.compile, "options": options} | numbers | found
@@ -356,7 +535,10 @@ def keep(args: argparse.Namespace, llm: Any, found: dict[str, Any]) -> None:
 def how_compiled(llm: Any) -> dict[str, Any]:
     """What vLLM made of its settings: compilation mode, kinds of graphs."""
     config = llm.llm_engine.vllm_config.compilation_config
-    return {"compilation_mode": int(config.mode), "cudagraph_mode": getattr(config.cudagraph_mode, "name", str(config.cudagraph_mode))}
+    return {
+        "compilation_mode": int(config.mode),
+        "cudagraph_mode": getattr(config.cudagraph_mode, "name", str(config.cudagraph_mode)),
+    }
 
 
 def parser() -> argparse.ArgumentParser:
@@ -368,34 +550,82 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--tensor-parallel", type=int, default=1)
     found.add_argument("--memory", type=float, default=0.9, help="share of the GPU's memory that vLLM may take")
     found.add_argument("--chunk", type=int, default=16384, help="tokens of a step (max_num_batched_tokens)")
-    found.add_argument("--compile", action="store_true", help="vLLM's default compilation and kinds of graphs instead of mode 0 with FULL_DECODE_ONLY")
+    found.add_argument(
+        "--compile",
+        action="store_true",
+        help="vLLM's default compilation and kinds of graphs instead of mode 0 with FULL_DECODE_ONLY",
+    )
     found.add_argument("--engine", default="{}", help="more options of the engine, JSON")
     found.add_argument("--out", type=Path, default=OUT)
     found.add_argument("--shapes", nargs="*", default=[], help="decode: BATCHxCONTEXT ..")
-    found.add_argument("--largest", type=int, default=0, help="decode: context at which the largest batch that fits is measured")
+    found.add_argument(
+        "--largest", type=int, default=0, help="decode: context at which the largest batch that fits is measured"
+    )
     found.add_argument("--largest-step", type=int, default=16, help="decode: largest batches are multiples of this")
-    found.add_argument("--max-batch", type=int, default=400, help="decode: bound of the largest batch; graphs are captured up to here")
-    found.add_argument("--steps", type=int, default=40, help="decode: tokens of each sequence, half of them past its context")
-    found.add_argument("--prefill", action="store_true", help="decode: prefill the prompts instead of filling pages; raw copies are made so")
-    found.add_argument("--profile", action="store_true", help="decode: afterwards, which kernels a step's microseconds go to")
+    found.add_argument(
+        "--max-batch", type=int, default=400, help="decode: bound of the largest batch; graphs are captured up to here"
+    )
+    found.add_argument(
+        "--steps", type=int, default=40, help="decode: tokens of each sequence, half of them past its context"
+    )
+    found.add_argument(
+        "--prefill",
+        action="store_true",
+        help="decode: prefill the prompts instead of filling pages; raw copies are made so",
+    )
+    found.add_argument(
+        "--profile", action="store_true", help="decode: afterwards, which kernels a step's microseconds go to"
+    )
     found.add_argument("--speculate", type=int, help="decode: drafts of each sequence in a step")
     found.add_argument("--prompts", type=int, nargs="*", default=[8192, 65536])
-    found.add_argument("--answer-tokens", type=int, nargs=2, metavar=("LEAST", "MOST"), help="goodput: 256 2048; turns: 64 512, messages as well")
-    found.add_argument("--running", type=int, default=128, help="goodput, turns: requests that run at once (max_num_seqs)")
-    found.add_argument("--seconds", type=float, default=90, help="goodput: of arrivals at a rate, at least; turns: that are measured")
-    found.add_argument("--prompt-tokens", type=int, nargs=2, metavar=("LEAST", "MOST"), default=[2048, 16384], help="goodput")
-    found.add_argument("--rates", type=float, nargs="*", help="goodput: requests per second to measure, instead of the search")
+    found.add_argument(
+        "--answer-tokens",
+        type=int,
+        nargs=2,
+        metavar=("LEAST", "MOST"),
+        help="goodput: 256 2048; turns: 64 512, messages as well",
+    )
+    found.add_argument(
+        "--running", type=int, default=128, help="goodput, turns: requests that run at once (max_num_seqs)"
+    )
+    found.add_argument(
+        "--seconds", type=float, default=90, help="goodput: of arrivals at a rate, at least; turns: that are measured"
+    )
+    found.add_argument(
+        "--prompt-tokens", type=int, nargs=2, metavar=("LEAST", "MOST"), default=[2048, 16384], help="goodput"
+    )
+    found.add_argument(
+        "--rates", type=float, nargs="*", help="goodput: requests per second to measure, instead of the search"
+    )
     found.add_argument("--start", type=float, default=1, help="goodput: the first rate")
-    found.add_argument("--within", type=float, default=0.1, help="goodput: how far apart, as a share, the rate that held and the one that did not may be")
+    found.add_argument(
+        "--within",
+        type=float,
+        default=0.1,
+        help="goodput: how far apart, as a share, the rate that held and the one that did not may be",
+    )
     found.add_argument("--requests", type=int, default=100, help="goodput: at a rate, at least")
-    found.add_argument("--minutes", type=float, default=30, help="goodput: of the search; no rate begins that would end later")
+    found.add_argument(
+        "--minutes", type=float, default=30, help="goodput: of the search; no rate begins that would end later"
+    )
     found.add_argument("--ttft-limit", type=float, default=2000, help="goodput: P99 of the time to the first token, ms")
     found.add_argument("--tpot-limit", type=float, default=50, help="goodput: P99 of the time per token, ms")
     found.add_argument("--users", type=int, nargs="*", default=[8, 16, 32, 64], help="turns")
-    found.add_argument("--history", type=int, nargs=2, metavar=("LEAST", "MOST"), default=[8192, 30720], help="turns: tokens of a chat when it begins")
-    found.add_argument("--think", type=float, default=15, help="turns: mean seconds between an answer and the next message")
     found.add_argument(
-        "--warm", action="store_true", help="decode: the same with one layer and little memory, so that kernels are compiled and kept; times nothing"
+        "--history",
+        type=int,
+        nargs=2,
+        metavar=("LEAST", "MOST"),
+        default=[8192, 30720],
+        help="turns: tokens of a chat when it begins",
+    )
+    found.add_argument(
+        "--think", type=float, default=15, help="turns: mean seconds between an answer and the next message"
+    )
+    found.add_argument(
+        "--warm",
+        action="store_true",
+        help="decode: the same with one layer and little memory, so that kernels are compiled and kept; times nothing",
     )
     found.add_argument("--quick", action="store_true", help="decode: half the steps")
     return found

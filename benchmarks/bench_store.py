@@ -1,19 +1,27 @@
-"""What a prefix store costs and saves: bytes, put and load against plain copies of the same bytes, time to the first token on a real model.
+"""What a prefix store costs and saves: bytes, put and load against plain copies of the same bytes, time to the first
+token on a real model.
 
     python benchmarks/bench_store.py --tokens 32768 --schemes int4,kivi2 --where /data/store
     python benchmarks/bench_store.py --model MODEL --prompt 8192 --schemes int8_centered --where /data/store
-    python benchmarks/bench_store.py --model llama-8b --prompt 16384 --chunk 4096 --stock --device cuda --schemes int8_centered --where /data/store
+    python benchmarks/bench_store.py --model llama-8b --prompt 16384 --chunk 4096 --stock --device cuda --schemes
+    int8_centered --where /data/store
 
-Without --model: a cache of an 8B model's geometry (32 layers, 8 kv heads of 128) with random numbers is put and loaded again, and compared page by page and by what every layer's attention returns, so
-that what is timed is right. Beside it, in the same run and by turns: `cp` and `dd` of the same files with a flush, and reading them into memory that is there already (on a GPU: through pinned memory and
-on). Loads are from files that were just written (warm) and end with an attention of one token that waits for them. Bits count everything; "entries" is how many prompts fit where one would in bfloat16.
-The least of --repeat runs counts; "first_load" is a process's first, which on a GPU pins memory. Bases of calibrated schemes are random ones.
-"cold_load" begins without a page of the files in memory (they are flushed and dropped, and mincore() is asked; what the disk's own host still holds it cannot know); a RAM disk has none.
-Rows say what file system --where is on.
+Without --model: a cache of an 8B model's geometry (32 layers, 8 kv heads of 128) with random numbers is put and loaded
+again, and compared page by page and by what every layer's attention returns, so that what is timed is right. Beside it,
+in the same run and by turns: `cp` and `dd` of the same files with a flush, and reading them into memory that is there
+already (on a GPU: through pinned memory and on). Loads are from files that were just written (warm) and end with an
+attention of one token that waits for them. Bits count everything; "entries" is how many prompts fit where one would in
+bfloat16. The least of --repeat runs counts; "first_load" is a process's first, which on a GPU pins memory. Bases of
+calibrated schemes are random ones. "cold_load" begins without a page of the files in memory (they are flushed and
+dropped, and mincore() is asked; what the disk's own host still holds it cannot know); a RAM disk has none. Rows say
+what file system --where is on.
 
-With --model: a prompt of real text, computed and put, then loaded: seconds to the first token of each, and that the tokens are equal: "loaded" starts its first layers while later ones load, "loaded_whole" does not, "loaded_cold" is "loaded" of files that no memory holds. Each is the median of --repeat runs, and so are "computed" and "stock". "llama-8b" is an 8B Llama with random weights and a random prompt, on a
-GPU; --stock computes the prompt once more in one pass with 16-bit keys and values and the model's own attention. Processor seconds stand beside: on a machine that others use, they are what stays the same.
-The last line is one JSON object; rows are added to --out.
+With --model: a prompt of real text, computed and put, then loaded: seconds to the first token of each, and that the
+tokens are equal: "loaded" starts its first layers while later ones load, "loaded_whole" does not, "loaded_cold" is
+"loaded" of files that no memory holds. Each is the median of --repeat runs, and so are "computed" and "stock".
+"llama-8b" is an 8B Llama with random weights and a random prompt, on a GPU; --stock computes the prompt once more in
+one pass with 16-bit keys and values and the model's own attention. Processor seconds stand beside: on a machine that
+others use, they are what stays the same. The last line is one JSON object; rows are added to --out.
 """
 
 from __future__ import annotations
@@ -119,9 +127,14 @@ def same(a: PagedCache, b: PagedCache) -> bool:
 def attention(cache: PagedCache, layers: int) -> torch.Tensor:
     """What one token's queries get in the first layers, [layers, ..]; the cache stays as it is."""
     g = cache.spec.layers[0]
-    x = torch.randn(layers, 1, 1, 4 * g.num_kv_heads, g.head_dim, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
+    x = torch.randn(layers, 1, 1, 4 * g.num_kv_heads, g.head_dim, generator=torch.Generator().manual_seed(0)).to(
+        DEVICE, torch.bfloat16
+    )
     cache.begin(1, 1)
-    out = [cache.step(layer, q, q[:, :, : g.num_kv_heads], q[:, :, : g.num_kv_heads], scaling=0.1)[0] for layer, q in enumerate(x)]
+    out = [
+        cache.step(layer, q, q[:, :, : g.num_kv_heads], q[:, :, : g.num_kv_heads], scaling=0.1)[0]
+        for layer, q in enumerate(x)
+    ]
     cache.abandon()
     wait()
     return torch.stack(out)
@@ -140,7 +153,9 @@ def resident(path: Path) -> float:
     with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as mapped:
         held = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
         view = (ctypes.c_ubyte * size).from_buffer(mapped)
-        failed = ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_size_t(size), held)
+        failed = ctypes.CDLL(None, use_errno=True).mincore(
+            ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_size_t(size), held
+        )
         del view
     if failed:
         raise OSError(ctypes.get_errno(), f"mincore of {path}")
@@ -196,7 +211,10 @@ def on_geometry(name: str) -> dict[str, Any]:
     ids = np.random.default_rng(0).integers(0, 100_000, args.tokens)
     donor = filled(spec, static)
     where = args.where / name
-    seconds: dict[str, list[float]] = {x: [] for x in ("put", "cp", "dd", "load", "to_first_attention", "plain_copy", "early_first_attention", "early_all")}
+    seconds: dict[str, list[float]] = {
+        x: []
+        for x in ("put", "cp", "dd", "load", "to_first_attention", "plain_copy", "early_first_attention", "early_all")
+    }
     for _ in range(args.puts or args.repeat):
         shutil.rmtree(where, ignore_errors=True)
         store = kvbits.PrefixStore(where)
@@ -206,7 +224,9 @@ def on_geometry(name: str) -> dict[str, Any]:
         shutil.rmtree(copy)
         files = [p for p in where.rglob("*") if p.is_file()]
         one = args.where / "one"
-        seconds["dd"].append(flushed(["sh", "-c", f"cat {' '.join(map(str, files))} | dd of={one} bs=8M iflag=fullblock"], one))
+        seconds["dd"].append(
+            flushed(["sh", "-c", f"cat {' '.join(map(str, files))} | dd of={one} bs=8M iflag=fullblock"], one)
+        )
         one.unlink()
     nbytes = store.nbytes
     cache, room = empty(spec, static), torch.ones(nbytes, dtype=torch.uint8, device=DEVICE)
@@ -244,7 +264,9 @@ def on_geometry(name: str) -> dict[str, Any]:
         store.load(cache, ids)
     assert same(donor, cache), "what was loaded is not what was put"
     expected = attention(donor, args.layers)
-    assert torch.equal(expected, attention(cache, args.layers)), "attention to what was loaded is not that to what was put"
+    assert torch.equal(expected, attention(cache, args.layers)), (
+        "attention to what was loaded is not that to what was put"
+    )
     cache.reset()
     store.load(cache, ids, wait=False)
     assert torch.equal(expected, attention(cache, args.layers)), "attention that begins early is another"
@@ -253,11 +275,25 @@ def on_geometry(name: str) -> dict[str, Any]:
     best = {key: min(x) for key, x in seconds.items()}
     raw = spec.raw_nbytes(args.tokens)
     return {
-        "scheme": name, "bits": round(spec.bits_per_element, 3), "tokens": args.tokens, "layers": args.layers, "bytes": nbytes, "bf16_bytes": raw, "entries": raw / nbytes,
-        "files": len(files), "readers": readers(), "seconds": best, "first_load": first_load, "cpu_seconds": best_cpu, "median_seconds": {key: statistics.median(x) for key, x in seconds.items()},
-        "put_share_of_cp": best["cp"] / best["put"], "put_share_of_dd": best["dd"] / best["put"], "load_share_of_plain_copy": best["plain_copy"] / best["load"],
-        "load_share_of_plain_copy_cpu": best_cpu["plain_copy"] / best_cpu["load"], "equal_attention": True,
-    }  # fmt: skip
+        "scheme": name,
+        "bits": round(spec.bits_per_element, 3),
+        "tokens": args.tokens,
+        "layers": args.layers,
+        "bytes": nbytes,
+        "bf16_bytes": raw,
+        "entries": raw / nbytes,
+        "files": len(files),
+        "readers": readers(),
+        "seconds": best,
+        "first_load": first_load,
+        "cpu_seconds": best_cpu,
+        "median_seconds": {key: statistics.median(x) for key, x in seconds.items()},
+        "put_share_of_cp": best["cp"] / best["put"],
+        "put_share_of_dd": best["dd"] / best["put"],
+        "load_share_of_plain_copy": best["plain_copy"] / best["load"],
+        "load_share_of_plain_copy_cpu": best_cpu["plain_copy"] / best_cpu["load"],
+        "equal_attention": True,
+    }
 
 
 def model_and_prompt() -> tuple[Any, torch.Tensor]:
@@ -265,7 +301,9 @@ def model_and_prompt() -> tuple[Any, torch.Tensor]:
     if args.model == "llama-8b":
         from bench_generate_gpu import llama
 
-        return llama(), torch.randint(0, 100_000, (1, args.prompt), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        return llama(), torch.randint(0, 100_000, (1, args.prompt), generator=torch.Generator().manual_seed(0)).to(
+            DEVICE
+        )
     from kvbits.evaluate.texts import novel
 
     model, tokenizer = kvbits.load_model(args.model, args.dtype, args.device)
@@ -276,7 +314,10 @@ def stock_seconds(model: Any, ids: torch.Tensor) -> float:
     """Seconds to the first token with the model's own attention and cache, the whole prompt in one pass."""
     kvbits.KVCache.detach(model)
     with torch.no_grad():
-        times = [timed(lambda: model(ids, use_cache=True, logits_to_keep=1).logits.argmax(-1).item()) for _ in range(args.repeat + 1)]
+        times = [
+            timed(lambda: model(ids, use_cache=True, logits_to_keep=1).logits.argmax(-1).item())
+            for _ in range(args.repeat + 1)
+        ]
         return statistics.median(times[1:])
 
 
@@ -286,7 +327,8 @@ def on_model(name: str) -> dict[str, Any]:
     store = kvbits.PrefixStore(args.where / "model")
     how: dict[str, Any] = {"store": store, "scheme": name, "put": False, "chunk": args.chunk}
     how |= {"calibration": kvbits.Calibration.load(args.calibration)} if args.calibration else {}
-    runs: dict[str, list[tuple[float, float, float]]] = {}  # seconds, those of them until the cache was there, processor seconds
+    # seconds, those of them until the cache was there, processor seconds
+    runs: dict[str, list[tuple[float, float, float]]] = {}
     token: torch.Tensor | None = None
     if DEVICE.type == "cuda":  # kernels are compiled before anything is timed
         first = kvbits.KVCache.from_prefix(model, ids[:, : 2 * args.chunk + 2], **how)
@@ -306,7 +348,9 @@ def on_model(name: str) -> dict[str, Any]:
         start, cpu_start = time.perf_counter(), time.process_time()
         before, token = token, model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
         wait()
-        runs.setdefault(what, []).append((loaded + time.perf_counter() - start, loaded, cpu_loaded + time.process_time() - cpu_start))
+        runs.setdefault(what, []).append(
+            (loaded + time.perf_counter() - start, loaded, cpu_loaded + time.process_time() - cpu_start)
+        )
         assert before is None or torch.equal(token, before), "another token from the loaded prefix"
     seconds = {what: statistics.median(r[0] for r in found) for what, found in runs.items()} | {"put": put}
     seconds |= {f"{what}_cache": statistics.median(r[1] for r in found) for what, found in runs.items()}
@@ -316,11 +360,21 @@ def on_model(name: str) -> dict[str, Any]:
     nbytes, raw = store.nbytes, cache.pages.spec.raw_nbytes(ids.shape[1])
     shutil.rmtree(args.where / "model")
     return {
-        "scheme": name, "model": Path(args.model).name, "dtype": str(model.dtype)[6:], "threads": args.threads, "tokens": ids.shape[1], "bytes": nbytes, "entries": raw / nbytes,
-        "seconds": seconds, "cpu_seconds": cpu_seconds, "share_of_cpu_seconds": cpu_seconds["loaded"] / cpu_seconds["computed"],
-        "equal_token": True, "share_of_computing": seconds["loaded"] / seconds["computed"], "chunk": args.chunk,
+        "scheme": name,
+        "model": Path(args.model).name,
+        "dtype": str(model.dtype)[6:],
+        "threads": args.threads,
+        "tokens": ids.shape[1],
+        "bytes": nbytes,
+        "entries": raw / nbytes,
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "share_of_cpu_seconds": cpu_seconds["loaded"] / cpu_seconds["computed"],
+        "equal_token": True,
+        "share_of_computing": seconds["loaded"] / seconds["computed"],
+        "chunk": args.chunk,
         **({"share_of_stock": seconds["loaded"] / seconds["stock"]} if args.stock else {}),
-    }  # fmt: skip
+    }
 
 
 args.where.mkdir(parents=True, exist_ok=True)

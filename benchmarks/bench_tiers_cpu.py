@@ -2,9 +2,10 @@
 
     python benchmarks/bench_tiers_cpu.py --context 8192 --threads 1
 
-Four caches hold the same tokens: all raw, all warm (pages with low planes), all cold, and the tiers of the scheme. Checks that the step is right against the
-float64 judge first. A step walks over all layers, which are more than the caches hold. Bytes are those that it must read: visible pages, scales and padding
-included. Times are medians over interleaved rounds: CPU time of the thread with one thread, wall time with more. Prints one JSON line.
+Four caches hold the same tokens: all raw, all warm (pages with low planes), all cold, and the tiers of the scheme.
+Checks that the step is right against the float64 judge first. A step walks over all layers, which are more than the
+caches hold. Bytes are those that it must read: visible pages, scales and padding included. Times are medians over
+interleaved rounds: CPU time of the thread with one thread, wall time with more. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def tiers(name: str, context: int) -> dict[str, Scheme]:
     everything = -(-context // tiered.page_size) * tiered.page_size
     return {
         "hot": dataclasses.replace(tiered, residual_length=context, tiers=()),
-        "warm": dataclasses.replace(tiered, residual_length=0, tiers=(dataclasses.replace(warm, num_tokens=everything),)),
+        "warm": dataclasses.replace(
+            tiered, residual_length=0, tiers=(dataclasses.replace(warm, num_tokens=everything),)
+        ),
         "cold": dataclasses.replace(tiered, residual_length=0, tiers=()),
         "tiered": tiered,
     }
@@ -45,7 +48,9 @@ def filled(scheme: Scheme, context: int, layers: int, heads: int, head_dim: int)
     for first in range(0, context, 1024):
         n = min(1024, context - first)
         for layer in range(layers):
-            cache.append(layer, torch.randn(1, n, heads, head_dim).bfloat16(), torch.randn(1, n, heads, head_dim).bfloat16())
+            cache.append(
+                layer, torch.randn(1, n, heads, head_dim).bfloat16(), torch.randn(1, n, heads, head_dim).bfloat16()
+            )
     return cache
 
 
@@ -56,7 +61,9 @@ def bytes_read(cache: PagedCache) -> dict[str, int]:
     for (pool, planes), table in g.tables().items():
         name = ("cold", "warm")[planes] if pool == "closed" else "hot"
         nbytes = g.pools[pool].layout.page_size_bytes + (g.pools["low0"].layout.page_size_bytes if planes else 0)
-        found[name] += int(sum(nbytes * n / g.pools[pool].layout.page_size for n in table.lengths)) * len(g.group.layers)
+        found[name] += int(sum(nbytes * n / g.pools[pool].layout.page_size for n in table.lengths)) * len(
+            g.group.layers
+        )
     return found
 
 
@@ -73,13 +80,18 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     clock = time.thread_time if args.threads == 1 else time.perf_counter
-    caches = {name: filled(s, args.context, args.layers, args.heads, args.head_dim) for name, s in tiers(args.scheme, args.context).items()}
+    caches = {
+        name: filled(s, args.context, args.layers, args.heads, args.head_dim)
+        for name, s in tiers(args.scheme, args.context).items()
+    }
     q = torch.randn(1, 1, args.heads * args.group, args.head_dim).bfloat16()
     positions = torch.tensor([[args.context - 1]])
     calls, served = {}, {}
     for name, cache in caches.items():
         state = SimpleNamespace(steps=[SimpleNamespace(history=cache.groups[0].tables())])
-        calls[name] = [cache._layers.call(cache._stores.places[layer], SCALING, None, state) for layer in range(args.layers)]
+        calls[name] = [
+            cache._layers.call(cache._stores.places[layer], SCALING, None, state) for layer in range(args.layers)
+        ]
         choice = dispatch.choose("attend_pages", q, calls[name][0])
         served[name] = (choice.backend, choice.run)
         want, _ = reference.attend(q, calls[name][0], positions, torch.float64)
@@ -97,12 +109,23 @@ def main() -> None:
     rate = {tier: sum(held[tier].values()) / best[tier] for tier in ("hot", "warm", "cold")}
     explained = sum(n / rate[tier] for tier, n in held["tiered"].items())
     rows = [
-        {"cache": name, "scheme": args.scheme, "context": args.context, "backend": served[name][0], "step_s": best[name], "bytes": held[name]}
+        {
+            "cache": name,
+            "scheme": args.scheme,
+            "context": args.context,
+            "backend": served[name][0],
+            "step_s": best[name],
+            "bytes": held[name],
+        }
         for name in caches
     ]
     for row in rows:
         row |= {"bytes_per_s": rate[row["cache"]]} if row["cache"] in rate else {}
-        row |= {"explained_s": explained, "measured_over_explained": best["tiered"] / explained} if row["cache"] == "tiered" else {}
+        row |= (
+            {"explained_s": explained, "measured_over_explained": best["tiered"] / explained}
+            if row["cache"] == "tiered"
+            else {}
+        )
     append(rows, args.out, threads=args.threads)
 
 

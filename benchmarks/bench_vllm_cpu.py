@@ -1,12 +1,17 @@
-"""vLLM on a CPU: kvbits' kernels against vLLM's own, in its build for CPUs (the second environment of tests/integrations/run_vllm_cpu.sh).
+"""vLLM on a CPU: kvbits' kernels against vLLM's own, in its build for CPUs (the second environment of
+tests/integrations/run_vllm_cpu.sh).
 
     OMP_NUM_THREADS=2 build/vllm-cpu-kernels/bin/python benchmarks/bench_vllm_cpu.py attention --shape 8x8192
-    OMP_NUM_THREADS=2 build/vllm-cpu-kernels/bin/python benchmarks/bench_vllm_cpu.py decode --model MODEL --shape 1x2048 4x2048 --formats raw int8_centered --rounds 1 --out FILE
+    OMP_NUM_THREADS=2 build/vllm-cpu-kernels/bin/python benchmarks/bench_vllm_cpu.py decode --model MODEL --shape 1x2048
+    4x2048 --formats raw int8_centered --rounds 1 --out FILE
 
-`attention` is a layer's part of a decoding step, storing the step's tokens and attending over pages of random numbers: vLLM's operators on a bf16 cache, then each format as
-the plugin calls it, in interleaved rounds. Outputs are checked first against dense attention in float32. `decode` runs engines of a model on disk, vLLM's own and one
-of each format (`raw`: kvbits' kernels on 16 or 32 bits), each in a process of its own with as many threads, one after the other: prompts of random tokens, the first token of the first of them, then the median of the
-steps in which all sequences decode, and the process's largest resident memory, its cache no larger than the sequences. Prints a JSON line, `decode` one a case; a case that FILE has is not run again.
+`attention` is a layer's part of a decoding step, storing the step's tokens and attending over pages of random numbers:
+vLLM's operators on a bf16 cache, then each format as the plugin calls it, in interleaved rounds. Outputs are checked
+first against dense attention in float32. `decode` runs engines of a model on disk, vLLM's own and one of each format
+(`raw`: kvbits' kernels on 16 or 32 bits), each in a process of its own with as many threads, one after the other:
+prompts of random tokens, the first token of the first of them, then the median of the steps in which all sequences
+decode, and the process's largest resident memory, its cache no larger than the sequences. Prints a JSON line, `decode`
+one a case; a case that FILE has is not run again.
 """
 
 from __future__ import annotations
@@ -46,11 +51,20 @@ def static_of(layout: Any) -> dict[str, torch.Tensor]:
 
     heads, d = layout.num_kv_heads, layout.head_dim
     basis = torch.linalg.qr(torch.randn(heads, d, d)).Q
-    known = {"k_basis": basis, "k_inverse": basis.mT.contiguous(), "k_inv_freq": 10000.0 ** -(torch.arange(0, d, 2) / d)}
-    return {name: known.get(name, torch.zeros(shape)) for name, shape in (read_with(layout) | ({"k_basis": ()} if layout.key.needs_rotary else {})).items()}
+    known = {
+        "k_basis": basis,
+        "k_inverse": basis.mT.contiguous(),
+        "k_inv_freq": 10000.0 ** -(torch.arange(0, d, 2) / d),
+    }
+    return {
+        name: known.get(name, torch.zeros(shape))
+        for name, shape in (read_with(layout) | ({"k_basis": ()} if layout.key.needs_rotary else {})).items()
+    }
 
 
-def stock(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, length: int) -> tuple[torch.Tensor, Callable[[], None], Callable[[], None], int]:
+def stock(
+    k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, length: int
+) -> tuple[torch.Tensor, Callable[[], None], Callable[[], None], int]:
     """vLLM's operators over k, v [B, N, H, D]: what `ours` gives."""
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -66,10 +80,14 @@ def stock(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, length: int) -> tup
         ops.cpu_attn_reshape_and_cache(k[b], v[b], key, value, slots, isa)
     lens, starts = torch.full((batch,), length, dtype=torch.int32), torch.arange(batch + 1, dtype=torch.int32)
     out, newest = torch.empty_like(q[:, 0]), torch.arange(batch) * pages * BLOCK + length - 1
-    given = ops.cpu_attn_get_scheduler_metadata(batch, q.shape[2], heads, d, lens, torch.bfloat16, starts, True, -1, isa, True)
+    given = ops.cpu_attn_get_scheduler_metadata(
+        batch, q.shape[2], heads, d, lens, torch.bfloat16, starts, True, -1, isa, True
+    )
 
     def attend() -> None:
-        ops.cpu_attention_with_kv_cache(q[:, 0], key, value, out, starts, lens, d**-0.5, True, None, -1, table, 0.0, given, None)
+        ops.cpu_attention_with_kv_cache(
+            q[:, 0], key, value, out, starts, lens, d**-0.5, True, None, -1, table, 0.0, given, None
+        )
 
     def store() -> None:
         ops.cpu_attn_reshape_and_cache(k[:, -1], v[:, -1], key, value, newest, isa)
@@ -77,7 +95,9 @@ def stock(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, length: int) -> tup
     return out, attend, store, cache.nbytes
 
 
-def ours(name: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, length: int) -> tuple[torch.Tensor, Callable[[], None], Callable[[], None], int]:
+def ours(
+    name: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, length: int
+) -> tuple[torch.Tensor, Callable[[], None], Callable[[], None], int]:
     """(out, attend, store, bytes of the pages): as the plugin does it for a layer, the step's plan made."""
     from kvbits.integrations.engine.served import FORMATS, PAGE_SIZE
     from kvbits.ops import dispatch, paged_attention
@@ -91,12 +111,26 @@ def ours(name: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, length: i
     at = torch.arange(length)
     for b in range(batch):
         before = torch.where((at % PAGE_SIZE == 0) & (at > 0), b * pages + at // PAGE_SIZE - 1, -1)
-        choice.run(k[b], v[b], pool, layout, b * pages * PAGE_SIZE + at, static=static, previous_page=before, starts=(at // PAGE_SIZE * PAGE_SIZE).int())
-    plan = paged_attention.plan([layout], max_pages=[pages], batch_size=batch, num_q_heads=q.shape[2], dtype=q.dtype, device="cpu")
+        choice.run(
+            k[b],
+            v[b],
+            pool,
+            layout,
+            b * pages * PAGE_SIZE + at,
+            static=static,
+            previous_page=before,
+            starts=(at // PAGE_SIZE * PAGE_SIZE).int(),
+        )
+    plan = paged_attention.plan(
+        [layout], max_pages=[pages], batch_size=batch, num_q_heads=q.shape[2], dtype=q.dtype, device="cpu"
+    )
     plan.bind(0, [pool], static)
     plan.update([table], [torch.full((batch,), length, dtype=torch.int32)])
     out, newest = torch.empty_like(q), torch.arange(batch) * pages * PAGE_SIZE + length - 1
-    none, first = torch.full((batch,), -1), torch.full((batch,), (length - 1) // PAGE_SIZE * PAGE_SIZE, dtype=torch.int32)
+    none, first = (
+        torch.full((batch,), -1),
+        torch.full((batch,), (length - 1) // PAGE_SIZE * PAGE_SIZE, dtype=torch.int32),
+    )
 
     def attend() -> None:
         plan.run(q, 0, out=out)
@@ -110,13 +144,15 @@ def ours(name: str, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, length: i
 
 
 def attention(args: argparse.Namespace, shape: str) -> list[dict[str, Any]]:
-    import vllm  # noqa: F401  (its operators)
+    import vllm  # noqa: F401
 
     batch, length = map(int, shape.split("x"))
     torch.manual_seed(0)
     k, v = (torch.randn(batch, length, args.heads, args.head_dim, dtype=torch.bfloat16) for _ in "kv")
     q = torch.randn(batch, 1, args.heads * args.group, args.head_dim, dtype=torch.bfloat16)
-    dense = torch.nn.functional.scaled_dot_product_attention(*(x[:1].float().transpose(1, 2) for x in (q, k, v)), enable_gqa=True)[0, :, 0]
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        *(x[:1].float().transpose(1, 2) for x in (q, k, v)), enable_gqa=True
+    )[0, :, 0]
     sides = {"vllm": stock(k, v, q, length)} | {name: ours(name, k, v, q, length) for name in args.formats}
     for name, (out, attend, _, _) in sides.items():
         attend()
@@ -132,27 +168,55 @@ def attention(args: argparse.Namespace, shape: str) -> list[dict[str, Any]]:
     found = {name: [statistics.median(x) for x in t] for name, t in times.items()}
     least = {name: min(t[0]) for name, t in times.items()}
     return [
-        {"mode": "attention", "cache": name, "shape": shape, "heads": args.heads, "head_dim": args.head_dim, "bytes": sides[name][3], "attend_s": found[name][0],
-         "store_s": found[name][1], "attend_least_s": least[name], "over_vllm": found["vllm"][0] / found[name][0],
-         "least_over_vllm": least["vllm"] / least[name]}
+        {
+            "mode": "attention",
+            "cache": name,
+            "shape": shape,
+            "heads": args.heads,
+            "head_dim": args.head_dim,
+            "bytes": sides[name][3],
+            "attend_s": found[name][0],
+            "store_s": found[name][1],
+            "attend_least_s": least[name],
+            "over_vllm": found["vllm"][0] / found[name][0],
+            "least_over_vllm": least["vllm"] / least[name],
+        }
         for name in sides
-    ]  # fmt: skip
+    ]
 
 
 def one_engine(args: argparse.Namespace, shape: str, name: str) -> dict[str, Any]:
-    """Steps of one engine, in this process. Sequences end at their length, which may be the model's longest; no token is shared but by chance."""
+    """Steps of one engine, in this process.
+
+    Sequences end at their length, which may be the model's longest; no token is shared but by chance.
+    """
     from vllm import LLM, SamplingParams
 
     batch, length = map(int, shape.split("x"))
-    config: dict[str, Any] = {"block_size": BLOCK} if name == "vllm" else {"block_size": 64, "attention_backend": "CUSTOM"}
+    config: dict[str, Any] = (
+        {"block_size": BLOCK} if name == "vllm" else {"block_size": 64, "attention_backend": "CUSTOM"}
+    )
     config |= {"additional_config": {"kvbits": {"dtype": name}}} if name not in ("vllm", "raw") else {}
-    config |= {"kv_transfer_config": {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}} if args.filled else {}
+    config |= (
+        {"kv_transfer_config": {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}} if args.filled else {}
+    )
     llm = LLM(
-        model=str(args.model), dtype=args.dtype, max_model_len=length, max_num_seqs=batch, max_num_batched_tokens=2048, enforce_eager=True,
-        enable_prefix_caching=False, kv_cache_memory_bytes=args.pool << 20, num_gpu_blocks_override=batch * -(-length // config["block_size"]) + 1,
-        disable_log_stats=True, **config,
-    )  # fmt: skip
-    core, params = llm.llm_engine, SamplingParams(max_tokens=args.tokens, temperature=0, ignore_eos=True, detokenize=False)
+        model=str(args.model),
+        dtype=args.dtype,
+        max_model_len=length,
+        max_num_seqs=batch,
+        max_num_batched_tokens=2048,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=args.pool << 20,
+        num_gpu_blocks_override=batch * -(-length // config["block_size"]) + 1,
+        disable_log_stats=True,
+        **config,
+    )
+    core, params = (
+        llm.llm_engine,
+        SamplingParams(max_tokens=args.tokens, temperature=0, ignore_eos=True, detokenize=False),
+    )
     for b in range(batch):
         prompt = torch.randint(100, 20000, (length - args.tokens,), generator=torch.Generator().manual_seed(b)).tolist()
         core.add_request(str(b), {"prompt_token_ids": prompt}, params)
@@ -175,10 +239,21 @@ def one_engine(args: argparse.Namespace, shape: str, name: str) -> dict[str, Any
 def decode(args: argparse.Namespace, threads: int) -> None:
     """A process a case, a line a case; those of an earlier run of the same command, in the same file, are left out."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"])  # ten seconds of imports, once
+    # ten seconds of imports, once
+    context.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"])
     known = run_files.read(args.out)["rows"] if args.out and args.out.exists() else []
-    for shape, name in [(shape, name) for shape in args.shape for _ in range(args.rounds) for name in ["vllm", *args.formats]]:
-        case = {"mode": "decode", "model": args.model.name, "dtype": args.dtype, "shape": shape, "cache": name, "tokens": args.tokens, "filled": args.filled}
+    for shape, name in [
+        (shape, name) for shape in args.shape for _ in range(args.rounds) for name in ["vllm", *args.formats]
+    ]:
+        case = {
+            "mode": "decode",
+            "model": args.model.name,
+            "dtype": args.dtype,
+            "shape": shape,
+            "cache": name,
+            "tokens": args.tokens,
+            "filled": args.filled,
+        }
         if same := [row for row in known if case.items() <= row.items()]:
             known.remove(same[0])
             continue
@@ -198,8 +273,14 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="folder of a model, for decode")
     parser.add_argument("--dtype", default="bfloat16", help="of the model")
     parser.add_argument("--tokens", type=int, default=24, help="decoded by each sequence")
-    parser.add_argument("--pool", type=int, default=8192, help="MiB that an engine's cache may take; it takes what the sequences need")
-    parser.add_argument("--filled", action="store_true", help="decode behind prompts that vLLM's DecodeBenchConnector makes up instead of computing them")
+    parser.add_argument(
+        "--pool", type=int, default=8192, help="MiB that an engine's cache may take; it takes what the sequences need"
+    )
+    parser.add_argument(
+        "--filled",
+        action="store_true",
+        help="decode behind prompts that vLLM's DecodeBenchConnector makes up instead of computing them",
+    )
     args = parser.parse_args()
     threads = torch.get_num_threads()
     if args.mode == "decode":

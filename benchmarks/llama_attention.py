@@ -1,6 +1,7 @@
 """llama.cpp's CPU flash attention as a peer, through ctypes on ggml's own libraries.
 
-They come with llama-cpp-python (`pip install llama-cpp-python` compiles them for this machine), or from a build of llama.cpp whose folder is named.
+They come with llama-cpp-python (`pip install llama-cpp-python` compiles them for this machine), or from a build of
+llama.cpp whose folder is named.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 import torch
 
 TYPES = {"f16": 1, "q8_0": 8, "q4_0": 2}  # enum ggml_type
-NOISE = {"f16": 0.1, "q8_0": 3e-2, "q4_0": 0.5}  # relative L2 error against float64 on the values before quantization; f16 sums its outputs in 16 bits
+# relative L2 error against float64 on the values before quantization; f16 sums its outputs in 16 bits
+NOISE = {"f16": 0.1, "q8_0": 3e-2, "q4_0": 0.5}
 
 
 class _InitParams(Structure):
@@ -24,14 +26,22 @@ class _InitParams(Structure):
 class _Plan(Structure):
     """`ggml_cplan`; room at the end for fields that later versions add."""
 
-    _fields_ = [("work_size", c_size_t), ("work_data", c_void_p), ("n_threads", c_int), ("threadpool", c_void_p), ("rest", c_char * 128)]
+    _fields_ = [
+        ("work_size", c_size_t),
+        ("work_data", c_void_p),
+        ("n_threads", c_int),
+        ("threadpool", c_void_p),
+        ("rest", c_char * 128),
+    ]
 
 
 class Library:
     """libggml-base and libggml-cpu of one folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.base, self.cpu = (ctypes.CDLL(str(next(folder.glob(f"libggml-{n}*.so"))), mode=ctypes.RTLD_GLOBAL) for n in ("base", "cpu"))
+        self.base, self.cpu = (
+            ctypes.CDLL(str(next(folder.glob(f"libggml-{n}*.so"))), mode=ctypes.RTLD_GLOBAL) for n in ("base", "cpu")
+        )
         for name, result, arguments in (
             ("ggml_init", c_void_p, [_InitParams]),
             ("ggml_new_tensor_4d", c_void_p, [c_void_p, c_int] + [c_int64] * 4),

@@ -1,6 +1,8 @@
-"""What is asked of an engine, and how long it took: requests at Poisson times, users of long chats, percentiles, the highest rate that holds.
+"""What is asked of an engine, and how long it took: requests at Poisson times, users of long chats, percentiles, the
+highest rate that holds.
 
-No engine and no clock is in here: `drive` takes an `Engine`, which has both. Requests are made from seeds, so every cache is asked the same.
+No engine and no clock is in here: `drive` takes an `Engine`, which has both. Requests are made from seeds, so every
+cache is asked the same.
 """
 
 from __future__ import annotations
@@ -120,7 +122,9 @@ class Load(Protocol):
         """The whole answer of a request."""
 
 
-def drive(engine: Engine, load: Load, stop: Callable[[float, dict[str, Timing]], bool]) -> tuple[dict[str, Timing], float]:
+def drive(
+    engine: Engine, load: Load, stop: Callable[[float, dict[str, Timing]], bool]
+) -> tuple[dict[str, Timing], float]:
     """Ask until the load ends or `stop(seconds, timings)` says so; what is unfinished then is taken back.
 
     Returns:
@@ -164,14 +168,21 @@ def tokens(rng: np.random.Generator, count: int, vocabulary: int) -> list[int]:
 
 
 class Arrivals:
-    """`count` requests at Poisson times. Request i has the same tokens at every rate, and times are those of one request a second, divided by the rate."""
+    """`count` requests at Poisson times.
 
-    def __init__(self, rate: float, count: int, prompts: Range, answers: Range, *, vocabulary: int, seed: int = 0) -> None:
+    Request i has the same tokens at every rate, and times are those of one request a second, divided by the rate.
+    """
+
+    def __init__(
+        self, rate: float, count: int, prompts: Range, answers: Range, *, vocabulary: int, seed: int = 0
+    ) -> None:
         self._made = self._requests(rate, count, prompts, answers, vocabulary, seed)
         self._waiting = next(self._made, None)
 
     @staticmethod
-    def _requests(rate: float, count: int, prompts: Range, answers: Range, vocabulary: int, seed: int) -> Iterator[tuple[float, Request]]:
+    def _requests(
+        rate: float, count: int, prompts: Range, answers: Range, vocabulary: int, seed: int
+    ) -> Iterator[tuple[float, Request]]:
         at = 0.0
         for i in range(count):
             rng = np.random.default_rng((seed, i))
@@ -193,8 +204,10 @@ class Arrivals:
 
 @dataclass(kw_only=True)
 class Chats:
-    """Users who each write, read the answer, think, and write again. All chats begin with one system prompt; each has a history of its own when the load
-    begins, and a user whose chat has become too long begins another one.
+    """Users who each write, read the answer, think, and write again.
+
+    All chats begin with one system prompt; each has a history of its own when the load begins, and a user whose chat
+    has become too long begins another one.
 
     Attributes:
         users: how many.
@@ -202,7 +215,8 @@ class Chats:
         history: tokens of a chat when the load begins, the system prompt among them.
         longest: tokens that a chat may reach.
         message, answer: tokens of each turn.
-        think: mean seconds between an answer's last token and the next message, exponential; the first messages come as if all were thinking.
+        think: mean seconds between an answer's last token and the next message, exponential; the first messages come as
+            if all were thinking.
     """
 
     users: int
@@ -223,7 +237,10 @@ class Chats:
         self._turn = [0] * self.users
 
     def _begun(self, user: int) -> list[int]:
-        return [*self._prompt, *tokens(self._rng[user], max(1, drawn(self._rng[user], self.history) - self.system), self.vocabulary)]
+        return [
+            *self._prompt,
+            *tokens(self._rng[user], max(1, drawn(self._rng[user], self.history) - self.system), self.vocabulary),
+        ]
 
     def histories(self, capacity: int) -> list[list[int]]:
         """The chats that a cache of so many tokens holds when the load begins: as if the last users had written last."""
@@ -284,19 +301,31 @@ class Limits:
 
     def broken(self, timings: Sequence[Timing], now: float, count: int) -> bool:
         """Whether `count` requests, these among them, will be past a limit whatever becomes of the others."""
-        late = sum(t.wait(now) > self.first for t in timings), sum(t.least_per_token(now) > self.per_token for t in timings)
+        late = (
+            sum(t.wait(now) > self.first for t in timings),
+            sum(t.least_per_token(now) > self.per_token for t in timings),
+        )
         return max(late) > count - math.ceil(self.share * count)
 
     def hold(self, timings: Sequence[Timing], now: float) -> bool:
-        """Whether these requests are within the limits: those that wait with what they have waited, answers under way with their time per token so far."""
+        """Whether these requests are within the limits: those that wait with what they have waited, answers under way
+        with their time per token so far.
+        """
         waits, rates = [t.wait(now) for t in timings], [x for t in timings if (x := t.per_token) is not None]
         return not any(at_share(xs, self.share) > limit for xs, limit in ((waits, self.first), (rates, self.per_token)))
 
 
 def highest(
-    holds: Callable[[float], bool], start: float, *, factor: float = 2.0, within: float = 0.1, least: float = 0.01, go_on: Callable[[float], bool] = lambda rate: True
-) -> tuple[float | None, float | None]:  # fmt: skip
-    """The highest rate that holds: multiplied from `start` until one does not, or divided until one does, then halved between on a scale of ratios.
+    holds: Callable[[float], bool],
+    start: float,
+    *,
+    factor: float = 2.0,
+    within: float = 0.1,
+    least: float = 0.01,
+    go_on: Callable[[float], bool] = lambda rate: True,
+) -> tuple[float | None, float | None]:
+    """The highest rate that holds: multiplied from `start` until one does not, or divided until one does, then halved
+    between on a scale of ratios.
 
     Args:
         holds: measures a rate.
@@ -315,7 +344,13 @@ def highest(
             held = rate
         else:
             failed = rate
-        rate = rounded(held * factor if held and failed is None else failed / factor if failed and held is None else math.sqrt((held or 0) * (failed or 0)))
+        rate = rounded(
+            held * factor
+            if held and failed is None
+            else failed / factor
+            if failed and held is None
+            else math.sqrt((held or 0) * (failed or 0))
+        )
         if rate in (held, failed):
             break
     return held, failed

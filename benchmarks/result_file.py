@@ -1,7 +1,9 @@
-"""Where the benchmarks' results go: a file keeps every run's rows beside the run's record (`kvbits.runs`); a new run appends, nothing is replaced.
+"""Where the benchmarks' results go: a file keeps every run's rows beside the run's record (`kvbits.runs`); a new run
+appends, nothing is replaced.
 
     append([{"scheme": "int4", "us": 12.5}, ...], args.out, device="NVIDIA H200", copy_tb_per_s=4.2)
-    {"runs": {ID: {"id", "session", "utc", "host", "gpu", "versions", "commit", "dirty", "argv", "facts": {"device", "copy_tb_per_s"}}}, "rows": [{"run": ID, ..}]}
+    {"runs": {ID: {"id", "session", "utc", "host", "gpu", "versions", "commit", "dirty", "argv", "facts": {"device",
+    "copy_tb_per_s"}}}, "rows": [{"run": ID, ..}]}
 
 A row is of one run for good. Whoever reads takes `run_files.latest`, or `run_files.together` for the sides of a ratio.
 """
@@ -40,15 +42,19 @@ def arguments(doc: str | None, *, of_model: bool = False) -> argparse.ArgumentPa
 
 
 def append(
-    rows: Sequence[Mapping[str, Any]], out: Path | None, *, sections: Mapping[str, Sequence[Mapping[str, Any]]] | None = None, **facts: Any
+    rows: Sequence[Mapping[str, Any]],
+    out: Path | None,
+    *,
+    sections: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    **facts: Any,
 ) -> dict[str, Any]:
     """Print this run and its rows as one line of JSON, the last one; add them to the file `out`.
 
     Args:
         rows: what was measured.
         sections: further lists of rows, by name, of what is no row of the main table.
-        facts: what holds for all of them, such as a copy's bandwidth or a model's name; it goes into the run's record. A later call of the same process may
-            add facts and may not change any.
+        facts: what holds for all of them, such as a copy's bandwidth or a model's name; it goes into the run's record.
+            A later call of the same process may add facts and may not change any.
 
     Returns:
         The run's part, {"runs", "rows", ...}, as printed.
@@ -60,9 +66,13 @@ def append(
     run = this_run()
     for name, value in json.loads(to_json(facts)).items():
         if run["facts"].setdefault(name, value) != value:
-            raise ValueError(f"{name} was {run['facts'][name]!r} earlier in this run and is {value!r} now; put it into the rows")
+            raise ValueError(
+                f"{name} was {run['facts'][name]!r} earlier in this run and is {value!r} now; put it into the rows"
+            )
     lists = {"rows": rows} | dict(sections or {})
-    own = {"runs": {run["id"]: run}} | {name: [{"run": run["id"]} | dict(row) for row in entries] for name, entries in lists.items()}
+    own = {"runs": {run["id"]: run}} | {
+        name: [{"run": run["id"]} | dict(row) for row in entries] for name, entries in lists.items()
+    }
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         run_files.add(own, out)

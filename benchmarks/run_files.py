@@ -2,8 +2,8 @@
 
     {"runs": {ID: record}, "rows": [{"run": ID, ...}, ...], NAME: [{"run": ID, ...}, ...], ...}
 
-Runs are appended to a file, never merged: a row stays as it was measured, and a reader takes the newest run's (`latest`), or both sides of a ratio of one run
-(`together`).
+Runs are appended to a file, never merged: a row stays as it was measured, and a reader takes the newest run's
+(`latest`), or both sides of a ratio of one run (`together`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,24 @@ from kvbits.runs import FIELDS
 
 
 def problems(data: Any) -> list[str]:
-    """What keeps a result file's figures from belonging to a run: entries without one, records without a field. Empty for a sound file."""
+    """What keeps a result file's figures from belonging to a run: entries without one, records without a field.
+
+    Empty for a sound file.
+    """
     if not isinstance(data, dict) or not isinstance(data.get("runs"), dict) or not data["runs"]:
         return ["no runs"]
     found = [f"run {name} has no {field}" for name, run in data["runs"].items() for field in FIELDS if field not in run]
     found += [f"run {name} calls itself {run.get('id')}" for name, run in data["runs"].items() if run.get("id") != name]
     for section, entries in data.items():
-        listed = entries.items() if isinstance(entries, dict) else enumerate(entries) if isinstance(entries, list) else ()
+        listed = (
+            entries.items() if isinstance(entries, dict) else enumerate(entries) if isinstance(entries, list) else ()
+        )
         if section != "runs":
-            found += [f"{section}[{key}] has no run of this file" for key, e in listed if not isinstance(e, dict) or e.get("run") not in data["runs"]]
+            found += [
+                f"{section}[{key}] has no run of this file"
+                for key, e in listed
+                if not isinstance(e, dict) or e.get("run") not in data["runs"]
+            ]
     return found
 
 
@@ -43,7 +52,10 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise FileFormatError(f"cannot read {path}: {error}; remove it or name another file") from error
     if wrong := problems(data):
-        raise FileFormatError(f"{path} holds figures without their run: {'; '.join(wrong[:3])}; write it again with the command that measures them")
+        raise FileFormatError(
+            f"{path} holds figures without their run: {'; '.join(wrong[:3])}; write it again with the command that"
+            " measures them"
+        )
     return data
 
 
@@ -65,14 +77,23 @@ def add(own: Mapping[str, Any], out: Path) -> None:
     """
     before = read(out) if out.exists() else {"runs": {}}
     names = [name for name in dict.fromkeys([*before, *own]) if name != "runs"]
-    write({"runs": before["runs"] | own["runs"]} | {name: [*before.get(name, []), *own.get(name, [])] for name in names}, out)
+    write(
+        {"runs": before["runs"] | own["runs"]} | {name: [*before.get(name, []), *own.get(name, [])] for name in names},
+        out,
+    )
 
 
 def write(data: Mapping[str, Any], out: Path) -> None:
-    """Replace a file of runs once the new one is whole: one line for each run and each row, so that it reads and diffs well."""
+    """Replace a file of runs once the new one is whole: one line for each run and each row, so that it reads and diffs
+    well.
+    """
     entries = ",\n".join(f"  {json.dumps(name)}: {to_json(run)}" for name, run in data["runs"].items())
     parts = [f' "runs": {{\n{entries}\n }}']
-    parts += [f" {json.dumps(name)}: [\n" + ",\n".join(f"  {to_json(row)}" for row in rows) + "\n ]" for name, rows in data.items() if name != "runs"]
+    parts += [
+        f" {json.dumps(name)}: [\n" + ",\n".join(f"  {to_json(row)}" for row in rows) + "\n ]"
+        for name, rows in data.items()
+        if name != "runs"
+    ]
     partial = out.with_suffix(f".{os.getpid()}.tmp")
     partial.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
     os.replace(partial, out)
@@ -98,7 +119,9 @@ def latest(data: Mapping[str, Any], key: Sequence[str], section: str = "rows") -
     return found
 
 
-def together(data: Mapping[str, Any], *wanted: Mapping[str, Any], by: str = "id", section: str = "rows") -> list[dict[str, Any]] | None:
+def together(
+    data: Mapping[str, Any], *wanted: Mapping[str, Any], by: str = "id", section: str = "rows"
+) -> list[dict[str, Any]] | None:
     """Rows of one run, such as both sides of a ratio: of the newest run that has them all.
 
     Args:

@@ -1,5 +1,6 @@
-"""Speeds of presets and of serving from benchmarks/results: as groups of bars, and as worst and best of what was measured. A file that is not there leaves its
-part out."""
+"""Speeds of presets and of serving from benchmarks/results: as groups of bars, and as worst and best of what was
+measured. A file that is not there leaves its part out.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +21,27 @@ GPU = "nvidia-*/attend_decode*.json"
 
 
 def gpu_rows(folder: Path) -> dict[str, Any]:
-    """{"runs", "rows"} of the `GPU` files as one: presets in whole caches, each row with its ratio to the fastest 16-bit kernel of its own run."""
+    """{"runs", "rows"} of the `GPU` files as one: presets in whole caches, each row with its ratio to the fastest
+    16-bit kernel of its own run.
+    """
     whole: dict[str, Any] = {"runs": {}, "rows": []}
     for data in _read(folder, GPU):
         whole["runs"] |= data["runs"]
-        whole["rows"] += [r | {"best_16_bit": _rival(data, r)} for r in data["rows"] if "speedup_real_cache" in r and r["scheme"] in PRESETS]
+        whole["rows"] += [
+            r | {"best_16_bit": _rival(data, r)}
+            for r in data["rows"]
+            if "speedup_real_cache" in r and r["scheme"] in PRESETS
+        ]
     return whole
 
 
 def _rival(data: dict[str, Any], row: dict[str, Any]) -> str:
     """The 16-bit kernel that a row's ratio is over; rows that do not name it are of runs with one."""
-    return str(row.get("best_16_bit") or " or ".join(dict.fromkeys(p["kernel"] for p in data.get("peers", []) if p["run"] == row["run"])) or "16 bits")
+    return str(
+        row.get("best_16_bit")
+        or " or ".join(dict.fromkeys(p["kernel"] for p in data.get("peers", []) if p["run"] == row["run"]))
+        or "16 bits"
+    )
 
 
 def gpu_latest(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
@@ -42,16 +53,23 @@ def gpu_latest(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def gpu_speeds(folder: Path) -> dict[str, dict[str, float]]:
-    """preset -> shape -> speed of decode attention in a whole cache, raw tail included, over the fastest 16-bit kernel of the same run."""
-    return {scheme: {shape: row["speedup_real_cache"] for shape, row in rows.items()} for scheme, rows in gpu_latest(folder).items()}
+    """preset -> shape -> speed of decode attention in a whole cache, raw tail included, over the fastest 16-bit kernel
+    of the same run.
+    """
+    return {
+        scheme: {shape: row["speedup_real_cache"] for shape, row in rows.items()}
+        for scheme, rows in gpu_latest(folder).items()
+    }
 
 
 def kernel_groups(folder: Path, presets: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """[{title, unit, note, bars: [{label, value, kind}]}], of the newest runs; the bars of a group are of one sitting on one machine where they are compared
-    with each other, and of the newest run of each preset where each has its ratio from its own run.
+    """[{title, unit, note, bars: [{label, value, kind}]}], of the newest runs; the bars of a group are of one sitting
+    on one machine where they are compared with each other, and of the newest run of each preset where each has its
+    ratio from its own run.
 
     Args:
-        presets: have a bar in every group of presets: an empty one, whose label says so, where they were not measured. Groups of serving have vLLM's names.
+        presets: have a bar in every group of presets: an empty one, whose label says so, where they were not measured.
+            Groups of serving have vLLM's names.
     """
     found = _attention(gpu_rows(folder))
     for data in _read(folder, "nvidia-*/generate.json"):
@@ -76,10 +94,16 @@ def _read(folder: Path, pattern: str) -> list[dict[str, Any]]:
 
 def _machine(run: dict[str, Any]) -> str:
     """A run's GPU; of a run before records what its benchmark called it."""
-    return str(run["gpu"]["name"] if run["gpu"] else run.get("facts", {}).get("device") or run.get("facts", {}).get("gpu") or "GPU")
+    return str(
+        run["gpu"]["name"]
+        if run["gpu"]
+        else run.get("facts", {}).get("device") or run.get("facts", {}).get("gpu") or "GPU"
+    )
 
 
-def sitting(data: dict[str, Any], rows: list[dict[str, Any]], enough: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+def sitting(
+    data: dict[str, Any], rows: list[dict[str, Any]], enough: Callable[[list[dict[str, Any]]], bool]
+) -> list[dict[str, Any]]:
     """The rows of the newest session that has enough of them to compare; none if no session has."""
     runs = data["runs"]
     sessions: dict[str, list[dict[str, Any]]] = {}
@@ -101,18 +125,39 @@ def _attention(data: dict[str, Any]) -> list[dict[str, Any]]:
         made = [data["runs"][r["run"]] for r in rows]
         where = f"{_machine(made[0])}, attention: {in_words(shape)}"
         note = (
-            f"Attention of one new token in a whole cache, raw newest tokens included, on {where.replace(', attention', '')}, against the fastest 16-bit "
-            f"kernel timed in the same run ({rivals}). benchmarks/bench_decode_gpu.py; {dated(made)}."
+            "Attention of one new token in a whole cache, raw newest tokens included, on"
+            f" {where.replace(', attention', '')}, against the fastest 16-bit kernel timed in the same run ({rivals})."
+            f" benchmarks/bench_decode_gpu.py; {dated(made)}."
         )
         found.append({"title": where, "unit": "times as fast as the best 16-bit kernel", "note": note, "bars": bars})
     return found
 
 
 SERVED = {
-    "largest": ("decode", "tokens_per_s", "tokens per second (more is faster)", "largest batch that fits, {context:,} tokens each"),
-    "step": ("decode", "step_ms", "milliseconds of a decoding step (less is faster)", "{batch} sequences of {context:,} tokens"),
-    "first token": ("prefill", "ttft_ms", "milliseconds to the first token (less is faster)", "a prompt of {context:,} tokens"),
-    "highest": ("goodput", "rate_per_s", "requests a second within the limits (more is faster)", "prompts of up to {context:,} tokens, {load}"),
+    "largest": (
+        "decode",
+        "tokens_per_s",
+        "tokens per second (more is faster)",
+        "largest batch that fits, {context:,} tokens each",
+    ),
+    "step": (
+        "decode",
+        "step_ms",
+        "milliseconds of a decoding step (less is faster)",
+        "{batch} sequences of {context:,} tokens",
+    ),
+    "first token": (
+        "prefill",
+        "ttft_ms",
+        "milliseconds to the first token (less is faster)",
+        "a prompt of {context:,} tokens",
+    ),
+    "highest": (
+        "goodput",
+        "rate_per_s",
+        "requests a second within the limits (more is faster)",
+        "prompts of up to {context:,} tokens, {load}",
+    ),
     "first token of a turn": (
         "turns",
         "ttft_p99_ms",
@@ -126,30 +171,49 @@ BEST = ("largest", "highest")
 
 
 def _serving(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Largest batches first, then steps, first tokens and times per token under load; a group needs bf16 and another cache, timed in one sitting."""
+    """Largest batches first, then steps, first tokens and times per token under load; a group needs bf16 and another
+    cache, timed in one sitting.
+    """
     found = []
     for what, (mode, number, unit, words) in SERVED.items():
         groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for r in data["rows"]:
-            if not r["options"] and r["mode"] == mode and r.get(number) and next((k for k in BEST if r.get(k)), None) == (what if what in BEST else None):
+            if (
+                not r["options"]
+                and r["mode"] == mode
+                and r.get(number)
+                and next((k for k in BEST if r.get(k)), None) == (what if what in BEST else None)
+            ):
                 batch = None if what in BEST else r["batch"]
-                groups.setdefault((r["geometry"], r["gpus"], batch, r["context"], r["compiled"], _load(r)), []).append(r)
+                groups.setdefault((r["geometry"], r["gpus"], batch, r["context"], r["compiled"], _load(r)), []).append(
+                    r
+                )
         for (geometry, gpus, batch, context, compiled, load), rows in groups.items():
-            together = sitting(data, rows, lambda some: len(names := {r["kv_cache_dtype"] for r in some}) > 1 and "bf16" in names)
+            together = sitting(
+                data, rows, lambda some: len(names := {r["kv_cache_dtype"] for r in some}) > 1 and "bf16" in names
+            )
             members = list({r["kv_cache_dtype"]: r for r in together}.values())
             if not members:
                 continue
             bars: list[dict[str, Any]] = [
                 {
-                    "label": r["kv_cache_dtype"] + (f", {r['batch']} sequences" if what == "largest" else ""), "value": round(r[number], 2),
+                    "label": r["kv_cache_dtype"] + (f", {r['batch']} sequences" if what == "largest" else ""),
+                    "value": round(r[number], 2),
                     "kind": "kvbits" if r["kv_cache_dtype"].startswith("kvbits") else "stock",
-                } for r in members
-            ]  # fmt: skip
+                }
+                for r in members
+            ]
             bars.sort(key=lambda b: float(b["value"]))
             made = [data["runs"][r["run"]] for r in members]
-            machine = f"vLLM {made[0]['versions'].get('vllm', '')}, {geometry}, {gpus} x {_machine(made[0])}{', compiled' if compiled else ''}"
+            machine = (
+                f"vLLM {made[0]['versions'].get('vllm', '')}, {geometry}, {gpus} x"
+                f" {_machine(made[0])}{', compiled' if compiled else ''}"
+            )
             where = f"{machine}: {words.format(batch=batch, context=context, load=load)}"
-            note = f"Serving with {where}; random weights. vLLM's own caches in orange; benchmarks/bench_serve_vllm.py; {dated(made)}."
+            note = (
+                f"Serving with {where}; random weights. vLLM's own caches in orange; benchmarks/bench_serve_vllm.py;"
+                f" {dated(made)}."
+            )
             found.append({"title": where, "unit": unit, "note": note, "bars": bars})
     return found
 
@@ -158,7 +222,10 @@ def _load(row: dict[str, Any]) -> str:
     """What was asked of an engine, in words; empty where a row says nothing of it."""
     load = row.get("load", {})
     if "tpot_limit_ms" in load:
-        return f"answers of up to {load['answers'][1]:,}, P99 of {load['ttft_limit_ms']:g} ms to the first token and {load['tpot_limit_ms']:g} ms per token"
+        return (
+            f"answers of up to {load['answers'][1]:,}, P99 of {load['ttft_limit_ms']:g} ms to the first token and"
+            f" {load['tpot_limit_ms']:g} ms per token"
+        )
     return json.dumps(load) if load else ""
 
 
@@ -168,12 +235,16 @@ def in_words(shape: str) -> str:
     if found is None:
         return shape
     batch, heads, kv_heads, tokens, size = (int(n) for n in found.groups())
-    return f"{batch} sequence{'s' if batch > 1 else ''} of {tokens:,} tokens, {heads} query and {kv_heads} kv heads of {size}"
+    return (
+        f"{batch} sequence{'s' if batch > 1 else ''} of {tokens:,} tokens, {heads} query and {kv_heads} kv heads of"
+        f" {size}"
+    )
 
 
 def graphed(data: dict[str, Any]) -> dict[tuple[int, int], dict[tuple[Any, ...], dict[str, Any]]]:
-    """(sequences, tokens) -> (row's name, mode) -> row: tokens through Transformers, of the newest sitting that timed the stock cache with FlashAttention and a
-    preset in a graph."""
+    """(sequences, tokens) -> (row's name, mode) -> row: tokens through Transformers, of the newest sitting that timed
+    the stock cache with FlashAttention and a preset in a graph.
+    """
     rows = _tokens(data)
     found = {}
     for at in dict.fromkeys((r["batch"], r["context"]) for r in rows):
@@ -184,7 +255,11 @@ def graphed(data: dict[str, Any]) -> dict[tuple[int, int], dict[tuple[Any, ...],
 
 
 def _tokens(data: dict[str, Any]) -> list[dict[str, Any]]:
-    return [r for r in data["rows"] if r["through"] == "forward" and not any(r.get(name) for name in ("chunk", "grows", "ranks"))]
+    return [
+        r
+        for r in data["rows"]
+        if r["through"] == "forward" and not any(r.get(name) for name in ("chunk", "grows", "ranks"))
+    ]
 
 
 def newest_tokens(data: dict[str, Any], batch: int, context: int) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -194,7 +269,9 @@ def newest_tokens(data: dict[str, Any], batch: int, context: int) -> dict[tuple[
 
 
 def _comparable(rows: list[dict[str, Any]]) -> bool:
-    return ("stock_flash", "eager") in {(r["scheme"], r["mode"]) for r in rows} and any(r["mode"] == "graph" and r["scheme"] in PRESETS for r in rows)
+    return ("stock_flash", "eager") in {(r["scheme"], r["mode"]) for r in rows} and any(
+        r["mode"] == "graph" and r["scheme"] in PRESETS for r in rows
+    )
 
 
 def _graphed(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -206,12 +283,25 @@ def _graphed(data: dict[str, Any]) -> list[dict[str, Any]]:
         bars = [{"label": name, "value": round(stock / ms, 2), "kind": "kvbits"} for name, ms in ours.items()]
         bars.append({"label": "stock cache, FlashAttention", "value": 1.0, "kind": "stock"})
         if fa3 := rows.get(("fa3", "graph")):
-            bars.append({"label": "16 bits in a graph, FlashAttention-3", "value": round(stock / fa3["ms_per_token"], 2), "kind": "stock"})
+            bars.append(
+                {
+                    "label": "16 bits in a graph, FlashAttention-3",
+                    "value": round(stock / fa3["ms_per_token"], 2),
+                    "kind": "stock",
+                }
+            )
         made = [data["runs"][r["run"]] for r in rows.values()]
         what = f"{counted(batch, 'sequence')} of {context:,} tokens"
         note = (
-            f"Tokens of Llama-3.1-8B's geometry through Transformers, {what}, in a CUDA graph; the stock cache without, which copies itself at every token. "
-            f"benchmarks/bench_generate_gpu.py; {dated(made)}."
+            f"Tokens of Llama-3.1-8B's geometry through Transformers, {what}, in a CUDA graph; the stock cache without,"
+            f" which copies itself at every token. benchmarks/bench_generate_gpu.py; {dated(made)}."
         )
-        found.append({"title": f"{_machine(made[0])}, tokens: {what}", "unit": "times as fast as the stock cache", "note": note, "bars": bars})
+        found.append(
+            {
+                "title": f"{_machine(made[0])}, tokens: {what}",
+                "unit": "times as fast as the stock cache",
+                "note": note,
+                "bars": bars,
+            }
+        )
     return found

@@ -1,11 +1,15 @@
-"""Where the time of a serving step goes: the kernels of a few steps under torch.profiler, in groups by name, with what runs at the same time counted once.
+"""Where the time of a serving step goes: the kernels of a few steps under torch.profiler, in groups by name, with what
+runs at the same time counted once.
 
-`Profiled` stands in for an engine's step, `of_trace` makes of its trace what a row of results has, in microseconds a step:
+`Profiled` stands in for an engine's step, `of_trace` makes of its trace what a row of results has, in microseconds a
+step:
 
-    sum     of the kernels' own times: one that starts before the one ahead has ended (programmatic launch) counts in full
+    sum     of the kernels' own times: one that starts before the one ahead has ended (programmatic launch) counts in
+            full
     alone   of what a kernel adds to the end of all before it. These and the gaps are the step's time
 
-Kernels inside CUDA graphs appear one by one. A profiler slows steps down, and most gaps are its own: how long a step takes is measured before there is one.
+Kernels inside CUDA graphs appear one by one. A profiler slows steps down, and most gaps are its own: how long a step
+takes is measured before there is one.
 """
 
 from __future__ import annotations
@@ -21,11 +25,15 @@ from typing import Any
 import torch
 
 BEFORE, STEPS, OMITTED = 10, 8, 2
-"""Steps with a token of every sequence: ahead of the profiler, under it, and the first of those, which its start changes."""
+"""Steps with a token of every sequence: ahead of the profiler, under it, and the first of those, which its start
+changes.
+"""
 SHORT_US = 20
 """Gaps below are between kernels, longer ones between steps."""
 LEAST_US = 5
-"""Kernels below this a step count in their group and have no line of their own: lines of half a microsecond and more made a file of results 1.7 times as long."""
+"""Kernels below this a step count in their group and have no line of their own: lines of half a microsecond and more
+made a file of results 1.7 times as long.
+"""
 GROUPS = {
     "store, close": r"reshape_and_cache|^store_tokens|^store_banded|^append_tokens|^close_pages",
     "plan, place": r"^work_list|^place$|^advance$|prepare_varlen|prepare_scheduler|scheduler_metadata",
@@ -54,7 +62,12 @@ class Profiled:
         activities: of the profiler; kernels of a GPU if not given.
     """
 
-    def __init__(self, step: Callable[[], Sequence[Any]], batch: int, activities: Sequence[Any] = (torch.profiler.ProfilerActivity.CUDA,)) -> None:
+    def __init__(
+        self,
+        step: Callable[[], Sequence[Any]],
+        batch: int,
+        activities: Sequence[Any] = (torch.profiler.ProfilerActivity.CUDA,),
+    ) -> None:
         self.step, self.batch, self.seen, self.began = step, batch, 0, False
         self.profiler = torch.profiler.profile(activities=activities)
         self.wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
@@ -77,7 +90,9 @@ class Profiled:
         if self.seen < BEFORE + STEPS:
             if self.began:
                 self.profiler.stop()
-            raise SystemExit(f"only {self.seen} steps had all {self.batch} sequences; a profile takes {BEFORE + STEPS} (--steps)")
+            raise SystemExit(
+                f"only {self.seen} steps had all {self.batch} sequences; a profile takes {BEFORE + STEPS} (--steps)"
+            )
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             self.profiler.export_chrome_trace(str(path))
@@ -90,30 +105,43 @@ def of_trace(trace: Mapping[str, Any], steps: int = STEPS) -> dict[str, Any]:
     Raises:
         ValueError: no kernel is there once a step, so that none says where steps begin.
     """
-    events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    return account(*whole_steps(sorted((float(e["ts"]), float(e["ts"]) + float(e["dur"]), e["name"]) for e in events), steps))
+    events = [
+        e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+    return account(
+        *whole_steps(sorted((float(e["ts"]), float(e["ts"]) + float(e["dur"]), e["name"]) for e in events), steps)
+    )
 
 
 def whole_steps(kernels: Sequence[Kernel], steps: int) -> tuple[list[Kernel], float, int]:
-    """(kernels by start, end, number of steps): from the first to the last time of the longest kernel that each step has once, without the first steps."""
+    """(kernels by start, end, number of steps): from the first to the last time of the longest kernel that each step
+    has once, without the first steps.
+    """
     counts = Counter(name for *_, name in kernels)
-    once = [name for name, n in counts.items() if n == steps] or [name for name, n in counts.items() if abs(n - steps) == 1]
+    once = [name for name, n in counts.items() if n == steps] or [
+        name for name, n in counts.items() if abs(n - steps) == 1
+    ]
     if not once:
-        raise ValueError(f"no kernel is there {steps} times, once a step; seen: {dict(counts.most_common(10)) or 'none'}")
+        raise ValueError(
+            f"no kernel is there {steps} times, once a step; seen: {dict(counts.most_common(10)) or 'none'}"
+        )
     anchor = max(once, key=lambda name: sum(end - start for start, end, n in kernels if n == name))
     begins = [start for start, _, name in kernels if name == anchor][OMITTED:]
     return [k for k in kernels if begins[0] <= k[0] < begins[-1]], begins[-1], len(begins) - 1
 
 
 def account(kernels: Sequence[Kernel], end: float, steps: int) -> dict[str, Any]:
-    """Microseconds a step: `groups` (group -> alone), `sums` (group -> sum), `gaps` (short and long ones), `step_us`, which `groups` and `gaps` add up to, and
-    `kernels`, [{name, group, calls, sum, alone}], the longest first."""
+    """Microseconds a step: `groups` (group -> alone), `sums` (group -> sum), `gaps` (short and long ones), `step_us`,
+    which `groups` and `gaps` add up to, and `kernels`, [{name, group, calls, sum, alone}], the longest first.
+    """
     names: dict[str, dict[str, Any]] = {}
     gaps, frontier = {"short": 0.0, "long": 0.0}, kernels[0][0]
     for start, stop, name in [*kernels, (end, end, "")]:
         gap = max(0.0, start - frontier)
         gaps["short" if gap < SHORT_US else "long"] += gap
-        entry = names.setdefault(name, {"name": _short(name), "group": group_of(name), "calls": 0.0, "sum": 0.0, "alone": 0.0})
+        entry = names.setdefault(
+            name, {"name": _short(name), "group": group_of(name), "calls": 0.0, "sum": 0.0, "alone": 0.0}
+        )
         entry["calls"] += 1 / steps
         entry["sum"] += (stop - start) / steps
         entry["alone"] += max(0.0, min(stop, end) - max(start, frontier)) / steps
@@ -121,14 +149,21 @@ def account(kernels: Sequence[Kernel], end: float, steps: int) -> dict[str, Any]
     del names[""]
 
     def by_group(what: str) -> dict[str, float]:
-        return {g: round(sum(e[what] for e in names.values() if e["group"] == g), 1) for g in GROUPS if any(e["group"] == g for e in names.values())}
+        return {
+            g: round(sum(e[what] for e in names.values() if e["group"] == g), 1)
+            for g in GROUPS
+            if any(e["group"] == g for e in names.values())
+        }
 
     listed = sorted((e for e in names.values() if e["sum"] > LEAST_US), key=lambda e: -e["alone"])
     return {
-        "groups": by_group("alone"), "sums": by_group("sum"), "gaps": {name: round(us / steps, 1) for name, us in gaps.items()},
-        "step_us": round((end - kernels[0][0]) / steps, 1), "profiled_steps": steps,
+        "groups": by_group("alone"),
+        "sums": by_group("sum"),
+        "gaps": {name: round(us / steps, 1) for name, us in gaps.items()},
+        "step_us": round((end - kernels[0][0]) / steps, 1),
+        "profiled_steps": steps,
         "kernels": [{name: round(x, 2) if isinstance(x, float) else x for name, x in e.items()} for e in listed],
-    }  # fmt: skip
+    }
 
 
 def _short(name: str) -> str:
@@ -138,8 +173,15 @@ def _short(name: str) -> str:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Lines of Markdown: microseconds of each group alone, a column for each row of one shape."""
-    lines = ["| us a step, under a profiler | " + " | ".join(f"`{r['kv_cache_dtype']}`" for r in rows) + " |", "|---" + "|---:" * len(rows) + "|"]
-    lines += [f"| {g} | " + " | ".join(f"{r['groups'].get(g, 0):,.1f}" for r in rows) + " |" for g in GROUPS if any(g in r["groups"] for r in rows)]
+    lines = [
+        "| us a step, under a profiler | " + " | ".join(f"`{r['kv_cache_dtype']}`" for r in rows) + " |",
+        "|---" + "|---:" * len(rows) + "|",
+    ]
+    lines += [
+        f"| {g} | " + " | ".join(f"{r['groups'].get(g, 0):,.1f}" for r in rows) + " |"
+        for g in GROUPS
+        if any(g in r["groups"] for r in rows)
+    ]
     for name, words in (("short", f"gaps below {SHORT_US}"), ("long", "longer gaps")):
         lines.append(f"| {words} | " + " | ".join(f"{r['gaps'][name]:,.1f}" for r in rows) + " |")
     return [*lines, "| step | " + " | ".join(f"{r['step_us']:,.1f}" for r in rows) + " |"]
@@ -150,5 +192,8 @@ def kernel_table(row: Mapping[str, Any]) -> list[str]:
     lines = ["| kernel | group | calls a step | us a call | sum, us | alone, us |", "|---|---|---:|---:|---:|---:|"]
     for e in row["kernels"]:
         name = e["name"].replace("|", "/")
-        lines.append(f"| `{name}` | {e['group']} | {e['calls']:.1f} | {e['sum'] / max(e['calls'], 0.01):.2f} | {e['sum']:.1f} | {e['alone']:.1f} |")
+        lines.append(
+            f"| `{name}` | {e['group']} | {e['calls']:.1f} | {e['sum'] / max(e['calls'], 0.01):.2f} | {e['sum']:.1f} |"
+            f" {e['alone']:.1f} |"
+        )
     return lines

@@ -1,16 +1,18 @@
 """What each part of KVQuant is worth on a model, through the real packed cache: the studies its reviewers asked for.
 
     python benchmarks/study_kvquant.py MODEL --study ladder --text wiki.test.raw --calibration wiki.valid.tokens
-    studies: ladder    per token -> per channel -> pre-RoPE -> codebooks -> outliers -> sinks, and calibrated ranges as in the paper
+    studies: ladder    per token -> per channel -> pre-RoPE -> codebooks -> outliers -> sinks, and calibrated ranges as
+                       in the paper
              weights   Fisher against unweighted codebooks, one per head against one per layer
              prior     how much of a uniform density the codebooks are fitted to
              size      calibration sets of 4, 16 and 64 prompts
-             domain    calibration on each --calibration text (name=path ...) against each --text; with --data FOLDER (WikiText-2, CPython's library, GSM8K)
+             domain    calibration on each --calibration text (name=path ...) against each --text; with --data FOLDER
+                       (WikiText-2, CPython's library, GSM8K)
                        on prose, code and math: `--study domain --data FOLDER` is the whole command
              presets   nuq presets beside KIVI and per-token integers of about the same bits
 
-One backward pass per calibration prompt; its keys, values and gradients stay in memory, so every variant is fitted on the same samples. All
-caches read the same windows. The last line is one JSON object; it is added to --out.
+One backward pass per calibration prompt; its keys, values and gradients stay in memory, so every variant is fitted on
+the same samples. All caches read the same windows. The last line is one JSON object; it is added to --out.
 """
 
 from __future__ import annotations
@@ -79,7 +81,15 @@ class Samples:
                 backward(model, ids.to(model.device), None)
                 advance(1)
 
-    def calibrate(self, scheme: Scheme, *, prompts: int | None = None, weights: str = "fisher", per_head: bool = False, prior: float = PRIOR) -> Calibration:
+    def calibrate(
+        self,
+        scheme: Scheme,
+        *,
+        prompts: int | None = None,
+        weights: str = "fisher",
+        per_head: bool = False,
+        prior: float = PRIOR,
+    ) -> Calibration:
         """What `kvbits.calibrate.calibrate` would return for the first `prompts` prompts."""
         layers = layer_geometries(self.model.config)
         if scheme.needs_rotary:
@@ -102,7 +112,9 @@ class Samples:
             for x, gradient in sides(i, side):
                 fit.add(x, gradient.square() if weights == "fisher" else None)
             found[i][f"{side}_codebook"] = fit.fit(per_head, prior)
-        return Calibration(found, fingerprint(self.model.config, scheme), {"prompts": len(seen), "tokens": tokens, "weights": weights})
+        return Calibration(
+            found, fingerprint(self.model.config, scheme), {"prompts": len(seen), "tokens": tokens, "weights": weights}
+        )
 
 
 def integers(bits: int, **key: Any) -> tuple[QuantSpec, QuantSpec]:
@@ -129,7 +141,9 @@ def ladder(bits: int) -> dict[str, Scheme]:
     static = dataclasses.replace(k, static=True)
     found["calibrated ranges: codebooks"] = Scheme(name="static", key=static, value=v, residual_length=64)
     k = dataclasses.replace(static, outliers=0.01)
-    found["calibrated ranges: sinks"] = Scheme(name="static1", key=k, value=steps["1 % outliers"][1], residual_length=64, num_sink_tokens=1)
+    found["calibrated ranges: sinks"] = Scheme(
+        name="static1", key=k, value=steps["1 % outliers"][1], residual_length=64, num_sink_tokens=1
+    )
     return found
 
 
@@ -151,7 +165,12 @@ def variants(study: str, bits: int, samples: dict[str, Samples]) -> Iterator[tup
     elif study == "weights":
         for weights in ("fisher", "none"):
             for per_head in (False, True):
-                yield f"{weights}, one per {'head' if per_head else 'layer'}", top, first, {"weights": weights, "per_head": per_head}
+                yield (
+                    f"{weights}, one per {'head' if per_head else 'layer'}",
+                    top,
+                    first,
+                    {"weights": weights, "per_head": per_head},
+                )
     elif study == "prior":
         yield from ((f"prior {prior:g}", top, first, {"prior": prior}) for prior in (0.0, 0.3, 1.0, 3.0, 10.0))
     elif study == "size":
@@ -163,8 +182,13 @@ def variants(study: str, bits: int, samples: dict[str, Samples]) -> Iterator[tup
         yield from ((name, scheme, first, {}) for name, scheme in presets().items() if str(bits) in name)
 
 
-def measure(model: Any, wanted: Wanted, ids: torch.Tensor, chunk: int, workers: int, label: str) -> list[dict[str, Any]]:
-    """Rows of every cache over the windows. Workers are processes that share the model's memory and take some caches of one window each."""
+def measure(
+    model: Any, wanted: Wanted, ids: torch.Tensor, chunk: int, workers: int, label: str
+) -> list[dict[str, Any]]:
+    """Rows of every cache over the windows.
+
+    Workers are processes that share the model's memory and take some caches of one window each.
+    """
     names = list(wanted)
     each = max(1, -(-len(names) * len(ids) // max(workers, 1)))
     tasks = [(w, names[i : i + each]) for w in range(len(ids)) for i in range(0, len(names), each)]
@@ -188,7 +212,14 @@ def measure(model: Any, wanted: Wanted, ids: torch.Tensor, chunk: int, workers: 
     base = results["16-bit"]
     rows = []
     for name, f in results.items():
-        row = {"name": name, "ppl": f.perplexity, "ppl_change": f.perplexity / base.perplexity - 1, "kl": f.kl_mean, "kl_p99": f.kl_p99, "tvd": f.tvd_mean}
+        row = {
+            "name": name,
+            "ppl": f.perplexity,
+            "ppl_change": f.perplexity / base.perplexity - 1,
+            "kl": f.kl_mean,
+            "kl_p99": f.kl_p99,
+            "tvd": f.tvd_mean,
+        }
         rows.append(row | {"top1": f.top1_agreement, "tokens": f.num_tokens})
     return rows
 
@@ -214,9 +245,13 @@ _run: Callable[[Any], Any]
 def main() -> None:
     parser = arguments(__doc__, of_model=True)
     parser.add_argument("--study", choices=STUDIES, required=True, action="append")
-    parser.add_argument("--text", action="append", help="evaluation text, PATH or NAME=PATH; several for the domain study")
+    parser.add_argument(
+        "--text", action="append", help="evaluation text, PATH or NAME=PATH; several for the domain study"
+    )
     parser.add_argument("--calibration", action="append", help="calibration text, PATH or NAME=PATH")
-    parser.add_argument("--data", type=Path, help="folder of texts: prose, code and math for the domain study, prose for the others")
+    parser.add_argument(
+        "--data", type=Path, help="folder of texts: prose, code and math for the domain study, prose for the others"
+    )
     parser.add_argument("--bits", type=int, action="append")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--prompt-length", type=int, default=1024)
@@ -233,12 +268,21 @@ def main() -> None:
 
     def texts(given: list[str] | None, side: int) -> dict[str, Text]:
         if given:
-            return {name or (t := read_text(path)).name: t if not name else read_text(path) for name, _, path in (g.rpartition("=") for g in given)}
+            return {
+                name or (t := read_text(path)).name: t if not name else read_text(path)
+                for name, _, path in (g.rpartition("=") for g in given)
+            }
         names = DOMAINS if "domain" in args.study else ("prose",)
-        return {n: Text(n, "\n\n".join(read_text(str(args.data / path)).content for path in DOMAINS[n][side])) for n in names}
+        return {
+            n: Text(n, "\n\n".join(read_text(str(args.data / path)).content for path in DOMAINS[n][side]))
+            for n in names
+        }
 
     prompts = 64 if "size" in args.study else args.prompts
-    samples = {name: Samples(model, tokenizer, text.content, prompts, args.prompt_length) for name, text in texts(args.calibration, 0).items()}
+    samples = {
+        name: Samples(model, tokenizer, text.content, prompts, args.prompt_length)
+        for name, text in texts(args.calibration, 0).items()
+    }
     wanted: Wanted = {}
     for study in args.study:
         for b in args.bits or {"presets": [4, 3, 2]}.get(study, [3]):
@@ -262,15 +306,25 @@ def main() -> None:
             v = wanted.get(row["name"])
             row["bits"] = v.scheme.bits_per_element(head_dim) if v else 16.0
             print(
-                f"{name:18.18} {row['name']:38} {row['bits']:6.3f} bits  ppl {row['ppl']:9.4f} {row['ppl_change']:+8.2%}  KL {row['kl']:.5f}  "
-                f"p99 {row['kl_p99']:.4f}  TVD {row['tvd']:.4f}"
+                f"{name:18.18} {row['name']:38} {row['bits']:6.3f} bits  ppl {row['ppl']:9.4f}"
+                f" {row['ppl_change']:+8.2%}  KL {row['kl']:.5f}  p99 {row['kl_p99']:.4f}  TVD {row['tvd']:.4f}"
             )
         found += [{"text": name} | row for row in rows]
     append(
-        found, args.out, study=args.study, model=Path(args.model).name, calibration=calibrations, prompts=prompts, prompt_length=args.prompt_length,
-        windows=args.windows, length=args.length, chunk=args.chunk, workers=args.workers,
-        dtype=args.dtype, seconds=time.time() - began,
-    )  # fmt: skip
+        found,
+        args.out,
+        study=args.study,
+        model=Path(args.model).name,
+        calibration=calibrations,
+        prompts=prompts,
+        prompt_length=args.prompt_length,
+        windows=args.windows,
+        length=args.length,
+        chunk=args.chunk,
+        workers=args.workers,
+        dtype=args.dtype,
+        seconds=time.time() - began,
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""What a klt page costs whose tokens are packed one by one, simulated in float32: its mean, band widths, raw copies, scale search and calibration.
+"""What a klt page costs whose tokens are packed one by one, simulated in float32: its mean, band widths, raw copies,
+scale search and calibration.
 
     python benchmarks/study_local_klt.py MODEL --text wiki.test.raw --length 1024 --windows 4 --variants screens
-    python benchmarks/study_local_klt.py MODEL --text wiki.test.raw --length 8192 --windows 1 --variants finals --device cuda
+    python benchmarks/study_local_klt.py MODEL --text wiki.test.raw --length 8192 --windows 1 --variants finals --device
+    cuda
 
-One forward pass a window, read as decoding reads: position t sees every earlier token as stored, its own too, but for tokens that have raw copies. Calibrated on
-the shipped texts (novel and code), 4 windows of 1,024 tokens. A variant is one line of `VARIANTS`. KL is against the same model with raw keys and values.
+One forward pass a window, read as decoding reads: position t sees every earlier token as stored, its own too, but for
+tokens that have raw copies. Calibrated on the shipped texts (novel and code), 4 windows of 1,024 tokens. A variant is
+one line of `VARIANTS`. KL is against the same model with raw keys and values.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class Variant:
         grain: tokens that share a static mean, the mean of keys turned back to the first of them.
         first: whether position 0 has a mean of its own.
         moment: of queries, "pages" (as calibration windows see them), or "far" (turned over log-uniform distances).
-        sinks, newest: tokens with raw copies: the first ones, and the newest, own one included; `pages`: newest ones counted in whole pages instead.
+        sinks, newest: tokens with raw copies: the first ones, and the newest, own one included; `pages`: newest ones
+            counted in whole pages instead.
         search: "full" (7 candidates), "short" (5), or "none" (the first guess).
     """
 
@@ -88,17 +92,25 @@ def variants(kind: str, head_dim: int) -> list[Variant]:
         found += [Variant(f"{bits} bands {b}", bits, bands=b) for b in best[bits][1:]]
         one = Variant(f"{bits}", bits, bands=best[bits][0])
         found += [dataclasses.replace(one, name=f"{bits} sinks {s} newest {n}", sinks=s, newest=n) for s, n in COPIES]
-        found += [dataclasses.replace(one, name=f"{bits} no copies, no mean of position 0", first=False, sinks=0, newest=0)]
+        found += [
+            dataclasses.replace(one, name=f"{bits} no copies, no mean of position 0", first=False, sinks=0, newest=0)
+        ]
         found += [dataclasses.replace(one, name=f"{bits} search {s}", search=s) for s in ("short", "none")]
         found += [dataclasses.replace(one, name=f"{bits} no mean", mean="none")]
         found += [dataclasses.replace(one, name=f"{bits} mean of {g} tokens", grain=g) for g in GRAINS[1:]]
-        found += [dataclasses.replace(one, name=f"{bits} sinks 0 newest 128, no mean of position 0", first=False, sinks=0)]
+        found += [
+            dataclasses.replace(one, name=f"{bits} sinks 0 newest 128, no mean of position 0", first=False, sinks=0)
+        ]
     return found
 
 
 COPIES = ((0, 0), (4, 0), (0, 128), (1, 128), (64, 128), (4, 64), (4, 32), (4, 192))
 BANDS = {
-    64: {4: ("6 5 4 4", "6 5 4 3", "6 5 5 3", "8 5 4 2", "5 5 4 4"), 3: ("6 4 3 2", "6 4 3 1", "5 4 3 2", "6 4 4 1"), 2: ("5 3 2 1", "5 3 2 0", "6 3 2 0", "4 3 2 1", "5 3 1 1")},
+    64: {
+        4: ("6 5 4 4", "6 5 4 3", "6 5 5 3", "8 5 4 2", "5 5 4 4"),
+        3: ("6 4 3 2", "6 4 3 1", "5 4 3 2", "6 4 4 1"),
+        2: ("5 3 2 1", "5 3 2 0", "6 3 2 0", "4 3 2 1", "5 3 1 1"),
+    },
     128: {
         4: ("8 6 5 5 4 4 3 3", "6 6 6 5 5 4 3 3", "8 6 5 4 4 4 4 3", "6 6 5 5 4 4 3 3"),
         3: ("6 5 5 4 4 3 2 1", "8 6 4 4 3 2 2 1", "6 5 4 4 3 3 2 1", "8 5 4 4 3 3 2 1"),
@@ -109,7 +121,7 @@ BANDS = {
         3: ("8 6 5 5 5 4 4 4 3 3 3 3 2 2 1 0", "6 6 5 5 4 4 4 3 3 3 3 2 2 2 1 0", "6 6 5 5 5 4 4 4 3 3 3 3 2 2 2 0"),
         2: ("6 5 4 4 4 3 3 2 2 2 2 1 1 0 0 0", "6 5 4 4 3 3 2 2 2 2 1 1 1 0 0 0", "8 5 4 4 3 3 3 2 2 2 1 1 0 0 0 0"),
     },
-}  # fmt: skip
+}
 
 
 class Layer:
@@ -136,7 +148,9 @@ class Layer:
         at = torch.arange(tokens, device=k.device)
         starts = at[: tokens // PAGE * PAGE] // PAGE * PAGE
         for grain in GRAINS:
-            self.means[grain] += turn(k[:, PAGE : len(starts)], at[PAGE : len(starts)] // grain * grain, self.inv_freq, back=True).sum(1)
+            self.means[grain] += turn(
+                k[:, PAGE : len(starts)], at[PAGE : len(starts)] // grain * grain, self.inv_freq, back=True
+            ).sum(1)
         self.mean_tokens += len(starts) - PAGE
         self.first += k[:, 0]
         in_frame = turn(k[:, : len(starts)], starts // FRAME * FRAME, self.inv_freq, back=True)
@@ -149,7 +163,11 @@ class Layer:
         for frame in range(0, len(starts), FRAME):
             first = frame + PAGE
             pages = min(FRAME, len(starts) - frame) // PAGE
-            readers = turn(q[:, first:], torch.tensor([frame], device=k.device), self.inv_freq, back=True).unflatten(0, (heads, -1)).flatten(1, 2)
+            readers = (
+                turn(q[:, first:], torch.tensor([frame], device=k.device), self.inv_freq, back=True)
+                .unflatten(0, (heads, -1))
+                .flatten(1, 2)
+            )
             self.queries += pages * (readers.mT @ readers)
         plain = turn(q, at, self.inv_freq, back=True).unflatten(0, (heads, -1)).flatten(1, 2)
         self.plain_queries += plain.mT @ plain
@@ -165,7 +183,9 @@ class Layer:
         if "far" in self.moments:
             return self.moments["far"]
         most = min(self.window or LOOK, LOOK)
-        distances = torch.logspace(0, math.log2(most), 256, base=2, dtype=torch.float64, device=self.first.device).round()
+        distances = torch.logspace(
+            0, math.log2(most), 256, base=2, dtype=torch.float64, device=self.first.device
+        ).round()
         found = torch.zeros_like(self.plain_queries)
         for d in distances:
             once = turn(self.plain_queries, d.expand(1, 1), self.inv_freq)
@@ -212,7 +232,11 @@ class Layer:
         if v.mean == "own":
             whole = tokens // PAGE * PAGE
             mean = torch.cat(
-                [y[:, :whole].unflatten(1, (-1, PAGE)).mean(2).repeat_interleave(PAGE, 1), y[:, whole:].mean(1, keepdim=True).expand(-1, tokens - whole, -1)], 1
+                [
+                    y[:, :whole].unflatten(1, (-1, PAGE)).mean(2).repeat_interleave(PAGE, 1),
+                    y[:, whole:].mean(1, keepdim=True).expand(-1, tokens - whole, -1),
+                ],
+                1,
             )
             mean = mean.half().double()
         elif v.mean == "static":
@@ -256,12 +280,29 @@ class Simulator:
 
     def specs(self, v: Variant, d: int) -> tuple[QuantSpec, QuantSpec]:
         scheme = schemes.get(f"klt{v.bits}")
-        bands = tuple(int(b) for b in v.bands.split()) if v.bands else schemes.WIDE_BANDS.get((scheme.key.bands, d), scheme.key.widths(d))
+        bands = (
+            tuple(int(b) for b in v.bands.split())
+            if v.bands
+            else schemes.WIDE_BANDS.get((scheme.key.bands, d), scheme.key.widths(d))
+        )
         key = dataclasses.replace(scheme.key, bands=bands)
         assert key.widths(d) == bands, (v, d)
-        return key, scheme.value if v.values is None else dataclasses.replace(scheme.value, bands=(v.values,) * len(scheme.value.bands))
+        return key, (
+            scheme.value
+            if v.values is None
+            else dataclasses.replace(scheme.value, bands=(v.values,) * len(scheme.value.bands))
+        )
 
-    def attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float | None = None, **kwargs: Any) -> Any:
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
         layer, v = self.layers[module.layer_idx], self.variant
         q, k, val = query[0].float(), key[0].float(), value[0].float()
         groups, tokens, d = q.shape[0] // k.shape[0], k.shape[1], k.shape[2]
@@ -307,7 +348,9 @@ class Simulator:
         before = self.model.config._attn_implementation
         self.model.set_attn_implementation("study_local_klt")
         try:
-            return self.model.base_model(input_ids=ids[None].to(self.model.device), use_cache=False).last_hidden_state[0]
+            return self.model.base_model(input_ids=ids[None].to(self.model.device), use_cache=False).last_hidden_state[
+                0
+            ]
         finally:
             self.model.set_attn_implementation(before)
 
@@ -342,13 +385,21 @@ def main() -> None:
     began = time.perf_counter()
     for batch in windows_of(tokenizer, mixed([read_text("novel"), read_text("code")]), Sample(count, length)):
         for ids in batch:
-            forward_with_queries(model, ids[None], None, lambda i, q, k: sim.layers[i].add(q[0], k[0]), set(range(len(sim.layers))))
+            forward_with_queries(
+                model, ids[None], None, lambda i, q, k: sim.layers[i].add(q[0], k[0]), set(range(len(sim.layers)))
+            )
     print(f"calibrated in {time.perf_counter() - began:.1f} s", flush=True)
-    wanted = [v for v in variants(args.variants, sim.layers[0].geometry.head_dim) if not args.only or v.name.startswith(args.only)]
+    wanted = [
+        v
+        for v in variants(args.variants, sim.layers[0].geometry.head_dim)
+        if not args.only or v.name.startswith(args.only)
+    ]
     found: dict[str, list[torch.Tensor]] = {v.name: [] for v in wanted}
     agree: dict[str, list[torch.Tensor]] = {v.name: [] for v in wanted}
     shares = []
-    for ids in windows(tokenizer, read_text(args.text), count=args.skip + args.windows, length=args.length)[args.skip :]:
+    for ids in windows(tokenizer, read_text(args.text), count=args.skip + args.windows, length=args.length)[
+        args.skip :
+    ]:
         sim.share = torch.zeros(args.length, device=model.device)
         base = sim.states(ids, None)
         shares.append(sim.share.cpu())
@@ -364,21 +415,35 @@ def main() -> None:
     for v in wanted:
         all_kl = torch.stack(found[v.name])
         row = {
-            **dataclasses.asdict(v), "kl": all_kl.mean().item(), "worst_token": all_kl.max().item(), "above_1_nat": (all_kl > 1).float().mean().item(),
+            **dataclasses.asdict(v),
+            "kl": all_kl.mean().item(),
+            "worst_token": all_kl.max().item(),
+            "above_1_nat": (all_kl > 1).float().mean().item(),
             "top1_agreement": torch.stack(agree[v.name]).mean().item(),
             "kl_by_octave": {f"{a}-{b}": all_kl[:, a:b].mean().item() for a, b in itertools.pairwise(octaves)},
-        }  # fmt: skip
+        }
         rows.append(row)
         print(
             f"{v.name:40s} KL {row['kl']:.5f}  worst {row['worst_token']:.2f}  top-1 {row['top1_agreement']:.3f}  "
             + "  ".join(f"{k} {x:.4f}" for k, x in row["kl_by_octave"].items())
         )
-    print("share of attention on packed tokens: " + "  ".join(f"{a}-{b} {share[a:b].mean():.3f}" for a, b in itertools.pairwise(octaves)))
+    print(
+        "share of attention on packed tokens: "
+        + "  ".join(f"{a}-{b} {share[a:b].mean():.3f}" for a, b in itertools.pairwise(octaves))
+    )
     packed = {f"{a}-{b}": share[a:b].mean().item() for a, b in itertools.pairwise(octaves)}
     append(
-        rows, args.out, benchmark="study_local_klt", model=Path(args.model).name, text=Path(args.text).name, windows=args.windows, skip=args.skip, length=args.length,
-        prompts=args.prompts, packed_share=packed,
-    )  # fmt: skip
+        rows,
+        args.out,
+        benchmark="study_local_klt",
+        model=Path(args.model).name,
+        text=Path(args.text).name,
+        windows=args.windows,
+        skip=args.skip,
+        length=args.length,
+        prompts=args.prompts,
+        packed_share=packed,
+    )
 
 
 if __name__ == "__main__":

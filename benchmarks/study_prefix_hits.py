@@ -1,18 +1,22 @@
-"""How much of prompts a cache of so many tokens still holds: hit rate against capacity over a trace of block hashes, without a GPU.
+"""How much of prompts a cache of so many tokens still holds: hit rate against capacity over a trace of block hashes,
+without a GPU.
 
     python benchmarks/study_prefix_hits.py conversation_trace.jsonl [--gpu H200] [--out FILE]
     python benchmarks/study_prefix_hits.py chats --users 200 --turns 20
 
-A trace has one request a line: {"input_length": tokens, "hash_ids": [..]}, a number for each block of --block tokens that says what the block and all before it hold,
-as in the traces that Mooncake published (github.com/kvcache-ai/Mooncake, FAST25-release/traces). The word `chats` in place of a file makes users of long chats from a seed,
-as `bench_serve_vllm.py turns` does.
+A trace has one request a line: {"input_length": tokens, "hash_ids": [..]}, a number for each block of --block tokens
+that says what the block and all before it hold, as in the traces that Mooncake published
+(github.com/kvcache-ai/Mooncake, FAST25-release/traces). The word `chats` in place of a file makes users of long chats
+from a seed, as `bench_serve_vllm.py turns` does.
 
-A block is found where it and all before it are held. The least recently used block goes first, of a prompt its end, as in vLLM; since a block is used whenever one behind
-it is, what is held of a prompt is always its beginning, and one pass over the trace tells the hit rate of every capacity (stack distances). Answers are left out: the trace
-does not say which block of a later prompt was an answer; so is what requests under way take of the cache.
+A block is found where it and all before it are held. The least recently used block goes first, of a prompt its end, as
+in vLLM; since a block is used whenever one behind it is, what is held of a prompt is always its beginning, and one pass
+over the trace tells the hit rate of every capacity (stack distances). Answers are left out: the trace does not say
+which block of a later prompt was an answer; so is what requests under way take of the cache.
 
-Marked are the tokens that a GPU holds beside Llama-3.1-8B's weights through vLLM in each dtype (`kvbits.planner`), less the raw copies of --running requests, and those
-that several GPUs hold as one pool, or where each chat always goes to the same of them.
+Marked are the tokens that a GPU holds beside Llama-3.1-8B's weights through vLLM in each dtype (`kvbits.planner`), less
+the raw copies of --running requests, and those that several GPUs hold as one pool, or where each chat always goes to
+the same of them.
 """
 
 from __future__ import annotations
@@ -47,7 +51,9 @@ def trace(path: Path) -> Iterator[Prompt]:
             request = json.loads(line)
             yield int(request["input_length"]), list(request["hash_ids"])
         except (ValueError, KeyError, TypeError) as error:
-            raise SystemExit(f"{path}, line {number}: {error!r}; it must be a JSON object with input_length and hash_ids") from error
+            raise SystemExit(
+                f"{path}, line {number}: {error!r}; it must be a JSON object with input_length and hash_ids"
+            ) from error
 
 
 def chats(users: int, turns: int, block: int) -> Iterator[Prompt]:
@@ -83,7 +89,9 @@ class Recent:
         return found
 
     def place(self, block: int) -> int | None:
-        """1 for the one used last, and so on; None for one never used: the fewest blocks that a cache must hold to hold it."""
+        """1 for the one used last, and so on; None for one never used: the fewest blocks that a cache must hold to hold
+        it.
+        """
         at = self._last.get(block)
         return None if at is None else len(self._last) - self._before(at) + 1
 
@@ -96,14 +104,17 @@ class Recent:
 
 
 def needed(prompts: Iterable[Prompt], block: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """(the fewest blocks that a cache must hold for each block of each prompt to be found, most of any int64 where none would do; tokens of each; requests)."""
+    """(the fewest blocks that a cache must hold for each block of each prompt to be found, most of any int64 where none
+    would do; tokens of each; requests).
+    """
     listed = list(prompts)
     recent = Recent(sum(len(blocks) for _, blocks in listed))
     places: list[int] = []
     tokens: list[int] = []
     for length, blocks in listed:
         found = [recent.place(b) for b in blocks]
-        places += itertools.accumulate((np.iinfo(np.int64).max if p is None else p for p in found), max)  # a block counts where those before it do
+        # a block counts where those before it do
+        places += itertools.accumulate((np.iinfo(np.int64).max if p is None else p for p in found), max)
         tokens += [min(block, length - i * block) for i in range(len(blocks))]
         for b in reversed(blocks):
             recent.use(b)
@@ -118,7 +129,9 @@ def capacities(gpu: str, running: int) -> dict[str, int]:
     """Tokens that vLLM's cache holds on one GPU, by dtype."""
     cards = planner.Cards(memory_bytes=gpu_memory(gpu).nbytes, weights_bytes=WEIGHTS)
     found = {}
-    for r in planner.plan(LAYERS, planner.served(DTYPES), engine="vllm", context=PAGE_SIZE, batch=running, cards=cards).rows:
+    for r in planner.plan(
+        LAYERS, planner.served(DTYPES), engine="vllm", context=PAGE_SIZE, batch=running, cards=cards
+    ).rows:
         copies = r.total_bytes - running * PAGE_SIZE * r.bytes_per_token
         found[r.scheme] = int((cards.cache_bytes - copies) / r.bytes_per_token)
     return found
@@ -130,7 +143,9 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=512, help="tokens of a block of the trace")
     parser.add_argument("--gpu", default="H200", help="as `kvbits plan --gpu-memory` takes it")
     parser.add_argument("--gpus", type=int, nargs="*", default=[1, 4], help="how many")
-    parser.add_argument("--running", type=int, default=128, help="requests at once (max_num_seqs), which raw copies are kept of")
+    parser.add_argument(
+        "--running", type=int, default=128, help="requests at once (max_num_seqs), which raw copies are kept of"
+    )
     parser.add_argument("--users", type=int, default=200, help="chats")
     parser.add_argument("--turns", type=int, default=20, help="chats: of each user, about")
     args = parser.parse_args()
@@ -145,15 +160,40 @@ def main() -> None:
         capacity = gpus * one
         hits = hit_rate(places, tokens, capacity / args.block)
         again = (1 - hits) / (1 - best)
-        rows.append({"gpus": gpus, "kv_cache_dtype": dtype, "capacity_tokens": capacity, "hit_rate": round(hits, 4), "computed": round(again, 3)})
-        print(f"{gpus} x {args.gpu}, {dtype:22} {capacity:>11,} tokens: {hits:5.1%} of prompts found, {again:.2f} times what must be computed", flush=True)
+        rows.append(
+            {
+                "gpus": gpus,
+                "kv_cache_dtype": dtype,
+                "capacity_tokens": capacity,
+                "hit_rate": round(hits, 4),
+                "computed": round(again, 3),
+            }
+        )
+        print(
+            f"{gpus} x {args.gpu}, {dtype:22} {capacity:>11,} tokens: {hits:5.1%} of prompts found, {again:.2f} times"
+            " what must be computed",
+            flush=True,
+        )
     doublings = range(max(0, math.ceil(math.log2(unlimited.max() * args.block / SMALLEST))) + 1)
-    curve = [{"capacity_tokens": SMALLEST << n, "hit_rate": round(hit_rate(places, tokens, (SMALLEST << n) / args.block), 4)} for n in doublings]
+    curve = [
+        {"capacity_tokens": SMALLEST << n, "hit_rate": round(hit_rate(places, tokens, (SMALLEST << n) / args.block), 4)}
+        for n in doublings
+    ]
     append(
-        rows, args.out, sections={"curve": curve}, benchmark="study_prefix_hits", trace=Path(args.trace).name, block=args.block, requests=requests,
-        prompt_tokens=int(tokens.sum()), hit_rate_unlimited=round(best, 4), tokens_unlimited=int(unlimited.max()) * args.block, running=args.running, on=args.gpu,
+        rows,
+        args.out,
+        sections={"curve": curve},
+        benchmark="study_prefix_hits",
+        trace=Path(args.trace).name,
+        block=args.block,
+        requests=requests,
+        prompt_tokens=int(tokens.sum()),
+        hit_rate_unlimited=round(best, 4),
+        tokens_unlimited=int(unlimited.max()) * args.block,
+        running=args.running,
+        on=args.gpu,
         model="llama-3.1-8b",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

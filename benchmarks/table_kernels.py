@@ -1,4 +1,5 @@
-"""Registers, words kept in local memory and shared memory of decode attention in each core preset, by compute capability. Needs NVRTC, no GPU.
+"""Registers, words kept in local memory and shared memory of decode attention in each core preset, by compute
+capability. Needs NVRTC, no GPU.
 
 python benchmarks/table_kernels.py [--archs 80,86,89,90,120] [PRESET ..]
 """
@@ -29,5 +30,8 @@ for name in args.presets:
         *_, kernel = (s for s in every if s.macros.get("BLOCK_TABLES"))  # of one token behind packed pages and raw ones
         (binary,) = ahead.compiled([kernel], capability)
         found = binary.resources("attend")
-        cells.append(f"{found.registers}, {found.spill_bytes}, {int(kernel.macros['SHARED_BYTES']) / 1024:.0f}, {kernel.macros['WARPS']}")
+        cells.append(
+            f"{found.registers}, {found.spill_bytes}, {int(kernel.macros['SHARED_BYTES']) / 1024:.0f},"
+            f" {kernel.macros['WARPS']}"
+        )
     print(f"| `{name}` | {' | '.join(cells)} |", flush=True)

@@ -1,10 +1,11 @@
-"""The results of bench_serve_vllm.py as Markdown: every number beside its ratio to bf16 of the same geometry and shape, at the largest batch of each, or at the
-highest rate that each held.
+"""The results of bench_serve_vllm.py as Markdown: every number beside its ratio to bf16 of the same geometry and shape,
+at the largest batch of each, or at the highest rate that each held.
 
     python benchmarks/table_serve_vllm.py [FILE]
 
-The last table has the columns of an article on 8 and 4 bits (A100 of 80 GB, Llama-70B, 4,096 tokens, continuous batching), its figures beside those of the highest
-rates here. Of steps under a profiler there is a table for each shape: microseconds by group of kernels, overlap counted once, above what they take without it.
+The last table has the columns of an article on 8 and 4 bits (A100 of 80 GB, Llama-70B, 4,096 tokens, continuous
+batching), its figures beside those of the highest rates here. Of steps under a profiler there is a table for each
+shape: microseconds by group of kernels, overlap counted once, above what they take without it.
 
 Of a file of accuracy_serve_vllm.py: KL and change of perplexity, a column for each model and phase.
 """
@@ -21,15 +22,43 @@ from tables_gpu import RESULTS, beside_article, profiles
 from kvbits import runs
 
 ACCURACY = ("model", "model_dtype", "kv_cache_dtype", "phase", "context", "scored", "windows", "chunk", "text")
-SPEED = ("mode", "geometry", "gpus", "kv_cache_dtype", "batch", "context", "compiled", "largest", "highest", "load", "options")
+SPEED = (
+    "mode",
+    "geometry",
+    "gpus",
+    "kv_cache_dtype",
+    "batch",
+    "context",
+    "compiled",
+    "largest",
+    "highest",
+    "load",
+    "options",
+)
 """What a row is of; the newest run's counts."""
 FIRST, EACH = ("ttft_ms", "first token, ms"), ("tpot_ms", "per token, ms")
 COLUMNS = {
     "decode": (("step_ms", "step, ms"), ("tokens_per_s", "tokens/s"), ("capacity_tokens", "capacity, tokens")),
     "prefill": (("ttft_ms", "time to first token, ms"),),
-    "goodput": (("rate_per_s", "requests/s"), FIRST, ("ttft_p99_ms", "P99"), EACH, ("tpot_p99_ms", "P99"), ("tokens_per_s", "tokens/s"), ("most_at_once", "at once")),
-    "turns": (("hit_rate", "hits"), FIRST, ("ttft_p99_ms", "P99"), EACH, ("tokens_per_s", "tokens/s"), ("turns", "turns"), ("capacity_tokens", "capacity, tokens")),
-}  # fmt: skip
+    "goodput": (
+        ("rate_per_s", "requests/s"),
+        FIRST,
+        ("ttft_p99_ms", "P99"),
+        EACH,
+        ("tpot_p99_ms", "P99"),
+        ("tokens_per_s", "tokens/s"),
+        ("most_at_once", "at once"),
+    ),
+    "turns": (
+        ("hit_rate", "hits"),
+        FIRST,
+        ("ttft_p99_ms", "P99"),
+        EACH,
+        ("tokens_per_s", "tokens/s"),
+        ("turns", "turns"),
+        ("capacity_tokens", "capacity, tokens"),
+    ),
+}
 SHAPES = {"decode": "batch x context", "prefill": "prompt", "goodput": "requests/s sent", "turns": "users"}
 
 
@@ -45,31 +74,49 @@ def shape(r: dict[str, Any]) -> str:
 def table(rows: list[dict[str, Any]], mode: str) -> list[str]:
     """Lines of one mode's table."""
     mine = [r for r in rows if r["mode"] == mode and not r["options"]]
-    lines = [f"| geometry, GPUs | dtype | {SHAPES[mode]} | " + " | ".join(title for _, title in COLUMNS[mode]) + " |", "|---" * (3 + len(COLUMNS[mode])) + "|"]
+    lines = [
+        f"| geometry, GPUs | dtype | {SHAPES[mode]} | " + " | ".join(title for _, title in COLUMNS[mode]) + " |",
+        "|---" * (3 + len(COLUMNS[mode])) + "|",
+    ]
     for r in mine:
-        alike = [b for b in mine if b["kv_cache_dtype"] == "bf16" and all(b.get(k) == r.get(k) for k in ("geometry", "gpus", "context", "compiled", "load"))]
+        alike = [
+            b
+            for b in mine
+            if b["kv_cache_dtype"] == "bf16"
+            and all(b.get(k) == r.get(k) for k in ("geometry", "gpus", "context", "compiled", "load"))
+        ]
         best = next((k for k in ("largest", "highest") if r.get(k)), None)
-        base = next((b for b in alike if (b.get(best) if best else b["batch"] == r["batch"] and not b.get("highest"))), None)
+        base = next(
+            (b for b in alike if (b.get(best) if best else b["batch"] == r["batch"] and not b.get("highest"))), None
+        )
         cells = []
         for name, _ in COLUMNS[mode]:
             ratio = f" ({r[name] / base[name]:.2f}x)" if base and base is not r and r[name] and base[name] else ""
             cells.append(f"{r[name]:,}{ratio}" if r[name] is not None else "")
         how = ", compiled" if r["compiled"] else ""
-        lines.append(f"| {r['geometry']}, {r['gpus']}{how} | {r['kv_cache_dtype']} | {shape(r)} | " + " | ".join(cells) + " |")
+        lines.append(
+            f"| {r['geometry']}, {r['gpus']}{how} | {r['kv_cache_dtype']} | {shape(r)} | " + " | ".join(cells) + " |"
+        )
     return lines
 
 
 def accuracy(rows: list[dict[str, Any]]) -> list[str]:
-    """Lines of one table; the base compared with itself is noise of computing in another order, and its decode alone says something."""
+    """Lines of one table; the base compared with itself is noise of computing in another order, and its decode alone
+    says something.
+    """
     found: dict[str, dict[str, str]] = {}
     for r in rows:
         cell = (
-            f"{r['kl']:.4f}, {r['perplexity_change']:+.2%}" if (r["kv_cache_dtype"], r["phase"]) != ("auto", "prefill") else f"perplexity {r['perplexity']:.2f}"
+            f"{r['kl']:.4f}, {r['perplexity_change']:+.2%}"
+            if (r["kv_cache_dtype"], r["phase"]) != ("auto", "prefill")
+            else f"perplexity {r['perplexity']:.2f}"
         )
         found.setdefault(f"`{r['kv_cache_dtype']}`", {})[f"{r['model']}, {r['phase']}"] = cell
     columns = list(dict.fromkeys(name for cells in found.values() for name in cells))
     lines = ["| KL, perplexity | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
-    return lines + [f"| {dtype} | " + " | ".join(cells.get(name, "") for name in columns) + " |" for dtype, cells in found.items()]
+    return lines + [
+        f"| {dtype} | " + " | ".join(cells.get(name, "") for name in columns) + " |" for dtype, cells in found.items()
+    ]
 
 
 def main() -> None:
@@ -81,11 +128,18 @@ def main() -> None:
     tables = (
         [accuracy(rows)]
         if accurate
-        else [*(table(rows, mode) for mode in COLUMNS if any(r["mode"] == mode for r in rows)), *profiles(rows), *filter(None, [beside_article(rows)])]
+        else [
+            *(table(rows, mode) for mode in COLUMNS if any(r["mode"] == mode for r in rows)),
+            *profiles(rows),
+            *filter(None, [beside_article(rows)]),
+        ]
     )
     for lines in tables:
         print("\n".join([*lines, ""]))
-    print(f"{runs.dated(data['runs'][r['run']] for r in rows)}; ratios are of rows of one run or sitting only where these agree")
+    print(
+        f"{runs.dated(data['runs'][r['run']] for r in rows)}; ratios are of rows of one run or sitting only where these"
+        " agree"
+    )
 
 
 if __name__ == "__main__":

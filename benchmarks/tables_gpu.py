@@ -1,6 +1,8 @@
-"""The tables of the documents that hold figures of a GPU, from benchmarks/results: each between two comments, `<!-- gpu:NAME -->` and `<!-- /gpu:NAME -->`. `python docs/make_tables.py` writes them.
+"""The tables of the documents that hold figures of a GPU, from benchmarks/results: each between two comments, `<!--
+gpu:NAME -->` and `<!-- /gpu:NAME -->`. `python docs/make_tables.py` writes them.
 
-Figures that are compared with each other are of one session on one machine, the newest that has them; every table says when and with which commit it was measured.
+Figures that are compared with each other are of one session on one machine, the newest that has them; every table says
+when and with which commit it was measured.
 """
 
 from __future__ import annotations
@@ -21,15 +23,24 @@ from kvbits.report.markdown import table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
-DOCUMENTS = ("docs/results/benchmarks.md", "docs/results/evaluation.md", "docs/internals/serving.md", "docs/internals/store.md", "docs/internals/tiers.md")
+DOCUMENTS = (
+    "docs/results/benchmarks.md",
+    "docs/results/evaluation.md",
+    "docs/internals/serving.md",
+    "docs/internals/store.md",
+    "docs/internals/tiers.md",
+)
 PRESETS = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
 OTHERS = ("int8", "fp8", "int8k_int4v", "kivi2", "nuq4-1%")
 KERNELS = {"cudnn": "cuDNN", "fa3": "FlashAttention-3", "flashinfer": "FlashInfer"}
 CACHES = {
-    ("stock_flash", "eager"): "stock", ("int8_centered", "eager"): "`int8_centered`, eager", ("fa3", "graph"): "16 bits, graph",
-    **{(p, "graph"): f"`{p}`, graph" for p in PRESETS}, ("fa3", "compiled_graph"): "16 bits, compiled and captured",
+    ("stock_flash", "eager"): "stock",
+    ("int8_centered", "eager"): "`int8_centered`, eager",
+    ("fa3", "graph"): "16 bits, graph",
+    **{(p, "graph"): f"`{p}`, graph" for p in PRESETS},
+    ("fa3", "compiled_graph"): "16 bits, compiled and captured",
     ("int8_centered", "compiled_graph"): "`int8_centered`, compiled and captured",
-}  # fmt: skip
+}
 """Rows of bench_generate_gpu.py, in the order of the documents."""
 SERVED = ("bf16", "fp8", "kvbits_int8_centered", "kvbits_klt4", "kvbits_klt3", "kvbits_klt2")
 """Columns of what bench_serve_vllm.py and study_prefix_hits.py measured."""
@@ -39,8 +50,9 @@ ARTICLE = {
     "INT8": ("kvbits_int8_centered", 64, 5721, 102),
     "INT4": ("kvbits_klt4", 96, 6892, 95),
 }
-"""Of an article on caches of 8 and 4 bits (A100 of 80 GB, Llama-70B, 4,096 tokens, continuous batching), by its names: the dtype here; largest batch, tokens/s, P99 of
-the latency in ms."""
+"""Of an article on caches of 8 and 4 bits (A100 of 80 GB, Llama-70B, 4,096 tokens, continuous batching), by its names:
+the dtype here; largest batch, tokens/s, P99 of the latency in ms.
+"""
 Row = dict[str, Any]
 
 
@@ -61,12 +73,16 @@ def short(shape: str) -> str:
 
 
 def decode() -> str:
-    """Whole caches: speed of each preset over the fastest 16-bit kernel, and that kernel's time; presets that README does not name where they are of the newest commit."""
+    """Whole caches: speed of each preset over the fastest 16-bit kernel, and that kernel's time; presets that README
+    does not name where they are of the newest commit.
+    """
     data: Row = {"runs": {}, "rows": [], "peers": []}
     for path in sorted(RESULTS.glob("attend_decode*.json")):
         one = run_files.read(path)
         data = {key: (data[key] | one[key]) if key == "runs" else data[key] + one.get(key, []) for key in data}
-    newest = run_files.latest({"runs": data["runs"], "rows": [r for r in data["rows"] if "speedup_real_cache" in r]}, ("scheme", "shape"))
+    newest = run_files.latest(
+        {"runs": data["runs"], "rows": [r for r in data["rows"] if "speedup_real_cache" in r]}, ("scheme", "shape")
+    )
     rows = {key: r for key, r in newest.items() if key[0] in (*PRESETS, *OTHERS)}
     shapes = list(dict.fromkeys(shape for name, shape in rows if name == "raw"))
     newest_run = max((rows["raw", s]["run"] for s in shapes), key=lambda r: data["runs"][r]["utc"])
@@ -76,7 +92,12 @@ def decode() -> str:
     lines = []
     for kernel, words in KERNELS.items():
         if any(name == kernel for name, _ in times):
-            lines.append([f"{words}, us", *(f"{times[kernel, s]['time_us']:.0f}" if (kernel, s) in times else "" for s in shapes)])
+            lines.append(
+                [
+                    f"{words}, us",
+                    *(f"{times[kernel, s]['time_us']:.0f}" if (kernel, s) in times else "" for s in shapes),
+                ]
+            )
     for name in [n for n in (*PRESETS, *OTHERS) if any(key[0] == n for key in rows)]:
         cells = []
         for s in shapes:
@@ -100,13 +121,28 @@ def generate() -> str:
     for key, words in CACHES.items():
         if any(key in rows for rows in found.values()):
             cells = [rows.get(key) for rows in found.values()]
-            lines.append([words, *(f"{r['ms_per_token']:.2f} ({r['median_ms']:.2f}, {r['slowest_ms']:.2f})" if r else "" for r in cells)])
+            lines.append(
+                [
+                    words,
+                    *(
+                        f"{r['ms_per_token']:.2f} ({r['median_ms']:.2f}, {r['slowest_ms']:.2f})" if r else ""
+                        for r in cells
+                    ),
+                ]
+            )
     for title, field, form in (
         ("prompt, tokens/s", "prefill_tokens_per_s", lambda r: f"{r['prefill_tokens_per_s']:,.0f}"),
-        ("peak memory decoding, beside the weights, GiB", "bytes_before", lambda r: f"{(r['peak_bytes'] - r['bytes_before']) / 2**30:.1f}"),
+        (
+            "peak memory decoding, beside the weights, GiB",
+            "bytes_before",
+            lambda r: f"{(r['peak_bytes'] - r['bytes_before']) / 2**30:.1f}",
+        ),
     ):
         for name, words in (("stock_flash", "stock"), ("int8_centered", "`int8_centered`"), ("klt2", "`klt2`")):
-            texts = [next((form(r) for (n, _), r in rows.items() if n == name and r.get(field)), "") for rows in found.values()]
+            texts = [
+                next((form(r) for (n, _), r in rows.items() if n == name and r.get(field)), "")
+                for rows in found.values()
+            ]
             if any(texts):
                 lines.append([f"{title}: {words}", *texts])
     used = [r for rows in found.values() for key, r in rows.items() if key in CACHES]
@@ -117,16 +153,27 @@ def prompts() -> str:
     """Prompts alone: the second and third of a process, and its first; then generate() as users call it."""
     data = read("generate.json")
     lines, used = [], []
-    for at in dict.fromkeys((r["batch"], r["context"], r.get("chunk")) for r in data["rows"] if r["through"] == "prefill" and r.get("chunk")):
-        alike = [r for r in data["rows"] if r["through"] == "prefill" and (r["batch"], r["context"], r.get("chunk")) == at]
+    for at in dict.fromkeys(
+        (r["batch"], r["context"], r.get("chunk")) for r in data["rows"] if r["through"] == "prefill" and r.get("chunk")
+    ):
+        alike = [
+            r for r in data["rows"] if r["through"] == "prefill" and (r["batch"], r["context"], r.get("chunk")) == at
+        ]
         rows = sitting(data, alike, lambda some: len({r["scheme"] for r in some}) > 1)
         used += rows
         where = f"{at[0]} x {at[1]:,}{f' in chunks of {at[2]:,}' if at[2] else ''}"
-        lines += [[where, f"`{r['scheme']}`", f"{r['prefill_tokens_per_s']:,.0f}", f"{r['first_prefill_tokens_per_s']:,.0f}"] for r in rows]
+        lines += [
+            [where, f"`{r['scheme']}`", f"{r['prefill_tokens_per_s']:,.0f}", f"{r['first_prefill_tokens_per_s']:,.0f}"]
+            for r in rows
+        ]
     turns = sitting(
-        data, [r for r in data["rows"] if r["through"] == "generate" and r["scheme"] != "static"], lambda some: len({r["scheme"] for r in some}) > 1
+        data,
+        [r for r in data["rows"] if r["through"] == "generate" and r["scheme"] != "static"],
+        lambda some: len({r["scheme"] for r in some}) > 1,
     )
-    said = ", ".join(f"`{r['scheme']}` {'in a graph' if r['mode'] == 'graph' else 'eager'} {r['ms_per_token']:.2f}" for r in turns)
+    said = ", ".join(
+        f"`{r['scheme']}` {'in a graph' if r['mode'] == 'graph' else 'eager'} {r['ms_per_token']:.2f}" for r in turns
+    )
     head = table(["sequences x tokens", "cache", "tokens/s", "the first of its process"], lines)
     return (
         f"{head}\n\n`generate()` from a prompt of 2,048 tokens, one sequence, milliseconds a token: {said}.\n\n"
@@ -143,9 +190,18 @@ def serving_sglang() -> str:
 
 
 def served(path: Path, command: str) -> str:
-    """Through an engine: steps, largest batches, capacity, first tokens; ratios to bf16 of the session that a row is of, the newest that has both."""
+    """Through an engine: steps, largest batches, capacity, first tokens; ratios to bf16 of the session that a row is
+    of, the newest that has both.
+    """
     data = run_files.read(path)
-    plain = [r for r in data["rows"] if not r["options"] and r["gpus"] == 1 and r["geometry"] == "llama-3.1-8b" and r["mode"] in ("decode", "prefill")]
+    plain = [
+        r
+        for r in data["rows"]
+        if not r["options"]
+        and r["gpus"] == 1
+        and r["geometry"] == "llama-3.1-8b"
+        and r["mode"] in ("decode", "prefill")
+    ]
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for r in plain:
         shape = ("largest",) if r.get("largest") else (r["batch"], r["context"])
@@ -154,7 +210,10 @@ def served(path: Path, command: str) -> str:
     for key, rows in groups.items():
         for d in {r["kv_cache_dtype"] for r in rows} - {"bf16"}:
             pair = {"bf16", d}
-            by_dtype = {r["kv_cache_dtype"]: r for r in sitting(data, rows, lambda some: pair <= {r["kv_cache_dtype"] for r in some})}  # noqa: B023
+            by_dtype = {
+                r["kv_cache_dtype"]: r
+                for r in sitting(data, rows, lambda some: pair <= {r["kv_cache_dtype"] for r in some})  # noqa: B023
+            }
             if by_dtype:
                 found.setdefault(key, {})[d] = by_dtype[d] | {"base": by_dtype["bf16"]}
         if key in found:
@@ -162,35 +221,61 @@ def served(path: Path, command: str) -> str:
             newest = max(bases, key=lambda r: data["runs"][r["run"]]["utc"])
             found[key]["bf16"] = newest | {"base": newest}
     dtypes = [d for d in (*SERVED[:3], "kvbits_int4", *SERVED[3:]) if any(d in rows for rows in found.values())]
-    order = sorted(found, key=lambda key: (key[0] != "decode", key[1], key[2] == "largest", [-n if isinstance(n, int) else 0 for n in key[2:]]))
+    order = sorted(
+        found,
+        key=lambda key: (
+            key[0] != "decode",
+            key[1],
+            key[2] == "largest",
+            [-n if isinstance(n, int) else 0 for n in key[2:]],
+        ),
+    )
     lines = []
     for key in order:
         mode, compiled, *at = key
-        by_dtype, field = found[key], "ttft_ms" if mode == "prefill" else "tokens_per_s" if at == ["largest"] else "step_ms"
+        by_dtype, field = (
+            found[key],
+            ("ttft_ms" if mode == "prefill" else "tokens_per_s" if at == ["largest"] else "step_ms"),
+        )
         title = (
-            "largest batch of 8,192 each, tokens/s" if at == ["largest"] else f"first token of a prompt of {at[1]:,}, ms" if mode == "prefill"
-            else f"{at[0]} x {at[1]:,}, a step in ms{', torch.compile' if compiled else ''}"
-        )  # fmt: skip
+            "largest batch of 8,192 each, tokens/s"
+            if at == ["largest"]
+            else (
+                f"first token of a prompt of {at[1]:,}, ms"
+                if mode == "prefill"
+                else f"{at[0]} x {at[1]:,}, a step in ms{', torch.compile' if compiled else ''}"
+            )
+        )
         cells = []
         for d in dtypes:
             r = by_dtype.get(d)
             share = f" ({r[field] / r['base'][field]:.2f}x)" if r and d != "bf16" else ""
             prefix = f"{r['batch']}: " if r and at == ["largest"] else ""
-            cells.append(f"{prefix}{r[field]:,.0f}{share}" if r and r[field] >= 100 else f"{r[field]:.2f}{share}" if r else "")
+            cells.append(
+                f"{prefix}{r[field]:,.0f}{share}" if r and r[field] >= 100 else f"{r[field]:.2f}{share}" if r else ""
+            )
         lines.append([title, *cells])
         if at == ["largest"]:
             held = [by_dtype.get(d) for d in dtypes]
             lines.append(
                 ["capacity, tokens"]
                 + [
-                    "" if r is None else f"{n:,}" if r["kv_cache_dtype"] == "bf16" else f"{n / r['base']['capacity_tokens']:.2f}x"
+                    (
+                        ""
+                        if r is None
+                        else f"{n:,}"
+                        if r["kv_cache_dtype"] == "bf16"
+                        else f"{n / r['base']['capacity_tokens']:.2f}x"
+                    )
                     for r in held
                     for n in [r and r["capacity_tokens"]]
                 ]
             )
     stock = found.get(("decode", False, 48, 8192), {})
     more = [
-        f"`{d}` {r['step_ms']:.1f} ms ({r['step_ms'] / r['base']['step_ms']:.2f}x)" for d, r in stock.items() if d not in dtypes and not d.startswith("kvbits")
+        f"`{d}` {r['step_ms']:.1f} ms ({r['step_ms'] / r['base']['step_ms']:.2f}x)"
+        for d, r in stock.items()
+        if d not in dtypes and not d.startswith("kvbits")
     ]
     said = f"\n\nvLLM's other dtypes of few bits at 48 x 8,192: {', '.join(more)}." if more else ""
     used = [r for key in order for r in found[key].values()]
@@ -198,7 +283,9 @@ def served(path: Path, command: str) -> str:
 
 
 def loaded(mode: str) -> tuple[Row, list[Row]]:
-    """Rows of one load on one machine: of the newest sitting that sent it to bf16 and to another dtype; none if none did."""
+    """Rows of one load on one machine: of the newest sitting that sent it to bf16 and to another dtype; none if none
+    did.
+    """
     found: tuple[str, Row, list[Row]] = "", {}, []
     for path in sorted(RESULTS.parent.glob("nvidia-*/serve_vllm.json")):
         data = run_files.read(path)
@@ -215,7 +302,9 @@ def loaded(mode: str) -> tuple[Row, list[Row]]:
 
 def columns(rows: list[Row]) -> list[str]:
     """Their dtypes, in the order of the documents."""
-    return sorted({r["kv_cache_dtype"] for r in rows}, key=lambda d: (SERVED.index(d) if d in SERVED else len(SERVED), d))
+    return sorted(
+        {r["kv_cache_dtype"] for r in rows}, key=lambda d: (SERVED.index(d) if d in SERVED else len(SERVED), d)
+    )
 
 
 def of_machine(data: Row, rows: list[Row]) -> str:
@@ -225,34 +314,56 @@ def of_machine(data: Row, rows: list[Row]) -> str:
 
 
 def goodput() -> str:
-    """Rates of requests within limits: the 99th percentiles by rate, the highest rate that held, and an article's table beside it."""
+    """Rates of requests within limits: the 99th percentiles by rate, the highest rate that held, and an article's table
+    beside it.
+    """
     data, rows = loaded("goodput")
     if not rows:
         return "Not measured."
     dtypes, load = columns(rows), rows[0]["load"]
     tried = {(r["rate_per_s"], r["kv_cache_dtype"]): r for r in rows if not r.get("highest")}
     cell = lambda r: f"{r['ttft_p99_ms']:,.0f} / {r['tpot_p99_ms'] or 0:.1f}{'' if r['held'] else ' past'}"  # noqa: E731
-    lines = [[f"{rate:g}", *(cell(tried[rate, d]) if (rate, d) in tried else "" for d in dtypes)] for rate in sorted({rate for rate, _ in tried})]
+    lines = [
+        [f"{rate:g}", *(cell(tried[rate, d]) if (rate, d) in tried else "" for d in dtypes)]
+        for rate in sorted({rate for rate, _ in tried})
+    ]
     head = table(["requests/s sent: P99 of the first token / per token, ms", *(f"`{d}`" for d in dtypes)], lines)
     said = (
-        f"{of_machine(data, rows)}; prompts of {load['prompts'][0]:,} to {load['prompts'][1]:,} tokens, answers of {load['answers'][0]:,} to {load['answers'][1]:,}; "
-        f"limits {load['ttft_limit_ms']:g} and {load['tpot_limit_ms']:g} ms."
+        f"{of_machine(data, rows)}; prompts of {load['prompts'][0]:,} to {load['prompts'][1]:,} tokens, answers of"
+        f" {load['answers'][0]:,} to {load['answers'][1]:,}; limits {load['ttft_limit_ms']:g} and"
+        f" {load['tpot_limit_ms']:g} ms."
     )
-    return "\n\n".join([head, said, *filter(None, ["\n".join(beside_article(rows))]), measured(data, rows, "python benchmarks/bench_serve_vllm.py goodput")])
+    return "\n\n".join(
+        [
+            head,
+            said,
+            *filter(None, ["\n".join(beside_article(rows))]),
+            measured(data, rows, "python benchmarks/bench_serve_vllm.py goodput"),
+        ]
+    )
 
 
 def beside_article(rows: list[Row]) -> list[str]:
-    """Lines of the article's table beside the highest rates that held, each with its ratio to 16 bits; none without such rows of bf16 and another dtype."""
+    """Lines of the article's table beside the highest rates that held, each with its ratio to 16 bits; none without
+    such rows of bf16 and another dtype.
+    """
     highest = {r["kv_cache_dtype"]: r for r in rows if r["mode"] == "goodput" and r.get("highest") and not r["options"]}
     if "bf16" not in highest or len(highest) < 2:
         return []
-    names = {"batch": "most_at_once", "tokens/s": "tokens_per_s", "P99 per token, ms": "tpot_p99_ms", "requests/s held": "rate_per_s"}
+    names = {
+        "batch": "most_at_once",
+        "tokens/s": "tokens_per_s",
+        "P99 per token, ms": "tpot_p99_ms",
+        "requests/s held": "rate_per_s",
+    }
     base, (_, *theirs) = highest["bf16"], ARTICLE["FP16"]
     known = {dtype: (name, numbers) for name, (dtype, *numbers) in ARTICLE.items()}
     lines = []
     for dtype in columns(list(highest.values())):
         name, numbers = known.get(dtype, ("", []))
-        left = [f"{x:,} ({x / of:.2f}x)" for x, of in zip(numbers, theirs, strict=True)] if numbers else [""] * len(theirs)
+        left = (
+            [f"{x:,} ({x / of:.2f}x)" for x, of in zip(numbers, theirs, strict=True)] if numbers else [""] * len(theirs)
+        )
         right = [f"{highest[dtype][k]:,} ({highest[dtype][k] / base[k]:.2f}x)" for k in names.values()]
         lines.append([name, *left, f"`{dtype}`", *right])
     return table(["article", "batch", "tokens/s", "P99, ms", "here", *names], lines).splitlines()
@@ -266,10 +377,20 @@ def turns() -> str:
     dtypes, load = columns(rows), rows[0]["load"]
     by = {(r["users"], r["kv_cache_dtype"]): r for r in rows}
     cell = lambda r: f"{r['hit_rate']:.0%}; {r['ttft_ms']:,.0f} / {r['ttft_p99_ms']:,.0f}; {r['tokens_per_s']:,.0f}"  # noqa: E731
-    lines = [["capacity, tokens", *(f"{next(r for r in rows if r['kv_cache_dtype'] == d)['capacity_tokens']:,}" for d in dtypes)]]
-    lines += [[f"{n} users", *(cell(by[n, d]) if (n, d) in by else "" for d in dtypes)] for n in sorted({n for n, _ in by})]
+    lines = [
+        [
+            "capacity, tokens",
+            *(f"{next(r for r in rows if r['kv_cache_dtype'] == d)['capacity_tokens']:,}" for d in dtypes),
+        ]
+    ]
+    lines += [
+        [f"{n} users", *(cell(by[n, d]) if (n, d) in by else "" for d in dtypes)] for n in sorted({n for n, _ in by})
+    ]
     head = table(["share of prompts found; first token P50 / P99, ms; tokens/s", *(f"`{d}`" for d in dtypes)], lines)
-    said = f"{of_machine(data, rows)}; chats of {load['history'][0]:,} to {load['history'][1]:,} tokens, {load['think_s']:g} s of thought between turns."
+    said = (
+        f"{of_machine(data, rows)}; chats of {load['history'][0]:,} to {load['history'][1]:,} tokens,"
+        f" {load['think_s']:g} s of thought between turns."
+    )
     return f"{head}\n\n{said}\n\n{measured(data, rows, 'python benchmarks/bench_serve_vllm.py turns')}"
 
 
@@ -282,11 +403,16 @@ def profile() -> str:
 
 
 def profiles(rows: list[Row]) -> list[list[str]]:
-    """Lines of a table for each shape that steps were profiled at; the last has what they take without a profiler, with its ratio to 16 bits."""
+    """Lines of a table for each shape that steps were profiled at; the last has what they take without a profiler, with
+    its ratio to 16 bits.
+    """
     shapes: dict[str, list[Row]] = {}
     timed: dict[tuple[str, str], float] = {}
     for r in (r for r in rows if not r["options"]):
-        name = f"{r['batch']} x {r['context']:,} ({r['geometry']}, GPUs: {r['gpus']}{', compiled' if r['compiled'] else ''})"
+        name = (
+            f"{r['batch']} x {r['context']:,} ({r['geometry']}, GPUs:"
+            f" {r['gpus']}{', compiled' if r['compiled'] else ''})"
+        )
         if r["mode"] == "profile":
             shapes.setdefault(name, []).append(r)
         elif r["mode"] == "decode":
@@ -294,7 +420,10 @@ def profiles(rows: list[Row]) -> list[list[str]]:
     found = []
     for name, some in shapes.items():
         steps = {r["kv_cache_dtype"]: timed[name, r["kv_cache_dtype"]] for r in some}
-        cells = [f"{ms:,.2f}" + (f" ({ms / steps['bf16']:.2f}x)" if d != "bf16" and "bf16" in steps else "") for d, ms in steps.items()]
+        cells = [
+            f"{ms:,.2f}" + (f" ({ms / steps['bf16']:.2f}x)" if d != "bf16" and "bf16" in steps else "")
+            for d, ms in steps.items()
+        ]
         found.append([name, "", *step_profile.table(some), f"| step without it, ms | {' | '.join(cells)} |"])
     return found
 
@@ -304,7 +433,10 @@ def close() -> str:
     names = ("int8_centered", "int4", "kivi4", "fp8", *PRESETS[4:], "tiered")
     rows = {name: r for (name,), r in run_files.latest(data, ("scheme",)).items() if name in names}
     lines = [[f"`{n}`", f"{rows[n]['time_us']:.0f} us", f"{rows[n]['share_of_copy']:.2f}"] for n in names if n in rows]
-    more = [f"{a['batch']} sequences {a['cuda_us']:.0f} us (kernel {a['kernel_us']:.1f})" for a in run_files.latest(data, ("batch",), "append").values()]
+    more = [
+        f"{a['batch']} sequences {a['cuda_us']:.0f} us (kernel {a['kernel_us']:.1f})"
+        for a in run_files.latest(data, ("batch",), "append").values()
+    ]
     stored = run_files.latest(data, ("scheme", "tokens"), "store_tokens") if "store_tokens" in data else {}
     said = f"\n\nAppending the newest token of each sequence, one layer: {', '.join(more)}."
     words = [f"`{n}` {t:,} tokens {r['us']:.1f} us" for (n, t), r in stored.items()]
@@ -339,18 +471,26 @@ def small() -> str:
     data = read("attend_small.json")
     rows = sitting(data, data["rows"], lambda some: len(some) > 20)
     few = [r["time_16_bit_us"] / r["time_us"] for r in rows if r["tokens"] <= 256 or r["bytes_16_bit"] <= 8 << 20]
-    many = [r["time_16_bit_us"] / r["time_us"] for r in rows if not (r["tokens"] <= 256 or r["bytes_16_bit"] <= 8 << 20)]
+    many = [
+        r["time_16_bit_us"] / r["time_us"] for r in rows if not (r["tokens"] <= 256 or r["bytes_16_bit"] <= 8 << 20)
+    ]
     names = ", ".join(f"`{n}`" for n in dict.fromkeys(r["scheme"] for r in rows))
     return (
-        f"1 to 64 sequences of 256 to 16,384 tokens, 32 query and 8 kv heads of 128, {names}: where the longest sequence has 256 tokens, or keys and values of a layer are 8 MiB or less "
-        f"at 16 bits, packed attention is {min(few):.2f} to {max(few):.2f} times as fast as the best 16-bit kernel, at every larger size {min(many):.2f} to {max(many):.2f} times.\n\n"
-        f"{measured(data, rows, 'python benchmarks/bench_attend_gpu.py --small')}"
+        f"1 to 64 sequences of 256 to 16,384 tokens, 32 query and 8 kv heads of 128, {names}: where the longest"
+        " sequence has 256 tokens, or keys and values of a layer are 8 MiB or less at 16 bits, packed attention is"
+        f" {min(few):.2f} to {max(few):.2f} times as fast as the best 16-bit kernel, at every larger size"
+        f" {min(many):.2f} to {max(many):.2f}"
+        f" times.\n\n{measured(data, rows, 'python benchmarks/bench_attend_gpu.py --small')}"
     )
 
 
 def tiers() -> str:
     data = read("attend_tiers.json")
-    rows = [r for (name, _, _), r in run_files.latest(data, ("scheme", "shape", "warm_pages")).items() if name in ("tiered", "tiered_8k")]
+    rows = [
+        r
+        for (name, _, _), r in run_files.latest(data, ("scheme", "shape", "warm_pages")).items()
+        if name in ("tiered", "tiered_8k")
+    ]
     lines = [[f"`{r['scheme']}`, {short(r['shape'])}", f"{r['time_us']:.1f}", f"{r['expected_us']:.1f}"] for r in rows]
     return f"{table(['', 'together', 'each alone, by its share'], lines)}\n\n{measured(data, rows, 'python benchmarks/bench_attend_gpu.py --tiers')}"
 
@@ -358,15 +498,35 @@ def tiers() -> str:
 def store() -> str:
     """Seconds to the first token of a stored prompt, 8B geometry."""
     data = read("store.json")
-    rows = [r for r in run_files.latest(data, ("scheme", "model", "tokens", "file_system")).values() if r.get("model") == "llama-8b"]
+    rows = [
+        r
+        for r in run_files.latest(data, ("scheme", "model", "tokens", "file_system")).values()
+        if r.get("model") == "llama-8b"
+    ]
     current = [r for r in rows if r.get("file_system")] or rows
     lines = []
     for r in current:
         s = r["seconds"]
-        cells = [f"{s[k]:.3f}" if k in s else "" for k in ("stock", "computed", "loaded_whole", "loaded", "loaded_cold")]
-        share = f"{s['loaded'] / s['stock']:.2f}" + (f"; cold {s['loaded_cold'] / s['stock']:.2f}" if "loaded_cold" in s else "")
-        lines.append([f"`{r['scheme']}`", r.get("file_system", "not recorded"), f"{r['bytes'] / 1e6:,.0f} MB", *cells, share])
-    header = ["scheme", "file system", "in the store", "own", "computing with kvbits", "loading, whole", "loading", "loading, cold", "share of own"]
+        cells = [
+            f"{s[k]:.3f}" if k in s else "" for k in ("stock", "computed", "loaded_whole", "loaded", "loaded_cold")
+        ]
+        share = f"{s['loaded'] / s['stock']:.2f}" + (
+            f"; cold {s['loaded_cold'] / s['stock']:.2f}" if "loaded_cold" in s else ""
+        )
+        lines.append(
+            [f"`{r['scheme']}`", r.get("file_system", "not recorded"), f"{r['bytes'] / 1e6:,.0f} MB", *cells, share]
+        )
+    header = [
+        "scheme",
+        "file system",
+        "in the store",
+        "own",
+        "computing with kvbits",
+        "loading, whole",
+        "loading",
+        "loading, cold",
+        "share of own",
+    ]
     return f"{table(header, lines)}\n\n{measured(data, current, 'python benchmarks/bench_store.py --model llama-8b --prompt 16384 --chunk 4096 --stock --device cuda --threads 8')}"
 
 
@@ -384,7 +544,10 @@ def accuracy() -> str:
                 cells += [f"{s['kl_mean']:.4f}", f"{s['kl_max']:.3f}", f"{s['kl_lost']:.2%}"]
             lines.append(cells)
     header = ["model, cache", "windows: KL", "worst", "above 1 nat", "decoding: KL", "worst", "above 1 nat"]
-    return f"{table(header, lines)}\n\n`kvbits eval MODEL --device cuda --tasks fidelity,decode`, bfloat16; {runs.dated(made.values())}."
+    return (
+        f"{table(header, lines)}\n\n`kvbits eval MODEL --device cuda --tasks fidelity,decode`, bfloat16;"
+        f" {runs.dated(made.values())}."
+    )
 
 
 def prefix_hits() -> str:
@@ -400,7 +563,12 @@ def prefix_hits() -> str:
             rows = {r["kv_cache_dtype"]: r for r in newest["rows"] if r["gpus"] == gpus}
             if name == "conversation":
                 lines.append([f"{newest['on']} x {gpus}, tokens", *(f"{rows[d]['capacity_tokens']:,}" for d in SERVED)])
-            lines.append([f"{name}, {newest['on']} x {gpus}", *(f"{rows[d]['hit_rate']:.1%}, {rows[d]['computed']:.2f}x" for d in SERVED)])
+            lines.append(
+                [
+                    f"{name}, {newest['on']} x {gpus}",
+                    *(f"{rows[d]['hit_rate']:.1%}, {rows[d]['computed']:.2f}x" for d in SERVED),
+                ]
+            )
     lines.sort(key=lambda line: not line[0].endswith(", tokens"))
     sizes = sorted({n for points in curve.values() for n in points})
     curves = [[name, *(f"{points[n]:.0%}" if n in points else "" for n in sizes)] for name, points in curve.items()]
@@ -410,8 +578,25 @@ def prefix_hits() -> str:
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
-    f.__name__: f for f in (decode, generate, prompts, serving, serving_sglang, close, chunks, small, tiers, store, accuracy, prefix_hits, goodput, turns, profile)
-}  # fmt: skip
+    f.__name__: f
+    for f in (
+        decode,
+        generate,
+        prompts,
+        serving,
+        serving_sglang,
+        close,
+        chunks,
+        small,
+        tiers,
+        store,
+        accuracy,
+        prefix_hits,
+        goodput,
+        turns,
+        profile,
+    )
+}
 
 
 def filled(text: str) -> str:

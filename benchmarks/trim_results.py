@@ -1,13 +1,14 @@
-"""Results of `kvbits eval` as they are committed: what a report or a table reads stays, per-window dumps go. Used before the files are committed; later a
-committed file loses what single windows have at most.
+"""Results of `kvbits eval` as they are committed: what a report or a table reads stays, per-window dumps go.
+
+Used before the files are committed; later a committed file loses what single windows have at most.
 
     python benchmarks/trim_results.py [--summaries] FOLDER ...
 
-Left out are histograms of KL over a window's tokens (the summary has the percentile made of them; a window added later makes it null), what was written in greedy texts
-and answered to questions (whether it was right stays), and single layers' attention of a window (the summary has their means). Floats of items, not of summaries, keep 6
-significant digits. Running it again changes nothing.
---summaries leaves of windows their names and runs, and of questions nothing: what is made of them is in the summary, whose floats are rounded, too; and no octaves of
-single texts.
+Left out are histograms of KL over a window's tokens (the summary has the percentile made of them; a window added later
+makes it null), what was written in greedy texts and answered to questions (whether it was right stays), and single
+layers' attention of a window (the summary has their means). Floats of items, not of summaries, keep 6 significant
+digits. Running it again changes nothing. --summaries leaves of windows their names and runs, and of questions nothing:
+what is made of them is in the summary, whose floats are rounded, too; and no octaves of single texts.
 """
 
 from __future__ import annotations
@@ -20,9 +21,30 @@ from typing import Any
 
 from kvbits.evaluate.results import dumps, read
 
-DROPPED = ("kl_histogram", "chain", "answer", "completion", "isolation", "reason", "chosen", "right_norm", "layers", "statistics")
-NEEDED = {"replay": "chain", "greedy": "tokens", "attention": "layers", "humaneval": "completion", "gsm8k": "chosen", "mmlu": "chosen", "arc": "chosen"}
-"""What a run that goes on would need of each item: a file without it says so (`trimmed`), and `kvbits eval` refuses to go on from it."""
+DROPPED = (
+    "kl_histogram",
+    "chain",
+    "answer",
+    "completion",
+    "isolation",
+    "reason",
+    "chosen",
+    "right_norm",
+    "layers",
+    "statistics",
+)
+NEEDED = {
+    "replay": "chain",
+    "greedy": "tokens",
+    "attention": "layers",
+    "humaneval": "completion",
+    "gsm8k": "chosen",
+    "mmlu": "chosen",
+    "arc": "chosen",
+}
+"""What a run that goes on would need of each item: a file without it says so (`trimmed`), and `kvbits eval` refuses to
+go on from it.
+"""
 DIGITS = 6
 
 
@@ -38,11 +60,24 @@ def rounded(value: Any) -> Any:
 def trimmed(data: dict[str, Any], summaries: bool = False) -> dict[str, Any]:
     """One result file's data without what no report reads."""
     if summaries:
-        parts = {name: {k: v for k, v in one.items() if k != "octaves"} for name, one in data["summary"].get("texts", {}).items()}
-        items = {key: {"run": record["run"]} for key, record in data["items"].items()} if "windows" in data["summary"] else {}
-        return data | {"items": items, "summary": rounded(data["summary"] | ({"texts": parts} if parts else {})), "trimmed": ["all figures"]}
+        parts = {
+            name: {k: v for k, v in one.items() if k != "octaves"}
+            for name, one in data["summary"].get("texts", {}).items()
+        }
+        items = (
+            {key: {"run": record["run"]} for key, record in data["items"].items()}
+            if "windows" in data["summary"]
+            else {}
+        )
+        return data | {
+            "items": items,
+            "summary": rounded(data["summary"] | ({"texts": parts} if parts else {})),
+            "trimmed": ["all figures"],
+        }
     items = {
-        key: {k: rounded(v) for k, v in record.items() if k not in DROPPED and not (k == "tokens" and isinstance(v, list))}
+        key: {
+            k: rounded(v) for k, v in record.items() if k not in DROPPED and not (k == "tokens" and isinstance(v, list))
+        }
         for key, record in data["items"].items()
     }
     needed = NEEDED.get(data["task"])

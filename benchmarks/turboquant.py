@@ -1,8 +1,10 @@
-"""TurboQuant's recipe (arXiv:2504.19874, its MSE form), simulated in a dense cache: a peer for studies, with no packed bytes and no kernel.
+"""TurboQuant's recipe (arXiv:2504.19874, its MSE form), simulated in a dense cache: a peer for studies, with no packed
+bytes and no kernel.
 
-Each token's key and value of a head is a norm in float16 and a direction, turned by a Hadamard matrix with fixed random signs, whose numbers are then nearly normal;
-each is rounded to the nearest level of the Lloyd-Max codebook of the normal distribution. The first tokens and the newest stay exact as in the klt presets, so that
-only the code differs; TurboQuant itself keeps none.
+Each token's key and value of a head is a norm in float16 and a direction, turned by a Hadamard matrix with fixed random
+signs, whose numbers are then nearly normal; each is rounded to the nearest level of the Lloyd-Max codebook of the
+normal distribution. The first tokens and the newest stay exact as in the klt presets, so that only the code differs;
+TurboQuant itself keeps none.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class TurboQuantLayer(DynamicLayer):
         super().__init__()
         self.levels, self.done = lloyd_max(bits), LIKE.num_sink_tokens
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().update(key_states, value_states)
         due = keys.shape[2] - LIKE.residual_length
         if due <= self.done:
@@ -57,4 +61,6 @@ def factory(model: Any, name: str) -> CacheFactory:
     numbers = sum(g.num_kv_heads * g.head_dim for g in layers)
     norms = sum(16 * g.num_kv_heads for g in layers) / numbers
     info = {"bits_per_element": bits + norms}
-    return CacheFactory(name, "simulated", lambda batch, tokens: Cache(layers=[TurboQuantLayer(bits) for _ in layers]), info)
+    return CacheFactory(
+        name, "simulated", lambda batch, tokens: Cache(layers=[TurboQuantLayer(bits) for _ in layers]), info
+    )

@@ -1,4 +1,6 @@
-"""Writes docs/reference/api.md and cli.md from docstrings and commands: `python docs/make_reference.py`. A test holds them equal."""
+"""Writes docs/reference/api.md and cli.md from docstrings and commands: `python docs/make_reference.py`. A test holds
+them equal.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,14 @@ def methods(cls: type) -> list[tuple[str, str]]:
         function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         if name.startswith("_") or not getattr(function, "__doc__", None) or not callable(function):
             continue
-        names = [] if isinstance(member, property) else [p for p in inspect.signature(function).parameters if p not in ("self", "cls")]
-        found.append((f"`{name}`" if isinstance(member, property) else f"`{name}({', '.join(names)})`", first(function.__doc__)))
+        names = (
+            []
+            if isinstance(member, property)
+            else [p for p in inspect.signature(function).parameters if p not in ("self", "cls")]
+        )
+        found.append(
+            (f"`{name}`" if isinstance(member, property) else f"`{name}({', '.join(names)})`", first(function.__doc__))
+        )
     return found
 
 
@@ -38,20 +46,36 @@ def api() -> str:
     lines = [
         "# Python",
         "",
-        "Names of `kvbits`, with the first paragraph of what `help()` says. Shapes, units and errors are in the docstrings.",
+        (
+            "Names of `kvbits`, with the first paragraph of what `help()` says. Shapes, units and errors are in the"
+            " docstrings."
+        ),
         "",
         "| name | what it is |",
         "|---|---|",
     ]
-    lines += [f"| `{name}` | {first(getattr(kvbits, name).__doc__)} |" for name in kvbits.__all__ if name != "__version__"]
+    lines += [
+        f"| `{name}` | {first(getattr(kvbits, name).__doc__)} |" for name in kvbits.__all__ if name != "__version__"
+    ]
     for name in CLASSES:
-        lines += ["", f"## {name}", "", "| | |", "|---|---|", *(f"| {call} | {text} |" for call, text in methods(getattr(kvbits, name)))]
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| {call} | {text} |" for call, text in methods(getattr(kvbits, name))),
+        ]
     return "\n".join(lines) + "\n"
 
 
 def options(command: Any) -> list[str]:
     return [
-        f"`{max(p.opts, key=len)}`" if p.param_type_name == "option" else f"`{(p.metavar or p.name).strip('{}').upper()}`"
+        (
+            f"`{max(p.opts, key=len)}`"
+            if p.param_type_name == "option"
+            else f"`{(p.metavar or p.name).strip('{}').upper()}`"
+        )
         for p in command.params
         if p.name != "help"
     ]
@@ -59,7 +83,14 @@ def options(command: Any) -> list[str]:
 
 def cli() -> str:
     group: Any = typer.main.get_command(app)
-    lines = ["# Command line", "", "`kvbits COMMAND --help` says what each option means.", "", "| command | what it does | takes |", "|---|---|---|"]
+    lines = [
+        "# Command line",
+        "",
+        "`kvbits COMMAND --help` says what each option means.",
+        "",
+        "| command | what it does | takes |",
+        "|---|---|---|",
+    ]
     lines += [f"| `{name}` | {first(c.help)} | {', '.join(options(c))} |" for name, c in sorted(group.commands.items())]
     return "\n".join(lines) + "\n"
 

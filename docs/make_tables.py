@@ -1,8 +1,8 @@
-"""Writes the generated tables of README.md and docs, docs/plan.html and docs/results/report.html, from benchmarks/results: `python docs/make_tables.py`.
-A test compares.
+"""Writes the generated tables of README.md and docs, docs/plan.html and docs/results/report.html, from
+benchmarks/results: `python docs/make_tables.py`. A test compares.
 
-README has `preset_table` and `milliseconds_table`, docs/results/evaluation.md `scheme_table`, `length_table` and `chains_table`; benchmarks/tables_gpu.py has
-the tables of one GPU, which are written, too.
+README has `preset_table` and `milliseconds_table`, docs/results/evaluation.md `scheme_table`, `length_table` and
+`chains_table`; benchmarks/tables_gpu.py has the tables of one GPU, which are written, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from kvbits.report.markdown import (  # noqa: E402
     scheme_rows,
     table,
     unfit,
-)  # fmt: skip
+)
 from kvbits.report.page import Beside, page  # noqa: E402
 from kvbits.runs import dated  # noqa: E402
 from kvbits.schemes import GROUPS  # noqa: E402
@@ -52,7 +52,13 @@ from kvbits.spec import CacheSpec, LayerGeometry  # noqa: E402
 BENCHMARKS = ROOT / "benchmarks" / "results"
 FIGURES = "src/kvbits/report/assets/measured.json"
 """What the package knows of what was measured."""
-SCHEMES, TABLE, MILLISECONDS, LENGTHS, CHAINS = ("scheme-table", "preset-table", "milliseconds-table", "length-table", "chains-table")
+SCHEMES, TABLE, MILLISECONDS, LENGTHS, CHAINS = (
+    "scheme-table",
+    "preset-table",
+    "milliseconds-table",
+    "length-table",
+    "chains-table",
+)
 """Names of the places for `scheme_table`, `preset_table`, `milliseconds_table`, `length_table` and `chains_table`."""
 SHOWN = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
 """Presets of `preset_table`: lossless, then by bits."""
@@ -63,17 +69,21 @@ HEAD_DIM = 128
 NARROW = 64
 """Channels of a head of the small models that most is measured on."""
 TOKENS = (
-    ("stock", "stock_flash", "eager"), ("FlashAttention-3, graph", "fa3", "graph"), ("`raw`, graph", "raw", "graph"),
-    ("`int8_centered`, graph", "int8_centered", "graph"), ("`klt4`, graph", "klt4", "graph"),
+    ("stock", "stock_flash", "eager"),
+    ("FlashAttention-3, graph", "fa3", "graph"),
+    ("`raw`, graph", "raw", "graph"),
+    ("`int8_centered`, graph", "int8_centered", "graph"),
+    ("`klt4`, graph", "klt4", "graph"),
     ("`int8_centered`, no graph", "int8_centered", "eager"),
-)  # fmt: skip
+)
 TOKEN_SHAPES = ((1, 32768), (32, 8192))
 """Columns and (sequences, tokens) of `milliseconds_table`."""
 
 
 def milliseconds_table(benchmarks: Path) -> str:
-    """Milliseconds of a token through Transformers on a GPU (benchmarks/bench_generate_gpu.py), between its markers: of one sitting, where one timed the stock
-    cache and a preset in a graph, else the newest of each."""
+    """Milliseconds of a token through Transformers on a GPU (benchmarks/bench_generate_gpu.py), between its markers: of
+    one sitting, where one timed the stock cache and a preset in a graph, else the newest of each.
+    """
     rows: list[list[str]] = []
     made: list[dict[str, Any]] = []
     for path in sorted(benchmarks.glob("nvidia-*/generate.json")):
@@ -97,7 +107,8 @@ NOTE_WIDTH = 180
 
 
 def preset_table(results: Results, benchmarks: Path) -> str:
-    """The README's table: what a preset keeps, costs and asks for, the lossless one first, and under it what was measured when; between its markers.
+    """The README's table: what a preset keeps, costs and asks for, the lossless one first, and under it what was
+    measured when; between its markers.
 
     Raises:
         SpecError: one of `SHOWN` was not measured on every model.
@@ -107,14 +118,24 @@ def preset_table(results: Results, benchmarks: Path) -> str:
     count = len({m.name for m in [*at_short, *models.values()]})
     gpu, known, cpu = gpu_latest(benchmarks), gpu_rows(benchmarks)["runs"], cpu_speeds(results, benchmarks)
     columns = [
-        "preset", f"bits held at {HELD_AT:,} tokens", "worst KL at 1,024", f"worst KL at {HELD_AT:,}", "GPU, worst to best", f"CPU{cpu.instructions}", "vLLM",
-    ]  # fmt: skip
+        "preset",
+        f"bits held at {HELD_AT:,} tokens",
+        "worst KL at 1,024",
+        f"worst KL at {HELD_AT:,}",
+        "GPU, worst to best",
+        f"CPU{cpu.instructions}",
+        "vLLM",
+    ]
     rows = []
     made: dict[str, list[dict[str, Any]]] = {}  # column -> runs
     for name in SHOWN:
         if missing := [m.title for m in models.values() if name not in measured(m)]:
-            raise SpecError(f"{name} was not measured on {missing[0]}; run `kvbits eval {missing[0]} --schemes {name}` first")
-        spec = CacheSpec(scheme=schemes.get(name, head_dim=HEAD_DIM), layers=(LayerGeometry(num_kv_heads=1, head_dim=HEAD_DIM),))
+            raise SpecError(
+                f"{name} was not measured on {missing[0]}; run `kvbits eval {missing[0]} --schemes {name}` first"
+            )
+        spec = CacheSpec(
+            scheme=schemes.get(name, head_dim=HEAD_DIM), layers=(LayerGeometry(num_kv_heads=1, head_dim=HEAD_DIM),)
+        )
         held = 16 * spec.nbytes(HELD_AT) / spec.raw_nbytes(HELD_AT)
         short, of_short = _worst_kl(name, at_short or list(models.values()), count)
         long, of_long = _worst_kl(name, at_length, count)
@@ -125,14 +146,35 @@ def preset_table(results: Results, benchmarks: Path) -> str:
         made.setdefault(columns[3], []).extend(of_long)
         made.setdefault("GPU", []).extend(known[r["run"]] for r in speeds)
         made.setdefault("CPU", []).extend(cpu.runs.get(name, []))
-        rows.append([f"`{name}`", f"{held:.2f}", short, long, on_gpu, cpu.cells.get(name, UNMEASURED), "yes" if f"kvbits_{name}" in FORMATS else "no"])
+        rows.append(
+            [
+                f"`{name}`",
+                f"{held:.2f}",
+                short,
+                long,
+                on_gpu,
+                cpu.cells.get(name, UNMEASURED),
+                "yes" if f"kvbits_{name}" in FORMATS else "no",
+            ]
+        )
     rivals = ", ".join(dict.fromkeys(r["best_16_bit"] for name in SHOWN for r in gpu.get(name, {}).values()))
     notes = [
         *_unfit_at({"1,024": at_short or list(models.values()), f"{HELD_AT:,}": at_length}),
-        *([f"GPU: over {rivals}."] if rivals else []), *([cpu.note] if cpu.note else []),
-        "Runs: " + "; ".join(f"{column.removeprefix('worst ')} {dated(some)}" for column, some in made.items() if some) + "."
-    ]  # fmt: skip
-    return _between(TABLE, "\n\n".join([table(columns, rows), textwrap.fill(" ".join(notes), NOTE_WIDTH, break_long_words=False, break_on_hyphens=False)]))
+        *([f"GPU: over {rivals}."] if rivals else []),
+        *([cpu.note] if cpu.note else []),
+        "Runs: "
+        + "; ".join(f"{column.removeprefix('worst ')} {dated(some)}" for column, some in made.items() if some)
+        + ".",
+    ]
+    return _between(
+        TABLE,
+        "\n\n".join(
+            [
+                table(columns, rows),
+                textwrap.fill(" ".join(notes), NOTE_WIDTH, break_long_words=False, break_on_hyphens=False),
+            ]
+        ),
+    )
 
 
 def _unfit_at(of_length: dict[str, list[Model]]) -> list[str]:
@@ -147,15 +189,24 @@ def _unfit_at(of_length: dict[str, list[Model]]) -> list[str]:
             for model in dict.fromkeys(m.name for m in some if name in SHOWN):
                 where.setdefault(name, {}).setdefault(model, []).append(length)
     lengths = [length for length, models in of_length.items() if models]
-    found = {name: ", ".join(m if at == lengths else f"{m} ({' and '.join(at)} only)" for m, at in of_models.items()) for name, of_models in where.items()}
+    found = {
+        name: ", ".join(m if at == lengths else f"{m} ({' and '.join(at)} only)" for m, at in of_models.items())
+        for name, of_models in where.items()
+    }
     listed = "; ".join(f"`{name}` for {models}" for name, models in found.items())
     limits = f"perplexity more than {MAX_PPL_CHANGE:.0%} up, or KL above {MAX_KL} nats"
     return [f"Unfit at {' and '.join(lengths)} tokens ({limits}): {listed}."] if listed else []
 
 
 def _models_in(benchmarks: Path, name: str) -> list[Model]:
-    """Models of the folder of that name beside the results, and of those below a GPU's, each in every dtype, the one of least rounding noise first."""
-    folders = [folder for folder in sorted([*benchmarks.glob(name), *benchmarks.glob(f"*/{name}")]) if any(folder.glob("*/*/*.json"))]
+    """Models of the folder of that name beside the results, and of those below a GPU's, each in every dtype, the one of
+    least rounding noise first.
+    """
+    folders = [
+        folder
+        for folder in sorted([*benchmarks.glob(name), *benchmarks.glob(f"*/{name}")])
+        if any(folder.glob("*/*/*.json"))
+    ]
     found = [m for folder in folders for m in collect(folder).models.values() if "fidelity" in m.tasks]
     return sorted(found, key=lambda m: ("float32", "float16", "bfloat16").index(m.facts["dtype"]))
 
@@ -169,7 +220,8 @@ def _finest(models: Iterable[Model]) -> list[Model]:
 
 
 def _worst_kl(scheme: str, models: list[Model], count: int) -> tuple[str, list[dict[str, Any]]]:
-    """A cell: the largest KL over models and whose it is, with how many were measured where not all were; and the run it is of.
+    """A cell: the largest KL over models and whose it is, with how many were measured where not all were; and the run
+    it is of.
 
     Args:
         models: see `_finest`.
@@ -204,14 +256,21 @@ _ISA = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "amx": "AMX", "gene
 
 
 def _cpu_benchmark(benchmarks: Path) -> CpuSpeeds | None:
-    """The newest run of bench_generate_cpu.py that timed several dtypes in turn, its first model and shortest context."""
+    """The newest run of bench_generate_cpu.py that timed several dtypes in turn, its first model and shortest
+    context.
+    """
     files = [read(path) for path in sorted(benchmarks.glob("cpu*/generate*.json"))]
     timed = [(data["runs"][r["run"]], r) for data in files for r in data["rows"] if "ratio_vs_best_16bit" in r]
     if not timed:
         return None
     run = max((run for run, _ in timed), key=lambda run: (run["utc"], run["id"]))
     rows = [r for own, r in timed if own is run]
-    rows = [r for r in rows if r["model"] == rows[0]["model"] and r["context"] == min(x["context"] for x in rows if x["model"] == rows[0]["model"])]
+    rows = [
+        r
+        for r in rows
+        if r["model"] == rows[0]["model"]
+        and r["context"] == min(x["context"] for x in rows if x["model"] == rows[0]["model"])
+    ]
     best: dict[str, dict[str, Any]] = {}
     for r in rows:
         best[r["cache"]] = max(best.get(r["cache"], r), r, key=lambda x: x["ratio_vs_best_16bit"])
@@ -219,27 +278,36 @@ def _cpu_benchmark(benchmarks: Path) -> CpuSpeeds | None:
     words, threads = _ISA.get((run["host"] or {}).get("isa", ""), ""), run.get("facts", {}).get("threads")
     dtypes = " and ".join(sorted({r["dtype"] for r in rows}))
     note = (
-        f"CPU: {stock['model']} after {stock['context']:,} tokens over the stock cache, each in the faster of {dtypes}; "
-        f"{threads} thread{'' if threads == 1 else 's'} of {run['host']['cpu']}, {words}; stock: {stock['tokens_per_s']:.1f} tokens/s in {stock['dtype']}."
+        f"CPU: {stock['model']} after {stock['context']:,} tokens over the stock cache, each in the faster of {dtypes};"
+        f" {threads} thread{'' if threads == 1 else 's'} of {run['host']['cpu']}, {words}; stock:"
+        f" {stock['tokens_per_s']:.1f} tokens/s in {stock['dtype']}."
     )
     cells = {name: f"{r['ratio_vs_best_16bit']:.2f}x" for name, r in best.items()}
     return CpuSpeeds(cells, {name: [run] for name in best}, f", {words}", note)
 
 
 def cpu_speeds(results: Results, benchmarks: Path) -> CpuSpeeds:
-    """The newest timing of single tokens on a CPU: of bench_generate_cpu.py where it took several dtypes in turn; else of `results`, and of folders `decode*`
-    beside them that `kvbits eval --tasks decode` wrote, in as many dtypes as were measured on one machine at one context."""
+    """The newest timing of single tokens on a CPU: of bench_generate_cpu.py where it took several dtypes in turn; else
+    of `results`, and of folders `decode*` beside them that `kvbits eval --tasks decode` wrote, in as many dtypes as
+    were measured on one machine at one context.
+    """
     if (benchmark := _cpu_benchmark(benchmarks)) is not None:
         return benchmark
     everything = [
         results,
-        *(collect(folder) for folder in sorted([*benchmarks.glob("decode*"), *benchmarks.glob("cpu/decode*")]) if any(folder.glob("*/*/*.json"))),
+        *(
+            collect(folder)
+            for folder in sorted([*benchmarks.glob("decode*"), *benchmarks.glob("cpu/decode*")])
+            if any(folder.glob("*/*/*.json"))
+        ),
     ]
     groups: dict[tuple[Any, ...], list[tuple[Model, Cell]]] = {}
     for m in (m for some in everything for m in decoded(some)):
         for cell in (c for c in m.tasks["decode"].values() if c.summary.get("tokens_per_s")):
             isa = (cell.run["host"] or {}).get("isa")
-            groups.setdefault((m.name, cell.run["device"], isa, cell.run["threads"], cell.settings["context"]), []).append((m, cell))
+            groups.setdefault(
+                (m.name, cell.run["device"], isa, cell.run["threads"], cell.settings["context"]), []
+            ).append((m, cell))
     based = {at: cells for at, cells in groups.items() if any(c.kind == "base" for _, c in cells)}
     if not based:
         return CpuSpeeds({}, {})
@@ -252,13 +320,20 @@ def cpu_speeds(results: Results, benchmarks: Path) -> CpuSpeeds:
         best[scheme] = max(best.get(scheme, found), found, key=lambda x: x[0])
     stock, dtype, run = best.pop("base")
     dtypes = sorted({m.facts["dtype"] for m, _ in based[at]})
-    only = f" (measured in {dtypes[0]} alone)" if len(dtypes) == 1 else f", each in the faster of {' and '.join(dtypes)}"
+    only = (
+        f" (measured in {dtypes[0]} alone)" if len(dtypes) == 1 else f", each in the faster of {' and '.join(dtypes)}"
+    )
     words = f", {_ISA[isa]}" if isa in _ISA else ""
     note = (
-        f"CPU: tokens a second of {name} after {context:,} tokens over the stock cache's{only}; {threads} thread{'' if threads == 1 else 's'} of {device}"
-        f"{words}; the stock cache has {stock:.1f} tokens/s in {dtype}."
+        f"CPU: tokens a second of {name} after {context:,} tokens over the stock cache's{only}; {threads}"
+        f" thread{'' if threads == 1 else 's'} of {device}{words}; the stock cache has {stock:.1f} tokens/s in {dtype}."
     )
-    return CpuSpeeds({n: f"{speed / stock:.2f}x" for n, (speed, *_) in best.items()}, {n: [run, own] for n, (_, _, own) in best.items()}, words, note)
+    return CpuSpeeds(
+        {n: f"{speed / stock:.2f}x" for n, (speed, *_) in best.items()},
+        {n: [run, own] for n, (_, _, own) in best.items()},
+        words,
+        note,
+    )
 
 
 def scheme_table(results: Results, benchmarks: Path) -> str:
@@ -267,20 +342,42 @@ def scheme_table(results: Results, benchmarks: Path) -> str:
     columns, rows, notes = scheme_rows(results, speeds)
     chosen = recommendations(results, speeds)
     rest = [n for n in notes if n not in (LEGEND, *chosen)]
-    core, papers = ([r.cells for r in rows if (r.scheme in GROUPS["literature"]) is of_papers] for of_papers in (False, True))
-    literature = ["**Literature**: formats of papers ([what they are](../reference/literature.md)).", table(columns, papers)] if papers else []
-    parts = ["\n".join(f"- {c}" for c in chosen), LEGEND, table(columns, core), *literature, " ".join(rest), runs_note(results)]
+    core, papers = (
+        [r.cells for r in rows if (r.scheme in GROUPS["literature"]) is of_papers] for of_papers in (False, True)
+    )
+    literature = (
+        ["**Literature**: formats of papers ([what they are](../reference/literature.md)).", table(columns, papers)]
+        if papers
+        else []
+    )
+    parts = [
+        "\n".join(f"- {c}" for c in chosen),
+        LEGEND,
+        table(columns, core),
+        *literature,
+        " ".join(rest),
+        runs_note(results),
+    ]
     return _between(SCHEMES, "\n\n".join(parts))
 
 
 def length_table(benchmarks: Path) -> str:
-    """What chunks and lengths leave of the raw tokens that are read; then KL as decoding reads, at two lengths, with the worst token and what was read raw
-    beside each mean; between its markers.
+    """What chunks and lengths leave of the raw tokens that are read; then KL as decoding reads, at two lengths, with
+    the worst token and what was read raw beside each mean; between its markers.
 
     Args:
         benchmarks: the folder benchmarks/results, with folders `SHORT` and `LONG`; what is not there has no rows.
     """
-    columns = ["model, tokens of a window", "cache", "KL", "worst KL", "at token", "above 1 nat", "read raw", "perplexity"]
+    columns = [
+        "model, tokens of a window",
+        "cache",
+        "KL",
+        "worst KL",
+        "at token",
+        "above 1 nat",
+        "read raw",
+        "perplexity",
+    ]
     rows, how, made = [], [], []
     texts: dict[str, None] = {}
     for models in (_models_in(benchmarks, SHORT), _models_in(benchmarks, LONG)):
@@ -293,12 +390,23 @@ def length_table(benchmarks: Path) -> str:
                 made += list(c.runs.values())
                 at = "" if s["kl_worst"] is None else f"{s['kl_worst']:,}"
                 rows.append(
-                    [f"{m.name}, {c.settings['length']:,}", f"`{name}`", f"{s['kl_mean']:.5f}", f"{s['kl_max']:.3f}", at, percent(s["kl_lost"]),
-                     percent(s["read_raw"]), change(s)]
-                )  # fmt: skip
+                    [
+                        f"{m.name}, {c.settings['length']:,}",
+                        f"`{name}`",
+                        f"{s['kl_mean']:.5f}",
+                        f"{s['kl_max']:.3f}",
+                        at,
+                        percent(s["kl_lost"]),
+                        percent(s["read_raw"]),
+                        change(s),
+                    ]
+                )
     calibrated = f" Calibrated on {', '.join(texts)}." if texts else ""
     note = f"{'; '.join(how)}.{calibrated} Runs: {dated(made)}." if made else ""
-    said = f"Share of the tokens that attention read in 16 bits, heads of {NARROW}, every layer with full attention (arithmetic, no measurement):"
+    said = (
+        f"Share of the tokens that attention read in 16 bits, heads of {NARROW}, every layer with full attention"
+        " (arithmetic, no measurement):"
+    )
     return _between(LENGTHS, "\n\n".join([said, _read_raw(), "Measured:", table(columns, rows), note]))
 
 
@@ -308,9 +416,21 @@ def chains_table(benchmarks: Path) -> str:
     Args:
         benchmarks: the folder benchmarks/results, with a folder chains.
     """
-    found = {path: list(map(read_result, path.glob("*.json"))) for path in sorted((benchmarks / "chains").glob("*/replay"))}
+    found = {
+        path: list(map(read_result, path.glob("*.json"))) for path in sorted((benchmarks / "chains").glob("*/replay"))
+    }
     places = sorted({int(at) for cells in found.values() for c in cells for at in c["summary"]["octaves"]})
-    columns = ["model", "cache", "bits", "read raw", "KL", "worst KL", "above 1 nat", "same token", *(f"KL, {at:,} to {2 * at - 1:,}" for at in places)]
+    columns = [
+        "model",
+        "cache",
+        "bits",
+        "read raw",
+        "KL",
+        "worst KL",
+        "above 1 nat",
+        "same token",
+        *(f"KL, {at:,} to {2 * at - 1:,}" for at in places),
+    ]
     rows, made, chains = [], [], []
     for path, cells in found.items():
         for c in sorted(cells, key=lambda c: (-c["info"]["bits_per_element"], c["summary"]["kl_mean"])):
@@ -321,10 +441,18 @@ def chains_table(benchmarks: Path) -> str:
                 continue
             by = [s["octaves"].get(str(at)) for at in places]
             rows.append(
-                [model, _named(c), f"{c['info']['bits_per_element']:.2f}", percent(s.get("read_raw")),
-                 f"{s['kl_mean']:.5f}", f"{s['kl_max']:.3f}", percent(s["kl_lost"]), percent(s["top1_agreement"]),
-                 *("" if one is None else f"{one['kl_mean']:.5f}" for one in by)]
-            )  # fmt: skip
+                [
+                    model,
+                    _named(c),
+                    f"{c['info']['bits_per_element']:.2f}",
+                    percent(s.get("read_raw")),
+                    f"{s['kl_mean']:.5f}",
+                    f"{s['kl_max']:.3f}",
+                    percent(s["kl_lost"]),
+                    percent(s["top1_agreement"]),
+                    *("" if one is None else f"{one['kl_mean']:.5f}" for one in by),
+                ]
+            )
     return _between(CHAINS, "\n\n".join([table(columns, rows), f"Chains of {'; '.join(chains)}. Runs: {dated(made)}."]))
 
 
@@ -339,27 +467,53 @@ def _read_raw() -> str:
     columns = ["windows of", *(f"{length:,}, {how}" for length in (1024, HELD_AT) for how in passes)]
     rows = []
     for name in SHOWN:
-        spec = CacheSpec(scheme=schemes.get(name, head_dim=NARROW), layers=(LayerGeometry(num_kv_heads=1, head_dim=NARROW),))
-        rows.append([f"`{name}`", *(f"{read_raw(spec, length, chunk=chunk):.0%}" for length in (1024, HELD_AT) for chunk in passes.values())])
+        spec = CacheSpec(
+            scheme=schemes.get(name, head_dim=NARROW), layers=(LayerGeometry(num_kv_heads=1, head_dim=NARROW),)
+        )
+        rows.append(
+            [
+                f"`{name}`",
+                *(
+                    f"{read_raw(spec, length, chunk=chunk):.0%}"
+                    for length in (1024, HELD_AT)
+                    for chunk in passes.values()
+                ),
+            ]
+        )
     return table(columns, rows)
 
 
 ANSWERED = ("int8_centered", "klt4", "klt3", "klt2", "kivi4")
 """Columns of answers."""
 RULER = ("ruler", "ruler-8192", "ruler-16384", "ruler-32000")
-POINTS = {"copying": "copying", "tracking": "tracking"} | dict.fromkeys(RULER, "ruler") | {"answers": "gsm8k", "sampled": "gsm8k"}
+POINTS = (
+    {"copying": "copying", "tracking": "tracking"}
+    | dict.fromkeys(RULER, "ruler")
+    | {"answers": "gsm8k", "sampled": "gsm8k"}
+)
 """Folder of nvidia-h100/length -> the task that is measured in it, right or wrong; answers have humaneval, too."""
 PEERS_MODEL = "qwen2.5-coder-1.5b*"
 """Folder of chains whose caches are put beside other engines' on the page of points."""
 
 
 def points_tables(benchmarks: Path) -> tuple[str, ...]:
-    """What is lost beside the 16-bit cache at length, between markers: KL at 8,192 tokens, by octave of a chain, by text; and answers in points of 100."""
+    """What is lost beside the 16-bit cache at length, between markers: KL at 8,192 tokens, by octave of a chain, by
+    text; and answers in points of 100.
+    """
     length = benchmarks / "nvidia-h100" / "length"
     made: list[dict[str, Any]] = []
 
     def cells(folder: Path, task: str) -> list[tuple[Model, Cell]]:
-        found = [(m, c) for m in collect(folder).models.values() for c in m.tasks.get(task, {}).values() if c.kind != "base"] if folder.is_dir() else []
+        found = (
+            [
+                (m, c)
+                for m in collect(folder).models.values()
+                for c in m.tasks.get(task, {}).values()
+                if c.kind != "base"
+            ]
+            if folder.is_dir()
+            else []
+        )
         made.extend(run for _, c in found for run in c.runs.values())
         return found
 
@@ -367,26 +521,57 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
         return f"{value:.5f}"
 
     wide = [
-        [f"{m.name}, {c.settings['length']:,}", f"`{c.scheme}`", f"{held_bits(c, m.tasks['fidelity']):.2f}", kl(c.summary["kl_mean"]),
-         f"{c.summary['kl_max']:.2f}", percent(c.summary["kl_lost"]), change(c.summary)]
-        for folder in (LONG, LONGEST) for m, c in cells(benchmarks / "nvidia-h100" / folder, "fidelity")
-    ]  # fmt: skip
-    rivals = [c for path in (benchmarks / "chains").glob(PEERS_MODEL) for c in map(read_result, path.glob("replay/*.json")) if c["kind"] != "base"]
+        [
+            f"{m.name}, {c.settings['length']:,}",
+            f"`{c.scheme}`",
+            f"{held_bits(c, m.tasks['fidelity']):.2f}",
+            kl(c.summary["kl_mean"]),
+            f"{c.summary['kl_max']:.2f}",
+            percent(c.summary["kl_lost"]),
+            change(c.summary),
+        ]
+        for folder in (LONG, LONGEST)
+        for m, c in cells(benchmarks / "nvidia-h100" / folder, "fidelity")
+    ]
+    rivals = [
+        c
+        for path in (benchmarks / "chains").glob(PEERS_MODEL)
+        for c in map(read_result, path.glob("replay/*.json"))
+        if c["kind"] != "base"
+    ]
     against = []
     for c in sorted(rivals, key=lambda c: c["summary"]["kl_mean"]):
         s = c["summary"]
         made += list(c["runs"].values())
         bits = c["info"]["bits_per_element"] if c["kind"] == "simulated" else 16 / s["memory_reduction"]
-        figures = (f"{bits:.2f}", kl(s["kl_mean"]), f"{s['kl_max']:.2f}", percent(s["kl_lost"]), f"{s['drift']:+.0%}", percent(s["top1_agreement"]))
+        figures = (
+            f"{bits:.2f}",
+            kl(s["kl_mean"]),
+            f"{s['kl_max']:.2f}",
+            percent(s["kl_lost"]),
+            f"{s['drift']:+.0%}",
+            percent(s["top1_agreement"]),
+        )
         against.append([_named(c), *figures])
     chains = cells(length / "chains", "replay")
     places = sorted({int(at) for _, c in chains for at in c.summary["octaves"] if int(at) >= DRIFT_FROM})
     replayed = [
-        [f"`{c.scheme}`", *(kl(c.summary["octaves"][str(at)]["kl_mean"]) for at in places), f"{c.summary['drift']:+.0%}", percent(c.summary["top1_agreement"])]
+        [
+            f"`{c.scheme}`",
+            *(kl(c.summary["octaves"][str(at)]["kl_mean"]) for at in places),
+            f"{c.summary['drift']:+.0%}",
+            percent(c.summary["top1_agreement"]),
+        ]
         for _, c in chains
     ]
     decoded = [
-        [f"`{c.scheme}`", kl(c.summary["kl_mean"]), f"{c.summary['kl_max']:.2f}", percent(c.summary["top1_agreement"]), percent(c.summary["read_raw"])]
+        [
+            f"`{c.scheme}`",
+            kl(c.summary["kl_mean"]),
+            f"{c.summary['kl_max']:.2f}",
+            percent(c.summary["top1_agreement"]),
+            percent(c.summary["read_raw"]),
+        ]
         for _, c in cells(length / "decode", "decode")
     ]
     texts = cells(length / "texts", "fidelity")
@@ -397,17 +582,36 @@ def points_tables(benchmarks: Path) -> tuple[str, ...]:
         some = cells(length / folder, task)
         for m in dict.fromkeys(m.name for m, _ in some):
             mine = {c.scheme: c.summary for other, c in some if other.name == m and c.scheme in ANSWERED}
-            (n,) = {s.get("parts", s.get("answers", s.get("problems"))) for s in mine.values()}  # paired: as many of each
-            (long, *others) = {int(kind.rpartition(":")[2]) for s in mine.values() for kind in s["by_kind"]} if task == "ruler" else {0}
-            what = f"{task}{f' at {long:,}' * (long > 0 and not others)}{', sampled' * (folder == 'sampled')}, {m}, {n:,}"
+            # paired: as many of each
+            (n,) = {s.get("parts", s.get("answers", s.get("problems"))) for s in mine.values()}
+            long, *others = (
+                {int(kind.rpartition(":")[2]) for s in mine.values() for kind in s["by_kind"]}
+                if task == "ruler"
+                else {0}
+            )
+            what = (
+                f"{task}{f' at {long:,}' * (long > 0 and not others)}{', sampled' * (folder == 'sampled')}, {m}, {n:,}"
+            )
             answered.append([what, *(points(mine[name]) if name in mine else "" for name in ANSWERED)])
     return (
-        _between("points-kl", table(["model, tokens", "cache", "bits held", "KL", "worst", "above 1 nat", "perplexity"], wide)),
-        _between("points-chains", table(["cache", *(f"KL, {at:,} to {2 * at - 1:,}" for at in places), "a doubling", "same token"], replayed)),
-        _between("points-peers", table(["cache", "bits", "KL", "worst", "above 1 nat", "a doubling", "same token"], against)),
+        _between(
+            "points-kl",
+            table(["model, tokens", "cache", "bits held", "KL", "worst", "above 1 nat", "perplexity"], wide),
+        ),
+        _between(
+            "points-chains",
+            table(["cache", *(f"KL, {at:,} to {2 * at - 1:,}" for at in places), "a doubling", "same token"], replayed),
+        ),
+        _between(
+            "points-peers", table(["cache", "bits", "KL", "worst", "above 1 nat", "a doubling", "same token"], against)
+        ),
         _between("points-decode", table(["cache", "KL", "worst", "same token", "read raw"], decoded)),
         _between("points-texts", table(["cache", *(name.rsplit("@", 1)[0] for name in names)], by_text)),
-        _between("points-answers", table(["task, model, answers", *(f"`{name}`" for name in ANSWERED)], answered) + f"\n\nRuns: {dated(made)}."),
+        _between(
+            "points-answers",
+            table(["task, model, answers", *(f"`{name}`" for name in ANSWERED)], answered)
+            + f"\n\nRuns: {dated(made)}.",
+        ),
     )
 
 
@@ -439,9 +643,19 @@ def decoded_groups(results: Results, presets: tuple[str, ...]) -> list[dict[str,
     for m in decoded(results):
         cells = {n: c for n, c in m.tasks["decode"].items() if c.summary.get("speed_ratio")}
         first = next(iter(cells.values()))
-        bars = [{"label": n, "value": round(c.summary["speed_ratio"], 2), "kind": "kvbits" if c.kind == "kvbits" else "stock"} for n, c in cells.items()]
+        bars = [
+            {
+                "label": n,
+                "value": round(c.summary["speed_ratio"], 2),
+                "kind": "kvbits" if c.kind == "kvbits" else "stock",
+            }
+            for n, c in cells.items()
+        ]
         what = f"tokens of {m.title} after {first.settings['context']:,}"
-        note = f"Through Transformers, {what}, {first.run['threads']} thread of {first.run['device']}; Transformers' own caches in orange."
+        note = (
+            f"Through Transformers, {what}, {first.run['threads']} thread of {first.run['device']}; Transformers' own"
+            " caches in orange."
+        )
         found.append({"title": f"CPU, {what}", "unit": "times as fast as the stock cache", "note": note, "bars": bars})
         complete(found[-1], presets)
     return found
@@ -450,31 +664,52 @@ def decoded_groups(results: Results, presets: tuple[str, ...]) -> list[dict[str,
 def beside(results: Results, benchmarks: Path) -> Beside:
     """What the page of the committed results shows of benchmarks."""
     chosen = recommended(results)
-    return Beside(gpu_speeds(benchmarks), [*kernel_groups(benchmarks, chosen), *decoded_groups(results, chosen)], _recipes(benchmarks))
+    return Beside(
+        gpu_speeds(benchmarks),
+        [*kernel_groups(benchmarks, chosen), *decoded_groups(results, chosen)],
+        _recipes(benchmarks),
+    )
 
 
 def _recipes(benchmarks: Path) -> list[dict[str, Any]]:
-    """Marks of methods that are simulated only (benchmarks/study_basis.py): rows of `basis/recipes/*.json`, one file for each model."""
+    """Marks of methods that are simulated only (benchmarks/study_basis.py): rows of `basis/recipes/*.json`, one file
+    for each model.
+    """
     rows: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(benchmarks.glob("basis/recipes/*.json")):
         for r in json.loads(path.read_text())["rows"]:
             rows.setdefault(r["scheme"], []).append(r)
     return [
-        {"name": name, "kind": "simulated", "bits": max(r["bits_per_element"] for r in some), "kl": max(r["kl"] for r in some), "speed": None,
-         "recommended": False, "models": len(some)}
+        {
+            "name": name,
+            "kind": "simulated",
+            "bits": max(r["bits_per_element"] for r in some),
+            "kl": max(r["kl"] for r in some),
+            "speed": None,
+            "recommended": False,
+            "models": len(some),
+        }
         for name, some in rows.items()
-    ]  # fmt: skip
+    ]
 
 
 def calculator_figures(benchmarks: Path) -> str:
-    """What the calculator shows beside its arithmetic, as JSON: the worst KL of presets at `HELD_AT` tokens, and tokens a second of one GPU."""
+    """What the calculator shows beside its arithmetic, as JSON: the worst KL of presets at `HELD_AT` tokens, and tokens
+    a second of one GPU.
+    """
     models = _models_in(benchmarks, LONG)
     count = len({m.name for m in _models_in(benchmarks, SHORT)})
     loss = {name: cell for name in schemes.CORE if (cell := _worst_kl(name, models, count)[0]) != UNMEASURED}
     speed: dict[str, str] = {}
     for (batch, context), rows in graphed(read(benchmarks / "nvidia-h200" / "generate.json")).items():
         for (scheme, mode), row in rows.items():
-            name = "bf16" if (scheme, mode) == ("stock_flash", "eager") else scheme if mode == "graph" and scheme in schemes.CORE else None
+            name = (
+                "bf16"
+                if (scheme, mode) == ("stock_flash", "eager")
+                else scheme
+                if mode == "graph" and scheme in schemes.CORE
+                else None
+            )
             if name is not None and (batch, context) in TOKEN_SHAPES:
                 found = f"{1000 * batch / row['ms_per_token']:,.0f} ({batch} x {context:,})"
                 speed[name] = f"{speed[name]}, {found}" if name in speed else found
@@ -486,7 +721,11 @@ def write(root: Path, benchmarks: Path) -> list[Path]:
     results = collect(benchmarks / "eval")
     parts = {
         "README.md": (preset_table(results, benchmarks), milliseconds_table(benchmarks)),
-        "docs/results/evaluation.md": (scheme_table(results, benchmarks), length_table(benchmarks), chains_table(benchmarks)),
+        "docs/results/evaluation.md": (
+            scheme_table(results, benchmarks),
+            length_table(benchmarks),
+            chains_table(benchmarks),
+        ),
         "docs/results/points.md": points_tables(benchmarks),
     }
     for name, tables in parts.items():
@@ -499,7 +738,12 @@ def write(root: Path, benchmarks: Path) -> list[Path]:
     (root / "docs/results/report.html").write_text(page(results, beside(results, benchmarks)), encoding="utf-8")
     for name in tables_gpu.DOCUMENTS:
         (root / name).write_text(tables_gpu.filled((root / name).read_text(encoding="utf-8")), encoding="utf-8")
-    return [root / name for name in dict.fromkeys([*parts, FIGURES, "docs/plan.html", "docs/results/report.html", *tables_gpu.DOCUMENTS])]
+    return [
+        root / name
+        for name in dict.fromkeys(
+            [*parts, FIGURES, "docs/plan.html", "docs/results/report.html", *tables_gpu.DOCUMENTS]
+        )
+    ]
 
 
 if __name__ == "__main__":

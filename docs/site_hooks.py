@@ -1,4 +1,6 @@
-"""README.md is the site's first page; a link to what is no page of the site leads to the repository; logs are history, which a search leaves out."""
+"""README.md is the site's first page; a link to what is no page of the site leads to the repository; logs are history,
+which a search leaves out.
+"""
 
 import os
 import re
@@ -25,7 +27,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         target = (Path(page.file.abs_src_path).parent / path).resolve()
         if "://" in path or not path or not target.is_relative_to(ROOT) or not target.exists():
             return link[0]
-        to = os.path.relpath(pages[target], Path(page.file.src_uri).parent) if target in pages else REPOSITORY + target.relative_to(ROOT).as_posix()
+        to = (
+            os.path.relpath(pages[target], Path(page.file.src_uri).parent)
+            if target in pages
+            else REPOSITORY + target.relative_to(ROOT).as_posix()
+        )
         return f"]({to}{mark}{anchor})"
 
     return re.sub(r"\]\(([^)\s]+)\)", led, markdown)

@@ -2,8 +2,9 @@
 
 python examples/minimal_engine.py [MODEL] [int8 | int4 | raw]
 
-The engine owns pages and tables. Two operations of kvbits serve it: `store_tokens` writes keys and values to slots, `paged_attention` reads them. The model is
-any Llama-like one; its weights are used through plain torch, its attention and its cache are not.
+The engine owns pages and tables. Two operations of kvbits serve it: `store_tokens` writes keys and values to slots,
+`paged_attention` reads them. The model is any Llama-like one; its weights are used through plain torch, its attention
+and its cache are not.
 """
 
 import sys
@@ -25,19 +26,32 @@ class Engine:
     def __init__(self, model, scheme="int8", max_batch=8, max_tokens=2048):
         attention, config = model.model.layers[0].self_attn, model.config
         self.model, self.head_dim = model, attention.head_dim
-        weight, spec, kv_heads = model.lm_head.weight, schemes.get(scheme, head_dim=self.head_dim), config.num_key_value_heads
+        weight, spec, kv_heads = (
+            model.lm_head.weight,
+            schemes.get(scheme, head_dim=self.head_dim),
+            config.num_key_value_heads,
+        )
         kind = {"dtype": weight.dtype, "device": weight.device}
         self.layout = PageLayout(
-            key=spec.key, value=spec.value, page_size=PAGE, num_kv_heads=kv_heads, head_dim=self.head_dim, raw_dtype=str(weight.dtype).removeprefix("torch.")
+            key=spec.key,
+            value=spec.value,
+            page_size=PAGE,
+            num_kv_heads=kv_heads,
+            head_dim=self.head_dim,
+            raw_dtype=str(weight.dtype).removeprefix("torch."),
         )
         most = -(-max_tokens // PAGE)
         page = (kv_heads, self.layout.head_bytes)
-        self.pages = [torch.zeros(max_batch * most, *page, dtype=torch.uint8, device=weight.device) for _ in model.model.layers]
+        self.pages = [
+            torch.zeros(max_batch * most, *page, dtype=torch.uint8, device=weight.device) for _ in model.model.layers
+        ]
         self.free, self.tables, self.tokens = list(range(max_batch * most)), {}, {}
         self.table = torch.zeros(max_batch, most, dtype=torch.int32, device=weight.device)
         self.writer = dispatch.choose("store_tokens", self.layout, weight.dtype, weight.device)
         heads = config.num_attention_heads
-        self.reader = paged_attention.plan([self.layout], max_pages=[most], batch_size=max_batch, num_q_heads=heads, scaling=attention.scaling, **kind)
+        self.reader = paged_attention.plan(
+            [self.layout], max_pages=[most], batch_size=max_batch, num_q_heads=heads, scaling=attention.scaling, **kind
+        )
         for i, pages in enumerate(self.pages):
             self.reader.bind(i, [pages])
 
@@ -58,7 +72,10 @@ class Engine:
         for i, layer in enumerate(core.layers):
             a, h = layer.self_attn, layer.input_layernorm(x)
             q, k, v = (project(h).view(len(h), -1, self.head_dim) for project in (a.q_proj, a.k_proj, a.v_proj))
-            q, k = (y * cos + torch.cat([-y[..., self.head_dim // 2 :], y[..., : self.head_dim // 2]], -1) * sin for y in (q, k))
+            q, k = (
+                y * cos + torch.cat([-y[..., self.head_dim // 2 :], y[..., : self.head_dim // 2]], -1) * sin
+                for y in (q, k)
+            )
             self.writer.run(k, v, self.pages[i], self.layout, slots)
             x = x + a.o_proj(attend(i, q, k, v).flatten(1))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
@@ -82,9 +99,13 @@ class Engine:
         slots = [self.slots(n, length - 1, length)[0] for n, length in zip(names, lengths, strict=True)]
         for row, n in enumerate(names):
             self.table[row, : len(self.tables[n])] = torch.tensor(self.tables[n])
-        self.reader.update([self.table[: len(names)]], [torch.tensor(lengths, dtype=torch.int32, device=self.table.device)])
+        self.reader.update(
+            [self.table[: len(names)]], [torch.tensor(lengths, dtype=torch.int32, device=self.table.device)]
+        )
         last = [self.tokens[n][-1] for n in names]
-        logits = self.forward(last, [length - 1 for length in lengths], slots, lambda i, q, k, v: self.reader.run(q[:, None], i)[:, 0])
+        logits = self.forward(
+            last, [length - 1 for length in lengths], slots, lambda i, q, k, v: self.reader.run(q[:, None], i)[:, 0]
+        )
         for n, token in zip(names, logits.argmax(-1).tolist(), strict=True):
             self.tokens[n].append(token)
 
@@ -92,7 +113,9 @@ class Engine:
 if __name__ == "__main__":
     model, tokenizer = kvbits.load_model(sys.argv[1] if len(sys.argv) > 1 else None)
     engine = Engine(model, *sys.argv[2:3])
-    for name, text in enumerate(("The capital of France is", "A cache holds the keys and values of every token, so that")):
+    for name, text in enumerate(
+        ("The capital of France is", "A cache holds the keys and values of every token, so that")
+    ):
         engine.add(name, tokenizer(text).input_ids)
     for _ in range(24):
         engine.step()

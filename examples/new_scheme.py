@@ -1,4 +1,5 @@
-"""A new scheme is a value: 4-bit keys per channel, 2-bit values per token, raw first and last layers, and what it costs before it is built.
+"""A new scheme is a value: 4-bit keys per channel, 2-bit values per token, raw first and last layers, and what it costs
+before it is built.
 
 python examples/new_scheme.py
 """

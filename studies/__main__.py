@@ -16,21 +16,37 @@ from kvbits.files import require_folder
 if TYPE_CHECKING:
     from rich.table import Table
 
-app = typer.Typer(cls=Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Studies of what source documents print.")
+app = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Studies of what source documents print.",
+)
 STAGES = {"quantize": "quantize", "dequantize": "dequantize", "with_scales": "scales + quantize", "scales": "scales"}
 
 
 @app.command(cls=Command)
 def paper(
-    cases: Annotated[str, typer.Option(help="Cases, comma-separated, or all: the paper's eight and one with D not divisible by 4.")] = "all",
-    cpu_rows: Annotated[int, typer.Option(help="Rows the CPU code is timed on; its times are scaled to the case.")] = 4096,
+    cases: Annotated[
+        str, typer.Option(help="Cases, comma-separated, or all: the paper's eight and one with D not divisible by 4.")
+    ] = "all",
+    cpu_rows: Annotated[
+        int, typer.Option(help="Rows the CPU code is timed on; its times are scaled to the case.")
+    ] = 4096,
     out: Annotated[Path | None, typer.Option(help="JSON file that this run is added to.", show_default=False)] = None,
-    figures: Annotated[Path | None, typer.Option(help="Folder for the paper's figures 1 to 5 (needs matplotlib).", show_default=False)] = None,
-    data: Annotated[Path | None, typer.Option("--from", help="A file that --out wrote: show and draw it, measure nothing.", show_default=False)] = None,
+    figures: Annotated[
+        Path | None, typer.Option(help="Folder for the paper's figures 1 to 5 (needs matplotlib).", show_default=False)
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--from", help="A file that --out wrote: show and draw it, measure nothing.", show_default=False),
+    ] = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Quantize matrices as in the INT8 paper: its CPU code, its four CUDA kernels, ours; time, bandwidth, speed-up, errors.
+    """Quantize matrices as in the INT8 paper: its CPU code, its four CUDA kernels, ours; time, bandwidth, speed-up,
+    errors.
 
     Without an NVIDIA GPU the CPU part is measured alone.
     """
@@ -69,7 +85,11 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         data = run_files.read(path)
     except FileFormatError as e:
-        why = f"--from {path}: {e.__cause__}; give a file" if e.__cause__ else f"--from {path} is no result of `python -m studies paper`: {e}; give one"
+        why = (
+            f"--from {path}: {e.__cause__}; give a file"
+            if e.__cause__
+            else f"--from {path} is no result of `python -m studies paper`: {e}; give one"
+        )
         raise SpecError(f"{why} that `python -m studies paper --out` wrote") from e
     if not {"device", "gpu_missing", "cpu", "errors", "rows"} <= set(run_files.newest(data)):
         raise SpecError(f"--from {path} is no result of `python -m studies paper --out`")
@@ -77,7 +97,16 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _errors(result: dict[str, Any]) -> Table:
-    table = new_table("Errors of the round trip (bound: 1 / 254 = 0.00394)", "case", "T", "D", "rows checked", "largest", "L2", "attention score, mean")
+    table = new_table(
+        "Errors of the round trip (bound: 1 / 254 = 0.00394)",
+        "case",
+        "T",
+        "D",
+        "rows checked",
+        "largest",
+        "L2",
+        "attention score, mean",
+    )
     for e in result["errors"]:
         sizes = (f"{e[name]:,}" for name in ("rows", "columns", "error_rows"))
         table.add_row(e["case"], *sizes, f"{e['max_error']:.5f}", f"{e['l2_error']:.3f}", f"{e['attention_error']:.4f}")
@@ -86,12 +115,32 @@ def _errors(result: dict[str, Any]) -> Table:
 
 def _times(result: dict[str, Any], case: str) -> Table:
     title = f"{case} on {result['device'] or result['cpu']}"
-    table = new_table(title, "stage", "kernel", "dtype", "ms", "GB/s", "of copy", "vs scalar CPU", "vs row order", "vs our CPU kernel", left=3)
+    table = new_table(
+        title,
+        "stage",
+        "kernel",
+        "dtype",
+        "ms",
+        "GB/s",
+        "of copy",
+        "vs scalar CPU",
+        "vs row order",
+        "vs our CPU kernel",
+        left=3,
+    )
     for stage, label in STAGES.items():
         for r in (r for r in result["rows"] if r["case"] == case and r["stage"] == stage):
             speedups = [f"{r[f'speedup_vs_cpu_{k}']:,.2f}x" for k in ("column_outer", "row_order", "fast")]
             share = "" if r["share_of_copy"] is None else f"{r['share_of_copy']:.2f}"
-            table.add_row(label, r["kernel"], r["dtype"], f"{r['time_us'] / 1e3:,.3f}", f"{r['gbytes_per_s']:,.1f}", share, *speedups)
+            table.add_row(
+                label,
+                r["kernel"],
+                r["dtype"],
+                f"{r['time_us'] / 1e3:,.3f}",
+                f"{r['gbytes_per_s']:,.1f}",
+                share,
+                *speedups,
+            )
     return table
 
 
@@ -106,10 +155,28 @@ def sources(as_json: Json = False) -> None:
     if as_json:
         print_json({"sources": [f.to_dict() for f in figures]})
         return
-    table = new_table("Memory figures the source documents print, recomputed", "source", "case", "prints", "formula gives", "", "agrees", "why", left=2)
+    table = new_table(
+        "Memory figures the source documents print, recomputed",
+        "source",
+        "case",
+        "prints",
+        "formula gives",
+        "",
+        "agrees",
+        "why",
+        left=2,
+    )
     table.columns[6].justify = "left"
     for f in figures:
-        table.add_row(f.source, f.case, f.printed, f"{f.nbytes / GB:.2f} GB", f"{f.nbytes / GIB:.2f} GiB", "yes" if f.agrees else "NO", f.verdict)
+        table.add_row(
+            f.source,
+            f.case,
+            f.printed,
+            f"{f.nbytes / GB:.2f} GB",
+            f"{f.nbytes / GIB:.2f} GiB",
+            "yes" if f.agrees else "NO",
+            f.verdict,
+        )
     show(table, "GB is 10**9 bytes, GiB is 2**30.")
 
 

@@ -1,4 +1,6 @@
-"""What the documents this library follows print about memory, recomputed with the planner's own arithmetic, and where they differ. No torch."""
+"""What the documents this library follows print about memory, recomputed with the planner's own arithmetic, and where
+they differ. No torch.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ _TIERED = "tiered cache article, 7B at 32k"
 
 def _dense_bytes(layers: int, heads: int, context: int, batch: int, element_bytes: int) -> int:
     """Bytes of a dense cache with head_dim 128, from the same code that plans one."""
-    return CacheSpec(scheme=presets.get("raw"), layers=uniform(layers, heads, 128)).raw_nbytes(context, batch, element_bytes)
+    return CacheSpec(scheme=presets.get("raw"), layers=uniform(layers, heads, 128)).raw_nbytes(
+        context, batch, element_bytes
+    )
 
 
 def source_figures() -> tuple[SourceFigure, ...]:
@@ -57,14 +61,24 @@ def _paper_figures() -> list[SourceFigure]:
     fp32, fp16 = _dense_bytes(32, 32, 131072, 1, 4), _dense_bytes(32, 32, 131072, 1, 2)
     return [
         SourceFigure(
-            source=_PAPER, case=case.format("FP32"), printed="about 137 GB", formula=formula.format(4), nbytes=fp32, agrees=round(fp32 / GB) == 137,
+            source=_PAPER,
+            case=case.format("FP32"),
+            printed="about 137 GB",
+            formula=formula.format(4),
+            nbytes=fp32,
+            agrees=round(fp32 / GB) == 137,
             verdict="agrees in GB (128 GiB)",
         ),
         SourceFigure(
-            source=_PAPER, case=case.format("FP16"), printed="nearly 70 GB", formula=formula.format(2), nbytes=fp16, agrees=round(fp16 / GB, -1) == 70,
+            source=_PAPER,
+            case=case.format("FP16"),
+            printed="nearly 70 GB",
+            formula=formula.format(2),
+            nbytes=fp16,
+            agrees=round(fp16 / GB, -1) == 70,
             verdict="agrees in GB, rounded up (64 GiB)",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _article_figures() -> list[SourceFigure]:
@@ -75,12 +89,19 @@ def _article_figures() -> list[SourceFigure]:
         nbytes = fp16 // share
         found.append(
             SourceFigure(
-                source=_ARTICLE, case=f"80 layers, 64 heads, 128 dims, 4,096 tokens x 32, {name}", printed=f"{printed} GB",
-                formula=f"2 x 80 x 64 x 128 x 4,096 x 32 x {2 / share:g} bytes", nbytes=nbytes, agrees=round(nbytes / GB, 1) == printed,
-                verdict=f"differs: its own formula gives {nbytes // GIB} GiB = {nbytes / GB:.1f} GB, {nbytes / GB / printed:.1f} times as much. "
-                f"The printed figure is what 8 KV heads (the model's real GQA) and 4,000 tokens give: {grouped / share / GB:.1f} GB; scales are not counted",
+                source=_ARTICLE,
+                case=f"80 layers, 64 heads, 128 dims, 4,096 tokens x 32, {name}",
+                printed=f"{printed} GB",
+                formula=f"2 x 80 x 64 x 128 x 4,096 x 32 x {2 / share:g} bytes",
+                nbytes=nbytes,
+                agrees=round(nbytes / GB, 1) == printed,
+                verdict=(
+                    f"differs: its own formula gives {nbytes // GIB} GiB = {nbytes / GB:.1f} GB,"
+                    f" {nbytes / GB / printed:.1f} times as much. The printed figure is what 8 KV heads (the model's"
+                    f" real GQA) and 4,000 tokens give: {grouped / share / GB:.1f} GB; scales are not counted"
+                ),
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -90,21 +111,29 @@ def _kvquant_figures() -> list[SourceFigure]:
         nbytes = _dense_bytes(layers, heads, 131072, 1, 2)
         found.append(
             SourceFigure(
-                source=_KVQUANT, case=f"LLaMA-{model}: {layers} layers, {heads} heads, 128 dims, 128K tokens, FP16", printed=f"{printed:.1f} GB",
-                formula=f"2 x {layers} x {heads} x 128 x 131,072 x 2 bytes", nbytes=nbytes, agrees=round(nbytes / GB, 1) == printed,
+                source=_KVQUANT,
+                case=f"LLaMA-{model}: {layers} layers, {heads} heads, 128 dims, 128K tokens, FP16",
+                printed=f"{printed:.1f} GB",
+                formula=f"2 x {layers} x {heads} x 128 x 131,072 x 2 bytes",
+                nbytes=nbytes,
+                agrees=round(nbytes / GB, 1) == printed,
                 verdict=f"unit: {printed:.0f} is right in GiB; in GB it is {nbytes / GB:.1f}",
             )
-        )  # fmt: skip
+        )
     base = _dense_bytes(32, 32, 131072, 1, 2)
     for bits, printed in ((433, 17.3), (333, 13.3), (233, 9.3)):
         nbytes = base * bits // 1600
         found.append(
             SourceFigure(
-                source=_KVQUANT, case=f"LLaMA-7B, 128K tokens, KVQuant {bits // 100}-bit-1% ({bits / 100} bits on average)", printed=f"{printed} GB",
-                formula=f"64 GiB x {bits / 100} / 16", nbytes=nbytes, agrees=round(nbytes / GB, 1) == printed,
+                source=_KVQUANT,
+                case=f"LLaMA-7B, 128K tokens, KVQuant {bits // 100}-bit-1% ({bits / 100} bits on average)",
+                printed=f"{printed} GB",
+                formula=f"64 GiB x {bits / 100} / 16",
+                nbytes=nbytes,
+                agrees=round(nbytes / GB, 1) == printed,
                 verdict=f"unit: {printed} is right in GiB; in GB it is {nbytes / GB:.1f}",
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -115,20 +144,52 @@ def _tiered_figures() -> list[SourceFigure]:
     total = hot + warm + cold
     parts = (
         ("hot 2,048 tokens, BF16 (the 4 sinks among them)", "1.07 GB", "2 x 32 x 32 x 128 x 2,048 x 2 bytes", hot, 2),
-        ("warm 14,336 tokens, INT8, two FP32 per token and head", "4.0 GB", "2 x 32 x 32 x 128 x 14,336 x (1 + 8 / 128) bytes", warm, 1),
-        ("cold 16,384 tokens, INT4, two FP32 per token and head", "2.4 GB", "2 x 32 x 32 x 128 x 16,384 x (0.5 + 8 / 128) bytes", cold, 1),
+        (
+            "warm 14,336 tokens, INT8, two FP32 per token and head",
+            "4.0 GB",
+            "2 x 32 x 32 x 128 x 14,336 x (1 + 8 / 128) bytes",
+            warm,
+            1,
+        ),
+        (
+            "cold 16,384 tokens, INT4, two FP32 per token and head",
+            "2.4 GB",
+            "2 x 32 x 32 x 128 x 16,384 x (0.5 + 8 / 128) bytes",
+            cold,
+            1,
+        ),
     )
     first = SourceFigure(
-        source=_TIERED, case="32 layers, 32 heads, 128 dims, 32,768 tokens, BF16", printed="17.2 GB", formula="2 x 32 x 32 x 128 x 32,768 x 2 bytes",
-        nbytes=dense, agrees=round(dense / GB, 1) == 17.2, verdict="agrees in GB (16 GiB); Llama 3 8B, which it names, has 8 KV heads: 4.29 GB",
-    )  # fmt: skip
+        source=_TIERED,
+        case="32 layers, 32 heads, 128 dims, 32,768 tokens, BF16",
+        printed="17.2 GB",
+        formula="2 x 32 x 32 x 128 x 32,768 x 2 bytes",
+        nbytes=dense,
+        agrees=round(dense / GB, 1) == 17.2,
+        verdict="agrees in GB (16 GiB); Llama 3 8B, which it names, has 8 KV heads: 4.29 GB",
+    )
     zones = [
-        SourceFigure(source=_TIERED, case=case, printed=printed, formula=formula, nbytes=n, agrees=f"{n / GB:.{digits}f} GB" == printed, verdict="agrees in GB")
+        SourceFigure(
+            source=_TIERED,
+            case=case,
+            printed=printed,
+            formula=formula,
+            nbytes=n,
+            agrees=f"{n / GB:.{digits}f} GB" == printed,
+            verdict="agrees in GB",
+        )
         for case, printed, formula, n, digits in parts
     ]
     last = SourceFigure(
-        source=_TIERED, case="hot + warm + cold", printed="7.47 GB", formula="sum of the three zones", nbytes=total, agrees=round(total / GB, 2) == 7.47,
-        verdict=f"rounding: it adds the rounded zones; the exact sum is {total / GB:.2f} GB. The zones are the whole context, so the 4 sinks lie inside them; "
-        f"kept beside them they add {4 * elements * 2 / 10**6:.1f} MB",
-    )  # fmt: skip
+        source=_TIERED,
+        case="hot + warm + cold",
+        printed="7.47 GB",
+        formula="sum of the three zones",
+        nbytes=total,
+        agrees=round(total / GB, 2) == 7.47,
+        verdict=(
+            f"rounding: it adds the rounded zones; the exact sum is {total / GB:.2f} GB. The zones are the whole"
+            f" context, so the 4 sinks lie inside them; kept beside them they add {4 * elements * 2 / 10**6:.1f} MB"
+        ),
+    )
     return [first, *zones, last]

@@ -28,12 +28,20 @@ class Pair:
         return (torch.randn(batch, tokens, heads, head_dim) * spread).to(self.dtype)
 
     def append(self, batch: int, tokens: int, valid: torch.Tensor | None = None) -> None:
-        """One forward pass of random tokens; the cache's attention is compared with float64 attention over the model's values."""
+        """One forward pass of random tokens; the cache's attention is compared with float64 attention over the model's
+        values.
+        """
         spec = self.cache.spec
         passes = []
         for geometry in spec.layers:
             h, d = geometry.num_kv_heads, geometry.head_dim
-            passes.append((self.random(batch, tokens, h * self.group, d), self.random(batch, tokens, h, d, 3.0) + 1.0, self.random(batch, tokens, h, d)))
+            passes.append(
+                (
+                    self.random(batch, tokens, h * self.group, d),
+                    self.random(batch, tokens, h, d, 3.0) + 1.0,
+                    self.random(batch, tokens, h, d),
+                )
+            )
         self.cache.begin(batch, tokens, valid)
         if not self.model.rows:
             self.model.rows = [self.model.new_row() for _ in range(batch)]
@@ -48,12 +56,18 @@ class Pair:
                 history = sequence.values()
                 sequence.append(k[b, keep[b]], v[b, keep[b]])
                 if self.attend:
-                    held = sequence.values() if tokens == 1 else [torch.cat([a, x[b, keep[b]].double()]) for a, x in zip(history, (k, v), strict=True)]
+                    held = (
+                        sequence.values()
+                        if tokens == 1
+                        else [torch.cat([a, x[b, keep[b]].double()]) for a, x in zip(history, (k, v), strict=True)]
+                    )
                     ranks = (before[b] + keep[b].long().cumsum(0) - 1).masked_fill(~keep[b], -1).tolist()
                     window = spec.layers[layer].sliding_window
                     expected, _ = dense_attention(q[b], held[0], held[1], ranks, SCALING, window, self.softcap)
                     unit = 2e-5 if self.dtype == torch.float32 else 2e-2 if self.dtype == torch.bfloat16 else 4e-3
-                    torch.testing.assert_close(out[b].double(), expected, rtol=0, atol=unit * max(1.0, expected.abs().max().item()))
+                    torch.testing.assert_close(
+                        out[b].double(), expected, rtol=0, atol=unit * max(1.0, expected.abs().max().item())
+                    )
 
     def check(self) -> None:
         check_values(self.cache, self.model)
@@ -61,7 +75,9 @@ class Pair:
 
 
 def check_values(cache: PagedCache, model: DenseCache) -> None:
-    """`dequantize` gives the model's values: raw tokens exactly, closed pages as quantized once, whatever a window released missing in front."""
+    """`dequantize` gives the model's values: raw tokens exactly, closed pages as quantized once, whatever a window
+    released missing in front.
+    """
     assert cache.seq_lens == model.seq_lens
     for layer, geometry in enumerate(cache.spec.layers):
         g = cache._stores.places[layer].group
@@ -83,21 +99,40 @@ def check_values(cache: PagedCache, model: DenseCache) -> None:
             place = cache._stores.places[layer]
             pages = model.rows[row][layer].closed
             for i, page in enumerate(reversed(pages[len(pages) - len(state.closed) :]), 1):
-                assert torch.equal(cache._stores.store(place, "closed").page(state.closed[-i]), page.pages[0]), "the bytes of a closed page changed"
+                assert torch.equal(cache._stores.store(place, "closed").page(state.closed[-i]), page.pages[0]), (
+                    "the bytes of a closed page changed"
+                )
                 planes = [(f"low{tier}", x[-i]) for tier, x in enumerate(state.low)][::-1]
-                assert [x is not None for _, x in planes] == [n < page.planes for n in range(len(planes))], "a page is not in its tier"
+                assert [x is not None for _, x in planes] == [n < page.planes for n in range(len(planes))], (
+                    "a page is not in its tier"
+                )
                 for (pool, page_id), stored in zip(planes, page.pages[1:], strict=True):
-                    assert page_id is None or torch.equal(cache._stores.low_store(place, pool).page(page_id), stored), "the bytes of a low plane changed"
+                    assert page_id is None or torch.equal(cache._stores.low_store(place, pool).page(page_id), stored), (
+                        "the bytes of a low plane changed"
+                    )
 
 
 def _as_lists(tables: dict[Any, PageTable]) -> dict[Any, list[Any]]:
-    return {tier: [t.indptr.tolist(), t.page_ids.tolist(), t.starts.tolist(), t.lengths.tolist(), *(x.tolist() for x in t.low)] for tier, t in tables.items()}
+    return {
+        tier: [
+            t.indptr.tolist(),
+            t.page_ids.tolist(),
+            t.starts.tolist(),
+            t.lengths.tolist(),
+            *(x.tolist() for x in t.low),
+        ]
+        for tier, t in tables.items()
+    }
 
 
 def check_books(cache: PagedCache) -> None:
-    """Every page is counted by exactly the sequences that hold it, kept tables say what is there, and every byte is in one kind."""
+    """Every page is counted by exactly the sequences that hold it, kept tables say what is there, and every byte is in
+    one kind.
+    """
     for g in cache.groups:
-        assert g._closed_tables is None or _as_lists(g._closed_tables) == _as_lists(tables.of_closed(g.sequences, len(g.group.tiers)))
+        assert g._closed_tables is None or _as_lists(g._closed_tables) == _as_lists(
+            tables.of_closed(g.sequences, len(g.group.tiers))
+        )
         for name, pool in g.pools.items():
             held = Counter(page for s in g.sequences for page in s.pages()[name])
             allocator = pool.allocator
@@ -113,9 +148,11 @@ def check_books(cache: PagedCache) -> None:
             assert len(s.tail) == len(s.tail_lengths)
             assert all(0 < n <= size for n in s.closed_lengths + s.tail_lengths)
             assert all(n == size for n in s.tail_lengths[:-1])
-            assert not g.group.fills_pages or not s.tail or (s.length - s.tail_tokens - g.group.num_sink_tokens) % size == 0, (
-                "a page begins in the middle of one"
-            )
+            assert (
+                not g.group.fills_pages
+                or not s.tail
+                or (s.length - s.tail_tokens - g.group.num_sink_tokens) % size == 0
+            ), "a page begins in the middle of one"
             stored = (min(s.length, g.group.num_sink_tokens) if s.sink else 0) + sum(s.closed_lengths) + s.tail_tokens
             assert s.released + stored == s.length
     kinds = cache.bytes_by_kind()

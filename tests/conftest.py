@@ -15,7 +15,8 @@ import random_cases
 
 random_cases.fix()
 
-if hasattr(_libc := ctypes.CDLL(None), "mallopt"):  # glibc: fresh memory is 0x7F, the largest numbers that integers and floats have
+# glibc: fresh memory is 0x7F, the largest numbers that integers and floats have
+if hasattr(_libc := ctypes.CDLL(None), "mallopt"):
     _libc.mallopt(-6, 0x80)  # M_PERTURB
 
 

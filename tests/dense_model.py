@@ -1,7 +1,8 @@
 """What a paged cache must hold, kept densely: the judge of the cache tests.
 
-A sequence of a layer is sink tokens (raw), closed pages (quantized once, from the raw tokens they closed over, with low planes while they are young) and tail
-tokens (raw, or quantized as they came where the scheme is token-local). Nothing here knows page ids or windows; every token stays.
+A sequence of a layer is sink tokens (raw), closed pages (quantized once, from the raw tokens they closed over, with low
+planes while they are young) and tail tokens (raw, or quantized as they came where the scheme is token-local). Nothing
+here knows page ids or windows; every token stays.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ class DenseSequence:
         self.sink += tokens[:sinks]
         self.tail += tokens[sinks:] if not g.token_local else self.stored(tokens[sinks:])
         self.speculated += len(tokens) if owner.speculating else 0
-        waits = self.residual_length + g.page_size + (min(self.speculated, g.page_size) if owner.speculating and not owner.fixed else 0)
+        waits = (
+            self.residual_length
+            + g.page_size
+            + (min(self.speculated, g.page_size) if owner.speculating and not owner.fixed else 0)
+        )
         fresh = 0
         while not g.fills_pages and len(self.tail) > waits:
             page, self.tail = self.tail[: g.page_size], self.tail[g.page_size :]
@@ -70,7 +75,9 @@ class DenseSequence:
             self.demote(min(self.closed_since, 1 if owner.fixed else 16))
 
     def stored(self, tokens: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Tokens as pages hold them that are filled token by token: each as the first of a page (no centred keys, whose mean pages share)."""
+        """Tokens as pages hold them that are filled token by token: each as the first of a page (no centred keys, whose
+        mean pages share).
+        """
         found = []
         for token in tokens:
             page = self.close([token] * self.group.page_size)
@@ -86,8 +93,15 @@ class DenseSequence:
         sides = []
         for planes in range(len(layouts) + 1):
             low = list(zip(stored[1:], layouts, strict=True))[:planes]
-            sides.append([x[0].transpose(0, 1) for x in dequantize_pages(stored[0], g.layouts["closed"], self.static, torch.float64, low, start)])
-        return ClosedPage(tuple(s[0] for s in sides), tuple(s[1] for s in sides), tuple(x[0] for x in stored), len(layouts))
+            sides.append(
+                [
+                    x[0].transpose(0, 1)
+                    for x in dequantize_pages(stored[0], g.layouts["closed"], self.static, torch.float64, low, start)
+                ]
+            )
+        return ClosedPage(
+            tuple(s[0] for s in sides), tuple(s[1] for s in sides), tuple(x[0] for x in stored), len(layouts)
+        )
 
     def demote(self, more: int) -> None:
         """Page number n from the newest keeps the planes of the tiers that reach so far."""
@@ -136,7 +150,9 @@ class DenseSequence:
 class DenseCache:
     """All sequences of all layers."""
 
-    def __init__(self, spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None = None, *, fixed: bool = False) -> None:
+    def __init__(
+        self, spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None = None, *, fixed: bool = False
+    ) -> None:
         self.spec = spec
         self.static = parameters.shared(spec, static or [{} for _ in spec.layers], torch.device("cpu"))
         self.fixed = fixed
@@ -146,7 +162,10 @@ class DenseCache:
 
     def new_row(self) -> list[DenseSequence]:
         groups = [self.group_of[i] for i in range(len(self.spec.layers))]
-        return [DenseSequence(self, g, static, list(g.boundaries), g.residual_length) for g, static in zip(groups, self.static, strict=True)]
+        return [
+            DenseSequence(self, g, static, list(g.boundaries), g.residual_length)
+            for g, static in zip(groups, self.static, strict=True)
+        ]
 
     @property
     def seq_lens(self) -> list[int]:
@@ -176,9 +195,15 @@ class DenseCache:
 
 
 def dense_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_positions: list[int], scaling: float, window: int | None = None, softcap: float | None = None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_positions: list[int],
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in float64 over keys at positions 0, 1, ..: one query at a time, plain softmax.
 
     Args:

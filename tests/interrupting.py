@@ -59,5 +59,5 @@ def interrupted(make: Callable[[], Any], work: Callable[[Any], Any], most: int) 
     assert counter.run(lambda: work(subject)) if (subject := make()) is not None else False
     for at in points(counter.count, most):
         subject = make()
-        Counter(at).run(lambda: work(subject))  # noqa: B023 - run at once
+        Counter(at).run(lambda: work(subject))  # noqa: B023
         yield at, subject

@@ -1,4 +1,5 @@
-"""Writes src/kvbits/families.json: what a config.json leaves out, by its model_type, as the installed Transformers fills it in.
+"""Writes src/kvbits/families.json: what a config.json leaves out, by its model_type, as the installed Transformers
+fills it in.
 
 python tests/make_families.py
 """
@@ -27,7 +28,11 @@ LONGEST_PERIOD = 12
 
 def model_types() -> list[str]:
     """Every model that generates text, and the text parts of those that also see or hear."""
-    named = {**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+    named = {
+        **auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        **auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    }
     found = dict.fromkeys(named)
     for name in named:
         if (c := _made(name)) is not None and (text := _text(c)) is not None:
@@ -75,8 +80,9 @@ def family(model_type: str) -> dict[str, Any] | None:
 
 
 def _pattern(model_type: str, config: Any) -> dict[str, Any] | None:
-    """The types of layers that repeat, and that of the first or the last where it is always the same one, if a configuration has them and they depend on nothing
-    else."""
+    """The types of layers that repeat, and that of the first or the last where it is always the same one, if a
+    configuration has them and they depend on nothing else.
+    """
     if not getattr(config, "layer_types", None):
         return None
     seen = [config.layer_types]
@@ -90,13 +96,17 @@ def _pattern(model_type: str, config: Any) -> dict[str, Any] | None:
         skip, stop = int(fixed == "first"), int(fixed == "last")
         for period in range(1, LONGEST_PERIOD + 1):
             repeats = {i % period: t for i, t in list(enumerate(max(seen, key=len)))[skip : skip + period]}
-            if all(t == repeats[i % period] for types in seen for i, t in list(enumerate(types))[skip : len(types) - stop]):
+            if all(
+                t == repeats[i % period] for types in seen for i, t in list(enumerate(types))[skip : len(types) - stop]
+            ):
                 return {"types": [repeats[i] for i in range(period)]} | ({fixed: ends[fixed].pop()} if fixed else {})
     return None
 
 
 def variants(model_type: str) -> list[dict[str, Any]]:
-    """config.json files of a family: bare, as Transformers writes it, without types of layers, with other numbers of layers, heads and windows."""
+    """config.json files of a family: bare, as Transformers writes it, without types of layers, with other numbers of
+    layers, heads and windows.
+    """
     found: list[dict[str, Any]] = [{"model_type": model_type}]
     config = _made(model_type)
     with TemporaryDirectory() as folder:
@@ -105,13 +115,27 @@ def variants(model_type: str) -> list[dict[str, Any]]:
     bare = {k: v for k, v in stated.items() if k not in ("layer_types", "per_layer_config")}
     found += [stated, bare]
     if isinstance(text := stated.get("text_config"), dict):
-        return [stated, bare | {"text_config": {k: v for k, v in text.items() if k not in ("layer_types", "per_layer_config")}}]
+        return [
+            stated,
+            bare | {"text_config": {k: v for k, v in text.items() if k not in ("layer_types", "per_layer_config")}},
+        ]
     if "num_hidden_layers" in stated:
         found.append(bare | {"num_hidden_layers": 8})
     counted = {} if "layers_block_type" in stated and "num_hidden_layers" not in stated else {"num_hidden_layers": 7}
-    found.append({"model_type": model_type, **counted, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64, "head_dim": 32})
+    found.append(
+        {
+            "model_type": model_type,
+            **counted,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "hidden_size": 64,
+            "head_dim": 32,
+        }
+    )
     if "use_sliding_window" in stated and "max_window_layers" in stated:
-        found.append({"model_type": model_type, "sliding_window": 77, "use_sliding_window": True, "max_window_layers": 3})
+        found.append(
+            {"model_type": model_type, "sliding_window": 77, "use_sliding_window": True, "max_window_layers": 3}
+        )
     elif stated.get("sliding_window"):
         found += [bare | {"sliding_window": 77}]
     return found
@@ -131,7 +155,8 @@ def differs(model_type: str) -> list[str]:
                 ours = _facts(read_config(folder))
             except KvbitsError as e:
                 ours = str(e)
-            if isinstance(ours, tuple) and ours[-1] is None and isinstance(theirs, tuple):  # a state whose size is computed: not counted, and `plan` says so
+            # a state whose size is computed: not counted, and `plan` says so
+            if isinstance(ours, tuple) and ours[-1] is None and isinstance(theirs, tuple):
                 theirs = (*theirs[:-1], None)
             if ours != theirs and not (isinstance(ours, str) and isinstance(theirs, str)):
                 found.append(f"{stated}: {ours} is {theirs} in Transformers")
@@ -150,10 +175,19 @@ def families() -> dict[str, Any]:
     found = {t: f for t in model_types() if (f := family(t)) is not None}
     config_file._families = lambda: {"transformers": transformers.__version__, "families": found}  # type: ignore[assignment]
     alike = {t: f for t, f in found.items() if not differs(t)}
-    return {"transformers": transformers.__version__, "families": {t: f for t, f in alike.items() if f.get("text", t) in alike}}
+    return {
+        "transformers": transformers.__version__,
+        "families": {t: f for t, f in alike.items() if f.get("text", t) in alike},
+    }
 
 
 if __name__ == "__main__":
     data = families()
     lines = [f"  {json.dumps(t)}: {json.dumps(f)}" for t, f in data["families"].items()]
-    TARGET.write_text('{\n "transformers": ' + json.dumps(data["transformers"]) + ',\n "families": {\n' + ",\n".join(lines) + "\n }\n}\n")
+    TARGET.write_text(
+        '{\n "transformers": '
+        + json.dumps(data["transformers"])
+        + ',\n "families": {\n'
+        + ",\n".join(lines)
+        + "\n }\n}\n"
+    )

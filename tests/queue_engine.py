@@ -9,7 +9,9 @@ from loads import Update
 
 @dataclass
 class QueueEngine:
-    """A step takes 10 ms and 1 ms for each answer under way, and 20 us for each token of a prompt that is not in its cache of prefixes; `slots` run at once."""
+    """A step takes 10 ms and 1 ms for each answer under way, and 20 us for each token of a prompt that is not in its
+    cache of prefixes; `slots` run at once.
+    """
 
     slots: int = 8
     cached: int = 0

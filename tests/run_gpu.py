@@ -1,10 +1,12 @@
-"""Runs the GPU tests and keeps a record of the pass: when, on what, at which commit, how many passed, failed and were skipped, and why.
+"""Runs the GPU tests and keeps a record of the pass: when, on what, at which commit, how many passed, failed and were
+skipped, and why.
 
-    python tests/run_gpu.py [--out benchmarks/results/gpu_tests.json] [FILE ..] [-- PYTEST OPTION ..]     (make test-gpu)
+    python tests/run_gpu.py [--out benchmarks/results/gpu_tests.json] [FILE ..] [-- PYTEST OPTION ..]     (make
+    test-gpu)
 
-Without FILE all of `FILES`, about 1,000 tests. The tree needs no installation and no network: torch, transformers, pytest, hypothesis, NVRTC and, for
-tests/integrations/test_gpu_trained.py, the embedded model or KVBITS_TEST_MODEL. KVBITS_COMMIT names the commit where there is no .git. With pytest-xdist
-`-- -n 2` compiles kernels in two processes.
+Without FILE all of `FILES`, about 1,000 tests. The tree needs no installation and no network: torch, transformers,
+pytest, hypothesis, NVRTC and, for tests/integrations/test_gpu_trained.py, the embedded model or KVBITS_TEST_MODEL.
+KVBITS_COMMIT names the commit where there is no .git. With pytest-xdist `-- -n 2` compiles kernels in two processes.
 
 Exit code: that of pytest; 2 without a GPU, and then nothing is recorded.
 """
@@ -65,7 +67,11 @@ class Tally:
             self.failures += [report.nodeid] * (report.nodeid not in self.failures)
         elif report.skipped:
             self.counts["skipped"] += 1
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(getattr(report, "wasxfail", report.longrepr))
+            reason = (
+                report.longrepr[2]
+                if isinstance(report.longrepr, tuple)
+                else str(getattr(report, "wasxfail", report.longrepr))
+            )
             self.reasons[reason.removeprefix("Skipped: ")] += 1
         elif report.when == "call":
             self.counts["passed"] += 1
@@ -83,17 +89,40 @@ def run(files: list[str], out: Path, options: list[str], argv: list[str]) -> int
     """One pass over `files`; its row goes to the file of runs `out`. Returns pytest's exit code."""
     record, tally, began = runs.record(["python", "tests/run_gpu.py", *argv]), Tally(), time.monotonic()
     code = int(
-        pytest.main([*(files or [str(ROOT / f) for f in FILES]), "-q", "-k", "not emulated", "--durations=10", "-p", "no:benchmark", *options], plugins=[tally])
+        pytest.main(
+            [
+                *(files or [str(ROOT / f) for f in FILES]),
+                "-q",
+                "-k",
+                "not emulated",
+                "--durations=10",
+                "-p",
+                "no:benchmark",
+                *options,
+            ],
+            plugins=[tally],
+        )
     )
     if not tally.counts:  # pytest itself failed: no pass
         print(f"no test ran (pytest's exit code {code}); nothing is recorded", file=sys.stderr)
         return code or 1
-    row: dict[str, Any] = {"run": record["id"], "all_files": not files, "exit_code": code, "seconds": round(time.monotonic() - began)}
-    row |= {kind: tally.counts[kind] for kind in ("passed", "failed", "skipped")} | {"failures": tally.failures[:LISTED], "skips": dict(tally.reasons)}
+    row: dict[str, Any] = {
+        "run": record["id"],
+        "all_files": not files,
+        "exit_code": code,
+        "seconds": round(time.monotonic() - began),
+    }
+    row |= {kind: tally.counts[kind] for kind in ("passed", "failed", "skipped")} | {
+        "failures": tally.failures[:LISTED],
+        "skips": dict(tally.reasons),
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     run_files.add({"runs": {record["id"]: record}, "rows": [row]}, out)
     where = f"{record['gpu']['name']}, driver {record['gpu']['driver']}" if record["gpu"] else "no GPU"
-    print(f"{row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped in {row['seconds']} s on {where} at {record['commit']}: {out}")
+    print(
+        f"{row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped in {row['seconds']} s on {where} at"
+        f" {record['commit']}: {out}"
+    )
     return code
 
 
@@ -106,7 +135,11 @@ def main(argv: list[str]) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print("torch sees no GPU: every test would be skipped and nothing shown; run this where there is one, or `make test` here", file=sys.stderr)
+        print(
+            "torch sees no GPU: every test would be skipped and nothing shown; run this where there is one, or `make"
+            " test` here",
+            file=sys.stderr,
+        )
         return 2
     return run(args.files, args.out, argv[cut + 1 :], argv)
 

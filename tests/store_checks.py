@@ -1,4 +1,6 @@
-"""Caches whose keys and values depend on the tokens alone, as in a model, and everything that a sequence is, for tests of stores."""
+"""Caches whose keys and values depend on the tokens alone, as in a model, and everything that a sequence is, for tests
+of stores.
+"""
 
 from __future__ import annotations
 
@@ -73,9 +75,13 @@ def bytes_of(cache, row=0):
 
 
 SCHEMES = {
-    "int4": {}, "kivi2": {}, "raw": {}, "int8_centered": {"residual_length": 0}, "fp8": {"num_sink_tokens": 0, "page_size": 64},
+    "int4": {},
+    "kivi2": {},
+    "raw": {},
+    "int8_centered": {"residual_length": 0},
+    "fp8": {"num_sink_tokens": 0, "page_size": 64},
     "tiered": {"tiers": (dataclasses.replace(schemes.get("tiered").tiers[0], num_tokens=64),)},
-}  # fmt: skip
+}
 
 
 def pieces(name, layers=(FULL, FULL)):
@@ -83,7 +89,10 @@ def pieces(name, layers=(FULL, FULL)):
     if name == "token_local":
         return spec_of("int8_centered", layers, token_local=True, residual_length=0), None
     if name == "klt2":
-        turned = tuple(dataclasses.replace(g, rotary=Rotary(inv_freq=tuple(10_000.0 ** (-i / 16) for i in range(16)))) for g in layers)
+        turned = tuple(
+            dataclasses.replace(g, rotary=Rotary(inv_freq=tuple(10_000.0 ** (-i / 16) for i in range(16))))
+            for g in layers
+        )
         spec = spec_of("klt2", turned)
         return spec, [static_params(spec.scheme.key, spec.scheme.value, 2, 32) for _ in layers]
     return spec_of(name, layers, **SCHEMES[name]), None

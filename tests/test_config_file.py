@@ -1,4 +1,6 @@
-"""A config.json read as data says what Transformers reads from it, for every family; nothing that a model brings along is run."""
+"""A config.json read as data says what Transformers reads from it, for every family; nothing that a model brings along
+is run.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,29 @@ def write(folder, **fields):
 
 
 COMMON = (
-    "llama", "mistral", "mistral3", "mixtral", "qwen2", "qwen2_vl", "qwen3", "qwen3_moe", "qwen3_next", "gemma2", "gemma3", "gemma4", "phi3", "gpt_oss",
-    "deepseek_v3", "olmo2", "glm4_moe", "gpt2", "opt", "falcon", "smollm3", "granite",
-)  # fmt: skip
+    "llama",
+    "mistral",
+    "mistral3",
+    "mixtral",
+    "qwen2",
+    "qwen2_vl",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "phi3",
+    "gpt_oss",
+    "deepseek_v3",
+    "olmo2",
+    "glm4_moe",
+    "gpt2",
+    "opt",
+    "falcon",
+    "smollm3",
+    "granite",
+)
 
 
 def test_families_are_read_as_transformers_reads_them():
@@ -38,10 +60,18 @@ def test_families_are_read_as_transformers_reads_them():
 
 def test_a_nested_text_part_has_its_family_s_defaults(tmp_path):
     """Gemma 3's published text_config states neither heads nor their width."""
-    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
     write(tmp_path, model_type="gemma3", text_config=text, vision_config={"model_type": "siglip_vision_model"})
     layers = layer_geometries(read_config(tmp_path))
-    assert layers == layer_geometries(load_config(tmp_path)) and {(g.num_kv_heads, g.head_dim) for g in layers} == {(4, 256)}
+    assert layers == layer_geometries(load_config(tmp_path)) and {(g.num_kv_heads, g.head_dim) for g in layers} == {
+        (4, 256)
+    }
     assert [g.sliding_window for g in layers[:6]] == [1024] * 5 + [None]
 
 
@@ -51,7 +81,12 @@ def test_code_that_a_model_brings_is_neither_run_nor_asked_about(tmp_path, monke
     write(folder, model_type="made_up", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\n")
     monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("it asked"))
-    for args in (["plan", folder], ["plan", folder / "config.json"], ["check", folder], ["fit", folder, "--out", tmp_path / "x.json"]):
+    for args in (
+        ["plan", folder],
+        ["plan", folder / "config.json"],
+        ["check", folder],
+        ["fit", folder, "--out", tmp_path / "x.json"],
+    ):
         done = CliRunner().invoke(app, [str(a) for a in args], input="y\n")
         assert done.exit_code == 2 and done.stdout == "" and "never run" in done.stderr, done.stderr
     assert not (tmp_path / "ran").exists()
@@ -85,7 +120,17 @@ def test_what_16_bits_hold_of_models_that_pages_cannot(tmp_path):
     assert plain_layers(latent) == (PlainLayer(512 + 64),) * 3
     hybrid = read_config(write(tmp_path, model_type="qwen3_next", num_hidden_layers=8))
     assert plain_layers(hybrid) == (PlainLayer(2 * 2 * 256, heads=2),) * 2
-    unlike = read_config(write(tmp_path, model_type="llama", num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=192, v_head_dim=128))
+    unlike = read_config(
+        write(
+            tmp_path,
+            model_type="llama",
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=192,
+            v_head_dim=128,
+        )
+    )
     assert plain_layers(unlike) == (PlainLayer(2 * (192 + 128), heads=2),)
     with pytest.raises(UnsupportedError):
         layer_geometries(unlike)
@@ -94,10 +139,23 @@ def test_what_16_bits_hold_of_models_that_pages_cannot(tmp_path):
 
 def test_what_16_bits_hold_of_latent_attention_is_what_transformers_caches(tmp_path):
     torch = pytest.importorskip("torch")
-    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 64, "kv_lora_rank": 16, "q_lora_rank": None,
-             "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 2}  # fmt: skip
+    small = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "vocab_size": 64,
+        "kv_lora_rank": 16,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 2,
+    }
     config = load_config(write(tmp_path, model_type="deepseek_v3", **small))
-    cache = transformers.AutoModelForCausalLM.from_config(config)(torch.arange(5).unsqueeze(0), use_cache=True).past_key_values
+    cache = transformers.AutoModelForCausalLM.from_config(config)(
+        torch.arange(5).unsqueeze(0), use_cache=True
+    ).past_key_values
     held = sum(x.numel() for layer in cache.layers for x in (layer.keys, layer.values))
     assert held == 5 * sum(layer.elements for layer in plain_layers(read_config(tmp_path)))
 
@@ -105,11 +163,24 @@ def test_what_16_bits_hold_of_latent_attention_is_what_transformers_caches(tmp_p
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("num_hidden_layers", 10**30), ("num_hidden_layers", -1), ("num_hidden_layers", "1e9"), ("num_attention_heads", 0), ("head_dim", float("inf")),
-        ("head_dim", [1]), ("num_key_value_heads", float("nan")), ("num_kv_shared_layers", {"a": 1}), ("sliding_window", -1), ("vocab_size", True),
-        ("attention_chunk_size", ""), ("kv_lora_rank", 0.5), ("layer_types", 7), ("layer_types", [None]), ("quantization_config", 1), ("text_config", "x"),
+        ("num_hidden_layers", 10**30),
+        ("num_hidden_layers", -1),
+        ("num_hidden_layers", "1e9"),
+        ("num_attention_heads", 0),
+        ("head_dim", float("inf")),
+        ("head_dim", [1]),
+        ("num_key_value_heads", float("nan")),
+        ("num_kv_shared_layers", {"a": 1}),
+        ("sliding_window", -1),
+        ("vocab_size", True),
+        ("attention_chunk_size", ""),
+        ("kv_lora_rank", 0.5),
+        ("layer_types", 7),
+        ("layer_types", [None]),
+        ("quantization_config", 1),
+        ("text_config", "x"),
     ],
-)  # fmt: skip
+)
 def test_fields_of_another_kind_or_size_are_refused_by_name(tmp_path, field, value):
     """They ended commands with a traceback, or in a loop over 10**30 layers."""
     write(tmp_path, **{"model_type": "llama", field: value})

@@ -13,7 +13,9 @@ from kvbits.geometry import find_model
 from kvbits.spec import CacheSpec, LayerGeometry
 
 
-@pytest.mark.parametrize("bad", ["a\0b", "a\ud800", "a" * 5000, 5, None], ids=["zero byte", "half a character", "long", "number", "nothing"])
+@pytest.mark.parametrize(
+    "bad", ["a\0b", "a\ud800", "a" * 5000, 5, None], ids=["zero byte", "half a character", "long", "number", "nothing"]
+)
 @pytest.mark.parametrize("door", ["require_file", "require_folder", "save", "load", "find_model"])
 def test_what_is_no_path_is_refused(door, bad, tmp_path):
     path = str(tmp_path / bad) if isinstance(bad, str) else bad
@@ -32,8 +34,13 @@ def test_what_is_no_path_is_refused(door, bad, tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that takes no files, also of root")
 def test_where_nothing_can_be_written_is_said_before_the_work(tmp_path):
-    for call in (lambda: files.require_file("/proc/x.json", "--out"), lambda: files.require_folder("/proc/x/y", "--out", writable=True)):
-        with pytest.raises(SpecError, match=r"--out /proc/x.*: nothing can be written in /proc \(.*\); name another folder"):
+    for call in (
+        lambda: files.require_file("/proc/x.json", "--out"),
+        lambda: files.require_folder("/proc/x/y", "--out", writable=True),
+    ):
+        with pytest.raises(
+            SpecError, match=r"--out /proc/x.*: nothing can be written in /proc \(.*\); name another folder"
+        ):
             call()
     assert files.require_folder("/proc/x", "--out") == Path("/proc/x")  # to read, it may be there one day
     assert files.require_file(tmp_path / "new", "--out") == tmp_path / "new" and not list(tmp_path.iterdir())
@@ -62,7 +69,12 @@ def test_no_file_takes_the_place_of_what_is_none(tmp_path, monkeypatch, kind):
         before = os.lstat("x")
         spec = CacheSpec(scheme=schemes.get("raw"), layers=(LayerGeometry(num_kv_heads=1, head_dim=64),))
         for path in ("x", "link"):
-            for call in (lambda: PagedCache(spec).save(path), lambda: files.require_file(path, "--out", replaced=True)):  # noqa: B023 - called at once
-                with pytest.raises(SpecError, match=rf"(save:|--out) {path} is a device, a pipe or a socket, .*; name a regular file"):
+            for call in (
+                lambda: PagedCache(spec).save(path),  # noqa: B023
+                lambda: files.require_file(path, "--out", replaced=True),  # noqa: B023
+            ):
+                with pytest.raises(
+                    SpecError, match=rf"(save:|--out) {path} is a device, a pipe or a socket, .*; name a regular file"
+                ):
                     call()
         assert os.lstat("x") == before and files.require_file("x", "--html") == Path("x")  # which is written into

@@ -1,4 +1,6 @@
-"""Geometry read from configurations agrees with what Transformers' own cache and models do, and odd caches are refused by name."""
+"""Geometry read from configurations agrees with what Transformers' own cache and models do, and odd caches are refused
+by name.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from types import SimpleNamespace
 import pytest
 
 from kvbits.errors import SpecError, UnsupportedError
-from kvbits.geometry import find_model, forget_parsed, layer_geometries, layer_places, load_config, max_context, stored_at, text_config
+from kvbits.geometry import (
+    find_model,
+    forget_parsed,
+    layer_geometries,
+    layer_places,
+    load_config,
+    max_context,
+    stored_at,
+    text_config,
+)
 from kvbits.spec import LayerGeometry
 from kvbits.spec.codec import from_dict, to_dict
 
@@ -20,7 +31,14 @@ def config(model_type, **fields):
     return transformers.AutoConfig.for_model(model_type, **fields)
 
 
-SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 64}
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+}
 
 
 def windows(c):
@@ -52,7 +70,12 @@ def test_families_that_name_their_heads_otherwise():
     assert layer_geometries(config("gpt2"))[0] == LayerGeometry(num_kv_heads=12, head_dim=64)
     assert layer_geometries(config("gpt_bigcode", multi_query=True))[0].num_kv_heads == 1
     assert layer_geometries(config("falcon", multi_query=True, new_decoder_architecture=False))[0].num_kv_heads == 1
-    assert layer_geometries(config("falcon", new_decoder_architecture=True, num_kv_heads=8, num_attention_heads=128, hidden_size=8192))[0].num_kv_heads == 8
+    assert (
+        layer_geometries(
+            config("falcon", new_decoder_architecture=True, num_kv_heads=8, num_attention_heads=128, hidden_size=8192)
+        )[0].num_kv_heads
+        == 8
+    )
     assert layer_geometries(config("dbrx", attn_config={"kv_n_heads": 8}))[0].num_kv_heads == 8
 
 
@@ -91,7 +114,13 @@ def test_qwen2_slides_only_where_told():
 
 
 def test_explicit_layer_types_win():
-    c = config("qwen3", **SMALL, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=8, use_sliding_window=True)
+    c = config(
+        "qwen3",
+        **SMALL,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=8,
+        use_sliding_window=True,
+    )
     assert windows(c) == [8, None, 8, None]
 
 
@@ -148,7 +177,9 @@ def test_windows_are_those_of_the_stock_cache(model_type):
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"])
 def test_shapes_are_what_the_model_writes(model_type):
     torch = pytest.importorskip("torch")
-    c = config(model_type, **SMALL, pad_token_id=0, sliding_window=8, **({} if model_type == "phi3" else {"head_dim": 32}))
+    c = config(
+        model_type, **SMALL, pad_token_id=0, sliding_window=8, **({} if model_type == "phi3" else {"head_dim": 32})
+    )
     model = transformers.AutoModelForCausalLM.from_config(c)
     cache = model(torch.arange(5).unsqueeze(0), use_cache=True).past_key_values
     for g, layer in zip(layer_geometries(c), cache.layers, strict=True):
@@ -156,7 +187,9 @@ def test_shapes_are_what_the_model_writes(model_type):
 
 
 def test_the_text_part_of_a_multimodal_configuration_counts():
-    c = transformers.Gemma3Config(text_config={**SMALL, "head_dim": 16, "sliding_window": 16, "max_position_embeddings": 99})
+    c = transformers.Gemma3Config(
+        text_config={**SMALL, "head_dim": 16, "sliding_window": 16, "max_position_embeddings": 99}
+    )
     assert layer_geometries(c) == layer_geometries(c.text_config)
     assert text_config(c) is c.text_config and max_context(c) == 99
 
@@ -182,8 +215,12 @@ def test_other_caches_are_refused_with_the_reason(model_type, fields, message):
 def test_layers_that_store_nothing_are_left_out_and_said_to_be():
     c = config("qwen3_next", **SMALL, layer_types=["linear_attention", "full_attention"] * 2, head_dim=16)
     assert layer_geometries(c) == (LayerGeometry(num_kv_heads=2, head_dim=16),) * 2
-    assert [(p.kind, p.stored, p.has_state) for p in layer_places(c)] == [("linear_attention", None, True), ("full_attention", 0, False),
-                                                                        ("linear_attention", None, True), ("full_attention", 1, False)]  # fmt: skip
+    assert [(p.kind, p.stored, p.has_state) for p in layer_places(c)] == [
+        ("linear_attention", None, True),
+        ("full_attention", 0, False),
+        ("linear_attention", None, True),
+        ("full_attention", 1, False),
+    ]
     assert stored_at(c) == {1: 0, 3: 1}
     assert [p.kind for p in layer_places(config("nemotron_h"))] == ["linear_attention", "moe", "full_attention", "mlp"]
     assert {p.kind: p.has_state for p in layer_places(config("falcon_h1"))} == {"hybrid": True}
@@ -192,7 +229,9 @@ def test_layers_that_store_nothing_are_left_out_and_said_to_be():
 def test_shared_layers_read_the_newest_of_their_type_before_them():
     places = layer_places(config("gemma3n_text"))
     own, shared = places[:20], places[20:]
-    assert [p.stored for p in own] == list(range(20)) and not any(p.shares for p in own) and all(p.shares for p in shared)
+    assert (
+        [p.stored for p in own] == list(range(20)) and not any(p.shares for p in own) and all(p.shares for p in shared)
+    )
     assert {(p.kind, p.stored) for p in shared} == {("sliding_attention", 18), ("full_attention", 19)}
     assert len(layer_geometries(config("gemma3n_text"))) == 20
 
@@ -200,14 +239,20 @@ def test_shared_layers_read_the_newest_of_their_type_before_them():
 def test_chunks_are_windows_that_begin_anew():
     kinds = {(g.chunked, g.sliding_window) for g in layer_geometries(config("llama4_text"))}
     assert kinds == {(True, 8192), (False, None)}
-    chunked, plain = LayerGeometry(num_kv_heads=2, head_dim=16, sliding_window=32, chunked=True), LayerGeometry(num_kv_heads=2, head_dim=16)
-    assert from_dict(to_dict(chunked)) == chunked and "chunked" not in to_dict(plain)  # so pages that were saved before have the format ids they had
+    chunked, plain = (
+        LayerGeometry(num_kv_heads=2, head_dim=16, sliding_window=32, chunked=True),
+        LayerGeometry(num_kv_heads=2, head_dim=16),
+    )
+    # so pages that were saved before have the format ids they had
+    assert from_dict(to_dict(chunked)) == chunked and "chunked" not in to_dict(plain)
     with pytest.raises(SpecError, match="chunked=True needs sliding_window"):
         LayerGeometry(num_kv_heads=2, head_dim=16, chunked=True)
 
 
 def test_the_decoder_of_an_encoder_counts():
-    c = config("bart", encoder_layers=3, decoder_layers=5, encoder_attention_heads=4, decoder_attention_heads=8, d_model=128)
+    c = config(
+        "bart", encoder_layers=3, decoder_layers=5, encoder_attention_heads=4, decoder_attention_heads=8, d_model=128
+    )
     assert layer_geometries(c) == layer_geometries(text_config(c)) == (LayerGeometry(num_kv_heads=8, head_dim=16),) * 5
     assert len(layer_geometries(config("t5", num_layers=2, num_decoder_layers=7))) == 7
 
@@ -245,7 +290,20 @@ def asked(*args, **kwargs):
     raise AssertionError("the network was asked")
 
 
-@pytest.mark.parametrize("name", ["/no/such/dir", "./nothing", "../nothing", "~/no/such/dir", "missing.json", "no/such/gguf.gguf", "a/b/c", "folder/", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/no/such/dir",
+        "./nothing",
+        "../nothing",
+        "~/no/such/dir",
+        "missing.json",
+        "no/such/gguf.gguf",
+        "a/b/c",
+        "folder/",
+        "",
+    ],
+)
 def test_missing_files_never_ask_the_network(monkeypatch, name):
     from kvbits.integrations.models import load_model
 
@@ -270,7 +328,13 @@ def test_a_hub_id_without_a_network_fails_at_once(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://huggingface.co")
     monkeypatch.setattr("socket.getaddrinfo", unknown)
     for name in ("missing_folder", "org/missing"):
-        with pytest.raises(SpecError, match=f"no such file or directory: '{name}'; as a hub id it is not in the cache, and huggingface.co cannot be reached"):
+        with pytest.raises(
+            SpecError,
+            match=(
+                f"no such file or directory: '{name}'; as a hub id it is not in the cache, and huggingface.co cannot be"
+                " reached"
+            ),
+        ):
             find_model(name)
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # names are then the proxy's to look up
     assert find_model("org/missing") == "org/missing"
@@ -278,7 +342,10 @@ def test_a_hub_id_without_a_network_fails_at_once(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # Transformers fails at once itself
     assert find_model("org/missing") == "org/missing"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo, name: "/cache/config.json" if repo == "org/cached" else None)
+    monkeypatch.setattr(
+        "huggingface_hub.try_to_load_from_cache",
+        lambda repo, name: "/cache/config.json" if repo == "org/cached" else None,
+    )
     assert find_model("org/cached") == "org/cached"
 
 

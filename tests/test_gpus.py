@@ -12,11 +12,22 @@ from kvbits.units import GB, GIB
 @pytest.mark.parametrize(
     ("text", "card"),
     [
-        ("H100", "H100"), ("NVIDIA H100 80GB HBM3", "H100"), ("h100-nvl", "H100 NVL"), ("A100-SXM4-80GB", "A100-80GB"), ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
-        ("a100", "A100"), ("rtx4090", "RTX 4090"), ("4090", "RTX 4090"), ("NVIDIA GeForce RTX 3090", "RTX 3090"), ("L40S", "L40S"), ("L4", "L4"),
-        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"), ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"), ("H200", "H200"),
+        ("H100", "H100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("h100-nvl", "H100 NVL"),
+        ("A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("a100", "A100"),
+        ("rtx4090", "RTX 4090"),
+        ("4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+        ("L40S", "L40S"),
+        ("L4", "L4"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
+        ("H200", "H200"),
     ],
-)  # fmt: skip
+)
 def test_cards_by_name(text, card):
     found = gpu_memory(text)
     assert found.nbytes == CARDS[card][1] * MIB and found.said.startswith(f"{card}: ") and "GiB" in found.said
@@ -33,12 +44,20 @@ def test_a_size_that_cards_are_called_by_is_the_least_of_these():
         found = gpu_memory(f"{size}GB")
         assert found.nbytes == min(mib for s, mib in CARDS.values() if s == size) * MIB
         assert SIZES[size] in found.said and f"{size}GB is taken as" in found.said and f"{size}GiB" in found.said
-    assert gpu_memory("80GB").nbytes == pytest.approx(85 * GB, rel=0.002), "an 80 GB card has more than 80 x 10**9 bytes"
+    assert gpu_memory("80GB").nbytes == pytest.approx(85 * GB, rel=0.002), (
+        "an 80 GB card has more than 80 x 10**9 bytes"
+    )
     assert gpu_memory("h200").nbytes == pytest.approx(139.8 * GIB, rel=1e-3), "what this project's runs had"
 
 
 def test_other_sizes_are_what_they_say():
-    for text, nbytes in (("36GB", 36 * GB), ("80GiB", 80 * GIB), ("80000MB", 80 * GB), ("1.5TB", 1500 * GB), ("80.5GB", int(80.5 * GB))):
+    for text, nbytes in (
+        ("36GB", 36 * GB),
+        ("80GiB", 80 * GIB),
+        ("80000MB", 80 * GB),
+        ("1.5TB", 1500 * GB),
+        ("80.5GB", int(80.5 * GB)),
+    ):
         found = gpu_memory(text)
         assert found.nbytes == nbytes and found.said is None
     for text in ("80", "V100", "80Gb", "", "GB"):

@@ -1,4 +1,6 @@
-"""The planner prints the bytes that a cache allocates, its searches stop at the last token that fits, and the sources' figures come out."""
+"""The planner prints the bytes that a cache allocates, its searches stop at the last token that fits, and the sources'
+figures come out.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from kvbits.planner import plan, uniform
 from kvbits.spec import CacheSpec, LayerGeometry
 from kvbits.units import GB, GIB
 
-GEMMA_LIKE = (LayerGeometry(num_kv_heads=1, head_dim=256, sliding_window=512),) * 5 + (LayerGeometry(num_kv_heads=1, head_dim=256),)
+GEMMA_LIKE = (LayerGeometry(num_kv_heads=1, head_dim=256, sliding_window=512),) * 5 + (
+    LayerGeometry(num_kv_heads=1, head_dim=256),
+)
 
 
 def row(layers, scheme, **kw):
@@ -41,7 +45,9 @@ def test_total_is_what_the_cache_spec_allocates(name):
 def test_a_fixed_cache_allocates_the_planned_bytes():
     paged_cache = pytest.importorskip("kvbits.cache.paged_cache")
     layers = uniform(2, 2, 64)
-    cache = paged_cache.PagedCache(CacheSpec(scheme=schemes.get("kivi2", num_sink_tokens=4), layers=layers), batch_size=2, max_tokens=500)
+    cache = paged_cache.PagedCache(
+        CacheSpec(scheme=schemes.get("kivi2", num_sink_tokens=4), layers=layers), batch_size=2, max_tokens=500
+    )
     assert cache.nbytes == row(layers, "kivi2", context=500, batch=2, num_sink_tokens=4).total_bytes
 
 
@@ -70,7 +76,9 @@ def test_sinks_add_raw_tokens():
 
 
 def test_raw_pages_follow_the_model_dtype():
-    assert row(uniform(2, 2, 64), "raw", raw_dtype="float32").total_bytes == 2 * row(uniform(2, 2, 64), "raw").total_bytes
+    assert (
+        row(uniform(2, 2, 64), "raw", raw_dtype="float32").total_bytes == 2 * row(uniform(2, 2, 64), "raw").total_bytes
+    )
 
 
 def test_all_means_every_preset_and_the_dense_caches_once():
@@ -85,7 +93,9 @@ def test_a_scheme_of_your_own():
 
 def test_presets_are_fitted_to_the_head_dim_and_own_schemes_are_not():
     layers = uniform(2, 2, 80)
-    assert row(layers, "int8").total_bytes == CacheSpec(scheme=schemes.for_layers("int8", layers), layers=layers).nbytes(4096)
+    assert row(layers, "int8").total_bytes == CacheSpec(
+        scheme=schemes.for_layers("int8", layers), layers=layers
+    ).nbytes(4096)
     with pytest.raises(SpecError, match="head_dim=80"):
         plan(layers, [dataclasses.replace(schemes.get("int8"))])
 
@@ -113,7 +123,9 @@ def test_unknown_schemes_list_the_known_ones():
 
 def test_to_dict_is_json_with_the_promised_fields():
     data = json.loads(json.dumps(plan(GEMMA_LIKE, ["fp16", "int8"], memory_bytes=GB).to_dict()))
-    assert {"scheme", "bytes_per_token", "total_bytes", "memory_reduction", "max_batch", "max_context"} <= set(data["rows"][0])
+    assert {"scheme", "bytes_per_token", "total_bytes", "memory_reduction", "max_batch", "max_context"} <= set(
+        data["rows"][0]
+    )
     assert [layer["count"] for layer in data["layers"]] == [5, 1]
 
 
@@ -141,7 +153,11 @@ def test_the_answers_fit_and_one_more_does_not(layers, name, memory, context, ba
     r = row(layers, name, memory_bytes=memory, context=context, batch=batch, num_sink_tokens=sinks)
 
     def nbytes(tokens, sequences):
-        return row(layers, name, context=tokens, batch=sequences, num_sink_tokens=sinks).total_bytes if tokens and sequences else 0
+        return (
+            row(layers, name, context=tokens, batch=sequences, num_sink_tokens=sinks).total_bytes
+            if tokens and sequences
+            else 0
+        )
 
     if r.max_batch is not None:
         assert nbytes(context, r.max_batch) <= memory < nbytes(context, r.max_batch + 1)
@@ -152,7 +168,13 @@ def test_the_answers_fit_and_one_more_does_not(layers, name, memory, context, ba
 
 
 @examples(40)
-@given(geometry=geometries, name=st.sampled_from(list(schemes.PRESETS)), sinks=st.integers(0, 70), residual=st.integers(0, 200), start=st.integers(0, 6000))
+@given(
+    geometry=geometries,
+    name=st.sampled_from(list(schemes.PRESETS)),
+    sinks=st.integers(0, 70),
+    residual=st.integers(0, 200),
+    start=st.integers(0, 6000),
+)
 def test_bytes_never_fall_as_the_context_grows(geometry, name, sinks, residual, start):
     spec = CacheSpec(scheme=schemes.get(name, num_sink_tokens=sinks, residual_length=residual), layers=(geometry,))
     sizes = [spec.nbytes(n) for n in range(start, start + 150)]
@@ -173,13 +195,21 @@ def test_a_model_of_sliding_layers_has_no_longest_context():
 
 
 def test_the_reserve_is_what_vllm_left_free_on_an_h200():
-    """Llama-3.1-8B, 16.06 GB of weights, on 139.8 GiB: the planned tokens are those that vLLM's cache really had, with one GPU and with two."""
-    rows = json.loads((Path(__file__).parents[1] / "benchmarks/results/nvidia-h200/serve_vllm.json").read_text())["rows"]
+    """Llama-3.1-8B, 16.06 GB of weights, on 139.8 GiB: the planned tokens are those that vLLM's cache really had, with
+    one GPU and with two.
+    """
+    rows = json.loads((Path(__file__).parents[1] / "benchmarks/results/nvidia-h200/serve_vllm.json").read_text())[
+        "rows"
+    ]
     layers = uniform(32, 8, 128)
     for gpus in (1, 2):
         cards = planner.Cards(memory_bytes=int(139.8 * GIB), weights_bytes=16_060_522_496, count=gpus)
         (planned,) = plan(planner.rank(layers, gpus), ["bf16"], cards=cards).rows
-        measured = {r["capacity_tokens"] for r in rows if (r["gpus"], r["kv_cache_dtype"], r["geometry"]) == (gpus, "bf16", "llama-3.1-8b")}
+        measured = {
+            r["capacity_tokens"]
+            for r in rows
+            if (r["gpus"], r["kv_cache_dtype"], r["geometry"]) == (gpus, "bf16", "llama-3.1-8b")
+        }
         assert measured and all(planned.max_context == pytest.approx(n, rel=0.02) for n in measured)
 
 
@@ -199,7 +229,10 @@ def test_cards_leave_the_rest_to_the_cache():
     found = plan(uniform(2, 2, 64), ["bf16", "int8"], cards=cards)
     assert found.memory_bytes == cards.cache_bytes and found.cards is cards
     assert found.rows[1].more == found.rows[1].max_batch / found.rows[0].max_batch
-    assert plan(uniform(2, 2, 64), ["int8"]).rows[0].more is None and plan(uniform(2, 2, 64), ["int8"], memory_bytes=1).rows[0].more is None
+    assert (
+        plan(uniform(2, 2, 64), ["int8"]).rows[0].more is None
+        and plan(uniform(2, 2, 64), ["int8"], memory_bytes=1).rows[0].more is None
+    )
     with pytest.raises(SpecError, match="give one of them"):
         plan(uniform(2, 2, 64), ["int8"], cards=cards, memory_bytes=GB)
     with pytest.raises(SpecError, match="count=0"):
@@ -207,6 +240,8 @@ def test_cards_leave_the_rest_to_the_cache():
 
 
 def test_planning_needs_no_torch():
-    code = "import sys, kvbits.planner as p; p.plan(p.uniform(2, 2, 64), ['fp32', 'int8']); print('torch' in sys.modules)"
+    code = (
+        "import sys, kvbits.planner as p; p.plan(p.uniform(2, 2, 64), ['fp32', 'int8']); print('torch' in sys.modules)"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"

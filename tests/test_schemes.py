@@ -27,7 +27,8 @@ BITS = {  # head_dim 128, counted by hand from docs/reference/formats.md: codes 
     **{f"nuq{bits}": bits + (32 / 64 + 32 / 128) / 2 for bits in (4, 3, 2)},
     # 82 of a page's 64 x 128 numbers are listed: their indices and values, 164 bytes each, end at multiples of 16
     **{f"nuq{bits}-1%": bits + (32 / 64 + 32 / 128) / 2 + 2 * 176 * 8 / (64 * 128) for bits in (4, 3, 2)},
-    # keys: 36, 28 or 20 bits for each 8 channels of the bands, a mean in 16 bits over 64 tokens; both sides a scale of 8 bits per token
+    # keys: 36, 28 or 20 bits for each 8 channels of the bands, a mean in 16 bits over 64 tokens; both sides a scale of
+    # 8 bits per token
     **{f"klt{bits}": (bits + 0.5 + 16 / 64 + bits) / 2 + 8 / 128 for bits in (4, 3, 2)},
     "tiered": 4 + (32 / 64 + 32 / 128) / 2,  # the oldest tier
     "tiered_8k": 4 + (32 / 64 + 32 / 128) / 2,
@@ -56,7 +57,9 @@ def test_presets_are_named_described_and_fit_common_heads(name):
         CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=1, head_dim=head_dim),))
 
 
-@pytest.mark.parametrize("name", ["int8_per_channel", "kivi4", "kivi2", "int8_centered", "int4_centered", "fp8", "fp8_e5m2_keys", "int4"])
+@pytest.mark.parametrize(
+    "name", ["int8_per_channel", "kivi4", "kivi2", "int8_centered", "int4_centered", "fp8", "fp8_e5m2_keys", "int4"]
+)
 def test_published_methods_link_their_paper(name):
     assert PRESETS[name].source.startswith("https://")
 
@@ -69,7 +72,9 @@ def test_get_returns_the_preset_or_a_changed_copy():
 
 
 def test_unknown_names_list_the_known_ones():
-    with pytest.raises(SpecError, match="unknown scheme 'int5'; did you mean int8 or int4. known: raw, int8, int8_centered"):
+    with pytest.raises(
+        SpecError, match="unknown scheme 'int5'; did you mean int8 or int4. known: raw, int8, int8_centered"
+    ):
         schemes.get("int5")
     with pytest.raises(SpecError, match=r"no field residual; known: .*residual_length"):
         schemes.get("int4", residual=3)
@@ -83,7 +88,11 @@ def test_changed_fields_are_validated():
 
 
 def test_only_static_and_codebook_presets_need_calibration():
-    wanted = [n for n, s in PRESETS.items() if any(x.static or x.format.startswith("nuq") or x.basis == "calibrated" for x in (s.key, s.value))]
+    wanted = [
+        n
+        for n, s in PRESETS.items()
+        if any(x.static or x.format.startswith("nuq") or x.basis == "calibrated" for x in (s.key, s.value))
+    ]
     assert [n for n, s in PRESETS.items() if s.needs_calibration] == wanted
     assert PRESETS["int8_static"].needs_calibration and PRESETS["nuq4-1%"].needs_calibration
 

@@ -31,7 +31,10 @@ from kvbits.spec import (
     to_dict,
 )
 
-CONSTRUCTORS = {c.__name__: c for c in (QuantSpec, Scheme, Override, Tier, LayerGeometry, CacheSpec, PerChannel, PerGroup, PerTensor, PerToken)}
+CONSTRUCTORS = {
+    c.__name__: c
+    for c in (QuantSpec, Scheme, Override, Tier, LayerGeometry, CacheSpec, PerChannel, PerGroup, PerTensor, PerToken)
+}
 
 
 @st.composite
@@ -41,7 +44,9 @@ def quant_specs(draw):
         return QuantSpec.raw()
     fields = {
         "format": draw(st.sampled_from([f for f in FORMATS if f != "raw"])),
-        "granularity": draw(st.sampled_from([PerTensor(), PerToken(), PerChannel(), PerGroup(16), PerGroup(32), PerGroup(64)])),
+        "granularity": draw(
+            st.sampled_from([PerTensor(), PerToken(), PerChannel(), PerGroup(16), PerGroup(32), PerGroup(64)])
+        ),
         "symmetric": draw(st.booleans()),
         "scale_dtype": draw(st.sampled_from(["float16", "bfloat16", "float32"])),
         "static": draw(st.booleans()),
@@ -57,7 +62,10 @@ def quant_specs(draw):
 def cache_specs(draw):
     num_layers = draw(st.integers(1, 4))
     override = st.builds(
-        Override, layers=st.lists(st.integers(-num_layers, num_layers - 1), min_size=1, max_size=2).map(tuple), key=quant_specs(), value=quant_specs()
+        Override,
+        layers=st.lists(st.integers(-num_layers, num_layers - 1), min_size=1, max_size=2).map(tuple),
+        key=quant_specs(),
+        value=quant_specs(),
     )
     scheme = Scheme(
         name=draw(st.text(st.characters(codec="utf-8", exclude_characters="/\0"), max_size=8)),
@@ -77,7 +85,9 @@ def cache_specs(draw):
         sliding_window=st.none() | st.integers(1, 500),
     )
     layers = draw(st.lists(geometry, min_size=num_layers, max_size=num_layers))
-    return CacheSpec(scheme=scheme, layers=tuple(layers), raw_dtype=draw(st.sampled_from(["float16", "bfloat16", "float32"])))
+    return CacheSpec(
+        scheme=scheme, layers=tuple(layers), raw_dtype=draw(st.sampled_from(["float16", "bfloat16", "float32"]))
+    )
 
 
 # -- round trips ------------------------------------------------------------------------------------------------------
@@ -132,9 +142,21 @@ def test_json_of_another_class_is_refused_by_name():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"type": "QuantSpecs"}, "unknown spec type 'QuantSpecs'; known: PerTensor, PerToken, PerChannel, PerGroup, QuantSpec, Rotary, Override, Tier, Scheme"),
+        (
+            {"type": "QuantSpecs"},
+            (
+                "unknown spec type 'QuantSpecs'; known: PerTensor, PerToken, PerChannel, PerGroup, QuantSpec, Rotary,"
+                " Override, Tier, Scheme"
+            ),
+        ),
         ({"bits": 4}, "QuantSpec has no field bits; known: bands, basis, center, format"),
-        ({"format": "int5"}, "unknown number format 'int5'; known: int8, int4, int3, int2, fp8_e4m3, fp8_e5m2, nuq4, nuq3, nuq2, banded, raw"),
+        (
+            {"format": "int5"},
+            (
+                "unknown number format 'int5'; known: int8, int4, int3, int2, fp8_e4m3, fp8_e5m2, nuq4, nuq3, nuq2,"
+                " banded, raw"
+            ),
+        ),
     ],
 )
 def test_json_with_unknown_names_lists_the_known_ones(change, message):
@@ -144,7 +166,17 @@ def test_json_with_unknown_names_lists_the_known_ones(change, message):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[1, 2]", "null", "7", '{"type": "CacheSpec"}', '{"type": "Scheme", "name": "x"}', '{"type": ["QuantSpec"]}', "[" * 100_000]
+    [
+        "",
+        "{",
+        "[1, 2]",
+        "null",
+        "7",
+        '{"type": "CacheSpec"}',
+        '{"type": "Scheme", "name": "x"}',
+        '{"type": ["QuantSpec"]}',
+        "[" * 100_000,
+    ]
     + [f'{{"type": "{name}", "format": "raw"}}' for name in ("Scheme", "PerTensor")],
     ids=lambda text: text[:40],
 )
@@ -176,33 +208,55 @@ GEOMETRY = LayerGeometry(num_kv_heads=2, head_dim=64)
         (lambda: QuantSpec(static=True, center="channel"), ["symmetric=False"]),
         (lambda: QuantSpec(granularity=PerChannel(), symmetric=False, center="channel"), ["drop center"]),
         (lambda: PerGroup(0), ["size=0", "from 2", "32, 64 and 128"]),
-        (lambda: PerGroup(1), ["size=1", "from 2"]),  # kernels take one channel for PerChannel(), whose scales lie elsewhere
+        # kernels take one channel for PerChannel(), whose scales lie elsewhere
+        (lambda: PerGroup(1), ["size=1", "from 2"]),
         (lambda: PerGroup(-8), ["size=-8", "from 2"]),
         (lambda: PerGroup(32.0), ["size=32.0", "whole number"]),
         (lambda: QuantSpec().num_groups(80), ["head_dim=80", "group_size=64", "group_size=16 or per-token scales"]),
         (lambda: QuantSpec().num_groups(72), ["head_dim=72", "group_size=64", "use per-token scales"]),
-        (lambda: Scheme(name="x", key=PRESETS["klt4"].key, value=PRESETS["nuq4"].value), ["nuq4 values", "banded or integer values"]),
-        (lambda: Override(layers=(0,), key=PRESETS["klt4"].key, value=QuantSpec(outliers=0.01)), ["int8 values with outliers=0.01"]),
+        (
+            lambda: Scheme(name="x", key=PRESETS["klt4"].key, value=PRESETS["nuq4"].value),
+            ["nuq4 values", "banded or integer values"],
+        ),
+        (
+            lambda: Override(layers=(0,), key=PRESETS["klt4"].key, value=QuantSpec(outliers=0.01)),
+            ["int8 values with outliers=0.01"],
+        ),
         (lambda: Scheme(name="a/b", key=RAW, value=RAW), ["name='a/b'", "without '/' and zero bytes", "'mine'"]),
         (lambda: Scheme(name="a\0b", key=RAW, value=RAW), [r"name='a\x00b'", "without '/' and zero bytes"]),
-        (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=0), ["page_size=0", "from 32", "multiple of 32", "64 or 128"]),
+        (
+            lambda: Scheme(name="x", key=RAW, value=RAW, page_size=0),
+            ["page_size=0", "from 32", "multiple of 32", "64 or 128"],
+        ),
         (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=-64), ["page_size=-64", "from 32", "multiple of 32"]),
         (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=48), ["page_size=48", "multiple of 32"]),
         (lambda: Scheme(name="x", key=RAW, value=RAW, page_size=64.0), ["page_size=64.0", "multiple of 32"]),
-        (lambda: Scheme(name="x", key=RAW, value=RAW, num_sink_tokens=-1), ["num_sink_tokens=-1", "from 0", "0 means none"]),
-        (lambda: Scheme(name="x", key=RAW, value=RAW, residual_length=-5), ["residual_length=-5", "from 0", "0 means none"]),
+        (
+            lambda: Scheme(name="x", key=RAW, value=RAW, num_sink_tokens=-1),
+            ["num_sink_tokens=-1", "from 0", "0 means none"],
+        ),
+        (
+            lambda: Scheme(name="x", key=RAW, value=RAW, residual_length=-5),
+            ["residual_length=-5", "from 0", "0 means none"],
+        ),
         (lambda: LayerGeometry(num_kv_heads=0, head_dim=64), ["num_kv_heads=0", "from 1"]),
         (lambda: LayerGeometry(num_kv_heads=1, head_dim=0), ["head_dim=0", "multiple of 8"]),
         (lambda: LayerGeometry(num_kv_heads=1, head_dim=100), ["head_dim=100", "multiple of 8"]),
         (lambda: LayerGeometry(num_kv_heads=1, head_dim=64, sliding_window=0), ["sliding_window=0", "from 1", "None"]),
         (lambda: CacheSpec(scheme=PRESETS["int8"], layers=()), ["at least one layer"]),
-        (lambda: CacheSpec(scheme=PRESETS["int8"], layers=(GEOMETRY,), raw_dtype="float64"), ["'float64'", "float16, bfloat16, float32"]),
+        (
+            lambda: CacheSpec(scheme=PRESETS["int8"], layers=(GEOMETRY,), raw_dtype="float64"),
+            ["'float64'", "float16, bfloat16, float32"],
+        ),
         (
             lambda: CacheSpec(scheme=PRESETS["int8"], layers=(LayerGeometry(num_kv_heads=2, head_dim=80),)),
             ["head_dim=80", "group_size=64", "group_size=16"],
         ),
         (
-            lambda: CacheSpec(scheme=dataclasses.replace(PRESETS["int8"], overrides=(Override(layers=(2,), key=RAW, value=RAW),)), layers=(GEOMETRY,) * 2),
+            lambda: CacheSpec(
+                scheme=dataclasses.replace(PRESETS["int8"], overrides=(Override(layers=(2,), key=RAW, value=RAW),)),
+                layers=(GEOMETRY,) * 2,
+            ),
             ["layer 2", "2 layers"],
         ),
         (lambda: CacheSpec(scheme=PRESETS["int8"], layers=(GEOMETRY,)).nbytes(-1), ["num_tokens=-1", "negative"]),
@@ -220,7 +274,17 @@ def test_refusals_name_the_value_the_limit_and_the_way_out(make, parts):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, True, 64.5, 64.0, "64", [64], 2**64, 10**30, -64], ids=repr)
 @pytest.mark.parametrize(
-    "field", ["num_kv_heads", "head_dim", "sliding_window", "page_size", "num_sink_tokens", "residual_length", "num_tokens", "PerGroup size"]
+    "field",
+    [
+        "num_kv_heads",
+        "head_dim",
+        "sliding_window",
+        "page_size",
+        "num_sink_tokens",
+        "residual_length",
+        "num_tokens",
+        "PerGroup size",
+    ],
 )
 def test_sizes_are_whole_numbers_within_limits(field, bad):
     """What is no size would be stored, or counted through, before anybody notices."""
@@ -258,7 +322,10 @@ def test_a_page_has_one_low_plane():
 
 @pytest.mark.parametrize("name", ["klt4", "klt3", "klt2"])
 def test_klt_schemes_take_no_tiers(name):
-    with pytest.raises(SpecError, match=r"banded keys have no low planes: at equal bits klt4 alone is more accurate and faster; use tiers=\(\)"):
+    with pytest.raises(
+        SpecError,
+        match=r"banded keys have no low planes: at equal bits klt4 alone is more accurate and faster; use tiers=\(\)",
+    ):
         dataclasses.replace(PRESETS[name], tiers=(Tier(num_tokens=1024, key_bits=2, value_bits=2),))
 
 
@@ -275,8 +342,30 @@ def test_numpy_s_whole_numbers_become_plain_ones():
 @pytest.mark.parametrize(
     ("head_dim", "bits", "row_bytes"),
     [
-        *((64, 8, 64), (80, 8, 80), (128, 8, 128), (64, 4, 32), (80, 4, 40), (128, 4, 64), (64, 2, 16), (80, 2, 20), (128, 2, 32)),
-        *((64, 1, 8), (80, 1, 12), (128, 1, 16), (8, 4, 4), (8, 2, 4), (8, 1, 4), (96, 1, 12), (256, 2, 64), (40, 4, 20), (72, 4, 36), (72, 2, 20)),
+        *(
+            (64, 8, 64),
+            (80, 8, 80),
+            (128, 8, 128),
+            (64, 4, 32),
+            (80, 4, 40),
+            (128, 4, 64),
+            (64, 2, 16),
+            (80, 2, 20),
+            (128, 2, 32),
+        ),
+        *(
+            (64, 1, 8),
+            (80, 1, 12),
+            (128, 1, 16),
+            (8, 4, 4),
+            (8, 2, 4),
+            (8, 1, 4),
+            (96, 1, 12),
+            (256, 2, 64),
+            (40, 4, 20),
+            (72, 4, 36),
+            (72, 2, 20),
+        ),
     ],
 )
 def test_plane_rows_are_whole_words(head_dim, bits, row_bytes):
@@ -300,7 +389,13 @@ def spec(fmt, granularity, **more):
         (spec("int3", PerToken()), spec("int3", PerToken()), 64, 64, 64 * 24 * 2 + 128 + 128),
         (spec("int2", PerToken()), spec("int2", PerToken()), 64, 80, 64 * 20 * 2 + 128 + 128),
         (spec("int4", PerGroup(32)), spec("int4", PerGroup(32)), 64, 256, 8192 + 8192 + 8 * 64 * 2 * 2),
-        (spec("int2", PerChannel(), symmetric=False), spec("int2", PerGroup(32), symmetric=False), 32, 96, 32 * 24 * 2 + 4 * 192),
+        (
+            spec("int2", PerChannel(), symmetric=False),
+            spec("int2", PerGroup(32), symmetric=False),
+            32,
+            96,
+            32 * 24 * 2 + 4 * 192,
+        ),
         (spec("int2", PerChannel()), spec("int2", PerChannel()), 32, 8, 128 + 128 + 16 + 16 + 32),
         (spec("fp8_e5m2", PerToken()), spec("fp8_e4m3", PerTensor(), static=True), 64, 96, 6144 + 6144 + 128),
         (QuantSpec(static=True), QuantSpec(static=True, symmetric=False), 64, 128, 8192 + 8192),
@@ -354,7 +449,9 @@ def test_sections_are_aligned_in_order_and_never_overlap(key, value, page_size, 
 
 
 def test_formats_version_is_part_of_the_format_id():
-    assert CacheSpec(scheme=PRESETS["int8"], layers=(GEOMETRY,)).format_id.startswith(f"kvbits-{spec_module.FORMATS_VERSION}:")
+    assert CacheSpec(scheme=PRESETS["int8"], layers=(GEOMETRY,)).format_id.startswith(
+        f"kvbits-{spec_module.FORMATS_VERSION}:"
+    )
 
 
 # -- groups and totals ------------------------------------------------------------------------------------------------
@@ -387,7 +484,8 @@ def test_total_bytes_match_hand_arithmetic_with_sinks_tail_and_window():
     made = CacheSpec(scheme=scheme, layers=(full, full, sliding))
     # full: (1000 - 4 - 100 - 1) // 64 = 13 closed pages, ceil(164 / 64) = 3 tail pages, one sink page of 4 tokens
     full_bytes = 2 * 8 * (13 * 16896 + 3 * 64 * 128 * 4 + 4 * 128 * 4)
-    # sliding: closed pages are older than the residual of 100 tokens; the window of 200 reaches over 99 of their tokens, in 2 or 3 pages
+    # sliding: closed pages are older than the residual of 100 tokens; the window of 200 reaches over 99 of their
+    # tokens, in 2 or 3 pages
     sliding_bytes = 4 * (made.groups[1].pages_for(1000)["closed"] * 8448 + 3 * 64 * 64 * 4 + 4 * 64 * 4)
     assert made.groups[0].pages_for(1000) == {"sink": 1, "closed": 13, "tail": 3}
     assert made.groups[1].pages_for(1000)["closed"] in (2, 3)

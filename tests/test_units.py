@@ -10,7 +10,15 @@ from kvbits.units import GB, GIB, dtype_name, human_bytes, parse_bytes, parse_to
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("24GB", 24 * GB), ("24GiB", 24 * GIB), ("1.5 gb", 1_500_000_000), ("0.5GiB", GIB // 2), ("512MB", 512 * 10**6), ("2TiB", 2**41), ("7B", 7)],
+    [
+        ("24GB", 24 * GB),
+        ("24GiB", 24 * GIB),
+        ("1.5 gb", 1_500_000_000),
+        ("0.5GiB", GIB // 2),
+        ("512MB", 512 * 10**6),
+        ("2TiB", 2**41),
+        ("7B", 7),
+    ],
 )
 def test_bytes(text, nbytes):
     assert parse_bytes(text) == nbytes
@@ -22,7 +30,10 @@ def test_bytes_that_are_ambiguous_are_refused(text):
         parse_bytes(text, "--memory")
 
 
-@pytest.mark.parametrize(("text", "tokens"), [("8192", 8192), ("8k", 8192), ("8K", 8192), ("1.5k", 1536), ("1M", 2**20), ("131,072", 131072), (" 7 ", 7)])
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("8192", 8192), ("8k", 8192), ("8K", 8192), ("1.5k", 1536), ("1M", 2**20), ("131,072", 131072), (" 7 ", 7)],
+)
 def test_tokens(text, tokens):
     assert parse_tokens(text) == tokens
 
@@ -41,10 +52,19 @@ def test_tokens_below_a_least_are_refused():
 
 def test_dtypes_have_torch_s_names():
     assert [dtype_name(t) for t in ("bf16", "FP16", "half", "fp32", "bfloat16", "auto", "int9")] == [
-        "bfloat16", "float16", "float16", "float32", "bfloat16", "auto", "int9",
-    ]  # fmt: skip
+        "bfloat16",
+        "float16",
+        "float16",
+        "float32",
+        "bfloat16",
+        "auto",
+        "int9",
+    ]
 
 
-@pytest.mark.parametrize(("n", "text"), [(999, "999 B"), (1500, "1.50 kB"), (2_500_000, "2.50 MB"), (41 * GB, "41.00 GB"), (3 * 10**12, "3.00 TB")])
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [(999, "999 B"), (1500, "1.50 kB"), (2_500_000, "2.50 MB"), (41 * GB, "41.00 GB"), (3 * 10**12, "3.00 TB")],
+)
 def test_human_bytes(n, text):
     assert human_bytes(n) == text

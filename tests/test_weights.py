@@ -1,4 +1,6 @@
-"""Weights are counted as Transformers builds them, without it where a formula is known; packed ones in the bits that the configuration names."""
+"""Weights are counted as Transformers builds them, without it where a formula is known; packed ones in the bits that
+the configuration names.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,33 @@ from kvbits.weights import COUNTED, count_parameters, counted, weights_bytes
 
 transformers = pytest.importorskip("transformers")
 SMALL = {
-    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "intermediate_size": 96, "vocab_size": 301,
-    "pad_token_id": 0, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56, "num_local_experts": 5, "num_experts": 5, "n_routed_experts": 8,
-    "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
-    "v_head_dim": 16, "first_k_dense_replace": 1, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "intermediate_size": 96,
+    "vocab_size": 301,
+    "pad_token_id": 0,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+    "num_local_experts": 5,
+    "num_experts": 5,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 
 
 def written(folder, model_type, **changes):
@@ -44,7 +68,12 @@ def written(folder, model_type, **changes):
 @pytest.mark.parametrize("model_type", COUNTED)
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}, {"num_hidden_layers": 4, "decoder_sparse_step": 2, "q_lora_rank": None}],
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_hidden_layers": 4, "decoder_sparse_step": 2, "q_lora_rank": None},
+    ],
 )
 def test_the_formula_counts_what_transformers_builds(tmp_path, model_type, changes):
     if model_type == "qwen2" and "attention_bias" in changes:
@@ -65,7 +94,13 @@ def test_packed_weights_take_the_bits_that_the_configuration_names(tmp_path):
     assert plain == 2 * count.total and said == "counted from the configuration at 2 bytes each"
     for how, bits in (
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
-        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}}}, 8),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}},
+            },
+            8,
+        ),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4 + 20 / 128),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.5),
     ):
@@ -73,21 +108,60 @@ def test_packed_weights_take_the_bits_that_the_configuration_names(tmp_path):
         assert packed == round(count.dense * bits / 8) + 2 * count.rest and how["quant_method"] in said
     folder = written(tmp_path, "gpt_oss", quantization_config={"quant_method": "mxfp4"})
     count = counted(read_config(folder))
-    assert weights_bytes(str(folder), read_config(folder))[0] == round(count.experts * 4.25 / 8) + 2 * (count.total - count.experts)
+    assert weights_bytes(str(folder), read_config(folder))[0] == round(count.experts * 4.25 / 8) + 2 * (
+        count.total - count.experts
+    )
     with pytest.raises(SpecError, match="quantized by made_up .*give --weights"):
-        weights_bytes(str(written(tmp_path, "llama", quantization_config={"quant_method": "made_up"})), read_config(tmp_path))
+        weights_bytes(
+            str(written(tmp_path, "llama", quantization_config={"quant_method": "made_up"})), read_config(tmp_path)
+        )
 
 
 def test_published_sizes_come_out(tmp_path):
     """Parameters that model cards state, from the published configurations."""
     for stated, fields in (
-        (8_030_261_248, {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-                         "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False}),
-        (70_553_706_496, {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
-                          "intermediate_size": 28672, "vocab_size": 128256, "tie_word_embeddings": False}),
-        (30_532_122_624, {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
-                          "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "vocab_size": 151936}),
-    ):  # fmt: skip
+        (
+            8_030_261_248,
+            {
+                "model_type": "llama",
+                "hidden_size": 4096,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "intermediate_size": 14336,
+                "vocab_size": 128256,
+                "tie_word_embeddings": False,
+            },
+        ),
+        (
+            70_553_706_496,
+            {
+                "model_type": "llama",
+                "hidden_size": 8192,
+                "num_hidden_layers": 80,
+                "num_attention_heads": 64,
+                "num_key_value_heads": 8,
+                "intermediate_size": 28672,
+                "vocab_size": 128256,
+                "tie_word_embeddings": False,
+            },
+        ),
+        (
+            30_532_122_624,
+            {
+                "model_type": "qwen3_moe",
+                "hidden_size": 2048,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+                "intermediate_size": 6144,
+                "moe_intermediate_size": 768,
+                "num_experts": 128,
+                "vocab_size": 151936,
+            },
+        ),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(fields))
         assert counted(read_config(tmp_path)).total == stated
 
@@ -95,21 +169,48 @@ def test_published_sizes_come_out(tmp_path):
 def test_an_index_says_what_missing_files_take(tmp_path):
     written(tmp_path, "llama")
     index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {"total_size": 777}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
-    assert weights_bytes(str(tmp_path), read_config(tmp_path)) == (777, "stated by model.safetensors.index.json, whose files are not here")
+    index.write_text(
+        json.dumps(
+            {"metadata": {"total_size": 777}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+        )
+    )
+    assert weights_bytes(str(tmp_path), read_config(tmp_path)) == (
+        777,
+        "stated by model.safetensors.index.json, whose files are not here",
+    )
     for name, size in (("model-1.safetensors", 100), ("model-2.safetensors", 50)):
         (tmp_path / name).write_bytes(bytes(size))
     assert weights_bytes(str(tmp_path), read_config(tmp_path)) == (150, "2 weight files")
     (tmp_path / "model-2.safetensors").unlink()
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
-    with pytest.raises(SpecError, match="names model-2.safetensors, which is not there, and no size; complete the download, or give --weights"):
+    with pytest.raises(
+        SpecError,
+        match="names model-2.safetensors, which is not there, and no size; complete the download, or give --weights",
+    ):
         weights_bytes(str(tmp_path), read_config(tmp_path))
 
 
 def test_weights_of_models_that_see_count_too(tmp_path):
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    text = {"model_type": "mistral", **{k: SMALL[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")}}
-    stated = {"model_type": "mistral3", "text_config": text | {"intermediate_size": 64}, "vision_config": {"model_type": "pixtral", **vision}}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    text = {
+        "model_type": "mistral",
+        **{
+            k: SMALL[k]
+            for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+        },
+    }
+    stated = {
+        "model_type": "mistral3",
+        "text_config": text | {"intermediate_size": 64},
+        "vision_config": {"model_type": "pixtral", **vision},
+    }
     (tmp_path / "config.json").write_text(json.dumps(stated))
     said = []
     nbytes, _ = weights_bytes(str(tmp_path), read_config(tmp_path), said.append)

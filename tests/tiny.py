@@ -18,16 +18,28 @@ def tokenizer(bos: bool = False) -> PreTrainedTokenizerFast:
         from tokenizers.processors import TemplateProcessing
 
         core.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<bos>", eos_token="<eos>", pad_token="<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="<unk>", bos_token="<bos>", eos_token="<eos>", pad_token="<eos>"
+    )
 
 
 def model(key_bias: float = 0.0, seed: int = 0, dtype: torch.dtype = torch.float32):
-    """Two layers of 4 query and 2 kv heads of 64; `key_bias` is added to the slowest rotary pair of layer 0's keys, as Qwen2 has it."""
+    """Two layers of 4 query and 2 kv heads of 64; `key_bias` is added to the slowest rotary pair of layer 0's keys, as
+    Qwen2 has it.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
-        hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=len(ALPHABET),
-        initializer_range=0.15, attention_bias=True, max_position_embeddings=4096,
-    )  # fmt: skip
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=len(ALPHABET),
+        initializer_range=0.15,
+        attention_bias=True,
+        max_position_embeddings=4096,
+    )
     found = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         bias = found.model.layers[0].self_attn.k_proj.bias.view(2, 64)

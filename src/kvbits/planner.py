@@ -3,10 +3,10 @@
     plan(layers, schemes, context, batch, memory)           ->  Plan(rows=(PlanRow, ...)), memory for the cache alone
     plan(rank(layers, gpus), .., cards=Cards(..))           the same for GPUs that hold weights and activations too
 
-A row's `total_bytes` is `CacheSpec.nbytes`, which a `PagedCache` of that fixed capacity allocates to the byte: whole pages, scales,
-sinks, raw tail and padding included. The dense schemes fp32, fp16 and bf16 are what the stock Transformers cache holds: every
-token of a full layer, the last `sliding_window - 1` of a sliding one. Largest batch and context come from an exact search over the
-same numbers, so one token or sequence more does not fit.
+A row's `total_bytes` is `CacheSpec.nbytes`, which a `PagedCache` of that fixed capacity allocates to the byte: whole
+pages, scales, sinks, raw tail and padding included. The dense schemes fp32, fp16 and bf16 are what the stock
+Transformers cache holds: every token of a full layer, the last `sliding_window - 1` of a sliding one. Largest batch and
+context come from an exact search over the same numbers, so one token or sequence more does not fit.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ UNBOUNDED = 2**40
 """A context this long that fits is called unbounded: every layer slides, so more tokens cost nothing."""
 
 RESERVE = 0.12
-"""Share of a GPU that neither weights nor cache can have: activations, the CUDA context, graphs, fragments. vLLM 0.33 with Llama-3.1-8B left 17.1 to 18.1 of
-an H200's 150.1 GB for them (benchmarks/results/nvidia-h200/serve_vllm.json, a test compares), 17.3 on each of two."""
+"""Share of a GPU that neither weights nor cache can have: activations, the CUDA context, graphs, fragments. vLLM 0.33
+with Llama-3.1-8B left 17.1 to 18.1 of an H200's 150.1 GB for them (benchmarks/results/nvidia-h200/serve_vllm.json, a
+test compares), 17.3 on each of two.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,15 +102,20 @@ class Cards:
     reserve_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name, n, least in (("memory_bytes", self.memory_bytes, 1), ("count", self.count, 1), ("weights_bytes", self.weights_bytes, 0)):
+        for name, n, least in (
+            ("memory_bytes", self.memory_bytes, 1),
+            ("count", self.count, 1),
+            ("weights_bytes", self.weights_bytes, 0),
+        ):
             if n < least:
                 raise SpecError(f"{name}={n} must be at least {least}")
         if self.reserve_bytes is None:
             object.__setattr__(self, "reserve_bytes", int(RESERVE * self.memory_bytes))
         if self.cache_bytes < 1:
             raise SpecError(
-                f"{human_bytes(self.memory_bytes)} of a GPU hold {human_bytes(self.weights_share)} of weights and a reserve of "
-                f"{human_bytes(self.reserve_bytes or 0)}, and nothing is left for a cache; use more or larger GPUs, or quantized weights"
+                f"{human_bytes(self.memory_bytes)} of a GPU hold {human_bytes(self.weights_share)} of weights and a"
+                f" reserve of {human_bytes(self.reserve_bytes or 0)}, and nothing is left for a cache; use more or"
+                " larger GPUs, or quantized weights"
             )
 
     @property
@@ -148,7 +155,11 @@ class Plan:
         for g in self.layers:
             kinds[g] = kinds.get(g, 0) + 1
         return {
-            "layers": [{"count": n} | {name: x for name, x in asdict(g).items() if name != "rotary" and (x or name != "chunked")} for g, n in kinds.items()],
+            "layers": [
+                {"count": n}
+                | {name: x for name, x in asdict(g).items() if name != "rotary" and (x or name != "chunked")}
+                for g, n in kinds.items()
+            ],
             "context": self.context,
             "batch": self.batch,
             "memory_bytes": self.memory_bytes,
@@ -168,7 +179,10 @@ def _elements(layer: LayerGeometry | PlainLayer) -> int:
 
 
 class _Dense:
-    """The stock cache of Transformers, with the members of `CacheSpec` that a plan reads. Sliding layers hold their window."""
+    """The stock cache of Transformers, with the members of `CacheSpec` that a plan reads.
+
+    Sliding layers hold their window.
+    """
 
     def __init__(self, name: str, layers: tuple[LayerGeometry | PlainLayer, ...]) -> None:
         self.bytes_per_element, self.layers = DENSE[name], layers
@@ -181,7 +195,9 @@ class _Dense:
 
     def nbytes(self, num_tokens: int, batch_size: int = 1) -> int:
         held = (num_tokens if g.sliding_window is None else min(num_tokens, g.sliding_window - 1) for g in self.layers)
-        return batch_size * self.bytes_per_element * sum(n * _elements(g) for n, g in zip(held, self.layers, strict=True))
+        return (
+            batch_size * self.bytes_per_element * sum(n * _elements(g) for n, g in zip(held, self.layers, strict=True))
+        )
 
 
 class _Blocks:
@@ -193,7 +209,9 @@ class _Blocks:
         copies: bytes of the raw copies of a sequence.
     """
 
-    def __init__(self, layers: tuple[LayerGeometry | PlainLayer, ...], block: int, sizes: list[int], copies: int = 0) -> None:
+    def __init__(
+        self, layers: tuple[LayerGeometry | PlainLayer, ...], block: int, sizes: list[int], copies: int = 0
+    ) -> None:
         self.layers, self.block, self.sizes, self.copies = layers, block, sizes, copies
         self.bits_per_element = 8 * sum(sizes) / (block * sum(map(_elements, layers)))
 
@@ -204,7 +222,10 @@ class _Blocks:
 
     def nbytes(self, num_tokens: int, batch_size: int = 1) -> int:
         blocks = -(-num_tokens // self.block)
-        held = (blocks if g.sliding_window is None else min(blocks, -(-(g.sliding_window - 1) // self.block) + 1) for g in self.layers)
+        held = (
+            blocks if g.sliding_window is None else min(blocks, -(-(g.sliding_window - 1) // self.block) + 1)
+            for g in self.layers
+        )
         return batch_size * (self.copies + sum(n * size for n, size in zip(held, self.sizes, strict=True)))
 
 
@@ -230,7 +251,9 @@ class _WithStates:
 Cache = CacheSpec | _Dense | _Blocks | _WithStates
 
 
-def uniform(num_layers: int, num_kv_heads: int, head_dim: int, sliding_window: int | None = None) -> tuple[LayerGeometry, ...]:
+def uniform(
+    num_layers: int, num_kv_heads: int, head_dim: int, sliding_window: int | None = None
+) -> tuple[LayerGeometry, ...]:
     """Geometry of a model whose layers are all alike.
 
     Raises:
@@ -242,7 +265,8 @@ def uniform(num_layers: int, num_kv_heads: int, head_dim: int, sliding_window: i
 
 
 def rank(layers: Sequence[Layer], gpus: int, num_heads: int | None = None) -> tuple[Layer, ...]:
-    """Layers of one of `gpus` GPUs that share a model by tensor parallelism: an equal share of the kv heads, or a copy of one where GPUs are more than these.
+    """Layers of one of `gpus` GPUs that share a model by tensor parallelism: an equal share of the kv heads, or a copy
+    of one where GPUs are more than these.
 
     Args:
         num_heads: query heads of a layer, which must divide evenly too; None if they are not known.
@@ -262,9 +286,15 @@ def _share(layer: Layer, gpus: int) -> Layer:
     if heads is None:
         return layer
     if heads % gpus and gpus % heads:
-        raise SpecError(f"{heads} kv heads cannot be shared by {gpus} GPUs; use {_divisors(heads)}, or a multiple of {heads}")
+        raise SpecError(
+            f"{heads} kv heads cannot be shared by {gpus} GPUs; use {_divisors(heads)}, or a multiple of {heads}"
+        )
     own = max(1, heads // gpus)
-    changed: dict[str, Any] = {"elements": layer.elements // heads * own, "heads": own} if isinstance(layer, PlainLayer) else {"num_kv_heads": own}
+    changed: dict[str, Any] = (
+        {"elements": layer.elements // heads * own, "heads": own}
+        if isinstance(layer, PlainLayer)
+        else {"num_kv_heads": own}
+    )
     return dataclasses.replace(layer, **changed)
 
 
@@ -289,8 +319,10 @@ def plan(
     """What each scheme costs on a model, and what fits.
 
     Args:
-        layers: geometry of each layer (`geometry.layer_geometries`, or `uniform`); with `cards` of several GPUs what one of them holds (`rank`).
-        schemes: preset names (groups fitted to the head_dim), fp32, fp16, bf16, or schemes of your own (taken as they are); for vLLM its dtypes (see `served`).
+        layers: geometry of each layer (`geometry.layer_geometries`, or `uniform`); with `cards` of several GPUs what
+            one of them holds (`rank`).
+        schemes: preset names (groups fitted to the head_dim), fp32, fp16, bf16, or schemes of your own (taken as they
+            are); for vLLM its dtypes (see `served`).
         engine: what serves the cache, one of `ENGINES`: vLLM has blocks and formats of its own.
         context: tokens per sequence.
         batch: sequences.
@@ -301,7 +333,8 @@ def plan(
         changes: fields of `Scheme` to change in every preset, for example num_sink_tokens=4.
 
     Raises:
-        SpecError: a negative or zero size, more tokens than a cache holds, an unknown scheme, or one of your own that does not fit the geometry.
+        SpecError: a negative or zero size, more tokens than a cache holds, an unknown scheme, or one of your own that
+            does not fit the geometry.
     """
     layers = tuple(layers)
     if cards is not None:
@@ -309,8 +342,15 @@ def plan(
             raise SpecError("memory_bytes is for the cache alone, cards for weights too; give one of them")
         memory_bytes = cards.cache_bytes
     if context > MOST_TOKENS:
-        raise SpecError(f"context={context:,} is more than the {MOST_TOKENS:,} tokens that a cache holds of one sequence; give fewer")
-    for name, n in (("context", context), ("batch", batch), *([("memory_bytes", memory_bytes)] if memory_bytes is not None else [])):
+        raise SpecError(
+            f"context={context:,} is more than the {MOST_TOKENS:,} tokens that a cache holds of one sequence; give"
+            " fewer"
+        )
+    for name, n in (
+        ("context", context),
+        ("batch", batch),
+        *([("memory_bytes", memory_bytes)] if memory_bytes is not None else []),
+    ):
         if n < 1:
             raise SpecError(f"{name}={n} must be at least 1")
     if engine not in ENGINES:
@@ -322,22 +362,41 @@ def plan(
     users = None if memory_bytes is None else max_batch(dense, memory_bytes, context)
     for scheme in schemes:
         name = scheme if isinstance(scheme, str) else scheme.name
-        cache: Cache = _vllm(scheme, layers, raw_dtype) if engine == "vllm" else _cache(scheme, layers, raw_dtype, changes)
+        cache: Cache = (
+            _vllm(scheme, layers, raw_dtype) if engine == "vllm" else _cache(scheme, layers, raw_dtype, changes)
+        )
         cache = _WithStates(cache, state_bytes) if state_bytes else cache  # type: ignore[arg-type]
         total = cache.nbytes(context, batch)
         longest = None if memory_bytes is None else max_context(cache, memory_bytes, batch)
         fit = None if memory_bytes is None else max_batch(cache, memory_bytes, context)
         rows.append(
             PlanRow(
-                scheme=name, bits_per_element=cache.bits_per_element, bytes_per_token=cache.bytes_per_token, total_bytes=total,
-                memory_reduction=baseline / total if total else 1.0, max_batch=fit, more=fit / users if fit is not None and users else None,
-                max_context=longest, unbounded=memory_bytes is not None and longest is None,
+                scheme=name,
+                bits_per_element=cache.bits_per_element,
+                bytes_per_token=cache.bytes_per_token,
+                total_bytes=total,
+                memory_reduction=baseline / total if total else 1.0,
+                max_batch=fit,
+                more=fit / users if fit is not None and users else None,
+                max_context=longest,
+                unbounded=memory_bytes is not None and longest is None,
             )
-        )  # fmt: skip
-    return Plan(layers=layers, context=context, batch=batch, memory_bytes=memory_bytes, rows=tuple(rows), cards=cards, engine=engine, state_bytes=state_bytes)
+        )
+    return Plan(
+        layers=layers,
+        context=context,
+        batch=batch,
+        memory_bytes=memory_bytes,
+        rows=tuple(rows),
+        cards=cards,
+        engine=engine,
+        state_bytes=state_bytes,
+    )
 
 
-def _cache(scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer, ...], raw_dtype: str, changes: dict[str, Any]) -> Cache:
+def _cache(
+    scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer, ...], raw_dtype: str, changes: dict[str, Any]
+) -> Cache:
     if isinstance(scheme, str) and scheme in DENSE:
         return _Dense(scheme, layers)
     plain = _paged(layers, scheme)
@@ -355,12 +414,16 @@ def _paged(layers: tuple[LayerGeometry | PlainLayer, ...], scheme: str | Scheme)
     """
     found = tuple(g for g in layers if isinstance(g, LayerGeometry))
     if len(found) < len(layers):
-        raise SpecError(f"{scheme if isinstance(scheme, str) else scheme.name!r}: these layers can be planned in {', '.join(DENSE)} only")
+        raise SpecError(
+            f"{scheme if isinstance(scheme, str) else scheme.name!r}: these layers can be planned in {', '.join(DENSE)}"
+            " only"
+        )
     return found
 
 
 def served(names: Iterable[str]) -> list[str | Scheme]:
-    """What names mean in vLLM: its own dtypes, `FORMATS` with or without their prefix, `all`, files of token-local schemes.
+    """What names mean in vLLM: its own dtypes, `FORMATS` with or without their prefix, `all`, files of token-local
+    schemes.
 
     Raises:
         SpecError: what vLLM cannot serve.
@@ -376,7 +439,14 @@ def served(names: Iterable[str]) -> list[str | Scheme]:
             known = name if name in VLLM_DENSE else name if name in FORMATS else f"kvbits_{name}"
             if known not in VLLM_DENSE and known not in FORMATS:
                 elsewhere = f"; {name} is for Transformers (--engine transformers)" if name in presets.PRESETS else ""
-                raise SpecError(unknown("scheme of --engine vllm", name, ["all", *VLLM_DENSE, *FORMATS], f", or a file of a token-local scheme{elsewhere}"))
+                raise SpecError(
+                    unknown(
+                        "scheme of --engine vllm",
+                        name,
+                        ["all", *VLLM_DENSE, *FORMATS],
+                        f", or a file of a token-local scheme{elsewhere}",
+                    )
+                )
             found[known] = known
     return list(found.values())
 
@@ -386,12 +456,18 @@ def _vllm(scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer, ...], 
     if isinstance(scheme, str) and scheme in VLLM_DENSE:
         return _Blocks(layers, VLLM_BLOCK, [VLLM_BLOCK * VLLM_DENSE[scheme] * _elements(g) for g in layers])
     pages, layouts = _paged(layers, scheme), vllm_layouts(scheme, layers, raw_dtype)
-    copied = sum(_elements(g) for g, x in zip(pages, layouts, strict=True) if not x.is_raw) if any(x.key.has_offsets for x in layouts) else 0
+    copied = (
+        sum(_elements(g) for g, x in zip(pages, layouts, strict=True) if not x.is_raw)
+        if any(x.key.has_offsets for x in layouts)
+        else 0
+    )
     copies = COPIED_PAGES * PAGE_SIZE * DTYPE_BYTES[raw_dtype] * copied
     return _Blocks(layers, PAGE_SIZE, [x.page_size_bytes for x in layouts], copies)
 
 
-def vllm_layouts(scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer, ...], raw_dtype: str) -> list[PageLayout]:
+def vllm_layouts(
+    scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer, ...], raw_dtype: str
+) -> list[PageLayout]:
     """Pages of each layer, in one of `FORMATS` or a token-local scheme.
 
     Raises:
@@ -408,12 +484,17 @@ def vllm_layouts(scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer,
 def _token_local(scheme: Scheme, layer: int, g: LayerGeometry, count: int, raw_dtype: str) -> PageLayout:
     key, value = scheme.for_layer(layer, count)
     if scheme.page_size != PAGE_SIZE or scheme.tiers or not (key.token_local and value.token_local):
-        raise SpecError(f"scheme {scheme.name!r}, layer {layer}: vLLM stores token by token in pages of {PAGE_SIZE}; make it with `kvbits fit --token-local`")
+        raise SpecError(
+            f"scheme {scheme.name!r}, layer {layer}: vLLM stores token by token in pages of {PAGE_SIZE}; make it with"
+            " `kvbits fit --token-local`"
+        )
     return PageLayout(key=key, value=value, page_size=PAGE_SIZE, raw_dtype=raw_dtype, **g.sizes)
 
 
 def max_batch(cache: Cache, memory_bytes: int, context: int) -> int | None:
-    """Most sequences of `context` tokens in `memory_bytes` (bytes are proportional to the batch); None if they cost nothing."""
+    """Most sequences of `context` tokens in `memory_bytes` (bytes are proportional to the batch); None if they cost
+    nothing.
+    """
     one = cache.nbytes(context, 1)
     return memory_bytes // one if one else None
 

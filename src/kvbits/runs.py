@@ -1,4 +1,7 @@
-"""Which run a figure is of: when, on what, with which code and which command. Every result file keeps the record of each run beside what it measured."""
+"""Which run a figure is of: when, on what, with which code and which command.
+
+Every result file keeps the record of each run beside what it measured.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +43,15 @@ def record(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     Returns:
         id        UTC time and eight random hex digits: unique, and sorts by time
-        session   the environment variable KVBITS_SESSION, which several processes of one sitting on one machine share; the id where it is not set
+        session   the environment variable KVBITS_SESSION, which several processes of one sitting on one machine share;
+                  the id where it is not set
         utc       when it began, ISO 8601 to the second
-        host      {cpu, cores, isa: amx | avx512 | avx2 | neon | generic, bfloat16: whether it has instructions for it, gpu: whether it has one}
+        host      {cpu, cores, isa: amx | avx512 | avx2 | neon | generic, bfloat16: whether it has instructions for it,
+                  gpu: whether it has one}
         gpu       {name, count, driver}, or None
         versions  {python, kvbits, torch, transformers, triton, vllm}, the last four where they are installed
-        commit    of the source; None where it is not known: neither a checkout nor named by KVBITS_COMMIT, an environment variable or a file beside
+        commit    of the source; None where it is not known: neither a checkout nor named by KVBITS_COMMIT, an
+                  environment variable or a file beside
                   pyproject.toml, as "SHA" or "SHA-dirty"
         dirty     whether the source differs from the commit, results and documents aside
         argv      list of words
@@ -55,10 +61,16 @@ def record(argv: Sequence[str] | None = None) -> dict[str, Any]:
     gpu = _gpu()
     commit, dirty = _commit()
     return {
-        "id": name, "session": os.environ.get("KVBITS_SESSION") or name, "utc": f"{now:%Y-%m-%dT%H:%M:%SZ}",
-        "host": _host() | {"gpu": gpu is not None}, "gpu": gpu, "versions": _versions(), "commit": commit, "dirty": dirty,
+        "id": name,
+        "session": os.environ.get("KVBITS_SESSION") or name,
+        "utc": f"{now:%Y-%m-%dT%H:%M:%SZ}",
+        "host": _host() | {"gpu": gpu is not None},
+        "gpu": gpu,
+        "versions": _versions(),
+        "commit": commit,
+        "dirty": dirty,
         "argv": words(sys.argv if argv is None else argv),
-    }  # fmt: skip
+    }
 
 
 def of_one(result: Mapping[str, Any], *lists: str) -> dict[str, Any]:
@@ -72,7 +84,9 @@ def of_one(result: Mapping[str, Any], *lists: str) -> dict[str, Any]:
 
 
 def words(argv: Sequence[str]) -> list[str]:
-    """A command's words with this machine's folders left out of absolute paths, also of NAME=PATH; the program by its name."""
+    """A command's words with this machine's folders left out of absolute paths, also of NAME=PATH; the program by its
+    name.
+    """
     found = [_without_folder(w) for w in argv]
     if found and found[0] in ("__main__.py", "kvbits", "-c", "-m"):
         found[0] = "kvbits"
@@ -90,10 +104,14 @@ def command_of(run: Mapping[str, Any]) -> str | None:
 
 
 def dated(some: Iterable[Mapping[str, Any]]) -> str:
-    """Days and commits of runs, as a footnote says them: "of 2026-11-22, 2a7ad90 and c92d2ef; of 2026-11-23, 7047e9a"."""
+    """Days and commits of runs, as a footnote says them: "of 2026-11-22, 2a7ad90 and c92d2ef; of 2026-11-23,
+    7047e9a".
+    """
     days: dict[str, dict[str, None]] = {}
     for run in sorted(some, key=lambda run: run["utc"] or ""):
-        commit = "commit unknown" if run["commit"] is None else run["commit"][:7] + (" with changes" if run["dirty"] else "")
+        commit = (
+            "commit unknown" if run["commit"] is None else run["commit"][:7] + (" with changes" if run["dirty"] else "")
+        )
         days.setdefault((run["utc"] or "an unknown day")[:10], {})[commit] = None
     return "; ".join(f"of {day}, {_listed(list(commits))}" for day, commits in days.items())
 
@@ -122,7 +140,12 @@ def _host() -> dict[str, Any]:
         first.setdefault(name.strip(), value.strip())
     flags = set(first.get("flags", first.get("Features", "")).split())
     isa = next((name for name, needed in _ISA if needed <= flags), "generic")
-    return {"cpu": first.get("model name") or platform.processor() or platform.machine(), "cores": cores(), "isa": isa, "bfloat16": bool(flags & _BFLOAT16)}
+    return {
+        "cpu": first.get("model name") or platform.processor() or platform.machine(),
+        "cores": cores(),
+        "isa": isa,
+        "bfloat16": bool(flags & _BFLOAT16),
+    }
 
 
 def _gpu() -> dict[str, Any] | None:

@@ -1,4 +1,6 @@
-"""Named schemes of the core, each a few lines with its source, and the table of all. `get("int4")` finds one; `get(..., residual_length=128)` changes fields.
+"""Named schemes of the core, each a few lines with its source, and the table of all.
+
+`get("int4")` finds one; `get(..., residual_length=128)` changes fields.
 
 Bits per element with all metadata: `kvbits schemes`.
 """
@@ -26,61 +28,109 @@ _INT4_OF_CHANNELS = QuantSpec(format="int4", granularity=PerChannel(), symmetric
 
 
 def _klt(bits: int, bands: tuple[int, ...]) -> Scheme:
-    value = QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, basis="hadamard", bands=(bits,) * len(bands))
+    value = QuantSpec(
+        format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, basis="hadamard", bands=(bits,) * len(bands)
+    )
     return Scheme(
-        name=f"klt{bits}", key=dataclasses.replace(value, basis="calibrated", bands=bands, center="calibrated"), value=value,
-        num_sink_tokens=4, residual_length=128,
-        description=f"integers in a calibrated basis: keys of {min(bands)} to {max(bands)} bits by importance, values of {bits} bits turned by a Hadamard, one "
-        "8-bit scale per token",
-    )  # fmt: skip
+        name=f"klt{bits}",
+        key=dataclasses.replace(value, basis="calibrated", bands=bands, center="calibrated"),
+        value=value,
+        num_sink_tokens=4,
+        residual_length=128,
+        description=(
+            f"integers in a calibrated basis: keys of {min(bands)} to {max(bands)} bits by importance, values of {bits}"
+            " bits turned by a Hadamard, one 8-bit scale per token"
+        ),
+    )
 
 
 CORE: dict[str, Scheme] = {
     s.name: s
     for s in (
-        Scheme(name="raw", key=QuantSpec.raw(), value=QuantSpec.raw(), description="the model's own 16-bit values on pages: lossless"),
         Scheme(
-            name="int8", key=_INT8, value=_INT8, source="", description="per head and group of 64, symmetric, float16 scales: for models without a key bias"
+            name="raw",
+            key=QuantSpec.raw(),
+            value=QuantSpec.raw(),
+            description="the model's own 16-bit values on pages: lossless",
         ),
         Scheme(
-            name="int8_centered", key=dataclasses.replace(_INT8, center="channel"), value=_INT8, source=_SMOOTH_K,
+            name="int8",
+            key=_INT8,
+            value=_INT8,
+            source="",
+            description="per head and group of 64, symmetric, float16 scales: for models without a key bias",
+        ),
+        Scheme(
+            name="int8_centered",
+            key=dataclasses.replace(_INT8, center="channel"),
+            value=_INT8,
+            source=_SMOOTH_K,
             description="int8 with each page's channel means of the keys kept apart: the safe choice, key bias or not",
         ),
         Scheme(
-            name="int4", key=_INT4, value=_INT4, source=_GROUPED, residual_length=64,
+            name="int4",
+            key=_INT4,
+            value=_INT4,
+            source=_GROUPED,
+            residual_length=64,
             description="per head and group of 32, symmetric: for models without a key bias",
         ),
         Scheme(
-            name="kivi4", key=_INT4_OF_CHANNELS, value=dataclasses.replace(_INT4_OF_CHANNELS, granularity=PerGroup(32)), residual_length=128, page_size=32,
-            source=_KIVI, description="4-bit asymmetric, keys per channel over 32 tokens, values per token in groups of 32, newest 128 tokens raw",
+            name="kivi4",
+            key=_INT4_OF_CHANNELS,
+            value=dataclasses.replace(_INT4_OF_CHANNELS, granularity=PerGroup(32)),
+            residual_length=128,
+            page_size=32,
+            source=_KIVI,
+            description=(
+                "4-bit asymmetric, keys per channel over 32 tokens, values per token in groups of 32, newest 128"
+                " tokens raw"
+            ),
         ),
         _klt(4, (8, 6, 5, 4, 4, 4, 4, 3)),
         _klt(3, (6, 5, 5, 4, 4, 3, 2, 1)),
         _klt(2, (6, 4, 3, 3, 2, 2, 1, 1)),
     )
-}  # fmt: skip
+}
 
 """What has native kernels for every operation and is meant to be used (docs/internals/architecture.md has the rule)."""
 
 PRESETS: dict[str, Scheme] = CORE | literature.PRESETS
 """Every preset, the core's first."""
-GROUPS: dict[str, tuple[str, ...]] = {"all": tuple(PRESETS), "core": tuple(CORE), "literature": tuple(literature.PRESETS)}
+GROUPS: dict[str, tuple[str, ...]] = {
+    "all": tuple(PRESETS),
+    "core": tuple(CORE),
+    "literature": tuple(literature.PRESETS),
+}
 """Names that stand for several presets."""
 
 ELASTIC = Scheme(
-    name="elastic", key=QuantSpec(format="int4", granularity=PerChannel(), symmetric=False),
-    value=QuantSpec(format="int4", granularity=PerGroup(64), symmetric=False), num_sink_tokens=4, residual_length=128, tiers=(Tier(num_tokens=2**30),),
-    description="8 bits, int4 and a plane of 4, as long as they fit: what a cache with a budget stores, which gives planes back as it fills",
-)  # fmt: skip
-"""What `KVCache.for_model(model, budget=..)` stores if no scheme is named: 8 bits, then 4. Keys per channel, which a key bias does not trouble."""
+    name="elastic",
+    key=QuantSpec(format="int4", granularity=PerChannel(), symmetric=False),
+    value=QuantSpec(format="int4", granularity=PerGroup(64), symmetric=False),
+    num_sink_tokens=4,
+    residual_length=128,
+    tiers=(Tier(num_tokens=2**30),),
+    description=(
+        "8 bits, int4 and a plane of 4, as long as they fit: what a cache with a budget stores, which gives planes back"
+        " as it fills"
+    ),
+)
+"""What `KVCache.for_model(model, budget=..)` stores if no scheme is named: 8 bits, then 4.
+
+Keys per channel, which a key bias does not trouble.
+"""
 
 
 WIDE_BANDS: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {
     ((8, 6, 5, 4, 4, 4, 4, 3), 256): (8, 6, 6, 6, 6, 5, 5, 5, 5, 4, 4, 4, 4, 3, 3, 2),
 }
-"""Widths of bands by those of a preset and head_dim, where they are not dealt out anew. At 256 the first 16 channels are a sixteenth of a head; with 6 bits
-more than half of Gemma-3-270M's expected error is theirs, and 8 bits there, for one less in two other bands, take a third of `klt4`'s KL off.
-With 3 and 2 bits, and in smaller heads, those bits are worth more where they are."""
+"""Widths of bands by those of a preset and head_dim, where they are not dealt out anew.
+
+At 256 the first 16 channels are a sixteenth of a head; with 6 bits more than half of Gemma-3-270M's expected error is
+theirs, and 8 bits there, for one less in two other bands, take a third of `klt4`'s KL off. With 3 and 2 bits, and in
+smaller heads, those bits are worth more where they are.
+"""
 
 
 def get(name: str, *, head_dim: int | None = None, value_head_dim: int | None = None, **changes: Any) -> Scheme:
@@ -88,8 +138,8 @@ def get(name: str, *, head_dim: int | None = None, value_head_dim: int | None = 
 
     Args:
         name: a key of `PRESETS`.
-        head_dim: fit the preset to a model: groups that do not divide head_dim shrink to the largest power of two that does
-            (64 becomes 32 for Phi-3's 96).
+        head_dim: fit the preset to a model: groups that do not divide head_dim shrink to the largest power of two that
+            does (64 becomes 32 for Phi-3's 96).
         value_head_dim: channels of values, where they are not as many.
         changes: fields of `Scheme`, for example `num_sink_tokens=4`.
 
@@ -106,10 +156,17 @@ def get(name: str, *, head_dim: int | None = None, value_head_dim: int | None = 
 
 
 def weak_to_key_bias(scheme: Scheme) -> bool:
-    """Whether channels of a key share a scale of few steps: 4 bits and fewer, or FP8. One channel with a large constant offset, as models with a bias in their
-    key projection have it, then takes the steps from all others. Keys per channel do not know this, 8-bit integers bear it."""
+    """Whether channels of a key share a scale of few steps: 4 bits and fewer, or FP8.
+
+    One channel with a large constant offset, as models with a bias in their key projection have it, then takes the
+    steps from all others. Keys per channel do not know this, 8-bit integers bear it.
+    """
     key = scheme.key
-    return not key.is_raw and not isinstance(key.granularity, PerChannel) and (key.bits <= 4 or key.number_format.kind == "float")
+    return (
+        not key.is_raw
+        and not isinstance(key.granularity, PerChannel)
+        and (key.bits <= 4 or key.number_format.kind == "float")
+    )
 
 
 def key_bias_note(scheme: Scheme, of: str) -> str | None:
@@ -122,14 +179,20 @@ def key_bias_note(scheme: Scheme, of: str) -> str | None:
         return None
     fit = "kivi4" if scheme.key.bits <= 4 else RECOMMENDED
     return (
-        f"scheme {scheme.name!r} is unfit for {of}: a channel with a constant offset takes the steps of a scale from the channels that share it "
-        f"(docs/results/evaluation.md has what that costs); take {fit!r}, and see `kvbits check`"
+        f"scheme {scheme.name!r} is unfit for {of}: a channel with a constant offset takes the steps of a scale from"
+        f" the channels that share it (docs/results/evaluation.md has what that costs); take {fit!r}, and see `kvbits"
+        " check`"
     )
 
 
 def fitted(scheme: Scheme, head_dim: int, value_head_dim: int | None = None) -> Scheme:
-    """A scheme whose groups divide head_dim: those that do not shrink to the largest power of two that does. Keys of `klt4` have `WIDE_BANDS`' widths there."""
-    return dataclasses.replace(scheme, key=_fitted(scheme.key, head_dim), value=_fitted(scheme.value, value_head_dim or head_dim))
+    """A scheme whose groups divide head_dim: those that do not shrink to the largest power of two that does.
+
+    Keys of `klt4` have `WIDE_BANDS`' widths there.
+    """
+    return dataclasses.replace(
+        scheme, key=_fitted(scheme.key, head_dim), value=_fitted(scheme.value, value_head_dim or head_dim)
+    )
 
 
 def elastic(layers: tuple[LayerGeometry, ...]) -> Scheme:
@@ -154,7 +217,10 @@ def expand(names: Iterable[str | Scheme], groups: Mapping[str, Iterable[str]] | 
         one = read(given) if isinstance(given, str) and given.endswith(".json") else given
         if isinstance(one, Scheme):
             if one.name in known or found.get(one.name, one) != one or one.name in ("", ".."):
-                raise SpecError(f"a scheme of your own is called {one.name!r}; results go by names: give it one that no other has and that a file can have")
+                raise SpecError(
+                    f"a scheme of your own is called {one.name!r}; results go by names: give it one that no other has"
+                    " and that a file can have"
+                )
             found[one.name] = one
             continue
         if one not in known and one not in groups:
@@ -192,7 +258,8 @@ def read(path: str) -> Scheme:
 
 
 def for_layers(scheme: str | Scheme, layers: tuple[LayerGeometry, ...], **changes: Any) -> Scheme:
-    """What a name, a file or a scheme means on a model: a preset fitted to its layers (see `get`); a scheme of one's own, or of a file, as it is.
+    """What a name, a file or a scheme means on a model: a preset fitted to its layers (see `get`); a scheme of one's
+    own, or of a file, as it is.
 
     Raises:
         SpecError: unknown, or fitted to another model (`FittedScheme.on`).
@@ -209,7 +276,15 @@ def common_widths(layers: Sequence[LayerGeometry]) -> tuple[int, int]:
     return math.gcd(*(g.head_dim for g in layers)), math.gcd(*(g.value_head_dim for g in layers))
 
 
-def within(scheme: Scheme, layers: tuple[LayerGeometry, ...], memory_bytes: int, *, context: int, batch: int = 1, raw_dtype: str = "bfloat16") -> Scheme:
+def within(
+    scheme: Scheme,
+    layers: tuple[LayerGeometry, ...],
+    memory_bytes: int,
+    *,
+    context: int,
+    batch: int = 1,
+    raw_dtype: str = "bfloat16",
+) -> Scheme:
     """The tiered scheme `scheme` with tiers sized for a byte budget: each as large as fits, the youngest first.
 
     Args:
@@ -220,15 +295,24 @@ def within(scheme: Scheme, layers: tuple[LayerGeometry, ...], memory_bytes: int,
         SpecError: no tiers, or even without any low plane the cache is larger than the budget.
     """
     if not scheme.tiers:
-        raise SpecError(f"scheme {scheme.name!r} has no tiers to size; use one with tiers, for example schemes.get('tiered')")
+        raise SpecError(
+            f"scheme {scheme.name!r} has no tiers to size; use one with tiers, for example schemes.get('tiered')"
+        )
 
     def nbytes(pages: list[int]) -> int:
-        tiers = tuple(dataclasses.replace(t, num_tokens=n * scheme.page_size) for t, n in zip(scheme.tiers, pages, strict=True))
-        return CacheSpec(scheme=dataclasses.replace(scheme, tiers=tiers), layers=layers, raw_dtype=raw_dtype).nbytes(context, batch)
+        tiers = tuple(
+            dataclasses.replace(t, num_tokens=n * scheme.page_size) for t, n in zip(scheme.tiers, pages, strict=True)
+        )
+        return CacheSpec(scheme=dataclasses.replace(scheme, tiers=tiers), layers=layers, raw_dtype=raw_dtype).nbytes(
+            context, batch
+        )
 
     pages = [0] * len(scheme.tiers)
     if (least := nbytes(pages)) > memory_bytes:
-        raise SpecError(f"{memory_bytes} bytes are too few: {batch} x {context} tokens take {least} without any low plane; lower residual_length or context")
+        raise SpecError(
+            f"{memory_bytes} bytes are too few: {batch} x {context} tokens take {least} without any low plane; lower"
+            " residual_length or context"
+        )
     most = -(-context // scheme.page_size)
     for i in range(len(pages)):
         low, high = 0, most - sum(pages)
@@ -236,7 +320,9 @@ def within(scheme: Scheme, layers: tuple[LayerGeometry, ...], memory_bytes: int,
             pages[i] = (low + high + 1) // 2
             low, high = (pages[i], high) if nbytes(pages) <= memory_bytes else (low, pages[i] - 1)
         pages[i] = low
-    tiers = tuple(dataclasses.replace(t, num_tokens=n * scheme.page_size) for t, n in zip(scheme.tiers, pages, strict=True))
+    tiers = tuple(
+        dataclasses.replace(t, num_tokens=n * scheme.page_size) for t, n in zip(scheme.tiers, pages, strict=True)
+    )
     return dataclasses.replace(scheme, tiers=tiers)
 
 

@@ -1,4 +1,6 @@
-"""Sizes as people write them: bytes with their unit, tokens in thousands of 1,024, dtypes by their short names. No torch.
+"""Sizes as people write them: bytes with their unit, tokens in thousands of 1,024, dtypes by their short names.
+
+No torch.
 
 GB is 10**9 bytes, GiB is 2**30, and every text says which. Tokens follow the field: 8k is 8,192, 1M is 1,048,576.
 """
@@ -12,7 +14,11 @@ from .errors import SpecError
 GB = 10**9
 GIB = 2**30
 
-_BYTES = {"B": 1} | {p + "B": 1000**n for n, p in enumerate("KMGT", 1)} | {p + "IB": 1024**n for n, p in enumerate("KMGT", 1)}
+_BYTES = (
+    {"B": 1}
+    | {p + "B": 1000**n for n, p in enumerate("KMGT", 1)}
+    | {p + "IB": 1024**n for n, p in enumerate("KMGT", 1)}
+)
 _TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 _NUMBER = re.compile(r"([0-9]+(?:,[0-9]{3})*)(?:\.([0-9]+))?\s*([A-Za-z]*)")
@@ -29,7 +35,10 @@ def parse_bytes(text: str, what: str = "memory") -> int:
     """
     match = _NUMBER.fullmatch(text.strip())
     if match is None or match[3].upper() not in _BYTES:
-        raise SpecError(f"{what} {text!r} is not understood; write it with its unit, like 24GB (24 x 10**9 bytes) or 24GiB (24 x 2**30), above 0")
+        raise SpecError(
+            f"{what} {text!r} is not understood; write it with its unit, like 24GB (24 x 10**9 bytes) or 24GiB (24 x"
+            " 2**30), above 0"
+        )
     if match[3].endswith("b") and match[3][:1].isupper():
         raise SpecError(f"{what} {text!r}: {match[3]} are bits; write {match[3][:-1]}B for bytes")
     nbytes = _scaled(match, _BYTES[match[3].upper()])
@@ -54,7 +63,9 @@ def parse_tokens(text: str, what: str = "tokens", *, least: int = 1) -> int:
 
 
 def dtype_name(text: str) -> str:
-    """torch's name of a dtype: "bf16" is "bfloat16", "fp16" or "half" "float16", "fp32" "float32"; other names are left as they are."""
+    """torch's name of a dtype: "bf16" is "bfloat16", "fp16" or "half" "float16", "fp32" "float32"; other names are left
+    as they are.
+    """
     return _DTYPES.get(text.strip().lower(), text)
 
 

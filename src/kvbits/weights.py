@@ -1,9 +1,13 @@
 """Bytes of a model's weights, before anything is loaded: from its files, else counted from its configuration.
 
-files      the safetensors (or .bin) files that its index names: what they take on a disk, they take in memory; without the files, the size the index states
-GGUF       the parameters in bfloat16, because GGUF weights are dequantized when they are loaded (see `integrations.models.load_model`)
-no files   the parameters of the configuration in its dtype, those of a quantized model in the bits that its quantization_config names: by arithmetic for the
-           families of `COUNTED` (a test compares it with Transformers' models), else of the model that Transformers builds on no device
+files      the safetensors (or .bin) files that its index names: what they take on a disk, they take in memory; without
+           the files, the size the index states
+GGUF       the parameters in bfloat16, because GGUF weights are dequantized when they are loaded (see
+           `integrations.models.load_model`)
+no files   the parameters of the configuration in its dtype, those of a quantized model in the bits that its
+           quantization_config names: by arithmetic for the
+           families of `COUNTED` (a test compares it with Transformers' models), else of the model that Transformers
+           builds on no device
 """
 
 from __future__ import annotations
@@ -51,7 +55,8 @@ def weights_bytes(model: str, config: Any, say: Callable[[str], None] = lambda t
         say: told what takes seconds, before it does.
 
     Raises:
-        SpecError: no files, and the configuration does not say: an unknown quantization, or a model that Transformers cannot build.
+        SpecError: no files, and the configuration does not say: an unknown quantization, or a model that Transformers
+            cannot build.
     """
     path = find_model(model, look_up=False)
     gguf = isinstance(path, Path) and path.suffix == ".gguf"
@@ -61,21 +66,35 @@ def weights_bytes(model: str, config: Any, say: Callable[[str], None] = lambda t
     return bytes_of_config(model, config, gguf, say)
 
 
-def bytes_of_config(model: str, config: Any, gguf: bool = False, say: Callable[[str], None] = lambda text: None) -> tuple[int, str]:
+def bytes_of_config(
+    model: str, config: Any, gguf: bool = False, say: Callable[[str], None] = lambda text: None
+) -> tuple[int, str]:
     """`weights_bytes` of a model whose files are not looked for; `gguf` weights are held in 16 bits."""
     size = 2 if gguf else _DTYPE_BYTES.get(dtype_name(str(getattr(config, "dtype", "")).removeprefix("torch.")), 2)
     packed = None if gguf else _packed(model, config)
     count = counted(config)
     if count is None:
         if packed is not None:
-            raise SpecError(f"{model!r} is quantized and its files are not here, so the bytes of its weights are unknown; {_WAY_OUT}")
-        say(f"counting the weights of {model} with Transformers, because neither its files nor a formula are here ({_WAY_OUT} is faster)")
-        return count_parameters(config if hasattr(config, "to_dict") else load_config(model)) * size, f"counted from the configuration at {size} bytes each"
+            raise SpecError(
+                f"{model!r} is quantized and its files are not here, so the bytes of its weights are unknown;"
+                f" {_WAY_OUT}"
+            )
+        say(
+            f"counting the weights of {model} with Transformers, because neither its files nor a formula are here"
+            f" ({_WAY_OUT} is faster)"
+        )
+        return (
+            count_parameters(config if hasattr(config, "to_dict") else load_config(model)) * size,
+            f"counted from the configuration at {size} bytes each",
+        )
     if packed is None:
         return count.total * size, f"counted from the configuration at {size} bytes each"
     bits, what, experts_only = packed
     narrow = count.experts if experts_only else count.dense + count.experts
-    return round(narrow * bits / 8) + (count.total - narrow) * 2, f"counted from the configuration: {what}, the rest at 2 bytes each"
+    return (
+        round(narrow * bits / 8) + (count.total - narrow) * 2,
+        f"counted from the configuration: {what}, the rest at 2 bytes each",
+    )
 
 
 def _packed(model: str, config: Any) -> tuple[float, str, bool] | None:
@@ -102,14 +121,21 @@ def _packed(model: str, config: Any) -> tuple[float, str, bool] | None:
         return bits + scales, f"{bits + scales:.3g} bits of {method} for each matrix's", False
     if method == "bitsandbytes":
         four = bool(how.get("load_in_4bit"))
-        return (4.5, "4.5 bits of bitsandbytes for each matrix's", False) if four else (8.0, "8 bits of bitsandbytes for each matrix's", False)
+        return (
+            (4.5, "4.5 bits of bitsandbytes for each matrix's", False)
+            if four
+            else (8.0, "8 bits of bitsandbytes for each matrix's", False)
+        )
     raise SpecError(
-        f"{model!r} is quantized by {method or 'an unnamed method'} and its files are not here, so the bytes of its weights are unknown; {_WAY_OUT}"
+        f"{model!r} is quantized by {method or 'an unnamed method'} and its files are not here, so the bytes of its"
+        f" weights are unknown; {_WAY_OUT}"
     )
 
 
 def _of_files(folder: Path) -> tuple[int, str] | None:
-    """What the files of a folder take; where an index names files that are not there, what it says they take together."""
+    """What the files of a folder take; where an index names files that are not there, what it says they take
+    together.
+    """
     for index in (folder / "model.safetensors.index.json", folder / "pytorch_model.bin.index.json"):
         if not index.exists():
             continue
@@ -118,10 +144,16 @@ def _of_files(folder: Path) -> tuple[int, str] | None:
             break
         if stated is None:
             missing = next(n for n in names if not (folder / n).exists())
-            raise SpecError(f"{index} names {missing}, which is not there, and no size; complete the download, or {_WAY_OUT}")
+            raise SpecError(
+                f"{index} names {missing}, which is not there, and no size; complete the download, or {_WAY_OUT}"
+            )
         return stated, f"stated by {index.name}, whose files are not here"
     files = weight_files(folder)
-    return (sum(f.stat().st_size for f in files), f"{len(files)} weight file{'s' if len(files) > 1 else ''}") if files else None
+    return (
+        (sum(f.stat().st_size for f in files), f"{len(files)} weight file{'s' if len(files) > 1 else ''}")
+        if files
+        else None
+    )
 
 
 def _index(path: Path) -> tuple[int | None, list[str]]:
@@ -134,7 +166,9 @@ def _index(path: Path) -> tuple[int | None, list[str]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a directory that hold the model: those its index names, else the whole-model file of the first kind that is there."""
+    """The files of a directory that hold the model: those its index names, else the whole-model file of the first kind
+    that is there.
+    """
     for kind in ("safetensors", "bin"):
         stem = "model" if kind == "safetensors" else "pytorch_model"
         index = folder / f"{stem}.{kind}.index.json"
@@ -169,25 +203,40 @@ class _Family:
 
 _ATTENTION, _BOTH = ("attention_bias",), ("attention_bias", "mlp_bias")
 COUNTED: dict[str, _Family] = {
-    "llama": _Family(biases=_BOTH), "mistral": _Family(), "ministral3": _Family(), "smollm3": _Family(biases=_BOTH), "granite": _Family(biases=_BOTH),
-    "phi3": _Family(), "gemma": _Family(biases=_ATTENTION), "gemma2": _Family(biases=_ATTENTION, norms=4),
-    "gemma3_text": _Family(biases=_ATTENTION, norms=4, head_norms="head"), "olmo2": _Family(biases=_ATTENTION, head_norms="all"),
-    "olmo3": _Family(biases=_ATTENTION, head_norms="all"), "qwen2": _Family(qkv_bias=True), "qwen3": _Family(biases=_ATTENTION, head_norms="head"),
+    "llama": _Family(biases=_BOTH),
+    "mistral": _Family(),
+    "ministral3": _Family(),
+    "smollm3": _Family(biases=_BOTH),
+    "granite": _Family(biases=_BOTH),
+    "phi3": _Family(),
+    "gemma": _Family(biases=_ATTENTION),
+    "gemma2": _Family(biases=_ATTENTION, norms=4),
+    "gemma3_text": _Family(biases=_ATTENTION, norms=4, head_norms="head"),
+    "olmo2": _Family(biases=_ATTENTION, head_norms="all"),
+    "olmo3": _Family(biases=_ATTENTION, head_norms="all"),
+    "qwen2": _Family(qkv_bias=True),
+    "qwen3": _Family(biases=_ATTENTION, head_norms="head"),
     "qwen2_moe": _Family(qkv_bias=True, fields=("num_experts", "moe_intermediate_size")),
     "qwen3_moe": _Family(biases=_ATTENTION, head_norms="head", fields=("num_experts", "moe_intermediate_size")),
     "mixtral": _Family(fields=("num_local_experts", "intermediate_size")),
     "gpt_oss": _Family(biases=_ATTENTION, fields=("num_local_experts", "intermediate_size")),
     "deepseek_v3": _Family(biases=_ATTENTION, fields=("n_routed_experts", "moe_intermediate_size")),
     "minimax_m2": _Family(head_norms="all", fields=("num_local_experts", "intermediate_size")),
-    "qwen3_next": _Family(biases=_ATTENTION, head_norms="head", gated=True, fields=("num_experts", "moe_intermediate_size")),
+    "qwen3_next": _Family(
+        biases=_ATTENTION, head_norms="head", gated=True, fields=("num_experts", "moe_intermediate_size")
+    ),
     "qwen3_5_text": _Family(biases=_ATTENTION, head_norms="head", gated=True),
-    "qwen3_5_moe_text": _Family(biases=_ATTENTION, head_norms="head", gated=True, fields=("num_experts", "moe_intermediate_size")),
-}  # fmt: skip
+    "qwen3_5_moe_text": _Family(
+        biases=_ATTENTION, head_norms="head", gated=True, fields=("num_experts", "moe_intermediate_size")
+    ),
+}
 """Families whose parameters are counted here: decoders with gated feed-forward layers."""
 
 
 def counted(config: Any) -> Count | None:
-    """Parameters of a model of text by arithmetic, or None where its family is none of `COUNTED` or its configuration lacks a number for that."""
+    """Parameters of a model of text by arithmetic, or None where its family is none of `COUNTED` or its configuration
+    lacks a number for that.
+    """
     c = text_config(config)
     family = COUNTED.get(str(getattr(c, "model_type", "")))
     if family is None or c is not config:
@@ -199,7 +248,11 @@ def counted(config: Any) -> Count | None:
         delta, delta_small = _delta(c, h) if full < layers else (0, 0)
         dense, experts, mlp_small = _feed_forward(c, family, h, layers)
         rest = layers * family.norms * h + h + c.vocab_size * h * (1 if getattr(c, "tie_word_embeddings", False) else 2)
-        return Count(full * attention + (layers - full) * delta + dense, experts, rest + full * small + (layers - full) * delta_small + mlp_small)
+        return Count(
+            full * attention + (layers - full) * delta + dense,
+            experts,
+            rest + full * small + (layers - full) * delta_small + mlp_small,
+        )
     except (AttributeError, TypeError, ZeroDivisionError):  # a field that is not there, null, a list, or a step of 0
         return None
 
@@ -207,10 +260,20 @@ def counted(config: Any) -> Count | None:
 def _attention(c: Any, family: _Family, h: int, heads: int) -> tuple[int, int]:
     """(numbers in the matrices of a layer's attention, others)."""
     if getattr(c, "kv_lora_rank", None):
-        nope, rope, value, rank, q_rank = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.kv_lora_rank, getattr(c, "q_lora_rank", None)
+        nope, rope, value, rank, q_rank = (
+            c.qk_nope_head_dim,
+            c.qk_rope_head_dim,
+            c.v_head_dim,
+            c.kv_lora_rank,
+            getattr(c, "q_lora_rank", None),
+        )
         queries = h * heads * (nope + rope) if not q_rank else h * q_rank + q_rank * heads * (nope + rope)
         matrices = queries + h * (rank + rope) + rank * heads * (nope + value) + heads * value * h
-        biases = (q_rank or 0) + rank + rope + h if "attention_bias" in family.biases and getattr(c, "attention_bias", False) else 0
+        biases = (
+            (q_rank or 0) + rank + rope + h
+            if "attention_bias" in family.biases and getattr(c, "attention_bias", False)
+            else 0
+        )
         return matrices, rank + (q_rank or 0) + biases
     dim = getattr(c, "head_dim", None) or h // heads
     kv = (getattr(c, "num_key_value_heads", None) or heads) * dim
@@ -229,15 +292,30 @@ def _attention(c: Any, family: _Family, h: int, heads: int) -> tuple[int, int]:
 
 def _delta(c: Any, h: int) -> tuple[int, int]:
     """(numbers in the matrices of a Gated DeltaNet, others)."""
-    keys, values, heads = c.linear_num_key_heads * c.linear_key_head_dim, c.linear_num_value_heads * c.linear_value_head_dim, c.linear_num_value_heads
-    return h * (2 * keys + 3 * values + 2 * heads), (2 * keys + values) * c.linear_conv_kernel_dim + 2 * heads + c.linear_value_head_dim
+    keys, values, heads = (
+        c.linear_num_key_heads * c.linear_key_head_dim,
+        c.linear_num_value_heads * c.linear_value_head_dim,
+        c.linear_num_value_heads,
+    )
+    return (
+        h * (2 * keys + 3 * values + 2 * heads),
+        (2 * keys + values) * c.linear_conv_kernel_dim + 2 * heads + c.linear_value_head_dim,
+    )
 
 
 def _feed_forward(c: Any, family: _Family, h: int, layers: int) -> tuple[int, int, int]:
     """(numbers in the matrices of all layers' plain feed-forward parts, of experts, others)."""
     plain = 3 * h * (getattr(c, "intermediate_size", 0) or 0)
     if family.fields is None:
-        return layers * plain, 0, layers * (2 * c.intermediate_size + h) if "mlp_bias" in family.biases and getattr(c, "mlp_bias", False) else 0
+        return (
+            layers * plain,
+            0,
+            (
+                layers * (2 * c.intermediate_size + h)
+                if "mlp_bias" in family.biases and getattr(c, "mlp_bias", False)
+                else 0
+            ),
+        )
     count, width = (getattr(c, name) for name in family.fields)
     without = getattr(c, "first_k_dense_replace", 0) or 0 if c.model_type == "deepseek_v3" else 0
     some = c.model_type in ("qwen2_moe", "qwen3_moe", "qwen3_next")
@@ -262,17 +340,24 @@ def count_parameters(config: Any) -> int:
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
     kind = str(getattr(config, "model_type", ""))
     build = AutoModelForImageTextToText if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else AutoModelForCausalLM
     if kind not in (*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        raise SpecError(f"cannot count the weights of a {kind} model, which Transformers does not generate text with; {_WAY_OUT}")
+        raise SpecError(
+            f"cannot count the weights of a {kind} model, which Transformers does not generate text with; {_WAY_OUT}"
+        )
     try:
         with torch.device("meta"):
             model = build.from_config(config)
     except (ImportError, ValueError, TypeError, AttributeError, RuntimeError, UnsupportedError) as e:
-        raise SpecError(f"cannot count the weights of a {kind} model: {' '.join(str(e).split())[:200].rstrip('.,; ')}; {_WAY_OUT}") from e
+        raise SpecError(
+            f"cannot count the weights of a {kind} model: {' '.join(str(e).split())[:200].rstrip('.,; ')}; {_WAY_OUT}"
+        ) from e
     return sum(p.numel() for p in model.parameters())
 
 

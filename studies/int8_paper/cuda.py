@@ -1,8 +1,9 @@
 """Matrix quantization on NVIDIA GPUs: the paper's four variants, and the production kernels to beat them with.
 
-`kernel` is "naive", "tiled", "coarsened" or "vectorized" (the paper's listings, dividing by the scale), "fast" (16-byte loads, several rows of a thread in
-flight, multiplying by 1 / scale like the reference) or "persistent" (the same code, one wave of blocks that stay). Scales: "fast" takes all columns' maxima
-in one streaming pass, "warp" gives a warp to each column.
+`kernel` is "naive", "tiled", "coarsened" or "vectorized" (the paper's listings, dividing by the scale), "fast" (16-byte
+loads, several rows of a thread in flight, multiplying by 1 / scale like the reference) or "persistent" (the same code,
+one wave of blocks that stay). Scales: "fast" takes all columns' maxima in one streaming pass, "warp" gives a warp to
+each column.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ def refuses(x: torch.Tensor) -> str | None:
 class _Args(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "q", "y", "scales", "largest")),
-        *((name, ctypes.c_int64) for name in ("rows", "columns")), ("size", ctypes.c_int), ("bits", ctypes.c_int),
-    ]  # fmt: skip
+        *((name, ctypes.c_int64) for name in ("rows", "columns")),
+        ("size", ctypes.c_int),
+        ("bits", ctypes.c_int),
+    ]
 
 
 def defines(dtype: torch.dtype, columns: int) -> dict[str, int]:
@@ -69,7 +72,10 @@ def _launch(name: str, dtype: torch.dtype, args: _Args, device: torch.device, *,
         across = lanes if name.endswith("vectorized") else columns
         grid, block = (-(-across // TILE_X), -(-rows // TILE_Y)), (TILE_X, TILE_Y)
         if grid[1] > MOST_GRID_Y:
-            raise SpecError(f"{name} takes at most {MOST_GRID_Y * TILE_Y} rows, as printed in the paper; use kernel='fast' for {rows}")
+            raise SpecError(
+                f"{name} takes at most {MOST_GRID_Y * TILE_Y} rows, as printed in the paper; use kernel='fast' for"
+                f" {rows}"
+            )
     elif name.endswith("coarsened"):
         grid = (-(-columns // 256), min(rows, COARSE_ROWS))
     elif name.startswith("scales"):
@@ -79,7 +85,8 @@ def _launch(name: str, dtype: torch.dtype, args: _Args, device: torch.device, *,
         wide = -(-lanes // across)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         whole = -(-rows // (ROWS_PER_THREAD * max(1, 256 // across)))  # every thread one round of rows
-        most = whole if name == "dequantize" else -(-processors * BLOCKS_PER_PROCESSOR // wide)  # writing gains nothing from staying
+        # writing gains nothing from staying
+        most = whole if name == "dequantize" else -(-processors * BLOCKS_PER_PROCESSOR // wide)
         if persistent:
             most = max(1, processors * RESIDENT_BLOCKS // wide)
         grid = (wide, max(1, min(MOST_GRID_Y, most, whole)))
@@ -87,9 +94,17 @@ def _launch(name: str, dtype: torch.dtype, args: _Args, device: torch.device, *,
 
 
 def _check(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None) -> None:
-    if x.dtype not in dtypes or not x.is_cuda or not x.is_contiguous() or (x.dim() != 2 if shape is None else tuple(x.shape) != shape):
+    if (
+        x.dtype not in dtypes
+        or not x.is_cuda
+        or not x.is_contiguous()
+        or (x.dim() != 2 if shape is None else tuple(x.shape) != shape)
+    ):
         expected = "[rows, columns]" if shape is None else list(shape)
-        raise DataError(f"{name} must be contiguous {expected} on a GPU in {', '.join(map(str, dtypes))}, got {x.dtype} {list(x.shape)} on {x.device}")
+        raise DataError(
+            f"{name} must be contiguous {expected} on a GPU in {', '.join(map(str, dtypes))}, got {x.dtype}"
+            f" {list(x.shape)} on {x.device}"
+        )
     if shape is None and not x.shape[1]:
         raise DataError(f"{name} is {list(x.shape)}: a matrix without columns has no scales; give it at least 1 column")
 
@@ -100,13 +115,17 @@ def compute_scales(x: torch.Tensor, *, kernel: str = "fast") -> torch.Tensor:
     if kernel not in SCALE_KERNELS:
         raise SpecError(f"unknown kernel {kernel!r}; known: {', '.join(SCALE_KERNELS)}")
     scales, largest = torch.empty(x.shape[1], device=x.device), torch.zeros(x.shape[1], device=x.device)
-    args = _Args(x=x.data_ptr(), scales=scales.data_ptr(), largest=largest.data_ptr(), rows=x.shape[0], columns=x.shape[1])
+    args = _Args(
+        x=x.data_ptr(), scales=scales.data_ptr(), largest=largest.data_ptr(), rows=x.shape[0], columns=x.shape[1]
+    )
     for name in ("scales_warp",) if kernel == "warp" else ("column_maxima", "scales_of_maxima"):
         _launch(name, x.dtype, args, x.device)
     return scales
 
 
-def quantize(x: torch.Tensor, scales: torch.Tensor, *, kernel: str = "fast", out: torch.Tensor | None = None) -> torch.Tensor:
+def quantize(
+    x: torch.Tensor, scales: torch.Tensor, *, kernel: str = "fast", out: torch.Tensor | None = None
+) -> torch.Tensor:
     """int8 [rows, columns] of x with scales float32 [columns]."""
     _check("x", x, tuple(TORCH_NUMBERS))
     _check("scales", scales, (torch.float32,), (x.shape[1],))
@@ -118,7 +137,12 @@ def quantize(x: torch.Tensor, scales: torch.Tensor, *, kernel: str = "fast", out
 
 
 def dequantize(
-    q: torch.Tensor, scales: torch.Tensor, *, kernel: str = "fast", dtype: torch.dtype = torch.float32, out: torch.Tensor | None = None
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    kernel: str = "fast",
+    dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[rows, columns] in `dtype` of q, int8 [rows, columns]."""
     _check("q", q, (torch.int8,))
@@ -130,32 +154,53 @@ def dequantize(
     return out
 
 
-def quantize_with_scales(x: torch.Tensor, *, out: torch.Tensor | None = None, scales: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes int8 [rows, columns], scales float32 [columns]): maxima in one pass over x, codes in a second that starts where the first ended."""
+def quantize_with_scales(
+    x: torch.Tensor, *, out: torch.Tensor | None = None, scales: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes int8 [rows, columns], scales float32 [columns]): maxima in one pass over x, codes in a second that starts
+    where the first ended.
+    """
     _check("x", x, tuple(TORCH_NUMBERS))
     out = torch.empty(x.shape, dtype=torch.int8, device=x.device) if out is None else out
     scales = torch.empty(x.shape[1], device=x.device) if scales is None else scales
     _check("out", out, (torch.int8,), tuple(x.shape))
     _check("scales", scales, (torch.float32,), (x.shape[1],))
     largest = torch.zeros(x.shape[1], device=x.device)
-    args = _Args(x=x.data_ptr(), q=out.data_ptr(), scales=scales.data_ptr(), largest=largest.data_ptr(), rows=x.shape[0], columns=x.shape[1])
+    args = _Args(
+        x=x.data_ptr(),
+        q=out.data_ptr(),
+        scales=scales.data_ptr(),
+        largest=largest.data_ptr(),
+        rows=x.shape[0],
+        columns=x.shape[1],
+    )
     _launch("column_maxima", x.dtype, args, x.device)
     _launch("quantize", x.dtype, args, x.device)
     return out, scales
 
 
-def quantize_groups(x: torch.Tensor, size: int, bits: int = 8, *, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales float32 [rows, columns / size]); layouts as in `reference.quantize_groups`. `size` is a multiple of 16."""
+def quantize_groups(
+    x: torch.Tensor, size: int, bits: int = 8, *, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales float32 [rows, columns / size]); layouts as in `reference.quantize_groups`.
+
+    `size` is a multiple of 16.
+    """
     _check("x", x, tuple(TORCH_NUMBERS))
     rows, columns = x.shape
     if bits not in (4, 8) or size < 16 or size % 16 or columns % size or (bits == 4 and columns // size % 2):
-        raise SpecError(f"groups of {size} columns in {bits} bits: bits is 4 or 8, the size a multiple of 16 that divides columns={columns}, evenly for 4")
+        raise SpecError(
+            f"groups of {size} columns in {bits} bits: bits is 4 or 8, the size a multiple of 16 that divides"
+            f" columns={columns}, evenly for 4"
+        )
     dtype, shape = (torch.int8, (rows, columns)) if bits == 8 else (torch.uint8, (rows, columns // 2))
     out = torch.empty(shape, dtype=dtype, device=x.device) if out is None else out
     _check("out", out, (dtype,), shape)
     scales = torch.empty(rows, columns // size, device=x.device)
     if rows:
-        args = _Args(x=x.data_ptr(), q=out.data_ptr(), scales=scales.data_ptr(), rows=rows, columns=columns, size=size, bits=bits)
+        args = _Args(
+            x=x.data_ptr(), q=out.data_ptr(), scales=scales.data_ptr(), rows=rows, columns=columns, size=size, bits=bits
+        )
         _launch("quantize_groups", x.dtype, args, x.device)
     return out, scales
 

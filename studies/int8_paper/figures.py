@@ -7,10 +7,22 @@ from pathlib import Path
 from typing import Any
 
 STYLES = {
-    "naive": "tab:gray", "tiled": "tab:olive", "coarsened": "tab:cyan", "vectorized": "tab:blue", "persistent": "tab:purple", "fast": "tab:red",
-    "cpu_column_outer": "black", "cpu_row_order": "dimgray", "cpu_fast": "tab:green",
-}  # fmt: skip
-NAMES = {"fast": "ours", "cpu_column_outer": "CPU scalar (paper)", "cpu_row_order": "CPU scalar, row order", "cpu_fast": "CPU, ours"}
+    "naive": "tab:gray",
+    "tiled": "tab:olive",
+    "coarsened": "tab:cyan",
+    "vectorized": "tab:blue",
+    "persistent": "tab:purple",
+    "fast": "tab:red",
+    "cpu_column_outer": "black",
+    "cpu_row_order": "dimgray",
+    "cpu_fast": "tab:green",
+}
+NAMES = {
+    "fast": "ours",
+    "cpu_column_outer": "CPU scalar (paper)",
+    "cpu_row_order": "CPU scalar, row order",
+    "cpu_fast": "CPU, ours",
+}
 BASELINE = "speedup_vs_cpu_column_outer"
 EVEN = 4
 
@@ -74,13 +86,18 @@ def _time(axes: Any, result: dict[str, Any]) -> None:
     for device in ("cpu", "gpu"):
         for kernel, points in _series(result, device, "time_us").items():
             xs = [r["rows"] * r["columns"] for r, _ in points]
-            axes.loglog(xs, [y / 1e3 for _, y in points], "o-" if device == "gpu" else "s--", markersize=4, **_look(kernel))
+            axes.loglog(
+                xs, [y / 1e3 for _, y in points], "o-" if device == "gpu" else "s--", markersize=4, **_look(kernel)
+            )
     axes.set(title="Figure 2: time to quantize, CPU and GPU", xlabel="elements", ylabel="ms")
     axes.legend(fontsize=7)
 
 
 def _realistic(axes: Any, result: dict[str, Any]) -> None:
-    series = {k: [(r, y / 1e3) for r, y in points if r["case"].startswith("realistic")] for k, points in _series(result, "gpu", "time_us").items()}
+    series = {
+        k: [(r, y / 1e3) for r, y in points if r["case"].startswith("realistic")]
+        for k, points in _series(result, "gpu", "time_us").items()
+    }
     _bars(axes, {k: points for k, points in series.items() if points} or _series(result, "gpu", "time_us"))
     axes.set(title="Figure 3: time of the GPU kernels on realistic loads", ylabel="ms")
 
@@ -96,7 +113,9 @@ def _errors(axes: Any, result: dict[str, Any]) -> None:
     columns = sorted({r["columns"]: r["attention_error"] for r in rows}.items())
     axes[1].loglog([d for d, _ in columns], [e for _, e in columns], "o-", label="mean attention score error")
     d, e = columns[0]
-    axes[1].loglog([x for x, _ in columns], [e * math.sqrt(x / d) for x, _ in columns], ":", color="gray", label="sqrt(D)")
+    axes[1].loglog(
+        [x for x, _ in columns], [e * math.sqrt(x / d) for x, _ in columns], ":", color="gray", label="sqrt(D)"
+    )
     axes[1].axhline(0.1, color="tab:red", linestyle=":", label="0.1")
     axes[1].set(title="Figure 4 right: attention score error", xlabel="D")
     for a in axes:
@@ -105,6 +124,8 @@ def _errors(axes: Any, result: dict[str, Any]) -> None:
 
 def _scaling(axes: Any, result: dict[str, Any]) -> None:
     for kernel, points in _series(result, "gpu", BASELINE).items():
-        axes.loglog([r["rows"] * r["columns"] for r, _ in points], [y for _, y in points], "o-", markersize=4, **_look(kernel))
+        axes.loglog(
+            [r["rows"] * r["columns"] for r, _ in points], [y for _, y in points], "o-", markersize=4, **_look(kernel)
+        )
     axes.set(title="Figure 5: speed-up over the scalar CPU code and problem size", xlabel="elements", ylabel="times")
     axes.legend(fontsize=7)

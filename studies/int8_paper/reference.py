@@ -26,7 +26,8 @@ def dequantize(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def quantize_groups(x: torch.Tensor, size: int, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, scales [rows, columns / size]) with one scale per row and group of columns.
 
-    bits 8: int8 [rows, columns]. bits 4: uint8 [rows, columns / 2], byte r = column r | column (r + columns / 2) << 4, codes offset by 8.
+    bits 8: int8 [rows, columns]. bits 4: uint8 [rows, columns / 2], byte r = column r | column (r + columns / 2) << 4,
+    codes offset by 8.
     """
     top = 2 ** (bits - 1) - 1
     groups = x.unflatten(1, (-1, size))

@@ -1,15 +1,19 @@
-"""`python -m studies paper`: the INT8 paper's matrix study (arXiv, December 2025), repeated on this machine's CPU and GPU.
+"""`python -m studies paper`: the INT8 paper's matrix study (arXiv, December 2025), repeated on this machine's CPU and
+GPU.
 
 A float32 matrix [tokens T, channels D], uniform in [-1, 1], goes to int8 with one scale per column and back:
 
-    scale[d] = max_t |x[t, d]| / 127        q = clamp(round(x / scale), -127, 127)        x' = q * scale        |x - x'| <= 1 / 254
+    scale[d] = max_t |x[t, d]| / 127        q = clamp(round(x / scale), -127, 127)        x' = q * scale        |x - x'|
+                                            <= 1 / 254
 
-Measured for the paper's eight cases, one with D not divisible by 4 and the 16-bit inputs it leaves out: its four CUDA kernels as printed, a persistent
-one and ours, scales taken on the GPU; on the CPU its scalar C code on one thread (both loop orders) and our kernel. Nothing is timed before it is checked:
-kernels printed in the paper must agree with each other exactly and with the reference within one code, ours with the reference exactly.
+Measured for the paper's eight cases, one with D not divisible by 4 and the 16-bit inputs it leaves out: its four CUDA
+kernels as printed, a persistent one and ours, scales taken on the GPU; on the CPU its scalar C code on one thread (both
+loop orders) and our kernel. Nothing is timed before it is checked: kernels printed in the paper must agree with each
+other exactly and with the reference within one code, ours with the reference exactly.
 
-GPU times are medians of CUDA events over matrices that together exceed L2. CPU times are taken on `cpu_rows` rows and scaled to the case, since the work is
-linear in rows. A quantized float32 element moves 5 bytes, with its scale computed 9.
+GPU times are medians of CUDA events over matrices that together exceed L2. CPU times are taken on `cpu_rows` rows and
+scaled to the case, since the work is linear in rows. A quantized float32 element moves 5 bytes, with its scale computed
+9.
 """
 
 from __future__ import annotations
@@ -50,7 +54,9 @@ CPU_KERNELS = ("column_outer", "row_order", "fast")
 
 
 def random_matrix(rows: int, columns: int, device: torch.device | str = "cpu", seed: int = 0) -> torch.Tensor:
-    """float32 [rows, columns], uniform in [-1, 1); column 1 is all zeros where there is one, so that every case has a scale of 1."""
+    """float32 [rows, columns], uniform in [-1, 1); column 1 is all zeros where there is one, so that every case has a
+    scale of 1.
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
     x = torch.empty(rows, columns, device=device).uniform_(-1, 1, generator=generator)
     if columns > 1:
@@ -60,21 +66,34 @@ def random_matrix(rows: int, columns: int, device: torch.device | str = "cpu", s
 
 def l2_error(x: torch.Tensor, y: torch.Tensor) -> float:
     """Euclidean norm of x - y, summed in float64."""
-    return math.sqrt(sum(float((a.float() - b.float()).double().square().sum()) for a, b in zip(x.split(16384), y.split(16384), strict=True)))
+    return math.sqrt(
+        sum(
+            float((a.float() - b.float()).double().square().sum())
+            for a, b in zip(x.split(16384), y.split(16384), strict=True)
+        )
+    )
 
 
 def max_error(x: torch.Tensor, y: torch.Tensor) -> float:
     """Largest |x - y|."""
-    return max((float((a.float() - b.float()).abs().max()) for a, b in zip(x.split(16384), y.split(16384), strict=True)), default=0.0)
+    return max(
+        (float((a.float() - b.float()).abs().max()) for a, b in zip(x.split(16384), y.split(16384), strict=True)),
+        default=0.0,
+    )
 
 
 def attention_error(x: torch.Tensor, y: torch.Tensor) -> float:
     """Mean |q . x - q . y| over random queries in [-1, 1] and the first rows: the paper's attention score error."""
-    queries = torch.rand(QUERIES, x.shape[1], device=x.device, generator=torch.Generator(device=x.device).manual_seed(1)) * 2 - 1
+    queries = (
+        torch.rand(QUERIES, x.shape[1], device=x.device, generator=torch.Generator(device=x.device).manual_seed(1)) * 2
+        - 1
+    )
     return float((queries @ (y[:ERROR_ROWS].float() - x[:ERROR_ROWS].float()).T).abs().mean())
 
 
-def run(cases: Iterable[str] = tuple(CASES), *, cpu_rows: int = 4096, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+def run(
+    cases: Iterable[str] = tuple(CASES), *, cpu_rows: int = 4096, progress: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
     """Measure the cases.
 
     Args:
@@ -82,8 +101,10 @@ def run(cases: Iterable[str] = tuple(CASES), *, cpu_rows: int = 4096, progress: 
         progress: told what was just measured.
 
     Returns:
-        {"device" (None without a GPU), "gpu_missing", "cpu", "threads", "cpu_rows", "copy_bytes_per_s", "errors": [a row per case], "rows": [a row per case
-        and kernel: "case", "rows", "columns", "kernel", "stage", "dtype", "device", "time_us", "bytes", "gbytes_per_s", "share_of_copy", "speedup_vs_.."]}
+        {"device" (None without a GPU), "gpu_missing", "cpu", "threads", "cpu_rows", "copy_bytes_per_s", "errors": [a
+            row per case], "rows": [a row per case
+        and kernel: "case", "rows", "columns", "kernel", "stage", "dtype", "device", "time_us", "bytes", "gbytes_per_s",
+            "share_of_copy", "speedup_vs_.."]}
 
     Raises:
         DataError: an unknown case, or no rows.
@@ -96,11 +117,19 @@ def run(cases: Iterable[str] = tuple(CASES), *, cpu_rows: int = 4096, progress: 
         raise DataError(f"cpu_rows={cpu_rows}: the CPU baselines need at least one row")
     if why := cpu.refuses(torch.empty(1, 1)):
         raise DataError(f"the CPU baselines cannot run: {why}")
-    missing = cuda.refuses(torch.empty(1, 1, device="cuda")) if torch.cuda.is_available() else "torch sees no NVIDIA GPU"
+    missing = (
+        cuda.refuses(torch.empty(1, 1, device="cuda")) if torch.cuda.is_available() else "torch sees no NVIDIA GPU"
+    )
     found: dict[str, Any] = {
-        "device": None if missing else torch.cuda.get_device_name(), "gpu_missing": missing, "cpu": _cpu_name(), "threads": torch.get_num_threads(),
-        "cpu_rows": cpu_rows, "copy_bytes_per_s": None if missing else copy_bandwidth(), "errors": [], "rows": [],
-    }  # fmt: skip
+        "device": None if missing else torch.cuda.get_device_name(),
+        "gpu_missing": missing,
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "cpu_rows": cpu_rows,
+        "copy_bytes_per_s": None if missing else copy_bandwidth(),
+        "errors": [],
+        "rows": [],
+    }
     for name in chosen:
         rows, columns = CASES[name]
         errors, timed, baselines = _cpu_case(rows, columns, min(cpu_rows, rows))
@@ -111,14 +140,19 @@ def run(cases: Iterable[str] = tuple(CASES), *, cpu_rows: int = 4096, progress: 
             row |= {f"speedup_vs_cpu_{k}": s[row["stage"]] / (row["time_us"] * 1e-6) for k, s in baselines.items()}
         found["errors"].append({"case": name, "rows": rows, "columns": columns} | errors)
         found["rows"] += [{"case": name, "rows": rows, "columns": columns} | row for row in timed]
-        progress(f"{name}: {rows} x {columns}, largest error {errors['max_error']:.6f}, attention error {errors['attention_error']:.4f}")
+        progress(
+            f"{name}: {rows} x {columns}, largest error {errors['max_error']:.6f}, attention error"
+            f" {errors['attention_error']:.4f}"
+        )
     return found
 
 
 # -- CPU ------------------------------------------------------------------------------------------------------------
 
 
-def _cpu_case(rows: int, columns: int, timed_rows: int) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, dict[str, float]]]:
+def _cpu_case(
+    rows: int, columns: int, timed_rows: int
+) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, dict[str, float]]]:
     """(errors, rows of the table, seconds by kernel and stage for the whole case)."""
     x = random_matrix(timed_rows, columns)
     scales = cpu.compute_scales(x)
@@ -139,7 +173,9 @@ def _cpu_case(rows: int, columns: int, timed_rows: int) -> tuple[dict[str, Any],
         mine = {stage: _best_of(call) * factor for stage, call in stages.items()}
         mine["with_scales"] = mine["scales"] + mine["quantize"]
         seconds[kernel] = mine
-        timed += [_row(f"cpu_{kernel}", stage, "float32", "cpu", s * 1e6, rows * columns, None) for stage, s in mine.items()]
+        timed += [
+            _row(f"cpu_{kernel}", stage, "float32", "cpu", s * 1e6, rows * columns, None) for stage, s in mine.items()
+        ]
     return _errors(x, cpu.dequantize(q, scales)), timed, seconds
 
 
@@ -196,7 +232,9 @@ def _checked(x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
     some = slice(0, ERROR_ROWS)
     want = reference.quantize(x[some].float(), scales)
     what = f"{len(x)} x {x.shape[1]} {x.dtype}"
-    if not torch.equal(scales, reference.compute_scales(x)) or not torch.equal(cuda.compute_scales(x, kernel="warp"), scales):
+    if not torch.equal(scales, reference.compute_scales(x)) or not torch.equal(
+        cuda.compute_scales(x, kernel="warp"), scales
+    ):
         raise KernelError(f"{what}: scales differ from the reference")
     if not torch.equal(q[some], want):
         raise KernelError(f"{what}: the production kernel differs from the reference")
@@ -234,7 +272,9 @@ def _gpu_case(rows: int, columns: int, copy: float) -> tuple[dict[str, Any], lis
         scales = cuda.compute_scales(x)
         kernels = cuda.KERNELS if dtype == torch.float32 else ("vectorized", "fast")
 
-        def add(kernel: str, stage: str, call: Callable[..., object], sets: Any = (xs, ys, qs), dtype: torch.dtype = dtype) -> None:
+        def add(
+            kernel: str, stage: str, call: Callable[..., object], sets: Any = (xs, ys, qs), dtype: torch.dtype = dtype
+        ) -> None:
             us = _gpu_us([functools.partial(call, *some) for some in zip(*sets, strict=True)])
             timed.append(_row(kernel, stage, str(dtype)[6:], "gpu", us, n, copy))
 
@@ -254,17 +294,30 @@ def _gpu_case(rows: int, columns: int, copy: float) -> tuple[dict[str, Any], lis
 
 
 def _errors(x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
-    found = {"error_rows": len(x), "max_error": max_error(x, y), "l2_error": l2_error(x, y), "attention_error": attention_error(x, y)}
+    found = {
+        "error_rows": len(x),
+        "max_error": max_error(x, y),
+        "l2_error": l2_error(x, y),
+        "attention_error": attention_error(x, y),
+    }
     if x.dtype == torch.float32 and found["max_error"] > ERROR_BOUND * 1.0001:
         raise KernelError(f"largest error {found['max_error']} is above 1 / 254 = {ERROR_BOUND:.5f}")
     return found
 
 
-def _row(kernel: str, stage: str, dtype: str, device: str, us: float, elements: int, copy: float | None) -> dict[str, Any]:
+def _row(
+    kernel: str, stage: str, dtype: str, device: str, us: float, elements: int, copy: float | None
+) -> dict[str, Any]:
     item = 4 if dtype == "float32" else 2
     per_element = {"scales": item, "with_scales": 2 * item + 1}.get(stage, item + 1)
     rate = elements * per_element / (us * 1e-6)
     return {
-        "kernel": kernel, "stage": stage, "dtype": dtype, "device": device, "time_us": us, "bytes": elements * per_element, "gbytes_per_s": rate / 1e9,
+        "kernel": kernel,
+        "stage": stage,
+        "dtype": dtype,
+        "device": device,
+        "time_us": us,
+        "bytes": elements * per_element,
+        "gbytes_per_s": rate / 1e9,
         "share_of_copy": None if copy is None else rate / copy,
-    }  # fmt: skip
+    }

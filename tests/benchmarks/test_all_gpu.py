@@ -1,5 +1,8 @@
-"""The one command of a GPU machine: what it runs, what it skips, what it does when something fails or time runs out. No GPU is needed: its machine is a fake one
-with a clock of its own; the commands of its parts are parsed by the benchmarks themselves."""
+"""The one command of a GPU machine: what it runs, what it skips, what it does when something fails or time runs out.
+
+No GPU is needed: its machine is a fake one with a clock of its own; the commands of its parts are parsed by the
+benchmarks themselves.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,11 @@ class Fake(all_gpu.Machine):
     def __init__(self, name="a", commit="c0ffee", dirty=False, boot="boot a", gpu=GPU, codes=None, absent=()):
         super().__init__(environment={"PATH": "/bin"}, boot=boot)
         self.now, self.codes, self.absent, self.ran, self.seen = 0.0, codes or {}, absent, [], []
-        run = {field: None for field in runs.FIELDS} | {"id": name, "session": name, "utc": f"2026-01-01T00:00:{len(name):02d}Z"}
+        run = {field: None for field in runs.FIELDS} | {
+            "id": name,
+            "session": name,
+            "utc": f"2026-01-01T00:00:{len(name):02d}Z",
+        }
         self.one = run | {"commit": commit, "dirty": dirty, "gpu": gpu, "facts": {}}
         self.clock, self.record = lambda: self.now, lambda: self.one
 
@@ -72,7 +79,11 @@ def test_a_part_that_does_not_fit_lets_shorter_ones_run(command):
 
 def test_another_commit_or_another_gpu_runs_everything_again(command):
     command(Fake("first"), "--only", "close")
-    for other in (Fake("second", commit="other"), Fake("third", gpu=GPU | {"name": "NVIDIA Other"}), Fake("fourth", dirty=True)):
+    for other in (
+        Fake("second", commit="other"),
+        Fake("third", gpu=GPU | {"name": "NVIDIA Other"}),
+        Fake("fourth", dirty=True),
+    ):
         command(other, "--only", "close")
         assert other.ran == ["close"]
 
@@ -88,11 +99,15 @@ def test_what_fails_is_said_and_the_others_run(command):
         (Fake("other", boot="boot b", commit="other"), (), ["decode", "close"]),
     ):
         code, said = command(machine, "--only", "decode", "close", *more)
-        assert machine.ran == ran and code == ("failed before" in said), "only what failed runs again, and only when asked"
+        assert machine.ran == ran and code == ("failed before" in said), (
+            "only what failed runs again, and only when asked"
+        )
 
 
 def test_a_limit_kills_a_part(command, monkeypatch):
-    monkeypatch.setattr(all_gpu, "parts", lambda environment: [all_gpu.Part("slow", "", ("-c", "pass"), "x.json", 10, 20)])
+    monkeypatch.setattr(
+        all_gpu, "parts", lambda environment: [all_gpu.Part("slow", "", ("-c", "pass"), "x.json", 10, 20)]
+    )
     code, said = command(Fake())
     assert code == 1 and "killed at its limit" in said
 
@@ -113,7 +128,10 @@ def test_ratios_are_of_one_session(command):
     assert not command(Fake("third", boot="boot b"), *serve)[0] and not Fake("third").ran
     other = Fake("fourth", boot="boot b")
     command(other, *serve, "serve-nvfp4")
-    assert other.ran == ["serve-bf16", "serve-nvfp4"], "another machine measures what the new ratio is over, and nothing else again"
+    assert other.ran == [
+        "serve-bf16",
+        "serve-nvfp4",
+    ], "another machine measures what the new ratio is over, and nothing else again"
 
 
 def test_children_know_commit_and_session_and_only_vllm_sees_its_packages(command):
@@ -131,13 +149,20 @@ def test_the_list_says_how_long_parts_took(command):
     command(Fake("first"), "--only", "close")
     code, said = command(Fake("second", commit="other", gpu=None), "--list", "--only", "close", "small")
     lines = said.splitlines()
-    assert code == 0 and lines[1].split()[:3] == ["close", "100", "s"] and "(90 s)" in lines[2] and "2 parts to run" in lines[-1]
+    assert (
+        code == 0
+        and lines[1].split()[:3] == ["close", "100", "s"]
+        and "(90 s)" in lines[2]
+        and "2 parts to run" in lines[-1]
+    )
 
 
 def test_steps_are_taken_apart_beside_bf16_and_in_a_file_of_their_own(command):
     machine = Fake("first")
     assert command(machine, "--only", "serve-*-profile")[0] == 0
-    assert machine.ran == [f"serve-{d}-profile" for d in ("bf16", "kvbits_int8_centered", "kvbits_int4", "kvbits_klt4", "kvbits_klt2")]
+    assert machine.ran == [
+        f"serve-{d}-profile" for d in ("bf16", "kvbits_int8_centered", "kvbits_int4", "kvbits_klt4", "kvbits_klt2")
+    ]
     assert all("--profile" in argv and argv[-1].endswith("/profile_vllm.json") for _, argv, *_ in machine.seen), (
         "its rows are not those of the documents' tables"
     )
@@ -160,7 +185,9 @@ def test_an_unknown_part_is_refused(command, capsys):
 def test_the_state_is_a_file_of_runs(command, tmp_path):
     command(Fake("first"), "--only", "close")
     state = run_files.read(tmp_path / "out" / "all_gpu.json")
-    assert [r["part"] for r in state["rows"] if not r["part"].startswith("warm")] == ["close"] and state["runs"]["first"]["facts"] == {"boot": "boot a"}
+    assert [r["part"] for r in state["rows"] if not r["part"].startswith("warm")] == ["close"] and state["runs"][
+        "first"
+    ]["facts"] == {"boot": "boot a"}
 
 
 def test_results_of_another_machine_are_added(tmp_path, capsys):
@@ -170,7 +197,9 @@ def test_results_of_another_machine_are_added(tmp_path, capsys):
     record = {field: None for field in runs.FIELDS}
     for folder, name in ((source, "new"), (out, "old")):
         folder.mkdir(exist_ok=True)
-        (folder / "a.json").write_text(json.dumps({"runs": {name: record | {"id": name}}, "rows": [{"run": name, "us": 1}]}))
+        (folder / "a.json").write_text(
+            json.dumps({"runs": {name: record | {"id": name}}, "rows": [{"run": name, "us": 1}]})
+        )
     for _ in range(2):  # the second time changes nothing
         assert all_gpu.main(["--take", str(source), "--out", str(out)], Fake()) == 0
     assert [r["run"] for r in run_files.read(out / "a.json")["rows"]] == ["old", "new"]
@@ -185,11 +214,15 @@ def test_the_machine_kills_what_takes_too_long(tmp_path):
 
 
 def commands():
-    every = [(p.name, p.argv) for p in all_gpu.parts({"KVBITS_TEXTS": "/texts"})] + [(f"warm {w.name}", w.argv) for w in all_gpu.warms()]
+    every = [(p.name, p.argv) for p in all_gpu.parts({"KVBITS_TEXTS": "/texts"})] + [
+        (f"warm {w.name}", w.argv) for w in all_gpu.warms()
+    ]
     return [(name, tuple(a.format(out="out", disk="disk") for a in argv)) for name, argv in every]
 
 
-@pytest.mark.parametrize("script", sorted({argv[0] for _, argv in commands() if "bench_" in argv[0] and "bench_store" not in argv[0]}))
+@pytest.mark.parametrize(
+    "script", sorted({argv[0] for _, argv in commands() if "bench_" in argv[0] and "bench_store" not in argv[0]})
+)
 def test_the_benchmarks_take_the_commands(script):
     module = __import__(Path(script).stem)
     for name, argv in commands():
@@ -200,7 +233,9 @@ def test_the_benchmarks_take_the_commands(script):
 
 
 def test_the_store_s_benchmark_takes_its_options():
-    said = subprocess.run([sys.executable, str(BENCHMARKS / "bench_store.py"), "--help"], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "bench_store.py"), "--help"], capture_output=True, text=True, check=True
+    ).stdout
     asked = {a for name, argv in commands() if name.startswith("store-") for a in argv if a.startswith("--")}
     assert asked and all(a in said for a in asked)
 
@@ -230,4 +265,7 @@ def test_what_the_decode_benchmark_reads_of_a_cache_is_there():
     from kvbits.ops.cuda import decode
 
     assert {"numbers", "attention"} <= {f.name for f in dataclasses.fields(decode._Group)}
-    assert all(hasattr(PagedCache, name) for name in ("append", "crop", "step", "decoding", "led_by_host", "store_of", "seq_lens", "batch_size"))
+    assert all(
+        hasattr(PagedCache, name)
+        for name in ("append", "crop", "step", "decoding", "led_by_host", "store_of", "seq_lens", "batch_size")
+    )

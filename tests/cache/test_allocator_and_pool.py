@@ -101,7 +101,10 @@ def test_gathering_copies_pages_across_slabs():
 def test_a_fixed_pool_refuses_what_it_cannot_hold_and_changes_nothing():
     pool = Pool(GROUP, "tail", 2, torch.device("cpu"))
     pool.reserve(2)
-    with pytest.raises(PoolFullError, match="the tail pool needs 3 more pages but has 2 free of 2; crop or reset it, free sequences, or build"):
+    with pytest.raises(
+        PoolFullError,
+        match="the tail pool needs 3 more pages but has 2 free of 2; crop or reset it, free sequences, or build",
+    ):
         pool.reserve(3)
     assert pool.allocator.num_free == 2
 
@@ -162,6 +165,12 @@ print((resident() - before) / cache.nbytes, max(len(p.slabs) for p in cache.held
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux")
 def test_a_growing_cache_takes_no_more_memory_than_it_says():
-    out = subprocess.run([sys.executable, "-c", MEASURE], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", MEASURE],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     ratio, slabs = map(float, out.split())
     assert slabs > 15 and 0.7 < ratio <= 1.05

@@ -39,7 +39,10 @@ def qkv(batch=1, tokens=3, heads=2, head_dim=64, dtype=torch.float32, group=2):
         (lambda q, k, v: (q[:, :, :3], k, v), ["queries of layer 0", "(1, 3, 3, 64)", "multiple of 2"]),
         (lambda q, k, v: (q[:, :, :0], k, v), ["queries of layer 0", "(1, 3, 0, 64)", "multiple of 2"]),
         (lambda q, k, v: (q[..., :32], k, v), ["queries of layer 0", "head_dim 64"]),
-        (lambda q, k, v: (q, k.half(), v), ["keys of layer 0 are torch.float16", "built for float32", "raw_dtype='float16'"]),
+        (
+            lambda q, k, v: (q, k.half(), v),
+            ["keys of layer 0 are torch.float16", "built for float32", "raw_dtype='float16'"],
+        ),
         (lambda q, k, v: (q, k, v.bfloat16()), ["values of layer 0 are torch.bfloat16", "raw_dtype='bfloat16'"]),
         (lambda q, k, v: (q.half(), k, v), ["queries of layer 0 are torch.float16", "built for float32"]),
         (lambda q, k, v: (q, k.to("meta"), v), ["keys of layer 0 are on meta", "cache is on cpu", "device='meta'"]),
@@ -100,7 +103,15 @@ def test_a_softcap_that_is_not_positive_is_refused(softcap):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"scaling": 0.0}, {"scaling": -1.0}, {"softcap": 1e7}, {"sink_logits": torch.zeros(3)}, {"valid": torch.tensor([[True, True, False]])}], ids=str
+    "bad",
+    [
+        {"scaling": 0.0},
+        {"scaling": -1.0},
+        {"softcap": 1e7},
+        {"sink_logits": torch.zeros(3)},
+        {"valid": torch.tensor([[True, True, False]])},
+    ],
+    ids=str,
 )
 def test_a_later_layer_s_bad_call_takes_the_pass_back(bad):
     cache, mask = make(layers=2), torch.tensor([[False, True, True]])
@@ -121,7 +132,11 @@ def test_another_batch_size_is_refused_with_the_ways_to_change_it():
     pair.append(2, 5)
     before = picture(pair.cache)
     with pytest.raises(
-        CacheStateError, match=r"holds 2 sequences but was given 3; use batch_select_indices\(\) \(PagedCache: select\(\)\), or reset\(\) first"
+        CacheStateError,
+        match=(
+            r"holds 2 sequences but was given 3; use batch_select_indices\(\) \(PagedCache: select\(\)\), or reset\(\)"
+            r" first"
+        ),
     ):
         pair.cache.step(0, *qkv(batch=3), scaling=1.0)
     assert picture(pair.cache) == before
@@ -139,14 +154,18 @@ def test_layers_out_of_step_are_refused():
     cache.step(0, *qkv(), scaling=1.0)
     with pytest.raises(CacheStateError, match="layer 0 attended twice in one forward pass while 2 layers did not come"):
         cache.step(0, *qkv(), scaling=1.0)
-    with pytest.raises(DataError, match=r"layer 1 was given \(1, 2\) \(sequences, tokens\), but this forward pass has \(1, 3\)"):
+    with pytest.raises(
+        DataError, match=r"layer 1 was given \(1, 2\) \(sequences, tokens\), but this forward pass has \(1, 3\)"
+    ):
         cache.step(1, *qkv(tokens=2), scaling=1.0)
     assert not cache.in_pass and cache.seq_lens == []  # a layer that cannot be takes the pass back
     cache.step(0, *qkv(), scaling=1.0)
     with pytest.raises(CacheStateError, match=r"never reached layer 1 \(2 layers missing\)"):
         cache.begin(1, 1)
     for operation in (lambda: cache.crop(1), lambda: cache.select([0]), lambda: cache.fork(0), lambda: cache.repeat(2)):
-        with pytest.raises(CacheStateError, match=r"in the middle of a forward pass \(2 layers to go\); finish it, or call reset\(\)"):
+        with pytest.raises(
+            CacheStateError, match=r"in the middle of a forward pass \(2 layers to go\); finish it, or call reset\(\)"
+        ):
             operation()
     cache.reset()
     for layer in range(3):
@@ -209,12 +228,20 @@ def test_lengths_and_rows_may_be_numpy_or_tensor_integers():
 
 def test_cropping_past_a_released_window_is_refused_for_all_layers_together():
     spec = CacheSpec(
-        scheme=schemes.get("int8", page_size=32), layers=(FULL, LayerGeometry(num_kv_heads=2, head_dim=64, sliding_window=40)), raw_dtype="float32"
+        scheme=schemes.get("int8", page_size=32),
+        layers=(FULL, LayerGeometry(num_kv_heads=2, head_dim=64, sliding_window=40)),
+        raw_dtype="float32",
     )
     pair = Pair(PagedCache(spec, backend="reference"))
     pair.append(2, 200)
     before = picture(pair.cache)
-    with pytest.raises(CacheStateError, match=r"cannot crop sequence 1 from 200 to 100 tokens: layers 1\.\. have a sliding window of 40 .* call keep_past\(\)"):
+    with pytest.raises(
+        CacheStateError,
+        match=(
+            r"cannot crop sequence 1 from 200 to 100 tokens: layers 1\.\. have a sliding window of 40 .* call"
+            r" keep_past\(\)"
+        ),
+    ):
         pair.cache.crop([200, 100])
     assert picture(pair.cache) == before
     pair.cache.crop([200, 0])
@@ -225,7 +252,13 @@ def test_cropping_past_a_released_window_is_refused_for_all_layers_together():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 2}, "batch_size=2 fixes nothing without max_tokens, the tokens of each sequence; give both, or neither: the cache grows"),
+        (
+            {"batch_size": 2},
+            (
+                "batch_size=2 fixes nothing without max_tokens, the tokens of each sequence; give both, or neither: the"
+                " cache grows"
+            ),
+        ),
         ({"batch_size": 0, "max_tokens": 5}, "batch_size=0 must be a whole number of at least 1"),
         ({"batch_size": 1, "max_tokens": -5}, "max_tokens=-5 must be a whole number of at least 1"),
         ({"nonfinite": "ignore"}, "nonfinite='ignore' is not 'refuse' or 'clamp'"),
@@ -265,7 +298,10 @@ def test_scales_that_cannot_be_are_refused_with_their_place(bad):
     shown = re.escape(format(bad, "g"))
     with pytest.raises(
         SpecError,
-        match=rf"v_scale of layer 1 holds {shown} at \[1, 0\], where only positive and finite numbers up to 1e\+30 can be; run `kvbits calibrate`",
+        match=(
+            rf"v_scale of layer 1 holds {shown} at \[1, 0\], where only positive and finite numbers up to 1e\+30 can"
+            r" be; run `kvbits calibrate`"
+        ),
     ):
         PagedCache(spec, static=[good, spoilt])
 
@@ -281,7 +317,10 @@ def test_nonfinite_prompts_are_refused_with_layer_and_position_and_can_be_repeat
     q, k, v = qkv()
     broken = (k if which == "keys" else v).clone()
     broken[0, 2, 1, 7] = bad
-    with pytest.raises(DataError, match=rf"{which} of layer 1 holds {bad} at position \(0, 2, 1, 7\) \(1 of 384 elements .* nonfinite='clamp'"):
+    with pytest.raises(
+        DataError,
+        match=rf"{which} of layer 1 holds {bad} at position \(0, 2, 1, 7\) \(1 of 384 elements .* nonfinite='clamp'",
+    ):
         cache.step(1, q, *((broken, v) if which == "keys" else (k, broken)), scaling=1.0)
     cache.step(1, q, k, v, scaling=1.0)
     assert cache.seq_lens == [3]
@@ -414,7 +453,9 @@ def test_queries_whose_scores_overflow_are_refused(name, dtype):
     cache.step(0, *qkv(tokens=200, dtype=getattr(torch, dtype)), scaling=0.1)
     q, k, v = qkv(tokens=1, dtype=getattr(torch, dtype))
     for bad in (3e38, -3e38, float("inf")):
-        with pytest.raises(DataError, match=r"queries of layer 0 reach (3e\+38|inf), beyond 1.26765e\+30, .* Nothing was stored"):
+        with pytest.raises(
+            DataError, match=r"queries of layer 0 reach (3e\+38|inf), beyond 1.26765e\+30, .* Nothing was stored"
+        ):
             cache.step(0, q.index_fill(3, torch.tensor([5]), bad), k, v, scaling=0.1)
     assert cache.seq_lens == [200] and not cache.in_pass
     large = q.sign() * 1e30
@@ -440,13 +481,19 @@ def test_counts_and_lists_of_the_wrong_kind_are_refused():
         cache.append(layer, *qkv(tokens=100)[1:])
     before = picture(cache)
     wrong = [
-        (lambda: cache.begin(1, 1.5), "tokens of a forward pass=1.5"), (lambda: cache.begin("x", 1), "sequences of a forward pass='x'"),
-        (lambda: cache.drop_pages(0, 5), "pages=5 must be a list"), (lambda: cache.drop_pages(0, [5]), "pages of a layer group=5"),
-        (lambda: cache.drop_pages(0, [["a", 1]]), "begins at token='a'"), (lambda: cache.select(3), "sequences=3 must be a list"),
-        (lambda: cache.select(None), "sequences=None"), (lambda: cache.dequantize([0], 0), r"layer \[0\] does not exist"),
-        (lambda: cache.dequantize(0, 0, torch.int32), "float dtype"), (lambda: cache.dequantize(0, 0, "float32"), "float dtype"),
-        (lambda: cache.append(0, None, None), "must be tensors, got NoneType"), (lambda: cache.set_tiers(0, 5), "tiers=5 must be a list"),
-    ]  # fmt: skip
+        (lambda: cache.begin(1, 1.5), "tokens of a forward pass=1.5"),
+        (lambda: cache.begin("x", 1), "sequences of a forward pass='x'"),
+        (lambda: cache.drop_pages(0, 5), "pages=5 must be a list"),
+        (lambda: cache.drop_pages(0, [5]), "pages of a layer group=5"),
+        (lambda: cache.drop_pages(0, [["a", 1]]), "begins at token='a'"),
+        (lambda: cache.select(3), "sequences=3 must be a list"),
+        (lambda: cache.select(None), "sequences=None"),
+        (lambda: cache.dequantize([0], 0), r"layer \[0\] does not exist"),
+        (lambda: cache.dequantize(0, 0, torch.int32), "float dtype"),
+        (lambda: cache.dequantize(0, 0, "float32"), "float dtype"),
+        (lambda: cache.append(0, None, None), "must be tensors, got NoneType"),
+        (lambda: cache.set_tiers(0, 5), "tiers=5 must be a list"),
+    ]
     for call, says in wrong:
         with pytest.raises((DataError, SpecError), match=says):
             call()

@@ -1,4 +1,6 @@
-"""The bytes of a blob: its header and table pinned literally, its checksum against the definition, everything that is not one refused."""
+"""The bytes of a blob: its header and table pinned literally, its checksum against the definition, everything that is
+not one refused.
+"""
 
 import dataclasses
 import zlib
@@ -15,8 +17,22 @@ from kvbits.cache.blob import Header, Identity, Kind, Page, Table
 from kvbits.errors import FileFormatError
 from kvbits.spec import CacheSpec, LayerGeometry
 
-SPEC = CacheSpec(scheme=schemes.get("int8", page_size=32), layers=(LayerGeometry(num_kv_heads=1, head_dim=64),) * 2, raw_dtype="float32")
-IDENTITY = Identity(scheme=b"s" * 12, model=b"m" * 12, calibration=b"c" * 12, rope=0, layers=2, page_size=32, kv_heads=1, shard=1, shards=2)
+SPEC = CacheSpec(
+    scheme=schemes.get("int8", page_size=32),
+    layers=(LayerGeometry(num_kv_heads=1, head_dim=64),) * 2,
+    raw_dtype="float32",
+)
+IDENTITY = Identity(
+    scheme=b"s" * 12,
+    model=b"m" * 12,
+    calibration=b"c" * 12,
+    rope=0,
+    layers=2,
+    page_size=32,
+    kv_heads=1,
+    shard=1,
+    shards=2,
+)
 MASK = 2**64 - 1
 
 
@@ -36,7 +52,10 @@ def by_hand(data: bytes) -> int:
 def one_page() -> tuple[list[memoryview], torch.Tensor]:
     shape = blob.block_shape(SPEC.groups[0], "closed")
     block = (torch.arange(np.prod(shape)) % 251).to(torch.uint8).view(shape)
-    return blob.encode(Kind.PAGES, IDENTITY, [Page(0, "closed", 7)], [block], start=224, tokens=32, key=b"k" * 20), block
+    return (
+        blob.encode(Kind.PAGES, IDENTITY, [Page(0, "closed", 7)], [block], start=224, tokens=32, key=b"k" * 20),
+        block,
+    )
 
 
 def test_the_bytes_of_a_header_are_these():
@@ -45,9 +64,31 @@ def test_the_bytes_of_a_header_are_these():
     sums = [by_hand(layer.numpy().tobytes()) for layer in block]
     table = bytes([0, 0, 1, 0, 7, 0, 0, 0]) + b"".join(s.to_bytes(8, "little") for s in sums)
     table += b" " * 40
-    fields = [(1, 2), (1, 2), (1, 2), (0, 2), (224, 8), (32, 4), (32, 4), (2, 2), (1, 2), (2, 2), (1, 2), (1, 4), (64, 4), (block.numel(), 8)]
+    fields = [
+        (1, 2),
+        (1, 2),
+        (1, 2),
+        (0, 2),
+        (224, 8),
+        (32, 4),
+        (32, 4),
+        (2, 2),
+        (1, 2),
+        (2, 2),
+        (1, 2),
+        (1, 4),
+        (64, 4),
+        (block.numel(), 8),
+    ]
     want = b"\x89kvbits\n" + b"".join(n.to_bytes(size, "little") for n, size in fields)
-    want += by_hand(table[8:24]).to_bytes(8, "little") + b"s" * 12 + b"m" * 12 + b"c" * 12 + b"k" * 20 + zlib.crc32(table).to_bytes(4, "little")
+    want += (
+        by_hand(table[8:24]).to_bytes(8, "little")
+        + b"s" * 12
+        + b"m" * 12
+        + b"c" * 12
+        + b"k" * 20
+        + zlib.crc32(table).to_bytes(4, "little")
+    )
     want += zlib.crc32(want).to_bytes(4, "little")
     assert len(want) == 128
     assert head == want + table
@@ -78,7 +119,9 @@ def test_any_damage_within_a_word_is_found(data):
 def test_a_tensor_library_takes_the_same_checksum_on_any_device():
     words = torch.randint(-(2**63), 2**63 - 1, (5, 9000))
     on_device = (words * torch.from_numpy(blob.weights(9000).view(np.int64))).sum(1)
-    assert np.array_equal(on_device.numpy().view(np.uint64), blob.checksums(words.numpy().view(np.uint8).reshape(5, -1)))
+    assert np.array_equal(
+        on_device.numpy().view(np.uint64), blob.checksums(words.numpy().view(np.uint8).reshape(5, -1))
+    )
 
 
 @given(st.integers(0, 127), st.integers(1, 255))
@@ -109,11 +152,16 @@ def test_pages_that_the_geometry_does_not_have_are_refused(page):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"scheme": b"x" * 12}, "another scheme or geometry"), ({"model": b"x" * 12}, "another model"), ({"calibration": bytes(12)}, "another calibration"),
-        ({"rope": 1}, "layers or pages are others"), ({"page_size": 64}, "layers or pages are others"), ({"kv_heads": 2}, "2 in each of 2 shards, here 1 in each"),
-        ({"kv_heads": 2, "shards": 1, "shard": 0}, None), ({}, None),
+        ({"scheme": b"x" * 12}, "another scheme or geometry"),
+        ({"model": b"x" * 12}, "another model"),
+        ({"calibration": bytes(12)}, "another calibration"),
+        ({"rope": 1}, "layers or pages are others"),
+        ({"page_size": 64}, "layers or pages are others"),
+        ({"kv_heads": 2}, "2 in each of 2 shards, here 1 in each"),
+        ({"kv_heads": 2, "shards": 1, "shard": 0}, None),
+        ({}, None),
     ],
-)  # fmt: skip
+)
 def test_what_is_of_somebody_else_says_whose(change, reason):
     pieces, _ = one_page()
     header = Header.parse(bytes(pieces[0]), "it")

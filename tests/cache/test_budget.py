@@ -66,8 +66,9 @@ def test_it_starts_wide_gives_back_the_oldest_first_and_ends_narrow(chunk):
         try:
             append(cache, x[:, :, end : end + chunk])
         except PoolFullError as error:
-            assert f"a cache with a budget of 900.00 kB, now of {end} tokens, was given 1 x {chunk} tokens more: even with every page in its fewest" in str(
-                error
+            assert (
+                f"a cache with a budget of 900.00 kB, now of {end} tokens, was given 1 x {chunk} tokens more: even with"
+                " every page in its fewest" in str(error)
             )
             break
         end += chunk
@@ -78,7 +79,9 @@ def test_it_starts_wide_gives_back_the_oldest_first_and_ends_narrow(chunk):
     if chunk == 64:
         assert sum(planes(cache)) <= 3  # what is refused takes none
     for layer in range(2):
-        for mine, theirs in zip(cache.dequantize(layer, 0), reference(x[:, :, :end], [planes(cache)]).dequantize(layer, 0), strict=True):
+        for mine, theirs in zip(
+            cache.dequantize(layer, 0), reference(x[:, :, :end], [planes(cache)]).dequantize(layer, 0), strict=True
+        ):
             assert torch.equal(mine, theirs)
 
 
@@ -86,7 +89,9 @@ def test_it_holds_nearly_twice_what_eight_bits_hold():
     layers = (LayerGeometry(num_kv_heads=2, head_dim=128),)
     spec = CacheSpec(scheme=schemes.elastic(layers), layers=layers, raw_dtype="float16")
     budget = 8_000_000
-    eight = planner.max_context(CacheSpec(scheme=schemes.get("int8", head_dim=128), layers=layers, raw_dtype="float16"), budget, 1)
+    eight = planner.max_context(
+        CacheSpec(scheme=schemes.get("int8", head_dim=128), layers=layers, raw_dtype="float16"), budget, 1
+    )
     cache, x = PagedCache(spec, budget=budget), torch.randn(2, 1, 1024, 2, 128).half()
     held = 0
     while held < 3 * eight:
@@ -154,7 +159,12 @@ def test_a_pass_that_fails_leaves_the_tokens_as_they_were():
 
 def everything(cache: PagedCache) -> object:
     """Lists, counts, bytes in use, boundaries, what was given back, and the bytes that are taken."""
-    return picture(cache), cache.budget.given_back[:], cache.nbytes, [[s.boundaries[:] for s in g.sequences] for g in cache.groups]
+    return (
+        picture(cache),
+        cache.budget.given_back[:],
+        cache.nbytes,
+        [[s.boundaries[:] for s in g.sequences] for g in cache.groups],
+    )
 
 
 @pytest.mark.parametrize("rows, valid", [(1, None), (3, [5, 5, 1_000_000])], ids=["one", "one row of three"])
@@ -169,7 +179,9 @@ def test_a_pass_that_cannot_fit_is_refused_before_any_plane_goes_back(rows, vali
     assert everything(cache) == before
     for layer in range(2):
         same = reference(x, [planes(cache, r) for r in range(rows)])
-        assert all(torch.equal(a, b) for a, b in zip(cache.dequantize(layer, 0), same.dequantize(layer, 0), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(cache.dequantize(layer, 0), same.dequantize(layer, 0), strict=True)
+        )
 
 
 def test_every_plane_that_a_failed_pass_gave_back_comes_back():
@@ -225,7 +237,11 @@ def test_a_sequence_that_comes_back_gives_planes_back_as_computing_it_does():
     assert all(run == sorted(run) and min(run) < 2 for run in held)
     for row in (0, 1):
         same = reference(x[:, row : row + 1], [held[row]])
-        assert all(torch.equal(a, b) for layer in (0, 1) for a, b in zip(cache.dequantize(layer, row), same.dequantize(layer, 0), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for layer in (0, 1)
+            for a, b in zip(cache.dequantize(layer, row), same.dequantize(layer, 0), strict=True)
+        )
     check_books(cache)
     large = PagedCache(ELASTIC)
     append(large, tokens(6000))
@@ -258,13 +274,21 @@ def test_what_cannot_be_is_refused():
     for options, why in (
         ({"budget": "2"}, "budget '2' is not understood; write it with its unit"),
         ({"budget": 0}, "budget=0 must be a whole number from 1"),
-        ({"budget": "1MB", "max_tokens": 100}, "a budget is for a cache that grows, max_tokens and batch_size fix a capacity; give one"),
+        (
+            {"budget": "1MB", "max_tokens": 100},
+            "a budget is for a cache that grows, max_tokens and batch_size fix a capacity; give one",
+        ),
         ({"budget": "1MB", "scheme": "int8"}, "scheme 'int8' has no low planes that it could give back"),
     ):
         with pytest.raises(SpecError, match=why):
             KVCache.for_model(model, **options)
     int4 = QuantSpec(format="int4", granularity=PerGroup(32))
-    assert KVCache.for_model(model, Scheme(name="x", key=int4, value=int4, tiers=(Tier(num_tokens=2**20),)), budget="1MB").nbytes == 0
+    assert (
+        KVCache.for_model(
+            model, Scheme(name="x", key=int4, value=int4, tiers=(Tier(num_tokens=2**20),)), budget="1MB"
+        ).nbytes
+        == 0
+    )
 
 
 def test_it_comes_back_with_a_saved_cache(tmp_path):
@@ -274,7 +298,9 @@ def test_it_comes_back_with_a_saved_cache(tmp_path):
     assert any(cache.budget.given_back)
     cache.save(file)
     loaded, grown = PagedCache.load(file), PagedCache.load(file, grow=True)
-    assert loaded.budget.nbytes == 900_000 and loaded.budget.given_back == cache.budget.given_back and grown.budget is None
+    assert (
+        loaded.budget.nbytes == 900_000 and loaded.budget.given_back == cache.budget.given_back and grown.budget is None
+    )
     assert loaded.nbytes <= 900_000 and planes(loaded) == planes(cache)
     assert {id(p) for p in loaded.budget.pools} == {id(p) for g in loaded.held_groups for p in g.pools.values()}
     ends = [fill(c, x[:, :, held:], 100) for c in (cache, loaded)]

@@ -38,7 +38,9 @@ def test_every_preset_allocates_the_bytes_the_spec_predicts(name, sinks):
         assert cache.nbytes == spec.nbytes(max_tokens, batch)
         slabs = [s for g in cache.groups for p in g.pools.values() for s in p.slabs]
         assert sum(s.nbytes for s in slabs) == cache.nbytes
-        assert sum(s.untyped_storage().nbytes() for s in slabs) <= cache.nbytes + HUGE_PAGE * len(slabs), "a slab is laid on a boundary of 2 MiB, no more"
+        assert sum(s.untyped_storage().nbytes() for s in slabs) <= cache.nbytes + HUGE_PAGE * len(slabs), (
+            "a slab is laid on a boundary of 2 MiB, no more"
+        )
         assert cache.bytes_by_kind()["free"] == cache.nbytes
 
 
@@ -46,7 +48,10 @@ def test_a_capacity_is_of_one_sequence_unless_more_are_asked_for():
     spec = CacheSpec(scheme=schemes.get("int8"), layers=(FULL,) * 2)
     assert PagedCache(spec, max_tokens=100).nbytes == spec.nbytes(100, 1)
     pair = Pair(PagedCache(spec, max_tokens=100))
-    with pytest.raises(PoolFullError, match=r"built for 1 sequence of 100 tokens, now empty, was given 2 x 100 .* larger max_tokens or batch_size"):
+    with pytest.raises(
+        PoolFullError,
+        match=r"built for 1 sequence of 100 tokens, now empty, was given 2 x 100 .* larger max_tokens or batch_size",
+    ):
         pair.append(2, 100)
 
 
@@ -72,11 +77,17 @@ def fillings(draw):
     raw = draw(st.integers(0, 3)) == 0
     q = QuantSpec.raw() if raw else QuantSpec(format="int4", granularity=PerGroup(8))
     scheme = Scheme(
-        name="x", key=q, value=q, page_size=32, num_sink_tokens=draw(st.sampled_from([0, 1, 4, 40])),
+        name="x",
+        key=q,
+        value=q,
+        page_size=32,
+        num_sink_tokens=draw(st.sampled_from([0, 1, 4, 40])),
         residual_length=draw(st.sampled_from([0, 1, 16, 31, 32, 33, 48, 64, 100])),
-    )  # fmt: skip
+    )
     window = draw(st.none() | st.sampled_from([1, 2, 16, 31, 32, 33, 63, 64, 65, 100, 129]) | st.integers(1, 140))
-    spec = CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=1, head_dim=8, sliding_window=window),), raw_dtype="float32")
+    spec = CacheSpec(
+        scheme=scheme, layers=(LayerGeometry(num_kv_heads=1, head_dim=8, sliding_window=window),), raw_dtype="float32"
+    )
     total = draw(st.integers(1, 260))
     batch = draw(st.integers(1, 3))
     return spec, total, batch, chunks(draw, total)
@@ -122,12 +133,20 @@ def test_a_growing_cache_allocates_little_more_than_it_uses(filling):
 
 def test_more_than_the_capacity_is_refused_whole_and_says_what_to_do():
     spec = CacheSpec(
-        scheme=schemes.get("int8", residual_length=16, page_size=32), layers=(FULL, dataclasses.replace(FULL, sliding_window=50)), raw_dtype="float32"
+        scheme=schemes.get("int8", residual_length=16, page_size=32),
+        layers=(FULL, dataclasses.replace(FULL, sliding_window=50)),
+        raw_dtype="float32",
     )
     pair = Pair(PagedCache(spec, batch_size=2, max_tokens=100, backend="reference"))
     pair.append(2, 90)
     before = picture(pair.cache)
-    with pytest.raises(PoolFullError, match=r"pool needs \d+ more pages? but has \d+ free of \d+; crop or reset it, free sequences, or build it with a larger"):
+    with pytest.raises(
+        PoolFullError,
+        match=(
+            r"pool needs \d+ more pages? but has \d+ free of \d+; crop or reset it, free sequences, or build it with a"
+            r" larger"
+        ),
+    ):
         pair.cache.begin(2, 300)
     assert picture(pair.cache) == before
     pair.check()
@@ -147,13 +166,20 @@ def speculating(cache, total, num_drafted=5, num_kept=2):
 
 
 def test_crops_into_closed_pages_take_room_and_the_refusal_says_so():
-    """Quantized slots are not written twice, so a crop into a closed page loses them: with nothing but the newest token raw, the pages of 1,024 tokens do not hold them."""
+    """Quantized slots are not written twice, so a crop into a closed page loses them: with nothing but the newest token
+    raw, the pages of 1,024 tokens do not hold them.
+    """
     spec = CacheSpec(scheme=schemes.get("int8_centered"), layers=(FULL,), raw_dtype="float32")
     assert (spec.scheme.residual_length, spec.scheme.page_size) == (0, 64)
-    words = r"15 closed pages of layers 0\.\. show fewer than their 64 tokens because crop\(\) cut into them.* room of 30 tokens.*residual_length"
+    words = (
+        r"15 closed pages of layers 0\.\. show fewer than their 64 tokens because crop\(\) cut into them.* room of 30"
+        r" tokens.*residual_length"
+    )
     with pytest.raises(PoolFullError, match=words):
         speculating(PagedCache(spec, max_tokens=1024), 1024)
-    cache = PagedCache(dataclasses.replace(spec, scheme=schemes.get("int8_centered", residual_length=3)), max_tokens=1024)
+    cache = PagedCache(
+        dataclasses.replace(spec, scheme=schemes.get("int8_centered", residual_length=3)), max_tokens=1024
+    )
     speculating(cache, 1024)
     assert all(n == 64 for n in cache.groups[0].sequences[0].closed_lengths)
     check_books(cache)
@@ -185,7 +211,9 @@ def test_a_step_extends_a_growing_pool_at_most_once_and_by_what_it_takes(filling
     shared = 0  # rows that share a page are each counted for the copy that the last of them does not make
     for n in cut:
         before = {name: (len(p.slabs), p.allocator.capacity) for name, p in group.pools.items()}
-        step = group.advance([data.draw(st.sampled_from([0, n, n])) for _ in range(batch)], n > 1 or data.draw(st.booleans()))
+        step = group.advance(
+            [data.draw(st.sampled_from([0, n, n])) for _ in range(batch)], n > 1 or data.draw(st.booleans())
+        )
         for name, pool in group.pools.items():
             slabs, capacity = before[name]
             grown = pool.allocator.capacity - capacity
@@ -199,7 +227,9 @@ def test_a_step_extends_a_growing_pool_at_most_once_and_by_what_it_takes(filling
 
 
 def test_a_long_prompt_takes_no_pages_for_tokens_outside_the_window():
-    spec = CacheSpec(scheme=schemes.get("int4"), layers=(dataclasses.replace(FULL, sliding_window=256),), raw_dtype="float32")
+    spec = CacheSpec(
+        scheme=schemes.get("int4"), layers=(dataclasses.replace(FULL, sliding_window=256),), raw_dtype="float32"
+    )
     cache = PagedCache(spec, backend="reference")
     cache.begin(1, 20_000)
     assert cache.nbytes == spec.nbytes(20_000)
@@ -208,21 +238,32 @@ def test_a_long_prompt_takes_no_pages_for_tokens_outside_the_window():
 def test_static_per_tensor_scales_allocate_no_scale_bytes():
     q = QuantSpec(format="fp8_e4m3", granularity=PerTensor(), static=True)
     spec = CacheSpec(scheme=Scheme(name="x", key=q, value=q), layers=(FULL,))
-    assert spec.groups[0].layouts["closed"].bytes_by_kind() == {"codes": 2 * 64 * 64 * 2, "scales": 0, "outliers": 0, "raw": 0, "padding": 0}
+    assert spec.groups[0].layouts["closed"].bytes_by_kind() == {
+        "codes": 2 * 64 * 64 * 2,
+        "scales": 0,
+        "outliers": 0,
+        "raw": 0,
+        "padding": 0,
+    }
 
 
 def test_the_tiered_article_s_example_to_the_byte():
-    """32 layers x 32 heads x 128 channels, 32,768 tokens: 17.2 GB at 16 bits, 7.47 GB by the article's tiers, less here. Allocated for real with 1 layer of
-    1 head, a 1,024th of everything, and filled."""
+    """32 layers x 32 heads x 128 channels, 32,768 tokens: 17.2 GB at 16 bits, 7.47 GB by the article's tiers, less
+    here. Allocated for real with 1 layer of 1 head, a 1,024th of everything, and filled.
+    """
     scheme = schemes.get("tiered")
     full = CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=32, head_dim=128),) * 32)
     small = CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=1, head_dim=128),))
     assert full.raw_nbytes(32768) == 17_179_869_184
     elements = 2 * 32 * 32 * 128
-    article = elements * 2048 * 2 + elements * 14336 * 17 // 16 + elements * 16384 * 9 // 16  # two fp32 per token and head
+    # two fp32 per token and head
+    article = elements * 2048 * 2 + elements * 14336 * 17 // 16 + elements * 16384 * 9 // 16
     assert round(article / 1e9, 1) == 7.5
-    # By hand: 4 sinks, 33 raw pages (2,048 tokens and the page that fills), 479 packed pages with 4.375 bits, 225 low planes (one is for speculation).
-    by_hand = elements * (4 * 2 + 33 * 64 * 2) + 479 * 32 * 32 * (64 * 128 + 4 * 128 + 4 * 64) + 225 * 32 * 32 * 64 * 128
+    # By hand: 4 sinks, 33 raw pages (2,048 tokens and the page that fills), 479 packed pages with 4.375 bits, 225 low
+    # planes (one is for speculation).
+    by_hand = (
+        elements * (4 * 2 + 33 * 64 * 2) + 479 * 32 * 32 * (64 * 128 + 4 * 128 + 4 * 64) + 225 * 32 * 32 * 64 * 128
+    )
     assert full.nbytes(32768) == 1024 * small.nbytes(32768) == by_hand < article
     assert 1 - full.nbytes(32768) / full.raw_nbytes(32768) > 0.565
     cache = PagedCache(small, batch_size=1, max_tokens=32768)
@@ -239,20 +280,27 @@ def test_a_capacity_that_no_memory_has_says_how_many_bytes_it_wanted():
     spec = CacheSpec(scheme=schemes.get("kivi4"), layers=(LayerGeometry(num_kv_heads=2, head_dim=64),) * 3)
     for tokens in (10**12, 10**18, 10**30):
         with pytest.raises(
-            CacheError, match=f"takes {spec.nbytes(tokens, 2):,} bytes .*lower max_tokens or batch_size, or leave both out: the cache then grows"
+            CacheError,
+            match=(
+                f"takes {spec.nbytes(tokens, 2):,} bytes .*lower max_tokens or batch_size, or leave both out: the cache"
+                " then grows"
+            ),
         ):
             PagedCache(spec, max_tokens=tokens, batch_size=2)
 
 
 def test_an_explanation_is_a_dict_that_prints_as_a_few_lines():
-    layers = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 3 + (LayerGeometry(num_kv_heads=2, head_dim=64, sliding_window=300),)
+    layers = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 3 + (
+        LayerGeometry(num_kv_heads=2, head_dim=64, sliding_window=300),
+    )
     cache = PagedCache(CacheSpec(scheme=schemes.get("kivi4"), layers=layers))
     assert str(cache.explain()).splitlines() == [
-        "kivi4: 5.00 bits a number once quantized", "memory: 0 B (nothing allocated yet)",
+        "kivi4: 5.00 bits a number once quantized",
+        "memory: 0 B (nothing allocated yet)",
         "layers 0 to 2: keys int4 per channel, values int4 in groups of 32; no pages in use",
         "layer 3: keys int4 per channel, values int4 in groups of 32, window 300; no pages in use",
         "the first forward pass chooses the kernels",
-    ]  # fmt: skip
+    ]
     x = torch.randn(1, 400, 2, 64, dtype=torch.bfloat16)
     for layer in range(4):
         cache.step(layer, x, x, x, scaling=0.1)
@@ -260,7 +308,9 @@ def test_an_explanation_is_a_dict_that_prints_as_a_few_lines():
     assert isinstance(found, dict) and json.loads(json.dumps(found)) == json.loads(json.dumps(dict(found)))
     text = str(found)
     assert (
-        f"memory: {human_bytes(cache.nbytes)} (quantized " in text and "pages quantized, " in text and len(text.splitlines()) in (5, 6)
+        f"memory: {human_bytes(cache.nbytes)} (quantized " in text
+        and "pages quantized, " in text
+        and len(text.splitlines()) in (5, 6)
     )  # a line for each backend that serves
     assert re.search(r"^(CPU kernels|plain PyTorch, slower.*): .*quantizing pages", text, re.MULTILINE)
 
@@ -274,7 +324,7 @@ def test_the_room_of_a_capacity_is_what_really_fits(name, window):
         cache, fed = PagedCache(spec, max_tokens=asked), 0
         token = torch.ones(1, 1, 1, 64)
         with contextlib.suppress(PoolFullError):
-            for fed in range(asked + 200):  # noqa: B007 - how many fitted
+            for fed in range(asked + 200):  # noqa: B007
                 cache.step(0, token, token, token, scaling=0.1)
         room = spec.room(asked)
         assert (room is None and fed == asked + 199) or room == fed >= asked

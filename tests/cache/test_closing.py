@@ -1,4 +1,6 @@
-"""Pages that waited whole close together: one call for all sequences of a step, with the bytes that each alone would get."""
+"""Pages that waited whole close together: one call for all sequences of a step, with the bytes that each alone would
+get.
+"""
 
 import pytest
 import torch
@@ -58,7 +60,12 @@ def test_one_call_closes_what_waited_in_all_sequences(scheme, max_tokens, calls)
 
 
 def test_sequences_of_one_length_read_what_they_store():
-    pair = Pair(PagedCache(CacheSpec(scheme=schemes.get("int4", residual_length=0), layers=LAYERS, raw_dtype="float32"), backend="reference"))
+    pair = Pair(
+        PagedCache(
+            CacheSpec(scheme=schemes.get("int4", residual_length=0), layers=LAYERS, raw_dtype="float32"),
+            backend="reference",
+        )
+    )
     pair.append(3, 60)
     for _ in range(75):
         pair.append(3, 1)
@@ -73,7 +80,9 @@ def test_a_bad_number_that_waited_is_named():
     pool = cache.groups[0].pools["tail"]
     page = pool.store(0, {}).page(cache.groups[0].sequences[2].tail[0])
     section(page, pool.layout, "v_raw")[1, 5, 7] = float("nan")
-    with pytest.raises(DataError, match=r"values of layer 0, page of tokens 0 to 63 of sequence 2 holds nan at position \(1, 5, 7\)"):
+    with pytest.raises(
+        DataError, match=r"values of layer 0, page of tokens 0 to 63 of sequence 2 holds nan at position \(1, 5, 7\)"
+    ):
         cache.append(0, *(torch.randn(3, 1, 2, 64).bfloat16() for _ in "kv"))
 
 
@@ -83,7 +92,12 @@ NUQ = QuantSpec(format="nuq3", granularity=PerToken(), symmetric=False, outliers
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize(
     "key, value",
-    [(QuantSpec(), QuantSpec.raw()), (QuantSpec.raw(), QuantSpec(format="int4")), (QuantSpec(format="fp8_e4m3"), QuantSpec()), (NUQ, NUQ)],
+    [
+        (QuantSpec(), QuantSpec.raw()),
+        (QuantSpec.raw(), QuantSpec(format="int4")),
+        (QuantSpec(format="fp8_e4m3"), QuantSpec()),
+        (NUQ, NUQ),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["keys", "values"])
@@ -96,6 +110,9 @@ def test_every_backend_names_it_whatever_the_codes(key, value, kind, backend):
     pool = cache.groups[0].pools["tail"]
     page = pool.store(0, {}).page(cache.groups[0].sequences[1].tail[0])
     section(page, pool.layout, f"{kind[0]}_raw")[0, 30, 0] = float("-inf")
-    with pytest.raises(DataError, match=rf"{kind} of layer 0, page of tokens 32 to 63 of sequence 1 holds -inf at position \(0, 30, 0\)"):
+    with pytest.raises(
+        DataError,
+        match=rf"{kind} of layer 0, page of tokens 32 to 63 of sequence 1 holds -inf at position \(0, 30, 0\)",
+    ):
         for _ in range(2):
             cache.append(0, *(torch.randn(2, 1, 2, 64).bfloat16() for _ in "kv"))

@@ -1,5 +1,6 @@
-"""Decoding with lengths and pages on the device: kernels run on a CPU here, against the cache that is led by the host. tests/integrations/test_gpu_decode.py is
-the same on a GPU, with graphs."""
+"""Decoding with lengths and pages on the device: kernels run on a CPU here, against the cache that is led by the host.
+tests/integrations/test_gpu_decode.py is the same on a GPU, with graphs.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ HEADS, D, LAYERS, GROUP = 2, 64, 2, 2
 libraries: dict = {}
 
 
-def compiled(source: Path, macros: dict, entry: str, threads: str, folder: Path, instead: dict | None = None) -> ctypes.CDLL:
+def compiled(
+    source: Path, macros: dict, entry: str, threads: str, folder: Path, instead: dict | None = None
+) -> ctypes.CDLL:
     key = (source, *sorted(macros.items()))
     if key in libraries:
         return libraries[key]
@@ -83,20 +86,29 @@ def gpu(emulated_list, monkeypatch, tmp_path_factory):
         return made
 
     for target, name, value in (
-        (device_plan, "load_kernel", attend), (close_plain, "load", close), (store_banded, "load", close_bands), (decode_cuda, "load_advance", advance), (paged_attention_cuda, "paged_attention", host_plan),
-        (device_plan, "refuses", lambda *_: None), (close_cuda, "refuses_on", lambda *_: None), (decode, "BACKENDS", {"cpu": "cuda"}),
+        (device_plan, "load_kernel", attend),
+        (close_plain, "load", close),
+        (store_banded, "load", close_bands),
+        (decode_cuda, "load_advance", advance),
+        (paged_attention_cuda, "paged_attention", host_plan),
+        (device_plan, "refuses", lambda *_: None),
+        (close_cuda, "refuses_on", lambda *_: None),
+        (decode, "BACKENDS", {"cpu": "cuda"}),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=3)),
-        (torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0)), (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0)),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: True)),
-    ):  # fmt: skip
+    ):
         monkeypatch.setattr(target, name, value)
     return monkeypatch
 
 
 def spec_of(scheme, window=None):
     scheme = schemes.get(scheme) if isinstance(scheme, str) else scheme
-    return CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=HEADS, head_dim=D, sliding_window=window),) * LAYERS)
+    return CacheSpec(
+        scheme=scheme, layers=(LayerGeometry(num_kv_heads=HEADS, head_dim=D, sliding_window=window),) * LAYERS
+    )
 
 
 class Tokens:
@@ -107,8 +119,12 @@ class Tokens:
 
     def __call__(self, count):
         return [
-            tuple(torch.randn(self.batch, count, n, D, generator=self.gen).bfloat16() for n in (HEADS * GROUP, HEADS, HEADS)) for _ in range(LAYERS)
-        ]  # fmt: skip
+            tuple(
+                torch.randn(self.batch, count, n, D, generator=self.gen).bfloat16()
+                for n in (HEADS * GROUP, HEADS, HEADS)
+            )
+            for _ in range(LAYERS)
+        ]
 
 
 def feed(cache, layers, valid=None):
@@ -123,12 +139,21 @@ def same_pages(one, other):
                 assert torch.equal(a, b), (layer, row)
     for a, b in zip(one.groups, other.groups, strict=True):
         for s, t in zip(a.sequences, b.sequences, strict=True):
-            assert (s.length, s.closed_lengths, s.tail_lengths, s.released) == (t.length, t.closed_lengths, t.tail_lengths, t.released)
-        assert {n: p.allocator.num_used for n, p in a.pools.items()} == {n: p.allocator.num_used for n, p in b.pools.items()}
+            assert (s.length, s.closed_lengths, s.tail_lengths, s.released) == (
+                t.length,
+                t.closed_lengths,
+                t.tail_lengths,
+                t.released,
+            )
+        assert {n: p.allocator.num_used for n, p in a.pools.items()} == {
+            n: p.allocator.num_used for n, p in b.pools.items()
+        }
 
 
 def both(scheme, batch, window=None, **options):
-    return PagedCache(spec_of(scheme, window), **options), PagedCache(spec_of(scheme, window), backend="reference", **options)
+    return PagedCache(spec_of(scheme, window), **options), PagedCache(
+        spec_of(scheme, window), backend="reference", **options
+    )
 
 
 def run(ours, theirs, tokens, steps, start=0, limit=2e-2):
@@ -143,7 +168,9 @@ LOCAL = schemes.get("int8", token_local=True)
 
 
 @pytest.mark.parametrize(
-    "scheme, fixed", [("int4", False), ("raw", True), ("int8_centered", True), ("kivi4", True), (SINKS, True)], ids=["int4", "raw", "centred", "kivi4", "sinks"]
+    "scheme, fixed",
+    [("int4", False), ("raw", True), ("int8_centered", True), ("kivi4", True), (SINKS, True)],
+    ids=["int4", "raw", "centred", "kivi4", "sinks"],
 )
 def test_pages_are_those_of_the_host(scheme, fixed, gpu):
     ours, theirs = both(scheme, 3, **({"max_tokens": 400, "batch_size": 3} if fixed else {}))
@@ -167,9 +194,15 @@ def test_heads_of_unlike_widths_and_wide_ones(scheme, head_dim, value_head_dim, 
     fitted = schemes.get(scheme, head_dim=head_dim, value_head_dim=value_head_dim, residual_length=0)
     geometry = LayerGeometry(num_kv_heads=1, head_dim=head_dim, value_head_dim=value_head_dim)
     spec, gen = CacheSpec(scheme=fitted, layers=(geometry,)), torch.Generator().manual_seed(0)
-    ours, theirs = PagedCache(spec, max_tokens=200, batch_size=2), PagedCache(spec, max_tokens=200, batch_size=2, backend="reference")
+    ours, theirs = (
+        PagedCache(spec, max_tokens=200, batch_size=2),
+        PagedCache(spec, max_tokens=200, batch_size=2, backend="reference"),
+    )
     for count in (120, *(1,) * 12):
-        q, k, v = (torch.randn(2, count, n, d, generator=gen).bfloat16() for n, d in ((2, head_dim), (1, head_dim), (1, value_head_dim)))
+        q, k, v = (
+            torch.randn(2, count, n, d, generator=gen).bfloat16()
+            for n, d in ((2, head_dim), (1, head_dim), (1, value_head_dim))
+        )
         got, want = (x.step(0, q, k, v, scaling=head_dim**-0.5) for x in (ours, theirs))
         assert got.shape == (2, count, 2, value_head_dim) and ((got - want).norm() / want.norm()).item() < 2e-2
     assert ours.decoding is not None and ours.decoding.steps_taken > 5
@@ -218,7 +251,13 @@ def test_other_operations_take_the_pages_back(gpu):
     prompt = tokens(100)
     feed(ours, prompt), feed(theirs, prompt)
     chunk = tokens(7)
-    for change in (lambda c: c.crop([100, 90]), lambda c: c.select([1, 0]), lambda c: c.select([0, 0]), lambda c: feed(c, chunk), lambda c: c.free(1)):
+    for change in (
+        lambda c: c.crop([100, 90]),
+        lambda c: c.select([1, 0]),
+        lambda c: c.select([0, 0]),
+        lambda c: feed(c, chunk),
+        lambda c: c.free(1),
+    ):
         run(ours, theirs, tokens, 12)
         assert ours.decoding is not None
         change(ours), change(theirs)
@@ -345,15 +384,27 @@ def test_replays_report_numbers_that_cannot_be_stored(gpu):
     feed(ours, tokens(3))
 
 
-@pytest.mark.parametrize("options", [{"residual_length": 20}, {"residual_length": 0, "token_local": True}], ids=["closed", "token_local"])
+@pytest.mark.parametrize(
+    "options", [{"residual_length": 20}, {"residual_length": 0, "token_local": True}], ids=["closed", "token_local"]
+)
 def test_pages_of_banded_codes_are_stored_in_the_frame_of_their_position(options, gpu):
-    """Keys in a calibrated basis, turned back by where their page lies: the device says so. Codes are the host's but for ties of products."""
+    """Keys in a calibrated basis, turned back by where their page lies: the device says so.
+
+    Codes are the host's but for ties of products.
+    """
     scheme = schemes.get("klt3", num_sink_tokens=3, **options)
-    geometry = LayerGeometry(num_kv_heads=HEADS, head_dim=D, rotary=Rotary(inv_freq=tuple(10_000.0 ** (-i / (D // 2)) for i in range(D // 2))))
+    geometry = LayerGeometry(
+        num_kv_heads=HEADS,
+        head_dim=D,
+        rotary=Rotary(inv_freq=tuple(10_000.0 ** (-i / (D // 2)) for i in range(D // 2))),
+    )
     bases = torch.randn(LAYERS, HEADS, D, D, generator=torch.Generator().manual_seed(0)) / (2 * D**0.5) + torch.eye(D)
     static = [{"k_basis": basis / steps(scheme.key, D), "k_mean": torch.randn(basis.shape[0], 2, D)} for basis in bases]
     spec = CacheSpec(scheme=scheme, layers=(geometry,) * LAYERS)
-    ours, theirs = (PagedCache(spec, static=static, max_tokens=400, batch_size=2, **options) for options in ({}, {"backend": "reference"}))
+    ours, theirs = (
+        PagedCache(spec, static=static, max_tokens=400, batch_size=2, **options)
+        for options in ({}, {"backend": "reference"})
+    )
     tokens = Tokens(2)
     prompt = tokens(200)
     feed(ours, prompt), feed(theirs, prompt)

@@ -1,4 +1,6 @@
-"""drop_pages: what was dropped is never seen again, everything else is as it was, at its position, through every operation on the sequence."""
+"""drop_pages: what was dropped is never seen again, everything else is as it was, at its position, through every
+operation on the sequence.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,20 @@ RAW = QuantSpec.raw()
 
 
 def spec_of(tiers=(), sinks=2, overrides=(), key=KEY, dtype="float32", window=None):
-    scheme = Scheme(name="a", key=key, value=VALUE, num_sink_tokens=sinks, residual_length=32, page_size=32, tiers=tiers, overrides=overrides)
+    scheme = Scheme(
+        name="a",
+        key=key,
+        value=VALUE,
+        num_sink_tokens=sinks,
+        residual_length=32,
+        page_size=32,
+        tiers=tiers,
+        overrides=overrides,
+    )
     rotary = Rotary(inv_freq=(1.0, 0.3, 0.1, 0.01, 0.7, 0.2, 0.05, 0.003)) if key.pre_rope else None
-    layers = tuple(LayerGeometry(num_kv_heads=2, head_dim=16, sliding_window=w, rotary=rotary) for w in (None, window, None))
+    layers = tuple(
+        LayerGeometry(num_kv_heads=2, head_dim=16, sliding_window=w, rotary=rotary) for w in (None, window, None)
+    )
     return CacheSpec(scheme=scheme, layers=layers, raw_dtype=dtype)
 
 
@@ -53,7 +66,11 @@ def attend(pair, row, layer, dropped, tokens):
             pair.model.rows[b][i].append(k[b], v[b])
         if i == layer:
             got = out[row]
-    held = [torch.cat([x, y[row].double()]) for x, y in zip(history, (k, v), strict=True)] if tokens > 1 else pair.model.rows[row][layer].values()
+    held = (
+        [torch.cat([x, y[row].double()]) for x, y in zip(history, (k, v), strict=True)]
+        if tokens > 1
+        else pair.model.rows[row][layer].values()
+    )
     left = [i for i in range(len(held[0])) if i not in dropped]
     for t in range(tokens):  # keys that are left, at their own positions: hidden ones are simply not there
         first = 0 if geometry.sliding_window is None else before + t - geometry.sliding_window + 1
@@ -72,11 +89,14 @@ def test_attention_sees_all_but_the_dropped_pages(backend, tokens, tiers):
     pair = fill(spec_of(tiers), backend=backend)
     (held,) = pair.cache.closed_pages(0)
     assert held == [2 + 32 * i for i in range(12)]
-    drop = [held[0], held[4], held[5], *([] if tiers else [held[11]])]  # a dropped page of a tier leaves its place to an older one
+    # a dropped page of a tier leaves its place to an older one
+    drop = [held[0], held[4], held[5], *([] if tiers else [held[11]])]
     used = pair.cache.groups[0].pools["closed"].allocator.num_used
     pair.cache.drop_pages(0, [drop])
     assert pair.cache.groups[0].pools["closed"].allocator.num_used == used - len(drop)
-    assert pair.cache.closed_pages(0) == [[at for at in held if at not in drop]] and pair.cache.closed_pages(1) == [held]
+    assert pair.cache.closed_pages(0) == [[at for at in held if at not in drop]] and pair.cache.closed_pages(1) == [
+        held
+    ]
     assert pair.cache.seq_lens == [420, 420]
     poison_free_pages(pair.cache)
     check_books(pair.cache)

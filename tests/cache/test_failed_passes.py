@@ -40,7 +40,9 @@ def assert_same(a, b, rows):
 
 
 def overflowing(backend, side, at=40, row=1, layer=1):
-    """Two caches of two sequences of 64 tokens, and one more token each, with which pages close; in one of the caches, a waiting number of a row is too large."""
+    """Two caches of two sequences of 64 tokens, and one more token each, with which pages close; in one of the caches,
+    a waiting number of a row is too large.
+    """
     cache, clean = make(backend), make(backend)
     for start, count in ((0, 30), *((n, 1) for n in range(30, 64))):
         passes = tokens_of(2, count, start)
@@ -61,10 +63,14 @@ def test_a_scale_that_overflows_names_the_place_and_loses_nothing(backend, side)
         with pytest.raises(DataError) as refusal:
             forward(cache, more)
         for part in (
-            f"{'keys' if side == 'k' else 'values'} of layer 1, page of tokens 32 to 63 of sequence 1: ", "of magnitude 7.87e+06 overflows float16",
-            "use scale_dtype='float32' or 'bfloat16' (float16 ends at 65504) in the specs of scheme 'int8', or keep layer 1 raw (an Override)",
+            f"{'keys' if side == 'k' else 'values'} of layer 1, page of tokens 32 to 63 of sequence 1: ",
+            "of magnitude 7.87e+06 overflows float16",
+            (
+                "use scale_dtype='float32' or 'bfloat16' (float16 ends at 65504) in the specs of scheme 'int8', or keep"
+                " layer 1 raw (an Override)"
+            ),
             "Nothing was stored in this pass; crop or free sequence 1, or select the others, and they go on",
-        ):  # fmt: skip
+        ):
             assert part in str(refusal.value)
         assert not cache.in_pass and cache.seq_lens == [64, 64]
         check_books(cache)
@@ -87,9 +93,10 @@ def test_the_ways_out_that_the_message_names_work():
     assert cache.seq_lens == [144, 120]
     wide = QuantSpec(scale_dtype="float32")
     for changes in (
-        {"key": wide, "value": wide}, {"key": QuantSpec(scale_dtype="bfloat16")},
+        {"key": wide, "value": wide},
+        {"key": QuantSpec(scale_dtype="bfloat16")},
         {"overrides": (Override(layers=(1,), key=QuantSpec.raw(), value=QuantSpec.raw()),)},
-    ):  # fmt: skip
+    ):
         cache = make(**changes)
         passes = tokens_of(1, 70, 0)
         passes[1][1][0, 3, 1, 7] = 1e9
@@ -113,9 +120,10 @@ def test_a_bad_number_in_a_later_layer_takes_the_pass_back(count):
 
 
 @pytest.mark.parametrize(
-    "changes, lengths", [({}, [50, 45]), ({}, [45, 50]), ({"num_sink_tokens": 8}, [7, 5]), ({"residual_length": 0}, [64, 45])],
+    "changes, lengths",
+    [({}, [50, 45]), ({}, [45, 50]), ({"num_sink_tokens": 8}, [7, 5]), ({"residual_length": 0}, [64, 45])],
     ids=["copied", "last", "sinks", "closed"],
-)  # fmt: skip
+)
 def test_what_the_last_sharer_of_a_page_writes_is_taken_back_for_the_others(changes, lengths):
     cache, clean = make(**changes), make(**changes)
     for c in (cache, clean):
@@ -155,7 +163,8 @@ def test_what_began_inside_inference_mode_goes_on_outside(backend):
     with torch.inference_mode():
         for c in (cache, clean):
             forward(c, tokens_of(2, 64, 0))
-        cache.step(0, *tokens_of(2, 1, 1)[0], scaling=0.125)  # closes pages of layer 0 and uses one of its tail pages again
+        # closes pages of layer 0 and uses one of its tail pages again
+        cache.step(0, *tokens_of(2, 1, 1)[0], scaling=0.125)
     cache.abandon()
     poison_free_pages(cache)
     assert_same(cache, clean, [0, 1])
@@ -187,7 +196,9 @@ def test_layers_of_a_pass_that_lost_all_its_sequences_begin_no_other():
     cache.step(0, *more[0], scaling=0.125)
     cache.free(0)
     for layer in (1, 2, 1):
-        with pytest.raises(CacheStateError, match=f"layer {layer} comes to a forward pass that ended when its last sequence was freed"):
+        with pytest.raises(
+            CacheStateError, match=f"layer {layer} comes to a forward pass that ended when its last sequence was freed"
+        ):
             cache.step(layer, *more[layer], scaling=0.125)
     forward(cache, more)
     assert cache.seq_lens == [5]
@@ -227,11 +238,23 @@ def waits_once(monkeypatch):
 
 
 @pytest.mark.parametrize("scheme", [{}, {"token_local": True, "residual_length": 0}], ids=["pages", "token_local"])
-@pytest.mark.parametrize("bad, message", [
-    (torch.nan, "keys of layer 1 hold NaN or infinity among the 70 tokens of sequence 1 .1 of 2 sequences have some"),
-    (-torch.inf, "keys of layer 1 hold NaN or infinity"),
-    (1e9, r"keys of layer 1, .*: a scale, bias or mean overflows float16; use scale_dtype=.* in the specs of scheme 'int8', or keep layer 1 raw"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (
+            torch.nan,
+            "keys of layer 1 hold NaN or infinity among the 70 tokens of sequence 1 .1 of 2 sequences have some",
+        ),
+        (-torch.inf, "keys of layer 1 hold NaN or infinity"),
+        (
+            1e9,
+            (
+                r"keys of layer 1, .*: a scale, bias or mean overflows float16; use scale_dtype=.* in the specs of"
+                r" scheme 'int8', or keep layer 1 raw"
+            ),
+        ),
+    ],
+)
 def test_what_a_gpu_finds_at_the_end_of_a_pass_takes_the_whole_pass_back(waits_once, scheme, bad, message):
     cache, clean = make(**scheme), make(**scheme)
     for c in (cache, clean):
@@ -265,7 +288,9 @@ def test_clamped_elements_are_counted_at_the_end_of_a_pass(waits_once):
     cache.step(1, *tokens[1], scaling=0.125)
     assert not any(n for layer in cache.saturated for n in layer.values())
     cache.step(2, *tokens[2], scaling=0.125)
-    assert [x["k"] for x in cache.saturated] == [int((k[:, :64].abs() > 1.275).sum()) for _, k, _ in tokens] and not any(x["v"] for x in cache.saturated)
+    assert [x["k"] for x in cache.saturated] == [
+        int((k[:, :64].abs() > 1.275).sum()) for _, k, _ in tokens
+    ] and not any(x["v"] for x in cache.saturated)
 
 
 def test_a_bad_end_of_a_pass_after_a_freed_sequence_is_said_until_the_others_go(waits_once):
@@ -277,7 +302,10 @@ def test_a_bad_end_of_a_pass_after_a_freed_sequence_is_said_until_the_others_go(
     cache.free(0)
     with pytest.raises(DataError, match="values of layer 1 hold NaN"):
         cache.step(2, *more[2], scaling=0.125)
-    with pytest.raises(CacheStateError, match="failed in its last layer and was not taken back; .* if a sequence was freed in it, reset"):
+    with pytest.raises(
+        CacheStateError,
+        match="failed in its last layer and was not taken back; .* if a sequence was freed in it, reset",
+    ):
         forward(cache, more)
     cache.free(1)
     forward(cache, tokens_of(2, 5, 2))

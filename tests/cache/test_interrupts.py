@@ -1,4 +1,6 @@
-"""Whatever an interrupt hits, the cache is then as it was before or after, or says how to go on: KVBITS_HYPOTHESIS=thorough tries ten times as many places."""
+"""Whatever an interrupt hits, the cache is then as it was before or after, or says how to go on:
+KVBITS_HYPOTHESIS=thorough tries ten times as many places.
+"""
 
 import copy
 
@@ -14,7 +16,9 @@ from kvbits.spec import CacheSpec, LayerGeometry, Tier
 
 FULL = LayerGeometry(num_kv_heads=1, head_dim=16)
 LAYERS = (FULL, LayerGeometry(num_kv_heads=1, head_dim=16, sliding_window=40), FULL)
-TIERED = schemes.get("int4", head_dim=16, page_size=32, residual_length=8, num_sink_tokens=4, tiers=(Tier(num_tokens=64),))
+TIERED = schemes.get(
+    "int4", head_dim=16, page_size=32, residual_length=8, num_sink_tokens=4, tiers=(Tier(num_tokens=64),)
+)
 TIGHT = schemes.get("int4", head_dim=16, page_size=32, residual_length=0, tiers=(Tier(num_tokens=2**20),))
 
 
@@ -25,7 +29,10 @@ def random(batch, count, seed=0):
 
 
 def forward(cache, batch, count, seed=0):
-    return [cache.step(layer, *random(batch, count, 10 * seed + layer), scaling=0.2) for layer in range(len(cache.spec.layers))]
+    return [
+        cache.step(layer, *random(batch, count, 10 * seed + layer), scaling=0.2)
+        for layer in range(len(cache.spec.layers))
+    ]
 
 
 def cache_of(scheme=TIERED, layers=LAYERS, tokens=150, **options):
@@ -37,8 +44,14 @@ def cache_of(scheme=TIERED, layers=LAYERS, tokens=150, **options):
 def state(cache):
     """All that a user can see of it, and who holds what."""
     sequences = [([s.clone() for s in g.sequences], g.keep_past) for g in cache.groups]
-    counts = [[p.allocator.count(i) for i in range(p.allocator.capacity)] for g in cache.groups for p in g.pools.values()]
-    values = [[x.tolist() for x in cache.dequantize(layer, row)] for layer in range(len(cache.spec.layers)) for row in range(cache.batch_size)]
+    counts = [
+        [p.allocator.count(i) for i in range(p.allocator.capacity)] for g in cache.groups for p in g.pools.values()
+    ]
+    values = [
+        [x.tolist() for x in cache.dequantize(layer, row)]
+        for layer in range(len(cache.spec.layers))
+        for row in range(cache.batch_size)
+    ]
     return sequences, counts, values, cache.nbytes, cache.saturated, cache.budget and cache.budget.given_back
 
 
@@ -51,11 +64,20 @@ def swap_in(cache):
 
 
 WORK = {
-    "a token": (pass_of(1), 20), "a token that closes pages": (pass_of(1), 20), "a chunk": (pass_of(70), 20), "crop": (lambda c: c.crop([0, 149]), 20),
-    "select": (lambda c: c.select([1, 1, 0]), 20), "fork": (lambda c: c.fork(0), 20), "free": (lambda c: c.free(0), 20), "reset": (lambda c: c.reset(), 20),
-    "swap_out": (lambda c: c.swap_out(0), 20), "swap_in": (swap_in, 20), "set_tiers": (lambda c: c.set_tiers(0, [32]), 20),
-    "keep_past": (lambda c: c.keep_past(), 15), "drop_pages": (lambda c: c.drop_pages(0, [x[:2] for x in c.closed_pages(0)]), 20),
-}  # fmt: skip
+    "a token": (pass_of(1), 20),
+    "a token that closes pages": (pass_of(1), 20),
+    "a chunk": (pass_of(70), 20),
+    "crop": (lambda c: c.crop([0, 149]), 20),
+    "select": (lambda c: c.select([1, 1, 0]), 20),
+    "fork": (lambda c: c.fork(0), 20),
+    "free": (lambda c: c.free(0), 20),
+    "reset": (lambda c: c.reset(), 20),
+    "swap_out": (lambda c: c.swap_out(0), 20),
+    "swap_in": (swap_in, 20),
+    "set_tiers": (lambda c: c.set_tiers(0, [32]), 20),
+    "keep_past": (lambda c: c.keep_past(), 15),
+    "drop_pages": (lambda c: c.drop_pages(0, [x[:2] for x in c.closed_pages(0)]), 20),
+}
 
 
 def check(make, work, most):
@@ -80,7 +102,11 @@ def check(make, work, most):
         poison_free_pages(cache)
         again = copy.deepcopy(clean[how])
         rows = max(1, cache.batch_size)
-        assert all(torch.equal(a, b) for count in (1, 40) for a, b in zip(forward(cache, rows, count, 3), forward(again, rows, count, 3), strict=True)), at
+        assert all(
+            torch.equal(a, b)
+            for count in (1, 40)
+            for a, b in zip(forward(cache, rows, count, 3), forward(again, rows, count, 3), strict=True)
+        ), at
     return found
 
 
@@ -102,7 +128,8 @@ def test_a_pass_that_gives_planes_back_gets_them_again():
     assert check(lambda: copy.deepcopy(cache), pass_of(130), 30)["before"]
 
 
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <generator object Passes.change")  # where the first interrupt keeps `with` from entering
+# where the first interrupt keeps `with` from entering
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <generator object Passes.change")
 def test_taking_back_can_be_interrupted_too(monkeypatch):
     cache = cache_of()
     for work in (lambda c: c.crop([0, 149]), lambda c: c.select([1, 1, 0]), pass_of(70)):
@@ -139,7 +166,10 @@ def test_another_thread_in_the_middle_of_an_operation_is_refused():
     thread = threading.Thread(target=slow)
     thread.start()
     inside.wait()
-    with pytest.raises(CacheStateError, match="another thread is in the middle of a long operation; use a cache from one thread at a time"):
+    with pytest.raises(
+        CacheStateError,
+        match="another thread is in the middle of a long operation; use a cache from one thread at a time",
+    ):
         forward(cache, 2, 1)
     go.set()
     thread.join()

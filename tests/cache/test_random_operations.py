@@ -16,18 +16,53 @@ from random_cases import examples
 
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, PoolFullError
-from kvbits.spec import SCALE_8BIT, CacheSpec, LayerGeometry, Override, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec, Rotary, Scheme, Tier
+from kvbits.spec import (
+    SCALE_8BIT,
+    CacheSpec,
+    LayerGeometry,
+    Override,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    PerToken,
+    QuantSpec,
+    Rotary,
+    Scheme,
+    Tier,
+)
 
 RAW = QuantSpec.raw()
 KEYS_AND_VALUES = [
     (QuantSpec(granularity=PerGroup(8)), QuantSpec(granularity=PerGroup(16))),
-    (QuantSpec(format="int4", granularity=PerGroup(8), symmetric=False), QuantSpec(format="int3", granularity=PerToken(), symmetric=False)),
-    (QuantSpec(format="int2", granularity=PerChannel(), symmetric=False), QuantSpec(format="int2", granularity=PerGroup(8), symmetric=False)),
-    (QuantSpec(format="int4", granularity=PerGroup(8), center="channel"), QuantSpec(format="int4", granularity=PerToken())),
-    (QuantSpec(format="fp8_e5m2", granularity=PerToken()), QuantSpec(format="fp8_e4m3", granularity=PerChannel(), scale_dtype="float32")),
-    (QuantSpec(format="int8", granularity=PerTensor(), static=True), QuantSpec(format="int4", granularity=PerGroup(8), static=True, symmetric=False)),
     (
-        QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, center="calibrated", basis="calibrated", bands=(3,)),
+        QuantSpec(format="int4", granularity=PerGroup(8), symmetric=False),
+        QuantSpec(format="int3", granularity=PerToken(), symmetric=False),
+    ),
+    (
+        QuantSpec(format="int2", granularity=PerChannel(), symmetric=False),
+        QuantSpec(format="int2", granularity=PerGroup(8), symmetric=False),
+    ),
+    (
+        QuantSpec(format="int4", granularity=PerGroup(8), center="channel"),
+        QuantSpec(format="int4", granularity=PerToken()),
+    ),
+    (
+        QuantSpec(format="fp8_e5m2", granularity=PerToken()),
+        QuantSpec(format="fp8_e4m3", granularity=PerChannel(), scale_dtype="float32"),
+    ),
+    (
+        QuantSpec(format="int8", granularity=PerTensor(), static=True),
+        QuantSpec(format="int4", granularity=PerGroup(8), static=True, symmetric=False),
+    ),
+    (
+        QuantSpec(
+            format="banded",
+            granularity=PerToken(),
+            scale_dtype=SCALE_8BIT,
+            center="calibrated",
+            basis="calibrated",
+            bands=(3,),
+        ),
         QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, basis="hadamard", bands=(2,)),
     ),
     (RAW, QuantSpec(format="int4", granularity=PerGroup(8))),
@@ -45,9 +80,18 @@ MAX_ROWS = 4
 def books(cache):
     """All but the bytes, which `check_values` looks at: slots that nobody shows may hold anything."""
     pools = [
-        {name: {i: n for i in range(p.allocator.capacity) if (n := p.allocator.count(i))} for name, p in g.pools.items()} for g in cache.groups
-    ]  # fmt: skip
-    return [[s.clone() for s in g.sequences] for g in cache.groups], [g.keep_past for g in cache.groups], pools, copy.deepcopy(cache.saturated)
+        {
+            name: {i: n for i in range(p.allocator.capacity) if (n := p.allocator.count(i))}
+            for name, p in g.pools.items()
+        }
+        for g in cache.groups
+    ]
+    return (
+        [[s.clone() for s in g.sequences] for g in cache.groups],
+        [g.keep_past for g in cache.groups],
+        pools,
+        copy.deepcopy(cache.saturated),
+    )
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -75,9 +119,16 @@ class CacheMachine(RuleBasedStateMachine):
         if token_local:
             residual, tiers = 0, ()
         scheme = Scheme(
-            name="random", key=pair[0], value=pair[1], num_sink_tokens=sinks, residual_length=residual, page_size=32, tiers=tiers, overrides=overrides,
+            name="random",
+            key=pair[0],
+            value=pair[1],
+            num_sink_tokens=sinks,
+            residual_length=residual,
+            page_size=32,
+            tiers=tiers,
+            overrides=overrides,
             token_local=token_local,
-        )  # fmt: skip
+        )
         rotary = Rotary(inv_freq=(1.0, 0.3, 0.1, 0.01, 0.7, 0.2, 0.05, 0.003)) if scheme.needs_rotary else None
         full = LayerGeometry(num_kv_heads=2, head_dim=16, rotary=rotary)
         sliding = LayerGeometry(num_kv_heads=1, head_dim=16, sliding_window=window, rotary=rotary)
@@ -121,7 +172,11 @@ class CacheMachine(RuleBasedStateMachine):
     fragmented = False
 
     @precondition(lambda self: not self.cache.batch_size)
-    @rule(batch=st.integers(1, 2), tokens=st.sampled_from([1, 2, 31, 64, 97, 150, 200]) | st.integers(1, 200), data=st.data())
+    @rule(
+        batch=st.integers(1, 2),
+        tokens=st.sampled_from([1, 2, 31, 64, 97, 150, 200]) | st.integers(1, 200),
+        data=st.data(),
+    )
     def first_prompt(self, batch, tokens, data):
         valid = torch.ones(batch, tokens, dtype=torch.bool)
         for row in range(1, batch):
@@ -163,7 +218,11 @@ class CacheMachine(RuleBasedStateMachine):
             assert not self.model.speculating
             assert picture(self.cache) == before
             # refused only when the window really lost something that the shorter sequence sees
-            assert any(n > 0 and s.released > g.group.first_visible(n) for g in self.cache.groups for s, n in zip(g.sequences, lengths, strict=True))
+            assert any(
+                n > 0 and s.released > g.group.first_visible(n)
+                for g in self.cache.groups
+                for s, n in zip(g.sequences, lengths, strict=True)
+            )
             return
         self.fragmented = True
         self.model.crop(lengths)
@@ -188,7 +247,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.model.crop(wanted)
 
     @precondition(lambda self: self.cache.batch_size and self.cache.spec.scheme.tiers)
-    @rule(data=st.data(), pages=st.lists(st.integers(0, 4), min_size=2, max_size=2), residual=st.sampled_from([0, 5, 64]))
+    @rule(
+        data=st.data(), pages=st.lists(st.integers(0, 4), min_size=2, max_size=2), residual=st.sampled_from([0, 5, 64])
+    )
     def other_tiers(self, data, pages, residual):
         row = self.rows(data)
         tiers = [32 * n for n in pages[: len(self.cache.spec.scheme.tiers)]]
@@ -244,7 +305,9 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.cache.batch_size)
     @rule(data=st.data())
     def swap(self, data):
-        """One or two sequences go to the host, the others decode on, and the first come back, perhaps into each other's rows."""
+        """One or two sequences go to the host, the others decode on, and the first come back, perhaps into each other's
+        rows.
+        """
         rows = data.draw(st.lists(st.integers(0, self.cache.batch_size - 1), min_size=1, max_size=2, unique=True))
         out = [(self.cache.swap_out(row), self.model.rows[row]) for row in rows]
         for row in rows:
@@ -282,9 +345,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.cache.batch_size)
     @rule(
-        tokens=st.sampled_from([1, 1, 2, 33, 64]) | st.integers(1, 200), layer=st.integers(0, 3), calls=st.integers(1, 60),
-        how=st.sampled_from(["nan", "interrupted", "broken"]), keep_past=st.booleans(),
-    )  # fmt: skip
+        tokens=st.sampled_from([1, 1, 2, 33, 64]) | st.integers(1, 200),
+        layer=st.integers(0, 3),
+        calls=st.integers(1, 60),
+        how=st.sampled_from(["nan", "interrupted", "broken"]),
+        keep_past=st.booleans(),
+    )
     def a_pass_that_fails(self, tokens, layer, calls, how, keep_past):
         """In the middle: everything is as it was before it, and what follows goes on as if it had never been tried."""
         cache = self.cache
@@ -303,7 +369,10 @@ class CacheMachine(RuleBasedStateMachine):
         try:
             for i in range(layer + 1):
                 g = cache.spec.layers[i]
-                q, k, v = (self.pair.random(cache.batch_size, tokens, n, g.head_dim) for n in (2 * g.num_kv_heads, g.num_kv_heads, g.num_kv_heads))
+                q, k, v = (
+                    self.pair.random(cache.batch_size, tokens, n, g.head_dim)
+                    for n in (2 * g.num_kv_heads, g.num_kv_heads, g.num_kv_heads)
+                )
                 if i == layer and how == "nan":
                     v[-1, -1, 0, 3] = float("nan")
                 elif i == layer:
@@ -334,4 +403,6 @@ CacheMachine.TestCase.settings = settings(examples(25, thorough=300), stateful_s
 
 
 class TestRandomOperations(CacheMachine.TestCase):
-    """Property: whatever the operations, the cache holds and attends to what the dense model does, and its books balance."""
+    """Property: whatever the operations, the cache holds and attends to what the dense model does, and its books
+    balance.
+    """

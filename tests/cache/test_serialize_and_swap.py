@@ -63,7 +63,10 @@ def test_outliers_outside_of_their_page_are_refused(tmp_path):
     pools = cache.groups[0].pools
     section(pools["closed"].block(0), pools["closed"].layout, "v_outlier_index").fill_(-1)
     cache.save(tmp_path / "cache")
-    with pytest.raises(DataError, match="an outlier at element .* of its 2048, which no quantized page has: .* compute its tokens again"):
+    with pytest.raises(
+        DataError,
+        match="an outlier at element .* of its 2048, which no quantized page has: .* compute its tokens again",
+    ):
         PagedCache.load(tmp_path / "cache").dequantize(0, 0)
 
 
@@ -71,7 +74,10 @@ def pages_by_row(cache):
     """Bytes of every page, as each sequence lists them, and which are shared."""
     found = []
     for g in cache.groups:
-        ranks = {name: {i: n for n, i in enumerate(dict.fromkeys(i for s in g.sequences for i in s.pages()[name]))} for name in g.pools}
+        ranks = {
+            name: {i: n for n, i in enumerate(dict.fromkeys(i for s in g.sequences for i in s.pages()[name]))}
+            for name in g.pools
+        }
         for s in g.sequences:
             ids = [tuple(ranks[name][i] for i in held) for name, held in s.pages().items()]
             codes = [g.pools["closed"].block(i).numpy().tobytes() for i in s.closed]
@@ -98,7 +104,10 @@ def test_a_loaded_cache_is_byte_identical_shares_the_same_pages_and_goes_on(name
     if name == "klt2":
         spec = dataclasses.replace(
             spec,
-            layers=tuple(dataclasses.replace(g, rotary=Rotary(inv_freq=tuple(10_000.0 ** (-i / 32) for i in range(32)))) for g in spec.layers),
+            layers=tuple(
+                dataclasses.replace(g, rotary=Rotary(inv_freq=tuple(10_000.0 ** (-i / 32) for i in range(32))))
+                for g in spec.layers
+            ),
         )
         static = [static_params(spec.scheme.key, spec.scheme.value, 2, 64) for _ in range(3)]
     if name == "int8_static":
@@ -130,7 +139,10 @@ def test_a_loaded_cache_that_is_full_says_what_it_was_built_for_and_can_be_loade
     loaded = PagedCache.load(path, backend="reference")
     with pytest.raises(PoolFullError) as refusal:
         loaded.begin(3, 400)
-    for part in ("a cache built for 3 sequences of 200 tokens, now of 151 tokens, was given 3 x 400", "a saved one, with load(.., grow=True)"):
+    for part in (
+        "a cache built for 3 sequences of 200 tokens, now of 151 tokens, was given 3 x 400",
+        "a saved one, with load(.., grow=True)",
+    ):
         assert part in str(refusal.value)
     assert "1 more page but" in str(refusal.value) or "more pages but" in str(refusal.value)
     pair.cache = PagedCache.load(path, backend="reference", grow=True)
@@ -210,40 +222,54 @@ def test_foreign_bytes_are_refused(content, tmp_path):
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(
         FileFormatError,
-        match=r"x is truncated: \d+ bytes? where a blob has a header of 128.*; copy the file again|x is not a kvbits blob.*; copy the file again",
+        match=(
+            r"x is truncated: \d+ bytes? where a blob has a header of 128.*; copy the file again|x is not a kvbits"
+            r" blob.*; copy the file again"
+        ),
     ):
         PagedCache.load(tmp_path / "x")
 
 
 def test_files_of_before_blobs_are_refused_with_the_way_out(tmp_path):
     safetensors.torch.save_file({"g0.closed": torch.zeros(3)}, tmp_path / "old", metadata={"kvbits": "{}"})
-    with pytest.raises(FileFormatError, match="old is a safetensors file: .* until file_version 1, this one reads 3. Make the cache again"):
+    with pytest.raises(
+        FileFormatError,
+        match="old is a safetensors file: .* until file_version 1, this one reads 3. Make the cache again",
+    ):
         PagedCache.load(tmp_path / "old")
 
 
 def test_a_missing_file_is_missing(tmp_path):
-    with pytest.raises(FileFormatError, match="no saved cache at .*nowhere': nothing is there; give the file that `cache.save"):
+    with pytest.raises(
+        FileFormatError, match="no saved cache at .*nowhere': nothing is there; give the file that `cache.save"
+    ):
         PagedCache.load(tmp_path / "nowhere")
 
 
 def test_another_version_is_refused_with_both_versions(saved, monkeypatch):
     _, path = saved
     monkeypatch.setattr(blob, "FORMATS_VERSION", 7)
-    with pytest.raises(FileFormatError, match="formats_version 1, but this kvbits reads 7; read it with the version that wrote it"):
+    with pytest.raises(
+        FileFormatError, match="formats_version 1, but this kvbits reads 7; read it with the version that wrote it"
+    ):
         PagedCache.load(path)
     monkeypatch.undo()
     monkeypatch.setattr(blob, "BLOB_VERSION", 3)
     with pytest.raises(FileFormatError, match="blob_version 1, but this kvbits reads 3"):
         PagedCache.load(path)
     monkeypatch.undo()
-    with pytest.raises(FileFormatError, match="file_version 9, but this kvbits reads 3; load it with the version that wrote it"):
+    with pytest.raises(
+        FileFormatError, match="file_version 9, but this kvbits reads 3; load it with the version that wrote it"
+    ):
         PagedCache.load(rewritten(path, lambda about: about.__setitem__("file_version", 9)))
 
 
 def test_another_spec_than_the_expected_one_is_refused_by_field(saved):
     pair, path = saved
     assert PagedCache.load(path, spec=pair.cache.spec).seq_lens == pair.cache.seq_lens
-    with pytest.raises(FileFormatError, match=r"scheme 'int4' for 3 layers, .* \('int8', 3 layers\) in scheme; pass spec=None"):
+    with pytest.raises(
+        FileFormatError, match=r"scheme 'int4' for 3 layers, .* \('int8', 3 layers\) in scheme; pass spec=None"
+    ):
         PagedCache.load(path, spec=small_spec("int8"))
 
 
@@ -334,7 +360,9 @@ def first_sequence(about):
 def test_contents_that_cannot_be_are_refused_before_a_kernel_reads_them(saved, change):
     _, path = saved
     PagedCache.load(rewritten(path, lambda about: None))
-    with pytest.raises(FileFormatError, match="contents that cannot be|kind PART .* where PARAMETERS belongs") as refusal:
+    with pytest.raises(
+        FileFormatError, match="contents that cannot be|kind PART .* where PARAMETERS belongs"
+    ) as refusal:
         PagedCache.load(rewritten(path, change))
     assert "checksum" not in str(refusal.value)
 
@@ -352,11 +380,21 @@ def with_header(path, number, **changes):
 @pytest.mark.parametrize(
     ("number", "changes"),
     [
-        (0, {"data_bytes": 2**61}), (1, {"data_bytes": 2**61}), (1, {"data_bytes": 2**63}), (1, {"pages": 2**31}), (1, {"pages": 10**6}),
-        (1, {"table_bytes": 2**32 - 64}), (1, {"table_bytes": 64}), (1, {"data_bytes": 0}), (1, {"kind": Kind.END}), (1, {"checksum": 1}),
-        (0, {"checksum": 1}), (0, {"pages": 4}), (0, {"kind": Kind.PART}),
+        (0, {"data_bytes": 2**61}),
+        (1, {"data_bytes": 2**61}),
+        (1, {"data_bytes": 2**63}),
+        (1, {"pages": 2**31}),
+        (1, {"pages": 10**6}),
+        (1, {"table_bytes": 2**32 - 64}),
+        (1, {"table_bytes": 64}),
+        (1, {"data_bytes": 0}),
+        (1, {"kind": Kind.END}),
+        (1, {"checksum": 1}),
+        (0, {"checksum": 1}),
+        (0, {"pages": 4}),
+        (0, {"kind": Kind.PART}),
     ],
-)  # fmt: skip
+)
 def test_sizes_that_cannot_be_are_refused_before_anything_is_read_by_them(saved, number, changes):
     _, path = saved
     with pytest.raises(FileFormatError, match="bad"):
@@ -376,10 +414,14 @@ def test_blobs_that_overlap_come_twice_or_are_missing_are_refused(saved):
         with pytest.raises(FileFormatError, match=reason):
             PagedCache.load(bad)
     header = Header.parse(blobs[1], "the file")
-    table = Table.parse(header, blobs[1][128 : 128 + header.table_bytes], [g.group for g in pair.cache.groups], "the file")
+    table = Table.parse(
+        header, blobs[1][128 : 128 + header.table_bytes], [g.group for g in pair.cache.groups], "the file"
+    )
     with pytest.raises(FileFormatError, match="names a page twice"):
         text = Table([table.pages[0]] * len(table.pages), table.sums).pack()
-        Table.parse(dataclasses.replace(header, table_crc=zlib.crc32(text)), text, [g.group for g in pair.cache.groups], "it")
+        Table.parse(
+            dataclasses.replace(header, table_crc=zlib.crc32(text)), text, [g.group for g in pair.cache.groups], "it"
+        )
 
 
 def test_nothing_is_allocated_by_the_numbers_of_a_file_that_is_refused(saved, monkeypatch):
@@ -482,7 +524,9 @@ def test_refused_swaps_change_nothing_and_say_why():
     pair = busy_pair(batch_size=3, max_tokens=170)
     swapped = pair.cache.swap_out(0)
     before = picture(pair.cache)
-    with pytest.raises(CacheStateError, match=r"sequence 1 holds 90 tokens; swap into an empty row, or free\(1\) first"):
+    with pytest.raises(
+        CacheStateError, match=r"sequence 1 holds 90 tokens; swap into an empty row, or free\(1\) first"
+    ):
         pair.cache.swap_in(1, swapped)
     with pytest.raises(DataError, match="sequence 7 does not exist; the cache holds 3"):
         pair.cache.swap_in(7, swapped)
@@ -500,7 +544,9 @@ def _into_other(swapped):
 
 def test_a_sequence_quantized_with_other_scales_is_refused():
     spec = small_spec("int8_static")
-    statics = [[{"k_scale": torch.full((2, 1), s), "v_scale": torch.full((2, 1), s)} for _ in range(3)] for s in (0.1, 0.2)]
+    statics = [
+        [{"k_scale": torch.full((2, 1), s), "v_scale": torch.full((2, 1), s)} for _ in range(3)] for s in (0.1, 0.2)
+    ]
     a, b = (busy_pair(spec, s) for s in statics)
     b.cache.free(0)
     with pytest.raises(DataError, match="other calibrated scales"):
@@ -541,7 +587,9 @@ def test_speculative_tokens_do_not_leave_and_an_interrupted_return_leaves_the_ro
     k = torch.randn(1, 300, 2, 64).bfloat16()
     cache.append(0, k, k)
     cache.keep_past()
-    with pytest.raises(CacheStateError, match=r"swap_out\(\) while tokens are speculative; crop\(\) to the present length first"):
+    with pytest.raises(
+        CacheStateError, match=r"swap_out\(\) while tokens are speculative; crop\(\) to the present length first"
+    ):
         cache.swap_out(0)
     cache.crop(300)
     before = cache.dequantize(0, 0)

@@ -12,7 +12,9 @@ INT4 = QuantSpec(format="int4", granularity=PerGroup(8))
 
 def pair_of(window, quant=INT4, sinks=0, residual=0):
     scheme = Scheme(name="x", key=quant, value=quant, page_size=PAGE, num_sink_tokens=sinks, residual_length=residual)
-    spec = CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=1, head_dim=8, sliding_window=window),), raw_dtype="float32")
+    spec = CacheSpec(
+        scheme=scheme, layers=(LayerGeometry(num_kv_heads=1, head_dim=8, sliding_window=window),), raw_dtype="float32"
+    )
     return Pair(PagedCache(spec, backend="reference"))
 
 
@@ -40,7 +42,9 @@ def test_decoding_holds_no_page_without_a_visible_token(quant, window):
         lengths = s.tail_lengths if quant.is_raw else s.closed_lengths
         newest = s.length - 1
         for i in range(len(lengths)):
-            assert s.released + sum(lengths[: i + 1]) > newest - window + 1, f"page {i} of {name} is out of the window of token {newest}"
+            assert s.released + sum(lengths[: i + 1]) > newest - window + 1, (
+                f"page {i} of {name} is out of the window of token {newest}"
+            )
     pair.check()
 
 
@@ -63,7 +67,9 @@ def test_everything_is_released_once_speculation_ends():
 @pytest.mark.parametrize("sinks", [0, 4])
 @pytest.mark.parametrize("chunks", [(5, 90, 7, 60), (33, 1, 31, 100), (1, 16, 17, 200, 1)])
 def test_a_chunk_that_moves_past_all_that_is_held_goes_on_at_a_page(chunks, sinks):
-    """Where nothing closes, pages lie where those of any other sequence of these tokens lie: `check_books` (in `append` and `check`) holds that."""
+    """Where nothing closes, pages lie where those of any other sequence of these tokens lie: `check_books` (in `append`
+    and `check`) holds that.
+    """
     pair = pair_of(16, QuantSpec.raw(), sinks)
     for n in chunks:
         pair.append(1, n)

@@ -1,4 +1,6 @@
-"""Tier transitions against a model of the tiers: integers only, a million steps of it when asked (KVBITS_HYPOTHESIS=thorough)."""
+"""Tier transitions against a model of the tiers: integers only, a million steps of it when asked
+(KVBITS_HYPOTHESIS=thorough).
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ class Ids:
 
 
 class Model:
-    """One sequence as runs of tokens: how many sinks, closed pages (visible tokens, planes left) and raw tokens. No ids, no shared pages."""
+    """One sequence as runs of tokens: how many sinks, closed pages (visible tokens, planes left) and raw tokens.
+
+    No ids, no shared pages.
+    """
 
     def __init__(self, boundaries, residual, sinks):
         self.boundaries, self.residual, self.sinks = list(boundaries), residual, sinks
@@ -104,7 +109,9 @@ class Model:
 
 def group_of(tiers, sinks, residual):
     spec = QuantSpec(format="int4")
-    scheme = Scheme(name="z", key=spec, value=spec, num_sink_tokens=sinks, residual_length=residual, page_size=SIZE, tiers=tiers)
+    scheme = Scheme(
+        name="z", key=spec, value=spec, num_sink_tokens=sinks, residual_length=residual, page_size=SIZE, tiers=tiers
+    )
     return CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=1, head_dim=64),)).groups[0]
 
 
@@ -115,9 +122,13 @@ def compare(state, models):
         assert s.length == m.length
         assert s.tail_tokens == m.raw
         assert s.closed_lengths == [n for n, _ in m.pages]
-        assert [sum(planes[j] is not None for planes in s.low) for j in range(len(s.closed))] == [planes for _, planes in m.pages]
+        assert [sum(planes[j] is not None for planes in s.low) for j in range(len(s.closed))] == [
+            planes for _, planes in m.pages
+        ]
         for young, old in zip(s.low, s.low[1:], strict=False):
-            assert all(o is not None for y, o in zip(young, old, strict=True) if y is not None), "a plane without the one that it refines"
+            assert all(o is not None for y, o in zip(young, old, strict=True) if y is not None), (
+                "a plane without the one that it refines"
+            )
         for name, ids in s.pages().items():
             held[name].update(ids)
     for name, pool in state.pools.items():
@@ -127,19 +138,25 @@ def compare(state, models):
     if not state.keep_past:
         for i, name in enumerate(g.low_pools):
             assert all(sum(x is not None for x in s.low[i]) <= s.boundaries[i] for s in state.sequences)
-            assert len(held[name]) <= sum(s.boundaries[i] for s in state.sequences), "no more planes than the tiers hold"
+            assert len(held[name]) <= sum(s.boundaries[i] for s in state.sequences), (
+                "no more planes than the tiers hold"
+            )
 
 
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("tiers", [(Tier(num_tokens=3 * SIZE),), (Tier(num_tokens=0),)])
 def test_transitions_follow_the_model(tiers, fixed):
-    """Appends of any size, rollbacks across boundaries and demotions, forks, changed tiers, freed rows: every page is in the tier that the model says."""
+    """Appends of any size, rollbacks across boundaries and demotions, forks, changed tiers, freed rows: every page is
+    in the tier that the model says.
+    """
     rng = random.Random(len(tiers) + 10 * fixed)
     for _ in range(8):
         sinks, residual = rng.choice([0, 4, 40]), rng.choice([0, 5, SIZE, 70])
         group = group_of(tiers, sinks, residual)
         most = 40 * SIZE
-        state = GroupState(group, {name: Ids(3 * group.pages_for(most)[name] if fixed else None) for name in group.pools})
+        state = GroupState(
+            group, {name: Ids(3 * group.pages_for(most)[name] if fixed else None) for name in group.pools}
+        )
         state.resize(1)
         models = [Model(group.boundaries, residual, sinks)]
         seen = Counter()
@@ -244,14 +261,24 @@ def crop(state, models, lengths):
 
 
 def test_rolling_back_up_to_a_page_changes_nothing():
-    """From a settled state, any number of tokens up to a page comes and goes: pages, planes, raw tokens and ids are what they were."""
+    """From a settled state, any number of tokens up to a page comes and goes: pages, planes, raw tokens and ids are
+    what they were.
+    """
     group = group_of((Tier(num_tokens=2 * SIZE),), 4, 5)
     state = GroupState(group, {name: Ids(None) for name in group.pools})
     state.resize(1)
     for length in range(1, 12 * SIZE, 7):
         state.advance([7], True)
         (s,) = state.sequences
-        before = (s.length, s.sink[:], s.closed[:], s.closed_lengths[:], s.tail[:], s.tail_lengths[:], [p[:] for p in s.low])
+        before = (
+            s.length,
+            s.sink[:],
+            s.closed[:],
+            s.closed_lengths[:],
+            s.tail[:],
+            s.tail_lengths[:],
+            [p[:] for p in s.low],
+        )
         for n in (1, 3, SIZE):
             state.speculate()
             state.advance([n], True)
@@ -276,7 +303,9 @@ def test_demotion_costs_integers_only():
     spec = QuantSpec(format="int4", granularity=PerGroup(16))
     for head_dim in (16, 256):
         scheme = Scheme(name="z", key=spec, value=spec, page_size=SIZE, tiers=(Tier(num_tokens=8 * SIZE),))
-        cache = PagedCache(CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=1, head_dim=head_dim),), raw_dtype="float32"))
+        cache = PagedCache(
+            CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=1, head_dim=head_dim),), raw_dtype="float32")
+        )
         x = torch.randn(1, 10 * SIZE, 1, head_dim)
         cache.append(0, x, x)
         pool = cache.groups[0].pools["low0"]

@@ -1,4 +1,6 @@
-"""Schemes that quantize tokens as they come: nothing waits raw, nothing closes, and everything else holds as for other caches."""
+"""Schemes that quantize tokens as they come: nothing waits raw, nothing closes, and everything else holds as for other
+caches.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,25 @@ from kvbits.quant.rotary import turn_by
 from kvbits.spec import CacheSpec, LayerGeometry, Override, PerChannel, QuantSpec, Rotary, Scheme
 
 FULL = LayerGeometry(num_kv_heads=2, head_dim=64)
-LOCAL = ["int8", "int8_per_token", "int8_asym", "int8_centered", "fp8", "fp8_e5m2_keys", "int4", "int4_centered", "int8k_int4v", "raw"]
+LOCAL = [
+    "int8",
+    "int8_per_token",
+    "int8_asym",
+    "int8_centered",
+    "fp8",
+    "fp8_e5m2_keys",
+    "int4",
+    "int4_centered",
+    "int8k_int4v",
+    "raw",
+]
 
 
 def spec_of(name: str, *layers: LayerGeometry, **changes) -> CacheSpec:
     scheme = schemes.get(name, token_local=True, residual_length=0, **changes)
-    return CacheSpec(scheme=scheme, layers=layers or (FULL, dataclasses.replace(FULL, sliding_window=70)), raw_dtype="float32")
+    return CacheSpec(
+        scheme=scheme, layers=layers or (FULL, dataclasses.replace(FULL, sliding_window=70)), raw_dtype="float32"
+    )
 
 
 @pytest.mark.parametrize("name", LOCAL)
@@ -66,7 +81,11 @@ def test_values_are_the_dense_model_s():
         pair.check()
 
 
-@pytest.mark.parametrize("rotary", [None, Rotary(inv_freq=tuple(1e4 ** -(i / 16) for i in range(16)), pairs="interleaved")], ids=["plain", "rotary"])
+@pytest.mark.parametrize(
+    "rotary",
+    [None, Rotary(inv_freq=tuple(1e4 ** -(i / 16) for i in range(16)), pairs="interleaved")],
+    ids=["plain", "rotary"],
+)
 @pytest.mark.parametrize("backend", ["reference", pytest.param("auto", marks=needs_library)])
 def test_centred_pages_open_with_the_mean_of_the_page_before(backend, rotary):
     spec = spec_of("int4_centered", dataclasses.replace(FULL, rotary=rotary), page_size=32)
@@ -91,7 +110,10 @@ def test_centred_pages_open_with_the_mean_of_the_page_before(backend, rotary):
         for name, s in layout.sections.items():
             if found.tail_lengths[i] == 32 or name.endswith("_mean"):
                 part = slice(s.offset, s.offset + s.nbytes)
-                assert torch.equal(cache.groups[0].pools["tail"].block(page)[0][:, part], want.page(i)[:, part]), (i, name)
+                assert torch.equal(cache.groups[0].pools["tail"].block(page)[0][:, part], want.page(i)[:, part]), (
+                    i,
+                    name,
+                )
     k, _ = cache.dequantize(0, 0)
     assert len(k) == at
     served = " ".join(cache.explain()["ops"])
@@ -122,7 +144,10 @@ def test_saved_swapped_and_copied_pages_go_on_as_they_were(tmp_path):
             one.append(layer, k, k)
     for layer in (0, 1):
         for row in (0, 1):
-            assert all(torch.equal(a, b) for a, b in zip(cache.dequantize(layer, row), loaded.dequantize(layer, row), strict=True))
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(cache.dequantize(layer, row), loaded.dequantize(layer, row), strict=True)
+            )
 
 
 def test_a_fork_writes_to_its_own_copy_of_a_page_begun():
@@ -162,7 +187,9 @@ def test_clamped_numbers_are_counted_and_bad_ones_take_the_pass_back(backend):
 
 def test_overrides_may_be_raw_and_others_are_refused_with_the_way_out():
     int8, raw = QuantSpec(), QuantSpec.raw()
-    mixed = Scheme(name="mixed", key=int8, value=int8, token_local=True, overrides=(Override(layers=(0,), key=raw, value=raw),))
+    mixed = Scheme(
+        name="mixed", key=int8, value=int8, token_local=True, overrides=(Override(layers=(0,), key=raw, value=raw),)
+    )
     spec = CacheSpec(scheme=mixed, layers=(FULL, FULL), raw_dtype="float32")
     assert CacheSpec.from_json(spec.to_json()) == spec and all(g.fills_pages for g in spec.groups)
     pair = Pair(PagedCache(spec, backend="reference"))

@@ -22,9 +22,17 @@ KEY = QuantSpec(format="int8", granularity=PerChannel(), symmetric=False, static
 VALUE = QuantSpec(format="int4", granularity=PerGroup(8), static=True)
 SCHEME = Scheme(name="mine", key=KEY, value=VALUE, overrides=(Override(layers=(0,), key=QuantSpec.raw(), value=VALUE),))
 CONFIG = {
-    "model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
 
 
 def config(**changes):
@@ -35,7 +43,11 @@ def config(**changes):
 def calibration():
     layer = {"k_scale": torch.rand(2, 16) + 0.1, "k_bias": torch.randn(2, 16), "v_scale": torch.rand(2, 2) + 0.1}
     first = {"v_scale": torch.rand(2, 2) + 0.1}
-    return Calibration([first, layer, {k: v + 1 for k, v in layer.items()}], fingerprint(config(), SCHEME), {"percentile": 99.9, "model": "tiny"})
+    return Calibration(
+        [first, layer, {k: v + 1 for k, v in layer.items()}],
+        fingerprint(config(), SCHEME),
+        {"percentile": 99.9, "model": "tiny"},
+    )
 
 
 def test_round_trip_is_exact(calibration, tmp_path):
@@ -43,7 +55,9 @@ def test_round_trip_is_exact(calibration, tmp_path):
     calibration.save(path)
     found = Calibration.load(path)
     assert found.path == str(path) and found.to("cpu").path == found.path
-    assert found.id == calibration.id and found.info == calibration.info and found.fingerprint == calibration.fingerprint
+    assert (
+        found.id == calibration.id and found.info == calibration.info and found.fingerprint == calibration.fingerprint
+    )
     for a, b in zip(found.static, calibration.static, strict=True):
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     found.fitted(config(), SCHEME)
@@ -67,7 +81,9 @@ def test_saving_replaces_and_a_failed_save_keeps_the_old_file(calibration, tmp_p
 
 
 def test_the_id_names_scales_and_purpose(calibration):
-    other = Calibration([*calibration.static[:2], {k: v * 2 for k, v in calibration.static[2].items()}], calibration.fingerprint)
+    other = Calibration(
+        [*calibration.static[:2], {k: v * 2 for k, v in calibration.static[2].items()}], calibration.fingerprint
+    )
     elsewhere = Calibration(calibration.static, fingerprint(config(rms_norm_eps=1e-6), SCHEME))
     assert len({calibration.id, other.id, elsewhere.id}) == 3
     assert Calibration(calibration.static, calibration.fingerprint, {"other": "info"}).id == calibration.id
@@ -77,8 +93,14 @@ def test_the_id_names_scales_and_purpose(calibration):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters.rope_theta is 500000 here and 10000 in the calibration"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope.rope_parameters.factor is 4 here and absent"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            "rope_parameters.rope_theta is 500000 here and 10000 in the calibration",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+            "rope.rope_parameters.factor is 4 here and absent",
+        ),
         ({"hidden_size": 128}, "model.hidden_size is 128 here and 64 in the calibration"),
         ({"num_key_value_heads": 4}, r"geometry\[0\].num_kv_heads is 4 here and 2"),
         ({"sliding_window": 32}, r"geometry\[0\].sliding_window is 32 here and absent"),
@@ -87,15 +109,24 @@ def test_the_id_names_scales_and_purpose(calibration):
     ],
 )
 def test_another_model_is_refused(calibration, changes, message):
-    with pytest.raises(CalibrationError, match=rf"^this calibration was made for another model \(tiny\) \(.*{message}.*\); run `kvbits calibrate`"):
+    with pytest.raises(
+        CalibrationError,
+        match=rf"^this calibration was made for another model \(tiny\) \(.*{message}.*\); run `kvbits calibrate`",
+    ):
         calibration.fitted(config(**changes), SCHEME)
 
 
 @pytest.mark.parametrize(
     ("scheme", "message"),
     [
-        (dataclasses.replace(SCHEME, value=dataclasses.replace(VALUE, granularity=PerGroup(16))), r"specs\[1\].v.granularity.size is 16 here and 8"),
-        (dataclasses.replace(SCHEME, key=dataclasses.replace(KEY, symmetric=True)), r"specs\[1\].k.symmetric is True here and False"),
+        (
+            dataclasses.replace(SCHEME, value=dataclasses.replace(VALUE, granularity=PerGroup(16))),
+            r"specs\[1\].v.granularity.size is 16 here and 8",
+        ),
+        (
+            dataclasses.replace(SCHEME, key=dataclasses.replace(KEY, symmetric=True)),
+            r"specs\[1\].k.symmetric is True here and False",
+        ),
         (dataclasses.replace(SCHEME, value=dataclasses.replace(VALUE, static=False)), r"specs\[1\].v"),
         (dataclasses.replace(SCHEME, overrides=()), r"specs\[0\].k"),
     ],
@@ -105,24 +136,38 @@ def test_another_scheme_is_refused(calibration, scheme, message):
         calibration.fitted(config(), scheme)
     named = Calibration(calibration.static, calibration.fingerprint, {"scheme": "theirs"}, "scales.safetensors")
     with pytest.raises(
-        CalibrationError, match=r"^calibration scales.safetensors was made for scheme 'theirs', not 'mine'; run `kvbits calibrate` for this model and scheme$"
+        CalibrationError,
+        match=(
+            r"^calibration scales.safetensors was made for scheme 'theirs', not 'mine'; run `kvbits calibrate` for this"
+            r" model and scheme$"
+        ),
     ):
         named.fitted(config(), scheme)
     with pytest.raises(
-        CalibrationError, match=r"was made for another model and scheme 'theirs', not 'mine' \(model.hidden_size is 128 here and 64 in the calibration\); run"
+        CalibrationError,
+        match=(
+            r"was made for another model and scheme 'theirs', not 'mine' \(model.hidden_size is 128 here and 64 in the"
+            r" calibration\); run"
+        ),
     ):
         named.fitted(config(hidden_size=128), scheme)
 
 
 def test_what_does_not_change_scales_does_not_matter(calibration):
     calibration.fitted(
-        config(rms_norm_eps=1.0000000116e-5, use_cache=False), dataclasses.replace(SCHEME, residual_length=64, num_sink_tokens=4, page_size=32, name="x")
+        config(rms_norm_eps=1.0000000116e-5, use_cache=False),
+        dataclasses.replace(SCHEME, residual_length=64, num_sink_tokens=4, page_size=32, name="x"),
     )
 
 
 def test_many_differences_are_counted(calibration):
     with pytest.raises(CalibrationError, match="; model.vocab_size is 1 here and 64 in the calibration and 4 more"):
-        calibration.fitted(config(model_type="a", vocab_size=1, hidden_size=2, intermediate_size=3, rms_norm_eps=1.0, hidden_act="relu"), SCHEME)
+        calibration.fitted(
+            config(
+                model_type="a", vocab_size=1, hidden_size=2, intermediate_size=3, rms_norm_eps=1.0, hidden_act="relu"
+            ),
+            SCHEME,
+        )
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
@@ -134,7 +179,11 @@ def rewrite(path, metadata=None, **tensors):
 
     with safe_open(path, framework="pt") as f:
         meta = {**f.metadata(), **(metadata or {})}
-    data = {k: v for k, v in {**load_file(path), **{k.replace("__", "."): v for k, v in tensors.items()}}.items() if v is not None}
+    data = {
+        k: v
+        for k, v in {**load_file(path), **{k.replace("__", "."): v for k, v in tensors.items()}}.items()
+        if v is not None
+    }
     save_file(data, path, metadata={k: v for k, v in meta.items() if v is not None})
 
 
@@ -144,7 +193,11 @@ def rewrite(path, metadata=None, **tensors):
         ({"format": "other"}, {}, "not a kvbits calibration"),
         ({"version": "9"}, {}, "version 9, this kvbits reads 3"),
         ({"fingerprint": "{"}, {}, "damaged metadata"),
-        ({"fingerprint": json.dumps({"specs": [{"k": {"type": "Nothing"}}], "geometry": [{"num_kv_heads": 1}]})}, {}, "damaged metadata"),
+        (
+            {"fingerprint": json.dumps({"specs": [{"k": {"type": "Nothing"}}], "geometry": [{"num_kv_heads": 1}]})},
+            {},
+            "damaged metadata",
+        ),
         ({"info": None}, {}, "damaged metadata"),
         ({"info": "[]"}, {}, "damaged metadata"),
         ({"fingerprint": json.dumps({"specs": [3], "geometry": [3]})}, {}, "damaged metadata"),
@@ -181,7 +234,10 @@ def test_truncated_missing_and_plain_files_are_refused(calibration, tmp_path):
 
 def test_reading_a_calibration_needs_no_transformers():
     code = "from kvbits.calibrate import Calibration, Ranges; import sys; print('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "False"
+    )
     with pytest.raises(AttributeError, match="has no attribute 'nothing'; it has Calibration"):
         _ = kvbits.calibrate.nothing
 
@@ -199,10 +255,16 @@ def test_a_calibration_prints_in_a_line(calibration, tmp_path):
     assert repr(calibration) == f"<Calibration {calibration.id}: ? of tiny, 3 layers, 0 tokens>"
     calibration.info.update(scheme="mine", tokens=4096, text="novel-end")
     calibration.save(tmp_path / "c")
-    assert str(Calibration.load(tmp_path / "c")) == f"<Calibration {calibration.id}: mine of tiny, 3 layers, 4,096 tokens on novel-end, {tmp_path / 'c'}>"
+    assert (
+        str(Calibration.load(tmp_path / "c"))
+        == f"<Calibration {calibration.id}: mine of tiny, 3 layers, 4,096 tokens on novel-end, {tmp_path / 'c'}>"
+    )
 
 
 def test_a_scheme_that_needs_none_is_told_so(calibration):
     plain = Scheme(name="plain", key=QuantSpec.raw(), value=QuantSpec.raw())
-    with pytest.raises(CalibrationError, match="scheme 'plain' needs no calibration: it takes its scales from each page.*leave calibration out"):
+    with pytest.raises(
+        CalibrationError,
+        match="scheme 'plain' needs no calibration: it takes its scales from each page.*leave calibration out",
+    ):
         calibration.fitted(config(), plain)

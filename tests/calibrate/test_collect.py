@@ -16,7 +16,14 @@ from kvbits.spec import CacheSpec, Override, PerChannel, PerGroup, PerTensor, Qu
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def tiny(model_type="llama", **fields):
@@ -44,7 +51,9 @@ def stored(model, batch, **kw):
 STATIC = {
     "per_tensor": QuantSpec(format="fp8_e4m3", granularity=PerTensor(), static=True, scale_dtype="float32"),
     "per_group": QuantSpec(format="int8", granularity=PerGroup(16), static=True, scale_dtype="float32"),
-    "per_channel": QuantSpec(format="int4", granularity=PerChannel(), symmetric=False, static=True, scale_dtype="float32"),
+    "per_channel": QuantSpec(
+        format="int4", granularity=PerChannel(), symmetric=False, static=True, scale_dtype="float32"
+    ),
 }
 
 
@@ -134,7 +143,9 @@ def test_a_saved_calibration_serves_a_cache_of_the_same_model_only(model, tmp_pa
     calibrate(model, prompts(8, 80), scheme, percentile=100).save(path)
     calibration = Calibration.load(path)
     calibration.fitted(model.config, scheme)
-    cache = PagedCache(CacheSpec(scheme=scheme, layers=layers, raw_dtype="float32"), static=calibration.static, backend="reference")
+    cache = PagedCache(
+        CacheSpec(scheme=scheme, layers=layers, raw_dtype="float32"), static=calibration.static, backend="reference"
+    )
     batch = prompts(8, 80)[0][:1]
     seen = stored(model, batch)
     cache.begin(1, 80)
@@ -171,12 +182,22 @@ def test_scales_serve_generation_and_the_kvbits_attention_can_stay_on(model):
     ("given", "kwargs", "error", "message"),
     [
         ([], {}, DataError, "0 prompts or windows of a text leave no token"),
-        ([[1, 2]], {"skip_tokens": 2}, DataError, "1 prompt or windows of a text leave no token behind the 2 that are skipped"),
+        (
+            [[1, 2]],
+            {"skip_tokens": 2},
+            DataError,
+            "1 prompt or windows of a text leave no token behind the 2 that are skipped",
+        ),
         ([[1, 2]], {"skip_tokens": -1}, SpecError, "skip_tokens=-1 is negative"),
         ([[1, 2]], {"percentile": 50}, SpecError, "percentile=50 is outside"),
         ([[]], {}, DataError, "token ids"),
         ([torch.zeros(2, 2)], {}, DataError, "token ids"),
-        ([{"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.ones(1, 2)}], {}, DataError, r"attention_mask has shape \(1, 2\)"),
+        (
+            [{"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.ones(1, 2)}],
+            {},
+            DataError,
+            r"attention_mask has shape \(1, 2\)",
+        ),
     ],
 )
 def test_bad_prompts_are_refused(model, given, kwargs, error, message):
@@ -252,15 +273,25 @@ def test_short_texts_give_fewer_or_shorter_windows():
         prompts_from_text(Letters(), "")
 
 
-@pytest.mark.parametrize(("kwargs", "message"), [({"num_prompts": 0}, "num_prompts=0"), ({"length": 1}, "length=1"), ({"batch_size": 0}, "batch_size=0")])
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [({"num_prompts": 0}, "num_prompts=0"), ({"length": 1}, "length=1"), ({"batch_size": 0}, "batch_size=0")],
+)
 def test_bad_counts_are_refused(kwargs, message):
     with pytest.raises(SpecError, match=message):
         prompts_from_text(Letters(), TEXT, **kwargs)
 
 
-@pytest.mark.parametrize("native, memory, seen", [(False, 1 << 40, torch.float32), (False, 0, torch.bfloat16), (True, 1 << 40, torch.bfloat16)])
-def test_bases_of_16_bit_weights_are_measured_in_float32_where_the_cpu_multiplies_them_slowly(monkeypatch, native, memory, seen):
-    """bfloat16 on a CPU without instructions for it runs at a tenth of float32's rate; the weights afterwards are the same tensors as before."""
+@pytest.mark.parametrize(
+    "native, memory, seen",
+    [(False, 1 << 40, torch.float32), (False, 0, torch.bfloat16), (True, 1 << 40, torch.bfloat16)],
+)
+def test_bases_of_16_bit_weights_are_measured_in_float32_where_the_cpu_multiplies_them_slowly(
+    monkeypatch, native, memory, seen
+):
+    """bfloat16 on a CPU without instructions for it runs at a tenth of float32's rate; the weights afterwards are the
+    same tensors as before.
+    """
     from kvbits.calibrate import observe
 
     monkeypatch.setattr(observe.runs, "has_bfloat16", lambda: native)
@@ -268,7 +299,9 @@ def test_bases_of_16_bit_weights_are_measured_in_float32_where_the_cpu_multiplie
     model = tiny("qwen2", tie_word_embeddings=True).bfloat16()
     before = {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
     during = []
-    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: during.append((module.up_proj.weight.dtype, args[0].dtype)))
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(
+        lambda module, args: during.append((module.up_proj.weight.dtype, args[0].dtype))
+    )
     found = calibrate(model, prompts(), schemes.get("klt4", head_dim=16))
     assert set(during) == {(seen, seen)}
     assert {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()} == before

@@ -102,7 +102,11 @@ def test_nothing_is_made_where_that_is_said(folder, home):
 
 def test_a_model_without_a_tokenizer_is_told_the_way_out(home):
     with pytest.raises(
-        CalibrationError, match=r"this LlamaForCausalLM was built in memory, .*pass calibration=kvbits.calibrate.calibrate\(model, prompts, scheme\)"
+        CalibrationError,
+        match=(
+            r"this LlamaForCausalLM was built in memory, .*pass calibration=kvbits.calibrate.calibrate\(model, prompts,"
+            r" scheme\)"
+        ),
     ):
         KVCache.for_model(tiny.model(), "klt4")
 
@@ -121,7 +125,11 @@ def test_a_damaged_file_is_made_again(folder, made, home, capsys):
 
 def calibrate(folder, *options):
     return subprocess.Popen(
-        [sys.executable, "-m", "kvbits", "calibrate", folder, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ.copy()
+        [sys.executable, "-m", "kvbits", "calibrate", folder, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ.copy(),
     )
 
 
@@ -178,14 +186,21 @@ def test_the_command_keeps_it_too(folder, home):
     assert f"wrote {file} (id {kept.Calibration.load(file).id})" in out, err
     written = file.stat().st_mtime_ns
     out, err = calibrate(folder).communicate(timeout=120)
-    assert f"kept already, nothing was made: {file}" in out and "bases" not in err and file.stat().st_mtime_ns == written
+    assert (
+        f"kept already, nothing was made: {file}" in out and "bases" not in err and file.stat().st_mtime_ns == written
+    )
     process = calibrate(folder, "--text", "novel", "--windows", "16", "--length", "512")
-    assert "is kept already, of another text and length (novel+code, 16 windows of" in process.communicate(timeout=120)[1]
+    assert (
+        "is kept already, of another text and length (novel+code, 16 windows of" in process.communicate(timeout=120)[1]
+    )
     assert process.returncode and file.stat().st_mtime_ns == written
     calibrate(folder, "--force", "--text", "novel").communicate(timeout=120)
     assert file.stat().st_mtime_ns != written and kept.Calibration.load(file).info["text"] == "novel"
     process = calibrate(folder, "--scheme", "int8_static")
-    assert "only calibrations of bases are kept by model; give --out FILE.safetensors for int8_static" in process.communicate()[1]
+    assert (
+        "only calibrations of bases are kept by model; give --out FILE.safetensors for int8_static"
+        in process.communicate()[1]
+    )
     assert process.returncode
 
 
@@ -203,7 +218,22 @@ def test_eval_takes_what_is_kept_where_it_saw_no_text_that_is_measured_on(folder
     wanted = fitting([kept.Calibration.load(file)], load_model(folder)[0].config, schemes.PRESETS["klt3"])
 
     def evaluated(out, *more):
-        command = [sys.executable, "-m", "kvbits", "eval", folder, "--schemes", "klt3", "--out", str(tmp_path / out), "--name", "m", "--threads", "1", *more]
+        command = [
+            sys.executable,
+            "-m",
+            "kvbits",
+            "eval",
+            folder,
+            "--schemes",
+            "klt3",
+            "--out",
+            str(tmp_path / out),
+            "--name",
+            "m",
+            "--threads",
+            "1",
+            *more,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         (path,) = (tmp_path / out / "m").glob("*/klt3.json")
@@ -216,4 +246,6 @@ def test_eval_takes_what_is_kept_where_it_saw_no_text_that_is_measured_on(folder
     assert "calibrated on the second half of the novel" in said and found["info"]["calibration"]["text"] == "novel-end"
     shutil.copytree(tmp_path / "b" / "m" / "calibration", tmp_path / "c" / "m" / "calibration")
     said, found = evaluated("c", "--tasks", "copying", "--contexts", "300")
-    assert found["info"]["calibration"]["text"] == "novel-end" and "calibrated before" not in said, "an earlier run's own goes on"
+    assert found["info"]["calibration"]["text"] == "novel-end" and "calibrated before" not in said, (
+        "an earlier run's own goes on"
+    )

@@ -1,4 +1,6 @@
-"""Calibrated bases: what the moments say about made-up data, degenerate ones, tiny models from calibration to cache, foreign models, damaged files."""
+"""Calibrated bases: what the moments say about made-up data, degenerate ones, tiny models from calibration to cache,
+foreign models, damaged files.
+"""
 
 import dataclasses
 import math
@@ -35,7 +37,9 @@ def correlated(tokens, heads, seed):
     """Tokens of channels that move together, with a bias."""
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(heads, DIM, DIM, generator=generator) * torch.logspace(1, -2, DIM)
-    return torch.einsum("thd,hde->the", torch.randn(tokens, heads, DIM, generator=generator), mix.mT) + 5 * torch.randn(heads, DIM, generator=generator)
+    return torch.einsum("thd,hde->the", torch.randn(tokens, heads, DIM, generator=generator), mix.mT) + 5 * torch.randn(
+        heads, DIM, generator=generator
+    )
 
 
 def seen(q, k, tokens=None):
@@ -60,12 +64,16 @@ def test_channels_of_the_basis_are_uncorrelated_sorted_and_as_wide_as_their_step
     covariance = y.mT @ y / y.shape[1]
     spread = covariance.diagonal(dim1=-2, dim2=-1).sqrt() * banded.steps(KEY, DIM)
     assert torch.allclose(spread, torch.ones_like(spread), atol=1e-3)
-    off = covariance / (covariance.diagonal(dim1=-2, dim2=-1).sqrt()[:, None] * covariance.diagonal(dim1=-2, dim2=-1).sqrt()[:, :, None])
+    off = covariance / (
+        covariance.diagonal(dim1=-2, dim2=-1).sqrt()[:, None] * covariance.diagonal(dim1=-2, dim2=-1).sqrt()[:, :, None]
+    )
     assert (off - torch.eye(DIM)).abs().max() < 1e-3
 
 
 def test_what_calibration_keeps_is_multiplied_without_rounding():
-    """Queries far longer in one direction than in the others come out of the basis' inverse by cancellation: float16 numbers must be its own, not near it."""
+    """Queries far longer in one direction than in the others come out of the basis' inverse by cancellation: float16
+    numbers must be its own, not near it.
+    """
     q = correlated(1920, 4, 0) + 300 * torch.randn(DIM, generator=torch.Generator().manual_seed(5))
     basis = seen(q, correlated(1920, 2, 1)).basis()
     exact = torch.linalg.inv(basis.double())
@@ -77,10 +85,19 @@ def test_what_calibration_keeps_is_multiplied_without_rounding():
 
 
 def test_scores_lose_less_than_in_the_channels_as_they_are():
-    """At equal bits on keys the calibration never saw, read from further than it was long: against the same codes in a basis that only scales channels."""
+    """At equal bits on keys the calibration never saw, read from further than it was long: against the same codes in a
+    basis that only scales channels.
+    """
     freq = torch.tensor(ROTARY.frequencies(DIM))
-    q, k = turn(correlated(1920, 4, 0).transpose(0, 1), torch.arange(1920), freq).transpose(0, 1), correlated(1920, 2, 1)
-    fresh_q = turn(correlated(256, 4, 0).transpose(0, 1), 1000 + 20 * torch.arange(256), freq).transpose(0, 1).unflatten(1, (2, 2))
+    q, k = (
+        turn(correlated(1920, 4, 0).transpose(0, 1), torch.arange(1920), freq).transpose(0, 1),
+        correlated(1920, 2, 1),
+    )
+    fresh_q = (
+        turn(correlated(256, 4, 0).transpose(0, 1), 1000 + 20 * torch.arange(256), freq)
+        .transpose(0, 1)
+        .unflatten(1, (2, 2))
+    )
     fresh_k = correlated(64, 2, 1)
     layout = PageLayout(key=KEY, value=QuantSpec.raw(), page_size=64, num_kv_heads=2, head_dim=DIM, raw_dtype="float32")
     plain = torch.diag_embed(1 / (k.unflatten(0, (30, 64)).std(1).mean(0) * banded.steps(KEY, DIM)))
@@ -135,9 +152,18 @@ def test_texts_may_be_seen_one_after_the_other():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda q, k: (q[:100], k[:100]), r"kv head [01] of layer 3: 36 tokens were seen, too little for a basis of 64 channels"),
-        (lambda q, k: (q, k * torch.tensor([1.0, 0.0])[:, None]), r"kv head 1 of layer 3: its queries or keys are all zero"),
-        (lambda q, k: (q * torch.tensor([1.0, 1.0, 0.0, 0.0])[:, None], k), r"kv head 1 of layer 3: its queries or keys are all zero"),
+        (
+            lambda q, k: (q[:100], k[:100]),
+            r"kv head [01] of layer 3: 36 tokens were seen, too little for a basis of 64 channels",
+        ),
+        (
+            lambda q, k: (q, k * torch.tensor([1.0, 0.0])[:, None]),
+            r"kv head 1 of layer 3: its queries or keys are all zero",
+        ),
+        (
+            lambda q, k: (q * torch.tensor([1.0, 1.0, 0.0, 0.0])[:, None], k),
+            r"kv head 1 of layer 3: its queries or keys are all zero",
+        ),
     ],
 )
 def test_moments_that_say_too_little_name_the_head_and_still_give_a_basis(change, why):
@@ -153,7 +179,8 @@ def test_nan_in_keys_is_an_error_that_names_the_layer():
         seen(correlated(64, 4, 0), correlated(64, 2, 1) * torch.nan)
 
 
-# -- models -----------------------------------------------------------------------------------------------------------------
+# -- models
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -165,12 +192,16 @@ def model():
 def calibrations(model):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return dict(zip(("klt4", "klt3", "klt2"), calibrate_all(model, prompts(8, 300), ["klt4", "klt3", "klt2"]), strict=True))
+        return dict(
+            zip(("klt4", "klt3", "klt2"), calibrate_all(model, prompts(8, 300), ["klt4", "klt3", "klt2"]), strict=True)
+        )
 
 
 def test_a_calibration_holds_one_basis_a_layer_and_comes_back_from_its_file(model, calibrations, tmp_path):
     found = calibrations["klt3"]
-    assert [{k: tuple(v.shape) for k, v in layer.items()} for layer in found.static] == [{"k_basis": (2, 64, 64), "k_mean": (2, 2, 64)}] * 2
+    assert [{k: tuple(v.shape) for k, v in layer.items()} for layer in found.static] == [
+        {"k_basis": (2, 64, 64), "k_mean": (2, 2, 64)}
+    ] * 2
     path = tmp_path / "c.safetensors"
     found.save(path)
     again = Calibration.load(path)
@@ -198,7 +229,11 @@ def test_attention_is_the_models_own_again_after_calibration(model):
 
 def test_fewer_bits_cost_more_and_the_packed_cache_agrees_with_the_simulated_one(model, calibrations):
     ids = torch.randint(3, len(tiny.ALPHABET), (420,), generator=torch.Generator().manual_seed(2))
-    factories = [factory(model, name, calibration=lambda s: calibrations[s.name], simulate=s) for name in calibrations for s in (False, True)]
+    factories = [
+        factory(model, name, calibration=lambda s: calibrations[s.name], simulate=s)
+        for name in calibrations
+        for s in (False, True)
+    ]
     caches = {"base": factory(model, "raw").make(1, 420)} | {f.name: f.make(1, 420) for f in factories}
     found = compare(model, caches, ids, first=0, chunk=60)
     kl = {name: found[name].kl_mean for name in caches}
@@ -243,7 +278,8 @@ def test_a_saved_cache_brings_its_basis_along(model, calibrations, tmp_path):
     assert torch.equal(a, b)
 
 
-# -- refusals -----------------------------------------------------------------------------------------------------------------
+# -- refusals
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def other(model, **changes):
@@ -262,7 +298,9 @@ def other(model, **changes):
 )
 def test_another_model_is_refused_with_what_differs(model, calibrations, changes, words):
     with pytest.raises(CalibrationError, match=f"made for another model.*{words}"):
-        calibrations["klt2"].fitted(other(model, **changes).config, schemes.get("klt2", head_dim=changes.get("head_dim", 64)))
+        calibrations["klt2"].fitted(
+            other(model, **changes).config, schemes.get("klt2", head_dim=changes.get("head_dim", 64))
+        )
 
 
 @pytest.mark.parametrize("name", ["klt3", "klt2"])
@@ -270,12 +308,23 @@ def test_one_of_a_scheme_serves_all_widths(model, calibrations, name):
     """The same directions in other steps: within the float16 numbers of its inverse what the scheme gets for itself."""
     scheme = schemes.get(name, head_dim=64)
     found, own = calibrations["klt4"].fitted(model.config, scheme), calibrations[name]
-    assert found.fingerprint == own.fingerprint and found.info["scheme"] == name and found is calibrations["klt4"].fitted(model.config, scheme)
+    assert (
+        found.fingerprint == own.fingerprint
+        and found.info["scheme"] == name
+        and found is calibrations["klt4"].fitted(model.config, scheme)
+    )
     for ours, theirs in zip(found.static, own.static, strict=True):
-        torch.testing.assert_close(ours["k_basis"], theirs["k_basis"], rtol=0, atol=4e-3 * theirs["k_basis"].abs().max().item())
+        torch.testing.assert_close(
+            ours["k_basis"], theirs["k_basis"], rtol=0, atol=4e-3 * theirs["k_basis"].abs().max().item()
+        )
         assert torch.equal(ours["k_mean"], theirs["k_mean"])
-    part = dataclasses.replace(scheme, name="part", overrides=(Override(layers=(1,), key=QuantSpec(), value=QuantSpec()),))
-    assert [sorted(layer) for layer in calibrations["klt4"].fitted(model.config, part).static] == [["k_basis", "k_mean"], []]
+    part = dataclasses.replace(
+        scheme, name="part", overrides=(Override(layers=(1,), key=QuantSpec(), value=QuantSpec()),)
+    )
+    assert [sorted(layer) for layer in calibrations["klt4"].fitted(model.config, part).static] == [
+        ["k_basis", "k_mean"],
+        [],
+    ]
     assert KVCache.for_model(model, name, calibration=calibrations["klt4"]).pages is not None
 
 

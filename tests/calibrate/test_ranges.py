@@ -1,4 +1,6 @@
-"""Streamed percentiles equal those of all the data at once, whatever the chunks; scales are those the quantizer would choose."""
+"""Streamed percentiles equal those of all the data at once, whatever the chunks; scales are those the quantizer would
+choose.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from kvbits.quant.qparams import QParams, dequantize, quantize
 from kvbits.spec import PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
 
 GRANULARITIES = [PerTensor(), PerGroup(8), PerGroup(16), PerChannel()]
-FORMATS = [("nuq4", False), ("int8", True), ("int8", False), ("int4", True), ("int4", False), ("fp8_e4m3", True), ("fp8_e5m2", True)]
+FORMATS = [
+    ("nuq4", False),
+    ("int8", True),
+    ("int8", False),
+    ("int4", True),
+    ("int4", False),
+    ("fp8_e4m3", True),
+    ("fp8_e5m2", True),
+]
 H, D = 3, 16
 
 
@@ -100,7 +110,10 @@ def test_scales_have_the_stores_shape_and_cover_the_range(fmt, symmetric, granul
         params = dataclasses.replace(params, codebook=torch.linspace(-1, 1, 2**spec.bits).expand(H, -1))
     codes, outside = quantize(pages, spec, params)
     assert not outside.any()
-    step = found["scale"].max() * {"int": 1, "float": spec.number_format.max_value / 4, "codebook": 1 / 7}[spec.number_format.kind]
+    step = (
+        found["scale"].max()
+        * {"int": 1, "float": spec.number_format.max_value / 4, "codebook": 1 / 7}[spec.number_format.kind]
+    )
     assert (dequantize(codes, spec, params) - pages).abs().max() <= step
 
 
@@ -125,7 +138,9 @@ def test_constant_data_has_usable_scales(value, symmetric):
     found = r.qparams()
     assert bool((found["scale"] > 0).all())
     params = QParams(found["scale"], found.get("bias"))
-    assert torch.allclose(dequantize(quantize(x.transpose(0, 1), spec, params)[0], spec, params), x.transpose(0, 1), rtol=1e-6)
+    assert torch.allclose(
+        dequantize(quantize(x.transpose(0, 1), spec, params)[0], spec, params), x.transpose(0, 1), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -23,7 +23,9 @@ def as_conda(requirements):
 def test_version_and_build():
     assert RECIPE["schema_version"] == 1 and RECIPE["context"]["version"] == kvbits.__version__
     assert set(as_conda(PYPROJECT["build-system"]["requires"])) <= set(RECIPE["requirements"]["host"])
-    assert RECIPE["build"]["python"]["version_independent"] == (PYPROJECT["tool"]["scikit-build"]["wheel"]["py-api"] == "py3")
+    assert RECIPE["build"]["python"]["version_independent"] == (
+        PYPROJECT["tool"]["scikit-build"]["wheel"]["py-api"] == "py3"
+    )
 
 
 def test_dependencies_and_what_extras_may_be_beside_it():
@@ -34,10 +36,19 @@ def test_dependencies_and_what_extras_may_be_beside_it():
 
 
 def test_the_command():
-    assert RECIPE["build"]["python"]["entry_points"] == [f"{name} = {home}" for name, home in PROJECT["scripts"].items()]
+    assert RECIPE["build"]["python"]["entry_points"] == [
+        f"{name} = {home}" for name, home in PROJECT["scripts"].items()
+    ]
 
 
 def test_what_it_says_about_the_project():
     about = RECIPE["about"]
-    assert (about["summary"], about["license"], about["license_file"]) == (PROJECT["description"], PROJECT["license"], PROJECT["license-files"])
-    assert (about["repository"], about["documentation"]) == (PROJECT["urls"]["Repository"], PROJECT["urls"]["Documentation"])
+    assert (about["summary"], about["license"], about["license_file"]) == (
+        PROJECT["description"],
+        PROJECT["license"],
+        PROJECT["license-files"],
+    )
+    assert (about["repository"], about["documentation"]) == (
+        PROJECT["urls"]["Repository"],
+        PROJECT["urls"]["Documentation"],
+    )

@@ -6,9 +6,25 @@ import kvbits
 from kvbits import errors
 
 EXPORTS = {
-    "CacheSpec", "Calibration", "KVCache", "KvbitsError", "LayerGeometry", "Override", "PagedCache", "PerChannel", "PerGroup", "PerTensor", "PerToken",
-    "PrefixStore", "QuantSpec", "Scheme", "__version__", "graphed", "load_model", "schemes",
-}  # fmt: skip
+    "CacheSpec",
+    "Calibration",
+    "KVCache",
+    "KvbitsError",
+    "LayerGeometry",
+    "Override",
+    "PagedCache",
+    "PerChannel",
+    "PerGroup",
+    "PerTensor",
+    "PerToken",
+    "PrefixStore",
+    "QuantSpec",
+    "Scheme",
+    "__version__",
+    "graphed",
+    "load_model",
+    "schemes",
+}
 
 
 def test_the_package_exports_exactly_what_it_promises():
@@ -27,7 +43,11 @@ def test_unknown_names_are_attribute_errors():
 
 
 def test_every_error_is_a_kvbits_error_and_drawn_in_the_docstring():
-    classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, Exception) and not issubclass(c, Warning)]
+    classes = [
+        c
+        for c in vars(errors).values()
+        if isinstance(c, type) and issubclass(c, Exception) and not issubclass(c, Warning)
+    ]
     assert len(classes) > 5
     for c in classes:
         assert issubclass(c, errors.KvbitsError)

@@ -34,14 +34,18 @@ def test_e(broken): pass
 
 
 def test_a_pass_covers_every_file_with_gpu_tests():
-    found = run_gpu.gpu_files() - {"tests/studies/test_int8_paper.py", "tests/contracts/test_gpu_pass.py"}  # the former: its backend's name only
+    # the former: its backend's name only
+    found = run_gpu.gpu_files() - {"tests/studies/test_int8_paper.py", "tests/contracts/test_gpu_pass.py"}
     assert found == set(run_gpu.FILES)
 
 
 def test_passes_are_appended_with_counts_failures_and_reasons(tmp_path):
     (tmp_path / "test_some.py").write_text(TESTS)
     out = tmp_path / "gpu_tests.json"
-    code = f"import sys, pathlib, run_gpu; sys.exit(run_gpu.run(['test_some.py'], pathlib.Path({str(out)!r}), ['-p', 'no:cacheprovider'], ['test_some.py']))"
+    code = (
+        f"import sys, pathlib, run_gpu; sys.exit(run_gpu.run(['test_some.py'], pathlib.Path({str(out)!r}), ['-p',"
+        " 'no:cacheprovider'], ['test_some.py']))"
+    )
     env = os.environ | {"PYTHONPATH": str(Path(run_gpu.__file__).parent), "KVBITS_COMMIT": "0123abc"}
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)

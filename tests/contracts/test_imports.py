@@ -25,7 +25,11 @@ LAYERS = [
     {"cli", "__main__"},
 ]
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
-UPWARD = {"integrations/engine/calibrated.py": "calibrate", "integrations/vllm/observe.py": "calibrate", "integrations/huggingface.py": "calibrate"}
+UPWARD = {
+    "integrations/engine/calibrated.py": "calibrate",
+    "integrations/vllm/observe.py": "calibrate",
+    "integrations/huggingface.py": "calibrate",
+}
 """Both doors find or make what a model's keys need: nobody above them is asked for it."""
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
 
@@ -67,7 +71,9 @@ def test_no_module_imports_from_a_layer_above_its_own(path):
     if mine == "literature" and path.stem != "schemes":
         mine = "calibrate"  # its presets are looked up early, its calibration is used late
     assert mine in LEVEL, f"{mine} has no place in the import order; docs/internals/architecture.md lists it"
-    above = {p for p in imported_parts(path) if LEVEL.get(p, 99) > LEVEL[mine]} - {UPWARD.get(str(path.relative_to(ROOT)))}
+    above = {p for p in imported_parts(path) if LEVEL.get(p, 99) > LEVEL[mine]} - {
+        UPWARD.get(str(path.relative_to(ROOT)))
+    }
     assert not above, f"{path.relative_to(ROOT)} imports {', '.join(sorted(above))} from above its layer"
 
 
@@ -76,7 +82,11 @@ def test_the_core_does_not_import_the_literature():
     early, late = set(), set()
     for path in FILES:
         if part_of(path) != "literature" and "literature" in imported_parts(path):
-            at_top = any("literature" in ast.unparse(n) for n in ast.parse(path.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom))
+            at_top = any(
+                "literature" in ast.unparse(n)
+                for n in ast.parse(path.read_text()).body
+                if isinstance(n, ast.Import | ast.ImportFrom)
+            )
             (early if at_top else late).add(str(path.relative_to(ROOT)))
     assert (early, late) == ({"schemes.py"}, {"calibrate/collect.py"})
 
@@ -94,9 +104,16 @@ def modules_imported(path: Path) -> set[Path]:
     """Files of kvbits that a file imports from, for types or for real, anywhere in it."""
     package, found = path.relative_to(ROOT).parts[:-1], set()
     for node in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom) and n.level):
-        folder = ROOT.joinpath(*package[: len(package) - node.level + 1], *(node.module.split(".") if node.module else []))
+        folder = ROOT.joinpath(
+            *package[: len(package) - node.level + 1], *(node.module.split(".") if node.module else [])
+        )
         for alias in node.names:
-            candidates = (folder / f"{alias.name}.py", folder / alias.name / "__init__.py", folder.with_suffix(".py"), folder / "__init__.py")
+            candidates = (
+                folder / f"{alias.name}.py",
+                folder / alias.name / "__init__.py",
+                folder.with_suffix(".py"),
+                folder / "__init__.py",
+            )
             found.update([next(p for p in candidates if p.exists())])
     return found - {path}
 
@@ -112,8 +129,17 @@ def test_the_modules_of_the_package_form_no_circle():
 
 
 def loaded_by(statement: str) -> set[str]:
-    code = f"{statement}\nimport sys\nprint(' '.join(m for m in ('torch', 'transformers', 'numpy', 'safetensors') if m in sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(ROOT.parent), "PATH": ""})
+    code = (
+        f"{statement}\nimport sys\nprint(' '.join(m for m in ('torch', 'transformers', 'numpy', 'safetensors') if m in"
+        " sys.modules))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(ROOT.parent), "PATH": ""},
+    )
     return set(out.stdout.split())
 
 
@@ -141,9 +167,14 @@ sys.meta_path.insert(0, Absent())
 """
 """What `pip install kvbits` alone leaves a machine with."""
 CONFIG = {
-    "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
     "vocab_size": 1000,
-}  # fmt: skip
+}
 
 
 def without_torch(code: str) -> subprocess.CompletedProcess[str]:
@@ -153,7 +184,21 @@ def without_torch(code: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "command",
     [
-        ["plan", "--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--gpu-memory", "H100", "--weights", "16GB", "--scheme", "all"],
+        [
+            "plan",
+            "--layers",
+            "32",
+            "--kv-heads",
+            "8",
+            "--head-dim",
+            "128",
+            "--gpu-memory",
+            "H100",
+            "--weights",
+            "16GB",
+            "--scheme",
+            "all",
+        ],
         ["plan", "config.json", "--gpu-memory", "24GB", "--engine", "vllm"],
         ["schemes"],
         ["report", "RESULTS", "--html", "page.html", "--markdown", "tables.md"],
@@ -172,12 +217,21 @@ def test_what_needs_no_torch_runs_without_it(command, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "code, said",
     [
-        ("import kvbits; kvbits.PagedCache", "this needs torch, which is not installed; run `pip install 'kvbits[torch]'`"),
+        (
+            "import kvbits; kvbits.PagedCache",
+            "this needs torch, which is not installed; run `pip install 'kvbits[torch]'`",
+        ),
         ("import kvbits; kvbits.KVCache", "this needs torch, which is not installed; run `pip install 'kvbits[hf]'`"),
-        ("from kvbits.cli import main\nsys.argv[1:] = ['demo']\nmain()", "this needs torch, which is not installed; run `pip install 'kvbits[hf]'`"),
-        ("from kvbits.cli import main\nsys.argv[1:] = ['plan', 'org/model']\nmain()", "this needs huggingface_hub, which is not installed; run `pip install huggingface_hub`"),
+        (
+            "from kvbits.cli import main\nsys.argv[1:] = ['demo']\nmain()",
+            "this needs torch, which is not installed; run `pip install 'kvbits[hf]'`",
+        ),
+        (
+            "from kvbits.cli import main\nsys.argv[1:] = ['plan', 'org/model']\nmain()",
+            "this needs huggingface_hub, which is not installed; run `pip install huggingface_hub`",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_needs_more_says_what_to_install(code, said):
     done = without_torch(code)
     assert done.returncode and done.stderr.splitlines()[-1].endswith(said), done.stderr

@@ -19,7 +19,9 @@ def test_files_of_others_are_named_with_their_licence():
     """A file under src that carries somebody's copyright line is in NOTICE."""
     notice = (ROOT / "NOTICE").read_text()
     for path in (ROOT / "src").rglob("*"):
-        if path.suffix in {".py", ".js", ".css", ".md", ".h", ".cu", ".cuh", ".cpp"} and re.search(r"copyright \(c\)|@license", path.read_text(), re.I):
+        if path.suffix in {".py", ".js", ".css", ".md", ".h", ".cu", ".cuh", ".cpp"} and re.search(
+            r"copyright \(c\)|@license", path.read_text(), re.I
+        ):
             assert str(path.relative_to(ROOT)) in notice, path
     assert (ROOT / "src/kvbits/evaluate/data/pride_and_prejudice.txt").exists() and "pride_and_prejudice.txt" in notice
 

@@ -1,4 +1,6 @@
-"""Every scheme of the core is served by native kernels on CPUs and on GPUs: decoding, chunks past the pages, pages that close, tokens that are appended."""
+"""Every scheme of the core is served by native kernels on CPUs and on GPUs: decoding, chunks past the pages, pages that
+close, tokens that are appended.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ NATIVE = {"decode", "chunk", "close", "append"}
 
 def layout_of(name, head_dim=128, raw_dtype="bfloat16"):
     scheme = schemes.get(name, head_dim=head_dim)
-    return PageLayout(key=scheme.key, value=scheme.value, page_size=scheme.page_size, num_kv_heads=8, head_dim=head_dim, raw_dtype=raw_dtype)
+    return PageLayout(
+        key=scheme.key,
+        value=scheme.value,
+        page_size=scheme.page_size,
+        num_kv_heads=8,
+        head_dim=head_dim,
+        raw_dtype=raw_dtype,
+    )
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -45,7 +54,9 @@ def test_the_table_gives_reasons():
 
 
 def test_it_is_printed_without_a_gpu():
-    out = subprocess.run([sys.executable, "-m", "kvbits.ops.dispatch"], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-m", "kvbits.ops.dispatch"], capture_output=True, text=True, check=True
+    ).stdout
     assert all(f"{kind}: " in out for kind in ("raw", "int", "banded", "codebook")) and "native" in out and "[1]" in out
 
 
@@ -54,7 +65,10 @@ def test_choices_say_why():
     choice = dispatch.choose("place", device)
     assert choice.backend == "reference" and str(choice) == f"place by reference (cuda: {choice.refusals['cuda']})"
     choice.prepare()
-    with pytest.raises(UnsupportedError, match=r"place: cuda: .*; reference: the block tables are on meta; the reference reads them on the host"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"place: cuda: .*; reference: the block tables are on meta; the reference reads them on the host",
+    ):
         dispatch.choose("place", torch.device("meta"))
     with pytest.raises(SpecError, match=r"place: backend 'cuda' refuses this call: .*; use backend='auto'"):
         dispatch.choose("place", device, backend="cuda")

@@ -45,16 +45,22 @@ print(len(drawn), drawn)
 
 @pytest.fixture
 def draws(tmp_path):
-    """draws(how, beside, seed): the examples that a process of its own draws. It imports a module full of constants where `beside` is "others"."""
+    """draws(how, beside, seed): the examples that a process of its own draws.
+
+    It imports a module full of constants where `beside` is "others".
+    """
     (tmp_path / "draw.py").write_text(DRAW)
     (tmp_path / "hundreds.py").write_text(
-        f"NUMBERS = {[*range(100, 5000, 7)]}\nTEXTS = {[f'text {i}' for i in range(99)]}\nFLOATS = {[i / 16 for i in range(99)]}\n"
+        f"NUMBERS = {[*range(100, 5000, 7)]}\nTEXTS = {[f'text {i}' for i in range(99)]}\nFLOATS ="
+        f" {[i / 16 for i in range(99)]}\n"
     )
 
     def run(how: str, beside: str, seed: int) -> str:
         path = os.pathsep.join([str(tmp_path), str(Path(random_cases.__file__).parent)])
         env = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": str(seed), "KVBITS_HYPOTHESIS": "ci"}
-        done = subprocess.run([sys.executable, "draw.py", how, beside], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, "draw.py", how, beside], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -65,7 +71,9 @@ def test_other_modules_and_hash_seeds_draw_the_same_cases(draws):
     alone = draws("fixed", "alone", 0)
     assert alone.startswith("25 ")
     assert draws("fixed", "others", 4_000_000_000) == alone
-    assert draws("stock", "alone", 0) != draws("stock", "others", 0), "hypothesis no longer draws other modules' constants: random_cases.fix is not needed"
+    assert draws("stock", "alone", 0) != draws("stock", "others", 0), (
+        "hypothesis no longer draws other modules' constants: random_cases.fix is not needed"
+    )
 
 
 def test_this_process_draws_no_other_module_s_constants():

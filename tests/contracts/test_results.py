@@ -13,7 +13,10 @@ from kvbits.evaluate.results import FORMAT, read
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
 FILES = sorted(FOLDER.rglob("*.json"))
 LIMIT = 4_000_000
-"""Bytes of all files: results are text in a repository that everybody clones. `benchmarks/trim_results.py` drops what no table reads."""
+"""Bytes of all files: results are text in a repository that everybody clones.
+
+`benchmarks/trim_results.py` drops what no table reads.
+"""
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(FOLDER)))
@@ -24,7 +27,8 @@ def test_every_row_and_item_belongs_to_a_run(path):
     assert run_files.problems(data) == []
     for run in data["runs"].values():
         assert run["utc"] and run["commit"], (
-            "a figure that nobody can repeat; run it again in a checkout, or give KVBITS_COMMIT where the tree travels without git"
+            "a figure that nobody can repeat; run it again in a checkout, or give KVBITS_COMMIT where the tree travels"
+            " without git"
         )
         if run.get("reconstructed"):
             assert run["id"] == f"before-records-{run['commit'][:8]}"
@@ -34,4 +38,6 @@ def test_every_row_and_item_belongs_to_a_run(path):
 
 def test_results_stay_small():
     assert FILES and all(path.suffix == ".json" for path in FOLDER.rglob("*") if path.is_file())
-    assert sum(path.stat().st_size for path in FILES) <= LIMIT, "run benchmarks/trim_results.py on new folders of `kvbits eval`, and drop what no table reads"
+    assert sum(path.stat().st_size for path in FILES) <= LIMIT, (
+        "run benchmarks/trim_results.py on new folders of `kvbits eval`, and drop what no table reads"
+    )

@@ -11,7 +11,12 @@ ROOT = Path(kvbits.__file__).parent
 WORDS = re.compile(r"(?i)banded|klt|codebook|nuq|kvquant")
 SHARED = sorted(
     path
-    for folder, kinds in (("ops", ("*.py",)), ("ops/cuda/engine", ("**/*.py", "**/*.cu*")), ("cache", ("**/*.py",)), ("integrations", ("**/*.py",)))
+    for folder, kinds in (
+        ("ops", ("*.py",)),
+        ("ops/cuda/engine", ("**/*.py", "**/*.cu*")),
+        ("cache", ("**/*.py",)),
+        ("integrations", ("**/*.py",)),
+    )
     for kind in kinds
     for path in (ROOT / folder).glob(kind)
 )
@@ -25,8 +30,11 @@ EXCEPTIONS = {
     "integrations/vllm/dtypes.py": "a class of vLLM's is called so",
 }
 QUESTIONS = re.compile(r"""is_banded|has_codebook|basis [!=]= ["'](klt|calibrated)["']""")
-"""How Python asks which family a format is of. Before there were rooms it was asked 114 times outside spec, quant and families: by these words and by four
-functions that are gone."""
+"""How Python asks which family a format is of.
+
+Before there were rooms it was asked 114 times outside spec, quant and families: by these words and by four functions
+that are gone.
+"""
 MOST_QUESTIONS = 10
 ROOMS = sorted(p.parent for p in (ROOT / "ops/cuda/families").glob("*/__init__.py"))
 ENTERS = {"klt": {"plain"}, "codebook": {"plain"}, "raw": {"plain"}}
@@ -45,13 +53,19 @@ def test_few_ask_which_family_a_format_is_of():
     found = []
     for path in ROOT.rglob("*.py"):
         if not {"spec", "quant", "families", "literature"} & set(path.relative_to(ROOT).parts):
-            found += [f"{path.relative_to(ROOT)}: {line.strip()}" for line in path.read_text().splitlines() for _ in QUESTIONS.finditer(line)]
+            found += [
+                f"{path.relative_to(ROOT)}: {line.strip()}"
+                for line in path.read_text().splitlines()
+                for _ in QUESTIONS.finditer(line)
+            ]
     assert len(found) <= MOST_QUESTIONS, "\n".join(found)
 
 
 def test_exceptions_are_few_and_needed():
     assert len(EXCEPTIONS) <= 10
-    assert all(WORDS.search((ROOT / name).read_text()) for name in EXCEPTIONS), "an exception that names no family any more"
+    assert all(WORDS.search((ROOT / name).read_text()) for name in EXCEPTIONS), (
+        "an exception that names no family any more"
+    )
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda p: p.name)

@@ -74,7 +74,8 @@ def test_bits_and_clipping_of_errors_made_by_hand():
     x = torch.randn(4000, 1, 64, generator=torch.Generator().manual_seed(0))
     noise = torch.randn(4000, 1, 64, generator=torch.Generator().manual_seed(1))
     assert _bits(x, x + 2.0**-4 * noise) == pytest.approx([4], abs=0.02)
-    assert _bits(x + 100, x + 100 + 2.0**-4 * noise) == pytest.approx([4], abs=0.02)  # a constant offset is no information
+    # a constant offset is no information
+    assert _bits(x + 100, x + 100 + 2.0**-4 * noise) == pytest.approx([4], abs=0.02)
     assert _bits(x, x) == [None]
     small = x[:64] / x[:64].abs().max()
     assert _clipped(small, small.clamp(-0.5, 0.5)) == [int((small.abs() > 0.51).sum())]
@@ -101,10 +102,14 @@ def test_a_text_without_history_is_refused(model):
 
 
 def test_the_task_records_layers_and_heads(model):
-    task = load("attention")(Context(model, tiny.tokenizer(), (Text("t", novel()[:900]),), Options(windows=2, length=200)))
+    task = load("attention")(
+        Context(model, tiny.tokenizer(), (Text("t", novel()[:900]),), Options(windows=2, length=200))
+    )
     factories = {"32-bit": base_factory(model), "int4": factory(model, "int4")}
     records = {key: task.run(key, factories, lambda n: None) for key in task.item_keys()}
     summary = task.summary({k: r["int4"] for k, r in records.items()}, {})
-    assert len(summary["by_layer"]["tvd"]) == 2 and summary["worst_output_error"] == max(summary["by_layer"]["output_error"])
+    assert len(summary["by_layer"]["tvd"]) == 2 and summary["worst_output_error"] == max(
+        summary["by_layer"]["output_error"]
+    )
     assert all(len(x["tvd"]) == 2 for r in records.values() for x in r["int4"]["layers"])
     assert len(next(iter(records.values()))["32-bit"]["statistics"]) == 2

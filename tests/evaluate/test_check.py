@@ -50,7 +50,11 @@ def test_a_model_without_one_passes():
 
 def test_windows_that_stay_raw_are_no_screen():
     with pytest.raises(
-        SpecError, match=r"'tiered_8k' keeps its newest .* windows of 512 tokens show nothing of its codes; give longer ones, --length \d+ for example"
+        SpecError,
+        match=(
+            r"'tiered_8k' keeps its newest .* windows of 512 tokens show nothing of its codes; give longer ones,"
+            r" --length \d+ for example"
+        ),
     ):
         check(tiny.model(), IDS, "tiered_8k", progress=False)
     assert check(tiny.model(), IDS, "raw", progress=False).passed
@@ -72,7 +76,9 @@ def test_saturation_of_static_scales_is_seen():
 
     found = check(model, IDS, "int8_static", calibration=tight, progress=False)
     assert not found.passed and any("saturated" in f for v in found.layers for f in v.failures)
-    assert found.advised is None and any("no remedy was tried, each needs a calibration of its own; take more bits" in a for a in found.advice)
+    assert found.advised is None and any(
+        "no remedy was tried, each needs a calibration of its own; take more bits" in a for a in found.advice
+    )
 
 
 def test_remedies_are_values_of_the_scheme_and_end_with_raw():
@@ -80,7 +86,12 @@ def test_remedies_are_values_of_the_scheme_and_end_with_raw():
     found = remedies(spec, spec)
     assert found[-1] == ("keep raw", QuantSpec.raw(), QuantSpec.raw())
     kinds = {(k.format, k.granularity, k.center) for _, k, _ in found}
-    assert {("int4", PerChannel(), None), ("int4", PerGroup(32), "channel"), ("int4", PerGroup(16), None), ("int4", PerGroup(64), None)} <= kinds
+    assert {
+        ("int4", PerChannel(), None),
+        ("int4", PerGroup(32), "channel"),
+        ("int4", PerGroup(16), None),
+        ("int4", PerGroup(64), None),
+    } <= kinds
     assert any(k.format == "int8" and v.format == "int4" for _, k, v in found)
     assert not any((k, v) == (spec, spec) for _, k, v in found)
     assert [t for t, *_ in remedies(QuantSpec.raw(), QuantSpec.raw())] == ["keep raw"]
@@ -92,7 +103,9 @@ def test_ranges_read_well():
 
 def loads(monkeypatch, model, tokenizer):
     """Whatever the command loads is this."""
-    monkeypatch.setattr("kvbits.integrations.models.load_model", lambda name, dtype="auto", device=None: (model, tokenizer))
+    monkeypatch.setattr(
+        "kvbits.integrations.models.load_model", lambda name, dtype="auto", device=None: (model, tokenizer)
+    )
     monkeypatch.setattr("kvbits.integrations.models.load_tokenizer", lambda name: tokenizer)
     monkeypatch.setattr("kvbits.geometry.load_config", lambda name: model.config)
 
@@ -102,7 +115,20 @@ def test_the_command_says_pass_or_fail_by_its_exit_code(monkeypatch, scheme, cod
     from typer.testing import CliRunner
 
     loads(monkeypatch, tiny.model(key_bias=200.0), tiny.tokenizer())
-    args = ["check", "tiny", "--scheme", scheme, "--windows", "1", "--length", "300", "--max-ppl-change", "1", "--max-kl", "100"]
+    args = [
+        "check",
+        "tiny",
+        "--scheme",
+        scheme,
+        "--windows",
+        "1",
+        "--length",
+        "300",
+        "--max-ppl-change",
+        "1",
+        "--max-kl",
+        "100",
+    ]
     out = CliRunner().invoke(app, [*args, "--json"])
     assert out.exit_code == code, out.output
     data = json.loads(out.stdout)
@@ -115,7 +141,11 @@ def test_the_command_says_pass_or_fail_by_its_exit_code(monkeypatch, scheme, cod
         for line in shown.splitlines()
         if line.startswith(("layers ", "whole cache ", "verdict "))
     }
-    assert verdicts == ({"layers": "FAIL", "whole cache": "pass", "verdict": "FAIL"} if code else dict.fromkeys(("layers", "whole cache", "verdict"), "pass"))
+    assert verdicts == (
+        {"layers": "FAIL", "whole cache": "pass", "verdict": "FAIL"}
+        if code
+        else dict.fromkeys(("layers", "whole cache", "verdict"), "pass")
+    )
     assert f"exit code {code}: " in shown and ("every layer must pass too" in shown) == bool(code)
 
 
@@ -124,19 +154,41 @@ def test_the_code_it_prints_makes_the_advised_scheme():
     from kvbits.cli.check import _code
 
     model = tiny.model(key_bias=200.0)
-    found = check(model, IDS, "int4", chunk=128, progress=False)  # in short chunks this random model passes with no advice
+    # in short chunks this random model passes with no advice
+    found = check(model, IDS, "int4", chunk=128, progress=False)
     assert found.failed_layers == [0] and found.advised_passed and found.verdict.endswith(", and so must every layer")
-    for advised in (found.advised, dataclasses.replace(found.advised, key=QuantSpec(format="int4", granularity=PerGroup(16)), overrides=(
-            Override(layers=(0, 1), key=QuantSpec.raw(), value=QuantSpec.raw()), Override(layers=(1,), key=QuantSpec(format="int8"), value=QuantSpec.raw())))):  # fmt: skip
-        made = eval(_code(advised, "int4"), {"schemes": schemes, "Override": Override, "QuantSpec": QuantSpec, "PerChannel": PerChannel, "PerGroup": PerGroup})
+    for advised in (
+        found.advised,
+        dataclasses.replace(
+            found.advised,
+            key=QuantSpec(format="int4", granularity=PerGroup(16)),
+            overrides=(
+                Override(layers=(0, 1), key=QuantSpec.raw(), value=QuantSpec.raw()),
+                Override(layers=(1,), key=QuantSpec(format="int8"), value=QuantSpec.raw()),
+            ),
+        ),
+    ):
+        made = eval(
+            _code(advised, "int4"),
+            {
+                "schemes": schemes,
+                "Override": Override,
+                "QuantSpec": QuantSpec,
+                "PerChannel": PerChannel,
+                "PerGroup": PerGroup,
+            },
+        )
         assert dataclasses.replace(made, name=advised.name) == advised
 
 
 @pytest.mark.skipif(
-    not (MODELS / "qwen2.5-coder-1.5b-instruct").is_dir(), reason="no qwen2.5-coder-1.5b-instruct in KVBITS_MODELS (docs/results/evaluation.md)"
+    not (MODELS / "qwen2.5-coder-1.5b-instruct").is_dir(),
+    reason="no qwen2.5-coder-1.5b-instruct in KVBITS_MODELS (docs/results/evaluation.md)",
 )
 def test_qwen_1_5b_with_per_token_int4_is_caught():
-    """Its key bias makes per-token 4-bit keys useless (perplexity 9.3 becomes tens of thousands), and the screen must say so."""
+    """Its key bias makes per-token 4-bit keys useless (perplexity 9.3 becomes tens of thousands), and the screen must
+    say so.
+    """
     import kvbits
     from kvbits.evaluate.texts import read_text, windows
 
@@ -154,8 +206,22 @@ def test_a_calibration_file_serves_and_two_sources_of_one_are_refused(monkeypatc
     model, tokenizer = tiny.model(), tiny.tokenizer()
     loads(monkeypatch, model, tokenizer)
     scales = tmp_path / "scales.safetensors"
-    calibrate(model, prompts_from_text(tokenizer, novel()[40_000:44_000], length=300, num_prompts=2), "int8_static").save(scales)
-    args = ["check", "tiny", "--scheme", "int8_static", "--windows", "1", "--max-ppl-change", "1", "--max-kl", "100", "--json"]
+    calibrate(
+        model, prompts_from_text(tokenizer, novel()[40_000:44_000], length=300, num_prompts=2), "int8_static"
+    ).save(scales)
+    args = [
+        "check",
+        "tiny",
+        "--scheme",
+        "int8_static",
+        "--windows",
+        "1",
+        "--max-ppl-change",
+        "1",
+        "--max-kl",
+        "100",
+        "--json",
+    ]
     out = CliRunner().invoke(app, [*args, "--length", "300", "--calibration", str(scales)])
     assert json.loads(out.stdout)["scheme"] == "int8_static", out.output
     for more, message in (
@@ -166,13 +232,17 @@ def test_a_calibration_file_serves_and_two_sources_of_one_are_refused(monkeypatc
         assert out.exit_code and message in " ".join(out.stderr.split())
 
 
-@pytest.mark.parametrize(("scheme", "length", "least"), [("kivi4", 224, 225), ("int8", 128, 129), ("nuq4-1%", 257, 258), ("raw", 64, 65)])
+@pytest.mark.parametrize(
+    ("scheme", "length", "least"), [("kivi4", 224, 225), ("int8", 128, 129), ("nuq4-1%", 257, 258), ("raw", 64, 65)]
+)
 def test_windows_too_short_for_a_scheme_are_refused_before_the_model_loads(monkeypatch, scheme, length, least):
     model = tiny.model()
     layers = layer_geometries(model.config)
     chosen = schemes.for_layers(scheme, layers)
     require_length(chosen, layers, least)
-    with pytest.raises(SpecError, match=f"windows of {length} tokens show nothing of its codes; give longer ones, --length "):
+    with pytest.raises(
+        SpecError, match=f"windows of {length} tokens show nothing of its codes; give longer ones, --length "
+    ):
         require_length(chosen, layers, length)
     with pytest.raises(SpecError, match="show nothing of its codes"):
         check(model, torch.zeros(1, length, dtype=torch.int64), chosen)

@@ -17,8 +17,14 @@ from kvbits.spec import CacheSpec, LayerGeometry, Override, QuantSpec
 def model():
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=53, initializer_range=0.2
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=53,
+        initializer_range=0.2,
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
@@ -63,7 +69,9 @@ def test_a_batch_of_texts_scores_like_each_text_alone(model):
 def test_a_histogram_keeps_the_quantile_to_its_resolution():
     values = (torch.rand(5000, generator=torch.Generator().manual_seed(1)) ** 4).tolist()
     for q in (0.5, 0.99):
-        assert histogram_quantile(histogram(values), q) == pytest.approx(torch.tensor(values).quantile(q).item(), rel=0.03)
+        assert histogram_quantile(histogram(values), q) == pytest.approx(
+            torch.tensor(values).quantile(q).item(), rel=0.03
+        )
     assert histogram_quantile(histogram([0.0, 0.0, 1.0]), 0.5) == 0.0
     assert sum(histogram([0.0, 0.1, 0.1]).values()) == 3
 
@@ -81,7 +89,9 @@ def test_the_worst_prediction_is_found_again(model):
     got = compare(model, caches(model, "kivi2"), long, first=0, chunk=9)
     again = compare(model, caches(model, "kivi2"), long[0], first=0, chunk=9, results=got)["kivi2"]
     row, position = again.kl_worst
-    assert len(again.places) == len(again.kl) == 3 * 299 and set(again.places) == {(r, p) for r in range(3) for p in range(1, 300)}
+    assert len(again.places) == len(again.kl) == 3 * 299 and set(again.places) == {
+        (r, p) for r in range(3) for p in range(1, 300)
+    }
     alone = compare(model, caches(model, "kivi2"), [*long, long[0]][row], first=0, chunk=9)["kivi2"]
     assert alone.kl_worst == (0, position) and alone.kl_max == pytest.approx(again.kl_max, rel=1e-3)
     counted = Fidelity(kl=[0.1, 3.0, 1.0], places=[(0, 1), (0, 2), (1, 1)])
@@ -96,7 +106,11 @@ class Counting:
 
     def feed(self, model, ids, start, end):
         groups = self.cache.pages.groups
-        before = [self.closed(g) for g in groups] if groups and groups[0].sequences else [(0, 0)] * len(self.cache.pages.spec.groups)
+        before = (
+            [self.closed(g) for g in groups]
+            if groups and groups[0].sequences
+            else [(0, 0)] * len(self.cache.pages.spec.groups)
+        )
         with torch.no_grad():
             model(ids[None, start:end], past_key_values=self.cache, use_cache=True)
         read = before if end - start > 1 else [self.closed(g) for g in self.cache.pages.groups]
@@ -117,11 +131,21 @@ class Counting:
 @pytest.mark.parametrize("scheme", ["int8_centered", "kivi4"])
 def test_what_was_read_raw_is_what_the_page_lists_say(scheme, chunk, window):
     config = MistralConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=53, sliding_window=window
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=53,
+        sliding_window=window,
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    mine = dataclasses.replace(schemes.get(scheme, head_dim=32), name="mine", num_sink_tokens=4, overrides=(
-        Override(layers=(1,), key=QuantSpec.raw(), value=QuantSpec.raw()),))  # fmt: skip
+    mine = dataclasses.replace(
+        schemes.get(scheme, head_dim=32),
+        name="mine",
+        num_sink_tokens=4,
+        overrides=(Override(layers=(1,), key=QuantSpec.raw(), value=QuantSpec.raw()),),
+    )
     counting, length = Counting(KVCache.for_model(model, mine)), 400
     ids = torch.randint(0, 53, (length,), generator=torch.Generator().manual_seed(5))
     for start in range(0, length - 1, chunk):
@@ -132,14 +156,19 @@ def test_what_was_read_raw_is_what_the_page_lists_say(scheme, chunk, window):
 
 def test_the_share_read_raw_of_presets_is_what_an_audit_counted():
     layers = (LayerGeometry(num_kv_heads=1, head_dim=64),)
-    spec = {name: CacheSpec(scheme=schemes.get(name, head_dim=64), layers=layers) for name in ("raw", "int8_centered", "int4", "kivi4", "klt2")}
+    spec = {
+        name: CacheSpec(scheme=schemes.get(name, head_dim=64), layers=layers)
+        for name in ("raw", "int8_centered", "int4", "kivi4", "klt2")
+    }
     assert [round(read_raw(s, 1024, chunk=128), 2) for s in spec.values()] == [1, 0.38, 0.51, 0.55, 0.59]
     assert [round(read_raw(s, 8192, chunk=128), 2) for s in spec.values()] == [1, 0.08, 0.11, 0.13, 0.14]
     decoding = [read_raw(s, 1056, chunk=1, start=1024) for s in spec.values()]
     assert decoding[0] == 1 and sorted(decoding[1:]) == decoding[1:] and decoding[1] > 0.01 and decoding[-1] < 0.2
     more = [read_raw(s, 1024, chunk=16) - read_raw(s, 1024, chunk=1) for s in spec.values()]
     assert all(0 <= m < 0.05 for m in more), "a chunk of 16 reads nearly as decoding does"
-    half = CacheSpec(scheme=dataclasses.replace(schemes.get("int4", head_dim=64), name="half", value=QuantSpec.raw()), layers=layers)
+    half = CacheSpec(
+        scheme=dataclasses.replace(schemes.get("int4", head_dim=64), name="half", value=QuantSpec.raw()), layers=layers
+    )
     assert read_raw(half, 1024, chunk=16) == pytest.approx((1 + read_raw(spec["int4"], 1024, chunk=16)) / 2)
 
 

@@ -1,4 +1,6 @@
-"""`kvbits fit`: bits where a model needs them, never worse than the best preset, planned bytes are held bytes, and a file that fits one model only."""
+"""`kvbits fit`: bits where a model needs them, never worse than the best preset, planned bytes are held bytes, and a
+file that fits one model only.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ def test_bits_go_where_they_are_needed_and_bytes_are_planned_to_the_byte(tmp_pat
     bench = bench_of(model, tmp_path / "state.json")
     budget = schemes.get("kivi4", head_dim=64)
     limit = CacheSpec(scheme=budget, layers=layers).nbytes(512)
-    found = fit(bench, formats(layers, False), Goal(layers=layers, context=512, memory_bytes=limit), name="mine", progress=False)
+    found = fit(
+        bench, formats(layers, False), Goal(layers=layers, context=512, memory_bytes=limit), name="mine", progress=False
+    )
     first, second = (sum(widths(found.fitted.scheme, 2, side)[layer] for side in ("key", "value")) for layer in (0, 1))
     assert first > second
     assert found.fitted.nbytes <= limit
@@ -143,13 +147,23 @@ def test_a_quality_makes_the_bytes_or_the_context():
 
 def test_a_goal_needs_two_of_three():
     layers = (LayerGeometry(num_kv_heads=2, head_dim=64),)
-    with pytest.raises(SpecError, match="two of memory, context and a largest KL make the third, and context alone was given"):
+    with pytest.raises(
+        SpecError, match="two of memory, context and a largest KL make the third, and context alone was given"
+    ):
         Goal(layers=layers, context=512)
     with pytest.raises(SpecError, match="must be above 0"):
         Goal(layers=layers, context=512, max_kl=0.0)
     model = tiny.model()
-    with pytest.raises(SpecError, match=r"even in the fewest bits .* give .* a context of at most \d+ tokens, or --calibrate"):
-        fit(bench_of(model), formats(layers * 2, False), Goal(layers=layers * 2, context=8192, memory_bytes=200_000), name="mine", progress=False)
+    with pytest.raises(
+        SpecError, match=r"even in the fewest bits .* give .* a context of at most \d+ tokens, or --calibrate"
+    ):
+        fit(
+            bench_of(model),
+            formats(layers * 2, False),
+            Goal(layers=layers * 2, context=8192, memory_bytes=200_000),
+            name="mine",
+            progress=False,
+        )
 
 
 def test_a_fit_of_formats_that_tokens_have_by_themselves_is_one_that_vllm_serves(tmp_path):
@@ -158,18 +172,25 @@ def test_a_fit_of_formats_that_tokens_have_by_themselves_is_one_that_vllm_serves
     limit = CacheSpec(scheme=schemes.get("int8k_int4v", head_dim=64), layers=layers).nbytes(512)
     goal = Goal(layers=layers, context=512, memory_bytes=limit)
     found = fit(bench_of(model), formats(layers, False, token_local=True), goal, name="mine", progress=False)
-    assert found.chosen.nbytes <= limit and all(x.token_local for i in range(len(layers)) for x in found.chosen.scheme.for_layer(i, len(layers)))
+    assert found.chosen.nbytes <= limit and all(
+        x.token_local for i in range(len(layers)) for x in found.chosen.scheme.for_layer(i, len(layers))
+    )
     fitted = bound_to(found.chosen.scheme, layers, name="mine", weights="", model="tiny", description="")
     (tmp_path / "mine.json").write_text(fitted.to_json())
     served = _layer_formats(str(tmp_path / "mine.json"), layers)
-    assert [(f.scheme.key, f.scheme.value) for f in served if f] == [fitted.for_layer(i, len(layers)) for i in range(len(layers))]
+    assert [(f.scheme.key, f.scheme.value) for f in served if f] == [
+        fitted.for_layer(i, len(layers)) for i in range(len(layers))
+    ]
     both = formats(layers, True, token_local=True)
     assert both.calibrated and all(x.token_local for x in (*both.key.values(), *both.value.values()))
 
 
 def test_a_memory_that_no_bits_fit_is_refused_before_anything_is_measured():
     layers = tuple(LayerGeometry(num_kv_heads=2, head_dim=64) for _ in range(3))
-    with pytest.raises(SpecError, match=r"1.00 kB do not hold 2 sequences of 8,192 tokens: the fewest bits take .* MB; give more memory"):
+    with pytest.raises(
+        SpecError,
+        match=r"1.00 kB do not hold 2 sequences of 8,192 tokens: the fewest bits take .* MB; give more memory",
+    ):
         require_room(Goal(layers=layers, context=8192, batch=2, memory_bytes=1000), formats(layers, False))
     require_room(Goal(layers=layers, context=8192, batch=2, memory_bytes=10**9), formats(layers, False))
     require_room(Goal(layers=layers, memory_bytes=1000, max_kl=0.1), formats(layers, False))
@@ -180,14 +201,20 @@ def test_formats_that_need_a_basis_are_fitted_too():
 
     model = uneven()
     layers = layer_geometries(model.config)
-    bases = calibrate(model, prompts_from_text(tiny.tokenizer(), novel()[:20_000], num_prompts=4, length=512), "klt4").static
+    bases = calibrate(
+        model, prompts_from_text(tiny.tokenizer(), novel()[:20_000], num_prompts=4, length=512), "klt4"
+    ).static
     bench = Bench(model, PROBES, WHOLES, bases, State(None, {}))
     for name in ("klt4", "klt2"):  # steps are those of the widths, whatever the bases were made for
-        own = calibrate(model, prompts_from_text(tiny.tokenizer(), novel()[:20_000], num_prompts=4, length=512), name).static
+        own = calibrate(
+            model, prompts_from_text(tiny.tokenizer(), novel()[:20_000], num_prompts=4, length=512), name
+        ).static
         for a, b in zip(bench.calibration(schemes.get(name, head_dim=64)).static, own, strict=True):
             torch.testing.assert_close(a["k_basis"], b["k_basis"], rtol=0, atol=2e-3 * float(b["k_basis"].abs().max()))
     limit = CacheSpec(scheme=schemes.get("klt3", head_dim=64), layers=layers).nbytes(8192)
-    found = fit(bench, formats(layers, True), Goal(layers=layers, context=8192, memory_bytes=limit), name="mine", progress=False)
+    found = fit(
+        bench, formats(layers, True), Goal(layers=layers, context=8192, memory_bytes=limit), name="mine", progress=False
+    )
     assert found.preset is not None and found.chosen.kl <= found.preset.kl and found.fitted.scheme.needs_calibration
     needed = bench.calibration(found.fitted.scheme)
     assert KVCache.for_model(model, found.fitted.scheme, calibration=needed).nbytes == 0
@@ -215,7 +242,10 @@ def test_every_door_takes_the_file_and_stores_the_plain_scheme(tmp_path):
     fitted = schemes.read(path)
     assert isinstance(fitted, FittedScheme) and fitted == FittedScheme.from_json(fitted.to_json())
     assert type(cache.pages.spec.scheme) is Scheme and cache.pages.spec.scheme == fitted.plain
-    assert KVCache.for_model(model, fitted).pages.spec.format_id == KVCache.for_model(model, fitted.plain).pages.spec.format_id
+    assert (
+        KVCache.for_model(model, fitted).pages.spec.format_id
+        == KVCache.for_model(model, fitted.plain).pages.spec.format_id
+    )
     assert schemes.for_layers(path, fitted.layers) == fitted.plain
     shared = planner.rank(fitted.layers, 2)
     assert planner.plan(shared, [fitted], context=512).rows[0].scheme == "mine"
@@ -228,12 +258,20 @@ def test_another_model_is_refused_with_what_differs(tmp_path):
     for layers, why in (
         (fitted.layers * 2, "it has 2 layers, this one 4"),
         (other, "layer 0 has head_dim=64 there and 32 here"),
-        (tuple(dataclasses.replace(g, num_kv_heads=3) for g in fitted.layers), "layer 0 has 2 kv heads there and 3 here"),
-        (tuple(dataclasses.replace(g, sliding_window=128) for g in fitted.layers), "layer 0 has sliding_window=None there and 128 here"),
+        (
+            tuple(dataclasses.replace(g, num_kv_heads=3) for g in fitted.layers),
+            "layer 0 has 2 kv heads there and 3 here",
+        ),
+        (
+            tuple(dataclasses.replace(g, sliding_window=128) for g in fitted.layers),
+            "layer 0 has sliding_window=None there and 128 here",
+        ),
     ):
         with pytest.raises(SpecError, match=f"'mine' was fitted to tiny: {why}; run `kvbits fit` on this model"):
             CacheSpec(scheme=fitted, layers=layers)
-    with pytest.raises(SpecError, match=r"'mine' was fitted to other weights \(fingerprint .*, tiny\) than this model's"):
+    with pytest.raises(
+        SpecError, match=r"'mine' was fitted to other weights \(fingerprint .*, tiny\) than this model's"
+    ):
         KVCache.for_model(tiny.model(seed=1), fitted)
     KVCache.for_model(tiny.model(seed=1), fitted.plain)
 
@@ -266,13 +304,28 @@ def test_the_command_writes_a_file_that_other_commands_take(tmp_path):
     text.write_text(novel()[:8192])
     out = tmp_path / "mine.json"
     run = CliRunner()
-    command = ["fit", str(folder), "--memory", "400kB", "--context", "1k", "--windows", "1", "--text", str(text), "--out", str(out)]
+    command = [
+        "fit",
+        str(folder),
+        "--memory",
+        "400kB",
+        "--context",
+        "1k",
+        "--windows",
+        "1",
+        "--text",
+        str(text),
+        "--out",
+        str(out),
+    ]
     first = run.invoke(app, command)
     assert first.exit_code == 0, first.output
     assert "1,024 tokens x 1" in first.output and "keys " in first.output and "scheme in" in first.output
     data = json.loads(run.invoke(app, [*command, "--json"]).stdout)  # goes on from what was measured
     assert data["chosen"]["nbytes"] <= 400_000 and len(data["widths"]["key"]) == 2
-    planned = json.loads(run.invoke(app, ["plan", str(folder), "--context", "1k", "--scheme", str(out), "--json"]).stdout)
+    planned = json.loads(
+        run.invoke(app, ["plan", str(folder), "--context", "1k", "--scheme", str(out), "--json"]).stdout
+    )
     assert planned["rows"][0]["total_bytes"] == data["chosen"]["nbytes"]
     tight = run.invoke(app, [*command, "--max-kl", "1e-9"])
     assert tight.exit_code == 1 and "not reached" in tight.output
@@ -280,7 +333,9 @@ def test_the_command_writes_a_file_that_other_commands_take(tmp_path):
     assert bad.exit_code == 2 and "must end in .json" in bad.output
 
 
-@pytest.mark.skipif(not (MODELS / "smollm2-135m-instruct").exists(), reason="needs SmolLM2-135M-Instruct under KVBITS_MODELS")
+@pytest.mark.skipif(
+    not (MODELS / "smollm2-135m-instruct").exists(), reason="needs SmolLM2-135M-Instruct under KVBITS_MODELS"
+)
 def test_a_layer_of_smollm2_alone_costs_more_in_fewer_bits():
     from kvbits.evaluate.texts import novel_start, windows
     from kvbits.integrations.models import load_model

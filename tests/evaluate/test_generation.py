@@ -1,4 +1,6 @@
-"""Greedy divergence and retrieval: prompts have their exact length, answers are judged as greedy decoding would write them."""
+"""Greedy divergence and retrieval: prompts have their exact length, answers are judged as greedy decoding would write
+them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from kvbits.evaluate.rows import Rows, alike, generate, score
 from kvbits.evaluate.tasks import Context, Options, load
 from kvbits.evaluate.texts import Text, novel
 
-OPTIONS = {"windows": 2, "context": 150, "new_tokens": 12, "chunk": 32, "contexts": (1600, 1900), "depths": (0.0, 0.5, 1.0)}
+OPTIONS = {
+    "windows": 2,
+    "context": 150,
+    "new_tokens": 12,
+    "chunk": 32,
+    "contexts": (1600, 1900),
+    "depths": (0.0, 0.5, 1.0),
+}
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +30,20 @@ def model():
 
 
 def task(name, model, bos=False, **changes):
-    return load(name)(Context(model, tiny.tokenizer(bos), (Text("t", novel()[:30_000]),), Options(**(OPTIONS | changes))))
+    return load(name)(
+        Context(model, tiny.tokenizer(bos), (Text("t", novel()[:30_000]),), Options(**(OPTIONS | changes)))
+    )
 
 
 def test_greedy_tokens_are_generates(model):
     ids = torch.tensor(tiny.tokenizer()(novel()[:150])["input_ids"])
     want = model.generate(
-        ids[None], attention_mask=torch.ones(1, 150, dtype=torch.int64), do_sample=False, max_new_tokens=12, min_new_tokens=12, pad_token_id=2
+        ids[None],
+        attention_mask=torch.ones(1, 150, dtype=torch.int64),
+        do_sample=False,
+        max_new_tokens=12,
+        min_new_tokens=12,
+        pad_token_id=2,
     )
     assert generate(model, base_factory(model), [ids], 12, 32) == [want[0, 150:].tolist()]
     assert len(generate(model, base_factory(model), [ids], 12, 32, stop=lambda tokens: len(tokens) == 3)[0]) == 3
@@ -46,7 +62,11 @@ def calibrated(model, name):
     from kvbits.calibrate import calibrate, prompts_from_text
 
     return factory(
-        model, name, calibration=lambda s: calibrate(model, prompts_from_text(tiny.tokenizer(), novel()[40_000:44_000], length=300, num_prompts=4), s)
+        model,
+        name,
+        calibration=lambda s: calibrate(
+            model, prompts_from_text(tiny.tokenizer(), novel()[40_000:44_000], length=300, num_prompts=4), s
+        ),
     )
 
 
@@ -63,7 +83,9 @@ def test_a_prompt_does_not_depend_on_those_beside_it(model, prompts, name):
             assert torch.allclose(rows.logits[row], alone, atol=2e-4), f"prompt of {len(p)} tokens"
     assert generate(model, f, prompts, 9, 32) == [generate(model, f, [p], 9, 32)[0] for p in prompts]
     short = generate(model, f, prompts, 40, 32, stop=lambda tokens: len(tokens) % 5 == 0 or tokens[-1] < 20)
-    assert short == [generate(model, f, [p], 40, 32, stop=lambda tokens: len(tokens) % 5 == 0 or tokens[-1] < 20)[0] for p in prompts]
+    assert short == [
+        generate(model, f, [p], 40, 32, stop=lambda tokens: len(tokens) % 5 == 0 or tokens[-1] < 20)[0] for p in prompts
+    ]
     continuations = [[torch.arange(3, 3 + n) + i for n in (1, 4, 40)[: 1 + i % 3]] for i in range(len(prompts))]
     together = score(model, f, prompts, continuations, 32)
     for p, some, got in zip(prompts, continuations, together, strict=True):
@@ -74,7 +96,9 @@ def test_a_prompt_does_not_depend_on_those_beside_it(model, prompts, name):
 
 def test_likelihoods_are_those_of_one_plain_pass(model, prompts):
     continuations = [[torch.tensor([5, 6, 7]), torch.tensor([9])]] * len(prompts)
-    for p, some, got in zip(prompts, continuations, score(model, base_factory(model), prompts, continuations, 32), strict=True):
+    for p, some, got in zip(
+        prompts, continuations, score(model, base_factory(model), prompts, continuations, 32), strict=True
+    ):
         for c, (nats, _) in zip(some, got, strict=True):
             with torch.no_grad():
                 log_p = torch.log_softmax(model(torch.cat([p, c])[None]).logits[0], -1)
@@ -99,7 +123,9 @@ def test_first_divergence_is_where_texts_differ(model):
 
 
 def test_follow_says_what_a_cache_writes_after_the_bases_own_tokens(model):
-    """Checked against single passes over the same tokens: the token chosen at each place, whatever was chosen before it."""
+    """Checked against single passes over the same tokens: the token chosen at each place, whatever was chosen before
+    it.
+    """
     t, written = task("follow", model), task("greedy", model)
     factories = {"32-bit": base_factory(model), "raw": factory(model, "raw"), "kivi2": factory(model, "kivi2")}
     for key in t.item_keys():
@@ -109,9 +135,13 @@ def test_follow_says_what_a_cache_writes_after_the_bases_own_tokens(model):
         assert found["32-bit"]["tokens"] == found["raw"]["tokens"] == text and found["raw"]["same"] == 12
         alone = Rows(model, factories["kivi2"].make(1, 162), [prompt], 32)
         want = [alone.logits.argmax(-1).item(), *alone.feed(torch.tensor([text[:-1]]), keep=11).argmax(-1)[0].tolist()]
-        assert found["kivi2"]["tokens"] == want and found["kivi2"]["same"] == sum(a == b for a, b in zip(want, text, strict=True))
+        assert found["kivi2"]["tokens"] == want and found["kivi2"]["same"] == sum(
+            a == b for a, b in zip(want, text, strict=True)
+        )
     long = task("follow", model, new_tokens=70)
-    assert long.run(long.item_keys()[0], factories, lambda n: None)["32-bit"]["same"] == 70, "several passes of a chunk read the text where it stands"
+    assert long.run(long.item_keys()[0], factories, lambda n: None)["32-bit"]["same"] == 70, (
+        "several passes of a chunk read the text where it stands"
+    )
 
 
 def test_prompts_of_alike_length_go_together():
@@ -170,7 +200,11 @@ def test_records_do_not_depend_on_the_batch(model, name, monkeypatch):
 
 def test_the_heat_map_and_what_the_base_found():
     t = load("passkey")
-    records = {"700:0:0": {"found": True, "nll": 1.0}, "700:0:1": {"found": False, "nll": 1.0}, "700:1:0": {"found": False, "nll": 1.0}}
+    records = {
+        "700:0:0": {"found": True, "nll": 1.0},
+        "700:0:1": {"found": False, "nll": 1.0},
+        "700:1:0": {"found": False, "nll": 1.0},
+    }
     base = {"700:0:0": {"found": True}, "700:0:1": {"found": False}, "700:1:0": {"found": True}}
     found = t.summary(None, records, base)
     assert found["heat_map"] == {"700:0": 0.5, "700:1": 0.0}

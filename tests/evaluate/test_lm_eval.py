@@ -24,12 +24,19 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 ARC = [
     {
         "id": str(i),
-        "question": {"stem": f"What is {i} and {i}?", "choices": [{"text": f"{i + j}", "label": "ABCD"[j]} for j in range(4)]},
+        "question": {
+            "stem": f"What is {i} and {i}?",
+            "choices": [{"text": f"{i + j}", "label": "ABCD"[j]} for j in range(4)],
+        },
         "answerKey": "ABCD"[i % 4],
     }
     for i in range(12)
 ]
-MMLU = [{"subject": s, "question": f"{s} {i}\u2028?", "choices": ["w", "x", "y", "z"], "answer": i % 4} for s in ("one_thing", "other") for i in range(6)]
+MMLU = [
+    {"subject": s, "question": f"{s} {i}\u2028?", "choices": ["w", "x", "y", "z"], "answer": i % 4}
+    for s in ("one_thing", "other")
+    for i in range(6)
+]
 GSM = [{"question": f"Add {i} and 1.", "answer": f"It is {i + 1}.\n#### {i + 1}"} for i in range(6)]
 
 
@@ -38,19 +45,31 @@ def task(name, tmp_path, **changes):
     for n, rows in files.items():
         (tmp_path / f"{n}.jsonl").write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
     data = {n: str(tmp_path / f"{n}.jsonl") for n in files}
-    return load(name)(Context(tiny.model(), tiny.tokenizer(), (Text("t", "x"),), Options(data=data, chunk=24, **changes)))
+    return load(name)(
+        Context(tiny.model(), tiny.tokenizer(), (Text("t", "x"),), Options(data=data, chunk=24, **changes))
+    )
 
 
 def test_problems_are_put_as_the_benchmarks_put_them(tmp_path):
     mmlu = task("mmlu", tmp_path, shots=1)
     problems = list(mmlu.problems.values())
     subjects = [p["prompt"].split()[2] for p in problems]
-    assert len(problems) == 12 and all(set(subjects[i : i + 2]) == {"one", "other"} for i in range(0, 12, 2))  # they take turns
-    assert problems[0]["prompt"].count("Answer:") == 2 and problems[0]["prompt"].endswith("A. w\nB. x\nC. y\nD. z\nAnswer:")
+    # they take turns
+    assert len(problems) == 12 and all(set(subjects[i : i + 2]) == {"one", "other"} for i in range(0, 12, 2))
+    assert problems[0]["prompt"].count("Answer:") == 2 and problems[0]["prompt"].endswith(
+        "A. w\nB. x\nC. y\nD. z\nAnswer:"
+    )
     arc = task("arc", tmp_path, shots=0)
-    assert arc.problems["1"] == {"id": 1, "prompt": "Question: What is 1 and 1?\nAnswer:", "choices": ["1", "2", "3", "4"], "answer": 1}
+    assert arc.problems["1"] == {
+        "id": 1,
+        "prompt": "Question: What is 1 and 1?\nAnswer:",
+        "choices": ["1", "2", "3", "4"],
+        "answer": 1,
+    }
     shown = next(iter(task("arc", tmp_path, limit=1, shots=2).problems.values()))["prompt"]
-    assert shown.startswith("Question: What is 0 and 0?\nAnswer: 0\n\nQuestion: What is 1 and 1?\nAnswer: 2\n\nQuestion: ")
+    assert shown.startswith(
+        "Question: What is 0 and 0?\nAnswer: 0\n\nQuestion: What is 1 and 1?\nAnswer: 2\n\nQuestion: "
+    )
     gsm = task("gsm8k", tmp_path, shots=2)
     assert gsm.problems["3"]["target"] == "4" and gsm.problems["3"]["prompt"].count("####") == 2
     for name in ("mmlu", "arc"):
@@ -59,7 +78,9 @@ def test_problems_are_put_as_the_benchmarks_put_them(tmp_path):
 
 
 def test_a_limit_draws_a_sample_that_a_larger_one_holds(tmp_path):
-    few, more, other = (task("arc", tmp_path, limit=n, shots=0, seed=s).item_keys() for n, s in ((4, 0), (9, 0), (9, 1)))
+    few, more, other = (
+        task("arc", tmp_path, limit=n, shots=0, seed=s).item_keys() for n, s in ((4, 0), (9, 0), (9, 1))
+    )
     assert few == more[:4] and few != ["0", "1", "2", "3"] and more != other
 
 
@@ -68,15 +89,26 @@ def test_scores_are_lm_evals(tmp_path):
     from lm_eval.models.huggingface import HFLM
 
     arc = task("arc", tmp_path, limit=8, shots=0)
-    factories = {"32-bit": base_factory(arc.context.model), "raw": factory(arc.context.model, "raw"), "kivi2": factory(arc.context.model, "kivi2")}
+    factories = {
+        "32-bit": base_factory(arc.context.model),
+        "raw": factory(arc.context.model, "raw"),
+        "kivi2": factory(arc.context.model, "kivi2"),
+    }
     records = arc.run_batch(arc.item_keys(), factories, lambda n: None)
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps(p) + "\n" for p in arc.problems.values()))
     config = {
-        "task": "plain", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}, "cache_dir": str(tmp_path)}, "test_split": "test",
-        "doc_to_text": "{{prompt}}", "num_fewshot": 0, "output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
+        "task": "plain",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(path)}, "cache_dir": str(tmp_path)},
+        "test_split": "test",
+        "doc_to_text": "{{prompt}}",
+        "num_fewshot": 0,
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    }  # fmt: skip
+    }
     arc.context.model.set_attn_implementation("sdpa")
     plain = HFLM(arc.context.model, tokenizer=arc.context.tokenizer, device="cpu")
     out = lm_eval.simple_evaluate(model=plain, tasks=[config], bootstrap_iters=0)
@@ -84,7 +116,11 @@ def test_scores_are_lm_evals(tmp_path):
     for name in ("raw", "32-bit"):
         assert {k: (r[name]["right"], r[name]["right_norm"]) for k, r in records.items()} == want
     summary = arc.summary({k: r["raw"] for k, r in records.items()}, {k: r["32-bit"] for k, r in records.items()})
-    assert summary["problems"] == 8 and summary["same_answer"] == 1.0 and summary["accuracy"] == sum(a for a, _ in want.values()) / 8
+    assert (
+        summary["problems"] == 8
+        and summary["same_answer"] == 1.0
+        and summary["accuracy"] == sum(a for a, _ in want.values()) / 8
+    )
     assert summary["accuracy_norm"] == sum(n for _, n in want.values()) / 8
 
 
@@ -96,11 +132,16 @@ def test_answers_do_not_depend_on_the_batch(tmp_path, name):
     assert together == {key: t.run(key, factories, lambda n: None) for key in t.item_keys()}
 
 
-@pytest.mark.parametrize(("written", "right"), [("It is 4.\n#### 4\n\nQuestion: #### 5", 1), ("#### 1,004", 0), ("4", 0), ("Question: #### 4", 0)])
+@pytest.mark.parametrize(
+    ("written", "right"),
+    [("It is 4.\n#### 4\n\nQuestion: #### 5", 1), ("#### 1,004", 0), ("4", 0), ("Question: #### 4", 0)],
+)
 def test_the_number_after_the_mark_is_the_answer(tmp_path, monkeypatch, written, right):
     gsm = task("gsm8k", tmp_path, shots=1)
     tokens = gsm.context.tokenizer(written)["input_ids"]
-    monkeypatch.setattr(gsm.context.tokenizer.__class__, "decode", lambda self, ids, **k: "".join(self.convert_ids_to_tokens(ids)))
+    monkeypatch.setattr(
+        gsm.context.tokenizer.__class__, "decode", lambda self, ids, **k: "".join(self.convert_ids_to_tokens(ids))
+    )
     monkeypatch.setattr(questions, "generate", lambda *a: [tokens])
     assert gsm.run("3", {"32-bit": base_factory(gsm.context.model)}, lambda n: None)["32-bit"]["right"] == right
 
@@ -125,12 +166,31 @@ def test_the_command_line_of_lm_eval_knows_the_model(tmp_path):
     """A real process, a real model folder, a task of one's own."""
     tiny.model(dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"q": f"word {i} " * 30, "choices": ["a", "b"], "gold": i % 2}) + "\n" for i in range(2)))
-    (tmp_path / "t.yaml").write_text(
-        f"task: mine\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/t.jsonl}}}}\ntest_split: test\noutput_type: multiple_choice\n"
-        'doc_to_text: "{{q}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: "{{gold}}"\nmetric_list: [{metric: acc}]\n'
+    (tmp_path / "t.jsonl").write_text(
+        "".join(json.dumps({"q": f"word {i} " * 30, "choices": ["a", "b"], "gold": i % 2}) + "\n" for i in range(2))
     )
-    command = [sys.executable, "-m", "kvbits.evaluate.lm_eval", "run", "--model", "kvbits", "--tasks", "mine", "--include_path", str(tmp_path)]
+    (tmp_path / "t.yaml").write_text(
+        f"task: mine\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/t.jsonl}}}}\ntest_split:"
+        ' test\noutput_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice:'
+        ' "{{choices}}"\ndoc_to_target: "{{gold}}"\nmetric_list: [{metric: acc}]\n'
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "kvbits.evaluate.lm_eval",
+        "run",
+        "--model",
+        "kvbits",
+        "--tasks",
+        "mine",
+        "--include_path",
+        str(tmp_path),
+    ]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
-    out = subprocess.run([*command, "--model_args", f"pretrained={tmp_path}/model,scheme=kivi4"], capture_output=True, text=True, env=environment)
+    out = subprocess.run(
+        [*command, "--model_args", f"pretrained={tmp_path}/model,scheme=kivi4"],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert out.returncode == 0 and "|mine" in out.stdout, out.stderr

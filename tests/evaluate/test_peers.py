@@ -1,4 +1,6 @@
-"""Recipes of other engines against the same arithmetic written anew in float64, number by number, from what the engines are documented to compute."""
+"""Recipes of other engines against the same arithmetic written anew in float64, number by number, from what the engines
+are documented to compute.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,13 @@ def walsh(n):
 
 
 def close(found, wanted, x, *, flips=0.002):
-    """Equal to float32's rounding, but for numbers so near the middle of two codes that another order of additions decides (a share of `flips` at most)."""
+    """Equal to float32's rounding, but for numbers so near the middle of two codes that another order of additions
+    decides (a share of `flips` at most).
+    """
     same = np.isclose(found.double().numpy(), wanted, rtol=1e-4, atol=1e-5 * float(x.abs().max()))
-    assert same.all(-1).mean() >= 1 - 128 * flips and same.mean() >= 1 - flips, f"{(~same).mean():.2%} of the numbers differ"
+    assert same.all(-1).mean() >= 1 - 128 * flips and same.mean() >= 1 - flips, (
+        f"{(~same).mean():.2%} of the numbers differ"
+    )
 
 
 def half(x):
@@ -49,7 +55,9 @@ def half(x):
 def test_turboquant_s_keys_are_levels_of_the_normal_distribution_as_long_as_the_key(bits):
     x, peer = numbers(), PEERS[f"turboquant_{bits}bit_nc"]
     # levels of least error, from a million normal quantiles: each the mean of those nearest to it
-    grid = np.array([math.sqrt(2) * v for v in torch.erfinv(2 * (torch.arange(400_000).double() + 0.5) / 400_000 - 1).tolist()])
+    grid = np.array(
+        [math.sqrt(2) * v for v in torch.erfinv(2 * (torch.arange(400_000).double() + 0.5) / 400_000 - 1).tolist()]
+    )
     levels = np.linspace(-2.5, 2.5, 2**bits)
     for _ in range(400):
         nearest = np.searchsorted((levels[1:] + levels[:-1]) / 2, grid)
@@ -86,7 +94,9 @@ def test_int4_per_token_head_turns_and_has_a_whole_zero_point():
     zero = np.clip(np.sign(-low) * np.floor(np.abs(low / scale) + 0.5), 0, 15)
     codes = turned / scale + zero
     codes = np.clip(np.sign(codes) * np.floor(np.abs(codes) + 0.5), 0, 15)
-    kept = np.frombuffer((np.frombuffer(scale.astype(np.float32).tobytes(), np.int32) // 16 * 16).astype(np.int32).tobytes(), np.float32).reshape(-1, 1)
+    kept = np.frombuffer(
+        (np.frombuffer(scale.astype(np.float32).tobytes(), np.int32) // 16 * 16).astype(np.int32).tobytes(), np.float32
+    ).reshape(-1, 1)
     close(peer.keys(x), ((codes - zero) * kept.astype(np.float64)) @ walsh(128) * signs, x, flips=0.01)
     wide = numbers(head_dim=96)
     assert (peer.keys(wide) - wide).norm() < 0.1 * wide.norm(), "three Hadamard matrices of 32"
@@ -101,7 +111,9 @@ def test_q4_0_turns_whole_keys_and_64_channels_of_values():
             part = turned[:, at : at + 32]
             far = part[np.arange(len(part)), np.abs(part).argmax(-1)][:, None]
             scale = far / -8
-            codes = np.minimum(15, np.trunc(np.divide(part, scale, out=np.zeros_like(part), where=scale != 0) + 8.5)) - 8
+            codes = (
+                np.minimum(15, np.trunc(np.divide(part, scale, out=np.zeros_like(part), where=scale != 0) + 8.5)) - 8
+            )
             found[:, at : at + 32] = codes * half(scale)
         return found
 
@@ -116,12 +128,20 @@ def test_fp8_has_no_scale():
     bytes_of = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     exact = bytes_of[bytes_of.isfinite()]
     x = numbers() * 2
-    wanted = exact.double().numpy()[np.abs(np.clip(x.double().numpy(), -448, 448)[..., None] - exact.double().numpy()).argmin(-1)]
+    wanted = exact.double().numpy()[
+        np.abs(np.clip(x.double().numpy(), -448, 448)[..., None] - exact.double().numpy()).argmin(-1)
+    ]
     close(fp8(x), wanted, x)
     assert fp8(torch.tensor([1000.0, -1e9, 448.0])).tolist() == [448.0, -448.0, 448.0]
 
 
-BITS = {"turboquant_4bit_nc": 4 + 24 / 64, "turboquant_3bit_nc": 3 + 24 / 64, "int4_per_token_head": 4.5, "fp8_unscaled": 8.0, "q4_0_rotated": 4.5}
+BITS = {
+    "turboquant_4bit_nc": 4 + 24 / 64,
+    "turboquant_3bit_nc": 3 + 24 / 64,
+    "int4_per_token_head": 4.5,
+    "fp8_unscaled": 8.0,
+    "q4_0_rotated": 4.5,
+}
 
 
 def test_bits_count_scales_norms_and_layers_that_stay_raw():
@@ -129,7 +149,9 @@ def test_bits_count_scales_norms_and_layers_that_stay_raw():
     for name, bits in BITS.items():
         caches, info = make(name, tuple([LayerGeometry(num_kv_heads=2, head_dim=64)] * 30))
         raw = sum(type(layer).__name__ == "DynamicLayer" for layer in caches().layers)
-        assert raw == (4 if "turboquant" in name else 0) and info["bits_per_element"] == pytest.approx((bits * (30 - raw) + 16 * raw) / 30)
+        assert raw == (4 if "turboquant" in name else 0) and info["bits_per_element"] == pytest.approx(
+            (bits * (30 - raw) + 16 * raw) / 30
+        )
     with pytest.raises(UnsupportedError, match="q4_0_rotated takes a head_dim that is a multiple of 64, not 96"):
         make("q4_0_rotated", (LayerGeometry(num_kv_heads=2, head_dim=96),))
     with pytest.raises(UnsupportedError, match="turboquant_4bit_nc takes a head_dim that is a power of two, not 96"):
@@ -142,7 +164,12 @@ def test_a_pass_of_many_tokens_reads_what_single_ones_read(name, monkeypatch):
     monkeypatch.setitem(PEERS, name, dataclasses.replace(PEERS[name], raw_layers=0))
     made = factory(model, name)
     assert made.kind == "simulated" and not made.stores_padding
-    single, chunks = (compare(model, {"base": base_factory(model).make(1, 200), name: made.make(1, 200)}, IDS[:200], first=0, chunk=n)[name] for n in (1, 50))
+    single, chunks = (
+        compare(
+            model, {"base": base_factory(model).make(1, 200), name: made.make(1, 200)}, IDS[:200], first=0, chunk=n
+        )[name]
+        for n in (1, 50)
+    )
     assert single.kl_mean > 1e-7 and single.kl_mean == pytest.approx(chunks.kl_mean, rel=2e-2)
     alone = Rows(model, made.make(1, 100), [IDS[:60]], 16).logits
     beside = Rows(model, made.make(2, 200), [IDS[:60], IDS[100:197]], 16).logits

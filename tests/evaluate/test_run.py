@@ -1,4 +1,6 @@
-"""`evaluate` writes one file per scheme and task, goes on where it stopped, refuses to mix settings, and calibrates on other text."""
+"""`evaluate` writes one file per scheme and task, goes on where it stopped, refuses to mix settings, and calibrates on
+other text.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,29 @@ def model():
     return tiny.model()
 
 
-def run(model, out, schemes=("int8", "int4"), tasks=("fidelity",), texts=TEXTS, calibration_text=None, overwrite=False, **changes):
+def run(
+    model,
+    out,
+    schemes=("int8", "int4"),
+    tasks=("fidelity",),
+    texts=TEXTS,
+    calibration_text=None,
+    overwrite=False,
+    **changes,
+):
     return evaluate(
-        model, tiny.tokenizer(), name="tiny", schemes=list(schemes), tasks=list(tasks), texts=texts, out=out, options=Options(**(OPTIONS | changes)),
-        calibration_text=calibration_text, overwrite=overwrite, progress=False,
-    )  # fmt: skip
+        model,
+        tiny.tokenizer(),
+        name="tiny",
+        schemes=list(schemes),
+        tasks=list(tasks),
+        texts=texts,
+        out=out,
+        options=Options(**(OPTIONS | changes)),
+        calibration_text=calibration_text,
+        overwrite=overwrite,
+        progress=False,
+    )
 
 
 def test_a_run_leaves_one_file_per_cache_with_everything_its_figures_depend_on(model, tmp_path):
@@ -43,9 +63,15 @@ def test_a_run_leaves_one_file_per_cache_with_everything_its_figures_depend_on(m
     assert list(found) == ["32-bit", "int8", "int4"]
     data = results.read(tmp_path / "tiny-float32" / "fidelity" / "int4.json")
     assert data["settings"] == {"length": 200, "chunk": 32, "windows": "spread"}
-    assert data["model"]["name"] == "tiny" and data["model"]["dtype"] == "float32" and len(data["model"]["fingerprint"]) == 16
+    assert (
+        data["model"]["name"] == "tiny"
+        and data["model"]["dtype"] == "float32"
+        and len(data["model"]["fingerprint"]) == 16
+    )
     (run_id,) = data["runs"]
-    assert {*runs.FIELDS, "device", "threads", "seconds"} <= set(data["runs"][run_id]) and {i["run"] for i in data["items"].values()} == {run_id}
+    assert {*runs.FIELDS, "device", "threads", "seconds"} <= set(data["runs"][run_id]) and {
+        i["run"] for i in data["items"].values()
+    } == {run_id}
     assert len(data["items"]) == 2 and all(k.startswith(f"one@{TEXTS[0].sha256[:8]}:") for k in data["items"])
     assert data["summary"] == json.loads(json.dumps(found["int4"]))
 
@@ -70,7 +96,10 @@ def test_the_worst_token_and_what_was_read_raw_stand_beside_the_mean(model, tmp_
     items = results.read(tmp_path / "tiny-float32" / "fidelity" / "kivi2.json")["items"]
     row = found["kivi2"]
     worst = items[row["kl_worst_window"]]
-    assert worst["kl_max"] == row["kl_max"] == max(i["kl_max"] for i in items.values()) and worst["kl_worst"] == row["kl_worst"] > 32
+    assert (
+        worst["kl_max"] == row["kl_max"] == max(i["kl_max"] for i in items.values())
+        and worst["kl_worst"] == row["kl_worst"] > 32
+    )
     assert row["kl_lost"] == sum(i["kl_lost"] for i in items.values()) / row["tokens"] < 0.1
     assert found["raw"]["read_raw"] == 1 and "read_raw" not in found["32-bit"]
     assert 0 < found["int8_centered"]["read_raw"] < row["read_raw"] < 1, "more newest tokens of kivi2 stay raw"
@@ -85,7 +114,12 @@ def test_what_older_files_did_not_note_is_blank_and_not_zero(model, tmp_path):
         for name in ("kl_worst", "kl_lost", "read_raw"):
             del record[name]
     summary = text_tasks._summary(items, items)
-    assert summary["kl_lost"] is None and summary["kl_worst"] is None and "read_raw" not in summary and summary["kl_max"] > 0
+    assert (
+        summary["kl_lost"] is None
+        and summary["kl_worst"] is None
+        and "read_raw" not in summary
+        and summary["kl_max"] > 0
+    )
 
 
 def test_files_of_a_text_s_first_windows_are_not_mixed_with_spread_ones(model, tmp_path):
@@ -94,7 +128,9 @@ def test_files_of_a_text_s_first_windows_are_not_mixed_with_spread_ones(model, t
     data = results.read(path)
     del data["settings"]["windows"]
     path.write_text(results.dumps(data))
-    with pytest.raises(SpecError, match="windows is 'spread' here and None in the file; give another --out, or --overwrite"):
+    with pytest.raises(
+        SpecError, match="windows is 'spread' here and None in the file; give another --out, or --overwrite"
+    ):
         run(model, tmp_path, schemes=["int8"])
 
 
@@ -150,7 +186,15 @@ def test_results_of_other_settings_or_models_are_refused_not_mixed(model, tmp_pa
     path.write_text('{"format": "other"}')
     with pytest.raises(FileFormatError, match="not a result of `kvbits eval`"):
         results.read_all(tmp_path)
-    whole = {"format": "kvbits-eval", "version": results.VERSION, "task": "fidelity", "scheme": "int8", "kind": "packed", "info": {}, "settings": {}}
+    whole = {
+        "format": "kvbits-eval",
+        "version": results.VERSION,
+        "task": "fidelity",
+        "scheme": "int8",
+        "kind": "packed",
+        "info": {},
+        "settings": {},
+    }
     whole |= {"model": {"name": "m", "dtype": "float32", "parameters": 1}, "runs": {}, "items": {}, "summary": {}}
     for change, why in [
         ({"items": []}, "has no items that could be read"),
@@ -171,7 +215,13 @@ def test_a_trimmed_file_is_refused_where_its_items_are_needed(model, tmp_path):
     again = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert again["bytes_after"] == again["bytes_before"] == said["bytes_after"]
     assert run(model, tmp_path, schemes=["int8"], windows=3)["fidelity"]["int8"]["windows"] == 3
-    with pytest.raises(SpecError, match=r"was trimmed for keeping \(layers left out of its items\): no run can go on; give another --out, or --overwrite"):
+    with pytest.raises(
+        SpecError,
+        match=(
+            r"was trimmed for keeping \(layers left out of its items\): no run can go on; give another --out, or"
+            r" --overwrite"
+        ),
+    ):
         run(model, tmp_path, schemes=["int8", "int4"], tasks=["attention"])
 
 
@@ -181,13 +231,19 @@ def test_chains_that_were_trimmed_are_written_anew_by_overwrite(model, tmp_path)
         return results.read(tmp_path / "tiny-float32" / "replay" / "32-bit.json")
 
     chain = once(False)["items"]["planning@0"]["chain"]
-    subprocess.run([sys.executable, str(Path(__file__).parents[2] / "benchmarks" / "trim_results.py"), str(tmp_path)], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, str(Path(__file__).parents[2] / "benchmarks" / "trim_results.py"), str(tmp_path)],
+        check=True,
+        capture_output=True,
+    )
     anew = once(True)
     assert anew["items"]["planning@0"]["chain"] == chain and "trimmed" not in anew
 
 
 def test_pure_decoding_reads_every_token_as_stored(model, tmp_path):
-    found = run(model, tmp_path, schemes=["raw", "kivi2"], tasks=["decode"], windows=1, context=300, new_tokens=12)["decode"]
+    found = run(model, tmp_path, schemes=["raw", "kivi2"], tasks=["decode"], windows=1, context=300, new_tokens=12)[
+        "decode"
+    ]
     assert found["kivi2"]["tokens"] == 11 and found["kivi2"]["tokens_per_s"] > 0 and found["kivi2"]["speed_ratio"] > 0
     assert found["raw"]["kl_mean"] < 1e-6 < found["kivi2"]["kl_mean"]
     assert found["32-bit"]["speed_ratio"] == pytest.approx(1)
@@ -207,15 +263,26 @@ def test_schemes_that_need_it_are_calibrated_on_other_text_and_the_file_is_kept(
     before = path.stat().st_mtime_ns
     run(model, tmp_path, schemes=["int8_static"], calibration_text=other, windows=3)
     assert path.stat().st_mtime_ns == before
-    Calibrator(model, tiny.tokenizer(), Text("third", novel()[90_000:99_000]), tests=TEXTS, directory=path.parent)(factory_scheme(model))
+    Calibrator(model, tiny.tokenizer(), Text("third", novel()[90_000:99_000]), tests=TEXTS, directory=path.parent)(
+        factory_scheme(model)
+    )
     assert path.stat().st_mtime_ns != before
 
 
 def test_a_calibration_that_another_run_replaced_is_said(model, tmp_path, monkeypatch):
-    calibrator = Calibrator(model, tiny.tokenizer(), Text("mine", novel()[90_000:99_000]), tests=TEXTS, directory=tmp_path)
-    theirs = Calibrator(model, tiny.tokenizer(), Text("theirs", novel()[50_000:59_000]), tests=TEXTS, directory=tmp_path)
+    calibrator = Calibrator(
+        model, tiny.tokenizer(), Text("mine", novel()[90_000:99_000]), tests=TEXTS, directory=tmp_path
+    )
+    theirs = Calibrator(
+        model, tiny.tokenizer(), Text("theirs", novel()[50_000:59_000]), tests=TEXTS, directory=tmp_path
+    )
     monkeypatch.setattr(calibrator, "prepare", theirs.prepare)
-    with pytest.raises(CalibrationError, match=r"int8_static.safetensors was replaced by one of another text meanwhile; give every run a folder of its own"):
+    with pytest.raises(
+        CalibrationError,
+        match=(
+            r"int8_static.safetensors was replaced by one of another text meanwhile; give every run a folder of its own"
+        ),
+    ):
         calibrator(factory_scheme(model))
 
 
@@ -227,7 +294,11 @@ def test_all_schemes_are_calibrated_in_one_pass(model, tmp_path, monkeypatch):
     other = Text("other", novel()[50_000:58_000])
     run(model, tmp_path, schemes=["nuq3-1%", "int8", "nuq2", "nuq4"], calibration_text=other, windows=1)
     folder = tmp_path / "tiny-float32" / "calibration"
-    assert len(calls) == 8000 // 512 and sorted(p.name for p in folder.iterdir()) == ["nuq2.safetensors", "nuq3-1%.safetensors", "nuq4.safetensors"]
+    assert len(calls) == 8000 // 512 and sorted(p.name for p in folder.iterdir()) == [
+        "nuq2.safetensors",
+        "nuq3-1%.safetensors",
+        "nuq4.safetensors",
+    ]
     run(model, tmp_path, schemes=["nuq3-1%", "nuq2"], calibration_text=other)
     assert len(calls) == 8000 // 512
     run(model, tmp_path, schemes=["nuq3-1%", "nuq2-1%"], calibration_text=other)
@@ -259,7 +330,8 @@ def test_stock_caches_are_measured_like_ours_and_their_bytes_counted(model, tmp_
     row = found[name]
     bits = int(name[-1]) if name[-1] in "248" else 8
     elements = found["32-bit"]["bytes_held"] / 4
-    assert elements * bits / 8 < row["bytes_held"] < elements * (bits / 8 + 1.25)  # float32 scales and zeros, a raw residual
+    # float32 scales and zeros, a raw residual
+    assert elements * bits / 8 < row["bytes_held"] < elements * (bits / 8 + 1.25)
     assert row["kl_mean"] > 0
 
 
@@ -286,7 +358,9 @@ def test_every_task_loads_and_calls_itself_what_the_table_says(name):
 
 
 def test_windows_of_one_pass_are_refused(model, tmp_path):
-    with pytest.raises(SpecError, match="windows of 100 tokens in passes of 99 read nothing as stored; take --chunk below --length"):
+    with pytest.raises(
+        SpecError, match="windows of 100 tokens in passes of 99 read nothing as stored; take --chunk below --length"
+    ):
         run(model, tmp_path, schemes=["int8"], length=100, chunk=99)
 
 
@@ -298,7 +372,9 @@ def command(monkeypatch, model, *args, code=0, name="eval"):
     loads = []
     monkeypatch.setattr("kvbits.geometry.load_config", lambda name: model.config)
     monkeypatch.setattr("kvbits.integrations.models.load_tokenizer", lambda name: tiny.tokenizer())
-    monkeypatch.setattr("kvbits.integrations.models.load_model", lambda name, **how: loads.append(name) or (model, tiny.tokenizer()))
+    monkeypatch.setattr(
+        "kvbits.integrations.models.load_model", lambda name, **how: loads.append(name) or (model, tiny.tokenizer())
+    )
     out = CliRunner().invoke(app, [name, "tiny", "--dtype", "fp32", *map(str, args)])
     assert out.exit_code == code, (out.output, out.exception)
     return out, loads
@@ -307,7 +383,10 @@ def command(monkeypatch, model, *args, code=0, name="eval"):
 def test_the_command_s_defaults_calibrate_on_the_other_half_of_the_novel(monkeypatch, model, tmp_path):
     sizes = ("--windows", 1, "--length", 200, "--chunk", 32, "--out", tmp_path)
     out, _ = command(monkeypatch, model, *sizes, "--scheme", "int8_static", "--scheme", "int8")
-    assert "note: calibrated on the second half of the novel; its first half is evaluated on" in out.stderr and "int8_static" in out.stderr
+    assert (
+        "note: calibrated on the second half of the novel; its first half is evaluated on" in out.stderr
+        and "int8_static" in out.stderr
+    )
     data = results.read(tmp_path / "tiny-float32" / "fidelity" / "int8_static.json")
     assert data["info"]["calibration"]["text"] == "novel-end" and next(iter(data["items"])).startswith("novel-start@")
     out, _ = command(monkeypatch, model, *sizes, "--scheme", "int8", "--overwrite")
@@ -322,15 +401,29 @@ def test_the_command_s_defaults_calibrate_on_the_other_half_of_the_novel(monkeyp
         (["--tasks", "arc"], "task 'arc_dev' needs its problems: give --data arc_dev="),
         (["--tasks", "arc", "--data", "arc_dev=none.jsonl"], "none.jsonl: no such file"),
         (["--tasks", "passkey", "--contexts", "4k"], "pass the model's 4096 positions; lower --contexts"),
-        (["--chunk", 32], "int8.json holds results of something else: chunk is 32 here and 64 in the file; give another --out, or --overwrite"),
+        (
+            ["--chunk", 32],
+            (
+                "int8.json holds results of something else: chunk is 32 here and 64 in the file; give another --out, or"
+                " --overwrite"
+            ),
+        ),
     ],
 )
 def test_the_command_refuses_before_the_model_loads(monkeypatch, model, tmp_path, args, message):
-    header = {"task": "fidelity", "scheme": "int8", "kind": "kvbits", "info": {}, "settings": {"length": 200, "chunk": 64, "windows": "spread"}}
+    header = {
+        "task": "fidelity",
+        "scheme": "int8",
+        "kind": "kvbits",
+        "info": {},
+        "settings": {"length": 200, "chunk": 64, "windows": "spread"},
+    }
     header["model"] = {"name": "tiny", "dtype": "float32", "parameters": 1}
     results.ResultFile(tmp_path / "tiny-float32" / "fidelity" / "int8.json", header, runs.record()).write(0.0, {})
     sizes = {"--length": 200, "--chunk": 64} | dict(zip(args[::2], args[1::2], strict=True))
-    out, loads = command(monkeypatch, model, "--out", tmp_path, "--scheme", "int8", *(x for pair in sizes.items() for x in pair), code=2)
+    out, loads = command(
+        monkeypatch, model, "--out", tmp_path, "--scheme", "int8", *(x for pair in sizes.items() for x in pair), code=2
+    )
     assert message in out.stderr and not loads
 
 
@@ -338,7 +431,9 @@ def test_the_command_refuses_before_the_model_loads(monkeypatch, model, tmp_path
 def test_data_of_another_benchmark_is_named(model, tmp_path, task, field):
     path = tmp_path / "humaneval.jsonl"
     path.write_text('{"task_id": "0", "prompt": "def f():"}\n')
-    with pytest.raises(SpecError, match=f"--data {task}=.*humaneval.jsonl: not {task}'s own JSON lines: KeyError\\('{field}'\\)"):
+    with pytest.raises(
+        SpecError, match=f"--data {task}=.*humaneval.jsonl: not {task}'s own JSON lines: KeyError\\('{field}'\\)"
+    ):
         load(task)(Context(None, tiny.tokenizer(), (), Options(shots=0, data={task: str(path)}), model.config))
 
 
@@ -346,15 +441,42 @@ def test_a_calibration_file_serves_the_scheme_it_was_made_for(monkeypatch, model
     chosen = schemes.get("int8_static", head_dim=64)
     made = Calibrator(model, tiny.tokenizer(), Text("other", novel()[9000:20000]), sample=Sample(2, 64))(chosen)
     made.save(tmp_path / "scales.safetensors")
-    sizes = ("--windows", 1, "--length", 200, "--chunk", 32, "--out", tmp_path / "out", "--calibration", tmp_path / "scales.safetensors")
+    sizes = (
+        "--windows",
+        1,
+        "--length",
+        200,
+        "--chunk",
+        32,
+        "--out",
+        tmp_path / "out",
+        "--calibration",
+        tmp_path / "scales.safetensors",
+    )
     out, _ = command(monkeypatch, model, *sizes, "--scheme", "int8_static,int8")
     assert "note:" not in out.stderr  # nothing else needs a text to calibrate on
     data = results.read(tmp_path / "out" / "tiny-float32" / "fidelity" / "int8_static.json")
-    assert data["info"]["calibration"]["id"] == data["settings"]["calibration"] == made.id and next(iter(data["items"])).startswith("novel@")
+    assert data["info"]["calibration"]["id"] == data["settings"]["calibration"] == made.id and next(
+        iter(data["items"])
+    ).startswith("novel@")
     assert "calibration" not in results.read(tmp_path / "out" / "tiny-float32" / "fidelity" / "int8.json")["settings"]
     (tmp_path / "t.txt").write_text(novel()[:30000])
-    out, loads = command(monkeypatch, model, *sizes[:-2], "--scheme", "int8_static", "--text", "novel", "--calibration-text", tmp_path / "t.txt", code=2)
-    assert f"calibration is None here and '{made.id}' in the file; give another --out, or --overwrite" in out.stderr and not loads
+    out, loads = command(
+        monkeypatch,
+        model,
+        *sizes[:-2],
+        "--scheme",
+        "int8_static",
+        "--text",
+        "novel",
+        "--calibration-text",
+        tmp_path / "t.txt",
+        code=2,
+    )
+    assert (
+        f"calibration is None here and '{made.id}' in the file; give another --out, or --overwrite" in out.stderr
+        and not loads
+    )
     out, loads = command(monkeypatch, model, *sizes, "--scheme", "int4", code=2)
     assert "scheme 'int4' needs no calibration" in out.stderr and not loads
 
@@ -362,12 +484,20 @@ def test_a_calibration_file_serves_the_scheme_it_was_made_for(monkeypatch, model
 def test_texts_are_mixed_with_as_many_windows_of_each(model, tmp_path):
     parts = [Text(name, novel()[first : first + 9000]) for name, first in (("a", 0), ("b", 20_000), ("c", 40_000))]
     text, tokenizer = mixed(parts), tiny.tokenizer()
-    drawn = [tokenizer.decode(row).replace(" ", "") for batch in windows_of(tokenizer, text, Sample(7, 64), batch_size=2) for row in batch]
+    drawn = [
+        tokenizer.decode(row).replace(" ", "")
+        for batch in windows_of(tokenizer, text, Sample(7, 64), batch_size=2)
+        for row in batch
+    ]
     plain = [tokenizer.decode(tokenizer(p.content)["input_ids"]).replace(" ", "") for p in parts]
     assert [sum(window in content for window in drawn) for content in plain] == [3, 2, 2]
     chosen = schemes.get("int8_static", head_dim=64)
     made = Calibrator(model, tokenizer, text, sample=Sample(7, 64))(chosen)
-    assert made.info["text"] == "a+b+c" and made.info["mixed_sha256"] == [p.sha256 for p in parts] and made.info["prompts"] == 7
+    assert (
+        made.info["text"] == "a+b+c"
+        and made.info["mixed_sha256"] == [p.sha256 for p in parts]
+        and made.info["prompts"] == 7
+    )
     with pytest.raises(SpecError, match="is 'b', which is evaluated on"):
         Calibrator(model, tokenizer, text, tests=(parts[1],))
     with pytest.raises(SpecError, match="was made on 'c', which is evaluated on"):
@@ -380,7 +510,9 @@ def test_texts_are_mixed_with_as_many_windows_of_each(model, tmp_path):
 
 @pytest.mark.parametrize("name", ["eval", "check"])
 def test_a_calibration_of_the_text_that_is_evaluated_is_refused(monkeypatch, model, tmp_path, name):
-    made = Calibrator(model, tiny.tokenizer(), Text("novel", novel()), sample=Sample(2, 64))(schemes.get("int8_static", head_dim=64))
+    made = Calibrator(model, tiny.tokenizer(), Text("novel", novel()), sample=Sample(2, 64))(
+        schemes.get("int8_static", head_dim=64)
+    )
     made.save(tmp_path / "scales.safetensors")
     place = ("--out", tmp_path / "out") if name == "eval" else ("--text", "novel")
     options = ("--scheme", "int8_static", "--calibration", tmp_path / "scales.safetensors")
@@ -390,7 +522,14 @@ def test_a_calibration_of_the_text_that_is_evaluated_is_refused(monkeypatch, mod
 
 def test_a_run_that_goes_on_says_how_much_is_there(tmp_path):
     said = []
-    how = {"name": "tiny", "tasks": ["fidelity"], "texts": (Text("t", novel()[:2000]),), "out": tmp_path, "progress": False, "say": said.append}
+    how = {
+        "name": "tiny",
+        "tasks": ["fidelity"],
+        "texts": (Text("t", novel()[:2000]),),
+        "out": tmp_path,
+        "progress": False,
+        "say": said.append,
+    }
     model, tokenizer = tiny.model(), tiny.tokenizer()
     evaluate(model, tokenizer, schemes=["int8"], options=Options(windows=1, length=64, chunk=32), **how)
     assert not said

@@ -31,7 +31,10 @@ def test_a_program_that_does_not_fails_with_its_reason(program, reason):
 
 
 def test_guessing_how_passing_is_said_does_not_pass():
-    out = run_program("import os\nfor fd in range(3, 10):\n    try: os.write(fd, b'passed 0')\n    except OSError: pass\nos._exit(0)", **FAST)
+    out = run_program(
+        "import os\nfor fd in range(3, 10):\n    try: os.write(fd, b'passed 0')\n    except OSError: pass\nos._exit(0)",
+        **FAST,
+    )
     assert not out.passed
 
 
@@ -49,23 +52,32 @@ def test_guessing_how_passing_is_said_does_not_pass():
 )
 def test_network_programs_and_foreign_code_are_refused(program):
     out = run_program(program, **FAST)
-    assert not out.passed and ("refused" in out.reason or "ImportError" in out.reason or "PermissionError" in out.reason or "URLError" in out.reason), (
-        out.reason
-    )
+    assert not out.passed and (
+        "refused" in out.reason
+        or "ImportError" in out.reason
+        or "PermissionError" in out.reason
+        or "URLError" in out.reason
+    ), out.reason
 
 
 def test_files_only_in_its_own_folder(tmp_path):
     target = tmp_path / "x"
     target.write_text("here")
     for program in (
-        f"open({str(target)!r}, 'w')", f"import os; os.remove({str(target)!r})", f"import os; os.open({str(target)!r}, os.O_WRONLY)",
-        f"import os; os.rename({str(target)!r}, 'y')", f"import pathlib; pathlib.Path({str(target)!r}).write_text('')", f"import os; os.symlink({str(tmp_path)!r}, 'l'); open('l/x', 'w')",
+        f"open({str(target)!r}, 'w')",
+        f"import os; os.remove({str(target)!r})",
+        f"import os; os.open({str(target)!r}, os.O_WRONLY)",
+        f"import os; os.rename({str(target)!r}, 'y')",
+        f"import pathlib; pathlib.Path({str(target)!r}).write_text('')",
+        f"import os; os.symlink({str(tmp_path)!r}, 'l'); open('l/x', 'w')",
         f"import os; os.truncate({str(target)!r}, 0)",
-    ):  # fmt: skip
+    ):
         out = run_program(program, **FAST)
         assert not out.passed and "refused" in out.reason, (program, out.reason)
     assert target.read_text() == "here"
-    assert run_program("open('mine.txt', 'w').write('x' * 100)\nassert len(open('mine.txt').read()) == 100", **FAST).passed
+    assert run_program(
+        "open('mine.txt', 'w').write('x' * 100)\nassert len(open('mine.txt').read()) == 100", **FAST
+    ).passed
     assert not run_program("open('big', 'w').write('x' * 3_000_000)", **FAST).passed
 
 
@@ -82,7 +94,9 @@ def test_time_and_memory_have_limits():
 
 def test_the_parents_environment_and_folder_stay_outside(monkeypatch):
     monkeypatch.setenv("SECRET_OF_THE_PARENT", "1")
-    assert run_program("import os\nassert 'SECRET_OF_THE_PARENT' not in os.environ\nassert os.listdir('.') == ['program.py']", **FAST).passed
+    assert run_program(
+        "import os\nassert 'SECRET_OF_THE_PARENT' not in os.environ\nassert os.listdir('.') == ['program.py']", **FAST
+    ).passed
 
 
 @pytest.mark.skipif(not namespaces(), reason="this kernel allows no namespaces")

@@ -31,16 +31,30 @@ def model():
 
 def both(model, scheme, **how):
     def fit(s):
-        return calibrate(model, prompts_from_text(tiny.tokenizer(), novel()[40_000:42_000], length=300, num_prompts=4), s)
+        return calibrate(
+            model, prompts_from_text(tiny.tokenizer(), novel()[40_000:42_000], length=300, num_prompts=4), s
+        )
 
     return [factory(model, scheme, calibration=fit, simulate=s, **how) for s in (False, True)]
 
 
 WANTED = [
-    "raw", "int8", "int4", "int4_centered", "fp8", "kivi2", "int8_static", "nuq3-1%", "nuq2",
+    "raw",
+    "int8",
+    "int4",
+    "int4_centered",
+    "fp8",
+    "kivi2",
+    "int8_static",
+    "nuq3-1%",
+    "nuq2",
     dataclasses.replace(schemes.get("int4"), name="sinks", num_sink_tokens=5, residual_length=20),
-    dataclasses.replace(schemes.get("kivi2"), name="a raw layer", overrides=(Override(layers=(1,), key=QuantSpec.raw(), value=QuantSpec.raw()),)),
-]  # fmt: skip
+    dataclasses.replace(
+        schemes.get("kivi2"),
+        name="a raw layer",
+        overrides=(Override(layers=(1,), key=QuantSpec.raw(), value=QuantSpec.raw()),),
+    ),
+]
 
 
 @pytest.mark.parametrize("scheme", WANTED, ids=lambda s: s if isinstance(s, str) else s.name)
@@ -50,7 +64,13 @@ def test_it_agrees_with_the_packed_cache(model, scheme, chunk):
     assert simulated.kind == "simulated" and simulated.name == f"{packed.name}-simulated"
     length = 700 if chunk > 1 else 230
     first = 0 if chunk > 1 else 180
-    found = compare(model, {"packed": packed.make(1, 700), "simulated": simulated.make(1, 700)}, IDS[:length], first=first, chunk=chunk)
+    found = compare(
+        model,
+        {"packed": packed.make(1, 700), "simulated": simulated.make(1, 700)},
+        IDS[:length],
+        first=first,
+        chunk=chunk,
+    )
     assert found["simulated"].perplexity == pytest.approx(found["packed"].perplexity, rel=1e-3)
     assert found["simulated"].kl_mean < 1e-5
 
@@ -61,7 +81,9 @@ def test_it_holds_what_pages_give_back_token_by_token(model):
     for cache in (a, b):
         Rows(model, cache, [IDS[:600]], 100)
     k, v = a.pages.dequantize(0, 0)  # in later layers a rounding of the layer before may flip a code
-    assert torch.allclose(k, b.layers[0].keys[0].transpose(0, 1), atol=1e-5) and torch.allclose(v, b.layers[0].values[0].transpose(0, 1), atol=1e-5)
+    assert torch.allclose(k, b.layers[0].keys[0].transpose(0, 1), atol=1e-5) and torch.allclose(
+        v, b.layers[0].values[0].transpose(0, 1), atol=1e-5
+    )
     assert [b.layers[0].pages, b.layers[1].pages] == [(600 - 128 - 1) // 32] * 2
 
 
@@ -69,7 +91,9 @@ def test_it_is_no_packed_cache_and_differs_from_the_model_s_own(model):
     from kvbits.evaluate.caches import base_factory
 
     _, simulated = both(model, "kivi2")
-    found = compare(model, {"base": base_factory(model).make(1, 700), "simulated": simulated.make(1, 700)}, IDS, first=0, chunk=50)
+    found = compare(
+        model, {"base": base_factory(model).make(1, 700), "simulated": simulated.make(1, 700)}, IDS, first=0, chunk=50
+    )
     assert found["simulated"].kl_mean > 1e-4
 
 
@@ -87,8 +111,17 @@ def test_tiers_are_refused(model):
 def test_reports_leave_simulated_results_out(model, tmp_path):
     text, options = (Text("one", novel()[:4000]),), Options(windows=2, length=200, chunk=32)
     found = evaluate(
-        model, tiny.tokenizer(), name="tiny", schemes=["int4"], tasks=["fidelity"], texts=text, out=tmp_path, options=options, simulate=True, progress=False
-    )["fidelity"]  # fmt: skip
+        model,
+        tiny.tokenizer(),
+        name="tiny",
+        schemes=["int4"],
+        tasks=["fidelity"],
+        texts=text,
+        out=tmp_path,
+        options=options,
+        simulate=True,
+        progress=False,
+    )["fidelity"]
     assert found["int4-simulated"]["kl_mean"] == pytest.approx(found["int4"]["kl_mean"], rel=0.05)
     results = collect(tmp_path)
     assert list(results.models["tiny-float32"].tasks["fidelity"]) == ["32-bit", "int4"]
@@ -100,19 +133,34 @@ def test_reports_leave_simulated_results_out(model, tmp_path):
 
 
 def test_nvfp4_is_the_published_arithmetic():
-    """Two tokens in groups of 16 by hand: the page's largest number gets the largest scale, 448; other groups the nearest E4M3 number, half to even."""
+    """Two tokens in groups of 16 by hand: the page's largest number gets the largest scale, 448; other groups the
+    nearest E4M3 number, half to even.
+    """
     x = torch.zeros(2, 32)
-    x[0, :9] = torch.tensor([-2688.0, 448 * 0.25, 448 * 0.75, 448 * 1.25, 448 * 2.5, 448 * 3.5, 448 * 5.0, 448 * -1.75, 448 * 0.26])
+    x[0, :9] = torch.tensor(
+        [-2688.0, 448 * 0.25, 448 * 0.75, 448 * 1.25, 448 * 2.5, 448 * 3.5, 448 * 5.0, 448 * -1.75, 448 * 0.26]
+    )
     x[0, 20], x[0, 21], x[1, 7] = 26.88, 13.0, 13440 * 2.0**-9
     found = nvfp4(x)
-    assert found[0, :9].tolist() == [-2688.0, 0, 448 * 1.0, 448 * 1.0, 448 * 2.0, 448 * 4.0, 448 * 4.0, 448 * -2.0, 448 * 0.5]
+    assert found[0, :9].tolist() == [
+        -2688.0,
+        0,
+        448 * 1.0,
+        448 * 1.0,
+        448 * 2.0,
+        448 * 4.0,
+        448 * 4.0,
+        448 * -2.0,
+        448 * 0.5,
+    ]
     assert found[0, 20:22].tolist() == [27.0, 13.5], "a scale of 4.48 is stored as 4.5; 13 / 4.5 is nearest to 3"
     assert found[1, 7] == 27.0, "4.375 lies halfway between 4.25 and 4.5, which is even"
     assert not found[1, 16:].any() and not nvfp4(torch.zeros(64, 64)).any()
     e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     levels = (nvfp4(torch.randn(3, 64, 128)).abs().unflatten(-1, (-1, 16)) / 6).flatten(0, -2)
     for group in levels[:100]:
-        steps = group / group.max() * 6  # a group's largest number is 6 of its scales, or 4 where its scale was rounded up
+        # a group's largest number is 6 of its scales, or 4 where its scale was rounded up
+        steps = group / group.max() * 6
         assert min((steps * k - e2m1[:, None]).abs().amin(0).max().item() for k in (1, 4 / 6)) < 1e-5
 
 
@@ -121,5 +169,7 @@ def test_nvfp4_in_a_dense_cache_replaces_whole_pages(model):
     assert made.kind == "simulated" and made.scheme is None
     head_dim = made.make(1, 700).layers[0].group.layouts["closed"].head_dim
     assert made.info["bits_per_element"] == 4.5 + 32 / (64 * head_dim)
-    found = compare(model, {"16-bit": factory(model, "raw").make(1, 700), "nvfp4": made.make(1, 700)}, IDS, first=0, chunk=100)
+    found = compare(
+        model, {"16-bit": factory(model, "raw").make(1, 700), "nvfp4": made.make(1, 700)}, IDS, first=0, chunk=100
+    )
     assert 0 < found["nvfp4"].kl_mean < 0.5

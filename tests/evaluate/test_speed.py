@@ -29,7 +29,9 @@ def bench(*args):
 
 def test_a_result_file_has_every_core_preset_and_the_run(tmp_path):
     out = tmp_path / "mine.json"
-    found = bench("--heads", "4/2/64", "--context", "1k", "--chunk", "16", "--rounds", "1", "--device", "cpu", "--out", out)
+    found = bench(
+        "--heads", "4/2/64", "--context", "1k", "--chunk", "16", "--rounds", "1", "--device", "cpu", "--out", out
+    )
     assert found.exit_code == 0, found.output
     data = json.loads(out.read_text())
     (run,) = data["runs"].values()
@@ -49,7 +51,13 @@ def test_a_result_file_has_every_core_preset_and_the_run(tmp_path):
 def test_a_wrong_kernel_is_an_error_not_a_row(monkeypatch):
     right = cpu.attend
     monkeypatch.setattr(cpu, "attend", lambda *args: tuple(1.1 * x for x in right(*args)))
-    with pytest.raises(DataError, match=r"int4, decode, 1 x 256 tokens, 4/2 heads of 64, by cpu: relative error 1.0.e-01 against float64, above 0.02"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"int4, decode, 1 x 256 tokens, 4/2 heads of 64, by cpu: relative error 1.0.e-01 against float64, above"
+            r" 0.02"
+        ),
+    ):
         speed.packed("int4", SHAPE, CPU)
 
 

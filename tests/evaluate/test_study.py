@@ -29,10 +29,15 @@ def study():
 
 @pytest.mark.parametrize(("name", "rows", "tables"), [("domain", 1 + 6, 3)])
 def test_a_study_runs_in_one_command(study, tmp_path, monkeypatch, capsys, name, rows, tables):
-    texts = {path: novel()[3000 * i : 3000 * (i + 1)] for i, path in enumerate(p for sides in study.DOMAINS.values() for side in sides for p in side)}
+    texts = {
+        path: novel()[3000 * i : 3000 * (i + 1)]
+        for i, path in enumerate(p for sides in study.DOMAINS.values() for side in sides for p in side)
+    }
     for path, content in texts.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text(json.dumps({"question": content, "answer": "1"}) if path.endswith("l") else content)
+        (tmp_path / path).write_text(
+            json.dumps({"question": content, "answer": "1"}) if path.endswith("l") else content
+        )
     monkeypatch.setattr(study.kvbits, "load_model", lambda *a, **k: (tiny.model(), tiny.tokenizer()))
     words = "--prompts 2 --prompt-length 300 --windows 2 --length 400 --bits 3 --workers 2"
     monkeypatch.setattr(sys, "argv", ["study", "tiny", "--study", name, "--data", str(tmp_path), *words.split()])
@@ -40,7 +45,10 @@ def test_a_study_runs_in_one_command(study, tmp_path, monkeypatch, capsys, name,
     study.main()
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(report["runs"]) == 1
-    found = {text: [r for r in report["rows"] if r["text"] == text] for text in dict.fromkeys(r["text"] for r in report["rows"])}
+    found = {
+        text: [r for r in report["rows"] if r["text"] == text]
+        for text in dict.fromkeys(r["text"] for r in report["rows"])
+    }
     assert [len(listed) for listed in found.values()] == [rows] * tables
     for listed in found.values():
         assert listed[0]["name"] == "16-bit" and all(r["kl"] > 0 for r in listed[1:])

@@ -20,19 +20,27 @@ def test_wikitext_is_joined_the_usual_way(tmp_path):
 
 
 def test_json_lines_and_books(tmp_path):
-    (tmp_path / "c4.jsonl").write_text(json.dumps({"prefix": "a b", "gold_completion": " c"}) + "\n" + json.dumps({"text": "d"}) + "\n")
+    (tmp_path / "c4.jsonl").write_text(
+        json.dumps({"prefix": "a b", "gold_completion": " c"}) + "\n" + json.dumps({"text": "d"}) + "\n"
+    )
     assert read_text(str(tmp_path / "c4.jsonl")).content == "a b c\n\nd"
     (tmp_path / "odd.jsonl").write_text('{"text": "one\u2028line\u0085still"}\n')  # as JSON allows, and MMLU has
     assert read_text(str(tmp_path / "odd.jsonl")).content == "one\u2028line\u0085still"
     (tmp_path / "gsm.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "2"}))
     assert read_text(str(tmp_path / "gsm.jsonl")).content == "1 + 1?\n2"
-    (tmp_path / "book.txt").write_text("licence\n*** START OF THIS PROJECT GUTENBERG EBOOK X ***\n\nIt was.\n*** END OF THIS PROJECT\nlicence")
+    (tmp_path / "book.txt").write_text(
+        "licence\n*** START OF THIS PROJECT GUTENBERG EBOOK X ***\n\nIt was.\n*** END OF THIS PROJECT\nlicence"
+    )
     assert read_text(str(tmp_path / "book.txt")).content == "It was.\n"
     (tmp_path / "code.py").write_text("x = 1\n")
     assert read_text(str(tmp_path / "code.py")) == Text("code", "x = 1\n")
     assert read_text("novel").content == novel()
     found = read_text("code")
-    assert found.name == "code" and Path(texts.__file__).read_text() in found.content and found.content.count("from __future__") > 50
+    assert (
+        found.name == "code"
+        and Path(texts.__file__).read_text() in found.content
+        and found.content.count("from __future__") > 50
+    )
 
 
 def test_what_cannot_be_read_says_why(tmp_path):
@@ -64,7 +72,9 @@ def test_hub_ids_go_through_datasets(monkeypatch):
         return Rows()
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
-    assert read_text("hub:Salesforce/wikitext:wikitext-2-raw-v1:validation") == Text("Salesforce--wikitext-wikitext-2-raw-v1-validation", "one\n\ntwo")
+    assert read_text("hub:Salesforce/wikitext:wikitext-2-raw-v1:validation") == Text(
+        "Salesforce--wikitext-wikitext-2-raw-v1-validation", "one\n\ntwo"
+    )
     assert read_text("hub:ptb").name == "ptb"
     assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1", "validation"), ("ptb", None, "test")]
     with pytest.raises(SpecError, match=r"ConnectionError: no network; give a local file"):

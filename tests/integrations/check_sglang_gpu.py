@@ -1,11 +1,13 @@
-"""SGLang on a GPU with kvbits' pages: captured graphs against eager steps, decoding against prompts, chunks, prefix hits, aborts, drafts of n-grams, and Transformers under the same scheme.
-Run by hand, one format a process; the environment is benchmarks/sglang_bundle.sh's where there is no network.
+"""SGLang on a GPU with kvbits' pages: captured graphs against eager steps, decoding against prompts, chunks, prefix
+hits, aborts, drafts of n-grams, and Transformers under the same scheme. Run by hand, one format a process; the
+environment is benchmarks/sglang_bundle.sh's where there is no network.
 
     python tests/integrations/check_sglang_gpu.py --format int8_centered
     python tests/integrations/check_sglang_gpu.py --format klt4 --model MODEL
 
-Without a model on disk a small random one serves, so the distances are noise of quantization, to be compared with those of `--format bf16` on the same machine. What must
-hold is checked; every line is printed as JSON. On a CPU, in the environment of run_sglang_cpu.sh, the same is asked of engines there (`--baseline torch_native`).
+Without a model on disk a small random one serves, so the distances are noise of quantization, to be compared with those
+of `--format bf16` on the same machine. What must hold is checked; every line is printed as JSON. On a CPU, in the
+environment of run_sglang_cpu.sh, the same is asked of engines there (`--baseline torch_native`).
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ LIMITS = {
     "int4": {"prefill": 1.0, "again": 0.1, "eager": 0.02},
     "klt4": {"prefill": 1.0, "again": 0.1, "eager": 0.02},
 }
-"""Largest mean distance of log-probabilities by format and check, of the random model and without raw copies: two to four times what an H100 measured (bf16 0.007 and
-0.001, int8_centered 0.035 and 0.008, int4 0.52 and 0.007, klt4 0.49 and 0.011; steps in graphs and eager ones were equal)."""
+"""Largest mean distance of log-probabilities by format and check, of the random model and without raw copies: two to
+four times what an H100 measured (bf16 0.007 and 0.001, int8_centered 0.035 and 0.008, int4 0.52 and 0.007, klt4 0.49
+and 0.011; steps in graphs and eager ones were equal).
+"""
 CHUNK = 768
 DEVICE, DTYPE = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
 
@@ -40,9 +44,18 @@ def saved_model(path: Path) -> Path:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=1024, intermediate_size=1024, vocab_size=1000, max_position_embeddings=8192, initializer_range=0.05, bos_token_id=1, eos_token_id=2,
-        num_key_value_heads=2, head_dim=128, num_hidden_layers=3, num_attention_heads=8,
-    )  # fmt: skip
+        hidden_size=1024,
+        intermediate_size=1024,
+        vocab_size=1000,
+        max_position_embeddings=8192,
+        initializer_range=0.05,
+        bos_token_id=1,
+        eos_token_id=2,
+        num_key_value_heads=2,
+        head_dim=128,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, DTYPE))
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(path)
@@ -53,12 +66,23 @@ def engine(path: Path, form: str, baseline: str, **more: Any) -> Any:
     import sglang
 
     settings: dict[str, Any] = {
-        "dtype": DTYPE, "device": DEVICE, "skip_tokenizer_init": True, "max_total_tokens": 1 << 16, "max_running_requests": 16, "chunked_prefill_size": CHUNK,
-        "context_length": 4096, "log_level": "error", "mem_fraction_static": 0.3, "cuda_graph_bs_decode": [1, 2, 4, 8, 16], "sampling_backend": "pytorch",
+        "dtype": DTYPE,
+        "device": DEVICE,
+        "skip_tokenizer_init": True,
+        "max_total_tokens": 1 << 16,
+        "max_running_requests": 16,
+        "chunked_prefill_size": CHUNK,
+        "context_length": 4096,
+        "log_level": "error",
+        "mem_fraction_static": 0.3,
+        "cuda_graph_bs_decode": [1, 2, 4, 8, 16],
+        "sampling_backend": "pytorch",
         "grammar_backend": "none",
-    }  # fmt: skip
+    }
     start = time.monotonic()
-    found = sglang.Engine(model_path=str(path), attention_backend=baseline if form == "bf16" else f"kvbits_{form}", **(settings | more))
+    found = sglang.Engine(
+        model_path=str(path), attention_backend=baseline if form == "bf16" else f"kvbits_{form}", **(settings | more)
+    )
     print(json.dumps({"format": form, "started_s": round(time.monotonic() - start, 1)} | more), flush=True)
     return found
 
@@ -101,8 +125,12 @@ def against_prefill(llm: Any, prompts: list[list[int]], outputs: list[Any]) -> f
     return torch.cat(found).mean().item()
 
 
-def against_transformers(path: Path, form: str, calibration: str | None, prompts: list[list[int]], outputs: list[Any]) -> tuple[float, float]:
-    """Mean distance of an engine's log-probabilities from those of kvbits' cache of Transformers under the same scheme, on this GPU, and from those without any."""
+def against_transformers(
+    path: Path, form: str, calibration: str | None, prompts: list[list[int]], outputs: list[Any]
+) -> tuple[float, float]:
+    """Mean distance of an engine's log-probabilities from those of kvbits' cache of Transformers under the same scheme,
+    on this GPU, and from those without any.
+    """
     from transformers import AutoModelForCausalLM, DynamicCache
 
     from kvbits import schemes
@@ -137,7 +165,13 @@ def aborted(llm: Any, prompts: list[list[int]]) -> None:
 
     async def ask(i: int) -> Any:
         found = None
-        stream = await llm.async_generate(input_ids=prompts[i], sampling_params=sampling(40 if i < 4 else 400), rid=f"r{i}", stream=True, return_logprob=True)
+        stream = await llm.async_generate(
+            input_ids=prompts[i],
+            sampling_params=sampling(40 if i < 4 else 400),
+            rid=f"r{i}",
+            stream=True,
+            return_logprob=True,
+        )
         async for output in stream:
             found = output
             if i >= 4 and output["meta_info"]["completion_tokens"] > i:
@@ -148,7 +182,9 @@ def aborted(llm: Any, prompts: list[list[int]]) -> None:
         return await asyncio.gather(*map(ask, range(8)))
 
     ended = llm.loop.run_until_complete(everything())
-    assert [o["meta_info"]["finish_reason"]["type"] for o in ended] == ["length"] * 4 + ["abort"] * 4, [o["meta_info"]["finish_reason"] for o in ended]
+    assert [o["meta_info"]["finish_reason"]["type"] for o in ended] == ["length"] * 4 + ["abort"] * 4, [
+        o["meta_info"]["finish_reason"] for o in ended
+    ]
     assert all(len(o["meta_info"]["output_token_logprobs"]) == 40 for o in ended[:4])
     print(json.dumps({"check": "beside aborted ones", "mean_distance": distance(alone, ended[:4])[0]}), flush=True)
 
@@ -157,7 +193,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--format", required=True, choices=LIMITS)
     parser.add_argument(
-        "--model", type=Path, help="a model on disk; of the distances only that from Transformers is then checked, against what the format costs"
+        "--model",
+        type=Path,
+        help=(
+            "a model on disk; of the distances only that from Transformers is then checked, against what the format"
+            " costs"
+        ),
     )
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--baseline", default="fa3", help="SGLang's own backend, of --format bf16")
@@ -174,7 +215,10 @@ def main() -> None:
     failed = []
 
     def say(check: str, value: float, limit: float | None, **more: Any) -> None:
-        print(json.dumps({"format": form, "check": check, "mean_distance": round(value, 5), "limit": limit} | more), flush=True)
+        print(
+            json.dumps({"format": form, "check": check, "mean_distance": round(value, 5), "limit": limit} | more),
+            flush=True,
+        )
         if limit is not None and not value < limit:
             failed.append(check)
 
@@ -185,7 +229,9 @@ def main() -> None:
     if "again" in args.only:
         again = generate(llm, prompts, args.tokens)
         far, same = distance(first, again)
-        say("again, from the radix cache", far, limits["again"], cached_tokens=cached(again), same_tokens=round(same, 3))
+        say(
+            "again, from the radix cache", far, limits["again"], cached_tokens=cached(again), same_tokens=round(same, 3)
+        )
         assert cached(again) > 5000, f"only {cached(again)} tokens were found again"
     if "prefill" in args.only:
         say("decoding against prompts", against_prefill(llm, prompts, first), limits["prefill"])
@@ -204,11 +250,23 @@ def main() -> None:
         say("graphs against eager steps", far, limits["eager"], same_tokens=round(same, 3))
         llm.shutdown()
     if "drafts" in args.only and form != "bf16":  # SGLang's own backend takes trees for chains
-        llm = engine(path, form, args.baseline, **args.engine | {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1})
+        llm = engine(
+            path,
+            form,
+            args.baseline,
+            **args.engine | {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1},
+        )
         for check in ("drafts", "drafts, again"):  # by then the corpus of n-grams has the answers
             drafted = generate(llm, prompts, args.tokens)
             (far, same), each = distance(first, drafted), [o["meta_info"]["spec_accept_length"] for o in drafted]
-            say(check, far, limits["again"], same_tokens=round(same, 3), accept_length=round(sum(each) / len(each), 2), cached_tokens=cached(drafted))
+            say(
+                check,
+                far,
+                limits["again"],
+                same_tokens=round(same, 3),
+                accept_length=round(sum(each) / len(each), 2),
+                cached_tokens=cached(drafted),
+            )
         assert max(each) > 4, f"hardly a draft was accepted: {each} tokens a step"
         llm.shutdown()
     assert not failed, f"over the limit: {failed}"
@@ -221,7 +279,10 @@ def calibrated(path: Path, form: str) -> str:
 
     from kvbits.calibrate import calibrate
 
-    model, file = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, DTYPE)).to(DEVICE), str(Path(tempfile.mkdtemp()) / "c.safetensors")
+    model, file = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, DTYPE)).to(DEVICE),
+        str(Path(tempfile.mkdtemp()) / "c.safetensors"),
+    )
     calibrate(model, [torch.randint(3, 1000, (4, 1024), generator=torch.Generator().manual_seed(2))], form).save(file)
     return file
 

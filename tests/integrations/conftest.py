@@ -1,4 +1,6 @@
-"""Models and engines of vLLM for tests inside it (`inside_vllm`); files about something else have a `model` of their own."""
+"""Models and engines of vLLM for tests inside it (`inside_vllm`); files about something else have a `model` of their
+own.
+"""
 
 import gc
 
@@ -31,7 +33,9 @@ def calibration(model, tmp_path_factory):
     def get(name: str, scheme="klt4"):
         key = name, scheme if isinstance(scheme, str) else scheme.name
         if key not in made:
-            made[key] = judged.calibrated(model(name)[0], scheme, tmp_path_factory.mktemp("calibration") / "c.safetensors")
+            made[key] = judged.calibrated(
+                model(name)[0], scheme, tmp_path_factory.mktemp("calibration") / "c.safetensors"
+            )
         return made[key]
 
     return get

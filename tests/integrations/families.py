@@ -1,4 +1,5 @@
-"""Tiny models of the families in Transformers' registry, and what a KVCache says to each: the table of docs/reference/models.md.
+"""Tiny models of the families in Transformers' registry, and what a KVCache says to each: the table of
+docs/reference/models.md.
 
 PYTHONPATH=tests python -m integrations.families      # writes it anew
 """
@@ -26,41 +27,100 @@ from .shrunk import UNBUILT
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 TOKENS = 40
 SMALL: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97,
-    "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.3, "tie_word_embeddings": False,
-}  # fmt: skip
-EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 97,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
 EACH_HEAD = {"num_key_value_heads": None, "head_dim": None}
 """For configurations without these: as many kv heads as query heads."""
 OLD = EACH_HEAD | {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 96}
 """Names of GPT-2's configuration and its heirs'."""
 LATENT = {
-    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 1, "topk_group": 1,
-    "num_key_value_heads": 4, "head_dim": 8,
-}  # fmt: skip
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
 INDEXED = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 24}
 TWO_STACKS = {
-    "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96, "init_std": 0.3,
-}  # fmt: skip
-T5 = EACH_HEAD | {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0, "initializer_factor": 10.0}
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "init_std": 0.3,
+}
+T5 = EACH_HEAD | {
+    "d_model": 64,
+    "d_ff": 96,
+    "d_kv": 16,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+    "initializer_factor": 10.0,
+}
 WINDOW = {"sliding_window": 24}
 GATED = {
-    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
-}  # fmt: skip
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
 """Gated delta rule."""
 LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention"]}
-MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 16}
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
 VISION = {
-    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "depth": 1,
+    "num_heads": 2,
+}
 IMAGE, IMAGE_START, IMAGE_END = 96, 95, 94
 """Tokens that stand for an image's patches, and what is put before and behind them."""
 IMAGES = {"vision_config": {"model_type": "siglip_vision_model"} | VISION, "image_token_index": IMAGE}
 PIXTRAL = {"vision_config": {"model_type": "pixtral"} | VISION, "image_token_index": IMAGE}
 QWEN_IMAGES = {
-    "vision_config": VISION | {"embed_dim": 32, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}, "image_token_id": IMAGE, "vision_start_token_id": IMAGE_START, "vision_end_token_id": IMAGE_END,
-}  # fmt: skip
+    "vision_config": VISION | {"embed_dim": 32, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+    "image_token_id": IMAGE,
+    "vision_start_token_id": IMAGE_START,
+    "vision_end_token_id": IMAGE_END,
+}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 
 
@@ -95,18 +155,42 @@ FAMILIES = (
     Family("Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini (longrope: see below)", "Phi3Config"),
     Family("Gemma", "GemmaConfig"),
     Family("Gemma 2", "Gemma2Config", WINDOW | {"query_pre_attn_scalar": 16}),
-    Family("Gemma 3", "Gemma3TextConfig", WINDOW | {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16}),
-    Family("Gemma 3n", "Gemma3nTextConfig", {"num_kv_shared_layers": 1, "layer_types": ["full_attention", "full_attention"]}),
-    Family("Gemma 4", "Gemma4TextConfig", WINDOW | {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16}),
+    Family(
+        "Gemma 3",
+        "Gemma3TextConfig",
+        WINDOW | {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16},
+    ),
+    Family(
+        "Gemma 3n",
+        "Gemma3nTextConfig",
+        {"num_kv_shared_layers": 1, "layer_types": ["full_attention", "full_attention"]},
+    ),
+    Family(
+        "Gemma 4",
+        "Gemma4TextConfig",
+        WINDOW | {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16},
+    ),
     Family(
         "Gemma 4 with shared layers (E2B, E4B)",
         "Gemma4TextConfig",
-        WINDOW | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "global_head_dim": 32},
+        WINDOW
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "global_head_dim": 32,
+        },
     ),
     Family(
         "Gemma 4 with keys as values (31B)",
         "Gemma4TextConfig",
-        WINDOW | {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        WINDOW
+        | {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "global_head_dim": 32,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
     ),
     Family("GLM-4", "Glm4Config"),
     Family("GLM-4-9B-chat-hf", "GlmConfig"),
@@ -134,16 +218,30 @@ FAMILIES = (
     Family("Arcee AFM", "ArceeConfig"),
     Family("BitNet", "BitNetConfig"),
     Family(
-        "ModernBERT decoder (Ettin)", "ModernBertDecoderConfig", EACH_HEAD | {"local_attention": 24, "layer_types": ["full_attention", "sliding_attention"]}
+        "ModernBERT decoder (Ettin)",
+        "ModernBertDecoderConfig",
+        EACH_HEAD | {"local_attention": 24, "layer_types": ["full_attention", "sliding_attention"]},
     ),
-    Family("Gemma 3 with images", "Gemma3Config", IMAGES | {"mm_tokens_per_image": 4}, WINDOW | {"query_pre_attn_scalar": 16}),
+    Family(
+        "Gemma 3 with images",
+        "Gemma3Config",
+        IMAGES | {"mm_tokens_per_image": 4},
+        WINDOW | {"query_pre_attn_scalar": 16},
+    ),
     Family("LLaVA", "LlavaConfig", IMAGES | {"vision_feature_select_strategy": "full"}, {"model_type": "llama"}),
     Family("Mistral-Small-3.1", "Mistral3Config", PIXTRAL, {"model_type": "mistral"}),
-    Family("Qwen2-VL", "Qwen2VLConfig", QWEN_IMAGES | {"vision_config": VISION | {"embed_dim": 32, "hidden_size": 64}}, {"rope_parameters": MROPE}),
+    Family(
+        "Qwen2-VL",
+        "Qwen2VLConfig",
+        QWEN_IMAGES | {"vision_config": VISION | {"embed_dim": 32, "hidden_size": 64}},
+        {"rope_parameters": MROPE},
+    ),
     Family("Qwen2.5-VL", "Qwen2_5_VLConfig", QWEN_IMAGES, {"rope_parameters": MROPE}),
     Family("Qwen3-VL", "Qwen3VLConfig", QWEN_IMAGES, {"rope_parameters": MROPE}),
     Family("Qwen3-VL-MoE", "Qwen3VLMoeConfig", QWEN_IMAGES, EXPERTS | {"rope_parameters": MROPE}),
-    Family("Qwen3.5, Qwen3.6 with images", "Qwen3_5Config", QWEN_IMAGES, GATED | LINEAR_FIRST | {"rope_parameters": MROPE}),
+    Family(
+        "Qwen3.5, Qwen3.6 with images", "Qwen3_5Config", QWEN_IMAGES, GATED | LINEAR_FIRST | {"rope_parameters": MROPE}
+    ),
     Family("PaliGemma", "PaliGemmaConfig", IMAGES | {"projection_dim": 64}, {"model_type": "gemma"}),
     Family("Mixtral", "MixtralConfig", EXPERTS),
     Family("Qwen2-MoE (Qwen1.5-MoE)", "Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 32}),
@@ -151,8 +249,16 @@ FAMILIES = (
     Family("OLMoE", "OlmoeConfig", EXPERTS),
     Family("gpt-oss", "GptOssConfig", EXPERTS | WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}),
     Family("GLM-4.5", "Glm4MoeConfig", EXPERTS | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}),
-    Family("dots.llm1", "Dots1Config", EXPERTS | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}),
-    Family("MiMo-V2-Flash", "MiMoV2FlashConfig", EXPERTS | WINDOW | {"head_dim": 24, "v_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}),
+    Family(
+        "dots.llm1",
+        "Dots1Config",
+        EXPERTS | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    ),
+    Family(
+        "MiMo-V2-Flash",
+        "MiMoV2FlashConfig",
+        EXPERTS | WINDOW | {"head_dim": 24, "v_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     Family("MiniMax-M2", "MiniMaxM2Config", EXPERTS | {"rotary_dim": 16}),
     Family("Phi-3.5-MoE", "PhimoeConfig", EXPERTS),
     Family("Granite 3 MoE", "GraniteMoeConfig", EXPERTS),
@@ -161,7 +267,12 @@ FAMILIES = (
     Family(
         "Llama 4 (on CPUs)",
         "Llama4TextConfig",
-        EXPERTS | {"attention_chunk_size": 24, "layer_types": ["chunked_attention", "full_attention"], "intermediate_size_mlp": 96},
+        EXPERTS
+        | {
+            "attention_chunk_size": 24,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "intermediate_size_mlp": 96,
+        },
     ),
     Family("DiffLlama", "DiffLlamaConfig"),
     Family("DeepSeek V2", "DeepseekV2Config", EXPERTS | LATENT | {"topk_method": "greedy"}),
@@ -172,9 +283,13 @@ FAMILIES = (
         EXPERTS | LATENT | {"qk_rope_head_dim": 16, "head_dim": 16},
     ),
     Family("A.X K1", "AXK1Config", EXPERTS | LATENT),
-    Family("Ling hybrid", "BailingHybridConfig", EXPERTS | LATENT | {"layer_types": ["linear_attention", "full_attention"]}),
+    Family(
+        "Ling hybrid", "BailingHybridConfig", EXPERTS | LATENT | {"layer_types": ["linear_attention", "full_attention"]}
+    ),
     Family("GLM-4.7-Flash", "Glm4MoeLiteConfig", EXPERTS | LATENT),
-    Family("Kimi Linear", "KimiLinearConfig", EXPERTS | LATENT | {"layer_types": ["linear_attention", "full_attention"]}),
+    Family(
+        "Kimi Linear", "KimiLinearConfig", EXPERTS | LATENT | {"layer_types": ["linear_attention", "full_attention"]}
+    ),
     Family("LongCat-Flash", "LongcatFlashConfig", EXPERTS | LATENT),
     Family("Youtu-LLM", "YoutuConfig", LATENT),
     Family("A.X K2", "AXK2Config", EXPERTS | LATENT | INDEXED),
@@ -183,12 +298,18 @@ FAMILIES = (
     Family("Hunyuan 4", "HYV4Config", EXPERTS | LATENT | INDEXED),
     Family("dots3 note", "Dots3NoteTextConfig", EXPERTS | LATENT | INDEXED),
     Family("MiniCPM 3", "MiniCPM3Config", LATENT),
-    Family("GPT-Neo", "GPTNeoConfig", EACH_HEAD | {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}),
+    Family(
+        "GPT-Neo", "GPTNeoConfig", EACH_HEAD | {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}
+    ),
     Family("GPT-NeoX Japanese", "GPTNeoXJapaneseConfig", EACH_HEAD),
     Family("XGLM", "XGLMConfig", EACH_HEAD | {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4}),
     Family("Doge", "DogeConfig"),
     Family("JetMoE", "JetMoeConfig", {"kv_channels": 16, "num_local_experts": 4, "num_attention_heads": None}),
-    Family("TrOCR's decoder", "TrOCRConfig", EACH_HEAD | {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}),
+    Family(
+        "TrOCR's decoder",
+        "TrOCRConfig",
+        EACH_HEAD | {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96},
+    ),
     Family("BioGPT", "BioGptConfig", EACH_HEAD),
     Family("BERT as a decoder", "BertConfig", EACH_HEAD | {"is_decoder": True}),
     Family("GPT-J", "GPTJConfig", OLD | {"rotary_dim": 8}),
@@ -196,20 +317,54 @@ FAMILIES = (
     Family("Falcon 7B", "FalconConfig", EACH_HEAD | {"multi_query": True}),
     Family("Falcon-RW (ALiBi)", "FalconConfig", EACH_HEAD | {"alibi": True}),
     Family("BLOOM", "BloomConfig", EACH_HEAD | {"n_layer": 2, "n_head": 4, "initializer_range": 0.1}),
-    Family("MPT", "MptConfig", EACH_HEAD | {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "initializer_range": 0.1, "use_cache": True}),
+    Family(
+        "MPT",
+        "MptConfig",
+        EACH_HEAD
+        | {
+            "d_model": 64,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 256,
+            "initializer_range": 0.1,
+            "use_cache": True,
+        },
+    ),
     Family("Qwen3-Next", "Qwen3NextConfig", EXPERTS | GATED | LINEAR_FIRST | {"shared_expert_intermediate_size": 32}),
     Family("Qwen3.5, Qwen3.6 (dense)", "Qwen3_5TextConfig", GATED | LINEAR_FIRST),
-    Family("Qwen3.5, Qwen3.6 (MoE)", "Qwen3_5MoeTextConfig", EXPERTS | GATED | LINEAR_FIRST | {"shared_expert_intermediate_size": 32}),
+    Family(
+        "Qwen3.5, Qwen3.6 (MoE)",
+        "Qwen3_5MoeTextConfig",
+        EXPERTS | GATED | LINEAR_FIRST | {"shared_expert_intermediate_size": 32},
+    ),
     Family("OLMo hybrid", "OlmoHybridConfig", GATED | LINEAR_FIRST),
     Family("MiniMax-Text-01", "MiniMaxConfig", EXPERTS),
     Family("Mamba", "MambaConfig"),
-    Family("Mamba 2", "Mamba2Config", {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1, "expand": 2, "chunk_size": 16}),
-    Family("Jamba", "JambaConfig", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8, "use_mamba_kernels": False}),
+    Family(
+        "Mamba 2",
+        "Mamba2Config",
+        {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1, "expand": 2, "chunk_size": 16},
+    ),
+    Family(
+        "Jamba",
+        "JambaConfig",
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "mamba_d_state": 8,
+            "use_mamba_kernels": False,
+        },
+    ),
     Family("Bamba", "BambaConfig", MAMBA2 | {"attn_layer_indices": [1]}),
     Family("Falcon-H1", "FalconH1Config", MAMBA2 | {"mamba_d_ssm": 128}),
     Family("LFM2", "Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
     Family("LFM2-MoE", "Lfm2MoeConfig", EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
-    Family("LFM3", "Lfm3Config", WINDOW | {"num_hidden_layers": 3, "layer_types": ["conv", "sliding_attention", "full_attention"]}),
+    Family(
+        "LFM3",
+        "Lfm3Config",
+        WINDOW | {"num_hidden_layers": 3, "layer_types": ["conv", "sliding_attention", "full_attention"]},
+    ),
     Family(
         "Nemotron-H",
         "NemotronHConfig",
@@ -227,9 +382,15 @@ FAMILIES = (
             "moe_shared_expert_intermediate_size": 32,
         },
     ),
-    Family("RecurrentGemma", "RecurrentGemmaConfig", {"block_types": ["recurrent", "attention"], "lru_width": 64, "attention_window_size": 24}),
     Family(
-        "Granite 4 hybrid", "GraniteMoeHybridConfig", MAMBA2 | {"layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 32}
+        "RecurrentGemma",
+        "RecurrentGemmaConfig",
+        {"block_types": ["recurrent", "attention"], "lru_width": 64, "attention_window_size": 24},
+    ),
+    Family(
+        "Granite 4 hybrid",
+        "GraniteMoeHybridConfig",
+        MAMBA2 | {"layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 32},
     ),
     Family(
         "Zamba",
@@ -341,17 +502,27 @@ def build(family: Family) -> Any:
     config = getattr(transformers, family.config)(**fields)
     auto = transformers.AutoModelForImageTextToText if family.parts is not None else transformers.AutoModelForCausalLM
     if getattr(config, "is_encoder_decoder", False):
-        auto = transformers.AutoModelForSpeechSeq2Seq if family.config == "WhisperConfig" else transformers.AutoModelForSeq2SeqLM
+        auto = (
+            transformers.AutoModelForSpeechSeq2Seq
+            if family.config == "WhisperConfig"
+            else transformers.AutoModelForSeq2SeqLM
+        )
     torch.manual_seed(0)
     return auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def inputs(model: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """(What `generate` takes: a left-padded batch of two, of a model with an encoder its input, tokens of each sequence after `TOKENS` more)."""
+    """(What `generate` takes: a left-padded batch of two, of a model with an encoder its input, tokens of each sequence
+    after `TOKENS` more).
+    """
     ids = torch.randint(2, IMAGE_END, (2, 50), generator=torch.Generator().manual_seed(1))
     if hasattr(model.config, "num_mel_bins"):
         frames = 2 * model.config.max_source_positions
-        return {"input_features": torch.randn(2, model.config.num_mel_bins, frames, generator=torch.Generator().manual_seed(1))}, [TOKENS, TOKENS]
+        return {
+            "input_features": torch.randn(
+                2, model.config.num_mel_bins, frames, generator=torch.Generator().manual_seed(1)
+            )
+        }, [TOKENS, TOKENS]
     mask = torch.ones_like(ids)
     mask[1, :20] = 0
     call = {"input_ids": ids * mask, "attention_mask": mask}
@@ -370,9 +541,10 @@ def images(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         vision = model.config.vision_config
         patch = 3 * vision.temporal_patch_size * vision.patch_size**2
         return {
-            "pixel_values": torch.randn(2 * 16, patch, generator=generator), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+            "pixel_values": torch.randn(2 * 16, patch, generator=generator),
+            "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
             "mm_token_type_ids": (ids == IMAGE).long(),
-        }  # fmt: skip
+        }
     found = {"pixel_values": torch.randn(2, 3, 28, 28, generator=generator)}
     if kind == "mistral3":
         found["image_sizes"] = torch.tensor([[28, 28]] * 2)
@@ -411,7 +583,10 @@ def quiet() -> Any:
 
 def row(family: Family, dense: bool, why: str | None) -> str:
     """Of the table, by what was `said`."""
-    return f"| {family.names} | `{family.model_type}` | {f'no: {why}' if why else 'with `dense=True`' if dense else 'yes'} |"
+    return (
+        f"| {family.names} | `{family.model_type}` |"
+        f" {f'no: {why}' if why else 'with `dense=True`' if dense else 'yes'} |"
+    )
 
 
 def table() -> str:
@@ -423,32 +598,42 @@ def table() -> str:
     head = "| models | `model_type` | taken |\n|---|---|---|\n"
     taken, dense, refused = (sorted(r, key=str.lower) for r in rows)
     return (
-        f"{len(taken)} of {len(FAMILIES)} kinds of models tried are taken, {len(dense)} more with `dense=True`, {len(refused)} refused.\n\n{head}"
-        + "\n".join(taken + dense + refused) + "\n"
-    )  # fmt: skip
+        f"{len(taken)} of {len(FAMILIES)} kinds of models tried are taken, {len(dense)} more with `dense=True`,"
+        f" {len(refused)} refused.\n\n{head}" + "\n".join(taken + dense + refused) + "\n"
+    )
 
 
 ATTENDING = {
-    "bamba": {"attn_layer_indices": [9, 18, 27]}, "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16}, "glm4_moe": {"head_dim": 128},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
+    "glm4_moe": {"head_dim": 128},
     "glm4v_moe": {"text_config": {"head_dim": 128}},
     "qwen3_omni_moe_thinker": {"text_config": {"head_dim": 128}},
-}  # fmt: skip
-"""What the published models of a family say that its default configuration leaves out: which layers attend, how wide a head is."""
+}
+"""What the published models of a family say that its default configuration leaves out: which layers attend, how wide a
+head is.
+"""
 
 
 def census() -> str:
-    """How many families of Transformers that generate text are taken, by their configuration and by where their modeling code takes attention from."""
+    """How many families of Transformers that generate text are taken, by their configuration and by where their
+    modeling code takes attention from.
+    """
     kinds, found = all_kinds(), dict[str, list[str]]()
     for kind in kinds:
         found.setdefault(verdict(kind), []).append(kind)
     taken, dense = found.pop("yes"), found.pop("dense")
     rows = [f"| {', '.join(f'`{x}`' for x in k)} | {why} |" for why, k in sorted(found.items(), key=lambda x: x[1])]
     return (
-        f"Of {len(kinds)} families of Transformers {transformers.__version__} that generate text from text or images, {len(taken)} are taken by their configuration, "
-        f"{len(dense)} more with `dense=True` ({', '.join(f'`{x}`' for x in dense)}), {len(kinds) - len(taken) - len(dense)} are refused:\n\n"
-        "| refused `model_type` | what it does that pages do not |\n|---|---|\n" + "\n".join(rows) + "\n\n"
-        f"The tiny models of the next table are of {len(named())} of these families. {len(others())} more decode the stock cache's 40 tokens in a tiny model of their default "
-        f"configuration (`tests/integrations/shrunk.py`). Of {len(UNBUILT)} no tiny model was made: {', '.join(f'`{x}`' for x in sorted(UNBUILT))}.\n"
+        f"Of {len(kinds)} families of Transformers {transformers.__version__} that generate text from text or images,"
+        f" {len(taken)} are taken by their configuration, {len(dense)} more with `dense=True`"
+        f" ({', '.join(f'`{x}`' for x in dense)}), {len(kinds) - len(taken) - len(dense)} are refused:\n\n| refused"
+        " `model_type` | what it does that pages do not |\n|---|---|\n"
+        + "\n".join(rows)
+        + f"\n\nThe tiny models of the next table are of {len(named())} of these families. {len(others())} more decode"
+        " the stock cache's 40 tokens in a tiny model of their default configuration"
+        f" (`tests/integrations/shrunk.py`). Of {len(UNBUILT)} no tiny model was made:"
+        f" {', '.join(f'`{x}`' for x in sorted(UNBUILT))}.\n"
     )
 
 
@@ -464,11 +649,17 @@ def named() -> set[str]:
 
 def others() -> list[str]:
     """Those of which a tiny model can be made besides, and that are taken."""
-    return [kind for kind in all_kinds() if kind not in named() and kind not in UNBUILT and verdict(kind) in ("yes", "dense")]
+    return [
+        kind
+        for kind in all_kinds()
+        if kind not in named() and kind not in UNBUILT and verdict(kind) in ("yes", "dense")
+    ]
 
 
 def verdict(kind: str) -> str:
-    """What becomes of a family by its configuration, and by where its modeling code takes attention from: "yes", "dense", or why it is refused."""
+    """What becomes of a family by its configuration, and by where its modeling code takes attention from: "yes",
+    "dense", or why it is refused.
+    """
     if kind in OWN_CACHE:
         return OWN_CACHE[kind]
     try:
@@ -481,7 +672,11 @@ def verdict(kind: str) -> str:
         return str(error)
     module = Path(transformers.__file__).parent / "models" / type(text).__module__.split(".")[-2]
     modeling = "".join(f.read_text() for f in module.glob("modeling_*.py"))
-    if text.model_type in UNFIT or only_dense(text) is not None or (modeling and "ALL_ATTENTION_FUNCTIONS" not in modeling):
+    if (
+        text.model_type in UNFIT
+        or only_dense(text) is not None
+        or (modeling and "ALL_ATTENTION_FUNCTIONS" not in modeling)
+    ):
         return "dense"
     return "yes"  # also models of another family under a name of their own, without modeling code
 
@@ -508,7 +703,11 @@ def errors(family: Family, scheme: str = "int8") -> torch.Tensor:
     with torch.no_grad(), quiet():
         for cache in (KVCache.for_model(model, scheme), transformers.DynamicCache(config=model.config)):
             model(ids[:, :PROMPT], past_key_values=cache)
-            found.append(torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits[0] for i in range(PROMPT, PROMPT + STEPS)]))
+            found.append(
+                torch.cat(
+                    [model(ids[:, i : i + 1], past_key_values=cache).logits[0] for i in range(PROMPT, PROMPT + STEPS)]
+                )
+            )
     return (found[0] - found[1]).norm(dim=-1) / found[1].norm(dim=-1)
 
 
@@ -517,7 +716,10 @@ def experts_table() -> str:
     rows = []
     for family in (f for f in FAMILIES if f.config in COMPARED and f.parts is None):
         e = errors(family)
-        rows.append(f"| {family.names} | {'yes' if 'num_experts' in family.extra else 'no'} | {e.median():.1%} | {e.mean():.1%} | {e.max():.1%} |")
+        rows.append(
+            f"| {family.names} | {'yes' if 'num_experts' in family.extra else 'no'} | {e.median():.1%} | {e.mean():.1%}"
+            f" | {e.max():.1%} |"
+        )
     return head + "\n".join(rows) + "\n"
 
 

@@ -1,7 +1,7 @@
 """Models with a head that drafts (multi-token prediction), of random weights.
 
-Transformers runs the models without their heads, vLLM both. A head is a copy of the layer that says most of what its model says: so it is right often, as long
-as it reads its own pages right, and wrong often enough.
+Transformers runs the models without their heads, vLLM both. A head is a copy of the layer that says most of what its
+model says: so it is right often, as long as it reads its own pages right, and wrong often enough.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
 def _spoken_by(found: Any, layer: int, others: float) -> tuple[Any, Any, torch.Tensor]:
-    """The layer, the norm behind it and an identity, of a model whose tokens and this layer decide: the others' parts are scaled."""
+    """The layer, the norm behind it and an identity, of a model whose tokens and this layer decide: the others' parts
+    are scaled.
+    """
     weight = found.model.embed_tokens.weight
     weight.data = weight.data / weight.data.square().mean(-1, keepdim=True).sqrt()
     for i, x in enumerate(found.model.layers):
@@ -51,7 +53,11 @@ def qwen3_next(found: Any) -> Any:
     """With `mtp`; the last of four layers, the one that attends, says as much as the three with states."""
     layer, norm, same = _spoken_by(found, 3, 1.0)
     found.mtp = Module()
-    found.mtp.layers, found.mtp.norm, found.mtp.fc = ModuleList([layer]), norm, _joined(same, torch.zeros_like(same)).to(found.dtype)
+    found.mtp.layers, found.mtp.norm, found.mtp.fc = (
+        ModuleList([layer]),
+        norm,
+        _joined(same, torch.zeros_like(same)).to(found.dtype),
+    )
     found.mtp.pre_fc_norm_embedding, found.mtp.pre_fc_norm_hidden = copy.deepcopy(norm), copy.deepcopy(norm)
     found.config.num_nextn_predict_layers = 1
     return found
@@ -60,4 +66,7 @@ def qwen3_next(found: Any) -> Any:
 def accepted(llm: Any) -> list[float]:
     """The share of an engine's drafts that were, by place."""
     found = {m.name: m for m in llm.get_metrics()}
-    return [round(n / found["vllm:spec_decode_num_drafts"].value, 3) for n in found["vllm:spec_decode_num_accepted_tokens_per_pos"].values]
+    return [
+        round(n / found["vllm:spec_decode_num_drafts"].value, 3)
+        for n in found["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+    ]

@@ -1,4 +1,7 @@
-"""What tests inside vLLM on a CPU begin with: without it, whoever imports this is skipped. Fixtures are in conftest.py."""
+"""What tests inside vLLM on a CPU begin with: without it, whoever imports this is skipped.
+
+Fixtures are in conftest.py.
+"""
 
 import importlib.util
 
@@ -26,7 +29,11 @@ def generate(llm, prompts, max_tokens=16):
 
 def read(output):
     tokens = list(output.outputs[0].token_ids)
-    return tokens, torch.tensor([d[t].logprob for d, t in zip(output.outputs[0].logprobs, tokens, strict=True)]), output.num_cached_tokens
+    return (
+        tokens,
+        torch.tensor([d[t].logprob for d, t in zip(output.outputs[0].logprobs, tokens, strict=True)]),
+        output.num_cached_tokens,
+    )
 
 
 def said(calibration, **options):

@@ -1,10 +1,20 @@
-"""Small models, and what an engine's tokens are held against: Transformers with the same scheme, number for number but for rounding."""
+"""Small models, and what an engine's tokens are held against: Transformers with the same scheme, number for number but
+for rounding.
+"""
 
 from __future__ import annotations
 
 import tiny
 import torch
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Gemma3TextConfig, MistralConfig, PreTrainedConfig, StableLmConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    StableLmConfig,
+)
 
 from kvbits import schemes
 from kvbits.calibrate import Calibration, calibrate
@@ -19,19 +29,33 @@ def random_ids(n: int, seed: int = 0) -> list[int]:
 
 
 def built(kind: type[PreTrainedConfig], seed: int, **own):
-    """A random model of a family: two layers, four query and two kv heads of 64 if its own settings do not say otherwise."""
+    """A random model of a family: two layers, four query and two kv heads of 64 if its own settings do not say
+    otherwise.
+    """
     torch.manual_seed(seed)
-    config = kind(**{
-        "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-        "vocab_size": VOCABULARY, "initializer_range": 0.15, "max_position_embeddings": 4096, **own,
-    })  # fmt: skip
+    config = kind(
+        **{
+            "hidden_size": 128,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "vocab_size": VOCABULARY,
+            "initializer_range": 0.15,
+            "max_position_embeddings": 4096,
+            **own,
+        }
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def gemma3():
     """Windows and full attention, each with a rotary embedding of its own."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    return built(Gemma3TextConfig, 3, num_hidden_layers=3, sliding_window=100, query_pre_attn_scalar=64, layer_types=kinds)
+    return built(
+        Gemma3TextConfig, 3, num_hidden_layers=3, sliding_window=100, query_pre_attn_scalar=64, layer_types=kinds
+    )
 
 
 def plain_llama():
@@ -57,14 +81,20 @@ def cohere():
 
 
 MODELS = {
-    "llama": tiny.model, "llama_plain": plain_llama, "mistral": lambda: built(MistralConfig, 1, sliding_window=100),
+    "llama": tiny.model,
+    "llama_plain": plain_llama,
+    "mistral": lambda: built(MistralConfig, 1, sliding_window=100),
     "gemma2": lambda: built(Gemma2Config, 2, sliding_window=100, query_pre_attn_scalar=64, attn_logit_softcapping=20.0),
-    "gemma3": gemma3, "stablelm": stablelm, "cohere": cohere,
-}  # fmt: skip
+    "gemma3": gemma3,
+    "stablelm": stablelm,
+    "cohere": cohere,
+}
 
 
 def transformers_logprobs(model, scheme, prompt, tokens, chunks=(), calibration=None, backend="reference"):
-    """Log-probabilities of `tokens` after `prompt`, which is fed in parts of these lengths, and the largest of each step."""
+    """Log-probabilities of `tokens` after `prompt`, which is fed in parts of these lengths, and the largest of each
+    step.
+    """
     cache = None if scheme is None else KVCache.for_model(model, scheme, backend=backend, calibration=calibration)
     ids = torch.tensor([prompt + tokens])
     parts = [*chunks] if chunks else [len(prompt)]
@@ -76,7 +106,13 @@ def transformers_logprobs(model, scheme, prompt, tokens, chunks=(), calibration=
             logits = model(ids).logits[0, len(prompt) - 1 : -1]
         else:
             for n in parts:
-                found.append(model(ids[:, at : at + n], past_key_values=cache, attention_mask=torch.ones(1, at + n, dtype=torch.long)).logits[0, -1])
+                found.append(
+                    model(
+                        ids[:, at : at + n],
+                        past_key_values=cache,
+                        attention_mask=torch.ones(1, at + n, dtype=torch.long),
+                    ).logits[0, -1]
+                )
                 at += n
             logits = torch.stack(found[-len(tokens) :])
     logprobs = logits.float().log_softmax(-1)

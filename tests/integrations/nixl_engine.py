@@ -1,4 +1,5 @@
-"""A vLLM engine on a CPU for test_vllm_transfer.py: computes a prompt, says where its blocks are, and keeps them until its input ends; or takes those of another.
+"""A vLLM engine on a CPU for test_vllm_transfer.py: computes a prompt, says where its blocks are, and keeps them until
+its input ends; or takes those of another.
 
 python nixl_engine.py MODEL DTYPE [TRANSFER]
 """
@@ -14,7 +15,14 @@ from typing import Any
 
 TOKENS = 300
 FULL_BLOCKS = 4
-ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
+ASKED = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 
 
 def nixl(name: str) -> Any:
@@ -32,8 +40,13 @@ def answer(llm: Any, prompt: list[int], max_tokens: int, transfer: dict[str, Any
     from vllm import SamplingParams
 
     asked = SamplingParams(
-        max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=0, extra_args={"kv_transfer_params": transfer}
-    )  # fmt: skip
+        max_tokens=max_tokens,
+        temperature=0,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        extra_args={"kv_transfer_params": transfer},
+    )
     return llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)[0]
 
 
@@ -41,7 +54,10 @@ def digests(llm: Any, block_ids: list[int]) -> list[str]:
     """Of the bytes of some blocks, per layer."""
 
     def of(worker: Any) -> list[str]:
-        return [hashlib.sha256(x[block_ids].contiguous().view(-1).numpy().tobytes()).hexdigest() for x in worker.model_runner.kv_caches]
+        return [
+            hashlib.sha256(x[block_ids].contiguous().view(-1).numpy().tobytes()).hexdigest()
+            for x in worker.model_runner.kv_caches
+        ]
 
     return llm.collective_rpc(of)[0]
 

@@ -1,4 +1,7 @@
-"""What each rank of test_tensor_parallel.py runs: a model spread over the ranks against the same model whole. Prints one line of JSON."""
+"""What each rank of test_tensor_parallel.py runs: a model spread over the ranks against the same model whole.
+
+Prints one line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ from kvbits.spec import PerChannel, QuantSpec
 
 
 def prompts() -> dict[str, torch.Tensor]:
-    ids = torch.randint(2, 90, (2, 150), generator=torch.Generator().manual_seed(1), device="cpu").to(torch.get_default_device())
+    ids = torch.randint(2, 90, (2, 150), generator=torch.Generator().manual_seed(1), device="cpu").to(
+        torch.get_default_device()
+    )
     mask = torch.ones_like(ids)
     mask[1, :40] = 0
     return {"input_ids": ids * mask, "attention_mask": mask}
@@ -35,7 +40,12 @@ def calibrated(config):
     scheme = schemes.get("int8", key=spec, value=spec)
     g = torch.Generator().manual_seed(2)
     static = [
-        {f"{kind}_scale": torch.rand(config.num_key_value_heads, config.head_dim, generator=g, device="cpu") / 20 + 0.01 for kind in "kv"}
+        {
+            f"{kind}_scale": (
+                torch.rand(config.num_key_value_heads, config.head_dim, generator=g, device="cpu") / 20 + 0.01
+            )
+            for kind in "kv"
+        }
         for _ in range(config.num_hidden_layers)
     ]
     return scheme, Calibration(static, fingerprint(config, scheme))
@@ -77,14 +87,27 @@ def main(folder: Path) -> dict[str, object]:
             caches[0].save(folder / f"{name}_one.kvbits")
         dist.barrier()
         longer = torch.tensor(found[name][0])
-        longer = {"input_ids": longer, "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(2, 24, dtype=torch.long)], 1)}
+        longer = {
+            "input_ids": longer,
+            "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(2, 24, dtype=torch.long)], 1),
+        }
         found[f"{name}_loaded"] = [
-            tokens(m, KVCache.load(folder / f"{name}_{by}.kvbits", m), longer, 12) for m in (whole, model) for by in ("one", "ranks")
-        ]  # fmt: skip
+            tokens(m, KVCache.load(folder / f"{name}_{by}.kvbits", m), longer, 12)
+            for m in (whole, model)
+            for by in ("one", "ranks")
+        ]
         one, ranks = (KVCache.load(folder / f"{name}_{by}.kvbits", whole).pages for by in ("one", "ranks"))
-        found[f"{name}_same"] = one.seq_lens == ranks.seq_lens and one.built_for == ranks.built_for and max(
-            float((a - b).norm() / b.norm()) for layer in range(2) for row in range(2) for a, b in zip(one.dequantize(layer, row), ranks.dequantize(layer, row), strict=True)
-        ) < 1e-3  # fmt: skip
+        found[f"{name}_same"] = (
+            one.seq_lens == ranks.seq_lens
+            and one.built_for == ranks.built_for
+            and max(
+                float((a - b).norm() / b.norm())
+                for layer in range(2)
+                for row in range(2)
+                for a, b in zip(one.dequantize(layer, row), ranks.dequantize(layer, row), strict=True)
+            )
+            < 1e-3
+        )
     found["prefix"] = refusal(lambda: KVCache.from_prefix(model, inputs["input_ids"][:1], store=None))
     found["nowhere"] = refusal(lambda: KVCache.for_model(model, "raw").save(folder / "no" / "such" / "file"))
     return found

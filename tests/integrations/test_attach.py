@@ -40,19 +40,24 @@ def test_static_caches_and_batches_work_again_after_detach():
     want = model.generate(**inputs, max_new_tokens=5, do_sample=False)
     KVCache.for_model(model, "int8")
     if name_for(model) == CACHE_NAMES[0]:  # older ones may ask for masks that are refused
-        assert torch.equal(model.generate(**inputs, max_new_tokens=5, do_sample=False, cache_implementation="static"), want)
+        assert torch.equal(
+            model.generate(**inputs, max_new_tokens=5, do_sample=False, cache_implementation="static"), want
+        )
     KVCache.detach(model)
     assert torch.equal(model.generate(**inputs, max_new_tokens=5, do_sample=False, cache_implementation="static"), want)
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="continuous batching on a CPU is new there")
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="continuous batching on a CPU is new there"
+)
 def test_generate_batch_works_again_after_detach():
     model = tiny("llama")
     model.set_attn_implementation("sdpa")
     KVCache.for_model(model, "int8")
     KVCache.detach(model)
     config = transformers.GenerationConfig(max_new_tokens=3, eos_token_id=-1, pad_token_id=0, do_sample=False)
-    size = transformers.generation.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)  # all free memory otherwise
+    # all free memory otherwise
+    size = transformers.generation.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     found = model.generate_batch(inputs=[[3, 4, 5], [6, 7]], generation_config=config, continuous_batching_config=size)
     assert [len(x.generated_tokens) for x in found.values()] == [3, 3]
 
@@ -65,7 +70,9 @@ def test_detach_takes_models_only():
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=["beams", "samples"])
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=["beams", "samples"]
+)
 def test_a_loaded_prefix_is_repeated_for_beams_and_samples(tmp_path, options):
     model = tiny("llama")
     inputs = prompts([30])
@@ -75,13 +82,19 @@ def test_a_loaded_prefix_is_repeated_for_beams_and_samples(tmp_path, options):
     cache.save(tmp_path / "prefix")
     whole = {"input_ids": torch.cat([inputs["input_ids"], prompts([4], seed=2)["input_ids"]], 1)}
     loaded = KVCache.load(tmp_path / "prefix", model)
-    with pytest.raises(CacheStateError, match=r"holds 1 sequence but was given 3; call batch_repeat_interleave\(3\) first"):
+    with pytest.raises(
+        CacheStateError, match=r"holds 1 sequence but was given 3; call batch_repeat_interleave\(3\) first"
+    ):
         ours(model, whole, cache=loaded, **options)
     loaded.batch_repeat_interleave(3)
     assert torch.equal(ours(model, whole, cache=loaded, **options), stock(model, whole, **options))
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "num_return_sequences": 3}], ids=["beams", "samples"])
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "num_return_sequences": 3}],
+    ids=["beams", "samples"],
+)
 @pytest.mark.parametrize("family, scheme", [("gemma3", "int8"), ("llama", "int4")])
 def test_a_loaded_quantized_prefix_goes_on_like_the_one_that_was_saved(tmp_path, family, scheme, options):
     """Windows and closed pages of several sequences that share a file's pages."""
@@ -175,7 +188,10 @@ def test_files_that_do_not_say_whose_they_are_still_load(tmp_path):
     cache = filled(model, tmp_path / "with")
     cache.pages.made_for = None
     cache.save(tmp_path / "without")
-    assert PagedCache.load(tmp_path / "with").made_for == weights_fingerprint(model) and PagedCache.load(tmp_path / "without").made_for is None
+    assert (
+        PagedCache.load(tmp_path / "with").made_for == weights_fingerprint(model)
+        and PagedCache.load(tmp_path / "without").made_for is None
+    )
     with torch.no_grad():
         other.lm_head.weight.add_(1)
     assert KVCache.load(tmp_path / "without", other).pages.seq_lens == [70]

@@ -1,6 +1,8 @@
-"""A KVCache inside torch.compile: one graph for prompts and one for tokens, without breaks, whatever the scheme; the tokens are those without a compiler.
+"""A KVCache inside torch.compile: one graph for prompts and one for tokens, without breaks, whatever the scheme; the
+tokens are those without a compiler.
 
-On a GPU where there is one, on a CPU otherwise."""
+On a GPU where there is one, on a CPU otherwise.
+"""
 
 import copy
 import gc
@@ -67,7 +69,8 @@ def test_two_graphs_serve_every_token_and_every_scheme():
         return found.sequences, found.logits[-1]
 
     want = [run(s) for s in schemes]
-    assert all(not torch.equal(want[0][1], logits) for _, logits in want[1:])  # so a graph that carries a scheme along is found
+    # so a graph that carries a scheme along is found
+    assert all(not torch.equal(want[0][1], logits) for _, logits in want[1:])
     compiled(model)
     for scheme, (tokens, logits) in zip(schemes, want, strict=True):
         found = run(scheme)
@@ -102,7 +105,9 @@ def test_backends_that_move_and_copy_tensors(backend):
 
 
 @pytest.mark.parametrize(
-    "options", [{"do_sample": True}, {"num_beams": 3, "max_new_tokens": 8}, {"prompt_lookup_num_tokens": 4}], ids=["sampling", "beams", "prompt_lookup"]
+    "options",
+    [{"do_sample": True}, {"num_beams": 3, "max_new_tokens": 8}, {"prompt_lookup_num_tokens": 4}],
+    ids=["sampling", "beams", "prompt_lookup"],
 )
 def test_ways_of_generating(options):
     model, inputs = tiny("llama", num_hidden_layers=1), prompts([40])
@@ -171,7 +176,9 @@ def test_errors_are_the_caches_own_and_leave_it_as_it_was():
     one, two = (torch.ones(1, n, dtype=torch.long, device=DEVICE) for n in (1, 2))
     with torch.no_grad():
         cache = KVCache.for_model(model, "int8", max_tokens=64)
-        with pytest.raises(PoolFullError, match="a cache built for 1 sequence of 64 tokens, now empty, was given 1 x 200 tokens more"):
+        with pytest.raises(
+            PoolFullError, match="a cache built for 1 sequence of 64 tokens, now empty, was given 1 x 200 tokens more"
+        ):
             call(**prompts([200]), past_key_values=cache)
         assert cache.get_seq_length() == 0 and not cache.pages.in_pass
         call(**prompts([30]), past_key_values=cache)
@@ -182,7 +189,8 @@ def test_errors_are_the_caches_own_and_leave_it_as_it_was():
         weight = model.model.layers[1].self_attn.k_proj.weight
         before = weight.detach().clone()
         weight.fill_(torch.nan)
-        with pytest.raises(DataError, match="keys of layer 1"):  # of single tokens a GPU finds it out when their page closes
+        # of single tokens a GPU finds it out when their page closes
+        with pytest.raises(DataError, match="keys of layer 1"):
             call(two, past_key_values=cache)
         assert cache.get_seq_length() == 30 and cache.columns.numbers[1] == 30 and not cache.pages.in_pass
         weight.copy_(before)
@@ -205,7 +213,9 @@ def test_the_operation_says_what_it_writes_and_that_no_graph_may_hold_it(monkeyp
     cache = KVCache.for_model(model, "int8")
     q, k = torch.randn(2, 5, 4, 16, device=DEVICE), torch.randn(2, 5, 2, 16, device=DEVICE)
     arguments = (q, k, k.clone(), None, None, cache.columns.numbers, 0, 0.25, None, False, False)
-    torch.library.opcheck(cached_attention, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    torch.library.opcheck(
+        cached_attention, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+    )
     seen = cache.get_seq_length()
     assert seen and seen % 5 == 0 and cache.columns.numbers[1] == seen
     assert torch.Tag.cudagraph_unsafe in torch.ops.kvbits.cached_attention.default.tags
@@ -228,7 +238,13 @@ def test_transformers_does_not_compile_by_itself_and_graphed_takes_no_compiled_m
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_logits_of_the_gpu_kernels(backend, capacity):
     """200 tokens, led by the device from the third on: pages close, and close again."""
-    shape = {"hidden_size": 512, "head_dim": 128, "num_attention_heads": 8, "num_hidden_layers": 2, "initializer_range": 0.05}
+    shape = {
+        "hidden_size": 512,
+        "head_dim": 128,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 2,
+        "initializer_range": 0.05,
+    }
     model, ids = tiny("llama", **shape).to(torch.bfloat16), prompts([350])["input_ids"]
 
     def run():

@@ -1,4 +1,6 @@
-"""Models that do not decode with the KVCache they were given: Phi-3's longrope begins it again, everything else is said. No pass goes by it in silence."""
+"""Models that do not decode with the KVCache they were given: Phi-3's longrope begins it again, everything else is
+said. No pass goes by it in silence.
+"""
 
 import copy
 import pickle
@@ -17,7 +19,11 @@ from kvbits.integrations.huggingface import KVCache
 from kvbits.integrations.masks import CACHE_NAMES, passed
 
 LIMIT = 64
-FAMILIES = {"phi3": ("Phi3Config", {}), "phimoe": ("PhimoeConfig", {"num_local_experts": 4}), "phi4_multimodal": ("Phi4MultimodalConfig", {})}
+FAMILIES = {
+    "phi3": ("Phi3Config", {}),
+    "phimoe": ("PhimoeConfig", {"num_local_experts": 4}),
+    "phi4_multimodal": ("Phi4MultimodalConfig", {}),
+}
 WAYS = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "temperature": 1.5},
@@ -31,17 +37,26 @@ def longrope(family: str) -> torch.nn.Module:
     """A model that computes its sequence anew, with other frequencies, when it passes 64 tokens."""
     name, extra = FAMILIES[family]
     rope = {
-        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [1 + i / 2 for i in range(8)],
-        "original_max_position_embeddings": LIMIT, "short_mscale": 1.0, "long_mscale": 1.2,
-    }  # fmt: skip
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1 + i / 2 for i in range(8)],
+        "original_max_position_embeddings": LIMIT,
+        "short_mscale": 1.0,
+        "long_mscale": 1.2,
+    }
     torch.manual_seed(0)
-    config = getattr(transformers, name)(**(SMALL | {"rope_parameters": rope, "original_max_position_embeddings": LIMIT} | extra))
+    config = getattr(transformers, name)(
+        **(SMALL | {"rope_parameters": rope, "original_max_position_embeddings": LIMIT} | extra)
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     model.generation_config.pad_token_id = 0
     return model
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="the stock cache of older ones forgets the prompt")
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="the stock cache of older ones forgets the prompt"
+)
 @pytest.mark.parametrize(
     ("family", "lengths", "way"),
     [("phi3", lengths, way) for lengths in ([50], [60, 33]) for way in WAYS if way != "lookup" or len(lengths) == 1]
@@ -77,14 +92,18 @@ def test_embeddings_of_a_prompt_cannot_be_computed_anew_from_its_answer():
     model, inputs = longrope("phi3"), prompts([60])
     embeds = model.get_input_embeddings()(inputs["input_ids"])
     cache = KVCache.for_model(model, "raw")
-    model.generate(inputs_embeds=embeds, past_key_values=cache, max_new_tokens=8, do_sample=False)  # its own ids alone decide: stays as it is
+    # its own ids alone decide: stays as it is
+    model.generate(inputs_embeds=embeds, past_key_values=cache, max_new_tokens=8, do_sample=False)
     assert cache.pages.seq_lens == [67]
     whole = torch.cat([inputs["input_ids"], prompts([8], seed=2)["input_ids"]], 1)
     cache = KVCache.for_model(model, "raw")
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
     call = {"past_key_values": cache, "attention_mask": torch.ones(1, 200, dtype=torch.long)}
-    with pytest.raises(UnsupportedError, match=r"computes all tokens anew here .*, but 132 of them were not passed; pass the whole sequence"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"computes all tokens anew here .*, but 132 of them were not passed; pass the whole sequence",
+    ):
         model.prepare_inputs_for_generation(whole, **call)
     assert cache.pages.seq_lens == [60]
 
@@ -95,7 +114,9 @@ def test_a_prefix_store_refuses_prompts_whose_rotation_changes(tmp_path):
     model, store = longrope("phi3"), kvbits.PrefixStore(tmp_path)
     short = prompts([40])["input_ids"]
     assert KVCache.from_prefix(model, short, store=store, scheme="raw").pages.seq_lens == [39]
-    with pytest.raises(UnsupportedError, match=r"a prompt of 90 tokens.*original_max_position_embeddings=64.*for_model"):
+    with pytest.raises(
+        UnsupportedError, match=r"a prompt of 90 tokens.*original_max_position_embeddings=64.*for_model"
+    ):
         KVCache.from_prefix(model, prompts([90])["input_ids"], store=store, scheme="raw")
 
 
@@ -106,7 +127,9 @@ class Forgetful(transformers.LlamaForCausalLM):
 
     def forward(self, input_ids=None, **kwargs):
         if not self.layers_kept:
-            kwargs = {name: x for name, x in kwargs.items() if name not in CACHE_NAMES} | passed(super(), DynamicCache(config=self.config))
+            kwargs = {name: x for name, x in kwargs.items() if name not in CACHE_NAMES} | passed(
+                super(), DynamicCache(config=self.config)
+            )
             return super().forward(input_ids, **kwargs)
         stack, self.model.layers = self.model.layers, self.model.layers[: self.layers_kept]
         self.model.config.num_hidden_layers = self.layers_kept
@@ -126,7 +149,10 @@ def forgetful():
 def test_a_forward_pass_that_leaves_the_cache_out_is_said(forgetful, layers):
     forgetful.layers_kept = layers
     cache, inputs = KVCache.for_model(forgetful, "raw"), prompts([9])
-    said = rf"(Forgetful|LlamaModel) was given a KVCache, but {layers} of its 3 layers stored their tokens in it.*KVCache\.detach"
+    said = (
+        rf"(Forgetful|LlamaModel) was given a KVCache, but {layers} of its 3 layers stored their tokens in"
+        r" it.*KVCache\.detach"
+    )
     with torch.no_grad(), pytest.raises(UnsupportedError, match=said):
         forgetful(**inputs, past_key_values=cache)
     assert not cache.pages.in_pass and cache.get_seq_length() == 0
@@ -139,10 +165,14 @@ def test_a_forward_pass_that_leaves_the_cache_out_is_said(forgetful, layers):
 def test_inputs_that_name_another_cache_are_said():
     class Swaps(transformers.LlamaForCausalLM):
         def prepare_inputs_for_generation(self, *args, **kwargs):
-            return super().prepare_inputs_for_generation(*args, **kwargs) | passed(self, DynamicCache(config=self.config))
+            return super().prepare_inputs_for_generation(*args, **kwargs) | passed(
+                self, DynamicCache(config=self.config)
+            )
 
     model = Swaps(transformers.LlamaConfig(**SMALL)).eval()
-    with pytest.raises(UnsupportedError, match="Swaps passes its own DynamicCache on instead of the KVCache that generate"):
+    with pytest.raises(
+        UnsupportedError, match="Swaps passes its own DynamicCache on instead of the KVCache that generate"
+    ):
         model.generate(**prompts([9]), past_key_values=KVCache.for_model(model, "raw"), max_new_tokens=3)
 
 
@@ -170,7 +200,10 @@ def test_a_model_wrapped_in_another_is_checked_once_for_each():
     cache = KVCache.for_model(model, "raw")
     generation.attach(outer)
     with torch.no_grad():
-        assert torch.equal(outer(**prompts([9]), past_key_values=cache).logits, model(**prompts([9]), past_key_values=KVCache.for_model(model, "raw")).logits)
+        assert torch.equal(
+            outer(**prompts([9]), past_key_values=cache).logits,
+            model(**prompts([9]), past_key_values=KVCache.for_model(model, "raw")).logits,
+        )
     assert cache.pages.seq_lens == [9]
 
 

@@ -1,4 +1,6 @@
-"""Every family of the registry that `for_model` takes decodes the stock cache's tokens, every other one is refused with a way out: docs/reference/models.md says the same."""
+"""Every family of the registry that `for_model` takes decodes the stock cache's tokens, every other one is refused with
+a way out: docs/reference/models.md says the same.
+"""
 
 import re
 
@@ -11,15 +13,21 @@ from packaging.version import Version
 
 from kvbits.integrations.huggingface import KVCache
 
-pytestmark = pytest.mark.skipif(Version(transformers.__version__) < Version("5.24"), reason="families and their attention change with Transformers")
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.24"), reason="families and their attention change with Transformers"
+)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f"{f.config.removesuffix('Config')}-{re.sub('[^A-Za-z0-9]+', '-', f.names)[:24]}")
+@pytest.mark.parametrize(
+    "family", FAMILIES, ids=lambda f: f"{f.config.removesuffix('Config')}-{re.sub('[^A-Za-z0-9]+', '-', f.names)[:24]}"
+)
 def test_raw_decodes_the_stock_tokens_or_the_refusal_has_a_way_out(family):
     with families.quiet():
         model = families.build(family)
         dense, why = families.said(model)
-        assert families.row(family, dense, why) in families.DOCUMENT.read_text(), "run PYTHONPATH=tests python -m integrations.families"
+        assert families.row(family, dense, why) in families.DOCUMENT.read_text(), (
+            "run PYTHONPATH=tests python -m integrations.families"
+        )
         if why is not None:
             assert why.endswith("use the stock cache") or "use the stock cache" in why
             assert model.config.get_text_config(decoder=True)._attn_implementation == "eager"
@@ -32,7 +40,8 @@ def test_raw_decodes_the_stock_tokens_or_the_refusal_has_a_way_out(family):
         KVCache.detach(model)
         want = model.generate(**call)
     assert torch.equal(got, want)
-    assert len(set(want[0, -TOKENS:].tolist())) > (1 if model.config.is_encoder_decoder else 5)  # no model that says one thing for ever
+    # no model that says one thing for ever
+    assert len(set(want[0, -TOKENS:].tolist())) > (1 if model.config.is_encoder_decoder else 5)
 
 
 @pytest.mark.parametrize("kind", families.others())
@@ -44,7 +53,14 @@ def test_raw_decodes_the_stock_tokens_in_every_other_family(kind):
         ids = torch.randint(3, 90, (2, 50), generator=torch.Generator().manual_seed(1))
         mask = torch.ones_like(ids)
         mask[1, :20] = 0
-        call = {"input_ids": ids * mask, "attention_mask": mask, "max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        call = {
+            "input_ids": ids * mask,
+            "attention_mask": mask,
+            "max_new_tokens": TOKENS,
+            "do_sample": False,
+            "pad_token_id": 0,
+            "eos_token_id": None,
+        }
         got = model.generate(**call, past_key_values=KVCache.for_model(model, "raw", dense=dense))
         KVCache.detach(model)
         assert torch.equal(got, model.generate(**call))

@@ -1,4 +1,6 @@
-"""generate() with a cache of fixed capacity, which it captures by itself: on a CPU, where kernels are emulated and a graph is its work done again (test_graphs)."""
+"""generate() with a cache of fixed capacity, which it captures by itself: on a CPU, where kernels are emulated and a
+graph is its work done again (test_graphs).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def model(monkeypatch):
     model = tiny()
     # Transformers asks for a GPU; the rest of its question is the cache's
     monkeypatch.setattr(
-        type(model), "_valid_auto_compile_criteria", lambda _, kwargs, config: not config.disable_compile and cache_among(kwargs).is_compileable
+        type(model),
+        "_valid_auto_compile_criteria",
+        lambda _, kwargs, config: not config.disable_compile and cache_among(kwargs).is_compileable,
     )
     return model
 
@@ -72,7 +76,10 @@ def test_its_tokens_are_replays_and_those_of_the_eager_cache(model, decoders, le
     assert (decoders[-1].captures, decoders[-1].replays) == (1, 38)
     if options.get("prefill_chunk_size") and Version(transformers.__version__) < Version("5.23"):
         return  # chunks of a second turn come with masks of the first tokens
-    turn = {"input_ids": torch.cat([got, got[:, -7:]], 1), "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(batch, 47, dtype=torch.long)], 1)}
+    turn = {
+        "input_ids": torch.cat([got, got[:, -7:]], 1),
+        "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(batch, 47, dtype=torch.long)], 1),
+    }
     with eagerly(model, eager):
         want = generate(model, turn, eager, 20, disable_compile=True, **options)
     assert torch.equal(generate(model, turn, cache, 20, **options), want)
@@ -95,7 +102,12 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(model, decoders, 
     cache, eager = fixed(model), fixed(model)
     want = generate(model, prompts([30]), eager, 12, disable_compile=True)
     graph.setattr(graphs, "CapturedWork", fail)
-    with pytest.warns(KvbitsWarning, match=r"eagerly: the forward pass of LlamaForCausalLM for one token cannot be captured.*operation not permitted") as found:
+    with pytest.warns(
+        KvbitsWarning,
+        match=(
+            r"eagerly: the forward pass of LlamaForCausalLM for one token cannot be captured.*operation not permitted"
+        ),
+    ) as found:
         got = generate(model, prompts([30]), cache, 12)
     assert [w.category for w in found].count(KvbitsWarning) == 1 and torch.equal(got, want)
 
@@ -115,12 +127,19 @@ def test_on_a_cpu_and_for_other_caches_nothing_changes(model):
 def test_a_configuration_of_the_compilers_asks_for_the_compiler(model):
     KVCache.for_model(model, "raw")
     call = model.get_compiled_call(CompileConfig(backend="eager", mode=None))
-    assert hasattr(call, "_torchdynamo_orig_callable") and not hasattr(model.get_compiled_call(None), "_torchdynamo_orig_callable")
+    assert hasattr(call, "_torchdynamo_orig_callable") and not hasattr(
+        model.get_compiled_call(None), "_torchdynamo_orig_callable"
+    )
 
 
 def test_masks_stay_what_they_are_for_our_caches_alone(model):
     cache, mask = KVCache.for_model(model, "raw"), torch.ones(1, 1, dtype=torch.long)
-    arguments = {"config": model.config, "inputs_embeds": torch.empty(1, 1, 0, dtype=model.dtype), "attention_mask": mask, "position_ids": None}
+    arguments = {
+        "config": model.config,
+        "inputs_embeds": torch.empty(1, 1, 0, dtype=model.dtype),
+        "attention_mask": mask,
+        "position_ids": None,
+    }
     assert model.create_masks_for_generate(**arguments, past_key_values=cache) is mask
     assert model.create_masks_for_generate(**arguments, past_key_values=DynamicCache(config=model.config)) is not mask
 

@@ -19,9 +19,19 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 def model():
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=512, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=64, vocab_size=211,
-        max_position_embeddings=4096, bos_token_id=1, eos_token_id=None, pad_token_id=0, initializer_range=0.05,
-    )  # fmt: skip
+        hidden_size=512,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=211,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        initializer_range=0.05,
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda").eval()
 
 
@@ -30,11 +40,15 @@ def feed(model, cache, ids, mask, parts=((0, 300), (300, 340), *((340 + i, 341 +
     out = []
     with torch.no_grad():
         for start, end in parts:
-            out.append(model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits[:, -1].float())
+            out.append(
+                model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits[:, -1].float()
+            )
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("scheme", ["raw", "int8", "int8_centered", "int8_per_channel", "int4", "int4_centered", "kivi4", "kivi2", "fp8"])
+@pytest.mark.parametrize(
+    "scheme", ["raw", "int8", "int8_centered", "int8_per_channel", "int4", "int4_centered", "kivi4", "kivi2", "fp8"]
+)
 def test_gpu_kernels_and_the_reference_give_the_same_logits(model, scheme):
     ids = torch.randint(2, 211, (3, 400), generator=torch.Generator().manual_seed(1)).to("cuda")
     mask = torch.ones(3, 400, dtype=torch.long, device="cuda")
@@ -50,7 +64,9 @@ def test_gpu_kernels_and_the_reference_give_the_same_logits(model, scheme):
 
 
 def test_tiers_run_through_gpu_kernels_alone(model):
-    """Preset `tiered` with tiers that fit 900 tokens: raw, 8-bit and 4-bit pages in every step, long chunks over history, demotions while decoding."""
+    """Preset `tiered` with tiers that fit 900 tokens: raw, 8-bit and 4-bit pages in every step, long chunks over
+    history, demotions while decoding.
+    """
     scheme = schemes.get("tiered", residual_length=64, tiers=(Tier(num_tokens=192),))
     ids = torch.randint(2, 211, (3, 800), generator=torch.Generator().manual_seed(3)).to("cuda")
     mask = torch.ones(3, 800, dtype=torch.long, device="cuda")
@@ -76,10 +92,15 @@ def test_banded_pages_run_on_the_gpu(model):
     mask = torch.ones(3, 800, dtype=torch.long, device="cuda")
     mask[1, :170] = 0
     calibration = Calibration(
-        [{n: x for n, x in static_params(scheme.key, scheme.value, 2, 64).items() if n in ("k_basis", "k_mean")} for _ in range(3)],
+        [
+            {n: x for n, x in static_params(scheme.key, scheme.value, 2, 64).items() if n in ("k_basis", "k_mean")}
+            for _ in range(3)
+        ],
         fingerprint(model.config, scheme),
     )
-    fast, slow = (KVCache.for_model(model, scheme, calibration=calibration, backend=backend) for backend in ("auto", "reference"))
+    fast, slow = (
+        KVCache.for_model(model, scheme, calibration=calibration, backend=backend) for backend in ("auto", "reference")
+    )
     parts = [(0, 300), (300, 340), (340, 540), *((540 + i, 541 + i) for i in range(80))]
     got, want = feed(model, fast, ids, mask, parts), feed(model, slow, ids, mask, parts)
     error = ((got - want).norm() / want.norm()).item()
@@ -95,7 +116,10 @@ def test_codebooks_of_each_layer_are_read_by_gpu_kernels(model, name):
     gen = torch.Generator().manual_seed(4)
     name, *mixed = name.split(",")
     entries = 2 ** schemes.get(name).key.bits
-    books = [{f"{kind}_codebook": (torch.rand(2, entries, generator=gen) * 2 - 1).sort(-1).values for kind in "kv"} for _ in range(3)]
+    books = [
+        {f"{kind}_codebook": (torch.rand(2, entries, generator=gen) * 2 - 1).sort(-1).values for kind in "kv"}
+        for _ in range(3)
+    ]
     int8 = schemes.get("int8").key
     overrides = (Override(layers=(1,), key=int8, value=int8),) if mixed else ()
     scheme = schemes.for_layers(name, KVCache.for_model(model, "raw").pages.spec.layers, overrides=overrides)
@@ -103,7 +127,9 @@ def test_codebooks_of_each_layer_are_read_by_gpu_kernels(model, name):
     ids = torch.randint(2, 211, (3, 400), generator=torch.Generator().manual_seed(5)).to("cuda")
     mask = torch.ones(3, 400, dtype=torch.long, device="cuda")
     mask[1, :170] = 0
-    fast, slow = (KVCache.for_model(model, scheme, calibration=calibration, backend=backend) for backend in ("auto", "reference"))
+    fast, slow = (
+        KVCache.for_model(model, scheme, calibration=calibration, backend=backend) for backend in ("auto", "reference")
+    )
     got, want = feed(model, fast, ids, mask), feed(model, slow, ids, mask)
     error = ((got - want).norm() / want.norm()).item()
     ops = fast.explain()["ops"]
@@ -115,7 +141,9 @@ def test_codebooks_of_each_layer_are_read_by_gpu_kernels(model, name):
 def test_generation_runs_on_the_gpu(model):
     ids = torch.randint(2, 211, (2, 200), generator=torch.Generator().manual_seed(2)).to("cuda")
     cache = KVCache.for_model(model, "int8")
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=100, do_sample=False)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=100, do_sample=False
+    )
     assert out.shape == (2, 300)
     assert cache.pages.seq_lens == [299, 299]
 
@@ -152,7 +180,11 @@ def run_without_waiting(steps, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*Synchronization debug mode")
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize("scheme", ["raw", "int8_centered", "int4", "kivi4", schemes.get("int8", residual_length=0, token_local=True)], ids=str)
+@pytest.mark.parametrize(
+    "scheme",
+    ["raw", "int8_centered", "int4", "kivi4", schemes.get("int8", residual_length=0, token_local=True)],
+    ids=str,
+)
 def test_a_prompt_waits_once_at_its_end(scheme, padded, monkeypatch):
     chosen = schemes.get(scheme) if isinstance(scheme, str) else scheme
     layers = (LayerGeometry(num_kv_heads=2, head_dim=128),) * 3
@@ -172,7 +204,10 @@ def test_a_prompt_waits_once_at_its_end(scheme, padded, monkeypatch):
 @pytest.mark.parametrize("scheme", ["raw", "int8_centered", "kivi4"])
 def test_bad_numbers_of_a_prompt_are_found_at_its_end_and_leave_no_trace(scheme, bad):
     layers = (LayerGeometry(num_kv_heads=2, head_dim=128),) * 3
-    cache, clean = (PagedCache(CacheSpec(scheme=schemes.get(scheme), layers=layers), device="cuda", batch_size=2, max_tokens=4096) for _ in "ab")
+    cache, clean = (
+        PagedCache(CacheSpec(scheme=schemes.get(scheme), layers=layers), device="cuda", batch_size=2, max_tokens=4096)
+        for _ in "ab"
+    )
     for c in (cache, clean):
         for step in feed_layers(c, 2, 500, 0):
             step()
@@ -186,4 +221,7 @@ def test_bad_numbers_of_a_prompt_are_found_at_its_end_and_leave_no_trace(scheme,
             step()
     for layer in range(3):
         for row in range(2):
-            assert all(torch.equal(a, b) for a, b in zip(cache.dequantize(layer, row), clean.dequantize(layer, row), strict=True))
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(cache.dequantize(layer, row), clean.dequantize(layer, row), strict=True)
+            )

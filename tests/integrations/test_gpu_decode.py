@@ -1,4 +1,6 @@
-"""Decoding on the device, on a GPU: the contract of paged_attention, the cache against the one that the host leads, graphs over page closings, fresh pages."""
+"""Decoding on the device, on a GPU: the contract of paged_attention, the cache against the one that the host leads,
+graphs over page closings, fresh pages.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,18 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*CUDA Graph is empty", "ignore:.*Synchronization debug mode"),
 ]
 TOKEN_LOCAL = [schemes.get(name, residual_length=0, token_local=True) for name in ("int8", "int8_centered", "int4")]
-PRESETS = ["raw", "int8", "int8_centered", "int8_per_channel", "int4", "int4_centered", "int8k_int4v", "kivi4", "kivi2", "fp8"]
+PRESETS = [
+    "raw",
+    "int8",
+    "int8_centered",
+    "int8_per_channel",
+    "int4",
+    "int4_centered",
+    "int8k_int4v",
+    "kivi4",
+    "kivi2",
+    "fp8",
+]
 
 
 def on_gpu(x):
@@ -26,17 +39,29 @@ def on_gpu(x):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("group, num_queries, window, softcap", [(2, 1, None, None), (4, 1, 150, None), (2, 3, None, 20.0), (4, 8, 100, None)])
+@pytest.mark.parametrize(
+    "group, num_queries, window, softcap",
+    [(2, 1, None, None), (4, 1, 150, None), (2, 3, None, 20.0), (4, 8, 100, None)],
+)
 def test_attention_over_anybodys_pages(name, group, num_queries, window, softcap):
     case = CASES[name]
     cache = Cache(**case)
     batch = len(cache.newest)
     q = torch.randn(batch, num_queries, HEADS * group, D, generator=torch.Generator().manual_seed(5)).bfloat16()
-    lens = torch.tensor([max(0, min(num_queries, int(n)) - i % 2) for i, n in enumerate(cache.newest)], dtype=torch.int32)
+    lens = torch.tensor(
+        [max(0, min(num_queries, int(n)) - i % 2) for i, n in enumerate(cache.newest)], dtype=torch.int32
+    )
     plan = paged_attention.plan(
-        case["layouts"], max_pages=case["max_pages"], batch_size=batch + 3, num_q_heads=q.shape[2], dtype=q.dtype, device="cuda", num_queries=num_queries,
-        sliding_window=window, softcap=softcap,
-    )  # fmt: skip
+        case["layouts"],
+        max_pages=case["max_pages"],
+        batch_size=batch + 3,
+        num_q_heads=q.shape[2],
+        dtype=q.dtype,
+        device="cuda",
+        num_queries=num_queries,
+        sliding_window=window,
+        softcap=softcap,
+    )
     pages = on_gpu(cache.pages)
     static = {name: x.to("cuda") for name, x in cache.static.items()}
     plan.bind(0, pages, static)
@@ -58,8 +83,13 @@ LAYERS, HQ, H, DIM = 3, 8, 2, 128
 
 def spec_of(scheme, window=None):
     scheme = schemes.get(scheme) if isinstance(scheme, str) else scheme
-    rotary = Rotary(inv_freq=tuple(500_000.0 ** (-i / (DIM // 2)) for i in range(DIM // 2))) if scheme.needs_rotary else None
-    return CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=H, head_dim=DIM, sliding_window=window, rotary=rotary),) * LAYERS)
+    rotary = (
+        Rotary(inv_freq=tuple(500_000.0 ** (-i / (DIM // 2)) for i in range(DIM // 2))) if scheme.needs_rotary else None
+    )
+    return CacheSpec(
+        scheme=scheme,
+        layers=(LayerGeometry(num_kv_heads=H, head_dim=DIM, sliding_window=window, rotary=rotary),) * LAYERS,
+    )
 
 
 def calibrations(scheme):
@@ -72,7 +102,10 @@ def calibrations(scheme):
 
 
 def random_tokens(batch, count, gen):
-    return [tuple(torch.randn(batch, count, n, DIM, generator=gen, device="cuda").bfloat16() for n in (HQ, H, H)) for _ in range(LAYERS)]
+    return [
+        tuple(torch.randn(batch, count, n, DIM, generator=gen, device="cuda").bfloat16() for n in (HQ, H, H))
+        for _ in range(LAYERS)
+    ]
 
 
 def feed(cache, layers):
@@ -80,19 +113,26 @@ def feed(cache, layers):
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["grows", "fixed"])
-@pytest.mark.parametrize("scheme", [*PRESETS, *TOKEN_LOCAL], ids=lambda s: s if isinstance(s, str) else f"{s.name}_token_local")
+@pytest.mark.parametrize(
+    "scheme", [*PRESETS, *TOKEN_LOCAL], ids=lambda s: s if isinstance(s, str) else f"{s.name}_token_local"
+)
 def test_the_cache_is_the_one_that_the_host_leads(scheme, fixed):
     if not fixed and not isinstance(scheme, str):
         pytest.skip("pages that are filled token by token are led by the host in a cache that grows")
     options = {"max_tokens": 700, "batch_size": 5} if fixed else {}
-    ours, theirs = PagedCache(spec_of(scheme), device="cuda", **options), PagedCache(spec_of(scheme), device="cuda", backend="reference", **options)
+    ours, theirs = (
+        PagedCache(spec_of(scheme), device="cuda", **options),
+        PagedCache(spec_of(scheme), device="cuda", backend="reference", **options),
+    )
     gen = torch.Generator("cuda").manual_seed(0)
     prompt = random_tokens(5, 300, gen)
     feed(ours, prompt), feed(theirs, prompt)
     for step in range(140):
         layers = random_tokens(5, 1, gen)
         torch.cuda.set_sync_debug_mode(
-            "error" if step > 10 and (fixed or step % 128 not in range(2, 8)) and ours.decoding and ours.decoding.steps_left > 1 else "default"
+            "error"
+            if step > 10 and (fixed or step % 128 not in range(2, 8)) and ours.decoding and ours.decoding.steps_left > 1
+            else "default"
         )
         try:
             got = feed(ours, layers)
@@ -118,7 +158,9 @@ def test_the_cache_is_the_one_that_the_host_leads(scheme, fixed):
 def test_one_graph_decodes_500_tokens_over_page_closings(scheme, batch):
     """Captured once: the same numbers as eager, bit for bit."""
     static = calibrations(scheme)
-    ours, eager = (PagedCache(spec_of(scheme), device="cuda", max_tokens=900, batch_size=batch, **static) for _ in range(2))
+    ours, eager = (
+        PagedCache(spec_of(scheme), device="cuda", max_tokens=900, batch_size=batch, **static) for _ in range(2)
+    )
     gen = torch.Generator("cuda").manual_seed(1)
     prompt = random_tokens(batch, 300, gen)
     feed(ours, prompt), feed(eager, prompt)
@@ -153,7 +195,9 @@ def test_one_graph_decodes_500_tokens_over_page_closings(scheme, batch):
 @pytest.mark.parametrize("scheme", ["raw", "int8_centered", "int4", "kivi4"])
 @pytest.mark.parametrize("head_dim, value_head_dim", [(192, 128), (128, 64), (512, 512)])
 def test_heads_of_unlike_widths_and_wide_ones(scheme, head_dim, value_head_dim):
-    """A prompt, a chunk over history, single tokens over closing pages by the device's own lead, and the same in a graph, against the reference."""
+    """A prompt, a chunk over history, single tokens over closing pages by the device's own lead, and the same in a
+    graph, against the reference.
+    """
     try:
         fitted = schemes.get(scheme, head_dim=head_dim, value_head_dim=value_head_dim)
         geometry = LayerGeometry(num_kv_heads=2, head_dim=head_dim, value_head_dim=value_head_dim)
@@ -163,11 +207,18 @@ def test_heads_of_unlike_widths_and_wide_ones(scheme, head_dim, value_head_dim):
     if scheme == "kivi4" and head_dim == 512:
         pytest.skip("its values have more groups with a bias than the kernel takes")
     options = {"device": "cuda", "max_tokens": 700, "batch_size": 3}
-    ours, theirs, gen = PagedCache(spec, **options), PagedCache(spec, **options, backend="reference"), torch.Generator("cuda").manual_seed(0)
+    ours, theirs, gen = (
+        PagedCache(spec, **options),
+        PagedCache(spec, **options, backend="reference"),
+        torch.Generator("cuda").manual_seed(0),
+    )
 
     def tokens(count):
         sizes = ((HQ, head_dim), (2, head_dim), (2, value_head_dim))
-        return [tuple(torch.randn(3, count, n, d, generator=gen, device="cuda").bfloat16() for n, d in sizes) for _ in range(LAYERS)]
+        return [
+            tuple(torch.randn(3, count, n, d, generator=gen, device="cuda").bfloat16() for n, d in sizes)
+            for _ in range(LAYERS)
+        ]
 
     def fed(cache, layers):
         return torch.stack([cache.step(i, q, k, v, scaling=head_dim**-0.5) for i, (q, k, v) in enumerate(layers)])
@@ -210,13 +261,24 @@ def test_a_growing_cache_is_not_captured():
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_tokens_of_the_kernel_just_ahead_are_never_read_early(scheme):
-    """100,000 steps in graphs: every step overwrites the newest token and attends to it at once, over one page, so that the ring reads it first."""
+    """100,000 steps in graphs: every step overwrites the newest token and attends to it at once, over one page, so that
+    the ring reads it first.
+    """
     cache = PagedCache(
-        CacheSpec(scheme=schemes.get(scheme), layers=(LayerGeometry(num_kv_heads=H, head_dim=DIM),)), device="cuda", max_tokens=400, batch_size=8
+        CacheSpec(scheme=schemes.get(scheme), layers=(LayerGeometry(num_kv_heads=H, head_dim=DIM),)),
+        device="cuda",
+        max_tokens=400,
+        batch_size=8,
     )
     gen = torch.Generator("cuda").manual_seed(2)
     q, k, v = (torch.randn(8, 1, n, DIM, generator=gen, device="cuda").bfloat16() for n in (HQ, H, H))
-    cache.step(0, q.expand(-1, 3, -1, -1).contiguous(), k.expand(-1, 3, -1, -1).contiguous(), v.expand(-1, 3, -1, -1).contiguous(), scaling=4.0)
+    cache.step(
+        0,
+        q.expand(-1, 3, -1, -1).contiguous(),
+        k.expand(-1, 3, -1, -1).contiguous(),
+        v.expand(-1, 3, -1, -1).contiguous(),
+        scaling=4.0,
+    )
     for _ in range(4):
         cache.step(0, q, k, v, scaling=4.0)
     keys = torch.randn(64, *k.shape, generator=gen, device="cuda").bfloat16()

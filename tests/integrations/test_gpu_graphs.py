@@ -1,4 +1,7 @@
-"""The graph decoder on a GPU: the tokens of eager decoding, through Transformers' own generate. KVBITS_TEST_MODEL=<folder or GGUF file> adds a real model."""
+"""The graph decoder on a GPU: the tokens of eager decoding, through Transformers' own generate.
+
+KVBITS_TEST_MODEL=<folder or GGUF file> adds a real model.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,25 @@ from kvbits.integrations.models import load_model
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.filterwarnings("ignore:.*Synchronization debug mode", "ignore:.*CUDA Graph is empty", "ignore:.*TensorFloat32", "ignore:.*is unfit for"),
+    pytest.mark.filterwarnings(
+        "ignore:.*Synchronization debug mode",
+        "ignore:.*CUDA Graph is empty",
+        "ignore:.*TensorFloat32",
+        "ignore:.*is unfit for",
+    ),
 ]
-PRESETS = ["raw", "int8", "int8_centered", "int8_per_channel", "int4", "int4_centered", "int8k_int4v", "kivi4", "kivi2", "fp8"]
+PRESETS = [
+    "raw",
+    "int8",
+    "int8_centered",
+    "int8_per_channel",
+    "int4",
+    "int4_centered",
+    "int8k_int4v",
+    "kivi4",
+    "kivi2",
+    "fp8",
+]
 REAL = os.environ.get("KVBITS_TEST_MODEL")
 
 
@@ -36,9 +55,19 @@ REAL = os.environ.get("KVBITS_TEST_MODEL")
 def model():
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=128, vocab_size=1024,
-        max_position_embeddings=4096, bos_token_id=1, eos_token_id=None, pad_token_id=0, initializer_range=0.05,
-    )  # fmt: skip
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        vocab_size=1024,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        initializer_range=0.05,
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda").eval()
 
 
@@ -71,14 +100,18 @@ def both(model, inputs, scheme, batch, count, calibration=None, **options):
     with graphed(model, cache) as decoder:
         got = generate(model, inputs, cache, count, **options)
     assert (decoder.captures, decoder.replays) == (1, count - 2)
-    assert torch.equal(got, want), f"differs first at {(got != want).any(0).nonzero()[0].item() - inputs['input_ids'].shape[1]}"
+    assert torch.equal(got, want), (
+        f"differs first at {(got != want).any(0).nonzero()[0].item() - inputs['input_ids'].shape[1]}"
+    )
     assert cache.pages.seq_lens == eager.pages.seq_lens
     return want
 
 
 @pytest.mark.parametrize("lengths", [[300], [250, 131, 7]], ids=["one", "left_padded"])
 @pytest.mark.parametrize(
-    "scheme", [*PRESETS, schemes.get("int8", residual_length=0, token_local=True)], ids=lambda s: s if isinstance(s, str) else "token_local"
+    "scheme",
+    [*PRESETS, schemes.get("int8", residual_length=0, token_local=True)],
+    ids=lambda s: s if isinstance(s, str) else "token_local",
 )
 def test_512_greedy_tokens_are_the_eager_ones(model, scheme, lengths):
     both(model, prompts(lengths), scheme, len(lengths), 512)
@@ -119,7 +152,8 @@ def test_a_configuration_of_the_compilers_compiles(model, mode):
         want = generate(model, inputs, eager, 40, **options)
     got = generate(model, inputs, cache, 40, disable_compile=False, compile_config=CompileConfig(mode=mode), **options)
     assert cache.pages.seq_lens == eager.pages.seq_lens
-    same = next((i for i in range(40) if got.sequences[0, 100 + i] != want.sequences[0, 100 + i]), 39)  # other kernels round otherwise, and tokens follow
+    # other kernels round otherwise, and tokens follow
+    same = next((i for i in range(40) if got.sequences[0, 100 + i] != want.sequences[0, 100 + i]), 39)
     assert same > 0
     for a, b in zip(got.logits[: same + 1], want.logits, strict=False):
         assert (a - b).norm() / b.norm() < 0.03
@@ -171,7 +205,9 @@ def test_a_streamer_in_another_thread(model):
 
     cache, streamer, found = fixed(model), Collects(), []
     with graphed(model, cache) as decoder:
-        thread = threading.Thread(target=lambda: found.append(generate(model, prompts([100]), cache, 100, streamer=streamer)))
+        thread = threading.Thread(
+            target=lambda: found.append(generate(model, prompts([100]), cache, 100, streamer=streamer))
+        )
         thread.start()
         while thread.is_alive():  # the main thread uses the GPU meanwhile
             torch.ones(1000, device="cuda").sum().item()
@@ -216,13 +252,18 @@ def test_a_forward_pass_that_waits_is_refused_and_the_cache_stays(model):
             used.pages.expect_tokens()
             model(token, past_key_values=used)
         hook = model.model.layers[2].register_forward_pre_hook(lambda module, args: args[0].sum().item() and None)
-        with graphed(model, cache), pytest.raises(UnsupportedError, match="LlamaForCausalLM for one token cannot be captured in a CUDA graph"):
+        with (
+            graphed(model, cache),
+            pytest.raises(UnsupportedError, match="LlamaForCausalLM for one token cannot be captured in a CUDA graph"),
+        ):
             model(token, past_key_values=cache)
         hook.remove()
         assert cache.get_seq_length() == 101
         with graphed(model, cache) as decoder:
             for _ in range(100):
-                assert torch.equal(model(token, past_key_values=cache).logits, model(token, past_key_values=clean).logits)
+                assert torch.equal(
+                    model(token, past_key_values=cache).logits, model(token, past_key_values=clean).logits
+                )
         assert decoder.replays == 100
 
 

@@ -1,4 +1,6 @@
-"""The graph decoder where there is no GPU: kernels run on a CPU, and a graph is its work done again. tests/integrations/test_gpu_graphs.py is the same on a GPU."""
+"""The graph decoder where there is no GPU: kernels run on a CPU, and a graph is its work done again.
+tests/integrations/test_gpu_graphs.py is the same on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,19 @@ emulated_list = test_device_decode.emulated_list
 gpu = test_device_decode.gpu
 needs_compiler = test_device_decode.pytestmark
 CONFIG = {
-    "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 97,
-    "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.2,
-}  # fmt: skip
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 97,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
 
 
 class Repeated:
@@ -112,7 +124,9 @@ def test_chains_are_written_in_a_graph(model, graph):
     def write(cache, captured):
         turns = [itertools.repeat([5, 6]), itertools.repeat([7])]
         f = dataclasses.replace(raw, make=lambda *_: cache)
-        return replay.write(model, f, [[3, 4, 5], [6, 7]], turns, 90, 11, [random.Random(i) for i in range(2)], captured)
+        return replay.write(
+            model, f, [[3, 4, 5], [6, 7]], turns, 90, 11, [random.Random(i) for i in range(2)], captured
+        )
 
     graph.setattr(graphs, "CapturedWork", lambda *a: made.append(Repeated(*a)) or made[-1])
     with eagerly(model, eager := raw.make(2, 90)):
@@ -124,7 +138,9 @@ def test_chains_are_written_in_a_graph(model, graph):
 @needs_compiler
 @pytest.mark.parametrize("switched_off", [False, True], ids=["on", "off"])
 def test_compiled_passes_are_captured_too(model, graph, switched_off):
-    """With a compiler that changes no number, or none at all: the same tokens, nothing stored while it compiles, and another batch size compiles once more."""
+    """With a compiler that changes no number, or none at all: the same tokens, nothing stored while it compiles, and
+    another batch size compiles once more.
+    """
     graph.setattr(graphs, "BACKEND", "eager")
     if switched_off:  # as TORCHDYNAMO_DISABLE=1 does
         graph.setattr(torch, "compile", lambda f, **_: f)
@@ -153,7 +169,9 @@ def test_outputs_are_the_callers_own_and_positions_need_not_be_given(model, grap
             with graphs.graphed(model, cache):
                 model(**inputs, past_key_values=used)
                 used.pages.expect_tokens()
-                steps = [model(torch.tensor([[i + 5]]), past_key_values=used, output_hidden_states=True) for i in range(6)]
+                steps = [
+                    model(torch.tensor([[i + 5]]), past_key_values=used, output_hidden_states=True) for i in range(6)
+                ]
             outputs.append(steps)
     assert [type(x) for x in outputs[1]] == [type(x) for x in outputs[0]]
     for want, got in zip(*outputs, strict=True):
@@ -244,7 +262,10 @@ def test_bad_inputs_are_refused_and_change_nothing(model, graph):
 
 
 @needs_compiler
-@pytest.mark.parametrize("error, expected", [(RuntimeError("operation not permitted\nmore"), UnsupportedError), (KeyboardInterrupt(), KeyboardInterrupt)])
+@pytest.mark.parametrize(
+    "error, expected",
+    [(RuntimeError("operation not permitted\nmore"), UnsupportedError), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
 def test_a_capture_that_fails_leaves_the_cache_as_it_was(model, graph, error, expected):
     cache, clean = fixed(model), fixed(model)
 
@@ -270,7 +291,14 @@ def test_a_capture_that_fails_leaves_the_cache_as_it_was(model, graph, error, ex
                 used.pages.expect_tokens()
                 model(token, past_key_values=used)
             lengths, left = cache.pages.decoding.stepper.groups[0].numbers.clone(), cache.pages.decoding.steps_left
-            with pytest.raises(expected, match=r"cannot be captured in a CUDA graph \(operation not permitted\)" if expected is UnsupportedError else None):
+            with pytest.raises(
+                expected,
+                match=(
+                    r"cannot be captured in a CUDA graph \(operation not permitted\)"
+                    if expected is UnsupportedError
+                    else None
+                ),
+            ):
                 model(token, past_key_values=cache)
             assert cache.pages.decoding.steps_left == left and not cache.pages.in_pass and cache.get_seq_length() == 31
         cache.pages.decoding.stepper.groups[0].numbers.copy_(lengths)  # what capturing launches runs on a CPU
@@ -330,8 +358,16 @@ def test_what_can_never_be_captured_is_refused_at_once(model, graph):
 
     refused(KVCache.for_model(model, "int8"), UnsupportedError, "build it with max_tokens")
     refused(DynamicCache(), DataError, "needs the KVCache")
-    refused(fixed(model, "tiered"), UnsupportedError, "'tiered' is not decoded on the device.*tiers are followed on the host")
-    refused(KVCache.for_model(model, "int8", max_tokens=64, backend="reference"), UnsupportedError, "backend='reference' was asked for")
+    refused(
+        fixed(model, "tiered"),
+        UnsupportedError,
+        "'tiered' is not decoded on the device.*tiers are followed on the host",
+    )
+    refused(
+        KVCache.for_model(model, "int8", max_tokens=64, backend="reference"),
+        UnsupportedError,
+        "backend='reference' was asked for",
+    )
     cache = fixed(model)
     other = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG | {"num_hidden_layers": 3}), dtype=torch.bfloat16)
     KVCache.for_model(other, "raw")
@@ -341,12 +377,18 @@ def test_what_can_never_be_captured_is_refused_at_once(model, graph):
     refused(cache, DataError, "the model is torch.float32, but the cache was built for bfloat16", of=other)
     other = tiny()
     refused(cache, UnsupportedError, "attention implementation is 'sdpa'", of=other)
-    with pytest.raises(UnsupportedError, match="the model itself, not what torch.compile made"), graphs.graphed(torch.compile(model), cache):
+    with (
+        pytest.raises(UnsupportedError, match="the model itself, not what torch.compile made"),
+        graphs.graphed(torch.compile(model), cache),
+    ):
         pass
 
 
 def test_without_a_gpu_it_says_what_to_do(model):
-    with pytest.raises(UnsupportedError, match="for NVIDIA GPUs, but the cache is on cpu; leave it out there"), graphs.graphed(model, fixed(model)):
+    with (
+        pytest.raises(UnsupportedError, match="for NVIDIA GPUs, but the cache is on cpu; leave it out there"),
+        graphs.graphed(model, fixed(model)),
+    ):
         pass
     with pytest.raises(DataError, match="not a loaded model"), graphs.graphed("gpt2", fixed(model)):
         pass

@@ -1,4 +1,6 @@
-"""What a user reads works: code and commands of README and the guide run on a tiny model, options exist, links lead somewhere, generated pages are what their script writes."""
+"""What a user reads works: code and commands of README and the guide run on a tiny model, options exist, links lead
+somewhere, generated pages are what their script writes.
+"""
 
 import importlib.util
 import re
@@ -18,13 +20,20 @@ from kvbits.cli import app
 
 ROOT = Path(__file__).parents[2]
 GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.parent.name != "log")]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.parent.name != "log"),
+]
 MOST_WORDS = 900
 
 
 def blocks(text: str) -> list[tuple[str, str, str | None]]:
     """(language, code, why it is not run) of every block; a plain one has the language ""."""
-    return [(m[2], m[3], m[1]) for m in re.finditer(r"(?:<!-- not run: ([^>]*?) -->\n)?^```(\w*)\n(.*?)^```", text, re.S | re.M)]
+    return [
+        (m[2], m[3], m[1])
+        for m in re.finditer(r"(?:<!-- not run: ([^>]*?) -->\n)?^```(\w*)\n(.*?)^```", text, re.S | re.M)
+    ]
 
 
 def commands(code: str) -> list[str]:
@@ -53,7 +62,13 @@ def test_every_block_runs_or_says_why_not(page, home, monkeypatch):
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     monkeypatch.setattr(kvbits, "load_model", lambda name: (model, tokenizer))
     ids = torch.randint(3, 80, (1, 300), generator=torch.Generator().manual_seed(1))
-    names = {"kvbits": kvbits, "torch": torch, "model": model, "name": "a model", "inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}}
+    names = {
+        "kvbits": kvbits,
+        "torch": torch,
+        "model": model,
+        "name": "a model",
+        "inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+    }
     for language, code, why in blocks(page.read_text()):
         if language == "python":
             compiled = compile(code, str(page), "exec")
@@ -74,7 +89,9 @@ def test_every_block_runs_or_says_why_not(page, home, monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_commands_and_their_options_exist(page):
     known = typer.main.get_command(app).commands
-    for line in (line for _, code, _ in blocks(page.read_text()) for line in commands(code) if line.startswith("kvbits ")):
+    for line in (
+        line for _, code, _ in blocks(page.read_text()) for line in commands(code) if line.startswith("kvbits ")
+    ):
         words = shlex.split(line)[1:]
         assert words[0] in known, line
         options = {opt for p in known[words[0]].params for opt in (*p.opts, *p.secondary_opts)}
@@ -90,7 +107,10 @@ def test_links_lead_somewhere(page):
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), target
         if anchor and file.suffix == ".md":
-            heads = [re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in re.findall(r"^#+ (.*)", file.read_text(), re.M)]
+            heads = [
+                re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-")
+                for h in re.findall(r"^#+ (.*)", file.read_text(), re.M)
+            ]
             assert anchor in heads, f"{target}: {heads}"
 
 

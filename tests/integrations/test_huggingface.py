@@ -1,4 +1,6 @@
-"""The lossless scheme gives the stock cache's tokens for every model family and way of generating; bad calls get a clear error."""
+"""The lossless scheme gives the stock cache's tokens for every model family and way of generating; bad calls get a
+clear error.
+"""
 
 import copy
 import gc
@@ -20,17 +22,36 @@ from kvbits.integrations.masks import CACHE_NAMES, cache_among, name_for, passed
 from kvbits.spec import CacheSpec, LayerGeometry
 
 SMALL = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97,
-    "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.3,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
 FAMILIES = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "mistral_window": ("MistralConfig", {"sliding_window": 24}),
     "phi3": ("Phi3Config", {}),
-    "gemma2": ("Gemma2Config", {"head_dim": 32, "sliding_window": 24, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32}),
-    "gemma3": ("Gemma3TextConfig", {"head_dim": 32, "sliding_window": 24, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}),
+    "gemma2": (
+        "Gemma2Config",
+        {"head_dim": 32, "sliding_window": 24, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 32,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
 }
 
 
@@ -97,9 +118,14 @@ def test_a_raw_cache_survives_speculation_and_rollback(model, kind):
 def test_assisted_decoding_past_a_window_in_a_fixed_capacity_says_what_helps():
     model = tiny("gemma3")
     inputs, options = prompts([150]), {"do_sample": False, "prompt_lookup_num_tokens": 5}
-    with pytest.raises(PoolFullError, match=r"layers with a sliding window of 24 give nothing back until the next crop.*let the cache grow"):
+    with pytest.raises(
+        PoolFullError,
+        match=r"layers with a sliding window of 24 give nothing back until the next crop.*let the cache grow",
+    ):
         ours(model, inputs, cache=KVCache.for_model(model, "raw", max_tokens=5000), **options)
-    assert torch.equal(stock(model, inputs, **options), ours(model, inputs, cache=KVCache.for_model(model, "raw"), **options))
+    assert torch.equal(
+        stock(model, inputs, **options), ours(model, inputs, cache=KVCache.for_model(model, "raw"), **options)
+    )
     with pytest.raises(PoolFullError) as plain:
         ours(model, inputs, cache=KVCache.for_model(model, "raw", max_tokens=100))
     assert "sliding" not in str(plain.value)
@@ -110,10 +136,16 @@ def test_a_second_turn_reuses_the_cache_and_reset_empties_it(model):
     cache = KVCache.for_model(model, "raw")
     first = ours(model, inputs, cache=cache, do_sample=False)
     grown = torch.cat([inputs["attention_mask"], torch.ones(2, 20, dtype=torch.long)], 1)
-    # Padding between turns: the stock cache counts it into a sliding window, ours counts real tokens, so only full attention can be compared.
-    windowed = getattr(model.config, "sliding_window", None) and "sliding_attention" in getattr(model.config, "layer_types", ["sliding_attention"])
+    # Padding between turns: the stock cache counts it into a sliding window, ours counts real tokens, so only full
+    # attention can be compared.
+    windowed = getattr(model.config, "sliding_window", None) and "sliding_attention" in getattr(
+        model.config, "layer_types", ["sliding_attention"]
+    )
     more = prompts([8, 8] if windowed else [8, 6], seed=3)
-    turn = {"input_ids": torch.cat([first, more["input_ids"]], 1), "attention_mask": torch.cat([grown, more["attention_mask"]], 1)}
+    turn = {
+        "input_ids": torch.cat([first, more["input_ids"]], 1),
+        "attention_mask": torch.cat([grown, more["attention_mask"]], 1),
+    }
     second = ours(model, turn, cache=cache, do_sample=False)
     model.set_attn_implementation("eager")
     stock_cache = DynamicCache(config=model.config)
@@ -159,7 +191,9 @@ def test_with_a_stock_cache_the_kvbits_attention_is_sdpa():
     want = model.generate(**inputs, max_new_tokens=10, do_sample=False)
     model.set_attn_implementation("kvbits")
     assert torch.equal(model.generate(**inputs, max_new_tokens=10, do_sample=False), want)
-    assert torch.equal(model(**inputs).logits, model(**inputs, past_key_values=DynamicCache(config=model.config)).logits)
+    assert torch.equal(
+        model(**inputs).logits, model(**inputs, past_key_values=DynamicCache(config=model.config)).logits
+    )
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -175,7 +209,9 @@ def test_custom_masks_and_attention_weights_are_refused():
     model = tiny("llama")
     four_d = torch.zeros(1, 1, 9, 9)
     with pytest.raises(UnsupportedError, match="ready-made mask"):
-        model(input_ids=prompts([9])["input_ids"], attention_mask=four_d, past_key_values=KVCache.for_model(model, "int8"))
+        model(
+            input_ids=prompts([9])["input_ids"], attention_mask=four_d, past_key_values=KVCache.for_model(model, "int8")
+        )
     with pytest.raises(UnsupportedError, match="output_attentions"):
         model(**prompts([9]), past_key_values=KVCache.for_model(model, "int8"), output_attentions=True)
 
@@ -188,7 +224,9 @@ def test_bad_arguments_are_named():
         KVCache.for_model(model, schemes.get("int8"))
     cache = KVCache.for_model(tiny("qwen3"), "raw")
     for wrong in (3, -1.5, "5", None, torch.tensor(-1.5)):
-        with pytest.raises(DataError, match="must be a whole number from .* to 0; how many tokens to remove, as a negative number"):
+        with pytest.raises(
+            DataError, match="must be a whole number from .* to 0; how many tokens to remove, as a negative number"
+        ):
             cache.crop(wrong)
     with pytest.raises(UnsupportedError, match="whole cache|call the same method"):
         cache.layers[0].crop(-1)
@@ -223,7 +261,9 @@ def test_a_refused_pass_can_be_repeated_as_if_it_had_never_been_tried():
     with torch.no_grad():
         for cache in (tried, clean):
             model(**inputs, past_key_values=cache)
-        with pytest.raises(PoolFullError, match="built for 1 sequence of 128 tokens, now of 100 tokens, was given 1 x 200 tokens more"):
+        with pytest.raises(
+            PoolFullError, match="built for 1 sequence of 128 tokens, now of 100 tokens, was given 1 x 200 tokens more"
+        ):
             model(input_ids=prompts([200])["input_ids"], past_key_values=tried)
         model.set_attn_implementation("eager")
         with pytest.raises(UnsupportedError):
@@ -231,7 +271,9 @@ def test_a_refused_pass_can_be_repeated_as_if_it_had_never_been_tried():
         model.set_attn_implementation("kvbits")
         assert tried.get_seq_length() == 100
         more = prompts([20], seed=5)["input_ids"]
-        assert torch.equal(model(input_ids=more, past_key_values=tried).logits, model(input_ids=more, past_key_values=clean).logits)
+        assert torch.equal(
+            model(input_ids=more, past_key_values=tried).logits, model(input_ids=more, past_key_values=clean).logits
+        )
 
 
 @pytest.mark.parametrize("lengths", [[60], [60, 41]])
@@ -260,7 +302,9 @@ def test_a_saved_cache_of_fixed_capacity_can_be_loaded_to_grow(tmp_path):
     cache.save(tmp_path / "c")
     more = prompts([150])["input_ids"]
     with torch.no_grad():
-        with pytest.raises(PoolFullError, match=r"built for 1 sequence of 80 tokens, now of 63 tokens, was given 1 x 150 .*grow=True"):
+        with pytest.raises(
+            PoolFullError, match=r"built for 1 sequence of 80 tokens, now of 63 tokens, was given 1 x 150 .*grow=True"
+        ):
             model(input_ids=more, past_key_values=KVCache.load(tmp_path / "c", model))
         grown = KVCache.load(tmp_path / "c", model, grow=True)
         model(input_ids=more, past_key_values=grown)
@@ -299,7 +343,10 @@ def test_what_is_no_model_scheme_or_calibration_is_said():
 
 
 def test_a_static_cache_is_told_to_detach_or_has_the_tokens_of_a_growing_one():
-    """Transformers 5.24 makes masks for it that ours can be, older releases do not. It counts on in the offset that a mask was asked with."""
+    """Transformers 5.24 makes masks for it that ours can be, older releases do not.
+
+    It counts on in the offset that a mask was asked with.
+    """
     model = tiny("llama")
     model.set_attn_implementation("kvbits")
     inputs, options = prompts([9]), {"max_new_tokens": 4, "do_sample": False}
@@ -307,12 +354,17 @@ def test_a_static_cache_is_told_to_detach_or_has_the_tokens_of_a_growing_one():
     try:
         got = model.generate(**inputs, **options, cache_implementation="static")
     except UnsupportedError as error:
-        assert "(static and compiled caches do); call KVCache.detach(model)" in str(error) and name_for(model) != CACHE_NAMES[0]
+        assert (
+            "(static and compiled caches do); call KVCache.detach(model)" in str(error)
+            and name_for(model) != CACHE_NAMES[0]
+        )
         return
     assert torch.equal(got, want)
     ids, cache = prompts([40])["input_ids"], StaticCache(config=model.config, max_cache_len=64)
     with torch.no_grad():
-        logits = torch.cat([model(piece, **{name_for(model): cache}, use_cache=True).logits for piece in ids.split([29, 1, 10], 1)], 1)
+        logits = torch.cat(
+            [model(piece, **{name_for(model): cache}, use_cache=True).logits for piece in ids.split([29, 1, 10], 1)], 1
+        )
         assert (logits - model(ids, use_cache=False).logits).abs().max() < 1e-5
 
 
@@ -323,7 +375,12 @@ def test_sequences_that_were_changed_through_the_pages_are_not_gone_on_with(tmp_
     model(**inputs, past_key_values=cache)
     store.park(cache.pages, inputs["input_ids"][1].tolist(), 1)
     step = {"input_ids": inputs["input_ids"][:, :1], "attention_mask": torch.ones(2, 41, dtype=torch.long)}
-    with pytest.raises(CacheStateError, match=r"the pages hold \[40, 0\] tokens of each sequence, where this cache has seen \[40, 40\]: they were changed"):
+    with pytest.raises(
+        CacheStateError,
+        match=(
+            r"the pages hold \[40, 0\] tokens of each sequence, where this cache has seen \[40, 40\]: they were changed"
+        ),
+    ):
         model(**step, past_key_values=cache)
     store.resume(cache.pages, inputs["input_ids"][1].tolist(), 1)
     model(**step, past_key_values=cache)
@@ -337,7 +394,9 @@ def test_sequences_that_were_changed_through_the_pages_are_not_gone_on_with(tmp_
         model(input_ids=inputs["input_ids"][:1, :1], past_key_values=cache)
 
 
-@pytest.mark.parametrize("kept", [[1], torch.tensor([False, True]), torch.tensor([1], dtype=torch.uint8)], ids=["a list", "a mask", "bytes"])
+@pytest.mark.parametrize(
+    "kept", [[1], torch.tensor([False, True]), torch.tensor([1], dtype=torch.uint8)], ids=["a list", "a mask", "bytes"]
+)
 def test_sequences_are_chosen_as_in_the_stock_cache(kept):
     model, inputs = tiny("llama"), prompts([40, 30])
     cache = KVCache.for_model(model, "int8")
@@ -356,7 +415,9 @@ def test_a_mask_longer_than_the_tokens_so_far_is_read_where_they_are():
         want = model(**inputs, past_key_values=DynamicCache(config=model.config)).logits[:, -1]
         cache = KVCache.for_model(model, "raw")
         for part in (slice(0, 30), slice(30, 60)):
-            got = model(inputs["input_ids"][:, part], attention_mask=inputs["attention_mask"], past_key_values=cache).logits[:, -1]
+            got = model(
+                inputs["input_ids"][:, part], attention_mask=inputs["attention_mask"], past_key_values=cache
+            ).logits[:, -1]
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
@@ -440,7 +501,12 @@ def test_a_sequence_whose_scale_overflows_can_be_left_out_and_the_others_go_on()
         model(**inputs, past_key_values=tried)
         hook.remove()
         for _ in range(2):
-            with pytest.raises(DataError, match="values of layer 2, page of tokens 0 to 63 of sequence 1: .* or select the others, and they go on"):
+            with pytest.raises(
+                DataError,
+                match=(
+                    "values of layer 2, page of tokens 0 to 63 of sequence 1: .* or select the others, and they go on"
+                ),
+            ):
                 model(input_ids=torch.tensor([[5], [5]]), attention_mask=mask, past_key_values=tried)
             assert tried.get_seq_length() == 64
         tried.batch_select_indices(torch.tensor([0]))
@@ -478,11 +544,16 @@ def gradients(model, ids, cache, past):
 
 def test_gradients_are_right_in_a_first_chunk_and_refused_behind_it():
     model, ids = tiny("llama"), prompts([30])["input_ids"]
-    for mine, theirs in zip(gradients(model, ids, KVCache.for_model(model, "raw"), 0), gradients(model, ids, DynamicCache(), 0), strict=True):
+    for mine, theirs in zip(
+        gradients(model, ids, KVCache.for_model(model, "raw"), 0), gradients(model, ids, DynamicCache(), 0), strict=True
+    ):
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-4)
     for past in (20, 29):
         cache = KVCache.for_model(model, "raw")
-        with pytest.raises(UnsupportedError, match=r"gradients do not reach keys and values that are stored.* run the model under torch.no_grad\(\)"):
+        with pytest.raises(
+            UnsupportedError,
+            match=r"gradients do not reach keys and values that are stored.* run the model under torch.no_grad\(\)",
+        ):
             gradients(model, ids, cache, past)
         assert not cache.pages.in_pass and cache.get_seq_length() == past
         with torch.no_grad():
@@ -496,7 +567,9 @@ def test_what_needs_the_model_says_so(tmp_path):
     cache = KVCache.for_model(tiny("llama"))
     cache.save(tmp_path / "cache")
     for call in (cache.detach, lambda: KVCache.load(tmp_path / "cache")):
-        with pytest.raises(DataError, match="model=None is not a loaded model; pass what AutoModelForCausalLM.from_pretrained or"):
+        with pytest.raises(
+            DataError, match="model=None is not a loaded model; pass what AutoModelForCausalLM.from_pretrained or"
+        ):
             call()
 
 
@@ -508,7 +581,9 @@ def test_a_cache_is_passed_by_the_name_that_the_forward_pass_takes():
         def forward(self, input_ids, past_key_values=None, **kwargs): ...
 
     assert passed(Newer(), 1) == {"cache": 1} and passed(Older(), 1) == {"past_key_values": 1}
-    assert [cache_among({name: 1, "use_cache": True}) for name in CACHE_NAMES] == [1, 1] and cache_among({"cache": None, "past_key_values": None}) is None
+    assert [cache_among({name: 1, "use_cache": True}) for name in CACHE_NAMES] == [1, 1] and cache_among(
+        {"cache": None, "past_key_values": None}
+    ) is None
 
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")

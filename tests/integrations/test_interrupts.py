@@ -1,4 +1,6 @@
-"""Ctrl-C in a model with a KVCache: what Transformers counts and what pages hold never disagree, and `abandon()` is the way on."""
+"""Ctrl-C in a model with a KVCache: what Transformers counts and what pages hold never disagree, and `abandon()` is the
+way on.
+"""
 
 import copy
 import signal
@@ -62,7 +64,11 @@ def test_counts_of_columns_and_of_pages_never_disagree(model, name):
         if name in ("a token", "a chunk", "crop"):
             end, clean = tried.get_seq_length(), copy.deepcopy(states[now])
             last = min(99, end)
-            assert torch.equal(forward(model, tried, last, last + 1), forward(model, clean, last, last + 1)) if end < 100 else True, at
+            assert (
+                torch.equal(forward(model, tried, last, last + 1), forward(model, clean, last, last + 1))
+                if end < 100
+                else True
+            ), at
     assert hit
 
 
@@ -110,7 +116,9 @@ def test_signals_during_generate(model):
             n, held = lengths(cache)
             assert held == ([n] if held or n else []), f"Transformers counts {n} tokens, pages hold {held}"
             if n < 99:
-                assert torch.equal(model.generate(whole[:, : max(n + 1, 40)], past_key_values=cache, max_length=100, **GREEDY), whole)
+                assert torch.equal(
+                    model.generate(whole[:, : max(n + 1, 40)], past_key_values=cache, max_length=100, **GREEDY), whole
+                )
     finally:
         signal.signal(signal.SIGVTALRM, before)
     assert stopped

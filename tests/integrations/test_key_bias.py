@@ -22,7 +22,12 @@ MODELS = Path(os.environ.get("KVBITS_MODELS", Path.home() / "kv-models"))
 
 
 def test_weak_schemes_share_few_steps_between_the_channels_of_a_key():
-    assert {name for name, s in PRESETS.items() if weak_to_key_bias(s)} == {"int4", "int4_centered", "fp8", "fp8_e5m2_keys"}
+    assert {name for name, s in PRESETS.items() if weak_to_key_bias(s)} == {
+        "int4",
+        "int4_centered",
+        "fp8",
+        "fp8_e5m2_keys",
+    }
     assert not weak_to_key_bias(PRESETS[RECOMMENDED])
 
 
@@ -30,7 +35,13 @@ def test_weak_schemes_share_few_steps_between_the_channels_of_a_key():
 def test_for_model_warns_and_names_a_fit_preset(scheme, fit):
     model = tiny.model(key_bias=200.0)
     assert key_bias(model) == 200 > KEY_BIAS
-    with pytest.warns(KvbitsWarning, match=f"scheme '{scheme}' is unfit for LlamaForCausalLM, which adds a bias of up to 200 to its keys: .*take '{fit}'"):
+    with pytest.warns(
+        KvbitsWarning,
+        match=(
+            f"scheme '{scheme}' is unfit for LlamaForCausalLM, which adds a bias of up to 200 to its keys: .*take"
+            f" '{fit}'"
+        ),
+    ):
         kvbits.KVCache.for_model(model, scheme)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -41,20 +52,33 @@ def test_for_model_warns_and_names_a_fit_preset(scheme, fit):
 
 def test_check_warns_once(monkeypatch):
     model = tiny.model(key_bias=200.0)
-    monkeypatch.setattr("kvbits.integrations.models.load_model", lambda name, dtype="auto", device=None: (model, tiny.tokenizer()))
+    monkeypatch.setattr(
+        "kvbits.integrations.models.load_model", lambda name, dtype="auto", device=None: (model, tiny.tokenizer())
+    )
     monkeypatch.setattr("kvbits.integrations.models.load_tokenizer", lambda name: tiny.tokenizer())
     monkeypatch.setattr("kvbits.geometry.load_config", lambda name: model.config)
     options = ["--windows", "1", "--length", "300", "--max-ppl-change", "1", "--max-kl", "100"]
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         out = CliRunner().invoke(app, ["check", "tiny", "--scheme", "int4", *options])
-        assert out.exit_code == 1 and out.stderr.count("warning: scheme 'int4' is unfit") == 1 and "take 'kivi4'" in out.stderr
+        assert (
+            out.exit_code == 1
+            and out.stderr.count("warning: scheme 'int4' is unfit") == 1
+            and "take 'kivi4'" in out.stderr
+        )
         assert "warning" not in CliRunner().invoke(app, ["check", "tiny", "--scheme", "kivi4", *options]).stderr
 
 
 def test_a_plan_says_so_from_the_configuration(tmp_path):
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     for config, biased in ((transformers.Qwen2Config(**sizes), True), (transformers.LlamaConfig(**sizes), False)):
         assert has_key_bias(config) is biased
         config.save_pretrained(tmp_path)

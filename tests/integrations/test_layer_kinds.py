@@ -1,5 +1,6 @@
-"""Caches of models whose layers are not all alike: recurrent layers beside attention, layers that share keys and values or loop, chunks, an encoder.
-What `raw` does is what the stock cache does, in every way that a cache is used."""
+"""Caches of models whose layers are not all alike: recurrent layers beside attention, layers that share keys and values
+or loop, chunks, an encoder. What `raw` does is what the stock cache does, in every way that a cache is used.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from kvbits.geometry import layer_places
 from kvbits.integrations.huggingface import KVCache
 from kvbits.integrations.masks import passed
 
-pytestmark = pytest.mark.skipif(Version(transformers.__version__) < Version("5.24"), reason="families and their attention change with Transformers")
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.24"), reason="families and their attention change with Transformers"
+)
 
 RECURRENT = ("Qwen3NextConfig", "FalconH1Config", "Lfm2Config", "NemotronHConfig")
 DECODERS = (*RECURRENT, "Gemma3nTextConfig", "Llama4TextConfig", "DoryConfig")
@@ -63,11 +66,15 @@ def both(model, use):
 
 def generate(model, cache, **options):
     torch.manual_seed(3)
-    return model.generate(**padded(ids()), past_key_values=cache, pad_token_id=0, **{"max_new_tokens": 24, "do_sample": False} | options)
+    return model.generate(
+        **padded(ids()), past_key_values=cache, pad_token_id=0, **{"max_new_tokens": 24, "do_sample": False} | options
+    )
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_beams": 3}, {"do_sample": True}, {"num_return_sequences": 2, "do_sample": True}], ids=["beams", "sampling", "two each"]
+    "options",
+    [{"num_beams": 3}, {"do_sample": True}, {"num_return_sequences": 2, "do_sample": True}],
+    ids=["beams", "sampling", "two each"],
 )
 def test_tokens_of_the_stock_cache_by_beams_and_sampling(model, options):
     got, want = both(model, lambda m, c: generate(m, c, **options))
@@ -117,7 +124,15 @@ def test_eight_bits_are_near(model):
     with torch.no_grad(), families.quiet():
         found = []
         for cache in (KVCache.for_model(model, "int8"), transformers.DynamicCache(config=model.config)):
-            found.append(torch.cat([model(ids(1, 300)[:, a:b], **passed(model, cache)).logits for a, b in ((0, 280), (280, 281), (281, 282), (282, 300))], 1))
+            found.append(
+                torch.cat(
+                    [
+                        model(ids(1, 300)[:, a:b], **passed(model, cache)).logits
+                        for a, b in ((0, 280), (280, 281), (281, 282), (282, 300))
+                    ],
+                    1,
+                )
+            )
     assert (found[0] - found[1]).norm() < 0.2 * found[1].norm()
 
 
@@ -129,11 +144,20 @@ def test_states_are_counted_and_cannot_be_stored_in_files(recurrent, tmp_path):
     with torch.no_grad():
         recurrent(ids(), past_key_values=cache)
     places = layer_places(recurrent.config)
-    assert [layer.__class__.__name__ for layer in cache.layers if hasattr(layer, "conv_states")] and len(cache.layers) == len(places)
-    held = [x for layer in cache.layers for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})) for x in states.values()]
+    assert [layer.__class__.__name__ for layer in cache.layers if hasattr(layer, "conv_states")] and len(
+        cache.layers
+    ) == len(places)
+    held = [
+        x
+        for layer in cache.layers
+        for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {}))
+        for x in states.values()
+    ]
     assert cache.state_nbytes == sum(x.nbytes for x in held if x is not None) > 0
     assert cache.nbytes == cache.pages.nbytes + cache.state_nbytes
-    with pytest.raises(UnsupportedError, match="recurrent states or index keys, which files of pages do not hold; use copy.deepcopy"):
+    with pytest.raises(
+        UnsupportedError, match="recurrent states or index keys, which files of pages do not hold; use copy.deepcopy"
+    ):
         cache.save(tmp_path / "cache.kvbits")
     with pytest.raises(UnsupportedError, match="a prefix cannot be cut where no state was kept"):
         KVCache.from_prefix(recurrent, ids(1), store=PrefixStore(tmp_path))
@@ -144,7 +168,10 @@ def test_a_state_cannot_go_back(recurrent):
     with torch.no_grad():
         want = recurrent(ids(), past_key_values=cache).logits
         cache.crop(0)
-        with pytest.raises(UnsupportedError, match=r"crop\(-3\): .* recurrent state, which cannot go back by some tokens; keep a copy.deepcopy"):
+        with pytest.raises(
+            UnsupportedError,
+            match=r"crop\(-3\): .* recurrent state, which cannot go back by some tokens; keep a copy.deepcopy",
+        ):
             cache.crop(-3)
         assert cache.get_seq_length() == 50 and cache.pages.seq_lens == [50, 50]
         cache.reset()
@@ -155,7 +182,14 @@ def test_convolutions_alone_can_be_taken_back_while_they_are_recorded():
     model = built("Lfm2Config")
 
     def lookup(m, cache):
-        return m.generate(ids(1).repeat(1, 2), past_key_values=cache, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=4, pad_token_id=0)
+        return m.generate(
+            ids(1).repeat(1, 2),
+            past_key_values=cache,
+            max_new_tokens=30,
+            do_sample=False,
+            prompt_lookup_num_tokens=4,
+            pad_token_id=0,
+        )
 
     got, want = both(model, lookup)
     assert torch.equal(got, want)
@@ -174,8 +208,14 @@ def test_a_pass_that_broke_off_is_not_gone_on_from(recurrent):
         with pytest.raises(RuntimeError, match="out of memory"):
             recurrent(ids(2, 1), past_key_values=cache)
         hook.remove()
-        for use in (lambda: recurrent(ids(2, 1), past_key_values=cache), lambda: cache.reorder_cache(torch.tensor([1, 0])), lambda: cache.crop(0)):
-            with pytest.raises(CacheStateError, match=r"recurrent states.*call reset\(\) and pass the whole sequence again"):
+        for use in (
+            lambda: recurrent(ids(2, 1), past_key_values=cache),
+            lambda: cache.reorder_cache(torch.tensor([1, 0])),
+            lambda: cache.crop(0),
+        ):
+            with pytest.raises(
+                CacheStateError, match=r"recurrent states.*call reset\(\) and pass the whole sequence again"
+            ):
                 use()
         want = recurrent(ids(2, 1), past_key_values=twin).logits
         cache.reset()
@@ -197,7 +237,12 @@ def test_an_interrupt_between_pages_and_states_is_not_gone_on_from(monkeypatch, 
         model(ids(), past_key_values=cache)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(
-                *{"reset": (cache._recurrent[0], "reset"), "reorder_cache": (cache._recurrent[0], "select_states"), "crop": (cache.pages, "crop")}[change], stop
+                *{
+                    "reset": (cache._recurrent[0], "reset"),
+                    "reorder_cache": (cache._recurrent[0], "select_states"),
+                    "crop": (cache.pages, "crop"),
+                }[change],
+                stop,
             )
             getattr(cache, change)(*{"reset": (), "reorder_cache": (torch.tensor([1, 0]),), "crop": (-3,)}[change])
         with pytest.raises(CacheStateError, match="recurrent states"):
@@ -227,14 +272,20 @@ def test_each_time_has_layers_of_its_own_behind_those_of_the_model():
     assert [p.kind[:4] for p in layer_places(model.config)] == ["slid", "slid", "full", "full"] + 2 * ["slid", "full"]
     cache = KVCache.for_model(model, "int8")
     with torch.no_grad():
-        with pytest.raises(UnsupportedError, match=r"takes its cache as 'cache' and went by 'past_key_values'; call model\(.., cache=cache\)"):
+        with pytest.raises(
+            UnsupportedError,
+            match=r"takes its cache as 'cache' and went by 'past_key_values'; call model\(.., cache=cache\)",
+        ):
             model(ids(), past_key_values=cache)
         model(ids(), cache=cache)
     assert len(cache.layers) == len(cache.pages.spec.layers) == 8 and cache.pages.seq_lens == [50, 50]
     with pytest.raises(CalibrationError, match=r"queries of layers \[4, 5, 6, 7\] of DoryForCausalLM cannot be seen"):
         calibrate(model, [ids(1, 300)], "klt4")
     model.config.recurrent_kv_cache_mode = "last_loop"
-    with pytest.raises(UnsupportedError, match="reads the keys and values of its last loop in its first ones, past its cache; use the stock cache"):
+    with pytest.raises(
+        UnsupportedError,
+        match="reads the keys and values of its last loop in its first ones, past its cache; use the stock cache",
+    ):
         KVCache.for_model(model, "int8")
 
 
@@ -258,7 +309,9 @@ def test_a_decoder_with_an_encoder(config, tmp_path):
         with pytest.raises(UnsupportedError, match="do not hold what a decoder reads of its encoder"):
             cache.save(tmp_path / "cache.kvbits")
         KVCache.detach(model)
-        for tokens, options in zip(got, ({"num_beams": 3, "do_sample": False}, {"do_sample": True}, {"do_sample": False}), strict=True):
+        for tokens, options in zip(
+            got, ({"num_beams": 3, "do_sample": False}, {"do_sample": True}, {"do_sample": False}), strict=True
+        ):
             torch.manual_seed(4)
             assert torch.equal(tokens, model.generate(**call, **options))
 
@@ -266,10 +319,18 @@ def test_a_decoder_with_an_encoder(config, tmp_path):
 def test_a_first_pass_that_failed_leaves_nothing_of_its_encoder():
     model = built("BartConfig")
     options = {"max_new_tokens": 10, "pad_token_id": 0, "do_sample": False}
-    call, other = families.inputs(model)[0], {"input_ids": ids(2, 25, 9), "attention_mask": torch.ones(2, 25, dtype=torch.long)}
+    call, other = (
+        families.inputs(model)[0],
+        {
+            "input_ids": ids(2, 25, 9),
+            "attention_mask": torch.ones(2, 25, dtype=torch.long),
+        },
+    )
     cache = KVCache.for_model(model, "raw")
     with torch.no_grad(), families.quiet():
-        hook = model.model.decoder.layers[1].self_attn.k_proj.register_forward_hook(lambda module, args, out: out * float("nan"))
+        hook = model.model.decoder.layers[1].self_attn.k_proj.register_forward_hook(
+            lambda module, args, out: out * float("nan")
+        )
         with pytest.raises(DataError, match="nan"):
             model.generate(**call, **options, past_key_values=cache)
         hook.remove()
@@ -289,8 +350,15 @@ def test_layers_are_calibrated_where_they_are_stored(config):
         model = families.build(dataclasses.replace(family, extra=family.extra | wide))
         calibration = calibrate(model, [ids(1, 300, seed) for seed in range(4)], "klt4")
         x, found = ids(1, 330, 9), []
-        for cache in (KVCache.for_model(model, "klt4", calibration=calibration), transformers.DynamicCache(config=model.config)):
-            found.append(torch.cat([model(x[:, a:b], past_key_values=cache).logits for a, b in ((0, 300), (300, 301), (301, 330))], 1))
+        for cache in (
+            KVCache.for_model(model, "klt4", calibration=calibration),
+            transformers.DynamicCache(config=model.config),
+        ):
+            found.append(
+                torch.cat(
+                    [model(x[:, a:b], past_key_values=cache).logits for a, b in ((0, 300), (300, 301), (301, 330))], 1
+                )
+            )
     assert 0 < (found[0] - found[1]).norm() < 0.15 * found[1].norm()
 
 
@@ -318,10 +386,15 @@ def test_dense_copies_are_of_the_same_pages(config):
     family = [f for f in FAMILIES if f.config == config][-1]
     with families.quiet(), torch.no_grad():
         model, x = families.build(family), ids(2, 300)
-        with pytest.raises(UnsupportedError, match=r"use KVCache.for_model\(model, .., dense=True\), or the stock cache"):
+        with pytest.raises(
+            UnsupportedError, match=r"use KVCache.for_model\(model, .., dense=True\), or the stock cache"
+        ):
             KVCache.for_model(model, "int8")
         cache, stock = KVCache.for_model(model, "int8", dense=True), transformers.DynamicCache(config=model.config)
-        found = [torch.cat([model(x[:, a:b], past_key_values=c).logits for a, b in ((0, 280), (280, 281), (281, 300))], 1) for c in (cache, stock)]
+        found = [
+            torch.cat([model(x[:, a:b], past_key_values=c).logits for a, b in ((0, 280), (280, 281), (281, 300))], 1)
+            for c in (cache, stock)
+        ]
         assert 0 < (found[0] - found[1]).norm() < 0.15 * found[1].norm()
         assert cache.nbytes < sum(layer.keys.nbytes + layer.values.nbytes for layer in stock.layers)
         cache.crop(-20)
@@ -348,16 +421,29 @@ def test_dense_copies_refuse_gradients_behind_a_history_and_unlike_lengths(tmp_p
 
 
 @pytest.mark.parametrize(
-    "config", ["MistralConfig", "Gemma3TextConfig", "Gemma3nTextConfig", "FalconH1Config", "InklingTextConfig", "KimiLinearConfig", "DeepseekV32Config"]
+    "config",
+    [
+        "MistralConfig",
+        "Gemma3TextConfig",
+        "Gemma3nTextConfig",
+        "FalconH1Config",
+        "InklingTextConfig",
+        "KimiLinearConfig",
+        "DeepseekV32Config",
+    ],
 )
 def test_dense_copies_are_what_each_pass_sees(config):
-    """Windows in chunks longer and shorter than they are, shared layers, states beside keys, index keys: logits of the stock cache."""
+    """Windows in chunks longer and shorter than they are, shared layers, states beside keys, index keys: logits of the
+    stock cache.
+    """
     model, x = built(config), ids(2, 200)
     with torch.no_grad(), families.quiet():
         found = []
         for cache in (KVCache.for_model(model, "raw", dense=True), transformers.DynamicCache(config=model.config)):
             cuts = (0, 70, 71, 72, 90, 150, 151, 200)
-            found.append(torch.cat([model(x[:, a:b], past_key_values=cache).logits for a, b in itertools.pairwise(cuts)], 1))
+            found.append(
+                torch.cat([model(x[:, a:b], past_key_values=cache).logits for a, b in itertools.pairwise(cuts)], 1)
+            )
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-4 * float(found[1].abs().max()))
 
 
@@ -386,7 +472,10 @@ def test_index_keys_go_where_the_tokens_go(config, tmp_path):
 
         same([0, 1], 0, 50, 51, 120)
         indexed = sum(p.is_indexed for p in layer_places(model.config))
-        assert ours.state_nbytes == indexed * 2 * 120 * model.config.index_head_dim * 4 and ours.nbytes == ours.pages.nbytes + ours.state_nbytes
+        assert (
+            ours.state_nbytes == indexed * 2 * 120 * model.config.index_head_dim * 4
+            and ours.nbytes == ours.pages.nbytes + ours.state_nbytes
+        )
         for cache in (ours, stock):
             cache.crop(-69)
             cache.reorder_cache(torch.tensor([1, 1]))
@@ -395,10 +484,13 @@ def test_index_keys_go_where_the_tokens_go(config, tmp_path):
         for cache in (ours, stock):
             cache.crop(-20)
         last = len(model.model.layers) - 1
-        for place in ("layers.1.input_layernorm", f"layers.{last}.self_attn.indexer", f"layers.{last}.mlp"):  # the last two: keys of all layers are stored
+        # the last two: keys of all layers are stored
+        for place in ("layers.1.input_layernorm", f"layers.{last}.self_attn.indexer", f"layers.{last}.mlp"):
             if f"model.{place}" not in dict(model.named_modules()):
                 continue
-            hook = model.get_submodule(f"model.{place}").register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            hook = model.get_submodule(f"model.{place}").register_forward_pre_hook(
+                lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+            )
             with pytest.raises(KeyboardInterrupt):
                 passes(ours, [1, 1], 100, 120)
             hook.remove()
@@ -424,7 +516,14 @@ def test_latents_are_saved_and_packed_in_every_format(tmp_path):
     model, x = built("DeepseekV3Config"), ids(2, 300)
     with torch.no_grad(), families.quiet():
         want = model(x, use_cache=False).logits[:, -10:]
-        for scheme, limit in (("raw", 1e-4), ("fp8", 0.1), ("int8", 0.05), ("int8_centered", 0.05), ("int4", 0.5), ("kivi4", 0.5)):
+        for scheme, limit in (
+            ("raw", 1e-4),
+            ("fp8", 0.1),
+            ("int8", 0.05),
+            ("int8_centered", 0.05),
+            ("int4", 0.5),
+            ("kivi4", 0.5),
+        ):
             cache = KVCache.for_model(model, scheme, dense=True)
             model(x[:, :290], past_key_values=cache)
             cache.save(tmp_path / "latents.kvbits")

@@ -38,7 +38,13 @@ def test_its_tokens_are_those_of_transformers(scheme, engine):
         made.step()
     same = schemes.get("raw") if scheme == "raw" else schemes.get(scheme, token_local=True, residual_length=0)
     for name, prompt in PROMPTS.items():
-        want = lm.generate(torch.tensor([prompt]), past_key_values=KVCache.for_model(lm, same), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+        want = lm.generate(
+            torch.tensor([prompt]),
+            past_key_values=KVCache.for_model(lm, same),
+            max_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=None,
+        )
         assert made.tokens[name] == want[0].tolist()
         assert len(set(made.tokens[name][-NEW:])) > 5
 

@@ -22,7 +22,9 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "model")
     text = NOTEBOOK.read_text()
-    notebook = nbformat.reads(text.replace('load_model(\\"embedded\\"', 'load_model(\\"model\\"').replace("[:4000]", "[:1000]"), 4)
+    notebook = nbformat.reads(
+        text.replace('load_model(\\"embedded\\"', 'load_model(\\"model\\"').replace("[:4000]", "[:1000]"), 4
+    )
     nbformat.validate(notebook)
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     said = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", ()))

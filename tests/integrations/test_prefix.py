@@ -26,7 +26,9 @@ def ids_of(n, seed=0):
 def test_a_stored_prompt_generates_what_it_generated_when_it_was_computed(tmp_path, name):
     model, ids = tiny("llama"), ids_of(200)
     scheme = (
-        dataclasses.replace(scheme_of("int8_centered"), key=dataclasses.replace(scheme_of("int8_centered").key, pre_rope=False))
+        dataclasses.replace(
+            scheme_of("int8_centered"), key=dataclasses.replace(scheme_of("int8_centered").key, pre_rope=False)
+        )
         if name == "nuq"
         else scheme_of(name)
     )
@@ -42,7 +44,9 @@ def test_a_stored_prompt_generates_what_it_generated_when_it_was_computed(tmp_pa
 
 def test_only_what_the_store_does_not_have_goes_through_the_model(tmp_path):
     model, ids, seen = tiny("llama"), ids_of(200), []
-    model.base_model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    model.base_model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
     store = PrefixStore(tmp_path, blob_tokens=64)
     KVCache.from_prefix(model, ids, store=store, scheme=scheme_of("int8"), chunk=100)
     assert seen == [100, 99]
@@ -78,7 +82,9 @@ def test_models_with_windows_share_beginnings_too(tmp_path):
     first = KVCache.from_prefix(model, ids, store=store, scheme=scheme)
     again = KVCache.from_prefix(model, ids, store=store, scheme=scheme)
     assert bytes_of(again.pages) == bytes_of(first.pages)
-    model.base_model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    model.base_model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
     other = torch.cat([ids[:, :150], ids_of(50, 2)], 1)
     cache = KVCache.from_prefix(model, other, store=store, scheme=scheme)
     assert cache.pages.seq_lens == [199]

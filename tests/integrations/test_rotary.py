@@ -1,4 +1,6 @@
-"""Keys stored before the rotary embedding: read from the model for every rotary variant, and out of a cache as they went in."""
+"""Keys stored before the rotary embedding: read from the model for every rotary variant, and out of a cache as they
+went in.
+"""
 
 import dataclasses
 
@@ -17,14 +19,24 @@ from kvbits.quant.rotary import turn
 from kvbits.spec import CacheSpec, LayerGeometry, PerChannel, PerToken, QuantSpec, Rotary, Scheme
 
 SMALL = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97,
-    "max_position_embeddings": 4096, "pad_token_id": 0, "initializer_range": 0.3,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
 SCALED = {"factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 64}
 FAMILIES = {
     "llama": ("llama", {}),
     "llama linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}}),
-    "llama3 scaling": ("llama", {"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0} | SCALED}),
+    "llama3 scaling": (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0} | SCALED},
+    ),
     "yarn": ("llama", {"rope_parameters": {"rope_type": "yarn"} | SCALED}),
     "qwen2 (key bias)": ("qwen2", {}),
     "qwen3 (norms)": ("qwen3", {"head_dim": 32}),
@@ -32,10 +44,18 @@ FAMILIES = {
         "phi3",
         {
             "original_max_position_embeddings": 1024,
-            "rope_parameters": {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8, "rope_theta": 10_000.0},
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": [1.5] * 8,
+                "long_factor": [3.0] * 8,
+                "rope_theta": 10_000.0,
+            },
         },
     ),
-    "gemma3 (two bases)": ("gemma3_text", {"head_dim": 32, "sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gemma3 (two bases)": (
+        "gemma3_text",
+        {"head_dim": 32, "sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "cohere (interleaved)": ("cohere", {}),
     "glm4 (interleaved, partial)": ("glm4", {"head_dim": 16}),
     "phi (partial)": ("phi", {}),
@@ -75,7 +95,9 @@ def test_a_fine_pre_rope_cache_gives_the_models_own_logits(model):
     ids = torch.randint(1, 97, (2, 150))
     with torch.no_grad():
         want = model(ids, use_cache=False).logits
-        got = torch.cat([model(piece, past_key_values=cache).logits for piece in ids.split([70, 1, 1, 50, 28], dim=1)], 1)
+        got = torch.cat(
+            [model(piece, past_key_values=cache).logits for piece in ids.split([70, 1, 1, 50, 28], dim=1)], 1
+        )
     assert cache.pages.groups[0].tables()
     assert (got - want).square().mean().sqrt() <= 0.03 * want.std()
 
@@ -101,7 +123,9 @@ def test_models_without_a_rotary_embedding_are_refused(kind, message):
 
 
 def test_a_cache_without_rotary_geometry_is_refused():
-    spec = CacheSpec(scheme=Scheme(name="x", key=FINE, value=FINE.raw()), layers=(LayerGeometry(num_kv_heads=1, head_dim=16),))
+    spec = CacheSpec(
+        scheme=Scheme(name="x", key=FINE, value=FINE.raw()), layers=(LayerGeometry(num_kv_heads=1, head_dim=16),)
+    )
     with pytest.raises(SpecError, match="layer 0 has none in its geometry"):
         PagedCache(spec)
     with pytest.raises(SpecError, match="9 pairs does not fit head_dim=16"):
@@ -133,7 +157,11 @@ def test_turning_back_undoes_turning_far_out():
 
 def test_saved_caches_keep_the_rotary_embedding(tmp_path):
     model = tiny("glm4 (interleaved, partial)")
-    scheme = Scheme(name="fine", key=dataclasses.replace(FINE, format="int4", outliers=0.01), value=QuantSpec(granularity=PerToken()))
+    scheme = Scheme(
+        name="fine",
+        key=dataclasses.replace(FINE, format="int4", outliers=0.01),
+        value=QuantSpec(granularity=PerToken()),
+    )
     cache = KVCache.for_model(model, scheme)
     with torch.no_grad():
         model(torch.randint(1, 97, (1, 200)), past_key_values=cache)

@@ -1,6 +1,8 @@
-"""SGLang itself, its official wheel on a CPU with its own processes, scheduler and model runner: tokens of Transformers under the same scheme.
+"""SGLang itself, its official wheel on a CPU with its own processes, scheduler and model runner: tokens of Transformers
+under the same scheme.
 
-Set up by tests/integrations/run_sglang_cpu.sh; without SGLang the tests skip. An engine takes half a minute to start on an idle core, so tests share them.
+Set up by tests/integrations/run_sglang_cpu.sh; without SGLang the tests skip. An engine takes half a minute to start on
+an idle core, so tests share them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,17 @@ import torch
 if importlib.util.find_spec("sglang_stand_ins") is None:
     pytest.skip("SGLang is not installed (tests/integrations/run_sglang_cpu.sh sets it up)", allow_module_level=True)
 
-from integrations.judged import MODELS, VOCABULARY, calibrated, check, distance, llama_for, random_ids, scheme_of, transformers_logprobs
+from integrations.judged import (
+    MODELS,
+    VOCABULARY,
+    calibrated,
+    check,
+    distance,
+    llama_for,
+    random_ids,
+    scheme_of,
+    transformers_logprobs,
+)
 from transformers import DeepseekV3Config, Gemma3nTextConfig, GptOssConfig, Lfm2Config, LlamaConfig, Qwen2Config
 
 from kvbits.errors import CalibrationError, UnsupportedError
@@ -37,9 +49,15 @@ from kvbits.integrations.sglang import options
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 CHUNK = 128
 SETTINGS = {
-    "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "max_total_tokens": 4096, "max_running_requests": 8, "chunked_prefill_size": CHUNK,
-    "context_length": 1024, "log_level": "error",
-}  # fmt: skip
+    "device": "cpu",
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_total_tokens": 4096,
+    "max_running_requests": 8,
+    "chunked_prefill_size": CHUNK,
+    "context_length": 1024,
+    "log_level": "error",
+}
 DRAFTS = {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1}
 
 
@@ -51,7 +69,8 @@ def model(tmp_path_factory):
         if name not in made:
             found, path = MODELS[name](), tmp_path_factory.mktemp(name)
             found.config.architectures = [type(found).__name__]
-            found.config.hidden_act = getattr(found.config, "hidden_activation", "silu")  # as the Transformers that SGLang pins writes it
+            # as the Transformers that SGLang pins writes it
+            found.config.hidden_act = getattr(found.config, "hidden_activation", "silu")
             found.save_pretrained(path)
             made[name] = found, path
         return made[name]
@@ -61,7 +80,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(model):
-    """An engine by model, format and options (kvbits' own in `kvbits`), with an empty cache; it stays until another one is asked for."""
+    """An engine by model, format and options (kvbits' own in `kvbits`), with an empty cache; it stays until another one
+    is asked for.
+    """
     import sglang
 
     running = {}
@@ -74,8 +95,11 @@ def engine(model):
             running.clear()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("KVBITS_SGLANG", json.dumps(kvbits or {}))
-                patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # cores by rank: it must be told where ranks are more than NUMA nodes
-                running[key] = sglang.Engine(model_path=str(model(name)[1]), attention_backend=backend, **(SETTINGS | more))
+                # cores by rank: it must be told where ranks are more than NUMA nodes
+                patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+                running[key] = sglang.Engine(
+                    model_path=str(model(name)[1]), attention_backend=backend, **(SETTINGS | more)
+                )
         running[key].flush_cache()
         return running[key]
 
@@ -91,7 +115,9 @@ def calibration(model, tmp_path_factory):
 
     def get(name: str, scheme: str):
         if (name, scheme) not in made:
-            made[name, scheme] = calibrated(model(name)[0], scheme, tmp_path_factory.mktemp("calibration") / "c.safetensors")
+            made[name, scheme] = calibrated(
+                model(name)[0], scheme, tmp_path_factory.mktemp("calibration") / "c.safetensors"
+            )
         return made[name, scheme]
 
     return get
@@ -104,7 +130,11 @@ def sampling(max_tokens):
 def read(output):
     """(tokens, their log-probabilities, cached prompt tokens)."""
     meta = output["meta_info"]
-    return output["output_ids"], torch.tensor([found[0] for found in meta["output_token_logprobs"]]), meta["cached_tokens"]
+    return (
+        output["output_ids"],
+        torch.tensor([found[0] for found in meta["output_token_logprobs"]]),
+        meta["cached_tokens"],
+    )
 
 
 def generate(llm, prompts, max_tokens=24):
@@ -116,9 +146,17 @@ def in_chunks(length, hit=0):
     return [n for many in (hit, length - hit) for n in (*[CHUNK] * (many // CHUNK), many % CHUNK) if n]
 
 
-@pytest.mark.parametrize("backend", ["kvbits_int8_centered", *(pytest.param(f"kvbits_{n}", marks=pytest.mark.night) for n in ("int8", "int8k_int4v", "int4"))])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "kvbits_int8_centered",
+        *(pytest.param(f"kvbits_{n}", marks=pytest.mark.night) for n in ("int8", "int8k_int4v", "int4")),
+    ],
+)
 def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, backend):
-    """Prompts in chunks, decoding over page borders, and once more where the prompts are found in the radix cache, all at once."""
+    """Prompts in chunks, decoding over page borders, and once more where the prompts are found in the radix cache, all
+    at once.
+    """
     name = llama_for(backend)
     llm = engine(name, backend)
     prompts = [random_ids(n, n) for n in (2, 63, 64, 65, 130, 300)]
@@ -175,7 +213,9 @@ def test_random_requests_share_prefixes(model, engine):
 
 @pytest.mark.night
 def test_retracted_requests_are_computed_again(model, engine, monkeypatch):
-    """By SGLang's own switch: it reserves all tokens of requests that ignore their end, so a small pool would keep them waiting instead."""
+    """By SGLang's own switch: it reserves all tokens of requests that ignore their end, so a small pool would keep them
+    waiting instead.
+    """
     monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
     monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "10")
     llm = engine("llama", "kvbits_int8_centered", max_total_tokens=2048)
@@ -191,17 +231,28 @@ def test_sliding_windows_and_soft_caps(model, engine):
     llm = engine("gemma2", "kvbits_int8_centered", disable_hybrid_swa_memory=True)
     for length in (90, 150, 400):
         prompt = random_ids(length, length)
-        check(model("gemma2")[0], scheme_of("kvbits_int8_centered"), prompt, generate(llm, [prompt])[0], in_chunks(length), backend="auto")
+        check(
+            model("gemma2")[0],
+            scheme_of("kvbits_int8_centered"),
+            prompt,
+            generate(llm, [prompt])[0],
+            in_chunks(length),
+            backend="auto",
+        )
 
 
-@pytest.mark.parametrize("backend", ["kvbits_klt4", *(pytest.param(f"kvbits_klt{n}", marks=pytest.mark.night) for n in (3, 2))])
+@pytest.mark.parametrize(
+    "backend", ["kvbits_klt4", *(pytest.param(f"kvbits_klt{n}", marks=pytest.mark.night) for n in (3, 2))]
+)
 def test_keys_in_a_calibrated_basis(model, engine, calibration, backend):
     """As above, past a frame of 256, without raw copies."""
     c = calibration("llama", backend.removeprefix("kvbits_"))
     llm = engine("llama", backend, {"calibration": c.path, "raw_newest": 0})
     prompts = [random_ids(n, n) for n in (2, 63, 64, 130, 250, 330)]
     for prompt in prompts:
-        check(model("llama")[0], scheme_of(backend), prompt, generate(llm, [prompt])[0], in_chunks(len(prompt)), c, "auto")
+        check(
+            model("llama")[0], scheme_of(backend), prompt, generate(llm, [prompt])[0], in_chunks(len(prompt)), c, "auto"
+        )
     hits = [(len(prompt) - 1) // 64 * 64 for prompt in prompts]
     for prompt, hit, result in zip(prompts, hits, generate(llm, prompts), strict=True):
         assert result[2] == hit
@@ -214,7 +265,15 @@ def test_channels_in_another_order_are_stored_in_pairs_of_halves(model, engine, 
     llm = engine("cohere", "kvbits_klt4", {"calibration": c.path, "raw_newest": 0})
     for length in (40, 300):
         prompt = random_ids(length, length)
-        check(model("cohere")[0], scheme_of("kvbits_klt4"), prompt, generate(llm, [prompt])[0], in_chunks(length), c, "auto")
+        check(
+            model("cohere")[0],
+            scheme_of("kvbits_klt4"),
+            prompt,
+            generate(llm, [prompt])[0],
+            in_chunks(length),
+            c,
+            "auto",
+        )
 
 
 @pytest.mark.night
@@ -234,8 +293,10 @@ def test_two_ranks_give_the_tokens_of_one(model, engine, calibration, backend):
 
 
 def test_newest_and_first_tokens_are_raw_unless_told_otherwise(model, engine, calibration):
-    """Up to 192 tokens every page is the first or one of the newest two: neither chunks nor tokens that decode read a quantized number. Longer ones read a few,
-    and so do prompts found in the radix cache whose copies later requests wrote over."""
+    """Up to 192 tokens every page is the first or one of the newest two: neither chunks nor tokens that decode read a
+    quantized number. Longer ones read a few, and so do prompts found in the radix cache whose copies later requests
+    wrote over.
+    """
     llama, c = model("llama")[0], calibration("llama", "klt2")
     llm = engine("llama", "kvbits_klt2", {"calibration": c.path})
     prompts = [random_ids(n, n) for n in (1, 64, 127, 150)]
@@ -250,15 +311,23 @@ def test_newest_and_first_tokens_are_raw_unless_told_otherwise(model, engine, ca
     assert 1e-3 < near < 0.9 * far and hit < 1.1 * far
 
 
-@pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.night, id="overlap"), pytest.param(True, id="mixed")])
+@pytest.mark.parametrize(
+    "mixed", [pytest.param(False, marks=pytest.mark.night, id="overlap"), pytest.param(True, id="mixed")]
+)
 def test_steps_that_overlap_or_are_of_prompts_and_single_tokens(model, engine, calibration, mixed):
-    """SGLang prepares a step while the one before runs, unless told otherwise; it mixes where nobody asks for log-probabilities. Copies hold all tokens, so whatever
-    is computed with what, tokens are the model's."""
+    """SGLang prepares a step while the one before runs, unless told otherwise; it mixes where nobody asks for
+    log-probabilities. Copies hold all tokens, so whatever is computed with what, tokens are the model's.
+    """
     llama, kvbits = model("llama")[0], {"calibration": calibration("llama", "klt2").path}
     assert resolved(model("llama")[1]).disable_overlap_schedule is False
     prompts = [random_ids(n, n) for n in (20, 64, 150, 127, 100, 149, 63, 140, 5, 130)]
     found = [
-        [o["output_ids"] for o in engine("llama", "kvbits_klt2", kvbits, **more).generate(input_ids=prompts, sampling_params=sampling(40))]
+        [
+            o["output_ids"]
+            for o in engine("llama", "kvbits_klt2", kvbits, **more).generate(
+                input_ids=prompts, sampling_params=sampling(40)
+            )
+        ]
         for more in ({"enable_mixed_chunk": mixed}, {"disable_overlap_schedule": True})
     ]
     for prompt, tokens, alone in zip(prompts, *found, strict=True):
@@ -270,35 +339,49 @@ def test_steps_that_overlap_or_are_of_prompts_and_single_tokens(model, engine, c
 @pytest.mark.night
 @pytest.mark.parametrize("retract", [False, True], ids=["prefixes", "retracted"])
 def test_copies_of_others_are_never_read(model, engine, calibration, monkeypatch, retract):
-    """Random requests in a small pool share prefixes, and are computed again in other pages; a copy of another page is far off. Those without a hit that copies
-    cover are the model's."""
+    """Random requests in a small pool share prefixes, and are computed again in other pages; a copy of another page is
+    far off. Those without a hit that copies cover are the model's.
+    """
     if retract:
         monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
         monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "10")
     rng = random.Random(0)
     stems = [random_ids(n, n) for n in (64, 128, 200)]
     prompts = [rng.choice(stems)[: rng.randint(1, 200)] + random_ids(rng.randint(1, 60), i) for i in range(30)]
-    sizes = {"max_total_tokens": 2048 if retract else 1536, "max_running_requests": 6}  # the switch is read as an engine starts
+    # the switch is read as an engine starts
+    sizes = {"max_total_tokens": 2048 if retract else 1536, "max_running_requests": 6}
     llm = engine("llama", "kvbits_klt4", {"calibration": calibration("llama", "klt4").path}, **sizes)
     outputs = llm.generate(input_ids=prompts, sampling_params=sampling(40), return_logprob=True)
     assert (sum(o["meta_info"]["num_retractions"] for o in outputs) > 0) == retract
     assert sum(read(o)[2] for o in outputs) > 0
     found = [distance(model("llama")[0], p, read(o)) for p, o in zip(prompts, outputs, strict=True)]
-    covered = [x for x, p, o in zip(found, prompts, outputs, strict=True) if len(p) + 40 <= 192 and not read(o)[2] and not o["meta_info"]["num_retractions"]]
+    covered = [
+        x
+        for x, p, o in zip(found, prompts, outputs, strict=True)
+        if len(p) + 40 <= 192 and not read(o)[2] and not o["meta_info"]["num_retractions"]
+    ]
     assert covered and max(covered) < 1e-4
     assert sum(found) / len(found) < 0.25 and max(found) < 1
 
 
 def with_and_without_drafts(engine, *args, **more):
-    """Prompts, answers to them and once more, when the corpus of n-grams has the first, and tokens a step of each; without drafts, then with them."""
+    """Prompts, answers to them and once more, when the corpus of n-grams has the first, and tokens a step of each;
+    without drafts, then with them.
+    """
     prompts = [random_ids(n, n) for n in (2, 63, 64, 130, 300)]
     for drafted in ({}, DRAFTS):
         llm = engine(*args, **drafted, **more)
         outputs = [llm.generate(input_ids=prompts, sampling_params=sampling(80), return_logprob=True) for _ in range(2)]
-        yield prompts, [[read(o) for o in of] for of in outputs], [[o["meta_info"].get("spec_accept_length") for o in of] for of in outputs]
+        yield (
+            prompts,
+            [[read(o) for o in of] for of in outputs],
+            [[o["meta_info"].get("spec_accept_length") for o in of] for of in outputs],
+        )
 
 
-@pytest.mark.parametrize("backend", ["kvbits_int4", *(pytest.param(f"kvbits_{x}", marks=pytest.mark.night) for x in ("int8", "klt4"))])
+@pytest.mark.parametrize(
+    "backend", ["kvbits_int4", *(pytest.param(f"kvbits_{x}", marks=pytest.mark.night) for x in ("int8", "klt4"))]
+)
 def test_drafts_of_ngrams_leave_tokens_as_they_are(engine, calibration, backend):
     """None, some or all of a step's accepted, over borders of pages and behind hits of the radix cache."""
     name = llama_for(backend)
@@ -312,10 +395,14 @@ def test_drafts_of_ngrams_leave_tokens_as_they_are(engine, calibration, backend)
 
 
 @pytest.mark.night
-@pytest.mark.parametrize(("name", "backend"), [("llama", "kvbits_int8_centered"), ("gemma2", "kvbits_int8_centered"), ("llama", "kvbits_klt4")])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("llama", "kvbits_int8_centered"), ("gemma2", "kvbits_int8_centered"), ("llama", "kvbits_klt4")],
+)
 def test_drafts_cost_little_accuracy(model, engine, calibration, name, backend):
-    """Where numbers are not the same: wrong drafts count in the mean of a page that opens with them, and one over a page's border takes the oldest raw copy away.
-    Requests that no copy can lack are the model's."""
+    """Where numbers are not the same: wrong drafts count in the mean of a page that opens with them, and one over a
+    page's border takes the oldest raw copy away. Requests that no copy can lack are the model's.
+    """
     kvbits = {"calibration": calibration(name, "klt4").path} if backend == "kvbits_klt4" else {}
     more, found = {"disable_hybrid_swa_memory": True} if name == "gemma2" else {}, []
     for prompts, results, _ in with_and_without_drafts(engine, name, backend, kvbits, **more):
@@ -355,9 +442,31 @@ def test_a_server_started_from_the_command_line(model):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model("llama")[1]), "--attention-backend", "kvbits_int8_centered"]
-    command += ["--device", "cpu", "--dtype", "float32", "--skip-tokenizer-init", "--max-total-tokens", "4096", "--port", str(port), "--log-level", "error"]
-    server = subprocess.Popen(command, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    command = [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        str(model("llama")[1]),
+        "--attention-backend",
+        "kvbits_int8_centered",
+    ]
+    command += [
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--skip-tokenizer-init",
+        "--max-total-tokens",
+        "4096",
+        "--port",
+        str(port),
+        "--log-level",
+        "error",
+    ]
+    server = subprocess.Popen(
+        command, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
     try:
         deadline = time.monotonic() + 800
         while True:
@@ -369,7 +478,9 @@ def test_a_server_started_from_the_command_line(model):
                 time.sleep(1)
         prompt = random_ids(100, 7)
         body = json.dumps({"input_ids": prompt, "sampling_params": sampling(24), "return_logprob": True}).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/generate", body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/generate", body, {"Content-Type": "application/json"}
+        )
         result = read(json.loads(urllib.request.urlopen(request, timeout=120).read()))
         check(model("llama")[0], scheme_of("kvbits_int8_centered"), prompt, result, backend="auto")
     finally:
@@ -409,13 +520,19 @@ def test_a_step_has_as_many_drafts_as_attention_takes(model):
     [
         ({"page_size": 32}, "leave --page-size away, or pass --page-size 64"),
         ({"decode_attention_backend": "torch_native"}, "pass --attention-backend alone"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 is not served by kvbits' attention backend: the format is the backend's name"),
+        (
+            {"kv_cache_dtype": "fp8_e4m3"},
+            "--kv-cache-dtype fp8_e4m3 is not served by kvbits' attention backend: the format is the backend's name",
+        ),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache True is not served"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill is not served"),
         ({"pp_size": 2}, "--pp-size 2 is not served"),
         ({"cuda_graph_backend_prefill": "breakable"}, "prompts in captured graphs"),
         ({"speculative_algorithm": "EAGLE"}, "draft models have pools and plans of their own; pass NGRAM"),
-        ({"speculative_algorithm": "NGRAM"}, "not as a tree of 10 branches; pass --speculative-ngram-max-bfs-breadth 1"),
+        (
+            {"speculative_algorithm": "NGRAM"},
+            "not as a tree of 10 branches; pass --speculative-ngram-max-bfs-breadth 1",
+        ),
         (DRAFTS | {"speculative_num_draft_tokens": 12}, "12 drafts a step; kvbits' attention verifies up to 8"),
         (
             {"attention_backend": "kvbits_klt4", "json_model_override_args": '{"rope_theta": 500.0}'},
@@ -450,7 +567,11 @@ def test_files_of_other_models_and_options_that_cannot_be_are_refused(model, cal
     for said, error, match in (
         (json.dumps({"calibration": calibration("stablelm", "klt4").path}), CalibrationError, "made for another model"),
         ('{"raw_newest": 65}', UnsupportedError, "multiple of 64"),
-        ('{"raw": 1}', UnsupportedError, "KVBITS_SGLANG is {'raw': 1}; it takes a dict of raw_newest, raw_first, calibration, calibrate"),
+        (
+            '{"raw": 1}',
+            UnsupportedError,
+            "KVBITS_SGLANG is {'raw': 1}; it takes a dict of raw_newest, raw_first, calibration, calibrate",
+        ),
         ("raw", UnsupportedError, "KVBITS_SGLANG is 'raw'; it takes a dict"),
     ):
         monkeypatch.setenv("KVBITS_SGLANG", said)
@@ -461,25 +582,40 @@ def test_files_of_other_models_and_options_that_cannot_be_are_refused(model, cal
 @pytest.mark.parametrize("said", ['{"calibration": "c.safetensors"}', '{"calibrate": false}'])
 def test_calibrations_that_a_format_never_reads_are_refused(model, monkeypatch, said):
     monkeypatch.setenv("KVBITS_SGLANG", said)
-    with pytest.raises(UnsupportedError, match="KVBITS_SGLANG has calibrat.*, which kvbits_int8_centered never reads; leave it away, or serve"):
+    with pytest.raises(
+        UnsupportedError,
+        match="KVBITS_SGLANG has calibrat.*, which kvbits_int8_centered never reads; leave it away, or serve",
+    ):
         resolved(model("llama")[1])
 
 
 def test_requests_are_counted_where_each_has_copies(model, calibration, monkeypatch):
     monkeypatch.setenv("KVBITS_SGLANG", json.dumps({"calibration": calibration("llama", "klt4").path}))
-    assert resolved(model("llama")[1], attention_backend="kvbits_klt4", max_running_requests=None).max_running_requests == options.REQUESTS
-    assert resolved(model("llama")[1], attention_backend="kvbits_klt4").max_running_requests == SETTINGS["max_running_requests"]
+    assert (
+        resolved(model("llama")[1], attention_backend="kvbits_klt4", max_running_requests=None).max_running_requests
+        == options.REQUESTS
+    )
+    assert (
+        resolved(model("llama")[1], attention_backend="kvbits_klt4").max_running_requests
+        == SETTINGS["max_running_requests"]
+    )
 
 
 def test_copies_are_taken_off_the_memory_for_pages(model, calibration, monkeypatch):
-    """Of two layers, eight requests, and each the newest two pages and the first: two heads of 64 keys and values in float32."""
+    """Of two layers, eight requests, and each the newest two pages and the first: two heads of 64 keys and values in
+    float32.
+    """
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
     from kvbits.integrations.sglang.pool import budget
 
     monkeypatch.setenv("KVBITS_SGLANG", json.dumps({"calibration": calibration("llama", "klt4").path}))
     args = record(model("llama")[1], attention_backend="kvbits_klt4")
-    fields = {"server_args": args, "model_config": model_config_of(args), "layer_info": types.SimpleNamespace(num_effective_layers=2)}
+    fields = {
+        "server_args": args,
+        "model_config": model_config_of(args),
+        "layer_info": types.SimpleNamespace(num_effective_layers=2),
+    }
     configurator = types.SimpleNamespace(**fields, kv_cache_dtype=torch.float32)
     assert budget(lambda *_: 1 << 30, configurator, 0) == (1 << 30) - 2 * 8 * 3 * 64 * 2 * (64 + 64) * 4
 
@@ -493,11 +629,19 @@ def test_every_option_that_is_refused_is_one_of_sglangs():
     from sglang.srt.server_args import ServerArgs
 
     usual = ServerArgs(model_path="none")
-    assert {name: getattr(usual, name) for name in options.NOT_RUN} == {name: value for name, (value, _) in options.NOT_RUN.items()}
+    assert {name: getattr(usual, name) for name in options.NOT_RUN} == {
+        name: value for name, (value, _) in options.NOT_RUN.items()
+    }
 
 
 def config_of(family):
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     return family(**sizes, vocab_size=VOCABULARY, head_dim=64)
 
 
@@ -517,8 +661,14 @@ def test_formats_and_models_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (DeepseekV3Config(num_hidden_layers=2), r"multi-head latent attention\), which kvbits' backend for SGLang does not read"),
-        (Lfm2Config(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2), "2 of 4 layers store keys and values, of 1 kinds"),
+        (
+            DeepseekV3Config(num_hidden_layers=2),
+            r"multi-head latent attention\), which kvbits' backend for SGLang does not read",
+        ),
+        (
+            Lfm2Config(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2),
+            "2 of 4 layers store keys and values, of 1 kinds",
+        ),
         (Gemma3nTextConfig(), "20 of 35 layers store keys and values"),
         (LlamaConfig(hidden_size=96, num_attention_heads=2, num_key_value_heads=2), "head_dim=48"),
     ],
@@ -554,7 +704,9 @@ def test_what_a_model_asks_of_a_layer_is_refused(asked, match):
 
     x = torch.zeros(1, 2, 64)
     with pytest.raises(UnsupportedError, match=match):
-        KVBitsBackend.__new__(KVBitsBackend).forward_extend(**({"q": x, "k": x, "v": x} | asked), layer=types.SimpleNamespace(layer_id=3), forward_batch=None)
+        KVBitsBackend.__new__(KVBitsBackend).forward_extend(
+            **({"q": x, "k": x, "v": x} | asked), layer=types.SimpleNamespace(layer_id=3), forward_batch=None
+        )
 
 
 def test_other_releases_are_refused():

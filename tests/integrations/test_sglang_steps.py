@@ -1,4 +1,6 @@
-"""Steps of SGLang's backend by its own classes, without an engine: rows that decode, or verify drafts, as a captured graph has them, and prompts as GPUs read them."""
+"""Steps of SGLang's backend by its own classes, without an engine: rows that decode, or verify drafts, as a captured
+graph has them, and prompts as GPUs read them.
+"""
 
 from __future__ import annotations
 
@@ -38,46 +40,90 @@ class Steps:
     """A backend with a pool of its own: each step's batch, and all layers' results of it."""
 
     def __init__(self, path, form: str, window: int | None, drafts: int) -> None:
-        settings = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "attention_backend": form, "chunked_prefill_size": 128}
+        settings = {
+            "device": "cpu",
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "attention_backend": form,
+            "chunked_prefill_size": 128,
+        }
         if drafts:
-            settings |= {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1, "speculative_num_draft_tokens": drafts}
+            settings |= {
+                "speculative_algorithm": "NGRAM",
+                "speculative_ngram_max_bfs_breadth": 1,
+                "speculative_num_draft_tokens": drafts,
+            }
         args = ServerArgs(model_path=str(path), **settings)
         args.resolve_once()
         self.mode, self.drafts = ForwardMode.TARGET_VERIFY if drafts else ForwardMode.DECODE, drafts
         self.pool = pool._class_of(form)(
-            size=40 * PAGE, page_size=PAGE, dtype=torch.float32, head_num=KV_HEADS, head_dim=WIDTH, layer_num=LAYERS, device="cpu", enable_memory_saver=False
+            size=40 * PAGE,
+            page_size=PAGE,
+            dtype=torch.float32,
+            head_num=KV_HEADS,
+            head_dim=WIDTH,
+            layer_num=LAYERS,
+            device="cpu",
+            enable_memory_saver=False,
         )
         rows = types.SimpleNamespace(req_to_token=torch.zeros(9, 1024, dtype=torch.int32), size=8)
         for request in LENGTHS:  # pages of its own
             rows.req_to_token[request, : 5 * PAGE] = torch.arange(5 * PAGE) + (1 + 5 * request) * PAGE
-        layers = [RadixAttention(HEADS, WIDTH, WIDTH**-0.5, KV_HEADS, i, sliding_window_size=window or -1) for i in range(LAYERS)]
+        layers = [
+            RadixAttention(HEADS, WIDTH, WIDTH**-0.5, KV_HEADS, i, sliding_window_size=window or -1)
+            for i in range(LAYERS)
+        ]
         model = torch.nn.ModuleList(layers)
         config = types.SimpleNamespace(context_len=1024, hf_text_config=MODELS["llama"]().config)
-        runner = {"token_to_kv_pool": self.pool, "req_to_token_pool": rows, "server_args": args, "model": model, "model_config": config, "device": "cpu"}
+        runner = {
+            "token_to_kv_pool": self.pool,
+            "req_to_token_pool": rows,
+            "server_args": args,
+            "model": model,
+            "model_config": config,
+            "device": "cpu",
+        }
         assert resolved_view(args).page_size == PAGE
         self.layers, self.table = layers, rows.req_to_token
-        self.numbers = torch.randn(9, LAYERS, 5 * PAGE, (HEADS + 2 * KV_HEADS) * WIDTH, generator=torch.Generator().manual_seed(0))  # queries, keys, values
+        # queries, keys, values
+        self.numbers = torch.randn(
+            9, LAYERS, 5 * PAGE, (HEADS + 2 * KV_HEADS) * WIDTH, generator=torch.Generator().manual_seed(0)
+        )
         self.backend = backend.KVBitsBackend(types.SimpleNamespace(**runner), form)
 
     def capture(self, rows: int) -> None:
         """What a graph of so many rows is captured with; `run` with padding then replays it."""
-        lens, none = torch.full((rows,), self.backend.get_cuda_graph_seq_len_fill_value()), torch.zeros(rows * max(self.drafts, 1), dtype=torch.int64)
-        batch = types.SimpleNamespace(forward_mode=self.mode, seq_lens=lens, req_pool_indices=none[:rows], out_cache_loc=none)
+        lens, none = (
+            torch.full((rows,), self.backend.get_cuda_graph_seq_len_fill_value()),
+            torch.zeros(rows * max(self.drafts, 1), dtype=torch.int64),
+        )
+        batch = types.SimpleNamespace(
+            forward_mode=self.mode, seq_lens=lens, req_pool_indices=none[:rows], out_cache_loc=none
+        )
         self.backend.init_cuda_graph_state(rows, len(none))
         self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
         self.captured = self.backend._step
 
-    def run(self, mode, requests: list[int], before: list[int], new: list[int], padded: int = 0, wrong: int = 0) -> list[torch.Tensor]:
-        """Results of the rows of `requests`, which had `before` tokens and get `new`, of all layers. With `padded` rows behind them, without slots, it is a replay:
-        the step's tables are laid out, then the layers run with what the capture had. The last `wrong` tokens of each row have other numbers."""
+    def run(
+        self, mode, requests: list[int], before: list[int], new: list[int], padded: int = 0, wrong: int = 0
+    ) -> list[torch.Tensor]:
+        """Results of the rows of `requests`, which had `before` tokens and get `new`, of all layers.
+
+        With `padded` rows behind them, without slots, it is a replay: the step's tables are laid out, then the layers
+        run with what the capture had. The last `wrong` tokens of each row have other numbers.
+        """
         slots = torch.cat([self.table[r, n : n + m] for r, n, m in zip(requests, before, new, strict=True)])
         lens = torch.tensor(before) + torch.tensor(new) * (mode != ForwardMode.TARGET_VERIFY)
         tail = torch.zeros(padded, dtype=torch.int64)
         batch = types.SimpleNamespace(
-            forward_mode=mode, seq_lens=torch.cat([lens, tail + self.backend.get_cuda_graph_seq_len_fill_value()]), seq_lens_cpu=lens,
-            req_pool_indices=torch.cat([torch.tensor(requests), tail]), out_cache_loc=slots,
-            extend_seq_lens=torch.tensor(new, dtype=torch.int32), extend_seq_lens_cpu=new,
-        )  # fmt: skip
+            forward_mode=mode,
+            seq_lens=torch.cat([lens, tail + self.backend.get_cuda_graph_seq_len_fill_value()]),
+            seq_lens_cpu=lens,
+            req_pool_indices=torch.cat([torch.tensor(requests), tail]),
+            out_cache_loc=slots,
+            extend_seq_lens=torch.tensor(new, dtype=torch.int32),
+            extend_seq_lens_cpu=new,
+        )
         self.backend.init_forward_metadata(batch)
         if padded:
             self.backend._step = self.captured
@@ -88,11 +134,18 @@ class Steps:
                 row[len(row) - wrong :] += 1
             x = torch.cat([*rows, torch.full((padded * max(self.drafts, 1), self.numbers.shape[-1]), 7.0)])
             q, k, v = x.split([HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH], -1)
-            found.append(self.backend.forward(q, k.unflatten(-1, (-1, WIDTH)), v.unflatten(-1, (-1, WIDTH)), layer, batch)[: len(slots)])
+            found.append(
+                self.backend.forward(q, k.unflatten(-1, (-1, WIDTH)), v.unflatten(-1, (-1, WIDTH)), layer, batch)[
+                    : len(slots)
+                ]
+            )
         return found
 
 
-@pytest.fixture(params=[("kvbits_int8_centered", None), ("kvbits_int8_centered", 70), ("kvbits_klt3", None)], ids=lambda x: f"{x[0]}-{x[1]}")
+@pytest.fixture(
+    params=[("kvbits_int8_centered", None), ("kvbits_int8_centered", 70), ("kvbits_klt3", None)],
+    ids=lambda x: f"{x[0]}-{x[1]}",
+)
 def made(request, tmp_path, monkeypatch):
     """Makes `Steps` of a format and a window; calibrated ones have raw copies unless told otherwise."""
     from sglang.srt.plugins import load_plugins
@@ -115,11 +168,18 @@ def made(request, tmp_path, monkeypatch):
 
 
 def prompts(steps: Steps, requests: list[int], before: int = 0) -> list[torch.Tensor]:
-    return steps.run(ForwardMode.EXTEND, requests, [before and LENGTHS[r] for r in requests], [before or LENGTHS[r] for r in requests])
+    return steps.run(
+        ForwardMode.EXTEND,
+        requests,
+        [before and LENGTHS[r] for r in requests],
+        [before or LENGTHS[r] for r in requests],
+    )
 
 
 def test_replayed_graphs_are_eager_steps(made):
-    """Over borders of pages, in batches that change; rows that fill a captured batch up leave what others read and store alone."""
+    """Over borders of pages, in batches that change; rows that fill a captured batch up leave what others read and
+    store alone.
+    """
     plain, captured = made(), made()
     captured.capture(8)
     for steps in (plain, captured):
@@ -127,7 +187,10 @@ def test_replayed_graphs_are_eager_steps(made):
     grown = dict(LENGTHS)
     for requests in [[3, 1, 5]] * 4 + [[5, 3]] * 2:
         had = [grown[r] for r in requests]
-        one, two = (s.run(ForwardMode.DECODE, requests, had, [1] * len(had), n) for s, n in ((plain, 0), (captured, 8 - len(had))))
+        one, two = (
+            s.run(ForwardMode.DECODE, requests, had, [1] * len(had), n)
+            for s, n in ((plain, 0), (captured, 8 - len(had)))
+        )
         for a, b in zip(one, two, strict=True):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
         for r in requests:
@@ -146,7 +209,8 @@ def test_drafts_are_single_tokens_read_together(made, padded):
     drafts.capture(8)
     for steps in (plain, drafts):
         prompts(steps, [3, 1, 5])
-    near = 5e-3 if plain.pool.layout.is_centered else 1e-5  # of numbers about 1: wrong drafts count in the mean of a page that opens with them
+    # of numbers about 1: wrong drafts count in the mean of a page that opens with them
+    near = 5e-3 if plain.pool.layout.is_centered else 1e-5
     grown = dict(LENGTHS)
     for step, requests in enumerate([[3, 1, 5]] * 6 + [[5, 3]] * 16):
         had, right, n = [grown[r] for r in requests], 1 + step % 4, len(requests)
@@ -160,7 +224,9 @@ def test_drafts_are_single_tokens_read_together(made, padded):
 
 
 def test_prompts_as_gpus_read_them_are_those_of_cpus(made, monkeypatch):
-    """Histories unpacked for one call of FlashAttention, here by its definition, or read packed: chunks behind a history, beside rows of one token, and decoding after them."""
+    """Histories unpacked for one call of FlashAttention, here by its definition, or read packed: chunks behind a
+    history, beside rows of one token, and decoding after them.
+    """
     found = []
     for on_gpu in (False, True):
         if on_gpu:
@@ -168,10 +234,12 @@ def test_prompts_as_gpus_read_them_are_those_of_cpus(made, monkeypatch):
             monkeypatch.setattr(backend, "flash_for", lambda *widths: vllm_cpu.attend)
         steps = made()
         results = prompts(steps, [3, 1, 5]) + prompts(steps, [1, 5], 70)
-        results += steps.run(ForwardMode.EXTEND, [5, 3], [71, 62], [1, 40])  # mixed with prompts, single tokens are prompts
+        # mixed with prompts, single tokens are prompts
+        results += steps.run(ForwardMode.EXTEND, [5, 3], [71, 62], [1, 40])
         results += steps.run(ForwardMode.DECODE, [3, 5], [102, 72], [1, 1])
         found.append(results)
-    near = 1e-2 if steps.pool.form.calibrated else 2e-4  # of numbers about 1: CPU kernels round queries to bytes where codes are in a basis
+    # of numbers about 1: CPU kernels round queries to bytes where codes are in a basis
+    near = 1e-2 if steps.pool.form.calibrated else 2e-4
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=near, rtol=1e-4)
 

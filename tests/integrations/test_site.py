@@ -1,4 +1,6 @@
-"""The documentation as a site: it builds without a warning, and a real browser searches it, on a desk and on a phone, in both themes, and asks no other machine."""
+"""The documentation as a site: it builds without a warning, and a real browser searches it, on a desk and on a phone,
+in both themes, and asks no other machine.
+"""
 
 import functools
 import html
@@ -62,7 +64,10 @@ class Server(SimpleHTTPRequestHandler):
         super().end_headers()
 
     def end_headers(self):
-        self.send_header("Content-Security-Policy-Report-Only", "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; report-uri /elsewhere")
+        self.send_header(
+            "Content-Security-Policy-Report-Only",
+            "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; report-uri /elsewhere",
+        )
         super().end_headers()
 
     def log_message(self, *_):
@@ -72,7 +77,12 @@ class Server(SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    built = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)], cwd=ROOT, capture_output=True, text=True)
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert built.returncode == 0, built.stderr
     return folder
 
@@ -91,18 +101,30 @@ OFFLINE = ("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--virtua
 
 
 def test_every_page_is_there_and_its_lists_are_lists(site):
-    sources = [p.relative_to(ROOT / "docs").with_suffix(".html") for p in (ROOT / "docs").rglob("*.md") if p != ROOT / "docs" / "README.md"]
+    sources = [
+        p.relative_to(ROOT / "docs").with_suffix(".html")
+        for p in (ROOT / "docs").rglob("*.md")
+        if p != ROOT / "docs" / "README.md"
+    ]
     for page in [*sources, "plan.html", "results/report.html"]:
         text = (site / page).read_text()
         stuck = re.search(r"<p>(?:(?!</p>).)*?(?:\n[-|] |```).{0,50}", text, re.S) if page in sources else None
         assert not stuck, f"{page}: needs an empty line before it: {stuck[0]}"
-    assert "examples/new_scheme.py" in (site / "guide" / "choose.html").read_text() and "guide/twice-the-users.html" in (site / "index.html").read_text()
+    assert (
+        "examples/new_scheme.py" in (site / "guide" / "choose.html").read_text()
+        and "guide/twice-the-users.html" in (site / "index.html").read_text()
+    )
 
 
 @needs_browser
-@pytest.mark.parametrize("width, options, looks", [
-    (1400, (), ["rgb(255, 255, 255)", "rgb(30, 33, 41)"]), (390, (DARK,), ["rgb(30, 33, 41)", "rgb(255, 255, 255)"]),
-], ids=["desk", "dark phone"])  # fmt: skip
+@pytest.mark.parametrize(
+    "width, options, looks",
+    [
+        (1400, (), ["rgb(255, 255, 255)", "rgb(30, 33, 41)"]),
+        (390, (DARK,), ["rgb(30, 33, 41)", "rgb(255, 255, 255)"]),
+    ],
+    ids=["desk", "dark phone"],
+)
 def test_a_reader_searches_and_changes_the_theme_and_asks_nobody_else(site, served, tmp_path, width, options, looks):
     address, elsewhere = served
     pages = [p.relative_to(site).as_posix() for p in sorted(site.rglob("*.html")) if p.name != "visit.html"]

@@ -1,4 +1,6 @@
-"""Tiered caches in Transformers: assisted generation with a tiered verifier and a low-bit draft, tiers while generating."""
+"""Tiered caches in Transformers: assisted generation with a tiered verifier and a low-bit draft, tiers while
+generating.
+"""
 
 import dataclasses
 
@@ -15,9 +17,14 @@ from .test_huggingface import prompts, tiny
 
 SPEC = QuantSpec(format="int4", granularity=PerToken(), symmetric=False)
 TIERED = Scheme(
-    name="tiny tiers", key=QuantSpec(format="int4", granularity=PerChannel(), symmetric=False), value=SPEC, num_sink_tokens=4, residual_length=40, page_size=32,
+    name="tiny tiers",
+    key=QuantSpec(format="int4", granularity=PerChannel(), symmetric=False),
+    value=SPEC,
+    num_sink_tokens=4,
+    residual_length=40,
+    page_size=32,
     tiers=(Tier(num_tokens=64),),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +40,12 @@ def generate(model, inputs, cache, **kwargs):
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("warm", [64, 4096])
 def test_assisted_generation_is_plain_generation(model, seed, warm, length=200):
-    """Tokens are speculated, rejected and taken back across tier boundaries and demotions, and leave the tiers that decoding the same tokens one by one leaves.
+    """Tokens are speculated, rejected and taken back across tier boundaries and demotions, and leave the tiers that
+    decoding the same tokens one by one leaves.
 
-    That would choose the same tokens, but for ties, where all closed pages have 8 bits. Demotions wait for speculated tokens, so with a 4-bit tier a page
-    may be read with 8 bits for a few tokens more, which a random model is sensitive to.
+    That would choose the same tokens, but for ties, where all closed pages have 8 bits. Demotions wait for speculated
+    tokens, so with a 4-bit tier a page may be read with 8 bits for a few tokens more, which a random model is sensitive
+    to.
     """
     torch.manual_seed(seed)
     draft = tiny("llama") if seed % 2 else model
@@ -60,10 +69,14 @@ def test_assisted_generation_is_plain_generation(model, seed, warm, length=200):
     behind = torch.stack([(x.max() - x[token]) / x.std() for x, token in zip(logits, got[0, length:], strict=True)])
     assert behind.max() < 0.05 or warm == 64
     assert (behind == 0).float().mean() > 0.8
-    assert any(isinstance(c, KVCache) and c is not assisted and c.pages.spec.scheme.name == "int4" for c in made), "the draft's cache is low-bit"
+    assert any(isinstance(c, KVCache) and c is not assisted and c.pages.spec.scheme.name == "int4" for c in made), (
+        "the draft's cache is low-bit"
+    )
     ours, theirs = (c.pages.groups[0].sequences[0] for c in (assisted, plain))
     for s in (ours, theirs):
-        assert sum(x is not None for x in s.low[0]) <= warm // 32 + 1, "no plane outlives the speculation by more than the page for it"
+        assert sum(x is not None for x in s.low[0]) <= warm // 32 + 1, (
+            "no plane outlives the speculation by more than the page for it"
+        )
     assert ([x is None for x in theirs.low[0]].count(True) >= 3) == (warm == 64), "pages were demoted"
     # The same pages were demoted, as far as both have closed them.
     pages = min(len(ours.closed), len(theirs.closed))
@@ -99,5 +112,10 @@ def test_tiers_change_while_generating(model):
 def test_the_preset_is_raw_until_its_hot_tier_is_full(model):
     inputs = prompts([60])
     stock = model.generate(**inputs, do_sample=False, max_new_tokens=20)
-    assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=20, past_key_values=KVCache.for_model(model, "tiered")), stock)
+    assert torch.equal(
+        model.generate(
+            **inputs, do_sample=False, max_new_tokens=20, past_key_values=KVCache.for_model(model, "tiered")
+        ),
+        stock,
+    )
     assert schemes.get("tiered").residual_length == 2048

@@ -1,4 +1,6 @@
-"""Models whose keys and values are of unlike widths: MiMo-V2-Flash, which has as many again kv heads and attention sinks where it slides, too."""
+"""Models whose keys and values are of unlike widths: MiMo-V2-Flash, which has as many again kv heads and attention
+sinks where it slides, too.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,24 @@ TOKENS = 40
 def model():
     torch.manual_seed(0)
     config = MiMoV2FlashConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=192, v_head_dim=128,
-        sliding_window=24, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, max_position_embeddings=256, initializer_range=0.1,
-        bos_token_id=1, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=192,
+        v_head_dim=128,
+        sliding_window=24,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
     model = MiMoV2FlashForCausalLM._from_config(config, attn_implementation="eager").eval()
     for layer in model.model.layers:
@@ -32,7 +48,14 @@ def model():
 def generated(model, cache, attention):
     model.set_attn_implementation(attention)
     ids = torch.arange(3, 83)[None]
-    found = model.generate(ids, past_key_values=cache, max_new_tokens=TOKENS, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    found = model.generate(
+        ids,
+        past_key_values=cache,
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
     return found.sequences[0, 80:], torch.stack(found.logits)[:, 0]
 
 

@@ -32,7 +32,10 @@ from kvbits.quant.rotary import turn_by, turned_by
 from kvbits.spec import Rotary
 
 
-@pytest.mark.parametrize(("version", "served"), [("0.33.0", True), ("0.33.1.dev4", True), ("0.34.0", False), ("0.32.1", False), ("1.33.0", False)])
+@pytest.mark.parametrize(
+    ("version", "served"),
+    [("0.33.0", True), ("0.33.1.dev4", True), ("0.34.0", False), ("0.32.1", False), ("1.33.0", False)],
+)
 def test_other_versions_are_refused_with_the_way_out(version, served):
     why = dtypes.refuses_version(version)
     assert (why is None) == served
@@ -61,7 +64,10 @@ def test_the_entry_point_names_the_function():
     assert callable(vllm.register)
 
 
-@pytest.mark.parametrize(("name", "nbytes"), [("kvbits_int8", 264), ("kvbits_int8_centered", 268), ("kvbits_int4", 144), ("kvbits_klt4", 142)])
+@pytest.mark.parametrize(
+    ("name", "nbytes"),
+    [("kvbits_int8", 264), ("kvbits_int8_centered", 268), ("kvbits_int4", 144), ("kvbits_klt4", 142)],
+)
 def test_bytes_per_token_and_head_are_whole_and_pinned(name, nbytes):
     layout = FORMATS[name].layout(8, 128, 128)
     assert layout.head_bytes == nbytes * PAGE_SIZE
@@ -99,7 +105,8 @@ def test_skipped_layers_are_raw(name):
 
 
 @pytest.mark.parametrize(
-    ("heads", "ranks", "want"), [(8, 1, [(0, 8)]), (8, 2, [(0, 4), (4, 8)]), (2, 4, [(0, 1), (0, 1), (1, 2), (1, 2)]), (1, 2, [(0, 1)] * 2)]
+    ("heads", "ranks", "want"),
+    [(8, 1, [(0, 8)]), (8, 2, [(0, 4), (4, 8)]), (2, 4, [(0, 1), (0, 1), (1, 2), (1, 2)]), (1, 2, [(0, 1)] * 2)],
 )
 def test_each_rank_has_the_kv_heads_that_vllm_gives_it(heads, ranks, want):
     found = [calibrated.heads_of(heads, rank, ranks) for rank in range(ranks)]
@@ -107,13 +114,16 @@ def test_each_rank_has_the_kv_heads_that_vllm_gives_it(heads, ranks, want):
 
 
 def options(dtype, **given):
-    return options_of(SimpleNamespace(additional_config={"kvbits": given}, cache_config=SimpleNamespace(cache_dtype=dtype)))
+    return options_of(
+        SimpleNamespace(additional_config={"kvbits": given}, cache_config=SimpleNamespace(cache_dtype=dtype))
+    )
 
 
 def test_calibrated_formats_have_raw_copies_unless_told_otherwise():
-    assert [(x.raw_newest, x.raw_first) for x in (options("kvbits_klt4"), options("kvbits_klt4", raw_newest=128), options("kvbits_klt4", raw_first=0))] == [
-        (64, 64), (128, 64), (64, 0)
-    ]  # fmt: skip
+    assert [
+        (x.raw_newest, x.raw_first)
+        for x in (options("kvbits_klt4"), options("kvbits_klt4", raw_newest=128), options("kvbits_klt4", raw_first=0))
+    ] == [(64, 64), (128, 64), (64, 0)]
     assert options("kvbits_klt2", raw_newest=0).copies is options("kvbits_int4").copies is False
     with pytest.raises(UnsupportedError, match="a file of `kvbits calibrate`"):
         options("kvbits_klt4", calibration=1)
@@ -121,17 +131,31 @@ def test_calibrated_formats_have_raw_copies_unless_told_otherwise():
 
 @pytest.mark.parametrize(
     ("given", "way_out"),
-    [({"calibration": "c.safetensors"}, "serve a calibrated format"), ({"calibrate": False}, "a calibrated format"), ({"scheme": "s.json"}, "kvbits_scheme")],
+    [
+        ({"calibration": "c.safetensors"}, "serve a calibrated format"),
+        ({"calibrate": False}, "a calibrated format"),
+        ({"scheme": "s.json"}, "kvbits_scheme"),
+    ],
 )
 def test_options_that_a_dtype_never_reads_are_refused_unless_drafts_read_them(given, way_out):
     (name,) = given
-    with pytest.raises(UnsupportedError, match=rf'additional_config\["kvbits"\] has {name}, which kvbits_int8 never reads; leave it away, or .*{way_out}'):
+    with pytest.raises(
+        UnsupportedError,
+        match=(
+            rf'additional_config\["kvbits"\] has {name}, which kvbits_int8 never reads; leave it away, or .*{way_out}'
+        ),
+    ):
         options("kvbits_int8", **given)
     assert options("auto", **given)  # kvbits is not asked, or not yet
-    config = SimpleNamespace(additional_config={"kvbits": given}, cache_config=SimpleNamespace(cache_dtype="kvbits_int8"))
+    config = SimpleNamespace(
+        additional_config={"kvbits": given}, cache_config=SimpleNamespace(cache_dtype="kvbits_int8")
+    )
     config.model_config = SimpleNamespace(runner_type="draft")
     assert options_of(config), "its target may read them"
-    config.model_config.runner_type, config.speculative_config = "generate", SimpleNamespace(kv_cache_dtype="kvbits_klt4")
+    config.model_config.runner_type, config.speculative_config = (
+        "generate",
+        SimpleNamespace(kv_cache_dtype="kvbits_klt4"),
+    )
     assert options_of(config), "its drafts may read them, or their target does"
 
 
@@ -142,7 +166,9 @@ def test_widths_are_those_of_the_kernels():
         assert formats.refuses_pages(name, widest, "bfloat16") is None
         assert f"head_dim={2 * widest}" in formats.refuses_pages(name, 2 * widest, "bfloat16")
         if name != "auto":
-            assert FORMATS[name].refuses(widest, widest) is None and str(2 * widest) in FORMATS[name].refuses(2 * widest, 2 * widest)
+            assert FORMATS[name].refuses(widest, widest) is None and str(2 * widest) in FORMATS[name].refuses(
+                2 * widest, 2 * widest
+            )
             assert bool(FORMATS[name].refuses(192, 128)) is FORMATS[name].calibrated
     assert formats.refuses_pages("kvbits_scheme", 2 * WIDEST, "bfloat16") is None
 
@@ -214,7 +240,10 @@ def dense(q, k, v, scaling, window, softcap):
 
 
 @pytest.mark.parametrize("kind", [prefill.Prefill, HostPrefill])
-@pytest.mark.parametrize(("window", "softcap", "rows", "values"), [(None, None, 1000, 64), (None, 20.0, 256, 64), (None, None, 200, 40), (100, None, 320, 96)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "rows", "values"),
+    [(None, None, 1000, 64), (None, 20.0, 256, 64), (None, None, 200, 40), (100, None, 320, 96)],
+)
 def test_prefill_over_history_is_dense_attention(window, softcap, rows, values, kind):
     """Scratch for all rows together, for some, and for slices of one row; none on a CPU."""
     layout = formats.raw_layout(2, 64, values, "float32")
@@ -297,9 +326,11 @@ def test_layers_that_would_read_our_bytes_as_theirs_are_refused(dtype, backends,
     layers = [SimpleNamespace(kv_cache_dtype=dtype, get_attn_backend=partial(backend_called, x)) for x in backends]
     raw = SimpleNamespace(kv_cache_dtype="auto", get_attn_backend=lambda: backend_called("vllm.OfADraft"))
     config = SimpleNamespace(
-        cache_config=SimpleNamespace(cache_dtype=dtype, kv_cache_dtype_skip_layers=skipped), model_config=SimpleNamespace(is_hybrid=hybrid), grown=False,
+        cache_config=SimpleNamespace(cache_dtype=dtype, kv_cache_dtype_skip_layers=skipped),
+        model_config=SimpleNamespace(is_hybrid=hybrid),
+        grown=False,
         compilation_config=SimpleNamespace(static_forward_context=dict(enumerate([*layers, raw, SimpleNamespace()]))),
-    )  # fmt: skip
+    )
     install(Platform)
     try:
         with nullcontext() if says is None else pytest.raises(UnsupportedError, match=says):

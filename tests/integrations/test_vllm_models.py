@@ -1,5 +1,6 @@
-"""Models whose layers are not all alike, in vLLM's official wheel on a CPU: learned sinks, recurrent layers, layers that read others' pages,
-attention in chunks."""
+"""Models whose layers are not all alike, in vLLM's official wheel on a CPU: learned sinks, recurrent layers, layers
+that read others' pages, attention in chunks.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +33,33 @@ pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnin
 
 
 def gpt_oss():
-    """Windows and full attention in turn, eight query heads to a kv head, a learned logit for each that takes most of the weight."""
+    """Windows and full attention in turn, eight query heads to a kv head, a learned logit for each that takes most of
+    the weight.
+    """
     torch.manual_seed(6)
-    yarn = {"rope_type": "yarn", "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 2048}
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 2048,
+    }
     config = GptOssConfig(
-        hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=1, head_dim=64, vocab_size=VOCABULARY,
-        num_local_experts=4, num_experts_per_tok=2, sliding_window=100, initializer_range=0.15, max_position_embeddings=4096,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=1,
+        head_dim=64,
+        vocab_size=VOCABULARY,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=100,
+        initializer_range=0.15,
+        max_position_embeddings=4096,
         rope_parameters=yarn | {"rope_theta": 10000.0},
-    )  # fmt: skip
+    )
     found = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for layer in found.model.layers:
         layer.self_attn.sinks.data = torch.linspace(-2, 6, 8)
@@ -50,11 +70,26 @@ def granite():
     """Mamba 2 and attention in turn, two kv heads of 256."""
     torch.manual_seed(7)
     config = GraniteMoeHybridConfig(
-        hidden_size=512, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, vocab_size=VOCABULARY,
-        layer_types=["mamba", "attention"] * 2, mamba_n_heads=16, mamba_d_head=64, mamba_d_state=64, mamba_expand=2, mamba_n_groups=1, mamba_chunk_size=64,
-        num_local_experts=0, shared_intermediate_size=128, position_embedding_type="rope", max_position_embeddings=4096, initializer_range=0.05,
+        hidden_size=512,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        layer_types=["mamba", "attention"] * 2,
+        mamba_n_heads=16,
+        mamba_d_head=64,
+        mamba_d_state=64,
+        mamba_expand=2,
+        mamba_n_groups=1,
+        mamba_chunk_size=64,
+        num_local_experts=0,
+        shared_intermediate_size=128,
+        position_embedding_type="rope",
+        max_position_embeddings=4096,
+        initializer_range=0.05,
         attention_multiplier=0.0625,
-    )  # fmt: skip
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
@@ -62,21 +97,50 @@ def lfm2():
     """Convolutions and attention in turn; states of 64 tokens, larger than a page."""
     torch.manual_seed(8)
     config = Lfm2Config(
-        hidden_size=128, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, vocab_size=VOCABULARY,
-        layer_types=["conv", "full_attention"] * 2, max_position_embeddings=4096, initializer_range=0.15, block_auto_adjust_ff_dim=False, conv_dim=128,
-        conv_L_cache=65, block_dim=128, block_ff_dim=128, block_multiple_of=64, block_ffn_dim_multiplier=1.0,
-    )  # fmt: skip
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=VOCABULARY,
+        layer_types=["conv", "full_attention"] * 2,
+        max_position_embeddings=4096,
+        initializer_range=0.15,
+        block_auto_adjust_ff_dim=False,
+        conv_dim=128,
+        conv_L_cache=65,
+        block_dim=128,
+        block_ff_dim=128,
+        block_multiple_of=64,
+        block_ffn_dim_multiplier=1.0,
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def qwen3_next():
-    """Three gated delta rules before each layer that attends, with two kv heads of 256 and a gate behind; bfloat16, as vLLM has it on a CPU."""
+    """Three gated delta rules before each layer that attends, with two kv heads of 256 and a gate behind; bfloat16, as
+    vLLM has it on a CPU.
+    """
     torch.manual_seed(12)
     config = Qwen3NextConfig(
-        hidden_size=128, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=256, vocab_size=VOCABULARY,
-        linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=128, linear_value_head_dim=128, num_experts=4, num_experts_per_tok=2,
-        moe_intermediate_size=128, shared_expert_intermediate_size=128, max_position_embeddings=4096, initializer_range=0.06,
-    )  # fmt: skip
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=256,
+        vocab_size=VOCABULARY,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        max_position_embeddings=4096,
+        initializer_range=0.06,
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
@@ -84,20 +148,44 @@ def gemma3n():
     """The last two layers read the pages of the two before them."""
     torch.manual_seed(9)
     config = Gemma3nTextConfig(
-        hidden_size=128, intermediate_size=[128] * 6, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY,
-        vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=16, laurel_rank=8, altup_num_inputs=2, num_kv_shared_layers=2, sliding_window=100,
-        layer_types=["sliding_attention", "full_attention"] * 3, max_position_embeddings=4096, initializer_range=0.15, activation_sparsity_pattern=[0.0] * 6,
-    )  # fmt: skip
+        hidden_size=128,
+        intermediate_size=[128] * 6,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=VOCABULARY,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=16,
+        laurel_rank=8,
+        altup_num_inputs=2,
+        num_kv_shared_layers=2,
+        sliding_window=100,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        max_position_embeddings=4096,
+        initializer_range=0.15,
+        activation_sparsity_pattern=[0.0] * 6,
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def _gemma4(seed, layers, **own):
     torch.manual_seed(seed)
     config = Gemma4TextConfig(
-        hidden_size=128, intermediate_size=128, num_hidden_layers=layers, num_key_value_heads=2, num_global_key_value_heads=1, attention_k_eq_v=True,
-        vocab_size=VOCABULARY, layer_types=["sliding_attention", "full_attention"] * (layers // 2), sliding_window=100, max_position_embeddings=4096,
-        initializer_range=0.15, enable_moe_block=False, **own,
-    )  # fmt: skip
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_key_value_heads=2,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        vocab_size=VOCABULARY,
+        layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+        sliding_window=100,
+        max_position_embeddings=4096,
+        initializer_range=0.15,
+        enable_moe_block=False,
+        **own,
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
@@ -109,17 +197,36 @@ def gemma4():
 
 def gemma4_wide():
     """As large Gemma 4 has it: windows of heads of 256, and full attention of one of 512 whose values are its keys."""
-    return _gemma4(13, 4, num_attention_heads=2, head_dim=256, global_head_dim=512, hidden_size_per_layer_input=0, num_kv_shared_layers=0)
+    return _gemma4(
+        13,
+        4,
+        num_attention_heads=2,
+        head_dim=256,
+        global_head_dim=512,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+    )
 
 
 def mimo():
     """Keys of 192 and values of 128 channels, windows with twice the kv heads and learned sinks."""
     torch.manual_seed(14)
     config = MiMoV2FlashConfig(
-        hidden_size=128, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1, head_dim=192, v_head_dim=128,
-        vocab_size=VOCABULARY, layer_types=["full_attention", "sliding_attention", "full_attention"], mlp_layer_types=["dense"] * 3, sliding_window=100,
-        max_position_embeddings=4096, initializer_range=0.15, attention_value_scale=0.707,
-    )  # fmt: skip
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=192,
+        v_head_dim=128,
+        vocab_size=VOCABULARY,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        mlp_layer_types=["dense"] * 3,
+        sliding_window=100,
+        max_position_embeddings=4096,
+        initializer_range=0.15,
+        attention_value_scale=0.707,
+    )
     found = AutoModelForCausalLM.from_config(named_twice(config), dtype=torch.float32).eval()
     found.model.layers[1].self_attn.sinks.data = torch.linspace(-2, 4, 4)
     return found
@@ -129,22 +236,44 @@ def llama4():
     """Three layers that attend in chunks of 128, and one to everything."""
     torch.manual_seed(11)
     config = Llama4TextConfig(
-        hidden_size=128, intermediate_size=128, intermediate_size_mlp=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        vocab_size=VOCABULARY, num_local_experts=2, num_experts_per_tok=1, interleave_moe_layer_step=2, attention_chunk_size=128,
-        max_position_embeddings=4096, initializer_range=0.15, no_rope_layers=[1, 1, 1, 0],
-    )  # fmt: skip
+        hidden_size=128,
+        intermediate_size=128,
+        intermediate_size_mlp=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=VOCABULARY,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=128,
+        max_position_embeddings=4096,
+        initializer_range=0.15,
+        no_rope_layers=[1, 1, 1, 0],
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 MODELS.update(
-    gemma4_wide=gemma4_wide, mimo=mimo, qwen3_next=qwen3_next, llama4=llama4, gemma4=gemma4, gpt_oss=gpt_oss, granite=granite, lfm2=lfm2, gemma3n=gemma3n
+    gemma4_wide=gemma4_wide,
+    mimo=mimo,
+    qwen3_next=qwen3_next,
+    llama4=llama4,
+    gemma4=gemma4,
+    gpt_oss=gpt_oss,
+    granite=granite,
+    lfm2=lfm2,
+    gemma3n=gemma3n,
 )
 COPIES = {"additional_config": {"kvbits": {"raw_newest": 64, "raw_first": 64}}}
 
 
 @pytest.mark.parametrize("dtype", ["auto", "kvbits_int8_centered", "kvbits_klt4"])
 def test_learned_sinks(model, engine, calibration, dtype):
-    """Prompts of one chunk, decoding over page borders, and prefixes found again: prefill without history, decoding, prefill with history."""
+    """Prompts of one chunk, decoding over page borders, and prefixes found again: prefill without history, decoding,
+    prefill with history.
+    """
     c = calibration("gpt_oss") if "klt" in dtype else None
     options = {"attention_backend": "CUSTOM"} if dtype == "auto" else said(c, raw_newest=0) if c else {}
     llm, scheme = engine("gpt_oss", dtype, **options), None if dtype == "auto" else scheme_of(dtype)
@@ -189,13 +318,21 @@ def recurrent():
 @pytest.mark.parametrize(
     ("dtype", "options", "limit"),
     [
-        ("auto", {"attention_backend": "CUSTOM"}, 1e-4), ("kvbits_int8_centered", {}, 0.02), ("kvbits_int4", COPIES, 0.1),
-        *(pytest.param(*case, marks=pytest.mark.night) for case in (("kvbits_int8", {}, 0.02), ("kvbits_int4", {}, 0.3), ("kvbits_klt4", {}, 0.1))),
+        ("auto", {"attention_backend": "CUSTOM"}, 1e-4),
+        ("kvbits_int8_centered", {}, 0.02),
+        ("kvbits_int4", COPIES, 0.1),
+        *(
+            pytest.param(*case, marks=pytest.mark.night)
+            for case in (("kvbits_int8", {}, 0.02), ("kvbits_int4", {}, 0.3), ("kvbits_klt4", {}, 0.1))
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("name", ["granite", "lfm2"])
 def test_recurrent_layers_beside_those_that_attend(model, engine, recurrent, calibration, name, dtype, options, limit):
-    """Blocks of several pages, as large as a state. Prefixes are found again in whole blocks (vLLM's Mamba 2 on a CPU keeps no states inside of prompts)."""
+    """Blocks of several pages, as large as a state.
+
+    Prefixes are found again in whole blocks (vLLM's Mamba 2 on a CPU keeps no states inside of prompts).
+    """
     options = said(calibration(name)) if "klt" in dtype else options
     llm = engine(name, dtype, **options, **({"enable_prefix_caching": False} if name == "granite" else {}))
     cache = llm.llm_engine.vllm_config.cache_config
@@ -214,14 +351,18 @@ def test_recurrent_layers_beside_those_that_attend(model, engine, recurrent, cal
 
 @pytest.mark.night  # two minutes of a core without bfloat16; in float32 recurrent layers are run above
 def test_gated_delta_rules_in_bfloat16(model, engine, recurrent):
-    """Eight bits are as far from Transformers as vLLM itself is in the model's own numbers; prefixes are found in whole blocks."""
+    """Eight bits are as far from Transformers as vLLM itself is in the model's own numbers; prefixes are found in whole
+    blocks.
+    """
     prompts, far = [random_ids(n, n) for n in (63, 700)], {}
     for dtype in ("auto", "kvbits_int8_centered"):
         llm = engine("qwen3_next", dtype, dtype="bfloat16", attention_backend="CUSTOM")
         assert llm.llm_engine.vllm_config.cache_config.block_size > 64
         results = [*generate(llm, prompts, 12), *(again := generate(llm, prompts, 12))]
         assert again[-1][2] > 0
-        far[dtype] = sum(distance(model("qwen3_next")[0], *x) for x in zip(prompts * 2, results, strict=True)) / len(results)
+        far[dtype] = sum(distance(model("qwen3_next")[0], *x) for x in zip(prompts * 2, results, strict=True)) / len(
+            results
+        )
     assert far["kvbits_int8_centered"] < 1.5 * far["auto"] + 0.02
 
 
@@ -237,7 +378,13 @@ def test_blocks_of_qwen3_next_hold_a_state(tmp_path, dtype, tokens):
     config = Qwen3NextConfig()
     config.architectures = ["Qwen3NextForCausalLM"]
     config.save_pretrained(tmp_path)
-    args = {"kv_cache_dtype": dtype, "skip_tokenizer_init": True, "load_format": "dummy", "max_model_len": 8192, "dtype": "bfloat16"}
+    args = {
+        "kv_cache_dtype": dtype,
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "max_model_len": 8192,
+        "dtype": "bfloat16",
+    }
     args["mamba_ssm_cache_dtype"] = "float32"  # vLLM takes it by itself on CPUs with AVX-512 BF16 alone
     engine_config = EngineArgs(model=str(tmp_path), **args).create_engine_config()
     current_platform._align_hybrid_block_size(engine_config, HybridBackend)
@@ -262,7 +409,9 @@ def test_blocks_of_several_pages_have_one_format(engine, recurrent):
     ],
 )
 def test_layers_that_read_the_pages_of_others_and_attention_in_chunks(model, engine, name, dtype, options, limit):
-    """Layers without pages store nothing, and a prompt's own keys are the other layer's as they came. vLLM makes rows of chunks, which are shorter than requests."""
+    """Layers without pages store nothing, and a prompt's own keys are the other layer's as they came. vLLM makes rows
+    of chunks, which are shorter than requests.
+    """
     llm = engine(name, dtype, max_num_batched_tokens=96, attention_backend="CUSTOM", **options)
     prompts = [random_ids(n, n) for n in (50, 150, 300)]
     for again in (False, True):
@@ -274,16 +423,31 @@ def test_layers_that_read_the_pages_of_others_and_attention_in_chunks(model, eng
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("gemma4_wide", "auto"), ("mimo", "auto"), ("mimo", "kvbits_int8_centered"),
-        *(pytest.param(*case, marks=pytest.mark.night) for case in (("gemma4_wide", "kvbits_int8_centered"), ("gemma4_wide", "kvbits_int4"), ("mimo", "kvbits_int4"))),
+        ("gemma4_wide", "auto"),
+        ("mimo", "auto"),
+        ("mimo", "kvbits_int8_centered"),
+        *(
+            pytest.param(*case, marks=pytest.mark.night)
+            for case in (
+                ("gemma4_wide", "kvbits_int8_centered"),
+                ("gemma4_wide", "kvbits_int4"),
+                ("mimo", "kvbits_int4"),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_heads_of_512_and_values_narrower_than_keys(model, engine, name, dtype):
     """In chunks that end inside pages, and prefixes found again: the tokens of Transformers with the same scheme."""
-    llm, scheme = engine(name, dtype, max_num_batched_tokens=96, attention_backend="CUSTOM"), None if dtype == "auto" else scheme_of(dtype)
+    llm, scheme = (
+        engine(name, dtype, max_num_batched_tokens=96, attention_backend="CUSTOM"),
+        (None if dtype == "auto" else scheme_of(dtype)),
+    )
     for length in (50, 300):
         for cached in (0, (length - 1) // 64 * 64):
-            prompt, ends = random_ids(length, length), sorted({*range(0, cached, 96), *range(cached, length, 96), length})
+            prompt, ends = (
+                random_ids(length, length),
+                sorted({*range(0, cached, 96), *range(cached, length, 96), length}),
+            )
             result = generate(llm, [prompt], 16)[0]
             assert result[2] == cached
             check(model(name)[0], scheme, prompt, result, [b - a for a, b in itertools.pairwise(ends)])
@@ -314,17 +478,25 @@ def test_drafts_with_heads_of_512_and_with_unlike_widths(model, engine, name):
 
 @pytest.mark.parametrize("name", ["gemma4_wide", "mimo"])
 def test_bands_are_for_heads_of_one_width_up_to_256(engine, name):
-    with pytest.raises(UnsupportedError, match="kvbits_klt4 has codes of heads of one width up to 256: use kvbits_int8_centered"):
+    with pytest.raises(
+        UnsupportedError, match="kvbits_klt4 has codes of heads of one width up to 256: use kvbits_int8_centered"
+    ):
         engine(name, "kvbits_klt4", **named(name))
 
 
 @pytest.mark.parametrize(
     ("widths", "version", "served"),
     [
-        ((256, 256), 2, True), ((512, 512), 4, True), ((512, 512), 2, False), ((192, 128), 3, True), ((192, 128), 2, False), ((128, 64), 4, True),
-        ((128, 64), 3, False), ((64, 64), None, False),
+        ((256, 256), 2, True),
+        ((512, 512), 4, True),
+        ((512, 512), 2, False),
+        ((192, 128), 3, True),
+        ((192, 128), 2, False),
+        ((128, 64), 4, True),
+        ((128, 64), 3, False),
+        ((64, 64), None, False),
     ],
-)  # fmt: skip
+)
 def test_prompts_are_refused_where_flash_attention_has_not_their_widths(monkeypatch, widths, version, served):
     monkeypatch.setattr("vllm.v1.attention.backends.fa_utils.get_flash_attn_version", lambda **asked: version)
     with nullcontext() if served else pytest.raises(UnsupportedError, match="are read with FlashAttention"):

@@ -1,4 +1,6 @@
-"""Drafts of a head (multi-token prediction), three at a time, in vLLM's official wheel on a CPU: of a dense model, and of one with recurrent layers."""
+"""Drafts of a head (multi-token prediction), three at a time, in vLLM's official wheel on a CPU: of a dense model, and
+of one with recurrent layers.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,15 @@ pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnin
 def mimo():
     torch.manual_seed(13)
     config = Qwen2Config(
-        hidden_size=256, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCABULARY,
-        initializer_range=0.15, max_position_embeddings=4096,
-    )  # fmt: skip
+        hidden_size=256,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        initializer_range=0.15,
+        max_position_embeddings=4096,
+    )
     return heads.mimo(config)
 
 
@@ -54,9 +62,14 @@ def test_tokens_are_those_of_transformers_with_the_same_scheme(model, engine, ca
     assert some_accepted(llm), heads.accepted(llm)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [pytest.param("kvbits_int8_centered", 0.05, marks=pytest.mark.night), ("kvbits_klt4", 0.4)])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [pytest.param("kvbits_int8_centered", 0.05, marks=pytest.mark.night), ("kvbits_klt4", 0.4)]
+)
 def test_newest_tokens_may_be_raw(model, engine, calibration, dtype, limit):
-    """In the model's own layers, not in the head. Requests of up to 192 tokens are read raw throughout, unless a page that others left has no copy."""
+    """In the model's own layers, not in the head.
+
+    Requests of up to 192 tokens are read raw throughout, unless a page that others left has no copy.
+    """
     llm = engine("mimo_mtp", dtype, **drafts(dtype, **(said(calibration("mimo_mtp")) if "klt" in dtype else COPIES)))
     prompts = [random_ids(n, n) for n in (2, 40, 63, 120, 300)]
     for again in (False, True):
@@ -97,8 +110,9 @@ def test_random_requests_in_a_tiny_pool(model, engine, calibration):
     ],
 )
 def test_recurrent_layers(model, engine, dtype, options):
-    """As far from Transformers as without drafts: states of rejected ones are left with their tokens' pages, and prefixes are found in whole blocks. bfloat16, as
-    vLLM has gated delta rules on a CPU."""
+    """As far from Transformers as without drafts: states of rejected ones are left with their tokens' pages, and
+    prefixes are found in whole blocks. bfloat16, as vLLM has gated delta rules on a CPU.
+    """
     vllm_cpu_recurrent.install()
     prompts, name = [random_ids(n, n) for n in (2, 63, 700)], "qwen3_next_mtp"
 

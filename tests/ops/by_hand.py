@@ -1,4 +1,6 @@
-"""Pages decoded from the words of docs/reference/formats.md alone, in plain numpy: an independent judge of what kernels read and write."""
+"""Pages decoded from the words of docs/reference/formats.md alone, in plain numpy: an independent judge of what kernels
+read and write.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,21 @@ def codes(struct: np.ndarray, layout: PageLayout, kind: str, spec: QuantSpec) ->
     for i, bits in enumerate(spec.number_format.planes):
         row_bytes = -(-d * bits // 32) * 4
         plane = struct[layout.sections[f"{kind}_plane{i}"].offset :]
-        where = np.array([[code_byte(kind, t, r, row_bytes, layout.page_size) for r in range(row_bytes)] for t in range(layout.page_size)])
+        where = np.array(
+            [
+                [code_byte(kind, t, r, row_bytes, layout.page_size) for r in range(row_bytes)]
+                for t in range(layout.page_size)
+            ]
+        )
         channel = np.arange(d)
         field = plane[where[:, channel % row_bytes]] >> (channel // row_bytes * bits) & (2**bits - 1)
         out = (out << bits) | field
     return out
 
 
-def values(struct: np.ndarray, layout: PageLayout, kind: str, spec: QuantSpec, static: dict[str, torch.Tensor], head: int) -> np.ndarray:
+def values(
+    struct: np.ndarray, layout: PageLayout, kind: str, spec: QuantSpec, static: dict[str, torch.Tensor], head: int
+) -> np.ndarray:
     """float64 [page_size, head_dim] of one head struct (uint8 [head_bytes])."""
     d, n = layout.dim(kind), layout.page_size
 

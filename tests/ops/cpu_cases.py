@@ -1,4 +1,6 @@
-"""Calls for the CPU kernel tests: a scattered page pool with closed, sink and tail pages, everything unwritten poisoned."""
+"""Calls for the CPU kernel tests: a scattered page pool with closed, sink and tail pages, everything unwritten
+poisoned.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ from kvbits.ops.reference.close import close_nested
 from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
 from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import completed
-from kvbits.spec import SCALE_8BIT, CacheSpec, LowLayout, PageLayout, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
+from kvbits.spec import (
+    SCALE_8BIT,
+    CacheSpec,
+    LowLayout,
+    PageLayout,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    PerToken,
+    QuantSpec,
+)
 
 needs_library = pytest.mark.skipif(library.unavailable() is not None, reason=f"{library.unavailable()}")
 
@@ -40,12 +52,15 @@ NOISE = {
     "fp8_e5m2": 5e-6,
     "raw": 5e-6,
 } | dict.fromkeys(CODEBOOKS, 2e-2)
-"""Relative L2 error allowed on dequantized values: q and p are rounded to 16 bits for int8, to 8 bits below, and with AVX-512 the levels of a codebook of values
-whose tokens bring their scales to 8 bits, too; the rest is fp32."""
+"""Relative L2 error allowed on dequantized values: q and p are rounded to 16 bits for int8, to 8 bits below, and with
+AVX-512 the levels of a codebook of values whose tokens bring their scales to 8 bits, too; the rest is fp32.
+"""
 
 
 def kvquant(fmt: str, outliers: float = 0.01, static: bool = False) -> tuple[QuantSpec, QuantSpec]:
-    """(key, value) of the presets nuq4-1%, nuq4 and so on, or with the paper's calibrated ranges of keys, which stretch."""
+    """(key, value) of the presets nuq4-1%, nuq4 and so on, or with the paper's calibrated ranges of keys, which
+    stretch.
+    """
     value = QuantSpec(format=fmt, granularity=PerToken(), symmetric=False, outliers=outliers)
     return dataclasses.replace(value, granularity=PerChannel(), static=static, pre_rope=True), value
 
@@ -53,19 +68,38 @@ def kvquant(fmt: str, outliers: float = 0.01, static: bool = False) -> tuple[Qua
 def kvquant_specs(fmt: str, group: int = 32) -> list[QuantSpec]:
     """What KVQuant's techniques (codebooks, outliers) make of a format, for keys and values alike."""
     f16, f32 = dict(format=fmt, outliers=0.02), dict(format=fmt, scale_dtype="float32")
-    made = [QuantSpec(**f16, granularity=g, symmetric=s) for g in (PerToken(), PerGroup(group), PerChannel()) for s in (True, False)]
-    made += [QuantSpec(**f16, granularity=PerGroup(group), center="channel"), QuantSpec(**f16, granularity=PerToken(), symmetric=False, center="channel")]
+    made = [
+        QuantSpec(**f16, granularity=g, symmetric=s)
+        for g in (PerToken(), PerGroup(group), PerChannel())
+        for s in (True, False)
+    ]
+    made += [
+        QuantSpec(**f16, granularity=PerGroup(group), center="channel"),
+        QuantSpec(**f16, granularity=PerToken(), symmetric=False, center="channel"),
+    ]
     made += [QuantSpec(format=fmt, granularity=PerChannel(), symmetric=False, outliers=0.1, scale_dtype="bfloat16")]
     if fmt in CODEBOOKS:
-        made += [QuantSpec(format=fmt, granularity=g, symmetric=s) for g in (PerToken(), PerChannel()) for s in (True, False)]
-        made += [QuantSpec(**f32, granularity=g, static=True, symmetric=s) for g in (PerChannel(), PerGroup(group), PerTensor()) for s in (True, False)]
-        made += [QuantSpec(**f32, granularity=PerChannel(), static=True, symmetric=s, outliers=o) for s in (True, False) for o in (0.002, 0.05)]
+        made += [
+            QuantSpec(format=fmt, granularity=g, symmetric=s) for g in (PerToken(), PerChannel()) for s in (True, False)
+        ]
+        made += [
+            QuantSpec(**f32, granularity=g, static=True, symmetric=s)
+            for g in (PerChannel(), PerGroup(group), PerTensor())
+            for s in (True, False)
+        ]
+        made += [
+            QuantSpec(**f32, granularity=PerChannel(), static=True, symmetric=s, outliers=o)
+            for s in (True, False)
+            for o in (0.002, 0.05)
+        ]
     return made
 
 
 def banded(*bands: int, basis: str | None = None, center: str | None = None) -> QuantSpec:
     """Banded codes of these widths."""
-    return QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, bands=bands, basis=basis, center=center)
+    return QuantSpec(
+        format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, bands=bands, basis=basis, center=center
+    )
 
 
 def inverse_frequencies(head_dim: int, turned: float = 0.75) -> torch.Tensor:
@@ -78,22 +112,36 @@ def inverse_frequencies(head_dim: int, turned: float = 0.75) -> torch.Tensor:
 def specs_of(fmt: str, group: int = 32) -> list[QuantSpec]:
     """Every way to share scales that a format has."""
     made = [QuantSpec(format=fmt, granularity=g) for g in (PerToken(), PerGroup(group), PerChannel())]
-    made += [QuantSpec(format=fmt, granularity=g, center="channel", scale_dtype="bfloat16") for g in (PerToken(), PerChannel())]
-    made += [QuantSpec(format=fmt, granularity=g, static=True, scale_dtype="float32") for g in (PerChannel(), PerGroup(group))]
+    made += [
+        QuantSpec(format=fmt, granularity=g, center="channel", scale_dtype="bfloat16")
+        for g in (PerToken(), PerChannel())
+    ]
+    made += [
+        QuantSpec(format=fmt, granularity=g, static=True, scale_dtype="float32")
+        for g in (PerChannel(), PerGroup(group))
+    ]
     if fmt.startswith("int"):
-        made += [QuantSpec(format=fmt, granularity=g, symmetric=False) for g in (PerToken(), PerGroup(group), PerChannel())]
-        made += [QuantSpec(format=fmt, granularity=PerGroup(group), symmetric=False, static=True, scale_dtype="float32")]
+        made += [
+            QuantSpec(format=fmt, granularity=g, symmetric=False) for g in (PerToken(), PerGroup(group), PerChannel())
+        ]
+        made += [
+            QuantSpec(format=fmt, granularity=PerGroup(group), symmetric=False, static=True, scale_dtype="float32")
+        ]
     return made
 
 
-def static_params(key: QuantSpec, value: QuantSpec, heads: int, head_dim: int, value_head_dim: int | None = None) -> dict[str, torch.Tensor]:
+def static_params(
+    key: QuantSpec, value: QuantSpec, heads: int, head_dim: int, value_head_dim: int | None = None
+) -> dict[str, torch.Tensor]:
     found = {}
     for kind, spec, d in (("k", key, head_dim), ("v", value, value_head_dim or head_dim)):
         if spec.static:
             groups = spec.num_groups(d)
             found[f"{kind}_scale"] = (3 + torch.rand(heads, groups)) / spec.q_max
             if spec.has_bias:
-                found[f"{kind}_bias"] = torch.randn(heads, groups) / 2 if spec.has_codebook else -3 - torch.rand(heads, groups) / 2
+                found[f"{kind}_bias"] = (
+                    torch.randn(heads, groups) / 2 if spec.has_codebook else -3 - torch.rand(heads, groups) / 2
+                )
         if spec.has_codebook:
             steps = torch.rand(heads, 2**spec.bits).cumsum(-1)
             found[f"{kind}_codebook"] = 2 * (steps - steps[:, :1]) / (steps[:, -1:] - steps[:, :1]) - 1
@@ -119,7 +167,14 @@ def statics_of(spec: CacheSpec) -> list[dict[str, torch.Tensor]] | None:
     for i, g in enumerate(spec.layers):
         key, value = spec.scheme.for_layer(i, len(spec.layers))
         given = static_params(key, value, g.num_kv_heads, g.head_dim)
-        found.append({name: given[name] for kind, s in (("k", key), ("v", value)) for n in s.calibrates if (name := f"{kind}_{n}")})
+        found.append(
+            {
+                name: given[name]
+                for kind, s in (("k", key), ("v", value))
+                for n in s.calibrates
+                if (name := f"{kind}_{n}")
+            }
+        )
     return found
 
 
@@ -134,11 +189,28 @@ def poisoned_pool(pages: torch.Tensor, page_ids: np.ndarray, num_pages: int) -> 
 
 
 def random_call(
-    key: QuantSpec, value: QuantSpec, *, head_dim: int = 64, heads: int = 2, group: int = 3, batch: int = 2, tokens: int = 1, page_size: int = 64,
-    pages: int = 3, sinks: int = 3, first: int = 0, window: int | None = None, softcap: float | None = None, dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0, low: tuple[int, int] | None = None, flat: float | None = None, value_head_dim: int | None = None,
-) -> tuple[torch.Tensor, AttendCall, torch.Tensor]:  # fmt: skip
-    """(q, call, q_positions): ragged sequences of sinks, closed pages (the last one cropped to an odd length) and a raw tail.
+    key: QuantSpec,
+    value: QuantSpec,
+    *,
+    head_dim: int = 64,
+    heads: int = 2,
+    group: int = 3,
+    batch: int = 2,
+    tokens: int = 1,
+    page_size: int = 64,
+    pages: int = 3,
+    sinks: int = 3,
+    first: int = 0,
+    window: int | None = None,
+    softcap: float | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    low: tuple[int, int] | None = None,
+    flat: float | None = None,
+    value_head_dim: int | None = None,
+) -> tuple[torch.Tensor, AttendCall, torch.Tensor]:
+    """(q, call, q_positions): ragged sequences of sinks, closed pages (the last one cropped to an odd length) and a raw
+    tail.
 
     Args:
         first: tokens between the sinks and the closed pages.
@@ -151,9 +223,19 @@ def random_call(
     raw_dtype, values = str(dtype).removeprefix("torch."), value_head_dim or head_dim
 
     def layout(k: QuantSpec, v: QuantSpec, size: int) -> PageLayout:
-        return PageLayout(key=k, value=v, page_size=size, num_kv_heads=heads, head_dim=head_dim, value_head_dim=values, raw_dtype=raw_dtype)
+        return PageLayout(
+            key=k,
+            value=v,
+            page_size=size,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+            value_head_dim=values,
+            raw_dtype=raw_dtype,
+        )
 
-    def part(lay: PageLayout, counts: list[int], starts: np.ndarray, lengths: np.ndarray, fine: list[LowLayout] = []) -> Part:  # noqa: B006
+    def part(
+        lay: PageLayout, counts: list[int], starts: np.ndarray, lengths: np.ndarray, fine: list[LowLayout] = []  # noqa: B006
+    ) -> Part:
         n = sum(counts)
         offset = torch.randn(heads, 1, head_dim)
         k, v = torch.randn(n, heads, lay.page_size, head_dim) + offset, torch.randn(n, heads, lay.page_size, values)
@@ -189,7 +271,14 @@ def random_call(
     else:
         first = np.cumsum([0, *counts[:-1]])
         young = np.setdiff1d(np.arange(sum(counts)), first)
-        fine = LowLayout(key_bits=low[0], value_bits=low[1], page_size=page_size, num_kv_heads=heads, head_dim=head_dim, value_head_dim=values)
+        fine = LowLayout(
+            key_bits=low[0],
+            value_bits=low[1],
+            page_size=page_size,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+            value_head_dim=values,
+        )
         parts = [part(closed, [1] * batch, starts[first], lengths[first])]
         parts.append(part(closed, [c - 1 for c in counts], starts[young], lengths[young], [fine]))
     if sinks:

@@ -1,4 +1,6 @@
-"""Random caches for the GPU tests and benchmarks: closed pages, sinks and a tail, in shuffled pools whose unused bytes are poisoned."""
+"""Random caches for the GPU tests and benchmarks: closed pages, sinks and a tail, in shuffled pools whose unused bytes
+are poisoned.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ from kvbits.spec import LowLayout, PageLayout, PerChannel, QuantSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One attention call over `lengths[b]` tokens of each sequence. `low`: bits of the low planes of each sequence's newer closed pages;
-    `first`: position of the first token."""
+    """One attention call over `lengths[b]` tokens of each sequence.
+
+    `low`: bits of the low planes of each sequence's newer closed pages; `first`: position of the first token.
+    """
 
     key: QuantSpec
     value: QuantSpec
@@ -41,7 +45,9 @@ class Case:
 
     def __str__(self) -> str:
         changed = [
-            f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if f.name not in ("key", "value") and getattr(self, f.name) != f.default
+            f"{f.name}={getattr(self, f.name)}"
+            for f in dataclasses.fields(self)
+            if f.name not in ("key", "value") and getattr(self, f.name) != f.default
         ]
         return f"{_short(self.key)} {_short(self.value)} {' '.join(changed)}"
 
@@ -82,15 +88,30 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Attend
     spans = {"closed": [], "young": [], "sink": [], "tail": []}
     for n in case.lengths:
         sink = min(case.sinks, n)
-        closed = n - sink if case.key.is_raw else (n - sink - case.tail) // case.page_size * case.page_size if n - sink > case.tail else 0
+        closed = (
+            n - sink
+            if case.key.is_raw
+            else (n - sink - case.tail) // case.page_size * case.page_size
+            if n - sink > case.tail
+            else 0
+        )
         spans["sink"].append((0, sink))
-        old = closed if case.low is None else (closed // 3 + (17 * len(spans["sink"])) % 128) // case.page_size * case.page_size
+        old = (
+            closed
+            if case.low is None
+            else (closed // 3 + (17 * len(spans["sink"])) % 128) // case.page_size * case.page_size
+        )
         old = min(old, closed)
         spans["closed"].append((sink, sink + old))
         spans["young"].append((sink + old, sink + closed))
         spans["tail"].append((sink + closed, n))
     closed_layout = layout(case.key, case.value, case.page_size)
-    layouts = {"closed": closed_layout, "young": closed_layout, "sink": layout(raw, raw, max(case.sinks, 1)), "tail": layout(raw, raw, case.page_size)}
+    layouts = {
+        "closed": closed_layout,
+        "young": closed_layout,
+        "sink": layout(raw, raw, max(case.sinks, 1)),
+        "tail": layout(raw, raw, case.page_size),
+    }
     for name, per_sequence in spans.items():
         if any(end > start for start, end in per_sequence):
             part, stride = _part(layouts[name], per_sequence, case, name, gen, rng, device)
@@ -102,11 +123,23 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Attend
     return call, q, strides
 
 
-def _part(layout: PageLayout, spans: list[tuple[int, int]], case: Case, name: str, gen: torch.Generator, rng: np.random.Generator, device) -> tuple[Part, int]:
+def _part(
+    layout: PageLayout,
+    spans: list[tuple[int, int]],
+    case: Case,
+    name: str,
+    gen: torch.Generator,
+    rng: np.random.Generator,
+    device,
+) -> tuple[Part, int]:
     size = layout.page_size
     starts, lengths, counts = [], [], []
     for first, end in spans:
-        first = max(first, (end - case.window) // size * size) if case.window and name == "closed" and not case.crop else first
+        first = (
+            max(first, (end - case.window) // size * size)
+            if case.window and name == "closed" and not case.crop
+            else first
+        )
         pages = range(first, end, size)
         counts.append(len(pages))
         starts += [p + case.first for p in pages]
@@ -115,15 +148,28 @@ def _part(layout: PageLayout, spans: list[tuple[int, int]], case: Case, name: st
             lengths[-1] -= case.crop
     n = len(starts)
     ids = rng.permutation(n + 3)[:n]
-    slab = torch.full((n + 3, case.layers, layout.num_kv_heads, layout.head_bytes), 0xFF, dtype=torch.uint8, device=device)
+    slab = torch.full(
+        (n + 3, case.layers, layout.num_kv_heads, layout.head_bytes), 0xFF, dtype=torch.uint8, device=device
+    )
     static = _static(layout, case, gen, device)
-    low = [LowLayout(key_bits=case.low[0], value_bits=case.low[1], page_size=size, **case.sizes)] if name == "young" else []
+    low = (
+        [LowLayout(key_bits=case.low[0], value_bits=case.low[1], page_size=size, **case.sizes)]
+        if name == "young"
+        else []
+    )
     low_ids = [rng.permutation(n + 2)[:n].astype(np.int64) for _ in low]
-    low_slabs = [torch.full((n + 2, case.layers, case.heads, x.head_bytes), 0xFF, dtype=torch.uint8, device=device) for x in low]
+    low_slabs = [
+        torch.full((n + 2, case.layers, case.heads, x.head_bytes), 0xFF, dtype=torch.uint8, device=device) for x in low
+    ]
     for at in range(0, n, 256):
         some = ids[at : at + 256]
-        k, v = (torch.randn(len(some), layout.num_kv_heads, size, layout.dim(kind), generator=gen, device=device) * case.magnitude for kind in "kv")
-        k += torch.randn(layout.head_dim, generator=gen, device=device) * case.magnitude  # keys of real models have a mean
+        k, v = (
+            torch.randn(len(some), layout.num_kv_heads, size, layout.dim(kind), generator=gen, device=device)
+            * case.magnitude
+            for kind in "kv"
+        )
+        # keys of real models have a mean
+        k += torch.randn(layout.head_dim, generator=gen, device=device) * case.magnitude
         (pages, *planes), _ = close_nested(k, v, layout, static, low, np.array(starts[at : at + 256]))
         if layout.key.is_raw:  # nothing may depend on rows past the visible length
             _poison(pages, layout, lengths[at : at + 256])
@@ -132,7 +178,9 @@ def _part(layout: PageLayout, spans: list[tuple[int, int]], case: Case, name: st
             to[torch.from_numpy(which[at : at + 256]).to(device)] = plane[:, None]
     store = PageStore(layout, (slab[:, 0],), static)
     indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    table = PageTable(indptr, ids.astype(np.int64), np.array(starts, np.int64), np.array(lengths, np.int32), tuple(low_ids))
+    table = PageTable(
+        indptr, ids.astype(np.int64), np.array(starts, np.int64), np.array(lengths, np.int32), tuple(low_ids)
+    )
     stores = tuple(LowStore(x, (s[:, 0],)) for x, s in zip(low, low_slabs, strict=True))
     return Part(store, table, stores), layout.page_size_bytes
 
@@ -152,16 +200,24 @@ def _static(layout: PageLayout, case: Case, gen: torch.Generator, device) -> dic
             static[f"{prefix}_codebook"] = levels.sort(-1).values
         if spec.basis == "calibrated":
             d = layout.head_dim
-            basis = torch.eye(d, device=device) + torch.randn(layout.num_kv_heads, d, d, generator=gen, device=device) / (2 * d**0.5)
+            basis = torch.eye(d, device=device) + torch.randn(
+                layout.num_kv_heads, d, d, generator=gen, device=device
+            ) / (2 * d**0.5)
             static["k_basis"] = basis / (band_steps(spec, d).to(device) * case.magnitude)
         if spec.has_offsets:
-            static["k_mean"] = torch.randn(layout.num_kv_heads, 2, layout.head_dim, generator=gen, device=device) * min(case.magnitude, 1.0)
+            static["k_mean"] = torch.randn(layout.num_kv_heads, 2, layout.head_dim, generator=gen, device=device) * min(
+                case.magnitude, 1.0
+            )
         if spec.needs_rotary:
             d = layout.head_dim // 2
             static = completed(static, 10000.0 ** (-torch.arange(d, device=device) / d))
         if spec.static and spec.has_codebook:  # narrow: some tokens are stretched
-            static[f"{prefix}_scale"] = (torch.rand(layout.num_kv_heads, layout.dim(prefix), generator=gen, device=device) + 1.7) * case.magnitude
-            static[f"{prefix}_bias"] = torch.randn(layout.num_kv_heads, layout.dim(prefix), generator=gen, device=device) * case.magnitude
+            static[f"{prefix}_scale"] = (
+                torch.rand(layout.num_kv_heads, layout.dim(prefix), generator=gen, device=device) + 1.7
+            ) * case.magnitude
+            static[f"{prefix}_bias"] = (
+                torch.randn(layout.num_kv_heads, layout.dim(prefix), generator=gen, device=device) * case.magnitude
+            )
         elif spec.static:
             n = spec.num_groups(layout.dim(prefix))
             top = 4.0 * case.magnitude

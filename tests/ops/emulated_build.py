@@ -31,11 +31,14 @@ def _compiler() -> str:
             if path.stat().st_mtime < time.time() - KEPT:
                 path.unlink()
     headers = [p.read_text() for p in sorted(FOLDER.glob("*.h"))]
-    return "\n".join([subprocess.run(["g++", "--version"], check=True, capture_output=True, text=True).stdout, *headers])
+    return "\n".join(
+        [subprocess.run(["g++", "--version"], check=True, capture_output=True, text=True).stdout, *headers]
+    )
 
 
 def put_sources(folder: Path, source: Path, instead: Mapping[str, str]) -> None:
-    """Put what `build` takes into `folder`: a kernel's source as kernel.h, the headers that it includes, and the emulation of a GPU.
+    """Put what `build` takes into `folder`: a kernel's source as kernel.h, the headers that it includes, and the
+    emulation of a GPU.
 
     Args:
         instead: texts that only a GPU's compiler knows, and what stands in their place.
@@ -44,7 +47,9 @@ def put_sources(folder: Path, source: Path, instead: Mapping[str, str]) -> None:
     for gpu_only, here in instead.items():
         assert gpu_only in text
         text = text.replace(gpu_only, here)
-    emulation = {p.name: p.read_text() for p in (Path(__file__).parent / "emulated").iterdir() if p.suffix in (".cuh", ".cpp")}
+    emulation = {
+        p.name: p.read_text() for p in (Path(__file__).parent / "emulated").iterdir() if p.suffix in (".cuh", ".cpp")
+    }
     for name, content in (headers_of(source.parent, source.name) | emulation | {"kernel.h": text}).items():
         (folder / name).write_text(content)
 
@@ -56,13 +61,28 @@ def build(folder: Path, options: Sequence[str]) -> ctypes.CDLL:
         subprocess.CalledProcessError: it does not compile; the compiler has said why.
     """
     sources = sorted(p for p in folder.iterdir() if p.suffix in (".h", ".cuh", ".cpp"))
-    key = hashlib.sha256("\0".join([_compiler(), *options, *(x for p in sources for x in (p.name, p.read_text()))]).encode()).hexdigest()
+    key = hashlib.sha256(
+        "\0".join([_compiler(), *options, *(x for p in sources for x in (p.name, p.read_text()))]).encode()
+    ).hexdigest()
     made = MADE / f"{key[:40]}.so"
     if made.exists():
         os.utime(made)
     else:
         part = MADE / f"{key[:40]}.{os.getpid()}"
-        command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *options, f"-I{FOLDER}", f"-I{folder}", str(folder / "block.cpp"), "-o", str(part)]
+        command = [
+            "g++",
+            "-std=c++17",
+            "-O1",
+            "-w",
+            "-shared",
+            "-fPIC",
+            *options,
+            f"-I{FOLDER}",
+            f"-I{folder}",
+            str(folder / "block.cpp"),
+            "-o",
+            str(part),
+        ]
         subprocess.run(command, check=True)
         part.rename(made)
     return ctypes.CDLL(str(made))

@@ -1,10 +1,13 @@
-"""Hashes of the compiled code of every CUDA kernel of the presets: whether a change of the sources changed any kernel. Needs NVRTC, no GPU.
+"""Hashes of the compiled code of every CUDA kernel of the presets: whether a change of the sources changed any kernel.
+
+Needs NVRTC, no GPU.
 
     python tests/ops/kernel_bytes.py --out before.json          # before the change
     python tests/ops/kernel_bytes.py --against before.json      # after it: 1 where a kernel differs
 
-What is hashed is PTX, which ptxas turns into the same machine code every time, without the names of C++ symbols and declarations that nothing uses.
-`--cubin` hashes machine code as it is. A kernel is another if its code is none of those before: which macros it is compiled with does not count.
+What is hashed is PTX, which ptxas turns into the same machine code every time, without the names of C++ symbols and
+declarations that nothing uses. `--cubin` hashes machine code as it is. A kernel is another if its code is none of those
+before: which macros it is compiled with does not count.
 """
 
 from __future__ import annotations
@@ -31,7 +34,13 @@ from kvbits.ops.cuda.engine.runtime.compile import Source
 from kvbits.spec import CacheSpec, LayerGeometry
 
 ARCHITECTURES = {"sm_90": (9, 0), "sm_80": (8, 0)}
-MODELS = ((128, torch.bfloat16, False), (128, torch.bfloat16, True), (128, torch.float32, False), (64, torch.bfloat16, False), (256, torch.bfloat16, False))
+MODELS = (
+    (128, torch.bfloat16, False),
+    (128, torch.bfloat16, True),
+    (128, torch.float32, False),
+    (64, torch.bfloat16, False),
+    (256, torch.bfloat16, False),
+)
 """Size of heads, dtype, whether scores have a softcap."""
 
 
@@ -39,7 +48,9 @@ def launched(names: list[str], capability: tuple[int, int]) -> Iterator[Source]:
     """What caches and vLLM launch for presets on a GPU of that capability."""
     for name, (head_dim, dtype, softcap) in itertools.product(names, MODELS):
         try:
-            spec = CacheSpec(scheme=schemes.get(name, head_dim=head_dim), layers=(LayerGeometry(num_kv_heads=8, head_dim=head_dim),))
+            spec = CacheSpec(
+                scheme=schemes.get(name, head_dim=head_dim), layers=(LayerGeometry(num_kv_heads=8, head_dim=head_dim),)
+            )
         except SpecError:
             continue
         for group in spec.groups:
@@ -54,22 +65,36 @@ def _without_comments(text: str) -> str:
 
 def code(kernel: Source, arch: str, kept: Path | None) -> str:
     """The hash of one kernel's code; compiled again only if its text, its headers or its macros are others."""
-    headers = {header: _without_comments(text) for header, text in cuda_compile.headers_of(kernel.folder, kernel.name).items()}
-    source = "".join(f"#define {k} {v}\n" for k, v in sorted(kernel.macros.items())) + _without_comments((kernel.folder / kernel.name).read_text())
-    key = hashlib.sha256(repr((cuda_compile.version(), source, sorted(headers.items()), arch)).encode()).hexdigest()[:32]
+    headers = {
+        header: _without_comments(text) for header, text in cuda_compile.headers_of(kernel.folder, kernel.name).items()
+    }
+    source = "".join(f"#define {k} {v}\n" for k, v in sorted(kernel.macros.items())) + _without_comments(
+        (kernel.folder / kernel.name).read_text()
+    )
+    key = hashlib.sha256(repr((cuda_compile.version(), source, sorted(headers.items()), arch)).encode()).hexdigest()[
+        :32
+    ]
     if kept and (kept / key).exists():
         binary = gzip.decompress((kept / key).read_bytes())
     else:
-        binary = cuda_compile._compile("kernel.cu", source, headers, [*cuda_compile.OPTIONS, f"--gpu-architecture={arch}"]).cubin
+        binary = cuda_compile._compile(
+            "kernel.cu", source, headers, [*cuda_compile.OPTIONS, f"--gpu-architecture={arch}"]
+        ).cubin
         if kept:
             (kept / key).write_bytes(gzip.compress(binary, 1))
-    return hashlib.sha256(instructions(binary.decode()).encode() if arch.startswith("compute") else binary).hexdigest()[:24]
+    return hashlib.sha256(instructions(binary.decode()).encode() if arch.startswith("compute") else binary).hexdigest()[
+        :24
+    ]
 
 
 def instructions(ptx: str) -> str:
     """PTX without what machine code does not depend on: see above."""
     once = {name for name, n in collections.Counter(re.findall(r"[\w$]+", ptx)).items() if n == 1}
-    lines = [x for x in ptx.splitlines() if not ((found := re.match(r"\.global .*?([\w$]+)(?:\[\d+\])*(?: =|;)", x)) and found[1] in once)]
+    lines = [
+        x
+        for x in ptx.splitlines()
+        if not ((found := re.match(r"\.global .*?([\w$]+)(?:\[\d+\])*(?: =|;)", x)) and found[1] in once)
+    ]
     text = "\n".join(lines)
     for i, name in enumerate(dict.fromkeys(re.findall(r"\b_Z\w+", text))):
         text = re.sub(rf"\b{name}\b", f"symbol{i}", text)

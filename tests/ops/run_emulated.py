@@ -1,6 +1,7 @@
 """Runs the CPU library of wheels on machines we do not have: aarch64 (NEON) and old x86-64, emulated by qemu.
 
-    python tests/ops/run_emulated.py dist/*.whl       of `make wheels`, which leaves the compilers; needs qemu-user and libc6-arm64-cross
+    python tests/ops/run_emulated.py dist/*.whl       of `make wheels`, which leaves the compilers; needs qemu-user and
+                                                      libc6-arm64-cross
 
 Cases and expected results are computed here; tests/ops/replay.cpp replays them on the emulated machine.
 """
@@ -21,7 +22,17 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-from ops.cpu_cases import CODEBOOKS, FORMATS, NOISE, RAW, kvquant, kvquant_specs, random_call, specs_of, static_params  # noqa: E402
+from ops.cpu_cases import (  # noqa: E402
+    CODEBOOKS,
+    FORMATS,
+    NOISE,
+    RAW,
+    kvquant,
+    kvquant_specs,
+    random_call,
+    specs_of,
+    static_params,
+)
 
 from kvbits.ops.cpu.structs import low_struct, rotations, store_struct  # noqa: E402
 from kvbits.ops.descriptor import DTYPES, TORCH_NUMBERS  # noqa: E402
@@ -39,7 +50,11 @@ def blob(data: object) -> bytes:
     if data is None:
         raw = b""
     elif isinstance(data, torch.Tensor):
-        raw = data.contiguous().view(torch.uint8).numpy().tobytes() if data.dtype == torch.bfloat16 else data.contiguous().numpy().tobytes()
+        raw = (
+            data.contiguous().view(torch.uint8).numpy().tobytes()
+            if data.dtype == torch.bfloat16
+            else data.contiguous().numpy().tobytes()
+        )
     else:
         raw = bytes(data) if isinstance(data, (bytes, ctypes.Structure)) else data.tobytes()
     return ints(len(raw)) + raw
@@ -51,22 +66,33 @@ def store_bytes(store: PageStore) -> bytes:
     for kind, spec in (("k", layout.key), ("v", layout.value)):
         for name in ("scale", "bias"):
             given = store.static.get(f"{kind}_{name}")
-            wide.append(None if given is None else given.repeat_interleave(layout.head_dim // spec.num_groups(layout.head_dim), 1))
+            wide.append(
+                None
+                if given is None
+                else given.repeat_interleave(layout.head_dim // spec.num_groups(layout.head_dim), 1)
+            )
         inv_freq = store.static.get(f"{kind}_inv_freq")
         turns = None if inv_freq is None else rotations(inv_freq.numpy().tobytes(), layout.page_size)
         wide += [store.static.get(f"{kind}_codebook"), inv_freq, turns]
     slab = torch.cat([s.contiguous() for s in store.slabs])
     return (
-        blob(made.key) + blob(made.value) + b"".join(blob(w) for w in wide)
-        + ints(layout.page_size, layout.head_bytes, layout.page_size_bytes) + blob(slab)
-    )  # fmt: skip
+        blob(made.key)
+        + blob(made.value)
+        + b"".join(blob(w) for w in wide)
+        + ints(layout.page_size, layout.head_bytes, layout.page_size_bytes)
+        + blob(slab)
+    )
 
 
 def low_bytes(store: LowStore) -> bytes:
     made = low_struct(store)
     slab = torch.cat([s.contiguous() for s in store.slabs])
     return (
-        blob(made.key) + blob(made.value) + blob(None) * 10 + ints(store.layout.page_size, store.layout.head_bytes, store.layout.page_size_bytes) + blob(slab)
+        blob(made.key)
+        + blob(made.value)
+        + blob(None) * 10
+        + ints(store.layout.page_size, store.layout.head_bytes, store.layout.page_size_bytes)
+        + blob(slab)
     )
 
 
@@ -76,24 +102,66 @@ def attend_case(noise: float, *args: object, young_only: bool = False, **kwargs:
         call = dataclasses.replace(call, parts=call.parts[1:2])
     out, lse = attend_reference.attend(q, call, positions, torch.float64)
     h = call.parts[0].store.layout.num_kv_heads
-    data = ints(1, q.shape[0], q.shape[1], q.shape[2], h, q.shape[3], TORCH_NUMBERS[q.dtype], call.sliding_window or 0, len(call.parts))
-    data += struct.pack("<3d", call.scaling, call.softcap or 0.0, noise) + blob(q) + blob(positions) + blob(out.float()) + blob(lse.float())
+    data = ints(
+        1,
+        q.shape[0],
+        q.shape[1],
+        q.shape[2],
+        h,
+        q.shape[3],
+        TORCH_NUMBERS[q.dtype],
+        call.sliding_window or 0,
+        len(call.parts),
+    )
+    data += (
+        struct.pack("<3d", call.scaling, call.softcap or 0.0, noise)
+        + blob(q)
+        + blob(positions)
+        + blob(out.float())
+        + blob(lse.float())
+    )
     for part in call.parts:
         t = part.table
-        data += store_bytes(part.store) + blob(t.indptr) + blob(t.page_ids) + blob(t.starts) + blob(t.lengths) + ints(len(part.low))
+        data += (
+            store_bytes(part.store)
+            + blob(t.indptr)
+            + blob(t.page_ids)
+            + blob(t.starts)
+            + blob(t.lengths)
+            + ints(len(part.low))
+        )
         for store, ids in zip(part.low, t.low, strict=True):
             data += low_bytes(store) + blob(ids)
     return data
 
 
 def close_case(spec: QuantSpec, head_dim: int, dtype: torch.dtype, low: tuple[int, int] | None = None) -> bytes:
-    layout = PageLayout(key=spec, value=spec, page_size=32, num_kv_heads=2, head_dim=head_dim, raw_dtype=str(dtype).removeprefix("torch."))
+    layout = PageLayout(
+        key=spec,
+        value=spec,
+        page_size=32,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        raw_dtype=str(dtype).removeprefix("torch."),
+    )
     k, v = (torch.randn(2, 2, 32, head_dim).mul(torch.randn(2, 2, 32, 1).exp()).to(dtype) for _ in range(2))
     static = static_params(spec, spec, 2, head_dim)
-    fine = [] if low is None else [LowLayout(key_bits=low[0], value_bits=low[1], page_size=32, num_kv_heads=2, head_dim=head_dim)]
+    fine = (
+        []
+        if low is None
+        else [LowLayout(key_bits=low[0], value_bits=low[1], page_size=32, num_kv_heads=2, head_dim=head_dim)]
+    )
     (want, *planes), _ = close_nested(k, v, layout, static, fine)
     store = PageStore(layout, (torch.full_like(want, 0xFF),), static)
-    data = ints(2) + store_bytes(store) + ints(2, head_dim, DTYPES[layout.raw_dtype]) + blob(k) + blob(v) + blob(want) + ints(len(fine))
+    data = (
+        ints(2)
+        + store_bytes(store)
+        + ints(2, head_dim, DTYPES[layout.raw_dtype])
+        + blob(k)
+        + blob(v)
+        + blob(want)
+        + ints(len(fine))
+    )
     for y, plane in zip(fine, planes, strict=True):
         data += low_bytes(LowStore(y, (torch.full_like(plane, 0xFF),))) + blob(plane)
     return data
@@ -103,7 +171,15 @@ def cases() -> bytes:
     data = b""
     for fmt in FORMATS:
         for i, spec in enumerate(specs_of(fmt, group=16)):
-            data += attend_case(NOISE[fmt], spec, spec, head_dim=(64, 80, 128)[i % 3], group=1 + i % 8, page_size=(32, 64, 96)[i % 3], tokens=1 + 2 * (i % 2))
+            data += attend_case(
+                NOISE[fmt],
+                spec,
+                spec,
+                head_dim=(64, 80, 128)[i % 3],
+                group=1 + i % 8,
+                page_size=(32, 64, 96)[i % 3],
+                tokens=1 + 2 * (i % 2),
+            )
             data += close_case(spec, (64, 80, 128)[i % 3], (torch.float32, torch.bfloat16, torch.float16)[i % 3])
     for i, spec in enumerate(specs_of("int4", group=16)):
         shape = {"head_dim": (64, 80, 128)[i % 3], "group": 1 + i % 8, "page_size": (32, 64, 96)[i % 3]}
@@ -112,13 +188,29 @@ def cases() -> bytes:
         data += close_case(spec, (64, 80, 128)[i % 3], torch.bfloat16, ((4, 4), (2, 4), (0, 2))[i % 3])
     for fmt in CODEBOOKS:
         for i, head_dim in enumerate((64, 80, 96, 128)):
-            data += attend_case(NOISE[fmt], *kvquant(fmt), head_dim=head_dim, group=1 + 2 * i, page_size=(32, 64, 96)[i % 3], first=131_000, tokens=1 + i)
+            data += attend_case(
+                NOISE[fmt],
+                *kvquant(fmt),
+                head_dim=head_dim,
+                group=1 + 2 * i,
+                page_size=(32, 64, 96)[i % 3],
+                first=131_000,
+                tokens=1 + i,
+            )
     for fmt in (*CODEBOOKS, "int8", "int4", "int3", "int2"):
         for i, spec in enumerate(kvquant_specs(fmt, group=16)):
             data += attend_case(NOISE[fmt], spec, spec, head_dim=(64, 80, 128)[i % 3], group=1 + i % 8)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        data += attend_case(NOISE["raw"], RAW, RAW, head_dim=72, dtype=dtype, window=70, softcap=20.0) + close_case(RAW, 40, dtype)
-    data += attend_case(2e-2, QuantSpec(format="int3", granularity=PerChannel()), QuantSpec(format="int2", granularity=PerGroup(4)), head_dim=96, tokens=30)
+        data += attend_case(NOISE["raw"], RAW, RAW, head_dim=72, dtype=dtype, window=70, softcap=20.0) + close_case(
+            RAW, 40, dtype
+        )
+    data += attend_case(
+        2e-2,
+        QuantSpec(format="int3", granularity=PerChannel()),
+        QuantSpec(format="int2", granularity=PerGroup(4)),
+        head_dim=96,
+        tokens=30,
+    )
     return data + ints(0)
 
 

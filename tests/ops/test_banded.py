@@ -1,4 +1,6 @@
-"""Pages of banded codes: the reference, which stays in the basis, against a float64 softmax over dequantized keys; kernels that refuse them by name."""
+"""Pages of banded codes: the reference, which stays in the basis, against a float64 softmax over dequantized keys;
+kernels that refuse them by name.
+"""
 
 import numpy as np
 import pytest
@@ -27,7 +29,10 @@ def made(name, head_dim, starts, lengths):
     """A part of one sequence with pages at `starts`, and the dense keys and values that they read as, in float64."""
     layout = layout_of(name, head_dim)
     basis = torch.eye(head_dim) * 2 + torch.randn(HEADS, head_dim, head_dim) / head_dim**0.5
-    static = completed({"k_basis": basis, "k_mean": torch.randn(HEADS, 2, head_dim) + 1}, 10_000.0 ** (-torch.arange(head_dim // 2) / (head_dim // 2)))
+    static = completed(
+        {"k_basis": basis, "k_mean": torch.randn(HEADS, 2, head_dim) + 1},
+        10_000.0 ** (-torch.arange(head_dim // 2) / (head_dim // 2)),
+    )
     k, v = torch.randn(2, len(starts), HEADS, SIZE, head_dim)
     pages, _ = close_pages(k + 1, v, layout, static, np.array(starts))
     table = PageTable(np.array([0, len(starts)]), np.arange(len(starts)), np.array(starts), np.array(lengths, np.int32))
@@ -49,20 +54,33 @@ def test_attention_in_the_basis_is_attention_over_what_the_pages_read_as(name, h
     out, lse = attend(q, call, torch.tensor([[300, 700]]), dtype)
     for t, position in enumerate((300, 700)):
         seen = torch.from_numpy(np.flatnonzero(positions <= position))
-        want, want_lse = dense_attention(q[0, t : t + 1], held[0][seen], held[1][seen], [len(seen) - 1], 0.2, None, None)
+        want, want_lse = dense_attention(
+            q[0, t : t + 1], held[0][seen], held[1][seen], [len(seen) - 1], 0.2, None, None
+        )
         torch.testing.assert_close(out[0, t].double(), want[0], rtol=0, atol=1e-9 if dtype == torch.float64 else 2e-5)
-        torch.testing.assert_close(lse[0, t].double(), want_lse[0], rtol=0, atol=1e-9 if dtype == torch.float64 else 2e-4)
+        torch.testing.assert_close(
+            lse[0, t].double(), want_lse[0], rtol=0, atol=1e-9 if dtype == torch.float64 else 2e-4
+        )
 
 
 def test_a_family_of_its_own_has_kernels_for_banded_codes():
     layout = layout_of("klt2", 64)
     family = family_of(layout)
-    assert [family.refuses(op, layout, dtype=torch.bfloat16) for op in ("attend", "close", "step", "unpack")] == [None] * 4
-    planes = LowLayout(key_bits=4, value_bits=4, page_size=layout.page_size, num_kv_heads=layout.num_kv_heads, head_dim=64)
+    assert [family.refuses(op, layout, dtype=torch.bfloat16) for op in ("attend", "close", "step", "unpack")] == [
+        None
+    ] * 4
+    planes = LowLayout(
+        key_bits=4, value_bits=4, page_size=layout.page_size, num_kv_heads=layout.num_kv_heads, head_dim=64
+    )
     assert "with low planes have no CUDA kernel" in family.refuses("close", layout, dtype=torch.bfloat16, low=[planes])
 
 
 def test_sides_name_the_planes_of_bands():
     side = describe(layout_of("klt2", 64), "k")
     assert (side.planes, side.row_bytes, side.plane_offset) == ((4, 2, 1), (8, 8, 4), (0, 512, 1024))
-    assert (side.widths, side.scale_dtype, side.levels, side.offsets) == ((5, 3, 2, 0), DTYPES[SCALE_8BIT], LEVELS["banded"], True)
+    assert (side.widths, side.scale_dtype, side.levels, side.offsets) == (
+        (5, 3, 2, 0),
+        DTYPES[SCALE_8BIT],
+        LEVELS["banded"],
+        True,
+    )

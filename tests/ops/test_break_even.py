@@ -23,14 +23,20 @@ def test_limits_cover_every_measured_loss():
     assert len(faster) > len(rows) / 2
 
 
-@pytest.mark.parametrize("batch, tokens, small", [(1, 256, True), (64, 256, True), (1, 2048, True), (1, 2049, False), (4, 1024, False)])
+@pytest.mark.parametrize(
+    "batch, tokens, small", [(1, 256, True), (64, 256, True), (1, 2048, True), (1, 2049, False), (4, 1024, False)]
+)
 def test_both_limits_must_be_passed(batch, tokens, small):
     assert (break_even.small_on_gpu(batch, tokens, 2048) is not None) == small
 
 
 def test_the_plan_command_says_so():
     def text(context):
-        return CliRunner().invoke(app, ["plan", "--layers", "4", "--kv-heads", "8", "--head-dim", "128", "--context", str(context)]).stdout
+        return (
+            CliRunner()
+            .invoke(app, ["plan", "--layers", "4", "--kv-heads", "8", "--head-dim", "128", "--context", str(context)])
+            .stdout
+        )
 
     assert "16-bit attention is as fast or faster at 1 x 512 tokens" in " ".join(text(512).split())
     assert "16-bit attention" not in text(65536)

@@ -34,7 +34,14 @@ def serving(softcap):
     return [cpu.attend_fresh, reference.attend_fresh] if softcap is None else [reference.attend_fresh]
 
 
-@given(st.integers(1, 3), st.integers(1, 4), st.integers(2, 12), st.none() | st.integers(1, 14), st.sampled_from([None, 3.0]), st.data())
+@given(
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(2, 12),
+    st.none() | st.integers(1, 14),
+    st.sampled_from([None, 3.0]),
+    st.data(),
+)
 def test_a_chunk_matches_dense_softmax_with_padding_window_and_softcap(heads, group, tokens, window, softcap, data):
     batch = data.draw(st.integers(1, 3))
     before = [data.draw(st.sampled_from([0, 0, 7])) for _ in range(batch)]
@@ -70,7 +77,10 @@ def test_blocks_and_cuts_of_any_size_are_one_attention(window, softcap, padding,
     positions = (valid.long().cumsum(1) - 1).masked_fill(~valid, -1)
     bad = ~valid[..., None, None]
     q, k, v = (x.masked_fill(bad, torch.nan) for x in (q, k, v))  # what padding holds is not read
-    want = [dense_attention(q[b], k[b, valid[b]], v[b, valid[b]], positions[b].tolist(), 0.3, window, softcap) for b in range(3)]
+    want = [
+        dense_attention(q[b], k[b, valid[b]], v[b, valid[b]], positions[b].tolist(), 0.3, window, softcap)
+        for b in range(3)
+    ]
     for together, scores in ((64, 1 << 11), (64, 1 << 30), (512, 1 << 13), (512, 1 << 30)):
         monkeypatch.setattr(chunk_attention, "TOGETHER", together)
         monkeypatch.setitem(reference.SCORES, "cpu", scores)
@@ -107,12 +117,19 @@ def test_tensors_of_any_strides_are_read_as_they_are(attend_fresh, window, group
 def test_tensors_that_do_not_fit_together_are_refused(attend_fresh):
     q, k, v = chunk(2)
     positions = torch.arange(40).repeat(2, 1)
-    for bad in ((q, k[:, :39], v, positions), (q, k, v[:1], positions), (q, k, v, positions[0]), (q[:, :, :3], k, v, positions), (q, k[..., :8], v, positions)):
+    for bad in (
+        (q, k[:, :39], v, positions),
+        (q, k, v[:1], positions),
+        (q, k, v, positions[0]),
+        (q[:, :, :3], k, v, positions),
+        (q, k[..., :8], v, positions),
+    ):
         with pytest.raises(DataError, match="must be"):
             attend_fresh(*bad, 0.3, None, None)
 
 
-# -- memory --------------------------------------------------------------------------------------------------------------
+# -- memory
+# --------------------------------------------------------------------------------------------------------------
 
 PEAK = """
 import resource, sys, torch
@@ -131,15 +148,23 @@ print(run(8192))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss counts in other units")
-@pytest.mark.parametrize("softcap, window, padded, dtype", [(30.0, None, False, "float32"), (30.0, 1024, True, "bfloat16"), (None, 1024, True, "float32")])
+@pytest.mark.parametrize(
+    "softcap, window, padded, dtype",
+    [(30.0, None, False, "float32"), (30.0, 1024, True, "bfloat16"), (None, 1024, True, "float32")],
+)
 def test_memory_grows_with_the_chunk_not_with_its_square(softcap, window, padded, dtype):
-    """8,192 tokens and 16 heads: scores, or a mask in float32, of the whole chunk would be 4.3 GB, or 0.27 GB and as much again."""
-    found = subprocess.run([sys.executable, "-c", PEAK, repr((softcap, window, padded, dtype))], capture_output=True, text=True, check=True)
+    """8,192 tokens and 16 heads: scores, or a mask in float32, of the whole chunk would be 4.3 GB, or 0.27 GB and as
+    much again.
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", PEAK, repr((softcap, window, padded, dtype))], capture_output=True, text=True, check=True
+    )
     print(f"{int(found.stdout) / 1e9:.3f} GB")
     assert int(found.stdout) <= 0.3e9
 
 
-# -- who serves ------------------------------------------------------------------------------------------------------------
+# -- who serves
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_every_refusal_is_a_sentence():
@@ -152,7 +177,10 @@ def test_every_refusal_is_a_sentence():
     assert "not on a GPU" in cuda.refuses(q, v, None)
     served = chunk_attention.choose(q, v, 3.0)
     assert served.backend == "reference" and "softcap" in str(served) and "not on a GPU" in str(served)
-    assert chunk_attention.choose(q, v, None).backend == "cpu" and chunk_attention.choose(q, v, None, "reference").backend == "reference"
+    assert (
+        chunk_attention.choose(q, v, None).backend == "cpu"
+        and chunk_attention.choose(q, v, None, "reference").backend == "reference"
+    )
     with pytest.raises(SpecError, match="softcap"):
         chunk_attention.choose(q, v, 3.0, "cpu")
 
@@ -176,7 +204,8 @@ def test_explain_names_who_attends_to_fresh_tokens(softcap, backend, served):
     assert op.startswith(served)
 
 
-# -- on a GPU --------------------------------------------------------------------------------------------------------------
+# -- on a GPU
+# --------------------------------------------------------------------------------------------------------------
 
 
 @needs_gpu

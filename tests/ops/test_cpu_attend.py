@@ -15,7 +15,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ops import by_hand
-from ops.cpu_cases import CODEBOOKS, FORMATS, NOISE, RAW, TIERS, kvquant, kvquant_specs, needs_library, random_call, specs_of
+from ops.cpu_cases import (
+    CODEBOOKS,
+    FORMATS,
+    NOISE,
+    RAW,
+    TIERS,
+    kvquant,
+    kvquant_specs,
+    needs_library,
+    random_call,
+    specs_of,
+)
 from random_cases import examples
 
 from kvbits import schemes
@@ -49,7 +60,9 @@ def test_layout_documented_is_layout_read(fmt):
     """The judge decodes bytes from docs/reference/formats.md, sharing no code with packing.py."""
     for spec in [RAW] if fmt == "raw" else specs_of(fmt, group=16)[:4]:
         for head_dim, page_size in ((64, 64), (80, 32)):
-            q, call, positions = random_call(spec, spec, head_dim=head_dim, page_size=page_size, pages=2, group=1, dtype=torch.float32)
+            q, call, positions = random_call(
+                spec, spec, head_dim=head_dim, page_size=page_size, pages=2, group=1, dtype=torch.float32
+            )
             assert_close(cpu.attend(q, call, positions), by_hand.attention(q, call, positions), NOISE[fmt])
 
 
@@ -60,7 +73,13 @@ def test_keys_and_values_of_unlike_widths(tier, fmt, head_dim, value_head_dim):
     of_value = specs_of(fmt, group=8)[::-1] if fmt != "raw" else [RAW]
     for i, (key, value) in enumerate(zip(specs_of(fmt, group=8) if fmt != "raw" else [RAW], of_value, strict=True)):
         low = (4, 4) if fmt == "int4" and i % 2 else None
-        call = {"head_dim": head_dim, "value_head_dim": value_head_dim, "group": 5, "tokens": 1 + i % 2 * 20, "pages": 3 + i % 2 * 4}
+        call = {
+            "head_dim": head_dim,
+            "value_head_dim": value_head_dim,
+            "group": 5,
+            "tokens": 1 + i % 2 * 20,
+            "pages": 3 + i % 2 * 4,
+        }
         case = random_call(key, value, **call, low=low)
         assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
         if i == 0:
@@ -72,7 +91,9 @@ def test_banded_pages_of_unlike_widths(tier, name):
     """Keys in a basis of their own width, values in the Hadamard basis of theirs."""
     for head_dim, value_head_dim in ((192, 128), (128, 64)):
         scheme = schemes.get(name, head_dim=head_dim, value_head_dim=value_head_dim)
-        case = random_call(scheme.key, scheme.value, head_dim=head_dim, value_head_dim=value_head_dim, group=4, tokens=2, pages=5)
+        case = random_call(
+            scheme.key, scheme.value, head_dim=head_dim, value_head_dim=value_head_dim, group=4, tokens=2, pages=5
+        )
         assert_close(cpu.attend(*case), judge(*case), NOISE["banded"])
 
 
@@ -81,7 +102,10 @@ def test_unlike_widths_of_literature_formats_are_refused():
     store = call.parts[0].store
     layout = dataclasses.replace(store.layout, value_head_dim=32)
     assert "keys of 64 and values of 32 channels" in cpu.refuses_layout(layout)
-    wrong = dataclasses.replace(call, parts=(dataclasses.replace(call.parts[0], store=dataclasses.replace(store, layout=layout)), *call.parts[1:]))
+    wrong = dataclasses.replace(
+        call,
+        parts=(dataclasses.replace(call.parts[0], store=dataclasses.replace(store, layout=layout)), *call.parts[1:]),
+    )
     with pytest.raises(DataError, match="values of 32 and of 64 channels"):
         cpu.attend(q, wrong, positions)
 
@@ -104,7 +128,11 @@ def test_raw_pages_and_query_dtypes(tier, dtype):
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
 def test_long_raw_parts(tier, head_dim):
     """From a few pages on, raw bf16 pages are read with even and odd channels apart, beside parts that are not."""
-    for key, value in ((RAW, RAW), (RAW, QuantSpec(format="int8", granularity=PerToken())), (QuantSpec(format="int8", granularity=PerToken()), RAW)):
+    for key, value in (
+        (RAW, RAW),
+        (RAW, QuantSpec(format="int8", granularity=PerToken())),
+        (QuantSpec(format="int8", granularity=PerToken()), RAW),
+    ):
         for tokens in (1, 20):
             case = random_call(key, value, head_dim=head_dim, group=5, pages=7, tokens=tokens)
             assert_close(cpu.attend(*case), judge(*case), max(NOISE[key.format], NOISE[value.format]))
@@ -123,7 +151,9 @@ def test_codebooks_and_outliers(tier, fmt):
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 72, 80, 96, 128, 256, 512])
 def test_kvquant_presets(tier, fmt, head_dim):
     for outliers, static in ((0.0, False), (0.01, False), (0.01, True)):
-        case = random_call(*kvquant(fmt, outliers, static), head_dim=head_dim, group=1 + head_dim // 8 % 8, tokens=2, first=131_000)
+        case = random_call(
+            *kvquant(fmt, outliers, static), head_dim=head_dim, group=1 + head_dim // 8 % 8, tokens=2, first=131_000
+        )
         assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
 
 
@@ -134,7 +164,9 @@ def test_keys_before_the_rotary_embedding(tier, fmt):
     specs = specs_of(fmt) if fmt in FORMATS else kvquant_specs(fmt)
     for i, spec in enumerate(specs):
         key = dataclasses.replace(spec, pre_rope=True)
-        case = random_call(key, RAW, head_dim=(64, 96, 128)[i % 3], group=5, tokens=1 + i % 3, first=(0, 131_000)[i % 2])
+        case = random_call(
+            key, RAW, head_dim=(64, 96, 128)[i % 3], group=5, tokens=1 + i % 3, first=(0, 131_000)[i % 2]
+        )
         assert_close(cpu.attend(*case), judge(*case), 1e-5)
 
 
@@ -145,7 +177,10 @@ def test_unlike_channels(tier):
     for head_dim in (64, 128, 512):
         q, call, positions = random_call(key, value, head_dim=head_dim, group=4, dtype=torch.float32)
         store = call.parts[0].store
-        k, v = torch.randn(len(call.parts[0].table.page_ids), 2, 64, head_dim), torch.randn(len(call.parts[0].table.page_ids), 2, 64, head_dim)
+        k, v = (
+            torch.randn(len(call.parts[0].table.page_ids), 2, 64, head_dim),
+            torch.randn(len(call.parts[0].table.page_ids), 2, 64, head_dim),
+        )
         k[..., 3] += 100
         k[..., head_dim // 2 + 9] -= 30
         close_reference.close(k, v, store, call.parts[0].table.page_ids, starts=call.parts[0].table.starts)
@@ -160,7 +195,9 @@ def test_unlike_channels(tier):
 def test_large_outliers_beside_a_query_large_elsewhere(tier, query, outlier):
     """Scores that hang on one small query, which a large outlier meets."""
     for fmt in CODEBOOKS:
-        q, call, positions = random_call(*kvquant(fmt, outliers=0.01), head_dim=64, group=4, dtype=torch.float32, batch=1, pages=4, sinks=0)
+        q, call, positions = random_call(
+            *kvquant(fmt, outliers=0.01), head_dim=64, group=4, dtype=torch.float32, batch=1, pages=4, sinks=0
+        )
         part = call.parts[0]
         k, v = torch.randn(2, len(part.table.page_ids), 2, 64, 64)
         k[..., 33] *= 1e-3
@@ -173,10 +210,20 @@ def test_large_outliers_beside_a_query_large_elsewhere(tier, query, outlier):
 
 
 @pytest.mark.literature
-@pytest.mark.parametrize("options", [
-    {"window": 70}, {"softcap": 20.0}, {"window": 130, "softcap": 30.0, "tokens": 9}, {"tokens": 83, "pages": 4}, {"page_size": 32}, {"page_size": 160},
-    {"page_size": 256, "head_dim": 512, "pages": 1}, {"heads": 1, "group": 16, "pages": 70, "batch": 1}, {"sinks": 0, "dtype": torch.float32},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 70},
+        {"softcap": 20.0},
+        {"window": 130, "softcap": 30.0, "tokens": 9},
+        {"tokens": 83, "pages": 4},
+        {"page_size": 32},
+        {"page_size": 160},
+        {"page_size": 256, "head_dim": 512, "pages": 1},
+        {"heads": 1, "group": 16, "pages": 70, "batch": 1},
+        {"sinks": 0, "dtype": torch.float32},
+    ],
+)
 def test_kvquant_options(tier, options):
     for fmt in CODEBOOKS[:: 1 if "head_dim" not in options else 3]:
         case = random_call(*kvquant(fmt, static="window" in options), **options)
@@ -185,7 +232,10 @@ def test_kvquant_options(tier, options):
 
 @pytest.mark.literature
 def test_outliers_are_not_trusted(tier):
-    """Indices of a damaged page: past its end, or not ascending. The result is another one, but no memory outside the page's own elements is touched."""
+    """Indices of a damaged page: past its end, or not ascending.
+
+    The result is another one, but no memory outside the page's own elements is touched.
+    """
     q, call, positions = random_call(*kvquant("nuq4"), sinks=0)
     layout, slab = call.parts[0].store.layout, call.parts[0].store.slabs[1]
     for name in ("k_outlier_index", "v_outlier_index"):
@@ -199,18 +249,31 @@ def test_outliers_are_not_trusted(tier):
 def test_missing_calibration_is_named():
     q, call, positions = random_call(*kvquant("nuq4"))
     part = call.parts[0]
-    for name, message in (("k_codebook", r"k_codebook must be \[num_kv_heads, entries\] = \[2, 16\], got nothing"), ("k_inv_freq", "k_inv_freq must be")):
+    for name, message in (
+        ("k_codebook", r"k_codebook must be \[num_kv_heads, entries\] = \[2, 16\], got nothing"),
+        ("k_inv_freq", "k_inv_freq must be"),
+    ):
         static = {n: t for n, t in part.store.static.items() if n != name}
         with pytest.raises(DataError, match=message):
-            cpu.attend(q, AttendCall((dataclasses.replace(part, store=dataclasses.replace(part.store, static=static)),), 1.0), positions)
+            cpu.attend(
+                q,
+                AttendCall((dataclasses.replace(part, store=dataclasses.replace(part.store, static=static)),), 1.0),
+                positions,
+            )
 
 
 def test_key_and_value_formats_are_independent(tier):
     kivi_key = QuantSpec(format="int2", granularity=PerChannel(), symmetric=False)
     for key, value in (("int8", "int4"), ("fp8_e5m2", "fp8_e4m3"), ("int3", "int8")):
-        case = random_call(QuantSpec(format=key, granularity=PerToken()), QuantSpec(format=value, granularity=PerGroup(16)))
+        case = random_call(
+            QuantSpec(format=key, granularity=PerToken()), QuantSpec(format=value, granularity=PerGroup(16))
+        )
         assert_close(cpu.attend(*case), judge(*case), 2e-2)
-    for key, value in ((kivi_key, QuantSpec(format="int2", granularity=PerToken(), symmetric=False)), (RAW, QuantSpec(format="int4")), (kivi_key, RAW)):
+    for key, value in (
+        (kivi_key, QuantSpec(format="int2", granularity=PerToken(), symmetric=False)),
+        (RAW, QuantSpec(format="int4")),
+        (kivi_key, RAW),
+    ):
         case = random_call(key, value, head_dim=128)
         assert_close(cpu.attend(*case), judge(*case), 2e-2)
 
@@ -218,7 +281,10 @@ def test_key_and_value_formats_are_independent(tier):
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 72, 80, 96, 128, 256, 512])
 def test_head_dims(tier, head_dim):
     for fmt in ("int8", "int4", "int3", "int2", "fp8_e4m3"):
-        for spec in (QuantSpec(format=fmt, granularity=PerToken(), symmetric=fmt.startswith("fp8")), QuantSpec(format=fmt, granularity=PerChannel())):
+        for spec in (
+            QuantSpec(format=fmt, granularity=PerToken(), symmetric=fmt.startswith("fp8")),
+            QuantSpec(format=fmt, granularity=PerChannel()),
+        ):
             case = random_call(spec, spec, head_dim=head_dim, heads=1, group=2, pages=2, page_size=32)
             assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
 
@@ -259,7 +325,11 @@ def test_window_and_softcap(tier, window, softcap):
 @pytest.mark.parametrize("fmt", ["int8", "int4", "int2", "fp8_e4m3", "raw"])
 def test_prefill_block(tier, fmt):
     """More rows than one item holds; the queries are newer than part of the keys, so causality bites."""
-    for spec in [RAW] if fmt == "raw" else [QuantSpec(format=fmt), QuantSpec(format=fmt, granularity=PerChannel(), symmetric=fmt.startswith("fp8"))]:
+    for spec in (
+        [RAW]
+        if fmt == "raw"
+        else [QuantSpec(format=fmt), QuantSpec(format=fmt, granularity=PerChannel(), symmetric=fmt.startswith("fp8"))]
+    ):
         case = random_call(spec, spec, tokens=83, group=3, pages=4)
         assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
 
@@ -285,13 +355,19 @@ def test_large_values_in_one_page_only(tier):
 
 
 @pytest.mark.parametrize("flat", [0.0, 2.0**-6])
-@pytest.mark.parametrize("preset", ["int8", "int8_asym", "int8_centered", "int8_per_channel", "int4", "int4_centered", "kivi4", "kivi2", "nuq4"])
+@pytest.mark.parametrize(
+    "preset",
+    ["int8", "int8_asym", "int8_centered", "int8_per_channel", "int4", "int4_centered", "kivi4", "kivi2", "nuq4"],
+)
 def test_groups_without_spread_cost_the_others_nothing(tier, preset, flat):
-    """Weights are rounded against the largest weight times scale of a page, queries against the largest query times scale."""
+    """Weights are rounded against the largest weight times scale of a page, queries against the largest query times
+    scale.
+    """
     scheme = schemes.get(preset)
     for asymmetric in (False, True):
         key, value = (
-            dataclasses.replace(s, symmetric=s.symmetric and not asymmetric, scale_dtype=t) for s, t in ((scheme.key, "bfloat16"), (scheme.value, "float16"))
+            dataclasses.replace(s, symmetric=s.symmetric and not asymmetric, scale_dtype=t)
+            for s, t in ((scheme.key, "bfloat16"), (scheme.value, "float16"))
         )
         case = random_call(key, value, head_dim=128, pages=4, flat=flat)
         assert_close(cpu.attend(*case), judge(*case), NOISE[key.format])
@@ -362,7 +438,11 @@ def test_flush_denormal_does_not_lose_fp8_subnormals():
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
     path = os.pathsep.join(sys.path)
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], env=os.environ | {"PYTHONPATH": path} | env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=os.environ | {"PYTHONPATH": path} | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -399,22 +479,21 @@ def test_works_after_fork(pool):
 def test_variables_that_cannot_be_had_are_errors(variable, value, known):
     """Not a cache that runs on the reference; the package is imported all the same, and `kvbits info` says why."""
     code = (
-        "import torch\n"
-        "from kvbits import cli, schemes\n"
-        "from kvbits.cache.paged_cache import PagedCache\n"
-        "from kvbits.cli.info import _found\n"
-        "from kvbits.errors import UnsupportedError\n"
-        "from kvbits.spec import CacheSpec, LayerGeometry\n"
-        "print(_found()['cpu_kernels'])\n"
-        "cache = PagedCache(CacheSpec(scheme=schemes.get('int8'), layers=(LayerGeometry(num_kv_heads=1, head_dim=64),), raw_dtype='float32'))\n"
-        "x = torch.randn(1, 70, 1, 64)\n"
-        "try: cache.step(0, x, x, x, scaling=0.125)\n"
-        "except UnsupportedError as error: print(error)\n"
+        "import torch\nfrom kvbits import cli, schemes\nfrom kvbits.cache.paged_cache import PagedCache\nfrom"
+        " kvbits.cli.info import _found\nfrom kvbits.errors import UnsupportedError\nfrom kvbits.spec import CacheSpec,"
+        " LayerGeometry\nprint(_found()['cpu_kernels'])\ncache = PagedCache(CacheSpec(scheme=schemes.get('int8'),"
+        " layers=(LayerGeometry(num_kv_heads=1, head_dim=64),), raw_dtype='float32'))\nx = torch.randn(1, 70, 1,"
+        " 64)\ntry: cache.step(0, x, x, x, scaling=0.125)\nexcept UnsupportedError as error: print(error)\n"
     )
     name = f"KVBITS_CPU_{variable}"
     done = run_python(code, **{name: value})
     info, raised = done.stdout.splitlines()
-    assert info == f"none: {raised}" and f"{name}={value!r} is " in raised and known in raised and f"; unset {name} to take" in raised, done
+    assert (
+        info == f"none: {raised}"
+        and f"{name}={value!r} is " in raised
+        and known in raised
+        and f"; unset {name} to take" in raised
+    ), done
 
 
 def test_tiers_and_pools_that_there_are_not_are_not_switched_to():
@@ -425,7 +504,12 @@ def test_tiers_and_pools_that_there_are_not_are_not_switched_to():
 
 
 def test_forced_tier_is_used():
-    assert run_python("from kvbits.ops.cpu import library; print(library.tier())", KVBITS_CPU_TIER="generic").stdout.strip() == "generic"
+    assert (
+        run_python(
+            "from kvbits.ops.cpu import library; print(library.tier())", KVBITS_CPU_TIER="generic"
+        ).stdout.strip()
+        == "generic"
+    )
 
 
 def test_nothing_visible_is_zero(tier):
@@ -510,11 +594,20 @@ def test_random_combinations(data):
     if not key.is_raw and draw(st.booleans()):
         key = dataclasses.replace(key, pre_rope=True)
     case = random_call(
-        key, value, head_dim=head_dim, heads=draw(st.integers(1, 3)), group=draw(st.integers(1, 9)), batch=draw(st.integers(1, 3)),
-        tokens=draw(st.sampled_from([1, 1, 2, 5, 17])), page_size=draw(st.sampled_from([32, 64, 96])), pages=draw(st.integers(1, 4)),
-        sinks=draw(st.sampled_from([0, 1, 4])), window=draw(st.sampled_from([None, None, 40, 150])),
-        softcap=draw(st.sampled_from([None, None, 20.0])), seed=draw(st.integers(0, 1000)),
-    )  # fmt: skip
+        key,
+        value,
+        head_dim=head_dim,
+        heads=draw(st.integers(1, 3)),
+        group=draw(st.integers(1, 9)),
+        batch=draw(st.integers(1, 3)),
+        tokens=draw(st.sampled_from([1, 1, 2, 5, 17])),
+        page_size=draw(st.sampled_from([32, 64, 96])),
+        pages=draw(st.integers(1, 4)),
+        sinks=draw(st.sampled_from([0, 1, 4])),
+        window=draw(st.sampled_from([None, None, 40, 150])),
+        softcap=draw(st.sampled_from([None, None, 20.0])),
+        seed=draw(st.integers(0, 1000)),
+    )
     before, want = library.tier(), judge(*case)
     try:
         for tier in TIERS:
@@ -528,8 +621,11 @@ def test_random_combinations(data):
 @pytest.mark.parametrize("name", ["raw", "int8", "int4", "int8_centered", "kivi4", "nuq4-1%", "fp8"])
 def test_a_query_that_is_not_finite_answers_nan_where_it_sees_a_token(tier, name, bad):
     scheme = schemes.get(name, head_dim=72)
-    for dtype, pages, threads in ((torch.float32, 3, 1), (torch.bfloat16, 40, 4)):  # 40 pages: several items whose results are merged
-        q, call, positions = random_call(scheme.key, scheme.value, head_dim=72, batch=2, tokens=2, pages=pages, dtype=dtype)
+    # 40 pages: several items whose results are merged
+    for dtype, pages, threads in ((torch.float32, 3, 1), (torch.bfloat16, 40, 4)):
+        q, call, positions = random_call(
+            scheme.key, scheme.value, head_dim=72, batch=2, tokens=2, pages=pages, dtype=dtype
+        )
         q[0, 1, 2, 70] = bad
         q[1, 0, 1, 0] = bad
         positions[1, 0] = -1  # padding may hold anything
@@ -541,5 +637,7 @@ def test_a_query_that_is_not_finite_answers_nan_where_it_sees_a_token(tier, name
             torch.set_num_threads(before)
         want = judge(q, call, positions)
         for x, y in zip(got, want, strict=True):
-            assert torch.equal(x.isnan(), y.isnan()) and y[0, 1, 2].isnan().all() and y.isnan().sum() == y[0, 1, 2].numel()
+            assert (
+                torch.equal(x.isnan(), y.isnan()) and y[0, 1, 2].isnan().all() and y.isnan().sum() == y[0, 1, 2].numel()
+            )
         assert not got[0][1, 0].any() and (got[1][1, 0] == -torch.inf).all()

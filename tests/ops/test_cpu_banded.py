@@ -1,4 +1,6 @@
-"""CPU kernels of banded codes and their bases against float64 over the dequantized pages, for every tier that this machine can run."""
+"""CPU kernels of banded codes and their bases against float64 over the dequantized pages, for every tier that this
+machine can run.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +60,20 @@ def test_other_head_dims(tier, head_dim):
     assert_agrees(random_call(*sides("klt3"), head_dim=head_dim, group=5, pages=2))
 
 
-@pytest.mark.parametrize("options", [
-    {"window": 70}, {"softcap": 20.0}, {"window": 130, "softcap": 30.0, "tokens": 9}, {"tokens": 83, "pages": 6}, {"page_size": 32}, {"page_size": 160},
-    {"heads": 1, "group": 16, "pages": 70, "batch": 1}, {"sinks": 0, "dtype": torch.float32}, {"batch": 5, "pages": 6, "group": 64},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 70},
+        {"softcap": 20.0},
+        {"window": 130, "softcap": 30.0, "tokens": 9},
+        {"tokens": 83, "pages": 6},
+        {"page_size": 32},
+        {"page_size": 160},
+        {"heads": 1, "group": 16, "pages": 70, "batch": 1},
+        {"sinks": 0, "dtype": torch.float32},
+        {"batch": 5, "pages": 6, "group": 64},
+    ],
+)
 def test_options(tier, options):
     for name in PRESETS:
         assert_agrees(random_call(*sides(name), **options))
@@ -86,7 +98,10 @@ def test_beside_other_formats(tier):
     key, value = sides("klt3")
     for other in ("int8", "int4", "fp8_e4m3", "nuq4"):
         spec = QuantSpec(
-            format=other, granularity=PerToken() if other == "nuq4" else PerGroup(32), symmetric=other != "nuq4", outliers=0.01 * (other == "nuq4")
+            format=other,
+            granularity=PerToken() if other == "nuq4" else PerGroup(32),
+            symmetric=other != "nuq4",
+            outliers=0.01 * (other == "nuq4"),
         )
         if other != "nuq4":
             assert_agrees(random_call(key, spec, group=4))
@@ -96,7 +111,9 @@ def test_beside_other_formats(tier):
 @pytest.mark.parametrize("basis", [None, "hadamard", "calibrated"])
 @pytest.mark.parametrize("attend", [cpu.attend, reference.attend])
 def test_levels_are_those_of_the_documents(attend, basis):
-    """Keys and values as dequantizing reads them, against plain softmax: the reference's own way in the basis is not asked."""
+    """Keys and values as dequantizing reads them, against plain softmax: the reference's own way in the basis is not
+    asked.
+    """
     key, value = sides("klt2")
     key = dataclasses.replace(key, basis=basis, center="calibrated" if basis == "calibrated" else None)
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=2, head_dim=64)
@@ -105,7 +122,10 @@ def test_levels_are_those_of_the_documents(attend, basis):
     q, call, _ = random_call(key, value, batch=1, sinks=0, pages=5, dtype=torch.float32)
     part = call.parts[0]
     pages, _ = close_reference.close_pages(*torch.randn(2, 5, 2, 64, 64), layout, static, part.table.starts)
-    k, v = (x.transpose(0, 1).flatten(1, 2).transpose(0, 1) for x in dequantize_pages(pages, layout, static, torch.float64, starts=part.table.starts))
+    k, v = (
+        x.transpose(0, 1).flatten(1, 2).transpose(0, 1)
+        for x in dequantize_pages(pages, layout, static, torch.float64, starts=part.table.starts)
+    )
     table = dataclasses.replace(part.table, page_ids=np.arange(5), lengths=np.full(5, 64, np.int32))
     store = dataclasses.replace(part.store, slabs=(pages,), static=static)
     alone = dataclasses.replace(call, parts=(dataclasses.replace(part, store=store, table=table),))
@@ -116,7 +136,9 @@ def test_levels_are_those_of_the_documents(attend, basis):
 
 
 def test_queries_large_in_one_direction(tier):
-    """A query bias a hundred times the rest, which a calibrated basis takes out: numbers lost before it would not come back."""
+    """A query bias a hundred times the rest, which a calibrated basis takes out: numbers lost before it would not come
+    back.
+    """
     q, call, positions = random_call(*sides("klt3"), head_dim=128, group=4, dtype=torch.float32)
     q[..., 7] += 100
     part = call.parts[0]
@@ -134,8 +156,14 @@ def test_what_kernels_refuse():
         return structs.refuses_layout(PageLayout(key=key, value=value, page_size=64, num_kv_heads=1, head_dim=head_dim))
 
     assert refused(*sides("klt2")) is None
-    assert refused(RAW, banded(3, 2, 3, 2)) == "banded values of 2, 3 bits: the CPU kernels take 2, 3 or 4, the same in every band"
-    assert refused(RAW, banded(8, 8, 8, 8)) == "banded values of 8 bits: the CPU kernels take 2, 3 or 4, the same in every band"
+    assert (
+        refused(RAW, banded(3, 2, 3, 2))
+        == "banded values of 2, 3 bits: the CPU kernels take 2, 3 or 4, the same in every band"
+    )
+    assert (
+        refused(RAW, banded(8, 8, 8, 8))
+        == "banded values of 8 bits: the CPU kernels take 2, 3 or 4, the same in every band"
+    )
     q, call, positions = random_call(*sides("klt2"))
     part = call.parts[0]
     for name in ("k_inverse", "k_inv_freq", "k_offsets"):
@@ -145,12 +173,22 @@ def test_what_kernels_refuse():
             cpu.attend(q, dataclasses.replace(call, parts=(bare,)), positions)
 
 
-# -- closing ------------------------------------------------------------------------------------------------------------
+# -- closing
+# ------------------------------------------------------------------------------------------------------------
 
 
 def closed(key, value, k, v, page_size, head_dim):
-    """(pages by the kernel, pages by the reference [n, 2, head_bytes], their layout and what the layer's pages share) of pages at far positions."""
-    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=2, head_dim=head_dim, raw_dtype=str(k.dtype).removeprefix("torch."))
+    """(pages by the kernel, pages by the reference [n, 2, head_bytes], their layout and what the layer's pages share)
+    of pages at far positions.
+    """
+    layout = PageLayout(
+        key=key,
+        value=value,
+        page_size=page_size,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        raw_dtype=str(k.dtype).removeprefix("torch."),
+    )
     static, starts, ids = static_params(key, value, 2, head_dim), np.array([5, 131_008, 70_001]), np.array([4, 0, 3])
     found = []
     for close in (close_cpu.close, close_reference.close):
@@ -171,11 +209,15 @@ def rows(page_size, head_dim, dtype):
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize(("head_dim", "page_size"), [(64, 64), (72, 32), (80, 64), (128, 64), (256, 96), (8, 32)])
 def test_closing_is_the_references_but_for_ties(tier, name, head_dim, page_size):
-    """Scales are another one only where both cost the same squared error; codes under equal scales differ by one step in keys that lie between two."""
+    """Scales are another one only where both cost the same squared error; codes under equal scales differ by one step
+    in keys that lie between two.
+    """
     for dtype in (torch.float32, torch.bfloat16):
         k, v = rows(page_size, head_dim, dtype), rows(page_size, head_dim, dtype).flip(2)
         ours, theirs, layout, static, starts = closed(*sides(name), k, v, page_size, head_dim)
-        read = [dequantize_pages(x, layout, static, torch.float64, starts=starts, in_basis=True) for x in (ours, theirs)]
+        read = [
+            dequantize_pages(x, layout, static, torch.float64, starts=starts, in_basis=True) for x in (ours, theirs)
+        ]
         for kind, x, y, spec in zip("kv", *read, sides(name), strict=True):
             stored = close_reference.rows_as_stored(k if kind == "k" else v, spec, static, starts)
             scales = [section(p, layout, f"{kind}_scale").flatten(-2) for p in (ours, theirs)]
@@ -200,11 +242,19 @@ def test_every_width_closes(tier):
 @pytest.mark.parametrize("start", [0, 4, 64, 252, 1000])
 def test_tokens_stored_one_by_one_are_those_of_a_page_that_closes(tier, name, head_dim, page_size, start):
     """In any runs, byte for byte, position 0 included."""
-    layout = PageLayout(key=sides(name)[0], value=sides(name)[1], page_size=page_size, num_kv_heads=2, head_dim=head_dim)
+    layout = PageLayout(
+        key=sides(name)[0], value=sides(name)[1], page_size=page_size, num_kv_heads=2, head_dim=head_dim
+    )
     static = static_params(*sides(name), 2, head_dim)
     k, v = torch.randn(2, 1, page_size, 2, head_dim).to(torch.bfloat16)
     want = torch.full((1, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
-    close_cpu.close(k.transpose(1, 2), v.transpose(1, 2), PageStore(layout, (want,), static), np.array([0]), starts=np.array([start]))
+    close_cpu.close(
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        PageStore(layout, (want,), static),
+        np.array([0]),
+        starts=np.array([start]),
+    )
     found = torch.full((4, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
     store = PageStore(layout, (found[:2], found[2:]), static)
     assert append_cpu.refuses(k, store) is None
@@ -214,7 +264,12 @@ def test_tokens_stored_one_by_one_are_those_of_a_page_that_closes(tier, name, he
         assert append_cpu.append(k, v, store, mapping) == {"k": 0, "v": 0}
     assert torch.equal(found[2:3], want) and bool((found[[0, 1, 3]] == 0xFF).all())
     again = torch.zeros_like(found)
-    append_reference.append(k, v, PageStore(layout, (again,), static), SlotMapping(np.array([[0, 0, 2, 0, page_size]]), starts=np.array([start])))
+    append_reference.append(
+        k,
+        v,
+        PageStore(layout, (again,), static),
+        SlotMapping(np.array([[0, 0, 2, 0, page_size]]), starts=np.array([start])),
+    )
     assert float((again[2] != found[2]).float().mean()) <= 2e-3
 
 
@@ -223,7 +278,9 @@ def test_runs_of_several_pages_have_each_its_start(tier):
     key, value = sides("klt3")
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=2, head_dim=64)
     static, (k, v) = static_params(key, value, 2, 64), torch.randn(2, 1, 200, 2, 64)
-    runs = np.array([[0, 0, 3, 0, 64, -1, 259], [0, 64, 1, 0, 64, 3, 323], [0, 128, 0, 0, 64, 1, 387], [0, 192, 2, 0, 8, 0, 451]])
+    runs = np.array(
+        [[0, 0, 3, 0, 64, -1, 259], [0, 64, 1, 0, 64, 3, 323], [0, 128, 0, 0, 64, 1, 387], [0, 192, 2, 0, 8, 0, 451]]
+    )
     mapping = SlotMapping(np.ascontiguousarray(runs[:, :5]), runs[:, 5], runs[:, 6])
     found = []
     for append in (append_cpu.append, append_reference.append):
@@ -235,9 +292,13 @@ def test_runs_of_several_pages_have_each_its_start(tier):
 def test_what_cannot_be_stored_is_named_and_nothing_is_said_of_positions_without_starts(tier):
     key, value = sides("klt2")
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=2, head_dim=64)
-    store = PageStore(layout, (torch.zeros(2, 2, layout.head_bytes, dtype=torch.uint8),), static_params(key, value, 2, 64))
+    store = PageStore(
+        layout, (torch.zeros(2, 2, layout.head_bytes, dtype=torch.uint8),), static_params(key, value, 2, 64)
+    )
     x, run = torch.randn(1, 3, 2, 64), np.array([[0, 0, 1, 0, 3]])
-    with pytest.raises(DataError, match=r"turned back by their page's first position; give SlotMapping\(runs, starts=..\)"):
+    with pytest.raises(
+        DataError, match=r"turned back by their page's first position; give SlotMapping\(runs, starts=..\)"
+    ):
         append_cpu.append(x, x, store, SlotMapping(run))
     for bad in (np.array([-1]), np.array([2**31])):
         with pytest.raises(DataError, match="starts must be positions from 0 to 2147483647"):

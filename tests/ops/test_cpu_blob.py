@@ -1,4 +1,6 @@
-"""Checksums and reading of blobs by the CPU library: what numpy and plain reads give, for every tier that this machine can run."""
+"""Checksums and reading of blobs by the CPU library: what numpy and plain reads give, for every tier that this machine
+can run.
+"""
 
 import os
 
@@ -18,7 +20,8 @@ RUN = 8 * 4096  # bytes that share a factor
 
 @pytest.mark.parametrize("nbytes", [8, 24, 248, 256, 264, RUN - 8, RUN, RUN + 8, 3 * RUN + 776])
 def test_checksums_are_numpy_s(tier, nbytes):
-    units = np.random.default_rng(nbytes).integers(0, 256, (9, nbytes), dtype=np.uint8)  # twice four side by side, and one
+    # twice four side by side, and one
+    units = np.random.default_rng(nbytes).integers(0, 256, (9, nbytes), dtype=np.uint8)
     units[1] = 255
     assert native.checksums(units).tolist() == blob.checksums_in_numpy(units).tolist()
 
@@ -33,7 +36,10 @@ def test_checksums_of_any_length_and_place_are_numpy_s(words, shift, seed):
 @pytest.fixture
 def written(tmp_path):
     """Pages of three shapes in a file, one after the other behind 100 bytes; where each begins, and its checksums."""
-    pages = [torch.randint(0, 256, shape, dtype=torch.uint8) for shape in ((1, 1, 8), (5, 3, 9000), (40, 2, 64), (2, 1, 300_000))]
+    pages = [
+        torch.randint(0, 256, shape, dtype=torch.uint8)
+        for shape in ((1, 1, 8), (5, 3, 9000), (40, 2, 64), (2, 1, 300_000))
+    ]
     path = tmp_path / "pages"
     path.write_bytes(bytes(100) + b"".join(p.numpy().tobytes() for p in pages))
     starts = [100 + sum(p.numel() for p in pages[:i]) for i in range(len(pages))]
@@ -94,8 +100,9 @@ def test_threads_read_several_files_and_name_the_first_bad_piece(monkeypatch, tm
     to = [torch.zeros_like(p) for p in pages]
     # the last four layers of each page
     rows = [
-        (fds[i // 3], (i % 3) * 960_000 + 2 * 160_000, to[i][2:].data_ptr(), sums[i][2:].ctypes.data, 4, 160_000) for i in range(9)
-    ]  # fmt: skip
+        (fds[i // 3], (i % 3) * 960_000 + 2 * 160_000, to[i][2:].data_ptr(), sums[i][2:].ctypes.data, 4, 160_000)
+        for i in range(9)
+    ]
     pieces = np.array(rows, native.PIECE)
     try:
         assert blob.read_pieces(pieces, 4) is None

@@ -34,10 +34,27 @@ def ugly(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-def close_both(k, v, key: QuantSpec, value: QuantSpec, page_size: int, head_dim: int, heads: int = 2, value_head_dim: int | None = None):
+def close_both(
+    k,
+    v,
+    key: QuantSpec,
+    value: QuantSpec,
+    page_size: int,
+    head_dim: int,
+    heads: int = 2,
+    value_head_dim: int | None = None,
+):
     """(pages by the kernel, pages by the reference, counts of each) from poisoned pools with strided pages."""
     raw_dtype = str(k.dtype).removeprefix("torch.")
-    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=heads, head_dim=head_dim, value_head_dim=value_head_dim, raw_dtype=raw_dtype)
+    layout = PageLayout(
+        key=key,
+        value=value,
+        page_size=page_size,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        value_head_dim=value_head_dim,
+        raw_dtype=raw_dtype,
+    )
     static = static_params(key, value, heads, head_dim, value_head_dim)
     starts = np.array([5, 131_008, 70_001])
     ids = np.array([4, 0, 3])
@@ -84,13 +101,19 @@ def test_dtypes(tier, dtype, scale_dtype):
 
 
 @pytest.mark.literature
-@pytest.mark.parametrize("spec", [kvquant("nuq4", 0.0)[1], QuantSpec(format="int4", outliers=0.01), QuantSpec(format="int4", pre_rope=True)], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [kvquant("nuq4", 0.0)[1], QuantSpec(format="int4", outliers=0.01), QuantSpec(format="int4", pre_rope=True)],
+    ids=str,
+)
 def test_what_the_reference_closes(spec):
     """KVQuant's techniques: refused by name, and served by the reference where nobody asked for a backend."""
     plain = QuantSpec(format="int4")
     for key, value in ((spec, plain), (plain, spec)) if not spec.pre_rope else ((spec, plain),):
         layout = PageLayout(key=key, value=value, page_size=32, num_kv_heads=2, head_dim=64)
-        store = PageStore(layout, (torch.full((4, 2, layout.head_bytes), 0xFF, dtype=torch.uint8),), static_params(key, value, 2, 64))
+        store = PageStore(
+            layout, (torch.full((4, 2, layout.head_bytes), 0xFF, dtype=torch.uint8),), static_params(key, value, 2, 64)
+        )
         k, ids = torch.randn(2, 2, 32, 64), np.array([0, 1])
         choice = dispatch.choose("close_pages", k, store)
         assert choice.backend == "reference" and "the reference closes their pages" in choice.refusals["cpu"]
@@ -100,8 +123,15 @@ def test_what_the_reference_closes(spec):
 
 
 def test_raw_tensors_and_mixed_formats(tier):
-    for key, value in ((RAW, RAW), (RAW, QuantSpec(format="int4")), (QuantSpec(format="int2", granularity=PerChannel(), symmetric=False), RAW)):
-        k, v = ugly((3, 2, 64, 40 if value.is_raw else 64), torch.bfloat16), ugly((3, 2, 64, 40 if value.is_raw else 64), torch.bfloat16)
+    for key, value in (
+        (RAW, RAW),
+        (RAW, QuantSpec(format="int4")),
+        (QuantSpec(format="int2", granularity=PerChannel(), symmetric=False), RAW),
+    ):
+        k, v = (
+            ugly((3, 2, 64, 40 if value.is_raw else 64), torch.bfloat16),
+            ugly((3, 2, 64, 40 if value.is_raw else 64), torch.bfloat16),
+        )
         (got, want), counts = close_both(k, v, key, value, 64, k.shape[-1])
         assert torch.equal(got, want) and counts[0] == counts[1]
 

@@ -1,4 +1,6 @@
-"""Kernels that are compiled ahead are those that passes load; what is kept on disk is whole, bounded, and found by other processes. No GPU."""
+"""Kernels that are compiled ahead are those that passes load; what is kept on disk is whole, bounded, and found by
+other processes. No GPU.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from kvbits.quant.banded import steps
 from kvbits.spec import CacheSpec, LayerGeometry, QuantSpec, Rotary, Tier
 
 HEADS, D, QUERY_HEADS = 2, 128, 8
-GEOMETRY = LayerGeometry(num_kv_heads=HEADS, head_dim=D, rotary=Rotary(inv_freq=tuple(10_000.0 ** (-i / (D // 2)) for i in range(D // 2))))
+GEOMETRY = LayerGeometry(
+    num_kv_heads=HEADS, head_dim=D, rotary=Rotary(inv_freq=tuple(10_000.0 ** (-i / (D // 2)) for i in range(D // 2)))
+)
 needs_nvrtc = pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
 
 
@@ -57,22 +61,58 @@ def loaded(monkeypatch, request):
         return SimpleNamespace(launch=lambda *args, **options: None)
 
     no = lambda *_, **__: None  # noqa: E731
-    refuses_on = lambda layout, dtype, device, op="step", low=(): engine_close.refuses_layout(layout, dtype, capability, op, low)  # noqa: E731
-    empty = lambda q, k, v, *_: (torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype), torch.zeros(q.shape[:3]))  # noqa: E731
+    refuses_on = lambda layout, dtype, device, op="step", low=(): engine_close.refuses_layout(  # noqa: E731
+        layout, dtype, capability, op, low
+    )
+    empty = lambda q, k, v, *_: (  # noqa: E731
+        torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype),
+        torch.zeros(q.shape[:3]),
+    )
     for target, name, value in (
-        (driver, "load", load), (driver, "refuses", no), (host_plan.driver, "current_stream", lambda *_: 0), (host_plan, "indexed", lambda d: d),
-        (device_plan, "indexed", lambda d: d), (unpack_then_flash, "indexed", lambda d: d), (unpack_then_flash, "attention", empty),
-        (attend_cuda, "refuses", lambda q, call: host_plan.refuses_on(call, q.shape[2], q.dtype, q.shape[1], driver.shared_limit(capability))),
-        (device_plan, "refuses", no), (engine_close, "refuses_on", refuses_on),
-        (close, "refuses", lambda k, store, low=(): refuses_on(store.layout, k.dtype, None, "close", [x.layout for x in low])),
-        (append, "refuses", lambda k, store: None if store.layout.is_raw else append_tokens.refuses_layout(store.layout, capability, k.dtype)),
-        (merge, "refuses", no), (decode, "BACKENDS", {"cpu": "cuda"}),
-        (dispatch, "BACKENDS", {op: tuple(x for x in names if op == "attend_fresh" or x != "cpu") for op, names in dispatch.BACKENDS.items()}),
+        (driver, "load", load),
+        (driver, "refuses", no),
+        (host_plan.driver, "current_stream", lambda *_: 0),
+        (host_plan, "indexed", lambda d: d),
+        (device_plan, "indexed", lambda d: d),
+        (unpack_then_flash, "indexed", lambda d: d),
+        (unpack_then_flash, "attention", empty),
+        (
+            attend_cuda,
+            "refuses",
+            lambda q, call: host_plan.refuses_on(
+                call, q.shape[2], q.dtype, q.shape[1], driver.shared_limit(capability)
+            ),
+        ),
+        (device_plan, "refuses", no),
+        (engine_close, "refuses_on", refuses_on),
+        (
+            close,
+            "refuses",
+            lambda k, store, low=(): refuses_on(store.layout, k.dtype, None, "close", [x.layout for x in low]),
+        ),
+        (
+            append,
+            "refuses",
+            lambda k, store: (
+                None if store.layout.is_raw else append_tokens.refuses_layout(store.layout, capability, k.dtype)
+            ),
+        ),
+        (merge, "refuses", no),
+        (decode, "BACKENDS", {"cpu": "cuda"}),
+        (
+            dispatch,
+            "BACKENDS",
+            {
+                op: tuple(x for x in names if op == "attend_fresh" or x != "cpu")
+                for op, names in dispatch.BACKENDS.items()
+            },
+        ),
         (torch.cuda, "get_device_capability", lambda *_: capability),
         (torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=3)),
-        (torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0)), (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0)),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: True)),
-    ):  # fmt: skip
+    ):
         monkeypatch.setattr(target, name, value)
     forget_loaded()
     yield capability, found
@@ -82,17 +122,23 @@ def loaded(monkeypatch, request):
 def static_of(spec):
     if not spec.scheme.needs_calibration:
         return None
-    return [{"k_basis": torch.eye(D).repeat(HEADS, 1, 1) / steps(spec.scheme.key, D), "k_mean": torch.randn(HEADS, 2, D)} for _ in spec.layers]
+    return [
+        {"k_basis": torch.eye(D).repeat(HEADS, 1, 1) / steps(spec.scheme.key, D), "k_mean": torch.randn(HEADS, 2, D)}
+        for _ in spec.layers
+    ]
 
 
 @pytest.mark.parametrize("loaded", [(8, 0), (9, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}", indirect=True)
-@pytest.mark.parametrize("name", ["raw", "int8_centered", "int4", "kivi4", "klt3", "tiered", "local", "local with sinks"])
+@pytest.mark.parametrize(
+    "name", ["raw", "int8_centered", "int4", "kivi4", "klt3", "tiered", "local", "local with sinks"]
+)
 def test_what_is_compiled_ahead_is_what_passes_load(name, loaded):
     capability, found = loaded
     changes = {
-        "local": {"token_local": True}, "local with sinks": {"token_local": True, "num_sink_tokens": 4},
+        "local": {"token_local": True},
+        "local with sinks": {"token_local": True, "num_sink_tokens": 4},
         "tiered": {"residual_length": 64, "tiers": (Tier(num_tokens=256, key_bits=4, value_bits=4),)},
-    }  # fmt: skip
+    }
     scheme = schemes.get("int8" if name.startswith("local") else name, **changes.get(name, {}))
     spec = CacheSpec(scheme=scheme, layers=(GEOMETRY,))
     for chunks in ([12, 1, 20, *[1] * 4], [700, *[1] * 5, 20, *[1] * 4, 600, 8, *range(2, 140, 15)]):
@@ -104,13 +150,18 @@ def test_what_is_compiled_ahead_is_what_passes_load(name, loaded):
     missing = named(found) - told
     assert not missing, f"{[x[0] for x in missing]} would be compiled by a first call"
     extra = sorted(x[0] for x in told - named(found))
-    assert extra in ([], ["close.cu", "raw.cu", "work_list.cu"]), "decoding before a page closes, which a scheme with few raw tokens hardly does"
+    assert extra in (
+        [],
+        ["close.cu", "raw.cu", "work_list.cu"],
+    ), "decoding before a page closes, which a scheme with few raw tokens hardly does"
 
 
 @pytest.mark.parametrize("loaded", [(8, 0), (9, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}", indirect=True)
 @pytest.mark.parametrize("name", ["kvbits_int8_centered", "kvbits_int4", "kvbits_klt4"])
 def test_what_is_compiled_ahead_for_vllm_is_what_its_backend_prepares(name, loaded):
-    """The calls of `integrations.vllm` that compile: impl._take and settle, builder, metadata.Decode for up to 8 queries."""
+    """The calls of `integrations.vllm` that compile: impl._take and settle, builder, metadata.Decode for up to 8
+    queries.
+    """
     capability, found = loaded
     layout, device, dtype = FORMATS[name].layout(HEADS, D, D), torch.device("cpu"), torch.bfloat16
     raw = formats_raw(layout) if FORMATS[name].calibrated else None
@@ -121,7 +172,15 @@ def test_what_is_compiled_ahead_for_vllm_is_what_its_backend_prepares(name, load
     merge.prepare([torch.zeros(1, 1, 1, D, dtype=dtype)])
     for layouts in [[layout, raw], [layout, raw, raw]] if raw else [[layout]]:
         for queries in range(1, 9):
-            options = {"batch_size": 2, "num_q_heads": QUERY_HEADS, "dtype": dtype, "device": device, "scaling": 1.0, "sliding_window": None, "softcap": None}
+            options = {
+                "batch_size": 2,
+                "num_q_heads": QUERY_HEADS,
+                "dtype": dtype,
+                "device": device,
+                "scaling": 1.0,
+                "sliding_window": None,
+                "softcap": None,
+            }
             device_plan.DevicePlan(layouts, [4] * len(layouts), num_queries=queries, **options)
     assert named(ahead.of_vllm(layout, QUERY_HEADS, dtype, False, capability)) == named(found)
 
@@ -156,7 +215,9 @@ def test_a_damaged_file_is_compiled_anew_and_never_loaded(damage, home, capsys):
         (other,) = set(home.glob("*.kernel")) - {path}
         broken = other.read_bytes()
     else:
-        broken = {"cut": whole[:-100], "empty": b"", "one bit": whole[:-50] + bytes([whole[-50] ^ 1]) + whole[-49:]}[damage]
+        broken = {"cut": whole[:-100], "empty": b"", "one bit": whole[:-50] + bytes([whole[-50] ^ 1]) + whole[-49:]}[
+            damage
+        ]
     path.write_bytes(broken)
     again = cuda_compile.compile_source(place.source(), "sm_90")
     assert first.made and again.made and again.cubin == first.cubin
@@ -180,12 +241,19 @@ def test_what_a_kernel_is_made_of_names_it(home, monkeypatch):
     made = []
     monkeypatch.setattr(cuda_compile, "missing", lambda: None)
     monkeypatch.setattr(cuda_compile, "version", lambda: (13, 0))
-    monkeypatch.setattr(cuda_compile, "_compile", lambda *a: made.append(a) or cuda_compile.Binary(b"code", "log", made=True))
+    monkeypatch.setattr(
+        cuda_compile, "_compile", lambda *a: made.append(a) or cuda_compile.Binary(b"code", "log", made=True)
+    )
     source = place.source()
     cuda_compile.compile_source(source, "sm_90")
     cuda_compile.compile_source(source, "sm_80")
     cuda_compile.compile_source(dataclasses.replace(source, macros={"THREADS": 64}), "sm_90")
-    for name, value in (("__version__", "0.0.0"), ("version", lambda: (12, 9)), ("OPTIONS", ("--std=c++20",)), ("headers_of", lambda *_: {"new.cuh": ""})):
+    for name, value in (
+        ("__version__", "0.0.0"),
+        ("version", lambda: (12, 9)),
+        ("OPTIONS", ("--std=c++20",)),
+        ("headers_of", lambda *_: {"new.cuh": ""}),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(cuda_compile, name, value)
             cuda_compile.compile_source(source, "sm_90")
@@ -230,7 +298,12 @@ for source in (place.source(),):
 
 
 def start(code, home):
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": os.environ | {"KVBITS_CACHE": str(home.parent), "PYTHONHASHSEED": "0"}}
+    options = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "text": True,
+        "env": os.environ | {"KVBITS_CACHE": str(home.parent), "PYTHONHASHSEED": "0"},
+    }
     process = subprocess.Popen([sys.executable, "-c", code], **options)
     assert process.stdout.readline() == "ready\n"
     return process
@@ -260,7 +333,9 @@ def test_one_that_is_killed_while_it_writes_leaves_nothing_that_is_loaded(home):
 def test_a_compile_that_takes_long_is_said(home, monkeypatch, capsys):
     monkeypatch.setattr(cuda_compile, "missing", lambda: None)
     monkeypatch.setattr(cuda_compile, "version", lambda: (13, 0))
-    monkeypatch.setattr(cuda_compile, "_compile", lambda *a: time.sleep(0.3) or cuda_compile.Binary(b"code", "log", made=True))
+    monkeypatch.setattr(
+        cuda_compile, "_compile", lambda *a: time.sleep(0.3) or cuda_compile.Binary(b"code", "log", made=True)
+    )
     cuda_compile.compile_source(place.source(), "sm_90")
     assert not capsys.readouterr().err
     monkeypatch.setattr(cuda_compile, "PATIENCE", 0.1)
@@ -274,27 +349,40 @@ def test_a_compile_that_takes_long_is_said(home, monkeypatch, capsys):
 
 
 CONFIG = {
-    "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256, "head_dim": 64, "vocab_size": 100,
-    "intermediate_size": 256, "max_position_embeddings": 1024,
-}  # fmt: skip
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 256,
+    "head_dim": 64,
+    "vocab_size": 100,
+    "intermediate_size": 256,
+    "max_position_embeddings": 1024,
+}
 
 
 def warm(config, home, *args):
     command = [sys.executable, "-m", "kvbits", "warm", str(config), *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | {"KVBITS_CACHE": str(home.parent)})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env=os.environ | {"KVBITS_CACHE": str(home.parent)}
+    )
 
 
 @needs_nvrtc
 def test_the_command_compiles_for_gpus_that_are_not_here(home, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
-    first, again = (json.loads(warm(config, home, "--scheme", "raw", "--arch", "sm_90", "--json").stdout) for _ in range(2))
+    first, again = (
+        json.loads(warm(config, home, "--scheme", "raw", "--arch", "sm_90", "--json").stdout) for _ in range(2)
+    )
     (made,), (found,) = first["rows"], again["rows"]
     assert made["compiled"] == made["kernels"] == len(list(home.glob("*.kernel"))) and found["compiled"] == 0
     assert found["nbytes"] == made["nbytes"] and found["seconds"] < made["seconds"]
     layers = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 2
     (group,) = CacheSpec(scheme=schemes.get("raw"), layers=layers).groups
-    assert not any(b.made for b in ahead.compiled(ahead.distinct(ahead.of_group(group, 4, torch.bfloat16, False, (9, 0))), (9, 0)))
+    assert not any(
+        b.made for b in ahead.compiled(ahead.distinct(ahead.of_group(group, 4, torch.bfloat16, False, (9, 0))), (9, 0))
+    )
 
 
 def test_gpus_that_cannot_be_are_refused():

@@ -1,4 +1,6 @@
-"""append by the CUDA kernel leaves what the reference leaves: thread by thread on a CPU (tests/ops/emulated) everywhere, and on an NVIDIA GPU where there is one."""
+"""append by the CUDA kernel leaves what the reference leaves: thread by thread on a CPU (tests/ops/emulated)
+everywhere, and on an NVIDIA GPU where there is one.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +35,27 @@ from kvbits.quant.rotary import turn_by
 from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec, Rotary
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
-needs_compiler = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
+needs_compiler = pytest.mark.skipif(
+    platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64"
+)
 FOLDER = Path(cuda.__file__).parent
 RAW = QuantSpec.raw()
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """The kernels for a CPU (for keys and values of one width, and of two), at 16-byte loads and stores that fault where an address is no multiple."""
+    """The kernels for a CPU (for keys and values of one width, and of two), at 16-byte loads and stores that fault
+    where an address is no multiple.
+    """
 
     def made(unlike_widths: bool):
         folder = tmp_path_factory.mktemp("append")
         put_sources(folder, FOLDER / "append.cu", {'extern "C" __global__': ""})
-        macros = dict(cuda.raw_source(unlike_widths).macros) | {"KERNEL": "append_tokens", "NUM_THREADS": "THREADS", "SHARED_BYTES": 1024}
+        macros = dict(cuda.raw_source(unlike_widths).macros) | {
+            "KERNEL": "append_tokens",
+            "NUM_THREADS": "THREADS",
+            "SHARED_BYTES": 1024,
+        }
         (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in macros.items()))
         return build(folder, ["-mf16c", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"])
 
@@ -55,20 +65,35 @@ def library(tmp_path_factory):
 def emulated_store(folder: Path, layout: PageLayout, dtype: torch.dtype, tokens: int) -> tuple[SimpleNamespace, int]:
     """What `cuda._load_store` gives, for a CPU."""
     macros = cuda.defines(layout, dtype, tokens)
-    instead = {'extern "C" __global__': "", "extern __shared__ __align__(16) unsigned char memory[];": "unsigned char* memory = ::shared;"}
+    instead = {
+        'extern "C" __global__': "",
+        "extern __shared__ __align__(16) unsigned char memory[];": "unsigned char* memory = ::shared;",
+    }
     put_sources(folder, FOLDER / "store_tokens.cu", instead)
-    (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (macros | {"KERNEL": "store_tokens", "NUM_THREADS": "THREADS"}).items()))
+    (folder / "defines.h").write_text(
+        "".join(
+            f"#define {k} {v}\n" for k, v in (macros | {"KERNEL": "store_tokens", "NUM_THREADS": "THREADS"}).items()
+        )
+    )
     made = build(folder, ["-mf16c", "-ffp-contract=off", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"])
-    return SimpleNamespace(launch=lambda grid, threads, args, stream: made.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
+    return SimpleNamespace(launch=lambda grid, threads, args, stream: made.launch(ctypes.byref(args), grid)), int(
+        macros["THREADS"]
+    )
 
 
-@pytest.fixture(params=[pytest.param("cpu", id="emulated", marks=needs_compiler), pytest.param("cuda", id="gpu", marks=needs_gpu)])
+@pytest.fixture(
+    params=[pytest.param("cpu", id="emulated", marks=needs_compiler), pytest.param("cuda", id="gpu", marks=needs_gpu)]
+)
 def device(request, monkeypatch):
     """Where tensors lie that `cuda.append` is given."""
     if request.param == "cpu":
         made = request.getfixturevalue("library")
         monkeypatch.setattr(
-            cuda, "_load", lambda index, unlike: SimpleNamespace(launch=lambda grid, threads, args, stream: made(unlike).launch(ctypes.byref(args), grid))
+            cuda,
+            "_load",
+            lambda index, unlike: SimpleNamespace(
+                launch=lambda grid, threads, args, stream: made(unlike).launch(ctypes.byref(args), grid)
+            ),
         )
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
         folder, loaded = request.getfixturevalue("tmp_path"), {}
@@ -86,10 +111,15 @@ def device(request, monkeypatch):
 def on(device: str, store: PageStore, buffer: torch.Tensor) -> tuple[PageStore, torch.Tensor]:
     """The store of `test_append.store_of` with its buffer on a device."""
     buffer = buffer.to(device)
-    return PageStore(store.layout, (buffer[:2, : store.layout.num_kv_heads], buffer[2:, : store.layout.num_kv_heads])), buffer
+    return (
+        PageStore(store.layout, (buffer[:2, : store.layout.num_kv_heads], buffer[2:, : store.layout.num_kv_heads])),
+        buffer,
+    )
 
 
-def expected(k: torch.Tensor, v: torch.Tensor, store: PageStore, buffer: torch.Tensor, runs: list[list[int]]) -> torch.Tensor:
+def expected(
+    k: torch.Tensor, v: torch.Tensor, store: PageStore, buffer: torch.Tensor, runs: list[list[int]]
+) -> torch.Tensor:
     """The buffer after the reference, on the CPU."""
     here, want = on("cpu", store, buffer.cpu().clone())
     reference.append(k.cpu(), v.cpu(), here, SlotMapping(np.array(runs)))
@@ -97,7 +127,9 @@ def expected(k: torch.Tensor, v: torch.Tensor, store: PageStore, buffer: torch.T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim, values", [(8, 8), (20, 20), (33, 33), (40, 40), (80, 80), (128, 128), (192, 128), (128, 64)])
+@pytest.mark.parametrize(
+    "head_dim, values", [(8, 8), (20, 20), (33, 33), (40, 40), (80, 80), (128, 128), (192, 128), (128, 64)]
+)
 def test_tokens_land_in_their_slots_and_nowhere_else(dtype, head_dim, values, device):
     store, buffer = on(device, *store_of(head_dim=head_dim, dtype=dtype, values=values))
     k, v = (x.to(device) for x in tokens_of(store, dtype))
@@ -107,7 +139,9 @@ def test_tokens_land_in_their_slots_and_nowhere_else(dtype, head_dim, values, de
 
 
 def test_a_projections_output_is_read_where_it_lies(device):
-    """Heads before tokens as after a rotary embedding, keys and values inside one projection, starts and strides that 16 bytes do not divide, a last dim that is not dense."""
+    """Heads before tokens as after a rotary embedding, keys and values inside one projection, starts and strides that
+    16 bytes do not divide, a last dim that is not dense.
+    """
     store, buffer = on(device, *store_of())
     k, v = (x.to(device) for x in tokens_of(store, torch.bfloat16))
     want = expected(k, v, store, buffer, RUNS)
@@ -115,7 +149,13 @@ def test_a_projections_output_is_read_where_it_lies(device):
     odd = [torch.nn.functional.pad(x, (1, 0))[..., 1:] for x in (k, v)]
     even = [torch.nn.functional.pad(x, (2, 0))[..., 2:] for x in (k, v)]
     transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
-    for other in (fused.split(40, dim=-1), transposed, odd, even, [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (k, v)]):
+    for other in (
+        fused.split(40, dim=-1),
+        transposed,
+        odd,
+        even,
+        [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (k, v)],
+    ):
         buffer.fill_(0xFF)
         cuda.append(*other, store, SlotMapping(np.array(RUNS)))
         assert torch.equal(buffer.cpu(), want)
@@ -177,7 +217,12 @@ def test_many_tokens_of_a_long_prompt():
     k, v = (torch.randn(2, 300 * 64, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv")
     slab = torch.zeros(600, 8, layout.head_bytes, dtype=torch.uint8, device="cuda")
     pages = np.random.default_rng(0).permutation(600)
-    cuda.append(k, v, PageStore(layout, (slab,)), SlotMapping(np.array([[i // 300, i % 300 * 64, p, 0, 64] for i, p in enumerate(pages)])))
+    cuda.append(
+        k,
+        v,
+        PageStore(layout, (slab,)),
+        SlotMapping(np.array([[i // 300, i % 300 * 64, p, 0, 64] for i, p in enumerate(pages)])),
+    )
     for name, x in (("k_raw", k), ("v_raw", v)):
         got = section(slab[torch.from_numpy(pages).cuda()], layout, name)  # [600, H, 64, D]
         assert torch.equal(got, x.reshape(600, 64, 8, 128).transpose(1, 2))
@@ -190,7 +235,8 @@ def test_it_does_not_wait_and_a_graph_writes_where_its_table_says():
     cuda.append(k, v, store, SlotMapping(np.array(RUNS)))  # compiles and loads
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "a prototype feature": raised here it would leave the mode on for all tests after
+        # "a prototype feature": raised here it would leave the mode on for all tests after
+        warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
         try:
             cuda.append(k, v, store, SlotMapping(np.array(RUNS)))
@@ -214,10 +260,17 @@ def test_it_does_not_wait_and_a_graph_writes_where_its_table_says():
 @needs_gpu
 @pytest.mark.parametrize("scheme", ["raw", "int8", "kivi4", "tiered_8k"])
 def test_a_cache_holds_the_bytes_that_a_cache_of_the_reference_holds(scheme):
-    """Ragged prompts, a chunk, single tokens past several closings, a fork and its copy on write, a slab added on the way."""
-    layers = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 2 + (LayerGeometry(num_kv_heads=2, head_dim=64, sliding_window=100),)
+    """Ragged prompts, a chunk, single tokens past several closings, a fork and its copy on write, a slab added on the
+    way.
+    """
+    layers = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 2 + (
+        LayerGeometry(num_kv_heads=2, head_dim=64, sliding_window=100),
+    )
     made = schemes.get(scheme, num_sink_tokens=4)
-    caches = [PagedCache(CacheSpec(scheme=made, layers=layers), device="cuda", backend=backend) for backend in ("auto", "reference")]
+    caches = [
+        PagedCache(CacheSpec(scheme=made, layers=layers), device="cuda", backend=backend)
+        for backend in ("auto", "reference")
+    ]
     gen = torch.Generator("cuda").manual_seed(0)
     valid = torch.arange(150)[None] >= torch.tensor([0, 70, 149])[:, None]
     for step, tokens in enumerate((150, 40, *[1] * 150)):
@@ -234,7 +287,8 @@ def test_a_cache_holds_the_bytes_that_a_cache_of_the_reference_holds(scheme):
         for name in a.pools:
             for ids in (s.pages().get(name, []) for s in a.sequences):
                 for i in ids:
-                    if name != "closed":  # what no token has been written to is not defined, and low planes are no subject here
+                    # what no token has been written to is not defined, and low planes are no subject here
+                    if name != "closed":
                         continue
                     assert torch.equal(a.pools[name].block(i), b.pools[name].block(i)), (name, i)
     for layer in range(3):
@@ -251,7 +305,13 @@ def packed_cases():
         return [*token_local.cases(), *token_local.centered_cases(), *token_local.wide_cases()]
     return [
         (spec("int8"), spec("int8", PerToken(), symmetric=False), 64, 64, torch.bfloat16),
-        (spec("int4", PerGroup(32), symmetric=False, scale_dtype="bfloat16"), spec("int4", PerGroup(32), scale_dtype="float32"), 128, 32, torch.float32),
+        (
+            spec("int4", PerGroup(32), symmetric=False, scale_dtype="bfloat16"),
+            spec("int4", PerGroup(32), scale_dtype="float32"),
+            128,
+            32,
+            torch.float32,
+        ),
         (spec("int3", PerToken()), spec("int2", PerToken(), symmetric=False), 72, 96, torch.float16),
         (spec("fp8_e4m3", PerToken()), spec("fp8_e5m2", PerGroup(40)), 80, 32, torch.bfloat16),
         (spec("int8", static=True, symmetric=False), spec("int4", PerChannel(), static=True), 64, 64, torch.bfloat16),
@@ -270,14 +330,29 @@ def packed(key, value, head_dim, page_size, device, num_pages=12) -> tuple[PageL
 
 
 def both_ways(k, v, buffer, layout, slots, previous=None, turn=None, static=None) -> list[int]:
-    """store_tokens, and the same by the reference on the CPU: equal bytes wherever anything was defined. Returns the status."""
+    """store_tokens, and the same by the reference on the CPU: equal bytes wherever anything was defined.
+
+    Returns the status.
+    """
     want, status = buffer.cpu().clone(), torch.zeros(cuda.STATUS_FIELDS, dtype=torch.int32, device=buffer.device)
     here = {name: x.cpu() for name, x in (static or {}).items()}
     there = None if previous is None else previous.to(buffer.device)
     turned = None if turn is None else turn.to(buffer.device)
     heads, wanted = slice(None, token_local.HEADS), torch.zeros(cuda.STATUS_FIELDS, dtype=torch.int32)
-    reference.store_tokens(k.cpu(), v.cpu(), want[:, heads], layout, slots, static=here, previous_page=previous, turn=turn, status=wanted)
-    cuda.store_tokens(k, v, buffer[:, heads], layout, slots.to(buffer.device), static=static, previous_page=there, turn=turned, status=status)
+    reference.store_tokens(
+        k.cpu(), v.cpu(), want[:, heads], layout, slots, static=here, previous_page=previous, turn=turn, status=wanted
+    )
+    cuda.store_tokens(
+        k,
+        v,
+        buffer[:, heads],
+        layout,
+        slots.to(buffer.device),
+        static=static,
+        previous_page=there,
+        turn=turned,
+        status=status,
+    )
     got = buffer.cpu()
     for name, s in layout.sections.items():
         part = slice(s.offset, s.offset + s.nbytes)
@@ -290,7 +365,9 @@ def both_ways(k, v, buffer, layout, slots, previous=None, turn=None, static=None
 @pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 @pytest.mark.parametrize("key, value, head_dim, page_size, dtype", packed_cases(), ids=str)
 def test_packed_tokens_are_what_the_reference_stores(key, value, head_dim, page_size, dtype, many, device, monkeypatch):
-    """Whole pages and parts of pages of several sequences, then single tokens, then chunks over borders; with skipped entries and such that lead out."""
+    """Whole pages and parts of pages of several sequences, then single tokens, then chunks over borders; with skipped
+    entries and such that lead out.
+    """
     if device == "cuda" and torch.cuda.get_device_capability() < (8, 9) and (key.format + value.format).count("fp8"):
         pytest.skip("cannot round to fp8")
     monkeypatch.setattr(cuda, "_multiprocessors", lambda device: 0 if many else 1 << 20)
@@ -299,16 +376,28 @@ def test_packed_tokens_are_what_the_reference_stores(key, value, head_dim, page_
     held = [[3, 7, 1, 9], [0, 5, 11], [8, 2, 4, 10]]
     lengths, gen = [0, 0, 0], np.random.default_rng(head_dim)
     turns = [turn, None]
-    for step, counts in enumerate(((page_size + 9, 2 * page_size, 5), (1, 1, 1), (page_size - 10, 1, page_size), (1, 3, page_size - 5), (1, 0, 1), (20, 0, 3))):
+    for step, counts in enumerate(
+        (
+            (page_size + 9, 2 * page_size, 5),
+            (1, 1, 1),
+            (page_size - 10, 1, page_size),
+            (1, 3, page_size - 5),
+            (1, 0, 1),
+            (20, 0, 3),
+        )
+    ):
         slots, previous = [], []
         for row, n in enumerate(counts):
             slots += [-1] * int(gen.integers(0, 3))  # padding in front of a row
             for position in range(lengths[row], lengths[row] + n):
                 if gen.random() < 0.05:
-                    slots.append([-1, 12 * page_size + 3, 2**50][gen.integers(0, 3)])  # entries that are not stored may lie between
+                    # entries that are not stored may lie between
+                    slots.append([-1, 12 * page_size + 3, 2**50][gen.integers(0, 3)])
                 slots.append(held[row][position // page_size] * page_size + position % page_size)
             lengths[row] += n
-        places = {page * page_size: held[row][i - 1] if i else -1 for row in range(3) for i, page in enumerate(held[row])}
+        places = {
+            page * page_size: held[row][i - 1] if i else -1 for row in range(3) for i, page in enumerate(held[row])
+        }
         previous = [places.get(slot, 99) for slot in slots]
         k, v = (x[0].to(device) for x in token_local.tokens_of(len(slots), head_dim, dtype))
         both_ways(k, v, buffer, layout, torch.tensor(slots), torch.tensor(previous), turns[step % 2], static)
@@ -333,16 +422,22 @@ def test_packed_tokens_in_any_order_and_written_over(device):
     layout, buffer, static = packed(spec("int4", PerGroup(32), symmetric=False), spec("int8"), 64, 32, device)
     for seed in range(3):
         slots = torch.from_numpy(np.random.default_rng(seed).permutation(12 * 32)[:150])
-        k, v = (x.to(device).transpose(0, 1).contiguous().transpose(0, 1) for x in (torch.randn(150, token_local.HEADS, 64).bfloat16() for _ in "kv"))
+        k, v = (
+            x.to(device).transpose(0, 1).contiguous().transpose(0, 1)
+            for x in (torch.randn(150, token_local.HEADS, 64).bfloat16() for _ in "kv")
+        )
         assert both_ways(k, v, buffer, layout, slots, static=static) == [0] * 7
-    k, v = (torch.randn(2, 5, token_local.HEADS, 3 * 64, device=device).bfloat16()[..., 64:128] for _ in "kv")  # rows and tokens inside one projection
+    # rows and tokens inside one projection
+    k, v = (torch.randn(2, 5, token_local.HEADS, 3 * 64, device=device).bfloat16()[..., 64:128] for _ in "kv")
     both_ways(k, v, buffer, layout, torch.tensor([0, 1, 2, -1, 4, 32, 33, 34, 35, 11 * 32]), static=static)
 
 
 def test_packed_append_writes_the_runs_of_a_mapping(device):
     """Two slabs whose pages lie apart, rows with holes, sequences that share nothing; and one upload serves all layers."""
     layout = token_local.layout_of(spec("int8", center="channel"), spec("int4"), 64, 32)
-    runs = np.array([[0, 3, 4, 0, 30], [0, 33, 4, 30, 2], [0, 35, 1, 0, 4], [2, 0, 0, 31, 1], [1, 5, 3, 0, 9], [1, 20, 3, 9, 2]])
+    runs = np.array(
+        [[0, 3, 4, 0, 30], [0, 33, 4, 30, 2], [0, 35, 1, 0, 4], [2, 0, 0, 31, 1], [1, 5, 3, 0, 9], [1, 20, 3, 9, 2]]
+    )
     mapping = SlotMapping(runs, np.array([-1, -1, 4, 2, 2, 2]))
     stores = [token_local.store_of(layout) for _ in range(2)]
     for store in stores:
@@ -350,10 +445,18 @@ def test_packed_append_writes_the_runs_of_a_mapping(device):
             slab.fill_(0x11)
     k, v = (torch.randn(3, 40, token_local.HEADS, 64).bfloat16() for _ in "kv")
     there = PageStore(layout, tuple(_moved(s, device) for s in stores[1].slabs))
-    assert cuda.append(k.to(device), v.to(device), there, mapping) == reference.append(k, v, stores[0], mapping) == {"k": 0, "v": 0}
+    assert (
+        cuda.append(k.to(device), v.to(device), there, mapping)
+        == reference.append(k, v, stores[0], mapping)
+        == {
+            "k": 0,
+            "v": 0,
+        }
+    )
     for a, b in zip(stores[0].slabs, there.slabs, strict=True):
         assert torch.equal(a, b.cpu())
-    odd = [torch.nn.functional.pad(x, (1, 0))[..., 1:].to(device) for x in (k, v)]  # rows at no multiple of 16 bytes are copied
+    # rows at no multiple of 16 bytes are copied
+    odd = [torch.nn.functional.pad(x, (1, 0))[..., 1:].to(device) for x in (k, v)]
     cuda.append(*odd, there, mapping)
     assert len(mapping.tables) == 1
 
@@ -387,13 +490,20 @@ def test_packed_bad_numbers_are_noted(device):
 
 def test_packed_arguments_that_do_not_fit_are_refused(device):
     layout, buffer, _ = packed(spec("int8", center="channel"), spec("int8", static=True), 64, 32, device)
-    pages, slots, static = buffer[:, : token_local.HEADS], torch.zeros(4, dtype=torch.int64, device=device), {"v_scale": torch.ones(3, 1, device=device)}
+    pages, slots, static = (
+        buffer[:, : token_local.HEADS],
+        torch.zeros(4, dtype=torch.int64, device=device),
+        {"v_scale": torch.ones(3, 1, device=device)},
+    )
     k = torch.randn(4, token_local.HEADS, 64, device=device)
     good = {"static": static, "previous_page": slots}
     for change, message in (
-        ({"static": {}}, "no calibrated v_scale"), ({"previous_page": None}, "give previous_page"), ({"previous_page": slots[:3]}, "one entry for each token"),
-        ({"turn": torch.zeros(3, 32, device=device)}, r"turn must be dense float32 \[3, 64\]"), ({"status": torch.zeros(6, device=device)}, r"status must be int32 \[7\]"),
-    ):  # fmt: skip
+        ({"static": {}}, "no calibrated v_scale"),
+        ({"previous_page": None}, "give previous_page"),
+        ({"previous_page": slots[:3]}, "one entry for each token"),
+        ({"turn": torch.zeros(3, 32, device=device)}, r"turn must be dense float32 \[3, 64\]"),
+        ({"status": torch.zeros(6, device=device)}, r"status must be int32 \[7\]"),
+    ):
         with pytest.raises(DataError, match=message):
             cuda.store_tokens(k, k, pages, layout, slots, **(good | change))
     with pytest.raises(DataError, match="multiples of 16 bytes"):
@@ -411,8 +521,15 @@ def test_packed_refusals_name_the_reason():
 
     assert why(spec("int8"), spec("int4")) is None
     assert "head_dim=520" in why(spec("int8", PerToken()), head_dim=520)
-    assert "key groups of 384 channels are no power of two, as heads of 384 (above 256)" in why(spec("int8", PerToken()), head_dim=384)
-    assert why(spec("int8", PerToken()), head_dim=512) is why(spec("int8", PerGroup(64)), head_dim=384) is why(RAW, head_dim=264) is None
+    assert "key groups of 384 channels are no power of two, as heads of 384 (above 256)" in why(
+        spec("int8", PerToken()), head_dim=384
+    )
+    assert (
+        why(spec("int8", PerToken()), head_dim=512)
+        is why(spec("int8", PerGroup(64)), head_dim=384)
+        is why(RAW, head_dim=264)
+        is None
+    )
     assert "key groups of 4 channels" in why(spec("int8", PerGroup(4)))
     assert why(spec("int8", PerGroup(4), static=True)) is None
     assert "cannot round to fp8" in why(spec("fp8_e4m3"), capability=(8, 0))
@@ -445,7 +562,9 @@ def test_packed_tokens_go_where_a_replayed_graph_is_told(centered):
 
 @needs_gpu
 def test_packed_tokens_of_a_long_prompt_are_what_closing_leaves():
-    layout = PageLayout(key=spec("int8", center="channel"), value=spec("int8"), page_size=64, num_kv_heads=8, head_dim=128)
+    layout = PageLayout(
+        key=spec("int8", center="channel"), value=spec("int8"), page_size=64, num_kv_heads=8, head_dim=128
+    )
     k, v = (torch.randn(16384, 8, 128, device="cuda").bfloat16() for _ in "kv")
     order = torch.from_numpy(np.random.default_rng(0).permutation(256)).cuda()
     slots = (order[:, None] * 64 + torch.arange(64, device="cuda")).flatten()

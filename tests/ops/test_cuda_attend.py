@@ -1,7 +1,7 @@
 """GPU attention against the float64 reference over the same bytes. Needs an NVIDIA GPU.
 
-The bound: queries come in and results leave in 16 bits (2**-8 or 2**-11), weights and their products with value scales are float16; 5e-3 covers it for
-results of attention over random keys, whose weights do not cancel.
+The bound: queries come in and results leave in 16 bits (2**-8 or 2**-11), weights and their products with value scales
+are float16; 5e-3 covers it for results of attention over random keys, whose weights do not cancel.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ FORMATS = (*INTEGERS, "fp8_e4m3", "fp8_e5m2")
 RAW = QuantSpec.raw()
 
 
-def spec(fmt, granularity=PerGroup(64), **options):  # noqa: B008 - frozen
+def spec(fmt, granularity=PerGroup(64), **options):  # noqa: B008
     return QuantSpec(format=fmt, granularity=granularity, **options)
 
 
-def both(fmt, granularity=PerGroup(64), **options):  # noqa: B008 - frozen
+def both(fmt, granularity=PerGroup(64), **options):  # noqa: B008
     return {"key": spec(fmt, granularity, **options), "value": spec(fmt, granularity, **options)}
 
 
@@ -41,15 +41,29 @@ TIERED = {"key": spec("int4", PerChannel(), symmetric=False), "value": spec("int
 
 
 def unlike_widths(**few):
-    """Keys and values of unlike widths: packed, with raw tokens in the same walk and in one of their own, under low planes, and raw alone."""
+    """Keys and values of unlike widths: packed, with raw tokens in the same walk and in one of their own, under low
+    planes, and raw alone.
+    """
     for head_dim, value_head_dim in ((192, 128), (128, 64)):
         widths = {"head_dim": head_dim, "value_head_dim": value_head_dim}
         yield Case(**both("int8", center="channel"), **few, **widths)
-        yield Case(key=spec("int4", PerChannel(), symmetric=False), value=spec("int4", symmetric=False), **few, **widths, group=16)
+        yield Case(
+            key=spec("int4", PerChannel(), symmetric=False),
+            value=spec("int4", symmetric=False),
+            **few,
+            **widths,
+            group=16,
+        )
         yield Case(key=RAW, value=RAW, lengths=few["lengths"], **widths, group=3)
     yield Case(**TIERED, **few, low=(4, 4), head_dim=128, value_head_dim=64)
     yield Case(
-        key=spec("int8", static=True), value=spec("int2", PerChannel(), static=True), **few, head_dim=64, value_head_dim=128, softcap=20.0, num_queries=3
+        key=spec("int8", static=True),
+        value=spec("int2", PerChannel(), static=True),
+        **few,
+        head_dim=64,
+        value_head_dim=128,
+        softcap=20.0,
+        num_queries=3,
     )
     yield Case(**both("int3"), **few, head_dim=192, value_head_dim=128)
 
@@ -58,7 +72,9 @@ def wide(**few):
     """Gemma 4's heads of 512 channels."""
     yield Case(**both("int8", center="channel"), **few, head_dim=512, group=2)
     yield Case(**both("int4"), **few, head_dim=512, group=8, num_queries=2)
-    yield Case(key=spec("int4", PerChannel(), symmetric=False), value=spec("int4", symmetric=False), **few, head_dim=512)
+    yield Case(
+        key=spec("int4", PerChannel(), symmetric=False), value=spec("int4", symmetric=False), **few, head_dim=512
+    )
     yield Case(key=RAW, value=RAW, lengths=few["lengths"], heads=few.get("heads", 2), head_dim=512)
 
 
@@ -74,15 +90,28 @@ def cases():
         yield Case(key=spec(f, PerChannel()), value=spec(f, PerChannel()), lengths=LENGTHS)
     for f in INTEGERS:
         yield Case(**both(f, PerGroup(32), symmetric=False), lengths=LENGTHS, group=8)
-        yield Case(key=spec(f, PerChannel(), symmetric=False), value=spec(f, PerToken(), symmetric=False), lengths=LENGTHS, tail=20, magnitude=50.0)
+        yield Case(
+            key=spec(f, PerChannel(), symmetric=False),
+            value=spec(f, PerToken(), symmetric=False),
+            lengths=LENGTHS,
+            tail=20,
+            magnitude=50.0,
+        )
         yield Case(**both(f, center="channel"), lengths=LENGTHS, tail=20, magnitude=1e-3)
         yield Case(**both(f, PerChannel(), symmetric=False), lengths=LENGTHS)
         yield Case(**both(f, PerChannel(), static=True), lengths=LENGTHS)
-        yield Case(key=spec(f, PerChannel(), static=True, symmetric=False), value=spec(f, static=True, symmetric=False), lengths=LENGTHS, tail=20)
+        yield Case(
+            key=spec(f, PerChannel(), static=True, symmetric=False),
+            value=spec(f, static=True, symmetric=False),
+            lengths=LENGTHS,
+            tail=20,
+        )
         yield Case(key=spec(f, scale_dtype="float32"), value=spec(f, scale_dtype="bfloat16"), lengths=LENGTHS)
     for f in INTEGERS:
         for d in (64, 80, 96, 256):
-            yield Case(**both(f, PerGroup(d // 2) if d in (64, 256) else PerToken()), lengths=(1000, 70), head_dim=d, tail=20)
+            yield Case(
+                **both(f, PerGroup(d // 2) if d in (64, 256) else PerToken()), lengths=(1000, 70), head_dim=d, tail=20
+            )
         for group in (1, 2, 8, 12, 16):
             yield Case(**both(f), lengths=(1000, 70), group=group, tail=20, dtype=torch.float16)
         for options in (
@@ -122,11 +151,23 @@ def cases():
             yield Case(key=fitted.key, value=fitted.value, lengths=LENGTHS, head_dim=d, tail=64, sinks=4)
         for group in (1, 2, 3, 8, 12, 16):
             yield Case(**klt, lengths=(1000, 70), group=group, tail=20, dtype=torch.float16)
-        for options in ({"window": 300, "tail": 20}, {"crop": 13}, {"softcap": 20.0, "tail": 20}, {"page_size": 128}, {"page_size": 32}, {"num_queries": 5, "group": 3},
-                        {"magnitude": 50.0}, {"first": 131_000}):  # fmt: skip
+        for options in (
+            {"window": 300, "tail": 20},
+            {"crop": 13},
+            {"softcap": 20.0, "tail": 20},
+            {"page_size": 128},
+            {"page_size": 32},
+            {"num_queries": 5, "group": 3},
+            {"magnitude": 50.0},
+            {"first": 131_000},
+        ):
             yield Case(**klt, lengths=(1000, 70), **options)
     yield Case(key=spec("int8"), value=spec("int4"), lengths=LENGTHS)
-    yield Case(key=spec("int4", PerChannel(), symmetric=False), value=spec("int2", PerGroup(32), symmetric=False), lengths=LENGTHS)
+    yield Case(
+        key=spec("int4", PerChannel(), symmetric=False),
+        value=spec("int2", PerGroup(32), symmetric=False),
+        lengths=LENGTHS,
+    )
 
 
 def check(call, q, plan, limit=LIMIT):
@@ -138,7 +179,8 @@ def check(call, q, plan, limit=LIMIT):
     assert relative_error(out, want) < limit
     finite = torch.isfinite(want_lse)
     torch.testing.assert_close(torch.isfinite(lse), finite)
-    # A score's error is that of q in float16 next to its size: scores of 1000 are off by tenths, of banded keys of 8 bits by more.
+    # A score's error is that of q in float16 next to its size: scores of 1000 are off by tenths, of banded keys of 8
+    # bits by more.
     np.testing.assert_allclose(lse[finite].double().cpu(), want_lse[finite].cpu(), rtol=2e-3, atol=1e-2)
     return out.clone()
 
@@ -159,7 +201,9 @@ def test_agrees_with_float64(case):
     [
         Case(**TIERED, lengths=(700, 0, 333), tail=20, sinks=4, low=(4, 4), num_queries=40),
         Case(**both("int8"), lengths=(700, 333), tail=20, num_queries=11, group=5, window=300),
-        Case(**both("int4", PerGroup(32), symmetric=False), lengths=(700, 333), num_queries=11, head_dim=64, softcap=20.0),
+        Case(
+            **both("int4", PerGroup(32), symmetric=False), lengths=(700, 333), num_queries=11, head_dim=64, softcap=20.0
+        ),
     ],
     ids=str,
 )
@@ -174,7 +218,10 @@ def test_one_launch_serves_all_tiers():
     call, q, strides = build(Case(**TIERED, lengths=LENGTHS, tail=20, sinks=4, low=(4, 4), layers=3), "cuda")
     assert len(call.parts) == 4
     plan = cuda.Plan(call, q.shape[2], q.dtype, q.device, layer_strides=tuple(strides))
-    assert plan.explain().count("blocks of") == 1 and "int4/int4 pages with and without low planes (and raw ones)" in plan.explain()
+    assert (
+        plan.explain().count("blocks of") == 1
+        and "int4/int4 pages with and without low planes (and raw ones)" in plan.explain()
+    )
     want = check(call, q, plan)
     assert torch.equal(plan.run(q, layer=2)[0], want), "all layers of these pools hold the same bytes"
 
@@ -183,7 +230,10 @@ def test_one_launch_serves_all_tiers():
 def test_formats_mix_in_one_call_and_padding_sees_nothing():
     one, q, _ = build(Case(**both("int8"), lengths=(640, 256), sinks=4), "cuda", seed=1)
     two, _, _ = build(Case(**both("int4"), lengths=(640, 256)), "cuda", seed=2)
-    later = [Part(p.store, PageTable(p.table.indptr, p.table.page_ids, p.table.starts + 1000, p.table.lengths)) for p in two.parts]
+    later = [
+        Part(p.store, PageTable(p.table.indptr, p.table.page_ids, p.table.starts + 1000, p.table.lengths))
+        for p in two.parts
+    ]
     call = AttendCall((*one.parts, *later), one.scaling)
     plan = cuda.Plan(call, q.shape[2], q.dtype, q.device)
     check(call, q, plan)
@@ -213,7 +263,9 @@ def test_layers_lie_side_by_side_and_graphs_replay():
 @needs_gpu
 @pytest.mark.parametrize("launches", [1, 3])
 def test_pages_written_by_the_kernel_just_ahead_are_read_as_they_are(launches):
-    """The ring is filled before the kernel waits for the one ahead of it, which must have ended by then: every launch sees what was copied before it."""
+    """The ring is filled before the kernel waits for the one ahead of it, which must have ended by then: every launch
+    sees what was copied before it.
+    """
     call, q, _ = build(Case(**both("int8"), lengths=(320, 4096), heads=8), "cuda")
     target, ids = call.parts[0].store.slabs[0], torch.from_numpy(call.parts[0].table.page_ids).cuda()
     contents = [target.clone(), target.clone()]
@@ -252,10 +304,16 @@ def test_pools_past_two_to_the_31_and_contexts_past_65535_pages():
         s = layout.sections[name]
         slab[..., s.offset : s.offset + s.nbytes] = torch.full((32,), 0.1, dtype=torch.float16).view(torch.uint8).cuda()
     last = slab[:, 29]
-    table = PageTable(np.array([0, pages]), np.random.permutation(pages).astype(np.int64), np.arange(pages, dtype=np.int64) * 32, np.full(pages, 32, np.int32))
+    table = PageTable(
+        np.array([0, pages]),
+        np.random.permutation(pages).astype(np.int64),
+        np.arange(pages, dtype=np.int64) * 32,
+        np.full(pages, 32, np.int32),
+    )
     call = AttendCall((Part(PageStore(layout, (last,)), table),), 0.125)
     q = torch.randn(1, 1, 2, 64, dtype=torch.bfloat16, device="cuda")
-    check(call, q, cuda.Plan(call, 2, q.dtype, q.device), limit=2e-2)  # random codes average out, so the result is small next to its terms
+    # random codes average out, so the result is small next to its terms
+    check(call, q, cuda.Plan(call, 2, q.dtype, q.device), limit=2e-2)
 
 
 @needs_gpu

@@ -1,4 +1,6 @@
-"""Chunks of many queries on a GPU: unpacked pages, FlashAttention over them, and how history is cut into passes (which needs no GPU)."""
+"""Chunks of many queries on a GPU: unpacked pages, FlashAttention over them, and how history is cut into passes (which
+needs no GPU).
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,28 @@ def cases():
         yield Case(**both(f, PerToken()), **small, head_dim=256)
     tiered = {"key": spec("int4", PerChannel(), symmetric=False), "value": spec("int4", PerToken(), symmetric=False)}
     yield Case(**tiered, **small | {"lengths": (400, 0, 230)}, low=(4, 4), layers=2)
-    yield Case(key=spec("int4", PerToken()), value=spec("int3", PerToken()), **small | {"lengths": (400, 0, 230)}, low=(4, 2), head_dim=80)
+    yield Case(
+        key=spec("int4", PerToken()),
+        value=spec("int3", PerToken()),
+        **small | {"lengths": (400, 0, 230)},
+        low=(4, 2),
+        head_dim=80,
+    )
     yield Case(key=spec("int8"), value=spec("int3", scale_dtype="bfloat16"), **small | {"crop": 13}, page_size=32)
 
 
-KLT = [Case(key=schemes.get(n).key, value=schemes.get(n).value, lengths=(300, 0, 129), num_queries=140, tail=20, sinks=4, layers=2) for n in ("klt4", "klt2")]
+KLT = [
+    Case(
+        key=schemes.get(n).key,
+        value=schemes.get(n).value,
+        lengths=(300, 0, 129),
+        num_queries=140,
+        tail=20,
+        sinks=4,
+        layers=2,
+    )
+    for n in ("klt4", "klt2")
+]
 
 
 @needs_gpu
@@ -54,15 +73,25 @@ def test_unpacked_rows_are_the_reference_rounded_once(case):
         addresses = torch.from_numpy(store.addresses[table.page_ids]).cuda()
         ends = np.cumsum(table.lengths)
         rows = torch.from_numpy(np.stack([ends - table.lengths, table.lengths], 1).astype(np.int32)).cuda()
-        keys, values = (torch.full((ends[-1], layout.num_kv_heads, layout.head_dim), float("nan"), dtype=case.dtype, device="cuda") for _ in "kv")
+        keys, values = (
+            torch.full((ends[-1], layout.num_kv_heads, layout.head_dim), float("nan"), dtype=case.dtype, device="cuda")
+            for _ in "kv"
+        )
         low = (part.low[0], torch.from_numpy(part.low[0].addresses[table.low[0]]).cuda()) if part.low else None
         layer = case.layers - 1
         Unpacker(store, case.dtype, addresses, rows, layer * layout.page_size_bytes, low=low).run(keys, values, layer)
         static = {name: x.cuda() for name, x in store.static.items()}
         fine = [(s.gather(ids), s.layout) for s, ids in zip(part.low, table.low, strict=True)]
-        for got, want in zip((keys, values), dequantize_pages(store.gather(table.page_ids), layout, static, low=fine), strict=True):
+        for got, want in zip(
+            (keys, values), dequantize_pages(store.gather(table.page_ids), layout, static, low=fine), strict=True
+        ):
             want = torch.cat([w[:, :n] for w, n in zip(want, table.lengths, strict=True)], 1).transpose(0, 1)
-            torch.testing.assert_close(got.float(), want.to(case.dtype).float(), rtol=2.0**-7 if case.dtype == torch.bfloat16 else 2.0**-10, atol=1e-6)
+            torch.testing.assert_close(
+                got.float(),
+                want.to(case.dtype).float(),
+                rtol=2.0**-7 if case.dtype == torch.bfloat16 else 2.0**-10,
+                atol=1e-6,
+            )
             same = 0.99 if part.low else 0.999  # a pair counts in fifteenths, which float32 does not hold
             assert (got == want.to(case.dtype)).float().mean() > same, "a fused multiply-add may round a few elsewhere"
 
@@ -89,7 +118,9 @@ def test_a_chunk_agrees_with_float64(case, max_rows, monkeypatch):
 @needs_gpu
 def test_layers_and_other_kernels_for_other_calls():
     call, q, strides = build(Case(**both("int4"), lengths=(300,), num_queries=140, layers=3), "cuda")
-    plan = cuda.plan(call, q.shape[2], q.dtype, q.device, num_queries=140, history_only=True, layer_strides=tuple(strides))
+    plan = cuda.plan(
+        call, q.shape[2], q.dtype, q.device, num_queries=140, history_only=True, layer_strides=tuple(strides)
+    )
     first = plan.run(q)[0].clone()
     assert torch.equal(plan.run(q, layer=2)[0], first), "all layers of this pool hold the same bytes"
     assert isinstance(cuda.plan(call, q.shape[2], q.dtype, q.device, num_queries=140), cuda.Plan)
@@ -97,11 +128,20 @@ def test_layers_and_other_kernels_for_other_calls():
 
 def table_of(lengths: list[list[int]]) -> PageTable:
     counts, flat = [len(x) for x in lengths], np.array([n for x in lengths for n in x], np.int32)
-    return PageTable(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), np.arange(len(flat)), np.zeros(len(flat), np.int64), flat)
+    return PageTable(
+        np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        np.arange(len(flat)),
+        np.zeros(len(flat), np.int64),
+        flat,
+    )
 
 
 @given(
-    st.integers(1, 5).flatmap(lambda b: st.lists(st.lists(st.lists(st.integers(1, 32), max_size=9), min_size=b, max_size=b), min_size=1, max_size=3)),
+    st.integers(1, 5).flatmap(
+        lambda b: st.lists(
+            st.lists(st.lists(st.integers(1, 32), max_size=9), min_size=b, max_size=b), min_size=1, max_size=3
+        )
+    ),
     st.integers(32, 400),
 )
 def test_every_visible_token_is_in_one_pass(parts, max_rows):
@@ -127,9 +167,12 @@ def test_every_visible_token_is_in_one_pass(parts, max_rows):
 @pytest.mark.parametrize(
     "changes, why",
     [
-        ({"history_only": False}, "not all past"), ({"num_queries": 8}, "few"), ({"num_queries": 128}, "few"), ({"q_dtype": torch.float32}, "float32"),
+        ({"history_only": False}, "not all past"),
+        ({"num_queries": 8}, "few"),
+        ({"num_queries": 128}, "few"),
+        ({"q_dtype": torch.float32}, "float32"),
     ],
-)  # fmt: skip
+)
 def test_refusals_say_what_is_in_the_way(changes, why):
     call, _, _ = build(Case(**both("int8"), lengths=(100,)), "cpu")  # 4 query heads a kv head
     options = {"num_q_heads": 8, "q_dtype": torch.bfloat16, "num_queries": 512, "history_only": True}
@@ -138,7 +181,12 @@ def test_refusals_say_what_is_in_the_way(changes, why):
 
 
 def test_formats_whose_pages_are_read_for_few_columns_are_unpacked_sooner():
-    for key, low, unpacks in ((spec("int4"), None, False), (spec("int4"), (4, 4), True), (spec("int4", PerChannel()), None, True), (spec("int3"), None, False)):
+    for key, low, unpacks in (
+        (spec("int4"), None, False),
+        (spec("int4"), (4, 4), True),
+        (spec("int4", PerChannel()), None, True),
+        (spec("int3"), None, False),
+    ):
         call, _, _ = build(Case(key=key, value=spec("int4"), lengths=(400,), low=low), "cpu")
         assert (chunk.refuses(call, 8, torch.bfloat16, 64, True) is None) == unpacks
 

@@ -22,7 +22,7 @@ HEADS = 3
 RAW = QuantSpec.raw()
 
 
-def spec(fmt, granularity=PerGroup(64), **options):  # noqa: B008 - frozen
+def spec(fmt, granularity=PerGroup(64), **options):  # noqa: B008
     return QuantSpec(format=fmt, granularity=granularity, **options)
 
 
@@ -54,7 +54,9 @@ def ugly(n, page, d, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("key, value, head_dim, page_size", list(pairs()), ids=str)
 def test_stores_what_the_reference_stores(key, value, head_dim, page_size, dtype):
-    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim, raw_dtype="bfloat16")
+    layout = PageLayout(
+        key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim, raw_dtype="bfloat16"
+    )
     k, v = ugly(5, page_size, head_dim, dtype)
     static = static_of(layout)
     want, saturated = reference.close_pages(k, v, layout, static)
@@ -63,21 +65,31 @@ def test_stores_what_the_reference_stores(key, value, head_dim, page_size, dtype
     ids = np.array([4, 0, 6, 2, 3])
     assert cuda.close(k.cuda(), v.cuda(), store, ids) == saturated
     for name, s in layout.sections.items():
-        assert torch.equal(slab[ids][..., s.offset : s.offset + s.nbytes].cpu(), want[..., s.offset : s.offset + s.nbytes]), name
+        assert torch.equal(
+            slab[ids][..., s.offset : s.offset + s.nbytes].cpu(), want[..., s.offset : s.offset + s.nbytes]
+        ), name
     assert torch.equal(slab[ids].cpu(), want), "padding is zero"
     assert (slab[[1, 5]] == 0xFF).all(), "other pages stay as they were"
 
 
 @needs_gpu
 @pytest.mark.parametrize("dtype, bits", [(torch.bfloat16, (4, 4)), (torch.float16, (2, 0)), (torch.float32, (4, 2))])
-@pytest.mark.parametrize("key, value, head_dim, page_size", [p for p in pairs() if p[0].format.startswith("int") and p[1].format.startswith("int")], ids=str)
+@pytest.mark.parametrize(
+    "key, value, head_dim, page_size",
+    [p for p in pairs() if p[0].format.startswith("int") and p[1].format.startswith("int")],
+    ids=str,
+)
 def test_low_planes_are_what_the_reference_stores(key, value, head_dim, page_size, dtype, bits):
-    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim, raw_dtype="bfloat16")
+    layout = PageLayout(
+        key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim, raw_dtype="bfloat16"
+    )
     fine = LowLayout(key_bits=bits[0], value_bits=bits[1], page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim)
     k, v = ugly(5, page_size, head_dim, dtype)
     static = static_of(layout)
     (want, planes), saturated = reference.close_nested(k, v, layout, static, [fine])
-    slab, low_slab = (torch.full((7, HEADS, x.head_bytes), 0xFF, dtype=torch.uint8, device="cuda") for x in (layout, fine))
+    slab, low_slab = (
+        torch.full((7, HEADS, x.head_bytes), 0xFF, dtype=torch.uint8, device="cuda") for x in (layout, fine)
+    )
     store, low = PageStore(layout, (slab,), {name: x.cuda() for name, x in static.items()}), LowStore(fine, (low_slab,))
     ids, low_ids = np.array([4, 0, 6, 2, 3]), np.array([1, 2, 0, 5, 6])
     assert cuda.refuses(k.cuda(), store, [low]) is None
@@ -90,7 +102,9 @@ def test_low_planes_are_what_the_reference_stores(key, value, head_dim, page_siz
 @needs_gpu
 @pytest.mark.parametrize("key, value, head_dim, page_size", list(pairs()), ids=str)
 def test_the_reference_stores_the_same_on_either_device(key, value, head_dim, page_size):
-    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim, raw_dtype="bfloat16")
+    layout = PageLayout(
+        key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim, raw_dtype="bfloat16"
+    )
     k, v = ugly(5, page_size, head_dim, torch.bfloat16)
     static = static_of(layout)
     want, _ = reference.close_pages(k, v, layout, static)
@@ -118,7 +132,8 @@ def test_bad_input_is_named():
 @needs_gpu
 def test_strided_input_needs_no_copy():
     layout = PageLayout(key=spec("int4"), value=spec("int4"), page_size=64, num_kv_heads=HEADS, head_dim=128)
-    fused = torch.randn(2, 64, 2 * HEADS, 128, dtype=torch.bfloat16, device="cuda")  # tokens before heads, keys and values side by side
+    # tokens before heads, keys and values side by side
+    fused = torch.randn(2, 64, 2 * HEADS, 128, dtype=torch.bfloat16, device="cuda")
     k, v = fused[:, :, :HEADS].transpose(1, 2), fused[:, :, HEADS:].transpose(1, 2)
     slab = torch.zeros(2, HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
     cuda.close(k, v, PageStore(layout, (slab,)), np.array([0, 1]))
@@ -126,7 +141,9 @@ def test_strided_input_needs_no_copy():
 
 
 def test_refusals_need_no_gpu():
-    layout = PageLayout(key=spec("int4", PerGroup(20)), value=spec("int4", PerToken()), page_size=64, num_kv_heads=1, head_dim=80)
+    layout = PageLayout(
+        key=spec("int4", PerGroup(20)), value=spec("int4", PerToken()), page_size=64, num_kv_heads=1, head_dim=80
+    )
     assert "20 channels" in family_of(layout).refuses("close", layout, dtype=torch.bfloat16)
     assert "float64" in family_of(layout).refuses("close", layout, dtype=torch.float64)
     store = PageStore(layout, (torch.zeros(1, 1, layout.head_bytes, dtype=torch.uint8),))

@@ -1,4 +1,5 @@
-"""close.cu run on a CPU, thread by thread (tests/ops/emulated): bit for bit what the reference stores, checked without a GPU.
+"""close.cu run on a CPU, thread by thread (tests/ops/emulated): bit for bit what the reference stores, checked without
+a GPU.
 
 KVBITS_TEST_ALL_KERNELS=1 runs all cases of test_cuda_close.py (a minute or two).
 """
@@ -35,12 +36,22 @@ def emulated(monkeypatch, tmp_path):
 
     def load(layout, dtype, device_index, low=None):
         macros = plain.defines(layout, dtype, low)
-        instead = {'extern "C" __global__': "", "extern __shared__ __align__(16) unsigned char memory[];": "unsigned char* memory = ::shared;"}
+        instead = {
+            'extern "C" __global__': "",
+            "extern __shared__ __align__(16) unsigned char memory[];": "unsigned char* memory = ::shared;",
+        }
         put_sources(tmp_path, Path(plain.__file__).parent / "close.cu", instead)
-        (tmp_path / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in (macros | {"KERNEL": "close_pages", "NUM_THREADS": "THREADS"}).items()))
-        # No fused multiply-add: the kernel asks for separate roundings where they matter, and a GPU has none to fuse in what is left.
+        (tmp_path / "defines.h").write_text(
+            "".join(
+                f"#define {k} {v}\n" for k, v in (macros | {"KERNEL": "close_pages", "NUM_THREADS": "THREADS"}).items()
+            )
+        )
+        # No fused multiply-add: the kernel asks for separate roundings where they matter, and a GPU has none to fuse in
+        # what is left.
         made = build(tmp_path, ["-mf16c", "-ffp-contract=off"])
-        return SimpleNamespace(launch=lambda grid, threads, args, stream: made.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
+        return SimpleNamespace(launch=lambda grid, threads, args, stream: made.launch(ctypes.byref(args), grid)), int(
+            macros["THREADS"]
+        )
 
     monkeypatch.setattr(plain, "load", load)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
@@ -61,7 +72,9 @@ def cases():
 
 @pytest.mark.parametrize("key, value, head_dim, page_size, dtype", cases(), ids=str)
 def test_stores_what_the_reference_stores(key, value, head_dim, page_size, dtype, emulated):
-    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim, raw_dtype="bfloat16")
+    layout = PageLayout(
+        key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim, raw_dtype="bfloat16"
+    )
     k, v = ugly(5, page_size, head_dim, dtype)
     k[4, 0, 2], v[4, 0, 3] = -0.0, 2.0**-6
     static = static_of(layout)
@@ -70,7 +83,9 @@ def test_stores_what_the_reference_stores(key, value, head_dim, page_size, dtype
     ids = np.array([4, 0, 6, 2, 3])
     assert cuda.close(k, v, PageStore(layout, (slab,), static), ids) == saturated
     for name, s in layout.sections.items():
-        assert torch.equal(slab[ids][..., s.offset : s.offset + s.nbytes], want[..., s.offset : s.offset + s.nbytes]), name
+        assert torch.equal(slab[ids][..., s.offset : s.offset + s.nbytes], want[..., s.offset : s.offset + s.nbytes]), (
+            name
+        )
     assert torch.equal(slab[ids], want), "padding is zero"
     assert (slab[[1, 5]] == 0xFF).all(), "other pages stay as they were"
 
@@ -78,9 +93,13 @@ def test_stores_what_the_reference_stores(key, value, head_dim, page_size, dtype
 @pytest.mark.parametrize("head_dim, value_head_dim", [(192, 128), (64, 128), (512, 512)])
 def test_keys_and_values_of_unlike_widths_and_wide_ones(head_dim, value_head_dim, emulated):
     layout = PageLayout(
-        key=spec("int8", center="channel"), value=spec("int4", PerChannel(), symmetric=False), page_size=64, num_kv_heads=HEADS, head_dim=head_dim,
+        key=spec("int8", center="channel"),
+        value=spec("int4", PerChannel(), symmetric=False),
+        page_size=64,
+        num_kv_heads=HEADS,
+        head_dim=head_dim,
         value_head_dim=value_head_dim,
-    )  # fmt: skip
+    )
     k, v = ugly(5, 64, head_dim, torch.bfloat16)[0], ugly(5, 64, value_head_dim, torch.bfloat16)[1]
     want, saturated = reference.close_pages(k, v, layout)
     slab = torch.full((5, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8)
@@ -89,7 +108,13 @@ def test_keys_and_values_of_unlike_widths_and_wide_ones(head_dim, value_head_dim
 
 
 def test_low_planes(emulated):
-    layout = PageLayout(key=spec("int4", PerChannel(), symmetric=False), value=spec("int4"), page_size=64, num_kv_heads=HEADS, head_dim=64)
+    layout = PageLayout(
+        key=spec("int4", PerChannel(), symmetric=False),
+        value=spec("int4"),
+        page_size=64,
+        num_kv_heads=HEADS,
+        head_dim=64,
+    )
     fine = LowLayout(key_bits=4, value_bits=4, page_size=64, num_kv_heads=HEADS, head_dim=64)
     k, v = ugly(5, 64, 64, torch.bfloat16)
     (want, want_low), _ = reference.close_nested(k, v, layout, {}, [fine])

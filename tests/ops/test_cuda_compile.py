@@ -1,6 +1,7 @@
 """Every CUDA kernel compiles for every architecture and keeps its values in registers. Needs NVRTC, no GPU.
 
-By default a representative set; `make kernels` (KVBITS_TEST_ALL_KERNELS=1) compiles all instantiations, those of every preset among them.
+By default a representative set; `make kernels` (KVBITS_TEST_ALL_KERNELS=1) compiles all instantiations, those of every
+preset among them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ALL = bool(os.environ.get("KVBITS_TEST_ALL_KERNELS"))
 CAPABILITIES = ((8, 0), (8, 9), (9, 0))
 
 
-def spec(fmt: str, granularity=PerGroup(64), **options) -> QuantSpec:  # noqa: B008 - frozen
+def spec(fmt: str, granularity=PerGroup(64), **options) -> QuantSpec:  # noqa: B008
     return QuantSpec(format=fmt, granularity=granularity, **options)
 
 
@@ -76,24 +77,45 @@ def variants():
     """(key, value, options) of attention kernels: each format, granularity, head size and option at least once."""
     raw = QuantSpec.raw()
     few = [
-        (spec("int8"), spec("int8"), {}), (spec("int4"), spec("int4"), {}), (spec("int2"), spec("int2"), {}), (spec("fp8_e4m3"), spec("fp8_e4m3"), {}),
-        (spec("int2", PerChannel(), symmetric=False), spec("int2", symmetric=False), {}), (raw, raw, {}), (spec("int4"), spec("int4"), {"columns": 64}),
-        (spec("int2", PerGroup(32)), spec("int2", PerGroup(32)), {}), (spec("int3"), spec("int3"), {}), (spec("int3", PerToken()), spec("int3", PerToken()), {"head_dim": 80}),
-    ]  # fmt: skip
+        (spec("int8"), spec("int8"), {}),
+        (spec("int4"), spec("int4"), {}),
+        (spec("int2"), spec("int2"), {}),
+        (spec("fp8_e4m3"), spec("fp8_e4m3"), {}),
+        (spec("int2", PerChannel(), symmetric=False), spec("int2", symmetric=False), {}),
+        (raw, raw, {}),
+        (spec("int4"), spec("int4"), {"columns": 64}),
+        (spec("int2", PerGroup(32)), spec("int2", PerGroup(32)), {}),
+        (spec("int3"), spec("int3"), {}),
+        (spec("int3", PerToken()), spec("int3", PerToken()), {"head_dim": 80}),
+    ]
     if not ALL:
         return few
     formats = ("int8", "int4", "int3", "int2", "fp8_e4m3", "fp8_e5m2")
-    many = [(spec(f, g), spec(f, g), {}) for f, g in itertools.product(formats, (PerGroup(64), PerGroup(32), PerToken(), PerChannel()))]
+    many = [
+        (spec(f, g), spec(f, g), {})
+        for f, g in itertools.product(formats, (PerGroup(64), PerGroup(32), PerToken(), PerChannel()))
+    ]
     for f in formats[:4]:
-        many += [(spec(f, PerChannel(), symmetric=False), spec(f, g, symmetric=False), {}) for g in (PerToken(), PerGroup(64), PerChannel())]
-        many += [(spec(f, center="channel"), spec(f), {}), (spec(f, static=True), spec(f, PerChannel(), static=True), {})]
-        many += [(spec(f), spec(f), options) for options in ({"softcap": True}, {"columns": 16}, {"columns": 64}, {"page_size": 256}, {"page_size": 32})]
+        many += [
+            (spec(f, PerChannel(), symmetric=False), spec(f, g, symmetric=False), {})
+            for g in (PerToken(), PerGroup(64), PerChannel())
+        ]
+        many += [
+            (spec(f, center="channel"), spec(f), {}),
+            (spec(f, static=True), spec(f, PerChannel(), static=True), {}),
+        ]
+        many += [
+            (spec(f), spec(f), options)
+            for options in ({"softcap": True}, {"columns": 16}, {"columns": 64}, {"page_size": 256}, {"page_size": 32})
+        ]
         many += [(spec(f, PerToken()), spec(f, PerToken()), {"head_dim": d}) for d in (64, 80, 96, 256)]
     return [(k, v, o) for k, v, o in few + many if refuses(layout_of(k, v, **o)) is None]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
-@pytest.mark.parametrize("key, value, options", variants(), ids=lambda x: x.format if isinstance(x, QuantSpec) else str(x))
+@pytest.mark.parametrize(
+    "key, value, options", variants(), ids=lambda x: x.format if isinstance(x, QuantSpec) else str(x)
+)
 def test_attention_kernels_spill_no_more_than_stated(key, value, options, capability, spilt):
     if not ALL and capability == (8, 9) and key.format != "int4":
         pytest.skip("sm_89 runs the code of sm_80; one format by default")
@@ -101,16 +123,24 @@ def test_attention_kernels_spill_no_more_than_stated(key, value, options, capabi
     assert kernel.shared_bytes <= driver.shared_limit(capability)
     binary = compiled(kernel.source.name, dict(kernel.defines), capability)
     resources = binary.resources("attend")
-    # At head_dim 256 and with two column tiles all 255 registers are taken and ptxas keeps a few values of a segment's set-up in local memory, with three
-    # (chunks) some of a step's too.
-    few = 256 if options.get("columns") == 64 else 96 if options.get("head_dim") == 256 or (options.get("columns") == 16 and capability < (9, 0)) else 0
+    # At head_dim 256 and with two column tiles all 255 registers are taken and ptxas keeps a few values of a segment's
+    # set-up in local memory, with three (chunks) some of a step's too.
+    few = (
+        256
+        if options.get("columns") == 64
+        else 96
+        if options.get("head_dim") == 256 or (options.get("columns") == 16 and capability < (9, 0))
+        else 0
+    )
     spilt("attend", resources.spill_bytes, few)
     warps = kernel.threads // 32
     assert -(-warps // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
 
 
 WIDTHS = {(192, 128): 0, (128, 64): 0, (512, 512): 1536}
-"""Widths of keys and values, and bytes that attention keeps in local memory: 512 channels of results take half of a thread's registers."""
+"""Widths of keys and values, and bytes that attention keeps in local memory: 512 channels of results take half of a
+thread's registers.
+"""
 
 
 @pytest.mark.parametrize("capability", ((8, 0), (9, 0)), ids=lambda c: f"sm_{c[0]}{c[1]}")
@@ -127,10 +157,23 @@ def test_kernels_of_unlike_widths_and_wide_heads_compile(scheme, head_dim, value
     if why := refuses(layout):
         pytest.skip(why)
     limit = driver.shared_limit(capability)
-    ask = Ask(head_dim, kernels.columns([layout], 8, False), "bfloat16", "bfloat16", False, limit, raw=scheme != "raw", value_head_dim=value_head_dim)
+    ask = Ask(
+        head_dim,
+        kernels.columns([layout], 8, False),
+        "bfloat16",
+        "bfloat16",
+        False,
+        limit,
+        raw=scheme != "raw",
+        value_head_dim=value_head_dim,
+    )
     kernel = kernels.kernel_for(layout, ask)
     assert kernel.shared_bytes <= limit
-    spilt("attend", compiled(kernel.source.name, dict(kernel.defines), capability).resources("attend").spill_bytes, WIDTHS[head_dim, value_head_dim])
+    spilt(
+        "attend",
+        compiled(kernel.source.name, dict(kernel.defines), capability).resources("attend").spill_bytes,
+        WIDTHS[head_dim, value_head_dim],
+    )
     for appends in (False, True):
         assert close_cuda.refuses_layout(layout, torch.bfloat16) is None
         macros = close_cuda.defines(layout, torch.bfloat16, None, appends)
@@ -140,7 +183,9 @@ def test_kernels_of_unlike_widths_and_wide_heads_compile(scheme, head_dim, value
 
 @pytest.fixture
 def spilt(record_property):
-    """spilt(kernel, nbytes, most): bytes that a kernel keeps in local memory are at most what is stated; the run's summary prints them (tests/conftest.py)."""
+    """spilt(kernel, nbytes, most): bytes that a kernel keeps in local memory are at most what is stated; the run's
+    summary prints them (tests/conftest.py).
+    """
 
     def check(kernel: str, nbytes: int, most: int) -> None:
         record_property("spilt", (kernel, nbytes, most))
@@ -159,32 +204,59 @@ def test_kernels_of_nested_pages_compile_without_spills(head_dim, columns, capab
     if not ALL and (head_dim, columns) != (128, 8) and (capability != (9, 0) or head_dim % 64):
         pytest.skip("the preset's kernel by default, with its variants for one architecture")
     scheme = schemes.get("tiered")
-    layout, low, limit = layout_of(scheme.key, scheme.value, head_dim), nested((4, 4), head_dim=head_dim), driver.shared_limit(capability)
+    layout, low, limit = (
+        layout_of(scheme.key, scheme.value, head_dim),
+        nested((4, 4), head_dim=head_dim),
+        driver.shared_limit(capability),
+    )
     assert refuses(layout, low=(low,)) is None
     kernel = kernel_for(layout, kernels.columns([layout], columns, False), limit, low=low)
     assert kernel.shared_bytes <= limit
     resources = compiled(kernel.source.name, dict(kernel.defines), capability).resources("attend")
     assert resources.spill_bytes == 0, resources
-    assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
+    assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, (
+        "a quarter of a multiprocessor's registers"
+    )
 
 
 def joined():
     """(key, value, options) of attention kernels that add raw tokens to the outputs of packed ones."""
     int4, int2 = (spec(f, PerGroup(32), symmetric=False) for f in ("int4", "int2"))
     few = [
-        (spec("int8", center="channel"), spec("int8"), {}), (spec("int4", PerGroup(32)), spec("int4", PerGroup(32)), {}),
-        (spec("int2", PerChannel(), symmetric=False), spec("int2", symmetric=False), {}), (spec("int2", PerChannel(), symmetric=False), int2, {"page_size": 32}),
-    ]  # fmt: skip
+        (spec("int8", center="channel"), spec("int8"), {}),
+        (spec("int4", PerGroup(32)), spec("int4", PerGroup(32)), {}),
+        (spec("int2", PerChannel(), symmetric=False), spec("int2", symmetric=False), {}),
+        (spec("int2", PerChannel(), symmetric=False), int2, {"page_size": 32}),
+    ]
     if not ALL:
         return few
-    many = [(spec(f), spec(f), o) for f in ("int8", "int4", "int2") for o in ({}, {"softcap": True}, {"columns": 16}, {"columns": 64, "head_dim": 64})]
-    many += [(spec(f, PerToken()), spec(f, PerToken()), {"head_dim": d}) for f in ("int8", "int4", "int2", "fp8_e4m3") for d in (64, 80, 96, 128, 256)]
-    many += [(spec(k, PerChannel(), symmetric=False), v, {"page_size": n}) for k, v in (("int4", int4), ("int2", int2)) for n in (32, 64)]
-    return [*few, *many, (dataclasses.replace(int4, center="channel"), int4, {}), (spec("int8", PerGroup(32)), spec("int4", PerGroup(32)), {})]
+    many = [
+        (spec(f), spec(f), o)
+        for f in ("int8", "int4", "int2")
+        for o in ({}, {"softcap": True}, {"columns": 16}, {"columns": 64, "head_dim": 64})
+    ]
+    many += [
+        (spec(f, PerToken()), spec(f, PerToken()), {"head_dim": d})
+        for f in ("int8", "int4", "int2", "fp8_e4m3")
+        for d in (64, 80, 96, 128, 256)
+    ]
+    many += [
+        (spec(k, PerChannel(), symmetric=False), v, {"page_size": n})
+        for k, v in (("int4", int4), ("int2", int2))
+        for n in (32, 64)
+    ]
+    return [
+        *few,
+        *many,
+        (dataclasses.replace(int4, center="channel"), int4, {}),
+        (spec("int8", PerGroup(32)), spec("int4", PerGroup(32)), {}),
+    ]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES[::2], ids=lambda c: f"sm_{c[0]}{c[1]}")
-@pytest.mark.parametrize("key, value, options", joined(), ids=lambda x: x.format if isinstance(x, QuantSpec) else str(x))
+@pytest.mark.parametrize(
+    "key, value, options", joined(), ids=lambda x: x.format if isinstance(x, QuantSpec) else str(x)
+)
 def test_kernels_that_join_raw_tokens_spill_no_more_than_stated(key, value, options, capability, spilt):
     if not ALL and capability < (9, 0) and key.format != "int2":
         pytest.skip("the fullest registers by default")
@@ -196,11 +268,14 @@ def test_kernels_that_join_raw_tokens_spill_no_more_than_stated(key, value, opti
     values = dict(kernel.defines)
     assert 4 * values["HEAD_DIM"] * kernel.raw_tokens <= values["SLOT_BYTES"]
     resources = compiled(kernel.source.name, values, capability).resources("attend")
-    # Where all 255 registers are taken, a few values of a segment's set-up: head_dim 256 (also without raw tokens) and three column tiles. At 2 bits raw tokens
-    # come in steps of 8, and what they share with packed steps does not all fit (docs/results/log/gpu-kernels.md: within 1 % on an H200).
+    # Where all 255 registers are taken, a few values of a segment's set-up: head_dim 256 (also without raw tokens) and
+    # three column tiles. At 2 bits raw tokens come in steps of 8, and what they share with packed steps does not all
+    # fit (docs/results/log/gpu-kernels.md: within 1 % on an H200).
     full = options.get("head_dim") == 256 or options.get("columns") == 64
     spilt("attend", resources.spill_bytes, 32 if full else 16 if key.format == value.format == "int2" else 0)
-    assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
+    assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, (
+        "a quarter of a multiprocessor's registers"
+    )
 
 
 @pytest.mark.parametrize(
@@ -227,7 +302,12 @@ def test_which_kernels_join_raw_tokens(key, value, cols, joins):
 @pytest.mark.parametrize("name", [f"nuq{bits}{listed}" for bits in (4, 3, 2) for listed in ("-1%", "")])
 @pytest.mark.parametrize("fold", [True, False], ids=["four columns", "eight columns"])
 def test_look_up_kernels_spill_no_more_than_stated(fold, name, head_dim, capability, spilt):
-    few = (("nuq4-1%", 128, (9, 0), True), ("nuq4", 128, (9, 0), False), ("nuq3", 64, (8, 0), False), ("nuq2-1%", 128, (8, 9), True))
+    few = (
+        ("nuq4-1%", 128, (9, 0), True),
+        ("nuq4", 128, (9, 0), False),
+        ("nuq3", 64, (8, 0), False),
+        ("nuq2-1%", 128, (8, 9), True),
+    )
     if not ALL and (name, head_dim, capability, fold) not in few:
         pytest.skip("four by default")
     scheme = schemes.get(name)
@@ -239,20 +319,29 @@ def test_look_up_kernels_spill_no_more_than_stated(fold, name, head_dim, capabil
     assert kernel.shared_bytes <= limit
     binary = compiled(kernel.source.name, dict(kernel.defines), capability)
     resources = binary.resources("attend")
-    # All 168 registers are taken; ptxas keeps a few values of the kernel's set-up in local memory (18 in the worst, nuq2-1%).
+    # All 168 registers are taken; ptxas keeps a few values of the kernel's set-up in local memory (18 in the worst,
+    # nuq2-1%).
     spilt("attend", resources.spill_bytes, 80)
-    assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
+    assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, (
+        "a quarter of a multiprocessor's registers"
+    )
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES[:: 1 if ALL else 2], ids=lambda c: f"sm_{c[0]}{c[1]}")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_close_kernels_compile_without_spills(dtype, capability):
-    for key, value in ((spec("int4"), spec("int8")), (spec("int3", PerChannel(), symmetric=False), spec("int2", center="channel"))):
+    for key, value in (
+        (spec("int4"), spec("int8")),
+        (spec("int3", PerChannel(), symmetric=False), spec("int2", center="channel")),
+    ):
         layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
         binary = compiled("close.cu", close_cuda.defines(layout, dtype), capability)
         assert binary.resources("close_pages").spill_bytes == 0
     tiered = schemes.get("tiered")
-    for key, value, bits in ((tiered.key, tiered.value, (4, 4)), (spec("int3"), spec("int2", center="channel"), (2, 4))):
+    for key, value, bits in (
+        (tiered.key, tiered.value, (4, 4)),
+        (spec("int3"), spec("int2", center="channel"), (2, 4)),
+    ):
         defines = close_cuda.defines(layout_of(key, value), dtype, nested(bits))
         assert compiled("close.cu", defines, capability).resources("close_pages").spill_bytes == 0
 
@@ -260,9 +349,9 @@ def test_close_kernels_compile_without_spills(dtype, capability):
 @pytest.mark.parametrize("tokens", [None, store_banded.FEW, 64])
 def test_the_kernel_that_stores_banded_codes_compiles_before_hopper(tokens):
     klt = schemes.get("klt2")
-    resources = compiled("store_banded.cu", store_banded.defines(layout_of(klt.key, klt.value), torch.bfloat16, tokens=tokens), (8, 0)).resources(
-        "store_banded"
-    )
+    resources = compiled(
+        "store_banded.cu", store_banded.defines(layout_of(klt.key, klt.value), torch.bfloat16, tokens=tokens), (8, 0)
+    ).resources("store_banded")
     assert resources.spill_bytes <= (0 if tokens == store_banded.FEW else 160)
 
 
@@ -278,7 +367,12 @@ def test_the_append_kernel_compiles_without_spills(capability):
     [
         (spec("int8"), spec("int8"), 128, torch.bfloat16),
         (spec("int8", center="channel"), spec("int4", PerGroup(32), symmetric=False), 128, torch.bfloat16),
-        (spec("int3", PerGroup(32), symmetric=False, center="channel"), spec("int2", PerToken(), center="channel"), 256, torch.float32),
+        (
+            spec("int3", PerGroup(32), symmetric=False, center="channel"),
+            spec("int2", PerToken(), center="channel"),
+            256,
+            torch.float32,
+        ),
         (spec("fp8_e4m3", PerToken(), center="channel"), spec("fp8_e5m2", PerToken()), 80, torch.float16),
         (spec("int4", PerChannel(), static=True), spec("int8", static=True, symmetric=False), 128, torch.bfloat16),
         (QuantSpec.raw(), QuantSpec.raw(), 64, torch.bfloat16),
@@ -286,7 +380,17 @@ def test_the_append_kernel_compiles_without_spills(capability):
         (spec("int4", PerToken(), symmetric=False, center="channel"), spec("int4", PerGroup(32)), 512, torch.float32),
         (spec("int4", PerGroup(32)), spec("int4", PerGroup(32)), 512, torch.bfloat16),
     ],
-    ids=["int8", "centred", "wide", "fp8", "static", "raw", "two warps, centred", "two warps, joined", "two warps, int4"],
+    ids=[
+        "int8",
+        "centred",
+        "wide",
+        "fp8",
+        "static",
+        "raw",
+        "two warps, centred",
+        "two warps, joined",
+        "two warps, int4",
+    ],
 )
 def test_the_kernel_for_single_tokens_compiles_without_spills(key, value, head_dim, dtype, capability):
     layout = layout_of(key, value, head_dim)
@@ -342,10 +446,19 @@ def test_a_source_that_does_not_compile_says_why(tmp_path):
         (dict(key=spec("int4", PerGroup(16)), value=spec("int4", PerToken()), head_dim=80), "16 channels cut"),
         (dict(key=spec("int8"), value=spec("int8", PerGroup(16)), head_dim=128), "16 channels cut"),
         (dict(key=QuantSpec.raw(), value=QuantSpec.raw(), head_dim=128, raw_dtype="float32"), "float32"),
-        (dict(key=KLT.key, value=KLT.value, head_dim=80), "banded codes at head_dim=80; the CUDA kernel reads head_dim 64, 128, 256"),
+        (
+            dict(key=KLT.key, value=KLT.value, head_dim=80),
+            "banded codes at head_dim=80; the CUDA kernel reads head_dim 64, 128, 256",
+        ),
         (dict(key=KLT.key, value=spec("int4"), head_dim=64), "banded codes of one of keys and values beside int4"),
-        (dict(key=dataclasses.replace(KLT.key, basis="hadamard", center=None), value=KLT.value, head_dim=64), "banded keys with basis='hadamard'"),
-        (dict(key=KLT.key, value=dataclasses.replace(KLT.value, bands=(4, 4, 2, 2)), head_dim=64), "banded values of 2, 4 bits"),
+        (
+            dict(key=dataclasses.replace(KLT.key, basis="hadamard", center=None), value=KLT.value, head_dim=64),
+            "banded keys with basis='hadamard'",
+        ),
+        (
+            dict(key=KLT.key, value=dataclasses.replace(KLT.value, bands=(4, 4, 2, 2)), head_dim=64),
+            "banded values of 2, 4 bits",
+        ),
     ],
 )
 def test_refusals_say_what_is_in_the_way(layout, why):
@@ -358,13 +471,18 @@ def test_refusals_say_what_is_in_the_way(layout, why):
 def examples():
     """Source -> macros of one instantiation."""
     raw = layout_of(QuantSpec.raw(), QuantSpec.raw())
-    int8, nuq, klt = layout_of(spec("int8"), spec("int8")), *(layout_of(s.key, s.value) for s in map(schemes.get, ("nuq4-1%", "klt4")))
+    int8, nuq, klt = (
+        layout_of(spec("int8"), spec("int8")),
+        *(layout_of(s.key, s.value) for s in map(schemes.get, ("nuq4-1%", "klt4"))),
+    )
     attention = [attend_kernel(x.key, x.value, (9, 0)) for x in (raw, int8, nuq, klt)]
     return {kernel.source.name: dict(kernel.defines) for kernel in attention} | {
         "advance.cu": {"THREADS": decode.THREADS},
         "append.cu": append_cuda.raw_source(False).macros,
         "close.cu": close_cuda.defines(int8, torch.bfloat16),
-        "store_banded.cu": store_banded.defines(layout_of(schemes.get("klt3").key, schemes.get("klt3").value), torch.bfloat16),
+        "store_banded.cu": store_banded.defines(
+            layout_of(schemes.get("klt3").key, schemes.get("klt3").value), torch.bfloat16
+        ),
         "dequantize.cu": dequantize_cuda.defines(int8, torch.bfloat16),
         "dequantize_banded.cu": dequantize_banded.defines(klt, torch.bfloat16),
         "merge.cu": merge.source(128, torch.bfloat16).macros,
@@ -375,8 +493,10 @@ def examples():
 
 
 def test_who_lets_the_next_kernel_start_before_it_has_ended(monkeypatch):
-    """Attention's producer reads pages before it waits for the kernel ahead (ring.cuh), so of kernels that write pages only a decode step's may let it start early:
-    those write the last two pages of a sequence, which are read after the wait."""
+    """Attention's producer reads pages before it waits for the kernel ahead (ring.cuh), so of kernels that write pages
+    only a decode step's may let it start early: those write the last two pages of a sequence, which are read after the
+    wait.
+    """
     assert set(examples()) == set(SOURCES), "a new source goes among the examples, and compiles below"
     library = cuda_compile._library()
 
@@ -386,13 +506,29 @@ def test_who_lets_the_next_kernel_start_before_it_has_ended(monkeypatch):
 
     monkeypatch.setattr(cuda_compile, "_library", ForPtx)
     int8, klt = layout_of(spec("int8"), spec("int8")), layout_of(schemes.get("klt3").key, schemes.get("klt3").value)
-    steps = {"close.cu": close_cuda.defines(int8, torch.bfloat16, appends=True), "store_banded.cu": store_banded.defines(klt, torch.bfloat16, True)}
+    steps = {
+        "close.cu": close_cuda.defines(int8, torch.bfloat16, appends=True),
+        "store_banded.cu": store_banded.defines(klt, torch.bfloat16, True),
+    }
     made = [*examples().items(), *steps.items()]
-    texts = {(name, defines.get("APPENDS", 0)): cuda_compile.compile_source(Source(SOURCES[name], name, defines), "compute_90").cubin for name, defines in made}
+    texts = {
+        (name, defines.get("APPENDS", 0)): (
+            cuda_compile.compile_source(Source(SOURCES[name], name, defines), "compute_90").cubin
+        )
+        for name, defines in made
+    }
     assert all(b".entry" in text for text in texts.values())
-    readers, writers = {("packed.cu", 0), ("banded.cu", 0), ("codebook.cu", 0)}, {("close.cu", 1), ("store_banded.cu", 1)}
+    readers, writers = (
+        {("packed.cu", 0), ("banded.cu", 0), ("codebook.cu", 0)},
+        {
+            ("close.cu", 1),
+            ("store_banded.cu", 1),
+        },
+    )
     assert {name for name, text in texts.items() if b"griddepcontrol.launch_dependents" in text} == readers | writers
-    assert {name for name, text in texts.items() if b"griddepcontrol.wait" in text} == readers | writers | {("raw.cu", 0)}
+    assert {name for name, text in texts.items() if b"griddepcontrol.wait" in text} == readers | writers | {
+        ("raw.cu", 0)
+    }
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
@@ -400,16 +536,21 @@ def test_who_lets_the_next_kernel_start_before_it_has_ended(monkeypatch):
 def test_kernels_that_lead_decoding_spill_no_more_than_stated(parts, capability, spilt):
     if not ALL and parts != 2:
         pytest.skip("two parts by default")
-    listed = compiled("work_list.cu", {"THREADS": attend_plan.THREADS, "NUM_PARTS": parts}, capability).resources("work_list")
+    listed = compiled("work_list.cu", {"THREADS": attend_plan.THREADS, "NUM_PARTS": parts}, capability).resources(
+        "work_list"
+    )
     moved = compiled("advance.cu", {"THREADS": decode.THREADS}, capability).resources("advance")
     spilt("advance", moved.spill_bytes, 0)
-    spilt("work_list", listed.spill_bytes, 256)  # 128 bytes stored and loaded at 48 registers: around calls, not for want of registers
+    # 128 bytes stored and loaded at 48 registers: around calls, not for want of registers
+    spilt("work_list", listed.spill_bytes, 256)
 
 
 def test_bytes_multiply_banded_keys_only_where_floats_hold_their_sums():
     for bands, folded in (((8,) * 16, 0), ((8,) * 4 + (4,) * 12, 1)):
         key = dataclasses.replace(KLT.key, bands=bands)
-        kernel = attend_kernel(key, dataclasses.replace(KLT.value, bands=(3,) * 16), (9, 0), head_dim=256, columns=4, fold=True)
+        kernel = attend_kernel(
+            key, dataclasses.replace(KLT.value, bands=(3,) * 16), (9, 0), head_dim=256, columns=4, fold=True
+        )
         assert dict(kernel.defines)["FOLDED"] == folded
 
 
@@ -417,36 +558,66 @@ def test_bytes_multiply_banded_keys_only_where_floats_hold_their_sums():
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("name", [n for n, s in schemes.PRESETS.items() if not s.key.is_raw])
 def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim, capability, spilt):
-    if not ALL and (name, head_dim, capability) not in (("int8_centered", 128, (9, 0)), ("kivi2", 64, (8, 0)), ("klt2", 128, (9, 0))):
+    if not ALL and (name, head_dim, capability) not in (
+        ("int8_centered", 128, (9, 0)),
+        ("kivi2", 64, (8, 0)),
+        ("klt2", 128, (9, 0)),
+    ):
         pytest.skip("three by default")
     scheme, limit = schemes.get(name, head_dim=head_dim), driver.shared_limit(capability)
     layout = layout_of(scheme.key, scheme.value, head_dim, scheme.page_size)
     spills = {}
     if refuses(layout, limit) is None:
         common = (layout, kernels.columns([layout], 8, False), limit)
-        for kind in ({}, {"raw": True}, {"tables": True}, {"tables": True, "raw": True}, *([{"fold": True, "raw": True}] if scheme.key.is_banded else [])):
+        for kind in (
+            {},
+            {"raw": True},
+            {"tables": True},
+            {"tables": True, "raw": True},
+            *([{"fold": True, "raw": True}] if scheme.key.is_banded else []),
+        ):
             kernel = kernel_for(*common, **kind)
-            spills[("attend", *kind)] = compiled(kernel.source.name, dict(kernel.defines), capability).resources("attend").spill_bytes
+            spills[("attend", *kind)] = (
+                compiled(kernel.source.name, dict(kernel.defines), capability).resources("attend").spill_bytes
+            )
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        if family_of(layout).refuses("close", layout, dtype=dtype) is None and not (capability < (8, 9) and scheme.key.format.startswith("fp8")):
+        if family_of(layout).refuses("close", layout, dtype=dtype) is None and not (
+            capability < (8, 9) and scheme.key.format.startswith("fp8")
+        ):
             for appends in (False, True):
                 if scheme.key.is_banded:
-                    source, entry, macros = "store_banded.cu", "store_banded", store_banded.defines(layout, dtype, appends)
+                    source, entry, macros = (
+                        "store_banded.cu",
+                        "store_banded",
+                        store_banded.defines(layout, dtype, appends),
+                    )
                 else:
-                    source, entry, macros = "close.cu", "close_pages", close_cuda.defines(layout, dtype, appends=appends)
+                    source, entry, macros = (
+                        "close.cu",
+                        "close_pages",
+                        close_cuda.defines(layout, dtype, appends=appends),
+                    )
                 spills[entry, dtype, appends] = compiled(source, macros, capability).resources(entry).spill_bytes
         if scheme.key.is_banded and store_banded.refuses_layout(layout, dtype) is None:
             for tokens in (store_banded.FEW, layout.page_size):
                 macros = store_banded.defines(layout, dtype, tokens=tokens)
-                spills["store_banded", dtype, tokens] = compiled("store_banded.cu", macros, capability).resources("store_banded").spill_bytes
+                spills["store_banded", dtype, tokens] = (
+                    compiled("store_banded.cu", macros, capability).resources("store_banded").spill_bytes
+                )
         if family_of(layout).refuses("unpack", layout, dtype=dtype) is None:
-            module, entry = (dequantize_banded, "dequantize_banded") if scheme.key.is_banded else (dequantize_cuda, "dequantize_pages")
+            module, entry = (
+                (dequantize_banded, "dequantize_banded")
+                if scheme.key.is_banded
+                else (dequantize_cuda, "dequantize_pages")
+            )
             binary = compiled(f"{entry.removesuffix('_pages')}.cu", module.defines(layout, dtype), capability)
             spills[entry.removesuffix("_pages"), dtype] = binary.resources(entry).spill_bytes
-    # Attention takes every register it can have where heads are widest or codes are looked up; ptxas keeps a few values of its set-up in local memory.
-    # Closing pages of float32 rows, which a model on a GPU hardly has, takes the 64 registers of a thread and some words of a row besides.
-    # Closing banded pages keeps some 20 words a thread around its product where heads are widest, or so that one more block fits.
-    # Attention over banded pages has 128 registers for each of 16 warps: some words of a segment's start and end, and of those that make its queries, are kept in local memory, none of a page's.
+    # Attention takes every register it can have where heads are widest or codes are looked up; ptxas keeps a few values
+    # of its set-up in local memory. Closing pages of float32 rows, which a model on a GPU hardly has, takes the 64
+    # registers of a thread and some words of a row besides. Closing banded pages keeps some 20 words a thread around
+    # its product where heads are widest, or so that one more block fits. Attention over banded pages has 128 registers
+    # for each of 16 warps: some words of a segment's start and end, and of those that make its queries, are kept in
+    # local memory, none of a page's.
     attend = 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 528 if scheme.key.is_banded else 0
     most = {"attend": attend, "store_banded": 512, "dequantize_banded": 400 if head_dim == 256 else 8}
     rows = {("close_pages", torch.float32, False): 128, ("close_pages", torch.float32, True): 128}
@@ -459,7 +630,9 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")
 @pytest.mark.parametrize("name", [name for name, s in schemes.CORE.items() if not s.tiers])
 def test_whatever_a_core_preset_launches_compiles_for_every_card(name, capability):
-    """All that `kvbits warm` would compile for a model of 32/8 heads of 128; `benchmarks/table_kernels.py` prints what attention takes of a card."""
+    """All that `kvbits warm` would compile for a model of 32/8 heads of 128; `benchmarks/table_kernels.py` prints what
+    attention takes of a card.
+    """
     if not ALL and (name, capability) != ("int4", (12, 0)):
         pytest.skip("one by default")
     (group,) = CacheSpec(scheme=schemes.get(name), layers=(LayerGeometry(num_kv_heads=8, head_dim=128),)).groups
@@ -469,11 +642,20 @@ def test_whatever_a_core_preset_launches_compiles_for_every_card(name, capabilit
     assert tables
     for source, binary in zip(tables, ahead.compiled(tables if not ALL else sources, capability), strict=not ALL):
         resources = binary.resources("attend")
-        assert -(-(int(source.macros["WARPS"]) + 1) // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, "a quarter of a multiprocessor's registers"
+        assert -(-(int(source.macros["WARPS"]) + 1) // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, (
+            "a quarter of a multiprocessor's registers"
+        )
 
 
 @pytest.mark.parametrize(
-    "header", sorted({h for name in ("raw.cu", "packed.cu", "banded.cu", "codebook.cu") for h in cuda_compile.headers_of(SOURCES[name], name)})
+    "header",
+    sorted(
+        {
+            h
+            for name in ("raw.cu", "packed.cu", "banded.cu", "codebook.cu")
+            for h in cuda_compile.headers_of(SOURCES[name], name)
+        }
+    ),
 )
 def test_every_header_of_attention_includes_what_it_uses(header, tmp_path):
     layout = "nuq4-1%" if header.startswith("codebook") else "klt4" if header.startswith("banded") else "int4"

@@ -1,7 +1,8 @@
-"""KVQuant's formats on a GPU: the kernel that reads them packed and the unpacked rows, against the float64 reference over the same bytes.
+"""KVQuant's formats on a GPU: the kernel that reads them packed and the unpacked rows, against the float64 reference
+over the same bytes.
 
-Bounds: keys become float16 operands after scale, bias and turn, each rounded once (2**-11 of the largest part), where other formats multiply exact codes;
-5e-3 of attention's output covers it as long as scores are of ordinary size.
+Bounds: keys become float16 operands after scale, bias and turn, each rounded once (2**-11 of the largest part), where
+other formats multiply exact codes; 5e-3 of attention's output covers it as long as scores are of ordinary size.
 """
 
 from __future__ import annotations
@@ -51,7 +52,12 @@ def direct():
     for group in (1, 2, 3, 5, 8, 12, 16):
         yield Case(**of("nuq4-1%"), lengths=(1000, 70), group=group, tail=20)
         yield Case(**of("nuq2-1%"), lengths=(1000, 70), group=group, head_dim=64)
-    for options in ({"window": 300, "tail": 20}, {"crop": 13}, {"softcap": 20.0, "tail": 20}, {"num_queries": 5, "tail": 20, "group": 3}):
+    for options in (
+        {"window": 300, "tail": 20},
+        {"crop": 13},
+        {"softcap": 20.0, "tail": 20},
+        {"num_queries": 5, "tail": 20, "group": 3},
+    ):
         yield Case(**of("nuq3-1%"), lengths=(1000, 70), **options)
     key, value = of("nuq4-1%").values()
     for changed in ({"pre_rope": False}, {"symmetric": True}, {"outliers": 0.05}, {"outliers": 0.002}):
@@ -60,7 +66,9 @@ def direct():
         yield Case(key=key, value=dataclasses.replace(value, **changed), lengths=(1000, 70))
     integers = QuantSpec(format="int4", granularity=PerChannel(), symmetric=False, static=True, pre_rope=True)
     yield Case(key=integers, value=QuantSpec(format="int3", granularity=PerToken()), lengths=(1000, 70), tail=20)
-    yield Case(key=dataclasses.replace(integers, format="int2", symmetric=True), value=value, lengths=(1000, 70), tail=20)
+    yield Case(
+        key=dataclasses.replace(integers, format="int2", symmetric=True), value=value, lengths=(1000, 70), tail=20
+    )
 
 
 def unpacked():
@@ -68,17 +76,26 @@ def unpacked():
     key, value = of("nuq4-1%").values()
     yield Case(key=key, value=dataclasses.replace(value, granularity=PerGroup(64)), lengths=(1000, 70), tail=20)
     yield Case(
-        key=dataclasses.replace(key, format="int8", outliers=0.01), value=dataclasses.replace(value, granularity=PerGroup(32)), lengths=(1000, 70), sinks=1
+        key=dataclasses.replace(key, format="int8", outliers=0.01),
+        value=dataclasses.replace(value, granularity=PerGroup(32)),
+        lengths=(1000, 70),
+        sinks=1,
     )
     yield Case(key=key, value=value, lengths=(1000, 70), head_dim=80)
     yield Case(key=key, value=value, lengths=(1000, 70), head_dim=256)
     yield Case(key=key, value=value, lengths=(1000, 70), page_size=32, tail=10)
-    yield Case(key=dataclasses.replace(key, scale_dtype="float32"), value=dataclasses.replace(value, scale_dtype="bfloat16"), lengths=(1000, 70))
+    yield Case(
+        key=dataclasses.replace(key, scale_dtype="float32"),
+        value=dataclasses.replace(value, scale_dtype="bfloat16"),
+        lengths=(1000, 70),
+    )
 
 
 def at_position(call, offset):
     """The same call `offset` tokens later in longer sequences: starts are part of what pages of turned keys mean."""
-    parts = [dataclasses.replace(p, table=dataclasses.replace(p.table, starts=p.table.starts + offset)) for p in call.parts]
+    parts = [
+        dataclasses.replace(p, table=dataclasses.replace(p.table, starts=p.table.starts + offset)) for p in call.parts
+    ]
     return dataclasses.replace(call, parts=tuple(parts))
 
 
@@ -123,10 +140,20 @@ def test_unpacked_rows_are_the_reference_rounded_once(case):
     layout = store.layout
     ends = np.cumsum(table.lengths)
     rows = torch.from_numpy(np.stack([ends - table.lengths, table.lengths], 1).astype(np.int32)).cuda()
-    keys, values = (torch.full((ends[-1], layout.num_kv_heads, layout.head_dim), float("nan"), dtype=torch.float16, device="cuda") for _ in "kv")
-    addresses, starts = torch.from_numpy(store.addresses[table.page_ids]).cuda(), torch.from_numpy(table.starts.astype(np.int32)).cuda()
+    keys, values = (
+        torch.full((ends[-1], layout.num_kv_heads, layout.head_dim), float("nan"), dtype=torch.float16, device="cuda")
+        for _ in "kv"
+    )
+    addresses, starts = (
+        torch.from_numpy(store.addresses[table.page_ids]).cuda(),
+        torch.from_numpy(table.starts.astype(np.int32)).cuda(),
+    )
     Unpacker(store, torch.float16, addresses, rows, 0, starts).run(keys, values, 0)
-    for got, want in zip((keys, values), dequantize_pages(store.gather(table.page_ids), layout, store.static, torch.float64, starts=table.starts), strict=True):
+    for got, want in zip(
+        (keys, values),
+        dequantize_pages(store.gather(table.page_ids), layout, store.static, torch.float64, starts=table.starts),
+        strict=True,
+    ):
         want = torch.cat([w[:, :n] for w, n in zip(want, table.lengths, strict=True)], 1).transpose(0, 1)
         torch.testing.assert_close(got.double(), want, rtol=2.0**-10, atol=1e-4)
 
@@ -141,7 +168,10 @@ def test_the_reference_closes_the_same_pages_on_either_device(name):
     starts = np.arange(5) * 64 + 1
     want = close_pages(k, v, layout, static, starts)[0]
     got = close_pages(k.cuda(), v.cuda(), layout, {n: x.cuda() for n, x in static.items()}, starts)[0]
-    a, b = dequantize_pages(want, layout, static, starts=starts), dequantize_pages(got.cpu(), layout, static, starts=starts)
+    a, b = (
+        dequantize_pages(want, layout, static, starts=starts),
+        dequantize_pages(got.cpu(), layout, static, starts=starts),
+    )
     for x, y, original in zip(a, b, (k, v), strict=True):
         assert relative_error(x, y) < 1e-2 and relative_error(y, original) < 1.1 * relative_error(x, original), (
             "sines differ in the last bit, ties go either way"
@@ -152,7 +182,9 @@ def test_refusals_say_what_is_missing():
     key, value = of("nuq4-1%").values()
 
     def why(**changes):
-        return codebook_format.refuses(PageLayout(**{"key": key, "value": value, "page_size": 64, "num_kv_heads": 2, "head_dim": 128} | changes))
+        return codebook_format.refuses(
+            PageLayout(**{"key": key, "value": value, "page_size": 64, "num_kv_heads": 2, "head_dim": 128} | changes)
+        )
 
     assert why() is None
     assert "head_dim=80" in why(head_dim=80)

@@ -34,7 +34,12 @@ def test_it_is_the_reference(device, dtype, head_dim, parts):
     want, want_lse = merge_partials([o.double() for o in outs], [m.double() for m in lses])
     out, lse = merge.merge_partials([o.to(device) for o in outs], [m.to(device) for m in lses])
     assert out.dtype == dtype and out.is_contiguous()
-    torch.testing.assert_close(out.cpu().double(), want, rtol=2**-7 if dtype == torch.bfloat16 else 2**-10, atol=4e-3 if parts > merge.MOST_PARTS else 1e-4)
+    torch.testing.assert_close(
+        out.cpu().double(),
+        want,
+        rtol=2**-7 if dtype == torch.bfloat16 else 2**-10,
+        atol=4e-3 if parts > merge.MOST_PARTS else 1e-4,
+    )
     torch.testing.assert_close(lse.cpu().double(), want_lse, rtol=1e-5, atol=1e-5)
 
 
@@ -49,7 +54,11 @@ def test_nan_stays_nan(device, merged):
     out, lse = merge.merge_partials(*on) if merged == "kernel" else merge_partials(*on)
     bad = torch.zeros(1, 2, 3, dtype=torch.bool)
     bad[0, 0, 1] = bad[0, 1, 2] = True
-    assert torch.equal(lse.isnan().cpu(), bad) and torch.equal(out.isnan().all(-1).cpu(), bad) and torch.equal(out.isnan().any(-1).cpu(), bad)
+    assert (
+        torch.equal(lse.isnan().cpu(), bad)
+        and torch.equal(out.isnan().all(-1).cpu(), bad)
+        and torch.equal(out.isnan().any(-1).cpu(), bad)
+    )
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -85,21 +94,37 @@ def test_slices_are_powers_of_two_and_a_rest(rows):
     slices = list(dense._slices(rows))
     assert [a for a, _ in slices] == [0, *(b for _, b in slices[:-1])] and slices[-1][1] == rows
     sizes = [b - a for a, b in slices]
-    assert all(n & (n - 1) == 0 for n in sizes if n >= dense.CUDNN_ROWS) and sum(n < dense.CUDNN_ROWS for n in sizes) <= 1
+    assert (
+        all(n & (n - 1) == 0 for n in sizes if n >= dense.CUDNN_ROWS) and sum(n < dense.CUDNN_ROWS for n in sizes) <= 1
+    )
 
 
 @needs_gpu
 @pytest.mark.parametrize(
-    "causal, tokens, rows", [(True, 2048, 2048), (True, 4099, 4099), (False, 512, 7000), (False, 2048, 4096), (False, 300, 5000), (True, 100, 700)]
+    "causal, tokens, rows",
+    [
+        (True, 2048, 2048),
+        (True, 4099, 4099),
+        (False, 512, 7000),
+        (False, 2048, 4096),
+        (False, 300, 5000),
+        (True, 100, 700),
+    ],
 )
 @pytest.mark.parametrize("head_dim", [64, 128, 80])
 def test_dense_attention_is_float64s(causal, tokens, rows, head_dim):
     gen = torch.Generator("cuda").manual_seed(0)
-    q, k, v = (torch.randn(2, n, h, head_dim, generator=gen, device="cuda").bfloat16() for n, h in ((tokens, 8), (rows, 2), (rows, 2)))
+    q, k, v = (
+        torch.randn(2, n, h, head_dim, generator=gen, device="cuda").bfloat16()
+        for n, h in ((tokens, 8), (rows, 2), (rows, 2))
+    )
     out, lse = dense.attention(q, k, v, head_dim**-0.5, causal)
     scores = torch.einsum("bthd,bshd->bths", q[:, -64:].double(), k.double().repeat_interleave(4, 2)) * head_dim**-0.5
     if causal:
-        scores = scores.masked_fill((torch.arange(rows, device="cuda") > torch.arange(rows - 64, rows, device="cuda")[:, None])[None, :, None], -torch.inf)
+        scores = scores.masked_fill(
+            (torch.arange(rows, device="cuda") > torch.arange(rows - 64, rows, device="cuda")[:, None])[None, :, None],
+            -torch.inf,
+        )
     want = torch.einsum("bths,bshd->bthd", scores.softmax(-1), v.double().repeat_interleave(4, 2))
     assert (out[:, -64:].double() - want).norm() / want.norm() < 8e-3
     torch.testing.assert_close(lse[:, -64:].double(), scores.logsumexp(-1), rtol=1e-3, atol=1e-3)

@@ -1,4 +1,6 @@
-"""The GPU work lists are integers: every chunk is read exactly once, slots are handed out once, and no block waits long for another."""
+"""The GPU work lists are integers: every chunk is read exactly once, slots are handed out once, and no block waits long
+for another.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def test_every_chunk_is_read_once_and_every_slot_filled_once(given_work):
         assert found == [-1] if len(group) == 1 else sorted(found) == list(range(first, first + len(group)))
         slots += [s for s in found if s >= 0]
     assert sorted(slots) == list(range(num_slots))
-    assert set(units) == set(range(len(parts[0].num_chunks) * repeats)), "a unit that reads nothing still writes its result"
+    assert set(units) == set(range(len(parts[0].num_chunks) * repeats)), (
+        "a unit that reads nothing still writes its result"
+    )
     assert len(seen) == sum(int(p.num_chunks.sum()) for p in parts) * repeats
 
 
@@ -92,7 +96,9 @@ def test_no_block_has_much_more_than_its_share(batch, pages, heads, cost):
 
 @pytest.mark.parametrize("blocks", [1, 7, 132])
 def test_many_short_sequences_find_a_share(blocks):
-    """Where starts outweigh bytes by far, the search has to reach shares far above an equal cut: 2,500 answers of one page each."""
+    """Where starts outweigh bytes by far, the search has to reach shares far above an equal cut: 2,500 answers of one
+    page each.
+    """
     one = np.ones(2500, np.int64)
     parts = [PartWork(0 * one, one, 4608, 0, walk=1), PartWork(one, one, 100, 0, in_ring=False, walk=0)]
     (segments,), _ = schedule(parts, 8, [blocks])
@@ -101,9 +107,15 @@ def test_many_short_sequences_find_a_share(blocks):
 
 
 def test_tiers_of_one_sequence_are_two_results():
-    """Sinks and newest tokens are one walk, pages with and without low planes another: a block that reads all of a unit ends twice."""
+    """Sinks and newest tokens are one walk, pages with and without low planes another: a block that reads all of a unit
+    ends twice.
+    """
     one = np.ones(3, np.int64)
-    parts = [PartWork(0 * one, 5 * one, 4000, 0, walk=1), PartWork(5 * one, 9 * one, 8000, 0, walk=1), PartWork(14 * one, one, 100, 0, in_ring=False, walk=0)]
+    parts = [
+        PartWork(0 * one, 5 * one, 4000, 0, walk=1),
+        PartWork(5 * one, 9 * one, 8000, 0, walk=1),
+        PartWork(14 * one, one, 100, 0, in_ring=False, walk=0),
+    ]
     parts.append(PartWork(15 * one, 4 * one, 9000, 0, in_ring=False, walk=0))
     (segments,), num_slots = schedule(parts, 2, [1])
     order = [(s["unit"], s["part"], s["joins"], s["slot"]) for _, s in walk(segments, 1)]
@@ -112,7 +124,9 @@ def test_tiers_of_one_sequence_are_two_results():
 
 
 def test_raw_tokens_end_the_walk_they_join():
-    """Whatever the order of parts: closed pages, then sinks and tail, one result; a block that begins inside a unit, or has raw tokens alone, too."""
+    """Whatever the order of parts: closed pages, then sinks and tail, one result; a block that begins inside a unit, or
+    has raw tokens alone, too.
+    """
     counts = [np.array([2, 0, 300]), np.array([40, 7, 0]), np.array([3, 5, 1])]
     parts = [PartWork(1000 * i + 0 * n, n, 4000, 0, walk=0, ends_walk=i != 1) for i, n in enumerate(counts)]
     (segments,), _ = schedule(parts, 2, [4])

@@ -1,5 +1,7 @@
-"""Banded pages closed by CUDA C++ (store_banded.cu): the bytes that the reference stores but for ties of keys; and unpacked by it (dequantize_banded.cu). On a GPU
-and on a CPU that runs the kernels thread by thread (tests/ops/emulated)."""
+"""Banded pages closed by CUDA C++ (store_banded.cu): the bytes that the reference stores but for ties of keys; and
+unpacked by it (dequantize_banded.cu). On a GPU and on a CPU that runs the kernels thread by thread
+(tests/ops/emulated).
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ def compiled(macros, folder, entry="store_banded"):
         return libraries[key]
     folder = folder / f"banded{len(libraries)}"
     folder.mkdir()
-    instead = {'extern "C" __global__': "", "extern __shared__ __align__(16) unsigned char memory[];": "unsigned char* memory = ::shared;"}
+    instead = {
+        'extern "C" __global__': "",
+        "extern __shared__ __align__(16) unsigned char memory[];": "unsigned char* memory = ::shared;",
+    }
     put_sources(folder, FOLDER / f"{entry}.cu", instead)
     lines = macros | {"KERNEL": entry, "NUM_THREADS": "THREADS"}
     (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in lines.items()))
@@ -67,12 +72,16 @@ def emulated(monkeypatch, tmp_path_factory):
         warpgroups = cuda_banded.takes_warpgroups(layout, torch.device("cpu")) and tokens in (None, layout.page_size)
         macros = cuda_banded.defines(layout, dtype, appends, warpgroups, tokens)
         library = compiled(macros, folder)
-        return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
+        return SimpleNamespace(
+            launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid)
+        ), int(macros["THREADS"])
 
     def load_unpacker(layout, dtype, device_index):
         macros = unpack_banded.defines(layout, dtype)
         library = compiled(macros, folder, "dequantize_banded")
-        return SimpleNamespace(launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid)), int(macros["THREADS"])
+        return SimpleNamespace(
+            launch=lambda grid, threads, args, stream: library.launch(ctypes.byref(args), grid)
+        ), int(macros["THREADS"])
 
     monkeypatch.setattr(cuda_banded, "load", load)
     monkeypatch.setattr(unpack_banded, "load", load_unpacker)
@@ -87,16 +96,31 @@ def device(request):
 
 def rows(page_size, head_dim, dtype):
     """Tokens of very different size with a common bias, a constant one, one of zeros, one with a single large number."""
-    x = torch.randn(3, HEADS, page_size, head_dim) * torch.randn(3, HEADS, page_size, 1).exp() + 3 * torch.randn(1, HEADS, 1, head_dim)
+    x = torch.randn(3, HEADS, page_size, head_dim) * torch.randn(3, HEADS, page_size, 1).exp() + 3 * torch.randn(
+        1, HEADS, 1, head_dim
+    )
     x[0, 0, 0], x[1, 0, 4], x[2, 0, 2, 0] = 0, 7, 1000
     return x.to(dtype)
 
 
 def closed(key, value, k, v, device):
-    """(pages by the kernel, pages by the reference [n, HEADS, head_bytes], their layout, what the layer's pages share, starts) of pages at far positions."""
+    """(pages by the kernel, pages by the reference [n, HEADS, head_bytes], their layout, what the layer's pages share,
+    starts) of pages at far positions.
+    """
     page_size, head_dim = k.shape[2:]
-    layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim, raw_dtype=str(k.dtype).removeprefix("torch."))
-    static, starts, ids = static_params(key, value, HEADS, head_dim), np.array([5, 131_008, 70_001]), np.array([4, 0, 3])
+    layout = PageLayout(
+        key=key,
+        value=value,
+        page_size=page_size,
+        num_kv_heads=HEADS,
+        head_dim=head_dim,
+        raw_dtype=str(k.dtype).removeprefix("torch."),
+    )
+    static, starts, ids = (
+        static_params(key, value, HEADS, head_dim),
+        np.array([5, 131_008, 70_001]),
+        np.array([4, 0, 3]),
+    )
     slab = torch.full((6, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8, device=device)
     store = PageStore(layout, (slab,), {name: x.to(device) for name, x in static.items()})
     assert cuda.close(k.to(device), v.to(device), store, ids, starts=starts) == {"k": 0, "v": 0}
@@ -106,8 +130,9 @@ def closed(key, value, k, v, device):
 
 
 def assert_references(key, value, k, v, device, ties=8):
-    """The reference's bytes but for ties: scales of the same squared error; where keys are products with a basis, codes one step
-    apart in `ties` of 10,000."""
+    """The reference's bytes but for ties: scales of the same squared error; where keys are products with a basis, codes
+    one step apart in `ties` of 10,000.
+    """
     ours, theirs, layout, static, starts = closed(key, value, k, v, device)
     assert_same(ours, theirs, layout, static, starts, (k, v), device, ties)
 
@@ -143,7 +168,13 @@ def test_presets_store_what_the_reference_stores(name, head_dim, device):
 @pytest.mark.parametrize(("name", "head_dim", "page_size"), [("klt3", 256, 32), ("klt2", 96, 32), ("klt4", 256, 32)])
 def test_other_shapes(name, head_dim, page_size, device):
     fitted = schemes.get(name, head_dim=head_dim)
-    assert_references(fitted.key, fitted.value, rows(page_size, head_dim, torch.bfloat16), rows(page_size, head_dim, torch.bfloat16).flip(2), device)
+    assert_references(
+        fitted.key,
+        fitted.value,
+        rows(page_size, head_dim, torch.bfloat16),
+        rows(page_size, head_dim, torch.bfloat16).flip(2),
+        device,
+    )
 
 
 @pytest.mark.parametrize("bands", [(8, 6, 5, 4), (3, 0, 1, 2)])
@@ -183,19 +214,28 @@ def test_a_block_closes_several_pages(most, device, monkeypatch):
     assert_references(banded(3, 0, 1, 2, basis="hadamard"), banded(2, 1, 0, 3, basis="hadamard"), x, x.flip(2), device)
 
 
-@pytest.mark.parametrize(("name", "head_dim", "page_size"), [("klt4", 64, 64), ("klt3", 128, 64), ("klt2", 64, 32), ("klt3", 96, 32)])
+@pytest.mark.parametrize(
+    ("name", "head_dim", "page_size"), [("klt4", 64, 64), ("klt3", 128, 64), ("klt2", 64, 32), ("klt3", 96, 32)]
+)
 @pytest.mark.parametrize("few", [True, False], ids=["few", "prompts"])
 def test_tokens_by_slots_are_those_of_pages_that_close(name, head_dim, page_size, few, device, monkeypatch):
-    """Tokens of pages in any frames, position 0 too, in any order, some nowhere, some past the pages; a whole page among them; whatever else is there stays."""
+    """Tokens of pages in any frames, position 0 too, in any order, some nowhere, some past the pages; a whole page
+    among them; whatever else is there stays.
+    """
     scheme = schemes.get(name, head_dim=head_dim)
     layout = PageLayout(key=scheme.key, value=scheme.value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim)
     monkeypatch.setattr(cuda_banded, "places", lambda *_: 10**6 if few else 1)
     static = {n: x.to(device) for n, x in static_params(scheme.key, scheme.value, HEADS, head_dim).items()}
     starts = np.array([0, 260, 131_008, 64])
-    k, v = (torch.randn(4, HEADS, page_size, head_dim, generator=torch.Generator().manual_seed(i)).bfloat16().to(device) for i in (1, 2))
+    k, v = (
+        torch.randn(4, HEADS, page_size, head_dim, generator=torch.Generator().manual_seed(i)).bfloat16().to(device)
+        for i in (1, 2)
+    )
     whole = torch.full((5, HEADS, layout.head_bytes), 0x11, dtype=torch.uint8, device=device)
     cuda.close(k, v, PageStore(layout, (whole,), static), np.array([3, 0, 4, 1]), starts=starts)
-    order = torch.cat([torch.arange(page_size), page_size + torch.randperm(3 * page_size, generator=torch.Generator().manual_seed(3))]).to(device)
+    order = torch.cat(
+        [torch.arange(page_size), page_size + torch.randperm(3 * page_size, generator=torch.Generator().manual_seed(3))]
+    ).to(device)
     rows = [x.transpose(1, 2).flatten(0, 1)[order].contiguous() for x in (k, v)]
     page = torch.tensor([3, 0, 4, 1], device=device).repeat_interleave(page_size)
     slots = (page * page_size + torch.arange(page_size, device=device).repeat(4))[order]
@@ -209,8 +249,13 @@ def test_tokens_by_slots_are_those_of_pages_that_close(name, head_dim, page_size
     slots[skipped] = left_out
     again = torch.full_like(whole, 0x11)
     tokens.store_tokens(rows[0][None], rows[1][None], again, layout, slots, static=static, starts=first)
-    assert float((again != whole).double().mean()) < (1e-3 if head_dim == 128 else 1e-5), "a block's largest number is another one"
-    read = [dequantize_pages(x[[3, 0, 4, 1]].cpu(), layout, {n: x.cpu() for n, x in static.items()}, starts=starts) for x in (again, whole)]
+    assert float((again != whole).double().mean()) < (1e-3 if head_dim == 128 else 1e-5), (
+        "a block's largest number is another one"
+    )
+    read = [
+        dequantize_pages(x[[3, 0, 4, 1]].cpu(), layout, {n: x.cpu() for n, x in static.items()}, starts=starts)
+        for x in (again, whole)
+    ]
     for x, y in zip(*read, strict=True):
         assert float((x - y).norm()) < 2e-2 * float(y.norm())
     named = torch.zeros(5, page_size, dtype=torch.bool)
@@ -227,7 +272,10 @@ def test_tokens_by_slots_are_those_of_pages_that_close(name, head_dim, page_size
         tokens.store_tokens(*rows, found, layout, slots, static=static, starts=first[:3])
 
 
-@pytest.mark.parametrize(("name", "head_dim", "warps"), [("klt4", 128, 8), ("klt2", 128, 2), ("klt3", 64, 8), ("klt2", 96, 4), ("klt3", 256, 8)])
+@pytest.mark.parametrize(
+    ("name", "head_dim", "warps"),
+    [("klt4", 128, 8), ("klt2", 128, 2), ("klt3", 64, 8), ("klt2", 96, 4), ("klt3", 256, 8)],
+)
 def test_warps_that_share_tokens_store_what_one_warp_closes(name, head_dim, warps, device, monkeypatch):
     """Pages of 16 tokens, byte for byte."""
     monkeypatch.setattr(cuda_banded, "FEW_WARPS", warps)
@@ -237,9 +285,14 @@ def test_warps_that_share_tokens_store_what_one_warp_closes(name, head_dim, warp
     k, v = rows(cuda_banded.FEW, head_dim, torch.bfloat16), rows(cuda_banded.FEW, head_dim, torch.bfloat16).flip(2)
     pages, _, layout, static, starts = closed(fitted.key, fitted.value, k, v, device)
     entries = [x.transpose(1, 2).flatten(0, 1).contiguous().to(device) for x in (k, v)]
-    found, first = torch.zeros_like(pages, device=device), torch.from_numpy(starts).int().repeat_interleave(cuda_banded.FEW).to(device)
+    found, first = (
+        torch.zeros_like(pages, device=device),
+        torch.from_numpy(starts).int().repeat_interleave(cuda_banded.FEW).to(device),
+    )
     slots = torch.arange(len(first), device=device)
-    tokens.store_tokens(*entries, found, layout, slots, static={n: x.to(device) for n, x in static.items()}, starts=first)
+    tokens.store_tokens(
+        *entries, found, layout, slots, static={n: x.to(device) for n, x in static.items()}, starts=first
+    )
     assert torch.equal(found.cpu(), pages)
 
 
@@ -250,7 +303,9 @@ def test_keys_with_a_bias_a_hundred_times_their_spread(device):
 
 
 def test_a_decode_step_closes_what_the_device_says(device, monkeypatch):
-    """Two of three sequences close a raw page in the frame of its position, and each stores its token; what the host closes from the same rows is the same."""
+    """Two of three sequences close a raw page in the frame of its position, and each stores its token; what the host
+    closes from the same rows is the same.
+    """
     key, value = sides("klt3")
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=HEADS, head_dim=64)
     raw = PageLayout(key=RAW, value=RAW, page_size=64, num_kv_heads=HEADS, head_dim=64)
@@ -262,17 +317,29 @@ def test_a_decode_step_closes_what_the_device_says(device, monkeypatch):
         section(tail, raw, "k_raw")[page], section(tail, raw, "v_raw")[page] = k[i].to(device), v[i].to(device)
     nowhere, page_bytes, tail_bytes = 1, slab.stride(0), tail.stride(0)
     closings = torch.tensor([[2 * tail_bytes, 3 * page_bytes], [nowhere, nowhere], [0, page_bytes]], device=device)
-    runs = torch.tensor([[tail_bytes, 0, 0, 5, 1], [0, 0, 0, 0, 0], [0, 2, 0, 0, 1]], device=device)  # the third's token goes where its closing page was
-    status, undo = torch.zeros(6, dtype=torch.int32, device=device), torch.zeros(2, 3, HEADS, 64, dtype=torch.bfloat16, device=device)
+    # the third's token goes where its closing page was
+    runs = torch.tensor([[tail_bytes, 0, 0, 5, 1], [0, 0, 0, 0, 0], [0, 2, 0, 0, 1]], device=device)
+    status, undo = (
+        torch.zeros(6, dtype=torch.int32, device=device),
+        torch.zeros(2, 3, HEADS, 64, dtype=torch.bfloat16, device=device),
+    )
     tail_starts = torch.tensor([131_008 + 64, 7, 70_001 + 64], dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else 0
     fresh = torch.randn(2, 3, 1, HEADS, 64, device=device).bfloat16()
     cuda.DecodeStep(store, raw_store, torch.bfloat16, closings, runs, status, undo, tail_starts).run(*fresh, stream)
     want = torch.full_like(slab, 0x11)
-    cuda.close(k[[0, 2]].to(device), v[[0, 2]].to(device), PageStore(layout, (want,), static), np.array([3, 1]), starts=np.array([131_008, 70_001]))
+    cuda.close(
+        k[[0, 2]].to(device),
+        v[[0, 2]].to(device),
+        PageStore(layout, (want,), static),
+        np.array([3, 1]),
+        starts=np.array([131_008, 70_001]),
+    )
     assert torch.equal(slab, want) and not bool(status.any())
     for name, x, old in (("k_raw", fresh[0], k), ("v_raw", fresh[1], v)):
-        assert torch.equal(section(tail, raw, name)[1, :, 5], x[0, 0]) and torch.equal(section(tail, raw, name)[0, :, 0], x[2, 0])
+        assert torch.equal(section(tail, raw, name)[1, :, 5], x[0, 0]) and torch.equal(
+            section(tail, raw, name)[0, :, 0], x[2, 0]
+        )
         assert torch.equal(undo["kv".index(name[0])][2].cpu(), old[2, :, 0])
 
 
@@ -281,19 +348,35 @@ STARTS = np.array([0, 131_008, 64, 70_001, 448, 4])
 
 
 def stored_by_slots(key, value, head_dim, page_size, dtype, device, order, monkeypatch, few):
-    """Six pages of tokens stored in `order` ([n] of their 6 * page_size, -1: an entry that is not stored), beside what the reference makes of them."""
-    monkeypatch.setattr(cuda_banded, "places", lambda *_: 1000 if few else 1)  # few tokens a block, or as many as a page
+    """Six pages of tokens stored in `order` ([n] of their 6 * page_size, -1: an entry that is not stored), beside what
+    the reference makes of them.
+    """
+    # few tokens a block, or as many as a page
+    monkeypatch.setattr(cuda_banded, "places", lambda *_: 1000 if few else 1)
     layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim)
     static = static_params(key, value, HEADS, head_dim)
-    k, v = (torch.cat([rows(page_size, head_dim, dtype) for _ in "ab"]) for _ in "kv")  # [6, HEADS, page_size, head_dim]
+    # [6, HEADS, page_size, head_dim]
+    k, v = (torch.cat([rows(page_size, head_dim, dtype) for _ in "ab"]) for _ in "kv")
     entries = [x.transpose(1, 2).flatten(0, 1)[order.clamp(min=0)] for x in (k, v)]  # [n, HEADS, head_dim]
-    slots = torch.where(order < 0, order, (5 - order // page_size) * page_size + order % page_size)  # pages in another order than their tokens
+    # pages in another order than their tokens
+    slots = torch.where(order < 0, order, (5 - order // page_size) * page_size + order % page_size)
     starts = torch.from_numpy(STARTS)[order.clamp(min=0) // page_size].int()
     made = {}
     for where, store in ((device, tokens.store_tokens), ("cpu", append_reference.store_tokens)):
-        pages, status = torch.full((6, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8, device=where), torch.zeros(7, dtype=torch.int32, device=where)
+        pages, status = (
+            torch.full((6, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8, device=where),
+            torch.zeros(7, dtype=torch.int32, device=where),
+        )
         given = [x.to(where) for x in (*entries, pages, slots, starts)]
-        store(*given[:2], pages, layout, given[3], static={name: x.to(where) for name, x in static.items()}, starts=given[4], status=status)
+        store(
+            *given[:2],
+            pages,
+            layout,
+            given[3],
+            static={name: x.to(where) for name, x in static.items()},
+            starts=given[4],
+            status=status,
+        )
         made[store] = pages.cpu().flip(0), status.tolist()
     (ours, status), (theirs, wanted) = made.values()
     assert status == wanted
@@ -301,12 +384,16 @@ def stored_by_slots(key, value, head_dim, page_size, dtype, device, order, monke
 
 
 @pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
-@pytest.mark.parametrize(("name", "head_dim", "page_size"), [("klt4", 128, 64), ("klt3", 64, 64), ("klt2", 64, 32), ("klt3", 256, 32)])
+@pytest.mark.parametrize(
+    ("name", "head_dim", "page_size"), [("klt4", 128, 64), ("klt3", 64, 64), ("klt2", 64, 32), ("klt3", 256, 32)]
+)
 def test_tokens_go_where_their_slots_say(name, head_dim, page_size, few, device, monkeypatch):
     """All tokens of six pages in any order, or page by page: the pages are those that close."""
     fitted = schemes.get(name, head_dim=head_dim)
     for order in (torch.randperm(6 * page_size), torch.arange(6 * page_size)):
-        ours, theirs, *rest = stored_by_slots(fitted.key, fitted.value, head_dim, page_size, torch.bfloat16, device, order, monkeypatch, few)
+        ours, theirs, *rest = stored_by_slots(
+            fitted.key, fitted.value, head_dim, page_size, torch.bfloat16, device, order, monkeypatch, few
+        )
         assert_same(ours, theirs, *rest[:2], STARTS, rest[2], device)
 
 
@@ -321,13 +408,33 @@ def test_what_is_not_stored_leaves_its_place_and_is_counted(few, device, monkeyp
     assert float(differ.double().mean()) <= 1e-3
     assert bool((theirs[differ] != 0xFF).all()), "bytes that the reference leaves are left"
     past = torch.full((3,), 7 * 64)
-    x, pages, status = torch.randn(3, HEADS, 64, device=device), torch.full_like(ours, 0xFF, device=device), torch.zeros(7, dtype=torch.int32, device=device)
+    x, pages, status = (
+        torch.randn(3, HEADS, 64, device=device),
+        torch.full_like(ours, 0xFF, device=device),
+        torch.zeros(7, dtype=torch.int32, device=device),
+    )
     static = {name: x.to(device) for name, x in static_params(*sides("klt3"), HEADS, 64).items()}
-    tokens.store_tokens(x, x, pages, layout, past.to(device), static=static, starts=torch.zeros(3, dtype=torch.int32, device=device), status=status)
+    tokens.store_tokens(
+        x,
+        x,
+        pages,
+        layout,
+        past.to(device),
+        static=static,
+        starts=torch.zeros(3, dtype=torch.int32, device=device),
+        status=status,
+    )
     assert status.tolist() == [0, 0, 0, 0, 0, 0, 3] and bool((pages == 0xFF).all())
     x[1, 0, 3] = torch.nan
     tokens.store_tokens(
-        x, x.nan_to_num(), pages, layout, torch.arange(3, device=device), static=static, starts=torch.zeros(3, dtype=torch.int32, device=device), status=status
+        x,
+        x.nan_to_num(),
+        pages,
+        layout,
+        torch.arange(3, device=device),
+        static=static,
+        starts=torch.zeros(3, dtype=torch.int32, device=device),
+        status=status,
     )
     assert status.tolist()[4:] == [1, 0, 3]
 
@@ -345,10 +452,20 @@ def test_keys_that_are_no_numbers_spoil_no_token_beside_them(bad, few, device, m
     made = []
     for spoilt in (0.0, bad):
         k[5], k[5, :, 3] = 0, spoilt
-        pages, status = torch.zeros(1, HEADS, layout.head_bytes, dtype=torch.uint8, device=device), torch.zeros(7, dtype=torch.int32, device=device)
+        pages, status = (
+            torch.zeros(1, HEADS, layout.head_bytes, dtype=torch.uint8, device=device),
+            torch.zeros(7, dtype=torch.int32, device=device),
+        )
         tokens.store_tokens(k, v, pages, layout, slots, static=static, starts=starts, status=status)
         assert int(status[4]) == (spoilt != 0)
-        made.append([x.cpu() for x in dequantize_pages(pages.cpu(), layout, {n: x.cpu() for n, x in static.items()}, starts=np.array([0]))])
+        made.append(
+            [
+                x.cpu()
+                for x in dequantize_pages(
+                    pages.cpu(), layout, {n: x.cpu() for n, x in static.items()}, starts=np.array([0])
+                )
+            ]
+        )
     beside = slots.cpu() != 5
     for clean, other in zip(*made, strict=True):
         assert torch.equal(clean[:, :, beside], other[:, :, beside])
@@ -375,7 +492,9 @@ def test_runs_of_a_token_local_cache(device, monkeypatch):
     made = []
     for where, op in ((device, tokens), ("cpu", append_reference)):
         slabs = torch.full((6, HEADS + 1, layout.head_bytes), 0xFF, dtype=torch.uint8, device=where)
-        store = PageStore(layout, (slabs[:2, :HEADS], slabs[2:, :HEADS]), {name: x.to(where) for name, x in static.items()})
+        store = PageStore(
+            layout, (slabs[:2, :HEADS], slabs[2:, :HEADS]), {name: x.to(where) for name, x in static.items()}
+        )
         assert op.append(k.to(where), v.to(where), store, SlotMapping(runs, **mapping)) == {"k": 0, "v": 0}
         made.append(slabs.cpu())
     differ = made[0] != made[1]
@@ -383,7 +502,12 @@ def test_runs_of_a_token_local_cache(device, monkeypatch):
 
 
 HALF, BRAIN = torch.float16, torch.bfloat16
-UNPACKED = [(*sides("klt4"), 64, 64, BRAIN), (*sides("klt3"), 128, 64, HALF), (*sides("klt2"), 128, 32, BRAIN), (*sides("klt2"), 96, 32, HALF)]
+UNPACKED = [
+    (*sides("klt4"), 64, 64, BRAIN),
+    (*sides("klt3"), 128, 64, HALF),
+    (*sides("klt2"), 128, 32, BRAIN),
+    (*sides("klt2"), 96, 32, HALF),
+]
 UNPACKED += [
     (banded(8, 6, 5, 4), banded(3, 0, 1, 2, basis="hadamard"), 64, 32, BRAIN),
     (banded(8, 6, 5, 4), banded(3, 0, 1, 2, basis="hadamard"), 64, 32, HALF),
@@ -391,9 +515,16 @@ UNPACKED += [
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "head_dim", "page_size", "dtype"), UNPACKED, ids=lambda x: str(x) if isinstance(x, (int, tuple)) else None)
+@pytest.mark.parametrize(
+    ("key", "value", "head_dim", "page_size", "dtype"),
+    UNPACKED,
+    ids=lambda x: str(x) if isinstance(x, (int, tuple)) else None,
+)
 def test_rows_for_many_queries_are_what_pages_read_as(key, value, head_dim, page_size, dtype, device):
-    """Of the second layer of two slabs, some cut short; other rows stay. Judged in float64, to the rounding of a row's numbers and of its sums."""
+    """Of the second layer of two slabs, some cut short; other rows stay.
+
+    Judged in float64, to the rounding of a row's numbers and of its sums.
+    """
     layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim)
     assert unpack_banded.refuses_layout(layout, dtype) is None
     static, starts = static_params(key, value, HEADS, head_dim), np.array([131_000, 64, 70_001, 5, 517, 131_064])
@@ -403,7 +534,9 @@ def test_rows_for_many_queries_are_what_pages_read_as(key, value, head_dim, page
     store = PageStore(layout, (both[:4, 0], both[4:, 0]), {})
     ids, counts = np.array([5, 0, 3, 4, 1, 2]), (page_size, page_size, 9, page_size, 1, 17)
     rows = np.array([[page_size * i, counts[i]] for i in range(6)], np.int32)
-    at, places, first = (torch.from_numpy(x).to(device) for x in (store.addresses[ids], rows, starts[ids].astype(np.int32)))
+    at, places, first = (
+        torch.from_numpy(x).to(device) for x in (store.addresses[ids], rows, starts[ids].astype(np.int32))
+    )
     want = dequantize_pages(made[ids], layout, static, torch.float64, starts=starts[ids])
     out = torch.full((2, 6 * page_size, HEADS, head_dim), 7.0, dtype=dtype, device=device)
     unpacker = unpack_banded.BandedUnpacker(store, dtype, at, places, layout.page_size_bytes, first)
@@ -446,7 +579,10 @@ def test_refusals_need_no_gpu():
     assert refused(key, value, 80) == "head_dim=80 of banded codes is no multiple of 32 or above 256"
     assert refused(key, value, page_size=512) == "page_size=512 of banded codes is above 256 or no multiple of 16"
     assert refused(key, value, 256, 128) == "128 tokens of 256 take 133152 bytes as operands, more than a block's 98304"
-    assert refused(key, value, dtype=torch.float64) == "keys are torch.float64; the kernel takes float32, float16 and bfloat16"
+    assert (
+        refused(key, value, dtype=torch.float64)
+        == "keys are torch.float64; the kernel takes float32, float16 and bfloat16"
+    )
 
 
 @pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
@@ -456,6 +592,9 @@ def test_compiles_with_few_spills(name, warpgroups):
     """At most some addresses, which are kept through loops over pages and scales."""
     key, value = sides(name)
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
-    defines, arch = cuda_banded.defines(layout, torch.bfloat16, warpgroups=warpgroups), "sm_90a" if warpgroups else "sm_90"
+    defines, arch = (
+        cuda_banded.defines(layout, torch.bfloat16, warpgroups=warpgroups),
+        ("sm_90a" if warpgroups else "sm_90"),
+    )
     binary = cuda_compile.compile_source(cuda_compile.Source(FOLDER, "store_banded.cu", defines), arch)
     assert binary.resources("store_banded").spill_bytes <= 160

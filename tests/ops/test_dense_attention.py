@@ -15,7 +15,10 @@ def asked(monkeypatch):
     def kernel(q, k, v, scaling, causal=False, window=None):
         scores = torch.einsum("bthgd,bshd->bhgts", q.unflatten(2, (k.shape[2], -1)).double(), k.double()) * scaling
         if causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(scores.shape[-1] - scores.shape[-2] + 1), -torch.inf)
+            scores = scores.masked_fill(
+                torch.ones(scores.shape[-2:], dtype=torch.bool).triu(scores.shape[-1] - scores.shape[-2] + 1),
+                -torch.inf,
+            )
         out = torch.einsum("bhgts,bshd->bthgd", scores.softmax(-1), v.double()).flatten(2, 3)
         return out.float(), scores.logsumexp(-1).flatten(1, 2).transpose(1, 2).float()
 

@@ -28,9 +28,22 @@ def test_the_header_is_what_the_module_writes():
 def test_a_compiler_reads_the_formats_that_the_spec_names(tmp_path):
     source = tmp_path / "numbers.cpp"
     source.write_text(
-        '#include "numbers.h"\nextern "C" NumberFormat at(int format) { return number_format(format); }\nextern "C" int count() { return NUM_FORMATS; }\n'
+        '#include "numbers.h"\nextern "C" NumberFormat at(int format) { return number_format(format); }\nextern "C" int'
+        " count() { return NUM_FORMATS; }\n"
     )
-    subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", f"-I{descriptor.HEADER.parent}", str(source), "-o", str(tmp_path / "numbers.so")], check=True)
+    subprocess.run(
+        [
+            "g++",
+            "-std=c++17",
+            "-shared",
+            "-fPIC",
+            f"-I{descriptor.HEADER.parent}",
+            str(source),
+            "-o",
+            str(tmp_path / "numbers.so"),
+        ],
+        check=True,
+    )
 
     class NumberFormat(ctypes.Structure):
         _fields_ = [(n, ctypes.c_int) for n in ("levels", "bits0", "bits1", "exponent_bits", "mantissa_bits")] + [
@@ -66,9 +79,16 @@ def test_a_side_says_where_the_layout_has_its_sections(name):
     layout = layout_of(scheme.key, scheme.value, scheme.page_size)
     for kind in "kv":
         side = describe(layout, kind)
-        named = {f"{kind}_{n}": getattr(side, f"{n}_offset") for n in ("scale", "bias", "mean", "stretch", "outlier_index", "outlier_value")}
-        named |= {f"{kind}_raw" if side.is_raw else f"{kind}_plane{i}": offset for i, offset in enumerate(side.plane_offset)}
-        assert {n: s.offset for n, s in layout.sections.items() if n.startswith(kind)} == {n: o for n, o in named.items() if o is not None}
+        named = {
+            f"{kind}_{n}": getattr(side, f"{n}_offset")
+            for n in ("scale", "bias", "mean", "stretch", "outlier_index", "outlier_value")
+        }
+        named |= {
+            f"{kind}_raw" if side.is_raw else f"{kind}_plane{i}": offset for i, offset in enumerate(side.plane_offset)
+        }
+        assert {n: s.offset for n, s in layout.sections.items() if n.startswith(kind)} == {
+            n: o for n, o in named.items() if o is not None
+        }
 
 
 def test_kinds_of_scales():
@@ -86,4 +106,8 @@ def test_kinds_of_scales():
 
 def test_dtypes_have_one_number_whatever_names_them():
     named = {str(t).removeprefix("torch."): n for t, n in descriptor.TORCH_NUMBERS.items()}
-    assert named.items() <= DTYPES.items() and sorted(named.values()) == [0, 1, 2], "tensors have the first numbers, storage of scales the rest"
+    assert named.items() <= DTYPES.items() and sorted(named.values()) == [
+        0,
+        1,
+        2,
+    ], "tensors have the first numbers, storage of scales the rest"

@@ -21,7 +21,9 @@ LAYOUT = PageLayout(key=QuantSpec.raw(), value=QuantSpec.raw(), page_size=64, nu
 
 
 def raw_plan(max_pages=4):
-    return paged_attention.plan([LAYOUT], max_pages=[max_pages], batch_size=2, num_q_heads=4, dtype=torch.float32, device="cpu")
+    return paged_attention.plan(
+        [LAYOUT], max_pages=[max_pages], batch_size=2, num_q_heads=4, dtype=torch.float32, device="cpu"
+    )
 
 
 def raw_pages(num_pages, seed=0):
@@ -91,7 +93,9 @@ def test_pools_that_grew_are_let_go():
 
 
 def test_threads_share_a_plan():
-    """Layers of one plan run by two threads while a third updates it: each result is one of the two that single calls give."""
+    """Layers of one plan run by two threads while a third updates it: each result is one of the two that single calls
+    give.
+    """
     plan, steps = raw_plan(max_pages=64), [raw_step(64, lengths)[0] for lengths in ((4000, 3000), (100, 50))]
     q = raw_step()[1]
     for layer in (0, 1):
@@ -102,7 +106,9 @@ def test_threads_share_a_plan():
         want.append([plan.run(q, layer) for layer in (0, 1)])
 
     def wrong(layer):
-        return sum(not any(torch.equal(found, x[layer]) for x in want) for found in (plan.run(q, layer) for _ in range(300)))
+        return sum(
+            not any(torch.equal(found, x[layer]) for x in want) for found in (plan.run(q, layer) for _ in range(300))
+        )
 
     with ThreadPoolExecutor(3) as pool:
         runs = [pool.submit(wrong, layer) for layer in (0, 1)]

@@ -1,4 +1,6 @@
-"""Calls that fit nothing are refused with text, before any memory is touched: never a crash, never another page than the one that was named."""
+"""Calls that fit nothing are refused with text, before any memory is touched: never a crash, never another page than
+the one that was named.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,12 @@ def plan(kind):
 
 
 ATTENDS = [
-    pytest.param(cpu.attend, marks=needs_library, id="cpu"), pytest.param(cuda.attend, id="cuda"), pytest.param(plan(cuda.Plan), id="Plan"),
-    pytest.param(plan(ChunkPlan), id="ChunkPlan"), pytest.param(reference.attend, id="reference"),
-]  # fmt: skip
+    pytest.param(cpu.attend, marks=needs_library, id="cpu"),
+    pytest.param(cuda.attend, id="cuda"),
+    pytest.param(plan(cuda.Plan), id="Plan"),
+    pytest.param(plan(ChunkPlan), id="ChunkPlan"),
+    pytest.param(reference.attend, id="reference"),
+]
 CLOSES = [
     pytest.param(close_cpu.close, marks=needs_library, id="cpu"),
     pytest.param(close_cuda.close, id="cuda"),
@@ -100,7 +105,9 @@ def test_layouts_of_nothing(field):
 def with_table(call: AttendCall, **changed) -> AttendCall:
     """`call`'s last part alone, its table changed."""
     part = call.parts[-1]
-    return dataclasses.replace(call, parts=(dataclasses.replace(part, table=dataclasses.replace(part.table, **changed)),))
+    return dataclasses.replace(
+        call, parts=(dataclasses.replace(part, table=dataclasses.replace(part.table, **changed)),)
+    )
 
 
 @pytest.mark.parametrize("attend", ATTENDS)
@@ -108,7 +115,13 @@ def test_page_tables_that_lead_out(attend):
     q, call, positions = random_call(INT4, INT4)
     t = call.parts[-1].table  # a tail page of each of two sequences
     pages = call.parts[-1].store.num_pages
-    for bad in (np.array([0, 2, 1]), np.array([0, 1, 1]), np.array([1, 1, 2]), np.array([0, 1, 3]), np.array([0, -1, 2])):
+    for bad in (
+        np.array([0, 2, 1]),
+        np.array([0, 1, 1]),
+        np.array([1, 1, 2]),
+        np.array([0, 1, 3]),
+        np.array([0, -1, 2]),
+    ):
         with pytest.raises(DataError, match="indptr must rise from 0 to its number of entries, 2"):
             attend(q, with_table(call, indptr=bad), positions)
     for bad in (-1, pages, BIG):
@@ -179,7 +192,10 @@ def test_attend_with_two_low_planes(attend):
 def pages_of(key: QuantSpec = INT4) -> tuple[torch.Tensor, PageStore, LowStore]:
     layout = PageLayout(key=key, value=INT4, page_size=32, num_kv_heads=2, head_dim=64)
     low = LowLayout(key_bits=4, value_bits=4, page_size=32, num_kv_heads=2, head_dim=64)
-    stores = (cls(x, (torch.full((4, 2, x.head_bytes), 0xFF, dtype=torch.uint8),)) for cls, x in ((PageStore, layout), (LowStore, low)))
+    stores = (
+        cls(x, (torch.full((4, 2, x.head_bytes), 0xFF, dtype=torch.uint8),))
+        for cls, x in ((PageStore, layout), (LowStore, low))
+    )
     return torch.randn(2, 2, 32, 64), *stores
 
 
@@ -207,7 +223,9 @@ def test_close_to_other_pages(close):
 def test_close_with_two_low_planes(close):
     k, store, low = pages_of()
     ids = np.array([0, 1])
-    with pytest.raises(UnsupportedError, match="pages with 2 low planes each; the (CPU|CUDA) kernels take one; use the reference"):
+    with pytest.raises(
+        UnsupportedError, match="pages with 2 low planes each; the (CPU|CUDA) kernels take one; use the reference"
+    ):
         close(k, k, store, ids, [(low, ids), (low, ids)])
     assert bool((low.slabs[0] == 0xFF).all())
 
@@ -234,8 +252,18 @@ def test_append_past_the_end(append):
     layout = PageLayout(key=raw, value=raw, page_size=32, num_kv_heads=2, head_dim=64)
     buffer = torch.full((4, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
     k = torch.zeros(2, 8, 2, 64, dtype=torch.bfloat16)
-    for run in ([2, 0, 0, 0, 1], [0, 8, 0, 0, 1], [0, 0, 4, 0, 1], [0, 0, 0, 32, 1], [0, 0, 0, 25, 8], [0, 7, 0, 0, 2], [0, 0, 0, 2**61, 1]):
-        with pytest.raises(DataError, match=r"runs reach \(sequences, tokens, pages, slots\) = .*, but there are only \(2, 8, 4, 32\)"):
+    for run in (
+        [2, 0, 0, 0, 1],
+        [0, 8, 0, 0, 1],
+        [0, 0, 4, 0, 1],
+        [0, 0, 0, 32, 1],
+        [0, 0, 0, 25, 8],
+        [0, 7, 0, 0, 2],
+        [0, 0, 0, 2**61, 1],
+    ):
+        with pytest.raises(
+            DataError, match=r"runs reach \(sequences, tokens, pages, slots\) = .*, but there are only \(2, 8, 4, 32\)"
+        ):
             append(k, k, PageStore(layout, (buffer,)), SlotMapping(np.array([run])))
     assert bool((buffer == 0xFF).all())
 
@@ -255,7 +283,9 @@ def test_runs_below_zero_or_past_counting():
 
 
 def test_more_heads_than_any_model_has():
-    with pytest.raises(SpecError, match=r"num_kv_heads=1000000000000 must be a whole number from 1 to 65535; it counts"):
+    with pytest.raises(
+        SpecError, match=r"num_kv_heads=1000000000000 must be a whole number from 1 to 65535; it counts"
+    ):
         LayerGeometry(num_kv_heads=10**12, head_dim=64)
     assert LayerGeometry(num_kv_heads=65_535, head_dim=64).num_kv_heads == 65_535
 
@@ -270,11 +300,20 @@ def test_a_page_below_zero_is_no_page():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"scaling": float("inf")}, "scaling=inf"), ({"softcap": 0.0}, "softcap=0.0"), ({"softcap": float("nan")}, "softcap=nan"), ({"softcap": float("inf")}, "softcap=inf"),
-        ({"scaling": "1"}, "scaling='1'"), ({"scaling": None}, "scaling=None"), ({"softcap": "1"}, "softcap='1'"), ({"softcap": True}, "softcap=True"),
-        *(({"sliding_window": w}, f"sliding_window={w!r} must be a whole number from 1 to 2147483647") for w in (0, 1.5, 2.0, True, float("nan"), 2**64, "9")),
+        ({"scaling": float("inf")}, "scaling=inf"),
+        ({"softcap": 0.0}, "softcap=0.0"),
+        ({"softcap": float("nan")}, "softcap=nan"),
+        ({"softcap": float("inf")}, "softcap=inf"),
+        ({"scaling": "1"}, "scaling='1'"),
+        ({"scaling": None}, "scaling=None"),
+        ({"softcap": "1"}, "softcap='1'"),
+        ({"softcap": True}, "softcap=True"),
+        *(
+            ({"sliding_window": w}, f"sliding_window={w!r} must be a whole number from 1 to 2147483647")
+            for w in (0, 1.5, 2.0, True, float("nan"), 2**64, "9")
+        ),
     ],
-)  # fmt: skip
+)
 def test_options_that_mean_different_things_to_different_kernels(options, message):
     with pytest.raises(DataError, match=message):
         AttendCall((), **{"scaling": 1.0} | options)

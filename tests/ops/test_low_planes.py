@@ -1,4 +1,6 @@
-"""Low planes: literal bytes, exact demotion, precision against plain INT8, and the CPU kernels that read and write them."""
+"""Low planes: literal bytes, exact demotion, precision against plain INT8, and the CPU kernels that read and write
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,13 @@ BASES = ["int8", "int4", "int3", "int2"]
 
 
 def layouts(key: QuantSpec, value: QuantSpec, widths, *, head_dim: int = 64, page_size: int = 64, heads: int = 2):
-    page = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=heads, head_dim=head_dim, raw_dtype="float32")
-    return page, [LowLayout(key_bits=k, value_bits=v, page_size=page_size, num_kv_heads=heads, head_dim=head_dim) for k, v in widths]
+    page = PageLayout(
+        key=key, value=value, page_size=page_size, num_kv_heads=heads, head_dim=head_dim, raw_dtype="float32"
+    )
+    return page, [
+        LowLayout(key_bits=k, value_bits=v, page_size=page_size, num_kv_heads=heads, head_dim=head_dim)
+        for k, v in widths
+    ]
 
 
 def closed(spec: QuantSpec, widths, *, head_dim: int = 64, page_size: int = 64):
@@ -66,7 +73,9 @@ def test_literal_bytes():
 
 @pytest.mark.parametrize("fmt", BASES)
 def test_the_page_of_a_chain_is_what_direct_quantization_stores(fmt):
-    """Demotion drops the plane, so the cold value is direct quantization bit for bit: symmetric or not, per token, group and channel, static or not."""
+    """Demotion drops the plane, so the cold value is direct quantization bit for bit: symmetric or not, per token,
+    group and channel, static or not.
+    """
     for spec in specs_of(fmt, group=16):
         k, v, page, _, static, pages = closed(spec, [(4, 2), (2, 4)])
         assert torch.equal(pages[0], close_pages(k, v, page, static)[0])
@@ -92,7 +101,9 @@ def test_every_plane_refines_within_the_bound(fmt):
 @pytest.mark.parametrize("symmetric, factor", [(True, 127 / 105), (False, 255 / 225)])
 @pytest.mark.parametrize("granularity", [PerToken(), PerGroup(32), PerChannel()])
 def test_four_and_four_bits_are_near_plain_int8(symmetric, factor, granularity):
-    """Largest and mean square error, against INT8 with scales shared alike: the step is `factor` times INT8's, and nothing else is lost."""
+    """Largest and mean square error, against INT8 with scales shared alike: the step is `factor` times INT8's, and
+    nothing else is lost.
+    """
     torch.manual_seed(1)
     x = torch.randn(64, 1, 64, 128) * torch.randn(128).exp() + torch.randn(128)
     errors = {}
@@ -133,7 +144,8 @@ def test_judge_reads_the_chain_it_is_given(spec):
         assert torch.allclose(out[b, 0], want, rtol=1e-9, atol=1e-9)
 
 
-# -- CPU kernels --------------------------------------------------------------------------------------------------------
+# -- CPU kernels
+# --------------------------------------------------------------------------------------------------------
 
 
 @needs_library
@@ -150,7 +162,13 @@ def test_cpu_closes_the_same_bytes_as_the_reference(tier, fmt):
                 for close in (close_cpu.close, close_reference.close):
                     pages, planes = (torch.full((5, 3, x.head_bytes), 0xFF, dtype=torch.uint8) for x in (page, low))
                     fine = LowStore(low, (planes[:2, :2], planes[2:, :2]))
-                    close(k, v, PageStore(page, (pages[:, :2],), static), np.array([4, 0, 3]), [(fine, np.array([1, 4, 2]))])
+                    close(
+                        k,
+                        v,
+                        PageStore(page, (pages[:, :2],), static),
+                        np.array([4, 0, 3]),
+                        [(fine, np.array([1, 4, 2]))],
+                    )
                     found.append((pages, planes))
                 (pages, planes), (want_pages, want_planes) = found
                 assert torch.equal(pages, want_pages)
@@ -176,7 +194,17 @@ def test_cpu_turns_what_it_refined(tier):
     """Keys before the rotary embedding with a low plane are read as precisely as INT8."""
     for i, spec in enumerate(specs_of("int4", group=16)):
         key, head_dim = dataclasses.replace(spec, pre_rope=True), (64, 80, 128)[i % 3]
-        case = young_only(random_call(key, spec, head_dim=head_dim, group=1 + i % 8, low=(4, 4), dtype=torch.float32, first=(0, 130_000)[i % 2]))
+        case = young_only(
+            random_call(
+                key,
+                spec,
+                head_dim=head_dim,
+                group=1 + i % 8,
+                low=(4, 4),
+                dtype=torch.float32,
+                first=(0, 130_000)[i % 2],
+            )
+        )
         assert attend_cpu.refuses(*case[:2]) is None
         assert_close(attend_cpu.attend(*case), judge(*case), NOISE["int8"])
 
@@ -197,7 +225,9 @@ def test_cpu_mixes_tiers_in_one_call(tier, group, bits):
     """Ragged sequences, each with old and young pages, sinks and a raw tail; window and cap."""
     spec = QuantSpec(format="int4", granularity=PerGroup(32), symmetric=False)
     for window, softcap, tokens in ((None, None, 1), (90, 20.0, 1), (None, None, 20)):
-        case = random_call(spec, spec, low=bits, group=group, batch=3, pages=5, window=window, softcap=softcap, tokens=tokens)
+        case = random_call(
+            spec, spec, low=bits, group=group, batch=3, pages=5, window=window, softcap=softcap, tokens=tokens
+        )
         assert_close(attend_cpu.attend(*case), judge(*case), NOISE["int4"])
 
 
@@ -232,6 +262,8 @@ def test_raw_has_no_planes():
 def test_banded_codes_have_no_planes(close):
     spec = banded(2, 2, 2, 2, basis="hadamard")
     page, (low,) = layouts(spec, spec, [(2, 2)])
-    store, fine = (cls(x, (torch.zeros(1, 2, x.head_bytes, dtype=torch.uint8),)) for cls, x in ((PageStore, page), (LowStore, low)))
+    store, fine = (
+        cls(x, (torch.zeros(1, 2, x.head_bytes, dtype=torch.uint8),)) for cls, x in ((PageStore, page), (LowStore, low))
+    )
     with pytest.raises(DataError, match="a low plane of 2 bits under banded keys; low planes refine integer codes"):
         close(*torch.randn(2, 1, 2, 64, 64), store, np.array([0]), [(fine, np.array([0]))])

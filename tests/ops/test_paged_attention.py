@@ -1,4 +1,6 @@
-"""Attention over anybody's pages: the contract on host lists, and the CUDA kernels (work list and attention) run on a CPU, against float64."""
+"""Attention over anybody's pages: the contract on host lists, and the CUDA kernels (work list and attention) run on a
+CPU, against float64.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,18 @@ def list_library(tmp_path_factory):
     """work_list.cu for a CPU."""
     folder = tmp_path_factory.mktemp("work_list")
     source = Path(device_plan.__file__).parent / "work_list.cu"
-    put_sources(folder, source, {"extern __shared__ __align__(16) unsigned char shared[];": "", 'extern "C" __global__': ""})
+    put_sources(
+        folder, source, {"extern __shared__ __align__(16) unsigned char shared[];": "", 'extern "C" __global__': ""}
+    )
     libraries = {}
     for parts in (1, 2, 3, 4):
-        lines = {"THREADS": 64, "SHARED_BYTES": 200_000, "KERNEL": "work_list", "NUM_THREADS": "THREADS", "NUM_PARTS": parts}
+        lines = {
+            "THREADS": 64,
+            "SHARED_BYTES": 200_000,
+            "KERNEL": "work_list",
+            "NUM_THREADS": "THREADS",
+            "NUM_PARTS": parts,
+        }
         (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in lines.items()))
         libraries[parts] = build(folder, ["-mf16c", "-mfma"])
     return libraries
@@ -54,12 +64,14 @@ def emulated_list(list_library, monkeypatch):
     monkeypatch.setattr(device_plan, "THREADS", 64)
 
     def load(parts, *_):
-        return SimpleNamespace(launch=lambda grid, threads, args, stream, **_: list_library[parts].launch(ctypes.byref(args), grid))
+        return SimpleNamespace(
+            launch=lambda grid, threads, args, stream, **_: list_library[parts].launch(ctypes.byref(args), grid)
+        )
 
     monkeypatch.setattr(device_plan, "load_list_kernel", load)
 
 
-def spec(fmt, granularity=PerGroup(64), **options):  # noqa: B008 - frozen
+def spec(fmt, granularity=PerGroup(64), **options):  # noqa: B008
     return QuantSpec(format=fmt, granularity=granularity, **options)
 
 
@@ -98,7 +110,8 @@ class Cache:
             k, v = (torch.randn(total, HEADS, size, D, generator=gen) for _ in "kv")
             k += torch.randn(D, generator=gen)
             slabs = close_nested(k.bfloat16(), v.bfloat16(), layout, self.static, [], first_of)[0]
-            wide = torch.full((total, 3, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8)  # of three layers, ours in the middle
+            # of three layers, ours in the middle
+            wide = torch.full((total, 3, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8)
             wide[:, 1] = slabs[0]
             self.pages.append(wide[:, 1])
             self.tables.append(table)
@@ -115,20 +128,41 @@ class Cache:
         count = torch.full_like(self.newest, t) if query_lens is None else query_lens
         positions = (self.newest - count)[:, None] + torch.arange(t)
         positions = torch.where((torch.arange(t) < count[:, None]) & (self.newest >= count)[:, None], positions, -1)
-        return reference.attend(q, AttendCall(tuple(self.parts), D**-0.5, window, softcap), positions.long(), torch.float64)
+        return reference.attend(
+            q, AttendCall(tuple(self.parts), D**-0.5, window, softcap), positions.long(), torch.float64
+        )
 
 
 def layout_of(key, value, size=64):
     return PageLayout(key=key, value=value, page_size=size, num_kv_heads=HEADS, head_dim=D)
 
 
-def check(cache, max_pages, *, limit=LIMIT, group=2, num_queries=1, query_lens=None, window=None, softcap=None, device="cpu", batch_size=None):
+def check(
+    cache,
+    max_pages,
+    *,
+    limit=LIMIT,
+    group=2,
+    num_queries=1,
+    query_lens=None,
+    window=None,
+    softcap=None,
+    device="cpu",
+    batch_size=None,
+):
     batch = len(cache.newest)
     q = torch.randn(batch, num_queries, HEADS * group, D, generator=torch.Generator().manual_seed(5)).bfloat16()
     made = paged_attention.plan(
-        cache.layouts, max_pages=max_pages, batch_size=batch_size or batch, num_q_heads=HEADS * group, dtype=q.dtype, device=device,
-        num_queries=num_queries, sliding_window=window, softcap=softcap,
-    )  # fmt: skip
+        cache.layouts,
+        max_pages=max_pages,
+        batch_size=batch_size or batch,
+        num_q_heads=HEADS * group,
+        dtype=q.dtype,
+        device=device,
+        num_queries=num_queries,
+        sliding_window=window,
+        softcap=softcap,
+    )
     made.bind(7, cache.pages, cache.static)
     made.update(cache.tables, cache.tokens, starts=cache.starts, offsets=cache.offsets, query_lens=query_lens)
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
@@ -146,32 +180,59 @@ INT8 = layout_of(spec("int8"), spec("int8"))
 KIVI = layout_of(spec("int4", PerChannel(), symmetric=False), spec("int4", PerToken(), symmetric=False))
 CASES = {
     "one part": dict(layouts=[INT8], lengths=[(333,), (0,), (70,), (64,), (1,)], max_pages=[6]),
-    "tail": dict(layouts=[layout_of(spec("int4"), spec("int4")), layout_of(RAW, RAW)], lengths=[(320, 13), (0, 64), (0, 0), (64, 100), (448, 0)], max_pages=[7, 2]),
-    "sinks": dict(
-        layouts=[layout_of(RAW, RAW, 4), layout_of(spec("int4", PerChannel(), symmetric=False), spec("int4", symmetric=False)), layout_of(RAW, RAW)],
-        lengths=[(4, 640, 150), (4, 0, 9), (2, 0, 0), (4, 128, 1)], max_pages=[1, 10, 3],
+    "tail": dict(
+        layouts=[layout_of(spec("int4"), spec("int4")), layout_of(RAW, RAW)],
+        lengths=[(320, 13), (0, 64), (0, 0), (64, 100), (448, 0)],
+        max_pages=[7, 2],
     ),
-    "centred": dict(layouts=[layout_of(spec("int8", center="channel"), spec("int8")), layout_of(RAW, RAW)], lengths=[(320, 33), (64, 1)], max_pages=[5, 1]),
+    "sinks": dict(
+        layouts=[
+            layout_of(RAW, RAW, 4),
+            layout_of(spec("int4", PerChannel(), symmetric=False), spec("int4", symmetric=False)),
+            layout_of(RAW, RAW),
+        ],
+        lengths=[(4, 640, 150), (4, 0, 9), (2, 0, 0), (4, 128, 1)],
+        max_pages=[1, 10, 3],
+    ),
+    "centred": dict(
+        layouts=[layout_of(spec("int8", center="channel"), spec("int8")), layout_of(RAW, RAW)],
+        lengths=[(320, 33), (64, 1)],
+        max_pages=[5, 1],
+    ),
     "raw": dict(layouts=[layout_of(RAW, RAW)], lengths=[(333,), (0,), (70,)], max_pages=[6]),
     "basis": dict(
-        layouts=[layout_of(RAW, RAW, 4), layout_of(schemes.get("klt3").key, schemes.get("klt3").value), layout_of(RAW, RAW)],
-        lengths=[(4, 640, 150), (4, 0, 9), (2, 0, 0), (4, 128, 1)], max_pages=[1, 10, 3],
+        layouts=[
+            layout_of(RAW, RAW, 4),
+            layout_of(schemes.get("klt3").key, schemes.get("klt3").value),
+            layout_of(RAW, RAW),
+        ],
+        lengths=[(4, 640, 150), (4, 0, 9), (2, 0, 0), (4, 128, 1)],
+        max_pages=[1, 10, 3],
     ),
-    "basis with copies": dict(  # as an engine has them: pages at multiples of 64, raw copies of a row's first page and of its newest, or of none
-        layouts=[layout_of(RAW, RAW), layout_of(schemes.get("klt4").key, schemes.get("klt4").value), layout_of(RAW, RAW)],
-        lengths=[(64, 576, 100), (0, 333, 0), (64, 0, 9), (40, 0, 0), (0, 320, 64), (64, 448, 0), (0, 1, 0)], max_pages=[1, 9, 2],
+    # as an engine has them: pages at multiples of 64, raw copies of a row's first page and of its newest, or of none
+    "basis with copies": dict(
+        layouts=[
+            layout_of(RAW, RAW),
+            layout_of(schemes.get("klt4").key, schemes.get("klt4").value),
+            layout_of(RAW, RAW),
+        ],
+        lengths=[(64, 576, 100), (0, 333, 0), (64, 0, 9), (40, 0, 0), (0, 320, 64), (64, 448, 0), (0, 1, 0)],
+        max_pages=[1, 9, 2],
     ),
     "two packed parts": dict(
         layouts=[layout_of(RAW, RAW, 4), KIVI, KIVI, layout_of(RAW, RAW)],
-        lengths=[(4, 640, 128, 150), (4, 0, 64, 9), (2, 0, 0, 0), (4, 128, 320, 1)], max_pages=[1, 10, 5, 3],
+        lengths=[(4, 640, 128, 150), (4, 0, 64, 9), (2, 0, 0, 0), (4, 128, 320, 1)],
+        max_pages=[1, 10, 5, 3],
     ),
-}  # fmt: skip
+}
 
 
 KLT2 = layout_of(schemes.get("klt2").key, schemes.get("klt2").value)
 ON_HOSTS = CASES | {
-    "two parts in a basis": CASES["two packed parts"] | {"layouts": [layout_of(RAW, RAW, 4), KLT2, KLT2, layout_of(RAW, RAW)]}
-}  # fmt: skip
+    "two parts in a basis": (
+        CASES["two packed parts"] | {"layouts": [layout_of(RAW, RAW, 4), KLT2, KLT2, layout_of(RAW, RAW)]}
+    )
+}
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -183,12 +244,16 @@ def test_host_lists_serve_the_contract(name, backend, monkeypatch):
 
 
 def test_a_host_plan_follows_lengths_pages_and_layers():
-    """Layers of pools of other sizes, bound before and after lengths are known, anew, and read at other lengths: as plans made for that alone."""
+    """Layers of pools of other sizes, bound before and after lengths are known, anew, and read at other lengths: as
+    plans made for that alone.
+    """
     one, two = Cache([INT8], [(200,), (70,)], [4]), Cache([INT8], [(333,), (0,)], [6])
     q = torch.randn(2, 1, 2 * HEADS, D, generator=torch.Generator().manual_seed(5))
 
     def made():
-        return paged_attention.plan([INT8], max_pages=[4], batch_size=2, num_q_heads=2 * HEADS, dtype=q.dtype, device="cpu")
+        return paged_attention.plan(
+            [INT8], max_pages=[4], batch_size=2, num_q_heads=2 * HEADS, dtype=q.dtype, device="cpu"
+        )
 
     def alone(cache, tokens):
         plan = made()
@@ -237,7 +302,9 @@ def test_the_cuda_kernels_serve_the_contract(name, gpu):
     check(Cache(**CASES[name]), gpu.max_pages)
 
 
-@pytest.mark.parametrize("options", [{"num_queries": 3, "window": 100}, {"num_queries": 8, "softcap": 20.0, "batch_size": 9}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"num_queries": 3, "window": 100}, {"num_queries": 8, "softcap": 20.0, "batch_size": 9}], ids=str
+)
 @pytest.mark.parametrize("name", ["tail", "basis with copies"])
 @pytest.mark.parametrize("where", ["gpu", "cpu"])
 def test_ragged_queries_windows_and_caps(name, options, where, request):
@@ -251,7 +318,9 @@ def test_ragged_queries_windows_and_caps(name, options, where, request):
 @pytest.mark.parametrize("window", [None, 128])
 @pytest.mark.parametrize("name", ["centred", "basis with copies"])
 def test_learned_sinks_are_merged_in_place(name, window, gpu, tmp_path, monkeypatch):
-    """As vLLM's plugin decodes gpt-oss: eight query heads to a kv head, windows and full attention, rows of fewer queries than planned, a padding row."""
+    """As vLLM's plugin decodes gpt-oss: eight query heads to a kv head, windows and full attention, rows of fewer
+    queries than planned, a padding row.
+    """
     (tmp_path / "merge").mkdir()
     emulate(merge, "merge_partials", tmp_path / "merge", monkeypatch)
     cache = Cache(**CASES[name] | {"lengths": [*CASES[name]["lengths"], (0,) * len(CASES[name]["layouts"])]})
@@ -259,8 +328,15 @@ def test_learned_sinks_are_merged_in_place(name, window, gpu, tmp_path, monkeypa
     q = torch.randn(batch, 3, heads, D, generator=torch.Generator().manual_seed(5)).bfloat16()
     lens = cache.newest.clamp(max=3).int()
     made = paged_attention.plan(
-        cache.layouts, max_pages=CASES[name]["max_pages"], batch_size=batch, num_q_heads=heads, dtype=q.dtype, device="cpu", num_queries=3, sliding_window=window,
-    )  # fmt: skip
+        cache.layouts,
+        max_pages=CASES[name]["max_pages"],
+        batch_size=batch,
+        num_q_heads=heads,
+        dtype=q.dtype,
+        device="cpu",
+        num_queries=3,
+        sliding_window=window,
+    )
     made.bind(0, cache.pages, cache.static)
     made.update(cache.tables, cache.tokens, starts=cache.starts, offsets=cache.offsets, query_lens=lens)
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
@@ -275,10 +351,26 @@ def test_learned_sinks_are_merged_in_place(name, window, gpu, tmp_path, monkeypa
 
 @pytest.fixture
 def guarded():
-    """guarded(pages, at_end): a copy of them in memory that ends (begins) where the next 64 MiB (those before) may not be touched."""
+    """guarded(pages, at_end): a copy of them in memory that ends (begins) where the next 64 MiB (those before) may not
+    be touched.
+    """
     libc, size, made = ctypes.CDLL(None, use_errno=True), 64 << 20, []
-    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.mprotect.argtypes, libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], [ctypes.c_void_p, ctypes.c_size_t]
+    libc.mmap.restype, libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            *[ctypes.c_int] * 3,
+            ctypes.c_long,
+        ],
+    )
+    libc.mprotect.argtypes, libc.munmap.argtypes = (
+        [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int],
+        [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+        ],
+    )
 
     def copy(pages, at_end):
         room = -(-pages.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -287,7 +379,9 @@ def guarded():
         made.append((whole, room + 2 * size))
         assert libc.mprotect(whole + size, room, mmap.PROT_READ | mmap.PROT_WRITE) == 0
         first = whole + size + (room - pages.nbytes if at_end else 0)
-        mine = torch.frombuffer((ctypes.c_uint8 * pages.nbytes).from_address(first), dtype=torch.uint8).view(pages.shape)
+        mine = torch.frombuffer((ctypes.c_uint8 * pages.nbytes).from_address(first), dtype=torch.uint8).view(
+            pages.shape
+        )
         return mine.copy_(pages)
 
     yield copy
@@ -296,8 +390,11 @@ def guarded():
 
 
 def test_page_numbers_out_of_range_read_no_other_memory(gpu, guarded):
-    """Entries past a sequence's pages are poison everywhere above; here one that is read is, and so are lengths. Pages lie beside memory whose touch ends the
-    process and between those of two other layers, which are NaN: what is read of a bad sequence are numbers of this layer's pages, and the sound ones are right."""
+    """Entries past a sequence's pages are poison everywhere above; here one that is read is, and so are lengths.
+
+    Pages lie beside memory whose touch ends the process and between those of two other layers, which are NaN: what is
+    read of a bad sequence are numbers of this layer's pages, and the sound ones are right.
+    """
     gpu.max_pages = [6]
     sound = Cache(**CASES["one part"])
     total = len(sound.pages[0])
@@ -306,7 +403,9 @@ def test_page_numbers_out_of_range_read_no_other_memory(gpu, guarded):
         cache.tables[0][0, cache.offsets[0][0] + 2] = poison
         wide = torch.full((total, 3, *cache.pages[0].shape[1:]), 0xFF, dtype=torch.uint8)
         wide[:, 1] = cache.pages[0]
-        own = paged_attention.plan(cache.layouts, max_pages=[6], batch_size=5, num_q_heads=4, dtype=torch.bfloat16, device="cpu")
+        own = paged_attention.plan(
+            cache.layouts, max_pages=[6], batch_size=5, num_q_heads=4, dtype=torch.bfloat16, device="cpu"
+        )
         # The pages of the last layer before the end, those of the first one behind the beginning.
         end = poison > 0
         own.bind(0, [guarded(wide[:, :2] if end else wide[:, 1:], end)[:, 1 if end else 0]])
@@ -320,26 +419,47 @@ def test_page_numbers_out_of_range_read_no_other_memory(gpu, guarded):
 
 
 def lists(batch, parts, *, blocks, repeats=4, num_queries=1, window=2**30, lens=None, library):
-    """Segments of each block as work_list.cu gives them, checked for shape only. parts: (tokens, page_size, chunk, cost, in_ring, walk)."""
-    keep, work = [], device_plan._WorkArgs(
-        segment_cost=256 << 10, num_walks=len({p[5] for p in parts}), batch=batch, repeats=repeats, blocks=blocks,
-        num_queries=num_queries, window=window, grid=2,
-    )  # fmt: skip
+    """Segments of each block as work_list.cu gives them, checked for shape only. parts: (tokens, page_size, chunk,
+    cost, in_ring, walk).
+    """
+    keep, work = (
+        [],
+        device_plan._WorkArgs(
+            segment_cost=256 << 10,
+            num_walks=len({p[5] for p in parts}),
+            batch=batch,
+            repeats=repeats,
+            blocks=blocks,
+            num_queries=num_queries,
+            window=window,
+            grid=2,
+        ),
+    )
     start = np.zeros(batch, np.int32)
     for i, (tokens, size, chunk, cost, in_ring, walk) in enumerate(parts):
         tokens = np.asarray(tokens, np.int32)
         keep += [tokens, first := start.copy()]
         start = start + tokens
         work.parts[i] = device_plan._PartWork(
-            tokens=tokens.ctypes.data, positions=first.ctypes.data, chunk_cost=cost, table_stride=10_000, table_width=10_000, max_tokens=1 << 24, page_size=size, chunk=chunk,
-            in_ring=in_ring, walk=walk,
-        )  # fmt: skip
+            tokens=tokens.ctypes.data,
+            positions=first.ctypes.data,
+            chunk_cost=cost,
+            table_stride=10_000,
+            table_width=10_000,
+            max_tokens=1 << 24,
+            page_size=size,
+            chunk=chunk,
+            in_ring=in_ring,
+            walk=walk,
+        )
     units = batch * repeats
     segments = np.full((blocks + units * len(parts), 16), -7, np.int32)
     positions = np.full((batch, num_queries), -7, np.int32)
     work.segments, work.q_positions = segments.ctypes.data, positions.ctypes.data
     library[len(parts)].launch(ctypes.byref(work), 2)
-    assert not ((segments[:blocks, 0] == -1) & (segments[:blocks, 8] != -1)).any(), "a block without work has no next segment either"
+    assert not ((segments[:blocks, 0] == -1) & (segments[:blocks, 8] != -1)).any(), (
+        "a block without work has no next segment either"
+    )
     found = []
     for block in range(blocks):
         i, mine = block, []
@@ -364,7 +484,16 @@ def test_work_lists_cover_every_chunk_once_and_evenly(seed, list_library):
         if rng.integers(2):
             tokens[:] = tokens[0]
         tokens[rng.random(batch) < 0.2] = 0
-        parts.append((tokens, 64, 32 if raw else int(rng.choice([32, 64])), 16384 if raw else 9216, joined or not raw, 0 if joined or not raw else 1 + p))
+        parts.append(
+            (
+                tokens,
+                64,
+                32 if raw else int(rng.choice([32, 64])),
+                16384 if raw else 9216,
+                joined or not raw,
+                0 if joined or not raw else 1 + p,
+            )
+        )
     found, positions = lists(batch, parts, blocks=blocks, repeats=repeats, library=list_library)
     seen, results, load = {}, {}, []
     for block, mine in enumerate(found):
@@ -378,7 +507,11 @@ def test_work_lists_cover_every_chunk_once_and_evenly(seed, list_library):
                 seen[s["unit"], s["part"], c] = block
             b = s["unit"] // repeats
             tokens = int(parts[s["part"]][0][b])
-            assert s["first_entry"] == b * 10_000 and s["tokens"] == tokens and s["last_entry"] == s["first_entry"] + max(0, tokens - 1) // 64
+            assert (
+                s["first_entry"] == b * 10_000
+                and s["tokens"] == tokens
+                and s["last_entry"] == s["first_entry"] + max(0, tokens - 1) // 64
+            )
             assert s["position"] == sum(int(p[0][b]) for p in parts[: s["part"]])
             if open_:
                 assert open_ == (s["unit"], parts[s["part"]][5])
@@ -387,7 +520,13 @@ def test_work_lists_cover_every_chunk_once_and_evenly(seed, list_library):
                 results.setdefault(s["unit"], []).append(s)
         assert open_ is None
         load.append(bytes_)
-    want = {(b * repeats + r, p, c) for p, x in enumerate(parts) for b in range(batch) for r in range(repeats) for c in range(-(-int(x[0][b]) // x[2]))}
+    want = {
+        (b * repeats + r, p, c)
+        for p, x in enumerate(parts)
+        for b in range(batch)
+        for r in range(repeats)
+        for c in range(-(-int(x[0][b]) // x[2]))
+    }
     assert set(seen) == want
     used = set()
     for unit in range(batch * repeats):
@@ -396,7 +535,11 @@ def test_work_lists_cover_every_chunk_once_and_evenly(seed, list_library):
             assert mine[0]["slot"] == -1
             continue
         slots = {s["slot"] for s in mine}
-        assert len(slots) == len(mine) and {s["num_slots"] for s in mine} == {len(mine)} and {s["unit_slots"] for s in mine} == {min(slots)}
+        assert (
+            len(slots) == len(mine)
+            and {s["num_slots"] for s in mine} == {len(mine)}
+            and {s["unit_slots"] for s in mine} == {min(slots)}
+        )
         assert slots == set(range(min(slots), min(slots) + len(mine))) and not slots & used
         used |= slots
     limit = 2 * blocks if len({p[5] for p in parts}) == 1 else batch * repeats * len({p[5] for p in parts}) + blocks
@@ -412,10 +555,21 @@ def test_work_lists_are_as_even_as_those_of_the_host(list_library):
     """The six shapes of a decode step, int4: the longest block of 132 against the host's search."""
     from kvbits.ops.cuda.engine.schedule import PartWork, schedule
 
-    for batch, repeats, tokens in ((1, 8, 131_072), (8, 8, 32_768), (32, 8, 8192), (32, 8, 4096), (64, 8, 4096), (128, 8, 2048)):
-        found, _ = lists(batch, [(np.full(batch, tokens), 64, 64, 9216, True, 0)], blocks=132, repeats=repeats, library=list_library)
+    for batch, repeats, tokens in (
+        (1, 8, 131_072),
+        (8, 8, 32_768),
+        (32, 8, 8192),
+        (32, 8, 4096),
+        (64, 8, 4096),
+        (128, 8, 2048),
+    ):
+        found, _ = lists(
+            batch, [(np.full(batch, tokens), 64, 64, 9216, True, 0)], blocks=132, repeats=repeats, library=list_library
+        )
         device = max(sum(s["num_chunks"] * 9216 + (256 << 10) for s in mine) for mine in found)
-        (host,), _ = schedule([PartWork(np.zeros(batch, np.int64), np.full(batch, tokens // 64, np.int64), 9216, 0)], repeats, [132])
+        (host,), _ = schedule(
+            [PartWork(np.zeros(batch, np.int64), np.full(batch, tokens // 64, np.int64), 9216, 0)], repeats, [132]
+        )
         loads = []
         for i in range(132):
             n, at = 0, i
@@ -429,14 +583,22 @@ def test_work_lists_are_as_even_as_those_of_the_host(list_library):
 def test_bad_input_is_refused():
     good = dict(max_pages=[4], batch_size=2, num_q_heads=4, dtype=torch.bfloat16, device="cpu")
     for changes, message in (
-        ({"batch_size": 0}, "batch_size=0"), ({"max_pages": [0]}, "max_pages=0"), ({"max_pages": [1, 2]}, "1 layouts and 2"),
-        ({"num_q_heads": 3}, "3 query heads are no multiple of 2"), ({"softcap": -1.0}, "softcap=-1.0"), ({"num_queries": 0}, "num_queries=0"),
-    ):  # fmt: skip
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"max_pages": [0]}, "max_pages=0"),
+        ({"max_pages": [1, 2]}, "1 layouts and 2"),
+        ({"num_q_heads": 3}, "3 query heads are no multiple of 2"),
+        ({"softcap": -1.0}, "softcap=-1.0"),
+        ({"num_queries": 0}, "num_queries=0"),
+    ):
         with pytest.raises(SpecError, match=message):
             paged_attention.plan([INT8], **good | changes)
     made = paged_attention.plan([INT8], **good)
     pages = torch.zeros(5, HEADS, INT8.head_bytes, dtype=torch.uint8)
-    table, lens, q = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, 4, D, dtype=torch.bfloat16)
+    table, lens, q = (
+        torch.zeros(2, 4, dtype=torch.int32),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(2, 1, 4, D, dtype=torch.bfloat16),
+    )
     for bad in (pages[:, :1], pages.to(torch.int8), pages[..., :-16], pages[:0]):
         with pytest.raises(DataError, match="pages must be uint8"):
             made.bind(0, [bad])
@@ -446,9 +608,12 @@ def test_bad_input_is_refused():
     with pytest.raises(DataError, match="update"):
         made.run(q, 0)
     for tables, tokens, message in (
-        ([table.long()], [lens], "block table 0 must be int32"), ([table[:, :3]], [lens], r"at least 4"), ([table], [lens.long()], "tokens must be dense int32"),
-        ([table], [torch.zeros(3, dtype=torch.int32)], "3 sequences for a plan of at most 2"), ([table, table], [lens], "1 block tables"),
-    ):  # fmt: skip
+        ([table.long()], [lens], "block table 0 must be int32"),
+        ([table[:, :3]], [lens], r"at least 4"),
+        ([table], [lens.long()], "tokens must be dense int32"),
+        ([table], [torch.zeros(3, dtype=torch.int32)], "3 sequences for a plan of at most 2"),
+        ([table, table], [lens], "1 block tables"),
+    ):
         with pytest.raises(DataError, match=message):
             made.update(tables, tokens)
     with pytest.raises(DataError, match="one on meta for a plan on cpu"):
@@ -466,7 +631,9 @@ def test_bad_input_is_refused():
         with pytest.raises(SpecError, match=message):
             paged_attention.plan([INT8], **good | changes)
     for layouts in (INT8, [INT8.key]):
-        with pytest.raises(SpecError, match="layouts must be a list of PageLayout, one for each part; got (PageLayout|QuantSpec)"):
+        with pytest.raises(
+            SpecError, match="layouts must be a list of PageLayout, one for each part; got (PageLayout|QuantSpec)"
+        ):
             paged_attention.plan(layouts, **good)
     made.update([table], [lens])
     with pytest.raises(DataError, match="the plan is for"):
@@ -480,11 +647,18 @@ def outside_rows():
     """Tokens and offsets that lead out of the rows of a table: they end with the row."""
     cache = Cache(**CASES["one part"])
     table = torch.nn.functional.pad(cache.tables[0].clamp(min=0), (0, 3))
-    plan = paged_attention.plan(cache.layouts, max_pages=[6], batch_size=5, num_q_heads=4, dtype=torch.bfloat16, device="cpu")
+    plan = paged_attention.plan(
+        cache.layouts, max_pages=[6], batch_size=5, num_q_heads=4, dtype=torch.bfloat16, device="cpu"
+    )
     plan.bind(0, cache.pages)
     q, found = torch.randn(5, 1, 4, D, generator=torch.Generator().manual_seed(3)).bfloat16(), []
-    for offsets, tokens in (([0, 3, 20, -5, 2], [2**31 - 1, 400, 64, 70, -1]), ([-(2**31), 2**31 - 1, 5, 0, 10], [300, 64, 10**6, 1, 500])):
-        plan.update([table], [torch.tensor(tokens, dtype=torch.int32)], offsets=[torch.tensor(offsets, dtype=torch.int32)])
+    for offsets, tokens in (
+        ([0, 3, 20, -5, 2], [2**31 - 1, 400, 64, 70, -1]),
+        ([-(2**31), 2**31 - 1, 5, 0, 10], [300, 64, 10**6, 1, 500]),
+    ):
+        plan.update(
+            [table], [torch.tensor(tokens, dtype=torch.int32)], offsets=[torch.tensor(offsets, dtype=torch.int32)]
+        )
         lse = torch.zeros(5, 1, 4)
         found.append((plan.run(q, 0, lse=lse).float(), lse))
     return found
@@ -501,9 +675,15 @@ def test_what_leads_out_of_a_table_ends_with_its_row(request):
 def test_parts_that_come_later_find_their_backend():
     """A format that the CPU kernels refuse, in a part that is empty at first."""
     odd = layout_of(spec("int4", PerGroup(2)), spec("int4"))
-    plan = paged_attention.plan([INT8, odd], max_pages=[1, 1], batch_size=1, num_q_heads=2, dtype=torch.float32, device="cpu")
+    plan = paged_attention.plan(
+        [INT8, odd], max_pages=[1, 1], batch_size=1, num_q_heads=2, dtype=torch.float32, device="cpu"
+    )
     plan.bind(0, [torch.zeros(1, HEADS, x.head_bytes, dtype=torch.uint8) for x in (INT8, odd)])
-    table, one, none = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    table, one, none = (
+        torch.zeros(1, 1, dtype=torch.int32),
+        torch.ones(1, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+    )
     for tokens in ([one, none], [one, one]):
         plan.update([table, table], tokens)
         plan.run(torch.ones(1, 1, 2, D), 0)
@@ -514,7 +694,10 @@ def test_every_subset_of_parts_may_be_empty(where, request):
     case = CASES["sinks"]
     if where == "gpu":
         request.getfixturevalue("gpu").max_pages = case["max_pages"]
-    rows = [tuple(n if keep else 0 for n, keep in zip((4, 192, 70), which, strict=True)) for which in itertools.product((0, 1), repeat=3)]
+    rows = [
+        tuple(n if keep else 0 for n, keep in zip((4, 192, 70), which, strict=True))
+        for which in itertools.product((0, 1), repeat=3)
+    ]
     check(Cache(case["layouts"], rows, case["max_pages"]), case["max_pages"], limit=LIMIT if where == "gpu" else 2e-2)
 
 
@@ -523,17 +706,27 @@ if not shutil.which("g++"):
 
 
 def test_what_is_no_tensor_is_named_and_arguments_are_not_mixed_up():
-    layout = PageLayout(key=schemes.get("int8").key, value=schemes.get("int8").value, page_size=64, num_kv_heads=2, head_dim=64)
-    made = paged_attention.plan([layout], max_pages=[4], batch_size=2, num_q_heads=4, dtype=torch.bfloat16, device="cpu")
+    layout = PageLayout(
+        key=schemes.get("int8").key, value=schemes.get("int8").value, page_size=64, num_kv_heads=2, head_dim=64
+    )
+    made = paged_attention.plan(
+        [layout], max_pages=[4], batch_size=2, num_q_heads=4, dtype=torch.bfloat16, device="cpu"
+    )
     pages = torch.zeros(8, 2, layout.head_bytes, dtype=torch.uint8)
     table, lens = torch.zeros(2, 4, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     for call, message in (
         (lambda: made.bind(0, [[1, 2]]), "pages of a part must be a list of tensors, one for each part; got int"),
         (lambda: made.bind(0, ["pages"]), "pages of a part must be a list of tensors.* got str"),
-        (lambda: made.update([table.tolist()], [lens]), r"update\(\): block_tables must be a list of tensors, one for each part; got list"),
+        (
+            lambda: made.update([table.tolist()], [lens]),
+            r"update\(\): block_tables must be a list of tensors, one for each part; got list",
+        ),
         (lambda: made.update(table, [lens]), "block_tables must be a list of tensors, one for each part; got Tensor"),
         (lambda: made.update([table], [None]), "tokens must be a list of tensors, one for each part; got NoneType"),
-        (lambda: made.update([table], [lens], starts=[1]), "starts must be a list of tensors, or None for each, one for each part; got int"),
+        (
+            lambda: made.update([table], [lens], starts=[1]),
+            "starts must be a list of tensors, or None for each, one for each part; got int",
+        ),
         (lambda: made.update([table], [lens], query_lens=3), "query_lens must be .*; got int"),
     ):
         with pytest.raises(DataError, match=message):
@@ -556,15 +749,23 @@ def test_calibrated_scales_that_cannot_be_are_refused_when_they_are_bound(bad):
     """Attention over pages with a scale of NaN answered 0."""
     scheme = schemes.get("int8_static")
     layout = PageLayout(key=scheme.key, value=scheme.value, page_size=64, num_kv_heads=2, head_dim=64)
-    pages, good = torch.zeros(5, 2, layout.head_bytes, dtype=torch.uint8), {"k_scale": torch.ones(2, 1), "v_scale": torch.ones(2, 1)}
+    pages, good = (
+        torch.zeros(5, 2, layout.head_bytes, dtype=torch.uint8),
+        {
+            "k_scale": torch.ones(2, 1),
+            "v_scale": torch.ones(2, 1),
+        },
+    )
     made = paged_attention.plan([layout], **BINDING)
     made.bind(3, [pages], good)
     with pytest.raises(SpecError, match=rf"v_scale for pages of layer 3 holds {bad:g} at \[0, 0\]"):
         made.bind(3, [pages], good | {"v_scale": torch.tensor([[bad], [1.0]])})
     for static, message in (
-        (None, "there is no k_scale for pages of layer 3, float32 .*pass static="), (good | {"k_scale": torch.ones(2, 2)}, "k_scale .* has shape"),
-        (good | {"k_scale": 1.0}, "k_scale .* got float"), (good | {"k_scale": torch.ones(2, 1, dtype=torch.int32)}, "k_scale .* got torch.int32"),
-    ):  # fmt: skip
+        (None, "there is no k_scale for pages of layer 3, float32 .*pass static="),
+        (good | {"k_scale": torch.ones(2, 2)}, "k_scale .* has shape"),
+        (good | {"k_scale": 1.0}, "k_scale .* got float"),
+        (good | {"k_scale": torch.ones(2, 1, dtype=torch.int32)}, "k_scale .* got torch.int32"),
+    ):
         with pytest.raises(SpecError, match=message):
             made.bind(3, [pages], static)
 
@@ -575,9 +776,16 @@ def test_banded_pages_say_what_they_are_read_with():
     layout = PageLayout(key=scheme.key, value=scheme.value, page_size=64, num_kv_heads=2, head_dim=64)
     pages = torch.zeros(5, 2, layout.head_bytes, dtype=torch.uint8)
     made = paged_attention.plan([layout], **BINDING)
-    with pytest.raises(SpecError, match=r"there is no k_inverse .*\[2, 64, 64\]; pass static=\{\.\.\} with k_inverse, k_offsets, k_inv_freq"):
+    with pytest.raises(
+        SpecError,
+        match=r"there is no k_inverse .*\[2, 64, 64\]; pass static=\{\.\.\} with k_inverse, k_offsets, k_inv_freq",
+    ):
         made.bind(0, [pages], {"k_basis": torch.eye(64).expand(2, -1, -1)})
-    made.bind(0, [pages], {"k_inverse": torch.eye(64).repeat(2, 1, 1), "k_offsets": torch.zeros(2, 5, 64), "k_inv_freq": torch.ones(32)})
+    made.bind(
+        0,
+        [pages],
+        {"k_inverse": torch.eye(64).repeat(2, 1, 1), "k_offsets": torch.zeros(2, 5, 64), "k_inv_freq": torch.ones(32)},
+    )
     made.update([torch.zeros(2, 4, dtype=torch.int32)], [torch.ones(2, dtype=torch.int32)])
     assert not made.run(torch.ones(2, 1, 4, 64), 0).any()  # codes and scales of 0
 

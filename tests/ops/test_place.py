@@ -1,4 +1,6 @@
-"""What `place` says of a step, in the reference and in the kernel (on a GPU, and on a CPU in its place), against an engine that knows what every block and copy holds."""
+"""What `place` says of a step, in the reference and in the kernel (on a GPU, and on a CPU in its place), against an
+engine that knows what every block and copy holds.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def run(request, tmp_path, monkeypatch):
     device = torch.device("cuda" if request.param == "gpu" else "cpu")
 
     def call(places, *given):
-        (place if request.param == "reference" else place_cuda.place)(places, *(x if x is None else x.to(device) for x in given))
+        (place if request.param == "reference" else place_cuda.place)(
+            places, *(x if x is None else x.to(device) for x in given)
+        )
 
     return call, device
 
@@ -36,14 +40,21 @@ def run(request, tmp_path, monkeypatch):
 def empty(device, newest=2, first=True, copies=True):
     sizes = {"tokens": TOKENS, "num_blocks": BLOCKS, "device": device}
     return Places.empty(
-        SIZE, previous=True, starts=True, copies=Copies.empty(newest, first, requests=REQUESTS, rows=REQUESTS, **sizes) if copies else None, **sizes
+        SIZE,
+        previous=True,
+        starts=True,
+        copies=Copies.empty(newest, first, requests=REQUESTS, rows=REQUESTS, **sizes) if copies else None,
+        **sizes,
     )
 
 
 class Engine:
-    """Requests that share prefixes by block, come, go, and lose drafts: the parts of vLLM that matter here. A token is a number; it never stands twice.
+    """Requests that share prefixes by block, come, go, and lose drafts: the parts of vLLM that matter here.
 
-    With `others` some requests begin with tokens that somebody else wrote: loaded by a connector, or copied from a block that is partly theirs.
+    A token is a number; it never stands twice.
+
+    With `others` some requests begin with tokens that somebody else wrote: loaded by a connector, or copied from a
+    block that is partly theirs.
     """
 
     def __init__(self, run, seed, newest, first, stable, others=False):
@@ -74,7 +85,11 @@ class Engine:
             self.fresh += 1
             prompt.append(self.fresh)
         blocks = []
-        while (key := tuple(prompt[: (len(blocks) + 1) * SIZE])) in self.cached and len(key) < len(prompt) and len(key) == (len(blocks) + 1) * SIZE:
+        while (
+            (key := tuple(prompt[: (len(blocks) + 1) * SIZE])) in self.cached
+            and len(key) < len(prompt)
+            and len(key) == (len(blocks) + 1) * SIZE
+        ):
             block = self.cached[key]
             if block in self.free:
                 self.free.remove(block)
@@ -130,12 +145,19 @@ class Engine:
                 self.free.append(block)
             del r["blocks"][kept:]
         for r in list(self.running):
-            if self.rng.random() < 0.05 or r["done"] > (WIDTH - 2) * SIZE or (not self.free and self.rng.random() < 0.5):
+            if (
+                self.rng.random() < 0.05
+                or r["done"] > (WIDTH - 2) * SIZE
+                or (not self.free and self.rng.random() < 0.5)
+            ):
                 self.drop(r)
 
     def check(self, rows, slots):
         b = len(rows)
-        lens, starts = torch.tensor([r["done"] for r, _ in rows]).int(), torch.tensor([0, *(n for _, n in rows)]).cumsum(0).int()
+        lens, starts = (
+            torch.tensor([r["done"] for r, _ in rows]).int(),
+            torch.tensor([0, *(n for _, n in rows)]).cumsum(0).int(),
+        )
         table = torch.zeros(b, WIDTH, dtype=torch.int32)
         for i, (r, _) in enumerate(rows):
             table[i, : len(r["blocks"])] = torch.tensor(r["blocks"]).int()
@@ -147,7 +169,11 @@ class Engine:
                 self.raw[to] = self.stored[slot]
         at = 0
         for i, (r, n) in enumerate(rows):
-            (packed, start, offset), head, (tail, tail_start) = c.packed[:, i].tolist(), int(c.head[i]), c.tail[:, i].tolist()
+            (packed, start, offset), head, (tail, tail_start) = (
+                c.packed[:, i].tolist(),
+                int(c.head[i]),
+                c.tail[:, i].tolist(),
+            )
             assert (start, offset) == ((SIZE, 1) if head else (0, 0)) and head in (0, min(SIZE, r["done"]))
             assert head + packed + tail == r["done"] and (not tail or tail_start == head + packed), "every token once"
             self.read([int(c.head_table[i, 0])], head, r["tokens"][:head])
@@ -165,7 +191,9 @@ class Engine:
             at += n
 
     def read(self, copies, tokens, want):
-        assert [self.raw[copies[i // SIZE] * SIZE + i % SIZE] for i in range(tokens)] == want, "a copy holds what its block holds"
+        assert [self.raw[copies[i // SIZE] * SIZE + i % SIZE] for i in range(tokens)] == want, (
+            "a copy holds what its block holds"
+        )
 
 
 @pytest.mark.parametrize("stable", [True, False], ids=["requests", "rows"])
@@ -224,7 +252,14 @@ def test_a_block_that_was_not_stored_here_is_read_packed(run):
 def test_without_copies_only_the_pages_before_are_told(run):
     call, device = run
     places = empty(device, copies=False)
-    call(places, torch.tensor([9]).int(), torch.tensor([0, 5]).int(), torch.tensor([[3, 7, 5]]).int(), torch.tensor([28, 29, 30, 31, 20]), None)
+    call(
+        places,
+        torch.tensor([9]).int(),
+        torch.tensor([0, 5]).int(),
+        torch.tensor([[3, 7, 5]]).int(),
+        torch.tensor([28, 29, 30, 31, 20]),
+        None,
+    )
     assert places.previous[:5].tolist() == [3, -1, -1, -1, 7]
     assert places.starts[:5].tolist() == [4, 4, 4, 4, 8]
 
@@ -232,7 +267,14 @@ def test_without_copies_only_the_pages_before_are_told(run):
 def test_nothing_is_told_that_nobody_asks_for(run):
     call, device = run
     places = Places.empty(SIZE, tokens=TOKENS, num_blocks=BLOCKS, previous=False, copies=None, device=device)
-    call(places, torch.tensor([9]).int(), torch.tensor([0, 1]).int(), torch.tensor([[3, 7, 5]]).int(), torch.tensor([20]), None)
+    call(
+        places,
+        torch.tensor([9]).int(),
+        torch.tensor([0, 1]).int(),
+        torch.tensor([[3, 7, 5]]).int(),
+        torch.tensor([20]),
+        None,
+    )
     assert places.previous is places.starts is None and places.stamps[5] == 1
 
 
@@ -240,7 +282,12 @@ def test_what_does_not_fit_is_refused():
     places, lens = empty(torch.device("cpu")), torch.ones(1, dtype=torch.int32)
     good = [lens, torch.tensor([0, 1]).int(), torch.ones(1, 2, dtype=torch.int32), torch.tensor([4])]
     place(places, *good)
-    for i, bad, says in ((0, lens.long(), "seq_lens"), (1, torch.tensor([0]).int(), "starts"), (2, lens, "block table"), (3, torch.tensor([4]).int(), "slots")):
+    for i, bad, says in (
+        (0, lens.long(), "seq_lens"),
+        (1, torch.tensor([0]).int(), "starts"),
+        (2, lens, "block table"),
+        (3, torch.tensor([4]).int(), "slots"),
+    ):
         with pytest.raises(DataError, match=says):
             place(places, *(bad if i == j else x for j, x in enumerate(good)))
     with pytest.raises(DataError, match="previous has room for 64"):

@@ -21,9 +21,18 @@ SIZE, DIM = 32, 16
 PAIRS = {
     "raw": (QuantSpec.raw(), QuantSpec.raw()),
     "int8": (QuantSpec(granularity=PerGroup(8)), QuantSpec(granularity=PerGroup(8))),
-    "kivi2": (QuantSpec(format="int2", granularity=PerChannel(), symmetric=False), QuantSpec(format="int2", granularity=PerGroup(8), symmetric=False)),
-    "int3": (QuantSpec(format="int3", granularity=PerToken()), QuantSpec(format="int3", granularity=PerToken(), symmetric=False)),
-    "centered": (QuantSpec(format="int4", granularity=PerGroup(8), center="channel"), QuantSpec(format="fp8_e4m3", granularity=PerToken())),
+    "kivi2": (
+        QuantSpec(format="int2", granularity=PerChannel(), symmetric=False),
+        QuantSpec(format="int2", granularity=PerGroup(8), symmetric=False),
+    ),
+    "int3": (
+        QuantSpec(format="int3", granularity=PerToken()),
+        QuantSpec(format="int3", granularity=PerToken(), symmetric=False),
+    ),
+    "centered": (
+        QuantSpec(format="int4", granularity=PerGroup(8), center="channel"),
+        QuantSpec(format="fp8_e4m3", granularity=PerToken()),
+    ),
 }
 
 
@@ -35,7 +44,9 @@ def make_part(pair, heads, batch_lengths, starts, *, seed=0, slabs=1):
         starts: per sequence, position of its first token.
     """
     generator = np.random.default_rng(seed)
-    layout = PageLayout(key=pair[0], value=pair[1], page_size=SIZE, num_kv_heads=heads, head_dim=DIM, raw_dtype="float32")
+    layout = PageLayout(
+        key=pair[0], value=pair[1], page_size=SIZE, num_kv_heads=heads, head_dim=DIM, raw_dtype="float32"
+    )
     total = sum(map(len, batch_lengths))
     k, v = torch.randn(2, max(total, 1), heads, SIZE, DIM)
     pages, _ = close_pages(k * 2 + 1, v, layout)
@@ -48,10 +59,15 @@ def make_part(pair, heads, batch_lengths, starts, *, seed=0, slabs=1):
     dense_k, dense_v = dequantize_pages(pages, layout, None, torch.float64)
     dense, page, at, lengths = [], 0, [], []
     for pages_of, start in zip(batch_lengths, starts, strict=True):
-        rows = [(dense_k[page + i, :, :n].transpose(0, 1), dense_v[page + i, :, :n].transpose(0, 1)) for i, n in enumerate(pages_of)]
+        rows = [
+            (dense_k[page + i, :, :n].transpose(0, 1), dense_v[page + i, :, :n].transpose(0, 1))
+            for i, n in enumerate(pages_of)
+        ]
         for i, n in enumerate(pages_of):  # what lies past the visible length must not matter
             if pair[0].is_raw and n < SIZE:
-                store.page(int(ids[page + i])).view(torch.float32).unflatten(-1, (2, SIZE, DIM))[:, :, n:] = float("nan")
+                store.page(int(ids[page + i])).view(torch.float32).unflatten(-1, (2, SIZE, DIM))[:, :, n:] = float(
+                    "nan"
+                )
         empty = torch.zeros(0, heads, DIM, dtype=torch.float64)
         dense.append((torch.cat([empty, *(r[0] for r in rows)]), torch.cat([empty, *(r[1] for r in rows)])))
         at += [start + sum(pages_of[:i]) for i in range(len(pages_of))]
@@ -66,7 +82,10 @@ def expected(q, dense, starts, positions, **options):
     for b in range(q.shape[0]):
         shifted = [p - starts[b] if p >= 0 else -1 for p in positions[b]]
         out, lse = dense_attention(
-            q[b], *dense[b], [min(p, len(dense[b][0]) - 1 + (0 if options.get("window") is None else 10**9)) for p in shifted], **options
+            q[b],
+            *dense[b],
+            [min(p, len(dense[b][0]) - 1 + (0 if options.get("window") is None else 10**9)) for p in shifted],
+            **options,
         )
         outs.append(out)
         lses.append(lse)
@@ -103,9 +122,21 @@ def calls(draw):
     pads = [[draw(st.integers(0, 5)) == 0 for _ in range(queries)] for _ in range(batch)]
     back = draw(st.integers(0, 3))
     positions = [
-        [-1 if pads[b][t] else max(0, starts[b] + sum(lengths[b]) - 1 - back + t) for t in range(queries)] for b in range(batch)
-    ]  # fmt: skip
-    return draw(st.sampled_from(sorted(PAIRS))), heads, group, lengths, starts, positions, window, softcap, draw(st.integers(1, 3)), draw(st.integers(0, 99))
+        [-1 if pads[b][t] else max(0, starts[b] + sum(lengths[b]) - 1 - back + t) for t in range(queries)]
+        for b in range(batch)
+    ]
+    return (
+        draw(st.sampled_from(sorted(PAIRS))),
+        heads,
+        group,
+        lengths,
+        starts,
+        positions,
+        window,
+        softcap,
+        draw(st.integers(1, 3)),
+        draw(st.integers(0, 99)),
+    )
 
 
 @given(calls())
@@ -130,9 +161,17 @@ def test_ragged_windowed_capped_padded_and_empty_calls_match_dense_softmax(case)
 
 
 def test_parts_of_several_formats_are_one_attention():
-    parts, denses = zip(*(make_part(PAIRS[n], 2, [[SIZE, 7]], [s], seed=i) for i, (n, s) in enumerate([("raw", 0), ("int8", 39), ("kivi2", 78)])), strict=True)
+    parts, denses = zip(
+        *(
+            make_part(PAIRS[n], 2, [[SIZE, 7]], [s], seed=i)
+            for i, (n, s) in enumerate([("raw", 0), ("int8", 39), ("kivi2", 78)])
+        ),
+        strict=True,
+    )
     q = torch.randn(1, 2, 4, DIM)
-    want = expected(q, [tuple(torch.cat(x) for x in zip(*(d[0] for d in denses), strict=True))], [0], [[116, 60]], scaling=0.3)
+    want = expected(
+        q, [tuple(torch.cat(x) for x in zip(*(d[0] for d in denses), strict=True))], [0], [[116, 60]], scaling=0.3
+    )
     agree(attend(q, AttendCall(parts, 0.3), torch.tensor([[116, 60]]), torch.float64), want, 1e-12)
     pieces = [attend(q, AttendCall((p,), 0.3), torch.tensor([[116, 60]]), torch.float64) for p in parts]
     agree(merge_partials([p[0] for p in pieces], [p[1] for p in pieces]), want, 1e-12)
@@ -142,7 +181,11 @@ def test_more_pages_than_one_step_takes_are_one_attention():
     count = 2 * PAGES_PER_STEP + 3
     part, dense = make_part(PAIRS["int8"], 1, [[SIZE] * count], [0])
     q = torch.randn(1, 1, 1, DIM)
-    agree(attend(q, AttendCall((part,), 0.3), torch.tensor([[SIZE * count - 1]])), expected(q, dense, [0], [[SIZE * count - 1]], scaling=0.3), 2e-5)
+    agree(
+        attend(q, AttendCall((part,), 0.3), torch.tensor([[SIZE * count - 1]])),
+        expected(q, dense, [0], [[SIZE * count - 1]], scaling=0.3),
+        2e-5,
+    )
 
 
 def test_scores_of_any_size_neither_overflow_nor_vanish():
@@ -171,7 +214,8 @@ def test_a_chunk_with_history_is_history_merged_with_the_chunk(window):
         torch.testing.assert_close(out[b].double(), want, rtol=0, atol=2e-5)
 
 
-# -- merging -------------------------------------------------------------------------------------------------------------
+# -- merging
+# -------------------------------------------------------------------------------------------------------------
 
 
 def partial_sets(n, seed, empty=()):

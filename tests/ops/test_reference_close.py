@@ -36,9 +36,13 @@ def layouts(draw):
         return QuantSpec.raw()
 
     return PageLayout(
-        key=quant(), value=quant(), page_size=draw(st.sampled_from([32, 64])), num_kv_heads=draw(st.integers(1, 3)),
-        head_dim=draw(st.sampled_from([8, 24, 40, 64, 80])), raw_dtype=draw(st.sampled_from(["float16", "bfloat16", "float32"])),
-    )  # fmt: skip
+        key=quant(),
+        value=quant(),
+        page_size=draw(st.sampled_from([32, 64])),
+        num_kv_heads=draw(st.integers(1, 3)),
+        head_dim=draw(st.sampled_from([8, 24, 40, 64, 80])),
+        raw_dtype=draw(st.sampled_from(["float16", "bfloat16", "float32"])),
+    )
 
 
 @given(layouts(), st.integers(1, 3))
@@ -118,11 +122,15 @@ def test_more_pages_than_one_step_takes_are_all_closed_and_counted():
     spec = QuantSpec(format="int8", granularity=PerTensor(), static=True)
     layout = PageLayout(key=spec, value=QuantSpec.raw(), page_size=32, num_kv_heads=1, head_dim=8, raw_dtype="float32")
     n = PAGES_PER_STEP + 3
-    store = PageStore(layout, (torch.zeros(n, 1, layout.head_bytes, dtype=torch.uint8),), {"k_scale": torch.full((1, 1), 0.01)})
+    store = PageStore(
+        layout, (torch.zeros(n, 1, layout.head_bytes, dtype=torch.uint8),), {"k_scale": torch.full((1, 1), 0.01)}
+    )
     k = torch.zeros(n, 1, 32, 8)
     k[:, 0, 3, 5] = 100.0
     assert close(k, k, store, np.arange(n))["k"] == n
-    assert (dequantize_pages(store.gather(np.arange(n)), layout, store.static)[0][:, 0, 3, 5] == 127 * torch.tensor(0.01)).all()
+    assert (
+        dequantize_pages(store.gather(np.arange(n)), layout, store.static)[0][:, 0, 3, 5] == 127 * torch.tensor(0.01)
+    ).all()
 
 
 def test_missing_calibration_is_an_error_when_writing_and_when_reading():

@@ -1,4 +1,6 @@
-"""Token-local pages: what single stores leave, in any order, is what closing the page with the same tokens leaves at their slots."""
+"""Token-local pages: what single stores leave, in any order, is what closing the page with the same tokens leaves at
+their slots.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,26 @@ from kvbits.quant.packing import row_positions
 from kvbits.quant.rotary import turn_by, turned_by
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec, Rotary, plane_row_bytes
 
-STORES = [pytest.param(reference.store_tokens, id="reference"), pytest.param(cpu_slots.store_tokens, id="cpu", marks=needs_library)]
+STORES = [
+    pytest.param(reference.store_tokens, id="reference"),
+    pytest.param(cpu_slots.store_tokens, id="cpu", marks=needs_library),
+]
 APPENDS = [pytest.param(reference.append, id="reference"), pytest.param(cpu.append, id="cpu", marks=needs_library)]
 
 
 def cases():
-    """(key, value, head_dim, page_size, dtype) of token-local layouts: each format, granularity and dtype, and head sizes whose rows end inside a word or a block."""
+    """(key, value, head_dim, page_size, dtype) of token-local layouts: each format, granularity and dtype, and head
+    sizes whose rows end inside a word or a block.
+    """
     for f in ("int8", "int4", "int3", "int2"):
         yield spec(f), spec(f, PerToken(), symmetric=False), 64, 64, torch.bfloat16
-        yield spec(f, PerGroup(32), symmetric=False, scale_dtype="bfloat16"), spec(f, PerGroup(32), scale_dtype="float32"), 128, 32, torch.float32
+        yield (
+            spec(f, PerGroup(32), symmetric=False, scale_dtype="bfloat16"),
+            spec(f, PerGroup(32), scale_dtype="float32"),
+            128,
+            32,
+            torch.float32,
+        )
         yield spec(f, PerToken()), spec(f, PerToken()), 80, 32, torch.float16
         yield spec(f, static=True, symmetric=False), spec(f, PerChannel(), static=True), 64, 64, torch.bfloat16
         yield spec(f, PerToken()), spec(f, PerToken(), symmetric=False), 72, 96, torch.bfloat16
@@ -46,13 +59,33 @@ def cases():
 
 def centered_cases():
     yield spec("int8", center="channel"), spec("int8"), 64, 64, torch.bfloat16
-    yield spec("int4", PerGroup(32), center="channel", symmetric=False), spec("int4", symmetric=False), 128, 32, torch.float16
-    yield spec("int3", PerToken(), center="channel", scale_dtype="float32"), spec("int2", center="channel"), 64, 32, torch.float32
-    yield spec("fp8_e4m3", PerToken(), center="channel"), spec("fp8_e5m2", PerToken(), center="channel"), 80, 32, torch.bfloat16
+    yield (
+        spec("int4", PerGroup(32), center="channel", symmetric=False),
+        spec("int4", symmetric=False),
+        128,
+        32,
+        torch.float16,
+    )
+    yield (
+        spec("int3", PerToken(), center="channel", scale_dtype="float32"),
+        spec("int2", center="channel"),
+        64,
+        32,
+        torch.float32,
+    )
+    yield (
+        spec("fp8_e4m3", PerToken(), center="channel"),
+        spec("fp8_e5m2", PerToken(), center="channel"),
+        80,
+        32,
+        torch.bfloat16,
+    )
 
 
 def wide_cases():
-    """Heads of more than 256 channels, which two warps of a GPU hold: groups of one warp and of both, with and without a mean, ends that are lost where none is 0."""
+    """Heads of more than 256 channels, which two warps of a GPU hold: groups of one warp and of both, with and without
+    a mean, ends that are lost where none is 0.
+    """
     yield spec("int8", center="channel"), spec("int8"), 512, 64, torch.bfloat16
     yield spec("int4", PerToken(), symmetric=False), spec("int4", PerGroup(32)), 512, 64, torch.bfloat16
     yield spec("int8", PerToken(), center="channel", symmetric=False), spec("int3", PerToken()), 512, 32, torch.float32
@@ -61,12 +94,17 @@ def wide_cases():
 
 
 def layout_of(key: QuantSpec, value: QuantSpec, head_dim: int, page_size: int) -> PageLayout:
-    return PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim, raw_dtype="bfloat16")
+    return PageLayout(
+        key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim, raw_dtype="bfloat16"
+    )
 
 
 def tokens_of(n: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """k, v [1, n, H, D] of many sizes, with an offset per channel, a token of zeros and one of one number."""
-    k, v = (torch.randn(1, n, HEADS, head_dim) * 10 ** torch.empty(1, n, 1, 1).uniform_(-3, 1.5) + torch.randn(head_dim) for _ in "kv")
+    k, v = (
+        torch.randn(1, n, HEADS, head_dim) * 10 ** torch.empty(1, n, 1, 1).uniform_(-3, 1.5) + torch.randn(head_dim)
+        for _ in "kv"
+    )
     k[0, 0, 0], v[0, n - 1] = 0, 3.5
     return k.to(dtype), v.to(dtype)
 
@@ -93,7 +131,9 @@ def padding_of(layout: PageLayout) -> torch.Tensor:
     return rest
 
 
-def store_of(layout: PageLayout, num_pages: int = 5, static: dict | None = None, turn: torch.Tensor | None = None) -> PageStore:
+def store_of(
+    layout: PageLayout, num_pages: int = 5, static: dict | None = None, turn: torch.Tensor | None = None
+) -> PageStore:
     """Two slabs, all 0xFF, with room between the pages."""
     buffer = torch.full((num_pages, HEADS + 1, layout.head_bytes), 0xFF, dtype=torch.uint8)
     return PageStore(layout, (buffer[:2, :HEADS], buffer[2:, :HEADS]), static or {}, turn)
@@ -130,7 +170,9 @@ def test_single_stores_in_any_order_leave_what_closing_leaves(key, value, head_d
 
 
 @pytest.mark.parametrize("append", APPENDS)
-@pytest.mark.parametrize("key, value, head_dim, page_size, dtype", [*cases(), *centered_cases(), *wide_cases()], ids=str)
+@pytest.mark.parametrize(
+    "key, value, head_dim, page_size, dtype", [*cases(), *centered_cases(), *wide_cases()], ids=str
+)
 def test_whole_pages_in_one_call_are_what_closing_leaves(key, value, head_dim, page_size, dtype, append):
     layout = layout_of(key, value, head_dim, page_size)
     static = static_of(layout)
@@ -150,7 +192,9 @@ def test_whole_pages_in_one_call_are_what_closing_leaves(key, value, head_dim, p
 
 def check_codes(page: torch.Tensor, layout: PageLayout, k: torch.Tensor, v: torch.Tensor) -> None:
     """The first tokens k, v [n, H, D] of a page have the bytes that closing them less the page's means gives."""
-    plain = dataclasses.replace(layout, **{side: dataclasses.replace(getattr(layout, side), center=None) for side in ("key", "value")})
+    plain = dataclasses.replace(
+        layout, **{side: dataclasses.replace(getattr(layout, side), center=None) for side in ("key", "value")}
+    )
     less = []
     for kind, x in (("k", k), ("v", v)):
         mean = section(page, layout, f"{kind}_mean").float() if f"{kind}_mean" in layout.sections else 0
@@ -158,14 +202,19 @@ def check_codes(page: torch.Tensor, layout: PageLayout, k: torch.Tensor, v: torc
     want, mine = closed(*less, plain, {}), bytes_of_slots(plain, list(range(len(k))))
     for name, there in plain.sections.items():
         here, part = layout.sections[name], mine[there.offset : there.offset + there.nbytes]
-        assert torch.equal(page[:, here.offset : here.offset + here.nbytes][:, part], want[:, there.offset : there.offset + there.nbytes][:, part]), name
+        assert torch.equal(
+            page[:, here.offset : here.offset + here.nbytes][:, part],
+            want[:, there.offset : there.offset + there.nbytes][:, part],
+        ), name
 
 
 @pytest.mark.parametrize("append", APPENDS)
 @pytest.mark.parametrize("turned", [False, True], ids=["as it is", "turned on"])
 @pytest.mark.parametrize("key, value, head_dim, page_size, dtype", list(centered_cases()), ids=str)
 def test_a_page_opens_with_the_mean_of_the_page_before(key, value, head_dim, page_size, dtype, turned, append):
-    """A prompt that ends inside a page, single tokens over the next page's border, a chunk over the one after: each page's mean is fixed by its slot 0."""
+    """A prompt that ends inside a page, single tokens over the next page's border, a chunk over the one after: each
+    page's mean is fixed by its slot 0.
+    """
     layout = layout_of(key, value, head_dim, page_size)
     rotary = Rotary(inv_freq=tuple(1e4 ** -(i / 12) for i in range(12)), pairs="interleaved")
     turn = turn_by(rotary, head_dim, page_size) if turned else None
@@ -188,7 +237,9 @@ def test_a_page_opens_with_the_mean_of_the_page_before(key, value, head_dim, pag
                         continue
                     follows = page and n < page_size
                     if follows:
-                        basis = dequantize_pages(store.page(pages[page - 1])[None], layout)[i][0].transpose(0, 1).clone()
+                        basis = (
+                            dequantize_pages(store.page(pages[page - 1])[None], layout)[i][0].transpose(0, 1).clone()
+                        )
                         first = max(fresh.start, at - page_size)
                         basis[page_size - (at - first) :] = x[0, first:at].float()
                     else:
@@ -217,22 +268,36 @@ def test_store_tokens_takes_slots_and_skips_what_leads_out(store_tokens):
     store_tokens(k, v, pages, layout, slots, status=status)
     assert status.tolist() == [0, 0, 0, 0, 0, 0, 2]
     want = torch.full_like(pages, 0xFF)
-    reference.append(k[None], v[None], PageStore(layout, (want,)), SlotMapping(np.array([[0, 0, 3, 5, 1], [0, 2, 0, 0, 1]])))
+    reference.append(
+        k[None], v[None], PageStore(layout, (want,)), SlotMapping(np.array([[0, 0, 3, 5, 1], [0, 2, 0, 0, 1]]))
+    )
     assert torch.equal(pages, want)
 
 
 @needs_library
 @pytest.mark.parametrize("key, value, head_dim, page_size, dtype", [*cases(), *centered_cases()], ids=str)
 def test_slots_on_the_cpu_are_what_the_reference_stores(key, value, head_dim, page_size, dtype):
-    """Steps of several sequences, their tokens in any order of slots: whole pages, single tokens, chunks over borders; with skipped entries and such that lead
-    out."""
+    """Steps of several sequences, their tokens in any order of slots: whole pages, single tokens, chunks over borders;
+    with skipped entries and such that lead out.
+    """
     layout, gen = layout_of(key, value, head_dim, page_size), np.random.default_rng(head_dim)
     static = static_of(layout)
     buffers = [torch.full((12, HEADS + 1, layout.head_bytes), 0xFF, dtype=torch.uint8) for _ in range(2)]
     pages = [x[:, :HEADS] for x in buffers]
-    turn = turn_by(Rotary(inv_freq=tuple(100.0 ** -(i / 12) for i in range(12))), head_dim, page_size) if layout.is_centered else None
+    turn = (
+        turn_by(Rotary(inv_freq=tuple(100.0 ** -(i / 12) for i in range(12))), head_dim, page_size)
+        if layout.is_centered
+        else None
+    )
     held, lengths = [[3, 7, 1, 9], [0, 5, 11], [8, 2, 4, 10]], [0, 0, 0]
-    for counts in ((page_size + 9, 2 * page_size, 5), (1, 1, 1), (page_size - 10, 1, page_size), (1, 3, page_size - 5), (1, 0, 1), (20, 0, 3)):
+    for counts in (
+        (page_size + 9, 2 * page_size, 5),
+        (1, 1, 1),
+        (page_size - 10, 1, page_size),
+        (1, 3, page_size - 5),
+        (1, 0, 1),
+        (20, 0, 3),
+    ):
         slots, previous = [-1], [-1]
         for row, n in enumerate(counts):
             for position in range(lengths[row], lengths[row] + n):
@@ -256,14 +321,19 @@ def test_the_store_of_pages_is_made_once_and_goes_with_them():
     layout = layout_of(spec("int8"), spec("int8"), 64, 32)
     pages = torch.zeros(4, HEADS, layout.head_bytes, dtype=torch.uint8)
     made = store_of_pages(pages, layout)
-    assert store_of_pages(pages, layout) is made and store_of_pages(pages, layout_of(spec("int4"), spec("int4"), 64, 32)) is not made
+    assert (
+        store_of_pages(pages, layout) is made
+        and store_of_pages(pages, layout_of(spec("int4"), spec("int4"), 64, 32)) is not made
+    )
     gone = weakref.ref(pages)
     del made, pages
     gc.collect()
     assert gone() is None
 
 
-@pytest.mark.parametrize("move", [torch.Tensor.set_, lambda pages, to: setattr(pages, "data", to)], ids=["set_", "data"])
+@pytest.mark.parametrize(
+    "move", [torch.Tensor.set_, lambda pages, to: setattr(pages, "data", to)], ids=["set_", "data"]
+)
 @needs_library
 def test_pages_that_moved_are_written_where_they_lie(move):
     """Their tensor's old memory was written."""
@@ -328,9 +398,21 @@ def test_bad_numbers_leave_everything_as_it_was():
 def test_which_presets_are_token_local():
     local = {name for name, s in schemes.PRESETS.items() if s.key.token_local and s.value.token_local}
     assert local == {
-        "raw", "int8", "int8_per_token", "int8_asym", "int8_centered", "int8_static", "fp8", "fp8_e5m2_keys", "int4", "int4_centered", "int8k_int4v",
-        "klt4", "klt3", "klt2",
-    }  # fmt: skip
+        "raw",
+        "int8",
+        "int8_per_token",
+        "int8_asym",
+        "int8_centered",
+        "int8_static",
+        "fp8",
+        "fp8_e5m2_keys",
+        "int4",
+        "int4_centered",
+        "int8k_int4v",
+        "klt4",
+        "klt3",
+        "klt2",
+    }
     assert spec("int8", PerChannel(), static=True).token_local and not spec("int8", PerChannel()).token_local
     assert not spec("int8", outliers=0.01).token_local and not spec("int8", pre_rope=True).token_local
 

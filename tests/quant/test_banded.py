@@ -1,4 +1,6 @@
-"""Banded codes and their bases: 8-bit scales, widths, stored planes, error bounds, Hadamard and calibrated bases, frames."""
+"""Banded codes and their bases: 8-bit scales, widths, stored planes, error bounds, Hadamard and calibrated bases,
+frames.
+"""
 
 import dataclasses
 
@@ -14,7 +16,17 @@ from kvbits.errors import DataError, SpecError
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages, section
 from kvbits.quant import banded
-from kvbits.quant.basis import completed, conditions, frames, hadamard, into_basis, inverse, offset_rows, offsets_of, out_of_basis
+from kvbits.quant.basis import (
+    completed,
+    conditions,
+    frames,
+    hadamard,
+    into_basis,
+    inverse,
+    offset_rows,
+    offsets_of,
+    out_of_basis,
+)
 from kvbits.quant.packing import pack_side, unpack_banded
 from kvbits.quant.rotary import turn
 from kvbits.spec import FRAME, SCALE_8BIT, PageLayout, PerChannel, PerToken, QuantSpec, Scheme
@@ -24,18 +36,22 @@ HEAD_DIMS = (16, 40, 64, 80, 128, 256)
 
 
 def spec(bands, basis=None, center=None):
-    return QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, bands=bands, basis=basis, center=center)
+    return QuantSpec(
+        format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, bands=bands, basis=basis, center=center
+    )
 
 
 def static(head_dim, heads=2, seed=0):
     generator = torch.Generator().manual_seed(seed)
     basis = torch.eye(head_dim) * 2 + torch.randn(heads, head_dim, head_dim, generator=generator) / head_dim**0.5
-    basis = torch.linalg.inv(inverse(basis).double()).float()  # one whose inverse is float16 numbers: nothing is rounded off
+    # one whose inverse is float16 numbers: nothing is rounded off
+    basis = torch.linalg.inv(inverse(basis).double()).float()
     mean = torch.randn(heads, 2, head_dim, generator=generator) + 3
     return completed({"k_basis": basis, "k_mean": mean}, 10_000.0 ** (-torch.arange(head_dim // 2) / (head_dim // 2)))
 
 
-# -- 8-bit scales -------------------------------------------------------------------------------------------------------
+# -- 8-bit scales
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_every_scale_is_its_own_nearest_and_the_top_byte_of_float16_without_its_sign():
@@ -54,7 +70,8 @@ def test_scales_round_to_a_sixteenth(x):
     assert abs(found - x) <= max(x / 15.9, 2.0**-18)
 
 
-# -- widths ---------------------------------------------------------------------------------------------------------------
+# -- widths
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_presets_have_the_widths_that_the_documents_name():
@@ -73,10 +90,15 @@ def test_presets_have_the_widths_that_the_documents_name():
 def test_wide_heads_of_klt4_have_eight_bits_where_the_error_is():
     """Said by the spec, so that calibrations and files of the dealt widths are told apart."""
     wide = schemes.get("klt4", head_dim=256).key
-    assert wide.bands == wide.widths(256) == (8, 6, 6, 6, 6, 5, 5, 5, 5, 4, 4, 4, 4, 3, 3, 2) and sum(wide.bands) == 4.75 * 16
+    assert (
+        wide.bands == wide.widths(256) == (8, 6, 6, 6, 6, 5, 5, 5, 5, 4, 4, 4, 4, 3, 3, 2)
+        and sum(wide.bands) == 4.75 * 16
+    )
     assert wide != schemes.get("klt4").key and sum(schemes.get("klt4").key.widths(256)) == sum(wide.bands)
     assert all(schemes.get(name, head_dim=256) == schemes.get(name) for name in ("klt3", "klt2"))
-    assert wide.widths(512) == schemes.get("klt4").key.widths(512), "heads of several sizes: dealt out where they are not 256"
+    assert wide.widths(512) == schemes.get("klt4").key.widths(512), (
+        "heads of several sizes: dealt out where they are not 256"
+    )
 
 
 @pytest.mark.parametrize("name", ["klt2", "klt3", "klt4"])
@@ -88,11 +110,15 @@ def test_widths_fall_and_keep_their_mean_to_two_bits_of_a_head(name, head_dim):
     assert sum(found) % 2 == 0 and mean * len(found) - 2 < sum(found) <= mean * len(found)
 
 
-@pytest.mark.parametrize(("bands", "head_dim", "count"), [((8, 5), 160, 10), ((8, 8, 8, 6), 128, 8), ((2, 1), 16, 1), ((1, 0), 8, 1)])
+@pytest.mark.parametrize(
+    ("bands", "head_dim", "count"), [((8, 5), 160, 10), ((8, 8, 8, 6), 128, 8), ((2, 1), 16, 1), ((1, 0), 8, 1)]
+)
 def test_widths_are_refused_where_their_mean_cannot_be_dealt_out(bands, head_dim, count):
     """Bands of more bits than a code has, or of none at all, were dealt out without a word."""
     assert spec(bands).widths(16 * len(bands)) == bands
-    with pytest.raises(SpecError, match=f"head_dim={head_dim} has {count}, .* cannot be dealt out .*; give {count} widths"):
+    with pytest.raises(
+        SpecError, match=f"head_dim={head_dim} has {count}, .* cannot be dealt out .*; give {count} widths"
+    ):
         PageLayout(key=spec(bands), value=spec((2,)), page_size=64, num_kv_heads=1, head_dim=head_dim).bytes_by_kind()
 
 
@@ -100,7 +126,13 @@ def test_planes_hold_the_channels_of_the_bands_that_have_them():
     assert spec((5, 3, 2, 0)).planes(64) == ((4, 16), (2, 32), (1, 32))
     assert spec((8, 6)).planes(32) == ((8, 16), (4, 16), (2, 16))
     assert spec((3, 1)).planes(24) == ((2, 16), (1, 24))  # the last band is narrower
-    layout = PageLayout(key=spec((5, 3, 2, 0), "calibrated", "calibrated"), value=spec((2,) * 4, "hadamard"), page_size=64, num_kv_heads=1, head_dim=64)
+    layout = PageLayout(
+        key=spec((5, 3, 2, 0), "calibrated", "calibrated"),
+        value=spec((2,) * 4, "hadamard"),
+        page_size=64,
+        num_kv_heads=1,
+        head_dim=64,
+    )
     assert {n: (s.offset, s.nbytes, s.dtype, s.shape) for n, s in layout.sections.items()} == {
         "k_plane0": (0, 512, "uint8", (64, 8)),
         "k_plane1": (512, 512, "uint8", (64, 8)),
@@ -123,7 +155,10 @@ def test_planes_hold_the_channels_of_the_bands_that_have_them():
         ({"outliers": 0.01}, "no outliers"),
         ({"basis": "pca"}, "unknown basis 'pca'; known: None, hadamard, calibrated"),
         ({"format": "int4"}, "belong to format='banded', not to 'int4'"),
-        ({"center": "channel", "basis": "calibrated"}, "use center='calibrated' with basis='calibrated', or center=None"),
+        (
+            {"center": "channel", "basis": "calibrated"},
+            "use center='calibrated' with basis='calibrated', or center=None",
+        ),
         ({"center": "calibrated"}, "with center='calibrated' and basis=None"),
     ],
 )
@@ -136,15 +171,20 @@ def test_values_have_no_calibrated_basis():
     preset = schemes.get("klt2")
     with pytest.raises(SpecError, match="basis='calibrated' is of keys"):
         Scheme(name="a", key=preset.key, value=preset.key)
-    with pytest.raises(SpecError, match="center='calibrated' is of keys in basis='calibrated', not of 'int4'; use center='channel'"):
+    with pytest.raises(
+        SpecError, match="center='calibrated' is of keys in basis='calibrated', not of 'int4'; use center='channel'"
+    ):
         QuantSpec(format="int4", center="calibrated")
 
 
-# -- codes and bytes --------------------------------------------------------------------------------------------------------
+# -- codes and bytes
+# --------------------------------------------------------------------------------------------------------
 
 
 def loop_planes(codes, bands):
-    """Each plane's rows by plain loops: field i of byte r, lowest first, is number r + i * row_bytes of the channels that have the plane."""
+    """Each plane's rows by plain loops: field i of byte r, lowest first, is number r + i * row_bytes of the channels
+    that have the plane.
+    """
     tokens, head_dim = codes.shape
     found = []
     for bits in PLANES:
@@ -188,7 +228,8 @@ def test_literal_bytes_of_one_token():
     codes[0, 0], codes[0, 4], codes[0, 15], codes[0, 17] = 0b101, 0b111, 0b010, 1
     high, low = pack_side(codes, spec((3, 1)), "k")
     assert high.view(-1, 64)[0, :4].tolist() == [0b11_10, 0, 0, 0b01 << 6]  # byte r: channels r, r + 4, r + 8, r + 12
-    assert low.view(-1, 64)[0, :4].tolist() == [0b11, 1 << 4, 0, 0]  # channels 0 and 4 are bits 0 and 1 of byte 0, channel 17 = 1 + 4 * 4
+    # channels 0 and 4 are bits 0 and 1 of byte 0, channel 17 = 1 + 4 * 4
+    assert low.view(-1, 64)[0, :4].tolist() == [0b11, 1 << 4, 0, 0]
     assert low.numpy().sum() == 3 + 16
 
 
@@ -230,7 +271,9 @@ def test_the_fitted_scale_beats_every_other_one_that_is_tried_and_the_maximum():
 
 
 def test_tokens_with_a_few_large_channels_get_the_scales_far_above_the_first_guess():
-    """Their scales are 7 and 8 eighths of an octave above: rare, nothing in a mean squared error, and most of klt4's KL on SmolLM2 (docs/results/log/gpu-kernels.md)."""
+    """Their scales are 7 and 8 eighths of an octave above: rare, nothing in a mean squared error, and most of klt4's KL
+    on SmolLM2 (docs/results/log/gpu-kernels.md).
+    """
     of = schemes.get("klt4", head_dim=64).key
     top = torch.tensor([2.0**b - 1 for b in of.widths(64)]).repeat_interleave(16)
     x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(3))
@@ -253,7 +296,8 @@ def test_a_token_beyond_8_bit_scales_is_an_error():
         banded.fitted_scales(torch.full((1, 16), 1e9), spec((2,)))
 
 
-# -- bases --------------------------------------------------------------------------------------------------------------------
+# -- bases
+# --------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -261,7 +305,10 @@ def test_hadamard_is_orthonormal_symmetric_and_spreads_one_channel_over_its_bloc
     h = hadamard(torch.eye(head_dim, dtype=torch.float64))
     assert torch.allclose(h @ h, torch.eye(head_dim, dtype=torch.float64), atol=1e-12) and torch.equal(h, h.mT)
     size = head_dim & -head_dim
-    assert torch.allclose(h[0, :size].abs(), torch.full((size,), size**-0.5, dtype=torch.float64)) and not h[0, size:].any()
+    assert (
+        torch.allclose(h[0, :size].abs(), torch.full((size,), size**-0.5, dtype=torch.float64))
+        and not h[0, size:].any()
+    )
 
 
 @pytest.mark.parametrize("start", [0, 4, 252, 260, 4100, 131_072 - 64])
@@ -288,10 +335,16 @@ def test_a_token_takes_the_mean_of_its_pages_place_in_the_frame_and_position_0_i
     assert offset_rows(starts, places).tolist() == [4, 0, 0, 0, 1, 3, 0, 3]
     shared = static(64)
     for row, at in enumerate((0, 64, 128, 192)):
-        mean = turn(shared["k_mean"][:, :1].double(), torch.tensor([at]), shared["k_inv_freq"]) @ shared["k_basis"].double()
+        mean = (
+            turn(shared["k_mean"][:, :1].double(), torch.tensor([at]), shared["k_inv_freq"])
+            @ shared["k_basis"].double()
+        )
         torch.testing.assert_close(shared["k_offsets"][:, row].double(), mean[:, 0], rtol=2**-11, atol=1e-6)
     torch.testing.assert_close(
-        shared["k_offsets"][:, 4].double(), (shared["k_mean"][:, 1:].double() @ shared["k_basis"].double())[:, 0], rtol=2**-11, atol=1e-6
+        shared["k_offsets"][:, 4].double(),
+        (shared["k_mean"][:, 1:].double() @ shared["k_basis"].double())[:, 0],
+        rtol=2**-11,
+        atol=1e-6,
     )
     assert torch.equal(shared["k_offsets"].half().float(), shared["k_offsets"])
 
@@ -328,7 +381,10 @@ def test_pages_read_back_within_what_their_codes_allow(name, head_dim):
 
 
 def test_inverses_are_float16_numbers_of_one_unit_for_each_head():
-    basis = torch.eye(64) * torch.tensor([3.0, 1e-3])[:, None, None] + torch.randn(2, 64, 64) * torch.tensor([0.3, 1e-4])[:, None, None]
+    basis = (
+        torch.eye(64) * torch.tensor([3.0, 1e-3])[:, None, None]
+        + torch.randn(2, 64, 64) * torch.tensor([0.3, 1e-4])[:, None, None]
+    )
     exact, found = torch.linalg.inv(basis.double()), inverse(basis).double()
     largest = exact.abs().amax((1, 2), keepdim=True)
     assert ((found - exact).abs() <= 2**-11 * exact.abs() + 2**-24 * largest).all() and (found != exact).any()

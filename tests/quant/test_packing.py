@@ -1,4 +1,6 @@
-"""Byte order of docs/reference/formats.md: every code survives, literal bytes are pinned, and the formulas are checked with plain loops."""
+"""Byte order of docs/reference/formats.md: every code survives, literal bytes are pinned, and the formulas are checked
+with plain loops.
+"""
 
 import numpy as np
 import pytest
@@ -103,10 +105,13 @@ def test_padding_channels_are_code_zero_and_never_read(bits):
         rows = pack_rows(torch.full((1, head_dim), 2**bits - 1, dtype=torch.uint8), bits)
         assert np.unpackbits(rows.numpy()).sum() == head_dim * bits
         poisoned = rows | ~pack_rows(torch.full((1, head_dim), 2**bits - 1, dtype=torch.uint8), bits)
-        assert torch.equal(unpack_rows(poisoned, bits, head_dim), torch.full((1, head_dim), 2**bits - 1, dtype=torch.uint8))
+        assert torch.equal(
+            unpack_rows(poisoned, bits, head_dim), torch.full((1, head_dim), 2**bits - 1, dtype=torch.uint8)
+        )
 
 
-# -- literal bytes, counted by hand from docs/reference/formats.md ---------------------------------------------------------------
+# -- literal bytes, counted by hand from docs/reference/formats.md
+# ---------------------------------------------------------------
 
 
 def test_rows_of_head_dim_64_are_pinned():
@@ -160,7 +165,10 @@ def test_value_channels_of_head_dim_80_at_four_bits_are_two_blocks_of_16_and_one
     codes[4, 32] = 0xA  # row byte 32, low nibble: block 2 (width 8), slot 2 of quad 0
     codes[7, 79] = 0xB  # row byte 39, high nibble: slot 7, quad 1
     (plane,) = pack(codes, FORMATS["int4"], "v")
-    assert {i: b for i, b in enumerate(plane.tolist()) if b} == {2 * 16 * 8 + 0 * 32 + 0 * 4 + 2: 0x0A, 2 * 16 * 8 + 1 * 32 + 7 * 4 + 3: 0xB0}
+    assert {i: b for i, b in enumerate(plane.tolist()) if b} == {
+        2 * 16 * 8 + 0 * 32 + 0 * 4 + 2: 0x0A,
+        2 * 16 * 8 + 1 * 32 + 7 * 4 + 3: 0xB0,
+    }
 
 
 def test_int3_is_a_two_bit_plane_of_high_bits_then_a_one_bit_plane():

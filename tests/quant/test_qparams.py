@@ -42,8 +42,9 @@ def spec_id(s):
 def derived_bound(x, spec, qparams):
     """Largest allowed |x - x'|, from the storage formats alone (not from `bounds.plain`).
 
-    Half a step; at the far end, where the rounded scale may be too small by one unit roundoff u, q_max * u steps more; float32 arithmetic of x - bias,
-    of the product with the reciprocal and of the decoded sum: a few 2**-24 of the numbers met on the way.
+    Half a step; at the far end, where the rounded scale may be too small by one unit roundoff u, q_max * u steps more;
+    float32 arithmetic of x - bias, of the product with the reciprocal and of the decoded sum: a few 2**-24 of the
+    numbers met on the way.
     """
     scale = expand(qparams.scale, spec, x.shape[-1]).double()
     bias = 0.0 if qparams.bias is None else expand(qparams.bias, spec, x.shape[-1]).double().abs()
@@ -74,7 +75,9 @@ def check(x, spec):
     assert (qparams.scale > 0).all()
     assert torch.isfinite(decoded).all()
     for p in (qparams.scale, qparams.bias, qparams.mean):
-        assert p is None or torch.equal(p.to(getattr(torch, spec.scale_dtype)).float(), p), "parameters are rounded to storage before codes are taken"
+        assert p is None or torch.equal(p.to(getattr(torch, spec.scale_dtype)).float(), p), (
+            "parameters are rounded to storage before codes are taken"
+        )
     if spec.number_format.kind == "int":
         low, high = spec.code_range
         assert codes.min() >= low
@@ -83,7 +86,11 @@ def check(x, spec):
     bound = derived_bound(x, spec, qparams)
     assert (error <= bound).all(), f"error {error.max()} where {bound.flatten()[(error - bound).argmax()]} is allowed"
     normal = x.double().abs() > 2.0**-120
-    assert (error[normal] <= bounds.plain(spec, qparams, x.shape[-1]).double().expand(x.shape)[normal] + 2.0**-21 * x.double().abs()[normal]).all()
+    assert (
+        error[normal]
+        <= bounds.plain(spec, qparams, x.shape[-1]).double().expand(x.shape)[normal]
+        + 2.0**-21 * x.double().abs()[normal]
+    ).all()
     if spec.scale_dtype == "float16" and spec.number_format.kind == "int":
         assert saturated == 0, "scales taken from the data itself clamp nothing"
 
@@ -96,7 +103,9 @@ UGLY = {
     "negative constant": lambda: torch.full(DIMENSIONS, -0.1),
     "one outlier": lambda: torch.randn(DIMENSIONS).index_put_((torch.tensor(3), torch.tensor(5)), torch.tensor(900.0)),
     "one element": lambda: torch.zeros(DIMENSIONS).index_put_((torch.tensor(31), torch.tensor(15)), torch.tensor(-7.0)),
-    "zero row and column": lambda: torch.randn(DIMENSIONS).index_fill_(0, torch.tensor(2), 0.0).index_fill_(1, torch.tensor(9), 0.0),
+    "zero row and column": (
+        lambda: torch.randn(DIMENSIONS).index_fill_(0, torch.tensor(2), 0.0).index_fill_(1, torch.tensor(9), 0.0)
+    ),
     "float32 denormals": lambda: torch.randn(DIMENSIONS) * 1e-40,
     "float32 denormals beside zeros": lambda: torch.zeros(DIMENSIONS).index_fill_(1, torch.tensor(4), 1e-40),
     "float16 denormals": lambda: torch.randn(DIMENSIONS) * 1e-7,
@@ -119,7 +128,11 @@ def test_ugly_inputs_stay_inside_the_derived_bound_in_every_format(name):
         check(x, spec)
 
 
-_floats = st.floats(-70000, 70000, width=32) | st.floats(-1, 1, width=32) | st.sampled_from([0.0, 1e-40, -1e-40, 6e-8, 2.0**-14, 448.0, 464.0, 65504.0])
+_floats = (
+    st.floats(-70000, 70000, width=32)
+    | st.floats(-1, 1, width=32)
+    | st.sampled_from([0.0, 1e-40, -1e-40, 6e-8, 2.0**-14, 448.0, 464.0, 65504.0])
+)
 
 
 @given(st.sampled_from(SPECS), hnp.arrays(np.float32, DIMENSIONS, elements=_floats, fill=_floats))
@@ -205,7 +218,10 @@ def test_scale_shapes_are_those_of_the_spec(granularity):
 def test_only_the_group_of_an_outlier_loses_precision():
     x = torch.randn(DIMENSIONS)
     x[3, 5] = 1000.0
-    hit = {PerToken(): x.new_zeros(DIMENSIONS).index_fill_(0, torch.tensor(3), 1), PerChannel(): x.new_zeros(DIMENSIONS).index_fill_(1, torch.tensor(5), 1)}
+    hit = {
+        PerToken(): x.new_zeros(DIMENSIONS).index_fill_(0, torch.tensor(3), 1),
+        PerChannel(): x.new_zeros(DIMENSIONS).index_fill_(1, torch.tensor(5), 1),
+    }
     hit[PerGroup(8)] = x.new_zeros(DIMENSIONS)
     hit[PerGroup(8)][3, :8] = 1
     for granularity, where in hit.items():
@@ -253,12 +269,17 @@ def test_static_scales_differ_by_head_and_group_or_channel():
 
 
 def test_missing_calibration_is_refused_with_the_way_out():
-    with pytest.raises(DataError, match="int8 with static scales was given no calibrated scales; calibrate first or use static=False"):
+    with pytest.raises(
+        DataError, match="int8 with static scales was given no calibrated scales; calibrate first or use static=False"
+    ):
         choose_qparams(torch.zeros(DIMENSIONS), QuantSpec(static=True))
 
 
 def test_fp8_codes_are_torchs_own_bytes_and_saturation_is_counted():
-    for fmt, dtype, top, past in (("fp8_e4m3", torch.float8_e4m3fn, 448.0, 464.0), ("fp8_e5m2", torch.float8_e5m2, 57344.0, 61440.0)):
+    for fmt, dtype, top, past in (
+        ("fp8_e4m3", torch.float8_e4m3fn, 448.0, 464.0),
+        ("fp8_e5m2", torch.float8_e5m2, 57344.0, 61440.0),
+    ):
         spec = QuantSpec(format=fmt, granularity=PerTensor(), static=True)
         x = torch.randn(1, *DIMENSIONS) * top / 4
         x[0, 0, :4] = torch.tensor([top, past * 0.999, past, -past * 2])
@@ -284,7 +305,9 @@ def test_every_finite_fp8_code_decodes_to_torchs_value():
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.scale_dtype == "float16"], ids=spec_id)
 def test_a_parameter_past_float16_is_refused_with_its_magnitude(spec):
-    with pytest.raises(DataError, match=r"magnitude .*e\+.* overflows float16; use scale_dtype='float32' or 'bfloat16'"):
+    with pytest.raises(
+        DataError, match=r"magnitude .*e\+.* overflows float16; use scale_dtype='float32' or 'bfloat16'"
+    ):
         choose_qparams(torch.randn(DIMENSIONS) * 3e10, spec)
 
 
@@ -302,5 +325,7 @@ def test_nonfinite_elements_are_named_with_position_and_count(bad):
     require_finite(x, "x")
     x[1, 2, 3] = bad
     x[1, 2, 2] = bad
-    with pytest.raises(DataError, match=rf"keys of layer 3 holds {bad} at position \(1, 2, 2\) \(2 of 24 elements are not finite\)"):
+    with pytest.raises(
+        DataError, match=rf"keys of layer 3 holds {bad} at position \(1, 2, 2\) \(2 of 24 elements are not finite\)"
+    ):
         require_finite(x, "keys of layer 3")

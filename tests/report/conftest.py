@@ -14,7 +14,14 @@ def folder(tmp_path_factory):
     options = Options(windows=2, length=220, chunk=32)
     for name, dtype in (("tiny", torch.bfloat16), ("tiny", torch.float32)):
         evaluate(
-            tiny.model(dtype=dtype), tiny.tokenizer(), name=name, schemes=["raw", "int8", "int4", "kivi4", "kivi2"], tasks=["fidelity", "attention"],
-            texts=(Text("t", novel()[:2000]),), out=out, options=options, progress=False,
-        )  # fmt: skip
+            tiny.model(dtype=dtype),
+            tiny.tokenizer(),
+            name=name,
+            schemes=["raw", "int8", "int4", "kivi4", "kivi2"],
+            tasks=["fidelity", "attention"],
+            texts=(Text("t", novel()[:2000]),),
+            out=out,
+            options=options,
+            progress=False,
+        )
     return out

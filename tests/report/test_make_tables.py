@@ -29,8 +29,16 @@ RUN = "run: python docs/make_tables.py"
 
 def two_runs() -> dict:
     """r1, and the newer r2."""
-    known = {"gpu": {"name": "X", "count": 1, "driver": "1"}, "versions": {"vllm": "0.33.0"}, "commit": "0123abcdef", "dirty": False}
-    return {name: dict.fromkeys(FIELDS) | {"id": name, "session": name, "utc": f"2026-01-0{day}T00:00:00Z"} | known for day, name in enumerate(("r1", "r2"), 1)}
+    known = {
+        "gpu": {"name": "X", "count": 1, "driver": "1"},
+        "versions": {"vllm": "0.33.0"},
+        "commit": "0123abcdef",
+        "dirty": False,
+    }
+    return {
+        name: dict.fromkeys(FIELDS) | {"id": name, "session": name, "utc": f"2026-01-0{day}T00:00:00Z"} | known
+        for day, name in enumerate(("r1", "r2"), 1)
+    }
 
 
 def made_on(device: str) -> dict:
@@ -46,7 +54,9 @@ def test_a_table_is_replaced_between_its_markers(folder, tmp_path):
     part = tables.scheme_table(collect(folder), tmp_path)
     text = f"before\n{markers(tables.TABLE)}\n{markers(tables.SCHEMES)}\nafter\n"
     new = tables.put_into(text, part)
-    assert new.startswith(f"before\n{markers(tables.TABLE)}\n<!-- {tables.SCHEMES}") and new.endswith(f"<!-- /{tables.SCHEMES} -->\nafter\n")
+    assert new.startswith(f"before\n{markers(tables.TABLE)}\n<!-- {tables.SCHEMES}") and new.endswith(
+        f"<!-- /{tables.SCHEMES} -->\nafter\n"
+    )
     assert new.count("old") == 1
     assert tables.put_into(new, part) == new
     with pytest.raises(SpecError, match="no place for the table"):
@@ -63,7 +73,14 @@ def test_a_table_is_replaced_between_its_markers(folder, tmp_path):
         ("docs/results/evaluation.md", lambda: tables.chains_table(BENCHMARKS)),
         *(("docs/results/points.md", lambda i=i: tables.points_tables(BENCHMARKS)[i]) for i in range(6)),
     ],
-    ids=["presets", "milliseconds", "schemes", "lengths", "chains", *(f"points-{n}" for n in ("kl", "chains", "peers", "decode", "texts", "answers"))],
+    ids=[
+        "presets",
+        "milliseconds",
+        "schemes",
+        "lengths",
+        "chains",
+        *(f"points-{n}" for n in ("kl", "chains", "peers", "decode", "texts", "answers")),
+    ],
 )
 def test_the_committed_tables_are_what_the_command_writes(file, made):
     text = (ROOT / file).read_text()
@@ -82,11 +99,17 @@ def test_the_committed_calculator_is_what_the_command_writes():
 
 def test_a_preset_that_is_unfit_at_either_length_is_named():
     text = " ".join(tables.preset_table(collect(RESULTS), BENCHMARKS).split())
-    assert "Unfit at 1,024 and 8,192 tokens (perplexity" in text and "`klt2` for smollm2-135m-instruct, gemma3-270m (8,192 only); `int4` for" in text
+    assert (
+        "Unfit at 1,024 and 8,192 tokens (perplexity" in text
+        and "`klt2` for smollm2-135m-instruct, gemma3-270m (8,192 only); `int4` for" in text
+    )
 
 
 def test_the_table_of_presets_has_the_worst_of_all_models_and_both_speeds(folder, monkeypatch, tmp_path):
-    old = [{"run": "r1", "scheme": "kivi4", "shape": s, "speedup_real_cache": x, "best_16_bit": "cudnn"} for s, x in (("a", 9.0), ("b", 2.0))]
+    old = [
+        {"run": "r1", "scheme": "kivi4", "shape": s, "speedup_real_cache": x, "best_16_bit": "cudnn"}
+        for s, x in (("a", 9.0), ("b", 2.0))
+    ]
     new = [{"run": "r2", "scheme": "kivi4", "shape": "a", "speedup_real_cache": 1.2, "best_16_bit": "fa3"}]
     (tmp_path / "nvidia-x").mkdir()
     (tmp_path / "nvidia-x" / "attend_decode.json").write_text(json.dumps({"runs": two_runs(), "rows": [*new, *old]}))
@@ -95,37 +118,69 @@ def test_the_table_of_presets_has_the_worst_of_all_models_and_both_speeds(folder
     for name in ("tiny", "tiny-float32"):
         cells, stock = results.models[name].tasks["fidelity"], 10.0 if name == "tiny" else 4.0
         base = next(c for c in cells.values() if c.kind == "base")
-        speeds = ((base, stock), (cells["kivi4"], 20.0 if name == "tiny" else 30.0))  # the stock cache is faster in bfloat16, kivi4 in float32
-        timed = {c.scheme: dataclasses.replace(c, summary={"tokens_per_s": x}, settings={"context": 99}, runs=made_on("AMD")) for c, x in speeds}
+        # the stock cache is faster in bfloat16, kivi4 in float32
+        speeds = ((base, stock), (cells["kivi4"], 20.0 if name == "tiny" else 30.0))
+        timed = {
+            c.scheme: dataclasses.replace(c, summary={"tokens_per_s": x}, settings={"context": 99}, runs=made_on("AMD"))
+            for c, x in speeds
+        }
         results.models[name].tasks["decode"] = timed
     _, columns, _, raw, kivi, _, *lines, _ = tables.preset_table(results, tmp_path).splitlines()
     assert max(map(len, lines)) <= tables.NOTE_WIDTH
     notes = " ".join(lines)
-    assert columns == "| preset | bits held at 8,192 tokens | worst KL at 1,024 | worst KL at 8,192 | GPU, worst to best | CPU | vLLM |"
+    assert (
+        columns
+        == "| preset | bits held at 8,192 tokens | worst KL at 1,024 | worst KL at 8,192 | GPU, worst to best | CPU |"
+        " vLLM |"
+    )
     summary = results.models["tiny"].tasks["fidelity"]["kivi4"].summary
     spec = CacheSpec(scheme=schemes.get("kivi4"), layers=(LayerGeometry(num_kv_heads=1, head_dim=128),))
     assert raw.startswith("| `raw` | 16.00 |") and raw.endswith("| not measured | not measured | not measured | no |")
     held = f"{spec.nbytes(8192) * 8 / (8192 * 256):.2f}"
-    assert kivi.split(" | ")[1:] == [held, f"{summary['kl_mean']:.4f} (tiny)", "not measured", "1.20-2.00x", "3.00x", "no |"]
+    assert kivi.split(" | ")[1:] == [
+        held,
+        f"{summary['kl_mean']:.4f} (tiny)",
+        "not measured",
+        "1.20-2.00x",
+        "3.00x",
+        "no |",
+    ]
     assert (
         "GPU: over fa3, cudnn." in notes
-        and "each in the faster of bfloat16 and float32; 1 thread of AMD; the stock cache has 10.0 tokens/s in bfloat16." in notes
+        and "each in the faster of bfloat16 and float32; 1 thread of AMD; the stock cache has 10.0 tokens/s in bfloat16."
+        in notes
     )
-    assert "GPU of 2026-01-01, 0123abc; of 2026-01-02, 0123abc; CPU of 2026-01-02, 0123abc." in notes and "KL at 8,192" not in notes
+    assert (
+        "GPU of 2026-01-01, 0123abc; of 2026-01-02, 0123abc; CPU of 2026-01-02, 0123abc." in notes
+        and "KL at 8,192" not in notes
+    )
     shutil.copytree(folder / "tiny", tmp_path / tables.LONG / "tiny")
     host = {"cpu": "EPYC", "cores": 2, "isa": "avx2", "bfloat16": False, "gpu": False}
     at = {"run": "r2", "model": "m", "context": 2048, "best_16_bit_dtype": "float32"}
-    timed = (("16-bit", "float32", 10.0, 1.0), ("16-bit", "bfloat16", 5.0, 0.5), ("kivi4", "float32", 11.0, 1.1), ("kivi4", "bfloat16", 12.0, 1.2))
+    timed = (
+        ("16-bit", "float32", 10.0, 1.0),
+        ("16-bit", "bfloat16", 5.0, 0.5),
+        ("kivi4", "float32", 11.0, 1.1),
+        ("kivi4", "bfloat16", 12.0, 1.2),
+    )
     turns = [at | {"cache": n, "dtype": d, "tokens_per_s": x, "ratio_vs_best_16bit": y} for n, d, x, y in timed]
     (tmp_path / "cpu").mkdir()
     made = {"r2": two_runs()["r2"] | {"host": host, "facts": {"threads": 1}}}
     (tmp_path / "cpu" / "generate.json").write_text(json.dumps({"runs": made, "rows": turns}))
     text = tables.preset_table(results, tmp_path)
-    assert "| CPU, AVX2 |" in text and "| 1.20x |" in text and "1 thread of EPYC, AVX2; stock: 10.0 tokens/s in float32." in text
-    assert f"{summary['kl_mean']:.4f} (tiny) | {summary['kl_mean']:.4f} (tiny) |" in tables.preset_table(results, tmp_path)
+    assert (
+        "| CPU, AVX2 |" in text
+        and "| 1.20x |" in text
+        and "1 thread of EPYC, AVX2; stock: 10.0 tokens/s in float32." in text
+    )
+    assert f"{summary['kl_mean']:.4f} (tiny) | {summary['kl_mean']:.4f} (tiny) |" in tables.preset_table(
+        results, tmp_path
+    )
     shutil.copytree(folder / "tiny", tmp_path / tables.SHORT / "tiny")
     (tmp_path / tables.SHORT / "tiny" / "fidelity" / "raw.json").unlink()
-    assert "| `raw` | 16.00 | not measured |" in tables.preset_table(results, tmp_path), "no figure of other chunks beside those of chunks of 16"
+    assert "| `raw` | 16.00 | not measured |" in tables.preset_table(results, tmp_path), (
+        "no figure of other chunks beside those of chunks of 16"
+    )
     monkeypatch.setattr(tables, "SHOWN", ("nuq4",))
     with pytest.raises(SpecError, match="nuq4 was not measured on tiny"):
         tables.preset_table(results, tmp_path)
@@ -138,32 +193,48 @@ def test_the_table_of_lengths_has_the_worst_token_and_what_was_read_raw_beside_e
     arithmetic, measured = tables.length_table(tmp_path).split("Measured:\n\n")
     assert "| `int4` | 32% | 35% | 51% | 6% | 7% | 11% |" in arithmetic and "| `raw` | 100% |" in arithmetic
     columns, _, *rows, _, note, _ = measured.splitlines()
-    assert columns == "| model, tokens of a window | cache | KL | worst KL | at token | above 1 nat | read raw | perplexity |"
+    assert (
+        columns
+        == "| model, tokens of a window | cache | KL | worst KL | at token | above 1 nat | read raw | perplexity |"
+    )
     assert [row.split(" | ")[1] for row in rows] == ["`raw`", "`int4`"] * 2, "the finer dtype where there are two"
     s = collect(folder).models["tiny"].tasks["fidelity"]["int4"].summary
-    assert rows[1].startswith(f"| tiny, 220 | `int4` | {s['kl_mean']:.5f} | {s['kl_max']:.3f} | {s['kl_worst']} | {s['kl_lost']:.2%} | {s['read_raw']:.2%} | ")
+    assert rows[1].startswith(
+        f"| tiny, 220 | `int4` | {s['kl_mean']:.5f} | {s['kl_max']:.3f} | {s['kl_worst']} | {s['kl_lost']:.2%} |"
+        f" {s['read_raw']:.2%} | "
+    )
     assert "tiny, float32: 2 windows of 220 tokens spread over t, fed in chunks of 32, float32. Runs: of " in note
 
 
 def test_the_table_of_chains_has_simulated_peers_beside_presets():
     found = tables.chains_table(BENCHMARKS)
-    rows = {row.split(" | ")[1]: row.split(" | ") for row in found.splitlines() if "` | " in row or "`, simulated" in row}
+    rows = {
+        row.split(" | ")[1]: row.split(" | ") for row in found.splitlines() if "` | " in row or "`, simulated" in row
+    }
     assert {"`klt4`", "`kivi4`", "`turboquant_4bit_nc`, simulated", "`nvfp4`, simulated"} < set(rows)
     (path,) = (BENCHMARKS / "chains").glob("smollm2*/replay")
     s = json.loads((path / "klt4.json").read_text())["summary"]
-    assert rows["`klt4`"][3:6] == [f"{s['read_raw']:.2%}", f"{s['kl_mean']:.5f}", f"{s['kl_max']:.3f}"] and rows["`q4_0_rotated`, simulated"][3] == ""
+    assert (
+        rows["`klt4`"][3:6] == [f"{s['read_raw']:.2%}", f"{s['kl_mean']:.5f}", f"{s['kl_max']:.3f}"]
+        and rows["`q4_0_rotated`, simulated"][3] == ""
+    )
     assert f"{s['windows']} of 4,096 tokens, {s['tokens']:,} scored. Runs: of " in found
 
 
 def test_recommended_presets_have_a_bar_in_every_speed_chart():
     results = collect(RESULTS)
-    groups = [g for g in tables.beside(results, BENCHMARKS).groups if not g["title"].startswith("vLLM")]  # vLLM has names of its own
+    # vLLM has names of its own
+    groups = [g for g in tables.beside(results, BENCHMARKS).groups if not g["title"].startswith("vLLM")]
     assert any(g["title"].startswith("CPU") for g in groups)
     assert len(groups) > 6
     for group in groups:
         labels = [b["label"] for b in group["bars"]]
-        assert all(sum(label in (name, f"{name}: not measured") for label in labels) == 1 for name in recommended(results)), group["title"]
-        assert [b["label"] for b in group["bars"] if b["value"] is None] == [label for label in labels if label.endswith("not measured")]
+        assert all(
+            sum(label in (name, f"{name}: not measured") for label in labels) == 1 for name in recommended(results)
+        ), group["title"]
+        assert [b["label"] for b in group["bars"] if b["value"] is None] == [
+            label for label in labels if label.endswith("not measured")
+        ]
 
 
 def test_the_committed_page_is_of_the_committed_results():
@@ -172,7 +243,10 @@ def test_the_committed_page_is_of_the_committed_results():
         pytest.skip("no committed page or results")
     found = re.search(r'id="data">(.*?)</script>', path.read_text(), re.S)
     results = collect(RESULTS)
-    committed, fresh = json.loads(found.group(1)), json.loads(json.dumps(page_data(results, tables.beside(results, BENCHMARKS))))
+    committed, fresh = (
+        json.loads(found.group(1)),
+        json.loads(json.dumps(page_data(results, tables.beside(results, BENCHMARKS)))),
+    )
     assert committed.keys() == fresh.keys()
     for part, content in fresh.items():
         assert committed[part] == content, f"{part} differs: {RUN}"
@@ -180,21 +254,66 @@ def test_the_committed_page_is_of_the_committed_results():
 
 def test_shapes_are_said_in_words():
     assert in_words("B=8 H=32/8 T=32768 D=128") == "8 sequences of 32,768 tokens, 32 query and 8 kv heads of 128"
-    assert in_words("B=1 H=4/4 T=64 D=80") == "1 sequence of 64 tokens, 4 query and 4 kv heads of 80" and in_words("other") == "other"
+    assert (
+        in_words("B=1 H=4/4 T=64 D=80") == "1 sequence of 64 tokens, 4 query and 4 kv heads of 80"
+        and in_words("other") == "other"
+    )
 
 
 def test_serving_is_drawn_beside_the_caches_of_vllm(tmp_path):
-    shape = {"geometry": "llama", "gpus": 1, "context": 8192, "compiled": False, "options": {}, "ttft_ms": None, "tpot_p99_ms": None}
+    shape = {
+        "geometry": "llama",
+        "gpus": 1,
+        "context": 8192,
+        "compiled": False,
+        "options": {},
+        "ttft_ms": None,
+        "tpot_p99_ms": None,
+    }
     rows = [
-        shape | {"mode": "decode", "kv_cache_dtype": "bf16", "batch": 96, "largest": True, "step_ms": 29.0, "tokens_per_s": 3300.0},
-        shape | {"mode": "decode", "kv_cache_dtype": "kvbits_int8", "batch": 208, "largest": True, "step_ms": 33.0, "tokens_per_s": 6300.0},
-        shape | {"mode": "decode", "kv_cache_dtype": "bf16", "batch": 48, "largest": False, "step_ms": 17.0, "tokens_per_s": 2800.0},
         shape
-        | {"mode": "decode", "kv_cache_dtype": "bf16", "batch": 48, "largest": False, "step_ms": 18.0, "tokens_per_s": 2800.0, "options": {"speculate": 0}},
+        | {
+            "mode": "decode",
+            "kv_cache_dtype": "bf16",
+            "batch": 96,
+            "largest": True,
+            "step_ms": 29.0,
+            "tokens_per_s": 3300.0,
+        },
+        shape
+        | {
+            "mode": "decode",
+            "kv_cache_dtype": "kvbits_int8",
+            "batch": 208,
+            "largest": True,
+            "step_ms": 33.0,
+            "tokens_per_s": 6300.0,
+        },
+        shape
+        | {
+            "mode": "decode",
+            "kv_cache_dtype": "bf16",
+            "batch": 48,
+            "largest": False,
+            "step_ms": 17.0,
+            "tokens_per_s": 2800.0,
+        },
+        shape
+        | {
+            "mode": "decode",
+            "kv_cache_dtype": "bf16",
+            "batch": 48,
+            "largest": False,
+            "step_ms": 18.0,
+            "tokens_per_s": 2800.0,
+            "options": {"speculate": 0},
+        },
     ]
     (tmp_path / "nvidia-x").mkdir()
     of_another = [r | {"run": "r2"} for r in rows[1:2]]  # newer, and without bf16 beside it
-    (tmp_path / "nvidia-x" / "serve_vllm.json").write_text(json.dumps({"runs": two_runs(), "rows": [*of_another, *({"run": "r1"} | r for r in rows)]}))
+    (tmp_path / "nvidia-x" / "serve_vllm.json").write_text(
+        json.dumps({"runs": two_runs(), "rows": [*of_another, *({"run": "r1"} | r for r in rows)]})
+    )
     (group,) = kernel_groups(tmp_path)  # a step of one cache alone is no comparison
     assert group["bars"] == [
         {"label": "bf16, 96 sequences", "value": 3300.0, "kind": "stock"},
@@ -209,17 +328,26 @@ def test_kernel_groups_of_missing_files_are_left_out(tmp_path):
 
 def test_milliseconds_are_of_one_sitting_where_there_is_one(tmp_path):
     at = {"through": "forward", "batch": 1, "context": 32768}
-    old = [at | {"run": "r1", "scheme": n, "mode": m, "ms_per_token": x} for n, m, x in (("stock_flash", "eager", 22.0), ("klt4", "graph", 7.0))]
+    old = [
+        at | {"run": "r1", "scheme": n, "mode": m, "ms_per_token": x}
+        for n, m, x in (("stock_flash", "eager", 22.0), ("klt4", "graph", 7.0))
+    ]
     new = [at | {"run": "r2", "scheme": "klt4", "mode": "graph", "ms_per_token": 6.0}]
     (tmp_path / "nvidia-x").mkdir()
     path = tmp_path / "nvidia-x" / "generate.json"
     path.write_text(json.dumps({"runs": two_runs(), "rows": [*old, *new]}))
-    (row,) = (line for line in tables.milliseconds_table(tmp_path).splitlines() if line.startswith("| 1 x 32,768 tokens"))
+    (row,) = (
+        line for line in tables.milliseconds_table(tmp_path).splitlines() if line.startswith("| 1 x 32,768 tokens")
+    )
     assert row.split(" | ")[1:] == ["22.0", *["not measured"] * 3, "7.0", "not measured |"]
     (group,) = kernel_groups(tmp_path)
     assert {b["label"]: b["value"] for b in group["bars"]}["klt4"] == round(22 / 7, 2)
-    path.write_text(json.dumps({"runs": two_runs(), "rows": [*old[1:], *new, old[0] | {"run": "r2", "ms_per_token": 20.0}]}))
-    assert "| 20.0 | not measured | not measured | not measured | 6.0 | not measured |" in tables.milliseconds_table(tmp_path)
+    path.write_text(
+        json.dumps({"runs": two_runs(), "rows": [*old[1:], *new, old[0] | {"run": "r2", "ms_per_token": 20.0}]})
+    )
+    assert "| 20.0 | not measured | not measured | not measured | 6.0 | not measured |" in tables.milliseconds_table(
+        tmp_path
+    )
 
 
 def test_simulated_methods_are_marked_at_the_worst_of_their_models(tmp_path):
@@ -228,7 +356,15 @@ def test_simulated_methods_are_marked_at_the_worst_of_their_models(tmp_path):
         rows = [{"scheme": "turboquant4", "bits_per_element": 4.25, "kl": kl}]
         (tmp_path / "basis" / "recipes" / f"{name}.json").write_text(json.dumps({"rows": rows}))
     (mark,) = tables._recipes(tmp_path)
-    assert mark == {"name": "turboquant4", "kind": "simulated", "bits": 4.25, "kl": 0.02, "speed": None, "recommended": False, "models": 2}
+    assert mark == {
+        "name": "turboquant4",
+        "kind": "simulated",
+        "bits": 4.25,
+        "kl": 0.02,
+        "speed": None,
+        "recommended": False,
+        "models": 2,
+    }
 
 
 def test_one_command_writes_every_generated_part(tmp_path):
@@ -244,4 +380,6 @@ def test_one_command_writes_every_generated_part(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(committed(name), tmp_path / name)
     written = tables.write(tmp_path, BENCHMARKS)
-    assert len(written) == 10 and all(path.read_bytes() == committed(str(path.relative_to(tmp_path))).read_bytes() for path in written), RUN
+    assert len(written) == 10 and all(
+        path.read_bytes() == committed(str(path.relative_to(tmp_path))).read_bytes() for path in written
+    ), RUN

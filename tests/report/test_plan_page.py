@@ -1,4 +1,6 @@
-"""The page to play with gives the numbers of `kvbits plan`, in a real browser, and draws there, light, dark and on a phone."""
+"""The page to play with gives the numbers of `kvbits plan`, in a real browser, and draws there, light, dark and on a
+phone.
+"""
 
 import html
 import json
@@ -19,10 +21,20 @@ from kvbits.weights import counted
 CONFIGS = json.loads(asset("models.json"))
 SCHEMES = ("bf16", *schemes.CORE)
 PARAMETERS = {
-    "Llama-3.1-8B": 8_030_261_248, "Llama-3.1-70B": 70_553_706_496, "Llama-2-7B": 6_738_415_616, "Mistral-7B-v0.3": 7_248_023_552, "Qwen3-8B": 8_190_735_360,
-    "Qwen3-32B": 32_762_123_264, "Qwen3-30B-A3B": 30_532_122_624, "Qwen2.5-7B": 7_615_616_512, "Qwen2.5-0.5B": 494_032_768, "Gemma-2-9B": 9_241_705_984,
-    "Gemma-3-1B": 999_885_952, "gpt-oss-20b": 20_914_757_184, "SmolLM2-135M": 134_515_008,
-}  # fmt: skip
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
+    "Llama-2-7B": 6_738_415_616,
+    "Mistral-7B-v0.3": 7_248_023_552,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Gemma-2-9B": 9_241_705_984,
+    "Gemma-3-1B": 999_885_952,
+    "gpt-oss-20b": 20_914_757_184,
+    "SmolLM2-135M": 134_515_008,
+}
 """What the hub states for them."""
 
 
@@ -35,10 +47,15 @@ def pasted(draw):
     kind = draw.choice(["llama", "mistral", "qwen2", "qwen3"])
     heads = draw.choice([4, 8, 32])
     stated = {
-        "model_type": kind, "num_hidden_layers": draw.randint(1, 90), "hidden_size": heads * draw.choice([32, 64, 80, 128]), "vocab_size": draw.randint(100, 200_000),
-        "intermediate_size": draw.randint(64, 30_000), "num_attention_heads": heads, "num_key_value_heads": draw.choice([1, 2, 4]),
+        "model_type": kind,
+        "num_hidden_layers": draw.randint(1, 90),
+        "hidden_size": heads * draw.choice([32, 64, 80, 128]),
+        "vocab_size": draw.randint(100, 200_000),
+        "intermediate_size": draw.randint(64, 30_000),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw.choice([1, 2, 4]),
         "tie_word_embeddings": draw.random() < 0.5,
-    }  # fmt: skip
+    }
     more = {
         "mistral": {"sliding_window": draw.choice([None, 100, 4096])},
         "qwen2": {"use_sliding_window": False},
@@ -50,14 +67,34 @@ def pasted(draw):
 def cases():
     draw = random.Random(5)
     for i in range(200):
-        ask = {"gpus": draw.choice([1, 1, 2, 4, 8, 16]), "context": round(2 ** draw.uniform(0, 21)), "batch": draw.choice([1, 2, 7, 256])}
-        yield {"model": None if i % 5 == 0 else draw.choice(list(CONFIGS)), "pasted": json.dumps(pasted(draw)), "card": draw.choice(list(CARDS)), **ask}
+        ask = {
+            "gpus": draw.choice([1, 1, 2, 4, 8, 16]),
+            "context": round(2 ** draw.uniform(0, 21)),
+            "batch": draw.choice([1, 2, 7, 256]),
+        }
+        yield {
+            "model": None if i % 5 == 0 else draw.choice(list(CONFIGS)),
+            "pasted": json.dumps(pasted(draw)),
+            "card": draw.choice(list(CARDS)),
+            **ask,
+        }
 
 
 def planned(case, folder):
     """What `kvbits plan` answers: bytes left for the cache, and rows; None where it refuses."""
     (folder / "config.json").write_text(json.dumps(CONFIGS[case["model"]]) if case["model"] else case["pasted"])
-    words = ["--gpu-memory", case["card"], "--gpus", case["gpus"], "--context", case["context"], "--batch-size", case["batch"], "--scheme", ",".join(SCHEMES)]
+    words = [
+        "--gpu-memory",
+        case["card"],
+        "--gpus",
+        case["gpus"],
+        "--context",
+        case["context"],
+        "--batch-size",
+        case["batch"],
+        "--scheme",
+        ",".join(SCHEMES),
+    ]
     done = CliRunner().invoke(app, ["plan", str(folder / "config.json"), *map(str, words), "--json"])
     found = json.loads(done.stdout)
     if done.exit_code:
@@ -80,7 +117,9 @@ def test_two_hundred_answers_are_those_of_the_command(tmp_path):
     }});</script></head>"""
     path = tmp_path / "page.html"
     path.write_text(page(known()).replace("</head>", probe))
-    answers = json.loads(html.unescape(re.search(r'data-answers="([^"]*)"', browse(path, tmp_path / "profile")).group(1)))
+    answers = json.loads(
+        html.unescape(re.search(r'data-answers="([^"]*)"', browse(path, tmp_path / "profile")).group(1))
+    )
     assert len(answers) == 200 and 20 < sum(a is None for a in answers) < 120
     for case, answer in zip(asked, answers, strict=True):
         assert answer == planned(case, tmp_path), case
@@ -99,14 +138,20 @@ PROBE = """<script>addEventListener("error", (e) => document.body.dataset.failed
 
 
 @needs_browser
-@pytest.mark.parametrize("options, background", [((), "rgb(255, 255, 255)"), ((DARK,), "rgb(18, 23, 30)")], ids=["light", "dark"])
+@pytest.mark.parametrize(
+    "options, background", [((), "rgb(255, 255, 255)"), ((DARK,), "rgb(18, 23, 30)")], ids=["light", "dark"]
+)
 def test_bars_move_with_what_is_dragged(tmp_path, options, background):
     path = tmp_path / "page.html"
     path.write_text(page(known(), context=4096).replace("</head>", PROBE))
     dom = browse(path, tmp_path / "profile", *options)
     assert "data-failed" not in dom
     *answers, unread, short = html.unescape(re.search(r'data-said="([^"]*)"', dom).group(1)).split("|")
-    assert len(set(answers)) == len(answers) and "users of 4,096 tokens instead of" in answers[0] and answers[2].startswith("klt2: ")
+    assert (
+        len(set(answers)) == len(answers)
+        and "users of 4,096 tokens instead of" in answers[0]
+        and answers[2].startswith("klt2: ")
+    )
     assert "not mamba; run `kvbits plan config.json --html page.html`" in unread and "states no hidden_size" in short
     look = re.search(r'data-look="([^"]*)"', dom).group(1)
     assert background in look and int(look.split()[-1]) == 2 * len(SCHEMES) and int(look.split()[0]) <= 800
@@ -116,22 +161,38 @@ def test_bars_move_with_what_is_dragged(tmp_path, options, background):
 def test_a_phone_needs_no_sideways_scrolling(tmp_path):
     (tmp_path / "page.html").write_text(page(known()))
     (tmp_path / "phone.html").write_text(
-        '<body><iframe id="f" src="page.html" style="width:390px;height:900px"></iframe><script>addEventListener("load", () => setTimeout(() => '
-        "document.body.dataset.width = f.contentDocument.documentElement.scrollWidth, 500));</script>"
+        '<body><iframe id="f" src="page.html"'
+        ' style="width:390px;height:900px"></iframe><script>addEventListener("load", () => setTimeout(() =>'
+        " document.body.dataset.width = f.contentDocument.documentElement.scrollWidth, 500));</script>"
     )
-    width = re.search(r'data-width="(\d+)"', browse(tmp_path / "phone.html", tmp_path / "profile", "--allow-file-access-from-files"))
+    width = re.search(
+        r'data-width="(\d+)"', browse(tmp_path / "phone.html", tmp_path / "profile", "--allow-file-access-from-files")
+    )
     assert width and 300 < int(width.group(1)) <= 390
 
 
 def test_the_command_writes_a_page_of_its_model_that_asks_nobody(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text(json.dumps(CONFIGS["Qwen3-8B"]))
-    done = CliRunner().invoke(app, ["plan", str(tmp_path / "mine"), "--context", "32k", "--html", str(tmp_path / "page.html")])
+    done = CliRunner().invoke(
+        app, ["plan", str(tmp_path / "mine"), "--context", "32k", "--html", str(tmp_path / "page.html")]
+    )
     assert done.exit_code == 0, done.output
     text = (tmp_path / "page.html").read_text()
     data = json.loads(re.search(r'id="plan-data">(.*?)</script>', text, re.S).group(1))
-    assert next(iter(data["models"])) == "mine" and data["models"]["mine"] == data["models"]["Qwen3-8B"] and 'value="15.0"' in text
-    assert not re.search(r'(src|href)="(?!data:)', text) and "@import" not in text and "http" not in text.replace("https://arxiv", "")
+    assert (
+        next(iter(data["models"])) == "mine"
+        and data["models"]["mine"] == data["models"]["Qwen3-8B"]
+        and 'value="15.0"' in text
+    )
+    assert (
+        not re.search(r'(src|href)="(?!data:)', text)
+        and "@import" not in text
+        and "http" not in text.replace("https://arxiv", "")
+    )
     numbers = ["plan", "--layers", "2", "--kv-heads", "2", "--head-dim", "64", "--html", str(tmp_path / "page.html")]
-    assert CliRunner().invoke(app, [*numbers, "--weights", "1GB"]).exit_code == 0 and '"2 layers":{"weights":1000000000' in (tmp_path / "page.html").read_text()
+    assert (
+        CliRunner().invoke(app, [*numbers, "--weights", "1GB"]).exit_code == 0
+        and '"2 layers":{"weights":1000000000' in (tmp_path / "page.html").read_text()
+    )
     assert "count the weights too" in CliRunner().invoke(app, numbers).output

@@ -31,10 +31,23 @@ BESIDE = Beside(
             "title": "GPU",
             "unit": "times as fast",
             "note": "",
-            "bars": [{"label": "kivi4", "value": 1.5, "kind": "kvbits"}, {"label": "16 bits", "value": 1.0, "kind": "stock"}],
+            "bars": [
+                {"label": "kivi4", "value": 1.5, "kind": "kvbits"},
+                {"label": "16 bits", "value": 1.0, "kind": "stock"},
+            ],
         }
     ],
-    marks=[{"name": "other4", "kind": "simulated", "bits": 4.25, "kl": 0.02, "speed": None, "recommended": False, "models": 1}],
+    marks=[
+        {
+            "name": "other4",
+            "kind": "simulated",
+            "bits": 4.25,
+            "kl": 0.02,
+            "speed": None,
+            "recommended": False,
+            "models": 1,
+        }
+    ],
 )
 SCRIPT = Path(kvbits.__file__).parent / "report" / "assets" / "report.js"
 
@@ -43,7 +56,9 @@ SCRIPT = Path(kvbits.__file__).parent / "report" / "assets" / "report.js"
 
 
 def test_results_of_one_dtype_are_enough_and_the_report_says_which(folder, tmp_path):
-    """The embedded model is float32 on a CPU, and `kvbits eval embedded`, then `kvbits report`, is how the README begins."""
+    """The embedded model is float32 on a CPU, and `kvbits eval embedded`, then `kvbits report`, is how the README
+    begins.
+    """
     for dtype in ("float32", "float16"):
         shutil.rmtree(tmp_path / "one", ignore_errors=True)
         shutil.copytree(folder / "tiny-float32", tmp_path / "one" / f"tiny-{dtype}")
@@ -51,7 +66,9 @@ def test_results_of_one_dtype_are_enough_and_the_report_says_which(folder, tmp_p
             path.write_text(path.read_text().replace('"dtype":"float32"', f'"dtype":"{dtype}"'))
         results = collect(tmp_path / "one")
         columns, rows, notes = markdown.scheme_rows(results)
-        assert columns[-1] == f"tiny, {dtype}" and len(rows) == 5 and markdown.recommended(results) and not results.finer
+        assert (
+            columns[-1] == f"tiny, {dtype}" and len(rows) == 5 and markdown.recommended(results) and not results.finer
+        )
         assert any("has 32 bits, and so have raw tokens" in n for n in notes) == (dtype == "float32")
         assert any(f"is the rounding noise of {dtype}" in n for n in notes)
         out = tmp_path / "page.html"
@@ -68,7 +85,9 @@ def test_of_a_model_in_several_dtypes_the_coarsest_is_taken(folder, tmp_path):
     with pytest.raises(SpecError, match="no results of the task fidelity, only of attention"):
         shutil.rmtree(tmp_path / "tiny-float32" / "fidelity")
         markdown.scheme_rows(collect(tmp_path))
-    assert markdown.report(collect(tmp_path)).startswith("# What few bits cost\n\n## tiny: attention"), "the other tasks have their tables"
+    assert markdown.report(collect(tmp_path)).startswith("# What few bits cost\n\n## tiny: attention"), (
+        "the other tasks have their tables"
+    )
 
 
 def test_results_of_other_settings_or_chains_are_not_shown_beside_each_other(folder, tmp_path):
@@ -79,7 +98,13 @@ def test_results_of_other_settings_or_chains_are_not_shown_beside_each_other(fol
     one.write_text(json.dumps(data | {"settings": data["settings"] | {"calibration": "ab"}}))
     collect(tmp_path)
     one.write_text(json.dumps(data | {"settings": data["settings"] | {"length": 9}}))
-    with pytest.raises(SpecError, match=rf"tiny/fidelity/int4.json was measured on something else than 16-bit.json beside it: length is 9 here and {length}"):
+    with pytest.raises(
+        SpecError,
+        match=(
+            r"tiny/fidelity/int4.json was measured on something else than 16-bit.json beside it: length is 9 here and"
+            rf" {length}"
+        ),
+    ):
         collect(tmp_path)
     for path, chain in ((one, "ab"), (base, "cd")):
         data = json.loads(path.read_text()) | {"settings": data["settings"]}
@@ -110,7 +135,10 @@ def test_the_recommendation_is_the_smallest_worst_kl(folder):
     model = results.models["tiny"]
 
     def changed(kl):
-        cells = {n: dataclasses.replace(c, summary=c.summary | {"kl_mean": kl.get(n, 9.0)}) for n, c in model.tasks["fidelity"].items()}
+        cells = {
+            n: dataclasses.replace(c, summary=c.summary | {"kl_mean": kl.get(n, 9.0)})
+            for n, c in model.tasks["fidelity"].items()
+        }
         return dataclasses.replace(model, tasks={"fidelity": cells})
 
     models = {"a": changed({"int4": 0.01, "kivi4": 0.02}), "b": changed({"int4": 0.5, "kivi4": 0.03})}
@@ -125,7 +153,10 @@ def test_the_recommendation_is_the_smallest_worst_kl(folder):
 def test_a_recommendation_says_what_a_scheme_asks_for():
     speeds = {"nuq4-1%": {"a": 0.74, "b": 0.92, "c": 1.5}, "nuq4": {"a": 1.0}, "raw": {"a": 0.9}}
     slow = "On a GPU slower than 16 bits in"
-    assert markdown._price("nuq4-1%", speeds) == f" Needs a calibration (`kvbits calibrate`). {slow} 2 of 3 shapes (down to 0.74 times as fast)."
+    assert (
+        markdown._price("nuq4-1%", speeds)
+        == f" Needs a calibration (`kvbits calibrate`). {slow} 2 of 3 shapes (down to 0.74 times as fast)."
+    )
     assert markdown._price("nuq4", speeds) == " Needs a calibration (`kvbits calibrate`)."
     assert markdown._price("raw", speeds) == f" {slow} 1 of 1 shapes (down to 0.90 times as fast)."
     assert markdown._price("int8_centered", speeds) == markdown._price("not a preset", {}) == ""
@@ -134,8 +165,15 @@ def test_a_recommendation_says_what_a_scheme_asks_for():
 def test_budgets_are_one_plain_sentence_each_and_name_what_needs_no_setup_first():
     results = collect(RESULTS)
     eight, four, three = markdown.budgets(results)
-    assert eight.startswith("**About 8 bits: `int8_centered`** makes the cache 1.9 times smaller; text becomes 0.1% harder to predict for the worst of the 4")
-    assert four.startswith("**4 to 5 bits: `kivi4`**") and "With a calibration (`kvbits calibrate`) `klt4`" in four and "On a GPU slower" not in four
+    assert eight.startswith(
+        "**About 8 bits: `int8_centered`** makes the cache 1.9 times smaller; text becomes 0.1% harder to predict for"
+        " the worst of the 4"
+    )
+    assert (
+        four.startswith("**4 to 5 bits: `kivi4`**")
+        and "With a calibration (`kvbits calibrate`) `klt4`" in four
+        and "On a GPU slower" not in four
+    )
     assert three.startswith("**Under 4 bits: `klt3`**") and "Needs a calibration" in three
     assert markdown.recommended(results) == ("int8_centered", "kivi4", "klt4", "klt3") == SHOWN[1:]
 
@@ -143,17 +181,29 @@ def test_budgets_are_one_plain_sentence_each_and_name_what_needs_no_setup_first(
 def test_what_needs_no_setup_is_recommended_first_where_it_is_usable():
     results = collect(RESULTS)
     eight, four, three = markdown.recommendations(results)
-    assert eight.startswith(f"**About 8 bits: `{schemes.RECOMMENDED}`**") and not schemes.PRESETS[schemes.RECOMMENDED].needs_calibration
-    assert four.startswith("**4 to 5 bits: `kivi4`**") and "With a calibration (`kvbits calibrate`) `klt4`: perplexity" in four
+    assert (
+        eight.startswith(f"**About 8 bits: `{schemes.RECOMMENDED}`**")
+        and not schemes.PRESETS[schemes.RECOMMENDED].needs_calibration
+    )
+    assert (
+        four.startswith("**4 to 5 bits: `kivi4`**")
+        and "With a calibration (`kvbits calibrate`) `klt4`: perplexity" in four
+    )
     assert three.startswith("**Under 4 bits: `klt3`**"), "kivi2 is not usable, so that it does not come first"
 
 
 def test_the_table_says_for_which_models_a_scheme_is_unfit():
-    found = {name: [m.title for m in some] for name, some in markdown.unfit(m for m in collect(RESULTS).as_used.values() if "fidelity" in m.tasks).items()}
+    found = {
+        name: [m.title for m in some]
+        for name, some in markdown.unfit(m for m in collect(RESULTS).as_used.values() if "fidelity" in m.tasks).items()
+    }
     assert found["int4"] == ["gemma3-270m", "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b-instruct"]
     assert not {"raw", "int8_centered", "kivi4", "nuq4-1%", "nuq3-1%", "klt4", "klt3", "klt2"} & set(found)
     note = markdown.scheme_rows(collect(RESULTS))[2][-1]
-    assert note.startswith("Unfit (perplexity more than 2% up, or KL above 0.05 nats): ") and "`int4` for gemma3-270m, qwen2.5-coder-0.5b" in note
+    assert (
+        note.startswith("Unfit (perplexity more than 2% up, or KL above 0.05 nats): ")
+        and "`int4` for gemma3-270m, qwen2.5-coder-0.5b" in note
+    )
 
 
 def test_mass_matched_stands_beside_raw_s_and_float32_s(folder):
@@ -162,17 +212,34 @@ def test_mass_matched_stands_beside_raw_s_and_float32_s(folder):
     assert columns[:3] == ["model", "raw", "int8"] and len(columns) == 5 and "float32 hardly any" in said
     sixteen, exact = (results.models[k].tasks["fidelity"] for k in ("tiny", "tiny-float32"))
     first, second = ([f"{cells[n].summary['mass_matched']:.2%}" for n in columns[1:]] for cells in (sixteen, exact))
-    assert rows == [["tiny, bfloat16", *first], ["least, bfloat16", *first], ["tiny, float32", *second], ["least, float32", *second]]
+    assert rows == [
+        ["tiny, bfloat16", *first],
+        ["least, bfloat16", *first],
+        ["tiny, float32", *second],
+        ["least, float32", *second],
+    ]
     assert second[0] == "100.00%"
     line = markdown.recommendations(results)[0]
-    assert f"(the lossless `raw` {sixteen['raw'].summary['mass_matched']:.2%}; with less rounding noise, in float32, {second[1]})." in line
-    other = dataclasses.replace(results.models["tiny"], name="other", tasks={"fidelity": {n: c for n, c in sixteen.items() if n != "raw"}})
-    exact = dataclasses.replace(results.models["tiny-float32"], tasks={"fidelity": {n: c for n, c in exact.items() if n != "int8"}})
-    _, rows, _ = markdown.mass_rows(dataclasses.replace(results, models={"tiny": results.models["tiny"], "other": other, "tiny-float32": exact}))
+    assert (
+        f"(the lossless `raw` {sixteen['raw'].summary['mass_matched']:.2%}; with less rounding noise, in float32,"
+        f" {second[1]})." in line
+    )
+    other = dataclasses.replace(
+        results.models["tiny"], name="other", tasks={"fidelity": {n: c for n, c in sixteen.items() if n != "raw"}}
+    )
+    exact = dataclasses.replace(
+        results.models["tiny-float32"], tasks={"fidelity": {n: c for n, c in exact.items() if n != "int8"}}
+    )
+    _, rows, _ = markdown.mass_rows(
+        dataclasses.replace(results, models={"tiny": results.models["tiny"], "other": other, "tiny-float32": exact})
+    )
     assert [r[:3] for r in rows] == [
-        ["tiny, bfloat16", *first[:2]], ["other, bfloat16", "", first[1]], ["least, bfloat16", f"{first[0]} (1 of 2)", first[1]],
-        ["tiny, float32", "100.00%", ""], ["least, float32", "100.00%", ""],
-    ]  # fmt: skip
+        ["tiny, bfloat16", *first[:2]],
+        ["other, bfloat16", "", first[1]],
+        ["least, bfloat16", f"{first[0]} (1 of 2)", first[1]],
+        ["tiny, float32", "100.00%", ""],
+        ["least, float32", "100.00%", ""],
+    ]
 
 
 def test_schemes_whose_windows_stayed_raw_are_no_part_of_the_scheme_table(folder):
@@ -180,12 +247,18 @@ def test_schemes_whose_windows_stayed_raw_are_no_part_of_the_scheme_table(folder
     tiny = results.models["tiny"]
     cells = tiny.tasks["fidelity"]
     long = dataclasses.replace(
-        cells["kivi4"], scheme="tiered", summary=cells["kivi4"].summary | {"kl_mean": 0.0, "bytes_held": cells["raw"].summary["bytes_held"]}
+        cells["kivi4"],
+        scheme="tiered",
+        summary=cells["kivi4"].summary | {"kl_mean": 0.0, "bytes_held": cells["raw"].summary["bytes_held"]},
     )
-    more = dataclasses.replace(results, models={"tiny": dataclasses.replace(tiny, tasks={"fidelity": cells | {"tiered": long}})})
+    more = dataclasses.replace(
+        results, models={"tiny": dataclasses.replace(tiny, tasks={"fidelity": cells | {"tiered": long}})}
+    )
     _, rows, notes = markdown.scheme_rows(more)
     assert "tiered" not in {r.scheme for r in rows} and any("Not in the table: `tiered`" in n for n in notes)
-    assert markdown.recommendations(more)[1].startswith("**4 to 5 bits: `") and not any("tiered" in r for r in markdown.recommendations(more))
+    assert markdown.recommendations(more)[1].startswith("**4 to 5 bits: `") and not any(
+        "tiered" in r for r in markdown.recommendations(more)
+    )
     other = dataclasses.replace(tiny, name="other")
     assert (
         "All models: 2 windows of 220 tokens spread over t, fed in chunks of 32, bfloat16."
@@ -203,7 +276,9 @@ def test_the_command_writes_every_kind(folder, tmp_path):
     out = CliRunner().invoke(app, [str(a) for a in args])
     assert out.exit_code == 0, out.output
     written = json.loads(out.stdout)["written"]
-    assert written == [str(tmp_path / "r.html"), str(tmp_path / "r.md")] and all(Path(w).stat().st_size > 300 for w in written)
+    assert written == [str(tmp_path / "r.html"), str(tmp_path / "r.md")] and all(
+        Path(w).stat().st_size > 300 for w in written
+    )
     assert "| kivi2 |" in (tmp_path / "r.md").read_text()
     bad = CliRunner().invoke(app, ["report", str(folder), "--html", str(tmp_path / "no" / "r.html")])
     assert bad.exit_code == 2 and "create it first" in bad.stderr
@@ -231,7 +306,9 @@ def test_the_page_needs_no_network_and_carries_all_rows(folder):
     assert [r["scheme"] for r in data["models"]["tiny"]["rows"]][:2] == ["16-bit", "raw"]
     assert len(data["models"]["tiny"]["attention"][0]["tvd"]) == 2
     assert data["kernels"] == list(BESIDE.groups) and data["answer"][-1] == BESIDE.marks[0]
-    assert text.index('id="answer"') < text.index("<table") and text.index("KL divergence between") < text.index('id="answer"')
+    assert text.index('id="answer"') < text.index("<table") and text.index("KL divergence between") < text.index(
+        'id="answer"'
+    )
     answer = {p["name"]: p for p in data["answer"]}
     assert (
         {n for n, p in answer.items() if p["kind"] == "kvbits"} == {"raw", "int8", "int4", "kivi4", "kivi2"}
@@ -241,25 +318,39 @@ def test_the_page_needs_no_network_and_carries_all_rows(folder):
 
 
 def test_other_caches_are_marked_where_they_serve(folder):
-    """A cache of others need not serve every model; its bits are those of long context, like ours, and not those of a window's raw tokens."""
+    """A cache of others need not serve every model; its bits are those of long context, like ours, and not those of a
+    window's raw tokens.
+    """
     results = collect(folder)
     tiny = results.models["tiny"]
     (base,) = (c for c in tiny.tasks["fidelity"].values() if c.kind == "base")
     quanto = dataclasses.replace(
-        base, scheme="quanto4", kind="stock", info={"bits_per_element": None, "options": {"nbits": 4}}, summary=base.summary | {"kl_mean": 0.3}
+        base,
+        scheme="quanto4",
+        kind="stock",
+        info={"bits_per_element": None, "options": {"nbits": 4}},
+        summary=base.summary | {"kl_mean": 0.3},
     )
     other = dataclasses.replace(tiny, name="other", tasks={"fidelity": tiny.tasks["fidelity"] | {"quanto4": quanto}})
     both = dataclasses.replace(results, models={"tiny": tiny, "other": other})
     marks = {p["name"]: p for p in page_data(both)["answer"]}
-    assert (marks["quanto4"]["bits"], marks["quanto4"]["kl"], marks["quanto4"]["models"]) == (4.5, 0.3, 1) and marks["int4"]["models"] == 2
+    assert (marks["quanto4"]["bits"], marks["quanto4"]["kl"], marks["quanto4"]["models"]) == (4.5, 0.3, 1) and marks[
+        "int4"
+    ]["models"] == 2
     rows = markdown.scheme_rows(both)[1]
     assert next(r.cells for r in rows if r.scheme == "quanto4")[2] == "4.50"
-    assert {"klt4", "klt3", "klt2", "nuq2-1%", "quanto2", "hqq2"} <= {p["name"] for p in page_data(collect(RESULTS))["answer"]}
+    assert {"klt4", "klt3", "klt2", "nuq2-1%", "quanto2", "hqq2"} <= {
+        p["name"] for p in page_data(collect(RESULTS))["answer"]
+    }
 
 
 def test_passkeys_are_counted():
     rows = page_data(collect(RESULTS))["models"]["smollm2-135m-instruct"]["passkey"]["rows"]
-    assert all(c is None or (0 <= c[0] <= c[1] and c[0] / c[1] == v) for r in rows for c, v in zip(r["counts"], r["values"], strict=True))
+    assert all(
+        c is None or (0 <= c[0] <= c[1] and c[0] / c[1] == v)
+        for r in rows
+        for c, v in zip(r["counts"], r["values"], strict=True)
+    )
     assert next(r for r in rows if r["name"] == "16-bit")["counts"][0] == [2, 2]
 
 
@@ -280,7 +371,10 @@ def test_the_page_draws_in_a_browser(folder, tmp_path, options):
     assert found["fits"] == "true"
     assert found["background"] == ("rgb(18,23,30)" if options else "rgb(255,255,255)")
     assert dom.count("<tr") > 30 and "kivi2" in dom
-    assert "The GPU: 85.02 GB − 16.06 GB of weights − 10.20 GB reserve = 58.76 GB for the cache." in dom and "users that fit" in dom
+    assert (
+        "The GPU: 85.02 GB − 16.06 GB of weights − 10.20 GB reserve = 58.76 GB for the cache." in dom
+        and "users that fit" in dom
+    )
 
 
 @needs_browser
@@ -288,8 +382,10 @@ def test_a_phone_needs_no_sideways_scrolling(folder, tmp_path):
     inner, outer = tmp_path / "page.html", tmp_path / "phone.html"
     inner.write_text(page(collect(folder)))
     outer.write_text(
-        '<body><iframe id="f" src="page.html" style="width:390px;height:900px"></iframe><script>addEventListener("load", () => setTimeout(() => {'
-        "const d = f.contentDocument; document.body.dataset.width = d.documentElement.scrollWidth + ' ' + d.documentElement.dataset.ready; }, 1500));</script>"
+        '<body><iframe id="f" src="page.html"'
+        ' style="width:390px;height:900px"></iframe><script>addEventListener("load", () => setTimeout(() => {const d ='
+        " f.contentDocument; document.body.dataset.width = d.documentElement.scrollWidth + ' ' +"
+        " d.documentElement.dataset.ready; }, 1500));</script>"
     )
     dom = browse(outer, tmp_path / "profile", "--allow-file-access-from-files")
     width = re.search(r'data-width="(\d+) yes"', dom)

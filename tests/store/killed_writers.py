@@ -1,8 +1,10 @@
-"""Writers of a store that are killed at any moment, and two at once: nothing wrong is ever loaded, and the store stays usable.
+"""Writers of a store that are killed at any moment, and two at once: nothing wrong is ever loaded, and the store stays
+usable.
 
     python tests/store/killed_writers.py FOLDER [kills]
 
-Forks writers that put prompts, kills each with SIGKILL after a random time, and loads every prompt after each. Prints what it saw as JSON; an error ends it.
+Forks writers that put prompts, kills each with SIGKILL after a random time, and loads every prompt after each. Prints
+what it saw as JSON; an error ends it.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ def main(where: str, kills: int) -> dict[str, int]:
                 assert bytes_of(one) == bytes_of(donor)
             for g, whole in zip(one.groups, donor.groups, strict=True) if n else ():
                 mine = [g.pools["closed"].block(i).numpy().tobytes() for i in g.sequences[0].closed]
-                assert mine == [whole.pools["closed"].block(i).numpy().tobytes() for i in whole.sequences[0].closed[: len(mine)]]
+                assert mine == [
+                    whole.pools["closed"].block(i).numpy().tobytes() for i in whole.sequences[0].closed[: len(mine)]
+                ]
             seen["whole" if n == 700 else "parts" if n else "nothing"] += 1
         assert not store.explain()["damaged"]
 

@@ -1,4 +1,6 @@
-"""Killed writers, full disks, flipped bits, cut files, other versions, foreign and hostile files: nothing wrong is ever loaded, the store goes on, the file is named."""
+"""Killed writers, full disks, flipped bits, cut files, other versions, foreign and hostile files: nothing wrong is ever
+loaded, the store goes on, the file is named.
+"""
 
 import dataclasses
 import json
@@ -45,9 +47,12 @@ def load(store, ids=IDS):
 
 def test_writers_that_are_killed_leave_a_store_that_is_right(tmp_path):
     run = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "killed_writers.py"), str(tmp_path / "store"), "20"], capture_output=True, text=True, timeout=500,
+        [sys.executable, str(Path(__file__).parent / "killed_writers.py"), str(tmp_path / "store"), "20"],
+        capture_output=True,
+        text=True,
+        timeout=500,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     seen = json.loads(run.stdout)
     assert seen["kills"] == 30
@@ -75,7 +80,9 @@ def test_a_full_disk_leaves_the_store_as_it_was(full):
 def test_a_bit_flipped_anywhere_is_never_loaded_and_its_file_is_named(tmp_path_factory, data):
     store, donor = PrefixStore(tmp_path_factory.mktemp("store"), blob_tokens=64), cache_of(SPEC, IDS)
     store.put(donor, IDS)
-    files = sorted((p for p in store.folder.root.rglob("*") if p.is_file()), key=lambda p: Header.parse(p.read_bytes(), "").start)
+    files = sorted(
+        (p for p in store.folder.root.rglob("*") if p.is_file()), key=lambda p: Header.parse(p.read_bytes(), "").start
+    )
     number = data.draw(st.integers(0, len(files) - 1))
     content = bytearray(files[number].read_bytes())
     at = data.draw(st.integers(0, len(content) - 1) | st.integers(0, 250))
@@ -125,7 +132,12 @@ def changed(path, table=None, **fields):
     header = Header.parse(content, "")
     if table is not None:
         text = table.pack()
-        fields = {"table_crc": zlib.crc32(text), "table_bytes": len(text), "pages": len(table.pages), "checksum": blob.checksum_of_sums(table.sums)} | fields
+        fields = {
+            "table_crc": zlib.crc32(text),
+            "table_bytes": len(text),
+            "pages": len(table.pages),
+            "checksum": blob.checksum_of_sums(table.sums),
+        } | fields
         content = content[:128] + text + content[128 + header.table_bytes :]
     path.write_bytes(dataclasses.replace(header, **fields).pack() + content[128:])
 
@@ -133,11 +145,25 @@ def changed(path, table=None, **fields):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"data_bytes": 2**62}, {"data_bytes": 2**63}, {"data_bytes": 2**61}, {"data_bytes": 0}, {"pages": 2**31}, {"pages": 2**19}, {"table_bytes": 2**31},
-        {"table_bytes": 128}, {"start": 2**63}, {"start": 0}, {"tokens": 2**31}, {"tokens": 0}, {"key": bytes(20)}, {"kind": Kind.END}, {"kind": Kind.ABOUT},
-        {"checksum": 1}, {"table_crc": 0},
+        {"data_bytes": 2**62},
+        {"data_bytes": 2**63},
+        {"data_bytes": 2**61},
+        {"data_bytes": 0},
+        {"pages": 2**31},
+        {"pages": 2**19},
+        {"table_bytes": 2**31},
+        {"table_bytes": 128},
+        {"start": 2**63},
+        {"start": 0},
+        {"tokens": 2**31},
+        {"tokens": 0},
+        {"key": bytes(20)},
+        {"kind": Kind.END},
+        {"kind": Kind.ABOUT},
+        {"checksum": 1},
+        {"table_crc": 0},
     ],
-)  # fmt: skip
+)
 def test_numbers_that_cannot_be_are_refused(full, fields):
     store, _, files = full
     changed(files[2], **fields)
@@ -151,7 +177,10 @@ def table_of(path):
     return Table.parse(header, content[128 : 128 + header.table_bytes], [g for g in SPEC.groups], "")
 
 
-@pytest.mark.parametrize("wrong", [Page(0, "closed", 0), Page(0, "closed", 10**6), Page(0, "sink", 0), Page(0, "tail", 4), Page(0, "sink", 5)])
+@pytest.mark.parametrize(
+    "wrong",
+    [Page(0, "closed", 0), Page(0, "closed", 10**6), Page(0, "sink", 0), Page(0, "tail", 4), Page(0, "sink", 5)],
+)
 def test_a_blob_brings_no_pages_but_those_of_its_tokens(full, wrong):
     store, _, files = full
     table = table_of(files[2])
@@ -164,10 +193,17 @@ def test_a_blob_brings_no_pages_but_those_of_its_tokens(full, wrong):
 @pytest.mark.parametrize(
     "state",
     [
-        b"", b"[" * 100_000, b"null", b'{"groups": []}', b'{"groups": [{"released": 0}]}', b'{"groups": [{"released": 1e999, "dropped": 0}]}',
-        b'{"groups": [{"released": 10, "dropped": 0}]}', b'{"groups": [{"released": 0.0, "dropped": 0}]}', b'{"groups": [{"released": 0, "dropped": 1}]}',
+        b"",
+        b"[" * 100_000,
+        b"null",
+        b'{"groups": []}',
+        b'{"groups": [{"released": 0}]}',
+        b'{"groups": [{"released": 1e999, "dropped": 0}]}',
+        b'{"groups": [{"released": 10, "dropped": 0}]}',
+        b'{"groups": [{"released": 0.0, "dropped": 0}]}',
+        b'{"groups": [{"released": 0, "dropped": 1}]}',
     ],
-)  # fmt: skip
+)
 def test_an_end_that_no_sequence_has_is_refused(full, state):
     store, _, files = full
     table = table_of(files[-1])
@@ -185,13 +221,16 @@ def test_files_under_another_name_or_of_another_cache_are_not_taken(full, tmp_pa
     other = PrefixStore(tmp_path / "other", blob_tokens=64)
     foreign = cache_of(spec_of("int4", (FULL, FULL, FULL)), IDS)
     other.put(foreign, IDS)
-    theirs = sorted((p for p in other.folder.root.rglob("*") if p.is_file()), key=lambda p: Header.parse(p.read_bytes(), "").start)
+    theirs = sorted(
+        (p for p in other.folder.root.rglob("*") if p.is_file()), key=lambda p: Header.parse(p.read_bytes(), "").start
+    )
     files[1].write_bytes(theirs[1].read_bytes())
     with pytest.warns(UserWarning, match=f"{files[1].name} does not belong there: it is of another scheme or geometry"):
         assert load(store)[0] == 68
 
 
-# -- links and names ------------------------------------------------------------------------------------------------------
+# -- links and names
+# ------------------------------------------------------------------------------------------------------
 
 
 def outside(tmp_path):
@@ -240,10 +279,27 @@ def test_files_that_are_links_pipes_or_folders_are_not_read_and_what_they_point_
     assert (there / "secret").read_text() == "untouched"
 
 
-@pytest.mark.parametrize("name", ["../../etc/passwd", "a" * 40, "a" * 40 + "/../x", "a" * 40 + ".0-1\0", "/etc/passwd", "", "A" * 40 + ".0-1", "a" * 300])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../etc/passwd",
+        "a" * 40,
+        "a" * 40 + "/../x",
+        "a" * 40 + ".0-1\0",
+        "/etc/passwd",
+        "",
+        "A" * 40 + ".0-1",
+        "a" * 300,
+    ],
+)
 def test_names_that_lead_elsewhere_are_refused(tmp_path, name):
     where = folder.Folder(tmp_path / "store")
-    for call in (where.open, where.remove, where.set_aside, lambda space, name: where.write(space, [(name, [memoryview(b"x")])])):
+    for call in (
+        where.open,
+        where.remove,
+        where.set_aside,
+        lambda space, name: where.write(space, [(name, [memoryview(b"x")])]),
+    ):
         with pytest.raises(SpecError, match="is no name of a file of a store"):
             call("ab" * 20, name)
     for space in ("..", "../x", "", "/"):
@@ -255,7 +311,9 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path, name):
 def test_the_lock_of_an_eviction_is_no_way_out(full, tmp_path):
     store, _, _ = full
     (store.folder.root / ".evicting").symlink_to(tmp_path / "made")
-    with pytest.raises(SpecError, match=r"/\.evicting is a symbolic link or a folder, where a store has a file; remove it"):
+    with pytest.raises(
+        SpecError, match=r"/\.evicting is a symbolic link or a folder, where a store has a file; remove it"
+    ):
         store.evict(0)
     assert not (tmp_path / "made").exists()
     (store.folder.root / ".evicting").unlink()
@@ -335,7 +393,11 @@ def pages_read(store, where_from, staged):
     for i, one in enumerate(plan.blobs):
         shapes = [blob.block_shape(groups[p.group], p.pool) for p in one.pages]
         sizes = [math.prod(x) for x in shapes]
-        parts = [torch.empty(n, dtype=torch.uint8) for n in sizes] if i % 2 else torch.empty(sum(sizes), dtype=torch.uint8).split(sizes)
+        parts = (
+            [torch.empty(n, dtype=torch.uint8) for n in sizes]
+            if i % 2
+            else torch.empty(sum(sizes), dtype=torch.uint8).split(sizes)
+        )
         room.append([x.view(shape) for x, shape in zip(parts, shapes, strict=True)])
     work = [w for one, to in zip(plan.blobs, room, strict=True) for w in one.work(groups, (0, 1), list(enumerate(to)))]
     space = store._identity(where_from)[1]

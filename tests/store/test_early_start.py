@@ -1,4 +1,6 @@
-"""Layers that start while later ones still load: the same numbers, each waits for its own bytes and no others, and damage found late never gives an answer."""
+"""Layers that start while later ones still load: the same numbers, each waits for its own bytes and no others, and
+damage found late never gives an answer.
+"""
 
 import copy
 import os
@@ -74,7 +76,9 @@ def flip(path, layer, layers=LAYERS):
 
 @pytest.mark.parametrize(("name", "tokens"), [*((name, 40) for name in SCHEMES), ("int4", 1)])
 @pytest.mark.parametrize(
-    ("layers", "staged"), [((FULL,) * 5, False), ((FULL,) * 5, True), ((FULL, SLIDING) * 2, True), ((FULL,), False)], ids=["5", "5 staged", "windows", "1"]
+    ("layers", "staged"),
+    [((FULL,) * 5, False), ((FULL,) * 5, True), ((FULL, SLIDING) * 2, True), ((FULL,), False)],
+    ids=["5", "5 staged", "windows", "1"],
 )
 def test_what_begins_early_gives_what_a_whole_load_gives(tmp_path, monkeypatch, name, layers, tokens, staged):
     """Staged: by way of other memory, in small batches, as a GPU's pages go."""
@@ -88,7 +92,9 @@ def test_what_begins_early_gives_what_a_whole_load_gives(tmp_path, monkeypatch, 
     n = store.load(whole, IDS)
     assert n == store.load(early, IDS, wait=False) == store.load(fixed, IDS, wait=False) == 420
     expected = one_pass(whole, tokens)
-    assert all(torch.equal(a, b) for cache in (early, fixed) for a, b in zip(one_pass(cache, tokens), expected, strict=True))
+    assert all(
+        torch.equal(a, b) for cache in (early, fixed) for a, b in zip(one_pass(cache, tokens), expected, strict=True)
+    )
     assert bytes_of(early) == bytes_of(whole) == bytes_of(fixed)
     assert not early.arrivals.under_way
 
@@ -114,7 +120,9 @@ def test_the_first_layers_run_while_later_ones_are_still_to_come(full, monkeypat
     assert bytes_of(early) == bytes_of(whole)
 
 
-@pytest.mark.parametrize("what", ["groups", "dequantize", "store_of", "copy", "pickle", "crop", "swap_out", "fork", "put"])
+@pytest.mark.parametrize(
+    "what", ["groups", "dequantize", "store_of", "copy", "pickle", "crop", "swap_out", "fork", "put"]
+)
 def test_anything_but_a_layer_waits_for_all(full, monkeypatch, what):
     store, _ = full
     whole, early = cache_of(SPEC), cache_of(SPEC)
@@ -156,7 +164,10 @@ def test_a_flipped_bit_in_the_last_layer_takes_the_pass_back_and_names_the_file(
     assert store.load(cache, IDS, wait=False) == 420
     assert all(torch.isfinite(x).all() for x in one_pass(cache, tokens, range(2)))
     gate.open.set()
-    with pytest.warns(UserWarning, match=files[2].name), pytest.raises(DamagedError, match=rf"{files[2].name} is damaged.*taken back.*reset\(\)"):
+    with (
+        pytest.warns(UserWarning, match=files[2].name),
+        pytest.raises(DamagedError, match=rf"{files[2].name} is damaged.*taken back.*reset\(\)"),
+    ):
         one_pass(cache, tokens, range(2, LAYERS))
     assert not cache.in_pass
     assert not files[2].exists()
@@ -188,7 +199,10 @@ def test_a_damaged_sequence_may_be_freed_and_its_row_used_again(full):
     assert cache.seq_lens == [0]
     assert cache.bytes_by_kind()["free"] == cache.nbytes
     assert store.load(cache, IDS, wait=False) == 0
-    assert all(torch.equal(a, b) for a, b in zip(one_pass(extend(cache, IDS, 90)), one_pass(cache_of(SPEC, IDS, 90)), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(one_pass(extend(cache, IDS, 90)), one_pass(cache_of(SPEC, IDS, 90)), strict=True)
+    )
 
 
 def test_a_file_that_is_cut_after_its_header_was_read_is_damage_too(full, monkeypatch):
@@ -198,7 +212,10 @@ def test_a_file_that_is_cut_after_its_header_was_read_is_damage_too(full, monkey
     one_pass(cache, layers=range(2))
     os.truncate(files[-1], files[-1].stat().st_size - 9)
     gate.open.set()
-    with pytest.warns(UserWarning, match="damaged"), pytest.raises(DamagedError, match=files[-1].name.replace("+", r"\+")):
+    with (
+        pytest.warns(UserWarning, match="damaged"),
+        pytest.raises(DamagedError, match=files[-1].name.replace("+", r"\+")),
+    ):
         one_pass(cache, layers=range(2, LAYERS))
 
 
@@ -267,7 +284,9 @@ def test_a_process_that_ends_in_the_middle_leaves_the_store_as_it_was(full, how)
     before = [p.read_bytes() for p in files]
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     argv = [sys.executable, "-c", KILLED, str(store.folder.root), paths, how]
-    child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths})
+    child = subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths}
+    )
     if how == "killed":
         assert {child.stdout.readline().strip(), child.stdout.readline().strip()} == {"on the way", "420"}
         child.kill()
@@ -279,19 +298,26 @@ def test_a_process_that_ends_in_the_middle_leaves_the_store_as_it_was(full, how)
 
 @pytest.mark.parametrize("rest", [50, 1])
 def test_a_model_goes_on_with_a_damaged_prefix_as_without_or_says_so(tmp_path, rest):
-    """The rest of the prompt is computed here, so what is damaged is computed too; where only the last token is left, whoever generates is told."""
+    """The rest of the prompt is computed here, so what is damaged is computed too; where only the last token is left,
+    whoever generates is told.
+    """
     model = tiny("llama")
     scheme = schemes.get("int8_centered", head_dim=16, page_size=32, num_sink_tokens=4, residual_length=32)
     torch.manual_seed(0)
     ids = torch.randint(3, 60, (1, 300))
     store, other = PrefixStore(tmp_path / "a", blob_tokens=64), PrefixStore(tmp_path / "b", blob_tokens=64)
     KVCache.from_prefix(model, ids[:, : 301 - rest], store=store, scheme=scheme)
-    path = sorted((p for p in (tmp_path / "a").rglob("*") if p.is_file()), key=lambda p: Header.parse(p.read_bytes(), "").start)[1]
+    path = sorted(
+        (p for p in (tmp_path / "a").rglob("*") if p.is_file()), key=lambda p: Header.parse(p.read_bytes(), "").start
+    )[1]
     layers = len(KVCache.for_model(model, scheme).pages.spec.layers)
     flip(path, layers - 1, layers)
     if rest == 1:
         cache = KVCache.from_prefix(model, ids, store=store, scheme=scheme)
-        with pytest.warns(UserWarning, match=path.name), pytest.raises(FileFormatError, match=rf"{path.name} is damaged"):
+        with (
+            pytest.warns(UserWarning, match=path.name),
+            pytest.raises(FileFormatError, match=rf"{path.name} is damaged"),
+        ):
             model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
         flip(path.with_name(path.name + ".damaged"), layers - 1, layers)  # whole again, then damaged again
         path.with_name(path.name + ".damaged").rename(path)

@@ -50,7 +50,9 @@ def test_what_was_put_loads_and_a_flipped_bit_is_found(tmp_path, name):
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_bytes_come_after_what_is_still_written_to_memory_used_again(tmp_path, wait):
-    """A pool that grows for what is loaded may get memory that somebody freed and the current stream has still to write."""
+    """A pool that grows for what is loaded may get memory that somebody freed and the current stream has still to
+    write.
+    """
     spec = of_8b_shape()
     donor, store = cache_of(spec), PrefixStore(tmp_path, blob_tokens=64)
     for layer in range(8):
@@ -68,7 +70,9 @@ def test_bytes_come_after_what_is_still_written_to_memory_used_again(tmp_path, w
 
 
 def of_8b_shape(layers=8):
-    return CacheSpec(scheme=schemes.get("int4", head_dim=128), layers=(LayerGeometry(num_kv_heads=2, head_dim=128),) * layers)
+    return CacheSpec(
+        scheme=schemes.get("int4", head_dim=128), layers=(LayerGeometry(num_kv_heads=2, head_dim=128),) * layers
+    )
 
 
 def attended(cache, layers):
@@ -83,7 +87,9 @@ def attended(cache, layers):
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "grows"])
 def test_layers_that_start_early_wait_for_their_own_bytes_on_the_gpu(tmp_path, monkeypatch, fixed):
-    """Reads of all but the first layers are held back until these have been launched; in the end all is as after a whole load, and damage is found."""
+    """Reads of all but the first layers are held back until these have been launched; in the end all is as after a
+    whole load, and damage is found.
+    """
     spec, options = of_8b_shape(), {"max_tokens": 3100} if fixed else {}
     donor, store = cache_of(spec), PrefixStore(tmp_path)
     for layer in range(8):

@@ -49,14 +49,23 @@ def test_a_read_only_store_loads_and_says_what_cannot_be_done(store, monkeypatch
     assert store.load(cache_of(INT4), ids) == 300
     other = cache_of(INT4, ids_of(300, 1))
     for what in (lambda: store.put(other, ids_of(300, 1)), lambda: store.pin(donor, ids), lambda: store.evict(0)):
-        with pytest.raises(OSError, match="Read-only file system; loading needs a store that can be read, put, pin and evict one that can be written"):
+        with pytest.raises(
+            OSError,
+            match=(
+                "Read-only file system; loading needs a store that can be read, put, pin and evict one that can be"
+                " written"
+            ),
+        ):
             what()
 
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_prefix_gives_planes_back_where_a_budget_has_no_room_as_computing_it_does(store, wait):
     spec, _ = pieces("tiered")
-    spec = dataclasses.replace(spec, scheme=dataclasses.replace(spec.scheme, tiers=(dataclasses.replace(spec.scheme.tiers[0], num_tokens=2**20),)))
+    spec = dataclasses.replace(
+        spec,
+        scheme=dataclasses.replace(spec.scheme, tiers=(dataclasses.replace(spec.scheme.tiers[0], num_tokens=2**20),)),
+    )
     ids = ids_of(600)
     donor = cache_of(spec, ids)
     budget = int(0.75 * donor.nbytes)
@@ -69,7 +78,9 @@ def test_a_prefix_gives_planes_back_where_a_budget_has_no_room_as_computing_it_d
     assert kept[0] == sorted(kept[0]) and abs(sum(kept[0]) - sum(kept[1])) <= 2
     donor.set_tiers(0, [32 * sum(kept[0])])
     for layer in range(2):
-        assert all(torch.equal(a, b) for a, b in zip(loaded.dequantize(layer, 0), donor.dequantize(layer, 0), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(loaded.dequantize(layer, 0), donor.dequantize(layer, 0), strict=True)
+        )
     check_books(loaded)
     extend(loaded, ids_of(700), 640)
     small = cache_of(spec, budget=donor.nbytes // 4)
@@ -149,7 +160,10 @@ def test_layers_with_windows_load_a_shared_beginning_where_their_pages_were_put_
 
 
 @pytest.mark.parametrize("name", ["int4", "raw", "token_local"])
-@pytest.mark.parametrize(("end", "speculates", "chunks"), [(False, False, (400,)), (True, True, (400,)), (True, False, (287, 400)), (True, False, (400,))])
+@pytest.mark.parametrize(
+    ("end", "speculates", "chunks"),
+    [(False, False, (400,)), (True, True, (400,)), (True, False, (287, 400)), (True, False, (400,))],
+)
 def test_what_put_says_is_what_loads(store, name, end, speculates, chunks):
     spec, _ = pieces(name, (FULL, SLIDING))
     ids, donor = ids_of(400), cache_of(spec)
@@ -173,9 +187,17 @@ def test_prompts_that_share_nothing_or_too_little_load_nothing(store):
 
 
 @pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize(("layers", "short", "long", "load"), [((FULL, SLIDING), 2, 300, 120), ((FULL, FULL), 130, 300, 130)], ids=["windows", "raw end"])
-def test_pages_of_a_blob_that_the_plan_leaves_out_are_not_taken_for_those_of_its_end(store, layers, short, long, load, wait):
-    """Both were the blob of one number: in a cache with room, where reading begins early, a sequence got page ids of another pool."""
+@pytest.mark.parametrize(
+    ("layers", "short", "long", "load"),
+    [((FULL, SLIDING), 2, 300, 120), ((FULL, FULL), 130, 300, 130)],
+    ids=["windows", "raw end"],
+)
+def test_pages_of_a_blob_that_the_plan_leaves_out_are_not_taken_for_those_of_its_end(
+    store, layers, short, long, load, wait
+):
+    """Both were the blob of one number: in a cache with room, where reading begins early, a sequence got page ids of
+    another pool.
+    """
     spec = spec_of("int4", layers, residual_length=64, num_sink_tokens=0)
     ids = ids_of(long)
     for n in (short, long):
@@ -188,7 +210,9 @@ def test_pages_of_a_blob_that_the_plan_leaves_out_are_not_taken_for_those_of_its
 
 @pytest.mark.parametrize("layers", [(FULL, FULL), (FULL, SLIDING)], ids=["full", "windows"])
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 400}], ids=["grows", "fixed"])
-def test_exactly_the_tokens_that_were_put_load_as_they_were_though_a_longer_prompt_closed_all_of_them(store, layers, options):
+def test_exactly_the_tokens_that_were_put_load_as_they_were_though_a_longer_prompt_closed_all_of_them(
+    store, layers, options
+):
     """At the border of a blob: the closed pages alone would have quantized the newest tokens."""
     spec = spec_of("int4", layers, num_sink_tokens=0)
     ids = ids_of(300)
@@ -287,9 +311,13 @@ def test_bad_calls_are_refused_in_words(tmp_path):
         store.put(cache, ids, row=3)
     with pytest.raises(DataError, match=r"whole numbers \[tokens\] or \[1, tokens\], got float64 \[2\]"):
         store.put(cache, [0.5, 1])
-    with pytest.raises(DataError, match=r"got int64 \[2, 3\]; tokenize a prompt first, and store one sequence at a time"):
+    with pytest.raises(
+        DataError, match=r"got int64 \[2, 3\]; tokenize a prompt first, and store one sequence at a time"
+    ):
         store.put(cache, np.zeros((2, 3), np.int64))
-    with pytest.raises(CacheStateError, match=r"sequence 0 holds 100 tokens; load a prefix into an empty one, or free\(0\) first"):
+    with pytest.raises(
+        CacheStateError, match=r"sequence 0 holds 100 tokens; load a prefix into an empty one, or free\(0\) first"
+    ):
         store.load(cache, ids)
     with pytest.raises(DataError, match="str is neither a KVCache nor a PagedCache"):
         store.put("cache", ids)
@@ -340,7 +368,15 @@ def test_prefixes_load_into_the_rows_of_a_new_cache_in_any_order(tmp_path):
 
 
 def test_sizes_are_read_as_people_write_them(tmp_path):
-    for size, nbytes in ((7, 7), ("7B", 7), ("64 MB", 64 * 10**6), ("1.5gb", 15 * 10**8), ("2TB", 2 * 10**12), ("1kb", 1000), ("1GiB", 2**30)):
+    for size, nbytes in (
+        (7, 7),
+        ("7B", 7),
+        ("64 MB", 64 * 10**6),
+        ("1.5gb", 15 * 10**8),
+        ("2TB", 2 * 10**12),
+        ("1kb", 1000),
+        ("1GiB", 2**30),
+    ):
         assert PrefixStore(tmp_path, max_bytes=size).max_bytes == nbytes
     for bad in (-1, 1.5, "", "64", "GB", "-1GB", "infGB", "1e400GB", "1XB"):
         with pytest.raises(SpecError, match=r"max_bytes '.*' is not understood; write it with its unit"):
@@ -349,7 +385,8 @@ def test_sizes_are_read_as_people_write_them(tmp_path):
         PrefixStore(tmp_path, max_bytes=0)
 
 
-# -- what stays ---------------------------------------------------------------------------------------------------------
+# -- what stays
+# ---------------------------------------------------------------------------------------------------------
 
 
 def aged(store, seconds):
@@ -412,9 +449,10 @@ def test_explain_counts_files_and_bytes(store, tmp_path):
     assert repr(store).startswith("PrefixStore(")
     (namespace,) = about["namespaces"]
     assert str(about).splitlines() == [
-        f"{tmp_path}: 6 files, {human_bytes(about['bytes'])}", f"{namespace}: 6 files, {human_bytes(about['bytes'])}",
+        f"{tmp_path}: 6 files, {human_bytes(about['bytes'])}",
+        f"{namespace}: 6 files, {human_bytes(about['bytes'])}",
         "one line for each model, scheme and calibration, whose pages are never mixed",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("where", ["/proc/x", "/dev/null/x"])
@@ -465,7 +503,12 @@ def test_a_parked_sequence_comes_back_as_it_was_and_is_not_evicted_meanwhile(sto
 def test_a_prefix_is_loaded_into_pages_alone(store):
     """A cache of Transformers has pages, but counts the columns of its prompts, too."""
     kv = SimpleNamespace(pages=cache_of(INT4))
-    with pytest.raises(DataError, match=r"load\(\) into a SimpleNamespace, which is no PagedCache; KVCache.from_prefix\(model, ids, store=store\)"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"load\(\) into a SimpleNamespace, which is no PagedCache; KVCache.from_prefix\(model, ids, store=store\)"
+        ),
+    ):
         store.load(kv, ids_of(300))
 
 

@@ -15,7 +15,9 @@ IDS = ids_of(400)
 
 @pytest.fixture(params=["memory", "file"])
 def url(request, tmp_path):
-    return f"memory://{uuid.uuid4().hex}/prefixes" if request.param == "memory" else f"file://{tmp_path}/bucket/prefixes"
+    return (
+        f"memory://{uuid.uuid4().hex}/prefixes" if request.param == "memory" else f"file://{tmp_path}/bucket/prefixes"
+    )
 
 
 def machine(url, tmp_path, name, **options):
@@ -104,7 +106,9 @@ def test_a_damaged_object_is_named_set_aside_there_too_and_made_again(url, tmp_p
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["files that are held open", "more files than that"])
-def test_a_file_that_was_evicted_here_during_a_load_is_fetched_again_and_nothing_is_damaged(url, tmp_path, monkeypatch, held):
+def test_a_file_that_was_evicted_here_during_a_load_is_fetched_again_and_nothing_is_damaged(
+    url, tmp_path, monkeypatch, held
+):
     from kvbits.store import prefix_store
     from kvbits.store.filling import Filling
 
@@ -159,7 +163,10 @@ def test_the_local_folder_of_a_url_is_in_the_cache_folder(monkeypatch, tmp_path)
 @pytest.fixture
 def bucket():
     """A bucket of an S3 server on this machine, and what s3fs needs to reach it."""
-    server, s3fs = pytest.importorskip("moto.server", reason="no S3 server: pip install 'moto[server]' s3fs"), pytest.importorskip("s3fs")
+    server, s3fs = (
+        pytest.importorskip("moto.server", reason="no S3 server: pip install 'moto[server]' s3fs"),
+        pytest.importorskip("s3fs"),
+    )
     running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()

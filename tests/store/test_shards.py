@@ -123,7 +123,8 @@ def test_a_damaged_shard_is_named_and_the_prefix_ends_before_it(tmp_path):
     with pytest.warns(UserWarning, match=re.escape(path.name)):
         n = store_of(tmp_path, 0, 1).load(rank_of("int4", 0, 1, filled=False), IDS)
     assert n == 0, "layers with windows have their pages in the end alone"
-    store_of(tmp_path, 1, 2).put(rank_of("int4", 1, 2), IDS)  # what was set aside is there again, so that every file is looked at
+    # what was set aside is there again, so that every file is looked at
+    store_of(tmp_path, 1, 2).put(rank_of("int4", 1, 2), IDS)
     with pytest.warns(UserWarning, match="truncated"):
         sorted(p for p in tmp_path.rglob("*.1-2") if p.is_file())[0].write_bytes(b"")
         store_of(tmp_path, 0, 1).load(rank_of("int4", 0, 1, filled=False), IDS)

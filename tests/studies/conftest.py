@@ -1,4 +1,6 @@
-"""Fixtures of the CPU kernel tests, for the study that has kernels of its own; and the checkout's root, where studies are imported from."""
+"""Fixtures of the CPU kernel tests, for the study that has kernels of its own; and the checkout's root, where studies
+are imported from.
+"""
 
 import sys
 from pathlib import Path

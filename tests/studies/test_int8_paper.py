@@ -9,8 +9,10 @@
 | scales by hand, of zero columns too | test_scales_codes_and_values_by_hand |
 | rounding and clamping by hand | test_scales_codes_and_values_by_hand, test_rounding_goes_to_even_or_away_from_zero |
 | dequantization by hand | test_scales_codes_and_values_by_hand |
-| each GPU kernel within one code of the CPU; variants identical | test_int8_paper_cuda.py::test_every_kernel_agrees_with_the_reference |
-| 1 x 1, the smallest vector, all zeros, all ones, alternating signs | test_patterns (CPU), test_int8_paper_cuda.py (GPU; 1 x 1 and 1 x 4 among its shapes) |
+| each GPU kernel within one code of the CPU; variants identical |
+test_int8_paper_cuda.py::test_every_kernel_agrees_with_the_reference |
+| 1 x 1, the smallest vector, all zeros, all ones, alternating signs | test_patterns (CPU), test_int8_paper_cuda.py
+(GPU; 1 x 1 and 1 x 4 among its shapes) |
 | stress | test_stress (CPU), test_int8_paper_cuda.py::test_stress_and_round_trip_metrics |
 """
 
@@ -71,7 +73,9 @@ def test_errors_of_known_differences():
     one = torch.zeros(1, 4)
     one[0, 2] = 2.0
     queries = torch.rand(study.QUERIES, 4, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    assert study.attention_error(torch.zeros(1, 4), one) == pytest.approx(float((2 * queries[:, 2]).abs().mean()), rel=1e-6)
+    assert study.attention_error(torch.zeros(1, 4), one) == pytest.approx(
+        float((2 * queries[:, 2]).abs().mean()), rel=1e-6
+    )
 
 
 @needs_cpu
@@ -81,7 +85,8 @@ def test_scales_codes_and_values_by_hand(kernel):
     scales = cpu.compute_scales(x, kernel=kernel)
     torch.testing.assert_close(scales, torch.tensor([0.01, 0.04, 1.0]))
     q = cpu.quantize(x, scales, kernel=kernel)
-    assert q.tolist() in ([[127, -64, 0], [64, 32, 0], [-10, 127, 0]], [[127, -63, 0], [64, 32, 0], [-10, 127, 0]])  # -63.5 lies on the edge
+    # -63.5 lies on the edge
+    assert q.tolist() in ([[127, -64, 0], [64, 32, 0], [-10, 127, 0]], [[127, -63, 0], [64, 32, 0], [-10, 127, 0]])
     torch.testing.assert_close(cpu.dequantize(q, scales, kernel=kernel), q.float() * torch.tensor([0.01, 0.04, 1.0]))
     assert cpu.quantize(x, scales / 100, kernel=kernel)[0].tolist() == [127, -127, 0]
 
@@ -128,13 +133,19 @@ def test_the_command_reports_every_stage_and_kernel(tiny, tmp_path):
     assert result.exit_code == 0, result.output
     data = run_files.read(tmp_path / "r.json")
     found = run_files.newest(data)
-    assert json.loads(result.stdout) == data and next(iter(data["runs"].values()))["argv"] and [e["case"] for e in found["errors"]] == list(TINY)
+    assert (
+        json.loads(result.stdout) == data
+        and next(iter(data["runs"].values()))["argv"]
+        and [e["case"] for e in found["errors"]] == list(TINY)
+    )
     assert [e["error_rows"] for e in found["errors"]] == [64, 100, 100] or found["device"]
     on_cpu = [r for r in found["rows"] if r["device"] == "cpu"]
     assert len(on_cpu) == len(TINY) * len(study.CPU_KERNELS) * 4
     for r in on_cpu:
         per_element = {"scales": 4, "quantize": 5, "dequantize": 5, "with_scales": 9}[r["stage"]]
-        assert r["bytes"] == per_element * r["rows"] * r["columns"] and r["gbytes_per_s"] == pytest.approx(r["bytes"] / r["time_us"] / 1e3)
+        assert r["bytes"] == per_element * r["rows"] * r["columns"] and r["gbytes_per_s"] == pytest.approx(
+            r["bytes"] / r["time_us"] / 1e3
+        )
         assert r[f"speedup_vs_{r['kernel']}"] == pytest.approx(1)
     if not torch.cuda.is_available():
         assert found["device"] is None and "no NVIDIA GPU" in found["gpu_missing"]
@@ -152,7 +163,10 @@ def test_a_wrong_kernel_has_no_speed(tiny, monkeypatch):
 
 @pytest.mark.parametrize(
     "options, message",
-    [({"cases": ["nothing"]}, "unknown case 'nothing'; known: small"), ({"cases": ["small"], "cpu_rows": 0}, "at least one row")],
+    [
+        ({"cases": ["nothing"]}, "unknown case 'nothing'; known: small"),
+        ({"cases": ["small"], "cpu_rows": 0}, "at least one row"),
+    ],
 )
 def test_bad_input_is_named(options, message):
     with pytest.raises(DataError, match=message):
@@ -172,7 +186,17 @@ def test_all_five_figures_are_drawn_from_a_gpu_result(tmp_path):
 
     rows, errors = [], []
     for case, (t, d) in list(study.CASES.items())[:6]:
-        errors.append({"case": case, "rows": t, "columns": d, "error_rows": t, "max_error": 0.0039, "l2_error": 1.0, "attention_error": 0.001 * d**0.5})
+        errors.append(
+            {
+                "case": case,
+                "rows": t,
+                "columns": d,
+                "error_rows": t,
+                "max_error": 0.0039,
+                "l2_error": 1.0,
+                "attention_error": 0.001 * d**0.5,
+            }
+        )
         for device, kernels in (("cpu", ("cpu_column_outer", "cpu_fast")), ("gpu", ("naive", "fast"))):
             for i, k in enumerate(kernels):
                 row = {
@@ -189,11 +213,18 @@ def test_all_five_figures_are_drawn_from_a_gpu_result(tmp_path):
     assert [p.name for p in paths] == [f"paper_figure_{i}.png" for i in range(1, 6)] and not left_out
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in paths)
     paths, left_out = draw(result | {"device": None, "gpu_missing": "no GPU"}, tmp_path / "c")
-    assert [p.name for p in paths] == ["paper_figure_2.png", "paper_figure_4.png"] and len(left_out) == 3 and "no GPU" in left_out[0]
+    assert (
+        [p.name for p in paths] == ["paper_figure_2.png", "paper_figure_4.png"]
+        and len(left_out) == 3
+        and "no GPU" in left_out[0]
+    )
 
 
 def test_help_loads_no_torch():
-    code = "import sys; from typer.testing import CliRunner; from studies.__main__ import app; CliRunner().invoke(app, ['paper', '--help']); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from typer.testing import CliRunner; from studies.__main__ import app; CliRunner().invoke(app,"
+        " ['paper', '--help']); assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

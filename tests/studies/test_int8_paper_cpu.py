@@ -90,7 +90,9 @@ def test_matrices_without_columns(rows):
         calls.append(lambda kernel=kernel: cpu.quantize(x, none, kernel=kernel))
         calls.append(lambda kernel=kernel: cpu.dequantize(x.to(torch.int8), none, kernel=kernel))
     for call in calls:
-        with pytest.raises(DataError, match=rf"is \[{rows}, 0\]: a matrix without columns has no scales; give it at least 1 column"):
+        with pytest.raises(
+            DataError, match=rf"is \[{rows}, 0\]: a matrix without columns has no scales; give it at least 1 column"
+        ):
             call()
 
 

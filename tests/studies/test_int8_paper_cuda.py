@@ -1,4 +1,6 @@
-"""The paper's unit-test subjects on the GPU kernels: hand-computed scales, rounding, variants identical, within a code of the CPU, edge shapes, stress."""
+"""The paper's unit-test subjects on the GPU kernels: hand-computed scales, rounding, variants identical, within a code
+of the CPU, edge shapes, stress.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ PATTERNS = {
     "random": lambda shape: torch.rand(shape) * 2 - 1,
     "zeros": torch.zeros,
     "ones": torch.ones,
-    "alternating": lambda shape: (torch.arange(shape[0])[:, None] + torch.arange(shape[1])).remainder(2).float() * 2 - 1,
+    "alternating": (
+        lambda shape: (torch.arange(shape[0])[:, None] + torch.arange(shape[1])).remainder(2).float() * 2 - 1
+    ),
 }
 
 
@@ -57,7 +61,8 @@ def test_hand_computed_codes_and_error_bound():
     x = torch.tensor([[1.27, -2.54, 0.0], [0.635, 1.28, 0.0]], device="cuda")
     scales = cuda.compute_scales(x)
     torch.testing.assert_close(scales.cpu(), torch.tensor([0.01, 0.02, 1.0]))
-    assert cuda.quantize(x, scales).tolist() in ([[127, -127, 0], [64, 64, 0]], [[127, -127, 0], [63, 64, 0]])  # 63.5 is on the edge in decimal only
+    # 63.5 is on the edge in decimal only
+    assert cuda.quantize(x, scales).tolist() in ([[127, -127, 0], [64, 64, 0]], [[127, -127, 0], [63, 64, 0]])
     wide = torch.rand(4096, 512, device="cuda") * 2 - 1
     q, s = cuda.quantize_with_scales(wide)
     assert float((cuda.dequantize(q, s) - wide).abs().max()) <= 1 / 254 * 1.0001
@@ -75,7 +80,9 @@ def test_stress_and_round_trip_metrics():
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows, columns, size", [(1, 32, 16), (100, 256, 64), (7, 192, 48), (1000, 2048, 128), (0, 64, 32)])
+@pytest.mark.parametrize(
+    "rows, columns, size", [(1, 32, 16), (100, 256, 64), (7, 192, 48), (1000, 2048, 128), (0, 64, 32)]
+)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_groups_same_as_reference(bits, rows, columns, size, dtype):
     x = (torch.randn(rows, columns) * torch.randn(rows, 1).exp()).to(dtype)
@@ -107,9 +114,19 @@ def test_refusals_need_no_gpu():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_compile_without_spills(dtype, columns, tmp_path, monkeypatch):
     monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
-    binary = cuda_compile.compile_source(cuda_compile.Source(Path(cuda.__file__).parent, "matrix.cu", cuda.defines(dtype, columns)), "sm_90")
+    binary = cuda_compile.compile_source(
+        cuda_compile.Source(Path(cuda.__file__).parent, "matrix.cu", cuda.defines(dtype, columns)), "sm_90"
+    )
     if "Compiling entry function" not in binary.log:
         pytest.skip("this NVRTC does not say what kernels use")
     names = [f"{what}_{k}" for what in ("quantize", "dequantize") for k in cuda.PRINTED]
-    for name in (*names, "quantize", "dequantize", "column_maxima", "scales_of_maxima", "scales_warp", "quantize_groups"):
+    for name in (
+        *names,
+        "quantize",
+        "dequantize",
+        "column_maxima",
+        "scales_of_maxima",
+        "scales_warp",
+        "quantize_groups",
+    ):
         assert binary.resources(name).spill_bytes == 0

@@ -26,7 +26,9 @@ def test_paper_table_1_agrees():
     assert f.nbytes == plan(uniform(32, 32, 128), ["fp32"], context=131072).rows[0].total_bytes
 
 
-@pytest.mark.parametrize(("printed", "gib", "scheme_bytes"), [("41.9 GB", 320, 2), ("21.0 GB", 160, 1), ("10.5 GB", 80, 0.5)])
+@pytest.mark.parametrize(
+    ("printed", "gib", "scheme_bytes"), [("41.9 GB", 320, 2), ("21.0 GB", 160, 1), ("10.5 GB", 80, 0.5)]
+)
 def test_llama_70b_table_differs_from_its_own_formula(printed, gib, scheme_bytes):
     f = figure(printed)
     assert f.nbytes == gib * GIB == 2 * 80 * 64 * 128 * 4096 * 32 * scheme_bytes
@@ -57,8 +59,12 @@ def test_every_figure_states_its_verdict():
 
 
 def test_recomputing_needs_no_torch():
-    code = "import sys; from studies.source_figures import source_figures; source_figures(); print('torch' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    code = (
+        "import sys; from studies.source_figures import source_figures; source_figures(); print('torch' in sys.modules)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
     assert out.stdout.strip() == "False"
 
 

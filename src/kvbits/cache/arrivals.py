@@ -1,4 +1,6 @@
-"""Pages on their way into a cache whose first layers are used already: who brings them says which layers are there, who uses a layer waits for it."""
+"""Pages on their way into a cache whose first layers are used already: who brings them says which layers are there, who
+uses a layer waits for it.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,19 @@ class Arrivals:
 
     def _forget(self) -> None:
         self.under_way, self._row = False, -1
-        self._came: list[tuple[int, torch.cuda.Event | None]] = []  # layers that are there, and what a stream has to wait for
+        # layers that are there, and what a stream has to wait for
+        self._came: list[tuple[int, torch.cuda.Event | None]] = []
         self._failure: BaseException | None = None
         self._refused: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def begin(self, row: int, run: Callable[[], None], stop: Callable[[], None], refuse: Callable[[BaseException], BaseException]) -> None:
+    def begin(
+        self,
+        row: int,
+        run: Callable[[], None],
+        stop: Callable[[], None],
+        refuse: Callable[[BaseException], BaseException],
+    ) -> None:
         """Bring the pages of a sequence in a thread.
 
         Args:
@@ -62,16 +71,22 @@ class Arrivals:
             self._changed.notify_all()
 
     def wait(self, layer: int) -> None:
-        """Until the bytes of a layer are checked. Copies on their way to a GPU are waited for by its current stream, not by the host.
+        """Until the bytes of a layer are checked.
+
+        Copies on their way to a GPU are waited for by its current stream, not by the host.
 
         Raises:
-            FileFormatError: a file is damaged; OSError: it cannot be read. Every later call raises it too: what the pages hold is of no use.
+            FileFormatError: a file is damaged; OSError: it cannot be read. Every later call raises it too: what the
+                pages hold is of no use.
             CacheStateError: the step is captured in a graph.
         """
         if not self.under_way:
             return
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise CacheStateError("a step cannot be captured in a graph while a prefix is being loaded; load it with wait=True, or decode a token first")
+            raise CacheStateError(
+                "a step cannot be captured in a graph while a prefix is being loaded; load it with wait=True, or decode"
+                " a token first"
+            )
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or (self._came and self._came[-1][0] > layer))
         if self._failure is not None:

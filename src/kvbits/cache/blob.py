@@ -1,13 +1,17 @@
-"""One blob: pages of all layers of a run of tokens, behind a header of 128 bytes that says what they are (docs/reference/formats.md has the bytes).
+"""One blob: pages of all layers of a run of tokens, behind a header of 128 bytes that says what they are
+(docs/reference/formats.md has the bytes).
 
-The same blob is a part of a saved cache, an object of a prefix store and a message on the wire: what arrives is what attention reads.
+The same blob is a part of a saved cache, an object of a prefix store and a message on the wire: what arrives is what
+attention reads.
 
-Checksums are multilinear hashes of little-endian 64-bit words (Lemire and Kaser, "Strongly universal string hashing is fast", 2014, without the finish):
+Checksums are multilinear hashes of little-endian 64-bit words (Lemire and Kaser, "Strongly universal string hashing is
+fast", 2014, without the finish):
 
     sum of c[i] * w[i] modulo 2**64,    c[i] = C[i % 4096] * D[i // 4096], all odd
 
-so any damage inside one word is found for certain, other damage but for one chance in 2**64, and a GPU takes them as fast as it reads. There is one for every
-page of every layer, so that a layer can be used as soon as its own bytes are there.
+so any damage inside one word is found for certain, other damage but for one chance in 2**64, and a GPU takes them as
+fast as it reads. There is one for every page of every layer, so that a layer can be used as soon as its own bytes are
+there.
 """
 
 from __future__ import annotations
@@ -60,7 +64,10 @@ _KINDS = frozenset(Kind)
 
 
 class Page(NamedTuple):
-    """A page in a blob: all layers of a layer group. `column` is its place in the sequence (sinks apart), or in the file."""
+    """A page in a blob: all layers of a layer group.
+
+    `column` is its place in the sequence (sinks apart), or in the file.
+    """
 
     group: int
     pool: str
@@ -92,15 +99,22 @@ class Identity:
         """Identity of a cache that holds all kv heads, and a calibration of this id."""
         turned = {1 if g.key.pre_rope else 3 if g.key.needs_rotary else 0 for g in spec.groups}
         return cls(
-            scheme=short(spec.format_id.encode()), model=short((made_for or "").encode()) if made_for else bytes(12), calibration=calibration,
-            rope=2 if len(turned) > 1 else turned.pop(), layers=len(spec.layers), page_size=spec.scheme.page_size,
+            scheme=short(spec.format_id.encode()),
+            model=short((made_for or "").encode()) if made_for else bytes(12),
+            calibration=calibration,
+            rope=2 if len(turned) > 1 else turned.pop(),
+            layers=len(spec.layers),
+            page_size=spec.scheme.page_size,
             kv_heads=max(g.num_kv_heads for g in spec.layers),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The first 128 bytes (docs/reference/formats.md). Sizes are bytes; `start` and `tokens` are positions of the sequence."""
+    """The first 128 bytes (docs/reference/formats.md).
+
+    Sizes are bytes; `start` and `tokens` are positions of the sequence.
+    """
 
     kind: Kind
     identity: Identity
@@ -121,9 +135,29 @@ class Header:
     def pack(self) -> bytes:
         i = self.identity
         head = HEADER.pack(
-            MAGIC, BLOB_VERSION, FORMATS_VERSION, self.kind, i.rope, self.start, self.tokens, i.page_size, i.layers, i.shard, i.shards, i.kv_heads,
-            self.pages, self.table_bytes, self.data_bytes, self.checksum, i.scheme, i.model, i.calibration, self.key, self.table_crc, 0,
-        )[:-4]  # fmt: skip
+            MAGIC,
+            BLOB_VERSION,
+            FORMATS_VERSION,
+            self.kind,
+            i.rope,
+            self.start,
+            self.tokens,
+            i.page_size,
+            i.layers,
+            i.shard,
+            i.shards,
+            i.kv_heads,
+            self.pages,
+            self.table_bytes,
+            self.data_bytes,
+            self.checksum,
+            i.scheme,
+            i.model,
+            i.calibration,
+            self.key,
+            self.table_crc,
+            0,
+        )[:-4]
         return head + zlib.crc32(head).to_bytes(4, "little")
 
     @classmethod
@@ -134,16 +168,44 @@ class Header:
             FileFormatError: `what` is truncated, damaged, something else, or of another version.
         """
         if len(data) < HEADER_BYTES:
-            raise FileFormatError(f"{what} is truncated: {counted(len(data), 'byte')} where a blob has a header of {HEADER_BYTES}")
+            raise FileFormatError(
+                f"{what} is truncated: {counted(len(data), 'byte')} where a blob has a header of {HEADER_BYTES}"
+            )
         (
-            magic, version, formats, kind, rope, start, tokens, page_size, layers, shard, shards, kv_heads, pages, table_bytes, data_bytes, checksum, scheme,
-            model, calibration, key, table_crc, crc,
-        ) = HEADER.unpack(data[:HEADER_BYTES])  # fmt: skip
+            magic,
+            version,
+            formats,
+            kind,
+            rope,
+            start,
+            tokens,
+            page_size,
+            layers,
+            shard,
+            shards,
+            kv_heads,
+            pages,
+            table_bytes,
+            data_bytes,
+            checksum,
+            scheme,
+            model,
+            calibration,
+            key,
+            table_crc,
+            crc,
+        ) = HEADER.unpack(data[:HEADER_BYTES])
         if magic != MAGIC:
             raise FileFormatError(f"{what} is not a kvbits blob: it begins with {magic!r}")
-        for name, found, ours in (("blob_version", version, BLOB_VERSION), ("formats_version", formats, FORMATS_VERSION)):
+        for name, found, ours in (
+            ("blob_version", version, BLOB_VERSION),
+            ("formats_version", formats, FORMATS_VERSION),
+        ):
             if found != ours:
-                raise FileFormatError(f"{what} has {name} {found}, but this kvbits reads {ours}; read it with the version that wrote it, or make it again")
+                raise FileFormatError(
+                    f"{what} has {name} {found}, but this kvbits reads {ours}; read it with the version that wrote it,"
+                    " or make it again"
+                )
         if zlib.crc32(data[: HEADER_BYTES - 4]) != crc:
             raise FileFormatError(f"the header of {what} is damaged: its CRC-32 is another than it says")
         if (
@@ -155,15 +217,32 @@ class Header:
             or (kind in (Kind.ABOUT, Kind.PARAMETERS) and (pages or table_bytes))
         ):
             raise FileFormatError(
-                f"the header of {what} holds numbers that cannot be: kind {kind}, {pages} pages, {data_bytes} bytes, shard {shard} of {shards}"
+                f"the header of {what} holds numbers that cannot be: kind {kind}, {pages} pages, {data_bytes} bytes,"
+                f" shard {shard} of {shards}"
             )
         identity = Identity(
-            scheme=scheme, model=model, calibration=calibration, rope=rope, layers=layers, page_size=page_size, kv_heads=kv_heads, shard=shard, shards=shards
+            scheme=scheme,
+            model=model,
+            calibration=calibration,
+            rope=rope,
+            layers=layers,
+            page_size=page_size,
+            kv_heads=kv_heads,
+            shard=shard,
+            shards=shards,
         )
         return cls(
-            kind=Kind(kind), identity=identity, start=start, tokens=tokens, pages=pages, table_bytes=table_bytes, data_bytes=data_bytes, checksum=checksum,
-            key=key, table_crc=table_crc,
-        )  # fmt: skip
+            kind=Kind(kind),
+            identity=identity,
+            start=start,
+            tokens=tokens,
+            pages=pages,
+            table_bytes=table_bytes,
+            data_bytes=data_bytes,
+            checksum=checksum,
+            key=key,
+            table_crc=table_crc,
+        )
 
     def refuses(self, wanted: Identity) -> str | None:
         """Why a cache of identity `wanted` cannot take this blob, or None."""
@@ -175,13 +254,17 @@ class Header:
         if (mine.rope, mine.layers, mine.page_size) != (wanted.rope, wanted.layers, wanted.page_size):
             return "its layers or pages are others"
         if mine.kv_heads * mine.shards != wanted.kv_heads * wanted.shards:
-            return f"its kv heads are others: {mine.kv_heads} in each of {mine.shards} shards, here {wanted.kv_heads} in each of {wanted.shards}"
+            return (
+                f"its kv heads are others: {mine.kv_heads} in each of {mine.shards} shards, here {wanted.kv_heads} in"
+                f" each of {wanted.shards}"
+            )
         return None
 
 
 @dataclass(frozen=True)
 class Table:
-    """What lies behind the header: which pages, in which order, their checksums, and what else of a sequence does not follow from its pages.
+    """What lies behind the header: which pages, in which order, their checksums, and what else of a sequence does not
+    follow from its pages.
 
     Attributes:
         pages: no page twice.
@@ -207,14 +290,17 @@ class Table:
             groups: layer groups of the shard that wrote the blob.
 
         Raises:
-            FileFormatError: damaged, or pages that a cache of these groups cannot have, or a size that does not follow from them.
+            FileFormatError: damaged, or pages that a cache of these groups cannot have, or a size that does not follow
+                from them.
         """
         if len(data) != header.table_bytes or zlib.crc32(data) != header.table_crc:
             raise FileFormatError(f"the table of {what} is truncated or damaged")
         at = header.pages * _ENTRY.itemsize
         if at > len(data):
             raise FileFormatError(f"the table of {what} has no room for {header.pages} pages")
-        pages = [Page(*_known(int(g), int(p), groups, what), int(c)) for g, p, c in np.frombuffer(data[:at], _ENTRY).tolist()]
+        pages = [
+            Page(*_known(int(g), int(p), groups, what), int(c)) for g, p, c in np.frombuffer(data[:at], _ENTRY).tolist()
+        ]
         layers = [len(groups[p.group].layers) for p in pages]
         first, at = at, at + 8 * sum(layers)
         if at > len(data) or len(set(pages)) != len(pages):
@@ -223,7 +309,10 @@ class Table:
         words, ends = np.frombuffer(stated, _WORD), list(accumulate(layers))
         sums = [words[end - n : end] for n, end in zip(layers, ends, strict=True)]
         if (nbytes := sum(groups[p.group].block_bytes(p.pool) for p in pages)) != header.data_bytes:
-            raise FileFormatError(f"{what} holds {header.data_bytes} bytes of pages where {counted(len(pages), 'page')} of this kind take {nbytes}")
+            raise FileFormatError(
+                f"{what} holds {header.data_bytes} bytes of pages where {counted(len(pages), 'page')} of this kind take"
+                f" {nbytes}"
+            )
         if header.checksum != checksum(stated):
             raise FileFormatError(f"the header of {what} states another checksum than its table")
         return cls(pages, sums, data[at:].strip())
@@ -236,11 +325,14 @@ def _pool_code(pool: str) -> int:
 def _known(group: int, pool: int, groups: Sequence[LayerGroup], what: str) -> tuple[int, str]:
     """Layer group and name of a pool by their numbers."""
     if group >= len(groups) or pool >= len(groups[group].pools):
-        raise FileFormatError(f"{what} holds a page of pool {pool} of layer group {group}, which this scheme and geometry do not have")
+        raise FileFormatError(
+            f"{what} holds a page of pool {pool} of layer group {group}, which this scheme and geometry do not have"
+        )
     return group, groups[group].pools[pool]
 
 
-# -- ids and checksums ----------------------------------------------------------------------------------------------------
+# -- ids and checksums
+# ----------------------------------------------------------------------------------------------------
 
 
 def short(data: bytes) -> bytes:
@@ -320,7 +412,8 @@ def block_sums(block: torch.Tensor) -> np.ndarray:
     return checksums(block.numpy().reshape(block.shape[0], -1))
 
 
-# -- bytes ----------------------------------------------------------------------------------------------------------------
+# -- bytes
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def block_shape(group: LayerGroup, pool: str) -> tuple[int, int, int]:
@@ -341,9 +434,16 @@ def on_host(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def encode(
-    kind: Kind, identity: Identity, pages: list[Page], blocks: Sequence[torch.Tensor], *, start: int = 0, tokens: int = 0, key: bytes = bytes(20),
+    kind: Kind,
+    identity: Identity,
+    pages: list[Page],
+    blocks: Sequence[torch.Tensor],
+    *,
+    start: int = 0,
+    tokens: int = 0,
+    key: bytes = bytes(20),
     state: bytes = b"",
-) -> list[memoryview]:  # fmt: skip
+) -> list[memoryview]:
     """A blob as the pieces of memory it consists of: header and table, then the pages where they lie.
 
     Args:
@@ -353,9 +453,17 @@ def encode(
     sums = [block_sums(b) for b in blocks]
     table = Table(pages, sums, state).pack()
     header = Header(
-        kind=kind, identity=identity, start=start, tokens=tokens, pages=len(pages), table_bytes=len(table), data_bytes=sum(b.numel() for b in blocks),
-        checksum=checksum_of_sums(sums), key=key, table_crc=zlib.crc32(table),
-    )  # fmt: skip
+        kind=kind,
+        identity=identity,
+        start=start,
+        tokens=tokens,
+        pages=len(pages),
+        table_bytes=len(table),
+        data_bytes=sum(b.numel() for b in blocks),
+        checksum=checksum_of_sums(sums),
+        key=key,
+        table_crc=zlib.crc32(table),
+    )
     return [memoryview(header.pack() + table), *(b.numpy().data.cast("B") for b in blocks)]
 
 
@@ -363,7 +471,16 @@ def encode_bytes(kind: Kind, identity: Identity, data: bytes) -> list[memoryview
     """A blob without pages. Its data is padded with zeros to `ALIGNMENT`."""
     data += bytes(-len(data) % ALIGNMENT)
     header = Header(
-        kind=kind, identity=identity, start=0, tokens=0, pages=0, table_bytes=0, data_bytes=len(data), checksum=checksum(data), key=bytes(20), table_crc=0
+        kind=kind,
+        identity=identity,
+        start=0,
+        tokens=0,
+        pages=0,
+        table_bytes=0,
+        data_bytes=len(data),
+        checksum=checksum(data),
+        key=bytes(20),
+        table_crc=0,
     )
     return [memoryview(header.pack()), memoryview(data)]
 
@@ -409,9 +526,22 @@ class Read(NamedTuple):
 
 
 def read_pages(fd: int, reads: Sequence[Read]) -> int | None:
-    """Read pages to where they belong. Returns the index of the first that the file does not have as it should be, or None; what lies behind that one may not
-    have been read."""
-    rows = [(fd, r.offset, r.to.data_ptr(), 0 if r.sums is None else r.sums.ctypes.data, len(r.to), r.to.numel() // len(r.to)) for r in reads]
+    """Read pages to where they belong.
+
+    Returns the index of the first that the file does not have as it should be, or None; what lies behind that one may
+    not have been read.
+    """
+    rows = [
+        (
+            fd,
+            r.offset,
+            r.to.data_ptr(),
+            0 if r.sums is None else r.sums.ctypes.data,
+            len(r.to),
+            r.to.numel() // len(r.to),
+        )
+        for r in reads
+    ]
     return read_pieces(np.array(rows, native.PIECE), 1)
 
 
@@ -424,7 +554,9 @@ def read_pieces(pieces: np.ndarray, num_threads: int) -> int | None:
     if library.unavailable() is None:
         return native.read_pages(pieces, num_threads)
     for i, (fd, offset, to, sums, layers, layer_bytes) in enumerate(pieces.tolist()):
-        held = np.ctypeslib.as_array((ctypes.c_uint8 * (layers * layer_bytes)).from_address(to)).reshape(layers, layer_bytes)
+        held = np.ctypeslib.as_array((ctypes.c_uint8 * (layers * layer_bytes)).from_address(to)).reshape(
+            layers, layer_bytes
+        )
         whole = read_all(fd, [held.data.cast("B")], offset) == held.size
         if not whole or (sums and checksums(held).tobytes() != ctypes.string_at(sums, 8 * layers)):
             return i

@@ -1,12 +1,14 @@
-"""A budget of bytes for all pools of a cache: pages begin in their widest form and give back low planes as it fills, the finest and oldest first.
+"""A budget of bytes for all pools of a cache: pages begin in their widest form and give back low planes as it fills,
+the finest and oldest first.
 
     [ 8 bits ........ ]  ->  [ 4 bits | 8 bits ]  ->  [ 4 bits ...... ]  full
 
-A pass that finds no room is planned again with fewer planes: boundaries (`tiers`) come down, planes go back to their pool, slabs that nobody needs then go back
-to the system, and other pools take their bytes. Nothing is quantized again. Planes of a slab that is half empty move to free places of others first.
+A pass that finds no room is planned again with fewer planes: boundaries (`tiers`) come down, planes go back to their
+pool, slabs that nobody needs then go back to the system, and other pools take their bytes. Nothing is quantized again.
+Planes of a slab that is half empty move to free places of others first.
 
-What does not fit even then is refused before anything goes back. Until a pass has ended, what it gave back is kept in host memory beside the budget: a
-pass that fails leaves every plane as it was.
+What does not fit even then is refused before anything goes back. Until a pass has ended, what it gave back is kept in
+host memory beside the budget: a pass that fails leaves every plane as it was.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class OverBudgetError(PoolFullError):
     """A pool asked for `needed` bytes, more than the budget has left."""
 
     def __init__(self, needed: int) -> None:
-        super().__init__("even with every page in its fewest bits this does not fit; crop or free sequences, or give a larger budget")
+        super().__init__(
+            "even with every page in its fewest bits this does not fit; crop or free sequences, or give a larger budget"
+        )
         self.needed = needed
 
 
@@ -53,8 +57,8 @@ class Budget:
         self.nbytes = whole("budget", nbytes, 1, _MOST, "in bytes, or a text with its unit, like '2GB'")
         if not any(g.tiers for g in spec.groups):
             raise SpecError(
-                f"scheme {spec.scheme.name!r} has no low planes that it could give back as a budget fills; leave the scheme out, give one with tiers, "
-                "or fix a capacity by max_tokens"
+                f"scheme {spec.scheme.name!r} has no low planes that it could give back as a budget fills; leave the"
+                " scheme out, give one with tiers, or fix a capacity by max_tokens"
             )
         self.pools: list[Pool] = []
         self.given_back = [0] * len(spec.scheme.tiers)
@@ -91,9 +95,15 @@ class Budget:
             raise OverBudgetError(least)
 
     def make_room(
-        self, groups: list[GroupState], before: list[Snapshot], counts: list[int], needed: int, incoming: Rows[Sequence] = ()
-    ) -> bool:  # fmt: skip
-        """Lower the boundary of a tier, so that a pass of `counts` tokens needs `needed` bytes less, as far as that tier gives them. False: nothing is left.
+        self,
+        groups: list[GroupState],
+        before: list[Snapshot],
+        counts: list[int],
+        needed: int,
+        incoming: Rows[Sequence] = (),
+    ) -> bool:
+        """Lower the boundary of a tier, so that a pass of `counts` tokens needs `needed` bytes less, as far as that
+        tier gives them. False: nothing is left.
 
         Nothing may be under way, see `trim`.
 
@@ -102,8 +112,14 @@ class Budget:
             incoming: of each group, a sequence from elsewhere, which loses planes as those that are here do.
         """
         for tier in range(len(self.given_back)):
-            held = [(g, self._planes(g, row, tier, counts)) for g in groups if g.group.tiers for row in range(len(counts))]
-            held += [(g, sum(x is not None for x in s.low[tier])) for g, s in zip(groups, incoming, strict=False) if g.group.tiers]
+            held = [
+                (g, self._planes(g, row, tier, counts)) for g in groups if g.group.tiers for row in range(len(counts))
+            ]
+            held += [
+                (g, sum(x is not None for x in s.low[tier]))
+                for g, s in zip(groups, incoming, strict=False)
+                if g.group.tiers
+            ]
             most = max((n for _, n in held), default=0)
             if not most:
                 continue
@@ -123,14 +139,22 @@ class Budget:
         return False
 
     def admit(self, groups: list[GroupState], before: list[Snapshot], sequences: Rows[Sequence]) -> None:
-        """Make room for a sequence from elsewhere: free pages in every pool for what its lists name in each group, which then may be fewer low planes.
+        """Make room for a sequence from elsewhere: free pages in every pool for what its lists name in each group,
+        which then may be fewer low planes.
 
         Raises:
             OverBudgetError: even without planes it does not fit. Whoever calls this takes everything back.
         """
-        least = sum(p.allocator.num_used * p.block_bytes for g in groups for name, p in g.pools.items() if not name.startswith("low"))
+        least = sum(
+            p.allocator.num_used * p.block_bytes
+            for g in groups
+            for name, p in g.pools.items()
+            if not name.startswith("low")
+        )
         for g, s in zip(groups, sequences, strict=True):
-            least += sum(len(ids) * g.pools[name].block_bytes for name, ids in s.pages().items() if not name.startswith("low"))
+            least += sum(
+                len(ids) * g.pools[name].block_bytes for name, ids in s.pages().items() if not name.startswith("low")
+            )
         self.require_room(least)
         while True:
             self.trim(groups, before)
@@ -155,7 +179,10 @@ class Budget:
 
     @staticmethod
     def trim(groups: list[GroupState], before: list[Snapshot]) -> None:
-        """Give back slabs that hold nothing, and those whose few pages fit elsewhere. Nothing may be under way: pages get other ids."""
+        """Give back slabs that hold nothing, and those whose few pages fit elsewhere.
+
+        Nothing may be under way: pages get other ids.
+        """
         for g, was in zip(groups, before, strict=True):
             for name, pool in g.pools.items():
                 while (at := pool.spare_slab()) is not None:
@@ -166,5 +193,15 @@ class Budget:
         taken = f"{human_bytes(self.nbytes - self.room)} of the budget of {human_bytes(self.nbytes)}"
         if not any(self.given_back):
             return [f"budget: {taken}; every page has all its bits"]
-        pages = [[low[i] is not None for low in s.low] for g in groups if g.group.tiers for s in g.sequences for i, p in enumerate(s.closed) if p is not None]
-        return [f"budget: {taken}; to stay within it, pages gave up bits {sum(self.given_back):,} times; {sum(map(all, pages))} of {len(pages)} have all bits"]
+        pages = [
+            [low[i] is not None for low in s.low]
+            for g in groups
+            if g.group.tiers
+            for s in g.sequences
+            for i, p in enumerate(s.closed)
+            if p is not None
+        ]
+        return [
+            f"budget: {taken}; to stay within it, pages gave up bits {sum(self.given_back):,} times;"
+            f" {sum(map(all, pages))} of {len(pages)} have all bits"
+        ]

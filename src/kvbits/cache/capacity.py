@@ -13,13 +13,17 @@ from .pool import Pool
 
 
 def checked(batch_size: int | None, max_tokens: int | None) -> tuple[int | None, int | None]:
-    """Sequences, and tokens of each, that a capacity is for: one sequence where only tokens are said, None each for a cache that grows.
+    """Sequences, and tokens of each, that a capacity is for: one sequence where only tokens are said, None each for a
+    cache that grows.
 
     Raises:
         SpecError: a batch size without tokens, or one of them is not a whole number of at least 1.
     """
     if max_tokens is None and batch_size is not None:
-        raise SpecError(f"batch_size={batch_size} fixes nothing without max_tokens, the tokens of each sequence; give both, or neither: the cache grows")
+        raise SpecError(
+            f"batch_size={batch_size} fixes nothing without max_tokens, the tokens of each sequence; give both, or"
+            " neither: the cache grows"
+        )
     if max_tokens is not None and batch_size is None:
         batch_size = 1
     for name, n in (("batch_size", batch_size), ("max_tokens", max_tokens)):
@@ -30,8 +34,9 @@ def checked(batch_size: int | None, max_tokens: int | None) -> tuple[int | None,
 
 def allocate(
     spec: CacheSpec, batch_size: int | None, max_tokens: int | None, device: torch.device, budget: Budget | None = None
-) -> list[GroupState]:  # fmt: skip
-    """Every layer group of `spec` with its pools: of `max_tokens` tokens for each of `batch_size` sequences, or empty ones that grow, within a budget.
+) -> list[GroupState]:
+    """Every layer group of `spec` with its pools: of `max_tokens` tokens for each of `batch_size` sequences, or empty
+    ones that grow, within a budget.
 
     Raises:
         CacheError: the device has no memory for it; the message says how much that is.
@@ -39,10 +44,18 @@ def allocate(
     groups = []
     try:
         for group in spec.groups:
-            wanted = None if max_tokens is None or batch_size is None else {p: n * batch_size for p, n in group.pages_for(max_tokens).items()}
-            pools = {name: Pool(group, name, None if wanted is None else wanted[name], device, budget) for name in group.pools}
+            wanted = (
+                None
+                if max_tokens is None or batch_size is None
+                else {p: n * batch_size for p, n in group.pages_for(max_tokens).items()}
+            )
+            pools = {
+                name: Pool(group, name, None if wanted is None else wanted[name], device, budget)
+                for name in group.pools
+            }
             groups.append(GroupState(group, pools))
-    except (MemoryError, OSError, OverflowError, RuntimeError, TypeError) as error:  # sizes that no memory has, in the words of who was asked
+    # sizes that no memory has, in the words of who was asked
+    except (MemoryError, OSError, OverflowError, RuntimeError, TypeError) as error:
         if max_tokens is None or batch_size is None:
             raise
         raise CacheError(explain.no_memory(spec, batch_size, max_tokens, device, error)) from error

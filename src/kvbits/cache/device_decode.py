@@ -1,7 +1,9 @@
-"""Decoding on a device without the host: pages are assigned ahead, and the device moves lengths on by itself (`ops.decode`).
+"""Decoding on a device without the host: pages are assigned ahead, and the device moves lengths on by itself
+(`ops.decode`).
 
-While a cache decodes one token after the other, a `DeviceDecode` stands in for the page lists of its sequences. `settle` turns the device's state back into
-page lists: before anything else touches the sequences, and when the pages assigned ahead are used up. `DecodeSwitch` says who leads single tokens.
+While a cache decodes one token after the other, a `DeviceDecode` stands in for the page lists of its sequences.
+`settle` turns the device's state back into page lists: before anything else touches the sequences, and when the pages
+assigned ahead are used up. `DecodeSwitch` says who leads single tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def refuses(stores: LayerStores, backend: str, num_q_heads: int, dtype: torch.dt
         return f"backend={backend!r} was asked for"
     if any(g.group.tiers for g in stores.groups):
         return "tiers are followed on the host"
-    return decode.backend_of(stores.device).refuses([state.group for state in stores.groups], num_q_heads, dtype, stores.device)
+    return decode.backend_of(stores.device).refuses(
+        [state.group for state in stores.groups], num_q_heads, dtype, stores.device
+    )
 
 
 def _refuses_sequence(state: GroupState, s: Sequence) -> str | None:
@@ -70,7 +74,9 @@ class _Lent:
 
 
 class DeviceDecode:
-    """A cache that decodes on the device. Made by `enter`; knows nothing of the cache itself, which a cycle would keep alive with its pages.
+    """A cache that decodes on the device.
+
+    Made by `enter`; knows nothing of the cache itself, which a cycle would keep alive with its pages.
 
     Attributes:
         steps_left: tokens that pages are assigned for.
@@ -79,7 +85,9 @@ class DeviceDecode:
         stepper: what carries steps out.
     """
 
-    def __init__(self, stores: LayerStores, steps: int, lent: list[_Lent], stepper: decode.Stepper, key: tuple[Any, ...]) -> None:
+    def __init__(
+        self, stores: LayerStores, steps: int, lent: list[_Lent], stepper: decode.Stepper, key: tuple[Any, ...]
+    ) -> None:
         self.steps_left, self.steps_taken, self.key, self.stepper = steps, 0, key, stepper
         self._lent, self._scheme, self._backend = lent, stores.spec.scheme.name, decode.backend_of(stores.device)
         self._status = Later()
@@ -101,7 +109,10 @@ class DeviceDecode:
             PoolFullError: pages were assigned ahead for fewer. Nothing changed.
         """
         if steps > self.steps_left:
-            raise PoolFullError(f"{counted(steps, 'step')} more, but pages are assigned for {self.steps_left}; build the cache with a larger max_tokens")
+            raise PoolFullError(
+                f"{counted(steps, 'step')} more, but pages are assigned for {self.steps_left}; build the cache with a"
+                " larger max_tokens"
+            )
         self.steps_left -= steps
         self.steps_taken += steps
 
@@ -127,21 +138,26 @@ class DeviceDecode:
                     way_out = "The page's numbers are unusable: crop or free the sequences, or reset()"
                     if row[4 + i]:
                         return DataError(
-                            f"{name} of layer {layer} held NaN or infinity when a page of them was quantized while decoding; fix the model's numerics "
-                            f"(float16 overflow is the usual cause: try bfloat16) or pass nonfinite='clamp'. {way_out}"
+                            f"{name} of layer {layer} held NaN or infinity when a page of them was quantized while"
+                            " decoding; fix the model's numerics (float16 overflow is the usual cause: try bfloat16)"
+                            f" or pass nonfinite='clamp'. {way_out}"
                         )
                     if row[2 + i]:
                         spec = (g.state.group.key, g.state.group.value)[i]
                         return DataError(
-                            f"a scale, bias or mean of the {name} of layer {layer} overflowed {spec.scale_dtype} when a page was quantized while decoding; "
-                            f"{wider_scales(spec, f' in the specs of scheme {self._scheme!r}, or ')}keep layer {layer} raw (an Override). {way_out}"
+                            f"a scale, bias or mean of the {name} of layer {layer} overflowed {spec.scale_dtype} when a"
+                            " page was quantized while decoding;"
+                            f" {wider_scales(spec, f' in the specs of scheme {self._scheme!r}, or ')}keep layer {layer}"
+                            f" raw (an Override). {way_out}"
                         )
         return None
 
     # -- back to page lists -----------------------------------------------------------------------------------------
 
     def settle(self, saturated: list[dict[str, int]]) -> DataError | None:
-        """Give the sequences their page lists again, and the pools what was assigned ahead and not used. Waits for the device.
+        """Give the sequences their page lists again, and the pools what was assigned ahead and not used.
+
+        Waits for the device.
 
         Args:
             saturated: of every layer, added to: elements of keys and values that were clamped.
@@ -179,12 +195,19 @@ def _settle(state: GroupState, s: Sequence, row: _Row, numbers: np.ndarray) -> N
 
 
 def enter(
-    stores: LayerStores, plan: Callable[..., PagedAttention], num_q_heads: int, dtype: torch.dtype, scaling: float, softcap: float | None
+    stores: LayerStores,
+    plan: Callable[..., PagedAttention],
+    num_q_heads: int,
+    dtype: torch.dtype,
+    scaling: float,
+    softcap: float | None,
 ) -> DeviceDecode | str:
-    """Assign pages ahead and put what decoding needs on the device; or why the sequences, as they are, cannot be decoded there.
+    """Assign pages ahead and put what decoding needs on the device; or why the sequences, as they are, cannot be
+    decoded there.
 
     Args:
-        plan: makes (or has) the plan for layouts, most pages of each, num_q_heads, dtype, scaling, sliding window and softcap.
+        plan: makes (or has) the plan for layouts, most pages of each, num_q_heads, dtype, scaling, sliding window and
+            softcap.
     """
     for state in stores.groups:
         if state.keep_past:
@@ -192,14 +215,20 @@ def enter(
         for s in state.sequences:
             if why := _refuses_sequence(state, s):
                 return why
-    if any(state.group.fills_pages and not state.group.is_raw and state.pools["tail"].fixed_capacity is None for state in stores.groups):
+    if any(
+        state.group.fills_pages and not state.group.is_raw and state.pools["tail"].fixed_capacity is None
+        for state in stores.groups
+    ):
         return "pages that are filled token by token lie in one piece on a GPU: build the cache with max_tokens"
     steps = min((_steps(state) for state in stores.groups), default=0)
     if not steps:
         return "no pages are left to assign ahead"
     before = [state.snapshot() for state in stores.groups]
     try:
-        lent, pages = zip(*(_lend(stores, plan, state, steps, num_q_heads, dtype, scaling, softcap) for state in stores.groups), strict=True)
+        lent, pages = zip(
+            *(_lend(stores, plan, state, steps, num_q_heads, dtype, scaling, softcap) for state in stores.groups),
+            strict=True,
+        )
         stepper = decode.backend_of(stores.device).stepper(list(pages), dtype, stores.device)
     except BaseException as error:
         for state, was in zip(stores.groups, before, strict=True):
@@ -259,12 +288,15 @@ def _enter_row(state: GroupState, s: Sequence, steps: int) -> _Row:
             tail.allocator.release(s.tail[i])
             s.tail[i] = own
     want = -(-(s.tail_tokens + steps) // size) if state.group.fills_pages else _ring(state, s)
-    closed = [page for page in s.closed if page is not None] + _take(state, "closed", _closings(state, s, steps))  # none was dropped (`_refuses_sequence`)
+    # none was dropped (`_refuses_sequence`)
+    closed = [page for page in s.closed if page is not None] + _take(state, "closed", _closings(state, s, steps))
     return _Row(closed, s.tail + _take(state, "tail", max(0, want - len(s.tail))))
 
 
 def _assign(state: GroupState, steps: int) -> tuple[list[_Row], int]:
-    """Pages of every sequence for `steps` tokens more, and how many raw pages each uses in turn (0 where pages are filled token by token)."""
+    """Pages of every sequence for `steps` tokens more, and how many raw pages each uses in turn (0 where pages are
+    filled token by token).
+    """
     for name, n in _missing(state, steps).items():
         state.pools[name].reserve(n)
     rows = [_enter_row(state, s, steps) for s in state.sequences]
@@ -278,7 +310,9 @@ def _assign(state: GroupState, steps: int) -> tuple[list[_Row], int]:
 
 
 def _numbers(state: GroupState) -> list[np.ndarray]:
-    """int32 [FIELDS, B] of the state; then [B] each: position of the first closed token, sink tokens, newest tokens that stay raw."""
+    """int32 [FIELDS, B] of the state; then [B] each: position of the first closed token, sink tokens, newest tokens
+    that stay raw.
+    """
     batch = len(state.sequences)
     numbers = np.zeros((FIELDS, batch), np.int32)
     closed_start, sinks = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
@@ -290,22 +324,47 @@ def _numbers(state: GroupState) -> list[np.ndarray]:
 
 
 def _lend(
-    stores: LayerStores, plan: Callable[..., PagedAttention], state: GroupState, steps: int, num_q_heads: int, dtype: torch.dtype, scaling: float,
+    stores: LayerStores,
+    plan: Callable[..., PagedAttention],
+    state: GroupState,
+    steps: int,
+    num_q_heads: int,
+    dtype: torch.dtype,
+    scaling: float,
     softcap: float | None,
-) -> tuple[_Lent, decode.Pages]:  # fmt: skip
+) -> tuple[_Lent, decode.Pages]:
     """Assign pages ahead in a layer group and hand all over."""
     g = state.group
     rows, ring = _assign(state, steps)
     numbers, closed_start, sinks, residual = _numbers(state)
-    names = [name for name in PARTS if name == "tail" or (sinks.any() if name == "sink" else any(r.closed for r in rows))]
-    held = {"sink": [s.sink for s in state.sequences], "closed": [r.closed for r in rows], "tail": [r.tail for r in rows]}
+    names = [
+        name for name in PARTS if name == "tail" or (sinks.any() if name == "sink" else any(r.closed for r in rows))
+    ]
+    held = {
+        "sink": [s.sink for s in state.sequences],
+        "closed": [r.closed for r in rows],
+        "tail": [r.tail for r in rows],
+    }
     ids = {name: held[name] for name in names}
     # Widths in steps, so that one plan serves many times.
-    max_pages = {name: ring if name == "tail" and ring else 1 if name == "sink" else _rounded_up(max(map(len, ids[name]))) for name in names}
-    attention = plan(tuple(g.layouts[name] for name in names), tuple(max_pages.values()), num_q_heads, dtype, scaling, g.geometry.sliding_window, softcap)
+    max_pages = {
+        name: ring if name == "tail" and ring else 1 if name == "sink" else _rounded_up(max(map(len, ids[name])))
+        for name in names
+    }
+    attention = plan(
+        tuple(g.layouts[name] for name in names),
+        tuple(max_pages.values()),
+        num_q_heads,
+        dtype,
+        scaling,
+        g.geometry.sliding_window,
+        softcap,
+    )
     slabs = {name: state.pools[name].slabs for name in names}
     of_layers = [{name: stores.of_layer(layer, name) for name in names} for layer in g.layers]
-    return _Lent(state, rows), decode.Pages(g, numbers, closed_start, sinks, residual, ids, max_pages, ring, slabs, of_layers, attention)
+    return _Lent(state, rows), decode.Pages(
+        g, numbers, closed_start, sinks, residual, ids, max_pages, ring, slabs, of_layers, attention
+    )
 
 
 def _rounded_up(pages: int) -> int:
@@ -313,14 +372,17 @@ def _rounded_up(pages: int) -> int:
 
 
 class DecodeSwitch:
-    """Begins decoding on the device where single tokens come one after the other, and ends it before anything else happens to the sequences.
+    """Begins decoding on the device where single tokens come one after the other, and ends it before anything else
+    happens to the sequences.
 
     Args:
         backend: "auto", or the one that every op was forced to.
-        saturated: of every layer, added to when the page lists come back: elements of keys and values that were clamped.
+        saturated: of every layer, added to when the page lists come back: elements of keys and values that were
+            clamped.
 
     Attributes:
-        decoding: what decodes on the device, while it does: the page lists of the groups are out of date then (`settle`).
+        decoding: what decodes on the device, while it does: the page lists of the groups are out of date then
+            (`settle`).
         led_by_host: why the last single token was not decoded on the device, or None.
         host_only: why none may be, whatever the layout, or None.
     """
@@ -375,12 +437,14 @@ class DecodeSwitch:
         return self._refusals[key]
 
     def expect_tokens(self) -> None:
-        """Take the next single token for the beginning of many: decode on the device from it on, not from the third in a row."""
+        """Take the next single token for the beginning of many: decode on the device from it on, not from the third in
+        a row.
+        """
         self._single_passes = max(self._single_passes, 2)
 
     def enter(self, q: torch.Tensor, scaling: float, softcap: float | None) -> None:
-        """Decode on the device from a token with queries q [B, 1, Hq, D] on, if that can be done: two passes of a token in a row are taken for the
-        beginning of many.
+        """Decode on the device from a token with queries q [B, 1, Hq, D] on, if that can be done: two passes of a token
+        in a row are taken for the beginning of many.
 
         Raises:
             CacheStateError: the step is captured in a graph, but cannot be.
@@ -404,10 +468,13 @@ class DecodeSwitch:
                 why = made
             self.led_by_host = why
         if capturing:
-            raise CacheStateError(f"a step of this cache cannot be captured in a graph now: {why or 'decode a token first'}")
+            raise CacheStateError(
+                f"a step of this cache cannot be captured in a graph now: {why or 'decode a token first'}"
+            )
 
     def begin(self, valid: torch.Tensor | None) -> DeviceDecode | None:
-        """Begin a pass of one token on the device: what carries it out, or None if the host has to (pages assigned ahead are used up).
+        """Begin a pass of one token on the device: what carries it out, or None if the host has to (pages assigned
+        ahead are used up).
 
         Args:
             valid: bool [B, 1], False for padding; None for none.
@@ -420,7 +487,10 @@ class DecodeSwitch:
             return None
         capturing = decode.backend_of(self._device).capturing()
         if capturing and self._groups[0].pools["closed"].fixed_capacity is None:
-            raise CacheStateError("a cache that grows assigns pages from the host again and again, so its steps cannot be captured; build it with max_tokens")
+            raise CacheStateError(
+                "a cache that grows assigns pages from the host again and again, so its steps cannot be captured; build"
+                " it with max_tokens"
+            )
         if not now.steps_left and not capturing:
             self.settle()
             return None
@@ -443,7 +513,10 @@ class DecodeSwitch:
     def count_replays(self, steps: int) -> None:
         """Note replays of a captured step, see `PagedCache.count_replays`."""
         if self.decoding is None:
-            raise CacheStateError("no captured step of this cache can be replayed: its pages have been assigned anew since; decode a token and capture again")
+            raise CacheStateError(
+                "no captured step of this cache can be replayed: its pages have been assigned anew since; decode a"
+                " token and capture again"
+            )
         if self.decoding.steps_taken % LOOK_EVERY + steps >= LOOK_EVERY and (found := self.decoding.look()) is not None:
             raise found
         self.decoding.count(steps)
@@ -457,16 +530,29 @@ class DecodeSwitch:
         return len(self._groups[0].sequences)
 
     def _plan(
-        self, layouts: tuple[PageLayout, ...], max_pages: tuple[int, ...], num_q_heads: int, dtype: torch.dtype, scaling: float,
-        sliding_window: int | None, softcap: float | None,
-    ) -> PagedAttention:  # fmt: skip
+        self,
+        layouts: tuple[PageLayout, ...],
+        max_pages: tuple[int, ...],
+        num_q_heads: int,
+        dtype: torch.dtype,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> PagedAttention:
         """A plan for decoding on the device, kept: pages are assigned again and again."""
         key = (layouts, max_pages, self._batch_size, num_q_heads, dtype, scaling, sliding_window, softcap)
         if key not in self._plans:
             self._plans[key] = plan(
-                layouts, max_pages=max_pages, batch_size=self._batch_size, num_q_heads=num_q_heads, dtype=dtype, device=self._device, scaling=scaling,
-                sliding_window=sliding_window, softcap=softcap,
-            )  # fmt: skip
+                layouts,
+                max_pages=max_pages,
+                batch_size=self._batch_size,
+                num_q_heads=num_q_heads,
+                dtype=dtype,
+                device=self._device,
+                scaling=scaling,
+                sliding_window=sliding_window,
+                softcap=softcap,
+            )
         return self._plans[key]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -14,10 +14,20 @@ from ..units import human_bytes
 from .group import GroupState
 
 _WORDS = {
-    "codes": "quantized", "raw": "not quantized", "sink": "of first tokens", "closed": "quantized", "tail": "of newest tokens", "append": "storing tokens",
-    "attend_fresh": "attention among new tokens", "attend_pages": "attention to stored tokens", "close_pages": "quantizing pages", "merge": "joining the two",
-    "cpu": "CPU kernels", "cuda": "CUDA kernels", "reference": "plain PyTorch, slower",
-}  # fmt: skip
+    "codes": "quantized",
+    "raw": "not quantized",
+    "sink": "of first tokens",
+    "closed": "quantized",
+    "tail": "of newest tokens",
+    "append": "storing tokens",
+    "attend_fresh": "attention among new tokens",
+    "attend_pages": "attention to stored tokens",
+    "close_pages": "quantizing pages",
+    "merge": "joining the two",
+    "cpu": "CPU kernels",
+    "cuda": "CUDA kernels",
+    "reference": "plain PyTorch, slower",
+}
 """How the printed lines name kinds of bytes, pools, operations and backends; "low0" and so on are "with extra bits"."""
 
 
@@ -31,7 +41,9 @@ class Explanation(dict[str, Any]):
             numbers: of each layer that stores pages.
             beside: layers that keep recurrent states or index keys, of so many bytes together.
         """
-        found = Explanation(self | {"layers": [g | {"layers": [numbers[i] for i in g["layers"]]} for g in self["layers"]]})
+        found = Explanation(
+            self | {"layers": [g | {"layers": [numbers[i] for i in g["layers"]]} for g in self["layers"]]}
+        )
         found["saturated"] = {numbers[i]: s for i, s in self["saturated"].items()}
         if beside:
             found["states"] = {"layers": beside, "nbytes": nbytes}
@@ -40,22 +52,35 @@ class Explanation(dict[str, Any]):
 
     def __str__(self) -> str:
         held = self["bytes"]
-        kinds = ", ".join(f"{_WORDS.get(k, k)} {n / held['total']:.0%}" for k, n in held.items() if k != "total" and n) or "nothing allocated yet"
-        lines = [f"{self['scheme']}: {self['bits_per_element']:.2f} bits a number once quantized", f"memory: {human_bytes(held['total'])} ({kinds})"]
+        kinds = (
+            ", ".join(f"{_WORDS.get(k, k)} {n / held['total']:.0%}" for k, n in held.items() if k != "total" and n)
+            or "nothing allocated yet"
+        )
+        lines = [
+            f"{self['scheme']}: {self['bits_per_element']:.2f} bits a number once quantized",
+            f"memory: {human_bytes(held['total'])} ({kinds})",
+        ]
         lines += [_room(self["capacity"])] if self["capacity"] else []
         lines += [f"{_layers(g)}: {g['stored']}{_pages(g)}" for g in self["layers"]]
         if states := self.get("states"):
             lines.append(f"{_layers(states)}: recurrent states or index keys, {human_bytes(states['nbytes'])}")
         lines += _served(self["ops"]) or ["the first forward pass chooses the kernels"]
         if self["saturated"]:
-            lines.append(f"clipped: {sum(n for s in self['saturated'].values() for n in s.values()):,} numbers, in layers {ranges(self['saturated'])}")
+            lines.append(
+                f"clipped: {sum(n for s in self['saturated'].values() for n in s.values()):,} numbers, in layers"
+                f" {ranges(self['saturated'])}"
+            )
         return "\n".join([*lines, *(f"note: {n}" for n in self["notes"])])
 
 
 def facts(
-    spec: CacheSpec, groups: list[GroupState], built_for: tuple[int | None, int | None], saturated: list[dict[str, int]], ops: Iterable[str],
+    spec: CacheSpec,
+    groups: list[GroupState],
+    built_for: tuple[int | None, int | None],
+    saturated: list[dict[str, int]],
+    ops: Iterable[str],
     notes: list[str],
-) -> Explanation:  # fmt: skip
+) -> Explanation:
     """What a cache stores, who serves its ops, and where its bytes are.
 
     Args:
@@ -80,13 +105,25 @@ def facts(
 
 
 def _capacity(spec: CacheSpec, sequences: int | None, tokens: int | None) -> dict[str, int | None] | None:
-    """A fixed capacity: sequences, tokens of each that were asked for, and tokens that its whole pages really hold (None: any number)."""
-    return None if sequences is None or tokens is None else {"sequences": sequences, "tokens": tokens, "room": spec.room(tokens)}
+    """A fixed capacity: sequences, tokens of each that were asked for, and tokens that its whole pages really hold
+    (None: any number).
+    """
+    return (
+        None
+        if sequences is None or tokens is None
+        else {"sequences": sequences, "tokens": tokens, "room": spec.room(tokens)}
+    )
 
 
 def _room(capacity: dict[str, int]) -> str:
     asked, room = capacity["tokens"], capacity["room"]
-    real = "" if room == asked else "; windows hold any number" if room is None else f"; whole pages have room for {room:,}"
+    real = (
+        ""
+        if room == asked
+        else "; windows hold any number"
+        if room is None
+        else f"; whole pages have room for {room:,}"
+    )
     return f"capacity: {counted(capacity['sequences'], 'sequence')} of {counted(asked, 'token')}{real}"
 
 
@@ -96,7 +133,10 @@ def _layers(group: dict[str, Any]) -> str:
 
 def _pages(group: dict[str, Any]) -> str:
     used = {name: n["used"] for name, n in group["pages"].items() if n["used"]}
-    pages = ", ".join(f"{counted(n, 'page')} {_WORDS.get(name, 'with extra bits')}" for name, n in used.items()) or "no pages in use"
+    pages = (
+        ", ".join(f"{counted(n, 'page')} {_WORDS.get(name, 'with extra bits')}" for name, n in used.items())
+        or "no pages in use"
+    )
     return f"; {pages}" if group["sliding_window"] is None else f", window {group['sliding_window']:,}; {pages}"
 
 
@@ -114,7 +154,11 @@ def in_words(spec: QuantSpec) -> str:
     if spec.is_raw:
         return "raw"
     shared = {PerTensor: "with one scale", PerToken: "per token", PerChannel: "per channel"}
-    size = f"in groups of {spec.granularity.size}" if isinstance(spec.granularity, PerGroup) else shared.get(type(spec.granularity), repr(spec.granularity))
+    size = (
+        f"in groups of {spec.granularity.size}"
+        if isinstance(spec.granularity, PerGroup)
+        else shared.get(type(spec.granularity), repr(spec.granularity))
+    )
     more = [
         *(["centred"] if spec.center else []),
         *(["static scales"] if spec.static else []),
@@ -155,7 +199,9 @@ def layer_groups(groups: list[GroupState]) -> list[dict[str, Any]]:
             "values": repr(g.group.value),
             "stored": f"keys {in_words(g.group.key)}, values {in_words(g.group.value)}",
             "sliding_window": g.group.geometry.sliding_window,
-            "pages": {name: {"used": p.allocator.num_used, "allocated": p.allocator.capacity} for name, p in g.pools.items()},
+            "pages": {
+                name: {"used": p.allocator.num_used, "allocated": p.allocator.capacity} for name, p in g.pools.items()
+            },
         }
         for g in groups
     ]
@@ -175,8 +221,9 @@ def no_memory(spec: CacheSpec, batch_size: int, max_tokens: int, device: torch.d
     nbytes = spec.nbytes(max_tokens, batch_size)
     said = str(error).strip().split("\n")[0]
     return (
-        f"a cache for {counted(batch_size, 'sequence')} of {max_tokens:,} tokens takes {nbytes:,} bytes ({human_bytes(nbytes)}), which {device} does not "
-        f"give: {said}; lower max_tokens or batch_size, or leave both out: the cache then grows"
+        f"a cache for {counted(batch_size, 'sequence')} of {max_tokens:,} tokens takes {nbytes:,} bytes"
+        f" ({human_bytes(nbytes)}), which {device} does not give: {said}; lower max_tokens or batch_size, or leave both"
+        " out: the cache then grows"
     )
 
 
@@ -186,14 +233,19 @@ def other_batch(held: int, batch_size: int) -> str:
     if rest:
         return "use batch_select_indices() (PagedCache: select()), or reset() first"
     return (
-        f"call batch_repeat_interleave({n}) first (PagedCache: repeat({n})) if each is to be continued in {n} ways, as num_beams={n} and "
-        f"num_return_sequences={n} do; or reset()"
+        f"call batch_repeat_interleave({n}) first (PagedCache: repeat({n})) if each is to be continued in {n} ways, as"
+        f" num_beams={n} and num_return_sequences={n} do; or reset()"
     )
 
 
 def full(
-    built_for: tuple[int | None, int | None], groups: list[GroupState], batch_size: int, num_tokens: int, error: str, budget: int | None = None
-) -> str:  # fmt: skip
+    built_for: tuple[int | None, int | None],
+    groups: list[GroupState],
+    batch_size: int,
+    num_tokens: int,
+    error: str,
+    budget: int | None = None,
+) -> str:
     """That tokens did not fit, into what, and why more capacity may not help.
 
     Args:
@@ -215,8 +267,9 @@ def full(
     if not windows:
         return text
     return (
-        f"{text}. Tokens may be taken back (keep_past, assisted decoding), so layers with a sliding window of {windows[0]} give nothing back until the next "
-        "crop; a fixed capacity has no room for that, however large max_tokens is: let the cache grow"
+        f"{text}. Tokens may be taken back (keep_past, assisted decoding), so layers with a sliding window of"
+        f" {windows[0]} give nothing back until the next crop; a fixed capacity has no room for that, however large"
+        " max_tokens is: let the cache grow"
     )
 
 
@@ -227,7 +280,9 @@ def _cut_pages(groups: list[GroupState]) -> str:
     if g is None or not cut:
         return ""
     return (
-        f". {counted(len(cut), 'closed page')} of layers {g.group.layers[0]}.. show fewer than their {g.group.page_size} tokens because crop() cut into them, "
-        f"and what is quantized is never filled up again: the room of {counted(sum(g.group.page_size - n for n in cut), 'token')}. Crops of at most "
-        f"residual_length tokens (here {g.group.residual_length}) reach raw tokens only: give it the number of tokens taken back at once, or raise max_tokens"
+        f". {counted(len(cut), 'closed page')} of layers {g.group.layers[0]}.. show fewer than their"
+        f" {g.group.page_size} tokens because crop() cut into them, and what is quantized is never filled up again: the"
+        f" room of {counted(sum(g.group.page_size - n for n in cut), 'token')}. Crops of at most residual_length tokens"
+        f" (here {g.group.residual_length}) reach raw tokens only: give it the number of tokens taken back at once, or"
+        " raise max_tokens"
     )

@@ -1,9 +1,10 @@
 """Which page holds which token, in one layer group: integers only.
 
-A forward pass is one `Step`, planned once for all layers of the group before any byte is written: `advance` moves the integers and says which bytes each
-layer must copy, close and write. If pages are missing the caller restores the snapshot it took. Layers then carry out the step one after the other, each in
-the order closes, copies, writes, so a page freed by a step can be handed out again within it. `Step.reused` lists those: a layer copies them first, so that
-a pass that fails in a later layer can be taken back.
+A forward pass is one `Step`, planned once for all layers of the group before any byte is written: `advance` moves the
+integers and says which bytes each layer must copy, close and write. If pages are missing the caller restores the
+snapshot it took. Layers then carry out the step one after the other, each in the order closes, copies, writes, so a
+page freed by a step can be handed out again within it. `Step.reused` lists those: a layer copies them first, so that a
+pass that fails in a later layer can be taken back.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from .tables import PartKey
 from .tiers import plan
 
 MAX_SPECULATED_PAGES = 16
-"""A growing cache keeps the planes of so many pages more while tokens are speculative; a long prompt under `keep_past` demotes past them."""
+"""A growing cache keeps the planes of so many pages more while tokens are speculative; a long prompt under `keep_past`
+demotes past them.
+"""
 
 
 class Snapshot(NamedTuple):
@@ -49,8 +52,8 @@ class GroupState:
         """Append counts[b] tokens to each sequence.
 
         Args:
-            history_first: True when the step's queries read the pages as they are before it (a chunk that attends to itself separately), False
-                when they read them after it (one token, already written).
+            history_first: True when the step's queries read the pages as they are before it (a chunk that attends to
+                itself separately), False when they read them after it (one token, already written).
 
         Raises:
             PoolFullError: pages are missing. The caller restores the snapshot it took.
@@ -97,8 +100,12 @@ class GroupState:
         self._release_invisible(s, need)
         return self._cut(row, run, sinks, closings, need, sources, self._demote(s, closings) if closings else [])
 
-    def _cut(self, row: int, run: Run, sinks: int, closings: int, need: int, sources: list[int], num_low: list[int]) -> Cut:
-        """Sinks, pages that close and tail of a run of tokens; what lies before `need` is left out, where nothing older stays."""
+    def _cut(
+        self, row: int, run: Run, sinks: int, closings: int, need: int, sources: list[int], num_low: list[int]
+    ) -> Cut:
+        """Sinks, pages that close and tail of a run of tokens; what lies before `need` is left out, where nothing older
+        stays.
+        """
         s, g, size = self.sequences[row], self.group, self.group.page_size
         to_sink: Run | None = None
         if sinks:
@@ -114,7 +121,8 @@ class GroupState:
         for _ in range(closings):
             page, run = run.cut(size)
             pages.append(page)
-        whole = g.num_sink_tokens + (need - g.num_sink_tokens) // size * size  # where the page of the oldest token that stays begins
+        # where the page of the oldest token that stays begins
+        whole = g.num_sink_tokens + (need - g.num_sink_tokens) // size * size
         if first and g.fills_pages and not s.tail and whole > run.start + run.waiting:
             _, run = run.cut(whole - run.start)
             s.released = run.start
@@ -145,7 +153,10 @@ class GroupState:
         return dict(zip(self.pools, (sink, closed, tail, *low), strict=True))
 
     def least(self, counts: list[int], history_first: bool) -> int:
-        """Bytes of pages in use once counts[b] tokens more are there and all low planes are given back. The caller restores the snapshot it took."""
+        """Bytes of pages in use once counts[b] tokens more are there and all low planes are given back.
+
+        The caller restores the snapshot it took.
+        """
         self.resize(len(counts))
         for tier in range(len(self.group.tiers)):
             self.lower(tier, 0)
@@ -187,7 +198,18 @@ class GroupState:
                 s.tail_lengths.append(0)
             count = min(end - fresh, size - s.tail_lengths[-1])
             start = cut.tail.start + cut.tail.waiting + fresh - cut.tail.fresh - s.tail_lengths[-1]
-            step.writes.append(Write("tail", cut.row, s.tail[-1], s.tail_lengths[-1], fresh, count, start, s.tail[-2] if len(s.tail) > 1 else -1))
+            step.writes.append(
+                Write(
+                    "tail",
+                    cut.row,
+                    s.tail[-1],
+                    s.tail_lengths[-1],
+                    fresh,
+                    count,
+                    start,
+                    s.tail[-2] if len(s.tail) > 1 else -1,
+                )
+            )
             s.tail_lengths[-1] += count
             fresh += count
 
@@ -221,9 +243,13 @@ class GroupState:
         if s.sink and self.group.num_sink_tokens <= need:
             self.pools["sink"].allocator.release(s.sink.pop())
             s.released = self.group.num_sink_tokens
-        runs: list[tuple[str, Any, list[int]]] = [("closed", s.closed, s.closed_lengths), ("tail", s.tail, s.tail_lengths)]
+        runs: list[tuple[str, Any, list[int]]] = [
+            ("closed", s.closed, s.closed_lengths),
+            ("tail", s.tail, s.tail_lengths),
+        ]
         for pool, ids, lengths in runs if self.group.fills_pages else runs[:1]:
-            while ids and not s.sink and s.released + (self.group.page_size if pool == "tail" else lengths[0]) <= need:  # a tail page fills up first
+            # a tail page fills up first
+            while ids and not s.sink and s.released + (self.group.page_size if pool == "tail" else lengths[0]) <= need:
                 self._give_back(pool, ids.pop(0))
                 s.released += lengths.pop(0)
                 if pool == "closed":
@@ -239,8 +265,10 @@ class GroupState:
     # -- tiers ------------------------------------------------------------------------------------------------------
 
     def _allowed(self, s: Sequence, closings: int) -> list[int]:
-        """Planes each tier may hold after `closings` more pages. While tokens are speculative, as many more as pages closed since, so that they
-        can be taken back."""
+        """Planes each tier may hold after `closings` more pages.
+
+        While tokens are speculative, as many more as pages closed since, so that they can be taken back.
+        """
         if not self.keep_past:
             return s.boundaries
         fixed = any(p.fixed_capacity is not None for p in self.pools.values())
@@ -248,7 +276,10 @@ class GroupState:
         return [n + slack if n else 0 for n in s.boundaries]
 
     def _demote(self, s: Sequence, closings: int) -> list[int]:
-        """Give back planes so that `closings` pages can close. Returns how many of these, the newest, get a plane of each tier."""
+        """Give back planes so that `closings` pages can close.
+
+        Returns how many of these, the newest, get a plane of each tier.
+        """
         found = plan(s.low, self._allowed(s, closings), closings)
         for i, pages in enumerate(found.given_back):
             for j in pages:
@@ -262,13 +293,18 @@ class GroupState:
         return found.fresh
 
     def set_tiers(self, row: int, boundaries: list[int], residual_length: int) -> None:
-        """Other tier sizes for a sequence from now on: planes past a smaller boundary go back at once, those already given back do not return."""
+        """Other tier sizes for a sequence from now on: planes past a smaller boundary go back at once, those already
+        given back do not return.
+        """
         s = self.sequences[row]
         s.boundaries, s.residual_length = boundaries, residual_length
         self._demote(s, 0)
 
     def lower(self, tier: int, boundary: int) -> list[tuple[str, int]]:
-        """At most `boundary` planes of a tier for each sequence from now on. Returns pool and page of the planes that went back."""
+        """At most `boundary` planes of a tier for each sequence from now on.
+
+        Returns pool and page of the planes that went back.
+        """
         before = self._planes()
         for s in self.sequences:
             s.boundaries[tier] = min(s.boundaries[tier], boundary)
@@ -276,10 +312,19 @@ class GroupState:
         return sorted(before - self._planes())
 
     def _planes(self) -> set[tuple[str, int]]:
-        return {(f"low{i}", page) for s in self.sequences for i, planes in enumerate(s.low) for page in planes if page is not None}
+        return {
+            (f"low{i}", page)
+            for s in self.sequences
+            for i, planes in enumerate(s.low)
+            for page in planes
+            if page is not None
+        }
 
     def thin(self, s: Sequence, tier: int, boundary: int) -> list[int]:
-        """As `lower`, for a sequence from elsewhere whose pages are none of these pools' yet. Returns how many planes of each tier left its lists."""
+        """As `lower`, for a sequence from elsewhere whose pages are none of these pools' yet.
+
+        Returns how many planes of each tier left its lists.
+        """
         s.boundaries[tier] = min(s.boundaries[tier], boundary)
         found = plan(s.low, s.boundaries, 0).given_back
         for planes, leaving in zip(s.low, found, strict=True):
@@ -354,23 +399,28 @@ class GroupState:
         s = self.sequences[row]
         if length and s.released > self.group.first_visible(length):
             raise CacheStateError(
-                f"cannot crop sequence {row} from {s.length} to {length} tokens: layers {self.group.layers[0]}.. have a sliding window of "
-                f"{self.group.geometry.sliding_window} and released tokens before {s.released}; call keep_past() before speculating"
+                f"cannot crop sequence {row} from {s.length} to {length} tokens: layers {self.group.layers[0]}.. have a"
+                f" sliding window of {self.group.geometry.sliding_window} and released tokens before {s.released}; call"
+                " keep_past() before speculating"
             )
         if self.keep_past and length and any(s.lost):
             left = s.dropped + s.closed_pages_within(length)
             for lost, boundary in zip(s.lost, s.boundaries, strict=True):
                 if left - boundary < lost <= left:
                     raise CacheStateError(
-                        f"cannot take back sequence {row} from {s.length} to {length} tokens: page {lost - 1} left its tier while they were speculative and "
-                        "would be in it again; take back fewer tokens at once, or crop to the present length first, which ends the speculation"
+                        f"cannot take back sequence {row} from {s.length} to {length} tokens: page {lost - 1} left its"
+                        " tier while they were speculative and would be in it again; take back fewer tokens at once,"
+                        " or crop to the present length first, which ends the speculation"
                     )
 
     def crop(self, row: int, length: int) -> None:
         """Keep the first `length` tokens. A closed page that is cut keeps its bytes and shows fewer tokens."""
         s = self.sequences[row]
         surplus = s.length - length
-        runs: list[tuple[str, Any, list[int]]] = [("tail", s.tail, s.tail_lengths), ("closed", s.closed, s.closed_lengths)]
+        runs: list[tuple[str, Any, list[int]]] = [
+            ("tail", s.tail, s.tail_lengths),
+            ("closed", s.closed, s.closed_lengths),
+        ]
         for pool, ids, lengths in runs:
             while surplus and ids:
                 cut = min(surplus, lengths[-1])
@@ -392,7 +442,9 @@ class GroupState:
     # -- tables -----------------------------------------------------------------------------------------------------
 
     def tables(self) -> dict[PartKey, PageTable]:
-        """Page tables of all sequences as they are now, one per tier that holds anything: closed pages by their low planes, sinks, tail."""
+        """Page tables of all sequences as they are now, one per tier that holds anything: closed pages by their low
+        planes, sinks, tail.
+        """
         if self._closed_tables is None:
             self._closed_tables = tables.of_closed(self.sequences, len(self.group.tiers))
         return self._closed_tables | tables.of_open(self.sequences, self.group.num_sink_tokens)
@@ -408,7 +460,9 @@ class GroupState:
     # -- undo -------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        return Snapshot([s.clone() for s in self.sequences], self.keep_past, {name: p.snapshot() for name, p in self.pools.items()})
+        return Snapshot(
+            [s.clone() for s in self.sequences], self.keep_past, {name: p.snapshot() for name, p in self.pools.items()}
+        )
 
     def restore(self, was: Snapshot) -> None:
         """Put everything back."""

@@ -1,4 +1,6 @@
-"""What a forward pass brings: shapes, dtypes and devices are checked, padding and numbers that are not finite dealt with."""
+"""What a forward pass brings: shapes, dtypes and devices are checked, padding and numbers that are not finite dealt
+with.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def positions_of_pages(starts: Any) -> list[int]:
     Raises:
         DataError: no list, or what is no position.
     """
-    return [whole("page that begins at token", at, -MOST_TOKENS, MOST_TOKENS, error=DataError) for at in listed("pages of a layer group", starts)]
+    return [
+        whole("page that begins at token", at, -MOST_TOKENS, MOST_TOKENS, error=DataError)
+        for at in listed("pages of a layer group", starts)
+    ]
 
 
 def lengths_of(lengths: Any, held: list[int]) -> list[int]:
@@ -50,7 +55,11 @@ def lengths_of(lengths: Any, held: list[int]) -> list[int]:
     Raises:
         DataError: another number of lengths, or one that a sequence does not have.
     """
-    rows = lengths if isinstance(lengths, (list, tuple, np.ndarray, torch.Tensor)) and np.ndim(lengths) else [lengths] * len(held)
+    rows = (
+        lengths
+        if isinstance(lengths, (list, tuple, np.ndarray, torch.Tensor)) and np.ndim(lengths)
+        else [lengths] * len(held)
+    )
     wanted = [whole("length", n, -MOST_TOKENS, MOST_TOKENS, error=DataError) for n in rows]
     if len(wanted) != len(held):
         raise DataError(f"{counted(len(wanted), 'length')} for {counted(len(held), 'sequence')}")
@@ -71,10 +80,16 @@ def chosen_pages(starts: Any, held: list[list[int]], row: int) -> list[list[int]
     """
     wanted = [positions_of_pages(s) for s in listed("pages", starts)]
     if len(wanted) != len(held):
-        raise DataError(f"{len(wanted)} lists of pages for {len(held)} layer groups; pass one for each, as closed_pages() gives them")
+        raise DataError(
+            f"{len(wanted)} lists of pages for {len(held)} layer groups; pass one for each, as closed_pages() gives"
+            " them"
+        )
     for g, (of_group, known) in enumerate(zip(wanted, held, strict=True)):
         if bad := sorted(set(of_group) - set(known)):
-            raise DataError(f"no closed page of sequence {row} begins at token {bad[0]} in layer group {g}; closed_pages({row}) lists them")
+            raise DataError(
+                f"no closed page of sequence {row} begins at token {bad[0]} in layer group {g}; closed_pages({row})"
+                " lists them"
+            )
     return wanted
 
 
@@ -108,7 +123,9 @@ class InputCheck:
         try:
             given = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
         except AttributeError:
-            raise DataError(f"queries, keys and values must be tensors, got {', '.join(type(x).__name__ for x in (q, k, v))}") from None
+            raise DataError(
+                f"queries, keys and values must be tensors, got {', '.join(type(x).__name__ for x in (q, k, v))}"
+            ) from None
         if self._passed.get(layer) == given:
             return
         spec, device = self._spec, self._device
@@ -116,23 +133,31 @@ class InputCheck:
         g = spec.layers[layer]
         if q.ndim != 4 or not q.shape[2] or q.shape[2] % g.num_kv_heads or q.shape[3] != g.head_dim:
             raise DataError(
-                f"queries of layer {layer} have shape {tuple(q.shape)}; they need 4 dimensions (sequences, tokens, heads, head_dim), "
-                f"heads a positive multiple of {g.num_kv_heads}, head_dim {g.head_dim}"
+                f"queries of layer {layer} have shape {tuple(q.shape)}; they need 4 dimensions (sequences, tokens,"
+                f" heads, head_dim), heads a positive multiple of {g.num_kv_heads}, head_dim {g.head_dim}"
             )
         for name, x in (("queries", q), ("keys", k), ("values", v)):
             want = (q.shape[0], q.shape[1], g.num_kv_heads, g.dim(name[0]))
             if name != "queries" and tuple(x.shape) != want:
-                raise DataError(f"{name} of layer {layer} have shape {tuple(x.shape)}, expected {want} = (sequences, tokens, kv heads, head_dim)")
+                raise DataError(
+                    f"{name} of layer {layer} have shape {tuple(x.shape)}, expected {want} = (sequences, tokens, kv"
+                    " heads, head_dim)"
+                )
             if x.dtype != TORCH_DTYPES[spec.raw_dtype]:
                 raise DataError(
-                    f"{name} of layer {layer} are {x.dtype}, but the cache was built for {spec.raw_dtype}; build it again "
-                    f"(KVCache.for_model, or CacheSpec with raw_dtype={str(x.dtype)[6:]!r})"
+                    f"{name} of layer {layer} are {x.dtype}, but the cache was built for {spec.raw_dtype}; build it"
+                    f" again (KVCache.for_model, or CacheSpec with raw_dtype={str(x.dtype)[6:]!r})"
                 )
             if x.device.type != device.type:
-                raise DataError(f"{name} of layer {layer} are on {x.device}, but the cache is on {device}; build it with device={str(x.device)!r}")
+                raise DataError(
+                    f"{name} of layer {layer} are on {x.device}, but the cache is on {device}; build it with"
+                    f" device={str(x.device)!r}"
+                )
         self._passed[layer] = given
 
-    def check_scores(self, q: torch.Tensor, scaling: float, softcap: float | None, sink_logits: torch.Tensor | None) -> None:
+    def check_scores(
+        self, q: torch.Tensor, scaling: float, softcap: float | None, sink_logits: torch.Tensor | None
+    ) -> None:
         """Refuse what is done to the scores of queries [B, T, Hq, D], before anything is stored.
 
         Raises:
@@ -141,12 +166,18 @@ class InputCheck:
         if (factors := (type(scaling), scaling, type(softcap), softcap)) != self._factors:
             check_factors(scaling, softcap)
             self._factors = factors
-        if sink_logits is not None and (not isinstance(sink_logits, torch.Tensor) or tuple(sink_logits.shape) != (q.shape[2],)):
-            raise DataError(f"sink_logits must be a tensor [{q.shape[2]}], one number for each query head, got {getattr(sink_logits, 'shape', sink_logits)}")
+        if sink_logits is not None and (
+            not isinstance(sink_logits, torch.Tensor) or tuple(sink_logits.shape) != (q.shape[2],)
+        ):
+            raise DataError(
+                f"sink_logits must be a tensor [{q.shape[2]}], one number for each query head, got"
+                f" {getattr(sink_logits, 'shape', sink_logits)}"
+            )
 
     @staticmethod
     def check_queries(layer: int, q: torch.Tensor, valid: torch.Tensor | None) -> None:
-        """Refuse real queries [B, T, Hq, D] whose products with keys no float32 holds, where that can be seen without waiting.
+        """Refuse real queries [B, T, Hq, D] whose products with keys no float32 holds, where that can be seen without
+        waiting.
 
         Raises:
             DataError: with their largest magnitude.
@@ -158,11 +189,13 @@ class InputCheck:
         low, high = map(float, q.detach().aminmax())
         if max(-low, high) > LARGEST_QUERY:  # not of NaN, which comes out as NaN
             raise DataError(
-                f"queries of layer {layer} reach {max(-low, high):.3g}, beyond {LARGEST_QUERY:g}, where float32 cannot hold their products with keys; "
-                "fix the model's numerics. Nothing was stored in this pass"
+                f"queries of layer {layer} reach {max(-low, high):.3g}, beyond {LARGEST_QUERY:g}, where float32 cannot"
+                " hold their products with keys; fix the model's numerics. Nothing was stored in this pass"
             )
 
-    def clean(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def clean(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, T, H, D] with zeros for padding, which may hold anything, and all numbers finite.
 
         Args:
@@ -182,11 +215,17 @@ class InputCheck:
         return k, v
 
     def ask(self, layer: int, k: torch.Tensor, v: torch.Tensor, findings: Findings) -> None:
-        """Have NaN and infinity in `clean` keys and values of a GPU found at the end of the pass. Single tokens are not asked: their page's closing is."""
+        """Have NaN and infinity in `clean` keys and values of a GPU found at the end of the pass.
+
+        Single tokens are not asked: their page's closing is.
+        """
         if self._clamps or k.shape[1] == 1 or k.device.type in AT_ONCE:
             return
         for name, x in (("keys", k), ("values", v)):
-            findings.ask(torch.linalg.vector_norm(x, torch.inf, (1, 2, 3)), functools.partial(_judge, f"{name} of layer {layer}", x.shape[1]))
+            findings.ask(
+                torch.linalg.vector_norm(x, torch.inf, (1, 2, 3)),
+                functools.partial(_judge, f"{name} of layer {layer}", x.shape[1]),
+            )
 
     def clamped(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """NaN to 0 and infinity to the largest finite value, where that was asked for. Does not wait for a GPU."""
@@ -200,8 +239,9 @@ def _judge(what: str, num_tokens: int, largest: list[float]) -> None:
     """Refuse keys or values of which a sequence's largest magnitude is no number or infinite."""
     if bad := [row for row, x in enumerate(largest) if not math.isfinite(x)]:
         raise DataError(
-            f"{what} hold NaN or infinity among the {num_tokens} tokens of sequence {bad[0]} ({len(bad)} of {len(largest)} sequences have some); "
-            "fix the model's numerics (float16 overflow is the usual cause: try bfloat16) or pass nonfinite='clamp'. Nothing was stored in this pass"
+            f"{what} hold NaN or infinity among the {num_tokens} tokens of sequence {bad[0]} ({len(bad)} of"
+            f" {len(largest)} sequences have some); fix the model's numerics (float16 overflow is the usual cause: try"
+            " bfloat16) or pass nonfinite='clamp'. Nothing was stored in this pass"
         )
 
 

@@ -26,8 +26,9 @@ from .step import Close
 
 
 def _closed_at_once(closes: list[Close], page_size: int) -> list[list[Close]]:
-    """What one call of close_pages takes: pages of any sequences that waited whole in the tail; and, read where they lie, those one after the other in a
-    sequence's fresh tokens."""
+    """What one call of close_pages takes: pages of any sequences that waited whole in the tail; and, read where they
+    lie, those one after the other in a sequence's fresh tokens.
+    """
     runs: list[list[Close]] = []
     waited: dict[int, list[Close]] = {}  # by the number of low planes
     for c in closes:
@@ -37,7 +38,14 @@ def _closed_at_once(closes: list[Close], page_size: int) -> list[list[Close]]:
             waited[len(c.low)].append(c)
             continue
         last = runs[-1][-1] if runs else None
-        joins = last is not None and not c.count and not last.count and c.row == last.row and c.fresh == last.fresh + page_size and len(c.low) == len(last.low)
+        joins = (
+            last is not None
+            and not c.count
+            and not last.count
+            and c.row == last.row
+            and c.fresh == last.fresh + page_size
+            and len(c.low) == len(last.low)
+        )
         runs[-1].append(c) if joins else runs.append([c])
     return runs
 
@@ -47,8 +55,12 @@ def _pages(store: PageStore, page_ids: list[int]) -> torch.Tensor:
     return store.page(page_ids[0])[None] if len(page_ids) == 1 else store.gather(np.array(page_ids, np.int64))
 
 
-def _name_the_page(x: torch.Tensor, kind: str, place: Place, run: list[Close], store: PageStore, scheme: Scheme) -> None:
-    """Refuse the first page of the pages x [n, H, page_size, D] of a run that holds NaN or infinity, or whose scales overflow."""
+def _name_the_page(
+    x: torch.Tensor, kind: str, place: Place, run: list[Close], store: PageStore, scheme: Scheme
+) -> None:
+    """Refuse the first page of the pages x [n, H, page_size, D] of a run that holds NaN or infinity, or whose scales
+    overflow.
+    """
     spec = store.layout.key if kind == "k" else store.layout.value
     of = _named(kind, place)
     for c, page in zip(run, x, strict=True):
@@ -60,7 +72,8 @@ def _name_the_page(x: torch.Tensor, kind: str, place: Place, run: list[Close], s
             encode_side(rows_as_stored(page[None], spec, store.static, np.array([c.start])), kind, spec, store.static)
         except DataError as error:
             raise DataError(
-                f"{what}: {error} {_in_the_specs(spec, scheme, place)}; crop or free sequence {c.row}, or select the others, and they go on"
+                f"{what}: {error} {_in_the_specs(spec, scheme, place)}; crop or free sequence {c.row}, or select the"
+                " others, and they go on"
             ) from error
 
 
@@ -69,7 +82,10 @@ _NOTHING_STORED = "Nothing was stored in this pass"
 
 def _in_the_specs(spec: QuantSpec, scheme: Scheme, place: Place) -> str:
     limit = largest(spec.scale_dtype)
-    return f"({spec.scale_dtype} ends at {limit:g}) in the specs of scheme {scheme.name!r}, or keep layer {place.layer} raw (an Override). {_NOTHING_STORED}"
+    return (
+        f"({spec.scale_dtype} ends at {limit:g}) in the specs of scheme {scheme.name!r}, or keep layer {place.layer}"
+        f" raw (an Override). {_NOTHING_STORED}"
+    )
 
 
 def _named(kind: str, place: Place) -> str:
@@ -102,13 +118,22 @@ class LayerRunner:
         self.choices: dict[Any, dispatch.Choice] = {}
 
     def step(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: Forward,
-        more: bool = False, within: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Store the tokens k, v [B, T, H, D] of a layer and attend with q [B, T, Hq, D]: (out [B, T, Hq, D], lse float32 [B, T, Hq]).
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        softcap: float | None,
+        f: Forward,
+        more: bool = False,
+        within: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the tokens k, v [B, T, H, D] of a layer and attend with q [B, T, Hq, D]: (out [B, T, Hq, D], lse
+        float32 [B, T, Hq]).
 
-        With `more` the layer comes again with other queries: a single token is stored at the first visit, a chunk, which attends to the history, at the last.
-        `within`: see `PagedCache.step`.
+        With `more` the layer comes again with other queries: a single token is stored at the first visit, a chunk,
+        which attends to the history, at the last. `within`: see `PagedCache.step`.
         """
         place = self._stores.places[layer]
         call = self.call(place, scaling, softcap, f)
@@ -119,7 +144,11 @@ class LayerRunner:
             if first:
                 self._write(place, k, v, f)
             return self._attend(place, q, call, f)
-        out, lse = self._fresh(place, q, k, v, scaling, softcap, f) if within is None else masked(q, k, v, f.positions, within, scaling, softcap)
+        out, lse = (
+            self._fresh(place, q, k, v, scaling, softcap, f)
+            if within is None
+            else masked(q, k, v, f.positions, within, scaling, softcap)
+        )
         if call.parts:
             past = self._attend(place, q, call, f)
             outs, merge = [past[0], out], ("merge", out.shape[3], past[0].dtype, out.dtype)
@@ -131,7 +160,14 @@ class LayerRunner:
         return out, lse
 
     def _fresh(
-        self, place: Place, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None, f: Forward
+        self,
+        place: Place,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        softcap: float | None,
+        f: Forward,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         key = ("attend_fresh", q.dtype, q.shape[3], v.shape[3], softcap is None)
         if key not in self.choices:
@@ -140,8 +176,13 @@ class LayerRunner:
         attend = run if chunk is None else chunk_attention.within_chunks(run, chunk)
         return attend(q, k, v, f.positions, scaling, self._stores.spec.layers[place.layer].sliding_window, softcap)
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, f: Forward, read: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Store the tokens k, v [B, T, H, D] of a layer without attending. With `read`, what they see of each sequence before them, [tokens, H, D]."""
+    def append(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, f: Forward, read: bool = False
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Store the tokens k, v [B, T, H, D] of a layer without attending.
+
+        With `read`, what they see of each sequence before them, [tokens, H, D].
+        """
         place = self._stores.places[layer]
         _, stored = self._stores.as_stored(place, k[:, :, :0], k)
         if not f.history_first:  # what a single token sees counts itself
@@ -156,13 +197,18 @@ class LayerRunner:
     def call(self, place: Place, scaling: float, softcap: float | None, f: Forward) -> AttendCall:
         """What the queries of a pass read in a place."""
         history = f.steps[place.group].history
-        parts = tuple(Part(self._stores.store(place, pool), table, self._stores.low_stores(place, planes)) for (pool, planes), table in history.items())
+        parts = tuple(
+            Part(self._stores.store(place, pool), table, self._stores.low_stores(place, planes))
+            for (pool, planes), table in history.items()
+        )
         return AttendCall(parts, scaling, self._stores.spec.layers[place.layer].sliding_window, softcap)
 
     def _attend(self, place: Place, q: torch.Tensor, call: AttendCall, f: Forward) -> tuple[torch.Tensor, torch.Tensor]:
         if not call.parts:  # every token so far was padding
             width = self._stores.spec.layers[place.layer].value_head_dim
-            return q.new_zeros(*q.shape[:3], width, dtype=torch.float32), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+            return q.new_zeros(*q.shape[:3], width, dtype=torch.float32), q.new_full(
+                q.shape[:3], -torch.inf, dtype=torch.float32
+            )
         key = ("attend_pages", place.group, f.history_first, q.dtype, q.shape[2], tuple(p.layouts for p in call.parts))
         if key not in self.choices:
             self.choices[key] = dispatch.choose("attend_pages", q, call, backend=self._backend)
@@ -176,14 +222,24 @@ class LayerRunner:
         g = self._stores.spec.layers[place.layer]
         return g.sliding_window if g.chunked else None
 
-    def _run_planned(self, make: Callable[..., Any], place: Place, q: torch.Tensor, call: AttendCall, f: Forward) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run_planned(
+        self, make: Callable[..., Any], place: Place, q: torch.Tensor, call: AttendCall, f: Forward
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with the plan that the first layer of the group made for this forward pass."""
         key = (place.group, call.scaling, call.softcap, q.shape[1:3])
         if key not in f.plans:
             first = self._stores.places[self._groups[place.group].group.layers[0]]
             base = self.call(first, call.scaling, call.softcap, f)
             strides = tuple(p.store.layout.page_size_bytes for p in call.parts)
-            f.plans[key] = make(base, q.shape[2], q.dtype, q.device, num_queries=q.shape[1], layer_strides=strides, history_only=f.history_first)
+            f.plans[key] = make(
+                base,
+                q.shape[2],
+                q.dtype,
+                q.device,
+                num_queries=q.shape[1],
+                layer_strides=strides,
+                history_only=f.history_first,
+            )
             f.plans[key].q_positions.copy_(upload(f.positions, q.device))
         options = {"static": [p.store.static for p in call.parts]} if any(p.store.static for p in call.parts) else {}
         out, lse = f.plans[key].run(q.contiguous(), layer=place.index, **options)
@@ -195,7 +251,11 @@ class LayerRunner:
             used = self._stores.low_store(place, pool) if pool.startswith("low") else self._stores.store(place, pool)
             f.undo.overwritten.append((used.page(page_id), used.page(page_id).clone()))
         if step.closes:
-            fresh = list(zip(k, v, strict=True)) if f.valid is None else [(k[b, i], v[b, i]) for b, i in enumerate(f.real_tokens(k.device))]
+            fresh = (
+                list(zip(k, v, strict=True))
+                if f.valid is None
+                else [(k[b, i], v[b, i]) for b, i in enumerate(f.real_tokens(k.device))]
+            )
             self._close(place, fresh, step.closes, f.findings)
         for pool, source, target in step.copies:
             store = self._stores.store(place, pool)
@@ -216,13 +276,18 @@ class LayerRunner:
             self._saturated[place.layer][kind] += n
 
     def _ask(self, place: Place, findings: Findings, status: torch.Tensor, store: PageStore, what: str) -> None:
-        """Have the status of a launch (see `cuda.close.packed`) judged at the end of the pass; `what`: whose keys and values were written."""
+        """Have the status of a launch (see `cuda.close.packed`) judged at the end of the pass; `what`: whose keys and
+        values were written.
+        """
         sides, scheme = (("k", store.layout.key), ("v", store.layout.value)), self._stores.spec.scheme
 
         def judge(found: list[float]) -> None:
             for i, (kind, spec) in enumerate(sides):
                 if found[4 + i]:
-                    raise DataError(f"{_named(kind, place)}, {what}: NaN or infinity; fix the model's numerics or pass nonfinite='clamp'. {_NOTHING_STORED}")
+                    raise DataError(
+                        f"{_named(kind, place)}, {what}: NaN or infinity; fix the model's numerics or pass"
+                        f" nonfinite='clamp'. {_NOTHING_STORED}"
+                    )
                 if found[2 + i]:
                     raise DataError(
                         f"{_named(kind, place)}, {what}: a scale, bias or mean overflows {spec.scale_dtype}; "
@@ -234,10 +299,14 @@ class LayerRunner:
 
     @property
     def _writer(self) -> str:
-        """Backend of the ops that write pages or attend to fresh tokens; one named for attention to pages may have none."""
+        """Backend of the ops that write pages or attend to fresh tokens; one named for attention to pages may have
+        none.
+        """
         return self._backend if self._backend == "reference" else "auto"
 
-    def _close(self, place: Place, fresh: list[tuple[torch.Tensor, torch.Tensor]], closes: list[Close], findings: Findings) -> None:
+    def _close(
+        self, place: Place, fresh: list[tuple[torch.Tensor, torch.Tensor]], closes: list[Close], findings: Findings
+    ) -> None:
         """Quantize the pages a step closes."""
         size = self._stores.spec.scheme.page_size
         tail = self._stores.store(place, "tail")
@@ -245,7 +314,11 @@ class LayerRunner:
         for run in _closed_at_once(closes, size):
             c = run[0]
             sides = []
-            waited = [section(_pages(tail, [x.tail[0] for x in run]), tail.layout, name) for name in ("k_raw", "v_raw")] if c.count else []
+            waited = (
+                [section(_pages(tail, [x.tail[0] for x in run]), tail.layout, name) for name in ("k_raw", "v_raw")]
+                if c.count
+                else []
+            )
             for i, x in enumerate(fresh[c.row]):
                 if c.count == size:
                     sides.append(waited[i])
@@ -254,10 +327,15 @@ class LayerRunner:
                 if c.count:
                     rows = torch.cat([waited[i][0, :, : c.count], rows], dim=1)
                 sides.append(rows.unflatten(1, (len(run), size)).transpose(0, 1))
-            low = [(self._stores.low_store(place, name), np.array([x.low[i][1] for x in run], np.int64)) for i, (name, _) in enumerate(c.low)]
+            low = [
+                (self._stores.low_store(place, name), np.array([x.low[i][1] for x in run], np.int64))
+                for i, (name, _) in enumerate(c.low)
+            ]
             key = ("close_pages", store.layout, tuple(s.layout for s, _ in low), sides[0].dtype)
             if key not in self.choices:
-                self.choices[key] = dispatch.choose("close_pages", sides[0], store, [s for s, _ in low], backend=self._writer)
+                self.choices[key] = dispatch.choose(
+                    "close_pages", sides[0], store, [s for s, _ in low], backend=self._writer
+                )
             ids, starts = (np.array(x, np.int64) for x in zip(*((c.page_id, c.start) for c in run), strict=True))
             choice = self.choices[key]
             if choice.later is not None:

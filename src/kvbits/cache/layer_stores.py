@@ -1,4 +1,6 @@
-"""Where each layer is stored: which group and index its pages have, and the `PageStore` of each pool with what the layer's pages share."""
+"""Where each layer is stored: which group and index its pages have, and the `PageStore` of each pool with what the
+layer's pages share.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,24 @@ class LayerStores:
         changes_keys: layers whose keys `as_stored` changes.
     """
 
-    def __init__(self, spec: CacheSpec, groups: list[GroupState], static: list[dict[str, torch.Tensor]], device: torch.device) -> None:
+    def __init__(
+        self, spec: CacheSpec, groups: list[GroupState], static: list[dict[str, torch.Tensor]], device: torch.device
+    ) -> None:
         self.spec, self.groups, self.device = spec, groups, device
         self._shared = parameters.shared(spec, static, device)
         self._orders = parameters.orders(spec, device)
         self._turns = parameters.turns(spec, device)
         self.changes_keys = set(self._orders)
-        self.places = {layer: Place(layer, g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)}
+        self.places = {
+            layer: Place(layer, g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)
+        }
 
     def store(self, place: Place, pool: str) -> PageStore:
         state = self.groups[place.group]
         packed = pool == state.group.packed_pool
-        return state.pools[pool].store(place.index, self._shared[place.layer] if packed else {}, self._turns.get(place.layer) if packed else None)
+        return state.pools[pool].store(
+            place.index, self._shared[place.layer] if packed else {}, self._turns.get(place.layer) if packed else None
+        )
 
     def low_store(self, place: Place, pool: str) -> LowStore:
         return self.groups[place.group].pools[pool].store(place.index, {})
@@ -74,19 +82,29 @@ class LayerStores:
         order = self._order(place)
         return k if order is None else torch.empty_like(k).index_copy_(-1, order, k)
 
-    def dequantize(self, layer: int, row: int, dtype: torch.dtype, tables: dict[PartKey, PageTable] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def dequantize(
+        self, layer: int, row: int, dtype: torch.dtype, tables: dict[PartKey, PageTable] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [tokens, H, D] that a sequence holds, in token order; those of `tables`, or all."""
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise DataError(f"keys and values are read into a float dtype, not {dtype!r}")
         place, g = self.places[layer], self.spec.layers[layer]
-        keys, values = ([torch.zeros(0, g.num_kv_heads, d, dtype=dtype, device=self.device)] for d in (g.head_dim, g.value_head_dim))
+        keys, values = (
+            [torch.zeros(0, g.num_kv_heads, d, dtype=dtype, device=self.device)] for d in (g.head_dim, g.value_head_dim)
+        )
         found = []
         for (pool, planes), table in (self.groups[place.group].tables() if tables is None else tables).items():
-            store, low, its = self.store(place, pool), self.low_stores(place, planes), slice(table.indptr[row], table.indptr[row + 1])
+            store, low, its = (
+                self.store(place, pool),
+                self.low_stores(place, planes),
+                slice(table.indptr[row], table.indptr[row + 1]),
+            )
             if its.start == its.stop:
                 continue
             fine = [(x.gather(ids[its]), x.layout) for x, ids in zip(low, table.low, strict=True)]
-            k, v = dequantize_pages(store.gather(table.page_ids[its]), store.layout, store.static, dtype, fine, table.starts[its])
+            k, v = dequantize_pages(
+                store.gather(table.page_ids[its]), store.layout, store.static, dtype, fine, table.starts[its]
+            )
             pages = zip(table.starts[its], table.lengths[its], k, v, strict=True)
             found += [(int(start), x[:, :n].transpose(0, 1), y[:, :n].transpose(0, 1)) for start, n, x, y in pages]
         found.sort(key=lambda x: x[0])

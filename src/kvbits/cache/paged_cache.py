@@ -1,10 +1,11 @@
 """The cache: sequences of tokens on packed pages, for all layers of a model.
 
-A forward pass of T tokens is one step. The first layer that arrives plans it for all layers (page ids only, atomic); each layer then
-stores its own bytes and attends:
+A forward pass of T tokens is one step. The first layer that arrives plans it for all layers (page ids only, atomic);
+each layer then stores its own bytes and attends:
 
     T = 1   write the token, then attend to all pages               (decode)
-    T > 1   attend to the history, attend to the chunk itself in its own precision, merge, then write      (prefill, chunks, speculation)
+    T > 1   attend to the history, attend to the chunk itself in its own precision, merge, then write      (prefill,
+            chunks, speculation)
 
 so a chunk always sees its own tokens exactly and its history as stored.
 """
@@ -41,32 +42,44 @@ class PagedCache:
 
     Args:
         spec: scheme and geometry.
-        max_tokens, batch_size: fix the capacity to `max_tokens` tokens of each of `batch_size` sequences (1 if not given): exactly
-            `spec.nbytes(max_tokens, batch_size)` bytes are allocated now and never more, whole pages, which take up to `spec.room(max_tokens)` tokens.
-            Without them the cache grows. Cropping inside a closed page wastes the rest of that page; crops of up to `residual_length` tokens never do.
+        max_tokens, batch_size: fix the capacity to `max_tokens` tokens of each of `batch_size` sequences (1 if not
+            given): exactly `spec.nbytes(max_tokens, batch_size)` bytes are allocated now and never more, whole pages,
+            which take up to `spec.room(max_tokens)` tokens. Without them the cache grows. Cropping inside a closed page
+            wastes the rest of that page; crops of up to `residual_length` tokens never do.
         device: where pages live; queries, keys and values must be there too.
         static: calibrated parameters per layer (`Calibration.static`), needed by schemes with `needs_calibration`.
-        nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their page closes, so not where nothing
-            closes), or "clamp" them (NaN to 0, infinity to the largest finite value).
+        nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their
+            page closes, so not where nothing closes), or "clamp" them (NaN to 0, infinity to the largest finite value).
         backend: "auto", or force one ("reference", "cpu", "cuda") for every op that has it.
-        budget: bytes that a growing cache may take: as it fills, pages give back low planes (`budget.Budget`); for schemes with tiers.
+        budget: bytes that a growing cache may take: as it fills, pages give back low planes (`budget.Budget`); for
+            schemes with tiers.
 
     Raises:
         UnsupportedError: chunked layers on a GPU.
         CacheError: the device has no memory for a fixed capacity; the message says how much that is.
 
     Attributes:
-        held_groups: page lists of every layer group, out of date while the cache decodes on the device (`groups` are not).
-        arrivals: pages of a stored prefix that are still on their way: each layer of the next pass waits for its own, anything else for all.
+        held_groups: page lists of every layer group, out of date while the cache decodes on the device (`groups` are
+            not).
+        arrivals: pages of a stored prefix that are still on their way: each layer of the next pass waits for its own,
+            anything else for all.
         built_for: sequences, and tokens of each, of the fixed capacity; None each for a cache that grows.
         made_for: fingerprint of the model that fills the cache, kept in files; None if nobody said.
         saturated: per layer, elements of keys ("k") and values ("v") that were clamped to their largest code.
     """
 
     def __init__(
-        self, spec: CacheSpec, *, batch_size: int | None = None, max_tokens: int | None = None, device: torch.device | str = "cpu",
-        static: list[dict[str, torch.Tensor]] | None = None, nonfinite: str = "refuse", backend: str = "auto", budget: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        spec: CacheSpec,
+        *,
+        batch_size: int | None = None,
+        max_tokens: int | None = None,
+        device: torch.device | str = "cpu",
+        static: list[dict[str, torch.Tensor]] | None = None,
+        nonfinite: str = "refuse",
+        backend: str = "auto",
+        budget: int | None = None,
+    ) -> None:
         if nonfinite not in ("refuse", "clamp"):
             raise SpecError(f"nonfinite={nonfinite!r} is not 'refuse' or 'clamp'")
         self.built_for = capacity.checked(batch_size, max_tokens)
@@ -75,16 +88,21 @@ class PagedCache:
         self.device = torch.device(device)
         dispatch.check_backend(backend, self.device)
         if self.device.type != "cpu" and any(g.chunked for g in spec.layers):
-            raise UnsupportedError("chunked attention (Llama 4) has no kernel on GPUs; use the stock cache there, or the model on the CPU")
+            raise UnsupportedError(
+                "chunked attention (Llama 4) has no kernel on GPUs; use the stock cache there, or the model on the CPU"
+            )
         self.nonfinite = nonfinite
         self.backend = backend
         self.static = static or [{} for _ in spec.layers]
         self.saturated = [{"k": 0, "v": 0} for _ in spec.layers]
         self.made_for: str | None = None
         self.held_groups: list[GroupState] = []
-        self._stores = LayerStores(spec, self.held_groups, self.static, self.device)  # refuses what cannot be before anything is allocated
+        # refuses what cannot be before anything is allocated
+        self._stores = LayerStores(spec, self.held_groups, self.static, self.device)
         if budget is not None and self.built_for != (None, None):
-            raise SpecError("a budget is for a cache that grows, max_tokens and batch_size fix a capacity; give one of them")
+            raise SpecError(
+                "a budget is for a cache that grows, max_tokens and batch_size fix a capacity; give one of them"
+            )
         self.budget = None if budget is None else Budget(budget, spec)
         self.held_groups += capacity.allocate(spec, *self.built_for, self.device, self.budget)
         self._inputs = InputCheck(spec, self.device, nonfinite)
@@ -112,8 +130,11 @@ class PagedCache:
 
     @property
     def groups(self) -> list[GroupState]:
-        """Page lists of every layer group. A cache that decodes on the device takes them back from there first, which waits for the GPU.
-        FileFormatError where pages that were on their way are damaged: `reset()`, or `free()` their sequence."""
+        """Page lists of every layer group.
+
+        A cache that decodes on the device takes them back from there first, which waits for the GPU. FileFormatError
+        where pages that were on their way are damaged: `reset()`, or `free()` their sequence.
+        """
         self._passes.heal()
         self.arrivals.wait_for_all()
         self._passes.settle()
@@ -121,11 +142,15 @@ class PagedCache:
 
     @property
     def changes(self) -> int:
-        """How many passes and operations have changed the sequences so far: one more as soon as one has ended well, never for one that was taken back."""
+        """How many passes and operations have changed the sequences so far: one more as soon as one has ended well,
+        never for one that was taken back.
+        """
         return self._passes.changes
 
     def change(self, what: str) -> AbstractContextManager[Undo]:
-        """Inside, `held_groups` are changed whole: an error or an interrupt takes everything back. Nothing else of this cache is to be used there.
+        """Inside, `held_groups` are changed whole: an error or an interrupt takes everything back.
+
+        Nothing else of this cache is to be used there.
 
         Args:
             what: the operation, for messages.
@@ -149,7 +174,9 @@ class PagedCache:
         return explain.bytes_by_kind(self.groups)
 
     def explain(self) -> Explanation:
-        """What is stored, who serves each op and why the others do not, and where the bytes are: a dict, which prints as a few lines."""
+        """What is stored, who serves each op and why the others do not, and where the bytes are: a dict, which prints
+        as a few lines.
+        """
         ops = {str(c) for c in self._layers.choices.values()} | self._passes.switch.explain()
         notes = [f"Python plans each new token, which is slower: {self.led_by_host}"] if self.led_by_host else []
         notes += [] if self.budget is None else self.budget.notes(self.groups)
@@ -176,7 +203,9 @@ class PagedCache:
             self._passes.begin(batch_size, num_tokens, valid)
         except PoolFullError as error:
             most = None if self.budget is None else self.budget.nbytes
-            raise PoolFullError(explain.full(self.built_for, self.groups, batch_size, num_tokens, str(error), most)) from None
+            raise PoolFullError(
+                explain.full(self.built_for, self.groups, batch_size, num_tokens, str(error), most)
+            ) from None
 
     @property
     def in_pass(self) -> bool:
@@ -184,7 +213,8 @@ class PagedCache:
         return self._passes.forward is not None
 
     def abandon(self) -> None:
-        """Take back a forward pass that not all layers have been through (the model raised, or was interrupted), or a `change`: as if it had never begun.
+        """Take back a forward pass that not all layers have been through (the model raised, or was interrupted), or a
+        `change`: as if it had never begun.
 
         Passes that an error of this cache ends are taken back without this. Does nothing between passes.
 
@@ -194,10 +224,20 @@ class PagedCache:
         self._passes.abandon()
 
     def step(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scaling: float, softcap: float | None = None,
-        sink_logits: torch.Tensor | None = None, valid: torch.Tensor | None = None, more: bool = False,
-        again: bool = False, within: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        sink_logits: torch.Tensor | None = None,
+        valid: torch.Tensor | None = None,
+        more: bool = False,
+        again: bool = False,
+        within: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Store this layer's keys and values and attend. The first layer of a pass calls `begin` by itself.
 
         Args:
@@ -205,10 +245,11 @@ class PagedCache:
             scaling: factor on the scores.
             sink_logits: [Hq], one more score per head with value 0 (gpt-oss).
             valid: bool [B, T], see `begin`.
-            more: other queries come next for the same keys and values (layers of a model that share them): the layer stays in the pass. See `read_again`.
+            more: other queries come next for the same keys and values (layers of a model that share them): the layer
+                stays in the pass. See `read_again`.
             again: these are such queries.
-            within: bool [B, T, T], which tokens of the chunk each one sees, where that is not those before it; of tokens before the chunk it sees all (that its
-                window reaches).
+            within: bool [B, T, T], which tokens of the chunk each one sees, where that is not those before it; of
+                tokens before the chunk it sees all (that its window reaches).
 
         Returns:
             [B, T, Hq, D] in q's dtype; zeros for padding queries.
@@ -237,10 +278,13 @@ class PagedCache:
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, *, valid: torch.Tensor | None = None, read: bool = False
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Store keys and values [B, T, H, D] without attending (a prefix computed elsewhere). Every layer must follow, as in `step`.
+        """Store keys and values [B, T, H, D] without attending (a prefix computed elsewhere).
+
+        Every layer must follow, as in `step`.
 
         Args:
-            read: return keys and values [tokens, H, D] of each sequence before the new ones, as far as a layer's window reaches, in their dtype.
+            read: return keys and values [tokens, H, D] of each sequence before the new ones, as far as a layer's window
+                reaches, in their dtype.
         """
         self._inputs.check(layer, k, k, v)
         try:
@@ -253,7 +297,9 @@ class PagedCache:
             raise
         return past
 
-    def _enter(self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, Forward]:
+    def _enter(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, Forward]:
         """A layer arrives with checked keys and values: begin the pass if it is the first."""
         if valid is not None:
             valid = torch.as_tensor(valid, device=k.device).bool()
@@ -267,12 +313,23 @@ class PagedCache:
         return k, v, f
 
     def _step_on_device(
-        self, f: Forward, decode: DeviceDecode, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, softcap: float | None,
+        self,
+        f: Forward,
+        decode: DeviceDecode,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        softcap: float | None,
         sink_logits: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         f.require(layer)
         if (q.shape[2], q.dtype, scaling, softcap) != decode.key:
-            raise DataError(f"layer {layer} attends with {q.shape[2]} heads, scaling {scaling}, softcap {softcap}; this pass began with {decode.key}")
+            raise DataError(
+                f"layer {layer} attends with {q.shape[2]} heads, scaling {scaling}, softcap {softcap}; this pass began"
+                f" with {decode.key}"
+            )
         k, v = self._inputs.clamped(k, v)
         if layer in self._stores.changes_keys:
             q, k = self._stores.as_stored(self._stores.places[layer], q, k)
@@ -285,7 +342,10 @@ class PagedCache:
 
     @property
     def decoding(self) -> DeviceDecode | None:
-        """What decodes single tokens on the device, while it does. A step captured under one cannot be replayed under another."""
+        """What decodes single tokens on the device, while it does.
+
+        A step captured under one cannot be replayed under another.
+        """
         return self._passes.switch.decoding
 
     @property
@@ -298,11 +358,15 @@ class PagedCache:
         return self._passes.switch.refuses(num_q_heads, dtype)
 
     def read_again(self) -> None:
-        """Say that steps with `more` will come: tokens are then led by the host, since a step on the device stores and attends once."""
+        """Say that steps with `more` will come: tokens are then led by the host, since a step on the device stores and
+        attends once.
+        """
         self._passes.switch.host_only = "layers of this model share keys and values"
 
     def expect_tokens(self) -> None:
-        """Take the next single token for the beginning of many: decode on the device from it on, not from the third in a row."""
+        """Take the next single token for the beginning of many: decode on the device from it on, not from the third in
+        a row.
+        """
         self._passes.switch.expect_tokens()
 
     def count_replays(self, steps: int) -> None:
@@ -310,7 +374,8 @@ class PagedCache:
 
         Raises:
             PoolFullError: the capacity has no room for so many tokens more. Nothing changed; do not replay.
-            CacheStateError: page lists were taken back from the device since the step was captured (by anything but decoding): capture again.
+            CacheStateError: page lists were taken back from the device since the step was captured (by anything but
+                decoding): capture again.
             DataError: what closing found some tokens ago. Nothing changed.
         """
         if self.in_pass and self.decoding is not None:
@@ -359,9 +424,9 @@ class PagedCache:
     def keep_past(self) -> None:
         """Prepare for tokens that may be taken back, until the next `crop`.
 
-        Sliding-window layers keep everything (a fixed capacity has no room for that: prompts longer than their window need a cache that grows), tiers keep
-        the planes that newer tokens push out, and (in a cache without a fixed capacity) up to a page of new tokens closes nothing: taking back that many
-        leaves exactly what was there before.
+        Sliding-window layers keep everything (a fixed capacity has no room for that: prompts longer than their window
+        need a cache that grows), tiers keep the planes that newer tokens push out, and (in a cache without a fixed
+        capacity) up to a page of new tokens closes nothing: taking back that many leaves exactly what was there before.
         """
         with self.change("keep_past()"):
             for g in self.held_groups:
@@ -371,8 +436,8 @@ class PagedCache:
         """Give one sequence tiers of its own sizes, from now on.
 
         Args:
-            tiers: tokens of each tier of the scheme, youngest first, in whole pages. Smaller: planes go back to their pool at once. Larger: pages that
-                lost a plane do not get it back; newer ones keep theirs longer.
+            tiers: tokens of each tier of the scheme, youngest first, in whole pages. Smaller: planes go back to their
+                pool at once. Larger: pages that lost a plane do not get it back; newer ones keep theirs longer.
             residual_length: newest tokens that stay raw; None leaves it.
 
         Raises:
@@ -382,24 +447,34 @@ class PagedCache:
         (row,) = self._rows([row])
         scheme, tiers = self.spec.scheme, listed("tiers", tiers, error=SpecError)
         if len(tiers) != len(scheme.tiers):
-            raise SpecError(f"{len(tiers)} tier sizes for a scheme of {len(scheme.tiers)} tiers; pass one number of tokens for each")
+            raise SpecError(
+                f"{len(tiers)} tier sizes for a scheme of {len(scheme.tiers)} tiers; pass one number of tokens for each"
+            )
         wanted = dataclasses.replace(
-            scheme, tiers=tuple(dataclasses.replace(t, num_tokens=n) for t, n in zip(scheme.tiers, tiers, strict=True)),
+            scheme,
+            tiers=tuple(dataclasses.replace(t, num_tokens=n) for t, n in zip(scheme.tiers, tiers, strict=True)),
             residual_length=scheme.residual_length if residual_length is None else residual_length,
-        )  # fmt: skip
+        )
         with self.change("set_tiers()"):
             for g in self.held_groups:
                 sized = dataclasses.replace(g.group, tiers=wanted.tiers if g.group.tiers else ())
-                g.set_tiers(row, list(sized.boundaries), g.sequences[row].residual_length if residual_length is None else residual_length)
+                g.set_tiers(
+                    row,
+                    list(sized.boundaries),
+                    g.sequences[row].residual_length if residual_length is None else residual_length,
+                )
 
     def closed_pages(self, row: int) -> list[list[int]]:
         """Per layer group, the positions of the first tokens of the closed pages that a sequence holds."""
         (row,) = self._rows([row])
-        found = [(g.sequences[row].closed_starts(g.group.num_sink_tokens), g.sequences[row].closed) for g in self.groups]
+        found = [
+            (g.sequences[row].closed_starts(g.group.num_sink_tokens), g.sequences[row].closed) for g in self.groups
+        ]
         return [[at for at, page in zip(starts, pages, strict=True) if page is not None] for starts, pages in found]
 
     def drop_pages(self, row: int, starts: Rows[Rows[int]]) -> None:
-        """Evict closed pages of a sequence: they go back to their pool, no later query sees their tokens, and all other tokens keep their positions.
+        """Evict closed pages of a sequence: they go back to their pool, no later query sees their tokens, and all other
+        tokens keep their positions.
 
         Sinks and raw tokens stay. `seq_lens` still counts the tokens; forks of the sequence keep their own.
 
@@ -420,8 +495,10 @@ class PagedCache:
                 state.drop(row, wanted)
 
     def select(self, rows: Rows[int]) -> None:
-        """Sequence i becomes the old sequence rows[i]. Repeats share pages until one of them writes (fork, beam reorder, repeat);
-        sequences not named are freed."""
+        """Sequence i becomes the old sequence rows[i].
+
+        Repeats share pages until one of them writes (fork, beam reorder, repeat); sequences not named are freed.
+        """
         self._passes.require_none("select")
         chosen = self._rows(rows)
         if not chosen:
@@ -486,16 +563,27 @@ class PagedCache:
 
     @classmethod
     def load(
-        cls, path: str | Path, *, device: torch.device | str = "cpu", backend: str = "auto", spec: CacheSpec | None = None, grow: bool = False
+        cls,
+        path: str | Path,
+        *,
+        device: torch.device | str = "cpu",
+        backend: str = "auto",
+        spec: CacheSpec | None = None,
+        grow: bool = False,
     ) -> PagedCache:
-        """The cache that `save` wrote: equal bytes, equal sharing, equal capacity or budget, or with `grow` none. `spec` refuses a file of another spec.
+        """The cache that `save` wrote: equal bytes, equal sharing, equal capacity or budget, or with `grow` none.
+
+        `spec` refuses a file of another spec.
 
         Raises:
-            FileFormatError: the file is truncated, corrupt, foreign, of another version or of another spec; the message says which.
+            FileFormatError: the file is truncated, corrupt, foreign, of another version or of another spec; the message
+                says which.
         """
         with saved.opened(path, device, spec) as file:
             budget = None if grow else file.budget
-            cache = cls(file.spec, device=device, static=file.static, nonfinite=file.nonfinite, backend=backend, budget=budget)
+            cache = cls(
+                file.spec, device=device, static=file.static, nonfinite=file.nonfinite, backend=backend, budget=budget
+            )
             file.fill(cache.held_groups, grow)
             cache.built_for = (None, None) if grow else file.built_for
             cache.saturated[:] = file.saturated
@@ -503,9 +591,11 @@ class PagedCache:
         return cache
 
     def dequantize(self, layer: int, row: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [tokens, H, D] that a sequence holds, as attention sees them (inspection and tests; attention never calls this).
+        """Keys and values [tokens, H, D] that a sequence holds, as attention sees them (inspection and tests; attention
+        never calls this).
 
-        Tokens of dropped pages, and those that left a sliding window, are missing; where heads are stored in different ways, so is what not all of them hold.
+        Tokens of dropped pages, and those that left a sliding window, are missing; where heads are stored in different
+        ways, so is what not all of them hold.
         """
         (row,) = self._rows([row])
         require_layer(self.spec, layer)

@@ -22,21 +22,31 @@ def check(spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None) -> None
     """
     if static is None:
         if spec.scheme.needs_calibration:
-            raise SpecError(f"scheme {spec.scheme.name!r} needs calibrated parameters; run `kvbits calibrate` and pass the calibration")
+            raise SpecError(
+                f"scheme {spec.scheme.name!r} needs calibrated parameters; run `kvbits calibrate` and pass the"
+                " calibration"
+            )
         return
     if not isinstance(static, (list, tuple)) or not all(isinstance(found, Mapping) for found in static):
-        raise SpecError(f"static must be a list with one dict of tensors for each layer, as Calibration.static is, got {type(static).__name__}")
+        raise SpecError(
+            "static must be a list with one dict of tensors for each layer, as Calibration.static is, got"
+            f" {type(static).__name__}"
+        )
     if len(static) != len(spec.layers):
         raise SpecError(f"calibration of {len(static)} layers for a cache of {len(spec.layers)}; calibrate this model")
     way_out = f"run `kvbits calibrate` for this model and scheme {spec.scheme.name!r}"
     for layer, (geometry, found) in enumerate(zip(spec.layers, static, strict=True)):
         for side, quant in zip("kv", spec.scheme.for_layer(layer, len(spec.layers)), strict=True):
-            check_tensors(found, calibrated(quant, side, geometry.num_kv_heads, geometry.dim(side)), f"of layer {layer}", way_out)
+            check_tensors(
+                found, calibrated(quant, side, geometry.num_kv_heads, geometry.dim(side)), f"of layer {layer}", way_out
+            )
 
 
-def shared(spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Per layer what `PageStore.static` holds: the calibration, inverses of its bases, offsets and, for keys that are turned back, the rotary embedding's
-    frequencies.
+def shared(
+    spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch.device
+) -> list[dict[str, torch.Tensor]]:
+    """Per layer what `PageStore.static` holds: the calibration, inverses of its bases, offsets and, for keys that are
+    turned back, the rotary embedding's frequencies.
 
     Raises:
         SpecError: the geometry of such a layer has no rotary embedding.
@@ -48,8 +58,9 @@ def shared(spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch
             continue
         if geometry.rotary is None:
             raise SpecError(
-                f"scheme {spec.scheme.name!r} turns keys back by the rotary embedding, but layer {layer} has none in its geometry; "
-                "build the cache with KVCache.for_model, give LayerGeometry(rotary=...), or use a scheme without pre_rope and basis='calibrated'"
+                f"scheme {spec.scheme.name!r} turns keys back by the rotary embedding, but layer {layer} has none in"
+                " its geometry; build the cache with KVCache.for_model, give LayerGeometry(rotary=...), or use a"
+                " scheme without pre_rope and basis='calibrated'"
             )
         inv_freq = torch.tensor(geometry.rotary.frequencies(geometry.head_dim), dtype=torch.float32, device=device)
         found[-1] = completed(found[-1], inv_freq)
@@ -68,7 +79,9 @@ def orders(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
 
 
 def turns(spec: CacheSpec, device: torch.device) -> dict[int, torch.Tensor]:
-    """`PageStore.turn` of the layers that can use one: centred keys stored token by token, of a known rotary embedding."""
+    """`PageStore.turn` of the layers that can use one: centred keys stored token by token, of a known rotary
+    embedding.
+    """
     found: dict[int, torch.Tensor] = {}
     for group in spec.groups:
         if group.token_local and group.key.has_mean and (rotary := group.geometry.rotary) is not None:

@@ -1,8 +1,10 @@
-"""Forward passes: one at a time, planned for all layers before a byte moves, and taken back whole when one fails. And every other change to page lists:
-whole, or not at all.
+"""Forward passes: one at a time, planned for all layers before a byte moves, and taken back whole when one fails.
 
-What is under way is one value (`_Now`), so a single assignment begins, ends or takes back a pass or an operation, wherever an interrupt comes. What an
-interrupt left half done is taken back by whatever uses the cache next (`Passes.heal`).
+And every other change to page lists: whole, or not at all.
+
+What is under way is one value (`_Now`), so a single assignment begins, ends or takes back a pass or an operation,
+wherever an interrupt comes. What an interrupt left half done is taken back by whatever uses the cache next
+(`Passes.heal`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _NO_POSITIONS = torch.empty(0, 1, dtype=torch.int64, device="cpu")
 class Undo:
     """A cache as it was when this was made: page lists, who holds which page, and bytes that were written over.
 
-    Whoever changes page lists keeps one while it does (`Passes.change`). Taking back can be interrupted too, and done again from its beginning.
+    Whoever changes page lists keeps one while it does (`Passes.change`). Taking back can be interrupted too, and done
+    again from its beginning.
 
     Args:
         what: the operation, for messages.
@@ -46,7 +49,9 @@ class Undo:
         first: called before anything is taken back: ends what still writes into pages.
     """
 
-    def __init__(self, what: str, groups: list[GroupState], budget: Budget | None, saturated: list[dict[str, int]]) -> None:
+    def __init__(
+        self, what: str, groups: list[GroupState], budget: Budget | None, saturated: list[dict[str, int]]
+    ) -> None:
         self.what, self.thread = what, threading.get_ident()
         self.before = [g.snapshot() for g in groups]
         self.overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -79,7 +84,9 @@ class Forward:
     steps: list[Step]
     history_first: bool
     pending: set[int]  # layers that have not been here yet, or come again
-    began: int  # changes to the cache before the pass; a sequence that is freed during the pass is one more, and then nothing can be taken back
+    # changes to the cache before the pass; a sequence that is freed during the pass is one more, and then nothing can
+    # be taken back
+    began: int
     undo: Undo
     reading: set[int] = field(default_factory=set)  # layers that have been here and come again, with other queries
     plans: dict[Any, Any] = field(default_factory=dict)  # of backends that plan once per pass
@@ -98,8 +105,8 @@ class Forward:
         self.require_storable()
         if layer not in self.pending:
             raise CacheStateError(
-                f"layer {layer} attended twice in one forward pass while {counted(len(self.pending), 'layer')} did not come; "
-                "call abandon() to take the pass back, or reset()"
+                f"layer {layer} attended twice in one forward pass while {counted(len(self.pending), 'layer')} did not"
+                " come; call abandon() to take the pass back, or reset()"
             )
 
     def require_storable(self) -> None:
@@ -110,12 +117,14 @@ class Forward:
         """
         if not self.pending:
             raise CacheStateError(
-                "the last forward pass failed in its last layer and was not taken back; call abandon(), or, if a sequence was freed in it, reset() or free() "
-                "the others"
+                "the last forward pass failed in its last layer and was not taken back; call abandon(), or, if a"
+                " sequence was freed in it, reset() or free() the others"
             )
 
     def mask(self, layer: int, valid: torch.Tensor | None) -> torch.Tensor | None:
-        """The pass's own mask, which padding is cleaned by. On a GPU a layer's is taken for it, since looking would wait.
+        """The pass's own mask, which padding is cleaned by.
+
+        On a GPU a layer's is taken for it, since looking would wait.
 
         Raises:
             DataError: the layer brings another.
@@ -123,11 +132,17 @@ class Forward:
         if valid is None or valid.device.type != "cpu" or valid.shape != self.positions.shape:
             return self.valid if valid is None else valid
         if not torch.equal(valid, torch.ones_like(valid) if self.valid is None else self.valid):
-            raise DataError(f"layer {layer} brings another mask of real tokens than this forward pass began with; give all layers the same, or none")
+            raise DataError(
+                f"layer {layer} brings another mask of real tokens than this forward pass began with; give all layers"
+                " the same, or none"
+            )
         return valid
 
     def ends(self, chunk: int) -> torch.Tensor:
-        """The last position of the chunk of positions that each token is in, -1 for padding. The newest `chunk` tokens before it are those of the chunk."""
+        """The last position of the chunk of positions that each token is in, -1 for padding.
+
+        The newest `chunk` tokens before it are those of the chunk.
+        """
         if chunk not in self._ends:
             self._ends[chunk] = torch.where(self.positions < 0, -1, self.positions // chunk * chunk + chunk - 1)
         return self._ends[chunk]
@@ -146,10 +161,19 @@ class Forward:
             runs: dict[str, list[tuple[int, ...]]] = {}
             for w in self.steps[group].writes:
                 tokens = range(w.fresh, w.fresh + w.count) if real is None else real[w.row][w.fresh : w.fresh + w.count]
-                cuts = [0, *(i for i in range(1, w.count) if tokens[i] != tokens[i - 1] + 1), w.count] if real is not None else [0, w.count]
-                runs.setdefault(w.pool, []).extend((w.row, tokens[a], w.page_id, w.slot + a, b - a, w.before, w.start) for a, b in itertools.pairwise(cuts))
+                cuts = (
+                    [0, *(i for i in range(1, w.count) if tokens[i] != tokens[i - 1] + 1), w.count]
+                    if real is not None
+                    else [0, w.count]
+                )
+                runs.setdefault(w.pool, []).extend(
+                    (w.row, tokens[a], w.page_id, w.slot + a, b - a, w.before, w.start)
+                    for a, b in itertools.pairwise(cuts)
+                )
             tables = {pool: np.array(found, np.int64) for pool, found in runs.items()}
-            self.slots[group] = {pool: SlotMapping(np.ascontiguousarray(x[:, :5]), x[:, 5], x[:, 6]) for pool, x in tables.items()}
+            self.slots[group] = {
+                pool: SlotMapping(np.ascontiguousarray(x[:, :5]), x[:, 5], x[:, 6]) for pool, x in tables.items()
+            }
         return self.slots[group]
 
 
@@ -182,10 +206,19 @@ class Passes:
     """
 
     def __init__(
-        self, stores: LayerStores, backend: str, saturated: list[dict[str, int]], budget: Budget | None,
+        self,
+        stores: LayerStores,
+        backend: str,
+        saturated: list[dict[str, int]],
+        budget: Budget | None,
         arrivals: Arrivals,
-    ) -> None:  # fmt: skip
-        self._groups, self._layers, self._saturated, self._budget = stores.groups, frozenset(stores.places), saturated, budget
+    ) -> None:
+        self._groups, self._layers, self._saturated, self._budget = (
+            stores.groups,
+            frozenset(stores.places),
+            saturated,
+            budget,
+        )
         self.switch = DecodeSwitch(stores, backend, saturated)
         self._arrivals = arrivals
         self._now = _Now()
@@ -203,7 +236,8 @@ class Passes:
 
     @contextmanager
     def change(self, what: str, *, ends_pass: bool = False) -> Iterator[Undo]:
-        """What happens inside happens whole: an error or an interrupt takes it back, at once or, where that is interrupted, before the next use.
+        """What happens inside happens whole: an error or an interrupt takes it back, at once or, where that is
+        interrupted, before the next use.
 
         Args:
             what: the operation, for messages.
@@ -230,13 +264,16 @@ class Passes:
             return
         if undo.thread != threading.get_ident() and any(t.ident == undo.thread for t in threading.enumerate()):
             raise CacheStateError(
-                f"another thread is in the middle of {undo.what}; use a cache from one thread at a time, and a copy.deepcopy of it in each other"
+                f"another thread is in the middle of {undo.what}; use a cache from one thread at a time, and a"
+                " copy.deepcopy of it in each other"
             )
         undo.take_back()
         self._now = self._now._replace(undo=None)
 
     def settle(self) -> None:
-        """Have the page lists on the host, whole: after an interrupt, and taken back from the device, which waits for the GPU."""
+        """Have the page lists on the host, whole: after an interrupt, and taken back from the device, which waits for
+        the GPU.
+        """
         self.heal()
         self.switch.settle()
 
@@ -258,7 +295,18 @@ class Passes:
         self._refuse(batch_size, num_tokens)
         if num_tokens == 1 and (device := self.switch.begin(valid)) is not None:
             undo = Undo("a token", [], None, self._saturated)
-            f = Forward(1, [1] * batch_size, None, _NO_POSITIONS, [], False, set(self._layers), self.changes, undo, device=device)
+            f = Forward(
+                1,
+                [1] * batch_size,
+                None,
+                _NO_POSITIONS,
+                [],
+                False,
+                set(self._layers),
+                self.changes,
+                undo,
+                device=device,
+            )
             self._now = _Now(self.changes, f, None)
             return
         self.switch.host_begins(num_tokens)
@@ -269,13 +317,17 @@ class Passes:
             valid = None if bool(valid.all()) else valid
         counts = [num_tokens] * batch_size if valid is None else valid.sum(1).tolist()
         self.switch.settle()
-        ranks = torch.arange(1, num_tokens + 1, device="cpu").expand(batch_size, -1) if valid is None else valid.cumsum(1)
+        ranks = (
+            torch.arange(1, num_tokens + 1, device="cpu").expand(batch_size, -1) if valid is None else valid.cumsum(1)
+        )
         with self.change("planning a forward pass") as undo:
             lengths, steps = self._with_room(counts, num_tokens > 1, undo)
             positions = torch.tensor(lengths, device="cpu")[:, None] + ranks - 1
             if valid is not None:
                 positions = positions.masked_fill(~valid, -1)
-            f = Forward(num_tokens, counts, valid, positions, steps, num_tokens > 1, set(self._layers), self.changes, undo)
+            f = Forward(
+                num_tokens, counts, valid, positions, steps, num_tokens > 1, set(self._layers), self.changes, undo
+            )
             self._now = _Now(self.changes, f, None)
 
     def _refuse(self, batch_size: int, num_tokens: int) -> None:
@@ -283,14 +335,20 @@ class Passes:
             self.forward.require_storable()
             missing = sorted(self.forward.pending)
             raise CacheStateError(
-                f"the last forward pass never reached layer {missing[0]} ({counted(len(missing), 'layer')} missing), so their pages hold nothing; "
-                "call abandon() to take the pass back, reset(), or free() the sequences"
+                f"the last forward pass never reached layer {missing[0]} ({counted(len(missing), 'layer')} missing), so"
+                " their pages hold nothing; call abandon() to take the pass back, reset(), or free() the sequences"
             )
         if num_tokens < 1 or batch_size < 1:
-            raise DataError(f"a forward pass of {counted(batch_size, 'sequence')} x {counted(num_tokens, 'token')} is empty; pass at least one token")
+            raise DataError(
+                f"a forward pass of {counted(batch_size, 'sequence')} x {counted(num_tokens, 'token')} is empty; pass"
+                " at least one token"
+            )
         held = len(self._groups[0].sequences)
         if held and batch_size != held:
-            raise CacheStateError(f"the cache holds {counted(held, 'sequence')} but was given {batch_size}; {explain.other_batch(held, batch_size)}")
+            raise CacheStateError(
+                f"the cache holds {counted(held, 'sequence')} but was given {batch_size};"
+                f" {explain.other_batch(held, batch_size)}"
+            )
 
     def _with_room(self, counts: list[int], history_first: bool, undo: Undo) -> tuple[list[int], list[Step]]:
         """`_advance`, with low planes given back until a budget has room for it."""
@@ -321,11 +379,16 @@ class Passes:
         steps = [g.advance(counts, history_first) for g in self._groups]
         for step, was in zip(steps, before, strict=True):
             allocators = {name: pool.allocator for name, pool in was.pools.items()}
-            step.reused = [(pool, i) for pool, i in step.taken if i < allocators[pool].capacity and allocators[pool].count(i)]
-            for pool in ("sink", "tail"):  # the last of those that shared a page writes where others, which let go of it in this step, had tokens
+            step.reused = [
+                (pool, i) for pool, i in step.taken if i < allocators[pool].capacity and allocators[pool].count(i)
+            ]
+            # the last of those that shared a page writes where others, which let go of it in this step, had tokens
+            for pool in ("sink", "tail"):
                 if shared := allocators[pool].shared():
                     taken = {i for name, i in step.taken if name == pool}
-                    step.reused += [(pool, i) for i in sorted({w.page_id for w in step.writes if w.pool == pool} & shared - taken)]
+                    step.reused += [
+                        (pool, i) for i in sorted({w.page_id for w in step.writes if w.pool == pool} & shared - taken)
+                    ]
         return lengths, steps
 
     def _restore(self, before: list[Snapshot]) -> None:
@@ -343,7 +406,10 @@ class Passes:
         assert f is not None
         f.require(layer)
         if (batch_size, num_tokens) != tuple(f.positions.shape):
-            raise DataError(f"layer {layer} was given {(batch_size, num_tokens)} (sequences, tokens), but this forward pass has {tuple(f.positions.shape)}")
+            raise DataError(
+                f"layer {layer} was given {(batch_size, num_tokens)} (sequences, tokens), but this forward pass has"
+                f" {tuple(f.positions.shape)}"
+            )
         return f
 
     def leave(self, layer: int, f: Forward) -> None:
@@ -368,7 +434,9 @@ class Passes:
         if f is None:
             return
         if not self._stands(f):
-            raise CacheStateError("abandon() after a sequence was freed during the pass; free() the others too, or call reset()")
+            raise CacheStateError(
+                "abandon() after a sequence was freed during the pass; free() the others too, or call reset()"
+            )
         if f.device is not None:
             f.device.take_back(set(self._layers) - f.pending)
         self._now = _Now(self.changes, None, f.undo)  # from here on it is taken back, here or by the next use
@@ -380,7 +448,9 @@ class Passes:
             self.abandon()
 
     def free(self, row: int) -> None:
-        """Empty a sequence. A pass under way goes on for the others, but cannot be taken back; it ends when nobody is left who waits for its layers."""
+        """Empty a sequence. A pass under way goes on for the others, but cannot be taken back; it ends when nobody is
+        left who waits for its layers.
+        """
         with self.change("free()"):
             for g in self._groups:
                 g.free(row)
@@ -410,7 +480,8 @@ class Passes:
             again: with other queries for what it brought in this pass.
 
         Raises:
-            CacheStateError: the layer belongs to a pass that ended because all its sequences were freed, or it brought something in a pass that broke off.
+            CacheStateError: the layer belongs to a pass that ended because all its sequences were freed, or it brought
+                something in a pass that broke off.
             FileFormatError: its pages were on their way and are damaged.
         """
         self.heal()
@@ -423,13 +494,14 @@ class Passes:
                 raise
         if again != (self.forward is not None and layer in self.forward.reading):
             raise CacheStateError(
-                f"layer {layer} comes {'again' if again else 'anew'} to a forward pass that broke off before its last layer; call abandon() to take that pass "
-                "back, or reset(), and call the model again"
+                f"layer {layer} comes {'again' if again else 'anew'} to a forward pass that broke off before its last"
+                " layer; call abandon() to take that pass back, or reset(), and call the model again"
             )
         if self.forward is None and self._awaited:
             if layer in self._awaited:
                 raise CacheStateError(
-                    f"layer {layer} comes to a forward pass that ended when its last sequence was freed; begin the next with the first layer, or reset()"
+                    f"layer {layer} comes to a forward pass that ended when its last sequence was freed; begin the next"
+                    " with the first layer, or reset()"
                 )
             self._awaited = set()
 
@@ -443,4 +515,6 @@ class Passes:
         self.switch.interrupt()
         if self.forward is not None:
             left = counted(len(self.forward.pending), "layer")
-            raise CacheStateError(f"{what} in the middle of a forward pass ({left} to go); finish it, or call reset() or abandon()")
+            raise CacheStateError(
+                f"{what} in the middle of a forward pass ({left} to go); finish it, or call reset() or abandon()"
+            )

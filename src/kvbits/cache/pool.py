@@ -1,9 +1,10 @@
 """Bytes of pages: slabs of uint8 memory, and one function that allocates them.
 
-A page id names one page in each layer of a group; those lie side by side: [page id][layer][kv head][struct]. A pool of fixed capacity is one
-slab of exactly that many ids. A growing pool adds slabs, so nothing is ever copied or moved and addresses stay valid.
-On CPUs a slab lies on 2 MiB pages where the system gives them: measured elsewhere, reading it is 1.3 to 1.5 times faster.
-What is left of it past the last whole one lies on small pages, so no more memory is taken than was asked for.
+A page id names one page in each layer of a group; those lie side by side: [page id][layer][kv head][struct]. A pool of
+fixed capacity is one slab of exactly that many ids. A growing pool adds slabs, so nothing is ever copied or moved and
+addresses stay valid. On CPUs a slab lies on 2 MiB pages where the system gives them: measured elsewhere, reading it is
+1.3 to 1.5 times faster. What is left of it past the last whole one lies on small pages, so no more memory is taken than
+was asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from .allocator import Allocator
 
 HUGE_PAGE = 2 << 20
 GROWTH = 64
-"""A growing pool is extended by at least a GROWTH-th of itself, so at most that share lies idle: what `torch.cat` of one layer of 32 holds besides."""
+"""A growing pool is extended by at least a GROWTH-th of itself, so at most that share lies idle: what `torch.cat` of
+one layer of 32 holds besides.
+"""
 
 
 @torch.inference_mode(False)  # what is made inside of it cannot be written outside, where a pass may be taken back
@@ -30,8 +33,10 @@ def allocate_slab(nbytes: int, device: torch.device) -> torch.Tensor:
     """Uninitialised uint8 [nbytes]. The only place where page memory comes from (tests poison it here)."""
     if device.type != "cpu" or nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    # Private, because shared anonymous memory gets no 2 MiB pages and a forked child would write into its parent's cache.
-    region = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # memory is taken when written
+    # Private, because shared anonymous memory gets no 2 MiB pages and a forked child would write into its parent's
+    # cache.
+    # memory is taken when written
+    region = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(region, dtype=torch.uint8)
     skip, huge = -whole.data_ptr() % HUGE_PAGE, nbytes - nbytes % HUGE_PAGE
     region.madvise(mmap.MADV_HUGEPAGE, skip, huge)
@@ -44,7 +49,8 @@ class PoolBefore(NamedTuple):
 
     Attributes:
         slabs: those that were let go of since lie on the host.
-        saved: bytes of ids that were given back since, whose places may be written over: number of the slab, place in it, bytes on the host.
+        saved: bytes of ids that were given back since, whose places may be written over: number of the slab, place in
+            it, bytes on the host.
     """
 
     allocator: Allocator
@@ -72,9 +78,13 @@ class Pool:
         budget: bytes that a growing pool shares with others, or None.
     """
 
-    def __init__(self, group: LayerGroup, name: str, capacity: int | None, device: torch.device, budget: Shared | None = None) -> None:
+    def __init__(
+        self, group: LayerGroup, name: str, capacity: int | None, device: torch.device, budget: Shared | None = None
+    ) -> None:
         self.name = name
-        self.layout: PageLayout | LowLayout = group.low_layouts[name] if name in group.low_layouts else group.layouts[name]
+        self.layout: PageLayout | LowLayout = (
+            group.low_layouts[name] if name in group.low_layouts else group.layouts[name]
+        )
         self.num_layers = len(group.layers)
         self.block_bytes = group.block_bytes(name)
         self.fixed_capacity = capacity
@@ -98,7 +108,9 @@ class Pool:
         try:
             slab = allocate_slab(nbytes, self.device)
         except (MemoryError, OSError) as error:
-            raise CacheError(f"the {self.name} pool needs {nbytes:,} more bytes, which {self.device} does not give: {error}") from error
+            raise CacheError(
+                f"the {self.name} pool needs {nbytes:,} more bytes, which {self.device} does not give: {error}"
+            ) from error
         self._stores.clear()
         self.slabs.append(slab.view(num_ids, self.num_layers, self.layout.num_kv_heads, self.layout.head_bytes))
         self.allocator.grow(self.allocator.capacity + num_ids)
@@ -114,9 +126,9 @@ class Pool:
             return
         if self.fixed_capacity is not None:
             raise PoolFullError(
-                f"the {self.name} pool needs {counted(num_ids, 'more page')} but has {self.allocator.num_free} free of {self.fixed_capacity}; "
-                "crop or reset it, free sequences, or build it with a larger max_tokens or batch_size (or without them, to let it grow; a saved one, "
-                "with load(.., grow=True))"
+                f"the {self.name} pool needs {counted(num_ids, 'more page')} but has {self.allocator.num_free} free of"
+                f" {self.fixed_capacity}; crop or reset it, free sequences, or build it with a larger max_tokens or"
+                " batch_size (or without them, to let it grow; a saved one, with load(.., grow=True))"
             )
         wanted = max(missing, self.allocator.capacity // GROWTH)
         if self.budget is None:
@@ -175,7 +187,11 @@ class Pool:
         """Keep the bytes of an id that was given back, as long as they are what they were."""
         for slab in self.slabs:
             if page_id < slab.shape[0]:
-                found = [(i, page_id, slab[page_id].to("cpu", copy=True)) for i, was in enumerate(before.slabs) if was is slab]
+                found = [
+                    (i, page_id, slab[page_id].to("cpu", copy=True))
+                    for i, was in enumerate(before.slabs)
+                    if was is slab
+                ]
                 before.saved.extend(found)
                 return
             page_id -= slab.shape[0]
@@ -193,7 +209,11 @@ class Pool:
         """The pages of one layer (its index inside the group): a PageStore, or a LowStore in a pool of low planes."""
         if layer not in self._stores:
             slabs = tuple(s[:, layer] for s in self.slabs)
-            self._stores[layer] = LowStore(self.layout, slabs) if isinstance(self.layout, LowLayout) else PageStore(self.layout, slabs, static, turn)
+            self._stores[layer] = (
+                LowStore(self.layout, slabs)
+                if isinstance(self.layout, LowLayout)
+                else PageStore(self.layout, slabs, static, turn)
+            )
         return self._stores[layer]
 
     def block(self, page_id: int) -> torch.Tensor:
@@ -205,7 +225,9 @@ class Pool:
         raise IndexError(f"page {page_id} lies past the {self.name} pool's end")
 
     def remade(self, group: LayerGroup, device: torch.device, of_slab: Callable[[torch.Tensor], torch.Tensor]) -> Pool:
-        """A pool of another group of as many layers, with the same page ids and what `of_slab` makes of each slab [ids, layers, H, head_bytes]."""
+        """A pool of another group of as many layers, with the same page ids and what `of_slab` makes of each slab [ids,
+        layers, H, head_bytes].
+        """
         new = Pool(group, self.name, None, device)
         new.fixed_capacity, new.allocator = self.fixed_capacity, copy.deepcopy(self.allocator)
         for slab in self.slabs:

@@ -1,7 +1,7 @@
 """A saved cache read back (`serialize` writes it).
 
-A file is data from anywhere: sizes, page lists and capacities are checked against each other, against the file and against this machine's memory before
-anything is allocated by them.
+A file is data from anywhere: sizes, page lists and capacities are checked against each other, against the file and
+against this machine's memory before anything is allocated by them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class SavedCache:
         budget: bytes of it, or None.
     """
 
-    def __init__(self, path: Path, fd: int, about: dict[str, Any], spec: CacheSpec, offset: int, device: torch.device) -> None:
+    def __init__(
+        self, path: Path, fd: int, about: dict[str, Any], spec: CacheSpec, offset: int, device: torch.device
+    ) -> None:
         self._path, self._fd, self._about, self._offset = path, fd, about, offset
         self.spec, self._device = spec, device
         self.nonfinite: str = about["nonfinite"]
@@ -64,7 +66,8 @@ class SavedCache:
         self._identity = Identity.of(spec, self.made_for, blob.calibration_id(self.static or ()))
 
     def fill(self, groups: list[GroupState], grow: bool) -> None:
-        """Put pages and page lists into the groups of a new cache, whose pools get the saved capacity, or with `grow` none.
+        """Put pages and page lists into the groups of a new cache, whose pools get the saved capacity, or with `grow`
+        none.
 
         Raises:
             ValueError: they do not fit the spec, each other or this machine.
@@ -72,14 +75,29 @@ class SavedCache:
         """
         described = self._about["groups"]
         counts = [_page_counts(group, saved) for group, saved in zip(groups, described, strict=True)]
-        held = sum(group.group.block_bytes(name) * n for group, pages in zip(groups, counts, strict=True) for name, n in pages.items())
+        held = sum(
+            group.group.block_bytes(name) * n
+            for group, pages in zip(groups, counts, strict=True)
+            for name, n in pages.items()
+        )
         if held > (size := os.fstat(self._fd).st_size):
-            raise FileFormatError(f"{self._path} is truncated, or has contents that cannot be: it lists {held} bytes of pages and has {size} in all")
+            raise FileFormatError(
+                f"{self._path} is truncated, or has contents that cannot be: it lists {held} bytes of pages and has"
+                f" {size} in all"
+            )
         if not grow and self.budget is not None and held > self.budget:
             raise ValueError(f"it holds {held} bytes of pages, past its budget of {self.budget}")
-        fixed = [g.group.block_bytes(name) * n for g, s in zip(groups, described, strict=True) for name, n in s["capacity"].items() if n is not None]
+        fixed = [
+            g.group.block_bytes(name) * n
+            for g, s in zip(groups, described, strict=True)
+            for name, n in s["capacity"].items()
+            if n is not None
+        ]
         if not grow and (wanted := sum(fixed)) > (there := _memory(self._device)):
-            raise ValueError(f"it has a fixed capacity of {wanted} bytes, but this machine has {there} in all; load it with grow=True")
+            raise ValueError(
+                f"it has a fixed capacity of {wanted} bytes, but this machine has {there} in all; load it with"
+                " grow=True"
+            )
         for group, saved, pages in zip(groups, described, counts, strict=True):
             if type(saved["keep_past"]) is not bool:
                 raise ValueError(f"keep_past is {saved['keep_past']!r}")
@@ -96,7 +114,9 @@ class SavedCache:
             budget.given_back = self._given_back
         for group, saved, pages in zip(groups, described, counts, strict=True):
             for name, pool in group.pools.items():
-                group.pools[name] = pool = Pool(group.group, name, None if grow else saved["capacity"][name], pool.device, budget)
+                group.pools[name] = pool = Pool(
+                    group.group, name, None if grow else saved["capacity"][name], pool.device, budget
+                )
                 pool.reserve(pages[name])
             _hold(group, pages)
         self._read_pages(groups, counts)
@@ -144,10 +164,15 @@ class SavedCache:
                     raise ValueError(f"{page.pool} page {page.column} of layer group {page.group} is not the next one")
                 seen[page.group, page.pool] += 1
             blocks = [groups[p.group].pools[p.pool].block(p.column) for p in table.pages]
-            read_blocks(self._fd, self._offset + blob.HEADER_BYTES + header.table_bytes, blocks, table.sums, str(self._path))
+            read_blocks(
+                self._fd, self._offset + blob.HEADER_BYTES + header.table_bytes, blocks, table.sums, str(self._path)
+            )
             self._offset += header.nbytes
         if missing := [(g, name) for g, pages in enumerate(counts) for name, n in pages.items() if seen[g, name] != n]:
-            raise FileFormatError(f"{self._path} is truncated: pages of layer group {missing[0][0]}, {missing[0][1]}, are missing; save the cache again")
+            raise FileFormatError(
+                f"{self._path} is truncated: pages of layer group {missing[0][0]}, {missing[0][1]}, are missing; save"
+                " the cache again"
+            )
 
 
 @contextlib.contextmanager
@@ -159,8 +184,8 @@ def opened(path: str | Path, device: torch.device | str, spec: CacheSpec | None 
         spec: what the caller expects; a file of another spec is refused. None takes what the file says.
 
     Raises:
-        FileFormatError: the file is truncated, corrupt, foreign, of another version or of another spec, also if only the cache that is being built
-            finds that; the message says which.
+        FileFormatError: the file is truncated, corrupt, foreign, of another version or of another spec, also if only
+            the cache that is being built finds that; the message says which.
         SpecError: what is given is no path.
     """
     path = find(path, "load:")
@@ -173,10 +198,22 @@ def opened(path: str | Path, device: torch.device | str, spec: CacheSpec | None 
             yield SavedCache(path, file.fileno(), about, _read_spec(path, about, spec), offset, torch.device(device))
         except FileFormatError as error:
             said = str(error)
-            raise FileFormatError(said if "again" in said else f"{said}; copy the file again, or save the cache again") from error
-        except (SpecError, KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise FileFormatError(
-                f"{path} is a kvbits cache file with contents that cannot be ({type(error).__name__}: {error}); save the cache again"
+                said if "again" in said else f"{said}; copy the file again, or save the cache again"
+            ) from error
+        except (
+            SpecError,
+            KeyError,
+            IndexError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
+            raise FileFormatError(
+                f"{path} is a kvbits cache file with contents that cannot be ({type(error).__name__}: {error}); save"
+                " the cache again"
             ) from error
 
 
@@ -187,12 +224,21 @@ def read_blocks(fd: int, offset: int, blocks: list[torch.Tensor], sums: list[np.
         FileFormatError: truncated or damaged. The pages hold whatever was there.
     """
     on_host = not blocks or blocks[0].device.type == "cpu"
-    staged = blocks if on_host else [torch.empty(b.shape, dtype=torch.uint8, pin_memory=True, device="cpu") for b in blocks]
+    staged = (
+        blocks if on_host else [torch.empty(b.shape, dtype=torch.uint8, pin_memory=True, device="cpu") for b in blocks]
+    )
     starts = itertools.accumulate((b.numel() for b in blocks), initial=offset)
-    if (bad := blob.read_pages(fd, [blob.Read(at, b, s) for at, b, s in zip(starts, staged, sums, strict=False)])) is not None:
+    if (
+        bad := blob.read_pages(fd, [blob.Read(at, b, s) for at, b, s in zip(starts, staged, sums, strict=False)])
+    ) is not None:
         if (size := os.fstat(fd).st_size) < offset + sum(b.numel() for b in blocks):
-            raise FileFormatError(f"{what} is truncated: it ends at byte {size}, in the middle of the pages at byte {offset}")
-        raise FileFormatError(f"{what} is damaged: page {bad} of the blob whose pages begin at byte {offset} has another checksum than its table says")
+            raise FileFormatError(
+                f"{what} is truncated: it ends at byte {size}, in the middle of the pages at byte {offset}"
+            )
+        raise FileFormatError(
+            f"{what} is damaged: page {bad} of the blob whose pages begin at byte {offset} has another checksum than"
+            " its table says"
+        )
     if staged is not blocks:
         for to, b in zip(blocks, staged, strict=True):
             to.copy_(b, non_blocking=True)
@@ -201,11 +247,19 @@ def read_blocks(fd: int, offset: int, blocks: list[torch.Tensor], sums: list[np.
 
 def _header(path: Path, fd: int, offset: int, kind: Kind) -> Header:
     """The header of the blob at a place of the file, which holds all of it."""
-    header = Header.parse(os.pread(fd, blob.HEADER_BYTES, offset), str(path) if not offset else f"the blob at byte {offset} of {path}")
+    header = Header.parse(
+        os.pread(fd, blob.HEADER_BYTES, offset), str(path) if not offset else f"the blob at byte {offset} of {path}"
+    )
     if header.kind != kind:
-        raise FileFormatError(f"{path} has a blob of kind {header.kind.name} at byte {offset} where {kind.name} belongs; save the cache again")
+        raise FileFormatError(
+            f"{path} has a blob of kind {header.kind.name} at byte {offset} where {kind.name} belongs; save the cache"
+            " again"
+        )
     if (end := offset + header.nbytes) > (size := os.fstat(fd).st_size):
-        raise FileFormatError(f"{path} is truncated: it has {counted(size, 'byte')}, its blob at byte {offset} ends at {end}; save the cache again")
+        raise FileFormatError(
+            f"{path} is truncated: it has {counted(size, 'byte')}, its blob at byte {offset} ends at {end}; save the"
+            " cache again"
+        )
     return header
 
 
@@ -213,7 +267,9 @@ def _read_data(path: Path, fd: int, offset: int, header: Header) -> bytes:
     """The data of a blob without pages."""
     data = os.pread(fd, header.data_bytes, offset + blob.HEADER_BYTES + header.table_bytes)
     if len(data) != header.data_bytes or blob.checksum(data) != header.checksum:
-        raise FileFormatError(f"{path} is damaged: the {header.kind.name} blob at byte {offset} has another checksum than its header says")
+        raise FileFormatError(
+            f"{path} is damaged: the {header.kind.name} blob at byte {offset} has another checksum than its header says"
+        )
     return data
 
 
@@ -222,17 +278,21 @@ def _read_about(path: Path, fd: int) -> tuple[dict[str, Any], int]:
     start = os.pread(fd, 16, 0)
     if start[8:10] == b'{"' and int.from_bytes(start[:8], "little") < MOST_ABOUT:
         raise FileFormatError(
-            f"{path} is a safetensors file: kvbits saved caches as such until file_version 1, this one reads {FILE_VERSION}. "
-            "Make the cache again (a prompt of its tokens) and save it, or load it with the version that wrote it"
+            f"{path} is a safetensors file: kvbits saved caches as such until file_version 1, this one reads"
+            f" {FILE_VERSION}. Make the cache again (a prompt of its tokens) and save it, or load it with the version"
+            " that wrote it"
         )
     header = _header(path, fd, 0, Kind.ABOUT)
     if header.data_bytes > MOST_ABOUT:
-        raise FileFormatError(f"{path} says that its description has {header.data_bytes} bytes; more than {MOST_ABOUT} are refused")
+        raise FileFormatError(
+            f"{path} says that its description has {header.data_bytes} bytes; more than {MOST_ABOUT} are refused"
+        )
     about = json.loads(_read_data(path, fd, 0, header).rstrip(b"\0"), parse_constant=_refuse_constant)
     if not isinstance(about, dict) or about.get("file_version") != FILE_VERSION:
         version = about.get("file_version") if isinstance(about, dict) else None
         raise FileFormatError(
-            f"{path} has file_version {version!r}, but this kvbits reads {FILE_VERSION}; load it with the version that wrote it, or build the cache again"
+            f"{path} has file_version {version!r}, but this kvbits reads {FILE_VERSION}; load it with the version that"
+            " wrote it, or build the cache again"
         )
     return about, header.nbytes
 
@@ -243,19 +303,29 @@ def _refuse_constant(name: str) -> None:
 
 def _read_spec(path: Path, about: dict[str, Any], expected: CacheSpec | None) -> CacheSpec:
     spec = about["spec"]
-    limits = {"head_dim": MOST_HEAD_DIM, "value_head_dim": MOST_HEAD_DIM, "page_size": MOST_PAGE_SIZE, "num_sink_tokens": MOST_SINKS, "num_tokens": MOST_COUNT}
+    limits = {
+        "head_dim": MOST_HEAD_DIM,
+        "value_head_dim": MOST_HEAD_DIM,
+        "page_size": MOST_PAGE_SIZE,
+        "num_sink_tokens": MOST_SINKS,
+        "num_tokens": MOST_COUNT,
+    }
     for data in (*spec["layers"], spec["scheme"], *spec["scheme"]["tiers"]):
         for name, most in limits.items():
             if name in data and not (type(data[name]) is int and data[name] <= most):
                 raise ValueError(f"{name} is {data[name]!r}; a whole number of at most {most} is taken from a file")
-    if len(spec["layers"]) > MOST_LAYERS or sum(int(g["num_kv_heads"]) for g in spec["layers"]) * (1 + len(spec["scheme"]["overrides"])) > MOST_HEADS:
+    if (
+        len(spec["layers"]) > MOST_LAYERS
+        or sum(int(g["num_kv_heads"]) for g in spec["layers"]) * (1 + len(spec["scheme"]["overrides"])) > MOST_HEADS
+    ):
         raise ValueError(f"{len(spec['layers'])} layers with more kv heads and overrides than any model has")
     saved = CacheSpec.from_json(json.dumps(spec))
     if expected is not None and saved != expected:
         names = [f.name for f in dataclasses.fields(CacheSpec) if getattr(saved, f.name) != getattr(expected, f.name)]
         raise FileFormatError(
-            f"{path} holds a cache of scheme {saved.scheme.name!r} for {len(saved.layers)} layers, which differs from the expected one "
-            f"({expected.scheme.name!r}, {len(expected.layers)} layers) in {', '.join(names)}; pass spec=None to take it as it is"
+            f"{path} holds a cache of scheme {saved.scheme.name!r} for {len(saved.layers)} layers, which differs from"
+            f" the expected one ({expected.scheme.name!r}, {len(expected.layers)} layers) in {', '.join(names)}; pass"
+            " spec=None to take it as it is"
         )
     return saved
 
@@ -313,7 +383,10 @@ def _check(group: GroupState, num_pages: dict[str, int]) -> None:
     """Page lists that a cache could have made: kernels read memory by these numbers."""
     g = group.group
     for row, s in enumerate(group.sequences):
-        runs: dict[str, tuple[Any, list[int]]] = {"closed": (s.closed, s.closed_lengths), "tail": (s.tail, s.tail_lengths)}
+        runs: dict[str, tuple[Any, list[int]]] = {
+            "closed": (s.closed, s.closed_lengths),
+            "tail": (s.tail, s.tail_lengths),
+        }
         sinks = min(s.length, g.num_sink_tokens) if s.sink else 0
         numbers = [s.length, s.released, s.dropped, s.speculated, s.closed_since, s.residual_length, *s.sink]
         numbers += [*s.tail, *s.tail_lengths, *s.closed_lengths, *(n for n in s.closed if n is not None)]
@@ -321,19 +394,37 @@ def _check(group: GroupState, num_pages: dict[str, int]) -> None:
         lists = [s.sink, s.closed, s.closed_lengths, s.tail, s.tail_lengths, s.boundaries, s.lost, s.low, *s.low]
         if not all(_count(n) for n in numbers) or not all(type(x) is list for x in lists) or len(s.sink) > 1:
             raise ValueError(f"page lists of sequence {row} hold something else than counts")
-        if not len(s.low) == len(s.boundaries) == len(s.lost) == len(g.tiers) or any(len(planes) != len(s.closed) for planes in s.low):
-            raise ValueError(f"low planes of sequence {row} do not fit its {len(s.closed)} closed pages and the scheme's {len(g.tiers)} tiers")
-        if any(young is not None and old is None for a, b in itertools.pairwise(s.low) for young, old in zip(a, b, strict=True)):
+        if not len(s.low) == len(s.boundaries) == len(s.lost) == len(g.tiers) or any(
+            len(planes) != len(s.closed) for planes in s.low
+        ):
+            raise ValueError(
+                f"low planes of sequence {row} do not fit its {len(s.closed)} closed pages and the scheme's"
+                f" {len(g.tiers)} tiers"
+            )
+        if any(
+            young is not None and old is None
+            for a, b in itertools.pairwise(s.low)
+            for young, old in zip(a, b, strict=True)
+        ):
             raise ValueError(f"a page of sequence {row} has a plane without the one that it refines")
-        if any(page is None and plane is not None for planes in s.low for page, plane in zip(s.closed, planes, strict=True)):
+        if any(
+            page is None and plane is not None for planes in s.low for page, plane in zip(s.closed, planes, strict=True)
+        ):
             raise ValueError(f"a page of sequence {row} that was dropped has a plane")
         if any(i >= num_pages[name] for name, ids in s.pages().items() for i in ids):
             raise ValueError(f"sequence {row} names a page that is not in the file")
-        if any(len(ids) != len(lengths) or any(not 0 < n <= g.page_size for n in lengths) for ids, lengths in runs.values()):
+        if any(
+            len(ids) != len(lengths) or any(not 0 < n <= g.page_size for n in lengths) for ids, lengths in runs.values()
+        ):
             raise ValueError(f"page lengths of sequence {row} do not fit its pages")
-        if (s.released and g.geometry.sliding_window is None) or max(s.dropped, s.released, s.speculated, s.closed_since) > s.length:
+        if (s.released and g.geometry.sliding_window is None) or max(
+            s.dropped, s.released, s.speculated, s.closed_since
+        ) > s.length:
             raise ValueError(f"sequence {row} has left tokens behind that it cannot have")
-        if any(n != g.page_size for n in s.tail_lengths[:-1]) or s.released + sinks + sum(s.closed_lengths) + s.tail_tokens != s.length:
+        if (
+            any(n != g.page_size for n in s.tail_lengths[:-1])
+            or s.released + sinks + sum(s.closed_lengths) + s.tail_tokens != s.length
+        ):
             raise ValueError(f"pages of sequence {row} do not add up to its {s.length} tokens")
 
 

@@ -1,11 +1,15 @@
-"""A paged cache as a file: a sequence of blobs (`cache.blob`) that loads into byte-identical pages, shared pages stored once.
+"""A paged cache as a file: a sequence of blobs (`cache.blob`) that loads into byte-identical pages, shared pages stored
+once.
 
-    ABOUT        one JSON object: the spec, page lists (numbers of pages in the file), capacities, whose weights filled it
+    ABOUT        one JSON object: the spec, page lists (numbers of pages in the file), capacities, whose weights filled
+                 it
     PARAMETERS   calibrated parameters, where the scheme has them
-    PART ..      pages: of one sequence after the other, `BLOB_TOKENS` tokens in each blob, those that an earlier sequence shares left out
+    PART ..      pages: of one sequence after the other, `BLOB_TOKENS` tokens in each blob, those that an earlier
+                 sequence shares left out
 
-Pages stream from the pool to the file and back without a second copy of the cache in memory, and equal caches give equal files. Slots that no sequence shows of
-pages that fill token by token are written as zeros: they may hold tokens of sequences freed long ago. A file appears under its name only when it is complete.
+Pages stream from the pool to the file and back without a second copy of the cache in memory, and equal caches give
+equal files. Slots that no sequence shows of pages that fill token by token are written as zeros: they may hold tokens
+of sequences freed long ago. A file appears under its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -79,7 +83,9 @@ def save(contents: Contents, path: str | Path) -> None:
 
 
 def _parts(groups: list[GroupState]) -> tuple[list[list[tuple[Page, int]]], list[dict[str, dict[int, int]]]]:
-    """Pages of each blob of a file with their ids, and the number in the file of every page id, per group and pool: those of one sequence after the other."""
+    """Pages of each blob of a file with their ids, and the number in the file of every page id, per group and pool:
+    those of one sequence after the other.
+    """
     parts: list[list[tuple[Page, int]]] = []
     numbers: list[dict[str, dict[int, int]]] = [{name: {} for name in g.pools} for g in groups]
     for row in range(len(groups[0].sequences)):
@@ -108,7 +114,9 @@ def _parts(groups: list[GroupState]) -> tuple[list[list[tuple[Page, int]]], list
     return parts, numbers
 
 
-def _encoded(groups: list[GroupState], identity: Identity, parts: list[list[tuple[Page, int]]]) -> Iterator[list[memoryview]]:
+def _encoded(
+    groups: list[GroupState], identity: Identity, parts: list[list[tuple[Page, int]]]
+) -> Iterator[list[memoryview]]:
     """The blobs of a file, one after the other."""
     shown = [{name: shown_slots(g, name) for name in ("sink", "tail")} for g in groups]
     for part in parts:
@@ -116,7 +124,9 @@ def _encoded(groups: list[GroupState], identity: Identity, parts: list[list[tupl
         for page, page_id in part:
             block = groups[page.group].pools[page.pool].block(page_id)
             if page.pool in shown[page.group]:
-                block = shown_part(block, groups[page.group].pools[page.pool].layout, shown[page.group][page.pool][page_id])
+                block = shown_part(
+                    block, groups[page.group].pools[page.pool].layout, shown[page.group][page.pool][page_id]
+                )
             blocks.append(block)
         yield blob.encode(Kind.PART, identity, [page for page, _ in part], blob.on_host(blocks))
 
@@ -131,7 +141,14 @@ def _describe(contents: Contents, numbers: list[dict[str, dict[int, int]]]) -> d
                 s.renumber(name, [known[name][i] for i in held])
             sequences.append(dataclasses.asdict(s))
         capacity = {name: p.fixed_capacity for name, p in g.pools.items()}
-        groups.append({"keep_past": g.keep_past, "capacity": capacity, "pages": {name: len(ids) for name, ids in known.items()}, "sequences": sequences})
+        groups.append(
+            {
+                "keep_past": g.keep_past,
+                "capacity": capacity,
+                "pages": {name: len(ids) for name, ids in known.items()},
+                "sequences": sequences,
+            }
+        )
     return {
         "file_version": FILE_VERSION,
         "spec": json.loads(contents.spec.to_json()),
@@ -139,14 +156,23 @@ def _describe(contents: Contents, numbers: list[dict[str, dict[int, int]]]) -> d
         "built_for": list(contents.built_for),
         "made_for": contents.made_for,
         "saturated": contents.saturated,
-        "static": [[layer, name, list(x.shape)] for layer, tensors in enumerate(contents.static) for name, x in sorted(tensors.items())],
+        "static": [
+            [layer, name, list(x.shape)]
+            for layer, tensors in enumerate(contents.static)
+            for name, x in sorted(tensors.items())
+        ],
         "groups": groups,
-    } | ({} if contents.budget is None else {"budget": {"nbytes": contents.budget.nbytes, "given_back": contents.budget.given_back}})
+    } | (
+        {}
+        if contents.budget is None
+        else {"budget": {"nbytes": contents.budget.nbytes, "given_back": contents.budget.given_back}}
+    )
 
 
 def shown_part(block: torch.Tensor, layout: PageLayout | LowLayout, shown: int) -> torch.Tensor:
-    """A page [layers, H, head_bytes] with zeros where no sequence shows its slots: tokens of sequences freed long ago, or what lay there before there were
-    pages. Itself where all are shown."""
+    """A page [layers, H, head_bytes] with zeros where no sequence shows its slots: tokens of sequences freed long ago,
+    or what lay there before there were pages. Itself where all are shown.
+    """
     if shown == layout.page_size:
         return block
     block = block.clone()

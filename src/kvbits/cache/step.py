@@ -1,4 +1,6 @@
-"""The work of a forward pass on one layer group: what `GroupState.advance` decides and every layer of the group then carries out."""
+"""The work of a forward pass on one layer group: what `GroupState.advance` decides and every layer of the group then
+carries out.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from .tables import PartKey
 
 
 class Run(NamedTuple):
-    """Tokens of a row that have no place for good yet: `waiting` ones in tail pages, then fresh ones from `fresh` on. Cut from the front, page by page.
+    """Tokens of a row that have no place for good yet: `waiting` ones in tail pages, then fresh ones from `fresh` on.
+    Cut from the front, page by page.
 
     Attributes:
         start: position of the first token.
@@ -25,11 +28,15 @@ class Run(NamedTuple):
     def cut(self, n: int) -> tuple[Run, Run]:
         """The first n tokens, and the rest."""
         waiting = n if n < self.waiting else self.waiting
-        return Run(self.start, waiting, self.fresh, n), Run(self.start + n, self.waiting - waiting, self.fresh + n - waiting, self.num_tokens - n)
+        return Run(self.start, waiting, self.fresh, n), Run(
+            self.start + n, self.waiting - waiting, self.fresh + n - waiting, self.num_tokens - n
+        )
 
 
 class Cut(NamedTuple):
-    """Where the new tokens of a row go: sinks | pages that close | tail. Tokens that no query will see are in none of them.
+    """Where the new tokens of a row go: sinks | pages that close | tail.
+
+    Tokens that no query will see are in none of them.
 
     Attributes:
         row: of the batch.
@@ -50,7 +57,8 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Close:
-    """Quantize one page: `count` raw tokens of tail pages, then fresh tokens [fresh, fresh + page_size - count) of a batch row.
+    """Quantize one page: `count` raw tokens of tail pages, then fresh tokens [fresh, fresh + page_size - count) of a
+    batch row.
 
     `low` are the pools and pages of its low planes, the coarsest first.
     """
@@ -66,7 +74,8 @@ class Close:
 
 @dataclass(frozen=True)
 class Write:
-    """Store `count` fresh tokens of a batch row, from `fresh` on, from slot `slot` of a sink or tail page on: raw, or each quantized by itself.
+    """Store `count` fresh tokens of a batch row, from `fresh` on, from slot `slot` of a sink or tail page on: raw, or
+    each quantized by itself.
 
     `start` is the position of the page's first token, `before` the page before it in the tail, or -1.
     """
@@ -89,7 +98,8 @@ class Step:
         copies: (pool, from id, to id).
         history: what queries read.
         taken: (pool, id) of every page the step allocates.
-        reused: (pool, id) of pages that held something before the step and are written over: of those taken, and of pages that were shared.
+        reused: (pool, id) of pages that held something before the step and are written over: of those taken, and of
+            pages that were shared.
     """
 
     closes: list[Close] = field(default_factory=list)

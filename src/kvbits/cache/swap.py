@@ -1,6 +1,7 @@
 """One sequence to host memory and back, byte for byte.
 
-Pages that other sequences share are copied out, not taken from them; swapped in again the sequence has pages of its own.
+Pages that other sequences share are copied out, not taken from them; swapped in again the sequence has pages of its
+own.
 """
 
 from __future__ import annotations
@@ -43,14 +44,18 @@ class SwappedSequence:
         return sum(x.numel() for pools in self.pages for x in pools.values())
 
 
-def swap_out(groups: list[GroupState], row: int, spec: CacheSpec, static: list[dict[str, torch.Tensor]]) -> SwappedSequence:
+def swap_out(
+    groups: list[GroupState], row: int, spec: CacheSpec, static: list[dict[str, torch.Tensor]]
+) -> SwappedSequence:
     """Copy a sequence to the host and free its pages.
 
     Raises:
         CacheStateError: tokens are speculative, which another cache could not take back.
     """
     if any(g.keep_past for g in groups):
-        raise CacheStateError("swap_out() while tokens are speculative; crop() to the present length first, which ends the speculation")
+        raise CacheStateError(
+            "swap_out() while tokens are speculative; crop() to the present length first, which ends the speculation"
+        )
     sequences, pages = [], []
     for g in groups:
         s = g.sequences[row].clone()
@@ -70,9 +75,17 @@ def swap_out(groups: list[GroupState], row: int, spec: CacheSpec, static: list[d
 
 
 def swap_in(
-    groups: list[GroupState], row: int, swapped: SwappedSequence, spec: CacheSpec, static: list[dict[str, torch.Tensor]], budget: Budget | None, undo: Undo
-) -> None:  # fmt: skip
-    """Copy a swapped sequence into pages of an empty row of a cache of this spec and calibration. Whoever calls this takes everything back where it fails.
+    groups: list[GroupState],
+    row: int,
+    swapped: SwappedSequence,
+    spec: CacheSpec,
+    static: list[dict[str, torch.Tensor]],
+    budget: Budget | None,
+    undo: Undo,
+) -> None:
+    """Copy a swapped sequence into pages of an empty row of a cache of this spec and calibration.
+
+    Whoever calls this takes everything back where it fails.
 
     Raises:
         DataError: the sequence is of another spec or calibration.
@@ -83,13 +96,18 @@ def swap_in(
         raise DataError(f"{type(swapped).__name__} is no swapped sequence; give what swap_out() returned")
     if swapped.spec != spec:
         raise DataError(
-            f"the swapped sequence is of scheme {swapped.spec.scheme.name!r} for {len(swapped.spec.layers)} layers, the cache of "
-            f"{spec.scheme.name!r} for {len(spec.layers)}; swap it into a cache of an equal spec"
+            f"the swapped sequence is of scheme {swapped.spec.scheme.name!r} for {len(swapped.spec.layers)} layers, the"
+            f" cache of {spec.scheme.name!r} for {len(spec.layers)}; swap it into a cache of an equal spec"
         )
     if not _equal(swapped.static, static):
-        raise DataError("the swapped sequence was quantized with other calibrated scales than this cache has; build the cache with the same calibration")
+        raise DataError(
+            "the swapped sequence was quantized with other calibrated scales than this cache has; build the cache with"
+            " the same calibration"
+        )
     if length := groups[0].sequences[row].length:
-        raise CacheStateError(f"sequence {row} holds {counted(length, 'token')}; swap into an empty row, or free({row}) first")
+        raise CacheStateError(
+            f"sequence {row} holds {counted(length, 'token')}; swap into an empty row, or free({row}) first"
+        )
     sequences = [s.clone() for s in swapped.sequences]
     if budget is not None:
         budget.admit(groups, undo.before, sequences)
@@ -105,4 +123,6 @@ def swap_in(
 
 
 def _equal(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) -> bool:
-    return a is b or all(x.keys() == y.keys() and all(torch.equal(x[n].cpu(), y[n].cpu()) for n in x) for x, y in zip(a, b, strict=True))
+    return a is b or all(
+        x.keys() == y.keys() and all(torch.equal(x[n].cpu(), y[n].cpu()) for n in x) for x, y in zip(a, b, strict=True)
+    )

@@ -17,7 +17,10 @@ PartKey = tuple[str, int]
 def of_closed(sequences: list[Sequence], num_tiers: int) -> dict[PartKey, PageTable]:
     """Tables of the closed pages, one per tier that holds any; dropped pages are left out."""
     whole = _table([(s.closed, s.closed_lengths, s.length - s.tail_tokens - sum(s.closed_lengths)) for s in sequences])
-    planes = [np.array([-1 if x is None else x for s in sequences for x in s.low[i]], np.int64) for i in reversed(range(num_tiers))]
+    planes = [
+        np.array([-1 if x is None else x for s in sequences for x in s.low[i]], np.int64)
+        for i in reversed(range(num_tiers))
+    ]
     tier = np.where(whole.page_ids >= 0, sum((x >= 0 for x in planes), np.zeros(whole.num_pages, np.int64)), -1)
     found: dict[PartKey, PageTable] = {}
     for k in range(num_tiers + 1):
@@ -51,4 +54,6 @@ def _table(rows: list[tuple[Any, list[int], int]]) -> PageTable:
             lengths += run
             starts += itertools.accumulate(run[:-1], initial=position)
         indptr.append(len(ids))
-    return PageTable(np.array(indptr, np.int32), np.array(ids, np.int64), np.array(starts, np.int64), np.array(lengths, np.int32))
+    return PageTable(
+        np.array(indptr, np.int32), np.array(ids, np.int64), np.array(starts, np.int64), np.array(lengths, np.int32)
+    )

@@ -1,8 +1,9 @@
 """Which closed pages keep their low planes: integers only.
 
-Tier i of a sequence may hold `boundaries[i]` planes: those of its own pages and of all younger tiers' (a page of a young tier holds the planes of every
-older one, because each plane refines the one before). When pages close and a tier is full, the oldest leave it. What left never comes back, so a page's
-planes are always those of its tier or of an older one.
+Tier i of a sequence may hold `boundaries[i]` planes: those of its own pages and of all younger tiers' (a page of a
+young tier holds the planes of every older one, because each plane refines the one before). When pages close and a tier
+is full, the oldest leave it. What left never comes back, so a page's planes are always those of its tier or of an older
+one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Static scales, codebooks and bases: measured once over a few short prompts, saved, and refused for any other model or scheme.
+"""Static scales, codebooks and bases: measured once over a few short prompts, saved, and refused for any other model or
+scheme.
 
 calibration.py   Calibration: scales per layer, fingerprint, safetensors file
 ranges.py        Ranges: exact percentiles of a stream in bounded memory
@@ -8,7 +9,8 @@ kept.py          the calibration of a model in the user's cache folder, made the
 target.py        what is calibrated, and keys and values as its pages hold them
 moments.py       second moments of queries and keys, and the basis that follows from them
 
-Only collect.py and observe.py need transformers; their names load when first used, so that a saved calibration can be read without it.
+Only collect.py and observe.py need transformers; their names load when first used, so that a saved calibration can be
+read without it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Static scales, codebooks and bases of a model and scheme, and what they were measured for.
 
-File: safetensors. Tensors `layers.{i}.k_scale`, `.k_bias`, `.v_scale`, `.v_bias`, float32 [H, groups or channels], only where the
-layer's spec is static (and has a bias), `.k_codebook`, `.v_codebook` [H, entries] of nuq formats, and `.k_basis` [H, D, D] of keys in a calibrated basis.
-Metadata, JSON text each: `format` "kvbits-calibration", `version`, `fingerprint`, `info`, and `checksum`: SHA-256 over the others and every tensor, so that
-a file with a flipped bit is refused.
+File: safetensors. Tensors `layers.{i}.k_scale`, `.k_bias`, `.v_scale`, `.v_bias`, float32 [H, groups or channels], only
+where the layer's spec is static (and has a bias), `.k_codebook`, `.v_codebook` [H, entries] of nuq formats, and
+`.k_basis` [H, D, D] of keys in a calibrated basis. Metadata, JSON text each: `format` "kvbits-calibration", `version`,
+`fingerprint`, `info`, and `checksum`: SHA-256 over the others and every tensor, so that a file with a flipped bit is
+refused.
 
-The fingerprint is what changes keys and values or how they are coded: sizes of the model, rotary parameters, geometry per layer, the
-static specs per layer. Floats are compared at 6 digits, because GGUF files keep them in float32. It does not see weights: fine-tunes of
-one architecture share a fingerprint, and `info["model"]` says which one was measured.
+The fingerprint is what changes keys and values or how they are coded: sizes of the model, rotary parameters, geometry
+per layer, the static specs per layer. Floats are compared at 6 digits, because GGUF files keep them in float32. It does
+not see weights: fine-tunes of one architecture share a fingerprint, and `info["model"]` says which one was measured.
 """
 
 from __future__ import annotations
@@ -33,10 +34,28 @@ FORMAT = "kvbits-calibration"
 VERSION = 3
 
 _MODEL_FIELDS = (
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act", "hidden_activation",
-    "rms_norm_eps", "layer_norm_eps", "attention_bias", "qkv_bias", "use_qk_norm",
-)  # fmt: skip
-_ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "original_max_position_embeddings")
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_act",
+    "hidden_activation",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "attention_bias",
+    "qkv_bias",
+    "use_qk_norm",
+)
+_ROPE_FIELDS = (
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
 _OF_MODEL = ("model", "rope", "geometry")
 _SHOWN = 4
 _SHOWN_DIFFERENCES = 2
@@ -62,7 +81,10 @@ def fingerprint(config: Any, scheme: Scheme) -> dict[str, Any]:
             "model": {name: getattr(text, name, None) for name in _MODEL_FIELDS},
             "rope": rope,
             "geometry": [to_dict(g) for g in layers],
-            "specs": [{"k": to_dict(k) if k.needs_calibration else None, "v": to_dict(v) if v.needs_calibration else None} for k, v in specs],
+            "specs": [
+                {"k": to_dict(k) if k.needs_calibration else None, "v": to_dict(v) if v.needs_calibration else None}
+                for k, v in specs
+            ],
         }
     )
 
@@ -82,9 +104,15 @@ def _plain(value: Any) -> Any:
 def _differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
     """Sentences "path is X here and Y in the calibration" for every leaf that differs."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        return [d for k in dict.fromkeys([*ours, *theirs]) for d in _differences(ours.get(k), theirs.get(k), f"{path}.{k}" if path else k)]
+        return [
+            d
+            for k in dict.fromkeys([*ours, *theirs])
+            for d in _differences(ours.get(k), theirs.get(k), f"{path}.{k}" if path else k)
+        ]
     if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        return [d for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) for d in _differences(a, b, f"{path}[{i}]")]
+        return [
+            d for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) for d in _differences(a, b, f"{path}[{i}]")
+        ]
     if ours == theirs:
         return []
     if isinstance(ours, list) and isinstance(theirs, list):
@@ -102,8 +130,8 @@ class Calibration:
     """Static scales, codebooks and bases per layer.
 
     Attributes:
-        static: per layer a dict of `k_scale`, `k_bias`, `v_scale`, `v_bias`, float32 [H, groups or channels], `k_codebook`, `v_codebook`, `k_basis` (only those
-            that the specs need): what `PagedCache(static=...)` takes.
+        static: per layer a dict of `k_scale`, `k_bias`, `v_scale`, `v_bias`, float32 [H, groups or channels],
+            `k_codebook`, `v_codebook`, `k_basis` (only those that the specs need): what `PagedCache(static=...)` takes.
         fingerprint: what they were measured for (see `fingerprint`).
         info: how: model name, percentile, prompts (windows of the text), tokens, skipped tokens.
         path: the file it was loaded from, for messages.
@@ -119,7 +147,9 @@ class Calibration:
         info, where = self.info, "" if self.path is None else f", {self.path}"
         text = f" on {info['text']}" if "text" in info else ""
         what = f"{info.get('scheme', '?')} of {info.get('model', '?')}"
-        return f"<Calibration {self.id}: {what}, {len(self.static)} layers, {info.get('tokens', 0):,} tokens{text}{where}>"
+        return (
+            f"<Calibration {self.id}: {what}, {len(self.static)} layers, {info.get('tokens', 0):,} tokens{text}{where}>"
+        )
 
     @functools.cached_property
     def id(self) -> str:
@@ -144,16 +174,18 @@ class Calibration:
         return scheme.needs_calibration and self._serving(fingerprint(config, scheme)) is not None
 
     def fitted(self, config: Any, scheme: Scheme) -> Calibration:
-        """What this model and scheme take: itself, or, where only the widths of bands differ or fewer layers have a basis, the same directions in other steps.
-        So what was measured for one klt preset serves all.
+        """What this model and scheme take: itself, or, where only the widths of bands differ or fewer layers have a
+        basis, the same directions in other steps. So what was measured for one klt preset serves all.
 
         Raises:
-            CalibrationError: another model or scheme; names the file, what differs and the command that makes the right one.
+            CalibrationError: another model or scheme; names the file, what differs and the command that makes the right
+                one.
         """
         if not scheme.needs_calibration:
             raise CalibrationError(
-                f"scheme {scheme.name!r} needs no calibration: it takes its scales from each page, and {self._named} was made for scheme "
-                f"{self.info.get('scheme', 'another')!r}; leave calibration out, or take that scheme"
+                f"scheme {scheme.name!r} needs no calibration: it takes its scales from each page, and {self._named}"
+                f" was made for scheme {self.info.get('scheme', 'another')!r}; leave calibration out, or take that"
+                " scheme"
             )
         ours = fingerprint(config, scheme)
         if ours == self.fingerprint:
@@ -161,8 +193,13 @@ class Calibration:
         if (name := json.dumps(ours)) in self._made:
             return self._made[name]
         if (static := self._serving(ours)) is not None:
-            return self._made.setdefault(name, Calibration(static, ours, self.info | {"scheme": scheme.name}, self.path))
-        of_model, of_scheme = (_differences({k: ours[k] for k in keys}, {k: self.fingerprint.get(k) for k in keys}) for keys in (_OF_MODEL, ("specs",)))
+            return self._made.setdefault(
+                name, Calibration(static, ours, self.info | {"scheme": scheme.name}, self.path)
+            )
+        of_model, of_scheme = (
+            _differences({k: ours[k] for k in keys}, {k: self.fingerprint.get(k) for k in keys})
+            for keys in (_OF_MODEL, ("specs",))
+        )
         theirs = self.info.get("scheme", scheme.name)
         made, found = [], of_model
         if of_model:
@@ -174,7 +211,9 @@ class Calibration:
             found = of_scheme
         more = f" and {len(found) - _SHOWN_DIFFERENCES} more" if len(found) > _SHOWN_DIFFERENCES else ""
         what = f" ({'; '.join(found[:_SHOWN_DIFFERENCES])}{more})" if found else ""
-        raise CalibrationError(f"{self._named} was made for {' and '.join(made)}{what}; run `kvbits calibrate` for this model and scheme")
+        raise CalibrationError(
+            f"{self._named} was made for {' and '.join(made)}{what}; run `kvbits calibrate` for this model and scheme"
+        )
 
     def _serving(self, ours: dict[str, Any]) -> list[dict[str, torch.Tensor]] | None:
         """`static` for a fingerprint that differs by no more than `fitted` bridges, or None."""
@@ -202,11 +241,20 @@ class Calibration:
 
     def to(self, device: torch.device | str) -> Calibration:
         """The same scales on another device."""
-        return Calibration([{k: v.to(device) for k, v in tensors.items()} for tensors in self.static], self.fingerprint, self.info, self.path)
+        return Calibration(
+            [{k: v.to(device) for k, v in tensors.items()} for tensors in self.static],
+            self.fingerprint,
+            self.info,
+            self.path,
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file; an existing one is replaced only once the new one is whole."""
-        tensors = {f"layers.{i}.{name}": t.cpu().contiguous() for i, layer in enumerate(self.static) for name, t in layer.items()}
+        tensors = {
+            f"layers.{i}.{name}": t.cpu().contiguous()
+            for i, layer in enumerate(self.static)
+            for name, t in layer.items()
+        }
         metadata = {
             "format": FORMAT,
             "version": str(VERSION),
@@ -220,13 +268,19 @@ class Calibration:
         """Read what `save` wrote.
 
         Raises:
-            FileFormatError: no such file, truncated, damaged, foreign, of another version, or holding other tensors than its fingerprint says.
+            FileFormatError: no such file, truncated, damaged, foreign, of another version, or holding other tensors
+                than its fingerprint says.
         """
         metadata, tensors = read_file(path)
         if metadata.get("format") != FORMAT:
-            raise FileFormatError(f"{path} is not a kvbits calibration (format {metadata.get('format')!r}, expected {FORMAT!r})")
+            raise FileFormatError(
+                f"{path} is not a kvbits calibration (format {metadata.get('format')!r}, expected {FORMAT!r})"
+            )
         if metadata.get("version") != str(VERSION):
-            raise FileFormatError(f"{path} has calibration version {metadata.get('version')}, this kvbits reads {VERSION}; calibrate again")
+            raise FileFormatError(
+                f"{path} has calibration version {metadata.get('version')}, this kvbits reads {VERSION}; calibrate"
+                " again"
+            )
         try:
             made_for = json.loads(metadata["fingerprint"])
             found = cls([{} for _ in made_for["specs"]], made_for, json.loads(metadata["info"]), os.fspath(path))
@@ -236,16 +290,25 @@ class Calibration:
         except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise FileFormatError(f"{path} has damaged metadata: {e!r}; calibrate again") from e
         if set(tensors) != set(wanted):
-            raise FileFormatError(f"{path} lacks or adds tensors: {', '.join(sorted(set(tensors) ^ set(wanted))[:_SHOWN])}; calibrate again")
+            raise FileFormatError(
+                f"{path} lacks or adds tensors: {', '.join(sorted(set(tensors) ^ set(wanted))[:_SHOWN])}; calibrate"
+                " again"
+            )
         for name, t in tensors.items():
             _, layer, kind = name.split(".")
             if t.dtype != torch.float32 or tuple(t.shape) != wanted[name]:
-                raise FileFormatError(f"{path}: {name} is {t.dtype} {tuple(t.shape)}, expected float32 {wanted[name]}; calibrate again")
+                raise FileFormatError(
+                    f"{path}: {name} is {t.dtype} {tuple(t.shape)}, expected float32 {wanted[name]}; calibrate again"
+                )
             if not bool(torch.isfinite(t).all()) or (kind.endswith("_scale") and not bool((t > 0).all())):
-                raise FileFormatError(f"{path}: {name} holds values no scale can have (zero, negative, infinite or NaN); calibrate again")
+                raise FileFormatError(
+                    f"{path}: {name} holds values no scale can have (zero, negative, infinite or NaN); calibrate again"
+                )
             found.static[int(layer)][kind] = t
         if _checksum({k: v for k, v in metadata.items() if k != "checksum"}, tensors) != metadata.get("checksum"):
-            raise FileFormatError(f"{path} is damaged: its data does not match its checksum; copy it again, or calibrate again")
+            raise FileFormatError(
+                f"{path} is damaged: its data does not match its checksum; copy it again, or calibrate again"
+            )
         return found
 
 
@@ -258,7 +321,10 @@ def _checksum(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> str
 
 
 def write_file(path: str | os.PathLike[str], tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file; an existing one is replaced only once the new one is whole. Raises SpecError where no file can be."""
+    """Write a safetensors file; an existing one is replaced only once the new one is whole.
+
+    Raises SpecError where no file can be.
+    """
     from safetensors.torch import save_file
 
     with whole(path) as partial:
@@ -271,7 +337,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, t
 
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as e:
         raise FileFormatError(f"cannot read {path}: {e}; it must be a file written by `kvbits calibrate`") from e
 
@@ -282,6 +348,11 @@ def _wanted(prints: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for i, (geometry, specs) in enumerate(zip(prints["geometry"], prints["specs"], strict=True)):
         for side, data in specs.items():
             spec: QuantSpec = from_dict(data)
-            heads = LayerGeometry(**{name: geometry.get(name) for name in ("num_kv_heads", "head_dim", "value_head_dim")})
-            found |= {f"layers.{i}.{name}": shape for name, shape in calibrated(spec, side, heads.num_kv_heads, heads.dim(side)).items()}
+            heads = LayerGeometry(
+                **{name: geometry.get(name) for name in ("num_kv_heads", "head_dim", "value_head_dim")}
+            )
+            found |= {
+                f"layers.{i}.{name}": shape
+                for name, shape in calibrated(spec, side, heads.num_kv_heads, heads.dim(side)).items()
+            }
     return found

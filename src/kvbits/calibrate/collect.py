@@ -1,11 +1,13 @@
-"""Measure static scales, codebooks and bases: run a model over short prompts and see every key and value where the cache is written.
+"""Measure static scales, codebooks and bases: run a model over short prompts and see every key and value where the
+cache is written.
 
     prompts = prompts_from_text(tokenizer, text)             # 128 windows of 256 tokens
     calibration = calibrate(model, prompts, "int8_static")   # 99.9th percentile per layer, head and group
     calibration.save("scales.safetensors")
 
-The model runs under its own attention with an `ObservingCache`, a stock Transformers cache that shows keys and values to an observer
-and hands them back: keys are exactly those a cache stores (after rotation and norms). Nothing is kept, so memory is one prompt's.
+The model runs under its own attention with an `ObservingCache`, a stock Transformers cache that shows keys and values
+to an observer and hands them back: keys are exactly those a cache stores (after rotation and norms). Nothing is kept,
+so memory is one prompt's.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from .target import Prompt as Batch
 Prompt = torch.Tensor | Sequence[int] | Mapping[str, torch.Tensor]
 
 
-def prompts_from_text(tokenizer: Any, text: str, *, num_prompts: int = 128, length: int = 256, seed: int = 0, batch_size: int = 4) -> list[torch.Tensor]:
+def prompts_from_text(
+    tokenizer: Any, text: str, *, num_prompts: int = 128, length: int = 256, seed: int = 0, batch_size: int = 4
+) -> list[torch.Tensor]:
     """Windows of a text, drawn without overlap, as batches of token ids.
 
     Args:
@@ -94,14 +98,19 @@ def calibrate(
 
     Args:
         model: a Transformers decoder model.
-        prompts: token ids, each a tensor [B, T], a list of ids, or a mapping with `input_ids` and `attention_mask` (padding is left out).
-        scheme: preset name (groups fitted to the model's head_dim) or a `Scheme` (taken as it is) with static or codebook specs.
-        percentile: share of elements inside the range, in percent; 100 takes the maximum. None: all but the outliers of a spec that has them, else 99.9.
+        prompts: token ids, each a tensor [B, T], a list of ids, or a mapping with `input_ids` and `attention_mask`
+            (padding is left out).
+        scheme: preset name (groups fitted to the model's head_dim) or a `Scheme` (taken as it is) with static or
+            codebook specs.
+        percentile: share of elements inside the range, in percent; 100 takes the maximum. None: all but the outliers of
+            a spec that has them, else 99.9.
         skip_tokens: first tokens of each prompt left out; None for the scheme's sinks, which are never quantized.
-        weights: of codebooks, "fisher" (squared gradients, one backward pass per prompt) or "none" (KVQuant's ablation; forward passes only).
+        weights: of codebooks, "fisher" (squared gradients, one backward pass per prompt) or "none" (KVQuant's ablation;
+            forward passes only).
         per_head: a codebook for each kv head instead of one for the layer.
         checkpointing: recompute activations layer by layer in the backward pass: less memory, a third more time.
-        resume: file that keeps what codebooks have seen after each prompt and is read if it is there; deleted at the end.
+        resume: file that keeps what codebooks have seen after each prompt and is read if it is there; deleted at the
+            end.
         progress: show a bar on standard error.
 
     Raises:
@@ -109,7 +118,13 @@ def calibrate(
         DataError: no tokens, or NaN or infinity in keys or values.
         UnsupportedError: a model without a plain KV cache.
     """
-    how = {"percentile": percentile, "skip_tokens": skip_tokens, "weights": weights, "per_head": per_head, "checkpointing": checkpointing}
+    how = {
+        "percentile": percentile,
+        "skip_tokens": skip_tokens,
+        "weights": weights,
+        "per_head": per_head,
+        "checkpointing": checkpointing,
+    }
     return calibrate_all(model, prompts, [scheme], **how, resume=resume, progress=progress)[0]  # type: ignore[arg-type]
 
 
@@ -126,7 +141,9 @@ def calibrate_all(
     resume: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> list[Calibration]:
-    """What `calibrate` returns for each scheme, with one pass over the prompts for all static scales, one for all bases and one for all codebooks."""
+    """What `calibrate` returns for each scheme, with one pass over the prompts for all static scales, one for all bases
+    and one for all codebooks.
+    """
     check_options(percentile, weights)
     given = [_batch(p) for p in prompts]
     targets = [_target(model, scheme, given, skip_tokens) for scheme in schemes]
@@ -145,9 +162,15 @@ def calibrate_all(
     for static, measured_bases in zip(found, moments, strict=True):
         for layer, m in measured_bases.items():
             static[layer] |= {"k_basis": m.basis()} | ({"k_mean": m.mean()} if "mean" in m.spec.calibrates else {})
-    if weak := list(dict.fromkeys(head for measured_bases in moments for m in measured_bases.values() for head in m.weak)):
+    if weak := list(
+        dict.fromkeys(head for measured_bases in moments for m in measured_bases.values() for head in m.weak)
+    ):
         others = "" if len(weak) == 1 else f", and {counted(len(weak) - 1, 'other head')}"
-        warnings.warn(f"{weak[0]}{others}; such a basis leans on the channels as they are: calibrate on more tokens", KvbitsWarning, stacklevel=3)
+        warnings.warn(
+            f"{weak[0]}{others}; such a basis leans on the channels as they are: calibrate on more tokens",
+            KvbitsWarning,
+            stacklevel=3,
+        )
     _fill_codebooks(model, batches, targets, found, weights == "fisher", checkpointing, resume, progress)
     for target, static in zip(targets, found, strict=True):
         for (layer, side), fit in target.levels.items():
@@ -171,12 +194,20 @@ def calibrate_all(
     ]
 
 
-def _target(model: Any, scheme: str | Scheme, given: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]], skip_tokens: int | None) -> Target:
+def _target(
+    model: Any,
+    scheme: str | Scheme,
+    given: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]],
+    skip_tokens: int | None,
+) -> Target:
     layers = layer_geometries(model.config)
     chosen = presets.for_layers(scheme, layers)
     if not chosen.needs_calibration:
         static = [s.name for s in presets.PRESETS.values() if s.needs_calibration]
-        raise CalibrationError(f"scheme {chosen.name!r} takes its scales from each page; schemes that need calibration: {', '.join(static)}")
+        raise CalibrationError(
+            f"scheme {chosen.name!r} takes its scales from each page; schemes that need calibration:"
+            f" {', '.join(static)}"
+        )
     if chosen.needs_rotary:
         layers = with_rotary(layers, model)
     CacheSpec(scheme=chosen, layers=layers)  # refuses what no cache could use
@@ -186,7 +217,8 @@ def _target(model: Any, scheme: str | Scheme, given: list[tuple[torch.Tensor, to
     target = Target(chosen, layers, skip, [valid & (valid.cumsum(-1) > skip) for _, _, valid in given])
     if not _count(target):
         raise DataError(
-            f"{counted(len(given), 'prompt')} or windows of a text leave no token behind the {skip} that are skipped; give a longer text, or more prompts"
+            f"{counted(len(given), 'prompt')} or windows of a text leave no token behind the {skip} that are skipped;"
+            " give a longer text, or more prompts"
         )
     return target
 
@@ -201,7 +233,10 @@ def _batch(prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor | None, torch.Ten
     ids = torch.as_tensor(ids)
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
-        raise DataError(f"a prompt has shape {tuple(ids.shape)} and dtype {ids.dtype}; token ids [batch, tokens] with at least one token are needed")
+        raise DataError(
+            f"a prompt has shape {tuple(ids.shape)} and dtype {ids.dtype}; token ids [batch, tokens] with at least one"
+            " token are needed"
+        )
     mask = None if mask is None else torch.as_tensor(mask)
     if mask is not None and mask.shape != ids.shape:
         raise DataError(f"attention_mask has shape {tuple(mask.shape)} but input_ids has {tuple(ids.shape)}")
@@ -214,20 +249,30 @@ def _share(spec: QuantSpec, percentile: float | None) -> float:
     return percentile if percentile is not None else 100 * (1 - spec.outliers) if spec.outliers else 99.9
 
 
-def ranges_of(scheme: Scheme, layers: tuple[LayerGeometry, ...], num_tokens: int, percentile: float | None) -> dict[tuple[int, str], Ranges]:
+def ranges_of(
+    scheme: Scheme, layers: tuple[LayerGeometry, ...], num_tokens: int, percentile: float | None
+) -> dict[tuple[int, str], Ranges]:
     """One observer per layer and side ("k", "v") that is static."""
     found = {}
     for i, g in enumerate(layers):
         for side, what, spec in zip("kv", ("keys", "values"), scheme.for_layer(i, len(layers)), strict=True):
             if spec.static:
-                found[i, side] = Ranges(spec, g.num_kv_heads, g.dim(side), num_tokens, _share(spec, percentile), f"{what} of layer {i}")
+                found[i, side] = Ranges(
+                    spec, g.num_kv_heads, g.dim(side), num_tokens, _share(spec, percentile), f"{what} of layer {i}"
+                )
     return found
 
 
 def _fill_codebooks(
-    model: Any, prompts: list[Batch], targets: list[Target], found: list[list[dict[str, torch.Tensor]]], weighted: bool, checkpointing: bool,
-    resume: str | os.PathLike[str] | None, progress: bool,
-) -> None:  # fmt: skip
+    model: Any,
+    prompts: list[Batch],
+    targets: list[Target],
+    found: list[list[dict[str, torch.Tensor]]],
+    weighted: bool,
+    checkpointing: bool,
+    resume: str | os.PathLike[str] | None,
+    progress: bool,
+) -> None:
     """Fill `levels` of the targets whose schemes have codebooks."""
     having = [(t, static) for t, static in zip(targets, found, strict=True) if "codebook" in t.scheme.calibrates]
     if having:
@@ -244,12 +289,21 @@ def moments_of(scheme: Scheme, layers: tuple[LayerGeometry, ...]) -> dict[int, M
     return {i: Moments(key, layers[i], f"layer {i}") for i, key in enumerate(keys) if "basis" in key.calibrates}
 
 
-def _see_queries(model: Any, prompts: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]], moments: list[dict[int, Moments]], progress: bool) -> None:
+def _see_queries(
+    model: Any,
+    prompts: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]],
+    moments: list[dict[int, Moments]],
+    progress: bool,
+) -> None:
     """Fill `moments`. Those of a layer see the same whatever is stored of it, so the first of them looks."""
     looking: dict[int, Moments] = {}
     for wanted in moments:
         looking = wanted | looking
-    with evaluating(model), in_fast_dtype(model), bar("bases", sum(len(ids) for ids, _, _ in prompts), enabled=progress) as advance:
+    with (
+        evaluating(model),
+        in_fast_dtype(model),
+        bar("bases", sum(len(ids) for ids, _, _ in prompts), enabled=progress) as advance,
+    ):
         for ids, mask, valid in prompts:
 
             def observe(layer: int, q: torch.Tensor, k: torch.Tensor, valid: torch.Tensor = valid) -> None:
@@ -264,7 +318,9 @@ def _see_queries(model: Any, prompts: list[tuple[torch.Tensor, torch.Tensor | No
             m.load(looking[layer].state())
 
 
-def _run(model: Any, prompts: list[Batch], targets: list[Target], ranges: list[dict[Place, Ranges]], progress: bool) -> None:
+def _run(
+    model: Any, prompts: list[Batch], targets: list[Target], ranges: list[dict[Place, Ranges]], progress: bool
+) -> None:
     layers = {layer for wanted in ranges for layer, _ in wanted}
     with evaluating(model), bar("calibrating", sum(len(ids) for ids, _ in prompts), enabled=progress) as advance:
         for i, (ids, mask) in enumerate(prompts):
@@ -273,7 +329,9 @@ def _run(model: Any, prompts: list[Batch], targets: list[Target], ranges: list[d
                 for target, wanted in zip(targets, ranges, strict=True):
                     for place, x in (((layer, "k"), k), ((layer, "v"), v)):
                         if place in wanted:
-                            wanted[place].add(as_stored(x, target.layers[layer], target.spec(place))[target.tokens[i].to(x.device)])
+                            wanted[place].add(
+                                as_stored(x, target.layers[layer], target.spec(place))[target.tokens[i].to(x.device)]
+                            )
 
             forward(model, ids, mask, observe, layers)
             advance(len(ids))

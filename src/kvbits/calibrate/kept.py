@@ -3,9 +3,10 @@
     calibration = of_model(model, scheme)                      # a model of Transformers
     calibration = of_files("Qwen/Qwen3-8B", config, scheme)    # one that another engine has: by its files
 
-One file of a model serves every scheme whose keys have a calibrated basis (`Calibration.fitted`). It lies in `files.cache_folder("calibrations")` and is named
-after `key_of_model`, which is also the key of the files that a model was loaded from, in any dtype, wherever Transformers keeps the names of the weights.
-Whoever makes it holds a lock, which ends with its process, and writes it whole or not at all.
+One file of a model serves every scheme whose keys have a calibrated basis (`Calibration.fitted`). It lies in
+`files.cache_folder("calibrations")` and is named after `key_of_model`, which is also the key of the files that a model
+was loaded from, in any dtype, wherever Transformers keeps the names of the weights. Whoever makes it holds a lock,
+which ends with its process, and writes it whole or not at all.
 """
 
 from __future__ import annotations
@@ -49,26 +50,35 @@ def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:
         make: run the model over the shipped texts where none is kept; otherwise that is refused.
 
     Raises:
-        CalibrationError: none is kept and none can be made: a scheme with static scales or codebooks, a model whose tokenizer is nowhere, or `make` is false.
+        CalibrationError: none is kept and none can be made: a scheme with static scales or codebooks, a model whose
+            tokenizer is nowhere, or `make` is false.
     """
     if not scheme.needs_basis_alone:
-        raise CalibrationError(f"scheme {scheme.name!r} needs calibrated parameters; run `kvbits calibrate` and pass calibration=Calibration.load(FILE)")
+        raise CalibrationError(
+            f"scheme {scheme.name!r} needs calibrated parameters; run `kvbits calibrate` and pass"
+            " calibration=Calibration.load(FILE)"
+        )
     key = key_of_model(model)
     if (found := find(key, model.config, scheme)) is not None:
         return found
     if not (name := getattr(model, "kvbits_source", None) or getattr(model, "name_or_path", "")):
         raise CalibrationError(
-            f"scheme {scheme.name!r} needs a calibration, none is kept, and this {type(model).__name__} was built in memory, so nothing says which "
-            "tokenizer to make one with; pass calibration=kvbits.calibrate.calibrate(model, prompts, scheme) with prompts of your own"
+            f"scheme {scheme.name!r} needs a calibration, none is kept, and this {type(model).__name__} was built in"
+            " memory, so nothing says which tokenizer to make one with; pass"
+            " calibration=kvbits.calibrate.calibrate(model, prompts, scheme) with prompts of your own"
         )
     if not make:
-        raise CalibrationError(f"no calibration of {name} is kept, and none may be made: run `kvbits calibrate {name}` once, or pass calibration=")
+        raise CalibrationError(
+            f"no calibration of {name} is kept, and none may be made: run `kvbits calibrate {name}` once, or pass"
+            " calibration="
+        )
     try:
         tokenizer = load_tokenizer(name)
     except KvbitsError as error:
         raise CalibrationError(
-            f"scheme {scheme.name!r} needs a calibration of {name}, and it cannot be made because the model's tokenizer is not found ({error}); "
-            "pass calibration=kvbits.calibrate.calibrate(model, prompts, scheme) with prompts of your own"
+            f"scheme {scheme.name!r} needs a calibration of {name}, and it cannot be made because the model's tokenizer"
+            f" is not found ({error}); pass calibration=kvbits.calibrate.calibrate(model, prompts, scheme) with prompts"
+            " of your own"
         ) from error
     with keeping(key) as path:
         if (found := find(key, model.config, scheme)) is None:
@@ -79,8 +89,11 @@ def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:
     return found
 
 
-def of_files(name: str, config: Any, scheme: Scheme, *, make: bool = True, device: str = "cpu", way_out: str = "") -> Calibration:
-    """The same of a model that lies in files, or on the hub: made by a process of its own (`kvbits calibrate NAME`), which leaves no memory taken.
+def of_files(
+    name: str, config: Any, scheme: Scheme, *, make: bool = True, device: str = "cpu", way_out: str = ""
+) -> Calibration:
+    """The same of a model that lies in files, or on the hub: made by a process of its own (`kvbits calibrate NAME`),
+    which leaves no memory taken.
 
     Args:
         config: Transformers' configuration of it, as the engine has it.
@@ -90,7 +103,10 @@ def of_files(name: str, config: Any, scheme: Scheme, *, make: bool = True, devic
         CalibrationError: as `of_model`, or the model does not fit one process.
     """
     if not scheme.needs_basis_alone:
-        raise CalibrationError(f"scheme {scheme.name!r} needs calibrated parameters; run `kvbits calibrate {name} --out FILE.safetensors`{way_out}")
+        raise CalibrationError(
+            f"scheme {scheme.name!r} needs calibrated parameters; run `kvbits calibrate {name} --out"
+            f" FILE.safetensors`{way_out}"
+        )
 
     def found() -> Calibration | None:
         key = key_of_files(name, config)
@@ -99,7 +115,9 @@ def of_files(name: str, config: Any, scheme: Scheme, *, make: bool = True, devic
     if (kept := found()) is not None:
         return kept
     if not make:
-        raise CalibrationError(f"no calibration of {name} is kept, and none may be made: run `kvbits calibrate {name}` once{way_out}")
+        raise CalibrationError(
+            f"no calibration of {name} is kept, and none may be made: run `kvbits calibrate {name}` once{way_out}"
+        )
     command = [sys.executable, "-m", "kvbits", "calibrate", name, "--device", device]
     why = "it said nothing"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
@@ -164,7 +182,10 @@ def measure(model: Any, tokenizer: Any) -> Calibration:
 
 
 def key_of_model(model: Any) -> str:
-    """Names the weights of a loaded model: from its configuration and the first row of every matrix in its layers. Ranks that share a model must all ask."""
+    """Names the weights of a loaded model: from its configuration and the first row of every matrix in its layers.
+
+    Ranks that share a model must all ask.
+    """
     rows: list[Row] = []
     for name, p in model.named_parameters():
         if (layer := _of_layer(name, p.ndim)) and not p.is_meta:
@@ -173,11 +194,15 @@ def key_of_model(model: Any) -> str:
             rows.append((layer, tuple(p.shape), _plain(whole[:1] if known else torch.zeros(0))))
     together = torch.cat([row.cpu() for _, _, row in rows]) if rows else torch.zeros(0, dtype=torch.uint8)
     sizes = [len(row) for _, _, row in rows]
-    return _key(model.config, [(name, shape, part) for (name, shape, _), part in zip(rows, together.split(sizes), strict=True)])
+    return _key(
+        model.config, [(name, shape, part) for (name, shape, _), part in zip(rows, together.split(sizes), strict=True)]
+    )
 
 
 def key_of_files(name: str, config: Any) -> str | None:
-    """The key of the model in a folder or GGUF file, or of the hub's as far as it is here; None where no weights are."""
+    """The key of the model in a folder or GGUF file, or of the hub's as far as it is here; None where no
+    weights are.
+    """
     from safetensors import safe_open
 
     path = _place(name)
@@ -192,8 +217,9 @@ def key_of_files(name: str, config: Any) -> str | None:
         if file.suffix != ".safetensors":
             rows.append((file.name, (file.stat().st_size,), _ends(file)))
             continue
-        with torch.device("cpu"), safe_open(file, framework="pt") as tensors:  # slices lie on the default device, which an engine sets
-            for tensor in tensors.keys():  # noqa: SIM118 - no dict
+        # slices lie on the default device, which an engine sets
+        with torch.device("cpu"), safe_open(file, framework="pt") as tensors:
+            for tensor in tensors.keys():  # noqa: SIM118
                 part = tensors.get_slice(tensor)
                 shape = tuple(part.get_shape())
                 if layer := _of_layer(tensor, len(shape)):
@@ -215,7 +241,9 @@ def _place(name: str) -> Path | None:
 
 
 def _of_layer(name: str, ndim: int) -> str:
-    """What a matrix of a layer is called from the layers on; "" for all else, and for experts, which Transformers stores otherwise than files do."""
+    """What a matrix of a layer is called from the layers on; "" for all else, and for experts, which Transformers
+    stores otherwise than files do.
+    """
     found = _LAYER.search(name)
     return found[1] if found and ndim == 2 and "expert" not in name else ""
 

@@ -3,11 +3,11 @@
     symmetric:   r = P_p(|x|), the range is [-r, r]
     asymmetric:  [P_(100-p)/2 (x), P_(100+p)/2 (x)], so either way a share 1 - p/100 of the elements is clipped
 
-A percentile near 100 needs only the tail: of N elements, linear interpolation reads ranks floor((N-1) p/100) and the next, so the
-N - floor((N-1) p/100) largest ones are kept (the same for the smallest if asymmetric) and the result is that of `torch.quantile`
-over everything. At 99.9 the tails of all layers together take 0.1 % of the calibration text's dense float32 cache (asymmetric: two
-tails of half the length): 8 MB for an 8B Llama on 32,768 tokens. A histogram or a reservoir would be smaller still, but only
-approximate where it matters, at the outliers.
+A percentile near 100 needs only the tail: of N elements, linear interpolation reads ranks floor((N-1) p/100) and the
+next, so the N - floor((N-1) p/100) largest ones are kept (the same for the smallest if asymmetric) and the result is
+that of `torch.quantile` over everything. At 99.9 the tails of all layers together take 0.1 % of the calibration text's
+dense float32 cache (asymmetric: two tails of half the length): 8 MB for an 8B Llama on 32,768 tokens. A histogram or a
+reservoir would be smaller still, but only approximate where it matters, at the outliers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def require_percentile(percentile: float) -> None:
         SpecError: below `MIN_PERCENTILE` or above 100.
     """
     if not MIN_PERCENTILE <= percentile <= 100:
-        raise SpecError(f"percentile={percentile} is outside {MIN_PERCENTILE:g} to 100; 99.9 is usual, 100 takes the maximum")
+        raise SpecError(
+            f"percentile={percentile} is outside {MIN_PERCENTILE:g} to 100; 99.9 is usual, 100 takes the maximum"
+        )
 
 
 class Ranges:
@@ -48,11 +50,25 @@ class Ranges:
         SpecError: a percentile out of range, or a spec without static scales.
     """
 
-    def __init__(self, spec: QuantSpec, num_kv_heads: int, head_dim: int, max_tokens: int, percentile: float = 99.9, what: str = "x") -> None:
+    def __init__(
+        self,
+        spec: QuantSpec,
+        num_kv_heads: int,
+        head_dim: int,
+        max_tokens: int,
+        percentile: float = 99.9,
+        what: str = "x",
+    ) -> None:
         require_percentile(percentile)
         if not spec.static:
             raise SpecError(f"{what}: {spec!r} takes its scales from each page; only static=True specs are calibrated")
-        self.spec, self.num_kv_heads, self.head_dim, self.max_tokens, self.what = spec, num_kv_heads, head_dim, max_tokens, what
+        self.spec, self.num_kv_heads, self.head_dim, self.max_tokens, self.what = (
+            spec,
+            num_kv_heads,
+            head_dim,
+            max_tokens,
+            what,
+        )
         self.num_tokens = 0
         share = Fraction(str(percentile)) / 100
         self.quantile = (1 + share) / 2 if spec.has_bias else share
@@ -67,7 +83,9 @@ class Ranges:
         return self.head_dim // self.spec.num_groups(self.head_dim)
 
     def _tail_ranks(self, count: int) -> tuple[int, int, float]:
-        """(lower rank, upper rank, weight of the upper) of the percentile among `count` elements, counted from the largest."""
+        """(lower rank, upper rank, weight of the upper) of the percentile among `count` elements, counted from the
+        largest.
+        """
         position = max(count - 1, 0) * self.quantile
         low = position.numerator // position.denominator
         high = min(low + 1, max(count - 1, 0))
@@ -80,9 +98,13 @@ class Ranges:
             DataError: another shape, NaN or infinity, or more tokens than announced.
         """
         if x.ndim != 3 or x.shape[1:] != (self.num_kv_heads, self.head_dim):
-            raise DataError(f"{self.what} has shape {tuple(x.shape)}, expected [tokens, {self.num_kv_heads}, {self.head_dim}]")
+            raise DataError(
+                f"{self.what} has shape {tuple(x.shape)}, expected [tokens, {self.num_kv_heads}, {self.head_dim}]"
+            )
         if self.num_tokens + len(x) > self.max_tokens:
-            raise DataError(f"{self.what}: {self.num_tokens + len(x)} tokens were added but max_tokens={self.max_tokens}")
+            raise DataError(
+                f"{self.what}: {self.num_tokens + len(x)} tokens were added but max_tokens={self.max_tokens}"
+            )
         if not len(x):
             return
         require_finite(x, self.what)
@@ -110,7 +132,9 @@ class Ranges:
             raise DataError(f"{self.what}: no tokens were seen; give prompts longer than the skipped tokens")
         low, high, weight = self._tail_ranks(self.num_tokens * self._elements_per_token)
         # Both ends in float64: near-equal neighbours must not lose the interpolation to rounding.
-        ends = [(t[..., low].double() * (1 - weight) + t[..., high].double() * weight).float().cpu() for t in self.tails]
+        ends = [
+            (t[..., low].double() * (1 - weight) + t[..., high].double() * weight).float().cpu() for t in self.tails
+        ]
         ends = [e.expand(self.num_kv_heads, -1).contiguous() for e in ends]
         return [-ends[1], ends[0]] if self.spec.has_bias else ends
 
@@ -120,7 +144,12 @@ class Ranges:
         Where nothing but one number was seen, the scale is the largest of the others, or 1.
         """
         # A page of one or two tokens that holds just the ends, with a scale per column, has exactly these parameters.
-        per_column = QuantSpec(format=self.spec.format, granularity=PerChannel(), symmetric=self.spec.symmetric, scale_dtype=self.spec.scale_dtype)
+        per_column = QuantSpec(
+            format=self.spec.format,
+            granularity=PerChannel(),
+            symmetric=self.spec.symmetric,
+            scale_dtype=self.spec.scale_dtype,
+        )
         found = choose_qparams(torch.stack(self.ranges(), -2), per_column)
         # Text to come may leave a range that had no spread here; a smallest scale would clamp all of it.
         flat = found.scale <= SMALLEST_SCALE[self.spec.scale_dtype]

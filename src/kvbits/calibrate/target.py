@@ -37,7 +37,10 @@ class Target:
 
 
 def as_stored(x: torch.Tensor, geometry: LayerGeometry, spec: QuantSpec) -> torch.Tensor:
-    """Keys or values [B, T, H, D] of tokens 0 to T - 1 as pages store them: turned back, channels in stored order. Also for gradients."""
+    """Keys or values [B, T, H, D] of tokens 0 to T - 1 as pages store them: turned back, channels in stored order.
+
+    Also for gradients.
+    """
     if not spec.pre_rope:
         return x
     assert geometry.rotary is not None

@@ -1,8 +1,9 @@
 """The command line: one module per command, registered on `common.app`.
 
-Results go to standard output, everything else (progress, errors) to standard error; with --json standard output holds exactly one
-JSON object. An error the library raises on purpose is one line, `error: ...`, and exit code 2. Commands import what they need when they
-run, so that help, `schemes` and `plan --layers ...` load neither torch nor transformers.
+Results go to standard output, everything else (progress, errors) to standard error; with --json standard output holds
+exactly one JSON object. An error the library raises on purpose is one line, `error: ...`, and exit code 2. Commands
+import what they need when they run, so that help, `schemes` and `plan --layers ...` load neither torch nor
+transformers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,21 @@ from __future__ import annotations
 from . import bench, calibrate, check, demo, eval, fit, info, plan, report, schemes, warm
 from .common import STOPPED, app, leave_now, watch_for_stop
 
-__all__ = ["app", "bench", "calibrate", "check", "demo", "eval", "fit", "info", "main", "plan", "report", "schemes", "warm"]
+__all__ = [
+    "app",
+    "bench",
+    "calibrate",
+    "check",
+    "demo",
+    "eval",
+    "fit",
+    "info",
+    "main",
+    "plan",
+    "report",
+    "schemes",
+    "warm",
+]
 
 
 def main() -> None:

@@ -13,7 +13,22 @@ import typer
 
 from ..errors import SpecError, counted
 from ..files import require_file
-from .common import Device, Json, Model, Threads, command, names_of, print_json, read_config, require_model, say_device, set_threads, show, tokens, when_stopped
+from .common import (
+    Device,
+    Json,
+    Model,
+    Threads,
+    command,
+    names_of,
+    print_json,
+    read_config,
+    require_model,
+    say_device,
+    set_threads,
+    show,
+    tokens,
+    when_stopped,
+)
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
@@ -28,52 +43,90 @@ def calibrate(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="File to write (safetensors); for several schemes with {scheme} in its name, like static/{scheme}.safetensors.",
+            help=(
+                "File to write (safetensors); for several schemes with {scheme} in its name, like"
+                " static/{scheme}.safetensors."
+            ),
             show_default="of klt presets the user's cache folder, where every cache of this model finds it",
         ),
     ] = None,
     text: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text like what the model will read, never what you evaluate on: a file, hub:ID, novel or code (shipped). Several: as many windows of each.",
+            help=(
+                "Text like what the model will read, never what you evaluate on: a file, hub:ID, novel or code"
+                " (shipped). Several: as many windows of each."
+            ),
             show_default="novel; for klt presets novel and code",
         ),
     ] = None,
     scheme: Annotated[
         list[str] | None,
         typer.Option(
-            help="Schemes with a basis (klt), static scales or codebooks, comma-separated or repeated: presets, or files (.json). Several share a pass.",
+            help=(
+                "Schemes with a basis (klt), static scales or codebooks, comma-separated or repeated: presets, or files"
+                " (.json). Several share a pass."
+            ),
             show_default="klt4",
         ),
     ] = None,
-    windows: Annotated[int | None, typer.Option(help="Windows drawn from the text: 16, or 128 for static scales.", show_default=False, min=1)] = None,
+    windows: Annotated[
+        int | None,
+        typer.Option(help="Windows drawn from the text: 16, or 128 for static scales.", show_default=False, min=1),
+    ] = None,
     length: Annotated[
-        int | None, typer.Option(help="Tokens of a window: 1,024 for klt, 256 for static scales, 2,048 for codebooks.", show_default=False, parser=tokens(2))
+        int | None,
+        typer.Option(
+            help="Tokens of a window: 1,024 for klt, 256 for static scales, 2,048 for codebooks.",
+            show_default=False,
+            parser=tokens(2),
+        ),
     ] = None,
     percentile: Annotated[
         float | None,
-        typer.Option(help="Of static scales: percent of elements in the range, 90 to 100; 99.9, or all but the outliers.", show_default=False),
+        typer.Option(
+            help="Of static scales: percent of elements in the range, 90 to 100; 99.9, or all but the outliers.",
+            show_default=False,
+        ),
     ] = None,
     weights: Annotated[str, typer.Option(help="Of codebooks: fisher (squared gradients) or none.")] = "fisher",
     per_head: Annotated[bool, typer.Option("--per-head", help="Of codebooks: one for each kv head.")] = False,
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Of codebooks: less memory, by computing activations again.")] = False,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Of codebooks: less memory, by computing activations again.")
+    ] = False,
     skip_tokens: Annotated[
-        int | None, typer.Option(help="First tokens of each window left out; the scheme's sinks if not given.", show_default=False, min=0)
+        int | None,
+        typer.Option(
+            help="First tokens of each window left out; the scheme's sinks if not given.", show_default=False, min=0
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Which windows are drawn.", min=0)] = 0,
-    engine: Annotated[str, typer.Option(help="What runs the model: transformers, or vllm, also over several GPUs (klt presets).")] = "transformers",
-    engine_options: Annotated[str, typer.Option(help="Of vllm.LLM, as JSON.", metavar="'{\"tensor_parallel_size\": 4}'", show_default=False)] = "{}",
+    engine: Annotated[
+        str, typer.Option(help="What runs the model: transformers, or vllm, also over several GPUs (klt presets).")
+    ] = "transformers",
+    engine_options: Annotated[
+        str, typer.Option(help="Of vllm.LLM, as JSON.", metavar="'{\"tensor_parallel_size\": 4}'", show_default=False)
+    ] = "{}",
     force: Annotated[
-        bool, typer.Option("--force", help="Replace OUT even if it is of another scheme or model, or no calibration; without OUT make again what is kept.")
+        bool,
+        typer.Option(
+            "--force",
+            help=(
+                "Replace OUT even if it is of another scheme or model, or no calibration; without OUT make again what"
+                " is kept."
+            ),
+        ),
     ] = False,
     device: Device = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Measure on a model what klt presets need (and static scales and codebooks), and save it with a fingerprint: minutes for a small model on a CPU.
+    """Measure on a model what klt presets need (and static scales and codebooks), and save it with a fingerprint:
+    minutes for a small model on a CPU.
 
-    Of klt presets one file serves all, in Transformers, vLLM and SGLang, on any number of GPUs; without --out it is found there by itself. Several schemes
-    share one pass over the text. Codebooks take a backward pass per window; stopped, the same command goes on where it was (OUT.partial).
+    Of klt presets one file serves all, in Transformers, vLLM and SGLang, on any number of GPUs; without --out it is
+    found there by itself. Several schemes share one pass over the text. Codebooks take a backward pass per window;
+    stopped, the same command goes on where it was (OUT.partial).
 
     A cache for another model, rotary setting or scheme refuses the file and says what differs.
     """
@@ -92,15 +145,26 @@ def calibrate(
     from ..evaluate.texts import mixed, read_text
 
     given = [read_text(one) for one in text or []]
-    source = mixed(given or [read_text(one) for one in ("novel", "code")[: 1 + any("basis" in one.calibrates for _, one in chosen)]])
-    how = {"percentile": percentile, "skip_tokens": skip_tokens, "weights": weights, "per_head": per_head, "checkpointing": checkpointing}
+    source = mixed(
+        given
+        or [read_text(one) for one in ("novel", "code")[: 1 + any("basis" in one.calibrates for _, one in chosen)]]
+    )
+    how = {
+        "percentile": percentile,
+        "skip_tokens": skip_tokens,
+        "weights": weights,
+        "per_head": per_head,
+        "checkpointing": checkpointing,
+    }
     sample = _sample(model, [one for _, one in chosen], windows, length, device, how)
     from ..spec.codec import choice
 
     choice("engine", engine, ("transformers", "vllm"))
     of_engine = _json(engine_options)
     if engine == "vllm" and not all(one.needs_basis_alone for _, one in chosen):
-        raise SpecError(f"--engine vllm measures bases of keys, which {chosen[0][1].name} does not have alone; leave --engine away")
+        raise SpecError(
+            f"--engine vllm measures bases of keys, which {chosen[0][1].name} does not have alone; leave --engine away"
+        )
     set_threads(threads)
     start = time.perf_counter()
 
@@ -111,8 +175,16 @@ def calibrate(
 
     kept_before = False
     if out is None:
-        given_of = {"text_sha256": text and source.sha256, "windows": windows, "length": length, "skip_tokens": skip_tokens, "seed": seed or None}
-        found, outs, kept_before = _keep(model, chosen[0][1], force, measure, {k: v for k, v in given_of.items() if v is not None})
+        given_of = {
+            "text_sha256": text and source.sha256,
+            "windows": windows,
+            "length": length,
+            "skip_tokens": skip_tokens,
+            "seed": seed or None,
+        }
+        found, outs, kept_before = _keep(
+            model, chosen[0][1], force, measure, {k: v for k, v in given_of.items() if v is not None}
+        )
     else:
         found, _ = measure(outs[0].with_name(outs[0].name + ".partial"))
         for path, made in zip(outs, found, strict=True):
@@ -121,7 +193,14 @@ def calibrate(
     seconds = time.perf_counter() - start
     if as_json:
         rows = [
-            {"out": str(path), "id": made.id, "file_bytes": path.stat().st_size, "made": not kept_before, "seconds": seconds, "layers": len(made.static)}
+            {
+                "out": str(path),
+                "id": made.id,
+                "file_bytes": path.stat().st_size,
+                "made": not kept_before,
+                "seconds": seconds,
+                "layers": len(made.static),
+            }
             | made.info
             for path, made in zip(outs, found, strict=True)
         ]
@@ -132,9 +211,14 @@ def calibrate(
 
 
 def _keep(
-    model: str, scheme: Scheme, force: bool, measure: Callable[[Path], tuple[list[Calibration], Any]], asked: dict[str, Any]
+    model: str,
+    scheme: Scheme,
+    force: bool,
+    measure: Callable[[Path], tuple[list[Calibration], Any]],
+    asked: dict[str, Any],
 ) -> tuple[list[Calibration], list[Path], bool]:
-    """What is kept of the model, made if need be: under the key of its files, and under that of the model which they become where it is another.
+    """What is kept of the model, made if need be: under the key of its files, and under that of the model which they
+    become where it is another.
 
     Args:
         asked: what the command says of how it is measured.
@@ -153,16 +237,23 @@ def _keep(
     with kept.keeping(key or hashlib.sha256(model.encode()).hexdigest()[:32]) as path:
         there = None if key is None or force else kept.find(key, config, scheme)
         if there is not None:
-            if other := [name.removesuffix("_sha256") for name, value in asked.items() if there.info.get(name) != value]:
-                has = f"{there.info.get('text')}, {there.info.get('windows')} windows of {there.info.get('length')} tokens"
+            if other := [
+                name.removesuffix("_sha256") for name, value in asked.items() if there.info.get(name) != value
+            ]:
+                has = (
+                    f"{there.info.get('text')}, {there.info.get('windows')} windows of {there.info.get('length')}"
+                    " tokens"
+                )
                 raise SpecError(
-                    f"a calibration of {model} is kept already, of another {' and '.join(other)} ({has}; {there.path}); --force makes it anew as asked, "
-                    "--out FILE makes one beside it"
+                    f"a calibration of {model} is kept already, of another {' and '.join(other)} ({has}; {there.path});"
+                    " --force makes it anew as asked, --out FILE makes one beside it"
                 )
             return [there], [Path(there.path or path)], True
         (made,), lm = measure(path)
         made.info["model"] = model
-        keys = dict.fromkeys([k for k in (key, kept.key_of_files(model, config), None if lm is None else kept.key_of_model(lm)) if k])
+        keys = dict.fromkeys(
+            [k for k in (key, kept.key_of_files(model, config), None if lm is None else kept.key_of_model(lm)) if k]
+        )
         paths = [path.with_name(f"{one}.safetensors") for one in keys]
         for one in paths:
             made.save(one)
@@ -177,12 +268,15 @@ def _outs(out: Path, names: list[str]) -> list[Path]:
     """
     if len(names) > 1 and "{scheme}" not in str(out):
         raise SpecError(
-            f"{len(names)} schemes go into a file each, and --out {out} names one; write {{scheme}} where their names shall stand: klt/{{scheme}}.safetensors"
+            f"{len(names)} schemes go into a file each, and --out {out} names one; write {{scheme}} where their names"
+            " shall stand: klt/{scheme}.safetensors"
         )
     return [Path(str(out).replace("{scheme}", name)) for name in names]
 
 
-def _sample(model: str, schemes: list[Scheme], windows: int | None, length: int | None, device: str | None, how: dict[str, Any]) -> Sample:
+def _sample(
+    model: str, schemes: list[Scheme], windows: int | None, length: int | None, device: str | None, how: dict[str, Any]
+) -> Sample:
     """How much of the text is looked at. Numbers that cannot be are refused here, before the model is loaded."""
     from ..calibrate.collect import check_options
     from ..evaluate.calibrator import Sample, require_positions, thorough
@@ -194,12 +288,17 @@ def _sample(model: str, schemes: list[Scheme], windows: int | None, length: int 
     kinds = {thorough(one): one.name for one in schemes}
     if len(kinds) > 1 and (windows is None or length is None):
         listed = " and ".join(f"{s.windows} windows of {s.length:,} tokens ({name})" for s, name in kinds.items())
-        raise SpecError(f"these schemes take {listed}, so one pass does not suit them all; calibrate them apart, or give --windows and --length")
+        raise SpecError(
+            f"these schemes take {listed}, so one pass does not suit them all; calibrate them apart, or give --windows"
+            " and --length"
+        )
     usual = next(iter(kinds))
     sample = Sample(usual.windows if windows is None else windows, usual.length if length is None else length)
     require_positions(sample, read_config(model))
     if (skipped := how["skip_tokens"]) is not None and skipped >= sample.length:
-        raise SpecError(f"--skip-tokens {skipped} leaves nothing of windows of {sample.length} tokens; take fewer than --length")
+        raise SpecError(
+            f"--skip-tokens {skipped} leaves nothing of windows of {sample.length} tokens; take fewer than --length"
+        )
     return sample
 
 
@@ -218,7 +317,14 @@ def _require_use(schemes: list[Scheme], how: dict[str, Any]) -> None:
 
 
 def _measure(
-    model: str, device: str | None, text: Text, named: list[str | Scheme], sample: Sample, seed: int, partial: Path, how: dict[str, Any]
+    model: str,
+    device: str | None,
+    text: Text,
+    named: list[str | Scheme],
+    sample: Sample,
+    seed: int,
+    partial: Path,
+    how: dict[str, Any],
 ) -> tuple[list[Calibration], Any]:
     """Loads the model and looks at windows of the text; (what schemes take, the model)."""
     from .. import schemes
@@ -236,7 +342,11 @@ def _measure(
     found = calibrator.measure(chosen, prompts, resume=partial, **how)
     got, size = sum(len(p) for p in prompts), prompts[0].shape[1]
     if got < sample.windows or size < sample.length:
-        typer.echo(f"note: {text.name} is short: it gives {counted(got, 'window')} of {size:,} tokens, not {sample.windows} of {sample.length:,}", err=True)
+        typer.echo(
+            f"note: {text.name} is short: it gives {counted(got, 'window')} of {size:,} tokens, not {sample.windows} of"
+            f" {sample.length:,}",
+            err=True,
+        )
     return found, lm
 
 
@@ -257,7 +367,9 @@ def _measure_in_vllm(model: str, source: Text, sample: Sample, seed: int, given:
 
     windows = windows_of(load_tokenizer(model), source, sample, seed=seed)
     found = observe.calibrate(model, [row.tolist() for batch in windows for row in batch], given)
-    found.info.update({"text": source.name, "text_sha256": source.sha256, "windows": sample.windows, "length": sample.length})
+    found.info.update(
+        {"text": source.name, "text_sha256": source.sha256, "windows": sample.windows, "length": sample.length}
+    )
     return found
 
 
@@ -268,11 +380,22 @@ def _print(found: Calibration, out: Path, seconds: float | None) -> None:
     """
     info = found.info
     kinds = {name[2:] for layer in found.static for name in layer}
-    what = " and ".join(word for kind, word in (("scale", "scales"), ("codebook", "codebooks"), ("basis", "bases")) if kind in kinds)
-    share = "" if "scale" not in kinds else ", maximum" if info["percentile"] == 100 else f", percentile {info['percentile']:g}"
+    what = " and ".join(
+        word for kind, word in (("scale", "scales"), ("codebook", "codebooks"), ("basis", "bases")) if kind in kinds
+    )
+    share = (
+        ""
+        if "scale" not in kinds
+        else ", maximum"
+        if info["percentile"] == 100
+        else f", percentile {info['percentile']:g}"
+    )
     tokens = f"{info['tokens']:,} tokens in {counted(info['prompts'], 'window')}"
     took, how = ("", "kept already, nothing was made:") if seconds is None else (f", {seconds:.1f} s", "wrote")
-    show(f"{info['scheme']} {what} of {len(found.static)} layers over {tokens}{share}{took}", f"{how} {out} (id {found.id})")
+    show(
+        f"{info['scheme']} {what} of {len(found.static)} layers over {tokens}{share}{took}",
+        f"{how} {out} (id {found.id})",
+    )
 
 
 def _with_calibration(scheme: str) -> tuple[str | Scheme, Scheme]:
@@ -283,12 +406,17 @@ def _with_calibration(scheme: str) -> tuple[str | Scheme, Scheme]:
     chosen = schemes.get(named) if isinstance(named, str) else named
     if not chosen.needs_calibration:
         static = [s.name for s in schemes.PRESETS.values() if s.needs_calibration]
-        raise SpecError(f"scheme {chosen.name!r} takes its scales from each page; schemes that need calibration: {', '.join(static)}")
+        raise SpecError(
+            f"scheme {chosen.name!r} takes its scales from each page; schemes that need calibration:"
+            f" {', '.join(static)}"
+        )
     return named, chosen
 
 
 def _may_replace(out: Path, model: str, scheme: str) -> None:
-    """Refuse to overwrite anything but an earlier calibration of this scheme on this model; its header alone is read, without torch."""
+    """Refuse to overwrite anything but an earlier calibration of this scheme on this model; its header alone is read,
+    without torch.
+    """
     way_out = "give another --out, or --force"
     try:
         with out.open("rb") as file:

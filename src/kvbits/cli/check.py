@@ -41,41 +41,68 @@ if TYPE_CHECKING:
 @command("check")
 def check(
     model: Model,
-    scheme: Annotated[str, typer.Option(help="The one scheme to screen: a preset, or a file of your own (.json).")] = RECOMMENDED,
-    text: Annotated[str, typer.Option(help="Text like what the model will read: a file, hub:ID, or novel (shipped).")] = "novel",
+    scheme: Annotated[
+        str, typer.Option(help="The one scheme to screen: a preset, or a file of your own (.json).")
+    ] = RECOMMENDED,
+    text: Annotated[
+        str, typer.Option(help="Text like what the model will read: a file, hub:ID, or novel (shipped).")
+    ] = "novel",
     calibration: Annotated[
-        Path | None, typer.Option(help="File of `kvbits calibrate`, for schemes that need one; with a --text that it was not made on.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="File of `kvbits calibrate`, for schemes that need one; with a --text that it was not made on.",
+            show_default=False,
+        ),
     ] = None,
     calibration_text: Annotated[
         str | None,
-        typer.Option(help="Without such a file: calibrate on this text first, which takes minutes for klt and codebooks.", show_default="end of the novel"),
+        typer.Option(
+            help="Without such a file: calibrate on this text first, which takes minutes for klt and codebooks.",
+            show_default="end of the novel",
+        ),
     ] = None,
-    windows: Annotated[int, typer.Option(help="Windows that confirm; the first is looked into layer by layer.", min=1)] = 2,
-    length: Annotated[int, typer.Option(help="Tokens of a window; 1k is 1,024. Longer ones read less of their history in 16 bits.", parser=tokens(2))] = 512,
+    windows: Annotated[
+        int, typer.Option(help="Windows that confirm; the first is looked into layer by layer.", min=1)
+    ] = 2,
+    length: Annotated[
+        int,
+        typer.Option(
+            help="Tokens of a window; 1k is 1,024. Longer ones read less of their history in 16 bits.", parser=tokens(2)
+        ),
+    ] = 512,
     max_kl: Annotated[float, typer.Option(help="Largest KL divergence that passes, nats.")] = MAX_KL,
-    max_ppl_change: Annotated[float, typer.Option(help="Largest rise of perplexity that passes; 0.02 is 2 %.")] = MAX_PPL_CHANGE,
+    max_ppl_change: Annotated[
+        float, typer.Option(help="Largest rise of perplexity that passes; 0.02 is 2 %.")
+    ] = MAX_PPL_CHANGE,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """A two-minute screen: pass or fail per layer and for the whole cache, why, and what to change. Exit code 1 if a layer or the whole fails.
+    """A two-minute screen: pass or fail per layer and for the whole cache, why, and what to change.
 
-    Advice is measured: every remedy is tried on the layers that failed, and the advised scheme goes through the real cache beside the given one.
+    Exit code 1 if a layer or the whole fails.
+
+    Advice is measured: every remedy is tried on the layers that failed, and the advised scheme goes through the real
+    cache beside the given one.
     """
     require_model(model)
     from .. import runs, schemes
 
     chosen = schemes.find(one_scheme(scheme))  # refuses an unknown one before the model loads
     if calibration is not None and calibration_text is not None:
-        raise SpecError(f"--calibration {calibration} and --calibration-text {calibration_text} exclude each other; give one")
+        raise SpecError(
+            f"--calibration {calibration} and --calibration-text {calibration_text} exclude each other; give one"
+        )
     from ..evaluate.check import Limits
     from ..evaluate.texts import novel_end, read_text
 
     limits = Limits(kl=max_kl, ppl_change=max_ppl_change)
     source, to_calibrate = read_text(text), novel_end() if calibration_text is None else read_text(calibration_text)
     set_threads(threads)
-    found = _screen((model, dtype_name(dtype), device), chosen, limits, source, (windows, length), calibration or to_calibrate)
+    found = _screen(
+        (model, dtype_name(dtype), device), chosen, limits, source, (windows, length), calibration or to_calibrate
+    )
     if as_json:
         print_json({"run": runs.record(), "model": model, "text": source.name} | found.to_dict())
     else:
@@ -84,7 +111,14 @@ def check(
         raise typer.Exit(1)
 
 
-def _screen(place: tuple[str, str, str | None], scheme: str | Scheme, limits: Limits, source: Text, size: tuple[int, int], calibration: Path | Text) -> Screen:
+def _screen(
+    place: tuple[str, str, str | None],
+    scheme: str | Scheme,
+    limits: Limits,
+    source: Text,
+    size: tuple[int, int],
+    calibration: Path | Text,
+) -> Screen:
     """Everything is looked at that the configuration and the tokenizer tell; then the model is loaded.
 
     Args:
@@ -113,28 +147,42 @@ def _screen(place: tuple[str, str, str | None], scheme: str | Scheme, limits: Li
     ids = windows(load_tokenizer(model), source, count=count, length=length, limit=max_context(config))
     say_device(device)
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
-    make = (lambda _: given) if isinstance(calibration, Path) else Calibrator(lm, tokenizer, calibration, tests=(source,))
+    make = (
+        (lambda _: given) if isinstance(calibration, Path) else Calibrator(lm, tokenizer, calibration, tests=(source,))
+    )
     return check(lm, ids, scheme, limits=limits, calibration=make)
 
 
 def _print(found: Screen, model: str) -> None:
     limits = found.limits
-    measured = (f"logit cosine\n>= {limits.logit_cosine:g}", f"attention moved\n<= {limits.tvd:g}", f"output error\n<= {limits.output_error:g}")
-    table = new_table(f"{model}, {found.scheme.name}", "layer", "verdict", *measured, "key bits\nleft", "value bits\nleft", "why")
+    measured = (
+        f"logit cosine\n>= {limits.logit_cosine:g}",
+        f"attention moved\n<= {limits.tvd:g}",
+        f"output error\n<= {limits.output_error:g}",
+    )
+    table = new_table(
+        f"{model}, {found.scheme.name}", "layer", "verdict", *measured, "key bits\nleft", "value bits\nleft", "why"
+    )
     table.columns[1].justify = table.columns[7].justify = "left"
     for v in found.layers:
         m = v.measures
         table.add_row(
-            str(v.layer), _word(not v.failures), f"{m['logit_cosine']:.4f}", f"{m['tvd']:.3f}", f"{m['output_error']:.3f}",
-            *(f"{m[k]:.1f}" if k in m else "" for k in ("key_bits", "value_bits")), "; ".join([*v.failures, *v.causes]),
-        )  # fmt: skip
+            str(v.layer),
+            _word(not v.failures),
+            f"{m['logit_cosine']:.4f}",
+            f"{m['tvd']:.3f}",
+            f"{m['output_error']:.3f}",
+            *(f"{m[k]:.1f}" if k in m else "" for k in ("key_bits", "value_bits")),
+            "; ".join([*v.failures, *v.causes]),
+        )
     show(table, _LEGEND.format(bits=found.overall["bits_per_element"]), "", _summary(found))
 
 
 _LEGEND = (
-    "Attention of the newest tokens over the scheme's pages beside the same over 16 bits, mean over kv heads; attention moved: the share that goes elsewhere.\n"
-    "Bits left: how many bits of the numbers survive in the worst kv head, 1/2 log2(variance / squared error), 0 where the error is as large as what varies. "
-    "They have no limit; what is stored is {bits:.2f} bits."
+    "Attention of the newest tokens over the scheme's pages beside the same over 16 bits, mean over kv heads; attention"
+    " moved: the share that goes elsewhere.\nBits left: how many bits of the numbers survive in the worst kv head, 1/2"
+    " log2(variance / squared error), 0 where the error is as large as what varies. They have no limit; what is stored"
+    " is {bits:.2f} bits."
 )
 
 
@@ -146,14 +194,18 @@ def _summary(found: Screen) -> Table:
 
     failed = found.failed_layers
     lines = Table.grid(padding=(0, 2))
-    count = f"{len(failed)} of {len(found.layers)} fail: {ranges(failed)}" if failed else f"all {len(found.layers)} pass"
+    count = (
+        f"{len(failed)} of {len(found.layers)} fail: {ranges(failed)}" if failed else f"all {len(found.layers)} pass"
+    )
     lines.add_row("layers", _word(not failed), count)
     lines.add_row("whole cache", _word(not found.failures), _line(found.overall, found.limits))
     lines.add_row("verdict", _word(found.passed), f"exit code {0 if found.passed else 1}: {found.verdict}")
     for i, advice in enumerate(found.advice):
         lines.add_row("" if i else "what to change", "", advice)
     if found.advised is not None and found.advised_overall is not None and found.advised.overrides:
-        lines.add_row("then", _word(found.advised_passed), f"{found.advised.name}: {_line(found.advised_overall, found.limits)}")
+        lines.add_row(
+            "then", _word(found.advised_passed), f"{found.advised.name}: {_line(found.advised_overall, found.limits)}"
+        )
         lines.add_row("as code", "", _code(found.advised, found.scheme.name))
     return lines
 
@@ -165,11 +217,11 @@ def _word(passed: bool) -> str:
 def _line(o: dict[str, Any], limits: Limits) -> str:
     window, position = o["kl_worst"]
     return (
-        f"KL {o['kl_mean']:.5f} nats (at most {limits.kl:g}), worst {o['kl_max']:.3f} at token {position:,} of window {window}, "
-        f"{o['kl_lost']:.2%} of tokens above 1; "
-        f"perplexity {o['ppl']:.3f}, {o['ppl_change']:+.2%} (at most {limits.ppl_change:+.2%}); "
-        f"top-1 {o['top1_agreement']:.1%}, probability mass matched {o['mass_matched']:.2%}, {o['bits_per_element']:.2f} bits; "
-        f"{o['tokens']:,} tokens, which read {o['read_raw']:.0%} of their history in 16 bits"
+        f"KL {o['kl_mean']:.5f} nats (at most {limits.kl:g}), worst {o['kl_max']:.3f} at token {position:,} of window"
+        f" {window}, {o['kl_lost']:.2%} of tokens above 1; perplexity {o['ppl']:.3f}, {o['ppl_change']:+.2%} (at most"
+        f" {limits.ppl_change:+.2%}); top-1 {o['top1_agreement']:.1%}, probability mass matched"
+        f" {o['mass_matched']:.2%}, {o['bits_per_element']:.2f} bits; {o['tokens']:,} tokens, which read"
+        f" {o['read_raw']:.0%} of their history in 16 bits"
     )
 
 
@@ -178,8 +230,14 @@ def _code(advised: Scheme, preset: str) -> str:
     from .. import schemes
 
     given = schemes.get(preset)
-    fitted = [] if (given.key, given.value) == (advised.key, advised.value) else [f"key={_spec(advised.key)}", f"value={_spec(advised.value)}"]
-    overrides = "".join(f"Override(layers={o.layers}, key={_spec(o.key)}, value={_spec(o.value)}), " for o in advised.overrides)
+    fitted = (
+        []
+        if (given.key, given.value) == (advised.key, advised.value)
+        else [f"key={_spec(advised.key)}", f"value={_spec(advised.value)}"]
+    )
+    overrides = "".join(
+        f"Override(layers={o.layers}, key={_spec(o.key)}, value={_spec(o.value)}), " for o in advised.overrides
+    )
     return f"schemes.get({', '.join([repr(preset), *fitted, f'overrides=({overrides.rstrip()})'])})"
 
 

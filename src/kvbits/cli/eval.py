@@ -37,18 +37,23 @@ if TYPE_CHECKING:
     from ..spec import Scheme
 
 TASKS_HELP = (
-    "Comma-separated: fidelity (perplexity, KL), decode, greedy, follow, replay, attention, passkey, needle, entities, copying, tracking, ruler, humaneval, "
-    "gsm8k, mmlu, arc."
+    "Comma-separated: fidelity (perplexity, KL), decode, greedy, follow, replay, attention, passkey, needle, entities,"
+    " copying, tracking, ruler, humaneval, gsm8k, mmlu, arc."
 )
 
 
 @command("eval")
 def evaluate(
     model: Model,
-    out: Annotated[Path, typer.Option(help="Folder for results: MODEL/TASK/SCHEME.json. A run that stopped goes on there.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder for results: MODEL/TASK/SCHEME.json. A run that stopped goes on there.")
+    ],
     schemes: Schemes = None,
     tasks: Annotated[str, typer.Option(help=TASKS_HELP)] = "fidelity",
-    text: Annotated[list[str] | None, typer.Option(help="Text to evaluate on: a file, hub:ID, novel (shipped). Repeatable.", show_default="novel")] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to evaluate on: a file, hub:ID, novel (shipped). Repeatable.", show_default="novel"),
+    ] = None,
     calibration_text: Annotated[
         str | None,
         typer.Option(
@@ -57,10 +62,21 @@ def evaluate(
         ),
     ] = None,
     calibration: Annotated[
-        list[Path] | None, typer.Option(help="File of `kvbits calibrate`, for the scheme it was made for. Repeatable.", show_default=False)
+        list[Path] | None,
+        typer.Option(
+            help="File of `kvbits calibrate`, for the scheme it was made for. Repeatable.", show_default=False
+        ),
     ] = None,
-    windows: Annotated[int, typer.Option(help="Windows of each text, spread evenly over it; replay: chains.", min=1)] = 16,
-    length: Annotated[int, typer.Option(help="Tokens of a window, or of a chain (its prompt, 200 to 400, among them); 1k is 1,024.", parser=tokens(2))] = 1024,
+    windows: Annotated[
+        int, typer.Option(help="Windows of each text, spread evenly over it; replay: chains.", min=1)
+    ] = 16,
+    length: Annotated[
+        int,
+        typer.Option(
+            help="Tokens of a window, or of a chain (its prompt, 200 to 400, among them); 1k is 1,024.",
+            parser=tokens(2),
+        ),
+    ] = 1024,
     chunk: Annotated[
         int | None,
         typer.Option(
@@ -69,32 +85,71 @@ def evaluate(
             parser=tokens(),
         ),
     ] = None,
-    context: Annotated[int, typer.Option(help="decode, greedy, follow: tokens before decoding.", parser=tokens())] = 512,
-    new_tokens: Annotated[int, typer.Option(help="decode, greedy, follow: tokens decoded; copying: copied.", parser=tokens())] = 64,
-    contexts: Annotated[str, typer.Option(help="Retrieval, tracking, ruler (300 at least): tokens of a prompt; copying: tokens back.")] = "1024,2048",
+    context: Annotated[
+        int, typer.Option(help="decode, greedy, follow: tokens before decoding.", parser=tokens())
+    ] = 512,
+    new_tokens: Annotated[
+        int, typer.Option(help="decode, greedy, follow: tokens decoded; copying: copied.", parser=tokens())
+    ] = 64,
+    contexts: Annotated[
+        str, typer.Option(help="Retrieval, tracking, ruler (300 at least): tokens of a prompt; copying: tokens back.")
+    ] = "1024,2048",
     depths: Annotated[str, typer.Option(help="passkey, needle: where the needle sits, 0 to 1.")] = "0,0.25,0.5,0.75,1",
     repeats: Annotated[int, typer.Option(help="Prompts per length and depth, or kind.", min=1)] = 1,
-    limit: Annotated[int | None, typer.Option(help="Problems of a benchmark, drawn by the seed; all if not given.", show_default=False, min=1)] = None,
-    shots: Annotated[int | None, typer.Option(help="Worked examples before a question; the benchmark's usual number if not given.", min=0)] = None,
-    draws: Annotated[int, typer.Option(help="gsm8k, humaneval: sampled answers to a problem, alike for all caches; 0: a greedy one.", min=0)] = 0,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Prompts or windows at once; every cache holds them all.", show_default="1 (fidelity), 4 (replay), else 8", min=1)
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Problems of a benchmark, drawn by the seed; all if not given.", show_default=False, min=1),
     ] = None,
-    data: Annotated[list[str] | None, typer.Option(help="Benchmark file, like humaneval=HumanEval.jsonl. May be repeated.")] = None,
+    shots: Annotated[
+        int | None,
+        typer.Option(help="Worked examples before a question; the benchmark's usual number if not given.", min=0),
+    ] = None,
+    draws: Annotated[
+        int,
+        typer.Option(
+            help="gsm8k, humaneval: sampled answers to a problem, alike for all caches; 0: a greedy one.", min=0
+        ),
+    ] = 0,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Prompts or windows at once; every cache holds them all.",
+            show_default="1 (fidelity), 4 (replay), else 8",
+            min=1,
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Benchmark file, like humaneval=HumanEval.jsonl. May be repeated.")
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = None,
     seed: Annotated[int, typer.Option(help="Draws passkeys, filler and samples.")] = 0,
-    alone: Annotated[bool, typer.Option("--alone", help="Also each preset's keys alone (values raw), and its values alone.")] = False,
-    simulate: Annotated[bool, typer.Option("--simulate", help="Also each preset as a dense cache simulates it, to compare; never in reports.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results of other settings, and trimmed ones, instead of refusing.")] = False,
-    name: Annotated[str | None, typer.Option(help="What results call the model; the last part of MODEL if not given.", show_default=False)] = None,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Also each preset's keys alone (values raw), and its values alone.")
+    ] = False,
+    simulate: Annotated[
+        bool,
+        typer.Option(
+            "--simulate", help="Also each preset as a dense cache simulates it, to compare; never in reports."
+        ),
+    ] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Replace results of other settings, and trimmed ones, instead of refusing."),
+    ] = False,
+    name: Annotated[
+        str | None,
+        typer.Option(help="What results call the model; the last part of MODEL if not given.", show_default=False),
+    ] = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """What each cache costs on a model: perplexity, KL, retrieval, benchmarks, speed, beside the 16-bit cache on the same tokens.
+    """What each cache costs on a model: perplexity, KL, retrieval, benchmarks, speed, beside the 16-bit cache on the
+    same tokens.
 
-    Every scheme runs through the real packed cache and the real attention op. Results are JSON files; `kvbits report` draws them.
-    Schemes are the core presets if none is named; `literature` adds formats of papers, `stock` Transformers' own quantized caches (quanto, HQQ, fp8).
+    Every scheme runs through the real packed cache and the real attention op. Results are JSON files; `kvbits report`
+    draws them. Schemes are the core presets if none is named; `literature` adds formats of papers, `stock`
+    Transformers' own quantized caches (quanto, HQQ, fp8).
     """
     require_model(model)
     require_folder(out, "--out", writable=True)
@@ -102,10 +157,21 @@ def evaluate(
     from ..evaluate import tasks as known
 
     options = known.Options(
-        windows=windows, length=length, chunk=chunk, context=context, new_tokens=new_tokens, repeats=repeats, limit=limit,
+        windows=windows,
+        length=length,
+        chunk=chunk,
+        context=context,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        limit=limit,
         contexts=_once("--contexts", [parse_tokens(n, "--contexts") for n in names_of("--contexts", contexts)]),
-        depths=_floats("--depths", depths), shots=shots, draws=draws, batch_size=batch_size, data=_pairs(data or []), seed=seed,
-    )  # fmt: skip
+        depths=_floats("--depths", depths),
+        shots=shots,
+        draws=draws,
+        batch_size=batch_size,
+        data=_pairs(data or []),
+        seed=seed,
+    )
     sources = text or ["novel"]
     _once("--text", [os.path.normpath(s) for s in sources])
     chosen = known.names_of(names_of("--tasks", tasks))
@@ -116,7 +182,11 @@ def evaluate(
 
     wanted = expand(names_of("--schemes", schemes or "core"), GROUPS)
     how = {"name": _name(name, model), "schemes": wanted, "tasks": chosen, "out": out, "options": options}
-    how |= {"overwrite": overwrite, "calibrations": [Calibration.load(path) for path in calibration or []], "alone": alone}
+    how |= {
+        "overwrite": overwrite,
+        "calibrations": [Calibration.load(path) for path in calibration or []],
+        "alone": alone,
+    }
     found = _run((model, dtype_name(dtype), device), how, threads, (sources, calibration_text), simulate=simulate)
     if as_json:
         print_json({"model": model, "out": str(out), "tasks": found})
@@ -125,7 +195,11 @@ def evaluate(
 
 
 def _run(
-    place: tuple[str, str, str | None], how: dict[str, Any], threads: int | None, texts: tuple[list[str], str | None], simulate: bool
+    place: tuple[str, str, str | None],
+    how: dict[str, Any],
+    threads: int | None,
+    texts: tuple[list[str], str | None],
+    simulate: bool,
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Everything is looked at that the model's configuration and tokenizer tell; then the model is loaded."""
     model, dtype, device = place
@@ -145,24 +219,33 @@ def _run(
     say_device(device)
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
     return evaluate(
-        lm, tokenizer, **how, calibration_text=to_calibrate, simulate=simulate,
-        on_skip=lambda message: typer.echo(f"left out: {message}", err=True), say=lambda text: typer.echo(text, err=True),
-    )  # fmt: skip
+        lm,
+        tokenizer,
+        **how,
+        calibration_text=to_calibrate,
+        simulate=simulate,
+        on_skip=lambda message: typer.echo(f"left out: {message}", err=True),
+        say=lambda text: typer.echo(text, err=True),
+    )
 
 
 def _name(given: str | None, model: str) -> str:
     """What results call the model: a folder's name."""
     name = Path(model.rstrip("/")).name.removesuffix(".gguf") if given is None else given
     if not name or "/" in name or name.startswith("."):
-        raise SpecError(f"--name {name!r} is no name of a folder; results go to OUT/NAME, so give one without a slash or a dot at its front")
+        raise SpecError(
+            f"--name {name!r} is no name of a folder; results go to OUT/NAME, so give one without a slash or a dot at"
+            " its front"
+        )
     return name
 
 
 def _texts(
     texts: tuple[list[str], str | None], place: tuple[str, str, str | None], config: Any, how: dict[str, Any]
 ) -> tuple[dict[str, Any], Text | None, str | None]:
-    """(texts to evaluate on and calibrations; a text to calibrate on; a note): without --calibration-text the calibration that is kept of the model serves, if
-    it saw no text that is measured on. Else one half of the novel is evaluated on and one calibrated on, so that they do not overlap.
+    """(texts to evaluate on and calibrations; a text to calibrate on; a note): without --calibration-text the
+    calibration that is kept of the model serves, if it saw no text that is measured on. Else one half of the novel is
+    evaluated on and one calibrated on, so that they do not overlap.
 
     Args:
         texts: what --text and --calibration-text name.
@@ -182,24 +265,33 @@ def _texts(
     layers = layer_geometries(config)
     ours = [schemes.for_layers(one, layers) for one in how["schemes"] if one not in OTHERS]
     lacking = [s for s in ours if s.needs_calibration and fitting(given, config, s) is None]
-    made = home_of(how["out"], how["name"], place[1], config) / "calibration"  # by an earlier run, which goes on with it
+    # by an earlier run, which goes on with it
+    made = home_of(how["out"], how["name"], place[1], config) / "calibration"
     unmade = [s for s in lacking if not (made / f"{s.name}.safetensors").exists()]
     kept = _kept(place[0], config, unmade, scored_texts(how["tasks"], evaluated))
     notes = []
     if kept is not None:
         given = [*given, kept]
-        notes.append(f"{', '.join(s.name for s in unmade if kept.fits(config, s))}: calibrated before, on {kept.info.get('text')}; kept in {kept.path}")
+        notes.append(
+            f"{', '.join(s.name for s in unmade if kept.fits(config, s))}: calibrated before, on"
+            f" {kept.info.get('text')}; kept in {kept.path}"
+        )
         lacking = [s for s in lacking if s not in unmade or not kept.fits(config, s)]
     if not lacking:
         return {"texts": evaluated, "calibrations": given}, None, "; ".join(notes) or None
     split = "; its first half is evaluated on" if "novel" in sources else ""
-    notes.append(f"calibrated on the second half of the novel{split} (--calibration-text names another): {', '.join(s.name for s in lacking)}")
+    notes.append(
+        f"calibrated on the second half of the novel{split} (--calibration-text names another):"
+        f" {', '.join(s.name for s in lacking)}"
+    )
     halved = tuple(novel_start() if s == "novel" else t for s, t in zip(sources, evaluated, strict=True))
     return {"texts": halved, "calibrations": given}, novel_end(), "; ".join(notes)
 
 
 def _kept(model: str, config: Any, wanting: list[Scheme], tests: tuple[Text, ...]) -> Calibration | None:
-    """The calibration that is kept for a model in files, if one of these schemes takes it and it was made on none of the texts."""
+    """The calibration that is kept for a model in files, if one of these schemes takes it and it was made on none of
+    the texts.
+    """
     from ..calibrate import kept
     from ..evaluate.calibrator import seen_of
 
@@ -215,11 +307,32 @@ def _print(found: dict[str, dict[str, dict[str, Any]]], out: Path) -> None:
 
 
 _SIGNED = ("ppl_change", "drift")
-_PERCENT = (*_SIGNED, "top1_agreement", "mass_matched", "accuracy", "accuracy_base", "agreement", "found_of_base", "token_accuracy")
+_PERCENT = (
+    *_SIGNED,
+    "top1_agreement",
+    "mass_matched",
+    "accuracy",
+    "accuracy_base",
+    "agreement",
+    "found_of_base",
+    "token_accuracy",
+)
 _HIDDEN = ("difference_low", "difference_high", "texts", "windows", "by_layer", "by_head", "heat_map", "by_subject")
-_OF_TEXTS = {"ppl": "ppl", "ppl_change": "change", "kl_mean": "KL", "kl_max": "worst", "kl_lost": "> 1 nat", "read_raw": "read raw", "bytes_held": "bytes",
-             "tokens_per_s": "tokens/s"}  # fmt: skip
-_LEFT_OUT = {"fidelity": ("tokens_per_s",), "decode": ("ppl",), "replay": ("tokens_per_s", "ppl", "ppl_change", "bytes_held")}
+_OF_TEXTS = {
+    "ppl": "ppl",
+    "ppl_change": "change",
+    "kl_mean": "KL",
+    "kl_max": "worst",
+    "kl_lost": "> 1 nat",
+    "read_raw": "read raw",
+    "bytes_held": "bytes",
+    "tokens_per_s": "tokens/s",
+}
+_LEFT_OUT = {
+    "fidelity": ("tokens_per_s",),
+    "decode": ("ppl",),
+    "replay": ("tokens_per_s", "ppl", "ppl_change", "bytes_held"),
+}
 """What fits a terminal of 80 columns of the tasks that read texts; --json and the files have everything."""
 _OF_CHAINS = {"top1_agreement": "top-1", "drift": "per doubling", "first_flip": "first flip"}
 _NAMES = (
@@ -233,29 +346,37 @@ _NAMES = (
     }
 )
 _OF_PAIRS = (
-    "difference: points more than the model's own cache has right (95 % interval); lost, gained: questions that only one of the two has right; p: "
-    "McNemar's exact test."
+    "difference: points more than the model's own cache has right (95 % interval); lost, gained: questions that only"
+    " one of the two has right; p: McNemar's exact test."
 )
 _OF_KL = (
-    "worst: the largest KL of a token, nats; > 1 nat: share of tokens whose KL is above; read raw: share of the tokens attended to that were still 16-bit, "
-    "mean over scored tokens and layers."
+    "worst: the largest KL of a token, nats; > 1 nat: share of tokens whose KL is above; read raw: share of the tokens"
+    " attended to that were still 16-bit, mean over scored tokens and layers."
 )
 _LEGENDS = {
     "fidelity": _OF_KL,
     "decode": _OF_KL,
     "replay": f"{_OF_KL} per doubling: growth of KL when the position doubles, from 512 on; first flip: mean position.",
     **dict.fromkeys(("copying", "tracking", "ruler"), _OF_PAIRS),
-    "attention": "bits left: how many bits of the numbers survive, 1/2 log2(variance / squared error), mean over layers and kv heads; not what is stored. "
-    "worst layer: of the largest output error.",
+    "attention": (
+        "bits left: how many bits of the numbers survive, 1/2 log2(variance / squared error), mean over layers and kv"
+        " heads; not what is stored. worst layer: of the largest output error."
+    ),
 }
 
 
 def _table(task: str, rows: dict[str, dict[str, Any]]) -> Any:
     from ..evaluate.paired import points
 
-    columns = list(dict.fromkeys(k for r in rows.values() for k, v in r.items() if k not in _HIDDEN and not isinstance(v, dict | list)))
+    columns = list(
+        dict.fromkeys(
+            k for r in rows.values() for k, v in r.items() if k not in _HIDDEN and not isinstance(v, dict | list)
+        )
+    )
     if "ppl" in columns:
-        columns = [c for c in (_OF_TEXTS | (_OF_CHAINS if task == "replay" else {})) if c in columns and c not in _LEFT_OUT[task]]
+        columns = [
+            c for c in _OF_TEXTS | (_OF_CHAINS if task == "replay" else {}) if c in columns and c not in _LEFT_OUT[task]
+        ]
     table = new_table(task, "cache", *(_NAMES.get(c, c.replace("_", " ")) for c in columns))
     for cache, row in rows.items():
         table.add_row(cache, *(points(row) if c == "difference" else _cell(c, row.get(c)) for c in columns))

@@ -10,7 +10,22 @@ import typer
 from ..errors import SpecError, counted
 from ..files import require_file, require_folder
 from ..units import dtype_name
-from .common import Device, Dtype, Json, Model, Threads, command, new_table, print_json, require_model, say_device, set_threads, show, tokens, when_stopped
+from .common import (
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Threads,
+    command,
+    new_table,
+    print_json,
+    require_model,
+    say_device,
+    set_threads,
+    show,
+    tokens,
+    when_stopped,
+)
 from .subject import GpuMemory, Gpus, Memory, Reserve, Weights, subject_of
 
 if TYPE_CHECKING:
@@ -27,25 +42,43 @@ SIZES = (2, 512, 2, 1024)
 @command()
 def fit(
     model: Model,
-    out: Annotated[Path, typer.Option(help="The scheme file, like mine.json. Measurements lie beside it; a run that stopped goes on.")],
-    context: Annotated[int | None, typer.Option(help="Tokens per sequence; 8k is 8,192. If not given, the longest.", parser=tokens())] = None,
+    out: Annotated[
+        Path,
+        typer.Option(help="The scheme file, like mine.json. Measurements lie beside it; a run that stopped goes on."),
+    ],
+    context: Annotated[
+        int | None, typer.Option(help="Tokens per sequence; 8k is 8,192. If not given, the longest.", parser=tokens())
+    ] = None,
     batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Sequences.", min=1)] = 1,
     gpu_memory: GpuMemory = None,
     gpus: Gpus = 1,
     weights: Weights = None,
     reserve: Reserve = None,
     memory: Memory = None,
-    max_kl: Annotated[float | None, typer.Option(help="Largest KL divergence from the 16-bit cache, nats. If not given, the least that fits.")] = None,
-    text: Annotated[str, typer.Option(help="Text like what the model will read: a file, hub:ID, or novel (shipped).")] = "novel",
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="Formats of the klt presets, whose keys need a calibration: made, and saved beside.")] = False,
-    token_local: Annotated[bool, typer.Option("--token-local", help="Formats that a token has by itself: what vLLM can serve.")] = False,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(help="Largest KL divergence from the 16-bit cache, nats. If not given, the least that fits."),
+    ] = None,
+    text: Annotated[
+        str, typer.Option(help="Text like what the model will read: a file, hub:ID, or novel (shipped).")
+    ] = "novel",
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Formats of the klt presets, whose keys need a calibration: made, and saved beside."
+        ),
+    ] = False,
+    token_local: Annotated[
+        bool, typer.Option("--token-local", help="Formats that a token has by itself: what vLLM can serve.")
+    ] = False,
     windows: Annotated[int, typer.Option(help="Windows of each half of the text.", min=1)] = SIZES[0],
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Give two of memory, context and quality, get the third: bits for the keys and values of every layer, measured on this model.
+    """Give two of memory, context and quality, get the third: bits for the keys and values of every layer, measured on
+    this model.
 
     With all three, the best that fits, and exit code 1 if it costs more than --max-kl. auto dtype is float32 on a CPU.
     """
@@ -88,16 +121,26 @@ def _without_states(limit: int | None, state_bytes: int | None, batch: int, gpus
     if limit is None or state_bytes == 0:
         return limit
     if state_bytes is None:
-        typer.echo("recurrent layers keep a state of a size that is not known here; the memory is taken for pages alone", err=True)
+        typer.echo(
+            "recurrent layers keep a state of a size that is not known here; the memory is taken for pages alone",
+            err=True,
+        )
         return limit
     states = batch * -(-state_bytes // gpus)
     if states >= limit:
-        raise SpecError(f"the recurrent states of {counted(batch, 'sequence')} take {human_bytes(states)}, all of {human_bytes(limit)}; give more memory")
-    typer.echo(f"recurrent states take {human_bytes(states)} of the memory, pages have {human_bytes(limit - states)}", err=True)
+        raise SpecError(
+            f"the recurrent states of {counted(batch, 'sequence')} take {human_bytes(states)}, all of"
+            f" {human_bytes(limit)}; give more memory"
+        )
+    typer.echo(
+        f"recurrent states take {human_bytes(states)} of the memory, pages have {human_bytes(limit - states)}", err=True
+    )
     return limit - states
 
 
-def _run(place: tuple[str, str, str | None], goal: Goal, source: str, places: tuple[Path, Path], count: int, kind: Formats) -> Fit:
+def _run(
+    place: tuple[str, str, str | None], goal: Goal, source: str, places: tuple[Path, Path], count: int, kind: Formats
+) -> Fit:
     """Measure, choose, and write the scheme (and what it needs)."""
     from ..evaluate.fit import bound_to, fit, write
     from ..evaluate.sensitivity import formats
@@ -115,9 +158,21 @@ def _run(place: tuple[str, str, str | None], goal: Goal, source: str, places: tu
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
     layers, name = layer_geometries(lm.config), Path(model.rstrip("/")).name
     bench = _bench(lm, tokenizer, ids, first, second, work, kind)
-    found = fit(bench, formats(layers, kind.calibrated, kind.token_local), goal, name=out.stem, say=lambda text: typer.echo(text, err=True))
-    how = f"fitted to {name} on {first.name.removesuffix('-start')}" if found.gained else f"the preset {found.chosen.scheme.name}, which nothing by layer beat"
-    scheme = bound_to(found.chosen.scheme, layers, name=out.stem, weights=weights_fingerprint(lm), model=name, description=how)
+    found = fit(
+        bench,
+        formats(layers, kind.calibrated, kind.token_local),
+        goal,
+        name=out.stem,
+        say=lambda text: typer.echo(text, err=True),
+    )
+    how = (
+        f"fitted to {name} on {first.name.removesuffix('-start')}"
+        if found.gained
+        else f"the preset {found.chosen.scheme.name}, which nothing by layer beat"
+    )
+    scheme = bound_to(
+        found.chosen.scheme, layers, name=out.stem, weights=weights_fingerprint(lm), model=name, description=how
+    )
     write(scheme, bench, out)
     return found
 
@@ -134,7 +189,15 @@ def _windows(tokenizer: Any, model: str, first: Text, second: Text, count: int) 
     )
 
 
-def _bench(model: Any, tokenizer: Any, ids: tuple[torch.Tensor, torch.Tensor], first: Text, second: Text, work: Path, known: Formats) -> Any:
+def _bench(
+    model: Any,
+    tokenizer: Any,
+    ids: tuple[torch.Tensor, torch.Tensor],
+    first: Text,
+    second: Text,
+    work: Path,
+    known: Formats,
+) -> Any:
     from .. import schemes
     from ..evaluate.calibrator import Calibrator, Sample
     from ..evaluate.sensitivity import Bench, State
@@ -145,7 +208,12 @@ def _bench(model: Any, tokenizer: Any, ids: tuple[torch.Tensor, torch.Tensor], f
     if known.calibrated:
         klt = schemes.for_layers("klt4", layer_geometries(model.config))
         bases = Calibrator(model, tokenizer, first, tests=(second,), sample=Sample(8, 1024), directory=work)(klt).static
-    header = {"weights": weights_fingerprint(model), "dtype": str(model.dtype), "text": first.sha256 + second.sha256, "windows": [list(x.shape) for x in ids]}
+    header = {
+        "weights": weights_fingerprint(model),
+        "dtype": str(model.dtype),
+        "text": first.sha256 + second.sha256,
+        "windows": [list(x.shape) for x in ids],
+    }
     return Bench(model, *ids, bases, State(work / f"{known.kind}.json", header | {"formats": known.kind}))
 
 
@@ -157,11 +225,26 @@ def _print(found: Fit, model: str, out: Path, calibrated: bool) -> None:
     for nbytes, bits, kl in found.steps:
         table.add_row(f"{bits:.2f}", human_bytes(nbytes), f"{kl:.5f}")
     beside = new_table("measured as whole caches", "cache", "bits/element", "bytes", "predicted KL", "measured KL")
-    rows = [(f"choice {i}", m) for i, m in enumerate(found.tried, 1)] + ([(found.preset.scheme.name, found.preset)] if found.preset else [])
+    rows = [(f"choice {i}", m) for i, m in enumerate(found.tried, 1)] + (
+        [(found.preset.scheme.name, found.preset)] if found.preset else []
+    )
     for name, m in rows:
         taken = " (taken)" if m is found.chosen else ""
-        beside.add_row(name + taken, f"{m.bits:.2f}", human_bytes(m.nbytes), "" if m.predicted is None else f"{m.predicted:.5f}", f"{m.kl:.5f}")
-    show(f"{model}, {goal.weighed_at:,} tokens x {goal.batch}", table, beside, *picture(found), "", *_words(found, out, calibrated))
+        beside.add_row(
+            name + taken,
+            f"{m.bits:.2f}",
+            human_bytes(m.nbytes),
+            "" if m.predicted is None else f"{m.predicted:.5f}",
+            f"{m.kl:.5f}",
+        )
+    show(
+        f"{model}, {goal.weighed_at:,} tokens x {goal.batch}",
+        table,
+        beside,
+        *picture(found),
+        "",
+        *_words(found, out, calibrated),
+    )
 
 
 def picture(found: Fit) -> list[str]:
@@ -185,17 +268,28 @@ def _words(found: Fit, out: Path, calibrated: bool) -> list[str]:
     goal, chosen = found.goal, found.chosen
     users = counted(goal.batch, "sequence")
     context = "any number of" if found.context is None else f"{found.context:,}"
-    lines = [f"{human_bytes(chosen.nbytes)} at {goal.weighed_at:,} tokens x {goal.batch}, KL {chosen.kl:.5f} nats; {context} tokens for {users}"]
+    lines = [
+        f"{human_bytes(chosen.nbytes)} at {goal.weighed_at:,} tokens x {goal.batch}, KL {chosen.kl:.5f} nats; {context}"
+        f" tokens for {users}"
+    ]
     if not found.gained and found.preset is not None:
         lines.insert(
-            0, f"nothing to gain over {found.preset.scheme.name}: the best choice by layer costs a KL of {found.fitted.kl:.5f}, it {found.preset.kl:.5f}"
+            0,
+            f"nothing to gain over {found.preset.scheme.name}: the best choice by layer costs a KL of"
+            f" {found.fitted.kl:.5f}, it {found.preset.kl:.5f}",
         )
     elif found.preset is not None:
-        lines.insert(0, f"{found.fitted.kl / found.preset.kl:.2f} times the KL of {found.preset.scheme.name}, the best preset of equal or fewer bytes")
+        lines.insert(
+            0,
+            f"{found.fitted.kl / found.preset.kl:.2f} times the KL of {found.preset.scheme.name}, the best preset of"
+            " equal or fewer bytes",
+        )
     elif goal.memory_bytes is not None:
         lines.insert(0, "no preset fits" if calibrated else "no preset without a calibration fits")
     if not found.reached:
         lines.append(f"not reached: KL {chosen.kl:.5f} is above {goal.max_kl}; give more memory, or a shorter context")
     also = f", calibration={out.with_suffix('.safetensors').name}" if chosen.scheme.needs_calibration else ""
-    lines.append(f"scheme in {out}{also}: KVCache.for_model(model, {str(out)!r}), kvbits plan, eval, check --scheme {out}")
+    lines.append(
+        f"scheme in {out}{also}: KVCache.for_model(model, {str(out)!r}), kvbits plan, eval, check --scheme {out}"
+    )
     return lines

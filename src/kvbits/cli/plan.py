@@ -22,16 +22,23 @@ if TYPE_CHECKING:
 @command()
 def plan(
     model: Annotated[
-        str | None, typer.Argument(help="Directory, config.json, GGUF file, hub id, or `embedded`: its configuration.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="Directory, config.json, GGUF file, hub id, or `embedded`: its configuration.", show_default=False
+        ),
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Layers, instead of MODEL.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads per layer, instead of MODEL.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Channels per head, instead of MODEL.")] = None,
-    sliding_window: Annotated[int | None, typer.Option(help="Window of every layer in tokens, with --layers.", parser=tokens())] = None,
+    sliding_window: Annotated[
+        int | None, typer.Option(help="Window of every layer in tokens, with --layers.", parser=tokens())
+    ] = None,
     context: Annotated[int, typer.Option(help="Tokens per sequence; 8k is 8,192.", parser=tokens())] = 4096,
     batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Sequences.", min=1)] = 1,
     scheme: Schemes = None,
-    engine: Annotated[str, typer.Option(help="What serves the cache: transformers, or vllm, which has formats of its own.")] = "transformers",
+    engine: Annotated[
+        str, typer.Option(help="What serves the cache: transformers, or vllm, which has formats of its own.")
+    ] = "transformers",
     gpu_memory: GpuMemory = None,
     gpus: Gpus = 1,
     weights: Weights = None,
@@ -43,14 +50,17 @@ def plan(
     raw_dtype: Annotated[str, typer.Option(help="Dtype of raw pages: bf16, fp16 or fp32.")] = "bf16",
     html: Annotated[
         Path | None,
-        typer.Option(help="Also a page to play with: this and other models, any card, core presets in Transformers.", show_default=False),
+        typer.Option(
+            help="Also a page to play with: this and other models, any card, core presets in Transformers.",
+            show_default=False,
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Bytes of a cache per scheme, and how many users and tokens fit a GPU.
 
-    Totals are what a cache of fixed capacity allocates to the byte: whole pages, scales, sinks, raw tail and padding included.
-    Schemes are 16 bits and the recommended ones if none is named; `--scheme all` lists every one.
+    Totals are what a cache of fixed capacity allocates to the byte: whole pages, scales, sinks, raw tail and padding
+    included. Schemes are 16 bits and the recommended ones if none is named; `--scheme all` lists every one.
     """
     from .. import planner
 
@@ -59,21 +69,47 @@ def plan(
     subject = subject_of(model, layers, kv_heads, head_dim, sliding_window, in_16_bits=True)
     for_page = html is not None and gpu_memory is None  # which counts weights for any card
     cards, limit = subject.room(gpu_memory, gpus, None if for_page else weights, reserve, memory)
-    changes = {k: v for k, v in {"num_sink_tokens": sinks, "residual_length": residual, "page_size": page_size}.items() if v is not None}
+    changes = {
+        k: v
+        for k, v in {"num_sink_tokens": sinks, "residual_length": residual, "page_size": page_size}.items()
+        if v is not None
+    }
     chosen, refused = _chosen(subject, engine, scheme, bool(changes))
     found = planner.plan(
-        planner.rank(subject.layers, gpus, subject.query_heads), chosen, engine=engine, context=context, batch=batch,
-        memory_bytes=limit, cards=cards, raw_dtype=_raw_dtype(raw_dtype), state_bytes=subject.state_bytes and -(-subject.state_bytes // gpus), **changes,
-    )  # fmt: skip
+        planner.rank(subject.layers, gpus, subject.query_heads),
+        chosen,
+        engine=engine,
+        context=context,
+        batch=batch,
+        memory_bytes=limit,
+        cards=cards,
+        raw_dtype=_raw_dtype(raw_dtype),
+        state_bytes=subject.state_bytes and -(-subject.state_bytes // gpus),
+        **changes,
+    )
     if html is not None:
         _write_page(html, subject, weights, cards, {"context": context, "gpus": gpus, "batch": batch})
     if as_json:
-        about = {"model": subject.model, "model_max_context": subject.longest, "weights_from": subject.weights_from, "memory_from": subject.memory_from}
+        about = {
+            "model": subject.model,
+            "model_max_context": subject.longest,
+            "weights_from": subject.weights_from,
+            "memory_from": subject.memory_from,
+        }
         print_json(about | {"refused": refused} | found.to_dict())
     else:
         every = len(planner.VLLM_SHOWN if engine == "vllm" else planner.GROUPS["all"])
-        listed = [] if scheme or engine == "vllm" or refused else [f"The schemes are 16 bits and the recommended ones; --scheme all lists all {every}."]
-        show(_plan_table(found, subject), *(f"{name}: not served: {why}" for name, why in refused.items()), *listed, *_plan_notes(found, subject))
+        listed = (
+            []
+            if scheme or engine == "vllm" or refused
+            else [f"The schemes are 16 bits and the recommended ones; --scheme all lists all {every}."]
+        )
+        show(
+            _plan_table(found, subject),
+            *(f"{name}: not served: {why}" for name, why in refused.items()),
+            *listed,
+            *_plan_notes(found, subject),
+        )
 
 
 def _write_page(path: Path, subject: Subject, weights: str | None, cards: Cards | None, begin: dict[str, int]) -> None:
@@ -86,15 +122,28 @@ def _write_page(path: Path, subject: Subject, weights: str | None, cards: Cards 
     from ..spec import LayerGeometry
 
     if subject.refused is not None or subject.state_bytes is None:
-        raise SpecError(f"--html draws packed pages, and {subject.refused or 'the size of its recurrent states is not known here'}; leave --html out")
+        raise SpecError(
+            f"--html draws packed pages, and {subject.refused or 'the size of its recurrent states is not known here'};"
+            " leave --html out"
+        )
     layers = tuple(g for g in subject.layers if isinstance(g, LayerGeometry))
     nbytes = subject.weights_bytes(weights) if cards is None else cards.weights_bytes
-    mine = Model(layers=layers, weights_bytes=nbytes, query_heads=subject.query_heads, longest=subject.longest, state_bytes=subject.state_bytes)
-    require_file(path, "--html").write_text(page({Path(subject.model or f"{len(layers)} layers").stem: mine} | known(), **begin), encoding="utf-8")
+    mine = Model(
+        layers=layers,
+        weights_bytes=nbytes,
+        query_heads=subject.query_heads,
+        longest=subject.longest,
+        state_bytes=subject.state_bytes,
+    )
+    require_file(path, "--html").write_text(
+        page({Path(subject.model or f"{len(layers)} layers").stem: mine} | known(), **begin), encoding="utf-8"
+    )
     typer.echo(f"wrote {path}", err=True)
 
 
-def _chosen(subject: Subject, engine: str, given: list[str] | None, changed: bool) -> tuple[list[str | Scheme], dict[str, str]]:
+def _chosen(
+    subject: Subject, engine: str, given: list[str] | None, changed: bool
+) -> tuple[list[str | Scheme], dict[str, str]]:
     """(schemes to plan, what is left out and why).
 
     Raises:
@@ -106,19 +155,35 @@ def _chosen(subject: Subject, engine: str, given: list[str] | None, changed: boo
     names = None if given is None else names_of("--schemes", given)
     if engine == "vllm":
         if changed:
-            raise SpecError("--sinks, --residual and --page-size are of Transformers' caches; for vLLM see raw_newest in docs/internals/serving.md")
+            raise SpecError(
+                "--sinks, --residual and --page-size are of Transformers' caches; for vLLM see raw_newest in"
+                " docs/internals/serving.md"
+            )
         chosen = planner.served(names or planner.VLLM_SHOWN)
         refused = {
-            n: why for one in chosen if (n := one if isinstance(one, str) else one.name) not in planner.VLLM_DENSE and (why := _not_in_vllm(subject, one))
+            n: why
+            for one in chosen
+            if (n := one if isinstance(one, str) else one.name) not in planner.VLLM_DENSE
+            and (why := _not_in_vllm(subject, one))
         }
     else:
         chosen = schemes.expand(names or list(planner.SHOWN), planner.GROUPS)
         refused = {}
         if subject.refused is not None:
-            refused = {n: subject.refused for one in chosen if (n := one if isinstance(one, str) else one.name) not in planner.DENSE}
+            refused = {
+                n: subject.refused
+                for one in chosen
+                if (n := one if isinstance(one, str) else one.name) not in planner.DENSE
+            }
         elif subject.config is not None and (how := only_dense(subject.config)) is not None:
-            packed = (schemes.PRESETS[one] if isinstance(one, str) else one for one in chosen if one not in planner.DENSE)
-            refused = {s.name: f"the model {how}, which is no basis for klt; use int8_centered or int4" for s in packed if s.needs_rotary}
+            packed = (
+                schemes.PRESETS[one] if isinstance(one, str) else one for one in chosen if one not in planner.DENSE
+            )
+            refused = {
+                s.name: f"the model {how}, which is no basis for klt; use int8_centered or int4"
+                for s in packed
+                if s.needs_rotary
+            }
     if given is not None and refused:
         name, why = next(iter(refused.items()))
         raise UnsupportedError(f"{name}: {why}")
@@ -146,7 +211,9 @@ def _not_in_vllm(subject: Subject, scheme: str | Scheme) -> str | None:
     if not isinstance(scheme, str):
         return None
     if FORMATS[scheme].calibrated and any(getattr(g, "chunked", False) for g in subject.layers):
-        return "the model attends in chunks, which calibrated keys are not served with in vLLM; use kvbits_int8_centered"
+        return (
+            "the model attends in chunks, which calibrated keys are not served with in vLLM; use kvbits_int8_centered"
+        )
     biased = text is not None and has_key_bias(text)
     layers = [g for g in subject.layers if not isinstance(g, PlainLayer)]
     return next((why for g in layers if (why := FORMATS[scheme].refuses(g.head_dim, g.value_head_dim, biased))), None)
@@ -169,23 +236,40 @@ def _plan_table(found: Plan, subject: Subject) -> Table:
     from ..units import human_bytes
 
     kinds = ", ".join(
-        counted(k["count"], "layer") + (f" x {k['num_kv_heads']} kv heads x {_widths(k)}" if "head_dim" in k else f" x {k['elements']:,} numbers a token")
-        + (f" (window {k['sliding_window']:,})" if k["sliding_window"] else "") for k in found.to_dict()["layers"]
-    )  # fmt: skip
+        counted(k["count"], "layer")
+        + (
+            f" x {k['num_kv_heads']} kv heads x {_widths(k)}"
+            if "head_dim" in k
+            else f" x {k['elements']:,} numbers a token"
+        )
+        + (f" (window {k['sliding_window']:,})" if k["sliding_window"] else "")
+        for k in found.to_dict()["layers"]
+    )
     title = f"{subject.model + ': ' if subject.model else ''}{kinds}; {found.context:,} tokens x {found.batch}"
     each = ", each GPU" if found.cards is not None and found.cards.count > 1 else ""
     columns = ["scheme", "bits/element", f"bytes/token{each}", f"total{each}", "16-bit / total"]
     if found.memory_bytes is not None:
         title += f"\n{_memory(found, subject)}"
-        columns += [f"users that fit\nat {found.context:,} tokens", "users against\n16 bits", f"longest context\nof {counted(found.batch, 'user')}"]
+        columns += [
+            f"users that fit\nat {found.context:,} tokens",
+            "users against\n16 bits",
+            f"longest context\nof {counted(found.batch, 'user')}",
+        ]
     table = new_table(title, *columns)
     for r in found.rows:
-        cells = [r.scheme, f"{r.bits_per_element:.3f}", f"{r.bytes_per_token:,.0f}", human_bytes(r.total_bytes), f"{r.memory_reduction:.2f}x"]
+        cells = [
+            r.scheme,
+            f"{r.bits_per_element:.3f}",
+            f"{r.bytes_per_token:,.0f}",
+            human_bytes(r.total_bytes),
+            f"{r.memory_reduction:.2f}x",
+        ]
         if found.memory_bytes is not None:
             cells += [
-                "any" if r.max_batch is None else f"{r.max_batch:,}", "" if r.more is None else f"{r.more:.2f} times",
+                "any" if r.max_batch is None else f"{r.max_batch:,}",
+                "" if r.more is None else f"{r.more:.2f} times",
                 "any" if r.max_context is None else f"{r.max_context:,}",
-            ]  # fmt: skip
+            ]
         table.add_row(*cells)
     return table
 
@@ -199,8 +283,8 @@ def _memory(found: Plan, subject: Subject) -> str:
         return f"{left} for the cache alone: weights and activations are not in it (--gpu-memory counts them)"
     gpus = "1 GPU" if cards.count == 1 else f"each of {cards.count} GPUs (tensor parallel)"
     return (
-        f"{gpus}: {human_bytes(cards.memory_bytes)} - {human_bytes(cards.weights_share)} of weights ({subject.weights_from}) - "
-        f"{human_bytes(cards.reserve_bytes or 0)} reserve = {left} for the cache"
+        f"{gpus}: {human_bytes(cards.memory_bytes)} - {human_bytes(cards.weights_share)} of weights"
+        f" ({subject.weights_from}) - {human_bytes(cards.reserve_bytes or 0)} reserve = {left} for the cache"
     )
 
 
@@ -209,32 +293,50 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
     from ..units import human_bytes
 
     longest = subject.longest
-    notes = ["GB is 10**9 bytes. bits/element and bytes/token are those of long contexts; the total counts whole pages, sinks and raw tail."]
+    notes = [
+        "GB is 10**9 bytes. bits/element and bytes/token are those of long contexts; the total counts whole pages,"
+        " sinks and raw tail."
+    ]
     if found.state_bytes:
-        notes.append(f"Recurrent layers keep {human_bytes(found.state_bytes)} for each user, whatever the context; the totals count it.")
+        notes.append(
+            f"Recurrent layers keep {human_bytes(found.state_bytes)} for each user, whatever the context; the totals"
+            " count it."
+        )
     elif found.state_bytes is None:
         notes.append("Recurrent layers keep a state of a size that is not known here; no total counts it.")
-    if subject.config is not None and subject.refused is None and found.engine == "transformers" and (how := only_dense(subject.config)):
+    if (
+        subject.config is not None
+        and subject.refused is None
+        and found.engine == "transformers"
+        and (how := only_dense(subject.config))
+    ):
         notes.append(f"The model {how}: in Transformers it takes dense=True (KVCache.for_model).")
         if index := index_bytes(subject.config):
             notes.append(f"Index keys take up to {index:,} bytes a token besides, in 16 bits; no total counts them.")
     if subject.refused is not None and len(found.layers) < getattr(text_config(subject.config), "num_hidden_layers", 0):
-        notes.append("Only attention layers are counted; others have a state of their own, whose size does not grow with the context.")
+        notes.append(
+            "Only attention layers are counted; others have a state of their own, whose size does not grow with the"
+            " context."
+        )
     if found.engine == "vllm":
         notes.append(
-            "As stock vLLM allocates it: whole blocks. It puts unlike layers into groups of one size, which costs more; its log says the tokens that fit."
+            "As stock vLLM allocates it: whole blocks. It puts unlike layers into groups of one size, which costs more;"
+            " its log says the tokens that fit."
         )
         from ..integrations.engine.served import COPIED_PAGES, FORMATS
 
         if calibrated := [r.scheme for r in found.rows if r.scheme in FORMATS and FORMATS[r.scheme].calibrated]:
             notes.append(
-                f"Calibrated when first used, or ahead with `kvbits calibrate`: {', '.join(calibrated)}. Raw copies are counted for each user, "
-                f"{COPIED_PAGES} pages of 16 bits; vLLM allocates them for all --max-num-seqs."
+                f"Calibrated when first used, or ahead with `kvbits calibrate`: {', '.join(calibrated)}. Raw copies are"
+                f" counted for each user, {COPIED_PAGES} pages of 16 bits; vLLM allocates them for all --max-num-seqs."
             )
     if subject.memory_from is not None:
         notes.append(f"--gpu-memory: {subject.memory_from}.")
     if found.cards is not None:
-        notes.append("reserve: activations, the CUDA context, graphs, fragments; 12 % unless --reserve says otherwise. Quantized weights: --weights.")
+        notes.append(
+            "reserve: activations, the CUDA context, graphs, fragments; 12 % unless --reserve says otherwise. Quantized"
+            " weights: --weights."
+        )
     if found.memory_bytes is not None and found.rows and all(r.more is None for r in found.rows):
         notes.append("In 16 bits not one user fits.")
     if longest is not None and any((r.max_context or 0) > longest or r.unbounded for r in found.rows):
@@ -250,7 +352,10 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
         notes.append(f"Want the file of `kvbits calibrate --scheme NAME --out FILE`: {', '.join(ahead)}.")
     weak = [r.scheme for r in found.rows if r.scheme in PRESETS and weak_to_key_bias(PRESETS[r.scheme])]
     if weak and subject.config is not None and found.engine == "transformers" and has_key_bias(subject.config):
-        notes.append(f"Models of this kind add a bias to their keys: {', '.join(weak)} lose accuracy on them; {RECOMMENDED} and kivi4 do not.")
+        notes.append(
+            f"Models of this kind add a bias to their keys: {', '.join(weak)} lose accuracy on them; {RECOMMENDED} and"
+            " kivi4 do not."
+        )
     return notes + _speed(found)
 
 
@@ -264,6 +369,9 @@ def _speed(found: Plan) -> list[str]:
     for g in dict.fromkeys(layers):
         tokens = min(found.context, g.sliding_window or found.context)
         if note := small_on_gpu(found.batch, tokens, g.token_elements):
-            which = f"the {counted(layers.count(g), 'layer')} {f'with a window of {g.sliding_window:,}' if g.sliding_window else 'with full attention'}"
+            which = (
+                f"the {counted(layers.count(g), 'layer')}"
+                f" {f'with a window of {g.sliding_window:,}' if g.sliding_window else 'with full attention'}"
+            )
             notes.append(f"Speed of {which if len(set(layers)) > 1 else 'these layers'}: {note}.")
     return notes

@@ -14,11 +14,16 @@ from .common import Json, command, print_json, show, when_stopped
 @command()
 def report(
     results: Annotated[Path, typer.Argument(help="Folder that `kvbits eval` wrote.")],
-    html: Annotated[Path | None, typer.Option(help="The page; kvbits-report.html here if no output is named.", show_default=False)] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="The page; kvbits-report.html here if no output is named.", show_default=False)
+    ] = None,
     markdown: Annotated[Path | None, typer.Option(help="All tables as Markdown.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
-    """One self-contained HTML page (no network needed) and Markdown tables from results. Nothing is written into RESULTS."""
+    """One self-contained HTML page (no network needed) and Markdown tables from results.
+
+    Nothing is written into RESULTS.
+    """
     if html is None and markdown is None:
         html = Path("kvbits-report.html")
     for option, path in (("--html", html), ("--markdown", markdown)):
@@ -31,7 +36,11 @@ def report(
     when_stopped("nothing in the results is changed; the same command draws them anew")
     found = collect(results)
     if found.simulated:
-        typer.echo(f"left out {len(found.simulated)} simulated results ({', '.join(found.simulated[:3])}, ..): reports show measured ones", err=True)
+        typer.echo(
+            f"left out {len(found.simulated)} simulated results ({', '.join(found.simulated[:3])}, ..): reports show"
+            " measured ones",
+            err=True,
+        )
     written: list[str] = []
     for path, make in ((html, page), (markdown, tables)):
         if path is not None:

@@ -11,7 +11,12 @@ from .common import Json, command, new_table, print_json, show
 
 @command("schemes")
 def list_schemes(
-    head_dim: Annotated[int, typer.Option(help="Channels per head of your model: groups are fitted to it, and scales cost more bits in narrow heads.")] = 128,
+    head_dim: Annotated[
+        int,
+        typer.Option(
+            help="Channels per head of your model: groups are fitted to it, and scales cost more bits in narrow heads."
+        ),
+    ] = 128,
     as_json: Json = False,
 ) -> None:
     """The named schemes, with bits per element (scales, offsets and padding included), description and paper link."""
@@ -19,28 +24,51 @@ def list_schemes(
     from ..spec import LayerGeometry, to_dict
 
     LayerGeometry(num_kv_heads=1, head_dim=head_dim)  # refuses a head_dim that no cache has
-    found = [(s, s.bits_per_element(head_dim)) for s in (schemes.get(name, head_dim=head_dim) for name in schemes.PRESETS)]
+    found = [
+        (s, s.bits_per_element(head_dim)) for s in (schemes.get(name, head_dim=head_dim) for name in schemes.PRESETS)
+    ]
     if as_json:
         rows = [
             {
-                "scheme": s.name, "ring": "core" if s.name in schemes.CORE else "literature", "bits_per_element": bits,
-                "description": s.description, "source": s.source,
-                "page_size": s.page_size, "num_sink_tokens": s.num_sink_tokens, "residual_length": s.residual_length,
-                "needs_calibration": s.needs_calibration, "key": to_dict(s.key), "value": to_dict(s.value),
+                "scheme": s.name,
+                "ring": "core" if s.name in schemes.CORE else "literature",
+                "bits_per_element": bits,
+                "description": s.description,
+                "source": s.source,
+                "page_size": s.page_size,
+                "num_sink_tokens": s.num_sink_tokens,
+                "residual_length": s.residual_length,
+                "needs_calibration": s.needs_calibration,
+                "key": to_dict(s.key),
+                "value": to_dict(s.value),
             }
             for s, bits in found
-        ]  # fmt: skip
+        ]
         print_json({"head_dim": head_dim, "rows": rows})
         return
-    tables = {True: f"Schemes at head_dim {head_dim}", False: "Literature: formats of papers and their neighbours, kept to compare with"}
-    shown = {core: new_table(title, "scheme", "bits/element", "newest raw", "page", "description", "source") for core, title in tables.items()}
+    tables = {
+        True: f"Schemes at head_dim {head_dim}",
+        False: "Literature: formats of papers and their neighbours, kept to compare with",
+    }
+    shown = {
+        core: new_table(title, "scheme", "bits/element", "newest raw", "page", "description", "source")
+        for core, title in tables.items()
+    }
     for table in shown.values():
         for column in table.columns[4:]:
             column.justify = "left"
     for s, bits in found:
-        shown[s.name in schemes.CORE].add_row(s.name, f"{bits:.3f}", f"{s.residual_length}", f"{s.page_size}", s.description, s.source)
+        shown[s.name in schemes.CORE].add_row(
+            s.name, f"{bits:.3f}", f"{s.residual_length}", f"{s.page_size}", s.description, s.source
+        )
     notes = [
-        f"bits/element: closed pages in heads of {head_dim} channels (--head-dim for other models), all metadata included.",
-        "newest raw: tokens always kept at 16 bits; besides them the unfinished page is, so with 0 still up to `page` tokens.",
+        (
+            f"bits/element: closed pages in heads of {head_dim} channels (--head-dim for other models), all metadata"
+            " included."
+        ),
+        (
+            "newest raw: tokens always kept at 16 bits; besides them the unfinished page is, so with 0 still up to"
+            " `page` tokens."
+        ),
     ]
     show(*shown.values(), "\n".join(notes))

@@ -1,4 +1,7 @@
-"""What memory is planned for: a model, or numbers; and the GPUs that hold it. Shared by `kvbits plan` and `kvbits fit`."""
+"""What memory is planned for: a model, or numbers; and the GPUs that hold it.
+
+Shared by `kvbits plan` and `kvbits fit`.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,22 @@ if TYPE_CHECKING:
     from ..spec import LayerGeometry
 
 
-GpuMemory = Annotated[str | None, typer.Option(help="Each GPU: a card like H100 or 80GB, or bytes like 75GiB; for weights, activations and cache.")]
+GpuMemory = Annotated[
+    str | None,
+    typer.Option(help="Each GPU: a card like H100 or 80GB, or bytes like 75GiB; for weights, activations and cache."),
+]
 Gpus = Annotated[int, typer.Option(help="GPUs that share the model by tensor parallelism, with --gpu-memory.", min=1)]
-Weights = Annotated[str | None, typer.Option(help="Weights of the whole model, like 16GB; from MODEL's files or configuration if not given.")]
-Reserve = Annotated[str | None, typer.Option(help="Memory of each GPU for everything else: activations, CUDA, graphs.", show_default="12 %")]
-Memory = Annotated[str | None, typer.Option(help="Instead: memory for the cache alone, like 24GB (10**9) or 24GiB (2**30).")]
+Weights = Annotated[
+    str | None,
+    typer.Option(help="Weights of the whole model, like 16GB; from MODEL's files or configuration if not given."),
+]
+Reserve = Annotated[
+    str | None,
+    typer.Option(help="Memory of each GPU for everything else: activations, CUDA, graphs.", show_default="12 %"),
+]
+Memory = Annotated[
+    str | None, typer.Option(help="Instead: memory for the cache alone, like 24GB (10**9) or 24GiB (2**30).")
+]
 
 
 @dataclass
@@ -44,7 +58,9 @@ class Subject:
     refused: str | None = None
     state_bytes: int | None = 0
 
-    def room(self, gpu_memory: str | None, gpus: int, weights: str | None, reserve: str | None, memory: str | None) -> tuple[Cards | None, int | None]:
+    def room(
+        self, gpu_memory: str | None, gpus: int, weights: str | None, reserve: str | None, memory: str | None
+    ) -> tuple[Cards | None, int | None]:
         """(the GPUs, bytes for the cache alone), as far as they are given.
 
         Raises:
@@ -54,11 +70,16 @@ class Subject:
 
         if gpu_memory is not None:
             if memory is not None:
-                raise SpecError("--memory is for the cache alone, --gpu-memory holds weights and activations too; give one of them")
+                raise SpecError(
+                    "--memory is for the cache alone, --gpu-memory holds weights and activations too; give one of them"
+                )
             return self._cards(gpu_memory, gpus, weights, reserve), None
         others = {"--gpus": gpus if gpus > 1 else None, "--weights": weights, "--reserve": reserve}
         if unused := [name for name, value in others.items() if value is not None]:
-            raise SpecError(f"{', '.join(unused)} means nothing without --gpu-memory, the memory of each GPU, like --gpu-memory 80GB")
+            raise SpecError(
+                f"{', '.join(unused)} means nothing without --gpu-memory, the memory of each GPU, like --gpu-memory"
+                " 80GB"
+            )
         return None, None if memory is None else parse_bytes(memory, "--memory")
 
     def _cards(self, gpu_memory: str, gpus: int, weights: str | None, reserve: str | None) -> Cards:
@@ -86,12 +107,15 @@ class Subject:
             nbytes, self.weights_from = parse_bytes(given, "--weights"), "--weights"
         elif self.model is None:
             raise SpecError(
-                "--gpu-memory and --html count the weights too, and --layers does not say how many bytes they take; give --weights, like --weights 16GB"
+                "--gpu-memory and --html count the weights too, and --layers does not say how many bytes they take;"
+                " give --weights, like --weights 16GB"
             )
         else:
             from ..weights import weights_bytes
 
-            nbytes, self.weights_from = weights_bytes(self.model, self.config, say=lambda text: typer.echo(text, err=True))
+            nbytes, self.weights_from = weights_bytes(
+                self.model, self.config, say=lambda text: typer.echo(text, err=True)
+            )
         return nbytes
 
 
@@ -132,12 +156,19 @@ def _reserve(text: str, memory_bytes: int) -> int:
 
 
 def subject_of(
-    model: str | None, layers: int | None, kv_heads: int | None, head_dim: int | None, sliding_window: int | None, *, in_16_bits: bool = False
-) -> Subject:  # fmt: skip
+    model: str | None,
+    layers: int | None,
+    kv_heads: int | None,
+    head_dim: int | None,
+    sliding_window: int | None,
+    *,
+    in_16_bits: bool = False,
+) -> Subject:
     """From either the model or the numbers.
 
     Args:
-        in_16_bits: a model that pages of few bits cannot be made of is planned in 16 bits, if its configuration says how; else it is an error.
+        in_16_bits: a model that pages of few bits cannot be made of is planned in 16 bits, if its configuration says
+            how; else it is an error.
     """
     numbers = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
     if model is not None:

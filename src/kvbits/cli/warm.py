@@ -24,18 +24,26 @@ if TYPE_CHECKING:
 @command()
 def warm(
     model: Annotated[str, typer.Argument(help="Directory, config.json, GGUF file or hub id: its configuration.")],
-    scheme: Annotated[list[str] | None, typer.Option(help="Presets or files, comma-separated; of vLLM its dtypes.", show_default=RECOMMENDED)] = None,
+    scheme: Annotated[
+        list[str] | None,
+        typer.Option(help="Presets or files, comma-separated; of vLLM its dtypes.", show_default=RECOMMENDED),
+    ] = None,
     engine: Annotated[str, typer.Option(help="What serves the cache: transformers, or vllm.")] = "transformers",
     arch: Annotated[
-        str | None, typer.Option(help="GPUs to compile for, comma-separated, like sm_80,sm_90; needs none of them.", show_default="the GPUs here")
+        str | None,
+        typer.Option(
+            help="GPUs to compile for, comma-separated, like sm_80,sm_90; needs none of them.",
+            show_default="the GPUs here",
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Dtype that the model runs in: bf16 or fp16.")] = "bf16",
     as_json: Json = False,
 ) -> None:
-    """Compile what a model and a scheme need on a GPU, so that no first call waits for it: into $KVBITS_CACHE, else the user's cache folder.
+    """Compile what a model and a scheme need on a GPU, so that no first call waits for it: into $KVBITS_CACHE, else the
+    user's cache folder.
 
-    Build an image with `ENV KVBITS_CACHE=/opt/kvbits` and `RUN kvbits warm MODEL --scheme klt4 --arch sm_90`: that machine needs no GPU and no weights.
-    The folder may be read-only later. Other NVRTC or kvbits versions compile anew.
+    Build an image with `ENV KVBITS_CACHE=/opt/kvbits` and `RUN kvbits warm MODEL --scheme klt4 --arch sm_90`: that
+    machine needs no GPU and no weights. The folder may be read-only later. Other NVRTC or kvbits versions compile anew.
     """
     from .. import planner
     from ..progress import bar
@@ -61,13 +69,23 @@ def warm(
                 made.append(binary)
                 advance(1)
         nbytes = sum(len(b.cubin) for b in made)
-        rows.append({"arch": name, "kernels": len(made), "compiled": sum(b.made for b in made), "nbytes": nbytes, "seconds": time.perf_counter() - began})
+        rows.append(
+            {
+                "arch": name,
+                "kernels": len(made),
+                "compiled": sum(b.made for b in made),
+                "nbytes": nbytes,
+                "seconds": time.perf_counter() - began,
+            }
+        )
     if as_json:
         print_json({"model": model, "schemes": names, "engine": engine, "folder": str(kept.folder()), "rows": rows})
         return
     for r in rows:
         how = f"{r['compiled']} compiled now, {r['kernels'] - r['compiled']} found, in {r['seconds']:.1f} s"
-        typer.echo(f"{r['arch']}: {counted(r['kernels'], 'kernel')}, {human_bytes(r['nbytes'])} in {kept.folder()}: {how}")
+        typer.echo(
+            f"{r['arch']}: {counted(r['kernels'], 'kernel')}, {human_bytes(r['nbytes'])} in {kept.folder()}: {how}"
+        )
 
 
 def _capabilities(arch: str | None) -> list[tuple[int, int]]:
@@ -81,19 +99,27 @@ def _capabilities(arch: str | None) -> list[tuple[int, int]]:
     if arch is None:
         found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
         if not found:
-            raise SpecError("torch sees no GPU here; name those to compile for, like --arch sm_90 (H100), sm_80 (A100) or sm_89 (L4)")
+            raise SpecError(
+                "torch sees no GPU here; name those to compile for, like --arch sm_90 (H100), sm_80 (A100) or sm_89"
+                " (L4)"
+            )
         return sorted(found)
     capabilities = []
     for name in names_of("--arch", arch):
         match = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)", name)
         capability = (int(match[1]), int(match[2])) if match else (0, 0)
         if capability < (8, 0):
-            raise SpecError(f"--arch {name!r} is no GPU that kernels run on; write sm_80 (the least), sm_86, sm_89, sm_90, sm_100 or sm_120")
+            raise SpecError(
+                f"--arch {name!r} is no GPU that kernels run on; write sm_80 (the least), sm_86, sm_89, sm_90, sm_100"
+                " or sm_120"
+            )
         capabilities.append(capability)
     return capabilities
 
 
-def _sources(subject: Subject, engine: str, names: list[str], dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[Source]:
+def _sources(
+    subject: Subject, engine: str, names: list[str], dtype: torch.dtype, capability: tuple[int, int]
+) -> Iterator[Source]:
     """What a model launches in schemes.
 
     Raises:
@@ -105,7 +131,9 @@ def _sources(subject: Subject, engine: str, names: list[str], dtype: torch.dtype
     from ..spec import CacheSpec, LayerGeometry
 
     if subject.query_heads is None:
-        raise UnsupportedError("the configuration has no num_attention_heads, which kernels depend on; let the first call compile")
+        raise UnsupportedError(
+            "the configuration has no num_attention_heads, which kernels depend on; let the first call compile"
+        )
     heads, softcap = subject.query_heads, bool(getattr(text_config(subject.config), "attn_logit_softcapping", None))
     layers = tuple(g for g in subject.layers if isinstance(g, LayerGeometry))
     raw_dtype = str(dtype).removeprefix("torch.")

@@ -1,7 +1,9 @@
-"""Which layer gets how many bits: the lower convex hull of KL against bytes, walked from the cheapest choice to the dearest. Numbers only.
+"""Which layer gets how many bits: the lower convex hull of KL against bytes, walked from the cheapest choice to the
+dearest. Numbers only.
 
-Every layer has options, each with its bytes and the KL that it costs alone. On the hull each next option of a layer buys less KL a byte than the one before,
-so taking the best purchase of all layers again and again gives, at every step, the least sum of KL for the bytes spent (up to one purchase).
+Every layer has options, each with its bytes and the KL that it costs alone. On the hull each next option of a layer
+buys less KL a byte than the one before, so taking the best purchase of all layers again and again gives, at every step,
+the least sum of KL for the bytes spent (up to one purchase).
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Step:
 
 
 def hull(options: Sequence[Option]) -> list[Option]:
-    """The options on the lower convex hull of KL against bytes: ascending bytes, descending KL, each purchase of less KL a byte than the one before."""
+    """The options on the lower convex hull of KL against bytes: ascending bytes, descending KL, each purchase of less
+    KL a byte than the one before.
+    """
     found: list[Option] = []
     for new in sorted(options, key=lambda o: (o.nbytes, o.kl)):
         if found and new.kl >= found[-1].kl:
@@ -59,7 +63,8 @@ def _slope(a: Option, b: Option) -> float:
 
 
 def walk(layers: Sequence[Sequence[Option]], budget: int | None = None) -> list[Step]:
-    """Choices from the cheapest on, each with the best next purchase of any layer; with a budget, purchases that would pass it are left out.
+    """Choices from the cheapest on, each with the best next purchase of any layer; with a budget, purchases that would
+    pass it are left out.
 
     Args:
         layers: options of each layer.
@@ -71,7 +76,10 @@ def walk(layers: Sequence[Sequence[Option]], budget: int | None = None) -> list[
     at = [0] * len(hulls)
     nbytes, kl = sum(h[0].nbytes for h in hulls), math.fsum(h[0].kl for h in hulls)
     if budget is not None and nbytes > budget:
-        raise SpecError(f"even in the fewest bits this cache takes {human_bytes(nbytes)}, more than the {human_bytes(budget)} that are there")
+        raise SpecError(
+            f"even in the fewest bits this cache takes {human_bytes(nbytes)}, more than the {human_bytes(budget)} that"
+            " are there"
+        )
     steps = [Step(tuple(h[0] for h in hulls), nbytes, kl)]
     queue = [(-_slope(h[0], h[1]), layer) for layer, h in enumerate(hulls) if len(h) > 1]
     heapq.heapify(queue)
@@ -89,7 +97,10 @@ def walk(layers: Sequence[Sequence[Option]], budget: int | None = None) -> list[
 
 
 def tempered(kl: Sequence[float], temperature: float) -> list[float]:
-    """Sensitivities drawn towards their geometric mean: 1 leaves them, 0 makes all alike. What one layer costs alone says too much about the extremes."""
+    """Sensitivities drawn towards their geometric mean: 1 leaves them, 0 makes all alike.
+
+    What one layer costs alone says too much about the extremes.
+    """
     positive = [x for x in kl if x > 0]
     if not positive:
         return list(kl)
@@ -98,7 +109,8 @@ def tempered(kl: Sequence[float], temperature: float) -> list[float]:
 
 
 class Curve:
-    """What a sum of KLs of single layers means for the whole cache: measured where all layers are alike, straight in logarithms between and beyond.
+    """What a sum of KLs of single layers means for the whole cache: measured where all layers are alike, straight in
+    logarithms between and beyond.
 
     Args:
         points: (sum of single layers, measured whole), nats.

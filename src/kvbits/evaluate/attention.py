@@ -1,14 +1,18 @@
 """What a cache does to attention itself, layer by layer and head by head.
 
-`observe` runs a model once over a text and keeps every layer's queries, keys and values. `measure` puts the same keys and values into a cache and
-lets the newest queries attend: through the real op over the real pages for a `KVCache`, over what `update` returns for a stock cache. So every
-cache sees the same inputs, and an error does not travel from layer to layer. Per layer and kv head, over the observed queries:
+`observe` runs a model once over a text and keeps every layer's queries, keys and values. `measure` puts the same keys
+and values into a cache and lets the newest queries attend: through the real op over the real pages for a `KVCache`,
+over what `update` returns for a stock cache. So every cache sees the same inputs, and an error does not travel from
+layer to layer. Per layer and kv head, over the observed queries:
 
-    logit_cosine   cos(s - mean(s), s' - mean(s')) of a query's logits s = scaling q.k over the keys it sees (softmax knows no constant)
+    logit_cosine   cos(s - mean(s), s' - mean(s')) of a query's logits s = scaling q.k over the keys it sees (softmax
+                   knows no constant)
     tvd            1/2 sum |p - p'|: share of attention that moved
     output_error   ||o - o'|| / ||o|| of the attention output
-    key_bits       1/2 log2(var(k) / mse(k)), var around each channel's mean: bits that a Gaussian with this error would need; value_bits alike
-    clipped        elements of keys and values whose magnitude passes the largest stored one of their page and head by more than 2 %
+    key_bits       1/2 log2(var(k) / mse(k)), var around each channel's mean: bits that a Gaussian with this error would
+                   need; value_bits alike
+    clipped        elements of keys and values whose magnitude passes the largest stored one of their page and head by
+                   more than 2 %
 """
 
 from __future__ import annotations
@@ -48,17 +52,29 @@ class LayerInputs:
 
 @torch.no_grad()
 def observe(model: Any, ids: torch.Tensor) -> list[LayerInputs]:
-    """The attention inputs of every layer that stores keys and values, over ids [num_tokens], in one forward pass with the stock cache.
+    """The attention inputs of every layer that stores keys and values, over ids [num_tokens], in one forward pass with
+    the stock cache.
 
     Raises:
         UnsupportedError: a model that takes no attention functions, or whose layers do not pass through them.
     """
     seen: dict[int, LayerInputs] = {}
 
-    def look(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, dropout: float = 0.0, **kwargs: Any) -> Any:
+    def look(
+        module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **kwargs: Any,
+    ) -> Any:
         q, k, v = (x[0].transpose(0, 1).clone() for x in (query, key, value))
         window = getattr(attention_mask, "arguments", {}).get("local_size")
-        seen[module.layer_idx] = LayerInputs(q, k, v, query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"), window)
+        seen[module.layer_idx] = LayerInputs(
+            q, k, v, query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"), window
+        )
         return attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
 
     AttentionInterface.register(OBSERVER, look)
@@ -66,24 +82,34 @@ def observe(model: Any, ids: torch.Tensor) -> list[LayerInputs]:
     before = model.config.get_text_config(decoder=True)._attn_implementation
     try:
         model.set_attn_implementation(OBSERVER)
-        model(ids[None].to(model.device), **passed(model, DynamicCache(config=model.config)), use_cache=True, logits_to_keep=1)
+        model(
+            ids[None].to(model.device),
+            **passed(model, DynamicCache(config=model.config)),
+            use_cache=True,
+            logits_to_keep=1,
+        )
     except ValueError as error:
         raise UnsupportedError(f"{type(model).__name__} cannot use a custom attention: {error}") from error
     finally:
         model.set_attn_implementation(before)
     stored = stored_at(model.config)
     if missing := stored.keys() - seen.keys():
-        raise UnsupportedError(f"{type(model).__name__}: {len(missing)} of {len(stored)} layers did not pass through the attention function")
+        raise UnsupportedError(
+            f"{type(model).__name__}: {len(missing)} of {len(stored)} layers did not pass through the attention"
+            " function"
+        )
     return [seen[i] for i in stored]
 
 
 @torch.no_grad()
 def measure(inputs: list[LayerInputs], cache: Any, *, queries: int = QUERIES) -> list[dict[str, Any]]:
-    """One dict per layer: lists over kv heads of the module's measures, and `saturated`, the elements that closing pages clamped.
+    """One dict per layer: lists over kv heads of the module's measures, and `saturated`, the elements that closing
+    pages clamped.
 
     Args:
         cache: a fresh Transformers cache, `KVCache` or stock.
-        queries: newest tokens that attend; they are fed together, so they see each other exactly and the rest as stored.
+        queries: newest tokens that attend; they are fed together, so they see each other exactly and the rest as
+            stored.
 
     Raises:
         DataError: not more tokens than queries.
@@ -97,9 +123,13 @@ def measure(inputs: list[LayerInputs], cache: Any, *, queries: int = QUERIES) ->
             cache.pages.append(i, x.k[None, :history], x.v[None, :history])
         held = [tuple(s.float() for s in cache.pages.dequantize(i, 0)) for i in range(len(inputs))]
         for i, x in enumerate(inputs):
-            out = cache.pages.step(i, x.q[None, history:], x.k[None, history:], x.v[None, history:], scaling=x.scaling, softcap=x.softcap)[0]
+            out = cache.pages.step(
+                i, x.q[None, history:], x.k[None, history:], x.v[None, history:], scaling=x.scaling, softcap=x.softcap
+            )[0]
             gone = history - len(held[i][0])  # tokens that left a sliding window
-            new = [torch.cat([pad(s, gone), fresh[history:].float()]) for s, fresh in zip(held[i], (x.k, x.v), strict=True)]
+            new = [
+                torch.cat([pad(s, gone), fresh[history:].float()]) for s, fresh in zip(held[i], (x.k, x.v), strict=True)
+            ]
             stored.append((new[0], new[1], out.float()))
     else:
         for i, x in enumerate(inputs):
@@ -109,7 +139,10 @@ def measure(inputs: list[LayerInputs], cache: Any, *, queries: int = QUERIES) ->
             gone = len(x.k) - k.shape[2]
             stored.append((pad(k[0].transpose(0, 1).float(), gone), pad(v[0].transpose(0, 1).float(), gone), None))
     saturated = cache.pages.saturated if isinstance(cache, KVCache) else [{} for _ in inputs]
-    return [_layer(x, k, v, out, history) | {"saturated": dict(s)} for x, (k, v, out), s in zip(inputs, stored, saturated, strict=True)]
+    return [
+        _layer(x, k, v, out, history) | {"saturated": dict(s)}
+        for x, (k, v, out), s in zip(inputs, stored, saturated, strict=True)
+    ]
 
 
 def pad(x: torch.Tensor, rows: int) -> torch.Tensor:
@@ -117,8 +150,12 @@ def pad(x: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([x.new_zeros(rows, *x.shape[1:]), x]) if rows > 0 else x
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: LayerInputs, history: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(centred logits, probabilities [H, G, m, n], outputs [H, G, m, D], visible [m, n]) of the newest queries, float32."""
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: LayerInputs, history: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(centred logits, probabilities [H, G, m, n], outputs [H, G, m, D], visible [m, n]) of the newest queries,
+    float32.
+    """
     n, heads = len(k), k.shape[1]
     grouped = q.float().unflatten(1, (heads, -1)).permute(1, 2, 0, 3)  # [H, G, m, D]
     logits = grouped @ k.float().permute(1, 2, 0)[:, None] * x.scaling
@@ -140,11 +177,14 @@ def _layer(x: LayerInputs, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor |
     kept = visible.any(0)  # keys some query sees: a sliding window may have dropped the others
     cosine = torch.nn.functional.cosine_similarity(s, s2, dim=-1)
     return {
-        "logit_cosine": _numbers(cosine.mean((1, 2))), "tvd": _numbers((p - p2).abs().sum(-1).mean((1, 2)) / 2),
+        "logit_cosine": _numbers(cosine.mean((1, 2))),
+        "tvd": _numbers((p - p2).abs().sum(-1).mean((1, 2)) / 2),
         "output_error": _numbers((o - o2).flatten(1).norm(dim=1) / o.flatten(1).norm(dim=1).clamp(min=1e-20)),
-        "key_bits": _bits(x.k[kept], k[kept]), "value_bits": _bits(x.v[kept], v[kept]),
-        "clipped_keys": _clipped(x.k[kept], k[kept]), "clipped_values": _clipped(x.v[kept], v[kept]),
-    }  # fmt: skip
+        "key_bits": _bits(x.k[kept], k[kept]),
+        "value_bits": _bits(x.v[kept], v[kept]),
+        "clipped_keys": _clipped(x.k[kept], k[kept]),
+        "clipped_values": _clipped(x.v[kept], v[kept]),
+    }
 
 
 def _numbers(x: torch.Tensor) -> list[float]:
@@ -169,13 +209,16 @@ def _bits(exact: torch.Tensor, stored: torch.Tensor) -> list[float | None]:
 def _clipped(exact: torch.Tensor, stored: torch.Tensor) -> list[int]:
     """Per head, page by page of 64 tokens."""
     pages = list(zip(exact.float().split(64), stored.split(64), strict=True))
-    return [sum(int((a[:, h].abs() > 1.02 * b[:, h].abs().amax()).sum()) for a, b in pages) for h in range(exact.shape[1])]
+    return [
+        sum(int((a[:, h].abs() > 1.02 * b[:, h].abs().amax()).sum()) for a, b in pages) for h in range(exact.shape[1])
+    ]
 
 
 def statistics(inputs: list[LayerInputs]) -> list[dict[str, float]]:
     """What makes a layer hard to quantize, per layer (the worst kv head counts; tokens after the sinks).
 
-    key_offset        largest |channel mean| / median channel standard deviation of the keys: how far a constant offset (a key bias) stretches a token's range
+    key_offset        largest |channel mean| / median channel standard deviation of the keys: how far a constant offset
+                      (a key bias) stretches a token's range
     outlier_channels  channels of the keys whose largest magnitude passes 5 times the median channel's
     outlier_share     share of key elements beyond 6 times the head's median magnitude
     sink_attention    attention of the newest queries to the first `SINKS` tokens, mean over heads
@@ -193,10 +236,13 @@ def statistics(inputs: list[LayerInputs]) -> list[dict[str, float]]:
             {
                 "key_offset": (mean.abs().amax(-1) / spread.median(-1).values.clamp(min=1e-9)).max().item(),
                 "outlier_channels": int((top > 5 * top.median(-1, keepdim=True).values).sum(-1).max()),
-                "outlier_share": (k.abs() > 6 * k.abs().permute(1, 0, 2).flatten(1).median(-1).values[:, None]).float().mean().item(),
+                "outlier_share": (
+                    (k.abs() > 6 * k.abs().permute(1, 0, 2).flatten(1).median(-1).values[:, None]).float().mean().item()
+                ),
                 "sink_attention": p[..., :SINKS].sum(-1).mean().item(),
                 "sink_key_norm": (norms[0] / norms.median(0).values.clamp(min=1e-9)).mean().item(),
-                "key_max": k.abs().max().item(), "value_max": x.v.float().abs().max().item(),
+                "key_max": k.abs().max().item(),
+                "value_max": x.v.float().abs().max().item(),
             }
-        )  # fmt: skip
+        )
     return found

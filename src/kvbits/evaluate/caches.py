@@ -3,7 +3,8 @@
     base      the stock Transformers cache in the model's own dtype ("16-bit", or "32-bit" for a float32 model)
     presets   `KVCache` with a named scheme, through the real packed pages
     stock     the quantized caches that Transformers ships (quanto, HQQ, fp8)
-    simulated presets quantized and dequantized into a dense cache, to compare with the packed one; NVFP4 and `peers`, which no page stores
+    simulated presets quantized and dequantized into a dense cache, to compare with the packed one; NVFP4 and `peers`,
+    which no page stores
 
 A factory makes fresh caches; `held_bytes` counts what any of them really holds.
 """
@@ -37,7 +38,9 @@ STOCK: dict[str, dict[str, Any]] = {
     "hqq2": {"backend": "hqq", "nbits": 2, "axis_key": 1, "axis_value": 1},
     "stock_fp8": {"backend": "fp8"},
 }
-"""Transformers' own quantized caches, with the axes its documentation gives each backend; groups of 64 and a residual of 128 are its defaults."""
+"""Transformers' own quantized caches, with the axes its documentation gives each backend; groups of 64 and a residual
+of 128 are its defaults.
+"""
 
 NVFP4 = "nvfp4"
 """4-bit floats in a dense cache (`simulated.nvfp4`), on the pages of `int4`: there to be compared with."""
@@ -74,11 +77,21 @@ def base_factory(model: Any) -> CacheFactory:
     from transformers import DynamicCache
 
     bits = torch.finfo(model.dtype).bits
-    return CacheFactory(f"{bits}-bit", "base", lambda batch, tokens: DynamicCache(config=model.config), {"bits_per_element": float(bits)})
+    return CacheFactory(
+        f"{bits}-bit",
+        "base",
+        lambda batch, tokens: DynamicCache(config=model.config),
+        {"bits_per_element": float(bits)},
+    )
 
 
 def factory(
-    model: Any, name: str | Scheme, *, calibration: Callable[[Scheme], Calibration] | None = None, backend: str = "auto", simulate: bool = False
+    model: Any,
+    name: str | Scheme,
+    *,
+    calibration: Callable[[Scheme], Calibration] | None = None,
+    backend: str = "auto",
+    simulate: bool = False,
 ) -> CacheFactory:
     """The factory of a preset, a scheme of your own, or a stock quantized cache.
 
@@ -89,7 +102,8 @@ def factory(
 
     Raises:
         SpecError: an unknown name, or a scheme that does not fit the model.
-        UnsupportedError: a stock cache that this model or installation cannot have; or a scheme that needs a calibration and gets none.
+        UnsupportedError: a stock cache that this model or installation cannot have; or a scheme that needs a
+            calibration and gets none.
     """
     if isinstance(name, str) and name in STOCK:
         return _stock(model, name)
@@ -103,7 +117,10 @@ def factory(
     found = None
     if scheme.needs_calibration:
         if calibration is None:
-            raise UnsupportedError(f"scheme {scheme.name!r} needs a calibration; give --calibration-text FILE (not one you evaluate on) or others")
+            raise UnsupportedError(
+                f"scheme {scheme.name!r} needs a calibration; give --calibration-text FILE (not one you evaluate on) or"
+                " others"
+            )
         found = calibration(scheme)
 
     def make(batch: int | None, tokens: int | None) -> KVCache:
@@ -118,7 +135,14 @@ def factory(
         return CacheFactory(scheme.name, "kvbits", make, info, scheme)
     static = store.static
     SimulatedCache(spec, static, store.device)  # refuses what cannot be simulated
-    return CacheFactory(f"{scheme.name}-simulated", "simulated", lambda batch, tokens: SimulatedCache(spec, static, store.device), info, scheme, True)
+    return CacheFactory(
+        f"{scheme.name}-simulated",
+        "simulated",
+        lambda batch, tokens: SimulatedCache(spec, static, store.device),
+        info,
+        scheme,
+        True,
+    )
 
 
 def _nvfp4(model: Any) -> CacheFactory:
@@ -127,9 +151,13 @@ def _nvfp4(model: Any) -> CacheFactory:
         raise UnsupportedError(f"{NVFP4} has groups of 16 channels, which do not divide head_dim={narrow[0]}")
     spec = CacheSpec(scheme=scheme_for(model, "int4"), layers=layers)
     numbers = [g.token_elements for g in layers]
-    pages = sum(n * 64 / (spec.scheme.page_size * (g.head_dim + g.value_head_dim)) for n, g in zip(numbers, layers, strict=True)) / sum(numbers)
+    pages = sum(
+        n * 64 / (spec.scheme.page_size * (g.head_dim + g.value_head_dim)) for n, g in zip(numbers, layers, strict=True)
+    ) / sum(numbers)
     info = {"bits_per_element": 4 + 8 / 16 + pages, "source": "https://arxiv.org/abs/2509.25149"}
-    return CacheFactory(NVFP4, "simulated", lambda batch, tokens: SimulatedCache(spec, None, model.device, Nvfp4Layer), info, None, True)
+    return CacheFactory(
+        NVFP4, "simulated", lambda batch, tokens: SimulatedCache(spec, None, model.device, Nvfp4Layer), info, None, True
+    )
 
 
 def _stock(model: Any, name: str) -> CacheFactory:
@@ -143,23 +171,39 @@ def _stock(model: Any, name: str) -> CacheFactory:
     try:
         make(1, 1)
     except (ImportError, ValueError) as error:
-        raise UnsupportedError(f"stock cache {name!r} cannot serve this model here: {' '.join(str(error).split())}") from error
-    return CacheFactory(name, "stock", make, {"bits_per_element": None, "source": "transformers.QuantizedCache", "options": options}, None, True)
+        raise UnsupportedError(
+            f"stock cache {name!r} cannot serve this model here: {' '.join(str(error).split())}"
+        ) from error
+    return CacheFactory(
+        name,
+        "stock",
+        make,
+        {"bits_per_element": None, "source": "transformers.QuantizedCache", "options": options},
+        None,
+        True,
+    )
 
 
 def sides(scheme: Scheme) -> list[Scheme]:
-    """NAME-keys and NAME-values: a scheme whose values, or keys, stay raw. None of one with tiers, or with raw keys or values itself."""
+    """NAME-keys and NAME-values: a scheme whose values, or keys, stay raw.
+
+    None of one with tiers, or with raw keys or values itself.
+    """
     if scheme.tiers or scheme.key.is_raw or scheme.value.is_raw:
         return []
 
     def alone(kept: str, raw: dict[str, Any]) -> Scheme:
-        return replace(scheme, name=f"{scheme.name}-{kept}", overrides=tuple(replace(o, **raw) for o in scheme.overrides), **raw)
+        return replace(
+            scheme, name=f"{scheme.name}-{kept}", overrides=tuple(replace(o, **raw) for o in scheme.overrides), **raw
+        )
 
     return [alone("keys", {"value": QuantSpec.raw()}), alone("values", {"key": QuantSpec.raw()})]
 
 
 def held_bytes(cache: Any) -> int:
-    """Bytes of all tensors a cache holds: codes, scales, zero points, residuals; for `KVCache`, everything allocated."""
+    """Bytes of all tensors a cache holds: codes, scales, zero points, residuals; for `KVCache`, everything
+    allocated.
+    """
     if isinstance(cache, KVCache):
         return cache.nbytes
     seen: dict[int, int] = {}

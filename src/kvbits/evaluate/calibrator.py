@@ -55,7 +55,9 @@ def require_positions(sample: Sample, config: Any) -> None:
     """
     limit = max_context(config)
     if limit is not None and sample.length > limit:
-        raise DataError(f"windows of {sample.length} tokens pass the model's {limit} positions; give --length, at most {limit}")
+        raise DataError(
+            f"windows of {sample.length} tokens pass the model's {limit} positions; give --length, at most {limit}"
+        )
 
 
 def require_other_text(given: Sequence[Calibration], tests: tuple[Text, ...]) -> None:
@@ -67,8 +69,9 @@ def require_other_text(given: Sequence[Calibration], tests: tuple[Text, ...]) ->
     for one in given:
         if same := seen_of(one, tests):
             raise SpecError(
-                f"--calibration {one.path} was made on {same[0]!r}, which is evaluated on: its scales would flatter the scheme; give another --text, or omit "
-                "--calibration: the scheme is then calibrated on another part of the novel"
+                f"--calibration {one.path} was made on {same[0]!r}, which is evaluated on: its scales would flatter the"
+                " scheme; give another --text, or omit --calibration: the scheme is then calibrated on another part of"
+                " the novel"
             )
 
 
@@ -84,11 +87,15 @@ def fitting(given: Sequence[Calibration], config: Any, scheme: Scheme) -> Calibr
 
 
 def windows_of(tokenizer: Any, text: Text, sample: Sample, *, seed: int = 0, batch_size: int = 1) -> list[torch.Tensor]:
-    """Windows of a text as `calibrate.prompts_from_text` draws them; of a mixed one as many of each part, the first ones one more where they do not divide."""
+    """Windows of a text as `calibrate.prompts_from_text` draws them; of a mixed one as many of each part, the first
+    ones one more where they do not divide.
+    """
     parts = text.parts or (text,)
     shares = [(sample.windows + len(parts) - 1 - i) // len(parts) for i in range(len(parts))]
     drawn = [
-        prompts_from_text(tokenizer, part.content, num_prompts=n, length=sample.length, seed=seed, batch_size=batch_size)
+        prompts_from_text(
+            tokenizer, part.content, num_prompts=n, length=sample.length, seed=seed, batch_size=batch_size
+        )
         for part, n in zip(parts, shares, strict=True)
         if n
     ]
@@ -110,32 +117,61 @@ class Calibrator:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, text: Text | None, *, tests: tuple[Text, ...] = (), sample: Sample = USUAL, directory: Path | None = None,
+        self,
+        model: Any,
+        tokenizer: Any,
+        text: Text | None,
+        *,
+        tests: tuple[Text, ...] = (),
+        sample: Sample = USUAL,
+        directory: Path | None = None,
         given: Sequence[Calibration] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         require_other_text(given, tests)
         self.given = tuple(given)
-        if text is not None and (same := [t.name for t in tests if t.sha256 in {p.sha256 for p in (text, *text.parts)}]):
-            raise SpecError(f"--calibration-text is {same[0]!r}, which is evaluated on: its scales would flatter the scheme; give another text")
+        if text is not None and (
+            same := [t.name for t in tests if t.sha256 in {p.sha256 for p in (text, *text.parts)}]
+        ):
+            raise SpecError(
+                f"--calibration-text is {same[0]!r}, which is evaluated on: its scales would flatter the scheme; give"
+                " another text"
+            )
         self.model, self.tokenizer, self.text, self.sample, self.directory = model, tokenizer, text, sample, directory
         self._made: dict[Scheme, Calibration] = {}
 
     def windows(self, schemes: Sequence[Scheme], *, seed: int = 0) -> list[torch.Tensor]:
-        """int64 [windows of a batch, tokens] each: what `schemes` are calibrated on; fewer or shorter where the text is short.
+        """int64 [windows of a batch, tokens] each: what `schemes` are calibrated on; fewer or shorter where the text is
+        short.
 
         Raises:
             DataError: windows longer than the model's positions.
             UnsupportedError: there is no text.
         """
         if self.text is None:
-            raise UnsupportedError(f"scheme {schemes[0].name!r} needs calibration; give --calibration-text FILE or novel, never a text you evaluate on")
+            raise UnsupportedError(
+                f"scheme {schemes[0].name!r} needs calibration; give --calibration-text FILE or novel, never a text you"
+                " evaluate on"
+            )
         require_positions(self.sample, self.model.config)
-        return windows_of(self.tokenizer, self.text, self.sample, seed=seed, batch_size=1 if any("codebook" in s.calibrates for s in schemes) else 4)
+        return windows_of(
+            self.tokenizer,
+            self.text,
+            self.sample,
+            seed=seed,
+            batch_size=1 if any("codebook" in s.calibrates for s in schemes) else 4,
+        )
 
     def measure(
-        self, schemes: Sequence[Scheme], windows: Sequence[torch.Tensor], *, resume: str | os.PathLike[str] | None = None, **how: Any
+        self,
+        schemes: Sequence[Scheme],
+        windows: Sequence[torch.Tensor],
+        *,
+        resume: str | os.PathLike[str] | None = None,
+        **how: Any,
     ) -> list[Calibration]:
-        """One calibration per scheme, all in one pass over `windows`; `how` and `resume` as `calibrate.calibrate` takes them."""
+        """One calibration per scheme, all in one pass over `windows`; `how` and `resume` as `calibrate.calibrate` takes
+        them.
+        """
         found = calibrate_all(self.model, windows, schemes, **how, resume=resume, progress=True)
         for calibration in found:
             calibration.info.update(self._about())
@@ -161,7 +197,10 @@ class Calibrator:
         found = self._kept(scheme)
         if found is None:
             assert self.directory is not None
-            raise CalibrationError(f"{self._path(self.directory, scheme)} was replaced by one of another text meanwhile; give every run a folder of its own")
+            raise CalibrationError(
+                f"{self._path(self.directory, scheme)} was replaced by one of another text meanwhile; give every run a"
+                " folder of its own"
+            )
         return found
 
     @staticmethod
@@ -170,7 +209,12 @@ class Calibrator:
 
     def _about(self) -> dict[str, Any]:
         assert self.text is not None
-        found = {"text": self.text.name, "text_sha256": self.text.sha256, "windows": self.sample.windows, "length": self.sample.length}
+        found = {
+            "text": self.text.name,
+            "text_sha256": self.text.sha256,
+            "windows": self.sample.windows,
+            "length": self.sample.length,
+        }
         return found | ({"mixed_sha256": [p.sha256 for p in self.text.parts]} if self.text.parts else {})
 
     def _kept(self, scheme: Scheme) -> Calibration | None:

@@ -1,14 +1,17 @@
 """`kvbits check`: a screen of two minutes. Does this scheme suit this model, layer by layer, and what would?
 
     1. observe      one text through the model; every layer's queries, keys and values
-    2. judge        the scheme's pages on those inputs: attention error per layer against limits, beside what makes the layer hard (key offset, outliers, sinks)
+    2. judge        the scheme's pages on those inputs: attention error per layer against limits, beside what makes the
+                    layer hard (key offset, outliers, sinks)
     3. advise       for layers that fail, every remedy is tried on the same inputs; the cheapest that passes is advised
     4. confirm      KL and perplexity of the scheme and of the advised one, through the real cache on whole windows
 
-So there are two verdicts, on the layers and on the whole cache, and a scheme passes only if both pass (`Screen.verdict` says so in words): a layer whose
-attention is lost shows it at once, a text of some hundred tokens often not, because its newest tokens are raw and other layers make up for it.
+So there are two verdicts, on the layers and on the whole cache, and a scheme passes only if both pass (`Screen.verdict`
+says so in words): a layer whose attention is lost shows it at once, a text of some hundred tokens often not, because
+its newest tokens are raw and other layers make up for it.
 
-A remedy is a value of the scheme: per-channel or centred keys, other group sizes, INT8 keys with the values as they are, raw sinks, raw layers.
+A remedy is a value of the scheme: per-channel or centred keys, other group sizes, INT8 keys with the values as they
+are, raw sinks, raw layers.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ from .caches import CacheFactory, base_factory, factory
 from .fidelity import DECODING_CHUNK, Fidelity, compare, read_raw
 
 KEY_OFFSET = 30.0
-"""A constant offset of a key channel this many times the median channel's spread: a group that holds it has no code left for the others."""
+"""A constant offset of a key channel this many times the median channel's spread: a group that holds it has no code
+left for the others.
+"""
 SINK_SHARE = 0.25
 MOSTLY_RAW = 0.5
 """Share of what was read in 16 bits from which on a verdict says that longer texts cost more."""
@@ -45,8 +50,8 @@ MOSTLY_RAW = 0.5
 class Limits:
     """What passes. Layer limits are means over kv heads; see `evaluate.attention` for the measures.
 
-    On the models this was set with, 8-bit and per-channel 4-bit keys stay at a cosine above 0.996 and a TVD below 0.06, per-token 4-bit keys
-    of models without a key bias at 0.976 and 0.09; layers with a key bias fall to 0.5 and 0.4.
+    On the models this was set with, 8-bit and per-channel 4-bit keys stay at a cosine above 0.996 and a TVD below 0.06,
+    per-token 4-bit keys of models without a key bias at 0.976 and 0.09; layers with a key bias fall to 0.5 and 0.4.
     """
 
     logit_cosine: float = 0.95
@@ -102,32 +107,51 @@ class Screen:
 
     @property
     def advised_passed(self) -> bool:
-        """Whether the advised scheme passes on the same inputs: every layer that failed has a remedy, and the whole cache stays inside the limits."""
+        """Whether the advised scheme passes on the same inputs: every layer that failed has a remedy, and the whole
+        cache stays inside the limits.
+        """
         overall = self.advised_overall
-        return overall is not None and all(v.remedy for v in self.layers if v.failures) and not _overall_failures(overall, self.limits)
+        return (
+            overall is not None
+            and all(v.remedy for v in self.layers if v.failures)
+            and not _overall_failures(overall, self.limits)
+        )
 
     @property
     def verdict(self) -> str:
         """How the verdicts on the layers and on the whole cache make one."""
         if self.passed:
             raw = self.overall["read_raw"]
-            short = f"; but {raw:.0%} of what these windows read was still 16-bit: longer ones (--length) say what long texts cost" if raw > MOSTLY_RAW else ""
+            short = (
+                f"; but {raw:.0%} of what these windows read was still 16-bit: longer ones (--length) say what long"
+                " texts cost"
+                if raw > MOSTLY_RAW
+                else ""
+            )
             return f"every layer passes, and so does the whole cache{short}"
         if not self.failures:
             return (
-                "the whole cache stays inside its limits on this text, but every layer must pass too: a layer's attention is lost before a short text, "
-                "most of it still raw, shows it; longer contexts can"
+                "the whole cache stays inside its limits on this text, but every layer must pass too: a layer's"
+                " attention is lost before a short text, most of it still raw, shows it; longer contexts can"
             )
         layers = ", and so must every layer" if self.failed_layers else "; the layers do"
         return f"the whole cache must pass, and it does not ({'; '.join(self.failures)}){layers}"
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "scheme": self.scheme.name, "passed": self.passed, "verdict": self.verdict, "failed_layers": self.failed_layers, "failures": self.failures,
-            "limits": dataclasses.asdict(self.limits), "overall": self.overall, "advice": self.advice,
-            "advised_scheme": None if self.advised is None else self.advised.to_json(), "advised_overall": self.advised_overall,
-            "advised_passed": self.advised_passed, "layers": [dataclasses.asdict(v) for v in self.layers],
-        }  # fmt: skip
+            "scheme": self.scheme.name,
+            "passed": self.passed,
+            "verdict": self.verdict,
+            "failed_layers": self.failed_layers,
+            "failures": self.failures,
+            "limits": dataclasses.asdict(self.limits),
+            "overall": self.overall,
+            "advice": self.advice,
+            "advised_scheme": None if self.advised is None else self.advised.to_json(),
+            "advised_overall": self.advised_overall,
+            "advised_passed": self.advised_passed,
+            "layers": [dataclasses.asdict(v) for v in self.layers],
+        }
 
 
 def check(
@@ -148,7 +172,8 @@ def check(
         calibration: gives the calibration of schemes that need one.
 
     Raises:
-        SpecError: unknown scheme, one that does not fit, or windows so short that it stores nothing in few bits (`require_length`).
+        SpecError: unknown scheme, one that does not fit, or windows so short that it stores nothing in few bits
+            (`require_length`).
         UnsupportedError: a model whose attention cannot be observed.
     """
     limits = Limits() if limits is None else limits
@@ -165,13 +190,19 @@ def check(
         advised, notes = _advise(model, inputs, chosen, judged, limits)
         advance(2)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", KvbitsWarning)  # of the given scheme it was said; what is advised is measured
+            # of the given scheme it was said; what is advised is measured
+            warnings.simplefilter("ignore", KvbitsWarning)
             factories = [tried, *([factory(model, advised, calibration=calibration)] if advised is not None else [])]
             overall = _confirm(model, ids, factories, chunk, advance)
     failures = _overall_failures(overall[0], limits)
     if advised is None and failures and not notes:
-        notes = [f"every layer passes alone, but together they cost {'; '.join(failures)}: take a scheme of more bits, or a longer residual_length"]
-    return Screen(chosen, judged, overall[0], advised, overall[1] if advised is not None else None, notes, failures, limits)
+        notes = [
+            f"every layer passes alone, but together they cost {'; '.join(failures)}: take a scheme of more bits, or a"
+            " longer residual_length"
+        ]
+    return Screen(
+        chosen, judged, overall[0], advised, overall[1] if advised is not None else None, notes, failures, limits
+    )
 
 
 def require_length(scheme: Scheme, layers: tuple[LayerGeometry, ...], length: int) -> None:
@@ -185,10 +216,15 @@ def require_length(scheme: Scheme, layers: tuple[LayerGeometry, ...], length: in
     history = length - QUERIES
     if history >= 1 and (not packed or any(g.token_local or g.pages_for(history)["closed"] for g in packed)):
         return
-    least = min((g.num_sink_tokens + g.residual_length + g.page_size for g in packed if not g.token_local), default=0) + 1 + QUERIES
+    least = (
+        min((g.num_sink_tokens + g.residual_length + g.page_size for g in packed if not g.token_local), default=0)
+        + 1
+        + QUERIES
+    )
     raise SpecError(
-        f"scheme {scheme.name!r} keeps its newest {scheme.residual_length:,} tokens raw and an unfinished page, and the newest {QUERIES} of a window look at "
-        f"what is before them: windows of {length:,} tokens show nothing of its codes; give longer ones, --length {max(512, 2 * least)} for example"
+        f"scheme {scheme.name!r} keeps its newest {scheme.residual_length:,} tokens raw and an unfinished page, and the"
+        f" newest {QUERIES} of a window look at what is before them: windows of {length:,} tokens show nothing of its"
+        f" codes; give longer ones, --length {max(512, 2 * least)} for example"
     )
 
 
@@ -201,7 +237,10 @@ def _means(layer: dict[str, Any]) -> dict[str, float]:
         known = [b for b in layer[side] if b is not None]
         if known:
             found[side] = min(known)
-    return found | {"saturated": float(sum(layer["saturated"].values())), "clipped": float(sum(layer["clipped_keys"]) + sum(layer["clipped_values"]))}
+    return found | {
+        "saturated": float(sum(layer["saturated"].values())),
+        "clipped": float(sum(layer["clipped_keys"]) + sum(layer["clipped_values"])),
+    }
 
 
 def _failures(m: dict[str, float], limits: Limits, elements: int) -> list[str]:
@@ -216,7 +255,9 @@ def _failures(m: dict[str, float], limits: Limits, elements: int) -> list[str]:
     return found
 
 
-def _judge(inputs: list[LayerInputs], tried: CacheFactory, limits: Limits, facts: list[dict[str, float]]) -> list[LayerVerdict]:
+def _judge(
+    inputs: list[LayerInputs], tried: CacheFactory, limits: Limits, facts: list[dict[str, float]]
+) -> list[LayerVerdict]:
     found = []
     for i, layer in enumerate(measure(inputs, tried.make(1, len(inputs[0].k)))):
         m = _means(layer)
@@ -253,23 +294,37 @@ def remedies(key: QuantSpec, value: QuantSpec) -> list[tuple[str, QuantSpec, Qua
 
     if not key.is_raw and key.number_format.kind == "int":
         plain = QuantSpec(format=key.format, granularity=key.granularity, scale_dtype=key.scale_dtype)
-        add("centred keys (center='channel')", lambda: (dataclasses.replace(plain, center="channel", symmetric=False), value))
-        add("per-channel keys (PerChannel(), symmetric=False)", lambda: (dataclasses.replace(plain, granularity=PerChannel(), symmetric=False), value))
+        add(
+            "centred keys (center='channel')",
+            lambda: (dataclasses.replace(plain, center="channel", symmetric=False), value),
+        )
+        add(
+            "per-channel keys (PerChannel(), symmetric=False)",
+            lambda: (dataclasses.replace(plain, granularity=PerChannel(), symmetric=False), value),
+        )
         if isinstance(key.granularity, PerGroup):
             for size in (key.granularity.size // 2, key.granularity.size * 2):
-                add(f"groups of {size} in the keys", lambda size=size: (dataclasses.replace(plain, granularity=PerGroup(size)), value))  # type: ignore[misc]
+                add(
+                    f"groups of {size} in the keys",
+                    lambda size=size: (dataclasses.replace(plain, granularity=PerGroup(size)), value),  # type: ignore[misc]
+                )
         if key.bits < 8:
             eight = QuantSpec(format="int8", granularity=PerChannel(), symmetric=False)
             add(f"INT8 keys with the {value.format} values", lambda: (dataclasses.replace(plain, format="int8"), value))
             add(f"INT8 per-channel keys with the {value.format} values", lambda: (eight, value))
         if not value.is_raw and value.bits < 8:
             better = QuantSpec(format="int8", granularity=PerChannel(), symmetric=False)
-            add("INT8 per-channel keys and INT8 values", lambda: (better, QuantSpec(format="int8", granularity=value.granularity)))
+            add(
+                "INT8 per-channel keys and INT8 values",
+                lambda: (better, QuantSpec(format="int8", granularity=value.granularity)),
+            )
     found.append(("keep raw", QuantSpec.raw(), QuantSpec.raw()))
     return found
 
 
-def _advise(model: Any, inputs: list[LayerInputs], scheme: Scheme, judged: list[LayerVerdict], limits: Limits) -> tuple[Scheme | None, list[str]]:
+def _advise(
+    model: Any, inputs: list[LayerInputs], scheme: Scheme, judged: list[LayerVerdict], limits: Limits
+) -> tuple[Scheme | None, list[str]]:
     """(a scheme that passes on the observed inputs or None, sentences). Fills in each failed layer's remedy."""
     failed = [v.layer for v in judged if v.failures]
     if not failed:
@@ -280,7 +335,9 @@ def _advise(model: Any, inputs: list[LayerInputs], scheme: Scheme, judged: list[
     any_tried = False
     for text, k, v in remedies(key, value):
         try:
-            trial = dataclasses.replace(scheme, overrides=(*scheme.overrides, Override(layers=tuple(failed), key=k, value=v)))
+            trial = dataclasses.replace(
+                scheme, overrides=(*scheme.overrides, Override(layers=tuple(failed), key=k, value=v))
+            )
             tried = factory(model, trial)
             measured = measure(inputs, tried.make(1, len(inputs[0].k)))
         except (SpecError, UnsupportedError):
@@ -289,7 +346,9 @@ def _advise(model: Any, inputs: list[LayerInputs], scheme: Scheme, judged: list[
         bits = dataclasses.replace(scheme, key=k, value=v, overrides=()).bits_per_element(inputs[0].k.shape[-1])
         for layer in failed:
             m = _means(measured[layer])
-            if not _failures(m, limits, inputs[layer].k.numel() * 2) and (layer not in chosen or bits < chosen[layer][0]):
+            if not _failures(m, limits, inputs[layer].k.numel() * 2) and (
+                layer not in chosen or bits < chosen[layer][0]
+            ):
                 chosen[layer] = (bits, text, k, v)
     overrides = []
     notes = []
@@ -297,26 +356,45 @@ def _advise(model: Any, inputs: list[LayerInputs], scheme: Scheme, judged: list[
         layers = tuple(sorted(i for i, c in chosen.items() if c[1] == text))
         bits, _, k, v = chosen[layers[0]]
         overrides.append(Override(layers=layers, key=k, value=v))
-        where = "every layer" if len(layers) == len(judged) else f"layer{'s' if len(layers) > 1 else ''} {ranges(layers)}"
+        where = (
+            "every layer" if len(layers) == len(judged) else f"layer{'s' if len(layers) > 1 else ''} {ranges(layers)}"
+        )
         notes.append(f"{where}: {text}, {bits:.2f} bits there")
     for layer in failed:
         judged[layer] = dataclasses.replace(judged[layer], remedy=chosen[layer][1] if layer in chosen else None)
     if hopeless := [layer for layer in failed if layer not in chosen]:
-        why = "none of the remedies tried passes, not even raw" if any_tried else "no remedy was tried, each needs a calibration of its own; take more bits"
+        why = (
+            "none of the remedies tried passes, not even raw"
+            if any_tried
+            else "no remedy was tried, each needs a calibration of its own; take more bits"
+        )
         notes.append(f"layer{'s' if len(hopeless) > 1 else ''} {ranges(hopeless)}: {why}")
     if whole:
-        alike = [s for s in presets.PRESETS.values() if not s.needs_calibration and not s.key.is_raw and s.key.bits == scheme.key.bits]
+        alike = [
+            s
+            for s in presets.PRESETS.values()
+            if not s.needs_calibration and not s.key.is_raw and s.key.bits == scheme.key.bits
+        ]
         better = [s.name for s in alike if s.name != scheme.name]
-        notes.append(f"{len(failed)} of {len(judged)} layers fail: rather take another scheme of as many bits, such as {', '.join(better) or 'one of 8 bits'}")
+        notes.append(
+            f"{len(failed)} of {len(judged)} layers fail: rather take another scheme of as many bits, such as"
+            f" {', '.join(better) or 'one of 8 bits'}"
+        )
     if any(judged[i].statistics["sink_attention"] > SINK_SHARE for i in failed) and not scheme.num_sink_tokens:
         notes.append("much attention goes to the first tokens: num_sink_tokens=4 would keep them raw (not tried here)")
-    return (dataclasses.replace(scheme, name=f"{scheme.name}+advice", overrides=(*scheme.overrides, *overrides)) if overrides else None), notes
+    return (
+        dataclasses.replace(scheme, name=f"{scheme.name}+advice", overrides=(*scheme.overrides, *overrides))
+        if overrides
+        else None
+    ), notes
 
 
 # -- confirming -----------------------------------------------------------------------------------------------------
 
 
-def _confirm(model: Any, ids: torch.Tensor, factories: list[CacheFactory], chunk: int, advance: Callable[[float], None]) -> list[dict[str, Any]]:
+def _confirm(
+    model: Any, ids: torch.Tensor, factories: list[CacheFactory], chunk: int, advance: Callable[[float], None]
+) -> list[dict[str, Any]]:
     base = base_factory(model)
     sums: dict[str, Fidelity] | None = None
     shares: dict[str, float] = {}
@@ -330,14 +408,22 @@ def _confirm(model: Any, ids: torch.Tensor, factories: list[CacheFactory], chunk
     reference = sums[base.name].perplexity
     return [
         {
-            "ppl": sums[f.name].perplexity, "ppl_base": reference, "ppl_change": sums[f.name].perplexity / reference - 1, "kl_mean": sums[f.name].kl_mean,
-            "kl_p99": sums[f.name].kl_p99, "kl_max": sums[f.name].kl_max, "kl_worst": sums[f.name].kl_worst,
-            "kl_lost": sums[f.name].num_lost / sums[f.name].num_tokens, 
-            "top1_agreement": sums[f.name].top1_agreement, "mass_matched": 1 - sums[f.name].tvd_mean,
-            "tokens": sums[f.name].num_tokens, "read_raw": shares[f.name], "bits_per_element": f.info["bits_per_element"],
+            "ppl": sums[f.name].perplexity,
+            "ppl_base": reference,
+            "ppl_change": sums[f.name].perplexity / reference - 1,
+            "kl_mean": sums[f.name].kl_mean,
+            "kl_p99": sums[f.name].kl_p99,
+            "kl_max": sums[f.name].kl_max,
+            "kl_worst": sums[f.name].kl_worst,
+            "kl_lost": sums[f.name].num_lost / sums[f.name].num_tokens,
+            "top1_agreement": sums[f.name].top1_agreement,
+            "mass_matched": 1 - sums[f.name].tvd_mean,
+            "tokens": sums[f.name].num_tokens,
+            "read_raw": shares[f.name],
+            "bits_per_element": f.info["bits_per_element"],
         }
         for f in factories
-    ]  # fmt: skip
+    ]
 
 
 def _overall_failures(overall: dict[str, Any], limits: Limits) -> list[str]:

@@ -1,11 +1,12 @@
 """`kvbits demo`: one long real text, one model, the stock 16-bit cache and each scheme beside it.
 
-Three of the evaluation's tasks on the novel: `fidelity` scores whole windows (perplexity, KL, top-1), `decode` feeds a continuation token by token (speed,
-bytes really allocated), and `greedy` lets the stock cache and one scheme write on, for two texts side by side.
+Three of the evaluation's tasks on the novel: `fidelity` scores whole windows (perplexity, KL, top-1), `decode` feeds a
+continuation token by token (speed, bytes really allocated), and `greedy` lets the stock cache and one scheme write on,
+for two texts side by side.
 
-The embedded model computes in float32: a lossless cache then shows no difference at all, so that what the others show is their codes' effect, and on a CPU
-without bfloat16 instructions it is several times as fast. Memory is stated as of a 16-bit model, by the same arithmetic that gives the bytes which the run
-itself allocates, and those are measured beside.
+The embedded model computes in float32: a lossless cache then shows no difference at all, so that what the others show
+is their codes' effect, and on a CPU without bfloat16 instructions it is several times as fast. Memory is stated as of a
+16-bit model, by the same arithmetic that gives the bytes which the run itself allocates, and those are measured beside.
 """
 
 from __future__ import annotations
@@ -70,15 +71,19 @@ def run(
 
     Args:
         model: directory, GGUF file or hub id, in its own dtype; None for the embedded SmolLM2-135M-Instruct in float32.
-        schemes: preset names, files of schemes, schemes of your own (see `schemes.expand`). Those that need a calibration get one from the novel's end.
+        schemes: preset names, files of schemes, schemes of your own (see `schemes.expand`). Those that need a
+            calibration get one from the novel's end.
         context: tokens of text before those fed one by one, and before the generated ones.
         new_tokens: tokens fed one by one, and tokens generated.
-        scored: tokens that accuracy is measured on, about; None for twice `context`, within 1,024 and 2,048: of 2,048, KL is sure to a few percent of itself.
+        scored: tokens that accuracy is measured on, about; None for twice `context`, within 1,024 and 2,048: of 2,048,
+            KL is sure to a few percent of itself.
         say: told what was found as soon as it is.
 
     Returns:
-        {"model", "context", "new_tokens", "scored", "device", "dtype", "threads", "rows": [...], "growth", "texts"}, the stock cache first. A row has bytes of
-        a 16-bit model and of this run, predicted and measured; `growth` bytes of a 16-bit model at each of `GROWTH`, by cache; `texts` the
+        {"model", "context", "new_tokens", "scored", "device", "dtype", "threads", "rows": [...], "growth", "texts"},
+            the stock cache first. A row has bytes of
+        a 16-bit model and of this run, predicted and measured; `growth` bytes of a 16-bit model at each of `GROWTH`, by
+            cache; `texts` the
         end of the prompt, two continuations, and how many tokens these begin alike with.
 
     Raises:
@@ -102,30 +107,58 @@ def run(
     most = max_context(lm.config) or WINDOW
     accuracy = _windows(2 * min(WINDOW, max(LEAST_WINDOW, context)) if scored is None else scored, most)
     speed = Options(windows=1, chunk=context, context=context, new_tokens=new_tokens)
-    how: dict[str, Any] = {"texts": (text,), "calibration_text": novel_end(), "calibration_sample": QUICK, "backend": backend, "progress": progress}
+    how: dict[str, Any] = {
+        "texts": (text,),
+        "calibration_text": novel_end(),
+        "calibration_sample": QUICK,
+        "backend": backend,
+        "progress": progress,
+    }
     with tempfile.TemporaryDirectory(prefix="kvbits-") as folder:
 
         def measured(task: str, options: Options, which: Sequence[str | Scheme]) -> dict[str, dict[str, Any]]:
             """A task's summaries by cache, and a line about them said."""
             began = time.perf_counter()
-            found = evaluate(lm, tokenizer, name="demo", schemes=which, tasks=(task,), out=Path(folder), options=options, **how)[task]
+            found = evaluate(
+                lm, tokenizer, name="demo", schemes=which, tasks=(task,), out=Path(folder), options=options, **how
+            )[task]
             what, figure = _TOLD[task]
-            say(f"{what}: {', '.join(f'{name} {figure(r)}' for name, r in found.items())} ({time.perf_counter() - began:.0f} s)")
+            say(
+                f"{what}: {', '.join(f'{name} {figure(r)}' for name, r in found.items())}"
+                f" ({time.perf_counter() - began:.0f} s)"
+            )
             return found
 
         found, timed = measured("fidelity", accuracy, chosen), measured("decode", speed, chosen)
-        near = [name for name in specs if found[name]["kl_mean"] <= MAX_KL] or list(specs)  # what `kvbits check` would let pass
+        # what `kvbits check` would let pass
+        near = [name for name in specs if found[name]["kl_mean"] <= MAX_KL] or list(specs)
         beside = min(near, key=lambda name: specs[name].bits_per_element)
         measured("greedy", speed, [named[beside]])
-        written = {d["scheme"]: next(iter(d["items"].values())) for d in map(read, Path(folder).glob("*/greedy/*.json"))}
+        written = {
+            d["scheme"]: next(iter(d["items"].values())) for d in map(read, Path(folder).glob("*/greedy/*.json"))
+        }
     prompt = windows(tokenizer, text, count=1, length=context + new_tokens)[0, :context]
     return {
-        "model": model or MODEL, "context": context, "new_tokens": new_tokens, "scored": next(iter(found.values()))["tokens"],
-        "device": str(lm.device), "dtype": str(lm.dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
-        "rows": [_row(n, s, timed[n], specs.get(n, raw), n in specs, lm.dtype.itemsize, context + new_tokens) for n, s in found.items()],
-        "growth": [{"tokens": n, "bytes": {name: specs[name].nbytes(n) if name in specs else raw.raw_nbytes(n) for name in found}} for n in GROWTH],
+        "model": model or MODEL,
+        "context": context,
+        "new_tokens": new_tokens,
+        "scored": next(iter(found.values()))["tokens"],
+        "device": str(lm.device),
+        "dtype": str(lm.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "rows": [
+            _row(n, s, timed[n], specs.get(n, raw), n in specs, lm.dtype.itemsize, context + new_tokens)
+            for n, s in found.items()
+        ],
+        "growth": [
+            {
+                "tokens": n,
+                "bytes": {name: specs[name].nbytes(n) if name in specs else raw.raw_nbytes(n) for name in found},
+            }
+            for n in GROWTH
+        ],
         "texts": [_texts(tokenizer, prompt, beside, written)],
-    }  # fmt: skip
+    }
 
 
 _TOLD: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
@@ -136,29 +169,48 @@ _TOLD: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 
 
 def _windows(scored: int, limit: int) -> Options:
-    """Windows of at most `limit` tokens, about `scored` tokens in all, two at a time, which takes less than one after the other."""
+    """Windows of at most `limit` tokens, about `scored` tokens in all, two at a time, which takes less than one after
+    the other.
+    """
     length = min(WINDOW, max(scored, 2), limit)
-    return Options(windows=max(1, scored // length), length=length, chunk=min(DECODING_CHUNK, -(-length // 2)), batch_size=2)
+    return Options(
+        windows=max(1, scored // length), length=length, chunk=min(DECODING_CHUNK, -(-length // 2)), batch_size=2
+    )
 
 
-def _row(name: str, found: dict[str, Any], timed: dict[str, Any], spec: CacheSpec, own: bool, itemsize: int, tokens: int) -> dict[str, Any]:
+def _row(
+    name: str, found: dict[str, Any], timed: dict[str, Any], spec: CacheSpec, own: bool, itemsize: int, tokens: int
+) -> dict[str, Any]:
     stock = spec.raw_nbytes(tokens - 1)  # the last token is scored, not fed
     sixteen = spec.nbytes(tokens) if own else stock
     return {
-        "scheme": name, "bits_per_element": spec.bits_per_element, "bytes_16bit": sixteen, "memory_reduction": stock / sixteen,
-        "bytes_predicted": timed["bytes_planned"] if own else spec.raw_nbytes(tokens - 1, 1, itemsize), "bytes_measured": timed["bytes_held"],
-        "ppl": found["ppl"], "ppl_change": found["ppl_change"], "kl_mean": found["kl_mean"],
-        "kl_max": found["kl_max"], "kl_worst": found["kl_worst"], "kl_lost": found["kl_lost"], "read_raw": found.get("read_raw"),
+        "scheme": name,
+        "bits_per_element": spec.bits_per_element,
+        "bytes_16bit": sixteen,
+        "memory_reduction": stock / sixteen,
+        "bytes_predicted": timed["bytes_planned"] if own else spec.raw_nbytes(tokens - 1, 1, itemsize),
+        "bytes_measured": timed["bytes_held"],
+        "ppl": found["ppl"],
+        "ppl_change": found["ppl_change"],
+        "kl_mean": found["kl_mean"],
+        "kl_max": found["kl_max"],
+        "kl_worst": found["kl_worst"],
+        "kl_lost": found["kl_lost"],
+        "read_raw": found.get("read_raw"),
         "top1_agreement": found["top1_agreement"],
         "tokens_per_s": timed["tokens_per_s"],
-    }  # fmt: skip
+    }
 
 
 def _texts(tokenizer: Any, prompt: torch.Tensor, beside: str, written: dict[str, dict[str, Any]]) -> dict[str, Any]:
     base = next(name for name in written if name != beside)
     before = tokenizer.decode(prompt, skip_special_tokens=True)[-SHOWN:]
     texts = {name: tokenizer.decode(written[name]["tokens"], skip_special_tokens=True) for name in (base, beside)}
-    return {"before": before[before.find(" ") + 1 :], "written": texts, "same_tokens": written[beside]["first_divergence"]}
+    return {
+        "before": before[before.find(" ") + 1 :],
+        "written": texts,
+        "same_tokens": written[beside]["first_divergence"],
+    }
 
 
 def require_context(context: int, new_tokens: int, config: Callable[[], Any] | None = None) -> None:
@@ -173,10 +225,15 @@ def require_context(context: int, new_tokens: int, config: Callable[[], Any] | N
     if context < 1 or new_tokens < 2:
         raise DataError(f"context={context} and new_tokens={new_tokens}: at least 1 and 2 are needed")
     if context + new_tokens > (most := len(novel())):
-        raise DataError(f"context + new_tokens = {context + new_tokens:,} tokens, but the text has {most:,} characters; lower --context")
+        raise DataError(
+            f"context + new_tokens = {context + new_tokens:,} tokens, but the text has {most:,} characters; lower"
+            " --context"
+        )
     limit = None if config is None else max_context(config())
     if limit is not None and context + new_tokens > limit:
-        raise DataError(f"context + new_tokens = {context + new_tokens} exceeds the model's {limit} positions; lower --context")
+        raise DataError(
+            f"context + new_tokens = {context + new_tokens} exceeds the model's {limit} positions; lower --context"
+        )
 
 
 def shown(result: dict[str, Any]) -> list[Any]:
@@ -187,28 +244,65 @@ def shown(result: dict[str, Any]) -> list[Any]:
     stock, *ours = result["rows"]
     noted = all("kl_max" in r for r in result["rows"])  # results of before have no worst token
     worst = ", worst of one token" if noted else ""
-    why = "the model computes in float32, so it differs by nothing" if result["dtype"] == "float32" else "what it shows is rounding noise"
+    why = (
+        "the model computes in float32, so it differs by nothing"
+        if result["dtype"] == "float32"
+        else "what it shows is rounding noise"
+    )
     noise = f" raw is lossless: {why}." if any(r["scheme"] == "raw" for r in ours) else ""
     t = Table(
-        caption=f"memory: of {result['context'] + result['new_tokens']:,} tokens in a 16-bit model, scales and raw newest tokens included; perplexity and KL "
-        f"over {result['scored']:,} tokens: how much worse the text is predicted, and how far predictions lie from the stock cache's (0: the same{worst}); top "
-        f"token: how often the likeliest next token is the same; tokens/s: {result['new_tokens']} one by one after {result['context']:,}.{noise}",
-        title=f"{result['model']}, {result['dtype']}, on {result['device']} with {counted(result['threads'], 'thread')}", title_justify="left",
+        caption=(
+            f"memory: of {result['context'] + result['new_tokens']:,} tokens in a 16-bit model, scales and raw newest"
+            f" tokens included; perplexity and KL over {result['scored']:,} tokens: how much worse the text is"
+            f" predicted, and how far predictions lie from the stock cache's (0: the same{worst}); top token: how often"
+            f" the likeliest next token is the same; tokens/s: {result['new_tokens']} one by one after"
+            f" {result['context']:,}.{noise}"
+        ),
+        title=(
+            f"{result['model']}, {result['dtype']}, on {result['device']} with {counted(result['threads'], 'thread')}"
+        ),
+        title_justify="left",
         caption_justify="left",
-    )  # fmt: skip
-    for heading in ("cache", "bits", "memory", "", "perplexity", "change", "KL, nats", *["worst"] * noted, "top token", "tokens/s"):
+    )
+    for heading in (
+        "cache",
+        "bits",
+        "memory",
+        "",
+        "perplexity",
+        "change",
+        "KL, nats",
+        *["worst"] * noted,
+        "top token",
+        "tokens/s",
+    ):
         t.add_column(heading, justify="left" if heading == "cache" else "right")
     for r in result["rows"]:
         name = "stock" if r is stock else r["scheme"]
         less = "" if r is stock or r["scheme"] == "raw" else _times(r["memory_reduction"], "x less", "x more", 2)
         t.add_row(
-            name, f"{r['bits_per_element']:.2f}", human_bytes(r["bytes_16bit"]), less, f"{r['ppl']:.2f}", f"{r['ppl_change']:+.2%}",
-            f"{max(r['kl_mean'], 0.0):.4f}", *([f"{r['kl_max']:.2f}"] if noted else []), f"{r['top1_agreement']:.1%}", f"{r['tokens_per_s']:.1f}",
-        )  # fmt: skip
+            name,
+            f"{r['bits_per_element']:.2f}",
+            human_bytes(r["bytes_16bit"]),
+            less,
+            f"{r['ppl']:.2f}",
+            f"{r['ppl_change']:+.2%}",
+            f"{max(r['kl_mean'], 0.0):.4f}",
+            *([f"{r['kl_max']:.2f}"] if noted else []),
+            f"{r['top1_agreement']:.1%}",
+            f"{r['tokens_per_s']:.1f}",
+        )
     (texts,) = result["texts"]
     (_, mine), (name, theirs) = texts["written"].items()
-    same = "word for word the same" if texts["same_tokens"] == result["new_tokens"] else f"the same for {counted(texts['same_tokens'], 'token')}"
-    beside = Table(title=f"... {' '.join(texts['before'].split())}", caption=f"What each cache's model writes next, the likeliest word each time: {same}.")
+    same = (
+        "word for word the same"
+        if texts["same_tokens"] == result["new_tokens"]
+        else f"the same for {counted(texts['same_tokens'], 'token')}"
+    )
+    beside = Table(
+        title=f"... {' '.join(texts['before'].split())}",
+        caption=f"What each cache's model writes next, the likeliest word each time: {same}.",
+    )
     beside.title_justify = beside.caption_justify = "left"
     held = next(r for r in ours if r["scheme"] == name)
     beside.add_column("stock", width=COLUMN)
@@ -227,7 +321,12 @@ def _bars(growth: Sequence[dict[str, Any]]) -> Any:
     top = max(n for step in growth for n in step["bytes"].values())
     for step in growth:
         for i, (name, n) in enumerate(step["bytes"].items()):
-            t.add_row("" if i else f"{step['tokens']:,}", name if i else "stock", "█" * max(1, round(BAR * n / top)), human_bytes(n))
+            t.add_row(
+                "" if i else f"{step['tokens']:,}",
+                name if i else "stock",
+                "█" * max(1, round(BAR * n / top)),
+                human_bytes(n),
+            )
     return t
 
 

@@ -1,7 +1,7 @@
 """What a cache costs in accuracy, measured against the 16-bit cache on the same tokens through the real packed cache.
 
-Text is fed in chunks, so every chunk attends to history as the cache stores it (chunk 1 is pure decoding). A chunk's own tokens are exact, so a long chunk
-flatters a cache (see `DECODING_CHUNK`). Per scored token:
+Text is fed in chunks, so every chunk attends to history as the cache stores it (chunk 1 is pure decoding). A chunk's
+own tokens are exact, so a long chunk flatters a cache (see `DECODING_CHUNK`). Per scored token:
 
     perplexity = exp(mean(-log p(token)))
     KL         = sum_v p16(v) (log p16(v) - log p(v))            nats
@@ -23,9 +23,10 @@ from ..integrations.masks import name_for
 from ..spec import CacheSpec
 
 DECODING_CHUNK = 16
-"""Tokens of a pass that reads much as decoding does: few tokens are its own, which are exact, and it begins at every quarter of a page of 64. A pass of 128
-always begins where the same tokens wait for their page to fill, and reads up to 127 of its own: klt3 and klt2 then show two thirds of their KL
-(docs/results/evaluation.md)."""
+"""Tokens of a pass that reads much as decoding does: few tokens are its own, which are exact, and it begins at every
+quarter of a page of 64. A pass of 128 always begins where the same tokens wait for their page to fill, and reads up to
+127 of its own: klt3 and klt2 then show two thirds of their KL (docs/results/evaluation.md).
+"""
 LOST = 1.0
 """Nats of KL from which on a prediction is another one: a mean hides few of them."""
 BINS_PER_OCTAVE = 32
@@ -36,8 +37,9 @@ DRIFT_FROM = 512
 
 @dataclass
 class Fidelity:
-    """Scored tokens of one cache: `nlls`, `kl` and `tvd` hold one value per token, `same` whether its most likely token is the 16-bit cache's, `places` the
-    number of its text and its position there."""
+    """Scored tokens of one cache: `nlls`, `kl` and `tvd` hold one value per token, `same` whether its most likely token
+    is the 16-bit cache's, `places` the number of its text and its position there.
+    """
 
     seconds: float = 0.0
     num_timed: int = 0
@@ -97,7 +99,10 @@ class Fidelity:
 
     def texts(self) -> list[Fidelity]:
         """What each text has, alone. Time is shared out evenly."""
-        found = [Fidelity(self.seconds / self.num_texts, self.num_timed // self.num_texts, num_texts=1) for _ in range(self.num_texts)]
+        found = [
+            Fidelity(self.seconds / self.num_texts, self.num_timed // self.num_texts, num_texts=1)
+            for _ in range(self.num_texts)
+        ]
         for nll, kl, tvd, same, (text, at) in zip(self.nlls, self.kl, self.tvd, self.same, self.places, strict=True):
             one = found[text]
             one.nlls.append(nll)
@@ -114,28 +119,43 @@ class Fidelity:
         return Fidelity(self.seconds, self.num_timed, num_texts=self.num_texts, **parts)
 
     def record(self, start: int = 0) -> dict[str, Any]:
-        """JSON data of one text that adds up over windows: sums, the worst token's KL and position, tokens above 1 nat, the position of the first token whose
-        most likely one flipped (the end of the text, if none did), sums by octave of position, and a histogram of KL (bin b holds 2**(b/32) <= KL <
-        2**((b+1)/32) nats, "zero" is KL 0).
+        """JSON data of one text that adds up over windows: sums, the worst token's KL and position, tokens above 1 nat,
+        the position of the first token whose most likely one flipped (the end of the text, if none did), sums by octave
+        of position, and a histogram of KL (bin b holds 2**(b/32) <= KL < 2**((b+1)/32) nats, "zero" is KL 0).
 
         Args:
             start: tokens that were stored before the text: its first one has this position.
         """
         positions = [start + p for _, p in self.places]
         return {
-            "nll": self.nll, "num_tokens": self.num_tokens, "top1_same": sum(self.same), "seconds": self.seconds, "num_timed": self.num_timed,
-            "kl": math.fsum(self.kl), "kl_max": self.kl_max, "kl_worst": start + self.kl_worst[1], "kl_lost": self.num_lost,
-            "first_flip": next((p for p, same in zip(positions, self.same, strict=True) if not same), positions[-1] + 1),
-            "tvd": math.fsum(self.tvd), "octaves": octaves(positions, self.kl, self.same), "kl_histogram": histogram(self.kl),
-        }  # fmt: skip
+            "nll": self.nll,
+            "num_tokens": self.num_tokens,
+            "top1_same": sum(self.same),
+            "seconds": self.seconds,
+            "num_timed": self.num_timed,
+            "kl": math.fsum(self.kl),
+            "kl_max": self.kl_max,
+            "kl_worst": start + self.kl_worst[1],
+            "kl_lost": self.num_lost,
+            "first_flip": next(
+                (p for p, same in zip(positions, self.same, strict=True) if not same), positions[-1] + 1
+            ),
+            "tvd": math.fsum(self.tvd),
+            "octaves": octaves(positions, self.kl, self.same),
+            "kl_histogram": histogram(self.kl),
+        }
 
 
 def octaves(positions: list[int], kl: list[float], same: list[bool]) -> dict[str, dict[str, float]]:
-    """Sums over tokens by octave of position (from 1), named by its first: "1024" holds 1,024 to 2,047. Tokens, nats, flips of the most likely token,
-    tokens above `LOST`, the largest KL."""
+    """Sums over tokens by octave of position (from 1), named by its first: "1024" holds 1,024 to 2,047.
+
+    Tokens, nats, flips of the most likely token, tokens above `LOST`, the largest KL.
+    """
     found: dict[str, dict[str, float]] = {}
     for p, nats, kept in zip(positions, kl, same, strict=True):
-        one = found.setdefault(str(1 << (p.bit_length() - 1)), {"tokens": 0, "kl": 0.0, "flips": 0, "lost": 0, "kl_max": 0.0})
+        one = found.setdefault(
+            str(1 << (p.bit_length() - 1)), {"tokens": 0, "kl": 0.0, "flips": 0, "lost": 0, "kl_max": 0.0}
+        )
         one["tokens"] += 1
         one["kl"] += nats
         one["flips"] += not kept
@@ -145,8 +165,8 @@ def octaves(positions: list[int], kl: list[float], same: list[bool]) -> dict[str
 
 
 def drift(kl_mean: dict[str, tuple[int, float]]) -> float | None:
-    """By how much KL grows when the position doubles (0.1: 10 %), from position `DRIFT_FROM` on: least squares of the logarithm over octaves, weighted by
-    tokens. None with fewer than two octaves, or where KL is 0.
+    """By how much KL grows when the position doubles (0.1: 10 %), from position `DRIFT_FROM` on: least squares of the
+    logarithm over octaves, weighted by tokens. None with fewer than two octaves, or where KL is 0.
 
     Args:
         kl_mean: first position of an octave -> (tokens, mean KL).
@@ -206,7 +226,10 @@ def compare(
         DataError: fewer than two tokens, or nothing left to score.
     """
     if ids.ndim not in (1, 2) or ids.shape[-1] < max(first, 1) + 1:
-        raise DataError(f"{tuple(ids.shape)} token ids leave nothing to score after a prefix of {max(first, 1)} tokens; pass a longer text")
+        raise DataError(
+            f"{tuple(ids.shape)} token ids leave nothing to score after a prefix of {max(first, 1)} tokens; pass a"
+            " longer text"
+        )
     ids = (ids if ids.ndim == 2 else ids[None]).to(model.device)
     length, argument = ids.shape[1], name_for(model)
     results = {name: Fidelity() for name in caches} if results is None else results
@@ -218,7 +241,9 @@ def compare(
         reference = p_reference = None
         for name, cache in caches.items():
             began = _now(model)
-            logits = model(ids[:, start:end], **{argument: cache}, use_cache=True, logits_to_keep=targets.shape[1]).logits
+            logits = model(
+                ids[:, start:end], **{argument: cache}, use_cache=True, logits_to_keep=targets.shape[1]
+            ).logits
             if not prefix:
                 results[name].seconds += _now(model) - began
                 results[name].num_timed += (end - start) * len(ids)
@@ -227,7 +252,9 @@ def compare(
                 reference, p_reference = log_p, log_p.exp()
             _score(results[name], log_p, reference, p_reference, targets.flatten())
             n = results[name].num_texts
-            results[name].places += [(n + row, p) for row in range(len(ids)) for p in range(end + 1 - targets.shape[1], end + 1)]
+            results[name].places += [
+                (n + row, p) for row in range(len(ids)) for p in range(end + 1 - targets.shape[1], end + 1)
+            ]
         on_tokens(end - start)
     for result in results.values():
         result.num_texts += len(ids)
@@ -235,8 +262,9 @@ def compare(
 
 
 def read_raw(spec: CacheSpec, length: int, *, chunk: int, start: int = 0, since: int = 0) -> float:
-    """Share of the tokens that attention read at 16 bits: sinks, newest tokens, unfinished pages, a chunk's own tokens. A mean over the tokens fed, and over
-    layers; keys and values count half each.
+    """Share of the tokens that attention read at 16 bits: sinks, newest tokens, unfinished pages, a chunk's own tokens.
+
+    A mean over the tokens fed, and over layers; keys and values count half each.
 
     Args:
         length: tokens of the text, of which the last one is not fed (see `compare`).
@@ -251,7 +279,8 @@ def read_raw(spec: CacheSpec, length: int, *, chunk: int, start: int = 0, since:
         total = 0.0
         for p in fed:
             before = start + (p - start) // chunk * chunk
-            alone = min(chunk, length - 1 - before) == 1  # one token reads its pages as they are once it is stored, several as they were before
+            # one token reads its pages as they are once it is stored, several as they were before
+            alone = min(chunk, length - 1 - before) == 1
             stored = p + 1 if alone else before
             end = stored if g.token_local else g.num_sink_tokens + g.closed_after(stored) * g.page_size
             begin = max(g.num_sink_tokens, seen := g.first_visible(p))
@@ -262,7 +291,9 @@ def read_raw(spec: CacheSpec, length: int, *, chunk: int, start: int = 0, since:
 
 
 def divergence(log_p: torch.Tensor, reference: torch.Tensor, p_reference: torch.Tensor) -> torch.Tensor:
-    """KL of each token, nats: of log-probabilities [n, vocabulary] against the reference's, and these as probabilities."""
+    """KL of each token, nats: of log-probabilities [n, vocabulary] against the reference's, and these as
+    probabilities.
+    """
     return (p_reference * (reference - log_p)).sum(-1).clamp(min=0)
 
 
@@ -272,7 +303,9 @@ def _now(model: Any) -> float:
     return time.perf_counter()
 
 
-def _score(result: Fidelity, log_p: torch.Tensor, reference: torch.Tensor, p_reference: torch.Tensor, targets: torch.Tensor) -> None:
+def _score(
+    result: Fidelity, log_p: torch.Tensor, reference: torch.Tensor, p_reference: torch.Tensor, targets: torch.Tensor
+) -> None:
     """Add the scores of `targets` [n] under log-probabilities [n, vocabulary]."""
     result.nlls += (-log_p.gather(1, targets[:, None])[:, 0]).tolist()
     if log_p is reference:

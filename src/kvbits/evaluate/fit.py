@@ -1,11 +1,15 @@
-"""`kvbits fit`: give two of memory, context and quality, get the third, by a scheme of its own for every layer of a model.
+"""`kvbits fit`: give two of memory, context and quality, get the third, by a scheme of its own for every layer of a
+model.
 
     1. alone      what the keys and the values of each layer cost in few bits, all others raw       (`sensitivity`)
     2. walk       the convex hull of KL against bytes, from the cheapest choice to the dearest       (`allocate`)
-    3. whole      the choices are measured as whole caches, on other windows, beside the uniform presets of as many bytes
-    4. back off   sensitivities drawn towards their mean make milder choices; what was measured best is taken. A preset that is as good wins.
+    3. whole      the choices are measured as whole caches, on other windows, beside the uniform presets of as many
+                  bytes
+    4. back off   sensitivities drawn towards their mean make milder choices; what was measured best is taken. A preset
+                  that is as good wins.
 
-The sum over single layers does not predict the whole cache, because errors of layers interact. `Curve` measures by how much, where all layers are alike.
+The sum over single layers does not predict the whole cache, because errors of layers interact. `Curve` measures by how
+much, where all layers are alike.
 """
 
 from __future__ import annotations
@@ -67,7 +71,10 @@ class Goal:
         given = {"memory": self.memory_bytes, "context": self.context, "a largest KL": self.max_kl}
         if len([x for x in given.values() if x is not None]) < 2:
             named = [name for name, x in given.items() if x is not None]
-            raise SpecError(f"two of memory, context and a largest KL make the third, and {named[0] + ' alone was' if named else 'none was'} given")
+            raise SpecError(
+                "two of memory, context and a largest KL make the third, and"
+                f" {named[0] + ' alone was' if named else 'none was'} given"
+            )
         if self.max_kl is not None and not self.max_kl > 0:
             raise SpecError(f"a largest KL of {self.max_kl} nats: it must be above 0; 0.005 is hardly seen, 0.05 is")
 
@@ -77,7 +84,9 @@ class Goal:
 
     def nbytes(self, scheme: Scheme, layers: tuple[LayerGeometry, ...] | None = None) -> int:
         """What a cache of the context takes, to the byte."""
-        return CacheSpec(scheme=scheme, layers=self.layers if layers is None else layers, raw_dtype=self.raw_dtype).nbytes(self.weighed_at, self.batch)
+        return CacheSpec(
+            scheme=scheme, layers=self.layers if layers is None else layers, raw_dtype=self.raw_dtype
+        ).nbytes(self.weighed_at, self.batch)
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,13 @@ class Measured:
     predicted: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return {"scheme": self.scheme.name, "nbytes": self.nbytes, "kl": self.kl, "bits_per_element": self.bits, "predicted_kl": self.predicted}
+        return {
+            "scheme": self.scheme.name,
+            "nbytes": self.nbytes,
+            "kl": self.kl,
+            "bits_per_element": self.bits,
+            "predicted_kl": self.predicted,
+        }
 
 
 @dataclass(frozen=True)
@@ -127,12 +142,19 @@ class Fit:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "context": self.context, "batch": self.goal.batch, "memory_bytes": self.goal.memory_bytes, "max_kl": self.goal.max_kl, "gained": self.gained,
-            "reached": self.reached, "chosen": self.chosen.to_dict(), "fitted": self.fitted.to_dict(),
-            "preset": None if self.preset is None else self.preset.to_dict(), "tried": [m.to_dict() for m in self.tried],
+            "context": self.context,
+            "batch": self.goal.batch,
+            "memory_bytes": self.goal.memory_bytes,
+            "max_kl": self.goal.max_kl,
+            "gained": self.gained,
+            "reached": self.reached,
+            "chosen": self.chosen.to_dict(),
+            "fitted": self.fitted.to_dict(),
+            "preset": None if self.preset is None else self.preset.to_dict(),
+            "tried": [m.to_dict() for m in self.tried],
             "steps": [{"nbytes": n, "bits_per_element": b, "predicted_kl": k} for n, b, k in self.steps],
             "widths": {side: widths(self.chosen.scheme, len(self.goal.layers), side) for side in SIDES},
-        }  # fmt: skip
+        }
 
 
 def widths(scheme: Scheme, count: int, side: str) -> list[float]:
@@ -142,7 +164,15 @@ def widths(scheme: Scheme, count: int, side: str) -> list[float]:
 
 
 def _uniform(name: str, key: Any, value: Any, overrides: tuple[Override, ...] = ()) -> Scheme:
-    return Scheme(name=name, key=key, value=value, num_sink_tokens=SINKS, residual_length=RESIDUAL, page_size=PAGE, overrides=overrides)
+    return Scheme(
+        name=name,
+        key=key,
+        value=value,
+        num_sink_tokens=SINKS,
+        residual_length=RESIDUAL,
+        page_size=PAGE,
+        overrides=overrides,
+    )
 
 
 class _Search:
@@ -169,7 +199,12 @@ class _Search:
                         measured[side][layer][width] = self.bench.alone(layer, side, width, self.known.of(side)[width])
                         if new and started and not timed:  # the first of a run also reads the prefix
                             timed, seconds = True, time.perf_counter() - began
-                            left = sum(not self.bench.has_alone(i, s, w) for i in range(count) for s in SIDES for w in self.known.measured)
+                            left = sum(
+                                not self.bench.has_alone(i, s, w)
+                                for i in range(count)
+                                for s in SIDES
+                                for w in self.known.measured
+                            )
                             self.say(_estimate(self.bench, seconds, left))
                         started |= new
                         advance(1)
@@ -182,7 +217,15 @@ class _Search:
         kl = {side: {b: tempered(x, temperature) for b, x in self.alone[side].items()} for side in SIDES}
         pairs = [(k, v) for k in self.known.key for v in self.known.value]
         return [
-            [Option(self.known.key[k], self.known.value[v], self._nbytes(g, k, v), kl["key"][k][layer] + kl["value"][v][layer]) for k, v in pairs]
+            [
+                Option(
+                    self.known.key[k],
+                    self.known.value[v],
+                    self._nbytes(g, k, v),
+                    kl["key"][k][layer] + kl["value"][v][layer],
+                )
+                for k, v in pairs
+            ]
             for layer, g in enumerate(self.goal.layers)
         ]
 
@@ -197,7 +240,9 @@ class _Search:
         for layer, o in enumerate(step.options):
             members.setdefault((o.key, o.value), []).append(layer)
         (base, _), *others = sorted(members.items(), key=lambda item: -len(item[1]))
-        return self._scheme(*base, tuple(Override(layers=tuple(layers), key=key, value=value) for (key, value), layers in others))
+        return self._scheme(
+            *base, tuple(Override(layers=tuple(layers), key=key, value=value) for (key, value), layers in others)
+        )
 
     def total(self, scheme: Scheme) -> float:
         """Sum of what each layer costs alone."""
@@ -227,11 +272,15 @@ class _Search:
         """Presets that take at most `limit` bytes, those of the most: (bytes, scheme)."""
         found = []
         for name, preset in presets.PRESETS.items():
-            if preset.tiers or (preset.needs_calibration and not (self.known.calibrated and "basis" in preset.calibrates)):
+            if preset.tiers or (
+                preset.needs_calibration and not (self.known.calibrated and "basis" in preset.calibrates)
+            ):
                 continue
             try:
                 scheme = presets.for_layers(name, self.goal.layers)
-                if self.known.token_local and not (scheme.page_size == PAGE and scheme.key.token_local and scheme.value.token_local):
+                if self.known.token_local and not (
+                    scheme.page_size == PAGE and scheme.key.token_local and scheme.value.token_local
+                ):
                     continue
                 found.append((self.goal.nbytes(scheme), scheme))
             except SpecError:
@@ -258,22 +307,38 @@ def require_room(goal: Goal, known: Formats) -> None:
     least = goal.nbytes(cheapest)
     if least <= goal.memory_bytes:
         return
-    longest = planner.max_context(CacheSpec(scheme=cheapest, layers=goal.layers, raw_dtype=goal.raw_dtype), goal.memory_bytes, goal.batch)
+    longest = planner.max_context(
+        CacheSpec(scheme=cheapest, layers=goal.layers, raw_dtype=goal.raw_dtype), goal.memory_bytes, goal.batch
+    )
     raise SpecError(
-        f"even in the fewest bits {human_bytes(goal.memory_bytes)} do not hold {counted(goal.batch, 'sequence')} of {goal.context:,} tokens: "
-        f"the fewest bits take {human_bytes(least)}; give more memory, a context of at most {longest or 0:,} tokens"
+        f"even in the fewest bits {human_bytes(goal.memory_bytes)} do not hold {counted(goal.batch, 'sequence')} of"
+        f" {goal.context:,} tokens: the fewest bits take {human_bytes(least)}; give more memory, a context of at most"
+        f" {longest or 0:,} tokens"
         + ("" if known.calibrated or known.token_local else ", or --calibrate for formats of fewer bits")
     )
 
 
 def _estimate(bench: Bench, seconds: float, left: int) -> str:
-    """How long the rest takes, from what one measurement of a single layer took: whole caches read so many times its tokens."""
+    """How long the rest takes, from what one measurement of a single layer took: whole caches read so many times its
+    tokens.
+    """
     wholes = len(TEMPERATURES) + 2 + PRESETS_BESIDE + 1
     total = seconds * (left + wholes * bench.wholes.numel() / (len(bench.probes) * SCORED))
-    return f"about {max(1, round(total / 60))} minutes: {left} measurements of single layers at {seconds:.1f} s, then about {wholes} whole caches"
+    return (
+        f"about {max(1, round(total / 60))} minutes: {left} measurements of single layers at {seconds:.1f} s, then"
+        f" about {wholes} whole caches"
+    )
 
 
-def fit(bench: Bench, known: Formats, goal: Goal, *, name: str, progress: bool = True, say: Callable[[str], None] = lambda text: None) -> Fit:
+def fit(
+    bench: Bench,
+    known: Formats,
+    goal: Goal,
+    *,
+    name: str,
+    progress: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> Fit:
     """Find the scheme that a goal asks for.
 
     Args:
@@ -290,7 +355,9 @@ def fit(bench: Bench, known: Formats, goal: Goal, *, name: str, progress: bool =
     limit = goal.memory_bytes if goal.context is not None else None
     tried = _by_quality(search) if limit is None else _by_memory(search, limit, progress)
     passing = [m for m in tried if goal.max_kl is None or m.kl <= goal.max_kl]
-    fitted = min(passing, key=lambda m: (m.nbytes, m.kl)) if passing and limit is None else min(tried, key=lambda m: m.kl)
+    fitted = (
+        min(passing, key=lambda m: (m.nbytes, m.kl)) if passing and limit is None else min(tried, key=lambda m: m.kl)
+    )
     beside = [s for _, s in search.uniform(fitted.nbytes if limit is None else limit)]
     found = search.measured(beside, [None] * len(beside))
     preset = min(found, key=lambda m: m.kl, default=None)
@@ -306,7 +373,8 @@ def _by_memory(search: _Search, limit: int, progress: bool) -> list[Measured]:
     """The best choice that fits, by sensitivities more and more alike."""
     schemes = list(dict.fromkeys(search.scheme(walk(search.options(t), limit)[-1]) for t in TEMPERATURES))
     alike = [one for s in schemes for one in search.near(search.total(s))]
-    search.bench.whole([*schemes, *alike, *(s for _, s in search.uniform(limit))], progress=progress)  # side by side: the 16-bit cache is run once for all
+    # side by side: the 16-bit cache is run once for all
+    search.bench.whole([*schemes, *alike, *(s for _, s in search.uniform(limit))], progress=progress)
     return search.measured(schemes, [search.curve(search.total(s))(search.total(s)) for s in schemes])
 
 
@@ -330,7 +398,10 @@ def _by_quality(search: _Search) -> list[Measured]:
 
 
 def _steps(search: _Search, fitted: Measured) -> list[tuple[int, float, float]]:
-    """The hull for people: bytes, bits, predicted KL. Bits in steps of about a half; what is near the choice is predicted by what was measured there."""
+    """The hull for people: bytes, bits, predicted KL.
+
+    Bits in steps of about a half; what is near the choice is predicted by what was measured there.
+    """
     curve = search.curve(search.total(fitted.scheme))
     found: list[tuple[int, float, float]] = []
     for step in walk(search.options(1.0)):
@@ -348,7 +419,12 @@ def write(scheme: FittedScheme, bench: Bench, out: Path) -> None:
         needed.save(out.with_suffix(".safetensors"))
 
 
-def bound_to(scheme: Scheme, layers: tuple[LayerGeometry, ...], *, name: str, weights: str, model: str, description: str) -> FittedScheme:
+def bound_to(
+    scheme: Scheme, layers: tuple[LayerGeometry, ...], *, name: str, weights: str, model: str, description: str
+) -> FittedScheme:
     """The scheme with the model that it was fitted to, for a file."""
-    fields = {f.name: getattr(scheme, f.name) for f in dataclasses.fields(Scheme)} | {"name": name, "description": description}
+    fields = {f.name: getattr(scheme, f.name) for f in dataclasses.fields(Scheme)} | {
+        "name": name,
+        "description": description,
+    }
     return FittedScheme(**fields, layers=layers, weights=weights, model=model)

@@ -1,10 +1,14 @@
-"""Right and wrong answers of two caches to the same questions: their difference, how sure it is, and whether it is chance.
+"""Right and wrong answers of two caches to the same questions: their difference, how sure it is, and whether it is
+chance.
 
-Only questions that the two answer unlike tell them apart: b that the 16-bit cache alone answers right, c that the other alone does.
+Only questions that the two answer unlike tell them apart: b that the 16-bit cache alone answers right, c that the other
+alone does.
 
-    difference   (c - b) / n, with a 95 % interval after Agresti and Min (2005): half a question is added to each of the four cells, so that no disagreement
+    difference   (c - b) / n, with a 95 % interval after Agresti and Min (2005): half a question is added to each of the
+                 four cells, so that no disagreement
                  at all leaves an interval of more than nothing
-    p            McNemar's exact test: how likely b and c are this uneven, or more, if each disagreement falls either way
+    p            McNemar's exact test: how likely b and c are this uneven, or more, if each disagreement falls either
+    way
 """
 
 from __future__ import annotations
@@ -36,9 +40,13 @@ def paired(outcomes: Iterable[tuple[bool, bool]]) -> dict[str, Any]:
     odd = lost + gained
     tail = sum(math.comb(odd, k) for k in range(min(lost, gained) + 1))
     return {
-        "difference": (gained - lost) / len(pairs), "difference_low": max(-1.0, middle - width), "difference_high": min(1.0, middle + width),
-        "lost": lost, "gained": gained, "p": min(1.0, 2 * tail / 2**odd),
-    }  # fmt: skip
+        "difference": (gained - lost) / len(pairs),
+        "difference_low": max(-1.0, middle - width),
+        "difference_high": min(1.0, middle + width),
+        "lost": lost,
+        "gained": gained,
+        "p": min(1.0, 2 * tail / 2**odd),
+    }
 
 
 def paired_records(records: dict[str, dict[str, Any]], base: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:

@@ -1,17 +1,22 @@
-"""What other engines store, simulated in a dense cache: every token is rounded as it comes, and read so, even by itself, as their decoding does. Nothing stays
-raw but where a recipe says so, and no figure depends on how many tokens a pass has.
+"""What other engines store, simulated in a dense cache: every token is rounded as it comes, and read so, even by
+itself, as their decoding does. Nothing stays raw but where a recipe says so, and no figure depends on how many tokens a
+pass has.
 
-    turboquant_4bit_nc, _3bit_nc   vLLM 0.33. Keys: a norm in float16 and a direction, turned by a Hadamard matrix, each number the nearest Lloyd-Max level of
-                                   the normal distribution, and the whole made as long as the norm again. Values: asymmetric integers, a scale and an offset in
-                                   float16. The first two and the last two layers stay raw.
-    int4_per_token_head            vLLM 0.33. Signs drawn once, a Hadamard matrix, asymmetric integers with a whole zero point, which is kept in the four lowest
+    turboquant_4bit_nc, _3bit_nc   vLLM 0.33. Keys: a norm in float16 and a direction, turned by a Hadamard matrix, each
+                                   number the nearest Lloyd-Max level of
+                                   the normal distribution, and the whole made as long as the norm again. Values:
+                                   asymmetric integers, a scale and an offset in float16. The first two and the last two
+                                   layers stay raw.
+    int4_per_token_head            vLLM 0.33. Signs drawn once, a Hadamard matrix, asymmetric integers with a whole zero
+                                   point, which is kept in the four lowest
                                    bits of the scale, a float32
     fp8_unscaled                   vLLM's fp8, where no scale is calibrated: E4M3 of the numbers as they are
-    q4_0_rotated                   llama.cpp from April 2026 on: a Hadamard matrix (of values: one for every 64 channels), then blocks of 32 with a scale in
+    q4_0_rotated                   llama.cpp from April 2026 on: a Hadamard matrix (of values: one for every 64
+                                   channels), then blocks of 32 with a scale in
                                    float16, by which the number farthest from 0 is -8
 
-Written from what these engines compute. What they round on the way (a turned key to 16 bits) is left out, which flatters them. KIVI's recipe is presets:
-kivi4, kivi2. vLLM's nvfp4 is in `simulated`, on pages.
+Written from what these engines compute. What they round on the way (a turned key to 16 bits) is left out, which
+flatters them. KIVI's recipe is presets: kivi4, kivi2. vLLM's nvfp4 is in `simulated`, on pages.
 """
 
 from __future__ import annotations
@@ -61,8 +66,12 @@ class PeerLayer(DynamicLayer):
         super().__init__()
         self.peer = peer
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().update(_rounded(self.peer.keys, key_states), _rounded(self.peer.values, value_states), *args, **kwargs)
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().update(
+            _rounded(self.peer.keys, key_states), _rounded(self.peer.values, value_states), *args, **kwargs
+        )
 
 
 def _rounded(how: Rounding, x: torch.Tensor) -> torch.Tensor:
@@ -78,11 +87,19 @@ def make(name: str, layers: tuple[LayerGeometry, ...]) -> tuple[Callable[[], Cac
     peer = PEERS[name]
     for d in {d for g in layers for d in (g.head_dim, g.value_head_dim)}:
         if d % peer.heads if peer.heads else d & (d - 1):
-            raise UnsupportedError(f"{name} takes a head_dim that is a {f'multiple of {peer.heads}' if peer.heads else 'power of two'}, not {d}")
+            raise UnsupportedError(
+                f"{name} takes a head_dim that is a {f'multiple of {peer.heads}' if peer.heads else 'power of two'},"
+                f" not {d}"
+            )
     ends = min(peer.raw_layers, len(layers) // 2)
     raw = [min(i, len(layers) - 1 - i) < ends for i in range(len(layers))]
     held = sum(
-        16 * g.token_elements if r else g.num_kv_heads * (peer.key_bits(g.head_dim) * g.head_dim + peer.value_bits(g.value_head_dim) * g.value_head_dim)
+        (
+            16 * g.token_elements
+            if r
+            else g.num_kv_heads
+            * (peer.key_bits(g.head_dim) * g.head_dim + peer.value_bits(g.value_head_dim) * g.value_head_dim)
+        )
         for r, g in zip(raw, layers, strict=True)
     )
     info = {"bits_per_element": held / sum(g.token_elements for g in layers), "source": peer.source}
@@ -109,7 +126,9 @@ def lloyd_max(bits: int) -> torch.Tensor:
 
 
 def directions(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """A norm in float16, and the nearest Lloyd-Max level of each number of the turned direction; the levels are as long as the norm together."""
+    """A norm in float16, and the nearest Lloyd-Max level of each number of the turned direction; the levels are as long
+    as the norm together.
+    """
     norm = x.norm(dim=-1, keepdim=True)
     turned = hadamard(x / (norm + 1e-8)) * x.shape[-1] ** 0.5
     levels = lloyd_max(bits).to(x)
@@ -120,7 +139,11 @@ def directions(x: torch.Tensor, bits: int) -> torch.Tensor:
 def zero_points(x: torch.Tensor) -> torch.Tensor:
     """4-bit integers of turned numbers, (code - zero) * scale, whose scale lacks its four lowest bits."""
     width = x.shape[-1] & -x.shape[-1]
-    signs = torch.randint(2, (width,), generator=torch.Generator().manual_seed(width)).repeat(x.shape[-1] // width).to(x) * 2 - 1
+    signs = (
+        torch.randint(2, (width,), generator=torch.Generator().manual_seed(width)).repeat(x.shape[-1] // width).to(x)
+        * 2
+        - 1
+    )
     turned = hadamard(x * signs)
     low, high = turned.amin(-1, keepdim=True), turned.amax(-1, keepdim=True)
     scale = ((high - low) / 15).clamp(min=1e-6)
@@ -152,9 +175,14 @@ def fp8(x: torch.Tensor) -> torch.Tensor:
 
 def _turboquant(bits: int) -> Peer:
     return Peer(
-        keys=functools.partial(directions, bits=bits), values=functools.partial(integers, bits=bits), key_bits=lambda d: bits + 16 / d,
-        value_bits=lambda d: bits + 32 / d, source="https://github.com/vllm-project/vllm/pull/38479", heads=0, raw_layers=2,
-    )  # fmt: skip
+        keys=functools.partial(directions, bits=bits),
+        values=functools.partial(integers, bits=bits),
+        key_bits=lambda d: bits + 16 / d,
+        value_bits=lambda d: bits + 32 / d,
+        source="https://github.com/vllm-project/vllm/pull/38479",
+        heads=0,
+        raw_layers=2,
+    )
 
 
 def _alike(how: Rounding, bits: Callable[[int], float], source: str, heads: int) -> Peer:
@@ -164,11 +192,17 @@ def _alike(how: Rounding, bits: Callable[[int], float], source: str, heads: int)
 PEERS = {
     "turboquant_4bit_nc": _turboquant(4),
     "turboquant_3bit_nc": _turboquant(3),
-    "int4_per_token_head": _alike(zero_points, lambda d: 4 + 32 / d, "https://github.com/vllm-project/vllm/pull/39074", 2),
+    "int4_per_token_head": _alike(
+        zero_points, lambda d: 4 + 32 / d, "https://github.com/vllm-project/vllm/pull/39074", 2
+    ),
     "fp8_unscaled": _alike(fp8, lambda d: 8.0, "https://arxiv.org/abs/2209.05433", 1),
     "q4_0_rotated": Peer(
-        keys=rotated_keys, values=lambda x: rotated_keys(x.unflatten(-1, (-1, 64))).flatten(-2), key_bits=lambda d: 4.5, value_bits=lambda d: 4.5,
-        source="https://github.com/ggml-org/llama.cpp/pull/21038", heads=64,
+        keys=rotated_keys,
+        values=lambda x: rotated_keys(x.unflatten(-1, (-1, 64))).flatten(-2),
+        key_bits=lambda d: 4.5,
+        value_bits=lambda d: 4.5,
+        source="https://github.com/ggml-org/llama.cpp/pull/21038",
+        heads=64,
     ),
-}  # fmt: skip
+}
 """By the name that its engine gives it."""

@@ -1,12 +1,14 @@
-"""Results on disk: one JSON file per model, task and scheme, written after every item, so that a run that stops goes on where it was.
+"""Results on disk: one JSON file per model, task and scheme, written after every item, so that a run that stops goes on
+where it was.
 
     OUT / MODEL / TASK / SCHEME.json
     {"format": "kvbits-eval", "version": 2, "task", "scheme", "kind", "info", "settings", "model",
      "runs": {ID: record}, "items": {KEY: {"run": ID, ...}}, "summary"}
 
-`settings` and `model` (with its fingerprint) are what the figures depend on: a file with others is refused, never mixed. A run that goes on where another
-stopped adds its record (`kvbits.runs`, and `device`, `threads`, and `seconds` spent on this file) and its items; each item names its run. How many items a file
-has is no setting: sixteen windows go on from eight.
+`settings` and `model` (with its fingerprint) are what the figures depend on: a file with others is refused, never
+mixed. A run that goes on where another stopped adds its record (`kvbits.runs`, and `device`, `threads`, and `seconds`
+spent on this file) and its items; each item names its run. How many items a file has is no setting: sixteen windows go
+on from eight.
 """
 
 from __future__ import annotations
@@ -22,7 +24,17 @@ from ..files import to_json, whole
 
 FORMAT = "kvbits-eval"
 VERSION = 2
-PARTS = {"task": str, "scheme": str, "kind": str, "info": dict, "settings": dict, "model": dict, "runs": dict, "items": dict, "summary": dict}
+PARTS = {
+    "task": str,
+    "scheme": str,
+    "kind": str,
+    "info": dict,
+    "settings": dict,
+    "model": dict,
+    "runs": dict,
+    "items": dict,
+    "summary": dict,
+}
 """What a result file holds besides."""
 OF_SCHEME = ("scheme", "calibration")
 """Settings of one scheme alone."""
@@ -31,8 +43,9 @@ FACTS = {"name", "dtype", "parameters"}
 
 
 def model_facts(model: Any, name: str) -> dict[str, Any]:
-    """Name, sizes, a fingerprint of a loaded model (16 hex digits over its configuration and a sample of every weight tensor), and what its weights were made
-    of, where `load_model` found that out."""
+    """Name, sizes, a fingerprint of a loaded model (16 hex digits over its configuration and a sample of every weight
+    tensor), and what its weights were made of, where `load_model` found that out.
+    """
     import torch
 
     config = model.config.get_text_config(decoder=True)
@@ -43,10 +56,15 @@ def model_facts(model: Any, name: str) -> dict[str, Any]:
             sample = flat[:: max(1, flat.numel() // 64)][:64].double().cpu().numpy()
             digest.update(f"{key}{tuple(weight.shape)}".encode() + sample.tobytes())
     return {
-        "name": name, "architecture": type(model).__name__, "fingerprint": digest.hexdigest()[:16], "dtype": str(model.dtype).removeprefix("torch."),
-        "parameters": sum(p.numel() for p in model.parameters()), "layers": config.num_hidden_layers,
-        "max_context": getattr(config, "max_position_embeddings", None), "weights": getattr(model, "kvbits_weights", None),
-    }  # fmt: skip
+        "name": name,
+        "architecture": type(model).__name__,
+        "fingerprint": digest.hexdigest()[:16],
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "layers": config.num_hidden_layers,
+        "max_context": getattr(config, "max_position_embeddings", None),
+        "weights": getattr(model, "kvbits_weights", None),
+    }
 
 
 def new_run(device: Any) -> dict[str, Any]:
@@ -54,7 +72,11 @@ def new_run(device: Any) -> dict[str, Any]:
     import torch
 
     record = runs.record()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{record['host']['cpu']} ({record['host']['cores']} cores)"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{record['host']['cpu']} ({record['host']['cores']} cores)"
+    )
     return record | {"device": name, "threads": torch.get_num_threads()}
 
 
@@ -74,7 +96,9 @@ class ResultFile:
 
     def __init__(self, path: Path, header: dict[str, Any], run: dict[str, Any], *, overwrite: bool = False) -> None:
         self.path, self.run = path, run | {"seconds": 0.0}
-        self.data: dict[str, Any] = {"format": FORMAT, "version": VERSION} | header | {"runs": {}, "items": {}, "summary": {}}
+        self.data: dict[str, Any] = (
+            {"format": FORMAT, "version": VERSION} | header | {"runs": {}, "items": {}, "summary": {}}
+        )
         if path.exists():
             old = read(path) if overwrite else require_same(path, {k: header[k] for k in ("settings", "model")})
             if old is not None and not old.get("trimmed") and not different(header, old):
@@ -96,7 +120,9 @@ class ResultFile:
         """
         self.run["seconds"] = round(self.run["seconds"] + seconds, 3)
         used = {item["run"] for item in self.items.values()}
-        self.data["runs"] = {name: r for name, r in (self.data["runs"] | {self.run["id"]: self.run}).items() if name in used}
+        self.data["runs"] = {
+            name: r for name, r in (self.data["runs"] | {self.run["id"]: self.run}).items() if name in used
+        }
         self.data["summary"] = summary
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with whole(self.path) as partial:
@@ -117,15 +143,26 @@ def require_same(path: Path, header: dict[str, Any]) -> dict[str, Any] | None:
         return None
     old = read(path)
     if left_out := old.get("trimmed"):
-        raise SpecError(f"{path} was trimmed for keeping ({', '.join(left_out)} left out of its items): no run can go on; give another --out, or --overwrite")
+        raise SpecError(
+            f"{path} was trimmed for keeping ({', '.join(left_out)} left out of its items): no run can go on; give"
+            " another --out, or --overwrite"
+        )
     if differs := different(header, old):
-        raise SpecError(f"{path} holds results of something else: {'; '.join(differs[:3])}; give another --out, or --overwrite")
+        raise SpecError(
+            f"{path} holds results of something else: {'; '.join(differs[:3])}; give another --out, or --overwrite"
+        )
     return old
 
 
 def different(header: dict[str, Any], old: dict[str, Any]) -> list[str]:
     """What `settings` and `model`, or one of them, say otherwise than a file."""
-    return [d for part in ("settings", "model") if part in header for d in _differences(header[part], old[part]) if not d.startswith("weights is ")]
+    return [
+        d
+        for part in ("settings", "model")
+        if part in header
+        for d in _differences(header[part], old[part])
+        if not d.startswith("weights is ")
+    ]
 
 
 def dumps(data: dict[str, Any]) -> str:
@@ -152,11 +189,15 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as e:
         raise FileFormatError(f"cannot read {path}: {e}; remove it or name another folder") from e
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
-        raise FileFormatError(f"{path} is not a result of `kvbits eval` version {VERSION}; remove it or name another folder")
+        raise FileFormatError(
+            f"{path} is not a result of `kvbits eval` version {VERSION}; remove it or name another folder"
+        )
     if wrong := [part for part, kind in PARTS.items() if not isinstance(data.get(part), kind)]:
         raise FileFormatError(f"{path} has no {wrong[0]} that could be read; remove it or name another folder")
     if not all(isinstance(item, dict) for item in data["items"].values()) or not data["model"].keys() >= FACTS:
-        raise FileFormatError(f"{path} has damaged items or a model without {', '.join(sorted(FACTS))}; remove it or name another folder")
+        raise FileFormatError(
+            f"{path} has damaged items or a model without {', '.join(sorted(FACTS))}; remove it or name another folder"
+        )
     if wrong := [key for key, item in data["items"].items() if item.get("run") not in data["runs"]]:
         raise FileFormatError(f"{path} has items of no run, such as {wrong[0]}; remove it or name another folder")
     return data
@@ -170,16 +211,26 @@ def read_all(directory: Path) -> list[dict[str, Any]]:
         FileFormatError: a damaged one.
     """
     if not directory.is_dir():
-        raise SpecError(f"{directory}: no such folder; give the one that `kvbits eval MODEL --out FOLDER` wrote, or benchmarks/results/eval of a checkout")
+        raise SpecError(
+            f"{directory}: no such folder; give the one that `kvbits eval MODEL --out FOLDER` wrote, or"
+            " benchmarks/results/eval of a checkout"
+        )
     found = [read(p) for p in sorted(directory.glob("*/*/*.json"))]
     if not found:
-        raise SpecError(f"{directory} holds no results of `kvbits eval` (MODEL/TASK/SCHEME.json); give the folder itself that its --out named, or run it first")
+        raise SpecError(
+            f"{directory} holds no results of `kvbits eval` (MODEL/TASK/SCHEME.json); give the folder itself that its"
+            " --out named, or run it first"
+        )
     return found
 
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     keys = dict.fromkeys([*ours, *theirs])
-    return [f"{k} is {ours.get(k)!r} here and {theirs.get(k)!r} in the file" for k in keys if _plain(ours.get(k)) != _plain(theirs.get(k))]
+    return [
+        f"{k} is {ours.get(k)!r} here and {theirs.get(k)!r} in the file"
+        for k in keys
+        if _plain(ours.get(k)) != _plain(theirs.get(k))
+    ]
 
 
 def _plain(value: Any) -> Any:

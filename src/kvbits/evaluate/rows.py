@@ -1,8 +1,9 @@
 """Several prompts at a time through one cache, no prompt depending on the others beside it.
 
-Prompts are padded on the left and end together. Passes are cut from that end, `chunk` tokens each, so the first pass of a prompt holds what is left over:
-which tokens a pass reads as stored depends on the prompt's own length alone. A KVCache neither stores nor sees the padding. Transformers' own quantized
-caches and simulated ones store it like tokens; they get one prompt at a time.
+Prompts are padded on the left and end together. Passes are cut from that end, `chunk` tokens each, so the first pass of
+a prompt holds what is left over: which tokens a pass reads as stored depends on the prompt's own length alone. A
+KVCache neither stores nor sees the padding. Transformers' own quantized caches and simulated ones store it like tokens;
+they get one prompt at a time.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Rows:
         if not prompts or not all(len(p) for p in prompts):
             raise DataError(f"{len(prompts)} prompts of {[len(p) for p in prompts]} tokens; each needs at least one")
         self.model, self.cache = model, cache
-        self.mask = torch.zeros(len(prompts), 0, dtype=torch.bool)  # on the host: what is padding is known without waiting for a GPU
+        # on the host: what is padding is known without waiting for a GPU
+        self.mask = torch.zeros(len(prompts), 0, dtype=torch.bool)
         length = max(map(len, prompts))
         ids = torch.stack([torch.cat([p.new_zeros(length - len(p)), p.cpu()]) for p in prompts])
         real = torch.arange(length) >= length - torch.tensor([len(p) for p in prompts])[:, None]
@@ -52,13 +54,20 @@ class Rows:
 
     @torch.no_grad()
     def feed(self, ids: torch.Tensor, real: torch.Tensor | None = None, *, keep: int = 1) -> torch.Tensor:
-        """Logits [B, keep, vocabulary] of the last `keep` of the next tokens `ids` [B, T]; `real` [B, T] is False for padding."""
+        """Logits [B, keep, vocabulary] of the last `keep` of the next tokens `ids` [B, T]; `real` [B, T] is False for
+        padding.
+        """
         self.mask = torch.cat([self.mask, torch.ones_like(ids, dtype=torch.bool) if real is None else real], 1)
         how: dict[str, Any] = {}
         if not bool(self.mask.all()):
             positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            how = {"attention_mask": self.mask.to(self.model.device, torch.int64), "position_ids": positions.to(self.model.device)}
-        logits: torch.Tensor = self.model(ids.to(self.model.device), **passed(self.model, self.cache), use_cache=True, logits_to_keep=keep, **how).logits
+            how = {
+                "attention_mask": self.mask.to(self.model.device, torch.int64),
+                "position_ids": positions.to(self.model.device),
+            }
+        logits: torch.Tensor = self.model(
+            ids.to(self.model.device), **passed(self.model, self.cache), use_cache=True, logits_to_keep=keep, **how
+        ).logits
         return logits
 
     def select(self, rows: list[int]) -> None:
@@ -74,7 +83,9 @@ def together(f: CacheFactory, count: int) -> list[slice]:
 
 
 def sampled(logits: torch.Tensor, draws: Sequence[random.Random]) -> list[int]:
-    """A token for each row of logits [B, vocabulary], sampled at `TEMPERATURE` with one random number of its row's: caches of like odds draw alike."""
+    """A token for each row of logits [B, vocabulary], sampled at `TEMPERATURE` with one random number of its row's:
+    caches of like odds draw alike.
+    """
     odds = torch.softmax(logits.float() / TEMPERATURE, -1).double().cumsum(-1)
     at = torch.tensor([[rng.random()] for rng in draws], dtype=torch.float64, device=odds.device) * odds[:, -1:]
     return list(torch.searchsorted(odds, at, right=True).clamp(max=odds.shape[1] - 1)[:, 0].tolist())
@@ -89,7 +100,9 @@ def generate(
     stop: Callable[[list[int]], bool] = lambda tokens: False,
     draws: Sequence[random.Random] | None = None,
 ) -> list[list[int]]:
-    """Tokens after each prompt, until `stop` says so of what came so far or `new_tokens` came. Rows that ended leave the batch.
+    """Tokens after each prompt, until `stop` says so of what came so far or `new_tokens` came.
+
+    Rows that ended leave the batch.
 
     Args:
         draws: random numbers of each prompt's tokens, which are sampled with them (`sampled`); greedy, if not given.
@@ -113,28 +126,39 @@ def generate(
 
 
 def score(
-    model: Any, f: CacheFactory, prompts: Sequence[torch.Tensor], continuations: Sequence[Sequence[torch.Tensor]], chunk: int
+    model: Any,
+    f: CacheFactory,
+    prompts: Sequence[torch.Tensor],
+    continuations: Sequence[Sequence[torch.Tensor]],
+    chunk: int,
 ) -> list[list[tuple[float, bool]]]:
     """Log-likelihood, in nats, of each continuation of each prompt, and whether greedy decoding would have written it.
 
-    A prompt is fed once, and its sequence forked for continuations of more than one token. Prompts of very different lengths do not wait for each other
-    (see `alike`): padding costs a model as much as tokens do.
+    A prompt is fed once, and its sequence forked for continuations of more than one token. Prompts of very different
+    lengths do not wait for each other (see `alike`): padding costs a model as much as tokens do.
 
     Args:
         continuations: int64 [num_tokens] each, for each prompt.
     """
     if f.stores_padding:  # nor can it be forked
-        return [[_score(model, f.make(1, len(p) + len(c)), [p], [[c]], chunk)[0][0] for c in some] for p, some in zip(prompts, continuations, strict=True)]
+        return [
+            [_score(model, f.make(1, len(p) + len(c)), [p], [[c]], chunk)[0][0] for c in some]
+            for p, some in zip(prompts, continuations, strict=True)
+        ]
     found: list[list[tuple[float, bool]]] = [[] for _ in prompts]
     for group in alike([len(p) for p in prompts], chunk):
-        scores = _score(model, f.make(None, None), [prompts[i] for i in group], [continuations[i] for i in group], chunk)
+        scores = _score(
+            model, f.make(None, None), [prompts[i] for i in group], [continuations[i] for i in group], chunk
+        )
         for i, mine in zip(group, scores, strict=True):
             found[i] = mine
     return found
 
 
 def alike(lengths: Sequence[int], chunk: int) -> list[list[int]]:
-    """Indices of prompts that go through a cache together, shortest first: none takes more than twice the passes of `chunk` tokens of another in its group."""
+    """Indices of prompts that go through a cache together, shortest first: none takes more than twice the passes of
+    `chunk` tokens of another in its group.
+    """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         if groups and -(-lengths[i] // chunk) <= 2 * -(-lengths[groups[-1][0]] // chunk):
@@ -145,11 +169,18 @@ def alike(lengths: Sequence[int], chunk: int) -> list[list[int]]:
 
 
 def follow(
-    model: Any, f: CacheFactory, prompts: Sequence[torch.Tensor], texts: Sequence[Sequence[int]], chunk: int, *, text_chunk: int | None = None
+    model: Any,
+    f: CacheFactory,
+    prompts: Sequence[torch.Tensor],
+    texts: Sequence[Sequence[int]],
+    chunk: int,
+    *,
+    text_chunk: int | None = None,
 ) -> list[list[int]]:
     """The token that a cache would write in the place of each of `texts`, which follow the prompts.
 
-    Texts are fed as they are (teacher forcing), in passes of `chunk` tokens: what a cache would have written differently changes nothing after it.
+    Texts are fed as they are (teacher forcing), in passes of `chunk` tokens: what a cache would have written
+    differently changes nothing after it.
 
     Args:
         text_chunk: tokens of a pass of the texts; as many as of one of the prompts, if not given.
@@ -158,13 +189,17 @@ def follow(
     found: list[list[int]] = []
     for some in together(f, len(prompts)):
         longest = max(map(len, texts[some]))
-        longest += -(longest - 1) % chunk_of_text  # whole passes: none of one token, which would read the page that it closes, depends on the batch
+        # whole passes: none of one token, which would read the page that it closes, depends on the batch
+        longest += -(longest - 1) % chunk_of_text
         given = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts[some]])
         rows = Rows(model, f.make(len(given), max(map(len, prompts[some])) + longest), prompts[some], chunk)
         chosen = [rows.logits.argmax(-1, keepdim=True)]
         for piece in given[:, :-1].split(chunk_of_text, 1):
             chosen.append(rows.feed(piece, keep=piece.shape[1]).argmax(-1))
-        found += [row[: len(text)] for row, text in zip(torch.cat([c.cpu() for c in chosen], 1).tolist(), texts[some], strict=True)]
+        found += [
+            row[: len(text)]
+            for row, text in zip(torch.cat([c.cpu() for c in chosen], 1).tolist(), texts[some], strict=True)
+        ]
     return found
 
 
@@ -180,7 +215,8 @@ def _score(
     rows.select([b for b, _ in longer])
     rest = [continuations[b][i].cpu() for b, i in longer]
     length = max(map(len, rest)) - 1
-    length += length % chunk == 1  # one token alone would read the page that it closes, several read it raw: scores would depend on the batch
+    # one token alone would read the page that it closes, several read it raw: scores would depend on the batch
+    length += length % chunk == 1
     ids = torch.stack([torch.cat([c[:-1], c.new_zeros(length - len(c) + 1)]) for c in rest])
     real = torch.arange(length) < torch.tensor([len(c) - 1 for c in rest])[:, None]
     for start in range(0, length, chunk):

@@ -1,7 +1,7 @@
 """`kvbits eval`: caches x tasks on a model, item by item, results on disk after each.
 
-The order is item by item with all caches side by side, so that the base is computed once for all and timings take turns on the same machine.
-A run that stops goes on: what a file already holds is not computed again.
+The order is item by item with all caches side by side, so that the base is computed once for all and timings take turns
+on the same machine. A run that stops goes on: what a file already holds is not computed again.
 """
 
 from __future__ import annotations
@@ -53,17 +53,20 @@ def evaluate(
     Args:
         model, tokenizer: from `load_model`.
         name: what results call the model.
-        schemes: preset names, stock caches, `all`, `stock`, files of schemes, schemes of your own (see `schemes.expand`).
+        schemes: preset names, stock caches, `all`, `stock`, files of schemes, schemes of your own (see
+            `schemes.expand`).
         tasks: task names, see `tasks.TASKS`.
         texts: texts of the text tasks.
         out: results go to OUT/NAME/TASK/SCHEME.json.
         calibration_text, calibration_sample: for schemes that need one.
         calibrations: made before, for the schemes that they fit; results say which.
         backend: for presets and schemes of your own, see `KVCache.for_model`.
-        simulate: measure presets also as a dense cache simulates them (see `evaluate.simulated`); `kvbits report` leaves such results out.
+        simulate: measure presets also as a dense cache simulates them (see `evaluate.simulated`); `kvbits report`
+            leaves such results out.
         alone: measure presets also with raw values, and with raw keys (see `caches.sides`).
         say: told how much of each task is there already.
-        on_skip: told about stock caches that this model cannot have, and schemes that cannot be simulated; a preset that cannot serve is an error.
+        on_skip: told about stock caches that this model cannot have, and schemes that cannot be simulated; a preset
+            that cannot serve is an error.
 
     Returns:
         task -> cache name -> summary, the base first.
@@ -79,11 +82,24 @@ def evaluate(
     home = home_of(out, name, str(model.dtype), model.config)
     facts = model_facts(model, name)
     tests = scored_texts(tasks, texts)
-    calibrator = Calibrator(model, tokenizer, calibration_text, tests=tests, sample=calibration_sample, directory=home / "calibration", given=calibrations)
-    factories = _factories(model, _wanted(schemes, layer_geometries(model.config), alone), calibrator, backend, simulate, on_skip)
+    calibrator = Calibrator(
+        model,
+        tokenizer,
+        calibration_text,
+        tests=tests,
+        sample=calibration_sample,
+        directory=home / "calibration",
+        given=calibrations,
+    )
+    factories = _factories(
+        model, _wanted(schemes, layer_geometries(model.config), alone), calibrator, backend, simulate, on_skip
+    )
     context = Context(model, tokenizer, texts, options)
     run = new_run(model.device)
-    return {task: _run(load(task)(context), factories, home, facts, run, calibrations, overwrite, progress, say) for task in tasks}
+    return {
+        task: _run(load(task)(context), factories, home, facts, run, calibrations, overwrite, progress, say)
+        for task in tasks
+    }
 
 
 def require_possible(
@@ -101,8 +117,8 @@ def require_possible(
     overwrite: bool = False,
     calibrations: Sequence[Calibration] = (),
 ) -> None:
-    """Refuse what `evaluate` would refuse once the model is loaded, as far as its configuration and tokenizer tell: schemes that do not fit, texts too short,
-    windows too long, data files, results of other settings.
+    """Refuse what `evaluate` would refuse once the model is loaded, as far as its configuration and tokenizer tell:
+    schemes that do not fit, texts too short, windows too long, data files, results of other settings.
 
     Args:
         dtype: that the model will have; "auto" for its configuration's.
@@ -137,11 +153,18 @@ def home_of(out: Path, name: str, dtype: str, config: Any) -> Path:
 def _wanted(schemes: Sequence[str | Scheme], layers: tuple[LayerGeometry, ...], alone: bool) -> list[str | Scheme]:
     """What is measured: names written out, and the two sides of each scheme of ours."""
     found = presets.expand(schemes, GROUPS)
-    return found + [side for one in found if alone and one not in OTHERS for side in sides(presets.for_layers(one, layers))]
+    return found + [
+        side for one in found if alone and one not in OTHERS for side in sides(presets.for_layers(one, layers))
+    ]
 
 
 def _factories(
-    model: Any, schemes: list[str | Scheme], calibrator: Calibrator, backend: str, simulate: bool, on_skip: Callable[[str], None]
+    model: Any,
+    schemes: list[str | Scheme],
+    calibrator: Calibrator,
+    backend: str,
+    simulate: bool,
+    on_skip: Callable[[str], None],
 ) -> list[CacheFactory]:
     """The base and every cache of `schemes`, calibrated in one pass."""
     layers = layer_geometries(model.config)
@@ -160,20 +183,37 @@ def _factories(
 
 
 def _run(
-    task: Task, factories: list[CacheFactory], home: Path, facts: dict[str, Any], run: dict[str, Any], given: Sequence[Calibration], overwrite: bool,
-    progress: bool, say: Callable[[str], None],
-) -> dict[str, dict[str, Any]]:  # fmt: skip
+    task: Task,
+    factories: list[CacheFactory],
+    home: Path,
+    facts: dict[str, Any],
+    run: dict[str, Any],
+    given: Sequence[Calibration],
+    overwrite: bool,
+    progress: bool,
+    say: Callable[[str], None],
+) -> dict[str, dict[str, Any]]:
     model = task.context.model
     files = {}
     for f in factories:
         own = None if f.scheme is None else fitting(given, model.config, f.scheme)
-        header = {"task": task.name, "scheme": f.name, "kind": f.kind, "info": f.info, "settings": task.settings | _own(f.scheme, own), "model": facts}
+        header = {
+            "task": task.name,
+            "scheme": f.name,
+            "kind": f.kind,
+            "info": f.info,
+            "settings": task.settings | _own(f.scheme, own),
+            "model": facts,
+        }
         files[f.name] = ResultFile(home / task.name / f"{f.name}.json", header, run, overwrite=overwrite)
     base = factories[0]
     task.kept = files[base.name].items
     for name, file in files.items():
         if old := [key for key, record in file.items.items() if not task.pairs(record, task.kept.get(key))]:
-            say(f"{facts['name']}: {task.name}: {name} is measured anew where its items are not of what {base.name} has: {', '.join(old)}")
+            say(
+                f"{facts['name']}: {task.name}: {name} is measured anew where its items are not of what {base.name}"
+                f" has: {', '.join(old)}"
+            )
             for key in old:
                 del file.items[key]
     keys = task.item_keys()
@@ -184,21 +224,28 @@ def _run(
     if task.relative:  # the others need the base beside them
         todo = {key: [base, *(f for f in fs if f is not base)] if fs else [] for key, fs in todo.items()}
     total = sum(task.size(key) * len(fs) for key, fs in todo.items())
-    with bar(f"{facts['name']}: {task.name}, {len(factories)} caches", total, enabled=progress and total > 0) as advance:
+    with bar(
+        f"{facts['name']}: {task.name}, {len(factories)} caches", total, enabled=progress and total > 0
+    ) as advance:
         for batch, fs in _batches(task, todo):
             began = time.perf_counter()
             records = task.run_batch(batch, {f.name: f for f in fs}, advance)
             seconds = (time.perf_counter() - began) / len(fs)
             for f in fs:
                 for key in batch:
-                    if key not in files[f.name].items:  # the base runs again beside others; what an earlier run measured stays
+                    # the base runs again beside others; what an earlier run measured stays
+                    if key not in files[f.name].items:
                         files[f.name].add(key, records[key][f.name])
                 files[f.name].write(seconds, task.summary(files[f.name].items, files[base.name].items))
-    return {name: task.summary(file.items, files[base.name].items) if file.items else {} for name, file in files.items()}
+    return {
+        name: task.summary(file.items, files[base.name].items) if file.items else {} for name, file in files.items()
+    }
 
 
 def _own(scheme: Scheme | None, given: Calibration | None) -> dict[str, Any]:
-    """The scheme, where it is one's own, and the id of a calibration that was given: a name alone does not say what it is, and two are not mixed in a file."""
+    """The scheme, where it is one's own, and the id of a calibration that was given: a name alone does not say what it
+    is, and two are not mixed in a file.
+    """
     found = {} if scheme is None or scheme.name in presets.PRESETS else {"scheme": to_dict(scheme)}
     return found if given is None else found | {"calibration": given.id}
 

@@ -1,7 +1,9 @@
-"""What a layer's keys or values cost in few bits, alone and together: formats to choose from, measurements on the real packed cache, a file that keeps them.
+"""What a layer's keys or values cost in few bits, alone and together: formats to choose from, measurements on the real
+packed cache, a file that keeps them.
 
-A layer alone is measured on one chunk of tokens after a prefix, which is computed once and put into every cache as it is: only that layer's keys, or its
-values, are packed, all others stay raw. So one trial costs the forward pass of a chunk. Whole caches are measured as `kvbits eval` does (`fidelity.compare`).
+A layer alone is measured on one chunk of tokens after a prefix, which is computed once and put into every cache as it
+is: only that layer's keys, or its values, are packed, all others stay raw. So one trial costs the forward pass of a
+chunk. Whole caches are measured as `kvbits eval` does (`fidelity.compare`).
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Formats:
     Attributes:
         measured: widths that are measured; the others follow from these (`fill_in`).
         calibrated: keys need a calibrated basis.
-        token_local: none needs the other tokens of a page, so engines that store tokens one by one (vLLM) hold them all.
+        token_local: none needs the other tokens of a page, so engines that store tokens one by one (vLLM) hold them
+            all.
     """
 
     key: dict[int, QuantSpec]
@@ -69,14 +72,17 @@ class Formats:
 
 
 def formats(layers: tuple[LayerGeometry, ...], calibrated: bool, token_local: bool = False) -> Formats:
-    """Formats for a model: integers whose scales come from the page, with a calibration those of the klt presets (all token-local), or those
-    that tokens have by themselves without one: keys centred, in groups."""
+    """Formats for a model: integers whose scales come from the page, with a calibration those of the klt presets (all
+    token-local), or those that tokens have by themselves without one: keys centred, in groups.
+    """
     size = math.gcd(VALUE_GROUP, *presets.common_widths(layers))
     widths = (8, 4, 3, 2)
     if calibrated:
         eight = QuantSpec(format="int8", granularity=PerGroup(size))
         head_dim = math.gcd(*(g.head_dim for g in layers))
-        keys = {b: presets.get(f"klt{b}", head_dim=head_dim).key for b in (4, 3, 2)} | {8: dataclasses.replace(eight, center="channel")}
+        keys = {b: presets.get(f"klt{b}", head_dim=head_dim).key for b in (4, 3, 2)} | {
+            8: dataclasses.replace(eight, center="channel")
+        }
         values = {b: presets.get(f"klt{b}").value for b in (4, 3, 2)} | {8: eight}
     elif token_local:
         key = QuantSpec(format="int8", granularity=PerGroup(size), symmetric=False, center="channel")
@@ -86,11 +92,15 @@ def formats(layers: tuple[LayerGeometry, ...], calibrated: bool, token_local: bo
         keys = {b: QuantSpec(format=f"int{b}", granularity=PerChannel(), symmetric=False) for b in widths}
         values = {b: QuantSpec(format=f"int{b}", granularity=PerGroup(size), symmetric=False) for b in widths}
     raw = {RAW: QuantSpec.raw()}
-    return Formats({b: keys[b] for b in widths} | raw, {b: values[b] for b in widths} | raw, (4, 2), calibrated, token_local)
+    return Formats(
+        {b: keys[b] for b in widths} | raw, {b: values[b] for b in widths} | raw, (4, 2), calibrated, token_local
+    )
 
 
 def fill_in(measured: dict[int, float], widths: Sequence[int]) -> dict[int, float]:
-    """KL at every width: between two that were measured straight in the logarithms of KL and step, beyond by `STEP_EXPONENT`; 0 where nothing is quantized."""
+    """KL at every width: between two that were measured straight in the logarithms of KL and step, beyond by
+    `STEP_EXPONENT`; 0 where nothing is quantized.
+    """
     known = sorted((math.log(1 / (2**b - 1)), math.log(max(kl, 1e-12))) for b, kl in measured.items())
     found = {}
     for b in widths:
@@ -107,7 +117,8 @@ def fill_in(measured: dict[int, float], widths: Sequence[int]) -> dict[int, floa
 
 
 class State:
-    """Measurements by name, kept in a file after each with the run that made it (see `kvbits.runs`), so that a run that stops goes on.
+    """Measurements by name, kept in a file after each with the run that made it (see `kvbits.runs`), so that a run that
+    stops goes on.
 
     Args:
         path: None keeps them in memory only.
@@ -129,13 +140,20 @@ class State:
             return
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            if data["format"] != self.FORMAT or not all(isinstance(x["value"], float | int) and x["run"] in data["runs"] for x in data["found"].values()):
+            if data["format"] != self.FORMAT or not all(
+                isinstance(x["value"], float | int) and x["run"] in data["runs"] for x in data["found"].values()
+            ):
                 raise ValueError("not measurements of `kvbits fit`")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise FileFormatError(f"cannot go on from {path}: {e!r}; remove it, or give another --out") from e
         theirs = data.get("header", {})
-        if differs := [f"{k} is {v!r} here and {theirs.get(k)!r} there" for k, v in self.header.items() if theirs.get(k) != v]:
-            raise SpecError(f"{path} holds measurements of something else: {'; '.join(differs[:3])}; remove it, or give another --out")
+        if differs := [
+            f"{k} is {v!r} here and {theirs.get(k)!r} there" for k, v in self.header.items() if theirs.get(k) != v
+        ]:
+            raise SpecError(
+                f"{path} holds measurements of something else: {'; '.join(differs[:3])}; remove it, or give another"
+                " --out"
+            )
         self.found = {name: x["value"] for name, x in data["found"].items()}
         self._runs, self._made_by = data["runs"], {name: x["run"] for name, x in data["found"].items()}
 
@@ -149,7 +167,12 @@ class State:
             self._runs[self._run["id"]], self._made_by[name] = self._run, self._run["id"]
             found = {name: {"value": value, "run": self._made_by[name]} for name, value in self.found.items()}
             with whole(self.path) as partial:
-                partial.write_text(to_json({"format": self.FORMAT, "header": self.header, "runs": self._runs, "found": found}, indent=0) + "\n")
+                partial.write_text(
+                    to_json(
+                        {"format": self.FORMAT, "header": self.header, "runs": self._runs, "found": found}, indent=0
+                    )
+                    + "\n"
+                )
 
 
 class Bench:
@@ -162,8 +185,21 @@ class Bench:
         state: where measurements are kept.
     """
 
-    def __init__(self, model: Any, probes: torch.Tensor, wholes: torch.Tensor, bases: list[dict[str, torch.Tensor]] | None, state: State) -> None:
-        self.model, self.probes, self.wholes, self.bases, self.state = model, probes.to(model.device), wholes, bases, state
+    def __init__(
+        self,
+        model: Any,
+        probes: torch.Tensor,
+        wholes: torch.Tensor,
+        bases: list[dict[str, torch.Tensor]] | None,
+        state: State,
+    ) -> None:
+        self.model, self.probes, self.wholes, self.bases, self.state = (
+            model,
+            probes.to(model.device),
+            wholes,
+            bases,
+            state,
+        )
         self.layers = layer_geometries(model.config)
         self._bases: dict[tuple[int, tuple[int, ...]], dict[str, torch.Tensor]] = {}
         self._prefix: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -183,7 +219,9 @@ class Bench:
         assert self.bases is not None
         if (layer, key.bands) not in self._bases:
             made_for = presets.get("klt4", head_dim=math.gcd(*(g.head_dim for g in self.layers))).key
-            self._bases[layer, key.bands] = self.bases[layer] | {"k_basis": for_widths(self.bases[layer]["k_basis"], made_for, key)}
+            self._bases[layer, key.bands] = self.bases[layer] | {
+                "k_basis": for_widths(self.bases[layer]["k_basis"], made_for, key)
+            }
         return self._bases[layer, key.bands]
 
     def has_alone(self, layer: int, side: str, width: int) -> bool:
@@ -196,7 +234,13 @@ class Bench:
         if name not in self.state.found:
             raw = QuantSpec.raw()
             key, value = (spec, raw) if side == "key" else (raw, spec)
-            trial = Scheme(name="trial", key=raw, value=raw, num_sink_tokens=4, overrides=(Override(layers=(layer,), key=key, value=value),))
+            trial = Scheme(
+                name="trial",
+                key=raw,
+                value=raw,
+                num_sink_tokens=4,
+                overrides=(Override(layers=(layer,), key=key, value=value),),
+            )
             self.state.put(name, self._probe(trial))
         return self.state.found[name]
 
@@ -204,7 +248,10 @@ class Bench:
     def _probe(self, scheme: Scheme) -> float:
         if self._reference is None:
             windows = [observe(self.model, ids[:-SCORED]) for ids in self.probes]
-            self._prefix = [(torch.stack([w[i].k for w in windows]), torch.stack([w[i].v for w in windows])) for i in range(len(self.layers))]
+            self._prefix = [
+                (torch.stack([w[i].k for w in windows]), torch.stack([w[i].v for w in windows]))
+                for i in range(len(self.layers))
+            ]
             log_p = self._log_p(Scheme(name="trial", key=QuantSpec.raw(), value=QuantSpec.raw(), num_sink_tokens=4))
             self._reference = log_p, log_p.exp()
         return divergence(self._log_p(scheme), *self._reference).mean().item()
@@ -219,7 +266,10 @@ class Bench:
         return torch.log_softmax(logits.flatten(0, 1).float(), -1)
 
     def whole(self, schemes: Sequence[Scheme], *, progress: bool = False) -> list[float]:
-        """KL of whole caches against the 16-bit cache, nats: mean over the tokens of all windows. One pass of the 16-bit cache for all of them."""
+        """KL of whole caches against the 16-bit cache, nats: mean over the tokens of all windows.
+
+        One pass of the 16-bit cache for all of them.
+        """
         missing = [s for s in dict.fromkeys(schemes) if self._name(s) not in self.state.found]
         if missing:
             base = base_factory(self.model)
@@ -228,7 +278,9 @@ class Bench:
                 for window in self.wholes:
                     caches: dict[str, Any] = {base.name: base.make(1, len(window))}
                     for s in missing:
-                        caches[self._name(s)] = KVCache.for_model(self.model, s, batch_size=1, max_tokens=len(window), calibration=self.calibration(s))
+                        caches[self._name(s)] = KVCache.for_model(
+                            self.model, s, batch_size=1, max_tokens=len(window), calibration=self.calibration(s)
+                        )
                     compare(self.model, caches, window, first=0, chunk=SCORED, results=sums, on_tokens=advance)
             for s in missing:
                 self.state.put(self._name(s), sums[self._name(s)].kl_mean)

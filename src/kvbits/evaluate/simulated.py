@@ -1,10 +1,14 @@
-"""A scheme simulated in a stock dense cache: pages are quantized and dequantized where they would close, and every token stays in the model's dtype.
+"""A scheme simulated in a stock dense cache: pages are quantized and dequantized where they would close, and every
+token stays in the model's dtype.
 
-What papers measure with: no packed bytes, no kernel, no memory saved, and the model's own attention. It is here to be compared with the packed cache, which
-it must agree with: page boundaries, sinks, the raw window and the quantizer are the same, so what is left is rounding.
+What papers measure with: no packed bytes, no kernel, no memory saved, and the model's own attention. It is here to be
+compared with the packed cache, which it must agree with: page boundaries, sinks, the raw window and the quantizer are
+the same, so what is left is rounding.
 
-    float32   perplexity within 1e-3 relative, and KL between the two below 1e-5 nats; the op rounds in another order than SDPA
-    bfloat16  dequantized keys and values are rounded once more, to the dense cache's bfloat16 (2**-9 relative): KL between the two near the raw scheme's own
+    float32   perplexity within 1e-3 relative, and KL between the two below 1e-5 nats; the op rounds in another order
+              than SDPA
+    bfloat16  dequantized keys and values are rounded once more, to the dense cache's bfloat16 (2**-9 relative): KL
+              between the two near the raw scheme's own
 """
 
 from __future__ import annotations
@@ -38,8 +42,12 @@ class SimulatedLayer(DynamicLayer):
         self.order = order
         self.pages = 0
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as attention sees them: one token after its page closed, a chunk before, with its own tokens exact."""
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as attention sees them: one token after its page closed, a chunk before, with its own tokens
+        exact.
+        """
         keys, values = super().update(key_states, value_states)
         due = 0 if self.group.is_raw else self.group.closed_after(keys.shape[2])
         if due == self.pages:
@@ -60,7 +68,9 @@ class SimulatedLayer(DynamicLayer):
         self.pages = due
 
     def _given_back(self, k: torch.Tensor, v: torch.Tensor, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [pages, heads, page_size, head_dim] as their pages give them back; the first tokens are at `starts`."""
+        """Keys and values [pages, heads, page_size, head_dim] as their pages give them back; the first tokens are at
+        `starts`.
+        """
         layout, order = self.group.layouts["closed"], self.order if self.group.key.needs_rotary else None
         pages, _ = close_pages(k if order is None else k[..., order], v, layout, self.static, starts)
         stored, values = dequantize_pages(pages, layout, self.static, torch.float32, starts=starts)
@@ -75,8 +85,10 @@ class SimulatedLayer(DynamicLayer):
 
 
 def nvfp4(x: torch.Tensor) -> torch.Tensor:
-    """`x` [.., tokens, head_dim] as NVFP4 gives it back, float32 (arXiv:2509.25149): E2M1 numbers in groups of 16 channels, a scale in E4M3 for each group, and
-    one float32 scale for the last two dimensions, by which the largest number gets the largest scale. head_dim must be a multiple of 16."""
+    """`x` [.., tokens, head_dim] as NVFP4 gives it back, float32 (arXiv:2509.25149): E2M1 numbers in groups of 16
+    channels, a scale in E4M3 for each group, and one float32 scale for the last two dimensions, by which the largest
+    number gets the largest scale. head_dim must be a multiple of 16.
+    """
     groups = x.float().unflatten(-1, (-1, 16))
     largest = groups.abs().amax(-1, keepdim=True)
     page = largest.amax((-3, -2, -1), keepdim=True) / (6 * 448)
@@ -94,7 +106,9 @@ class Nvfp4Layer(SimulatedLayer):
 
 
 class SimulatedCache(Cache):
-    """A Transformers cache that simulates `spec`. One prompt or prompts of one length: padding would be quantized like tokens.
+    """A Transformers cache that simulates `spec`.
+
+    One prompt or prompts of one length: padding would be quantized like tokens.
 
     Args:
         kind: what its layers are; `Nvfp4Layer` takes from `spec` only when which tokens become a page.
@@ -104,10 +118,17 @@ class SimulatedCache(Cache):
     """
 
     def __init__(
-        self, spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None, device: torch.device, kind: type[SimulatedLayer] = SimulatedLayer
+        self,
+        spec: CacheSpec,
+        static: list[dict[str, torch.Tensor]] | None,
+        device: torch.device,
+        kind: type[SimulatedLayer] = SimulatedLayer,
     ) -> None:
         if spec.scheme.tiers:
-            raise UnsupportedError(f"scheme {spec.scheme.name!r} has tiers, whose pages lose bits as they age; only the packed cache does that")
+            raise UnsupportedError(
+                f"scheme {spec.scheme.name!r} has tiers, whose pages lose bits as they age; only the packed cache does"
+                " that"
+            )
         parameters.check(spec, static)
         shared = parameters.shared(spec, static or [{} for _ in spec.layers], device)
         orders = parameters.orders(spec, device)

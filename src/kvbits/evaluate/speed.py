@@ -1,9 +1,10 @@
 """Attention over a preset's pages beside torch's own over 16-bit keys and values, on any machine: `kvbits bench`.
 
-Every preset is checked against the float64 reference on its own pages first; one that is wrong has no speed. Candidates take turns round by round and times
-are medians, so that a machine that changes its clock changes it for all. Each call reads another layer, of `ROTATE_BYTES` together, so that pages come from
-memory. Queries see all tokens: of a decoding step one a sequence, of a chunk many behind its history. Torch gets query heads that share keys as rows of one
-head, which is its fastest form, in each dtype and by each of its kernels; ratios are over the fastest.
+Every preset is checked against the float64 reference on its own pages first; one that is wrong has no speed. Candidates
+take turns round by round and times are medians, so that a machine that changes its clock changes it for all. Each call
+reads another layer, of `ROTATE_BYTES` together, so that pages come from memory. Queries see all tokens: of a decoding
+step one a sequence, of a chunk many behind its history. Torch gets query heads that share keys as rows of one head,
+which is its fastest form, in each dtype and by each of its kernels; ratios are over the fastest.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class Shape:
 
     def __str__(self) -> str:
         what = "decode" if self.queries == 1 else f"chunk of {self.queries}"
-        return f"{what}, {self.batch} x {self.tokens:,} tokens, {self.query_heads}/{self.kv_heads} heads of {self.head_dim}"
+        return (
+            f"{what}, {self.batch} x {self.tokens:,} tokens, {self.query_heads}/{self.kv_heads} heads of"
+            f" {self.head_dim}"
+        )
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,17 @@ class Candidate:
 
 
 def made_up(layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:
-    """What calibration would bring for normal numbers: ranges, codebooks of even quantiles, random bases, rotary frequencies."""
+    """What calibration would bring for normal numbers: ranges, codebooks of even quantiles, random bases, rotary
+    frequencies.
+    """
     static: dict[str, torch.Tensor] = {}
     h, d = layout.num_kv_heads, layout.head_dim
     for kind, spec in (("k", layout.key), ("v", layout.value)):
         if spec.static:
-            static |= {f"{kind}_scale": torch.full((h, d), 2.6) + torch.rand(h, d) / 5, f"{kind}_bias": torch.randn(h, d) / 100}
+            static |= {
+                f"{kind}_scale": torch.full((h, d), 2.6) + torch.rand(h, d) / 5,
+                f"{kind}_bias": torch.randn(h, d) / 100,
+            }
         if spec.has_codebook:
             levels = torch.erfinv(torch.linspace(-0.97, 0.97, 2**spec.bits))
             static[f"{kind}_codebook"] = (levels / levels.max()).expand(h, -1).contiguous()
@@ -91,14 +100,27 @@ def packed(name: str, shape: Shape, device: torch.device) -> Candidate:
         UnsupportedError: no backend serves it.
     """
     scheme = schemes.get(name, head_dim=shape.head_dim)
-    layout = PageLayout(key=scheme.key, value=scheme.value, page_size=scheme.page_size, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim)
+    layout = PageLayout(
+        key=scheme.key,
+        value=scheme.value,
+        page_size=scheme.page_size,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+    )
     per = shape.tokens // scheme.page_size
     pages, static = per * shape.batch, made_up(layout, device)
     nbytes = pages * layout.page_size_bytes
     layers = -(-ROTATE_BYTES[device.type] // nbytes) + 1
-    slab = allocate_slab(layers * nbytes, device)[: layers * nbytes].view(layers, pages, shape.kv_heads, layout.head_bytes)
+    slab = allocate_slab(layers * nbytes, device)[: layers * nbytes].view(
+        layers, pages, shape.kv_heads, layout.head_bytes
+    )
     store = PageStore(layout, (slab[0],), static)
-    k, v = (torch.randn(CLOSED_AT_ONCE, shape.kv_heads, scheme.page_size, shape.head_dim, device=device, dtype=torch.bfloat16) for _ in "kv")
+    k, v = (
+        torch.randn(
+            CLOSED_AT_ONCE, shape.kv_heads, scheme.page_size, shape.head_dim, device=device, dtype=torch.bfloat16
+        )
+        for _ in "kv"
+    )
     closing = dispatch.choose("close_pages", k, store, [])
     for first in range(0, pages, CLOSED_AT_ONCE):
         ids = np.random.permutation(np.arange(first, min(first + CLOSED_AT_ONCE, pages)))
@@ -106,9 +128,11 @@ def packed(name: str, shape: Shape, device: torch.device) -> Candidate:
     for layer in slab[1:]:
         layer.copy_(slab[0])
     table = PageTable(
-        np.arange(shape.batch + 1, dtype=np.int64) * per, np.arange(pages, dtype=np.int64),
-        np.tile(np.arange(per, dtype=np.int64) * scheme.page_size, shape.batch), np.full(pages, scheme.page_size, np.int32),
-    )  # fmt: skip
+        np.arange(shape.batch + 1, dtype=np.int64) * per,
+        np.arange(pages, dtype=np.int64),
+        np.tile(np.arange(per, dtype=np.int64) * scheme.page_size, shape.batch),
+        np.full(pages, scheme.page_size, np.int32),
+    )
     calls = [AttendCall((Part(PageStore(layout, (layer,), static), table),), shape.head_dim**-0.5) for layer in slab]
     q = torch.randn(shape.batch, shape.queries, shape.query_heads, shape.head_dim, device=device, dtype=torch.bfloat16)
     positions = (per * scheme.page_size + torch.arange(shape.queries)).expand(shape.batch, -1).contiguous()
@@ -116,19 +140,32 @@ def packed(name: str, shape: Shape, device: torch.device) -> Candidate:
     if choice.plan is None:
         attend: Callable[[int], Any] = lambda turn: choice.run(q, calls[turn % layers], positions)  # noqa: E731
     else:
-        plan = choice.plan(calls[0], shape.query_heads, q.dtype, device, num_queries=shape.queries, layer_strides=(nbytes,), history_only=True)
+        plan = choice.plan(
+            calls[0],
+            shape.query_heads,
+            q.dtype,
+            device,
+            num_queries=shape.queries,
+            layer_strides=(nbytes,),
+            history_only=True,
+        )
         options = {"static": [static]} if static else {}
         plan.q_positions.copy_(positions)
         attend = lambda turn: plan.run(q, layer=turn % layers, **options)  # noqa: E731
     want, _ = reference.attend(q[:, -16:], calls[0], positions[:, -16:], torch.float64)
     error = float((attend(0)[0][:, -16:].double() - want).norm() / want.norm())
     if not error <= (most := MOST_ERROR[device.type]):
-        raise DataError(f"{name}, {shape}, by {choice.backend}: relative error {error:.2e} against float64, above {most:g}; please report it")
+        raise DataError(
+            f"{name}, {shape}, by {choice.backend}: relative error {error:.2e} against float64, above {most:g}; please"
+            " report it"
+        )
     return Candidate(name, attend, layers, nbytes, error, choice.backend)
 
 
 def torchs(shape: Shape, device: torch.device, say: Callable[[str], None]) -> Iterator[Candidate]:
-    """Torch's attention over dense keys and values, of every dtype and kernel that is here; `say` is told which is not."""
+    """Torch's attention over dense keys and values, of every dtype and kernel that is here; `say` is told
+    which is not.
+    """
     group = shape.query_heads // shape.kv_heads
     kinds: list[tuple[torch.dtype, SDPBackend | None]] = [(torch.bfloat16, None), (torch.float32, None)]
     if device.type == "cuda":
@@ -140,7 +177,9 @@ def torchs(shape: Shape, device: torch.device, say: Callable[[str], None]) -> It
         kv = torch.randn(sizes, device=device, dtype=dtype).expand(layers, *sizes).contiguous()
         q = torch.randn(shape.batch, shape.kv_heads, group * shape.queries, shape.head_dim, device=device, dtype=dtype)
 
-        def attend(turn: int, q: torch.Tensor = q, kv: torch.Tensor = kv, kernel: SDPBackend | None = kernel) -> torch.Tensor:
+        def attend(
+            turn: int, q: torch.Tensor = q, kv: torch.Tensor = kv, kernel: SDPBackend | None = kernel
+        ) -> torch.Tensor:
             k, v = kv[turn % len(kv)]
             if kernel is None:
                 return torch.nn.functional.scaled_dot_product_attention(q, k, v)
@@ -189,8 +228,12 @@ def _timer(candidate: Candidate, shape: Shape, device: torch.device) -> Callable
     return on_gpu
 
 
-def rows(names: Iterable[str], shape: Shape, device: torch.device, rounds: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """A row for torch's fastest kernel and each preset: seconds (medians), torch's over a preset's, bytes that a call reads, error against float64."""
+def rows(
+    names: Iterable[str], shape: Shape, device: torch.device, rounds: int, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """A row for torch's fastest kernel and each preset: seconds (medians), torch's over a preset's, bytes that a call
+    reads, error against float64.
+    """
     candidates = list(torchs(shape, device, say))
     for name in names:
         say(f"{name}: {shape}")
@@ -207,8 +250,14 @@ def rows(names: Iterable[str], shape: Shape, device: torch.device, rounds: int, 
     rival = min((c.name for c in candidates if c.backend == "torch"), key=lambda name: seconds[name])
     return [
         {
-            "shape": str(shape), "rounds": len(times[0]) - 1, "name": c.name, "backend": c.backend, "seconds": seconds[c.name],
-            "over_torch": seconds[rival] / seconds[c.name], "nbytes": c.nbytes, "error": c.error or None,
+            "shape": str(shape),
+            "rounds": len(times[0]) - 1,
+            "name": c.name,
+            "backend": c.backend,
+            "seconds": seconds[c.name],
+            "over_torch": seconds[rival] / seconds[c.name],
+            "nbytes": c.nbytes,
+            "error": c.error or None,
         }
         for c in candidates
-    ]  # fmt: skip
+    ]

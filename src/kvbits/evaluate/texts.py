@@ -4,7 +4,8 @@ novel                        the first chapters of Pride and Prejudice, shipped
 code                         the source of kvbits itself, Python
 FILE.txt, FILE.py, ...       UTF-8 text; the header and footer of a Project Gutenberg file are taken off
 wiki*.raw, wiki*.tokens      WikiText, joined as everyone does: one blank line between paragraphs
-FILE.jsonl                   one document a line: `text`, or `prefix` + `gold_completion` (C4 excerpts), or `question` and `answer` (GSM8K)
+FILE.jsonl                   one document a line: `text`, or `prefix` + `gold_completion` (C4 excerpts), or `question`
+                             and `answer` (GSM8K)
 hub:ID[:CONFIG[:SPLIT]]      a data set of the Hugging Face hub with a field `text` (needs `datasets` and network)
 """
 
@@ -31,7 +32,10 @@ SPREAD_CHARACTERS = 1 << 24
 
 @dataclass(frozen=True)
 class Text:
-    """A text and where it came from. `name` is what results call it; `sha256` is of the content; `parts`: the texts that it was mixed of."""
+    """A text and where it came from.
+
+    `name` is what results call it; `sha256` is of the content; `parts`: the texts that it was mixed of.
+    """
 
     name: str
     content: str
@@ -44,7 +48,11 @@ class Text:
 
 def novel() -> str:
     """The first chapters of Pride and Prejudice (Jane Austen, 1813; public domain)."""
-    return importlib.resources.files("kvbits.evaluate").joinpath("data/pride_and_prejudice.txt").read_text(encoding="utf-8")
+    return (
+        importlib.resources.files("kvbits.evaluate")
+        .joinpath("data/pride_and_prejudice.txt")
+        .read_text(encoding="utf-8")
+    )
 
 
 def code() -> str:
@@ -54,7 +62,9 @@ def code() -> str:
 
 
 SHIPPED = {"novel": novel, "code": code}
-"""Texts that are always there, by name: prose and a program, which calibrated together serve other texts better than either."""
+"""Texts that are always there, by name: prose and a program, which calibrated together serve other texts better than
+either.
+"""
 
 
 def novel_start() -> Text:
@@ -81,7 +91,11 @@ def mixed(texts: Sequence[Text]) -> Text:
     """
     if len({t.sha256 for t in texts}) < max(len(texts), 1):
         raise SpecError(f"texts {', '.join(t.name for t in texts) or '(none)'}: name at least one, and each once")
-    return texts[0] if len(texts) == 1 else Text("+".join(t.name for t in texts), "\n\n".join(t.content for t in texts), tuple(texts))
+    return (
+        texts[0]
+        if len(texts) == 1
+        else Text("+".join(t.name for t in texts), "\n\n".join(t.content for t in texts), tuple(texts))
+    )
 
 
 def read_text(source: str) -> Text:
@@ -100,7 +114,9 @@ def read_text(source: str) -> Text:
     except UnicodeDecodeError as e:
         raise SpecError(f"text {source} is not UTF-8 text: {e}") from e
     except OSError as e:
-        raise SpecError(f"text {source}: {e.strerror or e}; give a file, `novel`, `code`, or hub:ID[:CONFIG[:SPLIT]]") from e
+        raise SpecError(
+            f"text {source}: {e.strerror or e}; give a file, `novel`, `code`, or hub:ID[:CONFIG[:SPLIT]]"
+        ) from e
     if path.suffix == ".jsonl":
         raw = "\n\n".join(_document(source, i, line) for i, line in enumerate(raw.split("\n")) if line.strip())
     elif path.name.startswith("wiki"):
@@ -119,7 +135,10 @@ def _document(source: str, number: int, line: str) -> str:
             return f"{data['question']}\n{data['answer']}"
         return str(data["text"]) if "text" in data else str(data["prefix"]) + str(data["gold_completion"])
     except (json.JSONDecodeError, KeyError, TypeError) as e:
-        raise SpecError(f"text {source}: line {number + 1} holds no `text`, `prefix` and `gold_completion`, or `question` and `answer` ({e!r})") from e
+        raise SpecError(
+            f"text {source}: line {number + 1} holds no `text`, `prefix` and `gold_completion`, or `question` and"
+            f" `answer` ({e!r})"
+        ) from e
 
 
 def _without_gutenberg(raw: str) -> str:
@@ -132,13 +151,18 @@ def _hub(name: str) -> str:
     try:
         import datasets
     except ImportError as e:
-        raise SpecError("a hub: text needs the package `datasets`; run `pip install datasets`, or give a local file") from e
+        raise SpecError(
+            "a hub: text needs the package `datasets`; run `pip install datasets`, or give a local file"
+        ) from e
     repo, *rest = name.split(":")
     config, split = (rest[0] or None) if rest else None, rest[1] if len(rest) > 1 else "test"
     try:
         rows = datasets.load_dataset(repo, config, split=split)
     except Exception as e:  # datasets raises many kinds: no network, no such id, no such split
-        raise SpecError(f"cannot load {name!r} from the hub: {type(e).__name__}: {' '.join(str(e).split())[:200]}; give a local file") from e
+        raise SpecError(
+            f"cannot load {name!r} from the hub: {type(e).__name__}: {' '.join(str(e).split())[:200]}; give a local"
+            " file"
+        ) from e
     if "text" not in rows.column_names:
         raise SpecError(f"data set {name!r} has no field `text`; it has {', '.join(rows.column_names)}")
     return "\n\n".join(rows["text"])
@@ -165,8 +189,11 @@ def windows(tokenizer: Any, text: Text, *, count: int, length: int, limit: int |
     return _cut(tokenizer, text, count, length, limit, CHARACTERS_PER_TOKEN * count * length)[:count]
 
 
-def spread_windows(tokenizer: Any, text: Text, *, count: int, length: int, limit: int | None = None) -> dict[int, torch.Tensor]:
-    """`count` windows spread evenly over a text, by their number among all windows of the text: each int64 [length], as `windows` gives them.
+def spread_windows(
+    tokenizer: Any, text: Text, *, count: int, length: int, limit: int | None = None
+) -> dict[int, torch.Tensor]:
+    """`count` windows spread evenly over a text, by their number among all windows of the text: each int64 [length], as
+    `windows` gives them.
 
     The first is the text's first, the second its middle, then its quarters and so on: more windows only add to fewer.
 
@@ -178,7 +205,9 @@ def spread_windows(tokenizer: Any, text: Text, *, count: int, length: int, limit
 
 
 def spread(total: int, count: int) -> list[int]:
-    """`count` of `total` numbers, in the order of van der Corput's sequence: however many are taken, they are spread evenly."""
+    """`count` of `total` numbers, in the order of van der Corput's sequence: however many are taken, they are spread
+    evenly.
+    """
     digits = total.bit_length()
     halved = (int(f"{k:0{digits}b}"[::-1], 2) * total >> digits for k in range(1 << digits))
     return list(dict.fromkeys(halved))[:count]
@@ -192,8 +221,13 @@ def _cut(tokenizer: Any, text: Text, count: int, length: int, limit: int | None,
         raise DataError(f"windows of {length} tokens pass the model's {limit} positions; lower --length")
     start = bos_of(tokenizer)
     body = length - len(start)
-    ids = torch.tensor(tokenizer(text.content[:characters], add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+    ids = torch.tensor(
+        tokenizer(text.content[:characters], add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64
+    )
     if len(ids) < count * body:
-        raise DataError(f"text {text.name!r} has {len(ids)} tokens, but {count} windows of {length} need {count * body}; ask for fewer or shorter windows")
+        raise DataError(
+            f"text {text.name!r} has {len(ids)} tokens, but {count} windows of {length} need {count * body}; ask for"
+            " fewer or shorter windows"
+        )
     found = ids[: len(ids) // body * body].view(-1, body)
     return torch.cat([torch.tensor(start, dtype=torch.int64).expand(len(found), -1), found], 1)

@@ -1,4 +1,6 @@
-"""The attention function registered as "kvbits": stores what a `KVCache` layer handed out and attends over its pages; SDPA for any other cache."""
+"""The attention function registered as "kvbits": stores what a `KVCache` layer handed out and attends over its pages;
+SDPA for any other cache.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,10 @@ class Handle(NotATensor):
     """Keys and values on their way from `update()` to the attention function, which stores them."""
 
     _why = (
-        f"keys and values of a KVCache reached code that expects tensors: either the model's attention implementation is not {NAME!r}, because it was "
-        "detached, changed by set_attn_implementation() or is not the model that the cache was made for (call KVCache.for_model(model, ...) again), or this "
-        "model changes keys or values after caching them, which kvbits does not support; use the stock cache for it"
+        "keys and values of a KVCache reached code that expects tensors: either the model's attention implementation"
+        f" is not {NAME!r}, because it was detached, changed by set_attn_implementation() or is not the model that the"
+        " cache was made for (call KVCache.for_model(model, ...) again), or this model changes keys or values after"
+        " caching them, which kvbits does not support; use the stock cache for it"
     )
 
     def __init__(self, layer: KVLayer, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -60,7 +63,9 @@ class KVLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: pages are allocated by the cache."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         """Hand keys and values [B, H, T, D] on to the attention function."""
         handle = Handle(self, key_states, value_states)
         return handle, handle
@@ -82,29 +87,39 @@ class KVLayer(CacheLayerMixin):
     def _whole_cache_only(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedError("a layer of a KVCache cannot be changed alone; call the same method on the cache")
 
-    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset = offload = prefetch = _whole_cache_only
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset = offload = prefetch = (
+        _whole_cache_only
+    )
 
 
 class DenseLayer(KVLayer):
-    """One layer of a `KVCache` whose model attends by its own code: it is handed dense tensors, made anew of the pages for each pass and dropped after it.
+    """One layer of a `KVCache` whose model attends by its own code: it is handed dense tensors, made anew of the pages
+    for each pass and dropped after it.
 
     Padding is stored like any token, since no mask comes here; the model hides it.
     """
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store keys and values [B, H, T, D]; those and what they see of the ones before, [B, H, tokens, D] each, the new ones as they came."""
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store keys and values [B, H, T, D]; those and what they see of the ones before, [B, H, tokens, D] each, the
+        new ones as they came.
+        """
         new = key_states.shape[2]
         if key_states.requires_grad or value_states.requires_grad:
             _require_no_gradients(bool(self.columns.seen))
         if len(set(self.pages.seq_lens)) > 1:
             raise UnsupportedError(
-                f"dense=True with sequences of {', '.join(map(str, self.pages.seq_lens))} tokens, stored without their padding; dense tensors want one length"
+                f"dense=True with sequences of {', '.join(map(str, self.pages.seq_lens))} tokens, stored without their"
+                " padding; dense tensors want one length"
             )
         past = self.get_mask_sizes(0)[0]
         self.columns.begin(new, None)
         rows = self.pages.append(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2), read=True)
         self.columns.note(self.index, new, None)
-        keys, values = (torch.stack([x[len(x) - past :] for x in side]).transpose(1, 2) for side in zip(*rows, strict=True))
+        keys, values = (
+            torch.stack([x[len(x) - past :] for x in side]).transpose(1, 2) for side in zip(*rows, strict=True)
+        )
         return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
 
 
@@ -121,26 +136,36 @@ def attention(
     """Attention function of the registry: query [B, Hq, T, D] -> ([B, T, Hq, D], None)."""
     if kwargs.get("output_attentions"):
         raise UnsupportedError(
-            "attention weights are never formed over packed pages; use output_attentions=False or the stock cache with attn_implementation='eager'"
+            "attention weights are never formed over packed pages; use output_attentions=False or the stock cache with"
+            " attn_implementation='eager'"
         )
     if not isinstance(key, Handle):
         return _dense_attention(module, query, key, value, attention_mask, scaling, dropout, kwargs)  # type: ignore[arg-type]
     if kwargs.get("position_bias") is not None:
-        raise UnsupportedError(f"{type(module).__name__} adds a position bias to its scores, which kvbits does not support; use the stock cache")
+        raise UnsupportedError(
+            f"{type(module).__name__} adds a position bias to its scores, which kvbits does not support; use the stock"
+            " cache"
+        )
     if not isinstance(attention_mask, Mask):
-        what = "no mask at all" if attention_mask is None else f"a ready-made mask of shape {tuple(attention_mask.shape)}"
-        raise UnsupportedError(f"{type(module).__name__} passed {what}; kvbits needs the 2D padding mask (attention_mask of shape [batch, tokens])")
+        what = (
+            "no mask at all" if attention_mask is None else f"a ready-made mask of shape {tuple(attention_mask.shape)}"
+        )
+        raise UnsupportedError(
+            f"{type(module).__name__} passed {what}; kvbits needs the 2D padding mask (attention_mask of shape [batch,"
+            " tokens])"
+        )
     layer = key.layer
     if not key.readers:
         raise UnsupportedError(
-            f"{type(module).__name__} attends over the keys and values of layer {layer.index}, which by this model's config {counted(layer.readers, 'layer')} "
-            "may read; use the stock cache"
+            f"{type(module).__name__} attends over the keys and values of layer {layer.index}, which by this model's"
+            f" config {counted(layer.readers, 'layer')} may read; use the stock cache"
         )
     window = attention_mask.arguments.get("local_size")
     if window != layer.sliding_window and attention_mask.unusual is None:  # an unusual one is looked at (`Mask.within`)
         raise UnsupportedError(
-            f"layer {layer.index} attends with a sliding window of {window}, but the cache was built for {layer.sliding_window} "
-            "(None: full attention); this model's config does not say what its layers do, so build the cache from a CacheSpec of your own"
+            f"layer {layer.index} attends with a sliding window of {window}, but the cache was built for"
+            f" {layer.sliding_window} (None: full attention); this model's config does not say what its layers do, so"
+            " build the cache from a CacheSpec of your own"
         )
     again = key.readers < layer.readers
     key.readers -= 1
@@ -152,8 +177,13 @@ def attention(
     if torch.compiler.is_compiling():
         mask = attention_mask.attention_mask
         if attention_mask.unusual is not None:
-            raise UnsupportedError(f"{type(module).__name__} asked for {attention_mask.unusual}, which compiled code cannot take; run this pass uncompiled")
-        out = cached_attention(q, k, v, mask, sink_logits, layer.columns.numbers, layer.index, scaling, softcap, key.readers > 0, again)
+            raise UnsupportedError(
+                f"{type(module).__name__} asked for {attention_mask.unusual}, which compiled code cannot take; run this"
+                " pass uncompiled"
+            )
+        out = cached_attention(
+            q, k, v, mask, sink_logits, layer.columns.numbers, layer.index, scaling, softcap, key.readers > 0, again
+        )
     else:
         out = _attend(layer, q, k, v, attention_mask, scaling, softcap, sink_logits, key.readers > 0, again)
     return out[:, -rows:].contiguous(), None  # Dory takes a view of it
@@ -166,16 +196,26 @@ def _require_no_gradients(behind_history: bool) -> None:
     """
     if torch.is_grad_enabled() and behind_history:
         raise UnsupportedError(
-            "gradients do not reach keys and values that are stored, so they would be wrong without a word; run the model under torch.no_grad(), or pass the "
-            "whole text, two tokens or more, at once to an empty cache, or use the stock cache for training"
+            "gradients do not reach keys and values that are stored, so they would be wrong without a word; run the"
+            " model under torch.no_grad(), or pass the whole text, two tokens or more, at once to an empty cache, or"
+            " use the stock cache for training"
         )
 
 
-@torch.compiler.disable(reason="a KVCache plans its pages in Python")  # where something else broke the graph; 3 us otherwise
+# where something else broke the graph; 3 us otherwise
+@torch.compiler.disable(reason="a KVCache plans its pages in Python")
 def _attend(
-    layer: KVLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scaling: float, softcap: float | None, sink_logits: torch.Tensor | None,
-    more: bool, again: bool,
-) -> torch.Tensor:  # fmt: skip
+    layer: KVLayer,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    scaling: float,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+    more: bool,
+    again: bool,
+) -> torch.Tensor:
     if q.requires_grad or k.requires_grad or v.requires_grad:
         _require_no_gradients(bool(layer.columns.seen) or q.shape[1] == 1)
     known, valid = mask.known(layer.columns)
@@ -193,15 +233,27 @@ def _dense_attention(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """What a model switched to "kvbits" does with any other cache: SDPA, or plain matmuls where SDPA lacks an option."""
+    """What a model switched to "kvbits" does with any other cache: SDPA, or plain matmuls where SDPA lacks an
+    option.
+    """
     if kwargs.get("position_bias") is not None:
-        raise UnsupportedError(f"{type(module).__name__} adds a position bias; call model.set_attn_implementation('eager') for other caches")
+        raise UnsupportedError(
+            f"{type(module).__name__} adds a position bias; call model.set_attn_implementation('eager') for other"
+            " caches"
+        )
     dense = attention_mask.dense(query.shape[2]) if isinstance(attention_mask, Mask) else attention_mask
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
+    softcap, sinks = (
+        kwargs.get("softcap"),
+        (kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")),
+    )
     if softcap is None and sinks is None:
         return sdpa_attention_forward(module, query, key, value, dense, dropout=dropout, scaling=scaling, **kwargs)
     group = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(group, 1).transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = (
+        query
+        @ key.repeat_interleave(group, 1).transpose(-1, -2)
+        * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    )
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if dense is None:

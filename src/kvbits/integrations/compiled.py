@@ -1,8 +1,9 @@
 """Attention over a `KVCache` inside `torch.compile`: one operation that no compiler looks into.
 
-Compiled code is given tensors only: queries, keys, values, the padding mask and `Columns.numbers`, by which the operation finds the cache when it
-runs. It then does what the attention function does without a compiler. Lengths, page lists and the scheme are no part of the graph, so that one graph
-serves every token and every cache of a model. The operation writes `numbers`, and says so: nothing moves it, drops it or runs it twice.
+Compiled code is given tensors only: queries, keys, values, the padding mask and `Columns.numbers`, by which the
+operation finds the cache when it runs. It then does what the attention function does without a compiler. Lengths, page
+lists and the scheme are no part of the graph, so that one graph serves every token and every cache of a model. The
+operation writes `numbers`, and says so: nothing moves it, drops it or runs it twice.
 """
 
 from __future__ import annotations
@@ -21,19 +22,33 @@ def refuse_capture(device: torch.device) -> None:
     """
     if device.type != "cpu" and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "a KVCache in compiled code cannot be captured in a CUDA graph; compile without mode='reduce-overhead', or decode uncompiled inside kvbits.graphed"
+            "a KVCache in compiled code cannot be captured in a CUDA graph; compile without mode='reduce-overhead', or"
+            " decode uncompiled inside kvbits.graphed"
         )
 
 
 @torch.library.custom_op(
-    "kvbits::cached_attention", mutates_args=("numbers",), tags=(torch.Tag.cudagraph_unsafe,),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sink_logits, Tensor(a0!) numbers, int layer, float scaling, float? softcap, bool more, "
-    "bool again) -> Tensor",
-)  # fmt: skip
+    "kvbits::cached_attention",
+    mutates_args=("numbers",),
+    tags=(torch.Tag.cudagraph_unsafe,),
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sink_logits, Tensor(a0!) numbers, int layer, float"
+        " scaling, float? softcap, bool more, bool again) -> Tensor"
+    ),
+)
 def cached_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sink_logits: torch.Tensor | None, numbers: torch.Tensor, layer: int,
-    scaling: float, softcap: float | None, more: bool, again: bool,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
+    numbers: torch.Tensor,
+    layer: int,
+    scaling: float,
+    softcap: float | None,
+    more: bool,
+    again: bool,
+) -> torch.Tensor:
     """`Columns.attend` of the cache that `numbers` names: [B, T, Hq, D].
 
     Args:
@@ -49,10 +64,18 @@ def cached_attention(
     if not columns.captured:
         refuse_capture(q.device)
         if not columns.been and seen != columns.seen:  # which corrected `numbers`
-            raise CacheStateError(f"an interrupt came between {seen} and {columns.seen} tokens of this cache; call the model again")
+            raise CacheStateError(
+                f"an interrupt came between {seen} and {columns.seen} tokens of this cache; call the model again"
+            )
     known = valid = None
     if mask is not None:  # copied once a pass: the compiler uses its memory again
-        known = columns.known(mask, q.shape[1]) if columns.captured else columns.mask if columns.been else columns.known(mask, q.shape[1]).clone()
+        known = (
+            columns.known(mask, q.shape[1])
+            if columns.captured
+            else columns.mask
+            if columns.been
+            else columns.known(mask, q.shape[1]).clone()
+        )
         valid = None if known is None else known[:, -q.shape[1] :]
     out = columns.attend(layer, q, k, v, known, valid, scaling, softcap, sink_logits, more, again)
     numbers[1] = columns.seen

@@ -1,4 +1,6 @@
-"""The cache of an encoder-decoder model: keys and values of the decoder's own tokens in a `KVCache`, those of the encoder's output in a stock cache."""
+"""The cache of an encoder-decoder model: keys and values of the decoder's own tokens in a `KVCache`, those of the
+encoder's output in a stock cache.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,13 @@ from ..errors import UnsupportedError
 
 
 class CrossKVCache(EncoderDecoderCache):
-    """What `KVCache.for_model` makes for an encoder-decoder model. What is not said here it has of `self_attention_cache`, its `KVCache`.
+    """What `KVCache.for_model` makes for an encoder-decoder model.
+
+    What is not said here it has of `self_attention_cache`, its `KVCache`.
 
     Attributes:
-        self_attention_cache, cross_attention_cache: of the decoder's tokens, of the encoder's output, which every new input needs anew (`reset`).
+        self_attention_cache, cross_attention_cache: of the decoder's tokens, of the encoder's output, which every new
+            input needs anew (`reset`).
     """
 
     def __init__(self, cache: Any) -> None:
@@ -36,7 +41,9 @@ class CrossKVCache(EncoderDecoderCache):
 
     @property
     def is_compileable(self) -> bool:
-        """False: tokens are decoded without a CUDA graph, which would have to be captured again for every encoded input."""
+        """False: tokens are decoded without a CUDA graph, which would have to be captured again for every encoded
+        input.
+        """
         return False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -66,7 +73,10 @@ class CrossKVCache(EncoderDecoderCache):
         Raises:
             UnsupportedError: always.
         """
-        raise UnsupportedError("files of pages do not hold what a decoder reads of its encoder; use copy.deepcopy(cache) to keep it in memory")
+        raise UnsupportedError(
+            "files of pages do not hold what a decoder reads of its encoder; use copy.deepcopy(cache) to keep it in"
+            " memory"
+        )
 
     def __repr__(self) -> str:
         return f"CrossKVCache({self.self_attention_cache!r})"

@@ -1,10 +1,13 @@
-"""What `generate` asks of a model that decodes with a `KVCache`: a faster forward pass for its tokens, which is captured in a CUDA graph, masks, and inputs.
+"""What `generate` asks of a model that decodes with a `KVCache`: a faster forward pass for its tokens, which is
+captured in a CUDA graph, masks, and inputs.
 
-Transformers compiles the passes of caches that say `is_compileable` (torch.compile), with masks of all positions made before. A model that was attached to
-kvbits answers both questions itself, for caches of kvbits only: the pass is the model's own in a CUDA graph (`graphs`), the mask stays that of padding.
+Transformers compiles the passes of caches that say `is_compileable` (torch.compile), with masks of all positions made
+before. A model that was attached to kvbits answers both questions itself, for caches of kvbits only: the pass is the
+model's own in a CUDA graph (`graphs`), the mask stays that of padding.
 
-Some models drop the cache that they were given: Phi-3 with longrope computes everything anew, in a cache of its own, when a sequence grows past
-`original_max_position_embeddings`. `generate` then begins the KVCache again. Any other pass that was given a KVCache and left it empty is an error (`attach`).
+Some models drop the cache that they were given: Phi-3 with longrope computes everything anew, in a cache of its own,
+when a sequence grows past `original_max_position_embeddings`. `generate` then begins the KVCache again. Any other pass
+that was given a KVCache and left it empty is an error (`attach`).
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ _HOOKS = "_kvbits_hooks"
 
 
 def attach(model: Any) -> None:
-    """From now on `generate` asks here, also that of a model which adapters or a compiler wrapped, and a forward pass that was given a KVCache must fill it."""
+    """From now on `generate` asks here, also that of a model which adapters or a compiler wrapped, and a forward pass
+    that was given a KVCache must fill it.
+    """
     for part in _generators(model):
         for name in ASKED:
             found = part.__dict__.get(name)
@@ -83,8 +88,10 @@ def _before_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """
+
     Raises:
-        UnsupportedError: not every layer stored its tokens in the cache that the pass was given; the cache is as it was before.
+        UnsupportedError: not every layer stored its tokens in the cache that the pass was given; the cache is as it was
+            before.
     """
     if torch.compiler.is_compiling() or (cache := _cache_of(args, kwargs)) is None:
         return
@@ -98,11 +105,14 @@ def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         cache.abandon()
     new, old = CACHE_NAMES
     if name_for(module) == new and kwargs.get(old) is cache:
-        raise UnsupportedError(f"{type(module).__name__} takes its cache as {new!r} and went by {old!r}; call model(.., {new}=cache)")
+        raise UnsupportedError(
+            f"{type(module).__name__} takes its cache as {new!r} and went by {old!r}; call model(.., {new}=cache)"
+        )
     raise UnsupportedError(
-        f"{type(module).__name__} was given a KVCache, but {layers} of its {counted(of, 'layer')} stored their tokens in it: the model, or what wraps it "
-        "(gradient checkpointing while training, a custom forward), passed another cache on, or another thread used this one meanwhile, so its output "
-        "is not that of this one. Use the stock cache for such a model, after KVCache.detach(model), and a copy of a cache in each thread"
+        f"{type(module).__name__} was given a KVCache, but {layers} of its {counted(of, 'layer')} stored their tokens"
+        " in it: the model, or what wraps it (gradient checkpointing while training, a custom forward), passed another"
+        " cache on, or another thread used this one meanwhile, so its output is not that of this one. Use the stock"
+        " cache for such a model, after KVCache.detach(model), and a copy of a cache in each thread"
     )
 
 
@@ -110,11 +120,15 @@ def _missing(inputs: dict[str, Any], cache: Any) -> int:
     """Tokens of the sequence that the inputs of a pass without a past lack."""
     mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
     tokens = inputs.get("inputs_embeds") if tokens is None else tokens
-    return max(0, (cache.get_seq_length() + 1 if mask is None else mask.shape[-1]) - (0 if tokens is None else tokens.shape[1]))
+    return max(
+        0, (cache.get_seq_length() + 1 if mask is None else mask.shape[-1]) - (0 if tokens is None else tokens.shape[1])
+    )
 
 
 class _Answer:
-    """One of a model's methods, answered for caches of kvbits. Copies of the model get their own; a reference would keep the model alive in a cycle.
+    """One of a model's methods, answered for caches of kvbits.
+
+    Copies of the model get their own; a reference would keep the model alive in a cycle.
 
     Attributes:
         before: what the model object itself had of this name, None: its class's.
@@ -152,15 +166,16 @@ class _Answer:
         name = type(self._model()).__name__
         if other is not None:
             raise UnsupportedError(
-                f"{name} passes its own {type(other).__name__} on instead of the KVCache that generate() was given, which would stay empty; "
-                "use the stock cache for it, after KVCache.detach(model)"
+                f"{name} passes its own {type(other).__name__} on instead of the KVCache that generate() was given,"
+                " which would stay empty; use the stock cache for it, after KVCache.detach(model)"
             )
         if _missing(inputs, cache):  # Phi-4-multimodal cuts the cached tokens off all the same
             inputs = self._inherited()(*args, **(kwargs | {"next_sequence_length": None}))
         if missing := _missing(inputs, cache):
             raise UnsupportedError(
-                f"{name} computes all tokens anew here (Phi-3 with longrope does where a sequence passes original_max_position_embeddings), but {missing} of "
-                "them were not passed; pass the whole sequence to generate() as input_ids, or stop before that length"
+                f"{name} computes all tokens anew here (Phi-3 with longrope does where a sequence passes"
+                f" original_max_position_embeddings), but {missing} of them were not passed; pass the whole sequence to"
+                " generate() as input_ids, or stop before that length"
             )
         cache.begin_again()
         return inputs | passed(self._model(), cache)
@@ -171,8 +186,8 @@ class _Answer:
             UnsupportedError: always: batches need pages and attention of Transformers' own.
         """
         raise UnsupportedError(
-            "continuous batching (generate_batch) keeps its own paged cache, which needs the model's own attention; call KVCache.detach(model) before it, "
-            "and KVCache.for_model(model, ..) again to decode with a KVCache"
+            "continuous batching (generate_batch) keeps its own paged cache, which needs the model's own attention;"
+            " call KVCache.detach(model) before it, and KVCache.for_model(model, ..) again to decode with a KVCache"
         )
 
     def _inherited(self) -> Callable[..., Any]:
@@ -190,7 +205,9 @@ class _Answer:
 
 
 class _Tokens:
-    """The forward pass of one `generate`: a `graphs.GraphDecoder`'s for a cache that can be captured, the inherited one for others."""
+    """The forward pass of one `generate`: a `graphs.GraphDecoder`'s for a cache that can be captured, the inherited one
+    for others.
+    """
 
     def __init__(self, model: Any, inherited: Callable[[], Callable[..., Any]]) -> None:
         self._model, self._inherited = model, inherited

@@ -1,13 +1,15 @@
-"""Decoding in a CUDA graph, without a compiler: the model's forward pass for one token is captured once and replayed, so a token costs what its kernels cost.
+"""Decoding in a CUDA graph, without a compiler: the model's forward pass for one token is captured once and replayed,
+so a token costs what its kernels cost.
 
     cache = KVCache.for_model(model, "int8_centered", batch_size=1, max_tokens=8192)
     with graphed(model, cache):
         model.generate(**inputs, past_key_values=cache)
 
-Inside, `model.forward` is replaced. A pass of one token per sequence with this cache is replayed; prompts, chunks, and calls with other caches go the usual
-way. The first token after anything else runs eagerly, which moves decoding to the device (`cache/device_decode`); the second is captured. What a replay needs
-of the caller's tensors is copied into buffers that the graph reads; lengths, pages and what closes are the device's own. Whatever takes the pages back from the
-device (a prompt, `crop`, `reset`, `pages.seq_lens`) voids the graph: the next tokens capture another.
+Inside, `model.forward` is replaced. A pass of one token per sequence with this cache is replayed; prompts, chunks, and
+calls with other caches go the usual way. The first token after anything else runs eagerly, which moves decoding to the
+device (`cache/device_decode`); the second is captured. What a replay needs of the caller's tensors is copied into
+buffers that the graph reads; lengths, pages and what closes are the device's own. Whatever takes the pages back from
+the device (a prompt, `crop`, `reset`, `pages.seq_lens`) voids the graph: the next tokens capture another.
 """
 
 from __future__ import annotations
@@ -43,19 +45,23 @@ class NotCapturedError(UnsupportedError):
 
 @contextmanager
 def graphed(model: Any, cache: HoldsPages, *, compile: bool = False) -> Iterator[GraphDecoder]:
-    """Inside, `model` decodes with `cache` in a CUDA graph: in `generate` (greedy, sampling, streamers, left-padded batches) or called with one token.
+    """Inside, `model` decodes with `cache` in a CUDA graph: in `generate` (greedy, sampling, streamers, left-padded
+    batches) or called with one token.
 
-    Beam search and assisted generation move pages between tokens, so they run eagerly, with a warning. Hooks on the model's parts do not run in replays. The
-    yielded decoder counts `replays` and `captures`.
+    Beam search and assisted generation move pages between tokens, so they run eagerly, with a warning. Hooks on the
+    model's parts do not run in replays. The yielded decoder counts `replays` and `captures`.
 
     Args:
-        model: the Transformers model that `cache` was made for, in its final dtype and place; its weights stay where they are inside.
+        model: the Transformers model that `cache` was made for, in its final dtype and place; its weights stay where
+            they are inside.
         cache: of fixed capacity (`KVCache.for_model(model, scheme, batch_size=.., max_tokens=..)`).
-        compile: have torch.compile fuse the model's many small kernels before they are captured. Logits are then those of compiled code, which rounds less
-            often than the model's own: other last bits, and now and then another token. Compiling takes half a minute for 32 layers, once per batch size.
+        compile: have torch.compile fuse the model's many small kernels before they are captured. Logits are then those
+            of compiled code, which rounds less often than the model's own: other last bits, and now and then another
+            token. Compiling takes half a minute for 32 layers, once per batch size.
 
     Raises:
-        UnsupportedError: no GPU, a cache that grows, a scheme whose tokens are led by the host, a compiled model, or one spread over devices.
+        UnsupportedError: no GPU, a cache that grows, a scheme whose tokens are led by the host, a compiled model, or
+            one spread over devices.
         DataError: a cache of another dtype, place or geometry than the model's.
     """
     decoder = GraphDecoder(model, cache, compile)
@@ -78,7 +84,11 @@ def leads(model: Any, cache: HoldsPages) -> bool:
 
 def is_compiled(model: Any) -> bool:
     """Whether torch.compile was here."""
-    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None or hasattr(model.forward, "_torchdynamo_orig_callable")
+    return (
+        hasattr(model, "_orig_mod")
+        or getattr(model, "_compiled_call_impl", None) is not None
+        or hasattr(model.forward, "_torchdynamo_orig_callable")
+    )
 
 
 class GraphDecoder:
@@ -127,7 +137,8 @@ class GraphDecoder:
         self._captured = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass, replayed where it is one token per sequence with this cache; its usual output, in tensors of its own.
+        """The model's forward pass, replayed where it is one token per sequence with this cache; its usual output, in
+        tensors of its own.
 
         Raises:
             CacheStateError: another number of sequences than the cache holds.
@@ -164,7 +175,10 @@ class GraphDecoder:
         if tokens.is_floating_point() and tokens.dtype != weight.dtype:
             raise DataError(f"inputs_embeds are {tokens.dtype}, the model {weight.dtype}; cast them")
         if weight.data_ptr() != self._placed:
-            raise DataError("the model's weights were moved or cast inside graphed(), where a graph reads them at their old place; do that before it")
+            raise DataError(
+                "the model's weights were moved or cast inside graphed(), where a graph reads them at their old place;"
+                " do that before it"
+            )
 
     def _run_eagerly(self, kwargs: dict[str, Any]) -> Any:
         try:
@@ -185,14 +199,22 @@ class GraphDecoder:
         why = self._pages.led_by_host
         if self._eager_tokens >= EAGER_TOKENS and why not in self._told:
             self._told.add(why)
-            warnings.warn(f"tokens run eagerly for now, in no graph: {why or 'something touches the cache between tokens'}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"tokens run eagerly for now, in no graph: {why or 'something touches the cache between tokens'}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return out
 
     def _replay(self, kwargs: dict[str, Any], decoding: DeviceDecode) -> Any:
         columns = self.cache.columns
         kwargs, tensors, mask = _split(kwargs, self.cache.get_seq_length(), self._weight.device)
         known = None if mask is None else columns.known(mask, 1)
-        key = (*((name, x.shape, x.dtype) for name, x in tensors.items()), mask is None, *sorted(kwargs.items(), key=lambda x: x[0]))
+        key = (
+            *((name, x.shape, x.dtype) for name, x in tensors.items()),
+            mask is None,
+            *sorted(kwargs.items(), key=lambda x: x[0]),
+        )
         captured = self._captured
         if captured is None or captured.decoding is not decoding or captured.key != key:
             self._captured = None  # its memory serves the next
@@ -211,7 +233,10 @@ class GraphDecoder:
     def _capture(self, inputs: dict[str, Any]) -> CapturedWork:
         device, columns = self._weight.device, self.cache.columns
         if torch.is_autocast_enabled(device.type):
-            raise NotCapturedError("graphed() under torch.autocast, which keeps casts that a graph cannot see; load the model in the dtype it should run in")
+            raise NotCapturedError(
+                "graphed() under torch.autocast, which keeps casts that a graph cannot see; load the model in the dtype"
+                " it should run in"
+            )
 
         def work() -> Any:
             columns.captured = True
@@ -231,13 +256,16 @@ class GraphDecoder:
                 raise
             reason = str(error).strip().partition("\n")[0]
             raise NotCapturedError(
-                f"the forward pass of {self._name} for one token cannot be captured in a CUDA graph ({reason}); decode without one"
+                f"the forward pass of {self._name} for one token cannot be captured in a CUDA graph ({reason}); decode"
+                " without one"
             ) from error
         self.captures += 1
         return graph
 
     def _rehearse(self, inputs: dict[str, Any]) -> None:
-        """Compile the pass, which cannot be done while it is captured: run it without attention, so that nothing is stored."""
+        """Compile the pass, which cannot be done while it is captured: run it without attention, so that nothing is
+        stored.
+        """
         columns = self.cache.columns
         if inputs["attention_mask"] is not None:
             torch._dynamo.maybe_mark_dynamic(inputs["attention_mask"], 1)
@@ -264,8 +292,10 @@ class CapturedWork:
 
     def __init__(self, work: Callable[[], Any], device: torch.device) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        caller = torch.cuda.stream(torch.cuda.current_stream(device))  # set again: torch.cuda.graph leaves its own stream set when capturing fails
-        captured = torch.cuda.graph(self._graph, stream=_capture_stream(device), capture_error_mode="thread_local")  # other threads may use the GPU meanwhile
+        # set again: torch.cuda.graph leaves its own stream set when capturing fails
+        caller = torch.cuda.stream(torch.cuda.current_stream(device))
+        # other threads may use the GPU meanwhile
+        captured = torch.cuda.graph(self._graph, stream=_capture_stream(device), capture_error_mode="thread_local")
         with caller, captured:
             self.output = work()
 
@@ -279,18 +309,23 @@ class _Captured:
     Attributes:
         decoding: what the device held when it was captured.
         key: the arguments it was captured with.
-        inputs: what tensor arguments are copied into; of `attention_mask`, bool [B, positions], only the last column is read.
+        inputs: what tensor arguments are copied into; of `attention_mask`, bool [B, positions], only the last column is
+            read.
     """
 
     graph: CapturedWork
 
     def __init__(
         self, decoding: DeviceDecode, key: tuple[Any, ...], tensors: dict[str, torch.Tensor], known: torch.Tensor | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.decoding, self.key = decoding, key
         with torch.inference_mode(False):
-            self.inputs: dict[str, torch.Tensor | None] = {name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in tensors.items()}
-            self._mask = self.inputs["attention_mask"] = None if known is None else torch.ones(known.shape, dtype=torch.bool, device=known.device)
+            self.inputs: dict[str, torch.Tensor | None] = {
+                name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in tensors.items()
+            }
+            self._mask = self.inputs["attention_mask"] = (
+                None if known is None else torch.ones(known.shape, dtype=torch.bool, device=known.device)
+            )
 
     def fill(self, tensors: dict[str, torch.Tensor], known: torch.Tensor | None) -> None:
         for name, x in tensors.items():
@@ -301,21 +336,26 @@ class _Captured:
 
 def _split(
     kwargs: dict[str, Any], seen: int, device: torch.device
-) -> tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor | None]:  # fmt: skip
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor | None]:
     """(other arguments, tensors of fixed shape, bool mask [B, at least seen + 1] or None) of a pass of one token."""
     kwargs = {name: x for name, x in kwargs.items() if name not in CACHE_NAMES}
     mask = kwargs.pop("attention_mask", None)
     if mask is not None:
         if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
             what = type(mask).__name__ if not isinstance(mask, torch.Tensor) else f"of shape {tuple(mask.shape)}"
-            raise UnsupportedError(f"graphed() needs the 2D padding mask (attention_mask of shape [batch, tokens]), not one {what}")
+            raise UnsupportedError(
+                f"graphed() needs the 2D padding mask (attention_mask of shape [batch, tokens]), not one {what}"
+            )
         mask = mask.to(device=device, dtype=torch.bool)
     tensors = {name: kwargs.pop(name) for name in BUFFERED if isinstance(kwargs.get(name), torch.Tensor)}
     if "position_ids" not in tensors:
         tensors["position_ids"] = torch.full((1, 1), seen, device=device)
     for name, x in kwargs.items():
         if isinstance(x, torch.Tensor) or not isinstance(x, (bool, int, float, str, type(None))):
-            raise NotCapturedError(f"graphed() does not know what {name}={type(x).__name__} is for in a pass of one token; call the model outside of it")
+            raise NotCapturedError(
+                f"graphed() does not know what {name}={type(x).__name__} is for in a pass of one token; call the model"
+                " outside of it"
+            )
     return kwargs, tensors, mask
 
 
@@ -332,26 +372,56 @@ def _check(model: Any, cache: HoldsPages) -> None:
     """Refuse what can never be captured, before anything runs."""
     require_loaded(model)
     if not is_ours(cache):
-        raise DataError(f"graphed() needs the KVCache that the model decodes with, not {type(cache).__name__}; KVCache.for_model(model, ..) makes one")
+        raise DataError(
+            f"graphed() needs the KVCache that the model decodes with, not {type(cache).__name__};"
+            " KVCache.for_model(model, ..) makes one"
+        )
     if is_compiled(model):
-        raise UnsupportedError("graphed() takes the model itself, not what torch.compile made of it; a graph needs no compiler")
+        raise UnsupportedError(
+            "graphed() takes the model itself, not what torch.compile made of it; a graph needs no compiler"
+        )
     pages, config = cache.pages, model.config.get_text_config(decoder=True)
     if not decode.leads(pages.device):
-        raise UnsupportedError(f"graphed() is for NVIDIA GPUs, but the cache is on {pages.device}; leave it out there: the same calls run without it")
+        raise UnsupportedError(
+            f"graphed() is for NVIDIA GPUs, but the cache is on {pages.device}; leave it out there: the same calls run"
+            " without it"
+        )
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
-        raise NotCapturedError(f"the model is spread over {', '.join(sorted(map(str, devices)))}; a graph holds the work of one GPU: load it on one")
+        raise NotCapturedError(
+            f"the model is spread over {', '.join(sorted(map(str, devices)))}; a graph holds the work of one GPU: load"
+            " it on one"
+        )
     if devices.pop().type != pages.device.type:
-        raise DataError(f"the model is on {model.device}, the cache on {pages.device}; build the cache again with KVCache.for_model")
+        raise DataError(
+            f"the model is on {model.device}, the cache on {pages.device}; build the cache again with KVCache.for_model"
+        )
     if pages.max_tokens is None:
-        raise UnsupportedError("a cache that grows is assigned pages by the host again and again; build it with max_tokens (and batch_size) for graphed()")
+        raise UnsupportedError(
+            "a cache that grows is assigned pages by the host again and again; build it with max_tokens (and"
+            " batch_size) for graphed()"
+        )
     if config._attn_implementation != NAME:
-        raise UnsupportedError(f"the model's attention implementation is {config._attn_implementation!r}; call model.set_attn_implementation({NAME!r})")
+        raise UnsupportedError(
+            f"the model's attention implementation is {config._attn_implementation!r}; call"
+            f" model.set_attn_implementation({NAME!r})"
+        )
     if str(model.dtype) != f"torch.{pages.spec.raw_dtype}":
-        raise DataError(f"the model is {model.dtype}, but the cache was built for {pages.spec.raw_dtype}; build the cache again with KVCache.for_model")
+        raise DataError(
+            f"the model is {model.dtype}, but the cache was built for {pages.spec.raw_dtype}; build the cache again"
+            " with KVCache.for_model"
+        )
     if len(cache.layers) != (count := len(layer_places(config))):
-        raise DataError(f"the cache has {len(cache.layers)} layers, the model {count}; build it with KVCache.for_model(model, ..)")
+        raise DataError(
+            f"the cache has {len(cache.layers)} layers, the model {count}; build it with KVCache.for_model(model, ..)"
+        )
     if why := pages.cannot_decode_on_device(config.num_attention_heads, model.dtype):
-        raise UnsupportedError(f"scheme {pages.spec.scheme.name!r} is not decoded on the device, which a graph needs: {why}; decode without graphed()")
+        raise UnsupportedError(
+            f"scheme {pages.spec.scheme.name!r} is not decoded on the device, which a graph needs: {why}; decode"
+            " without graphed()"
+        )
     if not {"position_ids", "kwargs"} & set(inspect.signature(model.forward).parameters):
-        raise NotCapturedError(f"the forward pass of {type(model).__name__} takes no position_ids, so positions would be captured; decode without graphed()")
+        raise NotCapturedError(
+            f"the forward pass of {type(model).__name__} takes no position_ids, so positions would be captured; decode"
+            " without graphed()"
+        )

@@ -4,10 +4,11 @@
     model.generate(**inputs, past_key_values=cache)
     cache.nbytes, cache.explain()
 
-How it fits (transformers >= 5.14): `update()` hands out a `Handle` instead of tensors; the attention function registered as "kvbits" takes the handle, stores
-the new keys and values and attends over the pages; the mask function registered as "kvbits" passes on which tokens are padding
-instead of building a mask. Padding tokens are neither stored nor counted in any scale. With other caches the "kvbits" attention is plain SDPA, so a
-model switched to it keeps working. Any other attention implementation that meets a handle raises UnsupportedError.
+How it fits (transformers >= 5.14): `update()` hands out a `Handle` instead of tensors; the attention function
+registered as "kvbits" takes the handle, stores the new keys and values and attends over the pages; the mask function
+registered as "kvbits" passes on which tokens are padding instead of building a mask. Padding tokens are neither stored
+nor counted in any scale. With other caches the "kvbits" attention is plain SDPA, so a model switched to it keeps
+working. Any other attention implementation that meets a handle raises UnsupportedError.
 """
 
 from __future__ import annotations
@@ -25,7 +26,17 @@ from transformers.cache_utils import Cache
 from .. import schemes
 from ..cache.explain import Explanation
 from ..cache.paged_cache import PagedCache
-from ..errors import CacheStateError, CalibrationError, DataError, FileFormatError, KvbitsError, KvbitsWarning, SpecError, UnsupportedError, counted
+from ..errors import (
+    CacheStateError,
+    CalibrationError,
+    DataError,
+    FileFormatError,
+    KvbitsError,
+    KvbitsWarning,
+    SpecError,
+    UnsupportedError,
+    counted,
+)
 from ..geometry import layer_geometries, layer_places, only_dense, text_config
 from ..ops import decode
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
@@ -48,7 +59,10 @@ UNFIT = {
     "git": "attends by code of its own",
     "jetmoe": "repeats its keys and values after caching them",
     "t5gemma2_decoder": "joins its keys with those of its encoder after caching them",
-    **dict.fromkeys(("inkling_text", "inkling2_text", "inkling2_loop_text"), "adds a position bias to its scores, which no kernel takes"),
+    **dict.fromkeys(
+        ("inkling_text", "inkling2_text", "inkling2_loop_text"),
+        "adds a position bias to its scores, which no kernel takes",
+    ),
     **dict.fromkeys(
         ("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano", "pix2struct_text_model"),
         "adds a position bias to its scores, which no kernel takes",
@@ -65,15 +79,27 @@ OWN_CACHE = {
     "xlm": "takes no past_key_values: generate() has it compute the whole sequence for every token",
     "xlnet": "keeps hidden states (mems) instead of keys and values",
     **dict.fromkeys(
-        ("gemma4_assistant", "gemma4_unified_assistant"), "has no cache: it reads the keys and values of the model that it drafts for, which may have a KVCache"
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+        "has no cache: it reads the keys and values of the model that it drafts for, which may have a KVCache",
     ),
     "reformer": "caches hidden states and hashed buckets instead of keys and values",
-    "blt": "has one cache for its encoder of bytes and one for its decoder, and no configuration that says what both hold",
+    "blt": (
+        "has one cache for its encoder of bytes and one for its decoder, and no configuration that says what both hold"
+    ),
     "pi0": "predicts a robot's actions: it generates no text, and crops its cache for every step of them",
-    "deepseek_v4": "compresses the keys of many tokens into one, in cache layers of its own (heavily_compressed_attention, compressed_sparse_attention)",
-    "unlimited_ocr_text": "keeps an image's tokens for ever in front of a window, in a cache layer of its own (reference_sliding_attention)",
+    "deepseek_v4": (
+        "compresses the keys of many tokens into one, in cache layers of its own (heavily_compressed_attention,"
+        " compressed_sparse_attention)"
+    ),
+    "unlimited_ocr_text": (
+        "keeps an image's tokens for ever in front of a window, in a cache layer of its own"
+        " (reference_sliding_attention)"
+    ),
     "qwen4_exp_text": "writes the positions of its index keys into the layers of its cache, and index keys before keys",
-    "glm5_next_text": "reads the shape of cached keys beside its index keys, which it pools, and some of its latents have no rotary part",
+    "glm5_next_text": (
+        "reads the shape of cached keys beside its index keys, which it pools, and some of its latents have no rotary"
+        " part"
+    ),
 }
 """Models by `model_type` that keep what they know of a sequence in a way that pages cannot, and how."""
 _BEFORE = "_attention_before_kvbits"
@@ -83,7 +109,8 @@ _BEFORE = "_attention_before_kvbits"
 class KVCache(Cache):
     """A Transformers cache on packed pages. Build it with `KVCache.for_model`.
 
-    Works wherever a `DynamicCache` is passed: greedy, sampling, beam search, assisted decoding, chunked prefill, several turns, `copy.deepcopy`.
+    Works wherever a `DynamicCache` is passed: greedy, sampling, beam search, assisted decoding, chunked prefill,
+    several turns, `copy.deepcopy`.
 
     Attributes:
         pages: the `PagedCache` underneath.
@@ -92,12 +119,13 @@ class KVCache(Cache):
 
     layers: list[Any]
 
-    def __init__(self, pages: PagedCache, ranks: Ranks = Ranks(), config: Any = None, dense: bool = False) -> None:  # noqa: B008 - frozen
+    def __init__(self, pages: PagedCache, ranks: Ranks = Ranks(), config: Any = None, dense: bool = False) -> None:  # noqa: B008
         self.pages, self._ranks = pages, ranks
         lengths = torch.tensor(pages.seq_lens or [0], device="cpu")
         seen = int(lengths.max())
         ragged = bool((lengths != seen).any())
-        valid = torch.arange(seen, device="cpu") >= seen - lengths[:, None] if ragged else None  # shorter sequences count as left-padded
+        # shorter sequences count as left-padded
+        valid = torch.arange(seen, device="cpu") >= seen - lengths[:, None] if ragged else None
         self.columns = Columns(pages, _now=(seen, valid))
         self._recording = False
         super().__init__(layers=_layers(pages, self.columns, config, dense))
@@ -106,7 +134,10 @@ class KVCache(Cache):
             pages.read_again()
         alone = ranks.size == 1 and self._states is None and not dense
         fixed = alone and config is not None and decode.leads(pages.device) and pages.max_tokens is not None
-        self._captured = fixed and pages.cannot_decode_on_device(config.num_attention_heads, getattr(torch, pages.spec.raw_dtype)) is None
+        self._captured = (
+            fixed
+            and pages.cannot_decode_on_device(config.num_attention_heads, getattr(torch, pages.spec.raw_dtype)) is None
+        )
 
     @classmethod
     def for_model(
@@ -123,50 +154,71 @@ class KVCache(Cache):
         budget: int | str | None = None,
         dense: bool = False,
     ) -> KVCache:
-        """A cache for `model`, which is switched to the "kvbits" attention (plain SDPA for any other cache) until `detach`.
+        """A cache for `model`, which is switched to the "kvbits" attention (plain SDPA for any other cache) until
+        `detach`.
 
-        `model.generate_batch` and static caches need the model's own attention: call `detach` before them. A forward pass that is given the cache and does not
-        fill it raises UnsupportedError from then on. docs/reference/models.md lists the families of models that are taken.
+        `model.generate_batch` and static caches need the model's own attention: call `detach` before them. A forward
+        pass that is given the cache and does not fill it raises UnsupportedError from then on. docs/reference/models.md
+        lists the families of models that are taken.
 
         Args:
-            model: a Transformers model that generates text. For one of encoder and decoder a `CrossKVCache` is returned, whose pages hold the decoder's tokens.
-            scheme: preset name (its groups are fitted to the model's head_dim), a `Scheme`, or a file of one (`mine.json`; both taken as they are).
-                None: `schemes.RECOMMENDED`, or with a budget `schemes.ELASTIC`.
-            max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given; without them the cache grows.
-                Assisted decoding with sliding-window layers needs one that grows.
-            calibration: or its file, of schemes with a basis, instead of the model's own in the user's cache folder, which is found by the weights or made once
-                (seconds to minutes, with a progress bar; `calibrate.kept`); needed by schemes with static scales. Refused if made for another model.
+            model: a Transformers model that generates text. For one of encoder and decoder a `CrossKVCache` is
+                returned, whose pages hold the decoder's tokens.
+            scheme: preset name (its groups are fitted to the model's head_dim), a `Scheme`, or a file of one
+                (`mine.json`; both taken as they are). None: `schemes.RECOMMENDED`, or with a budget `schemes.ELASTIC`.
+            max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given;
+                without them the cache grows. Assisted decoding with sliding-window layers needs one that grows.
+            calibration: or its file, of schemes with a basis, instead of the model's own in the user's cache folder,
+                which is found by the weights or made once (seconds to minutes, with a progress bar; `calibrate.kept`);
+                needed by schemes with static scales. Refused if made for another model.
             calibrate: False takes what is kept and makes nothing.
             nonfinite: "refuse" or "clamp" NaN and infinity in keys and values.
             backend: "auto", or one backend for every op.
-            budget: bytes, or a text like "2GB", that the cache may take: it starts with 8 bits and gives back low planes, the finest and oldest first, as it
-                fills (docs/internals/tiers.md). For schemes with tiers, and instead of `max_tokens`.
-            dense: leave the model its own attention and hand it dense tensors, made of the pages one layer at a time: for models that cannot attend over pages
-                (their attention is their own code, or adds a bias). The same bytes are stored; each pass costs time and the memory of one layer's tokens in
-                16 bits. Padding is stored like any token.
+            budget: bytes, or a text like "2GB", that the cache may take: it starts with 8 bits and gives back low
+                planes, the finest and oldest first, as it fills (docs/internals/tiers.md). For schemes with tiers, and
+                instead of `max_tokens`.
+            dense: leave the model its own attention and hand it dense tensors, made of the pages one layer at a time:
+                for models that cannot attend over pages (their attention is their own code, or adds a bias). The same
+                bytes are stored; each pass costs time and the memory of one layer's tokens in 16 bits. Padding is
+                stored like any token.
 
         Warns:
             KvbitsWarning: the scheme is known to be unfit for this model, whose keys have a bias (`models.unfit_for`).
 
         Raises:
             UnsupportedError: the model's attention cannot run on pages; the message says why.
-            SpecError: unknown scheme, or one that does not fit the model's head_dim, or one that was fitted to another model.
+            SpecError: unknown scheme, or one that does not fit the model's head_dim, or one that was fitted to another
+                model.
             CalibrationError: calibration missing or made for something else.
         """
         require_loaded(model)
         nbytes = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
-        if (own := next((OWN_CACHE[c.model_type] for c in (model.config, text_config(model.config)) if c.model_type in OWN_CACHE), None)) is not None:
+        if (
+            own := next(
+                (
+                    OWN_CACHE[c.model_type]
+                    for c in (model.config, text_config(model.config))
+                    if c.model_type in OWN_CACHE
+                ),
+                None,
+            )
+        ) is not None:
             raise UnsupportedError(f"{type(model).__name__} {own}; use the stock cache")
         if scheme is None:
             scheme = schemes.RECOMMENDED if budget is None else schemes.elastic(layer_geometries(model.config))
         if not isinstance(scheme, (str, Scheme)):
-            raise SpecError(f"scheme={scheme!r} is neither a preset name nor a Scheme; presets: {', '.join(schemes.PRESETS)}")
+            raise SpecError(
+                f"scheme={scheme!r} is neither a preset name nor a Scheme; presets: {', '.join(schemes.PRESETS)}"
+            )
         if isinstance(calibration, (str, Path)):
             from ..calibrate import Calibration
 
             calibration = Calibration.load(calibration)
         if calibration is not None and not hasattr(calibration, "static"):
-            raise CalibrationError(f"calibration={calibration!r} is neither a Calibration nor a path to its file, which `kvbits calibrate --out FILE` writes")
+            raise CalibrationError(
+                f"calibration={calibration!r} is neither a Calibration nor a path to its file, which `kvbits calibrate"
+                " --out FILE` writes"
+            )
         config = text_config(model.config)
         layers, ranks = layer_geometries(config), Ranks.of(model)
         chosen = scheme_for(model, scheme)
@@ -179,7 +231,14 @@ class KVCache(Cache):
             static = ranks.static(_calibration(model, chosen, ranks, calibration, calibrate).to(model.device).static)
         _attach(model, dense)
         pages = PagedCache(
-            spec, batch_size=batch_size, max_tokens=max_tokens, device=model.device, static=static, nonfinite=nonfinite, backend=backend, budget=nbytes
+            spec,
+            batch_size=batch_size,
+            max_tokens=max_tokens,
+            device=model.device,
+            static=static,
+            nonfinite=nonfinite,
+            backend=backend,
+            budget=nbytes,
         )
         pages.made_for = weights_fingerprint(model)
         cache = cls(pages, ranks, config, dense)
@@ -198,7 +257,8 @@ class KVCache(Cache):
         wait: bool = False,
         **options: Any,
     ) -> KVCache:
-        """A cache that holds a prompt but its last token: the longest prefix that `store` has is loaded, the rest computed.
+        """A cache that holds a prompt but its last token: the longest prefix that `store` has is loaded, the rest
+        computed.
 
             cache = KVCache.from_prefix(model, ids, store=store)
             model.generate(ids, past_key_values=cache)
@@ -207,8 +267,9 @@ class KVCache(Cache):
             ids: token ids of one prompt, [tokens] or [1, tokens].
             chunk: most tokens that go through the model together.
             put: store what was computed, for the next prompt that begins like this one.
-            wait: load the prefix whole before anything else. Otherwise layers start while later ones still load, and a damaged file that is found then, where
-                nothing but the last token is left to compute, is an error of the pass that takes it (see `PrefixStore.load`).
+            wait: load the prefix whole before anything else. Otherwise layers start while later ones still load, and a
+                damaged file that is found then, where nothing but the last token is left to compute, is an error of the
+                pass that takes it (see `PrefixStore.load`).
             options: of `for_model`.
 
         Raises:
@@ -220,7 +281,9 @@ class KVCache(Cache):
         if (why := prefix.refuses(model)) is not None:
             raise UnsupportedError(why)
         if (ranks := Ranks.of(model)).size > 1:
-            raise UnsupportedError(f"from_prefix() of a model that {ranks.size} ranks share; use for_model, and save and load for prefixes")
+            raise UnsupportedError(
+                f"from_prefix() of a model that {ranks.size} ranks share; use for_model, and save and load for prefixes"
+            )
         if store is None or isinstance(store, (str, Path)):
             raise SpecError(f"store={store!r} is no store; pass store=kvbits.PrefixStore(FOLDER)")
         cache = cls.for_model(model, scheme, **options)
@@ -229,17 +292,22 @@ class KVCache(Cache):
 
     @staticmethod
     def detach(model: Any = None) -> None:
-        """Undo what `for_model` and `load` did to `model`: give it the attention implementation back that it had. Its KVCaches are refused from then on, and
-        what needs the model's own attention (`generate_batch`, static caches, compiled decoding) works as before. Does nothing to a model never attached.
+        """Undo what `for_model` and `load` did to `model`: give it the attention implementation back that it had.
+
+        Its KVCaches are refused from then on, and what needs the model's own attention (`generate_batch`, static
+        caches, compiled decoding) works as before. Does nothing to a model never attached.
         """
         require_loaded(model)
         before = model.__dict__.pop(_BEFORE, None)
         generation.detach(model)
         if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
-            model.set_attn_implementation(before or "sdpa")  # without a note: whoever set "kvbits" by hand, SDPA is what it was for other caches
+            # without a note: whoever set "kvbits" by hand, SDPA is what it was for other caches
+            model.set_attn_implementation(before or "sdpa")
 
     def save(self, path: str | Path) -> None:
-        """Write the cache to a file (see `cache.serialize`). Padding is not written: `load` takes shorter rows as left-padded.
+        """Write the cache to a file (see `cache.serialize`).
+
+        Padding is not written: `load` takes shorter rows as left-padded.
 
         Where ranks share the model, all call it; the file is that of one process and loads under any number of ranks.
 
@@ -247,26 +315,36 @@ class KVCache(Cache):
             UnsupportedError: layers keep recurrent states, which files do not hold.
         """
         if self._states is not None:
-            raise UnsupportedError(f"{prefix.beside_pages(len(self._states.layers))}; use copy.deepcopy(cache) to keep it in memory")
+            raise UnsupportedError(
+                f"{prefix.beside_pages(len(self._states.layers))}; use copy.deepcopy(cache) to keep it in memory"
+            )
         if self._ranks.size > 1:
             tensor_parallel.save(self.pages, self._ranks, path)
         else:
             self.pages.save(path)
 
     @classmethod
-    def load(cls, path: str | Path, model: Any = None, *, grow: bool = False, check_weights: bool = True, dense: bool = False) -> KVCache:
-        """The cache that `save` wrote, on `model`'s device, ready to be continued, with the capacity it had or, with `grow`, none.
+    def load(
+        cls, path: str | Path, model: Any = None, *, grow: bool = False, check_weights: bool = True, dense: bool = False
+    ) -> KVCache:
+        """The cache that `save` wrote, on `model`'s device, ready to be continued, with the capacity it had or, with
+        `grow`, none.
 
         Args:
             dense: see `for_model`.
-            check_weights: refuse a cache that a model of other weights filled (see `weights_fingerprint`; files that say nothing about it are taken).
+            check_weights: refuse a cache that a model of other weights filled (see `weights_fingerprint`; files that
+                say nothing about it are taken).
 
         Raises:
-            FileFormatError: a damaged or foreign file, or a cache of another geometry, dtype or other weights than the model's.
+            FileFormatError: a damaged or foreign file, or a cache of another geometry, dtype or other weights than the
+                model's.
         """
         require_loaded(model)
         if model.config.is_encoder_decoder:
-            raise UnsupportedError("files of pages do not hold what a decoder reads of its encoder; build a cache with KVCache.for_model(model)")
+            raise UnsupportedError(
+                "files of pages do not hold what a decoder reads of its encoder; build a cache with"
+                " KVCache.for_model(model)"
+            )
         config, ranks = text_config(model.config), Ranks.of(model)
         layers = layer_geometries(config)
         if states := sum(p.has_state for p in layer_places(config)):
@@ -275,14 +353,18 @@ class KVCache(Cache):
         layers = stored_layers(layers, pages.spec.scheme, model)
         if pages.spec.layers != layers:
             raise FileFormatError(
-                f"{path} holds {len(pages.spec.layers)} layers of another shape than this model's {len(layers)}; load it with the model it was made for"
+                f"{path} holds {len(pages.spec.layers)} layers of another shape than this model's {len(layers)}; load"
+                " it with the model it was made for"
             )
         if str(model.dtype) != f"torch.{pages.spec.raw_dtype}":
-            raise FileFormatError(f"{path} holds a cache of a {pages.spec.raw_dtype} model, this one is {model.dtype}; load the model in that dtype")
+            raise FileFormatError(
+                f"{path} holds a cache of a {pages.spec.raw_dtype} model, this one is {model.dtype}; load the model in"
+                " that dtype"
+            )
         if check_weights and pages.made_for is not None and pages.made_for != weights_fingerprint(model):
             raise FileFormatError(
-                f"{path} was filled by a model of the same shape with other weights, so its keys and values mean nothing to this one; "
-                "load that model, or pass check_weights=False if they are near enough"
+                f"{path} was filled by a model of the same shape with other weights, so its keys and values mean"
+                " nothing to this one; load that model, or pass check_weights=False if they are near enough"
             )
         _attach(model, dense)
         return cls(pages if ranks.size == 1 else tensor_parallel.cut(pages, ranks, model.device), ranks, config, dense)
@@ -298,9 +380,13 @@ class KVCache(Cache):
         return 0 if self._states is None else self._states.nbytes
 
     def explain(self) -> Explanation:
-        """Scheme, backends with reasons, bytes by kind, by the model's numbers of its layers: a dict that prints as a few lines (see `PagedCache.explain`)."""
+        """Scheme, backends with reasons, bytes by kind, by the model's numbers of its layers: a dict that prints as a
+        few lines (see `PagedCache.explain`).
+        """
         numbers = [i for i, layer in enumerate(self.layers) if isinstance(layer, KVLayer)]
-        return self.pages.explain().of_model(numbers, [i for i, layer in enumerate(self.layers) if layer in self._recurrent], self.state_nbytes)
+        return self.pages.explain().of_model(
+            numbers, [i for i, layer in enumerate(self.layers) if layer in self._recurrent], self.state_nbytes
+        )
 
     def __repr__(self) -> str:
         return f"KVCache(scheme={self.pages.spec.scheme.name!r}, seq_lens={self.pages.seq_lens}, nbytes={self.nbytes})"
@@ -311,12 +397,21 @@ class KVCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` decodes with it in a CUDA graph by itself: of fixed capacity, on a GPU, with a scheme whose tokens the device leads."""
+        """Whether `generate` decodes with it in a CUDA graph by itself: of fixed capacity, on a GPU, with a scheme
+        whose tokens the device leads.
+        """
         return self._captured and not self._recording
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove positions (padding among them counts). 0 only ends the speculation."""
-        n = whole("tokens_to_remove", tokens_to_remove, -MOST_TOKENS, 0, "how many tokens to remove, as a negative number", DataError)
+        n = whole(
+            "tokens_to_remove",
+            tokens_to_remove,
+            -MOST_TOKENS,
+            0,
+            "how many tokens to remove, as a negative number",
+            DataError,
+        )
         columns = self._whole()
         if -n > columns.seen:
             raise DataError(f"crop({n}): the cache has seen {columns.seen} tokens")
@@ -348,7 +443,10 @@ class KVCache(Cache):
             fits = rows.ndim == 1 and rows.dtype != torch.bool and not rows.is_floating_point()
             chosen = rows.tolist() if fits else []  # waits for a GPU, once
             if not fits or not all(0 <= row < count for row in chosen):
-                raise DataError(f"indices={indices!r} of {counted(count, 'sequence')}; give numbers from 0 to {count - 1}, or a mask of all of them")
+                raise DataError(
+                    f"indices={indices!r} of {counted(count, 'sequence')}; give numbers from 0 to {count - 1}, or a"
+                    " mask of all of them"
+                )
             valid, rows = self._whole().valid, rows.long()
             with self._together():
                 with self.columns.becoming(self.columns.seen, None if valid is None else valid[rows.to(valid.device)]):
@@ -360,7 +458,9 @@ class KVCache(Cache):
         if self.pages.batch_size:
             valid = self._whole().valid
             with self._together():
-                with self.columns.becoming(self.columns.seen, None if valid is None else valid.repeat_interleave(repeats, 0)):
+                with self.columns.becoming(
+                    self.columns.seen, None if valid is None else valid.repeat_interleave(repeats, 0)
+                ):
                     self.pages.repeat(repeats)
                 for layer in self._recurrent:
                     layer.repeat_states(repeats)
@@ -381,16 +481,21 @@ class KVCache(Cache):
             self.activate_past_recording()
 
     def abandon(self) -> None:
-        """Take back a forward pass that was interrupted (see `PagedCache.abandon`), also behind the last layer that stores: the cache is what it was before it,
-        or is refused from then on (recurrent states).
+        """Take back a forward pass that was interrupted (see `PagedCache.abandon`), also behind the last layer that
+        stores: the cache is what it was before it, or is refused from then on (recurrent states).
 
         Raises:
-            UnsupportedError: all layers had stored their tokens, and a window has given back what it would take to remove them; `reset()` begins anew.
+            UnsupportedError: all layers had stored their tokens, and a window has given back what it would take to
+                remove them; `reset()` begins anew.
         """
         before = self.columns.broken_off()
         self.pages.abandon()
         self.columns.settle()
-        if before is not None and self.columns.seen > before and not (self._states is not None and self._states.halfway):
+        if (
+            before is not None
+            and self.columns.seen > before
+            and not (self._states is not None and self._states.halfway)
+        ):
             self.crop(before - self.columns.seen)
 
     def activate_past_recording(self) -> None:
@@ -407,7 +512,10 @@ class KVCache(Cache):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Pages and recurrent states change inside: nothing goes on from what an interrupt between them leaves. Errors of kvbits change nothing."""
+        """Pages and recurrent states change inside: nothing goes on from what an interrupt between them leaves.
+
+        Errors of kvbits change nothing.
+        """
         if self._states is None:
             yield
             return
@@ -432,14 +540,16 @@ class KVCache(Cache):
 
     def enter_pass(self) -> None:
         columns = self._whole()
-        if self.pages.in_pass or columns.begun or self.pages.decoding is not None:  # a model within one that is in its pass; lengths are the device's
+        # a model within one that is in its pass; lengths are the device's
+        if self.pages.in_pass or columns.begun or self.pages.decoding is not None:
             return
         held = self.pages.seq_lens or [0]
         seen = columns.lengths(len(held))
         if seen is not None and held != seen:
             raise CacheStateError(
-                f"the pages hold {held} tokens of each sequence, where this cache has seen {seen}: they were changed through cache.pages (load, resume, park, "
-                "free, reset), of which it is not told; bring a parked sequence back first, load prefixes with KVCache.from_prefix, or reset() the cache"
+                f"the pages hold {held} tokens of each sequence, where this cache has seen {seen}: they were changed"
+                " through cache.pages (load, resume, park, free, reset), of which it is not told; bring a parked"
+                " sequence back first, load prefixes with KVCache.from_prefix, or reset() the cache"
             )
 
     def leave_pass(self) -> None:
@@ -560,13 +670,17 @@ def use_kvbits_attention(model: Any) -> None:
     Raises:
         UnsupportedError: the model does not take attention functions from Transformers' registry.
     """
-    if (how := UNFIT.get(model.config.get_text_config(decoder=True).model_type) or only_dense(model.config)) is not None:
+    if (
+        how := UNFIT.get(model.config.get_text_config(decoder=True).model_type) or only_dense(model.config)
+    ) is not None:
         raise UnsupportedError(f"{type(model).__name__} {how}, so it cannot attend over pages")
     if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
         generation.attach(model)
         return
     config = model.config
-    parts = {name: part for name in getattr(config, "sub_configs", {}) if (part := getattr(config, name, None)) is not None}
+    parts = {
+        name: part for name in getattr(config, "sub_configs", {}) if (part := getattr(config, name, None)) is not None
+    }
     before = {"": config._attn_implementation} | {name: part._attn_implementation for name, part in parts.items()}
     try:
         model.set_attn_implementation(NAME)
@@ -574,8 +688,9 @@ def use_kvbits_attention(model: Any) -> None:
         raise UnsupportedError(f"{type(model).__name__} cannot use a custom attention: {error}") from error
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         raise UnsupportedError(
-            f"{type(model).__name__} ignored the attention implementation {NAME!r}: its attention is its own code and not looked up in Transformers' registry "
-            "(GPT-Neo, XGLM, and models with ALiBi: Falcon, BLOOM, MPT), so it cannot attend over pages"
+            f"{type(model).__name__} ignored the attention implementation {NAME!r}: its attention is its own code and"
+            " not looked up in Transformers' registry (GPT-Neo, XGLM, and models with ALiBi: Falcon, BLOOM, MPT), so"
+            " it cannot attend over pages"
         )
     model.__dict__[_BEFORE] = before
     generation.attach(model)

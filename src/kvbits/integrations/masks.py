@@ -1,4 +1,6 @@
-"""Which tokens are padding: the mask function registered as "kvbits", and what a cache remembers of the masks it has seen."""
+"""Which tokens are padding: the mask function registered as "kvbits", and what a cache remembers of the masks it has
+seen.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,14 @@ from ..later import Later
 LOOK_EVERY = 16
 """Tokens between two looks at what masks on a GPU said."""
 _OTHER_MASK = (
-    "tokens that are already cached (or shows padding that was not stored); kvbits keeps what it was told when they came; build a fresh cache for another mask"
+    "tokens that are already cached (or shows padding that was not stored); kvbits keeps what it was told when they"
+    " came; build a fresh cache for another mask"
 )
 NAME = "kvbits"
 """Name of the attention and mask functions in Transformers' registries."""
 CACHE_NAMES = ("cache", "past_key_values")
-"""Of the argument: the first in models of Transformers 5.24 or newer, the second in older ones and in those of others."""
+"""Of the argument: the first in models of Transformers 5.24 or newer, the second in older ones and in those of others.
+"""
 
 
 BIDIRECTIONAL = "bidirectional attention"
@@ -55,22 +59,24 @@ class NotATensor:
 
 @dataclass(eq=False)
 class Columns:
-    """Positions the cache has seen, padding included: shared by the cache and its layers, which know nothing else of it (a cycle
-    between them would keep pages alive until the garbage collector comes by).
+    """Positions the cache has seen, padding included: shared by the cache and its layers, which know nothing else of it
+    (a cycle between them would keep pages alive until the garbage collector comes by).
 
     Attributes:
         pages: the cache that has seen them.
-        numbers: int64 [2] on the host: the number by which `numbered` finds this, and `seen`. All that compiled code is given of a cache, so that nothing
-            which changes is a Python number to it.
+        numbers: int64 [2] on the host: the number by which `numbered` finds this, and `seen`. All that compiled code is
+            given of a cache, so that nothing which changes is a Python number to it.
         new, been: positions of the pass under way, and the layers that have been through it.
         mask: bool [B, seen + new] that the pass under way was given.
-        passes: and operations that are over, and `begun`: how many there were when a model (its id) began the pass that it is in.
+        passes: and operations that are over, and `begun`: how many there were when a model (its id) began the pass that
+            it is in.
         start: positions when the outermost of these models began, None between passes.
-        captured: the pass under way is recorded into a graph, not run: nothing is noted (`replayed` notes every replay).
+        captured: the pass under way is recorded into a graph, not run: nothing is noted (`replayed` notes every
+            replay).
         rehearsed: the pass under way runs for the compiler alone: it stores nothing and attends to nothing.
 
-    A pass or operation is noted before the cache is asked for it, and kept when the cache says that it has ended well (`PagedCache.changes`): whatever an
-    interrupt leaves out, the two never disagree.
+    A pass or operation is noted before the cache is asked for it, and kept when the cache says that it has ended well
+    (`PagedCache.changes`): whatever an interrupt leaves out, the two never disagree.
     """
 
     pages: PagedCache
@@ -86,7 +92,8 @@ class Columns:
     _later: Later = field(default_factory=Later)
     _passes: int = 0
     _now: tuple[int, torch.Tensor | None] = (0, None)  # seen, valid
-    _next: tuple[int, int, torch.Tensor | None] | None = None  # `pages.changes` before what is under way; seen and valid behind it
+    # `pages.changes` before what is under way; seen and valid behind it
+    _next: tuple[int, int, torch.Tensor | None] | None = None
 
     def __post_init__(self) -> None:
         self._enter()
@@ -123,11 +130,22 @@ class Columns:
         return start
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: torch.Tensor | None, valid: torch.Tensor | None,
-        scaling: float, softcap: float | None, sink_logits: torch.Tensor | None, more: bool = False,
-        again: bool = False, within: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Store k, v [B, T, H, D] and attend with q [B, T, Hq, D], as `PagedCache.step`; neither in a rehearsal (`rehearsed`).
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        known: torch.Tensor | None,
+        valid: torch.Tensor | None,
+        scaling: float,
+        softcap: float | None,
+        sink_logits: torch.Tensor | None,
+        more: bool = False,
+        again: bool = False,
+        within: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store k, v [B, T, H, D] and attend with q [B, T, Hq, D], as `PagedCache.step`; neither in a rehearsal
+        (`rehearsed`).
 
         Args:
             known, valid: bool [B, seen + T] and bool [B, T], which tokens are real; None for all.
@@ -136,7 +154,19 @@ class Columns:
         if self.rehearsed:
             return q.new_empty(*q.shape[:3], v.shape[3])
         self.begin(q.shape[1], known)
-        out = self.pages.step(layer, q, k, v, scaling=scaling, softcap=softcap, sink_logits=sink_logits, valid=valid, more=more, again=again, within=within)
+        out = self.pages.step(
+            layer,
+            q,
+            k,
+            v,
+            scaling=scaling,
+            softcap=softcap,
+            sink_logits=sink_logits,
+            valid=valid,
+            more=more,
+            again=again,
+            within=within,
+        )
         if not more:
             self.note(layer, q.shape[1], known)
         return out
@@ -159,7 +189,9 @@ class Columns:
         return self._now[1]
 
     def lengths(self, batch: int) -> list[int] | None:
-        """Real tokens of each of `batch` sequences; None where only a mask on a GPU says so, which is not waited for."""
+        """Real tokens of each of `batch` sequences; None where only a mask on a GPU says so, which is not
+        waited for.
+        """
         seen, valid = self.seen, self.valid
         if valid is None:
             return [seen] * batch
@@ -203,7 +235,8 @@ class Columns:
         wanted = self.seen + num_tokens
         if mask.shape[1] < wanted:
             raise UnsupportedError(
-                f"attention_mask covers {mask.shape[1]} tokens, but {self.seen} are cached and {num_tokens} new ones came; pass the mask of all of them"
+                f"attention_mask covers {mask.shape[1]} tokens, but {self.seen} are cached and {num_tokens} new ones"
+                " came; pass the mask of all of them"
             )
         mask = mask[:, :wanted]
         if not self.captured and not self.been:
@@ -211,8 +244,8 @@ class Columns:
         return mask
 
     def check(self, mask: torch.Tensor, num_tokens: int) -> None:
-        """Refuse a mask bool [B, seen + num_tokens] that says something else about what is cached than the masks before. For a single token on a GPU, which
-        nobody waits for, some passes later.
+        """Refuse a mask bool [B, seen + num_tokens] that says something else about what is cached than the masks
+        before. For a single token on a GPU, which nobody waits for, some passes later.
 
         Raises:
             UnsupportedError: it does.
@@ -232,7 +265,10 @@ class Columns:
                 raise UnsupportedError(f"the attention_mask of an earlier token hid {_OTHER_MASK}")
 
     def begin(self, new: int, mask: torch.Tensor | None) -> None:
-        """A layer is about to store `new` positions per sequence; `mask` bool [B, seen + new], None for all real. The same for all layers of a pass."""
+        """A layer is about to store `new` positions per sequence; `mask` bool [B, seen + new], None for all real.
+
+        The same for all layers of a pass.
+        """
         if not self.captured and not self.been:
             self.settle()
             self._next = self.pages.changes, *self._after(new, mask)
@@ -321,8 +357,9 @@ class Mask(NotATensor):
     """What the mask function was told; becomes a real mask only for caches that are not ours."""
 
     _why: ClassVar[str] = (
-        f"the {NAME!r} attention builds no mask tensor, but this model or cache wants one (static and compiled caches do); "
-        "call KVCache.detach(model), which gives the model its own attention back, or use a KVCache or DynamicCache"
+        f"the {NAME!r} attention builds no mask tensor, but this model or cache wants one (static and compiled caches"
+        " do); call KVCache.detach(model), which gives the model its own attention back, or use a KVCache or"
+        " DynamicCache"
     )
     ndim: ClassVar[int] = 4  # made already: a model that was given it makes no other of it
     batch_size: int
@@ -335,11 +372,12 @@ class Mask(NotATensor):
     _within: list[torch.Tensor | None] = field(default_factory=list)
 
     def within(self, window: int | None) -> torch.Tensor | None:
-        """Which tokens of its own chunk each token sees, bool [B, T, T], where that is not all before it: images whose tokens see each other (Gemma 3), packed
-        sequences. None where it is. The same for all layers.
+        """Which tokens of its own chunk each token sees, bool [B, T, T], where that is not all before it: images whose
+        tokens see each other (Gemma 3), packed sequences. None where it is. The same for all layers.
 
         Raises:
-            UnsupportedError: tokens that came before this chunk are hidden or shown in another way than by causal order, padding and the window.
+            UnsupportedError: tokens that came before this chunk are hidden or shown in another way than by causal
+                order, padding and the window.
         """
         if self.unusual is None:
             return None
@@ -350,23 +388,30 @@ class Mask(NotATensor):
     def _chunk(self, window: int | None) -> torch.Tensor | None:
         dense = None if self.unusual == BIDIRECTIONAL else self.dense()
         if dense is None:
-            raise UnsupportedError(f"the model asked for {self.unusual}; kvbits supports causal attention with padding and sliding windows")
+            raise UnsupportedError(
+                f"the model asked for {self.unusual}; kvbits supports causal attention with padding and sliding windows"
+            )
         seen = dense[:, 0]
         new, before = self.q_length, seen.shape[2] - self.q_length
         start, first = self.arguments["kv_offset"], self.arguments["q_offset"]
         at = torch.arange(start, start + before, device=seen.device)
         row = torch.arange(first, first + new, device=seen.device)[:, None]
-        plain = (at > row - window) if window is not None else torch.ones(new, before, dtype=torch.bool, device=seen.device)
-        plain = plain[None] if self.attention_mask is None else plain & self.attention_mask[:, None, start : start + before]
+        plain = (
+            (at > row - window) if window is not None else torch.ones(new, before, dtype=torch.bool, device=seen.device)
+        )
+        plain = (
+            plain[None] if self.attention_mask is None else plain & self.attention_mask[:, None, start : start + before]
+        )
         if not torch.equal(seen[:, :, :before], plain.expand(len(seen), -1, -1)):
             raise UnsupportedError(
-                f"the model asked for {self.unusual} over tokens that are cached; kvbits supports that among the tokens of one pass only: "
-                "pass them (an image whole) in one chunk"
+                f"the model asked for {self.unusual} over tokens that are cached; kvbits supports that among the tokens"
+                " of one pass only: pass them (an image whole) in one chunk"
             )
         return seen[:, :, before:].expand(self.batch_size, -1, -1)
 
     def known(self, columns: Columns) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(bool [B, tokens seen + T], bool [B, T]): which tokens are real, of all and of those of this pass; None for all. The same for all layers.
+        """(bool [B, tokens seen + T], bool [B, T]): which tokens are real, of all and of those of this pass; None for
+        all. The same for all layers.
 
         Raises:
             UnsupportedError: a mask that ends before the new tokens, or hides tokens that are already cached.
@@ -379,7 +424,9 @@ class Mask(NotATensor):
         return self._known
 
     def dense(self, rows: int | None = None) -> torch.Tensor | None:
-        """[B, 1, T, tokens], or None for the plain causal one; with `rows`, fewer than T, of the last so many queries."""
+        """[B, 1, T, tokens], or None for the plain causal one; with `rows`, fewer than T, of the last so many
+        queries.
+        """
         if rows is not None and rows < self.q_length:
             return sdpa_mask(**self.arguments | {"allow_is_causal_skip": False})[:, :, -rows:]
         if not self.made:  # one for all layers of a pass
@@ -402,9 +449,11 @@ def mask(**arguments: Any) -> Mask:
         unusual = "a custom mask pattern"
     elif arguments.get("allow_is_bidirectional_skip") is not None and "allow_is_causal_skip" not in arguments:
         unusual = BIDIRECTIONAL
-    elif not arguments.get("allow_is_causal_skip", True) and arguments["q_length"] > 1:  # said of every token of a cache that can be captured
+    # said of every token of a cache that can be captured
+    elif not arguments.get("allow_is_causal_skip", True) and arguments["q_length"] > 1:
         unusual = "a packed, blockwise or otherwise modified causal mask"
-    if isinstance(offset := arguments.get("q_offset"), torch.Tensor):  # of a static cache, which counts on in it before a layer wants the mask
+    # of a static cache, which counts on in it before a layer wants the mask
+    if isinstance(offset := arguments.get("q_offset"), torch.Tensor):
         arguments["q_offset"] = offset.clone()
     return Mask(arguments["batch_size"], arguments["q_length"], arguments.get("attention_mask"), unusual, arguments)
 

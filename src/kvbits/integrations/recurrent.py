@@ -1,7 +1,8 @@
-"""Layers of a `KVCache` that keep something beside the pages: recurrent states (convolutions, Mamba, gated delta rule), in Transformers' own layer, index keys.
+"""Layers of a `KVCache` that keep something beside the pages: recurrent states (convolutions, Mamba, gated delta rule),
+in Transformers' own layer, index keys.
 
-A state knows nothing of the tokens that made it, so it cannot go back by some of them, and what a pass that broke off did to it cannot be taken back. Index
-keys are one vector a token, and go where the tokens go.
+A state knows nothing of the tokens that made it, so it cannot go back by some of them, and what a pass that broke off
+did to it cannot be taken back. Index keys are one vector a token, and go where the tokens go.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ class RecurrentLayer(LinearAttentionLayer):
         LinearAttentionCacheLayerMixin.__init__(self, self.number_of_states)
 
     def _states(self) -> list[tuple[dict[int, torch.Tensor | None], int, torch.Tensor]]:
-        return [(states, i, x) for states in (self.conv_states, self.recurrent_states) for i, x in states.items() if x is not None]
+        return [
+            (states, i, x)
+            for states in (self.conv_states, self.recurrent_states)
+            for i, x in states.items()
+            if x is not None
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +64,9 @@ class HybridLayer(RecurrentLayer, KVLayer):  # type: ignore[misc]  # a state can
     is_croppable = RecurrentLayer.is_croppable
     get_max_length = KVLayer.get_max_length
 
-    def __init__(self, pages: PagedCache, columns: Columns, index: int, readers: int = 1, number_of_states: int = 1) -> None:
+    def __init__(
+        self, pages: PagedCache, columns: Columns, index: int, readers: int = 1, number_of_states: int = 1
+    ) -> None:
         KVLayer.__init__(self, pages, columns, index, readers)
         RecurrentLayer.__init__(self, number_of_states)
 
@@ -68,13 +76,18 @@ class DenseHybridLayer(HybridLayer, DenseLayer):  # type: ignore[misc]
 
 
 class IndexedLayer(DenseLayer):
-    """A layer that keeps an index key of each token, in the model's dtype, by which the model chooses the tokens that it attends to."""
+    """A layer that keeps an index key of each token, in the model's dtype, by which the model chooses the tokens that
+    it attends to.
+    """
 
     record_past = True  # they go back by any tokens
     _indices: torch.Tensor | None = None
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Keep index keys [B, T, D] of the tokens that `update` has stored; those of all, [B, tokens, D]. What a crop or a broken pass left is cut off."""
+        """Keep index keys [B, T, D] of the tokens that `update` has stored; those of all, [B, tokens, D].
+
+        What a crop or a broken pass left is cut off.
+        """
         past = self.seen - indexer_key_states.shape[1]
         before = self._indices[:, :past] if past and self._indices is not None else indexer_key_states[:, :0]
         self._indices = torch.cat([before, indexer_key_states], 1)
@@ -91,7 +104,9 @@ class IndexedLayer(DenseLayer):
 
     def select_states(self, indices: torch.Tensor) -> None:
         """Sequence i takes the index keys of the old indices[i]."""
-        self._indices = None if self._indices is None else self._indices.index_select(0, indices.to(self._indices.device))
+        self._indices = (
+            None if self._indices is None else self._indices.index_select(0, indices.to(self._indices.device))
+        )
 
     def repeat_states(self, repeats: int) -> None:
         """Every sequence's index keys `repeats` times."""
@@ -131,8 +146,9 @@ class States:
         """
         if self.halfway:
             raise CacheStateError(
-                f"a forward pass broke off after it had moved recurrent states ({counted(len(self.layers), 'layer')} of this model have them), which cannot be "
-                "taken back; call reset() and pass the whole sequence again, or go on with a copy.deepcopy of the cache that was made before"
+                f"a forward pass broke off after it had moved recurrent states ({counted(len(self.layers), 'layer')} of"
+                " this model have them), which cannot be taken back; call reset() and pass the whole sequence again,"
+                " or go on with a copy.deepcopy of the cache that was made before"
             )
 
     def crop(self, n: int, recording: bool) -> None:
@@ -143,8 +159,9 @@ class States:
         """
         if n and (bad := [layer for layer in self.layers if not (layer.is_croppable and layer.record_past)]):
             raise UnsupportedError(
-                f"crop(-{n}): {counted(len(bad), 'layer')} of this model keep a recurrent state, which cannot go back by some tokens; "
-                "keep a copy.deepcopy of the cache where you may return to, or reset() it and pass the sequence again"
+                f"crop(-{n}): {counted(len(bad), 'layer')} of this model keep a recurrent state, which cannot go back"
+                " by some tokens; keep a copy.deepcopy of the cache where you may return to, or reset() it and pass"
+                " the sequence again"
             )
         for layer in self.layers if recording else ():
             if layer.is_croppable and isinstance(layer, RecurrentLayer):

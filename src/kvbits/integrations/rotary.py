@@ -2,10 +2,11 @@
 
     layers = with_rotary(layer_geometries(model.config), model)
 
-Frequencies come from the buffers of the model's rotary module (so linear, llama3, yarn and longrope scaling are in them; Gemma 3 has one set per
-layer type), the pairing of channels from turning unit vectors with the model's own `apply_rotary_pos_emb`. A cache that stores keys before the
-rotary embedding turns them back with these frequencies when a page closes and forth when it is read: whatever the model really did to a key, it
-comes out as it went in, so that a frequency that is off (dynamic scaling, layers without rotary embedding) costs accuracy and never correctness.
+Frequencies come from the buffers of the model's rotary module (so linear, llama3, yarn and longrope scaling are in
+them; Gemma 3 has one set per layer type), the pairing of channels from turning unit vectors with the model's own
+`apply_rotary_pos_emb`. A cache that stores keys before the rotary embedding turns them back with these frequencies when
+a page closes and forth when it is read: whatever the model really did to a key, it comes out as it went in, so that a
+frequency that is off (dynamic scaling, layers without rotary embedding) costs accuracy and never correctness.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from ..spec import LayerGeometry, Rotary, Scheme
 
 
 def stored_layers(layers: tuple[LayerGeometry, ...], scheme: Scheme, model: Any) -> tuple[LayerGeometry, ...]:
-    """`layers` of a loaded Transformers model with their rotary embeddings as far as the scheme needs them (see `with_rotary`) or has use for them."""
+    """`layers` of a loaded Transformers model with their rotary embeddings as far as the scheme needs them (see
+    `with_rotary`) or has use for them.
+    """
     if scheme.needs_rotary:
         return with_rotary(layers, model)
     if not scheme.knows_rotary:
@@ -44,16 +47,25 @@ def with_rotary(layers: tuple[LayerGeometry, ...], model: Any) -> tuple[LayerGeo
     name = type(model).__name__
     if any("mrope_section" in (getattr(config, name, None) or {}) for name in ("rope_parameters", "rope_scaling")):
         raise UnsupportedError(
-            f"{name} turns channels by several positions (M-RoPE), so its keys cannot be turned back; use a scheme without pre_rope and basis='calibrated'"
+            f"{name} turns channels by several positions (M-RoPE), so its keys cannot be turned back; use a scheme"
+            " without pre_rope and basis='calibrated'"
         )
     if (how := only_dense(config)) is not None:
-        raise UnsupportedError(f"{name} {how}, so its keys cannot be turned back; use a scheme without pre_rope and basis='calibrated'")
+        raise UnsupportedError(
+            f"{name} {how}, so its keys cannot be turned back; use a scheme without pre_rope and basis='calibrated'"
+        )
     found = _frequencies(model)
     if not found:
-        raise UnsupportedError(f"{name} has no rotary embedding, so its keys cannot be turned back; use a scheme without pre_rope and basis='calibrated'")
+        raise UnsupportedError(
+            f"{name} has no rotary embedding, so its keys cannot be turned back; use a scheme without pre_rope and"
+            " basis='calibrated'"
+        )
     pairs = _pairs(model, name)
     kinds = layer_types(config)
-    return tuple(dataclasses.replace(g, rotary=Rotary(inv_freq=found.get(kind, found[""]), pairs=pairs)) for g, kind in zip(layers, kinds, strict=True))
+    return tuple(
+        dataclasses.replace(g, rotary=Rotary(inv_freq=found.get(kind, found[""]), pairs=pairs))
+        for g, kind in zip(layers, kinds, strict=True)
+    )
 
 
 def _frequencies(model: Any) -> dict[str, tuple[float, ...]]:
@@ -61,7 +73,13 @@ def _frequencies(model: Any) -> dict[str, tuple[float, ...]]:
     found: dict[str, tuple[float, ...]] = {}
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if not name.endswith("inv_freq") or name.endswith("original_inv_freq") or buffer.ndim != 1 or "vision" in path or "visual" in path:
+            if (
+                not name.endswith("inv_freq")
+                or name.endswith("original_inv_freq")
+                or buffer.ndim != 1
+                or "vision" in path
+                or "visual" in path
+            ):
                 continue
             kind = name.removesuffix("inv_freq").rstrip("_")
             if path.endswith("_local"):
@@ -75,11 +93,18 @@ def _frequencies(model: Any) -> dict[str, tuple[float, ...]]:
 def _pairs(model: Any, name: str) -> str:
     """Which channels the model's own function turns together."""
     apply = next(
-        (f for m in model.modules() if hasattr(m, "layer_idx") and (f := getattr(sys.modules[type(m).__module__], "apply_rotary_pos_emb", None))), None
+        (
+            f
+            for m in model.modules()
+            if hasattr(m, "layer_idx") and (f := getattr(sys.modules[type(m).__module__], "apply_rotary_pos_emb", None))
+        ),
+        None,
     )
     rotary = next((m for path, m in model.named_modules() if path.rpartition(".")[2] == "rotary_emb"), None)
     if apply is None or rotary is None:
-        raise UnsupportedError(f"{name} turns its keys in a way kvbits cannot see; use a scheme without pre_rope and basis='calibrated'")
+        raise UnsupportedError(
+            f"{name} turns its keys in a way kvbits cannot see; use a scheme without pre_rope and basis='calibrated'"
+        )
     buffer = next(b for n, b in rotary.named_buffers(recurse=False) if n.endswith("inv_freq"))
     size = 2 * len(buffer)
     units = torch.eye(size, device=buffer.device)[None, None]
@@ -88,17 +113,22 @@ def _pairs(model: Any, name: str) -> str:
     with torch.no_grad():
         cos, sin = rotary(units[0], position, sorted(kinds)[0]) if kinds else rotary(units[0], position)
         angles = cos.expand(1, size, -1), sin.expand(1, size, -1)
-        alone = list(inspect.signature(apply).parameters)[1] == "cos"  # Gemma 3n and 4 turn queries and keys one after the other
+        # Gemma 3n and 4 turn queries and keys one after the other
+        alone = list(inspect.signature(apply).parameters)[1] == "cos"
         turned = apply(units, *angles)[0, 0] if alone else apply(units, units, *angles)[0][0, 0]
     if turned.shape == (size, size):
         for pairs, partner in (("half", size // 2), ("interleaved", 1)):
             if turned[0].nonzero().flatten().tolist() in ([0, partner], [0]) and turned[0, partner] != 0:
                 return pairs
-    raise UnsupportedError(f"{name} turns channels neither in halves nor in neighbours; use a scheme without pre_rope and basis='calibrated'")
+    raise UnsupportedError(
+        f"{name} turns channels neither in halves nor in neighbours; use a scheme without pre_rope and"
+        " basis='calibrated'"
+    )
 
 
 def layers_of(config: Any) -> tuple[LayerGeometry, ...]:
-    """The layers of a model with their rotary embeddings, from its Transformers configuration alone: Transformers builds the model without weights.
+    """The layers of a model with their rotary embeddings, from its Transformers configuration alone: Transformers
+    builds the model without weights.
 
     Raises:
         UnsupportedError: as `with_rotary`, or a model that Transformers does not build.
@@ -111,7 +141,10 @@ def layers_of(config: Any) -> tuple[LayerGeometry, ...]:
             model = AutoModelForCausalLM.from_config(text)
     except (ValueError, KeyError, AttributeError, ImportError) as error:
         kind = getattr(text, "model_type", type(text).__name__)
-        raise UnsupportedError(f"Transformers does not build a {kind}, so its rotary embedding is unknown: {error}; use a scheme without a basis") from error
+        raise UnsupportedError(
+            f"Transformers does not build a {kind}, so its rotary embedding is unknown: {error}; use a scheme without a"
+            " basis"
+        ) from error
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             if any(n.endswith("inv_freq") for n, _ in module.named_buffers(recurse=False)):

@@ -1,7 +1,9 @@
-"""Models spread over ranks by tensor parallelism (`tp_plan="auto"`): each rank stores its own kv heads, and a file holds all of them.
+"""Models spread over ranks by tensor parallelism (`tp_plan="auto"`): each rank stores its own kv heads, and a file
+holds all of them.
 
-Every rank does the same to sequences of the same lengths, so page lists agree without a word between ranks. A page has a struct for each kv head, which knows
-nothing of the others: caches of ranks side by side are the cache of one process, byte for byte.
+Every rank does the same to sequences of the same lengths, so page lists agree without a word between ranks. A page has
+a struct for each kv head, which knows nothing of the others: caches of ranks side by side are the cache of one process,
+byte for byte.
 """
 
 from __future__ import annotations
@@ -64,40 +66,67 @@ class Ranks:
         if self.size == 1:
             return layers
         if bad := next((g.num_kv_heads for g in layers if g.num_kv_heads % self.size), None):
-            raise UnsupportedError(f"{counted(bad, 'kv head')} cannot be shared by {self.size} ranks; use a number of ranks that divides them")
+            raise UnsupportedError(
+                f"{counted(bad, 'kv head')} cannot be shared by {self.size} ranks; use a number of ranks that divides"
+                " them"
+            )
         return tuple(dataclasses.replace(g, num_kv_heads=g.num_kv_heads // self.size) for g in layers)
 
     def static(self, static: list[dict[str, torch.Tensor]] | None) -> list[dict[str, torch.Tensor]] | None:
         """This rank's rows of calibrated parameters [kv heads, ..]."""
         if static is None or self.size == 1:
             return static
-        return [{name: x.chunk(self.size)[self.rank].contiguous() for name, x in of_layer.items()} for of_layer in static]
+        return [
+            {name: x.chunk(self.size)[self.rank].contiguous() for name, x in of_layer.items()} for of_layer in static
+        ]
 
 
 def save(cache: PagedCache, ranks: Ranks, path: str | Path) -> None:
-    """Write the caches of all ranks as the file of one process; the first rank writes, all take part and leave when it is there.
+    """Write the caches of all ranks as the file of one process; the first rank writes, all take part and leave when it
+    is there.
 
     Raises:
         SpecError: see `PagedCache.save`; on all ranks.
     """
     if cache.budget is not None and not ranks.rank:
-        warnings.warn("budgets of ranks that share a model are not saved: loaded caches grow without one", KvbitsWarning, stacklevel=3)
+        warnings.warn(
+            "budgets of ranks that share a model are not saved: loaded caches grow without one",
+            KvbitsWarning,
+            stacklevel=3,
+        )
     groups, layers = cache.groups, cache.spec.layers  # waits for nothing but the device
-    spec = dataclasses.replace(cache.spec, layers=tuple(dataclasses.replace(g, num_kv_heads=g.num_kv_heads * ranks.size) for g in layers))
+    spec = dataclasses.replace(
+        cache.spec, layers=tuple(dataclasses.replace(g, num_kv_heads=g.num_kv_heads * ranks.size) for g in layers)
+    )
     first = ranks.rank == 0
     told: list[Any] = [None] * ranks.size
-    dist.all_gather_object(told, ([{k: x.cpu() for k, x in s.items()} for s in cache.static], cache.saturated), group=ranks.group)
+    dist.all_gather_object(
+        told, ([{k: x.cpu() for k, x in s.items()} for s in cache.static], cache.saturated), group=ranks.group
+    )
     whole = [_joined(state, group, ranks) for state, group in zip(groups, spec.groups, strict=True)]
     failed: list[Any] = [None]
     if first:
-        static = [{name: torch.cat([of_rank[0][i][name] for of_rank in told]) for name in s} for i, s in enumerate(cache.static)]
+        static = [
+            {name: torch.cat([of_rank[0][i][name] for of_rank in told]) for name in s}
+            for i, s in enumerate(cache.static)
+        ]
         saturated = [{kind: sum(of_rank[1][i][kind] for of_rank in told) for kind in "kv"} for i in range(len(layers))]
-        contents = serialize.Contents(spec, static, cache.nonfinite, cache.built_for, saturated, cache.made_for, [g for g in whole if g is not None])
+        contents = serialize.Contents(
+            spec,
+            static,
+            cache.nonfinite,
+            cache.built_for,
+            saturated,
+            cache.made_for,
+            [g for g in whole if g is not None],
+        )
         try:
             serialize.save(contents, path)
         except Exception as error:  # the other ranks wait to hear of it
             failed = [error]
-    dist.broadcast_object_list(failed, src=dist.get_global_rank(ranks.group, 0) if ranks.group is not None else 0, group=ranks.group)
+    dist.broadcast_object_list(
+        failed, src=dist.get_global_rank(ranks.group, 0) if ranks.group is not None else 0, group=ranks.group
+    )
     if failed[0] is not None:
         raise failed[0]
 
@@ -105,9 +134,17 @@ def save(cache: PagedCache, ranks: Ranks, path: str | Path) -> None:
 def cut(whole: PagedCache, ranks: Ranks, device: torch.device) -> PagedCache:
     """This rank's part of a cache of one process, on its device."""
     spec = dataclasses.replace(whole.spec, layers=ranks.layers(whole.spec.layers))
-    static = [{name: x.to(device) for name, x in s.items()} for s in ranks.static(whole.static) or []] if any(whole.static) else None
+    static = (
+        [{name: x.to(device) for name, x in s.items()} for s in ranks.static(whole.static) or []]
+        if any(whole.static)
+        else None
+    )
     if whole.budget is not None:
-        warnings.warn("the saved cache's budget is not kept where ranks share a model: it grows without one", KvbitsWarning, stacklevel=3)
+        warnings.warn(
+            "the saved cache's budget is not kept where ranks share a model: it grows without one",
+            KvbitsWarning,
+            stacklevel=3,
+        )
     cache = PagedCache(spec, device=device, static=static, nonfinite=whole.nonfinite, backend=whole.backend)
     cache.built_for, cache.made_for = whole.built_for, whole.made_for
     cache.saturated[:] = copy.deepcopy(whole.saturated) if ranks.rank == 0 else cache.saturated

@@ -5,6 +5,6 @@ codebooks.py    codebooks of KVQuant's formats, by weighted k-means
 histograms.py   the pass over prompts that fills them
 fisher.py       its weights, squared gradients
 
-All of it works, with kernels of its own (families/codebook) or the core's, and is tuned no further. The core does not import this package: `kvbits.schemes`
-looks its presets up, and calibration loads it when a scheme has a codebook.
+All of it works, with kernels of its own (families/codebook) or the core's, and is tuned no further. The core does not
+import this package: `kvbits.schemes` looks its presets up, and calibration loads it when a scheme has a codebook.
 """

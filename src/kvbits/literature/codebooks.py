@@ -1,9 +1,12 @@
-"""Codebooks of nuq formats: weighted k-means on values as a page normalises them (KVQuant, arXiv:2401.18079, section 3.4).
+"""Codebooks of nuq formats: weighted k-means on values as a page normalises them (KVQuant, arXiv:2401.18079, section
+3.4).
 
-    minimise  sum_i  F_i scale_i**2 (y_i - c(y_i))**2      y_i = (x_i - bias_i) / scale_i in [-1, 1],  F_i = (dLoss / dx_i)**2
+    minimise  sum_i  F_i scale_i**2 (y_i - c(y_i))**2      y_i = (x_i - bias_i) / scale_i in [-1, 1],  F_i = (dLoss /
+                                                           dx_i)**2
 
-Values go into a histogram as they come, so memory does not grow with the text; k-means in one dimension then runs on its bins: exactly,
-by dynamic programming over coarse bins (Wang and Song, R Journal 3(2), 2011), and on by Lloyd's iteration over the fine ones.
+Values go into a histogram as they come, so memory does not grow with the text; k-means in one dimension then runs on
+its bins: exactly, by dynamic programming over coarse bins (Wang and Song, R Journal 3(2), 2011), and on by Lloyd's
+iteration over the fine ones.
 """
 
 from __future__ import annotations
@@ -32,24 +35,32 @@ class Levels:
         what: names the tensor in messages.
     """
 
-    def __init__(self, spec: QuantSpec, num_kv_heads: int, page_size: int, static: QParams | None, what: str = "x") -> None:
+    def __init__(
+        self, spec: QuantSpec, num_kv_heads: int, page_size: int, static: QParams | None, what: str = "x"
+    ) -> None:
         self.spec, self.page_size, self.static, self.what = spec, page_size, static, what
         self.mass = torch.zeros(num_kv_heads, BINS, dtype=torch.float64)
         self.moment = torch.zeros(num_kv_heads, BINS, dtype=torch.float64)
 
     def add(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> None:
-        """See consecutive tokens `x` [tokens, H, D] with their weights (None: all equal); tokens past the last whole page are left out."""
+        """See consecutive tokens `x` [tokens, H, D] with their weights (None: all equal); tokens past the last whole
+        page are left out.
+        """
         pages = len(x) // self.page_size
         if not pages:
             return
         x = self._paged(x, pages)
-        known = self.static and QParams(self.static.scale.to(x.device), None if self.static.bias is None else self.static.bias.to(x.device))
+        known = self.static and QParams(
+            self.static.scale.to(x.device), None if self.static.bias is None else self.static.bias.to(x.device)
+        )
         q = choose_qparams(x, self.spec, known)
         scale = expand(q.scale, self.spec, x.shape[-1])
         y = (x if q.bias is None else x - expand(q.bias, self.spec, x.shape[-1])) / scale
         w = scale * scale * (torch.ones_like(x) if weight is None else self._paged(weight, pages))
         inside = y.abs() <= 1
-        bins = ((y.clamp(-1, 1) + 1) * (BINS / 2)).long().clamp(max=BINS - 1) + torch.arange(x.shape[1], device=x.device)[:, None, None] * BINS
+        bins = ((y.clamp(-1, 1) + 1) * (BINS / 2)).long().clamp(max=BINS - 1) + torch.arange(
+            x.shape[1], device=x.device
+        )[:, None, None] * BINS
         for total, term in ((self.mass, w * inside), (self.moment, w * y * inside)):
             total += torch.bincount(bins.flatten(), term.double().flatten(), self.mass.numel()).view_as(self.mass).cpu()
 
@@ -68,10 +79,17 @@ class Levels:
         """
         mass, moment = (t if per_head else t.sum(0, keepdim=True) for t in (self.mass, self.moment))
         if not bool((mass.sum(-1) > 0).all()):
-            raise DataError(f"{self.what}: no page with a gradient was seen; give longer prompts (a page has {self.page_size} tokens)")
+            raise DataError(
+                f"{self.what}: no page with a gradient was seen; give longer prompts (a page has {self.page_size}"
+                " tokens)"
+            )
         uniform = prior * mass.sum(-1, keepdim=True) / BINS
         mass, moment = mass + uniform, moment + uniform * MIDDLES
-        return torch.stack([_kmeans(m, s, 2**self.spec.bits) for m, s in zip(mass, moment, strict=True)]).expand(len(self.mass), -1).contiguous()
+        return (
+            torch.stack([_kmeans(m, s, 2**self.spec.bits) for m, s in zip(mass, moment, strict=True)])
+            .expand(len(self.mass), -1)
+            .contiguous()
+        )
 
 
 def _kmeans(mass: torch.Tensor, moment: torch.Tensor, entries: int) -> torch.Tensor:
@@ -86,7 +104,9 @@ def _kmeans(mass: torch.Tensor, moment: torch.Tensor, entries: int) -> torch.Ten
 
 
 def _exact(mass: torch.Tensor, moment: torch.Tensor, entries: int) -> torch.Tensor:
-    """The best centres for runs of coarse bins: cost of a run = sum m y**2 - (sum m y)**2 / sum m, whose first term no choice changes."""
+    """The best centres for runs of coarse bins: cost of a run = sum m y**2 - (sum m y)**2 / sum m, whose first term no
+    choice changes.
+    """
     m, s = (torch.cat([t.new_zeros(1), t.view(COARSE, -1).sum(-1).cumsum(0)]) for t in (mass, moment))
     width, total = m[None, :] - m[:, None], s[None, :] - s[:, None]
     cost = torch.where(width > 0, -total * total / width.clamp(min=1e-300), 0.0)

@@ -1,7 +1,8 @@
 """Diagonal Fisher information of cached keys and values: the squared gradient of the loss at what a cache stores.
 
-The gradient is taken at the tensors that attention reads, before kv heads are repeated, so with grouped-query attention it sums over the query
-heads of a kv head by itself. Sources: KVQuant, arXiv:2401.18079, section 3.4; SqueezeLLM, arXiv:2306.07629.
+The gradient is taken at the tensors that attention reads, before kv heads are repeated, so with grouped-query attention
+it sums over the query heads of a kv head by itself. Sources: KVQuant, arXiv:2401.18079, section 3.4; SqueezeLLM,
+arXiv:2306.07629.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ Seen = Callable[[int, str, torch.Tensor, torch.Tensor], None]
 _observers: list[Seen] = []
 
 
-def _attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+def _attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
     if _observers and key.requires_grad:
         for side, x in (("k", key), ("v", value)):
             _watch(_observers[-1], module.layer_idx, side, x)
@@ -44,7 +47,8 @@ def watched(model: Any, seen: Seen, *, checkpointing: bool = False) -> Iterator[
     """While open, every backward pass of `model` calls `seen(layer, "k" or "v", x, gradient)`, both [B, T, H, D].
 
     Args:
-        checkpointing: recompute activations layer by layer in the backward pass instead of keeping them: memory of one layer, a third more time.
+        checkpointing: recompute activations layer by layer in the backward pass instead of keeping them: memory of one
+            layer, a third more time.
     """
     before = model.config._attn_implementation
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -86,6 +90,8 @@ def backward(model: Any, ids: torch.Tensor, mask: torch.Tensor | None) -> float:
     labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
     loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
     if not bool(torch.isfinite(loss)):
-        raise CalibrationError(f"the loss of a calibration prompt is {loss.item()}; load the model in bfloat16 or float32")
+        raise CalibrationError(
+            f"the loss of a calibration prompt is {loss.item()}; load the model in bfloat16 or float32"
+        )
     loss.backward()
     return float(loss.detach())

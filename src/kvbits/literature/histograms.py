@@ -1,4 +1,6 @@
-"""The pass over the prompts that fills codebook histograms: forward and, for Fisher weights only, backward; resumable after every prompt."""
+"""The pass over the prompts that fills codebook histograms: forward and, for Fisher weights only, backward; resumable
+after every prompt.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from . import fisher
 from .codebooks import Levels
 
 
-def levels_of(scheme: Scheme, layers: tuple[LayerGeometry, ...], static: list[dict[str, torch.Tensor]]) -> dict[Place, Levels]:
+def levels_of(
+    scheme: Scheme, layers: tuple[LayerGeometry, ...], static: list[dict[str, torch.Tensor]]
+) -> dict[Place, Levels]:
     """One histogram per layer and side that has a codebook."""
     found = {}
     for i, g in enumerate(layers):
@@ -32,9 +36,16 @@ def levels_of(scheme: Scheme, layers: tuple[LayerGeometry, ...], static: list[di
 
 
 def collect(
-    model: Any, prompts: list[Prompt], targets: list[Target], weighted: bool, checkpointing: bool, resume: str | os.PathLike[str] | None, progress: bool
+    model: Any,
+    prompts: list[Prompt],
+    targets: list[Target],
+    weighted: bool,
+    checkpointing: bool,
+    resume: str | os.PathLike[str] | None,
+    progress: bool,
 ) -> None:
-    """Fill the targets' levels from the prompts, one backward pass each for all of them, or a forward pass only where nothing is `weighted`.
+    """Fill the targets' levels from the prompts, one backward pass each for all of them, or a forward pass only where
+    nothing is `weighted`.
 
     Raises:
         CalibrationError: a loss that is not finite, or a `resume` file of another calibration.
@@ -49,7 +60,9 @@ def collect(
         for target, alike in shared.get((layer, side), ()):
             spec = target.spec((layer, side))
             if spec.pre_rope not in turned:
-                turned[spec.pre_rope] = tuple(as_stored(t, target.layers[layer], spec) for t in (x, gradient) if t is not None)
+                turned[spec.pre_rope] = tuple(
+                    as_stored(t, target.layers[layer], spec) for t in (x, gradient) if t is not None
+                )
             stored, *slope = turned[spec.pre_rope]
             for row, looked_at in enumerate(target.tokens[current].to(x.device)):
                 alike[0].add(stored[row, looked_at], slope[0][row, looked_at].float().square() if slope else None)
@@ -80,17 +93,25 @@ Shared = dict[Place, list[tuple[Target, list[Levels]]]]
 
 
 def _shared(targets: list[Target]) -> Shared:
-    """Levels by place, those that normalise values alike together: how many entries a codebook will have does not matter yet."""
+    """Levels by place, those that normalise values alike together: how many entries a codebook will have does not
+    matter yet.
+    """
     found: dict[Place, dict[Any, tuple[Target, list[Levels]]]] = {}
     for target in targets:
         for place, levels in target.levels.items():
-            alike: Any = (dataclasses.replace(levels.spec, format="nuq4"), levels.page_size, target.skip) if levels.static is None else id(levels)
+            alike: Any = (
+                (dataclasses.replace(levels.spec, format="nuq4"), levels.page_size, target.skip)
+                if levels.static is None
+                else id(levels)
+            )
             found.setdefault(place, {}).setdefault(alike, (target, []))[1].append(levels)
     return {place: list(groups.values()) for place, groups in found.items()}
 
 
 def _identity(model: Any, prompts: list[Prompt], targets: list[Target], weighted: bool) -> str:
-    """Identity of what the sums depend on: prompts, schemes, calibrated ranges, and the model, by the shape and the first numbers of each of its parameters."""
+    """Identity of what the sums depend on: prompts, schemes, calibrated ranges, and the model, by the shape and the
+    first numbers of each of its parameters.
+    """
     digest = hashlib.sha256(f"{[(to_dict(t.scheme), t.skip) for t in targets]} {weighted}".encode())
     for name, p in model.named_parameters():
         digest.update(f"{name} {tuple(p.shape)}".encode() + p.detach().flatten()[:16].float().cpu().numpy().tobytes())
@@ -108,7 +129,10 @@ def _load(path: str | os.PathLike[str] | None, shared: Shared, identity: str) ->
         return 0
     metadata, tensors = read_file(path)
     if metadata.get("identity") != identity:
-        raise CalibrationError(f"{os.fspath(path)} holds another calibration's state (of another model, prompts, schemes, ranges or weights); delete it")
+        raise CalibrationError(
+            f"{os.fspath(path)} holds another calibration's state (of another model, prompts, schemes, ranges or"
+            " weights); delete it"
+        )
     for name, levels in _named(shared).items():
         levels.mass, levels.moment = tensors[f"{name}.mass"], tensors[f"{name}.moment"]
     return int(metadata["done"])
@@ -117,10 +141,18 @@ def _load(path: str | os.PathLike[str] | None, shared: Shared, identity: str) ->
 def _save(path: str | os.PathLike[str] | None, shared: Shared, identity: str, done: int) -> None:
     if path is None:
         return
-    tensors = {f"{name}.{kind}": getattr(levels, kind) for name, levels in _named(shared).items() for kind in ("mass", "moment")}
+    tensors = {
+        f"{name}.{kind}": getattr(levels, kind)
+        for name, levels in _named(shared).items()
+        for kind in ("mass", "moment")
+    }
     write_file(path, tensors, {"identity": identity, "done": str(done)})
 
 
 def _named(shared: Shared) -> dict[str, Levels]:
     """What is added to, by name."""
-    return {f"{layer}.{side}.{i}": alike[0] for (layer, side), places in shared.items() for i, (_, alike) in enumerate(places)}
+    return {
+        f"{layer}.{side}.{i}": alike[0]
+        for (layer, side), places in shared.items()
+        for i, (_, alike) in enumerate(places)
+    }

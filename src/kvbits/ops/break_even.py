@@ -1,7 +1,9 @@
-"""Where 16-bit attention is as fast as attention over packed pages on a GPU: small caches, whose time is the launch and not the bytes.
+"""Where 16-bit attention is as fast as attention over packed pages on a GPU: small caches, whose time is the launch and
+not the bytes.
 
-Measured on an H200 with 1 to 64 sequences of 256 to 16,384 tokens, 32 query and 8 kv heads of 128, against the fastest of cuDNN and FlashAttention-3
-(`benchmarks/bench_attend_gpu.py --small`, benchmarks/results/nvidia-h200/attend_small.json): packed attention is 0.8 to 1.2 times as fast up to these sizes and
+Measured on an H200 with 1 to 64 sequences of 256 to 16,384 tokens, 32 query and 8 kv heads of 128, against the fastest
+of cuDNN and FlashAttention-3 (`benchmarks/bench_attend_gpu.py --small`,
+benchmarks/results/nvidia-h200/attend_small.json): packed attention is 0.8 to 1.2 times as fast up to these sizes and
 faster at all larger ones.
 """
 
@@ -14,11 +16,13 @@ TOKENS = 256
 
 
 def small_on_gpu(batch: int, tokens: int, elements: int) -> str | None:
-    """A sentence saying that 16-bit attention would be as fast or faster on a GPU at this size, `elements` numbers a token in keys and values, or None."""
+    """A sentence saying that 16-bit attention would be as fast or faster on a GPU at this size, `elements` numbers a
+    token in keys and values, or None.
+    """
     nbytes = 2 * batch * tokens * elements
     if tokens > TOKENS and nbytes > BYTES_16_BIT:
         return None
     return (
-        f"on a GPU 16-bit attention is as fast or faster at {batch} x {tokens:,} tokens ({nbytes / 2**20:.1f} MiB of 16-bit keys and values a layer); "
-        f"packed pages win past {TOKENS} tokens and {BYTES_16_BIT >> 20} MiB"
+        f"on a GPU 16-bit attention is as fast or faster at {batch} x {tokens:,} tokens ({nbytes / 2**20:.1f} MiB of"
+        f" 16-bit keys and values a layer); packed pages win past {TOKENS} tokens and {BYTES_16_BIT >> 20} MiB"
     )

@@ -1,7 +1,7 @@
 """Attention of a chunk of fresh tokens to itself, in its own precision: the op `attend_fresh`.
 
-A prompt sees itself before any page holds it: `attend_pages` reads the history, `attend_fresh` the chunk, `merge_partials` joins them. A backend has a module
-`attend_fresh` with
+A prompt sees itself before any page holds it: `attend_pages` reads the history, `attend_fresh` the chunk,
+`merge_partials` joins them. A backend has a module `attend_fresh` with
 
     refuses(q, v, softcap) -> str | None
     attend_fresh(q, k, v, positions, scaling, sliding_window, softcap) -> (out, lse)
@@ -9,13 +9,15 @@ A prompt sees itself before any page holds it: `attend_pages` reads the history,
 whose arguments are
 
     q               [B, T, Hq, D]; k [B, T, H, D], v [B, T, H, D or another width], all of one dtype on one device
-    positions       int64 [B, T], rising by one from token to token of a sequence; negative for padding, which sees nothing and is not seen
+    positions       int64 [B, T], rising by one from token to token of a sequence; negative for padding, which sees
+                    nothing and is not seen
     scaling         factor on the scores
     sliding_window  newest tokens that a query sees, itself included; None for all
     softcap         scores become softcap * tanh(score / softcap); None for none
 
-and whose results are out [B, T, Hq, v's D] in float32, or in q's 16 bits where a backend computes in them, and lse float32 [B, T, Hq], natural log; 0 and -inf
-for padding. Memory grows with T, never with T * T: no backend makes scores or a mask of the whole chunk.
+and whose results are out [B, T, Hq, v's D] in float32, or in q's 16 bits where a backend computes in them, and lse
+float32 [B, T, Hq], natural log; 0 and -inf for padding. Memory grows with T, never with T * T: no backend makes scores
+or a mask of the whole chunk.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from ..later import upload
 from . import dispatch
 
 TOGETHER = 512
-"""Tokens of a padded chunk up to which its sequences are one call, each as long as the longest: the work that is wasted takes less time than calls would."""
+"""Tokens of a padded chunk up to which its sequences are one call, each as long as the longest: the work that is wasted
+takes less time than calls would.
+"""
 
 
 def choose(q: torch.Tensor, v: torch.Tensor, softcap: float | None, backend: str = "auto") -> dispatch.Choice:
@@ -63,7 +67,10 @@ def check_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: to
         DataError: the message names the tensor and the shape it should have.
     """
     if q.dim() != 4 or k.dim() != 4 or q.shape[2] % max(k.shape[2], 1):
-        raise DataError(f"q must be [B, T, Hq, D] and k [B, T, H, D] with Hq a multiple of H; got {list(q.shape)} and {list(k.shape)}")
+        raise DataError(
+            f"q must be [B, T, Hq, D] and k [B, T, H, D] with Hq a multiple of H; got {list(q.shape)} and"
+            f" {list(k.shape)}"
+        )
     batch, tokens, _, head_dim = q.shape
     if tuple(k.shape) != (batch, tokens, k.shape[2], head_dim):
         raise DataError(f"k must be [{batch}, {tokens}, H, {head_dim}] like q, got {list(k.shape)}")
@@ -75,9 +82,14 @@ def check_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: to
 
 def without_padding(
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`attend(q, k, v)` of chunks without padding, for one that may have some: it is cut out, so no kernel needs a mask for it.
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend(q, k, v)` of chunks without padding, for one that may have some: it is cut out, so no kernel needs a mask
+    for it.
 
     Args:
         attend: causal attention of [B, n, ..] tokens in a row: out [B, n, Hq, D] in `dtype`, lse [B, n, Hq].
@@ -93,7 +105,9 @@ def without_padding(
     if (cuts := _cuts(positions, q.device)) is None:
         return attend(q, k, v)
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=q.device)
+    lse = torch.full(
+        q.shape[:3], -torch.inf, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=q.device
+    )
     for cut in cuts:
         found = attend(*(x[cut.row, cut.token] for x in (q, k, v)))
         for whole, part in zip((out, lse), found, strict=True):
@@ -101,8 +115,11 @@ def without_padding(
     return out, lse
 
 
-def within_chunks(attend: Callable[..., tuple[torch.Tensor, torch.Tensor]], chunk: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """`attend_fresh` of layers whose positions are cut into chunks, of which each token sees its own: a call for each that the tokens of a sequence reach into.
+def within_chunks(
+    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]], chunk: int
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """`attend_fresh` of layers whose positions are cut into chunks, of which each token sees its own: a call for each
+    that the tokens of a sequence reach into.
 
     Args:
         attend: `attend_fresh` of a backend.
@@ -110,7 +127,13 @@ def within_chunks(attend: Callable[..., tuple[torch.Tensor, torch.Tensor]], chun
     """
 
     def run(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scaling: float, sliding_window: int | None, softcap: float | None
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         numbers = torch.where(positions < 0, -1, positions // chunk)
         if all(len(row[row >= 0].unique()) < 2 for row in numbers):
@@ -120,7 +143,9 @@ def within_chunks(attend: Callable[..., tuple[torch.Tensor, torch.Tensor]], chun
         for b, row in enumerate(numbers):
             for n in row[row >= 0].unique().tolist():
                 at = upload((row == n).nonzero().squeeze(1), q.device)
-                found = attend(*(x[b : b + 1, at] for x in (q, k, v)), positions[b : b + 1, at.cpu()], scaling, None, softcap)
+                found = attend(
+                    *(x[b : b + 1, at] for x in (q, k, v)), positions[b : b + 1, at.cpu()], scaling, None, softcap
+                )
                 out[b, at], lse[b, at] = found[0][0].float(), found[1][0]
         return out, lse
 
@@ -132,8 +157,8 @@ class _Cut:
     """Sequences of a padded chunk that are attended together: int64 indices on the chunk's device.
 
     Attributes:
-        row, token: [n, 1] and [n, longest]: the tokens of each sequence, real ones first, in their order; behind them, where no token looks, the first one
-            again: what padding holds is not read.
+        row, token: [n, 1] and [n, longest]: the tokens of each sequence, real ones first, in their order; behind them,
+            where no token looks, the first one again: what padding holds is not read.
         to, of: (sequences, tokens) [real tokens] of the whole chunk, and of what is cut out.
     """
 
@@ -147,7 +172,10 @@ _known = WeakIdKeyDictionary()
 
 
 def _cuts(positions: torch.Tensor, device: torch.device) -> list[_Cut] | None:
-    """What is cut out of a chunk; None if there is no padding. Layers come with the same positions, so they are looked at once and uploaded once."""
+    """What is cut out of a chunk; None if there is no padding.
+
+    Layers come with the same positions, so they are looked at once and uploaded once.
+    """
     known = _known.get(positions)
     if known is None or known[0] != device or not torch.equal(known[1], positions):
         known = _known[positions] = (device, positions.clone(), _cut(positions.cpu() >= 0, device))

@@ -1,7 +1,8 @@
-"""Decoding on a device without its host: what a cache hands over, and what a backend that leads single tokens gives back.
+"""Decoding on a device without its host: what a cache hands over, and what a backend that leads single tokens gives
+back.
 
-A backend takes part with a module `decode` in its folder that is a `Backend`. The cache assigns pages ahead and reads lengths back; structs, launches and
-streams are the backend's alone.
+A backend takes part with a module `decode` in its folder that is a `Backend`. The cache assigns pages ahead and reads
+lengths back; structs, launches and streams are the backend's alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ BACKENDS = {"cuda": "cuda"}
 """Folder of the backend that leads single tokens, by the type of the device."""
 PARTS = ("sink", "closed", "tail")
 TAIL, CLOSED, FIRST, TAIL_START, LENGTH, FIELDS = range(6)
-"""Rows of a group's numbers: tokens in tail pages, tokens in closed pages, index of the ring's first page, position of the first tail token, tokens."""
+"""Rows of a group's numbers: tokens in tail pages, tokens in closed pages, index of the ring's first page, position of
+the first tail token, tokens.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ class Pages:
 
     Attributes:
         numbers: int32 [FIELDS, B].
-        closed_start, sinks, residual: int32 [B]: position of the first closed token, sink tokens, newest tokens that stay raw.
+        closed_start, sinks, residual: int32 [B]: position of the first closed token, sink tokens, newest tokens that
+            stay raw.
         ids: of each part that is there ("sink", "closed", "tail"), the pages of every sequence.
         max_pages: width of each part's block table.
         ring: raw pages that each sequence uses in turn; 0 where pages are filled token by token.
@@ -58,14 +62,23 @@ class Stepper(Protocol):
     def begin(self, valid: torch.Tensor | None) -> None:
         """Move all groups on by a token: valid bool [B, 1] on the device, None for all."""
 
-    def step(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
-        """Store the tokens k, v [B, 1, H, D] of a layer and attend with q [B, 1, Hq, D]: [B, 1, Hq, D]. `lse`: float32 [B, 1, Hq], written to if given."""
+    def step(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Store the tokens k, v [B, 1, H, D] of a layer and attend with q [B, 1, Hq, D]: [B, 1, Hq, D].
+
+        `lse`: float32 [B, 1, Hq], written to if given.
+        """
 
     def take_back(self, layers: set[int]) -> None:
-        """Undo the step that began last, of which `layers` have been through: rows that fresh tokens replaced, then lengths."""
+        """Undo the step that began last, of which `layers` have been through: rows that fresh tokens replaced, then
+        lengths.
+        """
 
     def status(self) -> torch.Tensor:
-        """int32 [layers of all groups, fields] on the device: saturated elements of keys and values, scales that overflowed, numbers that are none."""
+        """int32 [layers of all groups, fields] on the device: saturated elements of keys and values, scales that
+        overflowed, numbers that are none.
+        """
 
     def numbers(self) -> list[np.ndarray]:
         """int32 [FIELDS, B] of each group as they are now. Waits for the device."""
@@ -74,8 +87,12 @@ class Stepper(Protocol):
 class Backend(Protocol):
     """What a backend's module `decode` has."""
 
-    def refuses(self, groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Why single tokens of these layer groups cannot be led on the device, whatever their sequences hold, or None."""
+    def refuses(
+        self, groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, device: torch.device
+    ) -> str | None:
+        """Why single tokens of these layer groups cannot be led on the device, whatever their sequences hold,
+        or None.
+        """
 
     def capturing(self) -> bool:
         """Whether launches are recorded now, not run."""

@@ -1,10 +1,13 @@
-"""What a page's bytes mean to a kernel: keys or values of a `PageLayout` as named numbers, made once. Every backend's form of it is an encoder of `Side`.
+"""What a page's bytes mean to a kernel: keys or values of a `PageLayout` as named numbers, made once.
+
+Every backend's form of it is an encoder of `Side`.
 
     C structs of the CPU library    ops/cpu/structs.py
     macros of CUDA kernels          ops/cuda/side.py
 
-The numbers of dtypes, number formats, levels and kinds of scales are the same everywhere. C++ and CUDA read them from `numbers.h`, which this module writes
-(`python -m kvbits.ops.descriptor`); a test holds the two equal. What a number format is comes from `spec.quant.FORMATS` alone.
+The numbers of dtypes, number formats, levels and kinds of scales are the same everywhere. C++ and CUDA read them from
+`numbers.h`, which this module writes (`python -m kvbits.ops.descriptor`); a test holds the two equal. What a number
+format is comes from `spec.quant.FORMATS` alone.
 """
 
 from __future__ import annotations
@@ -30,10 +33,13 @@ FORMATS = {name: i for i, name in enumerate(["raw", *(n for n in NUMBER_FORMATS 
 _FLOATS = [f.name for f in NUMBER_FORMATS.values() if f.kind == "float"]
 _KINDS = ("int", *_FLOATS, "raw", "codebook", "banded")
 LEVELS = {name: i for i, name in enumerate(_KINDS)}
-"""What a code stands for: an integer, a float of one of the formats, a raw number, an entry of a calibrated codebook, an integer of its band's width."""
+"""What a code stands for: an integer, a float of one of the formats, a raw number, an entry of a calibrated codebook,
+an integer of its band's width.
+"""
 STATIC, GROUP, CHANNEL = 0, 1, 2
 SCALES = {"static": STATIC, "group": GROUP, "channel": CHANNEL}
-"""Who shares a scale: channels of all pages (calibrated), a group of channels of a token, a channel of a page's tokens."""
+"""Who shares a scale: channels of all pages (calibrated), a group of channels of a token, a channel of a page's tokens.
+"""
 HEADER = Path(__file__).parent / "numbers.h"
 
 
@@ -49,18 +55,23 @@ def scale_kind(spec: QuantSpec) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """Keys or values of a page. Offsets are bytes from the start of a head struct, None where the page has no such section.
+    """Keys or values of a page. Offsets are bytes from the start of a head struct, None where the page has no such
+    section.
 
     Attributes:
-        name, format, levels, planes: the number format, its number, what its codes stand for, and the bits of its planes.
+        name, format, levels, planes: the number format, its number, what its codes stand for, and the bits of its
+            planes.
         exponent_bits, mantissa_bits: of a float behind its sign, else 0.
         dtype, scale_dtype: numbers of the dtypes of raw rows; of scales, biases, means, stretches and listed elements.
         scale: STATIC, GROUP or CHANNEL.
-        group, groups: channels that share a scale within a token, and how many such groups there are (group 1: a scale for each channel).
+        group, groups: channels that share a scale within a token, and how many such groups there are (group 1: a scale
+            for each channel).
         zero: the code that means 0 before biases and means.
-        has_bias, has_mean, turned: whether codes are asymmetric, the page is centred, keys are from before the rotary embedding.
+        has_bias, has_mean, turned: whether codes are asymmetric, the page is centred, keys are from before the rotary
+            embedding.
         offsets: whether constants of the model are taken off (`k_offsets`).
-        widths, basis: of banded codes, bits of each band of 16 channels (the planes then hold some channels each), and what they are multiplied by.
+        widths, basis: of banded codes, bits of each band of 16 channels (the planes then hold some channels each), and
+            what they are multiplied by.
         row_bytes, plane_offset: of a token in each plane; of raw rows and their section where the tensor is raw.
         outliers, index_bytes: listed elements of a page, and the width of their indices.
     """
@@ -126,17 +137,36 @@ def describe(layout: PageLayout, kind: str) -> Side:
     stored = ["raw"] if spec.is_raw else [f"plane{i}" for i in range(len(planes))]
     groups = 1 if spec.is_raw else spec.num_groups(d)
     return Side(
-        name=spec.format, format=FORMATS[spec.format], levels=levels_of(fmt), exponent_bits=fmt.exponent_bits, mantissa_bits=fmt.mantissa_bits,
-        planes=tuple(bits for bits, _ in planes), dtype=DTYPES[layout.raw_dtype], scale_dtype=DTYPES[spec.scale_dtype], scale=scale_kind(spec),
-        group=d // groups, groups=groups, zero=spec.zero, has_bias=spec.has_bias, has_mean=spec.has_mean, offsets=spec.has_offsets,
-        turned=spec.pre_rope, widths=spec.widths(d), basis=spec.basis,
-        row_bytes=tuple(plane_row_bytes(channels, bits) for bits, channels in planes) or (d * DTYPE_BYTES[layout.raw_dtype],),
+        name=spec.format,
+        format=FORMATS[spec.format],
+        levels=levels_of(fmt),
+        exponent_bits=fmt.exponent_bits,
+        mantissa_bits=fmt.mantissa_bits,
+        planes=tuple(bits for bits, _ in planes),
+        dtype=DTYPES[layout.raw_dtype],
+        scale_dtype=DTYPES[spec.scale_dtype],
+        scale=scale_kind(spec),
+        group=d // groups,
+        groups=groups,
+        zero=spec.zero,
+        has_bias=spec.has_bias,
+        has_mean=spec.has_mean,
+        offsets=spec.has_offsets,
+        turned=spec.pre_rope,
+        widths=spec.widths(d),
+        basis=spec.basis,
+        row_bytes=tuple(plane_row_bytes(channels, bits) for bits, channels in planes)
+        or (d * DTYPE_BYTES[layout.raw_dtype],),
         plane_offset=tuple(layout.sections[f"{kind}_{name}"].offset for name in stored),
-        scale_offset=offset("scale"), bias_offset=offset("bias"),
-        mean_offset=offset("mean"), stretch_offset=offset("stretch"),
-        outliers=spec.num_outliers(layout.page_size, d), index_bytes=2 if layout.outlier_index_dtype == "uint16" else 4,
-        outlier_index_offset=offset("outlier_index"), outlier_value_offset=offset("outlier_value"),
-    )  # fmt: skip
+        scale_offset=offset("scale"),
+        bias_offset=offset("bias"),
+        mean_offset=offset("mean"),
+        stretch_offset=offset("stretch"),
+        outliers=spec.num_outliers(layout.page_size, d),
+        index_bytes=2 if layout.outlier_index_dtype == "uint16" else 4,
+        outlier_index_offset=offset("outlier_index"),
+        outlier_value_offset=offset("outlier_value"),
+    )
 
 
 def refuses_unlike_widths(layout: PageLayout) -> str | None:
@@ -145,8 +175,8 @@ def refuses_unlike_widths(layout: PageLayout) -> str | None:
     if layout.head_dim == layout.value_head_dim or not one_width:
         return None
     return (
-        f"keys of {layout.head_dim} and values of {layout.value_head_dim} channels with codebooks, outliers or keys before the rotary embedding; "
-        "integer, FP8, banded and raw formats are read at any two widths"
+        f"keys of {layout.head_dim} and values of {layout.value_head_dim} channels with codebooks, outliers or keys"
+        " before the rotary embedding; integer, FP8, banded and raw formats are read at any two widths"
     )
 
 
@@ -158,47 +188,70 @@ def low_plane(low: LowLayout | None, kind: str) -> tuple[int, int]:
 
 def header() -> str:
     """Text of `numbers.h`."""
-    short = {name: name.split("_")[1].upper() for name in _FLOATS} | {"int": "INTEGER", "raw": "RAW", "codebook": "CODEBOOK", "banded": "BANDED"}
+    short = {name: name.split("_")[1].upper() for name in _FLOATS} | {
+        "int": "INTEGER",
+        "raw": "RAW",
+        "codebook": "CODEBOOK",
+        "banded": "BANDED",
+    }
     rows = []
     for name in FORMATS:
         fmt = NUMBER_FORMATS[name]
         first, second = (*fmt.planes, 0, 0)[:2]
-        bits, ends = f"{first}, {second}, {fmt.exponent_bits}, {fmt.mantissa_bits}", f"{fmt.max_value:.1f}f, {fmt.saturates_at:.1f}f"
+        bits, ends = (
+            f"{first}, {second}, {fmt.exponent_bits}, {fmt.mantissa_bits}",
+            f"{fmt.max_value:.1f}f, {fmt.saturates_at:.1f}f",
+        )
         rows.append(f"        {{{short[name if fmt.kind == 'float' else fmt.kind]}, {bits}, {ends}}},  // {name}")
-    return "\n".join([
-        "// Numbers by which kernels know what a page stores, and what its number formats are. Written by `python -m kvbits.ops.descriptor`; a test compares.",
-        "#pragma once",
-        "",
-        "// Dtypes of raw rows, scales, biases, means.",
-        _enum("Dtype", {name.upper(): i for name, i in DTYPES.items()} | {"NUM_RAW_DTYPES": len(DTYPE_BYTES)}),
-        "// What a code stands for.",
-        _enum("LevelKind", {short[name]: i for name, i in LEVELS.items()}),
-        "// Who shares a scale.",
-        _enum("ScaleKind", {f"SCALE_{name.upper()}": i for name, i in SCALES.items()}),
-        _enum("Format", {f"FORMAT_{name.upper()}": i for name, i in FORMATS.items()} | {"NUM_FORMATS": len(FORMATS)}),
-        "// Banded codes: channels of a band, positions of a frame and of a mean in it, rows of offsets (quant/banded.py, basis.py).",
-        _enum("Banding", {"BAND": BAND, "FRAME": FRAME, "MEAN_STEP": MEAN_STEP, "OFFSETS": OFFSETS}),
-        "",
-        "/// Codes lie in one or two bit planes, high bits first (banded ones in those of their widths)."
-        " For floats: the bits behind the sign, the largest value, and where rounding passes it.",
-        "struct NumberFormat {",
-        "    int levels, bits0, bits1, exponent_bits, mantissa_bits;",
-        "    float max_value, saturates_at;",
-        "};",
-        "constexpr NumberFormat number_format(int format) {",
-        "    constexpr NumberFormat all[NUM_FORMATS] = {",
-        *rows,
-        "    };",
-        "    return all[format];",
-        "}",
-        "",
-        "/// Step of the best uniform quantizer of a Gaussian of variance 1 at a band's bits (quant/banded.py), 0 where it has none.",
-        "constexpr float band_step(int bits) {",
-        f"    constexpr float all[9] = {{{', '.join(f'{STEP.get(bits, 0.0)}f' for bits in range(9))}}};",
-        "    return all[bits];",
-        "}",
-        "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            (
+                "// Numbers by which kernels know what a page stores, and what its number formats are. Written by"
+                " `python -m kvbits.ops.descriptor`; a test compares."
+            ),
+            "#pragma once",
+            "",
+            "// Dtypes of raw rows, scales, biases, means.",
+            _enum("Dtype", {name.upper(): i for name, i in DTYPES.items()} | {"NUM_RAW_DTYPES": len(DTYPE_BYTES)}),
+            "// What a code stands for.",
+            _enum("LevelKind", {short[name]: i for name, i in LEVELS.items()}),
+            "// Who shares a scale.",
+            _enum("ScaleKind", {f"SCALE_{name.upper()}": i for name, i in SCALES.items()}),
+            _enum(
+                "Format", {f"FORMAT_{name.upper()}": i for name, i in FORMATS.items()} | {"NUM_FORMATS": len(FORMATS)}
+            ),
+            (
+                "// Banded codes: channels of a band, positions of a frame and of a mean in it, rows of offsets"
+                " (quant/banded.py, basis.py)."
+            ),
+            _enum("Banding", {"BAND": BAND, "FRAME": FRAME, "MEAN_STEP": MEAN_STEP, "OFFSETS": OFFSETS}),
+            "",
+            (
+                "/// Codes lie in one or two bit planes, high bits first (banded ones in those of their widths)."
+                " For floats: the bits behind the sign, the largest value, and where rounding passes it."
+            ),
+            "struct NumberFormat {",
+            "    int levels, bits0, bits1, exponent_bits, mantissa_bits;",
+            "    float max_value, saturates_at;",
+            "};",
+            "constexpr NumberFormat number_format(int format) {",
+            "    constexpr NumberFormat all[NUM_FORMATS] = {",
+            *rows,
+            "    };",
+            "    return all[format];",
+            "}",
+            "",
+            (
+                "/// Step of the best uniform quantizer of a Gaussian of variance 1 at a band's bits (quant/banded.py),"
+                " 0 where it has none."
+            ),
+            "constexpr float band_step(int bits) {",
+            f"    constexpr float all[9] = {{{', '.join(f'{STEP.get(bits, 0.0)}f' for bits in range(9))}}};",
+            "    return all[bits];",
+            "}",
+            "",
+        ]
+    )
 
 
 def _enum(name: str, numbers: dict[str, int]) -> str:

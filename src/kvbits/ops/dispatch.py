@@ -1,15 +1,17 @@
 """Which backend serves an op, decided once per kind of call, with every refusal kept as text.
 
-A backend is a folder of this package with a module for each op, named like the op (else `FUNCTIONS` says how). The module has the op's function and may have
+A backend is a folder of this package with a module for each op, named like the op (else `FUNCTIONS` says how). The
+module has the op's function and may have
 
     refuses(*args)          why it does not take such a call, or None; without it, it takes every call
     prepare(*args)          what must be there before a CUDA graph is captured
     plan                    for backends that plan once a step and then only launch
     FUNCTION_later          the op, but what it would return or raise stays on the device
-    refuses_layout(layout)  the part of `refuses` that pages alone decide, without a device or a built library: `natives` asks it
+    refuses_layout(layout)  the part of `refuses` that pages alone decide, without a device or a built library:
+                            `natives` asks it
 
-The order of the list is the order of preference; the reference is last. A backend is skipped only for a reason it states, never because it raised.
-`python -m kvbits.ops.dispatch` prints who serves which kind of format.
+The order of the list is the order of preference; the reference is last. A backend is skipped only for a reason it
+states, never because it raised. `python -m kvbits.ops.dispatch` prints who serves which kind of format.
 """
 
 from __future__ import annotations
@@ -30,14 +32,22 @@ from ..errors import SpecError, UnsupportedError
 from ..spec import PageLayout
 
 BACKENDS = {
-    "attend_pages": ("cpu", "cuda", "reference"), "attend_fresh": ("cpu", "cuda", "reference"),
-    "close_pages": ("cpu", "cuda", "reference"), "append": ("cpu", "cuda", "reference"),
-    "paged_attention": ("cuda", "cpu", "reference"), "store_tokens": ("cpu", "cuda", "reference"), "place": ("cuda", "reference"),
-    "dequantize": ("cuda", "reference"), "merge": ("cuda", "reference"),
-}  # fmt: skip
+    "attend_pages": ("cpu", "cuda", "reference"),
+    "attend_fresh": ("cpu", "cuda", "reference"),
+    "close_pages": ("cpu", "cuda", "reference"),
+    "append": ("cpu", "cuda", "reference"),
+    "paged_attention": ("cuda", "cpu", "reference"),
+    "store_tokens": ("cpu", "cuda", "reference"),
+    "place": ("cuda", "reference"),
+    "dequantize": ("cuda", "reference"),
+    "merge": ("cuda", "reference"),
+}
 FUNCTIONS = {
-    "attend_pages": ("attend", "attend"), "close_pages": ("close", "close"), "merge": ("merge", "merge_partials"), "dequantize": ("dequantize", "Rows"),
-}  # fmt: skip
+    "attend_pages": ("attend", "attend"),
+    "close_pages": ("close", "close"),
+    "merge": ("merge", "merge_partials"),
+    "dequantize": ("dequantize", "Rows"),
+}
 """(module, function) of an op that is not named like both."""
 
 
@@ -68,7 +78,10 @@ def check_backend(backend: str, device: torch.device) -> None:
     if backend != "auto" and backend not in known:
         raise SpecError(f"unknown backend {backend!r}; known: auto, {', '.join(known)}")
     if backend not in ("auto", "reference", device.type):
-        raise SpecError(f"backend={backend!r} has no kernel for what lies on {device.type}; use {device.type!r}, 'reference' or 'auto'")
+        raise SpecError(
+            f"backend={backend!r} has no kernel for what lies on {device.type}; use {device.type!r}, 'reference' or"
+            " 'auto'"
+        )
 
 
 @functools.cache
@@ -96,11 +109,25 @@ def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
         if backend not in ("auto", name):
             continue
         module = _module(name, op)
-        why = "not part of this installation" if module is None else module.refuses(*args) if hasattr(module, "refuses") else None
+        why = (
+            "not part of this installation"
+            if module is None
+            else module.refuses(*args)
+            if hasattr(module, "refuses")
+            else None
+        )
         if module is not None and why is None:
             function = FUNCTIONS.get(op, (op, op))[1]
             prepare = functools.partial(module.prepare, *args) if hasattr(module, "prepare") else _nothing
-            return Choice(op, name, getattr(module, function), refusals, prepare, getattr(module, "plan", None), getattr(module, f"{function}_later", None))
+            return Choice(
+                op,
+                name,
+                getattr(module, function),
+                refusals,
+                prepare,
+                getattr(module, "plan", None),
+                getattr(module, f"{function}_later", None),
+            )
         refusals[name] = str(why)
     if backend == "auto":
         raise UnsupportedError(f"{op}: " + "; ".join(f"{name}: {why}" for name, why in refusals.items()))
@@ -108,15 +135,22 @@ def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
 
 
 OPERATIONS: dict[str, tuple[str, dict[str, int]]] = {
-    "decode": ("attend_pages", {}), "chunk": ("attend_pages", {"num_queries": 512}), "close": ("close_pages", {}), "append": ("append", {}),
-    "paged_attention": ("paged_attention", {}), "store_tokens": ("store_tokens", {}), "dequantize": ("dequantize", {}),
-}  # fmt: skip
-"""What is done with pages: decoding, many queries past them, a page that closes, tokens one by one, and three operations for pages of other engines. The op of
-each, and what `refuses_layout` is asked beside the layout."""
+    "decode": ("attend_pages", {}),
+    "chunk": ("attend_pages", {"num_queries": 512}),
+    "close": ("close_pages", {}),
+    "append": ("append", {}),
+    "paged_attention": ("paged_attention", {}),
+    "store_tokens": ("store_tokens", {}),
+    "dequantize": ("dequantize", {}),
+}
+"""What is done with pages: decoding, many queries past them, a page that closes, tokens one by one, and three
+operations for pages of other engines. The op of each, and what `refuses_layout` is asked beside the layout.
+"""
 
 
 def natives(layout: PageLayout) -> dict[str, dict[str, str | None]]:
-    """Of each of OPERATIONS that a layout has and each backend with kernels: None where they serve it, or why not. Asks no device.
+    """Of each of OPERATIONS that a layout has and each backend with kernels: None where they serve it, or why not. Asks
+    no device.
 
     Raw pages are not closed; only token-local ones take tokens one by one.
     """
@@ -125,27 +159,40 @@ def natives(layout: PageLayout) -> dict[str, dict[str, str | None]]:
         if (op == "close_pages" and layout.is_raw) or (op in ("append", "store_tokens") and not layout.token_local):
             continue
         modules = {backend: _module(backend, op) for backend in BACKENDS[op] if backend != "reference"}
-        found[name] = {backend: "not part of this installation" if m is None else m.refuses_layout(layout, **options) for backend, m in modules.items()}
+        found[name] = {
+            backend: "not part of this installation" if m is None else m.refuses_layout(layout, **options)
+            for backend, m in modules.items()
+        }
     return found
 
 
 def table(names: Mapping[str, str], head_dim: int = 128) -> str:
-    """Schemes (by title) x operations x backends: "native", "-" where a backend has none and the reference serves, or the number of a refusal, listed below."""
+    """Schemes (by title) x operations x backends: "native", "-" where a backend has none and the reference serves, or
+    the number of a refusal, listed below.
+    """
     refusals: dict[str, int] = {}
     lines = [f"{'':24}{'':18}{'cpu':10}cuda"]
     for title, name in names.items():
         scheme = schemes.get(name, head_dim=head_dim)
-        layout = PageLayout(key=scheme.key, value=scheme.value, page_size=scheme.page_size, num_kv_heads=8, head_dim=head_dim)
+        layout = PageLayout(
+            key=scheme.key, value=scheme.value, page_size=scheme.page_size, num_kv_heads=8, head_dim=head_dim
+        )
         for i, (operation, answers) in enumerate(natives(layout).items()):
-            cells = {b: f"[{refusals.setdefault(why, len(refusals) + 1)}]" if why else "native" for b, why in answers.items()}
+            cells = {
+                b: f"[{refusals.setdefault(why, len(refusals) + 1)}]" if why else "native" for b, why in answers.items()
+            }
             lines.append(f"{'' if i else title:24}{operation:18}{cells.get('cpu', '-'):10}{cells.get('cuda', '-')}")
     asked = {op for op, _ in OPERATIONS.values()}
     others = [f"{op} ({', '.join(backends[:-1])})" for op, backends in BACKENDS.items() if op not in asked]
-    return "\n".join([*lines, *(f"[{n}] {why}" for why, n in refusals.items()), f"Native whatever the format: {', '.join(others)}."])
+    return "\n".join(
+        [*lines, *(f"[{n}] {why}" for why, n in refusals.items()), f"Native whatever the format: {', '.join(others)}."]
+    )
 
 
 if __name__ == "__main__":
     first: dict[str, str] = {}  # preset of each kind of number
     for preset, scheme in schemes.PRESETS.items():
         first.setdefault(scheme.key.number_format.kind, preset)
-    print(table({name: name for name in sys.argv[1:]} or {f"{kind}: {preset}": preset for kind, preset in first.items()}))
+    print(
+        table({name: name for name in sys.argv[1:]} or {f"{kind}: {preset}": preset for kind, preset in first.items()})
+    )

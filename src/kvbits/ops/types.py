@@ -1,7 +1,7 @@
 """What ops take: one layer's pages of one pool, and which of them each sequence reads. Never a cache object.
 
-Shapes use B = sequences in the batch, T = query tokens per sequence, H = kv heads, Hq = query heads (a multiple of H), D = head_dim, of values and
-outputs value_head_dim.
+Shapes use B = sequences in the batch, T = query tokens per sequence, H = kv heads, Hq = query heads (a multiple of H),
+D = head_dim, of values and outputs value_head_dim.
 """
 
 from __future__ import annotations
@@ -70,12 +70,14 @@ class PageStore(_Slabs):
 
     Attributes:
         layout: byte layout of a page.
-        slabs: uint8 views [num_pages_in_slab, H, head_bytes], the last two dims dense, the first strided; page ids count through them in order.
-        static: what the layer's pages share, float32, only names the specs need: calibrated `k_scale`, `k_bias`, `v_scale`, `v_bias`
-            [H, groups or channels], levels [H, entries], `k_offsets` [H, 5, head_dim], and `k_inv_freq` [head_dim / 2], radians per token
-            (`static.read_with` has the names).
-        turn: for centred keys stored token by token, float32 [3, head_dim]: how the mean key of a page is turned on to the next one
-            (`quant.rotary.turn_by` of page_size positions); None where the rotary embedding is not known, which costs code range and nothing else.
+        slabs: uint8 views [num_pages_in_slab, H, head_bytes], the last two dims dense, the first strided; page ids
+            count through them in order.
+        static: what the layer's pages share, float32, only names the specs need: calibrated `k_scale`, `k_bias`,
+            `v_scale`, `v_bias` [H, groups or channels], levels [H, entries], `k_offsets` [H, 5, head_dim], and
+            `k_inv_freq` [head_dim / 2], radians per token (`static.read_with` has the names).
+        turn: for centred keys stored token by token, float32 [3, head_dim]: how the mean key of a page is turned on to
+            the next one (`quant.rotary.turn_by` of page_size positions); None where the rotary embedding is not known,
+            which costs code range and nothing else.
     """
 
     layout: PageLayout
@@ -87,14 +89,21 @@ class PageStore(_Slabs):
 _stores = WeakIdKeyDictionary()
 
 
-def store_of(pages: torch.Tensor, layout: PageLayout, static: dict[str, torch.Tensor] | None = None, turn: torch.Tensor | None = None) -> PageStore:
-    """The store of one slab: the same one for a tensor at every call, since what kernels keep of it takes longer to make than a token to store. Another one
-    once the tensor is of other memory (`set_`, `data`)."""
+def store_of(
+    pages: torch.Tensor,
+    layout: PageLayout,
+    static: dict[str, torch.Tensor] | None = None,
+    turn: torch.Tensor | None = None,
+) -> PageStore:
+    """The store of one slab: the same one for a tensor at every call, since what kernels keep of it takes longer to
+    make than a token to store. Another one once the tensor is of other memory (`set_`, `data`).
+    """
     (at, known), given = _stores.get(pages, (None, None)), static or {}
     now = layout, pages.data_ptr(), pages.shape, pages.stride()
     same = at == now and known.turn is turn and known.static.keys() == given.keys()
     if not same or any(known.static[name] is not x for name, x in given.items()):
-        known = PageStore(layout, (pages.data,), dict(given), turn)  # another tensor of the same memory: the key must not keep itself alive
+        # another tensor of the same memory: the key must not keep itself alive
+        known = PageStore(layout, (pages.data,), dict(given), turn)
         _stores[pages] = now, known
     return known
 
@@ -116,7 +125,8 @@ class PageTable:
         page_ids: [N] int64, into the store.
         starts: [N] int64, position in its sequence of each page's first token.
         lengths: [N] int32, visible tokens of each page, 0 < length <= page_size.
-        low: [N] int64 each, the pages of the low planes that refine these, the coarsest first (`Part.low` are their stores).
+        low: [N] int64 each, the pages of the low planes that refine these, the coarsest first (`Part.low` are their
+            stores).
     """
 
     indptr: np.ndarray
@@ -135,7 +145,8 @@ class PageTable:
         return cls(np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int32))
 
     def check(self, batch: int, store: PageStore, low: Sequence[LowStore] = ()) -> None:
-        """Refuse a table that is not for `batch` sequences or leads out of the stores; one that passed is not looked at again.
+        """Refuse a table that is not for `batch` sequences or leads out of the stores; one that passed is not looked at
+        again.
 
         Raises:
             DataError: what is wrong, with the first value that is.
@@ -147,7 +158,10 @@ class PageTable:
         columns = {"indptr": indptr, "page_ids": self.page_ids, "starts": self.starts, "lengths": self.lengths}
         for name, x in (*columns.items(), *((f"low {i}", x) for i, x in enumerate(self.low))):
             if not isinstance(x, np.ndarray) or x.ndim != 1 or x.dtype.kind not in "iu":
-                raise DataError(f"page table {name} must be a one-dimensional integer numpy array, got {type(x).__name__} {getattr(x, 'dtype', '')}")
+                raise DataError(
+                    f"page table {name} must be a one-dimensional integer numpy array, got {type(x).__name__}"
+                    f" {getattr(x, 'dtype', '')}"
+                )
             if x is not indptr and len(x) != n:
                 raise DataError(f"page table columns differ in length: page_ids {n}, {name} {len(x)}")
         if len(indptr) != batch + 1:
@@ -155,7 +169,10 @@ class PageTable:
         falls = indptr[1:] < indptr[:-1]
         if indptr[0] or indptr[-1] != n or falls.any():
             at = f", falling after entry {int(falls.argmax())}" if falls.any() else ""
-            raise DataError(f"a page table's indptr must rise from 0 to its number of entries, {n}, got {indptr[0]} to {indptr[-1]}{at}")
+            raise DataError(
+                f"a page table's indptr must rise from 0 to its number of entries, {n}, got {indptr[0]} to"
+                f" {indptr[-1]}{at}"
+            )
         if len(low) != len(self.low):
             raise DataError(f"{len(low)} stores of low planes for a page table of {len(self.low)}")
         if n:
@@ -165,7 +182,10 @@ class PageTable:
             size = store.layout.page_size
             if self.lengths.min() < 1 or self.lengths.max() > size:
                 bad = self.lengths[(self.lengths < 1) | (self.lengths > size)][0]
-                raise DataError(f"a page table's lengths must lie between 1 and page_size={size}, got {bad}; leave out pages of which nothing is visible")
+                raise DataError(
+                    f"a page table's lengths must lie between 1 and page_size={size}, got {bad}; leave out pages of"
+                    " which nothing is visible"
+                )
             check_starts(self.starts, size)
         self.__dict__["_accepted"] = given
 
@@ -177,23 +197,30 @@ def check_starts(starts: np.ndarray, page_size: int) -> None:
     """
     most = MOST_TOKENS - page_size
     if len(starts) and (starts.min() < 0 or starts.max() > most):
-        raise DataError(f"a page table's starts must not be negative and at most {most}, got {starts[(starts < 0) | (starts > most)][0]}")
+        raise DataError(
+            f"a page table's starts must not be negative and at most {most}, got"
+            f" {starts[(starts < 0) | (starts > most)][0]}"
+        )
 
 
 def _check_ids(name: str, ids: np.ndarray, store: _Slabs) -> None:
     pages = store.num_pages
     if len(ids) and (ids.min() < 0 or ids.max() >= pages):
-        raise DataError(f"{name} names a page that its store does not have: {ids[(ids < 0) | (ids >= pages)][0]} of {pages}")
+        raise DataError(
+            f"{name} names a page that its store does not have: {ids[(ids < 0) | (ids >= pages)][0]} of {pages}"
+        )
 
 
 @dataclass(frozen=True)
 class SlotMapping:
-    """Where fresh tokens go in pages of one store: raw ones, or such that each token is quantized by itself (`PageLayout.token_local`).
+    """Where fresh tokens go in pages of one store: raw ones, or such that each token is quantized by itself
+    (`PageLayout.token_local`).
 
     Attributes:
-        runs: int64 [N, 5], dense, on the host. Each row is (sequence of the batch, first token of it, page id, first slot of the page, number of tokens).
-            Runs of a sequence follow each other in the order of its tokens.
-        previous: int64 [N], needed by centred layouts: the page before each run's page in its sequence, full once this call is over; -1 for none.
+        runs: int64 [N, 5], dense, on the host. Each row is (sequence of the batch, first token of it, page id, first
+            slot of the page, number of tokens). Runs of a sequence follow each other in the order of its tokens.
+        previous: int64 [N], needed by centred layouts: the page before each run's page in its sequence, full once this
+            call is over; -1 for none.
         starts: int64 [N], needed by keys that are turned back: position of the first token (slot 0) of each run's page.
     """
 
@@ -203,17 +230,35 @@ class SlotMapping:
 
     def __post_init__(self) -> None:
         runs = self.runs
-        if not isinstance(runs, np.ndarray) or runs.dtype != np.int64 or runs.ndim != 2 or runs.shape[1] != 5 or not runs.flags["C_CONTIGUOUS"]:
-            raise DataError(f"runs must be a dense int64 array [N, 5], got {getattr(runs, 'dtype', type(runs).__name__)} {list(np.shape(runs))}")
+        if (
+            not isinstance(runs, np.ndarray)
+            or runs.dtype != np.int64
+            or runs.ndim != 2
+            or runs.shape[1] != 5
+            or not runs.flags["C_CONTIGUOUS"]
+        ):
+            raise DataError(
+                f"runs must be a dense int64 array [N, 5], got {getattr(runs, 'dtype', type(runs).__name__)}"
+                f" {list(np.shape(runs))}"
+            )
         if len(runs) and runs.max() > MOST_COUNTED:
-            raise DataError(f"runs must name nothing above {MOST_COUNTED}, got {runs[(runs > MOST_COUNTED).any(1)][0].tolist()}")
+            raise DataError(
+                f"runs must name nothing above {MOST_COUNTED}, got {runs[(runs > MOST_COUNTED).any(1)][0].tolist()}"
+            )
         if len(runs) and (runs.min() < 0 or runs[:, 4].min() < 1):
-            raise DataError(f"runs must count at least 1 token each and name nothing below 0, got {runs[(runs < 0).any(1) | (runs[:, 4] < 1)][0].tolist()}")
+            raise DataError(
+                "runs must count at least 1 token each and name nothing below 0, got"
+                f" {runs[(runs < 0).any(1) | (runs[:, 4] < 1)][0].tolist()}"
+            )
         for name, what, given in (("previous", "page", self.previous), ("starts", "position", self.starts)):
             if given is not None and (given.dtype != np.int64 or given.shape != (len(runs),)):
-                raise DataError(f"{name} must be int64 [{len(runs)}], a {what} for each run, got {given.dtype} {list(given.shape)}")
+                raise DataError(
+                    f"{name} must be int64 [{len(runs)}], a {what} for each run, got {given.dtype} {list(given.shape)}"
+                )
         if self.starts is not None and len(runs) and not 0 <= self.starts.min() <= self.starts.max() <= MOST_TOKENS:
-            raise DataError(f"starts must be positions from 0 to {MOST_TOKENS}, got {self.starts.min()} to {self.starts.max()}")
+            raise DataError(
+                f"starts must be positions from 0 to {MOST_TOKENS}, got {self.starts.min()} to {self.starts.max()}"
+            )
 
     @functools.cached_property
     def address(self) -> int:
@@ -222,8 +267,9 @@ class SlotMapping:
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
-        """int64 [tokens, 6], of each token in the order of the runs: sequence of the batch, token of it, page id, slot of the page, page before (or -1),
-        position of the page's first token (or -1)."""
+        """int64 [tokens, 6], of each token in the order of the runs: sequence of the batch, token of it, page id, slot
+        of the page, page before (or -1), position of the page's first token (or -1).
+        """
         row, token, page, slot, count = self.runs.T
         ranks = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
         before, starts = (np.full(len(count), -1) if x is None else x for x in (self.previous, self.starts))
@@ -258,17 +304,30 @@ class SlotMapping:
         for name, x in (("k", k), ("v", v)):
             want = (*k.shape[:2], layout.num_kv_heads, layout.dim(name))
             if x.dim() != 4 or x.shape != want or x.device != store.device:
-                raise DataError(f"{name} must be [B, T, {want[-2]}, {want[-1]}] on {store.device}, got {list(x.shape)} on {x.device}")
+                raise DataError(
+                    f"{name} must be [B, T, {want[-2]}, {want[-1]}] on {store.device}, got {list(x.shape)} on"
+                    f" {x.device}"
+                )
             if not layout.token_local:
-                raise DataError(f"append writes raw pages and those whose tokens are quantized one by one, not {layout.key}, {layout.value}; use close_pages")
+                raise DataError(
+                    f"append writes raw pages and those whose tokens are quantized one by one, not {layout.key},"
+                    f" {layout.value}; use close_pages"
+                )
             if layout.is_raw and str(x.dtype) != f"torch.{layout.raw_dtype}":
-                raise DataError(f"{name} is {x.dtype}; append writes raw pages of the same dtype, not {layout.raw_dtype}")
+                raise DataError(
+                    f"{name} is {x.dtype}; append writes raw pages of the same dtype, not {layout.raw_dtype}"
+                )
             if x.dtype != k.dtype:
                 raise DataError(f"k is {k.dtype}, v {x.dtype}; both must be of one dtype")
         if layout.is_centered and self.previous is None and len(self.runs):
-            raise DataError("centred keys take the mean of the page before when a page opens; give SlotMapping(runs, previous=..)")
+            raise DataError(
+                "centred keys take the mean of the page before when a page opens; give SlotMapping(runs, previous=..)"
+            )
         if layout.key.needs_rotary and self.starts is None and len(self.runs):
-            raise DataError("keys in a calibrated basis are turned back by their page's first position; give SlotMapping(runs, starts=..)")
+            raise DataError(
+                "keys in a calibrated basis are turned back by their page's first position; give SlotMapping(runs,"
+                " starts=..)"
+            )
         has = (k.shape[0], k.shape[1], store.num_pages, layout.page_size)
         if any(n > h for n, h in zip(self._reach, has, strict=True)):
             raise DataError(f"runs reach (sequences, tokens, pages, slots) = {self._reach}, but there are only {has}")
@@ -277,7 +336,9 @@ class SlotMapping:
 
 @dataclass(frozen=True)
 class Part:
-    """Pages of one format that a call attends to: those of `store`, refined by low planes where `low` has stores (one for each of `table.low`)."""
+    """Pages of one format that a call attends to: those of `store`, refined by low planes where `low` has stores (one
+    for each of `table.low`).
+    """
 
     store: PageStore
     table: PageTable
@@ -308,7 +369,11 @@ class AttendCall:
     def __post_init__(self) -> None:
         check_factors(self.scaling, self.softcap)
         if self.sliding_window is not None:
-            object.__setattr__(self, "sliding_window", whole("sliding_window", self.sliding_window, 1, MOST_TOKENS, "None means no window", DataError))
+            object.__setattr__(
+                self,
+                "sliding_window",
+                whole("sliding_window", self.sliding_window, 1, MOST_TOKENS, "None means no window", DataError),
+            )
 
     @property
     def value_head_dim(self) -> int:
@@ -325,7 +390,10 @@ def check_factors(scaling: float, softcap: float | None) -> None:
     if not _is_number(scaling) or not 0 < scaling < 1e30:
         raise DataError(f"scaling={scaling!r} must be a positive number below 1e30")
     if softcap is not None and not (_is_number(softcap) and LEAST_SOFTCAP <= softcap <= MOST_SOFTCAP):
-        raise DataError(f"softcap={softcap!r} must lie between {LEAST_SOFTCAP:g} and {MOST_SOFTCAP:g}; None for no cap, which a larger one would be")
+        raise DataError(
+            f"softcap={softcap!r} must lie between {LEAST_SOFTCAP:g} and {MOST_SOFTCAP:g}; None for no cap, which a"
+            " larger one would be"
+        )
 
 
 def _is_number(x: object) -> bool:
@@ -333,13 +401,18 @@ def _is_number(x: object) -> bool:
 
 
 def check_call(call: AttendCall, shape: Sequence[int]) -> None:
-    """Refuse queries of a shape that does not fit the pages, and pages that cannot be read. Costs a few microseconds once a table has passed.
+    """Refuse queries of a shape that does not fit the pages, and pages that cannot be read.
+
+    Costs a few microseconds once a table has passed.
 
     Raises:
         DataError: what does not fit.
     """
     if len(shape) != 4 or min(shape) < 1:
-        raise DataError(f"q must be [B, T, Hq, D] with at least one of each, got {list(shape)}; leave the call out where there is nothing to attend with")
+        raise DataError(
+            f"q must be [B, T, Hq, D] with at least one of each, got {list(shape)}; leave the call out where there is"
+            " nothing to attend with"
+        )
     batch, _, heads, head_dim = shape
     for part in call.parts:
         layout = part.store.layout
@@ -347,7 +420,9 @@ def check_call(call: AttendCall, shape: Sequence[int]) -> None:
         if layout.head_dim != head_dim or heads % kv_heads or kv_heads != call.parts[0].store.layout.num_kv_heads:
             raise DataError(f"q has {heads} heads of {head_dim}, the pages {kv_heads} heads of {layout.head_dim}")
         if layout.value_head_dim != call.value_head_dim:
-            raise DataError(f"pages of one call hold values of {call.value_head_dim} and of {layout.value_head_dim} channels")
+            raise DataError(
+                f"pages of one call hold values of {call.value_head_dim} and of {layout.value_head_dim} channels"
+            )
         if part.low:
             check_low(layout, [s.layout for s in part.low])
         part.table.check(batch, part.store, part.low)
@@ -362,13 +437,20 @@ def check_low(layout: PageLayout, low: Sequence[LowLayout]) -> None:
     for fine in low:
         for kind, spec, bits in (("keys", layout.key, fine.key_bits), ("values", layout.value, fine.value_bits)):
             if bits and not spec.refinable:
-                raise DataError(f"a low plane of {bits} bits under {spec.format} {kind}; low planes refine integer codes")
+                raise DataError(
+                    f"a low plane of {bits} bits under {spec.format} {kind}; low planes refine integer codes"
+                )
         for name in ("page_size", "num_kv_heads", "head_dim", "value_head_dim"):
             if (got := getattr(fine, name)) != (want := getattr(layout, name)):
-                raise DataError(f"low planes have {name}={got}, the pages that they refine {want}; make their LowLayout with the pages' own")
+                raise DataError(
+                    f"low planes have {name}={got}, the pages that they refine {want}; make their LowLayout with the"
+                    " pages' own"
+                )
 
 
-def check_closing(store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]]) -> list[np.ndarray]:
+def check_closing(
+    store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]]
+) -> list[np.ndarray]:
     """int64 [n] each: the pages to close and those of their low planes, checked.
 
     Raises:
@@ -398,10 +480,12 @@ def last_positions(call: AttendCall, batch: int, num_queries: int) -> np.ndarray
 
 
 def settle(layout: PageLayout, k: torch.Tensor, v: torch.Tensor, status: Sequence[int]) -> dict[str, int]:
-    """What storing k and v has found: how many elements of keys and of values were clamped to their code range (quantized ones only).
+    """What storing k and v has found: how many elements of keys and of values were clamped to their code range
+    (quantized ones only).
 
     Args:
-        status: two each, of keys and of values: clamped elements, whether scales overflowed, whether numbers were not finite.
+        status: two each, of keys and of values: clamped elements, whether scales overflowed, whether numbers were not
+            finite.
 
     Raises:
         DataError: NaN or infinity, or a scale that overflows its storage dtype.
@@ -413,7 +497,9 @@ def settle(layout: PageLayout, k: torch.Tensor, v: torch.Tensor, status: Sequenc
             if status[2 + i]:
                 way_out = wider_scales(spec) or "keep the layer raw (an Override)"
                 raise DataError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; {way_out}")
-    return {kind: n for kind, spec, n in (("k", layout.key, status[0]), ("v", layout.value, status[1])) if not spec.is_raw}
+    return {
+        kind: n for kind, spec, n in (("k", layout.key, status[0]), ("v", layout.value, status[1])) if not spec.is_raw
+    }
 
 
 def wider_scales(spec: QuantSpec, then: str = "") -> str:

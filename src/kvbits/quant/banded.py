@@ -2,19 +2,22 @@
 
     x ~ (code - (2**b - 1) / 2) * scale + mean         code in [0, 2**b - 1],  b = bits of the channel's band
 
-The levels are those of a mid-rise quantizer: symmetric, none is 0, so that 1 and 2 bits lose no level. A band of 0 bits reads as its mean.
-Numbers come in units in which a step of 1 is about right for every channel (keys: the calibrated basis has the channels' spread in it), so one
-scale per token says only how loud the token is. It is fitted, not the maximum:
+The levels are those of a mid-rise quantizer: symmetric, none is 0, so that 1 and 2 bits lose no level. A band of 0 bits
+reads as its mean. Numbers come in units in which a step of 1 is about right for every channel (keys: the calibrated
+basis has the channels' spread in it), so one scale per token says only how loud the token is. It is fitted, not the
+maximum:
 
     s0 = sqrt(mean((x STEP[b])**2)) over the channels that have bits, as an 8-bit float: the scale of a Gaussian token
-    of the 8-bit float 1 above it and those 4 below and above that the one with the least squared error; then of that one and those 2 below and above;
-    then of that one and those 1 below and above (`OFFSETS`). The first of equals. Rows multiplied by a Hadamard matrix come close to Gaussian
-    ones; for them: of s0 and those 2 below and above, then 1 (`TURNED_OFFSETS`)
+    of the 8-bit float 1 above it and those 4 below and above that the one with the least squared error; then of that
+    one and those 2 below and above; then of that one and those 1 below and above (`OFFSETS`). The first of equals. Rows
+    multiplied by a Hadamard matrix come close to Gaussian ones; for them: of s0 and those 2 below and above, then 1
+    (`TURNED_OFFSETS`)
 
-Scales (`float8_e5m3`) have 5 bits of exponent, 3 of mantissa and no sign: the byte is bits 7 to 14 of the number in float16, so a reader shifts
-and has it. None is below 2**-17 (code 1), none above 61,440 (code 247).
+Scales (`float8_e5m3`) have 5 bits of exponent, 3 of mantissa and no sign: the byte is bits 7 to 14 of the number in
+float16, so a reader shifts and has it. None is below 2**-17 (code 1), none above 61,440 (code 247).
 
-Error of one element:   |x - x'| <= max(scale * (0.5 + 2**-15), |x - mean| - scale * (2**b - 1) / 2),   |x - mean| where b is 0
+Error of one element:   |x - x'| <= max(scale * (0.5 + 2**-15), |x - mean| - scale * (2**b - 1) / 2),   |x - mean| where
+                        b is 0
 """
 
 from __future__ import annotations
@@ -27,13 +30,20 @@ from ..errors import DataError
 from ..spec import BAND, BAND_PLANES, QuantSpec
 
 STEP = {1: 1.596, 2: 0.9957, 3: 0.586, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.0308}
-"""Step of the best uniform mid-rise quantizer of a Gaussian of variance 1, by bits (J. Max, IRE Trans. Inf. Theory 6(1), 1960, table II)."""
+"""Step of the best uniform mid-rise quantizer of a Gaussian of variance 1, by bits (J.
+
+Max, IRE Trans. Inf. Theory 6(1), 1960, table II).
+"""
 OFFSETS = ((1,), (-4, 4), (-2, 2), (-1, 1))
-"""Which 8-bit floats are tried, counted from s0, then from the best so far. 7 of the 15 from 6 below to 8 above: on keys of SmolLM2-135M the squared
-error is 0.2 % above that of trying 13 (values: none). Those 7 and 8 above are few tokens' and matter: without them the squared error stays, but `klt4`'s
-KL on SmolLM2 is two to five times as large (docs/results/log/gpu-kernels.md)."""
+"""Which 8-bit floats are tried, counted from s0, then from the best so far. 7 of the 15 from 6 below to 8 above: on
+keys of SmolLM2-135M the squared error is 0.2 % above that of trying 13 (values: none). Those 7 and 8 above are few
+tokens' and matter: without them the squared error stays, but `klt4`'s KL on SmolLM2 is two to five times as large
+(docs/results/log/gpu-kernels.md).
+"""
 TURNED_OFFSETS = ((0,), (-2, 2), (-1, 1))
-"""Those of a Gaussian of 128 channels miss the least squared error by less than 0.02 % with 2 and 3 bits, 0.13 % with 4."""
+"""Those of a Gaussian of 128 channels miss the least squared error by less than 0.02 % with 2 and 3 bits, 0.13 % with
+4.
+"""
 SMALLEST_CODE, LARGEST_CODE = 1, 247
 
 
@@ -76,7 +86,8 @@ def fitted_scales(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     largest = scale_values(torch.tensor(LARGEST_CODE, device="cpu")).item()
     if not bool((start <= largest).all()):
         raise DataError(
-            f"a scale of magnitude {start.max().item():.3g} overflows {spec.scale_dtype}, which ends at {largest:g}; keep the layer raw (an Override)"
+            f"a scale of magnitude {start.max().item():.3g} overflows {spec.scale_dtype}, which ends at {largest:g};"
+            " keep the layer raw (an Override)"
         )
     best, least = scale_codes(start), torch.full_like(start, torch.inf)
     for offsets in TURNED_OFFSETS if spec.basis == "hadamard" else OFFSETS:
@@ -103,17 +114,23 @@ def quantize(x: torch.Tensor, spec: QuantSpec, scale: torch.Tensor) -> torch.Ten
     return _codes(x, scale.unsqueeze(-1), _of(spec, x)[0]).to(torch.uint8)
 
 
-def dequantize(codes: torch.Tensor, spec: QuantSpec, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def dequantize(
+    codes: torch.Tensor, spec: QuantSpec, scale: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Values [..., tokens, head_dim] in `dtype`, without the mean."""
     return _values(codes.to(dtype), scale.to(dtype).unsqueeze(-1), _of(spec, codes)[0].to(dtype))
 
 
 @functools.lru_cache(maxsize=64)
 def plane_fields(widths: tuple[int, ...], head_dim: int) -> tuple[tuple[int, torch.Tensor, torch.Tensor], ...]:
-    """(bits, channels int64 [n], shifts uint8 [n]) of each stored plane: field j of a token's row is (code of channel j >> shift j) & (2**bits - 1)."""
+    """(bits, channels int64 [n], shifts uint8 [n]) of each stored plane: field j of a token's row is (code of channel j
+    >> shift j) & (2**bits - 1).
+    """
     found = []
     for bits in BAND_PLANES:
         if channels := [c for c in range(head_dim) if widths[c // BAND] & bits]:
             shifts = [widths[c // BAND] & (bits - 1) for c in channels]  # the planes below it
-            found.append((bits, torch.tensor(channels, device="cpu"), torch.tensor(shifts, dtype=torch.uint8, device="cpu")))
+            found.append(
+                (bits, torch.tensor(channels, device="cpu"), torch.tensor(shifts, dtype=torch.uint8, device="cpu"))
+            )
     return tuple(found)

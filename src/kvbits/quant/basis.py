@@ -1,29 +1,35 @@
 """Other bases: a calibrated one for banded keys, Hadamard matrices for banded values.
 
-**Banded keys** ("calibrated", after the Karhunen-Loeve transform). Per kv head, with moments of the model (`calibrate.moments`)
+**Banded keys** ("calibrated", after the Karhunen-Loeve transform). Per kv head, with moments of the model
+(`calibrate.moments`)
 
     H = E[q q^T] of the queries,  S = covariance of keys inside a page,  both in the frame of a page
     U, lam = eigenvectors and eigenvalues of H^(1/2) S H^(1/2), largest first
     y = k_f A,    A = H^(1/2) U D^-1        D = diag(sqrt(lam) STEP[bits of the channel's band])
 
-the channels of y are uncorrelated, have about the spread that a step of 1 is right for, and a squared error of y D is the squared error of scores.
-Scores stay exact:  q . k = q_f . k_f = (q_f A^-T) . y,  so a reader multiplies a query by A^-T and never a key by anything.
+the channels of y are uncorrelated, have about the spread that a step of 1 is right for, and a squared error of y D is
+the squared error of scores.
+Scores stay exact:  q . k = q_f . k_f = (q_f A^-T) . y,  so a reader multiplies a query by A^-T and never a key by
+                                                         anything.
 
-**Offsets.** Keys have a mean that is far from 0 (a key bias, and what all tokens share), and it is a constant of the model: with M the mean key of a run of
-`spec.MEAN_STEP` = 64 positions, turned back to the first of them, a page whose first token is p positions into its frame of 256 stores
+**Offsets.** Keys have a mean that is far from 0 (a key bias, and what all tokens share), and it is a constant of the
+model: with M the mean key of a run of `spec.MEAN_STEP` = 64 positions, turned back to the first of them, a page whose
+first token is p positions into its frame of 256 stores
 
-    y - m[p // 64],    m[o] = R(64 o) M A,  o = 0 .. 3       and its token at position 0, whose key is a constant of its own (the first token of a text,
+    y - m[p // 64],    m[o] = R(64 o) M A,  o = 0 .. 3       and its token at position 0, whose key is a constant of its
+                                                             own (the first token of a text,
     y - m[4],          m[4] = K0 A                           which nearly all attention that has nowhere to go falls on)
 
 so a token depends on no other token of its page, and a score gains q_f A^-T . m[o] once per page.
 
-**Frame.** The moments hold where the rotary embedding does not turn keys on and on: k_f is the key of a page turned back by the largest multiple
-of `spec.FRAME` positions up to the page's first token. So a page's keys lie where those of the first positions lie, at any context length.
+**Frame.** The moments hold where the rotary embedding does not turn keys on and on: k_f is the key of a page turned
+back by the largest multiple of `spec.FRAME` positions up to the page's first token. So a page's keys lie where those of
+the first positions lie, at any context length.
 
-**Banded values** ("hadamard"): v H with H the Sylvester matrix of the largest power of two that divides head_dim, over sqrt of its size (several
-blocks where it is smaller than head_dim).
-Outputs are turned back once per query: (p V H) H = p V. The products are sums and differences in the order of strides 1, 2, 4 ..,
-and one multiplication at the end, so that kernels can store the same bytes.
+**Banded values** ("hadamard"): v H with H the Sylvester matrix of the largest power of two that divides head_dim, over
+sqrt of its size (several blocks where it is smaller than head_dim). Outputs are turned back once per query: (p V H) H =
+p V. The products are sums and differences in the order of strides 1, 2, 4 .., and one multiplication at the end, so
+that kernels can store the same bytes.
 """
 
 from __future__ import annotations
@@ -45,12 +51,19 @@ def frames(starts: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(starts, np.int64) // FRAME * FRAME
 
 
-def into_basis(x: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None, places: np.ndarray | None = None) -> torch.Tensor:
-    """Keys or values `x` [n, H, tokens, head_dim], float32, of pages as banded codes store them, float32: by definition products in float64, rounded, less
-    offsets in float32.
+def into_basis(
+    x: torch.Tensor,
+    spec: QuantSpec,
+    static: dict[str, torch.Tensor],
+    starts: np.ndarray | None,
+    places: np.ndarray | None = None,
+) -> torch.Tensor:
+    """Keys or values `x` [n, H, tokens, head_dim], float32, of pages as banded codes store them, float32: by definition
+    products in float64, rounded, less offsets in float32.
 
     Args:
-        static: for "calibrated" `k_basis` [H, head_dim, head_dim], `k_inv_freq` [head_dim / 2] and `k_offsets` [H, 5, head_dim].
+        static: for "calibrated" `k_basis` [H, head_dim, head_dim], `k_inv_freq` [head_dim / 2] and `k_offsets` [H, 5,
+            head_dim].
         starts: for "calibrated" int64 [n], position of each page's first token.
         places: int64 [n, tokens] in the page; None: all of it.
     """
@@ -59,12 +72,19 @@ def into_basis(x: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor]
     if spec.basis is None:
         return x
     assert starts is not None
-    y = (turn(x.double(), _positions(starts), static["k_inv_freq"], back=True) @ static["k_basis"].to(x.device, torch.float64)).float()
+    y = (
+        turn(x.double(), _positions(starts), static["k_inv_freq"], back=True)
+        @ static["k_basis"].to(x.device, torch.float64)
+    ).float()
     return y - offsets_of(static, starts, x.shape[-2], places) if spec.has_offsets else y
 
 
-def out_of_basis(y: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None) -> torch.Tensor:
-    """The inverse of `into_basis`, but for offsets, which `y` has again; with `k_inverse` [H, head_dim, head_dim], see `inverse`."""
+def out_of_basis(
+    y: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None
+) -> torch.Tensor:
+    """The inverse of `into_basis`, but for offsets, which `y` has again; with `k_inverse` [H, head_dim, head_dim], see
+    `inverse`.
+    """
     if spec.basis == "hadamard":
         return hadamard(y)
     if spec.basis is None:
@@ -74,7 +94,9 @@ def out_of_basis(y: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tenso
 
 
 def completed(static: dict[str, torch.Tensor], inv_freq: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What pages of keys that are turned back share: a layer's calibration, `k_inv_freq`, and `k_inverse` and `k_offsets` of its basis and mean."""
+    """What pages of keys that are turned back share: a layer's calibration, `k_inv_freq`, and `k_inverse` and
+    `k_offsets` of its basis and mean.
+    """
     found = static | {"k_inv_freq": inv_freq}
     if "k_basis" in static:
         found["k_inverse"] = inverse(static["k_basis"]).to(inv_freq.device)
@@ -84,12 +106,18 @@ def completed(static: dict[str, torch.Tensor], inv_freq: torch.Tensor) -> dict[s
 
 
 def offset_rows(starts: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """int64: which of the `OFFSETS` a token has by its page's first position and its place in the page (arrays that broadcast)."""
+    """int64: which of the `OFFSETS` a token has by its page's first position and its place in the page (arrays that
+    broadcast).
+    """
     return np.where(starts + places == 0, OFFSETS - 1, starts % FRAME // MEAN_STEP + 0 * places)
 
 
-def offsets_of(static: dict[str, torch.Tensor], starts: np.ndarray, tokens: int, places: np.ndarray | None = None) -> torch.Tensor:
-    """float32 [n, H, tokens, head_dim]: what is taken off each token of pages that start at `starts` int64 [n]; `places` as in `into_basis`."""
+def offsets_of(
+    static: dict[str, torch.Tensor], starts: np.ndarray, tokens: int, places: np.ndarray | None = None
+) -> torch.Tensor:
+    """float32 [n, H, tokens, head_dim]: what is taken off each token of pages that start at `starts` int64 [n];
+    `places` as in `into_basis`.
+    """
     rows = offset_rows(starts[:, None], np.arange(tokens)[None] if places is None else places)
     return static["k_offsets"][:, torch.from_numpy(rows).to(static["k_offsets"].device)].transpose(0, 1)
 
@@ -104,11 +132,13 @@ def offsets(mean: torch.Tensor, basis: torch.Tensor, inv_freq: torch.Tensor) -> 
 
 
 def inverse(basis: torch.Tensor) -> torch.Tensor:
-    """float32 inverse of `k_basis` [H, head_dim, head_dim], what readers multiply with, q_f A^-T = q_f @ inverse(A).mT: taken in float64 and rounded to
-    float16 numbers times a power of two for each head, which matrix units multiply as they are. Exact for what calibration keeps (`with_short_inverse`);
-    other matrices lose 2**-12 of each product, an eighth of what bfloat16 keys lose.
+    """float32 inverse of `k_basis` [H, head_dim, head_dim], what readers multiply with, q_f A^-T = q_f @ inverse(A).mT:
+    taken in float64 and rounded to float16 numbers times a power of two for each head, which matrix units multiply as
+    they are. Exact for what calibration keeps (`with_short_inverse`); other matrices lose 2**-12 of each product, an
+    eighth of what bfloat16 keys lose.
 
-    Made once for a tensor, since every cache of a calibration asks for it. Not finite where a matrix is singular (`conditions` says so).
+    Made once for a tensor, since every cache of a calibration asks for it. Not finite where a matrix is singular
+    (`conditions` says so).
     """
     if basis not in _inverses:
         _inverses[basis] = _short(torch.linalg.inv_ex(basis.double()).inverse).float().contiguous()
@@ -116,7 +146,9 @@ def inverse(basis: torch.Tensor) -> torch.Tensor:
 
 
 def with_short_inverse(basis: torch.Tensor) -> torch.Tensor:
-    """float32 [H, head_dim, head_dim]: `basis` moved, by 2**-12 of its inverse, to where `inverse` rounds nothing off."""
+    """float32 [H, head_dim, head_dim]: `basis` moved, by 2**-12 of its inverse, to where `inverse` rounds
+    nothing off.
+    """
     return torch.linalg.inv_ex(_short(torch.linalg.inv_ex(basis.double()).inverse)).inverse.float().contiguous()
 
 
@@ -127,7 +159,9 @@ def _short(found: torch.Tensor) -> torch.Tensor:
 
 
 def conditions(basis: torch.Tensor) -> torch.Tensor:
-    """[H]: condition numbers in the Frobenius norm over head_dim, at least 1; infinite where a matrix is singular or holds what is no number."""
+    """[H]: condition numbers in the Frobenius norm over head_dim, at least 1; infinite where a matrix is singular or
+    holds what is no number.
+    """
     found = basis.double().flatten(1).norm(dim=1) * inverse(basis).double().flatten(1).norm(dim=1) / basis.shape[-1]
     return found.nan_to_num(nan=math.inf, posinf=math.inf)
 

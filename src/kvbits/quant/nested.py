@@ -4,8 +4,9 @@
     r = clamp(round(d B), -(B - 1) / 2, (B - 1) / 2),      B = 2**bits - 1,      d <- d B - r for the next plane
     x ~ (code - zero + r1 / B1 + r2 / (B1 B2) + ..) scale + bias + mean
 
-A plane stores r + 2**(bits - 1), as symmetric codes of its width are stored. With a 4-bit code and a 4-bit plane x is off by scale / 30 at
-most, 1.21 times the half step of symmetric INT8 on the same group (127 / 105) and 1.13 times that of asymmetric INT8 (255 / 225).
+A plane stores r + 2**(bits - 1), as symmetric codes of its width are stored. With a 4-bit code and a 4-bit plane x is
+off by scale / 30 at most, 1.21 times the half step of symmetric INT8 on the same group (127 / 105) and 1.13 times that
+of asymmetric INT8 (255 / 225).
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def low_codes(missed: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
 
 
 def refine(steps: torch.Tensor, planes: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
-    """code - zero, refined by (plane, bits) pairs, in units of the scale; `steps` [..., tokens, head_dim] in any float dtype."""
+    """code - zero, refined by (plane, bits) pairs, in units of the scale; `steps` [..., tokens, head_dim] in any float
+    dtype.
+    """
     parts = 1
     for plane, bits in planes:
         steps = steps * levels(bits) + (plane.to(steps.dtype) - 2 ** (bits - 1))

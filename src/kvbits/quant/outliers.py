@@ -1,8 +1,10 @@
-"""Dense-and-sparse (KVQuant, arXiv:2401.18079, section 3.5): a few elements of a page keep their error beside the codes.
+"""Dense-and-sparse (KVQuant, arXiv:2401.18079, section 3.5): a few elements of a page keep their error beside the
+codes.
 
-Page-local ranges first leave out the elements that widen them most; a page lists as many errors as its spec says, those of elements
-past the ends of their range first, then the largest ones. So nothing is cut off: with page-local ranges no more elements lie
-outside than are listed; with calibrated ranges a token that has more is stretched as a whole until they fit.
+Page-local ranges first leave out the elements that widen them most; a page lists as many errors as its spec says, those
+of elements past the ends of their range first, then the largest ones. So nothing is cut off: with page-local ranges no
+more elements lie outside than are listed; with calibrated ranges a token that has more is stretched as a whole until
+they fit.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ _FIRST = 2.0**64  # ranks any element past the ends before any inside
 def trimmed_ends(groups: torch.Tensor, num_outliers: int, high_only: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Ends of each group's range without the `num_outliers` elements of the page that widen the ranges most.
 
-    Elements leave a group one at a time, always the end that is further from its neighbour (the high one if equal). What leaving wins is the
-    difference of the squared widths; no later leaving counts more than the one before it. The page takes the largest wins, at equal
-    wins those of the first group.
+    Elements leave a group one at a time, always the end that is further from its neighbour (the high one if equal).
+    What leaving wins is the difference of the squared widths; no later leaving counts more than the one before it. The
+    page takes the largest wins, at equal wins those of the first group.
 
     Args:
         groups: [..., groups, n], n elements share a range; all groups of one leading index share the budget.
@@ -41,7 +43,9 @@ def trimmed_ends(groups: torch.Tensor, num_outliers: int, high_only: bool = Fals
     wins: list[torch.Tensor] = []
     width = at(high) if high_only else at(high) - at(low)
     for _ in range(steps):
-        drop_low = torch.zeros_like(low, dtype=torch.bool) if high_only else at(low + 1) - at(low) > at(high) - at(high - 1)
+        drop_low = (
+            torch.zeros_like(low, dtype=torch.bool) if high_only else at(low + 1) - at(low) > at(high) - at(high - 1)
+        )
         low, high = low + drop_low.long(), high - (~drop_low).long()
         narrower = at(high) if high_only else at(high) - at(low)
         win = width * width - narrower * narrower
@@ -68,7 +72,9 @@ def worst(error: torch.Tensor, outside: torch.Tensor, num_outliers: int) -> torc
 
 
 def _largest(x: torch.Tensor, n: int) -> torch.Tensor:
-    """bool like x: the n largest of the last dimension, of equal ones the first. (A stable sort of a page takes ten times as long.)"""
+    """bool like x: the n largest of the last dimension, of equal ones the first. (A stable sort of a page takes ten
+    times as long.)
+    """
     x = x.nan_to_num(nan=torch.inf)  # what widths beyond float32 win over others
     least = x.topk(min(n, x.shape[-1]), sorted=False).values.amin(-1, keepdim=True)
     above, equal = x > least, x == least

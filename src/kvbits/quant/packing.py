@@ -27,19 +27,29 @@ def unpack(planes: list[torch.Tensor], fmt: NumberFormat, kind: str, tokens: int
     codes = None
     for plane, bits in zip(planes, fmt.planes, strict=True):
         row_bytes = plane_row_bytes(head_dim, bits)
-        rows = _deinterleave_keys(plane, tokens, row_bytes) if kind == "k" else _deinterleave_values(plane, tokens, row_bytes)
+        rows = (
+            _deinterleave_keys(plane, tokens, row_bytes)
+            if kind == "k"
+            else _deinterleave_values(plane, tokens, row_bytes)
+        )
         field = unpack_rows(rows, bits, head_dim)
         codes = field if codes is None else (codes << bits) | field
     assert codes is not None
     return codes
 
 
-def unpack_banded(planes: list[torch.Tensor], widths: tuple[int, ...], kind: str, tokens: int, head_dim: int) -> torch.Tensor:
+def unpack_banded(
+    planes: list[torch.Tensor], widths: tuple[int, ...], kind: str, tokens: int, head_dim: int
+) -> torch.Tensor:
     """Codes uint8 [..., tokens, head_dim] from the stored bytes of each plane; 0 in bands without bits."""
     codes = torch.zeros(*planes[0].shape[:-1], tokens, head_dim, dtype=torch.uint8, device=planes[0].device)
     for plane, (bits, channels, shifts) in zip(planes, plane_fields(widths, head_dim), strict=True):
         row_bytes = plane_row_bytes(len(channels), bits)
-        rows = _deinterleave_keys(plane, tokens, row_bytes) if kind == "k" else _deinterleave_values(plane, tokens, row_bytes)
+        rows = (
+            _deinterleave_keys(plane, tokens, row_bytes)
+            if kind == "k"
+            else _deinterleave_values(plane, tokens, row_bytes)
+        )
         codes[..., channels.to(codes.device)] |= unpack_rows(rows, bits, len(channels)) << shifts.to(codes.device)
     return codes
 
@@ -50,12 +60,17 @@ def pack_side(codes: torch.Tensor, spec: QuantSpec, kind: str) -> list[torch.Ten
 
 
 def rows_of_planes(codes: torch.Tensor, spec: QuantSpec) -> list[torch.Tensor]:
-    """uint8 [..., row_bytes] of each plane, before rows are interleaved; codes uint8 [..., head_dim]. A plane of banded codes holds the channels of the bands
-    that have it, side by side."""
+    """uint8 [..., row_bytes] of each plane, before rows are interleaved; codes uint8 [..., head_dim].
+
+    A plane of banded codes holds the channels of the bands that have it, side by side.
+    """
     if not spec.is_banded:
         return _rows_of_fields(codes, spec.number_format)
     fields = plane_fields(spec.widths(codes.shape[-1]), codes.shape[-1])
-    return [pack_rows((codes[..., channels.to(codes.device)] >> shifts.to(codes.device)) & (2**bits - 1), bits) for bits, channels, shifts in fields]
+    return [
+        pack_rows((codes[..., channels.to(codes.device)] >> shifts.to(codes.device)) & (2**bits - 1), bits)
+        for bits, channels, shifts in fields
+    ]
 
 
 def _rows_of_fields(codes: torch.Tensor, fmt: NumberFormat) -> list[torch.Tensor]:
@@ -76,16 +91,23 @@ def unpack_side(planes: list[torch.Tensor], spec: QuantSpec, kind: str, tokens: 
 
 
 def row_positions(tokens: int, row_bytes: int, kind: str) -> torch.Tensor:
-    """int64 [tokens, row_bytes]: where a stored plane of keys ("k") or values ("v") has each byte of each token's row. No two tokens share a byte."""
+    """int64 [tokens, row_bytes]: where a stored plane of keys ("k") or values ("v") has each byte of each token's row.
+
+    No two tokens share a byte.
+    """
     rows = torch.arange(tokens * row_bytes, device="cpu").view(tokens, row_bytes)
     return _interleave(rows, kind).argsort().view(tokens, row_bytes)
 
 
 def pack_rows(fields: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 [..., head_dim] of values below 2**bits -> uint8 [..., row_bytes]; field i of byte r is channel r + i * row_bytes."""
+    """uint8 [..., head_dim] of values below 2**bits -> uint8 [..., row_bytes]; field i of byte r is channel r + i *
+    row_bytes.
+    """
     row_bytes = plane_row_bytes(fields.shape[-1], bits)
     per_byte = 8 // bits
-    padded = torch.nn.functional.pad(fields, (0, row_bytes * per_byte - fields.shape[-1])).unflatten(-1, (per_byte, row_bytes))
+    padded = torch.nn.functional.pad(fields, (0, row_bytes * per_byte - fields.shape[-1])).unflatten(
+        -1, (per_byte, row_bytes)
+    )
     rows = padded[..., 0, :].clone()
     for i in range(1, per_byte):
         rows |= padded[..., i, :] << (bits * i)

@@ -1,17 +1,20 @@
 """Scales, biases and codes:  x ~ level(code) * scale * stretch + bias + mean.
 
-Symmetric:   scale = max|x| / q_max, codes in [1, 2**b - 1] around zero = 2**(b-1)      (arXiv 2512 INT8 paper, eq. 6 to 8, shifted by `zero`)
+Symmetric:   scale = max|x| / q_max, codes in [1, 2**b - 1] around zero = 2**(b-1)      (arXiv 2512 INT8 paper, eq. 6 to
+             8, shifted by `zero`)
 Asymmetric:  bias = min(x), scale = (max(x) - bias) / (2**b - 1), codes in [0, 2**b - 1]  (KIVI, arXiv:2402.02750)
 Floats:      scale = max|x| / largest finite value, codes are the bits of the nearest float (FP8), half to even
 Banded:      scale fitted per token, widths by band of channels   (`quant.banded`)
-Codebook:    bias = (min + max) / 2, scale = max|x - bias|, codes number the nearest entry to (x - bias) / scale  (KVQuant, arXiv:2401.18079)
+Codebook:    bias = (min + max) / 2, scale = max|x - bias|, codes number the nearest entry to (x - bias) / scale
+             (KVQuant, arXiv:2401.18079)
 
 With outliers the ranges leave out the elements that widen them most (`quant.outliers`).
 
-Scale, bias and mean are rounded to their storage dtype FIRST and codes are taken against the rounded values: bias is rounded
-down, so nothing falls below code 0, and a subnormal float16 scale is rounded up, so nothing falls past the last code.
-Codes round half to even from x * (1 / scale) in float32. A group without spread stores the smallest scale and decodes to its bias: readers
-that round weights times scales against the largest of a page (the CPU kernels) lose nothing to it.
+Scale, bias and mean are rounded to their storage dtype FIRST and codes are taken against the rounded values: bias is
+rounded down, so nothing falls below code 0, and a subnormal float16 scale is rounded up, so nothing falls past the last
+code. Codes round half to even from x * (1 / scale) in float32. A group without spread stores the smallest scale and
+decodes to its bias: readers that round weights times scales against the largest of a page (the CPU kernels) lose
+nothing to it.
 
 Error of one element (u = 2**-11 for float16, 2**-8 for bfloat16, 2**-24 for float32):
 
@@ -33,19 +36,24 @@ from . import banded
 from .nested import refine
 from .outliers import trimmed_ends
 
-TORCH_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "uint8", "uint16", "int32")} | {SCALE_8BIT: torch.uint8}
+TORCH_DTYPES = {
+    name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "uint8", "uint16", "int32")
+} | {SCALE_8BIT: torch.uint8}
 FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 SMALLEST_SCALE = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126}
-"""Smallest scale of each storage dtype: subnormal float16 numbers have float32 reciprocals, those of the others would be infinite."""
+"""Smallest scale of each storage dtype: subnormal float16 numbers have float32 reciprocals, those of the others would
+be infinite.
+"""
 
 
 @dataclass(frozen=True)
 class QParams:
-    """Scale, bias, mean and stretch of a run of pages, already rounded to storage precision, as float32, and the codebook.
+    """Scale, bias, mean and stretch of a run of pages, already rounded to storage precision, as float32, and the
+    codebook.
 
-    Shapes after the leading page and head dimensions: scale and bias as `QuantSpec.scale_shape` says, mean [head_dim], stretch [tokens].
-    The codebook is [num_kv_heads, 2**bits], ascending.
+    Shapes after the leading page and head dimensions: scale and bias as `QuantSpec.scale_shape` says, mean [head_dim],
+    stretch [tokens]. The codebook is [num_kv_heads, 2**bits], ascending.
     """
 
     scale: torch.Tensor
@@ -59,7 +67,9 @@ class QParams:
         return {name: t for name in ("scale", "bias", "mean", "stretch") if (t := getattr(self, name)) is not None}
 
 
-def choose_qparams(x: torch.Tensor, spec: QuantSpec, static: QParams | None = None, codebook: torch.Tensor | None = None) -> QParams:
+def choose_qparams(
+    x: torch.Tensor, spec: QuantSpec, static: QParams | None = None, codebook: torch.Tensor | None = None
+) -> QParams:
     """Parameters for `x`: [..., tokens, head_dim] float32, one page per leading index.
 
     Args:
@@ -71,7 +81,9 @@ def choose_qparams(x: torch.Tensor, spec: QuantSpec, static: QParams | None = No
     """
     if spec.static:
         if static is None:
-            raise DataError(f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False")
+            raise DataError(
+                f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False"
+            )
         return dataclasses.replace(static, codebook=codebook)
     mean = None
     if spec.has_mean:
@@ -81,10 +93,14 @@ def choose_qparams(x: torch.Tensor, spec: QuantSpec, static: QParams | None = No
         return QParams(banded.fitted_scales(x, spec).unsqueeze(-2), None, mean)
     low, high = _ends(_grouped(x, spec), spec, spec.num_outliers(*x.shape[-2:]))
     if not spec.has_bias:
-        return QParams(rounded_scale(divided(torch.maximum(-low, high), spec.q_max), spec.scale_dtype), None, mean, None, codebook)
+        return QParams(
+            rounded_scale(divided(torch.maximum(-low, high), spec.q_max), spec.scale_dtype), None, mean, None, codebook
+        )
     if spec.has_codebook:
         bias = rounded(low + (high - low) / 2, spec.scale_dtype)
-        return QParams(rounded_scale(torch.maximum(high - bias, bias - low), spec.scale_dtype), bias, mean, None, codebook)
+        return QParams(
+            rounded_scale(torch.maximum(high - bias, bias - low), spec.scale_dtype), bias, mean, None, codebook
+        )
     bias = _rounded_down(low, spec.scale_dtype)
     return QParams(rounded_scale(divided(high - bias, spec.q_max), spec.scale_dtype), bias, mean)
 
@@ -103,7 +119,9 @@ def _ends(groups: torch.Tensor, spec: QuantSpec, num_outliers: int) -> tuple[tor
 def quantize(x: torch.Tensor, spec: QuantSpec, qparams: QParams) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 [..., tokens, head_dim], and bool: which elements lie past the ends of the code range."""
     if spec.is_banded:  # a fitted scale cuts off what costs less than a coarser step would
-        codes = banded.quantize(x if qparams.mean is None else x - qparams.mean.unsqueeze(-2), spec, qparams.scale.squeeze(-2))
+        codes = banded.quantize(
+            x if qparams.mean is None else x - qparams.mean.unsqueeze(-2), spec, qparams.scale.squeeze(-2)
+        )
         return codes, torch.zeros_like(codes, dtype=torch.bool)
     scaled = normalize(x, spec, qparams)
     if spec.number_format.kind == "float":
@@ -117,7 +135,9 @@ def quantize(x: torch.Tensor, spec: QuantSpec, qparams: QParams) -> tuple[torch.
 
 
 def _nearest(scaled: torch.Tensor, codebook: torch.Tensor | None) -> torch.Tensor:
-    """Numbers of the nearest codebook entries, uint8, ties to the lower: [..., H, tokens, D] with a codebook [H, entries]."""
+    """Numbers of the nearest codebook entries, uint8, ties to the lower: [..., H, tokens, D] with a codebook [H,
+    entries].
+    """
     if codebook is None:
         raise DataError("a codebook format was given no calibrated codebook; calibrate first")
     codes = torch.zeros_like(scaled, dtype=torch.uint8)
@@ -149,7 +169,11 @@ def normalize(x: torch.Tensor, spec: QuantSpec, qparams: QParams) -> torch.Tenso
 
 
 def dequantize(
-    codes: torch.Tensor, spec: QuantSpec, qparams: QParams, dtype: torch.dtype = torch.float32, planes: Sequence[tuple[torch.Tensor, int]] = ()
+    codes: torch.Tensor,
+    spec: QuantSpec,
+    qparams: QParams,
+    dtype: torch.dtype = torch.float32,
+    planes: Sequence[tuple[torch.Tensor, int]] = (),
 ) -> torch.Tensor:
     """Values [..., tokens, head_dim] of `codes`, computed in `dtype` (float64 for the judge), without outliers.
 
@@ -180,7 +204,8 @@ def require_finite(x: torch.Tensor, what: str) -> None:
     Raises:
         DataError: with the position of the first bad element.
     """
-    if x.numel() < 1 << 14 and math.isfinite(x.sum(dtype=torch.float32).item()):  # one pass for a token: any NaN or infinity reaches the sum
+    # one pass for a token: any NaN or infinity reaches the sum
+    if x.numel() < 1 << 14 and math.isfinite(x.sum(dtype=torch.float32).item()):
         return
     finite = torch.isfinite(x)
     if not bool(finite.all()):
@@ -209,7 +234,9 @@ def _grouped(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
 
 
 def divided(x: torch.Tensor, number: float) -> torch.Tensor:
-    """x / number, correctly rounded: on GPUs torch multiplies by the reciprocal of a Python number, which is off in the last bit of some quotients."""
+    """x / number, correctly rounded: on GPUs torch multiplies by the reciprocal of a Python number, which is off in the
+    last bit of some quotients.
+    """
     return x / torch.tensor(float(number), dtype=x.dtype, device=x.device)
 
 
@@ -225,19 +252,28 @@ def read(x: torch.Tensor, dtype: str) -> torch.Tensor:
 
 def largest(dtype: str) -> float:
     """Number of a storage dtype of scales."""
-    return float(banded.scale_values(torch.tensor(banded.LARGEST_CODE, device="cpu"))) if dtype == SCALE_8BIT else torch.finfo(TORCH_DTYPES[dtype]).max
+    return (
+        float(banded.scale_values(torch.tensor(banded.LARGEST_CODE, device="cpu")))
+        if dtype == SCALE_8BIT
+        else torch.finfo(TORCH_DTYPES[dtype]).max
+    )
 
 
 def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """`x` as a storage dtype holds it, in float32. Raises DataError where it overflows."""
     y = x.to(TORCH_DTYPES[dtype]).float()
     if not bool(torch.isfinite(y).all()):
-        raise DataError(f"a scale, bias or mean of magnitude {x.abs().max().item():.3g} overflows {dtype}; use scale_dtype='float32' or 'bfloat16'")
+        raise DataError(
+            f"a scale, bias or mean of magnitude {x.abs().max().item():.3g} overflows {dtype}; use"
+            " scale_dtype='float32' or 'bfloat16'"
+        )
     return y
 
 
 def rounded_scale(scale: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Scales as a storage dtype holds them, in float32: subnormal ones of float16 rounded up, none below `SMALLEST_SCALE`, 0 included."""
+    """Scales as a storage dtype holds them, in float32: subnormal ones of float16 rounded up, none below
+    `SMALLEST_SCALE`, 0 included.
+    """
     y = rounded(scale, dtype)
     if dtype == "float16":
         y = torch.where(scale < 2.0**-14, torch.ceil(scale * 2.0**24) * 2.0**-24, y)
@@ -245,7 +281,9 @@ def rounded_scale(scale: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def _rounded_down(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Largest value of `dtype` that is not above x; never -0, because which zero of a range is the smallest depends on the order of its elements."""
+    """Largest value of `dtype` that is not above x; never -0, because which zero of a range is the smallest depends on
+    the order of its elements.
+    """
     x = x + 0.0
     y = rounded(x, dtype)
     if dtype == "float32":

@@ -1,8 +1,10 @@
-"""Turning keys by their positions, and back (arXiv:2104.09864): channel pair (d, d + head_dim / 2) by position * inv_freq[d] radians.
+"""Turning keys by their positions, and back (arXiv:2104.09864): channel pair (d, d + head_dim / 2) by position *
+inv_freq[d] radians.
 
-Angles are taken in float64, because position * inv_freq in float32 is off by up to 0.008 radians at 131,072. Pages are turned back by definition as follows, so
-that every kernel stores the same bytes: cosine and sine of the first token's angle and of token j's distance from it, j * inv_freq, are multiplied out in
-float64 (cos a cos b - sin a sin b, sin a cos b + cos a sin b), then rounded to float32; a turned number that is zero is +0.
+Angles are taken in float64, because position * inv_freq in float32 is off by up to 0.008 radians at 131,072. Pages are
+turned back by definition as follows, so that every kernel stores the same bytes: cosine and sine of the first token's
+angle and of token j's distance from it, j * inv_freq, are multiplied out in float64 (cos a cos b - sin a sin b, sin a
+cos b + cos a sin b), then rounded to float32; a turned number that is zero is +0.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _PAD = 16
 
 
 def turn(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-    """`x` [..., tokens, head_dim] turned to `positions` [..., tokens] (broadcast over the other dimensions), or back from them.
+    """`x` [..., tokens, head_dim] turned to `positions` [..., tokens] (broadcast over the other dimensions), or back
+    from them.
 
     Args:
         inv_freq: [head_dim / 2] radians per token.
@@ -30,7 +33,8 @@ def turn(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor, *, ba
 
 
 def turn_by(rotary: Rotary, head_dim: int, distance: int) -> torch.Tensor:
-    """float32 [3, head_dim], how a key is turned on by `distance` positions: channel c becomes x[c] * row0[c] + x[row2[c]] * row1[c].
+    """float32 [3, head_dim], how a key is turned on by `distance` positions: channel c becomes x[c] * row0[c] +
+    x[row2[c]] * row1[c].
 
     Channels are the model's own, whatever pairs they form; the angles' cosines and sines are taken in float64.
     """
@@ -49,8 +53,13 @@ def turned_by(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
 
 
 def turn_pages_back(x: torch.Tensor, starts: np.ndarray, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Keys `x` [n, H, tokens, head_dim], float32, of pages that start at `starts` int64 [n], turned back from their positions."""
-    first, step = (torch.from_numpy(t).to(x.device) for t in (page_turns(starts, inv_freq)[:, None], page_turns(np.arange(x.shape[-2]), inv_freq)))
+    """Keys `x` [n, H, tokens, head_dim], float32, of pages that start at `starts` int64 [n], turned back from their
+    positions.
+    """
+    first, step = (
+        torch.from_numpy(t).to(x.device)
+        for t in (page_turns(starts, inv_freq)[:, None], page_turns(np.arange(x.shape[-2]), inv_freq))
+    )
     half = x.shape[-1] // 2
     (c0, s0), (c1, s1) = ((t[..., 0, :half], t[..., 1, :half]) for t in (first, step))
     cos, sin = (c0 * c1 - s0 * s1).to(x.dtype), (s0 * c1 + c0 * s1).to(x.dtype)
@@ -68,7 +77,9 @@ def _key(inv_freq: torch.Tensor) -> bytes:
 
 @functools.lru_cache(maxsize=8)  # the layers of a group close the same pages
 def _turns(positions: bytes, inv_freq: bytes) -> np.ndarray:
-    angles = np.frombuffer(positions, np.int64).astype(np.float64)[:, None] * np.frombuffer(inv_freq, np.float32).astype(np.float64)
+    angles = np.frombuffer(positions, np.int64).astype(np.float64)[:, None] * np.frombuffer(
+        inv_freq, np.float32
+    ).astype(np.float64)
     half = angles.shape[1]
     found = np.zeros((len(angles), 2, -(-half // _PAD) * _PAD))
     np.cos(angles, out=found[:, 0, :half])

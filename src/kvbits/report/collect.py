@@ -59,15 +59,20 @@ class Results:
 
     @property
     def as_used(self) -> dict[str, Model]:
-        """Every model in one dtype: bfloat16, in which it is used; else float16, else float32, whichever was measured, with the task fidelity if any was."""
+        """Every model in one dtype: bfloat16, in which it is used; else float16, else float32, whichever was measured,
+        with the task fidelity if any was.
+        """
         best: dict[str, str] = {}
-        for key, m in sorted(self.models.items(), key=lambda item: "fidelity" not in item[1].tasks):  # else by dtype, see `collect`
+        # else by dtype, see `collect`
+        for key, m in sorted(self.models.items(), key=lambda item: "fidelity" not in item[1].tasks):
             best.setdefault(m.name, key)
         return {k: m for k, m in self.models.items() if best[m.name] == k}
 
     @property
     def finer(self) -> list[Model]:
-        """The other runs, which take rounding noise out: float32 and float16 of models that `as_used` has in a coarser dtype."""
+        """The other runs, which take rounding noise out: float32 and float16 of models that `as_used` has in a coarser
+        dtype.
+        """
         return [m for k, m in self.models.items() if k not in self.as_used]
 
 
@@ -75,7 +80,8 @@ def collect(directory: Path) -> Results:
     """Read a folder that `kvbits eval` wrote. Simulated results are left out.
 
     Raises:
-        SpecError: no results there, only simulated ones, or some beside a base cache's that was measured on something else.
+        SpecError: no results there, only simulated ones, or some beside a base cache's that was measured on something
+            else.
         FileFormatError: a damaged file.
     """
     found: dict[str, dict[str, dict[str, Cell]]] = {}
@@ -90,30 +96,46 @@ def collect(directory: Path) -> Results:
         name = data["model"]["name"] + ("" if dtype == "bfloat16" else f"-{dtype}")
         facts[name] = data["model"]
         files.setdefault((name, data["task"]), []).append(data)
-        cell = Cell(data["scheme"], data["kind"], data["info"], data["settings"], data["summary"], data["items"], data["runs"])
+        cell = Cell(
+            data["scheme"], data["kind"], data["info"], data["settings"], data["summary"], data["items"], data["runs"]
+        )
         found.setdefault(name, {}).setdefault(data["task"], {})[data["scheme"]] = cell
     if not found:
-        raise SpecError(f"{directory} holds simulated results only; reports show what packed caches measured: run `kvbits eval` without --simulate")
+        raise SpecError(
+            f"{directory} holds simulated results only; reports show what packed caches measured: run `kvbits eval`"
+            " without --simulate"
+        )
     for beside in files.values():
         _require_alike(beside)
     models = {}
     for name in sorted(found, key=lambda n: (_DTYPES.index(facts[n]["dtype"]), facts[n]["parameters"], n)):
-        tasks = {t: dict(sorted(cells.items(), key=lambda kv: _order(kv[1], cells))) for t, cells in sorted(found[name].items())}
+        tasks = {
+            t: dict(sorted(cells.items(), key=lambda kv: _order(kv[1], cells)))
+            for t, cells in sorted(found[name].items())
+        }
         models[name] = Model(facts[name]["name"], facts[name], tasks)
     return Results(models, tuple(simulated))
 
 
 def _require_alike(files: list[dict[str, Any]]) -> None:
-    """Refuse results of a model and task some of which were measured on something else than the base, as `kvbits eval --overwrite` of a few caches leaves."""
-    shared = [{"settings": {k: v for k, v in f["settings"].items() if k not in OF_SCHEME}, "model": f["model"]} for f in files]
+    """Refuse results of a model and task some of which were measured on something else than the base, as `kvbits eval
+    --overwrite` of a few caches leaves.
+    """
+    shared = [
+        {"settings": {k: v for k, v in f["settings"].items() if k not in OF_SCHEME}, "model": f["model"]} for f in files
+    ]
     at = next((i for i, f in enumerate(files) if f["kind"] == "base"), 0)
     base = files[at]["items"]
     for f, mine in zip(files, shared, strict=True):
-        other = [key for key, item in f["items"].items() if item.get("chain_sha256") != base.get(key, item).get("chain_sha256")]
+        other = [
+            key
+            for key, item in f["items"].items()
+            if item.get("chain_sha256") != base.get(key, item).get("chain_sha256")
+        ]
         if differs := different(mine, shared[at]) + [f"{key} is another chain" for key in other]:
             raise SpecError(
-                f"{f['model']['name']}/{f['task']}/{f['scheme']}.json was measured on something else than {files[at]['scheme']}.json beside it: "
-                f"{differs[0]}; measure it again, or move it to another folder"
+                f"{f['model']['name']}/{f['task']}/{f['scheme']}.json was measured on something else than"
+                f" {files[at]['scheme']}.json beside it: {differs[0]}; measure it again, or move it to another folder"
             )
 
 
@@ -129,8 +151,9 @@ def bits(cell: Cell, cells: dict[str, Cell]) -> float | None:
 
 
 def long_bits(cell: Cell) -> float | None:
-    """Bits per cached number at long context: what the spec says, or of Transformers' own caches the code's and those of a scale and a zero point of 16 bits
-    for each `STOCK_GROUP` numbers; None where neither is known."""
+    """Bits per cached number at long context: what the spec says, or of Transformers' own caches the code's and those
+    of a scale and a zero point of 16 bits for each `STOCK_GROUP` numbers; None where neither is known.
+    """
     stated, code = cell.info.get("bits_per_element"), cell.info.get("options", {}).get("nbits")
     if stated is None and code is not None:
         stated = code + 2 * 16 / STOCK_GROUP

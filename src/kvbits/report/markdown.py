@@ -19,8 +19,8 @@ Speeds = Mapping[str, Mapping[str, float]]
 UNTIMED: Speeds = {}
 
 LEGEND = (
-    "Each model: change of perplexity against the 16-bit cache on the same tokens, ± its standard error over windows, then the KL divergence between the two "
-    "caches' next-token probabilities in nats (0: the same)."
+    "Each model: change of perplexity against the 16-bit cache on the same tokens, ± its standard error over windows,"
+    " then the KL divergence between the two caches' next-token probabilities in nats (0: the same)."
 )
 CLASSES = (("About 8 bits", 7.0, 9.0), ("4 to 5 bits", 3.9, 5.6), ("Under 4 bits", 0.0, 3.9))
 """Bits per element at long context that compete with each other for a recommendation."""
@@ -55,7 +55,11 @@ def conditions(model: Model) -> str:
     most, least = max(c.summary["windows"] for c in cells.values()), min(c.summary["windows"] for c in cells.values())
     count = f"{most}" if most == least else f"{least} to {most}"
     of = f"{count} window{'' if count == '1' else 's'} of {s['length']:,} tokens"
-    which = f"{of} spread over {', '.join(texts)}" if s.get("windows") == "spread" else f"the first {of} of {', '.join(texts)}"
+    which = (
+        f"{of} spread over {', '.join(texts)}"
+        if s.get("windows") == "spread"
+        else f"the first {of} of {', '.join(texts)}"
+    )
     return f"{which}, fed in chunks of {s['chunk']}, {model.facts['dtype']}"
 
 
@@ -66,7 +70,9 @@ def measured(model: Model) -> dict[str, Cell]:
 
 
 def _still_raw(cell: Cell, cells: dict[str, Cell]) -> bool:
-    """Whether a scheme of few bits held its windows raw to their ends: shorter than its run of raw tokens, they say nothing about its codes."""
+    """Whether a scheme of few bits held its windows raw to their ends: shorter than its run of raw tokens, they say
+    nothing about its codes.
+    """
     stated, held = cell.info.get("bits_per_element"), held_bits(cell, cells)
     if stated is None or held is None:
         return False
@@ -83,7 +89,10 @@ def scheme_rows(results: Results, speeds: Speeds = UNTIMED) -> tuple[list[str], 
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
     if not models:
         tasks = sorted({task for m in results.models.values() for task in m.tasks})
-        raise SpecError(f"no results of the task fidelity, only of {', '.join(tasks)}; run `kvbits eval MODEL --tasks fidelity` into the same folder first")
+        raise SpecError(
+            f"no results of the task fidelity, only of {', '.join(tasks)}; run `kvbits eval MODEL --tasks fidelity`"
+            " into the same folder first"
+        )
     first: dict[str, tuple[float, Cell]] = {}
     for m in models.values():
         for name, c in measured(m).items():
@@ -113,24 +122,51 @@ def _notes(models: dict[str, Model]) -> list[str]:
     alike: dict[str, list[str]] = {}
     for m in models.values():
         alike.setdefault(conditions(m), []).append(m.title)
-    found = [f"{', '.join(titles) if len(alike) > 1 or len(models) == 1 else 'All models'}: {how}." for how, titles in alike.items()]
+    found = [
+        f"{', '.join(titles) if len(alike) > 1 or len(models) == 1 else 'All models'}: {how}."
+        for how, titles in alike.items()
+    ]
     cells = [(c, m.tasks["fidelity"]) for m in models.values() for c in m.tasks["fidelity"].values() if c.summary]
     if unmoved := list(dict.fromkeys(f"`{c.scheme}`" for c, all_of in cells if _still_raw(c, all_of))):
-        found.append(f"Not in the table: {', '.join(unmoved)}, whose run of raw tokens is longer than these windows, so that nothing was quantized.")
-    floor = {m.title: m.tasks["fidelity"]["raw"].summary["kl_mean"] for m in models.values() if "raw" in m.tasks["fidelity"]}
+        found.append(
+            f"Not in the table: {', '.join(unmoved)}, whose run of raw tokens is longer than these windows, so that"
+            " nothing was quantized."
+        )
+    floor = {
+        m.title: m.tasks["fidelity"]["raw"].summary["kl_mean"] for m in models.values() if "raw" in m.tasks["fidelity"]
+    }
     dtypes = " and ".join(dict.fromkeys(m.facts["dtype"] for m in models.values() if m.title in floor))
-    noise = f" `raw` is lossless: its KL ({', '.join(f'{v:.4f}' for v in floor.values())}) is the rounding noise of {dtypes}." if floor else ""
+    noise = (
+        f" `raw` is lossless: its KL ({', '.join(f'{v:.4f}' for v in floor.values())}) is the rounding noise of"
+        f" {dtypes}."
+        if floor
+        else ""
+    )
     made_of = f"Heads of {_head_widths(models)} channels. Weights: {weights_note(models)}."
-    return [LEGEND, made_of, "Bits held: bytes at the end of a window, the raw newest tokens and all scales among them, per cached number; bits: what one more "
-            f"token costs at long context{_widths(models)}." + noise, *found, *_of_other_formats(models),
-            *_in_float32(models), *_unfit_notes(models)]  # fmt: skip
+    return [
+        LEGEND,
+        made_of,
+        "Bits held: bytes at the end of a window, the raw newest tokens and all scales among them, per cached number;"
+        f" bits: what one more token costs at long context{_widths(models)}." + noise,
+        *found,
+        *_of_other_formats(models),
+        *_in_float32(models),
+        *_unfit_notes(models),
+    ]
 
 
 def _of_other_formats(models: dict[str, Model]) -> list[str]:
     """Presets that store otherwise today than where they were measured."""
     cells = [c for m in models.values() for c in m.tasks["fidelity"].values() if c.scheme in PRESETS]
     found = dict.fromkeys(f"`{c.scheme}`" for c in cells if _differ(c.info.get("scheme"), to_dict(PRESETS[c.scheme])))
-    return [f"{', '.join(found)}: measured in an earlier format, which stored otherwise than the preset of that name does today."] if found else []
+    return (
+        [
+            f"{', '.join(found)}: measured in an earlier format, which stored otherwise than the preset of that name"
+            " does today."
+        ]
+        if found
+        else []
+    )
 
 
 def _differ(then: Any, now: Any) -> bool:
@@ -144,7 +180,8 @@ def _in_float32(models: dict[str, Model]) -> list[str]:
     """What is different where a model was measured in float32 only."""
     titles = [m.title for m in models.values() if m.facts["dtype"] == "float32"]
     text = (
-        f"{', '.join(titles)}: the cache beside which others are measured has 32 bits, and so have raw tokens in bits held; in 16 bits they take half of that."
+        f"{', '.join(titles)}: the cache beside which others are measured has 32 bits, and so have raw tokens in bits"
+        " held; in 16 bits they take half of that."
     )
     return [text] if titles else []
 
@@ -155,7 +192,12 @@ def _unfit_notes(models: dict[str, Model]) -> list[str]:
         return []
     listed = "; ".join(f"`{name}` for {', '.join(m.title for m in some)}" for name, some in found.items())
     shared = [f"`{name}`" for name in found if name in PRESETS and weak_to_key_bias(PRESETS[name])]
-    why = f" {', '.join(shared)}: scales that channels of a key share, which a bias in the keys (Qwen2.5) or few large channels spoil." if shared else ""
+    why = (
+        f" {', '.join(shared)}: scales that channels of a key share, which a bias in the keys (Qwen2.5) or few large"
+        " channels spoil."
+        if shared
+        else ""
+    )
     return [f"Unfit (perplexity more than {MAX_PPL_CHANGE:.0%} up, or KL above {MAX_KL} nats): {listed}.{why}"]
 
 
@@ -175,8 +217,9 @@ def _widths(models: dict[str, Model]) -> str:
 
 
 def recommendations(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
-    """A sentence per class of bits: the scheme whose worst KL over all measured models is smallest, among presets measured on every one. One that needs no
-    calibration comes first where it is usable (`MAX_KL`), then one that does if it is better; none where even the best passes that limit.
+    """A sentence per class of bits: the scheme whose worst KL over all measured models is smallest, among presets
+    measured on every one. One that needs no calibration comes first where it is usable (`MAX_KL`), then one that does
+    if it is better; none where even the best passes that limit.
 
     Args:
         speeds: of presets that are slower on a GPU than 16 bits, that is said.
@@ -187,9 +230,15 @@ def recommendations(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
         first, *others = names
         usable = _worst(models, first, "kl_mean") <= MAX_KL
         name = f"`{first}`" if usable else f"none to recommend; the best is `{first}`"
-        text = f"**{title}: {name}**. On the worst of these models {_costs(results, models, first)}.{_price(first, speeds)}"
+        text = (
+            f"**{title}: {name}**. On the worst of these models"
+            f" {_costs(results, models, first)}.{_price(first, speeds)}"
+        )
         for other in others:
-            text += f" With a calibration (`kvbits calibrate`) `{other}`: {_costs(results, models, other)}.{_slow(other, speeds)}"
+            text += (
+                f" With a calibration (`kvbits calibrate`) `{other}`:"
+                f" {_costs(results, models, other)}.{_slow(other, speeds)}"
+            )
         found.append(text)
     return found
 
@@ -197,7 +246,9 @@ def recommendations(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
 def recommended(results: Results) -> tuple[str, ...]:
     """The schemes that `recommendations` and `budgets` name as usable."""
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
-    return tuple(name for _, names in _recommended(models) for name in names if _worst(models, name, "kl_mean") <= MAX_KL)
+    return tuple(
+        name for _, names in _recommended(models) for name in names if _worst(models, name, "kl_mean") <= MAX_KL
+    )
 
 
 def budgets(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
@@ -208,10 +259,19 @@ def budgets(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
         if first not in recommended(results):
             found.append(f"**{title}**: nothing to recommend.")
             continue
-        harder = f"text becomes {_worst(models, first, 'ppl_change'):.1%} harder to predict for the worst of the {len(models)} models"
-        text = f"**{title}: `{first}`** makes the cache {16 / _bits(models, first):.1f} times smaller; {harder}.{_price(first, speeds)}"
+        harder = (
+            f"text becomes {_worst(models, first, 'ppl_change'):.1%} harder to predict for the worst of the"
+            f" {len(models)} models"
+        )
+        text = (
+            f"**{title}: `{first}`** makes the cache {16 / _bits(models, first):.1f} times smaller;"
+            f" {harder}.{_price(first, speeds)}"
+        )
         for other in others:
-            near = f"predictions lie {_worst(models, first, 'kl_mean') / _worst(models, other, 'kl_mean'):.1f} times nearer to the 16-bit cache's"
+            near = (
+                f"predictions lie {_worst(models, first, 'kl_mean') / _worst(models, other, 'kl_mean'):.1f} times"
+                " nearer to the 16-bit cache's"
+            )
             text += f" With a calibration (`kvbits calibrate`) `{other}`, whose {near}.{_slow(other, speeds)}"
         found.append(text)
     return found
@@ -229,7 +289,10 @@ def _bits(models: dict[str, Model], scheme: str) -> float:
 def _costs(results: Results, models: dict[str, Model], scheme: str) -> str:
     worst_kl, worst_ppl = _worst(models, scheme, "kl_mean"), _worst(models, scheme, "ppl_change")
     mass = _least_mass(models.values(), scheme)
-    return f"perplexity {worst_ppl:+.2%}, KL {worst_kl:.4f} nats, probability mass matched {mass:.2%}{_floor(results, scheme)}"
+    return (
+        f"perplexity {worst_ppl:+.2%}, KL {worst_kl:.4f} nats, probability mass matched"
+        f" {mass:.2%}{_floor(results, scheme)}"
+    )
 
 
 def _needs_calibration(scheme: str) -> bool:
@@ -244,7 +307,12 @@ def _price(scheme: str, speeds: Speeds) -> str:
 def _slow(scheme: str, speeds: Speeds) -> str:
     measured = speeds.get(scheme, {})
     slow = [ratio for ratio in measured.values() if ratio < 1]
-    return f" On a GPU slower than 16 bits in {len(slow)} of {len(measured)} shapes (down to {min(slow):.2f} times as fast)." if slow else ""
+    return (
+        f" On a GPU slower than 16 bits in {len(slow)} of {len(measured)} shapes (down to {min(slow):.2f} times as"
+        " fast)."
+        if slow
+        else ""
+    )
 
 
 def _recommended(models: dict[str, Model]) -> list[tuple[str, list[str]]]:
@@ -275,7 +343,9 @@ def _least_mass(models: Iterable[Model], scheme: str) -> float | None:
 
 
 def _floor(results: Results, scheme: str) -> str:
-    """What of the mass a scheme loses is noise: what the lossless cache matches, and what the scheme matches without noise."""
+    """What of the mass a scheme loses is noise: what the lossless cache matches, and what the scheme matches without
+    noise.
+    """
     found = []
     if (raw := _least_mass(results.as_used.values(), "raw")) is not None:
         found.append(f"the lossless `raw` {raw:.2%}")
@@ -287,8 +357,9 @@ def _floor(results: Results, scheme: str) -> str:
 
 
 def mass_rows(results: Results) -> tuple[list[str], list[list[str]], str]:
-    """(column names, rows, a sentence) of the table of probability mass matched by `raw` and the recommended schemes on each model, and the least of each
-    dtype's models."""
+    """(column names, rows, a sentence) of the table of probability mass matched by `raw` and the recommended schemes on
+    each model, and the least of each dtype's models.
+    """
     sixteen = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
     dtypes: dict[str, list[Model]] = {}
     for m in [*sixteen.values(), *(m for m in results.finer if "fidelity" in m.tasks)]:
@@ -300,11 +371,18 @@ def mass_rows(results: Results) -> tuple[list[str], list[list[str]], str]:
         least = [f"least, {dtype}"]
         for s in schemes:
             there = sum(s in measured(m) for m in models)
-            least.append(percent(_least_mass(models, s)) + (f" ({there} of {len(models)})" if 0 < there < len(models) else ""))
+            least.append(
+                percent(_least_mass(models, s)) + (f" ({there} of {len(models)})" if 0 < there < len(models) else "")
+            )
         rows.append(least)
-    noise = " What the lossless `raw` misses is rounding noise, by which two correct kernels differ: float16 has an eighth of bfloat16's, float32 hardly any."
+    noise = (
+        " What the lossless `raw` misses is rounding noise, by which two correct kernels differ: float16 has an eighth"
+        " of bfloat16's, float32 hardly any."
+    )
     noise = noise if rows[0][1] else ""
-    said = f"Probability mass matched: 1 - total variation between the next-token distributions, mean over tokens.{noise}"
+    said = (
+        f"Probability mass matched: 1 - total variation between the next-token distributions, mean over tokens.{noise}"
+    )
     return ["model", *schemes], rows, said
 
 
@@ -313,7 +391,9 @@ def percent(share: float | None) -> str:
 
 
 def best_of(models: dict[str, Model], low: float, high: float, *, calibrated: bool = True) -> str | None:
-    """The preset of `low` to `high` bits with the smallest worst KL; fewest bits among those within `TIE_KL`. None if none is on every model.
+    """The preset of `low` to `high` bits with the smallest worst KL; fewest bits among those within `TIE_KL`.
+
+    None if none is on every model.
 
     Args:
         calibrated: also presets that need a calibration.
@@ -375,14 +455,27 @@ def report(results: Results) -> str:
                 continue
             if task == "fidelity":
                 figures = [_figures(c, cells) for c in cells.values() if c.summary]
-                parts += [f"## {m.title}", conditions(m), table(list(figures[0]), [list(f.values()) for f in figures]), *octaves(cells)]
+                parts += [
+                    f"## {m.title}",
+                    conditions(m),
+                    table(list(figures[0]), [list(f.values()) for f in figures]),
+                    *octaves(cells),
+                ]
             else:
-                parts += [f"## {m.title}: {task}", f"`{cells[next(iter(cells))].settings}`", _summaries(cells), *octaves(cells), *kinds(cells)]
+                parts += [
+                    f"## {m.title}: {task}",
+                    f"`{cells[next(iter(cells))].settings}`",
+                    _summaries(cells),
+                    *octaves(cells),
+                    *kinds(cells),
+                ]
     return "\n\n".join(parts) + "\n"
 
 
 def octaves(cells: dict[str, Cell]) -> list[str]:
-    """A table of mean KL and flips by octave of position, with its growth per doubling; none where nothing was noted by position."""
+    """A table of mean KL and flips by octave of position, with its growth per doubling; none where nothing was noted by
+    position.
+    """
     measured = {c.scheme: c.summary for c in cells.values() if c.kind != "base" and c.summary.get("octaves")}
     places = sorted({int(at) for s in measured.values() for at in s["octaves"]})
     if not places:
@@ -392,14 +485,21 @@ def octaves(cells: dict[str, Cell]) -> list[str]:
         by = [s["octaves"].get(str(at)) for at in places]
         grown = "" if s["drift"] is None else f"{s['drift']:+.1%}"
         rows.append([name, *("" if one is None else f"{one['kl_mean']:.5f}, {one['flips']:.2%}" for one in by), grown])
-    return ["KL and flips of the most likely token, by position; KL's growth when the position doubles, from 512 on:",
-            table(["cache", *(f"{at:,} to {2 * at - 1:,}" for at in places), "per doubling"], rows)]  # fmt: skip
+    return [
+        "KL and flips of the most likely token, by position; KL's growth when the position doubles, from 512 on:",
+        table(["cache", *(f"{at:,} to {2 * at - 1:,}" for at in places), "per doubling"], rows),
+    ]
 
 
 def kinds(cells: dict[str, Cell]) -> list[str]:
-    """A table of the share that is right, by kind and length, and its difference to the 16-bit cache's in points with a 95 % interval."""
+    """A table of the share that is right, by kind and length, and its difference to the 16-bit cache's in points with a
+    95 % interval.
+    """
     named = list(dict.fromkeys(kind for c in cells.values() for kind in c.summary.get("by_kind", {})))
-    rows = [[kind, *(_points(c.summary.get("by_kind", {}).get(kind, {}), c.kind == "base") for c in cells.values())] for kind in named]
+    rows = [
+        [kind, *(_points(c.summary.get("by_kind", {}).get(kind, {}), c.kind == "base") for c in cells.values())]
+        for kind in named
+    ]
     columns = ["right; points more than the 16-bit cache (95 %)", *(c.scheme for c in cells.values())]
     return [table(columns, rows)] if rows else []
 
@@ -414,17 +514,36 @@ def _points(s: dict[str, Any], alone: bool) -> str:
 def _figures(c: Cell, cells: dict[str, Cell]) -> dict[str, str]:
     s, held, speed = c.summary, held_bits(c, cells), c.summary.get("speed_ratio")
     return {
-        "cache": c.scheme, "bits held": "" if held is None else f"{held:.2f}", "bytes": f"{s['bytes_held']:,}", "perplexity": f"{s['ppl']:.3f}",
-        "change": change(s), "KL": f"{s['kl_mean']:.5f}", "KL 99 %": f"{s['kl_p99']:.4f}", "worst KL": f"{s['kl_max']:.3f}",
-        "at token": "" if s.get("kl_worst") is None else f"{s['kl_worst']:,}", "above 1 nat": percent(s.get("kl_lost")),
-        "read raw": percent(s.get("read_raw")), "mass matched": f"{s['mass_matched']:.2%}", "top-1": f"{s['top1_agreement']:.2%}",
+        "cache": c.scheme,
+        "bits held": "" if held is None else f"{held:.2f}",
+        "bytes": f"{s['bytes_held']:,}",
+        "perplexity": f"{s['ppl']:.3f}",
+        "change": change(s),
+        "KL": f"{s['kl_mean']:.5f}",
+        "KL 99 %": f"{s['kl_p99']:.4f}",
+        "worst KL": f"{s['kl_max']:.3f}",
+        "at token": "" if s.get("kl_worst") is None else f"{s['kl_worst']:,}",
+        "above 1 nat": percent(s.get("kl_lost")),
+        "read raw": percent(s.get("read_raw")),
+        "mass matched": f"{s['mass_matched']:.2%}",
+        "top-1": f"{s['top1_agreement']:.2%}",
         "speed": "" if speed is None else f"{speed:.2f}x",
-    }  # fmt: skip
+    }
 
 
 def _summaries(cells: dict[str, Cell]) -> str:
-    names = list(dict.fromkeys(k for c in cells.values() for k, v in c.summary.items() if k not in BOUNDS and not isinstance(v, dict | list)))
-    rows = [[c.scheme, *(points(c.summary) if n == "difference" else _value(c.summary.get(n)) for n in names)] for c in cells.values()]
+    names = list(
+        dict.fromkeys(
+            k
+            for c in cells.values()
+            for k, v in c.summary.items()
+            if k not in BOUNDS and not isinstance(v, dict | list)
+        )
+    )
+    rows = [
+        [c.scheme, *(points(c.summary) if n == "difference" else _value(c.summary.get(n)) for n in names)]
+        for c in cells.values()
+    ]
     return table(["cache", *(n.replace("_", " ") for n in names)], rows)
 
 

@@ -50,35 +50,59 @@ def page(results: Results, beside: Beside = NOTHING) -> str:
         _section(
             "Bits against accuracy",
             _controls(select("pareto-model", "model", models), select("pareto-measure", "measure", ACCURACY))
-            + _canvas("pareto", "Scatter plot: bits per cached number against accuracy, kvbits schemes and Transformers' own quantized caches")
-            + '<p class="note">Lower left is better: fewer bits, nearer to the 16-bit cache.</p><p class="note" id="pareto-note"></p>'
-            + '<details><summary>all figures</summary><div class="wide"><table id="pareto-table"></table></div></details>',
+            + _canvas(
+                "pareto",
+                "Scatter plot: bits per cached number against accuracy, kvbits schemes and Transformers' own quantized"
+                " caches",
+            )
+            + '<p class="note">Lower left is better: fewer bits, nearer to the 16-bit cache.</p><p class="note"'
+            ' id="pareto-note"></p>' + '<details><summary>all figures</summary><div class="wide"><table'
+            ' id="pareto-table"></table></div></details>',
             "pareto-section",
         ),
         _section(
             "Memory against context",
-            _controls(select("memory-shape", "model", list(plan_page.known()))) + _canvas("memory", "Lines: bytes of a cache against context length"),
+            _controls(select("memory-shape", "model", list(plan_page.known())))
+            + _canvas("memory", "Lines: bytes of a cache against context length"),
             "memory-section",
         ),
-    ]  # fmt: skip
+    ]
     if with_layers := [k for k, m in data["models"].items() if m["attention"]]:
-        controls = _controls(select("layers-model", "model", with_layers), select("layers-measure", "measure", MEASURES))
+        controls = _controls(
+            select("layers-model", "model", with_layers), select("layers-measure", "measure", MEASURES)
+        )
         text = (
-            "<p>Error of each layer's attention on the same inputs, so errors do not add up from layer to layer; attention that moved is the share that goes "
-            "to other tokens. More colour is worse.</p>"
+            "<p>Error of each layer's attention on the same inputs, so errors do not add up from layer to layer;"
+            " attention that moved is the share that goes to other tokens. More colour is worse.</p>"
         )
         sections.append(_section("Which layers suffer", text + controls + _heat("layers"), "layers-section"))
     if with_passkey := [k for k, m in data["models"].items() if m["passkey"]]:
         text = "<p>Passkeys found of those hidden, by prompt length in tokens and depth (0 is the start).</p>"
-        sections.append(_section("Passkey by depth", text + _controls(select("passkey-model", "model", with_passkey)) + _heat("passkey"), "passkey-section"))
+        sections.append(
+            _section(
+                "Passkey by depth",
+                text + _controls(select("passkey-model", "model", with_passkey)) + _heat("passkey"),
+                "passkey-section",
+            )
+        )
     for model in results.models.values():
         if "decode" in model.tasks:
-            sections.append(_section(f"Decoding token by token: {model.title}", _decode(model.tasks["decode"]), f"decode-{model.name}"))
+            sections.append(
+                _section(
+                    f"Decoding token by token: {model.title}", _decode(model.tasks["decode"]), f"decode-{model.name}"
+                )
+            )
     if data["kernels"]:
         groups = {str(i): g["title"] for i, g in enumerate(data["kernels"])}
         chart = _canvas("kernels", "Bars: speed of attention kernels and of serving")
         chosen = _controls(select("kernels-group", "measured", groups))
-        sections.append(_section("Speed of kernels and of serving", chosen + chart + '<p class="note" id="kernels-note"></p>', "kernels-section"))
+        sections.append(
+            _section(
+                "Speed of kernels and of serving",
+                chosen + chart + '<p class="note" id="kernels-note"></p>',
+                "kernels-section",
+            )
+        )
     sections.append(_section("Calculator", plan_page.section(plan_page.known()), "calculator-section"))
     tables = f"<details><summary>every cache on every model</summary>{markdown_table(results, beside.speeds)}</details>"
     sections.append(_section("All figures", tables, "tables-section"))
@@ -87,14 +111,16 @@ def page(results: Results, beside: Beside = NOTHING) -> str:
     embedded = to_json(data, compact=True).replace("<", "\\u003c")
     title = "kvbits: what few bits cost"
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,'
+        ' initial-scale=1">'
         f'<title>{title}</title><link rel="icon" href="data:,"><style>{asset("report.css")}</style></head><body>'
         f'<header><div><h1>{title}</h1><p class="soft">{html.escape(_lead(results))}</p></div>'
         f'<button id="theme" type="button">light / dark</button></header><main>{"".join(sections)}</main>'
-        f"<footer>kvbits {__version__}. Charts: Chart.js (MIT). Blue is kvbits; orange (triangles) is what it is compared with: Transformers' caches, other "
+        f"<footer>kvbits {__version__}. Charts: Chart.js (MIT). Blue is kvbits; orange (triangles) is what it is"
+        " compared with: Transformers' caches, other "
         "libraries' kernels.</footer>"
         f'<script type="application/json" id="data">{embedded}</script>{script}</body></html>\n'
-    )  # fmt: skip
+    )
 
 
 # -- data -----------------------------------------------------------------------------------------------------------
@@ -104,46 +130,73 @@ def page_data(results: Results, beside: Beside = NOTHING) -> dict[str, Any]:
     """Everything the script draws, as JSON data."""
     models = {key: _model(m) for key, m in results.models.items() if "fidelity" in m.tasks}
     return {
-        "models": models, "lines": list(LINES),
-        "kernels": list(beside.groups), "answer": [*_points(results, beside.speeds), *beside.marks],
-    }  # fmt: skip
+        "models": models,
+        "lines": list(LINES),
+        "kernels": list(beside.groups),
+        "answer": [*_points(results, beside.speeds), *beside.marks],
+    }
 
 
 def _points(results: Results, speeds: markdown.Speeds) -> list[dict[str, Any]]:
-    """A mark for every preset measured on all models, and every other cache on those that it serves: its bits at long context, the KL of its worst model, its
-    speed on a GPU (the middle of the shapes measured)."""
+    """A mark for every preset measured on all models, and every other cache on those that it serves: its bits at long
+    context, the KL of its worst model, its speed on a GPU (the middle of the shapes measured).
+    """
     models = {k: m.tasks["fidelity"] for k, m in results.as_used.items() if "fidelity" in m.tasks}
     chosen = markdown.recommended(results)
     found = []
     for name, cell in {n: c for cells in models.values() for n, c in cells.items() if c.summary}.items():
-        measured = [cells[name].summary["kl_mean"] for cells in models.values() if name in cells and cells[name].summary]
+        measured = [
+            cells[name].summary["kl_mean"] for cells in models.values() if name in cells and cells[name].summary
+        ]
         if cell.kind == "base" or (cell.kind == "kvbits" and len(measured) < len(models)):
             continue
         speed = statistics.median(speeds[name].values()) if name in speeds else None
         found.append(
-            {"name": name, "kind": cell.kind, "bits": bits(cell, next(cells for cells in models.values() if name in cells)), "kl": max(measured),
-             "speed": speed, "recommended": name in chosen, "models": len(measured)}
-        )  # fmt: skip
+            {
+                "name": name,
+                "kind": cell.kind,
+                "bits": bits(cell, next(cells for cells in models.values() if name in cells)),
+                "kl": max(measured),
+                "speed": speed,
+                "recommended": name in chosen,
+                "models": len(measured),
+            }
+        )
     return found
 
 
 def _model(model: Model) -> dict[str, Any]:
     cells = model.tasks["fidelity"]
     return {
-        "title": model.title, "note": markdown.conditions(model), "rows": [_row(c, cells) for c in cells.values() if c.summary],
-        "attention": _attention(model.tasks.get("attention", {})), "passkey": _passkey(model.tasks.get("passkey", {})),
-    }  # fmt: skip
+        "title": model.title,
+        "note": markdown.conditions(model),
+        "rows": [_row(c, cells) for c in cells.values() if c.summary],
+        "attention": _attention(model.tasks.get("attention", {})),
+        "passkey": _passkey(model.tasks.get("passkey", {})),
+    }
 
 
 def _row(cell: Cell, cells: dict[str, Cell]) -> dict[str, Any]:
     s = cell.summary
     return {
-        "scheme": cell.scheme, "kind": cell.kind, "held_bits": held_bits(cell, cells), "ppl": s["ppl"], "ppl_change": s.get("ppl_change", 0.0),
-        "se": s.get("ppl_change_se"), "kl": s["kl_mean"], "kl_p99": s["kl_p99"],
-        "kl_max": s["kl_max"], "kl_worst": s.get("kl_worst"), "kl_lost": s.get("kl_lost"),
-        "read_raw": s.get("read_raw"), "mass": s["mass_matched"], "top1": s["top1_agreement"],
-        "reduction": s.get("memory_reduction"), "speed": s.get("speed_ratio"), "tokens": s["tokens"],
-    }  # fmt: skip
+        "scheme": cell.scheme,
+        "kind": cell.kind,
+        "held_bits": held_bits(cell, cells),
+        "ppl": s["ppl"],
+        "ppl_change": s.get("ppl_change", 0.0),
+        "se": s.get("ppl_change_se"),
+        "kl": s["kl_mean"],
+        "kl_p99": s["kl_p99"],
+        "kl_max": s["kl_max"],
+        "kl_worst": s.get("kl_worst"),
+        "kl_lost": s.get("kl_lost"),
+        "read_raw": s.get("read_raw"),
+        "mass": s["mass_matched"],
+        "top1": s["top1_agreement"],
+        "reduction": s.get("memory_reduction"),
+        "speed": s.get("speed_ratio"),
+        "tokens": s["tokens"],
+    }
 
 
 def _attention(cells: dict[str, Cell]) -> list[dict[str, Any]]:
@@ -152,7 +205,15 @@ def _attention(cells: dict[str, Cell]) -> list[dict[str, Any]]:
         if c.kind != "base" and c.summary:
             by = c.summary["by_layer"]
             cosine = [None if v is None else 1 - v for v in by["logit_cosine"]]
-            found.append({"scheme": c.scheme, "kind": c.kind, "tvd": by["tvd"], "output_error": by["output_error"], "logit_error": cosine})
+            found.append(
+                {
+                    "scheme": c.scheme,
+                    "kind": c.kind,
+                    "tvd": by["tvd"],
+                    "output_error": by["output_error"],
+                    "logit_error": cosine,
+                }
+            )
     return found
 
 
@@ -165,7 +226,9 @@ def _passkey(cells: dict[str, Cell]) -> dict[str, Any] | None:
     for name, shares in maps.items():
         tried = Counter(item.rsplit(":", 1)[0] for item in cells[name].items)
         counts = [None if c not in shares else [round(shares[c] * tried[c]), tried[c]] for c in columns]
-        rows.append({"name": name, "kind": cells[name].kind, "values": [shares.get(c) for c in columns], "counts": counts})
+        rows.append(
+            {"name": name, "kind": cells[name].kind, "values": [shares.get(c) for c in columns], "counts": counts}
+        )
     return {"columns": [c.replace(":", ", ") for c in columns], "rows": rows}
 
 
@@ -176,7 +239,10 @@ def _lead(results: Results) -> str:
     names = ", ".join(dict.fromkeys(m.name for m in results.models.values()))
     what = "Key-value caches of few bits beside the 16-bit cache: what they save, and what they change"
     models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
-    return f"{what}. Measured on {names}, on the same tokens, through the real packed cache. Weights: {markdown.weights_note(models)}."
+    return (
+        f"{what}. Measured on {names}, on the same tokens, through the real packed cache. Weights:"
+        f" {markdown.weights_note(models)}."
+    )
 
 
 def _section(title: str, content: str, name: str) -> str:
@@ -200,26 +266,37 @@ def _decode(cells: dict[str, Cell]) -> str:
     setting = next(iter(cells.values())).settings
     rows = [(c, c.summary) for c in cells.values() if c.summary]
     body = "".join(
-        f"<tr><td{' class=stock' if c.kind == 'stock' else ''}>{html.escape(c.scheme)}</td><td>{s['tokens_per_s']:.2f}</td><td>{s['speed_ratio']:.2f}x</td>"
+        f"<tr><td{' class=stock' if c.kind == 'stock' else ''}>{html.escape(c.scheme)}</td>"
+        f"<td>{s['tokens_per_s']:.2f}</td><td>{s['speed_ratio']:.2f}x</td>"
         f"<td>{s['bytes_held']:,}</td><td>{s['kl_mean']:.4f}</td></tr>"
         for c, s in rows
     )
     e = rows[0][0].run
     machine = f"{e['device']}, {e['threads']} thread{'' if e['threads'] == 1 else 's'}"
-    lead = f"{setting['context']:,} tokens of context, then {setting['new_tokens']} single tokens; the caches take turns on {machine}."
-    columns = "".join(f'<th scope="col">{c}</th>' for c in ("cache", "tokens/s", "against the 16-bit cache", "bytes held", "KL"))
+    lead = (
+        f"{setting['context']:,} tokens of context, then {setting['new_tokens']} single tokens; the caches take turns"
+        f" on {machine}."
+    )
+    columns = "".join(
+        f'<th scope="col">{c}</th>' for c in ("cache", "tokens/s", "against the 16-bit cache", "bytes held", "KL")
+    )
     return f'<p>{lead}</p><div class="wide"><table><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _answer(results: Results, speeds: markdown.Speeds) -> str:
     """A picture, and one sentence a budget."""
     plain = (
-        "<p>A cache of fewer bits holds more tokens in the same memory and predicts the next token a little differently. How differently is measured by the "
-        "KL divergence between its probabilities and the 16-bit cache's: 0 is no difference, and at 0.05 a text is a few percent harder to predict. "
-        "Each mark is a cache at its worst of the models measured; a larger mark is faster on a GPU.</p>"
+        "<p>A cache of fewer bits holds more tokens in the same memory and predicts the next token a little"
+        " differently. How differently is measured by the KL divergence between its probabilities and the 16-bit"
+        " cache's: 0 is no difference, and at 0.05 a text is a few percent harder to predict. Each mark is a cache at"
+        " its worst of the models measured; a larger mark is faster on a GPU.</p>"
     )
     said = "".join(f"<li>{_inline(s)}</li>" for s in markdown.budgets(results, speeds))
-    picture = _canvas("answer", "Scatter plot: bits per cached number against KL divergence of the worst model; the size of a mark is its speed on a GPU")
+    picture = _canvas(
+        "answer",
+        "Scatter plot: bits per cached number against KL divergence of the worst model; the size of a mark is its speed"
+        " on a GPU",
+    )
     return f'{plain}{picture}<p class="note" id="answer-note"></p><ul>{said}</ul>'
 
 
@@ -227,7 +304,12 @@ def markdown_table(results: Results, speeds: markdown.Speeds) -> str:
     """The table of `markdown.scheme_rows` as HTML."""
     columns, rows, notes = markdown.scheme_rows(results, speeds)
     head = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in columns)
-    body = "".join("<tr>" + "".join(f"<td{' class=stock' if r.kind == 'stock' else ''}>{html.escape(c)}</td>" for c in r.cells) + "</tr>" for r in rows)
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{' class=stock' if r.kind == 'stock' else ''}>{html.escape(c)}</td>" for c in r.cells)
+        + "</tr>"
+        for r in rows
+    )
     chosen = markdown.recommendations(results, speeds)
     lead = "".join(f"<li>{_inline(n)}</li>" for n in chosen)
     text = "".join(f'<p class="note">{_inline(n)}</p>' for n in notes if n not in (markdown.LEGEND, *chosen))
@@ -236,7 +318,10 @@ def markdown_table(results: Results, speeds: markdown.Speeds) -> str:
     mass_head = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in mass_columns)
     mass_body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in mass)
     text += f'<p class="note">{_inline(markdown.runs_note(results))}</p>'
-    return f'<ul>{lead}</ul>{legend}{_table(head, body)}{text}{_table(mass_head, mass_body)}<p class="note">{_inline(said)}</p>'
+    return (
+        f"<ul>{lead}</ul>{legend}{_table(head, body)}{text}{_table(mass_head, mass_body)}<p"
+        f' class="note">{_inline(said)}</p>'
+    )
 
 
 def _table(head: str, body: str) -> str:
@@ -255,11 +340,21 @@ def _provenance(results: Results) -> str:
         for task, cells in m.tasks.items():
             made = {name: run for c in cells.values() for name, run in c.runs.items()}
             newest = max(made.values(), key=lambda run: run["utc"])
-            versions = ", ".join(f"{name} {newest['versions'][name]}" for name in ("torch", "transformers", "kvbits") if name in newest["versions"])
+            versions = ", ".join(
+                f"{name} {newest['versions'][name]}"
+                for name in ("torch", "transformers", "kvbits")
+                if name in newest["versions"]
+            )
             weights = m.facts.get("weights")
             kept = f"{weights['source']}, {weights['format']}" if weights else m.facts["dtype"]
-            facts = f"model fingerprint {m.facts['fingerprint']}, {kept}; {newest['device']}; {versions}; runs {dated(made.values())}"
+            facts = (
+                f"model fingerprint {m.facts['fingerprint']}, {kept}; {newest['device']}; {versions}; runs"
+                f" {dated(made.values())}"
+            )
             commands = dict.fromkeys(typed for run in made.values() if (typed := command_of(run)))
             listed = "".join(f"<li><code>{html.escape(c)}</code></li>" for c in commands)
-            found.append(f"<details><summary>{html.escape(m.title)}: {html.escape(task)}</summary><p>{html.escape(facts)}</p><ul>{listed}</ul></details>")
+            found.append(
+                f"<details><summary>{html.escape(m.title)}:"
+                f" {html.escape(task)}</summary><p>{html.escape(facts)}</p><ul>{listed}</ul></details>"
+            )
     return "".join(found)

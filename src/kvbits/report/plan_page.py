@@ -1,8 +1,11 @@
-"""A page to play with: users and tokens that fit a GPU, as bars that move while one drags. One file, no network; assets/plan.js has the planner's arithmetic.
+"""A page to play with: users and tokens that fit a GPU, as bars that move while one drags.
 
-A scheme's bytes on a model are, over its layer groups,  layers x kv heads x sum over pools of (bytes of a head's struct x pages).  The bytes come from
-`PageLayout` here; the number of pages is the rule of `LayerGroup.pages_for`, which the script has too. A test holds its answers equal to those of
-`kvbits plan`, in a browser.
+One file, no network; assets/plan.js has the planner's arithmetic.
+
+A scheme's bytes on a model are, over its layer groups,  layers x kv heads x sum over pools of (bytes of a head's struct
+                                                         x pages).  The bytes come from
+`PageLayout` here; the number of pages is the rule of `LayerGroup.pages_for`, which the script has too. A test holds its
+answers equal to those of `kvbits plan`, in a browser.
 """
 
 from __future__ import annotations
@@ -26,8 +29,15 @@ from ..spec import CacheSpec, LayerGeometry
 from ..spec.cache import LayerGroup
 from ..weights import COUNTED, bytes_of_config
 
-PLAIN: dict[str, tuple[str, ...]] = {"llama": (), "mistral": ("sliding_window",), "qwen2": ("use_sliding_window",), "qwen3": ("head_dim",)}
-"""Families of which the page reads a pasted config.json, and what that must state: layers all alike, weights by one formula."""
+PLAIN: dict[str, tuple[str, ...]] = {
+    "llama": (),
+    "mistral": ("sliding_window",),
+    "qwen2": ("use_sliding_window",),
+    "qwen3": ("head_dim",),
+}
+"""Families of which the page reads a pasted config.json, and what that must state: layers all alike, weights by one
+formula.
+"""
 WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 256)
 """Channels of heads that a pasted model may have."""
 
@@ -54,7 +64,12 @@ def known() -> dict[str, Model]:
     """The models of the list: configurations as their makers state them (assets/models.json)."""
     configs = {name: Fields(stated) for name, stated in json.loads(asset("models.json")).items()}
     return {
-        name: Model(layers=layer_geometries(c), weights_bytes=bytes_of_config(name, c)[0], query_heads=query_heads(c), longest=max_context(c))
+        name: Model(
+            layers=layer_geometries(c),
+            weights_bytes=bytes_of_config(name, c)[0],
+            query_heads=query_heads(c),
+            longest=max_context(c),
+        )
         for name, c in configs.items()
     }
 
@@ -68,13 +83,16 @@ class _Formats:
     def number(self, group: LayerGroup) -> int:
         heads = group.geometry.num_kv_heads
         one = {
-            "page": group.page_size, "residual": group.residual_length, "sinks": group.num_sink_tokens, "raw": group.fills_pages,
+            "page": group.page_size,
+            "residual": group.residual_length,
+            "sinks": group.num_sink_tokens,
+            "raw": group.fills_pages,
             "heads": {pool: layout.page_size_bytes // heads for pool, layout in group.layouts.items()},
             "tiers": [
                 [pages + group.SPECULATED_PAGES, group.low_layouts[pool].page_size_bytes // heads]
                 for pool, pages in zip(group.low_pools, group.boundaries, strict=True)
             ],
-        }  # fmt: skip
+        }
         if one not in self.listed:
             self.listed.append(one)
         return self.listed.index(one)
@@ -92,13 +110,19 @@ def _model(model: Model, formats: _Formats) -> dict[str, Any]:
     of_schemes: dict[str, list[list[int]]] = {}
     for name in schemes.CORE:
         try:
-            of_schemes[name] = [[kinds.index(kind(g.geometry)), len(g.layers), formats.number(g)] for g in _groups(name, model.layers)]
+            of_schemes[name] = [
+                [kinds.index(kind(g.geometry)), len(g.layers), formats.number(g)] for g in _groups(name, model.layers)
+            ]
         except SpecError:
             continue  # a preset that heads of this size cannot have
     return {
-        "weights": model.weights_bytes, "heads": model.query_heads, "longest": model.longest, "state": model.state_bytes,
-        "layers": [[sum(kind(g) == k for g in model.layers), *k] for k in kinds], "schemes": of_schemes,
-    }  # fmt: skip
+        "weights": model.weights_bytes,
+        "heads": model.query_heads,
+        "longest": model.longest,
+        "state": model.state_bytes,
+        "layers": [[sum(kind(g) == k for g in model.layers), *k] for k in kinds],
+        "schemes": of_schemes,
+    }
 
 
 def plan_data(models: Mapping[str, Model]) -> dict[str, Any]:
@@ -108,14 +132,23 @@ def plan_data(models: Mapping[str, Model]) -> dict[str, Any]:
     widths: dict[int, dict[str, int]] = {}
     for width in WIDTHS:
         layers = (LayerGeometry(num_kv_heads=1, head_dim=width),)
-        widths[width] = {name: number for name, ((_, _, number),) in _model(Model(layers=layers, weights_bytes=0), formats)["schemes"].items()}
+        widths[width] = {
+            name: number
+            for name, ((_, _, number),) in _model(Model(layers=layers, weights_bytes=0), formats)["schemes"].items()
+        }
     plain = {
-        name: {"stated": stated, "qkv_bias": COUNTED[name].qkv_bias, "head_norms": bool(COUNTED[name].head_norms)} for name, stated in PLAIN.items()
-    }  # fmt: skip
+        name: {"stated": stated, "qkv_bias": COUNTED[name].qkv_bias, "head_norms": bool(COUNTED[name].head_norms)}
+        for name, stated in PLAIN.items()
+    }
     return {
-        "models": listed, "formats": formats.listed, "widths": widths, "plain": plain, "reserve": RESERVE,
-        "cards": {name: mib * MIB for name, (_, mib) in CARDS.items()}, "descriptions": {name: s.description for name, s in schemes.CORE.items()},
-    } | json.loads(asset("measured.json"))  # fmt: skip
+        "models": listed,
+        "formats": formats.listed,
+        "widths": widths,
+        "plain": plain,
+        "reserve": RESERVE,
+        "cards": {name: mib * MIB for name, (_, mib) in CARDS.items()},
+        "descriptions": {name: s.description for name, s in schemes.CORE.items()},
+    } | json.loads(asset("measured.json"))
 
 
 def section(models: Mapping[str, Model], *, context: int = 8192, gpus: int = 1, batch: int = 1) -> str:
@@ -127,34 +160,51 @@ def section(models: Mapping[str, Model], *, context: int = 8192, gpus: int = 1, 
     shares = [str(n) for n in sorted({1, 2, 4, 8, 16, gpus})]
     at, users = min(max(math.log2(context), 7), 20), min(batch, 256)
     controls = (
-        select("plan-model", "model", list(models)) + select("plan-card", "GPU", list(CARDS), "H100")
-        + select("plan-gpus", "GPUs (tensor parallel)", shares, str(gpus)) + select("plan-preset", "preset", list(schemes.CORE), schemes.RECOMMENDED)
-    )  # fmt: skip
-    sliders = _slider("context", "context, tokens", 7, 20, at, "any") + _slider("batch", "users, for the longest context", 1, 256, users, "1")
-    columns = ("cache", "users that fit", "longest context", "memory of these users", "worst KL at 8,192 tokens", "tokens a second, users x tokens")
+        select("plan-model", "model", list(models))
+        + select("plan-card", "GPU", list(CARDS), "H100")
+        + select("plan-gpus", "GPUs (tensor parallel)", shares, str(gpus))
+        + select("plan-preset", "preset", list(schemes.CORE), schemes.RECOMMENDED)
+    )
+    sliders = _slider("context", "context, tokens", 7, 20, at, "any") + _slider(
+        "batch", "users, for the longest context", 1, 256, users, "1"
+    )
+    columns = (
+        "cache",
+        "users that fit",
+        "longest context",
+        "memory of these users",
+        "worst KL at 8,192 tokens",
+        "tokens a second, users x tokens",
+    )
     header = "".join(f'<th scope="col">{c}</th>' for c in columns)
     note = (
-        "The numbers of <code>kvbits plan MODEL --gpu-memory</code>: what caches of fixed capacity allocate on each GPU, whole pages, scales and raw "
-        "newest tokens included. Reserve: activations, the CUDA context, graphs. KL: nats over the same text in 16 bits, the worst of the models "
-        "measured. Tokens a second: through Transformers, 16 bits with FlashAttention, presets in a CUDA graph. GB is 10⁹ bytes."
+        "The numbers of <code>kvbits plan MODEL --gpu-memory</code>: what caches of fixed capacity allocate on each"
+        " GPU, whole pages, scales and raw newest tokens included. Reserve: activations, the CUDA context, graphs. KL:"
+        " nats over the same text in 16 bits, the worst of the models measured. Tokens a second: through Transformers,"
+        " 16 bits with FlashAttention, presets in a CUDA graph. GB is 10⁹ bytes."
     )
     data = to_json(plan_data(models), compact=True).replace("<", "\\u003c")
     return (
-        f'<div class="controls">{controls}</div><div class="sliders">{sliders}</div><p id="plan-answer"></p><p class="note" id="plan-left"></p>'
-        f'<div class="wide"><table><thead><tr>{header}</tr></thead><tbody id="plan-rows"></tbody></table></div><p class="note" id="plan-about"></p>'
-        '<details><summary>a model that is not listed</summary><label>its config.json<textarea id="plan-paste" rows="6"></textarea></label>'
-        f'<p class="note" id="plan-paste-says"></p></details><p class="note">{note}</p>'
-        f'<script type="application/json" id="plan-data">{data}</script><script>{asset("plan.js")}</script>'
+        f'<div class="controls">{controls}</div><div class="sliders">{sliders}</div><p id="plan-answer"></p><p'
+        f' class="note" id="plan-left"></p><div class="wide"><table><thead><tr>{header}</tr></thead><tbody'
+        ' id="plan-rows"></tbody></table></div><p class="note" id="plan-about"></p><details><summary>a model that is'
+        ' not listed</summary><label>its config.json<textarea id="plan-paste" rows="6"></textarea></label><p'
+        f' class="note" id="plan-paste-says"></p></details><p class="note">{note}</p><script type="application/json"'
+        f' id="plan-data">{data}</script><script>{asset("plan.js")}</script>'
     )
 
 
 def page(models: Mapping[str, Model], *, context: int = 8192, gpus: int = 1, batch: int = 1) -> str:
     """The page as HTML text; see `section`."""
     title = "kvbits plan: how many users fit"
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<title>{title}</title><link rel="icon" href="data:,"><style>{asset("report.css")}</style>'
+    )
+    body = section(models, context=context, gpus=gpus, batch=batch)
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{title}</title><link rel="icon" href="data:,"><style>{asset("report.css")}</style></head><body><header><h1>{title}</h1></header>'
-        f"<main>{section(models, context=context, gpus=gpus, batch=batch)}</main><footer>kvbits {__version__}</footer></body></html>\n"
+        f'<!doctype html><html lang="en"><head>{head}</head><body><header><h1>{title}</h1></header>'
+        f"<main>{body}</main><footer>kvbits {__version__}</footer></body></html>\n"
     )
 
 
@@ -166,10 +216,16 @@ def asset(name: str) -> str:
 def select(name: str, label: str, options: Iterable[str] | Mapping[str, str], chosen: str = "") -> str:
     """A labelled choice among options, or among the values of a mapping to what is shown of them."""
     pairs = options.items() if isinstance(options, Mapping) else zip(options, options, strict=True)
-    inner = "".join(f'<option value="{html.escape(v)}"{" selected" if v == chosen else ""}>{html.escape(t)}</option>' for v, t in pairs)
+    inner = "".join(
+        f'<option value="{html.escape(v)}"{" selected" if v == chosen else ""}>{html.escape(t)}</option>'
+        for v, t in pairs
+    )
     return f'<label>{html.escape(label)}<select id="{name}">{inner}</select></label>'
 
 
 def _slider(name: str, label: str, low: int, high: int, value: float, step: str) -> str:
     attributes = f'min="{low}" max="{high}" value="{value}" step="{step}"'
-    return f'<label for="plan-{name}">{label}<output id="plan-{name}-is"></output><input type="range" id="plan-{name}" {attributes}></label>'
+    return (
+        f'<label for="plan-{name}">{label}<output id="plan-{name}-is"></output><input type="range" id="plan-{name}"'
+        f" {attributes}></label>"
+    )

@@ -1,7 +1,7 @@
 """WHAT is stored: number formats, who shares a scale, schemes, and the exact bytes of everything.
 
-Arithmetic only (no tensors, no torch). Every size in the library comes from here, so the planner's figure and the pool's
-allocation cannot drift apart. docs/reference/formats.md pictures the byte layouts that `PageLayout` describes.
+Arithmetic only (no tensors, no torch). Every size in the library comes from here, so the planner's figure and the
+pool's allocation cannot drift apart. docs/reference/formats.md pictures the byte layouts that `PageLayout` describes.
 
     QuantSpec   how one tensor (keys or values) becomes codes           spec.quant
     PageLayout  the bytes of one page                                   spec.layout
@@ -9,7 +9,8 @@ allocation cannot drift apart. docs/reference/formats.md pictures the byte layou
     CacheSpec   scheme + model geometry -> layer groups -> bytes        spec.cache
     FittedScheme   a Scheme that belongs to one model                   spec.fitted
 
-All specs are frozen, keyword-only and validated at birth; `repr` is constructor text; `to_json` / `from_json` round-trip.
+All specs are frozen, keyword-only and validated at birth; `repr` is constructor text; `to_json` / `from_json`
+round-trip.
 """
 
 from .bands import BAND
@@ -30,7 +31,20 @@ from .layout import (
     Section,
     plane_row_bytes,
 )
-from .quant import FORMATS, FRAME, MEAN_STEP, OFFSETS, SCALE_8BIT, Granularity, NumberFormat, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
+from .quant import (
+    FORMATS,
+    FRAME,
+    MEAN_STEP,
+    OFFSETS,
+    SCALE_8BIT,
+    Granularity,
+    NumberFormat,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    PerToken,
+    QuantSpec,
+)
 from .rotary import Rotary
 from .scheme import MOST_TOKENS, Override, Scheme, Tier
 

@@ -31,8 +31,10 @@ class LayerGeometry:
         head_dim: channels of keys and queries, a multiple of 8 up to `MAX_HEAD_DIM`.
         value_head_dim: channels of values and of what attention returns, likewise; as many unless said otherwise.
         sliding_window: 1 to `MOST_TOKENS` tokens, the query's own among them; None means full attention.
-        rotary: how the layer's keys are turned by position; needed, and only then kept, where keys are stored before the rotary embedding.
-        chunked: positions are cut into stretches of `sliding_window` tokens, and a token sees those of its own stretch (Llama 4), not the newest.
+        rotary: how the layer's keys are turned by position; needed, and only then kept, where keys are stored before
+            the rotary embedding.
+        chunked: positions are cut into stretches of `sliding_window` tokens, and a token sees those of its own stretch
+            (Llama 4), not the newest.
     """
 
     num_kv_heads: int
@@ -97,7 +99,9 @@ class LayerGroup:
     token_local: bool = False
 
     SPECULATED_PAGES: ClassVar[int] = 1
-    """Pages by which a tier may outgrow its size while tokens are speculative, so that taking back up to a page of them is exact."""
+    """Pages by which a tier may outgrow its size while tokens are speculative, so that taking back up to a page of them
+    is exact.
+    """
 
     @functools.cached_property
     def pools(self) -> tuple[str, ...]:
@@ -120,7 +124,9 @@ class LayerGroup:
 
     @functools.cached_property
     def fills_pages(self) -> bool:
-        """True where nothing ever closes: all tokens after the sinks live in tail pages, raw ones or such that are quantized token by token."""
+        """True where nothing ever closes: all tokens after the sinks live in tail pages, raw ones or such that are
+        quantized token by token.
+        """
         return self.is_raw or self.token_local
 
     @property
@@ -133,7 +139,9 @@ class LayerGroup:
 
     @functools.cached_property
     def layouts(self) -> dict[str, PageLayout]:
-        """Page layout of each pool of pages: raw sink pages, closed pages, tail pages (raw, or packed where these are filled token by token)."""
+        """Page layout of each pool of pages: raw sink pages, closed pages, tail pages (raw, or packed where these are
+        filled token by token).
+        """
         raw = QuantSpec.raw()
         tail = (self.key, self.value) if self.fills_pages else (raw, raw)
         return {
@@ -146,7 +154,9 @@ class LayerGroup:
     def low_layouts(self) -> dict[str, LowLayout]:
         """Layout of each pool of low planes."""
         return {
-            name: LowLayout(key_bits=t.key_bits, value_bits=t.value_bits, page_size=self.page_size, **self.geometry.sizes)
+            name: LowLayout(
+                key_bits=t.key_bits, value_bits=t.value_bits, page_size=self.page_size, **self.geometry.sizes
+            )
             for name, t in zip(self.low_pools, self.tiers, strict=True)
         }
 
@@ -183,7 +193,11 @@ class LayerGroup:
                 return max(0, -(-(n - sinks) // size) - dead)
             return max(0, self.closed_after(n) - dead)
 
-        grown = alive(num_tokens) if w is None else max((alive(n) for n in range(max(0, num_tokens - 2 * size), num_tokens + 1)), default=0)
+        grown = (
+            alive(num_tokens)
+            if w is None
+            else max((alive(n) for n in range(max(0, num_tokens - 2 * size), num_tokens + 1)), default=0)
+        )
         if w is not None and self.fills_pages:
             grown = max(grown, 1 if num_tokens > sinks else 0)
         closed = 0 if self.fills_pages else grown
@@ -191,7 +205,10 @@ class LayerGroup:
             "sink": 1 if sinks and num_tokens else 0,
             "closed": closed,
             "tail": grown if self.fills_pages else min(self.tail_pages, max(0, -(-(num_tokens - sinks) // size))),
-        } | {name: min(closed, n + self.SPECULATED_PAGES) for name, n in zip(self.low_pools, self.boundaries, strict=True)}
+        } | {
+            name: min(closed, n + self.SPECULATED_PAGES)
+            for name, n in zip(self.low_pools, self.boundaries, strict=True)
+        }
 
 
 @serialisable
@@ -228,26 +245,42 @@ class CacheSpec:
         s = self.scheme
         return tuple(
             LayerGroup(
-                layers=tuple(layers), geometry=geometry, key=key, value=value, num_sink_tokens=s.num_sink_tokens,
-                residual_length=s.residual_length, page_size=s.page_size, raw_dtype=self.raw_dtype,
-                tiers=s.tiers if (key, value) == (s.key, s.value) else (), token_local=s.token_local,
+                layers=tuple(layers),
+                geometry=geometry,
+                key=key,
+                value=value,
+                num_sink_tokens=s.num_sink_tokens,
+                residual_length=s.residual_length,
+                page_size=s.page_size,
+                raw_dtype=self.raw_dtype,
+                tiers=s.tiers if (key, value) == (s.key, s.value) else (),
+                token_local=s.token_local,
             )
             for (geometry, key, value), layers in members.items()
-        )  # fmt: skip
+        )
 
     def nbytes(self, num_tokens: int, batch_size: int = 1) -> int:
-        """Bytes a cache of this capacity allocates: `batch_size` sequences of `num_tokens` tokens each, everything included."""
+        """Bytes a cache of this capacity allocates: `batch_size` sequences of `num_tokens` tokens each, everything
+        included.
+        """
         if batch_size < 0:
             raise SpecError(f"batch_size={batch_size} is negative")
-        return sum(g.block_bytes(pool) * n * batch_size for g in self.groups for pool, n in g.pages_for(num_tokens).items())
+        return sum(
+            g.block_bytes(pool) * n * batch_size for g in self.groups for pool, n in g.pages_for(num_tokens).items()
+        )
 
     def room(self, num_tokens: int) -> int | None:
-        """Tokens that really fit a sequence in a cache built for `num_tokens`, which is rounded up to whole pages; None if any number does, as where every
-        layer has a sliding window that is full."""
+        """Tokens that really fit a sequence in a cache built for `num_tokens`, which is rounded up to whole pages; None
+        if any number does, as where every layer has a sliding window that is full.
+        """
         has = [g.pages_for(num_tokens) for g in self.groups]
 
         def fits(n: int) -> bool:
-            return all(wanted <= pages[pool] for g, pages in zip(self.groups, has, strict=True) for pool, wanted in g.pages_for(n).items())
+            return all(
+                wanted <= pages[pool]
+                for g, pages in zip(self.groups, has, strict=True)
+                for pool, wanted in g.pages_for(n).items()
+            )
 
         most = num_tokens + 2 * max(g.page_size for g in self.groups)
         room = next(n for n in range(num_tokens, most + 1) if n == most or not fits(n + 1))
@@ -263,7 +296,9 @@ class CacheSpec:
 
     @functools.cached_property
     def bytes_per_token(self) -> float:
-        """Bytes one more token costs at long context: closed pages of the full-attention layers (all layers if none is)."""
+        """Bytes one more token costs at long context: closed pages of the full-attention layers (all layers if none
+        is).
+        """
         full = [g for g in self.groups if g.geometry.sliding_window is None] or list(self.groups)
         return sum(g.block_bytes("tail" if g.fills_pages else "closed") / g.page_size for g in full)
 

@@ -47,7 +47,9 @@ def whole(name: str, value: Any, least: int, most: int, instead: str = "", error
 
 
 def same_as(name: str) -> Any:
-    """A dataclass field that is what another one is unless it is given: `fill` gives it that, `to_dict` leaves it out, as texts from before it do."""
+    """A dataclass field that is what another one is unless it is given: `fill` gives it that, `to_dict` leaves it out,
+    as texts from before it do.
+    """
     return dataclasses.field(default=None, metadata={"same_as": name})
 
 
@@ -60,24 +62,37 @@ def fill(value: Any) -> None:
 
 def _left_out(value: Any, f: Any) -> bool:
     found = getattr(value, f.name)
-    return ("said" in f.metadata and found == f.default) or ("same_as" in f.metadata and found == getattr(value, f.metadata["same_as"]))
+    return ("said" in f.metadata and found == f.default) or (
+        "same_as" in f.metadata and found == getattr(value, f.metadata["same_as"])
+    )
 
 
 def to_dict(value: Any) -> Any:
-    """Plain JSON data for a spec, with the class name under "type". A field with metadata "said" is left out where it is its default, as before it was."""
+    """Plain JSON data for a spec, with the class name under "type".
+
+    A field with metadata "said" is left out where it is its default, as before it was.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [f for f in dataclasses.fields(value) if not _left_out(value, f)]
         return {"type": type(value).__name__} | {f.name: to_dict(getattr(value, f.name)) for f in fields}
     return [to_dict(v) for v in value] if isinstance(value, tuple) else value
 
 
-_PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "int | None": (int, type(None)), "float": (int, float), "bool": (bool,), "str": (str,)}
+_PLAIN: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+}
 
 
 def _fits(value: Any, annotation: str) -> bool:
     """Whether JSON data may stand for a field of plain numbers or text: 64.0 and true are no whole numbers."""
     if annotation in ("tuple[int, ...]", "tuple[int, ...] | None"):
-        return (value is None and "None" in annotation) or (isinstance(value, list) and all(type(n) is int for n in value))
+        return (value is None and "None" in annotation) or (
+            isinstance(value, list) and all(type(n) is int for n in value)
+        )
     return annotation not in _PLAIN or type(value) in _PLAIN[annotation]
 
 
@@ -98,7 +113,8 @@ def from_dict(data: Any) -> Any:
     if unknown := set(fields) - known:
         if "rotated" in unknown:
             raise SpecError(
-                "the spec was written by an older kvbits: leave out `rotated` (where it is true take klt4 instead), and write basis='calibrated' for 'klt'"
+                "the spec was written by an older kvbits: leave out `rotated` (where it is true take klt4 instead), and"
+                " write basis='calibrated' for 'klt'"
             )
         raise SpecError(f"{name} has no field {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
     if name == "QuantSpec" and fields.get("format") == "raw":

@@ -30,7 +30,10 @@ class FittedScheme(Scheme):
         super().__post_init__()
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers or not all(isinstance(g, LayerGeometry) for g in self.layers):
-            raise SpecError(f"layers={self.layers!r} of a fitted scheme must be the geometry of each layer; `kvbits fit` writes them")
+            raise SpecError(
+                f"layers={self.layers!r} of a fitted scheme must be the geometry of each layer; `kvbits fit` writes"
+                " them"
+            )
         for layer in range(len(self.layers)):
             self.for_layer(layer, len(self.layers))  # refuses overrides of layers that are not there
 
@@ -46,7 +49,10 @@ class FittedScheme(Scheme):
             SpecError: they are not; the message says what differs.
         """
         if differs := self._differences(layers):
-            raise SpecError(f"scheme {self.name!r} was fitted to {self.model or 'another model'}: {differs}; run `kvbits fit` on this model")
+            raise SpecError(
+                f"scheme {self.name!r} was fitted to {self.model or 'another model'}: {differs}; run `kvbits fit` on"
+                " this model"
+            )
         return self.plain
 
     def require_weights(self, weights: str) -> None:
@@ -58,8 +64,9 @@ class FittedScheme(Scheme):
         if self.weights and weights != self.weights:
             of = f", {self.model}" if self.model else ""
             raise SpecError(
-                f"scheme {self.name!r} was fitted to other weights (fingerprint {self.weights[:12]}{of}) than this model's ({weights[:12]}); "
-                "run `kvbits fit` on this model, or pass the scheme's `plain` to take its widths all the same"
+                f"scheme {self.name!r} was fitted to other weights (fingerprint {self.weights[:12]}{of}) than this"
+                f" model's ({weights[:12]}); run `kvbits fit` on this model, or pass the scheme's `plain` to take its"
+                " widths all the same"
             )
 
     def _differences(self, layers: tuple[LayerGeometry, ...]) -> str:

@@ -89,7 +89,8 @@ class PageLayout(_Struct):
     """Byte layout of one page of one layer: `num_kv_heads` identical structs, one after the other.
 
     Sections appear in this order, each aligned to 16 bytes, the struct padded to 64 bytes:
-    key planes, value planes, then key scale, bias, mean, stretch, outlier indices, outlier values, and the same of the values.
+    key planes, value planes, then key scale, bias, mean, stretch, outlier indices, outlier values, and the same of the
+    values.
 
     Attributes:
         head_dim, value_head_dim: channels of keys, and of values: as many unless said otherwise.
@@ -171,7 +172,15 @@ class PageLayout(_Struct):
         """Bytes of one page split into codes, scales (with biases, means and stretches), outliers, raw and padding."""
         kinds = {"codes": 0, "scales": 0, "outliers": 0, "raw": 0}
         for s in self.sections.values():
-            kind = "raw" if s.name.endswith("_raw") else "codes" if "_plane" in s.name else "outliers" if "_outlier" in s.name else "scales"
+            kind = (
+                "raw"
+                if s.name.endswith("_raw")
+                else "codes"
+                if "_plane" in s.name
+                else "outliers"
+                if "_outlier" in s.name
+                else "scales"
+            )
             kinds[kind] += s.nbytes * self.num_kv_heads
         kinds["padding"] = self.page_size_bytes - sum(kinds.values())
         return kinds

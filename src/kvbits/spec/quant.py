@@ -12,13 +12,17 @@ from .codec import choice, serialisable, whole
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 SCALE_8BIT = "float8_e5m3"
-"""Scales of banded codes: 5 bits of exponent, 3 of mantissa, no sign; the byte is bits 7 to 14 of the same number in float16."""
+"""Scales of banded codes: 5 bits of exponent, 3 of mantissa, no sign; the byte is bits 7 to 14 of the same number in
+float16.
+"""
 SCALE_BYTES = DTYPE_BYTES | {SCALE_8BIT: 1}
 MAX_OUTLIERS = 0.125
 MAX_GROUP = 65_536
 BASES = (None, "hadamard", "calibrated")
 FRAME = 256
-"""Positions of a frame, in which a calibrated basis holds: a page's keys are turned back by the largest multiple of it up to the page's first token."""
+"""Positions of a frame, in which a calibrated basis holds: a page's keys are turned back by the largest multiple of it
+up to the page's first token.
+"""
 MEAN_STEP = 64
 """Positions of a frame that share a calibrated mean of keys."""
 OFFSETS = FRAME // MEAN_STEP + 1
@@ -52,8 +56,24 @@ FORMATS: dict[str, NumberFormat] = {
         NumberFormat(name="int4", planes=(4,), kind="int"),
         NumberFormat(name="int3", planes=(2, 1), kind="int"),
         NumberFormat(name="int2", planes=(2,), kind="int"),
-        NumberFormat(name="fp8_e4m3", planes=(8,), kind="float", exponent_bits=4, mantissa_bits=3, max_value=448.0, saturates_at=464.0),
-        NumberFormat(name="fp8_e5m2", planes=(8,), kind="float", exponent_bits=5, mantissa_bits=2, max_value=57344.0, saturates_at=61440.0),
+        NumberFormat(
+            name="fp8_e4m3",
+            planes=(8,),
+            kind="float",
+            exponent_bits=4,
+            mantissa_bits=3,
+            max_value=448.0,
+            saturates_at=464.0,
+        ),
+        NumberFormat(
+            name="fp8_e5m2",
+            planes=(8,),
+            kind="float",
+            exponent_bits=5,
+            mantissa_bits=2,
+            max_value=57344.0,
+            saturates_at=61440.0,
+        ),
         NumberFormat(name="nuq4", planes=(4,), kind="codebook"),
         NumberFormat(name="nuq3", planes=(2, 1), kind="codebook"),
         NumberFormat(name="nuq2", planes=(2,), kind="codebook"),
@@ -84,12 +104,17 @@ class PerChannel:
 @serialisable
 @dataclass(frozen=True)
 class PerGroup:
-    """One scale per `size` neighbouring channels of a token. Scale shape per head and page: [head_dim / size, page_size]."""
+    """One scale per `size` neighbouring channels of a token.
+
+    Scale shape per head and page: [head_dim / size, page_size].
+    """
 
     size: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", whole("PerGroup size", self.size, 2, MAX_GROUP, "common sizes are 32, 64 and 128"))
+        object.__setattr__(
+            self, "size", whole("PerGroup size", self.size, 2, MAX_GROUP, "common sizes are 32, 64 and 128")
+        )
 
 
 Granularity = PerTensor | PerToken | PerChannel | PerGroup
@@ -105,9 +130,10 @@ class QuantSpec:
 
         x ~ level(code) * scale * stretch + bias + mean + outlier
 
-    `level` is code - zero for integers (`zero` is 2**(bits - 1) if symmetric, else 0), the float itself for fp8, and an entry of the
-    calibrated codebook, in [-1, 1], for nuq formats (KVQuant, arXiv:2401.18079, section 3.4). `bias` exists for asymmetric specs, `mean`
-    for `center="channel"`, `outlier` for the listed elements of a page, `stretch` per token for static per-channel specs with outliers.
+    `level` is code - zero for integers (`zero` is 2**(bits - 1) if symmetric, else 0), the float itself for fp8, and an
+    entry of the calibrated codebook, in [-1, 1], for nuq formats (KVQuant, arXiv:2401.18079, section 3.4). `bias`
+    exists for asymmetric specs, `mean` for `center="channel"`, `outlier` for the listed elements of a page, `stretch`
+    per token for static per-channel specs with outliers.
 
     Attributes:
         format: one of `FORMATS`; "raw" keeps the model's own 16-bit (or 32-bit) values.
@@ -115,18 +141,21 @@ class QuantSpec:
         symmetric: integers only; False adds a float `bias` beside each scale.
         scale_dtype: storage dtype of scale, bias and mean.
         static: scales come from a `Calibration` instead of from the page, and are not stored in it.
-        center: what is taken off before codes, so that a constant offset (a key bias) costs no code range; a score gains q . mean once per page and head.
-            "channel": each channel's mean over the page, stored in it. "calibrated" (keys in a calibrated basis): a constant of the model by the page's place
-            in its frame, and one for position 0 (quant/basis.py); nothing is stored.
-        outliers: share of a page's elements, those that the codes would represent worst, whose error is listed in the page beside the codes
-            (`scale_dtype` each), so that they do not widen the range of the others (KVQuant, section 3.5).
-        pre_rope: keys only; a page stores keys turned back to before the rotary embedding, and attention turns them again when it reads
-            (KVQuant, section 3.2).
-        basis: what keys or values are multiplied by before they become codes (quant/basis.py). "hadamard" (banded codes): a Hadamard matrix,
-            no calibration. "calibrated" (banded keys): a basis of each kv head, in the frame of the page's `FRAME` positions, whose
-            channels are uncorrelated, the most important first.
-        bands: of banded codes: bits of each band of 16 neighbouring channels (0 to 6, or 8). A code of b bits means code - (2**b - 1) / 2 steps, so that no
-            level is 0; a band of 0 bits reads as its mean. Heads with another number of bands get as many bits in the mean, see `widths`.
+        center: what is taken off before codes, so that a constant offset (a key bias) costs no code range; a score
+            gains q . mean once per page and head. "channel": each channel's mean over the page, stored in it.
+            "calibrated" (keys in a calibrated basis): a constant of the model by the page's place in its frame, and one
+            for position 0 (quant/basis.py); nothing is stored.
+        outliers: share of a page's elements, those that the codes would represent worst, whose error is listed in the
+            page beside the codes (`scale_dtype` each), so that they do not widen the range of the others (KVQuant,
+            section 3.5).
+        pre_rope: keys only; a page stores keys turned back to before the rotary embedding, and attention turns them
+            again when it reads (KVQuant, section 3.2).
+        basis: what keys or values are multiplied by before they become codes (quant/basis.py). "hadamard" (banded
+            codes): a Hadamard matrix, no calibration. "calibrated" (banded keys): a basis of each kv head, in the frame
+            of the page's `FRAME` positions, whose channels are uncorrelated, the most important first.
+        bands: of banded codes: bits of each band of 16 neighbouring channels (0 to 6, or 8). A code of b bits means
+            code - (2**b - 1) / 2 steps, so that no level is 0; a band of 0 bits reads as its mean. Heads with another
+            number of bands get as many bits in the mean, see `widths`.
 
     Raises:
         SpecError: for any combination that cannot be.
@@ -160,41 +189,59 @@ class QuantSpec:
         if isinstance(self.granularity, PerTensor) and not self.static:
             raise SpecError("PerTensor scales are shared by all pages, so they must come from calibration: static=True")
         if isinstance(self.granularity, PerToken) and self.static:
-            raise SpecError("a per-token scale cannot be known before the token; use PerGroup(size) or PerChannel() with static=True")
+            raise SpecError(
+                "a per-token scale cannot be known before the token; use PerGroup(size) or PerChannel() with"
+                " static=True"
+            )
         if self.static and self.center:
             raise SpecError("center='channel' is taken from each page; with static scales use symmetric=False instead")
         if not 0 <= self.outliers <= MAX_OUTLIERS:
-            raise SpecError(f"outliers={self.outliers} is a share of all elements, from 0 to {MAX_OUTLIERS}; the usual one is 0.01")
+            raise SpecError(
+                f"outliers={self.outliers} is a share of all elements, from 0 to {MAX_OUTLIERS}; the usual one is 0.01"
+            )
         if self.outliers and kind == "float":
             raise SpecError(f"{self.format} has a wide range of its own and takes no outliers; use outliers=0")
         if self.outliers and self.static and not (self.has_codebook and isinstance(self.granularity, PerChannel)):
-            raise SpecError("calibrated ranges with outliers are stretched token by token, which only per-channel codebook formats (nuq) can; use static=False")
+            raise SpecError(
+                "calibrated ranges with outliers are stretched token by token, which only per-channel codebook formats"
+                " (nuq) can; use static=False"
+            )
         if self.center and isinstance(self.granularity, PerChannel) and not self.symmetric:
             raise SpecError("asymmetric per-channel codes already hold the channel's offset; drop center='channel'")
 
     def _check_banded(self) -> None:
         if not self.is_banded:
             if self.center == "calibrated":
-                raise SpecError(f"center='calibrated' is of keys in basis='calibrated', not of {self.format!r}; use center='channel'")
+                raise SpecError(
+                    f"center='calibrated' is of keys in basis='calibrated', not of {self.format!r}; use"
+                    " center='channel'"
+                )
             if self.bands or self.basis or self.scale_dtype == SCALE_8BIT:
-                what = f"bands, basis={self.basis!r} and scale_dtype={SCALE_8BIT!r} belong to format='banded', not to {self.format!r}"
+                what = (
+                    f"bands, basis={self.basis!r} and scale_dtype={SCALE_8BIT!r} belong to format='banded', not to"
+                    f" {self.format!r}"
+                )
                 raise SpecError(what + "; instead of int4_rotated take klt4" * (self.basis == "hadamard"))
             return
         for width in self.bands:
             choice("width of a band", width, banding.WIDTHS)
         if not any(self.bands):
-            raise SpecError(f"bands={self.bands} hold no bits; give one width for each {banding.BAND} channels, such as (5, 3, 2, 0) for head_dim 64")
+            raise SpecError(
+                f"bands={self.bands} hold no bits; give one width for each {banding.BAND} channels, such as (5, 3, 2,"
+                " 0) for head_dim 64"
+            )
         usual = isinstance(self.granularity, PerToken) and self.symmetric and self.scale_dtype == SCALE_8BIT
         if not usual or self.static or self.outliers or self.pre_rope:
             raise SpecError(
-                f"banded codes have one fitted 8-bit scale per token: granularity=PerToken(), symmetric=True, scale_dtype={SCALE_8BIT!r}, no static scales, no "
-                "outliers, no pre_rope"
+                "banded codes have one fitted 8-bit scale per token: granularity=PerToken(), symmetric=True,"
+                f" scale_dtype={SCALE_8BIT!r}, no static scales, no outliers, no pre_rope"
             )
         if self.center == "channel" or (self.center and self.basis != "calibrated"):
             raise SpecError(
-                f"banded codes with center={self.center!r} and basis={self.basis!r}: a mean of theirs is calibrated with their basis, so that a token can be "
-                "stored by itself; use center='calibrated' with basis='calibrated', or center=None (what kvbits before this stored with a page's own mean must "
-                "be computed again)"
+                f"banded codes with center={self.center!r} and basis={self.basis!r}: a mean of theirs is calibrated"
+                " with their basis, so that a token can be stored by itself; use center='calibrated' with"
+                " basis='calibrated', or center=None (what kvbits before this stored with a page's own mean must be"
+                " computed again)"
             )
 
     @classmethod
@@ -249,11 +296,15 @@ class QuantSpec:
         return sum(self.bands) / len(self.bands) if self.is_banded else self.bits
 
     def planes(self, head_dim: int) -> tuple[tuple[int, int], ...]:
-        """(bits, channels) of each stored plane, high bits first: all channels, or of banded codes those of the bands whose width has that plane."""
+        """(bits, channels) of each stored plane, high bits first: all channels, or of banded codes those of the bands
+        whose width has that plane.
+        """
         if not self.is_banded:
             return tuple((bits, head_dim) for bits in self.number_format.planes)
         widths = self.widths(head_dim)
-        counts = [(bits, sum(bool(widths[c // banding.BAND] & bits) for c in range(head_dim))) for bits in banding.PLANES]
+        counts = [
+            (bits, sum(bool(widths[c // banding.BAND] & bits) for c in range(head_dim))) for bits in banding.PLANES
+        ]
         return tuple((bits, channels) for bits, channels in counts if channels)
 
     @property
@@ -276,16 +327,23 @@ class QuantSpec:
 
     @property
     def has_stretch(self) -> bool:
-        """True where a page cannot fit the scale to its own numbers: each token then has a factor, so that none is cut off."""
+        """True where a page cannot fit the scale to its own numbers: each token then has a factor, so that none is cut
+        off.
+        """
         return bool(self.outliers) and self.static
 
     @property
     def calibrates(self) -> tuple[str, ...]:
-        """Names of the tensors that calibration makes for such keys or values: "scale", "bias", "codebook", "basis", "mean"."""
+        """Names of the tensors that calibration makes for such keys or values: "scale", "bias", "codebook", "basis",
+        "mean".
+        """
         needed = {
-            "scale": self.static, "bias": self.static and self.has_bias, "codebook": self.has_codebook, "basis": self.basis == "calibrated",
+            "scale": self.static,
+            "bias": self.static and self.has_bias,
+            "codebook": self.has_codebook,
+            "basis": self.basis == "calibrated",
             "mean": self.has_offsets,
-        }  # fmt: skip
+        }
         return tuple(name for name, is_needed in needed.items() if is_needed)
 
     @property
@@ -294,15 +352,19 @@ class QuantSpec:
 
     @property
     def needs_rotary(self) -> bool:
-        """True where keys are turned back by positions before they are stored, so that the cache must know the rotary embedding."""
+        """True where keys are turned back by positions before they are stored, so that the cache must know the rotary
+        embedding.
+        """
         return self.pre_rope or self.basis == "calibrated"
 
     @property
     def token_local(self) -> bool:
-        """True where a token's bytes depend on no other token of its page, so that tokens can be stored one by one, quantized as they come.
+        """True where a token's bytes depend on no other token of its page, so that tokens can be stored one by one,
+        quantized as they come.
 
-        That is where scales belong to a token alone or come from calibration. A mean (`center="channel"`) is the page's own, but any number does for it: one
-        fixed when the page opens. Codebooks, outliers and keys before the rotary embedding are left to whole pages.
+        That is where scales belong to a token alone or come from calibration. A mean (`center="channel"`) is the page's
+        own, but any number does for it: one fixed when the page opens. Codebooks, outliers and keys before the rotary
+        embedding are left to whole pages.
         """
         if self.has_codebook or self.outliers or self.pre_rope:
             return False
@@ -314,7 +376,10 @@ class QuantSpec:
 
     @property
     def code_range(self) -> tuple[int, int]:
-        """(smallest, largest) stored integer code. Symmetric codes leave out the most negative value, so both ends are equally far."""
+        """(smallest, largest) stored integer code.
+
+        Symmetric codes leave out the most negative value, so both ends are equally far.
+        """
         top = 2**self.bits - 1
         return (1, top) if self.symmetric and self.number_format.kind == "int" else (0, top)
 
@@ -325,7 +390,9 @@ class QuantSpec:
 
     @property
     def q_max(self) -> float:
-        """Levels from zero (asymmetric integers: from the lowest) to the far end of the range: that distance / q_max is the scale."""
+        """Levels from zero (asymmetric integers: from the lowest) to the far end of the range: that distance / q_max is
+        the scale.
+        """
         if self.number_format.kind == "float":
             return self.number_format.max_value
         if self.has_codebook:
@@ -361,4 +428,7 @@ def require_pair(key: QuantSpec, value: QuantSpec) -> None:
     """
     if key.is_banded and (value.has_codebook or value.outliers):
         what = f"{value.format} values" + (f" with outliers={value.outliers}" if value.outliers else "")
-        raise SpecError(f"banded keys (klt4, klt3, klt2) are not stored beside {what}; use banded or integer values, as these presets do, or nuq keys")
+        raise SpecError(
+            f"banded keys (klt4, klt3, klt2) are not stored beside {what}; use banded or integer values, as these"
+            " presets do, or nuq keys"
+        )

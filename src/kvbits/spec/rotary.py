@@ -15,10 +15,10 @@ class Rotary:
     """Channel pair i of a key at position p is turned by p * inv_freq[i] radians.
 
     Attributes:
-        inv_freq: radians per token of each pair; scaled variants (linear, llama3, yarn, longrope) have their scaling in it. A factor on the
-            length of keys (yarn, longrope) needs no record: it stays in the key.
-        pairs: "half" pairs channel i with i + n of the first 2n channels (Llama), "interleaved" 2i with 2i + 1 (GPT-J, Cohere).
-            Channels past 2n are not turned.
+        inv_freq: radians per token of each pair; scaled variants (linear, llama3, yarn, longrope) have their scaling in
+            it. A factor on the length of keys (yarn, longrope) needs no record: it stays in the key.
+        pairs: "half" pairs channel i with i + n of the first 2n channels (Llama), "interleaved" 2i with 2i + 1 (GPT-J,
+            Cohere). Channels past 2n are not turned.
     """
 
     inv_freq: tuple[float, ...]
@@ -40,5 +40,7 @@ class Rotary:
     def order(self, head_dim: int) -> tuple[int, ...]:
         """The model's channel that each stored channel holds, so that every turned pair is (d, d + head_dim / 2)."""
         n, rest = len(self.inv_freq), head_dim // 2 - len(self.inv_freq)
-        first, second = (range(n), range(n, 2 * n)) if self.pairs == "half" else (range(0, 2 * n, 2), range(1, 2 * n, 2))
+        first, second = (
+            (range(n), range(n, 2 * n)) if self.pairs == "half" else (range(0, 2 * n, 2), range(1, 2 * n, 2))
+        )
         return (*first, *range(2 * n, 2 * n + rest), *second, *range(2 * n + rest, head_dim))

@@ -22,7 +22,10 @@ def _require_specs(key: Any, value: Any) -> None:
 @serialisable
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """Other specs for some layers, for example raw keys and values in the first and last one. `layers` are indices, negative ones counted from the end."""
+    """Other specs for some layers, for example raw keys and values in the first and last one.
+
+    `layers` are indices, negative ones counted from the end.
+    """
 
     layers: tuple[int, ...]
     key: QuantSpec
@@ -59,9 +62,9 @@ class Tier:
 
         x ~ (q - zero + r / (2**b - 1)) * scale + bias + mean
 
-    and dropping the plane leaves exactly what the code alone would have stored: a page moves to the next tier by giving back its plane, with no byte
-    read or written. An odd number of levels, 2**b - 1, spans a code's whole interval of -1/2 .. 1/2 and keeps 0 at 0; of 2**b levels one end would
-    be a full step off.
+    and dropping the plane leaves exactly what the code alone would have stored: a page moves to the next tier by giving
+    back its plane, with no byte read or written. An odd number of levels, 2**b - 1, spans a code's whole interval of
+    -1/2 .. 1/2 and keeps 0 at 0; of 2**b levels one end would be a full step off.
 
     Attributes:
         num_tokens: size of the tier, in whole pages: the newest tokens that are closed and in no younger tier.
@@ -73,12 +76,16 @@ class Tier:
     value_bits: int = 4
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_tokens", whole("num_tokens", self.num_tokens, 0, MOST_TOKENS, "the size of the tier in tokens"))
+        object.__setattr__(
+            self, "num_tokens", whole("num_tokens", self.num_tokens, 0, MOST_TOKENS, "the size of the tier in tokens")
+        )
         for name in ("key_bits", "value_bits"):
             if getattr(self, name) not in LOW_BITS:
                 raise SpecError(f"{name}={getattr(self, name)!r}: a low plane has {', '.join(map(str, LOW_BITS))} bits")
         if not self.key_bits and not self.value_bits:
-            raise SpecError("a tier without low planes stores what the rest stores; drop it, or give key_bits or value_bits")
+            raise SpecError(
+                "a tier without low planes stores what the rest stores; drop it, or give key_bits or value_bits"
+            )
 
 
 @serialisable
@@ -89,11 +96,14 @@ class Scheme:
     Attributes:
         name: preset name, used in tables and file names.
         num_sink_tokens: first tokens of a sequence that stay raw for ever (attention sinks).
-        residual_length: newest tokens that are always raw. Up to `page_size` more are raw while they wait for their page.
+        residual_length: newest tokens that are always raw. Up to `page_size` more are raw while they wait for their
+            page.
         page_size: tokens quantized together, once; a multiple of 32.
-        tiers: one tier of closed pages that keep a low plane, or none; older pages are stored as `key` and `value` say. Layers with an override have none.
-        token_local: quantize every token as it comes, straight into its slot of a packed page, so that nothing waits raw. Only for specs whose scales belong to
-            a token or are calibrated (`QuantSpec.token_local`), without residual_length and tiers. Centred keys take the mean of the page before.
+        tiers: one tier of closed pages that keep a low plane, or none; older pages are stored as `key` and `value` say.
+            Layers with an override have none.
+        token_local: quantize every token as it comes, straight into its slot of a packed page, so that nothing waits
+            raw. Only for specs whose scales belong to a token or are calibrated (`QuantSpec.token_local`), without
+            residual_length and tiers. Centred keys take the mean of the page before.
         overrides: exceptions by layer; the last match wins.
         source: link to the paper or document the scheme comes from.
     """
@@ -113,12 +123,21 @@ class Scheme:
     def __post_init__(self) -> None:
         _require_specs(self.key, self.value)
         if not isinstance(self.name, str) or "/" in self.name or "\0" in self.name:
-            raise SpecError(f"name={self.name!r} must be a text without '/' and zero bytes, since files are named after it; for example 'mine'")
+            raise SpecError(
+                f"name={self.name!r} must be a text without '/' and zero bytes, since files are named after it; for"
+                " example 'mine'"
+            )
         object.__setattr__(self, "overrides", tuple(self.overrides))
         object.__setattr__(self, "tiers", tuple(self.tiers))
         if wrong := [o for o in self.overrides if not isinstance(o, Override)]:
-            raise SpecError(f"overrides hold {wrong[0]!r}, which is not an Override; pass Override(layers=(0,), key=.., value=..)")
-        object.__setattr__(self, "page_size", whole("page_size", self.page_size, 32, MAX_PAGE_SIZE, "a multiple of 32, for example 64 or 128"))
+            raise SpecError(
+                f"overrides hold {wrong[0]!r}, which is not an Override; pass Override(layers=(0,), key=.., value=..)"
+            )
+        object.__setattr__(
+            self,
+            "page_size",
+            whole("page_size", self.page_size, 32, MAX_PAGE_SIZE, "a multiple of 32, for example 64 or 128"),
+        )
         if self.page_size % 32:
             raise SpecError(f"page_size={self.page_size} must be a multiple of 32, for example 64 or 128")
         for name in ("num_sink_tokens", "residual_length"):
@@ -126,7 +145,9 @@ class Scheme:
         if any(value.pre_rope for value in (self.value, *(o.value for o in self.overrides))):
             raise SpecError("values have no rotary embedding; pre_rope=True belongs to the key spec")
         if any(value.basis == "calibrated" for value in (self.value, *(o.value for o in self.overrides))):
-            raise SpecError("basis='calibrated' is of keys, calibrated against their queries; values take basis='hadamard'")
+            raise SpecError(
+                "basis='calibrated' is of keys, calibrated against their queries; values take basis='hadamard'"
+            )
         if len(self.tiers) > 1:
             raise SpecError(f"{len(self.tiers)} tiers, but a page has one low plane at most; use one Tier")
         for tier in self.tiers:
@@ -136,14 +157,18 @@ class Scheme:
 
     def _check_token_local(self) -> None:
         if self.residual_length:
-            raise SpecError(f"token_local=True keeps no token raw, but residual_length={self.residual_length}; use residual_length=0")
+            raise SpecError(
+                f"token_local=True keeps no token raw, but residual_length={self.residual_length}; use"
+                " residual_length=0"
+            )
         if self.tiers:
             raise SpecError("token_local=True has no closed pages that could keep low planes; use tiers=()")
         for spec in self._specs:
             if not spec.token_local:
                 raise SpecError(
-                    f"token_local=True, but {spec!r} needs the other tokens of a page; use PerToken(), PerGroup(size) or calibrated scales of an integer or "
-                    "fp8 format without outliers or pre_rope, or token_local=False"
+                    f"token_local=True, but {spec!r} needs the other tokens of a page; use PerToken(), PerGroup(size)"
+                    " or calibrated scales of an integer or fp8 format without outliers or pre_rope, or"
+                    " token_local=False"
                 )
 
     def _check_tier(self, tier: Tier) -> None:
@@ -151,19 +176,27 @@ class Scheme:
             raise SpecError(f"tiers hold {tier!r}, which is not a Tier; pass Tier(num_tokens=..), youngest first")
         if tier.num_tokens % self.page_size:
             near = max(1, round(tier.num_tokens / self.page_size)) * self.page_size
-            raise SpecError(f"a tier of {tier.num_tokens} tokens is no whole number of pages of {self.page_size}; use num_tokens={near}")
+            raise SpecError(
+                f"a tier of {tier.num_tokens} tokens is no whole number of pages of {self.page_size}; use"
+                f" num_tokens={near}"
+            )
         for name, spec, bits in (("key", self.key, tier.key_bits), ("value", self.value, tier.value_bits)):
             if bits and spec.is_banded:
                 raise SpecError(
-                    f"banded {name}s have no low planes: at equal bits klt4 alone is more accurate and faster; use tiers=(), or an integer format such as int4"
+                    f"banded {name}s have no low planes: at equal bits klt4 alone is more accurate and faster; use"
+                    " tiers=(), or an integer format such as int4"
                 )
             if bits and spec.number_format.kind != "int":
                 raise SpecError(
-                    f"{spec.format} {name}s have no low planes: only integer codes nest. Codes of unrelated formats would have to be quantized "
-                    f"twice; use an integer format for the oldest tier (int4 with 4-bit planes is the 8-bit tier), or {name}_bits=0"
+                    f"{spec.format} {name}s have no low planes: only integer codes nest. Codes of unrelated formats"
+                    " would have to be quantized twice; use an integer format for the oldest tier (int4 with 4-bit"
+                    f" planes is the 8-bit tier), or {name}_bits=0"
                 )
             if bits and spec.outliers:
-                raise SpecError(f"outliers of {name}s correct one precision, so their pages have no low planes; use outliers=0 or {name}_bits=0")
+                raise SpecError(
+                    f"outliers of {name}s correct one precision, so their pages have no low planes; use outliers=0 or"
+                    f" {name}_bits=0"
+                )
 
     def for_layer(self, layer: int, num_layers: int) -> tuple[QuantSpec, QuantSpec]:
         """(key spec, value spec) of one layer."""
@@ -174,7 +207,9 @@ class Scheme:
         return key, value
 
     def on(self, layers: tuple[Any, ...]) -> Scheme:
-        """The scheme as a cache of a model of these layers (`LayerGeometry`) stores it: itself, unless it was fitted to a model (`FittedScheme.on`)."""
+        """The scheme as a cache of a model of these layers (`LayerGeometry`) stores it: itself, unless it was fitted to
+        a model (`FittedScheme.on`).
+        """
         return self
 
     @property
@@ -184,7 +219,9 @@ class Scheme:
 
     @property
     def needs_basis_alone(self) -> bool:
-        """True where calibration is bases and what comes with them, so that one of a model serves it whatever its widths."""
+        """True where calibration is bases and what comes with them, so that one of a model serves it whatever its
+        widths.
+        """
         return bool(self.calibrates) and set(self.calibrates) <= {"basis", "mean"}
 
     @property
@@ -193,12 +230,16 @@ class Scheme:
 
     @property
     def needs_rotary(self) -> bool:
-        """True if any layer's keys are turned back by positions before they are stored, so that the cache must know the rotary embedding."""
+        """True if any layer's keys are turned back by positions before they are stored, so that the cache must know the
+        rotary embedding.
+        """
         return any(s.needs_rotary for s in self._specs)
 
     @property
     def knows_rotary(self) -> bool:
-        """True if the rotary embedding is of use without being needed: centred keys stored token by token start from a mean turned on by it."""
+        """True if the rotary embedding is of use without being needed: centred keys stored token by token start from a
+        mean turned on by it.
+        """
         return self.token_local and any(s.has_mean for s in self._specs)
 
     @property

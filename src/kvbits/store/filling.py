@@ -1,4 +1,6 @@
-"""A sequence gets pages for its stored prefix, and a loader reads them, from the moment the first blob is found: the rest is looked for meanwhile."""
+"""A sequence gets pages for its stored prefix, and a loader reads them, from the moment the first blob is found: the
+rest is looked for meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,12 @@ class Filling:
 
     def __init__(self, groups: list[GroupState], row: int, shard: Shard, loader: Loader) -> None:
         self._groups, self._row, self._shard, self._loader = groups, row, shard, loader
-        self._begun: dict[tuple[str, int], int] = {}  # page ids by the name of the blob and the number of the page in it
+        # page ids by the name of the blob and the number of the page in it
+        self._begun: dict[tuple[str, int], int] = {}
 
     def begin(self, one: Blob) -> None:
-        """A blob was found: if there is room now, take pages for what every prefix that has it needs, and begin to read them.
+        """A blob was found: if there is room now, take pages for what every prefix that has it needs, and begin to read
+        them.
 
         Raises:
             DamagedError: of this or a blob before.
@@ -46,7 +50,8 @@ class Filling:
         """Give the sequence its pages and begin to read those that are left.
 
         Returns:
-            False where pages were begun that the prefix does not have: nothing can be done with them as long as they are written.
+            False where pages were begun that the prefix does not have: nothing can be done with them as long as they
+                are written.
 
         Raises:
             PoolFullError: pages are missing.

@@ -40,13 +40,19 @@ class Plan:
 
 
 def find(
-    shelf: Shelf, space: str, identity: Identity, groups: Rows[LayerGroup], cuts: Cuts, tokens: np.ndarray,
+    shelf: Shelf,
+    space: str,
+    identity: Identity,
+    groups: Rows[LayerGroup],
+    cuts: Cuts,
+    tokens: np.ndarray,
     found: Callable[[Blob], None] = lambda one: None,
-) -> Plan | None:  # fmt: skip
+) -> Plan | None:
     """The longest prefix of `tokens` [tokens], or None.
 
     Args:
-        found: told of each blob of closed pages as soon as it is known. The plan may end before it, where windows need more.
+        found: told of each blob of closed pages as soon as it is known. The plan may end before it, where windows need
+            more.
     """
     chain = keys.chain(space, tokens, cuts.ends(len(tokens)))
     shelf.fetch(space, [stem_of(key) for key in chain[1:]])
@@ -81,7 +87,15 @@ def _planned(length: int, made: list[tuple[Sequence, list[Page]]], blobs: list[B
 
 
 def _ended(
-    shelf: Shelf, space: str, identity: Identity, groups: Rows[LayerGroup], start: int, tokens: np.ndarray, key: bytes, blobs: list[Blob], least: int
+    shelf: Shelf,
+    space: str,
+    identity: Identity,
+    groups: Rows[LayerGroup],
+    start: int,
+    tokens: np.ndarray,
+    key: bytes,
+    blobs: list[Blob],
+    least: int,
 ) -> Plan | None:
     """A plan of more than `least` tokens that an END blob behind these blobs makes possible."""
     stem = stem_of(key) + "+"
@@ -94,7 +108,9 @@ def _ended(
             if name.rpartition(".")[0] == known:
                 found[known] = length
     for known, length in sorted(found.items(), key=lambda x: -x[1]):
-        one = shelf.blob(space, known, identity, groups, Kind.END, (start, length), keys.after(key, tokens[start:length]))
+        one = shelf.blob(
+            space, known, identity, groups, Kind.END, (start, length), keys.after(key, tokens[start:length])
+        )
         if one is None:
             continue
         source = one.sources[0]

@@ -2,9 +2,10 @@
 
     <root>/<namespace>/<two digits>/<name>
 
-A file is written under a temporary name, flushed to the disk and renamed, so a name that is there is a complete file whatever was killed when. The writer holds
-a lock on the temporary file: one without a lock belongs to nobody any more and is cleared away. Folders and files are opened below the root one by one and
-symbolic links are not followed, so neither a name nor a link that somebody put there leads out of it.
+A file is written under a temporary name, flushed to the disk and renamed, so a name that is there is a complete file
+whatever was killed when. The writer holds a lock on the temporary file: one without a lock belongs to nobody any more
+and is cleared away. Folders and files are opened below the root one by one and symbolic links are not followed, so
+neither a name nor a link that somebody put there leads out of it.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ class Folder:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise SpecError(f"a store at {self.root} cannot be made: {error.strerror or error}; name a folder that can be written to") from error
+            raise SpecError(
+                f"a store at {self.root} cannot be made: {error.strerror or error}; name a folder that can be"
+                " written to"
+            ) from error
 
     def _open_folder(self, namespace: str, bucket: str, make: bool) -> int | None:
         """A descriptor of a bucket; None where it is not there.
@@ -96,7 +100,10 @@ class Folder:
             if isinstance(error, FileNotFoundError) and not make:
                 return None
             if isinstance(error, OSError) and error.errno in (errno.ELOOP, errno.ENOTDIR):
-                raise SpecError(f"{self.root}/{namespace}/{bucket} is a symbolic link or a file, where a store has a folder; remove it") from error
+                raise SpecError(
+                    f"{self.root}/{namespace}/{bucket} is a symbolic link or a file, where a store has a folder;"
+                    " remove it"
+                ) from error
             if isinstance(error, PermissionError):
                 raise _read_only(error, f"{self.root}/{namespace}/{bucket}") from error
             raise
@@ -126,7 +133,9 @@ class Folder:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EISDIR):
-                raise SpecError(f"{path} is a symbolic link or a folder, where a store has a file; remove it") from error
+                raise SpecError(
+                    f"{path} is a symbolic link or a folder, where a store has a file; remove it"
+                ) from error
             raise _read_only(error, str(path)) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -176,7 +185,9 @@ class Folder:
             os.close(fd)
 
     def write(self, namespace: str, files: Sequence[tuple[str, Sequence[memoryview]]]) -> int:
-        """Write files, several at once; when all are on the disk they appear under their names, in order. Returns the bytes written.
+        """Write files, several at once; when all are on the disk they appear under their names, in order.
+
+        Returns the bytes written.
 
         Raises:
             OSError: the disk is full, or the like. No file of these appeared.
@@ -192,11 +203,17 @@ class Folder:
                 job.result()
             order = {name: i for i, (name, _) in enumerate(files)}
             for one in sorted(held, key=lambda x: order[x.name]):
-                with self._folder(namespace, _bucket(one.name), make=True) as folder, self._no_folder(namespace, one.name):
+                with (
+                    self._folder(namespace, _bucket(one.name), make=True) as folder,
+                    self._no_folder(namespace, one.name),
+                ):
                     os.rename(one.temporary, one.name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException as error:
             for one in held:
-                with contextlib.suppress(OSError, SpecError), self._folder(namespace, _bucket(one.name), make=True) as folder:
+                with (
+                    contextlib.suppress(OSError, SpecError),
+                    self._folder(namespace, _bucket(one.name), make=True) as folder,
+                ):
                     os.unlink(one.temporary, dir_fd=folder)
             if isinstance(error, OSError):
                 raise _read_only(error, self._root) from error
@@ -219,7 +236,11 @@ class Folder:
     def names(self, namespace: str, start: str) -> list[str]:
         """Names of the files that begin with `start`, at least two digits."""
         with self._folder(namespace, start[:2]) as folder:
-            return [] if folder is None else sorted(n for n in os.listdir(folder) if n.startswith(start) and NAME.fullmatch(n))
+            return (
+                []
+                if folder is None
+                else sorted(n for n in os.listdir(folder) if n.startswith(start) and NAME.fullmatch(n))
+            )
 
     def use(self, namespace: str, name: str, used: int) -> None:
         """Note when a file was used, in nanoseconds."""
@@ -245,7 +266,10 @@ class Folder:
             return True
 
     def set_aside(self, namespace: str, name: str) -> str | None:
-        """Rename a file so that nobody finds it any more. Returns its new name; None where it could not be done, or was gone."""
+        """Rename a file so that nobody finds it any more.
+
+        Returns its new name; None where it could not be done, or was gone.
+        """
         kept = f"{name}.damaged"
         with self._folder(namespace, _bucket(name)) as folder:
             if folder is None:
@@ -258,13 +282,17 @@ class Folder:
 
     def namespaces(self) -> list[str]:
         with os.scandir(self.root) as found:
-            return sorted(e.name for e in found if e.is_dir(follow_symlinks=False) and re.fullmatch(r"[0-9a-f]{40}", e.name))
+            return sorted(
+                e.name for e in found if e.is_dir(follow_symlinks=False) and re.fullmatch(r"[0-9a-f]{40}", e.name)
+            )
 
     def entries(self) -> Iterator[Entry]:
         """All files. Clears away what killed writers left."""
         for namespace in self.namespaces():
             with os.scandir(self.root / namespace) as found:
-                buckets = sorted(e.name for e in found if e.is_dir(follow_symlinks=False) and re.fullmatch(r"[0-9a-f]{2}", e.name))
+                buckets = sorted(
+                    e.name for e in found if e.is_dir(follow_symlinks=False) and re.fullmatch(r"[0-9a-f]{2}", e.name)
+                )
             for bucket in buckets:
                 with self._folder(namespace, bucket) as folder:
                     for name in [] if folder is None else os.listdir(folder):

@@ -1,4 +1,5 @@
-"""Names of token prefixes: a chain of hashes, so that equal prefixes of equal caches have equal names, whoever computes them.
+"""Names of token prefixes: a chain of hashes, so that equal prefixes of equal caches have equal names, whoever computes
+them.
 
     key of no token        SHA-256 of whose pages they are (`Identity`)
     key of blob i          SHA-256 of the key before and of its token ids (int64, little-endian)
@@ -30,16 +31,26 @@ def token_ids(ids: Any) -> np.ndarray:
     try:
         x = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
     except (TypeError, NotImplementedError) as error:  # tensors of dtypes that NumPy has not, or without data
-        raise DataError(f"token ids must be whole numbers [tokens] or [1, tokens], got {ids.dtype} on {ids.device}") from error
+        raise DataError(
+            f"token ids must be whole numbers [tokens] or [1, tokens], got {ids.dtype} on {ids.device}"
+        ) from error
     except ValueError as error:  # NumPy's, of lists of different lengths
-        raise DataError("token ids must be whole numbers [tokens] or [1, tokens], got lists of different lengths; store one sequence at a time") from error
+        raise DataError(
+            "token ids must be whole numbers [tokens] or [1, tokens], got lists of different lengths; store one"
+            " sequence at a time"
+        ) from error
     if x.ndim == 2 and len(x) == 1:
         x = x[0]
     if x.ndim != 1 or (x.size and x.dtype.kind not in "iu"):
         held = "text" if x.dtype.kind == "U" else f"{x.dtype} {list(x.shape)}"
-        raise DataError(f"token ids must be whole numbers [tokens] or [1, tokens], got {held}; tokenize a prompt first, and store one sequence at a time")
+        raise DataError(
+            f"token ids must be whole numbers [tokens] or [1, tokens], got {held}; tokenize a prompt first, and store"
+            " one sequence at a time"
+        )
     if x.dtype.kind == "u" and x.size and (largest := int(x.max())) >= 1 << 63:
-        raise DataError(f"token id {largest} is above 2**63 - 1 = {(1 << 63) - 1}; pass ids as signed 64-bit whole numbers")
+        raise DataError(
+            f"token id {largest} is above 2**63 - 1 = {(1 << 63) - 1}; pass ids as signed 64-bit whole numbers"
+        )
     return np.ascontiguousarray(x, "<i8")
 
 

@@ -1,5 +1,6 @@
-"""Pages from the files of blobs to where attention reads them: several files at once, on a GPU through pinned memory, each layer of each page checked before
-it goes on."""
+"""Pages from the files of blobs to where attention reads them: several files at once, on a GPU through pinned memory,
+each layer of each page checked before it goes on.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ class Source:
 class Piece(NamedTuple):
     """A page to be read: which of a source, and the page [layers, H, head_bytes] that it goes to.
 
-    `heads` are those of the source's page that are wanted, put into heads `into` of the page; None takes the page as it is.
+    `heads` are those of the source's page that are wanted, put into heads `into` of the page; None takes the page as it
+    is.
     """
 
     number: int
@@ -101,7 +103,10 @@ def parts_of(groups: Sequence[LayerGroup], num_layers: int, parts: int) -> tuple
         parts = 1
     ends = sorted({num_layers * (i + 1) // parts for i in range(parts)} - {0})
     starts = [0, *ends[:-1]]
-    return [[range(bisect_left(g.layers, a), bisect_left(g.layers, b)) for g in groups] for a, b in zip(starts, ends, strict=True)], ends
+    return [
+        [range(bisect_left(g.layers, a), bisect_left(g.layers, b)) for g in groups]
+        for a, b in zip(starts, ends, strict=True)
+    ], ends
 
 
 @dataclass(eq=False)
@@ -141,9 +146,9 @@ class _Begun(NamedTuple):
 class Loader:
     """Reads pages of many sources to where they belong.
 
-    Reading, and comparing checksums, is done in threads without Python's lock, in few and large calls: what needs the lock would wait for it, and a model
-    whose first layers are launched meanwhile would wait too. Closing it waits for them; then nothing is written any more, and what the current stream of a GPU
-    is given comes after all copies.
+    Reading, and comparing checksums, is done in threads without Python's lock, in few and large calls: what needs the
+    lock would wait for it, and a model whose first layers are launched meanwhile would wait too. Closing it waits for
+    them; then nothing is written any more, and what the current stream of a GPU is given comes after all copies.
 
     Args:
         open_file: name -> a descriptor to read from, or None.
@@ -153,8 +158,13 @@ class Loader:
     """
 
     def __init__(
-        self, open_file: Callable[[str], int | None], device: torch.device, parts: Sequence[Part] | None = None, *, staged: bool | None = None
-    ) -> None:  # fmt: skip
+        self,
+        open_file: Callable[[str], int | None],
+        device: torch.device,
+        parts: Sequence[Part] | None = None,
+        *,
+        staged: bool | None = None,
+    ) -> None:
         self._open, self._parts = open_file, parts
         self._staging = _Staging(device, device.type == "cuda" if staged is None else staged)
         self._pool = ThreadPoolExecutor(CALLS, "kvbits-reader")
@@ -174,7 +184,8 @@ class Loader:
         """Begin to read the first layers of some pages.
 
         Raises:
-            DamagedError: of this source or one before; GoneError: it is not there any more. Pages hold whatever was there.
+            DamagedError: of this source or one before; GoneError: it is not there any more. Pages hold whatever was
+                there.
         """
         source, shapes, pieces = work
         if not pieces:
@@ -194,8 +205,17 @@ class Loader:
         starts = source.offsets([math.prod(x) for x in shapes])
         for p in pieces:
             layers, heads, head_bytes = shapes[p.number]
-            row = (fd, starts[p.number], p.to.data_ptr(), source.table.sums[p.number].ctypes.data, layers, heads * head_bytes)
-            self._waiting.append((source, p, row, source.table.pages[p.number].group, p.to.untyped_storage().data_ptr()))
+            row = (
+                fd,
+                starts[p.number],
+                p.to.data_ptr(),
+                source.table.sums[p.number].ctypes.data,
+                layers,
+                heads * head_bytes,
+            )
+            self._waiting.append(
+                (source, p, row, source.table.pages[p.number].group, p.to.untyped_storage().data_ptr())
+            )
 
     def _batch(self) -> None:
         """Begin to read the pieces that wait."""
@@ -203,7 +223,9 @@ class Loader:
             return
         sources, pieces, rows, groups, storages = zip(*self._waiting, strict=True)
         listed = list(zip(sources, pieces, strict=True))
-        self._batches.append(_Batch(listed, np.array(list(rows), PIECE), np.array(groups), np.array(storages), self._fds))
+        self._batches.append(
+            _Batch(listed, np.array(list(rows), PIECE), np.array(groups), np.array(storages), self._fds)
+        )
         self._waiting, self._nbytes, self._fds = [], 0, []
         self._begin(self._batches[-1], 0)
 
@@ -225,7 +247,9 @@ class Loader:
             came(part, self._staging.event())
 
     def stop(self) -> None:
-        """Have `finish`, in another thread, end early: what is left does not come, and parts that are not there are not told of."""
+        """Have `finish`, in another thread, end early: what is left does not come, and parts that are not there are not
+        told of.
+        """
         self._stopped.set()
 
     def close(self) -> None:
@@ -265,7 +289,8 @@ class Loader:
                     os.close(fd)
 
     def in_thread(self, arrivals: Arrivals, ends: Sequence[int]) -> Callable[[], None]:
-        """What finishes and closes it in another thread, and tells `arrivals` of layers that are there, or of what ended it.
+        """What finishes and closes it in another thread, and tells `arrivals` of layers that are there, or of what
+        ended it.
 
         Args:
             ends: of each part, the layer behind its last.
@@ -304,7 +329,8 @@ def read_pages(open_file: Callable[[str], int | None], work: Iterable[Work], *, 
     """Read pages of many sources to where they belong, see `Loader`.
 
     Raises:
-        DamagedError: a source is not what its header says; GoneError: it is not there any more. Pages hold whatever was there.
+        DamagedError: a source is not what its header says; GoneError: it is not there any more. Pages hold whatever was
+            there.
     """
     jobs = [job for job in work if job[2]]
     if not jobs:
@@ -316,7 +342,8 @@ def read_pages(open_file: Callable[[str], int | None], work: Iterable[Work], *, 
 
 
 class _Staging:
-    """Memory that files are read into on their way to pages elsewhere, used again in turns, and on a GPU the stream that they go on in.
+    """Memory that files are read into on their way to pages elsewhere, used again in turns, and on a GPU the stream
+    that they go on in.
 
     Args:
         whole_pages: pages go this way that could be read where they belong.
@@ -328,7 +355,9 @@ class _Staging:
         self._used: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
 
     def follow(self) -> None:
-        """Copies begun from now on come after what the current stream was given: it may still write to memory that is now a page."""
+        """Copies begun from now on come after what the current stream was given: it may still write to memory that is
+        now a page.
+        """
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
@@ -356,7 +385,8 @@ class _Staging:
                 x = x.view(n, -1, to.shape[2])
                 copies.append((to, x) if p.heads is None else (to[:, p.into], x[:, p.heads]))
             return room, copies
-        # pages that follow each other in memory go together: words [pages, of these layers], one page of all layers apart
+        # pages that follow each other in memory go together: words [pages, of these layers], one page of all layers
+        # apart
         whole = batch.rows["layers"][chosen] * rows["layer_bytes"]
         joined = (where[1:] - where[:-1] == whole[:-1]) & (whole[1:] == whole[:-1]) & (sizes[1:] == sizes[:-1])
         joined &= batch.storages[chosen][1:] == batch.storages[chosen][:-1]
@@ -377,7 +407,9 @@ class _Staging:
                 copied.synchronize()
             if room.numel() >= nbytes:
                 return room
-        return torch.empty(max(nbytes, BATCH if self.whole_pages else 0), dtype=torch.uint8, pin_memory=self.stream is not None)
+        return torch.empty(
+            max(nbytes, BATCH if self.whole_pages else 0), dtype=torch.uint8, pin_memory=self.stream is not None
+        )
 
     def send(self, one: _Begun) -> None:
         if one.room is None:

@@ -1,11 +1,13 @@
 """Which pages of a sequence go into which blob, and a sequence put together from blobs: integers only.
 
-    tokens   | sinks | page | page | .. | page | page | .. | newest ..          a page's column is its number after the sinks
+    tokens   | sinks | page | page | .. | page | page | .. | newest ..          a page's column is its number after the
+             sinks
     blobs    |        PAGES 0           |     PAGES 1      |  END
 
-A PAGES blob holds whole pages that never change again: closed ones, or full tail pages of layers where nothing closes. Its bytes depend on nothing but the
-tokens up to its end (and how they were computed), so every sequence that begins with them can read it. An END blob holds what only a sequence of exactly these
-tokens has: pages after the last PAGES blob, the raw tail, low planes, and all that layers with a sliding window still hold.
+A PAGES blob holds whole pages that never change again: closed ones, or full tail pages of layers where nothing closes.
+Its bytes depend on nothing but the tokens up to its end (and how they were computed), so every sequence that begins
+with them can read it. An END blob holds what only a sequence of exactly these tokens has: pages after the last PAGES
+blob, the raw tail, low planes, and all that layers with a sliding window still hold.
 """
 
 from __future__ import annotations
@@ -59,8 +61,9 @@ def run_of(group: LayerGroup) -> str:
 
 
 def columns(group: LayerGroup, s: Sequence) -> tuple[dict[int, int], bool]:
-    """Page ids by column of the pages of `run_of` that are full, and whether all pages lie where those of a sequence lie that was never cropped into a
-    page; of others, those in front of the first that does not."""
+    """Page ids by column of the pages of `run_of` that are full, and whether all pages lie where those of a sequence
+    lie that was never cropped into a page; of others, those in front of the first that does not.
+    """
     size, sinks, tail = group.page_size, group.num_sink_tokens, group.fills_pages
     ids: list[Any] = s.tail if tail else s.closed
     lengths = s.tail_lengths if tail else s.closed_lengths
@@ -95,30 +98,46 @@ def pages_of(groups: list[GroupState], row: int, cuts: Cuts, index: int) -> list
         held, _ = columns(state.group, s)
         if index == 0 and s.sink:
             found.append((Page(g, "sink", 0), s.sink[0]))
-        found += [(Page(g, run, c), held[c]) for c in range(index * cuts.blob_pages, (index + 1) * cuts.blob_pages) if c in held]
+        found += [
+            (Page(g, run, c), held[c])
+            for c in range(index * cuts.blob_pages, (index + 1) * cuts.blob_pages)
+            if c in held
+        ]
     return found
 
 
 def fit(pages: Iterable[Page], groups: Rows[LayerGroup], held: range) -> bool:
     """Whether these can be the pages of a PAGES blob of such columns."""
     runs = [run_of(g) for g in groups]
-    return all(p.column in held if p.pool == runs[p.group] else p == Page(p.group, "sink", 0) and not held.start for p in pages)
+    return all(
+        p.column in held if p.pool == runs[p.group] else p == Page(p.group, "sink", 0) and not held.start for p in pages
+    )
 
 
 def is_plain(groups: list[GroupState], row: int) -> bool:
-    """Whether a sequence is what its tokens alone make of it: never cropped into a page, nothing dropped, nothing speculative, tiers as the scheme says."""
+    """Whether a sequence is what its tokens alone make of it: never cropped into a page, nothing dropped, nothing
+    speculative, tiers as the scheme says.
+    """
     for state in groups:
         s, g = state.sequences[row], state.group
         closed = len(s.closed) + s.dropped
         if closed != g.closed_after(s.length) and not (g.geometry.sliding_window and s.released):
             return False
-        if not columns(g, s)[1] or state.keep_past or None in s.closed or s.residual_length != g.residual_length or s.boundaries != list(g.boundaries):
+        if (
+            not columns(g, s)[1]
+            or state.keep_past
+            or None in s.closed
+            or s.residual_length != g.residual_length
+            or s.boundaries != list(g.boundaries)
+        ):
             return False
     return True
 
 
 def end_of(groups: list[GroupState], row: int, cuts: Cuts, blobs: int) -> tuple[list[tuple[Page, int]], bytes]:
-    """Pages of the END blob behind `blobs` PAGES blobs, with their ids; and what of the sequence does not follow from them, as JSON."""
+    """Pages of the END blob behind `blobs` PAGES blobs, with their ids; and what of the sequence does not follow from
+    them, as JSON.
+    """
     found: list[tuple[Page, int]] = []
     state_of: list[dict[str, Any]] = []
     for g, state in enumerate(groups):
@@ -130,7 +149,11 @@ def end_of(groups: list[GroupState], row: int, cuts: Cuts, blobs: int) -> tuple[
         for run, ids, at in (("closed", s.closed, first - sum(s.closed_lengths)), ("tail", s.tail, first)):
             start = max(0, at) // group.page_size
             shared = blobs * cuts.blob_pages if run == run_of(group) and not window else 0
-            found += [(Page(g, run, start + i), page) for i, page in enumerate(ids) if page is not None and start + i >= shared]
+            found += [
+                (Page(g, run, start + i), page)
+                for i, page in enumerate(ids)
+                if page is not None and start + i >= shared
+            ]
         start = max(0, first - sum(s.closed_lengths)) // group.page_size
         for i, planes in enumerate(s.low):
             found += [(Page(g, f"low{i}", start + c), page) for c, page in enumerate(planes) if page is not None]
@@ -139,8 +162,10 @@ def end_of(groups: list[GroupState], row: int, cuts: Cuts, blobs: int) -> tuple[
 
 
 def prefix(groups: Rows[LayerGroup], cuts: Cuts, blobs: int) -> list[tuple[Sequence, list[Page]]]:
-    """Per group, the sequence that the first `blobs` PAGES blobs make, as if a longer one had been cropped to their end, and the pages it has, in the order
-    of its lists (page numbers in the lists are indices into the pages of their pool)."""
+    """Per group, the sequence that the first `blobs` PAGES blobs make, as if a longer one had been cropped to their
+    end, and the pages it has, in the order of its lists (page numbers in the lists are indices into the pages of their
+    pool).
+    """
     length = cuts.end(blobs)
     made = []
     for g, group in enumerate(groups):
@@ -163,7 +188,9 @@ def prefix(groups: Rows[LayerGroup], cuts: Cuts, blobs: int) -> list[tuple[Seque
     return made
 
 
-def whole(groups: Rows[LayerGroup], length: int, pages: Iterable[Page], state: bytes, what: str) -> list[tuple[Sequence, list[Page]]]:
+def whole(
+    groups: Rows[LayerGroup], length: int, pages: Iterable[Page], state: bytes, what: str
+) -> list[tuple[Sequence, list[Page]]]:
     """As `prefix`, for the sequence of `length` tokens that an END blob ends.
 
     Args:
@@ -177,7 +204,10 @@ def whole(groups: Rows[LayerGroup], length: int, pages: Iterable[Page], state: b
         held: list[dict[str, list[int]]] = [{name: [] for name in g.pools} for g in groups]
         for page in pages:
             held[page.group][page.pool].append(page.column)
-        made = [_whole(g, group, length, own, about) for g, (group, own, about) in enumerate(zip(groups, held, stated, strict=True))]
+        made = [
+            _whole(g, group, length, own, about)
+            for g, (group, own, about) in enumerate(zip(groups, held, stated, strict=True))
+        ]
         if foreign := set(pages) - {page for _, listed in made for page in listed}:
             raise ValueError(f"it holds {min(foreign)}")
         return made
@@ -185,11 +215,15 @@ def whole(groups: Rows[LayerGroup], length: int, pages: Iterable[Page], state: b
         raise FileFormatError(f"{what} ends a sequence that cannot be ({type(error).__name__}: {error})") from error
 
 
-def _whole(g: int, group: LayerGroup, length: int, own: dict[str, list[int]], about: dict[str, Any]) -> tuple[Sequence, list[Page]]:
+def _whole(
+    g: int, group: LayerGroup, length: int, own: dict[str, list[int]], about: dict[str, Any]
+) -> tuple[Sequence, list[Page]]:
     size, sinks = group.page_size, group.num_sink_tokens
     window = group.geometry.sliding_window
     released, dropped = about["released"], about["dropped"]
-    if not all(type(n) is int and 0 <= n <= length for n in (released, dropped)) or (window is None and (released or dropped)):
+    if not all(type(n) is int and 0 <= n <= length for n in (released, dropped)) or (
+        window is None and (released or dropped)
+    ):
         raise ValueError(f"layer group {g} released {released!r} tokens")
     after_sinks = max(0, length - sinks)
     first = max(0, released - sinks) // size if released else 0
@@ -206,7 +240,9 @@ def _whole(g: int, group: LayerGroup, length: int, own: dict[str, list[int]], ab
     s.tail = list(range(last - tail_first))
     s.tail_lengths = [min(size, after_sinks - c * size) for c in range(tail_first, last)]
     pages = [Page(g, "sink", 0)] if s.sink else []
-    pages += [Page(g, "closed", first + i) for i in range(len(s.closed))] + [Page(g, "tail", tail_first + i) for i in range(len(s.tail))]
+    pages += [Page(g, "closed", first + i) for i in range(len(s.closed))] + [
+        Page(g, "tail", tail_first + i) for i in range(len(s.tail))
+    ]
     for i in range(len(group.tiers)):
         planes = {c: n for n, c in enumerate(own[f"low{i}"])}
         s.low[i] = [planes.get(first + c) for c in range(len(s.closed))]

@@ -4,8 +4,9 @@
     store.put(cache, ids)                        # after a prompt went through the model
     store.load(empty_cache, ids)                 # -> tokens that need not be computed again
 
-Files are blobs (docs/reference/formats.md) named by what their tokens hash to, so equal prefixes of equal models and schemes are stored once.
-What is loaded is what was put, byte for byte; what cannot be read, or is not what it says, is set aside and computed again (docs/internals/store.md).
+Files are blobs (docs/reference/formats.md) named by what their tokens hash to, so equal prefixes of equal models and
+schemes are stored once. What is loaded is what was put, byte for byte; what cannot be read, or is not what it says, is
+set aside and computed again (docs/internals/store.md).
 """
 
 from __future__ import annotations
@@ -53,21 +54,31 @@ class StoreExplanation(dict[str, Any]):
     def __str__(self) -> str:
         limit = "" if self["max_bytes"] is None else f" of {human_bytes(self['max_bytes'])}"
         lines = [f"{self['where']}: {counted(self['files'], 'file')}, {human_bytes(self['bytes'])}{limit}"]
-        lines += [f"{name}: {counted(about['files'], 'file')}, {human_bytes(about['bytes'])}" for name, about in self["namespaces"].items()]
+        lines += [
+            f"{name}: {counted(about['files'], 'file')}, {human_bytes(about['bytes'])}"
+            for name, about in self["namespaces"].items()
+        ]
         lines += [f"damaged, set aside: {name}: {why}" for name, why in self["damaged"].items()]
-        return "\n".join([*lines, "one line for each model, scheme and calibration, whose pages are never mixed"] if self["namespaces"] else lines)
+        return "\n".join(
+            [*lines, "one line for each model, scheme and calibration, whose pages are never mixed"]
+            if self["namespaces"]
+            else lines
+        )
 
 
 class PrefixStore:
     """Prefixes of sequences in a folder, shared by any number of processes.
 
     Args:
-        where: a folder, made where it is not there; or a URL of any file system that fsspec knows ("s3://bucket/prefixes").
-        max_bytes: size that the store is kept below, evicting what was used least lately: bytes, or "200GB". None: `evict` does. For a remote store it is the
-            size of the local folder, which one prefix may pass while it is loaded: what is there stays until the object store's own rules remove it.
+        where: a folder, made where it is not there; or a URL of any file system that fsspec knows
+            ("s3://bucket/prefixes").
+        max_bytes: size that the store is kept below, evicting what was used least lately: bytes, or "200GB". None:
+            `evict` does. For a remote store it is the size of the local folder, which one prefix may pass while it is
+            loaded: what is there stays until the object store's own rules remove it.
         blob_tokens: tokens of one file, the unit in which prefixes are shared: 256, or 64 for short ones.
         local: folder that keeps what was used lately of a remote store (None: one in the user's cache folder).
-        shard: (rank, ranks) where the caches hold that part of every layer's kv heads (tensor parallel). What ranks of one number put, ranks of another load.
+        shard: (rank, ranks) where the caches hold that part of every layer's kv heads (tensor parallel). What ranks of
+            one number put, ranks of another load.
         calibration: of all kv heads, where the caches have theirs cut out of it (a `Calibration`, or its `static`).
         made_for: names the model and its weights, for caches that do not say, or where each rank says something else.
         options: of the remote file system, as fsspec takes them.
@@ -77,15 +88,25 @@ class PrefixStore:
     """
 
     def __init__(
-        self, where: str | Path, *, max_bytes: int | str | None = None, blob_tokens: int = pages.BLOB_TOKENS, local: str | Path | None = None,
-        shard: Shard = (0, 1), calibration: Any = None, made_for: str | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        where: str | Path,
+        *,
+        max_bytes: int | str | None = None,
+        blob_tokens: int = pages.BLOB_TOKENS,
+        local: str | Path | None = None,
+        shard: Shard = (0, 1),
+        calibration: Any = None,
+        made_for: str | None = None,
+        **options: Any,
+    ) -> None:
         Cuts(0, 1, blob_tokens)
         if not isinstance(where, (str, Path)) or not str(where):
             raise SpecError(f"a store at {where!r}: name a folder, or a URL like s3://bucket/prefixes")
         remote = isinstance(where, str) and "://" in where
         if not remote and (local is not None or options):
-            raise SpecError(f"local={local!r} and options {sorted(options)} are of remote stores; {os.fspath(where)!r} is a folder")
+            raise SpecError(
+                f"local={local!r} and options {sorted(options)} are of remote stores; {os.fspath(where)!r} is a folder"
+            )
         self.blob_tokens, self.max_bytes = blob_tokens, None if max_bytes is None else _limit(max_bytes)
         if self.max_bytes == 0:
             raise SpecError("a store of max_bytes=0 keeps nothing; give it a size, or None for no limit")
@@ -114,16 +135,21 @@ class PrefixStore:
         made_for = self.made_for or cache.made_for
         if made_for is None:
             raise SpecError(
-                "this cache does not say whose keys and values it holds; KVCache.for_model does, for a PagedCache of your own set cache.made_for to a text "
-                "that names the model and its weights"
+                "this cache does not say whose keys and values it holds; KVCache.for_model does, for a PagedCache of"
+                " your own set cache.made_for to a text that names the model and its weights"
             )
         calibration = calibration_of(cache)
         if self.shard[1] > 1 and any(calibration):
             if self._whole is None:
-                raise SpecError("a shard of a calibrated cache: pass PrefixStore(.., calibration=) that of all kv heads, so that all ranks name it alike")
+                raise SpecError(
+                    "a shard of a calibrated cache: pass PrefixStore(.., calibration=) that of all kv heads, so that"
+                    " all ranks name it alike"
+                )
             calibration = self._whole
         identity = Identity.of(whole_spec(cache.spec, self.shard[1]), made_for, calibration)
-        identity = dataclasses.replace(identity, kv_heads=identity.kv_heads // self.shard[1], shard=self.shard[0], shards=self.shard[1])
+        identity = dataclasses.replace(
+            identity, kv_heads=identity.kv_heads // self.shard[1], shard=self.shard[0], shards=self.shard[1]
+        )
         return identity, keys.namespace(identity, self._cuts(cache).blob_pages * cache.spec.scheme.page_size)
 
     def match(self, cache: PagedCache, ids: Any) -> int:
@@ -133,14 +159,24 @@ class PrefixStore:
         return plan.length if plan else 0
 
     def explain(self) -> StoreExplanation:
-        """What the store holds: files and bytes, per namespace (a model, scheme and calibration) and in all: a dict, which prints as a few lines."""
+        """What the store holds: files and bytes, per namespace (a model, scheme and calibration) and in all: a dict,
+        which prints as a few lines.
+        """
         found: dict[str, dict[str, int]] = {}
         for e in self.folder.entries():
             about = found.setdefault(e.namespace, {"files": 0, "bytes": 0})
             about["files"] += 1
             about["bytes"] += e.nbytes
         total = {name: sum(x[name] for x in found.values()) for name in ("files", "bytes")}
-        return StoreExplanation({"where": self.where, "max_bytes": self.max_bytes, **total, "namespaces": found, "damaged": dict(self._shelf.damaged)})
+        return StoreExplanation(
+            {
+                "where": self.where,
+                "max_bytes": self.max_bytes,
+                **total,
+                "namespaces": found,
+                "damaged": dict(self._shelf.damaged),
+            }
+        )
 
     @property
     def nbytes(self) -> int:
@@ -154,8 +190,10 @@ class PrefixStore:
 
         Args:
             cache: a KVCache or PagedCache.
-            ids: token ids of the sequence, padding left out: [tokens] or [1, tokens]; may go on past what the cache holds.
-            end: also store what only this very sequence has (its raw tail), so that loading exactly these tokens gives exactly this cache.
+            ids: token ids of the sequence, padding left out: [tokens] or [1, tokens]; may go on past what the cache
+                holds.
+            end: also store what only this very sequence has (its raw tail), so that loading exactly these tokens gives
+                exactly this cache.
 
         Returns:
             Tokens of the sequence that can now be loaded, as `match` counts them.
@@ -169,7 +207,10 @@ class PrefixStore:
         groups = settled(known, row)
         length = groups[0].sequences[row].length
         if len(tokens) < length:
-            raise DataError(f"{counted(len(tokens), 'token id')} for a sequence of {counted(length, 'token')}; pass the ids of all of them, padding left out")
+            raise DataError(
+                f"{counted(len(tokens), 'token id')} for a sequence of {counted(length, 'token')}; pass the ids of all"
+                " of them, padding left out"
+            )
         identity, space = self._identity(known)
         cuts = self._cuts(known)
         blobs = min(cuts.within(length), pages.whole_blobs(groups, row, cuts))
@@ -194,7 +235,16 @@ class PrefixStore:
             files = []
             for name, kind, held, first, last, key, state in new[at : at + WRITTEN_AT_ONCE]:
                 blocks = blob.on_host(blocks_of(groups, row, held))
-                pieces = blob.encode(kind, identity, [p for p, _ in held], blocks, start=first, tokens=last - first, key=key[: keys.KEY_BYTES], state=state)
+                pieces = blob.encode(
+                    kind,
+                    identity,
+                    [p for p, _ in held],
+                    blocks,
+                    start=first,
+                    tokens=last - first,
+                    key=key[: keys.KEY_BYTES],
+                    state=state,
+                )
                 files.append((name, pieces))
             written += self.folder.write(space, files)
         self._shelf.send(space, names)
@@ -207,15 +257,16 @@ class PrefixStore:
     def load(self, cache: PagedCache, ids: Any, row: int = 0, *, wait: bool = True) -> int:
         """Put the longest prefix of a prompt that the store has into an empty sequence.
 
-        A file that is damaged, cut short or of somebody else is set aside (renamed to .damaged) with a warning that names it; the prefix before it is
-        loaded.
+        A file that is damaged, cut short or of somebody else is set aside (renamed to .damaged) with a warning that
+        names it; the prefix before it is loaded.
 
         Args:
             cache: of the model, scheme and calibration that the pages are wanted for.
             ids: token ids [tokens] or [1, tokens].
-            wait: False returns when pages are still on their way, the first layers before the last: each layer of the next pass waits for its own, anything
-                else for all. Where one turns out to be damaged, the file is set aside, the pass is taken back with a FileFormatError that names it, and the
-                cache takes nothing but `reset()` or `free(row)`.
+            wait: False returns when pages are still on their way, the first layers before the last: each layer of the
+                next pass waits for its own, anything else for all. Where one turns out to be damaged, the file is set
+                aside, the pass is taken back with a FileFormatError that names it, and the cache takes nothing but
+                `reset()` or `free(row)`.
 
         Returns:
             Tokens loaded: the sequence's length now. The rest is to be computed.
@@ -227,10 +278,16 @@ class PrefixStore:
         """
         tokens = keys.token_ids(ids)
         if not isinstance(cache, PagedCache):  # a KVCache counts the columns of its prompts, too
-            raise DataError(f"load() into a {type(cache).__name__}, which is no PagedCache; KVCache.from_prefix(model, ids, store=store) begins with a prefix")
+            raise DataError(
+                f"load() into a {type(cache).__name__}, which is no PagedCache; KVCache.from_prefix(model, ids,"
+                " store=store) begins with a prefix"
+            )
         groups = settled(cache, row, make=True)
         if length := groups[0].sequences[row].length:
-            raise CacheStateError(f"sequence {row} holds {counted(length, 'token')}; load a prefix into an empty one, or free({row}) first")
+            raise CacheStateError(
+                f"sequence {row} holds {counted(length, 'token')}; load a prefix into an empty one, or free({row})"
+                " first"
+            )
         identity, space = self._identity(cache)
         cuts, own, begin_early = self._cuts(cache), [g.group for g in groups], cache.budget is None  # which moves pages
         few = cuts.within(len(tokens)) < MOST_FILES
@@ -241,9 +298,13 @@ class PrefixStore:
                 with cache.change("loading a prefix") as undo, contextlib.ExitStack() as stack:
                     shelf = self._shelf.keeping() if few else self._shelf
                     stack.callback(shelf.let_go)
-                    loader = stack.enter_context(Loader(functools.partial(shelf.open, space), cache.device, parts if early else None))
+                    loader = stack.enter_context(
+                        Loader(functools.partial(shelf.open, space), cache.device, parts if early else None)
+                    )
                     filling = Filling(groups, row, self.shard, loader)
-                    plan = find(shelf, space, identity, own, cuts, tokens, filling.begin if begin_early else lambda one: None)
+                    plan = find(
+                        shelf, space, identity, own, cuts, tokens, filling.begin if begin_early else lambda one: None
+                    )
                     if plan is None or not filling.complete(plan, cache.budget, undo):
                         raise _NothingTaken
                     self._shelf.use(space, plan.names)
@@ -272,7 +333,10 @@ class PrefixStore:
         if not isinstance(error, DamagedError):
             return error
         self._shelf.set_aside(space, error)
-        return DamagedError(error.name, f"{error}; what had begun to use it was taken back: reset() the cache, or free({row}), and load again")
+        return DamagedError(
+            error.name,
+            f"{error}; what had begun to use it was taken back: reset() the cache, or free({row}), and load again",
+        )
 
     def _plan(self, cache: PagedCache, tokens: np.ndarray) -> Plan | None:
         identity, space = self._identity(cache)
@@ -281,17 +345,20 @@ class PrefixStore:
     # -- sequences that wait ----------------------------------------------------------------------------------------
 
     def park(self, cache: Any, ids: Any, row: int = 0) -> int:
-        """Move a sequence that nobody continues for a while out of its cache: stored, pinned, its pages given back. `resume` brings it back as it was.
+        """Move a sequence that nobody continues for a while out of its cache: stored, pinned, its pages given back.
+
+        `resume` brings it back as it was.
 
         Args:
-            ids: as in `put`. Sequences of equal tokens are stored and pinned once, so the first of them that is resumed lets go of the pin.
+            ids: as in `put`. Sequences of equal tokens are stored and pinned once, so the first of them that is resumed
+                lets go of the pin.
 
         Returns:
             Bytes of the cache that are free now and were not before.
 
         Raises:
-            CacheStateError: it is empty, or the store could not give all of it back (cropped into a page, pages dropped, speculative): it stays where it is;
-                `swap_out` takes such sequences to host memory.
+            CacheStateError: it is empty, or the store could not give all of it back (cropped into a page, pages
+                dropped, speculative): it stays where it is; `swap_out` takes such sequences to host memory.
         """
         known, tokens = paged(cache), keys.token_ids(ids)
         length = settled(known, row)[0].sequences[row].length
@@ -300,15 +367,18 @@ class PrefixStore:
             self.unpin(known, tokens[:length])  # somebody evicted some of it just now
         if not length or stored < length:
             raise CacheStateError(
-                f"sequence {row} of {counted(length, 'token')} cannot be parked: {stored} of them would come back; swap_out({row}) takes it whole"
+                f"sequence {row} of {counted(length, 'token')} cannot be parked: {stored} of them would come back;"
+                f" swap_out({row}) takes it whole"
             )
         before = known.bytes_by_kind()["free"]
         known.free(row)
         return known.bytes_by_kind()["free"] - before
 
     def resume(self, cache: Any, ids: Any, row: int = 0) -> int:
-        """Bring a parked sequence back into an empty row and let it be evicted again. Returns the tokens that came, as `load` does: fewer than it had only
-        where a file was damaged or removed meanwhile.
+        """Bring a parked sequence back into an empty row and let it be evicted again.
+
+        Returns the tokens that came, as `load` does: fewer than it had only where a file was damaged or removed
+        meanwhile.
 
         Args:
             ids: of the tokens that were parked.
@@ -322,8 +392,8 @@ class PrefixStore:
     # -- what stays -------------------------------------------------------------------------------------------------
 
     def pin(self, cache: Any, ids: Any) -> int:
-        """Keep the stored prefix of these tokens whatever `max_bytes` says, until `unpin`: the files of this shard, so each rank pins its own. Returns how
-        many tokens are pinned.
+        """Keep the stored prefix of these tokens whatever `max_bytes` says, until `unpin`: the files of this shard, so
+        each rank pins its own. Returns how many tokens are pinned.
 
         Raises:
             DataError: nothing of it is stored.
@@ -332,7 +402,9 @@ class PrefixStore:
         length = self._pin(known, tokens)
         self._fetched()
         if not length:
-            raise DataError(f"nothing of these {counted(len(tokens), 'token')} is stored for this model and scheme; put them first")
+            raise DataError(
+                f"nothing of these {counted(len(tokens), 'token')} is stored for this model and scheme; put them first"
+            )
         return length
 
     def _pin(self, cache: PagedCache, tokens: np.ndarray) -> int:
@@ -350,7 +422,8 @@ class PrefixStore:
         return self.folder.remove(self._identity(paged(cache))[1], _pin_name(keys.token_ids(ids), self.shard))
 
     def evict(self, max_bytes: int | str | None = None) -> int:
-        """Remove what was used least lately until the store is no larger than this (None: than its own `max_bytes`); what is pinned stays.
+        """Remove what was used least lately until the store is no larger than this (None: than its own `max_bytes`);
+        what is pinned stays.
 
         Returns:
             Bytes removed.
@@ -361,11 +434,20 @@ class PrefixStore:
         with self.folder.locked():
             entries = sorted(self.folder.entries(), key=lambda e: e.used)
             total, removed = sum(e.nbytes for e in entries), 0
-            pinned = {(e.namespace, name) for e in entries if e.name.endswith(PIN) for name in self._pinned(e.namespace, e.name)}
+            pinned = {
+                (e.namespace, name)
+                for e in entries
+                if e.name.endswith(PIN)
+                for name in self._pinned(e.namespace, e.name)
+            }
             for e in entries:
                 if total - removed <= limit:
                     break
-                if not e.name.endswith(PIN) and (e.namespace, e.name) not in pinned and self.folder.remove(e.namespace, e.name):
+                if (
+                    not e.name.endswith(PIN)
+                    and (e.namespace, e.name) not in pinned
+                    and self.folder.remove(e.namespace, e.name)
+                ):
                     removed += e.nbytes
         self._known = (total - removed, 0)
         return removed
@@ -388,7 +470,9 @@ class PrefixStore:
             self._wrote(nbytes)
 
     def _wrote(self, nbytes: int) -> None:
-        """Evict when the store has outgrown its size: counted anew after every sixteenth of it that this process wrote, since others write too."""
+        """Evict when the store has outgrown its size: counted anew after every sixteenth of it that this process wrote,
+        since others write too.
+        """
         if self.max_bytes is None:
             return
         if self._known is None or self._known[1] + nbytes > self.max_bytes // 16:
@@ -399,7 +483,10 @@ class PrefixStore:
             self.evict()
 
     def check(self, cache: Any) -> list[str]:
-        """Read every blob of this cache's model, scheme and calibration and compare checksums. Returns what is wrong, by file; nothing is set aside."""
+        """Read every blob of this cache's model, scheme and calibration and compare checksums.
+
+        Returns what is wrong, by file; nothing is set aside.
+        """
         known, wrong = paged(cache), []
         identity, space = self._identity(known)
         groups = [g.group for g in known.groups]
@@ -439,7 +526,9 @@ def whole_spec(spec: CacheSpec, shards: int) -> CacheSpec:
     """The spec of all kv heads, of one of equal shards."""
     if shards == 1:
         return spec
-    return dataclasses.replace(spec, layers=tuple(dataclasses.replace(g, num_kv_heads=g.num_kv_heads * shards) for g in spec.layers))
+    return dataclasses.replace(
+        spec, layers=tuple(dataclasses.replace(g, num_kv_heads=g.num_kv_heads * shards) for g in spec.layers)
+    )
 
 
 def _limit(size: int | str) -> int:
@@ -451,7 +540,9 @@ _CALIBRATIONS: WeakKeyDictionary[PagedCache, bytes] = WeakKeyDictionary()
 
 
 def calibration_of(cache: PagedCache) -> bytes:
-    """12 bytes that name a cache's calibration, which is what it is for as long as the cache lives: hashed once (8B models have 17 MB of it)."""
+    """12 bytes that name a cache's calibration, which is what it is for as long as the cache lives: hashed once (8B
+    models have 17 MB of it).
+    """
     if cache not in _CALIBRATIONS:
         _CALIBRATIONS[cache] = blob.calibration_id(cache.static)
     return _CALIBRATIONS[cache]
@@ -467,7 +558,9 @@ def paged(cache: Any) -> PagedCache:
 def settled(cache: PagedCache, row: int, make: bool = False) -> list[GroupState]:
     """The groups of a cache between two passes, with the row that is asked for."""
     if cache.in_pass:
-        raise CacheStateError("a prefix is stored or loaded in the middle of a forward pass; finish it, or call reset() or abandon()")
+        raise CacheStateError(
+            "a prefix is stored or loaded in the middle of a forward pass; finish it, or call reset() or abandon()"
+        )
     groups = cache.groups
     if make and type(row) is int and cache.batch_size <= row < (cache.built_for[0] or 1):
         with cache.change("making a row"):
@@ -479,7 +572,9 @@ def settled(cache: PagedCache, row: int, make: bool = False) -> list[GroupState]
 
 
 def blocks_of(groups: list[GroupState], row: int, held: list[tuple[Page, int]]) -> list[torch.Tensor]:
-    """Pages [layers, H, head_bytes] where they lie; copies of those with slots that the sequence does not show, with zeros there."""
+    """Pages [layers, H, head_bytes] where they lie; copies of those with slots that the sequence does not show, with
+    zeros there.
+    """
     found = []
     for page, page_id in held:
         state = groups[page.group]

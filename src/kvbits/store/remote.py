@@ -1,8 +1,10 @@
-"""Blobs in an object store or any other file system that fsspec knows, behind a local folder that keeps what was used lately.
+"""Blobs in an object store or any other file system that fsspec knows, behind a local folder that keeps what was used
+lately.
 
     <url>/<namespace>/<two digits>/<name>
 
-An object that is there is complete: object stores show an upload when it is, other file systems get a file under a temporary name that is then renamed.
+An object that is there is complete: object stores show an upload when it is, other file systems get a file under a
+temporary name that is then renamed.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ class Remote:
         try:
             self.fs, root = fsspec.core.url_to_fs(url, **options)
         except (ValueError, ImportError) as error:
-            raise SpecError(f"no store at {url!r}: {error}; install the package that fsspec needs for it (s3fs, gcsfs, ..), or name a folder") from error
+            raise SpecError(
+                f"no store at {url!r}: {error}; install the package that fsspec needs for it (s3fs, gcsfs, ..), or name"
+                " a folder"
+            ) from error
         self.url, self.root = url, root.rstrip("/")
         protocols = {self.fs.protocol} if isinstance(self.fs.protocol, str) else set(self.fs.protocol)
         self._shows_whole = bool(protocols & OBJECT_STORES)

@@ -1,7 +1,8 @@
-"""The blobs of a store as readers see them: files of one folder, or of a remote store behind it; what is not what it says is set aside.
+"""The blobs of a store as readers see them: files of one folder, or of a remote store behind it; what is not what it
+says is set aside.
 
-A file is called by the key of its tokens and by which part of the kv heads it holds, `<key>.<shard>-<shards>`; an END by the key of the blobs before it, its
-tokens and their key: `<key>+<tokens>-<key>.<shard>-<shards>`.
+A file is called by the key of its tokens and by which part of the kv heads it holds, `<key>.<shard>-<shards>`; an END
+by the key of the blobs before it, its tokens and their key: `<key>+<tokens>-<key>.<shard>-<shards>`.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Blob:
     def pages(self) -> list[Page]:
         return self.sources[0].table.pages
 
-    def work(self, groups: Rows[LayerGroup], mine: Shard, wanted: Rows[tuple[int, torch.Tensor]]) -> list[tuple[Source, list[tuple[int, ...]], list[Piece]]]:
+    def work(
+        self, groups: Rows[LayerGroup], mine: Shard, wanted: Rows[tuple[int, torch.Tensor]]
+    ) -> list[tuple[Source, list[tuple[int, ...]], list[Piece]]]:
         """What to read of each source.
 
         Args:
@@ -86,7 +89,9 @@ class Blob:
         found = []
         for source, shard in zip(self.sources, self.shards, strict=True):
             theirs = groups_of(groups, mine, shard)
-            shape_of = {(g, name): blob.block_shape(group, name) for g, group in enumerate(theirs) for name in group.pools}
+            shape_of = {
+                (g, name): blob.block_shape(group, name) for g, group in enumerate(theirs) for name in group.pools
+            }
             shapes: list[tuple[int, ...]] = [shape_of[p.group, p.pool] for p in self.pages]
             if shard == mine:
                 pieces = [Piece(number, to) for number, to in wanted]
@@ -101,7 +106,9 @@ def _overlap(num_heads: int, mine: Shard, theirs: Shard) -> tuple[slice, slice]:
     own, other = num_heads // mine[1], num_heads // theirs[1]
     first = max(mine[0] * own, theirs[0] * other)
     last = min((mine[0] + 1) * own, (theirs[0] + 1) * other)
-    return slice(first - theirs[0] * other, last - theirs[0] * other), slice(first - mine[0] * own, last - mine[0] * own)
+    return slice(first - theirs[0] * other, last - theirs[0] * other), slice(
+        first - mine[0] * own, last - mine[0] * own
+    )
 
 
 class Shelf:
@@ -154,7 +161,11 @@ class Shelf:
             return
         mine = [self.folder.nbytes(space, name) for name in names]
         there = self.remote.sizes(space, names)
-        self.remote.put(space, [name for name, a, b in zip(names, there, mine, strict=True) if a != b and b is not None], self.folder)
+        self.remote.put(
+            space,
+            [name for name, a, b in zip(names, there, mine, strict=True) if a != b and b is not None],
+            self.folder,
+        )
 
     def fetch(self, space: str, stems: list[str]) -> None:
         """Bring the beginning of a chain of blobs from the remote store, as far as it goes."""
@@ -175,15 +186,26 @@ class Shelf:
         return set(self.folder.names(space, start)) | set(self.remote.names(space, start) if self.remote else ())
 
     def use(self, space: str, names: list[str]) -> None:
-        """Note that the files of a prefix were used now: its end a little before its beginning, so that it leaves first."""
+        """Note that the files of a prefix were used now: its end a little before its beginning, so that it leaves
+        first.
+        """
         now = time.time_ns()
         for i, name in enumerate(names):
             self.folder.use(space, name, now - i)
 
     def blob(
-        self, space: str, stem: str, identity: Identity, groups: Rows[LayerGroup], kind: Kind, span: tuple[int, int], key: bytes
-    ) -> Blob | None:  # fmt: skip
-        """A blob with headers and tables read, or None where it is not there. A file that is not what it should be is set aside.
+        self,
+        space: str,
+        stem: str,
+        identity: Identity,
+        groups: Rows[LayerGroup],
+        kind: Kind,
+        span: tuple[int, int],
+        key: bytes,
+    ) -> Blob | None:
+        """A blob with headers and tables read, or None where it is not there.
+
+        A file that is not what it should be is set aside.
 
         Args:
             groups: of this shard.
@@ -192,7 +214,10 @@ class Shelf:
         if own := self._checked(space, name_of(stem, self.shard), identity, groups, kind, span, key):
             return Blob([own], [self.shard])
         for shards in self._other_cuts(space, stem):
-            sources = [self._checked(space, name_of(stem, s), identity, groups_of(groups, self.shard, s), kind, span, key) for s in shards]
+            sources = [
+                self._checked(space, name_of(stem, s), identity, groups_of(groups, self.shard, s), kind, span, key)
+                for s in shards
+            ]
             whole = [s for s in sources if s is not None]
             if len(whole) == len(shards) and all(s.table.pages == whole[0].table.pages for s in whole):
                 return Blob(whole, shards)
@@ -214,17 +239,30 @@ class Shelf:
         return found
 
     def _checked(
-        self, space: str, name: str, identity: Identity, groups: Rows[LayerGroup], kind: Kind, span: tuple[int, int], key: bytes
-    ) -> Source | None:  # fmt: skip
+        self,
+        space: str,
+        name: str,
+        identity: Identity,
+        groups: Rows[LayerGroup],
+        kind: Kind,
+        span: tuple[int, int],
+        key: bytes,
+    ) -> Source | None:
         try:
             source = None if name in self._left else self.source(space, name, identity, groups)
             if source is None:
                 return None
             header = source.header
-            if (header.kind, header.start, header.start + header.tokens, header.key) != (kind, *span, key[: keys.KEY_BYTES]):
+            if (header.kind, header.start, header.start + header.tokens, header.key) != (
+                kind,
+                *span,
+                key[: keys.KEY_BYTES],
+            ):
                 raise FileFormatError(f"{source.path} does not belong there: it holds other tokens")
             size, sinks = groups[0].page_size, groups[0].num_sink_tokens
-            if kind == Kind.PAGES and not pages.fit(source.table.pages, groups, range(max(0, span[0] - sinks) // size, (span[1] - sinks) // size)):
+            if kind == Kind.PAGES and not pages.fit(
+                source.table.pages, groups, range(max(0, span[0] - sinks) // size, (span[1] - sinks) // size)
+            ):
                 raise FileFormatError(f"{source.path} holds pages of other tokens than its header says")
             return source
         except FileFormatError as error:
@@ -249,7 +287,9 @@ class Shelf:
             if reason := header.refuses(identity):
                 raise FileFormatError(f"{path} does not belong there: {reason}")
             if name.rpartition(".")[2] != f"{header.identity.shard}-{header.identity.shards}":
-                raise FileFormatError(f"{path} does not belong there: it holds shard {header.identity.shard} of {header.identity.shards}")
+                raise FileFormatError(
+                    f"{path} does not belong there: it holds shard {header.identity.shard} of {header.identity.shards}"
+                )
             if header.nbytes != (size := os.fstat(fd).st_size):
                 raise FileFormatError(f"{path} is truncated: {counted(size, 'byte')} of {header.nbytes}")
             table = start[blob.HEADER_BYTES : (end := blob.HEADER_BYTES + header.table_bytes)]
@@ -271,4 +311,7 @@ class Shelf:
             self._left.add(error.name)
         if self.remote:
             self.remote.set_aside(space, error.name)
-        warnings.warn(f"{error}; it was {'renamed to ' + kept if kept else 'left'} and its tokens will be computed again", stacklevel=4)
+        warnings.warn(
+            f"{error}; it was {'renamed to ' + kept if kept else 'left'} and its tokens will be computed again",
+            stacklevel=4,
+        )

@@ -1,6 +1,8 @@
-"""SGLang's operators of drafts on CPUs, by their definition: what its own kernels for CPUs (`sgl_kernel` built from source) have by these names.
+"""SGLang's operators of drafts on CPUs, by their definition: what its own kernels for CPUs (`sgl_kernel` built from
+source) have by these names.
 
-Nodes of a tree are known by their first child (`next_token`) and by the next child of the same parent (`next_sibling`), -1 for none.
+Nodes of a tree are known by their first child (`next_token`) and by the next child of the same parent (`next_sibling`),
+-1 for none.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ import torch
 from torch import Tensor
 
 
-def assign_req_to_token_pool_cpu(requests: Tensor, table: Tensor, begins: Tensor, ends: Tensor, slots: Tensor, width: int) -> None:
+def assign_req_to_token_pool_cpu(
+    requests: Tensor, table: Tensor, begins: Tensor, ends: Tensor, slots: Tensor, width: int
+) -> None:
     """table[request, begin:end] = slots, one behind the other."""
     at = 0
     for request, begin, end in zip(requests.tolist(), begins.tolist(), ends.tolist(), strict=True):
@@ -17,9 +21,13 @@ def assign_req_to_token_pool_cpu(requests: Tensor, table: Tensor, begins: Tensor
         at += end - begin
 
 
-def assign_extend_cache_locs_cpu(requests: Tensor, table: Tensor, begins: Tensor, ends: Tensor, slots: Tensor, width: int) -> None:
+def assign_extend_cache_locs_cpu(
+    requests: Tensor, table: Tensor, begins: Tensor, ends: Tensor, slots: Tensor, width: int
+) -> None:
     """The other way round."""
-    found = torch.cat([table[r, a:b] for r, a, b in zip(requests.tolist(), begins.tolist(), ends.tolist(), strict=True)])
+    found = torch.cat(
+        [table[r, a:b] for r, a, b in zip(requests.tolist(), begins.tolist(), ends.tolist(), strict=True)]
+    )
     slots[: len(found)] = found
 
 
@@ -30,9 +38,16 @@ def fill_accept_out_cache_loc_cpu(accepted: Tensor, slots: Tensor, out: Tensor) 
 
 
 def verify_tree_greedy_cpu(
-    *, predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, retrive_index: Tensor, retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor, target_predict: Tensor,
-) -> None:  # fmt: skip
+    *,
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    target_predict: Tensor,
+) -> None:
     """From the root on, to the child that the model said; its number of drafts does not count the root."""
     for b in range(len(candidates)):
         at, count = 0, 0
@@ -49,7 +64,14 @@ def verify_tree_greedy_cpu(
 
 
 def reconstruct_indices_from_tree_mask(
-    mask: Tensor, lens: Tensor, positions: Tensor, index: Tensor, next_token: Tensor, next_sibling: Tensor, batch_size: int, count: int
+    mask: Tensor,
+    lens: Tensor,
+    positions: Tensor,
+    index: Tensor,
+    next_token: Tensor,
+    next_sibling: Tensor,
+    batch_size: int,
+    count: int,
 ) -> None:
     """mask bool [batch_size * count * count]: whether node j is node i, or above it."""
     above = mask.view(batch_size, count, count).tril(-1)

@@ -1,9 +1,13 @@
-"""What SGLang's official wheel imports and a machine without a GPU does not have, so that its own engine, scheduler and model runner start on a CPU.
+"""What SGLang's official wheel imports and a machine without a GPU does not have, so that its own engine, scheduler and
+model runner start on a CPU.
 
-Run at the start of every process of the environment that tests/integrations/run_sglang_cpu.sh makes. Nothing of SGLang is replaced:
+Run at the start of every process of the environment that tests/integrations/run_sglang_cpu.sh makes. Nothing of SGLang
+is replaced:
 
-    sgl_kernel    its wheel is for CUDA only. Names can be imported; calling one fails with its name, but for the few that move drafts' integers (sgl_drafts.py).
-    torchvision   its operators are in a library for CUDA. Two are declared, since it describes their results when it is imported.
+    sgl_kernel    its wheel is for CUDA only. Names can be imported; calling one fails with its name, but for the few
+                  that move drafts' integers (sgl_drafts.py).
+    torchvision   its operators are in a library for CUDA. Two are declared, since it describes their results when it is
+                  imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The tasks of `kvbits eval`, one module per family. A task is a list of items; an item runs several caches side by side and gives each a record.
+"""The tasks of `kvbits eval`, one module per family.
+
+A task is a list of items; an item runs several caches side by side and gives each a record.
 
 `load(name)` imports a task when it is wanted. To add one: a subclass of `Task`, a line in `TASKS`.
 """
@@ -48,16 +50,23 @@ class Options:
     """Sizes of an evaluation; the command line's options of the same names.
 
     Attributes:
-        windows, length: windows of each text, spread over it, and their tokens (fidelity, attention); chains and their tokens (replay).
-        chunk: tokens per forward pass; older history is read as stored. None for the task's usual number (`Task.usual_chunk`).
-        context, new_tokens: tokens before decoding starts and tokens decoded one by one (decode, greedy; follow: in chunks); new_tokens: copied (copying).
-        contexts, depths: prompt lengths in tokens (copying: how far back), and where in them the needle sits (0 first, 1 last).
+        windows, length: windows of each text, spread over it, and their tokens (fidelity, attention); chains and their
+            tokens (replay).
+        chunk: tokens per forward pass; older history is read as stored. None for the task's usual number
+            (`Task.usual_chunk`).
+        context, new_tokens: tokens before decoding starts and tokens decoded one by one (decode, greedy; follow: in
+            chunks); new_tokens: copied (copying).
+        contexts, depths: prompt lengths in tokens (copying: how far back), and where in them the needle sits (0 first,
+            1 last).
         repeats: prompts per length and depth, or kind.
-        limit: problems of a benchmark (humaneval, gsm8k, mmlu, arc), drawn by `seed`; a larger limit adds to a smaller one's. None for all.
+        limit: problems of a benchmark (humaneval, gsm8k, mmlu, arc), drawn by `seed`; a larger limit adds to a smaller
+            one's. None for all.
         shots: worked examples before each question; None for the benchmark's usual number.
-        batch_size: prompts or windows that go through a cache together (attention, decode: always one); figures depend on it by rounding alone, but for
-            speeds, which are of single windows only. None for the task's usual number (`Task.usual_batch`).
-        draws: answers of a benchmark that is written (gsm8k, humaneval), sampled by `seed` and alike for all caches; 0 for one that is greedy.
+        batch_size: prompts or windows that go through a cache together (attention, decode: always one); figures depend
+            on it by rounding alone, but for speeds, which are of single windows only. None for the task's usual number
+            (`Task.usual_batch`).
+        draws: answers of a benchmark that is written (gsm8k, humaneval), sampled by `seed` and alike for all caches; 0
+            for one that is greedy.
         data: benchmark name -> its local file.
         seed: draws passkeys, filler and samples.
     """
@@ -170,7 +179,9 @@ class Task:
         """Each cache's record of an item. With `relative` the first factory is the base."""
         return self.run_batch([key], factories, advance)[key]
 
-    def run_batch(self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, dict[str, Record]]:
+    def run_batch(
+        self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]
+    ) -> dict[str, dict[str, Record]]:
         """`run` of several items."""
         if not self.batched:
             return {key: self.run(key, factories, advance) for key in keys}
@@ -182,7 +193,9 @@ class Task:
         return found
 
     def pairs(self, record: Record, base: Record | None) -> bool:
-        """Whether a cache's record of an item and the base cache's, None where it has none, are of the same; one that is not is measured anew."""
+        """Whether a cache's record of an item and the base cache's, None where it has none, are of the same; one that
+        is not is measured anew.
+        """
         return True
 
     def answers(self, f: CacheFactory, keys: list[str]) -> list[Record]:
@@ -190,7 +203,9 @@ class Task:
         raise NotImplementedError
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
-        """Figures of one cache over its items; `base` holds the base cache's records of the same items (empty if it did not run)."""
+        """Figures of one cache over its items; `base` holds the base cache's records of the same items (empty if it did
+        not run).
+        """
         raise NotImplementedError
 
 

@@ -45,15 +45,25 @@ class AttentionTask(FidelityTask):
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
         layers = len(next(iter(records.values()))["layers"])
-        by_layer: dict[str, list[Any]] = {m: [_mean([h for r in records.values() for h in r["layers"][i][m]]) for i in range(layers)] for m in MEASURES}
+        by_layer: dict[str, list[Any]] = {
+            m: [_mean([h for r in records.values() for h in r["layers"][i][m]]) for i in range(layers)]
+            for m in MEASURES
+        }
         found: dict[str, Any] = {m: _mean(values) for m, values in by_layer.items()}
         worst = max(range(layers), key=lambda i: by_layer["output_error"][i] or 0.0)
         found |= {
-            "worst_layer": worst, "worst_output_error": by_layer["output_error"][worst],
-            "clipped": sum(n for r in records.values() for x in r["layers"] for side in ("clipped_keys", "clipped_values") for n in x[side]),
+            "worst_layer": worst,
+            "worst_output_error": by_layer["output_error"][worst],
+            "clipped": sum(
+                n
+                for r in records.values()
+                for x in r["layers"]
+                for side in ("clipped_keys", "clipped_values")
+                for n in x[side]
+            ),
             "saturated": sum(n for r in records.values() for x in r["layers"] for n in x["saturated"].values()),
             "by_layer": by_layer,
-        }  # fmt: skip
+        }
         return found
 
 

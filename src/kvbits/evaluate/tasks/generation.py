@@ -1,4 +1,5 @@
-"""HumanEval pass@1: completions through the cache, greedy or sampled, run against the benchmark's tests in a locked-down process.
+"""HumanEval pass@1: completions through the cache, greedy or sampled, run against the benchmark's tests in a
+locked-down process.
 
 A record's `passed` is the verdict; `reason` says why not, `isolation` what held the program (see `sandbox`).
 """
@@ -58,7 +59,9 @@ def drawn(items: list[Any], seed: int) -> list[Any]:
 
 
 def asked(problems: list[str], draws: int) -> list[str]:
-    """Keys of all answers to problems: a problem's own where answers are greedy, PROBLEM#1, PROBLEM#2, .. where `draws` of them are sampled."""
+    """Keys of all answers to problems: a problem's own where answers are greedy, PROBLEM#1, PROBLEM#2, .. where `draws`
+    of them are sampled.
+    """
     return [f"{p}#{i}" for i in range(1, draws + 1) for p in problems] if draws else list(problems)
 
 
@@ -74,7 +77,9 @@ def counted(keys: Iterable[str]) -> dict[str, int]:
     return {"problems": len({key.split("#")[0] for key in found}), "answers": len(found)}
 
 
-def completed(task: Task, f: CacheFactory, keys: list[str], prompts: list[torch.Tensor], stops: tuple[str, ...]) -> list[tuple[list[int], str]]:
+def completed(
+    task: Task, f: CacheFactory, keys: list[str], prompts: list[torch.Tensor], stops: tuple[str, ...]
+) -> list[tuple[list[int], str]]:
     """The tokens that answer each key of `asked`, up to a stop, and their text before it."""
     tokenizer, o = task.context.tokenizer, task.context.options
 
@@ -87,7 +92,10 @@ def completed(task: Task, f: CacheFactory, keys: list[str], prompts: list[torch.
     draws = [random.Random(f"{o.seed}:{key}") for key in keys] if o.draws else None
     written = generate(task.context.model, f, prompts, MAX_NEW_TOKENS, task.chunk, ends, draws)
     whole = map(text, written)
-    return [(tokens, one[: min((one.index(s) for s in stops if s in one), default=len(one))]) for tokens, one in zip(written, whole, strict=True)]
+    return [
+        (tokens, one[: min((one.index(s) for s in stops if s in one), default=len(one))])
+        for tokens, one in zip(written, whole, strict=True)
+    ]
 
 
 class HumanEvalTask(Task):
@@ -100,7 +108,10 @@ class HumanEvalTask(Task):
         super().__init__(context)
         path = data_file(context, "humaneval", "HumanEval.jsonl")
         try:
-            self._problems = {str(r["task_id"]): (str(r["prompt"]), f"{r['test']}\ncheck({r['entry_point']})\n") for r in json_lines(path)}
+            self._problems = {
+                str(r["task_id"]): (str(r["prompt"]), f"{r['test']}\ncheck({r['entry_point']})\n")
+                for r in json_lines(path)
+            }
         except (KeyError, TypeError, ValueError) as e:
             raise SpecError(f"--data humaneval={path} is not HumanEval's JSON lines: {e!r}") from e
 
@@ -115,7 +126,10 @@ class HumanEvalTask(Task):
     def answers(self, f: CacheFactory, keys: list[str]) -> list[Record]:
         tokenizer = self.context.tokenizer
         starts = [self._problem(key)[0].rstrip() for key in keys]
-        prompts = [torch.tensor([*bos_of(tokenizer), *tokenizer(text, add_special_tokens=False)["input_ids"]]) for text in starts]
+        prompts = [
+            torch.tensor([*bos_of(tokenizer), *tokenizer(text, add_special_tokens=False)["input_ids"]])
+            for text in starts
+        ]
         written = completed(self, f, keys, prompts, STOPS)
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             records = list(pool.map(self._judge, keys, starts, [text for _, text in written]))
@@ -126,12 +140,20 @@ class HumanEvalTask(Task):
 
     def _judge(self, key: str, start: str, completion: str) -> Record:
         outcome = run_program(start + completion + "\n\n" + self._problem(key)[1])
-        return {"passed": outcome.passed, "reason": outcome.reason, "completion": completion, "isolation": list(outcome.isolation)}
+        return {
+            "passed": outcome.passed,
+            "reason": outcome.reason,
+            "completion": completion,
+            "isolation": list(outcome.isolation),
+        }
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
         passed = sum(r["passed"] for r in records.values())
         same = [records[k]["completion"] == base[k]["completion"] for k in records if k in base]
         return {
-            **counted(records), "accuracy": passed / len(records), "passed": passed,
-            "same_completion": sum(same) / len(same) if same else None, **paired_records(records, base, "passed"),
-        }  # fmt: skip
+            **counted(records),
+            "accuracy": passed / len(records),
+            "passed": passed,
+            "same_completion": sum(same) / len(same) if same else None,
+            **paired_records(records, base, "passed"),
+        }

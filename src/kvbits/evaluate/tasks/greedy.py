@@ -1,7 +1,8 @@
-"""Greedy generation beside the base cache: where does the text first differ (`greedy`), and what would a cache have written in the base's place (`follow`)?
+"""Greedy generation beside the base cache: where does the text first differ (`greedy`), and what would a cache have
+written in the base's place (`follow`)?
 
-One token written differently changes all that come after it, so `greedy`'s agreement falls with the length of a text even where every other token is as good.
-`follow` feeds every cache the base's own text instead (teacher forcing).
+One token written differently changes all that come after it, so `greedy`'s agreement falls with the length of a text
+even where every other token is as good. `follow` feeds every cache the base's own text instead (teacher forcing).
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from .text import DecodeTask, standard_error
 
 
 class GreedyTask(DecodeTask):
-    """A context in chunks, then `new_tokens` greedy ones. A record holds the tokens and the first position that differs from the base's."""
+    """A context in chunks, then `new_tokens` greedy ones.
+
+    A record holds the tokens and the first position that differs from the base's.
+    """
 
     name: ClassVar[str] = "greedy"
 
     batched: ClassVar[bool] = True
     run = Task.run
 
-    def run_batch(self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, dict[str, Record]]:
+    def run_batch(
+        self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]
+    ) -> dict[str, dict[str, Record]]:
         o = self.context.options
         prompts = [self._windows[key][: o.context] for key in keys]
         base, *others = factories.values()
@@ -37,11 +43,17 @@ class GreedyTask(DecodeTask):
             texts = self._texts(f, prompts, written, f is base)
             for key, tokens, wanted in zip(keys, texts, written, strict=True):
                 same = [a == b for a, b in zip(tokens, wanted, strict=True)]
-                found[key][f.name] = {"tokens": tokens, "first_divergence": same.index(False) if False in same else len(same), "same": sum(same)}
+                found[key][f.name] = {
+                    "tokens": tokens,
+                    "first_divergence": same.index(False) if False in same else len(same),
+                    "same": sum(same),
+                }
             advance(self._length * len(keys))
         return found
 
-    def _texts(self, f: CacheFactory, prompts: list[torch.Tensor], written: list[list[int]], is_base: bool) -> list[list[int]]:
+    def _texts(
+        self, f: CacheFactory, prompts: list[torch.Tensor], written: list[list[int]], is_base: bool
+    ) -> list[list[int]]:
         """What the cache writes; `written`: by the base."""
         o = self.context.options
         return written if is_base else generate(self.context.model, f, prompts, o.new_tokens, self.chunk)
@@ -50,16 +62,19 @@ class GreedyTask(DecodeTask):
         records, length = list(by_item.values()), self.context.options.new_tokens
         first = [float(r["first_divergence"]) for r in records]
         return {
-            "prompts": len(records), "new_tokens": length,
-            "first_divergence": math.fsum(first) / len(first), "first_divergence_se": standard_error(first),
+            "prompts": len(records),
+            "new_tokens": length,
+            "first_divergence": math.fsum(first) / len(first),
+            "first_divergence_se": standard_error(first),
             "identical": sum(r["first_divergence"] == length for r in records),
             "agreement": sum(r["same"] for r in records) / length / len(records),
             "agreement_se": standard_error([r["same"] / length for r in records]),
-        }  # fmt: skip
+        }
 
 
 class FollowTask(GreedyTask):
-    """A context in chunks, then the base's greedy text in chunks: at how many of its tokens does a cache choose the same one?
+    """A context in chunks, then the base's greedy text in chunks: at how many of its tokens does a cache choose the
+    same one?
 
     The base's own share is below 1 by what rounds differently in passes of several tokens.
     """
@@ -67,5 +82,7 @@ class FollowTask(GreedyTask):
     name: ClassVar[str] = "follow"
     usual_chunk: ClassVar[int] = DECODING_CHUNK
 
-    def _texts(self, f: CacheFactory, prompts: list[torch.Tensor], written: list[list[int]], is_base: bool) -> list[list[int]]:
+    def _texts(
+        self, f: CacheFactory, prompts: list[torch.Tensor], written: list[list[int]], is_base: bool
+    ) -> list[list[int]]:
         return follow(self.context.model, f, prompts, written, self.chunk)

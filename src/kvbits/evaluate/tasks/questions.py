@@ -1,11 +1,15 @@
 """MMLU and ARC by likelihood, GSM8K by generation, on local files, prompts in batches; scored as lm-eval scores them.
 
-    mmlu    --data mmlu=FILE.jsonl {subject, question, choices[4], answer}; shots from mmlu_dev=FILE.jsonl, of the same subject (5)
-    arc     --data arc=FILE.jsonl, AI2's own format; the likelihood of each answer's text, also divided by its length; shots from arc_dev=FILE.jsonl (25)
-    gsm8k   --data gsm8k=FILE.jsonl {question, answer}; the number after #### in the answer, greedy or sampled; shots from gsm8k_train=FILE.jsonl (5)
+    mmlu    --data mmlu=FILE.jsonl {subject, question, choices[4], answer}; shots from mmlu_dev=FILE.jsonl, of the same
+            subject (5)
+    arc     --data arc=FILE.jsonl, AI2's own format; the likelihood of each answer's text, also divided by its length;
+            shots from arc_dev=FILE.jsonl (25)
+    gsm8k   --data gsm8k=FILE.jsonl {question, answer}; the number after #### in the answer, greedy or sampled; shots
+            from gsm8k_train=FILE.jsonl (5)
 
-Shots are what fills the cache: a question alone is shorter than what most schemes keep raw. A record says whether the question was answered right. For other
-benchmarks, the cache plugs into lm-eval itself (`evaluate.lm_eval`), which a test holds equal to the scores here.
+Shots are what fills the cache: a question alone is shorter than what most schemes keep raw. A record says whether the
+question was answered right. For other benchmarks, the cache plugs into lm-eval itself (`evaluate.lm_eval`), which a
+test holds equal to the scores here.
 """
 
 from __future__ import annotations
@@ -60,7 +64,9 @@ class QuestionsTask(Task):
         except KvbitsError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError) as e:
-            given = ", ".join(f"{name}={path}" for name, path in context.options.data.items() if name.startswith(self.name))
+            given = ", ".join(
+                f"{name}={path}" for name, path in context.options.data.items() if name.startswith(self.name)
+            )
             raise SpecError(f"--data {given}: not {self.name}'s own JSON lines: {e!r}") from e
         self.problems = {str(p["id"]): p for p in found[: context.options.limit]}
 
@@ -96,13 +102,23 @@ class QuestionsTask(Task):
         for p, scores in zip(problems, score(self.context.model, f, prompts, continuations, self.chunk), strict=True):
             plain = [nats for nats, _ in scores]
             each = [nats / len(c) for nats, c in zip(plain, p["choices"], strict=True)]
-            found.append({"right": int(_largest(plain) == p["answer"]), "right_norm": int(_largest(each) == p["answer"]), "chosen": _largest(plain)})
+            found.append(
+                {
+                    "right": int(_largest(plain) == p["answer"]),
+                    "right_norm": int(_largest(each) == p["answer"]),
+                    "chosen": _largest(plain),
+                }
+            )
         return found
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
         right = [r["right"] for r in records.values()]
         accuracy = sum(right) / len(right)
-        found: dict[str, Any] = {**counted(records), "accuracy": accuracy, "accuracy_se": (accuracy * (1 - accuracy) / len(right)) ** 0.5}
+        found: dict[str, Any] = {
+            **counted(records),
+            "accuracy": accuracy,
+            "accuracy_se": (accuracy * (1 - accuracy) / len(right)) ** 0.5,
+        }
         if all("right_norm" in r for r in records.values()):
             found["accuracy_norm"] = sum(r["right_norm"] for r in records.values()) / len(right)
         shared = [k for k in records if k in base]
@@ -133,9 +149,19 @@ class MmluTask(QuestionsTask):
         for i, r in _spread(drawn(list(enumerate(rows)), self.context.options.seed), lambda row: row[1]["subject"]):
             examples = shown.get(r["subject"], [])
             if len(examples) < self.shots:
-                raise SpecError(f"--data mmlu_dev has {len(examples)} examples of {r['subject']!r}, but {self.shots} shots need more; lower --shots")
+                raise SpecError(
+                    f"--data mmlu_dev has {len(examples)} examples of {r['subject']!r}, but {self.shots} shots need"
+                    " more; lower --shots"
+                )
             lead = f"Questions about {r['subject'].replace('_', ' ')} with their answers.\n\n"
-            found.append({"id": i, "prompt": lead + "".join(examples[: self.shots]) + self._question(r), "choices": list(LETTERS), "answer": int(r["answer"])})
+            found.append(
+                {
+                    "id": i,
+                    "prompt": lead + "".join(examples[: self.shots]) + self._question(r),
+                    "choices": list(LETTERS),
+                    "answer": int(r["answer"]),
+                }
+            )
         return found
 
     @staticmethod
@@ -162,9 +188,15 @@ class ArcTask(QuestionsTask):
     SHOTS: ClassVar[int] = 25
 
     def _problems(self) -> list[dict[str, Any]]:
-        shown = [self._put(r) for r in read_lines(data_file(self.context, "arc_dev", "ARC-Challenge-Dev.jsonl"))] if self.shots else []
+        shown = (
+            [self._put(r) for r in read_lines(data_file(self.context, "arc_dev", "ARC-Challenge-Dev.jsonl"))]
+            if self.shots
+            else []
+        )
         if len(shown) < self.shots:
-            raise SpecError(f"--data arc_dev has {len(shown)} examples, but {self.shots} shots need more; lower --shots")
+            raise SpecError(
+                f"--data arc_dev has {len(shown)} examples, but {self.shots} shots need more; lower --shots"
+            )
         lead = "".join(f"{p['prompt']} {p['choices'][p['answer']]}\n\n" for p in shown[: self.shots])
         rows = read_lines(data_file(self.context, "arc", "ARC-Challenge-Test.jsonl"))
         found = [self._put(r) | {"id": i} for i, r in drawn(list(enumerate(rows)), self.context.options.seed)]
@@ -174,7 +206,11 @@ class ArcTask(QuestionsTask):
     def _put(r: dict[str, Any]) -> dict[str, Any]:
         labels = [c["label"] for c in r["question"]["choices"]]
         choices = [c["text"] for c in r["question"]["choices"]]
-        return {"prompt": f"Question: {r['question']['stem']}\nAnswer:", "choices": choices, "answer": labels.index(r["answerKey"])}
+        return {
+            "prompt": f"Question: {r['question']['stem']}\nAnswer:",
+            "choices": choices,
+            "answer": labels.index(r["answerKey"]),
+        }
 
 
 class Gsm8kTask(QuestionsTask):
@@ -188,7 +224,11 @@ class Gsm8kTask(QuestionsTask):
         train = read_lines(data_file(self.context, "gsm8k_train", "train.jsonl"))[: self.shots] if self.shots else []
         lead = "".join(f"Question: {r['question']}\nAnswer: {r['answer']}\n\n" for r in train)
         return [
-            {"id": i, "prompt": f"{lead}Question: {r['question']}\nAnswer:", "target": r["answer"].split("####")[-1].strip()}
+            {
+                "id": i,
+                "prompt": f"{lead}Question: {r['question']}\nAnswer:",
+                "target": r["answer"].split("####")[-1].strip(),
+            }
             for i, r in drawn(list(enumerate(rows)), self.context.options.seed)
         ]
 
@@ -206,5 +246,7 @@ class Gsm8kTask(QuestionsTask):
         for p, (tokens, answer) in zip(problems, completed(self, f, keys, prompts, STOPS), strict=True):
             number = NUMBER.search(answer)
             chosen = number[1].replace(",", "") if number else None
-            found.append({"right": int(chosen == p["target"].replace(",", "")), "chosen": chosen, "tokens": len(tokens)})
+            found.append(
+                {"right": int(chosen == p["target"].replace(",", "")), "chosen": chosen, "tokens": len(tokens)}
+            )
         return found

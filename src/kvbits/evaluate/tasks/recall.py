@@ -1,8 +1,10 @@
-"""Texts that are fed as they are, and parts of them that a cache would have written, too: copying here, keeping track in `tracking`.
+"""Texts that are fed as they are, and parts of them that a cache would have written, too: copying here, keeping track
+in `tracking`.
 
-A prompt is stored in chunks; the text after it goes on in chunks of at most 16 tokens (teacher forcing), so one wrong token spoils no other. A part is right
-if each of its tokens was the most likely one. Many parts to a prompt make many questions of little work, and the same ones are put to every cache: what differs
-from the 16-bit cache comes with an interval and McNemar's test (`evaluate.paired`).
+A prompt is stored in chunks; the text after it goes on in chunks of at most 16 tokens (teacher forcing), so one wrong
+token spoils no other. A part is right if each of its tokens was the most likely one. Many parts to a prompt make many
+questions of little work, and the same ones are put to every cache: what differs from the 16-bit cache comes with an
+interval and McNemar's test (`evaluate.paired`).
 
     copying    a list of random words, and the same list again: each word is read --contexts tokens back
 """
@@ -45,14 +47,17 @@ class PartsTask(Task):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.item = functools.lru_cache(max(64, self.batch))(self._fitting)  # every cache is asked the same
-        one_of_each = {key.rsplit(":", 1)[0]: key for key in self.item_keys()}  # kind and length, before anything runs; the others differ little
+        # kind and length, before anything runs; the others differ little
+        one_of_each = {key.rsplit(":", 1)[0]: key for key in self.item_keys()}
         for key in one_of_each.values():
             self.item(key)
 
     def _fitting(self, key: str) -> Any:
         made, limit = self._made(key), self.context.max_context
         if (room := self.room(made)) > (limit or room):
-            raise DataError(f"{self.name} {key} takes {room} tokens, which pass the model's {limit} positions; lower --contexts")
+            raise DataError(
+                f"{self.name} {key} takes {room} tokens, which pass the model's {limit} positions; lower --contexts"
+            )
         return made
 
     @property
@@ -84,16 +89,27 @@ class PartsTask(Task):
         kinds: dict[str, dict[str, Record]] = {}
         for key, record in records.items():
             kinds.setdefault(key.rsplit(":", 1)[0], {})[key] = record
-        return parts_summary(records, base) | {"by_kind": {kind: parts_summary(some, base) for kind, some in kinds.items()}}
+        return parts_summary(records, base) | {
+            "by_kind": {kind: parts_summary(some, base) for kind, some in kinds.items()}
+        }
 
 
 def parts_summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
-    """Shares of parts, and of tokens where they were counted, that are right, and the difference to the 16-bit cache's."""
+    """Shares of parts, and of tokens where they were counted, that are right, and the difference to the
+    16-bit cache's.
+    """
     right = [c == "1" for r in records.values() for c in r["right"]]
     found: dict[str, Any] = {"parts": len(right), "accuracy": sum(right) / len(right)}
     if all("tokens" in r for r in records.values()):
-        found["token_accuracy"] = sum(r["tokens_right"] for r in records.values()) / sum(r["tokens"] for r in records.values())
-    return found | paired((a == "1", b == "1") for k, r in records.items() if k in base for a, b in zip(r["right"], base[k]["right"], strict=True))
+        found["token_accuracy"] = sum(r["tokens_right"] for r in records.values()) / sum(
+            r["tokens"] for r in records.values()
+        )
+    return found | paired(
+        (a == "1", b == "1")
+        for k, r in records.items()
+        if k in base
+        for a, b in zip(r["right"], base[k]["right"], strict=True)
+    )
 
 
 class ForcedTask(PartsTask):
@@ -121,19 +137,30 @@ class ForcedTask(PartsTask):
     def answers(self, f: CacheFactory, keys: list[str]) -> list[Record]:
         items = [self.item(key) for key in keys]
         chunk = min(self.chunk, DECODING_CHUNK)
-        chosen = follow(self.context.model, f, [p for p, *_ in items], [t for _, t, _ in items], self.chunk, text_chunk=chunk)
+        chosen = follow(
+            self.context.model, f, [p for p, *_ in items], [t for _, t, _ in items], self.chunk, text_chunk=chunk
+        )
         found = []
         for tokens, (_, text, where) in zip(chosen, items, strict=True):
             same = [a == b for a, b in zip(tokens, text, strict=True)]
             asked = [same[first:end] for first, end in where]
-            found.append({"right": "".join("01"[all(one)] for one in asked), "tokens": sum(map(len, asked)), "tokens_right": sum(map(sum, asked))})
+            found.append(
+                {
+                    "right": "".join("01"[all(one)] for one in asked),
+                    "tokens": sum(map(len, asked)),
+                    "tokens_right": sum(map(sum, asked)),
+                }
+            )
         return found
 
 
 class CopyingTask(ForcedTask):
-    """`WORDS` random words are a part, their commas with them; the first of the list, which nothing announces, are no question. About `new_tokens` are copied.
+    """`WORDS` random words are a part, their commas with them; the first of the list, which nothing announces, are no
+    question. About `new_tokens` are copied.
 
-    Commas are there for small models: SmolLM2 copies nine tokens of ten of such a list, and two of three of words in lines, numbered or not."""
+    Commas are there for small models: SmolLM2 copies nine tokens of ten of such a list, and two of three of words in
+    lines, numbered or not.
+    """
 
     name: ClassVar[str] = "copying"
     KINDS: ClassVar[tuple[str, ...]] = ("words",)
@@ -154,5 +181,8 @@ class CopyingTask(ForcedTask):
             room -= len(self.encode(runs[copied]))
             copied += 1
         if copied < 2:
-            raise DataError(f"copying from {length} tokens back: nothing is left to ask for after the first {self.WORDS} words; give larger --contexts")
+            raise DataError(
+                f"copying from {length} tokens back: nothing is left to ask for after the first {self.WORDS} words;"
+                " give larger --contexts"
+            )
         return ids, [(run, i > 0) for i, run in enumerate(runs[:copied])]

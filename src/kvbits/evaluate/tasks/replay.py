@@ -1,9 +1,10 @@
 """Forced replay of chains: what the 16-bit model thought and wrote, read by every cache as if it had written it itself.
 
-The 16-bit cache writes chains, sampled by a seed. Each is fed again, prompt and text, to all caches side by side in chunks of at most 16 tokens, so that
-pages close and are read as in decoding, and no cache is led astray by a token of its own. KL by octave of position says whether a cache gets worse as a chain
-gets longer (`fidelity.drift`). A chain is kept with the 16-bit cache's results, and caches that are measured later replay the same tokens; every record names
-its chain by a hash, so that no two chains are ever compared.
+The 16-bit cache writes chains, sampled by a seed. Each is fed again, prompt and text, to all caches side by side in
+chunks of at most 16 tokens, so that pages close and are read as in decoding, and no cache is led astray by a token of
+its own. KL by octave of position says whether a cache gets worse as a chain gets longer (`fidelity.drift`). A chain is
+kept with the 16-bit cache's results, and caches that are measured later replay the same tokens; every record names its
+chain by a hash, so that no two chains are ever compared.
 """
 
 from __future__ import annotations
@@ -30,14 +31,28 @@ from .text import FidelityTask
 
 PROMPTS = {"gsm8k": "question", "humaneval": "prompt"}
 """Benchmark -> the field of its file that is a prompt."""
-PLACES = ("the harbour", "the old mill", "the library", "the school", "the hospital", "the north gate", "the market", "the bakery", "the station", "the museum")
+PLACES = (
+    "the harbour",
+    "the old mill",
+    "the library",
+    "the school",
+    "the hospital",
+    "the north gate",
+    "the market",
+    "the bakery",
+    "the station",
+    "the museum",
+)
 GOODS = ("medicine", "bread", "books", "tools", "letters", "flowers", "glass", "cheese", "paper", "lamps")
 
 
 class ReplayTask(FidelityTask):
-    """Chains of `length` tokens, `windows` of them: of every --data that has prompts, and of plans, which need none, in turns. Items are KIND@NUMBER.
+    """Chains of `length` tokens, `windows` of them: of every --data that has prompts, and of plans, which need none, in
+    turns. Items are KIND@NUMBER.
 
-    As many chains as go together are written, then replayed. They are sampled: greedy text of a small model repeats itself, which flatters every cache."""
+    As many chains as go together are written, then replayed. They are sampled: greedy text of a small model repeats
+    itself, which flatters every cache.
+    """
 
     name: ClassVar[str] = "replay"
     usual_batch: ClassVar[int] = 4
@@ -47,24 +62,38 @@ class ReplayTask(FidelityTask):
         Task.__init__(self, context)
         o = context.options
         if self.chunk > DECODING_CHUNK:
-            raise SpecError(f"replay reads as decoding does, in chunks of at most {DECODING_CHUNK} tokens, not --chunk {self.chunk}; leave --chunk out")
+            raise SpecError(
+                f"replay reads as decoding does, in chunks of at most {DECODING_CHUNK} tokens, not --chunk"
+                f" {self.chunk}; leave --chunk out"
+            )
         if context.max_context is not None and o.length > context.max_context:
-            raise DataError(f"chains of {o.length} tokens pass the model's {context.max_context} positions; lower --length")
+            raise DataError(
+                f"chains of {o.length} tokens pass the model's {context.max_context} positions; lower --length"
+            )
         files = {name: data_file(context, name, f"{name}.jsonl") for name in PROMPTS if name in o.data}
         self._prompts = {name: prompts_of(path, PROMPTS[name]) for name, path in files.items()}
-        self._kinds = {"planning": None} | {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+        self._kinds = {"planning": None} | {
+            name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()
+        }
         self._windows: dict[str, torch.Tensor] = {}
         self._starts: dict[str, int] = {}
         longest = max((self._begun(key)[2] for key in self.item_keys()), key=len)
         if len(longest) + 2 > o.length:
             raise DataError(
-                f"chains of {o.length} tokens have no room after a prompt of {len(longest)}; give --length {len(longest) + 2} at least, and several times "
-                "that for a chain to tell anything"
+                f"chains of {o.length} tokens have no room after a prompt of {len(longest)}; give --length"
+                f" {len(longest) + 2} at least, and several times that for a chain to tell anything"
             )
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"length": self._length, "chunk": self.chunk, "temperature": TEMPERATURE, "prompts": self._kinds, "seed": self.context.options.seed, "chains": 2}
+        return {
+            "length": self._length,
+            "chunk": self.chunk,
+            "temperature": TEMPERATURE,
+            "prompts": self._kinds,
+            "seed": self.context.options.seed,
+            "chains": 2,
+        }
 
     def item_keys(self) -> list[str]:
         kinds = list(self._kinds)
@@ -73,7 +102,9 @@ class ReplayTask(FidelityTask):
     def _first(self, key: str) -> int:
         return self._starts[key] + 1
 
-    def run_batch(self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, dict[str, Record]]:
+    def run_batch(
+        self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]
+    ) -> dict[str, dict[str, Record]]:
         base = next(iter(factories.values()))
         for key in keys:
             self._know(base, key)
@@ -89,9 +120,14 @@ class ReplayTask(FidelityTask):
         return base is not None and record.get("chain_sha256") == base.get("chain_sha256")
 
     def _know(self, base: CacheFactory, key: str) -> None:
-        """The chain of an item: as the 16-bit cache's results have it, or a new one, written together with those of the next items that lack theirs."""
+        """The chain of an item: as the 16-bit cache's results have it, or a new one, written together with those of the
+        next items that lack theirs.
+        """
         if key in self.kept:
-            self._windows[key], self._starts[key] = torch.tensor(self.kept[key]["chain"]), self.kept[key]["prompt_tokens"]
+            self._windows[key], self._starts[key] = (
+                torch.tensor(self.kept[key]["chain"]),
+                self.kept[key]["prompt_tokens"],
+            )
         if key in self._windows:
             return
         keys = self.item_keys()
@@ -101,8 +137,10 @@ class ReplayTask(FidelityTask):
             self._windows[one], self._starts[one] = torch.tensor(chain), len(start)
 
     def _written(self, keys: list[str], base: CacheFactory) -> tuple[Sequence[list[int]], list[list[int]]]:
-        """Ids of the prompts, and the chains. 16-bit pages write them, several times as fast as the stock cache, which copies all it holds at each token; on a
-        GPU in a CUDA graph. The stock cache writes where the model can have no pages, or cannot be captured."""
+        """Ids of the prompts, and the chains. 16-bit pages write them, several times as fast as the stock cache, which
+        copies all it holds at each token; on a GPU in a CUDA graph. The stock cache writes where the model can have no
+        pages, or cannot be captured.
+        """
         model, end = self.context.model, self.context.tokenizer.eos_token_id
 
         def written(f: CacheFactory, captured: bool) -> tuple[Sequence[list[int]], list[list[int]]]:
@@ -127,7 +165,11 @@ class ReplayTask(FidelityTask):
             asked = plan(rng) if prompts is None else rng.choice(prompts)
             text = f"\n\nQuestion: {asked}\nAnswer:"
             if tokenizer.chat_template is not None:
-                text = str(tokenizer.apply_chat_template([{"role": "user", "content": asked}], add_generation_prompt=True, tokenize=False))
+                text = str(
+                    tokenizer.apply_chat_template(
+                        [{"role": "user", "content": asked}], add_generation_prompt=True, tokenize=False
+                    )
+                )
                 text = text.removeprefix(tokenizer.bos_token or "") if bos_of(tokenizer) else text
             yield list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -140,7 +182,10 @@ def prompts_of(path: Path, field: str) -> list[str]:
     found = []
     for number, row in enumerate(read_lines(path), 1):
         if not isinstance(prompt := row.get(field), str) or not prompt.strip():
-            raise SpecError(f"{path}: object {number} has no text as its {field!r}, with which a chain begins; give the benchmark's own file")
+            raise SpecError(
+                f"{path}: object {number} has no text as its {field!r}, with which a chain begins; give the benchmark's"
+                " own file"
+            )
         found.append(prompt)
     return found
 
@@ -154,13 +199,14 @@ def plan(rng: random.Random) -> str:
     """A problem of planning: deliveries with places, loads and times."""
     places, goods = rng.sample(PLACES, 5), rng.sample(GOODS, 5)
     orders = " ".join(
-        f"{place.capitalize()} wants {rng.randrange(2, 30)} boxes of {good} before {rng.randrange(9, 18)}:{rng.choice(('00', '15', '30', '45'))}."
+        f"{place.capitalize()} wants {rng.randrange(2, 30)} boxes of {good} before"
+        f" {rng.randrange(9, 18)}:{rng.choice(('00', '15', '30', '45'))}."
         for place, good in zip(places, goods, strict=True)
     )
     return (
-        f"One van carries {rng.randrange(20, 40)} boxes at a time and needs {rng.randrange(10, 30)} minutes for each way. It starts at 8:00. {orders} "
-        "Plan the deliveries step by step: for each trip say what is loaded, where the van goes, when it arrives, and what remains. "
-        "Check the plan at the end."
+        f"One van carries {rng.randrange(20, 40)} boxes at a time and needs {rng.randrange(10, 30)} minutes for each"
+        f" way. It starts at 8:00. {orders} Plan the deliveries step by step: for each trip say what is loaded, where"
+        " the van goes, when it arrives, and what remains. Check the plan at the end."
     )
 
 
@@ -175,7 +221,9 @@ def write(
     draws: Sequence[random.Random],
     captured: bool = False,
 ) -> list[list[int]]:
-    """Sampled chains of `length` tokens each, prompts included. Prompts are fed token by token as well: so all chains are as long, and none is padded.
+    """Sampled chains of `length` tokens each, prompts included.
+
+    Prompts are fed token by token as well: so all chains are as long, and none is padded.
 
     Args:
         starts: ids of each chain's prompt.
@@ -194,7 +242,9 @@ def write(
         logits = rows.logits
         for n in range(1, length):
             waiting = [i for i, queue in enumerate(queues) if not queue]
-            for i, token in zip(waiting, sampled(logits[waiting], [draws[i] for i in waiting]) if waiting else [], strict=True):
+            for i, token in zip(
+                waiting, sampled(logits[waiting], [draws[i] for i in waiting]) if waiting else [], strict=True
+            ):
                 queues[i] += [token, *(next(turns[i]) if token == end else ())]
             for chain, queue in zip(chains, queues, strict=True):
                 chain.append(queue.pop(0))

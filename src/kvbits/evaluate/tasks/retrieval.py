@@ -1,11 +1,14 @@
-"""Can the model still find a fact in a long prompt? Passkeys in filler by depth, needles in real books, and facts about many alike names.
+"""Can the model still find a fact in a long prompt? Passkeys in filler by depth, needles in real books, and facts about
+many alike names.
 
-A prompt of exactly N tokens is prefilled in chunks, so that the fact is read from the cache as stored, and the answer is fed token by token. It
-counts as found if each of its tokens is the most likely one, which is when greedy decoding would have written it.
+A prompt of exactly N tokens is prefilled in chunks, so that the fact is read from the cache as stored, and the answer
+is fed token by token. It counts as found if each of its tokens is the most likely one, which is when greedy decoding
+would have written it.
 
     passkey    a five-digit key in repeated filler                (after arXiv:2305.16300)
     needle     a fact in the text given with --text, a real book
-    entities   many people with a number each, some of them alike, told twice in shuffled order; the question is one of them
+    entities   many people with a number each, some of them alike, told twice in shuffled order; the question is one of
+               them
 """
 
 from __future__ import annotations
@@ -24,8 +27,28 @@ from ..rows import Rows, together
 from ..texts import bos_of
 from . import Context, Record, Task
 
-FILLER = "The river runs past the old mill. Boats come in the morning and leave at night. The market opens, people talk, and the bells ring again. "
-NAMES = ("Anna", "Hanna", "Johanna", "Marta", "Martha", "Jon", "John", "Joan", "Peter", "Petra", "Carl", "Carla", "Louis", "Louise", "Paul", "Paula")
+FILLER = (
+    "The river runs past the old mill. Boats come in the morning and leave at night. The market opens, people talk, and"
+    " the bells ring again. "
+)
+NAMES = (
+    "Anna",
+    "Hanna",
+    "Johanna",
+    "Marta",
+    "Martha",
+    "Jon",
+    "John",
+    "Joan",
+    "Peter",
+    "Petra",
+    "Carl",
+    "Carla",
+    "Louis",
+    "Louise",
+    "Paul",
+    "Paula",
+)
 
 
 class RetrievalTask(Task):
@@ -39,7 +62,9 @@ class RetrievalTask(Task):
         self.prompt = functools.lru_cache(self.batch)(self._made)  # every cache asks the same
         limit = context.max_context
         if limit is not None and (long := [n for n in context.options.contexts if n + self.ANSWER_ROOM > limit]):
-            raise DataError(f"a prompt of {long[0]} tokens and its answer pass the model's {limit} positions; lower --contexts")
+            raise DataError(
+                f"a prompt of {long[0]} tokens and its answer pass the model's {limit} positions; lower --contexts"
+            )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -60,7 +85,9 @@ class RetrievalTask(Task):
         """(ids of the prompt, exactly LENGTH; ids of the answer)."""
         length, depth, _ = key.split(":")
         tokenizer = self.context.tokenizer
-        lead, filler, needle, question, answer = self.parts(int(length), float(depth), random.Random(f"{self.context.options.seed}:{key}"))
+        lead, filler, needle, question, answer = self.parts(
+            int(length), float(depth), random.Random(f"{self.context.options.seed}:{key}")
+        )
 
         def encode(text: str) -> list[int]:
             return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -71,9 +98,15 @@ class RetrievalTask(Task):
         room = int(length) - len(start) - len(end) - len(hidden)
         body = encode(filler)
         if room < 0:
-            raise DataError(f"a prompt of {length} tokens has no room for what is asked, which takes {int(length) - room}; give --contexts of more")
+            raise DataError(
+                f"a prompt of {length} tokens has no room for what is asked, which takes {int(length) - room}; give"
+                " --contexts of more"
+            )
         if len(body) < room:
-            raise DataError(f"a prompt of {length} tokens needs {room} tokens of filler, but there are {len(body)}; give a longer --text or other --contexts")
+            raise DataError(
+                f"a prompt of {length} tokens needs {room} tokens of filler, but there are {len(body)}; give a longer"
+                " --text or other --contexts"
+            )
         at = round(float(depth) * room)
         ids = [*start, *body[:at], *hidden, *body[at:room], *end]
         target = whole[len(encode(question)) :]
@@ -100,17 +133,24 @@ class RetrievalTask(Task):
             if live:
                 rows.select(going)
                 logits = rows.feed(tokens[going][:, None])[:, -1]
-        return [{"found": right[row] == len(answer), "tokens": len(answer), "right": right[row], "nll": nll[row]} for row, (_, answer) in enumerate(prompts)]
+        return [
+            {"found": right[row] == len(answer), "tokens": len(answer), "right": right[row], "nll": nll[row]}
+            for row, (_, answer) in enumerate(prompts)
+        ]
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
         places = dict.fromkeys(k.rsplit(":", 1)[0] for k in records)
         maps = {p: _share([r["found"] for k, r in records.items() if k.rsplit(":", 1)[0] == p]) for p in places}
         known = [k for k in records if k in base and base[k]["found"]]
         return {
-            "prompts": len(records), "accuracy": _share([r["found"] for r in records.values()]),
-            "found_of_base": _share([records[k]["found"] for k in known]) if known else None, "base_found": len(known),
-            "nll": math.fsum(r["nll"] for r in records.values()) / len(records), "heat_map": maps, **paired_records(records, base, "found"),
-        }  # fmt: skip
+            "prompts": len(records),
+            "accuracy": _share([r["found"] for r in records.values()]),
+            "found_of_base": _share([records[k]["found"] for k in known]) if known else None,
+            "base_found": len(known),
+            "nll": math.fsum(r["nll"] for r in records.values()) / len(records),
+            "heat_map": maps,
+            **paired_records(records, base, "found"),
+        }
 
 
 def _share(values: list[bool]) -> float:
@@ -159,4 +199,10 @@ class EntitiesTask(RetrievalTask):
         again = rng.sample(told, len(told))
         asked = min(int(depth * len(people)), len(people) - 1)
         lead = "A list of people and their numbers.\n" + " ".join([*told, *again]) + "\n"
-        return lead, FILLER * (length // 12 + 2), "", f"Which number does {people[asked]} keep? {people[asked]} keeps the number", f" {numbers[asked]}"
+        return (
+            lead,
+            FILLER * (length // 12 + 2),
+            "",
+            f"Which number does {people[asked]} keep? {people[asked]} keeps the number",
+            f" {numbers[asked]}",
+        )

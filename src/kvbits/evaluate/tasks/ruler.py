@@ -1,17 +1,18 @@
-"""The thirteen tasks of RULER (arXiv:2404.06654), written anew from the paper's description: prompts of about --contexts tokens, answered greedily, scored by
-the share of the wanted strings that the answer has.
+"""The thirteen tasks of RULER (arXiv:2404.06654), written anew from the paper's description: prompts of about
+--contexts tokens, answered greedily, scored by the share of the wanted strings that the answer has.
 
     niah_single_1 .. 3     one needle: a word's number in noise, in an essay; a word's long id in an essay
-    niah_multikey_1 .. 3   the right one of four needles in an essay; of needles only, words and numbers; of needles only, ids and ids
+    niah_multikey_1 .. 3   the right one of four needles in an essay; of needles only, words and numbers; of needles
+                           only, ids and ids
     niah_multivalue        four numbers of one word, in an essay
     niah_multiquery        numbers of four words, in an essay
     vt                     all variables that have a value by way of four assignments from one another, in noise
     cwe, fwe               the ten words that come most often; the three made-up words that do, by Zipf's law
     qa_1, qa_2             a fact about a person among many; one that takes two facts
 
-The essay is the first --text. A prompt has room for what it asks from about 300 tokens on (cwe hides a hundred words). The paper's questions are of SQuAD and
-HotpotQA; here their paragraphs are written by the generator, too, so nothing is downloaded and no model has read them: figures of qa_1 and qa_2 are not those
-of others.
+The essay is the first --text. A prompt has room for what it asks from about 300 tokens on (cwe hides a hundred words).
+The paper's questions are of SQuAD and HotpotQA; here their paragraphs are written by the generator, too, so nothing is
+downloaded and no model has read them: figures of qa_1 and qa_2 are not those of others.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ from .recall import PartsTask, words
 from .retrieval import FILLER
 
 Body = Iterable[str]
-FIRST, LAST, TOWNS = ("Ada", "Bruno", "Clara", "Dario", "Elsa", "Felix", "Greta", "Hugo", "Irma", "Jonas"), "bdfghklmnprst", "aeiou"
+FIRST, LAST, TOWNS = (
+    ("Ada", "Bruno", "Clara", "Dario", "Elsa", "Felix", "Greta", "Hugo", "Irma", "Jonas"),
+    "bdfghklmnprst",
+    "aeiou",
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,10 @@ class RulerTask(PartsTask):
         hidden = [self.encode(piece) for piece in asked.hidden]
         room = int(length) - len(start) - len(end) - sum(map(len, hidden))
         if room < 0:
-            raise DataError(f"{self.name} {key}: {length} tokens have no room for what is asked; give --contexts of {int(length) - room} at least")
+            raise DataError(
+                f"{self.name} {key}: {length} tokens have no room for what is asked; give --contexts of"
+                f" {int(length) - room} at least"
+            )
         body: list[list[int]] = []
         for piece in asked.body:
             ids = self.encode(piece)
@@ -88,7 +96,9 @@ class RulerTask(PartsTask):
             if room < 0:
                 break
             body.append(ids)
-        for at, ids in sorted(zip((rng.randrange(len(body) + 1) for _ in hidden), hidden, strict=True), key=lambda one: -one[0]):
+        for at, ids in sorted(
+            zip((rng.randrange(len(body) + 1) for _ in hidden), hidden, strict=True), key=lambda one: -one[0]
+        ):
             body.insert(at, ids)
         return torch.tensor([*start, *itertools.chain(*body), *end]), asked
 
@@ -100,11 +110,20 @@ class RulerTask(PartsTask):
     def answers(self, f: CacheFactory, keys: list[str]) -> list[Record]:
         items = [self.item(key) for key in keys]
         most = max(asked.new_tokens for _, asked in items)
-        written = generate(self.context.model, f, [prompt for prompt, _ in items], most, self.chunk, lambda t: t[-1] == self.context.tokenizer.eos_token_id)
+        written = generate(
+            self.context.model,
+            f,
+            [prompt for prompt, _ in items],
+            most,
+            self.chunk,
+            lambda t: t[-1] == self.context.tokenizer.eos_token_id,
+        )
         found = []
         for tokens, (_, asked) in zip(written, items, strict=True):
             text = str(self.context.tokenizer.decode(tokens[: asked.new_tokens], skip_special_tokens=True))
-            found.append({"right": "".join("01"[wanted.lower() in text.lower()] for wanted in asked.wanted), "answer": text})
+            found.append(
+                {"right": "".join("01"[wanted.lower() in text.lower()] for wanted in asked.wanted), "answer": text}
+            )
         return found
 
 
@@ -131,13 +150,25 @@ def needles(
         while len(facts) < count:
             facts |= [told(rng)]
         names = list(facts)[:asked]
-        more = (say(name, number) for name, numbers in iter(lambda: told(rng), None) if name not in facts for number in numbers)
+        more = (
+            say(name, number)
+            for name, numbers in iter(lambda: told(rng), None)
+            if name not in facts
+            for number in numbers
+        )
         body: dict[str, Body] = {"noise": sentences(), "essay": essay, "needles": more}
         hidden = rng.sample(pairs := [say(n, v) for n in facts for v in facts[n]], len(pairs))
         listed = " and ".join(names)
         lead = f"The text below hides secret {value}s. Remember them.\n"
         question = f"\nWhich secret {value}s does the text give for {listed}? The secret {value} of {names[0]} is"
-        return Asked(lead, body[what], hidden, question, [v for n in names for v in facts[n]], 32 + 24 * len(names) * values * (1 + (value == "id")))
+        return Asked(
+            lead,
+            body[what],
+            hidden,
+            question,
+            [v for n in names for v in facts[n]],
+            32 + 24 * len(names) * values * (1 + (value == "id")),
+        )
 
     return ask
 
@@ -173,7 +204,14 @@ def common(rng: random.Random, essay: Iterator[str], length: int) -> Asked:
     often, others = chosen[:10], chosen[10:] * times
     hidden = rng.sample(all_of := [f" {w}\n" for w in often for _ in range(10 * times)], len(all_of))
     lead = "Below is a list of words. Some of them come more often than the others.\n"
-    return Asked(lead, (f" {w}\n" for w in rng.sample(others, len(others))), hidden, "\nThe ten words that come most often in the list are:", often, 64)
+    return Asked(
+        lead,
+        (f" {w}\n" for w in rng.sample(others, len(others))),
+        hidden,
+        "\nThe ten words that come most often in the list are:",
+        often,
+        64,
+    )
 
 
 def frequent(rng: random.Random, essay: Iterator[str], length: int) -> Asked:
@@ -192,25 +230,47 @@ def facts(hops: int) -> Callable[[random.Random, Iterator[str], int], Asked]:
 
     def person(rng: random.Random) -> tuple[str, str, str]:
         name, town = f"{rng.choice(FIRST)} {syllables(rng, 3)}", syllables(rng, 4)
-        return name, town, f"{name} was born in {town} in {rng.randrange(1850, 1980)} and worked as a {rng.choice(words())} maker. "
+        return (
+            name,
+            town,
+            f"{name} was born in {town} in {rng.randrange(1850, 1980)} and worked as a {rng.choice(words())} maker. ",
+        )
 
     def ask(rng: random.Random, essay: Iterator[str], length: int) -> Asked:
         (asked, own, first), (teacher, town, second) = person(rng), person(rng)
         others = (person(rng)[2] for _ in itertools.count())
         lead = "Below are facts about many people. Answer the question with the help of them.\n"
         if hops == 1:
-            return Asked(lead, others, [first], f"\nQuestion: Where was {asked} born? Answer: {asked} was born in", [own], 16)
+            return Asked(
+                lead, others, [first], f"\nQuestion: Where was {asked} born? Answer: {asked} was born in", [own], 16
+            )
         hidden = rng.sample([first, f"{asked} was taught by {teacher}. ", second], 3)
-        return Asked(lead, others, hidden, f"\nQuestion: In which town was the teacher of {asked} born? Answer: The teacher of {asked} was born in", [town], 16)
+        return Asked(
+            lead,
+            others,
+            hidden,
+            f"\nQuestion: In which town was the teacher of {asked} born? Answer: The teacher of {asked} was born in",
+            [town],
+            16,
+        )
 
     return ask
 
 
 TASKS: dict[str, Callable[[random.Random, Iterator[str], int], Asked]] = {
-    "niah_single_1": needles("noise", 1), "niah_single_2": needles("essay", 1), "niah_single_3": needles("essay", 1, value="id"),
-    "niah_multikey_1": needles("essay", 4), "niah_multikey_2": needles("needles", 1), "niah_multikey_3": needles("needles", 1, key="id", value="id"),
-    "niah_multivalue": needles("essay", 1, values=4), "niah_multiquery": needles("essay", 4, asked=4),
-    "vt": variables, "cwe": common, "fwe": frequent, "qa_1": facts(1), "qa_2": facts(2),
-}  # fmt: skip
+    "niah_single_1": needles("noise", 1),
+    "niah_single_2": needles("essay", 1),
+    "niah_single_3": needles("essay", 1, value="id"),
+    "niah_multikey_1": needles("essay", 4),
+    "niah_multikey_2": needles("needles", 1),
+    "niah_multikey_3": needles("needles", 1, key="id", value="id"),
+    "niah_multivalue": needles("essay", 1, values=4),
+    "niah_multiquery": needles("essay", 4, asked=4),
+    "vt": variables,
+    "cwe": common,
+    "fwe": frequent,
+    "qa_1": facts(1),
+    "qa_2": facts(2),
+}
 """The paper's name -> what makes one of its prompts: (draws, sentences of an essay, tokens) -> what is asked."""
 RulerTask.KINDS = tuple(TASKS)

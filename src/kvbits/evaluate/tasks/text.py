@@ -1,7 +1,8 @@
 """Perplexity and token-level fidelity over windows of texts: chunked prefill (`fidelity`) and pure decoding (`decode`).
 
-`fidelity` feeds whole windows in short chunks: every chunk attends to history as stored, much as decoding does. `decode` prefills `context` tokens in
-chunks and then feeds `new_tokens` single tokens, which is what a user waits for: its tokens per second are measured with the caches taking turns.
+`fidelity` feeds whole windows in short chunks: every chunk attends to history as stored, much as decoding does.
+`decode` prefills `context` tokens in chunks and then feeds `new_tokens` single tokens, which is what a user waits for:
+its tokens per second are measured with the caches taking turns.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from ..texts import spread_windows
 from . import Context, Record, Task
 
 SPREAD = {"windows": "spread"}
-"""The setting that says which windows of a text: those of `texts.spread_windows`. Files of before have none: their windows are a text's first."""
+"""The setting that says which windows of a text: those of `texts.spread_windows`.
+
+Files of before have none: their windows are a text's first.
+"""
 
 
 class FidelityTask(Task):
@@ -37,11 +41,16 @@ class FidelityTask(Task):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         if self._passes < 2:
-            raise SpecError(f"windows of {self._length} tokens in passes of {self.chunk} read nothing as stored; take --chunk below --length")
+            raise SpecError(
+                f"windows of {self._length} tokens in passes of {self.chunk} read nothing as stored; take --chunk below"
+                " --length"
+            )
         self._windows: dict[str, torch.Tensor] = {}
         limit = context.max_context
         for text in context.texts:
-            found = spread_windows(context.tokenizer, text, count=context.options.windows, length=self._length, limit=limit)
+            found = spread_windows(
+                context.tokenizer, text, count=context.options.windows, length=self._length, limit=limit
+            )
             self._windows |= {f"{text.name}@{text.sha256[:8]}:{i}": ids for i, ids in found.items()}
 
     @property
@@ -72,17 +81,24 @@ class FidelityTask(Task):
     def size(self, key: str) -> int:
         return self._length
 
-    def run_batch(self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, dict[str, Record]]:
+    def run_batch(
+        self, keys: list[str], factories: dict[str, CacheFactory], advance: Callable[[float], None]
+    ) -> dict[str, dict[str, Record]]:
         windows, start = torch.stack([self._windows[key] for key in keys]), self._stored
         caches = {name: f.make(len(keys), self._length) for name, f in factories.items()}
 
         def on_tokens(n: int) -> None:
             advance(n * len(keys) * len(caches))
 
-        if start:  # the prefill feeds all of it; the first token after it is fed below, and its successor is the first that is scored
+        # the prefill feeds all of it; the first token after it is fed below, and its successor is the first that is
+        # scored
+        if start:
             prefill(self.context.model, caches, windows[:, :start], self.chunk, on_tokens)
-        compared = compare(self.context.model, caches, windows[:, start:], first=0, chunk=self._scored_chunk, on_tokens=on_tokens)
-        beside = next(iter(compared.values())).seconds / len(keys)  # the base took turns with the others: only such times can be compared
+        compared = compare(
+            self.context.model, caches, windows[:, start:], first=0, chunk=self._scored_chunk, on_tokens=on_tokens
+        )
+        # the base took turns with the others: only such times can be compared
+        beside = next(iter(compared.values())).seconds / len(keys)
         found: dict[str, dict[str, Record]] = {key: {} for key in keys}
         for name, one in compared.items():
             about = self._about(caches[name], len(keys)) | {"base_seconds": beside}
@@ -102,7 +118,11 @@ class FidelityTask(Task):
         if not isinstance(cache, KVCache):
             return {}
         since = self._stored + self._first(key) - 1
-        return {"read_raw": read_raw(cache.pages.spec, self._length, chunk=self._scored_chunk, start=self._stored, since=since)}
+        return {
+            "read_raw": read_raw(
+                cache.pages.spec, self._length, chunk=self._scored_chunk, start=self._stored, since=since
+            )
+        }
 
     @property
     def _scored_chunk(self) -> int:
@@ -148,8 +168,12 @@ class DecodeTask(FidelityTask):
 
 
 @torch.no_grad()
-def prefill(model: Any, caches: dict[str, Any], ids: torch.Tensor, chunk: int, on_tokens: Callable[[int], None] = lambda n: None) -> dict[str, torch.Tensor]:
-    """Feed ids [B, num_tokens] to every cache in chunks; returns each cache's logits [B, vocabulary] after the last token."""
+def prefill(
+    model: Any, caches: dict[str, Any], ids: torch.Tensor, chunk: int, on_tokens: Callable[[int], None] = lambda n: None
+) -> dict[str, torch.Tensor]:
+    """Feed ids [B, num_tokens] to every cache in chunks; returns each cache's logits [B, vocabulary] after the last
+    token.
+    """
     last: dict[str, torch.Tensor] = {}
     argument = name_for(model)
     for start in range(0, ids.shape[1], chunk):
@@ -173,16 +197,23 @@ def _summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, A
     for r in records.values():
         for b, n in r.get("kl_histogram", {}).items():
             histogram[b] = histogram.get(b, 0) + n
-    alone = all(r.get("batch", 1) == 1 for r in records.values())  # windows that went together say nothing about a user's speed
+    # windows that went together say nothing about a user's speed
+    alone = all(r.get("batch", 1) == 1 for r in records.values())
     counted = sum(histogram.values()) == tokens  # a file that was trimmed for keeping has no histograms
     found: dict[str, Any] = {
-        "windows": len(records), "tokens": tokens, "ppl": math.exp(total("nll") / tokens), "kl_mean": total("kl") / tokens,
+        "windows": len(records),
+        "tokens": tokens,
+        "ppl": math.exp(total("nll") / tokens),
+        "kl_mean": total("kl") / tokens,
         "kl_p99": histogram_quantile(histogram, 0.99) if counted else None,
-        **_worst(records, tokens), **_by_octave(records), "tvd_mean": total("tvd") / tokens,
-        "mass_matched": 1 - total("tvd") / tokens, "top1_agreement": total("top1_same") / tokens,
+        **_worst(records, tokens),
+        **_by_octave(records),
+        "tvd_mean": total("tvd") / tokens,
+        "mass_matched": 1 - total("tvd") / tokens,
+        "top1_agreement": total("top1_same") / tokens,
         "tokens_per_s": total("num_timed") / total("seconds") if total("seconds") and alone else None,
         "bytes_held": max(r["bytes_held"] for r in records.values()),
-    }  # fmt: skip
+    }
     for name in ("bytes_planned", "saturated"):
         if all(name in r for r in records.values()):
             found[name] = max(r[name] for r in records.values())
@@ -196,39 +227,51 @@ def _summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, A
         kl = [records[k]["kl"] / records[k]["num_tokens"] for k in shared]
         base_ppl = math.exp(math.fsum(base[k]["nll"] for k in shared) / tokens)
         found |= {
-            "ppl_base": base_ppl, "ppl_change": found["ppl"] / base_ppl - 1, "ppl_change_se": standard_error(change), "kl_mean_se": standard_error(kl),
+            "ppl_base": base_ppl,
+            "ppl_change": found["ppl"] / base_ppl - 1,
+            "ppl_change_se": standard_error(change),
+            "kl_mean_se": standard_error(kl),
             "memory_reduction": max(base[k]["bytes_held"] for k in shared) / found["bytes_held"],
-        }  # fmt: skip
+        }
     return found
 
 
 def _worst(records: dict[str, Record], tokens: int) -> dict[str, Any]:
-    """The token that a cache predicts worst: its KL, its position, the window that it is in; and the share of tokens whose KL is above 1 nat. The latter three
-    are None where a file is of before they were noted."""
+    """The token that a cache predicts worst: its KL, its position, the window that it is in; and the share of tokens
+    whose KL is above 1 nat. The latter three are None where a file is of before they were noted.
+    """
     window, worst = max(records.items(), key=lambda kv: kv[1]["kl_max"])
     known = all("kl_lost" in r for r in records.values())
     return {
-        "kl_max": worst["kl_max"], "kl_worst": worst.get("kl_worst"), "kl_worst_window": window if "kl_worst" in worst else None,
+        "kl_max": worst["kl_max"],
+        "kl_worst": worst.get("kl_worst"),
+        "kl_worst_window": window if "kl_worst" in worst else None,
         "kl_lost": math.fsum(r["kl_lost"] for r in records.values()) / tokens if known else None,
-    }  # fmt: skip
+    }
 
 
 def _by_octave(records: dict[str, Record]) -> dict[str, Any]:
-    """Means by octave of position, KL's growth per doubling, the mean position of the first flip and the windows without one (their end counts); nothing where
-    a file is of before they were noted."""
+    """Means by octave of position, KL's growth per doubling, the mean position of the first flip and the windows
+    without one (their end counts); nothing where a file is of before they were noted.
+    """
     if not all("octaves" in r for r in records.values()):
         return {}
     found: dict[str, dict[str, float]] = {}
     for at in sorted({at for r in records.values() for at in r["octaves"]}, key=int):
         some = [r["octaves"][at] for r in records.values() if at in r["octaves"]]
         n = sum(one["tokens"] for one in some)
-        found[at] = {"tokens": n, "kl_mean": math.fsum(one["kl"] for one in some) / n, "kl_max": max(one["kl_max"] for one in some)}
+        found[at] = {
+            "tokens": n,
+            "kl_mean": math.fsum(one["kl"] for one in some) / n,
+            "kl_max": max(one["kl_max"] for one in some),
+        }
         found[at] |= {name: sum(one[name] for one in some) / n for name in ("flips", "lost")}
     return {
-        "drift": drift({at: (int(one["tokens"]), one["kl_mean"]) for at, one in found.items()}), "octaves": found,
+        "drift": drift({at: (int(one["tokens"]), one["kl_mean"]) for at, one in found.items()}),
+        "octaves": found,
         "first_flip": sum(r["first_flip"] for r in records.values()) / len(records),
         "unflipped": sum(r["top1_same"] == r["num_tokens"] for r in records.values()),
-    }  # fmt: skip
+    }
 
 
 def standard_error(values: list[float]) -> float | None:

@@ -1,12 +1,16 @@
-"""Keeping track of what changes: a state is told in small steps and asked for in the end, part by part, with the right answers fed (`recall`).
+"""Keeping track of what changes: a state is told in small steps and asked for in the end, part by part, with the right
+answers fed (`recall`).
 
-    variables   names are given numbers of two digits; one line in ten gives a name told before another one, and only the last one counts
+    variables   names are given numbers of two digits; one line in ten gives a name told before another one, and only
+                the last one counts
     lists       the same with three digits, of which one is exchanged
-    sums        visitors come to four houses in turn; how many are in each is told at every visit, and the next counts are asked for
+    sums        visitors come to four houses in turn; how many are in each is told at every visit, and the next counts
+                are asked for
 
-What variables and lists tell is told in `Table.STEPS` lines, and noise fills --contexts; lines of sums have noise behind them. So questions reach further back
-than the newest tokens, and how hard they are does not depend on --contexts. All values are numbers: models of some hundred million parameters recall them,
-and do not recall words, or which of many blocks is open (docs/results/log/2026-11.md).
+What variables and lists tell is told in `Table.STEPS` lines, and noise fills --contexts; lines of sums have noise
+behind them. So questions reach further back than the newest tokens, and how hard they are does not depend on
+--contexts. All values are numbers: models of some hundred million parameters recall them, and do not recall words, or
+which of many blocks is open (docs/results/log/2026-11.md).
 """
 
 from __future__ import annotations

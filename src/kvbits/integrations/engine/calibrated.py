@@ -1,7 +1,9 @@
-"""What layers need whose keys are stored in a calibrated basis: one rank's part of a calibration, and the model's rotary embedding.
+"""What layers need whose keys are stored in a calibrated basis: one rank's part of a calibration, and the model's
+rotary embedding.
 
-The calibration is the file that the options name, or the model's own in the user's cache folder, made there once (`calibrate.kept`). Its tensors have a row
-for each kv head of the whole model. The rotary embedding is the one that Transformers makes from the model's configuration, as when it was calibrated.
+The calibration is the file that the options name, or the model's own in the user's cache folder, made there once
+(`calibrate.kept`). Its tensors have a row for each kv head of the whole model. The rotary embedding is the one that
+Transformers makes from the model's configuration, as when it was calibrated.
 """
 
 from __future__ import annotations
@@ -33,8 +35,12 @@ class Model:
     config: Any
     layers: tuple[LayerGeometry, ...] = field(default=())
 
-    def layer(self, index: int, rank: int, size: int, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-        """(`PageStore.static`, stored order of channels) of a layer of the whole model, for one of `size` ranks. The order is None where it is the model's.
+    def layer(
+        self, index: int, rank: int, size: int, device: torch.device
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+        """(`PageStore.static`, stored order of channels) of a layer of the whole model, for one of `size` ranks.
+
+        The order is None where it is the model's.
 
         Raises:
             UnsupportedError: a model whose rotary embedding cannot be told.
@@ -57,7 +63,16 @@ def heads_of(num_kv_heads: int, rank: int, size: int) -> slice:
     return slice(rank // sharing * each, (rank // sharing + 1) * each)
 
 
-def read(options: Options, name: Callable[[], str], config: Any, scheme: Scheme, *, device: str, way_out: str, file: bool = True) -> Model:
+def read(
+    options: Options,
+    name: Callable[[], str],
+    config: Any,
+    scheme: Scheme,
+    *,
+    device: str,
+    way_out: str,
+    file: bool = True,
+) -> Model:
     """Of the model that an engine loads, found or made.
 
     Args:
@@ -76,7 +91,9 @@ def read(options: Options, name: Callable[[], str], config: Any, scheme: Scheme,
 
 
 def place(name: str, revision: str | None, patterns: list[str] | None = None) -> str:
-    """What an engine loads weights from: a folder, the name of a model, or the folder of the revision that is asked for, with the files that these match."""
+    """What an engine loads weights from: a folder, the name of a model, or the folder of the revision that is asked
+    for, with the files that these match.
+    """
     if not revision or Path(name).is_dir():
         return str(name)
     from huggingface_hub import snapshot_download

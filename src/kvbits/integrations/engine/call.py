@@ -36,7 +36,8 @@ Attend = Callable[..., torch.Tensor | None]
     q, k, v             [tokens, Hq, D]; [at least k_starts[-1], H, D]; likewise, [.., Dv]
     q_starts, k_starts  int32 [rows + 1] on the device
     max_q, max_k        the longest, on the host
-    causal              the last query sees the last key, the one before one less; windows count from there. Otherwise all see all
+    causal              the last query sees the last key, the one before one less; windows count from there. Otherwise
+                        all see all
     out                 [tokens, Hq, Dv], written
     wants_lse           whether float32 log-sum-exps [tokens, Hq] are returned
 """
@@ -75,6 +76,8 @@ def raw_of(layout: PageLayout) -> PageLayout:
 
 
 def merge(parts: list[tuple[torch.Tensor, torch.Tensor]], sink: Sink, into: torch.Tensor) -> None:
-    """Results [B, T, Hq, D] and log-sum-exps [B, T, Hq] of disjoint keys, and the sink, to `into`, which may be one of them."""
+    """Results [B, T, Hq, D] and log-sum-exps [B, T, Hq] of disjoint keys, and the sink, to `into`, which may be one of
+    them.
+    """
     outs, lses = (list(xs) for xs in zip(*(parts if sink is None else [*parts, sink]), strict=True))
     dispatch.choose("merge", outs).run(outs, lses, into=into)

@@ -32,7 +32,9 @@ class Decode:
     With copies a row has up to three parts: packed pages, the copy of its first page, copies of its newest.
     """
 
-    def __init__(self, call: Call, max_pages: int, batch_size: int, num_queries: int, device: torch.device, copies: Copies | None) -> None:
+    def __init__(
+        self, call: Call, max_pages: int, batch_size: int, num_queries: int, device: torch.device, copies: Copies | None
+    ) -> None:
         self.num_queries = num_queries
         self._copies = copies if call.raw else None
         layouts, sizes = [call.layout], [max_pages]
@@ -40,9 +42,17 @@ class Decode:
             sizes += [1] * copies.first + [copies.newest]
             layouts += [call.raw] * (len(sizes) - 1)
         self._plan = paged_attention.plan(
-            layouts, max_pages=sizes, batch_size=batch_size, num_q_heads=call.num_heads, dtype=call.dtype, device=device,
-            num_queries=num_queries, scaling=call.scaling, sliding_window=call.sliding_window, softcap=call.softcap,
-        )  # fmt: skip
+            layouts,
+            max_pages=sizes,
+            batch_size=batch_size,
+            num_q_heads=call.num_heads,
+            dtype=call.dtype,
+            device=device,
+            num_queries=num_queries,
+            scaling=call.scaling,
+            sliding_window=call.sliding_window,
+            softcap=call.softcap,
+        )
         self._bound: dict[str, tuple[int, int]] = {}  # layer: its number and the address of its pages
 
     def update(self, block_table: torch.Tensor, seq_lens: torch.Tensor, ragged: Ragged | None) -> None:
@@ -55,17 +65,31 @@ class Decode:
         packed, tail = c.packed[:, :n], c.tail[:, :n]
         head = ([c.head_table[:n]], [c.head[:n]], [None]) if c.first else ([], [], [])
         self._plan.update(
-            [block_table, *head[0], c.tail_table[:n]], [packed[0], *head[1], tail[0]], starts=[packed[1], *head[2], tail[1]],
-            offsets=[packed[2], *head[2], None], query_lens=query_lens,
-        )  # fmt: skip
+            [block_table, *head[0], c.tail_table[:n]],
+            [packed[0], *head[1], tail[0]],
+            starts=[packed[1], *head[2], tail[1]],
+            offsets=[packed[2], *head[2], None],
+            query_lens=query_lens,
+        )
 
     def run(
-        self, q: torch.Tensor, out: torch.Tensor, layer: str, pages: torch.Tensor, copies: torch.Tensor | None, static: dict[str, torch.Tensor], sink: Sink
-    ) -> None:  # fmt: skip
-        """q [tokens, Hq, D], out [tokens, Hq, Dv]; pages, copies, calibrated parameters and learned sink of the layer."""
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        layer: str,
+        pages: torch.Tensor,
+        copies: torch.Tensor | None,
+        static: dict[str, torch.Tensor],
+        sink: Sink,
+    ) -> None:
+        """q [tokens, Hq, D], out [tokens, Hq, Dv]; pages, copies, calibrated parameters and learned sink of
+        the layer.
+        """
         number, address = self._bound.get(layer, (len(self._bound), 0))
         if address != pages.data_ptr():
-            self._plan.bind(number, [pages, *([copies] * (len(self._plan.layouts) - 1) if copies is not None else [])], static)
+            self._plan.bind(
+                number, [pages, *([copies] * (len(self._plan.layouts) - 1) if copies is not None else [])], static
+            )
             self._bound[layer] = number, pages.data_ptr()
         shape, ragged = (-1, self.num_queries), self._ragged
         asked = (q if ragged is None else q[ragged.token_of]).unflatten(0, shape)

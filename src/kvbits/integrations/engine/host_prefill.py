@@ -1,4 +1,5 @@
-"""Queries of many tokens on a CPU: histories are read packed (`prefill` unpacks them), the step's own keys and values as they came; row by row.
+"""Queries of many tokens on a CPU: histories are read packed (`prefill` unpacks them), the step's own keys and values
+as they came; row by row.
 
 Takes and gives what `prefill.Prefill` does. Which pages a row reads is integers, laid out once a step for all layers.
 """
@@ -35,7 +36,14 @@ class _Row:
 class HostPrefill:
     """Attention of the rows of a step that do not decode; see `prefill.Prefill`."""
 
-    def __init__(self, query_lens: np.ndarray, seq_lens: np.ndarray, block_table: torch.Tensor, call: Call, copies: Copies | None = None) -> None:
+    def __init__(
+        self,
+        query_lens: np.ndarray,
+        seq_lens: np.ndarray,
+        block_table: torch.Tensor,
+        call: Call,
+        copies: Copies | None = None,
+    ) -> None:
         self.num_tokens = int(query_lens.sum())
         self.has_history = bool((seq_lens > query_lens).any())
         self._rows: list[_Row] = []
@@ -43,13 +51,23 @@ class HostPrefill:
         for row, (n, length) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
             if n:
                 tables = _history(blocks[row], length - n, call.sliding_window, copies)
-                self._rows.append(_Row(slice(first, first + n), torch.arange(length - n, length, device="cpu")[None], *tables))
+                self._rows.append(
+                    _Row(slice(first, first + n), torch.arange(length - n, length, device="cpu")[None], *tables)
+                )
             first += n
 
     def run(
-        self, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, copies: torch.Tensor | None = None,
-        static: dict[str, torch.Tensor] | None = None, sink: Sink = None,
-    ) -> None:  # fmt: skip
+        self,
+        call: Call,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        pages: torch.Tensor,
+        copies: torch.Tensor | None = None,
+        static: dict[str, torch.Tensor] | None = None,
+        sink: Sink = None,
+    ) -> None:
         """Arguments as `prefill.Prefill.run` takes them."""
         for row in self._rows:
             mine, keys, values = (x[None, row.tokens] for x in (q, k, v))
@@ -67,8 +85,12 @@ class HostPrefill:
                 merge(results, sink, out[None, row.tokens])
 
 
-def _history(blocks: np.ndarray, length: int, window: int | None, copies: Copies | None) -> tuple[PageTable | None, PageTable | None]:
-    """The pages of a row's first `length` tokens that its window reaches: those read packed, and those with a copy among the newest or of the first."""
+def _history(
+    blocks: np.ndarray, length: int, window: int | None, copies: Copies | None
+) -> tuple[PageTable | None, PageTable | None]:
+    """The pages of a row's first `length` tokens that its window reaches: those read packed, and those with a copy
+    among the newest or of the first.
+    """
     begin = 0 if window is None else max(length - window + 1, 0) // PAGE_SIZE
     entry = np.arange(begin, -(-length // PAGE_SIZE))
     ids = blocks[entry].astype(np.int64)

@@ -20,7 +20,8 @@ class Layer:
         copies: pages of `call.raw`, uint8 [copies, H, head_bytes], or None.
         static: calibrated parameters (`PageStore.static`).
         order: of stored channels, int64 [D]; None where it is the model's.
-        turn: by how much keys turn from a page to the next (`quant.rotary.turn_by`); None where nobody knows: means then start as they are.
+        turn: by how much keys turn from a page to the next (`quant.rotary.turn_by`); None where nobody knows: means
+            then start as they are.
         sink: a learned one.
     """
 
@@ -36,13 +37,22 @@ class Layer:
     def __post_init__(self) -> None:
         layouts = [self.call.layout, *([self.call.raw] if self.call.raw else [])]
         self._writes = [dispatch.choose("store_tokens", layout, self.call.dtype, self.device) for layout in layouts]
-        for choice in (*self._writes, dispatch.choose("dequantize", layouts[0], self.call.dtype, self.device)):  # the last is of prompts behind a history
+        # the last is of prompts behind a history
+        for choice in (*self._writes, dispatch.choose("dequantize", layouts[0], self.call.dtype, self.device)):
             choice.prepare()
 
     def run(
-        self, step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, lender: Layer | None = None
+        self,
+        step: Step,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        pages: torch.Tensor,
+        lender: Layer | None = None,
     ) -> None:
-        """query [N, Hq, D], key [N, H, D], value [N, H, Dv], out [N, Hq, Dv], written; of more tokens than the step's only the first count.
+        """query [N, Hq, D], key [N, H, D], value [N, H, Dv], out [N, Hq, Dv], written; of more tokens than the step's
+        only the first count.
 
         Args:
             pages: uint8 [pages, H, head_bytes].

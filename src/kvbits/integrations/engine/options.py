@@ -15,10 +15,13 @@ MOST_RAW = 1024
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """
+
     Attributes:
-        raw_newest: tokens at the end of each request that are read raw when it decodes, at least: up to a page more, whole pages. 0: none.
+        raw_newest: tokens at the end of each request that are read raw when it decodes, at least: up to a page more,
+            whole pages. 0: none.
         raw_first: whether each request's first page (64 tokens) is read raw too: 0 or 64.
-        calibration: file of `kvbits calibrate` for layers whose keys are stored in a calibrated basis; the model's own is found, or made once, without it.
+        calibration: file of `kvbits calibrate` for layers whose keys are stored in a calibrated basis; the model's own
+            is found, or made once, without it.
         calibrate: whether one may be made where none is kept.
     """
 
@@ -46,7 +49,9 @@ Kind = TypeVar("Kind", bound=Options)
 
 
 def checked(kind: type[Kind], given: Any, where: str, calibrated: bool, plain: str = "") -> Kind:
-    """Options as a user gave them. Where layers are calibrated and nothing is said of raw copies, they have `COPIED` newest and first tokens.
+    """Options as a user gave them.
+
+    Where layers are calibrated and nothing is said of raw copies, they have `COPIED` newest and first tokens.
 
     Args:
         plain: the format, where nothing in the engine reads a calibration.
@@ -57,10 +62,14 @@ def checked(kind: type[Kind], given: Any, where: str, calibrated: bool, plain: s
     names = [f.name for f in dataclasses.fields(kind)]
     if not isinstance(given, dict) or set(given) - set(names):
         raise UnsupportedError(f"{where} is {given!r}; it takes a dict of {', '.join(names)}")
-    defaults: dict[str, Any] = {"raw_newest": COPIED, "raw_first": COPIED} if calibrated and given.get("raw_newest") != 0 else {}
+    defaults: dict[str, Any] = (
+        {"raw_newest": COPIED, "raw_first": COPIED} if calibrated and given.get("raw_newest") != 0 else {}
+    )
     found = kind(**(defaults | given))
     if not _is_whole(found.raw_newest) or found.raw_newest % PAGE_SIZE or not 0 <= found.raw_newest <= MOST_RAW:
-        raise UnsupportedError(f"raw_newest={found.raw_newest!r} must be a multiple of {PAGE_SIZE} tokens, 0 to {MOST_RAW}")
+        raise UnsupportedError(
+            f"raw_newest={found.raw_newest!r} must be a multiple of {PAGE_SIZE} tokens, 0 to {MOST_RAW}"
+        )
     if not _is_whole(found.raw_first) or found.raw_first not in (0, PAGE_SIZE):
         raise UnsupportedError(f"raw_first={found.raw_first!r} must be 0 or {PAGE_SIZE} tokens, a page")
     for f in dataclasses.fields(found):
@@ -71,8 +80,12 @@ def checked(kind: type[Kind], given: Any, where: str, calibrated: bool, plain: s
             raise UnsupportedError(f"{f.name}={value!r} must be true or false")
     if found.raw_first and not found.raw_newest:
         raise UnsupportedError(f"raw_first without raw_newest; pass raw_newest={PAGE_SIZE} too")
-    if plain and (unread := [name for name in ("calibration", "calibrate") if getattr(found, name) != getattr(Options, name)]):
-        raise UnsupportedError(f"{where} has {unread[0]}, which {plain} never reads; leave it away, or serve a calibrated format")
+    if plain and (
+        unread := [name for name in ("calibration", "calibrate") if getattr(found, name) != getattr(Options, name)]
+    ):
+        raise UnsupportedError(
+            f"{where} has {unread[0]}, which {plain} never reads; leave it away, or serve a calibrated format"
+        )
     return found
 
 

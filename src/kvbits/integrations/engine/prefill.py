@@ -1,10 +1,13 @@
-"""Queries of many tokens: histories are unpacked to 16-bit rows, the step's own keys and values put behind them, then one variable-length FlashAttention call.
+"""Queries of many tokens: histories are unpacked to 16-bit rows, the step's own keys and values put behind them, then
+one variable-length FlashAttention call.
 
-    rows of a step --passes--> those that fit the scratch together, or slices of one that does not --> unpack, copy, attend (slices are merged)
+    rows of a step --passes--> those that fit the scratch together, or slices of one that does not --> unpack, copy,
+    attend (slices are merged)
 
-A step whose rows have no history skips all of that: FlashAttention reads the fresh keys and values where they lie. A row's own tokens are read as they came,
-not quantized, as in kvbits' own caches. Everything about passes is integers on the host; nothing waits for the GPU. The scratch is allocated with the model, so
-that engines count it. The call itself is the engine's (`Call.attend`); on CPUs histories are read packed instead (`host_prefill`).
+A step whose rows have no history skips all of that: FlashAttention reads the fresh keys and values where they lie. A
+row's own tokens are read as they came, not quantized, as in kvbits' own caches. Everything about passes is integers on
+the host; nothing waits for the GPU. The scratch is allocated with the model, so that engines count it. The call itself
+is the engine's (`Call.attend`); on CPUs histories are read packed instead (`host_prefill`).
 """
 
 from __future__ import annotations
@@ -27,11 +30,23 @@ from .host_prefill import HostPrefill
 from .served import PAGE_SIZE
 
 MAX_HISTORY = 1 << 16
-"""Rows of history unpacked at a time: 268 MB of keys and values at 8 kv heads of 128. Longer ones are read in slices."""
+"""Rows of history unpacked at a time: 268 MB of keys and values at 8 kv heads of 128.
+
+Longer ones are read in slices.
+"""
 
 
-def scratch_for(layout: PageLayout, dtype: torch.dtype, device: torch.device, max_model_len: int, max_tokens: int, sliding_window: int | None) -> Scratch:
-    """Room for a step's tokens behind a history (of a window's length in sliding layers), one for all layers of a shape."""
+def scratch_for(
+    layout: PageLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    max_tokens: int,
+    sliding_window: int | None,
+) -> Scratch:
+    """Room for a step's tokens behind a history (of a window's length in sliding layers), one for all layers of a
+    shape.
+    """
     history = max_model_len if sliding_window is None else min(max_model_len, sliding_window + PAGE_SIZE)
     most = MAX_HISTORY if sliding_window is None else max(MAX_HISTORY, history)
     rows = -(-min(history, most) // PAGE_SIZE) * PAGE_SIZE + max_tokens
@@ -39,8 +54,11 @@ def scratch_for(layout: PageLayout, dtype: torch.dtype, device: torch.device, ma
 
 
 @functools.lru_cache(maxsize=64)
-def _scratch(rows: int, num_kv_heads: int, widths: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Scratch:
-    # FlashAttention-3 reads values in tiles, past the end of a row's keys: weights of 0 there, which numbers that are not finite would turn to NaN.
+def _scratch(
+    rows: int, num_kv_heads: int, widths: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Scratch:
+    # FlashAttention-3 reads values in tiles, past the end of a row's keys: weights of 0 there, which numbers that are
+    # not finite would turn to NaN.
     return Scratch(*(torch.zeros(rows, num_kv_heads, d, dtype=dtype, device=device) for d in widths))
 
 
@@ -51,7 +69,8 @@ class Pass:
     Attributes:
         pages: int64 [n, 4] of row, entry of its block table, first row of the scratch, visible tokens.
         starts: int64 [rows + 1]: each row's first key in the scratch, and past the last.
-        fresh: whether the rows' own tokens are among the keys (behind the history); a slice without them is seen by all queries alike.
+        fresh: whether the rows' own tokens are among the keys (behind the history); a slice without them is seen by all
+            queries alike.
     """
 
     first: int
@@ -62,7 +81,8 @@ class Pass:
 
 
 def passes(query_lens: np.ndarray, seq_lens: np.ndarray, window: int | None, capacity: int) -> list[Pass]:
-    """Which rows are attended together so that their keys fit `capacity` rows of scratch; the queries of one row always fit behind a page.
+    """Which rows are attended together so that their keys fit `capacity` rows of scratch; the queries of one row always
+    fit behind a page.
 
     Args:
         query_lens, seq_lens: int64 [rows]; a row's queries are its newest tokens.
@@ -95,7 +115,15 @@ def _pass(first: int, last: int, begin: Any, history: Any, query_lens: np.ndarra
     pages, starts = [np.zeros((0, 4), np.int64)], [0]
     for row in range(first, last):
         at = np.arange(begin[row], history[row], PAGE_SIZE)
-        table = np.stack([np.full_like(at, row), at // PAGE_SIZE, starts[-1] + at - begin[row], np.minimum(history[row] - at, PAGE_SIZE)], 1)
+        table = np.stack(
+            [
+                np.full_like(at, row),
+                at // PAGE_SIZE,
+                starts[-1] + at - begin[row],
+                np.minimum(history[row] - at, PAGE_SIZE),
+            ],
+            1,
+        )
         pages.append(table.astype(np.int64))
         starts.append(starts[-1] + int(history[row] - begin[row]) + (int(query_lens[row]) if fresh else 0))
     return Pass(first, last, np.concatenate(pages), np.array(starts), fresh)
@@ -104,7 +132,9 @@ def _pass(first: int, last: int, begin: Any, history: Any, query_lens: np.ndarra
 class _Placed:
     """A pass with its tables on the device, for all layers."""
 
-    def __init__(self, p: Pass, query_lens: np.ndarray, history: np.ndarray, block_table: torch.Tensor, copies: Copies | None) -> None:
+    def __init__(
+        self, p: Pass, query_lens: np.ndarray, history: np.ndarray, block_table: torch.Tensor, copies: Copies | None
+    ) -> None:
         device = block_table.device
         lens = query_lens[p.first : p.last]
         self.fresh, self.causal = p.fresh, p.fresh
@@ -122,7 +152,9 @@ class _Placed:
         self._unpackers: dict[tuple[PageLayout, int], Any] = {}
         self._copied = None if copies is None else _Copied.of(p, history, block_table, copies)
 
-    def unpack(self, call: Call, pages: torch.Tensor, copies: torch.Tensor | None, static: dict[str, torch.Tensor]) -> None:
+    def unpack(
+        self, call: Call, pages: torch.Tensor, copies: torch.Tensor | None, static: dict[str, torch.Tensor]
+    ) -> None:
         """The histories' rows to the scratch: packed ones, and over them what copies hold."""
         if self.num_pages:
             self._unpack(call, pages, static)
@@ -133,7 +165,9 @@ class _Placed:
         key = (call.layout, pages.stride(0))
         if key not in self._unpackers:
             choice = dispatch.choose("dequantize", call.layout, call.dtype, pages.device)
-            self._unpackers[key] = choice.run(call.layout, call.dtype, self.page_ids, self.rows, pages.stride(0), self.starts)
+            self._unpackers[key] = choice.run(
+                call.layout, call.dtype, self.page_ids, self.rows, pages.stride(0), self.starts
+            )
         self._unpackers[key].run(pages, call.scratch.keys, call.scratch.values, static)
 
 
@@ -142,7 +176,8 @@ class _Copied:
     """Rows of the scratch that copies may have raw: those of a history's first page and of its newest.
 
     Attributes:
-        rows: int64 [n] of the scratch; copy, place: int64 [n]: where their raw numbers would be; there: bool [n, 1, 1]: whether they are.
+        rows: int64 [n] of the scratch; copy, place: int64 [n]: where their raw numbers would be; there: bool [n, 1, 1]:
+            whether they are.
     """
 
     rows: torch.Tensor
@@ -185,7 +220,14 @@ class Prefill:
         has_history: whether any row has tokens before this step.
     """
 
-    def __init__(self, query_lens: np.ndarray, seq_lens: np.ndarray, block_table: torch.Tensor, call: Call, copies: Copies | None = None) -> None:
+    def __init__(
+        self,
+        query_lens: np.ndarray,
+        seq_lens: np.ndarray,
+        block_table: torch.Tensor,
+        call: Call,
+        copies: Copies | None = None,
+    ) -> None:
         self.num_tokens = int(query_lens.sum())
         self.has_history = bool((seq_lens > query_lens).any())
         kept = query_lens > 0
@@ -201,16 +243,27 @@ class Prefill:
             self._starts = upload(np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32), block_table.device)
 
     def run(
-        self, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, copies: torch.Tensor | None = None,
-        static: dict[str, torch.Tensor] | None = None, sink: Sink = None,
-    ) -> None:  # fmt: skip
-        """q [num_tokens, Hq, D], out [.., Dv]; k [num_tokens, H, D], v [.., Dv], stored already; pages, copies, calibrated parameters and learned sink of
-        the layer."""
+        self,
+        call: Call,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        pages: torch.Tensor,
+        copies: torch.Tensor | None = None,
+        static: dict[str, torch.Tensor] | None = None,
+        sink: Sink = None,
+    ) -> None:
+        """q [num_tokens, Hq, D], out [.., Dv]; k [num_tokens, H, D], v [.., Dv], stored already; pages, copies,
+        calibrated parameters and learned sink of the layer.
+        """
         if not self.num_tokens:
             return
         assert call.attend is not None  # calls of GPUs have one
         if not self.has_history:
-            lse = call.attend(call, q, k, v, self._starts, self._starts, self._max_len, self._max_len, True, out, sink is not None)
+            lse = call.attend(
+                call, q, k, v, self._starts, self._starts, self._max_len, self._max_len, True, out, sink is not None
+            )
             if lse is not None:
                 merge([(out[None], lse[None])], sink, out[None])
             return
@@ -223,7 +276,9 @@ class Prefill:
                 values.index_copy_(0, p.targets, v[p.tokens])
             mine = out[p.tokens] if p.causal else torch.empty_like(out[p.tokens])
             wants_lse = not p.causal or bool(parts or sink)
-            lse = call.attend(call, q[p.tokens], keys, values, p.q_starts, p.k_starts, p.max_q, p.max_k, p.causal, mine, wants_lse)
+            lse = call.attend(
+                call, q[p.tokens], keys, values, p.q_starts, p.k_starts, p.max_q, p.max_k, p.causal, mine, wants_lse
+            )
             if lse is not None:
                 parts.append((mine[None], lse[None]))
             if p.causal and parts:
@@ -232,8 +287,12 @@ class Prefill:
 
 
 def prefills(
-    calls: Sequence[Call], query_lens: np.ndarray, seq_lens: np.ndarray, block_table: torch.Tensor, copies: Copies | None
-) -> dict[Call, Prefill | HostPrefill]:  # fmt: skip
+    calls: Sequence[Call],
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    block_table: torch.Tensor,
+    copies: Copies | None,
+) -> dict[Call, Prefill | HostPrefill]:
     """`Step.prefills` of a step's prompts, for layers of these calls; arguments as `Prefill` takes them."""
     kind = HostPrefill if block_table.device.type == "cpu" else Prefill
     return {c: kind(query_lens, seq_lens, block_table, c, copies if c.raw else None) for c in calls}

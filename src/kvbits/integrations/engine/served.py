@@ -1,4 +1,6 @@
-"""What kvbits serves in vLLM, by `--kv-cache-dtype`: `FORMATS`, each a preset of `kvbits.schemes` stored token by token. No torch: `kvbits plan` reads it."""
+"""What kvbits serves in vLLM, by `--kv-cache-dtype`: `FORMATS`, each a preset of `kvbits.schemes` stored token by
+token. No torch: `kvbits plan` reads it.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,13 @@ from ...spec import PageLayout, Scheme
 PAGE_SIZE = 64
 """Tokens of a page, which is a block of vLLM."""
 WIDEST, WIDEST_CALIBRATED = 512, 256
-"""Largest head_dim that GPU kernels take, and of calibrated formats (tests/integrations/test_vllm.py compares), whose values are as wide as their keys."""
+"""Largest head_dim that GPU kernels take, and of calibrated formats (tests/integrations/test_vllm.py compares), whose
+values are as wide as their keys.
+"""
 COPIED = 64
-"""Newest tokens of a request, at least, and its first ones, that calibrated formats also keep raw unless they are told otherwise: what their accuracy was
-measured with. A page more of each request would take a third more memory for copies."""
+"""Newest tokens of a request, at least, and its first ones, that calibrated formats also keep raw unless they are told
+otherwise: what their accuracy was measured with. A page more of each request would take a third more memory for copies.
+"""
 COPIED_PAGES = COPIED // PAGE_SIZE + 1 + 1
 """Pages of 16 bits that those take of each request: the newest, one that is not full, the first."""
 
@@ -57,11 +62,20 @@ class Format:
                 return f"head_dim={d} is no multiple of 8 from 64 to {WIDEST}; use --kv-cache-dtype auto"
         if self.calibrated and (head_dim != value_head_dim or head_dim > WIDEST_CALIBRATED):
             widths = f"keys of {head_dim} and values of {value_head_dim} channels"
-            return f"{widths}; {self.name} has codes of heads of one width up to {WIDEST_CALIBRATED}: use kvbits_int8_centered"
+            return (
+                f"{widths}; {self.name} has codes of heads of one width up to {WIDEST_CALIBRATED}: use"
+                " kvbits_int8_centered"
+            )
         if self.calibrated and head_dim % 16:
-            return f"{self.name} has codes of eight bands, and head_dim={head_dim} is no multiple of 16; use kvbits_int8_centered"
+            return (
+                f"{self.name} has codes of eight bands, and head_dim={head_dim} is no multiple of 16; use"
+                " kvbits_int8_centered"
+            )
         if key_bias and schemes.weak_to_key_bias(self.scheme):
-            return f"{self.name} loses too much where keys have a bias, as this model's do; use kvbits_int8_centered or kvbits_klt4"
+            return (
+                f"{self.name} loses too much where keys have a bias, as this model's do; use kvbits_int8_centered or"
+                " kvbits_klt4"
+            )
         try:
             layout = self.layout(1, head_dim, value_head_dim)
             _ = layout.head_bytes
@@ -71,7 +85,10 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {
-    f"kvbits_{name}": Format(name=f"kvbits_{name}", scheme=schemes.get(name, residual_length=0, num_sink_tokens=0, page_size=PAGE_SIZE, token_local=True))
+    f"kvbits_{name}": Format(
+        name=f"kvbits_{name}",
+        scheme=schemes.get(name, residual_length=0, num_sink_tokens=0, page_size=PAGE_SIZE, token_local=True),
+    )
     for name in ("int8", "int8_centered", "int8k_int4v", "int4", "klt4", "klt3", "klt2")
 }
 SCHEME = "kvbits_scheme"

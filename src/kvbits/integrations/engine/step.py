@@ -1,7 +1,9 @@
-"""Once per step: which rows decode from pages and which prefill, the page before each page that opens, and which tokens are also kept raw.
+"""Once per step: which rows decode from pages and which prefill, the page before each page that opens, and which tokens
+are also kept raw.
 
-Rows that decode come first. Those of one query length (1, or 1 + the number of speculative tokens) are read by `ops.paged_attention`, whose work list is made
-on the device from lengths and tables of pages: nothing waits, so an engine may capture their steps in graphs. All other rows are prompts.
+Rows that decode come first. Those of one query length (1, or 1 + the number of speculative tokens) are read by
+`ops.paged_attention`, whose work list is made on the device from lengths and tables of pages: nothing waits, so an
+engine may capture their steps in graphs. All other rows are prompts.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Step:
 
 
 class Placer:
-    """What `ops.place` fills for the layers of `calls`: nothing where no page has a mean or is in a frame, and none is copied.
+    """What `ops.place` fills for the layers of `calls`: nothing where no page has a mean or is in a frame, and none is
+    copied.
 
     Args:
         options: of the layers with copies.
@@ -52,8 +55,22 @@ class Placer:
         num_pages: of the pool.
     """
 
-    def __init__(self, calls: list[Call], options: Options, *, requests: int, rows: int, tokens: int, num_pages: int, device: torch.device) -> None:
-        centered, turned, copied = any(c.layout.is_centered for c in calls), any(c.layout.key.needs_rotary for c in calls), any(c.raw for c in calls)
+    def __init__(
+        self,
+        calls: list[Call],
+        options: Options,
+        *,
+        requests: int,
+        rows: int,
+        tokens: int,
+        num_pages: int,
+        device: torch.device,
+    ) -> None:
+        centered, turned, copied = (
+            any(c.layout.is_centered for c in calls),
+            any(c.layout.key.needs_rotary for c in calls),
+            any(c.raw for c in calls),
+        )
         self._places: Places | None = None
         self.copies: Copies | None = None
         if not centered and not copied and not turned:
@@ -62,15 +79,28 @@ class Placer:
         self._place.prepare()
         sizes: dict[str, Any] = {"tokens": tokens, "num_blocks": num_pages, "device": device}
         if copied:
-            self.copies = Copies.empty(options.newest_pages, bool(options.raw_first), requests=requests, rows=rows, **sizes)
+            self.copies = Copies.empty(
+                options.newest_pages, bool(options.raw_first), requests=requests, rows=rows, **sizes
+            )
         self._places = Places.empty(PAGE_SIZE, previous=centered, starts=turned, copies=self.copies, **sizes)
 
     def run(
-        self, seq_lens: torch.Tensor, starts: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, owners: torch.Tensor | None
+        self,
+        seq_lens: torch.Tensor,
+        starts: torch.Tensor,
+        table: torch.Tensor,
+        slots: torch.Tensor,
+        owners: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """`Step`'s previous_page, starts and copy_slots; arguments as `ops.place` takes them. One launch, waits for nothing."""
+        """`Step`'s previous_page, starts and copy_slots; arguments as `ops.place` takes them.
+
+        One launch, waits for nothing.
+        """
         if (p := self._places) is None:
             return None, None, None
         self._place.run(p, seq_lens, starts, table, slots, owners)
-        before, first, copies = ((None if x is None else x[: len(slots)]) for x in (p.previous, p.starts, p.copies.slots if p.copies else None))
+        before, first, copies = (
+            (None if x is None else x[: len(slots)])
+            for x in (p.previous, p.starts, p.copies.slots if p.copies else None)
+        )
         return before, first, copies

@@ -1,4 +1,5 @@
-"""kvbits as a KV cache of stock SGLang: `python -m sglang.launch_server --model-path MODEL --attention-backend kvbits_int8_centered`.
+"""kvbits as a KV cache of stock SGLang: `python -m sglang.launch_server --model-path MODEL --attention-backend
+kvbits_int8_centered`.
 
     options   what is refused at start, with the reason; the page size; raw copies and calibrations
     pool      the pages, in place of SGLang's pool of keys and values
@@ -6,11 +7,12 @@
     drafts    n-grams to be verified
     flash     SGLang's FlashAttention, for prompts on GPUs
 
-The format is the backend's name, since SGLang's list of cache dtypes is closed. A page of SGLang is one of kvbits: 64 tokens of a token-local format, complete
-at every moment, so its radix cache, chunked prefill and retraction work as they do for any other cache (docs/internals/serving.md).
+The format is the backend's name, since SGLang's list of cache dtypes is closed. A page of SGLang is one of kvbits: 64
+tokens of a token-local format, complete at every moment, so its radix cache, chunked prefill and retraction work as
+they do for any other cache (docs/internals/serving.md).
 
-SGLang loads `register` as a plugin (entry point `sglang.srt.plugins`) in every process. What an exception here says is only logged, and the backends are then
-no choices of `--attention-backend`: the start fails.
+SGLang loads `register` as a plugin (entry point `sglang.srt.plugins`) in every process. What an exception here says is
+only logged, and the backends are then no choices of `--attention-backend`: the start fails.
 """
 
 from __future__ import annotations
@@ -30,11 +32,17 @@ def refuses_version(version: str) -> str | None:
     """Why this version of SGLang is not served, or None."""
     if version.split("+")[0].split(".post")[0] == VERSIONS.removeprefix("=="):
         return None
-    return f"kvbits' attention backends work with SGLang {VERSIONS}, this is {version}: no kvbits_* backend is available; pip install 'sglang{VERSIONS}'"
+    return (
+        f"kvbits' attention backends work with SGLang {VERSIONS}, this is {version}: no kvbits_* backend is available;"
+        f" pip install 'sglang{VERSIONS}'"
+    )
 
 
 def register() -> None:
-    """Make the kvbits_* backends known to SGLang. In releases that are not served it says so in the log and does nothing else."""
+    """Make the kvbits_* backends known to SGLang.
+
+    In releases that are not served it says so in the log and does nothing else.
+    """
     if why := refuses_version(importlib.metadata.version("sglang")):
         logger.warning(why)
         return
@@ -54,6 +62,12 @@ def register() -> None:
     configurator = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
     HookRegistry.register(f"{configurator}._resolve_kv_pool_class", pool.pool_class, HookType.AROUND)
     HookRegistry.register(f"{configurator}._profile_available_bytes", pool.budget, HookType.AROUND)
-    HookRegistry.register("sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size", pool.cell_size, HookType.AROUND)
-    HookRegistry.register("sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker", drafts.worker_class, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+        pool.cell_size,
+        HookType.AROUND,
+    )
+    HookRegistry.register(
+        "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker", drafts.worker_class, HookType.AROUND
+    )
     HookRegistry.register("sglang.srt.mem_cache.allocation.get_last_loc", drafts.last_loc, HookType.AROUND)

@@ -1,4 +1,6 @@
-"""SGLang's attention backend: `KVBitsBackend`. Single tokens and drafts are read by one plan for all rows, also in graphs; prompts are laid out on the host."""
+"""SGLang's attention backend: `KVBitsBackend`. Single tokens and drafts are read by one plan for all rows, also in
+graphs; prompts are laid out on the host.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,17 @@ class KVBitsBackend(AttentionBackend):
         pool = runner.token_to_kv_pool
         if not isinstance(pool, KVBitsPool) or pool.form is not FORMATS[name]:
             raise UnsupportedError(
-                f"--attention-backend {name} got a {type(pool).__name__} of SGLang's; for models with sliding windows pass --disable-hybrid-swa-memory, "
-                "for others use another backend"
+                f"--attention-backend {name} got a {type(pool).__name__} of SGLang's; for models with sliding windows"
+                " pass --disable-hybrid-swa-memory, for others use another backend"
             )
         self._pool, self._options = pool, options_of(pool.form)
         args, config = resolved_view(runner.server_args), runner.model_config
         self._req_to_token = runner.req_to_token_pool.req_to_token
         self._requests, self._device = runner.req_to_token_pool.size, torch.device(runner.device)
-        self._sizes = config.context_len, args.chunked_prefill_size if args.chunked_prefill_size > 0 else config.context_len
+        self._sizes = (
+            config.context_len,
+            (args.chunked_prefill_size if args.chunked_prefill_size > 0 else config.context_len),
+        )
         self._calibration = calibration_of(pool.form, args) if pool.form.calibrated else None
         self._turns = _turns(config.hf_text_config, self._device) if pool.layout.is_centered else {}
         self._layers = {m.layer_id: self._layer(m) for m in runner.model.modules() if isinstance(m, RadixAttention)}
@@ -58,14 +63,30 @@ class KVBitsBackend(AttentionBackend):
         self._mode, self._num_queries = ForwardMode.DECODE, 1
         if args.speculative_algorithm:
             self._mode, self._num_queries = ForwardMode.TARGET_VERIFY, args.speculative_num_draft_tokens
-        tokens = min(pages * PAGE_SIZE, max(*self._sizes, args.max_prefill_tokens) + self._requests)  # of a step: no more than there is room for
+        # of a step: no more than there is room for
+        tokens = min(pages * PAGE_SIZE, max(*self._sizes, args.max_prefill_tokens) + self._requests)
         tokens = max(tokens, self._requests * self._num_queries)
-        self._placer = Placer(self._calls, self._options, requests=self._requests, rows=self._requests, tokens=tokens, num_pages=pages, device=self._device)
+        self._placer = Placer(
+            self._calls,
+            self._options,
+            requests=self._requests,
+            rows=self._requests,
+            tokens=tokens,
+            num_pages=pages,
+            device=self._device,
+        )
         longest = -(-self._req_to_token.shape[1] // PAGE_SIZE)
-        self._decodes = {call: Decode(call, longest, self._requests, self._num_queries, self._device, self._placer.copies) for call in self._calls}
+        self._decodes = {
+            call: Decode(call, longest, self._requests, self._num_queries, self._device, self._placer.copies)
+            for call in self._calls
+        }
         integers: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
-        self._starts = torch.arange(self._requests + 1, **integers) * self._num_queries  # of rows that decode, as what follows, where captured graphs find it
-        self._table, self._lens = torch.zeros(self._requests, longest, **integers), torch.zeros(self._requests, **integers)
+        # of rows that decode, as what follows, where captured graphs find it
+        self._starts = torch.arange(self._requests + 1, **integers) * self._num_queries
+        self._table, self._lens = (
+            torch.zeros(self._requests, longest, **integers),
+            torch.zeros(self._requests, **integers),
+        )
         self._slots = torch.zeros(self._requests * self._num_queries, dtype=torch.int64, device=self._device)
 
     def _layer(self, layer: RadixAttention) -> Layer:
@@ -74,11 +95,18 @@ class KVBitsBackend(AttentionBackend):
             (f"attention of type {layer.attn_type}", layer.attn_type != AttentionType.DECODER),
             ("attention in chunks", layer.use_irope),
             ("scores scaled by length", layer.xai_temperature_len > 0),
-            (f"scores capped by {layer.logit_capping_method}", bool(layer.logit_cap) and layer.logit_capping_method != "tanh"),
+            (
+                f"scores capped by {layer.logit_capping_method}",
+                bool(layer.logit_cap) and layer.logit_capping_method != "tanh",
+            ),
         ):
             if there:
-                raise UnsupportedError(f"layer {layer.layer_id}: kvbits' attention backend does not do {what}; use another --attention-backend")
-        window = layer.sliding_window_size + 1 if layer.sliding_window_size > 0 else None  # SGLang does not count the query itself
+                raise UnsupportedError(
+                    f"layer {layer.layer_id}: kvbits' attention backend does not do {what}; use another"
+                    " --attention-backend"
+                )
+        # SGLang does not count the query itself
+        window = layer.sliding_window_size + 1 if layer.sliding_window_size > 0 else None
         raw = raw_of(self._pool.layout) if self._options.copies else None
         scaling, softcap = float(layer.scaling), float(layer.logit_cap) or None
         layout, dtype = self._pool.layout, self._pool.model_dtype
@@ -91,11 +119,16 @@ class KVBitsBackend(AttentionBackend):
             found.copies = torch.zeros(shape, dtype=torch.uint8, device=self._device)
         if self._calibration:
             rank = get_parallel()
-            found.static, found.order = self._calibration.layer(layer.layer_id, rank.tp_rank, rank.tp_size, self._device)
+            found.static, found.order = self._calibration.layer(
+                layer.layer_id, rank.tp_rank, rank.tp_size, self._device
+            )
         return found
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """The step's tables, for all layers, before the first: launches only. A captured graph reads what they write, each time it is replayed."""
+        """The step's tables, for all layers, before the first: launches only.
+
+        A captured graph reads what they write, each time it is replayed.
+        """
         mode = forward_batch.forward_mode
         if mode.is_idle():
             return
@@ -106,9 +139,13 @@ class KVBitsBackend(AttentionBackend):
         lens, slots = forward_batch.seq_lens.int(), forward_batch.out_cache_loc.long()
         if mode == self._mode:
             rows = len(lens)
-            lens = lens + (self._num_queries if mode == ForwardMode.TARGET_VERIFY else 0)  # SGLang does not count drafts before they are accepted
-            slots = torch.nn.functional.pad(slots, (0, rows * self._num_queries - len(slots)))  # rows that fill a batch up store in page 0
-            table, lens, slots = (kept[: len(x)].copy_(x) for kept, x in ((self._table, table), (self._lens, lens), (self._slots, slots)))
+            # SGLang does not count drafts before they are accepted
+            lens = lens + (self._num_queries if mode == ForwardMode.TARGET_VERIFY else 0)
+            # rows that fill a batch up store in page 0
+            slots = torch.nn.functional.pad(slots, (0, rows * self._num_queries - len(slots)))
+            table, lens, slots = (
+                kept[: len(x)].copy_(x) for kept, x in ((self._table, table), (self._lens, lens), (self._slots, slots))
+            )
             starts = self._starts[: rows + 1]
         else:
             starts = torch.nn.functional.pad(forward_batch.extend_seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
@@ -119,7 +156,9 @@ class KVBitsBackend(AttentionBackend):
             for decode in self._decodes.values():
                 decode.update(table, lens, None)
         else:
-            query_lens, seq_lens = (np.asarray(x, np.int64) for x in (forward_batch.extend_seq_lens_cpu, forward_batch.seq_lens_cpu))
+            query_lens, seq_lens = (
+                np.asarray(x, np.int64) for x in (forward_batch.extend_seq_lens_cpu, forward_batch.seq_lens_cpu)
+            )
             self._step.prefills = prefills(self._calls, query_lens, seq_lens, table, self._placer.copies)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -129,14 +168,21 @@ class KVBitsBackend(AttentionBackend):
         """Length of a row that fills a captured batch up: it reads the token that padding writes."""
         return 1
 
-    def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any) -> torch.Tensor:
+    def forward_extend(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
+    ) -> torch.Tensor:
         """q [tokens, Hq * D] or [tokens, Hq, D], k [tokens, H, D], v [tokens, H, Dv]; [tokens, Hq * Dv]."""
         if k is None or not save_kv_cache or (given := [name for name, x in more.items() if x is not None]):
             what = "with " + ", ".join(given) if k is not None and save_kv_cache else "to another layer's keys"
-            raise UnsupportedError(f"layer {layer.layer_id}: kvbits' attention backend does not do attention {what}; use another --attention-backend")
+            raise UnsupportedError(
+                f"layer {layer.layer_id}: kvbits' attention backend does not do attention {what}; use another"
+                " --attention-backend"
+            )
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_head_dim)
-        self._layers[layer.layer_id].run(self._step, q, k, v, out, self._pool.pages[layer.layer_id - self._pool.start_layer])
+        self._layers[layer.layer_id].run(
+            self._step, q, k, v, out, self._pool.pages[layer.layer_id - self._pool.start_layer]
+        )
         return out.flatten(1)
 
     forward_decode = forward_extend
@@ -148,4 +194,6 @@ def _turns(config: Any, device: torch.device) -> dict[int, torch.Tensor]:
         layers = layers_of(config)
     except UnsupportedError:
         return {}
-    return {i: turn_by(g.rotary, g.head_dim, PAGE_SIZE).to(device) for i, g in enumerate(layers) if g.rotary is not None}
+    return {
+        i: turn_by(g.rotary, g.head_dim, PAGE_SIZE).to(device) for i, g in enumerate(layers) if g.rotary is not None
+    }

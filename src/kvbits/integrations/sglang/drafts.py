@@ -1,7 +1,8 @@
-"""Drafts of n-grams as chains: causal attention verifies them without a mask, and accepted ones stay where they were stored.
+"""Drafts of n-grams as chains: causal attention verifies them without a mask, and accepted ones stay where they were
+stored.
 
-SGLang asks its corpus for a tree, even with a breadth of 1: what follows shorter contexts branches off at the root, and where drafts are too few, zeros hang at
-the root. Verified is its longest path.
+SGLang asks its corpus for a tree, even with a breadth of 1: what follows shorter contexts branches off at the root, and
+where drafts are too few, zeros hang at the root. Verified is its longest path.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def chains(drafts: np.ndarray, mask: np.ndarray, num_drafts: int) -> tuple[np.nd
         mask: int [requests * num_drafts * num_drafts]: whether node i follows node j, or is it.
     """
     found = np.zeros_like(drafts).reshape(-1, num_drafts)
-    for chain, tokens, above in zip(found, drafts.reshape(-1, num_drafts), mask.reshape(-1, num_drafts, num_drafts), strict=True):
+    for chain, tokens, above in zip(
+        found, drafts.reshape(-1, num_drafts), mask.reshape(-1, num_drafts, num_drafts), strict=True
+    ):
         path = tokens[above[above.sum(1).argmax()] > 0]
         chain[: len(path)] = path
     return found.ravel(), np.tile(np.tri(num_drafts, dtype=mask.dtype).ravel(), len(found))

@@ -21,25 +21,46 @@ def flash_for(device: torch.device, head_dim: int, value_head_dim: int) -> Atten
     if not is_fa3_supported(device):
         have = ".".join(str(x) for x in torch.cuda.get_device_capability(device))
         raise UnsupportedError(
-            f"prompts are read with sgl_kernel's FlashAttention 3, of compute capabilities 8.0 to 9.0; this GPU has {have}: use vLLM's plugin"
+            "prompts are read with sgl_kernel's FlashAttention 3, of compute capabilities 8.0 to 9.0; this GPU has"
+            f" {have}: use vLLM's plugin"
         )
     if head_dim > 256 or (head_dim != value_head_dim and not (128 < head_dim <= 192 and 96 < value_head_dim <= 128)):
         raise UnsupportedError(
-            f"prompts with keys of {head_dim} and values of {value_head_dim} channels are not read by sgl_kernel's FlashAttention 3 (one width up to 256, "
-            "or up to 192 and 128); use another --attention-backend"
+            f"prompts with keys of {head_dim} and values of {value_head_dim} channels are not read by sgl_kernel's"
+            " FlashAttention 3 (one width up to 256, or up to 192 and 128); use another --attention-backend"
         )
     return attend
 
 
 def attend(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: torch.Tensor, k_starts: torch.Tensor, max_q: int, max_k: int, causal: bool,
-    out: torch.Tensor, wants_lse: bool,
-) -> torch.Tensor | None:  # fmt: skip
+    call: Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_starts: torch.Tensor,
+    k_starts: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    out: torch.Tensor,
+    wants_lse: bool,
+) -> torch.Tensor | None:
     from sgl_kernel.flash_attn import flash_attn_varlen_func
 
     window = (call.sliding_window - 1, 0) if causal and call.sliding_window else (-1, -1)
     found = flash_attn_varlen_func(
-        q, k, v, q_starts, k_starts, max_q, max_k, softmax_scale=call.scaling, causal=causal, window_size=window, softcap=call.softcap or 0.0,
-        return_softmax_lse=wants_lse, out=out,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        q_starts,
+        k_starts,
+        max_q,
+        max_k,
+        softmax_scale=call.scaling,
+        causal=causal,
+        window_size=window,
+        softcap=call.softcap or 0.0,
+        return_softmax_lse=wants_lse,
+        out=out,
+    )
     return found[1].transpose(0, 1) if wants_lse else None

@@ -1,4 +1,7 @@
-"""What of SGLang's options is refused, with the reason, before a model is loaded; the page size; a calibration. `KVBITS_SGLANG` has kvbits' own options."""
+"""What of SGLang's options is refused, with the reason, before a model is loaded; the page size; a calibration.
+
+`KVBITS_SGLANG` has kvbits' own options.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from ..engine.options import Options, checked
 from ..engine.served import FORMATS, PAGE_SIZE, Format
 
 REQUESTS = 32
-"""Requests that can run at once where each has raw copies and --max-running-requests is not said: SGLang's own 2,048 would take memory for as many."""
+"""Requests that can run at once where each has raw copies and --max-running-requests is not said: SGLang's own 2,048
+would take memory for as many.
+"""
 NOT_RUN = {
     "kv_cache_dtype": ("auto", "the format is the backend's name"),
     "disaggregation_mode": ("null", "transfers send keys and values apart"),
@@ -36,7 +41,7 @@ NOT_RUN = {
     "attn_dp_size": (1, "ranks of requests were not run"),
     "attn_cp_size": (1, "ranks of tokens were not run"),
     "dcp_size": (1, "ranks of tokens were not run"),
-}  # fmt: skip
+}
 """Option: its value where nobody asks for it, and why another is refused."""
 
 
@@ -52,7 +57,10 @@ def format_of(server_args: Any) -> Format | None:
     if not set(names) & set(FORMATS):
         return None
     if names[0] != names[1]:
-        raise UnsupportedError(f"prompts by {names[0]} and decoding by {names[1]}, which do not read each other's pages; pass --attention-backend alone")
+        raise UnsupportedError(
+            f"prompts by {names[0]} and decoding by {names[1]}, which do not read each other's pages; pass"
+            " --attention-backend alone"
+        )
     return FORMATS[names[0]]
 
 
@@ -72,8 +80,15 @@ def resolve(server_args: Any, previous: Any) -> None:
     check_model(form, model_config_of(server_args), view.tp_size)
     if view.cuda_graph_config.prefill.backend != Backend.DISABLED:
         if (Phase.PREFILL, "backend") in server_args._cuda_graph_config_locked:
-            raise UnsupportedError(f"prompts in captured graphs ({view.cuda_graph_config.prefill.backend}): kvbits' are laid out on the host; leave it away")
-        declare_resolution(server_args, "kvbits", cuda_graph_config=with_phase(view.cuda_graph_config, Phase.PREFILL, backend=Backend.DISABLED))
+            raise UnsupportedError(
+                f"prompts in captured graphs ({view.cuda_graph_config.prefill.backend}): kvbits' are laid out on the"
+                " host; leave it away"
+            )
+        declare_resolution(
+            server_args,
+            "kvbits",
+            cuda_graph_config=with_phase(view.cuda_graph_config, Phase.PREFILL, backend=Backend.DISABLED),
+        )
     if form.calibrated:  # made now, while this is the only process
         calibration_of(form, view)
     if view.page_size is None:
@@ -85,7 +100,9 @@ def resolve(server_args: Any, previous: Any) -> None:
 
 
 def options_of(form: Format) -> Options:
-    """What the environment says (`KVBITS_SGLANG`, JSON), since SGLang's own options are closed. Its processes inherit it.
+    """What the environment says (`KVBITS_SGLANG`, JSON), since SGLang's own options are closed.
+
+    Its processes inherit it.
 
     Raises:
         UnsupportedError: options that there are not or that cannot be.
@@ -115,29 +132,49 @@ def calibration_of(form: Format, server_args: Any) -> Model:
 def refuses(form: Format, options: Any) -> str | None:
     """Why an engine cannot have these options, or None."""
     if options.device not in ("cpu", "cuda"):
-        return f"kvbits' attention backend for SGLang runs on cuda and on cpu, not on {options.device}; use another --attention-backend"
+        return (
+            f"kvbits' attention backend for SGLang runs on cuda and on cpu, not on {options.device}; use another"
+            " --attention-backend"
+        )
     from sglang.srt.environ import envs
 
     if options.page_size not in (None, PAGE_SIZE):
         return f"kvbits' pages hold {PAGE_SIZE} tokens; leave --page-size away, or pass --page-size {PAGE_SIZE}"
     if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
-        return "SGLANG_ENABLE_METADATA_GLUE_GRAPH records how a step is laid out, and kvbits' attention backend counts steps as it lays them out; unset it"
+        return (
+            "SGLANG_ENABLE_METADATA_GLUE_GRAPH records how a step is laid out, and kvbits' attention backend counts"
+            " steps as it lays them out; unset it"
+        )
     for name, (usual, why) in NOT_RUN.items():
         if (value := getattr(options, name)) != usual:
-            return f"--{name.replace('_', '-')} {value} is not served by kvbits' attention backend: {why}; leave it away"
+            return (
+                f"--{name.replace('_', '-')} {value} is not served by kvbits' attention backend: {why}; leave it away"
+            )
     if form.calibrated and (given := options.json_model_override_args) != "{}":
-        return f"--json-model-override-args {given}: {form.name} turns keys as config.json says; write it there, or use kvbits_int8_centered"
+        return (
+            f"--json-model-override-args {given}: {form.name} turns keys as config.json says; write it there, or use"
+            " kvbits_int8_centered"
+        )
     return refuses_drafts(options) if options.speculative_algorithm else None
 
 
 def refuses_drafts(options: Any) -> str | None:
     """Why such drafts are not verified, or None."""
     if (name := options.speculative_algorithm).upper() != "NGRAM":
-        return f"--speculative-algorithm {name} is not served by kvbits' attention backend: draft models have pools and plans of their own; pass NGRAM"
+        return (
+            f"--speculative-algorithm {name} is not served by kvbits' attention backend: draft models have pools and"
+            " plans of their own; pass NGRAM"
+        )
     if (breadth := options.speculative_ngram_max_bfs_breadth) != 1:
-        return f"drafts are verified as a chain, not as a tree of {breadth} branches; pass --speculative-ngram-max-bfs-breadth 1"
+        return (
+            f"drafts are verified as a chain, not as a tree of {breadth} branches; pass"
+            " --speculative-ngram-max-bfs-breadth 1"
+        )
     if (count := options.speculative_num_draft_tokens or MAX_QUERIES) > MAX_QUERIES:
-        return f"{count} drafts a step; kvbits' attention verifies up to {MAX_QUERIES}: leave --speculative-num-draft-tokens away"
+        return (
+            f"{count} drafts a step; kvbits' attention verifies up to {MAX_QUERIES}: leave"
+            " --speculative-num-draft-tokens away"
+        )
     return None
 
 
@@ -150,14 +187,22 @@ def check_model(form: Format, model_config: Any, ranks: int) -> None:
     config = model_config.hf_text_config
     layers = layer_geometries(config)
     if how := only_dense(config):
-        raise UnsupportedError(f"this model {how}, which kvbits' backend for SGLang does not read; use another --attention-backend")
+        raise UnsupportedError(
+            f"this model {how}, which kvbits' backend for SGLang does not read; use another --attention-backend"
+        )
     bias = has_key_bias(config)
     if why := next((why for g in layers if (why := form.refuses(g.head_dim, g.value_head_dim, bias))), None):
         raise UnsupportedError(why)
-    if len({(g.num_kv_heads, g.head_dim, g.value_head_dim) for g in layers}) > 1 or len(layers) != model_config.num_hidden_layers:
+    if (
+        len({(g.num_kv_heads, g.head_dim, g.value_head_dim) for g in layers}) > 1
+        or len(layers) != model_config.num_hidden_layers
+    ):
         raise UnsupportedError(
-            f"{len(layers)} of {model_config.num_hidden_layers} layers store keys and values, of {len(set(layers))} kinds; kvbits' backend for SGLang has "
-            "one pool for all layers: use another --attention-backend"
+            f"{len(layers)} of {model_config.num_hidden_layers} layers store keys and values, of {len(set(layers))}"
+            " kinds; kvbits' backend for SGLang has one pool for all layers: use another --attention-backend"
         )
     if (heads := layers[0].num_kv_heads) % ranks:
-        raise UnsupportedError(f"{heads} kv heads are not shared equally by --tp-size {ranks}; SGLang would add heads that no calibration has: pass a divisor")
+        raise UnsupportedError(
+            f"{heads} kv heads are not shared equally by --tp-size {ranks}; SGLang would add heads that no calibration"
+            " has: pass a divisor"
+        )

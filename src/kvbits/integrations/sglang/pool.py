@@ -30,7 +30,9 @@ class KVBitsPool(MHATokenToKVPool):
 
     def _create_buffers(self) -> None:
         self.model_dtype, self.dtype = self.dtype, torch.uint8
-        self.layout: PageLayout = self.form.layout(self.head_num, self.head_dim, self.v_head_dim, RAW_DTYPES[self.model_dtype])
+        self.layout: PageLayout = self.form.layout(
+            self.head_num, self.head_dim, self.v_head_dim, RAW_DTYPES[self.model_dtype]
+        )
         shape = (self.size // PAGE_SIZE + 1, self.head_num, self.layout.head_bytes)
         self.pages = [torch.zeros(shape, dtype=torch.uint8, device=self.device) for _ in range(self.layer_num)]
 
@@ -41,14 +43,20 @@ class KVBitsPool(MHATokenToKVPool):
         return sum(x.nbytes for x in self.pages)
 
     def _refused(self, *args: Any, **options: Any) -> NoReturn:
-        raise UnsupportedError("kvbits' pages have no keys and values apart, and only kvbits' attention backend reads and writes them")
+        raise UnsupportedError(
+            "kvbits' pages have no keys and values apart, and only kvbits' attention backend reads and writes them"
+        )
 
     def _init_kv_copy_and_warmup(self) -> None:
         self._kv_copy_config = None
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Of accepted drafts, which are where they belong (`drafts`)."""
-        torch._assert_async((tgt_loc == src_loc).all(), "an accepted draft is not the next of a chain; this is a bug of the kvbits plugin")  # waits for nothing
+        # waits for nothing
+        torch._assert_async(
+            (tgt_loc == src_loc).all(),
+            "an accepted draft is not the next of a chain; this is a bug of the kvbits plugin",
+        )
 
     set_kv_buffer = get_key_buffer = get_value_buffer = get_kv_buffer = get_raw_kv_buffer = _refused
     get_cpu_copy = load_cpu_copy = get_contiguous_buf_infos = get_device_pool_infos = _refused
@@ -60,7 +68,9 @@ def _class_of(form_name: str) -> type[KVBitsPool]:
 
 
 def pool_class(original: Any, configurator: Any, *, kind: str, default: type) -> type:
-    """Around `KVCacheConfigurator._resolve_kv_pool_class`, which is asked for every kind of pool, whichever the model has."""
+    """Around `KVCacheConfigurator._resolve_kv_pool_class`, which is asked for every kind of pool, whichever the model
+    has.
+    """
     form = format_of(configurator.server_args)
     if form is None or kind != "mha":
         return original(configurator, kind=kind, default=default)
@@ -77,14 +87,27 @@ def cell_size(original: Any, sizes: Any, configurator: Any, num_layers: int) -> 
     form, config = format_of(configurator.server_args), configurator.model_config
     if form is None:
         return original(sizes, configurator, num_layers)
-    return num_layers * _kv_heads(configurator) * form.layout(1, config.head_dim, config.v_head_dim).head_bytes // PAGE_SIZE
+    return (
+        num_layers
+        * _kv_heads(configurator)
+        * form.layout(1, config.head_dim, config.v_head_dim).head_bytes
+        // PAGE_SIZE
+    )
 
 
 def budget(original: Any, configurator: Any, pre_model_load_memory: int) -> int:
     """Around `KVCacheConfigurator._profile_available_bytes`: without what raw copies take."""
-    form, config, found = format_of(configurator.server_args), configurator.model_config, original(configurator, pre_model_load_memory)
+    form, config, found = (
+        format_of(configurator.server_args),
+        configurator.model_config,
+        original(configurator, pre_model_load_memory),
+    )
     if form is None or not (pages := options_of(form).pages_of_request):
         return found
-    raw = raw_of(form.layout(_kv_heads(configurator), config.head_dim, config.v_head_dim, RAW_DTYPES[configurator.kv_cache_dtype]))
+    raw = raw_of(
+        form.layout(
+            _kv_heads(configurator), config.head_dim, config.v_head_dim, RAW_DTYPES[configurator.kv_cache_dtype]
+        )
+    )
     requests = resolved_view(configurator.server_args).max_running_requests
     return found - configurator.layer_info.num_effective_layers * requests * pages * raw.page_size_bytes

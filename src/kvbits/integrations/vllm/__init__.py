@@ -15,11 +15,12 @@
     dtypes     how vLLM learns the dtypes, by its release
     selector   the backend chosen by the dtype, so that nothing else must be typed
 
-A block of vLLM is a page of kvbits: 64 tokens of a token-local format (docs/reference/formats.md), quantized one by one as they are written. Every block is
-complete at every moment, so prefix caching, preemption, chunked prefill, speculative decoding and transfers of blocks work as they do for any other dtype
-(docs/internals/serving.md).
+A block of vLLM is a page of kvbits: 64 tokens of a token-local format (docs/reference/formats.md), quantized one by one
+as they are written. Every block is complete at every moment, so prefix caching, preemption, chunked prefill,
+speculative decoding and transfers of blocks work as they do for any other dtype (docs/internals/serving.md).
 
-vLLM loads `register` as a plugin (entry point `vllm.general_plugins`) in every process. It imports no CUDA and may run more than once.
+vLLM loads `register` as a plugin (entry point `vllm.general_plugins`) in every process. It imports no CUDA and may run
+more than once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Make the kvbits_* dtypes and their backend known to vLLM. In releases that are not served it says so in the log and does nothing else."""
+    """Make the kvbits_* dtypes and their backend known to vLLM.
+
+    In releases that are not served it says so in the log and does nothing else.
+    """
     from vllm.platforms import current_platform
 
     from . import dtypes

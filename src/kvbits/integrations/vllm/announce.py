@@ -1,4 +1,6 @@
-"""What vLLM says about the kvbits_* dtypes: its help lists them, its log says what is stored, and not that they lack scaling factors."""
+"""What vLLM says about the kvbits_* dtypes: its help lists them, its log says what is stored, and not that they lack
+scaling factors.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,24 @@ from .options import options_of
 
 logger = logging.getLogger("vllm.kvbits")
 """Below vLLM's own: its level and its handlers."""
-HELP = '\n\nOf the kvbits plugin: "kvbits_*", packed pages that need no scaling factors ("kvbits_scheme": formats by layer, from a file).'
+HELP = (
+    '\n\nOf the kvbits plugin: "kvbits_*", packed pages that need no scaling factors ("kvbits_scheme": formats by'
+    " layer, from a file)."
+)
 
 
 class NoScalingFactors(logging.Filter):
-    """Drops the one message that these dtypes may cost accuracy "without a proper scaling factor": every page has scales of its own."""
+    """Drops the one message that these dtypes may cost accuracy "without a proper scaling factor": every page has
+    scales of its own.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not ("scaling factor" in str(record.msg) and isinstance(record.args, tuple) and record.args and record.args[0] in NAMES)
+        return not (
+            "scaling factor" in str(record.msg)
+            and isinstance(record.args, tuple)
+            and record.args
+            and record.args[0] in NAMES
+        )
 
 
 def install() -> None:
@@ -49,7 +61,9 @@ def _announced(original: Any) -> Any:
 
 
 def _extend_help() -> None:
-    """vLLM computes the arguments of its command line once, from a list that plugins cannot reach; where it was loaded, they are changed in place."""
+    """vLLM computes the arguments of its command line once, from a list that plugins cannot reach; where it was loaded,
+    they are changed in place.
+    """
     arguments = sys.modules.get("vllm.engine.arg_utils")
     if arguments is None or not takes_names():
         return
@@ -83,6 +97,6 @@ def summary(vllm_config: Any, kv_cache_config: Any) -> str:
         else:
             form = f"{'centred ' * (key.center is not None)}{key.format} keys, {value.format} values"
     return (
-        f"{cache.cache_dtype}: {form}; {held / 1e9:.2f} GB a rank hold {tokens:,} tokens, {held / tokens:,.0f} bytes each; "
-        f"{'; '.join(raw) or 'no token raw'}; scales are part of every page"
+        f"{cache.cache_dtype}: {form}; {held / 1e9:.2f} GB a rank hold {tokens:,} tokens, {held / tokens:,.0f} bytes"
+        f" each; {'; '.join(raw) or 'no token raw'}; scales are part of every page"
     )

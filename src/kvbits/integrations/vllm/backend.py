@@ -14,14 +14,16 @@ from . import formats
 
 
 class KVBitsBackend(AttentionBackend):
-    """Blocks of 64 tokens, each head's struct of a kvbits page in one run of bytes (`[block, head, 64, head_bytes / 64]` of uint8).
+    """Blocks of 64 tokens, each head's struct of a kvbits page in one run of bytes (`[block, head, 64, head_bytes /
+    64]` of uint8).
 
     Stored and attended in `impl`; vLLM knows it as its CUSTOM backend.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *formats.NAMES]
-    forward_includes_kv_cache_update = True  # a page that opens takes the mean of the one before it, which the step's metadata knows
+    # a page that opens takes the mean of the one before it, which the step's metadata knows
+    forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_name() -> str:
@@ -79,12 +81,23 @@ class KVBitsBackend(AttentionBackend):
 
     @classmethod
     def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, block_size: int | None, use_mla: bool, has_sink: bool, use_sparse: bool,
-        use_mm_prefix: bool, device_capability: Any,
-    ) -> str | None:  # fmt: skip
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: Any,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
         """Why a model cannot be served, or None."""
         if block_size not in (None, formats.PAGE_SIZE):
-            return f"kvbits' pages hold {formats.PAGE_SIZE} tokens; leave --block-size away, or pass --block-size {formats.PAGE_SIZE}"
+            return (
+                f"kvbits' pages hold {formats.PAGE_SIZE} tokens; leave --block-size away, or pass --block-size"
+                f" {formats.PAGE_SIZE}"
+            )
         if kv_cache_dtype in formats.FORMATS and (why := formats.FORMATS[kv_cache_dtype].refuses(head_size, head_size)):
             return why
         if device_capability is None:  # a CPU, where the reference serves
@@ -95,8 +108,9 @@ class KVBitsBackend(AttentionBackend):
 
 
 class HybridBackend(KVBitsBackend):
-    """For models that also have recurrent layers: vLLM makes their blocks as large as such a layer's state, and can split blocks into pages of 64 tokens only
-    where each layer's blocks lie together."""
+    """For models that also have recurrent layers: vLLM makes their blocks as large as such a layer's state, and can
+    split blocks into pages of 64 tokens only where each layer's blocks lie together.
+    """
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

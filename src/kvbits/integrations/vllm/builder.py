@@ -30,14 +30,18 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     reorder_batch_threshold: int | None
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         threshold = self.reorder_batch_threshold or 1
         if threshold > MAX_QUERIES:
             self.reorder_batch_threshold = threshold = 1
         if vllm_config.parallel_config.use_ubatching:
-            raise UnsupportedError("kvbits' attention backend unpacks histories of one batch at a time; drop --enable-dbo")
+            raise UnsupportedError(
+                "kvbits' attention backend unpacks histories of one batch at a time; drop --enable-dbo"
+            )
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
         impls = [layer.impl for layer in layers.values()]
         for impl in impls:
@@ -46,25 +50,36 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
             impl.settle()
             if impl.call.layout.head_bytes != kv_cache_spec.state_content_bytes * PAGE_SIZE:
                 raise UnsupportedError(
-                    f"vLLM allocated {kv_cache_spec.state_content_bytes} bytes per token and head where {impl.kv_cache_dtype} needs "
-                    f"{impl.call.layout.head_bytes // PAGE_SIZE}; this is a bug of the kvbits plugin"
+                    f"vLLM allocated {kv_cache_spec.state_content_bytes} bytes per token and head where"
+                    f" {impl.kv_cache_dtype} needs {impl.call.layout.head_bytes // PAGE_SIZE}; this is a bug of the"
+                    " kvbits plugin"
                 )
         self.calls = list(dict.fromkeys(impl.call for impl in impls))
         config = vllm_config.scheduler_config
         rows = max(config.max_num_seqs, *(vllm_config.compilation_config.cudagraph_capture_sizes or [1]))
         if getattr(kv_cache_spec, "attention_chunk_size", None) and any(c.layout.key.needs_rotary for c in self.calls):
-            raise UnsupportedError("layers that attend in chunks count from a chunk's start, calibrated keys from a request's; use kvbits_int8_centered")
+            raise UnsupportedError(
+                "layers that attend in chunks count from a chunk's start, calibrated keys from a request's; use"
+                " kvbits_int8_centered"
+            )
         most = vllm_config.model_config.max_model_len
-        max_pages = -(-min(most, getattr(kv_cache_spec, "attention_chunk_size", None) or most) // PAGE_SIZE)  # vLLM makes rows of chunks of prompts (Llama 4)
+        # vLLM makes rows of chunks of prompts (Llama 4)
+        max_pages = -(-min(most, getattr(kv_cache_spec, "attention_chunk_size", None) or most) // PAGE_SIZE)
         cache = vllm_config.cache_config  # whose blocks are of several pages in hybrids
         self._placer = Placer(
-            self.calls, next((x.options for x in impls if x.call.raw), impls[0].options), requests=config.max_num_seqs, rows=rows, device=device,
+            self.calls,
+            next((x.options for x in impls if x.call.raw), impls[0].options),
+            requests=config.max_num_seqs,
+            rows=rows,
+            device=device,
             tokens=config.max_num_batched_tokens + rows * threshold,  # drafts come on top of a full step
             num_pages=(cache.num_gpu_blocks or 1) * cache.block_size // PAGE_SIZE,
-        )  # fmt: skip
+        )
         if copies := self._placer.copies:
             STATES.add(copies)
-        self._decodes = {n: {c: Decode(c, max_pages, rows, n, device, copies) for c in self.calls} for n in sorted({1, threshold})}
+        self._decodes = {
+            n: {c: Decode(c, max_pages, rows, n, device, copies) for c in self.calls} for n in sorted({1, threshold})
+        }
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -73,7 +88,9 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         wide = max_decode_query_len(vllm_config) > MAX_QUERIES
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if wide else AttentionCGSupport.UNIFORM_BATCH
 
-    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> KVBitsMetadata:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> KVBitsMetadata:
         """The step's metadata; launches only, waits for nothing."""
         m = common_attn_metadata
         if m.causal is not True:
@@ -82,9 +99,15 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(m, decode_threshold=threshold)
         num_queries = num_decode_tokens // num_decodes if num_decodes else 1
         lens = m.query_start_loc_cpu[: num_decodes + 1].diff()
-        uniform = num_queries in self._decodes and bool(((lens == num_queries) | (lens == 0)).all()) and num_queries * num_decodes == num_decode_tokens
+        uniform = (
+            num_queries in self._decodes
+            and bool(((lens == num_queries) | (lens == 0)).all())
+            and num_queries * num_decodes == num_decode_tokens
+        )
         ragged = None if uniform or not num_decodes else self._ragged(m, num_decodes, num_decode_tokens, threshold)
-        found = KVBitsMetadata(m.num_actual_tokens, num_decode_tokens, m.slot_mapping[: m.num_actual_tokens], *self._place(m))
+        found = KVBitsMetadata(
+            m.num_actual_tokens, num_decode_tokens, m.slot_mapping[: m.num_actual_tokens], *self._place(m)
+        )
         if options_of(self.vllm_config).observe:
             found.positions = self._positions(m)
         if num_decodes:
@@ -98,18 +121,24 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         return found
 
     def _prefill_lengths(self, m: CommonAttentionMetadata, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [rows] query and sequence lengths of the rows from `first` on; on the host, where they are exact for these rows."""
+        """int64 [rows] query and sequence lengths of the rows from `first` on; on the host, where they are exact for
+        these rows.
+        """
         starts = m.query_start_loc_cpu[: m.num_reqs + 1].numpy().astype(np.int64)
         bound = m.seq_lens_cpu_upper_bound
         if bound is None:
-            raise UnsupportedError("this model runner gives attention backends no lengths on the host; use vLLM's default runner")
+            raise UnsupportedError(
+                "this model runner gives attention backends no lengths on the host; use vLLM's default runner"
+            )
         return np.diff(starts)[first:], bound[first : m.num_reqs].numpy().astype(np.int64)
 
     def _ragged(self, m: CommonAttentionMetadata, rows: int, tokens: int, num_queries: int) -> Ragged:
         starts, places = m.query_start_loc[: rows + 1].long(), torch.arange(num_queries, device=self.device)
         token_of = (starts[:-1, None] + places).clamp_(max=tokens - 1).view(-1)
         row = self._row_of_each(m, rows, tokens)
-        return Ragged(starts.diff().int(), token_of, row * num_queries + torch.arange(tokens, device=self.device) - starts[row])
+        return Ragged(
+            starts.diff().int(), token_of, row * num_queries + torch.arange(tokens, device=self.device) - starts[row]
+        )
 
     def _positions(self, m: CommonAttentionMetadata) -> torch.Tensor:
         """int64 [tokens]."""
@@ -121,12 +150,17 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         each = torch.arange(tokens, device=self.device, dtype=torch.int32)
         return torch.searchsorted(m.query_start_loc[1 : rows + 1], each, right=True).clamp_(max=rows - 1)
 
-    def _place(self, m: CommonAttentionMetadata) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    def _place(
+        self, m: CommonAttentionMetadata
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Pages before those that open, starts of pages, and slots of copies."""
         rows, slots = m.num_reqs, m.slot_mapping[: m.num_actual_tokens]
         owners = None
-        if (copies := self._placer.copies) and m.req_idx is not None:  # the V2 runner's; rows of its V1 move when others end, and then lose copies
+        # the V2 runner's; rows of its V1 move when others end, and then lose copies
+        if (copies := self._placer.copies) and m.req_idx is not None:
             padded = np.full(rows, len(copies.holds), np.int32)  # of padding: nobody
             padded[: len(m.req_idx)] = m.req_idx[:rows]
             owners = upload(padded, self.device)
-        return self._placer.run(m.seq_lens[:rows], m.query_start_loc[: rows + 1], m.block_table_tensor[:rows], slots, owners)
+        return self._placer.run(
+            m.seq_lens[:rows], m.query_start_loc[: rows + 1], m.block_table_tensor[:rows], slots, owners
+        )

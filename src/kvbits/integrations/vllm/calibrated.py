@@ -33,16 +33,35 @@ def model_of(vllm_config: Any, device: torch.device) -> Model:
 
 
 def _read(vllm_config: Any, device: str) -> Model:
-    options, name, config = options_of(vllm_config), vllm_config.cache_config.cache_dtype, vllm_config.model_config.hf_text_config
+    options, name, config = (
+        options_of(vllm_config),
+        vllm_config.cache_config.cache_dtype,
+        vllm_config.model_config.hf_text_config,
+    )
     scheme = _scheme(name, options.scheme, config)
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     drafts = model.runner_type == "draft"
-    engine = {"tensor_parallel_size": parallel.tensor_parallel_size, "pipeline_parallel_size": parallel.pipeline_parallel_size}
+    engine = {
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+    }
     sizes = json.dumps({name: n for name, n in engine.items() if n > 1})
-    else_pass = f'--speculative-config \'{{.., "kv_cache_dtype": "{HEADS}"}}\'' if drafts else f"--additional-config {NAMED}"
-    way_out = f"; run `kvbits calibrate {model.model} --engine vllm --engine-options '{sizes}'` once, or pass {else_pass}"
+    else_pass = (
+        f'--speculative-config \'{{.., "kv_cache_dtype": "{HEADS}"}}\'' if drafts else f"--additional-config {NAMED}"
+    )
+    way_out = (
+        f"; run `kvbits calibrate {model.model} --engine vllm --engine-options '{sizes}'` once, or pass {else_pass}"
+    )
     # the file that is named is the served model's
-    return read(options, lambda: place(model.model, model.revision), config, scheme, device=device, way_out=way_out, file=not drafts)
+    return read(
+        options,
+        lambda: place(model.model, model.revision),
+        config,
+        scheme,
+        device=device,
+        way_out=way_out,
+        file=not drafts,
+    )
 
 
 def _scheme(name: str, path: str, config: Any) -> Scheme:

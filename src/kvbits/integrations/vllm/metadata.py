@@ -1,4 +1,6 @@
-"""A step as vLLM hands it to layers: its runner puts the rows that decode first, and replays captured steps after `build`."""
+"""A step as vLLM hands it to layers: its runner puts the rows that decode first, and replays captured steps after
+`build`.
+"""
 
 from __future__ import annotations
 

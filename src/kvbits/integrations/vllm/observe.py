@@ -1,7 +1,9 @@
-"""A calibration made by the engine itself: for models that no single process holds (ranks, quantized weights), and for those that Transformers does not run.
+"""A calibration made by the engine itself: for models that no single process holds (ranks, quantized weights), and for
+those that Transformers does not run.
 
-The engine runs with raw pages of this plugin's backend (`"observe": true`), whose layers sum up what `calibrate.moments` needs of the queries and keys that
-they are given. After the text has been prefilled each worker writes its heads' sums to a file, and the caller makes bases of them.
+The engine runs with raw pages of this plugin's backend (`"observe": true`), whose layers sum up what
+`calibrate.moments` needs of the queries and keys that they are given. After the text has been prefilled each worker
+writes its heads' sums to a file, and the caller makes bases of them.
 """
 
 from __future__ import annotations
@@ -47,8 +49,16 @@ class Worker:
         """Write the sums of this rank's layers."""
         from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
-        tensors = {f"{i}.{name}": x.contiguous() for i, impl in self._observing().items() for name, x in impl.moments.state().items()}
-        write_file(Path(folder) / f"{get_tensor_model_parallel_rank():04}-{get_pp_group().rank_in_group}.safetensors", tensors, {})
+        tensors = {
+            f"{i}.{name}": x.contiguous()
+            for i, impl in self._observing().items()
+            for name, x in impl.moments.state().items()
+        }
+        write_file(
+            Path(folder) / f"{get_tensor_model_parallel_rank():04}-{get_pp_group().rank_in_group}.safetensors",
+            tensors,
+            {},
+        )
 
     def _observing(self) -> dict[int, Any]:
         layers = self.vllm_config.compilation_config.static_forward_context.values()
@@ -70,13 +80,26 @@ def calibrate(model: str, prompts: Sequence[Sequence[int]], options: dict[str, A
     from vllm import LLM, SamplingParams
 
     longest = max(len(p) for p in prompts)
-    given = {"enforce_eager": True, "block_size": 64, "max_model_len": longest + 1, "max_num_seqs": 8, "gpu_memory_utilization": 0.9} | options
+    given = {
+        "enforce_eager": True,
+        "block_size": 64,
+        "max_model_len": longest + 1,
+        "max_num_seqs": 8,
+        "gpu_memory_utilization": 0.9,
+    } | options
     llm = LLM(
-        model=model, attention_backend="CUSTOM", enable_prefix_caching=False, worker_extension_cls=f"{__name__}.Worker",
-        additional_config={"kvbits": {"observe": True}}, **given,
-    )  # fmt: skip
+        model=model,
+        attention_backend="CUSTOM",
+        enable_prefix_caching=False,
+        worker_extension_cls=f"{__name__}.Worker",
+        additional_config={"kvbits": {"observe": True}},
+        **given,
+    )
     llm.collective_rpc("kvbits_forget")
-    llm.generate([{"prompt_token_ids": list(p)} for p in prompts], SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False))
+    llm.generate(
+        [{"prompt_token_ids": list(p)} for p in prompts],
+        SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False),
+    )
     with tempfile.TemporaryDirectory() as folder:
         llm.collective_rpc("kvbits_write", args=(folder,))
         parts = [read_file(path)[1] for path in sorted(Path(folder).iterdir())]
@@ -88,17 +111,24 @@ def calibrate(model: str, prompts: Sequence[Sequence[int]], options: dict[str, A
         named = [{name.partition(".")[2]: x for name, x in part.items() if name.startswith(f"{i}.")} for part in parts]
         seen = [one for one in named if one]
         if not seen:
-            raise CalibrationError(f"layer {i} of {model} is not attended by kvbits' backend; this model cannot be calibrated")
+            raise CalibrationError(
+                f"layer {i} of {model} is not attended by kvbits' backend; this model cannot be calibrated"
+            )
         found = whole(scheme.for_layer(i, len(layers))[0], layer, seen, f"layer {i}")
         static.append({"k_basis": found.basis(), "k_mean": found.mean()})
     tokens = sum(map(len, prompts))
     return Calibration(
-        static, fingerprint(config, scheme), {"scheme": scheme.name, "model": model, "prompts": len(prompts), "tokens": tokens, "engine": "vllm"}
+        static,
+        fingerprint(config, scheme),
+        {"scheme": scheme.name, "model": model, "prompts": len(prompts), "tokens": tokens, "engine": "vllm"},
     )
 
 
 def whole(key: QuantSpec, layer: LayerGeometry, parts: list[dict[str, torch.Tensor]], what: str) -> Moments:
-    """The moments of a layer from those of its ranks in order. Where ranks share a kv head, each has seen some of its queries and all of its keys."""
+    """The moments of a layer from those of its ranks in order.
+
+    Where ranks share a kv head, each has seen some of its queries and all of its keys.
+    """
     found = Moments(key, layer, what)
     sharing = max(1, len(parts) * len(parts[0]["keys"]) // layer.num_kv_heads)
     groups = [parts[i : i + sharing] for i in range(0, len(parts), sharing)]

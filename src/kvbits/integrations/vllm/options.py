@@ -1,4 +1,6 @@
-"""What `--additional-config '{"kvbits": {..}}'` says: `Options`. It travels in vLLM's own configuration, so every process has it."""
+"""What `--additional-config '{"kvbits": {..}}'` says: `Options`. It travels in vLLM's own configuration, so every
+process has it.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,27 @@ def options_of(vllm_config: Any, calibrated: bool | None = None) -> Options:
     given = vllm_config.additional_config
     given = given.get("kvbits", {}) if isinstance(given, dict) else {}
     if calibrated is None:
-        calibrated = _calibrated(vllm_config.cache_config.cache_dtype, given.get("scheme") if isinstance(given, dict) else None)
-    dtype, drafts = vllm_config.cache_config.cache_dtype, getattr(getattr(vllm_config, "speculative_config", None), "kv_cache_dtype", None)
+        calibrated = _calibrated(
+            vllm_config.cache_config.cache_dtype, given.get("scheme") if isinstance(given, dict) else None
+        )
+    dtype, drafts = (
+        vllm_config.cache_config.cache_dtype,
+        getattr(getattr(vllm_config, "speculative_config", None), "kv_cache_dtype", None),
+    )
     # Drafts have the target's options, and for a moment its configuration under their own dtype.
     alone = drafts is None and getattr(getattr(vllm_config, "model_config", None), "runner_type", None) != "draft"
-    found = engine.checked(Options, given, 'additional_config["kvbits"]', calibrated, dtype if alone and dtype in NAMES and not calibrated else "")
+    found = engine.checked(
+        Options,
+        given,
+        'additional_config["kvbits"]',
+        calibrated,
+        dtype if alone and dtype in NAMES and not calibrated else "",
+    )
     if alone and found.scheme and dtype in FORMATS:
-        raise UnsupportedError(f'additional_config["kvbits"] has scheme, which {dtype} never reads; leave it away, or pass --kv-cache-dtype {SCHEME}')
+        raise UnsupportedError(
+            f'additional_config["kvbits"] has scheme, which {dtype} never reads; leave it away, or pass'
+            f" --kv-cache-dtype {SCHEME}"
+        )
     return found
 
 

@@ -1,4 +1,6 @@
-"""`--kv-cache-dtype kvbits_scheme`: what each layer stores, from a scheme file (`Scheme.to_json`; docs/results/schemes.md)."""
+"""`--kv-cache-dtype kvbits_scheme`: what each layer stores, from a scheme file (`Scheme.to_json`;
+docs/results/schemes.md).
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,15 @@ def layer_formats(vllm_config: Any) -> tuple[Format | None, ...]:
     """
     path = options_of(vllm_config).scheme
     if not path:
-        raise UnsupportedError(f'--kv-cache-dtype {SCHEME} needs a scheme file: pass --additional-config \'{{"kvbits": {{"scheme": "FILE.json"}}}}\'')
+        raise UnsupportedError(
+            f'--kv-cache-dtype {SCHEME} needs a scheme file: pass --additional-config \'{{"kvbits": {{"scheme":'
+            ' "FILE.json"}}\''
+        )
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_connector not in (None, *INSIDE):
         raise UnsupportedError(
-            f"{transfer.kv_connector} tells pages apart by the name of the dtype, and all scheme files have one name; use a dtype of its own, or {INSIDE[0]}"
+            f"{transfer.kv_connector} tells pages apart by the name of the dtype, and all scheme files have one name;"
+            f" use a dtype of its own, or {INSIDE[0]}"
         )
     config = vllm_config.model_config.hf_text_config
     found, stored = _layer_formats(path, layer_geometries(config)), stored_at(config)
@@ -44,12 +50,17 @@ def _layer_formats(path: str, layers: tuple[LayerGeometry, ...]) -> tuple[Format
     if scheme.tiers:
         raise UnsupportedError(f"{path}: tiers, which vLLM's blocks cannot give back; use tiers=()")
     if scheme.page_size != PAGE_SIZE:
-        raise UnsupportedError(f"{path}: page_size={scheme.page_size}; blocks of vLLM hold {PAGE_SIZE} tokens: use page_size={PAGE_SIZE}")
+        raise UnsupportedError(
+            f"{path}: page_size={scheme.page_size}; blocks of vLLM hold {PAGE_SIZE} tokens: use page_size={PAGE_SIZE}"
+        )
     if scheme.num_sink_tokens or scheme.residual_length:
         logger.warning(
-            "%s keeps %d first and %d newest tokens raw; in vLLM that is said by raw_first and raw_newest beside the file's name", path,
-            scheme.num_sink_tokens, scheme.residual_length,
-        )  # fmt: skip
+            "%s keeps %d first and %d newest tokens raw; in vLLM that is said by raw_first and raw_newest beside the"
+            " file's name",
+            path,
+            scheme.num_sink_tokens,
+            scheme.residual_length,
+        )
     found = [_format(path, i, *scheme.for_layer(i, len(layers)), layer) for i, layer in enumerate(layers)]
     for form in found:
         if form:
@@ -62,15 +73,20 @@ def _format(path: str, layer: int, key: QuantSpec, value: QuantSpec, geometry: L
         return None
     where = f"{path}, layer {layer}"
     if key.is_raw or value.is_raw:
-        raise UnsupportedError(f"{where}: one of keys and values is raw, and kernels read both packed or both raw; quantize both, or none")
+        raise UnsupportedError(
+            f"{where}: one of keys and values is raw, and kernels read both packed or both raw; quantize both, or none"
+        )
     for side, spec in (("keys", key), ("values", value)):
         if not spec.token_local:
             raise UnsupportedError(
-                f"{where}: {side} as {spec!r} need the other tokens of their page, and vLLM writes tokens one by one; use PerGroup or PerToken scales without "
-                "outliers, codebooks or pre_rope (as int8_centered and klt4 do), or KVCache with Transformers"
+                f"{where}: {side} as {spec!r} need the other tokens of their page, and vLLM writes tokens one by one;"
+                " use PerGroup or PerToken scales without outliers, codebooks or pre_rope (as int8_centered and klt4"
+                " do), or KVCache with Transformers"
             )
         if spec.static:
-            raise UnsupportedError(f"{where}: {side} with calibrated scales, which vLLM's layers are not given; use static=False")
+            raise UnsupportedError(
+                f"{where}: {side} with calibrated scales, which vLLM's layers are not given; use static=False"
+            )
     try:
         scheme = Scheme(name=SCHEME, key=key, value=value, page_size=PAGE_SIZE, token_local=True)
         form = Format(name=f"{SCHEME}, layer {layer}", scheme=scheme)

@@ -1,10 +1,13 @@
-"""The attention backend chosen by the dtype: whoever asks for `--kv-cache-dtype kvbits_*` need not name `--attention-backend CUSTOM`.
+"""The attention backend chosen by the dtype: whoever asks for `--kv-cache-dtype kvbits_*` need not name
+`--attention-backend CUSTOM`.
 
-vLLM never selects its CUSTOM backend by itself, so `install` wraps the function of its platform that selects backends; `remove` takes the wrapper off. It
-steps in where no backend is named and the engine's cache dtype is one of ours. Layers that are skipped (`--kv-cache-dtype-skip-layers`) and draft models then
-get the same backend, whose raw pages share blocks with the packed ones, side by side. A second wrapper refuses models whose layers bring backends of their own,
-which would take our bytes for theirs. A third keeps vLLM from growing blocks until a packed page is as large as a raw one, which backends need whose pages
-cannot share a block. A fourth, around vLLM's layer, drops what models name where values are not as wide as keys: a backend for no other reason, which is ours.
+vLLM never selects its CUSTOM backend by itself, so `install` wraps the function of its platform that selects backends;
+`remove` takes the wrapper off. It steps in where no backend is named and the engine's cache dtype is one of ours.
+Layers that are skipped (`--kv-cache-dtype-skip-layers`) and draft models then get the same backend, whose raw pages
+share blocks with the packed ones, side by side. A second wrapper refuses models whose layers bring backends of their
+own, which would take our bytes for theirs. A third keeps vLLM from growing blocks until a packed page is as large as a
+raw one, which backends need whose pages cannot share a block. A fourth, around vLLM's layer, drops what models name
+where values are not as wide as keys: a backend for no other reason, which is ours.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ def remove(platform: Any) -> None:
 
 
 def _selecting(original: Callable[..., str]) -> Callable[..., str]:
-    def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+    def get_attn_backend_cls(
+        cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
         if (dtype := attn_selector_config.kv_cache_dtype) in GONE:
             raise ValueError(unknown("--kv-cache-dtype", dtype, NAMES))
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -52,20 +57,33 @@ def _selecting(original: Callable[..., str]) -> Callable[..., str]:
                 "leave --attention-backend away or pass --attention-backend CUSTOM"
             )
         config = _engine()
-        if selected_backend is None and (dtype in NAMES or (config is not None and config.cache_config.cache_dtype in NAMES)):
+        if selected_backend is None and (
+            dtype in NAMES or (config is not None and config.cache_config.cache_dtype in NAMES)
+        ):
             selected_backend = custom
         if selected_backend is custom and cls.device_type == "cpu":  # whose own selection knows one backend only
             found = _checked(attn_selector_config)
         else:
             found = original(selected_backend, attn_selector_config=attn_selector_config, num_heads=num_heads)
-        return HYBRID if found == BACKEND and config is not None and config.model_config is not None and config.model_config.is_hybrid else found
+        return (
+            HYBRID
+            if found == BACKEND
+            and config is not None
+            and config.model_config is not None
+            and config.model_config.is_hybrid
+            else found
+        )
 
     return get_attn_backend_cls
 
 
 def _refusing(original: Callable[..., None]) -> Callable[..., None]:
     def update_block_size_for_backend(cls: Any, vllm_config: Any) -> None:
-        if vllm_config.model_config is not None and vllm_config.cache_config.cache_dtype in NAMES and (why := _refuses(vllm_config)):
+        if (
+            vllm_config.model_config is not None
+            and vllm_config.cache_config.cache_dtype in NAMES
+            and (why := _refuses(vllm_config))
+        ):
             raise UnsupportedError(f"--kv-cache-dtype {vllm_config.cache_config.cache_dtype}: {why}")
         original(vllm_config)
 
@@ -77,11 +95,17 @@ def _refuses(vllm_config: Any) -> str | None:
     cache, layers = vllm_config.cache_config, vllm_config.compilation_config.static_forward_context.values()
     backends = {x.get_attn_backend() for x in layers if getattr(x, "kv_cache_dtype", None) in NAMES}
     if foreign := sorted(x.get_name() for x in backends if not _is_ours(x)):
-        return f"layers of this model bring attention backends of their own ({', '.join(foreign)}), which cannot read kvbits' pages; use vLLM's own dtypes"
+        return (
+            f"layers of this model bring attention backends of their own ({', '.join(foreign)}), which cannot read"
+            " kvbits' pages; use vLLM's own dtypes"
+        )
     if not vllm_config.model_config.is_hybrid:
         return None
     if cache.cache_dtype == SCHEME or cache.kv_cache_dtype_skip_layers:
-        return "blocks of a model with recurrent layers have one size in all layers; use one kvbits dtype for all, without --kv-cache-dtype-skip-layers"
+        return (
+            "blocks of a model with recurrent layers have one size in all layers; use one kvbits dtype for all, without"
+            " --kv-cache-dtype-skip-layers"
+        )
     return None
 
 
@@ -94,8 +118,10 @@ def _aligning(original: Callable[..., None]) -> Callable[..., None]:
 
 
 _WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "get_attn_backend_cls": _selecting, "update_block_size_for_backend": _refusing, "_align_heterogeneous_kv_block_size": _aligning,
-}  # fmt: skip
+    "get_attn_backend_cls": _selecting,
+    "update_block_size_for_backend": _refusing,
+    "_align_heterogeneous_kv_block_size": _aligning,
+}
 
 
 def _is_ours(backend: Any) -> bool:
@@ -111,7 +137,12 @@ def install_layer(attention: type) -> None:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, attn_backend: Any = None, **kwargs: Any) -> None:
         _forget_other_engines()
-        if type(self) is attention and attn_backend is not None and attn_backend.get_name().endswith("_DIFFKV") and _is_asked():
+        if (
+            type(self) is attention
+            and attn_backend is not None
+            and attn_backend.get_name().endswith("_DIFFKV")
+            and _is_asked()
+        ):
             attn_backend = None
         original(self, *args, attn_backend=attn_backend, **kwargs)
 
@@ -124,14 +155,18 @@ def _is_asked() -> bool:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     config = _engine()
-    return config is not None and (config.cache_config.cache_dtype in NAMES or config.attention_config.backend is AttentionBackendEnum.CUSTOM)
+    return config is not None and (
+        config.cache_config.cache_dtype in NAMES or config.attention_config.backend is AttentionBackendEnum.CUSTOM
+    )
 
 
 _last: weakref.ref[Any] | None = None
 
 
 def _forget_other_engines() -> None:
-    """vLLM keeps the backends that it selected in a process by heads and dtypes, and hybrids with the same ones have another."""
+    """vLLM keeps the backends that it selected in a process by heads and dtypes, and hybrids with the same ones have
+    another.
+    """
     global _last
     from vllm.v1.attention.selector import _cached_get_attn_backend
 

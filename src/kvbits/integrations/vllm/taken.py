@@ -1,9 +1,11 @@
-"""Blocks that leave vLLM's pool lose their raw copies, whoever is to write them: this plugin, a connector, a copy of another block.
+"""Blocks that leave vLLM's pool lose their raw copies, whoever is to write them: this plugin, a connector, a copy of
+another block.
 
     BlockPool.get_new_blocks --> SchedulerOutput --> WorkerWrapperBase.execute_model --> Copies.forget, before the step
 
-A block that a request shares (a hit of the prefix cache) does not come from the pool and keeps its copy. The pool is in the process of the scheduler and copies
-are in the workers', so the numbers travel with the step, as vLLM's own `new_block_ids_to_zero` do, which leave out blocks that a connector loads.
+A block that a request shares (a hit of the prefix cache) does not come from the pool and keeps its copy. The pool is in
+the process of the scheduler and copies are in the workers', so the numbers travel with the step, as vLLM's own
+`new_block_ids_to_zero` do, which leave out blocks that a connector loads.
 """
 
 from __future__ import annotations

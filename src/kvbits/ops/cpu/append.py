@@ -31,7 +31,9 @@ def refuses_layout(layout: PageLayout) -> str | None:
 
 
 def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> dict[str, int]:
-    """Write tokens in place; arguments, result and errors of the reference. Copies nothing where the tensors' last dims are dense.
+    """Write tokens in place; arguments, result and errors of the reference.
+
+    Copies nothing where the tensors' last dims are dense.
 
     Numbers that cannot be stored in packed pages leave these half written.
     """
@@ -46,9 +48,21 @@ def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: Slo
         open_pages(k, v, store, slot_mapping)
     batch, tokens, heads, _ = k.shape
     struct = AppendStruct(
-        ctypes.addressof(store_struct(store)), slot_mapping.address, len(slot_mapping.runs), batch, tokens, heads, layout.head_dim,
-        layout.value_head_dim, TORCH_NUMBERS[k.dtype], torch.get_num_threads(), k.data_ptr(), v.data_ptr(), *k.stride()[:3], *v.stride()[:3],
-    )  # fmt: skip
+        ctypes.addressof(store_struct(store)),
+        slot_mapping.address,
+        len(slot_mapping.runs),
+        batch,
+        tokens,
+        heads,
+        layout.head_dim,
+        layout.value_head_dim,
+        TORCH_NUMBERS[k.dtype],
+        torch.get_num_threads(),
+        k.data_ptr(),
+        v.data_ptr(),
+        *k.stride()[:3],
+        *v.stride()[:3],
+    )
     if layout.is_raw:
         check(library().kvbits_append(struct))
         return {}

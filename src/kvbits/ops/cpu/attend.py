@@ -1,8 +1,9 @@
 """attend_pages on the CPU: one call of libkvbits_cpu over closed, sink and tail pages.
 
-Integer codes meet integer q and p in exact dot products (csrc/engine/attend/dots_*.h); q and p are 16 bits against 8-bit codes and 8 bits against fewer,
-so that rounding them stays far below the format's own error: relative L2 noise 1e-4 and 2e-2. Raw and FP8 pages are computed in fp32, and so are
-keys by codebook or stored before the rotary embedding (csrc/families/codebook); values by codebook too, or as bytes against 8-bit p where AVX-512 is.
+Integer codes meet integer q and p in exact dot products (csrc/engine/attend/dots_*.h); q and p are 16 bits against
+8-bit codes and 8 bits against fewer, so that rounding them stays far below the format's own error: relative L2 noise
+1e-4 and 2e-2. Raw and FP8 pages are computed in fp32, and so are keys by codebook or stored before the rotary embedding
+(csrc/families/codebook); values by codebook too, or as bytes against 8-bit p where AVX-512 is.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
         if reason := structs.refuses_layout(layout):
             return reason
         if q.shape[2] // layout.num_kv_heads > MAX_QUERY_GROUP:
-            return f"{q.shape[2] // layout.num_kv_heads} query heads per kv head; the CPU kernels take up to {MAX_QUERY_GROUP}"
+            return (
+                f"{q.shape[2] // layout.num_kv_heads} query heads per kv head; the CPU kernels take up to"
+                f" {MAX_QUERY_GROUP}"
+            )
     return None
 
 
@@ -58,7 +62,9 @@ def _parts(call: AttendCall) -> ctypes.Array[PartStruct]:
             struct.store = ctypes.addressof(store_struct(part.store))
             struct.table = ctypes.addressof(table_struct(part.table))
             if len(part.low) > 1:
-                raise UnsupportedError(f"{refuses_low(part.store.layout, [s.layout for s in part.low], closing=False)}; use the reference")
+                raise UnsupportedError(
+                    f"{refuses_low(part.store.layout, [s.layout for s in part.low], closing=False)}; use the reference"
+                )
             for store, ids in zip(part.low, part.table.__dict__["_cpu_low"], strict=True):
                 struct.low = ctypes.addressof(low_struct(store))
                 struct.low_ids = ids.ctypes.data
@@ -75,30 +81,52 @@ def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tupl
         q_positions: [B, T] int64; negative marks a padding row.
 
     Returns:
-        (out [B, T, Hq, value_head_dim] fp32, lse [B, T, Hq] fp32, natural logarithm); 0 and -inf where nothing is visible.
+        (out [B, T, Hq, value_head_dim] fp32, lse [B, T, Hq] fp32, natural logarithm); 0 and -inf where nothing is
+            visible.
 
     Raises:
         DataError: shapes, dtypes or tables that do not fit together.
         UnsupportedError: pages that `refuses` names.
     """
     if q.dim() != 4 or q.dtype not in TORCH_NUMBERS or q.device.type != "cpu":
-        raise DataError(f"q must be [B, T, Hq, D] fp32, fp16 or bf16 on the CPU, got {q.dtype} {list(q.shape)} on {q.device}")
+        raise DataError(
+            f"q must be [B, T, Hq, D] fp32, fp16 or bf16 on the CPU, got {q.dtype} {list(q.shape)} on {q.device}"
+        )
     batch, tokens, heads, head_dim = q.shape
     if q_positions.shape != (batch, tokens) or q_positions.dtype != torch.int64 or q_positions.device.type != "cpu":
-        raise DataError(f"q_positions must be int64 [{batch}, {tokens}] on the CPU, got {q_positions.dtype} {list(q_positions.shape)}")
+        raise DataError(
+            f"q_positions must be int64 [{batch}, {tokens}] on the CPU, got {q_positions.dtype}"
+            f" {list(q_positions.shape)}"
+        )
     check_call(call, (batch, tokens, heads, head_dim))
     kv_heads = call.parts[0].store.layout.num_kv_heads if call.parts else 1
     if q.stride(3) != 1:
         q = q.contiguous()
     positions = q_positions.contiguous()
     value_head_dim = call.value_head_dim if call.parts else head_dim
-    out = torch.empty(batch, tokens, heads, value_head_dim, dtype=torch.float32, device="cpu")  # plain integers: a torch.Size costs 2 us more
+    # plain integers: a torch.Size costs 2 us more
+    out = torch.empty(batch, tokens, heads, value_head_dim, dtype=torch.float32, device="cpu")
     lse = torch.empty(batch, tokens, heads, dtype=torch.float32, device="cpu")
     parts = _parts(call)
     struct = AttendStruct(
-        ctypes.addressof(parts), len(parts), batch, tokens, heads, kv_heads, head_dim, value_head_dim, TORCH_NUMBERS[q.dtype],
+        ctypes.addressof(parts),
+        len(parts),
+        batch,
+        tokens,
+        heads,
+        kv_heads,
+        head_dim,
+        value_head_dim,
+        TORCH_NUMBERS[q.dtype],
         torch.get_num_threads(),
-        q.data_ptr(), q.stride()[:3], positions.data_ptr(), call.scaling, call.softcap or 0.0, call.sliding_window or 0, out.data_ptr(), lse.data_ptr(),
-    )  # fmt: skip
+        q.data_ptr(),
+        q.stride()[:3],
+        positions.data_ptr(),
+        call.scaling,
+        call.softcap or 0.0,
+        call.sliding_window or 0,
+        out.data_ptr(),
+        lse.data_ptr(),
+    )
     check(library().kvbits_attend(struct))
     return out, lse

@@ -1,4 +1,7 @@
-"""attend_fresh on the CPU: torch's FlashAttention, whose own scores are blocks. A sliding window is blocks of queries with the keys that these see."""
+"""attend_fresh on the CPU: torch's FlashAttention, whose own scores are blocks.
+
+A sliding window is blocks of queries with the keys that these see.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,14 @@ from ..chunk_attention import check_chunk, refuses_flash, without_padding
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 WINDOW_ROWS = 512
-"""Query tokens of a block with a window: more would meet more keys that most of them do not see, fewer would be many calls."""
+"""Query tokens of a block with a window: more would meet more keys that most of them do not see, fewer would be many
+calls.
+"""
 
 MASKED = 512
-"""Tokens of a padded chunk up to which its sequences are one call with a mask of at most 1 MB each; a call each takes longer, and is not square."""
+"""Tokens of a padded chunk up to which its sequences are one call with a mask of at most 1 MB each; a call each takes
+longer, and is not square.
+"""
 
 
 def refuses(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> str | None:
@@ -28,7 +35,13 @@ def refuses(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> str | No
 
 
 def attend_fresh(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scaling: float, sliding_window: int | None, softcap: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of a chunk to itself (see `chunk_attention`).
 
@@ -42,7 +55,12 @@ def attend_fresh(
 
 
 def _masked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scaling: float, sliding_window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    scaling: float,
+    sliding_window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All sequences of a short chunk at once, by a mask of each."""
     keys, queries = positions.cpu()[:, None, :], positions.cpu()[:, :, None]
@@ -57,7 +75,9 @@ def _masked(
     return out.transpose(1, 2).float(), lse.transpose(1, 2).float().masked_fill(~seen.any(-1)[..., None], -torch.inf)
 
 
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, sliding_window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, sliding_window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, group = q.shape[1], q.shape[2] // k.shape[2]
     q, k, v = _dense(q.transpose(1, 2)), _of_query_heads(k, group), _of_query_heads(v, group)
     if sliding_window is None or tokens <= sliding_window:
@@ -73,13 +93,19 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, s
         end = min(first + WINDOW_ROWS, tokens)
         keys = slice(first - sliding_window + 1, end)
         mask = band[: end - first, : end - first + sliding_window - 1]
-        out[:, :, first:end], lse[:, :, first:end] = _flash(q[:, :, first:end], k[:, :, keys], v[:, :, keys], scaling, mask)
+        out[:, :, first:end], lse[:, :, first:end] = _flash(
+            q[:, :, first:end], k[:, :, keys], v[:, :, keys], scaling, mask
+        )
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
-def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, Hq, n, D] in q's dtype, lse [B, Hq, n]) of q, k, v [B, Hq, n, D]; causal without a mask."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scaling)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, mask is None, attn_mask=mask, scale=scaling
+    )
     return out, lse
 
 
@@ -95,6 +121,10 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def _band(rows: int, window: int, dtype: torch.dtype) -> torch.Tensor:
-    """Bias [rows, rows + window - 1] of queries whose first one sees the first `window` keys: 0 where a query sees a key, else -inf."""
+    """Bias [rows, rows + window - 1] of queries whose first one sees the first `window` keys: 0 where a query sees a
+    key, else -inf.
+    """
     distance = torch.arange(rows + window - 1, device="cpu") - torch.arange(rows, device="cpu")[:, None]
-    return torch.zeros(rows, rows + window - 1, dtype=dtype, device="cpu").masked_fill_((distance < 0) | (distance >= window), -torch.inf)
+    return torch.zeros(rows, rows + window - 1, dtype=dtype, device="cpu").masked_fill_(
+        (distance < 0) | (distance >= window), -torch.inf
+    )

@@ -8,9 +8,12 @@ import numpy as np
 
 from .library import ReadStruct, check, library
 
-PIECE = np.dtype([("fd", "i8"), ("offset", "i8"), ("to", "u8"), ("sums", "u8"), ("layers", "i8"), ("layer_bytes", "i8")])
-"""Some layers of a page: the file and where they begin in it, the address that they go to, that of their checksums uint64 [layers] (0: not checked), how many
-they are, and the bytes of one of them."""
+PIECE = np.dtype(
+    [("fd", "i8"), ("offset", "i8"), ("to", "u8"), ("sums", "u8"), ("layers", "i8"), ("layer_bytes", "i8")]
+)
+"""Some layers of a page: the file and where they begin in it, the address that they go to, that of their checksums
+uint64 [layers] (0: not checked), how many they are, and the bytes of one of them.
+"""
 
 
 def checksums(units: np.ndarray) -> np.ndarray:

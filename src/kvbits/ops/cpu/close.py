@@ -1,7 +1,8 @@
-"""close_pages on the CPU: scales, codes and packing in one pass over the raw page, bit for bit what the reference stores.
+"""close_pages on the CPU: scales, codes and packing in one pass over the raw page, bit for bit what the reference
+stores.
 
-Banded codes: the scale of a token whose squared error hardly differs between two candidates may be the other one (sums are taken in another order), and keys
-in a calibrated basis may differ from the reference's in the last bit of float32.
+Banded codes: the scale of a token whose squared error hardly differs between two candidates may be the other one (sums
+are taken in another order), and keys in a calibrated basis may differ from the reference's in the last bit of float32.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from .structs import low_struct, refuses_low, refuses_writing, store_struct
 
 def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> str | None:
     """Why pages of this store, with low planes in the stores `low`, cannot be closed here, or None."""
-    return refuses_low(store.layout, [s.layout for s in low], closing=True) or refuses_layout(store.layout) or refuses_writing(k, store)
+    return (
+        refuses_low(store.layout, [s.layout for s in low], closing=True)
+        or refuses_layout(store.layout)
+        or refuses_writing(k, store)
+    )
 
 
 def refuses_layout(layout: PageLayout) -> str | None:
@@ -43,12 +48,20 @@ def frame_turns(store: PageStore, starts: np.ndarray) -> np.ndarray:
         DataError: a store without the basis.
     """
     if "k_basis" not in store.static:
-        raise DataError("keys in a calibrated basis need k_basis of [num_kv_heads, head_dim, head_dim] to be stored; calibrate first")
+        raise DataError(
+            "keys in a calibrated basis need k_basis of [num_kv_heads, head_dim, head_dim] to be stored; calibrate"
+            " first"
+        )
     return page_turns(frames(starts), store.static["k_inv_freq"])
 
 
 def close(
-    k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]] = (), starts: np.ndarray | None = None
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: PageStore,
+    page_ids: np.ndarray,
+    low: Sequence[tuple[LowStore, np.ndarray]] = (),
+    starts: np.ndarray | None = None,
 ) -> dict[str, int]:
     """Close pages in place.
 
@@ -62,8 +75,8 @@ def close(
         How many elements of keys and of values were clamped to their code range (quantized tensors only).
 
     Raises:
-        DataError: shapes that do not fit, NaN or infinity, no starts for keys in a basis, or a scale that overflows its storage dtype. The pages are then half
-            written.
+        DataError: shapes that do not fit, NaN or infinity, no starts for keys in a basis, or a scale that overflows its
+            storage dtype. The pages are then half written.
         UnsupportedError: several low planes of a page, or pages that `refuses_layout`.
     """
     layout = store.layout
@@ -73,12 +86,24 @@ def close(
     for name, x in (("k", k), ("v", v)):
         shape = (len(ids), layout.num_kv_heads, layout.page_size, layout.dim(name))
         if tuple(x.shape) != shape or x.dtype != k.dtype or x.dtype not in TORCH_NUMBERS or x.device.type != "cpu":
-            raise DataError(f"{name} must be {k.dtype} {list(shape)} on the CPU, got {x.dtype} {list(x.shape)} on {x.device}")
+            raise DataError(
+                f"{name} must be {k.dtype} {list(shape)} on the CPU, got {x.dtype} {list(x.shape)} on {x.device}"
+            )
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     struct = CloseStruct(
-        ctypes.addressof(store_struct(store)), ids.ctypes.data, None, None, len(ids), layout.num_kv_heads, layout.head_dim, layout.value_head_dim,
-        TORCH_NUMBERS[k.dtype], torch.get_num_threads(), (k.data_ptr(), v.data_ptr()), (k.stride()[:3], v.stride()[:3]),
-    )  # fmt: skip
+        ctypes.addressof(store_struct(store)),
+        ids.ctypes.data,
+        None,
+        None,
+        len(ids),
+        layout.num_kv_heads,
+        layout.head_dim,
+        layout.value_head_dim,
+        TORCH_NUMBERS[k.dtype],
+        torch.get_num_threads(),
+        (k.data_ptr(), v.data_ptr()),
+        (k.stride()[:3], v.stride()[:3]),
+    )
     for (fine, _), fine_ids in zip(low, low_ids, strict=True):
         struct.low, struct.low_ids = ctypes.addressof(low_struct(fine)), fine_ids.ctypes.data
     if layout.key.needs_rotary:

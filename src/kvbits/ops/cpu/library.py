@@ -1,10 +1,12 @@
 """Loads libkvbits_cpu.so and mirrors its C structs (csrc/kvbits_cpu.h).
 
-The library holds one set of kernels ("tier") per instruction set: avx512 (VNNI), avx2, neon, generic. It takes the best one
-that the machine can run; the environment variable KVBITS_CPU_TIER forces one, and KVBITS_CPU_LIBRARY names another file.
+The library holds one set of kernels ("tier") per instruction set: avx512 (VNNI), avx2, neon, generic. It takes the best
+one that the machine can run; the environment variable KVBITS_CPU_TIER forces one, and KVBITS_CPU_LIBRARY names another
+file.
 
-Calls of several threads run on torch's OpenMP threads: these spin for milliseconds after every torch op, so threads of our own beside them
-would get half a core. KVBITS_CPU_POOL=own, or a torch without OpenMP, or a forked child: a small pool of the library's own.
+Calls of several threads run on torch's OpenMP threads: these spin for milliseconds after every torch op, so threads of
+our own beside them would get half a core. KVBITS_CPU_POOL=own, or a torch without OpenMP, or a forked child: a small
+pool of the library's own.
 """
 
 from __future__ import annotations
@@ -31,29 +33,58 @@ class TensorStruct(Structure):
     """`kvbits_tensor`: how keys or values are stored in a page."""
 
     _fields_ = [
-        ("format", c_int32), ("raw_dtype", c_int32), ("scale_dtype", c_int32), ("symmetric", c_int32),
-        ("per_channel", c_int32), ("group_size", c_int32), ("plane_offset", c_int32 * 4),
-        ("scale_offset", c_int32), ("bias_offset", c_int32), ("mean_offset", c_int32), ("stretch_offset", c_int32),
-        ("num_outliers", c_int32), ("outlier_index_offset", c_int32), ("outlier_value_offset", c_int32),
-        ("static_scale", c_void_p), ("static_bias", c_void_p),
-        ("hadamard", c_int32), ("bands", c_void_p), ("from_basis", c_void_p), ("to_basis", c_void_p), ("offsets", c_void_p),
-        ("codebook", c_void_p), ("inv_freq", c_void_p), ("turns", c_void_p),
-    ]  # fmt: skip
+        ("format", c_int32),
+        ("raw_dtype", c_int32),
+        ("scale_dtype", c_int32),
+        ("symmetric", c_int32),
+        ("per_channel", c_int32),
+        ("group_size", c_int32),
+        ("plane_offset", c_int32 * 4),
+        ("scale_offset", c_int32),
+        ("bias_offset", c_int32),
+        ("mean_offset", c_int32),
+        ("stretch_offset", c_int32),
+        ("num_outliers", c_int32),
+        ("outlier_index_offset", c_int32),
+        ("outlier_value_offset", c_int32),
+        ("static_scale", c_void_p),
+        ("static_bias", c_void_p),
+        ("hadamard", c_int32),
+        ("bands", c_void_p),
+        ("from_basis", c_void_p),
+        ("to_basis", c_void_p),
+        ("offsets", c_void_p),
+        ("codebook", c_void_p),
+        ("inv_freq", c_void_p),
+        ("turns", c_void_p),
+    ]
 
 
 class StoreStruct(Structure):
     """`kvbits_store`: the pages of one layer in one pool."""
 
     _fields_ = [
-        ("key", TensorStruct), ("value", TensorStruct), ("page_size", c_int32), ("num_slabs", c_int32),
-        ("head_bytes", c_int64), ("page_stride", c_int64), ("slab_address", c_void_p), ("slab_pages", c_void_p),
-    ]  # fmt: skip
+        ("key", TensorStruct),
+        ("value", TensorStruct),
+        ("page_size", c_int32),
+        ("num_slabs", c_int32),
+        ("head_bytes", c_int64),
+        ("page_stride", c_int64),
+        ("slab_address", c_void_p),
+        ("slab_pages", c_void_p),
+    ]
 
 
 class TableStruct(Structure):
     """`kvbits_table`: which pages each sequence reads."""
 
-    _fields_ = [("num_entries", c_int64), ("indptr", c_void_p), ("page_ids", c_void_p), ("starts", c_void_p), ("lengths", c_void_p)]
+    _fields_ = [
+        ("num_entries", c_int64),
+        ("indptr", c_void_p),
+        ("page_ids", c_void_p),
+        ("starts", c_void_p),
+        ("lengths", c_void_p),
+    ]
 
 
 class PartStruct(Structure):
@@ -66,39 +97,90 @@ class AttendStruct(Structure):
     """`kvbits_attend_call`."""
 
     _fields_ = [
-        ("parts", c_void_p), ("num_parts", c_int32), ("batch", c_int32), ("num_tokens", c_int32), ("num_heads", c_int32),
-        ("num_kv_heads", c_int32), ("head_dim", c_int32), ("value_head_dim", c_int32), ("q_dtype", c_int32), ("num_threads", c_int32),
-        ("q", c_void_p), ("q_stride", c_int64 * 3), ("q_positions", c_void_p), ("scaling", c_float), ("softcap", c_float),
-        ("sliding_window", c_int64), ("out", c_void_p), ("lse", c_void_p),
-    ]  # fmt: skip
+        ("parts", c_void_p),
+        ("num_parts", c_int32),
+        ("batch", c_int32),
+        ("num_tokens", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("value_head_dim", c_int32),
+        ("q_dtype", c_int32),
+        ("num_threads", c_int32),
+        ("q", c_void_p),
+        ("q_stride", c_int64 * 3),
+        ("q_positions", c_void_p),
+        ("scaling", c_float),
+        ("softcap", c_float),
+        ("sliding_window", c_int64),
+        ("out", c_void_p),
+        ("lse", c_void_p),
+    ]
 
 
 class CloseStruct(Structure):
     """`kvbits_close_call`."""
 
     _fields_ = [
-        ("store", c_void_p), ("page_ids", c_void_p), ("low", c_void_p), ("low_ids", c_void_p), ("num_pages", c_int64),
-        ("num_kv_heads", c_int32), ("head_dim", c_int32), ("value_head_dim", c_int32),
-        ("dtype", c_int32), ("num_threads", c_int32), ("source", c_void_p * 2), ("stride", (c_int64 * 3) * 2),
-        ("turn_starts", c_void_p), ("starts", c_void_p), ("status", c_int64 * 6),
-    ]  # fmt: skip
+        ("store", c_void_p),
+        ("page_ids", c_void_p),
+        ("low", c_void_p),
+        ("low_ids", c_void_p),
+        ("num_pages", c_int64),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("value_head_dim", c_int32),
+        ("dtype", c_int32),
+        ("num_threads", c_int32),
+        ("source", c_void_p * 2),
+        ("stride", (c_int64 * 3) * 2),
+        ("turn_starts", c_void_p),
+        ("starts", c_void_p),
+        ("status", c_int64 * 6),
+    ]
 
 
 class AppendStruct(Structure):
-    """`kvbits_append_call`; its two small arrays spelt out, which is a third faster to fill for every layer and token."""
+    """`kvbits_append_call`; its two small arrays spelt out, which is a third faster to fill for every layer
+    and token.
+    """
 
     _fields_ = [
-        ("store", c_void_p), ("runs", c_void_p), ("num_runs", c_int64), ("batch", c_int32), ("num_tokens", c_int32), ("num_kv_heads", c_int32),
-        ("head_dim", c_int32), ("value_head_dim", c_int32), ("dtype", c_int32), ("num_threads", c_int32), ("k", c_void_p), ("v", c_void_p),
-        ("k_row", c_int64), ("k_token", c_int64), ("k_head", c_int64), ("v_row", c_int64), ("v_token", c_int64), ("v_head", c_int64),
-        ("used_bytes", c_int64), ("starts", c_void_p), ("turn_starts", c_void_p), ("status", c_int64 * 6),
-    ]  # fmt: skip
+        ("store", c_void_p),
+        ("runs", c_void_p),
+        ("num_runs", c_int64),
+        ("batch", c_int32),
+        ("num_tokens", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("value_head_dim", c_int32),
+        ("dtype", c_int32),
+        ("num_threads", c_int32),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("k_row", c_int64),
+        ("k_token", c_int64),
+        ("k_head", c_int64),
+        ("v_row", c_int64),
+        ("v_token", c_int64),
+        ("v_head", c_int64),
+        ("used_bytes", c_int64),
+        ("starts", c_void_p),
+        ("turn_starts", c_void_p),
+        ("status", c_int64 * 6),
+    ]
 
 
 class ReadStruct(Structure):
     """`kvbits_read_call`."""
 
-    _fields_ = [("pieces", c_void_p), ("num_pieces", c_int64), ("num_threads", c_int32), ("system_error", c_int32), ("bad", c_int64)]
+    _fields_ = [
+        ("pieces", c_void_p),
+        ("num_pieces", c_int64),
+        ("num_threads", c_int32),
+        ("system_error", c_int32),
+        ("bad", c_int64),
+    ]
 
 
 def _candidates() -> list[Path]:
@@ -117,7 +199,13 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     if path is None and os.environ.get("KVBITS_CPU_LIBRARY"):
         return None, f"KVBITS_CPU_LIBRARY={str(candidates[0])!r} is no file"
     if path is None:
-        return None, "the CPU library was not built (no C++ compiler at install time?); reinstall with GCC or Clang present, or use a wheel"
+        return (
+            None,
+            (
+                "the CPU library was not built (no C++ compiler at install time?); reinstall with GCC or Clang present,"
+                " or use a wheel"
+            ),
+        )
     try:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
@@ -138,7 +226,10 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     lib.kvbits_read_pages.argtypes = [POINTER(ReadStruct)]
     if not lib.kvbits_tier():
         wanted = os.environ.get("KVBITS_CPU_TIER")
-        return None, f"KVBITS_CPU_TIER={wanted!r} is not a tier that this machine and build can run; known: {', '.join(TIERS)}"
+        return (
+            None,
+            f"KVBITS_CPU_TIER={wanted!r} is not a tier that this machine and build can run; known: {', '.join(TIERS)}",
+        )
     if (wanted := os.environ.get("KVBITS_CPU_POOL") or "openmp") not in POOLS:
         return None, f"KVBITS_CPU_POOL={wanted!r} is not a thread pool; known: {', '.join(POOLS)}"
     if wanted == "openmp":
@@ -150,7 +241,8 @@ def openmp_parallel() -> int | None:
     """Address of GOMP_parallel in the OpenMP runtime that torch is linked to, or None."""
     found = next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"), None)
     try:
-        linked = ctypes.CDLL(str(found), mode=os.RTLD_NOLOAD | os.RTLD_NOW)  # symbols of its dependencies too, whatever they are called
+        # symbols of its dependencies too, whatever they are called
+        linked = ctypes.CDLL(str(found), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         return ctypes.cast(linked.GOMP_parallel, c_void_p).value
     except (OSError, AttributeError):
         return None
@@ -160,7 +252,8 @@ def unavailable() -> str | None:
     """Why there are no CPU kernels here, or None when there are.
 
     Raises:
-        UnsupportedError: there are none, and a variable asks for some; everything would take the reference, many times slower.
+        UnsupportedError: there are none, and a variable asks for some; everything would take the reference, many times
+            slower.
     """
     why = _open()[1]
     if why and (asking := [name for name in VARIABLES if os.environ.get(name)]):
@@ -192,7 +285,9 @@ def set_tier(name: str) -> None:
         UnsupportedError: this machine or build cannot run it.
     """
     if library().kvbits_set_tier(name.encode()):
-        raise UnsupportedError(f"tier {name!r} cannot run on this machine or is not in this build; known: {', '.join(TIERS)}")
+        raise UnsupportedError(
+            f"tier {name!r} cannot run on this machine or is not in this build; known: {', '.join(TIERS)}"
+        )
 
 
 def pool() -> str:
@@ -208,7 +303,9 @@ def set_pool(name: str) -> None:
     """
     parallel = openmp_parallel() if name == "openmp" else None
     if name not in POOLS or (name == "openmp" and parallel is None):
-        raise UnsupportedError(f"thread pool {name!r} is not one of {', '.join(POOLS)}, or torch is not linked to OpenMP here")
+        raise UnsupportedError(
+            f"thread pool {name!r} is not one of {', '.join(POOLS)}, or torch is not linked to OpenMP here"
+        )
     library().kvbits_use_openmp(parallel)
 
 

@@ -1,4 +1,7 @@
-"""`ops.paged_attention` on the CPU. A layer's C structs are made by `bind`, the step's tables by `update`; a run puts its tensors in and calls."""
+"""`ops.paged_attention` on the CPU.
+
+A layer's C structs are made by `bind`, the step's tables by `update`; a run puts its tensors in and calls.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,8 @@ class Plan(reference.HostPlan):
 
     def __init__(self, layouts: Sequence[PageLayout], max_pages: Sequence[int], **options: Any) -> None:
         super().__init__(layouts, max_pages, **options)
-        self._tables_of = WeakValueDictionary[tuple[int, int], TableStruct]()  # of a part and the pages of its pool, while a layer reads it
+        # of a part and the pages of its pool, while a layer reads it
+        self._tables_of = WeakValueDictionary[tuple[int, int], TableStruct]()
 
     def bind(self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor]) -> None:
         stores, o = self._stores(pages, static), self.options
@@ -49,10 +53,18 @@ class Plan(reference.HostPlan):
             parts[i].store, parts[i].table = ctypes.addressof(store_struct(store)), ctypes.addressof(table)
         first = self.layouts[0]
         struct = AttendStruct(
-            parts=ctypes.addressof(parts), num_parts=len(parts), num_tokens=o["num_queries"], num_heads=o["num_q_heads"], num_kv_heads=first.num_kv_heads,
-            head_dim=first.head_dim, value_head_dim=first.value_head_dim, q_dtype=TORCH_NUMBERS[o["dtype"]], scaling=o["scaling"],
-            softcap=o["softcap"] or 0.0, sliding_window=o["sliding_window"] or 0,
-        )  # fmt: skip
+            parts=ctypes.addressof(parts),
+            num_parts=len(parts),
+            num_tokens=o["num_queries"],
+            num_heads=o["num_q_heads"],
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            value_head_dim=first.value_head_dim,
+            q_dtype=TORCH_NUMBERS[o["dtype"]],
+            scaling=o["scaling"],
+            softcap=o["softcap"] or 0.0,
+            sliding_window=o["sliding_window"] or 0,
+        )
         self._layers[layer] = struct, parts, stores, tables  # with all that it points to, at once
 
     def update(self, *args: Any) -> None:
@@ -62,7 +74,8 @@ class Plan(reference.HostPlan):
                 self._fill(table, *key)
             shape = len(self._positions), self.options["num_queries"], self.options["num_q_heads"]
             shapes = (*shape, self.layouts[0].value_head_dim), shape
-            self._out, self._lse = (torch.empty(x, dtype=torch.float32, device="cpu") for x in shapes)  # where the caller's cannot be written
+            # where the caller's cannot be written
+            self._out, self._lse = (torch.empty(x, dtype=torch.float32, device="cpu") for x in shapes)
         except BaseException:  # Ctrl-C, too
             self._tables = []  # structs point to nothing now
             raise
@@ -79,7 +92,12 @@ class Plan(reference.HostPlan):
         if out is None:
             out = q.new_empty(*q.shape[:3], struct.value_head_dim)
         into, logs = out if out.dtype == torch.float32 else self._out, self._lse if lse is None else lse
-        struct.batch, struct.num_threads, struct.q, struct.q_positions = len(q), torch.get_num_threads(), q.data_ptr(), self._positions.data_ptr()
+        struct.batch, struct.num_threads, struct.q, struct.q_positions = (
+            len(q),
+            torch.get_num_threads(),
+            q.data_ptr(),
+            self._positions.data_ptr(),
+        )
         struct.q_stride[:] = q.stride()[:3]
         struct.out, struct.lse = into.data_ptr(), logs.data_ptr()
         check(library().kvbits_attend(struct))

@@ -28,9 +28,18 @@ def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str
 
 
 def store_tokens(
-    k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, layout: PageLayout, slot_mapping: torch.Tensor, *, static: dict[str, torch.Tensor] | None = None,
-    previous_page: torch.Tensor | None = None, starts: torch.Tensor | None = None, turn: torch.Tensor | None = None, status: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: torch.Tensor,
+    layout: PageLayout,
+    slot_mapping: torch.Tensor,
+    *,
+    static: dict[str, torch.Tensor] | None = None,
+    previous_page: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    turn: torch.Tensor | None = None,
+    status: torch.Tensor | None = None,
+) -> None:
     """Write tokens in place to anybody's pages; arguments and errors of the reference.
 
     Numbers that cannot be stored in packed pages leave these half written.
@@ -47,7 +56,9 @@ def store_tokens(
 
 
 @functools.lru_cache(maxsize=8)
-def _runs(slots: bytes, previous: bytes | None, starts: bytes | None, page_size: int, num_pages: int) -> tuple[SlotMapping, int]:
+def _runs(
+    slots: bytes, previous: bytes | None, starts: bytes | None, page_size: int, num_pages: int
+) -> tuple[SlotMapping, int]:
     """Tokens in a row that go to slots in a row of one page, and how many slots lead out of the pages."""
     slot = np.frombuffer(slots, np.int64)
     inside = (slot >= 0) & (slot < num_pages * page_size)
@@ -63,4 +74,6 @@ def _runs(slots: bytes, previous: bytes | None, starts: bytes | None, page_size:
         before = np.where(before < num_pages, before, -1)
     if starts is not None:
         begin = np.frombuffer(starts, np.int32)[token[first]].astype(np.int64)
-    return SlotMapping(np.ascontiguousarray(runs), before, begin), int((np.frombuffer(slots, np.int64) >= num_pages * page_size).sum())
+    return SlotMapping(np.ascontiguousarray(runs), before, begin), int(
+        (np.frombuffer(slots, np.int64) >= num_pages * page_size).sum()
+    )

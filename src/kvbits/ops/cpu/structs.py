@@ -1,7 +1,8 @@
-"""Builds the C structs of page stores (encoders of `descriptor.Side`) and page tables, checks every buffer they point to, and keeps them.
+"""Builds the C structs of page stores (encoders of `descriptor.Side`) and page tables, checks every buffer they point
+to, and keeps them.
 
-A struct is built once per `PageStore` and `PageTable` and kept on the object itself, so that a decoding step pays for it once and not once per
-layer. Contents that may change (page ids, lengths) are checked by the library in every call.
+A struct is built once per `PageStore` and `PageTable` and kept on the object itself, so that a decoding step pays for
+it once and not once per layer. Contents that may change (page ids, lengths) are checked by the library in every call.
 """
 
 from __future__ import annotations
@@ -42,8 +43,13 @@ def refuses_layout(layout: PageLayout) -> str | None:
             return f"{name}={d} is not a multiple of 8 up to {MAX_HEAD_DIM}"
     if why := refuses_unlike_widths(layout):
         return why
-    if layout.value.is_banded and ((widths := set(layout.value.widths(layout.value_head_dim))) - {2, 3, 4} or len(widths) > 1):
-        return f"banded values of {', '.join(map(str, sorted(widths)))} bits: the CPU kernels take 2, 3 or 4, the same in every band"
+    if layout.value.is_banded and (
+        (widths := set(layout.value.widths(layout.value_head_dim))) - {2, 3, 4} or len(widths) > 1
+    ):
+        return (
+            f"banded values of {', '.join(map(str, sorted(widths)))} bits: the CPU kernels take 2, 3 or 4, the same in"
+            " every band"
+        )
     for spec, d in ((layout.key, layout.head_dim), (layout.value, layout.value_head_dim)):
         if spec.is_raw:
             continue
@@ -51,19 +57,29 @@ def refuses_layout(layout: PageLayout) -> str | None:
             return f"page_size={layout.page_size} is not a multiple of 32"
         groups = spec.num_groups(d)
         if not spec.static and groups < d and (d // groups % 4 or groups > MAX_GROUPS):
-            return f"groups of {d // groups} channels: the CPU kernels need a multiple of 4 and at most {MAX_GROUPS} groups per head"
+            return (
+                f"groups of {d // groups} channels: the CPU kernels need a multiple of 4 and at most {MAX_GROUPS}"
+                " groups per head"
+            )
     return None
 
 
 @functools.lru_cache(maxsize=64)
 def rotations(inv_freq: bytes, page_size: int) -> torch.Tensor:
-    """float32 [page_size / 16, head_dim / 2, 2, 16]: cosine and sine of j * inv_freq for the tokens j of a page, one table for all layers that turn alike."""
-    angles = torch.arange(page_size, device="cpu").double() * torch.frombuffer(bytearray(inv_freq), dtype=torch.float32).double()[:, None]
+    """float32 [page_size / 16, head_dim / 2, 2, 16]: cosine and sine of j * inv_freq for the tokens j of a page, one
+    table for all layers that turn alike.
+    """
+    angles = (
+        torch.arange(page_size, device="cpu").double()
+        * torch.frombuffer(bytearray(inv_freq), dtype=torch.float32).double()[:, None]
+    )
     both = torch.stack([angles.cos(), angles.sin()], 1).float()
     return both.unflatten(-1, (page_size // KEY_TILE, KEY_TILE)).permute(2, 0, 1, 3).contiguous()
 
 
-def _given(static: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], meaning: str, keep: list[torch.Tensor]) -> torch.Tensor:
+def _given(
+    static: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], meaning: str, keep: list[torch.Tensor]
+) -> torch.Tensor:
     """A calibrated tensor, fp32 on the host, kept alive."""
     given = static.get(name)
     if given is None or tuple(given.shape) != shape:
@@ -76,9 +92,15 @@ def _given(static: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], m
 def _encoded(side: Side) -> TensorStruct:
     """The C struct of a side without what lies outside of its pages."""
     t = TensorStruct(
-        format=side.format, raw_dtype=side.dtype, scale_dtype=side.scale_dtype, symmetric=not side.has_bias, per_channel=int(side.group == 1),
-        group_size=side.group, num_outliers=side.outliers, hadamard=int(side.basis == "hadamard"),
-    )  # fmt: skip
+        format=side.format,
+        raw_dtype=side.dtype,
+        scale_dtype=side.scale_dtype,
+        symmetric=not side.has_bias,
+        per_channel=int(side.group == 1),
+        group_size=side.group,
+        num_outliers=side.outliers,
+        hadamard=int(side.basis == "hadamard"),
+    )
     for i, offset in enumerate(side.plane_offset):
         t.plane_offset[i] = offset
     for name in ("scale", "bias", "mean", "stretch", "outlier_index", "outlier_value"):
@@ -97,7 +119,9 @@ def _tensor(layout: PageLayout, kind: str, static: dict[str, torch.Tensor], keep
             keep.append(given.repeat_interleave(side.group, dim=1).contiguous())
             setattr(t, f"static_{name}", keep[-1].data_ptr())
     if side.levels == LEVELS["codebook"]:
-        t.codebook = _given(static, f"{kind}_codebook", (heads, 2 ** sum(side.planes)), "num_kv_heads, entries", keep).data_ptr()
+        t.codebook = _given(
+            static, f"{kind}_codebook", (heads, 2 ** sum(side.planes)), "num_kv_heads, entries", keep
+        ).data_ptr()
     if side.widths:
         keep.append(torch.tensor(side.widths, dtype=torch.uint8, device="cpu"))
         t.bands = keep[-1].data_ptr()
@@ -116,7 +140,9 @@ def _tensor(layout: PageLayout, kind: str, static: dict[str, torch.Tensor], keep
             keep.append(F.pad(given, (0, -d % 16)).contiguous())
             t.offsets = keep[-1].data_ptr()
         if f"{kind}_basis" in static:  # of writing alone
-            t.to_basis = _given(static, f"{kind}_basis", (heads, d, d), "num_kv_heads, head_dim, head_dim", keep).data_ptr()
+            t.to_basis = _given(
+                static, f"{kind}_basis", (heads, d, d), "num_kv_heads, head_dim, head_dim", keep
+            ).data_ptr()
     return t
 
 
@@ -133,10 +159,15 @@ def store_struct(store: PageStore) -> StoreStruct:
     keep: list[torch.Tensor] = []
     address, pages, stride = _slabs(store)
     struct = StoreStruct(
-        key=_tensor(layout, "k", store.static, keep), value=_tensor(layout, "v", store.static, keep),
-        page_size=layout.page_size, num_slabs=len(pages), head_bytes=layout.head_bytes,
-        page_stride=stride, slab_address=address.ctypes.data, slab_pages=pages.ctypes.data,
-    )  # fmt: skip
+        key=_tensor(layout, "k", store.static, keep),
+        value=_tensor(layout, "v", store.static, keep),
+        page_size=layout.page_size,
+        num_slabs=len(pages),
+        head_bytes=layout.head_bytes,
+        page_stride=stride,
+        slab_address=address.ctypes.data,
+        slab_pages=pages.ctypes.data,
+    )
     store.__dict__["_cpu_struct"] = (struct, address, pages, keep)
     return struct
 
@@ -169,9 +200,15 @@ def low_struct(store: LowStore) -> StoreStruct:
         tensors.append(t)
     address, pages, stride = _slabs(store)
     struct = StoreStruct(
-        key=tensors[0], value=tensors[1], page_size=layout.page_size, num_slabs=len(pages), head_bytes=layout.head_bytes, page_stride=stride,
-        slab_address=address.ctypes.data, slab_pages=pages.ctypes.data,
-    )  # fmt: skip
+        key=tensors[0],
+        value=tensors[1],
+        page_size=layout.page_size,
+        num_slabs=len(pages),
+        head_bytes=layout.head_bytes,
+        page_stride=stride,
+        slab_address=address.ctypes.data,
+        slab_pages=pages.ctypes.data,
+    )
     store.__dict__["_cpu_struct"] = (struct, address, pages)
     return struct
 
@@ -181,12 +218,25 @@ def _slabs(store: PageStore | LowStore) -> tuple[np.ndarray, np.ndarray, int]:
     layout = store.layout
     strides = {s.stride(0) for s in store.slabs if s.shape[0] > 1}
     for slab in store.slabs:
-        if slab.dtype != torch.uint8 or slab.device.type != "cpu" or slab.dim() != 3 or tuple(slab.shape[1:]) != (layout.num_kv_heads, layout.head_bytes):
+        if (
+            slab.dtype != torch.uint8
+            or slab.device.type != "cpu"
+            or slab.dim() != 3
+            or tuple(slab.shape[1:]) != (layout.num_kv_heads, layout.head_bytes)
+        ):
             raise DataError(
-                f"a slab must be uint8 [pages, {layout.num_kv_heads}, {layout.head_bytes}] on the CPU, got {slab.dtype} {list(slab.shape)} on {slab.device}"
+                f"a slab must be uint8 [pages, {layout.num_kv_heads}, {layout.head_bytes}] on the CPU, got {slab.dtype}"
+                f" {list(slab.shape)} on {slab.device}"
             )
-        if slab.stride(2) != 1 or slab.stride(1) != layout.head_bytes or (slab.shape[0] > 1 and slab.stride(0) < layout.page_size_bytes):
-            raise DataError(f"a slab's structs must be dense inside a page; strides are {slab.stride()} for head_bytes={layout.head_bytes}")
+        if (
+            slab.stride(2) != 1
+            or slab.stride(1) != layout.head_bytes
+            or (slab.shape[0] > 1 and slab.stride(0) < layout.page_size_bytes)
+        ):
+            raise DataError(
+                f"a slab's structs must be dense inside a page; strides are {slab.stride()} for"
+                f" head_bytes={layout.head_bytes}"
+            )
     if len(strides) > 1:
         raise DataError(f"slabs of one store must have one page stride, got {sorted(strides)}")
     address = np.array([s.data_ptr() for s in store.slabs], np.int64)
@@ -199,11 +249,17 @@ def table_struct(table: PageTable) -> TableStruct:
     kept = table.__dict__.get("_cpu_struct")
     if kept is not None:
         return kept[0]
-    indptr, ids, starts, *low = (np.ascontiguousarray(x, np.int64) for x in (table.indptr, table.page_ids, table.starts, *table.low))
+    indptr, ids, starts, *low = (
+        np.ascontiguousarray(x, np.int64) for x in (table.indptr, table.page_ids, table.starts, *table.low)
+    )
     lengths = np.ascontiguousarray(table.lengths, np.int32)
     struct = TableStruct(
-        num_entries=len(ids), indptr=indptr.ctypes.data, page_ids=ids.ctypes.data, starts=starts.ctypes.data, lengths=lengths.ctypes.data,
-    )  # fmt: skip
+        num_entries=len(ids),
+        indptr=indptr.ctypes.data,
+        page_ids=ids.ctypes.data,
+        starts=starts.ctypes.data,
+        lengths=lengths.ctypes.data,
+    )
     table.__dict__["_cpu_struct"] = (struct, indptr, ids, starts, lengths)
     table.__dict__["_cpu_low"] = low
     return struct

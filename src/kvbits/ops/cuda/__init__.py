@@ -1,1 +1,3 @@
-"""CUDA C++ compiled at first use: `compile` (NVRTC, disk cache, resource report) and `driver` (load, launch). No kernels here."""
+"""CUDA C++ compiled at first use: `compile` (NVRTC, disk cache, resource report) and `driver` (load, launch). No
+kernels here.
+"""

@@ -1,6 +1,8 @@
-"""What a cache, or vLLM, will launch on a GPU of some compute capability, known without one: so that it is compiled before (`kvbits warm`).
+"""What a cache, or vLLM, will launch on a GPU of some compute capability, known without one: so that it is compiled
+before (`kvbits warm`).
 
-Kernels depend on formats, head sizes and dtypes, not on lengths, batches or kv heads. A test holds this list to what passes of caches really load.
+Kernels depend on formats, head sizes and dtypes, not on lengths, batches or kv heads. A test holds this list to what
+passes of caches really load.
 """
 
 from __future__ import annotations
@@ -26,10 +28,17 @@ from .families import family_of
 Capability = tuple[int, int]
 
 
-def of_group(group: LayerGroup, num_q_heads: int, dtype: torch.dtype, softcap: bool, capability: Capability) -> Iterator[Source]:
+def of_group(
+    group: LayerGroup, num_q_heads: int, dtype: torch.dtype, softcap: bool, capability: Capability
+) -> Iterator[Source]:
     """What a layer group of a `PagedCache` launches; softcap: whether its scores have one."""
     low = next(iter(group.low_layouts.values()), None)
-    parts = [x for name in PARTS if (name != "closed" or not group.fills_pages) and (name != "sink" or group.num_sink_tokens) for x in [group.layouts[name]]]
+    parts = [
+        x
+        for name in PARTS
+        if (name != "closed" or not group.fills_pages) and (name != "sink" or group.num_sink_tokens)
+        for x in [group.layouts[name]]
+    ]
     planes = [None, low] if low else [None]
     raw, packed = [x for x in parts if x.key.is_raw], [x for x in parts if not x.key.is_raw]
     yield from (append.raw_source(x.head_dim != x.value_head_dim) for x in raw[:1])
@@ -60,7 +69,9 @@ def of_group(group: LayerGroup, num_q_heads: int, dtype: torch.dtype, softcap: b
     yield from (device_plan.list_source(n) for n in {len(parts), len(parts) - (not group.fills_pages)})
 
 
-def of_vllm(layout: PageLayout, num_q_heads: int, dtype: torch.dtype, softcap: bool, capability: Capability) -> Iterator[Source]:
+def of_vllm(
+    layout: PageLayout, num_q_heads: int, dtype: torch.dtype, softcap: bool, capability: Capability
+) -> Iterator[Source]:
     """What a layer of vLLM launches, with the copies in 16 bits that calibrated formats have."""
     copied = layout.key.has_offsets
     parts = [layout, *([dataclasses.replace(layout, key=QuantSpec.raw(), value=QuantSpec.raw())] if copied else [])]
@@ -93,15 +104,33 @@ def _stored(layout: PageLayout, dtype: torch.dtype, capability: Capability) -> I
 
 
 def _attention(
-    layouts: Sequence[PageLayout], num_columns: int, dtype: torch.dtype, softcap: bool, capability: Capability, low: LowLayout | None = None,
+    layouts: Sequence[PageLayout],
+    num_columns: int,
+    dtype: torch.dtype,
+    softcap: bool,
+    capability: Capability,
+    low: LowLayout | None = None,
     tables: bool = False,
-) -> Iterator[Source]:  # fmt: skip
-    """The kernel for pages of the first layout, raw ones beside it if there are more, and so many query columns of a kv head."""
+) -> Iterator[Source]:
+    """The kernel for pages of the first layout, raw ones beside it if there are more, and so many query columns of a kv
+    head.
+    """
     main, family, limit = layouts[0], family_of(layouts[0]), driver.shared_limit(capability)
-    if dtype not in MATRIX_DTYPES or family.refuses("attend", main, low=[low] if low else [], num_columns=num_columns, shared_limit=limit):
+    if dtype not in MATRIX_DTYPES or family.refuses(
+        "attend", main, low=[low] if low else [], num_columns=num_columns, shared_limit=limit
+    ):
         return
     ask = Ask(
-        main.head_dim, kernels.columns([main], num_columns, low is not None), MATRIX_DTYPES[dtype], layouts[-1].raw_dtype, softcap, limit,
-        fold=kernels.folds(main, num_columns), low=low, raw=any(x.key.is_raw for x in layouts), tables=tables, value_head_dim=main.value_head_dim,
-    )  # fmt: skip
+        main.head_dim,
+        kernels.columns([main], num_columns, low is not None),
+        MATRIX_DTYPES[dtype],
+        layouts[-1].raw_dtype,
+        softcap,
+        limit,
+        fold=kernels.folds(main, num_columns),
+        low=low,
+        raw=any(x.key.is_raw for x in layouts),
+        tables=tables,
+        value_head_dim=main.value_head_dim,
+    )
     yield kernels.kernel_for(main, ask).instance

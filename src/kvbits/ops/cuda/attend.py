@@ -1,4 +1,6 @@
-"""Attention over packed and 16-bit pages: over host lists (`host_plan`) and over block tables on the device (`device_plan`)."""
+"""Attention over packed and 16-bit pages: over host lists (`host_plan`) and over block tables on the device
+(`device_plan`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""attend_fresh on a GPU: torch's FlashAttention, which knows causal masks and windows itself, or cuDNN (`attend.dense`)."""
+"""attend_fresh on a GPU: torch's FlashAttention, which knows causal masks and windows itself, or cuDNN
+(`attend.dense`).
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,19 @@ def refuses(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> str | No
 
 
 def attend_fresh(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scaling: float, sliding_window: int | None, softcap: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of a chunk to itself (see `chunk_attention`).
 
     Raises:
         DataError: tensors that do not fit together.
     """
-    return without_padding(lambda q, k, v: attention(q, k, v, scaling, True, sliding_window), q, k, v, positions, q.dtype)
+    return without_padding(
+        lambda q, k, v: attention(q, k, v, scaling, True, sliding_window), q, k, v, positions, q.dtype
+    )

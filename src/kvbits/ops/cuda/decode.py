@@ -1,7 +1,8 @@
 """Decoding on NVIDIA GPUs (`ops.decode`): lengths, page numbers and what closes live on the GPU.
 
-A step is one launch per layer group (`advance.cu`: lengths, slots, what closes), one for its work list, and two per layer: `close.cu` (quantize the page that
-is full, store the token) and attention. Nothing is uploaded, nothing waits, so a step can be captured in a CUDA graph and replayed over page closings.
+A step is one launch per layer group (`advance.cu`: lengths, slots, what closes), one for its work list, and two per
+layer: `close.cu` (quantize the page that is full, store the token) and attention. Nothing is uploaded, nothing waits,
+so a step can be captured in a CUDA graph and replayed over page closings.
 """
 
 from __future__ import annotations
@@ -32,16 +33,37 @@ NOWHERE = 1
 
 
 class _PagesStruct(ctypes.Structure):
-    _fields_ = [("table", ctypes.c_void_p), ("offset", ctypes.c_void_p), ("stride", ctypes.c_int64), ("width", ctypes.c_int)]
+    _fields_ = [
+        ("table", ctypes.c_void_p),
+        ("offset", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("width", ctypes.c_int),
+    ]
 
 
 class _AdvanceArgs(ctypes.Structure):
     """struct Args of advance.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("state", "before", "residual", "valid", "runs", "closings", "query_lens", "slots", "previous", "page_starts")),
-        ("tail", _PagesStruct), ("closed", _PagesStruct), *((name, ctypes.c_int) for name in ("batch", "page_size", "ring", "valid_stride")),
-    ]  # fmt: skip
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "state",
+                "before",
+                "residual",
+                "valid",
+                "runs",
+                "closings",
+                "query_lens",
+                "slots",
+                "previous",
+                "page_starts",
+            )
+        ),
+        ("tail", _PagesStruct),
+        ("closed", _PagesStruct),
+        *((name, ctypes.c_int) for name in ("batch", "page_size", "ring", "valid_stride")),
+    ]
 
 
 ADVANCE = Source(Path(device_plan.__file__).parent, "advance.cu", {"THREADS": THREADS})
@@ -71,7 +93,9 @@ def capturing() -> bool:
 
 
 class _StoreStep:
-    """`close_cuda.DecodeStep` for pages that are filled token by token: nothing closes, and what a token replaces nobody sees."""
+    """`close_cuda.DecodeStep` for pages that are filled token by token: nothing closes, and what a token replaces
+    nobody sees.
+    """
 
     def __init__(self, store: PageStore, dtype: torch.dtype, moved: _Moved, status: torch.Tensor) -> None:
         append_cuda.prepare(store.layout, dtype, store.device)
@@ -82,8 +106,17 @@ class _StoreStep:
     def run(self, k: torch.Tensor, v: torch.Tensor, stream: int) -> None:
         to, k, v = self._store, with_aligned_rows(k), with_aligned_rows(v)
         append_cuda.store_tokens(
-            k, v, to.slabs[0], to.layout, self._slots, static=to.static, previous_page=self._previous, starts=self._starts, turn=to.turn, status=self._status
-        )  # fmt: skip
+            k,
+            v,
+            to.slabs[0],
+            to.layout,
+            self._slots,
+            static=to.static,
+            previous_page=self._previous,
+            starts=self._starts,
+            turn=to.turn,
+            status=self._status,
+        )
 
     def put_back(self, nothing_closes: torch.Tensor, stream: int) -> None:
         """Nothing to do."""
@@ -129,7 +162,9 @@ class _Stepper:
             self._advance.launch(1, THREADS, g.args, stream)
             g.attention.update(g.tables, g.tokens, starts=g.starts, offsets=g.offsets, query_lens=g.query_lens)
 
-    def step(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+    def step(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor | None
+    ) -> torch.Tensor:
         g, i = self._of_layer[layer]
         g.writers[i].run(k, v, self._stream)
         return g.attention.run(q, i, lse=lse)
@@ -184,7 +219,8 @@ class _Moved:
 
 def _uploaded(pages: Pages, dtype: torch.dtype, device: torch.device) -> _Group:
     g, ring, batch, names = pages.group, pages.ring, pages.numbers.shape[1], list(pages.ids)
-    tables = [_table(pages.ids[n], pages.max_pages[n], 2 if n == "tail" and ring else 1) for n in names]  # of a ring, any part that wraps is one run
+    # of a ring, any part that wraps is one run
+    tables = [_table(pages.ids[n], pages.max_pages[n], 2 if n == "tail" and ring else 1) for n in names]
     flat = [pages.numbers, pages.closed_start, pages.sinks, pages.residual, *tables]
     whole = upload(np.concatenate([x.ravel() for x in flat]), device)  # one upload
     parts = [x.view(y.shape) for x, y in zip(whole.split([y.size for y in flat]), flat, strict=True)]
@@ -195,30 +231,67 @@ def _uploaded(pages: Pages, dtype: torch.dtype, device: torch.device) -> _Group:
     offsets = {"sink": None, "closed": None, "tail": state_d[FIRST] if ring else None}
     before, moved = torch.empty_like(state_d), _Moved.empty(batch, device)
     args = _AdvanceArgs(
-        state=state_d.data_ptr(), before=before.data_ptr(), residual=None if g.fills_pages else residual_d.data_ptr(), runs=moved.runs.data_ptr(),
-        closings=moved.closings.data_ptr(), query_lens=moved.query_lens.data_ptr(), slots=moved.slots.data_ptr(), previous=moved.previous.data_ptr(),
-        page_starts=moved.page_starts.data_ptr(), batch=batch, page_size=g.page_size, ring=ring,
-    )  # fmt: skip
+        state=state_d.data_ptr(),
+        before=before.data_ptr(),
+        residual=None if g.fills_pages else residual_d.data_ptr(),
+        runs=moved.runs.data_ptr(),
+        closings=moved.closings.data_ptr(),
+        query_lens=moved.query_lens.data_ptr(),
+        slots=moved.slots.data_ptr(),
+        previous=moved.previous.data_ptr(),
+        page_starts=moved.page_starts.data_ptr(),
+        batch=batch,
+        page_size=g.page_size,
+        ring=ring,
+    )
     keep: list[Any] = [whole, moved]
     for name, of_pool in (("tail", args.tail), ("closed", args.closed)):
         if name not in names:
             continue
         slabs = pages.slabs[name]
-        of_pool.table, of_pool.width, of_pool.stride = on_device[name].data_ptr(), on_device[name].shape[1], slabs[0].stride(0)
+        of_pool.table, of_pool.width, of_pool.stride = (
+            on_device[name].data_ptr(),
+            on_device[name].shape[1],
+            slabs[0].stride(0),
+        )
         if (offsets_of_pages := device_plan.page_offsets(slabs, device)) is not None:
             of_pool.offset = offsets_of_pages.data_ptr()
             keep.append(offsets_of_pages)
     status = torch.zeros(len(g.layers), append_cuda.STATUS_FIELDS, dtype=torch.int32, device=device)
-    undo = [torch.empty(len(g.layers), batch, g.geometry.num_kv_heads, g.geometry.dim(kind), dtype=dtype, device=device) for kind in "kv"]
-    writers = [_writer(pages, i, dtype, moved, status[i], [x[i] for x in undo], state_d[TAIL_START]) for i in range(len(g.layers))]
+    undo = [
+        torch.empty(len(g.layers), batch, g.geometry.num_kv_heads, g.geometry.dim(kind), dtype=dtype, device=device)
+        for kind in "kv"
+    ]
+    writers = [
+        _writer(pages, i, dtype, moved, status[i], [x[i] for x in undo], state_d[TAIL_START])
+        for i in range(len(g.layers))
+    ]
     return _Group(
-        tuple(g.layers), state_d, before, pages.attention, args, [on_device[n] for n in names], [tokens[n] for n in names], [starts[n] for n in names],
-        [offsets[n] for n in names], moved.query_lens, status, writers, torch.full_like(moved.closings, NOWHERE), keep,
-    )  # fmt: skip
+        tuple(g.layers),
+        state_d,
+        before,
+        pages.attention,
+        args,
+        [on_device[n] for n in names],
+        [tokens[n] for n in names],
+        [starts[n] for n in names],
+        [offsets[n] for n in names],
+        moved.query_lens,
+        status,
+        writers,
+        torch.full_like(moved.closings, NOWHERE),
+        keep,
+    )
 
 
 def _writer(
-    pages: Pages, i: int, dtype: torch.dtype, moved: _Moved, status: torch.Tensor, undo: list[torch.Tensor], tail_starts: torch.Tensor
+    pages: Pages,
+    i: int,
+    dtype: torch.dtype,
+    moved: _Moved,
+    status: torch.Tensor,
+    undo: list[torch.Tensor],
+    tail_starts: torch.Tensor,
 ) -> close_cuda.DecodeStep | _StoreStep:
     """What stores the token of the group's layer `i`, whose pages attention is told of."""
     of_pool = pages.stores[i]

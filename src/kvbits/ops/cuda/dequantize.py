@@ -24,7 +24,10 @@ def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str
 def refuses_layout(layout: PageLayout, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """The part of `refuses` that needs no device."""
     if not isinstance(family_of(layout), (Plain, Klt)):
-        return f"{layout.key.format}/{layout.value.format} pages are closed as a whole; no engine that stores token by token has them"
+        return (
+            f"{layout.key.format}/{layout.value.format} pages are closed as a whole; no engine that stores token by"
+            " token has them"
+        )
     return family_of(layout).refuses("unpack", layout, dtype=dtype)
 
 
@@ -37,11 +40,25 @@ class Rows:
     """`reference.dequantize.Rows` by launches only."""
 
     def __init__(
-        self, layout: PageLayout, dtype: torch.dtype, page_ids: torch.Tensor, rows: torch.Tensor, page_stride: int, starts: torch.Tensor | None = None
+        self,
+        layout: PageLayout,
+        dtype: torch.dtype,
+        page_ids: torch.Tensor,
+        rows: torch.Tensor,
+        page_stride: int,
+        starts: torch.Tensor | None = None,
     ) -> None:
         # Addresses count from 0: a layer is where its pages begin.
-        self._unpacker = family_of(layout).unpacker(PageStore(layout, ()), dtype, page_ids * page_stride, rows, 1, starts)
+        self._unpacker = family_of(layout).unpacker(
+            PageStore(layout, ()), dtype, page_ids * page_stride, rows, 1, starts
+        )
 
-    def run(self, pages: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, static: Mapping[str, torch.Tensor] | None = None) -> None:
+    def run(
+        self,
+        pages: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        static: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         """Write the rows of a layer's pages."""
         self._unpacker.run(keys, values, pages.data_ptr(), static or {})

@@ -16,7 +16,9 @@ __all__ = ["paged_attention", "refuses", "refuses_layout"]
 
 def refuses(layouts: Sequence[PageLayout], max_pages: Sequence[int], options: Mapping[str, Any]) -> str | None:
     """Why such a plan is not served here, or None."""
-    return device_plan.refuses(layouts, options["num_q_heads"], options["dtype"], options["num_queries"], options["device"])
+    return device_plan.refuses(
+        layouts, options["num_q_heads"], options["dtype"], options["num_queries"], options["device"]
+    )
 
 
 def refuses_layout(layout: PageLayout) -> str | None:

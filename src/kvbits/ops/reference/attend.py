@@ -1,6 +1,7 @@
 """Attention over packed pages, a few pages at a time, with online softmax: never a dense copy of the history.
 
-    m' = max(m, max(s)),  l' = l exp(m - m') + sum(exp(s - m')),  o' = o exp(m - m') + exp(s - m') V     (arXiv:1805.02867)
+    m' = max(m, max(s)),  l' = l exp(m - m') + sum(exp(s - m')),  o' = o exp(m - m') + exp(s - m') V
+                                                                  (arXiv:1805.02867)
 
 Keys and values in a basis stay in it: queries go there once per frame, and outputs come back (quant/basis.py).
 Runs anywhere torch runs. With `dtype=torch.float64` it is the judge of every kernel.
@@ -21,17 +22,20 @@ from .dequantize import dequantize_pages
 PAGES_PER_STEP = 16
 
 
-def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(
+    q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query over the pages of its sequence.
 
     Args:
         q: [B, T, Hq, D].
         call: pages of all formats, scaling, window, softcap.
-        q_positions: int64 [B, T]; a key at position p is visible to a query at position t if t - sliding_window < p <= t.
-            Negative marks a padding query, which sees nothing.
+        q_positions: int64 [B, T]; a key at position p is visible to a query at position t if t - sliding_window < p <=
+            t. Negative marks a padding query, which sees nothing.
 
     Returns:
-        out [B, T, Hq, value_head_dim] and lse [B, T, Hq] (natural log) in `dtype`; 0 and -inf where nothing was visible, NaN where something was and the query
+        out [B, T, Hq, value_head_dim] and lse [B, T, Hq] (natural log) in `dtype`; 0 and -inf where nothing was
+            visible, NaN where something was and the query
         holds NaN or infinity (CUDA kernels answer such a query with 0 and -inf or NaN, without looking).
 
     Raises:
@@ -42,7 +46,9 @@ def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, dtype: 
     return torch.stack(outs), torch.stack(lses)
 
 
-def _attend_sequence(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, b: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_sequence(
+    q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor, b: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     t, hq = q.shape[:2]
     h = call.parts[0].store.layout.num_kv_heads
     rows = q.to(dtype).unflatten(1, (h, hq // h)).permute(1, 0, 2, 3).reshape(h, -1, q.shape[2])  # [H, T * G, D]
@@ -93,27 +99,46 @@ class _Queries:
         if basis != "calibrated":
             return (hadamard(self.rows) if basis == "hadamard" else self.rows) @ k.transpose(-1, -2)
         frame_of = frames(self.part.table.starts[page_of])
-        found = [self._of(int(f)) @ k[:, torch.from_numpy(np.flatnonzero(frame_of == f)).to(k.device)].mT for f in np.unique(frame_of)]
+        found = [
+            self._of(int(f)) @ k[:, torch.from_numpy(np.flatnonzero(frame_of == f)).to(k.device)].mT
+            for f in np.unique(frame_of)
+        ]
         order = np.argsort(np.argsort(frame_of, kind="stable"))
         return torch.cat(found, -1)[..., torch.from_numpy(order).to(k.device)]
 
     def _of(self, frame: int) -> torch.Tensor:
         if frame not in self._in_frame:
             static = self.part.store.static
-            self._in_frame[frame] = turn(self.rows, torch.tensor([frame], device="cpu"), static["k_inv_freq"], back=True) @ static["k_inverse"].to(self.rows).mT
+            self._in_frame[frame] = (
+                turn(self.rows, torch.tensor([frame], device="cpu"), static["k_inv_freq"], back=True)
+                @ static["k_inverse"].to(self.rows).mT
+            )
         return self._in_frame[frame]
 
 
-def _steps(part: Part, b: int, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray]]:
-    """[H, n, D] keys and values of a few pages at a time, dequantized in the basis that they are stored in, their positions [n] and their entries in the page
-    table [n]."""
+def _steps(
+    part: Part, b: int, dtype: torch.dtype
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray]]:
+    """[H, n, D] keys and values of a few pages at a time, dequantized in the basis that they are stored in, their
+    positions [n] and their entries in the page table [n].
+    """
     layout, table = part.store.layout, part.table
     for first in range(table.indptr[b], table.indptr[b + 1], PAGES_PER_STEP):
         entries = slice(first, min(first + PAGES_PER_STEP, table.indptr[b + 1]))
         low = [(store.gather(ids[entries]), store.layout) for store, ids in zip(part.low, table.low, strict=True)]
-        k, v = dequantize_pages(part.store.gather(table.page_ids[entries]), layout, part.store.static, dtype, low, table.starts[entries], True)
+        k, v = dequantize_pages(
+            part.store.gather(table.page_ids[entries]),
+            layout,
+            part.store.static,
+            dtype,
+            low,
+            table.starts[entries],
+            True,
+        )
         inside = np.arange(layout.page_size)
-        positions = np.where(inside < table.lengths[entries, None], table.starts[entries, None] + inside, -1).reshape(-1)
+        positions = np.where(inside < table.lengths[entries, None], table.starts[entries, None] + inside, -1).reshape(
+            -1
+        )
         keep = torch.from_numpy(positions >= 0).to(k.device)
         # Rows past the visible length may hold anything, NaN included, and 0 * NaN would spread it.
         k, v = (x.transpose(0, 1).flatten(1, 2)[:, keep] for x in (k, v))

@@ -1,4 +1,5 @@
-"""attend_fresh in blocks of queries against the keys they see, on any device, in float32: what has a softcap, and float32 on a GPU.
+"""attend_fresh in blocks of queries against the keys they see, on any device, in float32: what has a softcap, and
+float32 on a GPU.
 
 With `dtype=torch.float64` it is the judge of the other backends.
 """
@@ -10,25 +11,41 @@ import torch
 from ..chunk_attention import without_padding
 
 ROWS = 256
-"""Query tokens of a block: enough for a matrix product, few enough that half a chunk's masked scores are never computed."""
+"""Query tokens of a block: enough for a matrix product, few enough that half a chunk's masked scores are never
+computed.
+"""
 SCORES = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Scores that are held at a time: 16 MB stay in a CPU's caches, 64 MB fill a GPU."""
 
 
 def attend_fresh(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scaling: float, sliding_window: int | None, softcap: float | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
     dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of a chunk to itself (see `chunk_attention`), computed and returned in `dtype`.
 
     Raises:
         DataError: tensors that do not fit together.
     """
-    return without_padding(lambda q, k, v: _causal(q, k, v, scaling, sliding_window, softcap, dtype), q, k, v, positions, dtype)
+    return without_padding(
+        lambda q, k, v: _causal(q, k, v, scaling, sliding_window, softcap, dtype), q, k, v, positions, dtype
+    )
 
 
 def _causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, sliding_window: int | None, softcap: float | None, dtype: torch.dtype
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, tokens, num_q_heads, _ = q.shape
     heads = k.shape[2]
@@ -55,9 +72,17 @@ def _causal(
 
 
 def _block(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int, scaling: float, sliding_window: int | None, softcap: float | None
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    first: int,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [b, heads, group, n, D], lse [b, heads, group, n]) of queries [b, heads, group, n, D], tokens `first` .. of the chunk."""
+    """(out [b, heads, group, n, D], lse [b, heads, group, n]) of queries [b, heads, group, n, D], tokens `first` .. of
+    the chunk.
+    """
     group, n = q.shape[2:4]
     end = first + n
     oldest = max(0, first - sliding_window + 1) if sliding_window is not None else 0
@@ -68,7 +93,8 @@ def _block(
     row = torch.arange(n, device=q.device)[:, None]
     by_row[..., first - oldest :].masked_fill_(row < row.T, -torch.inf)
     if sliding_window is not None and end - sliding_window > oldest:
-        gone = torch.arange(oldest, end - sliding_window, device=q.device)  # keys that the block's last query no longer sees
+        # keys that the block's last query no longer sees
+        gone = torch.arange(oldest, end - sliding_window, device=q.device)
         by_row[..., : len(gone)].masked_fill_(gone <= first + row - sliding_window, -torch.inf)
     most = scores.amax(-1, keepdim=True)
     total = scores.sub_(most).exp_().sum(-1, keepdim=True)
@@ -77,9 +103,16 @@ def _block(
 
 
 def masked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, within: torch.Tensor, scaling: float, softcap: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    within: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a chunk to itself in another order than the causal one, in float32: out [B, T, Hq, D] and lse [B, T, Hq], 0 and -inf where nothing is seen.
+    """Attention of a chunk to itself in another order than the causal one, in float32: out [B, T, Hq, D] and lse [B, T,
+    Hq], 0 and -inf where nothing is seen.
 
     Args:
         q, k, v, positions, scaling, softcap: see `chunk_attention`.

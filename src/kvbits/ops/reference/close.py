@@ -1,4 +1,6 @@
-"""Raw keys and values to whole pages: turn keys back or change the basis if they are stored so, choose parameters, quantize, list outliers, pack, once."""
+"""Raw keys and values to whole pages: turn keys back or change the basis if they are stored so, choose parameters,
+quantize, list outliers, pack, once.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,18 @@ from ...quant.basis import into_basis
 from ...quant.nested import PLANES, low_codes
 from ...quant.outliers import worst
 from ...quant.packing import pack, pack_side
-from ...quant.qparams import QParams, choose_qparams, dequantize, expand, normalize, quantize, require_finite, rounded, rounded_scale, stored
+from ...quant.qparams import (
+    QParams,
+    choose_qparams,
+    dequantize,
+    expand,
+    normalize,
+    quantize,
+    require_finite,
+    rounded,
+    rounded_scale,
+    stored,
+)
 from ...quant.rotary import turn_pages_back
 from ...spec import LowLayout, PageLayout, QuantSpec
 from ..types import LowStore, PageStore, check_closing
@@ -24,7 +37,9 @@ PAGES_PER_STEP = 64
 
 @dataclass
 class Encoded:
-    """Codes of pages and everything stored beside them (parameters and outliers), by section name without the side's prefix."""
+    """Codes of pages and everything stored beside them (parameters and outliers), by section name without the side's
+    prefix.
+    """
 
     codes: torch.Tensor
     qparams: QParams
@@ -47,18 +62,29 @@ def encode(x: torch.Tensor, spec: QuantSpec, static: QParams | None, codebook: t
         beside = qparams.stored()
         outside = torch.zeros_like(outside)
     error = (x - dequantize(codes, spec, qparams)).flatten(-2).gather(-1, listed)
-    return Encoded(codes, qparams, beside | {"outlier_index": listed, "outlier_value": rounded(error, spec.scale_dtype)}, int(outside.sum()))
+    return Encoded(
+        codes,
+        qparams,
+        beside | {"outlier_index": listed, "outlier_value": rounded(error, spec.scale_dtype)},
+        int(outside.sum()),
+    )
 
 
 def _stretch(x: torch.Tensor, spec: QuantSpec, qparams: QParams, outside: torch.Tensor) -> torch.Tensor:
-    """Factor per token [n, H, tokens] that brings its furthest unlisted element just inside, 1 where none is outside."""
+    """Factor per token [n, H, tokens] that brings its furthest unlisted element just inside, 1 where none is
+    outside.
+    """
     away = x if qparams.bias is None else x - expand(qparams.bias, spec, x.shape[-1])
     levels = away.abs() * expand(qparams.scale.reciprocal(), spec, x.shape[-1]) / spec.q_max
     return rounded_scale(torch.where(outside, levels, 1.0).amax(-1).clamp(min=1.0), spec.scale_dtype)
 
 
 def close_pages(
-    k: torch.Tensor, v: torch.Tensor, layout: PageLayout, static: dict[str, torch.Tensor] | None = None, starts: np.ndarray | None = None
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: PageLayout,
+    static: dict[str, torch.Tensor] | None = None,
+    starts: np.ndarray | None = None,
 ) -> tuple[torch.Tensor, dict[str, int]]:
     """Pages uint8 [n, H, head_bytes] without low planes, and clamped elements by kind (see `close_nested`)."""
     pages, saturated = close_nested(k, v, layout, static, starts=starts)
@@ -77,14 +103,15 @@ def close_nested(
 
     Args:
         k, v: finite [n, H, page_size, head_dim], any float dtype.
-        static: calibrated float32 `k_scale` .. `v_bias`, [H, groups or channels], for static specs; `k_codebook`, `v_codebook` [H, entries] for
-            codebook formats; `k_inv_freq` [head_dim / 2] for pre-RoPE keys and, with `k_basis` [H, head_dim, head_dim] and `k_offsets`
-            [H, 5, head_dim], for those in a calibrated basis.
+        static: calibrated float32 `k_scale` .. `v_bias`, [H, groups or channels], for static specs; `k_codebook`,
+            `v_codebook` [H, entries] for codebook formats; `k_inv_freq` [head_dim / 2] for pre-RoPE keys and, with
+            `k_basis` [H, head_dim, head_dim] and `k_offsets` [H, 5, head_dim], for those in a calibrated basis.
         low: layouts of the low planes that refine the pages, the coarsest first.
         starts: [n] position of each page's first token, for keys that are turned back.
 
     Returns:
-        uint8 [n, H, head_bytes] of each layout, padding zeroed, and how many elements of keys and values were clamped to their code range.
+        uint8 [n, H, head_bytes] of each layout, padding zeroed, and how many elements of keys and values were clamped
+            to their code range.
     """
     static = static or {}
     pages = torch.zeros(*k.shape[:2], layout.head_bytes, dtype=torch.uint8, device=k.device)
@@ -104,17 +131,27 @@ def close_nested(
 
 
 def low_pages(
-    pages: torch.Tensor, as_stored: dict[str, torch.Tensor], layout: PageLayout, static: dict[str, torch.Tensor], low: Sequence[LowLayout]
+    pages: torch.Tensor,
+    as_stored: dict[str, torch.Tensor],
+    layout: PageLayout,
+    static: dict[str, torch.Tensor],
+    low: Sequence[LowLayout],
 ) -> list[torch.Tensor]:
-    """Low planes of pages that closed, whoever closed them: uint8 [n, H, head_bytes] of each layout of `low`, the coarsest first.
+    """Low planes of pages that closed, whoever closed them: uint8 [n, H, head_bytes] of each layout of `low`, the
+    coarsest first.
 
     Args:
         pages: uint8 [n, H, head_bytes].
-        as_stored: of each kind that low planes refine ("k", "v"), the numbers that became its codes, see `rows_as_stored`.
+        as_stored: of each kind that low planes refine ("k", "v"), the numbers that became its codes, see
+            `rows_as_stored`.
     """
     made = [torch.zeros(*pages.shape[:2], x.head_bytes, dtype=torch.uint8, device=pages.device) for x in low]
     for kind, spec in (("k", layout.key), ("v", layout.value)):
-        fine = [(y, to, bits) for y, to in zip(low, made, strict=True) if (bits := y.key_bits if kind == "k" else y.value_bits)]
+        fine = [
+            (y, to, bits)
+            for y, to in zip(low, made, strict=True)
+            if (bits := y.key_bits if kind == "k" else y.value_bits)
+        ]
         if not fine:
             continue
         codes, widths = page_codes(pages, layout, kind), [bits for _, _, bits in fine]
@@ -125,19 +162,33 @@ def low_pages(
 
 
 def rows_as_stored(
-    x: torch.Tensor, spec: QuantSpec, static: dict[str, torch.Tensor], starts: np.ndarray | None, places: np.ndarray | None = None
+    x: torch.Tensor,
+    spec: QuantSpec,
+    static: dict[str, torch.Tensor],
+    starts: np.ndarray | None,
+    places: np.ndarray | None = None,
 ) -> torch.Tensor:
-    """Keys or values of pages as they are stored: float32, turned back or in their basis where the spec says so. Arguments as of `close_nested`; `places` int64
-    [n, tokens] where x [n, H, tokens, head_dim] are not whole pages."""
+    """Keys or values of pages as they are stored: float32, turned back or in their basis where the spec says so.
+
+    Arguments as of `close_nested`; `places` int64 [n, tokens] where x [n, H, tokens, head_dim] are not whole pages.
+    """
     x = x.float()
     if spec.pre_rope:
         return turn_pages_back(x, require_starts(starts, len(x)), static["k_inv_freq"])
-    return x if spec.basis is None else into_basis(x, spec, static, require_starts(starts, len(x)) if spec.needs_rotary else None, places)
+    return (
+        x
+        if spec.basis is None
+        else into_basis(x, spec, static, require_starts(starts, len(x)) if spec.needs_rotary else None, places)
+    )
 
 
 def encode_side(as_stored: torch.Tensor, kind: str, spec: QuantSpec, static: dict[str, torch.Tensor]) -> Encoded:
     """Codes of keys ("k") or values ("v") of pages, given as they are stored."""
-    known = QParams(static[f"{kind}_scale"], static.get(f"{kind}_bias")) if spec.static and f"{kind}_scale" in static else None
+    known = (
+        QParams(static[f"{kind}_scale"], static.get(f"{kind}_bias"))
+        if spec.static and f"{kind}_scale" in static
+        else None
+    )
     return encode(as_stored, spec, known, static.get(f"{kind}_codebook"))
 
 
@@ -147,19 +198,28 @@ def _store(pages: torch.Tensor, layout: PageLayout | LowLayout, kind: str, plane
 
 
 def close(
-    k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]] = (), starts: np.ndarray | None = None
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: PageStore,
+    page_ids: np.ndarray,
+    low: Sequence[tuple[LowStore, np.ndarray]] = (),
+    starts: np.ndarray | None = None,
 ) -> dict[str, int]:
-    """Close pages in place: k, v [n, H, page_size, head_dim] into the store's pages `page_ids` [n], whose first tokens are at `starts` [n], their
-    low planes into those of `low`, the coarsest first. Returns clamped elements by kind.
+    """Close pages in place: k, v [n, H, page_size, head_dim] into the store's pages `page_ids` [n], whose first tokens
+    are at `starts` [n], their low planes into those of `low`, the coarsest first. Returns clamped elements by kind.
 
     Raises:
-        DataError: pages that are not the stores' own, NaN or infinity (nothing is written), or a scale that overflows its storage dtype.
+        DataError: pages that are not the stores' own, NaN or infinity (nothing is written), or a scale that overflows
+            its storage dtype.
     """
     page_ids, *low_ids = check_closing(store, page_ids, low)
     for name, x in (("keys", k), ("values", v)):
         require_finite(x, name)
     total: dict[str, int] = {}
-    targets: list[tuple[PageStore | LowStore, np.ndarray]] = [(store, page_ids), *((s, ids) for (s, _), ids in zip(low, low_ids, strict=True))]
+    targets: list[tuple[PageStore | LowStore, np.ndarray]] = [
+        (store, page_ids),
+        *((s, ids) for (s, _), ids in zip(low, low_ids, strict=True)),
+    ]
     for i in range(0, len(page_ids), PAGES_PER_STEP):
         some = slice(i, i + PAGES_PER_STEP)
         first = None if starts is None else starts[some]

@@ -18,7 +18,9 @@ from ...spec import LowLayout, NumberFormat, PageLayout
 
 
 def section(pages: torch.Tensor, layout: PageLayout | LowLayout, name: str) -> torch.Tensor:
-    """One section of pages [..., H, head_bytes] as its own dtype, [..., H, *section shape] (a view where alignment allows)."""
+    """One section of pages [..., H, head_bytes] as its own dtype, [..., H, *section shape] (a view where alignment
+    allows).
+    """
     s = layout.sections[name]
     raw = pages[..., s.offset : s.offset + s.nbytes]
     return raw.view(TORCH_DTYPES[s.dtype]).unflatten(-1, s.shape)
@@ -43,7 +45,10 @@ def require_starts(starts: np.ndarray | None, num_pages: int) -> np.ndarray:
     """int64 [num_pages]: `starts`, checked. Raises DataError where there are none or too few."""
     if starts is None or len(starts) != num_pages:
         got = "no" if starts is None else len(starts)
-        raise DataError(f"{num_pages} pages of keys that were turned back were given {got} starts; pass `starts`, each page's first position")
+        raise DataError(
+            f"{num_pages} pages of keys that were turned back were given {got} starts; pass `starts`, each page's first"
+            " position"
+        )
     return np.ascontiguousarray(starts, np.int64)
 
 
@@ -82,8 +87,9 @@ def dequantize_pages(
             index, flat = index.long(), x.flatten(-2)
             if (outside := (index < 0) | (index >= flat.shape[-1])).any():
                 raise DataError(
-                    f"a page has an outlier at element {int(index[outside][0])} of its {flat.shape[-1]}, which no quantized page has: it was written over, or "
-                    "comes from a file that was made by hand; compute its tokens again"
+                    f"a page has an outlier at element {int(index[outside][0])} of its {flat.shape[-1]}, which no"
+                    " quantized page has: it was written over, or comes from a file that was made by hand; compute its"
+                    " tokens again"
                 )
             x = flat.scatter_add(-1, index, error.to(dtype)).view_as(x)
         if spec.pre_rope:
@@ -125,12 +131,24 @@ class Rows:
     """
 
     def __init__(
-        self, layout: PageLayout, dtype: torch.dtype, page_ids: torch.Tensor, rows: torch.Tensor, page_stride: int, starts: torch.Tensor | None = None
+        self,
+        layout: PageLayout,
+        dtype: torch.dtype,
+        page_ids: torch.Tensor,
+        rows: torch.Tensor,
+        page_stride: int,
+        starts: torch.Tensor | None = None,
     ) -> None:
         self._layout, self._page_ids, self._rows = layout, page_ids, rows.tolist()
         self._starts = None if starts is None else starts.numpy().astype(np.int64)
 
-    def run(self, pages: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, static: dict[str, torch.Tensor] | None = None) -> None:
+    def run(
+        self,
+        pages: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        static: dict[str, torch.Tensor] | None = None,
+    ) -> None:
         """Write the rows of a layer's pages.
 
         Args:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import torch
 
 
-def merge_partials(outs: list[torch.Tensor], lses: list[torch.Tensor], *, into: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_partials(
+    outs: list[torch.Tensor], lses: list[torch.Tensor], *, into: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of key sets.
 
     Args:
         outs: each [..., head_dim]; others than the first may be 1 where it is more.
-        lses: each [...], natural log of the sum of exponentiated scores; -inf where a set was empty (its `out` is then ignored).
+        lses: each [...], natural log of the sum of exponentiated scores; -inf where a set was empty (its `out` is then
+            ignored).
         into: takes the merged `out`, in its dtype, if given; it may be one of `outs`.
 
     Returns:
@@ -25,13 +28,17 @@ def merge_partials(outs: list[torch.Tensor], lses: list[torch.Tensor], *, into: 
     stacked = torch.stack([x.to(dtype).expand_as(lses[0]) for x in lses])
     lse = torch.logsumexp(stacked, dim=0)
     weights = torch.exp(stacked - torch.where(torch.isinf(lse), torch.zeros_like(lse), lse))
-    out = sum(torch.where(w[..., None] != 0, w[..., None] * o.to(dtype), 0.0) for w, o in zip(weights, outs, strict=True))
+    out = sum(
+        torch.where(w[..., None] != 0, w[..., None] * o.to(dtype), 0.0) for w, o in zip(weights, outs, strict=True)
+    )
     assert isinstance(out, torch.Tensor)
     return out if into is None else into.copy_(out), lse
 
 
 def sink_part(logit: torch.Tensor, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `merge_partials` takes for one more key of score `logit` [Hq] and value 0, as `add_sink_logit` has it: out [1, 1, Hq, head_dim], lse [1, 1, Hq]."""
+    """What `merge_partials` takes for one more key of score `logit` [Hq] and value 0, as `add_sink_logit` has it: out
+    [1, 1, Hq, head_dim], lse [1, 1, Hq].
+    """
     out = torch.zeros(head_dim, dtype=dtype, device=logit.device).expand(1, 1, len(logit), head_dim)
     return out, logit.float().view(1, 1, -1)
 

@@ -32,21 +32,29 @@ class HostPlan:
     def bind(self, layer: int, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor]) -> None:
         self._layers[layer] = self._stores(pages, static)
 
-    def _stores(self, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor]) -> tuple[PageStore, ...]:
+    def _stores(
+        self, pages: Sequence[Sequence[torch.Tensor]], static: Mapping[str, torch.Tensor]
+    ) -> tuple[PageStore, ...]:
         given = zip(self.layouts, pages, strict=True)
         return tuple(PageStore(layout, tuple(slabs), {} if layout.is_raw else dict(static)) for layout, slabs in given)
 
     def update(
-        self, block_tables: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor], starts: Sequence[torch.Tensor | None],
-        offsets: Sequence[torch.Tensor | None], query_lens: torch.Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        block_tables: Sequence[torch.Tensor],
+        tokens: Sequence[torch.Tensor],
+        starts: Sequence[torch.Tensor | None],
+        offsets: Sequence[torch.Tensor | None],
+        query_lens: torch.Tensor | None,
+    ) -> None:
         batch, t = len(tokens[0]), self.options["num_queries"]
         newest = np.zeros(batch, np.int64)
         tables = []
         parts = zip(self.layouts, self.max_pages, block_tables, tokens, starts, offsets, strict=True)
         for layout, most, table, n, start, offset in parts:
             size = layout.page_size
-            first, at = (np.zeros(batch, np.int64) if x is None else x.numpy().astype(np.int64) for x in (start, offset))
+            first, at = (
+                np.zeros(batch, np.int64) if x is None else x.numpy().astype(np.int64) for x in (start, offset)
+            )
             at = at.clip(0, table.shape[1] - 1)
             visible = n.numpy().astype(np.int64).clip(0, np.minimum(most, table.shape[1] - at) * size)
             newest = np.maximum(newest, np.where(visible > 0, first + visible, 0))
@@ -60,7 +68,8 @@ class HostPlan:
         count = np.full(batch, t) if query_lens is None else query_lens.numpy().clip(0, t)
         positions = newest[:, None] - count[:, None] + np.arange(t)
         positions = np.where((np.arange(t) < count[:, None]) & (newest >= count)[:, None], positions, -1)
-        self._tables, self._within, self._positions = tables, {}, torch.from_numpy(positions)  # last: what is refused changes nothing
+        # last: what is refused changes nothing
+        self._tables, self._within, self._positions = tables, {}, torch.from_numpy(positions)
 
     def _check(self, q: torch.Tensor, layer: int) -> None:
         """
@@ -71,21 +80,35 @@ class HostPlan:
             raise DataError(f"layer {layer} was never bound; call bind({layer}, pages) first")
         if not self._tables:
             raise DataError("run() before the first update(); there are no lengths")
-        want = (len(self._positions), self.options["num_queries"], self.options["num_q_heads"], self.layouts[0].head_dim)
+        want = (
+            len(self._positions),
+            self.options["num_queries"],
+            self.options["num_q_heads"],
+            self.layouts[0].head_dim,
+        )
         if tuple(q.shape) != want or q.dtype != self.options["dtype"] or q.device.type != "cpu":
-            raise DataError(f"q is {list(q.shape)} {q.dtype} on {q.device}; the plan is for {list(want)} {self.options['dtype']} on the CPU")
+            raise DataError(
+                f"q is {list(q.shape)} {q.dtype} on {q.device}; the plan is for {list(want)} {self.options['dtype']} on"
+                " the CPU"
+            )
 
     def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor:
         self._check(q, layer)
         stores = self._layers[layer]
         parts = tuple(Part(store, self._table_within(i, store.num_pages)) for i, store in enumerate(stores))
-        found, logs = attend(q, AttendCall(parts, self.options["scaling"], self.options["sliding_window"], self.options["softcap"]), self._positions)
+        found, logs = attend(
+            q,
+            AttendCall(parts, self.options["scaling"], self.options["sliding_window"], self.options["softcap"]),
+            self._positions,
+        )
         if lse is not None:
             lse.copy_(logs)
         return found.to(q.dtype) if out is None else out.copy_(found)
 
     def _table_within(self, part: int, num_pages: int) -> PageTable:
-        """The table of a part for a pool of so many pages, one for all layers; a number that the pool has not is the last page's."""
+        """The table of a part for a pool of so many pages, one for all layers; a number that the pool has not is the
+        last page's.
+        """
         if (part, num_pages) not in self._within:
             table = self._tables[part]
             ids = np.minimum(table.page_ids.astype(np.uint64), num_pages - 1).astype(np.int64)

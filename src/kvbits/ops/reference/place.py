@@ -1,15 +1,18 @@
-"""Once a step of somebody else's engine, for all layers: which page is before one that opens, which tokens are also kept raw, and what each row reads.
+"""Once a step of somebody else's engine, for all layers: which page is before one that opens, which tokens are also
+kept raw, and what each row reads.
 
-An engine that owns pages (blocks) gives lengths and block tables on the device. A row's newest pages and its first can have a **copy** in 16 bits beside the
-packed one, which is complete all the same: whoever finds no copy reads the packed page, so a lost copy costs accuracy and nothing else. Copies lie in pages of
-their own, `newest` (and one for the first page) for every request that can run at once.
+An engine that owns pages (blocks) gives lengths and block tables on the device. A row's newest pages and its first can
+have a **copy** in 16 bits beside the packed one, which is complete all the same: whoever finds no copy reads the packed
+page, so a lost copy costs accuracy and nothing else. Copies lie in pages of their own, `newest` (and one for the first
+page) for every request that can run at once.
 
     holds[copy]   the block that a copy is of       where[block]   its copy
 
-A copy counts if both say so. A block's copy begins when its token 0 is stored and the block is then among its row's newest, or its first; every token stored
-later goes to both. A block whose token 0 is stored without being copied, or that gets a token without being among those, loses its copy: what an earlier owner
-of the block left is then never read. So nobody must say when blocks are freed, shared or preempted. Where others write blocks, too (copy one into another, load
-one from elsewhere), `Copies.forget` must say that a block is taken again: what they write is read packed.
+A copy counts if both say so. A block's copy begins when its token 0 is stored and the block is then among its row's
+newest, or its first; every token stored later goes to both. A block whose token 0 is stored without being copied, or
+that gets a token without being among those, loses its copy: what an earlier owner of the block left is then never read.
+So nobody must say when blocks are freed, shared or preempted. Where others write blocks, too (copy one into another,
+load one from elsewhere), `Copies.forget` must say that a block is taken again: what they write is read packed.
 """
 
 from __future__ import annotations
@@ -32,8 +35,10 @@ class Copies:
         where: int32 [num_blocks]; holds: int32 [num_copies]: see above, -1 for none.
         slots: int64 [tokens]: copy * page_size + place of each token of the step, -1 where it is not kept raw.
         packed: int32 [3, rows]: of each row tokens that are read packed, position of the first, its page in the row.
-        head: int32 [rows]: tokens that are read from the copy of the first page, whose number is in head_table, int32 [rows, 1].
-        tail: int32 [2, rows]: tokens that are read from copies of the newest pages and position of the first; tail_table: int32 [rows, newest].
+        head: int32 [rows]: tokens that are read from the copy of the first page, whose number is in head_table, int32
+            [rows, 1].
+        tail: int32 [2, rows]: tokens that are read from copies of the newest pages and position of the first;
+            tail_table: int32 [rows, newest].
     """
 
     newest: int
@@ -59,12 +64,17 @@ class Copies:
         self.where.index_fill_(0, upload(own, self.where.device), -1)
 
     @classmethod
-    def empty(cls, newest: int, first: bool, *, requests: int, rows: int, tokens: int, num_blocks: int, device: torch.device) -> Copies:
+    def empty(
+        cls, newest: int, first: bool, *, requests: int, rows: int, tokens: int, num_blocks: int, device: torch.device
+    ) -> Copies:
         def full(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.full(shape, -1, dtype=dtype, device=device)
 
         state = full(num_blocks), full(requests * (newest + first)), full(tokens, dtype=torch.int64)
-        results = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((3, rows), (rows,), (rows, 1), (2, rows), (rows, newest)))
+        results = (
+            torch.zeros(shape, dtype=torch.int32, device=device)
+            for shape in ((3, rows), (rows,), (rows, 1), (2, rows), (rows, newest))
+        )
         return cls(newest, first, *state, *results)
 
 
@@ -74,7 +84,8 @@ class Places:
 
     Attributes:
         stamps: int32 [num_blocks]: the last step that stored to a block; `step` counts them.
-        previous, starts: int64 and int32 [tokens] as `store_tokens` takes them, each None if nobody asks. Pages of a row lie at multiples of page_size.
+        previous, starts: int64 and int32 [tokens] as `store_tokens` takes them, each None if nobody asks. Pages of a
+            row lie at multiples of page_size.
         copies: or None.
     """
 
@@ -87,8 +98,16 @@ class Places:
 
     @classmethod
     def empty(
-        cls, page_size: int, *, tokens: int, num_blocks: int, previous: bool, copies: Copies | None, device: torch.device, starts: bool = False
-    ) -> Places:  # fmt: skip
+        cls,
+        page_size: int,
+        *,
+        tokens: int,
+        num_blocks: int,
+        previous: bool,
+        copies: Copies | None,
+        device: torch.device,
+        starts: bool = False,
+    ) -> Places:
         before = torch.full((tokens,), -1, dtype=torch.int64, device=device) if previous else None
         first = torch.zeros(tokens, dtype=torch.int32, device=device) if starts else None
         return cls(page_size, torch.zeros(num_blocks, dtype=torch.int32, device=device), before, first, copies)
@@ -99,7 +118,14 @@ def refuses(device: torch.device) -> str | None:
     return None if device.type == "cpu" else f"the block tables are on {device}; the reference reads them on the host"
 
 
-def check(places: Places, seq_lens: torch.Tensor, starts: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, owners: torch.Tensor | None) -> None:
+def check(
+    places: Places,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    owners: torch.Tensor | None,
+) -> None:
     """Refuse arguments of `place` that do not fit.
 
     Raises:
@@ -111,26 +137,41 @@ def check(places: Places, seq_lens: torch.Tensor, starts: torch.Tensor, table: t
         if x is not None and (x.dtype != torch.int32 or x.shape != shape or not x.is_contiguous()):
             raise DataError(f"{name} must be dense int32 {list(shape)}, got {x.dtype} {list(x.shape)}")
     if table.dtype != torch.int32 or table.dim() != 2 or len(table) < rows or table.stride(1) != 1:
-        raise DataError(f"the block table must be int32 [at least {rows}, pages] with dense rows, got {table.dtype} {list(table.shape)}")
+        raise DataError(
+            f"the block table must be int32 [at least {rows}, pages] with dense rows, got {table.dtype}"
+            f" {list(table.shape)}"
+        )
     if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
         raise DataError(f"slots must be dense int64 [tokens], got {slots.dtype} {list(slots.shape)}")
     of_tokens = [("previous", places.previous, slots), ("starts", places.starts, slots)]
-    rooms = [*of_tokens, *((n, getattr(places.copies, n), x) for n, x in (("slots", slots), ("head", seq_lens)) if places.copies)]
+    rooms = [
+        *of_tokens,
+        *((n, getattr(places.copies, n), x) for n, x in (("slots", slots), ("head", seq_lens)) if places.copies),
+    ]
     for name, room, x in rooms:
         if room is not None and len(room) < len(x):
             raise DataError(f"{name} has room for {len(room)}, the step has {len(x)}")
 
 
-def place(places: Places, seq_lens: torch.Tensor, starts: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, owners: torch.Tensor | None = None) -> None:
+def place(
+    places: Places,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    owners: torch.Tensor | None = None,
+) -> None:
     """Fill `places` for a step.
 
     Args:
         seq_lens: int32 [rows], this step's tokens included; 0 for padding.
         starts: int32 [rows + 1]: where each row's tokens begin among those of the step. They are its newest.
-        table: int32 [rows, pages]: blocks of each row. Block 0 is nobody's (rows that lost a block to their window have it there).
-        slots: int64 [tokens]: block * page_size + place of each token, below 0: not stored. A row's tokens lie in order.
-        owners: int32 [rows], each number once: which request a row is, that is whose copies it writes over; past those that `holds` has room for, it has none.
-            None: row 0 is request 0, and so on.
+        table: int32 [rows, pages]: blocks of each row. Block 0 is nobody's (rows that lost a block to their window have
+            it there).
+        slots: int64 [tokens]: block * page_size + place of each token, below 0: not stored. A row's tokens lie in
+            order.
+        owners: int32 [rows], each number once: which request a row is, that is whose copies it writes over; past those
+            that `holds` has room for, it has none. None: row 0 is request 0, and so on.
     """
     check(places, seq_lens, starts, table, slots, owners)
     places.step += 1
@@ -148,7 +189,8 @@ def place(places: Places, seq_lens: torch.Tensor, starts: torch.Tensor, table: t
         opens = stored & (at == 0) & (page > 0)
         before = np.where(opens, blocks[row, (page - 1).clip(0, blocks.shape[1] - 1)], -1).astype(np.int64)
         inside = (before >= 0) & (before < len(stamps))
-        # A row may start behind a prefix that another row of this step only writes now; its mean cannot be read, so the page takes its own.
+        # A row may start behind a prefix that another row of this step only writes now; its mean cannot be read, so the
+        # page takes its own.
         foreign = inside & (token == begins[row]) & (stamps[np.where(inside, before, 0)] == places.step)
         places.previous.numpy()[:n] = np.where(foreign, -1, before)
     if places.copies:
@@ -158,8 +200,16 @@ def place(places: Places, seq_lens: torch.Tensor, starts: torch.Tensor, table: t
 
 
 def _copy(
-    c: Copies, size: int, own: np.ndarray, row: np.ndarray, block: np.ndarray, at: np.ndarray, page: np.ndarray, newest: np.ndarray, stored: np.ndarray
-) -> None:  # fmt: skip
+    c: Copies,
+    size: int,
+    own: np.ndarray,
+    row: np.ndarray,
+    block: np.ndarray,
+    at: np.ndarray,
+    page: np.ndarray,
+    newest: np.ndarray,
+    stored: np.ndarray,
+) -> None:
     """Which tokens [n] are kept raw, and where."""
     where, holds = c.where.numpy(), c.holds.numpy()
     stored = stored & (block > 0)
@@ -177,7 +227,9 @@ def _copy(
 
 def _read(c: Copies, size: int, lens: np.ndarray, blocks: np.ndarray) -> None:
     """What each row reads from where."""
-    head, head_table, tail, tail_table, packed = (x.numpy() for x in (c.head, c.head_table, c.tail, c.tail_table, c.packed))
+    head, head_table, tail, tail_table, packed = (
+        x.numpy() for x in (c.head, c.head_table, c.tail, c.tail_table, c.packed)
+    )
     for b, length in enumerate(lens.tolist()):
         copies = c.of_blocks(torch.from_numpy(blocks[b]).long()).numpy() if length else np.zeros(1, np.int64)
         skipped = int(c.first and length > 0 and copies[0] >= 0)

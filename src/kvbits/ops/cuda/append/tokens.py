@@ -1,8 +1,9 @@
 """append on NVIDIA GPUs: keys and values of all sequences in one launch, read where the projections left them.
 
-`append` is the op's contract. Where tokens go is uploaded once per `SlotMapping` and pool, through pinned memory, so all layers of a group share one upload and
-nothing waits for the GPU. Raw pages: for CUDA graphs, take the two steps apart: `table` before the capture, `launch` inside; later replays write where
-`table.copy_` says. Packed pages: `store_tokens`, which reads its slots from the device and serves anybody's pages.
+`append` is the op's contract. Where tokens go is uploaded once per `SlotMapping` and pool, through pinned memory, so
+all layers of a group share one upload and nothing waits for the GPU. Raw pages: for CUDA graphs, take the two steps
+apart: `table` before the capture, `launch` inside; later replays write where `table.copy_` says. Packed pages:
+`store_tokens`, which reads its slots from the device and serves anybody's pages.
 """
 
 from __future__ import annotations
@@ -44,11 +45,19 @@ def refuses(k: torch.Tensor, store: PageStore) -> str | None:
         return f"keys are {k.dtype}; the kernel takes float32, float16 and bfloat16"
     if why := driver.refuses(k.device):
         return why
-    return None if store.layout.is_raw else refuses_layout(store.layout, torch.cuda.get_device_capability(k.device), k.dtype)
+    return (
+        None
+        if store.layout.is_raw
+        else refuses_layout(store.layout, torch.cuda.get_device_capability(k.device), k.dtype)
+    )
 
 
-def refuses_layout(layout: PageLayout, capability: tuple[int, int] = (9, 0), dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Why tokens of `dtype` cannot be stored one by one in pages of this layout on a device of this compute capability, or None."""
+def refuses_layout(
+    layout: PageLayout, capability: tuple[int, int] = (9, 0), dtype: torch.dtype = torch.bfloat16
+) -> str | None:
+    """Why tokens of `dtype` cannot be stored one by one in pages of this layout on a device of this compute capability,
+    or None.
+    """
     if not layout.token_local:
         return f"tokens cannot be stored one by one as {layout.key}, {layout.value}"
     if own := family_of(layout).stores:
@@ -72,10 +81,17 @@ def refuses_layout(layout: PageLayout, capability: tuple[int, int] = (9, 0), dty
 
 class _Args(ctypes.Structure):
     _fields_ = [
-        ("x", ctypes.c_void_p * 2), ("stride", ctypes.c_int64 * 3 * 2), ("runs", ctypes.c_void_p), ("pages", ctypes.c_void_p),
-        ("head_bytes", ctypes.c_int64), ("offset", ctypes.c_int * 2), ("num_heads", ctypes.c_int), ("row_bytes", ctypes.c_int), ("unit", ctypes.c_int),
+        ("x", ctypes.c_void_p * 2),
+        ("stride", ctypes.c_int64 * 3 * 2),
+        ("runs", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("head_bytes", ctypes.c_int64),
+        ("offset", ctypes.c_int * 2),
+        ("num_heads", ctypes.c_int),
+        ("row_bytes", ctypes.c_int),
+        ("unit", ctypes.c_int),
         ("value_row_bytes", ctypes.c_int),
-    ]  # fmt: skip
+    ]
 
 
 def raw_source(unlike_widths: bool) -> Source:
@@ -89,7 +105,9 @@ def _load(device_index: int, unlike_widths: bool) -> driver.Kernel:
 
 
 def table(slot_mapping: SlotMapping, store: PageStore) -> torch.Tensor:
-    """int64 [N, 5] on the store's device: the runs, pages by their bytes from the first slab's start. Good for every layer of the pool, whose slabs lie alike.
+    """int64 [N, 5] on the store's device: the runs, pages by their bytes from the first slab's start.
+
+    Good for every layer of the pool, whose slabs lie alike.
 
     Made once per mapping and pool; does not wait for the GPU.
     """
@@ -114,14 +132,30 @@ def launch(k: torch.Tensor, v: torch.Tensor, store: PageStore, runs: torch.Tenso
     layout = store.layout
     size = k.element_size()
     args = _Args(
-        runs=runs.data_ptr(), pages=store.slabs[0].data_ptr(), head_bytes=layout.head_bytes, num_heads=layout.num_kv_heads,
-        row_bytes=layout.head_dim * size, value_row_bytes=layout.value_head_dim * size,
-    )  # fmt: skip
-    multiples = [args.row_bytes, args.value_row_bytes, *(n for slab in store.slabs for n in (slab.data_ptr(), slab.stride(0)))]
+        runs=runs.data_ptr(),
+        pages=store.slabs[0].data_ptr(),
+        head_bytes=layout.head_bytes,
+        num_heads=layout.num_kv_heads,
+        row_bytes=layout.head_dim * size,
+        value_row_bytes=layout.value_head_dim * size,
+    )
+    multiples = [
+        args.row_bytes,
+        args.value_row_bytes,
+        *(n for slab in store.slabs for n in (slab.data_ptr(), slab.stride(0))),
+    ]
     for i, (name, x) in enumerate((("k_raw", k), ("v_raw", v))):
         strides = [s * size for s in x.stride()[:3]]
-        args.x[i], args.offset[i], args.stride[i] = x.data_ptr(), layout.sections[name].offset, (ctypes.c_int64 * 3)(*strides)
-        multiples += [x.data_ptr(), layout.sections[name].offset, *(s for s, n in zip(strides, x.shape, strict=False) if n > 1)]
+        args.x[i], args.offset[i], args.stride[i] = (
+            x.data_ptr(),
+            layout.sections[name].offset,
+            (ctypes.c_int64 * 3)(*strides),
+        )
+        multiples += [
+            x.data_ptr(),
+            layout.sections[name].offset,
+            *(s for s, n in zip(strides, x.shape, strict=False) if n > 1),
+        ]
     args.unit = size if any(n % 16 for n in multiples) else 16
     _load(-1 if k.device.index is None else k.device.index, layout.head_dim != layout.value_head_dim).launch(
         2 * layout.num_kv_heads * len(runs), THREADS, args, torch.cuda.current_stream(k.device).cuda_stream
@@ -132,15 +166,30 @@ class _StoreArgs(ctypes.Structure):
     """struct Args of store_tokens.cu."""
 
     _fields_ = [
-        ("x", ctypes.c_void_p * 2), ("stride", ctypes.c_int64 * 3 * 2), ("slots", ctypes.c_void_p), ("previous", ctypes.c_void_p),
-        ("page_offset", ctypes.c_void_p), ("pages", ctypes.c_void_p), ("page_stride", ctypes.c_int64), ("num_pages", ctypes.c_int64),
-        ("scale", ctypes.c_void_p * 2), ("bias", ctypes.c_void_p * 2), ("turn", ctypes.c_void_p), ("status", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_int), ("row_tokens", ctypes.c_int), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int),
-    ]  # fmt: skip
+        ("x", ctypes.c_void_p * 2),
+        ("stride", ctypes.c_int64 * 3 * 2),
+        ("slots", ctypes.c_void_p),
+        ("previous", ctypes.c_void_p),
+        ("page_offset", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("page_stride", ctypes.c_int64),
+        ("num_pages", ctypes.c_int64),
+        ("scale", ctypes.c_void_p * 2),
+        ("bias", ctypes.c_void_p * 2),
+        ("turn", ctypes.c_void_p),
+        ("status", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_int),
+        ("row_tokens", ctypes.c_int),
+        ("num_heads", ctypes.c_int),
+        ("head_bytes", ctypes.c_int),
+    ]
 
 
 def tokens_of_prompts(layout: PageLayout, dtype: torch.dtype) -> int:
-    """Tokens of a block where there are many: their runs fill whole tiles of keys and share a page's mean. As many as a thread keeps in registers."""
+    """Tokens of a block where there are many: their runs fill whole tiles of keys and share a page's mean.
+
+    As many as a thread keeps in registers.
+    """
     narrow = 32 if layout.is_centered and dtype == torch.float32 else 64
     return narrow if max(layout.head_dim, layout.value_head_dim) <= WARP_DIM else narrow // 2
 
@@ -155,16 +204,32 @@ def defines(layout: PageLayout, dtype: torch.dtype, tokens: int) -> dict[str, in
     image = max(_image_bytes(layout, kind, s) for kind, s in (("k", layout.key), ("v", layout.value)))
     union = max(8 * threads // span * d if layout.is_centered else 8, tokens * (d + 4))
     return {
-        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "TOKENS": tokens, "SPAN": span, "X_TYPE": TORCH_NUMBERS[dtype],
-        "RAW_TYPE": DTYPES[layout.raw_dtype], "USED_BYTES": -(-layout.used_bytes // 4) * 4,
-        "K_SIDE": side_arguments(layout, "k"), "V_SIDE": side_arguments(layout, "v"),
-        "SHARED_BYTES": -(-union // 16) * 16 + (16 + 8 * max(1, groups)) * tokens + (4 * d if layout.is_centered else 4) + image + 4 * tokens + 112
-        + (8 * tokens * span // 32 if span > 32 else 0),
-    }  # fmt: skip
+        "HEAD_DIM": d,
+        "PAGE": layout.page_size,
+        "THREADS": threads,
+        "TOKENS": tokens,
+        "SPAN": span,
+        "X_TYPE": TORCH_NUMBERS[dtype],
+        "RAW_TYPE": DTYPES[layout.raw_dtype],
+        "USED_BYTES": -(-layout.used_bytes // 4) * 4,
+        "K_SIDE": side_arguments(layout, "k"),
+        "V_SIDE": side_arguments(layout, "v"),
+        "SHARED_BYTES": (
+            -(-union // 16) * 16
+            + (16 + 8 * max(1, groups)) * tokens
+            + (4 * d if layout.is_centered else 4)
+            + image
+            + 4 * tokens
+            + 112
+            + (8 * tokens * span // 32 if span > 32 else 0)
+        ),
+    }
 
 
 def _image_bytes(layout: PageLayout, kind: str, spec: QuantSpec) -> int:
-    """Bytes of keys ("k") or values ("v") of a page that are put in shared memory where a page opens with the mean of the one before."""
+    """Bytes of keys ("k") or values ("v") of a page that are put in shared memory where a page opens with the mean of
+    the one before.
+    """
     return sum(s.nbytes for name, s in layout.sections.items() if name.startswith(kind)) if spec.center else 16
 
 
@@ -207,22 +272,31 @@ def store_tokens(
     turn: torch.Tensor | None = None,
     status: torch.Tensor | None = None,
 ) -> None:
-    """Write tokens in place to anybody's pages, launching only (no allocation, no waiting; `prepare` first, then CUDA graphs can hold it).
+    """Write tokens in place to anybody's pages, launching only (no allocation, no waiting; `prepare` first, then CUDA
+    graphs can hold it).
 
     Args:
-        k, v: float32, float16 or bfloat16 [N, H, D] or [B, T, H, D] with N = B * T, last dim dense, rows at multiples of 16 bytes.
-        pages: uint8 [num_pages, H, head_bytes] of a token-local layout, raw ones included; any distance from page to page.
-        slot_mapping: int64 [N] on the device: page * page_size + place. Below 0: not stored. Past the pages: not stored either, and counted. No slot twice.
-        static: calibrated float32 `k_scale` .. `v_bias`, dense [H, groups or channels], for static specs; `k_basis`, `k_offsets` and `k_inv_freq` for keys in a
-            calibrated basis.
-        previous_page: int64 [N] on the device, for centred layouts: for a token that opens a page (place 0), the page before it in its sequence, full once this
-            call is over, or a number below 0 where it is the first; other entries are not read. Tokens of one page must then follow each other in the order of
-            their places, and tokens of the page before, if it is filled in this call, come just ahead; entries that are not stored may lie between.
-        starts: int32 [N] on the device, position of the first token of each token's page, for keys in a calibrated basis.
-        turn: float32 [3, D] on the device, by which a mean key is turned on: `quant.rotary.turn_by` of page_size positions. None leaves it as it is.
-            Its numbers are looked at on a CPU only, once for a tensor; a GPU, which is not waited for, reads out of bounds by a partner that is no channel.
-        status: int32 [STATUS_FIELDS] on the device, added to: clamped elements of keys and values, whether scales overflowed, whether numbers were not finite,
-            and skipped entries. Tokens with such numbers are stored, unusably.
+        k, v: float32, float16 or bfloat16 [N, H, D] or [B, T, H, D] with N = B * T, last dim dense, rows at multiples
+            of 16 bytes.
+        pages: uint8 [num_pages, H, head_bytes] of a token-local layout, raw ones included; any distance from page to
+            page.
+        slot_mapping: int64 [N] on the device: page * page_size + place. Below 0: not stored. Past the pages: not stored
+            either, and counted. No slot twice.
+        static: calibrated float32 `k_scale` .. `v_bias`, dense [H, groups or channels], for static specs; `k_basis`,
+            `k_offsets` and `k_inv_freq` for keys in a calibrated basis.
+        previous_page: int64 [N] on the device, for centred layouts: for a token that opens a page (place 0), the page
+            before it in its sequence, full once this call is over, or a number below 0 where it is the first; other
+            entries are not read. Tokens of one page must then follow each other in the order of their places, and
+            tokens of the page before, if it is filled in this call, come just ahead; entries that are not stored may
+            lie between.
+        starts: int32 [N] on the device, position of the first token of each token's page, for keys in a calibrated
+            basis.
+        turn: float32 [3, D] on the device, by which a mean key is turned on: `quant.rotary.turn_by` of page_size
+            positions. None leaves it as it is. Its numbers are looked at on a CPU only, once for a tensor; a GPU, which
+            is not waited for, reads out of bounds by a partner that is no channel.
+        status: int32 [STATUS_FIELDS] on the device, added to: clamped elements of keys and values, whether scales
+            overflowed, whether numbers were not finite, and skipped entries. Tokens with such numbers are stored,
+            unusably.
 
     Raises:
         DataError: arguments that do not fit together.
@@ -236,9 +310,15 @@ def store_tokens(
 
 
 def _launch_store(
-    k: torch.Tensor, v: torch.Tensor, layout: PageLayout, to: Tokens, previous: torch.Tensor | None, static: dict[str, torch.Tensor],
-    turn: torch.Tensor | None, status: torch.Tensor | None,
-) -> None:  # fmt: skip
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: PageLayout,
+    to: Tokens,
+    previous: torch.Tensor | None,
+    static: dict[str, torch.Tensor],
+    turn: torch.Tensor | None,
+    status: torch.Tensor | None,
+) -> None:
     slots = to.slots
     if not len(slots):
         return
@@ -248,7 +328,12 @@ def _launch_store(
     args.page_offset = None if to.page_offset is None else to.page_offset.data_ptr()
     args.slots, args.previous = slots.data_ptr(), None if previous is None else previous.data_ptr()
     args.turn, args.status = None if turn is None else turn.data_ptr(), None if status is None else status.data_ptr()
-    args.num_tokens, args.row_tokens, args.num_heads, args.head_bytes = len(slots), k.shape[-3], layout.num_kv_heads, layout.head_bytes
+    args.num_tokens, args.row_tokens, args.num_heads, args.head_bytes = (
+        len(slots),
+        k.shape[-3],
+        layout.num_kv_heads,
+        layout.head_bytes,
+    )
     for i, (kind, x) in enumerate((("k", k), ("v", v))):
         args.x[i] = x.data_ptr()
         args.stride[i] = (ctypes.c_int64 * 3)(*(x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])))
@@ -258,7 +343,12 @@ def _launch_store(
     many = tokens_of_prompts(layout, k.dtype)
     tokens = many if -(-len(slots) // many) * 2 * layout.num_kv_heads >= 2 * _multiprocessors(k.device) else FEW
     kernel, threads = _load_store(layout, k.dtype, tokens, -1 if k.device.index is None else k.device.index)
-    kernel.launch(-(-len(slots) // tokens) * 2 * layout.num_kv_heads, threads, args, torch.cuda.current_stream(k.device).cuda_stream)
+    kernel.launch(
+        -(-len(slots) // tokens) * 2 * layout.num_kv_heads,
+        threads,
+        args,
+        torch.cuda.current_stream(k.device).cuda_stream,
+    )
 
 
 @functools.lru_cache(maxsize=16)
@@ -266,11 +356,22 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _slots(slot_mapping: SlotMapping, store: PageStore, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Slots and pages before, int64 [2, batch * tokens], positions of pages' first tokens, int32 [batch * tokens], and each page's bytes from the first slab's
-    start, int64 [num_pages]. On the store's device, made once per mapping, pool and shape."""
+def _slots(
+    slot_mapping: SlotMapping, store: PageStore, batch: int, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Slots and pages before, int64 [2, batch * tokens], positions of pages' first tokens, int32 [batch * tokens], and
+    each page's bytes from the first slab's start, int64 [num_pages]. On the store's device, made once per mapping, pool
+    and shape.
+    """
     base = store.slabs[0].data_ptr()
-    key = ("slots", batch, tokens, store.layout.page_size, store.device, *((s.data_ptr() - base, s.stride(0), s.shape[0]) for s in store.slabs))
+    key = (
+        "slots",
+        batch,
+        tokens,
+        store.layout.page_size,
+        store.device,
+        *((s.data_ptr() - base, s.stride(0), s.shape[0]) for s in store.slabs),
+    )
     found = slot_mapping.tables.get(key)
     if found is None:
         all_of = np.full((3, batch * tokens), -1)
@@ -281,11 +382,15 @@ def _slots(slot_mapping: SlotMapping, store: PageStore, batch: int, tokens: int)
     return found
 
 
-def _append_packed(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> torch.Tensor | None:
+def _append_packed(
+    k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping
+) -> torch.Tensor | None:
     layout = store.layout
     for kind, spec in (("k", layout.key), ("v", layout.value)):
         if spec.static and f"{kind}_scale" not in store.static:
-            raise DataError(f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False")
+            raise DataError(
+                f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False"
+            )
     k, v = with_aligned_rows(k), with_aligned_rows(v)
     waits = k.shape[1] > 1
     status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device) if waits else None
@@ -296,17 +401,20 @@ def _append_packed(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapp
 
 
 def append(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> dict[str, int]:
-    """Write tokens in place; arguments, result and errors of the reference. Copies nothing where the tensors' last dims are dense.
+    """Write tokens in place; arguments, result and errors of the reference.
 
-    Packed pages of several tokens a sequence: waits for the launch's findings; on an error the pages are then written with unusable numbers. Single tokens
-    are not looked at: that would wait for the GPU in every layer of every step.
+    Copies nothing where the tensors' last dims are dense.
+
+    Packed pages of several tokens a sequence: waits for the launch's findings; on an error the pages are then written
+    with unusable numbers. Single tokens are not looked at: that would wait for the GPU in every layer of every step.
     """
     status = append_later(k, v, store, slot_mapping)
     return {} if status is None else settle(store.layout, k, v, status.tolist())
 
 
 def append_later(k: torch.Tensor, v: torch.Tensor, store: PageStore, slot_mapping: SlotMapping) -> torch.Tensor | None:
-    """`append` without waiting: int32 [STATUS_FIELDS] on the device, see `store_tokens`; None where nothing can be found, and of single tokens.
+    """`append` without waiting: int32 [STATUS_FIELDS] on the device, see `store_tokens`; None where nothing can be
+    found, and of single tokens.
 
     Raises:
         DataError: as `append`, for all that needs no look at numbers.

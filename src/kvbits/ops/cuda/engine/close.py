@@ -30,14 +30,18 @@ def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> 
     return refuses_on(store.layout, k.dtype, k.device, "close", [x.layout for x in low])
 
 
-def refuses_on(layout: PageLayout, dtype: torch.dtype, device: torch.device, op: Op = "step", low: Sequence[LowLayout] = ()) -> str | None:
+def refuses_on(
+    layout: PageLayout, dtype: torch.dtype, device: torch.device, op: Op = "step", low: Sequence[LowLayout] = ()
+) -> str | None:
     """Why pages of a layout cannot be closed from `dtype` on a device, by default in a decode step, or None."""
     if why := driver.refuses(device):
         return why
     return refuses_layout(layout, dtype, torch.cuda.get_device_capability(device), op, low)
 
 
-def refuses_layout(layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], op: Op, low: Sequence[LowLayout] = ()) -> str | None:
+def refuses_layout(
+    layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], op: Op, low: Sequence[LowLayout] = ()
+) -> str | None:
     """`refuses_on` a device of a compute capability."""
     if capability < (8, 9) and any(spec.format.startswith("fp8") for spec in (layout.key, layout.value)):
         return f"compute capability {capability[0]}.{capability[1]} cannot round to fp8 (8.9 can)"
@@ -45,22 +49,31 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype, capability: tuple[int
 
 
 class DecodeStep:
-    """What the pages of one layer need in every decode step: pages that close are quantized, the fresh tokens stored raw. One launch, which asks the device
-    what closes and where tokens go, so that it can be captured in a CUDA graph.
+    """What the pages of one layer need in every decode step: pages that close are quantized, the fresh tokens stored
+    raw. One launch, which asks the device what closes and where tokens go, so that it can be captured in a CUDA graph.
 
     Args:
         store: pages that close, or `tail` again where nothing does.
         tail: raw pages.
-        closings: int64 [B, 2] on the device, struct Closing of runs.cuh; runs: int64 [B, 5], struct Run. Bytes count from the first slab of each store.
+        closings: int64 [B, 2] on the device, struct Closing of runs.cuh; runs: int64 [B, 5], struct Run. Bytes count
+            from the first slab of each store.
         status: int32 [6] on the device, added to (see `family.Close`).
         undo: of keys and of values [B, H, D] of `dtype`, dense: takes the rows that tokens replace, for `put_back`.
-        tail_starts: int32 [B] on the device, position of the first token of the raw pages that stay, for keys in the frame of their page.
+        tail_starts: int32 [B] on the device, position of the first token of the raw pages that stay, for keys in the
+            frame of their page.
     """
 
     def __init__(
-        self, store: PageStore, tail: PageStore, dtype: torch.dtype, closings: torch.Tensor, runs: torch.Tensor, status: torch.Tensor,
-        undo: Sequence[torch.Tensor], tail_starts: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        store: PageStore,
+        tail: PageStore,
+        dtype: torch.dtype,
+        closings: torch.Tensor,
+        runs: torch.Tensor,
+        status: torch.Tensor,
+        undo: Sequence[torch.Tensor],
+        tail_starts: torch.Tensor | None = None,
+    ) -> None:
         layout, raw, family = store.layout, tail.layout, family_of(store.layout)
         device_index = -1 if store.device.index is None else store.device.index
         self._kernel, self._threads, args = family.step(store, dtype, device_index, len(runs), tail_starts)
@@ -69,8 +82,15 @@ class DecodeStep:
         self._undo = undo
         self._given: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # strides that need no copy
         self._args: Any = args
-        args.status, args.num_heads, args.head_bytes, args.tail_head_bytes = status.data_ptr(), layout.num_kv_heads, layout.head_bytes, raw.head_bytes
-        args.closings, args.runs, args.closed, args.tail = (x.data_ptr() for x in (closings, runs, store.slabs[0], tail.slabs[0]))
+        args.status, args.num_heads, args.head_bytes, args.tail_head_bytes = (
+            status.data_ptr(),
+            layout.num_kv_heads,
+            layout.head_bytes,
+            raw.head_bytes,
+        )
+        args.closings, args.runs, args.closed, args.tail = (
+            x.data_ptr() for x in (closings, runs, store.slabs[0], tail.slabs[0])
+        )
         for i, kind in enumerate("kv"):
             args.tail_offset[i] = raw.sections[f"{kind}_raw"].offset
         self._fresh = args.fresh  # the same memory
@@ -98,7 +118,12 @@ class DecodeStep:
 
 
 def close(
-    k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]] = (), starts: np.ndarray | None = None
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: PageStore,
+    page_ids: np.ndarray,
+    low: Sequence[tuple[LowStore, np.ndarray]] = (),
+    starts: np.ndarray | None = None,
 ) -> dict[str, int]:
     """Close pages in place.
 
@@ -112,7 +137,8 @@ def close(
         How many elements of keys and of values were clamped to their code range (quantized tensors only).
 
     Raises:
-        DataError: shapes that do not fit, NaN or infinity, or a scale that overflows its storage dtype. The pages are then written with unusable numbers.
+        DataError: shapes that do not fit, NaN or infinity, or a scale that overflows its storage dtype. The pages are
+            then written with unusable numbers.
         UnsupportedError: low planes that the family's kernel does not write.
     """
     status = close_later(k, v, store, page_ids, low, starts)
@@ -120,7 +146,12 @@ def close(
 
 
 def close_later(
-    k: torch.Tensor, v: torch.Tensor, store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]] = (), starts: np.ndarray | None = None
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: PageStore,
+    page_ids: np.ndarray,
+    low: Sequence[tuple[LowStore, np.ndarray]] = (),
+    starts: np.ndarray | None = None,
 ) -> torch.Tensor | None:
     """`close` without waiting: int32 [6] on the device, see `family.Close`; None for no pages.
 
@@ -135,15 +166,21 @@ def close_later(
     for name, x in (("k", k), ("v", v)):
         shape = (len(page_ids), layout.num_kv_heads, layout.page_size, layout.dim(name))
         if tuple(x.shape) != shape or x.dtype != k.dtype or x.device != store.device:
-            raise DataError(f"{name} must be {k.dtype} {list(shape)} on {store.device}, got {x.dtype} {list(x.shape)} on {x.device}")
+            raise DataError(
+                f"{name} must be {k.dtype} {list(shape)} on {store.device}, got {x.dtype} {list(x.shape)} on {x.device}"
+            )
     if not len(page_ids):
         return None
     for spec, kind in ((layout.key, "k"), (layout.value, "v")):
         if spec.static and f"{kind}_scale" not in store.static:
-            raise DataError(f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False")
+            raise DataError(
+                f"{spec.format} with static scales was given no calibrated scales; calibrate first or use static=False"
+            )
     k, v = with_aligned_rows(k), with_aligned_rows(v)
     addresses = upload(store.addresses[page_ids], k.device)
     status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device)
     fine = [(s.layout, upload(s.addresses[ids], k.device)) for (s, _), ids in zip(low, low_ids, strict=True)]
-    family.close(k, v, store, addresses, status, family.first(store, starts, len(page_ids), k.device), fine[0] if fine else None)
+    family.close(
+        k, v, store, addresses, status, family.first(store, starts, len(page_ids), k.device), fine[0] if fine else None
+    )
     return status

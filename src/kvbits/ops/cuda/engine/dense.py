@@ -1,8 +1,9 @@
 """Attention over 16-bit rows on a GPU, with its log-sum-exp: the fastest kernel that torch has for the shape.
 
-FlashAttention serves every shape. On Hopper cuDNN takes 0.55 times as long for long ones, but plans anew for every shape and set of strides, which costs tens
-of milliseconds of host time; so it is given few: whole multiples of an eighth of a power of two where a chunk attends to itself, powers of two of a history.
-The rest goes to FlashAttention, and the results are merged.
+FlashAttention serves every shape. On Hopper cuDNN takes 0.55 times as long for long ones, but plans anew for every
+shape and set of strides, which costs tens of milliseconds of host time; so it is given few: whole multiples of an
+eighth of a power of two where a chunk attends to itself, powers of two of a history. The rest goes to FlashAttention,
+and the results are merged.
 """
 
 from __future__ import annotations
@@ -55,19 +56,31 @@ def attention(
 
 def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> bool:
     """Whether cuDNN is the faster one, for shapes that will come again."""
-    if window is not None or q.shape[-1] not in (64, 128) or torch.cuda.get_device_capability(q.device) < (9, 0) or not torch.backends.cudnn.is_available():
+    if (
+        window is not None
+        or q.shape[-1] not in (64, 128)
+        or torch.cuda.get_device_capability(q.device) < (9, 0)
+        or not torch.backends.cudnn.is_available()
+    ):
         return False
     if causal:
         return q.shape[1] == k.shape[1] >= CUDNN_ROWS
     return q.shape[1] >= CUDNN_QUERIES and q.shape[1] % 256 == 0 and k.shape[1] >= CUDNN_ROWS
 
 
-def _of_slice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, end: int, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cudnn_attention` to some of the keys. Strides are part of the shapes it plans for, and a sequence's would be that of the whole history, another every
-    time: so each sequence comes alone, dense."""
+def _of_slice(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, end: int, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cudnn_attention` to some of the keys.
+
+    Strides are part of the shapes it plans for, and a sequence's would be that of the whole history, another every
+    time: so each sequence comes alone, dense.
+    """
     if end - start == k.shape[1]:
         return cudnn_attention(q, k, v, scaling, False)
-    found = [cudnn_attention(q[b][None], k[b, start:end][None], v[b, start:end][None], scaling, False) for b in range(len(q))]
+    found = [
+        cudnn_attention(q[b][None], k[b, start:end][None], v[b, start:end][None], scaling, False) for b in range(len(q))
+    ]
     return found[0] if len(found) == 1 else (torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found]))
 
 
@@ -88,13 +101,29 @@ def flash_attention(
     """`attention` by torch's FlashAttention, float16 or bfloat16. Where queries are few it splits the keys."""
     left, right = (None, None) if window is None else (window - 1, 0)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scaling, window_size_left=left, window_size_right=right
+        q,
+        k,
+        v,
+        None,
+        None,
+        q.shape[1],
+        k.shape[1],
+        0.0,
+        causal,
+        False,
+        scale=scaling,
+        window_size_left=left,
+        window_size_right=right,
     )
     return out, lse.transpose(1, 2)
 
 
-def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def cudnn_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention` by cuDNN; with `causal` as many keys as queries."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scaling)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scaling
+    )
     return out.transpose(1, 2), lse.reshape(q.shape[:3]).transpose(1, 2)

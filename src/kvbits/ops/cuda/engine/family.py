@@ -17,7 +17,9 @@ from .shape import Ask, Kernel
 from .side import widened
 
 Op = Literal["attend", "close", "step", "unpack"]
-"""What kernels do with pages: attention over them, closing them from the host, closing them in a decode step on the device, unpacking to 16-bit rows."""
+"""What kernels do with pages: attention over them, closing them from the host, closing them in a decode step on the
+device, unpacking to 16-bit rows.
+"""
 
 
 class Close(Protocol):
@@ -26,15 +28,22 @@ class Close(Protocol):
     Args:
         k, v: [n, H, page_size, head_dim], 16-byte aligned rows.
         page_address: int64 [n] on the device: byte addresses of the pages' first structs.
-        status: int32 [6] on the device, added to: clamped elements of keys and values, overflowed scales, non-finite inputs.
+        status: int32 [6] on the device, added to: clamped elements of keys and values, overflowed scales, non-finite
+            inputs.
         first: what `Family.first` gave.
         low: layout of the pages' low planes, and int64 [n] on the device: byte addresses of their first structs.
     """
 
     def __call__(
-        self, k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None = None,
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        store: PageStore,
+        page_address: torch.Tensor,
+        status: torch.Tensor,
+        first: torch.Tensor | None = None,
         low: tuple[LowLayout, torch.Tensor] | None = None,
-    ) -> None: ...  # fmt: skip
+    ) -> None: ...
 
 
 class Unpacks(Protocol):
@@ -49,16 +58,28 @@ class Unpacks(Protocol):
     """
 
     def __init__(
-        self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor | None = None,
+        self,
+        store: PageStore,
+        dtype: torch.dtype,
+        page_address: torch.Tensor,
+        rows: torch.Tensor,
+        layer_stride: int,
+        starts: torch.Tensor | None = None,
         low: tuple[LowStore, torch.Tensor] | None = None,
-    ) -> None: ...  # fmt: skip
+    ) -> None: ...
 
     @staticmethod
     def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
-        """Compile and load what `run` launches for pages without low planes, so that the first one does not wait for it."""
+        """Compile and load what `run` launches for pages without low planes, so that the first one does not wait for
+        it.
+        """
 
-    def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default what the store says."""
+    def run(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default
+        what the store says.
+        """
 
 
 @dataclass(frozen=True)
@@ -68,7 +89,8 @@ class Tokens:
     Attributes:
         slots: int64 [N]: page * page_size + place; below 0: not stored; past the pages: not stored either, and counted.
         starts: int32 [N], position of the first token of each token's page, for keys that are turned back.
-        pages: address of the first page; page_offset: int64 [num_pages], bytes from there to each page; None: `page_stride` bytes apart.
+        pages: address of the first page; page_offset: int64 [num_pages], bytes from there to each page; None:
+            `page_stride` bytes apart.
     """
 
     slots: torch.Tensor
@@ -91,8 +113,18 @@ class Stores(Protocol):
     def sources(self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[Source]:
         """What `prepare` loads on a device of a compute capability."""
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, layout: PageLayout, to: Tokens, static: dict[str, torch.Tensor], status: torch.Tensor | None) -> None:
-        """k, v: [N, H, D] or [B, T, H, D], rows at multiples of 16 bytes; status: int32 [7] as `append.tokens.store_tokens` has it, or None."""
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: PageLayout,
+        to: Tokens,
+        static: dict[str, torch.Tensor],
+        status: torch.Tensor | None,
+    ) -> None:
+        """k, v: [N, H, D] or [B, T, H, D], rows at multiples of 16 bytes; status: int32 [7] as
+        `append.tokens.store_tokens` has it, or None.
+        """
 
 
 class Refuses(Protocol):
@@ -105,7 +137,8 @@ class Family:
     """A family of formats: which layouts it has, and its kernels. One object without state for all of them.
 
     Attributes:
-        folds: its attention kernel does as much again with half of its columns where there are at most `shape.FOLD_COLUMNS`.
+        folds: its attention kernel does as much again with half of its columns where there are at most
+            `shape.FOLD_COLUMNS`.
         steps: None, or why its pages are not closed in decode steps on the device.
         stores: what writes single tokens to its pages; None: store_tokens.cu of plain formats does.
         always_unpacks: whether pages are unpacked to 16-bit rows where the attention kernel refuses them.
@@ -125,9 +158,15 @@ class Family:
         raise NotImplementedError
 
     def refuses(
-        self, op: Op, layout: PageLayout, *, dtype: torch.dtype | None = None, low: Sequence[LowLayout] = (), num_columns: int = 1,
+        self,
+        op: Op,
+        layout: PageLayout,
+        *,
+        dtype: torch.dtype | None = None,
+        low: Sequence[LowLayout] = (),
+        num_columns: int = 1,
         shared_limit: int | None = None,
-    ) -> str | None:  # fmt: skip
+    ) -> str | None:
         """Why an operation has no kernel for pages of a layout, or None.
 
         Args:
@@ -164,14 +203,26 @@ class Family:
         raise NotImplementedError
 
     def constants(self, layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:
-        """What the attention kernel reads beside pages and calibrated parameters, alike in all layers, by field of `PartArgs`."""
+        """What the attention kernel reads beside pages and calibrated parameters, alike in all layers, by field of
+        `PartArgs`.
+        """
         return {}
 
-    def static_pointers(self, layout: PageLayout, static: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, int]:
-        """Where the attention kernel finds a layer's calibrated parameters (`PageStore.static`), by field of `PartArgs`."""
-        return {name: widened(x, layout.dim(name[0]), device).data_ptr() for name, x in static.items() if name.endswith(("_scale", "_bias"))}
+    def static_pointers(
+        self, layout: PageLayout, static: Mapping[str, torch.Tensor], device: torch.device
+    ) -> dict[str, int]:
+        """Where the attention kernel finds a layer's calibrated parameters (`PageStore.static`), by field of
+        `PartArgs`.
+        """
+        return {
+            name: widened(x, layout.dim(name[0]), device).data_ptr()
+            for name, x in static.items()
+            if name.endswith(("_scale", "_bias"))
+        }
 
-    def closing(self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], low: LowLayout | None, appends: bool) -> Source:
+    def closing(
+        self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], low: LowLayout | None, appends: bool
+    ) -> Source:
         """What closes pages on a device of a compute capability; with `appends` in decode steps."""
         raise NotImplementedError
 
@@ -179,12 +230,23 @@ class Family:
         """What unpacks pages."""
         raise NotImplementedError
 
-    def first(self, store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device) -> torch.Tensor | None:
-        """What `close` needs to know of the positions `starts` [num_pages] of pages' first tokens, on `device`; None where it needs nothing."""
+    def first(
+        self, store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device
+    ) -> torch.Tensor | None:
+        """What `close` needs to know of the positions `starts` [num_pages] of pages' first tokens, on `device`; None
+        where it needs nothing.
+        """
         return None
 
     def step(
-        self, store: PageStore, dtype: torch.dtype, device_index: int, num_sequences: int, tail_starts: torch.Tensor | None
+        self,
+        store: PageStore,
+        dtype: torch.dtype,
+        device_index: int,
+        num_sequences: int,
+        tail_starts: torch.Tensor | None,
     ) -> tuple[driver.Kernel, int, Any]:
-        """The closing kernel of a decode step, threads of its blocks, and its arguments (with `STEP_FIELDS`), what the format alone has set."""
+        """The closing kernel of a decode step, threads of its blocks, and its arguments (with `STEP_FIELDS`), what the
+        format alone has set.
+        """
         raise NotImplementedError

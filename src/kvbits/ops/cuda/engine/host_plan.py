@@ -1,7 +1,8 @@
 """Attention over packed and 16-bit pages on NVIDIA GPUs: `plan` once per batch of page tables, `run` per layer.
 
-`plan` chooses the kernels, cuts the work into equal shares and uploads it; `run` only launches: no host synchronisation, no allocation, so that it can be
-captured in a CUDA graph. A plan owns its output and scratch buffers: the next `run` of the same plan overwrites them, and two streams need two plans.
+`plan` chooses the kernels, cuts the work into equal shares and uploads it; `run` only launches: no host
+synchronisation, no allocation, so that it can be captured in a CUDA graph. A plan owns its output and scratch buffers:
+the next `run` of the same plan overwrites them, and two streams need two plans.
 """
 
 from __future__ import annotations
@@ -23,7 +24,19 @@ from ...descriptor import MATRIX_DTYPES
 from ...types import AttendCall, Part, check_call, last_positions
 from ..families import family_of
 from . import unpack_then_flash
-from .kernels import LEAST_CAPABILITY, MAX_PARTS, check_query, check_static, columns, folds, indexed, kernel_for, load_kernel, query_columns, window_of
+from .kernels import (
+    LEAST_CAPABILITY,
+    MAX_PARTS,
+    check_query,
+    check_static,
+    columns,
+    folds,
+    indexed,
+    kernel_for,
+    load_kernel,
+    query_columns,
+    window_of,
+)
 from .runtime import driver
 from .schedule import PartWork, chunks_per_sequence, schedule
 from .shape import MAX_PIECES, Ask, Kernel
@@ -36,10 +49,14 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
     """Why this backend does not take a call, or None. q: [B, T, Hq, D]."""
     if why := driver.refuses(q.device, LEAST_CAPABILITY):
         return why
-    return refuses_on(call, q.shape[2], q.dtype, q.shape[1], driver.shared_limit(torch.cuda.get_device_capability(q.device)))
+    return refuses_on(
+        call, q.shape[2], q.dtype, q.shape[1], driver.shared_limit(torch.cuda.get_device_capability(q.device))
+    )
 
 
-def refuses_on(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, num_queries: int, shared_limit: int | None = None) -> str | None:
+def refuses_on(
+    call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, num_queries: int, shared_limit: int | None = None
+) -> str | None:
     """The part of `refuses` that needs no GPU; `shared_limit`: bytes of shared memory of a block, if known."""
     why = refuses_call(call, num_q_heads, MATRIX_DTYPES.get(q_dtype, str(q_dtype)), shared_limit, num_queries)
     if why and _may_unpack(call) and q_dtype in MATRIX_DTYPES:
@@ -57,7 +74,9 @@ def _refuses_unpacked(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype) 
     return unpack_then_flash.refuses(call, num_q_heads, q_dtype, unpack_then_flash.MIN_COLUMNS, True)
 
 
-def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit: int | None = None, num_queries: int = 1) -> str | None:
+def refuses_call(
+    call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit: int | None = None, num_queries: int = 1
+) -> str | None:
     """`refuses_on`, of the kernel that reads packed pages."""
     if q_dtype not in MATRIX_DTYPES.values():
         return f"queries are {q_dtype}, not float16 or bfloat16"
@@ -71,7 +90,9 @@ def refuses_call(call: AttendCall, num_q_heads: int, q_dtype: str, shared_limit:
     low: dict[PageLayout, LowLayout] = {}
     for part in call.parts:
         layout, fine = part.store.layout, tuple(s.layout for s in part.low)
-        if why := family_of(layout).refuses("attend", layout, low=fine, num_columns=num_queries * num_q_heads // kv_heads, shared_limit=shared_limit):
+        if why := family_of(layout).refuses(
+            "attend", layout, low=fine, num_columns=num_queries * num_q_heads // kv_heads, shared_limit=shared_limit
+        ):
             return why
         if fine and low.setdefault(layout, fine[0]) != fine[0]:
             return "pages of one layout have low planes of different widths"
@@ -84,34 +105,72 @@ class PagesArgs(ctypes.Structure):
     """struct Pages of args.cuh."""
 
     _fields_ = [
-        ("table", ctypes.c_void_p), ("offset", ctypes.c_void_p), ("base", ctypes.c_int64), ("stride", ctypes.c_int64), ("count", ctypes.c_int64),
-    ]  # fmt: skip
+        ("table", ctypes.c_void_p),
+        ("offset", ctypes.c_void_p),
+        ("base", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+    ]
 
 
 class PartArgs(ctypes.Structure):
     """struct Part of args.cuh."""
 
     _fields_ = [
-        ("layer_stride", ctypes.c_int64), ("head_bytes", ctypes.c_int), ("chunks_per_page", ctypes.c_int), ("raw", ctypes.c_int),
-        ("k_raw", ctypes.c_int), ("v_raw", ctypes.c_int), ("low_head_bytes", ctypes.c_int), ("low_layer_stride", ctypes.c_int64),
-        ("k_scale", ctypes.c_void_p), ("k_bias", ctypes.c_void_p), ("v_scale", ctypes.c_void_p), ("v_bias", ctypes.c_void_p),
-        ("k_level", ctypes.c_void_p), ("v_level", ctypes.c_void_p), ("turns", ctypes.c_void_p), ("k_inverse", ctypes.c_void_p),
-        ("pages", PagesArgs), ("unused", ctypes.c_int64 * 5), ("page_size", ctypes.c_int),
-    ]  # fmt: skip
+        ("layer_stride", ctypes.c_int64),
+        ("head_bytes", ctypes.c_int),
+        ("chunks_per_page", ctypes.c_int),
+        ("raw", ctypes.c_int),
+        ("k_raw", ctypes.c_int),
+        ("v_raw", ctypes.c_int),
+        ("low_head_bytes", ctypes.c_int),
+        ("low_layer_stride", ctypes.c_int64),
+        ("k_scale", ctypes.c_void_p),
+        ("k_bias", ctypes.c_void_p),
+        ("v_scale", ctypes.c_void_p),
+        ("v_bias", ctypes.c_void_p),
+        ("k_level", ctypes.c_void_p),
+        ("v_level", ctypes.c_void_p),
+        ("turns", ctypes.c_void_p),
+        ("k_inverse", ctypes.c_void_p),
+        ("pages", PagesArgs),
+        ("unused", ctypes.c_int64 * 5),
+        ("page_size", ctypes.c_int),
+    ]
 
 
 class Args(ctypes.Structure):
     """struct Args of args.cuh."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in (
-            "q", "out", "lse", "q_positions", "segments", "page_address", "page_tokens", "low_address", "unused", "partial", "partial_ml", "arrived")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "q",
+                "out",
+                "lse",
+                "q_positions",
+                "segments",
+                "page_address",
+                "page_tokens",
+                "low_address",
+                "unused",
+                "partial",
+                "partial_ml",
+                "arrived",
+            )
+        ),
         *((name, ctypes.c_int64) for name in ("q_stride_b", "q_stride_t", "q_stride_h")),
-        *((name, ctypes.c_int) for name in ("num_queries", "group", "num_kv_heads", "column_blocks", "layer", "window")),
-        ("scaling", ctypes.c_float), ("softcap", ctypes.c_float),
+        *(
+            (name, ctypes.c_int)
+            for name in ("num_queries", "group", "num_kv_heads", "column_blocks", "layer", "window")
+        ),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("num_pieces", "num_low_pieces", "unused_too", "query_columns")),
-        ("pieces", ctypes.c_int * 4 * MAX_PIECES), ("parts", PartArgs * MAX_PARTS),
-    ]  # fmt: skip
+        ("pieces", ctypes.c_int * 4 * MAX_PIECES),
+        ("parts", PartArgs * MAX_PARTS),
+    ]
 
 
 @dataclass(frozen=True)
@@ -131,8 +190,8 @@ class Plan:
         num_q_heads: query heads.
         q_dtype: dtype of the queries and of the output.
         num_queries: query tokens per sequence.
-        layer_strides: bytes from a page of one layer to the same page of the next, one per part; 0 where `run` is only called for layer 0. Low planes
-            of layers lie side by side wherever the pages do.
+        layer_strides: bytes from a page of one layer to the same page of the next, one per part; 0 where `run` is only
+            called for layer 0. Low planes of layers lie side by side wherever the pages do.
 
     Attributes:
         out: [B, num_queries, num_q_heads, value_head_dim] in q_dtype; zeros where nothing was visible.
@@ -141,12 +200,20 @@ class Plan:
     """
 
     def __init__(
-        self, call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, *, num_queries: int = 1,
+        self,
+        call: AttendCall,
+        num_q_heads: int,
+        q_dtype: torch.dtype,
+        device: torch.device,
+        *,
+        num_queries: int = 1,
         layer_strides: tuple[int, ...] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if why := refuses_call(call, num_q_heads, MATRIX_DTYPES.get(q_dtype, str(q_dtype)), num_queries=num_queries):
             raise UnsupportedError(f"attend_pages on cuda: {why}")
-        check_call(call, (len(call.parts[0].table.indptr) - 1, num_queries, num_q_heads, call.parts[0].store.layout.head_dim))
+        check_call(
+            call, (len(call.parts[0].table.indptr) - 1, num_queries, num_q_heads, call.parts[0].store.layout.head_dim)
+        )
         device = indexed(device)
         layout = call.parts[0].store.layout
         batch, d, heads = len(call.parts[0].table.indptr) - 1, layout.value_head_dim, layout.num_kv_heads
@@ -162,37 +229,63 @@ class Plan:
         self.lse = torch.zeros(batch, num_queries, num_q_heads, dtype=torch.float32, device=device)
         self.q_positions = self._upload(last_positions(call, batch, num_queries))
 
-        raw_dtype = next((p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw), MATRIX_DTYPES[q_dtype])
+        raw_dtype = next(
+            (p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw), MATRIX_DTYPES[q_dtype]
+        )
         limit = driver.shared_limit(torch.cuda.get_device_capability(device))
         low = {p.store.layout: p.low[0].layout for p in call.parts if p.low}
-        ask = Ask(layout.head_dim, cols, MATRIX_DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, value_head_dim=d)
+        ask = Ask(
+            layout.head_dim, cols, MATRIX_DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, value_head_dim=d
+        )
         raw = any(p.store.layout.key.is_raw for p in call.parts)  # the first kernel reads such parts
         kernels = [
-            kernel_for(x, dataclasses.replace(ask, fold=folds(x, num_queries * group), low=low.get(x), raw=raw and i == 0)) for i, x in enumerate(layouts)
+            kernel_for(
+                x, dataclasses.replace(ask, fold=folds(x, num_queries * group), low=low.get(x), raw=raw and i == 0)
+            )
+            for i, x in enumerate(layouts)
         ]
         work = self._work(call.parts, packed, kernels)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        chunks = [sum(int(w.num_chunks.sum()) for w in work if w.launch == i) * heads * column_blocks for i in range(len(kernels))]
+        chunks = [
+            sum(int(w.num_chunks.sum()) for w in work if w.launch == i) * heads * column_blocks
+            for i in range(len(kernels))
+        ]
         blocks = [max(1, min(processors, n)) for n in chunks]
         lists, num_slots = schedule(work, heads * column_blocks, blocks)
 
         args = Args(
-            out=self.out.data_ptr(), lse=self.lse.data_ptr(), q_positions=self.q_positions.data_ptr(), num_queries=num_queries, group=group,
-            num_kv_heads=heads, column_blocks=column_blocks, query_columns=query_columns(num_queries * group), layer=0,
-            window=window_of(call.sliding_window), scaling=call.scaling, softcap=call.softcap or 1.0,
-            **self._tables(call.parts), **self._scratch(num_slots, cols, d, batch * heads * column_blocks),
-        )  # fmt: skip
+            out=self.out.data_ptr(),
+            lse=self.lse.data_ptr(),
+            q_positions=self.q_positions.data_ptr(),
+            num_queries=num_queries,
+            group=group,
+            num_kv_heads=heads,
+            column_blocks=column_blocks,
+            query_columns=query_columns(num_queries * group),
+            layer=0,
+            window=window_of(call.sliding_window),
+            scaling=call.scaling,
+            softcap=call.softcap or 1.0,
+            **self._tables(call.parts),
+            **self._scratch(num_slots, cols, d, batch * heads * column_blocks),
+        )
         for i, part in enumerate(call.parts):
             args.parts[i] = self._part(part, kernels, packed, layer_strides[i] if layer_strides else 0)
         self._launches = [self._launch(k, args, lists[i], blocks[i], layouts[i]) for i, k in enumerate(kernels)]
 
     def run(
-        self, q: torch.Tensor, q_positions: torch.Tensor | None = None, *, layer: int = 0, static: LayerStatic | None = None
+        self,
+        q: torch.Tensor,
+        q_positions: torch.Tensor | None = None,
+        *,
+        layer: int = 0,
+        static: LayerStatic | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of q [B, num_queries, Hq, D] over the planned pages of `layer`.
 
         Args:
-            q_positions: int32 or int64 [B, num_queries] on the device, kept for later runs; negative marks padding, which sees nothing.
+            q_positions: int32 or int64 [B, num_queries] on the device, kept for later runs; negative marks padding,
+                which sees nothing.
             static: what each part's pages share in `layer` (`PageStore.static`); those of the call if None.
 
         Returns:
@@ -202,7 +295,9 @@ class Plan:
         check_static(self.call, layer, static)
         pointers = [
             family.static_pointers(p.store.layout, own, self.device)
-            for family, p, own in zip(self._families, self.call.parts, static or [p.store.static for p in self.call.parts], strict=True)
+            for family, p, own in zip(
+                self._families, self.call.parts, static or [p.store.static for p in self.call.parts], strict=True
+            )
         ]
         if q_positions is not None:
             self.q_positions.copy_(q_positions)
@@ -221,14 +316,25 @@ class Plan:
         """Which kernel reads what, in a line each."""
         lines = []
         for launch in self._launches:
-            what = "raw pages" if launch.layout.is_raw else f"{launch.layout.key.format}/{launch.layout.value.format} pages (and raw ones)"
+            what = (
+                "raw pages"
+                if launch.layout.is_raw
+                else f"{launch.layout.key.format}/{launch.layout.value.format} pages (and raw ones)"
+            )
             if launch.kernel.low_pieces:
                 what = what.replace(" (", " with and without low planes (")
             s = launch.kernel.shape
-            lines.append(f"attend_pages by cuda: {what}, {launch.blocks} blocks of {s.warps} warps, {s.slots} x {s.chunk} tokens in flight")
-        table_tokens = max((int((p.table.starts + p.table.lengths).max()) for p in self.call.parts if p.table.num_pages), default=0)
+            lines.append(
+                f"attend_pages by cuda: {what}, {launch.blocks} blocks of {s.warps} warps, {s.slots} x {s.chunk} tokens"
+                " in flight"
+            )
+        table_tokens = max(
+            (int((p.table.starts + p.table.lengths).max()) for p in self.call.parts if p.table.num_pages), default=0
+        )
         layout = self.call.parts[0].store.layout
-        if note := small_on_gpu(self.out.shape[0], table_tokens, layout.num_kv_heads * (layout.head_dim + layout.value_head_dim)):
+        if note := small_on_gpu(
+            self.out.shape[0], table_tokens, layout.num_kv_heads * (layout.head_dim + layout.value_head_dim)
+        ):
             lines.append(note)
         return "\n".join(lines)
 
@@ -260,7 +366,9 @@ class Plan:
         tokens = np.concatenate([np.stack([p.table.starts, p.table.lengths], 1).astype(np.int32) for p in parts])
         tables = {"page_address": self._upload(addresses).data_ptr(), "page_tokens": self._upload(tokens).data_ptr()}
         if any(p.low for p in parts):
-            fine = [p.low[0].addresses[p.table.low[0]] if p.low else np.zeros(p.table.num_pages, np.int64) for p in parts]
+            fine = [
+                p.low[0].addresses[p.table.low[0]] if p.low else np.zeros(p.table.num_pages, np.int64) for p in parts
+            ]
             tables["low_address"] = self._upload(np.concatenate(fine)).data_ptr()
         return tables
 
@@ -278,8 +386,17 @@ class Plan:
         offsets = {"k_raw": layout.sections["k_raw"].offset, "v_raw": layout.sections["v_raw"].offset} if raw else {}
         static = self._kept(family_of(layout).constants(layout, self.device))
         fine = part.low[0].layout if part.low else None
-        low = {"low_head_bytes": fine.head_bytes, "low_layer_stride": fine.page_size_bytes if layer_stride else 0} if fine else {}
-        pages = {"layer_stride": layer_stride, "head_bytes": layout.head_bytes, "chunks_per_page": -(-layout.page_size // tokens), "raw": raw}
+        low = (
+            {"low_head_bytes": fine.head_bytes, "low_layer_stride": fine.page_size_bytes if layer_stride else 0}
+            if fine
+            else {}
+        )
+        pages = {
+            "layer_stride": layer_stride,
+            "head_bytes": layout.head_bytes,
+            "chunks_per_page": -(-layout.page_size // tokens),
+            "raw": raw,
+        }
         return PartArgs(**pages, **low, **offsets, **static)
 
     def _kept(self, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
@@ -297,9 +414,17 @@ class Plan:
 
 
 def plan(
-    call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, device: torch.device, *, num_queries: int = 1, history_only: bool = False, **options: Any
+    call: AttendCall,
+    num_q_heads: int,
+    q_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    num_queries: int = 1,
+    history_only: bool = False,
+    **options: Any,
 ) -> Plan | ChunkPlan:
-    """A `Plan`, or a `ChunkPlan` where many queries read history that all of them see, and for formats that no kernel reads packed.
+    """A `Plan`, or a `ChunkPlan` where many queries read history that all of them see, and for formats that no kernel
+    reads packed.
 
     Args:
         history_only: every query that is no padding comes after all pages of the call.
@@ -315,6 +440,8 @@ def plan(
 
 
 def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plan and run once: out [B, T, Hq, D] in q's dtype and lse [B, T, Hq] float32 (see the reference for the contract)."""
+    """Plan and run once: out [B, T, Hq, D] in q's dtype and lse [B, T, Hq] float32 (see the reference for the
+    contract).
+    """
     check_call(call, q.shape)
     return plan(call, q.shape[2], q.dtype, q.device, num_queries=q.shape[1]).run(q.contiguous(), q_positions)

@@ -47,7 +47,9 @@ def kernel_for(layout: PageLayout, ask: Ask) -> Kernel:
     family = family_of(layout)
     found = family.attention(layout, ask)
     if found is None:
-        raise UnsupportedError(f"attend_pages on cuda: {family.refuses('attend', layout, shared_limit=ask.shared_limit)}")
+        raise UnsupportedError(
+            f"attend_pages on cuda: {family.refuses('attend', layout, shared_limit=ask.shared_limit)}"
+        )
     return found
 
 
@@ -72,7 +74,9 @@ def indexed(device: torch.device) -> torch.device:
     return torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
 
 
-def check_query(q: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, rows: bool = True) -> None:
+def check_query(
+    q: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, rows: bool = True
+) -> None:
     """Refuse queries that a plan was not made for.
 
     Args:
@@ -82,9 +86,14 @@ def check_query(q: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, devic
         DataError: what differs.
     """
     if tuple(q.shape) != tuple(shape) or q.dtype != dtype or q.device != device:
-        raise DataError(f"q is {list(q.shape)} {q.dtype} on {q.device}; the plan is for {list(shape)} {dtype} on {device}")
+        raise DataError(
+            f"q is {list(q.shape)} {q.dtype} on {q.device}; the plan is for {list(shape)} {dtype} on {device}"
+        )
     if rows and (q.stride(-1) != 1 or any(s % 4 for s in q.stride()[:-1]) or q.data_ptr() % 8):
-        raise DataError(f"q has strides {q.stride()}: the last must be 1, the others multiples of 4, and it must start at 8 bytes; use q.contiguous()")
+        raise DataError(
+            f"q has strides {q.stride()}: the last must be 1, the others multiples of 4, and it must start at 8 bytes;"
+            " use q.contiguous()"
+        )
 
 
 def check_static(call: AttendCall, layer: int, static: Sequence[Mapping[str, torch.Tensor]] | None) -> None:
@@ -94,4 +103,7 @@ def check_static(call: AttendCall, layer: int, static: Sequence[Mapping[str, tor
         DataError: they are missing.
     """
     if layer and static is None and any(p.store.static for p in call.parts):
-        raise DataError(f"layer {layer} of a scheme with calibrated parameters was given none; pass `static`, one dict for each part")
+        raise DataError(
+            f"layer {layer} of a scheme with calibrated parameters was given none; pass `static`, one dict for each"
+            " part"
+        )

@@ -1,9 +1,12 @@
-"""Balanced work lists: every block of a launch gets an equal share of the bytes, as runs of chunks. Integers only, so it tests without a GPU.
+"""Balanced work lists: every block of a launch gets an equal share of the bytes, as runs of chunks.
 
-A unit is one (sequence, kv head, block of query columns). Its chunks, part after part, are laid end to end with those of all other units and the line is
-cut into as many equal pieces as there are blocks. A piece of one unit and part is a segment. Segments of a unit that follow one another in a block and are
-read by one walk (tiers of a tiered cache) join: one result for all. A unit with several results gets a slot for each, which
-the kernel sums. Starting and ending a walk costs time, so pieces are equal in bytes plus SEGMENT_COST for each: whole units where that is cheaper.
+Integers only, so it tests without a GPU.
+
+A unit is one (sequence, kv head, block of query columns). Its chunks, part after part, are laid end to end with those
+of all other units and the line is cut into as many equal pieces as there are blocks. A piece of one unit and part is a
+segment. Segments of a unit that follow one another in a block and are read by one walk (tiers of a tiered cache) join:
+one result for all. A unit with several results gets a slot for each, which the kernel sums. Starting and ending a walk
+costs time, so pieces are equal in bytes plus SEGMENT_COST for each: whole units where that is cheaper.
 """
 
 from __future__ import annotations
@@ -15,16 +18,33 @@ from typing import Any
 import numpy as np
 
 SEGMENT_COST = 256 << 10
-"""Bytes that a multiprocessor could have read while it starts and ends a walk and its result is merged (8 us). Without it blocks with two segments
-were 6 us late; 64, 160 and 256 KiB took 44.8, 42.2 and 41.3 us (int4, one sequence of 131,072 tokens)."""
+"""Bytes that a multiprocessor could have read while it starts and ends a walk and its result is merged (8 us).
+
+Without it blocks with two segments were 6 us late; 64, 160 and 256 KiB took 44.8, 42.2 and 41.3 us (int4, one sequence
+of 131,072 tokens).
+"""
 SEARCH_STEPS = 24
 KEPT = 16
 """Schedules: one serves the tokens that change no number of chunks, 32 in a row for one sequence."""
 _made: dict[tuple[Any, ...], tuple[list[np.ndarray], int]] = {}
 SEGMENT_FIELDS = (
-    "unit", "part", "first_entry", "first_chunk", "num_chunks", "slot", "unit_slots", "num_slots", "next", "chunks_before", "joins", "last_entry",
-    "position", "tokens", "", "",
-)  # fmt: skip
+    "unit",
+    "part",
+    "first_entry",
+    "first_chunk",
+    "num_chunks",
+    "slot",
+    "unit_slots",
+    "num_slots",
+    "next",
+    "chunks_before",
+    "joins",
+    "last_entry",
+    "position",
+    "tokens",
+    "",
+    "",
+)
 """struct Segment of work.cuh."""
 
 
@@ -33,13 +53,16 @@ class PartWork:
     """Chunks of one part.
 
     Attributes:
-        first_entry, num_chunks: int64 [B]: where a sequence's entries start in the entry arrays and how many chunks it reads.
+        first_entry, num_chunks: int64 [B]: where a sequence's entries start in the entry arrays and how many chunks it
+            reads.
         chunk_cost: bytes of a chunk.
         launch: which kernel reads it.
         in_ring: read through the ring of shared memory.
         walk: segments of parts of one launch and walk join; None joins nothing.
-        last_entry: int64 [B]: a sequence's last entry. It and the one before are not read before the kernel just ahead has ended; None: nothing is.
-        ends_walk: it comes after the parts of its walk that do not: raw tokens after packed ones, whose queries then need no registers any more.
+        last_entry: int64 [B]: a sequence's last entry. It and the one before are not read before the kernel just ahead
+            has ended; None: nothing is.
+        ends_walk: it comes after the parts of its walk that do not: raw tokens after packed ones, whose queries then
+            need no registers any more.
     """
 
     first_entry: np.ndarray
@@ -53,7 +76,16 @@ class PartWork:
 
     def key(self) -> tuple[Any, ...]:
         last = None if self.last_entry is None else self.last_entry.tobytes()
-        return self.first_entry.tobytes(), self.num_chunks.tobytes(), self.chunk_cost, self.launch, self.in_ring, self.walk, last, self.ends_walk
+        return (
+            self.first_entry.tobytes(),
+            self.num_chunks.tobytes(),
+            self.chunk_cost,
+            self.launch,
+            self.in_ring,
+            self.walk,
+            last,
+            self.ends_walk,
+        )
 
 
 def chunks_per_sequence(indptr: np.ndarray, lengths: np.ndarray, chunk_tokens: int, chunks_per_page: int) -> np.ndarray:
@@ -72,7 +104,8 @@ def schedule(parts: list[PartWork], repeats: int, num_blocks: list[int]) -> tupl
         num_blocks: blocks of each launch.
 
     Returns:
-        Segments int32 [n, 16] of each launch in SEGMENT_FIELDS order, block i's first at row i (unit -1: it has none), and how many slots all need.
+        Segments int32 [n, 16] of each launch in SEGMENT_FIELDS order, block i's first at row i (unit -1: it has none),
+            and how many slots all need.
         Not to be written: the next call with the same work returns them again.
     """
     key = (*(p.key() for p in parts), repeats, *num_blocks)
@@ -122,7 +155,8 @@ def _linked(rows: np.ndarray, start: np.ndarray, in_ring: np.ndarray) -> tuple[n
     """Rows in block order as linked lists, first rows first, then the others; and where each row went."""
     blocks = len(start) - 1
     has = np.diff(start) > 0
-    place = np.arange(len(rows)) - np.searchsorted(start[:-1][has], np.arange(len(rows)), "right") + blocks  # after all first rows
+    # after all first rows
+    place = np.arange(len(rows)) - np.searchsorted(start[:-1][has], np.arange(len(rows)), "right") + blocks
     place[start[:-1][has]] = np.flatnonzero(has)
     follows = np.ones(len(rows), bool)
     follows[start[1:][has] - 1] = False  # last rows
@@ -143,14 +177,23 @@ def _rank(unit: np.ndarray) -> np.ndarray:
     return ranks
 
 
-def _cut(chunks: np.ndarray, costs: np.ndarray, parts: np.ndarray, walks: list[int], blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """(segment_start [blocks + 1], [n, 5] of unit, part, first chunk, number of chunks, joins the next) for runs of chunks in [unit, part] order."""
+def _cut(
+    chunks: np.ndarray, costs: np.ndarray, parts: np.ndarray, walks: list[int], blocks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(segment_start [blocks + 1], [n, 5] of unit, part, first chunk, number of chunks, joins the next) for runs of
+    chunks in [unit, part] order.
+    """
     held = np.flatnonzero(chunks)
     count, (unit, part) = chunks[held], np.divmod(held, len(costs))
     cost, walk = costs[part], np.array(walks)[part]
     starts_walk = np.ones(len(held), bool)  # unless it goes on with the walk of the run before
     starts_walk[1:] = (unit[1:] != unit[:-1]) | (walk[1:] != walk[:-1])
-    runs = _Runs(count.tolist(), cost.tolist(), (SEGMENT_COST * starts_walk).tolist(), np.cumsum(SEGMENT_COST * starts_walk + count * cost).tolist())
+    runs = _Runs(
+        count.tolist(),
+        cost.tolist(),
+        (SEGMENT_COST * starts_walk).tolist(),
+        np.cumsum(SEGMENT_COST * starts_walk + count * cost).tolist(),
+    )
     low, high = float(np.dot(count, cost)) / blocks, None
     share, step, best = low + SEGMENT_COST, SEGMENT_COST, None
     for _ in range(SEARCH_STEPS):  # the smallest share with which the blocks suffice
@@ -164,7 +207,8 @@ def _cut(chunks: np.ndarray, costs: np.ndarray, parts: np.ndarray, walks: list[i
     assert best is not None, "no share was large enough"
     begin = np.array(best, np.int64)
     width = int(count.max(initial=0)) + 1
-    keys = np.union1d(np.arange(len(held)) * width, (begin @ [width, 1])[begin[:, 0] < len(held)])  # where segments begin: runs, and blocks inside them
+    # where segments begin: runs, and blocks inside them
+    keys = np.union1d(np.arange(len(held)) * width, (begin @ [width, 1])[begin[:, 0] < len(held)])
     run, first = np.divmod(keys, width)
     ends_run = np.append(run[1:] != run[:-1], True)[: len(run)]
     number = np.where(ends_run, count[run], np.append(first[1:], 0)[: len(run)]) - first
@@ -177,7 +221,9 @@ def _cut(chunks: np.ndarray, costs: np.ndarray, parts: np.ndarray, walks: list[i
 
 @dataclass(frozen=True)
 class _Runs:
-    """Runs of chunks, one after the other: how many chunks, bytes of each, what starting costs after the run before, and all costs up to and with a run."""
+    """Runs of chunks, one after the other: how many chunks, bytes of each, what starting costs after the run before,
+    and all costs up to and with a run.
+    """
 
     count: list[int]
     cost: list[int]
@@ -185,8 +231,11 @@ class _Runs:
     through: list[int]
 
     def share_out(self, share: float, blocks: int) -> list[tuple[int, int]] | None:
-        """Where each block begins, (run, chunk), if every one takes `share`, in order; None if chunks are left over. Whole runs are found by bisection:
-        a plan is made for every generated token, and a batch has a run for each kv head."""
+        """Where each block begins, (run, chunk), if every one takes `share`, in order; None if chunks are left over.
+
+        Whole runs are found by bisection: a plan is made for every generated token, and a batch has a run for each kv
+        head.
+        """
         begin, run, first, runs = [], 0, 0, len(self.count)
         for _ in range(blocks):
             begin.append((run, first))

@@ -1,6 +1,8 @@
-"""Shapes of attention kernels, whatever their pages hold: how chunks are cut from pages, how many warps and slots of the ring fit, what merging takes.
+"""Shapes of attention kernels, whatever their pages hold: how chunks are cut from pages, how many warps and slots of
+the ring fit, what merging takes.
 
-The numbers of warps and slots are the measured best on Hopper (docs/results/log/gpu-kernels.md); other chips get what fits their shared memory.
+The numbers of warps and slots are the measured best on Hopper (docs/results/log/gpu-kernels.md); other chips get what
+fits their shared memory.
 """
 
 from __future__ import annotations
@@ -20,16 +22,22 @@ from .side import attend_defines
 MAX_PIECES = 40
 MAX_CHUNK_BYTES = 18 << 10
 WIDE_HEAD, MAX_PAGE_BYTES = 256, 72 << 10
-"""Heads of more channels than that share key operands in shared memory, and where their chunks would be cut from too many places, a slot holds a page of
-up to so many bytes."""
+"""Heads of more channels than that share key operands in shared memory, and where their chunks would be cut from too
+many places, a slot holds a page of up to so many bytes.
+"""
 RING_BYTES = 144 << 10
-"""More bytes in flight per multiprocessor only lengthen every queue: int8, 8 x 32768 tokens took 139 us with 200 KiB and 132 us with 132 KiB."""
+"""More bytes in flight per multiprocessor only lengthen every queue: int8, 8 x 32768 tokens took 139 us with 200 KiB
+and 132 us with 132 KiB.
+"""
 PREFETCH_BYTES, PREFETCH_CHUNKS = 104 << 10, 12
-"""Bytes and chunks prefetched into L2 beyond the ring while the previous kernel finishes. 8 x 32768 tokens, int8: 129.4 us with none, 129.9, 128.5, 129.2 and
-132.7 us with 17, 103, 206 and 360 KB; int4: 70.0 us with 105 KB, 71.3 without."""
+"""Bytes and chunks prefetched into L2 beyond the ring while the previous kernel finishes. 8 x 32768 tokens, int8: 129.4
+us with none, 129.9, 128.5, 129.2 and 132.7 us with 17, 103, 206 and 360 KB; int4: 70.0 us with 105 KB, 71.3 without.
+"""
 WIDE = 24
-"""Query columns of a warp for chunks: a page is unpacked for three column tiles at once. 128 queries of 4 heads over 32,768 tokens took 372 us (int8),
-341 (int4) and 323 (int2), with 16 columns 513, 356 and 345, with 32 (which spill) 393, 380 and 403."""
+"""Query columns of a warp for chunks: a page is unpacked for three column tiles at once. 128 queries of 4 heads over
+32,768 tokens took 372 us (int8), 341 (int4) and 323 (int2), with 16 columns 513, 356 and 345, with 32 (which spill)
+393, 380 and 403.
+"""
 FOLD_COLUMNS = 4
 """Query columns up to which kernels that fold let half of a matrix instruction's eight columns do as much again."""
 RAW_TOKENS = (32, 16, 8)
@@ -43,7 +51,9 @@ Pieces = Sequence[tuple[int, int, int, int]]
 
 @dataclass(frozen=True)
 class Shape:
-    """Launch shape: consumer warps of a block, slots of its ring (a multiple), tokens of a chunk, units of 32 tokens per step."""
+    """Launch shape: consumer warps of a block, slots of its ring (a multiple), tokens of a chunk, units of 32 tokens
+    per step.
+    """
 
     warps: int
     slots: int
@@ -122,7 +132,11 @@ def chunk_tokens(layout: PageLayout) -> int:
     for tokens in (layout.page_size, 128, 64):
         if layout.page_size % tokens == 0 and used_bytes(chunk_layout(layout, tokens)) <= MAX_CHUNK_BYTES:
             return tokens
-    in_one = max(layout.head_dim, layout.value_head_dim) > WIDE_HEAD and used_bytes(layout) <= MAX_PAGE_BYTES and len(pieces_of(layout, 32)) > MAX_PIECES
+    in_one = (
+        max(layout.head_dim, layout.value_head_dim) > WIDE_HEAD
+        and used_bytes(layout) <= MAX_PAGE_BYTES
+        and len(pieces_of(layout, 32)) > MAX_PIECES
+    )
     return layout.page_size if in_one else 32
 
 
@@ -145,7 +159,9 @@ def pieces_of(layout: PageLayout | LowLayout, tokens: int) -> Pieces:
         elif len(section.shape) == 2:
             item = SCALE_BYTES[section.dtype]
             for g in range(section.shape[0]):
-                runs.append((section.offset + g * layout.page_size * item, tokens * item, to + g * tokens * item, tokens * item))
+                runs.append(
+                    (section.offset + g * layout.page_size * item, tokens * item, to + g * tokens * item, tokens * item)
+                )
         else:
             runs.append((section.offset, 0, to, -(-section.nbytes // 16) * 16))
     return runs
@@ -156,22 +172,45 @@ def refuses_pieces(layout: PageLayout, low: Sequence[LowLayout] = ()) -> str | N
     tokens = chunk_tokens(layout)
     if len(pieces_of(layout, tokens)) + sum(len(pieces_of(x, tokens)) for x in low) <= MAX_PIECES:
         return None
-    return f"a chunk of this layout{' and its low planes' if low else ''} is cut from more than {MAX_PIECES} places of the page"
+    return (
+        f"a chunk of this layout{' and its low planes' if low else ''} is cut from more than {MAX_PIECES} places of the"
+        " page"
+    )
 
 
-def merge_bytes(warps: int, cols: int, dims: tuple[int, int], with_bias: bool, rounds_at_once: int = 1, merge_cols: int | None = None) -> int:
-    """Shared memory for merging warps (struct Merge of finish.cuh); dims: channels of keys and of values; merge_cols: columns that results are of, if
-    fewer than `cols`."""
-    merged = warps * cols * 2 + cols * 2 + warps * (16 if with_bias else 1) * cols + warps * rounds_at_once * (merge_cols or cols) * 36
+def merge_bytes(
+    warps: int,
+    cols: int,
+    dims: tuple[int, int],
+    with_bias: bool,
+    rounds_at_once: int = 1,
+    merge_cols: int | None = None,
+) -> int:
+    """Shared memory for merging warps (struct Merge of finish.cuh); dims: channels of keys and of values; merge_cols:
+    columns that results are of, if fewer than `cols`.
+    """
+    merged = (
+        warps * cols * 2
+        + cols * 2
+        + warps * (16 if with_bias else 1) * cols
+        + warps * rounds_at_once * (merge_cols or cols) * 36
+    )
     fragments = cols * (2 * dims[0] + 256) if cols > 16 or dims[0] > WIDE_HEAD else 0  # at most, of any width of codes
     own = warps * (27 + cols)  # each warp's segment, unit and positions, and what it has left
     return (merged + cols * sum(dims) + cols + warps + own) * 4 + 160 + fragments
 
 
 def fitting(
-    ask: Ask, slot: int, chunk: int, units: int, most_warps: int, *, with_bias: bool = False, own_bytes: Callable[[int], int] = lambda _: 0,
+    ask: Ask,
+    slot: int,
+    chunk: int,
+    units: int,
+    most_warps: int,
+    *,
+    with_bias: bool = False,
+    own_bytes: Callable[[int], int] = lambda _: 0,
     deep: bool = True,
-) -> Shape:  # fmt: skip
+) -> Shape:
     """The most warps that fit with two slots each (one where steps are long), and slots up to `RING_BYTES`.
 
     Args:
@@ -179,40 +218,63 @@ def fitting(
         deep: more than two slots a warp are worth their memory.
     """
     low = ask.low is not None
-    for warps in (11, 7, 4, 3, 2, 1):  # with the producer a multiple of 4, mostly: registers are shared out in quarters of a multiprocessor
+    # with the producer a multiple of 4, mostly: registers are shared out in quarters of a multiprocessor
+    for warps in (11, 7, 4, 3, 2, 1):
         ring = 32 + 4 * warps if low else 16
         merge = merge_bytes(warps, ask.cols, ask.dims, with_bias) + own_bytes(warps)
         stages = (ask.shared_limit - ring - merge) // (warps * (slot + BARRIERS))
-        least = 1 if ask.cols > 16 else 2  # long steps: more warps with a slot each were faster than fewer with two (372 and 400 us, int8)
-        if warps <= most_warps and stages >= least:  # a chunk with a low plane takes two slots: the third holds the start of the next
+        # long steps: more warps with a slot each were faster than fewer with two (372 and 400 us, int8)
+        least = 1 if ask.cols > 16 else 2
+        # a chunk with a low plane takes two slots: the third holds the start of the next
+        if warps <= most_warps and stages >= least:
             wanted = RING_BYTES // (warps * slot) if deep else 0
             return Shape(warps, warps * min(stages, max(3 if low else 2, wanted)), chunk, units)
     return Shape(1, 2 if low else 1, chunk, units)
 
 
 def frame_defines(
-    ask: Ask, shape: Shape, ring_bytes: int, *, merge_cols: int | None = None, merge_bias: bool = False, bias_groups: bool = False, own_start: bool = False,
+    ask: Ask,
+    shape: Shape,
+    ring_bytes: int,
+    *,
+    merge_cols: int | None = None,
+    merge_bias: bool = False,
+    bias_groups: bool = False,
+    own_start: bool = False,
     fragments: int = 0,
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """Macros of every attention kernel (config.cuh); SHARED_BYTES counts what its ring takes and what merging does.
 
     Args:
         merge_cols: columns that results are of, if fewer than `ask.cols`.
         merge_bias, bias_groups: sums of weights go with results, of each of up to 16 groups.
-        own_start: warps start segments alone. Not where queries take a calibrated scale, warps share operands, or a block shares tables of its head.
+        own_start: warps start segments alone. Not where queries take a calibrated scale, warps share operands, or a
+            block shares tables of its head.
         fragments: key operands of a column tile that warps share.
     """
     merge_cols = merge_cols or ask.cols
     merged = (shape.warps, ask.cols, ask.dims, bias_groups)
     room = ask.shared_limit - ring_bytes  # as many rounds of 32 channels are merged between two barriers as fit
-    rounds = next((n for n in (8, 4, 2) if n * 32 <= max(ask.dims[1], 64) and merge_bytes(*merged, n, merge_cols) <= room), 1)
+    rounds = next(
+        (n for n in (8, 4, 2) if n * 32 <= max(ask.dims[1], 64) and merge_bytes(*merged, n, merge_cols) <= room), 1
+    )
     return {
-        "HEAD_DIM": ask.dims[0], "VALUE_HEAD_DIM": ask.dims[1], "COLS": ask.cols, "Q_TYPE": DTYPES[ask.q_dtype], "RAW_TYPE": DTYPES[ask.raw_dtype],
+        "HEAD_DIM": ask.dims[0],
+        "VALUE_HEAD_DIM": ask.dims[1],
+        "COLS": ask.cols,
+        "Q_TYPE": DTYPES[ask.q_dtype],
+        "RAW_TYPE": DTYPES[ask.raw_dtype],
         "SOFTCAP": int(ask.softcap),
-        "Q_FRAGMENTS": fragments, "BLOCK_TABLES": int(ask.tables), "OWN_START": int(own_start), "ROUNDS_AT_ONCE": rounds, "MERGE_COLS": merge_cols,
-        "MERGE_BIAS": int(merge_bias), "BIAS_GROUPS": 16 if bias_groups else 1, "WARPS": shape.warps,
+        "Q_FRAGMENTS": fragments,
+        "BLOCK_TABLES": int(ask.tables),
+        "OWN_START": int(own_start),
+        "ROUNDS_AT_ONCE": rounds,
+        "MERGE_COLS": merge_cols,
+        "MERGE_BIAS": int(merge_bias),
+        "BIAS_GROUPS": 16 if bias_groups else 1,
+        "WARPS": shape.warps,
         "SHARED_BYTES": ring_bytes + merge_bytes(*merged, rounds, merge_cols),
-    }  # fmt: skip
+    }
 
 
 def ring_bytes(ask: Ask, shape: Shape, slot: int, barriers: int = BARRIERS) -> int:
@@ -221,7 +283,14 @@ def ring_bytes(ask: Ask, shape: Shape, slot: int, barriers: int = BARRIERS) -> i
 
 
 def ring_defines(
-    ask: Ask, layout: PageLayout, shape: Shape, slot: int, pieces: Pieces, num_planes: tuple[int, int], raw_tokens: int, has_raw: bool
+    ask: Ask,
+    layout: PageLayout,
+    shape: Shape,
+    slot: int,
+    pieces: Pieces,
+    num_planes: tuple[int, int],
+    raw_tokens: int,
+    has_raw: bool,
 ) -> dict[str, int]:
     """Macros of kernels that read chunks from a ring.
 
@@ -231,10 +300,18 @@ def ring_defines(
     """
     chunk, low = chunk_layout(layout, shape.chunk), chunk_layout(ask.low, shape.chunk) if ask.low else None
     found = {
-        "SLOTS": shape.slots, "CHUNK": shape.chunk, "UNITS": shape.units, "CHUNKS_PER_PAGE": layout.page_size // shape.chunk, "SLOT_BYTES": slot,
-        "PREFETCH_CHUNKS": min(PREFETCH_BYTES // slot, PREFETCH_CHUNKS), "CHUNK_BYTES": sum(p[3] for p in pieces), "HAS_LOW": int(low is not None),
-        "HAS_RAW": int(has_raw), "RAW_TOKENS": raw_tokens, "LOW_BYTES": sum(p[3] for p in pieces_of(ask.low, shape.chunk)) if ask.low else 0,
-    }  # fmt: skip
+        "SLOTS": shape.slots,
+        "CHUNK": shape.chunk,
+        "UNITS": shape.units,
+        "CHUNKS_PER_PAGE": layout.page_size // shape.chunk,
+        "SLOT_BYTES": slot,
+        "PREFETCH_CHUNKS": min(PREFETCH_BYTES // slot, PREFETCH_CHUNKS),
+        "CHUNK_BYTES": sum(p[3] for p in pieces),
+        "HAS_LOW": int(low is not None),
+        "HAS_RAW": int(has_raw),
+        "RAW_TOKENS": raw_tokens,
+        "LOW_BYTES": sum(p[3] for p in pieces_of(ask.low, shape.chunk)) if ask.low else 0,
+    }
     for kind, planes in zip("kv", num_planes, strict=True):
         found |= attend_defines(chunk, kind, planes)
         bits, offset = low_plane(low, kind)
@@ -242,6 +319,8 @@ def ring_defines(
     return found
 
 
-def kernel(source: Path, defines: Mapping[str, int], shape: Shape, pieces: Pieces = (), **options: int | bool | Pieces) -> Kernel:
+def kernel(
+    source: Path, defines: Mapping[str, int], shape: Shape, pieces: Pieces = (), **options: int | bool | Pieces
+) -> Kernel:
     """A `Kernel` of these macros."""
     return Kernel(source, tuple(defines.items()), shape, tuple(pieces), defines["SHARED_BYTES"], **options)  # type: ignore[arg-type]

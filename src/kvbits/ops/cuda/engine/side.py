@@ -1,4 +1,7 @@
-"""Encoders of `descriptor.Side` for CUDA: template arguments of the structs of side.cuh, macros of attention kernels. And parameters as kernels read them."""
+"""Encoders of `descriptor.Side` for CUDA: template arguments of the structs of side.cuh, macros of attention kernels.
+
+And parameters as kernels read them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ _prepared = WeakIdKeyDictionary()
 
 
 def prepared(x: torch.Tensor, how: Hashable, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """`make(x)`, made once for a tensor and `how` and kept as long as `x` lives: what kernels read of a layer's calibrated parameters."""
+    """`make(x)`, made once for a tensor and `how` and kept as long as `x` lives: what kernels read of a layer's
+    calibrated parameters.
+    """
     found = _prepared.setdefault(x, {})
     if how not in found:
         found[how] = make(x).detach()  # another object than x, which would keep itself alive
@@ -29,16 +34,31 @@ def as_float32(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def widened(x: torch.Tensor, head_dim: int, device: torch.device) -> torch.Tensor:
     """Calibrated [H, groups or channels] as float32 [H, head_dim] on `device`; made once."""
-    return prepared(x, ("widened", head_dim, device), lambda x: x.to(device, torch.float32).repeat_interleave(head_dim // x.shape[-1], -1).contiguous())
+    return prepared(
+        x,
+        ("widened", head_dim, device),
+        lambda x: x.to(device, torch.float32).repeat_interleave(head_dim // x.shape[-1], -1).contiguous(),
+    )
 
 
 def side_arguments(layout: PageLayout, kind: str) -> str:
     """Template arguments of struct Side: keys (kind "k") or values ("v") of a layout."""
     side = describe(layout, kind)
     values = [
-        side.levels, side.plane(0)[0] or 8, side.plane(1)[0], side.scale, side.group, side.zero, int(side.has_bias), int(side.has_mean), side.scale_dtype,
-        side.plane_offset[0], side.plane(1)[2], *(x or 0 for x in (side.scale_offset, side.bias_offset, side.mean_offset)), layout.dim(kind),
-    ]  # fmt: skip
+        side.levels,
+        side.plane(0)[0] or 8,
+        side.plane(1)[0],
+        side.scale,
+        side.group,
+        side.zero,
+        int(side.has_bias),
+        int(side.has_mean),
+        side.scale_dtype,
+        side.plane_offset[0],
+        side.plane(1)[2],
+        *(x or 0 for x in (side.scale_offset, side.bias_offset, side.mean_offset)),
+        layout.dim(kind),
+    ]
     return ", ".join(map(str, values))
 
 
@@ -48,8 +68,11 @@ def low_arguments(low: LowLayout | None, kind: str) -> str:
 
 
 def attend_defines(chunk: PageLayout, kind: str, num_planes: int) -> dict[str, int]:
-    """Macros of attention kernels for keys ("k") or values ("v"). `chunk` is laid out like a page; its first `num_planes` planes are walked one by one, and
-    one behind them is joined to the first (packed_codes.cuh). Families change what is other with them."""
+    """Macros of attention kernels for keys ("k") or values ("v").
+
+    `chunk` is laid out like a page; its first `num_planes` planes are walked one by one, and one behind them is joined
+    to the first (packed_codes.cuh). Families change what is other with them.
+    """
     side, name = describe(chunk, kind), kind.upper()
     groups = side.groups if side.scale == GROUP else 1
     return {
@@ -80,9 +103,11 @@ def turns_on(inv_freq: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def turns_of(inv_freq: torch.Tensor) -> torch.Tensor:
-    """float32 [head_dim / 2, 2] of `inv_freq` [head_dim / 2] radians per token: turns per token, and what float32 misses of them.
+    """float32 [head_dim / 2, 2] of `inv_freq` [head_dim / 2] radians per token: turns per token, and what float32
+    misses of them.
 
-    position * turns is exact to 2**-24 of a turn with two products (turn.cuh), where position * inv_freq in float32 is off by 0.008 radians at 131,072.
+    position * turns is exact to 2**-24 of a turn with two products (turn.cuh), where position * inv_freq in float32 is
+    off by 0.008 radians at 131,072.
     """
     turns = inv_freq.double() / (2 * math.pi)
     high = turns.float()
@@ -92,7 +117,11 @@ def turns_of(inv_freq: torch.Tensor) -> torch.Tensor:
 def has_aligned_rows(x: torch.Tensor) -> bool:
     """Whether 16-byte loads along the last dim are possible."""
     size = x.element_size()
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)
+    return (
+        x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(s * size % 16 == 0 for s, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)
+    )
 
 
 def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:

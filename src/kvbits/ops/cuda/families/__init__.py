@@ -1,4 +1,7 @@
-"""Families of formats, a room each: their kernels, and what chooses and launches them. `engine` knows none by name: it asks `family_of`."""
+"""Families of formats, a room each: their kernels, and what chooses and launches them.
+
+`engine` knows none by name: it asks `family_of`.
+"""
 
 from __future__ import annotations
 

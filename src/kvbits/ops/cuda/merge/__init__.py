@@ -1,4 +1,6 @@
-"""Merge attention over disjoint sets of keys on a GPU: `ops.reference.merge` for 16-bit results, read once and written in their dtype."""
+"""Merge attention over disjoint sets of keys on a GPU: `ops.reference.merge` for 16-bit results, read once and written
+in their dtype.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,24 @@ THREADS = 256
 class _Partial(ctypes.Structure):
     """struct Partial of merge.cu."""
 
-    _fields_ = [("out", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("stride", ctypes.c_int64 * 3), ("lse_stride", ctypes.c_int64 * 3)]
+    _fields_ = [
+        ("out", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("stride", ctypes.c_int64 * 3),
+        ("lse_stride", ctypes.c_int64 * 3),
+    ]
 
 
 class _Args(ctypes.Structure):
     """struct Args of merge.cu."""
 
     _fields_ = [
-        ("parts", _Partial * MOST_PARTS), ("out", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("rows", ctypes.c_int64),
+        ("parts", _Partial * MOST_PARTS),
+        ("out", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("num_parts", "num_tokens", "num_heads")),
-    ]  # fmt: skip
+    ]
 
 
 def source(head_dim: int, dtype: torch.dtype) -> Source:
@@ -47,7 +57,10 @@ def refuses(outs: Sequence[torch.Tensor]) -> str | None:
     """Why results like these are not merged here, or None."""
     out = outs[0]
     if out.dtype not in MATRIX_DTYPES or out.shape[-1] % 8:
-        return f"results are {out.dtype} of head_dim {out.shape[-1]}; the kernel takes float16 and bfloat16, and multiples of 8"
+        return (
+            f"results are {out.dtype} of head_dim {out.shape[-1]}; the kernel takes float16 and bfloat16, and multiples"
+            " of 8"
+        )
     if len(dtypes := {x.dtype for x in outs}) > 1:
         return f"results are of {len(dtypes)} dtypes; the kernel merges those of one"
     return driver.refuses(out.device)
@@ -62,7 +75,9 @@ def _kernel_for(out: torch.Tensor) -> driver.Kernel:
     return _load(out.shape[-1], out.dtype, -1 if out.device.index is None else out.device.index)
 
 
-def merge_partials(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], *, into: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_partials(
+    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], *, into: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of key sets.
 
     Args:
@@ -71,7 +86,8 @@ def merge_partials(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], *
         into: takes the merged `out` if given, dense, of that shape and dtype; it may be one of `outs`.
 
     Returns:
-        out [B, T, Hq, D] of that dtype and lse float32 [B, T, Hq], both dense; rows that saw no key at all are 0 and -inf.
+        out [B, T, Hq, D] of that dtype and lse float32 [B, T, Hq], both dense; rows that saw no key at all are 0 and
+            -inf.
     """
     first = outs[0]
     while len(outs) > MOST_PARTS:
@@ -81,8 +97,13 @@ def merge_partials(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], *
     out = torch.empty(first.shape, dtype=first.dtype, device=first.device) if into is None else into
     lse = torch.empty(first.shape[:3], dtype=torch.float32, device=first.device)
     args = _Args(
-        out=out.data_ptr(), lse=lse.data_ptr(), rows=lse.numel(), num_parts=len(outs), num_tokens=first.shape[1], num_heads=first.shape[2]
-    )  # fmt: skip
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        rows=lse.numel(),
+        num_parts=len(outs),
+        num_tokens=first.shape[1],
+        num_heads=first.shape[2],
+    )
     for part, x, m in zip(args.parts, outs, lses, strict=False):
         part.out, part.lse = x.data_ptr(), m.data_ptr()
         part.stride[:], part.lse_stride[:] = x.stride()[:3], m.expand_as(lse).stride()

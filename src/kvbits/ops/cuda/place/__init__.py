@@ -1,4 +1,6 @@
-"""A step's pages before, copies and what rows read, on a GPU in one launch: `reference.place`, which has the contract."""
+"""A step's pages before, copies and what rows read, on a GPU in one launch: `reference.place`, which has the
+contract.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,41 @@ class _Args(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                "seq_lens", "starts", "table", "slots", "owners", "stamps", "previous", "page_starts", "where", "holds", "copy_slots", "packed", "head",
-                "head_table", "tail", "tail_table",
+                "seq_lens",
+                "starts",
+                "table",
+                "slots",
+                "owners",
+                "stamps",
+                "previous",
+                "page_starts",
+                "where",
+                "holds",
+                "copy_slots",
+                "packed",
+                "head",
+                "head_table",
+                "tail",
+                "tail_table",
             )
         ),
         ("table_stride", ctypes.c_int64),
-        *((n, ctypes.c_int) for n in ("rows", "tokens", "table_width", "num_blocks", "num_copies", "step", "page_size", "newest", "first", "room")),
-    ]  # fmt: skip
+        *(
+            (n, ctypes.c_int)
+            for n in (
+                "rows",
+                "tokens",
+                "table_width",
+                "num_blocks",
+                "num_copies",
+                "step",
+                "page_size",
+                "newest",
+                "first",
+                "room",
+            )
+        ),
+    ]
 
 
 def source() -> Source:
@@ -50,20 +80,39 @@ def prepare(device: torch.device) -> None:
     _load(-1 if device.index is None else device.index)
 
 
-def place(places: Places, seq_lens: torch.Tensor, starts: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, owners: torch.Tensor | None = None) -> None:
+def place(
+    places: Places,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    owners: torch.Tensor | None = None,
+) -> None:
     """One launch, which waits for nothing."""
     check(places, seq_lens, starts, table, slots, owners)
     places.step = places.step % (2**31 - 1) + 1
     args = _Args(
-        seq_lens=seq_lens.data_ptr(), starts=starts.data_ptr(), table=table.data_ptr(), slots=slots.data_ptr(), stamps=places.stamps.data_ptr(),
-        owners=None if owners is None else owners.data_ptr(), previous=None if places.previous is None else places.previous.data_ptr(),
-        page_starts=None if places.starts is None else places.starts.data_ptr(), table_stride=table.stride(0),
-        rows=len(seq_lens), tokens=len(slots), table_width=table.shape[1], num_blocks=len(places.stamps), step=places.step,
+        seq_lens=seq_lens.data_ptr(),
+        starts=starts.data_ptr(),
+        table=table.data_ptr(),
+        slots=slots.data_ptr(),
+        stamps=places.stamps.data_ptr(),
+        owners=None if owners is None else owners.data_ptr(),
+        previous=None if places.previous is None else places.previous.data_ptr(),
+        page_starts=None if places.starts is None else places.starts.data_ptr(),
+        table_stride=table.stride(0),
+        rows=len(seq_lens),
+        tokens=len(slots),
+        table_width=table.shape[1],
+        num_blocks=len(places.stamps),
+        step=places.step,
         page_size=places.page_size,
-    )  # fmt: skip
+    )
     if (c := places.copies) is not None:
         args.newest, args.first, args.room, args.num_copies = c.newest, int(c.first), len(c.head), len(c.holds)
         args.copy_slots = c.slots.data_ptr()
         for name in ("where", "holds", "packed", "head", "head_table", "tail", "tail_table"):
             setattr(args, name, getattr(c, name).data_ptr())
-    _load(-1 if slots.device.index is None else slots.device.index).launch(1, THREADS, args, torch.cuda.current_stream(slots.device).cuda_stream)
+    _load(-1 if slots.device.index is None else slots.device.index).launch(
+        1, THREADS, args, torch.cuda.current_stream(slots.device).cuda_stream
+    )

@@ -1,8 +1,9 @@
 """CUDA C++ to machine code at run time, kept on disk (`kept`) by version, source hash, options and architecture.
 
-NVRTC is called through ctypes. It comes with every CUDA build of torch (package nvidia-cuda-nvrtc), so nothing more has to be installed: cuda-core would
-be one more dependency for the same two libraries, and torch's own run-time compile is private and cannot keep its output. Sources include no CUDA headers
-(`ptx.cuh` names the few instructions they use), which keeps a compile near a second and independent of a toolkit.
+NVRTC is called through ctypes. It comes with every CUDA build of torch (package nvidia-cuda-nvrtc), so nothing more has
+to be installed: cuda-core would be one more dependency for the same two libraries, and torch's own run-time compile is
+private and cannot keep its output. Sources include no CUDA headers (`ptx.cuh` names the few instructions they use),
+which keeps a compile near a second and independent of a toolkit.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Source:
     Attributes:
         folder, name: where the source lies.
         macros: what is defined ahead of it.
-        own: with the instructions that a chip alone has (compute capability 9.0: products of four warps), not those of later ones too.
+        own: with the instructions that a chip alone has (compute capability 9.0: products of four warps), not those of
+            later ones too.
     """
 
     folder: Path
@@ -76,7 +78,10 @@ class Binary:
             KernelError: the compiler said nothing of it.
         """
         text = self.log.partition(f"Compiling entry function '{kernel}'")[2].partition("Compiling entry function")[0]
-        found = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads[\s\S]*?Used (\d+) registers", text)
+        found = re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads[\s\S]*?Used (\d+) registers",
+            text,
+        )
         if found is None:
             raise KernelError(f"the compiler's log names no resources of {kernel}:\n{self.log}")
         stack, stores, loads, registers = (int(n) for n in found.groups())
@@ -96,13 +101,20 @@ def compile_source(source: Source, arch: str, *, quiet: bool = False) -> Binary:
     if why := missing():
         raise KernelError(why)
     headers = headers_of(source.folder, source.name)
-    text = "".join(f"#define {k} {v}\n" for k, v in sorted(source.macros.items())) + (source.folder / source.name).read_text()
+    text = (
+        "".join(f"#define {k} {v}\n" for k, v in sorted(source.macros.items()))
+        + (source.folder / source.name).read_text()
+    )
     options = [*OPTIONS, f"--gpu-architecture={arch}", "--ptxas-options=-v"]
-    digest = hashlib.sha256(repr((__version__, version(), text, sorted(headers.items()), options)).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(
+        repr((__version__, version(), text, sorted(headers.items()), options)).encode()
+    ).hexdigest()[:32]
     key = f"{Path(source.name).stem}-{arch}-{digest}"
     if found := kept.find(key):
         return Binary(*found)
-    with _saying(f"compiling {source.name} for {arch}, once: it is kept in {kept.folder()} (ahead: kvbits warm)", quiet):
+    with _saying(
+        f"compiling {source.name} for {arch}, once: it is kept in {kept.folder()} (ahead: kvbits warm)", quiet
+    ):
         binary = _compile(source.name, text, headers, options)
     kept.keep(key, binary.cubin, binary.log)
     return binary
@@ -122,7 +134,8 @@ def _saying(sentence: str, quiet: bool) -> Iterator[None]:
 
 
 def headers_of(folder: Path, name: str) -> dict[str, str]:
-    """Text by name of every header that `folder / name` includes, itself or through others: from `folder`, else from `FOLDERS`.
+    """Text by name of every header that `folder / name` includes, itself or through others: from `folder`, else from
+    `FOLDERS`.
 
     Raises:
         KernelError: no folder has a header.
@@ -189,7 +202,10 @@ def _compile(name: str, source: str, headers: dict[str, str], options: list[str]
     lib, program = _library(), ctypes.c_void_p()
     texts = (ctypes.c_char_p * len(headers))(*(t.encode() for t in headers.values()))
     names = (ctypes.c_char_p * len(headers))(*(n.encode() for n in headers))
-    _check(lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names), "nvrtcCreateProgram")
+    _check(
+        lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names),
+        "nvrtcCreateProgram",
+    )
     try:
         flags = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
         code = lib.nvrtcCompileProgram(program, len(options), flags)

@@ -1,8 +1,9 @@
 """Compiled kernels on disk: a file each, named by what it was made of.
 
-A file is SHA-256 of its name and of all that follows (32 bytes), bytes of the compiler's log (4, little-endian), the log, the machine code. It is written
-under another name and renamed, so processes that make the same one see all of it or nothing. What does not have its sum is never loaded, but made anew.
-The folder holds at most `MOST_BYTES`: those that were asked for longest ago go, and whatever else lies there.
+A file is SHA-256 of its name and of all that follows (32 bytes), bytes of the compiler's log (4, little-endian), the
+log, the machine code. It is written under another name and renamed, so processes that make the same one see all of it
+or nothing. What does not have its sum is never loaded, but made anew. The folder holds at most `MOST_BYTES`: those that
+were asked for longest ago go, and whatever else lies there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def folder() -> Path:
 
 
 def find(key: str) -> tuple[bytes, str] | None:
-    """Machine code and log that are kept under a key, in any of `files.cache_folders`: one of an image may take no files."""
+    """Machine code and log that are kept under a key, in any of `files.cache_folders`: one of an image may take no
+    files.
+    """
     for place in files.cache_folders("cuda"):
         path = place / (key + SUFFIX)
         try:

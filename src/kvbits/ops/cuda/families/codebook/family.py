@@ -50,7 +50,9 @@ class Codebook(Family):
         if chosen is None:
             return None
         ring = shape.ring_bytes(ask, chosen, slot, BARRIERS) + format.shared_bytes(layout, ask.fold, wide)
-        defines = shape.frame_defines(ask, chosen, ring, merge_bias=layout.value.has_bias and scale_kind(layout.value) == GROUP)
+        defines = shape.frame_defines(
+            ask, chosen, ring, merge_bias=layout.value.has_bias and scale_kind(layout.value) == GROUP
+        )
         pieces = [*format.pieces(layout, "k"), *format.pieces(layout, "v")]
         planes = len(layout.key.number_format.planes), len(layout.value.number_format.planes)
         defines |= shape.ring_defines(ask, layout, chosen, slot, pieces, planes, RAW_TOKENS[0], False)
@@ -63,12 +65,18 @@ class Codebook(Family):
     def constants(self, layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:
         """What codes of formats without codebooks stand for, and angles of keys that are not turned."""
         sides = (("k", layout.key), ("v", layout.value))
-        found = {f"{kind}_level": format.integer_levels(spec, layout.num_kv_heads) for kind, spec in sides if not spec.has_codebook}
+        found = {
+            f"{kind}_level": format.integer_levels(spec, layout.num_kv_heads)
+            for kind, spec in sides
+            if not spec.has_codebook
+        }
         if not layout.key.pre_rope:
             found["turns"] = torch.zeros(layout.head_dim // 2, 2, device="cpu")
         return {name: x.to(device) for name, x in found.items()}
 
-    def static_pointers(self, layout: PageLayout, static: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, int]:
+    def static_pointers(
+        self, layout: PageLayout, static: Mapping[str, torch.Tensor], device: torch.device
+    ) -> dict[str, int]:
         found = super().static_pointers(layout, static, device)
         for kind, spec in (("k", layout.key), ("v", layout.value)):
             if spec.has_codebook:
@@ -82,7 +90,12 @@ def _choose_shape(layout: PageLayout, cols: int, shared_limit: int, fold: bool) 
     """As many warps as fit with a slot each, and two if they do."""
     slot, wide = -(-shape.used_bytes(layout) // 128) * 128, shared_limit >= format.WIDE_FROM
     for warps in (format.MAX_WARPS, 7, 3):
-        room = shared_limit - 16 - format.shared_bytes(layout, fold, wide) - shape.merge_bytes(warps, cols, (layout.head_dim, layout.value_head_dim), False)
+        room = (
+            shared_limit
+            - 16
+            - format.shared_bytes(layout, fold, wide)
+            - shape.merge_bytes(warps, cols, (layout.head_dim, layout.value_head_dim), False)
+        )
         if stages := max(room, 0) // (warps * (slot + BARRIERS)):
             return Shape(warps, warps * min(stages, 2), layout.page_size, 2)
     return None

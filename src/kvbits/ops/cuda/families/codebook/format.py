@@ -1,4 +1,5 @@
-"""From a page layout to an instantiation of codebook.cu, which reads codes as levels of a table: the formats of KVQuant.
+"""From a page layout to an instantiation of codebook.cu, which reads codes as levels of a table: the formats of
+KVQuant.
 
 Layouts with these techniques that it cannot read are unpacked to 16-bit rows (unpack_then_flash.py).
 """
@@ -53,13 +54,19 @@ def shared_bytes(layout: PageLayout, fold: bool, wide: bool) -> int:
     """Struct Tables of codebook_tables.cuh, rounded up to where the ring begins."""
     d = layout.head_dim
     rows = 256 if wide else max(TABLE_ROWS[s.bits] for s in (layout.key, layout.value))
-    turns, queries, columns = (1 if fold else 2) * (d // 32) * 1024, 4 * (d // 32) * 512, (2 if fold else 4) if layout.key.outliers else 0
+    turns, queries, columns = (
+        (1 if fold else 2) * (d // 32) * 1024,
+        4 * (d // 32) * 512,
+        (2 if fold else 4) if layout.key.outliers else 0,
+    )
     size = rows * 256 + turns + queries + d // 2 * 8 * (2 + int(layout.key.static) + columns) + 64 + 16
     return -(-size // 128) * 128
 
 
 def pieces(layout: PageLayout, prefix: str) -> list[tuple[int, int, int, int]]:
-    """Runs of bytes, as shape.pieces_of has them, that belong to keys ("k") or values ("v"): their planes, then the rest."""
+    """Runs of bytes, as shape.pieces_of has them, that belong to keys ("k") or values ("v"): their planes, then the
+    rest.
+    """
     found = []
     names = [n for n in layout.sections if n.startswith(prefix)]
     for some in ([n for n in names if "plane" in n], [n for n in names if "plane" not in n]):
@@ -78,7 +85,9 @@ def defines(layout: PageLayout, fold: bool, wide: bool) -> dict[str, int]:
         found[f"{kind.upper()}_OUTLIERS"] = spec.num_outliers(layout.page_size, layout.head_dim)
         for name in ("stretch", "outlier_index", "outlier_value"):
             section = layout.sections.get(f"{kind}_{name}")
-            found[f"{kind}_{name}".upper() + ("_OFFSET" if name == "stretch" else "")] = section.offset if section else 0
+            found[f"{kind}_{name}".upper() + ("_OFFSET" if name == "stretch" else "")] = (
+                section.offset if section else 0
+            )
     return found
 
 

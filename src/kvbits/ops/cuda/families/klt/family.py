@@ -28,7 +28,9 @@ HEAD_DIMS = (64, 128, 256)
 MOST_COLUMNS = 64
 """Query columns of a kv head: every eight of them are a unit of their own, which reads all pages."""
 MOST_WARPS = 11
-"""Consumer warps, where memory has room. 8 x 32,768 tokens took 72.9 us with 11 and 77.8 with 7 (klt2), 86.6 and 89.8 (klt3)."""
+"""Consumer warps, where memory has room. 8 x 32,768 tokens took 72.9 us with 11 and 77.8 with 7 (klt2), 86.6 and 89.8
+(klt3).
+"""
 
 
 class Klt(Family):
@@ -36,7 +38,12 @@ class Klt(Family):
 
     folds = always_unpacks = True
     refuses_closing, refuses_unpacking = staticmethod(writer.refuses_layout), staticmethod(unpack.refuses_layout)
-    close, first, unpacker, stores = staticmethod(writer.launch), staticmethod(writer.first_positions), unpack.BandedUnpacker, writer
+    close, first, unpacker, stores = (
+        staticmethod(writer.launch),
+        staticmethod(writer.first_positions),
+        unpack.BandedUnpacker,
+        writer,
+    )
 
     def serves(self, layout: PageLayout) -> bool:
         return layout.key.is_banded or layout.value.is_banded
@@ -52,13 +59,25 @@ class Klt(Family):
         d, chunk = ask.head_dim, shape.chunk_tokens(layout)
         ask = dataclasses.replace(ask, fold=ask.fold and _bytes_fit(layout))
         raw_joins = ask.raw and d * ask.cols <= 2048
-        slot = -(-max(shape.used_bytes(shape.chunk_layout(layout, chunk)), 4 * d * RAW_TOKENS[-1] if raw_joins else 0) // 128) * 128
+        slot = (
+            -(
+                -max(shape.used_bytes(shape.chunk_layout(layout, chunk)), 4 * d * RAW_TOKENS[-1] if raw_joins else 0)
+                // 128
+            )
+            * 128
+        )
         raw_tokens = next(n for n in RAW_TOKENS if 4 * d * n <= slot) if raw_joins else RAW_TOKENS[0]
-        large = d * ask.cols > 128 * 8  # with the producer and those that make queries 16 or 12 warps, and 7 where registers are needed
+        # with the producer and those that make queries 16 or 12 warps, and 7 where registers are needed
+        large = d * ask.cols > 128 * 8
         chosen = shape.fitting(  # more than two slots were no faster, and merging wants the room
-            ask, slot, chunk, 1 if large or chunk % 64 else 2, 4 if large else MOST_WARPS, deep=False,
+            ask,
+            slot,
+            chunk,
+            1 if large or chunk % 64 else 2,
+            4 if large else MOST_WARPS,
+            deep=False,
             own_bytes=lambda warps: _frame_ring_bytes(layout, warps, ask.fold),
-        )  # fmt: skip
+        )
         ring = shape.ring_bytes(ask, chosen, slot) + _frame_ring_bytes(layout, chosen.warps, ask.fold)
         defines = shape.frame_defines(ask, chosen, ring, merge_cols=4 if ask.fold else None, own_start=True)
         pieces, (makers, tiles) = shape.pieces_of(layout, chunk), _makers(layout)
@@ -68,24 +87,53 @@ class Klt(Family):
         for kind in "kv":  # codes are integers around the middle of their range
             side = describe(small, kind)
             middle, turned = 2 ** side.widths[0] - 1, int(side.basis == "hadamard")
-            defines |= {f"{kind.upper()}_{name}": n for name, n in (("FLOAT", LEVELS["int"]), ("MIDDLE", middle), ("TURNED", turned))}
-        defines |= band_defines(small) | {"KEY_STEPS": _key_steps(layout), "MAKERS": makers, "FRAME_TILES": tiles, "FOLDED": int(ask.fold)}
+            defines |= {
+                f"{kind.upper()}_{name}": n
+                for name, n in (("FLOAT", LEVELS["int"]), ("MIDDLE", middle), ("TURNED", turned))
+            }
+        defines |= band_defines(small) | {
+            "KEY_STEPS": _key_steps(layout),
+            "MAKERS": makers,
+            "FRAME_TILES": tiles,
+            "FOLDED": int(ask.fold),
+        }
         source = Path(__file__).parent / "banded.cu"
-        return shape.kernel(source, defines, chosen, pieces, raw_joins=raw_joins, raw_in_ring=raw_joins, raw_tokens=raw_tokens, makers=makers)
+        return shape.kernel(
+            source,
+            defines,
+            chosen,
+            pieces,
+            raw_joins=raw_joins,
+            raw_in_ring=raw_joins,
+            raw_tokens=raw_tokens,
+            makers=makers,
+        )
 
-    def static_pointers(self, layout: PageLayout, static: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, int]:
+    def static_pointers(
+        self, layout: PageLayout, static: Mapping[str, torch.Tensor], device: torch.device
+    ) -> dict[str, int]:
         if layout.key.basis != "calibrated":
             return {}
-        return {"turns": turns_on(static["k_inv_freq"], device).data_ptr(), "k_inverse": basis_on(static, device).data_ptr()}
+        return {
+            "turns": turns_on(static["k_inv_freq"], device).data_ptr(),
+            "k_inverse": basis_on(static, device).data_ptr(),
+        }
 
-    def closing(self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], low: LowLayout | None, appends: bool) -> Source:
+    def closing(
+        self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], low: LowLayout | None, appends: bool
+    ) -> Source:
         return writer.closing(layout, dtype, appends, capability)
 
     def unpacking(self, layout: PageLayout, dtype: torch.dtype, low: LowLayout | None) -> Source:
         return unpack.source(layout, dtype)
 
     def step(
-        self, store: PageStore, dtype: torch.dtype, device_index: int, num_sequences: int, tail_starts: torch.Tensor | None
+        self,
+        store: PageStore,
+        dtype: torch.dtype,
+        device_index: int,
+        num_sequences: int,
+        tail_starts: torch.Tensor | None,
     ) -> tuple[driver.Kernel, int, Any]:
         args = writer.StepArgs(num_pages=num_sequences, pages_each=1)
         writer.set_static(args, store.layout, store.static, store.device, tail_starts)
@@ -98,23 +146,38 @@ def _refuses_attention(layout: PageLayout, num_columns: int) -> str | None:
     if d > 256:
         return f"head_dim={d} is above 256"
     if d != layout.value_head_dim:
-        return f"keys of {d} and values of {layout.value_head_dim} channels in banded codes; the CUDA kernels take one width for both"
+        return (
+            f"keys of {d} and values of {layout.value_head_dim} channels in banded codes; the CUDA kernels take one"
+            " width for both"
+        )
     if not (key.is_banded and value.is_banded):
-        return f"banded codes of one of keys and values beside {value.format if key.is_banded else key.format}; the CUDA kernel reads both as banded codes"
+        return (
+            f"banded codes of one of keys and values beside {value.format if key.is_banded else key.format}; the CUDA"
+            " kernel reads both as banded codes"
+        )
     if key.basis != "calibrated":
         return f"banded keys with basis={key.basis!r}; the CUDA kernel reads those with basis='calibrated'"
     if len(widths := set(value.widths(d))) > 1 or widths - {2, 3, 4}:
-        return f"banded values of {', '.join(map(str, sorted(widths)))} bits; the CUDA kernel reads 2, 3 or 4, the same in every band"
+        return (
+            f"banded values of {', '.join(map(str, sorted(widths)))} bits; the CUDA kernel reads 2, 3 or 4, the same in"
+            " every band"
+        )
     if d not in HEAD_DIMS:
         return f"banded codes at head_dim={d}; the CUDA kernel reads head_dim {', '.join(map(str, HEAD_DIMS))}"
     if num_columns > MOST_COLUMNS:
-        return f"{num_columns} query columns of a kv head over banded codes, whose queries are made for each frame; the CUDA kernel takes {MOST_COLUMNS}"
+        return (
+            f"{num_columns} query columns of a kv head over banded codes, whose queries are made for each frame; the"
+            f" CUDA kernel takes {MOST_COLUMNS}"
+        )
     return shape.refuses_pieces(layout)
 
 
 def _key_steps(layout: PageLayout) -> int:
     """Matrix instructions of the planes of a key."""
-    return sum(_band_steps(plane_row_bytes(channels, bits) // 4, 8 // bits) for bits, channels in layout.key.planes(layout.head_dim))
+    return sum(
+        _band_steps(plane_row_bytes(channels, bits) // 4, 8 // bits)
+        for bits, channels in layout.key.planes(layout.head_dim)
+    )
 
 
 def _band_steps(words: int, fields: int) -> int:

@@ -11,8 +11,11 @@ from ....descriptor import describe
 from ...engine.side import prepared
 
 RESIDENT_THREADS = {64: 640, 128: 384, 256: 256}
-"""Threads per multiprocessor that `__launch_bounds__` reserves registers for, by the largest head_dim. With fewer registers each load of a warp's product waits
-for the one before: closing with 640 threads at head_dim 128 takes half as long again on an H200."""
+"""Threads per multiprocessor that `__launch_bounds__` reserves registers for, by the largest head_dim.
+
+With fewer registers each load of a warp's product waits for the one before: closing with 640 threads at head_dim 128
+takes half as long again on an H200.
+"""
 
 
 def resident(layout: PageLayout, threads: int) -> int:
@@ -31,7 +34,10 @@ def banded_arguments(layout: PageLayout, kind: str) -> str:
 def refuses_bands(layout: PageLayout) -> str | None:
     """Why the kernels that store and unpack banded codes do not take a layout, or None."""
     if layout.head_dim != layout.value_head_dim:
-        return f"keys of {layout.head_dim} and values of {layout.value_head_dim} channels in banded codes; the CUDA kernels take one width for both"
+        return (
+            f"keys of {layout.head_dim} and values of {layout.value_head_dim} channels in banded codes; the CUDA"
+            " kernels take one width for both"
+        )
     d, step = layout.head_dim, 32 if layout.key.basis == "calibrated" else BAND
     for kind, spec in (("keys", layout.key), ("values", layout.value)):
         if not spec.is_banded:
@@ -58,8 +64,8 @@ def basis_on(static: Mapping[str, torch.Tensor], device: torch.device) -> torch.
 
 
 def basis_operands(inverse: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
-    """struct InverseBasis of banded_queries.cuh for every head of `inverse` [H, D, D] and `offsets` [H, 5, D] (None: zeros):
-    int32 [H, D * D / 2 + 4 + 5 D / 2].
+    """struct InverseBasis of banded_queries.cuh for every head of `inverse` [H, D, D] and `offsets` [H, 5, D] (None:
+    zeros): int32 [H, D * D / 2 + 4 + 5 D / 2].
 
     Queries come with channels (8 i .. 8 i + 7) and those D / 2 further on as the 16 numbers of step i.
     """
@@ -69,19 +75,31 @@ def basis_operands(inverse: torch.Tensor, offsets: torch.Tensor | None) -> torch
     x = x * torch.exp2(-exponent)[:, None, None]
     parts = x.half().view(heads, d // 16, 2, 8, 2, d // 16, 4, 2)  # [H, m, row half, row g, channel half, i, c, pair]
     tiles = parts.permute(0, 1, 5, 3, 6, 2, 4, 7).contiguous()  # [H, m, i, g, c, row half, channel half, pair]
-    rest = torch.stack([torch.exp2(exponent), x.square().sum(-1).amax(-1), torch.zeros_like(exponent), torch.zeros_like(exponent)], -1)
-    taken_off = (torch.zeros(heads, OFFSETS, d, device=x.device) if offsets is None else offsets.to(x.device)).half().view(heads, -1)
+    rest = torch.stack(
+        [torch.exp2(exponent), x.square().sum(-1).amax(-1), torch.zeros_like(exponent), torch.zeros_like(exponent)], -1
+    )
+    taken_off = (
+        (torch.zeros(heads, OFFSETS, d, device=x.device) if offsets is None else offsets.to(x.device))
+        .half()
+        .view(heads, -1)
+    )
     return torch.cat([tiles.view(heads, -1).view(torch.int32), rest.view(torch.int32), taken_off.view(torch.int32)], -1)
 
 
 def offsets_in_frame(static: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
     """float32 [H, 5, D] on `device`: `k_offsets` out of the basis; made once."""
     inverse = static["k_inverse"]
-    return prepared(static["k_offsets"], ("in the frame", device), lambda x: (x.double() @ inverse.double().to(x.device)).float().contiguous().to(device))
+    return prepared(
+        static["k_offsets"],
+        ("in the frame", device),
+        lambda x: (x.double() @ inverse.double().to(x.device)).float().contiguous().to(device),
+    )
 
 
 def column_powers(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """float32 [H, D] on `device`: for each column of `matrix` [H, D, D] a power of two above its numbers, over which `columns_as_operands` are; made once."""
+    """float32 [H, D] on `device`: for each column of `matrix` [H, D, D] a power of two above its numbers, over which
+    `columns_as_operands` are; made once.
+    """
 
     def make(x: torch.Tensor) -> torch.Tensor:
         exponents = x.detach().float().cpu().abs().amax(1).frexp().exponent.clamp(-100, 100)
@@ -91,25 +109,30 @@ def column_powers(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def columns_as_operands(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`matrix` [H, D, D] as the matrix units take it, on `device`, made once: float16 [H, D / 16 of columns, D / 16 of rows, 2 tiles, 32 lanes, high and low,
-    8 bytes] of its columns over `column_powers`. High and low add up to 22 bits of a column's largest number. Lane 4 g + c has rows 4 c .. 4 c + 3 of 16,
-    and of tile t column 4 (g / 2) + 2 t + g % 2 of 16, so that what comes back lies as what goes in."""
+    """`matrix` [H, D, D] as the matrix units take it, on `device`, made once: float16 [H, D / 16 of columns, D / 16 of
+    rows, 2 tiles, 32 lanes, high and low, 8 bytes] of its columns over `column_powers`. High and low add up to 22 bits
+    of a column's largest number. Lane 4 g + c has rows 4 c .. 4 c + 3 of 16, and of tile t column 4 (g / 2) + 2 t + g %
+    2 of 16, so that what comes back lies as what goes in.
+    """
 
     def make(x: torch.Tensor) -> torch.Tensor:
         heads, _, d, _ = (both := _high_and_low(x, column_powers(matrix, device))).shape
-        by_lane = both.view(heads, 2, d // 16, 4, 4, d // 16, 4, 2, 2)  # [.., half, step, c, row, band, g / 2, tile, g % 2]
+        # [.., half, step, c, row, band, g / 2, tile, g % 2]
+        by_lane = both.view(heads, 2, d // 16, 4, 4, d // 16, 4, 2, 2)
         return by_lane.permute(0, 5, 2, 7, 6, 8, 3, 1, 4).contiguous()
 
     return prepared(matrix, ("column operands", device), make)
 
 
 def columns_as_tiles(matrix: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same numbers as matrix units of four warps read them from shared memory: float16 [H, high and low, D / 16 of rows, 2 halves of 16, D columns,
-    8 numbers], rows and columns within 16 in the order of `columns_as_operands`."""
+    """The same numbers as matrix units of four warps read them from shared memory: float16 [H, high and low, D / 16 of
+    rows, 2 halves of 16, D columns, 8 numbers], rows and columns within 16 in the order of `columns_as_operands`.
+    """
 
     def make(x: torch.Tensor) -> torch.Tensor:
         heads, _, d, _ = (both := _high_and_low(x, column_powers(matrix, device))).shape
-        tiles = both.view(heads, 2, d // 16, 4, 2, 2, d // 16, 4, 2, 2)  # [.., half, step, c, k / 8, k % 2, band, g / 2, tile, g % 2]
+        # [.., half, step, c, k / 8, k % 2, band, g / 2, tile, g % 2]
+        tiles = both.view(heads, 2, d // 16, 4, 2, 2, d // 16, 4, 2, 2)
         return tiles.permute(0, 1, 2, 4, 6, 8, 7, 9, 3, 5).contiguous()
 
     return prepared(matrix, ("column tiles", device), make)

@@ -31,18 +31,33 @@ def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
     """Macros of one instantiation of dequantize_banded.cu."""
     d, threads = layout.head_dim, layout.page_size * 2
     return {
-        "HEAD_DIM": d, "PAGE": layout.page_size, "THREADS": threads, "RESIDENT": resident(layout, threads),
-        "OUT_TYPE": TORCH_NUMBERS[dtype], "SHARED_BYTES": 4 * d, "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
-        "K_BANDED": banded_arguments(layout, "k"), "V_BANDED": banded_arguments(layout, "v"),
-    }  # fmt: skip
+        "HEAD_DIM": d,
+        "PAGE": layout.page_size,
+        "THREADS": threads,
+        "RESIDENT": resident(layout, threads),
+        "OUT_TYPE": TORCH_NUMBERS[dtype],
+        "SHARED_BYTES": 4 * d,
+        "HADAMARD_FACTOR": repr(1 / math.sqrt(d & -d)),
+        "K_BANDED": banded_arguments(layout, "k"),
+        "V_BANDED": banded_arguments(layout, "v"),
+    }
 
 
 class _Args(ctypes.Structure):
     _fields_ = [
-        ("page_address", ctypes.c_void_p), ("rows", ctypes.c_void_p), ("out", ctypes.c_void_p * 2), ("operands", ctypes.c_void_p), ("column", ctypes.c_void_p),
-        ("offsets", ctypes.c_void_p), ("turns", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("layer_offset", ctypes.c_int64),
-        ("num_pages", ctypes.c_int), ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int),
-    ]  # fmt: skip
+        ("page_address", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("out", ctypes.c_void_p * 2),
+        ("operands", ctypes.c_void_p),
+        ("column", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("turns", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("layer_offset", ctypes.c_int64),
+        ("num_pages", ctypes.c_int),
+        ("num_heads", ctypes.c_int),
+        ("head_bytes", ctypes.c_int),
+    ]
 
 
 def source(layout: PageLayout, dtype: torch.dtype) -> Source:
@@ -60,23 +75,37 @@ class BandedUnpacker:
     """See `engine.family.Unpacks`; there are no low planes."""
 
     def __init__(
-        self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor | None = None,
+        self,
+        store: PageStore,
+        dtype: torch.dtype,
+        page_address: torch.Tensor,
+        rows: torch.Tensor,
+        layer_stride: int,
+        starts: torch.Tensor | None = None,
         low: tuple[LowStore, torch.Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if starts is None:
             raise DataError("pages of banded codes were given no starts; pass each page's first position")
         layout, self._device = store.layout, page_address.device
         self._store, self._layer_stride, self._keep = store, layer_stride, (page_address, rows, starts)
         self._kernel, self._threads = load(layout, dtype, -1 if self._device.index is None else self._device.index)
-        self._args = _Args(page_address=page_address.data_ptr(), rows=rows.data_ptr(), starts=starts.data_ptr(), num_pages=len(page_address))
+        self._args = _Args(
+            page_address=page_address.data_ptr(),
+            rows=rows.data_ptr(),
+            starts=starts.data_ptr(),
+            num_pages=len(page_address),
+        )
         self._args.num_heads, self._args.head_bytes = layout.num_kv_heads, layout.head_bytes
 
     @staticmethod
     def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
         load(layout, dtype, -1 if device.index is None else device.index)
 
-    def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default what the store says.
+    def run(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default
+        what the store says.
 
         Raises:
             DataError: keys in a calibrated basis, and no inverse of it.
@@ -85,9 +114,15 @@ class BandedUnpacker:
         static = self._store.static if static is None else static
         if self._store.layout.key.basis == "calibrated":
             if "k_inverse" not in static:
-                raise DataError("keys in a calibrated basis need k_inverse of [num_kv_heads, head_dim, head_dim] to be read; calibrate first")
+                raise DataError(
+                    "keys in a calibrated basis need k_inverse of [num_kv_heads, head_dim, head_dim] to be read;"
+                    " calibrate first"
+                )
             inverse = static["k_inverse"]
-            args.operands, args.column = columns_as_operands(inverse, device).data_ptr(), column_powers(inverse, device).data_ptr()
+            args.operands, args.column = (
+                columns_as_operands(inverse, device).data_ptr(),
+                column_powers(inverse, device).data_ptr(),
+            )
             args.turns = turns_on(static["k_inv_freq"], device).data_ptr()
         if self._store.layout.key.has_offsets:
             args.offsets = offsets_in_frame(static, device).data_ptr()

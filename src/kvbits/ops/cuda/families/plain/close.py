@@ -35,10 +35,17 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
 
 class _Args(ctypes.Structure):
     _fields_ = [
-        ("x", ctypes.c_void_p * 2), ("stride", ctypes.c_int64 * 3 * 2), ("page_address", ctypes.c_void_p), ("scale", ctypes.c_void_p * 2),
-        ("bias", ctypes.c_void_p * 2), ("status", ctypes.c_void_p), ("low_address", ctypes.c_void_p),
-        ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int), ("low_head_bytes", ctypes.c_int),
-    ]  # fmt: skip
+        ("x", ctypes.c_void_p * 2),
+        ("stride", ctypes.c_int64 * 3 * 2),
+        ("page_address", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p * 2),
+        ("bias", ctypes.c_void_p * 2),
+        ("status", ctypes.c_void_p),
+        ("low_address", ctypes.c_void_p),
+        ("num_heads", ctypes.c_int),
+        ("head_bytes", ctypes.c_int),
+        ("low_head_bytes", ctypes.c_int),
+    ]
 
 
 class StepArgs(_Args):
@@ -47,7 +54,9 @@ class StepArgs(_Args):
     _fields_ = STEP_FIELDS
 
 
-def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None, appends: bool = False) -> dict[str, int | str]:
+def defines(
+    layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None, appends: bool = False
+) -> dict[str, int | str]:
     """Macros of one instantiation of close.cu; `appends`: of `DecodeStep`."""
     d, page = max(layout.head_dim, layout.value_head_dim), layout.page_size
     octets = d // 8
@@ -57,12 +66,20 @@ def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None
     scales = max(d, *(page * s.num_groups(n) for s, n in sides if not isinstance(s.granularity, PerChannel)), 0)
     union = max(8 * max(page * octets, teams * d), 8 * teams * d, page * (d + 4))
     return {
-        "HEAD_DIM": d, "PAGE": page, "THREADS": threads, "X_TYPE": TORCH_NUMBERS[dtype], "RAW_TYPE": DTYPES[layout.raw_dtype],
+        "HEAD_DIM": d,
+        "PAGE": page,
+        "THREADS": threads,
+        "X_TYPE": TORCH_NUMBERS[dtype],
+        "RAW_TYPE": DTYPES[layout.raw_dtype],
         "GROUP_SCALES": scales,
-        "USED_BYTES": -(-layout.used_bytes // 4) * 4, "K_SIDE": side_arguments(layout, "k"),
-        "V_SIDE": side_arguments(layout, "v"), "K_LOW": low_arguments(low, "k"), "V_LOW": low_arguments(low, "v"),
-        "SHARED_BYTES": -(-union // 16) * 16 + 8 * scales + 4 * d + 16, "APPENDS": int(appends),
-    }  # fmt: skip
+        "USED_BYTES": -(-layout.used_bytes // 4) * 4,
+        "K_SIDE": side_arguments(layout, "k"),
+        "V_SIDE": side_arguments(layout, "v"),
+        "K_LOW": low_arguments(low, "k"),
+        "V_LOW": low_arguments(low, "v"),
+        "SHARED_BYTES": -(-union // 16) * 16 + 8 * scales + 4 * d + 16,
+        "APPENDS": int(appends),
+    }
 
 
 def source(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None, appends: bool = False) -> Source:
@@ -70,7 +87,9 @@ def source(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None,
 
 
 @functools.lru_cache(maxsize=256)
-def load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLayout | None = None, appends: bool = False) -> tuple[driver.Kernel, int]:
+def load(
+    layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLayout | None = None, appends: bool = False
+) -> tuple[driver.Kernel, int]:
     made = source(layout, dtype, low, appends)
     return driver.load(made, "close_pages", device_index, early=appends), int(made.macros["THREADS"])
 
@@ -84,21 +103,36 @@ def set_static(args: _Args, store: PageStore) -> None:
 
 
 def launch(
-    k: torch.Tensor, v: torch.Tensor, store: PageStore, page_address: torch.Tensor, status: torch.Tensor, first: torch.Tensor | None = None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: PageStore,
+    page_address: torch.Tensor,
+    status: torch.Tensor,
+    first: torch.Tensor | None = None,
     low: tuple[LowLayout, torch.Tensor] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """See `engine.family.Close`."""
     layout = store.layout
     if low:
         if len(low) != 2 or not isinstance(low[0], LowLayout) or len(low[1]) != len(page_address):
-            raise DataError(f"low must be (layout, addresses of {len(page_address)} pages) of the one plane that the CUDA kernels write, got {low}")
+            raise DataError(
+                f"low must be (layout, addresses of {len(page_address)} pages) of the one plane that the CUDA kernels"
+                f" write, got {low}"
+            )
         check_low(layout, low[:1])
     kernel, threads = load(layout, k.dtype, k.device.index, low[0] if low else None)
-    args = _Args(page_address=page_address.data_ptr(), status=status.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
+    args = _Args(
+        page_address=page_address.data_ptr(),
+        status=status.data_ptr(),
+        num_heads=layout.num_kv_heads,
+        head_bytes=layout.head_bytes,
+    )
     if low:
         args.low_address, args.low_head_bytes = low[1].data_ptr(), low[0].head_bytes
     for i, x in enumerate((k, v)):
         args.x[i] = x.data_ptr()
         args.stride[i] = (ctypes.c_int64 * 3)(*x.stride()[:3])
     set_static(args, store)
-    kernel.launch(2 * layout.num_kv_heads * len(page_address), threads, args, torch.cuda.current_stream(k.device).cuda_stream)
+    kernel.launch(
+        2 * layout.num_kv_heads * len(page_address), threads, args, torch.cuda.current_stream(k.device).cuda_stream
+    )

@@ -1,4 +1,6 @@
-"""Integers and floats with a scale per token, group of channels or channel, with a mean, under low planes, or raw on one side."""
+"""Integers and floats with a scale per token, group of channels or channel, with a mean, under low planes, or raw on
+one side.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ class Plain(Family):
     def is_wide(self, layout: PageLayout) -> bool:
         """One plane, no terms that count weights or scale queries by page."""
         return _most(layout) <= 128 and all(
-            len(walked_planes(s, d)) == 1 and s.symmetric and not s.center and not s.static and scale_kind(s) == GROUP for s, d in _sides(layout)
+            len(walked_planes(s, d)) == 1 and s.symmetric and not s.center and not s.static and scale_kind(s) == GROUP
+            for s, d in _sides(layout)
         )
 
     def columns(self, layout: PageLayout, num_columns: int, low: bool) -> int:
@@ -63,25 +66,43 @@ class Plain(Family):
         chosen = _choose_shape(layout, slot, chunk, ask)
         with_bias, fragments = layout.value.has_bias and scale_kind(layout.value) == GROUP, _fragments(layout, ask.cols)
         defines = shape.frame_defines(
-            ask, chosen, shape.ring_bytes(ask, chosen, slot), merge_bias=with_bias, bias_groups=with_bias, fragments=fragments,
+            ask,
+            chosen,
+            shape.ring_bytes(ask, chosen, slot),
+            merge_bias=with_bias,
+            bias_groups=with_bias,
+            fragments=fragments,
             own_start=scale_kind(layout.key) != STATIC and not fragments,
-        )  # fmt: skip
+        )
         pieces, raw_in_ring = shape.pieces_of(layout, chunk), raw_joins or low is not None
         planes = len(walked_planes(layout.key, d)), len(walked_planes(layout.value, dv))
         defines |= shape.ring_defines(ask, layout, chosen, slot, pieces, planes, raw_tokens, raw_in_ring)
         return shape.kernel(
-            Path(__file__).parent / "packed.cu", defines, chosen, pieces, low_pieces=tuple(shape.pieces_of(low, chunk)) if low else (), raw_joins=raw_joins,
-            raw_in_ring=raw_in_ring, raw_tokens=raw_tokens,
-        )  # fmt: skip
+            Path(__file__).parent / "packed.cu",
+            defines,
+            chosen,
+            pieces,
+            low_pieces=tuple(shape.pieces_of(low, chunk)) if low else (),
+            raw_joins=raw_joins,
+            raw_in_ring=raw_in_ring,
+            raw_tokens=raw_tokens,
+        )
 
-    def closing(self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], low: LowLayout | None, appends: bool) -> Source:
+    def closing(
+        self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], low: LowLayout | None, appends: bool
+    ) -> Source:
         return close.source(layout, dtype, low, appends)
 
     def unpacking(self, layout: PageLayout, dtype: torch.dtype, low: LowLayout | None) -> Source:
         return unpack.source(layout, dtype, low)
 
     def step(
-        self, store: PageStore, dtype: torch.dtype, device_index: int, num_sequences: int, tail_starts: torch.Tensor | None
+        self,
+        store: PageStore,
+        dtype: torch.dtype,
+        device_index: int,
+        num_sequences: int,
+        tail_starts: torch.Tensor | None,
     ) -> tuple[driver.Kernel, int, Any]:
         args = close.StepArgs()
         close.set_static(args, store)
@@ -89,7 +110,10 @@ class Plain(Family):
 
 
 def walked_planes(spec: QuantSpec, head_dim: int) -> tuple[int, ...]:
-    """Bits of the planes that are walked one by one. Two whose rows are 2 : 1 bytes, unpadded, are joined to one (packed_codes.cuh), walked as the first."""
+    """Bits of the planes that are walked one by one.
+
+    Two whose rows are 2 : 1 bytes, unpadded, are joined to one (packed_codes.cuh), walked as the first.
+    """
     planes = tuple(bits for bits, _ in spec.planes(head_dim))
     return planes[:1] if planes == (2, 1) and head_dim % 32 == 0 else planes
 
@@ -138,31 +162,58 @@ def _refuses_low(layout: PageLayout, low: LowLayout) -> str | None:
     """Why packed.cu cannot read pages of this layout with these low planes, or None."""
     for spec, bits in ((layout.key, low.key_bits), (layout.value, low.value_bits)):
         if bits and (spec.format, bits) != (f"int{LOW_BITS}", LOW_BITS):
-            return f"a low plane of {bits} bits under {spec.format} codes; the CUDA kernels read {LOW_BITS} bits under int{LOW_BITS}"
+            return (
+                f"a low plane of {bits} bits under {spec.format} codes; the CUDA kernels read {LOW_BITS} bits under"
+                f" int{LOW_BITS}"
+            )
     return shape.refuses_pieces(layout, (low,))
 
 
 def _joins_raw(layout: PageLayout, cols: int) -> bool:
-    """Whether the kernel adds raw tokens to the running outputs of this layout (RAW_JOINS): values of one plane, not scaled by page, queries and
-    results that no calibrated scale belongs to, and registers. Three column tiles of 128 channels spilled 128 to 168 bytes, 24 to 176 without joining."""
+    """Whether the kernel adds raw tokens to the running outputs of this layout (RAW_JOINS): values of one plane, not
+    scaled by page, queries and results that no calibrated scale belongs to, and registers. Three column tiles of 128
+    channels spilled 128 to 168 bytes, 24 to 176 without joining.
+    """
     key, value = layout.key, layout.value
-    one_sum = len(walked_planes(value, layout.value_head_dim)) == 1 and scale_kind(value) != CHANNEL and not key.static and not value.static
+    one_sum = (
+        len(walked_planes(value, layout.value_head_dim)) == 1
+        and scale_kind(value) != CHANNEL
+        and not key.static
+        and not value.static
+    )
     return one_sum and _most(layout) * cols <= 2048
 
 
 def _fragments(layout: PageLayout, cols: int) -> int:
-    """Key operands of a column tile where more than two tiles, or heads of more than `WIDE_HEAD` channels, share them in shared memory (Query of
-    packed_keys.cuh), else 0."""
+    """Key operands of a column tile where more than two tiles, or heads of more than `WIDE_HEAD` channels, share them
+    in shared memory (Query of packed_keys.cuh), else 0.
+    """
     bits = layout.key.number_format.planes[0]
-    return 8 // bits * -(-plane_row_bytes(layout.head_dim, bits) // 16) if cols > 16 or layout.head_dim > WIDE_HEAD else 0
+    return (
+        8 // bits * -(-plane_row_bytes(layout.head_dim, bits) // 16) if cols > 16 or layout.head_dim > WIDE_HEAD else 0
+    )
 
 
 def _choose_shape(layout: PageLayout, slot: int, chunk: int, ask: Ask) -> Shape:
     d, two_planes, specs = _most(layout), _two_planes(layout), _sides(layout)
-    extras = two_planes and any(s.center or s.has_bias or scale_kind(s) == CHANNEL or s.num_groups(n) > 2 for s, n in specs)
+    extras = two_planes and any(
+        s.center or s.has_bias or scale_kind(s) == CHANNEL or s.num_groups(n) > 2 for s, n in specs
+    )
     large = d * ask.cols > 128 * 8 or extras  # what more registers are needed for
-    spills_at_168 = two_planes or chunk < 64 or any(n % 64 for _, n in specs) or (layout.value.has_bias and scale_kind(layout.value) == CHANNEL)
-    spills_at_168 |= (ask.low is not None and ask.cols > 8) or layout.key.static or any(scale_kind(s) == GROUP and s.num_groups(n) > 2 for s, n in specs)
-    joined = any(len(s.planes(n)) > 1 for s, n in specs) and not two_planes  # the instructions of joining want the warps that int2 has
+    spills_at_168 = (
+        two_planes
+        or chunk < 64
+        or any(n % 64 for _, n in specs)
+        or (layout.value.has_bias and scale_kind(layout.value) == CHANNEL)
+    )
+    spills_at_168 |= (
+        (ask.low is not None and ask.cols > 8)
+        or layout.key.static
+        or any(scale_kind(s) == GROUP and s.num_groups(n) > 2 for s, n in specs)
+    )
+    # the instructions of joining want the warps that int2 has
+    joined = any(len(s.planes(n)) > 1 for s, n in specs) and not two_planes
     few = large or any(s.center for s, _ in specs) or slot > (RING_BYTES // 22 if joined else 5 << 10) or spills_at_168
-    return shape.fitting(ask, slot, chunk, 1 if large or chunk % 64 else 2, 7 if few else 11, with_bias=layout.value.has_bias)
+    return shape.fitting(
+        ask, slot, chunk, 1 if large or chunk % 64 else 2, 7 if few else 11, with_bias=layout.value.has_bias
+    )

@@ -1,4 +1,6 @@
-"""Packed pages to 16-bit rows on NVIDIA GPUs: what attention of many queries reads instead of unpacking the same page for each block of them."""
+"""Packed pages to 16-bit rows on NVIDIA GPUs: what attention of many queries reads instead of unpacking the same page
+for each block of them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
     if layout.key.pre_rope and layout.head_dim % 8:
         return f"head_dim={layout.head_dim} is no multiple of 8, which keys from before the rotary embedding need"
     if (nbytes := tile_bytes(layout)) > driver.MOST_SHARED:
-        return f"a page of {layout.page_size} x {layout.head_dim} in float32 takes {nbytes} bytes, more than a block's {driver.MOST_SHARED}; use smaller pages"
+        return (
+            f"a page of {layout.page_size} x {layout.head_dim} in float32 takes {nbytes} bytes, more than a block's"
+            f" {driver.MOST_SHARED}; use smaller pages"
+        )
     return None
 
 
@@ -44,32 +49,56 @@ def tile_bytes(layout: PageLayout) -> int:
 
 
 def extra_arguments(layout: PageLayout, kind: str) -> str:
-    """Template arguments of struct Extras: codebook, stretch, outliers and rotary embedding of keys ("k") or values ("v")."""
+    """Template arguments of struct Extras: codebook, stretch, outliers and rotary embedding of keys ("k") or values
+    ("v").
+    """
     side = describe(layout, kind)
     values = [
-        int(side.levels == LEVELS["codebook"]), int(side.stretch_offset is not None), side.stretch_offset or 0, side.outliers, side.index_bytes,
-        side.outlier_index_offset or 0, side.outlier_value_offset or 0, int(side.turned),
-    ]  # fmt: skip
+        int(side.levels == LEVELS["codebook"]),
+        int(side.stretch_offset is not None),
+        side.stretch_offset or 0,
+        side.outliers,
+        side.index_bytes,
+        side.outlier_index_offset or 0,
+        side.outlier_value_offset or 0,
+        int(side.turned),
+    ]
     return ", ".join(map(str, values))
 
 
 class _Args(ctypes.Structure):
     _fields_ = [
-        ("page_address", ctypes.c_void_p), ("rows", ctypes.c_void_p), ("out", ctypes.c_void_p * 2), ("scale", ctypes.c_void_p * 2),
-        ("bias", ctypes.c_void_p * 2), ("codebook", ctypes.c_void_p * 2), ("starts", ctypes.c_void_p), ("turns", ctypes.c_void_p),
-        ("layer_offset", ctypes.c_int64), ("low_address", ctypes.c_void_p), ("low_layer_offset", ctypes.c_int64),
-        ("num_heads", ctypes.c_int), ("head_bytes", ctypes.c_int), ("low_head_bytes", ctypes.c_int),
-    ]  # fmt: skip
+        ("page_address", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("out", ctypes.c_void_p * 2),
+        ("scale", ctypes.c_void_p * 2),
+        ("bias", ctypes.c_void_p * 2),
+        ("codebook", ctypes.c_void_p * 2),
+        ("starts", ctypes.c_void_p),
+        ("turns", ctypes.c_void_p),
+        ("layer_offset", ctypes.c_int64),
+        ("low_address", ctypes.c_void_p),
+        ("low_layer_offset", ctypes.c_int64),
+        ("num_heads", ctypes.c_int),
+        ("head_bytes", ctypes.c_int),
+        ("low_head_bytes", ctypes.c_int),
+    ]
 
 
 def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None) -> dict[str, int | str]:
     """Macros of one instantiation of dequantize.cu."""
     return {
-        "HEAD_DIM": max(layout.head_dim, layout.value_head_dim), "PAGE": layout.page_size, "THREADS": THREADS, "OUT_TYPE": TORCH_NUMBERS[dtype],
-        "K_SIDE": side_arguments(layout, "k"), "V_SIDE": side_arguments(layout, "v"),
-        "K_EXTRAS": extra_arguments(layout, "k"), "V_EXTRAS": extra_arguments(layout, "v"),
-        "K_LOW": low_arguments(low, "k"), "V_LOW": low_arguments(low, "v"),
-    }  # fmt: skip
+        "HEAD_DIM": max(layout.head_dim, layout.value_head_dim),
+        "PAGE": layout.page_size,
+        "THREADS": THREADS,
+        "OUT_TYPE": TORCH_NUMBERS[dtype],
+        "K_SIDE": side_arguments(layout, "k"),
+        "V_SIDE": side_arguments(layout, "v"),
+        "K_EXTRAS": extra_arguments(layout, "k"),
+        "V_EXTRAS": extra_arguments(layout, "v"),
+        "K_LOW": low_arguments(low, "k"),
+        "V_LOW": low_arguments(low, "v"),
+    }
 
 
 def source(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None) -> Source:
@@ -85,14 +114,25 @@ class Unpacker:
     """See `engine.family.Unpacks`."""
 
     def __init__(
-        self, store: PageStore, dtype: torch.dtype, page_address: torch.Tensor, rows: torch.Tensor, layer_stride: int, starts: torch.Tensor | None = None,
+        self,
+        store: PageStore,
+        dtype: torch.dtype,
+        page_address: torch.Tensor,
+        rows: torch.Tensor,
+        layer_stride: int,
+        starts: torch.Tensor | None = None,
         low: tuple[LowStore, torch.Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         layout = store.layout
         self.count, self.num_heads, self.layer_stride = len(page_address), layout.num_kv_heads, layer_stride
         self._kernel = _load(layout, dtype, page_address.device.index, low[0].layout if low else None)
         self._keep = [page_address, rows]
-        self._args = _Args(page_address=page_address.data_ptr(), rows=rows.data_ptr(), num_heads=layout.num_kv_heads, head_bytes=layout.head_bytes)
+        self._args = _Args(
+            page_address=page_address.data_ptr(),
+            rows=rows.data_ptr(),
+            num_heads=layout.num_kv_heads,
+            head_bytes=layout.head_bytes,
+        )
         self._low_stride = 0
         if low:
             self._args.low_address, self._args.low_head_bytes = self._kept(low[1]), low[0].layout.head_bytes
@@ -100,7 +140,10 @@ class Unpacker:
         self._store, self._device = store, page_address.device
         if layout.key.pre_rope:
             if starts is None:
-                raise DataError("pages of keys stored before the rotary embedding were given no starts; pass each page's first position")
+                raise DataError(
+                    "pages of keys stored before the rotary embedding were given no starts; pass each page's first"
+                    " position"
+                )
             self._args.starts = self._kept(starts)
 
     @staticmethod
@@ -123,8 +166,16 @@ class Unpacker:
         if layout.key.pre_rope:
             args.turns = turns_on(static["k_inv_freq"], device).data_ptr()
 
-    def run(self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None) -> None:
+    def run(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         self._set_static(self._store.static if static is None else static)
-        self._args.out[0], self._args.out[1], self._args.layer_offset = keys.data_ptr(), values.data_ptr(), layer * self.layer_stride
+        self._args.out[0], self._args.out[1], self._args.layer_offset = (
+            keys.data_ptr(),
+            values.data_ptr(),
+            layer * self.layer_stride,
+        )
         self._args.low_layer_offset = layer * self._low_stride
-        self._kernel.launch((self.count, self.num_heads), THREADS, self._args, torch.cuda.current_stream(keys.device).cuda_stream)
+        self._kernel.launch(
+            (self.count, self.num_heads), THREADS, self._args, torch.cuda.current_stream(keys.device).cuda_stream
+        )

@@ -24,7 +24,11 @@ class Raw(Plain):
     def refuses_attention(self, layout: PageLayout, num_columns: int, shared_limit: int | None) -> str | None:
         if (d := max(layout.head_dim, layout.value_head_dim)) > MOST_HEAD_DIM:
             return f"head_dim={d} is above {MOST_HEAD_DIM}"
-        return "raw pages are float32; the kernel multiplies float16 and bfloat16" if layout.raw_dtype == "float32" else None
+        return (
+            "raw pages are float32; the kernel multiplies float16 and bfloat16"
+            if layout.raw_dtype == "float32"
+            else None
+        )
 
     def is_wide(self, layout: PageLayout) -> bool:
         return False
