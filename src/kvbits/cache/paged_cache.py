@@ -63,6 +63,8 @@ class PagedCache:
             not).
         arrivals: pages of a stored prefix that are still on their way: each layer of the next pass waits for its own,
             anything else for all.
+        beyond_ids: what passes were given of a prompt besides token ids, since the cache was empty: names of arguments,
+            each with True or a tensor [] that says whether it counts.
         built_for: sequences, and tokens of each, of the fixed capacity; None each for a cache that grows.
         made_for: fingerprint of the model that fills the cache, kept in files; None if nobody said.
         saturated: per layer, elements of keys ("k") and values ("v") that were clamped to their largest code.
@@ -96,6 +98,7 @@ class PagedCache:
         self.static = static or [{} for _ in spec.layers]
         self.saturated = [{"k": 0, "v": 0} for _ in spec.layers]
         self.made_for: str | None = None
+        self.beyond_ids: dict[str, Any] = {}
         self.held_groups: list[GroupState] = []
         # refuses what cannot be before anything is allocated
         self._stores = LayerStores(spec, self.held_groups, self.static, self.device)
@@ -529,6 +532,7 @@ class PagedCache:
         """Forget all sequences. Allocated pages stay, free."""
         self.arrivals.forget()
         self._passes.reset()
+        self.beyond_ids.clear()
 
     def swap_out(self, row: int) -> swap.SwappedSequence:
         """Move a sequence to host memory and free its pages; its row stays, empty."""

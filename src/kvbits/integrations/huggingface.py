@@ -13,6 +13,7 @@ working. Any other attention implementation that meets a handle raises Unsupport
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -41,8 +42,9 @@ from ..geometry import layer_geometries, layer_places, only_dense, text_config
 from ..ops import decode
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
 from ..units import parse_bytes
-from . import generation, prefix, tensor_parallel
+from . import generation, prefix, prompts, tensor_parallel
 from .attention import DenseLayer, KVLayer
+from .closed import Closed
 from .encoder_decoder import CrossKVCache
 from .masks import NAME, Columns, cache_among, name_for
 from .models import require_loaded, scheme_for, unfit_for, weights_fingerprint
@@ -106,18 +108,32 @@ _BEFORE = "_attention_before_kvbits"
 """Where a model keeps the attention implementations that it had."""
 
 
-class KVCache(Cache):
+class KVCache(Closed, Cache):
     """A Transformers cache on packed pages. Build it with `KVCache.for_model`.
 
     Works wherever a `DynamicCache` is passed: greedy, sampling, beam search, assisted decoding, chunked prefill,
-    several turns, `copy.deepcopy`.
+    several turns, `copy.deepcopy`. What it does not do as a `DynamicCache` does (tensors of its layers, `update` by
+    hand, attributes of your own) raises UnsupportedError.
 
     Attributes:
         pages: the `PagedCache` underneath.
         columns: positions seen, padding included.
     """
 
-    layers: list[Any]
+    layers: tuple[Any, ...]
+    _inherits = (
+        "get_mask_sizes",
+        "get_max_length",
+        "get_query_offset",
+        "get_seq_length",
+        "has_previous_state",
+        "is_croppable",
+        "is_dummy",
+        "is_sliding",
+        "update",
+        "update_indexer",
+    )
+    """Names of `Cache` that are right as they are."""
 
     def __init__(self, pages: PagedCache, ranks: Ranks = Ranks(), config: Any = None, dense: bool = False) -> None:  # noqa: B008
         self.pages, self._ranks = pages, ranks
@@ -128,7 +144,7 @@ class KVCache(Cache):
         valid = torch.arange(seen, device="cpu") >= seen - lengths[:, None] if ragged else None
         self.columns = Columns(pages, _now=(seen, valid))
         self._recording = False
-        super().__init__(layers=_layers(pages, self.columns, config, dense))
+        super().__init__(layers=tuple(_layers(pages, self.columns, config, dense)))  # type: ignore[arg-type]
         self._states = _states(self.layers)
         if any(getattr(layer, "readers", 1) > 1 for layer in self.layers):
             pages.read_again()
@@ -138,6 +154,7 @@ class KVCache(Cache):
             fixed
             and pages.cannot_decode_on_device(config.num_attention_heads, getattr(torch, pages.spec.raw_dtype)) is None
         )
+        self._ready = True
 
     @classmethod
     def for_model(
@@ -255,6 +272,7 @@ class KVCache(Cache):
         chunk: int = prefix.CHUNK,
         put: bool = True,
         wait: bool = False,
+        extra: bytes = b"",
         **options: Any,
     ) -> KVCache:
         """A cache that holds a prompt but its last token: the longest prefix that `store` has is loaded, the rest
@@ -270,12 +288,16 @@ class KVCache(Cache):
             wait: load the prefix whole before anything else. Otherwise layers start while later ones still load, and a
                 damaged file that is found then, where nothing but the last token is left to compute, is an error of the
                 pass that takes it (see `PrefixStore.load`).
+            extra: names what else the keys depend on, such as a hook of your own; prompts of equal ids and another
+                `extra` share nothing.
             options: of `for_model`.
 
         Raises:
             DataError: no token, or several prompts.
             SpecError: `store` is none, or a path.
-            UnsupportedError: ranks share the model: files of prefixes hold all kv heads.
+            UnsupportedError: ranks share the model: files of prefixes hold all kv heads. The prompt is more than its
+                ids: it holds tokens that stand for images, sounds or videos, virtual tokens come in front of it, its
+                tokens see later ones, or more inputs were given.
             What `for_model` and `PrefixStore.load` raise.
         """
         if (why := prefix.refuses(model)) is not None:
@@ -286,8 +308,18 @@ class KVCache(Cache):
             )
         if store is None or isinstance(store, (str, Path)):
             raise SpecError(f"store={store!r} is no store; pass store=kvbits.PrefixStore(FOLDER)")
+        if inputs := [
+            name
+            for name in options
+            if name not in inspect.signature(cls.for_model).parameters
+            and (name in inspect.signature(model.forward).parameters or prompts.MEDIA.fullmatch(name))
+        ]:
+            raise UnsupportedError(
+                f"from_prefix() computes a prompt from its ids alone, and {', '.join(inputs)} would be left out; use"
+                " KVCache.for_model, and copy.deepcopy of the filled cache for prompts that begin alike"
+            )
         cache = cls.for_model(model, scheme, **options)
-        prefix.fill(cache, model, ids, store, chunk=chunk, put=put, wait=wait)
+        prefix.fill(cache, model, ids, store, chunk=chunk, put=put, wait=wait, extra=extra)
         return cache
 
     @staticmethod
@@ -401,6 +433,16 @@ class KVCache(Cache):
         whose tokens the device leads.
         """
         return self._captured and not self._recording
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether tokens are stored."""
+        return self.columns.seen > 0
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether a layer keeps what a `crop` may need that it would give up otherwise."""
+        layer = self.layers[layer_idx]
+        return self._recording and (getattr(layer, "is_sliding", False) or layer in self._recurrent)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove positions (padding among them counts). 0 only ends the speculation."""
@@ -588,20 +630,22 @@ def default_cache(model: Any, scheme: str | Scheme = schemes.RECOMMENDED, **opti
 
     It replaces one method of this model object and puts it back at the end.
     """
-    inherited = model._prepare_cache_for_generation
+    inherited, name = model._prepare_cache_for_generation, "_prepare_cache_for_generation"
+    before = model.__dict__.get(name)
 
     def prepare(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if cache_among(model_kwargs) is None:
             cache = model_kwargs[name_for(model)] = KVCache.for_model(model, scheme, **options)
+            generation.use_cache(generation_config, cache, type(model).__name__)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
         return inherited(generation_config, model_kwargs, *args, **kwargs)
 
-    model._prepare_cache_for_generation = prepare
+    model.__dict__[name] = prepare
     try:
         yield
     finally:
-        del model._prepare_cache_for_generation
+        generation.put_back(model, name, prepare, before)
 
 
 def _layers(pages: PagedCache, columns: Columns, config: Any, dense: bool) -> list[Any]:
@@ -631,7 +675,7 @@ def _layers(pages: PagedCache, columns: Columns, config: Any, dense: bool) -> li
     return found
 
 
-def _states(layers: list[Any]) -> Any:
+def _states(layers: tuple[Any, ...]) -> Any:
     """Recurrent states of a cache, None where there are none."""
     if all(type(layer) in (KVLayer, DenseLayer) for layer in layers):
         return None
