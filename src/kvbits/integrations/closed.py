@@ -15,7 +15,7 @@ class Closed:
     """An object that takes no attribute which nobody reads, and has no inherited name which nobody looked at."""
 
     _open: tuple[str, ...] = ()
-    """Public attributes that may be set."""
+    """Public attributes that may be set; methods may be replaced."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -25,7 +25,8 @@ class Closed:
             setattr(cls, name, refused(name))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and name not in self._open and "_ready" in self.__dict__:
+        known = name.startswith("_") or name in self._open or callable(getattr(type(self), name, None))
+        if not known and "_ready" in self.__dict__:
             raise NotHereError(
                 f"{type(self).__name__}.{name} cannot be set: a KVCache keeps pages, and nobody reads this; change it by"
                 " its methods (crop, batch_select_indices, reset ..), or use the stock cache"

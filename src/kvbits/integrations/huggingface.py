@@ -122,7 +122,6 @@ class KVCache(Closed, Cache):
 
     layers: tuple[Any, ...]
     _inherits = (
-        "get_mask_sizes",
         "get_max_length",
         "get_query_offset",
         "get_seq_length",
@@ -142,7 +141,7 @@ class KVCache(Closed, Cache):
         ragged = bool((lengths != seen).any())
         # shorter sequences count as left-padded
         valid = torch.arange(seen, device="cpu") >= seen - lengths[:, None] if ragged else None
-        self.columns = Columns(pages, _now=(seen, valid))
+        self.columns = Columns(pages, attached=config is not None, _now=(seen, valid))
         self._recording = False
         super().__init__(layers=tuple(_layers(pages, self.columns, config, dense)))  # type: ignore[arg-type]
         self._states = _states(self.layers)
@@ -433,6 +432,12 @@ class KVCache(Closed, Cache):
         whose tokens the device leads.
         """
         return self._captured and not self._recording
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(columns of a mask, position of the first one) for so many new tokens."""
+        if not self.columns.attached and not torch.compiler.is_compiling():
+            self.columns.asked = self.pages.changes
+        return super().get_mask_sizes(query_length, layer_idx)
 
     @property
     def is_initialized(self) -> bool:

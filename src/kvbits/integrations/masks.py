@@ -77,6 +77,8 @@ class Columns:
         text: `pages.changes` when the last `generate` ended, and the token ids [B, tokens] that it returned, which begin
             with those that are held; None where it was given no ids.
         causal: passes whose tokens see later ones are refused.
+        attached: the cache was made for a model that says when a pass begins (`generation.attach`).
+        asked: `pages.changes` when the sizes of masks were last asked for, which begins a pass of other models.
         told: a warning has said that the cache is used in spite of use_cache=False.
 
     A pass or operation is noted before the cache is asked for it, and kept when the cache says that it has ended well
@@ -94,6 +96,8 @@ class Columns:
     rehearsed: bool = False
     text: tuple[int, torch.Tensor] | None = None
     causal: bool = False
+    attached: bool = False
+    asked: int | None = None
     told: bool = False
     _differs: torch.Tensor | None = None  # on a GPU: masks of single tokens that were not what they continue
     _later: Later = field(default_factory=Later)
@@ -190,7 +194,8 @@ class Columns:
     @property
     def in_pass(self) -> bool:
         """Whether a model's pass is under way that stores what `update` hands out."""
-        return bool(self.begun) or self.captured or self.rehearsed
+        asked = not self.attached and (self.pages.in_pass or self.asked == self.pages.changes)
+        return bool(self.begun) or asked or self.captured or self.rehearsed
 
     @property
     def seen(self) -> int:

@@ -51,7 +51,7 @@ class RecurrentLayer(Closed, LinearAttentionLayer):
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
         self._ready = True
 
-    def forget_states(self) -> None:
+    def reset(self) -> None:
         """Forget the state; the next may be of another batch."""
         LinearAttentionCacheLayerMixin.__init__(self, self.number_of_states)
 
@@ -78,9 +78,8 @@ class RecurrentLayer(Closed, LinearAttentionLayer):
         for states, i, x in self._states():
             states[i] = x.repeat_interleave(repeats, 0)
 
-    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset = offload = prefetch = (
-        _whole_cache_only
-    )
+    forget_states = reset
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _whole_cache_only
 
 
 class HybridLayer(RecurrentLayer, KVLayer):  # type: ignore[misc]  # a state can be selected and reset; its pages are the cache's
@@ -89,6 +88,7 @@ class HybridLayer(RecurrentLayer, KVLayer):  # type: ignore[misc]  # a state can
     is_croppable = RecurrentLayer.is_croppable
     get_max_length = KVLayer.get_max_length
     lazy_initialization = LinearAttentionLayer.lazy_initialization
+    reset = KVLayer.reset
 
     def __init__(
         self, pages: PagedCache, columns: Columns, index: int, readers: int = 1, number_of_states: int = 1
@@ -161,7 +161,7 @@ class States:
     def reset(self) -> None:
         """Forget all of them."""
         for layer in self.layers:
-            layer.forget_states()
+            layer.forget_states() if isinstance(layer, KVLayer) else layer.reset()
         self.halfway = False
 
     def require_whole(self) -> None:
