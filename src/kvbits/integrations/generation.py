@@ -264,10 +264,12 @@ class _Answer:
 
         Raises:
             CacheStateError: a prompt that does not continue what the cache holds.
+            UnsupportedError: an adapter makes caches of its own.
         """
         model, cache = self._model(), cache_among(kwargs)
         if not is_ours(cache):
             return self._inherited()(*args, **kwargs)
+        prompts.require_no_prefix_tuning(getattr(model.prepare_inputs_for_generation, "__self__", None))  # of PEFT
         kwargs = {name: x for name, x in kwargs.items() if name not in CACHE_NAMES} | {_ARGUMENT: cache}
         if model.config.is_encoder_decoder:
             return self._inherited()(*args, **kwargs)

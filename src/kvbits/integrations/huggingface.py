@@ -208,6 +208,7 @@ class KVCache(Closed, Cache):
             CalibrationError: calibration missing or made for something else.
         """
         require_loaded(model)
+        prompts.require_no_prefix_tuning(model)
         nbytes = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
         if (
             own := next(

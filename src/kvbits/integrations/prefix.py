@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -98,12 +99,15 @@ def fill(
         scheme = spec.scheme
         chunk = min(chunk, max(scheme.page_size, min(windows) - scheme.residual_length - scheme.page_size))
     inputs = torch.from_numpy(wanted).to(model.device)[None]
-    computes = model.base_model if isinstance(model, PreTrainedModel) else model  # what wraps a model may add to a prompt
+    computes = model.base_model if _is_plain(model) else model
+    how: dict[str, Any] = {"use_cache": True}
+    if "logits_to_keep" in inspect.signature(computes.forward).parameters:
+        how["logits_to_keep"] = 1
     start = loaded
     with torch.no_grad(), cache.columns.causal_only():
         while start < len(wanted):
             try:
-                computes(input_ids=inputs[:, start : start + chunk], **passed(computes, cache), use_cache=True)
+                computes(input_ids=inputs[:, start : start + chunk], **passed(computes, cache), **how)
             except DamagedError:  # found after the first layers had begun; the file is set aside
                 cache.reset()
                 loaded = start = _load(cache, store, wanted, wait, extra)
@@ -120,6 +124,15 @@ def fill(
     if put and len(wanted) > loaded:
         store.put(known, wanted, extra=extra)
     return loaded
+
+
+def _is_plain(model: Any) -> bool:
+    """Whether a model's forward pass is that of Transformers: another may put something in front of a prompt."""
+    return (
+        isinstance(model, PreTrainedModel)
+        and "forward" not in model.__dict__
+        and type(model).forward.__module__.startswith("transformers.")
+    )
 
 
 def _rotation_limit(model: Any) -> int | None:

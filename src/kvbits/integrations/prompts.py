@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedError, counted
 from .masks import CACHE_NAMES, Columns
@@ -78,10 +78,12 @@ class _Any(dict[str, Any]):
 
 
 def takes_media(model: Any) -> list[str]:
-    """Arguments of a model's forward pass that bring something that is no text."""
+    """Arguments of a model's forward pass, or of that of the model which it wraps, that bring something that is no text."""
+    inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
     return [
         name
-        for name in inspect.signature(model.forward).parameters
+        for part in dict.fromkeys((model, inner))
+        for name in inspect.signature(part.forward).parameters
         if MEDIA.fullmatch(name) and not MEDIA_FLAGS.fullmatch(name)
     ]
 
@@ -91,6 +93,23 @@ def virtual_tokens(model: Any) -> str | None:
     config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
     kind = getattr(config, "peft_type", None) if getattr(config, "is_prompt_learning", False) else None
     return None if kind is None else str(getattr(kind, "value", kind))
+
+
+def fills_itself(model: Any) -> str | None:
+    """The kind of adapter that writes keys and values into a cache of its own making, which no KVCache is."""
+    return kind if (kind := virtual_tokens(model)) in ("PREFIX_TUNING", "CARTRIDGE") else None
+
+
+def require_no_prefix_tuning(model: Any) -> None:
+    """
+    Raises:
+        UnsupportedError: see `fills_itself`.
+    """
+    if (kind := fills_itself(model)) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has an adapter of PEFT ({kind}) that begins every prompt in a cache of its own making"
+            " and drops the one that it is given; use the stock cache, or another adapter (LoRA, prompt tuning)"
+        )
 
 
 def require_words(model: Any, ids: torch.Tensor) -> None:
