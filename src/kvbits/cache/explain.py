@@ -245,6 +245,7 @@ def full(
     num_tokens: int,
     error: str,
     budget: int | None = None,
+    room: int | None = None,
 ) -> str:
     """That tokens did not fit, into what, and why more capacity may not help.
 
@@ -252,11 +253,13 @@ def full(
         built_for: sequences, and tokens of each, of the fixed capacity, where they are known.
         error: of the pool that is short.
         budget: bytes of all pools, where there is one.
+        room: tokens of each sequence that the whole pages of a fixed capacity hold.
     """
     sequences, tokens = built_for
     built = "a cache of fixed capacity"
     if sequences is not None and tokens is not None:
         built = f"a cache built for {counted(sequences, 'sequence')} of {counted(tokens, 'token')}"
+        built += "" if room in (None, tokens) else f" (whole pages have room for {room})"
     if budget is not None:
         built = f"a cache with a budget of {human_bytes(budget)}"
     held = [s.length for s in groups[0].sequences]

@@ -42,8 +42,8 @@ class PagedCache:
 
     Args:
         spec: scheme and geometry.
-        max_tokens, batch_size: fix the capacity to `max_tokens` tokens of each of `batch_size` sequences (1 if not
-            given): exactly `spec.nbytes(max_tokens, batch_size)` bytes are allocated now and never more, whole pages,
+        max_tokens, batch_size: fix the capacity to `max_tokens` tokens (a number, or a text like "8k") of each of
+            `batch_size` sequences (1 if not given): exactly `spec.nbytes(max_tokens, batch_size)` bytes are allocated now and never more, whole pages,
             which take up to `spec.room(max_tokens)` tokens. Without them the cache grows. Cropping inside a closed page
             wastes the rest of that page; crops of up to `residual_length` tokens never do.
         device: where pages live; queries, keys and values must be there too.
@@ -51,7 +51,7 @@ class PagedCache:
         nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their
             page closes, so not where nothing closes), or "clamp" them (NaN to 0, infinity to the largest finite value).
         backend: "auto", or force one ("reference", "cpu", "cuda") for every op that has it.
-        budget: bytes that a growing cache may take: as it fills, pages give back low planes (`budget.Budget`); for
+        budget: bytes, or a text like "2GB", that a growing cache may take: as it fills, pages give back low planes (`budget.Budget`); for
             schemes with tiers.
 
     Raises:
@@ -75,12 +75,12 @@ class PagedCache:
         spec: CacheSpec,
         *,
         batch_size: int | None = None,
-        max_tokens: int | None = None,
+        max_tokens: int | str | None = None,
         device: torch.device | str = "cpu",
         static: list[dict[str, torch.Tensor]] | None = None,
         nonfinite: str = "refuse",
         backend: str = "auto",
-        budget: int | None = None,
+        budget: int | str | None = None,
     ) -> None:
         if nonfinite not in ("refuse", "clamp"):
             raise SpecError(f"nonfinite={nonfinite!r} is not 'refuse' or 'clamp'")
@@ -206,8 +206,9 @@ class PagedCache:
             self._passes.begin(batch_size, num_tokens, valid)
         except PoolFullError as error:
             most = None if self.budget is None else self.budget.nbytes
+            room = None if self.max_tokens is None else self.spec.room(self.max_tokens)
             raise PoolFullError(
-                explain.full(self.built_for, self.groups, batch_size, num_tokens, str(error), most)
+                explain.full(self.built_for, self.groups, batch_size, num_tokens, str(error), most, room)
             ) from None
 
     @property

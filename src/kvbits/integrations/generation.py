@@ -225,10 +225,10 @@ def _require_continued(cache: Any, args: tuple[Any, ...], given: dict[str, Any])
             what = f"a prompt of {length} tokens that differs from them from token {int(differs.int().argmax())} on"
     if what is not None:
         raise CacheStateError(
-            f"generate() was given {what}, and a KVCache that holds {counted(seen, 'token')} already: a prompt is passed"
-            " whole, what the cache holds first and new tokens behind it. For another prompt build a new cache"
-            " (KVCache.for_model) or call cache.reset(); to go back in this one, cache.crop(-n) removes its last n"
-            " tokens; for several prompts that begin alike, take a copy.deepcopy of the cache behind that beginning"
+            f"generate() was given a KVCache that already holds {counted(seen, 'token')}, and {what}. A prompt is passed"
+            " whole: what the cache holds first, new tokens behind it. For another prompt, build a new cache"
+            " (KVCache.for_model) or call cache.reset(). cache.crop(-n) removes the last n tokens. For several prompts"
+            " that begin alike, fill a cache with the beginning and give each prompt a copy.deepcopy of it"
         )
     return ids if prompt is ids else None
 

@@ -41,7 +41,7 @@ from ..errors import (
 from ..geometry import layer_geometries, layer_places, only_dense, text_config
 from ..ops import decode
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
-from ..units import parse_bytes
+from ..units import parse_tokens
 from . import generation, prefix, prompts, tensor_parallel
 from .attention import DenseLayer, KVLayer
 from .closed import Closed
@@ -162,7 +162,7 @@ class KVCache(Closed, Cache):
         scheme: str | Scheme | None = None,
         *,
         batch_size: int | None = None,
-        max_tokens: int | None = None,
+        max_tokens: int | str | None = None,
         calibration: Calibration | str | Path | None = None,
         calibrate: bool = True,
         nonfinite: str = "refuse",
@@ -183,7 +183,8 @@ class KVCache(Closed, Cache):
             scheme: preset name (its groups are fitted to the model's head_dim), a `Scheme`, or a file of one
                 (`mine.json`; both taken as they are). None: `schemes.RECOMMENDED`, or with a budget `schemes.ELASTIC`.
             max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given;
-                without them the cache grows. Assisted decoding with sliding-window layers needs one that grows.
+                tokens are a number or a text like "8k", and are rounded up to whole pages (`explain()` says what they
+                hold). Without them the cache grows. Assisted decoding with sliding-window layers needs one that grows.
             calibration: or its file, of schemes with a basis, instead of the model's own in the user's cache folder,
                 which is found by the weights or made once (seconds to minutes, with a progress bar; `calibrate.kept`);
                 needed by schemes with static scales. Refused if made for another model.
@@ -209,7 +210,6 @@ class KVCache(Closed, Cache):
         """
         require_loaded(model)
         prompts.require_no_prefix_tuning(model)
-        nbytes = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
         if (
             own := next(
                 (
@@ -255,7 +255,7 @@ class KVCache(Closed, Cache):
             static=static,
             nonfinite=nonfinite,
             backend=backend,
-            budget=nbytes,
+            budget=budget,
         )
         pages.made_for = weights_fingerprint(model)
         cache = cls(pages, ranks, config, dense)
@@ -269,7 +269,7 @@ class KVCache(Closed, Cache):
         *,
         store: PrefixStore,
         scheme: str | Scheme = schemes.RECOMMENDED,
-        chunk: int = prefix.CHUNK,
+        chunk: int | str = prefix.CHUNK,
         put: bool = True,
         wait: bool = False,
         extra: bytes = b"",
@@ -318,6 +318,7 @@ class KVCache(Closed, Cache):
                 f"from_prefix() computes a prompt from its ids alone, and {', '.join(inputs)} would be left out; use"
                 " KVCache.for_model, and copy.deepcopy of the filled cache for prompts that begin alike"
             )
+        chunk = parse_tokens(chunk, "chunk") if isinstance(chunk, str) else chunk
         cache = cls.for_model(model, scheme, **options)
         prefix.fill(cache, model, ids, store, chunk=chunk, put=put, wait=wait, extra=extra)
         return cache
@@ -407,6 +408,14 @@ class KVCache(Closed, Cache):
         return self.pages.nbytes + self.state_nbytes
 
     @property
+    def stock_nbytes(self) -> int:
+        """Bytes of keys and values that the stock cache would hold of the same positions, padding included, in the
+        model's dtype.
+        """
+        itemsize = getattr(torch, self.pages.spec.raw_dtype).itemsize
+        return self.pages.spec.raw_nbytes(self.columns.seen, self.pages.batch_size, itemsize)
+
+    @property
     def state_nbytes(self) -> int:
         """Bytes of recurrent states, which do not grow with the tokens."""
         return 0 if self._states is None else self._states.nbytes
@@ -421,7 +430,11 @@ class KVCache(Closed, Cache):
         )
 
     def __repr__(self) -> str:
-        return f"KVCache(scheme={self.pages.spec.scheme.name!r}, seq_lens={self.pages.seq_lens}, nbytes={self.nbytes})"
+        held = f"seq_lens={self.pages.seq_lens}"
+        if (tokens := self.pages.max_tokens) is not None:
+            room = self.pages.spec.room(tokens)
+            held += f", max_tokens={tokens}" + (f" (room for {room})" if room not in (None, tokens) else "")
+        return f"KVCache(scheme={self.pages.spec.scheme.name!r}, {held}, nbytes={self.nbytes})"
 
     @property
     def batch_size(self) -> int:

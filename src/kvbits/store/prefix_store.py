@@ -32,7 +32,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.serialize import shown_part
 from ..errors import CacheStateError, DataError, FileFormatError, SpecError, UnsupportedError, counted
 from ..spec import CacheSpec
-from ..units import human_bytes, parse_bytes
+from ..units import human_bytes, parse_bytes, parse_tokens
 from . import keys, pages
 from .filling import Filling
 from .finding import Plan, find
@@ -92,13 +92,14 @@ class PrefixStore:
         where: str | Path,
         *,
         max_bytes: int | str | None = None,
-        blob_tokens: int = pages.BLOB_TOKENS,
+        blob_tokens: int | str = pages.BLOB_TOKENS,
         local: str | Path | None = None,
         shard: Shard = (0, 1),
         calibration: Any = None,
         made_for: str | None = None,
         **options: Any,
     ) -> None:
+        blob_tokens = parse_tokens(blob_tokens, "blob_tokens") if isinstance(blob_tokens, str) else blob_tokens
         Cuts(0, 1, blob_tokens)
         if not isinstance(where, (str, Path)) or not str(where):
             raise SpecError(f"a store at {where!r}: name a folder, or a URL like s3://bucket/prefixes")
