@@ -15,7 +15,7 @@ from kvbits.errors import DataError, UnsupportedError
 from kvbits.integrations import prompts
 from kvbits.integrations.masks import passed
 
-IMAGE_FAMILIES = ("LlavaConfig", "Qwen2VLConfig", "Qwen3VLConfig", "PaliGemmaConfig", "Gemma3Config", "Mistral3Config")
+IMAGE_FAMILIES = ("LlavaConfig", "Qwen2VLConfig", "Qwen3VLConfig", "PaliGemmaConfig", "Gemma3Config")
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
@@ -28,6 +28,11 @@ def with_image(model):
     call, _ = families.inputs(model)
     rows = {name: x[: len(x) // 2] for name, x in call.items()}
     return rows | {"attention_mask": torch.ones_like(rows["input_ids"])}
+
+
+def adapted(config):
+    with families.quiet():
+        return peft.get_peft_model(tiny("llama"), config).eval()
 
 
 def audio_model():
@@ -51,11 +56,11 @@ def audio_model():
 def test_a_prompt_with_an_image_is_refused_and_one_of_words_is_stored(tmp_path, config):
     model, store = model_of(config), PrefixStore(tmp_path, blob_tokens=64)
     call = with_image(model)
+    words = torch.randint(3, 80, (1, 100), generator=torch.Generator().manual_seed(3))
+    want = model.generate(words, **GREEDY)
     with pytest.raises(UnsupportedError, match=r"stand for more than words.*KVCache\.for_model.*copy\.deepcopy"):
         KVCache.from_prefix(model, call["input_ids"], store=store, scheme="raw")
     assert store.explain()["files"] == 0
-    words = torch.randint(3, 80, (1, 100), generator=torch.Generator().manual_seed(3))
-    want = model.generate(words, **GREEDY)
     with families.quiet():
         model.generate(**call, **GREEDY)  # leaves what it knows of the image's positions
     for _ in range(2):
@@ -140,9 +145,7 @@ def test_padding_moves_positions_and_is_no_other_prompt(tmp_path):
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
 def test_virtual_tokens_are_refused_by_name(tmp_path, kind):
-    model = peft.get_peft_model(
-        tiny("llama"), getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4, **VIRTUAL.get(kind, {}))
-    ).eval()
+    model = adapted(getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4, **VIRTUAL.get(kind, {})))
     store = PrefixStore(tmp_path)
     ids = torch.arange(3, 43)[None]
     with pytest.raises(UnsupportedError, match=r"virtual tokens \(P"):
@@ -166,9 +169,7 @@ VIRTUAL = {"PromptEncoderConfig": {"encoder_hidden_size": 8}}
 
 
 def test_an_adapter_of_weights_is_stored_as_before(tmp_path):
-    model = peft.get_peft_model(
-        tiny("llama"), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj"], init_lora_weights=False)
-    ).eval()
+    model = adapted(peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj"], init_lora_weights=False))
     ids = torch.arange(3, 83)[None]
     want = model.generate(input_ids=ids, **GREEDY)
     for _ in range(2):

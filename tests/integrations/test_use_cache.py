@@ -91,7 +91,7 @@ def test_a_pass_that_says_no_fills_the_cache_and_returns_it(family, positional):
         parts = [model(IDS[:, :30], use_cache=False, **passed(model, cache))]
         model.config.use_cache = False
         parts.append(model(*[IDS[:, 30:]], **passed(model, cache)))
-    torch.testing.assert_close(torch.cat([p.logits for p in parts], 1), want, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(torch.cat([p.logits for p in parts], 1), want, atol=1e-4, rtol=1e-3)
     assert cache.pages.seq_lens == [50]
     assert all((p.cache if hasattr(p, "cache") else p.past_key_values) is cache for p in parts)
 

@@ -237,11 +237,13 @@ def _attend(
         _require_no_gradients(bool(layer.columns.seen) or q.shape[1] == 1)
     known, valid = mask.known(layer.columns)
     within = mask.within(layer.sliding_window)
-    if layer.columns.causal and within is not None and within.triu(1).any():
-        raise UnsupportedError(
-            f"tokens of this prompt see later ones ({mask.unusual}), so its beginning has other keys in front of another"
-            " end, and no store can share it; use KVCache.for_model"
-        )
+    if within is not None and not layer.columns.been and within.triu(1).any():
+        if layer.columns.causal:
+            raise UnsupportedError(
+                f"tokens of this prompt see later ones ({mask.unusual}), so its beginning has other keys in front of"
+                " another end, and no store can share it; use KVCache.for_model"
+            )
+        layer.pages.beyond_ids["attention to later tokens"] = True
     return layer.columns.attend(layer.index, q, k, v, known, valid, scaling, softcap, sink_logits, more, again, within)
 
 

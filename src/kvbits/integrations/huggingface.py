@@ -318,6 +318,7 @@ class KVCache(Closed, Cache):
                 f"from_prefix() computes a prompt from its ids alone, and {', '.join(inputs)} would be left out; use"
                 " KVCache.for_model, and copy.deepcopy of the filled cache for prompts that begin alike"
             )
+        prefix.require_words(model, ids)
         chunk = parse_tokens(chunk, "chunk") if isinstance(chunk, str) else chunk
         cache = cls.for_model(model, scheme, **options)
         prefix.fill(cache, model, ids, store, chunk=chunk, put=put, wait=wait, extra=extra)

@@ -49,6 +49,15 @@ def refuses(model: Any) -> str | None:
     return None
 
 
+def require_words(model: Any, ids: Any) -> None:
+    """Refuse a prompt whose ids stand for more than text (`prompts.require_words`).
+
+    Raises:
+        UnsupportedError: they do.
+    """
+    prompts.require_words(model, torch.from_numpy(keys.token_ids(ids)))
+
+
 def fill(
     cache: HoldsPages,
     model: Any,
@@ -87,7 +96,6 @@ def fill(
             f" past original_max_position_embeddings={limit}, so no shorter prompt's pages are its beginning; use"
             " KVCache.for_model for it"
         )
-    prompts.require_words(model, torch.from_numpy(tokens))
     for part in model.modules():  # of the last prompt with images (Qwen2-VL)
         if getattr(part, "rope_deltas", None) is not None:
             part.rope_deltas = None

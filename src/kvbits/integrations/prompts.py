@@ -30,8 +30,10 @@ TEXT_INPUTS = frozenset(
     + ("use_cache", "logits_to_keep", "num_logits_to_keep", "shift_labels", "num_items_in_batch")
 )
 """Arguments of a forward pass that say no more of a prompt than its ids and lengths do; positions are compared."""
-ONLY_IF_SET = re.compile(r"(\w+_)?(type_ids|deltas|offsets)")
-"""Arguments whose zeros say nothing."""
+ONLY_IF_SET = re.compile(r"mm_token_type_ids|(\w+_)?(deltas|offsets)")
+"""Arguments whose zeros say nothing; a zero in other types of tokens may (GPT-2 adds an embedding, PaliGemma has its
+tokens see each other).
+"""
 MEDIA = re.compile(
     r"\w*(pixel|image|video|audio|vision|visual|speech|input_features|input_values|spectrogram|patches|bbox|cross_att)\w*"
 )
