@@ -262,7 +262,9 @@ def test_a_cache_inside_that_of_an_encoder_decoder(stock_wrapper):
     assert torch.equal(found, want)
     assert cache.get_seq_length() == found.shape[1] - 1
     if not stock_wrapper:
-        assert cache.batch_size == len(found) and cache.is_initialized and cache.get_query_offset() == found.shape[1] - 1
+        assert (
+            cache.batch_size == len(found) and cache.is_initialized and cache.get_query_offset() == found.shape[1] - 1
+        )
         for name in ("offload", "prefetch", "early_initialization"):
             assert not hasattr(cache, name)
         with pytest.raises(UnsupportedError, match="key_cache"):

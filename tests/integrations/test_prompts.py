@@ -280,7 +280,9 @@ def test_a_model_that_takes_media_and_names_no_token_is_refused():
     ids = torch.full((40,), 5)
     prompts.require_words(model, ids)
     for part in (model.config, model.config.text_config):
-        for name in [name for name in vars(part) if prompts.TOKENS.fullmatch(name) and not prompts.WORDS.fullmatch(name)]:
+        for name in [
+            name for name in vars(part) if prompts.TOKENS.fullmatch(name) and not prompts.WORDS.fullmatch(name)
+        ]:
             delattr(part, name)
     with pytest.raises(UnsupportedError, match="pixel_values"):
         prompts.require_words(model, ids)

@@ -32,7 +32,8 @@ def checked(batch_size: int | None, max_tokens: int | str | None) -> tuple[int |
     for name, n in (("batch_size", batch_size), ("max_tokens", max_tokens)):
         if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
             raise SpecError(
-                f"{name}={n!r} must be a whole number of at least 1" + (", or a text like '8k'" * (name == "max_tokens"))
+                f"{name}={n!r} must be a whole number of at least 1"
+                + (", or a text like '8k'" * (name == "max_tokens"))
             )
     return batch_size, max_tokens
 

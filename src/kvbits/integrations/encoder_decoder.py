@@ -91,5 +91,8 @@ def _of_tokens(name: str) -> property:
     return property(lambda self: getattr(self.self_attention_cache, name))
 
 
-for _name in {name for name in dir(Cache) if not name.startswith("_")} - {*vars(CrossKVCache), *vars(EncoderDecoderCache)}:
+for _name in {name for name in dir(Cache) if not name.startswith("_")} - {
+    *vars(CrossKVCache),
+    *vars(EncoderDecoderCache),
+}:
     setattr(CrossKVCache, _name, _of_tokens(_name))
