@@ -63,8 +63,8 @@ def parse_tokens(text: str, what: str = "tokens", *, least: int = 1) -> int:
 
 
 def dtype_name(dtype: object) -> str:
-    """torch's name of a dtype, or of its name: "bf16" is "bfloat16", "fp16" or "half" "float16", "fp32" "float32"; other
-    names are left as they are.
+    """Give torch's name of a dtype or of its name: "bf16" is "bfloat16", "fp16" or "half" "float16", "fp32" "float32";
+    other names are left as they are.
     """
     name = str(dtype).removeprefix("torch.")
     return _DTYPES.get(name.strip().lower(), name)

@@ -43,16 +43,17 @@ class PagedCache:
     Args:
         spec: scheme and geometry.
         max_tokens, batch_size: fix the capacity to `max_tokens` tokens (a number, or a text like "8k") of each of
-            `batch_size` sequences (1 if not given): exactly `spec.nbytes(max_tokens, batch_size)` bytes are allocated now and never more, whole pages,
-            which take up to `spec.room(max_tokens)` tokens. Without them the cache grows. Cropping inside a closed page
-            wastes the rest of that page; crops of up to `residual_length` tokens never do.
+            `batch_size` sequences (1 if not given): exactly `spec.nbytes(max_tokens, batch_size)` bytes are allocated
+            now and never more, whole pages, which take up to `spec.room(max_tokens)` tokens. Without them the cache
+            grows. Cropping inside a closed page wastes the rest of that page; crops of up to `residual_length` tokens
+            never do.
         device: where pages live; queries, keys and values must be there too.
         static: calibrated parameters per layer (`Calibration.static`), needed by schemes with `needs_calibration`.
         nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their
             page closes, so not where nothing closes), or "clamp" them (NaN to 0, infinity to the largest finite value).
         backend: "auto", or force one ("reference", "cpu", "cuda") for every op that has it.
-        budget: bytes, or a text like "2GB", that a growing cache may take: as it fills, pages give back low planes (`budget.Budget`); for
-            schemes with tiers.
+        budget: bytes, or a text like "2GB", that a growing cache may take: as it fills, pages give back low planes
+            (`budget.Budget`); for schemes with tiers.
 
     Raises:
         UnsupportedError: chunked layers on a GPU.

@@ -28,8 +28,8 @@ class Closed:
         known = name.startswith("_") or name in self._open or callable(getattr(type(self), name, None))
         if not known and "_ready" in self.__dict__:
             raise NotHereError(
-                f"{type(self).__name__}.{name} cannot be set: a KVCache keeps pages, and nobody reads this; change it by"
-                " its methods (crop, batch_select_indices, reset ..), or use the stock cache"
+                f"{type(self).__name__}.{name} cannot be set: a KVCache keeps pages, and nobody reads this; change it"
+                " by its methods (crop, batch_select_indices, reset ..), or use the stock cache"
             )
         super().__setattr__(name, value)
 
@@ -37,7 +37,7 @@ class Closed:
 def refused(name: str) -> property:
     """A property that raises: reading it would give what a KVCache does not have."""
 
-    def refuse(self: Any) -> NoReturn:
+    def refuse(self: Any, value: Any = None) -> NoReturn:
         raise NotHereError(
             f"{type(self).__name__} has no {name!r}: a KVCache keeps pages, not the tensors of Transformers' caches;"
             " cache.pages.dequantize(layer, row) gives a sequence's keys and values, and the stock cache has the rest"

@@ -5,8 +5,8 @@ Transformers compiles the passes of caches that say `is_compileable` (torch.comp
 before. A model that was attached to kvbits answers both questions itself, for caches of kvbits only: the pass is the
 model's own in a CUDA graph (`graphs`), the mask stays that of padding.
 
-A KVCache that is passed means that a cache is used: `use_cache=False`, from whichever configuration or call it comes, is
-taken as True with one warning.
+A KVCache that is passed means that a cache is used: `use_cache=False`, from whichever configuration or call it comes,
+is taken as True with one warning.
 
 Some models drop the cache that they were given: Phi-3 with longrope computes everything anew, in a cache of its own,
 when a sequence grows past `original_max_position_embeddings`. `generate` then begins the KVCache again. Any other pass
@@ -225,8 +225,8 @@ def _require_continued(cache: Any, args: tuple[Any, ...], given: dict[str, Any])
             what = f"a prompt of {length} tokens that differs from them from token {int(differs.int().argmax())} on"
     if what is not None:
         raise CacheStateError(
-            f"generate() was given a KVCache that already holds {counted(seen, 'token')}, and {what}. A prompt is passed"
-            " whole: what the cache holds first, new tokens behind it. For another prompt, build a new cache"
+            f"generate() was given a KVCache that already holds {counted(seen, 'token')}, and {what}. A prompt is"
+            " passed whole: what the cache holds first, new tokens behind it. For another prompt, build a new cache"
             " (KVCache.for_model) or call cache.reset(). cache.crop(-n) removes the last n tokens. For several prompts"
             " that begin alike, fill a cache with the beginning and give each prompt a copy.deepcopy of it"
         )
@@ -267,7 +267,7 @@ class _Answer:
             UnsupportedError: an adapter makes caches of its own.
         """
         model, cache = self._model(), cache_among(kwargs)
-        if not is_ours(cache):
+        if model is None or not is_ours(cache):
             return self._inherited()(*args, **kwargs)
         prompts.require_no_prefix_tuning(getattr(model.prepare_inputs_for_generation, "__self__", None))  # of PEFT
         kwargs = {name: x for name, x in kwargs.items() if name not in CACHE_NAMES} | {_ARGUMENT: cache}

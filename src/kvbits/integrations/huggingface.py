@@ -143,7 +143,7 @@ class KVCache(Closed, Cache):
         valid = torch.arange(seen, device="cpu") >= seen - lengths[:, None] if ragged else None
         self.columns = Columns(pages, attached=config is not None, _now=(seen, valid))
         self._recording = False
-        super().__init__(layers=tuple(_layers(pages, self.columns, config, dense)))  # type: ignore[arg-type]
+        super().__init__(layers=tuple(_layers(pages, self.columns, config, dense)))
         self._states = _states(self.layers)
         if any(getattr(layer, "readers", 1) > 1 for layer in self.layers):
             pages.read_again()

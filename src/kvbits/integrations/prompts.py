@@ -1,7 +1,7 @@
 """What a prompt consists of besides its token ids: images, sounds, virtual tokens, types and positions of its tokens.
 
-Keys and values depend on all of it, and a store finds them by ids. So `note` writes down what the passes of a cache were
-given, and `KVCache.from_prefix`, which computes a prompt from its ids alone, refuses ids that stand for something else.
+Keys and values depend on all of it, and a store finds them by ids. So `note` writes down what the passes of a cache
+were given, and `KVCache.from_prefix`, which computes a prompt from its ids alone, refuses ids that stand for something else.
 """
 
 from __future__ import annotations
@@ -26,8 +26,20 @@ WORDS = re.compile(
 TOKENS = re.compile(r"\w+_token_(id|ids|index|idx|indices)")
 """Fields of configurations that hold token ids."""
 TEXT_INPUTS = frozenset(
-    (*CACHE_NAMES, "cache_params", "input_ids", "attention_mask", "position_ids", "cache_position", "labels")
-    + ("use_cache", "logits_to_keep", "num_logits_to_keep", "shift_labels", "num_items_in_batch")
+    (
+        *CACHE_NAMES,
+        "attention_mask",
+        "cache_params",
+        "cache_position",
+        "input_ids",
+        "labels",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "num_logits_to_keep",
+        "position_ids",
+        "shift_labels",
+        "use_cache",
+    )
 )
 """Arguments of a forward pass that say no more of a prompt than its ids and lengths do; positions are compared."""
 ONLY_IF_SET = re.compile(r"mm_token_type_ids|(\w+_)?(deltas|offsets)")
@@ -42,8 +54,8 @@ MEDIA_FLAGS = re.compile(r"(output_|return_|vision_feature_|use_|interpolate_)\w
 
 
 def media_tokens(config: Any) -> dict[int, str]:
-    """Token ids that stand for images, sounds or videos, or for their ends, by a configuration and those inside it; each
-    with the name of its field.
+    """List token ids that stand for images, sounds or videos, or for their ends, by a configuration and those inside
+    it, each with the name of its field.
     """
     found: dict[int, str] = {}
     for part in _parts(config, set()):
@@ -80,7 +92,7 @@ class _Any(dict[str, Any]):
 
 
 def takes_media(model: Any) -> list[str]:
-    """Arguments of a model's forward pass, or of that of the model which it wraps, that bring something that is no text."""
+    """List arguments of a model's forward pass, or of the model that it wraps, which bring more than text."""
     inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
     return [
         name
@@ -109,8 +121,8 @@ def require_no_prefix_tuning(model: Any) -> None:
     """
     if (kind := fills_itself(model)) is not None:
         raise UnsupportedError(
-            f"{type(model).__name__} has an adapter of PEFT ({kind}) that begins every prompt in a cache of its own making"
-            " and drops the one that it is given; use the stock cache, or another adapter (LoRA, prompt tuning)"
+            f"{type(model).__name__} has an adapter of PEFT ({kind}) that begins every prompt in a cache of its own"
+            " making and drops the one that it is given; use the stock cache, or another adapter (LoRA, prompt tuning)"
         )
 
 
@@ -161,7 +173,8 @@ def _note_positions(columns: Columns, given: Mapping[str, Any]) -> None:
         mask = mask[:, : seen + new].to(positions.device).bool()
         usual, real = mask.long().cumsum(1)[:, -new:] - 1, mask[:, -new:]
     else:
-        usual, real = torch.arange(seen, seen + new, device=positions.device), True
+        usual = torch.arange(seen, seen + new, device=positions.device)
+        real = torch.ones_like(usual, dtype=torch.bool)
     _add(columns.pages.beyond_ids, "position_ids", ((positions != usual) & real).any())
 
 

@@ -82,7 +82,7 @@ class RecurrentLayer(Closed, LinearAttentionLayer):
     crop = reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _whole_cache_only
 
 
-class HybridLayer(RecurrentLayer, KVLayer):  # type: ignore[misc]  # a state can be selected and reset; its pages are the cache's
+class HybridLayer(RecurrentLayer, KVLayer):
     """A layer that attends and keeps a state beside its keys and values."""
 
     is_croppable = RecurrentLayer.is_croppable
@@ -97,7 +97,7 @@ class HybridLayer(RecurrentLayer, KVLayer):  # type: ignore[misc]  # a state can
         RecurrentLayer.__init__(self, number_of_states)
 
 
-class DenseHybridLayer(HybridLayer, DenseLayer):  # type: ignore[misc]
+class DenseHybridLayer(HybridLayer, DenseLayer):
     """The same for a model that is handed dense tensors."""
 
 

@@ -212,7 +212,7 @@ class PrefixStore:
         if not extra and (beyond := [name for name, counts in known.beyond_ids.items() if bool(counts)]):
             raise UnsupportedError(
                 f"the tokens of this cache were computed from {', '.join(beyond)} besides their ids, by which a store"
-                " finds them; pass extra=, bytes that name all of it (such as a hash of the images), to put() and load()"
+                " finds them; pass extra=, bytes that name all of it (a hash of the images, say), to put() and load()"
             )
         groups = settled(known, row)
         length = groups[0].sequences[row].length
