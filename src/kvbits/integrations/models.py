@@ -217,8 +217,8 @@ def require_loaded(model: Any) -> None:
     """
     if not hasattr(model, "config"):
         raise DataError(
-            f"model of type {type(model).__name__} is not a loaded model; pass what AutoModelForCausalLM.from_pretrained"
-            " or kvbits.load_model returned"
+            f"model of type {type(model).__name__} is not a loaded model; pass what"
+            " AutoModelForCausalLM.from_pretrained or kvbits.load_model returned"
         )
 
 

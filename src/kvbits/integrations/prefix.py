@@ -30,7 +30,7 @@ def beside_pages(layers: int) -> str:
 
 
 def refuses(model: Any) -> str | None:
-    """Say why prefixes of a model cannot be stored, or None: its cache is more than pages, its prompts more than ids."""
+    """Say why prefixes of a model cannot be stored: its cache is more than pages, or its prompts more than ids."""
     if (kind := prompts.virtual_tokens(model)) is not None:
         return (
             f"{type(model).__name__} puts virtual tokens ({kind}) in front of each prompt, which no ids name; use"
