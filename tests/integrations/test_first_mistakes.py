@@ -140,7 +140,7 @@ def test_what_a_fixed_capacity_really_holds_is_said():
     assert room > 32 and str(room) in repr(cache) and str(room) in str(cache.explain())
     with torch.no_grad():
         model(IDS[:, : min(room, 50)], **passed(model, cache))
-    with pytest.raises(PoolFullError, match=rf"of 32 tokens \(whole pages have room for {room}\)"), torch.no_grad():
+    with pytest.raises(PoolFullError, match=rf"of 32 tokens.*have room for {room} tokens"), torch.no_grad():
         for _ in range(room):
             model(IDS[:, :10], **passed(model, cache))
 

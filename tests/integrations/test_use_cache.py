@@ -134,8 +134,6 @@ def test_assisted_decoding_with_drafts_that_say_no(attached):
             cache = KVCache.for_model(model, "raw")
             found = model.generate(IDS, past_key_values=cache, assistant_model=draft, **GREEDY)
     assert torch.equal(found, want) and cache.pages.seq_lens[0] <= 62
-    assert ("_prepare_cache_for_generation" in draft.__dict__) is True
-    KVCache.detach(draft)
     assert "_prepare_cache_for_generation" not in draft.__dict__
 
 

@@ -259,12 +259,12 @@ def full(
     built = "a cache of fixed capacity"
     if sequences is not None and tokens is not None:
         built = f"a cache built for {counted(sequences, 'sequence')} of {counted(tokens, 'token')}"
-        built += "" if room in (None, tokens) else f" (whole pages have room for {room})"
     if budget is not None:
         built = f"a cache with a budget of {human_bytes(budget)}"
     held = [s.length for s in groups[0].sequences]
     now = f"of {counted(max(held), 'token')}" if held else "empty"
     text = f"{built}, now {now}, was given {batch_size} x {num_tokens} tokens more: {error}"
+    text += "" if room in (None, tokens) else f". Its whole pages have room for {room} tokens of each sequence"
     text += _cut_pages(groups)
     windows = sorted({w for g in groups if g.keep_past and (w := g.group.geometry.sliding_window) is not None})
     if not windows:

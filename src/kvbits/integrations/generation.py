@@ -35,7 +35,6 @@ from .masks import CACHE_NAMES, cache_among, is_ours, name_for, passed
 
 ASKED = (
     "generate",
-    "_prepare_cache_for_generation",
     "get_compiled_call",
     "create_masks_for_generate",
     "prepare_inputs_for_generation",
@@ -76,17 +75,6 @@ def detach(model: Any) -> None:
     for part in _checked(model):
         for handle in part.__dict__.pop(_HOOKS, ()):
             handle.remove()
-
-
-def put_back(model: Any, name: str, replaced: Callable[..., Any], before: Any) -> None:
-    """Undo that a model object's method was replaced, also where `attach` answers for it since."""
-    found = model.__dict__.get(name)
-    if isinstance(found, _Answer) and found.before is replaced:
-        found.before = before.before if isinstance(before, _Answer) else before
-    elif found is replaced:
-        model.__dict__.pop(name)
-        if before is not None:
-            model.__dict__[name] = before
 
 
 def _generators(model: Any) -> list[Any]:
@@ -144,15 +132,17 @@ def _with_cache(
     return args, kwargs
 
 
-def use_cache(config: Any, cache: Any, name: str) -> None:
-    """Have a `generate` with this generation configuration use the KVCache that it was given.
+def uses_cache(*says: Any, cache: Any, name: str) -> bool:
+    """Say whether a `generate` uses its KVCache by the first of these that says anything, with a warning where not.
 
     Args:
+        says: of the call and of configurations: True, False or None.
         name: names the model in the warning.
     """
-    if config.use_cache is not None and not config.use_cache:
-        config.use_cache = True
-        _say_used(cache, name)
+    if found := next((x for x in says if x is not None), True):
+        return bool(found)
+    _say_used(cache, name)
+    return False
 
 
 def _say_used(cache: Any, name: str) -> None:
@@ -271,6 +261,10 @@ class _Answer:
             return self._inherited()(*args, **kwargs)
         prompts.require_no_prefix_tuning(getattr(model.prepare_inputs_for_generation, "__self__", None))  # of PEFT
         kwargs = {name: x for name, x in kwargs.items() if name not in CACHE_NAMES} | {_ARGUMENT: cache}
+        given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+        says = [getattr(config, "use_cache", None) for config in (given, model.generation_config)]
+        if not uses_cache(kwargs.get("use_cache"), *says, cache=cache, name=type(model).__name__):
+            kwargs["use_cache"] = True
         if model.config.is_encoder_decoder:
             return self._inherited()(*args, **kwargs)
         ids = _require_continued(cache, args, kwargs)
@@ -279,14 +273,6 @@ class _Answer:
         if ids is not None and isinstance(text, torch.Tensor):
             cache.columns.text = cache.pages.changes, text
         return found
-
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """The preparation that `generate` asks for, with a configuration that uses the cache."""
-        if is_ours(cache := cache_among(model_kwargs)):
-            use_cache(generation_config, cache, type(self._model()).__name__)
-        return self._inherited()(generation_config, model_kwargs, *args, **kwargs)
 
     def get_compiled_call(self, compile_config: Any = None) -> Callable[..., Any]:
         """What `generate` calls for every token. A configuration of the compiler's asks for the compiler."""

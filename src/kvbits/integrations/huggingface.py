@@ -650,22 +650,22 @@ def default_cache(model: Any, scheme: str | Scheme = schemes.RECOMMENDED, **opti
 
     It replaces one method of this model object and puts it back at the end.
     """
-    inherited, name = model._prepare_cache_for_generation, "_prepare_cache_for_generation"
-    before = model.__dict__.get(name)
+    inherited = model._prepare_cache_for_generation
 
     def prepare(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if cache_among(model_kwargs) is None:
             cache = model_kwargs[name_for(model)] = KVCache.for_model(model, scheme, **options)
-            generation.use_cache(generation_config, cache, type(model).__name__)
+            if not generation.uses_cache(generation_config.use_cache, cache=cache, name=type(model).__name__):
+                generation_config.use_cache = True
             if generation_config.is_assistant:
                 cache.activate_past_recording()
         return inherited(generation_config, model_kwargs, *args, **kwargs)
 
-    model.__dict__[name] = prepare
+    model._prepare_cache_for_generation = prepare
     try:
         yield
     finally:
-        generation.put_back(model, name, prepare, before)
+        del model._prepare_cache_for_generation
 
 
 def _layers(pages: PagedCache, columns: Columns, config: Any, dense: bool) -> list[Any]:
