@@ -109,7 +109,7 @@ def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path |
         raise SpecError(
             f"no such file or directory: {text!r}; as a hub id it is not in the cache, and {host} cannot be reached"
             f" ({e.strerror or e}); {_DOWNLOAD}"
-        ) from e
+        ) from None
     return text
 
 
@@ -165,11 +165,11 @@ def load_config(model: str | os.PathLike[str]) -> Any:
             raise SpecError(
                 f"{str(model)!r} needs code that it brings along, which kvbits never runs; give a model that"
                 " Transformers knows by itself"
-            ) from e
+            ) from None
         raise SpecError(
             f"cannot read the configuration of {str(model)!r}: {reason}; give a local directory, a config.json, a GGUF"
             " file or a hub id"
-        ) from e
+        ) from None
 
 
 _parsed: dict[tuple[str, int, int], Any] = {}

@@ -62,11 +62,12 @@ def parse_tokens(text: str, what: str = "tokens", *, least: int = 1) -> int:
     return n
 
 
-def dtype_name(text: str) -> str:
-    """torch's name of a dtype: "bf16" is "bfloat16", "fp16" or "half" "float16", "fp32" "float32"; other names are left
-    as they are.
+def dtype_name(dtype: object) -> str:
+    """Give torch's name of a dtype or of its name: "bf16" is "bfloat16", "fp16" or "half" "float16", "fp32" "float32";
+    other names are left as they are.
     """
-    return _DTYPES.get(text.strip().lower(), text)
+    name = str(dtype).removeprefix("torch.")
+    return _DTYPES.get(name.strip().lower(), name)
 
 
 def human_bytes(n: float) -> str:

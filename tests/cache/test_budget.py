@@ -265,7 +265,8 @@ def test_a_model_decodes_within_it(tmp_path):
         cache.save(tmp_path / "cache.safetensors")
         same = KVCache.load(tmp_path / "cache.safetensors", model)  # in slabs of its own, under other ids
         assert torch.equal(*(model(ids[:, :1], past_key_values=c).logits for c in (copy.deepcopy(cache), same)))
-        assert model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False).shape == (1, 2004)
+        longer = torch.cat([ids, ids], 1)
+        assert model.generate(longer, past_key_values=cache, max_new_tokens=4, do_sample=False).shape == (1, 4004)
     assert cache.nbytes <= 1_600_000 and "budget: " in str(cache.explain()) and cache.pages.budget.given_back[0] > 0
 
 

@@ -546,8 +546,8 @@ def test_what_somebody_evicts_meanwhile_is_not_parked_and_not_pinned(store, tmp_
     cache = cache_of(INT4, ids)
     before, put = bytes_of(cache), PrefixStore.put
 
-    def put_and_lose(self, *args):
-        stored = put(self, *args)
+    def put_and_lose(self, *args, **options):
+        stored = put(self, *args, **options)
         PrefixStore(tmp_path).evict(keep)
         return stored
 
@@ -557,3 +557,18 @@ def test_what_somebody_evicts_meanwhile_is_not_parked_and_not_pinned(store, tmp_
     assert bytes_of(cache) == before
     assert (store.nbytes > 0) == (keep > 0)
     assert not [p for p in tmp_path.rglob("*.pin")]
+
+
+def test_prompts_of_equal_ids_and_other_extra_share_nothing(store):
+    ids = ids_of(400)
+    cache = cache_of(INT4, ids)
+    assert store.put(cache, ids, extra=b"image a") == 400
+    assert store.match(cache, ids, extra=b"image a") == 400
+    assert store.match(cache, ids) == store.match(cache, ids, extra=b"image b") == 0
+    empty = cache_of(INT4)
+    assert store.load(empty, ids, extra=b"image b") == 0 and store.load(empty, ids, extra=b"image a") == 400
+    assert store.park(cache, ids, extra=b"image a") >= 0
+    with pytest.raises(DataError, match="nothing of these"):
+        store.pin(cache, ids)
+    assert not store.unpin(cache, ids) and store.resume(cache, ids, extra=b"image a") == 400
+    assert bytes_of(cache) == bytes_of(empty)

@@ -17,7 +17,7 @@ from collections.abc import Sequence as Rows
 
 from ..errors import PoolFullError, SpecError
 from ..spec import CacheSpec, whole
-from ..units import human_bytes
+from ..units import human_bytes, parse_bytes
 from .group import GroupState, Snapshot
 from .pool import Pool
 from .sequence import Sequence
@@ -32,9 +32,10 @@ _MOST = 2**62
 class OverBudgetError(PoolFullError):
     """A pool asked for `needed` bytes, more than the budget has left."""
 
-    def __init__(self, needed: int) -> None:
+    def __init__(self, needed: int, least: int | None = None) -> None:
+        size = "a larger budget" if least is None else f"a budget of {least:,} bytes at least"
         super().__init__(
-            "even with every page in its fewest bits this does not fit; crop or free sequences, or give a larger budget"
+            f"even with every page in its fewest bits this does not fit; crop or free sequences, or give {size}"
         )
         self.needed = needed
 
@@ -43,7 +44,7 @@ class Budget:
     """Bytes that the pools of a cache may take together.
 
     Args:
-        nbytes: most bytes.
+        nbytes: most bytes, or a text like "2GB".
 
     Attributes:
         pools: those that share it.
@@ -53,7 +54,8 @@ class Budget:
         SpecError: no whole number of bytes, or a scheme without low planes that could be given back.
     """
 
-    def __init__(self, nbytes: int, spec: CacheSpec) -> None:
+    def __init__(self, nbytes: int | str, spec: CacheSpec) -> None:
+        nbytes = parse_bytes(nbytes, "budget") if isinstance(nbytes, str) else nbytes
         self.nbytes = whole("budget", nbytes, 1, _MOST, "in bytes, or a text with its unit, like '2GB'")
         if not any(g.tiers for g in spec.groups):
             raise SpecError(
@@ -92,7 +94,7 @@ class Budget:
             OverBudgetError: it does not.
         """
         if least > self.nbytes:
-            raise OverBudgetError(least)
+            raise OverBudgetError(least, least)
 
     def make_room(
         self,

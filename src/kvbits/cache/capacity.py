@@ -6,19 +6,22 @@ import torch
 
 from ..errors import CacheError, SpecError
 from ..spec import CacheSpec
+from ..units import parse_tokens
 from . import explain
 from .budget import Budget
 from .group import GroupState
 from .pool import Pool
 
 
-def checked(batch_size: int | None, max_tokens: int | None) -> tuple[int | None, int | None]:
+def checked(batch_size: int | None, max_tokens: int | str | None) -> tuple[int | None, int | None]:
     """Sequences, and tokens of each, that a capacity is for: one sequence where only tokens are said, None each for a
     cache that grows.
 
     Raises:
         SpecError: a batch size without tokens, or one of them is not a whole number of at least 1.
     """
+    if isinstance(max_tokens, str):
+        max_tokens = parse_tokens(max_tokens, "max_tokens")
     if max_tokens is None and batch_size is not None:
         raise SpecError(
             f"batch_size={batch_size} fixes nothing without max_tokens, the tokens of each sequence; give both, or"
@@ -28,7 +31,10 @@ def checked(batch_size: int | None, max_tokens: int | None) -> tuple[int | None,
         batch_size = 1
     for name, n in (("batch_size", batch_size), ("max_tokens", max_tokens)):
         if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
-            raise SpecError(f"{name}={n!r} must be a whole number of at least 1")
+            raise SpecError(
+                f"{name}={n!r} must be a whole number of at least 1"
+                + (", or a text like '8k'" * (name == "max_tokens"))
+            )
     return batch_size, max_tokens
 
 

@@ -245,6 +245,7 @@ def full(
     num_tokens: int,
     error: str,
     budget: int | None = None,
+    room: int | None = None,
 ) -> str:
     """That tokens did not fit, into what, and why more capacity may not help.
 
@@ -252,6 +253,7 @@ def full(
         built_for: sequences, and tokens of each, of the fixed capacity, where they are known.
         error: of the pool that is short.
         budget: bytes of all pools, where there is one.
+        room: tokens of each sequence that the whole pages of a fixed capacity hold.
     """
     sequences, tokens = built_for
     built = "a cache of fixed capacity"
@@ -262,6 +264,7 @@ def full(
     held = [s.length for s in groups[0].sequences]
     now = f"of {counted(max(held), 'token')}" if held else "empty"
     text = f"{built}, now {now}, was given {batch_size} x {num_tokens} tokens more: {error}"
+    text += "" if room in (None, tokens) else f". Its whole pages have room for {room} tokens of each sequence"
     text += _cut_pages(groups)
     windows = sorted({w for g in groups if g.keep_past and (w := g.group.geometry.sliding_window) is not None})
     if not windows:

@@ -42,17 +42,18 @@ class PagedCache:
 
     Args:
         spec: scheme and geometry.
-        max_tokens, batch_size: fix the capacity to `max_tokens` tokens of each of `batch_size` sequences (1 if not
-            given): exactly `spec.nbytes(max_tokens, batch_size)` bytes are allocated now and never more, whole pages,
-            which take up to `spec.room(max_tokens)` tokens. Without them the cache grows. Cropping inside a closed page
-            wastes the rest of that page; crops of up to `residual_length` tokens never do.
+        max_tokens, batch_size: fix the capacity to `max_tokens` tokens (a number, or a text like "8k") of each of
+            `batch_size` sequences (1 if not given): exactly `spec.nbytes(max_tokens, batch_size)` bytes are allocated
+            now and never more, whole pages, which take up to `spec.room(max_tokens)` tokens. Without them the cache
+            grows. Cropping inside a closed page wastes the rest of that page; crops of up to `residual_length` tokens
+            never do.
         device: where pages live; queries, keys and values must be there too.
         static: calibrated parameters per layer (`Calibration.static`), needed by schemes with `needs_calibration`.
         nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their
             page closes, so not where nothing closes), or "clamp" them (NaN to 0, infinity to the largest finite value).
         backend: "auto", or force one ("reference", "cpu", "cuda") for every op that has it.
-        budget: bytes that a growing cache may take: as it fills, pages give back low planes (`budget.Budget`); for
-            schemes with tiers.
+        budget: bytes, or a text like "2GB", that a growing cache may take: as it fills, pages give back low planes
+            (`budget.Budget`); for schemes with tiers.
 
     Raises:
         UnsupportedError: chunked layers on a GPU.
@@ -63,6 +64,8 @@ class PagedCache:
             not).
         arrivals: pages of a stored prefix that are still on their way: each layer of the next pass waits for its own,
             anything else for all.
+        beyond_ids: what passes were given of a prompt besides token ids, since the cache was empty: names of arguments,
+            each with True or a tensor [] that says whether it counts.
         built_for: sequences, and tokens of each, of the fixed capacity; None each for a cache that grows.
         made_for: fingerprint of the model that fills the cache, kept in files; None if nobody said.
         saturated: per layer, elements of keys ("k") and values ("v") that were clamped to their largest code.
@@ -73,12 +76,12 @@ class PagedCache:
         spec: CacheSpec,
         *,
         batch_size: int | None = None,
-        max_tokens: int | None = None,
+        max_tokens: int | str | None = None,
         device: torch.device | str = "cpu",
         static: list[dict[str, torch.Tensor]] | None = None,
         nonfinite: str = "refuse",
         backend: str = "auto",
-        budget: int | None = None,
+        budget: int | str | None = None,
     ) -> None:
         if nonfinite not in ("refuse", "clamp"):
             raise SpecError(f"nonfinite={nonfinite!r} is not 'refuse' or 'clamp'")
@@ -96,6 +99,7 @@ class PagedCache:
         self.static = static or [{} for _ in spec.layers]
         self.saturated = [{"k": 0, "v": 0} for _ in spec.layers]
         self.made_for: str | None = None
+        self.beyond_ids: dict[str, Any] = {}
         self.held_groups: list[GroupState] = []
         # refuses what cannot be before anything is allocated
         self._stores = LayerStores(spec, self.held_groups, self.static, self.device)
@@ -203,8 +207,9 @@ class PagedCache:
             self._passes.begin(batch_size, num_tokens, valid)
         except PoolFullError as error:
             most = None if self.budget is None else self.budget.nbytes
+            room = None if self.max_tokens is None else self.spec.room(self.max_tokens)
             raise PoolFullError(
-                explain.full(self.built_for, self.groups, batch_size, num_tokens, str(error), most)
+                explain.full(self.built_for, self.groups, batch_size, num_tokens, str(error), most, room)
             ) from None
 
     @property
@@ -529,6 +534,7 @@ class PagedCache:
         """Forget all sequences. Allocated pages stay, free."""
         self.arrivals.forget()
         self._passes.reset()
+        self.beyond_ids.clear()
 
     def swap_out(self, row: int) -> swap.SwappedSequence:
         """Move a sequence to host memory and free its pages; its row stays, empty."""

@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..cache.paged_cache import PagedCache
 from ..errors import UnsupportedError, counted
+from .closed import Closed, refused
 from .compiled import cached_attention
 from .masks import NAME, Columns, Mask, NotATensor
 
@@ -32,8 +33,10 @@ class Handle(NotATensor):
         self.readers = layer.readers  # still to come
 
 
-class KVLayer(CacheLayerMixin):
+class KVLayer(Closed, CacheLayerMixin):
     """One layer of a `KVCache`: counts tokens; the bytes are the cache's.
+
+    `keys` and `values`, and what changes one layer alone, raise UnsupportedError.
 
     Attributes:
         index: its place among the layers that store keys and values.
@@ -43,13 +46,19 @@ class KVLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
     supports_early_init = False
+    keys, values = refused("keys"), refused("values")
 
     def __init__(self, pages: PagedCache, columns: Columns, index: int, readers: int = 1) -> None:
-        CacheLayerMixin.__init__(self)
         self.pages = pages
         self.columns = columns
         self.index, self.readers = index, readers
         self.sliding_window = pages.spec.layers[index].sliding_window
+        self._ready = True
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether tokens are stored."""
+        return self.seen > 0
 
     @property
     def seen(self) -> int:
@@ -60,13 +69,21 @@ class KVLayer(CacheLayerMixin):
     def is_sliding(self) -> bool:
         return self.sliding_window is not None
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: pages are allocated by the cache."""
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Hand keys and values [B, H, T, D] on to the attention function."""
+        """Hand keys and values [B, H, T, D] on to the attention function.
+
+        Raises:
+            UnsupportedError: no pass of the model is under way that would store them.
+        """
+        if not torch.compiler.is_compiling() and not self.columns.in_pass:
+            raise UnsupportedError(
+                f"update() of layer {self.index} outside a forward pass of the model that this cache was made for, so"
+                " nothing would store these keys and values: the model was detached, is another one, or update() was"
+                " called by hand. Call KVCache.for_model(model, ...) again and pass tokens through the model, or put"
+                " keys of your own into a PagedCache by append(layer, keys, values)"
+            )
         handle = Handle(self, key_states, value_states)
         return handle, handle
 
@@ -88,8 +105,8 @@ class KVLayer(CacheLayerMixin):
         raise UnsupportedError("a layer of a KVCache cannot be changed alone; call the same method on the cache")
 
     crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset = offload = prefetch = (
-        _whole_cache_only
-    )
+        lazy_initialization
+    ) = _whole_cache_only
 
 
 class DenseLayer(KVLayer):
@@ -220,6 +237,13 @@ def _attend(
         _require_no_gradients(bool(layer.columns.seen) or q.shape[1] == 1)
     known, valid = mask.known(layer.columns)
     within = mask.within(layer.sliding_window)
+    if within is not None and not layer.columns.been and within.triu(1).any():
+        if layer.columns.causal:
+            raise UnsupportedError(
+                f"tokens of this prompt see later ones ({mask.unusual}), so its beginning has other keys in front of"
+                " another end, and no store can share it; use KVCache.for_model"
+            )
+        layer.pages.beyond_ids["attention to later tokens"] = True
     return layer.columns.attend(layer.index, q, k, v, known, valid, scaling, softcap, sink_logits, more, again, within)
 
 

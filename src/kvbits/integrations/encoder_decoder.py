@@ -9,12 +9,13 @@ from typing import Any, NoReturn
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import EncoderDecoderCache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..errors import UnsupportedError
+from .closed import Closed
 
 
-class CrossKVCache(EncoderDecoderCache):
+class CrossKVCache(Closed, EncoderDecoderCache):
     """What `KVCache.for_model` makes for an encoder-decoder model.
 
     What is not said here it has of `self_attention_cache`, its `KVCache`.
@@ -24,8 +25,12 @@ class CrossKVCache(EncoderDecoderCache):
             input needs anew (`reset`).
     """
 
+    _open = ("cross_attention_cache", "is_updated")
+    _inherits = tuple(dir(EncoderDecoderCache))
+
     def __init__(self, cache: Any) -> None:
         super().__init__(cache, DynamicCache())
+        self._ready = True
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "self_attention_cache" not in self.__dict__:
@@ -80,3 +85,14 @@ class CrossKVCache(EncoderDecoderCache):
 
     def __repr__(self) -> str:
         return f"CrossKVCache({self.self_attention_cache!r})"
+
+
+def _of_tokens(name: str) -> property:
+    return property(lambda self: getattr(self.self_attention_cache, name))
+
+
+for _name in {name for name in dir(Cache) if not name.startswith("_")} - {
+    *vars(CrossKVCache),
+    *vars(EncoderDecoderCache),
+}:
+    setattr(CrossKVCache, _name, _of_tokens(_name))

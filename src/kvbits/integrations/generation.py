@@ -5,6 +5,9 @@ Transformers compiles the passes of caches that say `is_compileable` (torch.comp
 before. A model that was attached to kvbits answers both questions itself, for caches of kvbits only: the pass is the
 model's own in a CUDA graph (`graphs`), the mask stays that of padding.
 
+A KVCache that is passed means that a cache is used: `use_cache=False`, from whichever configuration or call it comes,
+is taken as True with one warning.
+
 Some models drop the cache that they were given: Phi-3 with longrope computes everything anew, in a cache of its own,
 when a sequence grows past `original_max_position_embeddings`. `generate` then begins the KVCache again. Any other pass
 that was given a KVCache and left it empty is an error (`attach`).
@@ -13,6 +16,7 @@ that was given a KVCache and left it empty is an error (`attach`).
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import warnings
 import weakref
@@ -21,15 +25,24 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ..errors import KvbitsWarning, UnsupportedError, counted
-from . import graphs
+from ..errors import CacheStateError, KvbitsWarning, UnsupportedError, counted
+from . import graphs, prompts
 from .masks import CACHE_NAMES, cache_among, is_ours, name_for, passed
 
-ASKED = ("get_compiled_call", "create_masks_for_generate", "prepare_inputs_for_generation", "init_continuous_batching")
+ASKED = (
+    "generate",
+    "get_compiled_call",
+    "create_masks_for_generate",
+    "prepare_inputs_for_generation",
+    "init_continuous_batching",
+)
 """Methods of a model that `attach` answers."""
+_ARGUMENT = CACHE_NAMES["cache" not in {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}]
+"""Name of the cache among the arguments of `generate`."""
 _HOOKS = "_kvbits_hooks"
 """Where a module keeps the handles of its two hooks."""
 
@@ -73,17 +86,80 @@ def _checked(model: Any) -> list[Any]:
 
 
 def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The KVCache among the arguments of a forward pass, or None."""
-    cache = cache_among(kwargs)
-    return cache if is_ours(cache) else next((x for x in args if not isinstance(x, torch.Tensor) and is_ours(x)), None)
+    """The KVCache among the arguments of a forward pass, or None; the one inside a stock EncoderDecoderCache, too."""
+    found = [cache_among(kwargs), *(x for x in args if not isinstance(x, torch.Tensor))]
+    found += [getattr(x, "self_attention_cache", None) for x in found if isinstance(x, EncoderDecoderCache)]
+    return next((x for x in found if is_ours(x)), None)
 
 
-def _before_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling():
-        return
-    if (cache := _cache_of(args, kwargs)) is not None:
-        cache.enter_pass()
-        cache.columns.enter(id(module))
+def _key(module: Any) -> int:
+    """Names a module among those in a pass (`Columns.begun`): below 0 for what wraps a model of Transformers."""
+    return id(module) if isinstance(module, PreTrainedModel) else -id(module)
+
+
+def _before_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Begin a pass, or a part of it; arguments that use the cache where the given ones do not."""
+    if torch.compiler.is_compiling() or (cache := _cache_of(args, kwargs)) is None:
+        return None
+    cache.enter_pass()
+    columns, key = cache.columns, _key(module)
+    if key in columns.begun or all(outer < 0 for outer in columns.begun):
+        prompts.note(columns, module, args, kwargs)
+    columns.enter(key)
+    return _with_cache(module, args, kwargs, cache)
+
+
+def _with_cache(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of a forward pass that use its KVCache; None where the given ones do."""
+    place = None
+    if len(args) > 1:
+        names = [*inspect.signature(module.forward).parameters][: len(args)]
+        place = names.index("use_cache") if "use_cache" in names else None
+    given = kwargs.get("use_cache") if place is None else args[place]
+    if given is None:
+        given = getattr(getattr(module, "config", None), "use_cache", True)
+    if given is None or given:
+        return None
+    if place is not None:
+        args = (*args[:place], True, *args[place + 1 :])
+    elif "use_cache" in kwargs or "use_cache" in prompts.arguments(module):
+        kwargs = kwargs | {"use_cache": True}
+    else:
+        return None
+    _say_used(cache, type(module).__name__)
+    return args, kwargs
+
+
+def uses_cache(*says: Any, cache: Any, name: str) -> bool:
+    """Say whether a `generate` uses its KVCache by the first of these that says anything, with a warning where not.
+
+    Args:
+        says: of the call and of configurations: True, False or None.
+        name: names the model in the warning.
+    """
+    if found := next((x for x in says if x is not None), True):
+        return bool(found)
+    _say_used(cache, name)
+    return False
+
+
+def _say_used(cache: Any, name: str) -> None:
+    """
+
+    Warns:
+        KvbitsWarning: once for each cache.
+    """
+    if not cache.columns.told:
+        cache.columns.told = True
+        warnings.warn(
+            f"{name} was given a KVCache together with use_cache=False (in the call, config.json or"
+            " generation_config.json); the cache is used, as with use_cache=True. Leave the cache out to decode without"
+            " one",
+            KvbitsWarning,
+            stacklevel=2,
+        )
 
 
 def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -96,7 +172,7 @@ def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     if torch.compiler.is_compiling() or (cache := _cache_of(args, kwargs)) is None:
         return
     columns = cache.columns
-    began = columns.leave(id(module))
+    began = columns.leave(_key(module))
     if columns.captured or began != columns.passes:
         cache.leave_pass()
         return
@@ -114,6 +190,37 @@ def _after_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         " cache on, or another thread used this one meanwhile, so its output is not that of this one. Use the stock"
         " cache for such a model, after KVCache.detach(model), and a copy of a cache in each thread"
     )
+
+
+def _require_continued(cache: Any, args: tuple[Any, ...], given: dict[str, Any]) -> torch.Tensor | None:
+    """The token ids that `generate` was given, where it was given ids of the whole sequence.
+
+    Raises:
+        CacheStateError: they do not continue what the cache holds.
+    """
+    ids = next((x for x in (*args[:1], given.get("inputs"), given.get("input_ids")) if x is not None), None)
+    embeds, mask = given.get("inputs_embeds"), given.get("attention_mask")
+    prompt = ids if embeds is None else embeds
+    seen = cache.get_seq_length()
+    if not isinstance(prompt, torch.Tensor) or prompt.ndim < 2:
+        return None
+    if isinstance(mask, torch.Tensor) and mask.shape[1] != prompt.shape[1]:
+        return None  # only the new tokens came; the mask is checked against what is held
+    what, length = None, prompt.shape[1]
+    if 0 < length <= seen:
+        what = f"a prompt of {counted(length, 'token')}"
+    elif prompt is ids and (text := cache.columns.text) is not None and text[0] == cache.pages.changes:
+        held = text[1][:, :seen]
+        if len(held) == len(ids) and (differs := (held.to(ids.device) != ids[:, :seen]).any(0)).any():
+            what = f"a prompt of {length} tokens that differs from them from token {int(differs.int().argmax())} on"
+    if what is not None:
+        raise CacheStateError(
+            f"generate() was given a KVCache that already holds {counted(seen, 'token')}, and {what}. A prompt is"
+            " passed whole: what the cache holds first, new tokens behind it. For another prompt, build a new cache"
+            " (KVCache.for_model) or call cache.reset(). cache.crop(-n) removes the last n tokens. For several prompts"
+            " that begin alike, fill a cache with the beginning and give each prompt a copy.deepcopy of it"
+        )
+    return ids if prompt is ids else None
 
 
 def _missing(inputs: dict[str, Any], cache: Any) -> int:
@@ -141,6 +248,31 @@ class _Answer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return getattr(self, self._name)(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`generate` with a KVCache by either name of the argument.
+
+        Raises:
+            CacheStateError: a prompt that does not continue what the cache holds.
+            UnsupportedError: an adapter makes caches of its own.
+        """
+        model, cache = self._model(), cache_among(kwargs)
+        if model is None or not is_ours(cache):
+            return self._inherited()(*args, **kwargs)
+        prompts.require_no_prefix_tuning(getattr(model.prepare_inputs_for_generation, "__self__", None))  # of PEFT
+        kwargs = {name: x for name, x in kwargs.items() if name not in CACHE_NAMES} | {_ARGUMENT: cache}
+        given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+        says = [getattr(config, "use_cache", None) for config in (given, model.generation_config)]
+        if not uses_cache(kwargs.get("use_cache"), *says, cache=cache, name=type(model).__name__):
+            kwargs["use_cache"] = True
+        if model.config.is_encoder_decoder:
+            return self._inherited()(*args, **kwargs)
+        ids = _require_continued(cache, args, kwargs)
+        found = self._inherited()(*args, **kwargs)
+        text = getattr(found, "sequences", found)
+        if ids is not None and isinstance(text, torch.Tensor):
+            cache.columns.text = cache.pages.changes, text
+        return found
 
     def get_compiled_call(self, compile_config: Any = None) -> Callable[..., Any]:
         """What `generate` calls for every token. A configuration of the compiler's asks for the compiler."""

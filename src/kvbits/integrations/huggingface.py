@@ -13,6 +13,7 @@ working. Any other attention implementation that meets a handle raises Unsupport
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -40,9 +41,10 @@ from ..errors import (
 from ..geometry import layer_geometries, layer_places, only_dense, text_config
 from ..ops import decode
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
-from ..units import parse_bytes
-from . import generation, prefix, tensor_parallel
+from ..units import parse_tokens
+from . import generation, prefix, prompts, tensor_parallel
 from .attention import DenseLayer, KVLayer
+from .closed import Closed
 from .encoder_decoder import CrossKVCache
 from .masks import NAME, Columns, cache_among, name_for
 from .models import require_loaded, scheme_for, unfit_for, weights_fingerprint
@@ -106,18 +108,31 @@ _BEFORE = "_attention_before_kvbits"
 """Where a model keeps the attention implementations that it had."""
 
 
-class KVCache(Cache):
+class KVCache(Closed, Cache):
     """A Transformers cache on packed pages. Build it with `KVCache.for_model`.
 
     Works wherever a `DynamicCache` is passed: greedy, sampling, beam search, assisted decoding, chunked prefill,
-    several turns, `copy.deepcopy`.
+    several turns, `copy.deepcopy`. What it does not do as a `DynamicCache` does (tensors of its layers, `update` by
+    hand, attributes of your own) raises UnsupportedError.
 
     Attributes:
         pages: the `PagedCache` underneath.
         columns: positions seen, padding included.
     """
 
-    layers: list[Any]
+    layers: tuple[Any, ...]
+    _inherits = (
+        "get_max_length",
+        "get_query_offset",
+        "get_seq_length",
+        "has_previous_state",
+        "is_croppable",
+        "is_dummy",
+        "is_sliding",
+        "update",
+        "update_indexer",
+    )
+    """Names of `Cache` that are right as they are."""
 
     def __init__(self, pages: PagedCache, ranks: Ranks = Ranks(), config: Any = None, dense: bool = False) -> None:  # noqa: B008
         self.pages, self._ranks = pages, ranks
@@ -126,9 +141,9 @@ class KVCache(Cache):
         ragged = bool((lengths != seen).any())
         # shorter sequences count as left-padded
         valid = torch.arange(seen, device="cpu") >= seen - lengths[:, None] if ragged else None
-        self.columns = Columns(pages, _now=(seen, valid))
+        self.columns = Columns(pages, attached=config is not None, _now=(seen, valid))
         self._recording = False
-        super().__init__(layers=_layers(pages, self.columns, config, dense))
+        super().__init__(layers=tuple(_layers(pages, self.columns, config, dense)))
         self._states = _states(self.layers)
         if any(getattr(layer, "readers", 1) > 1 for layer in self.layers):
             pages.read_again()
@@ -138,6 +153,7 @@ class KVCache(Cache):
             fixed
             and pages.cannot_decode_on_device(config.num_attention_heads, getattr(torch, pages.spec.raw_dtype)) is None
         )
+        self._ready = True
 
     @classmethod
     def for_model(
@@ -146,7 +162,7 @@ class KVCache(Cache):
         scheme: str | Scheme | None = None,
         *,
         batch_size: int | None = None,
-        max_tokens: int | None = None,
+        max_tokens: int | str | None = None,
         calibration: Calibration | str | Path | None = None,
         calibrate: bool = True,
         nonfinite: str = "refuse",
@@ -167,7 +183,8 @@ class KVCache(Cache):
             scheme: preset name (its groups are fitted to the model's head_dim), a `Scheme`, or a file of one
                 (`mine.json`; both taken as they are). None: `schemes.RECOMMENDED`, or with a budget `schemes.ELASTIC`.
             max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given;
-                without them the cache grows. Assisted decoding with sliding-window layers needs one that grows.
+                tokens are a number or a text like "8k", and are rounded up to whole pages (`explain()` says what they
+                hold). Without them the cache grows. Assisted decoding with sliding-window layers needs one that grows.
             calibration: or its file, of schemes with a basis, instead of the model's own in the user's cache folder,
                 which is found by the weights or made once (seconds to minutes, with a progress bar; `calibrate.kept`);
                 needed by schemes with static scales. Refused if made for another model.
@@ -192,7 +209,7 @@ class KVCache(Cache):
             CalibrationError: calibration missing or made for something else.
         """
         require_loaded(model)
-        nbytes = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
+        prompts.require_no_prefix_tuning(model)
         if (
             own := next(
                 (
@@ -238,7 +255,7 @@ class KVCache(Cache):
             static=static,
             nonfinite=nonfinite,
             backend=backend,
-            budget=nbytes,
+            budget=budget,
         )
         pages.made_for = weights_fingerprint(model)
         cache = cls(pages, ranks, config, dense)
@@ -252,9 +269,10 @@ class KVCache(Cache):
         *,
         store: PrefixStore,
         scheme: str | Scheme = schemes.RECOMMENDED,
-        chunk: int = prefix.CHUNK,
+        chunk: int | str = prefix.CHUNK,
         put: bool = True,
         wait: bool = False,
+        extra: bytes = b"",
         **options: Any,
     ) -> KVCache:
         """A cache that holds a prompt but its last token: the longest prefix that `store` has is loaded, the rest
@@ -270,12 +288,16 @@ class KVCache(Cache):
             wait: load the prefix whole before anything else. Otherwise layers start while later ones still load, and a
                 damaged file that is found then, where nothing but the last token is left to compute, is an error of the
                 pass that takes it (see `PrefixStore.load`).
+            extra: names what else the keys depend on, such as a hook of your own; prompts of equal ids and another
+                `extra` share nothing.
             options: of `for_model`.
 
         Raises:
             DataError: no token, or several prompts.
             SpecError: `store` is none, or a path.
-            UnsupportedError: ranks share the model: files of prefixes hold all kv heads.
+            UnsupportedError: ranks share the model: files of prefixes hold all kv heads. The prompt is more than its
+                ids: it holds tokens that stand for images, sounds or videos, virtual tokens come in front of it, its
+                tokens see later ones, or more inputs were given.
             What `for_model` and `PrefixStore.load` raise.
         """
         if (why := prefix.refuses(model)) is not None:
@@ -286,8 +308,20 @@ class KVCache(Cache):
             )
         if store is None or isinstance(store, (str, Path)):
             raise SpecError(f"store={store!r} is no store; pass store=kvbits.PrefixStore(FOLDER)")
+        if inputs := [
+            name
+            for name in options
+            if name not in inspect.signature(cls.for_model).parameters
+            and (name in inspect.signature(model.forward).parameters or prompts.MEDIA.fullmatch(name))
+        ]:
+            raise UnsupportedError(
+                f"from_prefix() computes a prompt from its ids alone, and {', '.join(inputs)} would be left out; use"
+                " KVCache.for_model, and copy.deepcopy of the filled cache for prompts that begin alike"
+            )
+        prefix.require_words(model, ids)
+        chunk = parse_tokens(chunk, "chunk") if isinstance(chunk, str) else chunk
         cache = cls.for_model(model, scheme, **options)
-        prefix.fill(cache, model, ids, store, chunk=chunk, put=put, wait=wait)
+        prefix.fill(cache, model, ids, store, chunk=chunk, put=put, wait=wait, extra=extra)
         return cache
 
     @staticmethod
@@ -375,6 +409,14 @@ class KVCache(Cache):
         return self.pages.nbytes + self.state_nbytes
 
     @property
+    def stock_nbytes(self) -> int:
+        """Bytes of keys and values that the stock cache would hold of the same positions, padding included, in the
+        model's dtype.
+        """
+        itemsize = getattr(torch, self.pages.spec.raw_dtype).itemsize
+        return self.pages.spec.raw_nbytes(self.columns.seen, self.pages.batch_size, itemsize)
+
+    @property
     def state_nbytes(self) -> int:
         """Bytes of recurrent states, which do not grow with the tokens."""
         return 0 if self._states is None else self._states.nbytes
@@ -389,7 +431,11 @@ class KVCache(Cache):
         )
 
     def __repr__(self) -> str:
-        return f"KVCache(scheme={self.pages.spec.scheme.name!r}, seq_lens={self.pages.seq_lens}, nbytes={self.nbytes})"
+        held = f"seq_lens={self.pages.seq_lens}"
+        if (tokens := self.pages.max_tokens) is not None:
+            room = self.pages.spec.room(tokens)
+            held += f", max_tokens={tokens}" + (f" (room for {room})" if room not in (None, tokens) else "")
+        return f"KVCache(scheme={self.pages.spec.scheme.name!r}, {held}, nbytes={self.nbytes})"
 
     @property
     def batch_size(self) -> int:
@@ -401,6 +447,22 @@ class KVCache(Cache):
         whose tokens the device leads.
         """
         return self._captured and not self._recording
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(columns of a mask, position of the first one) for so many new tokens."""
+        if not self.columns.attached and not torch.compiler.is_compiling():
+            self.columns.asked = self.pages.changes
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether tokens are stored."""
+        return self.columns.seen > 0
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether a layer keeps what a `crop` may need that it would give up otherwise."""
+        layer = self.layers[layer_idx]
+        return self._recording and (getattr(layer, "is_sliding", False) or layer in self._recurrent)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove positions (padding among them counts). 0 only ends the speculation."""
@@ -593,6 +655,8 @@ def default_cache(model: Any, scheme: str | Scheme = schemes.RECOMMENDED, **opti
     def prepare(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if cache_among(model_kwargs) is None:
             cache = model_kwargs[name_for(model)] = KVCache.for_model(model, scheme, **options)
+            if not generation.uses_cache(generation_config.use_cache, cache=cache, name=type(model).__name__):
+                generation_config.use_cache = True
             if generation_config.is_assistant:
                 cache.activate_past_recording()
         return inherited(generation_config, model_kwargs, *args, **kwargs)
@@ -631,7 +695,7 @@ def _layers(pages: PagedCache, columns: Columns, config: Any, dense: bool) -> li
     return found
 
 
-def _states(layers: list[Any]) -> Any:
+def _states(layers: tuple[Any, ...]) -> Any:
     """Recurrent states of a cache, None where there are none."""
     if all(type(layer) in (KVLayer, DenseLayer) for layer in layers):
         return None

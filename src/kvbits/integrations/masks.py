@@ -74,6 +74,12 @@ class Columns:
         captured: the pass under way is recorded into a graph, not run: nothing is noted (`replayed` notes every
             replay).
         rehearsed: the pass under way runs for the compiler alone: it stores nothing and attends to nothing.
+        text: `pages.changes` when the last `generate` ended, and the token ids [B, tokens] that it returned, which
+            begin with those that are held; None where it was given no ids.
+        causal: passes whose tokens see later ones are refused.
+        attached: the cache was made for a model that says when a pass begins (`generation.attach`).
+        asked: `pages.changes` when the sizes of masks were last asked for, which begins a pass of other models.
+        told: a warning has said that the cache is used in spite of use_cache=False.
 
     A pass or operation is noted before the cache is asked for it, and kept when the cache says that it has ended well
     (`PagedCache.changes`): whatever an interrupt leaves out, the two never disagree.
@@ -88,6 +94,11 @@ class Columns:
     start: int | None = None
     captured: bool = False
     rehearsed: bool = False
+    text: tuple[int, torch.Tensor] | None = None
+    causal: bool = False
+    attached: bool = False
+    asked: int | None = None
+    told: bool = False
     _differs: torch.Tensor | None = None  # on a GPU: masks of single tokens that were not what they continue
     _later: Later = field(default_factory=Later)
     _passes: int = 0
@@ -107,6 +118,15 @@ class Columns:
         _numbered[number] = self
         with torch.inference_mode(False):  # written inside and outside of it
             self.numbers = torch.tensor([number, self._now[0]], device="cpu")
+
+    @contextmanager
+    def causal_only(self) -> Iterator[None]:
+        """Inside, refuse passes whose tokens see later ones: a prompt's beginning depends on its end then."""
+        self.causal = True
+        try:
+            yield
+        finally:
+            self.causal = False
 
     def enter(self, model: int) -> None:
         """A model (its id) begins a pass, or a part of one that is in it."""
@@ -170,6 +190,12 @@ class Columns:
         if not more:
             self.note(layer, q.shape[1], known)
         return out
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a model's pass is under way that stores what `update` hands out."""
+        asked = not self.attached and (self.pages.in_pass or self.asked == self.pages.changes)
+        return bool(self.begun) or asked or self.captured or self.rehearsed
 
     @property
     def seen(self) -> int:
@@ -301,7 +327,7 @@ class HoldsPages(Protocol):
 
     pages: PagedCache
     columns: Columns
-    layers: list[Any]
+    layers: tuple[Any, ...]
 
     def get_seq_length(self) -> int:
         """Positions so far, padding included."""

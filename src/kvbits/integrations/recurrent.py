@@ -7,7 +7,7 @@ did to it cannot be taken back. Index keys are one vector a token, and go where 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
@@ -15,16 +15,41 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 from ..cache.paged_cache import PagedCache
 from ..errors import CacheStateError, UnsupportedError, counted
 from .attention import DenseLayer, KVLayer
+from .closed import Closed
 from .masks import Columns
 
 
-class RecurrentLayer(LinearAttentionLayer):
+def _whole_cache_only(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedError("a layer of a KVCache cannot be changed alone; call the same method on the cache")
+
+
+class RecurrentLayer(Closed, LinearAttentionLayer):
     """A layer with a state and no keys and values."""
 
+    _open = _inherits = (
+        "activate_past_recording",
+        "conv_kernel_size",
+        "conv_states",
+        "device",
+        "dtype",
+        "get_max_length",
+        "has_previous_state",
+        "is_conv_states_initialized",
+        "is_croppable",
+        "is_recurrent_states_initialized",
+        "number_of_states",
+        "record_past",
+        "recurrent_states",
+        "supports_early_init",
+        "lazy_initialization",
+        "update_conv_state",
+        "update_recurrent_state",
+    )
     is_compileable = False
 
     def __init__(self, number_of_states: int = 1) -> None:
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
+        self._ready = True
 
     def reset(self) -> None:
         """Forget the state; the next may be of another batch."""
@@ -48,21 +73,22 @@ class RecurrentLayer(LinearAttentionLayer):
         for states, i, x in self._states():
             states[i] = x.index_select(0, indices.to(x.device))
 
-    batch_select_indices = reorder_cache = select_states
-
     def repeat_states(self, repeats: int) -> None:
         """Every sequence's state `repeats` times."""
         for states, i, x in self._states():
             states[i] = x.repeat_interleave(repeats, 0)
 
-    batch_repeat_interleave = repeat_states
+    forget_states = reset
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _whole_cache_only
 
 
-class HybridLayer(RecurrentLayer, KVLayer):  # type: ignore[misc]  # a state can be selected and reset; its pages are the cache's
+class HybridLayer(RecurrentLayer, KVLayer):
     """A layer that attends and keeps a state beside its keys and values."""
 
     is_croppable = RecurrentLayer.is_croppable
     get_max_length = KVLayer.get_max_length
+    lazy_initialization = LinearAttentionLayer.lazy_initialization
+    reset = KVLayer.reset
 
     def __init__(
         self, pages: PagedCache, columns: Columns, index: int, readers: int = 1, number_of_states: int = 1
@@ -71,7 +97,7 @@ class HybridLayer(RecurrentLayer, KVLayer):  # type: ignore[misc]  # a state can
         RecurrentLayer.__init__(self, number_of_states)
 
 
-class DenseHybridLayer(HybridLayer, DenseLayer):  # type: ignore[misc]
+class DenseHybridLayer(HybridLayer, DenseLayer):
     """The same for a model that is handed dense tensors."""
 
 
@@ -98,7 +124,7 @@ class IndexedLayer(DenseLayer):
         """Bytes of the index keys of all sequences."""
         return 0 if self._indices is None else self._indices.nbytes
 
-    def reset(self) -> None:  # type: ignore[override]
+    def forget_states(self) -> None:
         """Forget the index keys; the next may be of another batch."""
         self._indices = None
 
@@ -124,7 +150,7 @@ class States:
         halfway: a pass has moved some of the states and has not ended.
     """
 
-    def __init__(self, layers: list[Any]) -> None:
+    def __init__(self, layers: tuple[Any, ...]) -> None:
         self.layers = [layer for layer in layers if isinstance(layer, (RecurrentLayer, IndexedLayer))]
         self.halfway = False
 
@@ -135,7 +161,7 @@ class States:
     def reset(self) -> None:
         """Forget all of them."""
         for layer in self.layers:
-            layer.reset()
+            layer.forget_states() if isinstance(layer, KVLayer) else layer.reset()
         self.halfway = False
 
     def require_whole(self) -> None:

@@ -219,7 +219,7 @@ class CacheSpec:
     Attributes:
         scheme: what is stored.
         layers: geometry of each attention layer, in model order.
-        raw_dtype: dtype of raw pages (sinks, tail, raw layers): the model's own.
+        raw_dtype: dtype of raw pages (sinks, tail, raw layers): the model's own, by its name or torch's own.
     """
 
     scheme: Scheme
@@ -231,6 +231,7 @@ class CacheSpec:
         if not self.layers:
             raise SpecError("a cache needs at least one layer")
         object.__setattr__(self, "scheme", self.scheme.on(self.layers))
+        object.__setattr__(self, "raw_dtype", str(self.raw_dtype).removeprefix("torch."))
         choice("raw_dtype", self.raw_dtype, DTYPE_BYTES)
         for group in self.groups:  # refuses what does not fit, with the layer's own numbers
             for layout in group.layouts.values():

@@ -47,14 +47,16 @@ def find(
     cuts: Cuts,
     tokens: np.ndarray,
     found: Callable[[Blob], None] = lambda one: None,
+    extra: bytes = b"",
 ) -> Plan | None:
     """The longest prefix of `tokens` [tokens], or None.
 
     Args:
         found: told of each blob of closed pages as soon as it is known. The plan may end before it, where windows need
             more.
+        extra: see `keys.first`.
     """
-    chain = keys.chain(space, tokens, cuts.ends(len(tokens)))
+    chain = keys.chain(space, tokens, cuts.ends(len(tokens)), extra)
     shelf.fetch(space, [stem_of(key) for key in chain[1:]])
     blobs: list[Blob] = []
     for i, key in enumerate(chain[1:]):

@@ -61,14 +61,24 @@ def namespace(identity: Identity, blob_tokens: int) -> str:
     return hashlib.sha256(b"kvbits" + i.scheme + i.model + i.calibration + repr(numbers).encode()).hexdigest()[:40]
 
 
+def first(space: str, extra: bytes = b"") -> bytes:
+    """The key of no token in a namespace.
+
+    Args:
+        extra: names what a prompt consists of besides its token ids; prompts of other `extra` share no key.
+    """
+    seed = hashlib.sha256(space.encode()).digest()
+    return hashlib.sha256(seed + b"extra" + extra).digest() if extra else seed
+
+
 def after(key: bytes, ids: np.ndarray) -> bytes:
     """The key of a prefix that goes on with these tokens."""
     return hashlib.sha256(key + ids.tobytes()).digest()
 
 
-def chain(seed: str, ids: np.ndarray, ends: Iterable[int]) -> list[bytes]:
+def chain(space: str, ids: np.ndarray, ends: Iterable[int], extra: bytes = b"") -> list[bytes]:
     """The key of no token, and that of the tokens up to each end."""
-    keys, start = [hashlib.sha256(seed.encode()).digest()], 0
+    keys, start = [first(space, extra)], 0
     for end in ends:
         keys.append(after(keys[-1], ids[start:end]))
         start = end

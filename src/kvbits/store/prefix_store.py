@@ -30,9 +30,9 @@ from ..cache.blob import Identity, Kind, Page
 from ..cache.group import GroupState
 from ..cache.paged_cache import PagedCache
 from ..cache.serialize import shown_part
-from ..errors import CacheStateError, DataError, FileFormatError, SpecError, counted
+from ..errors import CacheStateError, DataError, FileFormatError, SpecError, UnsupportedError, counted
 from ..spec import CacheSpec
-from ..units import human_bytes, parse_bytes
+from ..units import human_bytes, parse_bytes, parse_tokens
 from . import keys, pages
 from .filling import Filling
 from .finding import Plan, find
@@ -92,13 +92,14 @@ class PrefixStore:
         where: str | Path,
         *,
         max_bytes: int | str | None = None,
-        blob_tokens: int = pages.BLOB_TOKENS,
+        blob_tokens: int | str = pages.BLOB_TOKENS,
         local: str | Path | None = None,
         shard: Shard = (0, 1),
         calibration: Any = None,
         made_for: str | None = None,
         **options: Any,
     ) -> None:
+        blob_tokens = parse_tokens(blob_tokens, "blob_tokens") if isinstance(blob_tokens, str) else blob_tokens
         Cuts(0, 1, blob_tokens)
         if not isinstance(where, (str, Path)) or not str(where):
             raise SpecError(f"a store at {where!r}: name a folder, or a URL like s3://bucket/prefixes")
@@ -152,9 +153,9 @@ class PrefixStore:
         )
         return identity, keys.namespace(identity, self._cuts(cache).blob_pages * cache.spec.scheme.page_size)
 
-    def match(self, cache: PagedCache, ids: Any) -> int:
+    def match(self, cache: PagedCache, ids: Any, *, extra: bytes = b"") -> int:
         """Tokens that `load` would bring of a prompt into an empty cache like this one."""
-        plan = self._plan(paged(cache), keys.token_ids(ids))
+        plan = self._plan(paged(cache), keys.token_ids(ids), extra)
         self._fetched()
         return plan.length if plan else 0
 
@@ -185,7 +186,7 @@ class PrefixStore:
 
     # -- put --------------------------------------------------------------------------------------------------------
 
-    def put(self, cache: Any, ids: Any, row: int = 0, *, end: bool = True) -> int:
+    def put(self, cache: Any, ids: Any, row: int = 0, *, end: bool = True, extra: bytes = b"") -> int:
         """Store the pages of a sequence. Blobs that are there already are not written again.
 
         Args:
@@ -194,16 +195,25 @@ class PrefixStore:
                 holds.
             end: also store what only this very sequence has (its raw tail), so that loading exactly these tokens gives
                 exactly this cache.
+            extra: names what else the prompt consists of, such as a hash of its images. Prompts of equal ids and
+                another `extra` share nothing; `match`, `load`, `park`, `resume`, `pin` and `unpin` take the same.
 
         Returns:
             Tokens of the sequence that can now be loaded, as `match` counts them.
 
         Raises:
             DataError: fewer ids than tokens, or no such sequence.
+            UnsupportedError: the tokens were computed from more than their ids, such as images, which `extra` does not
+                name.
             SpecError: a folder or link is where a file of the store belongs.
             OSError: the disk is full, or the like. The store is as good as before.
         """
         known, tokens = paged(cache), keys.token_ids(ids)
+        if not extra and (beyond := [name for name, counts in known.beyond_ids.items() if bool(counts)]):
+            raise UnsupportedError(
+                f"the tokens of this cache were computed from {', '.join(beyond)} besides their ids, by which a store"
+                " finds them; pass extra=, bytes that name all of it (a hash of the images, say), to put() and load()"
+            )
         groups = settled(known, row)
         length = groups[0].sequences[row].length
         if len(tokens) < length:
@@ -214,7 +224,7 @@ class PrefixStore:
         identity, space = self._identity(known)
         cuts = self._cuts(known)
         blobs = min(cuts.within(length), pages.whole_blobs(groups, row, cuts))
-        chain = keys.chain(space, tokens, cuts.ends(length)[:blobs])
+        chain = keys.chain(space, tokens, cuts.ends(length)[:blobs], extra)
         new = []
         names = []
         windows = any(g.group.geometry.sliding_window is not None for g in groups)
@@ -250,11 +260,11 @@ class PrefixStore:
         self._shelf.send(space, names)
         self._shelf.use(space, names)
         self._wrote(written)
-        return self.match(known, tokens[:length])
+        return self.match(known, tokens[:length], extra=extra)
 
     # -- load -------------------------------------------------------------------------------------------------------
 
-    def load(self, cache: PagedCache, ids: Any, row: int = 0, *, wait: bool = True) -> int:
+    def load(self, cache: PagedCache, ids: Any, row: int = 0, *, wait: bool = True, extra: bytes = b"") -> int:
         """Put the longest prefix of a prompt that the store has into an empty sequence.
 
         A file that is damaged, cut short or of somebody else is set aside (renamed to .damaged) with a warning that
@@ -267,6 +277,7 @@ class PrefixStore:
                 next pass waits for its own, anything else for all. Where one turns out to be damaged, the file is set
                 aside, the pass is taken back with a FileFormatError that names it, and the cache takes nothing but
                 `reset()` or `free(row)`.
+            extra: as in `put`.
 
         Returns:
             Tokens loaded: the sequence's length now. The rest is to be computed.
@@ -303,7 +314,14 @@ class PrefixStore:
                     )
                     filling = Filling(groups, row, self.shard, loader)
                     plan = find(
-                        shelf, space, identity, own, cuts, tokens, filling.begin if begin_early else lambda one: None
+                        shelf,
+                        space,
+                        identity,
+                        own,
+                        cuts,
+                        tokens,
+                        filling.begin if begin_early else lambda one: None,
+                        extra,
                     )
                     if plan is None or not filling.complete(plan, cache.budget, undo):
                         raise _NothingTaken
@@ -338,13 +356,14 @@ class PrefixStore:
             f"{error}; what had begun to use it was taken back: reset() the cache, or free({row}), and load again",
         )
 
-    def _plan(self, cache: PagedCache, tokens: np.ndarray) -> Plan | None:
+    def _plan(self, cache: PagedCache, tokens: np.ndarray, extra: bytes = b"") -> Plan | None:
         identity, space = self._identity(cache)
-        return find(self._shelf, space, identity, [g.group for g in cache.groups], self._cuts(cache), tokens)
+        groups = [g.group for g in cache.groups]
+        return find(self._shelf, space, identity, groups, self._cuts(cache), tokens, extra=extra)
 
     # -- sequences that wait ----------------------------------------------------------------------------------------
 
-    def park(self, cache: Any, ids: Any, row: int = 0) -> int:
+    def park(self, cache: Any, ids: Any, row: int = 0, *, extra: bytes = b"") -> int:
         """Move a sequence that nobody continues for a while out of its cache: stored, pinned, its pages given back.
 
         `resume` brings it back as it was.
@@ -362,9 +381,9 @@ class PrefixStore:
         """
         known, tokens = paged(cache), keys.token_ids(ids)
         length = settled(known, row)[0].sequences[row].length
-        stored = self.put(known, tokens, row)
-        if length and stored == length and (stored := self._pin(known, tokens[:length])) < length:
-            self.unpin(known, tokens[:length])  # somebody evicted some of it just now
+        stored = self.put(known, tokens, row, extra=extra)
+        if length and stored == length and (stored := self._pin(known, tokens[:length], extra)) < length:
+            self.unpin(known, tokens[:length], extra=extra)  # somebody evicted some of it just now
         if not length or stored < length:
             raise CacheStateError(
                 f"sequence {row} of {counted(length, 'token')} cannot be parked: {stored} of them would come back;"
@@ -374,7 +393,7 @@ class PrefixStore:
         known.free(row)
         return known.bytes_by_kind()["free"] - before
 
-    def resume(self, cache: Any, ids: Any, row: int = 0) -> int:
+    def resume(self, cache: Any, ids: Any, row: int = 0, *, extra: bytes = b"") -> int:
         """Bring a parked sequence back into an empty row and let it be evicted again.
 
         Returns the tokens that came, as `load` does: fewer than it had only where a file was damaged or removed
@@ -384,14 +403,14 @@ class PrefixStore:
             ids: of the tokens that were parked.
         """
         tokens = keys.token_ids(ids)
-        length = self.load(paged(cache), tokens, row)
+        length = self.load(paged(cache), tokens, row, extra=extra)
         for parked in {length, len(tokens)}:
-            self.unpin(cache, tokens[:parked])
+            self.unpin(cache, tokens[:parked], extra=extra)
         return length
 
     # -- what stays -------------------------------------------------------------------------------------------------
 
-    def pin(self, cache: Any, ids: Any) -> int:
+    def pin(self, cache: Any, ids: Any, *, extra: bytes = b"") -> int:
         """Keep the stored prefix of these tokens whatever `max_bytes` says, until `unpin`: the files of this shard, so
         each rank pins its own. Returns how many tokens are pinned.
 
@@ -399,7 +418,7 @@ class PrefixStore:
             DataError: nothing of it is stored.
         """
         known, tokens = paged(cache), keys.token_ids(ids)
-        length = self._pin(known, tokens)
+        length = self._pin(known, tokens, extra)
         self._fetched()
         if not length:
             raise DataError(
@@ -407,19 +426,20 @@ class PrefixStore:
             )
         return length
 
-    def _pin(self, cache: PagedCache, tokens: np.ndarray) -> int:
+    def _pin(self, cache: PagedCache, tokens: np.ndarray, extra: bytes) -> int:
         """Tokens pinned; 0 where nothing is stored. Nobody evicts between the look at what is there and the pin."""
         with self.folder.locked():
-            plan = self._plan(cache, tokens)
+            plan = self._plan(cache, tokens, extra)
             if plan is None:
                 return 0
             text = json.dumps(plan.names).encode()
-            self.folder.write(self._identity(cache)[1], [(_pin_name(tokens, self.shard), [memoryview(text)])])
+            self.folder.write(self._identity(cache)[1], [(_pin_name(tokens, self.shard, extra), [memoryview(text)])])
             return plan.length
 
-    def unpin(self, cache: Any, ids: Any) -> bool:
+    def unpin(self, cache: Any, ids: Any, *, extra: bytes = b"") -> bool:
         """Let a pinned prefix be evicted again. Returns whether it was pinned."""
-        return self.folder.remove(self._identity(paged(cache))[1], _pin_name(keys.token_ids(ids), self.shard))
+        space = self._identity(paged(cache))[1]
+        return self.folder.remove(space, _pin_name(keys.token_ids(ids), self.shard, extra))
 
     def evict(self, max_bytes: int | str | None = None) -> int:
         """Remove what was used least lately until the store is no larger than this (None: than its own `max_bytes`);
@@ -509,9 +529,9 @@ class _NothingTaken(Exception):
     """What was begun is of no use."""
 
 
-def _pin_name(tokens: np.ndarray, shard: Shard) -> str:
-    """Each shard pins its own files."""
-    stem = hashlib.sha256(tokens.tobytes()).hexdigest()[:40]
+def _pin_name(tokens: np.ndarray, shard: Shard, extra: bytes) -> str:
+    """The name of a pin: each shard pins its own files."""
+    stem = hashlib.sha256((hashlib.sha256(extra).digest() if extra else b"") + tokens.tobytes()).hexdigest()[:40]
     return (stem if shard == (0, 1) else name_of(stem, shard)) + PIN
 
 
