@@ -46,6 +46,7 @@ from .attention import DenseLayer, KVLayer
 from .encoder_decoder import CrossKVCache
 from .masks import NAME, Columns, cache_among, name_for
 from .models import require_loaded, scheme_for, unfit_for, weights_fingerprint
+from .placement import device_of
 from .rotary import stored_layers
 from .tensor_parallel import Ranks
 
@@ -219,7 +220,7 @@ class KVCache(Cache):
                 f"calibration={calibration!r} is neither a Calibration nor a path to its file, which `kvbits calibrate"
                 " --out FILE` writes"
             )
-        config = text_config(model.config)
+        config, device = text_config(model.config), device_of(model)
         layers, ranks = layer_geometries(config), Ranks.of(model)
         chosen = scheme_for(model, scheme)
         if (unfit := unfit_for(model, chosen)) is not None:
@@ -228,13 +229,13 @@ class KVCache(Cache):
         spec = CacheSpec(scheme=chosen, layers=layers, raw_dtype=str(model.dtype).removeprefix("torch."))
         static = None
         if chosen.needs_calibration or calibration is not None:
-            static = ranks.static(_calibration(model, chosen, ranks, calibration, calibrate).to(model.device).static)
+            static = ranks.static(_calibration(model, chosen, ranks, calibration, calibrate).to(device).static)
         _attach(model, dense)
         pages = PagedCache(
             spec,
             batch_size=batch_size,
             max_tokens=max_tokens,
-            device=model.device,
+            device=device,
             static=static,
             nonfinite=nonfinite,
             backend=backend,
@@ -345,11 +346,11 @@ class KVCache(Cache):
                 "files of pages do not hold what a decoder reads of its encoder; build a cache with"
                 " KVCache.for_model(model)"
             )
-        config, ranks = text_config(model.config), Ranks.of(model)
+        config, ranks, device = text_config(model.config), Ranks.of(model), device_of(model)
         layers = layer_geometries(config)
         if states := sum(p.has_state for p in layer_places(config)):
             raise UnsupportedError(f"{prefix.beside_pages(states)}; build a cache with KVCache.for_model(model)")
-        pages = PagedCache.load(path, device=model.device if ranks.size == 1 else "cpu", grow=grow)
+        pages = PagedCache.load(path, device=device if ranks.size == 1 else "cpu", grow=grow)
         layers = stored_layers(layers, pages.spec.scheme, model)
         if pages.spec.layers != layers:
             raise FileFormatError(
@@ -367,7 +368,7 @@ class KVCache(Cache):
                 " nothing to this one; load that model, or pass check_weights=False if they are near enough"
             )
         _attach(model, dense)
-        return cls(pages if ranks.size == 1 else tensor_parallel.cut(pages, ranks, model.device), ranks, config, dense)
+        return cls(pages if ranks.size == 1 else tensor_parallel.cut(pages, ranks, device), ranks, config, dense)
 
     @property
     def nbytes(self) -> int:

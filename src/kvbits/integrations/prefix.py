@@ -74,7 +74,7 @@ def fill(cache: HoldsPages, model: Any, ids: Any, store: PrefixStore, *, chunk: 
     if windows and put:  # a window gives pages back that a shared beginning needs: they are put before
         scheme = spec.scheme
         chunk = min(chunk, max(scheme.page_size, min(windows) - scheme.residual_length - scheme.page_size))
-    inputs = torch.from_numpy(wanted).to(model.device)[None]
+    inputs = torch.from_numpy(wanted).to(known.device)[None]
     start = loaded
     with torch.no_grad():
         while start < len(wanted):
