@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..errors import DataError, SpecError, UnsupportedError, counted
+from ..files import warn_not_kept
 from ..geometry import layer_places, text_config
 from ..store import keys
 from ..store.loading import DamagedError
@@ -88,10 +89,18 @@ def fill(cache: HoldsPages, model: Any, ids: Any, store: PrefixStore, *, chunk: 
                 continue
             start += chunk
             if put and windows and start < len(wanted):
-                store.put(known, wanted, end=False)
+                _put(store, known, wanted, end=False)
     if put and len(wanted) > loaded:
-        store.put(known, wanted)
+        _put(store, known, wanted)
     return loaded
+
+
+def _put(store: PrefixStore, *what: Any, **how: Any) -> None:
+    """Store what is computed; a disk that takes no more costs the next prompt its time, and this one nothing."""
+    try:
+        store.put(*what, **how)
+    except OSError as error:
+        warn_not_kept("prefixes", error)
 
 
 def _rotation_limit(model: Any) -> int | None:
