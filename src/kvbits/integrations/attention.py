@@ -240,7 +240,7 @@ def _dense_attention(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a model switched to "kvbits" does with any other cache, or none: SDPA, or the family's own eager function for
+    """Attend for any other cache than ours, or none: by SDPA, or by the family's own eager function for
     scores that SDPA does not make (soft caps, learned sinks, position biases), and for attention weights.
     """
     causal = kwargs.pop("is_causal", None)
