@@ -83,6 +83,10 @@ OWN_CACHE = {
         ("gemma4_assistant", "gemma4_unified_assistant"),
         "has no cache: it reads the keys and values of the model that it drafts for, which may have a KVCache",
     ),
+    **dict.fromkeys(
+        ("mllama", "mllama_text_model"),
+        "keeps keys of an image in its cross-attention layers (cross_attention_layers), in the cache of the text's",
+    ),
     "reformer": "caches hidden states and hashed buckets instead of keys and values",
     "blt": (
         "has one cache for its encoder of bytes and one for its decoder, and no configuration that says what both hold"
@@ -158,9 +162,9 @@ class KVCache(Cache):
         """A cache for `model`, which is switched to the "kvbits" attention (plain SDPA for any other cache) until
         `detach`.
 
-        `model.generate_batch` and static caches need the model's own attention: call `detach` before them. A forward
-        pass that is given the cache and does not fill it raises UnsupportedError from then on. docs/reference/models.md
-        lists the families of models that are taken.
+        `model.generate_batch` and compiled decoding need the model's own attention: call `detach` before them. From then
+        on a forward pass that is given the cache and does not fill it raises UnsupportedError.
+        docs/reference/models.md lists the families of models that are taken.
 
         Args:
             model: a Transformers model that generates text. For one of encoder and decoder a `CrossKVCache` is
@@ -243,7 +247,8 @@ class KVCache(Cache):
         )
         pages.made_for = weights_fingerprint(model)
         cache = cls(pages, ranks, config, dense)
-        return CrossKVCache(cache) if model.config.is_encoder_decoder else cache
+        crosses = model.config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
+        return CrossKVCache(cache) if crosses else cache
 
     @classmethod
     def from_prefix(
@@ -295,8 +300,8 @@ class KVCache(Cache):
     def detach(model: Any = None) -> None:
         """Undo what `for_model` and `load` did to `model`: give it the attention implementation back that it had.
 
-        Its KVCaches are refused from then on, and what needs the model's own attention (`generate_batch`, static
-        caches, compiled decoding) works as before. Does nothing to a model never attached.
+        Its KVCaches are refused from then on, and what needs the model's own attention (`generate_batch`, compiled
+        decoding) works as before. Does nothing to a model never attached.
         """
         require_loaded(model)
         before = model.__dict__.pop(_BEFORE, None)
@@ -486,7 +491,7 @@ class KVCache(Cache):
         stores: the cache is what it was before it, or is refused from then on (recurrent states).
 
         Raises:
-            UnsupportedError: all layers had stored their tokens, and a window has given back what it would take to
+            CacheStateError: all layers had stored their tokens, and a window has given back what it would take to
                 remove them; `reset()` begins anew.
         """
         before = self.columns.broken_off()
@@ -497,7 +502,14 @@ class KVCache(Cache):
             and self.columns.seen > before
             and not (self._states is not None and self._states.halfway)
         ):
-            self.crop(before - self.columns.seen)
+            try:
+                self.crop(before - self.columns.seen)
+            except (CacheStateError, UnsupportedError) as error:
+                raise CacheStateError(
+                    f"the pass that broke off had stored {self.columns.seen - before} tokens in every layer, and a"
+                    " window has given back what their removal would show again; reset() the cache and pass the whole"
+                    " sequence again, or continue a copy.deepcopy that was made before the pass"
+                ) from error
 
     def activate_past_recording(self) -> None:
         self._recording = True
