@@ -13,7 +13,7 @@ from integrations.test_huggingface import tiny as family
 from interrupting import THOROUGH, interrupted
 
 from kvbits import KVCache
-from kvbits.errors import CacheStateError, UnsupportedError
+from kvbits.errors import CacheStateError
 
 IDS = torch.randint(3, 60, (2, 100), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones(2, 100, dtype=torch.long)
@@ -83,7 +83,7 @@ def test_a_pass_behind_its_last_layer_that_a_window_keeps_from_going_back_says_w
         with pytest.raises(KeyboardInterrupt):
             model(prompts([150])["input_ids"], past_key_values=cache)
         hook.remove()
-        with pytest.raises(UnsupportedError, match=r"reset\(\) the cache and pass the whole sequence again"):
+        with pytest.raises(CacheStateError, match=r"reset\(\) the cache and pass the whole sequence again"):
             cache.abandon()
         cache.reset()
         model(prompts([20])["input_ids"], past_key_values=cache)

@@ -162,8 +162,8 @@ class KVCache(Cache):
         """A cache for `model`, which is switched to the "kvbits" attention (plain SDPA for any other cache) until
         `detach`.
 
-        `model.generate_batch` and compiled decoding need the model's own attention: call `detach` before them. From then
-        on a forward pass that is given the cache and does not fill it raises UnsupportedError.
+        `model.generate_batch` and compiled decoding need the model's own attention: call `detach` before them. From
+        then on a forward pass that is given the cache and does not fill it raises UnsupportedError.
         docs/reference/models.md lists the families of models that are taken.
 
         Args:
