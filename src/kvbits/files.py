@@ -10,11 +10,12 @@ import math
 import os
 import secrets
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import SpecError
+from .errors import KvbitsWarning, SpecError
 from .progress import say
 
 
@@ -177,6 +178,28 @@ def cache_folder(name: str) -> Path:
             " that takes files"
         ) from error
     return temporary
+
+
+def warn_not_kept(what: str, error: Exception) -> None:
+    """Say, once for each thing, that it is used although no disk takes it.
+
+    Args:
+        what: in the plural, like "compiled kernels".
+
+    Warns:
+        KvbitsWarning: with the reason and the way out.
+    """
+    if what not in _not_kept:
+        _not_kept.add(what)
+        warnings.warn(
+            f"{what} are used but not kept, so they are made again next time ({error}); free space on the disk, or name"
+            " a folder that takes files (for a store its own, for all else KVBITS_CACHE)",
+            KvbitsWarning,
+            stacklevel=3,
+        )
+
+
+_not_kept: set[str] = set()
 
 
 def to_json(data: Any, *, indent: int | None = None, compact: bool = False) -> str:

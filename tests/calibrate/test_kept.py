@@ -1,5 +1,6 @@
 """Calibrations in the user's cache folder: found by a model's weights, made once, by whoever comes first."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,10 +12,11 @@ import time
 import pytest
 import tiny
 import torch
+from full_disk import full_disk
 
-from kvbits import schemes
+from kvbits import files, schemes
 from kvbits.calibrate import kept
-from kvbits.errors import CalibrationError, SpecError
+from kvbits.errors import CalibrationError, KvbitsWarning, SpecError
 from kvbits.evaluate.calibrator import fitting
 from kvbits.files import cache_folder, cache_folders
 from kvbits.geometry import load_config
@@ -178,6 +180,23 @@ def test_a_home_that_takes_no_files(folder, tmp_path, monkeypatch):
     with pytest.raises(SpecError, match="open to other users; set KVBITS_CACHE"):
         cache_folder("calibrations")
     assert cache_folders("calibrations")[0] == wall / "cache" / "calibrations"
+
+
+@pytest.mark.parametrize("place", ["full", "no folder"])
+def test_a_calibration_that_no_disk_keeps_is_used(folder, home, tmp_path, monkeypatch, place):
+    model = load_model(folder)[0]
+    if place == "no folder":
+        (wall := tmp_path / "wall").write_text("no folder")
+        monkeypatch.setenv("KVBITS_CACHE", str(wall / "cache"))
+        monkeypatch.setattr("tempfile.tempdir", str(wall))
+    with (
+        full_disk() if place == "full" else contextlib.nullcontext(files._not_kept.clear()),
+        pytest.warns(KvbitsWarning, match="calibrations are used but not kept"),
+        torch.no_grad(),
+    ):
+        cache = KVCache.for_model(model, "klt4")
+        model(torch.arange(3, 60)[None], past_key_values=cache)
+    assert cache.pages.seq_lens == [57] and not list(home.glob("*.safetensors"))
 
 
 def test_the_command_keeps_it_too(folder, home):

@@ -52,7 +52,7 @@ def shared(m):
     return completed({"k_basis": m.basis(), "k_mean": m.mean()}, torch.tensor(ROTARY.frequencies(DIM)))
 
 
-def prompts(n=4, length=200, vocab=None):
+def prompts(n=4, length=320, vocab=None):
     vocab = len(tiny.ALPHABET) if vocab is None else vocab
     return list(torch.randint(3, vocab, (n, length), generator=torch.Generator().manual_seed(1)).split(2))
 
@@ -172,6 +172,43 @@ def test_moments_that_say_too_little_name_the_head_and_still_give_a_basis(change
     basis = moments.basis()
     assert moments.weak and all(re.match(why, head) for head in moments.weak)
     assert torch.isfinite(basis).all() and torch.isfinite(inverse(basis)).all()
+
+
+def nearly_constant(tokens, seed):
+    """Keys of one direction and little else, as they are before they are turned to their positions: [2, T, D]."""
+    same = 5 * torch.randn(2, 1, DIM, generator=torch.Generator().manual_seed(3))
+    return same + 0.01 * torch.randn(2, tokens, DIM, generator=torch.Generator().manual_seed(100 + seed))
+
+
+def measured(key, length, texts=8):
+    """Moments of texts of `length` tokens."""
+    found = Moments(key, GEOMETRY, "layer 3")
+    inv_freq, positions = torch.tensor(ROTARY.frequencies(DIM)), torch.arange(length)
+    for i in range(texts):
+        k = turn(nearly_constant(length, i), positions, inv_freq).transpose(0, 1)
+        found.add(torch.randn(length, 4, DIM, generator=torch.Generator().manual_seed(i)), k, positions)
+    return found
+
+
+@pytest.mark.parametrize("key", [KEY, schemes.get("klt4", head_dim=DIM).key], ids=["klt2", "klt4"])
+@pytest.mark.parametrize("length", [130, 200, 256, 257])
+def test_positions_that_no_text_shows_are_read_as_well_as_the_others(key, length):
+    """Of a head with nearly constant keys, whose shown positions span few directions."""
+    short, long = measured(key, length), measured(key, 1024)
+    inv_freq = torch.tensor(ROTARY.frequencies(DIM))
+    layout = PageLayout(key=key, value=QuantSpec.raw(), page_size=64, num_kv_heads=2, head_dim=DIM, raw_dtype="float32")
+    errors = []
+    for moments in (short, long):
+        basis = moments.basis()
+        static = completed({"k_basis": basis, "k_mean": moments.mean()}, inv_freq)
+        starts = np.arange(256, 512, 64)
+        k = turn(nearly_constant(512, 99), torch.arange(512), inv_freq)[:, 256:]
+        pages = k.unflatten(1, (4, 64)).transpose(0, 1).contiguous()
+        closed = close_pages(pages, torch.zeros_like(pages), layout, static, starts=starts)[0]
+        read = dequantize_pages(closed, layout, static=static, starts=starts)[0]
+        errors.append(((read - pages).flatten(1).norm(dim=1) / pages.flatten(1).norm(dim=1)).max().item())
+    assert errors[0] < 2 * errors[1]
+    assert short.weak and all("layer 3: the texts show" in head for head in short.weak) and not long.weak
 
 
 def test_nan_in_keys_is_an_error_that_names_the_layer():

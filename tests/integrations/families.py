@@ -494,6 +494,9 @@ FAMILIES = (
 )
 
 
+WITH_IMAGES = {f.model_type for f in FAMILIES if f.parts is not None}
+
+
 def build(family: Family) -> Any:
     """A model of two layers and random weights, in float32."""
     fields = {name: x for name, x in (SMALL | family.extra).items() if x is not None or name == "eos_token_id"}
@@ -511,8 +514,16 @@ def build(family: Family) -> Any:
     return auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def inputs(model: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """(What `generate` takes: a left-padded batch of two, of a model with an encoder its input, tokens of each sequence
+PROMPT_OF_DECODER = {"decoder_input_ids": torch.arange(3, 43).view(2, 20)}
+
+
+def ids_of_text() -> torch.Tensor:
+    """Token ids [2, 50] of no image."""
+    return torch.randint(3, 90, (2, 50), generator=torch.Generator().manual_seed(1))
+
+
+def inputs(model: Any, padded: bool = True) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """(What `generate` takes: a batch of two, left-padded, of a model with an encoder its input, tokens of each sequence
     after `TOKENS` more).
     """
     ids = torch.randint(2, IMAGE_END, (2, 50), generator=torch.Generator().manual_seed(1))
@@ -524,11 +535,11 @@ def inputs(model: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
             )
         }, [TOKENS, TOKENS]
     mask = torch.ones_like(ids)
-    mask[1, :20] = 0
-    call = {"input_ids": ids * mask, "attention_mask": mask}
-    if hasattr(model.config, "vision_config"):
+    mask[1, : 20 * padded] = 0
+    call = {"input_ids": ids * mask} | ({"attention_mask": mask} if padded else {})
+    if model.config.model_type in WITH_IMAGES:
         call |= images(model, call["input_ids"])
-    prompt = [1, 1] if model.config.is_encoder_decoder else [50, 30]
+    prompt = [1, 1] if model.config.is_encoder_decoder else [50, 50 - 20 * padded]
     return call, [n + TOKENS - 1 for n in prompt]
 
 

@@ -8,6 +8,8 @@ import signal
 import pytest
 import tiny
 import torch
+from integrations.test_huggingface import prompts
+from integrations.test_huggingface import tiny as family
 from interrupting import THOROUGH, interrupted
 
 from kvbits import KVCache
@@ -70,6 +72,22 @@ def test_counts_of_columns_and_of_pages_never_disagree(model, name):
                 else True
             ), at
     assert hit
+
+
+def test_a_pass_behind_its_last_layer_that_a_window_keeps_from_going_back_says_what_to_do():
+    model = family("gemma3")
+    cache = KVCache.for_model(model, "raw")
+    with torch.no_grad():
+        model(prompts([200])["input_ids"], past_key_values=cache)
+        hook = model.lm_head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model(prompts([150])["input_ids"], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(CacheStateError, match=r"reset\(\) the cache and pass the whole sequence again"):
+            cache.abandon()
+        cache.reset()
+        model(prompts([20])["input_ids"], past_key_values=cache)
+    assert cache.pages.seq_lens == [20]
 
 
 @pytest.mark.parametrize("tokens", [1, 30])

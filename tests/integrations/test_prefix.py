@@ -4,11 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+from full_disk import full_disk
 from integrations.test_huggingface import tiny
 from store_checks import bytes_of
 
 from kvbits import KVCache, PrefixStore, schemes
-from kvbits.errors import DataError, SpecError
+from kvbits.errors import DataError, KvbitsWarning, SpecError
 
 SMALL = {"page_size": 32, "num_sink_tokens": 4}
 
@@ -100,6 +101,13 @@ def test_weights_that_changed_find_nothing(tmp_path):
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(1.01)
     assert store.match(KVCache.for_model(model, "int8_centered"), ids) == 0
+
+
+def test_a_prefix_that_no_disk_keeps_is_used(tmp_path):
+    model, store = tiny("llama"), PrefixStore(tmp_path)
+    with full_disk(), pytest.warns(KvbitsWarning, match="prefixes are used but not kept"):
+        cache = KVCache.from_prefix(model, ids_of(150), store=store, scheme=scheme_of("int8"), chunk=64)
+    assert cache.pages.seq_lens == [149] and store.nbytes == 0
 
 
 def test_nothing_is_put_unless_it_is_wanted_and_bad_calls_say_why(tmp_path):

@@ -4,6 +4,7 @@ other processes. No GPU.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,11 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from full_disk import full_disk
 
 from kvbits import files, schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.cli.warm import _capabilities
-from kvbits.errors import SpecError
+from kvbits.errors import KvbitsWarning, SpecError
 from kvbits.integrations.engine.served import FORMATS
 from kvbits.ops import decode, dispatch
 from kvbits.ops.cuda import ahead, append, close, dequantize, merge, place, store_tokens
@@ -64,10 +66,10 @@ def loaded(monkeypatch, request):
     refuses_on = lambda layout, dtype, device, op="step", low=(): engine_close.refuses_layout(  # noqa: E731
         layout, dtype, capability, op, low
     )
-    empty = lambda q, k, v, *_: (  # noqa: E731
-        torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype),
-        torch.zeros(q.shape[:3]),
-    )
+
+    def empty(q, k, v, *_):
+        return torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype), torch.zeros(q.shape[:3])
+
     for target, name, value in (
         (driver, "load", load),
         (driver, "refuses", no),
@@ -273,8 +275,9 @@ def test_an_image_that_takes_no_files_serves_what_it_has(home, tmp_path, monkeyp
     assert cuda_compile.compile_source(decode_cuda.ADVANCE, "sm_90").made, "and keeps others among temporary files"
     assert not cuda_compile.compile_source(decode_cuda.ADVANCE, "sm_90").made
     (temporary / f"kvbits-{os.getuid()}").chmod(0o777)
-    with pytest.raises(SpecError, match="open to other users"):
-        cuda_compile.compile_source(decode_cuda.ADVANCE, "sm_90")
+    files._not_kept.clear()
+    with pytest.warns(KvbitsWarning, match="open to other users"):
+        assert cuda_compile.compile_source(decode_cuda.ADVANCE, "sm_90").made, "what others may have written is not run"
 
 
 def wall(folder, home):
@@ -343,6 +346,25 @@ def test_a_compile_that_takes_long_is_said(home, monkeypatch, capsys):
     assert not capsys.readouterr().err
     cuda_compile.compile_source(place.source(), "sm_89")
     assert "kvbits: compiling place.cu for sm_89, once: it is kept in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reason", ["full", "no folder"])
+def test_a_kernel_that_no_disk_keeps_is_used(home, monkeypatch, tmp_path, reason):
+    """With one warning, however many they are."""
+    monkeypatch.setattr(cuda_compile, "missing", lambda: None)
+    monkeypatch.setattr(cuda_compile, "version", lambda: (13, 0))
+    monkeypatch.setattr(cuda_compile, "_compile", lambda *_: cuda_compile.Binary(b"code", "log", made=True))
+    if reason == "no folder":
+        (wall := tmp_path / "wall").write_text("no folder")
+        monkeypatch.setenv("KVBITS_CACHE", str(wall / "cache"))
+        monkeypatch.setattr("tempfile.tempdir", str(wall))
+    with (
+        full_disk() if reason == "full" else contextlib.nullcontext(files._not_kept.clear()),
+        pytest.warns(KvbitsWarning, match="compiled kernels are used but not kept") as said,
+    ):
+        made = [cuda_compile.compile_source(place.source(), arch) for arch in ("sm_80", "sm_90")]
+    assert [x.cubin for x in made] == [b"code", b"code"] and len(said) == 1
+    assert not list(home.glob("*.kernel")) and not list(home.glob("*.tmp"))
 
 
 # -- the command ----------------------------------------------------------------------------------------------------

@@ -403,6 +403,21 @@ def test_packed_tokens_are_what_the_reference_stores(key, value, head_dim, page_
         both_ways(k, v, buffer, layout, torch.tensor(slots), torch.tensor(previous), turns[step % 2], static)
 
 
+@pytest.mark.parametrize("partner", [24.0, -1.0, 3e9, -3e9, float("nan")])
+def test_a_partner_that_is_no_channel_reads_no_memory_of_others(partner, device, monkeypatch):
+    """The kernel takes a channel of the same head: the page's mean stays one of numbers that were given."""
+    monkeypatch.setattr(reference, "_check_turn", lambda *_: None)  # on a GPU nobody looks at the numbers
+    layout = token_local.layout_of(spec("int8", PerToken(), center="channel"), spec("int8", PerToken()), 24, 32)
+    turn = torch.zeros(3, 24)
+    turn[1], turn[2] = 1.0, partner
+    pages = torch.zeros(2, token_local.HEADS, layout.head_bytes, dtype=torch.uint8, device=device)
+    k = torch.full((33, token_local.HEADS, 24), 3.0, dtype=torch.bfloat16, device=device)
+    slots, previous = torch.arange(33, device=device), torch.full((33,), -1, device=device)
+    previous[32] = 0
+    cuda.store_tokens(k, k, pages, layout, slots, previous_page=previous, turn=turn.to(device))
+    assert bool((section(pages[1], layout, "k_mean") == 3.0).all())
+
+
 @pytest.mark.parametrize("head_dim, value_head_dim", [(192, 128), (128, 64), (64, 80), (512, 128), (64, 320)])
 def test_packed_tokens_of_unlike_widths(head_dim, value_head_dim, device):
     """Pages that open with the mean of the one before, decoded, and turned on; keys in groups, values with a bias."""

@@ -22,6 +22,7 @@ from kvbits.ops.cpu import store_tokens as cpu_slots
 from kvbits.ops.reference import append as reference
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages, section
+from kvbits.ops.static import calibrated
 from kvbits.ops.types import PageStore, SlotMapping
 from kvbits.ops.types import store_of as store_of_pages
 from kvbits.quant.packing import row_positions
@@ -314,6 +315,26 @@ def test_slots_on_the_cpu_are_what_the_reference_stores(key, value, head_dim, pa
             store(k, v, into, layout, torch.tensor(slots), **given, status=found)
         assert torch.equal(*buffers)
         assert torch.equal(*status)
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(), PerGroup(32)], ids=str)
+def test_static_scales_of_values_are_as_many_as_the_values_want(store, granularity):
+    """Keys of 64 and values of 96 channels: stored by slots as a page of them is closed."""
+    side = spec("int8", granularity, static=True)
+    layout = dataclasses.replace(layout_of(side, side, 64, 32), value_head_dim=96)
+    gen = torch.Generator().manual_seed(3)
+    static = {
+        name: torch.rand(shape, generator=gen) / 20 + 0.02
+        for kind, d in (("k", 64), ("v", 96))
+        for name, shape in calibrated(side, kind, HEADS, d).items()
+    }
+    k, v = (torch.randn(32, HEADS, d, generator=gen) for d in (64, 96))
+    pages = torch.zeros(1, HEADS, layout.head_bytes, dtype=torch.uint8)
+    store(k, v, pages, layout, torch.arange(32), static=static)
+    assert torch.equal(pages[0], closed(k[None], v[None], layout, static))
+    with pytest.raises(DataError, match="v_scale must be dense float32"):
+        store(k, v, pages, layout, torch.arange(32), static=static | {"v_scale": static["v_scale"][:, :-1]})
 
 
 @needs_library

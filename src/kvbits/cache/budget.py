@@ -14,6 +14,7 @@ host memory beside the budget: a pass that fails leaves every plane as it was.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from weakref import WeakSet
 
 from ..errors import PoolFullError, SpecError
 from ..spec import CacheSpec, whole
@@ -62,7 +63,7 @@ class Budget:
                 f"scheme {spec.scheme.name!r} has no low planes that it could give back as a budget fills; leave the"
                 " scheme out, give one with tiers, or fix a capacity by max_tokens"
             )
-        self.pools: list[Pool] = []
+        self.pools: WeakSet[Pool] = WeakSet()  # a cycle would keep pages until the garbage collector comes by
         self.given_back = [0] * len(spec.scheme.tiers)
 
     @property

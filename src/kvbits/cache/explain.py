@@ -23,7 +23,7 @@ _WORDS = {
     "attend_fresh": "attention among new tokens",
     "attend_pages": "attention to stored tokens",
     "close_pages": "quantizing pages",
-    "merge": "joining the two",
+    "merge": "merging their results",
     "cpu": "CPU kernels",
     "cuda": "CUDA kernels",
     "reference": "plain PyTorch, slower",

@@ -61,7 +61,8 @@ class PoolBefore(NamedTuple):
 class Shared(Protocol):
     """Bytes that several pools take from (`budget.Budget`)."""
 
-    pools: list[Any]
+    pools: Any
+    """Those that share it, weakly."""
 
     def granted(self, pool: Any, missing: int, wanted: int) -> int:
         """How many ids a pool may add."""
@@ -94,7 +95,7 @@ class Pool:
         self._stores: dict[int, PageStore | LowStore] = {}
         self.budget = budget
         if budget is not None:
-            budget.pools.append(self)
+            budget.pools.add(self)
         if capacity:
             self._add(capacity)
 

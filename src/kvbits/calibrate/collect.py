@@ -13,20 +13,19 @@ so memory is one prompt's.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .. import schemes as presets
-from ..errors import CalibrationError, DataError, KvbitsWarning, SpecError, counted
+from ..errors import CalibrationError, DataError, SpecError, counted
 from ..geometry import layer_geometries
 from ..integrations.rotary import with_rotary
 from ..progress import bar
 from ..spec import CacheSpec, LayerGeometry, QuantSpec, Scheme
 from .calibration import Calibration, fingerprint
-from .moments import Moments
+from .moments import Moments, warn_of
 from .observe import evaluating, forward, forward_with_queries, in_fast_dtype
 from .ranges import Ranges, require_percentile
 from .target import Place, Target, as_stored
@@ -162,15 +161,7 @@ def calibrate_all(
     for static, measured_bases in zip(found, moments, strict=True):
         for layer, m in measured_bases.items():
             static[layer] |= {"k_basis": m.basis()} | ({"k_mean": m.mean()} if "mean" in m.spec.calibrates else {})
-    if weak := list(
-        dict.fromkeys(head for measured_bases in moments for m in measured_bases.values() for head in m.weak)
-    ):
-        others = "" if len(weak) == 1 else f", and {counted(len(weak) - 1, 'other head')}"
-        warnings.warn(
-            f"{weak[0]}{others}; such a basis leans on the channels as they are: calibrate on more tokens",
-            KvbitsWarning,
-            stacklevel=3,
-        )
+    warn_of((head for of_scheme in moments for m in of_scheme.values() for head in m.weak), stacklevel=3)
     _fill_codebooks(model, batches, targets, found, weights == "fisher", checkpointing, resume, progress)
     for target, static in zip(targets, found, strict=True):
         for (layer, side), fit in target.levels.items():

@@ -26,7 +26,7 @@ import torch
 
 from .. import schemes as presets
 from ..errors import CalibrationError, KvbitsError, SpecError, UnsupportedError
-from ..files import cache_folder, cache_folders
+from ..files import cache_folder, cache_folders, warn_not_kept
 from ..geometry import find_weights, layer_geometries, max_context
 from ..integrations.models import load_tokenizer
 from ..progress import say
@@ -48,6 +48,9 @@ def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:
 
     Args:
         make: run the model over the shipped texts where none is kept; otherwise that is refused.
+
+    Warns:
+        KvbitsWarning: it was made, and no disk keeps it.
 
     Raises:
         CalibrationError: none is kept and none can be made: a scheme with static scales or codebooks, a model whose
@@ -80,13 +83,22 @@ def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:
             f" is not found ({error}); pass calibration=kvbits.calibrate.calibrate(model, prompts, scheme) with prompts"
             " of your own"
         ) from error
-    with keeping(key) as path:
-        if (found := find(key, model.config, scheme)) is None:
-            say(f"calibrating {name} for klt, once; kept in {path}")
-            measure(model, tokenizer).save(path)
-            found = find(key, model.config, scheme)
-    assert found is not None
-    return found
+    with contextlib.ExitStack() as held:
+        try:
+            path = held.enter_context(keeping(key))
+        except (OSError, SpecError) as error:
+            warn_not_kept("calibrations", error)
+            path = None
+        if (found := find(key, model.config, scheme)) is not None:
+            return found
+        say(f"calibrating {name} for klt, once" + ("" if path is None else f"; kept in {path}"))
+        made = measure(model, tokenizer)
+        try:
+            if path is not None:
+                made.save(path)
+        except (OSError, SpecError) as error:
+            warn_not_kept("calibrations", error)
+        return made.fitted(model.config, scheme)
 
 
 def of_files(

@@ -15,16 +15,18 @@ positions of a text are left out of M and S: the sink is there.
 
 Both moments get a ridge, so that a direction that the calibration text never used costs precision there and not the
 whole basis. A head whose moments say too little (fewer tokens than twice its channels, or nothing but zeros) gets a
-stronger one and is named in `Moments.weak`.
+stronger one and is named there, too.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Iterable
 
 import torch
 
-from ..errors import DataError
+from ..errors import DataError, KvbitsWarning, counted
 from ..quant.banded import steps
 from ..quant.basis import with_short_inverse
 from ..quant.rotary import turn
@@ -43,6 +45,10 @@ rounding errors.
 """
 FARTHEST, DISTANCES = 32_768, 256
 """Longest distance of a query from a frame that H is averaged to, and how many are taken."""
+
+
+OF_HEADS = ("keys", "sums", "first", "alike", "total")
+"""Parts of a `Moments.state` that have a row for each kv head."""
 
 
 class Moments:
@@ -65,7 +71,8 @@ class Moments:
         self.order = torch.tensor(geometry.rotary.order(geometry.head_dim))
         h, d, runs = geometry.num_kv_heads, geometry.head_dim, FRAME // MEAN_STEP
         self.queries, self.keys = torch.zeros(h, d, d, dtype=torch.float64), torch.zeros(h, d, d, dtype=torch.float64)
-        self.sums, self.counts = torch.zeros(h, runs, d, dtype=torch.float64), torch.zeros(runs, dtype=torch.float64)
+        self.sums, self.counts = torch.zeros(h, runs, d, dtype=torch.float64), torch.zeros(FRAME, dtype=torch.float64)
+        self.alike, self.total = torch.zeros(h, d, d, dtype=torch.float64), torch.zeros(h, d, dtype=torch.float64)
         self.first, self.texts = torch.zeros(h, d, dtype=torch.float64), 0
         self.weak: list[str] = []
 
@@ -96,26 +103,22 @@ class Moments:
             k, positions = k[:, later], positions[later]
         in_frame = turn(k, positions // FRAME * FRAME, self.inv_freq, back=True).double()
         self.keys += (in_frame.mT @ in_frame).cpu()
-        run = positions % FRAME // MEAN_STEP
-        self.sums += torch.zeros_like(self.sums, device=k.device).index_add_(1, run, in_frame).cpu()
-        self.counts += run.bincount(minlength=len(self.counts)).double().cpu()
+        at = positions % FRAME
+        self.sums += torch.zeros_like(self.sums, device=k.device).index_add_(1, at // MEAN_STEP, in_frame).cpu()
+        self.counts += at.bincount(minlength=FRAME).double().cpu()
+        alike = turn(k, positions, self.inv_freq, back=True).double()
+        self.alike += (alike.mT @ alike).cpu()
+        self.total += alike.sum(1).cpu()
 
     def state(self) -> dict[str, torch.Tensor]:
         """All that was seen, in tensors."""
-        return {
-            "queries": self.queries,
-            "keys": self.keys,
-            "sums": self.sums,
-            "counts": self.counts,
-            "first": self.first,
-            "texts": torch.tensor(self.texts),
-        }
+        parts = {name: getattr(self, name) for name in ("queries", "counts", *OF_HEADS)}
+        return parts | {"texts": torch.tensor(self.texts)}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """Have seen what a `state` says."""
-        self.queries, self.keys, self.sums, self.counts, self.first = (
-            state[name] for name in ("queries", "keys", "sums", "counts", "first")
-        )
+        for name in ("queries", "counts", *OF_HEADS):
+            setattr(self, name, state[name])
         self.texts = int(state["texts"])
 
     def mean(self) -> torch.Tensor:
@@ -123,19 +126,38 @@ class Moments:
         mean = self._mean()
         return torch.stack([mean, self.first / self.texts if self.texts else mean], 1).float()
 
+    @property
+    def unseen(self) -> torch.Tensor:
+        """Positions of a frame that no text showed, int64."""
+        return (self.counts == 0).nonzero().squeeze(1)
+
+    def _completed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`keys`, `sums` and keys of each run, float64 [runs], with as many at unseen positions as at the others."""
+        keys, sums, counts = self.keys, self.sums, self.counts
+        if self.tokens and len(at := self.unseen):
+            many = self.tokens / (FRAME - len(at))
+            means = turn(self.total[:, None].expand(-1, len(at), -1) / self.tokens, at, self.inv_freq)
+            keys = keys + many * len(at) * turned(self.alike / self.tokens, self.inv_freq, at)
+            sums = sums.index_add(1, at // MEAN_STEP, many * means)
+            counts = counts.index_fill(0, at, many)
+        return keys, sums, counts.view(-1, MEAN_STEP).sum(1)
+
     def _mean(self) -> torch.Tensor:
         """float64 [H, D]."""
-        runs = MEAN_STEP * torch.arange(len(self.counts))
-        return turn(self.sums, runs, self.inv_freq, back=True).sum(1) / max(self.tokens, 1)
+        _, sums, counts = self._completed()
+        runs = MEAN_STEP * torch.arange(len(counts))
+        return turn(sums, runs, self.inv_freq, back=True).sum(1) / max(counts.sum().item(), 1)
 
     def _spread(self) -> torch.Tensor:
         """S, float64 [H, D, D]."""
+        keys, sums, counts = self._completed()
+        tokens = max(counts.sum().item(), 1)
         if not self.spec.has_offsets:
-            return self.keys / max(self.tokens, 1)
-        runs = MEAN_STEP * torch.arange(len(self.counts))
+            return keys / tokens
+        runs = MEAN_STEP * torch.arange(len(counts))
         means = turn(self._mean()[:, None].expand(-1, len(runs), -1), runs, self.inv_freq)
-        cross = self.sums.mT @ means
-        return (self.keys - cross - cross.mT + (means * self.counts[:, None]).mT @ means) / max(self.tokens, 1)
+        cross = sums.mT @ means
+        return (keys - cross - cross.mT + (means * counts[:, None]).mT @ means) / tokens
 
     def basis(self) -> torch.Tensor:
         """`k_basis`, float32 [H, D, D]: y = k_f @ basis.
@@ -154,6 +176,11 @@ class Moments:
                 self.weak.append(
                     f"kv head {head} of {self.what}: {why}, too little for a basis of {len(keys)} channels"
                 )
+            elif bool(((self.counts == 0).view(-1, MEAN_STEP).sum(1) > MEAN_STEP // 2).any()):
+                self.weak.append(
+                    f"kv head {head} of {self.what}: the texts show {FRAME - len(self.unseen)} of the {FRAME} positions"
+                    " of a frame, and its keys are taken to be alike at the others"
+                )
             values, vectors = torch.linalg.eigh(h)
             root = (vectors * values.sqrt()) @ vectors.mT
             spread, directions = torch.linalg.eigh(root @ s @ root)
@@ -163,15 +190,36 @@ class Moments:
         return with_short_inverse(torch.stack(found))
 
 
+def warn_of(weak: Iterable[str], stacklevel: int) -> None:
+    """Say what bases are weak (`Moments.weak`), if any is.
+
+    Warns:
+        KvbitsWarning: naming the first, how many others there are, and the way out.
+    """
+    if heads := list(dict.fromkeys(weak)):
+        others = "" if len(heads) == 1 else f", and {counted(len(heads) - 1, 'other head')}"
+        warnings.warn(
+            f"{heads[0]}{others}; such a basis may be wrong for other texts: calibrate on more tokens, in texts of at"
+            f" least {FRAME + MEAN_STEP}",
+            KvbitsWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
 def far(moment: torch.Tensor, inv_freq: torch.Tensor, farthest: int) -> torch.Tensor:
-    """Mean of R(d) Q0 R(d)^T, float64 [H, D, D], over `DISTANCES` distances d from 1 to `farthest`, log-uniform.
+    """Mean of R(d) Q0 R(d)^T, float64 [H, D, D], over `DISTANCES` distances d from 1 to `farthest`, log-uniform."""
+    distances = torch.logspace(0, math.log2(farthest), DISTANCES, base=2, dtype=torch.float64).round()
+    return turned(moment, inv_freq, distances)
+
+
+def turned(moment: torch.Tensor, inv_freq: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
+    """Mean of R(d) M R(d)^T, float64 [H, D, D], over distances d [n] of moments M [H, D, D].
 
     With channels i and i + D/2 as a complex number z_i, R(d) is a factor exp(i f_i d): E[z_i z_j*] takes exp(i (f_i -
     f_j) d) and E[z_i z_j] takes exp(i (f_i + f_j) d), whose means over d are two tables.
     """
-    distances = torch.logspace(0, math.log2(farthest), DISTANCES, base=2, dtype=torch.float64).round()
-    phases = torch.exp(1j * distances[:, None] * inv_freq.double())
-    apart, along = phases.mT @ phases.conj() / DISTANCES, phases.mT @ phases / DISTANCES
+    phases = torch.exp(1j * distances.double()[:, None] * inv_freq.double())
+    apart, along = phases.mT @ phases.conj() / len(distances), phases.mT @ phases / len(distances)
     half = moment.shape[-1] // 2
     a, b, c = moment[:, :half, :half], moment[:, :half, half:], moment[:, half:, half:]
     p, n = torch.complex(a + c, b.mT - b) * apart, torch.complex(a - c, b + b.mT) * along

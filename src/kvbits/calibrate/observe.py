@@ -10,44 +10,76 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface, DynamicCache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from .. import runs
 from ..errors import CalibrationError
 from ..geometry import stored_at, text_config
 from ..integrations.masks import passed
+from ..integrations.placement import input_device
 
-NAME = "kvbits_observe"
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
-_readers: list[Observer] = []
+Look = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-def _attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
-    if _readers:
-        _readers[-1](module.layer_idx, query.transpose(1, 2), key.transpose(1, 2))
-    return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+@contextlib.contextmanager
+def watched_attention(model: Any, look: Look) -> Iterator[None]:
+    """While open, `look(module, query, key, value)` sees what each attention function of `model` is given, [B, H, T, D]
+    each. The functions, the masks and everything else stay the model's own.
+    """
+    entry = {id(m) for m in model.modules()}, look
+    _watching.append(entry)
+    AttentionInterface.get_interface, AttentionInterface.__getitem__ = _watched_default, _watched_item
+    try:
+        yield
+    finally:
+        _watching.remove(entry)
+        if not _watching:
+            AttentionInterface.get_interface = _get_interface
+            del AttentionInterface.__getitem__
 
 
-AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+_watching: list[tuple[set[int], Look]] = []
+_get_interface = AttentionInterface.get_interface
+
+
+def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        for modules, look in list(_watching):
+            if id(module) in modules:
+                look(module, query, key, value)
+        return function(module, query, key, value, *args, **kwargs)
+
+    return attend
+
+
+def _watched_default(self: AttentionInterface, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    """Models pass the function that "eager" means as the default."""
+    return _get_interface(self, name, _watched(default))
+
+
+def _watched_item(self: AttentionInterface, name: str) -> Callable[..., Any]:
+    return _watched(super(AttentionInterface, self).__getitem__(name))
 
 
 class ObservingCache(DynamicCache):
     """Shows each layer's keys and values to `observe(layer, k, v)`, [B, T, H, D] each, and stores nothing: for one
     forward pass.
+
+    Attributes:
+        latest: the layer that came last, and its keys as the model goes on with them.
     """
 
     def __init__(self, config: Any, observe: Observer) -> None:
         super().__init__(config=config)
         self.observe = observe
+        self.latest: tuple[int, torch.Tensor] | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.latest = layer_idx, key_states
         self.observe(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
         return key_states, value_states
 
@@ -95,20 +127,13 @@ def _free_memory() -> int:
 def forward(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, observe: Observer, layers: set[int]) -> None:
     """One forward pass of ids [B, T], up to the language head, whose logits would be the largest tensor of all.
 
-    Layers are counted as `layer_geometries` does.
+    Layers are counted as `layer_geometries` does. A model with an encoder is given the same ids on both sides.
 
     Raises:
-        CalibrationError: a layer of `layers` that wrote nothing.
+        CalibrationError: a layer of `layers` that wrote nothing, or a model that wants more than ids.
     """
     visited: set[int] = set()
-    cache = ObservingCache(text_config(model.config), _noting(observe, visited, stored_at(model.config)))
-    body = _backbone(model)
-    body(
-        input_ids=ids.to(model.device),
-        attention_mask=None if mask is None else mask.to(model.device),
-        **passed(body, cache),
-        use_cache=True,
-    )
+    _pass(model, ids, mask, ObservingCache(text_config(model.config), _noting(observe, visited, model)))
     if missing := layers - visited:
         raise CalibrationError(
             f"layers {sorted(missing)[:4]} of {type(model).__name__} wrote nothing to the cache; kvbits cannot"
@@ -123,21 +148,21 @@ def forward_with_queries(
     """The same, showing `observe(layer, q, k)`, [B, T, Hq, D] and [B, T, H, D], as attention has them.
 
     Raises:
-        CalibrationError: a layer of `layers` whose attention the model does not look up in Transformers' registry.
+        CalibrationError: a layer of `layers` whose attention the model does not look up in Transformers' registry, or a
+            model that wants more than ids.
     """
     visited: set[int] = set()
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    _readers.append(_noting(observe, visited, stored_at(model.config)))
-    try:
-        _backbone(model)(
-            input_ids=ids.to(model.device),
-            attention_mask=None if mask is None else mask.to(model.device),
-            use_cache=False,
-        )
-    finally:
-        _readers.pop()
-        model.set_attn_implementation(before)
+    noting = _noting(observe, visited, model)
+    cache = ObservingCache(text_config(model.config), lambda *_: None)
+
+    def look(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        # others are an encoder's, of its output, or of a layer that reads the keys of another
+        if cache.latest is not None and key is cache.latest[1]:
+            noting(cache.latest[0], query.transpose(1, 2), key.transpose(1, 2))
+            cache.latest = None
+
+    with watched_attention(model, look):
+        _pass(model, ids, mask, cache)
     if missing := layers - visited:
         raise CalibrationError(
             f"the queries of layers {sorted(missing)[:4]} of {type(model).__name__} cannot be seen; kvbits cannot"
@@ -145,12 +170,29 @@ def forward_with_queries(
         )
 
 
-def _backbone(model: Any) -> Any:
-    """The model up to the language head, whose logits would be the largest tensor of all."""
-    return getattr(model, "base_model", model)
+def _pass(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache) -> None:
+    """One forward pass, as `generate` begins one, up to the language head.
+
+    Raises:
+        CalibrationError: the model wants more than ids.
+    """
+    body, device = getattr(model, "base_model", model), input_device(model)
+    ids, mask = ids.to(device), None if mask is None else mask.to(device)
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        raise CalibrationError(
+            f"{type(model).__name__} takes {model.main_input_name}, and kvbits calibrates on texts alone; take a scheme"
+            " that needs no calibration, such as int4"
+        )
+    if model.config.is_encoder_decoder:
+        cache = EncoderDecoderCache(cache, DynamicCache())
+        inputs |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+    body(**inputs, **passed(body, cache), use_cache=True)
 
 
-def _noting(observe: Observer, visited: set[int], stored: dict[int, int]) -> Observer:
+def _noting(observe: Observer, visited: set[int], model: Any) -> Observer:
+    stored = stored_at(model.config)
+
     def seen(layer: int, a: torch.Tensor, b: torch.Tensor) -> None:
         if (place := stored.get(layer)) is not None:  # None: it reads the keys and values of another
             visited.add(place)

@@ -289,7 +289,7 @@ def names_of(option: str, given: str | list[str]) -> list[str]:
     """What a comma-separated option names; given several times, they add up.
 
     Raises:
-        SpecError: nothing.
+        SpecError: the option names nothing.
     """
     texts = [given] if isinstance(given, str) else given
     names = [n.strip() for text in texts for n in text.split(",") if n.strip()]
@@ -302,7 +302,7 @@ def one_scheme(text: str) -> str:
     """The name of the one scheme that an option takes.
 
     Raises:
-        SpecError: several.
+        SpecError: the option names several, or nothing.
     """
     names = names_of("--scheme", text)
     if len(names) > 1:

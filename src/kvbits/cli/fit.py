@@ -114,7 +114,7 @@ def _without_states(limit: int | None, state_bytes: int | None, batch: int, gpus
     """What recurrent states leave of the memory of one GPU's cache.
 
     Raises:
-        SpecError: nothing.
+        SpecError: they leave nothing.
     """
     from ..units import human_bytes
 

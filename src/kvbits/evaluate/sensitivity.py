@@ -79,11 +79,9 @@ def formats(layers: tuple[LayerGeometry, ...], calibrated: bool, token_local: bo
     widths = (8, 4, 3, 2)
     if calibrated:
         eight = QuantSpec(format="int8", granularity=PerGroup(size))
-        head_dim = math.gcd(*(g.head_dim for g in layers))
-        keys = {b: presets.get(f"klt{b}", head_dim=head_dim).key for b in (4, 3, 2)} | {
-            8: dataclasses.replace(eight, center="channel")
-        }
-        values = {b: presets.get(f"klt{b}").value for b in (4, 3, 2)} | {8: eight}
+        klt = {b: presets.for_layers(f"klt{b}", layers) for b in (4, 3, 2)}
+        keys = {b: s.key for b, s in klt.items()} | {8: dataclasses.replace(eight, center="channel")}
+        values = {b: s.value for b, s in klt.items()} | {8: eight}
     elif token_local:
         key = QuantSpec(format="int8", granularity=PerGroup(size), symmetric=False, center="channel")
         keys = {b: dataclasses.replace(key, format=f"int{b}") for b in widths}

@@ -4,6 +4,7 @@ SDPA for any other cache.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NoReturn
 
 import torch
@@ -149,15 +150,21 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention function of the registry: query [B, Hq, T, D] -> ([B, T, Hq, D], None)."""
-    if kwargs.get("output_attentions"):
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention function of the registry: query [B, Hq, T, D] -> ([B, T, Hq, D], None, or weights that were asked for
+    of another cache).
+    """
+    if any(kwargs.get(name) is not None for name in ("indices", "block_indices")):
         raise UnsupportedError(
-            "attention weights are never formed over packed pages; use output_attentions=False or the stock cache with"
-            " attn_implementation='eager'"
+            f"{type(module).__name__} chooses the tokens that it attends to (sparse attention), which kvbits does not"
+            " support; use KVCache.for_model(model, .., dense=True), or the stock cache"
         )
     if not isinstance(key, Handle):
         return _dense_attention(module, query, key, value, attention_mask, scaling, dropout, kwargs)  # type: ignore[arg-type]
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError(
+            "attention weights are never formed over packed pages; use output_attentions=False, or the stock cache"
+        )
     if kwargs.get("position_bias") is not None:
         raise UnsupportedError(
             f"{type(module).__name__} adds a position bias to its scores, which kvbits does not support; use the stock"
@@ -256,38 +263,49 @@ def _dense_attention(
     scaling: float | None,
     dropout: float,
     kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, None]:
-    """What a model switched to "kvbits" does with any other cache: SDPA, or plain matmuls where SDPA lacks an
-    option.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend for any other cache than ours, or none: by SDPA, or by the family's own eager function for
+    scores that SDPA does not make (soft caps, learned sinks, position biases), and for attention weights.
     """
-    if kwargs.get("position_bias") is not None:
-        raise UnsupportedError(
-            f"{type(module).__name__} adds a position bias; call model.set_attn_implementation('eager') for other"
-            " caches"
+    causal = kwargs.pop("is_causal", None)
+    if isinstance(attention_mask, Mask):
+        causal = attention_mask.is_causal if causal is None else causal
+        attention_mask = attention_mask.dense(query.shape[2])
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    dense = None if attention_mask is None else attention_mask.to(query.device)  # layers may lie on several devices
+    weights = bool(kwargs.get("output_attentions"))
+    if not weights and all(kwargs.get(name) is None for name in _BEYOND_SDPA):
+        return sdpa_attention_forward(
+            module, query, key, value, dense, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
         )
-    dense = attention_mask.dense(query.shape[2]) if isinstance(attention_mask, Mask) else attention_mask
-    softcap, sinks = (
-        kwargs.get("softcap"),
-        (kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")),
-    )
-    if softcap is None and sinks is None:
-        return sdpa_attention_forward(module, query, key, value, dense, dropout=dropout, scaling=scaling, **kwargs)
-    group = query.shape[1] // key.shape[1]
-    scores = (
-        query
-        @ key.repeat_interleave(group, 1).transpose(-1, -2)
-        * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    )
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if dense is None:
-        t, n = scores.shape[-2:]
-        dense = torch.ones(t, n, dtype=torch.bool, device=scores.device).tril(n - t)
-    scores = scores.masked_fill(~dense, torch.finfo(scores.dtype).min) if dense.dtype == torch.bool else scores + dense
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
-    p = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
-    return (p @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
+    if (eager := _eager_function(module)) is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} wants of its attention what SDPA does not do, and has no eager function of its"
+            " own; call KVCache.detach(model) before it uses other caches"
+        )
+    rows = query.shape[2]
+    if dense is None and causal and rows > 1:
+        key, value = key[:, :, :rows], value[:, :, :rows]  # as SDPA: behind them, a static cache holds nothing yet
+        if (bias := kwargs.get("position_bias")) is not None:
+            kwargs = kwargs | {"position_bias": bias[..., :rows]}
+        dense = torch.ones(1, 1, rows, rows, dtype=torch.bool, device=query.device).tril()
+    if dense is not None and dense.dtype == torch.bool:
+        dense = query.new_zeros(()).where(dense, torch.finfo(query.dtype).min)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out, found = eager(module, query, key, value, dense, scaling=scaling, dropout=dropout, **kwargs)
+    return out, found if weights else None
+
+
+_BEYOND_SDPA = ("softcap", "s_aux", "sinks", "position_bias")
+"""Options of attention functions that PyTorch's SDPA does not have, in the words of Transformers."""
+
+
+def _eager_function(module: torch.nn.Module) -> Any:
+    """What a module takes where the configuration asks for "eager": the function of this name beside its class; None
+    without one.
+    """
+    found = (getattr(sys.modules.get(c.__module__), "eager_attention_forward", None) for c in type(module).__mro__)
+    return next((f for f in found if f is not None), None)
 
 
 AttentionInterface.register(NAME, attention)

@@ -387,10 +387,10 @@ def _check(model: Any, cache: HoldsPages) -> None:
             " without it"
         )
     devices = {p.device for p in model.parameters()}
-    if len(devices) != 1:
+    if len(devices) != 1 or any(d.type == "meta" for d in devices):
         raise NotCapturedError(
-            f"the model is spread over {', '.join(sorted(map(str, devices)))}; a graph holds the work of one GPU: load"
-            " it on one"
+            f"the model is spread over {', '.join(sorted(map(str, devices)))} (meta: its weights are brought to the GPU"
+            " in each pass); a graph holds the work of one GPU: load it on one"
         )
     if devices.pop().type != pages.device.type:
         raise DataError(

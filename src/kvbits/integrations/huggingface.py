@@ -48,6 +48,7 @@ from .closed import Closed
 from .encoder_decoder import CrossKVCache
 from .masks import NAME, Columns, cache_among, name_for
 from .models import require_loaded, scheme_for, unfit_for, weights_fingerprint
+from .placement import device_of
 from .rotary import stored_layers
 from .tensor_parallel import Ranks
 
@@ -83,6 +84,10 @@ OWN_CACHE = {
     **dict.fromkeys(
         ("gemma4_assistant", "gemma4_unified_assistant"),
         "has no cache: it reads the keys and values of the model that it drafts for, which may have a KVCache",
+    ),
+    **dict.fromkeys(
+        ("mllama", "mllama_text_model"),
+        "keeps keys of an image in its cross-attention layers (cross_attention_layers), in the cache of the text's",
     ),
     "reformer": "caches hidden states and hashed buckets instead of keys and values",
     "blt": (
@@ -173,9 +178,9 @@ class KVCache(Closed, Cache):
         """A cache for `model`, which is switched to the "kvbits" attention (plain SDPA for any other cache) until
         `detach`.
 
-        `model.generate_batch` and static caches need the model's own attention: call `detach` before them. A forward
-        pass that is given the cache and does not fill it raises UnsupportedError from then on. docs/reference/models.md
-        lists the families of models that are taken.
+        `model.generate_batch` and compiled decoding need the model's own attention: call `detach` before them. From
+        then on a forward pass that is given the cache and does not fill it raises UnsupportedError.
+        docs/reference/models.md lists the families of models that are taken.
 
         Args:
             model: a Transformers model that generates text. For one of encoder and decoder a `CrossKVCache` is
@@ -236,7 +241,7 @@ class KVCache(Closed, Cache):
                 f"calibration={calibration!r} is neither a Calibration nor a path to its file, which `kvbits calibrate"
                 " --out FILE` writes"
             )
-        config = text_config(model.config)
+        config, device = text_config(model.config), device_of(model)
         layers, ranks = layer_geometries(config), Ranks.of(model)
         chosen = scheme_for(model, scheme)
         if (unfit := unfit_for(model, chosen)) is not None:
@@ -245,13 +250,13 @@ class KVCache(Closed, Cache):
         spec = CacheSpec(scheme=chosen, layers=layers, raw_dtype=str(model.dtype).removeprefix("torch."))
         static = None
         if chosen.needs_calibration or calibration is not None:
-            static = ranks.static(_calibration(model, chosen, ranks, calibration, calibrate).to(model.device).static)
+            static = ranks.static(_calibration(model, chosen, ranks, calibration, calibrate).to(device).static)
         _attach(model, dense)
         pages = PagedCache(
             spec,
             batch_size=batch_size,
             max_tokens=max_tokens,
-            device=model.device,
+            device=device,
             static=static,
             nonfinite=nonfinite,
             backend=backend,
@@ -259,7 +264,8 @@ class KVCache(Closed, Cache):
         )
         pages.made_for = weights_fingerprint(model)
         cache = cls(pages, ranks, config, dense)
-        return CrossKVCache(cache) if model.config.is_encoder_decoder else cache
+        crosses = model.config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
+        return CrossKVCache(cache) if crosses else cache
 
     @classmethod
     def from_prefix(
@@ -328,8 +334,8 @@ class KVCache(Closed, Cache):
     def detach(model: Any = None) -> None:
         """Undo what `for_model` and `load` did to `model`: give it the attention implementation back that it had.
 
-        Its KVCaches are refused from then on, and what needs the model's own attention (`generate_batch`, static
-        caches, compiled decoding) works as before. Does nothing to a model never attached.
+        Its KVCaches are refused from then on, and what needs the model's own attention (`generate_batch`, compiled
+        decoding) works as before. Does nothing to a model never attached.
         """
         require_loaded(model)
         before = model.__dict__.pop(_BEFORE, None)
@@ -379,11 +385,11 @@ class KVCache(Closed, Cache):
                 "files of pages do not hold what a decoder reads of its encoder; build a cache with"
                 " KVCache.for_model(model)"
             )
-        config, ranks = text_config(model.config), Ranks.of(model)
+        config, ranks, device = text_config(model.config), Ranks.of(model), device_of(model)
         layers = layer_geometries(config)
         if states := sum(p.has_state for p in layer_places(config)):
             raise UnsupportedError(f"{prefix.beside_pages(states)}; build a cache with KVCache.for_model(model)")
-        pages = PagedCache.load(path, device=model.device if ranks.size == 1 else "cpu", grow=grow)
+        pages = PagedCache.load(path, device=device if ranks.size == 1 else "cpu", grow=grow)
         layers = stored_layers(layers, pages.spec.scheme, model)
         if pages.spec.layers != layers:
             raise FileFormatError(
@@ -401,7 +407,7 @@ class KVCache(Closed, Cache):
                 " nothing to this one; load that model, or pass check_weights=False if they are near enough"
             )
         _attach(model, dense)
-        return cls(pages if ranks.size == 1 else tensor_parallel.cut(pages, ranks, model.device), ranks, config, dense)
+        return cls(pages if ranks.size == 1 else tensor_parallel.cut(pages, ranks, device), ranks, config, dense)
 
     @property
     def nbytes(self) -> int:
@@ -547,7 +553,7 @@ class KVCache(Closed, Cache):
         stores: the cache is what it was before it, or is refused from then on (recurrent states).
 
         Raises:
-            UnsupportedError: all layers had stored their tokens, and a window has given back what it would take to
+            CacheStateError: all layers had stored their tokens, and a window has given back what it would take to
                 remove them; `reset()` begins anew.
         """
         before = self.columns.broken_off()
@@ -558,7 +564,14 @@ class KVCache(Closed, Cache):
             and self.columns.seen > before
             and not (self._states is not None and self._states.halfway)
         ):
-            self.crop(before - self.columns.seen)
+            try:
+                self.crop(before - self.columns.seen)
+            except (CacheStateError, UnsupportedError) as error:
+                raise CacheStateError(
+                    f"the pass that broke off had stored {self.columns.seen - before} tokens in every layer, and a"
+                    " window has given back what their removal would show again; reset() the cache and pass the whole"
+                    " sequence again, or continue a copy.deepcopy that was made before the pass"
+                ) from error
 
     def activate_past_recording(self) -> None:
         self._recording = True

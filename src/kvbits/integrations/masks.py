@@ -36,17 +36,26 @@ CACHE_NAMES = ("cache", "past_key_values")
 BIDIRECTIONAL = "bidirectional attention"
 
 
+class NotATensorError(UnsupportedError, AttributeError, TypeError):
+    """An attribute or index of tensors, asked of an object that is not a tensor.
+
+    Code that only asks (`hasattr`, `getattr` with a default, `try`) gets the answer that Python gives for any object.
+    Code that needs a tensor gets the way out.
+    """
+
+
 class NotATensor:
     """Raises a clear error wherever code that is not ours treats it as a tensor."""
 
     _why: ClassVar[str]
+    __iter__ = None  # or Python would take it for a sequence, for its __getitem__
 
     def _refuse(self) -> NoReturn:
-        raise UnsupportedError(self._why)
+        raise NotATensorError(self._why)
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self._refuse()
 
     def __getitem__(self, index: object) -> NoReturn:
@@ -54,7 +63,7 @@ class NotATensor:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        cls._refuse(cls)  # type: ignore[arg-type]
+        raise UnsupportedError(cls._why)  # a TypeError would be taken for NotImplemented by the operators of tensors
 
 
 @dataclass(eq=False)
@@ -378,7 +387,7 @@ def numbered(number: int) -> Columns:
     return _numbered[number]
 
 
-@dataclass
+@dataclass(eq=False)
 class Mask(NotATensor):
     """What the mask function was told; becomes a real mask only for caches that are not ours."""
 
@@ -396,6 +405,16 @@ class Mask(NotATensor):
     made: list[torch.Tensor | None] = field(default_factory=list)  # the dense mask, once a layer wanted it
     _known: tuple[torch.Tensor, torch.Tensor] | None = None
     _within: list[torch.Tensor | None] = field(default_factory=list)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no token sees those behind it, but where `dense` says so."""
+        return self.arguments.get("allow_is_bidirectional_skip") is None
+
+    @property
+    def shape(self) -> torch.Size:
+        """[B, 1, T, tokens] of the mask that was asked for: the models that nest others ask how long it is."""
+        return torch.Size((self.batch_size, 1, self.q_length, self.arguments["kv_length"]))
 
     def within(self, window: int | None) -> torch.Tensor | None:
         """Which tokens of its own chunk each token sees, bool [B, T, T], where that is not all before it: images whose
@@ -450,11 +469,12 @@ class Mask(NotATensor):
         return self._known
 
     def dense(self, rows: int | None = None) -> torch.Tensor | None:
-        """[B, 1, T, tokens], or None for the plain causal one; with `rows`, fewer than T, of the last so many
-        queries.
+        """Bool [B, 1, T, tokens]; None where SDPA needs no mask: for the plain causal one, and for a bidirectional one
+        that hides nothing. With `rows`, fewer than T, of the last so many queries.
         """
         if rows is not None and rows < self.q_length:
-            return sdpa_mask(**self.arguments | {"allow_is_causal_skip": False})[:, :, -rows:]
+            whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            return sdpa_mask(**self.arguments | whole)[:, :, -rows:]
         if not self.made:  # one for all layers of a pass
             self.made.append(sdpa_mask(**self.arguments))
         return self.made[0]

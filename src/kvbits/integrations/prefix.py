@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import DataError, SpecError, UnsupportedError, counted
+from ..files import warn_not_kept
 from ..geometry import layer_places, text_config
 from ..store import keys
 from ..store.loading import DamagedError
@@ -106,7 +107,7 @@ def fill(
     if windows and put:  # a window gives pages back that a shared beginning needs: they are put before
         scheme = spec.scheme
         chunk = min(chunk, max(scheme.page_size, min(windows) - scheme.residual_length - scheme.page_size))
-    inputs = torch.from_numpy(wanted).to(model.device)[None]
+    inputs = torch.from_numpy(wanted).to(known.device)[None]
     computes = model.base_model if _is_plain(model) else model
     how: dict[str, Any] = {"use_cache": True}
     if "logits_to_keep" in inspect.signature(computes.forward).parameters:
@@ -128,10 +129,18 @@ def fill(
                     " store does not see; use KVCache.for_model"
                 )
             if put and windows and start < len(wanted):
-                store.put(known, wanted, end=False, extra=extra)
+                _put(store, known, wanted, end=False, extra=extra)
     if put and len(wanted) > loaded:
-        store.put(known, wanted, extra=extra)
+        _put(store, known, wanted, extra=extra)
     return loaded
+
+
+def _put(store: PrefixStore, *what: Any, **how: Any) -> None:
+    """Store what is computed. A full disk costs the next prompt its time, and this one nothing."""
+    try:
+        store.put(*what, **how)
+    except OSError as error:
+        warn_not_kept("prefixes", error)
 
 
 def _is_plain(model: Any) -> bool:

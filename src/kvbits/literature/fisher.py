@@ -12,34 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
+from ..calibrate.observe import watched_attention
 from ..errors import CalibrationError
 from ..geometry import stored_at
 
-NAME = "kvbits_fisher"
 Seen = Callable[[int, str, torch.Tensor, torch.Tensor], None]
-_observers: list[Seen] = []
-
-
-def _attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
-    if _observers and key.requires_grad:
-        for side, x in (("k", key), ("v", value)):
-            _watch(_observers[-1], module.layer_idx, side, x)
-    return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
-
-
-def _watch(seen: Seen, layer: int, side: str, x: torch.Tensor) -> None:
-    stored = x.detach()
-    x.register_hook(lambda gradient: seen(layer, side, stored.transpose(1, 2), gradient.transpose(1, 2)))
-
-
-AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 @contextlib.contextmanager
@@ -50,10 +28,8 @@ def watched(model: Any, seen: Seen, *, checkpointing: bool = False) -> Iterator[
         checkpointing: recompute activations layer by layer in the backward pass instead of keeping them: memory of one
             layer, a third more time.
     """
-    before = model.config._attn_implementation
     trained = [p for p in model.parameters() if p.requires_grad]
     was_training = model.training
-    model.set_attn_implementation(NAME)
     model.requires_grad_(False)
     model.enable_input_require_grads()
     if checkpointing:
@@ -65,18 +41,23 @@ def watched(model: Any, seen: Seen, *, checkpointing: bool = False) -> Iterator[
     else:
         model.eval()
     stored = stored_at(model.config)
-    _observers.append(lambda layer, side, x, gradient: seen(stored[layer], side, x, gradient))
+
+    def look(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        if key.requires_grad and (place := stored.get(getattr(module, "layer_idx", None))) is not None:
+            for side, x in (("k", key), ("v", value)):
+                at = x.detach().transpose(1, 2)
+                x.register_hook(lambda slope, side=side, at=at: seen(place, side, at, slope.transpose(1, 2)))
+
     try:
-        yield
+        with watched_attention(model, look):
+            yield
     finally:
-        _observers.pop()
         if checkpointing:
             _checkpointing(model, "disable")()
         model.disable_input_require_grads()
         for p in trained:
             p.requires_grad_(True)
         model.train(was_training)
-        model.set_attn_implementation(before)
 
 
 def _checkpointing(model: Any, what: str) -> Callable[..., None]:

@@ -15,6 +15,7 @@ from ..calibrate.calibration import read_file, write_file
 from ..calibrate.observe import evaluating, forward
 from ..calibrate.target import Place, Prompt, Target, as_stored
 from ..errors import CalibrationError
+from ..integrations.placement import input_device
 from ..progress import bar
 from ..quant.qparams import QParams
 from ..spec import LayerGeometry, Scheme, to_dict
@@ -76,7 +77,8 @@ def collect(
         advance(done)
         for current, (ids, mask) in list(enumerate(prompts))[done:]:
             if weighted:
-                fisher.backward(model, ids.to(model.device), None if mask is None else mask.to(model.device))
+                device = input_device(model)
+                fisher.backward(model, ids.to(device), None if mask is None else mask.to(device))
             else:
                 forward(model, ids, mask, both, {layer for layer, _ in shared})
             _save(resume, shared, identity, current + 1)

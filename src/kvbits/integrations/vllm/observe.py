@@ -19,7 +19,7 @@ import torch
 
 from ... import schemes
 from ...calibrate.calibration import Calibration, fingerprint, read_file, write_file
-from ...calibrate.moments import Moments
+from ...calibrate.moments import OF_HEADS, Moments, warn_of
 from ...errors import CalibrationError
 from ...spec import LayerGeometry, QuantSpec
 from ..rotary import layers_of
@@ -106,7 +106,7 @@ def calibrate(model: str, prompts: Sequence[Sequence[int]], options: dict[str, A
     config = llm.llm_engine.vllm_config.model_config.hf_text_config
     layers = layers_of(config)
     scheme = schemes.for_layers("klt4", layers)
-    static = []
+    static, weak = [], list[str]()
     for i, layer in enumerate(layers):
         named = [{name.partition(".")[2]: x for name, x in part.items() if name.startswith(f"{i}.")} for part in parts]
         seen = [one for one in named if one]
@@ -116,6 +116,8 @@ def calibrate(model: str, prompts: Sequence[Sequence[int]], options: dict[str, A
             )
         found = whole(scheme.for_layer(i, len(layers))[0], layer, seen, f"layer {i}")
         static.append({"k_basis": found.basis(), "k_mean": found.mean()})
+        weak += found.weak
+    warn_of(weak, stacklevel=2)
     tokens = sum(map(len, prompts))
     return Calibration(
         static,
@@ -132,7 +134,7 @@ def whole(key: QuantSpec, layer: LayerGeometry, parts: list[dict[str, torch.Tens
     found = Moments(key, layer, what)
     sharing = max(1, len(parts) * len(parts[0]["keys"]) // layer.num_kv_heads)
     groups = [parts[i : i + sharing] for i in range(0, len(parts), sharing)]
-    heads = {name: torch.cat([group[0][name] for group in groups]) for name in ("keys", "sums", "first")}
+    heads = {name: torch.cat([group[0][name] for group in groups]) for name in OF_HEADS}
     queries = torch.cat([torch.stack([part["queries"] for part in group]).sum(0) for group in groups])
     found.load(heads | {"queries": queries, "counts": parts[0]["counts"], "texts": parts[0]["texts"]})
     return found

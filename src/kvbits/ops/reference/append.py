@@ -215,7 +215,7 @@ def check_tokens(
     for kind, spec in (("k", layout.key), ("v", layout.value)):
         if not spec.static:
             continue
-        want = (layout.num_kv_heads, *spec.scale_shape(0, layout.head_dim))
+        want = (layout.num_kv_heads, *spec.scale_shape(0, layout.dim(kind)))
         for name in (f"{kind}_scale", *([f"{kind}_bias"] if spec.has_bias else [])):
             found = (static or {}).get(name)
             if found is None:

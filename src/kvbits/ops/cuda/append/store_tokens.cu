@@ -221,7 +221,7 @@ DEVICE void take_mean(const Args& a, int first, int head, int team, int octet, S
     }
     __syncthreads();
     if (SIDE == 0 && a.turn && o.before >= 0 && channel < S::D)
-        mean = __fadd_rn(__fmul_rn(mean, a.turn[channel]), __fmul_rn(shared.mean[int(a.turn[2 * S::D + channel])], a.turn[S::D + channel]));
+        mean = __fadd_rn(__fmul_rn(mean, a.turn[channel]), __fmul_rn(shared.mean[min(u32(int(a.turn[2 * S::D + channel])), u32(S::D - 1))], a.turn[S::D + channel]));
     __syncthreads();
     if (channel < S::D) {
         mean = rounded<S::TYPE>(mean);

@@ -292,8 +292,8 @@ def store_tokens(
         starts: int32 [N] on the device, position of the first token of each token's page, for keys in a calibrated
             basis.
         turn: float32 [3, D] on the device, by which a mean key is turned on: `quant.rotary.turn_by` of page_size
-            positions. None leaves it as it is. Its numbers are looked at on a CPU only, once for a tensor; a GPU, which
-            is not waited for, reads out of bounds by a partner that is no channel.
+            positions. None leaves it as it is. Its numbers are looked at on a CPU only, once for a tensor. A GPU, which
+            is not waited for, takes the last channel for a partner that is no channel.
         status: int32 [STATUS_FIELDS] on the device, added to: clamped elements of keys and values, whether scales
             overflowed, whether numbers were not finite, and skipped entries. Tokens with such numbers are stored,
             unusably.

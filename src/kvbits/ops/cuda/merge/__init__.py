@@ -56,6 +56,8 @@ def _load(head_dim: int, dtype: torch.dtype, device_index: int) -> driver.Kernel
 def refuses(outs: Sequence[torch.Tensor]) -> str | None:
     """Why results like these are not merged here, or None."""
     out = outs[0]
+    if (why := driver.refuses(out.device)) is not None:
+        return why
     if out.dtype not in MATRIX_DTYPES or out.shape[-1] % 8:
         return (
             f"results are {out.dtype} of head_dim {out.shape[-1]}; the kernel takes float16 and bfloat16, and multiples"
@@ -63,7 +65,7 @@ def refuses(outs: Sequence[torch.Tensor]) -> str | None:
         )
     if len(dtypes := {x.dtype for x in outs}) > 1:
         return f"results are of {len(dtypes)} dtypes; the kernel merges those of one"
-    return driver.refuses(out.device)
+    return None
 
 
 def prepare(outs: Sequence[torch.Tensor]) -> None:

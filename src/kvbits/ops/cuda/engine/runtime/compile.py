@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..... import __version__
+from ..... import __version__, files
 from .....errors import KernelError
 from .....progress import say
 from . import kept
@@ -112,9 +112,8 @@ def compile_source(source: Source, arch: str, *, quiet: bool = False) -> Binary:
     key = f"{Path(source.name).stem}-{arch}-{digest}"
     if found := kept.find(key):
         return Binary(*found)
-    with _saying(
-        f"compiling {source.name} for {arch}, once: it is kept in {kept.folder()} (ahead: kvbits warm)", quiet
-    ):
+    where = files.cache_folders("cuda")[0]
+    with _saying(f"compiling {source.name} for {arch}, once: it is kept in {where} (ahead: kvbits warm)", quiet):
         binary = _compile(source.name, text, headers, options)
     kept.keep(key, binary.cubin, binary.log)
     return binary

@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 
 from ..... import files
+from .....errors import SpecError
 from .....progress import say
 
 MOST_BYTES = 256 << 20
@@ -48,13 +48,18 @@ def find(key: str) -> tuple[bytes, str] | None:
 
 
 def keep(key: str, cubin: bytes, log: str) -> None:
-    """Put machine code where `find` finds it."""
-    path, text = folder() / (key + SUFFIX), log.encode()
+    """Put machine code where `find` finds it, as far as a disk takes it: what is not kept is compiled again by the next
+    process, which is said once.
+    """
+    text = log.encode()
     body = len(text).to_bytes(4, "little") + text + cubin
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
-        f.write(_sum(key, body) + body)
-    os.replace(f.name, path)
-    _bound(path.parent)
+    try:
+        path = folder() / (key + SUFFIX)
+        with files.whole(path) as partial:
+            partial.write_bytes(_sum(key, body) + body)
+        _bound(path.parent)
+    except (OSError, SpecError) as error:
+        files.warn_not_kept("compiled kernels", error)
 
 
 def _sum(key: str, body: bytes) -> bytes:

@@ -1,0 +1,62 @@
+"""Where a model computes: accelerate keeps weights in host memory or on disk, or spreads layers over devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError, counted
+from ..geometry import text_config
+
+
+def device_of(model: Any) -> torch.device:
+    """Device that the attention layers of a model's decoder compute on, wherever their weights lie meanwhile.
+
+    Raises:
+        UnsupportedError: there are several of them.
+    """
+    kind, found = text_config(model.config).model_type, dict[torch.device, str]()
+    for name, module in model.named_modules():
+        if _is_attention(module, kind) and (device := _computes_on(model, name, module)) is not None:
+            found.setdefault(device, name)
+    if len(found) > 1:
+        spread = ", ".join(f"{name} on {device}" for device, name in found.items())
+        raise UnsupportedError(
+            f"the layers of {type(model).__name__} compute on {counted(len(found), 'device')} ({spread}, ..), and a"
+            " KVCache lies on one; load the model for one device (device_map={'': 0}, or device_map='auto' with"
+            " max_memory={0: '20GB', 'cpu': '60GB'}, which keeps the other weights in host memory), let ranks share its"
+            " heads (tp_plan='auto'), or use the stock cache"
+        )
+    return next(iter(found), model.device)
+
+
+def input_device(model: Any) -> torch.device:
+    """Device where a model looks up its first tokens: where their ids are wanted."""
+    return _computes_on(model, "", model) or model.device
+
+
+def _is_attention(module: Any, kind: str) -> bool:
+    """Whether a module is a layer of the decoder, or its attention: it knows its number."""
+    of = getattr(getattr(module, "config", None), "model_type", kind)
+    return isinstance(getattr(module, "layer_idx", None), int) and of == kind
+
+
+def _computes_on(model: Any, name: str, module: Any) -> torch.device | None:
+    """The device where the first parameter of a module lies, or is brought to before it is used; None without one."""
+    for inner, m in module.named_modules(prefix=name):
+        if (p := next(m.parameters(recurse=False), None)) is not None:
+            return _brought_to(model, inner) if p.is_meta else p.device
+    return None
+
+
+def _brought_to(model: Any, name: str) -> torch.device:
+    """Where accelerate brings the parameters of the module of this name, by its own hook or that of one around it."""
+    while True:
+        hook = getattr(model.get_submodule(name), "_hf_hook", None)
+        for one in getattr(hook, "hooks", (hook,)):
+            if (device := getattr(one, "execution_device", None)) is not None:
+                return torch.empty(0, device=device).device  # with its index
+        if not name:
+            return torch.device("meta")
+        name = name.rpartition(".")[0]
