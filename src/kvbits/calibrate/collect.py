@@ -25,6 +25,7 @@ from ..geometry import layer_geometries
 from ..integrations.rotary import with_rotary
 from ..progress import bar
 from ..spec import CacheSpec, LayerGeometry, QuantSpec, Scheme
+from ..integrations.identity import identity
 from .calibration import Calibration, fingerprint
 from .moments import Moments
 from .observe import evaluating, forward, forward_with_queries, in_fast_dtype
@@ -175,12 +176,14 @@ def calibrate_all(
     for target, static in zip(targets, found, strict=True):
         for (layer, side), fit in target.levels.items():
             static[layer][f"{side}_codebook"] = fit.fit(per_head)
+    measured_on = {"identity": identity(model), "dtype": str(model.dtype)}
     return [
         Calibration(
             static,
             fingerprint(model.config, t.scheme),
             {
                 "model": getattr(model.config, "_name_or_path", "") or type(model).__name__,
+                "measured_on": measured_on,
                 "scheme": t.scheme.name,
                 "percentile": _share(t.scheme.key if t.scheme.key.static else t.scheme.value, percentile),
                 "weights": weights if t.levels else None,

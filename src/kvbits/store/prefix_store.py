@@ -29,7 +29,7 @@ from ..cache import blob
 from ..cache.blob import Identity, Kind, Page
 from ..cache.group import GroupState
 from ..cache.paged_cache import PagedCache
-from ..cache.serialize import shown_part
+from ..cache.serialize import blank, shown_part
 from ..errors import CacheStateError, DataError, FileFormatError, SpecError, counted
 from ..spec import CacheSpec
 from ..units import human_bytes, parse_bytes
@@ -80,7 +80,8 @@ class PrefixStore:
         shard: (rank, ranks) where the caches hold that part of every layer's kv heads (tensor parallel). What ranks of
             one number put, ranks of another load.
         calibration: of all kv heads, where the caches have theirs cut out of it (a `Calibration`, or its `static`).
-        made_for: names the model and its weights, for caches that do not say, or where each rank says something else.
+        made_for: names what `kvbits.identity` cannot see of the model, such as a hook that steers it; the whole model for
+            caches that do not say, and for shards, where each rank says something else.
         options: of the remote file system, as fsspec takes them.
 
     Raises:
@@ -132,8 +133,9 @@ class PrefixStore:
 
     def _identity(self, cache: PagedCache) -> tuple[Identity, str]:
         """Whose pages a cache holds, and the folder of the blobs that go with it."""
-        made_for = self.made_for or cache.made_for
-        if made_for is None:
+        named = (self.made_for, None if self.shard[1] > 1 and self.made_for else cache.made_for)
+        made_for = "\n".join(x for x in named if x is not None)
+        if not made_for:
             raise SpecError(
                 "this cache does not say whose keys and values it holds; KVCache.for_model does, for a PagedCache of"
                 " your own set cache.made_for to a text that names the model and its weights"
@@ -202,10 +204,12 @@ class PrefixStore:
 
         Raises:
             DataError: fewer ids than tokens, or no such sequence.
+            CacheStateError: the model changed since the cache was made (see `kvbits.identity`).
             SpecError: a folder or link is where a file of the store belongs.
             OSError: the disk is full, or the like. The store is as good as before.
         """
         known, tokens = paged(cache), keys.token_ids(ids)
+        known.require_same_model()
         groups = settled(known, row)
         length = groups[0].sequences[row].length
         if len(tokens) < length:
@@ -596,5 +600,5 @@ def blocks_of(groups: list[GroupState], row: int, held: list[tuple[Page, int]]) 
             block = shown_part(block, pool.layout, min(s.length, state.group.num_sink_tokens))
         elif page.pool == "tail":
             block = shown_part(block, pool.layout, s.tail_lengths[s.tail.index(page_id)])
-        found.append(block)
+        found.append(blank(block, pool.layout))
     return found
