@@ -71,7 +71,7 @@ def save(contents: Contents, path: str | Path) -> None:
     """
     identity = Identity.of(contents.spec, contents.made_for, blob.calibration_id(contents.static))
     parts, numbers = _parts(contents.groups)
-    with whole(path) as partial, open(partial, "xb", buffering=0) as file:
+    with whole(path) as partial, open(partial, "wb", buffering=0) as file:
         about = json.dumps(_describe(contents, numbers)).encode()
         blob.write_all(file.fileno(), blob.encode_bytes(Kind.ABOUT, identity, about))
         if any(contents.static):

@@ -337,10 +337,10 @@ def write_file(path: str | os.PathLike[str], tensors: dict[str, torch.Tensor], m
 
     Raises SpecError where no file can be.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     with whole(path) as partial:
-        save_file(tensors, partial, metadata=metadata)
+        partial.write_bytes(save(tensors, metadata=metadata))
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, torch.Tensor]]:

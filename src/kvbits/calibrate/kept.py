@@ -173,8 +173,6 @@ def keeping(key: str) -> Iterator[Path]:
         say(f"another process makes {path}; waiting for it")
         lock.acquire()
     try:
-        for left in path.parent.glob(f"{path.name}.*.tmp"):  # of a process that was killed
-            left.unlink(missing_ok=True)
         yield path
     finally:
         lock.release()

@@ -192,7 +192,7 @@ def _visit(
         if _is_plain(value):
             facts.append(f"{path}.{name} = {_text(value)}")
         elif callable(value) and not isinstance(value, nn.Module):
-            if name != "forward":
+            if name != "forward" and not _is_trusted(value, ("kvbits.",)):
                 facts.append(f"{path}.{name} calls {_name(value, private)}")
         else:
             for where, t in _tensors_in(value):
