@@ -157,7 +157,7 @@ def _locked(partial: Path) -> int:
 
 def _clear_abandoned(path: Path) -> None:
     """Remove what killed processes left of their own attempts to write `path`."""
-    left = re.compile(re.escape(path.name) + r"\.\d+\.[0-9a-f]{8}\.tmp")
+    left = re.compile(re.escape(path.name) + r"\.\d+(\.[0-9a-f]{8})?\.tmp")
     for name in os.listdir(path.parent):
         if left.fullmatch(name):
             with contextlib.suppress(OSError):  # a writer holds it, or somebody else cleared it

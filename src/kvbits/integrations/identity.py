@@ -165,6 +165,8 @@ def _visit(
     inner = _unwrapped(module)
     if inner is not None:
         _add_hooks(module, path, facts, private)
+        if inner is not module._modules.get("_orig_mod"):
+            _add_forward(module, path, facts, private)
         _visit(inner, path, facts, tensors, private, seen)
         return
     own = vars(module)
@@ -176,13 +178,14 @@ def _visit(
     if base is None or counted:
         facts.append(f"{path} is {type(module).__module__}.{type(module).__qualname__}")
     _add_hooks(module, path, facts, private)
+    _add_forward(module, path, facts, private)
     if adapters is not None and own.get("_disable_adapters") and own.get("merged_adapters"):
         facts.append(f"{path} unmerges {own['merged_adapters']}")
     if base is not None and not counted:
         return
     drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
     for name, value in own.items():
-        if name.startswith("_") or name in STATE or name.endswith("max_seq_len_cached"):
+        if name.startswith("_") or name in STATE or name.endswith(("max_seq_len_cached", "long_inv_freq")):
             continue
         if adapters is not None and name in OF_ADAPTERS:
             continue
@@ -359,11 +362,15 @@ def _config(config: Any) -> Any:
 
 
 def _add_hooks(module: nn.Module, path: str, facts: list[str], private: bool) -> None:
-    """Add forward hooks and a replaced `forward` of others than `TRUSTED`."""
+    """Add forward hooks of others than `TRUSTED`."""
     for kind in ("_forward_pre_hooks", "_forward_hooks"):
         for key, hook in getattr(module, kind).items():
             if not _is_trusted(hook):
                 facts.append(f"{path} has {_plain_name(hook)}{f' {_PROCESS} {key}' if private else ''}")
+
+
+def _add_forward(module: nn.Module, path: str, facts: list[str], private: bool) -> None:
+    """Add a replaced `forward`."""
     own = vars(module)
     found = own.get("_old_forward" if "_hf_hook" in own else "forward")
     usual = type(module).forward

@@ -73,7 +73,8 @@ class PrefixStore:
         where: a folder, made where it is not there; or a URL of any file system that fsspec knows
             ("s3://bucket/prefixes").
         max_bytes: size that the store is kept below, evicting what was used least lately: bytes, or "200GB". None:
-            `evict` does. For a remote store it is the size of the local folder, which one prefix may pass while it is
+            `evict` does. Each process evicts after it wrote: several that put at once exceed it until then, each by
+            what it puts. For a remote store it is the size of the local folder, which one prefix may pass while it is
             loaded: what is there stays until the object store's own rules remove it.
         blob_tokens: tokens of one file, the unit in which prefixes are shared: 256, or 64 for short ones.
         local: folder that keeps what was used lately of a remote store (None: one in the user's cache folder).
@@ -360,7 +361,7 @@ class PrefixStore:
     # -- sequences that wait ----------------------------------------------------------------------------------------
 
     def park(self, cache: Any, ids: Any, row: int = 0, *, extra: bytes = b"") -> int:
-        """Move a sequence that nobody continues for a while out of its cache: stored, pinned, its pages given back.
+        """Move a sequence that nobody continues for a while out of its cache: stored, pinned, its pages free for others.
 
         `resume` brings it back as it was.
 
@@ -369,7 +370,8 @@ class PrefixStore:
                 lets go of the pin.
 
         Returns:
-            Bytes of the cache that are free now and were not before.
+            Bytes of the cache that are free now and were not before. They stay allocated, so `nbytes` of the cache does
+            not change.
 
         Raises:
             CacheStateError: it is empty, or the store could not give all of it back (cropped into a page, pages
