@@ -179,7 +179,9 @@ def cache_folders(name: str) -> tuple[Path, ...]:
 
 def _cache_places(name: str) -> tuple[Path, Path]:
     own = os.environ.get("KVBITS_CACHE")
-    usual = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or home("~/.cache", "the cache folder")) / "kvbits"
+    usual = (
+        Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or home("~/.cache", "the cache folder")) / "kvbits"
+    )
     return usual / name, Path(tempfile.gettempdir()) / f"kvbits-{os.getuid()}" / name
 
 

@@ -9,8 +9,8 @@ from packaging.version import Version
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, FileFormatError, PoolFullError, UnsupportedError
 from kvbits.integrations.huggingface import KVCache
-from kvbits.integrations.masks import CACHE_NAMES, name_for
 from kvbits.integrations.identity import identity
+from kvbits.integrations.masks import CACHE_NAMES, name_for
 
 
 @pytest.mark.parametrize("family, implementation", [("llama", "sdpa"), ("gemma2", "eager")])
@@ -167,7 +167,9 @@ def test_a_prefix_of_other_weights_is_refused_unless_asked_for(tmp_path):
     assert KVCache.load(tmp_path / "c", other).pages.seq_lens == [70]
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight.mul_(1.01)
-    with pytest.raises(FileFormatError, match="same shape with other weights, adapters or settings.*check_weights=False"):
+    with pytest.raises(
+        FileFormatError, match="same shape with other weights, adapters or settings.*check_weights=False"
+    ):
         KVCache.load(tmp_path / "c", other)
     taken = KVCache.load(tmp_path / "c", other, check_weights=False)
     taken.save(tmp_path / "again")  # still the first model's

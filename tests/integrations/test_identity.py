@@ -209,7 +209,9 @@ def test_packed_weights_count_with_what_goes_with_them():
     proj.weight.codes[1, 1] = 1
     assert len({first, second, kvbits.identity(model)}) == 3
     proj.weight = torch.zeros(4, 4, dtype=torch.uint8)
-    proj.weight.quant_state = types.SimpleNamespace(absmax=torch.ones(2), state2=types.SimpleNamespace(code=torch.ones(1)))
+    proj.weight.quant_state = types.SimpleNamespace(
+        absmax=torch.ones(2), state2=types.SimpleNamespace(code=torch.ones(1))
+    )
     first = kvbits.identity(model)
     proj.weight.quant_state.state2.code[0] = 2
     assert kvbits.identity(model) != first
@@ -292,4 +294,3 @@ def test_the_embedded_model_serves_no_adapter_anothers_keys(tmp_path):
     assert store.match(KVCache.for_model(model, "raw").pages, IDS) == 0
     model.set_adapter("a")
     assert store.match(KVCache.for_model(model, "raw").pages, IDS[:, :-1]) == IDS.shape[1] - 1
-

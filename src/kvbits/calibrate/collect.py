@@ -22,10 +22,10 @@ import torch
 from .. import schemes as presets
 from ..errors import CalibrationError, DataError, KvbitsWarning, SpecError, counted
 from ..geometry import layer_geometries
+from ..integrations.identity import identity
 from ..integrations.rotary import with_rotary
 from ..progress import bar
 from ..spec import CacheSpec, LayerGeometry, QuantSpec, Scheme
-from ..integrations.identity import identity
 from .calibration import Calibration, fingerprint
 from .moments import Moments
 from .observe import evaluating, forward, forward_with_queries, in_fast_dtype

@@ -171,9 +171,7 @@ def _run(
         if found.gained
         else f"the preset {found.chosen.scheme.name}, which nothing by layer beat"
     )
-    scheme = bound_to(
-        found.chosen.scheme, layers, name=out.stem, weights=identity(lm), model=name, description=how
-    )
+    scheme = bound_to(found.chosen.scheme, layers, name=out.stem, weights=identity(lm), model=name, description=how)
     write(scheme, bench, out)
     return found
 

@@ -43,8 +43,8 @@ FACTS = {"name", "dtype", "parameters"}
 
 
 def model_facts(model: Any, name: str) -> dict[str, Any]:
-    """Name, sizes, a fingerprint of a loaded model (16 hex digits of its `kvbits.identity`), and what its weights were made of, where `load_model` found that out.
-    """
+    """Name, sizes, a fingerprint of a loaded model (16 hex digits of its `kvbits.identity`),
+    and what its weights were made of, where `load_model` found that out."""
     from ..integrations.identity import identity
 
     config = model.config.get_text_config(decoder=True)

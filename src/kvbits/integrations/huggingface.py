@@ -44,8 +44,8 @@ from ..units import parse_bytes
 from . import generation, prefix, tensor_parallel
 from .attention import DenseLayer, KVLayer
 from .encoder_decoder import CrossKVCache
-from .masks import NAME, Columns, cache_among, name_for
 from .identity import Owner, identity
+from .masks import NAME, Columns, cache_among, name_for
 from .models import require_loaded, scheme_for, unfit_for
 from .rotary import stored_layers
 from .tensor_parallel import Ranks
@@ -381,7 +381,7 @@ class KVCache(Cache):
         if now is not None and pages.made_for != now:
             raise FileFormatError(
                 f"{path} was filled by a model of the same shape with other weights, adapters or settings (identity"
-                f" {pages.made_for[:12]}, this model's is {now[:12]}; see kvbits.identity), so its keys and values mean"
+                f" {str(pages.made_for)[:12]}, this model's is {now[:12]}; see kvbits.identity), so its keys and values mean"
                 " nothing to this one; load that model as it was then, pass the made_for=.. of then, or pass"
                 " check_weights=False if they are near enough"
             )

@@ -88,8 +88,8 @@ def identity(model: Any, made_for: str | None = None) -> str:
     their version (which torch counts for every edit in place but those through `.data`) or one of every `STRIDE` words
     changed. Smaller tensors are always read whole.
 
-    Weights spread over ranks by tensor parallelism give the identity of the whole model. Each parameter is gathered, one
-    after the other, so all ranks must ask. Only name, shape and dtype count of tensors on `meta`.
+    Weights spread over ranks by tensor parallelism give the identity of the whole model. Each parameter is gathered,
+    one after the other, so all ranks must ask. Only name, shape and dtype count of tensors on `meta`.
 
     Args:
         model: a loaded model of Transformers, or a PEFT model around one.
@@ -246,7 +246,7 @@ def _base_layer(module: nn.Module) -> nn.Module | None:
     return None
 
 
-def _adapters(module: nn.Module) -> tuple[set[str], list[str]] | None:
+def _adapters(module: Any) -> tuple[set[str], list[str]] | None:
     """All adapters of a layer, and those that its next pass computes with, in order; None of other modules."""
     if not type(module).__module__.startswith("peft.") or not hasattr(module, "adapter_layer_names"):
         return None
@@ -262,14 +262,16 @@ def _adapters(module: nn.Module) -> tuple[set[str], list[str]] | None:
 
 def _is_of_each(value: Any, adapters: set[str]) -> bool:
     """Whether a container has entries by the names of adapters."""
-    return hasattr(value, "keys") and bool(adapters) and 0 < len(value.keys()) and set(value.keys()) <= adapters
+    return hasattr(value, "keys") and bool(adapters) and len(value.keys()) > 0 and set(value.keys()) <= adapters
 
 
 def _turns_by_length(module: nn.Module) -> bool:
     """Whether a rotary embedding replaces its frequencies by the length of a pass."""
     kinds = getattr(module, "rope_type", None)
     found = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
-    return bool(found & {"dynamic", "longrope"}) and any("original_inv_freq" in n for n in vars(module) | module._buffers)
+    return bool(found & {"dynamic", "longrope"}) and any(
+        "original_inv_freq" in n for n in vars(module) | module._buffers
+    )
 
 
 def _loaded(module: nn.Module, name: str, t: torch.Tensor) -> torch.Tensor:
@@ -308,7 +310,10 @@ def _add_tensor(name: str, t: torch.Tensor, tensors: dict[str, torch.Tensor], fa
         facts.append(f"{name} {t.qscheme()}")
         per_channel = t.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
         if per_channel:
-            tensors[f"{name}.scales"], tensors[f"{name}.zeros"] = t.q_per_channel_scales(), t.q_per_channel_zero_points()
+            tensors[f"{name}.scales"], tensors[f"{name}.zeros"] = (
+                t.q_per_channel_scales(),
+                t.q_per_channel_zero_points(),
+            )
         else:
             facts.append(f"{name} {t.q_scale()} {t.q_zero_point()}")
         t = t.int_repr()
@@ -322,6 +327,7 @@ def _tensors_in(value: Any, objects: bool = False, depth: int = 3) -> Iterator[t
         return
     if isinstance(value, nn.Module) or not depth:
         return
+    inside: Any
     if isinstance(value, dict):
         inside = value.items()
     elif isinstance(value, (list, tuple)):
@@ -415,7 +421,9 @@ def _sums(tensors: dict[str, torch.Tensor], read: dict[str, _Read]) -> dict[str,
         read: what was found before, which is brought up to date.
     """
     words = {name: _words(t) for name, t in tensors.items() if not t.is_meta and t.numel()}
-    stamps = {name: (t.data_ptr(), _version(t), t.dtype, tuple(t.shape)) for name, t in tensors.items() if name in words}
+    stamps = {
+        name: (t.data_ptr(), _version(t), t.dtype, tuple(t.shape)) for name, t in tensors.items() if name in words
+    }
     large = {name: w for name, w in words.items() if w.numel() * w.element_size() > SMALL}
     samples = _collected({name: _sum(w[::STRIDE]) for name, w in large.items()})
     known = {

@@ -4,6 +4,7 @@ wheel carries (see `embedded`).
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import nullcontext
 from pathlib import Path

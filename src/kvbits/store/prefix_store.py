@@ -81,8 +81,8 @@ class PrefixStore:
         shard: (rank, ranks) where the caches hold that part of every layer's kv heads (tensor parallel). What ranks of
             one number put, ranks of another load.
         calibration: of all kv heads, where the caches have theirs cut out of it (a `Calibration`, or its `static`).
-        made_for: names what `kvbits.identity` cannot see of the model, such as a hook that steers it; the whole model for
-            caches that do not say, and for shards, where each rank says something else.
+        made_for: names what `kvbits.identity` cannot see of the model, such as a hook that steers it; the whole model
+            for caches that do not say, and for shards, where each rank says something else.
         options: of the remote file system, as fsspec takes them.
 
     Raises:
@@ -361,7 +361,7 @@ class PrefixStore:
     # -- sequences that wait ----------------------------------------------------------------------------------------
 
     def park(self, cache: Any, ids: Any, row: int = 0, *, extra: bytes = b"") -> int:
-        """Move a sequence that nobody continues for a while out of its cache: stored, pinned, its pages free for others.
+        """Move a sequence that nobody continues for a while out of its cache: stored, pinned, its pages free.
 
         `resume` brings it back as it was.
 
