@@ -381,8 +381,8 @@ class KVCache(Cache):
         if now is not None and pages.made_for != now:
             raise FileFormatError(
                 f"{path} was filled by a model of the same shape with other weights, adapters or settings (identity"
-                f" {str(pages.made_for)[:12]}, this model's is {now[:12]}; see kvbits.identity), so its keys and values mean"
-                " nothing to this one; load that model as it was then, pass the made_for=.. of then, or pass"
+                f" {str(pages.made_for)[:12]}, this model's is {now[:12]}; see kvbits.identity), so its keys and values"
+                " mean nothing to this one; load that model as it was then, pass the made_for=.. of then, or pass"
                 " check_weights=False if they are near enough"
             )
         _attach(model, dense)
