@@ -31,7 +31,8 @@ from kvbits.evaluate.fit import PAGE, RESIDUAL, SINKS, Fit, Goal, bound_to, fit,
 from kvbits.evaluate.sensitivity import SIDES, Bench, State, formats
 from kvbits.evaluate.texts import novel_end, novel_start, read_text, windows
 from kvbits.geometry import layer_geometries
-from kvbits.integrations.models import load_model, weights_fingerprint
+from kvbits.integrations.identity import identity
+from kvbits.integrations.models import load_model
 from kvbits.spec import LayerGeometry
 
 
@@ -79,7 +80,7 @@ def row(found: Fit, bits: float, held_out: Bench, formats_: str) -> dict[str, An
 def keep(found: Fit, bench: Bench, folder: Path, bits: float, model: str) -> None:
     """The fitted scheme as `kvbits fit` writes it, whether or not a preset is as good."""
     name = f"fitted-{bits:g}"
-    weights = weights_fingerprint(bench.model)
+    weights = identity(bench.model)
     scheme = bound_to(
         found.fitted.scheme,
         found.goal.layers,
@@ -122,7 +123,7 @@ def main() -> None:
         windows(tokenizer, novel_end(), count=2, length=1024),
     )
     other = windows(tokenizer, text, count=args.windows, length=1024)
-    facts = {"weights": weights_fingerprint(model), "formats": kind}
+    facts = {"weights": identity(model), "formats": kind}
     bench = Bench(model, probes, wholes, bases, State(args.work / f"{kind}.json", facts))
     held_out = Bench(
         model,

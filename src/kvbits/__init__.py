@@ -37,6 +37,7 @@ _HOME = {
     "Calibration": "calibrate",
     "graphed": "integrations.graphs",
     "load_model": "integrations.models",
+    "identity": "integrations.identity",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from .errors import KvbitsError as KvbitsError
     from .integrations.graphs import graphed as graphed
     from .integrations.huggingface import KVCache as KVCache
+    from .integrations.identity import identity as identity
     from .integrations.models import load_model as load_model
     from .spec import CacheSpec as CacheSpec
     from .spec import LayerGeometry as LayerGeometry

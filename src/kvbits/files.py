@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import json
 import math
 import os
+import re
 import secrets
 import tempfile
 import warnings
@@ -41,6 +43,21 @@ def find(path: str | os.PathLike[str], what: str) -> Path:
                 f"{what} {os.fspath(path)[:40]!r}... is longer than a path can be ({len(os.fspath(path))} characters)"
             ) from error
     return found
+
+
+def home(path: str | os.PathLike[str], what: str) -> Path:
+    """The path with a leading `~` or `~name` replaced by that user's folder.
+
+    Raises:
+        SpecError: no path, or there is no such user or folder.
+    """
+    found = find(path, what)
+    try:
+        return found.expanduser()
+    except RuntimeError as error:
+        raise SpecError(
+            f"{what} {os.fspath(path)!r}: {found.parts[0]} is no user with a home folder here; write the path out"
+        ) from error
 
 
 def require_file(path: str | os.PathLike[str], what: str, *, replaced: bool = False) -> Path:
@@ -110,16 +127,47 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Where to write a file that takes the place of `path`, or of what that symlink leads to, once it is whole; an
     error leaves what was there.
 
+    The file that is yielded exists, is empty, and is to be opened for writing, not replaced. What killed processes left
+    of their attempts at `path` is cleared first.
+
     Raises:
         SpecError: no regular file is there, or none can be.
     """
     path = Path(os.path.realpath(require_file(path, "save:", replaced=True)))
+    _clear_abandoned(path)
     partial = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    fd = _locked(partial)
     try:
         yield partial
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+        os.close(fd)
+
+
+def _locked(partial: Path) -> int:
+    """A new empty file and a lock on it, which ends with this process: a descriptor."""
+    while True:
+        fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        if partial.exists():  # nobody took it for abandoned before it was locked
+            return fd
+        os.close(fd)
+
+
+def _clear_abandoned(path: Path) -> None:
+    """Remove what killed processes left of their own attempts to write `path`."""
+    left = re.compile(re.escape(path.name) + r"\.\d+(\.[0-9a-f]{8})?\.tmp")
+    for name in os.listdir(path.parent):
+        if left.fullmatch(name):
+            with contextlib.suppress(OSError):  # a writer holds it, or somebody else cleared it
+                fd = os.open(path.with_name(name), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(path.with_name(name))
+                finally:
+                    os.close(fd)
 
 
 def cache_folders(name: str) -> tuple[Path, ...]:
@@ -131,8 +179,9 @@ def cache_folders(name: str) -> tuple[Path, ...]:
 
 
 def _cache_places(name: str) -> tuple[Path, Path]:
-    usual = Path(
-        os.environ.get("KVBITS_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbits"
+    own = os.environ.get("KVBITS_CACHE")
+    usual = (
+        Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or home("~/.cache", "the cache folder")) / "kvbits"
     )
     return usual / name, Path(tempfile.gettempdir()) / f"kvbits-{os.getuid()}" / name
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from . import embedded
 from .errors import SpecError, UnsupportedError
-from .files import find
+from .files import home
 from .spec import LayerGeometry
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -82,7 +82,7 @@ def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path |
             unknown here.
         UnsupportedError: the embedded model is not installed.
     """
-    path, text = find(model, "model:").expanduser(), str(model)
+    path, text = home(model, "model:"), str(model)
     if text and path.exists():
         return path
     if text == embedded.NAME:

@@ -15,6 +15,7 @@ from typing import Any
 
 from . import RECOMMENDED as RECOMMENDED
 from .errors import SpecError, unknown
+from .files import home
 from .literature import schemes as literature
 from .spec import SCALE_8BIT, CacheSpec, LayerGeometry, PerChannel, PerGroup, PerToken, QuantSpec, Scheme, Tier
 
@@ -250,7 +251,7 @@ def read(path: str) -> Scheme:
         SpecError: no such file, or no scheme in it.
     """
     try:
-        return Scheme.from_json(Path(path).expanduser().read_text(encoding="utf-8"))
+        return Scheme.from_json(home(path, "a scheme in").read_text(encoding="utf-8"))
     except OSError as e:
         raise SpecError(f"cannot read a scheme from {path}: {e.strerror or e}; {_WRITE_ONE}") from e
     except ValueError as e:

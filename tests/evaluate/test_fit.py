@@ -24,7 +24,7 @@ from kvbits.evaluate.fit import Goal, bound_to, fit, require_room, widths
 from kvbits.evaluate.sensitivity import Bench, State, fill_in, formats
 from kvbits.evaluate.texts import novel
 from kvbits.geometry import layer_geometries
-from kvbits.integrations.models import weights_fingerprint
+from kvbits.integrations.identity import identity
 from kvbits.integrations.vllm.scheme_file import _layer_formats
 from kvbits.spec import CacheSpec, FittedScheme, LayerGeometry, Override, PerChannel, QuantSpec, Scheme
 
@@ -226,7 +226,7 @@ def test_formats_that_need_a_basis_are_fitted_too():
 def written(tmp_path: Path, model, **changes) -> Path:
     layers = layer_geometries(model.config)
     scheme = Scheme(name="x", key=INT4, value=INT4, overrides=(Override(layers=(1,), key=INT2, value=INT4),))
-    fitted = bound_to(scheme, layers, name="mine", weights=weights_fingerprint(model), model="tiny", description="")
+    fitted = bound_to(scheme, layers, name="mine", weights=identity(model), model="tiny", description="")
     path = tmp_path / "mine.json"
     data = json.loads(fitted.to_json())
     for place, value in changes.items():

@@ -535,3 +535,18 @@ def test_a_run_that_goes_on_says_how_much_is_there(tmp_path):
     assert not said
     evaluate(model, tokenizer, schemes=["int8", "int4"], options=Options(windows=2, length=64, chunk=32), **how)
     assert said == ["tiny: fidelity: 2 of 6 items are there already"]
+
+
+def test_a_result_of_another_value_than_its_sum_says_is_refused_and_files_without_one_are_read(model, tmp_path):
+    run(model, tmp_path, schemes=["int8"])
+    path = tmp_path / "tiny-float32" / "fidelity" / "int8.json"
+    data = results.read(path)
+    text = path.read_text()
+    path.write_text(text.replace('"kl_mean":0.', '"kl_mean":1.', 1))
+    assert path.read_text() != text
+    with pytest.raises(FileFormatError, match="damaged or was edited"):
+        results.read(path)
+    lines = text.rstrip("}\n").rstrip().splitlines()
+    assert lines[-1].startswith(' "sum":')
+    path.write_text("\n".join(lines[:-1]).rstrip(",") + "\n}\n")
+    assert results.read(path) == data

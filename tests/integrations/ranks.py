@@ -18,7 +18,7 @@ from kvbits import schemes
 from kvbits.calibrate.calibration import Calibration, fingerprint
 from kvbits.errors import KvbitsError
 from kvbits.integrations.huggingface import KVCache
-from kvbits.integrations.models import weights_fingerprint
+from kvbits.integrations.identity import identity
 from kvbits.spec import PerChannel, QuantSpec
 
 
@@ -70,7 +70,7 @@ def main(folder: Path) -> dict[str, object]:
     model = AutoModelForCausalLM.from_pretrained(
         folder / "model", dtype=torch.float32, distributed_config=DistributedConfig(tp_plan="auto", tp_size=size)
     ).eval()
-    inputs, found = prompts(), {"fingerprints": weights_fingerprint(model) == weights_fingerprint(whole)}
+    inputs, found = prompts(), {"fingerprints": identity(model) == identity(whole)}
     static, calibration = calibrated(model.config)
     for name, scheme, options in (
         ("raw", "raw", {}),

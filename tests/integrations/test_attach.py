@@ -9,8 +9,8 @@ from packaging.version import Version
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, FileFormatError, PoolFullError, UnsupportedError
 from kvbits.integrations.huggingface import KVCache
+from kvbits.integrations.identity import identity
 from kvbits.integrations.masks import CACHE_NAMES, name_for
-from kvbits.integrations.models import weights_fingerprint
 
 
 @pytest.mark.parametrize("family, implementation", [("llama", "sdpa"), ("gemma2", "eager")])
@@ -163,11 +163,13 @@ def filled(model, path):
 def test_a_prefix_of_other_weights_is_refused_unless_asked_for(tmp_path):
     model, other = tiny("llama"), tiny("llama")
     filled(model, tmp_path / "c")
-    assert weights_fingerprint(model) == weights_fingerprint(other)
+    assert identity(model) == identity(other)
     assert KVCache.load(tmp_path / "c", other).pages.seq_lens == [70]
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight.mul_(1.01)
-    with pytest.raises(FileFormatError, match="same shape with other weights.*check_weights=False"):
+    with pytest.raises(
+        FileFormatError, match="same shape with other weights, adapters or settings.*check_weights=False"
+    ):
         KVCache.load(tmp_path / "c", other)
     taken = KVCache.load(tmp_path / "c", other, check_weights=False)
     taken.save(tmp_path / "again")  # still the first model's
@@ -189,7 +191,7 @@ def test_files_that_do_not_say_whose_they_are_still_load(tmp_path):
     cache.pages.made_for = None
     cache.save(tmp_path / "without")
     assert (
-        PagedCache.load(tmp_path / "with").made_for == weights_fingerprint(model)
+        PagedCache.load(tmp_path / "with").made_for == identity(model)
         and PagedCache.load(tmp_path / "without").made_for is None
     )
     with torch.no_grad():
@@ -199,9 +201,9 @@ def test_files_that_do_not_say_whose_they_are_still_load(tmp_path):
 
 def test_a_fingerprint_follows_values_shapes_and_names():
     model = tiny("llama")
-    first = weights_fingerprint(model)
-    assert len(first) == 64 and first == weights_fingerprint(model)
-    assert weights_fingerprint(tiny("llama", intermediate_size=64)) != first
-    assert weights_fingerprint(tiny("qwen3")) != first
+    first = identity(model)
+    assert len(first) == 64 and first == identity(model)
+    assert identity(tiny("llama", intermediate_size=64)) != first
+    assert identity(tiny("qwen3")) != first
     meta = tiny("llama").to("meta")
-    assert weights_fingerprint(meta) != first
+    assert identity(meta) != first

@@ -67,7 +67,8 @@ class PagedCache:
         beyond_ids: what passes were given of a prompt besides token ids, since the cache was empty: names of arguments,
             each with True or a tensor [] that says whether it counts.
         built_for: sequences, and tokens of each, of the fixed capacity; None each for a cache that grows.
-        made_for: fingerprint of the model that fills the cache, kept in files; None if nobody said.
+        made_for: names the model that fills the cache (`kvbits.identity`), kept in files; None if nobody said.
+        owner: what says which model that is now (`integrations.identity.Owner`), or None.
         saturated: per layer, elements of keys ("k") and values ("v") that were clamped to their largest code.
     """
 
@@ -100,6 +101,7 @@ class PagedCache:
         self.saturated = [{"k": 0, "v": 0} for _ in spec.layers]
         self.made_for: str | None = None
         self.beyond_ids: dict[str, Any] = {}
+        self.owner: Any = None
         self.held_groups: list[GroupState] = []
         # refuses what cannot be before anything is allocated
         self._stores = LayerStores(spec, self.held_groups, self.static, self.device)
@@ -561,11 +563,26 @@ class PagedCache:
 
         Raises:
             SpecError: a directory is there, or none that the file could be in.
-            CacheStateError: a pass is unfinished.
+            CacheStateError: a pass is unfinished, or the model changed since the cache was made.
         """
         self._passes.require_none("save")
+        self.require_same_model()
         facts = self.spec, self.static, self.nonfinite, self.built_for, self.saturated, self.made_for
         serialize.save(serialize.Contents(*facts, self.groups, self.budget), path)
+
+    def require_same_model(self) -> None:
+        """Refuse to write pages that another model may have filled than `made_for` names.
+
+        Raises:
+            CacheStateError: the model's weights, adapters or settings changed since the cache was made.
+        """
+        now = None if self.owner is None else self.owner.now()
+        if now is not None and now != self.made_for:
+            raise CacheStateError(
+                "the model changed since this cache was made: its weights, adapters or settings are others (identity"
+                f" {now[:12]}, {str(self.made_for)[:12]} then; see kvbits.identity), so nobody knows which of them made"
+                " these keys; put back what was then, or fill a new cache"
+            )
 
     @classmethod
     def load(

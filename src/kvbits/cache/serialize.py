@@ -33,7 +33,7 @@ from .blob import Identity, Kind, Page
 from .budget import Budget
 from .group import GroupState
 
-FILE_VERSION = 3
+FILE_VERSION = 4
 """Version of what the ABOUT blob says; blobs and the pages inside have versions of their own."""
 BLOB_TOKENS = 256
 """Tokens of the closed pages in one blob."""
@@ -71,7 +71,7 @@ def save(contents: Contents, path: str | Path) -> None:
     """
     identity = Identity.of(contents.spec, contents.made_for, blob.calibration_id(contents.static))
     parts, numbers = _parts(contents.groups)
-    with whole(path) as partial, open(partial, "xb", buffering=0) as file:
+    with whole(path) as partial, open(partial, "wb", buffering=0) as file:
         about = json.dumps(_describe(contents, numbers)).encode()
         blob.write_all(file.fileno(), blob.encode_bytes(Kind.ABOUT, identity, about))
         if any(contents.static):
@@ -127,7 +127,7 @@ def _encoded(
                 block = shown_part(
                     block, groups[page.group].pools[page.pool].layout, shown[page.group][page.pool][page_id]
                 )
-            blocks.append(block)
+            blocks.append(blank(block, groups[page.group].pools[page.pool].layout))
         yield blob.encode(Kind.PART, identity, [page for page, _ in part], blob.on_host(blocks))
 
 
@@ -184,6 +184,20 @@ def shown_part(block: torch.Tensor, layout: PageLayout | LowLayout, shown: int) 
             x.flatten(-2)[..., row_positions(layout.page_size, s.shape[1], name[0])[shown:].flatten().to(x.device)] = 0
         elif not name.endswith("_mean"):
             x[..., shown:] = 0
+    return block
+
+
+def blank(block: torch.Tensor, layout: PageLayout | LowLayout) -> torch.Tensor:
+    """A page [layers, H, head_bytes] with zeros between and behind its sections, where nobody ever writes. Itself where
+    sections fill it.
+    """
+    ends = [s.offset + s.nbytes for s in layout.sections.values()]
+    starts = [*[s.offset for s in layout.sections.values()][1:], layout.head_bytes]
+    gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+    if gaps:
+        block = block.clone()
+        for end, start in gaps:
+            block[..., end:start] = 0
     return block
 
 

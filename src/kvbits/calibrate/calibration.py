@@ -8,7 +8,8 @@ refused.
 
 The fingerprint is what changes keys and values or how they are coded: sizes of the model, rotary parameters, geometry
 per layer, the static specs per layer. Floats are compared at 6 digits, because GGUF files keep them in float32. It does
-not see weights: fine-tunes of one architecture share a fingerprint, and `info["model"]` says which one was measured.
+not see weights: fine-tunes of one architecture share a fingerprint, `info["measured_on"]` has the identity and dtype of
+the model that was measured (`Calibration.suits`), and `info["model"]` its name.
 """
 
 from __future__ import annotations
@@ -239,6 +240,17 @@ class Calibration:
                 found[-1] |= tensors
         return found
 
+    def suits(self, model: Any) -> bool:
+        """Whether it was measured on this very model, as far as `info` says: the same `kvbits.identity`. A model in
+        another dtype cannot be compared, and suits.
+        """
+        from ..integrations.identity import identity
+
+        measured = self.info.get("measured_on")
+        if not isinstance(measured, dict) or measured.get("dtype") != str(model.dtype):
+            return True
+        return bool(measured.get("identity") == identity(model))
+
     def to(self, device: torch.device | str) -> Calibration:
         """The same scales on another device."""
         return Calibration(
@@ -325,10 +337,10 @@ def write_file(path: str | os.PathLike[str], tensors: dict[str, torch.Tensor], m
 
     Raises SpecError where no file can be.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     with whole(path) as partial:
-        save_file(tensors, partial, metadata=metadata)
+        partial.write_bytes(save(tensors, metadata=metadata))
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, torch.Tensor]]:

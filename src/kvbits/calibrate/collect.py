@@ -21,6 +21,7 @@ import torch
 from .. import schemes as presets
 from ..errors import CalibrationError, DataError, SpecError, counted
 from ..geometry import layer_geometries
+from ..integrations.identity import identity
 from ..integrations.rotary import with_rotary
 from ..progress import bar
 from ..spec import CacheSpec, LayerGeometry, QuantSpec, Scheme
@@ -166,12 +167,14 @@ def calibrate_all(
     for target, static in zip(targets, found, strict=True):
         for (layer, side), fit in target.levels.items():
             static[layer][f"{side}_codebook"] = fit.fit(per_head)
+    measured_on = {"identity": identity(model), "dtype": str(model.dtype)}
     return [
         Calibration(
             static,
             fingerprint(model.config, t.scheme),
             {
                 "model": getattr(model.config, "_name_or_path", "") or type(model).__name__,
+                "measured_on": measured_on,
                 "scheme": t.scheme.name,
                 "percentile": _share(t.scheme.key if t.scheme.key.static else t.scheme.value, percentile),
                 "weights": weights if t.levels else None,

@@ -5,7 +5,9 @@
 
 One file of a model serves every scheme whose keys have a calibrated basis (`Calibration.fitted`). It lies in
 `files.cache_folder("calibrations")` and is named after `key_of_model`, which is also the key of the files that a model
-was loaded from, in any dtype, wherever Transformers keeps the names of the weights. Whoever makes it holds a lock,
+was loaded from, in any dtype, wherever Transformers keeps the names of the weights. That key samples the weights. A
+loaded model takes a file only if it was measured on a model of the same `kvbits.identity`, or of another dtype, which
+cannot be compared; otherwise its own is made and named by the identity, too. Whoever makes it holds a lock,
 which ends with its process, and writes it whole or not at all.
 """
 
@@ -28,6 +30,7 @@ from .. import schemes as presets
 from ..errors import CalibrationError, KvbitsError, SpecError, UnsupportedError
 from ..files import cache_folder, cache_folders, warn_not_kept
 from ..geometry import find_weights, layer_geometries, max_context
+from ..integrations.identity import identity
 from ..integrations.models import load_tokenizer
 from ..progress import say
 from ..spec import Scheme
@@ -62,7 +65,13 @@ def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:
             " calibration=Calibration.load(FILE)"
         )
     key = key_of_model(model)
-    if (found := find(key, model.config, scheme)) is not None:
+    own = f"{key}-{identity(model)[:16]}"
+
+    def kept() -> Calibration | None:
+        both = (find(name, model.config, scheme) for name in (own, key))
+        return next((c for c in both if c is not None and c.suits(model)), None)
+
+    if (found := kept()) is not None:
         return found
     if not (name := getattr(model, "kvbits_source", None) or getattr(model, "name_or_path", "")):
         raise CalibrationError(
@@ -89,8 +98,10 @@ def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:
         except (OSError, SpecError) as error:
             warn_not_kept("calibrations", error)
             path = None
-        if (found := find(key, model.config, scheme)) is not None:
+        if (found := kept()) is not None:
             return found
+        if path is not None and find(key, model.config, scheme) is not None:
+            path = path.with_name(f"{own}.safetensors")  # another model has these first rows
         say(f"calibrating {name} for klt, once" + ("" if path is None else f"; kept in {path}"))
         made = measure(model, tokenizer)
         try:
@@ -174,8 +185,6 @@ def keeping(key: str) -> Iterator[Path]:
         say(f"another process makes {path}; waiting for it")
         lock.acquire()
     try:
-        for left in path.parent.glob(f"{path.name}.*.tmp"):  # of a process that was killed
-            left.unlink(missing_ok=True)
         yield path
     finally:
         lock.release()

@@ -146,7 +146,8 @@ def _run(
     from ..evaluate.sensitivity import formats
     from ..evaluate.texts import halves, read_text
     from ..geometry import layer_geometries
-    from ..integrations.models import check_place, load_model, load_tokenizer, weights_fingerprint
+    from ..integrations.identity import identity
+    from ..integrations.models import check_place, load_model, load_tokenizer
 
     (model, dtype, device), (out, work) = place, places
     check_place(dtype, device)
@@ -170,9 +171,7 @@ def _run(
         if found.gained
         else f"the preset {found.chosen.scheme.name}, which nothing by layer beat"
     )
-    scheme = bound_to(
-        found.chosen.scheme, layers, name=out.stem, weights=weights_fingerprint(lm), model=name, description=how
-    )
+    scheme = bound_to(found.chosen.scheme, layers, name=out.stem, weights=identity(lm), model=name, description=how)
     write(scheme, bench, out)
     return found
 
@@ -202,14 +201,14 @@ def _bench(
     from ..evaluate.calibrator import Calibrator, Sample
     from ..evaluate.sensitivity import Bench, State
     from ..geometry import layer_geometries
-    from ..integrations.models import weights_fingerprint
+    from ..integrations.identity import identity
 
     bases = None
     if known.calibrated:
         klt = schemes.for_layers("klt4", layer_geometries(model.config))
         bases = Calibrator(model, tokenizer, first, tests=(second,), sample=Sample(8, 1024), directory=work)(klt).static
     header = {
-        "weights": weights_fingerprint(model),
+        "weights": identity(model),
         "dtype": str(model.dtype),
         "text": first.sha256 + second.sha256,
         "windows": [list(x.shape) for x in ids],

@@ -25,6 +25,7 @@ from typing import Any
 from .. import planner
 from .. import schemes as presets
 from ..errors import SpecError, counted
+from ..files import whole as whole_file
 from ..progress import bar
 from ..spec import CacheSpec, FittedScheme, LayerGeometry, Override, Scheme
 from ..units import human_bytes
@@ -414,7 +415,8 @@ def _steps(search: _Search, fitted: Measured) -> list[tuple[int, float, float]]:
 
 def write(scheme: FittedScheme, bench: Bench, out: Path) -> None:
     """Write a scheme to `out`, and the calibration that it needs beside it (.safetensors)."""
-    out.write_text(scheme.to_json() + "\n")
+    with whole_file(out) as partial:
+        partial.write_text(scheme.to_json() + "\n")
     if (needed := bench.calibration(scheme.plain)) is not None:
         needed.save(out.with_suffix(".safetensors"))
 

@@ -3,7 +3,7 @@ where it was.
 
     OUT / MODEL / TASK / SCHEME.json
     {"format": "kvbits-eval", "version": 2, "task", "scheme", "kind", "info", "settings", "model",
-     "runs": {ID: record}, "items": {KEY: {"run": ID, ...}}, "summary"}
+     "runs": {ID: record}, "items": {KEY: {"run": ID, ...}}, "summary", "sum"}
 
 `settings` and `model` (with its fingerprint) are what the figures depend on: a file with others is refused, never
 mixed. A run that goes on where another stopped adds its record (`kvbits.runs`, and `device`, `threads`, and `seconds`
@@ -43,22 +43,15 @@ FACTS = {"name", "dtype", "parameters"}
 
 
 def model_facts(model: Any, name: str) -> dict[str, Any]:
-    """Name, sizes, a fingerprint of a loaded model (16 hex digits over its configuration and a sample of every weight
-    tensor), and what its weights were made of, where `load_model` found that out.
-    """
-    import torch
+    """Name, sizes, a fingerprint of a loaded model (16 hex digits of its `kvbits.identity`),
+    and what its weights were made of, where `load_model` found that out."""
+    from ..integrations.identity import identity
 
     config = model.config.get_text_config(decoder=True)
-    digest = hashlib.sha256()
-    with torch.no_grad():
-        for key, weight in sorted(model.state_dict().items()):
-            flat = weight.reshape(-1)
-            sample = flat[:: max(1, flat.numel() // 64)][:64].double().cpu().numpy()
-            digest.update(f"{key}{tuple(weight.shape)}".encode() + sample.tobytes())
     return {
         "name": name,
         "architecture": type(model).__name__,
-        "fingerprint": digest.hexdigest()[:16],
+        "fingerprint": identity(model)[:16],
         "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": sum(p.numel() for p in model.parameters()),
         "layers": config.num_hidden_layers,
@@ -166,7 +159,9 @@ def different(header: dict[str, Any], old: dict[str, Any]) -> list[str]:
 
 
 def dumps(data: dict[str, Any]) -> str:
-    """JSON with a line per entry and per item: it reads and diffs well."""
+    """JSON with a line per entry and per item: it reads and diffs well. Its last line is a sum over the others."""
+    data = {k: v for k, v in data.items() if k != "sum"}
+    data |= {"sum": _sum(data)}
 
     def one(value: Any) -> str:
         return to_json(value, compact=True)
@@ -188,6 +183,12 @@ def read(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise FileFormatError(f"cannot read {path}: {e}; remove it or name another folder") from e
+    said = data.pop("sum", None) if isinstance(data, dict) else None  # older files have none
+    if said is not None and said != _sum(data):
+        raise FileFormatError(
+            f"{path} is damaged or was edited: it holds other values than its sum says; copy it again, remove it, or"
+            ' keep an edit by removing the entry "sum"'
+        )
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
         raise FileFormatError(
             f"{path} is not a result of `kvbits eval` version {VERSION}; remove it or name another folder"
@@ -201,6 +202,12 @@ def read(path: Path) -> dict[str, Any]:
     if wrong := [key for key, item in data["items"].items() if item.get("run") not in data["runs"]]:
         raise FileFormatError(f"{path} has items of no run, such as {wrong[0]}; remove it or name another folder")
     return data
+
+
+def _sum(data: dict[str, Any]) -> str:
+    """32 hex digits of the SHA-256 of a file's entries, in whatever order."""
+    same = json.loads(to_json(data))  # as a reader finds it
+    return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def read_all(directory: Path) -> list[dict[str, Any]]:

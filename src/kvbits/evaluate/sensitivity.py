@@ -30,7 +30,7 @@ from ..geometry import layer_geometries
 from ..integrations.huggingface import KVCache
 from ..integrations.masks import passed
 from ..progress import bar
-from ..spec import LayerGeometry, Override, PerChannel, PerGroup, QuantSpec, Scheme
+from ..spec import LayerGeometry, Override, PerChannel, PerGroup, QuantSpec, Scheme, to_dict
 from .attention import observe
 from .caches import base_factory
 from .fidelity import Fidelity, compare, divergence
@@ -288,4 +288,4 @@ class Bench:
     def _name(scheme: Scheme) -> str:
         """By what is stored, not by what it is called."""
         stored = dataclasses.replace(scheme, name="trial", source="", description="")
-        return f"whole {hashlib.sha256(stored.to_json().encode()).hexdigest()[:12]}"
+        return f"whole {hashlib.sha256(json.dumps(to_dict(stored)).encode()).hexdigest()[:12]}"

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ..errors import DataError, SpecError
+from ..files import home
 
 CHARACTERS_PER_TOKEN = 12
 """More than any tokenizer needs on average: how much text is tokenized for a number of tokens."""
@@ -108,7 +109,7 @@ def read_text(source: str) -> Text:
         return Text(source, SHIPPED[source]())
     if source.startswith("hub:"):
         return Text(source[4:].replace("/", "--").replace(":", "-"), _hub(source[4:]))
-    path = Path(source).expanduser()
+    path = home(source, "text")
     try:
         raw = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:

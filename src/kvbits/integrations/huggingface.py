@@ -46,8 +46,9 @@ from . import generation, prefix, prompts, tensor_parallel
 from .attention import DenseLayer, KVLayer
 from .closed import Closed
 from .encoder_decoder import CrossKVCache
+from .identity import Owner, identity
 from .masks import NAME, Columns, cache_among, name_for
-from .models import require_loaded, scheme_for, unfit_for, weights_fingerprint
+from .models import require_loaded, scheme_for, unfit_for
 from .placement import device_of
 from .rotary import stored_layers
 from .tensor_parallel import Ranks
@@ -174,6 +175,7 @@ class KVCache(Closed, Cache):
         backend: str = "auto",
         budget: int | str | None = None,
         dense: bool = False,
+        made_for: str | None = None,
     ) -> KVCache:
         """A cache for `model`, which is switched to the "kvbits" attention (plain SDPA for any other cache) until
         `detach`.
@@ -192,7 +194,8 @@ class KVCache(Closed, Cache):
                 hold). Without them the cache grows. Assisted decoding with sliding-window layers needs one that grows.
             calibration: or its file, of schemes with a basis, instead of the model's own in the user's cache folder,
                 which is found by the weights or made once (seconds to minutes, with a progress bar; `calibrate.kept`);
-                needed by schemes with static scales. Refused if made for another model.
+                needed by schemes with static scales. Refused if made for a model of another shape or other rotary
+                parameters.
             calibrate: False takes what is kept and makes nothing.
             nonfinite: "refuse" or "clamp" NaN and infinity in keys and values.
             backend: "auto", or one backend for every op.
@@ -203,9 +206,12 @@ class KVCache(Closed, Cache):
                 for models that cannot attend over pages (their attention is their own code, or adds a bias). The same
                 bytes are stored; each pass costs time and the memory of one layer's tokens in 16 bits. Padding is
                 stored like any token.
+            made_for: names what `kvbits.identity` cannot see of the model, such as a hook that steers it. Caches of
+                another `made_for` share no stored or saved pages.
 
         Warns:
-            KvbitsWarning: the scheme is known to be unfit for this model, whose keys have a bias (`models.unfit_for`).
+            KvbitsWarning: the scheme is known to be unfit for this model, whose keys have a bias (`models.unfit_for`);
+                or `calibration` was measured on another model of the same shape, so it is less exact than its own.
 
         Raises:
             UnsupportedError: the model's attention cannot run on pages; the message says why.
@@ -262,7 +268,7 @@ class KVCache(Closed, Cache):
             backend=backend,
             budget=budget,
         )
-        pages.made_for = weights_fingerprint(model)
+        pages.made_for, pages.owner = identity(model, made_for), Owner(model, made_for)
         cache = cls(pages, ranks, config, dense)
         crosses = model.config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
         return CrossKVCache(cache) if crosses else cache
@@ -353,27 +359,37 @@ class KVCache(Closed, Cache):
 
         Raises:
             UnsupportedError: layers keep recurrent states, which files do not hold.
+            CacheStateError: the model changed since the cache was made (see `kvbits.identity`).
         """
         if self._states is not None:
             raise UnsupportedError(
                 f"{prefix.beside_pages(len(self._states.layers))}; use copy.deepcopy(cache) to keep it in memory"
             )
         if self._ranks.size > 1:
+            self.pages.require_same_model()
             tensor_parallel.save(self.pages, self._ranks, path)
         else:
             self.pages.save(path)
 
     @classmethod
     def load(
-        cls, path: str | Path, model: Any = None, *, grow: bool = False, check_weights: bool = True, dense: bool = False
+        cls,
+        path: str | Path,
+        model: Any = None,
+        *,
+        grow: bool = False,
+        check_weights: bool = True,
+        dense: bool = False,
+        made_for: str | None = None,
     ) -> KVCache:
         """The cache that `save` wrote, on `model`'s device, ready to be continued, with the capacity it had or, with
         `grow`, none.
 
         Args:
             dense: see `for_model`.
-            check_weights: refuse a cache that a model of other weights filled (see `weights_fingerprint`; files that
-                say nothing about it are taken).
+            check_weights: refuse a cache that a model of another `kvbits.identity` filled. Files that say nothing about
+                it are taken.
+            made_for: as in `for_model`, when the cache was filled.
 
         Raises:
             FileFormatError: a damaged or foreign file, or a cache of another geometry, dtype or other weights than the
@@ -401,13 +417,19 @@ class KVCache(Closed, Cache):
                 f"{path} holds a cache of a {pages.spec.raw_dtype} model, this one is {model.dtype}; load the model in"
                 " that dtype"
             )
-        if check_weights and pages.made_for is not None and pages.made_for != weights_fingerprint(model):
+        now = identity(model, made_for) if check_weights and pages.made_for is not None else None
+        if now is not None and pages.made_for != now:
             raise FileFormatError(
-                f"{path} was filled by a model of the same shape with other weights, so its keys and values mean"
-                " nothing to this one; load that model, or pass check_weights=False if they are near enough"
+                f"{path} was filled by a model of the same shape with other weights, adapters or settings (identity"
+                f" {str(pages.made_for)[:12]}, this model's is {now[:12]}; see kvbits.identity), so its keys and values"
+                " mean nothing to this one; load that model as it was then, pass the made_for=.. of then, or pass"
+                " check_weights=False if they are near enough"
             )
         _attach(model, dense)
-        return cls(pages if ranks.size == 1 else tensor_parallel.cut(pages, ranks, device), ranks, config, dense)
+        if ranks.size > 1:
+            pages = tensor_parallel.cut(pages, ranks, device)
+        pages.owner = None if now is None else Owner(model, made_for)
+        return cls(pages, ranks, config, dense)
 
     @property
     def nbytes(self) -> int:
@@ -720,6 +742,14 @@ def _states(layers: tuple[Any, ...]) -> Any:
 
 def _calibration(model: Any, scheme: Scheme, ranks: Ranks, given: Calibration | None, make: bool) -> Calibration:
     if given is not None:
+        if not given.suits(model):
+            warnings.warn(
+                f"{given!r} was measured on another model of the same shape (other weights, adapters or settings), so"
+                " it is less exact than one of this model; leave calibration out, or run `kvbits calibrate` for this"
+                " model",
+                KvbitsWarning,
+                stacklevel=3,
+            )
         return given.fitted(model.config, scheme)
     from ..calibrate import kept
 

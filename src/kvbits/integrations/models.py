@@ -4,7 +4,6 @@ wheel carries (see `embedded`).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from contextlib import nullcontext
@@ -181,7 +180,9 @@ def scheme_for(model: Any, scheme: str | Scheme) -> Scheme:
     found = schemes.find(scheme) if isinstance(scheme, str) else scheme
     chosen = schemes.for_layers(found, layer_geometries(model.config))
     if isinstance(found, FittedScheme):
-        found.require_weights(weights_fingerprint(model))
+        from .identity import identity
+
+        found.require_weights(identity(model))
     return chosen
 
 
@@ -190,23 +191,6 @@ def unfit_for(model: Any, scheme: Scheme) -> str | None:
     if not weak_to_key_bias(scheme) or (found := key_bias(model)) < KEY_BIAS:
         return None
     return key_bias_note(scheme, f"{type(model).__name__}, which adds a bias of up to {found:.0f} to its keys")
-
-
-MEANING = (
-    "model_type",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "partial_rotary_factor",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "hidden_act",
-    "sliding_window",
-    "layer_types",
-)
-"""What a configuration says that makes other keys and values of the same weights."""
-SAMPLED = 8
-"""Numbers of each parameter that a fingerprint looks at."""
 
 
 def require_loaded(model: Any) -> None:
@@ -220,30 +204,6 @@ def require_loaded(model: Any) -> None:
             f"model of type {type(model).__name__} is not a loaded model; pass what"
             " AutoModelForCausalLM.from_pretrained or kvbits.load_model returned"
         )
-
-
-def weights_fingerprint(model: Any) -> str:
-    """SHA-256, in hex, over names and shapes of a model's parameters, a few values of each, and what its configuration
-    says of positions, norms and activations, at the price of one copy from the GPU.
-
-    The same weights in another dtype give another one. Spread over ranks by tensor parallelism they give that of the
-    whole model, on any number of ranks: each parameter is gathered, one after the other, so all ranks must ask. Only
-    name and shape count of parameters on `meta` and of tensors of other classes (quantized ones).
-    """
-    import torch
-
-    digest, values = hashlib.sha256(), []
-    for name, p in model.named_parameters():
-        digest.update(f"{name}{tuple(p.shape)}".encode())
-        whole = p.data.full_tensor() if hasattr(p.data, "full_tensor") else p.data
-        if type(whole) is torch.Tensor and p.numel() and not p.is_meta:
-            flat = whole.flatten()
-            values.append(flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].double())
-    for device in sorted({x.device for x in values}, key=str):  # one wait each
-        digest.update(torch.cat([x for x in values if x.device == device]).cpu().numpy().tobytes())
-    config = model.config.get_text_config(decoder=True).to_dict()
-    digest.update(json.dumps({name: config.get(name) for name in MEANING}, sort_keys=True, default=str).encode())
-    return digest.hexdigest()
 
 
 def check_place(dtype: str, device: str | None) -> None:

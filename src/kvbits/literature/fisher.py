@@ -43,7 +43,7 @@ def watched(model: Any, seen: Seen, *, checkpointing: bool = False) -> Iterator[
     stored = stored_at(model.config)
 
     def look(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        if key.requires_grad and (place := stored.get(getattr(module, "layer_idx", None))) is not None:
+        if key.requires_grad and (place := stored.get(getattr(module, "layer_idx", -1))) is not None:
             for side, x in (("k", key), ("v", value)):
                 at = x.detach().transpose(1, 2)
                 x.register_hook(lambda slope, side=side, at=at: seen(place, side, at, slope.transpose(1, 2)))

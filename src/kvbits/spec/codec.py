@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import operator
 from typing import Any, TypeVar
@@ -129,13 +130,34 @@ def from_dict(data: Any) -> Any:
 
 
 def parse(text: str, wanted: type) -> Any:
-    """The spec of type `wanted` that a JSON text describes."""
+    """The spec of type `wanted` that a JSON text describes.
+
+    Raises:
+        SpecError: no JSON, another spec, or one that differs from the text's own `sum` (see `dumps`).
+    """
     try:
-        spec = from_dict(json.loads(text))
+        data = json.loads(text)
+        said = data.pop("sum", None) if isinstance(data, dict) else None
+        spec = from_dict(data)
     except json.JSONDecodeError as error:
         raise SpecError(f"the text is not JSON ({error}); pass what to_json() returned") from error
     except RecursionError as error:
         raise SpecError("the JSON is nested deeper than any spec; pass what to_json() returned") from error
     if not isinstance(spec, wanted):
         raise SpecError(f"the JSON describes a {type(spec).__name__}, not a {wanted.__name__}")
+    if said is not None and said != _sum(spec):
+        raise SpecError(
+            f"the {wanted.__name__} is damaged or was edited: its values differ from its sum; copy the file again, or"
+            ' keep an edit by removing "sum" from the JSON'
+        )
     return spec
+
+
+def dumps(spec: Any) -> str:
+    """A spec as JSON, with a `sum` by which `parse` notices damage."""
+    return json.dumps(to_dict(spec) | {"sum": _sum(spec)})
+
+
+def _sum(spec: Any) -> str:
+    """16 hex digits of the SHA-256 of a spec's fields, in whatever order a text has them."""
+    return hashlib.sha256(json.dumps(to_dict(spec), sort_keys=True).encode()).hexdigest()[:16]

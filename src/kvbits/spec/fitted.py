@@ -18,7 +18,7 @@ class FittedScheme(Scheme):
 
     Attributes:
         layers: geometry of each layer of that model.
-        weights: fingerprint of its weights (`integrations.models.weights_fingerprint`); empty if nobody said.
+        weights: identity of it (`kvbits.identity`); empty if nobody said.
         model: its name, for messages.
     """
 

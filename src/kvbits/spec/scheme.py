@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import SpecError
-from .codec import parse, serialisable, to_dict, whole
+from .codec import dumps, parse, serialisable, whole
 from .layout import PageLayout
 from .quant import QuantSpec, require_pair
 
@@ -252,7 +251,7 @@ class Scheme:
         return layout.bits_per_element
 
     def to_json(self) -> str:
-        return json.dumps(to_dict(self))
+        return dumps(self)
 
     @classmethod
     def from_json(cls, text: str) -> Scheme:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from ..cache import blob
 from ..errors import SpecError
-from ..files import require_folder
+from ..files import home, require_folder
 
 NAME = re.compile(r"[0-9a-f]{40}[0-9a-z.+-]{1,100}")
 """What a file is called: the key of its tokens, then which of them it is."""
@@ -67,7 +67,7 @@ class Folder:
     def __init__(self, root: str | Path) -> None:
         if "\0" in str(root):
             raise SpecError(f"a store at {str(root)!r}: a path has no NUL in it")
-        self.root = require_folder(Path(root).expanduser(), "a store at").absolute()
+        self.root = require_folder(home(root, "a store at"), "a store at").absolute()
         self._root = str(self.root)
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -227,6 +227,7 @@ class Folder:
         """Write a file under a temporary name, down to the disk; the lock on it is held on."""
         with self._folder(namespace, _bucket(name), make=True) as folder:
             temporary = f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
+            self._clear_all(folder)
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666, dir_fd=folder)
         held.append(_Unfinished(name, temporary, fd))
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -304,6 +305,13 @@ class Folder:
                             self._clear(folder, name, about)
                         elif NAME.fullmatch(name) and stat.S_ISREG(about.st_mode):
                             yield Entry(namespace, name, about.st_size, about.st_mtime_ns)
+
+    def _clear_all(self, folder: int | None) -> None:
+        """Remove what killed writers left in a bucket."""
+        for name in [] if folder is None else os.listdir(folder):
+            if name.startswith(TEMPORARY):
+                with contextlib.suppress(FileNotFoundError):
+                    self._clear(folder, name, os.stat(name, dir_fd=folder, follow_symlinks=False))
 
     @staticmethod
     def _clear(folder: int | None, name: str, about: os.stat_result) -> None:

@@ -29,7 +29,7 @@ from ..cache import blob
 from ..cache.blob import Identity, Kind, Page
 from ..cache.group import GroupState
 from ..cache.paged_cache import PagedCache
-from ..cache.serialize import shown_part
+from ..cache.serialize import blank, shown_part
 from ..errors import CacheStateError, DataError, FileFormatError, SpecError, UnsupportedError, counted
 from ..spec import CacheSpec
 from ..units import human_bytes, parse_bytes, parse_tokens
@@ -73,14 +73,16 @@ class PrefixStore:
         where: a folder, made where it is not there; or a URL of any file system that fsspec knows
             ("s3://bucket/prefixes").
         max_bytes: size that the store is kept below, evicting what was used least lately: bytes, or "200GB". None:
-            `evict` does. For a remote store it is the size of the local folder, which one prefix may pass while it is
+            `evict` does. Each process evicts after it wrote: several that put at once exceed it until then, each by
+            what it puts. For a remote store it is the size of the local folder, which one prefix may pass while it is
             loaded: what is there stays until the object store's own rules remove it.
         blob_tokens: tokens of one file, the unit in which prefixes are shared: 256, or 64 for short ones.
         local: folder that keeps what was used lately of a remote store (None: one in the user's cache folder).
         shard: (rank, ranks) where the caches hold that part of every layer's kv heads (tensor parallel). What ranks of
             one number put, ranks of another load.
         calibration: of all kv heads, where the caches have theirs cut out of it (a `Calibration`, or its `static`).
-        made_for: names the model and its weights, for caches that do not say, or where each rank says something else.
+        made_for: names what `kvbits.identity` cannot see of the model, such as a hook that steers it; the whole model
+            for caches that do not say, and for shards, where each rank says something else.
         options: of the remote file system, as fsspec takes them.
 
     Raises:
@@ -133,8 +135,9 @@ class PrefixStore:
 
     def _identity(self, cache: PagedCache) -> tuple[Identity, str]:
         """Whose pages a cache holds, and the folder of the blobs that go with it."""
-        made_for = self.made_for or cache.made_for
-        if made_for is None:
+        named = (self.made_for, None if self.shard[1] > 1 and self.made_for else cache.made_for)
+        made_for = "\n".join(x for x in named if x is not None)
+        if not made_for:
             raise SpecError(
                 "this cache does not say whose keys and values it holds; KVCache.for_model does, for a PagedCache of"
                 " your own set cache.made_for to a text that names the model and its weights"
@@ -205,10 +208,12 @@ class PrefixStore:
             DataError: fewer ids than tokens, or no such sequence.
             UnsupportedError: the tokens were computed from more than their ids, such as images, which `extra` does not
                 name.
+            CacheStateError: the model changed since the cache was made (see `kvbits.identity`).
             SpecError: a folder or link is where a file of the store belongs.
             OSError: the disk is full, or the like. The store is as good as before.
         """
         known, tokens = paged(cache), keys.token_ids(ids)
+        known.require_same_model()
         if not extra and (beyond := [name for name, counts in known.beyond_ids.items() if bool(counts)]):
             raise UnsupportedError(
                 f"the tokens of this cache were computed from {', '.join(beyond)} besides their ids, by which a store"
@@ -364,7 +369,7 @@ class PrefixStore:
     # -- sequences that wait ----------------------------------------------------------------------------------------
 
     def park(self, cache: Any, ids: Any, row: int = 0, *, extra: bytes = b"") -> int:
-        """Move a sequence that nobody continues for a while out of its cache: stored, pinned, its pages given back.
+        """Move a sequence that nobody continues for a while out of its cache: stored, pinned, its pages free.
 
         `resume` brings it back as it was.
 
@@ -373,7 +378,8 @@ class PrefixStore:
                 lets go of the pin.
 
         Returns:
-            Bytes of the cache that are free now and were not before.
+            Bytes of the cache that are free now and were not before. They stay allocated, so `nbytes` of the cache does
+            not change.
 
         Raises:
             CacheStateError: it is empty, or the store could not give all of it back (cropped into a page, pages
@@ -604,5 +610,5 @@ def blocks_of(groups: list[GroupState], row: int, held: list[tuple[Page, int]]) 
             block = shown_part(block, pool.layout, min(s.length, state.group.num_sink_tokens))
         elif page.pool == "tail":
             block = shown_part(block, pool.layout, s.tail_lengths[s.tail.index(page_id)])
-        found.append(block)
+        found.append(blank(block, pool.layout))
     return found

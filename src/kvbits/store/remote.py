@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError
+from ..files import home
 from .folder import NAME, TEMPORARY, Folder
 
 AT_ONCE = 16
@@ -113,5 +114,5 @@ class Remote:
 
 def local_tier(url: str) -> Path:
     """Where the local folder of a remote store is unless somebody says otherwise."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = os.environ.get("XDG_CACHE_HOME") or home("~/.cache", "the cache folder")
     return Path(base) / "kvbits" / "prefixes" / hashlib.sha256(url.encode()).hexdigest()[:16]

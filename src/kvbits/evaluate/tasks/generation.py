@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...errors import SpecError
+from ...files import home
 from ..caches import CacheFactory
 from ..paired import paired_records
 from ..rows import TEMPERATURE, generate
@@ -38,7 +39,7 @@ def data_file(context: Context, name: str, what: str) -> Path:
     """
     if name not in context.options.data:
         raise SpecError(f"task {name!r} needs its problems: give --data {name}={what}")
-    path = Path(context.options.data[name]).expanduser()
+    path = home(context.options.data[name], f"data of {name}:")
     if not path.is_file():
         raise SpecError(f"--data {name}={path}: no such file")
     return path
