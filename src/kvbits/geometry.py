@@ -57,8 +57,12 @@ _OLD_NAMES = {
     "mamba": "linear_attention",
     "mamba2": "linear_attention",
     "recurrent": "linear_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+    "qwen_sparse_attention": "indexed_attention",
 }
-_NOTHING = ("moe", "mlp")
+CROSS = "cross_attention"
+"""Layers that attend to an image alone (Llama 3.2 Vision): they keep its keys and values and none of the text."""
+_NOTHING = ("moe", "mlp", CROSS)
 """Types of layers that keep nothing of the tokens before."""
 _UNLIKE_WIDTHS = ("mimo_v2_flash",)
 """Families that cache keys of `head_dim` and values of `v_head_dim`, and twice the kv heads where layers slide (their
@@ -449,8 +453,10 @@ def _state_elements(config: Any) -> tuple[int, int] | None:
 
 def query_heads(config: Any) -> int | None:
     """Query heads of a layer, or None where the configuration does not say one number."""
-    n = getattr(text_config(config), "num_attention_heads", None)
-    return n if isinstance(n, int) and n > 0 else None
+    config = text_config(config)
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    n, *others = {getattr(c, "num_attention_heads", None) for c in layers}
+    return n if isinstance(n, int) and n > 0 and not others else None
 
 
 def has_key_bias(config: Any) -> bool:
@@ -484,7 +490,8 @@ def _stated_types(config: Any, configs: list[Any]) -> list[str]:
         types = [_infer_type(c, i) for i, c in enumerate(configs)]
     if len(types) != len(configs):
         raise SpecError(f"{_name(config)} has num_hidden_layers={len(configs)} but {len(types)} layer_types")
-    return [_OLD_NAMES.get(t, t) for t in types]
+    cross = getattr(config, "cross_attention_layers", None) or ()
+    return [CROSS if i in cross else _OLD_NAMES.get(t, t) for i, t in enumerate(types)]
 
 
 def _places(config: Any, configs: list[Any]) -> tuple[Place, ...]:
