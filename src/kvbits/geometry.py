@@ -262,8 +262,8 @@ class Place:
 
     @property
     def has_state(self) -> bool:
-        """Whether it keeps a recurrent state or index keys, alone or beside keys and values."""
-        return self.kind in _STATES
+        """Whether it keeps a recurrent state, index keys or an image's keys, alone or beside keys and values."""
+        return self.kind in (*_STATES, CROSS)
 
     @property
     def is_indexed(self) -> bool:

@@ -23,6 +23,7 @@ from .common import (
     show,
     tokens,
 )
+from .output import tell
 
 if TYPE_CHECKING:
     from ..spec import CacheSpec
@@ -82,7 +83,7 @@ def bench(
     found = [
         row
         for shape in shapes
-        for row in speed.rows(chosen, shape, place, rounds, lambda text: typer.echo(text, err=True))
+        for row in speed.rows(chosen, shape, place, rounds, lambda text: tell(text))
     ]
     result = runs.of_one(
         {"rows": found, "device": device, "threads": torch.get_num_threads(), "rounds": rounds} | _machine(place),

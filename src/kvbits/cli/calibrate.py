@@ -29,6 +29,7 @@ from .common import (
     tokens,
     when_stopped,
 )
+from .output import tell
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
@@ -342,11 +343,9 @@ def _measure(
     found = calibrator.measure(chosen, prompts, resume=partial, **how)
     got, size = sum(len(p) for p in prompts), prompts[0].shape[1]
     if got < sample.windows or size < sample.length:
-        typer.echo(
+        tell(
             f"note: {text.name} is short: it gives {counted(got, 'window')} of {size:,} tokens, not {sample.windows} of"
-            f" {sample.length:,}",
-            err=True,
-        )
+            f" {sample.length:,}")
     return found, lm
 
 

@@ -10,6 +10,7 @@ import typer
 from ..errors import SpecError, UnsupportedError, counted, unknown
 from ..files import require_file
 from .common import Json, Schemes, command, names_of, new_table, print_json, show, tokens
+from .output import tell
 from .subject import GpuMemory, Gpus, Memory, Reserve, Subject, Weights, subject_of
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def _write_page(path: Path, subject: Subject, weights: str | None, cards: Cards 
     require_file(path, "--html").write_text(
         page({Path(subject.model or f"{len(layers)} layers").stem: mine} | known(), **begin), encoding="utf-8"
     )
-    typer.echo(f"wrote {path}", err=True)
+    tell(f"wrote {path}")
 
 
 def _chosen(

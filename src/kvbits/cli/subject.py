@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import SpecError, UnsupportedError
+from .output import tell
 
 if TYPE_CHECKING:
     from ..geometry import PlainLayer
@@ -114,7 +115,7 @@ class Subject:
             from ..weights import weights_bytes
 
             nbytes, self.weights_from = weights_bytes(
-                self.model, self.config, say=lambda text: typer.echo(text, err=True)
+                self.model, self.config, say=lambda text: tell(text)
             )
         return nbytes
 
@@ -188,7 +189,7 @@ def _of_model(model: str, in_16_bits: bool) -> Subject:
     from ..geometry import find_model, layer_geometries, max_context, plain_layers, query_heads, state_bytes
 
     if str(find_model(model, look_up=False)).endswith(".gguf"):
-        typer.echo(f"reading {model}: a GGUF file is read with Transformers, which takes seconds", err=True)
+        tell(f"reading {model}: a GGUF file is read with Transformers, which takes seconds")
     config = read_config(model)
     refused = None
     found: tuple[LayerGeometry | PlainLayer, ...]

@@ -11,6 +11,7 @@ import typer
 from .. import RECOMMENDED
 from ..errors import SpecError, UnsupportedError, counted, unknown
 from .common import Json, command, names_of, print_json
+from .output import write
 from .subject import Subject, subject_of
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def warm(
         return
     for r in rows:
         how = f"{r['compiled']} compiled now, {r['kernels'] - r['compiled']} found, in {r['seconds']:.1f} s"
-        typer.echo(
+        write(
             f"{r['arch']}: {counted(r['kernels'], 'kernel')}, {human_bytes(r['nbytes'])} in {kept.folder()}: {how}"
         )
 

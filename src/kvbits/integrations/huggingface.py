@@ -556,15 +556,15 @@ def _layers(pages: PagedCache, columns: Columns, config: Any, dense: bool) -> li
     readers = Counter(p.stored for p in places)
     if all(p.stored is not None and not p.shares and not p.has_state for p in places):
         return [own(pages, columns, i) for i in range(len(places))]
-    from transformers.cache_utils import DummyLayer, DynamicLayer
+    from transformers.cache_utils import DummyLayer
 
-    from .recurrent import DenseHybridLayer, HybridLayer, IndexedLayer, RecurrentLayer
+    from .recurrent import CrossLayer, DenseHybridLayer, HybridLayer, IndexedLayer, RecurrentLayer
 
     states, hybrid = getattr(config, "number_of_conv_states", 1), DenseHybridLayer if dense else HybridLayer
     found: list[Any] = []
     for p in places:
         if p.kind == CROSS:
-            found.append(DynamicLayer())  # an image's keys and values, of one size and in 16 bits
+            found.append(CrossLayer())
         elif p.stored is None or p.shares:
             found.append(RecurrentLayer(states) if p.has_state and not p.is_indexed else DummyLayer())
         elif p.is_indexed:
