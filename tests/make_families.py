@@ -28,8 +28,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from kvbits import config_file
 from kvbits.config_file import FIELDS, NAMED, read_config
 from kvbits.errors import KvbitsError, UnsupportedError
-from kvbits.integrations.refusals import refuses
 from kvbits.geometry import index_bytes, layer_geometries, max_context, query_heads, state_bytes
+from kvbits.integrations.refusals import refuses
+from kvbits.integrations.rotary import layers_of
 
 TARGET = Path(__file__).parents[1] / "src" / "kvbits" / "families.json"
 WANTED = {*FIELDS, *NAMED, "per_layer_config", "num_layers"}
@@ -145,6 +146,32 @@ def family(model_type: str) -> dict[str, Any]:
         found["setters"] = setters
     if helpers:
         found["names"] = helpers
+    if not parts:
+        found |= _of_model(model_type, config)
+    return found
+
+
+def _of_model(model_type: str, config: Any) -> dict[str, str]:
+    """Return why a family's keys cannot be turned back, and why it cannot attend over pages, as far as its code says."""
+    found: dict[str, str] = {}
+    try:
+        layers_of(config)
+    except UnsupportedError as error:
+        for how in (
+            "has no rotary embedding",
+            "turns its keys in a way kvbits cannot see",
+            "turns channels neither in",
+        ):
+            if how in str(error):
+                found["unturned"] = how.replace("neither in", "neither in halves nor in neighbours")
+    except Exception:  # what builds no model says nothing
+        pass
+    if config is not None and not hasattr(config, "rope_parameters"):
+        found["unturned"] = "has no rotary embedding of Transformers' own form"
+    module = Path(inspect.getfile(CONFIG_MAPPING[model_type])).parent
+    modeling = "".join(f.read_text() for f in module.glob("modeling_*.py"))
+    if modeling and "ALL_ATTENTION_FUNCTIONS" not in modeling:
+        found["unattached"] = "has attention of its own code, which is not looked up in Transformers' registry"
     return found
 
 
@@ -170,7 +197,11 @@ def _names(node: ast.AST, *, stored: bool) -> set[str]:
     """Return the fields of `self`, keywords and locals that a statement reads, or sets."""
     found = set()
     looped = {
-        m.id for n in ast.walk(node) if isinstance(n, ast.comprehension) for m in ast.walk(n.target) if isinstance(m, ast.Name)
+        m.id
+        for n in ast.walk(node)
+        if isinstance(n, ast.comprehension)
+        for m in ast.walk(n.target)
+        if isinstance(m, ast.Name)
     }
     for n in ast.walk(node):
         if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "self":
@@ -181,11 +212,19 @@ def _names(node: ast.AST, *, stored: bool) -> set[str]:
         elif isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) is stored and n.id not in looped:
             found.add(n.id)
         elif isinstance(n, ast.Call):
-            called, first = ast.unparse(n.func), n.args[0].value if n.args and isinstance(n.args[0], ast.Constant) else ""
+            called, first = (
+                ast.unparse(n.func),
+                n.args[0].value if n.args and isinstance(n.args[0], ast.Constant) else "",
+            )
             changes = called in ("kwargs.pop", "kwargs.setdefault")
             if called.startswith("kwargs.") and isinstance(first, str) and (changes or not stored):
                 found.add(first)
-            if called in ("getattr", "hasattr") and not stored and len(n.args) > 1 and isinstance(n.args[1], ast.Constant):
+            if (
+                called in ("getattr", "hasattr")
+                and not stored
+                and len(n.args) > 1
+                and isinstance(n.args[1], ast.Constant)
+            ):
                 found.add(str(n.args[1].value))
             if called == "setattr" and stored:
                 found.add("*")
@@ -233,7 +272,9 @@ def _code(function: Any) -> list[ast.stmt]:
     return ast.fix_missing_locations(_Tidy().visit(ast.Module(tree.body, []))).body
 
 
-def _slice(cls: type, chain: list[type], wanted: set[str]) -> tuple[list[str], dict[str, str], dict[str, str], dict[str, Any]]:
+def _slice(
+    cls: type, chain: list[type], wanted: set[str]
+) -> tuple[list[str], dict[str, str], dict[str, str], dict[str, Any]]:
     """Return (bodies of `__post_init__`, most derived class first; of properties; of what sets these; other names that
     all of them use).
     """
@@ -269,8 +310,15 @@ def _slice(cls: type, chain: list[type], wanted: set[str]) -> tuple[list[str], d
                     continue
                 if isinstance(made_of := known[n.id], type) and issubclass(made_of, PreTrainedConfig):
                     names[n.id] = {"type": made_of.model_type} | (
-                        {} if made_of.model_type in CONFIG_MAPPING and made_of is CONFIG_MAPPING[made_of.model_type] else
-                        {"defaults": {f.name: f.default for f in dataclasses.fields(made_of) if f.name in (*FIELDS, "kv_n_heads") and _is_data(f.default)}}
+                        {}
+                        if made_of.model_type in CONFIG_MAPPING and made_of is CONFIG_MAPPING[made_of.model_type]
+                        else {
+                            "defaults": {
+                                f.name: f.default
+                                for f in dataclasses.fields(made_of)
+                                if f.name in (*FIELDS, "kv_n_heads") and _is_data(f.default)
+                            }
+                        }
                     )
                 elif isinstance(made_of, dict):
                     names[n.id] = {"items": [[k, v] for k, v in made_of.items()]}
@@ -333,7 +381,12 @@ def variants(model_type: str) -> list[dict[str, Any]]:
         )
     if stated.get("sliding_window"):
         found += [bare | {"sliding_window": w} for w in (77, None)]
-    for name in ("sliding_window_pattern", "full_attention_interval", "global_attn_every_n_layers", "attn_layer_period"):
+    for name in (
+        "sliding_window_pattern",
+        "full_attention_interval",
+        "global_attn_every_n_layers",
+        "attn_layer_period",
+    ):
         found.append(bare | {name: 3})
     for name in ("num_kv_shared_layers", "num_key_value_heads", "head_dim", "kv_lora_rank"):
         if stated.get(name):

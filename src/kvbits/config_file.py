@@ -183,6 +183,7 @@ class Fields:
         own["_alias"], own["_family"] = family.get("alias", {}), family
         own["_properties"], own["_names"] = family.get("properties", {}), _provided(family)
         self.model_type, self.described = kind, f"a {kind} model"
+        self.unturned, self.unattached = family.get("unturned"), family.get("unattached")
         self.dtype = stated.get("dtype") or stated.get("torch_dtype")
         own |= copy.deepcopy(family["defaults"])
         kwargs = {}
@@ -261,7 +262,7 @@ class Fields:
         return self._but(own | {"is_encoder_decoder": False})
 
 
-_OWN = frozenset({"stated", "described", "get_text_config", "is_heterogeneous"})
+_OWN = frozenset({"unturned", "unattached", "stated", "described", "get_text_config", "is_heterogeneous"})
 """Attributes of `Fields` that no config.json sets."""
 
 
@@ -270,7 +271,7 @@ def _run(
 ) -> Any:
     """Run statements of a configuration class of Transformers on fields."""
     space = dict(names)
-    exec(_compiled(source), space)  # noqa: S102 (families.json is of this package)
+    exec(_compiled(source), space)
     return space["run"](of, {} if kwargs is None else kwargs, go_on)
 
 
@@ -288,7 +289,7 @@ def _provided(family: dict[str, Any]) -> dict[str, Any]:
         elif "items" in what:
             found[name] = {k: v for k, v in what["items"]}
         elif "def" in what:
-            exec(what["def"], found)  # noqa: S102 (as in `_run`)
+            exec(what["def"], found)
         elif "defaults" in what:
             found[name] = functools.partial(_plain_part, what["defaults"])
         else:

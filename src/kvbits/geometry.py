@@ -410,7 +410,10 @@ def state_bytes(config: Any, dtype_bytes: int = 2) -> int | None:
         dtype_bytes: of the model's dtype.
     """
     config, configs = _decoder(config)
-    having = [c for c, p in zip(configs, _places(config, configs), strict=True) if p.has_state and not p.is_indexed]
+    places = _places(config, configs)
+    if any(p.kind == CROSS for p in places):
+        return None
+    having = [c for c, p in zip(configs, places, strict=True) if p.has_state and not p.is_indexed]
     sizes = [_state_elements(c) for c in having]
     return (
         None

@@ -25,11 +25,10 @@ from .common import (
     require_model,
     say_device,
     set_threads,
-    show,
     tokens,
     when_stopped,
 )
-from .output import tell
+from .output import show, tell
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
@@ -345,7 +344,8 @@ def _measure(
     if got < sample.windows or size < sample.length:
         tell(
             f"note: {text.name} is short: it gives {counted(got, 'window')} of {size:,} tokens, not {sample.windows} of"
-            f" {sample.length:,}")
+            f" {sample.length:,}"
+        )
     return found, lm
 
 

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from .. import units
 from ..errors import KvbitsError, KvbitsWarning, SpecError, counted, to_install
 from ..files import to_json
-from .output import OutputLost, show, tell, write
+from .output import OutputLost, tell, write
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -316,7 +316,8 @@ def read_config(model: str) -> Any:
     """The configuration of a model, for what it says about the work to be looked at before the weights are loaded."""
     from rich.console import Console
 
-    with Console(stderr=True, markup=False, emoji=False).status(f"reading the configuration of {model}"):  # nothing where that is no terminal
+    console = Console(stderr=True, markup=False, emoji=False)
+    with console.status(f"reading the configuration of {model}"):  # nothing where that is no terminal
         from ..geometry import load_config
 
         return load_config(model)

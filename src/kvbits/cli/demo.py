@@ -17,10 +17,9 @@ from .common import (
     read_config,
     require_model,
     set_threads,
-    show,
     tokens,
 )
-from .output import tell
+from .output import show, tell
 
 
 @command()

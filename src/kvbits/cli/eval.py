@@ -26,11 +26,10 @@ from .common import (
     require_model,
     say_device,
     set_threads,
-    show,
     tokens,
     when_stopped,
 )
-from .output import tell
+from .output import show, tell
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration

@@ -22,11 +22,10 @@ from .common import (
     require_model,
     say_device,
     set_threads,
-    show,
     tokens,
     when_stopped,
 )
-from .output import tell, write
+from .output import show, tell
 from .subject import GpuMemory, Gpus, Memory, Reserve, Weights, subject_of
 
 if TYPE_CHECKING:
@@ -122,8 +121,7 @@ def _without_states(limit: int | None, state_bytes: int | None, batch: int, gpus
     if limit is None or state_bytes == 0:
         return limit
     if state_bytes is None:
-        tell(
-            "recurrent layers keep a state of a size that is not known here; the memory is taken for pages alone")
+        tell("recurrent layers keep a state of a size that is not known here; the memory is taken for pages alone")
         return limit
     states = batch * -(-state_bytes // gpus)
     if states >= limit:
@@ -131,8 +129,7 @@ def _without_states(limit: int | None, state_bytes: int | None, batch: int, gpus
             f"the recurrent states of {counted(batch, 'sequence')} take {human_bytes(states)}, all of"
             f" {human_bytes(limit)}; give more memory"
         )
-    tell(
-        f"recurrent states take {human_bytes(states)} of the memory, pages have {human_bytes(limit - states)}")
+    tell(f"recurrent states take {human_bytes(states)} of the memory, pages have {human_bytes(limit - states)}")
     return limit - states
 
 

@@ -30,7 +30,7 @@ LONGEST_NAME = 60
 """Characters of a first cell that is a name; a longer one is prose, which may be broken between words."""
 
 
-class OutputLost(Exception):  # noqa: N818 (neither a mistake of the user nor of this library)
+class OutputLost(Exception):
     """Standard output took no more; the cause is the OSError."""
 
 

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from ..files import require_file
-from .common import Json, command, print_json, show, when_stopped
-from .output import tell
+from .common import Json, command, print_json, when_stopped
+from .output import show, tell
 
 
 @command()
@@ -39,7 +39,8 @@ def report(
     if found.simulated:
         tell(
             f"left out {len(found.simulated)} simulated results ({', '.join(found.simulated[:3])}, ..): reports show"
-            " measured ones")
+            " measured ones"
+        )
     written: list[str] = []
     for path, make in ((html, page), (markdown, tables)):
         if path is not None:

@@ -72,7 +72,9 @@ def refuses_pages(config: Any) -> str | None:
 
     Models whose attention is not looked up in Transformers' registry are found when they are switched, not here.
     """
-    return UNFIT.get(str(getattr(text_config(config), "model_type", ""))) or only_dense(config)
+    text = text_config(config)
+    found = UNFIT.get(str(getattr(text, "model_type", ""))) or only_dense(config)
+    return found or getattr(text, "unattached", None)
 
 
 def refuses_turning(config: Any) -> str | None:
@@ -83,4 +85,4 @@ def refuses_turning(config: Any) -> str | None:
     text = text_config(config)
     if any("mrope_section" in (getattr(text, name, None) or {}) for name in ("rope_parameters", "rope_scaling")):
         return "turns channels by several positions (M-RoPE)"
-    return only_dense(text)
+    return getattr(text, "unturned", None) or only_dense(text)

@@ -62,7 +62,7 @@ const plan = (() => {
       const of = (tokens) => bytes(data, model, scheme, tokens, gpus);
       return { scheme, total: of(context) * batch, users: Math.floor(left / of(context)), longest: longest(of, left, batch) };
     });
-    found.forEach((r) => { r.more = found[0].users ? r.users / found[0].users : null; });
+    found.forEach((r) => { r.more = found[0].total / r.total; });
     return { share, kept, left, rows: found };
   }
   // A model of a config.json: decoders whose layers are all alike, whose every number is stated. Anything else is refused, never guessed.
