@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -20,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto as auto
@@ -27,10 +29,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvbits import config_file
 from kvbits.config_file import FIELDS, NAMED, read_config
-from kvbits.errors import KvbitsError, UnsupportedError
+from kvbits.errors import KvbitsError, SpecError, UnsupportedError
 from kvbits.geometry import index_bytes, layer_geometries, max_context, query_heads, state_bytes
 from kvbits.integrations.refusals import refuses
 from kvbits.integrations.rotary import layers_of
+from kvbits.weights import COUNTED, estimated
 
 TARGET = Path(__file__).parents[1] / "src" / "kvbits" / "families.json"
 WANTED = {*FIELDS, *NAMED, "per_layer_config", "num_layers"}
@@ -96,7 +99,7 @@ def _parts(cls: type, config: Any) -> tuple[dict[str, Any], list[str]]:
 
 def _inner(part: Any, text: Any) -> list[str] | None:
     for key in getattr(type(part), "sub_configs_defaults", None) or {}:
-        if (found := getattr(part, key, None)) is text:
+        if getattr(part, key, None) is text:
             return [key]
     return None
 
@@ -346,6 +349,31 @@ def _function(name: str, function: Any) -> str:
     return ast.unparse(tree)
 
 
+def count_parameters(config: Any) -> int:
+    """Count the parameters of the model of a Transformers configuration, tied ones once; nothing is allocated.
+
+    Raises:
+        SpecError: Transformers generates no text with it, or cannot build it.
+    """
+    kind = str(getattr(config, "model_type", ""))
+    seeing = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if kind not in (
+        *seeing,
+        *auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        *auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    ):
+        raise SpecError(f"Transformers generates no text with a {kind} model")
+    build = transformers.AutoModelForImageTextToText if kind in seeing else transformers.AutoModelForCausalLM
+    if kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and getattr(config, "is_encoder_decoder", False):
+        build = transformers.AutoModelForSeq2SeqLM
+    try:
+        with torch.device("meta"):
+            model = build.from_config(config)
+    except Exception as error:  # each model has errors of its own
+        raise SpecError(f"Transformers builds no {kind} model: {error}") from error
+    return sum(p.numel() for p in model.parameters())
+
+
 def variants(model_type: str) -> list[dict[str, Any]]:
     """Return config.json files of a family: bare, as Transformers writes it, without types of layers, with other
     numbers of layers, heads and windows.
@@ -437,8 +465,11 @@ def families() -> dict[str, Any]:
     for t, f in found.items():
         if wrong := differs(t):
             print(f"left out: {t}: {wrong[0][:1500]}", file=sys.stderr)
-        else:
-            alike[t] = f
+            continue
+        alike[t] = f
+        with contextlib.suppress(SpecError, AttributeError):
+            if t not in COUNTED and (mine := estimated(config_file.Fields({"model_type": t}))) is not None:
+                f["scale"] = round(count_parameters(made(t)) / mine.total, 4)
     return {"transformers": transformers.__version__, "families": alike}
 
 

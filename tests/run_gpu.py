@@ -1,8 +1,9 @@
 """Runs the GPU tests and keeps a record of the pass: when, on what, at which commit, how many passed, failed and were
 skipped, and why.
 
-    python tests/run_gpu.py [--out benchmarks/results/gpu_tests.json] [FILE ..] [-- PYTEST OPTION ..]     (make
-    test-gpu)
+    python tests/run_gpu.py [--out benchmarks/results/gpu_tests.json] [FILE ..] [-- PYTEST OPTION ..]
+
+`make test-gpu` runs the same.
 
 Without FILE all of `FILES`, about 1,000 tests. The tree needs no installation and no network: torch, transformers,
 pytest, hypothesis, NVRTC and, for tests/integrations/test_gpu_trained.py, the embedded model or KVBITS_TEST_MODEL.
@@ -14,6 +15,7 @@ Exit code: that of pytest; 2 without a GPU, and then nothing is recorded.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -24,7 +26,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
+PATHS = [str(ROOT / "src"), str(ROOT / "benchmarks")]
+sys.path[:0] = PATHS
+os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)  # of children
 
 import run_files  # noqa: E402
 

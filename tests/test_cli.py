@@ -298,8 +298,8 @@ def test_a_card_holds_weights_reserve_and_users():
         one["memory_bytes"] == (80 - 16) * 10**9 - 96 * 10**8 and two["memory_bytes"] == (80 - 8) * 10**9 - 96 * 10**8
     )
     bf16, kivi4 = one["rows"]
-    assert bf16["max_batch"] == one["memory_bytes"] // (8192 * 131072) and bf16["more"] == 1
-    assert kivi4["more"] == kivi4["max_batch"] / bf16["max_batch"] > 3
+    assert bf16["max_batch"] == one["memory_bytes"] // (8192 * 131072) 
+    assert kivi4["max_batch"] / bf16["max_batch"] > 3
     assert two["layers"][0]["num_kv_heads"] == 4 and two["rows"][0]["total_bytes"] * 2 == bf16["total_bytes"]
     text = run("plan", *layers, *card, "--gpus", 2, "--reserve", "10%").stdout
     assert (

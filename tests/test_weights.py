@@ -11,9 +11,10 @@ import pytest
 from kvbits.config_file import read_config
 from kvbits.errors import SpecError
 from kvbits.geometry import load_config
-from kvbits.weights import COUNTED, count_parameters, counted, weights_bytes
+from kvbits.weights import COUNTED, counted, weights_bytes
 
 transformers = pytest.importorskip("transformers")
+count_parameters = pytest.importorskip("make_families").count_parameters
 SMALL = {
     "hidden_size": 64,
     "num_hidden_layers": 3,

@@ -140,8 +140,6 @@ _LAYER_NAMES = {
     "qwen_sparse_attention": "indexed_attention",
 }
 """Names of layer types in older files, and what Transformers calls them."""
-_OLD_TYPES = {"kimi_k2": "deepseek_v3", "exaone4_5_text": "exaone4", "vlm": "hyperclovax_vision_v2"}
-"""Names of families in published files, and whose configuration they have."""
 
 
 class Fields:
@@ -184,6 +182,7 @@ class Fields:
         own["_properties"], own["_names"] = family.get("properties", {}), _provided(family)
         self.model_type, self.described = kind, f"a {kind} model"
         self.unturned, self.unattached = family.get("unturned"), family.get("unattached")
+        self.scale = family.get("scale")
         self.dtype = stated.get("dtype") or stated.get("torch_dtype")
         own |= copy.deepcopy(family["defaults"])
         kwargs = {}
@@ -262,7 +261,7 @@ class Fields:
         return self._but(own | {"is_encoder_decoder": False})
 
 
-_OWN = frozenset({"unturned", "unattached", "stated", "described", "get_text_config", "is_heterogeneous"})
+_OWN = frozenset({"scale", "unturned", "unattached", "stated", "described", "get_text_config", "is_heterogeneous"})
 """Attributes of `Fields` that no config.json sets."""
 
 
@@ -423,7 +422,6 @@ def known() -> tuple[str, ...]:
 def _family(stated: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """(what is known of a family, its name in Transformers)."""
     kind = str(stated.get("model_type", ""))
-    kind = _OLD_TYPES.get(kind, kind)
     if kind == "mistral" and "layer_types" in stated:  # as Transformers reads it
         kind = "ministral"
     if (found := _families()["families"].get(kind)) is None:

@@ -202,7 +202,7 @@ def _chosen(
                 schemes.PRESETS[one] if isinstance(one, str) else one for one in chosen if one not in planner.DENSE
             )
             refused = {
-                s.name: f"the model {how}, so its keys cannot be turned back, which klt needs; use int8_centered or int4"
+                s.name: f"the model {how}, so its keys cannot be turned back, as klt does; use int8_centered or int4"
                 for s in packed
                 if s.needs_rotary
             }
