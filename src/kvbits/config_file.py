@@ -10,6 +10,7 @@ no config.json: `geometry.load_config` reads them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib.resources
@@ -140,6 +141,10 @@ _LAYER_NAMES = {
     "qwen_sparse_attention": "indexed_attention",
 }
 """Names of layer types in older files, and what Transformers calls them."""
+
+
+QUANTIZERS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Where quantizers write what they did, beside a config.json that does not say it."""
 
 
 class Fields:
@@ -399,7 +404,11 @@ def _fetched(hub_id: str) -> Path:
     if isinstance(cached, str):
         return Path(cached)
     try:
-        return Path(hf_hub_download(hub_id, "config.json"))
+        found = Path(hf_hub_download(hub_id, "config.json"))
+        for name in QUANTIZERS:
+            with contextlib.suppress(HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):  # most have none
+                hf_hub_download(hub_id, name)
+        return found
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise SpecError(

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .config_file import QUANTIZERS
 from .errors import SpecError
 from .geometry import find_model, query_heads, text_config
 from .spec import DTYPE_BYTES
@@ -64,15 +65,23 @@ def weights_bytes(model: str, config: Any, say: Callable[[str], None] = lambda t
     folder = _cached(path) if isinstance(path, str) else path if path.is_dir() else path.parent
     if not gguf and folder is not None and (found := _of_files(folder)) is not None:
         return found
-    return bytes_of_config(model, config, gguf, say)
+    return bytes_of_config(model, config, gguf, say, folder)
 
 
 def bytes_of_config(
-    model: str, config: Any, gguf: bool = False, say: Callable[[str], None] = lambda text: None
+    model: str,
+    config: Any,
+    gguf: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+    folder: Path | None = None,
 ) -> tuple[int, str]:
-    """`weights_bytes` of a model whose files are not looked for; `gguf` weights are held in 16 bits."""
+    """Count `weights_bytes` of a model whose weights are not here; `gguf` weights are held in 16 bits.
+
+    Args:
+        folder: where a quantizer's file may lie.
+    """
     size = 2 if gguf else _DTYPE_BYTES.get(dtype_name(str(getattr(config, "dtype", "")).removeprefix("torch.")), 2)
-    packed = None if gguf else _packed(model, config)
+    packed = None if gguf else _packed(model, config, folder)
     count = counted(config)
     doubt = ""
     if packed is None and not gguf and (called := named_format(model)) is not None and size >= 2:
@@ -98,8 +107,6 @@ def bytes_of_config(
     )
 
 
-_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Where quantizers write what they did, beside a config.json that does not say it."""
 _BITS: dict[str, float] = {
     "fp8": 8.0,
     "fbgemm_fp8": 8.0,
@@ -135,14 +142,13 @@ def named_format(model: str) -> str | None:
     return found[-1] if found else None
 
 
-def _quantization(model: str, config: Any) -> dict[str, Any] | None:
+def _quantization(config: Any, folder: Path | None) -> dict[str, Any] | None:
     """Return what a configuration or a file beside it says of packed weights."""
     for c in (config, text_config(config)):
         if (how := getattr(c, "quantization_config", None)) is not None:
             found: dict[str, Any] = how if isinstance(how, dict) else how.to_dict()
             return found
-    folder = _folder(model)
-    for file in () if folder is None else (folder / name for name in _FILES):
+    for file in () if folder is None else (folder / name for name in QUANTIZERS):
         try:
             stated = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -157,18 +163,13 @@ def _quantization(model: str, config: Any) -> dict[str, Any] | None:
     return None
 
 
-def _folder(model: str) -> Path | None:
-    path = find_model(model, look_up=False)
-    return _cached(path) if isinstance(path, str) else path if path.is_dir() else path.parent
-
-
-def _packed(model: str, config: Any) -> tuple[float, str, bool] | None:
+def _packed(model: str, config: Any, folder: Path | None) -> tuple[float, str, bool] | None:
     """(bits of a packed parameter with its scales, in words, whether experts alone are packed) of a quantized model.
 
     Raises:
         SpecError: a quantization whose bits are unknown.
     """
-    how = _quantization(model, config)
+    how = _quantization(config, folder)
     if how is None:
         return None
     method = str(how.get("quant_method", "")).lower()
@@ -404,6 +405,10 @@ def _feed_forward(c: Any, family: _Family, h: int, layers: int) -> tuple[int, in
     return (layers - sparse) * plain + sparse * shared, sparse * experts, sparse * (router + small)
 
 
+SCALES = (0.3, 3.0)
+"""Families that Transformers builds with fewer or more times the parameters are not estimated."""
+
+
 def estimated(config: Any) -> Count | None:
     """Estimate the parameters of a model without a formula of its own, from the widths that its configuration states;
     None where it lacks one.
@@ -413,7 +418,10 @@ def estimated(config: Any) -> Count | None:
     """
     if (found := _of_widths(config)) is None:
         return None
-    scale = getattr(config, "scale", None) or 1.0
+    if (scale := getattr(config, "scale", None)) is None:
+        return found
+    if not SCALES[0] < scale < SCALES[1]:
+        return None
     return Count(*(round(scale * n) for n in (found.dense, found.experts, found.rest)))
 
 

@@ -123,13 +123,13 @@ def _model(model: Model, formats: _Formats) -> dict[str, Any]:
         except SpecError:
             continue  # a format that heads of this size cannot have
     return {
-        "vllm": of_vllm,
         "weights": model.weights_bytes,
         "heads": model.query_heads,
         "longest": model.longest,
         "state": model.state_bytes,
         "layers": [[sum(kind(g) == k for g in model.layers), *k] for k in kinds],
         "schemes": of_schemes,
+        "vllm": of_vllm,
     }
 
 
@@ -221,8 +221,8 @@ def section(models: Mapping[str, Model], *, context: int = 8192, gpus: int = 1, 
     return (
         f'<div class="controls">{controls}</div><div class="sliders">{sliders}</div><p id="plan-answer"></p><p'
         f' class="note" id="plan-left"></p><div class="wide"><table><thead><tr>{header}</tr></thead><tbody'
-        ' id="plan-rows"></tbody></table></div><p class="note" id="plan-about"></p>{accuracy}<details><summary>a model that is'
-        ' not listed</summary><label>its config.json<textarea id="plan-paste" rows="6"></textarea></label><p'
+        f' id="plan-rows"></tbody></table></div><p class="note" id="plan-about"></p>{accuracy}<details><summary>a model'
+        ' that is not listed</summary><label>its config.json<textarea id="plan-paste" rows="6"></textarea></label><p'
         f' class="note" id="plan-paste-says"></p></details><p class="note">{note}</p><script type="application/json"'
         f' id="plan-data">{data}</script><script>{asset("plan.js")}</script>'
     )
