@@ -24,6 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from . import gguf_header
 from .errors import SpecError
 from .geometry import find_model, load_config
 from .spec import MOST_TOKENS
@@ -318,7 +319,7 @@ def _typed_part(model_type: str, **stated: Any) -> Fields:
 def read_config(model: str | os.PathLike[str]) -> Any:
     """The configuration of a model, as data.
 
-    Imports neither Transformers nor torch (of a GGUF file it does: the header has no config.json).
+    Imports neither Transformers nor torch (of a GGUF file of an architecture that `gguf_header` does not read it does).
 
     Args:
         model: a directory, a config.json, a GGUF file, or a hub id, of which the cached config.json is read, or that
@@ -329,7 +330,8 @@ def read_config(model: str | os.PathLike[str]) -> Any:
     """
     path = find_model(model)
     if isinstance(path, Path) and path.suffix == ".gguf":
-        return load_config(model)
+        header = gguf_header.stated(path)
+        return load_config(model) if header is None else Fields(header)
     file = _fetched(path) if isinstance(path, str) else path / "config.json" if path.is_dir() else path
     if file.suffix != ".json":
         raise SpecError(

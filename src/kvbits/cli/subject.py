@@ -6,6 +6,7 @@ Shared by `kvbits plan` and `kvbits fit`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -204,11 +205,13 @@ def subject_of(
 
 
 def _of_model(model: str, in_16_bits: bool) -> Subject:
+    from .. import gguf_header
     from ..config_file import read_config
     from ..geometry import find_model, layer_geometries, max_context, plain_layers, query_heads, state_bytes
     from ..integrations.refusals import refuses
 
-    if str(find_model(model, look_up=False)).endswith(".gguf"):
+    path = find_model(model, look_up=False)
+    if isinstance(path, Path) and path.suffix == ".gguf" and gguf_header.stated(path) is None:
         tell(f"reading {model}: a GGUF file is read with Transformers, which takes seconds")
     config = read_config(model)
     if (own := refuses(config)) is not None:
