@@ -430,7 +430,8 @@ def _of_widths(config: Any) -> Count | None:
     try:
         h, layers, heads = c.hidden_size, c.num_hidden_layers, query_heads(config) or 0
         attention, _ = _attention(c, _Family(), h, heads) if heads else (4 * h * h, 0)
-        width = getattr(c, "intermediate_size", None) or getattr(c, "ffn_hidden_size", None) or 4 * h
+        names = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff", "decoder_ffn_dim")
+        width = next((w for name in names if (w := getattr(c, name, None))), 4 * h)
         width = max(width) if isinstance(width, list) else width
         fields = ("num_experts", "num_local_experts", "n_routed_experts")
         experts = next((n for f in fields if isinstance(n := getattr(c, f, None), int) and n > 1), 0)

@@ -153,7 +153,8 @@ def wrapped(text: str, columns: int, indent: str = "") -> list[str]:
     lead = text[: len(text) - len(text.lstrip(" "))]
     if cell_len(text) <= columns or len(text.split()) < 2:
         return [text]
-    lines, now = [], ""
+    lines: list[str] = []
+    now = ""
     for word in text.split():
         longer = f"{now} {word}" if now else (lead if not lines else indent) + word
         if now and cell_len(longer) > columns:
