@@ -9,7 +9,8 @@ import run_files
 import typer
 
 from kvbits import runs
-from kvbits.cli.common import Command, Group, Json, Threads, names_of, new_table, print_json, set_threads, show
+from kvbits.cli.common import Command, Group, Json, Threads, names_of, new_table, print_json, set_threads
+from kvbits.cli.output import show
 from kvbits.errors import FileFormatError, SpecError
 from kvbits.files import require_folder
 

@@ -204,7 +204,7 @@ def test_plan_reads_a_model_directory(tmp_path):
     data = run_json("plan", tmp_path, "--scheme", "int8", "--memory", "1GB")
     assert data["model_max_context"] == 500 and [k["sliding_window"] for k in data["layers"]] == [32, None]
     text = run("plan", tmp_path, "--scheme", "int8", "--memory", "1GB").stdout
-    assert "The model itself was made for 500 tokens." in text and "4,096 tokens are more than the 500" in text
+    assert max(r["max_context"] for r in data["rows"]) == 500 and "4,096 tokens are more than the 500" in text
 
 
 @pytest.mark.parametrize(
@@ -298,8 +298,8 @@ def test_a_card_holds_weights_reserve_and_users():
         one["memory_bytes"] == (80 - 16) * 10**9 - 96 * 10**8 and two["memory_bytes"] == (80 - 8) * 10**9 - 96 * 10**8
     )
     bf16, kivi4 = one["rows"]
-    assert bf16["max_batch"] == one["memory_bytes"] // (8192 * 131072) and bf16["more"] == 1
-    assert kivi4["more"] == kivi4["max_batch"] / bf16["max_batch"] > 3
+    assert bf16["max_batch"] == one["memory_bytes"] // (8192 * 131072)
+    assert kivi4["max_batch"] / bf16["max_batch"] > 3
     assert two["layers"][0]["num_kv_heads"] == 4 and two["rows"][0]["total_bytes"] * 2 == bf16["total_bytes"]
     text = run("plan", *layers, *card, "--gpus", 2, "--reserve", "10%").stdout
     assert (

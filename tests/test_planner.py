@@ -228,11 +228,7 @@ def test_cards_leave_the_rest_to_the_cache():
     assert cards.weights_share == 7_500_000_001 and cards.cache_bytes == 71_499_999_999
     found = plan(uniform(2, 2, 64), ["bf16", "int8"], cards=cards)
     assert found.memory_bytes == cards.cache_bytes and found.cards is cards
-    assert found.rows[1].more == found.rows[1].max_batch / found.rows[0].max_batch
-    assert (
-        plan(uniform(2, 2, 64), ["int8"]).rows[0].more is None
-        and plan(uniform(2, 2, 64), ["int8"], memory_bytes=1).rows[0].more is None
-    )
+    assert found.rows[1].max_batch / found.rows[0].max_batch > 1.5
     with pytest.raises(SpecError, match="give one of them"):
         plan(uniform(2, 2, 64), ["int8"], cards=cards, memory_bytes=GB)
     with pytest.raises(SpecError, match="count=0"):

@@ -8,13 +8,16 @@ other is named, and Transformers' defaults, which name the model they are of.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from kvbits.config_file import read_config
+from kvbits.errors import SpecError, UnsupportedError
 from kvbits.geometry import layer_geometries, plain_layers, state_bytes
 from kvbits.planner import plan
 from kvbits.spec import LayerGeometry
+from kvbits.weights import named_format, weights_bytes
 
 GEMMA4 = {
     "model_type": "gemma4_text",
@@ -150,3 +153,99 @@ def test_few_bits_leave_states_as_they_are(tmp_path):
 def test_latents_in_16_bits(name, tmp_path):
     fields, token = LATENT[name]
     assert plan(plain_layers(written(tmp_path, fields)), ["bf16"]).rows[0].bytes_per_token == token
+
+
+STATED = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
+"""Fields of published config.json files that decide a cache, and where they were read."""
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """`make_families`, where the installed Transformers is the one that families.json was made with."""
+    pytest.importorskip("transformers")
+    found = pytest.importorskip("make_families")
+    from kvbits.config_file import _families
+
+    if found.transformers.__version__ != _families()["transformers"]:
+        pytest.skip("families.json was made with another Transformers")
+    return found
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_a_published_file_is_read_as_transformers_reads_it(theirs, name):
+    assert not theirs.differs("", STATED[name]["config"])
+
+
+def test_many_files_are_compared_and_not_refused(theirs, tmp_path):
+    assert len(STATED) > 150 and all(x["from"] for x in STATED.values())
+    taken = 0
+    for one in STATED.values():
+        try:
+            taken += bool(layer_geometries(written(tmp_path, one["config"])))
+        except (SpecError, UnsupportedError):
+            continue
+    assert taken > 130
+
+
+@pytest.mark.parametrize(
+    "stated, kinds",
+    [
+        ("LiquidAI/LFM2-1.2B (as first published)", [(6, None)]),
+        ("LGAI-EXAONE/EXAONE-4.0-32B", [(48, 4096), (16, None)]),
+        ("meta-llama/Llama-3.2-90B-Vision", [(80, None)]),
+        ("moonshotai/Kimi-K2.5", [(61, None)]),
+    ],
+)
+def test_layers_that_keep_no_text_are_not_counted(tmp_path, stated, kinds):
+    found = [g.sliding_window for g in layer_geometries(written(tmp_path, STATED[stated]["config"]))]
+    assert [(found.count(w), w) for w in dict.fromkeys(found)] == kinds
+
+
+@pytest.mark.parametrize("name", [n for n, x in STATED.items() if "hf_quant_config" in x])
+def test_a_quantizer_s_file_beside_the_configuration_counts(tmp_path, name):
+    one = STATED[name]
+    try:
+        config = written(tmp_path, one["config"])
+        plain, _ = weights_bytes(str(tmp_path), config)
+    except SpecError:
+        pytest.skip("not a family of Transformers")
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(one["hf_quant_config"]))
+    how = one["hf_quant_config"]["quantization"]["quant_algo"]
+    if how == "MIXED_PRECISION":
+        with pytest.raises(SpecError, match="--weights"):
+            weights_bytes(str(tmp_path), config)
+        return
+    packed, said = weights_bytes(str(tmp_path), config)
+    assert how.lower() in said and plain / packed > (1.7 if how == "FP8" else 2.5)
+
+
+def test_70_billion_in_fp8(tmp_path):
+    one = STATED["nvidia/Llama-3.1-70B-Instruct-FP8"]
+    config = written(tmp_path, one["config"])
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(one["hf_quant_config"]))
+    assert 71e9 < weights_bytes(str(tmp_path), config)[0] < 74e9
+
+
+@pytest.mark.parametrize(
+    "name, found",
+    [
+        ("nvidia/Llama-3.1-70B-Instruct-FP8", "FP8"),
+        ("x/y-NVFP4", "NVFP4"),
+        ("a/Qwen2.5-7B-Instruct-AWQ", "AWQ"),
+        ("a/b-GPTQ-Int4", "Int4"),
+        ("a/b.w4a16", "w4a16"),
+        ("mlx-community/Llama-3-8B-4bit", "4bit"),
+        ("a/b-MXFP4", "MXFP4"),
+        ("a/b-GGUF", "GGUF"),
+        ("Qwen/Qwen3-8B", None),
+        ("meta-llama/Llama-3.1-8B", None),
+    ],
+)
+def test_a_name_that_says_packed_weights_is_doubted(tmp_path, name, found):
+    assert named_format(name) == found
+    folder = tmp_path / name.split("/")[1]
+    folder.mkdir()
+    said = []
+    config = written(folder, {"model_type": "llama"})
+    weights_bytes(str(folder), config, said.append)
+    assert bool(said) == (found is not None)

@@ -11,9 +11,10 @@ import pytest
 from kvbits.config_file import read_config
 from kvbits.errors import SpecError
 from kvbits.geometry import load_config
-from kvbits.weights import COUNTED, count_parameters, counted, weights_bytes
+from kvbits.weights import COUNTED, counted, estimated, weights_bytes
 
 transformers = pytest.importorskip("transformers")
+count_parameters = pytest.importorskip("make_families").count_parameters
 SMALL = {
     "hidden_size": 64,
     "num_hidden_layers": 3,
@@ -215,4 +216,13 @@ def test_weights_of_models_that_see_count_too(tmp_path):
     said = []
     nbytes, _ = weights_bytes(str(tmp_path), read_config(tmp_path), said.append)
     model = transformers.AutoModelForImageTextToText.from_config(load_config(tmp_path))
-    assert nbytes == 2 * sum(p.numel() for p in model.parameters()) and "counting the weights" in said[0]
+    assert "estimated" in said[0] and 0.5 < nbytes / (2 * sum(p.numel() for p in model.parameters())) < 2
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt", "falcon", "starcoder2", "glm4", "cohere2", "olmoe", "exaone4"])
+def test_families_without_a_formula_are_estimated(tmp_path, model_type):
+    """At other sizes than those that families.json has the ratio of."""
+    fields = {"model_type": model_type, "num_hidden_layers": 6, "hidden_size": 1536, "num_attention_heads": 12}
+    fields |= {"ffn_dim": 6144} if model_type == "opt" else {}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert 0.85 < estimated(read_config(tmp_path)).total / count_parameters(load_config(tmp_path)) < 1.15

@@ -10,13 +10,21 @@ no config.json: `geometry.load_config` reads them.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import importlib.resources
 import json
+import math
 import os
+import re
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from . import gguf_header
 from .errors import SpecError
 from .geometry import find_model, load_config
 from .spec import MOST_TOKENS
@@ -87,6 +95,15 @@ FIELDS = (
     "swa_num_key_value_heads",
     "swa_head_dim",
     "dim_head",
+    "n_recurrent_loops",
+    "n_input_layers",
+    "n_recurrent_layers",
+    "loop_num_passes",
+    "loop_layer_index_start",
+    "loop_layer_index_end",
+    "qkv_bias",
+    "add_qkv_bias",
+    "alibi",
 )
 """What is asked of a configuration: of a cache's shape, and of a model's weights."""
 _FLAGS = (
@@ -98,9 +115,14 @@ _FLAGS = (
     "tie_word_embeddings",
     "attention_bias",
     "mlp_bias",
+    "qkv_bias",
+    "add_qkv_bias",
+    "alibi",
 )
-_NAMED = ("layer_types", "layers_block_type", "block_types", "kv_sharing_modes")
+_LISTS = ("layer_types", "layers_block_type", "block_types", "kv_sharing_modes")
 """Lists of a text for each layer."""
+NAMED = (*_LISTS, "attn_config", "cross_attention_layers", "recurrent_kv_cache_mode", "model_type")
+"""What is asked of a configuration and is no number."""
 _MAY_DIFFER = (
     "num_attention_heads",
     "intermediate_size",
@@ -108,94 +130,196 @@ _MAY_DIFFER = (
     "num_experts",
     "num_local_experts",
     "n_routed_experts",
+    "conv_kernel",
 )
 """Numbers that some families list for each layer."""
 MOST_LAYERS = 4096
-_FLAT = ("qwen2_vl", "qwen2_5_vl")
-"""Families whose config.json may have the fields of its text part beside those of the others."""
-NESTED = ("attn_config",)
-"""Parts of a configuration that are looked into by attribute."""
+_COMPUTED = frozenset((*FIELDS, "kv_n_heads"))
+_LAYER_NAMES = {
+    "attention": "full_attention",
+    "mamba": "linear_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+    "qwen_sparse_attention": "indexed_attention",
+}
+"""Names of layer types in older files, and what Transformers calls them."""
 
 
-_BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-"""What the letters of Nemotron-H's pattern stand for."""
+QUANTIZERS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Where quantizers write what they did, beside a config.json that does not say it."""
 
 
 class Fields:
-    """What a config.json says, and what its family has where it says nothing: attributes as of a Transformers
-    configuration.
+    """What a config.json says, and what its family makes of it: attributes as of a Transformers configuration.
+
+    Raises:
+        SpecError: an unknown model_type, or fields from which its family computes nothing.
     """
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
 
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            own = self.__dict__
+            if (called := own.get("_alias", {}).get(name)) is not None:
+                return getattr(self, called)
+            if name in own.get("_properties", {}):
+                try:
+                    return _run(own["_properties"][name], self, own["_names"])
+                except (NameError, TypeError) as e:
+                    raise AttributeError(f"{name}: {e}") from e
+            if name == "sub_configs_defaults":
+                parts = own["_family"].get("parts", {})
+                return {key: SimpleNamespace(init_kwargs=part.get("init", {})) for key, part in parts.items()}
+            if "def" in (helper := own.get("_family", {}).get("names", {}).get(name, {})):
+                return own["_names"][name] if helper.get("static") else functools.partial(own["_names"][name], self)
+            raise AttributeError(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__[self.__dict__.get("_alias", {}).get(name, name)] = value
+
     def __init__(self, stated: dict[str, Any]) -> None:
-        family = _family(str(stated.get("model_type", "")))
+        family, kind = _family(stated)
         self.stated = stated = _checked(stated)
-        self.model_type = str(stated["model_type"])
-        self.described = f"a {self.model_type} model"
-        for name, value in (family["defaults"] | stated).items():
-            setattr(self, name, Fields._plain(_checked(value)) if name in NESTED and isinstance(value, dict) else value)
-        self._aliased = tuple(family.get("alias", {}))
-        for name, called in family.get("alias", {}).items():
-            if called in stated or not hasattr(self, name):
-                setattr(self, name, getattr(self, called, None))
-        # Nemotron-H
-        if isinstance(pattern := stated.get("hybrid_override_pattern"), str) and not stated.get("layers_block_type"):
-            self.layers_block_type = [_BLOCKS.get(c, c) for c in pattern]
-        if (blocks := getattr(self, "layers_block_type", None)) and "num_hidden_layers" not in stated:
-            self.num_hidden_layers = len(blocks)
+        own = self.__dict__
+        own["_alias"], own["_family"] = family.get("alias", {}), family
+        own["_properties"], own["_names"] = family.get("properties", {}), _provided(family)
+        self.model_type, self.described = kind, f"a {kind} model"
+        self.unturned, self.unattached = family.get("unturned"), family.get("unattached")
+        self.scale = family.get("scale")
         self.dtype = stated.get("dtype") or stated.get("torch_dtype")
-        # that of others, without the query's own token
-        if self.model_type == "mimo_v2_flash" and "sliding_window_size" in stated:
-            self.sliding_window = int(stated["sliding_window_size"]) + 1
-        if (
-            self.model_type.startswith("gemma4")
-            and "per_layer_config" not in stated
-            and getattr(self, "global_head_dim", None) is None
-        ):
-            self.global_head_dim = 512
-        if isinstance(own := stated.get("per_layer_config"), dict):
+        own |= copy.deepcopy(family["defaults"])
+        kwargs = {}
+        for name, value in stated.items():
+            if name in own["_properties"] or (name not in own and name != "model_type"):
+                kwargs[name] = copy.deepcopy(value)
+            elif name != "model_type":
+                own[name] = copy.deepcopy(value)
+        try:
+            self._init(list(family.get("init", ())), kwargs)
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError, NameError) as e:
+            raise SpecError(
+                f"the fields of this config.json do not fit a {kind} model ({type(e).__name__}: {e}); correct the file"
+            ) from e
+        own |= {k: int(v) for k in _COMPUTED if type(v := own.get(k)) is float and v.is_integer()}
+
+    def _init(self, bodies: list[str], kwargs: dict[str, Any]) -> None:
+        """What the classes of a family do one after the other, the most derived one first."""
+        if not bodies:
+            self._finish(kwargs)
+        else:
+            _run(bodies[0], self, self._names, kwargs, lambda **rest: self._init(bodies[1:], rest))
+
+    def _finish(self, kwargs: dict[str, Any]) -> None:
+        """What every configuration does: its parts, other fields, what differs between layers, names of layers."""
+        for name, part in self._family.get("parts", {}).items():
+            if (given := getattr(self, name, None)) is None and self._family.get("flat"):
+                given = {k: v for k, v in self.stated.items() if not isinstance(v, dict) and k != "model_type"}
+            if given is None and part.get("optional"):
+                continue
+            if not isinstance(given, Fields):
+                given = part.get("init", {}) if given is None else given
+                kind = given.get("model_type", part["type"]) if part.get("named") else part["type"]
+                given = Fields(given | {"model_type": kind})
+            setattr(self, name, given)
+        layers = kwargs.pop("per_layer_config", None)
+        for name, value in kwargs.items():
+            if (setter := self._family.get("setters", {}).get(name)) is not None:
+                _run(setter, self, self._names, {"value": value})
+            elif name not in self._properties and name not in _OWN:
+                setattr(self, name, value)
+        if isinstance(layers, dict):
             self.is_heterogeneous = True
-            self.per_layer_config = [
-                self._but(own.get(str(i)) or own.get(f"{i:02d}") or {})
-                for i in range(int(stated.get("num_hidden_layers", 0)))
-            ]
-        self._text = _text_part(stated, family)
-        if self._text is None and not stated.get("layer_types") and not getattr(self, "layers_block_type", None):
-            self.layer_types = _types(self, family)
+            own = {int(i): x for i, x in layers.items()}
+            self.per_layer_config = [self._but(own.get(i, {})) for i in range(self.num_hidden_layers)]
+        for name in ("layer_types", "layers_block_type"):
+            if isinstance(types := self.__dict__.get(name), list):
+                self.__dict__[name] = [_LAYER_NAMES.get(t, t) for t in types]
 
-    def _but(self, other: dict[str, Any]) -> Any:
+    def _but(self, other: dict[str, Any]) -> Fields:
         """These fields, with some of them changed."""
-        return Fields._plain({k: v for k, v in self.__dict__.items() if k != "per_layer_config"} | _checked(other))
-
-    @staticmethod
-    def _plain(part: dict[str, Any]) -> Any:
-        found = object.__new__(Fields)
-        found.__dict__.update(part)
+        found: Fields = object.__new__(Fields)
+        found.__dict__.update({k: v for k, v in self.__dict__.items() if k != "per_layer_config"} | _checked(other))
+        found.is_heterogeneous = False
         return found
 
     def get_text_config(self, decoder: bool = True) -> Fields:
-        """The part that generates text; of one configuration for encoder and decoder, the decoder's numbers."""
-        if (text := getattr(self, "_text", None)) is not None:
-            return text.get_text_config()
-        if not getattr(self, "is_encoder_decoder", False) or not hasattr(self, "_text"):  # or a layer's own fields
+        """The part that generates text; of one configuration for encoder and decoder, the decoder's numbers.
+
+        Raises:
+            ValueError: several parts do.
+        """
+        for name in self._family.get("text", ()):
+            part = getattr(self, name, None)
+            return self if part is None else part.get_text_config()
+        if not getattr(self, "is_encoder_decoder", False) or any(
+            isinstance(getattr(self, name, None), dict) for name in ("decoder", "generator", "text_config")
+        ):
             return self
-        own = {"num_hidden_layers": "decoder_layers", "num_attention_heads": "decoder_attention_heads"}
-        if "num_key_value_heads" in self._aliased:  # of the encoder
-            own["num_key_value_heads"] = "decoder_attention_heads"
-        found: Fields = self._but(
-            {"is_encoder_decoder": False}
-            | {name: x for name, called in own.items() if (x := getattr(self, called, None)) is not None}
-        )
-        return found
+        own = {}
+        for name, value in self.__dict__.items():
+            if name.startswith("decoder_") and value is not None:
+                short = {"layers": "num_hidden_layers", "attention_heads": "num_attention_heads"}
+                called = short.get(name.removeprefix("decoder_"), name.removeprefix("decoder_"))
+                own[self._alias.get(called, called)] = value
+        return self._but(own | {"is_encoder_decoder": False})
+
+
+_OWN = frozenset({"scale", "unturned", "unattached", "stated", "described", "get_text_config", "is_heterogeneous"})
+"""Attributes of `Fields` that no config.json sets."""
+
+
+def _run(
+    source: str, of: Fields, names: dict[str, Any], kwargs: dict[str, Any] | None = None, go_on: Any = None
+) -> Any:
+    """Run statements of a configuration class of Transformers on fields."""
+    space = dict(names)
+    exec(_compiled(source), space)
+    return space["run"](of, {} if kwargs is None else kwargs, go_on)
+
+
+@functools.cache
+def _compiled(source: str) -> Any:
+    return compile("def run(self, kwargs, go_on):\n" + textwrap.indent(source, "    "), "families.json", "exec")
+
+
+def _provided(family: dict[str, Any]) -> dict[str, Any]:
+    """Names of Transformers that the statements of a family use."""
+    found: dict[str, Any] = {"math": math, "Sequence": Sequence, "remap_legacy_layer_types": _renamed}
+    for name, what in family.get("names", {}).items():
+        if "value" in what:
+            found[name] = what["value"]
+        elif "items" in what:
+            found[name] = {k: v for k, v in what["items"]}
+        elif "def" in what:
+            exec(what["def"], found)
+        elif "defaults" in what:
+            found[name] = functools.partial(_plain_part, what["defaults"])
+        else:
+            found[name] = functools.partial(_typed_part, what["type"])
+    return found
+
+
+def _renamed(layer_types: list[str]) -> list[str]:
+    return [_LAYER_NAMES.get(t, t) for t in layer_types]
+
+
+def _plain_part(defaults: dict[str, Any], **stated: Any) -> Fields:
+    found: Fields = object.__new__(Fields)
+    found.__dict__.update(defaults | _checked(stated))
+    return found
+
+
+def _typed_part(model_type: str, **stated: Any) -> Fields:
+    return Fields({k: v for k, v in stated.items() if k != "model_type"} | {"model_type": model_type})
 
 
 def read_config(model: str | os.PathLike[str]) -> Any:
     """The configuration of a model, as data.
 
-    Imports neither Transformers nor torch (of a GGUF file it does: the header has no config.json).
+    Imports neither Transformers nor torch (of a GGUF file of an architecture that `gguf_header` does not read it does).
 
     Args:
         model: a directory, a config.json, a GGUF file, or a hub id, of which the cached config.json is read, or that
@@ -206,7 +330,8 @@ def read_config(model: str | os.PathLike[str]) -> Any:
     """
     path = find_model(model)
     if isinstance(path, Path) and path.suffix == ".gguf":
-        return load_config(model)
+        header = gguf_header.stated(path)
+        return load_config(model) if header is None else Fields(header)
     file = _fetched(path) if isinstance(path, str) else path / "config.json" if path.is_dir() else path
     if file.suffix != ".json":
         raise SpecError(
@@ -241,27 +366,36 @@ def _checked(stated: dict[str, Any]) -> dict[str, Any]:
         SpecError: a field that is counted with holds no number of its kind, or more than any model has.
     """
     found = dict(stated)
+    if isinstance(pattern := stated.get("sliding_window_pattern"), str) and re.fullmatch("L*G", pattern):
+        found["sliding_window_pattern"] = len(pattern)  # EXAONE 4.0 writes which layers are local and global
     for name in (*(f for f in FIELDS if f not in _FLAGS), "kv_n_heads"):
         least, most = int(name == "num_attention_heads"), MOST_LAYERS if name == "num_hidden_layers" else MOST_TOKENS
-        if (value := stated.get(name)) is None or (isinstance(value, list) and name in _MAY_DIFFER):
+        if (value := found.get(name)) is None or (isinstance(value, list) and name in _MAY_DIFFER):
             continue
         if type(value) not in (int, float) or not least <= value <= most or value != int(value):
+            text = f"; write it without quotes, as {value}" if isinstance(value, str) and value.isdecimal() else ""
             raise SpecError(
-                f"{name}={str(value)[:60]} of a config.json must be a whole number from {least} to {most}; correct the"
-                " file"
+                f"{name}={_shown(value)} of a config.json must be a whole number from {least} to {most}{text}; correct"
+                " the file"
             )
         found[name] = int(value)
-    for name in _NAMED:
+    for name in _LISTS:
         if (value := stated.get(name)) is not None and not (
             isinstance(value, list) and all(isinstance(x, str) for x in value)
         ):
             raise SpecError(
-                f"{name}={str(value)[:60]} of a config.json must be a list with a text for each layer; correct the file"
+                f"{name}={_shown(value)} of a config.json must be a list with a text for each layer; correct the file"
             )
     for name in ("quantization_config", "text_config"):
         if (value := stated.get(name)) is not None and not isinstance(value, dict):
-            raise SpecError(f"{name}={str(value)[:60]} of a config.json must be an object; correct the file")
+            raise SpecError(f"{name}={_shown(value)} of a config.json must be an object; correct the file")
     return found
+
+
+def _shown(value: Any) -> str:
+    """A value as its file has it, so that "36" and 36 differ."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:60]}.."
 
 
 def _fetched(hub_id: str) -> Path:
@@ -272,7 +406,11 @@ def _fetched(hub_id: str) -> Path:
     if isinstance(cached, str):
         return Path(cached)
     try:
-        return Path(hf_hub_download(hub_id, "config.json"))
+        found = Path(hf_hub_download(hub_id, "config.json"))
+        for name in QUANTIZERS:
+            with contextlib.suppress(HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):  # most have none
+                hf_hub_download(hub_id, name)
+        return found
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise SpecError(
@@ -292,54 +430,15 @@ def known() -> tuple[str, ...]:
     return tuple(_families()["families"])
 
 
-def _family(model_type: str) -> dict[str, Any]:
-    found: dict[str, Any] | None = _families()["families"].get(model_type)
-    if found is None:
+def _family(stated: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """(what is known of a family, its name in Transformers)."""
+    kind = str(stated.get("model_type", ""))
+    if kind == "mistral" and "layer_types" in stated:  # as Transformers reads it
+        kind = "ministral"
+    if (found := _families()["families"].get(kind)) is None:
         raise SpecError(
-            f"what a config.json of model_type {model_type!r} leaves out is unknown (known are the {len(known())} types"
+            f"what a config.json of model_type {kind!r} leaves out is unknown (known are the {len(known())} types"
             f" of Transformers {_families()['transformers']}), and code that a model brings along is never run; give"
             " --layers, --kv-heads and --head-dim instead"
         )
-    return found
-
-
-def _text_part(stated: dict[str, Any], family: dict[str, Any]) -> Fields | None:
-    """The nested configuration that generates text, if there is one."""
-    part = stated.get("text_config")
-    if isinstance(part, dict):
-        return Fields({"model_type": family.get("text") or stated["model_type"]} | part)
-    if "text" not in family:
-        return None
-    if "num_hidden_layers" not in stated or stated["model_type"] not in _FLAT:
-        kind = stated["model_type"]
-        raise SpecError(
-            f"a config.json of {kind} without text_config, so its layers are unknown; give --layers, --kv-heads and"
-            " --head-dim"
-        )
-    # Qwen2-VL's are flat
-    return Fields({k: v for k, v in stated.items() if not isinstance(v, dict)} | {"model_type": family["text"]})
-
-
-def _types(config: Fields, family: dict[str, Any]) -> list[str] | None:
-    """Types of layers that a config.json does not list: by its window's pattern, else as the family has them; None
-    where `geometry` infers them.
-    """
-    count, pattern = getattr(config, "num_hidden_layers", None), config.stated.get("sliding_window_pattern")
-    if not isinstance(count, int):
-        return None
-    if {"max_window_layers", "use_sliding_window"} <= family["defaults"].keys():  # Qwen
-        first, every = (0, 2) if config.model_type.endswith("moe") else (config.max_window_layers, 1)
-        slides = config.use_sliding_window and getattr(config, "sliding_window", None)
-        last = config.max_window_layers if every == 2 else count
-        return [
-            "sliding_attention" if slides and first <= i < last and i % every == 0 else "full_attention"
-            for i in range(count)
-        ]
-    if "types" not in family:
-        return None
-    types: list[str] = family["types"]
-    if isinstance(pattern, int) and pattern > 1:
-        types = ["sliding_attention"] * (pattern - 1) + ["full_attention"]
-    found = [types[i % len(types)] for i in range(count)]
-    ends = {0: family.get("first"), len(found) - 1: family.get("last")}
-    return [ends.get(i) or kind for i, kind in enumerate(found)]
+    return found, kind

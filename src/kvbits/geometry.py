@@ -57,8 +57,12 @@ _OLD_NAMES = {
     "mamba": "linear_attention",
     "mamba2": "linear_attention",
     "recurrent": "linear_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+    "qwen_sparse_attention": "indexed_attention",
 }
-_NOTHING = ("moe", "mlp")
+CROSS = "cross_attention"
+"""Layers that attend to an image alone (Llama 3.2 Vision): they keep its keys and values and none of the text."""
+_NOTHING = ("moe", "mlp", CROSS)
 """Types of layers that keep nothing of the tokens before."""
 _UNLIKE_WIDTHS = ("mimo_v2_flash",)
 """Families that cache keys of `head_dim` and values of `v_head_dim`, and twice the kv heads where layers slide (their
@@ -258,8 +262,8 @@ class Place:
 
     @property
     def has_state(self) -> bool:
-        """Whether it keeps a recurrent state or index keys, alone or beside keys and values."""
-        return self.kind in _STATES
+        """Whether it keeps a recurrent state, index keys or an image's keys, alone or beside keys and values."""
+        return self.kind in (*_STATES, CROSS)
 
     @property
     def is_indexed(self) -> bool:
@@ -406,7 +410,10 @@ def state_bytes(config: Any, dtype_bytes: int = 2) -> int | None:
         dtype_bytes: of the model's dtype.
     """
     config, configs = _decoder(config)
-    having = [c for c, p in zip(configs, _places(config, configs), strict=True) if p.has_state and not p.is_indexed]
+    places = _places(config, configs)
+    if any(p.kind == CROSS for p in places):
+        return None
+    having = [c for c, p in zip(configs, places, strict=True) if p.has_state and not p.is_indexed]
     sizes = [_state_elements(c) for c in having]
     return (
         None
@@ -449,8 +456,10 @@ def _state_elements(config: Any) -> tuple[int, int] | None:
 
 def query_heads(config: Any) -> int | None:
     """Query heads of a layer, or None where the configuration does not say one number."""
-    n = getattr(text_config(config), "num_attention_heads", None)
-    return n if isinstance(n, int) and n > 0 else None
+    config = text_config(config)
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    n, *others = {getattr(c, "num_attention_heads", None) for c in layers}
+    return n if isinstance(n, int) and n > 0 and not others else None
 
 
 def has_key_bias(config: Any) -> bool:
@@ -484,7 +493,8 @@ def _stated_types(config: Any, configs: list[Any]) -> list[str]:
         types = [_infer_type(c, i) for i, c in enumerate(configs)]
     if len(types) != len(configs):
         raise SpecError(f"{_name(config)} has num_hidden_layers={len(configs)} but {len(types)} layer_types")
-    return [_OLD_NAMES.get(t, t) for t in types]
+    cross = getattr(config, "cross_attention_layers", None) or ()
+    return [CROSS if i in cross else _OLD_NAMES.get(t, t) for i, t in enumerate(types)]
 
 
 def _places(config: Any, configs: list[Any]) -> tuple[Place, ...]:

@@ -41,6 +41,16 @@ has a total capacity of 79.15 GiB"), the least of several drivers, with ECC wher
 about 0.3 %. A100, H100, GH200 without a size: 80, 80, 96 GB.
 """
 
+CAPABILITIES: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(("A100-40GB", "A100-80GB", "A100"), (8, 0)),
+    **dict.fromkeys(("A10", "A10G", "RTX 3090", "A40", "RTX A6000"), (8, 6)),
+    **dict.fromkeys(("L4", "RTX 4090", "L40", "L40S", "RTX 6000 Ada"), (8, 9)),
+    **dict.fromkeys(("H100", "H800", "H100 NVL", "GH200", "H20", "H200"), (9, 0)),
+    "B200": (10, 0),
+    **dict.fromkeys(("RTX 5090", "RTX PRO 6000"), (12, 0)),
+}
+"""Name -> compute capability, for which kernels are compiled."""
+
 SIZES = {size: min((n for n in CARDS if CARDS[n][0] == size), key=lambda n: CARDS[n][1]) for size, _ in CARDS.values()}
 """GB in a name -> the card that has least of those with that name: what fits it fits them all."""
 _PLAIN = re.compile(r"([0-9]+)\s*(?:GB|gb)")
@@ -83,6 +93,12 @@ def gpu_memory(text: str) -> Memory:
         return Memory(parse_bytes(text, "--gpu-memory"))
     except SpecError as e:
         raise SpecError(f"{e}; or name a card: {', '.join(CARDS)}") from None
+
+
+def capability(text: str) -> tuple[int, int] | None:
+    """Return the compute capability of a card by its name, as `gpu_memory` takes it; None for other texts."""
+    name = _named(text)
+    return None if name is None else CAPABILITIES[name]
 
 
 def _size(name: str) -> str:

@@ -66,7 +66,6 @@ class PlanRow:
         total_bytes: bytes allocated for batch sequences of context tokens.
         memory_reduction: bytes of the dense 16-bit cache / total_bytes.
         max_batch: users that fit: most sequences of `context` tokens, or None if no memory was given.
-        more: max_batch / that of the dense 16-bit cache, or None if no memory was given or not one of those fits.
         max_context: most tokens for each of `batch` sequences, or None if no memory was given or nothing bounds it.
         unbounded: True where every layer slides and the windows fit: any context does.
     """
@@ -77,7 +76,6 @@ class PlanRow:
     total_bytes: int
     memory_reduction: float
     max_batch: int | None = None
-    more: float | None = None
     max_context: int | None = None
     unbounded: bool = False
 
@@ -359,7 +357,6 @@ def plan(
     dense: Cache = _vllm("bf16", layers, raw_dtype) if engine == "vllm" else _Dense("bf16", layers)
     dense = _WithStates(dense, state_bytes) if state_bytes else dense  # type: ignore[arg-type]
     baseline = dense.nbytes(context, batch)
-    users = None if memory_bytes is None else max_batch(dense, memory_bytes, context)
     for scheme in schemes:
         name = scheme if isinstance(scheme, str) else scheme.name
         cache: Cache = (
@@ -377,7 +374,6 @@ def plan(
                 total_bytes=total,
                 memory_reduction=baseline / total if total else 1.0,
                 max_batch=fit,
-                more=fit / users if fit is not None and users else None,
                 max_context=longest,
                 unbounded=memory_bytes is not None and longest is None,
             )

@@ -16,11 +16,11 @@ def bar(what: str, total: float, *, enabled: bool = True) -> Iterator[Callable[[
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal:  # a log: a line now and then instead of a moving bar
         yield _lines(console, what, total)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(what, total=total)
         yield lambda n: progress.advance(task, n)
@@ -44,4 +44,4 @@ def say(sentence: str) -> None:
     """A line on standard error."""
     from rich.console import Console
 
-    Console(stderr=True, soft_wrap=True).print(f"kvbits: {sentence}", highlight=False, markup=False)
+    Console(stderr=True, soft_wrap=True, emoji=False).print(f"kvbits: {sentence}", highlight=False, markup=False)

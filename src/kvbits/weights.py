@@ -13,13 +13,15 @@ no files   the parameters of the configuration in its dtype, those of a quantize
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import SpecError, UnsupportedError
-from .geometry import find_model, load_config, text_config
+from .config_file import QUANTIZERS
+from .errors import SpecError
+from .geometry import find_model, query_heads, text_config
 from .spec import DTYPE_BYTES
 from .units import dtype_name
 
@@ -63,72 +65,143 @@ def weights_bytes(model: str, config: Any, say: Callable[[str], None] = lambda t
     folder = _cached(path) if isinstance(path, str) else path if path.is_dir() else path.parent
     if not gguf and folder is not None and (found := _of_files(folder)) is not None:
         return found
-    return bytes_of_config(model, config, gguf, say)
+    return bytes_of_config(model, config, gguf, say, folder)
 
 
 def bytes_of_config(
-    model: str, config: Any, gguf: bool = False, say: Callable[[str], None] = lambda text: None
+    model: str,
+    config: Any,
+    gguf: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+    folder: Path | None = None,
 ) -> tuple[int, str]:
-    """`weights_bytes` of a model whose files are not looked for; `gguf` weights are held in 16 bits."""
+    """Count `weights_bytes` of a model whose weights are not here; `gguf` weights are held in 16 bits.
+
+    Args:
+        folder: where a quantizer's file may lie.
+    """
     size = 2 if gguf else _DTYPE_BYTES.get(dtype_name(str(getattr(config, "dtype", "")).removeprefix("torch.")), 2)
-    packed = None if gguf else _packed(model, config)
+    packed = None if gguf else _packed(model, config, folder)
     count = counted(config)
+    doubt = ""
+    if packed is None and not gguf and (called := named_format(model)) is not None and size >= 2:
+        doubt = f"; its name says {called} and no file here does, so {_WAY_OUT} if they are packed"
+        say(f"warning: {model} is counted in {8 * size} bits{doubt}")
     if count is None:
-        if packed is not None:
+        count, about = estimated(config), "estimated from its widths"
+        if count is None:
             raise SpecError(
-                f"{model!r} is quantized and its files are not here, so the bytes of its weights are unknown;"
-                f" {_WAY_OUT}"
+                f"the weights of {model!r} cannot be counted without its files, because its family has no formula"
+                f" here; {_WAY_OUT}, or run `kvbits plan` where its files are"
             )
-        say(
-            f"counting the weights of {model} with Transformers, because neither its files nor a formula are here"
-            f" ({_WAY_OUT} is faster)"
-        )
-        return (
-            count_parameters(config if hasattr(config, "to_dict") else load_config(model)) * size,
-            f"counted from the configuration at {size} bytes each",
-        )
+        say(f"the weights of {model} are {about} ({_WAY_OUT} for exact ones)")
+    else:
+        about = "counted from the configuration"
     if packed is None:
-        return count.total * size, f"counted from the configuration at {size} bytes each"
+        return count.total * size, f"{about} at {size} bytes each{doubt}"
     bits, what, experts_only = packed
     narrow = count.experts if experts_only else count.dense + count.experts
     return (
         round(narrow * bits / 8) + (count.total - narrow) * 2,
-        f"counted from the configuration: {what}, the rest at 2 bytes each",
+        f"{about}: {what}, the rest at 2 bytes each",
     )
 
 
-def _packed(model: str, config: Any) -> tuple[float, str, bool] | None:
+_BITS: dict[str, float] = {
+    "fp8": 8.0,
+    "fbgemm_fp8": 8.0,
+    "finegrained_fp8": 8.0,
+    "float8": 8.0,
+    "mxfp8": 8.25,
+    "nvfp4": 4.5,
+    "mxfp4": 4.25,
+    "w4a16_awq": 4.125,
+    "w4a8_awq": 4.125,
+    "int4_awq": 4.125,
+    "w8a16": 8.0,
+    "w8a8": 8.0,
+    "w8a8_sq_per_channel": 8.0,
+    "int8": 8.0,
+    "int8_sq": 8.0,
+    "int4": 4.125,
+    "int2": 2.125,
+    "eetq": 8.0,
+    "bitnet": 2.0,
+}
+"""Bits of a packed parameter with its scales, by names of formats."""
+_NAME = re.compile(
+    r"(?:^|[-_./ ])(fp8|fp4|nvfp4|mxfp[48]|awq|gptq|int[248]|w[48]a(?:4|8|16)|[2-8]-?bits?|gguf|bnb|exl[23]|hqq"
+    r"|autoround|i?q[1-8](?:_\w+)?)(?=$|[-_. ])",
+    re.IGNORECASE,
+)
+
+
+def named_format(model: str) -> str | None:
+    """Return the format of packed weights that a model's name has, like FP8 or AWQ, or None."""
+    found = _NAME.findall(str(model).rstrip("/").removesuffix("/config.json").split("/")[-1])
+    return found[-1] if found else None
+
+
+def _quantization(config: Any, folder: Path | None) -> dict[str, Any] | None:
+    """Return what a configuration or a file beside it says of packed weights."""
+    for c in (config, text_config(config)):
+        if (how := getattr(c, "quantization_config", None)) is not None:
+            found: dict[str, Any] = how if isinstance(how, dict) else how.to_dict()
+            return found
+    for file in () if folder is None else (folder / name for name in QUANTIZERS):
+        try:
+            stated = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as e:
+            raise SpecError(f"cannot read {file}: {e}; {_WAY_OUT}") from e
+        if not isinstance(stated, dict):
+            raise SpecError(f"{file} holds no object; {_WAY_OUT}")
+        inner = stated.get("quantization", stated)
+        method = {"quantize_config.json": "gptq", "quant_config.json": "awq"}.get(file.name, "modelopt")
+        return {"quant_method": method} | (inner if isinstance(inner, dict) else {})
+    return None
+
+
+def _packed(model: str, config: Any, folder: Path | None) -> tuple[float, str, bool] | None:
     """(bits of a packed parameter with its scales, in words, whether experts alone are packed) of a quantized model.
 
     Raises:
         SpecError: a quantization whose bits are unknown.
     """
-    how = getattr(config, "quantization_config", None)
+    how = _quantization(config, folder)
     if how is None:
         return None
-    how = how if isinstance(how, dict) else how.to_dict()
     method = str(how.get("quant_method", "")).lower()
-    if method in ("fp8", "fbgemm_fp8"):
-        return 8.0, "8 bits of fp8 for each matrix's", False
-    if method == "mxfp4":
-        return 4.25, "4.25 bits of mxfp4 for each expert's", True
-    bits, group = how.get("bits"), how.get("group_size")
-    if method == "compressed-tensors":
-        parts = [g.get("weights") or {} for g in (how.get("config_groups") or {}).values() if isinstance(g, dict)]
-        bits, group = next(((p.get("num_bits"), p.get("group_size")) for p in parts), (None, None))
-    if method in ("gptq", "awq", "compressed-tensors") and isinstance(bits, int):
-        scales = 0 if not isinstance(group, int) or group < 1 else (16 + bits) / group
-        return bits + scales, f"{bits + scales:.3g} bits of {method} for each matrix's", False
     if method == "bitsandbytes":
-        four = bool(how.get("load_in_4bit"))
+        bits = 4.5 if how.get("load_in_4bit") else 8.0
+        return bits, f"{bits:g} bits of bitsandbytes for each matrix's", False
+    algorithm = str(how.get("quant_algo") or "").lower()
+    weights = how.get("weights")  # quanto names a type, compressed-tensors and modelopt describe one by group
+    parts = [g.get("weights") or {} for g in (how.get("config_groups") or {}).values() if isinstance(g, dict)]
+    part: dict[str, Any] = parts[0] if parts else {}
+    inner = how.get("quant_config") if isinstance(how.get("quant_config"), dict) else {}
+    inner = inner.get("weight_quant_params", inner) if inner else {}  # HQQ
+    names = (algorithm, method, str(weights or "").lower(), str(how.get("forward_dtype") or "").lower())
+    known = next((n for n in names if n in _BITS), None)
+    numbers = [part.get("num_bits"), how.get("bits"), how.get("w_bit"), inner.get("nbits")]
+    stated = next((x for x in numbers if type(x) in (int, float)), None)
+    groups = [part.get("group_size"), how.get("group_size"), how.get("q_group_size"), inner.get("group_size")]
+    group = next((x for x in groups if isinstance(x, int) and x > 0), None)
+    if known is not None and (stated is None or algorithm in _BITS):
+        bits = _BITS[known]
         return (
-            (4.5, "4.5 bits of bitsandbytes for each matrix's", False)
-            if four
-            else (8.0, "8 bits of bitsandbytes for each matrix's", False)
+            bits,
+            f"{bits:.4g} bits of {known} for each {'expert' if method == 'mxfp4' else 'matrix'}'s",
+            (method == "mxfp4"),
         )
+    if stated is not None:
+        small = part.get("type") == "float" and stated == 4  # scales of one byte: NVFP4, MXFP4
+        scale = 0.0 if group is None else 8 / group if small else (16 + stated) / group
+        return stated + scale, f"{stated + scale:.3g} bits of {method} for each matrix's", False
     raise SpecError(
-        f"{model!r} is quantized by {method or 'an unnamed method'} and its files are not here, so the bytes of its"
-        f" weights are unknown; {_WAY_OUT}"
+        f"{model!r} is quantized by {algorithm or method or 'an unnamed method'} and its files are not here, so the"
+        f" bytes of its weights are unknown; {_WAY_OUT}"
     )
 
 
@@ -332,33 +405,65 @@ def _feed_forward(c: Any, family: _Family, h: int, layers: int) -> tuple[int, in
     return (layers - sparse) * plain + sparse * shared, sparse * experts, sparse * (router + small)
 
 
-def count_parameters(config: Any) -> int:
-    """Parameters of the model of a Transformers configuration, tied ones once; nothing is allocated. Imports torch.
+SCALES = (0.3, 3.0)
+"""Families that Transformers builds with fewer or more times the parameters are not estimated."""
 
-    Raises:
-        SpecError: a model that Transformers cannot build.
+
+def estimated(config: Any) -> Count | None:
+    """Estimate the parameters of a model without a formula of its own, from the widths that its configuration states;
+    None where it lacks one.
+
+    Counted are attention, gated feed-forward parts, experts, embeddings, and transformers of images and sound beside
+    the text. families.json has how many times as many Transformers builds at a family's default sizes.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    )
+    if (found := _of_widths(config)) is None:
+        return None
+    if (scale := getattr(config, "scale", None)) is None:
+        return found
+    if not SCALES[0] < scale < SCALES[1]:
+        return None
+    return Count(*(round(scale * n) for n in (found.dense, found.experts, found.rest)))
 
-    kind = str(getattr(config, "model_type", ""))
-    build = AutoModelForImageTextToText if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else AutoModelForCausalLM
-    if kind not in (*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        raise SpecError(
-            f"cannot count the weights of a {kind} model, which Transformers does not generate text with; {_WAY_OUT}"
-        )
+
+def _of_widths(config: Any) -> Count | None:
+    c = text_config(config)
     try:
-        with torch.device("meta"):
-            model = build.from_config(config)
-    except (ImportError, ValueError, TypeError, AttributeError, RuntimeError, UnsupportedError) as e:
-        raise SpecError(
-            f"cannot count the weights of a {kind} model: {' '.join(str(e).split())[:200].rstrip('.,; ')}; {_WAY_OUT}"
-        ) from e
-    return sum(p.numel() for p in model.parameters())
+        h, layers, heads = c.hidden_size, c.num_hidden_layers, query_heads(config) or 0
+        attention, _ = _attention(c, _Family(), h, heads) if heads else (4 * h * h, 0)
+        names = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff", "decoder_ffn_dim")
+        width = next((w for name in names if (w := getattr(c, name, None))), 4 * h)
+        width = max(width) if isinstance(width, list) else width
+        fields = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts = next((n for f in fields if isinstance(n := getattr(c, f, None), int) and n > 1), 0)
+        of_expert = getattr(c, "moe_intermediate_size", None) or width
+        of_expert = max(of_expert) if isinstance(of_expert, list) else of_expert
+        dense = min(getattr(c, "first_k_dense_replace", 0) or 0, layers) if experts else layers
+        shared = 3 * h * of_expert * (getattr(c, "n_shared_experts", 0) or 0)
+        small = (layers - dense) * shared + dense * 3 * h * width
+        rest = c.vocab_size * h * (1 if getattr(c, "tie_word_embeddings", False) else 2)
+        if (beside := getattr(c, "hidden_size_per_layer_input", None)) and hasattr(c, "vocab_size_per_layer_input"):
+            rest += c.vocab_size_per_layer_input * layers * beside
+        return Count(
+            layers * attention + small,
+            (layers - dense) * experts * 3 * h * of_expert,
+            rest + _others(config),
+        )
+    except (AttributeError, TypeError, ZeroDivisionError):
+        return None
+
+
+def _others(config: Any) -> int:
+    """Parameters of the parts that are stated beside the text."""
+    total = 0
+    for name in ("vision_config", "audio_config"):
+        part = getattr(config, name, None)
+        part = part if isinstance(part, dict) else getattr(part, "__dict__", {})
+        h = part.get("hidden_size") or part.get("embed_dim") or part.get("d_model")
+        depth = part.get("num_hidden_layers") or part.get("depth") or part.get("encoder_layers")
+        if isinstance(h, int) and isinstance(depth, int):
+            inner = part.get("intermediate_size")
+            total += depth * (4 * h * h + 2 * h * (inner if isinstance(inner, int) else 4 * h))
+    return total
 
 
 def _cached(hub_id: str) -> Path | None:

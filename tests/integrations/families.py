@@ -20,7 +20,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvbits.errors import KvbitsError
 from kvbits.geometry import layer_geometries, only_dense, text_config
-from kvbits.integrations.huggingface import OWN_CACHE, UNFIT, KVCache
+from kvbits.integrations.huggingface import KVCache
+from kvbits.integrations.refusals import OWN_CACHE, UNFIT
 
 from .shrunk import UNBUILT
 

@@ -1,11 +1,10 @@
-"""Layers whose keys are not the text's: refused with the reason, or kept in a stock cache beside the pages."""
+"""Decoders that may read an encoder's output: its keys stay in a stock cache beside the pages."""
 
 import pytest
 import torch
 import transformers
 
 from kvbits import KVCache
-from kvbits.errors import UnsupportedError
 from kvbits.integrations.encoder_decoder import CrossKVCache
 from kvbits.integrations.masks import passed
 
@@ -36,16 +35,3 @@ def test_a_decoder_that_may_read_an_encoders_output_computes_what_it_does_withou
         ]
     assert (torch.cat(got, 1) - want).norm() < 1e-4 * want.norm()
     assert cache.pages.seq_lens == [20, 20]
-
-
-@pytest.mark.parametrize("dense", [False, True])
-def test_keys_of_an_image_in_the_texts_cache_are_refused_and_the_stock_cache_goes_on(dense):
-    text = WIDE | SMALL | {"num_key_value_heads": 2, "cross_attention_layers": [1], "pad_token_id": 0}
-    model = transformers.MllamaForCausalLM(
-        transformers.MllamaConfig(text_config=text).get_text_config().__class__(**text)
-    ).eval()
-    with pytest.raises(UnsupportedError, match="keys of an image in its cross-attention layers.*use the stock cache"):
-        KVCache.for_model(model, "raw", dense=dense)
-    assert model.config._attn_implementation != "kvbits"
-    ids = torch.randint(3, 90, (1, 9))
-    assert model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None).shape == (1, 12)

@@ -38,5 +38,5 @@ def test_the_plan_command_says_so():
             .stdout
         )
 
-    assert "16-bit attention is as fast or faster at 1 x 512 tokens" in " ".join(text(512).split())
-    assert "16-bit attention" not in text(65536)
+    assert "saves memory and no time on a GPU" in " ".join(text(512).split())
+    assert "no time on a GPU" not in text(65536)

@@ -8,8 +8,12 @@ transformers.
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 from . import bench, calibrate, check, demo, eval, fit, info, plan, report, schemes, warm
 from .common import STOPPED, app, leave_now, watch_for_stop
+from .output import OutputLost, close_streams, lose_output, open_streams
 
 __all__ = [
     "app",
@@ -30,10 +34,15 @@ __all__ = [
 
 def main() -> None:
     """Entry point of the `kvbits` command."""
+    open_streams()
     watch_for_stop()
     try:
         app(prog_name="kvbits")
+        code: Any = 0
     except SystemExit as e:
-        if e.code == STOPPED:
-            leave_now()
-        raise
+        code = e.code
+    except OutputLost as lost:
+        code = lose_output(lost)
+    if code == STOPPED:
+        leave_now()
+    sys.exit(close_streams(code))

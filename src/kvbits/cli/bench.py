@@ -20,9 +20,9 @@ from .common import (
     print_json,
     say_device,
     set_threads,
-    show,
     tokens,
 )
+from .output import show, tell
 
 if TYPE_CHECKING:
     from ..spec import CacheSpec
@@ -79,11 +79,7 @@ def bench(
     torch.manual_seed(0)
     if place.type == "cuda":
         _compile(specs, shapes[0].query_heads, place)
-    found = [
-        row
-        for shape in shapes
-        for row in speed.rows(chosen, shape, place, rounds, lambda text: typer.echo(text, err=True))
-    ]
+    found = [row for shape in shapes for row in speed.rows(chosen, shape, place, rounds, lambda text: tell(text))]
     result = runs.of_one(
         {"rows": found, "device": device, "threads": torch.get_num_threads(), "rounds": rounds} | _machine(place),
         "rows",

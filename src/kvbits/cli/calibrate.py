@@ -25,10 +25,10 @@ from .common import (
     require_model,
     say_device,
     set_threads,
-    show,
     tokens,
     when_stopped,
 )
+from .output import show, tell
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
@@ -342,10 +342,9 @@ def _measure(
     found = calibrator.measure(chosen, prompts, resume=partial, **how)
     got, size = sum(len(p) for p in prompts), prompts[0].shape[1]
     if got < sample.windows or size < sample.length:
-        typer.echo(
+        tell(
             f"note: {text.name} is short: it gives {counted(got, 'window')} of {size:,} tokens, not {sample.windows} of"
-            f" {sample.length:,}",
-            err=True,
+            f" {sample.length:,}"
         )
     return found, lm
 

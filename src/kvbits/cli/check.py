@@ -26,9 +26,9 @@ from .common import (
     require_model,
     say_device,
     set_threads,
-    show,
     tokens,
 )
+from .output import show
 
 if TYPE_CHECKING:
     from rich.table import Table

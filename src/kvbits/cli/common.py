@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -14,13 +14,11 @@ from typer.core import TyperCommand, TyperGroup
 from .. import units
 from ..errors import KvbitsError, KvbitsWarning, SpecError, counted, to_install
 from ..files import to_json
+from .output import OutputLost, tell, write
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-
-PIPE_WIDTH = 220
-"""Columns where standard output is no terminal: tables are not cut."""
 
 _UsageError: Any = typer.BadParameter.__base__
 _NO_MEMORY = ("can't allocate memory", "out of memory")
@@ -49,10 +47,9 @@ class _Stop:
         cls.said = True
         text = f"stopped: {cls.text}"
         if cls.as_json:
-            sys.stdout.write(to_json({"error": text, "type": "KeyboardInterrupt"}) + "\n")
-            sys.stdout.flush()
-        sys.stderr.write(f"\n{text}\n" if sys.stderr.isatty() else f"{text}\n")
-        sys.stderr.flush()
+            with suppress(OutputLost):
+                write(to_json({"error": text, "type": "KeyboardInterrupt"}))
+        tell(f"\n{text}" if sys.stderr.isatty() else text)
 
 
 def when_stopped(text: str) -> None:
@@ -67,7 +64,8 @@ def leave_now() -> NoReturn:
     """
     import os
 
-    sys.stdout.flush()
+    with suppress(OutputLost):
+        sys.stdout.flush()
     sys.stderr.flush()
     os._exit(STOPPED)
 
@@ -129,6 +127,8 @@ class Group(TyperGroup):
             if (said := to_install(e, also="transformers" if e.name == "torch" else None)) is None:
                 raise
             _leave(ctx, e, said)
+        except UnicodeEncodeError as e:  # half a character in a name that a file is to hold
+            _leave(ctx, e, f"{e.object[:60]!r} holds half a character, which no file can; give another name")
         except (MemoryError, RuntimeError) as e:  # of torch, which calls it so
             if isinstance(e, RuntimeError) and not any(words in str(e) for words in _NO_MEMORY):
                 raise
@@ -166,7 +166,7 @@ def _warnings() -> Iterator[None]:
                 others(message, category, *args, **kwargs)
             elif str(message) not in shown:
                 shown.add(str(message))
-                typer.echo(f"warning: {message}", err=True)
+                tell(f"warning: {message}")
 
         warnings.showwarning = show_one
         yield
@@ -184,7 +184,7 @@ def _leave(ctx: Any, error: BaseException, message: str) -> NoReturn:
     text = " ".join(message.split())
     if ctx.meta.get(_JSON):
         print_json({"error": text, "type": type(error).__name__})
-    typer.echo(f"error: {text}", err=True)
+    tell(f"error: {text}")
     raise typer.Exit(2)
 
 
@@ -250,7 +250,7 @@ def _version(wanted: bool) -> None:
     if wanted:
         from .. import __version__
 
-        typer.echo(__version__)
+        write(__version__)
         raise typer.Exit
 
 
@@ -264,15 +264,7 @@ def _options(
 
 
 def print_json(data: dict[str, Any]) -> None:
-    typer.echo(to_json(data))
-
-
-def show(*things: Any) -> None:
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    for thing in things:
-        console.print(thing, highlight=False)
+    write(to_json(data))
 
 
 def new_table(title: str, *columns: str, left: int = 1) -> Table:
@@ -324,7 +316,8 @@ def read_config(model: str) -> Any:
     """The configuration of a model, for what it says about the work to be looked at before the weights are loaded."""
     from rich.console import Console
 
-    with Console(stderr=True).status(f"reading the configuration of {model}"):  # nothing where that is no terminal
+    console = Console(stderr=True, markup=False, emoji=False)
+    with console.status(f"reading the configuration of {model}"):  # nothing where that is no terminal
         from ..geometry import load_config
 
         return load_config(model)
@@ -339,16 +332,16 @@ def say_device(device: str | None) -> None:
     from ..ops.cpu import library
 
     if device is not None and device != "cpu":
-        typer.echo(f"running on {device}", err=True)
+        tell(f"running on {device}")
         return
     hint = (
         f"; there is a GPU: --device cuda runs on {torch.cuda.get_device_name(0)}"
         if torch.cuda.is_available() and device is None
         else ""
     )
-    typer.echo(f"running on the CPU, {counted(torch.get_num_threads(), 'thread')}{hint}", err=True)
+    tell(f"running on the CPU, {counted(torch.get_num_threads(), 'thread')}{hint}")
     if why := library.unavailable():
-        typer.echo(f"warning: without CPU kernels every scheme takes the reference, many times slower: {why}", err=True)
+        tell(f"warning: without CPU kernels every scheme takes the reference, many times slower: {why}")
 
 
 def set_threads(threads: int | None) -> None:

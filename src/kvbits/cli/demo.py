@@ -17,9 +17,9 @@ from .common import (
     read_config,
     require_model,
     set_threads,
-    show,
     tokens,
 )
+from .output import show, tell
 
 
 @command()
@@ -65,7 +65,7 @@ def demo(
     demonstration.require_context(context, new_tokens, lambda: read_config(model or embedded.NAME))
     set_threads(threads)
     result = demonstration.run(
-        model=model, schemes=chosen, context=context, new_tokens=new_tokens, say=lambda text: typer.echo(text, err=True)
+        model=model, schemes=chosen, context=context, new_tokens=new_tokens, say=lambda text: tell(text)
     )
     if as_json:
         print_json(runs.of_one(result, "rows", "texts"))

@@ -26,10 +26,10 @@ from .common import (
     require_model,
     say_device,
     set_threads,
-    show,
     tokens,
     when_stopped,
 )
+from .output import show, tell
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
@@ -214,7 +214,7 @@ def _run(
     how["out"].mkdir(parents=True, exist_ok=True)
     when_stopped(f"what is measured lies in {how['out']}; the same command goes on from there")
     if note is not None:
-        typer.echo(f"note: {note}", err=True)
+        tell(f"note: {note}")
     set_threads(threads)
     say_device(device)
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
@@ -224,8 +224,8 @@ def _run(
         **how,
         calibration_text=to_calibrate,
         simulate=simulate,
-        on_skip=lambda message: typer.echo(f"left out: {message}", err=True),
-        say=lambda text: typer.echo(text, err=True),
+        on_skip=lambda message: tell(f"left out: {message}"),
+        say=lambda text: tell(text),
     )
 
 

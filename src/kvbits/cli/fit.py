@@ -22,10 +22,10 @@ from .common import (
     require_model,
     say_device,
     set_threads,
-    show,
     tokens,
     when_stopped,
 )
+from .output import show, tell
 from .subject import GpuMemory, Gpus, Memory, Reserve, Weights, subject_of
 
 if TYPE_CHECKING:
@@ -121,10 +121,7 @@ def _without_states(limit: int | None, state_bytes: int | None, batch: int, gpus
     if limit is None or state_bytes == 0:
         return limit
     if state_bytes is None:
-        typer.echo(
-            "recurrent layers keep a state of a size that is not known here; the memory is taken for pages alone",
-            err=True,
-        )
+        tell("recurrent layers keep a state of a size that is not known here; the memory is taken for pages alone")
         return limit
     states = batch * -(-state_bytes // gpus)
     if states >= limit:
@@ -132,9 +129,7 @@ def _without_states(limit: int | None, state_bytes: int | None, batch: int, gpus
             f"the recurrent states of {counted(batch, 'sequence')} take {human_bytes(states)}, all of"
             f" {human_bytes(limit)}; give more memory"
         )
-    typer.echo(
-        f"recurrent states take {human_bytes(states)} of the memory, pages have {human_bytes(limit - states)}", err=True
-    )
+    tell(f"recurrent states take {human_bytes(states)} of the memory, pages have {human_bytes(limit - states)}")
     return limit - states
 
 
@@ -164,7 +159,7 @@ def _run(
         formats(layers, kind.calibrated, kind.token_local),
         goal,
         name=out.stem,
-        say=lambda text: typer.echo(text, err=True),
+        say=lambda text: tell(text),
     )
     how = (
         f"fitted to {name} on {first.name.removesuffix('-start')}"

@@ -9,7 +9,8 @@ import platform
 from typing import Any
 
 from ..errors import UnsupportedError
-from .common import Json, command, new_table, print_json, show
+from .common import Json, command, new_table, print_json
+from .output import show
 
 PACKAGES = (
     "torch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,8 +10,9 @@ import typer
 
 from ..errors import SpecError, UnsupportedError, counted, unknown
 from ..files import require_file
-from .common import Json, Schemes, command, names_of, new_table, print_json, show, tokens
-from .subject import GpuMemory, Gpus, Memory, Reserve, Subject, Weights, subject_of
+from .common import Json, Schemes, command, names_of, new_table, print_json, tokens
+from .output import show, tell
+from .subject import GpuMemory, Gpus, Memory, Ram, Reserve, Subject, Weights, subject_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,6 +46,7 @@ def plan(
     weights: Weights = None,
     reserve: Reserve = None,
     memory: Memory = None,
+    ram: Ram = None,
     sinks: Annotated[int | None, typer.Option(help="First tokens kept raw, in every preset.", min=0)] = None,
     residual: Annotated[int | None, typer.Option(help="Newest tokens kept raw, in every preset.", min=0)] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens per page, in every preset.")] = None,
@@ -68,7 +71,7 @@ def plan(
         raise SpecError(unknown("--engine", engine, planner.ENGINES))
     subject = subject_of(model, layers, kv_heads, head_dim, sliding_window, in_16_bits=True)
     for_page = html is not None and gpu_memory is None  # which counts weights for any card
-    cards, limit = subject.room(gpu_memory, gpus, None if for_page else weights, reserve, memory)
+    cards, limit = subject.room(gpu_memory, gpus, None if for_page else weights, reserve, memory, ram)
     changes = {
         k: v
         for k, v in {"num_sink_tokens": sinks, "residual_length": residual, "page_size": page_size}.items()
@@ -87,6 +90,7 @@ def plan(
         state_bytes=subject.state_bytes and -(-subject.state_bytes // gpus),
         **changes,
     )
+    found = _within(found, subject.longest)
     if html is not None:
         _write_page(html, subject, weights, cards, {"context": context, "gpus": gpus, "batch": batch})
     if as_json:
@@ -110,6 +114,19 @@ def plan(
             *listed,
             *_plan_notes(found, subject),
         )
+
+
+def _within(found: Plan, longest: int | None) -> Plan:
+    """The plan, with no context longer than the model was made for."""
+    if longest is None or found.memory_bytes is None:
+        return found
+    rows = tuple(
+        dataclasses.replace(r, max_context=longest, unbounded=False)
+        if r.max_context is None or r.max_context > longest
+        else r
+        for r in found.rows
+    )
+    return dataclasses.replace(found, rows=rows)
 
 
 def _write_page(path: Path, subject: Subject, weights: str | None, cards: Cards | None, begin: dict[str, int]) -> None:
@@ -138,7 +155,7 @@ def _write_page(path: Path, subject: Subject, weights: str | None, cards: Cards 
     require_file(path, "--html").write_text(
         page({Path(subject.model or f"{len(layers)} layers").stem: mine} | known(), **begin), encoding="utf-8"
     )
-    typer.echo(f"wrote {path}", err=True)
+    tell(f"wrote {path}")
 
 
 def _chosen(
@@ -150,7 +167,7 @@ def _chosen(
         UnsupportedError: a scheme was named that this model or engine cannot have.
     """
     from .. import planner, schemes
-    from ..geometry import only_dense
+    from ..integrations.refusals import refuses_turning
 
     names = None if given is None else names_of("--schemes", given)
     if engine == "vllm":
@@ -167,6 +184,11 @@ def _chosen(
             and (why := _not_in_vllm(subject, one))
         }
     else:
+        for n in names or ():
+            if n.startswith("kvbits_") or n in planner.VLLM_DENSE.keys() - planner.DENSE.keys():
+                here = n.removeprefix("kvbits_")
+                also = f", or take {here}" if here in schemes.PRESETS else ""
+                raise SpecError(f"--scheme {n} is a format of vLLM; add --engine vllm{also}")
         chosen = schemes.expand(names or list(planner.SHOWN), planner.GROUPS)
         refused = {}
         if subject.refused is not None:
@@ -175,12 +197,12 @@ def _chosen(
                 for one in chosen
                 if (n := one if isinstance(one, str) else one.name) not in planner.DENSE
             }
-        elif subject.config is not None and (how := only_dense(subject.config)) is not None:
+        elif subject.config is not None and (how := refuses_turning(subject.config)) is not None:
             packed = (
                 schemes.PRESETS[one] if isinstance(one, str) else one for one in chosen if one not in planner.DENSE
             )
             refused = {
-                s.name: f"the model {how}, which is no basis for klt; use int8_centered or int4"
+                s.name: f"the model {how}, so its keys cannot be turned back, as klt does; use int8_centered or int4"
                 for s in packed
                 if s.needs_rotary
             }
@@ -252,7 +274,6 @@ def _plan_table(found: Plan, subject: Subject) -> Table:
         title += f"\n{_memory(found, subject)}"
         columns += [
             f"users that fit\nat {found.context:,} tokens",
-            "users against\n16 bits",
             f"longest context\nof {counted(found.batch, 'user')}",
         ]
     table = new_table(title, *columns)
@@ -267,7 +288,6 @@ def _plan_table(found: Plan, subject: Subject) -> Table:
         if found.memory_bytes is not None:
             cells += [
                 "any" if r.max_batch is None else f"{r.max_batch:,}",
-                "" if r.more is None else f"{r.more:.2f} times",
                 "any" if r.max_context is None else f"{r.max_context:,}",
             ]
         table.add_row(*cells)
@@ -279,9 +299,16 @@ def _memory(found: Plan, subject: Subject) -> str:
     from ..units import human_bytes
 
     cards, left = found.cards, human_bytes(found.memory_bytes or 0)
+    how = "--gpu-memory or --ram counts them"
     if cards is None:
-        return f"{left} for the cache alone: weights and activations are not in it (--gpu-memory counts them)"
-    gpus = "1 GPU" if cards.count == 1 else f"each of {cards.count} GPUs (tensor parallel)"
+        return f"{left} for the cache alone: weights and activations are not in it ({how})"
+    gpus = (
+        "the RAM"
+        if subject.in_ram
+        else "1 GPU"
+        if cards.count == 1
+        else f"each of {cards.count} GPUs (tensor parallel)"
+    )
     return (
         f"{gpus}: {human_bytes(cards.memory_bytes)} - {human_bytes(cards.weights_share)} of weights"
         f" ({subject.weights_from}) - {human_bytes(cards.reserve_bytes or 0)} reserve = {left} for the cache"
@@ -289,7 +316,8 @@ def _memory(found: Plan, subject: Subject) -> str:
 
 
 def _plan_notes(found: Plan, subject: Subject) -> list[str]:
-    from ..geometry import has_key_bias, index_bytes, only_dense, text_config
+    from ..geometry import CROSS, has_key_bias, index_bytes, layer_places, text_config
+    from ..integrations.refusals import refuses_pages
     from ..units import human_bytes
 
     longest = subject.longest
@@ -302,13 +330,15 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
             f"Recurrent layers keep {human_bytes(found.state_bytes)} for each user, whatever the context; the totals"
             " count it."
         )
+    elif found.state_bytes is None and any(p.kind == CROSS for p in layer_places(subject.config)):
+        notes.append("Layers that attend to an image keep its keys and values in 16 bits; no total counts them.")
     elif found.state_bytes is None:
         notes.append("Recurrent layers keep a state of a size that is not known here; no total counts it.")
     if (
         subject.config is not None
         and subject.refused is None
         and found.engine == "transformers"
-        and (how := only_dense(subject.config))
+        and (how := refuses_pages(subject.config))
     ):
         notes.append(f"The model {how}: in Transformers it takes dense=True (KVCache.for_model).")
         if index := index_bytes(subject.config):
@@ -334,13 +364,14 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
         notes.append(f"--gpu-memory: {subject.memory_from}.")
     if found.cards is not None:
         notes.append(
-            "reserve: activations, the CUDA context, graphs, fragments; 12 % unless --reserve says otherwise. Quantized"
-            " weights: --weights."
+            f"reserve: {'the system, activations' if subject.in_ram else 'activations, the CUDA context, graphs'},"
+            " fragments; 12 % unless --reserve says otherwise. Quantized weights: --weights."
         )
-    if found.memory_bytes is not None and found.rows and all(r.more is None for r in found.rows):
+    sixteen = [r.total_bytes * r.memory_reduction / found.batch for r in found.rows]
+    if found.memory_bytes is not None and sixteen and sixteen[0] > found.memory_bytes:
         notes.append("In 16 bits not one user fits.")
-    if longest is not None and any((r.max_context or 0) > longest or r.unbounded for r in found.rows):
-        notes.append(f"The model itself was made for {longest:,} tokens.")
+    if longest is not None and found.memory_bytes and any(r.max_context == longest for r in found.rows):
+        notes.append(f"The longest context ends at the {longest:,} tokens that the model was made for.")
     if longest is not None and found.context > longest:
         notes.append(f"{found.context:,} tokens are more than the {longest:,} the model was made for.")
     from ..schemes import PRESETS, RECOMMENDED, weak_to_key_bias

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from ..files import require_file
-from .common import Json, command, print_json, show, when_stopped
+from .common import Json, command, print_json, when_stopped
+from .output import show, tell
 
 
 @command()
@@ -36,10 +37,9 @@ def report(
     when_stopped("nothing in the results is changed; the same command draws them anew")
     found = collect(results)
     if found.simulated:
-        typer.echo(
+        tell(
             f"left out {len(found.simulated)} simulated results ({', '.join(found.simulated[:3])}, ..): reports show"
-            " measured ones",
-            err=True,
+            " measured ones"
         )
     written: list[str] = []
     for path, make in ((html, page), (markdown, tables)):

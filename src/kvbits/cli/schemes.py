@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from .common import Json, command, new_table, print_json, show
+from .common import Json, command, new_table, print_json
+from .output import show
 
 
 @command("schemes")

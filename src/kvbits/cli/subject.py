@@ -6,11 +6,13 @@ Shared by `kvbits plan` and `kvbits fit`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import SpecError, UnsupportedError
+from .output import tell
 
 if TYPE_CHECKING:
     from ..geometry import PlainLayer
@@ -36,6 +38,12 @@ Memory = Annotated[
 ]
 
 
+Ram = Annotated[
+    str | None,
+    typer.Option(help="Instead: RAM of a machine that runs the model on its CPU, like 16GB; for weights and cache."),
+]
+
+
 @dataclass
 class Subject:
     """What is planned for: a model, or numbers.
@@ -45,6 +53,7 @@ class Subject:
         weights_from: where the bytes of its weights were found; None until they are needed.
         memory_from: which memory was taken for that of a GPU, where its name was given.
         state_bytes: of the recurrent states of a sequence; None where its formula is not known.
+        in_ram: its memory is a machine's RAM and no GPU's.
         refused: why pages of few bits cannot be made of it; `layers` then say what 16 bits hold.
     """
 
@@ -57,9 +66,16 @@ class Subject:
     memory_from: str | None = None
     refused: str | None = None
     state_bytes: int | None = 0
+    in_ram: bool = False
 
     def room(
-        self, gpu_memory: str | None, gpus: int, weights: str | None, reserve: str | None, memory: str | None
+        self,
+        gpu_memory: str | None,
+        gpus: int,
+        weights: str | None,
+        reserve: str | None,
+        memory: str | None,
+        ram: str | None = None,
     ) -> tuple[Cards | None, int | None]:
         """(the GPUs, bytes for the cache alone), as far as they are given.
 
@@ -68,6 +84,13 @@ class Subject:
         """
         from ..units import parse_bytes
 
+        if ram is not None:
+            given = {"--gpu-memory": gpu_memory, "--memory": memory, "--gpus": gpus if gpus > 1 else None}
+            if also := [name for name, value in given.items() if value is not None]:
+                raise SpecError(f"--ram is a machine without a GPU, {also[0]} is not; give one of them")
+            self.in_ram = True
+            memory_bytes = parse_bytes(ram, "--ram")
+            return _cards(memory_bytes, self.weights_bytes(weights), 1, reserve), None
         if gpu_memory is not None:
             if memory is not None:
                 raise SpecError(
@@ -78,7 +101,7 @@ class Subject:
         if unused := [name for name, value in others.items() if value is not None]:
             raise SpecError(
                 f"{', '.join(unused)} means nothing without --gpu-memory, the memory of each GPU, like --gpu-memory"
-                " 80GB"
+                " 80GB, or without --ram"
             )
         return None, None if memory is None else parse_bytes(memory, "--memory")
 
@@ -113,9 +136,7 @@ class Subject:
         else:
             from ..weights import weights_bytes
 
-            nbytes, self.weights_from = weights_bytes(
-                self.model, self.config, say=lambda text: typer.echo(text, err=True)
-            )
+            nbytes, self.weights_from = weights_bytes(self.model, self.config, say=lambda text: tell(text))
         return nbytes
 
 
@@ -184,12 +205,20 @@ def subject_of(
 
 
 def _of_model(model: str, in_16_bits: bool) -> Subject:
+    from .. import gguf_header
     from ..config_file import read_config
     from ..geometry import find_model, layer_geometries, max_context, plain_layers, query_heads, state_bytes
+    from ..integrations.refusals import refuses
 
-    if str(find_model(model, look_up=False)).endswith(".gguf"):
-        typer.echo(f"reading {model}: a GGUF file is read with Transformers, which takes seconds", err=True)
+    path = find_model(model, look_up=False)
+    if isinstance(path, Path) and path.suffix == ".gguf" and gguf_header.stated(path) is None:
+        tell(f"reading {model}: a GGUF file is read with Transformers, which takes seconds")
     config = read_config(model)
+    if (own := refuses(config)) is not None:
+        raise UnsupportedError(
+            f"KVCache.for_model refuses {config.described if hasattr(config, 'described') else model}, which {own}; a"
+            " plan would count another cache than the model has"
+        )
     refused = None
     found: tuple[LayerGeometry | PlainLayer, ...]
     try:

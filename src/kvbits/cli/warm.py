@@ -11,6 +11,7 @@ import typer
 from .. import RECOMMENDED
 from ..errors import SpecError, UnsupportedError, counted, unknown
 from .common import Json, command, names_of, print_json
+from .output import write
 from .subject import Subject, subject_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def warm(
     arch: Annotated[
         str | None,
         typer.Option(
-            help="GPUs to compile for, comma-separated, like sm_80,sm_90; needs none of them.",
+            help="GPUs to compile for, comma-separated, like sm_80,H100; needs none of them.",
             show_default="the GPUs here",
         ),
     ] = None,
@@ -83,9 +84,7 @@ def warm(
         return
     for r in rows:
         how = f"{r['compiled']} compiled now, {r['kernels'] - r['compiled']} found, in {r['seconds']:.1f} s"
-        typer.echo(
-            f"{r['arch']}: {counted(r['kernels'], 'kernel')}, {human_bytes(r['nbytes'])} in {kept.folder()}: {how}"
-        )
+        write(f"{r['arch']}: {counted(r['kernels'], 'kernel')}, {human_bytes(r['nbytes'])} in {kept.folder()}: {how}")
 
 
 def _capabilities(arch: str | None) -> list[tuple[int, int]]:
@@ -95,6 +94,8 @@ def _capabilities(arch: str | None) -> list[tuple[int, int]]:
         SpecError: no such GPU can be, or there is none.
     """
     import torch
+
+    from ..gpus import capability as of_card
 
     if arch is None:
         found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
@@ -107,11 +108,11 @@ def _capabilities(arch: str | None) -> list[tuple[int, int]]:
     capabilities = []
     for name in names_of("--arch", arch):
         match = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)", name)
-        capability = (int(match[1]), int(match[2])) if match else (0, 0)
+        capability = (int(match[1]), int(match[2])) if match else of_card(name) or (0, 0)
         if capability < (8, 0):
             raise SpecError(
-                f"--arch {name!r} is no GPU that kernels run on; write sm_80 (the least), sm_86, sm_89, sm_90, sm_100"
-                " or sm_120"
+                f"--arch {name!r} is not a GPU that kernels run on; write sm_80 (the least), sm_86, sm_89, sm_90,"
+                " sm_100 or sm_120, or a card like H100"
             )
         capabilities.append(capability)
     return capabilities

@@ -38,7 +38,7 @@ from ..errors import (
     UnsupportedError,
     counted,
 )
-from ..geometry import layer_geometries, layer_places, only_dense, text_config
+from ..geometry import CROSS, layer_geometries, layer_places, text_config
 from ..ops import decode
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
 from ..units import parse_tokens
@@ -50,6 +50,7 @@ from .identity import Owner, identity
 from .masks import NAME, Columns, cache_among, name_for
 from .models import require_loaded, scheme_for, unfit_for
 from .placement import device_of
+from .refusals import refuses, refuses_pages
 from .rotary import stored_layers
 from .tensor_parallel import Ranks
 
@@ -57,59 +58,6 @@ if TYPE_CHECKING:
     from ..calibrate import Calibration
     from ..store.prefix_store import PrefixStore
 
-UNFIT = {
-    "diffllama": "splits its values in halves after caching them",
-    "doge": "makes a mask of its values after caching them",
-    "git": "attends by code of its own",
-    "jetmoe": "repeats its keys and values after caching them",
-    "t5gemma2_decoder": "joins its keys with those of its encoder after caching them",
-    **dict.fromkeys(
-        ("inkling_text", "inkling2_text", "inkling2_loop_text"),
-        "adds a position bias to its scores, which no kernel takes",
-    ),
-    **dict.fromkeys(
-        ("t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano", "pix2struct_text_model"),
-        "adds a position bias to its scores, which no kernel takes",
-    ),
-    "moshi": "has a window by its configuration, and masks that know none",
-    "bigbird_pegasus": "has an encoder that makes masks of its own",
-}
-"""Models by `model_type` whose attention is looked up in the registry and still cannot read pages, and why."""
-OWN_CACHE = {
-    "minimax": "takes no cache but a class of its own (MiniMaxCache)",
-    "recurrent_gemma": "keeps its recurrent states in itself, where no cache can select, copy or reset them",
-    **dict.fromkeys(("rwkv", "xlstm"), "keeps states of one size and no keys or values, in a class of its own"),
-    "openai-gpt": "has no cache: it computes the whole sequence for every token",
-    "xlm": "takes no past_key_values: generate() has it compute the whole sequence for every token",
-    "xlnet": "keeps hidden states (mems) instead of keys and values",
-    **dict.fromkeys(
-        ("gemma4_assistant", "gemma4_unified_assistant"),
-        "has no cache: it reads the keys and values of the model that it drafts for, which may have a KVCache",
-    ),
-    **dict.fromkeys(
-        ("mllama", "mllama_text_model"),
-        "keeps keys of an image in its cross-attention layers (cross_attention_layers), in the cache of the text's",
-    ),
-    "reformer": "caches hidden states and hashed buckets instead of keys and values",
-    "blt": (
-        "has one cache for its encoder of bytes and one for its decoder, and no configuration that says what both hold"
-    ),
-    "pi0": "predicts a robot's actions: it generates no text, and crops its cache for every step of them",
-    "deepseek_v4": (
-        "compresses the keys of many tokens into one, in cache layers of its own (heavily_compressed_attention,"
-        " compressed_sparse_attention)"
-    ),
-    "unlimited_ocr_text": (
-        "keeps an image's tokens for ever in front of a window, in a cache layer of its own"
-        " (reference_sliding_attention)"
-    ),
-    "qwen4_exp_text": "writes the positions of its index keys into the layers of its cache, and index keys before keys",
-    "glm5_next_text": (
-        "reads the shape of cached keys beside its index keys, which it pools, and some of its latents have no rotary"
-        " part"
-    ),
-}
-"""Models by `model_type` that keep what they know of a sequence in a way that pages cannot, and how."""
 _BEFORE = "_attention_before_kvbits"
 """Where a model keeps the attention implementations that it had."""
 
@@ -221,16 +169,7 @@ class KVCache(Closed, Cache):
         """
         require_loaded(model)
         prompts.require_no_prefix_tuning(model)
-        if (
-            own := next(
-                (
-                    OWN_CACHE[c.model_type]
-                    for c in (model.config, text_config(model.config))
-                    if c.model_type in OWN_CACHE
-                ),
-                None,
-            )
-        ) is not None:
+        if (own := refuses(model.config)) is not None:
             raise UnsupportedError(f"{type(model).__name__} {own}; use the stock cache")
         if scheme is None:
             scheme = schemes.RECOMMENDED if budget is None else schemes.elastic(layer_geometries(model.config))
@@ -714,12 +653,14 @@ def _layers(pages: PagedCache, columns: Columns, config: Any, dense: bool) -> li
         return [own(pages, columns, i) for i in range(len(places))]
     from transformers.cache_utils import DummyLayer
 
-    from .recurrent import DenseHybridLayer, HybridLayer, IndexedLayer, RecurrentLayer
+    from .recurrent import CrossLayer, DenseHybridLayer, HybridLayer, IndexedLayer, RecurrentLayer
 
     states, hybrid = getattr(config, "number_of_conv_states", 1), DenseHybridLayer if dense else HybridLayer
     found: list[Any] = []
     for p in places:
-        if p.stored is None or p.shares:
+        if p.kind == CROSS:
+            found.append(CrossLayer())
+        elif p.stored is None or p.shares:
             found.append(RecurrentLayer(states) if p.has_state and not p.is_indexed else DummyLayer())
         elif p.is_indexed:
             found.append(IndexedLayer(pages, columns, p.stored))
@@ -777,9 +718,7 @@ def use_kvbits_attention(model: Any) -> None:
     Raises:
         UnsupportedError: the model does not take attention functions from Transformers' registry.
     """
-    if (
-        how := UNFIT.get(model.config.get_text_config(decoder=True).model_type) or only_dense(model.config)
-    ) is not None:
+    if (how := refuses_pages(model.config)) is not None:
         raise UnsupportedError(f"{type(model).__name__} {how}, so it cannot attend over pages")
     if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
         generation.attach(model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from ..cache.paged_cache import PagedCache
 from ..errors import CacheStateError, UnsupportedError, counted
@@ -142,16 +142,47 @@ class IndexedLayer(DenseLayer):
         """Nothing to do."""
 
 
+class CrossLayer(DynamicLayer):
+    """A layer that attends to an image alone: keeps its keys and values as the stock cache does, whatever the text."""
+
+    record_past = True  # tokens of the text go back without it
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values of all sequences' images."""
+        return sum(x.nbytes for x in (self.keys, self.values) if x is not None)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Keep all: what is cropped are tokens of the text."""
+
+    def reset(self) -> None:
+        """Forget the image; the next may be of another batch."""
+        DynamicLayer.__init__(self)
+
+    def select_states(self, indices: torch.Tensor) -> None:
+        """Give sequence i the image of the old indices[i]."""
+        if self.is_initialized:
+            self.batch_select_indices(indices.to(self.keys.device))
+
+    def repeat_states(self, repeats: int) -> None:
+        """Repeat the image of every sequence."""
+        if self.is_initialized:
+            self.batch_repeat_interleave(repeats)
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do."""
+
+
 class States:
     """What layers of a cache keep beside the pages.
 
     Attributes:
-        layers: that keep recurrent states or index keys.
+        layers: that keep recurrent states, index keys, or an image's keys and values.
         halfway: a pass has moved some of the states and has not ended.
     """
 
     def __init__(self, layers: tuple[Any, ...]) -> None:
-        self.layers = [layer for layer in layers if isinstance(layer, (RecurrentLayer, IndexedLayer))]
+        self.layers = [layer for layer in layers if isinstance(layer, (RecurrentLayer, IndexedLayer, CrossLayer))]
         self.halfway = False
 
     @property

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
-from ..geometry import layer_geometries, layer_types, only_dense, text_config
+from ..geometry import layer_geometries, layer_types, text_config
 from ..spec import LayerGeometry, Rotary, Scheme
+from .refusals import refuses_turning
 
 
 def stored_layers(layers: tuple[LayerGeometry, ...], scheme: Scheme, model: Any) -> tuple[LayerGeometry, ...]:
@@ -45,12 +46,7 @@ def with_rotary(layers: tuple[LayerGeometry, ...], model: Any) -> tuple[LayerGeo
     """
     config = text_config(model.config)
     name = type(model).__name__
-    if any("mrope_section" in (getattr(config, name, None) or {}) for name in ("rope_parameters", "rope_scaling")):
-        raise UnsupportedError(
-            f"{name} turns channels by several positions (M-RoPE), so its keys cannot be turned back; use a scheme"
-            " without pre_rope and basis='calibrated'"
-        )
-    if (how := only_dense(config)) is not None:
+    if (how := refuses_turning(config)) is not None:
         raise UnsupportedError(
             f"{name} {how}, so its keys cannot be turned back; use a scheme without pre_rope and basis='calibrated'"
         )

@@ -24,7 +24,8 @@ from ..errors import SpecError
 from ..files import to_json
 from ..geometry import layer_geometries, max_context, query_heads
 from ..gpus import CARDS, MIB
-from ..planner import RESERVE
+from ..integrations.engine.served import FORMATS, PAGE_SIZE
+from ..planner import RESERVE, VLLM_BLOCK, VLLM_DENSE, VLLM_SHOWN, vllm_layouts
 from ..spec import CacheSpec, LayerGeometry
 from ..spec.cache import LayerGroup
 from ..weights import COUNTED, bytes_of_config
@@ -115,6 +116,12 @@ def _model(model: Model, formats: _Formats) -> dict[str, Any]:
             ]
         except SpecError:
             continue  # a preset that heads of this size cannot have
+    of_vllm: dict[str, list[Any]] = {}
+    for name in VLLM_SHOWN:
+        try:
+            of_vllm[f"vLLM {name}"] = _blocks(name, model.layers, kinds, kind)
+        except SpecError:
+            continue  # a format that heads of this size cannot have
     return {
         "weights": model.weights_bytes,
         "heads": model.query_heads,
@@ -122,7 +129,27 @@ def _model(model: Model, formats: _Formats) -> dict[str, Any]:
         "state": model.state_bytes,
         "layers": [[sum(kind(g) == k for g in model.layers), *k] for k in kinds],
         "schemes": of_schemes,
+        "vllm": of_vllm,
     }
+
+
+def _blocks(name: str, layers: tuple[LayerGeometry, ...], kinds: list[Any], kind: Any) -> list[Any]:
+    """[tokens of a block, [[kind of layer, layers, bytes of a kv head in a block], ...]] of a format in vLLM.
+
+    Raises:
+        SpecError: heads of this size cannot have it.
+    """
+    if name in VLLM_DENSE:
+        sizes = [VLLM_BLOCK * VLLM_DENSE[name] * (g.head_dim + g.value_head_dim) for g in layers]
+        block = VLLM_BLOCK
+    else:
+        if why := next((w for g in layers if (w := FORMATS[name].refuses(g.head_dim, g.value_head_dim, False))), None):
+            raise SpecError(why)
+        pages = vllm_layouts(name, layers, "bfloat16")
+        sizes = [x.page_size_bytes // g.num_kv_heads for x, g in zip(pages, layers, strict=True)]
+        block = PAGE_SIZE
+    found = [(kinds.index(kind(g)), size) for g, size in zip(layers, sizes, strict=True)]
+    return [block, [[k, found.count((k, size)), size] for k, size in dict.fromkeys(found)]]
 
 
 def plan_data(models: Mapping[str, Model]) -> dict[str, Any]:
@@ -161,7 +188,7 @@ def section(models: Mapping[str, Model], *, context: int = 8192, gpus: int = 1, 
     at, users = min(max(math.log2(context), 7), 20), min(batch, 256)
     controls = (
         select("plan-model", "model", list(models))
-        + select("plan-card", "GPU", list(CARDS), "H100")
+        + select("plan-card", "GPU", list(CARDS), _measured_card(models))
         + select("plan-gpus", "GPUs (tensor parallel)", shares, str(gpus))
         + select("plan-preset", "preset", list(schemes.CORE), schemes.RECOMMENDED)
     )
@@ -173,25 +200,38 @@ def section(models: Mapping[str, Model], *, context: int = 8192, gpus: int = 1, 
         "users that fit",
         "longest context",
         "memory of these users",
-        "worst KL at 8,192 tokens",
         "tokens a second, users x tokens",
     )
     header = "".join(f'<th scope="col">{c}</th>' for c in columns)
     note = (
         "The numbers of <code>kvbits plan MODEL --gpu-memory</code>: what caches of fixed capacity allocate on each"
-        " GPU, whole pages, scales and raw newest tokens included. Reserve: activations, the CUDA context, graphs. KL:"
-        " nats over the same text in 16 bits, the worst of the models measured. Tokens a second: through Transformers,"
-        " 16 bits with FlashAttention, presets in a CUDA graph. GB is 10⁹ bytes."
+        " GPU, whole pages, scales and raw newest tokens included. Rows of vLLM hold whole blocks; the raw copies that"
+        " klt formats also keep of some users are not in them. Reserve: activations, the CUDA context, graphs. Tokens a"
+        " second: through Transformers, all in a CUDA graph, 16 bits with FlashAttention-3. GB is 10⁹ bytes."
+    )
+    measured = json.loads(asset("measured.json"))["loss"]
+    losses = "".join(f"<tr><td>{html.escape(n)}</td><td>{html.escape(x)}</td></tr>" for n, x in measured.items())
+    accuracy = (
+        "<details><summary>accuracy, measured on small models</summary><p class='note'>Worst KL at 8,192 tokens against"
+        " the same model in 16 bits, nats, and the model that it was measured on. It was not measured on the model"
+        " above.</p><table><thead><tr><th scope='col'>preset</th><th scope='col'>worst KL (model)</th></tr></thead>"
+        f"<tbody>{losses}</tbody></table></details>"
     )
     data = to_json(plan_data(models), compact=True).replace("<", "\\u003c")
     return (
         f'<div class="controls">{controls}</div><div class="sliders">{sliders}</div><p id="plan-answer"></p><p'
         f' class="note" id="plan-left"></p><div class="wide"><table><thead><tr>{header}</tr></thead><tbody'
-        ' id="plan-rows"></tbody></table></div><p class="note" id="plan-about"></p><details><summary>a model that is'
-        ' not listed</summary><label>its config.json<textarea id="plan-paste" rows="6"></textarea></label><p'
+        f' id="plan-rows"></tbody></table></div><p class="note" id="plan-about"></p>{accuracy}<details><summary>a model'
+        ' that is not listed</summary><label>its config.json<textarea id="plan-paste" rows="6"></textarea></label><p'
         f' class="note" id="plan-paste-says"></p></details><p class="note">{note}</p><script type="application/json"'
         f' id="plan-data">{data}</script><script>{asset("plan.js")}</script>'
     )
+
+
+def _measured_card(models: Mapping[str, Model]) -> str:
+    """The card on which the first model's speed was measured, else the commonest."""
+    speed = json.loads(asset("measured.json"))["speed"].get(next(iter(models)), {})
+    return str(next(iter(speed), "H100"))
 
 
 def page(models: Mapping[str, Model], *, context: int = 8192, gpus: int = 1, batch: int = 1) -> str:

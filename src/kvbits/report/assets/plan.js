@@ -28,6 +28,14 @@ const plan = (() => {
         total += 2 * count * shared(heads, gpus) * (key + value) * (window === null ? tokens : Math.min(tokens, window - 1));
       return total;
     }
+    if (model.vllm?.[scheme]) {
+      const [block, parts] = model.vllm[scheme], all = Math.ceil(tokens / block);
+      for (const [kind, count, size] of parts) {
+        const [, heads, , , window] = model.layers[kind];
+        total += size * count * shared(heads, gpus) * (window === null ? all : Math.min(all, Math.ceil((window - 1) / block) + 1));
+      }
+      return total;
+    }
     for (const [kind, count, number] of model.schemes[scheme]) {
       const [, heads, , , window] = model.layers[kind], format = data.formats[number], held = pages(format, tokens, window);
       let one = 0;
@@ -50,6 +58,8 @@ const plan = (() => {
     }
     return low;
   }
+  // No context is longer than the model was made for.
+  const within = (n, most) => most === null || most === undefined ? n : n === null ? most : Math.min(n, most);
   // ask: {memory, gpus, context, batch} -> {left, share, kept, rows: [{scheme, total, users, more, longest}]}, or {refused}.
   function rows(data, model, ask) {
     const { memory, gpus, context, batch } = ask;
@@ -58,11 +68,11 @@ const plan = (() => {
     if (kind) return { refused: `${kind[1]} kv heads cannot be shared by ${gpus} GPUs.` };
     const share = Math.ceil(model.weights / gpus), kept = Math.floor(data.reserve * memory), left = memory - share - kept;
     if (left < 1) return { share, kept, left, refused: "Nothing is left for a cache: more or larger GPUs, or quantized weights." };
-    const found = ["bf16", ...Object.keys(model.schemes)].map((scheme) => {
+    const found = ["bf16", ...Object.keys(model.schemes), ...Object.keys(model.vllm ?? {})].map((scheme) => {
       const of = (tokens) => bytes(data, model, scheme, tokens, gpus);
-      return { scheme, total: of(context) * batch, users: Math.floor(left / of(context)), longest: longest(of, left, batch) };
+      return { scheme, total: of(context) * batch, users: Math.floor(left / of(context)), longest: within(longest(of, left, batch), model.longest) };
     });
-    found.forEach((r) => { r.more = found[0].users ? r.users / found[0].users : null; });
+    found.forEach((r) => { r.more = found[0].total / r.total; });
     return { share, kept, left, rows: found };
   }
   // A model of a config.json: decoders whose layers are all alike, whose every number is stated. Anything else is refused, never guessed.
@@ -114,11 +124,11 @@ if (typeof document !== "undefined") (() => {
       + `${context(mine)} tokens for each of ${number(ask.batch)} instead of ${context(base)}.` : "";
     const users = top("users"), most = top("longest");
     $("rows").replaceChildren(...rows.map((r) => {
-      const row = document.createElement("tr"), kind = r.scheme === "bf16" ? "base" : "", loss = data.loss[r.scheme], speed = pasted ? null : data.speed[name]?.[card]?.[r.scheme];
+      const row = document.createElement("tr"), kind = r.scheme === "bf16" ? "base" : "", speed = pasted ? null : data.speed[name]?.[card]?.[r.scheme];
       if (r.scheme === chosen) row.style.fontWeight = "600";
       row.append(cell(r.scheme), barred(number(r.users) + (r.more === null || kind ? "" : `, ${r.more.toFixed(2)}x`), r.users / users, kind),
         barred(context(r), r.longest === null ? 1 : r.longest / most, kind), cell(size(r.total)),
-        cell(kind ? "0" : loss ? loss : "not measured"), cell(speed && ask.gpus === 1 ? speed : "not measured"));
+        cell(speed && ask.gpus === 1 ? speed : "not measured"));
       return row;
     }));
     $("about").textContent = data.descriptions[chosen] ? `${chosen}: ${data.descriptions[chosen]}.` : "";
