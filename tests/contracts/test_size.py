@@ -28,7 +28,9 @@ def test_layout_comments_and_docstrings_are_free(sizes):
 
 
 def test_rooms_are_folders_of_the_package(sizes):
-    assert sizes.room("src/kvbits/cache/pool.py") == "src/cache" and sizes.room("src/kvbits/units.py") == "src, top level"
+    assert (
+        sizes.room("src/kvbits/cache/pool.py") == "src/cache" and sizes.room("src/kvbits/units.py") == "src, top level"
+    )
     assert sizes.room("src/kvbits/ops/cuda/close.py") == "src/ops" and sizes.room("tests/ops/by_hand.py") == "tests"
 
 
