@@ -1,8 +1,9 @@
 """Writes the generated tables of README.md and docs, docs/plan.html and docs/results/report.html, from
 benchmarks/results: `python docs/make_tables.py`. A test compares.
 
-README has `preset_table` and `milliseconds_table`, docs/guide/choose.md `short_table`, docs/results/evaluation.md `scheme_table`, `length_table` and
-`chains_table`; benchmarks/tables_gpu.py has the tables of one GPU, which are written, too.
+README has `preset_table` and `milliseconds_table`, docs/guide/choose.md `short_table`, docs/results/evaluation.md
+`scheme_table`, `length_table` and `chains_table`; benchmarks/tables_gpu.py has the tables of one GPU, which are
+written, too.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from ..spec import Scheme
 
 TASKS_HELP = (
-    "Comma-separated: fidelity (perplexity, KL), decode, greedy, follow, replay, attention, passkey, needle, entities,"
-    " copying, tracking, ruler, humaneval, gsm8k, mmlu, arc."
+    "Comma-separated: fidelity (perplexity, KL), decode, greedy, follow, replay, attention, entities, copying,"
+    " tracking, ruler, humaneval, gsm8k, mmlu."
 )
 
 
@@ -95,7 +95,7 @@ def evaluate(
     contexts: Annotated[
         str, typer.Option(help="Retrieval, tracking, ruler (300 at least): tokens of a prompt; copying: tokens back.")
     ] = "1024,2048",
-    depths: Annotated[str, typer.Option(help="passkey, needle: where the needle sits, 0 to 1.")] = "0,0.25,0.5,0.75,1",
+    depths: Annotated[str, typer.Option(help="entities: who is asked for, 0 (the first) to 1.")] = "0,0.25,0.5,0.75,1",
     repeats: Annotated[int, typer.Option(help="Prompts per length and depth, or kind.", min=1)] = 1,
     limit: Annotated[
         int | None,
@@ -124,7 +124,7 @@ def evaluate(
     ] = None,
     dtype: Dtype = "auto",
     device: Device = None,
-    seed: Annotated[int, typer.Option(help="Draws passkeys, filler and samples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Draws prompts and samples.")] = 0,
     alone: Annotated[
         bool, typer.Option("--alone", help="Also each preset's keys alone (values raw), and its values alone.")
     ] = False,
