@@ -343,7 +343,7 @@ def short_table() -> str:
     """Tokens up to which a preset of few bits takes more bytes than 8 bits, between its markers: arithmetic."""
     names = ("int4", "kivi4", "klt4", "klt3", "klt2")
     layers = planner.uniform(1, 8, HEAD_DIM)
-    kinds = {
+    kinds: dict[str, dict[str, Any]] = {
         "16-bit models": {"raw_dtype": "bfloat16"},
         "32-bit models": {"raw_dtype": "float32"},
         "vLLM": {"engine": "vllm"},

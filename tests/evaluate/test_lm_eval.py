@@ -17,7 +17,7 @@ pytest.importorskip("datasets", reason="datasets is not installed (pip install d
 from kvbits.errors import SpecError
 from kvbits.evaluate.caches import base_factory, factory
 from kvbits.evaluate.lm_eval import KvbitsLM
-from kvbits.evaluate.tasks import Context, Options, load, questions
+from kvbits.evaluate.tasks import Context, Options, generation, load
 from kvbits.evaluate.texts import Text
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -119,7 +119,7 @@ def test_the_number_after_the_mark_is_the_answer(tmp_path, monkeypatch, written,
     monkeypatch.setattr(
         gsm.context.tokenizer.__class__, "decode", lambda self, ids, **k: "".join(self.convert_ids_to_tokens(ids))
     )
-    monkeypatch.setattr(questions, "generate", lambda *a: [tokens])
+    monkeypatch.setattr(generation, "generate", lambda *a: [tokens])
     assert gsm.run("3", {"32-bit": base_factory(gsm.context.model)}, lambda n: None)["32-bit"]["right"] == right
 
 
