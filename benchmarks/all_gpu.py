@@ -387,7 +387,7 @@ def parts(environment: Mapping[str, str]) -> list[Part]:
         Part(
             "paper",
             "the INT8 paper's study",
-            ("-m", "kvbits", "bench", "paper", "--out", "{out}/paper.json"),
+            ("-m", "studies", "paper", "--out", "{out}/paper.json"),
             "paper.json",
             150,
             400,

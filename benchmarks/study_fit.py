@@ -8,7 +8,7 @@ included, plus the raw first and newest tokens of the fitted schemes. `kvbits fi
 then its choice, the mildest one (`alike`: all layers taken for equally sensitive) and the presets that fit the budget
 are measured as whole caches on windows of --text. Measurements are kept in --work: a run that stops goes on. --schemes
 keeps the choice of each budget as a scheme file (fitted-3.5.json, its calibration beside it), for `kvbits eval MODEL
---schemes DIR/fitted-3.5.json --tasks passkey,gsm8k`.
+--schemes DIR/fitted-3.5.json --tasks gsm8k`.
 
 The rows: bits, KL of the fitted choice before and after (predicted, measured on the novel, measured on --text), the
 best preset of equal or fewer bytes on --text and the ratio of the two. `taken` says what `kvbits fit` would have

@@ -40,7 +40,6 @@ NEEDED = {
     "humaneval": "completion",
     "gsm8k": "chosen",
     "mmlu": "chosen",
-    "arc": "chosen",
 }
 """What a run that goes on would need of each item: a file without it says so (`trimmed`), and `kvbits eval` refuses to
 go on from it.

@@ -1,8 +1,9 @@
 """Writes the generated tables of README.md and docs, docs/plan.html and docs/results/report.html, from
 benchmarks/results: `python docs/make_tables.py`. A test compares.
 
-README has `preset_table` and `milliseconds_table`, docs/results/evaluation.md `scheme_table`, `length_table` and
-`chains_table`; benchmarks/tables_gpu.py has the tables of one GPU, which are written, too.
+README has `preset_table` and `milliseconds_table`, docs/guide/choose.md `short_table`, docs/results/evaluation.md
+`scheme_table`, `length_table` and `chains_table`; benchmarks/tables_gpu.py has the tables of one GPU, which are
+written, too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import tables_gpu  # noqa: E402
 from run_files import read  # noqa: E402
 from speeds import complete, gpu_latest, gpu_rows, gpu_speeds, graphed, kernel_groups, newest_tokens  # noqa: E402
 
-from kvbits import schemes  # noqa: E402
+from kvbits import planner, schemes  # noqa: E402
 from kvbits.errors import SpecError  # noqa: E402
 from kvbits.evaluate import MAX_KL, MAX_PPL_CHANGE  # noqa: E402
 from kvbits.evaluate.fidelity import DECODING_CHUNK, DRIFT_FROM, read_raw  # noqa: E402
@@ -52,6 +53,8 @@ from kvbits.spec import CacheSpec, LayerGeometry  # noqa: E402
 BENCHMARKS = ROOT / "benchmarks" / "results"
 FIGURES = "src/kvbits/report/assets/measured.json"
 """What the package knows of what was measured."""
+SHORT_SEQUENCES = "short-sequences"
+"""Name of the place for `short_table`."""
 SCHEMES, TABLE, MILLISECONDS, LENGTHS, CHAINS = (
     "scheme-table",
     "preset-table",
@@ -334,6 +337,24 @@ def cpu_speeds(results: Results, benchmarks: Path) -> CpuSpeeds:
         words,
         note,
     )
+
+
+def short_table() -> str:
+    """Tokens up to which a preset of few bits takes more bytes than 8 bits, between its markers: arithmetic."""
+    names = ("int4", "kivi4", "klt4", "klt3", "klt2")
+    layers = planner.uniform(1, 8, HEAD_DIM)
+    kinds: dict[str, dict[str, Any]] = {
+        "16-bit models": {"raw_dtype": "bfloat16"},
+        "32-bit models": {"raw_dtype": "float32"},
+        "vLLM": {"engine": "vllm"},
+    }
+    rows = []
+    for kind, options in kinds.items():
+        served = [n for n in names if "engine" not in options or f"kvbits_{n}" in FORMATS]
+        wanted = [f"kvbits_{n}" for n in served] if "engine" in options else served
+        found = {r.scheme.removeprefix("kvbits_"): r.larger_up_to for r in planner.plan(layers, wanted, **options).rows}
+        rows.append([kind, *(str(found[n] or 0) if n in found else "" for n in names)])
+    return _between(SHORT_SEQUENCES, table(["tokens, at most", *(f"`{n}`" for n in names)], rows))
 
 
 def scheme_table(results: Results, benchmarks: Path) -> str:
@@ -637,60 +658,52 @@ def decoded(results: Results) -> list[Model]:
     return [m for m in timed if all("NVIDIA" not in str(c.run.get("device")) for c in m.tasks["decode"].values())]
 
 
-def decoded_groups(results: Results, presets: tuple[str, ...]) -> list[dict[str, Any]]:
-    """A group of bars (see `kernel_groups`) for each model whose tokens were timed on a CPU."""
-    found = []
-    for m in decoded(results):
-        cells = {n: c for n, c in m.tasks["decode"].items() if c.summary.get("speed_ratio")}
-        first = next(iter(cells.values()))
-        bars = [
-            {
-                "label": n,
-                "value": round(c.summary["speed_ratio"], 2),
-                "kind": "kvbits" if c.kind == "kvbits" else "stock",
-            }
-            for n, c in cells.items()
-        ]
-        what = f"tokens of {m.title} after {first.settings['context']:,}"
-        note = (
-            f"Through Transformers, {what}, {first.run['threads']} thread of {first.run['device']}; Transformers' own"
-            " caches in orange."
-        )
-        found.append({"title": f"CPU, {what}", "unit": "times as fast as the stock cache", "note": note, "bars": bars})
-        complete(found[-1], presets)
-    return found
+def cpu_groups(benchmarks: Path, presets: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The group of bars (see `kernel_groups`) of the README's column for CPUs: the same run over the same baseline."""
+    found = _cpu_benchmark(benchmarks)
+    if found is None:
+        return []
+    bars = [
+        {"label": name, "value": float(cell.removesuffix("x")), "kind": "stock" if name == "16-bit" else "kvbits"}
+        for name, cell in found.cells.items()
+    ]
+    group = {
+        "title": f"Tokens on a CPU{found.instructions}",
+        "unit": "times as fast as the stock cache",
+        "note": found.note,
+        "bars": bars,
+    }
+    complete(group, presets)
+    return [group]
+
+
+def page_results(benchmarks: Path) -> Results:
+    """What the page of the committed results shows: the README's windows of 1,024 tokens in float32, whose rounding
+    hides nothing, and what layers alone lose.
+
+    Models that were measured in 16 bits only are in the README's table, not on the page.
+    """
+    at_short = {
+        f"{m.name}-{m.facts['dtype']}": m
+        for m in _finest(_models_in(benchmarks, SHORT))
+        if m.facts["dtype"] == "float32"
+    }
+    by_layer = {
+        key: Model(m.name, m.facts, {"attention": m.tasks["attention"]})
+        for key, m in collect(benchmarks / "eval").models.items()
+        if "attention" in m.tasks
+    }
+    return Results(at_short | by_layer)
 
 
 def beside(results: Results, benchmarks: Path) -> Beside:
-    """What the page of the committed results shows of benchmarks."""
-    chosen = recommended(results)
-    return Beside(
-        gpu_speeds(benchmarks),
-        [*kernel_groups(benchmarks, chosen), *decoded_groups(results, chosen)],
-        _recipes(benchmarks),
-    )
+    """What the page of the committed results shows of benchmarks.
 
-
-def _recipes(benchmarks: Path) -> list[dict[str, Any]]:
-    """Marks of methods that are simulated only (benchmarks/study_basis.py): rows of `basis/recipes/*.json`, one file
-    for each model.
+    Args:
+        results: of `page_results`.
     """
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(benchmarks.glob("basis/recipes/*.json")):
-        for r in json.loads(path.read_text())["rows"]:
-            rows.setdefault(r["scheme"], []).append(r)
-    return [
-        {
-            "name": name,
-            "kind": "simulated",
-            "bits": max(r["bits_per_element"] for r in some),
-            "kl": max(r["kl"] for r in some),
-            "speed": None,
-            "recommended": False,
-            "models": len(some),
-        }
-        for name, some in rows.items()
-    ]
+    chosen = recommended(results.of_today())
+    return Beside(gpu_speeds(benchmarks), [*kernel_groups(benchmarks, chosen), *cpu_groups(benchmarks, chosen)])
 
 
 def calculator_figures(benchmarks: Path) -> str:
@@ -727,15 +740,17 @@ def write(root: Path, benchmarks: Path) -> list[Path]:
             chains_table(benchmarks),
         ),
         "docs/results/points.md": points_tables(benchmarks),
+        "docs/guide/choose.md": (short_table(),),
     }
     for name, tables in parts.items():
         text = (root / name).read_text(encoding="utf-8")
         for part in tables:
             text = put_into(text, part)
         (root / name).write_text(text, encoding="utf-8")
+    shown = page_results(benchmarks)
     (root / FIGURES).write_text(calculator_figures(benchmarks), encoding="utf-8")
     (root / "docs/plan.html").write_text(plan_page.page(plan_page.known()), encoding="utf-8")
-    (root / "docs/results/report.html").write_text(page(results, beside(results, benchmarks)), encoding="utf-8")
+    (root / "docs/results/report.html").write_text(page(shown, beside(shown, benchmarks)), encoding="utf-8")
     for name in tables_gpu.DOCUMENTS:
         (root / name).write_text(tables_gpu.filled((root / name).read_text(encoding="utf-8")), encoding="utf-8")
     return [

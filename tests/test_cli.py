@@ -763,7 +763,7 @@ def test_calibrate_writes_a_file_that_loads(loader, tmp_path):
     data = run_json("calibrate", "tiny", *small)
     assert data["scheme"] == "klt4", "without --scheme what the README recommends"
     assert (data["text"], data["prompts"]) == (
-        "novel+code",
+        "novel-end+code",
         3,
     ), "a basis sees what queries look for: in prose and in a program"
     assert Calibration.load(out).id != found.id
@@ -772,7 +772,7 @@ def test_calibrate_writes_a_file_that_loads(loader, tmp_path):
 def test_calibrate_replaces_only_its_own_file(loader, tmp_path):
     options = ("--out", tmp_path / "c", "--windows", 2, "--length", 32, "--threads", 1, "--scheme", "int8_static")
     first = run_json("calibrate", "tiny", *options)
-    assert first["text"] == "novel"
+    assert first["text"] == "novel-end"
     assert run_json("calibrate", "tiny", *options)["id"] == first["id"]
     before = (tmp_path / "c").read_bytes()
     assert "calibration of scheme 'int8_static', not 'nuq4'; give another --out, or --force" in error(

@@ -17,7 +17,7 @@ from random_cases import examples
 
 from kvbits import planner, schemes
 from kvbits.errors import SpecError
-from kvbits.planner import plan, uniform
+from kvbits.planner import LOOKED_AT, plan, uniform
 from kvbits.spec import CacheSpec, LayerGeometry
 from kvbits.units import GB, GIB
 
@@ -241,3 +241,40 @@ def test_planning_needs_no_torch():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("raw_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("window", [None, 256])
+def test_a_row_says_up_to_which_length_fewer_bits_take_more_bytes(raw_dtype, window):
+    layers = uniform(1, 3, 64, window)
+    rows = plan(layers, ["int8_centered", "kivi4", "klt4"], raw_dtype=raw_dtype).rows
+
+    def bytes_by_length(name):
+        spec = CacheSpec(scheme=schemes.for_layers(name, layers), layers=layers, raw_dtype=raw_dtype)
+        return [spec.nbytes(tokens) for tokens in range(LOOKED_AT + 1)]
+
+    recommended = bytes_by_length("int8_centered")
+    for row in rows:
+        larger = [n for n, own in enumerate(bytes_by_length(row.scheme)) if own > recommended[n]]
+        assert row.larger_up_to == (larger[-1] if larger else None), row.scheme
+    assert rows[0].larger_up_to is None and rows[2].larger_up_to >= rows[1].larger_up_to > 0
+
+
+def test_the_crossover_is_that_of_allocated_caches():
+    layers = uniform(1, 2, 64)
+    row = plan(layers, ["kivi4"], raw_dtype="float32").rows[0]
+
+    def allocated(name, tokens):
+        from kvbits.cache.paged_cache import PagedCache
+
+        spec = CacheSpec(scheme=schemes.for_layers(name, layers), layers=layers, raw_dtype="float32")
+        return PagedCache(spec, batch_size=1, max_tokens=tokens).nbytes
+
+    at = row.larger_up_to
+    assert allocated("kivi4", at) > allocated("int8_centered", at)
+    assert allocated("kivi4", at + 1) <= allocated("int8_centered", at + 1)
+
+
+def test_engines_of_their_own_blocks_have_a_crossover_of_their_own():
+    rows = {r.scheme: r for r in plan(uniform(2, 8, 128), ["fp8", "kvbits_klt4"], engine="vllm").rows}
+    assert rows["kvbits_klt4"].larger_up_to > 0 and rows["fp8"].larger_up_to is None

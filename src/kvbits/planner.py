@@ -11,6 +11,7 @@ context come from an exact search over the same numbers, so one token or sequenc
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -45,6 +46,9 @@ VLLM_SHOWN = ("bf16", "fp8", *FORMATS)
 MAX_LAYERS = 4096
 """More than any model has: above it a number was mistyped."""
 
+LOOKED_AT = 4096
+"""Tokens of the longest sequence at which `larger_up_to` compares two caches."""
+
 UNBOUNDED = 2**40
 """A context this long that fits is called unbounded: every layer slides, so more tokens cost nothing."""
 
@@ -68,6 +72,8 @@ class PlanRow:
         max_batch: users that fit: most sequences of `context` tokens, or None if no memory was given.
         max_context: most tokens for each of `batch` sequences, or None if no memory was given or nothing bounds it.
         unbounded: True where every layer slides and the windows fit: any context does.
+        larger_up_to: most tokens of a sequence at which the scheme takes more bytes than the recommended one of 8 bits,
+            `LOOKED_AT` for every length; None where it never does or has no fewer bits.
     """
 
     scheme: str
@@ -78,6 +84,7 @@ class PlanRow:
     max_batch: int | None = None
     max_context: int | None = None
     unbounded: bool = False
+    larger_up_to: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,11 +364,16 @@ def plan(
     dense: Cache = _vllm("bf16", layers, raw_dtype) if engine == "vllm" else _Dense("bf16", layers)
     dense = _WithStates(dense, state_bytes) if state_bytes else dense  # type: ignore[arg-type]
     baseline = dense.nbytes(context, batch)
+    recommended: Cache | None = None
+    with contextlib.suppress(SpecError):  # these layers, or the changes, do not suit it
+        name = recommended_of(engine)
+        recommended = _vllm(name, layers, raw_dtype) if engine == "vllm" else _cache(name, layers, raw_dtype, changes)
     for scheme in schemes:
         name = scheme if isinstance(scheme, str) else scheme.name
         cache: Cache = (
             _vllm(scheme, layers, raw_dtype) if engine == "vllm" else _cache(scheme, layers, raw_dtype, changes)
         )
+        longer = _larger(cache, recommended)  # recurrent states are the same in both
         cache = _WithStates(cache, state_bytes) if state_bytes else cache  # type: ignore[arg-type]
         total = cache.nbytes(context, batch)
         longest = None if memory_bytes is None else max_context(cache, memory_bytes, batch)
@@ -376,6 +388,7 @@ def plan(
                 max_batch=fit,
                 max_context=longest,
                 unbounded=memory_bytes is not None and longest is None,
+                **longer,
             )
         )
     return Plan(
@@ -388,6 +401,36 @@ def plan(
         engine=engine,
         state_bytes=state_bytes,
     )
+
+
+def recommended_of(engine: str) -> str:
+    """Return the scheme of 8 bits that an engine's users should take first."""
+    return f"kvbits_{presets.RECOMMENDED}" if engine == "vllm" else presets.RECOMMENDED
+
+
+def _larger(cache: Cache, recommended: Cache | None) -> dict[str, Any]:
+    """Fields of a row: up to which length the recommended scheme of more bits takes fewer bytes."""
+    if recommended is None or cache.bits_per_element >= recommended.bits_per_element:
+        return {}
+    most = larger_up_to(cache, recommended)
+    return {"larger_up_to": most} if most else {}
+
+
+def larger_up_to(cache: Cache, other: Cache) -> int:
+    """Find the most tokens of one sequence at which `cache` takes more bytes than `other`, up to `LOOKED_AT`.
+
+    First and newest tokens stay in 16 bits, and pages are whole, so a scheme of few bits can be the larger one.
+
+    Returns:
+        Tokens; 0 if `cache` is never larger.
+    """
+
+    def larger(tokens: int) -> bool:
+        return cache.nbytes(tokens) > other.nbytes(tokens)
+
+    step = 16  # a quarter of a page
+    coarse = next((n for n in range(LOOKED_AT, 0, -step) if larger(n)), 0)
+    return next((n for n in range(min(LOOKED_AT, coarse + step - 1), coarse, -1) if larger(n)), coarse)
 
 
 def _cache(

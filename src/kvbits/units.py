@@ -85,3 +85,17 @@ def _digits(match: re.Match[str]) -> str:
 def _scaled(match: re.Match[str], unit: int) -> int:
     """The number in units of one, rounded down."""
     return int(_digits(match)) * unit // int(10 ** len(match[2] or ""))
+
+
+def written_tokens(n: int) -> str:
+    """Tokens as `parse_tokens` reads them: 4096 is "4k", 3000 stays."""
+    return f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n)
+
+
+def human_seconds(seconds: float) -> str:
+    """A time as people say it: "40 s", "3 minutes", "1.5 hours"."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 90 * 60:
+        return f"{round(seconds / 60)} minutes"
+    return f"{seconds / 3600:.1f} hours"

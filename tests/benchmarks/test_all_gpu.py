@@ -6,8 +6,11 @@ benchmarks themselves.
 
 from __future__ import annotations
 
+import argparse
+import functools
+import importlib
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -16,8 +19,9 @@ import pytest
 import run_files
 
 from kvbits import runs
+from kvbits.cli.common import Command
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
 GPU = {"name": "NVIDIA Fake", "count": 1, "driver": "1"}
 
 
@@ -213,31 +217,82 @@ def test_the_machine_kills_what_takes_too_long(tmp_path):
     assert machine.run(["-c", "import time; time.sleep(60)"], machine.environment, 0.5, log) is None
 
 
-def commands():
-    every = [(p.name, p.argv) for p in all_gpu.parts({"KVBITS_TEXTS": "/texts"})] + [
-        (f"warm {w.name}", w.argv) for w in all_gpu.warms()
-    ]
+def commands(models=None):
+    """Every command that all_gpu.py may run: (name of the part or the compilation, argv after "python")."""
+    environment = {"KVBITS_TEXTS": "/texts"} | ({"KVBITS_MODELS": str(models)} if models else {})
+    every = [(p.name, p.argv) for p in all_gpu.parts(environment)]
+    every += [(f"warm {w.name}", w.argv) for w in all_gpu.warms()]
     return [(name, tuple(a.format(out="out", disk="disk") for a in argv)) for name, argv in every]
 
 
-@pytest.mark.parametrize(
-    "script", sorted({argv[0] for _, argv in commands() if "bench_" in argv[0] and "bench_store" not in argv[0]})
-)
-def test_the_benchmarks_take_the_commands(script):
-    module = __import__(Path(script).stem)
-    for name, argv in commands():
-        if argv[0] == script:
-            args = module.parser().parse_args(list(argv[1:]))
-            writes = args.out is not None and args.out.parts[0] == "out"
-            assert writes != name.startswith("warm"), f"{name}: what compiles writes no result, what measures does"
+class Parsed(Exception):
+    """Raised in place of the work that follows the arguments of a script."""
 
 
-def test_the_store_s_benchmark_takes_its_options():
-    said = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "bench_store.py"), "--help"], capture_output=True, text=True, check=True
-    ).stdout
-    asked = {a for name, argv in commands() if name.startswith("store-") for a in argv if a.startswith("--")}
-    assert asked and all(a in said for a in asked)
+def parsed(argv, monkeypatch):
+    """The options of a command, read by the program that it names; nothing is measured.
+
+    Returns:
+        Name -> value.
+
+    Raises:
+        SystemExit: the program does not take the arguments.
+    """
+    with monkeypatch.context() as patched:
+        if argv[0] == "-m":
+            app = importlib.import_module({"kvbits": "kvbits.cli", "studies": "studies.__main__"}[argv[1]]).app
+
+            def invoke(self, context):
+                raise Parsed(context.params)
+
+            patched.setattr(Command, "invoke", invoke)
+            run = functools.partial(app, [*argv[2:]])
+        else:
+            parse = argparse.ArgumentParser.parse_args
+
+            def parse_args(self, *args, **options):
+                raise Parsed(vars(parse(self, *args, **options)))
+
+            script = ROOT / argv[0]
+            patched.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+            patched.setattr(sys, "argv", [str(script), *argv[1:]])
+            patched.setattr(sys, "path", [str(script.parent), *sys.path])
+            run = functools.partial(runpy.run_path, str(script), run_name="__main__")
+        with pytest.raises(Parsed) as found:
+            run()
+    return found.value.args[0]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "one").mkdir()
+    (folder / "one" / "config.json").write_text("{}")
+    return folder
+
+
+PROGRAMS = sorted({argv[1] if argv[0] == "-m" else argv[0] for _, argv in commands()} | {"kvbits"})
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_takes_the_commands(program, models, monkeypatch):
+    mine = [(name, argv) for name, argv in commands(models) if program in argv[:2]]
+    assert mine
+    for name, argv in mine:
+        options = parsed(argv, monkeypatch)
+        writes = options.get("out") is not None and Path(options["out"]).parts[0] == "out"
+        assert writes != name.startswith("warm"), f"{name}: what compiles writes no result, what measures does"
+
+
+def test_a_command_that_is_gone_is_seen(monkeypatch):
+    for argv in (
+        ("-m", "kvbits", "bench", "paper", "--out", "out/paper.json"),
+        ("-m", "studies", "papers"),
+        ("benchmarks/bench_store.py", "--where", "disk", "--cold"),
+    ):
+        with pytest.raises(SystemExit) as raised:
+            parsed(argv, monkeypatch)
+        assert raised.value.code == 2
 
 
 def test_presets_and_dtypes_exist():

@@ -210,7 +210,8 @@ def test_the_command_keeps_it_too(folder, home):
     )
     process = calibrate(folder, "--text", "novel", "--windows", "16", "--length", "512")
     assert (
-        "is kept already, of another text and length (novel+code, 16 windows of" in process.communicate(timeout=120)[1]
+        "is kept already, of another text and length (novel-end+code, 16 windows of"
+        in process.communicate(timeout=120)[1]
     )
     assert process.returncode and file.stat().st_mtime_ns == written
     calibrate(folder, "--force", "--text", "novel").communicate(timeout=120)
@@ -259,12 +260,43 @@ def test_eval_takes_what_is_kept_where_it_saw_no_text_that_is_measured_on(folder
         return done.stderr, json.loads(path.read_text())
 
     said, found = evaluated("a", "--tasks", "copying", "--contexts", "300")
-    assert f"klt3: calibrated before, on novel+code; kept in {file}" in said and "bases" not in said
+    assert f"klt3: calibrated before, on novel-end+code; kept in {file}" in said and "bases" not in said
     assert found["settings"]["calibration"] == found["info"]["calibration"]["id"] == wanted.id
     said, found = evaluated("b", "--length", "300", "--windows", "1")
-    assert "calibrated on the second half of the novel" in said and found["info"]["calibration"]["text"] == "novel-end"
-    shutil.copytree(tmp_path / "b" / "m" / "calibration", tmp_path / "c" / "m" / "calibration")
+    assert "bases" not in said and found["settings"]["calibration"] == wanted.id, "the novel's other half is unseen"
+    assert next(iter(found["items"])).startswith("novel-start@")
+    said, found = evaluated("d", "--length", "300", "--windows", "1", "--text", "code")
+    assert "for these results alone" in said and "saw code" not in said and "code, evaluated on here" in said
+    assert found["info"]["calibration"]["text"] == "novel-end"
+    shutil.copytree(tmp_path / "d" / "m" / "calibration", tmp_path / "c" / "m" / "calibration")
     said, found = evaluated("c", "--tasks", "copying", "--contexts", "300")
     assert found["info"]["calibration"]["text"] == "novel-end" and "calibrated before" not in said, (
         "an earlier run's own goes on"
     )
+
+
+def test_one_calibration_serves_eval_check_and_calibrate(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVBITS_CACHE", str(tmp_path / "home"))
+
+    def run(*command, code=0):
+        made = [sys.executable, "-m", "kvbits", *command, "--threads", "1"]
+        done = subprocess.run(made, capture_output=True, text=True, timeout=300)
+        assert done.returncode in (0, code), done.stderr
+        return done.stderr
+
+    sizes = ("--length", "300", "--windows", "1")
+    said = run("check", folder, "--scheme", "klt3", *sizes, code=1)
+    assert said.count("bases ...") == 1 and "kept in" in said
+    (file,) = (tmp_path / "home" / "calibrations").glob("*.safetensors")
+    written = file.stat().st_mtime_ns
+    for again in (
+        ("check", folder, "--scheme", "klt2", *sizes),
+        ("eval", folder, "--schemes", "klt4", *sizes, "--out", str(tmp_path / "out")),
+        ("calibrate", folder),
+    ):
+        assert "bases" not in run(*again, code=1), again
+    assert file.stat().st_mtime_ns == written
+    assert "for this command alone" in (
+        said := run("check", folder, "--scheme", "klt4", *sizes, "--text", "code", code=1)
+    )
+    assert "bases ..." in said and "code, evaluated on here" in said

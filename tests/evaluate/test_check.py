@@ -17,10 +17,11 @@ from kvbits.cache.explain import ranges
 from kvbits.calibrate import calibrate, prompts_from_text
 from kvbits.cli import app
 from kvbits.errors import SpecError
-from kvbits.evaluate.check import Limits, check, remedies, require_length
+from kvbits.evaluate.check import MOSTLY_RAW, Limits, check, remedies, require_length
+from kvbits.evaluate.fidelity import DECODING_CHUNK, read_raw
 from kvbits.evaluate.texts import novel
 from kvbits.geometry import layer_geometries
-from kvbits.spec import PerChannel, PerGroup, QuantSpec, Scheme
+from kvbits.spec import CacheSpec, PerChannel, PerGroup, QuantSpec, Scheme
 
 IDS = torch.tensor(tiny.tokenizer()(novel()[:1024])["input_ids"]).view(2, 512)
 pytestmark = pytest.mark.filterwarnings("ignore::kvbits.errors.KvbitsWarning")
@@ -46,6 +47,29 @@ def test_a_model_without_one_passes():
     found = check(tiny.model(), IDS, "kivi4", progress=False)
     assert found.passed and not found.advice and found.advised is None and not found.advised_passed
     assert all(not v.failures for v in found.layers)
+
+
+@pytest.mark.parametrize("scheme", ["int4", "kivi4", "int8_centered"])
+@pytest.mark.parametrize("length", [300, 512])
+def test_a_verdict_on_windows_read_in_16_bits_names_windows_that_show_more(scheme, length):
+    model = tiny.model()
+    model.config.max_position_embeddings = 1 << 16
+    found = check(model, IDS[:, :length], scheme, progress=False)
+    if found.overall["read_raw"] <= MOSTLY_RAW:
+        assert found.further is None and "--length" not in found.verdict
+        return
+    spec = CacheSpec(scheme=found.scheme, layers=layer_geometries(model.config))
+    assert read_raw(spec, found.further, chunk=DECODING_CHUNK) <= MOSTLY_RAW
+    assert found.verdict.endswith("--length 4k` looks further") and found.to_dict()["further"] == 4096
+
+
+def test_a_verdict_leads_to_no_windows_that_the_model_cannot_read():
+    model = tiny.model()
+    for positions, further in ((512, None), (600, 600), (3000, 3000)):
+        model.config.max_position_embeddings = positions
+        found = check(model, IDS, "int4", progress=False)
+        assert found.overall["read_raw"] > MOSTLY_RAW and found.further == further
+        assert (f"--length {further}`" in found.verdict) == (further is not None)
 
 
 def test_windows_that_stay_raw_are_no_screen():

@@ -150,9 +150,9 @@ def test_prompts_of_alike_length_go_together():
     assert sorted(i for group in alike(list(LENGTHS), 32) for i in group) == list(range(len(LENGTHS)))
 
 
-@pytest.mark.parametrize("name", ["passkey", "needle", "entities"])
 @pytest.mark.parametrize("bos", [False, True])
-def test_prompts_have_their_exact_length_and_hold_the_answer(model, name, bos):
+def test_prompts_have_their_exact_length_and_hold_the_answer(model, bos):
+    name = "entities"
     t = task(name, model, bos)
     assert len(t.item_keys()) == 6
     for key in t.item_keys():
@@ -161,9 +161,6 @@ def test_prompts_have_their_exact_length_and_hold_the_answer(model, name, bos):
         text = "".join(t.context.tokenizer.convert_ids_to_tokens(ids))
         wanted = "".join(t.context.tokenizer.convert_ids_to_tokens(answer)).strip()
         assert wanted.isdigit() and wanted in text and not text.endswith(wanted)
-        if name != "entities":
-            at = text.index(wanted) / len(text)
-            assert abs(at - float(key.split(":")[1])) < 0.35
     again = task(name, model, bos)
     assert torch.equal(again.prompt(again.item_keys()[1])[0], t.prompt(t.item_keys()[1])[0])
     other = task(name, model, bos, seed=1)
@@ -171,7 +168,7 @@ def test_prompts_have_their_exact_length_and_hold_the_answer(model, name, bos):
 
 
 def test_found_means_that_greedy_decoding_writes_it(model, monkeypatch):
-    t = task("passkey", model)
+    t = task("entities", model)
     key = t.item_keys()[0]
     ids, _ = t.prompt(key)
     written = torch.tensor(generate(model, base_factory(model), [ids], 4, 32)[0])
@@ -183,11 +180,11 @@ def test_found_means_that_greedy_decoding_writes_it(model, monkeypatch):
         assert record["raw"]["right"] == (4 if found else 3)
 
 
-@pytest.mark.parametrize("name", ["passkey", "greedy", "follow"])
+@pytest.mark.parametrize("name", ["entities", "greedy", "follow"])
 def test_records_do_not_depend_on_the_batch(model, name, monkeypatch):
     t = task(name, model, contexts=(1600,), repeats=2)
     factories = {"32-bit": base_factory(model), "int4": factory(model, "int4")}
-    if name == "passkey":  # answers of different lengths
+    if name == "entities":  # answers of different lengths
         real = t.prompt
         monkeypatch.setattr(t, "prompt", lambda key: (real(key)[0], real(key)[1][: 2 + int(key[-1])]))
     together = t.run_batch(t.item_keys(), factories, lambda n: None)
@@ -199,7 +196,7 @@ def test_records_do_not_depend_on_the_batch(model, name, monkeypatch):
 
 
 def test_the_heat_map_and_what_the_base_found():
-    t = load("passkey")
+    t = load("entities")
     records = {
         "700:0:0": {"found": True, "nll": 1.0},
         "700:0:1": {"found": False, "nll": 1.0},
@@ -213,9 +210,9 @@ def test_the_heat_map_and_what_the_base_found():
 
 def test_prompts_that_cannot_be_are_refused(model):
     with pytest.raises(DataError, match="pass the model's 4096 positions"):
-        task("passkey", model, contexts=(4096,))
+        task("entities", model, contexts=(4096,))
     with pytest.raises(DataError, match="50 tokens has no room for what is asked, which takes"):
-        t = task("needle", model, contexts=(50,))
+        t = task("entities", model, contexts=(50,))
         t.prompt(t.item_keys()[0])
     with pytest.raises(SpecError, match="depth 1.5"):
         Options(depths=(1.5,))

@@ -17,21 +17,10 @@ pytest.importorskip("datasets", reason="datasets is not installed (pip install d
 from kvbits.errors import SpecError
 from kvbits.evaluate.caches import base_factory, factory
 from kvbits.evaluate.lm_eval import KvbitsLM
-from kvbits.evaluate.tasks import Context, Options, load, questions
+from kvbits.evaluate.tasks import Context, Options, generation, load
 from kvbits.evaluate.texts import Text
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-ARC = [
-    {
-        "id": str(i),
-        "question": {
-            "stem": f"What is {i} and {i}?",
-            "choices": [{"text": f"{i + j}", "label": "ABCD"[j]} for j in range(4)],
-        },
-        "answerKey": "ABCD"[i % 4],
-    }
-    for i in range(12)
-]
 MMLU = [
     {"subject": s, "question": f"{s} {i}\u2028?", "choices": ["w", "x", "y", "z"], "answer": i % 4}
     for s in ("one_thing", "other")
@@ -41,7 +30,7 @@ GSM = [{"question": f"Add {i} and 1.", "answer": f"It is {i + 1}.\n#### {i + 1}"
 
 
 def task(name, tmp_path, **changes):
-    files = {"arc": ARC, "arc_dev": ARC, "mmlu": MMLU, "mmlu_dev": MMLU, "gsm8k": GSM, "gsm8k_train": GSM}
+    files = {"mmlu": MMLU, "mmlu_dev": MMLU, "gsm8k": GSM, "gsm8k_train": GSM}
     for n, rows in files.items():
         (tmp_path / f"{n}.jsonl").write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
     data = {n: str(tmp_path / f"{n}.jsonl") for n in files}
@@ -59,44 +48,32 @@ def test_problems_are_put_as_the_benchmarks_put_them(tmp_path):
     assert problems[0]["prompt"].count("Answer:") == 2 and problems[0]["prompt"].endswith(
         "A. w\nB. x\nC. y\nD. z\nAnswer:"
     )
-    arc = task("arc", tmp_path, shots=0)
-    assert arc.problems["1"] == {
-        "id": 1,
-        "prompt": "Question: What is 1 and 1?\nAnswer:",
-        "choices": ["1", "2", "3", "4"],
-        "answer": 1,
-    }
-    shown = next(iter(task("arc", tmp_path, limit=1, shots=2).problems.values()))["prompt"]
-    assert shown.startswith(
-        "Question: What is 0 and 0?\nAnswer: 0\n\nQuestion: What is 1 and 1?\nAnswer: 2\n\nQuestion: "
-    )
     gsm = task("gsm8k", tmp_path, shots=2)
     assert gsm.problems["3"]["target"] == "4" and gsm.problems["3"]["prompt"].count("####") == 2
-    for name in ("mmlu", "arc"):
-        with pytest.raises(SpecError, match="examples"):
-            task(name, tmp_path, shots=99)
+    with pytest.raises(SpecError, match="examples"):
+        task("mmlu", tmp_path, shots=99)
 
 
 def test_a_limit_draws_a_sample_that_a_larger_one_holds(tmp_path):
     few, more, other = (
-        task("arc", tmp_path, limit=n, shots=0, seed=s).item_keys() for n, s in ((4, 0), (9, 0), (9, 1))
+        task("gsm8k", tmp_path, limit=n, shots=0, seed=s).item_keys() for n, s in ((2, 0), (5, 0), (5, 1))
     )
-    assert few == more[:4] and few != ["0", "1", "2", "3"] and more != other
+    assert few == more[:2] and more != other
 
 
 def test_scores_are_lm_evals(tmp_path):
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    arc = task("arc", tmp_path, limit=8, shots=0)
+    mmlu = task("mmlu", tmp_path, limit=8, shots=0)
     factories = {
-        "32-bit": base_factory(arc.context.model),
-        "raw": factory(arc.context.model, "raw"),
-        "kivi2": factory(arc.context.model, "kivi2"),
+        "32-bit": base_factory(mmlu.context.model),
+        "raw": factory(mmlu.context.model, "raw"),
+        "kivi2": factory(mmlu.context.model, "kivi2"),
     }
-    records = arc.run_batch(arc.item_keys(), factories, lambda n: None)
+    records = mmlu.run_batch(mmlu.item_keys(), factories, lambda n: None)
     path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps(p) + "\n" for p in arc.problems.values()))
+    path.write_text("".join(json.dumps(p) + "\n" for p in mmlu.problems.values()))
     config = {
         "task": "plain",
         "dataset_path": "json",
@@ -109,22 +86,22 @@ def test_scores_are_lm_evals(tmp_path):
         "doc_to_target": "{{answer}}",
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
     }
-    arc.context.model.set_attn_implementation("sdpa")
-    plain = HFLM(arc.context.model, tokenizer=arc.context.tokenizer, device="cpu")
+    mmlu.context.model.set_attn_implementation("sdpa")
+    plain = HFLM(mmlu.context.model, tokenizer=mmlu.context.tokenizer, device="cpu")
     out = lm_eval.simple_evaluate(model=plain, tasks=[config], bootstrap_iters=0)
     want = {str(s["doc"]["id"]): (int(s["acc"]), int(s["acc_norm"])) for s in out["samples"]["plain"]}
     for name in ("raw", "32-bit"):
         assert {k: (r[name]["right"], r[name]["right_norm"]) for k, r in records.items()} == want
-    summary = arc.summary({k: r["raw"] for k, r in records.items()}, {k: r["32-bit"] for k, r in records.items()})
+    summary = mmlu.summary({k: r["raw"] for k, r in records.items()}, {k: r["32-bit"] for k, r in records.items()})
     assert (
         summary["problems"] == 8
         and summary["same_answer"] == 1.0
         and summary["accuracy"] == sum(a for a, _ in want.values()) / 8
+        and summary["accuracy_norm"] == sum(n for _, n in want.values()) / 8
     )
-    assert summary["accuracy_norm"] == sum(n for _, n in want.values()) / 8
 
 
-@pytest.mark.parametrize("name", ["arc", "mmlu", "gsm8k"])
+@pytest.mark.parametrize("name", ["mmlu", "gsm8k"])
 def test_answers_do_not_depend_on_the_batch(tmp_path, name):
     t = task(name, tmp_path, shots=1, limit=5)
     factories = {"32-bit": base_factory(t.context.model), "int4": factory(t.context.model, "int4")}
@@ -142,7 +119,7 @@ def test_the_number_after_the_mark_is_the_answer(tmp_path, monkeypatch, written,
     monkeypatch.setattr(
         gsm.context.tokenizer.__class__, "decode", lambda self, ids, **k: "".join(self.convert_ids_to_tokens(ids))
     )
-    monkeypatch.setattr(questions, "generate", lambda *a: [tokens])
+    monkeypatch.setattr(generation, "generate", lambda *a: [tokens])
     assert gsm.run("3", {"32-bit": base_factory(gsm.context.model)}, lambda n: None)["32-bit"]["right"] == right
 
 

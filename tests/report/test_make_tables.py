@@ -222,15 +222,16 @@ def test_the_table_of_chains_has_simulated_peers_beside_presets():
 
 
 def test_recommended_presets_have_a_bar_in_every_speed_chart():
-    results = collect(RESULTS)
+    results = tables.page_results(BENCHMARKS)
     # vLLM has names of its own
     groups = [g for g in tables.beside(results, BENCHMARKS).groups if not g["title"].startswith("vLLM")]
-    assert any(g["title"].startswith("CPU") for g in groups)
+    assert any(g["title"].startswith("Tokens on a CPU") for g in groups)
     assert len(groups) > 6
     for group in groups:
         labels = [b["label"] for b in group["bars"]]
         assert all(
-            sum(label in (name, f"{name}: not measured") for label in labels) == 1 for name in recommended(results)
+            sum(label in (name, f"{name}: not measured") for label in labels) == 1
+            for name in recommended(results.of_today())
         ), group["title"]
         assert [b["label"] for b in group["bars"] if b["value"] is None] == [
             label for label in labels if label.endswith("not measured")
@@ -242,7 +243,7 @@ def test_the_committed_page_is_of_the_committed_results():
     if not path.exists() or not RESULTS.is_dir():
         pytest.skip("no committed page or results")
     found = re.search(r'id="data">(.*?)</script>', path.read_text(), re.S)
-    results = collect(RESULTS)
+    results = tables.page_results(BENCHMARKS)
     committed, fresh = (
         json.loads(found.group(1)),
         json.loads(json.dumps(page_data(results, tables.beside(results, BENCHMARKS)))),
@@ -350,21 +351,26 @@ def test_milliseconds_are_of_one_sitting_where_there_is_one(tmp_path):
     )
 
 
-def test_simulated_methods_are_marked_at_the_worst_of_their_models(tmp_path):
-    (tmp_path / "basis" / "recipes").mkdir(parents=True)
-    for name, kl in (("a", 0.01), ("b", 0.02)):
-        rows = [{"scheme": "turboquant4", "bits_per_element": 4.25, "kl": kl}]
-        (tmp_path / "basis" / "recipes" / f"{name}.json").write_text(json.dumps({"rows": rows}))
-    (mark,) = tables._recipes(tmp_path)
-    assert mark == {
-        "name": "turboquant4",
-        "kind": "simulated",
-        "bits": 4.25,
-        "kl": 0.02,
-        "speed": None,
-        "recommended": False,
-        "models": 2,
-    }
+def test_the_committed_page_has_today_s_formats_on_the_readme_s_baseline():
+    results = tables.page_results(BENCHMARKS)
+    beside = tables.beside(results, BENCHMARKS)
+    data = page_data(results, beside)
+    rows = {key: {r["scheme"]: r for r in m["rows"]} for key, m in data["models"].items() if m["rows"]}
+    assert rows and all("float32" in key for key in rows), "no rounding noise hides what a format costs"
+    for key, m in results.models.items():
+        for name, cell in m.tasks.get("fidelity", {}).items():
+            assert (name in rows[key]) == (not cell.outdated), name
+    marks = {p["name"]: p for p in data["answer"]}
+    assert {"int8_centered", "klt4", "klt3", "klt2"} <= marks.keys() <= schemes.PRESETS.keys()
+    readme = (ROOT / "README.md").read_text()
+    for name in ("int8_centered", "klt3", "klt2"):  # their worst models are measured in float32
+        line = next(line for line in readme.splitlines() if line.startswith(f"| `{name}`"))
+        assert f"| {marks[name]['kl']:.4f} (" in line, name
+    (cpu,) = (g for g in beside.groups if "CPU" in g["title"])
+    for bar in cpu["bars"]:
+        if bar["value"] is not None and f"| `{bar['label']}`" in readme:
+            line = next(line for line in readme.splitlines() if line.startswith(f"| `{bar['label']}`"))
+            assert f"| {bar['value']:.2f}x |" in line
 
 
 def test_one_command_writes_every_generated_part(tmp_path):
@@ -372,6 +378,7 @@ def test_one_command_writes_every_generated_part(tmp_path):
         "README.md",
         "docs/results/evaluation.md",
         "docs/results/points.md",
+        "docs/guide/choose.md",
         "docs/results/report.html",
         "docs/plan.html",
         tables.FIGURES,
@@ -380,6 +387,6 @@ def test_one_command_writes_every_generated_part(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(committed(name), tmp_path / name)
     written = tables.write(tmp_path, BENCHMARKS)
-    assert len(written) == 10 and all(
+    assert len(written) == 11 and all(
         path.read_bytes() == committed(str(path.relative_to(tmp_path))).read_bytes() for path in written
     ), RUN

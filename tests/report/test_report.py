@@ -166,8 +166,8 @@ def test_budgets_are_one_plain_sentence_each_and_name_what_needs_no_setup_first(
     results = collect(RESULTS)
     eight, four, three = markdown.budgets(results)
     assert eight.startswith(
-        "**About 8 bits: `int8_centered`** makes the cache 1.9 times smaller; text becomes 0.1% harder to predict for"
-        " the worst of the 4"
+        "**About 8 bits: `int8_centered`** makes the cache 1.6 times smaller after 1,024 tokens, 1.9 times in long contexts;"
+        " text becomes 0.1% harder to predict for the worst of the 4"
     )
     assert (
         four.startswith("**4 to 5 bits: `kivi4`**")
@@ -339,19 +339,47 @@ def test_other_caches_are_marked_where_they_serve(folder):
     ]["models"] == 2
     rows = markdown.scheme_rows(both)[1]
     assert next(r.cells for r in rows if r.scheme == "quanto4")[2] == "4.50"
-    assert {"klt4", "klt3", "klt2", "nuq2-1%", "quanto2", "hqq2"} <= {
-        p["name"] for p in page_data(collect(RESULTS))["answer"]
-    }
+    assert {"nuq2-1%", "quanto2", "hqq2"} <= {p["name"] for p in page_data(collect(RESULTS))["answer"]}
 
 
-def test_passkeys_are_counted():
-    rows = page_data(collect(RESULTS))["models"]["smollm2-135m-instruct"]["passkey"]["rows"]
-    assert all(
-        c is None or (0 <= c[0] <= c[1] and c[0] / c[1] == v)
-        for r in rows
-        for c, v in zip(r["counts"], r["values"], strict=True)
+def test_the_page_has_no_mark_of_a_format_that_is_gone_or_was_another(folder):
+    results = collect(folder)
+    tiny = results.models["tiny"]
+    cells = tiny.tasks["fidelity"]
+    gone = dataclasses.replace(cells["int4"], scheme="int4_rotated", info=cells["int4"].info)
+    earlier = dataclasses.replace(
+        cells["kivi2"], info=cells["kivi2"].info | {"scheme": cells["kivi2"].info["scheme"] | {"residual_length": 7}}
     )
-    assert next(r for r in rows if r["name"] == "16-bit")["counts"][0] == [2, 2]
+    mine = dataclasses.replace(cells["int4"], scheme="mine", settings=cells["int4"].settings | {"scheme": {}})
+    changed = cells | {"int4_rotated": gone, "kivi2": earlier, "mine": mine}
+    other = dataclasses.replace(results, models={"tiny": dataclasses.replace(tiny, tasks={"fidelity": changed})})
+    data = page_data(other)
+    names = {r["scheme"] for r in data["models"]["tiny"]["rows"]}
+    assert "mine" in names and not {"int4_rotated", "kivi2"} & names
+    assert not {"int4_rotated", "kivi2"} & {p["name"] for p in data["answer"]}
+    text = page(other)
+    assert "earlier format: " in text and "--schemes kivi2</code>" in text
+
+
+def test_layers_that_were_not_measured_are_named_with_the_command(folder):
+    text = page(collect(folder))
+    assert "Not measured: " in text and "--tasks attention --schemes " in text
+    missing = re.search(r"Not measured: ([^;]*);", text)[1].split(", ")
+    measured = collect(folder).models["tiny"].tasks["attention"]
+    assert set(missing) == {n for n in schemes.CORE if n != "raw" and n not in measured}
+
+
+def test_sentences_are_made_of_bits_held(folder):
+    results = collect(folder)
+    models = {k: m for k, m in results.as_used.items() if "fidelity" in m.tasks}
+    for sentence in markdown.budgets(results):
+        if "times smaller" not in sentence:
+            continue
+        name = re.search(r"`(.*?)`", sentence)[1]
+        ratios = [m.tasks["fidelity"][name].summary["memory_reduction"] for m in models.values()]
+        assert float(re.search(r"makes the cache ([\d.]+) times smaller", sentence)[1]) == pytest.approx(
+            min(ratios), abs=0.06
+        )
 
 
 @needs_browser

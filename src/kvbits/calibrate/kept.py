@@ -22,7 +22,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,10 +37,14 @@ from ..spec import Scheme
 from ..weights import weight_files
 from .calibration import Calibration, fingerprint
 
+if TYPE_CHECKING:
+    from ..evaluate.texts import Text
+
 FOLDER = "calibrations"
 MADE_FOR = "klt4"
 """The scheme that a kept file is measured for."""
-TEXTS = ("novel", "code")
+TEXTS = ("novel-end", "code")
+"""Names of the texts that it is measured on; the novel's first half is left for `check` and `eval`."""
 Row = tuple[str, tuple[int, ...], torch.Tensor]
 """Name, shape and first bytes of a matrix."""
 _LAYER = re.compile(r"(?:^|\.)((?:layers?|blocks?|h)\.\d+\..+)$")
@@ -190,15 +194,21 @@ def keeping(key: str) -> Iterator[Path]:
         lock.release()
 
 
+def source() -> Text:
+    """Return the shipped texts that kept calibrations are measured on, as one."""
+    from ..evaluate.texts import mixed, read_text
+
+    return mixed([read_text(name) for name in TEXTS])
+
+
 def measure(model: Any, tokenizer: Any) -> Calibration:
     """A calibration of a loaded model for `MADE_FOR`, on the shipped texts."""
     from ..evaluate.calibrator import Calibrator, Sample, thorough
-    from ..evaluate.texts import mixed, read_text
 
     scheme = presets.for_layers(MADE_FOR, layer_geometries(model.config))
     usual, most = thorough(scheme), max_context(model.config)
     sample = Sample(usual.windows, min(usual.length, most or usual.length))
-    calibrator = Calibrator(model, tokenizer, mixed([read_text(name) for name in TEXTS]), sample=sample)
+    calibrator = Calibrator(model, tokenizer, source(), sample=sample)
     return calibrator.measure([scheme], calibrator.windows([scheme]))[0]
 
 

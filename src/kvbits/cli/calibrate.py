@@ -54,10 +54,10 @@ def calibrate(
         list[str] | None,
         typer.Option(
             help=(
-                "Text like what the model will read, never what you evaluate on: a file, hub:ID, novel or code"
+                "Text like what the model will read, never what you evaluate on: a file, hub:ID, novel-end or code"
                 " (shipped). Several: as many windows of each."
             ),
-            show_default="novel; for klt presets novel and code",
+            show_default="novel-end; for klt presets novel-end and code",
         ),
     ] = None,
     scheme: Annotated[
@@ -142,12 +142,12 @@ def calibrate(
         require_file(path, "--out", replaced=True)
         if path.exists() and not force:
             _may_replace(path, model, one.name)
+    from ..calibrate.kept import TEXTS
     from ..evaluate.texts import mixed, read_text
 
     given = [read_text(one) for one in text or []]
     source = mixed(
-        given
-        or [read_text(one) for one in ("novel", "code")[: 1 + any("basis" in one.calibrates for _, one in chosen)]]
+        given or [read_text(one) for one in TEXTS[: 1 + any("basis" in one.calibrates for _, one in chosen)]]
     )
     how = {
         "percentile": percentile,

@@ -28,7 +28,7 @@ from .common import (
     set_threads,
     tokens,
 )
-from .output import show
+from .output import show, tell
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,8 +57,8 @@ def check(
     calibration_text: Annotated[
         str | None,
         typer.Option(
-            help="Without such a file: calibrate on this text first, which takes minutes for klt and codebooks.",
-            show_default="end of the novel",
+            help="Without such a file: calibrate on this text first.",
+            show_default="klt: what is kept of the model, made once; else the novel's end",
         ),
     ] = None,
     windows: Annotated[
@@ -79,9 +79,9 @@ def check(
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """A two-minute screen: pass or fail per layer and for the whole cache, why, and what to change.
+    """A screen of minutes: pass or fail per layer and for the whole cache, why, and what to change.
 
-    Exit code 1 if a layer or the whole fails.
+    It says how long it takes once it has measured the first steps. Exit code 1 if a layer or the whole fails.
 
     Advice is measured: every remedy is tried on the layers that failed, and the advised scheme goes through the real
     cache beside the given one.
@@ -95,10 +95,11 @@ def check(
             f"--calibration {calibration} and --calibration-text {calibration_text} exclude each other; give one"
         )
     from ..evaluate.check import Limits
-    from ..evaluate.texts import novel_end, read_text
+    from ..evaluate.texts import read_text
 
     limits = Limits(kl=max_kl, ppl_change=max_ppl_change)
-    source, to_calibrate = read_text(text), novel_end() if calibration_text is None else read_text(calibration_text)
+    source = read_text(text)
+    to_calibrate = None if calibration_text is None else read_text(calibration_text)
     set_threads(threads)
     found = _screen(
         (model, dtype_name(dtype), device), chosen, limits, source, (windows, length), calibration or to_calibrate
@@ -117,21 +118,22 @@ def _screen(
     limits: Limits,
     source: Text,
     size: tuple[int, int],
-    calibration: Path | Text,
+    calibration: Path | Text | None,
 ) -> Screen:
     """Everything is looked at that the configuration and the tokenizer tell; then the model is loaded.
 
     Args:
         place: model, dtype, device.
         size: windows and their tokens.
-        calibration: a file, or a text to calibrate on where the scheme needs that.
+        calibration: a file, or a text to calibrate on where the scheme needs that; None for what is kept of the model
+            where the text allows it, else the novel's end.
     """
     (model, dtype, device), (count, length) = place, size
     from .. import schemes
     from ..calibrate import Calibration
-    from ..evaluate.calibrator import Calibrator, require_other_text
+    from ..evaluate.calibrator import Calibrator, beside, kept_of, require_other_text
     from ..evaluate.check import check, require_length
-    from ..evaluate.texts import windows
+    from ..evaluate.texts import novel_end, windows
     from ..geometry import layer_geometries, max_context
     from ..integrations.models import check_place, load_model, load_tokenizer
 
@@ -141,16 +143,26 @@ def _screen(
     chosen = schemes.for_layers(scheme, layers)
     require_length(chosen, layers, length)
     given = None if not isinstance(calibration, Path) else Calibration.load(calibration)
+    (source,) = beside((source,), [] if given is None else [given], chosen.needs_calibration and calibration is None)
     if given is not None:
         given = given.fitted(config, chosen)
         require_other_text([given], (source,))
     ids = windows(load_tokenizer(model), source, count=count, length=length, limit=max_context(config))
     say_device(device)
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
-    make = (
-        (lambda _: given) if isinstance(calibration, Path) else Calibrator(lm, tokenizer, calibration, tests=(source,))
+    if calibration is None and chosen.needs_calibration:
+        given, why = kept_of(lm, [chosen], (source,))
+        tell(
+            f"note: {chosen.name} is calibrated for this command alone, on novel-end: {why}"
+            if given is None
+            else f"note: {chosen.name}: calibrated on {given.info.get('text')}; kept in {given.path}"
+        )
+    make: Any = (
+        Calibrator(lm, tokenizer, novel_end() if calibration is None else calibration, tests=(source,))
+        if given is None and not isinstance(calibration, Path)
+        else lambda _: given
     )
-    return check(lm, ids, scheme, limits=limits, calibration=make)
+    return check(lm, ids, scheme, limits=limits, calibration=make, say=tell)
 
 
 def _print(found: Screen, model: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from ..spec import Scheme
 
 TASKS_HELP = (
-    "Comma-separated: fidelity (perplexity, KL), decode, greedy, follow, replay, attention, passkey, needle, entities,"
-    " copying, tracking, ruler, humaneval, gsm8k, mmlu, arc."
+    "Comma-separated: fidelity (perplexity, KL), decode, greedy, follow, replay, attention, entities, copying,"
+    " tracking, ruler, humaneval, gsm8k, mmlu."
 )
 
 
@@ -58,7 +59,7 @@ def evaluate(
         str | None,
         typer.Option(
             help="Text for schemes that need calibration, never one evaluated on (32 windows of 512).",
-            show_default="klt: what is kept of the model, if it saw no text evaluated on; else the novel's end",
+            show_default="klt: what is kept of the model, made once; else, or if it saw a text evaluated on, novel-end",
         ),
     ] = None,
     calibration: Annotated[
@@ -94,7 +95,7 @@ def evaluate(
     contexts: Annotated[
         str, typer.Option(help="Retrieval, tracking, ruler (300 at least): tokens of a prompt; copying: tokens back.")
     ] = "1024,2048",
-    depths: Annotated[str, typer.Option(help="passkey, needle: where the needle sits, 0 to 1.")] = "0,0.25,0.5,0.75,1",
+    depths: Annotated[str, typer.Option(help="entities: who is asked for, 0 (the first) to 1.")] = "0,0.25,0.5,0.75,1",
     repeats: Annotated[int, typer.Option(help="Prompts per length and depth, or kind.", min=1)] = 1,
     limit: Annotated[
         int | None,
@@ -123,7 +124,7 @@ def evaluate(
     ] = None,
     dtype: Dtype = "auto",
     device: Device = None,
-    seed: Annotated[int, typer.Option(help="Draws passkeys, filler and samples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Draws prompts and samples.")] = 0,
     alone: Annotated[
         bool, typer.Option("--alone", help="Also each preset's keys alone (values raw), and its values alone.")
     ] = False,
@@ -203,29 +204,39 @@ def _run(
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Everything is looked at that the model's configuration and tokenizer tell; then the model is loaded."""
     model, dtype, device = place
+    from ..evaluate.calibrator import kept_of
     from ..evaluate.run import evaluate, require_possible
+    from ..evaluate.tasks import scored_texts
     from ..integrations.models import check_place, load_model, load_tokenizer
 
     check_place(dtype, device)
     config = read_config(model)
-    more, to_calibrate, note = _texts(texts, place, config, how)
-    how |= more
+    chosen = _texts(texts, place, config, how)
+    how |= {"texts": chosen.evaluated, "calibrations": chosen.calibrations}
     require_possible(config, load_tokenizer(model), dtype=dtype, **how)
     how["out"].mkdir(parents=True, exist_ok=True)
     when_stopped(f"what is measured lies in {how['out']}; the same command goes on from there")
-    if note is not None:
+    for note in chosen.notes:
         tell(f"note: {note}")
     set_threads(threads)
     say_device(device)
     lm, tokenizer = load_model(model, dtype=dtype, device=device)
+    if chosen.shared:
+        found, why = kept_of(lm, chosen.shared, scored_texts(how["tasks"], chosen.evaluated))
+        names = ", ".join(s.name for s in chosen.shared)
+        if found is None:
+            tell(f"note: {names}: calibrated for these results alone, on novel-end: {why}")
+        else:
+            how["calibrations"] = [*how["calibrations"], found]
+            tell(f"note: {names}: calibrated on {found.info.get('text')}; kept in {found.path}")
     return evaluate(
         lm,
         tokenizer,
         **how,
-        calibration_text=to_calibrate,
+        calibration_text=chosen.to_calibrate,
         simulate=simulate,
         on_skip=lambda message: tell(f"left out: {message}"),
-        say=lambda text: tell(text),
+        say=tell,
     )
 
 
@@ -240,64 +251,87 @@ def _name(given: str | None, model: str) -> str:
     return name
 
 
+@dataclass(frozen=True)
+class _Texts:
+    """Texts and calibrations of a run.
+
+    Attributes:
+        evaluated: texts that are measured on.
+        calibrations: made before.
+        to_calibrate: the text for schemes whose calibration nobody shares.
+        shared: schemes that take the calibration which is kept of the model, and none is kept yet.
+        notes: sentences for the user.
+    """
+
+    evaluated: tuple[Text, ...]
+    calibrations: list[Calibration]
+    to_calibrate: Text | None = None
+    shared: list[Scheme] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
 def _texts(
     texts: tuple[list[str], str | None], place: tuple[str, str, str | None], config: Any, how: dict[str, Any]
-) -> tuple[dict[str, Any], Text | None, str | None]:
-    """(texts to evaluate on and calibrations; a text to calibrate on; a note): without --calibration-text the
-    calibration that is kept of the model serves, if it saw no text that is measured on. Else one half of the novel is
-    evaluated on and one calibrated on, so that they do not overlap.
+) -> _Texts:
+    """Choose the texts to evaluate on and to calibrate on.
+
+    Without --calibration-text, klt presets take the calibration that is kept of the model, if it saw no text that is
+    measured on. Where a scheme needs a calibration, the novel stands for its first half.
 
     Args:
         texts: what --text and --calibration-text name.
     """
     from .. import schemes
     from ..evaluate.caches import OTHERS
-    from ..evaluate.calibrator import fitting
+    from ..evaluate.calibrator import beside, fitting, unshared
     from ..evaluate.run import home_of
     from ..evaluate.tasks import scored_texts
-    from ..evaluate.texts import novel_end, novel_start, read_text
+    from ..evaluate.texts import novel_end, read_text
     from ..geometry import layer_geometries
 
     sources, calibration = texts
     evaluated, given = tuple(map(read_text, sources)), how["calibrations"]
     if calibration is not None:
-        return {"texts": evaluated}, read_text(calibration), None
+        return _Texts(evaluated, given, read_text(calibration))
     layers = layer_geometries(config)
     ours = [schemes.for_layers(one, layers) for one in how["schemes"] if one not in OTHERS]
     lacking = [s for s in ours if s.needs_calibration and fitting(given, config, s) is None]
+    evaluated = beside(evaluated, given, bool(lacking))
     # by an earlier run, which goes on with it
     made = home_of(how["out"], how["name"], place[1], config) / "calibration"
-    unmade = [s for s in lacking if not (made / f"{s.name}.safetensors").exists()]
-    kept = _kept(place[0], config, unmade, scored_texts(how["tasks"], evaluated))
-    notes = []
+    lacking = [s for s in lacking if not (made / f"{s.name}.safetensors").exists()]
+    tests = scored_texts(how["tasks"], evaluated)
+    shared = [s for s in lacking if unshared([s], tests) is None]
+    kept = _kept(place[0], config, shared, tests) if shared else None
     if kept is not None:
-        given = [*given, kept]
-        notes.append(
-            f"{', '.join(s.name for s in unmade if kept.fits(config, s))}: calibrated before, on"
-            f" {kept.info.get('text')}; kept in {kept.path}"
-        )
-        lacking = [s for s in lacking if s not in unmade or not kept.fits(config, s)]
-    if not lacking:
-        return {"texts": evaluated, "calibrations": given}, None, "; ".join(notes) or None
-    split = "; its first half is evaluated on" if "novel" in sources else ""
-    notes.append(
-        f"calibrated on the second half of the novel{split} (--calibration-text names another):"
-        f" {', '.join(s.name for s in lacking)}"
-    )
-    halved = tuple(novel_start() if s == "novel" else t for s, t in zip(sources, evaluated, strict=True))
-    return {"texts": halved, "calibrations": given}, novel_end(), "; ".join(notes)
+        names = ", ".join(s.name for s in shared)
+        note = f"{names}: calibrated before, on {kept.info.get('text')}; kept in {kept.path}"
+        lacking = [s for s in lacking if s not in shared]
+        return _Texts(evaluated, [*given, kept], novel_end(), [], [note, *_apart(lacking, tests)])
+    apart = [s for s in lacking if s not in shared]
+    return _Texts(evaluated, given, novel_end(), shared, _apart(apart, tests))
+
+
+def _apart(schemes: list[Scheme], tests: tuple[Text, ...]) -> list[str]:
+    """Say which schemes are calibrated for one folder of results alone, and why."""
+    from ..evaluate.calibrator import unshared
+
+    return [
+        f"{s.name} is calibrated for these results alone, on novel-end (--calibration-text names another text):"
+        f" {unshared([s], tests)}"
+        for s in schemes
+    ]
 
 
 def _kept(model: str, config: Any, wanting: list[Scheme], tests: tuple[Text, ...]) -> Calibration | None:
-    """The calibration that is kept for a model in files, if one of these schemes takes it and it was made on none of
-    the texts.
+    """The calibration that is kept for a model in files, if these schemes take it and it was made on none of the
+    texts.
     """
     from ..calibrate import kept
     from ..evaluate.calibrator import seen_of
 
-    scheme = next((s for s in wanting if s.needs_basis_alone), None)
-    key = None if scheme is None else kept.key_of_files(model, config)
-    found = None if key is None or scheme is None else kept.find(key, config, scheme)
+    key = kept.key_of_files(model, config)
+    found = None if key is None else kept.find(key, config, wanting[0])
     return None if found is None or seen_of(found, tests) else found
 
 

@@ -387,7 +387,31 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
             f"Models of this kind add a bias to their keys: {', '.join(weak)} lose accuracy on them; {RECOMMENDED} and"
             " kivi4 do not."
         )
-    return notes + _speed(found)
+    return notes + _short_sequences(found) + _speed(found)
+
+
+NAMED = 6
+"""Schemes that a note names; --json has all."""
+
+
+def _short_sequences(found: Plan) -> list[str]:
+    """Name the rows of few bits that take more bytes than the recommended 8 bits, and up to which length."""
+    from ..planner import LOOKED_AT, recommended_of
+
+    said = [
+        f"{r.scheme} {'at every length' if r.larger_up_to >= LOOKED_AT else f'up to {r.larger_up_to:,}'}"
+        for r in found.rows
+        if r.larger_up_to is not None
+    ]
+    others = f" and {len(said) - NAMED} others" if len(said) > NAMED else ""
+    return (
+        [
+            f"Short sequences take more bytes than in {recommended_of(found.engine)}, because the newest tokens stay in"
+            f" 16 bits; tokens of one sequence: {', '.join(said[:NAMED])}{others}."
+        ]
+        if said
+        else []
+    )
 
 
 def _speed(found: Plan) -> list[str]:

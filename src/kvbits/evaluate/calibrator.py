@@ -1,11 +1,12 @@
 """Calibrations of schemes that need one, for every command: on which text, on how much of it, and where they are kept.
 
     QUICK          4 windows of 512 tokens       the demo: seconds
-    USUAL          32 windows of 512 tokens      eval, check, lm-eval
+    USUAL          32 windows of 512 tokens      eval, check, lm-eval, where what is kept of the model saw their texts
     thorough()     128 of 256, 16 of 1,024 for bases, or 16 of 2,048 for codebooks, which see a gradient per token
                                                  `kvbits calibrate`, whose files last
 
-The text is never one that is evaluated on.
+The text is never one that is evaluated on. `kvbits calibrate`, `check` and `eval` share what is kept of a model
+(`calibrate.kept`) wherever their texts allow it (`kept_of`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ..calibrate import Calibration, calibrate_all, prompts_from_text
 from ..errors import CalibrationError, DataError, SpecError, UnsupportedError
 from ..geometry import max_context
+from .texts import first_half_of_novel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,9 +78,69 @@ def require_other_text(given: Sequence[Calibration], tests: tuple[Text, ...]) ->
 
 
 def seen_of(calibration: Calibration, tests: tuple[Text, ...]) -> list[str]:
-    """Names of the texts that a calibration was made on, too."""
+    """Names of those texts that a calibration saw: itself, a text that it is a part of, or a part of it."""
     seen = {calibration.info.get("text_sha256"), *calibration.info.get("mixed_sha256", ())}
-    return [t.name for t in tests if t.sha256 in seen]
+    return [t.name for t in tests if {t.sha256, t.whole or t.sha256} & seen or t.sha256 in _wholes(calibration)]
+
+
+def _wholes(calibration: Calibration) -> list[str]:
+    """SHA-256 of the texts that a calibration saw a part of."""
+    return list(calibration.info.get("part_of_sha256", ()))
+
+
+def beside(texts: tuple[Text, ...], given: Sequence[Calibration], lacking: bool) -> tuple[Text, ...]:
+    """Return the texts to evaluate on, the novel's first half for the novel where its second is calibrated on.
+
+    Args:
+        given: calibrations that are used.
+        lacking: a scheme needs a calibration beside these.
+    """
+    halved = tuple(map(first_half_of_novel, texts))
+    saw_the_end = any(seen_of(one, texts) and not seen_of(one, halved) for one in given)
+    return halved if lacking or saw_the_end else texts
+
+
+def unshared(schemes: Sequence[Scheme], tests: tuple[Text, ...]) -> str | None:
+    """Explain why the calibration that is kept of a model, or would be made and kept, does not serve.
+
+    Args:
+        schemes: that need a calibration.
+        tests: the texts evaluated on.
+
+    Returns:
+        A clause, or None where it serves.
+    """
+    from ..calibrate import kept
+
+    if other := [s.name for s in schemes if not s.needs_basis_alone]:
+        return f"only calibrations of bases are kept by model, and {', '.join(other)} has more"
+    parts = kept.source().parts
+    if seen := [t.name for t in tests if t.sha256 in {sha for p in parts for sha in (p.sha256, p.whole)}]:
+        return f"the calibration that is kept of a model is made on texts with {' and '.join(seen)}, evaluated on here"
+    return None
+
+
+def kept_of(model: Any, schemes: Sequence[Scheme], tests: tuple[Text, ...]) -> tuple[Calibration | None, str | None]:
+    """Return the calibration that is kept of a loaded model, made where none is, if its texts allow it.
+
+    Args:
+        schemes: that need a calibration.
+        tests: the texts evaluated on.
+
+    Returns:
+        The calibration and None; or None and the reason why this command needs one of its own.
+
+    Raises:
+        CalibrationError: none is kept, and the model's tokenizer is not found.
+    """
+    from ..calibrate import kept
+
+    if (why := unshared(schemes, tests)) is not None:
+        return None, why
+    found = kept.of_model(model, schemes[0])
+    if seen := seen_of(found, tests):
+        return None, f"the calibration kept in {found.path} saw {' and '.join(seen)}, evaluated on here"
+    return found, None
 
 
 def fitting(given: Sequence[Calibration], config: Any, scheme: Scheme) -> Calibration | None:
@@ -215,7 +277,11 @@ class Calibrator:
             "windows": self.sample.windows,
             "length": self.sample.length,
         }
-        return found | ({"mixed_sha256": [p.sha256 for p in self.text.parts]} if self.text.parts else {})
+        if self.text.parts:
+            found["mixed_sha256"] = [p.sha256 for p in self.text.parts]
+        if wholes := [p.whole for p in self.text.parts or (self.text,) if p.whole]:
+            found["part_of_sha256"] = wholes
+        return found
 
     def _kept(self, scheme: Scheme) -> Calibration | None:
         """What was made before: given, made here, or by an earlier run of this text for this model and scheme."""

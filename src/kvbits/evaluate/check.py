@@ -1,4 +1,4 @@
-"""`kvbits check`: a screen of two minutes. Does this scheme suit this model, layer by layer, and what would?
+"""`kvbits check`: a screen of minutes. Does this scheme suit this model, layer by layer, and what would?
 
     1. observe      one text through the model; every layer's queries, keys and values
     2. judge        the scheme's pages on those inputs: attention error per layer against limits, beside what makes the
@@ -27,11 +27,12 @@ import torch
 
 from .. import schemes as presets
 from ..cache.explain import ranges
-from ..errors import KvbitsError, KvbitsWarning, SpecError, UnsupportedError
-from ..geometry import layer_geometries
+from ..errors import KvbitsError, KvbitsWarning, SpecError, UnsupportedError, counted
+from ..geometry import layer_geometries, max_context
 from ..integrations.models import scheme_for
 from ..progress import bar
 from ..spec import CacheSpec, LayerGeometry, Override, PerChannel, PerGroup, QuantSpec, Scheme
+from ..units import human_seconds, written_tokens
 from . import MAX_KL, MAX_PPL_CHANGE
 from .attention import QUERIES, LayerInputs, measure, observe, statistics
 from .caches import CacheFactory, base_factory, factory
@@ -42,6 +43,10 @@ KEY_OFFSET = 30.0
 left for the others.
 """
 SINK_SHARE = 0.25
+PROBED = 4
+"""Steps of a window that are timed before the work begins."""
+LONG = 4096
+"""Tokens of the windows that a verdict on mostly raw ones leads to."""
 MOSTLY_RAW = 0.5
 """Share of what was read in 16 bits from which on a verdict says that longer texts cost more."""
 
@@ -86,6 +91,8 @@ class Screen:
     Attributes:
         overall, advised_overall: the whole cache of the scheme, and of the advised one, beside the 16-bit cache.
         failures: what of `overall` passes its limit.
+        further: tokens of windows that show more, where most of what these read was still in 16 bits and the model
+            reads longer ones; else None.
     """
 
     scheme: Scheme
@@ -96,6 +103,7 @@ class Screen:
     advice: list[str]
     failures: list[str] = field(default_factory=list)
     limits: Limits = field(default_factory=Limits)
+    further: int | None = None
 
     @property
     def failed_layers(self) -> list[int]:
@@ -121,21 +129,25 @@ class Screen:
     def verdict(self) -> str:
         """How the verdicts on the layers and on the whole cache make one."""
         if self.passed:
-            raw = self.overall["read_raw"]
-            short = (
-                f"; but {raw:.0%} of what these windows read was still 16-bit: longer ones (--length) say what long"
-                " texts cost"
-                if raw > MOSTLY_RAW
-                else ""
-            )
-            return f"every layer passes, and so does the whole cache{short}"
+            return f"every layer passes, and so does the whole cache{self._look_further}"
         if not self.failures:
             return (
                 "the whole cache stays inside its limits on this text, but every layer must pass too: a layer's"
-                " attention is lost before a short text, most of it still raw, shows it; longer contexts can"
+                f" attention is lost before a short text, most of it still raw, shows it{self._look_further}"
             )
         layers = ", and so must every layer" if self.failed_layers else "; the layers do"
         return f"the whole cache must pass, and it does not ({'; '.join(self.failures)}){layers}"
+
+    @property
+    def _look_further(self) -> str:
+        """The end of a verdict on windows that were mostly read in 16 bits; empty for others."""
+        raw = self.overall["read_raw"]
+        if raw <= MOSTLY_RAW:
+            return ""
+        said = f"; but {raw:.0%} of what these windows read was still in 16 bits, so long texts cost more"
+        if self.further is None:
+            return f"{said}, and the model reads no longer ones"
+        return f"{said}: `kvbits check .. --length {written_tokens(self.further)}` looks further"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -144,6 +156,7 @@ class Screen:
             "verdict": self.verdict,
             "failed_layers": self.failed_layers,
             "failures": self.failures,
+            "further": self.further,
             "limits": dataclasses.asdict(self.limits),
             "overall": self.overall,
             "advice": self.advice,
@@ -163,6 +176,7 @@ def check(
     chunk: int = DECODING_CHUNK,
     calibration: Any = None,
     progress: bool = True,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Screen:
     """Screen a scheme on a loaded model.
 
@@ -170,6 +184,7 @@ def check(
         ids: int64 [windows, tokens] of text; the first window is observed, all of them confirm.
         scheme: preset name or a `Scheme`.
         calibration: gives the calibration of schemes that need one.
+        say: told how long the whole takes, once the first steps were measured.
 
     Raises:
         SpecError: unknown scheme, one that does not fit, or windows so short that it stores nothing in few bits
@@ -181,18 +196,20 @@ def check(
     chosen = scheme_for(model, scheme)
     require_length(chosen, layers, ids.shape[1])
     tried = factory(model, chosen, calibration=calibration)
-    with bar(f"checking {chosen.name}", 4 + len(ids), enabled=progress) as advance:
+    with bar(f"looking into {counted(len(layers), 'layer')}", 4, enabled=progress, even=False) as advance:
         inputs = observe(model, ids[0])
         facts = statistics(inputs)
         advance(1)
+        say(_estimate(model, ids, chunk))
         judged = _judge(inputs, tried, limits, facts)
         advance(1)
         advised, notes = _advise(model, inputs, chosen, judged, limits)
         advance(2)
-        with warnings.catch_warnings():
-            # of the given scheme it was said; what is advised is measured
-            warnings.simplefilter("ignore", KvbitsWarning)
-            factories = [tried, *([factory(model, advised, calibration=calibration)] if advised is not None else [])]
+    with warnings.catch_warnings():
+        # of the given scheme it was said; what is advised is measured
+        warnings.simplefilter("ignore", KvbitsWarning)
+        factories = [tried, *([factory(model, advised, calibration=calibration)] if advised is not None else [])]
+        with bar(f"confirming {chosen.name}", ids.numel() - len(ids), enabled=progress) as advance:
             overall = _confirm(model, ids, factories, chunk, advance)
     failures = _overall_failures(overall[0], limits)
     if advised is None and failures and not notes:
@@ -201,8 +218,54 @@ def check(
             " longer residual_length"
         ]
     return Screen(
-        chosen, judged, overall[0], advised, overall[1] if advised is not None else None, notes, failures, limits
+        chosen,
+        judged,
+        overall[0],
+        advised,
+        overall[1] if advised is not None else None,
+        notes,
+        failures,
+        limits,
+        look_further(model, chosen, layers, ids.shape[1], chunk),
     )
+
+
+def _estimate(model: Any, ids: torch.Tensor, chunk: int) -> str:
+    """Say how long confirming takes, from what the model's own cache takes for the first steps of a window.
+
+    The first step warms up and is not timed.
+    """
+    count, length = ids.shape
+    read = min((PROBED + 1) * chunk + 1, length)
+    base = base_factory(model)
+    probed = compare(model, {base.name: base.make(1, read)}, ids[0, :read], first=min(chunk, read - 1), chunk=chunk)
+    timed = probed[base.name]
+    if not timed.num_timed:
+        return f"confirming reads {counted(count, 'window')} of {length:,} tokens, no longer than a step"
+    total = 2 * count * length * timed.seconds / timed.num_timed
+    return (
+        f"about {human_seconds(total)}: two caches read {counted(count, 'window')} of {length:,} tokens in steps of"
+        f" {chunk}, at {timed.seconds / timed.num_timed * chunk:.2f} s a step; half as long again where layers fail and"
+        " a remedy is measured"
+    )
+
+
+def look_further(model: Any, scheme: Scheme, layers: tuple[LayerGeometry, ...], length: int, chunk: int) -> int | None:
+    """Return the tokens of windows that show more of a scheme, or None where these read little in 16 bits.
+
+    Args:
+        length: tokens of the windows that were screened.
+
+    Returns:
+        `LONG`, or as many more as it takes to read less than `MOSTLY_RAW` in 16 bits; fewer where the model has fewer
+        positions. None if that is not longer than `length`.
+    """
+    spec = CacheSpec(scheme=scheme, layers=layers)
+    if read_raw(spec, length, chunk=chunk) <= MOSTLY_RAW:
+        return None
+    wanted = next((n for n in (LONG, 2 * LONG, 4 * LONG) if read_raw(spec, n, chunk=chunk) <= MOSTLY_RAW), 4 * LONG)
+    wanted = min(wanted, max_context(model.config) or wanted)
+    return wanted if wanted > length else None
 
 
 def require_length(scheme: Scheme, layers: tuple[LayerGeometry, ...], length: int) -> None:
@@ -401,8 +464,7 @@ def _confirm(
     for window in ids:
         caches = {f.name: f.make(1, len(window)) for f in (base, *factories)}
         shares = shares or {f.name: read_raw(caches[f.name].pages.spec, len(window), chunk=chunk) for f in factories}
-        sums = compare(model, caches, window, first=0, chunk=chunk, results=sums)
-        advance(1)
+        sums = compare(model, caches, window, first=0, chunk=chunk, results=sums, on_tokens=advance)
     if sums is None:
         raise KvbitsError("no window to confirm on")
     reference = sums[base.name].perplexity

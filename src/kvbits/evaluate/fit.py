@@ -28,9 +28,9 @@ from ..errors import SpecError, counted
 from ..files import whole as whole_file
 from ..progress import bar
 from ..spec import CacheSpec, FittedScheme, LayerGeometry, Override, Scheme
-from ..units import human_bytes
+from ..units import human_bytes, human_seconds
 from .allocate import Curve, Option, Step, tempered, walk
-from .sensitivity import RAW, SCORED, SIDES, Bench, Formats, fill_in
+from .sensitivity import RAW, SIDES, Bench, Formats, fill_in
 
 TEMPERATURES = (1.0, 0.7, 0.4, 0.0)
 """Milder and milder choices (see `allocate.tempered`): as measured, two between, every layer alike."""
@@ -320,14 +320,18 @@ def require_room(goal: Goal, known: Formats) -> None:
 
 
 def _estimate(bench: Bench, seconds: float, left: int) -> str:
-    """How long the rest takes, from what one measurement of a single layer took: whole caches read so many times its
-    tokens.
+    """Say how long the rest takes.
+
+    Args:
+        seconds: that one measurement of a single layer took.
+        left: measurements of single layers to come.
     """
+    # choices by temperature, the widths on both sides of each, and presets; the 16-bit cache runs beside them
     wholes = len(TEMPERATURES) + 2 + PRESETS_BESIDE + 1
-    total = seconds * (left + wholes * bench.wholes.numel() / (len(bench.probes) * SCORED))
+    of_one = bench.seconds_of_whole()
     return (
-        f"about {max(1, round(total / 60))} minutes: {left} measurements of single layers at {seconds:.1f} s, then"
-        f" about {wholes} whole caches"
+        f"about {human_seconds(seconds * left + wholes * of_one)}: {left} measurements of single layers at"
+        f" {seconds:.1f} s, then at most {wholes} whole caches at {human_seconds(of_one)}; both were timed here"
     )
 
 

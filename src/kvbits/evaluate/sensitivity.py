@@ -284,6 +284,20 @@ class Bench:
                 self.state.put(self._name(s), sums[self._name(s)].kl_mean)
         return [self.state.found[self._name(s)] for s in schemes]
 
+    def seconds_of_whole(self) -> float:
+        """Estimate the seconds of one whole cache from the model's own cache on the first steps of a window."""
+        read = min(2 * SCORED + 1, self.wholes.shape[1])
+        base = base_factory(self.model)
+        steps = compare(
+            self.model,
+            {base.name: base.make(1, read)},
+            self.wholes[0, :read],
+            first=min(SCORED, read - 1),
+            chunk=SCORED,
+        )
+        timed = steps[base.name]
+        return timed.seconds / max(1, timed.num_timed) * self.wholes.numel()
+
     @staticmethod
     def _name(scheme: Scheme) -> str:
         """By what is stored, not by what it is called."""

@@ -1,6 +1,7 @@
 """Texts to evaluate on, from local files, the hub, or the novel that is shipped.
 
 novel                        the first chapters of Pride and Prejudice, shipped
+novel-start, novel-end       its halves: commands evaluate on the first and calibrate on the second
 code                         the source of kvbits itself, Python
 FILE.txt, FILE.py, ...       UTF-8 text; the header and footer of a Project Gutenberg file are taken off
 wiki*.raw, wiki*.tokens      WikiText, joined as everyone does: one blank line between paragraphs
@@ -35,15 +36,20 @@ SPREAD_CHARACTERS = 1 << 24
 class Text:
     """A text and where it came from.
 
-    `name` is what results call it; `sha256` is of the content; `parts`: the texts that it was mixed of.
+    Attributes:
+        name: what results call it.
+        parts: the texts that it was mixed from.
+        whole: SHA-256 of the text that it is a part of, or empty.
     """
 
     name: str
     content: str
     parts: tuple[Text, ...] = ()
+    whole: str = ""
 
     @property
     def sha256(self) -> str:
+        """Digest of the content, in hexadecimal."""
         return hashlib.sha256(self.content.encode()).hexdigest()
 
 
@@ -62,7 +68,12 @@ def code() -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
 
 
-SHIPPED = {"novel": novel, "code": code}
+SHIPPED = {
+    "novel": lambda: Text("novel", novel()),
+    "novel-start": lambda: novel_start(),
+    "novel-end": lambda: novel_end(),
+    "code": lambda: Text("code", code()),
+}
 """Texts that are always there, by name: prose and a program, which calibrated together serve other texts better than
 either.
 """
@@ -78,10 +89,18 @@ def novel_end() -> Text:
     return halves(Text("novel", novel()))[1]
 
 
+def first_half_of_novel(text: Text) -> Text:
+    """Return the novel's first half for the novel, and any other text as it is: its second half is calibrated on."""
+    return novel_start() if text.content == novel() else text
+
+
 def halves(text: Text) -> tuple[Text, Text]:
     """A text's first and second half: what is measured on one is confirmed on the other."""
     middle = len(text.content) // 2
-    return Text(f"{text.name}-start", text.content[:middle]), Text(f"{text.name}-end", text.content[middle:])
+    return (
+        Text(f"{text.name}-start", text.content[:middle], whole=text.sha256),
+        Text(f"{text.name}-end", text.content[middle:], whole=text.sha256),
+    )
 
 
 def mixed(texts: Sequence[Text]) -> Text:
@@ -106,7 +125,7 @@ def read_text(source: str) -> Text:
         SpecError: no such file, not UTF-8, a JSON line without text, or no `datasets` package for a hub id.
     """
     if source in SHIPPED:
-        return Text(source, SHIPPED[source]())
+        return SHIPPED[source]()
     if source.startswith("hub:"):
         return Text(source[4:].replace("/", "--").replace(":", "-"), _hub(source[4:]))
     path = home(source, "text")
@@ -116,7 +135,8 @@ def read_text(source: str) -> Text:
         raise SpecError(f"text {source} is not UTF-8 text: {e}") from e
     except OSError as e:
         raise SpecError(
-            f"text {source}: {e.strerror or e}; give a file, `novel`, `code`, or hub:ID[:CONFIG[:SPLIT]]"
+            f"text {source}: {e.strerror or e}; give a file, {', '.join(f'`{name}`' for name in SHIPPED)}, or"
+            " hub:ID[:CONFIG[:SPLIT]]"
         ) from e
     if path.suffix == ".jsonl":
         raw = "\n\n".join(_document(source, i, line) for i, line in enumerate(raw.split("\n")) if line.strip())

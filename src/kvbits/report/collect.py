@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError
 from ..evaluate.results import OF_SCHEME, different, read_all
+from ..schemes import PRESETS, get
+from ..spec import to_dict
 
 _DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes of models, in the order in which a report takes them."""
@@ -26,6 +29,20 @@ class Cell:
     summary: dict[str, Any]
     items: dict[str, Any]
     runs: dict[str, dict[str, Any]]
+
+    @property
+    def outdated(self) -> bool:
+        """A preset that is gone, or that stored otherwise then than the preset of that name does today."""
+        if (
+            self.kind != "kvbits" or "scheme" in self.settings
+        ):  # another's cache, or a scheme that says itself what it is
+            return False
+        if self.scheme not in PRESETS:
+            return True
+        # presets are fitted to the heads' width
+        widths = self.info.get("head_dims", [])
+        today = [PRESETS[self.scheme], *(get(self.scheme, head_dim=n) for n in {*widths, math.gcd(*widths)} if n)]
+        return all(_differ(self.info.get("scheme"), to_dict(one)) for one in today)
 
     @property
     def run(self) -> dict[str, Any]:
@@ -52,10 +69,24 @@ class Results:
 
     Attributes:
         simulated: files left out, because no packed cache was measured for them (`kvbits eval --simulate`).
+        outdated: names of caches left out, because their format is gone or stored otherwise then (`of_today`).
     """
 
     models: dict[str, Model]
     simulated: tuple[str, ...] = ()
+    outdated: tuple[str, ...] = ()
+
+    def of_today(self) -> Results:
+        """The same without caches whose format is gone, or stores otherwise today than when it was measured."""
+        names: dict[str, None] = {}
+        models = {}
+        for key, m in self.models.items():
+            tasks = {}
+            for task, cells in m.tasks.items():
+                names |= dict.fromkeys(name for name, c in cells.items() if c.outdated)
+                tasks[task] = {name: c for name, c in cells.items() if not c.outdated}
+            models[key] = Model(m.name, m.facts, tasks)
+        return Results(models, self.simulated, tuple(names))
 
     @property
     def as_used(self) -> dict[str, Model]:
@@ -74,6 +105,13 @@ class Results:
         dtype.
         """
         return [m for k, m in self.models.items() if k not in self.as_used]
+
+
+def _differ(then: Any, now: Any) -> bool:
+    """Compare two specs as JSON data, in the fields that both have: True if they differ."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        return any(_differ(then[key], now[key]) for key in then.keys() & now.keys())
+    return then is not None and bool(then != now)
 
 
 def collect(directory: Path) -> Results:

@@ -11,7 +11,6 @@ from ..evaluate import MAX_KL, MAX_PPL_CHANGE
 from ..evaluate.paired import BOUNDS, points
 from ..runs import dated
 from ..schemes import PRESETS, weak_to_key_bias
-from ..spec import to_dict
 from .collect import Cell, Model, Results, bits, held_bits, long_bits
 
 Speeds = Mapping[str, Mapping[str, float]]
@@ -156,9 +155,9 @@ def _notes(models: dict[str, Model]) -> list[str]:
 
 
 def _of_other_formats(models: dict[str, Model]) -> list[str]:
-    """Presets that store otherwise today than where they were measured."""
-    cells = [c for m in models.values() for c in m.tasks["fidelity"].values() if c.scheme in PRESETS]
-    found = dict.fromkeys(f"`{c.scheme}`" for c in cells if _differ(c.info.get("scheme"), to_dict(PRESETS[c.scheme])))
+    """Caches whose format is gone, or stored otherwise where they were measured."""
+    cells = [c for m in models.values() for c in m.tasks["fidelity"].values()]
+    found = dict.fromkeys(f"`{c.scheme}`" for c in cells if c.outdated)
     return (
         [
             f"{', '.join(found)}: measured in an earlier format, which stored otherwise than the preset of that name"
@@ -167,13 +166,6 @@ def _of_other_formats(models: dict[str, Model]) -> list[str]:
         if found
         else []
     )
-
-
-def _differ(then: Any, now: Any) -> bool:
-    """Whether two specs as JSON data say other things, of what both say."""
-    if isinstance(then, dict) and isinstance(now, dict):
-        return any(_differ(then[key], now[key]) for key in then.keys() & now.keys())
-    return then is not None and bool(then != now)
 
 
 def _in_float32(models: dict[str, Model]) -> list[str]:
@@ -263,10 +255,7 @@ def budgets(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
             f"text becomes {_worst(models, first, 'ppl_change'):.1%} harder to predict for the worst of the"
             f" {len(models)} models"
         )
-        text = (
-            f"**{title}: `{first}`** makes the cache {16 / _bits(models, first):.1f} times smaller;"
-            f" {harder}.{_price(first, speeds)}"
-        )
+        text = f"**{title}: `{first}`** makes the cache {_smaller(models, first)}; {harder}.{_price(first, speeds)}"
         for other in others:
             near = (
                 f"predictions lie {_worst(models, first, 'kl_mean') / _worst(models, other, 'kl_mean'):.1f} times"
@@ -275,6 +264,18 @@ def budgets(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
             text += f" With a calibration (`kvbits calibrate`) `{other}`, whose {near}.{_slow(other, speeds)}"
         found.append(text)
     return found
+
+
+def _smaller(models: dict[str, Model], scheme: str) -> str:
+    """How many times smaller a cache was at the end of the windows that were measured, the least of all models, and
+    what it comes to in long contexts.
+    """
+    held = [(m, held_bits(measured(m)[scheme], m.tasks["fidelity"])) for m in models.values()]
+    base = {m.name: next(c for c in m.tasks["fidelity"].values() if c.kind == "base") for m in models.values()}
+    least, m = min(((base[m.name].info["bits_per_element"] / b, m) for m, b in held if b), key=lambda x: x[0])
+    length = base[m.name].settings.get("length")
+    after = f"after {length:,} tokens" if length else "at the end of a window"
+    return f"{least:.1f} times smaller {after}, {16 / _bits(models, scheme):.1f} times in long contexts"
 
 
 def _worst(models: dict[str, Model], scheme: str, figure: str) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import re
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from .. import __version__
 from ..files import to_json
 from ..runs import command_of, dated
+from ..schemes import CORE, PRESETS
 from . import markdown, plan_page
 from .collect import Cell, Model, Results, bits, held_bits
 from .plan_page import asset, select
@@ -42,9 +42,10 @@ NOTHING = Beside()
 
 
 def page(results: Results, beside: Beside = NOTHING) -> str:
-    """The page as HTML text."""
+    """The page as HTML text, of today's formats only."""
+    results = results.of_today()
     data = page_data(results, beside)
-    models = list(data["models"])
+    models = [key for key, m in data["models"].items() if m["rows"]]
     sections = [
         _section("Which cache should I take", _answer(results, beside.speeds), "answer-section"),
         _section(
@@ -75,15 +76,8 @@ def page(results: Results, beside: Beside = NOTHING) -> str:
             "<p>Error of each layer's attention on the same inputs, so errors do not add up from layer to layer;"
             " attention that moved is the share that goes to other tokens. More colour is worse.</p>"
         )
-        sections.append(_section("Which layers suffer", text + controls + _heat("layers"), "layers-section"))
-    if with_passkey := [k for k, m in data["models"].items() if m["passkey"]]:
-        text = "<p>Passkeys found of those hidden, by prompt length in tokens and depth (0 is the start).</p>"
         sections.append(
-            _section(
-                "Passkey by depth",
-                text + _controls(select("passkey-model", "model", with_passkey)) + _heat("passkey"),
-                "passkey-section",
-            )
+            _section("Which layers suffer", text + controls + _heat("layers") + _unmeasured(results), "layers-section")
         )
     for model in results.models.values():
         if "decode" in model.tasks:
@@ -128,7 +122,8 @@ def page(results: Results, beside: Beside = NOTHING) -> str:
 
 def page_data(results: Results, beside: Beside = NOTHING) -> dict[str, Any]:
     """Everything the script draws, as JSON data."""
-    models = {key: _model(m) for key, m in results.models.items() if "fidelity" in m.tasks}
+    results = results.of_today()
+    models = {key: _model(m) for key, m in results.models.items() if m.tasks.keys() & {"fidelity", "attention"}}
     return {
         "models": models,
         "lines": list(LINES),
@@ -166,13 +161,12 @@ def _points(results: Results, speeds: markdown.Speeds) -> list[dict[str, Any]]:
 
 
 def _model(model: Model) -> dict[str, Any]:
-    cells = model.tasks["fidelity"]
+    cells = model.tasks.get("fidelity", {})
     return {
         "title": model.title,
-        "note": markdown.conditions(model),
+        "note": markdown.conditions(model) if cells else "",
         "rows": [_row(c, cells) for c in cells.values() if c.summary],
         "attention": _attention(model.tasks.get("attention", {})),
-        "passkey": _passkey(model.tasks.get("passkey", {})),
     }
 
 
@@ -215,21 +209,6 @@ def _attention(cells: dict[str, Cell]) -> list[dict[str, Any]]:
                 }
             )
     return found
-
-
-def _passkey(cells: dict[str, Cell]) -> dict[str, Any] | None:
-    maps = {name: c.summary["heat_map"] for name, c in cells.items() if c.summary.get("heat_map")}
-    if not maps:
-        return None
-    columns = list(dict.fromkeys(key for m in maps.values() for key in m))
-    rows = []
-    for name, shares in maps.items():
-        tried = Counter(item.rsplit(":", 1)[0] for item in cells[name].items)
-        counts = [None if c not in shares else [round(shares[c] * tried[c]), tried[c]] for c in columns]
-        rows.append(
-            {"name": name, "kind": cells[name].kind, "values": [shares.get(c) for c in columns], "counts": counts}
-        )
-    return {"columns": [c.replace(":", ", ") for c in columns], "rows": rows}
 
 
 # -- HTML -----------------------------------------------------------------------------------------------------------
@@ -297,7 +276,27 @@ def _answer(results: Results, speeds: markdown.Speeds) -> str:
         "Scatter plot: bits per cached number against KL divergence of the worst model; the size of a mark is its speed"
         " on a GPU",
     )
-    return f'{plain}{picture}<p class="note" id="answer-note"></p><ul>{said}</ul>'
+    return f'{plain}{picture}<p class="note" id="answer-note"></p><ul>{said}</ul>{_left_out(results)}'
+
+
+def _left_out(results: Results) -> str:
+    """Name the caches that were measured in a format that is gone or stores otherwise today, and the way to marks."""
+    if not results.outdated:
+        return ""
+    there = [name for name in results.outdated if name in PRESETS]
+    how = f"; <code>kvbits eval MODEL --schemes {','.join(there)}</code> measures them" if there else ""
+    names = ", ".join(html.escape(name) for name in results.outdated)
+    return f'<p class="note">Left out where they were measured in an earlier format: {names}{how}.</p>'
+
+
+def _unmeasured(results: Results) -> str:
+    """Name the core presets whose layers were not measured on any model, and the command that does."""
+    seen = {name for m in results.models.values() for name in m.tasks.get("attention", {})}
+    missing = [name for name in CORE if name != "raw" and name not in seen]
+    if not missing:
+        return ""
+    command = f"kvbits eval MODEL --tasks attention --schemes {','.join(missing)}"
+    return f'<p class="note">Not measured: {", ".join(missing)}; <code>{command}</code> adds rows.</p>'
 
 
 def markdown_table(results: Results, speeds: markdown.Speeds) -> str:

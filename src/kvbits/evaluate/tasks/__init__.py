@@ -26,8 +26,6 @@ TASKS: dict[str, str] = {
     "follow": "greedy:FollowTask",
     "replay": "replay:ReplayTask",
     "attention": "attention:AttentionTask",
-    "passkey": "retrieval:PasskeyTask",
-    "needle": "retrieval:NeedleTask",
     "entities": "retrieval:EntitiesTask",
     "copying": "recall:CopyingTask",
     "tracking": "tracking:TrackingTask",
@@ -35,11 +33,10 @@ TASKS: dict[str, str] = {
     "humaneval": "generation:HumanEvalTask",
     "gsm8k": "questions:Gsm8kTask",
     "mmlu": "questions:MmluTask",
-    "arc": "questions:ArcTask",
 }
 """Task name -> module:class."""
 
-DATA = ("humaneval", "gsm8k", "gsm8k_train", "mmlu", "mmlu_dev", "arc", "arc_dev")
+DATA = ("humaneval", "gsm8k", "gsm8k_train", "mmlu", "mmlu_dev")
 """Files that benchmarks read."""
 
 ALIASES = {"ppl": "fidelity", "perplexity": "fidelity", "kl": "fidelity"}
@@ -56,10 +53,10 @@ class Options:
             (`Task.usual_chunk`).
         context, new_tokens: tokens before decoding starts and tokens decoded one by one (decode, greedy; follow: in
             chunks); new_tokens: copied (copying).
-        contexts, depths: prompt lengths in tokens (copying: how far back), and where in them the needle sits (0 first,
-            1 last).
+        contexts, depths: prompt lengths in tokens (copying: how far back), and which of the people told of is asked
+            for (0 the first, 1 the last).
         repeats: prompts per length and depth, or kind.
-        limit: problems of a benchmark (humaneval, gsm8k, mmlu, arc), drawn by `seed`; a larger limit adds to a smaller
+        limit: problems of a benchmark (humaneval, gsm8k, mmlu), drawn by `seed`; a larger limit adds to a smaller
             one's. None for all.
         shots: worked examples before each question; None for the benchmark's usual number.
         batch_size: prompts or windows that go through a cache together (attention, decode: always one); figures depend
@@ -68,7 +65,7 @@ class Options:
         draws: answers of a benchmark that is written (gsm8k, humaneval), sampled by `seed` and alike for all caches; 0
             for one that is greedy.
         data: benchmark name -> its local file.
-        seed: draws passkeys, filler and samples.
+        seed: draws prompts and samples.
     """
 
     windows: int = 16

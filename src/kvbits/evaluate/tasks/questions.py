@@ -1,9 +1,7 @@
-"""MMLU and ARC by likelihood, GSM8K by generation, on local files, prompts in batches; scored as lm-eval scores them.
+"""MMLU by likelihood, GSM8K by generation, on local files, prompts in batches; scored as lm-eval scores them.
 
     mmlu    --data mmlu=FILE.jsonl {subject, question, choices[4], answer}; shots from mmlu_dev=FILE.jsonl, of the same
             subject (5)
-    arc     --data arc=FILE.jsonl, AI2's own format; the likelihood of each answer's text, also divided by its length;
-            shots from arc_dev=FILE.jsonl (25)
     gsm8k   --data gsm8k=FILE.jsonl {question, answer}; the number after #### in the answer, greedy or sampled; shots
             from gsm8k_train=FILE.jsonl (5)
 
@@ -179,38 +177,6 @@ def _spread(rows: list[Any], group: Callable[[Any], str]) -> list[Any]:
     for i in range(max(map(len, groups.values()))):
         found += [g[i] for g in groups.values() if i < len(g)]
     return found
-
-
-class ArcTask(QuestionsTask):
-    """Answers' texts by likelihood."""
-
-    name: ClassVar[str] = "arc"
-    SHOTS: ClassVar[int] = 25
-
-    def _problems(self) -> list[dict[str, Any]]:
-        shown = (
-            [self._put(r) for r in read_lines(data_file(self.context, "arc_dev", "ARC-Challenge-Dev.jsonl"))]
-            if self.shots
-            else []
-        )
-        if len(shown) < self.shots:
-            raise SpecError(
-                f"--data arc_dev has {len(shown)} examples, but {self.shots} shots need more; lower --shots"
-            )
-        lead = "".join(f"{p['prompt']} {p['choices'][p['answer']]}\n\n" for p in shown[: self.shots])
-        rows = read_lines(data_file(self.context, "arc", "ARC-Challenge-Test.jsonl"))
-        found = [self._put(r) | {"id": i} for i, r in drawn(list(enumerate(rows)), self.context.options.seed)]
-        return [p | {"prompt": lead + p["prompt"]} for p in found]
-
-    @staticmethod
-    def _put(r: dict[str, Any]) -> dict[str, Any]:
-        labels = [c["label"] for c in r["question"]["choices"]]
-        choices = [c["text"] for c in r["question"]["choices"]]
-        return {
-            "prompt": f"Question: {r['question']['stem']}\nAnswer:",
-            "choices": choices,
-            "answer": labels.index(r["answerKey"]),
-        }
 
 
 class Gsm8kTask(QuestionsTask):

@@ -1,12 +1,9 @@
-"""Can the model still find a fact in a long prompt? Passkeys in filler by depth, needles in real books, and facts about
-many alike names.
+"""Facts about many alike names, told in a long prompt. `ruler` has the other kinds of finding.
 
 A prompt of exactly N tokens is prefilled in chunks, so that the fact is read from the cache as stored, and the answer
 is fed token by token. It counts as found if each of its tokens is the most likely one, which is when greedy decoding
 would have written it.
 
-    passkey    a five-digit key in repeated filler                (after arXiv:2305.16300)
-    needle     a fact in the text given with --text, a real book
     entities   many people with a number each, some of them alike, told twice in shuffled order; the question is one of
                them
 """
@@ -51,9 +48,12 @@ NAMES = (
 )
 
 
-class RetrievalTask(Task):
-    """Items are LENGTH:DEPTH:REPEAT. Subclasses say what is hidden where, and what the question is."""
+class EntitiesTask(Task):
+    """Alike names with a number each. Items are LENGTH:DEPTH:REPEAT; DEPTH is the position in the first telling of the
+    person in the question.
+    """
 
+    name: ClassVar[str] = "entities"
     batched: ClassVar[bool] = True
     ANSWER_ROOM: ClassVar[int] = 12
 
@@ -77,15 +77,26 @@ class RetrievalTask(Task):
     def size(self, key: str) -> int:
         return int(key.split(":")[0])
 
-    def parts(self, length: int, depth: float, rng: random.Random) -> tuple[str, str, str, str, str]:
-        """(lead, filler, needle, question, answer); filler may be longer than needed."""
-        raise NotImplementedError
+    def parts(self, length: int, depth: float, rng: random.Random) -> tuple[str, str, str, str]:
+        """Return (lead, filler, question, answer); filler may be longer than needed."""
+        people = rng.sample(NAMES, len(NAMES))
+        numbers = rng.sample(range(100, 1000), len(people))
+        told = [f"{p} keeps the number {n}." for p, n in zip(people, numbers, strict=True)]
+        again = rng.sample(told, len(told))
+        asked = min(int(depth * len(people)), len(people) - 1)
+        lead = "A list of people and their numbers.\n" + " ".join([*told, *again]) + "\n"
+        return (
+            lead,
+            FILLER * (length // 12 + 2),
+            f"Which number does {people[asked]} keep? {people[asked]} keeps the number",
+            f" {numbers[asked]}",
+        )
 
     def _made(self, key: str) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids of the prompt, exactly LENGTH; ids of the answer)."""
         length, depth, _ = key.split(":")
         tokenizer = self.context.tokenizer
-        lead, filler, needle, question, answer = self.parts(
+        lead, filler, question, answer = self.parts(
             int(length), float(depth), random.Random(f"{self.context.options.seed}:{key}")
         )
 
@@ -94,8 +105,7 @@ class RetrievalTask(Task):
 
         start, end = [*bos_of(tokenizer), *encode(lead)], encode("\n" + question)
         whole = encode(question + answer)
-        hidden = encode("\n" + needle + "\n") if needle else []
-        room = int(length) - len(start) - len(end) - len(hidden)
+        room = int(length) - len(start) - len(end)
         body = encode(filler)
         if room < 0:
             raise DataError(
@@ -104,11 +114,10 @@ class RetrievalTask(Task):
             )
         if len(body) < room:
             raise DataError(
-                f"a prompt of {length} tokens needs {room} tokens of filler, but there are {len(body)}; give a longer"
-                " --text or other --contexts"
+                f"a prompt of {length} tokens needs {room} tokens of filler, but there are {len(body)}; give"
+                " --contexts of fewer"
             )
-        at = round(float(depth) * room)
-        ids = [*start, *body[:at], *hidden, *body[at:room], *end]
+        ids = [*start, *body[:room], *end]
         target = whole[len(encode(question)) :]
         return torch.tensor(ids), torch.tensor(target)
 
@@ -155,54 +164,3 @@ class RetrievalTask(Task):
 
 def _share(values: list[bool]) -> float:
     return sum(values) / len(values)
-
-
-class PasskeyTask(RetrievalTask):
-    """A key in filler."""
-
-    name: ClassVar[str] = "passkey"
-
-    def parts(self, length: int, depth: float, rng: random.Random) -> tuple[str, str, str, str, str]:
-        key = str(rng.randrange(10_000, 100_000))
-        lead = "Somewhere in this long and dull text a pass key is given. Remember it; it is asked for at the end.\n"
-        needle = f"The pass key is {key}. Keep it in mind. {key} is the pass key."
-        return lead, FILLER * (length // 12 + 2), needle, "What is the pass key? The pass key is", f" {key}"
-
-
-class NeedleTask(RetrievalTask):
-    """A fact in a book."""
-
-    name: ClassVar[str] = "needle"
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return super().settings | {"text": self.context.texts[0].name, "text_sha256": self.context.texts[0].sha256}
-
-    def parts(self, length: int, depth: float, rng: random.Random) -> tuple[str, str, str, str, str]:
-        number = str(rng.randrange(1_000, 10_000))
-        text = self.context.texts[0].content
-        start = rng.randrange(max(1, len(text) - 12 * length))
-        fact = "The lighthouse keeper's secret number is"
-        question = f"Question: What is the lighthouse keeper's secret number? Answer: {fact}"
-        return "", text[start : start + 12 * length], f"{fact} {number}.", question, f" {number}"
-
-
-class EntitiesTask(RetrievalTask):
-    """Alike names with a number each. DEPTH is the position in the first telling of the person in the question."""
-
-    name: ClassVar[str] = "entities"
-
-    def parts(self, length: int, depth: float, rng: random.Random) -> tuple[str, str, str, str, str]:
-        people = rng.sample(NAMES, len(NAMES))
-        numbers = rng.sample(range(100, 1000), len(people))
-        told = [f"{p} keeps the number {n}." for p, n in zip(people, numbers, strict=True)]
-        again = rng.sample(told, len(told))
-        asked = min(int(depth * len(people)), len(people) - 1)
-        lead = "A list of people and their numbers.\n" + " ".join([*told, *again]) + "\n"
-        return (
-            lead,
-            FILLER * (length // 12 + 2),
-            "",
-            f"Which number does {people[asked]} keep? {people[asked]} keeps the number",
-            f" {numbers[asked]}",
-        )

@@ -169,12 +169,6 @@
     const all = rows.flatMap((r) => r.values).filter((v) => v !== null).sort((a, b) => a - b);
     heat($("layers"), model.attention[0][measure].map((v, i) => i), rows, (v) => v < 0.005 ? "0" : v >= 1 ? v.toFixed(1) : v.toFixed(2).replace(/^0/, ""), Math.max(all[Math.floor(0.97 * all.length)], 0.05), "layer");
   }
-  function passkey() {
-    const model = data.models[$("passkey-model").value];
-    const rows = model.passkey.rows.map((r) => ({ ...r, texts: r.counts.map((c) => c && `${c[0]}/${c[1]}`) }));
-    heat($("passkey"), model.passkey.columns, rows, null, 1, "length, depth");
-  }
-
   function kernels() {
     const group = data.kernels[$("kernels-group").value];
     $("kernels-note").textContent = group.note;
@@ -190,7 +184,7 @@
   }
 
   const all = [["answer", answer, []], ["pareto", pareto, ["pareto-model", "pareto-measure"]], ["memory", memory, ["memory-shape"]], ["layers", layers, ["layers-model", "layers-measure"]],
-    ["passkey", passkey, ["passkey-model"]], ["kernels", kernels, ["kernels-group"]]].filter(([id]) => $(id));
+    ["kernels", kernels, ["kernels-group"]]].filter(([id]) => $(id));
   const redraw = () => all.forEach(([, f]) => f());
   all.forEach(([, f, inputs]) => inputs.forEach((i) => $(i).addEventListener("input", f)));
   const dark = () => document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
