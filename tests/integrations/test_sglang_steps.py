@@ -25,6 +25,7 @@ from kvbits.integrations.engine import prefill
 with warnings.catch_warnings(action="ignore"):  # of SGLang, which tells of what it has no GPU for
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.server_args import ServerArgs
 
@@ -56,7 +57,7 @@ class Steps:
         args = ServerArgs(model_path=str(path), **settings)
         args.resolve_once()
         self.mode, self.drafts = ForwardMode.TARGET_VERIFY if drafts else ForwardMode.DECODE, drafts
-        self.pool = pool._class_of(form)(
+        self.pool = pool._class_of(form, 8)(
             size=40 * PAGE,
             page_size=PAGE,
             dtype=torch.float32,
@@ -66,7 +67,8 @@ class Steps:
             device="cpu",
             enable_memory_saver=False,
         )
-        rows = types.SimpleNamespace(req_to_token=torch.zeros(9, 1024, dtype=torch.int32), size=8)
+        rows = ReqToTokenPool(8, 1024, "cpu", enable_memory_saver=False)
+        rows.free_slots = [i for i in rows.free_slots if i not in LENGTHS]
         for request in LENGTHS:  # pages of its own
             rows.req_to_token[request, : 5 * PAGE] = torch.arange(5 * PAGE) + (1 + 5 * request) * PAGE
         layers = [

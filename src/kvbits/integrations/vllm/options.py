@@ -5,6 +5,7 @@ process has it.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,30 @@ class Options(engine.Options):
         return name if self.dtype else None
 
 
+KEY = "kvbits"
+"""Key of `--additional-config` under which these options stand."""
+
+
+def misspelt(given: Any, dtype: str) -> str | None:
+    """Which key of `--additional-config` is likely meant for kvbits and is not read, or None.
+
+    Other keys are vLLM's own and those of other plugins.
+
+    Args:
+        dtype: the cache dtype; beside one of kvbits, its options are not another plugin's.
+    """
+    if not isinstance(given, dict):
+        return None
+    own = {f.name for f in dataclasses.fields(Options)} if dtype in NAMES else {"raw_newest", "raw_first", "raw_share"}
+    for key, value in given.items():
+        letters = "".join(c for c in str(key).lower() if c.isalpha())
+        if key != KEY and (letters.startswith(KEY) or difflib.get_close_matches(letters, [KEY], cutoff=0.8)):
+            return f"additional_config has {key!r}, which nobody reads; did you mean {KEY!r}?"
+        if key in own or (key == "dtype" and isinstance(value, str) and f"kvbits_{value.removeprefix('kvbits_')}" in NAMES):
+            return f'additional_config has {key!r}, which is an option of kvbits: pass {{"{KEY}": {{"{key}": ..}}}}'
+    return None
+
+
 def options_of(vllm_config: Any, calibrated: bool | None = None) -> Options:
     """The options of an engine whose layers are `calibrated` or not (None: as its cache dtype says).
 
@@ -43,7 +68,7 @@ def options_of(vllm_config: Any, calibrated: bool | None = None) -> Options:
         UnsupportedError: options that there are not or that cannot be.
     """
     given = vllm_config.additional_config
-    given = given.get("kvbits", {}) if isinstance(given, dict) else {}
+    given = given.get(KEY, {}) if isinstance(given, dict) else {}
     if calibrated is None:
         calibrated = _calibrated(
             vllm_config.cache_config.cache_dtype, given.get("scheme") if isinstance(given, dict) else None
