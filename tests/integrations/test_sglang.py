@@ -570,7 +570,7 @@ def test_files_of_other_models_and_options_that_cannot_be_are_refused(model, cal
         (
             '{"raw": 1}',
             UnsupportedError,
-            "KVBITS_SGLANG is {'raw': 1}; it takes a dict of raw_newest, raw_first, calibration, calibrate",
+            "KVBITS_SGLANG: unknown option 'raw'.*raw_newest, raw_first, raw_share, calibration, calibrate",
         ),
         ("raw", UnsupportedError, "KVBITS_SGLANG is 'raw'; it takes a dict"),
     ):

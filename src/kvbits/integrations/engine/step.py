@@ -79,9 +79,7 @@ class Placer:
         self._place.prepare()
         sizes: dict[str, Any] = {"tokens": tokens, "num_blocks": num_pages, "device": device}
         if copied:
-            self.copies = Copies.empty(
-                options.newest_pages, bool(options.raw_first), rings=rings, rows=rows, **sizes
-            )
+            self.copies = Copies.empty(options.newest_pages, bool(options.raw_first), rings=rings, rows=rows, **sizes)
         self._places = Places.empty(PAGE_SIZE, previous=centered, starts=turned, copies=self.copies, **sizes)
 
     def run(

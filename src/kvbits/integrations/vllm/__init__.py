@@ -47,7 +47,13 @@ def register() -> None:
 
     from . import announce, copies, selector
 
-    register_backend(AttentionBackendEnum.CUSTOM, selector.BACKEND)
+    custom = AttentionBackendEnum.CUSTOM
+    if custom.is_overridden() and (other := custom.get_path()) != selector.BACKEND:
+        logger.warning(
+            "kvbits takes the place of %s as vLLM's CUSTOM backend; to load one of both plugins, set VLLM_PLUGINS",
+            other,
+        )
+    register_backend(custom, selector.BACKEND)
     dtypes.install(type(current_platform))
     selector.install(type(current_platform))
     selector.install_layer(Attention)

@@ -91,7 +91,8 @@ def _open_lists() -> None:
 def _naming(original: Callable[..., None]) -> Callable[..., None]:
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
         cache = vllm_config.cache_config
-        if why := misspelt(vllm_config.additional_config, cache.cache_dtype if cache is not None else "auto"):
+        asked = not takes_names() or (cache is not None and cache.cache_dtype in NAMES)
+        if why := misspelt(vllm_config.additional_config, asked):
             raise UnsupportedError(why)
         name = options_of(vllm_config, calibrated=True).named  # no dtype is known yet
         if name is not None and cache is not None:

@@ -41,23 +41,22 @@ KEY = "kvbits"
 """Key of `--additional-config` under which these options stand."""
 
 
-def misspelt(given: Any, dtype: str) -> str | None:
+def misspelt(given: Any, asked: bool) -> str | None:
     """Which key of `--additional-config` is likely meant for kvbits and is not read, or None.
 
     Other keys are vLLM's own and those of other plugins.
 
     Args:
-        dtype: the cache dtype; beside one of kvbits, its options are not another plugin's.
+        asked: whether the engine has one of our dtypes, or can only be given one here; then our options are nobody
+            else's.
     """
-    if not isinstance(given, dict):
-        return None
-    own = {f.name for f in dataclasses.fields(Options)} if dtype in NAMES else {"raw_newest", "raw_first", "raw_share"}
-    for key, value in given.items():
+    own = {f.name for f in dataclasses.fields(Options)} if asked else {"raw_newest", "raw_first", "raw_share"}
+    for key in given if isinstance(given, dict) else ():
         letters = "".join(c for c in str(key).lower() if c.isalpha())
         if key != KEY and (letters.startswith(KEY) or difflib.get_close_matches(letters, [KEY], cutoff=0.8)):
             return f"additional_config has {key!r}, which nobody reads; did you mean {KEY!r}?"
-        if key in own or (key == "dtype" and isinstance(value, str) and f"kvbits_{value.removeprefix('kvbits_')}" in NAMES):
-            return f'additional_config has {key!r}, which is an option of kvbits: pass {{"{KEY}": {{"{key}": ..}}}}'
+        if key in own:
+            return f'additional_config has {key!r}, an option of kvbits; pass {{"{KEY}": {{"{key}": ..}}}}'
     return None
 
 

@@ -135,7 +135,9 @@ def check(
     rows = len(seq_lens)
     given = {"seq_lens": (seq_lens, (rows,)), "starts": (starts, (rows + 1,)), "rings": (rings, (rows,))}
     if places.copies and rings is None:
-        raise DataError(f"rings must be dense int32 [{rows}] where pages are copied, got None; -1 is a row without copies")
+        raise DataError(
+            f"rings must be dense int32 [{rows}] where pages are copied, got None; -1 is a row without copies"
+        )
     for name, (x, shape) in given.items():
         if x is not None and (x.dtype != torch.int32 or x.shape != shape or not x.is_contiguous()):
             raise DataError(f"{name} must be dense int32 {list(shape)}, got {x.dtype} {list(x.shape)}")
