@@ -19,11 +19,13 @@ from speeds import graphed, sitting
 
 from kvbits import runs
 from kvbits.evaluate.results import read as read_evaluation
+from kvbits.integrations.engine.served import FORMATS, PAGE_SIZE
 from kvbits.report.markdown import table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 DOCUMENTS = (
+    "docs/guide/vllm.md",
     "docs/results/benchmarks.md",
     "docs/results/evaluation.md",
     "docs/internals/serving.md",
@@ -189,11 +191,10 @@ def serving_sglang() -> str:
     return served(RESULTS.parent / "nvidia-h100" / "serve_sglang.json", "python benchmarks/bench_serve_sglang.py")
 
 
-def served(path: Path, command: str) -> str:
-    """Through an engine: steps, largest batches, capacity, first tokens; ratios to bf16 of the session that a row is
-    of, the newest that has both.
+def against_bf16(data: Row) -> dict[tuple[Any, ...], dict[str, Row]]:
+    """Rows of one GPU by (mode, compiled, shape) and dtype, each with the `base` in bf16 of its own session: the newest
+    that has both.
     """
-    data = run_files.read(path)
     plain = [
         r
         for r in data["rows"]
@@ -220,6 +221,15 @@ def served(path: Path, command: str) -> str:
             bases = [r["base"] for r in found[key].values()]
             newest = max(bases, key=lambda r: data["runs"][r["run"]]["utc"])
             found[key]["bf16"] = newest | {"base": newest}
+    return found
+
+
+def served(path: Path, command: str) -> str:
+    """Through an engine: steps, largest batches, capacity, first tokens; ratios to bf16 of the session that a row is
+    of, the newest that has both.
+    """
+    data = run_files.read(path)
+    found = against_bf16(data)
     dtypes = [d for d in (*SERVED[:3], "kvbits_int4", *SERVED[3:]) if any(d in rows for rows in found.values())]
     order = sorted(
         found,
@@ -550,6 +560,47 @@ def accuracy() -> str:
     )
 
 
+def beside_fp8() -> str:
+    """vLLM's own caches and ours: bytes, tokens, speed, and accuracy where a GPU measured it."""
+    data, judged = read("serve_vllm.json"), read("accuracy_vllm.json")
+    found = against_bf16(data)
+    step, largest = found["decode", False, 48, 8192], found["decode", False, "largest"]
+    kl = {r["kv_cache_dtype"]: r for r in judged["rows"] if r["phase"] == "decode"}
+    lines, used = [], []
+    for d in (d for d in SERVED if d in step and d in largest):
+        one, full = step[d], largest[d]
+        used += [one, full]
+        ratio = lambda r, field: f" ({r[field] / r['base'][field]:.2f}x)" if d != "bf16" else ""  # noqa: B023, E731
+        score = kl.get("auto" if d == "bf16" else d)
+        form = FORMATS.get(d)
+        of_token = form.layout(1, 128, 128).head_bytes // PAGE_SIZE if form else 2 * 128 * {"bf16": 2, "fp8": 1}[d]
+        lines.append(
+            [
+                f"`{d}`",
+                str(of_token),
+                f"{one['capacity_tokens']:,}{ratio(one, 'capacity_tokens')}",
+                f"{one['step_ms']:.2f}{ratio(one, 'step_ms')}",
+                f"{full['batch']}: {full['tokens_per_s']:,.0f}{ratio(full, 'tokens_per_s')}",
+                f"{score['kl']:.4f}" if score else "",
+            ]
+        )
+    header = [
+        "`--kv-cache-dtype`",
+        "bytes",
+        "tokens that fit",
+        "48 x 8,192, a step in ms",
+        "largest batch of 8,192 each, tokens/s",
+        "KL",
+    ]
+    model = next(iter(kl.values()))["model"]
+    return (
+        f"{table(header, lines)}\n\nLlama-3.1-8B's geometry on one H200, ratios to bf16. KL: {model} decoding in"
+        f" bfloat16, nats; where it is empty, no GPU measured it.\n\n"
+        f"{measured(data, used, 'python benchmarks/bench_serve_vllm.py decode')} KL:"
+        f" {measured(judged, kl.values(), 'python benchmarks/accuracy_serve_vllm.py')}"
+    )
+
+
 def prefix_hits() -> str:
     """Share of prompts found again, simulated: what GPUs hold in each dtype, and the curve of every capacity."""
     lines: list[list[str]] = []
@@ -591,6 +642,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
         tiers,
         store,
         accuracy,
+        beside_fp8,
         prefix_hits,
         goodput,
         turns,
