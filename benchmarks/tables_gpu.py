@@ -19,7 +19,6 @@ from speeds import graphed, sitting
 
 from kvbits import runs
 from kvbits.evaluate.results import read as read_evaluation
-from kvbits.integrations.engine.served import FORMATS, PAGE_SIZE
 from kvbits.report.markdown import table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -568,36 +567,16 @@ def beside_fp8() -> str:
     kl = {r["kv_cache_dtype"]: r for r in judged["rows"] if r["phase"] == "decode"}
     lines, used = [], []
     for d in (d for d in SERVED if d in step and d in largest):
-        one, full = step[d], largest[d]
+        one, full, score = step[d], largest[d], kl.get("auto" if d == "bf16" else d)
         used += [one, full]
-        ratio = lambda r, field: f" ({r[field] / r['base'][field]:.2f}x)" if d != "bf16" else ""  # noqa: B023, E731
-        score = kl.get("auto" if d == "bf16" else d)
-        form = FORMATS.get(d)
-        of_token = form.layout(1, 128, 128).head_bytes // PAGE_SIZE if form else 2 * 128 * {"bf16": 2, "fp8": 1}[d]
-        lines.append(
-            [
-                f"`{d}`",
-                str(of_token),
-                f"{one['capacity_tokens']:,}{ratio(one, 'capacity_tokens')}",
-                f"{one['step_ms']:.2f}{ratio(one, 'step_ms')}",
-                f"{full['batch']}: {full['tokens_per_s']:,.0f}{ratio(full, 'tokens_per_s')}",
-                f"{score['kl']:.4f}" if score else "",
-            ]
-        )
-    header = [
-        "`--kv-cache-dtype`",
-        "bytes",
-        "tokens that fit",
-        "48 x 8,192, a step in ms",
-        "largest batch of 8,192 each, tokens/s",
-        "KL",
-    ]
-    model = next(iter(kl.values()))["model"]
+        fields = ((one, "capacity_tokens"), (one, "step_ms"), (full, "tokens_per_s"))
+        ratios = [f"{r[field] / r['base'][field]:.2f}x" for r, field in fields]
+        lines.append([f"`{d}`", *ratios, f"{score['kl']:.4f}" if score else ""])
+    header = ["dtype", "tokens that fit", "step at 48 x 8,192", "tokens/s at most", "KL"]
+    made = [of["runs"][r["run"]] for of, some in ((data, used), (judged, kl.values())) for r in some]
     return (
-        f"{table(header, lines)}\n\nLlama-3.1-8B's geometry on one H200, ratios to bf16. KL: {model} decoding in"
-        f" bfloat16, nats; where it is empty, no GPU measured it.\n\n"
-        f"{measured(data, used, 'python benchmarks/bench_serve_vllm.py decode')} KL:"
-        f" {measured(judged, kl.values(), 'python benchmarks/accuracy_serve_vllm.py')}"
+        f"{table(header, lines)}\n\nOne H200, Llama-3.1-8B's geometry, over bf16; KL in nats,"
+        f" {next(iter(kl.values()))['model']} decoding in bfloat16, empty where no GPU measured it; {runs.dated(made)}."
     )
 
 
