@@ -24,6 +24,7 @@ from kvbits.report.markdown import table
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 DOCUMENTS = (
+    "docs/guide/vllm.md",
     "docs/results/benchmarks.md",
     "docs/results/evaluation.md",
     "docs/internals/serving.md",
@@ -189,11 +190,10 @@ def serving_sglang() -> str:
     return served(RESULTS.parent / "nvidia-h100" / "serve_sglang.json", "python benchmarks/bench_serve_sglang.py")
 
 
-def served(path: Path, command: str) -> str:
-    """Through an engine: steps, largest batches, capacity, first tokens; ratios to bf16 of the session that a row is
-    of, the newest that has both.
+def against_bf16(data: Row) -> dict[tuple[Any, ...], dict[str, Row]]:
+    """Rows of one GPU by (mode, compiled, shape) and dtype, each with the `base` in bf16 of its own session: the newest
+    that has both.
     """
-    data = run_files.read(path)
     plain = [
         r
         for r in data["rows"]
@@ -220,6 +220,15 @@ def served(path: Path, command: str) -> str:
             bases = [r["base"] for r in found[key].values()]
             newest = max(bases, key=lambda r: data["runs"][r["run"]]["utc"])
             found[key]["bf16"] = newest | {"base": newest}
+    return found
+
+
+def served(path: Path, command: str) -> str:
+    """Through an engine: steps, largest batches, capacity, first tokens; ratios to bf16 of the session that a row is
+    of, the newest that has both.
+    """
+    data = run_files.read(path)
+    found = against_bf16(data)
     dtypes = [d for d in (*SERVED[:3], "kvbits_int4", *SERVED[3:]) if any(d in rows for rows in found.values())]
     order = sorted(
         found,
@@ -550,6 +559,27 @@ def accuracy() -> str:
     )
 
 
+def beside_fp8() -> str:
+    """vLLM's own caches and ours: bytes, tokens, speed, and accuracy where a GPU measured it."""
+    data, judged = read("serve_vllm.json"), read("accuracy_vllm.json")
+    found = against_bf16(data)
+    step, largest = found["decode", False, 48, 8192], found["decode", False, "largest"]
+    kl = {r["kv_cache_dtype"]: r for r in judged["rows"] if r["phase"] == "decode"}
+    lines, used = [], []
+    for d in (d for d in SERVED if d in step and d in largest):
+        one, full, score = step[d], largest[d], kl.get("auto" if d == "bf16" else d)
+        used += [one, full]
+        fields = ((one, "capacity_tokens"), (one, "step_ms"), (full, "tokens_per_s"))
+        ratios = [f"{r[field] / r['base'][field]:.2f}x" for r, field in fields]
+        lines.append([f"`{d}`", *ratios, f"{score['kl']:.4f}" if score else ""])
+    header = ["dtype", "tokens that fit", "step at 48 x 8,192", "tokens/s at most", "KL"]
+    made = [of["runs"][r["run"]] for of, some in ((data, used), (judged, kl.values())) for r in some]
+    return (
+        f"{table(header, lines)}\n\nOne H200, Llama-3.1-8B's geometry, over bf16; KL in nats,"
+        f" {next(iter(kl.values()))['model']} decoding in bfloat16, empty where no GPU measured it; {runs.dated(made)}."
+    )
+
+
 def prefix_hits() -> str:
     """Share of prompts found again, simulated: what GPUs hold in each dtype, and the curve of every capacity."""
     lines: list[list[str]] = []
@@ -591,6 +621,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
         tiers,
         store,
         accuracy,
+        beside_fp8,
         prefix_hits,
         goodput,
         turns,

@@ -422,7 +422,7 @@ def test_a_plan_for_vllm_agrees_with_what_vllm_really_had():
             for r in rows
             if (r.get("gpus"), r.get("kv_cache_dtype"), r.get("geometry")) == names and (n := r.get("capacity_tokens"))
         ]
-        # raw copies of one user are planned, and those of --max-num-seqs allocated
+        # measured while raw copies were allocated for all --max-num-seqs
         if planned["scheme"].startswith("kvbits_klt"):
             continue
         assert all(planned["max_context"] == pytest.approx(n, rel=0.02) for n in measured), planned["scheme"]
@@ -606,6 +606,33 @@ def test_info_says_what_is_here(monkeypatch, tmp_path):
     assert data["packages"]["torch"] == torch.__version__ and data["packages"]["vllm"] and "cpu_kernels" in data
     assert data["environment"]["KVBITS_CACHE"] == str(tmp_path) and f"0 in {tmp_path}" in data["compiled_kernels"]
     assert "KVBITS_CPU_POOL" in run("info").stdout
+
+
+@pytest.mark.parametrize(
+    ("chosen", "state"),
+    [
+        (None, "loaded"),
+        ("kvbits,other", "loaded"),
+        ("other", "not loaded"),
+        ("other, kvbits", "not loaded"),
+        ("", "not loaded"),
+    ],
+)
+def test_info_says_whether_vllm_loads_the_plugin(monkeypatch, chosen, state):
+    """vLLM compares names as they are written."""
+    from importlib.metadata import EntryPoint
+
+    from kvbits.cli import info
+
+    group, variable = "vllm.general_plugins", "VLLM_PLUGINS"
+    entries = [EntryPoint(name, f"{name}:register", group) for name in ("kvbits", "other")]
+    monkeypatch.setattr(info.importlib.metadata, "entry_points", lambda group: entries if "vllm" in group else [])
+    monkeypatch.delenv(variable, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv(variable, chosen)
+    found = info._plugins()
+    assert found["vllm plugin"].startswith(state) and found["vllm plugin"].endswith("others: other")
+    assert found["sglang plugin"].startswith("not installed")
 
 
 def test_a_cpu_without_kernels_is_said(monkeypatch, capsys):

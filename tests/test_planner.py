@@ -42,6 +42,36 @@ def test_total_is_what_the_cache_spec_allocates(name):
     assert r.memory_reduction == pytest.approx(spec.raw_nbytes(1000, 3, 2) / r.total_bytes)
 
 
+WINDOWED = LayerGeometry(num_kv_heads=8, head_dim=64, sliding_window=128), LayerGeometry(num_kv_heads=8, head_dim=64)
+
+
+@pytest.mark.parametrize(
+    ("layers", "gib", "weights", "copied", "users", "dense_users"),
+    [
+        pytest.param(uniform(32, 8, 128), 79.18, 16_060_522_496, 116, 187, 54, id="llama-3.1-8b, H100"),
+        pytest.param(uniform(64, 8, 128), 139.80, 65_524_246_528, 66, 106, 30, id="qwen3-32b, H200"),
+        pytest.param(WINDOWED * 18, 79.18, 65_250_000_000, 33, 107, 31, id="gpt-oss-120b, H100"),
+    ],
+)
+def test_raw_copies_in_vllm_are_a_share_of_the_memory(layers, gib, weights, copied, users, dense_users):
+    """`--kv-cache-dtype kvbits_klt4` with nothing else, where vLLM runs up to 1,024 requests: bytes by hand."""
+    cards = planner.Cards(memory_bytes=int(gib * GIB), weights_bytes=weights)
+    dense, packed = plan(layers, ["bf16", "kvbits_klt4"], engine="vllm", context=8192, cards=cards).rows
+    of_request = sum(3 * 64 * 2 * 2 * g.num_kv_heads * g.head_dim for g in layers)
+    assert packed.copied == int(0.05 * cards.cache_bytes / of_request) == copied and dense.copied is None
+    page = 64 * 8 * {128: 142, 64: 70}[layers[0].head_dim]  # bytes of 64 tokens: 4.375 or 4.4375 bits a number
+    blocks = sum(128 if g.sliding_window is None else 3 for g in layers)
+    room = cards.cache_bytes - copied * of_request
+    assert (dense.max_batch, packed.max_batch) == (dense_users, users) == (dense_users, room // (page * blocks))
+    assert packed.total_bytes == page * blocks + of_request, "of one user, who has copies"
+    many = row(layers, "kvbits_klt4", engine="vllm", context=8192, batch=users, cards=cards)
+    assert many.total_bytes == users * page * blocks + copied * of_request <= cards.cache_bytes
+    alone = row(layers, "kvbits_klt4", engine="vllm", context=8192, batch=users)
+    assert alone.total_bytes == users * packed.total_bytes and alone.copied is None, "no memory is known"
+    small = dataclasses.replace(cards, memory_bytes=weights + (5 << 30), reserve_bytes=0)
+    assert row(layers, "kvbits_klt4", engine="vllm", cards=small).copied > 0
+
+
 def test_a_fixed_cache_allocates_the_planned_bytes():
     paged_cache = pytest.importorskip("kvbits.cache.paged_cache")
     layers = uniform(2, 2, 64)

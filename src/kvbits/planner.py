@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from . import schemes as presets
 from .errors import SpecError, unknown
 from .geometry import PlainLayer
-from .integrations.engine.served import COPIED_PAGES, FORMATS, PAGE_SIZE
+from .integrations.engine.served import COPIED_PAGES, FORMATS, PAGE_SIZE, copied_requests
 from .spec import MOST_TOKENS, CacheSpec, LayerGeometry, PageLayout, Scheme
 from .spec.quant import DTYPE_BYTES
 from .units import human_bytes
@@ -74,6 +74,7 @@ class PlanRow:
         unbounded: True where every layer slides and the windows fit: any context does.
         larger_up_to: most tokens of a sequence at which the scheme takes more bytes than the recommended one of 8 bits,
             `LOOKED_AT` for every length; None where it never does or has no fewer bits.
+        copied: requests that have raw copies at once, or None if no memory was given or the scheme has none.
     """
 
     scheme: str
@@ -85,6 +86,7 @@ class PlanRow:
     max_context: int | None = None
     unbounded: bool = False
     larger_up_to: int | None = None
+    copied: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,13 +213,10 @@ class _Blocks:
     Args:
         block: tokens of a block.
         sizes: bytes of a block in each layer.
-        copies: bytes of the raw copies of a sequence.
     """
 
-    def __init__(
-        self, layers: tuple[LayerGeometry | PlainLayer, ...], block: int, sizes: list[int], copies: int = 0
-    ) -> None:
-        self.layers, self.block, self.sizes, self.copies = layers, block, sizes, copies
+    def __init__(self, layers: tuple[LayerGeometry | PlainLayer, ...], block: int, sizes: list[int]) -> None:
+        self.layers, self.block, self.sizes = layers, block, sizes
         self.bits_per_element = 8 * sum(sizes) / (block * sum(map(_elements, layers)))
 
     @property
@@ -231,7 +230,7 @@ class _Blocks:
             blocks if g.sliding_window is None else min(blocks, -(-(g.sliding_window - 1) // self.block) + 1)
             for g in self.layers
         )
-        return batch_size * (self.copies + sum(n * size for n, size in zip(held, self.sizes, strict=True)))
+        return batch_size * sum(n * size for n, size in zip(held, self.sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -375,9 +374,14 @@ def plan(
         )
         longer = _larger(cache, recommended)  # recurrent states are the same in both
         cache = _WithStates(cache, state_bytes) if state_bytes else cache  # type: ignore[arg-type]
-        total = cache.nbytes(context, batch)
-        longest = None if memory_bytes is None else max_context(cache, memory_bytes, batch)
-        fit = None if memory_bytes is None else max_batch(cache, memory_bytes, context)
+        of_request = _copies(scheme, layers, raw_dtype) if engine == "vllm" else 0
+        copied = None
+        if memory_bytes is not None and of_request:
+            copied = copied_requests(memory_bytes, of_request, vllm_requests(cards))
+        total = cache.nbytes(context, batch) + of_request * (batch if copied is None else min(batch, copied))
+        room = None if memory_bytes is None else memory_bytes - of_request * (copied or 0)
+        longest = None if room is None else max_context(cache, room, batch)
+        fit = None if room is None else max_batch(cache, room, context)
         rows.append(
             PlanRow(
                 scheme=name,
@@ -389,6 +393,7 @@ def plan(
                 max_context=longest,
                 unbounded=memory_bytes is not None and longest is None,
                 **longer,
+                copied=copied,
             )
         )
     return Plan(
@@ -494,14 +499,25 @@ def _vllm(scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer, ...], 
     """A cache as vLLM allocates it."""
     if isinstance(scheme, str) and scheme in VLLM_DENSE:
         return _Blocks(layers, VLLM_BLOCK, [VLLM_BLOCK * VLLM_DENSE[scheme] * _elements(g) for g in layers])
-    pages, layouts = _paged(layers, scheme), vllm_layouts(scheme, layers, raw_dtype)
-    copied = (
-        sum(_elements(g) for g, x in zip(pages, layouts, strict=True) if not x.is_raw)
-        if any(x.key.has_offsets for x in layouts)
-        else 0
-    )
-    copies = COPIED_PAGES * PAGE_SIZE * DTYPE_BYTES[raw_dtype] * copied
-    return _Blocks(layers, PAGE_SIZE, [x.page_size_bytes for x in layouts], copies)
+    return _Blocks(layers, PAGE_SIZE, [x.page_size_bytes for x in vllm_layouts(scheme, layers, raw_dtype)])
+
+
+def _copies(scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer, ...], raw_dtype: str) -> int:
+    """Bytes of a request's raw copies in vLLM, 0 where it has none."""
+    if isinstance(scheme, str) and scheme in VLLM_DENSE:
+        return 0
+    layouts = vllm_layouts(scheme, layers, raw_dtype)
+    if not any(x.key.has_offsets for x in layouts):
+        return 0
+    copied = sum(_elements(g) for g, x in zip(layers, layouts, strict=True) if not x.is_raw)
+    return COPIED_PAGES * PAGE_SIZE * DTYPE_BYTES[raw_dtype] * copied
+
+
+def vllm_requests(cards: Cards | None) -> int:
+    """Requests that run at once in vLLM 0.33 unless `--max-num-seqs` says otherwise; of large GPUs where none is
+    known.
+    """
+    return 1024 if cards is None or cards.memory_bytes >= 70 * 2**30 else 256
 
 
 def vllm_layouts(

@@ -59,11 +59,12 @@ def test_hits_are_those_of_a_cache_that_is_walked(seed):
 
 
 def test_more_of_fewer_bits_fits_a_card_and_copies_are_counted():
+    """Copies take a twentieth of the memory at most, however many requests run."""
     many, few = (study.capacities("H200", running) for running in (512, 1))
     names = ("bf16", "kvbits_int8_centered", "kvbits_klt4", "kvbits_klt3", "kvbits_klt2")
     assert [many[n] for n in names] == sorted(many[n] for n in names)
     assert (
-        few["bf16"] == pytest.approx(many["bf16"], rel=0.001) and 0.85 < many["kvbits_klt3"] / few["kvbits_klt3"] < 0.92
+        few["bf16"] == pytest.approx(many["bf16"], rel=0.001) and 0.94 < many["kvbits_klt3"] / few["kvbits_klt3"] < 0.96
     )
 
 

@@ -570,7 +570,7 @@ def test_files_of_other_models_and_options_that_cannot_be_are_refused(model, cal
         (
             '{"raw": 1}',
             UnsupportedError,
-            "KVBITS_SGLANG is {'raw': 1}; it takes a dict of raw_newest, raw_first, calibration, calibrate",
+            "KVBITS_SGLANG: unknown option 'raw'.*raw_newest, raw_first, raw_share, calibration, calibrate",
         ),
         ("raw", UnsupportedError, "KVBITS_SGLANG is 'raw'; it takes a dict"),
     ):
@@ -589,35 +589,32 @@ def test_calibrations_that_a_format_never_reads_are_refused(model, monkeypatch, 
         resolved(model("llama")[1])
 
 
-def test_requests_are_counted_where_each_has_copies(model, calibration, monkeypatch):
-    monkeypatch.setenv("KVBITS_SGLANG", json.dumps({"calibration": calibration("llama", "klt4").path}))
-    assert (
-        resolved(model("llama")[1], attention_backend="kvbits_klt4", max_running_requests=None).max_running_requests
-        == options.REQUESTS
-    )
-    assert (
-        resolved(model("llama")[1], attention_backend="kvbits_klt4").max_running_requests
-        == SETTINGS["max_running_requests"]
-    )
-
-
-def test_copies_are_taken_off_the_memory_for_pages(model, calibration, monkeypatch):
-    """Of two layers, eight requests, and each the newest two pages and the first: two heads of 64 keys and values in
-    float32.
+@pytest.mark.parametrize(("running", "share", "copied"), [(8, None, 8), (None, None, 68), (None, 0.5, 682)])
+def test_copies_are_taken_off_the_memory_for_pages(model, calibration, monkeypatch, running, share, copied):
+    """A share of it, if so many requests can run: of two layers, and each request's newest two pages and the first: two
+    heads of 64 keys and values in float32.
     """
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
-    from kvbits.integrations.sglang.pool import budget
+    from kvbits.integrations.sglang.pool import budget, pool_class
 
-    monkeypatch.setenv("KVBITS_SGLANG", json.dumps({"calibration": calibration("llama", "klt4").path}))
-    args = record(model("llama")[1], attention_backend="kvbits_klt4")
+    said = {"calibration": calibration("llama", "klt4").path} | ({"raw_share": share} if share else {})
+    monkeypatch.setenv("KVBITS_SGLANG", json.dumps(said))
+    assert (
+        resolved(model("llama")[1], attention_backend="kvbits_klt4", max_running_requests=running).max_running_requests
+        == running
+    )
+    args = record(model("llama")[1], attention_backend="kvbits_klt4", max_running_requests=running)
     fields = {
         "server_args": args,
         "model_config": model_config_of(args),
         "layer_info": types.SimpleNamespace(num_effective_layers=2),
     }
     configurator = types.SimpleNamespace(**fields, kv_cache_dtype=torch.float32)
-    assert budget(lambda *_: 1 << 30, configurator, 0) == (1 << 30) - 2 * 8 * 3 * 64 * 2 * (64 + 64) * 4
+    memory, of_request = 1 << 29, 2 * 3 * 64 * 2 * (64 + 64) * 4
+    assert copied in (running, int(memory * (share or 0.05)) // of_request)
+    assert budget(lambda *_: memory, configurator, 0) == memory - copied * of_request
+    assert pool_class(None, configurator, kind="mha", default=object).copied == copied
 
 
 def test_other_devices_are_refused():

@@ -25,6 +25,7 @@ from kvbits.integrations.engine import prefill
 with warnings.catch_warnings(action="ignore"):  # of SGLang, which tells of what it has no GPU for
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.server_args import ServerArgs
 
@@ -39,7 +40,7 @@ LENGTHS = {3: 62, 1: 190, 5: 1}
 class Steps:
     """A backend with a pool of its own: each step's batch, and all layers' results of it."""
 
-    def __init__(self, path, form: str, window: int | None, drafts: int) -> None:
+    def __init__(self, path, form: str, window: int | None, drafts: int, copied: int = 8) -> None:
         settings = {
             "device": "cpu",
             "dtype": "float32",
@@ -56,7 +57,7 @@ class Steps:
         args = ServerArgs(model_path=str(path), **settings)
         args.resolve_once()
         self.mode, self.drafts = ForwardMode.TARGET_VERIFY if drafts else ForwardMode.DECODE, drafts
-        self.pool = pool._class_of(form)(
+        self.pool = pool._class_of(form, copied)(
             size=40 * PAGE,
             page_size=PAGE,
             dtype=torch.float32,
@@ -66,9 +67,11 @@ class Steps:
             device="cpu",
             enable_memory_saver=False,
         )
-        rows = types.SimpleNamespace(req_to_token=torch.zeros(9, 1024, dtype=torch.int32), size=8)
+        rows = ReqToTokenPool(8, 1024, "cpu", enable_memory_saver=False)
+        rows.free_slots = [i for i in rows.free_slots if i not in LENGTHS]
         for request in LENGTHS:  # pages of its own
             rows.req_to_token[request, : 5 * PAGE] = torch.arange(5 * PAGE) + (1 + 5 * request) * PAGE
+        self.rows = rows
         layers = [
             RadixAttention(HEADS, WIDTH, WIDTH**-0.5, KV_HEADS, i, sliding_window_size=window or -1)
             for i in range(LAYERS)
@@ -160,9 +163,9 @@ def made(request, tmp_path, monkeypatch):
         kvbits["calibration"] = calibrated(model, "klt3", tmp_path / "c.safetensors").path
         monkeypatch.setattr(backend, "get_parallel", lambda: types.SimpleNamespace(tp_rank=0, tp_size=1))
 
-    def make(drafts=0, **options):
+    def make(drafts=0, copied=8, **options):
         monkeypatch.setenv("KVBITS_SGLANG", json.dumps(kvbits and kvbits | options))
-        return Steps(tmp_path, form, window, drafts)
+        return Steps(tmp_path, form, window, drafts, copied)
 
     return make
 
@@ -200,6 +203,25 @@ def test_replayed_graphs_are_eager_steps(made):
         assert b[0].any()
     for a, b in zip(*(s.backend._layers.values() for s in (plain, captured)), strict=True):
         assert a.copies is None or (torch.equal(a.copies, b.copies) and a.copies.any())
+
+
+def test_requests_without_copies_are_read_packed_until_others_end(made):
+    """Rings for two of three requests: one is as without any copies, and gets the ring of the first that ends."""
+    few, all_of, none = made(copied=2), made(), made(raw_newest=0)
+    if not few.backend._placer.copies:
+        pytest.skip("this format has no copies by itself")
+    for steps in (few, all_of, none):
+        prompts(steps, [1, 3, 5])
+    assert few.backend._ring_of.tolist()[:6] == [-1, 0, -1, 1, -1, -1]
+    had = [LENGTHS[r] for r in (1, 3, 5)]
+    one, whole, packed = (s.run(ForwardMode.DECODE, [1, 3, 5], had, [1] * 3) for s in (few, all_of, none))
+    for a, b, c in zip(one, whole, packed, strict=True):
+        torch.testing.assert_close(a[:2], b[:2])
+        torch.testing.assert_close(a[2:], c[2:])
+        assert (b[:2] - c[:2]).abs().max() > 1e-4
+    few.rows.free_slots.append(3)
+    prompts(few, [1], before=1)
+    assert few.backend._ring_of.tolist()[:6] == [-1, 0, -1, -1, -1, 1]
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["eager", "replayed"])

@@ -24,7 +24,7 @@ from kvbits.integrations.engine.host_prefill import HostPrefill
 from kvbits.integrations.engine.served import WIDEST, WIDEST_CALIBRATED
 from kvbits.integrations.vllm import dtypes, formats
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
-from kvbits.integrations.vllm.options import options_of
+from kvbits.integrations.vllm.options import misspelt, options_of
 from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
 from kvbits.integrations.vllm.selector import BACKEND, install, remove
 from kvbits.ops.reference.append import store_tokens
@@ -127,6 +127,33 @@ def test_calibrated_formats_have_raw_copies_unless_told_otherwise():
     assert options("kvbits_klt2", raw_newest=0).copies is options("kvbits_int4").copies is False
     with pytest.raises(UnsupportedError, match="a file of `kvbits calibrate`"):
         options("kvbits_klt4", calibration=1)
+
+
+@pytest.mark.parametrize("key", ["kvbit", "kvbits_", "KVBits", "kv-bits", "kbvits", "kvbits_options"])
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_misspelt_key_is_named(key, asked):
+    assert f"{key!r}, which nobody reads; did you mean 'kvbits'?" in misspelt({key: {"raw_newest": 0}}, asked)
+
+
+def test_options_outside_of_their_key_are_named_and_those_of_others_are_not():
+    assert "'raw_newest', an option of kvbits" in misspelt({"raw_newest": 64}, False)
+    assert "'dtype', an option of kvbits" in misspelt({"dtype": "int8_centered"}, True)
+    others = {"kvbits": {"raw_newest": 64}, "gdn_prefill_backend": "triton", "ascend_scheduler_config": {}, "dtype": 1}
+    assert misspelt(others, False) is misspelt({}, True) is misspelt(None, True) is None
+    for wrong in ("raw_newst", "raw_shares", "calibrations"):
+        with pytest.raises(UnsupportedError, match=f"unknown option '{wrong}'; did you mean"):
+            options("kvbits_klt4", **{wrong: 1})
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 0.51, True, "0.1", None])
+def test_shares_that_cannot_be_are_refused(share):
+    with pytest.raises(UnsupportedError, match="raw_share=.* must be a number above 0"):
+        options("kvbits_klt4", raw_share=share)
+    with pytest.raises(UnsupportedError, match="raw_share without raw_newest"):
+        options("kvbits_klt4", raw_share=0.1, raw_newest=0)
+    with pytest.raises(UnsupportedError, match="raw_share without raw_newest"):
+        options("kvbits_int8", raw_share=0.1)
+    assert options("kvbits_klt4", raw_share=0.1).raw_share == 0.1
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def test_the_log_says_what_is_stored_and_nothing_of_scaling_factors(engine, monk
         and f"hold {tokens:,} tokens, {nbytes:,} bytes each" in said
     )
     assert (
-        ("the newest 64 to 127 and the first 64 tokens of each request also raw" in said)
+        ("the newest 64 to 127 and the first 64 tokens of a request with copies also raw" in said)
         == bool(options)
         != ("no token raw" in said)
     )

@@ -5,6 +5,7 @@ engine that knows what every block and copy holds.
 from __future__ import annotations
 
 import functools
+import logging
 import random
 
 import pytest
@@ -12,11 +13,13 @@ import torch
 from ops.emulated_op import emulate, needs_compiler, needs_gpu
 
 from kvbits.errors import DataError
+from kvbits.integrations.engine.rings import Rings
 from kvbits.ops.cuda import place as place_cuda
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.reference.place import Copies, Places, place
 
 SIZE, BLOCKS, REQUESTS, TOKENS, WIDTH = 4, 40, 5, 64, 12
+RINGS = 5
 WAYS = ["reference", pytest.param("emulated", marks=needs_compiler), pytest.param("gpu", marks=needs_gpu)]
 
 
@@ -37,13 +40,13 @@ def run(request, tmp_path, monkeypatch):
     return call, device
 
 
-def empty(device, newest=2, first=True, copies=True):
+def empty(device, newest=2, first=True, copies=True, rings=RINGS):
     sizes = {"tokens": TOKENS, "num_blocks": BLOCKS, "device": device}
     return Places.empty(
         SIZE,
         previous=True,
         starts=True,
-        copies=Copies.empty(newest, first, requests=REQUESTS, rows=REQUESTS, **sizes) if copies else None,
+        copies=Copies.empty(newest, first, rings=rings, rows=REQUESTS, **sizes) if copies else None,
         **sizes,
     )
 
@@ -57,11 +60,12 @@ class Engine:
     block that is partly theirs.
     """
 
-    def __init__(self, run, seed, newest, first, stable, others=False):
+    def __init__(self, run, seed, newest, first, rings=REQUESTS, others=False):
         self.run, device = run
         self.others = others
-        self.rng, self.first, self.newest, self.stable = random.Random(seed), first, newest, stable
-        self.places = empty(device, newest, first)
+        self.rng, self.first, self.newest = random.Random(seed), first, newest
+        self.rings, self.packed = Rings(rings, logging.getLogger(__name__)), 0
+        self.places = empty(device, newest, first, rings=rings)
         self.free = list(range(1, BLOCKS))
         self.users = dict.fromkeys(self.free, 0)
         self.stored: dict[int, int] = {}  # slot: token
@@ -99,11 +103,14 @@ class Engine:
         if self.others and self.rng.random() < 0.5 and len(self.free) >= WIDTH:
             done = self.rng.randint(done, len(prompt) - 1)
             blocks += [self.take() for _ in range(-(-done // SIZE) - len(blocks))]
-        owner = min(set(range(REQUESTS)) - {r["owner"] for r in self.running})
-        self.running.append({"tokens": prompt, "blocks": blocks, "done": done, "owner": owner, "known": len(prompt)})
+        self.fresh += 1
+        self.running.append(
+            {"name": self.fresh, "tokens": prompt, "blocks": blocks, "done": done, "known": len(prompt)}
+        )
 
     def drop(self, r):
         self.running.remove(r)
+        self.rings.end([r["name"]])
         for block in r["blocks"]:
             self.users[block] -= 1
             if not self.users[block]:
@@ -161,8 +168,8 @@ class Engine:
         table = torch.zeros(b, WIDTH, dtype=torch.int32)
         for i, (r, _) in enumerate(rows):
             table[i, : len(r["blocks"])] = torch.tensor(r["blocks"]).int()
-        owners = torch.tensor([r["owner"] for r, _ in rows]).int() if self.stable else None
-        self.run(self.places, lens, starts, table, torch.tensor(slots), owners)
+        rings = self.rings.of([r["name"] for r, _ in rows])
+        self.run(self.places, lens, starts, table, torch.tensor(slots), torch.from_numpy(rings))
         c = self.places.copies
         for slot, to in zip(slots, c.slots[: len(slots)].tolist(), strict=True):
             if to >= 0:
@@ -180,7 +187,9 @@ class Engine:
             self.read(c.tail_table[i].tolist(), tail, r["tokens"][tail_start : r["done"]])
             assert tail <= self.newest * SIZE
             opened = (r["done"] - 1) // SIZE - (r["done"] - n) // SIZE  # at least
-            assert not opened or tail > (min(opened, self.newest) - 1) * SIZE, "pages that opened now are copied"
+            if rings[i] >= 0:
+                assert not opened or tail > (min(opened, self.newest) - 1) * SIZE, "pages that opened now are copied"
+            self.packed += rings[i] < 0
             for t in range(at, at + n):
                 p = r["done"] - n + t - at
                 assert self.places.starts[t] == p // SIZE * SIZE
@@ -196,30 +205,31 @@ class Engine:
         )
 
 
-@pytest.mark.parametrize("stable", [True, False], ids=["requests", "rows"])
+@pytest.mark.parametrize("rings", [REQUESTS, 2], ids=["all", "two"])
 @pytest.mark.parametrize(("newest", "first"), [(2, True), (2, False), (1, False), (3, True)])
-def test_copies_hold_what_their_blocks_hold(run, newest, first, stable):
-    engine = Engine(run, newest + 4 * first, newest, first, stable)
+def test_copies_hold_what_their_blocks_hold(run, newest, first, rings):
+    """Also where fewer requests than run have copies."""
+    engine = Engine(run, newest + 4 * first, newest, first, rings)
     for _ in range(100):
         engine.step()
-    assert engine.fresh > 100
+    assert engine.fresh > 100 and (engine.packed > 0) == (rings < REQUESTS)
 
 
-@pytest.mark.parametrize("stable", [True, False], ids=["requests", "rows"])
-def test_blocks_that_others_write_have_no_copies_of_their_past(run, stable):
-    engine = Engine(run, 1, 2, True, stable, others=True)
+@pytest.mark.parametrize("rings", [REQUESTS, 2], ids=["all", "two"])
+def test_blocks_that_others_write_have_no_copies_of_their_past(run, rings):
+    engine = Engine(run, 1, 2, True, rings, others=True)
     for _ in range(100):
         engine.step()
     assert engine.fresh > 100
     engine.places.copies.forget([1, BLOCKS, 10 * BLOCKS])  # of a larger pool, whose copies are others
 
 
-def decode(run, places, length, blocks, owner=0, n=1):
+def decode(run, places, length, blocks, ring=0, n=1):
     """A step of one row that has `length` tokens after it."""
     table = torch.zeros(1, WIDTH, dtype=torch.int32)
     table[0, : len(blocks)] = torch.tensor(blocks).int()
     slots = torch.tensor([blocks[p // SIZE] * SIZE + p % SIZE for p in range(length - n, length)])
-    run(places, torch.tensor([length]).int(), torch.tensor([0, n]).int(), table, slots, torch.tensor([owner]).int())
+    run(places, torch.tensor([length]).int(), torch.tensor([0, n]).int(), table, slots, torch.tensor([ring]).int())
     c = places.copies
     return int(c.head[0]), int(c.packed[0, 0]), int(c.tail[0, 0])
 
@@ -247,6 +257,31 @@ def test_a_block_that_was_not_stored_here_is_read_packed(run):
     places = empty(device)
     assert decode(call, places, 14, [1, 2, 3, 4], n=2) == (0, 12, 2)
     assert decode(call, places, 18, [1, 2, 3, 4, 5], n=4) == (0, 12, 6)
+
+
+def test_a_request_without_a_ring_is_read_packed_and_leaves_no_copies(run):
+    """Not those that its blocks had, nor of others."""
+    call, device = run
+    places = empty(device)
+    assert decode(call, places, 6, [1, 2], ring=0, n=6) == (4, 0, 2)
+    for ring in (-1, RINGS):
+        assert decode(call, places, 10, [3, 4, 5], ring=ring, n=10) == (0, 10, 0)
+        assert decode(call, places, 7, [1, 2], ring=ring) == (4, 3, 0)
+    assert (places.copies.where[3:6] == -1).all() and places.copies.holds[RINGS * 3 - 3 :].tolist() == [-1] * 3
+
+
+def test_a_ring_is_a_requests_until_it_ends(caplog):
+    """Whatever rows it has; who found none free gets the next one, and the log says how many have them."""
+    rings = Rings(2, logging.getLogger("kvbits"))
+    with caplog.at_level("INFO", "kvbits"):
+        assert rings.of(["a", "b", None]).tolist() == [0, 1, -1] and not caplog.records
+        assert rings.of(["c", "b", "a"]).tolist() == [-1, 1, 0]
+        assert rings.of(["c", "a"]).tolist() == [-1, 0] and len(caplog.records) == 1
+    assert "2 of 3 requests" in caplog.text
+    rings.end(["a", "never ran"])
+    assert rings.of(["b", "c", "d"]).tolist() == [1, 0, -1]
+    rings.end(["b", "c", "d"])
+    assert sorted(rings.of(["e", "f"]).tolist()) == [0, 1]
 
 
 def test_without_copies_only_the_pages_before_are_told(run):
@@ -280,18 +315,26 @@ def test_nothing_is_told_that_nobody_asks_for(run):
 
 def test_what_does_not_fit_is_refused():
     places, lens = empty(torch.device("cpu")), torch.ones(1, dtype=torch.int32)
-    good = [lens, torch.tensor([0, 1]).int(), torch.ones(1, 2, dtype=torch.int32), torch.tensor([4])]
+    good = [
+        lens,
+        torch.tensor([0, 1]).int(),
+        torch.ones(1, 2, dtype=torch.int32),
+        torch.tensor([4]),
+        torch.zeros(1, dtype=torch.int32),
+    ]
     place(places, *good)
     for i, bad, says in (
         (0, lens.long(), "seq_lens"),
         (1, torch.tensor([0]).int(), "starts"),
         (2, lens, "block table"),
         (3, torch.tensor([4]).int(), "slots"),
+        (4, torch.zeros(1, dtype=torch.int64), "rings"),
+        (4, None, "rings"),
     ):
         with pytest.raises(DataError, match=says):
             place(places, *(bad if i == j else x for j, x in enumerate(good)))
     with pytest.raises(DataError, match="previous has room for 64"):
-        place(places, *good[:3], torch.full((65,), -1))
+        place(places, *good[:3], torch.full((65,), -1), good[4])
 
 
 def test_it_compiles_without_spills():

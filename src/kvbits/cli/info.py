@@ -39,6 +39,13 @@ ENVIRONMENT = {
 """
 
 
+ENGINE_PLUGINS = (
+    ("vllm", "vllm.general_plugins", "VLLM_PLUGINS"),
+    ("sglang", "sglang.srt.plugins", "SGLANG_PLUGINS"),
+)
+"""Each engine, the group of entry points that it loads plugins from, and the variable that names which ones."""
+
+
 @command()
 def info(as_json: Json = False) -> None:
     """Versions, CPU kernels, GPU, the cache of compiled kernels, and environment variables."""
@@ -71,10 +78,31 @@ def _found() -> dict[str, Any]:
         "system": platform.platform(),
         "packages": packages,
     }
+    data["engine_plugins"] = _plugins()
     data |= _kernels() if importlib.util.find_spec("torch") else {"cpu_kernels": "torch is not installed"}
     return data | {
         "environment": {name: os.environ.get(name) or f"not set ({what})" for name, what in ENVIRONMENT.items()}
     }
+
+
+def _plugins() -> dict[str, str]:
+    """Whether vLLM and SGLang load the plugin here; one that is not loaded cannot say so itself."""
+    found = {}
+    for engine, group, variable in ENGINE_PLUGINS:
+        entries = importlib.metadata.entry_points(group=group)
+        others = sorted({e.name for e in entries} - {"kvbits"})
+        chosen = os.environ.get(variable)
+        if "kvbits" not in {e.name for e in entries}:
+            state = f"not installed: no entry point kvbits in {group}; pip install '.[{engine}]'"
+        elif chosen is not None and "kvbits" not in chosen.split(","):  # as vLLM reads it, blanks included
+            state = (
+                f"not loaded: {variable}={chosen!r} does not name kvbits, so {engine} does not know kvbits_* and"
+                " ignores its options; add kvbits, without blanks, or unset the variable"
+            )
+        else:
+            state = "loaded"
+        found[f"{engine} plugin"] = state + (f"; others: {', '.join(others)}" if others else "")
+    return found
 
 
 def _kernels() -> dict[str, Any]:

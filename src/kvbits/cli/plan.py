@@ -353,12 +353,16 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
             "As stock vLLM allocates it: whole blocks. It puts unlike layers into groups of one size, which costs more;"
             " its log says the tokens that fit."
         )
-        from ..integrations.engine.served import COPIED_PAGES, FORMATS
+        from ..integrations.engine.served import COPIED_PAGES, FORMATS, RAW_SHARE
 
         if calibrated := [r.scheme for r in found.rows if r.scheme in FORMATS and FORMATS[r.scheme].calibrated]:
+            notes.append(f"Calibrated when first used, or ahead with `kvbits calibrate`: {', '.join(calibrated)}.")
+        if any(r.copied is not None for r in found.rows) or calibrated:
+            few = [f"{r.copied:,} ({r.scheme})" for r in found.rows if r.copied is not None]
             notes.append(
-                f"Calibrated when first used, or ahead with `kvbits calibrate`: {', '.join(calibrated)}. Raw copies are"
-                f" counted for each user, {COPIED_PAGES} pages of 16 bits; vLLM allocates them for all --max-num-seqs."
+                f"A user's first page and newest two ({COPIED_PAGES} pages of 16 bits) are also kept raw, for as many"
+                f" users as {RAW_SHARE:.0%} of the memory holds"
+                + (f": {', '.join(few)}. Other users are read packed." if few else "; other users are read packed.")
             )
     if subject.memory_from is not None:
         notes.append(f"--gpu-memory: {subject.memory_from}.")

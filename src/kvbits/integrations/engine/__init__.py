@@ -2,6 +2,7 @@
 
 served         which formats are stored token by token, and what of a model they refuse; without torch
 options        raw copies of the newest and first pages, and a calibration: what users may say of them
+rings          which request has raw copies
 calibrated     what layers take whose keys are stored in a calibrated basis
 call           what layers have in common that are attended together; joining their results
 step           once per step: pages that open, tokens that are also kept raw, which rows decode

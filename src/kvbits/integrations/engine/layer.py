@@ -17,7 +17,7 @@ class Layer:
 
     Attributes:
         name: by which plans know it.
-        copies: pages of `call.raw`, uint8 [copies, H, head_bytes], or None.
+        copies: pages of `call.raw`, uint8 [copies, H, head_bytes], or None (`take_copies`).
         static: calibrated parameters (`PageStore.static`).
         order: of stored channels, int64 [D]; None where it is the model's.
         turn: by how much keys turn from a page to the next (`quant.rotary.turn_by`); None where nobody knows: means
@@ -40,6 +40,13 @@ class Layer:
         # the last is of prompts behind a history
         for choice in (*self._writes, dispatch.choose("dequantize", layouts[0], self.call.dtype, self.device)):
             choice.prepare()
+
+    def take_copies(self, pages: int) -> None:
+        """Allocate so many pages of copies, if they are not there."""
+        assert self.call.raw is not None
+        shape = pages, self.call.raw.num_kv_heads, self.call.raw.head_bytes
+        if self.copies is None or self.copies.shape != shape:
+            self.copies = torch.zeros(shape, dtype=torch.uint8, device=self.device)
 
     def run(
         self,

@@ -6,10 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ...errors import UnsupportedError
-from .served import COPIED, PAGE_SIZE
+from ...errors import UnsupportedError, unknown
+from .served import COPIED, PAGE_SIZE, RAW_SHARE
 
 MOST_RAW = 1024
+MOST_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,8 @@ class Options:
         raw_newest: tokens at the end of each request that are read raw when it decodes, at least: up to a page more,
             whole pages. 0: none.
         raw_first: whether each request's first page (64 tokens) is read raw too: 0 or 64.
+        raw_share: share of the cache's memory that these copies take at most, above 0 and up to `MOST_SHARE`; so many
+            requests have them as it holds.
         calibration: file of `kvbits calibrate` for layers whose keys are stored in a calibrated basis; the model's own
             is found, or made once, without it.
         calibrate: whether one may be made where none is kept.
@@ -27,6 +30,7 @@ class Options:
 
     raw_newest: int = 0
     raw_first: int = 0
+    raw_share: float = RAW_SHARE
     calibration: str = dataclasses.field(default="", metadata={"what": "a file of `kvbits calibrate`"})
     calibrate: bool = True
 
@@ -60,8 +64,10 @@ def checked(kind: type[Kind], given: Any, where: str, calibrated: bool, plain: s
         UnsupportedError: options that there are not or that cannot be; `where` says what gave them.
     """
     names = [f.name for f in dataclasses.fields(kind)]
-    if not isinstance(given, dict) or set(given) - set(names):
+    if not isinstance(given, dict):
         raise UnsupportedError(f"{where} is {given!r}; it takes a dict of {', '.join(names)}")
+    if strange := [name for name in given if name not in names]:
+        raise UnsupportedError(f"{where}: {unknown('option', strange[0], names)}")
     defaults: dict[str, Any] = (
         {"raw_newest": COPIED, "raw_first": COPIED} if calibrated and given.get("raw_newest") != 0 else {}
     )
@@ -72,6 +78,12 @@ def checked(kind: type[Kind], given: Any, where: str, calibrated: bool, plain: s
         )
     if not _is_whole(found.raw_first) or found.raw_first not in (0, PAGE_SIZE):
         raise UnsupportedError(f"raw_first={found.raw_first!r} must be 0 or {PAGE_SIZE} tokens, a page")
+    share = found.raw_share
+    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= MOST_SHARE:
+        raise UnsupportedError(
+            f"raw_share={share!r} must be a number above 0 and up to {MOST_SHARE}, a share of the cache's memory;"
+            " raw_newest=0 is for no copies"
+        )
     for f in dataclasses.fields(found):
         value = getattr(found, f.name)
         if "what" in f.metadata and not isinstance(value, str):
@@ -80,6 +92,8 @@ def checked(kind: type[Kind], given: Any, where: str, calibrated: bool, plain: s
             raise UnsupportedError(f"{f.name}={value!r} must be true or false")
     if found.raw_first and not found.raw_newest:
         raise UnsupportedError(f"raw_first without raw_newest; pass raw_newest={PAGE_SIZE} too")
+    if "raw_share" in given and not found.copies and (plain or "raw_newest" in given):
+        raise UnsupportedError(f"raw_share without raw_newest; pass raw_newest={PAGE_SIZE} too, or leave it away")
     if plain and (
         unread := [name for name in ("calibration", "calibrate") if getattr(found, name) != getattr(Options, name)]
     ):

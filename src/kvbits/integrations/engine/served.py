@@ -22,6 +22,20 @@ otherwise: what their accuracy was measured with. A page more of each request wo
 """
 COPIED_PAGES = COPIED // PAGE_SIZE + 1 + 1
 """Pages of 16 bits that those take of each request: the newest, one that is not full, the first."""
+RAW_SHARE = 0.05
+"""Share of the cache's memory that raw copies take at most, unless users say otherwise (`raw_share`)."""
+
+
+def copied_requests(memory_bytes: int, request_bytes: int, most: int, share: float = RAW_SHARE) -> int:
+    """The number of requests that have raw copies at the same time: engines allocate for so many, `kvbits plan` counts
+    so many.
+
+    Args:
+        memory_bytes: memory for the cache, copies included.
+        request_bytes: bytes of one request's copies in all layers, above 0.
+        most: requests that can run at once.
+    """
+    return min(most, int(memory_bytes * share) // request_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

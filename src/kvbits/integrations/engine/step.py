@@ -51,7 +51,7 @@ class Placer:
 
     Args:
         options: of the layers with copies.
-        requests: that can run at once, each with copies of its own; rows: of a step, and tokens.
+        rings: of copies, at least 1 where pages are copied; rows: of a step, and tokens.
         num_pages: of the pool.
     """
 
@@ -60,7 +60,7 @@ class Placer:
         calls: list[Call],
         options: Options,
         *,
-        requests: int,
+        rings: int,
         rows: int,
         tokens: int,
         num_pages: int,
@@ -79,9 +79,7 @@ class Placer:
         self._place.prepare()
         sizes: dict[str, Any] = {"tokens": tokens, "num_blocks": num_pages, "device": device}
         if copied:
-            self.copies = Copies.empty(
-                options.newest_pages, bool(options.raw_first), requests=requests, rows=rows, **sizes
-            )
+            self.copies = Copies.empty(options.newest_pages, bool(options.raw_first), rings=rings, rows=rows, **sizes)
         self._places = Places.empty(PAGE_SIZE, previous=centered, starts=turned, copies=self.copies, **sizes)
 
     def run(
@@ -90,7 +88,7 @@ class Placer:
         starts: torch.Tensor,
         table: torch.Tensor,
         slots: torch.Tensor,
-        owners: torch.Tensor | None,
+        rings: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """`Step`'s previous_page, starts and copy_slots; arguments as `ops.place` takes them.
 
@@ -98,7 +96,7 @@ class Placer:
         """
         if (p := self._places) is None:
             return None, None, None
-        self._place.run(p, seq_lens, starts, table, slots, owners)
+        self._place.run(p, seq_lens, starts, table, slots, rings)
         before, first, copies = (
             (None if x is None else x[: len(slots)])
             for x in (p.previous, p.starts, p.copies.slots if p.copies else None)

@@ -4,6 +4,7 @@ graphs; prompts are laid out on the host.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,21 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 
 from ...errors import UnsupportedError
+from ...later import upload
 from ...quant.rotary import turn_by
 from ..engine.call import call_for, raw_of
 from ..engine.decode import Decode
 from ..engine.layer import Layer
 from ..engine.prefill import prefills, scratch_for
+from ..engine.rings import Rings
 from ..engine.served import FORMATS, PAGE_SIZE
 from ..engine.step import Placer, Step
 from ..rotary import layers_of
 from .flash import flash_for
 from .options import calibration_of, options_of
 from .pool import KVBitsPool
+
+logger = logging.getLogger(__name__)
 
 
 class KVBitsBackend(AttentionBackend):
@@ -49,12 +54,16 @@ class KVBitsBackend(AttentionBackend):
             )
         self._pool, self._options = pool, options_of(pool.form)
         args, config = resolved_view(runner.server_args), runner.model_config
-        self._req_to_token = runner.req_to_token_pool.req_to_token
-        self._requests, self._device = runner.req_to_token_pool.size, torch.device(runner.device)
+        self._rows = runner.req_to_token_pool
+        self._req_to_token = self._rows.req_to_token
+        self._requests, self._device = self._rows.size, torch.device(runner.device)
         self._sizes = (
             config.context_len,
             (args.chunked_prefill_size if args.chunked_prefill_size > 0 else config.context_len),
         )
+        # of raw copies, and which each row of `req_to_token` has, as kernels know it
+        self._rings = Rings(min(pool.copied, self._requests), logger)
+        self._ring_of = torch.full((len(self._req_to_token),), -1, dtype=torch.int32, device=self._device)
         self._calibration = calibration_of(pool.form, args) if pool.form.calibrated else None
         self._turns = _turns(config.hf_text_config, self._device) if pool.layout.is_centered else {}
         self._layers = {m.layer_id: self._layer(m) for m in runner.model.modules() if isinstance(m, RadixAttention)}
@@ -69,7 +78,7 @@ class KVBitsBackend(AttentionBackend):
         self._placer = Placer(
             self._calls,
             self._options,
-            requests=self._requests,
+            rings=max(1, self._rings.count),
             rows=self._requests,
             tokens=tokens,
             num_pages=pages,
@@ -115,8 +124,7 @@ class KVBitsBackend(AttentionBackend):
         call = call_for(layout, layer.tp_q_head_num, dtype, scaling, window, softcap, scratch, attend, raw)
         found = Layer(str(layer.layer_id), call, self._device, turn=self._turns.get(layer.layer_id))
         if raw:
-            shape = self._requests * self._options.pages_of_request, raw.num_kv_heads, raw.head_bytes
-            found.copies = torch.zeros(shape, dtype=torch.uint8, device=self._device)
+            found.take_copies(max(1, self._rings.count) * self._options.pages_of_request)
         if self._calibration:
             rank = get_parallel()
             found.static, found.order = self._calibration.layer(
@@ -149,7 +157,8 @@ class KVBitsBackend(AttentionBackend):
             starts = self._starts[: rows + 1]
         else:
             starts = torch.nn.functional.pad(forward_batch.extend_seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        placed = self._placer.run(lens, starts, table, slots, requests.int() - 1)  # request 0 is padding's
+            self._give_rings()
+        placed = self._placer.run(lens, starts, table, slots, self._ring_of[requests])
         self._step = Step(len(slots), len(slots) if mode == self._mode else 0, slots, *placed)
         if mode == self._mode:
             self._step.decodes = self._decodes
@@ -160,6 +169,20 @@ class KVBitsBackend(AttentionBackend):
                 np.asarray(x, np.int64) for x in (forward_batch.extend_seq_lens_cpu, forward_batch.seq_lens_cpu)
             )
             self._step.prefills = prefills(self._calls, query_lens, seq_lens, table, self._placer.copies)
+
+    def _give_rings(self) -> None:
+        """To requests that run, from those that ended: SGLang frees their rows of `req_to_token`.
+
+        Every request begins with a step of prompts, so steps of single tokens find theirs on the device.
+        """
+        if not self._placer.copies:
+            return
+        free = set(self._rows.free_slots)
+        self._rings.end(free)
+        running = [i for i in range(1, len(self._ring_of)) if i not in free]  # row 0 is padding's
+        rings = np.full(len(self._ring_of), -1, np.int32)
+        rings[running] = self._rings.of(running)
+        self._ring_of.copy_(upload(rings, self._device))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing: plans and tables are for all requests that can run."""

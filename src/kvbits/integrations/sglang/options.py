@@ -17,10 +17,8 @@ from ..engine.calibrated import Model, place, read
 from ..engine.options import Options, checked
 from ..engine.served import FORMATS, PAGE_SIZE, Format
 
-REQUESTS = 32
-"""Requests that can run at once where each has raw copies and --max-running-requests is not said: SGLang's own 2,048
-would take memory for as many.
-"""
+REQUESTS = 4096
+"""Requests that SGLang runs at once at most, where --max-running-requests is not said."""
 NOT_RUN = {
     "kv_cache_dtype": ("auto", "the format is the backend's name"),
     "disaggregation_mode": ("null", "transfers send keys and values apart"),
@@ -95,8 +93,6 @@ def resolve(server_args: Any, previous: Any) -> None:
         declare_resolution(server_args, "kvbits", page_size=PAGE_SIZE)
     if view.speculative_algorithm and view.speculative_num_draft_tokens is None:
         declare_resolution(server_args, "kvbits", speculative_num_draft_tokens=MAX_QUERIES)
-    if options_of(form).copies and view.max_running_requests is None:
-        declare_resolution(server_args, "kvbits", max_running_requests=REQUESTS)
 
 
 def options_of(form: Format) -> Options:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -12,8 +13,10 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from ...errors import UnsupportedError
 from ...spec import PageLayout
 from ..engine.call import RAW_DTYPES, raw_of
-from ..engine.served import FORMATS, PAGE_SIZE, Format
-from .options import format_of, options_of
+from ..engine.served import FORMATS, PAGE_SIZE, Format, copied_requests
+from .options import REQUESTS, format_of, options_of
+
+logger = logging.getLogger(__name__)
 
 
 class KVBitsPool(MHATokenToKVPool):
@@ -23,9 +26,11 @@ class KVBitsPool(MHATokenToKVPool):
         layout: of a page.
         model_dtype: of what layers give; `dtype` is what is stored, bytes.
         pages: of each layer uint8 [pages, H, head_bytes].
+        copied: requests that have raw copies at once.
     """
 
     form: ClassVar[Format]
+    copied: ClassVar[int]
     dtype: torch.dtype
 
     def _create_buffers(self) -> None:
@@ -63,8 +68,8 @@ class KVBitsPool(MHATokenToKVPool):
 
 
 @functools.cache
-def _class_of(form_name: str) -> type[KVBitsPool]:
-    return type("KVBitsPool", (KVBitsPool,), {"form": FORMATS[form_name]})
+def _class_of(form_name: str, copied: int) -> type[KVBitsPool]:
+    return type("KVBitsPool", (KVBitsPool,), {"form": FORMATS[form_name], "copied": copied})
 
 
 def pool_class(original: Any, configurator: Any, *, kind: str, default: type) -> type:
@@ -74,7 +79,7 @@ def pool_class(original: Any, configurator: Any, *, kind: str, default: type) ->
     form = format_of(configurator.server_args)
     if form is None or kind != "mha":
         return original(configurator, kind=kind, default=default)
-    return _class_of(form.name)
+    return _class_of(form.name, getattr(configurator, "kvbits_copied", 0))
 
 
 def _kv_heads(configurator: Any) -> int:
@@ -96,7 +101,9 @@ def cell_size(original: Any, sizes: Any, configurator: Any, num_layers: int) -> 
 
 
 def budget(original: Any, configurator: Any, pre_model_load_memory: int) -> int:
-    """Around `KVCacheConfigurator._profile_available_bytes`: without what raw copies take."""
+    """Around `KVCacheConfigurator._profile_available_bytes`: without what raw copies take, whose number is decided
+    here.
+    """
     form, config, found = (
         format_of(configurator.server_args),
         configurator.model_config,
@@ -109,5 +116,15 @@ def budget(original: Any, configurator: Any, pre_model_load_memory: int) -> int:
             _kv_heads(configurator), config.head_dim, config.v_head_dim, RAW_DTYPES[configurator.kv_cache_dtype]
         )
     )
-    requests = resolved_view(configurator.server_args).max_running_requests
-    return found - configurator.layer_info.num_effective_layers * requests * pages * raw.page_size_bytes
+    of_request = configurator.layer_info.num_effective_layers * pages * raw.page_size_bytes
+    most = resolved_view(configurator.server_args).max_running_requests or REQUESTS
+    configurator.kvbits_copied = copied = copied_requests(found, of_request, most, options_of(form).raw_share)
+    logger.info(
+        "raw copies of up to %d requests at once: %.2f of %.2f GB for the cache, %.1f MB each; a request without them"
+        " is read packed",
+        copied,
+        copied * of_request / 1e9,
+        found / 1e9,
+        of_request / 1e6,
+    )
+    return found - copied * of_request

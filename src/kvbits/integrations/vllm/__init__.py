@@ -7,7 +7,7 @@
     impl       once per layer: which format, kernels and numbers it has
     prefill    queries of many tokens: history unpacked to 16 bits, then one variable-length FlashAttention call
     options    what `--additional-config` says: raw copies of the newest pages, a scheme file
-    taken      blocks that leave vLLM's pool, which have no raw copies
+    copies     raw copies: how many requests have them, which, and which blocks have none
     scheme_file   each layer's format from a file
     calibrated    which calibration an engine's layers take
     observe    a calibration made by the engine itself, for models that no single process holds
@@ -45,11 +45,17 @@ def register() -> None:
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from . import announce, selector, taken
+    from . import announce, copies, selector
 
-    register_backend(AttentionBackendEnum.CUSTOM, selector.BACKEND)
+    custom = AttentionBackendEnum.CUSTOM
+    if custom.is_overridden() and (other := custom.get_path()) != selector.BACKEND:
+        logger.warning(
+            "kvbits takes the place of %s as vLLM's CUSTOM backend; to load one of both plugins, set VLLM_PLUGINS",
+            other,
+        )
+    register_backend(custom, selector.BACKEND)
     dtypes.install(type(current_platform))
     selector.install(type(current_platform))
     selector.install_layer(Attention)
     announce.install()
-    taken.install()
+    copies.install()

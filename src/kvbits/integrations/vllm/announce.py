@@ -83,7 +83,7 @@ def summary(vllm_config: Any, kv_cache_config: Any) -> str:
     if options.copies:
         newest = options.raw_newest
         first = f" and the first {options.raw_first}" if options.raw_first else ""
-        raw.append(f"the newest {newest} to {newest + PAGE_SIZE - 1}{first} tokens of each request also raw")
+        raw.append(f"the newest {newest} to {newest + PAGE_SIZE - 1}{first} tokens of a request with copies also raw")
     if cache.kv_cache_dtype_skip_layers:
         raw.append(f"layers {', '.join(map(str, cache.kv_cache_dtype_skip_layers))} raw")
     if options.calibration:

@@ -21,7 +21,6 @@ from .formats import PAGE_SIZE
 from .impl import KVBitsImpl
 from .metadata import KVBitsMetadata
 from .options import options_of
-from .taken import STATES
 
 
 class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
@@ -54,6 +53,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
                     f" {impl.kv_cache_dtype} needs {impl.call.layout.head_bytes // PAGE_SIZE}; this is a bug of the"
                     " kvbits plugin"
                 )
+            impl.take_copies()
         self.calls = list(dict.fromkeys(impl.call for impl in impls))
         config = vllm_config.scheduler_config
         rows = max(config.max_num_seqs, *(vllm_config.compilation_config.cudagraph_capture_sizes or [1]))
@@ -66,17 +66,18 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         # vLLM makes rows of chunks of prompts (Llama 4)
         max_pages = -(-min(most, getattr(kv_cache_spec, "attention_chunk_size", None) or most) // PAGE_SIZE)
         cache = vllm_config.cache_config  # whose blocks are of several pages in hybrids
+        self._pool = impls[0].pool  # of the worker's copies
         self._placer = Placer(
             self.calls,
             next((x.options for x in impls if x.call.raw), impls[0].options),
-            requests=config.max_num_seqs,
+            rings=self._pool.count,
             rows=rows,
             device=device,
             tokens=config.max_num_batched_tokens + rows * threshold,  # drafts come on top of a full step
             num_pages=(cache.num_gpu_blocks or 1) * cache.block_size // PAGE_SIZE,
         )
         if copies := self._placer.copies:
-            STATES.add(copies)
+            self._pool.states.add(copies)
         self._decodes = {
             n: {c: Decode(c, max_pages, rows, n, device, copies) for c in self.calls} for n in sorted({1, threshold})
         }
@@ -155,12 +156,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Pages before those that open, starts of pages, and slots of copies."""
         rows, slots = m.num_reqs, m.slot_mapping[: m.num_actual_tokens]
-        owners = None
-        # the V2 runner's; rows of its V1 move when others end, and then lose copies
-        if (copies := self._placer.copies) and m.req_idx is not None:
-            padded = np.full(rows, len(copies.holds), np.int32)  # of padding: nobody
-            padded[: len(m.req_idx)] = m.req_idx[:rows]
-            owners = upload(padded, self.device)
+        rings = upload(self._pool.rings_of(m), self.device) if self._placer.copies else None
         return self._placer.run(
-            m.seq_lens[:rows], m.query_start_loc[: rows + 1], m.block_table_tensor[:rows], slots, owners
+            m.seq_lens[:rows], m.query_start_loc[: rows + 1], m.block_table_tensor[:rows], slots, rings
         )

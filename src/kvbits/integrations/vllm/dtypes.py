@@ -17,7 +17,7 @@ from typing import Any
 
 from ...errors import GONE, UnsupportedError
 from .formats import FORMATS, NAMES, PAGE_SIZE, PLACEHOLDER, TAGS
-from .options import options_of
+from .options import misspelt, options_of
 
 VERSIONS = ">=0.33,<0.34"
 """Releases of vLLM that this plugin runs in; the interface of attention backends changes with every minor release."""
@@ -90,7 +90,11 @@ def _open_lists() -> None:
 
 def _naming(original: Callable[..., None]) -> Callable[..., None]:
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        cache, name = vllm_config.cache_config, options_of(vllm_config, calibrated=True).named  # no dtype is known yet
+        cache = vllm_config.cache_config
+        asked = not takes_names() or (cache is not None and cache.cache_dtype in NAMES)
+        if why := misspelt(vllm_config.additional_config, asked):
+            raise UnsupportedError(why)
+        name = options_of(vllm_config, calibrated=True).named  # no dtype is known yet
         if name is not None and cache is not None:
             if takes_names():
                 raise UnsupportedError(

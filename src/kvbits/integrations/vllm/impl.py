@@ -19,6 +19,7 @@ from ..engine.call import call_for, raw_of
 from ..engine.layer import Layer
 from ..engine.prefill import scratch_for
 from . import calibrated, formats, observe
+from .copies import Pool
 from .flash import flash_for
 from .metadata import KVBitsMetadata
 from .options import options_of
@@ -84,6 +85,7 @@ class KVBitsImpl(AttentionImpl):
         self._logits = sinks  # learned, [Hq] of this rank, loaded later
         self.moments: Moments | None = None
         self._pages: torch.Tensor | None = None
+        self.pool, self.ring_bytes = Pool(), 0  # of raw copies; bytes of a request's in this layer
         self.options = options_of(config)
         self._drafts = config.model_config.runner_type == "draft"
         self._rope = rope_parameters(config.model_config.hf_text_config, sliding_window is not None)
@@ -110,11 +112,13 @@ class KVBitsImpl(AttentionImpl):
             config.scheduler_config.max_num_batched_tokens,
             window,
         )
-        raw, copies = self._copies_of(layout) if copied else (None, None)
+        raw = raw_of(layout) if copied and self.options.copies and not layout.is_raw else None
         self.call = call_for(
             layout, self.num_heads, dtype, scaling, window, softcap, scratch, flash_for(device, *self._widths), raw
         )
-        self.stored = Layer(self._found()[1].layer_name, self.call, device, copies)
+        self.stored = Layer(self._found()[1].layer_name, self.call, device)
+        if raw and not self._target_name:
+            self.ring_bytes = self.options.pages_of_request * raw.page_size_bytes
 
     def _take_own_format(self) -> None:
         """That of the dtype, of the scheme file, or `HEADS`, by the layer's name; vLLM asks the layer for it when it
@@ -137,8 +141,9 @@ class KVBitsImpl(AttentionImpl):
                 raise UnsupportedError(why)
             layer.kv_cache_torch_dtype = formats.tag_for(form)
             layout = form.layout(self.num_kv_heads, *self._widths, formats.RAW_DTYPES[self._dtype])
-        # passes of heads are planned with the model's and by themselves, that is with copies of two states
-        self._take(form, layout, copied=not head)
+        # Passes of heads are planned with the model's and by themselves, that is with copies of two states. Rows of
+        # layers that attend in chunks are chunks, and no request's.
+        self._take(form, layout, copied=not head and not getattr(layer, "attention_chunk_size", None))
 
     def _found(self) -> tuple[int, Any]:
         """This layer's number in the whole model (that of the one whose pages it reads), and vLLM's layer."""
@@ -156,13 +161,10 @@ class KVBitsImpl(AttentionImpl):
             self._found()[0], rank, size, self._device
         )
 
-    def _copies_of(self, layout: PageLayout) -> tuple[PageLayout | None, torch.Tensor | None]:
-        """The layout of copies in 16 bits (of the model's dtype), and their pages."""
-        if layout.is_raw or not self.options.copies:
-            return None, None
-        raw = raw_of(layout)
-        count = self._config.scheduler_config.max_num_seqs * self.options.pages_of_request * (not self._target_name)
-        return raw, torch.zeros(count, self.num_kv_heads, raw.head_bytes, dtype=torch.uint8, device=self._device)
+    def take_copies(self) -> None:
+        """Allocate this layer's copies, when it is known how many requests have them."""
+        if self.ring_bytes:
+            self.stored.take_copies(self.pool.count * self.options.pages_of_request)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         self.settle()

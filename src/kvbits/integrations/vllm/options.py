@@ -5,6 +5,7 @@ process has it.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,29 @@ class Options(engine.Options):
         return name if self.dtype else None
 
 
+KEY = "kvbits"
+"""Key of `--additional-config` under which these options stand."""
+
+
+def misspelt(given: Any, asked: bool) -> str | None:
+    """Which key of `--additional-config` is likely meant for kvbits and is not read, or None.
+
+    Other keys are vLLM's own and those of other plugins.
+
+    Args:
+        asked: whether the engine has one of our dtypes, or can only be given one here; then our options are nobody
+            else's.
+    """
+    own = {f.name for f in dataclasses.fields(Options)} if asked else {"raw_newest", "raw_first", "raw_share"}
+    for key in given if isinstance(given, dict) else ():
+        letters = "".join(c for c in str(key).lower() if c.isalpha())
+        if key != KEY and (letters.startswith(KEY) or difflib.get_close_matches(letters, [KEY], cutoff=0.8)):
+            return f"additional_config has {key!r}, which nobody reads; did you mean {KEY!r}?"
+        if key in own:
+            return f'additional_config has {key!r}, an option of kvbits; pass {{"{KEY}": {{"{key}": ..}}}}'
+    return None
+
+
 def options_of(vllm_config: Any, calibrated: bool | None = None) -> Options:
     """The options of an engine whose layers are `calibrated` or not (None: as its cache dtype says).
 
@@ -43,7 +67,7 @@ def options_of(vllm_config: Any, calibrated: bool | None = None) -> Options:
         UnsupportedError: options that there are not or that cannot be.
     """
     given = vllm_config.additional_config
-    given = given.get("kvbits", {}) if isinstance(given, dict) else {}
+    given = given.get(KEY, {}) if isinstance(given, dict) else {}
     if calibrated is None:
         calibrated = _calibrated(
             vllm_config.cache_config.cache_dtype, given.get("scheme") if isinstance(given, dict) else None

@@ -61,6 +61,11 @@ def _selecting(original: Callable[..., str]) -> Callable[..., str]:
             dtype in NAMES or (config is not None and config.cache_config.cache_dtype in NAMES)
         ):
             selected_backend = custom
+        if dtype in NAMES and (other := custom.get_path()) != BACKEND:
+            raise ValueError(
+                f"--kv-cache-dtype {dtype} is read by kvbits' attention backend, and another plugin registered {other}"
+                " as vLLM's CUSTOM backend; load one of them: VLLM_PLUGINS=kvbits"
+            )
         if selected_backend is custom and cls.device_type == "cpu":  # whose own selection knows one backend only
             found = _checked(attn_selector_config)
         else:

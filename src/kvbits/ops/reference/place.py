@@ -3,8 +3,9 @@ kept raw, and what each row reads.
 
 An engine that owns pages (blocks) gives lengths and block tables on the device. A row's newest pages and its first can
 have a **copy** in 16 bits beside the packed one, which is complete all the same: whoever finds no copy reads the packed
-page, so a lost copy costs accuracy and nothing else. Copies lie in pages of their own, `newest` (and one for the first
-page) for every request that can run at once.
+page, so a lost copy costs accuracy and nothing else. Copies lie in pages of their own: a ring of `newest` (and one for
+the first page) for each of so many requests. The engine says which ring a row's request owns; a request without one is
+read packed.
 
     holds[copy]   the block that a copy is of       where[block]   its copy
 
@@ -65,12 +66,12 @@ class Copies:
 
     @classmethod
     def empty(
-        cls, newest: int, first: bool, *, requests: int, rows: int, tokens: int, num_blocks: int, device: torch.device
+        cls, newest: int, first: bool, *, rings: int, rows: int, tokens: int, num_blocks: int, device: torch.device
     ) -> Copies:
         def full(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.full(shape, -1, dtype=dtype, device=device)
 
-        state = full(num_blocks), full(requests * (newest + first)), full(tokens, dtype=torch.int64)
+        state = full(num_blocks), full(rings * (newest + first)), full(tokens, dtype=torch.int64)
         results = (
             torch.zeros(shape, dtype=torch.int32, device=device)
             for shape in ((3, rows), (rows,), (rows, 1), (2, rows), (rows, newest))
@@ -124,7 +125,7 @@ def check(
     starts: torch.Tensor,
     table: torch.Tensor,
     slots: torch.Tensor,
-    owners: torch.Tensor | None,
+    rings: torch.Tensor | None,
 ) -> None:
     """Refuse arguments of `place` that do not fit.
 
@@ -132,7 +133,11 @@ def check(
         DataError: which one, and what it should be.
     """
     rows = len(seq_lens)
-    given = {"seq_lens": (seq_lens, (rows,)), "starts": (starts, (rows + 1,)), "owners": (owners, (rows,))}
+    given = {"seq_lens": (seq_lens, (rows,)), "starts": (starts, (rows + 1,)), "rings": (rings, (rows,))}
+    if places.copies and rings is None:
+        raise DataError(
+            f"rings must be dense int32 [{rows}] where pages are copied, got None; -1 is a row without copies"
+        )
     for name, (x, shape) in given.items():
         if x is not None and (x.dtype != torch.int32 or x.shape != shape or not x.is_contiguous()):
             raise DataError(f"{name} must be dense int32 {list(shape)}, got {x.dtype} {list(x.shape)}")
@@ -159,7 +164,7 @@ def place(
     starts: torch.Tensor,
     table: torch.Tensor,
     slots: torch.Tensor,
-    owners: torch.Tensor | None = None,
+    rings: torch.Tensor | None = None,
 ) -> None:
     """Fill `places` for a step.
 
@@ -170,10 +175,10 @@ def place(
             it there).
         slots: int64 [tokens]: block * page_size + place of each token, below 0: not stored. A row's tokens lie in
             order.
-        owners: int32 [rows], each number once: which request a row is, that is whose copies it writes over; past those
-            that `holds` has room for, it has none. None: row 0 is request 0, and so on.
+        rings: int32 [rows], each number once: the ring of copies that a row's request owns and writes over; -1, or past
+            those that `holds` has room for: none. None where no page is copied.
     """
-    check(places, seq_lens, starts, table, slots, owners)
+    check(places, seq_lens, starts, table, slots, rings)
     places.step += 1
     n, rows, size = len(slots), len(seq_lens), places.page_size
     lens, begins, blocks, stamps = (x.numpy() for x in (seq_lens, starts, table, places.stamps))
@@ -194,16 +199,15 @@ def place(
         foreign = inside & (token == begins[row]) & (stamps[np.where(inside, before, 0)] == places.step)
         places.previous.numpy()[:n] = np.where(foreign, -1, before)
     if places.copies:
-        own = np.arange(rows) if owners is None else owners.numpy()
-        _copy(places.copies, size, own, row, block, at, page, newest, stored)
+        assert rings is not None  # checked
+        _copy(places.copies, size, rings.numpy()[row], block, at, page, newest, stored)
         _read(places.copies, size, lens, blocks)
 
 
 def _copy(
     c: Copies,
     size: int,
-    own: np.ndarray,
-    row: np.ndarray,
+    ring: np.ndarray,
     block: np.ndarray,
     at: np.ndarray,
     page: np.ndarray,
@@ -215,14 +219,14 @@ def _copy(
     stored = stored & (block > 0)
     is_first = c.first & (page == 0)
     kept = stored & (is_first | (page > newest - c.newest))
-    copy = own[row] * (c.newest + c.first) + np.where(is_first, c.newest, page % c.newest)
-    kept &= copy < len(holds)
+    copy = ring * (c.newest + c.first) + np.where(is_first, c.newest, page % c.newest)
+    kept &= (ring >= 0) & (copy < len(holds))
     where[block[stored & ~kept]] = -1
     opened = kept & (at == 0)
     holds[copy[opened]] = block[opened]
     where[block[opened]] = copy[opened]
     copy = c.of_blocks(torch.from_numpy(np.where(kept, block, 0))).numpy()
-    c.slots.numpy()[: len(row)] = np.where(copy >= 0, copy * size + at, -1)
+    c.slots.numpy()[: len(ring)] = np.where(copy >= 0, copy * size + at, -1)
 
 
 def _read(c: Copies, size: int, lens: np.ndarray, blocks: np.ndarray) -> None:

@@ -28,7 +28,7 @@ class _Args(ctypes.Structure):
                 "starts",
                 "table",
                 "slots",
-                "owners",
+                "rings",
                 "stamps",
                 "previous",
                 "page_starts",
@@ -86,10 +86,10 @@ def place(
     starts: torch.Tensor,
     table: torch.Tensor,
     slots: torch.Tensor,
-    owners: torch.Tensor | None = None,
+    rings: torch.Tensor | None = None,
 ) -> None:
     """One launch, which waits for nothing."""
-    check(places, seq_lens, starts, table, slots, owners)
+    check(places, seq_lens, starts, table, slots, rings)
     places.step = places.step % (2**31 - 1) + 1
     args = _Args(
         seq_lens=seq_lens.data_ptr(),
@@ -97,7 +97,7 @@ def place(
         table=table.data_ptr(),
         slots=slots.data_ptr(),
         stamps=places.stamps.data_ptr(),
-        owners=None if owners is None else owners.data_ptr(),
+        rings=None if rings is None else rings.data_ptr(),
         previous=None if places.previous is None else places.previous.data_ptr(),
         page_starts=None if places.starts is None else places.starts.data_ptr(),
         table_stride=table.stride(0),

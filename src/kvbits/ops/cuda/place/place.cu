@@ -4,7 +4,7 @@
 struct Args {
     const int *seq_lens, *starts, *table;        // [rows], [rows + 1], [rows, table_width]
     const i64* slots;                            // [tokens]
-    const int* owners;                           // [rows]; null: row b is b's
+    const int* rings;                            // [rows], -1: no copies; null where there are none
     int* stamps;                                 // [num_blocks]
     i64* previous;                               // [tokens]; null if nobody asks
     int* page_starts;                            // [tokens]; null if nobody asks
@@ -43,10 +43,13 @@ struct Token {
         stored = slot >= 0 && block < a.num_blocks && position >= 0 && page < a.table_width;
     }
     DEVICE bool is_first(const Args& a) const { return a.first && page == 0; }
+    /// Below 0, or past all copies: none.
     DEVICE int own_copy(const Args& a) const {
-        return (a.owners ? a.owners[row] : row) * (a.newest + a.first) + (is_first(a) ? a.newest : page % a.newest);
+        return a.rings[row] * (a.newest + a.first) + (is_first(a) ? a.newest : page % a.newest);
     }
-    DEVICE bool kept(const Args& a) const { return stored && block > 0 && (is_first(a) || page > newest - a.newest) && own_copy(a) < a.num_copies; }
+    DEVICE bool kept(const Args& a) const {
+        return stored && block > 0 && (is_first(a) || page > newest - a.newest) && a.rings[row] >= 0 && own_copy(a) < a.num_copies;
+    }
 };
 
 /// What a row reads from where.

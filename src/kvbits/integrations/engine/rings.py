@@ -1,0 +1,60 @@
+"""Which request has raw copies: `Rings`.
+
+A pool of copies is a share of the cache's memory (`served.copied_requests`): a ring of pages for each of so many
+requests (`ops.reference.place`). Rows of a step move when requests come and go, so a request owns a ring, and a step's
+integers carry its number to the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterable, Sequence
+
+import numpy as np
+
+
+class Rings:
+    """Rings of copies by request, on the host.
+
+    A request gets a ring when it runs and one is free, and keeps it until it ends, so an answer that began with copies
+    goes on with them. A request that found none free is read packed, and gets the next ring that is given back.
+
+    Args:
+        count: requests that have copies at the same time.
+        logger: is told how many requests have none, each time that they are more than twice as many.
+    """
+
+    def __init__(self, count: int, logger: logging.Logger) -> None:
+        self.count = count
+        self._logger = logger
+        self._of: dict[Hashable, int] = {}
+        self._free = list(range(count))[::-1]
+        self._most_without = 0
+
+    def of(self, requests: Sequence[Hashable]) -> np.ndarray:
+        """int32: the ring of each request that runs, -1 where it has none; None is padding and never has one."""
+        found = np.full(len(requests), -1, np.int32)
+        without = 0
+        for row, request in enumerate(requests):
+            if request is None:
+                continue
+            if request not in self._of and self._free:
+                self._of[request] = self._free.pop()
+            found[row] = self._of.get(request, -1)
+            without += found[row] < 0
+        if without > 2 * self._most_without:
+            self._most_without = int(without)
+            self._logger.info(
+                "raw copies: %d of %d requests that run have them, %d are read packed; raise raw_share, or let fewer"
+                " run at once",
+                len(self._of),
+                len(self._of) + without,
+                without,
+            )
+        return found
+
+    def end(self, requests: Iterable[Hashable]) -> None:
+        """Take the rings of these requests back."""
+        for request in requests:
+            if (ring := self._of.pop(request, None)) is not None:
+                self._free.append(ring)

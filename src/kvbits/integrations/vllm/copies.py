@@ -1,0 +1,191 @@
+"""Raw copies inside vLLM: how many requests have them, which, and which blocks have none.
+
+    determine_available_memory --> `sized`: rings of copies for a share of it, the rest is for pages
+    SchedulerOutput            --> requests that ended or were preempted give their rings back
+    BlockPool.get_new_blocks   --> SchedulerOutput --> Copies.forget, before the step
+
+A block that leaves vLLM's pool loses its copy, whoever is to write it: this plugin, a connector, a copy of another
+block. One that a request shares (a hit of the prefix cache) does not come from the pool and keeps its copy. The pool is
+in the process of the scheduler and copies are in the workers', so the numbers travel with the step, as vLLM's own
+`new_block_ids_to_zero` do, which leave out blocks that a connector loads.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...ops.reference.place import Copies
+from ..engine.rings import Rings
+from ..engine.served import copied_requests
+from .formats import NAMES, PAGE_SIZE
+from .options import options_of
+
+logger = logging.getLogger("vllm.kvbits.copies")
+"""Below vLLM's own."""
+
+
+class Pool:
+    """Copies of the layers of a worker.
+
+    Args:
+        rings: of the requests that its runner runs; None while vLLM measures memory, when none has copies.
+
+    Attributes:
+        count: of rings that layers have room for.
+        states: of the layers' copies, by group of layers.
+    """
+
+    def __init__(self, runner: Any = None, rings: Rings | None = None) -> None:
+        self._runner, self.rings = runner, rings
+        self.count = max(1, rings.count if rings else 0)  # kernels are given pages, if only of nobody
+        self.states: weakref.WeakSet[Copies] = weakref.WeakSet()
+        self._rows: list[str | None] = []
+
+    def rings_of(self, m: Any) -> np.ndarray:
+        """int32 [rows] of a step's `CommonAttentionMetadata`: which ring each row's request owns, -1: none.
+
+        The V2 runner gives numbers of requests; in the V1 runner rows are those of its batch. Passes of a draft model
+        give neither, and have the rows of the model's.
+        """
+        found = np.full(m.num_reqs, -1, np.int32)
+        if self.rings is None:
+            return found
+        if m.req_idx is not None:
+            self._rows = [self._runner.req_states.index_to_req_id.get(i) for i in m.req_idx.tolist()]
+        elif hasattr(self._runner, "input_batch"):
+            self._rows = list(self._runner.input_batch.req_ids)
+        rows = self._rows[: m.num_reqs]  # those after them are padding
+        found[: len(rows)] = self.rings.of(rows)
+        return found
+
+    def end(self, requests: set[str]) -> None:
+        """Take these requests' rings back."""
+        if self.rings:
+            self.rings.end(requests)
+
+
+def sized(worker: Any, available: int) -> int:
+    """Decide how many requests have copies, and give what is left of `available` bytes for pages.
+
+    All ranks decide for the same number.
+    """
+    config = worker.vllm_config
+    if not _copies(config):
+        return available
+    layers = config.compilation_config.static_forward_context.values()
+    impls = [layer.impl for layer in layers if hasattr(getattr(layer, "impl", None), "ring_bytes")]
+    for impl in impls:
+        impl.settle()
+    of_request = sum(impl.ring_bytes for impl in impls)
+    count = config.scheduler_config.max_num_seqs
+    if of_request:
+        count = copied_requests(available, of_request, count, options_of(config).raw_share)
+    count = _least(count)
+    worker.kvbits_copies = pool = Pool(worker.model_runner, Rings(count, logger))
+    for impl in impls:
+        impl.pool = pool
+    logger.info(
+        "raw copies of up to %d of %d requests at once: %.2f of %.2f GB for the cache, %.1f MB each; a request without"
+        " them is read packed",
+        count,
+        config.scheduler_config.max_num_seqs,
+        count * of_request / 1e9,
+        available / 1e9,
+        of_request / 1e6,
+    )
+    return available - count * of_request
+
+
+def _copies(vllm_config: Any) -> bool:
+    """Whether an engine has layers with copies, or drafts that may have some."""
+    drafts = getattr(vllm_config.speculative_config, "kv_cache_dtype", None)
+    return options_of(vllm_config).copies or drafts in NAMES
+
+
+def _least(count: int) -> int:
+    """Of all ranks."""
+    from vllm.distributed import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return count
+    least = torch.tensor(count, device="cpu")
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return int(least)
+
+
+def install() -> None:
+    """Wrap vLLM's pool, scheduler and worker, once."""
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    for of, name, wrapper in (
+        (BlockPool, "get_new_blocks", _noting),
+        (Scheduler, "schedule", _telling),
+        (WorkerWrapperBase, "execute_model", _running),
+        (WorkerWrapperBase, "determine_available_memory", _sizing),
+    ):
+        original = getattr(of, name, None) or _of_worker(name)  # the wrapper hands on what it does not have
+        if not hasattr(original, "kvbits_original"):
+            setattr(of, name, functools.wraps(original)(wrapper(original)))
+            getattr(of, name).kvbits_original = original
+
+
+def _of_worker(name: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        return getattr(self.worker, name)(*args, **options)
+
+    return call
+
+
+def _noting(original: Any) -> Any:
+    def get_new_blocks(self: Any, num_blocks: int) -> Any:
+        found = original(self, num_blocks)
+        if (taken := getattr(self, "kvbits_taken", None)) is not None:
+            taken.extend(block.block_id for block in found)
+        return found
+
+    return get_new_blocks
+
+
+def _telling(original: Any) -> Any:
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        pool = self.kv_cache_manager.block_pool
+        if not hasattr(pool, "kvbits_taken"):
+            pool.kvbits_taken = [] if _copies(self.vllm_config) else None
+        found = original(self, *args, **kwargs)
+        if pool.kvbits_taken:
+            found.kvbits_taken, pool.kvbits_taken = pool.kvbits_taken, []
+        return found
+
+    return schedule
+
+
+def _running(original: Any) -> Any:
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        pool = getattr(self.worker, "kvbits_copies", None)
+        if pool is not None:
+            pool.end(scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()))
+            if taken := getattr(scheduler_output, "kvbits_taken", None):
+                each = self.vllm_config.cache_config.block_size // PAGE_SIZE  # pages of a block: several in hybrids
+                with torch.inference_mode():
+                    for state in pool.states:
+                        state.forget([block * each + i for block in taken for i in range(each)])
+        return original(self, scheduler_output)
+
+    return execute_model
+
+
+def _sizing(original: Any) -> Any:
+    def determine_available_memory(self: Any) -> int:
+        return sized(self.worker, original(self))
+
+    return determine_available_memory
