@@ -234,7 +234,11 @@ def random_call(
         )
 
     def part(
-        lay: PageLayout, counts: list[int], starts: np.ndarray, lengths: np.ndarray, fine: list[LowLayout] = []  # noqa: B006
+        lay: PageLayout,
+        counts: list[int],
+        starts: np.ndarray,
+        lengths: np.ndarray,
+        fine: list[LowLayout] = [],  # noqa: B006
     ) -> Part:
         n = sum(counts)
         offset = torch.randn(heads, 1, head_dim)

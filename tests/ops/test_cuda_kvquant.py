@@ -16,9 +16,9 @@ from ops.cuda_cases import Case, build, relative_error
 from ops.test_cuda_attend import check
 
 from kvbits import schemes
+from kvbits.literature.kvquant import format as codebook_format
 from kvbits.ops.cuda.engine import host_plan as cuda
 from kvbits.ops.cuda.engine import unpack_then_flash as chunk
-from kvbits.ops.cuda.families.codebook import format as codebook_format
 from kvbits.ops.cuda.families.plain.unpack import Unpacker
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference.close import close_pages

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .....spec import PageLayout, PerChannel, PerToken, QuantSpec
+from ...spec import PageLayout, PerChannel, PerToken, QuantSpec
 
 PAGE = 64
 HEAD_DIMS = (64, 128)
