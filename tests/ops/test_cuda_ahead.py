@@ -64,11 +64,9 @@ def loaded(monkeypatch, request):
     refuses_on = lambda layout, dtype, device, op="step", low=(): engine_close.refuses_layout(  # noqa: E731
         layout, dtype, capability, op, low
     )
-    empty = (
-        lambda q, k, v, *_: (  # noqa: E731
-            torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype),
-            torch.zeros(q.shape[:3]),
-        )
+    empty = lambda q, k, v, *_: (
+        torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype),
+        torch.zeros(q.shape[:3]),
     )
     for target, name, value in (
         (driver, "load", load),

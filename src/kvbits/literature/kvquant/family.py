@@ -15,7 +15,7 @@ from ...ops.cuda.engine.runtime.compile import Source
 from ...ops.cuda.engine.shape import RAW_TOKENS, Ask, Kernel, Shape
 from ...ops.cuda.engine.side import as_float32, turns_on
 from ...ops.cuda.families.plain import unpack
-from ...ops.descriptor import GROUP, refuses_unlike_widths, scale_kind
+from ...ops.descriptor import GROUP, scale_kind
 from ...spec import LowLayout, PageLayout
 from . import format
 
@@ -40,7 +40,7 @@ class KVQuant(Family):
         return f"{format.extras(layout)}: low planes have no CUDA kernel"
 
     def refuses_attention(self, layout: PageLayout, num_columns: int, shared_limit: int | None) -> str | None:
-        why = refuses_unlike_widths(layout) or format.refuses(layout)
+        why = format.refuses(layout)
         if not why and shared_limit and _choose_shape(layout, 8, shared_limit, False) is None:
             why = f"their tables and a page need more than this GPU's {shared_limit} bytes of shared memory"
         return why and f"{format.extras(layout)}: {why}"

@@ -22,7 +22,7 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 LIBRARY_NAME = "libkvbits_cpu.so"
 POOLS = ("openmp", "own")
 TIERS = ("avx512", "avx2", "neon", "generic")
@@ -43,10 +43,6 @@ class TensorStruct(Structure):
         ("scale_offset", c_int32),
         ("bias_offset", c_int32),
         ("mean_offset", c_int32),
-        ("stretch_offset", c_int32),
-        ("num_outliers", c_int32),
-        ("outlier_index_offset", c_int32),
-        ("outlier_value_offset", c_int32),
         ("static_scale", c_void_p),
         ("static_bias", c_void_p),
         ("hadamard", c_int32),
@@ -54,9 +50,7 @@ class TensorStruct(Structure):
         ("from_basis", c_void_p),
         ("to_basis", c_void_p),
         ("offsets", c_void_p),
-        ("codebook", c_void_p),
         ("inv_freq", c_void_p),
-        ("turns", c_void_p),
     ]
 
 

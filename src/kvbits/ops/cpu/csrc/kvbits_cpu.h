@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 19 };
+enum { KVBITS_ABI_VERSION = 20 };
 
 // How one tensor (keys or values) of a page is stored.
 typedef struct {
@@ -29,10 +29,6 @@ typedef struct {
   int32_t scale_offset;  // -1: scales are static
   int32_t bias_offset;   // -1: none in the page
   int32_t mean_offset;   // -1: none
-  int32_t stretch_offset;        // -1: none; else a factor per token, on the scale
-  int32_t num_outliers;          // listed in every page, indices token * head_dim + channel ascending; 0: none
-  int32_t outlier_index_offset;  // uint16, or int32 where page_size * head_dim exceeds 65536
-  int32_t outlier_value_offset;  // scale_dtype: what the dense number lacks
   const float* static_scale;  // [num_kv_heads, head_dim], widened from groups to channels; null unless static
   const float* static_bias;   // same shape; null unless static and asymmetric
   int32_t hadamard;           // 1: banded, and times a Hadamard matrix
@@ -40,9 +36,7 @@ typedef struct {
   const float* from_basis;    // transposed inverse of the keys' basis, 16 columns after the other: [num_kv_heads][head_dim / 16, rounded up][head_dim][16], zeros behind; null for none
   const float* to_basis;      // [num_kv_heads][head_dim][head_dim] that keys are multiplied with when they are stored; null for none
   const float* offsets;       // [num_kv_heads][OFFSETS][head_dim rounded up to 16, zeros behind]: what is taken off keys in the basis; null for none
-  const float* codebook;      // [num_kv_heads, 2^bits] ascending; null unless the format has one
-  const float* inv_freq;      // [head_dim / 2] radians per token; null unless keys are stored before the rotary embedding, or in a basis (turned back by their frame)
-  const float* turns;         // cos and sin of j * inv_freq for the page's tokens j: [page_size / 16][head_dim / 2][2][16]; null unless keys are stored before the rotary embedding
+  const float* inv_freq;      // [head_dim / 2] radians per token; null unless keys are stored in a basis (turned back by their frame)
 } kvbits_tensor;
 
 // Pages of one layer in one pool. Page ids count through the slabs in order.
