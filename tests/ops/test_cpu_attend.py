@@ -273,23 +273,17 @@ def test_same_bits_every_time_for_a_thread_count(tier):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("pool", library.POOLS)
-def test_pools_agree(pool):
-    """Torch's threads or the library's own, between torch ops or not: the same bits."""
+def test_threads_shared_with_torch_give_the_same_bits():
     case = random_call(QuantSpec(format="int8"), QuantSpec(format="int8"), pages=40, batch=3)
-    before, before_pool = torch.get_num_threads(), library.pool()
+    before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        want = cpu.attend(*case)
-        library.set_pool(pool)
-        assert library.pool() == pool
-        x = torch.randn(512, 512)
+        want, x = cpu.attend(*case), torch.randn(512, 512)
         for _ in range(5):
             x = x @ x.T / 512
             assert all(torch.equal(a, b) for a, b in zip(cpu.attend(*case), want, strict=True))
     finally:
         torch.set_num_threads(before)
-        library.set_pool(before_pool)
 
 
 def test_calls_from_several_python_threads():
@@ -332,22 +326,30 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.parametrize("pool", library.POOLS)
-def test_works_after_fork(pool):
-    """A forked child has none of its parent's threads: the pool must notice and make new ones."""
+@pytest.mark.parametrize(
+    "before", ["cpu.attend(*case)", "library.tier(); torch.randn(512, 512) @ torch.randn(512, 512)"]
+)
+def test_works_after_fork(before):
+    """A forked child has none of its parent's threads, whether these ran the library's calls or torch's alone: it works
+    on its own one, also where the library is asked to share OpenMP's again, and gives the same bits.
+    """
     done = run_python(
         "import os, torch\n"
         "torch.set_num_threads(2)\n"
-        "from kvbits.ops.cpu import attend as cpu\n"
+        "from kvbits.ops.cpu import attend as cpu, library\n"
         "from kvbits.spec import QuantSpec\n"
         "from ops.cpu_cases import random_call\n"
         "case = random_call(QuantSpec(format='int8'), QuantSpec(format='int8'), pages=20)\n"
-        "want = cpu.attend(*case)[0]\n"
+        f"{before}\n"
+        "out, into = os.pipe()\n"
         "pid = os.fork()\n"
-        "same = torch.equal(cpu.attend(*case)[0], want)\n"
-        "if not pid: os._exit(0 if same else 3)\n"
-        "assert same and os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0\n",
-        KVBITS_CPU_POOL=pool,
+        "if not pid:\n"
+        "    library.library().kvbits_use_openmp(library.openmp_parallel())\n"
+        "    os.write(into, cpu.attend(*case)[0].numpy().tobytes())\n"
+        "    os._exit(0)\n"
+        "want = cpu.attend(*case)[0].numpy().tobytes()\n"
+        "assert os.read(out, len(want)) == want\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0\n"
     )
     assert done.returncode == 0, done.stderr
 
@@ -357,7 +359,6 @@ def test_works_after_fork(pool):
     [
         ("TIER", "sse9", "known: avx512, avx2, neon, generic"),
         ("TIER", "avx2" if platform.machine() == "aarch64" else "neon", "known: avx512, avx2, neon, generic"),
-        ("POOL", "tbb", "known: openmp, own"),
         ("LIBRARY", "/none.so", "is no file"),
     ],
 )
@@ -381,11 +382,9 @@ def test_variables_that_cannot_be_had_are_errors(variable, value, known):
     ), done
 
 
-def test_tiers_and_pools_that_there_are_not_are_not_switched_to():
+def test_tiers_that_there_are_not_are_not_switched_to():
     with pytest.raises(UnsupportedError, match="sse9"):
         library.set_tier("sse9")
-    with pytest.raises(UnsupportedError, match="tbb"):
-        library.set_pool("tbb")
 
 
 def test_forced_tier_is_used():

@@ -5,8 +5,7 @@ one that the machine can run; the environment variable KVBITS_CPU_TIER forces on
 file.
 
 Calls of several threads run on torch's OpenMP threads: these spin for milliseconds after every torch op, so threads of
-our own beside them would get half a core. KVBITS_CPU_POOL=own, or a torch without OpenMP, or a forked child: a small
-pool of the library's own.
+our own beside them would get half a core. With a torch without OpenMP, and in a forked child, calls run on one thread.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from ...errors import UnsupportedError
 
 ABI_VERSION = 20
 LIBRARY_NAME = "libkvbits_cpu.so"
-POOLS = ("openmp", "own")
 TIERS = ("avx512", "avx2", "neon", "generic")
-VARIABLES = ("KVBITS_CPU_LIBRARY", "KVBITS_CPU_POOL", "KVBITS_CPU_TIER")
+VARIABLES = ("KVBITS_CPU_LIBRARY", "KVBITS_CPU_TIER")
 
 
 class TensorStruct(Structure):
@@ -212,7 +210,6 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     lib.kvbits_error.restype = c_char_p
     lib.kvbits_error.argtypes = [c_int32]
     lib.kvbits_use_openmp.argtypes = [c_void_p]
-    lib.kvbits_uses_openmp.restype = c_int32
     lib.kvbits_attend.argtypes = [POINTER(AttendStruct)]
     lib.kvbits_close.argtypes = [POINTER(CloseStruct)]
     lib.kvbits_append.argtypes = [POINTER(AppendStruct)]
@@ -224,10 +221,7 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
             None,
             f"KVBITS_CPU_TIER={wanted!r} is not a tier that this machine and build can run; known: {', '.join(TIERS)}",
         )
-    if (wanted := os.environ.get("KVBITS_CPU_POOL") or "openmp") not in POOLS:
-        return None, f"KVBITS_CPU_POOL={wanted!r} is not a thread pool; known: {', '.join(POOLS)}"
-    if wanted == "openmp":
-        lib.kvbits_use_openmp(openmp_parallel())
+    lib.kvbits_use_openmp(openmp_parallel())
     return lib, ""
 
 
@@ -282,25 +276,6 @@ def set_tier(name: str) -> None:
         raise UnsupportedError(
             f"tier {name!r} cannot run on this machine or is not in this build; known: {', '.join(TIERS)}"
         )
-
-
-def pool() -> str:
-    """Whose threads run calls of several threads: "openmp" (torch's) or "own"."""
-    return POOLS[0] if library().kvbits_uses_openmp() else POOLS[1]
-
-
-def set_pool(name: str) -> None:
-    """Switches to other threads, for tests and benchmarks.
-
-    Raises:
-        UnsupportedError: not one of POOLS, or torch here has no OpenMP threads to share.
-    """
-    parallel = openmp_parallel() if name == "openmp" else None
-    if name not in POOLS or (name == "openmp" and parallel is None):
-        raise UnsupportedError(
-            f"thread pool {name!r} is not one of {', '.join(POOLS)}, or torch is not linked to OpenMP here"
-        )
-    library().kvbits_use_openmp(parallel)
 
 
 def check(code: int) -> None:

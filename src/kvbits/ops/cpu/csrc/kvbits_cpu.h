@@ -135,9 +135,8 @@ KVBITS_EXPORT const char* kvbits_tier(void);
 // Switches tiers. Returns 0, or -1 when this machine or build cannot run it.
 KVBITS_EXPORT int32_t kvbits_set_tier(const char* name);
 
-// Runs calls of several threads on an OpenMP runtime's team, `parallel` being its GOMP_parallel; null: on threads of the library's own.
+// Runs calls of several threads on an OpenMP runtime's team, `parallel` being its GOMP_parallel; null: on the calling thread.
 KVBITS_EXPORT void kvbits_use_openmp(void* parallel);
-KVBITS_EXPORT int32_t kvbits_uses_openmp(void);
 
 // Attention over all parts with one online softmax. Returns 0 or the number of a message in kvbits_error.
 KVBITS_EXPORT int32_t kvbits_attend(const kvbits_attend_call* call);

@@ -112,7 +112,6 @@ int32_t kvbits_set_tier(const char* name) {
 }
 
 void kvbits_use_openmp(void* parallel) { pool_use_openmp(parallel); }
-int32_t kvbits_uses_openmp(void) { return pool_uses_openmp(); }
 
 const char* kvbits_error(int32_t code) {
   switch (code) {
