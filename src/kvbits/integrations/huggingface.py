@@ -149,7 +149,6 @@ class KVCache(Cache):
         max_tokens: int | None = None,
         calibration: Calibration | str | Path | None = None,
         calibrate: bool = True,
-        nonfinite: str = "refuse",
         backend: str = "auto",
         budget: int | str | None = None,
         dense: bool = False,
@@ -172,7 +171,6 @@ class KVCache(Cache):
                 which is found by the weights or made once (seconds to minutes, with a progress bar; `calibrate.kept`);
                 needed by schemes with static scales. Refused if made for another model.
             calibrate: False takes what is kept and makes nothing.
-            nonfinite: "refuse" or "clamp" NaN and infinity in keys and values.
             backend: "auto", or one backend for every op.
             budget: bytes, or a text like "2GB", that the cache may take: it starts with 8 bits and gives back low
                 planes, the finest and oldest first, as it fills (docs/internals/tiers.md). For schemes with tiers, and
@@ -236,7 +234,6 @@ class KVCache(Cache):
             max_tokens=max_tokens,
             device=model.device,
             static=static,
-            nonfinite=nonfinite,
             backend=backend,
             budget=nbytes,
         )
