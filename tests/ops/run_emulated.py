@@ -85,7 +85,7 @@ def low_bytes(store: LowStore) -> bytes:
     return (
         blob(made.key)
         + blob(made.value)
-        + blob(None) * 10
+        + blob(None) * 6
         + ints(store.layout.page_size, store.layout.head_bytes, store.layout.page_size_bytes)
         + blob(slab)
     )

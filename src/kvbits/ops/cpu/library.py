@@ -163,18 +163,6 @@ class AppendStruct(Structure):
     ]
 
 
-class ReadStruct(Structure):
-    """`kvbits_read_call`."""
-
-    _fields_ = [
-        ("pieces", c_void_p),
-        ("num_pieces", c_int64),
-        ("num_threads", c_int32),
-        ("system_error", c_int32),
-        ("bad", c_int64),
-    ]
-
-
 def _candidates() -> list[Path]:
     if named := os.environ.get("KVBITS_CPU_LIBRARY"):
         return [Path(named)]
@@ -213,8 +201,6 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     lib.kvbits_attend.argtypes = [POINTER(AttendStruct)]
     lib.kvbits_close.argtypes = [POINTER(CloseStruct)]
     lib.kvbits_append.argtypes = [POINTER(AppendStruct)]
-    lib.kvbits_checksums.argtypes = [c_void_p, c_int64, c_int64, c_void_p]
-    lib.kvbits_read_pages.argtypes = [POINTER(ReadStruct)]
     if not lib.kvbits_tier():
         wanted = os.environ.get("KVBITS_CPU_TIER")
         return (
