@@ -57,7 +57,7 @@ from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec, S
 ROTATE_BYTES = 130_000_000
 NOISE = {"int8": 1e-4, "raw": 1e-5, "fp8_e4m3": 1e-5, "fp8_e5m2": 1e-5}  # fewer bits: 2e-2
 LLAMA_PEER = {"int8": "q8_0", "int4": "q4_0", "int4_g64": "q4_0", "raw": "f16"}
-DEFAULT = ("raw", "int8_centered", "int8", "int4", "kivi4", "kivi2", "nuq4-1%", "nuq3-1%")
+DEFAULT = ("raw", "int8_centered", "int8", "int4", "kivi4", "kivi2")
 CHUNKED = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
 # tiers: bench_tiers_cpu.py; made-up scales of int8 say nothing
 TIMED = [s.name for s in PRESETS.values() if not s.tiers and s.name != "int8_static"]

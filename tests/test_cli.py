@@ -605,7 +605,7 @@ def test_info_says_what_is_here(monkeypatch, tmp_path):
     data = run_json("info")
     assert data["packages"]["torch"] == torch.__version__ and data["packages"]["vllm"] and "cpu_kernels" in data
     assert data["environment"]["KVBITS_CACHE"] == str(tmp_path) and f"0 in {tmp_path}" in data["compiled_kernels"]
-    assert "KVBITS_CPU_POOL" in run("info").stdout
+    assert "KVBITS_CPU_TIER" in run("info").stdout
 
 
 @pytest.mark.parametrize(

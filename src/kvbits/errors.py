@@ -73,6 +73,7 @@ GONE = {"int4_rotated": "klt4", "kvbits_int4_rotated": "kvbits_klt4"}
 EXTRAS = {
     "torch": "'kvbits[torch]'",
     "filelock": "'kvbits[torch]'",
+    "xxhash": "'kvbits[torch]'",
     "fsspec": "'kvbits[torch]'",
     "transformers": "'kvbits[hf]'",
     "gguf": "'kvbits[hf]'",

@@ -98,6 +98,8 @@ CORE: dict[str, Scheme] = {
 
 PRESETS: dict[str, Scheme] = CORE | literature.PRESETS
 """Every preset, the core's first."""
+FAMILIES: tuple[str, ...] = literature.FAMILIES
+"""Modules outside of `ops` whose `FAMILY` has CUDA kernels (`ops.cuda.families`)."""
 GROUPS: dict[str, tuple[str, ...]] = {
     "all": tuple(PRESETS),
     "core": tuple(CORE),

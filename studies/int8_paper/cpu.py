@@ -60,7 +60,7 @@ def library() -> ctypes.CDLL:
     if why := unavailable():
         raise UnsupportedError(why)
     lib, tier = _open(), cpu_library.tier()
-    if lib.kvbits_matrix_use(tier.encode(), cpu_library.openmp_parallel() if cpu_library.pool() == "openmp" else None):
+    if lib.kvbits_matrix_use(tier.encode(), cpu_library.openmp_parallel()):
         raise UnsupportedError(f"{PATH} has no kernels of tier {tier!r}; build it again")
     return lib
 

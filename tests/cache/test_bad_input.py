@@ -14,10 +14,10 @@ from kvbits.spec import CacheSpec, LayerGeometry
 FULL = LayerGeometry(num_kv_heads=2, head_dim=64)
 
 
-def make(name="int8", layers=2, raw_dtype="float32", nonfinite="refuse", window=None, **changes):
+def make(name="int8", layers=2, raw_dtype="float32", window=None, **changes):
     geometry = LayerGeometry(num_kv_heads=2, head_dim=64, sliding_window=window)
     spec = CacheSpec(scheme=schemes.get(name, **changes), layers=(geometry,) * layers, raw_dtype=raw_dtype)
-    return PagedCache(spec, nonfinite=nonfinite, backend="reference")
+    return PagedCache(spec, backend="reference")
 
 
 def qkv(batch=1, tokens=3, heads=2, head_dim=64, dtype=torch.float32, group=2):
@@ -261,7 +261,6 @@ def test_cropping_past_a_released_window_is_refused_for_all_layers_together():
         ),
         ({"batch_size": 0, "max_tokens": 5}, "batch_size=0 must be a whole number of at least 1"),
         ({"batch_size": 1, "max_tokens": -5}, "max_tokens=-5 must be a whole number of at least 1"),
-        ({"nonfinite": "ignore"}, "nonfinite='ignore' is not 'refuse' or 'clamp'"),
         ({"backend": "tpu"}, "unknown backend 'tpu'.*known: auto, cpu, cuda, reference"),
         ({"backend": "cuda"}, "backend='cuda' has no kernel for what lies on cpu; use 'cpu', 'reference' or 'auto'"),
     ],
@@ -319,7 +318,7 @@ def test_nonfinite_prompts_are_refused_with_layer_and_position_and_can_be_repeat
     broken[0, 2, 1, 7] = bad
     with pytest.raises(
         DataError,
-        match=rf"{which} of layer 1 holds {bad} at position \(0, 2, 1, 7\) \(1 of 384 elements .* nonfinite='clamp'",
+        match=rf"{which} of layer 1 holds {bad} at position \(0, 2, 1, 7\) \(1 of 384 elements .* try bfloat16",
     ):
         cache.step(1, q, *((broken, v) if which == "keys" else (k, broken)), scaling=1.0)
     cache.step(1, q, k, v, scaling=1.0)
@@ -353,28 +352,6 @@ def test_padding_may_hold_anything():
     out = cache.step(0, q, k, v, scaling=1.0, valid=torch.tensor([[False, True, True]]))
     assert torch.isfinite(out).all()
     assert cache.seq_lens == [2]
-
-
-@pytest.mark.parametrize("tokens", [1, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_clamping_stores_zero_for_nan_and_the_largest_finite_value_for_infinity(tokens, dtype):
-    cache = make("raw", layers=1, nonfinite="clamp", raw_dtype=str(dtype)[6:])
-    q, k, v = qkv(tokens=tokens, dtype=dtype)
-    k[0, 0, 0, 0], k[0, 0, 0, 1], k[0, 0, 1, 2] = float("nan"), float("inf"), float("-inf")
-    top = k[torch.isfinite(k)].abs().max()
-    out = cache.step(0, q, k, v, scaling=1.0)
-    stored, _ = cache.dequantize(0, 0)
-    assert stored[0, 0, 0] == 0
-    assert stored[0, 0, 1] == top
-    assert stored[0, 1, 2] == -top
-    assert torch.isfinite(out).all()
-
-
-def test_clamping_a_tensor_without_any_finite_value_stores_zeros():
-    cache = make("int8", layers=1, nonfinite="clamp", page_size=32)
-    q, k, v = qkv(tokens=70)
-    cache.step(0, q, k * float("nan"), v * float("inf"), scaling=1.0)
-    assert not cache.dequantize(0, 0)[0].any()
 
 
 def test_a_scale_that_overflows_float16_is_refused_with_the_dtype_to_use():

@@ -255,7 +255,7 @@ def test_another_version_is_refused_with_both_versions(saved, monkeypatch):
         PagedCache.load(path)
     monkeypatch.undo()
     monkeypatch.setattr(blob, "BLOB_VERSION", 3)
-    with pytest.raises(FileFormatError, match="blob_version 1, but this kvbits reads 4"):
+    with pytest.raises(FileFormatError, match="blob_version 2, but this kvbits reads 3"):
         PagedCache.load(path)
     monkeypatch.undo()
     with pytest.raises(
@@ -317,7 +317,7 @@ def first_sequence(about):
         lambda a: a["spec"].__setitem__("raw_dtype", "bfloat16"),
         lambda a: a["spec"].__setitem__("type", "Scheme"),
         lambda a: a["spec"]["scheme"].__setitem__("page_size", 64),
-        lambda a: a.pop("nonfinite"),
+        lambda a: a.pop("made_for"),
         lambda a: a.__setitem__("saturated", None),
         lambda a: a.__setitem__("built_for", [0, 5]),
         lambda a: a.__setitem__("built_for", "much"),

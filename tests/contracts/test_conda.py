@@ -11,7 +11,7 @@ tomllib, yaml = pytest.importorskip("tomllib"), pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, RECIPE = PYPROJECT["project"], yaml.safe_load((ROOT / "conda/recipe.yaml").read_text())
-CONDA_NAMES = {"torch": "pytorch"}
+CONDA_NAMES = {"torch": "pytorch", "xxhash": "python-xxhash"}
 
 
 def as_conda(requirements):

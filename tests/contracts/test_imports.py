@@ -161,7 +161,7 @@ WITHOUT_TORCH = """
 import importlib.abc, sys
 class Absent(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers", "huggingface_hub", "gguf", "fsspec", "filelock"):
+        if name.split(".")[0] in ("torch", "transformers", "huggingface_hub", "gguf", "fsspec", "filelock", "xxhash"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
 """

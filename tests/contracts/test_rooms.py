@@ -1,11 +1,14 @@
 """Families of formats are rooms: what is shared names none, and no room enters another's."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 import kvbits
+from kvbits import schemes
+from kvbits.ops.cuda.families import families
 
 ROOT = Path(kvbits.__file__).parent
 WORDS = re.compile(r"(?i)banded|klt|codebook|nuq|kvquant")
@@ -36,8 +39,11 @@ Before there were rooms it was asked 114 times outside spec, quant and families:
 that are gone.
 """
 MOST_QUESTIONS = 10
-ROOMS = sorted(p.parent for p in (ROOT / "ops/cuda/families").glob("*/__init__.py"))
-ENTERS = {"klt": {"plain"}, "codebook": {"plain"}, "raw": {"plain"}}
+ROOMS = [
+    *sorted(p.parent for p in (ROOT / "ops/cuda/families").glob("*/__init__.py")),
+    *sorted(p.parent for p in (ROOT / "literature").glob("*/family.py")),
+]
+ENTERS = {"klt": {"plain"}, "kvquant": {"plain"}, "raw": {"plain"}}
 """Rooms that a family may enter."""
 
 
@@ -68,6 +74,16 @@ def test_exceptions_are_few_and_needed():
     )
 
 
+def test_operations_find_families_of_the_literature_through_the_registry_alone():
+    """Every room of the literature is registered, its layouts find it, and `ops` does not name the package."""
+    registered = {sys.modules[type(f).__module__].__package__ for f in families()}
+    outside = {f"kvbits.literature.{room.name}" for room in ROOMS if "literature" in room.parts}
+    assert outside and {name for name in registered if ".ops." not in name} == outside
+    assert set(schemes.FAMILIES) == {f"{name}.family" for name in outside}
+    sources = (p for kind in ("py", "h", "cpp", "cu", "cuh") for p in (ROOT / "ops").rglob(f"*.{kind}"))
+    assert not [p for p in sources if "literature" in p.read_text()]
+
+
 @pytest.mark.parametrize("room", ROOMS, ids=lambda p: p.name)
 def test_a_family_enters_no_other_s_room(room):
     owner = {p.name: p.parent.name for r in ROOMS for p in r.glob("*.cu*")}
@@ -83,7 +99,7 @@ def test_a_family_enters_no_other_s_room(room):
 
 def test_headers_of_all_rooms_have_names_of_their_own():
     """Headers are found by name: a kernel's own folder, then `compile.FOLDERS`."""
-    names = [p.name for p in (ROOT / "ops/cuda").rglob("*.cuh")]
+    names = [p.name for folder in ("ops/cuda", "literature") for p in (ROOT / folder).rglob("*.cuh")]
     assert len(names) == len(set(names))
 
 

@@ -51,9 +51,9 @@ NOISE = {
     "fp8_e4m3": 5e-6,
     "fp8_e5m2": 5e-6,
     "raw": 5e-6,
-} | dict.fromkeys(CODEBOOKS, 2e-2)
-"""Relative L2 error allowed on dequantized values: q and p are rounded to 16 bits for int8, to 8 bits below, and with
-AVX-512 the levels of a codebook of values whose tokens bring their scales to 8 bits, too; the rest is fp32.
+}
+"""Relative L2 error allowed on dequantized values: q and p are rounded to 16 bits for int8, to 8 bits below; the rest is
+fp32.
 """
 
 

@@ -44,7 +44,7 @@ static Store* read_store() {
   store->s.key = *read_blob().as<kvbits_tensor>();
   store->s.value = *read_blob().as<kvbits_tensor>();
   for (kvbits_tensor* t : {&store->s.key, &store->s.value})
-    for (const float** p : {&t->static_scale, &t->static_bias, &t->codebook, &t->inv_freq, &t->turns}) *p = read_blob().as<float>();
+    for (const float** p : {&t->static_scale, &t->static_bias, &t->inv_freq}) *p = read_blob().as<float>();
   store->s.page_size = read_one<int64_t>();
   store->s.head_bytes = read_one<int64_t>();
   store->s.page_stride = read_one<int64_t>();

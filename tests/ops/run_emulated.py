@@ -23,18 +23,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 from ops.cpu_cases import (  # noqa: E402
-    CODEBOOKS,
     FORMATS,
     NOISE,
     RAW,
-    kvquant,
-    kvquant_specs,
     random_call,
     specs_of,
     static_params,
 )
 
-from kvbits.ops.cpu.structs import low_struct, rotations, store_struct  # noqa: E402
+from kvbits.ops.cpu.structs import low_struct, store_struct  # noqa: E402
 from kvbits.ops.descriptor import DTYPES, TORCH_NUMBERS  # noqa: E402
 from kvbits.ops.reference import attend as attend_reference  # noqa: E402
 from kvbits.ops.reference.close import close_nested  # noqa: E402
@@ -71,9 +68,7 @@ def store_bytes(store: PageStore) -> bytes:
                 if given is None
                 else given.repeat_interleave(layout.head_dim // spec.num_groups(layout.head_dim), 1)
             )
-        inv_freq = store.static.get(f"{kind}_inv_freq")
-        turns = None if inv_freq is None else rotations(inv_freq.numpy().tobytes(), layout.page_size)
-        wide += [store.static.get(f"{kind}_codebook"), inv_freq, turns]
+        wide.append(store.static.get(f"{kind}_inv_freq"))
     slab = torch.cat([s.contiguous() for s in store.slabs])
     return (
         blob(made.key)
@@ -90,7 +85,7 @@ def low_bytes(store: LowStore) -> bytes:
     return (
         blob(made.key)
         + blob(made.value)
-        + blob(None) * 10
+        + blob(None) * 6
         + ints(store.layout.page_size, store.layout.head_bytes, store.layout.page_size_bytes)
         + blob(slab)
     )
@@ -186,20 +181,6 @@ def cases() -> bytes:
         data += attend_case(NOISE["int8"], spec, spec, low=(4, 4), young_only=True, tokens=1 + 2 * (i % 2), **shape)
         data += attend_case(NOISE["int4"], spec, spec, low=((4, 4), (4, 0), (0, 4))[i % 3], **shape)
         data += close_case(spec, (64, 80, 128)[i % 3], torch.bfloat16, ((4, 4), (2, 4), (0, 2))[i % 3])
-    for fmt in CODEBOOKS:
-        for i, head_dim in enumerate((64, 80, 96, 128)):
-            data += attend_case(
-                NOISE[fmt],
-                *kvquant(fmt),
-                head_dim=head_dim,
-                group=1 + 2 * i,
-                page_size=(32, 64, 96)[i % 3],
-                first=131_000,
-                tokens=1 + i,
-            )
-    for fmt in (*CODEBOOKS, "int8", "int4", "int3", "int2"):
-        for i, spec in enumerate(kvquant_specs(fmt, group=16)):
-            data += attend_case(NOISE[fmt], spec, spec, head_dim=(64, 80, 128)[i % 3], group=1 + i % 8)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         data += attend_case(NOISE["raw"], RAW, RAW, head_dim=72, dtype=dtype, window=70, softcap=20.0) + close_case(
             RAW, 40, dtype

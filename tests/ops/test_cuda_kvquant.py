@@ -16,9 +16,9 @@ from ops.cuda_cases import Case, build, relative_error
 from ops.test_cuda_attend import check
 
 from kvbits import schemes
+from kvbits.literature.kvquant import format as codebook_format
 from kvbits.ops.cuda.engine import host_plan as cuda
 from kvbits.ops.cuda.engine import unpack_then_flash as chunk
-from kvbits.ops.cuda.families.codebook import format as codebook_format
 from kvbits.ops.cuda.families.plain.unpack import Unpacker
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference.close import close_pages
@@ -191,5 +191,6 @@ def test_refusals_say_what_is_missing():
     assert "page_size=32" in why(page_size=32)
     assert "scale per channel" in why(key=dataclasses.replace(key, granularity=PerGroup(32)))
     assert "scale per token" in why(value=dataclasses.replace(value, granularity=PerGroup(32)))
+    assert "keys have 128 channels and values 64" in why(value_head_dim=64)
     assert "16 levels" in why(key=QuantSpec(format="int8", granularity=PerChannel(), static=True, pre_rope=True))
     assert "float32" in why(value=dataclasses.replace(value, scale_dtype="float32"))

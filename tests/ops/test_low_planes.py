@@ -190,26 +190,6 @@ def test_cpu_reads_every_granularity_as_precisely_as_int8(tier):
 
 
 @needs_library
-def test_cpu_turns_what_it_refined(tier):
-    """Keys before the rotary embedding with a low plane are read as precisely as INT8."""
-    for i, spec in enumerate(specs_of("int4", group=16)):
-        key, head_dim = dataclasses.replace(spec, pre_rope=True), (64, 80, 128)[i % 3]
-        case = young_only(
-            random_call(
-                key,
-                spec,
-                head_dim=head_dim,
-                group=1 + i % 8,
-                low=(4, 4),
-                dtype=torch.float32,
-                first=(0, 130_000)[i % 2],
-            )
-        )
-        assert attend_cpu.refuses(*case[:2]) is None
-        assert_close(attend_cpu.attend(*case), judge(*case), NOISE["int8"])
-
-
-@needs_library
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 72, 80, 96, 128, 256, 512])
 def test_cpu_head_dims(tier, head_dim):
     key = QuantSpec(format="int4", granularity=PerChannel(), symmetric=False)

@@ -121,8 +121,9 @@ def test_a_file_that_was_cut_short_is_named(full, number, cut):
 @pytest.mark.parametrize("version", ["BLOB_VERSION", "FORMATS_VERSION"])
 def test_another_version_is_named_with_both_versions(full, monkeypatch, version):
     store, _, _ = full
+    ours = getattr(blob, version)
     monkeypatch.setattr(blob, version, 9)
-    with pytest.warns(UserWarning, match=f"has {version.lower()} 1, but this kvbits reads 9"):
+    with pytest.warns(UserWarning, match=f"has {version.lower()} {ours}, but this kvbits reads 9"):
         assert load(store)[0] == 0
 
 

@@ -4,25 +4,19 @@
 The same blob is a part of a saved cache, an object of a prefix store and a message on the wire: what arrives is what
 attention reads.
 
-Checksums are multilinear hashes of little-endian 64-bit words (Lemire and Kaser, "Strongly universal string hashing is
-fast", 2014, without the finish):
-
-    sum of c[i] * w[i] modulo 2**64,    c[i] = C[i % 4096] * D[i // 4096], all odd
-
-so any damage inside one word is found for certain, other damage but for one chance in 2**64, and a GPU takes them as
-fast as it reads. There is one for every page of every layer, so that a layer can be used as soon as its own bytes are
-there.
+Checksums are XXH3 of 64 bits. There is one for every page of every layer, so that a layer can be used as soon as its
+own bytes are there.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import os
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
@@ -32,12 +26,10 @@ import numpy as np
 import torch
 
 from ..errors import FileFormatError, counted
-from ..ops.cpu import blob as native
-from ..ops.cpu import library
 from ..spec import FORMATS_VERSION, CacheSpec, LayerGroup
 
 MAGIC = b"\x89kvbits\n"
-BLOB_VERSION = 1
+BLOB_VERSION = 2
 """Version of the header and table; `FORMATS_VERSION` is that of the pages."""
 HEADER = struct.Struct("<8sHHHHQIIHHHHIIQQ12s12s12s20sII")
 HEADER_BYTES = HEADER.size
@@ -45,9 +37,14 @@ ALIGNMENT = 64
 MOST_PAGES = 1 << 20
 """Pages of one blob; far more than any writer puts into one."""
 POOLS = ("sink", "closed", "tail")
-WORDS = 4096
 _ENTRY = np.dtype([("group", "<u2"), ("pool", "<u2"), ("column", "<u4")])
 _WORD = np.dtype("<u8")
+PIECE = np.dtype(
+    [("fd", "i8"), ("offset", "i8"), ("to", "u8"), ("sums", "u8"), ("layers", "i8"), ("layer_bytes", "i8")]
+)
+"""Some layers of a page: the file and where they begin in it, the address that they go to, that of their checksums
+uint64 [layers] (0: not checked), how many they are, and the bytes of one of them.
+"""
 
 
 class Kind(IntEnum):
@@ -356,44 +353,9 @@ def as_float32(x: torch.Tensor) -> bytes:
     return x.detach().to("cpu", torch.float32).contiguous().numpy().astype("<f4").tobytes()
 
 
-def _odd(first: int, n: int) -> np.ndarray:
-    """uint64 [n], odd: splitmix64 of first, first + 1, .. (https://prng.di.unimi.it/splitmix64.c)."""
-    z = (np.arange(first + 1, first + n + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
-
-
-WITHIN = _odd(0, WORDS)
-"""C: what the words of a run of `WORDS` are multiplied with."""
-
-
-@functools.lru_cache(64)
-def across(runs: int) -> np.ndarray:
-    """D: what each run of `WORDS` words is multiplied with."""
-    return _odd(1 << 40, runs)
-
-
-def weights(words: int) -> np.ndarray:
-    """c: what each of `words` words is multiplied with."""
-    return np.tile(WITHIN, -(-words // WORDS))[:words] * np.repeat(across(-(-words // WORDS)), WORDS)[:words]
-
-
 def checksums(units: np.ndarray) -> np.ndarray:
-    """uint64 [n] of uint8 [n, bytes], whole words each."""
-    if library.unavailable() is None and units.flags.c_contiguous:
-        return native.checksums(units)
-    return checksums_in_numpy(units)
-
-
-def checksums_in_numpy(units: np.ndarray) -> np.ndarray:
-    """As `checksums`, where the CPU library is not there."""
-    words = units.view(_WORD)
-    total = np.zeros(len(words), np.uint64)
-    for run, d in enumerate(across(-(-words.shape[1] // WORDS))):
-        part = words[:, run * WORDS : (run + 1) * WORDS]
-        total += np.einsum("ij,j->i", part, WITHIN[: part.shape[1]]) * d
-    return total
+    """uint64 [n] of uint8 [n, bytes], rows contiguous."""
+    return np.array([checksum(row.data) for row in units], np.uint64)
 
 
 def checksum_of_sums(sums: Iterable[np.ndarray]) -> int:
@@ -401,10 +363,11 @@ def checksum_of_sums(sums: Iterable[np.ndarray]) -> int:
     return checksum(b"".join(s.astype(_WORD).tobytes() for s in sums))
 
 
-def checksum(data: bytes) -> int:
-    """Checksum of bytes; what is missing to whole words counts as zeros."""
-    data += bytes(-len(data) % 8)
-    return int(checksums(np.frombuffer(data, np.uint8)[None])[0]) if data else 0
+def checksum(data: bytes | memoryview) -> int:
+    """Checksum of bytes: XXH3 of 64 bits. Large ones are hashed without Python's lock."""
+    from xxhash import xxh3_64_intdigest  # needed by what saves and loads, not by every cache
+
+    return int(xxh3_64_intdigest(data))
 
 
 def block_sums(block: torch.Tensor) -> np.ndarray:
@@ -542,22 +505,33 @@ def read_pages(fd: int, reads: Sequence[Read]) -> int | None:
         )
         for r in reads
     ]
-    return read_pieces(np.array(rows, native.PIECE), 1)
+    return read_pieces(np.array(rows, PIECE), 1)
 
 
 def read_pieces(pieces: np.ndarray, num_threads: int) -> int | None:
     """As `read_pages`, of several files and in so many threads.
 
     Args:
-        pieces: of `ops.cpu.blob.PIECE` [n]; what they point to stays where it is.
+        pieces: of `PIECE` [n]; what they point to stays where it is.
+
+    Raises:
+        OSError: of the system.
     """
-    if library.unavailable() is None:
-        return native.read_pages(pieces, num_threads)
-    for i, (fd, offset, to, sums, layers, layer_bytes) in enumerate(pieces.tolist()):
-        held = np.ctypeslib.as_array((ctypes.c_uint8 * (layers * layer_bytes)).from_address(to)).reshape(
-            layers, layer_bytes
-        )
-        whole = read_all(fd, [held.data.cast("B")], offset) == held.size
-        if not whole or (sums and checksums(held).tobytes() != ctypes.string_at(sums, 8 * layers)):
-            return i
+    rows = pieces.tolist()
+    if num_threads < 2 or len(rows) < 2:
+        return next((i for i, row in enumerate(rows) if not _reads_whole(row)), None)
+    with ThreadPoolExecutor(min(num_threads, len(rows)), "kvbits-read") as pool:
+        for i, whole in enumerate(pool.map(_reads_whole, rows)):
+            if not whole:
+                pool.shutdown(wait=False, cancel_futures=True)
+                return i
     return None
+
+
+def _reads_whole(row: tuple[int, int, int, int, int, int]) -> bool:
+    """Read a piece. Returns whether the file has all of it, with the checksums that it should have."""
+    fd, offset, to, sums, layers, layer_bytes = row
+    held = np.ctypeslib.as_array((ctypes.c_uint8 * (layers * layer_bytes)).from_address(to)).reshape(layers, -1)
+    if read_all(fd, [held.data.cast("B")], offset) != held.size:
+        return False
+    return not sums or checksums(held).tobytes() == ctypes.string_at(sums, 8 * layers)

@@ -139,8 +139,8 @@ class DeviceDecode:
                     if row[4 + i]:
                         return DataError(
                             f"{name} of layer {layer} held NaN or infinity when a page of them was quantized while"
-                            " decoding; fix the model's numerics (float16 overflow is the usual cause: try bfloat16)"
-                            f" or pass nonfinite='clamp'. {way_out}"
+                            " decoding; fix the model's numerics (float16 overflow is the usual cause: try bfloat16)."
+                            f" {way_out}"
                         )
                     if row[2 + i]:
                         spec = (g.state.group.key, g.state.group.value)[i]

@@ -103,14 +103,10 @@ def require_layer(spec: CacheSpec, layer: Any) -> None:
 
 
 class InputCheck:
-    """Checks queries, keys and values of a cache; a kind of call that passed is not looked at again.
+    """Checks queries, keys and values of a cache; a kind of call that passed is not looked at again."""
 
-    Args:
-        nonfinite: "refuse" NaN and infinity, or "clamp" them.
-    """
-
-    def __init__(self, spec: CacheSpec, device: torch.device, nonfinite: str) -> None:
-        self._spec, self._device, self._clamps = spec, device, nonfinite == "clamp"
+    def __init__(self, spec: CacheSpec, device: torch.device) -> None:
+        self._spec, self._device = spec, device
         self._passed: dict[int, tuple[Any, ...]] = {}
         self._factors: tuple[Any, ...] | None = None
 
@@ -202,13 +198,11 @@ class InputCheck:
             valid: bool [B, T], False for padding; one of another shape is left to `Passes.begin`, which refuses it.
 
         Raises:
-            DataError: NaN or infinity, unless they are clamped; on a GPU `ask` finds them.
+            DataError: NaN or infinity; on a GPU `ask` finds them.
         """
         if valid is not None and valid.shape == k.shape[:2]:
             real = valid.to(k.device)[..., None, None]
             k, v = torch.where(real, k, 0), torch.where(real, v, 0)
-        if self._clamps:
-            return self.clamped(k, v)
         if k.device.type in AT_ONCE:
             require_finite(k, f"keys of layer {layer}")
             require_finite(v, f"values of layer {layer}")
@@ -219,17 +213,13 @@ class InputCheck:
 
         Single tokens are not asked: their page's closing is.
         """
-        if self._clamps or k.shape[1] == 1 or k.device.type in AT_ONCE:
+        if k.shape[1] == 1 or k.device.type in AT_ONCE:
             return
         for name, x in (("keys", k), ("values", v)):
             findings.ask(
                 torch.linalg.vector_norm(x, torch.inf, (1, 2, 3)),
                 functools.partial(_judge, f"{name} of layer {layer}", x.shape[1]),
             )
-
-    def clamped(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """NaN to 0 and infinity to the largest finite value, where that was asked for. Does not wait for a GPU."""
-        return (_clamp(k), _clamp(v)) if self._clamps else (k, v)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_passed": {}}
@@ -241,11 +231,5 @@ def _judge(what: str, num_tokens: int, largest: list[float]) -> None:
         raise DataError(
             f"{what} hold NaN or infinity among the {num_tokens} tokens of sequence {bad[0]} ({len(bad)} of"
             f" {len(largest)} sequences have some); fix the model's numerics (float16 overflow is the usual cause: try"
-            " bfloat16) or pass nonfinite='clamp'. Nothing was stored in this pass"
+            " bfloat16). Nothing was stored in this pass"
         )
-
-
-def _clamp(x: torch.Tensor) -> torch.Tensor:
-    finite = torch.isfinite(x)
-    top = torch.where(finite, x.abs(), 0).amax()
-    return torch.where(finite, x, torch.where(torch.isnan(x), 0, x.sign() * top))

@@ -285,8 +285,7 @@ class LayerRunner:
             for i, (kind, spec) in enumerate(sides):
                 if found[4 + i]:
                     raise DataError(
-                        f"{_named(kind, place)}, {what}: NaN or infinity; fix the model's numerics or pass"
-                        f" nonfinite='clamp'. {_NOTHING_STORED}"
+                        f"{_named(kind, place)}, {what}: NaN or infinity; fix the model's numerics. {_NOTHING_STORED}"
                     )
                 if found[2 + i]:
                     raise DataError(

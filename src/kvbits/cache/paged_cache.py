@@ -49,8 +49,6 @@ class PagedCache:
             never do.
         device: where pages live; queries, keys and values must be there too.
         static: calibrated parameters per layer (`Calibration.static`), needed by schemes with `needs_calibration`.
-        nonfinite: "refuse" NaN and infinity in keys and values with a DataError (single tokens on a GPU: when their
-            page closes, so not where nothing closes), or "clamp" them (NaN to 0, infinity to the largest finite value).
         backend: "auto", or force one ("reference", "cpu", "cuda") for every op that has it.
         budget: bytes, or a text like "2GB", that a growing cache may take: as it fills, pages give back low planes
             (`budget.Budget`); for schemes with tiers.
@@ -80,12 +78,9 @@ class PagedCache:
         max_tokens: int | str | None = None,
         device: torch.device | str = "cpu",
         static: list[dict[str, torch.Tensor]] | None = None,
-        nonfinite: str = "refuse",
         backend: str = "auto",
         budget: int | str | None = None,
     ) -> None:
-        if nonfinite not in ("refuse", "clamp"):
-            raise SpecError(f"nonfinite={nonfinite!r} is not 'refuse' or 'clamp'")
         self.built_for = capacity.checked(batch_size, max_tokens)
         parameters.check(spec, static)
         self.spec = spec
@@ -95,7 +90,6 @@ class PagedCache:
             raise UnsupportedError(
                 "chunked attention (Llama 4) has no kernel on GPUs; use the stock cache there, or the model on the CPU"
             )
-        self.nonfinite = nonfinite
         self.backend = backend
         self.static = static or [{} for _ in spec.layers]
         self.saturated = [{"k": 0, "v": 0} for _ in spec.layers]
@@ -111,7 +105,7 @@ class PagedCache:
             )
         self.budget = None if budget is None else Budget(budget, spec)
         self.held_groups += capacity.allocate(spec, *self.built_for, self.device, self.budget)
-        self._inputs = InputCheck(spec, self.device, nonfinite)
+        self._inputs = InputCheck(spec, self.device)
         self._layers = LayerRunner(self._stores, backend, self.saturated)
         self.arrivals = Arrivals(len(spec.layers), self.device)
         self._passes = Passes(self._stores, backend, self.saturated, self.budget, self.arrivals)
@@ -337,7 +331,6 @@ class PagedCache:
                 f"layer {layer} attends with {q.shape[2]} heads, scaling {scaling}, softcap {softcap}; this pass began"
                 f" with {decode.key}"
             )
-        k, v = self._inputs.clamped(k, v)
         if layer in self._stores.changes_keys:
             q, k = self._stores.as_stored(self._stores.places[layer], q, k)
         lse = None if sink_logits is None else torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -567,7 +560,7 @@ class PagedCache:
         """
         self._passes.require_none("save")
         self.require_same_model()
-        facts = self.spec, self.static, self.nonfinite, self.built_for, self.saturated, self.made_for
+        facts = self.spec, self.static, self.built_for, self.saturated, self.made_for
         serialize.save(serialize.Contents(*facts, self.groups, self.budget), path)
 
     def require_same_model(self) -> None:
@@ -604,9 +597,7 @@ class PagedCache:
         """
         with saved.opened(path, device, spec) as file:
             budget = None if grow else file.budget
-            cache = cls(
-                file.spec, device=device, static=file.static, nonfinite=file.nonfinite, backend=backend, budget=budget
-            )
+            cache = cls(file.spec, device=device, static=file.static, backend=backend, budget=budget)
             file.fill(cache.held_groups, grow)
             cache.built_for = (None, None) if grow else file.built_for
             cache.saturated[:] = file.saturated

@@ -42,7 +42,7 @@ class SavedCache:
     """An open file that `save` wrote. First its settings, to build a cache from; then `fill` puts the pages there.
 
     Attributes:
-        spec, nonfinite, saturated, made_for: as in `Contents`.
+        spec, saturated, made_for: as in `Contents`.
         static: as in `Contents`, on the device that the file was opened for; None where the scheme needs none.
         built_for: as in `Contents`.
         budget: bytes of it, or None.
@@ -53,10 +53,9 @@ class SavedCache:
     ) -> None:
         self._path, self._fd, self._about, self._offset = path, fd, about, offset
         self.spec, self._device = spec, device
-        self.nonfinite: str = about["nonfinite"]
         self.made_for: str | None = about["made_for"]
-        if not isinstance(self.made_for, (str, type(None))) or self.nonfinite not in ("refuse", "clamp"):
-            raise ValueError(f"made_for is {self.made_for!r}, nonfinite {self.nonfinite!r}")
+        if not isinstance(self.made_for, (str, type(None))):
+            raise ValueError(f"made_for is {self.made_for!r}")
         self.built_for = _built_for(about["built_for"])
         self.budget, self._given_back = _budget(about.get("budget"), spec)
         if self.budget is not None and any(n is not None for g in about["groups"] for n in g["capacity"].values()):

@@ -45,7 +45,6 @@ class Contents:
 
     Attributes:
         static: calibrated parameters per layer; empty where the scheme has none.
-        nonfinite: what the cache does with NaN and infinity.
         built_for: sequences, and tokens of each, of the fixed capacity; None each for a cache that grows.
         saturated: per layer, elements of keys and values that were clamped.
         made_for: fingerprint of the model whose keys and values these are; None if nobody said.
@@ -55,7 +54,6 @@ class Contents:
 
     spec: CacheSpec
     static: list[dict[str, torch.Tensor]]
-    nonfinite: str
     built_for: tuple[int | None, int | None]
     saturated: list[dict[str, int]]
     made_for: str | None
@@ -152,7 +150,6 @@ def _describe(contents: Contents, numbers: list[dict[str, dict[int, int]]]) -> d
     return {
         "file_version": FILE_VERSION,
         "spec": json.loads(contents.spec.to_json()),
-        "nonfinite": contents.nonfinite,
         "built_for": list(contents.built_for),
         "made_for": contents.made_for,
         "saturated": contents.saturated,

@@ -29,7 +29,6 @@ ENVIRONMENT = {
     "KVBITS_CACHE": "folder for compiled CUDA kernels and calibrations; the user's cache folder if not set",
     "KVBITS_COMMIT": "commit that a run of benchmarks is of, where there is no git",
     "KVBITS_CPU_LIBRARY": "file of the CPU library, instead of the one that was installed",
-    "KVBITS_CPU_POOL": "threads of CPU kernels: openmp (torch's) or own",
     "KVBITS_CPU_TIER": "instruction set of CPU kernels: avx512, avx2, neon or generic",
     "KVBITS_SESSION": "name that ties runs of several benchmarks together",
     "KVBITS_SGLANG": "options of the SGLang plugin, as JSON",

@@ -119,7 +119,6 @@ class KVCache(Closed, Cache):
         max_tokens: int | str | None = None,
         calibration: Calibration | str | Path | None = None,
         calibrate: bool = True,
-        nonfinite: str = "refuse",
         backend: str = "auto",
         budget: int | str | None = None,
         dense: bool = False,
@@ -145,7 +144,6 @@ class KVCache(Closed, Cache):
                 needed by schemes with static scales. Refused if made for a model of another shape or other rotary
                 parameters.
             calibrate: False takes what is kept and makes nothing.
-            nonfinite: "refuse" or "clamp" NaN and infinity in keys and values.
             backend: "auto", or one backend for every op.
             budget: bytes, or a text like "2GB", that the cache may take: it starts with 8 bits and gives back low
                 planes, the finest and oldest first, as it fills (docs/internals/tiers.md). For schemes with tiers, and
@@ -203,7 +201,6 @@ class KVCache(Closed, Cache):
             max_tokens=max_tokens,
             device=device,
             static=static,
-            nonfinite=nonfinite,
             backend=backend,
             budget=budget,
         )

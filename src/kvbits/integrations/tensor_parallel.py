@@ -114,7 +114,6 @@ def save(cache: PagedCache, ranks: Ranks, path: str | Path) -> None:
         contents = serialize.Contents(
             spec,
             static,
-            cache.nonfinite,
             cache.built_for,
             saturated,
             cache.made_for,
@@ -145,7 +144,7 @@ def cut(whole: PagedCache, ranks: Ranks, device: torch.device) -> PagedCache:
             KvbitsWarning,
             stacklevel=3,
         )
-    cache = PagedCache(spec, device=device, static=static, nonfinite=whole.nonfinite, backend=whole.backend)
+    cache = PagedCache(spec, device=device, static=static, backend=whole.backend)
     cache.built_for, cache.made_for = whole.built_for, whole.made_for
     cache.saturated[:] = copy.deepcopy(whole.saturated) if ranks.rank == 0 else cache.saturated
     for mine, state in zip(cache.held_groups, whole.groups, strict=True):

@@ -52,6 +52,9 @@ def _tiered(name: str, hot: int, warm: int, purpose: str) -> Scheme:
     )
 
 
+FAMILIES = ("kvbits.literature.kvquant.family",)
+"""Modules with CUDA kernels for presets below; `kvbits.schemes` has them in its table."""
+
 PRESETS: dict[str, Scheme] = {
     s.name: s
     for s in (

@@ -169,17 +169,6 @@ def describe(layout: PageLayout, kind: str) -> Side:
     )
 
 
-def refuses_unlike_widths(layout: PageLayout) -> str | None:
-    """Why no kernel reads or writes pages of keys and values of these widths in such formats, or None."""
-    one_width = any(s.has_codebook or s.outliers or s.pre_rope for s in (layout.key, layout.value))
-    if layout.head_dim == layout.value_head_dim or not one_width:
-        return None
-    return (
-        f"keys of {layout.head_dim} and values of {layout.value_head_dim} channels with codebooks, outliers or keys"
-        " before the rotary embedding; integer, FP8, banded and raw formats are read at any two widths"
-    )
-
-
 def low_plane(low: LowLayout | None, kind: str) -> tuple[int, int]:
     """(bits, offset) of the low plane of keys (kind "k") or values ("v"), (0, 0) where they have none."""
     plane = low and low.sections.get(f"{kind}_plane0")

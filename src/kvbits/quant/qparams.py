@@ -213,7 +213,7 @@ def require_finite(x: torch.Tensor, what: str) -> None:
         where = tuple(bad[0].tolist())
         raise DataError(
             f"{what} holds {x[where].item()} at position {where} ({len(bad)} of {x.numel()} elements are not finite); "
-            "fix the model's numerics (float16 overflow is the usual cause: try bfloat16) or pass nonfinite='clamp'"
+            "fix the model's numerics (float16 overflow is the usual cause: try bfloat16)"
         )
 
 

@@ -19,9 +19,8 @@ import torch
 
 from ..cache import blob
 from ..cache.arrivals import Arrivals
-from ..cache.blob import Header, Table
+from ..cache.blob import PIECE, Header, Table
 from ..errors import FileFormatError
-from ..ops.cpu.blob import PIECE
 from ..runs import cores
 from ..spec import LayerGroup
 
@@ -115,7 +114,7 @@ class _Batch:
 
     Attributes:
         pieces: and the source of each.
-        rows: the same for whoever reads, `ops.cpu.blob.PIECE` [n]: all layers, and where they belong.
+        rows: the same for whoever reads, `cache.blob.PIECE` [n]: all layers, and where they belong.
         groups: int64 [n], the layer group of each.
         storages: int64 [n], which memory each belongs to.
     """
@@ -146,9 +145,9 @@ class _Begun(NamedTuple):
 class Loader:
     """Reads pages of many sources to where they belong.
 
-    Reading, and comparing checksums, is done in threads without Python's lock, in few and large calls: what needs the
-    lock would wait for it, and a model whose first layers are launched meanwhile would wait too. Closing it waits for
-    them; then nothing is written any more, and what the current stream of a GPU is given comes after all copies.
+    Reading, and comparing checksums of large pages, is done in threads without Python's lock, so a model whose first
+    layers are launched meanwhile does not wait. Closing the loader waits for the threads: then nothing is written any
+    more, and what the current stream of a GPU is given comes after all copies.
 
     Args:
         open_file: name -> a descriptor to read from, or None.

@@ -2,8 +2,7 @@
 
 Integer codes meet integer q and p in exact dot products (csrc/engine/attend/dots_*.h); q and p are 16 bits against
 8-bit codes and 8 bits against fewer, so that rounding them stays far below the format's own error: relative L2 noise
-1e-4 and 2e-2. Raw and FP8 pages are computed in fp32, and so are keys by codebook or stored before the rotary embedding
-(csrc/families/codebook); values by codebook too, or as bytes against 8-bit p where AVX-512 is.
+1e-4 and 2e-2. Raw and FP8 pages are computed in fp32.
 """
 
 from __future__ import annotations

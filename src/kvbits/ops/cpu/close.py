@@ -36,8 +36,6 @@ def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> 
 
 def refuses_layout(layout: PageLayout) -> str | None:
     """The part of `refuses` that a layout decides."""
-    if any(spec.has_codebook or spec.outliers or spec.pre_rope for spec in (layout.key, layout.value)):
-        return "codebooks, outliers and keys before the rotary embedding: the reference closes their pages"
     return structs.refuses_layout(layout)
 
 

@@ -5,8 +5,7 @@ one that the machine can run; the environment variable KVBITS_CPU_TIER forces on
 file.
 
 Calls of several threads run on torch's OpenMP threads: these spin for milliseconds after every torch op, so threads of
-our own beside them would get half a core. KVBITS_CPU_POOL=own, or a torch without OpenMP, or a forked child: a small
-pool of the library's own.
+our own beside them would get half a core. With a torch without OpenMP, and in a forked child, calls run on one thread.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 LIBRARY_NAME = "libkvbits_cpu.so"
-POOLS = ("openmp", "own")
 TIERS = ("avx512", "avx2", "neon", "generic")
-VARIABLES = ("KVBITS_CPU_LIBRARY", "KVBITS_CPU_POOL", "KVBITS_CPU_TIER")
+VARIABLES = ("KVBITS_CPU_LIBRARY", "KVBITS_CPU_TIER")
 
 
 class TensorStruct(Structure):
@@ -43,10 +41,6 @@ class TensorStruct(Structure):
         ("scale_offset", c_int32),
         ("bias_offset", c_int32),
         ("mean_offset", c_int32),
-        ("stretch_offset", c_int32),
-        ("num_outliers", c_int32),
-        ("outlier_index_offset", c_int32),
-        ("outlier_value_offset", c_int32),
         ("static_scale", c_void_p),
         ("static_bias", c_void_p),
         ("hadamard", c_int32),
@@ -54,9 +48,7 @@ class TensorStruct(Structure):
         ("from_basis", c_void_p),
         ("to_basis", c_void_p),
         ("offsets", c_void_p),
-        ("codebook", c_void_p),
         ("inv_freq", c_void_p),
-        ("turns", c_void_p),
     ]
 
 
@@ -171,18 +163,6 @@ class AppendStruct(Structure):
     ]
 
 
-class ReadStruct(Structure):
-    """`kvbits_read_call`."""
-
-    _fields_ = [
-        ("pieces", c_void_p),
-        ("num_pieces", c_int64),
-        ("num_threads", c_int32),
-        ("system_error", c_int32),
-        ("bad", c_int64),
-    ]
-
-
 def _candidates() -> list[Path]:
     if named := os.environ.get("KVBITS_CPU_LIBRARY"):
         return [Path(named)]
@@ -218,22 +198,16 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     lib.kvbits_error.restype = c_char_p
     lib.kvbits_error.argtypes = [c_int32]
     lib.kvbits_use_openmp.argtypes = [c_void_p]
-    lib.kvbits_uses_openmp.restype = c_int32
     lib.kvbits_attend.argtypes = [POINTER(AttendStruct)]
     lib.kvbits_close.argtypes = [POINTER(CloseStruct)]
     lib.kvbits_append.argtypes = [POINTER(AppendStruct)]
-    lib.kvbits_checksums.argtypes = [c_void_p, c_int64, c_int64, c_void_p]
-    lib.kvbits_read_pages.argtypes = [POINTER(ReadStruct)]
     if not lib.kvbits_tier():
         wanted = os.environ.get("KVBITS_CPU_TIER")
         return (
             None,
             f"KVBITS_CPU_TIER={wanted!r} is not a tier that this machine and build can run; known: {', '.join(TIERS)}",
         )
-    if (wanted := os.environ.get("KVBITS_CPU_POOL") or "openmp") not in POOLS:
-        return None, f"KVBITS_CPU_POOL={wanted!r} is not a thread pool; known: {', '.join(POOLS)}"
-    if wanted == "openmp":
-        lib.kvbits_use_openmp(openmp_parallel())
+    lib.kvbits_use_openmp(openmp_parallel())
     return lib, ""
 
 
@@ -288,25 +262,6 @@ def set_tier(name: str) -> None:
         raise UnsupportedError(
             f"tier {name!r} cannot run on this machine or is not in this build; known: {', '.join(TIERS)}"
         )
-
-
-def pool() -> str:
-    """Whose threads run calls of several threads: "openmp" (torch's) or "own"."""
-    return POOLS[0] if library().kvbits_uses_openmp() else POOLS[1]
-
-
-def set_pool(name: str) -> None:
-    """Switches to other threads, for tests and benchmarks.
-
-    Raises:
-        UnsupportedError: not one of POOLS, or torch here has no OpenMP threads to share.
-    """
-    parallel = openmp_parallel() if name == "openmp" else None
-    if name not in POOLS or (name == "openmp" and parallel is None):
-        raise UnsupportedError(
-            f"thread pool {name!r} is not one of {', '.join(POOLS)}, or torch is not linked to OpenMP here"
-        )
-    library().kvbits_use_openmp(parallel)
 
 
 def check(code: int) -> None:

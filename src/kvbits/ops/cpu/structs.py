@@ -7,16 +7,15 @@ it once and not once per layer. Contents that may change (page ids, lengths) are
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ...errors import DataError
-from ...spec import KEY_TILE, OFFSETS, LowLayout, PageLayout
-from ..descriptor import FORMATS, LEVELS, STATIC, TORCH_NUMBERS, Side, describe, low_plane, refuses_unlike_widths
+from ...errors import DataError, UnsupportedError
+from ...spec import OFFSETS, LowLayout, PageLayout
+from ..descriptor import FORMATS, STATIC, TORCH_NUMBERS, Side, describe, low_plane
 from ..types import LowStore, PageStore, PageTable
 from .library import StoreStruct, TableStruct, TensorStruct, unavailable
 
@@ -41,8 +40,8 @@ def refuses_layout(layout: PageLayout) -> str | None:
     for name in ("head_dim", "value_head_dim"):
         if (d := getattr(layout, name)) % 8 or d > MAX_HEAD_DIM:
             return f"{name}={d} is not a multiple of 8 up to {MAX_HEAD_DIM}"
-    if why := refuses_unlike_widths(layout):
-        return why
+    if any(s.has_codebook or s.outliers or s.pre_rope for s in (layout.key, layout.value)):
+        return "codebooks, outliers or keys before the rotary embedding: the reference closes and unpacks their pages"
     if layout.value.is_banded and (
         (widths := set(layout.value.widths(layout.value_head_dim))) - {2, 3, 4} or len(widths) > 1
     ):
@@ -62,19 +61,6 @@ def refuses_layout(layout: PageLayout) -> str | None:
                 " groups per head"
             )
     return None
-
-
-@functools.lru_cache(maxsize=64)
-def rotations(inv_freq: bytes, page_size: int) -> torch.Tensor:
-    """float32 [page_size / 16, head_dim / 2, 2, 16]: cosine and sine of j * inv_freq for the tokens j of a page, one
-    table for all layers that turn alike.
-    """
-    angles = (
-        torch.arange(page_size, device="cpu").double()
-        * torch.frombuffer(bytearray(inv_freq), dtype=torch.float32).double()[:, None]
-    )
-    both = torch.stack([angles.cos(), angles.sin()], 1).float()
-    return both.unflatten(-1, (page_size // KEY_TILE, KEY_TILE)).permute(2, 0, 1, 3).contiguous()
 
 
 def _given(
@@ -98,12 +84,11 @@ def _encoded(side: Side) -> TensorStruct:
         symmetric=not side.has_bias,
         per_channel=int(side.group == 1),
         group_size=side.group,
-        num_outliers=side.outliers,
         hadamard=int(side.basis == "hadamard"),
     )
     for i, offset in enumerate(side.plane_offset):
         t.plane_offset[i] = offset
-    for name in ("scale", "bias", "mean", "stretch", "outlier_index", "outlier_value"):
+    for name in ("scale", "bias", "mean"):
         offset = getattr(side, f"{name}_offset")
         setattr(t, f"{name}_offset", -1 if offset is None else offset)
     return t
@@ -118,20 +103,11 @@ def _tensor(layout: PageLayout, kind: str, static: dict[str, torch.Tensor], keep
             given = _given(static, f"{kind}_{name}", (heads, side.groups), "num_kv_heads, groups", keep)
             keep.append(given.repeat_interleave(side.group, dim=1).contiguous())
             setattr(t, f"static_{name}", keep[-1].data_ptr())
-    if side.levels == LEVELS["codebook"]:
-        t.codebook = _given(
-            static, f"{kind}_codebook", (heads, 2 ** sum(side.planes)), "num_kv_heads, entries", keep
-        ).data_ptr()
     if side.widths:
         keep.append(torch.tensor(side.widths, dtype=torch.uint8, device="cpu"))
         t.bands = keep[-1].data_ptr()
-    if side.turned or side.basis == "calibrated":
-        inv_freq = _given(static, f"{kind}_inv_freq", (d // 2,), "head_dim / 2", keep)
-        t.inv_freq = inv_freq.data_ptr()
-    if side.turned:
-        keep.append(rotations(inv_freq.numpy().tobytes(), layout.page_size))
-        t.turns = keep[-1].data_ptr()
     if side.basis == "calibrated":
+        t.inv_freq = _given(static, f"{kind}_inv_freq", (d // 2,), "head_dim / 2", keep).data_ptr()
         inverse = _given(static, f"{kind}_inverse", (heads, d, d), "num_kv_heads, head_dim, head_dim", keep)
         keep.append(F.pad(inverse.mT, (0, -d % 16)).unflatten(-1, (-1, 16)).transpose(1, 2).contiguous())
         t.from_basis = keep[-1].data_ptr()
@@ -151,11 +127,14 @@ def store_struct(store: PageStore) -> StoreStruct:
 
     Raises:
         DataError: a slab that is not what its layout says.
+        UnsupportedError: a layout that `refuses_layout` names.
     """
     kept = store.__dict__.get("_cpu_struct")
     if kept is not None:
         return kept[0]
     layout = store.layout
+    if why := refuses_layout(layout):
+        raise UnsupportedError(f"CPU kernels: {why}; use the reference")
     keep: list[torch.Tensor] = []
     address, pages, stride = _slabs(store)
     struct = StoreStruct(

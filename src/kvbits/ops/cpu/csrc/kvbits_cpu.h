@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 19 };
+enum { KVBITS_ABI_VERSION = 20 };
 
 // How one tensor (keys or values) of a page is stored.
 typedef struct {
@@ -29,10 +29,6 @@ typedef struct {
   int32_t scale_offset;  // -1: scales are static
   int32_t bias_offset;   // -1: none in the page
   int32_t mean_offset;   // -1: none
-  int32_t stretch_offset;        // -1: none; else a factor per token, on the scale
-  int32_t num_outliers;          // listed in every page, indices token * head_dim + channel ascending; 0: none
-  int32_t outlier_index_offset;  // uint16, or int32 where page_size * head_dim exceeds 65536
-  int32_t outlier_value_offset;  // scale_dtype: what the dense number lacks
   const float* static_scale;  // [num_kv_heads, head_dim], widened from groups to channels; null unless static
   const float* static_bias;   // same shape; null unless static and asymmetric
   int32_t hadamard;           // 1: banded, and times a Hadamard matrix
@@ -40,9 +36,7 @@ typedef struct {
   const float* from_basis;    // transposed inverse of the keys' basis, 16 columns after the other: [num_kv_heads][head_dim / 16, rounded up][head_dim][16], zeros behind; null for none
   const float* to_basis;      // [num_kv_heads][head_dim][head_dim] that keys are multiplied with when they are stored; null for none
   const float* offsets;       // [num_kv_heads][OFFSETS][head_dim rounded up to 16, zeros behind]: what is taken off keys in the basis; null for none
-  const float* codebook;      // [num_kv_heads, 2^bits] ascending; null unless the format has one
-  const float* inv_freq;      // [head_dim / 2] radians per token; null unless keys are stored before the rotary embedding, or in a basis (turned back by their frame)
-  const float* turns;         // cos and sin of j * inv_freq for the page's tokens j: [page_size / 16][head_dim / 2][2][16]; null unless keys are stored before the rotary embedding
+  const float* inv_freq;      // [head_dim / 2] radians per token; null unless keys are stored in a basis (turned back by their frame)
 } kvbits_tensor;
 
 // Pages of one layer in one pool. Page ids count through the slabs in order.
@@ -118,22 +112,6 @@ typedef struct {
   int64_t status[6];          // out, as in kvbits_close_call
 } kvbits_append_call;
 
-// A page to be read: all layers of it, which follow each other in the file and in memory.
-typedef struct {
-  int64_t fd, offset;    // the file, and where in it
-  uint8_t* to;           // [layers][layer_bytes]
-  const uint64_t* sums;  // [layers] that its checksums must be; null: not checked
-  int64_t layers, layer_bytes;  // a multiple of 8
-} kvbits_read_piece;
-
-typedef struct {
-  const kvbits_read_piece* pieces;
-  int64_t num_pieces;
-  int32_t num_threads;
-  int32_t system_error;  // out: errno of a read that failed, or 0
-  int64_t bad;           // out: the first piece that could not be read, ends past the end of the file or has another checksum; -1 for none
-} kvbits_read_call;
-
 KVBITS_EXPORT int32_t kvbits_abi_version(void);
 
 // Name of the instruction set in use ("avx512", "avx2", "neon", "generic"), and of the best one here.
@@ -141,20 +119,14 @@ KVBITS_EXPORT const char* kvbits_tier(void);
 // Switches tiers. Returns 0, or -1 when this machine or build cannot run it.
 KVBITS_EXPORT int32_t kvbits_set_tier(const char* name);
 
-// Runs calls of several threads on an OpenMP runtime's team, `parallel` being its GOMP_parallel; null: on threads of the library's own.
+// Runs calls of several threads on an OpenMP runtime's team, `parallel` being its GOMP_parallel; null: on the calling thread.
 KVBITS_EXPORT void kvbits_use_openmp(void* parallel);
-KVBITS_EXPORT int32_t kvbits_uses_openmp(void);
 
 // Attention over all parts with one online softmax. Returns 0 or the number of a message in kvbits_error.
 KVBITS_EXPORT int32_t kvbits_attend(const kvbits_attend_call* call);
 // Closes pages, stores tokens. Where their status says that numbers cannot be stored, pages are left half written.
 KVBITS_EXPORT int32_t kvbits_close(kvbits_close_call* call);
 KVBITS_EXPORT int32_t kvbits_append(kvbits_append_call* call);
-
-// Checksums (docs/reference/formats.md, "Blobs") of `count` runs of `nbytes` bytes, a multiple of 8. On the calling thread.
-KVBITS_EXPORT int32_t kvbits_checksums(const uint8_t* bytes, int64_t count, int64_t nbytes, uint64_t* sums);
-// Reads pages and checks them while they are in the core's cache, on the calling thread and others that end with the call; ends soon after a bad one.
-KVBITS_EXPORT int32_t kvbits_read_pages(kvbits_read_call* call);
 
 KVBITS_EXPORT const char* kvbits_error(int32_t code);
 

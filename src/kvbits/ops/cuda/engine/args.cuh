@@ -30,7 +30,6 @@ struct Part {
     const float2* turns;         // turns per token of each channel pair, [D / 2] of side.py's turns_of; for keys that are turned back
     const void* k_inverse;       // matrix that keys were multiplied with, inverted, as operands
     Pages pages;                 // kernels with BLOCK_TABLES. For others `page_address` and `page_tokens` say what entries are
-    i64 unused[5];               // what follows stays where compiled kernels read it
     int page_size;
 };
 
@@ -47,14 +46,13 @@ struct Args {
     const i64* page_address;     // [entries], layer 0, kv head 0
     const int2* page_tokens;     // [entries]: position of the first token, visible tokens
     const i64* low_address;      // [entries]: of the low planes' structs, as `page_address`; packed.cu with HAS_LOW
-    i64 unused;                  // what follows stays where compiled kernels read it
     float* partial;              // [slots][COLS][DV]
     float2* partial_ml;          // [slots][COLS]: reference exponent (log2), sum
     int* arrived;                // [units], zero between launches
     i64 q_stride_b, q_stride_t, q_stride_h;
     int num_queries, group, num_kv_heads, column_blocks, layer, window;  // window: 2**30 if none
     float scaling, softcap;
-    int num_pieces, num_low_pieces, unused_too;  // pieces of low planes follow those of pages
+    int num_pieces, num_low_pieces;  // pieces of low planes follow those of pages
     int query_columns;           // 1, 2, 4 or 8: columns that queries are made in a basis for
     Piece pieces[MAX_PIECES];
     Part parts[4];

@@ -154,7 +154,7 @@ class Family:
     unpacker: type[Unpacks]
 
     def serves(self, layout: PageLayout) -> bool:
-        """Whether a layout belongs to this family; the first of `families.FAMILIES` that says so has it."""
+        """Whether a layout belongs to this family; the first of `families.families()` that says so has it."""
         raise NotImplementedError
 
     def refuses(

@@ -134,7 +134,6 @@ class PartArgs(ctypes.Structure):
         ("turns", ctypes.c_void_p),
         ("k_inverse", ctypes.c_void_p),
         ("pages", PagesArgs),
-        ("unused", ctypes.c_int64 * 5),
         ("page_size", ctypes.c_int),
     ]
 
@@ -154,7 +153,6 @@ class Args(ctypes.Structure):
                 "page_address",
                 "page_tokens",
                 "low_address",
-                "unused",
                 "partial",
                 "partial_ml",
                 "arrived",
@@ -167,7 +165,7 @@ class Args(ctypes.Structure):
         ),
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("num_pieces", "num_low_pieces", "unused_too", "query_columns")),
+        *((name, ctypes.c_int) for name in ("num_pieces", "num_low_pieces", "query_columns")),
         ("pieces", ctypes.c_int * 4 * MAX_PIECES),
         ("parts", PartArgs * MAX_PARTS),
     ]

@@ -1,23 +1,29 @@
-"""Families of formats, a room each: their kernels, and what chooses and launches them.
+"""Families of formats: their kernels, and what chooses and launches them.
 
-`engine` knows none by name: it asks `family_of`.
+A core family has a room here; `schemes.FAMILIES` names the modules of all others. `engine` asks `family_of` and knows
+no family by name.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 
+from .... import schemes
 from ....spec import PageLayout
 from ..engine.family import Family
-from .codebook.family import Codebook
 from .klt.family import Klt
 from .plain.family import Plain
 from .raw.family import Raw
 
-FAMILIES: tuple[Family, ...] = (Klt(), Codebook(), Raw(), Plain())
+
+@functools.cache
+def families() -> tuple[Family, ...]:
+    """All families. `Plain` is the last: it has every layout that no other has."""
+    return (Klt(), *(importlib.import_module(name).FAMILY for name in schemes.FAMILIES), Raw(), Plain())
 
 
 @functools.lru_cache(maxsize=512)
 def family_of(layout: PageLayout) -> Family:
     """The family that has a layout."""
-    return next(f for f in FAMILIES if f.serves(layout))
+    return next(f for f in families() if f.serves(layout))

@@ -56,7 +56,7 @@ void packed_item(void* context, int64_t i, int64_t, void* scratch) {
 }
 
 bool token_local(const kvbits_tensor& t) {
-  return t.format == FORMAT_RAW || (!t.codebook && !t.num_outliers && (t.bands || !t.inv_freq) && (t.static_scale || !t.per_channel));
+  return t.format == FORMAT_RAW || t.static_scale || !t.per_channel;
 }
 
 bool raw_of(const kvbits_tensor& t, int dtype) { return t.format == FORMAT_RAW && t.raw_dtype == dtype; }

@@ -52,8 +52,8 @@ std::atomic<const TierKernels*> active{nullptr};
 bool is_width(int bits) { return bits >= 0 && bits <= 8 && bits != 7; }
 
 int32_t check_bands(const kvbits_tensor& t, bool is_key, int head_dim) {
-  if (t.format != FORMAT_BANDED) return t.bands || t.from_basis || t.hadamard ? KVBITS_BAD_FORMAT : 0;
-  if (!t.bands || (t.from_basis != nullptr) != (t.inv_freq != nullptr) || t.turns || t.scale_dtype != FLOAT8_E5M3 || t.num_outliers || t.static_scale || t.per_channel)
+  if (t.format != FORMAT_BANDED) return t.bands || t.from_basis || t.inv_freq || t.hadamard ? KVBITS_BAD_FORMAT : 0;
+  if (!t.bands || (t.from_basis != nullptr) != (t.inv_freq != nullptr) || t.scale_dtype != FLOAT8_E5M3 || t.static_scale || t.per_channel)
     return KVBITS_BAD_FORMAT;
   if (t.group_size != head_dim || (!is_key && t.from_basis)) return KVBITS_BAD_FORMAT;
   for (int i = 0; i < (head_dim + BAND - 1) / BAND; i++)
@@ -65,9 +65,8 @@ int32_t check_tensor(const kvbits_tensor& t, bool is_key, const kvbits_store& s,
   if (t.format < 0 || t.format >= NUM_FORMATS) return KVBITS_BAD_FORMAT;
   if (t.format == FORMAT_RAW) return 0;
   if (s.page_size % 32) return KVBITS_BAD_PAGE_SIZE;
-  if ((number_format(t.format).levels == CODEBOOK) != (t.codebook != nullptr) || (t.turns && !t.inv_freq)) return KVBITS_BAD_FORMAT;
+  if (number_format(t.format).levels == CODEBOOK) return KVBITS_BAD_FORMAT;
   if (const int32_t bad = check_bands(t, is_key, head_dim)) return bad;
-  if (t.num_outliers < 0 || t.num_outliers > static_cast<int64_t>(s.page_size) * head_dim) return KVBITS_BAD_OUTLIERS;
   if (!t.static_scale && t.scale_offset < 0) return KVBITS_BAD_FORMAT;
   if (t.per_channel || t.static_scale) return 0;
   if (t.group_size < 4 || t.group_size % 4 || head_dim % t.group_size || head_dim / t.group_size > MAX_GROUPS) return KVBITS_BAD_GROUP;
@@ -81,16 +80,11 @@ const TierKernels* active_tier() {
   return active.load(std::memory_order_relaxed);
 }
 
-// Codebooks, outliers and keys before the rotary embedding are read with one width.
-bool takes_one_width(const kvbits_tensor& t) { return t.codebook || t.num_outliers || t.turns; }
-
 bool is_head_dim(int head_dim) { return head_dim >= 8 && head_dim % 8 == 0 && head_dim <= MAX_HEAD_DIM; }
 
 int32_t check_store(const kvbits_store& store, int head_dim, int value_head_dim) {
   if (!is_head_dim(head_dim) || !is_head_dim(value_head_dim)) return KVBITS_BAD_HEAD_DIM;
-  if (head_dim != value_head_dim && (takes_one_width(store.key) || takes_one_width(store.value))) return KVBITS_BAD_HEAD_DIM;
   if (store.page_size < 1) return KVBITS_BAD_PAGE_SIZE;
-  if (store.key.bands && (store.value.codebook || store.value.num_outliers)) return KVBITS_BAD_FORMAT;
   const int32_t bad = check_tensor(store.key, true, store, head_dim);
   return bad ? bad : check_tensor(store.value, false, store, value_head_dim);
 }
@@ -118,16 +112,14 @@ int32_t kvbits_set_tier(const char* name) {
 }
 
 void kvbits_use_openmp(void* parallel) { pool_use_openmp(parallel); }
-int32_t kvbits_uses_openmp(void) { return pool_uses_openmp(); }
 
 const char* kvbits_error(int32_t code) {
   switch (code) {
-    case KVBITS_BAD_FORMAT: return "a store names no known number format, or has neither stored nor static scales, or lacks its codebook or rotary frequencies";
+    case KVBITS_BAD_FORMAT: return "a store names no number format that has kernels, or has neither stored nor static scales, or lacks its rotary frequencies";
     case KVBITS_BAD_BANDS: return "bands of keys have 0 to 6 or 8 bits, those of values the same 2, 3 or 4";
-    case KVBITS_BAD_OUTLIERS: return "a page cannot list more outliers than it has elements";
     case KVBITS_BAD_PAGE_SIZE: return "page_size must be a multiple of 32 where anything is quantized";
     case KVBITS_BAD_GROUP: return "group_size must be a multiple of 4 that divides head_dim into at most 32 groups";
-    case KVBITS_BAD_HEAD_DIM: return "head_dim must be a multiple of 8 and at most 512, and keys and values as wide as each other where they have codebooks or outliers";
+    case KVBITS_BAD_HEAD_DIM: return "head_dim must be a multiple of 8 and at most 512";
     case KVBITS_BAD_HEADS: return "the number of query heads must be a multiple (at most 64) of the number of kv heads";
     case KVBITS_BAD_TABLE: return "a page table's indptr must rise from 0 to its number of entries, and starts must not be negative";
     case KVBITS_BAD_PAGE_ID: return "a page table names a page that its store does not have";

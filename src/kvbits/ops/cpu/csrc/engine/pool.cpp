@@ -11,25 +11,13 @@
 #endif
 
 #include <atomic>
-#include <condition_variable>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 namespace {
 
-// A worker looks for the next call this long before it sleeps: layers of one decoding step follow within some 10 us, and
-// a longer spin would steal time from torch's own threads.
-constexpr int SPINS = 300;
 constexpr size_t HUGE_PAGE = size_t(2) << 20;
-
-void relax() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // FP8 subnormals need gradual underflow, which torch.set_flush_denormal(True) switches off in the calling thread.
 struct GradualUnderflow {
@@ -81,6 +69,8 @@ class Pool {
  public:
   bool run(int threads, int64_t count, size_t scratch_bytes, PoolTask task, void* context) {
     std::lock_guard<std::mutex> one_call(calls_);
+    const OpenMPParallel openmp = openmp_parallel.load(std::memory_order_relaxed);
+    if (!openmp) threads = 1;
     if (threads > count) threads = static_cast<int>(count);
     if (threads < 1) threads = 1;
     while (scratch_.size() < static_cast<size_t>(threads)) scratch_.emplace_back();
@@ -88,81 +78,23 @@ class Pool {
       if (!scratch_[i].reserve(scratch_bytes)) return false;
     next_.store(0, std::memory_order_relaxed);
     job_ = {task, context, count};
-    const OpenMPParallel openmp = openmp_parallel.load(std::memory_order_relaxed);
-    if (threads > 1 && openmp) {
-      taken_.store(0, std::memory_order_relaxed);
-      openmp(&Pool::join_team, this, static_cast<unsigned>(threads), 0);
-      return true;
-    }
-    if (threads > 1) open(threads);
-    work(job_, 0);
-    if (threads > 1) close();
+    taken_.store(0, std::memory_order_relaxed);
+    if (threads > 1) openmp(&Pool::join_team, this, static_cast<unsigned>(threads), 0);
+    else work(job_, 0);
     return true;
   }
 
  private:
   std::mutex calls_;  // one call at a time
-  std::mutex state_;
-  std::condition_variable wake_, done_;
   std::vector<Scratch> scratch_;
-  int workers_ = 0;
   Job job_ = {};
   std::atomic<int64_t> next_{0};
-  std::atomic<uint64_t> generation_{0};
-  std::atomic<int> active_{0};  // workers inside the current job
-  int sleeping_ = 0;
-  int seats_ = 0;  // workers that may still join the current job
   std::atomic<int> taken_{0};  // members of an OpenMP team that have a seat
 
   // A team may be smaller than asked for (nested regions, limits), never larger.
   static void join_team(void* pool) {
     Pool& p = *static_cast<Pool*>(pool);
     p.work(p.job_, p.taken_.fetch_add(1, std::memory_order_relaxed));
-  }
-
-  void open(int threads) {
-    bool notify;
-    {
-      std::lock_guard<std::mutex> lock(state_);
-      while (workers_ < threads - 1) {
-        std::thread(&Pool::serve, this, generation_.load()).detach();
-        workers_++;
-      }
-      seats_ = threads - 1;
-      generation_.fetch_add(1, std::memory_order_release);
-      notify = sleeping_ > 0;
-    }
-    if (notify) wake_.notify_all();
-  }
-
-  // A worker that has not joined by now is not waited for: under load it may not get a core for milliseconds.
-  void close() {
-    {
-      std::lock_guard<std::mutex> lock(state_);
-      seats_ = 0;
-    }
-    for (int i = 0; i < SPINS && active_.load(std::memory_order_acquire); i++) relax();
-    std::unique_lock<std::mutex> lock(state_);
-    done_.wait(lock, [this] { return active_.load() == 0; });
-  }
-
-  void serve(uint64_t seen) {
-    for (;;) {
-      for (int i = 0; i < SPINS && generation_.load(std::memory_order_acquire) == seen; i++) relax();
-      std::unique_lock<std::mutex> lock(state_);
-      sleeping_++;
-      wake_.wait(lock, [&] { return generation_.load() != seen; });
-      sleeping_--;
-      seen = generation_.load();
-      if (!seats_) continue;
-      const int seat = seats_--;
-      active_.fetch_add(1);
-      const Job job = job_;
-      lock.unlock();
-      work(job, seat);
-      lock.lock();
-      if (active_.fetch_sub(1) == 1) done_.notify_one();
-    }
   }
 
   void work(const Job& job, int seat) {
@@ -179,9 +111,12 @@ class Pool {
 
 std::mutex create;
 std::atomic<Pool*> pool{nullptr};
+std::atomic<bool> forked{false};
 
-// Threads do not survive a fork: the child leaves the old pool behind and makes its own. GNU OpenMP would wait for its lost ones.
+// Threads do not survive a fork, and GNU OpenMP would wait for its lost ones: the child leaves the old pool and its locks behind
+// and works on one thread.
 void forget() {
+  forked.store(true);
   openmp_parallel.store(nullptr);
   pool.store(nullptr);
   new (&create) std::mutex;
@@ -191,11 +126,7 @@ Pool& instance() {
   Pool* p = pool.load(std::memory_order_acquire);
   if (p) return *p;
   std::lock_guard<std::mutex> lock(create);
-  if (!pool.load()) {
-    static const int registered = pthread_atfork(nullptr, nullptr, forget);
-    (void)registered;
-    pool.store(new Pool);  // never deleted: workers may outlive static destructors
-  }
+  if (!pool.load()) pool.store(new Pool);  // never deleted: a call may outlive static destructors
   return *pool.load();
 }
 
@@ -209,8 +140,11 @@ bool pool_run(int threads, int64_t count, size_t scratch_bytes, PoolTask task, v
   }
 }
 
-void pool_use_openmp(void* parallel) { openmp_parallel.store(reinterpret_cast<OpenMPParallel>(parallel)); }
-bool pool_uses_openmp() { return openmp_parallel.load() != nullptr; }
+void pool_use_openmp(void* parallel) {
+  static const int registered = pthread_atfork(nullptr, nullptr, forget);
+  (void)registered;
+  openmp_parallel.store(forked.load() ? nullptr : reinterpret_cast<OpenMPParallel>(parallel));
+}
 
 int pool_available_threads() {
 #if defined(__linux__)

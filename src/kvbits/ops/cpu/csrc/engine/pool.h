@@ -1,5 +1,5 @@
-// Dynamic items on torch's OpenMP threads where it has such (they keep spinning for milliseconds after every torch op, and other
-// threads would have to share their cores), or on a small pool of our own: one barrier, sleeping between calls, fork-safe.
+// Dynamic items on torch's OpenMP threads: they keep spinning for milliseconds after every torch op, and other threads would have to
+// share their cores. Where torch has none, and in a forked child, all items run on the calling thread.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -11,9 +11,8 @@ typedef void (*PoolTask)(void* context, int64_t i, int64_t next, void* scratch);
 // results may not depend on it. False when memory runs out (nothing was run).
 bool pool_run(int threads, int64_t count, size_t scratch_bytes, PoolTask task, void* context);
 
-// Address of GOMP_parallel in the OpenMP runtime to run on; null: own threads. A forked child falls back to own threads.
+// Address of GOMP_parallel in the OpenMP runtime to run on; null: one thread, as in a forked child.
 void pool_use_openmp(void* parallel);
-bool pool_uses_openmp();
 
 // Threads that the process may run on (its affinity mask).
 int pool_available_threads();

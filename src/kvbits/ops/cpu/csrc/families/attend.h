@@ -5,7 +5,6 @@
 #include "engine/attend/part.h"
 #include "engine/attend/plan.h"
 #include "engine/attend/rows.h"
-#include "families/codebook/part.h"
 #include "families/klt/part.h"
 #include "families/klt/values.h"
 #include "families/plain/part.h"
@@ -17,20 +16,18 @@ struct Scratch {
   Block block;
   Angles angles;
   BandPieces pieces;
-  Decoded decoded;
   Chunk chunks[ITEM_ROWS / ROWS];
 };
 
-// The formats that each family's kernels read: one family a format.
+// The formats that each family's kernels read: one family a format. Codebooks have none.
 constexpr bool every_format_is_served() {
   for (int f = 0; f <= NESTED; f++)
-    if ((f == FORMAT_RAW) + is_banded(f) + is_codebook(f) + plain_kernels.serve(f) != 1) return false;
+    if ((f == FORMAT_RAW) + is_banded(f) + plain_kernels.serve(f) != !is_codebook(f)) return false;
   return true;
 }
 static_assert(every_format_is_served(), "a number format has no kernel, or two");
 
 static void attend_part(Part& part, const Entries& entries, Scratch& w) {
-  const bool has_codebook = adds_to_plain(part.key) || adds_to_plain(part.value);
   if (part.value.split) reorder_outputs(part, false);
   if (part.value.t->hadamard) turn_outputs(part);
   if (part.key.t->bands) {
@@ -39,11 +36,6 @@ static void attend_part(Part& part, const Entries& entries, Scratch& w) {
     KltPart path = {part, values, w.angles, w.pieces, part.pages.table->starts[entries.end - 1]};
     path.begin();
     attend_pages(path, entries);
-  } else if (has_codebook) {
-    CodebookPart path = {part, {part}, w.decoded, w.angles};
-    path.begin();
-    attend_codebook_pages(path, entries);
-    path.end();
   } else {
     PlainPart path = {part};
     path.begin();

@@ -1,4 +1,4 @@
-// Angles of keys that are stored turned back, and queries turned by them: a score needs q turned back once per page (once per frame of a basis),
+// Angles of keys that are stored turned back, and queries turned by them: a score needs q turned back once per frame of a basis,
 // q . R(start + j) k = (R(-start) q) . R(j) k.
 #pragma once
 #include <stdint.h>
@@ -18,7 +18,7 @@ struct FrameTurns {
   int pairs;  // that are there, 0 before the first ones
 };
 
-// Angles of the current page's start, or of its frame.
+// Angles of the current frame.
 struct Angles {
   alignas(64) double cos[MAX_HEAD_DIM / 2 + VL], sin[MAX_HEAD_DIM / 2 + VL];            // of start * inv_freq
   alignas(64) double step_cos[MAX_HEAD_DIM / 2 + VL], step_sin[MAX_HEAD_DIM / 2 + VL];  // of step * inv_freq

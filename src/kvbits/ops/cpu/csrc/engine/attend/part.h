@@ -38,12 +38,12 @@ static void weigh_chunk(Chunk& c, Block& b, const Tensor& value, bool value_bias
   if (value_bias) sum_probabilities(c, b);
   if (!value.integer) {
     if (value.token_bias) add_token_biases(c, b, value.groups);
-    scale_probabilities(c, b, value.groups, value.token_scales || value.stretched);
+    scale_probabilities(c, b, value.groups, value.token_scales);
   } else if (is_wide(value.format)) {
     if (value.token_scales) quantize_probabilities<true, true>(c, b, value.groups, value.token_bias, value.dot_zero);
     else quantize_probabilities<true, false>(c, b, 1, false, value.dot_zero);
   } else {
-    if (value.token_scales || value.stretched) quantize_probabilities<false, true>(c, b, value.groups, value.token_bias, value.dot_zero);
+    if (value.token_scales) quantize_probabilities<false, true>(c, b, value.groups, value.token_bias, value.dot_zero);
     else quantize_probabilities<false, false>(c, b, 1, false, value.dot_zero);
   }
 }
@@ -52,14 +52,13 @@ static void fetch_range(const uint8_t* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) fetch(p + i);
 }
 
-// Where the scales, biases, outliers of a head struct begin.
+// Where the scales and biases of a head struct begin.
 static int64_t first_param(const kvbits_store& store) {
   int64_t first = store.head_bytes;
   for (int side = 0; side < 2; side++) {
     const kvbits_tensor& t = side ? store.value : store.key;
-    const int32_t offsets[4] = {t.scale_offset, t.mean_offset, t.stretch_offset, t.num_outliers ? t.outlier_index_offset : -1};
-    for (int i = 0; i < 4; i++)
-      if (offsets[i] >= 0 && offsets[i] < first) first = offsets[i];
+    if (t.scale_offset >= 0 && t.scale_offset < first) first = t.scale_offset;
+    if (t.mean_offset >= 0 && t.mean_offset < first) first = t.mean_offset;
   }
   return first;
 }

@@ -13,7 +13,6 @@ static void load_rows(Chunk& c, const kvbits_attend_call& call, const AttendItem
   const int group = call.num_heads / call.num_kv_heads;
   const int64_t b = item.sequence;
   c.rows = rows;
-  c.value_outliers = false;
   for (int i = 0; i < ROW_LANES; i += VL) store(c.m + i, splat(LOWEST));
   // A cap needs the score in natural units; otherwise log2(e) is folded in and softmax is a plain 2^x.
   const float factor = call.softcap > 0 ? call.scaling : call.scaling * 1.44269504089f;

@@ -7,7 +7,6 @@
 #pragma once
 #include <stdint.h>
 
-#include "columns.h"
 #include "dots.h"
 
 namespace {
@@ -82,9 +81,6 @@ static void raise_maxima(Chunk& c, const vf* tops, int head_dim, int groups) {
     for (int g = 0; g < groups; g++) store(c.corr[g][h], load(c.corr[g][h]) * factor);
     store(c.l[h], load(c.l[h]) * factor);
   }
-  if (!c.value_outliers) return;
-  if (c.rows <= 4) scale_columns<4>(c.acc_columns, round_up(head_dim, 16), shrink);
-  else scale_columns<8>(c.acc_columns, round_up(head_dim, 16), shrink);
 }
 
 // The steps below walk over all rows before the next step begins, and over whole blocks. Probabilities are relative to the

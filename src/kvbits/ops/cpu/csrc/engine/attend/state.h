@@ -31,9 +31,6 @@ struct Chunk {
   alignas(64) float in_basis[FRAME_FLOATS];    // q in the basis of banded keys (families/klt/basis.h): [frame][rows][head_dim, rounded up to 16]
   alignas(64) uint8_t qw[ROWS][Q_STRIDE];      // integer q in the tier's own order
   alignas(64) float acc[ROWS][ROW_STRIDE];     // sum of 2^(s - m) * v
-  alignas(64) float q_columns[(MAX_HEAD_DIM + 32) * ROWS];    // q as key outliers meet it (families/codebook/outliers.h)
-  alignas(64) float acc_columns[(MAX_HEAD_DIM + 16) * ROWS];  // what value outliers add to acc
-  bool value_outliers;                         // whether they do
   alignas(64) float corr[MAX_GROUPS][ROWS][VL];  // added to every channel of a group at the end of a part (zero points, biases)
   alignas(64) float l[ROWS][VL];               // sum of 2^(s - m), one partial sum per lane
   float q_scale[MAX_GROUPS][ROWS];             // q ~ q_scale * integer

@@ -15,8 +15,6 @@ struct Tensor {
   int head_dim;
   int format;              // t->format, or NESTED with a low plane
   bool raw, split;         // split: raw bf16 read in split order (dots_float.h)
-  bool decoded;            // looked up in a codebook, or keys that are turned: families/codebook
-  bool stretched;          // its scales are multiplied with a factor per token
   bool integer, channel_scales, page_channels;  // page_channels: per-channel scales that each page brings
   bool token_scales, token_bias;
   int groups, group_channels, row_bytes[2];
@@ -44,9 +42,7 @@ static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int hea
   const bool nested = low && low->format != FORMAT_RAW;
   d.format = nested ? NESTED : t.format;
   d.low_offset = nested ? low->plane_offset[0] : 0;
-  d.decoded = t.codebook || t.turns;
-  d.stretched = t.stretch_offset >= 0;
-  d.integer = has_int_dots(t.format) && !d.decoded;
+  d.integer = has_int_dots(t.format);
   d.unit = nested ? 1.0f / LOW_LEVELS : 1.0f;
   const bool is_static = t.static_scale != nullptr;
   d.channel_scales = !d.raw && (t.per_channel || is_static);
@@ -122,11 +118,6 @@ static void token_params(const Tensor& d, const uint8_t* page, int page_size, in
     widen_params(bias[g], page + t.bias_offset + at, n, t.scale_dtype, ahead);
     for (int i = 0; i < BLOCK; i += VL) store(bias[g] + i, load(bias[g] + i) + load(scale[g] + i) * d.zero);
   }
-}
-
-// Stretches of `n` tokens from `token` on, 0 behind them.
-static void token_factors(const kvbits_tensor& t, const uint8_t* page, int token, int n, float* to) {
-  widen_params(to, page + t.stretch_offset + (int64_t)token * dtype_bytes(t.scale_dtype), n, t.scale_dtype, 0);
 }
 
 }  // namespace

@@ -48,7 +48,7 @@ extern "C" int32_t kvbits_close(kvbits_close_call* call) {
   const kvbits_store& store = *call->store;
   if (const int32_t bad = check_store(store, call->head_dim, call->value_head_dim)) return bad;
   for (const kvbits_tensor* t : {&store.key, &store.value}) {
-    if (t->codebook || t->num_outliers || (t->inv_freq && !(t->to_basis && call->turn_starts && call->starts))) return KVBITS_BAD_FORMAT;
+    if (t->inv_freq && !(t->to_basis && call->turn_starts && call->starts)) return KVBITS_BAD_FORMAT;
   }
   const int64_t pages = num_pages(store);
   for (int64_t i = 0; i < call->num_pages; i++)

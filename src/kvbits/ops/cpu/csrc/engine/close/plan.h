@@ -27,8 +27,6 @@ struct CloseResult {
 struct PageKernels {
   size_t (*close_scratch_bytes)(int page_size, int head_dim);
   void (*store)(const TokensPart& part, void* scratch, CloseResult& result);
-  // Multilinear checksums of `units` of nbytes, one behind the other (blob/checksum.h); `within` are the factors C of 4,096 words.
-  void (*checksums)(const uint8_t* bytes, int64_t units, int64_t nbytes, const uint64_t* within, uint64_t* sums);
 };
 
 const PageKernels* pages_generic();

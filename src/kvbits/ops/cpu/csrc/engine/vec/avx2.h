@@ -5,7 +5,6 @@
 #define VL 8
 #define HAVE_FROM_FP16
 #define HAVE_BYTES
-#define HAVE_LOOK_UP
 #include "portable.h"
 
 namespace {
@@ -16,11 +15,6 @@ INLINE void store_bytes(uint8_t* p, vi x) {
   const __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0xff));
   const __m128i half = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
   _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(half, half));
-}
-INLINE vf look_up(const float* table, vi index) {
-  const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), (__m256i)index);
-  const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), (__m256i)index);
-  return (vf)_mm256_blendv_ps(low, high, (__m256)(index << 28));
 }
 
 }  // namespace

@@ -10,7 +10,6 @@
 #define HAVE_STREAM
 #define HAVE_EXP2
 #define HAVE_MAX_EACH
-#define HAVE_LOOK_UP
 #include "portable.h"
 
 namespace {
@@ -81,7 +80,5 @@ INLINE void max_each(const vf* x, int n, float* to) {
   const __m512 z = two(_mm512_shuffle_f32x4(y[0], other, 0x44), _mm512_shuffle_f32x4(y[0], other, 0xee));
   _mm512_storeu_ps(to, two(_mm512_shuffle_f32x4(z, z, 0x88), _mm512_shuffle_f32x4(z, z, 0xdd)));
 }
-
-INLINE vf look_up(const float* table, vi index) { return (vf)_mm512_permutexvar_ps((__m512i)index, _mm512_load_ps(table)); }
 
 }  // namespace

@@ -6,7 +6,6 @@
 #define HAVE_FROM_FP16
 #define HAVE_REDUCE
 #define HAVE_MIN_MAX
-#define HAVE_LOOK_UP
 #include "portable.h"
 
 namespace {
@@ -18,11 +17,6 @@ INLINE vf vmax(vf a, vf b) { return (vf)vmaxq_f32((float32x4_t)a, (float32x4_t)b
 INLINE vf vmin(vf a, vf b) { return (vf)vminq_f32((float32x4_t)a, (float32x4_t)b); }
 INLINE void sum_each(const vf* x, int n, float* to) {
   for (int i = 0; i < n; i++) to[i] = sum(x[i]);
-}
-INLINE vf look_up(const float* table, vi index) {
-  const uint8x16x4_t bytes = vld1q_u8_x4((const uint8_t*)table);
-  const vi at = (index & 15) * 0x04040404 + 0x03020100;
-  return (vf)vqtbl4q_u8(bytes, (uint8x16_t)at);
 }
 
 }  // namespace

@@ -138,23 +138,6 @@ INLINE void store_bytes(uint8_t* p, vi x) {
 }
 #endif
 
-#ifndef HAVE_LOOK_UP
-// Entries of a table of 16 (aligned to 64 bytes), numbered by the low 4 bits of every lane.
-INLINE vf look_up(const float* table, vi index) {
-  vf x;
-  for (int i = 0; i < VL; i++) x[i] = table[index[i] & 15];
-  return x;
-}
-#endif
-
-// The first n words, zeros behind them.
-INLINE vi load_words(const void* p, int n) {
-  if (n >= VL) return *(const vi_mem*)p;
-  vi x = vi{};
-  __builtin_memcpy(&x, p, n * 4);
-  return x;
-}
-
 #ifndef HAVE_STREAM
 INLINE void store_bytes(uint8_t* p, vi x);
 // 64 integers as bytes (the low one of each). `stream`: past the caches, `p` aligned to 64; stream_end() once afterwards.

@@ -28,9 +28,9 @@ static void prepare_query(Chunk& c, const Tensor& key, const float* channel_scal
 // Queries with the channel scales folded in, and what the channel biases add to their scores.
 static void fold_key_channels(Part& p, Chunk& c, bool scales, bool biases) {
   const int head_dim = p.call.head_dim;
-  if (scales && !p.key.decoded) prepare_query(c, p.key, p.block.k_channel, head_dim);
+  if (scales) prepare_query(c, p.key, p.block.k_channel, head_dim);
   for (int h = 0; h < c.rows; h++) c.q_bias[h] = 0;
-  if (biases && !p.key.decoded) add_query_bias(c, p.in_basis ? c.folded[0] : c.q[0], p.block.k_channel_bias, head_dim);
+  if (biases) add_query_bias(c, p.in_basis ? c.folded[0] : c.q[0], p.block.k_channel_bias, head_dim);
 }
 
 // Scores of n tokens from `token` on, as the page stores their keys.

@@ -1,4 +1,6 @@
-"""KVQuant's formats: levels of a calibrated table, listed elements, keys stored before the rotary embedding."""
+"""CUDA kernels of KVQuant's formats: levels of a calibrated table, listed elements, keys stored before the rotary
+embedding. `ops.cuda.families` finds `FAMILY` through `schemes.FAMILIES`.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +9,21 @@ from pathlib import Path
 
 import torch
 
-from .....spec import LowLayout, PageLayout
-from ....descriptor import GROUP, refuses_unlike_widths, scale_kind
-from ...engine import shape
-from ...engine.family import Family, Op
-from ...engine.runtime.compile import Source
-from ...engine.shape import RAW_TOKENS, Ask, Kernel, Shape
-from ...engine.side import as_float32, turns_on
-from ..plain import unpack
+from ...ops.cuda.engine import shape
+from ...ops.cuda.engine.family import Family, Op
+from ...ops.cuda.engine.runtime.compile import Source
+from ...ops.cuda.engine.shape import RAW_TOKENS, Ask, Kernel, Shape
+from ...ops.cuda.engine.side import as_float32, turns_on
+from ...ops.cuda.families.plain import unpack
+from ...ops.descriptor import GROUP, scale_kind
+from ...spec import LowLayout, PageLayout
 from . import format
 
 BARRIERS = 40
 """Bytes of a slot's barriers and tokens, those of keys and values apart (struct Ring of codebook_ring.cuh)."""
 
 
-class Codebook(Family):
+class KVQuant(Family):
     """See above."""
 
     folds = always_unpacks = True
@@ -38,7 +40,7 @@ class Codebook(Family):
         return f"{format.extras(layout)}: low planes have no CUDA kernel"
 
     def refuses_attention(self, layout: PageLayout, num_columns: int, shared_limit: int | None) -> str | None:
-        why = refuses_unlike_widths(layout) or format.refuses(layout)
+        why = format.refuses(layout)
         if not why and shared_limit and _choose_shape(layout, 8, shared_limit, False) is None:
             why = f"their tables and a page need more than this GPU's {shared_limit} bytes of shared memory"
         return why and f"{format.extras(layout)}: {why}"
@@ -84,6 +86,9 @@ class Codebook(Family):
         if layout.key.pre_rope:
             found["turns"] = turns_on(static["k_inv_freq"], device).data_ptr()
         return found
+
+
+FAMILY = KVQuant()
 
 
 def _choose_shape(layout: PageLayout, cols: int, shared_limit: int, fold: bool) -> Shape | None:

@@ -1,36 +1,12 @@
-"""Checksums and reading of blobs by the CPU library: what numpy and plain reads give, for every tier that this machine
-can run.
-"""
+"""Pages of blobs are read from files to where they belong, in one thread or several, and damage is found by page."""
 
 import os
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from ops.cpu_cases import needs_library
 
 from kvbits.cache import blob
-from kvbits.ops.cpu import blob as native
-
-pytestmark = needs_library
-RUN = 8 * 4096  # bytes that share a factor
-
-
-@pytest.mark.parametrize("nbytes", [8, 24, 248, 256, 264, RUN - 8, RUN, RUN + 8, 3 * RUN + 776])
-def test_checksums_are_numpy_s(tier, nbytes):
-    # twice four side by side, and one
-    units = np.random.default_rng(nbytes).integers(0, 256, (9, nbytes), dtype=np.uint8)
-    units[1] = 255
-    assert native.checksums(units).tolist() == blob.checksums_in_numpy(units).tolist()
-
-
-@given(st.integers(1, 3000), st.integers(0, 7), st.integers(0, 2**32))
-def test_checksums_of_any_length_and_place_are_numpy_s(words, shift, seed):
-    data = np.random.default_rng(seed).integers(0, 256, 8 * words + 8, dtype=np.uint8)
-    units = data[shift:][: 8 * words][None]  # also from addresses that no word begins at
-    assert native.checksums(units).tolist() == blob.checksums_in_numpy(units.copy()).tolist()
 
 
 @pytest.fixture
@@ -43,7 +19,7 @@ def written(tmp_path):
     path = tmp_path / "pages"
     path.write_bytes(bytes(100) + b"".join(p.numpy().tobytes() for p in pages))
     starts = [100 + sum(p.numel() for p in pages[:i]) for i in range(len(pages))]
-    return path, pages, starts, [blob.checksums_in_numpy(p.numpy().reshape(len(p), -1)) for p in pages]
+    return path, pages, starts, [blob.checksums(p.numpy().reshape(len(p), -1)) for p in pages]
 
 
 def read(path, pages, starts, sums):
@@ -55,11 +31,8 @@ def read(path, pages, starts, sums):
         os.close(fd)
 
 
-@pytest.mark.parametrize("library", [True, False], ids=["library", "python"])
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1]])
-def test_pages_are_read_to_where_they_belong_and_damage_is_found_by_page(tier, monkeypatch, written, library, order):
-    if not library:
-        monkeypatch.setattr(blob.library, "unavailable", lambda: "not built")
+def test_pages_are_read_to_where_they_belong_and_damage_is_found_by_page(written, order):
     path, pages, starts, sums = written
     taken = [[x[i] for i in order] for x in (pages, starts, sums)]
     bad, got = read(path, *taken)
@@ -87,12 +60,9 @@ def test_what_the_system_refuses_is_its_error(tmp_path):
         os.close(fd)
 
 
-@pytest.mark.parametrize("library", [True, False], ids=["library", "python"])
-def test_threads_read_several_files_and_name_the_first_bad_piece(monkeypatch, tmp_path, library):
-    if not library:
-        monkeypatch.setattr(blob.library, "unavailable", lambda: "not built")
+def test_threads_read_several_files_and_name_the_first_bad_piece(tmp_path):
     pages = [torch.randint(0, 256, (6, 2, 80_000), dtype=torch.uint8) for _ in range(9)]
-    sums = [blob.checksums_in_numpy(p.numpy().reshape(6, -1)) for p in pages]
+    sums = [blob.checksums(p.numpy().reshape(6, -1)) for p in pages]
     fds = []
     for i in range(3):
         (tmp_path / str(i)).write_bytes(b"".join(p.numpy().tobytes() for p in pages[3 * i : 3 * i + 3]))
@@ -103,7 +73,7 @@ def test_threads_read_several_files_and_name_the_first_bad_piece(monkeypatch, tm
         (fds[i // 3], (i % 3) * 960_000 + 2 * 160_000, to[i][2:].data_ptr(), sums[i][2:].ctypes.data, 4, 160_000)
         for i in range(9)
     ]
-    pieces = np.array(rows, native.PIECE)
+    pieces = np.array(rows, blob.PIECE)
     try:
         assert blob.read_pieces(pieces, 4) is None
         assert all(torch.equal(a[2:], b[2:]) and not b[:2].any() for a, b in zip(pages, to, strict=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .....spec import PageLayout, PerChannel, PerToken, QuantSpec
+from ...spec import PageLayout, PerChannel, PerToken, QuantSpec
 
 PAGE = 64
 HEAD_DIMS = (64, 128)
@@ -36,6 +36,8 @@ def extras(layout: PageLayout) -> str | None:
 def refuses(layout: PageLayout) -> str | None:
     """Why codebook.cu cannot read pages of this layout, or None."""
     key, value = layout.key, layout.value
+    if layout.head_dim != layout.value_head_dim:
+        return f"keys have {layout.head_dim} channels and values {layout.value_head_dim}; the kernel reads one width"
     for kind, spec in (("key", key), ("value", value)):
         if spec.is_raw or spec.number_format.kind == "float" or spec.bits > 4:
             return f"{spec.format} {kind}s are no numbers of at most 16 levels"
