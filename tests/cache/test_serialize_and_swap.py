@@ -234,7 +234,7 @@ def test_files_of_before_blobs_are_refused_with_the_way_out(tmp_path):
     safetensors.torch.save_file({"g0.closed": torch.zeros(3)}, tmp_path / "old", metadata={"kvbits": "{}"})
     with pytest.raises(
         FileFormatError,
-        match="old is a safetensors file: .* until file_version 1, this one reads 3. Make the cache again",
+        match="old is a safetensors file: .* until file_version 1, this one reads 4. Make the cache again",
     ):
         PagedCache.load(tmp_path / "old")
 
@@ -255,11 +255,11 @@ def test_another_version_is_refused_with_both_versions(saved, monkeypatch):
         PagedCache.load(path)
     monkeypatch.undo()
     monkeypatch.setattr(blob, "BLOB_VERSION", 3)
-    with pytest.raises(FileFormatError, match="blob_version 1, but this kvbits reads 3"):
+    with pytest.raises(FileFormatError, match="blob_version 1, but this kvbits reads 4"):
         PagedCache.load(path)
     monkeypatch.undo()
     with pytest.raises(
-        FileFormatError, match="file_version 9, but this kvbits reads 3; load it with the version that wrote it"
+        FileFormatError, match="file_version 9, but this kvbits reads 4; load it with the version that wrote it"
     ):
         PagedCache.load(rewritten(path, lambda about: about.__setitem__("file_version", 9)))
 
@@ -339,7 +339,7 @@ def first_sequence(about):
         lambda a: first_sequence(a).__setitem__("residual_length", 10**30),
         lambda a: first_sequence(a).__setitem__("residual_length", 16.0),
         lambda a: first_sequence(a).__setitem__("closed", {}),
-        lambda a: first_sequence(a).__setitem__("low", [[]] * 3),
+        lambda a: first_sequence(a).__setitem__("young", [1] * 3),
         lambda a: a["groups"][0].__setitem__("keep_past", 1),
         lambda a: a["groups"][0]["capacity"].__setitem__("closed", 10**12),
         lambda a: a["groups"][0]["capacity"].__setitem__("closed", 10**30),

@@ -27,13 +27,12 @@ import torch
 from ..files import whole
 from ..ops.reference.dequantize import section
 from ..quant.packing import row_positions
-from ..spec import CacheSpec, LowLayout, PageLayout
+from ..spec import CacheSpec, PageLayout
 from . import blob
 from .blob import Identity, Kind, Page
-from .budget import Budget
 from .group import GroupState
 
-FILE_VERSION = 3
+FILE_VERSION = 4
 """Version of what the ABOUT blob says; blobs and the pages inside have versions of their own."""
 BLOB_TOKENS = 256
 """Tokens of the closed pages in one blob."""
@@ -50,7 +49,6 @@ class Contents:
         saturated: per layer, elements of keys and values that were clamped.
         made_for: fingerprint of the model whose keys and values these are; None if nobody said.
         groups: page lists and pages.
-        budget: bytes that the pools share, or None.
     """
 
     spec: CacheSpec
@@ -60,7 +58,6 @@ class Contents:
     saturated: list[dict[str, int]]
     made_for: str | None
     groups: list[GroupState]
-    budget: Budget | None = None
 
 
 def save(contents: Contents, path: str | Path) -> None:
@@ -162,14 +159,10 @@ def _describe(contents: Contents, numbers: list[dict[str, dict[int, int]]]) -> d
             for name, x in sorted(tensors.items())
         ],
         "groups": groups,
-    } | (
-        {}
-        if contents.budget is None
-        else {"budget": {"nbytes": contents.budget.nbytes, "given_back": contents.budget.given_back}}
-    )
+    }
 
 
-def shown_part(block: torch.Tensor, layout: PageLayout | LowLayout, shown: int) -> torch.Tensor:
+def shown_part(block: torch.Tensor, layout: PageLayout, shown: int) -> torch.Tensor:
     """A page [layers, H, head_bytes] with zeros where no sequence shows its slots: tokens of sequences freed long ago,
     or what lay there before there were pages. Itself where all are shown.
     """

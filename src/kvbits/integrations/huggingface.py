@@ -40,7 +40,6 @@ from ..errors import (
 from ..geometry import layer_geometries, layer_places, only_dense, text_config
 from ..ops import decode
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
-from ..units import parse_bytes
 from . import generation, prefix, tensor_parallel
 from .attention import DenseLayer, KVLayer
 from .encoder_decoder import CrossKVCache
@@ -151,7 +150,6 @@ class KVCache(Cache):
         calibrate: bool = True,
         nonfinite: str = "refuse",
         backend: str = "auto",
-        budget: int | str | None = None,
         dense: bool = False,
     ) -> KVCache:
         """A cache for `model`, which is switched to the "kvbits" attention (plain SDPA for any other cache) until
@@ -165,7 +163,7 @@ class KVCache(Cache):
             model: a Transformers model that generates text. For one of encoder and decoder a `CrossKVCache` is
                 returned, whose pages hold the decoder's tokens.
             scheme: preset name (its groups are fitted to the model's head_dim), a `Scheme`, or a file of one
-                (`mine.json`; both taken as they are). None: `schemes.RECOMMENDED`, or with a budget `schemes.ELASTIC`.
+                (`mine.json`; both taken as they are). None: `schemes.RECOMMENDED`.
             max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given;
                 without them the cache grows. Assisted decoding with sliding-window layers needs one that grows.
             calibration: or its file, of schemes with a basis, instead of the model's own in the user's cache folder,
@@ -174,9 +172,6 @@ class KVCache(Cache):
             calibrate: False takes what is kept and makes nothing.
             nonfinite: "refuse" or "clamp" NaN and infinity in keys and values.
             backend: "auto", or one backend for every op.
-            budget: bytes, or a text like "2GB", that the cache may take: it starts with 8 bits and gives back low
-                planes, the finest and oldest first, as it fills (docs/internals/tiers.md). For schemes with tiers, and
-                instead of `max_tokens`.
             dense: leave the model its own attention and hand it dense tensors, made of the pages one layer at a time:
                 for models that cannot attend over pages (their attention is their own code, or adds a bias). The same
                 bytes are stored; each pass costs time and the memory of one layer's tokens in 16 bits. Padding is
@@ -192,7 +187,6 @@ class KVCache(Cache):
             CalibrationError: calibration missing or made for something else.
         """
         require_loaded(model)
-        nbytes = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
         if (
             own := next(
                 (
@@ -205,7 +199,7 @@ class KVCache(Cache):
         ) is not None:
             raise UnsupportedError(f"{type(model).__name__} {own}; use the stock cache")
         if scheme is None:
-            scheme = schemes.RECOMMENDED if budget is None else schemes.elastic(layer_geometries(model.config))
+            scheme = schemes.RECOMMENDED
         if not isinstance(scheme, (str, Scheme)):
             raise SpecError(
                 f"scheme={scheme!r} is neither a preset name nor a Scheme; presets: {', '.join(schemes.PRESETS)}"
@@ -238,7 +232,6 @@ class KVCache(Cache):
             static=static,
             nonfinite=nonfinite,
             backend=backend,
-            budget=nbytes,
         )
         pages.made_for = weights_fingerprint(model)
         cache = cls(pages, ranks, config, dense)
