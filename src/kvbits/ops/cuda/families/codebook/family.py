@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from .....spec import LowLayout, PageLayout
+from .....spec import PageLayout
 from ....descriptor import GROUP, refuses_unlike_widths, scale_kind
 from ...engine import shape
-from ...engine.family import Family, Op
+from ...engine.family import Family
 from ...engine.runtime.compile import Source
 from ...engine.shape import RAW_TOKENS, Ask, Kernel, Shape
 from ...engine.side import as_float32, turns_on
@@ -34,9 +34,6 @@ class Codebook(Family):
     def refuses_closing(self, layout: PageLayout, dtype: torch.dtype | None) -> str | None:
         return f"{format.extras(layout)}: the reference closes their pages"
 
-    def refuses_low(self, op: Op, layout: PageLayout, low: Sequence[LowLayout]) -> str | None:
-        return f"{format.extras(layout)}: low planes have no CUDA kernel"
-
     def refuses_attention(self, layout: PageLayout, num_columns: int, shared_limit: int | None) -> str | None:
         why = refuses_unlike_widths(layout) or format.refuses(layout)
         if not why and shared_limit and _choose_shape(layout, 8, shared_limit, False) is None:
@@ -59,7 +56,7 @@ class Codebook(Family):
         defines |= format.defines(layout, ask.fold, wide)
         return shape.kernel(Path(__file__).parent / "codebook.cu", defines, chosen, pieces)
 
-    def unpacking(self, layout: PageLayout, dtype: torch.dtype, low: LowLayout | None) -> Source:
+    def unpacking(self, layout: PageLayout, dtype: torch.dtype) -> Source:
         return unpack.source(layout, dtype)
 
     def constants(self, layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:

@@ -40,22 +40,10 @@ static void unpack_keys(const Tensor& key, const PageView& at, Decoded& w, int f
         }
       }
   }
-  if (key.format != NESTED) return;
-  const int rb = key.row_bytes[0];
-  const uint8_t* src = at.low + key.low_offset + (int64_t)first * rb;
-  for (int field = 0; field * rb < head_dim; field++)
-    for (int r = 0; r < rb && field * rb + r < head_dim; r += 4) {
-      uint32_t* to = w.codes[(field * rb + r) / 4];
-      if (!field) fetch(src + r * TILE + at.low_ahead);
-      for (int lane = 0; lane < TILE; lane += VL) {  // 15 * high + low in every byte
-        const vu high = (vu)load_int(to + lane);
-        *(vi_mem*)(to + lane) = (vi)((high << 4) - high + (vu)(load_int(src + r * TILE + lane * 4) >> (field * 4) & 0x0f0f0f0f));
-      }
-    }
 }
 
 INLINE vf level_of(const Decoded& w, int format, vi word, int k) {
-  if (format == FORMAT_INT8 || format == NESTED) return to_float((word >> (8 * k)) & 0xff) - 128.0f;
+  if (format == FORMAT_INT8) return to_float((word >> (8 * k)) & 0xff) - 128.0f;
   if (format == FORMAT_FP8_E4M3) return fp8_lane<FORMAT_FP8_E4M3>(word, k);
   if (format == FORMAT_FP8_E5M2) return fp8_lane<FORMAT_FP8_E5M2>(word, k);
   return look_up(w.levels, word >> (8 * k));
@@ -63,7 +51,7 @@ INLINE vf level_of(const Decoded& w, int format, vi word, int k) {
 
 // Whether a look-up gives the tile's numbers whole: no factor and offset per token.
 INLINE bool looked_up(const Tensor& key, const Decoded& w, int tile) {
-  return code_bits(key.format) < 8 && key.format != NESTED && !key.token_scales && !(key.stretched && w.stretched[tile]);
+  return code_bits(key.format) < 8 && !key.token_scales && !(key.stretched && w.stretched[tile]);
 }
 
 // A tile's keys in fp32, before they are turned, without outliers.
