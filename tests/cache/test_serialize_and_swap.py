@@ -255,7 +255,7 @@ def test_another_version_is_refused_with_both_versions(saved, monkeypatch):
         PagedCache.load(path)
     monkeypatch.undo()
     monkeypatch.setattr(blob, "BLOB_VERSION", 3)
-    with pytest.raises(FileFormatError, match="blob_version 1, but this kvbits reads 4"):
+    with pytest.raises(FileFormatError, match="blob_version 1, but this kvbits reads 3"):
         PagedCache.load(path)
     monkeypatch.undo()
     with pytest.raises(

@@ -195,8 +195,8 @@ class GroupState:
                 self.pools[move.target].allocator.share([page_id])
             else:
                 page_id = self._allocate(move.target, step)
-                step.recodes.append(Recode(row, move.source, move.page_id, move.target, page_id, starts[move.index]))
-            s.closed[move.index] = page_id
+                step.recodes.append(Recode(row, move.source, move.page_id, move.target, page_id, starts[move.place]))
+            s.closed[move.place] = page_id
         self._closed_tables = None
         order = {name: i for i, name in enumerate(reversed(self.group.tier_pools))}
         step.recodes.sort(key=lambda r: (order[r.source], r.target))

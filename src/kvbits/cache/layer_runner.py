@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ def _pages(store: PageStore, page_ids: list[int]) -> torch.Tensor:
 
 
 def _name_the_page(
-    x: torch.Tensor, kind: str, place: Place, run: list[Close] | list[Recode], store: PageStore, scheme: Scheme
+    x: torch.Tensor, kind: str, place: Place, run: Sequence[Close | Recode], store: PageStore, scheme: Scheme
 ) -> None:
     """Refuse the first page of the pages x [n, H, page_size, D] of a run that holds NaN or infinity, or whose scales
     overflow.
@@ -94,7 +94,7 @@ def _named(kind: str, place: Place) -> str:
     return f"{'keys' if kind == 'k' else 'values'} of layer {place.layer}"
 
 
-def _pages_named(run: list[Close] | list[Recode], page_size: int) -> str:
+def _pages_named(run: Sequence[Close | Recode], page_size: int) -> str:
     """Which pages close, for messages."""
     rows = sorted({c.row for c in run})
     first, last = min(c.start for c in run), max(c.start for c in run) + page_size - 1
@@ -360,7 +360,7 @@ class LayerRunner:
         self,
         place: Place,
         sides: list[torch.Tensor],
-        run: list[Close] | list[Recode],
+        run: Sequence[Close | Recode],
         pool: str,
         findings: Findings,
     ) -> None:

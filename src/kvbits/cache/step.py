@@ -36,12 +36,12 @@ class Move(NamedTuple):
     """A closed page leaves its tier.
 
     Attributes:
-        index: among the closed pages of its sequence.
+        place: among the closed pages of its sequence.
         source, page_id: its pool and page so far.
         target: its pool from now on.
     """
 
-    index: int
+    place: int
     source: str
     page_id: int
     target: str
