@@ -28,11 +28,11 @@ from result_file import append, arguments
 from kvbits import schemes
 from kvbits.ops.cuda.engine import host_plan as cuda
 from kvbits.ops.reference import attend as reference
-from kvbits.ops.reference.close import close_nested, close_pages
-from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
+from kvbits.ops.reference.close import close_pages
+from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import completed
-from kvbits.spec import LowLayout, PageLayout, QuantSpec, Scheme
+from kvbits.spec import PageLayout, QuantSpec, Scheme
 
 KV_HEADS, HEAD_DIM, PAGE = 8, 128, 64
 SHAPES = ((1, 32, 131072), (32, 64, 4096), (8, 32, 32768))  # sequences, query heads, tokens
@@ -313,46 +313,29 @@ def tiers_call(
         for name, (k, v, size) in {
             "sink": (raw, raw, sinks),
             "cold": (scheme.key, scheme.value, PAGE),
-            "warm": (scheme.key, scheme.value, PAGE),
+            "warm": (*tier.specs(scheme.key, scheme.value), PAGE),
             "raw": (raw, raw, PAGE),
         }.items()
     }
-    low = LowLayout(
-        key_bits=tier.key_bits, value_bits=tier.value_bits, page_size=PAGE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM
-    )
-    fine = {name: [low] if name == "warm" else [] for name in layouts}
     static = calibrated(layouts["cold"])
     counts = {name: batch * (end - start) // layouts[name].page_size for name, (start, end) in tiers.items()}
-    nbytes = sum(n * sum(x.page_size_bytes for x in (layouts[name], *fine[name])) for name, n in counts.items())
+    nbytes = sum(n * layouts[name].page_size_bytes for name, n in counts.items())
     layers = max(2, -(-ROTATE_BYTES // nbytes))
     parts, strides = [], []
     for name, (start, end) in tiers.items():
         n, layout, size = counts[name], layouts[name], layouts[name].page_size
         k, v = (torch.randn(256, KV_HEADS, size, HEAD_DIM, device="cuda") for _ in "kv")
-        made, _ = close_nested(k, v, layout, static, fine[name], np.zeros(256, np.int64))
-        slabs = [
-            torch.empty(n, layers, KV_HEADS, x.head_bytes, dtype=torch.uint8, device="cuda")
-            for x in (layout, *fine[name])
-        ]
+        pages, _ = close_pages(k, v, layout, static, np.zeros(256, np.int64))
+        slab = torch.empty(n, layers, KV_HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
         for first in range(0, n, 256):  # closing takes time: some pages, many times
-            for slab, pages in zip(slabs, made, strict=True):
-                slab[first : first + 256] = pages[: n - first, None]
-        order = np.random.permutation(-(-n // 256))  # pages in random places, each with its plane
-        ids = [
-            np.concatenate(
-                [256 * i + np.random.default_rng(int(i)).permutation(min(256, n - 256 * i)) for i in order]
-            ).astype(np.int64)
-            for _ in slabs
-        ]
+            slab[first : first + 256] = pages[: n - first, None]
         table = PageTable(
             np.arange(batch + 1, dtype=np.int64) * (n // batch),
-            ids[0],
+            np.random.permutation(n).astype(np.int64),  # pages in random places
             np.tile(np.arange(start, end, size, dtype=np.int64), batch),
             np.full(n, size, np.int32),
-            tuple(ids[1:]),
         )
-        stores = tuple(LowStore(x, (s[:, 0],)) for x, s in zip(fine[name], slabs[1:], strict=True))
-        parts.append(Part(PageStore(layout, (slabs[0][:, 0],), {} if layout.is_raw else static), table, stores))
+        parts.append(Part(PageStore(layout, (slab[:, 0],), {} if layout.is_raw else static), table))
         strides.append(layout.page_size_bytes)
     return AttendCall(tuple(parts), HEAD_DIM**-0.5), tuple(strides), layers, nbytes
 

@@ -35,7 +35,7 @@ from kvbits.ops.cuda.families import family_of
 from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import close as reference
 from kvbits.ops.types import PageStore, SlotMapping
-from kvbits.spec import LowLayout, PageLayout, QuantSpec
+from kvbits.spec import PageLayout, QuantSpec
 
 PAGES, HEADS, PAGE, HEAD_DIM = 2048, 8, 64, 128
 COPIES = 2
@@ -43,13 +43,13 @@ CHECKED = 64
 TIES = 1e-3  # of a page's bytes
 
 
-def _rows() -> dict[str, tuple[QuantSpec, QuantSpec, int]]:
-    """Name to (keys, values, bits of their low planes)."""
-    presets = {name: schemes.get(name) for name in ("int8_centered", "int4", "kivi4", "fp8", *BANDED, "tiered")}
-    return {name: (s.key, s.value, s.tiers[0].key_bits if s.tiers else 0) for name, s in presets.items()}
+def _rows() -> dict[str, tuple[QuantSpec, QuantSpec]]:
+    """Name to (keys, values)."""
+    presets = {name: schemes.get(name) for name in ("int8_centered", "int4", "kivi4", "fp8", *BANDED)}
+    return {name: (s.key, s.value) for name, s in presets.items()}
 
 
-def same_pages(pages: torch.Tensor, want: torch.Tensor, layout: PageLayout | LowLayout, product: bool) -> bool:
+def same_pages(pages: torch.Tensor, want: torch.Tensor, layout: PageLayout, product: bool) -> bool:
     """Whether pages hold the reference's bytes; of keys that are products with a basis but for ties, and what follows
     from them.
     """
@@ -67,36 +67,27 @@ def same_pages(pages: torch.Tensor, want: torch.Tensor, layout: PageLayout | Low
     return float(differ.mean()) <= TIES
 
 
-def bench(key: QuantSpec, value: QuantSpec, low_bits: int) -> dict[str, Any]:
+def bench(key: QuantSpec, value: QuantSpec) -> dict[str, Any]:
     """Checked and timed closing of `PAGES` pages."""
     layout = PageLayout(key=key, value=value, page_size=PAGE, num_kv_heads=HEADS, head_dim=HEAD_DIM)
-    low = (
-        [LowLayout(key_bits=low_bits, value_bits=low_bits, page_size=PAGE, num_kv_heads=HEADS, head_dim=HEAD_DIM)]
-        if low_bits
-        else []
-    )
     launches, kept = [], []  # a graph's capture gives back memory that nothing holds
     for _ in range(COPIES):
         k, v = (torch.randn(PAGES, HEADS, PAGE, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")
-        slabs = [torch.empty(PAGES, HEADS, x.head_bytes, dtype=torch.uint8, device="cuda") for x in (layout, *low)]
-        store = PageStore(layout, (slabs[0],), calibrated(layout))
-        addresses = [torch.arange(PAGES, device="cuda") * s.stride(0) + s.data_ptr() for s in slabs]
+        slab = torch.empty(PAGES, HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
+        store = PageStore(layout, (slab,), calibrated(layout))
+        addresses = torch.arange(PAGES, device="cuda") * slab.stride(0) + slab.data_ptr()
         status = torch.zeros(cuda.STATUS_FIELDS, dtype=torch.int32, device="cuda")
-        fine = (low[0], addresses[1]) if low else None
-        kept.append(slabs)
+        kept.append(slab)
         starts = np.arange(PAGES) * PAGE
         family = family_of(layout)
         first = family.first(store, starts, PAGES, k.device)
-        launches.append(functools.partial(family.close, k, v, store, addresses[0], status, first, fine))
+        launches.append(functools.partial(family.close, k, v, store, addresses, status, first))
         launches[-1]()
         static = {name: x.cpu() for name, x in store.static.items()}
-        want, _ = reference.close_nested(k[:CHECKED].cpu(), v[:CHECKED].cpu(), layout, static, low, starts[:CHECKED])
-        if not all(
-            same_pages(s[:CHECKED].cpu(), w, x, key.basis == "calibrated")
-            for s, w, x in zip(slabs, want, (layout, *low), strict=True)
-        ):
+        want, _ = reference.close_pages(k[:CHECKED].cpu(), v[:CHECKED].cpu(), layout, static, starts[:CHECKED])
+        if not same_pages(slab[:CHECKED].cpu(), want, layout, key.basis == "calibrated"):
             raise ValueError("other bytes than the reference's; a wrong kernel has no speed")
-    moved = 2 * PAGES * HEADS * PAGE * HEAD_DIM * 2 + sum(s.numel() for s in slabs)
+    moved = 2 * PAGES * HEADS * PAGE * HEAD_DIM * 2 + slab.numel()
     return {"time_us": time_us(launches * 4), "bytes": moved}
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_tiers_cpu.py --context 8192 --threads 1
 
-Four caches hold the same tokens: all raw, all warm (pages with low planes), all cold, and the tiers of the scheme.
+Four caches hold the same tokens: all raw, all warm, all cold, and the tiers of the scheme.
 Checks that the step is right against the float64 judge first. A step walks over all layers, which are more than the
 caches hold. Bytes are those that it must read: visible pages, scales and padding included. Times are medians over
 interleaved rounds: CPU time of the thread with one thread, wall time with more. Prints one JSON line.
@@ -58,9 +58,9 @@ def bytes_read(cache: PagedCache) -> dict[str, int]:
     """Bytes of each tier that one step reads."""
     g = cache.groups[0]
     found = {"hot": 0, "warm": 0, "cold": 0}
-    for (pool, planes), table in g.tables().items():
-        name = ("cold", "warm")[planes] if pool == "closed" else "hot"
-        nbytes = g.pools[pool].layout.page_size_bytes + (g.pools["low0"].layout.page_size_bytes if planes else 0)
+    for pool, table in g.tables().items():
+        name = {"closed": "cold", "tier0": "warm"}.get(pool, "hot")
+        nbytes = g.pools[pool].layout.page_size_bytes
         found[name] += int(sum(nbytes * n / g.pools[pool].layout.page_size for n in table.lengths)) * len(
             g.group.layers
         )

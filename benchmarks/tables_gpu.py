@@ -29,7 +29,6 @@ DOCUMENTS = (
     "docs/results/evaluation.md",
     "docs/internals/serving.md",
     "docs/internals/store.md",
-    "docs/internals/tiers.md",
 )
 PRESETS = ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt3", "klt2")
 OTHERS = ("int8", "fp8", "int8k_int4v", "kivi2", "nuq4-1%")
@@ -439,7 +438,7 @@ def profiles(rows: list[Row]) -> list[list[str]]:
 
 def close() -> str:
     data = read("close_pages.json")
-    names = ("int8_centered", "int4", "kivi4", "fp8", *PRESETS[4:], "tiered")
+    names = ("int8_centered", "int4", "kivi4", "fp8", *PRESETS[4:])
     rows = {name: r for (name,), r in run_files.latest(data, ("scheme",)).items() if name in names}
     lines = [[f"`{n}`", f"{rows[n]['time_us']:.0f} us", f"{rows[n]['share_of_copy']:.2f}"] for n in names if n in rows]
     more = [
@@ -491,17 +490,6 @@ def small() -> str:
         f" {min(many):.2f} to {max(many):.2f}"
         f" times.\n\n{measured(data, rows, 'python benchmarks/bench_attend_gpu.py --small')}"
     )
-
-
-def tiers() -> str:
-    data = read("attend_tiers.json")
-    rows = [
-        r
-        for (name, _, _), r in run_files.latest(data, ("scheme", "shape", "warm_pages")).items()
-        if name in ("tiered", "tiered_8k")
-    ]
-    lines = [[f"`{r['scheme']}`, {short(r['shape'])}", f"{r['time_us']:.1f}", f"{r['expected_us']:.1f}"] for r in rows]
-    return f"{table(['', 'together', 'each alone, by its share'], lines)}\n\n{measured(data, rows, 'python benchmarks/bench_attend_gpu.py --tiers')}"
 
 
 def store() -> str:
@@ -618,7 +606,6 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
         close,
         chunks,
         small,
-        tiers,
         store,
         accuracy,
         beside_fp8,

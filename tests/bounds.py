@@ -1,27 +1,19 @@
 """Largest errors of a round trip through codes, from the arithmetic of `quant`."""
 
-import math
-from collections.abc import Sequence
-
 import torch
 
 from kvbits.quant import banded as banded_codes
-from kvbits.quant.nested import levels
 from kvbits.quant.qparams import UNIT_ROUNDOFF, QParams, expand
 from kvbits.spec import QuantSpec
 
 
-def plain(spec: QuantSpec, qparams: QParams, head_dim: int, widths: Sequence[int] = ()) -> torch.Tensor:
-    """Largest |x - dequantize(quantize(x))| per element, [..., tokens or 1, head_dim], for scales taken from x itself,
-    with low planes of `widths` bits.
-    """
+def plain(spec: QuantSpec, qparams: QParams, head_dim: int) -> torch.Tensor:
+    """Largest |x - dequantize(quantize(x))| per element, [..., tokens or 1, head_dim], for scales taken from x itself."""
     u = UNIT_ROUNDOFF[spec.scale_dtype]
     scale = expand(qparams.scale, spec, head_dim)
     if spec.number_format.kind == "float":
         return scale * spec.number_format.max_value * (2.0 ** -(spec.number_format.mantissa_bits + 1) + u)
-    steps = math.prod(levels(bits) for bits in widths)
-    # what rounding the scale costs is refined away
-    bound = scale * (0.5 / steps + spec.q_max * (2.0**-21 if widths else u))
+    bound = scale * (0.5 + spec.q_max * u)
     if qparams.bias is not None:
         bound = bound + u * expand(qparams.bias, spec, head_dim).abs()
     return bound + 2.0**-22 * (0 if qparams.mean is None else qparams.mean.abs().unsqueeze(-2))

@@ -98,18 +98,10 @@ def check_values(cache: PagedCache, model: DenseCache) -> None:
             state = cache.groups[g].sequences[row]
             place = cache._stores.places[layer]
             pages = model.rows[row][layer].closed
-            for i, page in enumerate(reversed(pages[len(pages) - len(state.closed) :]), 1):
-                assert torch.equal(cache._stores.store(place, "closed").page(state.closed[-i]), page.pages[0]), (
-                    "the bytes of a closed page changed"
-                )
-                planes = [(f"low{tier}", x[-i]) for tier, x in enumerate(state.low)][::-1]
-                assert [x is not None for _, x in planes] == [n < page.planes for n in range(len(planes))], (
-                    "a page is not in its tier"
-                )
-                for (pool, page_id), stored in zip(planes, page.pages[1:], strict=True):
-                    assert page_id is None or torch.equal(cache._stores.low_store(place, pool).page(page_id), stored), (
-                        "the bytes of a low plane changed"
-                    )
+            for i, page in enumerate(pages[len(pages) - len(state.closed) :]):
+                assert state.tier_of(i) == page.tier, "a page is not in its tier"
+                stored = cache._stores.store(place, state.pool_of(i)).page(state.closed[i])
+                assert torch.equal(stored, page.page), "the bytes of a closed page differ"
 
 
 def _as_lists(tables: dict[Any, PageTable]) -> dict[Any, list[Any]]:
@@ -119,7 +111,6 @@ def _as_lists(tables: dict[Any, PageTable]) -> dict[Any, list[Any]]:
             t.page_ids.tolist(),
             t.starts.tolist(),
             t.lengths.tolist(),
-            *(x.tolist() for x in t.low),
         ]
         for tier, t in tables.items()
     }
@@ -130,9 +121,7 @@ def check_books(cache: PagedCache) -> None:
     one kind.
     """
     for g in cache.groups:
-        assert g._closed_tables is None or _as_lists(g._closed_tables) == _as_lists(
-            tables.of_closed(g.sequences, len(g.group.tiers))
-        )
+        assert g._closed_tables is None or _as_lists(g._closed_tables) == _as_lists(tables.of_closed(g.sequences))
         for name, pool in g.pools.items():
             held = Counter(page for s in g.sequences for page in s.pages()[name])
             allocator = pool.allocator
@@ -145,6 +134,8 @@ def check_books(cache: PagedCache) -> None:
         for s in g.sequences:
             size = g.group.page_size
             assert len(s.closed) == len(s.closed_lengths)
+            assert s.young == sorted(s.young) and all(n <= len(s.closed) for n in s.young)
+            assert g.keep_past or all(n <= most for n, most in zip(s.young, s.boundaries, strict=True))
             assert len(s.tail) == len(s.tail_lengths)
             assert all(0 < n <= size for n in s.closed_lengths + s.tail_lengths)
             assert all(n == size for n in s.tail_lengths[:-1])

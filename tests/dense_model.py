@@ -1,8 +1,8 @@
 """What a paged cache must hold, kept densely: the judge of the cache tests.
 
-A sequence of a layer is sink tokens (raw), closed pages (quantized once, from the raw tokens they closed over, with low
-planes while they are young) and tail tokens (raw, or quantized as they came where the scheme is token-local). Nothing
-here knows page ids or windows; every token stays.
+A sequence of a layer is sink tokens (raw), closed pages (quantized from the raw tokens they closed over, in the format
+of the tier they closed into, and again from there when they leave it) and tail tokens (raw, or quantized as they came
+where the scheme is token-local). Nothing here knows page ids or windows; every token stays.
 """
 
 from __future__ import annotations
@@ -13,24 +13,19 @@ import numpy as np
 import torch
 
 from kvbits.cache import parameters
-from kvbits.ops.reference.close import close_nested
+from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.spec import CacheSpec, LayerGroup
 
 
 @dataclass(frozen=True)
 class ClosedPage:
-    k: tuple[torch.Tensor, ...]  # [visible, H, D] float64, as 0, 1, .. low planes give it
-    v: tuple[torch.Tensor, ...]
-    pages: tuple[torch.Tensor, ...]  # uint8 [H, head_bytes] of the page and of its low planes: must never change
-    planes: int  # low planes it has left
-
-    def shown(self, n: int) -> ClosedPage:
-        return replace(self, k=tuple(x[:n] for x in self.k), v=tuple(x[:n] for x in self.v))
-
-    @property
-    def length(self) -> int:
-        return len(self.k[0])
+    k: torch.Tensor  # [page_size, H, D] float64
+    v: torch.Tensor
+    page: torch.Tensor  # uint8 [H, head_bytes]
+    tier: int  # 0 for the youngest
+    start: int  # position of the first token
+    length: int  # visible tokens
 
 
 @dataclass
@@ -40,7 +35,7 @@ class DenseSequence:
     owner: DenseCache
     group: LayerGroup
     static: dict[str, torch.Tensor]
-    boundaries: list[int]  # newest closed pages that keep the plane of each tier
+    boundaries: list[int]  # newest closed pages that each tier and younger ones may have
     residual_length: int
     sink: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     closed: list[ClosedPage] = field(default_factory=list)
@@ -65,14 +60,18 @@ class DenseSequence:
             + g.page_size
             + (min(self.speculated, g.page_size) if owner.speculating and not owner.fixed else 0)
         )
-        fresh = 0
+        pages = []
         while not g.fills_pages and len(self.tail) > waits:
             page, self.tail = self.tail[: g.page_size], self.tail[g.page_size :]
-            self.closed.append(self.close(page))
-            fresh += 1
-        if fresh:
-            self.closed_since += fresh if owner.speculating else 0
-            self.demote(min(self.closed_since, 1 if owner.fixed else 16))
+            pages.append(page)
+        if pages:
+            self.closed_since += len(pages) if owner.speculating else 0
+            more = min(self.closed_since, 1 if owner.fixed else 16)
+            self.demote(more, len(pages))
+            for rank, page in zip(reversed(range(len(pages))), pages, strict=True):
+                start = len(self.sink) + sum(c.length for c in self.closed)
+                k, v = (torch.stack(x).transpose(0, 1)[None] for x in zip(*page, strict=True))
+                self.closed.append(self.close(k, v, start, self.tier_of(rank, more)))
 
     def stored(self, tokens: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tokens as pages hold them that are filled token by token: each as the first of a page (no centred keys, whose
@@ -80,36 +79,33 @@ class DenseSequence:
         """
         found = []
         for token in tokens:
-            page = self.close([token] * self.group.page_size)
-            found.append((page.k[0][0], page.v[0][0]))
+            k, v = (x.expand(self.group.page_size, -1, -1).transpose(0, 1)[None] for x in token)
+            page = self.close(k, v, len(self.sink) + len(self.tail), 0)
+            found.append((page.k[0], page.v[0]))
         return found
 
-    def close(self, page: list[tuple[torch.Tensor, torch.Tensor]]) -> ClosedPage:
-        g = self.group
-        raw_k, raw_v = (torch.stack(x).transpose(0, 1)[None] for x in zip(*page, strict=True))
-        layouts = list(g.low_layouts.values())[::-1]
-        start = np.array([len(self.sink) + sum(c.length for c in self.closed)])
-        stored, _ = close_nested(raw_k, raw_v, g.layouts["closed"], self.static, layouts, start)
-        sides = []
-        for planes in range(len(layouts) + 1):
-            low = list(zip(stored[1:], layouts, strict=True))[:planes]
-            sides.append(
-                [
-                    x[0].transpose(0, 1)
-                    for x in dequantize_pages(stored[0], g.layouts["closed"], self.static, torch.float64, low, start)
-                ]
-            )
-        return ClosedPage(
-            tuple(s[0] for s in sides), tuple(s[1] for s in sides), tuple(x[0] for x in stored), len(layouts)
-        )
+    def close(self, k: torch.Tensor, v: torch.Tensor, start: int, tier: int) -> ClosedPage:
+        """k, v: [1, H, page_size, D] of the model's dtype."""
+        oldest = tier == len(self.boundaries)
+        layout = self.group.layouts["closed" if oldest else f"tier{tier}"]
+        static, starts = self.static if oldest else {}, np.array([start])
+        page, _ = close_pages(k, v, layout, static, starts)
+        k, v = (x[0].transpose(0, 1) for x in dequantize_pages(page, layout, static, torch.float64, starts=starts))
+        return ClosedPage(k, v, page[0], tier, start, len(k))
 
-    def demote(self, more: int) -> None:
-        """Page number n from the newest keeps the planes of the tiers that reach so far."""
+    def tier_of(self, rank: int, more: int) -> int:
+        """Tier of page number `rank` from the newest."""
+        return sum(rank >= n + (more if n else 0) for n in self.boundaries)
+
+    def demote(self, more: int, fresh: int = 0) -> None:
+        """Pages that are too old for their tier are quantized again, from what they hold, in the dtype of the model."""
         for i, page in enumerate(self.closed):
-            rank = len(self.closed) - 1 - i
-            reached = sum(rank < n + (more if n else 0) for n in self.boundaries)
-            if reached < page.planes:
-                self.closed[i] = replace(page, planes=reached)
+            if (tier := self.tier_of(len(self.closed) - 1 - i + fresh, more)) > page.tier:
+                layout = self.group.layouts[f"tier{page.tier}"]
+                held = dequantize_pages(page.page[None], layout, {}, starts=np.array([page.start]))
+                dtype = getattr(torch, self.group.raw_dtype)
+                again = self.close(*(x.to(dtype) for x in held), page.start, tier)
+                self.closed[i] = replace(again, length=page.length)
 
     def crop(self, length: int) -> None:
         """Also ends a speculation."""
@@ -120,7 +116,7 @@ class DenseSequence:
             elif self.closed:
                 last = self.closed.pop()
                 if surplus < last.length:
-                    self.closed.append(last.shown(last.length - surplus))
+                    self.closed.append(replace(last, length=last.length - surplus))
             else:
                 del self.sink[-surplus:]
         if not length:
@@ -138,7 +134,7 @@ class DenseSequence:
         for i in (0, 1):
             parts = [torch.zeros(0, geometry.num_kv_heads, geometry.head_dim, dtype=torch.float64)]
             parts += [t[i].double()[None] for t in self.sink]
-            parts += [(c.k, c.v)[i][c.planes] for c in self.closed]
+            parts += [(c.k, c.v)[i][: c.length] for c in self.closed]
             parts += [t[i].double()[None] for t in self.tail]
             sides.append(torch.cat(parts))
         return sides[0], sides[1]

@@ -69,8 +69,8 @@ def bytes_of(cache, row=0):
                 if name == "tail":
                     block = shown_part(block, pool.layout, s.tail_lengths[i])
                 pages.append((name, block.numpy().tobytes()))
-        planes = [[x is not None for x in run] for run in (s.closed, *s.low)]
-        found.append((s.length, s.released, s.dropped, s.closed_lengths, s.tail_lengths, planes, pages))
+        there = [x is not None for x in s.closed]
+        found.append((s.length, s.released, s.dropped, s.closed_lengths, s.tail_lengths, there, s.young, pages))
     return found
 
 

@@ -315,18 +315,36 @@ def test_overrides_of_nothing_are_refused():
         Override(layers=(), key=RAW, value=RAW)
 
 
-def test_a_page_has_one_low_plane():
-    with pytest.raises(SpecError, match="2 tiers, but a page has one low plane at most; use one Tier"):
-        dataclasses.replace(PRESETS["tiered"], tiers=(Tier(num_tokens=1024), Tier(num_tokens=2048)))
+def test_a_tier_stores_8_bits_unless_it_says_something_else():
+    key, value = PRESETS["tiered"].key, PRESETS["tiered"].value
+    eight = tuple(dataclasses.replace(s, format="int8") for s in (key, value))
+    assert Tier(num_tokens=64).specs(key, value) == eight
+    assert Tier(num_tokens=64, value=value).specs(key, value) == (eight[0], value)
+    (group,) = CacheSpec(scheme=PRESETS["tiered"], layers=(LayerGeometry(num_kv_heads=2, head_dim=64),)).groups
+    assert (group.layouts["tier0"].key, group.layouts["tier0"].value) == eight
 
 
-@pytest.mark.parametrize("name", ["klt4", "klt3", "klt2"])
-def test_klt_schemes_take_no_tiers(name):
-    with pytest.raises(
-        SpecError,
-        match=r"banded keys have no low planes: at equal bits klt4 alone is more accurate and faster; use tiers=\(\)",
-    ):
-        dataclasses.replace(PRESETS[name], tiers=(Tier(num_tokens=1024, key_bits=2, value_bits=2),))
+@pytest.mark.parametrize(
+    ("name", "tier", "message"),
+    [
+        ("tiered", Tier(num_tokens=65), "no whole number of pages of 64; use num_tokens=64"),
+        ("int8", Tier(num_tokens=64), "as what is older than it does; leave it out"),
+        ("klt2", Tier(num_tokens=64), r"say what it stores: Tier\(.., key=QuantSpec\(format='int8'\)\)"),
+        ("int4", Tier(num_tokens=64, key=PRESETS["klt4"].key), "needs calibration .*; give a tier a format without"),
+        ("int4", Tier(num_tokens=64, key=RAW, value=RAW), "make residual_length larger"),
+        ("int4", Tier(num_tokens=64, key=8), "key=8 is not a QuantSpec"),
+        ("int4", 64, r"64, which is not a Tier; pass Tier\(num_tokens=..\)"),
+    ],
+)
+def test_tiers_that_cannot_be_say_what_can(name, tier, message):
+    with pytest.raises(SpecError, match=message):
+        dataclasses.replace(PRESETS[name], page_size=64, residual_length=0, tiers=(tier,))
+
+
+def test_a_tier_of_an_older_kvbits_is_refused_with_what_to_write():
+    text = PRESETS["tiered"].to_json().replace('"key": null, "value": null', '"key_bits": 4, "value_bits": 4')
+    with pytest.raises(SpecError, match="leave out key_bits and value_bits"):
+        Scheme.from_json(text)
 
 
 def test_numpy_s_whole_numbers_become_plain_ones():

@@ -17,7 +17,7 @@ from . import RECOMMENDED as RECOMMENDED
 from .errors import SpecError, unknown
 from .files import home
 from .literature import schemes as literature
-from .spec import SCALE_8BIT, CacheSpec, LayerGeometry, PerChannel, PerGroup, PerToken, QuantSpec, Scheme, Tier
+from .spec import SCALE_8BIT, CacheSpec, LayerGeometry, PerChannel, PerGroup, PerToken, QuantSpec, Scheme
 
 _SMOOTH_K = "https://arxiv.org/abs/2410.02367"
 _GROUPED = "https://arxiv.org/abs/2303.06865"
@@ -107,24 +107,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Names that stand for several presets."""
 
-ELASTIC = Scheme(
-    name="elastic",
-    key=QuantSpec(format="int4", granularity=PerChannel(), symmetric=False),
-    value=QuantSpec(format="int4", granularity=PerGroup(64), symmetric=False),
-    num_sink_tokens=4,
-    residual_length=128,
-    tiers=(Tier(num_tokens=2**30),),
-    description=(
-        "8 bits, int4 and a plane of 4, as long as they fit: what a cache with a budget stores, which gives planes back"
-        " as it fills"
-    ),
-)
-"""What `KVCache.for_model(model, budget=..)` stores if no scheme is named: 8 bits, then 4.
-
-Keys per channel, which a key bias does not trouble.
-"""
-
-
 WIDE_BANDS: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {
     ((8, 6, 5, 4, 4, 4, 4, 3), 256): (8, 6, 6, 6, 6, 5, 5, 5, 5, 4, 4, 4, 4, 3, 3, 2),
 }
@@ -196,11 +178,6 @@ def fitted(scheme: Scheme, head_dim: int, value_head_dim: int | None = None) -> 
     return dataclasses.replace(
         scheme, key=_fitted(scheme.key, head_dim), value=_fitted(scheme.value, value_head_dim or head_dim)
     )
-
-
-def elastic(layers: tuple[LayerGeometry, ...]) -> Scheme:
-    """`ELASTIC` fitted to a model's layers."""
-    return fitted(ELASTIC, *common_widths(layers))
 
 
 def expand(names: Iterable[str | Scheme], groups: Mapping[str, Iterable[str]] | None = None) -> list[str | Scheme]:
@@ -291,11 +268,11 @@ def within(
     """The tiered scheme `scheme` with tiers sized for a byte budget: each as large as fits, the youngest first.
 
     Args:
-        scheme: a scheme with tiers; their widths stay, their sizes change.
+        scheme: a scheme with tiers; what they store stays, their sizes change.
         memory_bytes: for the whole cache of `batch` sequences of `context` tokens, to the byte what it allocates.
 
     Raises:
-        SpecError: no tiers, or even without any low plane the cache is larger than the budget.
+        SpecError: no tiers, or the cache is larger than the budget even without any page in them.
     """
     if not scheme.tiers:
         raise SpecError(
@@ -313,8 +290,8 @@ def within(
     pages = [0] * len(scheme.tiers)
     if (least := nbytes(pages)) > memory_bytes:
         raise SpecError(
-            f"{memory_bytes} bytes are too few: {batch} x {context} tokens take {least} without any low plane; lower"
-            " residual_length or context"
+            f"{memory_bytes} bytes are too few: {batch} x {context} tokens take {least} without any page in a tier;"
+            " lower residual_length or context"
         )
     most = -(-context // scheme.page_size)
     for i in range(len(pages)):

@@ -259,11 +259,10 @@ def test_the_tiered_article_s_example_to_the_byte():
     # two fp32 per token and head
     article = elements * 2048 * 2 + elements * 14336 * 17 // 16 + elements * 16384 * 9 // 16
     assert round(article / 1e9, 1) == 7.5
-    # By hand: 4 sinks, 33 raw pages (2,048 tokens and the page that fills), 479 packed pages with 4.375 bits, 225 low
-    # planes (one is for speculation).
-    by_hand = (
-        elements * (4 * 2 + 33 * 64 * 2) + 479 * 32 * 32 * (64 * 128 + 4 * 128 + 4 * 64) + 225 * 32 * 32 * 64 * 128
-    )
+    # By hand: 4 sinks, 33 raw pages (2,048 tokens and the page that fills), 255 packed pages with 4.375 bits, 225 with
+    # 8.375 (one is for speculation).
+    scales = 4 * 128 + 4 * 64
+    by_hand = elements * (4 * 2 + 33 * 64 * 2) + 32 * 32 * (255 * (64 * 128 + scales) + 225 * (2 * 64 * 128 + scales))
     assert full.nbytes(32768) == 1024 * small.nbytes(32768) == by_hand < article
     assert 1 - full.nbytes(32768) / full.raw_nbytes(32768) > 0.565
     cache = PagedCache(small, batch_size=1, max_tokens=32768)
@@ -272,7 +271,7 @@ def test_the_tiered_article_s_example_to_the_byte():
     for _ in range(8):
         cache.append(0, x, x)
     used = {name: (p.allocator.num_used, p.allocator.capacity) for name, p in cache.groups[0].pools.items()}
-    assert used == {"sink": (1, 1), "closed": (479, 479), "tail": (33, 33), "low0": (224, 225)}
+    assert used == {"sink": (1, 1), "closed": (255, 255), "tail": (33, 33), "tier0": (224, 225)}
     assert cache.nbytes == small.nbytes(32768)
 
 

@@ -68,10 +68,11 @@ KEYS_AND_VALUES = [
     (RAW, QuantSpec(format="int4", granularity=PerGroup(8))),
     (RAW, RAW),
 ]
+EIGHT = QuantSpec(format="int8", granularity=PerGroup(16), scale_dtype="float32")
 TIERS = [
-    (Tier(num_tokens=64),),
-    (Tier(num_tokens=32, key_bits=2, value_bits=4),),
-    (Tier(num_tokens=96, value_bits=2),),
+    (Tier(num_tokens=64, key=EIGHT, value=EIGHT),),
+    (Tier(num_tokens=32, key=RAW, value=EIGHT), Tier(num_tokens=64, key=EIGHT, value=EIGHT)),
+    (Tier(num_tokens=96, key=QuantSpec(format="fp8_e4m3", granularity=PerToken()), value=EIGHT),),
 ]
 MAX_TOKENS = 320
 MAX_ROWS = 4
@@ -111,8 +112,6 @@ class CacheMachine(RuleBasedStateMachine):
     def build(self, pair, sinks, residual, window, tiers, keep_raw, token_local, fixed, dtype, softcap, seed):
         torch.manual_seed(seed)
         overrides = (Override(layers=(-1,), key=RAW, value=RAW),) if keep_raw else ()
-        if any(s.number_format.kind != "int" for s in pair):
-            tiers = ()
         token_local = token_local and all(
             s.token_local and not s.center for s in pair
         )  # means, and frames of pages that fill, are not the dense model's to know
@@ -253,7 +252,12 @@ class CacheMachine(RuleBasedStateMachine):
     def other_tiers(self, data, pages, residual):
         row = self.rows(data)
         tiers = [32 * n for n in pages[: len(self.cache.spec.scheme.tiers)]]
-        self.cache.set_tiers(row, tiers, residual_length=residual)
+        before = picture(self.cache)
+        try:
+            self.cache.set_tiers(row, tiers, residual_length=residual)
+        except PoolFullError:  # pages that leave a tier need room in the next one
+            assert self.cache.max_tokens is not None and picture(self.cache) == before
+            return
         self.model.set_tiers(row, tiers, residual)
         self.fragmented = True
 

@@ -339,7 +339,7 @@ def first_sequence(about):
         lambda a: first_sequence(a).__setitem__("residual_length", 10**30),
         lambda a: first_sequence(a).__setitem__("residual_length", 16.0),
         lambda a: first_sequence(a).__setitem__("closed", {}),
-        lambda a: first_sequence(a).__setitem__("low", [[]] * 3),
+        lambda a: first_sequence(a).__setitem__("young", [1] * 3),
         lambda a: a["groups"][0].__setitem__("keep_past", 1),
         lambda a: a["groups"][0]["capacity"].__setitem__("closed", 10**12),
         lambda a: a["groups"][0]["capacity"].__setitem__("closed", 10**30),

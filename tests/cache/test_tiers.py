@@ -4,20 +4,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from cache_checks import picture
 
 from kvbits.cache.allocator import Allocator
 from kvbits.cache.group import GroupState
 from kvbits.cache.paged_cache import PagedCache
-from kvbits.cache.tiers import plan
-from kvbits.errors import CacheStateError, PoolFullError
-from kvbits.spec import CacheSpec, LayerGeometry, PerGroup, QuantSpec, Scheme, Tier
+from kvbits.errors import CacheStateError, DataError, PoolFullError
+from kvbits.spec import CacheSpec, LayerGeometry, PerChannel, PerToken, QuantSpec, Scheme, Tier
 
 SIZE = 32
 STEPS = 1_000_000 if os.environ.get("KVBITS_HYPOTHESIS") == "thorough" else 30_000
@@ -48,14 +48,15 @@ class Ids:
 
 
 class Model:
-    """One sequence as runs of tokens: how many sinks, closed pages (visible tokens, planes left) and raw tokens.
+    """One sequence as runs of tokens: how many sinks, closed pages (visible tokens, tiers that may have it) and raw
+    tokens.
 
     No ids, no shared pages.
     """
 
     def __init__(self, boundaries, residual, sinks):
         self.boundaries, self.residual, self.sinks = list(boundaries), residual, sinks
-        self.sink, self.raw, self.pages = 0, 0, []  # pages: [visible, planes]
+        self.sink, self.raw, self.pages = 0, 0, []  # pages: [visible, tiers]
         self.speculated = self.closed_since = 0
 
     def copy(self):
@@ -122,13 +123,7 @@ def compare(state, models):
         assert s.length == m.length
         assert s.tail_tokens == m.raw
         assert s.closed_lengths == [n for n, _ in m.pages]
-        assert [sum(planes[j] is not None for planes in s.low) for j in range(len(s.closed))] == [
-            planes for _, planes in m.pages
-        ]
-        for young, old in zip(s.low, s.low[1:], strict=False):
-            assert all(o is not None for y, o in zip(young, old, strict=True) if y is not None), (
-                "a plane without the one that it refines"
-            )
+        assert [len(s.young) - s.tier_of(j) for j in range(len(s.closed))] == [tiers for _, tiers in m.pages]
         for name, ids in s.pages().items():
             held[name].update(ids)
     for name, pool in state.pools.items():
@@ -136,15 +131,20 @@ def compare(state, models):
         assert a.num_used == len(held[name])
         assert all(a.count(i) == n for i, n in held[name].items())
     if not state.keep_past:
-        for i, name in enumerate(g.low_pools):
-            assert all(sum(x is not None for x in s.low[i]) <= s.boundaries[i] for s in state.sequences)
-            assert len(held[name]) <= sum(s.boundaries[i] for s in state.sequences), (
-                "no more planes than the tiers hold"
-            )
+        for i, name in enumerate(g.tier_pools):
+            assert all(s.young[i] <= s.boundaries[i] for s in state.sequences)
+            assert len(held[name]) <= sum(s.boundaries[i] for s in state.sequences), "no more pages than the tier holds"
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-@pytest.mark.parametrize("tiers", [(Tier(num_tokens=3 * SIZE),), (Tier(num_tokens=0),)])
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        (Tier(num_tokens=3 * SIZE),),
+        (Tier(num_tokens=0),),
+        (Tier(num_tokens=SIZE, key=QuantSpec(format="fp8_e4m3")), Tier(num_tokens=2 * SIZE)),
+    ],
+)
 def test_transitions_follow_the_model(tiers, fixed):
     """Appends of any size, rollbacks across boundaries and demotions, forks, changed tiers, freed rows: every page is
     in the tier that the model says.
@@ -261,7 +261,7 @@ def crop(state, models, lengths):
 
 
 def test_rolling_back_up_to_a_page_changes_nothing():
-    """From a settled state, any number of tokens up to a page comes and goes: pages, planes, raw tokens and ids are
+    """From a settled state, any number of tokens up to a page comes and goes: pages, tiers, raw tokens and ids are
     what they were.
     """
     group = group_of((Tier(num_tokens=2 * SIZE),), 4, 5)
@@ -277,7 +277,7 @@ def test_rolling_back_up_to_a_page_changes_nothing():
             s.closed_lengths[:],
             s.tail[:],
             s.tail_lengths[:],
-            [p[:] for p in s.low],
+            s.young[:],
         )
         for n in (1, 3, SIZE):
             state.speculate()
@@ -286,53 +286,70 @@ def test_rolling_back_up_to_a_page_changes_nothing():
             state.keep_past = False
             state.crop(0, s.length - n)
             state.settle()
-            assert (s.length, s.sink, s.closed, s.closed_lengths, s.tail, s.tail_lengths, s.low) == before, (length, n)
+            assert (s.length, s.sink, s.closed, s.closed_lengths, s.tail, s.tail_lengths, s.young) == before, (
+                length,
+                n,
+            )
 
 
-def test_the_oldest_pages_leave():
-    low = [[1, None, 3, 4], [5, 6, 7, 8]]
-    assert plan(low, [2, 3], 1).given_back == [[0, 2], [0, 1]]
-    assert plan(low, [2, 3], 1).fresh == [1, 1]
-    assert plan([[1, 2]], [0], 3).given_back == [[0, 1]]
-    assert plan([[1, 2]], [0], 3).fresh == [0]
-    assert plan([], [], 5).fresh == []
+def test_sequences_that_share_a_page_share_what_becomes_of_it():
+    group = group_of((Tier(num_tokens=2 * SIZE),), 0, 0)
+    state = GroupState(group, {name: Ids(None) for name in group.pools})
+    state.resize(1)
+    state.advance([3 * SIZE], True)
+    state.select([0, 0])
+    step = state.advance([SIZE, SIZE], True)
+    assert len(step.recodes) == 1
+    first, second = state.sequences
+    assert first.closed[0] == second.closed[0] and state.pools["closed"].allocator.count(first.closed[0]) == 2
 
 
-def test_demotion_costs_integers_only():
-    """A page id changes hands, whatever a page holds: no tensor is read, written or allocated."""
-    spec = QuantSpec(format="int4", granularity=PerGroup(16))
-    for head_dim in (16, 256):
-        scheme = Scheme(name="z", key=spec, value=spec, page_size=SIZE, tiers=(Tier(num_tokens=8 * SIZE),))
-        cache = PagedCache(
-            CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=1, head_dim=head_dim),), raw_dtype="float32")
-        )
-        x = torch.randn(1, 10 * SIZE, 1, head_dim)
-        cache.append(0, x, x)
-        pool = cache.groups[0].pools["low0"]
-        cold = cache.groups[0].sequences[0].closed[1]
-        before, free = cache.groups[0].pools["closed"].block(cold).clone(), pool.allocator.num_free
-        with Counting() as ops:
-            cache.set_tiers(0, [2 * SIZE])
-        assert ops.count == 0
-        assert pool.allocator.num_free == free + 6, "the planes are allocatable at once"
-        assert torch.equal(cache.groups[0].pools["closed"].block(cold), before)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_page_that_leaves_its_tier_is_unpacked_and_closed_in_the_next_one_s_format(fixed):
+    """In a pass and by `set_tiers`; its memory is allocatable at once."""
+    key, value = QuantSpec(format="int4", granularity=PerChannel(), symmetric=False), QuantSpec(format="int4")
+    eight = QuantSpec(format="int8", granularity=PerToken())
+    scheme = Scheme(
+        name="z", key=key, value=value, page_size=SIZE, tiers=(Tier(num_tokens=4 * SIZE, key=eight, value=eight),)
+    )
+    spec = CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=2, head_dim=64),), raw_dtype="float32")
+    capacity = {"batch_size": 1, "max_tokens": 20 * SIZE} if fixed else {}
+    cache, x = PagedCache(spec, **capacity), torch.randn(1, 8 * SIZE, 2, 64)
+    cache.append(0, x[:, : 5 * SIZE], x[:, : 5 * SIZE])
+    warm = cache.dequantize(0, 0)
+    cache.append(0, x[:, 5 * SIZE :], x[:, 5 * SIZE :])
+    again = PagedCache(dataclasses.replace(spec, scheme=dataclasses.replace(scheme, tiers=())))
+    again.append(0, *(x[None] for x in warm))
+    for now, cold in zip(cache.dequantize(0, 0), again.dequantize(0, 0), strict=True):
+        assert torch.equal(now[: 3 * SIZE], cold[: 3 * SIZE])
+    pools = cache.groups[0].pools
+    free = pools["tier0"].allocator.num_free
+    cache.set_tiers(0, [SIZE])
+    assert pools["tier0"].allocator.num_free == free + 3 and pools["closed"].allocator.num_used == 6
 
 
-class Counting:
-    """Counts every torch operation."""
-
-    def __enter__(self):
-        outer = self
-        self.count = 0
-
-        class Mode(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                outer.count += 1
-                return func(*args, **(kwargs or {}))
-
-        self.mode = Mode()
-        self.mode.__enter__()
-        return self
-
-    def __exit__(self, *args):
-        self.mode.__exit__(*args)
+def test_a_scale_that_overflows_when_a_page_is_closed_again_names_it_and_leaves_all_as_it_was():
+    """float16 holds the step of 8 bits, but not that of 4."""
+    eight = QuantSpec(format="int8", granularity=PerToken())
+    scheme = Scheme(
+        name="z",
+        key=dataclasses.replace(eight, format="int4"),
+        value=eight,
+        page_size=SIZE,
+        tiers=(Tier(num_tokens=SIZE, key=eight, value=dataclasses.replace(eight, scale_dtype="float32")),),
+    )
+    cache = PagedCache(
+        CacheSpec(scheme=scheme, layers=(LayerGeometry(num_kv_heads=1, head_dim=64),) * 2, raw_dtype="float32")
+    )
+    small, large = torch.randn(2, 1, SIZE + 1, 1, 64)
+    large = large * 1e6
+    cache.append(0, small, small)
+    cache.append(1, large, small)
+    before = picture(cache)
+    with pytest.raises(DataError, match=f"keys of layer 1, page of tokens 0 to {SIZE - 1} of sequence 0"):
+        for layer in (0, 1):
+            cache.append(layer, small, small)
+    assert picture(cache) == before
+    with pytest.raises(DataError, match="keys of layer 1"):
+        cache.set_tiers(0, [0])
+    assert picture(cache) == before

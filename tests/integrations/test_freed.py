@@ -52,7 +52,7 @@ WAYS = {
     "fixed": lambda model, _: decoded(
         model, KVCache.for_model(model, "int8", batch_size=1, max_tokens=200), prompts([90])
     ),
-    "budget": lambda model, _: decoded(model, KVCache.for_model(model, budget="1MB"), prompts([90, 40])),
+    "tiers": lambda model, _: decoded(model, KVCache.for_model(model, "tiered_8k"), prompts([90, 40])),
     "dense": lambda model, _: decoded(model, KVCache.for_model(model, "int8", dense=True), prompts([90, 90])),
     "beams": lambda model, _: decoded(model, KVCache.for_model(model, "int8"), prompts([90]), num_beams=2),
     "copy": lambda model, _: copy.deepcopy(decoded(model, KVCache.for_model(model, "int8"), prompts([90]))),

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from kvbits.ops.cpu import library
-from kvbits.ops.reference.close import close_nested
-from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
+from kvbits.ops.reference.close import close_pages
+from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import completed
 from kvbits.spec import (
     SCALE_8BIT,
     CacheSpec,
-    LowLayout,
     PageLayout,
     PerChannel,
     PerGroup,
@@ -205,7 +204,7 @@ def random_call(
     softcap: float | None = None,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
-    low: tuple[int, int] | None = None,
+    young: tuple[QuantSpec, QuantSpec] | None = None,
     flat: float | None = None,
     value_head_dim: int | None = None,
 ) -> tuple[torch.Tensor, AttendCall, torch.Tensor]:
@@ -214,7 +213,7 @@ def random_call(
 
     Args:
         first: tokens between the sinks and the closed pages.
-        low: bits of the keys' and values' low planes, which all closed pages but each sequence's first then have.
+        young: specs of all closed pages but each sequence's first; None: as these.
         value_head_dim: of values, `head_dim` if None.
         flat: what an eighth of the value tokens and a channel of the keys consist of, all other values being small.
     """
@@ -233,13 +232,7 @@ def random_call(
             raw_dtype=raw_dtype,
         )
 
-    def part(
-        lay: PageLayout,
-        counts: list[int],
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        fine: list[LowLayout] = [],  # noqa: B006
-    ) -> Part:
+    def part(lay: PageLayout, counts: list[int], starts: np.ndarray, lengths: np.ndarray) -> Part:
         n = sum(counts)
         offset = torch.randn(heads, 1, head_dim)
         k, v = torch.randn(n, heads, lay.page_size, head_dim) + offset, torch.randn(n, heads, lay.page_size, values)
@@ -249,18 +242,16 @@ def random_call(
         if lay.key.is_raw:
             k, v = k.to(dtype), v.to(dtype)
         static = static_params(lay.key, lay.value, heads, head_dim, values)
-        (stored, *planes), _ = close_nested(k, v, lay, static, fine, starts)
+        stored, _ = close_pages(k, v, lay, static, starts)
         if lay.key.is_raw and lay.value.is_raw:
             for page, length in zip(stored, lengths, strict=True):  # rows not yet written
                 for name in ("k_raw", "v_raw"):
                     s = lay.sections[name]
                     page[:, s.offset : s.offset + s.nbytes].unflatten(1, (lay.page_size, -1))[:, length:] = 0xFF
         ids = rng.permutation(2 * n + 2)[:n].astype(np.int64)
-        low_ids = [rng.permutation(2 * n + 3)[:n].astype(np.int64) for _ in planes]
         indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        table = PageTable(indptr, ids, starts.astype(np.int64), lengths.astype(np.int32), tuple(low_ids))
-        stores = [LowStore(y, poisoned_pool(x, i, 2 * n + 3)) for y, x, i in zip(fine, planes, low_ids, strict=True)]
-        return Part(PageStore(lay, poisoned_pool(stored, ids, 2 * n + 2), static), table, tuple(stores))
+        table = PageTable(indptr, ids, starts.astype(np.int64), lengths.astype(np.int32))
+        return Part(PageStore(lay, poisoned_pool(stored, ids, 2 * n + 2), static), table)
 
     counts = [max(1, pages - b) for b in range(batch)]
     starts = np.concatenate([sinks + first + page_size * np.arange(c) for c in counts])
@@ -270,21 +261,13 @@ def random_call(
     ends = starts[last] + lengths[last]
     tail_lengths = np.array([1 + (7 * b + 12) % (page_size - 1) for b in range(batch)])
     closed = layout(key, value, page_size)
-    if low is None:
+    if young is None:
         parts = [part(closed, counts, starts, lengths)]
     else:
         first = np.cumsum([0, *counts[:-1]])
-        young = np.setdiff1d(np.arange(sum(counts)), first)
-        fine = LowLayout(
-            key_bits=low[0],
-            value_bits=low[1],
-            page_size=page_size,
-            num_kv_heads=heads,
-            head_dim=head_dim,
-            value_head_dim=values,
-        )
+        rest = np.setdiff1d(np.arange(sum(counts)), first)
         parts = [part(closed, [1] * batch, starts[first], lengths[first])]
-        parts.append(part(closed, [c - 1 for c in counts], starts[young], lengths[young], [fine]))
+        parts.append(part(layout(*young, page_size), [c - 1 for c in counts], starts[rest], lengths[rest]))
     if sinks:
         parts.append(part(layout(RAW, RAW, sinks), [1] * batch, np.zeros(batch), np.full(batch, sinks)))
     parts.append(part(layout(RAW, RAW, page_size), [1] * batch, ends, tail_lengths))

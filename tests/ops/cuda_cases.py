@@ -9,18 +9,18 @@ import dataclasses
 import numpy as np
 import torch
 
-from kvbits.ops.reference.close import close_nested
-from kvbits.ops.types import AttendCall, LowStore, PageStore, PageTable, Part
+from kvbits.ops.reference.close import close_pages
+from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import completed
-from kvbits.spec import LowLayout, PageLayout, PerChannel, QuantSpec
+from kvbits.spec import PageLayout, PerChannel, QuantSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """One attention call over `lengths[b]` tokens of each sequence.
 
-    `low`: bits of the low planes of each sequence's newer closed pages; `first`: position of the first token.
+    `young`: each sequence's newer closed pages have 8-bit codes; `first`: position of the first token.
     """
 
     key: QuantSpec
@@ -39,7 +39,7 @@ class Case:
     num_queries: int = 1
     layers: int = 1
     magnitude: float = 1.0
-    low: tuple[int, int] | None = None
+    young: bool = False
     first: int = 0
     value_head_dim: int | None = None
 
@@ -98,7 +98,7 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Attend
         spans["sink"].append((0, sink))
         old = (
             closed
-            if case.low is None
+            if not case.young
             else (closed // 3 + (17 * len(spans["sink"])) % 128) // case.page_size * case.page_size
         )
         old = min(old, closed)
@@ -106,9 +106,10 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Attend
         spans["young"].append((sink + old, sink + closed))
         spans["tail"].append((sink + closed, n))
     closed_layout = layout(case.key, case.value, case.page_size)
+    eight = [dataclasses.replace(s, format="int8") for s in (case.key, case.value)] if case.young else ()
     layouts = {
         "closed": closed_layout,
-        "young": closed_layout,
+        "young": layout(*eight, case.page_size) if case.young else closed_layout,
         "sink": layout(raw, raw, max(case.sinks, 1)),
         "tail": layout(raw, raw, case.page_size),
     }
@@ -144,7 +145,7 @@ def _part(
         counts.append(len(pages))
         starts += [p + case.first for p in pages]
         lengths += [min(size, end - p) for p in pages]
-        if case.crop and name == ("closed" if case.low is None else "young") and pages:
+        if case.crop and name == ("young" if case.young else "closed") and pages:
             lengths[-1] -= case.crop
     n = len(starts)
     ids = rng.permutation(n + 3)[:n]
@@ -152,15 +153,6 @@ def _part(
         (n + 3, case.layers, layout.num_kv_heads, layout.head_bytes), 0xFF, dtype=torch.uint8, device=device
     )
     static = _static(layout, case, gen, device)
-    low = (
-        [LowLayout(key_bits=case.low[0], value_bits=case.low[1], page_size=size, **case.sizes)]
-        if name == "young"
-        else []
-    )
-    low_ids = [rng.permutation(n + 2)[:n].astype(np.int64) for _ in low]
-    low_slabs = [
-        torch.full((n + 2, case.layers, case.heads, x.head_bytes), 0xFF, dtype=torch.uint8, device=device) for x in low
-    ]
     for at in range(0, n, 256):
         some = ids[at : at + 256]
         k, v = (
@@ -170,19 +162,14 @@ def _part(
         )
         # keys of real models have a mean
         k += torch.randn(layout.head_dim, generator=gen, device=device) * case.magnitude
-        (pages, *planes), _ = close_nested(k, v, layout, static, low, np.array(starts[at : at + 256]))
+        pages, _ = close_pages(k, v, layout, static, np.array(starts[at : at + 256]))
         if layout.key.is_raw:  # nothing may depend on rows past the visible length
             _poison(pages, layout, lengths[at : at + 256])
         slab[torch.from_numpy(some).to(device)] = pages[:, None]
-        for to, plane, which in zip(low_slabs, planes, low_ids, strict=True):
-            to[torch.from_numpy(which[at : at + 256]).to(device)] = plane[:, None]
     store = PageStore(layout, (slab[:, 0],), static)
     indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    table = PageTable(
-        indptr, ids.astype(np.int64), np.array(starts, np.int64), np.array(lengths, np.int32), tuple(low_ids)
-    )
-    stores = tuple(LowStore(x, (s[:, 0],)) for x, s in zip(low, low_slabs, strict=True))
-    return Part(store, table, stores), layout.page_size_bytes
+    table = PageTable(indptr, ids.astype(np.int64), np.array(starts, np.int64), np.array(lengths, np.int32))
+    return Part(store, table), layout.page_size_bytes
 
 
 def _poison(pages: torch.Tensor, layout: PageLayout, lengths: list[int]) -> None:

@@ -9,7 +9,6 @@ Cases and expected results are computed here; tests/ops/replay.cpp replays them 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import os
 import struct
 import subprocess
@@ -31,12 +30,12 @@ from ops.cpu_cases import (  # noqa: E402
     static_params,
 )
 
-from kvbits.ops.cpu.structs import low_struct, store_struct  # noqa: E402
+from kvbits.ops.cpu.structs import store_struct  # noqa: E402
 from kvbits.ops.descriptor import DTYPES, TORCH_NUMBERS  # noqa: E402
 from kvbits.ops.reference import attend as attend_reference  # noqa: E402
-from kvbits.ops.reference.close import close_nested  # noqa: E402
-from kvbits.ops.types import LowStore, PageStore  # noqa: E402
-from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, QuantSpec  # noqa: E402
+from kvbits.ops.reference.close import close_pages  # noqa: E402
+from kvbits.ops.types import PageStore  # noqa: E402
+from kvbits.spec import PageLayout, PerChannel, PerGroup, QuantSpec  # noqa: E402
 
 
 def ints(*values: int) -> bytes:
@@ -79,22 +78,8 @@ def store_bytes(store: PageStore) -> bytes:
     )
 
 
-def low_bytes(store: LowStore) -> bytes:
-    made = low_struct(store)
-    slab = torch.cat([s.contiguous() for s in store.slabs])
-    return (
-        blob(made.key)
-        + blob(made.value)
-        + blob(None) * 6
-        + ints(store.layout.page_size, store.layout.head_bytes, store.layout.page_size_bytes)
-        + blob(slab)
-    )
-
-
-def attend_case(noise: float, *args: object, young_only: bool = False, **kwargs: object) -> bytes:
+def attend_case(noise: float, *args: object, **kwargs: object) -> bytes:
     q, call, positions = random_call(*args, **kwargs)
-    if young_only:
-        call = dataclasses.replace(call, parts=call.parts[1:2])
     out, lse = attend_reference.attend(q, call, positions, torch.float64)
     h = call.parts[0].store.layout.num_kv_heads
     data = ints(
@@ -117,20 +102,11 @@ def attend_case(noise: float, *args: object, young_only: bool = False, **kwargs:
     )
     for part in call.parts:
         t = part.table
-        data += (
-            store_bytes(part.store)
-            + blob(t.indptr)
-            + blob(t.page_ids)
-            + blob(t.starts)
-            + blob(t.lengths)
-            + ints(len(part.low))
-        )
-        for store, ids in zip(part.low, t.low, strict=True):
-            data += low_bytes(store) + blob(ids)
+        data += store_bytes(part.store) + blob(t.indptr) + blob(t.page_ids) + blob(t.starts) + blob(t.lengths)
     return data
 
 
-def close_case(spec: QuantSpec, head_dim: int, dtype: torch.dtype, low: tuple[int, int] | None = None) -> bytes:
+def close_case(spec: QuantSpec, head_dim: int, dtype: torch.dtype) -> bytes:
     layout = PageLayout(
         key=spec,
         value=spec,
@@ -141,24 +117,9 @@ def close_case(spec: QuantSpec, head_dim: int, dtype: torch.dtype, low: tuple[in
     )
     k, v = (torch.randn(2, 2, 32, head_dim).mul(torch.randn(2, 2, 32, 1).exp()).to(dtype) for _ in range(2))
     static = static_params(spec, spec, 2, head_dim)
-    fine = (
-        []
-        if low is None
-        else [LowLayout(key_bits=low[0], value_bits=low[1], page_size=32, num_kv_heads=2, head_dim=head_dim)]
-    )
-    (want, *planes), _ = close_nested(k, v, layout, static, fine)
+    want, _ = close_pages(k, v, layout, static)
     store = PageStore(layout, (torch.full_like(want, 0xFF),), static)
-    data = (
-        ints(2)
-        + store_bytes(store)
-        + ints(2, head_dim, DTYPES[layout.raw_dtype])
-        + blob(k)
-        + blob(v)
-        + blob(want)
-        + ints(len(fine))
-    )
-    for y, plane in zip(fine, planes, strict=True):
-        data += low_bytes(LowStore(y, (torch.full_like(plane, 0xFF),))) + blob(plane)
+    data = ints(2) + store_bytes(store) + ints(2, head_dim, DTYPES[layout.raw_dtype]) + blob(k) + blob(v) + blob(want)
     return data
 
 
@@ -176,11 +137,6 @@ def cases() -> bytes:
                 tokens=1 + 2 * (i % 2),
             )
             data += close_case(spec, (64, 80, 128)[i % 3], (torch.float32, torch.bfloat16, torch.float16)[i % 3])
-    for i, spec in enumerate(specs_of("int4", group=16)):
-        shape = {"head_dim": (64, 80, 128)[i % 3], "group": 1 + i % 8, "page_size": (32, 64, 96)[i % 3]}
-        data += attend_case(NOISE["int8"], spec, spec, low=(4, 4), young_only=True, tokens=1 + 2 * (i % 2), **shape)
-        data += attend_case(NOISE["int4"], spec, spec, low=((4, 4), (4, 0), (0, 4))[i % 3], **shape)
-        data += close_case(spec, (64, 80, 128)[i % 3], torch.bfloat16, ((4, 4), (2, 4), (0, 2))[i % 3])
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         data += attend_case(NOISE["raw"], RAW, RAW, head_dim=72, dtype=dtype, window=70, softcap=20.0) + close_case(
             RAW, 40, dtype

@@ -15,7 +15,7 @@ from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.quant.basis import completed
-from kvbits.spec import SCALE_8BIT, LowLayout, PageLayout
+from kvbits.spec import SCALE_8BIT, PageLayout
 
 HEADS, GROUP, SIZE = 2, 3, 64
 
@@ -69,10 +69,6 @@ def test_a_family_of_its_own_has_kernels_for_banded_codes():
     assert [family.refuses(op, layout, dtype=torch.bfloat16) for op in ("attend", "close", "step", "unpack")] == [
         None
     ] * 4
-    planes = LowLayout(
-        key_bits=4, value_bits=4, page_size=layout.page_size, num_kv_heads=layout.num_kv_heads, head_dim=64
-    )
-    assert "with low planes have no CUDA kernel" in family.refuses("close", layout, dtype=torch.bfloat16, low=[planes])
 
 
 def test_sides_name_the_planes_of_bands():

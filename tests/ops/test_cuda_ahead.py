@@ -63,9 +63,9 @@ def loaded(monkeypatch, request):
         return SimpleNamespace(launch=lambda *args, **options: None)
 
     no = lambda *_, **__: None  # noqa: E731
-    refuses_on = lambda layout, dtype, device, op="step", low=(): engine_close.refuses_layout(  # noqa: E731
-        layout, dtype, capability, op, low
-    )
+
+    def refuses_on(layout, dtype, device, op="step"):
+        return engine_close.refuses_layout(layout, dtype, capability, op)
 
     def empty(q, k, v, *_):
         return torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype), torch.zeros(q.shape[:3])
@@ -90,7 +90,7 @@ def loaded(monkeypatch, request):
         (
             close,
             "refuses",
-            lambda k, store, low=(): refuses_on(store.layout, k.dtype, None, "close", [x.layout for x in low]),
+            lambda k, store: refuses_on(store.layout, k.dtype, None, "close"),
         ),
         (
             append,
@@ -139,7 +139,7 @@ def test_what_is_compiled_ahead_is_what_passes_load(name, loaded):
     changes = {
         "local": {"token_local": True},
         "local with sinks": {"token_local": True, "num_sink_tokens": 4},
-        "tiered": {"residual_length": 64, "tiers": (Tier(num_tokens=256, key_bits=4, value_bits=4),)},
+        "tiered": {"residual_length": 64, "tiers": (Tier(num_tokens=256),)},
     }
     scheme = schemes.get("int8" if name.startswith("local") else name, **changes.get(name, {}))
     spec = CacheSpec(scheme=scheme, layers=(GEOMETRY,))
@@ -152,6 +152,8 @@ def test_what_is_compiled_ahead_is_what_passes_load(name, loaded):
     missing = named(found) - told
     assert not missing, f"{[x[0] for x in missing]} would be compiled by a first call"
     extra = sorted(x[0] for x in told - named(found))
+    if name == "tiered":  # some of those that attend before a page has left its tier
+        extra = [x for x in extra if x != "packed.cu"]
     assert extra in (
         [],
         ["close.cu", "raw.cu", "work_list.cu"],

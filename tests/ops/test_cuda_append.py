@@ -287,7 +287,7 @@ def test_a_cache_holds_the_bytes_that_a_cache_of_the_reference_holds(scheme):
         for name in a.pools:
             for ids in (s.pages().get(name, []) for s in a.sequences):
                 for i in ids:
-                    # what no token has been written to is not defined, and low planes are no subject here
+                    # what no token has been written to is not defined
                     if name != "closed":
                         continue
                     assert torch.equal(a.pools[name].block(i), b.pools[name].block(i)), (name, i)

@@ -6,7 +6,6 @@ are float16; 5e-3 covers it for results of attention over random keys, whose wei
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -41,8 +40,8 @@ TIERED = {"key": spec("int4", PerChannel(), symmetric=False), "value": spec("int
 
 
 def unlike_widths(**few):
-    """Keys and values of unlike widths: packed, with raw tokens in the same walk and in one of their own, under low
-    planes, and raw alone.
+    """Keys and values of unlike widths: packed, with raw tokens in the same walk and in one of their own, beside
+    8-bit pages, and raw alone.
     """
     for head_dim, value_head_dim in ((192, 128), (128, 64)):
         widths = {"head_dim": head_dim, "value_head_dim": value_head_dim}
@@ -55,7 +54,7 @@ def unlike_widths(**few):
             group=16,
         )
         yield Case(key=RAW, value=RAW, lengths=few["lengths"], **widths, group=3)
-    yield Case(**TIERED, **few, low=(4, 4), head_dim=128, value_head_dim=64)
+    yield Case(**TIERED, **few, young=True, head_dim=128, value_head_dim=64)
     yield Case(
         key=spec("int8", static=True),
         value=spec("int2", PerChannel(), static=True),
@@ -124,7 +123,7 @@ def cases():
             yield Case(**both(f), lengths=(1000, 70), **options)
         yield Case(**both(f), lengths=(1000, 70), num_queries=5, tail=20, group=3, window=500)
         yield Case(**both(f), lengths=(700, 130), num_queries=64, tail=20, group=4)
-    tiers = {"lengths": LENGTHS, "tail": 20, "sinks": 4, "low": (4, 4)}
+    tiers = {"lengths": LENGTHS, "tail": 20, "sinks": 4, "young": True}
     for d in (64, 80, 128, 256):
         yield Case(**TIERED, **tiers, head_dim=d)
     for options in (
@@ -142,8 +141,7 @@ def cases():
     yield Case(**both("int4", PerGroup(32), symmetric=False), **tiers, group=8)
     yield Case(**both("int4", center="channel"), **tiers)
     yield Case(key=spec("int4", PerChannel(), static=True, symmetric=False), value=spec("int4", PerChannel()), **tiers)
-    yield Case(key=spec("int4"), value=spec("int8"), **tiers | {"low": (4, 0)})
-    yield Case(key=spec("int3"), value=spec("int4", symmetric=False), **tiers | {"low": (0, 4)})
+    yield Case(key=spec("int3"), value=spec("int4", symmetric=False), **tiers)
     for name in ("klt4", "klt3", "klt2"):
         klt = {"key": schemes.get(name).key, "value": schemes.get(name).value}
         for d in (64, 128, 256):
@@ -199,7 +197,7 @@ def test_agrees_with_float64(case):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(**TIERED, lengths=(700, 0, 333), tail=20, sinks=4, low=(4, 4), num_queries=40),
+        Case(**TIERED, lengths=(700, 0, 333), tail=20, sinks=4, young=True, num_queries=40),
         Case(**both("int8"), lengths=(700, 333), tail=20, num_queries=11, group=5, window=300),
         Case(
             **both("int4", PerGroup(32), symmetric=False), lengths=(700, 333), num_queries=11, head_dim=64, softcap=20.0
@@ -214,14 +212,11 @@ def test_more_than_two_column_tiles_share_their_queries(case, columns, monkeypat
 
 
 @needs_gpu
-def test_one_launch_serves_all_tiers():
-    call, q, strides = build(Case(**TIERED, lengths=LENGTHS, tail=20, sinks=4, low=(4, 4), layers=3), "cuda")
+def test_tiers_take_a_launch_for_each_format():
+    call, q, strides = build(Case(**TIERED, lengths=LENGTHS, tail=20, sinks=4, young=True, layers=3), "cuda")
     assert len(call.parts) == 4
     plan = cuda.Plan(call, q.shape[2], q.dtype, q.device, layer_strides=tuple(strides))
-    assert (
-        plan.explain().count("blocks of") == 1
-        and "int4/int4 pages with and without low planes (and raw ones)" in plan.explain()
-    )
+    assert plan.explain().count("blocks of") == 2 and "int4/int4 pages (and raw ones)" in plan.explain()
     want = check(call, q, plan)
     assert torch.equal(plan.run(q, layer=2)[0], want), "all layers of these pools hold the same bytes"
 
@@ -328,33 +323,6 @@ def test_wrong_queries_are_refused():
         plan.run(wide)
     with pytest.raises(UnsupportedError, match="float32"):
         cuda.Plan(call, q.shape[2], torch.float32, q.device)
-
-
-@pytest.mark.parametrize(
-    "key, value, low, why",
-    [
-        ("int8", "int8", (4, 4), "the CUDA kernels read 4 bits under int4"),
-        ("int4", "int4", (2, 4), "a low plane of 2 bits under int4 codes"),
-        (
-            schemes.get("klt2").key,
-            schemes.get("klt2").value,
-            (2, 2),
-            "banded codes (keys and values) with low planes have no CUDA kernel",
-        ),
-    ],
-)
-def test_low_planes_that_no_kernel_reads_are_refused(key, value, low, why):
-    key, value = (spec(x) if isinstance(x, str) else x for x in (key, value))
-    call, _, _ = build(Case(key=key, value=value, lengths=(400,), low=low), "cpu")
-    assert why in cuda.refuses_call(call, 8, "bfloat16")
-
-
-def test_chains_of_low_planes_are_refused():
-    call, _, _ = build(Case(**both("int4"), lengths=(400,), low=(4, 4)), "cpu")
-    assert cuda.refuses_call(call, 8, "bfloat16") is None
-    young = call.parts[1]
-    twice = Part(young.store, dataclasses.replace(young.table, low=young.table.low * 2), young.low * 2)
-    assert "2 low planes each" in cuda.refuses_call(dataclasses.replace(call, parts=(twice,)), 8, "bfloat16")
 
 
 @pytest.mark.parametrize("heads, dtype", list(itertools.product((3, 8), ("bfloat16", "float32"))))

@@ -14,8 +14,8 @@ from kvbits.errors import DataError
 from kvbits.ops.cuda.engine import close as cuda
 from kvbits.ops.cuda.families import family_of
 from kvbits.ops.reference import close as reference
-from kvbits.ops.types import LowStore, PageStore
-from kvbits.spec import LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
+from kvbits.ops.types import PageStore
+from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 HEADS = 3
@@ -70,33 +70,6 @@ def test_stores_what_the_reference_stores(key, value, head_dim, page_size, dtype
         ), name
     assert torch.equal(slab[ids].cpu(), want), "padding is zero"
     assert (slab[[1, 5]] == 0xFF).all(), "other pages stay as they were"
-
-
-@needs_gpu
-@pytest.mark.parametrize("dtype, bits", [(torch.bfloat16, (4, 4)), (torch.float16, (2, 0)), (torch.float32, (4, 2))])
-@pytest.mark.parametrize(
-    "key, value, head_dim, page_size",
-    [p for p in pairs() if p[0].format.startswith("int") and p[1].format.startswith("int")],
-    ids=str,
-)
-def test_low_planes_are_what_the_reference_stores(key, value, head_dim, page_size, dtype, bits):
-    layout = PageLayout(
-        key=key, value=value, page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim, raw_dtype="bfloat16"
-    )
-    fine = LowLayout(key_bits=bits[0], value_bits=bits[1], page_size=page_size, num_kv_heads=HEADS, head_dim=head_dim)
-    k, v = ugly(5, page_size, head_dim, dtype)
-    static = static_of(layout)
-    (want, planes), saturated = reference.close_nested(k, v, layout, static, [fine])
-    slab, low_slab = (
-        torch.full((7, HEADS, x.head_bytes), 0xFF, dtype=torch.uint8, device="cuda") for x in (layout, fine)
-    )
-    store, low = PageStore(layout, (slab,), {name: x.cuda() for name, x in static.items()}), LowStore(fine, (low_slab,))
-    ids, low_ids = np.array([4, 0, 6, 2, 3]), np.array([1, 2, 0, 5, 6])
-    assert cuda.refuses(k.cuda(), store, [low]) is None
-    assert cuda.close(k.cuda(), v.cuda(), store, ids, [(low, low_ids)]) == saturated
-    assert torch.equal(slab[ids].cpu(), want), "the page does not know that it has a plane"
-    assert torch.equal(low_slab[low_ids].cpu(), planes)
-    assert (slab[[1, 5]] == 0xFF).all() and (low_slab[[3, 4]] == 0xFF).all(), "other pages stay as they were"
 
 
 @needs_gpu

@@ -24,8 +24,8 @@ from kvbits.errors import DataError
 from kvbits.ops.cuda.engine import close as cuda
 from kvbits.ops.cuda.families.plain import close as plain
 from kvbits.ops.reference import close as reference
-from kvbits.ops.types import LowStore, PageStore
-from kvbits.spec import LowLayout, PageLayout, PerChannel, PerToken
+from kvbits.ops.types import PageStore
+from kvbits.spec import PageLayout, PerChannel, PerToken
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
 
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.whi
 def emulated(monkeypatch, tmp_path):
     """`cuda.close` on tensors of the CPU."""
 
-    def load(layout, dtype, device_index, low=None):
-        macros = plain.defines(layout, dtype, low)
+    def load(layout, dtype, device_index):
+        macros = plain.defines(layout, dtype)
         instead = {
             'extern "C" __global__': "",
             "extern __shared__ __align__(16) unsigned char memory[];": "unsigned char* memory = ::shared;",
@@ -105,22 +105,6 @@ def test_keys_and_values_of_unlike_widths_and_wide_ones(head_dim, value_head_dim
     slab = torch.full((5, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8)
     assert cuda.close(k, v, PageStore(layout, (slab,)), np.arange(5)) == saturated
     assert torch.equal(slab, want)
-
-
-def test_low_planes(emulated):
-    layout = PageLayout(
-        key=spec("int4", PerChannel(), symmetric=False),
-        value=spec("int4"),
-        page_size=64,
-        num_kv_heads=HEADS,
-        head_dim=64,
-    )
-    fine = LowLayout(key_bits=4, value_bits=4, page_size=64, num_kv_heads=HEADS, head_dim=64)
-    k, v = ugly(5, 64, 64, torch.bfloat16)
-    (want, want_low), _ = reference.close_nested(k, v, layout, {}, [fine])
-    slab, low = (torch.full((5, HEADS, x.head_bytes), 0xFF, dtype=torch.uint8) for x in (layout, fine))
-    cuda.close(k, v, PageStore(layout, (slab,)), np.arange(5), [(LowStore(fine, (low,)), np.array([1, 0, 4, 2, 3]))])
-    assert torch.equal(slab, want) and torch.equal(low[[1, 0, 4, 2, 3]], want_low)
 
 
 def test_bad_input_is_named(emulated):

@@ -30,7 +30,7 @@ from kvbits.ops.cuda.families.klt import store as store_banded
 from kvbits.ops.cuda.families.klt import unpack as dequantize_banded
 from kvbits.ops.cuda.families.plain import close as close_cuda
 from kvbits.ops.cuda.families.plain import unpack as dequantize_cuda
-from kvbits.spec import CacheSpec, LayerGeometry, LowLayout, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
+from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 pytestmark = pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
 SOURCES = {p.name: p.parent for p in Path(kvbits.__file__).parent.rglob("*.cu")}
@@ -61,7 +61,7 @@ def layout_of(key, value, head_dim=128, page_size=64, **_):
 
 def attend_kernel(key, value, capability, head_dim=128, columns=8, page_size=64, softcap=False, fold=False, raw=False):
     layout = layout_of(key, value, head_dim, page_size)
-    cols = kernels.columns([layout], columns, False)
+    cols = kernels.columns([layout], columns)
     return kernel_for(layout, cols, driver.shared_limit(capability), softcap=softcap, fold=fold, raw=raw)
 
 
@@ -159,7 +159,7 @@ def test_kernels_of_unlike_widths_and_wide_heads_compile(scheme, head_dim, value
     limit = driver.shared_limit(capability)
     ask = Ask(
         head_dim,
-        kernels.columns([layout], 8, False),
+        kernels.columns([layout], 8),
         "bfloat16",
         "bfloat16",
         False,
@@ -192,31 +192,6 @@ def spilt(record_property):
         assert nbytes <= most, f"{kernel} spills {nbytes} bytes, {most} are stated"
 
     return check
-
-
-def nested(bits, **layout):
-    return LowLayout(key_bits=bits[0], value_bits=bits[1], page_size=64, num_kv_heads=8, **{"head_dim": 128} | layout)
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
-@pytest.mark.parametrize("head_dim, columns", [(128, 8), (64, 8), (64, 16), (80, 8), (96, 8)])
-def test_kernels_of_nested_pages_compile_without_spills(head_dim, columns, capability):
-    if not ALL and (head_dim, columns) != (128, 8) and (capability != (9, 0) or head_dim % 64):
-        pytest.skip("the preset's kernel by default, with its variants for one architecture")
-    scheme = schemes.get("tiered")
-    layout, low, limit = (
-        layout_of(scheme.key, scheme.value, head_dim),
-        nested((4, 4), head_dim=head_dim),
-        driver.shared_limit(capability),
-    )
-    assert refuses(layout, low=(low,)) is None
-    kernel = kernel_for(layout, kernels.columns([layout], columns, False), limit, low=low)
-    assert kernel.shared_bytes <= limit
-    resources = compiled(kernel.source.name, dict(kernel.defines), capability).resources("attend")
-    assert resources.spill_bytes == 0, resources
-    assert -(-kernel.threads // 32 // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, (
-        "a quarter of a multiprocessor's registers"
-    )
 
 
 def joined():
@@ -337,13 +312,6 @@ def test_close_kernels_compile_without_spills(dtype, capability):
         layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
         binary = compiled("close.cu", close_cuda.defines(layout, dtype), capability)
         assert binary.resources("close_pages").spill_bytes == 0
-    tiered = schemes.get("tiered")
-    for key, value, bits in (
-        (tiered.key, tiered.value, (4, 4)),
-        (spec("int3"), spec("int2", center="channel"), (2, 4)),
-    ):
-        defines = close_cuda.defines(layout_of(key, value), dtype, nested(bits))
-        assert compiled("close.cu", defines, capability).resources("close_pages").spill_bytes == 0
 
 
 @pytest.mark.parametrize("tokens", [None, store_banded.FEW, 64])
@@ -418,9 +386,8 @@ def test_the_kernel_for_single_tokens_compiles_without_spills(key, value, head_d
 )
 def test_dequantize_kernels_compile_without_spills(key, value, dtype):
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=8, head_dim=128)
-    for low in (None, nested((4, 2))) if key.number_format.kind == "int" else (None,):
-        binary = compiled("dequantize.cu", dequantize_cuda.defines(layout, dtype, low), (8, 0))
-        assert binary.resources("dequantize_pages").spill_bytes == 0
+    binary = compiled("dequantize.cu", dequantize_cuda.defines(layout, dtype), (8, 0))
+    assert binary.resources("dequantize_pages").spill_bytes == 0
 
 
 def test_a_binary_is_compiled_once_and_then_read_from_disk(monkeypatch):
@@ -568,7 +535,7 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
     layout = layout_of(scheme.key, scheme.value, head_dim, scheme.page_size)
     spills = {}
     if refuses(layout, limit) is None:
-        common = (layout, kernels.columns([layout], 8, False), limit)
+        common = (layout, kernels.columns([layout], 8), limit)
         for kind in (
             {},
             {"raw": True},

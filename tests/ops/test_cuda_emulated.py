@@ -81,22 +81,21 @@ def cases():
     yield Case(**both("int8", PerToken()), **whole, head_dim=80, num_queries=2)
     yield Case(**both("int3"), **whole)
     ragged = {"lengths": (700, 0, 333, 70), "tail": 20, "sinks": 3}
-    yield Case(**TIERED, **ragged, low=(4, 4))
-    yield Case(**TIERED, **ragged, low=(4, 4), head_dim=64, group=3, num_queries=5, page_size=32)
-    yield Case(**both("int4"), **ragged, low=(4, 4), softcap=20.0, page_size=128, crop=13)
+    yield Case(**TIERED, **ragged, young=True)
+    yield Case(**TIERED, **ragged, young=True, head_dim=64, group=3, num_queries=5, page_size=32)
+    yield Case(**both("int4"), **ragged, young=True, softcap=20.0, page_size=128, crop=13)
     yield Case(
         key=spec("int4", PerChannel(), static=True, symmetric=False),
         value=spec("int4", PerChannel()),
         **ragged,
-        low=(4, 4),
+        young=True,
         window=300,
     )
     # three column tiles
     yield Case(**both("int8"), lengths=(333, 70), tail=20, group=5, num_queries=11, head_dim=64, softcap=20.0)
-    yield Case(key=spec("int4", PerGroup(32), symmetric=False), value=spec("int8"), **ragged, low=(4, 0))
-    yield Case(key=spec("int3"), value=spec("int4", symmetric=False), **ragged, low=(0, 4))
+    yield Case(key=spec("int3"), value=spec("int4", symmetric=False), **ragged, young=True)
     yield from joined()
-    yield Case(key=spec("int4"), value=spec("int3"), **ragged, low=(4, 0))
+    yield Case(key=spec("int4"), value=spec("int3"), **ragged, young=True)
     # planes of 3-bit codes: joined with halves of a row that are whole 16-byte steps, that are not, not joined
     few = {"lengths": (333, 70), "tail": 20}
     yield Case(**both("int3", PerGroup(32), symmetric=False), **few, group=5, num_queries=11)
@@ -233,9 +232,9 @@ def test_one_plan_serves_layers_with_parameters_of_their_own(emulated):
 
 @pytest.mark.parametrize("emulated", [(8, 0), (8, 9)], indirect=True, ids=["sm_80", "sm_89"])
 def test_rings_without_the_copy_engine(emulated):
-    """Lanes copy and arrive one by one, in rings of two slots a warp: a chunk and its low plane take both."""
+    """Lanes copy and arrive one by one, in rings of two slots a warp."""
     test_the_kernel_computes_what_the_reference_does(
-        Case(**TIERED, lengths=(700, 0, 333), tail=20, sinks=3, low=(4, 4), group=2), None
+        Case(**TIERED, lengths=(700, 0, 333), tail=20, sinks=3, young=True, group=2), None
     )
 
 

@@ -107,7 +107,7 @@ def test_many_short_sequences_find_a_share(blocks):
 
 
 def test_tiers_of_one_sequence_are_two_results():
-    """Sinks and newest tokens are one walk, pages with and without low planes another: a block that reads all of a unit
+    """Sinks and newest tokens are one walk, pages of one format another: a block that reads all of a unit
     ends twice.
     """
     one = np.ones(3, np.int64)

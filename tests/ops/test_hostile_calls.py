@@ -19,12 +19,11 @@ from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.engine import close as close_cuda
 from kvbits.ops.cuda.engine import host_plan as cuda
 from kvbits.ops.cuda.engine.unpack_then_flash import ChunkPlan
-from kvbits.ops.cuda.families import family_of
 from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference import close as close_reference
-from kvbits.ops.types import AttendCall, LowStore, PageStore, Part, SlotMapping
-from kvbits.spec import LayerGeometry, LowLayout, PageLayout, QuantSpec
+from kvbits.ops.types import AttendCall, PageStore, SlotMapping
+from kvbits.spec import LayerGeometry, PageLayout, QuantSpec
 
 INT4 = QuantSpec(format="int4")
 GPU = torch.device("cuda", 0)  # never reached: refusals come first
@@ -98,8 +97,6 @@ def test_layouts_of_nothing(field):
         sizes = {"page_size": 64, "num_kv_heads": 2, "head_dim": 64} | {field: n}
         with pytest.raises(SpecError, match=f"{field}={n} of a page must be at least 1"):
             PageLayout(key=INT4, value=INT4, **sizes)
-        with pytest.raises(SpecError, match=f"{field}={n} of a page must be at least 1"):
-            LowLayout(key_bits=4, value_bits=4, **sizes)
 
 
 def with_table(call: AttendCall, **changed) -> AttendCall:
@@ -151,96 +148,24 @@ def test_a_table_that_passed_is_not_looked_at_again(monkeypatch):
         part.table.check(2, smaller)
 
 
-# -- low planes -------------------------------------------------------------------------------------------------------
-
-OTHERS = [{"head_dim": 32}, {"num_kv_heads": 1}, {"page_size": 32}]
+# -- close ------------------------------------------------------------------------------------------------------------
 
 
-def other(store: LowStore, **changed) -> LowStore:
-    layout = dataclasses.replace(store.layout, **changed)
-    return LowStore(layout, (torch.zeros(store.num_pages, layout.num_kv_heads, layout.head_bytes, dtype=torch.uint8),))
-
-
-@pytest.mark.parametrize("attend", ATTENDS)
-def test_attend_with_low_planes_of_other_pages(attend):
-    q, call, positions = random_call(INT4, INT4, low=(4, 4))
-    part = call.parts[1]
-    for changed in OTHERS:
-        ((name, got),) = changed.items()
-        bad = dataclasses.replace(part, low=(other(part.low[0], **changed),))
-        with pytest.raises(DataError, match=f"low planes have {name}={got}, the pages that they refine"):
-            attend(q, dataclasses.replace(call, parts=(bad,)), positions)
-    with pytest.raises(DataError, match="0 stores of low planes for a page table of 1"):
-        attend(q, dataclasses.replace(call, parts=(dataclasses.replace(part, low=()),)), positions)
-    low, pages = part.table.low[0].copy(), part.low[0].num_pages
-    for bad_id in (-1, pages):
-        low[0] = bad_id
-        table = dataclasses.replace(part.table, low=(low,))
-        with pytest.raises(DataError, match=f"low 0 names a page that its store does not have: {bad_id} of {pages}"):
-            attend(q, dataclasses.replace(call, parts=(dataclasses.replace(part, table=table),)), positions)
-
-
-@pytest.mark.parametrize("attend", ATTENDS[:3])
-def test_attend_with_two_low_planes(attend):
-    q, call, positions = random_call(INT4, INT4, low=(4, 4))
-    part = call.parts[1]
-    twice = Part(part.store, dataclasses.replace(part.table, low=part.table.low * 2), part.low * 2)
-    with pytest.raises(UnsupportedError, match="pages with 2 low planes each; the (CPU|CUDA) kernels take one"):
-        attend(q, dataclasses.replace(call, parts=(twice,)), positions)
-
-
-def pages_of(key: QuantSpec = INT4) -> tuple[torch.Tensor, PageStore, LowStore]:
-    layout = PageLayout(key=key, value=INT4, page_size=32, num_kv_heads=2, head_dim=64)
-    low = LowLayout(key_bits=4, value_bits=4, page_size=32, num_kv_heads=2, head_dim=64)
-    stores = (
-        cls(x, (torch.full((4, 2, x.head_bytes), 0xFF, dtype=torch.uint8),))
-        for cls, x in ((PageStore, layout), (LowStore, low))
-    )
-    return torch.randn(2, 2, 32, 64), *stores
+def pages_of() -> tuple[torch.Tensor, PageStore]:
+    layout = PageLayout(key=INT4, value=INT4, page_size=32, num_kv_heads=2, head_dim=64)
+    store = PageStore(layout, (torch.full((4, 2, layout.head_bytes), 0xFF, dtype=torch.uint8),))
+    return torch.randn(2, 2, 32, 64), store
 
 
 @pytest.mark.parametrize("close", CLOSES)
 def test_close_to_other_pages(close):
-    k, store, low = pages_of()
-    ids = np.array([0, 1])
-    for changed in OTHERS:
-        ((name, got),) = ({x: n // 2 for x, n in changed.items()} if "page_size" in changed else changed).items()
-        with pytest.raises(DataError, match=f"low planes have {name}={got}, the pages that they refine"):
-            close(k, k, store, ids, [(other(low, **{name: got}), ids)])
+    k, store = pages_of()
     for bad in (np.array([0, 4]), np.array([-1, 0]), np.array([0, BIG])):
         with pytest.raises(DataError, match="page_ids names a page that its store does not have"):
-            close(k, k, store, bad, [(low, ids)])
-        with pytest.raises(DataError, match="low 0 names a page that its store does not have"):
-            close(k, k, store, ids, [(low, bad)])
-    with pytest.raises(DataError, match="1 low planes for 2 pages"):
-        close(k, k, store, ids, [(low, ids[:1])])
-    with pytest.raises(DataError, match="page_ids must be one-dimensional integers, got float64"):
-        close(k, k, store, ids.astype(float))
-    assert all(bool((s.slabs[0] == 0xFF).all()) for s in (store, low))
-
-
-@pytest.mark.parametrize("close", CLOSES[:2])
-def test_close_with_two_low_planes(close):
-    k, store, low = pages_of()
-    ids = np.array([0, 1])
-    with pytest.raises(
-        UnsupportedError, match="pages with 2 low planes each; the (CPU|CUDA) kernels take one; use the reference"
-    ):
-        close(k, k, store, ids, [(low, ids), (low, ids)])
-    assert bool((low.slabs[0] == 0xFF).all())
-
-
-def test_close_on_a_gpu_with_planes_that_no_kernel_writes():
-    k, store, low = pages_of(dataclasses.replace(INT4, pre_rope=True))
-    with pytest.raises(UnsupportedError, match="low planes have no CUDA kernel; use the reference"):
-        close_cuda.close(k, k, store, np.array([0, 1]), [(low, np.array([0, 1]))], np.zeros(2, np.int64))
-    k, store, low = pages_of()
-    at, status = torch.zeros(2, dtype=torch.int64), torch.zeros(6, dtype=torch.int32)
-    for bad in (((low.layout, at), (low.layout, at)), (low.layout, at[:1]), (low.layout, at, at)):
-        with pytest.raises(DataError, match="addresses of 2 pages"):
-            family_of(store.layout).close(k, k, store, at, status, low=bad)
-    with pytest.raises(DataError, match="low planes have head_dim=32"):
-        family_of(store.layout).close(k, k, store, at, status, low=(dataclasses.replace(low.layout, head_dim=32), at))
+            close(k, k, store, bad)
+    with pytest.raises(DataError, match="must be one-dimensional integers"):
+        close(k, k, store, np.array([0.0, 1.0]))
+    assert bool((store.slabs[0] == 0xFF).all())
 
 
 # -- append -----------------------------------------------------------------------------------------------------------
@@ -291,7 +216,7 @@ def test_more_heads_than_any_model_has():
 
 
 def test_a_page_below_zero_is_no_page():
-    _, store, _ = pages_of()
+    _, store = pages_of()
     for bad in (-1, 4):
         with pytest.raises(IndexError):
             store.page(bad)

@@ -28,7 +28,7 @@ from kvbits.ops.cuda import paged_attention as paged_attention_cuda
 from kvbits.ops.cuda.engine import device_plan
 from kvbits.ops.cuda.engine.schedule import SEGMENT_FIELDS
 from kvbits.ops.reference import attend as reference
-from kvbits.ops.reference.close import close_nested
+from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.merge import add_sink_logit, sink_part
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
@@ -109,10 +109,10 @@ class Cache:
                 first_of[mine] = starts[len(starts) - n :]
             k, v = (torch.randn(total, HEADS, size, D, generator=gen) for _ in "kv")
             k += torch.randn(D, generator=gen)
-            slabs = close_nested(k.bfloat16(), v.bfloat16(), layout, self.static, [], first_of)[0]
+            slabs = close_pages(k.bfloat16(), v.bfloat16(), layout, self.static, first_of)[0]
             # of three layers, ours in the middle
             wide = torch.full((total, 3, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8)
-            wide[:, 1] = slabs[0]
+            wide[:, 1] = slabs
             self.pages.append(wide[:, 1])
             self.tables.append(table)
             self.offsets.append(offset)

@@ -60,16 +60,6 @@ class Allocator:
         new._counts, new._free = self._counts[:], self._free[:]
         return new
 
-    def renumbered(self, to: list[int], capacity: int) -> Allocator:
-        """The same holds under other ids: `to[i]` is the new id of a held i."""
-        new = Allocator()
-        new._counts = [0] * capacity
-        for i, count in enumerate(self._counts):
-            if count:
-                new._counts[to[i]] = count
-        new._free = [i for i, count in enumerate(new._counts) if not count]
-        return new
-
     def shared(self) -> set[int]:
         """Ids that are held more than once."""
         return {i for i, n in enumerate(self._counts) if n > 1} if max(self._counts, default=0) > 1 else set()

@@ -316,7 +316,7 @@ class Table:
 
 
 def _pool_code(pool: str) -> int:
-    return POOLS.index(pool) if pool in POOLS else len(POOLS) + int(pool[3:])
+    return POOLS.index(pool) if pool in POOLS else len(POOLS) + int(pool[4:])
 
 
 def _known(group: int, pool: int, groups: Sequence[LayerGroup], what: str) -> tuple[int, str]:
@@ -381,7 +381,7 @@ def block_sums(block: torch.Tensor) -> np.ndarray:
 
 def block_shape(group: LayerGroup, pool: str) -> tuple[int, int, int]:
     """Layers, kv heads, bytes of a head: a page of a pool."""
-    layout = group.low_layouts[pool] if pool in group.low_layouts else group.layouts[pool]
+    layout = group.layouts[pool]
     return len(group.layers), layout.num_kv_heads, layout.head_bytes
 
 

@@ -8,7 +8,6 @@ from ..errors import CacheError, SpecError
 from ..spec import CacheSpec
 from ..units import parse_tokens
 from . import explain
-from .budget import Budget
 from .group import GroupState
 from .pool import Pool
 
@@ -38,11 +37,9 @@ def checked(batch_size: int | None, max_tokens: int | str | None) -> tuple[int |
     return batch_size, max_tokens
 
 
-def allocate(
-    spec: CacheSpec, batch_size: int | None, max_tokens: int | None, device: torch.device, budget: Budget | None = None
-) -> list[GroupState]:
+def allocate(spec: CacheSpec, batch_size: int | None, max_tokens: int | None, device: torch.device) -> list[GroupState]:
     """Every layer group of `spec` with its pools: of `max_tokens` tokens for each of `batch_size` sequences, or empty
-    ones that grow, within a budget.
+    ones that grow.
 
     Raises:
         CacheError: the device has no memory for it; the message says how much that is.
@@ -55,10 +52,7 @@ def allocate(
                 if max_tokens is None or batch_size is None
                 else {p: n * batch_size for p, n in group.pages_for(max_tokens).items()}
             )
-            pools = {
-                name: Pool(group, name, None if wanted is None else wanted[name], device, budget)
-                for name in group.pools
-            }
+            pools = {name: Pool(group, name, None if wanted is None else wanted[name], device) for name in group.pools}
             groups.append(GroupState(group, pools))
     # sizes that no memory has, in the words of who was asked
     except (MemoryError, OSError, OverflowError, RuntimeError, TypeError) as error:

@@ -28,7 +28,7 @@ _WORDS = {
     "cuda": "CUDA kernels",
     "reference": "plain PyTorch, slower",
 }
-"""How the printed lines name kinds of bytes, pools, operations and backends; "low0" and so on are "with extra bits"."""
+"""How the printed lines name kinds of bytes, pools, operations and backends; pools of tiers are "in a younger tier"."""
 
 
 class Explanation(dict[str, Any]):
@@ -134,7 +134,7 @@ def _layers(group: dict[str, Any]) -> str:
 def _pages(group: dict[str, Any]) -> str:
     used = {name: n["used"] for name, n in group["pages"].items() if n["used"]}
     pages = (
-        ", ".join(f"{counted(n, 'page')} {_WORDS.get(name, 'with extra bits')}" for name, n in used.items())
+        ", ".join(f"{counted(n, 'page')} {_WORDS.get(name, 'in a younger tier')}" for name, n in used.items())
         or "no pages in use"
     )
     return f"; {pages}" if group["sliding_window"] is None else f", window {group['sliding_window']:,}; {pages}"
@@ -244,7 +244,6 @@ def full(
     batch_size: int,
     num_tokens: int,
     error: str,
-    budget: int | None = None,
     room: int | None = None,
 ) -> str:
     """That tokens did not fit, into what, and why more capacity may not help.
@@ -252,15 +251,12 @@ def full(
     Args:
         built_for: sequences, and tokens of each, of the fixed capacity, where they are known.
         error: of the pool that is short.
-        budget: bytes of all pools, where there is one.
         room: tokens of each sequence that the whole pages of a fixed capacity hold.
     """
     sequences, tokens = built_for
     built = "a cache of fixed capacity"
     if sequences is not None and tokens is not None:
         built = f"a cache built for {counted(sequences, 'sequence')} of {counted(tokens, 'token')}"
-    if budget is not None:
-        built = f"a cache with a budget of {human_bytes(budget)}"
     held = [s.length for s in groups[0].sequences]
     now = f"of {counted(max(held), 'token')}" if held else "empty"
     text = f"{built}, now {now}, was given {batch_size} x {num_tokens} tokens more: {error}"

@@ -2,13 +2,14 @@
 
 A forward pass is one `Step`, planned once for all layers of the group before any byte is written: `advance` moves the
 integers and says which bytes each layer must copy, close and write. If pages are missing the caller restores the
-snapshot it took. Layers then carry out the step one after the other, each in the order closes, copies, writes, so a
-page freed by a step can be handed out again within it. `Step.reused` lists those: a layer copies them first, so that a
-pass that fails in a later layer can be taken back.
+snapshot it took. Layers then carry out the step one after the other, each in the order recodes, closes, copies,
+writes, so a page freed by a step can be handed out again within it. `Step.reused` lists those: a layer copies them
+first, so that a pass that fails in a later layer can be taken back.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -17,14 +18,12 @@ from ..ops.types import PageTable
 from ..spec import LayerGroup
 from . import tables
 from .pool import Pool, PoolBefore
-from .sequence import Sequence
-from .step import Close, Cut, Run, Step, Write
-from .tables import PartKey
-from .tiers import plan
+from .sequence import Sequence, pool_name
+from .step import Close, Cut, Move, Recode, Run, Step, Write
 
 MAX_SPECULATED_PAGES = 16
-"""A growing cache keeps the planes of so many pages more while tokens are speculative; a long prompt under `keep_past`
-demotes past them.
+"""A tier of a growing cache holds so many pages more while tokens are speculative; a long prompt under `keep_past`
+recodes past them.
 """
 
 
@@ -35,6 +34,11 @@ class Snapshot(NamedTuple):
     keep_past: bool
     pools: dict[str, PoolBefore]
 
+    def reused(self, step: Step) -> list[tuple[str, int]]:
+        """(pool, id) of the pages that a step takes and that held something."""
+        held = {name: pool.allocator for name, pool in self.pools.items()}
+        return [(pool, i) for pool, i in step.taken if i < held[pool].capacity and held[pool].count(i)]
+
 
 class GroupState:
     """Page lists of all sequences of one layer group."""
@@ -43,8 +47,8 @@ class GroupState:
         self.group = group
         self.pools = pools
         self.sequences: list[Sequence] = []
-        self.keep_past = False  # speculation: window pages and low planes stay until the next crop
-        self._closed_tables: dict[PartKey, PageTable] | None = None  # of closed pages; None after any change to them
+        self.keep_past = False  # speculation: window pages and pages of tiers stay until the next crop
+        self._closed_tables: dict[str, PageTable] | None = None  # of closed pages; None after any change to them
 
     # -- forward passes ---------------------------------------------------------------------------------------------
 
@@ -101,7 +105,7 @@ class GroupState:
         return self._cut(row, run, sinks, closings, need, sources, self._demote(s, closings) if closings else [])
 
     def _cut(
-        self, row: int, run: Run, sinks: int, closings: int, need: int, sources: list[int], num_low: list[int]
+        self, row: int, run: Run, sinks: int, closings: int, need: int, sources: list[int], moves: list[Move]
     ) -> Cut:
         """Sinks, pages that close and tail of a run of tokens; what lies before `need` is left out, where nothing older
         stays.
@@ -126,7 +130,7 @@ class GroupState:
         if first and g.fills_pages and not s.tail and whole > run.start + run.waiting:
             _, run = run.cut(whole - run.start)
             s.released = run.start
-        return Cut(row, to_sink, pages, sources, num_low, run)
+        return Cut(row, to_sink, pages, sources, moves, run)
 
     def _reserve(self, cuts: list[Cut]) -> None:
         """Extend growing pools once for all rows, so that a long prompt is one slab."""
@@ -138,30 +142,25 @@ class GroupState:
 
     def _wanted(self, cuts: list[Cut]) -> dict[str, int]:
         """Pages of each pool that these take."""
-        size, sink, closed, tail, low = self.group.page_size, 0, 0, 0, [0] * len(self.group.tiers)
+        size, found = self.group.page_size, dict.fromkeys(self.pools, 0)
         for cut in cuts:
             s = self.sequences[cut.row]
             if cut.sinks is not None:
-                sink += not s.sink or self._is_shared("sink", s.sink[0])
-            if cut.pages:
-                closed += len(cut.pages)
-                low = [n + min(more, len(cut.pages)) for n, more in zip(low, cut.num_low, strict=True)]
+                found["sink"] += not s.sink or self._is_shared("sink", s.sink[0])
+            for i in range(len(cut.pages)):
+                found[self._closes_into(s, cut, i)] += 1
             if fresh := cut.tail.num_tokens - cut.tail.waiting:
                 room = size - s.tail_lengths[-1] if s.tail else 0
-                tail += max(0, -((room - fresh) // size))
-                tail += room > 0 and self._is_shared("tail", s.tail[-1])
-        return dict(zip(self.pools, (sink, closed, tail, *low), strict=True))
+                found["tail"] += max(0, -((room - fresh) // size))
+                found["tail"] += room > 0 and self._is_shared("tail", s.tail[-1])
+        for *_, target in {move[1:] for cut in cuts for move in cut.moves}:
+            found[target] += 1
+        return found
 
-    def least(self, counts: list[int], history_first: bool) -> int:
-        """Bytes of pages in use once counts[b] tokens more are there and all low planes are given back.
-
-        The caller restores the snapshot it took.
-        """
-        self.resize(len(counts))
-        for tier in range(len(self.group.tiers)):
-            self.lower(tier, 0)
-        wanted = self._wanted([self._make_room(row, n, history_first) for row, n in enumerate(counts) if n])
-        return sum((p.allocator.num_used + wanted[name]) * p.block_bytes for name, p in self.pools.items())
+    @staticmethod
+    def _closes_into(s: Sequence, cut: Cut, i: int) -> str:
+        """Pool of page i of those that a cut closes."""
+        return pool_name(bisect.bisect_right(s.young, len(cut.pages) - 1 - i), len(s.young))
 
     def _place(self, cut: Cut, step: Step) -> None:
         """Find room for the tokens of a row and list the work of each layer."""
@@ -172,20 +171,35 @@ class GroupState:
             else:
                 s.sink.append(self._allocate("sink", step))
             step.writes.append(Write("sink", cut.row, s.sink[0], sinks.start, sinks.fresh, sinks.num_tokens, 0))
+        self._move(cut.row, cut.moves, step)
         for i, page in enumerate(cut.pages):
-            page_id = self._allocate("closed", step)
-            low: list[tuple[str, int]] = []
-            for tier in reversed(range(len(s.low))):
-                kept = i >= len(cut.pages) - cut.num_low[tier]
-                if kept:
-                    low.append((f"low{tier}", self._allocate(f"low{tier}", step)))
-                s.low[tier].append(low[-1][1] if kept else None)
+            pool = self._closes_into(s, cut, i)
+            page_id = self._allocate(pool, step)
             source = (cut.sources[i],) if page.waiting else ()
-            step.closes.append(Close(cut.row, page_id, source, page.waiting, page.fresh, page.start, tuple(low)))
+            step.closes.append(Close(cut.row, pool, page_id, source, page.waiting, page.fresh, page.start))
             s.closed.append(page_id)
             s.closed_lengths.append(page.num_tokens)
             self._closed_tables = None
+        s.young = [min(n, len(s.closed)) for n in s.young]
         self._write_tail(cut, step)
+
+    def _move(self, row: int, moves: list[Move], step: Step) -> None:
+        """Find room for pages that leave their tier. Sequences that share such a page share what becomes of it."""
+        if not moves:
+            return
+        s = self.sequences[row]
+        starts = s.closed_starts(self.group.num_sink_tokens)
+        moved = {(r.source, r.source_id, r.target): r.page_id for r in step.recodes}
+        for move in moves:
+            if (page_id := moved.get(move[1:])) is not None:
+                self.pools[move.target].allocator.share([page_id])
+            else:
+                page_id = self._allocate(move.target, step)
+                step.recodes.append(Recode(row, move.source, move.page_id, move.target, page_id, starts[move.place]))
+            s.closed[move.place] = page_id
+        self._closed_tables = None
+        order = {name: i for i, name in enumerate(reversed(self.group.tier_pools))}
+        step.recodes.sort(key=lambda r: (order[r.source], r.target))
 
     def _write_tail(self, cut: Cut, step: Step) -> None:
         s, size = self.sequences[cut.row], self.group.page_size
@@ -250,13 +264,12 @@ class GroupState:
         for pool, ids, lengths in runs if self.group.fills_pages else runs[:1]:
             # a tail page fills up first
             while ids and not s.sink and s.released + (self.group.page_size if pool == "tail" else lengths[0]) <= need:
-                self._give_back(pool, ids.pop(0))
+                self._give_back(s.pool_of(0) if pool == "closed" else pool, ids.pop(0))
                 s.released += lengths.pop(0)
                 if pool == "closed":
                     s.dropped += 1
+                    s.young = [min(n, len(ids)) for n in s.young]
                     self._closed_tables = None
-                    for i, planes in enumerate(s.low):
-                        self._give_back(f"low{i}", planes.pop(0))
 
     def release_invisible(self, s: Sequence) -> None:
         """Free what the newest token could not see any more."""
@@ -265,7 +278,7 @@ class GroupState:
     # -- tiers ------------------------------------------------------------------------------------------------------
 
     def _allowed(self, s: Sequence, closings: int) -> list[int]:
-        """Planes each tier may hold after `closings` more pages.
+        """Pages that each tier and all younger ones may hold after `closings` more.
 
         While tokens are speculative, as many more as pages closed since, so that they can be taken back.
         """
@@ -275,79 +288,62 @@ class GroupState:
         slack = min(s.closed_since + closings, self.group.SPECULATED_PAGES if fixed else MAX_SPECULATED_PAGES)
         return [n + slack if n else 0 for n in s.boundaries]
 
-    def _demote(self, s: Sequence, closings: int) -> list[int]:
-        """Give back planes so that `closings` pages can close.
+    def _demote(self, s: Sequence, closings: int) -> list[Move]:
+        """Make room in the tiers so that `closings` pages can close: the oldest pages of each leave it, for good.
 
-        Returns how many of these, the newest, get a plane of each tier.
+        `young` then counts the pages that are about to close, too.
         """
-        found = plan(s.low, self._allowed(s, closings), closings)
-        for i, pages in enumerate(found.given_back):
-            for j in pages:
-                self._closed_tables = None
-                self._give_back(f"low{i}", s.low[i][j])
-                s.low[i][j] = None
-                if self.keep_past:
+        count, before = len(s.closed), s.young
+        s.young = [min(n + closings, most) for n, most in zip(before, self._allowed(s, closings), strict=True)]
+        moves = []
+        for j in range(count - (before[-1] if before else 0), count):
+            rank = count - 1 - j
+            source, target = bisect.bisect_right(before, rank), bisect.bisect_right(s.young, rank + closings)
+            if source == target:
+                continue
+            if (page_id := s.closed[j]) is not None:
+                moves.append(Move(j, pool_name(source, len(before)), page_id, pool_name(target, len(before))))
+                self.pools[moves[-1].source].allocator.release(page_id)
+            if self.keep_past:
+                for i in range(source, target):
                     s.lost[i] = max(s.lost[i], s.dropped + j + 1)
         if self.keep_past:
             s.closed_since += closings
-        return found.fresh
+        return moves
 
-    def set_tiers(self, row: int, boundaries: list[int], residual_length: int) -> None:
-        """Other tier sizes for a sequence from now on: planes past a smaller boundary go back at once, those already
-        given back do not return.
+    def _shrink(self, rows: Iterable[int]) -> Step:
+        """Recode what the tiers of these sequences may not hold any more.
+
+        Raises:
+            PoolFullError: pages are missing. The caller restores the snapshot it took.
+        """
+        step = Step()
+        moves = {row: self._demote(self.sequences[row], 0) for row in rows}
+        for row, found in moves.items():
+            self._move(row, found, step)
+        return step
+
+    def set_tiers(self, row: int, boundaries: list[int], residual_length: int) -> Step:
+        """Other tier sizes for a sequence from now on: pages past a smaller boundary leave their tier at once, and do
+        not return.
+
+        Raises:
+            PoolFullError: pages are missing. The caller restores the snapshot it took.
         """
         s = self.sequences[row]
         s.boundaries, s.residual_length = boundaries, residual_length
-        self._demote(s, 0)
-
-    def lower(self, tier: int, boundary: int) -> list[tuple[str, int]]:
-        """At most `boundary` planes of a tier for each sequence from now on.
-
-        Returns pool and page of the planes that went back.
-        """
-        before = self._planes()
-        for s in self.sequences:
-            s.boundaries[tier] = min(s.boundaries[tier], boundary)
-            self._demote(s, 0)
-        return sorted(before - self._planes())
-
-    def _planes(self) -> set[tuple[str, int]]:
-        return {
-            (f"low{i}", page)
-            for s in self.sequences
-            for i, planes in enumerate(s.low)
-            for page in planes
-            if page is not None
-        }
-
-    def thin(self, s: Sequence, tier: int, boundary: int) -> list[int]:
-        """As `lower`, for a sequence from elsewhere whose pages are none of these pools' yet.
-
-        Returns how many planes of each tier left its lists.
-        """
-        s.boundaries[tier] = min(s.boundaries[tier], boundary)
-        found = plan(s.low, s.boundaries, 0).given_back
-        for planes, leaving in zip(s.low, found, strict=True):
-            for j in leaving:
-                planes[j] = None
-        return [len(leaving) for leaving in found]
-
-    def renumber(self, pool: str, to: list[int]) -> None:
-        """The pages of a pool have other ids: `to[i]` that of i."""
-        for s in self.sequences:
-            s.renumber(pool, [to[i] for i in s.pages()[pool]])
-        self._closed_tables = None
+        return self._shrink([row])
 
     def speculate(self) -> None:
         """Keep what speculated tokens could make leave, until `settle`."""
         self.keep_past = True
 
-    def settle(self) -> None:
+    def settle(self) -> Step:
         """Speculation is over: let go of what it kept."""
         self.keep_past = False
         for s in self.sequences:
-            s.speculated, s.closed_since, s.lost = 0, 0, [0] * len(s.low)
-            self._demote(s, 0)
+            s.speculated, s.closed_since, s.lost = 0, 0, [0] * len(s.young)
+        return self._shrink(range(len(self.sequences)))
 
     # -- whole sequences --------------------------------------------------------------------------------------------
 
@@ -377,11 +373,8 @@ class GroupState:
         s, wanted = self.sequences[row], set(starts)
         for j, start in enumerate(s.closed_starts(self.group.num_sink_tokens)):
             if start in wanted:
-                self._give_back("closed", s.closed[j])
+                self._give_back(s.pool_of(j), s.closed[j])
                 s.closed[j] = None
-                for i, planes in enumerate(s.low):
-                    self._give_back(f"low{i}", planes[j])
-                    planes[j] = None
         self._closed_tables = None
 
     def free(self, row: int) -> None:
@@ -429,10 +422,9 @@ class GroupState:
                 self._closed_tables = None
                 if not lengths[-1]:
                     lengths.pop()
-                    self._give_back(pool, ids.pop())
+                    self._give_back(s.pool_of(len(ids) - 1) if pool == "closed" else pool, ids.pop())
                     if pool == "closed":
-                        for i, planes in enumerate(s.low):
-                            self._give_back(f"low{i}", planes.pop())
+                        s.young = [max(0, n - 1) for n in s.young]
         s.length = length
         if not length:
             self.free(row)
@@ -441,12 +433,10 @@ class GroupState:
 
     # -- tables -----------------------------------------------------------------------------------------------------
 
-    def tables(self) -> dict[PartKey, PageTable]:
-        """Page tables of all sequences as they are now, one per tier that holds anything: closed pages by their low
-        planes, sinks, tail.
-        """
+    def tables(self) -> dict[str, PageTable]:
+        """Page tables of all sequences as they are now, by pool, as far as it holds anything."""
         if self._closed_tables is None:
-            self._closed_tables = tables.of_closed(self.sequences, len(self.group.tiers))
+            self._closed_tables = tables.of_closed(self.sequences)
         return self._closed_tables | tables.of_open(self.sequences, self.group.num_sink_tokens)
 
     def forget_tables(self) -> None:

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,13 @@ from ..later import Findings, upload
 from ..ops import chunk_attention, dispatch
 from ..ops.reference.attend_fresh import masked
 from ..ops.reference.close import encode_side, rows_as_stored
-from ..ops.reference.dequantize import section
+from ..ops.reference.dequantize import dequantize_pages, section
 from ..ops.types import AttendCall, PageStore, Part, wider_scales
-from ..quant.qparams import largest, require_finite
+from ..quant.qparams import TORCH_DTYPES, largest, require_finite
 from ..spec import QuantSpec, Scheme
 from .layer_stores import LayerStores, Place
-from .passes import Forward
-from .step import Close
+from .passes import Forward, Undo
+from .step import Close, Recode, Step
 
 
 def _closed_at_once(closes: list[Close], page_size: int) -> list[list[Close]]:
@@ -30,12 +31,12 @@ def _closed_at_once(closes: list[Close], page_size: int) -> list[list[Close]]:
     lie, those one after the other in a sequence's fresh tokens.
     """
     runs: list[list[Close]] = []
-    waited: dict[int, list[Close]] = {}  # by the number of low planes
+    waited: dict[str, list[Close]] = {}  # by pool
     for c in closes:
         if c.count == page_size:
-            if len(c.low) not in waited:
-                runs.append(waited.setdefault(len(c.low), []))
-            waited[len(c.low)].append(c)
+            if c.pool not in waited:
+                runs.append(waited.setdefault(c.pool, []))
+            waited[c.pool].append(c)
             continue
         last = runs[-1][-1] if runs else None
         joins = (
@@ -44,7 +45,7 @@ def _closed_at_once(closes: list[Close], page_size: int) -> list[list[Close]]:
             and not last.count
             and c.row == last.row
             and c.fresh == last.fresh + page_size
-            and len(c.low) == len(last.low)
+            and c.pool == last.pool
         )
         runs[-1].append(c) if joins else runs.append([c])
     return runs
@@ -56,7 +57,7 @@ def _pages(store: PageStore, page_ids: list[int]) -> torch.Tensor:
 
 
 def _name_the_page(
-    x: torch.Tensor, kind: str, place: Place, run: list[Close], store: PageStore, scheme: Scheme
+    x: torch.Tensor, kind: str, place: Place, run: Sequence[Close | Recode], store: PageStore, scheme: Scheme
 ) -> None:
     """Refuse the first page of the pages x [n, H, page_size, D] of a run that holds NaN or infinity, or whose scales
     overflow.
@@ -93,7 +94,7 @@ def _named(kind: str, place: Place) -> str:
     return f"{'keys' if kind == 'k' else 'values'} of layer {place.layer}"
 
 
-def _pages_named(run: list[Close], page_size: int) -> str:
+def _pages_named(run: Sequence[Close | Recode], page_size: int) -> str:
     """Which pages close, for messages."""
     rows = sorted({c.row for c in run})
     first, last = min(c.start for c in run), max(c.start for c in run) + page_size - 1
@@ -197,10 +198,7 @@ class LayerRunner:
     def call(self, place: Place, scaling: float, softcap: float | None, f: Forward) -> AttendCall:
         """What the queries of a pass read in a place."""
         history = f.steps[place.group].history
-        parts = tuple(
-            Part(self._stores.store(place, pool), table, self._stores.low_stores(place, planes))
-            for (pool, planes), table in history.items()
-        )
+        parts = tuple(Part(self._stores.store(place, pool), table) for pool, table in history.items())
         return AttendCall(parts, scaling, self._stores.spec.layers[place.layer].sliding_window, softcap)
 
     def _attend(self, place: Place, q: torch.Tensor, call: AttendCall, f: Forward) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,7 +207,14 @@ class LayerRunner:
             return q.new_zeros(*q.shape[:3], width, dtype=torch.float32), q.new_full(
                 q.shape[:3], -torch.inf, dtype=torch.float32
             )
-        key = ("attend_pages", place.group, f.history_first, q.dtype, q.shape[2], tuple(p.layouts for p in call.parts))
+        key = (
+            "attend_pages",
+            place.group,
+            f.history_first,
+            q.dtype,
+            q.shape[2],
+            tuple(p.store.layout for p in call.parts),
+        )
         if key not in self.choices:
             self.choices[key] = dispatch.choose("attend_pages", q, call, backend=self._backend)
         choice = self.choices[key]
@@ -247,9 +252,7 @@ class LayerRunner:
 
     def _write(self, place: Place, k: torch.Tensor, v: torch.Tensor, f: Forward) -> None:
         step = f.steps[place.group]
-        for pool, page_id in step.reused:
-            used = self._stores.low_store(place, pool) if pool.startswith("low") else self._stores.store(place, pool)
-            f.undo.overwritten.append((used.page(page_id), used.page(page_id).clone()))
+        self._recode(place, step, f.undo, f.findings)
         if step.closes:
             fresh = (
                 list(zip(k, v, strict=True))
@@ -303,13 +306,37 @@ class LayerRunner:
         """
         return self._backend if self._backend == "reference" else "auto"
 
+    def recode(self, steps: list[Step], undo: Undo) -> None:
+        """Carry out steps of the groups, of recodes only, for all layers.
+
+        Raises:
+            DataError: a scale overflows. The caller takes everything back.
+        """
+        findings = Findings()
+        for place in self._stores.places.values():
+            step = steps[place.group]
+            step.reused = undo.before[place.group].reused(step)
+            self._recode(place, step, undo, findings)
+        findings.settle()
+
+    def _recode(self, place: Place, step: Step, undo: Undo, findings: Findings) -> None:
+        """Keep what a step writes over, then quantize the pages that leave their tier in their next one's format."""
+        for pool, page_id in step.reused:
+            page = self._stores.store(place, pool).page(page_id)
+            undo.overwritten.append((page, page.clone()))
+        dtype = TORCH_DTYPES[self._stores.spec.raw_dtype]
+        for (pool, _), moved in itertools.groupby(step.recodes, key=lambda r: (r.source, r.target)):
+            run, source = list(moved), self._stores.store(place, pool)
+            ids, starts = np.array([r.source_id for r in run], np.int64), np.array([r.start for r in run], np.int64)
+            pages = dequantize_pages(source.gather(ids), source.layout, source.static, starts=starts)
+            self._encode(place, [x.to(dtype) for x in pages], run, run[0].target, findings)
+
     def _close(
         self, place: Place, fresh: list[tuple[torch.Tensor, torch.Tensor]], closes: list[Close], findings: Findings
     ) -> None:
         """Quantize the pages a step closes."""
         size = self._stores.spec.scheme.page_size
         tail = self._stores.store(place, "tail")
-        store = self._stores.store(place, "closed")
         for run in _closed_at_once(closes, size):
             c = run[0]
             sides = []
@@ -326,24 +353,30 @@ class LayerRunner:
                 if c.count:
                     rows = torch.cat([waited[i][0, :, : c.count], rows], dim=1)
                 sides.append(rows.unflatten(1, (len(run), size)).transpose(0, 1))
-            low = [
-                (self._stores.low_store(place, name), np.array([x.low[i][1] for x in run], np.int64))
-                for i, (name, _) in enumerate(c.low)
-            ]
-            key = ("close_pages", store.layout, tuple(s.layout for s, _ in low), sides[0].dtype)
-            if key not in self.choices:
-                self.choices[key] = dispatch.choose(
-                    "close_pages", sides[0], store, [s for s, _ in low], backend=self._writer
-                )
-            ids, starts = (np.array(x, np.int64) for x in zip(*((c.page_id, c.start) for c in run), strict=True))
-            choice = self.choices[key]
-            if choice.later is not None:
-                if (status := choice.later(sides[0], sides[1], store, ids, low, starts)) is not None:
-                    self._ask(place, findings, status, store, _pages_named(run, size))
-                continue
-            try:
-                self._count(place, choice.run(sides[0], sides[1], store, ids, low, starts))
-            except DataError:
-                for kind, x in zip("kv", sides, strict=True):
-                    _name_the_page(x, kind, place, run, store, self._stores.spec.scheme)
-                raise
+            self._encode(place, sides, run, c.pool, findings)
+
+    def _encode(
+        self,
+        place: Place,
+        sides: list[torch.Tensor],
+        run: Sequence[Close | Recode],
+        pool: str,
+        findings: Findings,
+    ) -> None:
+        """Quantize keys and values [n, H, page_size, D] into pages of a pool."""
+        store = self._stores.store(place, pool)
+        key = ("close_pages", store.layout, sides[0].dtype)
+        if key not in self.choices:
+            self.choices[key] = dispatch.choose("close_pages", sides[0], store, backend=self._writer)
+        ids, starts = (np.array(x, np.int64) for x in zip(*((c.page_id, c.start) for c in run), strict=True))
+        choice = self.choices[key]
+        if choice.later is not None:
+            if (status := choice.later(sides[0], sides[1], store, ids, starts)) is not None:
+                self._ask(place, findings, status, store, _pages_named(run, store.layout.page_size))
+            return
+        try:
+            self._count(place, choice.run(sides[0], sides[1], store, ids, starts))
+        except DataError:
+            for kind, x in zip("kv", sides, strict=True):
+                _name_the_page(x, kind, place, run, store, self._stores.spec.scheme)
+            raise

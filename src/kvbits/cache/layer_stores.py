@@ -10,11 +10,10 @@ import torch
 
 from ..errors import DataError
 from ..ops.reference.dequantize import dequantize_pages
-from ..ops.types import LowStore, PageStore, PageTable
+from ..ops.types import PageStore, PageTable
 from ..spec import CacheSpec
 from . import parameters
 from .group import GroupState
-from .tables import PartKey
 
 
 @dataclass(frozen=True)
@@ -57,14 +56,6 @@ class LayerStores:
             place.index, self._shared[place.layer] if packed else {}, self._turns.get(place.layer) if packed else None
         )
 
-    def low_store(self, place: Place, pool: str) -> LowStore:
-        return self.groups[place.group].pools[pool].store(place.index, {})
-
-    def low_stores(self, place: Place, planes: int) -> tuple[LowStore, ...]:
-        """Stores of the planes that a page of tier `planes` has: those of the oldest tiers, the oldest first."""
-        names = self.groups[place.group].group.low_pools
-        return tuple(self.low_store(place, name) for name in names[len(names) - planes :][::-1])
-
     def of_layer(self, layer: int, pool: str) -> PageStore:
         """A layer's pages of one pool."""
         return self.store(self.places[layer], pool)
@@ -83,7 +74,7 @@ class LayerStores:
         return k if order is None else torch.empty_like(k).index_copy_(-1, order, k)
 
     def dequantize(
-        self, layer: int, row: int, dtype: torch.dtype, tables: dict[PartKey, PageTable] | None = None
+        self, layer: int, row: int, dtype: torch.dtype, tables: dict[str, PageTable] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [tokens, H, D] that a sequence holds, in token order; those of `tables`, or all."""
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -93,17 +84,12 @@ class LayerStores:
             [torch.zeros(0, g.num_kv_heads, d, dtype=dtype, device=self.device)] for d in (g.head_dim, g.value_head_dim)
         )
         found = []
-        for (pool, planes), table in (self.groups[place.group].tables() if tables is None else tables).items():
-            store, low, its = (
-                self.store(place, pool),
-                self.low_stores(place, planes),
-                slice(table.indptr[row], table.indptr[row + 1]),
-            )
+        for pool, table in (self.groups[place.group].tables() if tables is None else tables).items():
+            store, its = self.store(place, pool), slice(table.indptr[row], table.indptr[row + 1])
             if its.start == its.stop:
                 continue
-            fine = [(x.gather(ids[its]), x.layout) for x, ids in zip(low, table.low, strict=True)]
             k, v = dequantize_pages(
-                store.gather(table.page_ids[its]), store.layout, store.static, dtype, fine, table.starts[its]
+                store.gather(table.page_ids[its]), store.layout, store.static, dtype, starts=table.starts[its]
             )
             pages = zip(table.starts[its], table.lengths[its], k, v, strict=True)
             found += [(int(start), x[:, :n].transpose(0, 1), y[:, :n].transpose(0, 1)) for start, n, x, y in pages]

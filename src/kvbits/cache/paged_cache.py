@@ -27,7 +27,6 @@ from ..ops.types import PageStore
 from ..spec import MOST_TOKENS, CacheSpec, whole
 from . import capacity, explain, parameters, saved, serialize, swap
 from .arrivals import Arrivals
-from .budget import Budget
 from .device_decode import DeviceDecode
 from .explain import Explanation
 from .group import GroupState
@@ -50,8 +49,6 @@ class PagedCache:
         device: where pages live; queries, keys and values must be there too.
         static: calibrated parameters per layer (`Calibration.static`), needed by schemes with `needs_calibration`.
         backend: "auto", or force one ("reference", "cpu", "cuda") for every op that has it.
-        budget: bytes, or a text like "2GB", that a growing cache may take: as it fills, pages give back low planes
-            (`budget.Budget`); for schemes with tiers.
 
     Raises:
         UnsupportedError: chunked layers on a GPU.
@@ -79,7 +76,6 @@ class PagedCache:
         device: torch.device | str = "cpu",
         static: list[dict[str, torch.Tensor]] | None = None,
         backend: str = "auto",
-        budget: int | str | None = None,
     ) -> None:
         self.built_for = capacity.checked(batch_size, max_tokens)
         parameters.check(spec, static)
@@ -99,16 +95,11 @@ class PagedCache:
         self.held_groups: list[GroupState] = []
         # refuses what cannot be before anything is allocated
         self._stores = LayerStores(spec, self.held_groups, self.static, self.device)
-        if budget is not None and self.built_for != (None, None):
-            raise SpecError(
-                "a budget is for a cache that grows, max_tokens and batch_size fix a capacity; give one of them"
-            )
-        self.budget = None if budget is None else Budget(budget, spec)
-        self.held_groups += capacity.allocate(spec, *self.built_for, self.device, self.budget)
+        self.held_groups += capacity.allocate(spec, *self.built_for, self.device)
         self._inputs = InputCheck(spec, self.device)
         self._layers = LayerRunner(self._stores, backend, self.saturated)
         self.arrivals = Arrivals(len(spec.layers), self.device)
-        self._passes = Passes(self._stores, backend, self.saturated, self.budget, self.arrivals)
+        self._passes = Passes(self._stores, backend, self.saturated, self.arrivals)
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -179,7 +170,6 @@ class PagedCache:
         """
         ops = {str(c) for c in self._layers.choices.values()} | self._passes.switch.explain()
         notes = [f"Python plans each new token, which is slower: {self.led_by_host}"] if self.led_by_host else []
-        notes += [] if self.budget is None else self.budget.notes(self.groups)
         return explain.facts(self.spec, self.groups, self.built_for, self.saturated, ops, notes)
 
     # -- forward passes ---------------------------------------------------------------------------------------------
@@ -202,10 +192,9 @@ class PagedCache:
         try:
             self._passes.begin(batch_size, num_tokens, valid)
         except PoolFullError as error:
-            most = None if self.budget is None else self.budget.nbytes
             room = None if self.max_tokens is None else self.spec.room(self.max_tokens)
             raise PoolFullError(
-                explain.full(self.built_for, self.groups, batch_size, num_tokens, str(error), most, room)
+                explain.full(self.built_for, self.groups, batch_size, num_tokens, str(error), room)
             ) from None
 
     @property
@@ -414,18 +403,18 @@ class PagedCache:
         for row, n in enumerate(wanted := lengths_of(lengths, self.seq_lens)):
             for g in self.groups:
                 g.check_crop(row, n)
-        with self.change("crop()"):
+        with self.change("crop()") as undo:
             for g in self.held_groups:
                 g.keep_past = False
                 for row, n in enumerate(wanted):
                     g.crop(row, n)
-                g.settle()
+            self._layers.recode([g.settle() for g in self.held_groups], undo)
 
     def keep_past(self) -> None:
         """Prepare for tokens that may be taken back, until the next `crop`.
 
         Sliding-window layers keep everything (a fixed capacity has no room for that: prompts longer than their window
-        need a cache that grows), tiers keep the planes that newer tokens push out, and (in a cache without a fixed
+        need a cache that grows), tiers keep the pages that newer tokens push out, and (in a cache without a fixed
         capacity) up to a page of new tokens closes nothing: taking back that many leaves exactly what was there before.
         """
         with self.change("keep_past()"):
@@ -436,12 +425,13 @@ class PagedCache:
         """Give one sequence tiers of its own sizes, from now on.
 
         Args:
-            tiers: tokens of each tier of the scheme, youngest first, in whole pages. Smaller: planes go back to their
-                pool at once. Larger: pages that lost a plane do not get it back; newer ones keep theirs longer.
+            tiers: tokens of each tier of the scheme, youngest first, in whole pages. Smaller: pages leave their tier at
+                once. Larger: pages that left a tier do not return; newer ones stay longer.
             residual_length: newest tokens that stay raw; None leaves it.
 
         Raises:
             SpecError: sizes that cannot be, or another number of tiers than the scheme has.
+            PoolFullError: a fixed capacity has no room for the pages that leave a tier. Nothing changed.
         """
         self._passes.require_none("set_tiers")
         (row,) = self._rows([row])
@@ -455,14 +445,13 @@ class PagedCache:
             tiers=tuple(dataclasses.replace(t, num_tokens=n) for t, n in zip(scheme.tiers, tiers, strict=True)),
             residual_length=scheme.residual_length if residual_length is None else residual_length,
         )
-        with self.change("set_tiers()"):
+        with self.change("set_tiers()") as undo:
+            steps = []
             for g in self.held_groups:
                 sized = dataclasses.replace(g.group, tiers=wanted.tiers if g.group.tiers else ())
-                g.set_tiers(
-                    row,
-                    list(sized.boundaries),
-                    g.sequences[row].residual_length if residual_length is None else residual_length,
-                )
+                length = g.sequences[row].residual_length if residual_length is None else residual_length
+                steps.append(g.set_tiers(row, list(sized.boundaries), length))
+            self._layers.recode(steps, undo)
 
     def closed_pages(self, row: int) -> list[list[int]]:
         """Per layer group, the positions of the first tokens of the closed pages that a sequence holds."""
@@ -548,8 +537,8 @@ class PagedCache:
         """
         self._passes.require_none("swap_in")
         (row,) = self._rows([row])
-        with self.change("swap_in()") as undo:
-            swap.swap_in(self.held_groups, row, swapped, self.spec, self.static, self.budget, undo)
+        with self.change("swap_in()"):
+            swap.swap_in(self.held_groups, row, swapped, self.spec, self.static)
 
     def save(self, path: str | Path) -> None:
         """Write all sequences to a file, whole or not at all (see `cache.serialize`).
@@ -561,7 +550,7 @@ class PagedCache:
         self._passes.require_none("save")
         self.require_same_model()
         facts = self.spec, self.static, self.built_for, self.saturated, self.made_for
-        serialize.save(serialize.Contents(*facts, self.groups, self.budget), path)
+        serialize.save(serialize.Contents(*facts, self.groups), path)
 
     def require_same_model(self) -> None:
         """Refuse to write pages that another model may have filled than `made_for` names.
@@ -587,7 +576,7 @@ class PagedCache:
         spec: CacheSpec | None = None,
         grow: bool = False,
     ) -> PagedCache:
-        """The cache that `save` wrote: equal bytes, equal sharing, equal capacity or budget, or with `grow` none.
+        """The cache that `save` wrote: equal bytes, equal sharing, equal capacity, or with `grow` none.
 
         `spec` refuses a file of another spec.
 
@@ -596,8 +585,7 @@ class PagedCache:
                 says which.
         """
         with saved.opened(path, device, spec) as file:
-            budget = None if grow else file.budget
-            cache = cls(file.spec, device=device, static=file.static, backend=backend, budget=budget)
+            cache = cls(file.spec, device=device, static=file.static, backend=backend)
             file.fill(cache.held_groups, grow)
             cache.built_for = (None, None) if grow else file.built_for
             cache.saturated[:] = file.saturated

@@ -24,7 +24,6 @@ from ..later import Findings, upload
 from ..ops.types import SlotMapping
 from . import explain
 from .arrivals import Arrivals
-from .budget import Budget, OverBudgetError
 from .device_decode import DecodeSwitch, DeviceDecode
 from .group import GroupState, Snapshot
 from .layer_stores import LayerStores
@@ -49,15 +48,12 @@ class Undo:
         first: called before anything is taken back: ends what still writes into pages.
     """
 
-    def __init__(
-        self, what: str, groups: list[GroupState], budget: Budget | None, saturated: list[dict[str, int]]
-    ) -> None:
+    def __init__(self, what: str, groups: list[GroupState], saturated: list[dict[str, int]]) -> None:
         self.what, self.thread = what, threading.get_ident()
         self.before = [g.snapshot() for g in groups]
         self.overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.first: Callable[[], None] | None = None
-        self._groups, self._budget, self._counted = groups, budget, saturated
-        self._given_back = [] if budget is None else budget.given_back[:]
+        self._groups, self._counted = groups, saturated
         self._saturated = [dict(s) for s in saturated]
 
     def take_back(self) -> None:
@@ -68,8 +64,6 @@ class Undo:
             page.copy_(was)
         for g, before in zip(self._groups, self.before, strict=True):
             g.restore(before)
-        if self._budget is not None:
-            self._budget.given_back[:] = self._given_back
         self._counted[:] = [dict(s) for s in self._saturated]
 
 
@@ -198,7 +192,6 @@ class Passes:
         stores: the pages of all layers, which every pass goes through.
         backend: "auto", or the one that every op was forced to.
         saturated: of every layer, what its passes count; put back when one is taken back.
-        budget: bytes that all pools share, or None.
         arrivals: pages that a layer may have to wait for.
 
     Attributes:
@@ -210,15 +203,9 @@ class Passes:
         stores: LayerStores,
         backend: str,
         saturated: list[dict[str, int]],
-        budget: Budget | None,
         arrivals: Arrivals,
     ) -> None:
-        self._groups, self._layers, self._saturated, self._budget = (
-            stores.groups,
-            frozenset(stores.places),
-            saturated,
-            budget,
-        )
+        self._groups, self._layers, self._saturated = stores.groups, frozenset(stores.places), saturated
         self.switch = DecodeSwitch(stores, backend, saturated)
         self._arrivals = arrivals
         self._now = _Now()
@@ -244,7 +231,7 @@ class Passes:
             ends_pass: the pass under way is over with it.
         """
         self.heal()
-        now, undo = self._now, Undo(what, self._groups, self._budget, self._saturated)
+        now, undo = self._now, Undo(what, self._groups, self._saturated)
         self._now = now._replace(undo=undo)
         try:
             yield undo
@@ -294,7 +281,7 @@ class Passes:
         self.switch.raise_found()
         self._refuse(batch_size, num_tokens)
         if num_tokens == 1 and (device := self.switch.begin(valid)) is not None:
-            undo = Undo("a token", [], None, self._saturated)
+            undo = Undo("a token", [], self._saturated)
             f = Forward(
                 1,
                 [1] * batch_size,
@@ -321,7 +308,7 @@ class Passes:
             torch.arange(1, num_tokens + 1, device="cpu").expand(batch_size, -1) if valid is None else valid.cumsum(1)
         )
         with self.change("planning a forward pass") as undo:
-            lengths, steps = self._with_room(counts, num_tokens > 1, undo)
+            lengths, steps = self._advance(counts, num_tokens > 1, undo.before)
             positions = torch.tensor(lengths, device="cpu")[:, None] + ranks - 1
             if valid is not None:
                 positions = positions.masked_fill(~valid, -1)
@@ -350,27 +337,6 @@ class Passes:
                 f" {explain.other_batch(held, batch_size)}"
             )
 
-    def _with_room(self, counts: list[int], history_first: bool, undo: Undo) -> tuple[list[int], list[Step]]:
-        """`_advance`, with low planes given back until a budget has room for it."""
-        if self._budget is None:
-            return self._advance(counts, history_first, undo.before)
-        checked = False
-        while True:
-            before = [g.snapshot() for g in self._groups]
-            try:
-                return self._advance(counts, history_first, before)
-            except OverBudgetError as error:
-                self._restore(before)
-                if not checked:
-                    before = [g.snapshot() for g in self._groups]
-                    least = sum(g.least(counts, history_first) for g in self._groups)
-                    self._restore(before)
-                    self._budget.require_room(least)
-                    self._budget.trim(self._groups, undo.before)
-                    checked = True
-                elif not self._budget.make_room(self._groups, undo.before, counts, error.needed):
-                    raise
-
     def _advance(self, counts: list[int], history_first: bool, before: list[Snapshot]) -> tuple[list[int], list[Step]]:
         """Lengths before, and steps of the groups."""
         for g in self._groups:
@@ -379,9 +345,7 @@ class Passes:
         steps = [g.advance(counts, history_first) for g in self._groups]
         for step, was in zip(steps, before, strict=True):
             allocators = {name: pool.allocator for name, pool in was.pools.items()}
-            step.reused = [
-                (pool, i) for pool, i in step.taken if i < allocators[pool].capacity and allocators[pool].count(i)
-            ]
+            step.reused = was.reused(step)
             # the last of those that shared a page writes where others, which let go of it in this step, had tokens
             for pool in ("sink", "tail"):
                 if shared := allocators[pool].shared():
@@ -390,10 +354,6 @@ class Passes:
                         (pool, i) for i in sorted({w.page_id for w in step.writes if w.pool == pool} & shared - taken)
                     ]
         return lengths, steps
-
-    def _restore(self, before: list[Snapshot]) -> None:
-        for g, was in zip(self._groups, before, strict=True):
-            g.restore(was)
 
     def arrive(self, layer: int, batch_size: int, num_tokens: int) -> Forward:
         """The pass under way, which a layer with so many tokens comes to.

@@ -12,13 +12,13 @@ from __future__ import annotations
 import copy
 import mmap
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import CacheError, PoolFullError, counted
-from ..ops.types import LowStore, PageStore
-from ..spec import LayerGroup, LowLayout, PageLayout
+from ..ops.types import PageStore
+from ..spec import LayerGroup
 from .allocator import Allocator
 
 HUGE_PAGE = 2 << 20
@@ -45,30 +45,10 @@ def allocate_slab(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class PoolBefore(NamedTuple):
-    """A pool as it was.
-
-    Attributes:
-        slabs: those that were let go of since lie on the host.
-        saved: bytes of ids that were given back since, whose places may be written over: number of the slab, place in
-            it, bytes on the host.
-    """
+    """A pool as it was."""
 
     allocator: Allocator
     slabs: list[torch.Tensor]
-    saved: list[tuple[int, int, torch.Tensor]]
-
-
-class Shared(Protocol):
-    """Bytes that several pools take from (`budget.Budget`)."""
-
-    pools: Any
-    """Those that share it, weakly."""
-
-    def granted(self, pool: Any, missing: int, wanted: int) -> int:
-        """How many ids a pool may add."""
-
-    def most_ids(self, pool: Any) -> int:
-        """Ids of the largest slab that it takes at once."""
 
 
 class Pool:
@@ -76,26 +56,18 @@ class Pool:
 
     Args:
         capacity: ids for ever (PoolFullError past them), or None to grow.
-        budget: bytes that a growing pool shares with others, or None.
     """
 
-    def __init__(
-        self, group: LayerGroup, name: str, capacity: int | None, device: torch.device, budget: Shared | None = None
-    ) -> None:
+    def __init__(self, group: LayerGroup, name: str, capacity: int | None, device: torch.device) -> None:
         self.name = name
-        self.layout: PageLayout | LowLayout = (
-            group.low_layouts[name] if name in group.low_layouts else group.layouts[name]
-        )
+        self.layout = group.layouts[name]
         self.num_layers = len(group.layers)
         self.block_bytes = group.block_bytes(name)
         self.fixed_capacity = capacity
         self.device = device
         self.allocator = Allocator()
         self.slabs: list[torch.Tensor] = []
-        self._stores: dict[int, PageStore | LowStore] = {}
-        self.budget = budget
-        if budget is not None:
-            budget.pools.add(self)
+        self._stores: dict[int, PageStore] = {}
         if capacity:
             self._add(capacity)
 
@@ -131,90 +103,19 @@ class Pool:
                 f" {self.fixed_capacity}; crop or reset it, free sequences, or build it with a larger max_tokens or"
                 " batch_size (or without them, to let it grow; a saved one, with load(.., grow=True))"
             )
-        wanted = max(missing, self.allocator.capacity // GROWTH)
-        if self.budget is None:
-            self._add(wanted)
-            return
-        wanted, most = self.budget.granted(self, missing, wanted), self.budget.most_ids(self)
-        for first in range(0, wanted, most):
-            self._add(min(most, wanted - first))
-
-    def spare_slab(self) -> int | None:
-        """The slab with the fewest ids in use, if these find room in the others; None if not."""
-        used = self._used()
-        free = self.allocator.num_free
-        at = min(range(len(used)), key=used.__getitem__, default=None)
-        return at if at is not None and self.slabs[at].shape[0] <= free else None
-
-    def _used(self) -> list[int]:
-        """Ids in use of each slab."""
-        found, first = [], 0
-        for slab in self.slabs:
-            found.append(sum(self.allocator.count(i) > 0 for i in range(first, first + slab.shape[0])))
-            first += slab.shape[0]
-        return found
-
-    @torch.inference_mode(False)  # as above: slabs come and go
-    def drop_slab(self, at: int, before: PoolBefore) -> list[int]:
-        """Let go of a slab: what it holds moves to free places of the others, whose ids close the gap.
-
-        Args:
-            before: keeps what `restore` needs of it.
-
-        Returns:
-            The new id of every old one.
-        """
-        first = sum(s.shape[0] for s in self.slabs[:at])
-        gone = range(first, first + self.slabs[at].shape[0])
-        free = [i for i in range(self.allocator.capacity) if i not in gone and not self.allocator.count(i)]
-        to = list(range(self.allocator.capacity))
-        for old in gone:
-            if self.allocator.count(old):
-                to[old] = free.pop(0)
-                self.block(to[old]).copy_(self.block(old))
-        to = [i - len(gone) if i >= gone.stop else i for i in to]
-        for i, slab in enumerate(before.slabs):
-            if slab is self.slabs[at]:
-                before.slabs[i] = slab.cpu()
-        self.allocator = self.allocator.renumbered(to, self.allocator.capacity - len(gone))
-        del self.slabs[at]
-        self._stores.clear()
-        return to
+        self._add(max(missing, self.allocator.capacity // GROWTH))
 
     def snapshot(self) -> PoolBefore:
-        return PoolBefore(self.allocator.clone(), self.slabs[:], [])
+        return PoolBefore(self.allocator.clone(), self.slabs[:])
 
-    def save(self, page_id: int, before: PoolBefore) -> None:
-        """Keep the bytes of an id that was given back, as long as they are what they were."""
-        for slab in self.slabs:
-            if page_id < slab.shape[0]:
-                found = [
-                    (i, page_id, slab[page_id].to("cpu", copy=True))
-                    for i, was in enumerate(before.slabs)
-                    if was is slab
-                ]
-                before.saved.extend(found)
-                return
-            page_id -= slab.shape[0]
-
-    @torch.inference_mode(False)
     def restore(self, before: PoolBefore) -> None:
-        """Put back what `snapshot` took: slabs that came since go, those that went come back."""
-        for i, place, was in reversed(before.saved):
-            before.slabs[i][place].copy_(was)
-        self._stores, self.slabs = {}, []
-        self.slabs = [slab.to(self.device) for slab in before.slabs]
-        self.allocator = before.allocator
+        """Put back what `snapshot` took: slabs that came since go."""
+        self._stores, self.slabs, self.allocator = {}, before.slabs[:], before.allocator
 
-    def store(self, layer: int, static: dict[str, torch.Tensor], turn: torch.Tensor | None = None) -> Any:
-        """The pages of one layer (its index inside the group): a PageStore, or a LowStore in a pool of low planes."""
+    def store(self, layer: int, static: dict[str, torch.Tensor], turn: torch.Tensor | None = None) -> PageStore:
+        """The pages of one layer (its index inside the group)."""
         if layer not in self._stores:
-            slabs = tuple(s[:, layer] for s in self.slabs)
-            self._stores[layer] = (
-                LowStore(self.layout, slabs)
-                if isinstance(self.layout, LowLayout)
-                else PageStore(self.layout, slabs, static, turn)
-            )
+            self._stores[layer] = PageStore(self.layout, tuple(s[:, layer] for s in self.slabs), static, turn)
         return self._stores[layer]
 
     def block(self, page_id: int) -> torch.Tensor:
@@ -244,7 +145,6 @@ class Pool:
         new = copy.copy(self)
         memo[id(self)] = new
         new.allocator = copy.deepcopy(self.allocator, memo)
-        new.budget = copy.deepcopy(self.budget, memo)
         new.slabs = [allocate_slab(s.numel(), self.device).copy_(s.flatten()).view(s.shape) for s in self.slabs]
         new._stores = {}
         return new

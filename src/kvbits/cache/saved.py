@@ -25,7 +25,6 @@ from ..files import find
 from ..spec import CacheSpec
 from . import blob, parameters
 from .blob import Header, Identity, Kind, Table
-from .budget import Budget
 from .group import GroupState
 from .pool import Pool
 from .sequence import Sequence
@@ -45,7 +44,6 @@ class SavedCache:
         spec, saturated, made_for: as in `Contents`.
         static: as in `Contents`, on the device that the file was opened for; None where the scheme needs none.
         built_for: as in `Contents`.
-        budget: bytes of it, or None.
     """
 
     def __init__(
@@ -57,9 +55,6 @@ class SavedCache:
         if not isinstance(self.made_for, (str, type(None))):
             raise ValueError(f"made_for is {self.made_for!r}")
         self.built_for = _built_for(about["built_for"])
-        self.budget, self._given_back = _budget(about.get("budget"), spec)
-        if self.budget is not None and any(n is not None for g in about["groups"] for n in g["capacity"].values()):
-            raise ValueError("a fixed capacity beside a budget")
         self.saturated = _saturated(about["saturated"], len(spec.layers))
         self.static = self._read_static()
         self._identity = Identity.of(spec, self.made_for, blob.calibration_id(self.static or ()))
@@ -84,8 +79,6 @@ class SavedCache:
                 f"{self._path} is truncated, or has contents that cannot be: it lists {held} bytes of pages and has"
                 f" {size} in all"
             )
-        if not grow and self.budget is not None and held > self.budget:
-            raise ValueError(f"it holds {held} bytes of pages, past its budget of {self.budget}")
         fixed = [
             g.group.block_bytes(name) * n
             for g, s in zip(groups, described, strict=True)
@@ -107,14 +100,10 @@ class SavedCache:
             _check(group, pages)
         if len({tuple(s.length for s in g.sequences) for g in groups}) != 1:
             raise ValueError("layers disagree about the sequences' lengths")
-        budget = next((pool.budget for group in groups for pool in group.pools.values()), None)
-        if isinstance(budget, Budget):
-            budget.pools.clear()
-            budget.given_back = self._given_back
         for group, saved, pages in zip(groups, described, counts, strict=True):
             for name, pool in group.pools.items():
                 group.pools[name] = pool = Pool(
-                    group.group, name, None if grow else saved["capacity"][name], pool.device, budget
+                    group.group, name, None if grow else saved["capacity"][name], pool.device
                 )
                 pool.reserve(pages[name])
             _hold(group, pages)
@@ -362,16 +351,6 @@ def _built_for(stated: list[int | None]) -> tuple[int | None, int | None]:
     return batch_size, max_tokens
 
 
-def _budget(stated: dict[str, Any] | None, spec: CacheSpec) -> tuple[int | None, list[int]]:
-    """Bytes of the budget that the saved cache had, and the planes that it gave back."""
-    if stated is None:
-        return None, []
-    nbytes, given_back = stated["nbytes"], stated["given_back"]
-    if type(nbytes) is not int or len(given_back) != len(spec.scheme.tiers) or not all(map(_count, given_back)):
-        raise ValueError(f"budget is {stated!r}")
-    return nbytes, list(given_back)
-
-
 def _saturated(stated: list[dict[str, int]], layers: int) -> list[dict[str, int]]:
     if len(stated) != layers or not all(_count(s[kind]) for s in stated for kind in "kv"):
         raise ValueError("saturated is not a count of keys and values for every layer")
@@ -389,27 +368,14 @@ def _check(group: GroupState, num_pages: dict[str, int]) -> None:
         sinks = min(s.length, g.num_sink_tokens) if s.sink else 0
         numbers = [s.length, s.released, s.dropped, s.speculated, s.closed_since, s.residual_length, *s.sink]
         numbers += [*s.tail, *s.tail_lengths, *s.closed_lengths, *(n for n in s.closed if n is not None)]
-        numbers += [*s.boundaries, *s.lost, *(n for planes in s.low for n in planes if n is not None)]
-        lists = [s.sink, s.closed, s.closed_lengths, s.tail, s.tail_lengths, s.boundaries, s.lost, s.low, *s.low]
+        numbers += [*s.boundaries, *s.lost, *s.young]
+        lists = [s.sink, s.closed, s.closed_lengths, s.tail, s.tail_lengths, s.boundaries, s.lost, s.young]
         if not all(_count(n) for n in numbers) or not all(type(x) is list for x in lists) or len(s.sink) > 1:
             raise ValueError(f"page lists of sequence {row} hold something else than counts")
-        if not len(s.low) == len(s.boundaries) == len(s.lost) == len(g.tiers) or any(
-            len(planes) != len(s.closed) for planes in s.low
-        ):
-            raise ValueError(
-                f"low planes of sequence {row} do not fit its {len(s.closed)} closed pages and the scheme's"
-                f" {len(g.tiers)} tiers"
-            )
-        if any(
-            young is not None and old is None
-            for a, b in itertools.pairwise(s.low)
-            for young, old in zip(a, b, strict=True)
-        ):
-            raise ValueError(f"a page of sequence {row} has a plane without the one that it refines")
-        if any(
-            page is None and plane is not None for planes in s.low for page, plane in zip(s.closed, planes, strict=True)
-        ):
-            raise ValueError(f"a page of sequence {row} that was dropped has a plane")
+        if not len(s.young) == len(s.boundaries) == len(s.lost) == len(g.tiers):
+            raise ValueError(f"sequence {row} has other tiers than the {len(g.tiers)} of the scheme")
+        if s.young != sorted(s.young) or any(n > len(s.closed) for n in s.young):
+            raise ValueError(f"tiers of sequence {row} do not fit its {len(s.closed)} closed pages")
         if any(i >= num_pages[name] for name, ids in s.pages().items() for i in ids):
             raise ValueError(f"sequence {row} names a page that is not in the file")
         if any(

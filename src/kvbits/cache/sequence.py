@@ -1,10 +1,10 @@
 """Pages of one sequence in one layer group: integers only.
 
-A sequence is three runs of pages, in token order: the sink page, closed pages, tail pages. Closed pages of a young tier
-hold low planes beside them (`tiers` says which).
+A sequence is three runs of pages, in token order: the sink page, closed pages, tail pages. Closed pages are in the pool
+of their tier, oldest first; the newest ones are in the youngest tier.
 
-    [ sinks | closed | closed | ... | tail | tail ]
-      raw     quantized once          raw, newest tokens
+    [ sinks | closed .. | tier1 .. | tier0 .. | tail | tail ]
+      raw     quantized, by age                 raw, newest tokens
 
 Where tokens are quantized as they come (`Scheme.token_local`), as where all stay raw, nothing closes: the tail holds
 them all.
@@ -12,13 +12,13 @@ them all.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..spec import LayerGroup
-from .tiers import Planes
 
 
 @dataclass
@@ -30,24 +30,24 @@ class Sequence:
     Attributes:
         closed: pages in token order; None where a page was dropped: its tokens still count, and later ones keep their
             positions.
-        low: per tier, parallel to `closed`: the page of the tier's low plane, or None.
-        boundaries: low planes that each tier may hold, in pages (see `tiers`).
+        young: per tier, youngest first: how many of the closed pages, the newest ones, are in it or in a younger one.
+        boundaries: most that `young` may be.
         residual_length: newest tokens that stay raw.
         dropped: closed pages that left in front (sliding windows).
         speculated: tokens that came since `keep_past`.
         closed_since: pages closed since `keep_past`.
-        lost: per tier, 1 + the number (counted from the first page that ever closed) of the newest page demoted since
-            `keep_past`; 0 for none.
+        lost: per tier, 1 + the number (counted from the first page that ever closed) of the newest page that left it
+            since `keep_past`; 0 for none.
     """
 
     length: int = 0
     released: int = 0
     sink: list[int] = field(default_factory=list)  # at most one page
-    closed: Planes = field(default_factory=list)
+    closed: list[int | None] = field(default_factory=list)
     closed_lengths: list[int] = field(default_factory=list)
     tail: list[int] = field(default_factory=list)
     tail_lengths: list[int] = field(default_factory=list)
-    low: list[Planes] = field(default_factory=list)
+    young: list[int] = field(default_factory=list)
     boundaries: list[int] = field(default_factory=list)
     residual_length: int = 0
     dropped: int = 0
@@ -60,7 +60,7 @@ class Sequence:
         """A sequence of no tokens, with the tiers that the scheme says."""
         tiers = len(group.tiers)
         return cls(
-            low=[[] for _ in range(tiers)],
+            young=[0] * tiers,
             boundaries=list(group.boundaries),
             residual_length=group.residual_length,
             lost=[0] * tiers,
@@ -70,22 +70,35 @@ class Sequence:
     def tail_tokens(self) -> int:
         return sum(self.tail_lengths)
 
+    def tier_of(self, index: int) -> int:
+        """Tier of a closed page: 0 for the youngest, `len(young)` for pages older than all tiers."""
+        return bisect.bisect_right(self.young, len(self.closed) - 1 - index)
+
+    def pool_of(self, index: int) -> str:
+        """Pool of a closed page."""
+        return pool_name(self.tier_of(index), len(self.young))
+
+    def runs(self) -> dict[str, slice]:
+        """Where the pages of each pool are among the closed ones."""
+        edges = [0, *(len(self.closed) - n for n in reversed(self.young)), len(self.closed)]
+        tiers = range(len(self.young), -1, -1)
+        return {
+            pool_name(tier, len(self.young)): slice(*ends)
+            for tier, ends in zip(tiers, itertools.pairwise(edges), strict=True)
+        }
+
     def pages(self) -> dict[str, list[int]]:
         """Ids held of each pool, in token order."""
-        runs = {"closed": self.closed} | {f"low{i}": planes for i, planes in enumerate(self.low)}
         return {"sink": self.sink, "tail": self.tail} | {
-            name: [page for page in run if page is not None] for name, run in runs.items()
+            name: [page for page in self.closed[run] if page is not None] for name, run in self.runs().items()
         }
 
     def renumber(self, pool: str, ids: Iterable[int]) -> None:
         """Put other ids in the place of those of `pages()[pool]`."""
         new = iter(ids)
-        held: Any = (
-            self.low[int(pool[3:])]
-            if pool.startswith("low")
-            else {"sink": self.sink, "closed": self.closed, "tail": self.tail}[pool]
-        )
-        held[:] = [None if page is None else next(new) for page in held]
+        held: Any = {"sink": self.sink, "tail": self.tail}.get(pool, self.closed)
+        run = self.runs().get(pool, slice(None))
+        held[run] = [None if page is None else next(new) for page in held[run]]
 
     def closed_starts(self, num_sink_tokens: int) -> list[int]:
         """Position of the first token of each closed page; also while a step moves the length."""
@@ -103,5 +116,9 @@ class Sequence:
     def clone(self) -> Sequence:
         new = Sequence.__new__(Sequence)  # once a sequence and forward pass
         new.__dict__ = {name: x[:] if type(x) is list else x for name, x in self.__dict__.items()}
-        new.low = [planes[:] for planes in self.low]
         return new
+
+
+def pool_name(tier: int, num_tiers: int) -> str:
+    """Pool of a tier's closed pages; "closed" has those older than all tiers."""
+    return "closed" if tier == num_tiers else f"tier{tier}"

@@ -27,10 +27,9 @@ import torch
 from ..files import whole
 from ..ops.reference.dequantize import section
 from ..quant.packing import row_positions
-from ..spec import CacheSpec, LowLayout, PageLayout
+from ..spec import CacheSpec, PageLayout
 from . import blob
 from .blob import Identity, Kind, Page
-from .budget import Budget
 from .group import GroupState
 
 FILE_VERSION = 4
@@ -49,7 +48,6 @@ class Contents:
         saturated: per layer, elements of keys and values that were clamped.
         made_for: fingerprint of the model whose keys and values these are; None if nobody said.
         groups: page lists and pages.
-        budget: bytes that the pools share, or None.
     """
 
     spec: CacheSpec
@@ -58,7 +56,6 @@ class Contents:
     saturated: list[dict[str, int]]
     made_for: str | None
     groups: list[GroupState]
-    budget: Budget | None = None
 
 
 def save(contents: Contents, path: str | Path) -> None:
@@ -159,14 +156,10 @@ def _describe(contents: Contents, numbers: list[dict[str, dict[int, int]]]) -> d
             for name, x in sorted(tensors.items())
         ],
         "groups": groups,
-    } | (
-        {}
-        if contents.budget is None
-        else {"budget": {"nbytes": contents.budget.nbytes, "given_back": contents.budget.given_back}}
-    )
+    }
 
 
-def shown_part(block: torch.Tensor, layout: PageLayout | LowLayout, shown: int) -> torch.Tensor:
+def shown_part(block: torch.Tensor, layout: PageLayout, shown: int) -> torch.Tensor:
     """A page [layers, H, head_bytes] with zeros where no sequence shows its slots: tokens of sequences freed long ago,
     or what lay there before there were pages. Itself where all are shown.
     """
@@ -184,7 +177,7 @@ def shown_part(block: torch.Tensor, layout: PageLayout | LowLayout, shown: int) 
     return block
 
 
-def blank(block: torch.Tensor, layout: PageLayout | LowLayout) -> torch.Tensor:
+def blank(block: torch.Tensor, layout: PageLayout) -> torch.Tensor:
     """A page [layers, H, head_bytes] with zeros between and behind its sections, where nobody ever writes. Itself where
     sections fill it.
     """

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..ops.types import PageTable
-from .tables import PartKey
 
 
 class Run(NamedTuple):
@@ -33,6 +32,21 @@ class Run(NamedTuple):
         )
 
 
+class Move(NamedTuple):
+    """A closed page leaves its tier.
+
+    Attributes:
+        place: among the closed pages of its sequence.
+        source, page_id: its pool and page so far.
+        target: its pool from now on.
+    """
+
+    place: int
+    source: str
+    page_id: int
+    target: str
+
+
 class Cut(NamedTuple):
     """Where the new tokens of a row go: sinks | pages that close | tail.
 
@@ -43,7 +57,7 @@ class Cut(NamedTuple):
         sinks: fresh tokens for the sink page; None for none.
         pages: one run of page_size tokens for each page that closes.
         sources: the tail pages that hold what waited of `pages`, one for each page that has any.
-        num_low: per tier, how many of `pages`, the newest, get its low plane.
+        moves: closed pages that leave their tier.
         tail: what stays in the tail, then fresh tokens for it.
     """
 
@@ -51,7 +65,7 @@ class Cut(NamedTuple):
     sinks: Run | None
     pages: list[Run]
     sources: list[int]
-    num_low: list[int]
+    moves: list[Move]
     tail: Run
 
 
@@ -59,17 +73,27 @@ class Cut(NamedTuple):
 class Close:
     """Quantize one page: `count` raw tokens of tail pages, then fresh tokens [fresh, fresh + page_size - count) of a
     batch row.
-
-    `low` are the pools and pages of its low planes, the coarsest first.
     """
 
     row: int
+    pool: str
     page_id: int
     tail: tuple[int, ...]
     count: int
     fresh: int
-    start: int  # position of the page's first token, for messages
-    low: tuple[tuple[str, int], ...] = ()
+    start: int  # position of the page's first token
+
+
+@dataclass(frozen=True)
+class Recode:
+    """Quantize a closed page again, in the format of the pool `target`."""
+
+    row: int
+    source: str
+    source_id: int
+    target: str
+    page_id: int
+    start: int  # position of the page's first token
 
 
 @dataclass(frozen=True)
@@ -94,7 +118,10 @@ class Write:
 class Step:
     """What every layer of the group does for one forward pass.
 
+    It is carried out in the order recodes, closes, copies, writes.
+
     Attributes:
+        recodes: pages of older tiers first, so that none is written over before it is read.
         copies: (pool, from id, to id).
         history: what queries read.
         taken: (pool, id) of every page the step allocates.
@@ -102,9 +129,10 @@ class Step:
             pages that were shared.
     """
 
+    recodes: list[Recode] = field(default_factory=list)
     closes: list[Close] = field(default_factory=list)
     copies: list[tuple[str, int, int]] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
-    history: dict[PartKey, PageTable] = field(default_factory=dict)
+    history: dict[str, PageTable] = field(default_factory=dict)
     taken: list[tuple[str, int]] = field(default_factory=list)
     reused: list[tuple[str, int]] = field(default_factory=list)

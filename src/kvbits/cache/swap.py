@@ -12,9 +12,7 @@ import torch
 
 from ..errors import CacheStateError, DataError, counted
 from ..spec import CacheSpec
-from .budget import Budget
 from .group import GroupState
-from .passes import Undo
 from .sequence import Sequence
 
 
@@ -80,8 +78,6 @@ def swap_in(
     swapped: SwappedSequence,
     spec: CacheSpec,
     static: list[dict[str, torch.Tensor]],
-    budget: Budget | None,
-    undo: Undo,
 ) -> None:
     """Copy a swapped sequence into pages of an empty row of a cache of this spec and calibration.
 
@@ -109,8 +105,6 @@ def swap_in(
             f"sequence {row} holds {counted(length, 'token')}; swap into an empty row, or free({row}) first"
         )
     sequences = [s.clone() for s in swapped.sequences]
-    if budget is not None:
-        budget.admit(groups, undo.before, sequences)
     for g, s, copies in zip(groups, sequences, swapped.pages, strict=True):
         for name, numbers in s.pages().items():
             pool = g.pools[name]

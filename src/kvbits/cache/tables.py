@@ -8,37 +8,33 @@ from typing import Any
 import numpy as np
 
 from ..ops.types import PageTable
-from .sequence import Sequence
-
-PartKey = tuple[str, int]
-"""A pool, and how many low planes (of the oldest tiers) its pages have: pages that attention reads alike."""
+from .sequence import Sequence, pool_name
 
 
-def of_closed(sequences: list[Sequence], num_tiers: int) -> dict[PartKey, PageTable]:
-    """Tables of the closed pages, one per tier that holds any; dropped pages are left out."""
+def of_closed(sequences: list[Sequence]) -> dict[str, PageTable]:
+    """Tables of the closed pages by pool, as far as there are any; dropped pages are left out."""
     whole = _table([(s.closed, s.closed_lengths, s.length - s.tail_tokens - sum(s.closed_lengths)) for s in sequences])
-    planes = [
-        np.array([-1 if x is None else x for s in sequences for x in s.low[i]], np.int64)
-        for i in reversed(range(num_tiers))
-    ]
-    tier = np.where(whole.page_ids >= 0, sum((x >= 0 for x in planes), np.zeros(whole.num_pages, np.int64)), -1)
-    found: dict[PartKey, PageTable] = {}
-    for k in range(num_tiers + 1):
+    num_tiers = len(sequences[0].young) if sequences else 0
+    tier = np.array([s.tier_of(i) for s in sequences for i in range(len(s.closed))], np.int64)
+    tier[whole.page_ids < 0] = -1
+    found: dict[str, PageTable] = {}
+    for k in range(num_tiers, -1, -1):
         keep = tier == k
         if keep.any():
             indptr = np.concatenate([[0], np.cumsum(keep)])[whole.indptr].astype(np.int32)
-            low = tuple(x[keep] for x in planes[:k])
-            found["closed", k] = PageTable(indptr, whole.page_ids[keep], whole.starts[keep], whole.lengths[keep], low)
+            found[pool_name(k, num_tiers)] = PageTable(
+                indptr, whole.page_ids[keep], whole.starts[keep], whole.lengths[keep]
+            )
     return found
 
 
-def of_open(sequences: list[Sequence], num_sink_tokens: int) -> dict[PartKey, PageTable]:
+def of_open(sequences: list[Sequence], num_sink_tokens: int) -> dict[str, PageTable]:
     """Tables of the pages that are filled token by token: sinks and tail, as far as there are any."""
-    found: dict[PartKey, PageTable] = {}
+    found: dict[str, PageTable] = {}
     if any(s.sink for s in sequences):
-        found["sink", 0] = _table([(s.sink, [min(s.length, num_sink_tokens)], 0) for s in sequences])
+        found["sink"] = _table([(s.sink, [min(s.length, num_sink_tokens)], 0) for s in sequences])
     if any(s.tail for s in sequences):
-        found["tail", 0] = _table([(s.tail, s.tail_lengths, s.length - s.tail_tokens) for s in sequences])
+        found["tail"] = _table([(s.tail, s.tail_lengths, s.length - s.tail_tokens) for s in sequences])
     return found
 
 

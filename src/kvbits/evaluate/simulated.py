@@ -126,8 +126,8 @@ class SimulatedCache(Cache):
     ) -> None:
         if spec.scheme.tiers:
             raise UnsupportedError(
-                f"scheme {spec.scheme.name!r} has tiers, whose pages lose bits as they age; only the packed cache does"
-                " that"
+                f"scheme {spec.scheme.name!r} has tiers, whose pages are quantized anew as they age; only the packed"
+                " cache does that"
             )
         parameters.check(spec, static)
         shared = parameters.shared(spec, static or [{} for _ in spec.layers], device)

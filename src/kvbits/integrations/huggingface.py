@@ -120,7 +120,6 @@ class KVCache(Closed, Cache):
         calibration: Calibration | str | Path | None = None,
         calibrate: bool = True,
         backend: str = "auto",
-        budget: int | str | None = None,
         dense: bool = False,
         made_for: str | None = None,
     ) -> KVCache:
@@ -135,7 +134,7 @@ class KVCache(Closed, Cache):
             model: a Transformers model that generates text. For one of encoder and decoder a `CrossKVCache` is
                 returned, whose pages hold the decoder's tokens.
             scheme: preset name (its groups are fitted to the model's head_dim), a `Scheme`, or a file of one
-                (`mine.json`; both taken as they are). None: `schemes.RECOMMENDED`, or with a budget `schemes.ELASTIC`.
+                (`mine.json`; both taken as they are). None: `schemes.RECOMMENDED`.
             max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given;
                 tokens are a number or a text like "8k", and are rounded up to whole pages (`explain()` says what they
                 hold). Without them the cache grows. Assisted decoding with sliding-window layers needs one that grows.
@@ -145,9 +144,6 @@ class KVCache(Closed, Cache):
                 parameters.
             calibrate: False takes what is kept and makes nothing.
             backend: "auto", or one backend for every op.
-            budget: bytes, or a text like "2GB", that the cache may take: it starts with 8 bits and gives back low
-                planes, the finest and oldest first, as it fills (docs/internals/tiers.md). For schemes with tiers, and
-                instead of `max_tokens`.
             dense: leave the model its own attention and hand it dense tensors, made of the pages one layer at a time:
                 for models that cannot attend over pages (their attention is their own code, or adds a bias). The same
                 bytes are stored; each pass costs time and the memory of one layer's tokens in 16 bits. Padding is
@@ -170,7 +166,7 @@ class KVCache(Closed, Cache):
         if (own := refuses(model.config)) is not None:
             raise UnsupportedError(f"{type(model).__name__} {own}; use the stock cache")
         if scheme is None:
-            scheme = schemes.RECOMMENDED if budget is None else schemes.elastic(layer_geometries(model.config))
+            scheme = schemes.RECOMMENDED
         if not isinstance(scheme, (str, Scheme)):
             raise SpecError(
                 f"scheme={scheme!r} is neither a preset name nor a Scheme; presets: {', '.join(schemes.PRESETS)}"
@@ -202,7 +198,6 @@ class KVCache(Closed, Cache):
             device=device,
             static=static,
             backend=backend,
-            budget=budget,
         )
         pages.made_for, pages.owner = identity(model, made_for), Owner(model, made_for)
         cache = cls(pages, ranks, config, dense)

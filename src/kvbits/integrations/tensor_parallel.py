@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from ..cache import serialize
 from ..cache.group import GroupState
 from ..cache.paged_cache import PagedCache
 from ..cache.pool import Pool
-from ..errors import KvbitsWarning, UnsupportedError, counted
+from ..errors import UnsupportedError, counted
 from ..spec import LayerGeometry, LayerGroup
 
 GATHERED = 64 << 20
@@ -88,12 +87,6 @@ def save(cache: PagedCache, ranks: Ranks, path: str | Path) -> None:
     Raises:
         SpecError: see `PagedCache.save`; on all ranks.
     """
-    if cache.budget is not None and not ranks.rank:
-        warnings.warn(
-            "budgets of ranks that share a model are not saved: loaded caches grow without one",
-            KvbitsWarning,
-            stacklevel=3,
-        )
     groups, layers = cache.groups, cache.spec.layers  # waits for nothing but the device
     spec = dataclasses.replace(
         cache.spec, layers=tuple(dataclasses.replace(g, num_kv_heads=g.num_kv_heads * ranks.size) for g in layers)
@@ -138,12 +131,6 @@ def cut(whole: PagedCache, ranks: Ranks, device: torch.device) -> PagedCache:
         if any(whole.static)
         else None
     )
-    if whole.budget is not None:
-        warnings.warn(
-            "the saved cache's budget is not kept where ranks share a model: it grows without one",
-            KvbitsWarning,
-            stacklevel=3,
-        )
     cache = PagedCache(spec, device=device, static=static, backend=whole.backend)
     cache.built_for, cache.made_for = whole.built_for, whole.made_for
     cache.saturated[:] = copy.deepcopy(whole.saturated) if ranks.rank == 0 else cache.saturated

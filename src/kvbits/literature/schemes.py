@@ -47,7 +47,7 @@ def _tiered(name: str, hot: int, warm: int, purpose: str) -> Scheme:
         tiers=(Tier(num_tokens=warm),),
         description=(
             f"{purpose}: 4 sinks and the newest {hot:,} tokens raw, the next {warm:,} with 8 bits, the rest with 4;"
-            " planes are dropped as tokens age"
+            " pages are quantized again as they age"
         ),
     )
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ..quant.banded import STEP
-from ..spec import BAND, FRAME, MEAN_STEP, OFFSETS, LowLayout, PageLayout, PerChannel, QuantSpec, plane_row_bytes
+from ..spec import BAND, FRAME, MEAN_STEP, OFFSETS, PageLayout, PerChannel, QuantSpec, plane_row_bytes
 from ..spec.quant import DTYPE_BYTES, SCALE_BYTES, NumberFormat
 from ..spec.quant import FORMATS as NUMBER_FORMATS
 
@@ -167,12 +167,6 @@ def describe(layout: PageLayout, kind: str) -> Side:
         outlier_index_offset=offset("outlier_index"),
         outlier_value_offset=offset("outlier_value"),
     )
-
-
-def low_plane(low: LowLayout | None, kind: str) -> tuple[int, int]:
-    """(bits, offset) of the low plane of keys (kind "k") or values ("v"), (0, 0) where they have none."""
-    plane = low and low.sections.get(f"{kind}_plane0")
-    return (low.key_bits if kind == "k" else low.value_bits, plane.offset) if low and plane else (0, 0)
 
 
 def header() -> str:

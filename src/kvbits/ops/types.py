@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import DataError
 from ..later import upload
 from ..quant.qparams import require_finite
-from ..spec import MOST_TOKENS, SCALE_8BIT, LowLayout, PageLayout, QuantSpec, whole
+from ..spec import MOST_TOKENS, SCALE_8BIT, PageLayout, QuantSpec, whole
 
 LEAST_SOFTCAP, MOST_SOFTCAP = 1e-3, 1e4
 """Kernels compute tanh to an absolute error, which a cap multiplies."""
@@ -26,10 +26,26 @@ MOST_COUNTED = 2**62
 """Largest number that a run names, so that sums of two do not wrap."""
 
 
-class _Slabs:
-    """Memory of pages: page ids count through the slabs in order."""
+@dataclass(frozen=True)
+class PageStore:
+    """The pages of one layer in one pool.
 
+    Attributes:
+        layout: byte layout of a page.
+        slabs: uint8 views [num_pages_in_slab, H, head_bytes], the last two dims dense, the first strided; page ids
+            count through them in order.
+        static: what the layer's pages share, float32, only names the specs need: calibrated `k_scale`, `k_bias`,
+            `v_scale`, `v_bias` [H, groups or channels], levels [H, entries], `k_offsets` [H, 5, head_dim], and
+            `k_inv_freq` [head_dim / 2], radians per token (`static.read_with` has the names).
+        turn: for centred keys stored token by token, float32 [3, head_dim]: how the mean key of a page is turned on to
+            the next one (`quant.rotary.turn_by` of page_size positions); None where the rotary embedding is not known,
+            which costs code range and nothing else.
+    """
+
+    layout: PageLayout
     slabs: tuple[torch.Tensor, ...]
+    static: dict[str, torch.Tensor] = field(default_factory=dict)
+    turn: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -64,28 +80,6 @@ class _Slabs:
         raise IndexError(f"page {page_id} lies past the pool's end")
 
 
-@dataclass(frozen=True)
-class PageStore(_Slabs):
-    """The pages of one layer in one pool.
-
-    Attributes:
-        layout: byte layout of a page.
-        slabs: uint8 views [num_pages_in_slab, H, head_bytes], the last two dims dense, the first strided; page ids
-            count through them in order.
-        static: what the layer's pages share, float32, only names the specs need: calibrated `k_scale`, `k_bias`,
-            `v_scale`, `v_bias` [H, groups or channels], levels [H, entries], `k_offsets` [H, 5, head_dim], and
-            `k_inv_freq` [head_dim / 2], radians per token (`static.read_with` has the names).
-        turn: for centred keys stored token by token, float32 [3, head_dim]: how the mean key of a page is turned on to
-            the next one (`quant.rotary.turn_by` of page_size positions); None where the rotary embedding is not known,
-            which costs code range and nothing else.
-    """
-
-    layout: PageLayout
-    slabs: tuple[torch.Tensor, ...]
-    static: dict[str, torch.Tensor] = field(default_factory=dict)
-    turn: torch.Tensor | None = None
-
-
 _stores = WeakIdKeyDictionary()
 
 
@@ -109,14 +103,6 @@ def store_of(
 
 
 @dataclass(frozen=True)
-class LowStore(_Slabs):
-    """Low planes of one layer in one pool; `slabs` as in `PageStore`."""
-
-    layout: LowLayout
-    slabs: tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True)
 class PageTable:
     """Which pages each sequence reads: ragged lists in one array each (int32 or int64, on the host).
 
@@ -125,15 +111,12 @@ class PageTable:
         page_ids: [N] int64, into the store.
         starts: [N] int64, position in its sequence of each page's first token.
         lengths: [N] int32, visible tokens of each page, 0 < length <= page_size.
-        low: [N] int64 each, the pages of the low planes that refine these, the coarsest first (`Part.low` are their
-            stores).
     """
 
     indptr: np.ndarray
     page_ids: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
-    low: tuple[np.ndarray, ...] = ()
 
     @property
     def num_pages(self) -> int:
@@ -144,19 +127,19 @@ class PageTable:
         """Of no sequences."""
         return cls(np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int32))
 
-    def check(self, batch: int, store: PageStore, low: Sequence[LowStore] = ()) -> None:
-        """Refuse a table that is not for `batch` sequences or leads out of the stores; one that passed is not looked at
+    def check(self, batch: int, store: PageStore) -> None:
+        """Refuse a table that is not for `batch` sequences or leads out of the store; one that passed is not looked at
         again.
 
         Raises:
             DataError: what is wrong, with the first value that is.
         """
-        given = (batch, store.num_pages, store.layout.page_size, *(s.num_pages for s in low))
+        given = (batch, store.num_pages, store.layout.page_size)
         if given == self.__dict__.get("_accepted"):  # layers of a group share their tables
             return
         indptr, n = self.indptr, len(self.page_ids)
         columns = {"indptr": indptr, "page_ids": self.page_ids, "starts": self.starts, "lengths": self.lengths}
-        for name, x in (*columns.items(), *((f"low {i}", x) for i, x in enumerate(self.low))):
+        for name, x in columns.items():
             if not isinstance(x, np.ndarray) or x.ndim != 1 or x.dtype.kind not in "iu":
                 raise DataError(
                     f"page table {name} must be a one-dimensional integer numpy array, got {type(x).__name__}"
@@ -173,12 +156,8 @@ class PageTable:
                 f"a page table's indptr must rise from 0 to its number of entries, {n}, got {indptr[0]} to"
                 f" {indptr[-1]}{at}"
             )
-        if len(low) != len(self.low):
-            raise DataError(f"{len(low)} stores of low planes for a page table of {len(self.low)}")
         if n:
             _check_ids("page_ids", self.page_ids, store)
-            for i, (fine, ids) in enumerate(zip(low, self.low, strict=True)):
-                _check_ids(f"low {i}", ids, fine)
             size = store.layout.page_size
             if self.lengths.min() < 1 or self.lengths.max() > size:
                 bad = self.lengths[(self.lengths < 1) | (self.lengths > size)][0]
@@ -203,7 +182,7 @@ def check_starts(starts: np.ndarray, page_size: int) -> None:
         )
 
 
-def _check_ids(name: str, ids: np.ndarray, store: _Slabs) -> None:
+def _check_ids(name: str, ids: np.ndarray, store: PageStore) -> None:
     pages = store.num_pages
     if len(ids) and (ids.min() < 0 or ids.max() >= pages):
         raise DataError(
@@ -336,18 +315,10 @@ class SlotMapping:
 
 @dataclass(frozen=True)
 class Part:
-    """Pages of one format that a call attends to: those of `store`, refined by low planes where `low` has stores (one
-    for each of `table.low`).
-    """
+    """Pages of one format that a call attends to."""
 
     store: PageStore
     table: PageTable
-    low: tuple[LowStore, ...] = ()
-
-    @property
-    def layouts(self) -> tuple[PageLayout | LowLayout, ...]:
-        """What a kernel must know to read the part."""
-        return (self.store.layout, *(s.layout for s in self.low))
 
 
 @dataclass(frozen=True)
@@ -423,50 +394,20 @@ def check_call(call: AttendCall, shape: Sequence[int]) -> None:
             raise DataError(
                 f"pages of one call hold values of {call.value_head_dim} and of {layout.value_head_dim} channels"
             )
-        if part.low:
-            check_low(layout, [s.layout for s in part.low])
-        part.table.check(batch, part.store, part.low)
+        part.table.check(batch, part.store)
 
 
-def check_low(layout: PageLayout, low: Sequence[LowLayout]) -> None:
-    """Refuse low planes of other pages than those of `layout`, and of codes that have none.
+def check_closing(store: PageStore, page_ids: np.ndarray) -> np.ndarray:
+    """int64 [n]: the pages to close, checked.
 
     Raises:
-        DataError: what differs.
+        DataError: ids that are no ids of the store's pages.
     """
-    for fine in low:
-        for kind, spec, bits in (("keys", layout.key, fine.key_bits), ("values", layout.value, fine.value_bits)):
-            if bits and not spec.refinable:
-                raise DataError(
-                    f"a low plane of {bits} bits under {spec.format} {kind}; low planes refine integer codes"
-                )
-        for name in ("page_size", "num_kv_heads", "head_dim", "value_head_dim"):
-            if (got := getattr(fine, name)) != (want := getattr(layout, name)):
-                raise DataError(
-                    f"low planes have {name}={got}, the pages that they refine {want}; make their LowLayout with the"
-                    " pages' own"
-                )
-
-
-def check_closing(
-    store: PageStore, page_ids: np.ndarray, low: Sequence[tuple[LowStore, np.ndarray]]
-) -> list[np.ndarray]:
-    """int64 [n] each: the pages to close and those of their low planes, checked.
-
-    Raises:
-        DataError: low planes of other pages, or ids that are no ids of the store's pages.
-    """
-    check_low(store.layout, [s.layout for s, _ in low])
-    found = []
-    for name, to, ids in (("page_ids", store, page_ids), *((f"low {i}", s, ids) for i, (s, ids) in enumerate(low))):
-        ids = np.asarray(ids)
-        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-            raise DataError(f"{name} must be one-dimensional integers, got {ids.dtype} {list(ids.shape)}")
-        if len(ids) != len(page_ids):
-            raise DataError(f"{len(ids)} low planes for {len(page_ids)} pages")
-        _check_ids(name, ids, to)
-        found.append(np.ascontiguousarray(ids, np.int64))
-    return found
+    ids = np.asarray(page_ids)
+    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+        raise DataError(f"page_ids must be one-dimensional integers, got {ids.dtype} {list(ids.shape)}")
+    _check_ids("page_ids", ids, store)
+    return np.ascontiguousarray(ids, np.int64)
 
 
 def last_positions(call: AttendCall, batch: int, num_queries: int) -> np.ndarray:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +32,6 @@ import torch
 from ..errors import DataError
 from ..spec import SCALE_8BIT, PerChannel, PerToken, QuantSpec
 from . import banded
-from .nested import refine
 from .outliers import trimmed_ends
 
 TORCH_DTYPES = {
@@ -173,18 +171,12 @@ def dequantize(
     spec: QuantSpec,
     qparams: QParams,
     dtype: torch.dtype = torch.float32,
-    planes: Sequence[tuple[torch.Tensor, int]] = (),
 ) -> torch.Tensor:
-    """Values [..., tokens, head_dim] of `codes`, computed in `dtype` (float64 for the judge), without outliers.
-
-    Args:
-        planes: (low plane, bits) pairs that refine integer codes, see `quant.nested`.
-    """
+    """Values [..., tokens, head_dim] of `codes`, computed in `dtype` (float64 for the judge), without outliers."""
     if spec.is_banded:
         values = banded.dequantize(codes, spec, qparams.scale.squeeze(-2), dtype)
     else:
         values = _levels(codes, spec, qparams.codebook, dtype)
-        values = refine(values, planes) if planes else values
         values = values * expand(qparams.scale.to(dtype), spec, codes.shape[-1])
     if qparams.stretch is not None:
         values = values * qparams.stretch.to(dtype).unsqueeze(-1)

@@ -90,8 +90,8 @@ class _Formats:
             "raw": group.fills_pages,
             "heads": {pool: layout.page_size_bytes // heads for pool, layout in group.layouts.items()},
             "tiers": [
-                [pages + group.SPECULATED_PAGES, group.low_layouts[pool].page_size_bytes // heads]
-                for pool, pages in zip(group.low_pools, group.boundaries, strict=True)
+                [pool, tier.num_tokens // group.page_size, group.SPECULATED_PAGES]
+                for pool, tier in zip(group.tier_pools, group.tiers, strict=True)
             ],
         }
         if one not in self.listed:

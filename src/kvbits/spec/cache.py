@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from ..errors import SpecError
 from .codec import choice, fill, parse, same_as, serialisable, to_dict, whole
-from .layout import FORMATS_VERSION, LowLayout, PageLayout
+from .layout import FORMATS_VERSION, PageLayout
 from .quant import DTYPE_BYTES, QuantSpec
 from .rotary import Rotary
 from .scheme import MOST_TOKENS, Scheme, Tier
@@ -105,16 +105,17 @@ class LayerGroup:
 
     @functools.cached_property
     def pools(self) -> tuple[str, ...]:
-        """Names of the pools; low0 holds the planes of the youngest tier."""
-        return ("sink", "closed", "tail", *self.low_pools)
+        """Names of the pools."""
+        return ("sink", "closed", "tail", *self.tier_pools)
 
     @functools.cached_property
-    def low_pools(self) -> tuple[str, ...]:
-        return tuple(f"low{i}" for i in range(len(self.tiers)))
+    def tier_pools(self) -> tuple[str, ...]:
+        """Pools of the tiers' closed pages, the youngest tier's first; pages older than all of them are in "closed"."""
+        return tuple(f"tier{i}" for i in range(len(self.tiers)))
 
     @functools.cached_property
     def boundaries(self) -> tuple[int, ...]:
-        """Closed pages that hold the plane of each tier: those of the tier itself and of all younger ones."""
+        """Closed pages of each tier and all younger ones together."""
         return tuple(itertools.accumulate(t.num_tokens // self.page_size for t in self.tiers))
 
     @functools.cached_property
@@ -139,8 +140,8 @@ class LayerGroup:
 
     @functools.cached_property
     def layouts(self) -> dict[str, PageLayout]:
-        """Page layout of each pool of pages: raw sink pages, closed pages, tail pages (raw, or packed where these are
-        filled token by token).
+        """Page layout of each pool: raw sink pages, closed pages, tail pages (raw, or packed where these are filled
+        token by token), closed pages of each tier.
         """
         raw = QuantSpec.raw()
         tail = (self.key, self.value) if self.fills_pages else (raw, raw)
@@ -148,22 +149,14 @@ class LayerGroup:
             "sink": self._layout(raw, raw, max(self.num_sink_tokens, 1)),
             "closed": self._layout(self.key, self.value, self.page_size),
             "tail": self._layout(*tail, self.page_size),
-        }
-
-    @functools.cached_property
-    def low_layouts(self) -> dict[str, LowLayout]:
-        """Layout of each pool of low planes."""
-        return {
-            name: LowLayout(
-                key_bits=t.key_bits, value_bits=t.value_bits, page_size=self.page_size, **self.geometry.sizes
-            )
-            for name, t in zip(self.low_pools, self.tiers, strict=True)
+        } | {
+            name: self._layout(*tier.specs(self.key, self.value), self.page_size)
+            for name, tier in zip(self.tier_pools, self.tiers, strict=True)
         }
 
     def block_bytes(self, pool: str) -> int:
         """Bytes one page id takes in a pool: one page in each layer of the group."""
-        layout = self.low_layouts[pool] if pool in self.low_layouts else self.layouts[pool]
-        return len(self.layers) * layout.page_size_bytes
+        return len(self.layers) * self.layouts[pool].page_size_bytes
 
     @property
     def tail_pages(self) -> int:
@@ -203,11 +196,11 @@ class LayerGroup:
         closed = 0 if self.fills_pages else grown
         return {
             "sink": 1 if sinks and num_tokens else 0,
-            "closed": closed,
+            "closed": max(0, closed - (self.boundaries[-1] if self.tiers else 0)),
             "tail": grown if self.fills_pages else min(self.tail_pages, max(0, -(-(num_tokens - sinks) // size))),
         } | {
-            name: min(closed, n + self.SPECULATED_PAGES)
-            for name, n in zip(self.low_pools, self.boundaries, strict=True)
+            name: min(closed, tier.num_tokens // size + self.SPECULATED_PAGES) if tier.num_tokens else 0
+            for name, tier in zip(self.tier_pools, self.tiers, strict=True)
         }
 
 

@@ -117,6 +117,11 @@ def from_dict(data: Any) -> Any:
                 "the spec was written by an older kvbits: leave out `rotated` (where it is true take klt4 instead), and"
                 " write basis='calibrated' for 'klt'"
             )
+        if "key_bits" in unknown:
+            raise SpecError(
+                "the tier was written by an older kvbits: leave out key_bits and value_bits, then it stores 8 bits, or"
+                " give specs as key and value"
+            )
         raise SpecError(f"{name} has no field {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
     if name == "QuantSpec" and fields.get("format") == "raw":
         return _TYPES[name].raw()  # type: ignore[attr-defined]

@@ -44,48 +44,8 @@ def plane_row_bytes(head_dim: int, plane_bits: int) -> int:
     return _round_up(head_dim * plane_bits, 32) // 8
 
 
-class _Struct:
-    """Sizes that pages and low planes have."""
-
-    page_size: int
-    num_kv_heads: int
-    head_dim: int
-    value_head_dim: int
-
-    def __post_init__(self) -> None:
-        fill(self)
-        for name in ("page_size", "num_kv_heads", "head_dim", "value_head_dim"):
-            if (n := getattr(self, name)) < 1:
-                raise SpecError(f"{name}={n} of a page must be at least 1")
-
-    @property
-    def sections(self) -> dict[str, Section]:
-        """Where everything lies in a kv head's struct."""
-        raise NotImplementedError
-
-    def dim(self, kind: str) -> int:
-        """Channels of keys ("k") or values ("v")."""
-        return self.head_dim if kind == "k" else self.value_head_dim
-
-    @functools.cached_property
-    def used_bytes(self) -> int:
-        """Bytes of one kv head's struct up to its padding."""
-        last = list(self.sections.values())[-1]
-        return last.offset + last.nbytes
-
-    @functools.cached_property
-    def head_bytes(self) -> int:
-        """Bytes of one kv head's struct, padding included."""
-        return _round_up(self.used_bytes, STRUCT_ALIGNMENT)
-
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes of one page of one layer, all kv heads, padding included."""
-        return self.num_kv_heads * self.head_bytes
-
-
 @dataclass(frozen=True, kw_only=True)
-class PageLayout(_Struct):
+class PageLayout:
     """Byte layout of one page of one layer: `num_kv_heads` identical structs, one after the other.
 
     Sections appear in this order, each aligned to 16 bytes, the struct padded to 64 bytes:
@@ -105,11 +65,15 @@ class PageLayout(_Struct):
     raw_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        fill(self)
+        for name in ("page_size", "num_kv_heads", "head_dim", "value_head_dim"):
+            if (n := getattr(self, name)) < 1:
+                raise SpecError(f"{name}={n} of a page must be at least 1")
         require_pair(self.key, self.value)
 
     @functools.cached_property
     def sections(self) -> dict[str, Section]:
+        """Where everything lies in a kv head's struct."""
         found: dict[str, Section] = {}
         end = 0
 
@@ -143,6 +107,26 @@ class PageLayout(_Struct):
                 add(f"{prefix}_outlier_index", self.outlier_index_dtype, _INDEX_BYTES[self.outlier_index_dtype], (n,))
                 add(f"{prefix}_outlier_value", spec.offset_dtype, itemsize, (n,))
         return found
+
+    def dim(self, kind: str) -> int:
+        """Channels of keys ("k") or values ("v")."""
+        return self.head_dim if kind == "k" else self.value_head_dim
+
+    @functools.cached_property
+    def used_bytes(self) -> int:
+        """Bytes of one kv head's struct up to its padding."""
+        last = list(self.sections.values())[-1]
+        return last.offset + last.nbytes
+
+    @functools.cached_property
+    def head_bytes(self) -> int:
+        """Bytes of one kv head's struct, padding included."""
+        return _round_up(self.used_bytes, STRUCT_ALIGNMENT)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one page of one layer, all kv heads, padding included."""
+        return self.num_kv_heads * self.head_bytes
 
     @property
     def is_raw(self) -> bool:
@@ -184,36 +168,3 @@ class PageLayout(_Struct):
             kinds[kind] += s.nbytes * self.num_kv_heads
         kinds["padding"] = self.page_size_bytes - sum(kinds.values())
         return kinds
-
-
-@dataclass(frozen=True, kw_only=True)
-class LowLayout(_Struct):
-    """Byte layout of the low planes that refine one closed page: no scales, those of the page serve.
-
-    Attributes:
-        key_bits, value_bits: width of the plane; 0 where a tensor has none.
-    """
-
-    key_bits: int
-    value_bits: int
-    page_size: int
-    num_kv_heads: int
-    head_dim: int
-    value_head_dim: int = same_as("head_dim")
-
-    @functools.cached_property
-    def sections(self) -> dict[str, Section]:
-        """`k_plane0` and `v_plane0`, as far as there are any."""
-        found: dict[str, Section] = {}
-        end = 0
-        for name, bits in (("k_plane0", self.key_bits), ("v_plane0", self.value_bits)):
-            if bits:
-                shape = (self.page_size, plane_row_bytes(self.dim(name[0]), bits))
-                found[name] = Section(name, end, math.prod(shape), "uint8", shape)
-                end = _round_up(end + math.prod(shape), SECTION_ALIGNMENT)
-        return found
-
-    def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of one page split into codes and padding."""
-        codes = self.num_kv_heads * sum(s.nbytes for s in self.sections.values())
-        return {"codes": codes, "padding": self.page_size_bytes - codes}

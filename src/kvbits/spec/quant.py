@@ -277,11 +277,6 @@ class QuantSpec:
         return self.number_format.kind == "banded"
 
     @property
-    def refinable(self) -> bool:
-        """Whether low planes can refine the codes: not those whose bits differ by channel."""
-        return not self.is_banded
-
-    @property
     def offset_dtype(self) -> str:
         """Storage dtype of bias, mean and outliers: the scale's own, or float16 beside 8-bit scales."""
         return self.scale_dtype if self.scale_dtype in DTYPE_BYTES else "float16"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,43 +49,35 @@ MAX_PAGE_SIZE = 65_536
 """Tokens of a page: some hundred times the usual ones."""
 MOST_TOKENS = 2**31 - 1
 """Tokens of a sequence: positions are int32 in kernels."""
-LOW_BITS = (0, 2, 4)
-"""Widths of a low plane; 0 for none."""
 
 
 @serialisable
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """A tier of closed pages between the raw tail and the rest: each of its pages keeps a low plane.
+    """A tier of closed pages between the raw tail and older pages, in a format of its own.
 
-    A plane of b bits holds r = round((2**b - 1) * (what the code misses)), so that with codes q
-
-        x ~ (q - zero + r / (2**b - 1)) * scale + bias + mean
-
-    and dropping the plane leaves exactly what the code alone would have stored: a page moves to the next tier by giving
-    back its plane, with no byte read or written. An odd number of levels, 2**b - 1, spans a code's whole interval of
-    -1/2 .. 1/2 and keeps 0 at 0; of 2**b levels one end would be a full step off.
+    A page that gets too old for its tier is unpacked and quantized again in the format of the next one.
 
     Attributes:
         num_tokens: size of the tier, in whole pages: the newest tokens that are closed and in no younger tier.
-        key_bits, value_bits: width of the plane that keys and values keep here (0, 2 or 4).
+        key, value: what its pages store; None stores the scheme's own spec with 8-bit integers. Neither calibration nor
+            the rotary embedding may be needed.
     """
 
     num_tokens: int
-    key_bits: int = 4
-    value_bits: int = 4
+    key: QuantSpec | None = None
+    value: QuantSpec | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(
             self, "num_tokens", whole("num_tokens", self.num_tokens, 0, MOST_TOKENS, "the size of the tier in tokens")
         )
-        for name in ("key_bits", "value_bits"):
-            if getattr(self, name) not in LOW_BITS:
-                raise SpecError(f"{name}={getattr(self, name)!r}: a low plane has {', '.join(map(str, LOW_BITS))} bits")
-        if not self.key_bits and not self.value_bits:
-            raise SpecError(
-                "a tier without low planes stores what the rest stores; drop it, or give key_bits or value_bits"
-            )
+
+    def specs(self, key: QuantSpec, value: QuantSpec) -> tuple[QuantSpec, QuantSpec]:
+        """(key spec, value spec) of the pages, in a scheme of these specs."""
+        return self.key or dataclasses.replace(key, format="int8"), self.value or dataclasses.replace(
+            value, format="int8"
+        )
 
 
 @serialisable
@@ -98,7 +91,7 @@ class Scheme:
         residual_length: newest tokens that are always raw. Up to `page_size` more are raw while they wait for their
             page.
         page_size: tokens quantized together, once; a multiple of 32.
-        tiers: one tier of closed pages that keep a low plane, or none; older pages are stored as `key` and `value` say.
+        tiers: of closed pages, youngest first; pages older than all of them are stored as `key` and `value` say.
             Layers with an override have none.
         token_local: quantize every token as it comes, straight into its slot of a packed page, so that nothing waits
             raw. Only for specs whose scales belong to a token or are calibrated (`QuantSpec.token_local`), without
@@ -147,10 +140,9 @@ class Scheme:
             raise SpecError(
                 "basis='calibrated' is of keys, calibrated against their queries; values take basis='hadamard'"
             )
-        if len(self.tiers) > 1:
-            raise SpecError(f"{len(self.tiers)} tiers, but a page has one low plane at most; use one Tier")
-        for tier in self.tiers:
-            self._check_tier(tier)
+        older = (self.key, self.value)
+        for tier in reversed(self.tiers):
+            older = self._check_tier(tier, older)
         if self.token_local:
             self._check_token_local()
 
@@ -161,7 +153,7 @@ class Scheme:
                 " residual_length=0"
             )
         if self.tiers:
-            raise SpecError("token_local=True has no closed pages that could keep low planes; use tiers=()")
+            raise SpecError("token_local=True closes no pages, which tiers consist of; use tiers=()")
         for spec in self._specs:
             if not spec.token_local:
                 raise SpecError(
@@ -170,7 +162,8 @@ class Scheme:
                     " token_local=False"
                 )
 
-    def _check_tier(self, tier: Tier) -> None:
+    def _check_tier(self, tier: Tier, older: tuple[QuantSpec, QuantSpec]) -> tuple[QuantSpec, QuantSpec]:
+        """(key spec, value spec) of a tier whose pages become those of `older` specs."""
         if not isinstance(tier, Tier):
             raise SpecError(f"tiers hold {tier!r}, which is not a Tier; pass Tier(num_tokens=..), youngest first")
         if tier.num_tokens % self.page_size:
@@ -179,23 +172,25 @@ class Scheme:
                 f"a tier of {tier.num_tokens} tokens is no whole number of pages of {self.page_size}; use"
                 f" num_tokens={near}"
             )
-        for name, spec, bits in (("key", self.key, tier.key_bits), ("value", self.value, tier.value_bits)):
-            if bits and spec.is_banded:
+        for name, given, spec in (("key", tier.key, self.key), ("value", tier.value, self.value)):
+            if given is None and spec.number_format.kind != "int":
                 raise SpecError(
-                    f"banded {name}s have no low planes: at equal bits klt4 alone is more accurate and faster; use"
-                    " tiers=(), or an integer format such as int4"
+                    f"a tier above {spec.format} {name}s has no 8-bit form by itself; say what it stores: Tier(..,"
+                    f" {name}=QuantSpec(format='int8'))"
                 )
-            if bits and spec.number_format.kind != "int":
+        specs = tier.specs(self.key, self.value)
+        _require_specs(*specs)
+        for name, spec in zip(("key", "value"), specs, strict=True):
+            if spec.calibrates or spec.needs_rotary:
                 raise SpecError(
-                    f"{spec.format} {name}s have no low planes: only integer codes nest. Codes of unrelated formats"
-                    " would have to be quantized twice; use an integer format for the oldest tier (int4 with 4-bit"
-                    f" planes is the 8-bit tier), or {name}_bits=0"
+                    f"{name}s of a tier are {spec!r}, which needs calibration or the rotary embedding; give a tier a"
+                    f" format without, like Tier(.., {name}=QuantSpec(format='int8'))"
                 )
-            if bits and spec.outliers:
-                raise SpecError(
-                    f"outliers of {name}s correct one precision, so their pages have no low planes; use outliers=0 or"
-                    f" {name}_bits=0"
-                )
+        if specs == older:
+            raise SpecError(f"a tier stores {specs[0]!r}, {specs[1]!r}, as what is older than it does; leave it out")
+        if specs[0].is_raw and specs[1].is_raw:
+            raise SpecError("a tier of raw keys and values; make residual_length larger instead")
+        return specs
 
     def for_layer(self, layer: int, num_layers: int) -> tuple[QuantSpec, QuantSpec]:
         """(key spec, value spec) of one layer."""

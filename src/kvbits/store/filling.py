@@ -8,9 +8,7 @@ from collections import Counter
 
 import torch
 
-from ..cache.budget import Budget
 from ..cache.group import GroupState
-from ..cache.passes import Undo
 from .finding import Plan
 from .loading import Loader
 from .shelf import Blob, Shard
@@ -46,7 +44,7 @@ class Filling:
             wanted.append((n, pool.block(page_id)))
         self._read(one, wanted)
 
-    def complete(self, plan: Plan, budget: Budget | None, undo: Undo) -> bool:
+    def complete(self, plan: Plan) -> bool:
         """Give the sequence its pages and begin to read those that are left.
 
         Returns:
@@ -61,8 +59,6 @@ class Filling:
         if not self._begun.keys() <= set(at.values()):
             return False
         sequences = [planned.clone() for planned, _ in plan.made]
-        if budget is not None:
-            budget.admit(self._groups, undo.before, sequences)
         left: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for state, s, (_, listed) in zip(self._groups, sequences, plan.made, strict=True):
             for name, numbers in s.pages().items():

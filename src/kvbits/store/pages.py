@@ -4,14 +4,16 @@
              sinks
     blobs    |        PAGES 0           |     PAGES 1      |  END
 
-A PAGES blob holds whole pages that never change again: closed ones, or full tail pages of layers where nothing closes.
+A PAGES blob holds whole pages that never change again: closed ones of no tier, or full tail pages of layers where
+nothing closes.
 Its bytes depend on nothing but the tokens up to its end (and how they were computed), so every sequence that begins
 with them can read it. An END blob holds what only a sequence of exactly these tokens has: pages after the last PAGES
-blob, the raw tail, low planes, and all that layers with a sliding window still hold.
+blob, those of tiers among them, the raw tail, and all that layers with a sliding window still hold.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
@@ -61,8 +63,9 @@ def run_of(group: LayerGroup) -> str:
 
 
 def columns(group: LayerGroup, s: Sequence) -> tuple[dict[int, int], bool]:
-    """Page ids by column of the pages of `run_of` that are full, and whether all pages lie where those of a sequence
-    lie that was never cropped into a page; of others, those in front of the first that does not.
+    """Page ids by column of the pages of `run_of` that are full, and whether all pages, those of tiers included, lie
+    where those of a sequence lie that was never cropped into a page; of others, those in front of the first that does
+    not.
     """
     size, sinks, tail = group.page_size, group.num_sink_tokens, group.fills_pages
     ids: list[Any] = s.tail if tail else s.closed
@@ -71,7 +74,8 @@ def columns(group: LayerGroup, s: Sequence) -> tuple[dict[int, int], bool]:
     if ids and (start < 0 or start % size):
         return {}, False
     whole = next((i for i, n in enumerate(lengths) if n != size), len(ids))
-    found = {start // size + i: page for i, page in enumerate(ids[:whole]) if page is not None}
+    oldest = ids[:whole] if tail else ids[:whole][s.runs()["closed"]]
+    found = {start // size + i: page for i, page in enumerate(oldest) if page is not None}
     return found, whole >= len(ids) - tail
 
 
@@ -150,13 +154,10 @@ def end_of(groups: list[GroupState], row: int, cuts: Cuts, blobs: int) -> tuple[
             start = max(0, at) // group.page_size
             shared = blobs * cuts.blob_pages if run == run_of(group) and not window else 0
             found += [
-                (Page(g, run, start + i), page)
+                (Page(g, s.pool_of(i) if run == "closed" else run, start + i), page)
                 for i, page in enumerate(ids)
                 if page is not None and start + i >= shared
             ]
-        start = max(0, first - sum(s.closed_lengths)) // group.page_size
-        for i, planes in enumerate(s.low):
-            found += [(Page(g, f"low{i}", start + c), page) for c, page in enumerate(planes) if page is not None]
         state_of.append({"released": s.released, "dropped": s.dropped})
     return found, json.dumps({"groups": state_of}).encode()
 
@@ -181,7 +182,6 @@ def prefix(groups: Rows[LayerGroup], cuts: Cuts, blobs: int) -> list[tuple[Seque
             s.tail, s.tail_lengths = numbers, [group.page_size] * len(numbers)
         else:
             s.closed, s.closed_lengths, s.dropped = numbers, [group.page_size] * len(numbers), first
-            s.low = [[None] * len(numbers) for _ in group.tiers]
         pages = [Page(g, "sink", 0)] if sinks else []
         run = run_of(group)
         made.append((s, pages + [Page(g, run, c) for c in range(first, last)]))
@@ -234,22 +234,17 @@ def _whole(
     s.sink = [0] if sinks and not released else []
     closed = 0 if group.fills_pages else max(first, group.closed_after(length))
     last = -(-after_sinks // size)
-    s.closed, s.closed_lengths = list(range(closed - first)) if not group.fills_pages else [], []
+    s.closed = [0] * (0 if group.fills_pages else closed - first)
     s.closed_lengths = [size] * len(s.closed)
+    s.young = list(itertools.accumulate(len(own[name]) for name in group.tier_pools))
+    if s.young and s.young[-1] > len(s.closed):
+        raise ValueError(f"layer group {g} has {s.young[-1]} pages of tiers, but {len(s.closed)} closed ones")
+    for run in s.runs().values():
+        s.closed[run] = range(run.stop - run.start)
     tail_first = first if group.fills_pages else closed
     s.tail = list(range(last - tail_first))
     s.tail_lengths = [min(size, after_sinks - c * size) for c in range(tail_first, last)]
     pages = [Page(g, "sink", 0)] if s.sink else []
-    pages += [Page(g, "closed", first + i) for i in range(len(s.closed))] + [
-        Page(g, "tail", tail_first + i) for i in range(len(s.tail))
-    ]
-    for i in range(len(group.tiers)):
-        planes = {c: n for n, c in enumerate(own[f"low{i}"])}
-        s.low[i] = [planes.get(first + c) for c in range(len(s.closed))]
-        if len([n for n in s.low[i] if n is not None]) != len(planes):
-            raise ValueError(f"layer group {g} has low planes of pages that are not there")
-        pages += [Page(g, f"low{i}", c) for c in own[f"low{i}"]]
-    for young, old in zip(s.low, s.low[1:], strict=False):
-        if any(a is not None and b is None for a, b in zip(young, old, strict=True)):
-            raise ValueError(f"layer group {g} has a plane without the one that it refines")
+    pages += [Page(g, s.pool_of(i), first + i) for i in range(len(s.closed))]
+    pages += [Page(g, "tail", tail_first + i) for i in range(len(s.tail))]
     return s, pages

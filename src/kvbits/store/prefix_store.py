@@ -305,9 +305,9 @@ class PrefixStore:
                 " first"
             )
         identity, space = self._identity(cache)
-        cuts, own, begin_early = self._cuts(cache), [g.group for g in groups], cache.budget is None  # which moves pages
+        cuts, own, begin_early = self._cuts(cache), [g.group for g in groups], True
         few = cuts.within(len(tokens)) < MOST_FILES
-        early = few and not wait and cache.budget is None
+        early = few and not wait
         parts, ends = parts_of(own, len(cache.spec.layers), PARTS)
         while True:
             try:
@@ -328,7 +328,7 @@ class PrefixStore:
                         filling.begin if begin_early else lambda one: None,
                         extra,
                     )
-                    if plan is None or not filling.complete(plan, cache.budget, undo):
+                    if plan is None or not filling.complete(plan):
                         raise _NothingTaken
                     self._shelf.use(space, plan.names)
                     if not early:

@@ -48,7 +48,7 @@ def layer_formats(vllm_config: Any) -> tuple[Format | None, ...]:
 def _layer_formats(path: str, layers: tuple[LayerGeometry, ...]) -> tuple[Format | None, ...]:
     scheme = schemes.for_layers(schemes.read(path), layers)
     if scheme.tiers:
-        raise UnsupportedError(f"{path}: tiers, which vLLM's blocks cannot give back; use tiers=()")
+        raise UnsupportedError(f"{path}: tiers, but vLLM's blocks have one format each; use tiers=()")
     if scheme.page_size != PAGE_SIZE:
         raise UnsupportedError(
             f"{path}: page_size={scheme.page_size}; blocks of vLLM hold {PAGE_SIZE} tokens: use page_size={PAGE_SIZE}"

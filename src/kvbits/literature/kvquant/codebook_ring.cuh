@@ -18,10 +18,10 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
     prefetch_after_ring(a, lane);
     const int warp = lane % 16, half = lane / 16;
     const auto enter = [&](const Part& part, Unit u) { prefetch_codebook(part, u.head, warp, WARPS); };
-    Cursor at = {int(blockIdx.x), -1, warp, false};
+    Cursor at = {int(blockIdx.x), -1, warp};
     bool more = warp < WARPS && at.settle(a, warp, enter);
     Source from;
-    if (more) from = Source(a, a.segments[at.segment], at.k, false);
+    if (more) from = Source(a, a.segments[at.segment], at.k);
 #if __CUDA_ARCH__ >= 900
     u64 policy = read_once_policy();
 #endif
@@ -57,7 +57,7 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
             at.k += WARPS;
             at.chunk += WARPS;
             more = at.settle(a, warp, enter);
-            if (more) from = Source(a, a.segments[at.segment], at.k, false);
+            if (more) from = Source(a, a.segments[at.segment], at.k);
         }
     }
 }

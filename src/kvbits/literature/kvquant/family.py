@@ -4,19 +4,19 @@ embedding. `ops.cuda.families` finds `FAMILY` through `schemes.FAMILIES`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from ...ops.cuda.engine import shape
-from ...ops.cuda.engine.family import Family, Op
+from ...ops.cuda.engine.family import Family
 from ...ops.cuda.engine.runtime.compile import Source
 from ...ops.cuda.engine.shape import RAW_TOKENS, Ask, Kernel, Shape
 from ...ops.cuda.engine.side import as_float32, turns_on
 from ...ops.cuda.families.plain import unpack
 from ...ops.descriptor import GROUP, scale_kind
-from ...spec import LowLayout, PageLayout
+from ...spec import PageLayout
 from . import format
 
 BARRIERS = 40
@@ -35,9 +35,6 @@ class KVQuant(Family):
 
     def refuses_closing(self, layout: PageLayout, dtype: torch.dtype | None) -> str | None:
         return f"{format.extras(layout)}: the reference closes their pages"
-
-    def refuses_low(self, op: Op, layout: PageLayout, low: Sequence[LowLayout]) -> str | None:
-        return f"{format.extras(layout)}: low planes have no CUDA kernel"
 
     def refuses_attention(self, layout: PageLayout, num_columns: int, shared_limit: int | None) -> str | None:
         why = format.refuses(layout)
@@ -61,7 +58,7 @@ class KVQuant(Family):
         defines |= format.defines(layout, ask.fold, wide)
         return shape.kernel(Path(__file__).parent / "codebook.cu", defines, chosen, pieces)
 
-    def unpacking(self, layout: PageLayout, dtype: torch.dtype, low: LowLayout | None) -> Source:
+    def unpacking(self, layout: PageLayout, dtype: torch.dtype) -> Source:
         return unpack.source(layout, dtype)
 
     def constants(self, layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:

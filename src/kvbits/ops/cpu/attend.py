@@ -11,13 +11,13 @@ import ctypes
 
 import torch
 
-from ...errors import DataError, UnsupportedError
+from ...errors import DataError
 from ...spec import PageLayout
 from ..descriptor import TORCH_NUMBERS
 from ..types import AttendCall, check_call
 from . import structs
 from .library import AttendStruct, PartStruct, check, library, unavailable
-from .structs import MAX_QUERY_GROUP, low_struct, refuses_low, store_struct, table_struct
+from .structs import MAX_QUERY_GROUP, store_struct, table_struct
 
 
 def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
@@ -34,8 +34,6 @@ def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
         return f"queries are {q.dtype}; the CPU kernels take float32, float16 and bfloat16"
     for part in call.parts:
         layout = part.store.layout
-        if reason := refuses_low(layout, [s.layout for s in part.low], closing=False):
-            return reason
         if part.store.slabs and part.store.device.type != "cpu":
             return f"pages are on {part.store.device}, not on the CPU"
         if reason := structs.refuses_layout(layout):
@@ -60,13 +58,6 @@ def _parts(call: AttendCall) -> ctypes.Array[PartStruct]:
         for struct, part in zip(kept, call.parts, strict=True):
             struct.store = ctypes.addressof(store_struct(part.store))
             struct.table = ctypes.addressof(table_struct(part.table))
-            if len(part.low) > 1:
-                raise UnsupportedError(
-                    f"{refuses_low(part.store.layout, [s.layout for s in part.low], closing=False)}; use the reference"
-                )
-            for store, ids in zip(part.low, part.table.__dict__["_cpu_low"], strict=True):
-                struct.low = ctypes.addressof(low_struct(store))
-                struct.low_ids = ids.ctypes.data
         call.__dict__["_cpu_parts"] = kept
     return kept
 
@@ -85,7 +76,6 @@ def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tupl
 
     Raises:
         DataError: shapes, dtypes or tables that do not fit together.
-        UnsupportedError: pages that `refuses` names.
     """
     if q.dim() != 4 or q.dtype not in TORCH_NUMBERS or q.device.type != "cpu":
         raise DataError(

@@ -8,7 +8,6 @@ are taken in another order), and keys in a calibrated basis may differ from the 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,19 +18,15 @@ from ...quant.rotary import page_turns
 from ...spec import PageLayout
 from ..descriptor import TORCH_NUMBERS
 from ..reference.dequantize import require_starts
-from ..types import LowStore, PageStore, check_closing, settle
+from ..types import PageStore, check_closing, settle
 from . import structs
 from .library import CloseStruct, check, library
-from .structs import low_struct, refuses_low, refuses_writing, store_struct
+from .structs import refuses_writing, store_struct
 
 
-def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> str | None:
-    """Why pages of this store, with low planes in the stores `low`, cannot be closed here, or None."""
-    return (
-        refuses_low(store.layout, [s.layout for s in low], closing=True)
-        or refuses_layout(store.layout)
-        or refuses_writing(k, store)
-    )
+def refuses(k: torch.Tensor, store: PageStore) -> str | None:
+    """Why pages of this store cannot be closed here, or None."""
+    return refuses_layout(store.layout) or refuses_writing(k, store)
 
 
 def refuses_layout(layout: PageLayout) -> str | None:
@@ -58,7 +53,6 @@ def close(
     v: torch.Tensor,
     store: PageStore,
     page_ids: np.ndarray,
-    low: Sequence[tuple[LowStore, np.ndarray]] = (),
     starts: np.ndarray | None = None,
 ) -> dict[str, int]:
     """Close pages in place.
@@ -66,7 +60,6 @@ def close(
     Args:
         k, v: [n, H, page_size, head_dim] fp32, fp16 or bf16 with the last dim dense.
         page_ids: [n] pages of the store to write.
-        low: stores of low planes and their pages [n], one at most.
         starts: [n] position of each page's first token, for keys in a basis.
 
     Returns:
@@ -75,12 +68,12 @@ def close(
     Raises:
         DataError: shapes that do not fit, NaN or infinity, no starts for keys in a basis, or a scale that overflows its
             storage dtype. The pages are then half written.
-        UnsupportedError: several low planes of a page, or pages that `refuses_layout`.
+        UnsupportedError: pages that `refuses_layout`.
     """
     layout = store.layout
-    if why := refuses_low(layout, [s.layout for s, _ in low], closing=True) or refuses_layout(layout):
+    if why := refuses_layout(layout):
         raise UnsupportedError(f"{why}; use the reference")
-    ids, *low_ids = check_closing(store, page_ids, low)
+    ids = check_closing(store, page_ids)
     for name, x in (("k", k), ("v", v)):
         shape = (len(ids), layout.num_kv_heads, layout.page_size, layout.dim(name))
         if tuple(x.shape) != shape or x.dtype != k.dtype or x.dtype not in TORCH_NUMBERS or x.device.type != "cpu":
@@ -91,8 +84,6 @@ def close(
     struct = CloseStruct(
         ctypes.addressof(store_struct(store)),
         ids.ctypes.data,
-        None,
-        None,
         len(ids),
         layout.num_kv_heads,
         layout.head_dim,
@@ -102,8 +93,6 @@ def close(
         (k.data_ptr(), v.data_ptr()),
         (k.stride()[:3], v.stride()[:3]),
     )
-    for (fine, _), fine_ids in zip(low, low_ids, strict=True):
-        struct.low, struct.low_ids = ctypes.addressof(low_struct(fine)), fine_ids.ctypes.data
     if layout.key.needs_rotary:
         first = require_starts(starts, len(ids))
         turns = frame_turns(store, first)

@@ -82,7 +82,7 @@ class TableStruct(Structure):
 class PartStruct(Structure):
     """`kvbits_part`."""
 
-    _fields_ = [("store", c_void_p), ("table", c_void_p), ("low", c_void_p), ("low_ids", c_void_p)]
+    _fields_ = [("store", c_void_p), ("table", c_void_p)]
 
 
 class AttendStruct(Structure):
@@ -116,8 +116,6 @@ class CloseStruct(Structure):
     _fields_ = [
         ("store", c_void_p),
         ("page_ids", c_void_p),
-        ("low", c_void_p),
-        ("low_ids", c_void_p),
         ("num_pages", c_int64),
         ("num_kv_heads", c_int32),
         ("head_dim", c_int32),

@@ -7,16 +7,14 @@ it once and not once per layer. Contents that may change (page ids, lengths) are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from ...errors import DataError, UnsupportedError
-from ...spec import OFFSETS, LowLayout, PageLayout
-from ..descriptor import FORMATS, STATIC, TORCH_NUMBERS, Side, describe, low_plane
-from ..types import LowStore, PageStore, PageTable
+from ...spec import OFFSETS, PageLayout
+from ..descriptor import STATIC, TORCH_NUMBERS, Side, describe
+from ..types import PageStore, PageTable
 from .library import StoreStruct, TableStruct, TensorStruct, unavailable
 
 MAX_HEAD_DIM = 512
@@ -151,48 +149,7 @@ def store_struct(store: PageStore) -> StoreStruct:
     return struct
 
 
-def refuses_low(layout: PageLayout, low: Sequence[LowLayout], *, closing: bool) -> str | None:
-    """Why the kernels cannot read (or, closing, write) the low planes of pages of this layout, or None."""
-    if len(low) > 1:
-        return f"pages with {len(low)} low planes each; the CPU kernels take one"
-    for fine in low:
-        for spec, bits in ((layout.key, fine.key_bits), (layout.value, fine.value_bits)):
-            if bits and not closing and (spec.format, bits) != ("int4", 4):
-                return f"a low plane of {bits} bits under {spec.format} codes; the CPU kernels read 4 bits under int4"
-    return None
-
-
-LOW_FORMATS = {0: FORMATS["raw"], 2: FORMATS["int2"], 4: FORMATS["int4"]}
-
-
-def low_struct(store: LowStore) -> StoreStruct:
-    """The C view of a store of low planes, checked and kept on the store (see `kvbits_part`)."""
-    kept = store.__dict__.get("_cpu_struct")
-    if kept is not None:
-        return kept[0]
-    layout = store.layout
-    tensors = []
-    for kind in "kv":
-        bits, offset = low_plane(layout, kind)
-        t = TensorStruct(format=LOW_FORMATS[bits], scale_offset=-1, bias_offset=-1, mean_offset=-1)
-        t.plane_offset[0] = offset
-        tensors.append(t)
-    address, pages, stride = _slabs(store)
-    struct = StoreStruct(
-        key=tensors[0],
-        value=tensors[1],
-        page_size=layout.page_size,
-        num_slabs=len(pages),
-        head_bytes=layout.head_bytes,
-        page_stride=stride,
-        slab_address=address.ctypes.data,
-        slab_pages=pages.ctypes.data,
-    )
-    store.__dict__["_cpu_struct"] = (struct, address, pages)
-    return struct
-
-
-def _slabs(store: PageStore | LowStore) -> tuple[np.ndarray, np.ndarray, int]:
+def _slabs(store: PageStore) -> tuple[np.ndarray, np.ndarray, int]:
     """(address of each slab, pages of each, page stride in bytes), checked."""
     layout = store.layout
     strides = {s.stride(0) for s in store.slabs if s.shape[0] > 1}
@@ -228,9 +185,7 @@ def table_struct(table: PageTable) -> TableStruct:
     kept = table.__dict__.get("_cpu_struct")
     if kept is not None:
         return kept[0]
-    indptr, ids, starts, *low = (
-        np.ascontiguousarray(x, np.int64) for x in (table.indptr, table.page_ids, table.starts, *table.low)
-    )
+    indptr, ids, starts = (np.ascontiguousarray(x, np.int64) for x in (table.indptr, table.page_ids, table.starts))
     lengths = np.ascontiguousarray(table.lengths, np.int32)
     struct = TableStruct(
         num_entries=len(ids),
@@ -240,5 +195,4 @@ def table_struct(table: PageTable) -> TableStruct:
         lengths=lengths.ctypes.data,
     )
     table.__dict__["_cpu_struct"] = (struct, indptr, ids, starts, lengths)
-    table.__dict__["_cpu_low"] = low
     return struct

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from ...runs import cores
-from ...spec import LayerGroup, LowLayout, PageLayout, QuantSpec
+from ...spec import LayerGroup, PageLayout, QuantSpec
 from ..decode import PARTS
 from ..descriptor import MATRIX_DTYPES
 from . import decode, merge, place
@@ -32,40 +32,39 @@ def of_group(
     group: LayerGroup, num_q_heads: int, dtype: torch.dtype, softcap: bool, capability: Capability
 ) -> Iterator[Source]:
     """What a layer group of a `PagedCache` launches; softcap: whether its scores have one."""
-    low = next(iter(group.low_layouts.values()), None)
+    tiers = [group.layouts[name] for name in group.tier_pools]
     parts = [
         x
         for name in PARTS
         if (name != "closed" or not group.fills_pages) and (name != "sink" or group.num_sink_tokens)
         for x in [group.layouts[name]]
     ]
-    planes = [None, low] if low else [None]
-    raw, packed = [x for x in parts if x.key.is_raw], [x for x in parts if not x.key.is_raw]
+    raw, packed = [x for x in parts if x.key.is_raw], [x for x in (*parts, *tiers) if not x.key.is_raw]
     yield from (append.raw_source(x.head_dim != x.value_head_dim) for x in raw[:1])
     if group.token_local:
         yield from _stored(parts[-1], dtype, capability)
     for x in [] if group.fills_pages else packed:
-        for plane in planes:
-            if close.refuses_layout(x, dtype, capability, "close", [plane] if plane else []) is None:
-                yield family_of(x).closing(x, dtype, capability, plane, False)
+        if close.refuses_layout(x, dtype, capability, "close") is None:
+            yield family_of(x).closing(x, dtype, capability, False)
     yield merge.source(group.geometry.value_head_dim, dtype)
     columns = num_q_heads // group.geometry.num_kv_heads
     every = [*packed, *raw[-1:]]
     shown = [every] if group.fills_pages else [raw[-1:], every]  # before a page closes, and then
+    if tiers:  # which close first
+        shown.insert(1, [*tiers, *raw[-1:]])
     for some in shown:
         for n in range(1, -(-unpack_then_flash.MIN_COLUMNS_WIDE // columns)):
-            yield from _attention(some, n * columns, dtype, softcap, capability, low if some[0] in packed else None)
-    for x in parts:
-        for plane in planes if x in packed else [None]:
-            if family_of(x).refuses("unpack", x, dtype=dtype, low=[plane] if plane else []) is None:
-                yield family_of(x).unpacking(x, dtype, plane)
-    if low or (not group.fills_pages and close.refuses_layout(packed[0], dtype, capability, "step")):
+            yield from _attention(some, n * columns, dtype, softcap, capability)
+    for x in (*parts, *tiers):
+        if family_of(x).refuses("unpack", x, dtype=dtype) is None:
+            yield family_of(x).unpacking(x, dtype)
+    if tiers or (not group.fills_pages and close.refuses_layout(packed[0], dtype, capability, "step")):
         return  # the host leads decoding
     yield decode.ADVANCE
     for some in shown:
         yield from _attention(some, columns, dtype, softcap, capability, tables=True)
         if not group.token_local:
-            yield family_of(some[0]).closing(some[0], dtype, capability, None, True)
+            yield family_of(some[0]).closing(some[0], dtype, capability, True)
     yield from (device_plan.list_source(n) for n in {len(parts), len(parts) - (not group.fills_pages)})
 
 
@@ -78,7 +77,7 @@ def of_vllm(
     for x in parts:
         yield from _stored(x, dtype, capability)
     if family_of(layout).refuses("unpack", layout, dtype=dtype) is None:
-        yield family_of(layout).unpacking(layout, dtype, None)
+        yield family_of(layout).unpacking(layout, dtype)
     yield place.source()
     yield merge.source(layout.value_head_dim, dtype)
     columns = num_q_heads // layout.num_kv_heads
@@ -109,28 +108,28 @@ def _attention(
     dtype: torch.dtype,
     softcap: bool,
     capability: Capability,
-    low: LowLayout | None = None,
     tables: bool = False,
 ) -> Iterator[Source]:
-    """The kernel for pages of the first layout, raw ones beside it if there are more, and so many query columns of a kv
-    head.
+    """The kernels for pages of these layouts and so many query columns of a kv head: one for each packed layout, of
+    which the first reads raw pages, too.
     """
-    main, family, limit = layouts[0], family_of(layouts[0]), driver.shared_limit(capability)
-    if dtype not in MATRIX_DTYPES or family.refuses(
-        "attend", main, low=[low] if low else [], num_columns=num_columns, shared_limit=limit
+    limit = driver.shared_limit(capability)
+    mains = [x for x in layouts if not x.key.is_raw] or layouts[:1]
+    if dtype not in MATRIX_DTYPES or any(
+        family_of(x).refuses("attend", x, num_columns=num_columns, shared_limit=limit) for x in mains
     ):
         return
-    ask = Ask(
-        main.head_dim,
-        kernels.columns([main], num_columns, low is not None),
-        MATRIX_DTYPES[dtype],
-        layouts[-1].raw_dtype,
-        softcap,
-        limit,
-        fold=kernels.folds(main, num_columns),
-        low=low,
-        raw=any(x.key.is_raw for x in layouts),
-        tables=tables,
-        value_head_dim=main.value_head_dim,
-    )
-    yield kernels.kernel_for(main, ask).instance
+    for i, main in enumerate(mains):
+        ask = Ask(
+            main.head_dim,
+            kernels.columns(mains, num_columns),
+            MATRIX_DTYPES[dtype],
+            layouts[-1].raw_dtype,
+            softcap,
+            limit,
+            fold=kernels.folds(main, num_columns),
+            raw=i == 0 and any(x.key.is_raw for x in layouts),
+            tables=tables,
+            value_head_dim=main.value_head_dim,
+        )
+        yield kernels.kernel_for(main, ask).instance

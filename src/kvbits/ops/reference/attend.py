@@ -125,13 +125,11 @@ def _steps(
     layout, table = part.store.layout, part.table
     for first in range(table.indptr[b], table.indptr[b + 1], PAGES_PER_STEP):
         entries = slice(first, min(first + PAGES_PER_STEP, table.indptr[b + 1]))
-        low = [(store.gather(ids[entries]), store.layout) for store, ids in zip(part.low, table.low, strict=True)]
         k, v = dequantize_pages(
             part.store.gather(table.page_ids[entries]),
             layout,
             part.store.static,
             dtype,
-            low,
             table.starts[entries],
             True,
         )

@@ -5,22 +5,19 @@ quantize, list outliers, pack, once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ...quant.basis import into_basis
-from ...quant.nested import PLANES, low_codes
 from ...quant.outliers import worst
-from ...quant.packing import pack, pack_side
+from ...quant.packing import pack_side
 from ...quant.qparams import (
     QParams,
     choose_qparams,
     dequantize,
     expand,
-    normalize,
     quantize,
     require_finite,
     rounded,
@@ -28,9 +25,9 @@ from ...quant.qparams import (
     stored,
 )
 from ...quant.rotary import turn_pages_back
-from ...spec import LowLayout, PageLayout, QuantSpec
-from ..types import LowStore, PageStore, check_closing
-from .dequantize import page_codes, require_starts, section, stored_qparams
+from ...spec import PageLayout, QuantSpec
+from ..types import PageStore, check_closing
+from .dequantize import require_starts, section
 
 PAGES_PER_STEP = 64
 
@@ -86,79 +83,34 @@ def close_pages(
     static: dict[str, torch.Tensor] | None = None,
     starts: np.ndarray | None = None,
 ) -> tuple[torch.Tensor, dict[str, int]]:
-    """Pages uint8 [n, H, head_bytes] without low planes, and clamped elements by kind (see `close_nested`)."""
-    pages, saturated = close_nested(k, v, layout, static, starts=starts)
-    return pages[0], saturated
-
-
-def close_nested(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: PageLayout,
-    static: dict[str, torch.Tensor] | None = None,
-    low: Sequence[LowLayout] = (),
-    starts: np.ndarray | None = None,
-) -> tuple[list[torch.Tensor], dict[str, int]]:
-    """Pages of n x page_size tokens, and the pages of their low planes.
+    """Pages of n x page_size tokens.
 
     Args:
         k, v: finite [n, H, page_size, head_dim], any float dtype.
         static: calibrated float32 `k_scale` .. `v_bias`, [H, groups or channels], for static specs; `k_codebook`,
             `v_codebook` [H, entries] for codebook formats; `k_inv_freq` [head_dim / 2] for pre-RoPE keys and, with
             `k_basis` [H, head_dim, head_dim] and `k_offsets` [H, 5, head_dim], for those in a calibrated basis.
-        low: layouts of the low planes that refine the pages, the coarsest first.
         starts: [n] position of each page's first token, for keys that are turned back.
 
     Returns:
-        uint8 [n, H, head_bytes] of each layout, padding zeroed, and how many elements of keys and values were clamped
-            to their code range.
+        uint8 [n, H, head_bytes], padding zeroed, and how many elements of keys and values were clamped to their code
+            range.
     """
     static = static or {}
     pages = torch.zeros(*k.shape[:2], layout.head_bytes, dtype=torch.uint8, device=k.device)
-    saturated, as_stored = {}, {}
+    saturated = {}
     for kind, spec, x in (("k", layout.key, k), ("v", layout.value, v)):
         if spec.is_raw:
             section(pages, layout, f"{kind}_raw").copy_(x)
             continue
-        as_stored[kind] = rows_as_stored(x, spec, static, starts)
-        found = encode_side(as_stored[kind], kind, spec, static)
+        found = encode_side(rows_as_stored(x, spec, static, starts), kind, spec, static)
         saturated[kind] = found.saturated
-        _store(pages, layout, kind, pack_side(found.codes, spec, kind))
+        for i, plane in enumerate(pack_side(found.codes, spec, kind)):
+            section(pages, layout, f"{kind}_plane{i}").copy_(plane.unflatten(-1, (layout.page_size, -1)))
         for name, t in found.stored.items():
             if (s := layout.sections.get(f"{kind}_{name}")) is not None:
                 section(pages, layout, s.name).copy_(stored(t, s.dtype))
-    return [pages, *low_pages(pages, as_stored, layout, static, low)], saturated
-
-
-def low_pages(
-    pages: torch.Tensor,
-    as_stored: dict[str, torch.Tensor],
-    layout: PageLayout,
-    static: dict[str, torch.Tensor],
-    low: Sequence[LowLayout],
-) -> list[torch.Tensor]:
-    """Low planes of pages that closed, whoever closed them: uint8 [n, H, head_bytes] of each layout of `low`, the
-    coarsest first.
-
-    Args:
-        pages: uint8 [n, H, head_bytes].
-        as_stored: of each kind that low planes refine ("k", "v"), the numbers that became its codes, see
-            `rows_as_stored`.
-    """
-    made = [torch.zeros(*pages.shape[:2], x.head_bytes, dtype=torch.uint8, device=pages.device) for x in low]
-    for kind, spec in (("k", layout.key), ("v", layout.value)):
-        fine = [
-            (y, to, bits)
-            for y, to in zip(low, made, strict=True)
-            if (bits := y.key_bits if kind == "k" else y.value_bits)
-        ]
-        if not fine:
-            continue
-        codes, widths = page_codes(pages, layout, kind), [bits for _, _, bits in fine]
-        scaled = normalize(as_stored[kind], spec, stored_qparams(pages, layout, kind, static))
-        for (y, to, bits), plane in zip(fine, low_codes(scaled - (codes.float() - spec.zero), widths), strict=True):
-            _store(to, y, kind, pack(plane, PLANES[bits], kind))
-    return made
+    return pages, saturated
 
 
 def rows_as_stored(
@@ -170,7 +122,7 @@ def rows_as_stored(
 ) -> torch.Tensor:
     """Keys or values of pages as they are stored: float32, turned back or in their basis where the spec says so.
 
-    Arguments as of `close_nested`; `places` int64 [n, tokens] where x [n, H, tokens, head_dim] are not whole pages.
+    Arguments as of `close_pages`; `places` int64 [n, tokens] where x [n, H, tokens, head_dim] are not whole pages.
     """
     x = x.float()
     if spec.pre_rope:
@@ -192,41 +144,30 @@ def encode_side(as_stored: torch.Tensor, kind: str, spec: QuantSpec, static: dic
     return encode(as_stored, spec, known, static.get(f"{kind}_codebook"))
 
 
-def _store(pages: torch.Tensor, layout: PageLayout | LowLayout, kind: str, planes: list[torch.Tensor]) -> None:
-    for i, plane in enumerate(planes):
-        section(pages, layout, f"{kind}_plane{i}").copy_(plane.unflatten(-1, (layout.page_size, -1)))
-
-
 def close(
     k: torch.Tensor,
     v: torch.Tensor,
     store: PageStore,
     page_ids: np.ndarray,
-    low: Sequence[tuple[LowStore, np.ndarray]] = (),
     starts: np.ndarray | None = None,
 ) -> dict[str, int]:
     """Close pages in place: k, v [n, H, page_size, head_dim] into the store's pages `page_ids` [n], whose first tokens
-    are at `starts` [n], their low planes into those of `low`, the coarsest first. Returns clamped elements by kind.
+    are at `starts` [n]. Returns clamped elements by kind.
 
     Raises:
-        DataError: pages that are not the stores' own, NaN or infinity (nothing is written), or a scale that overflows
+        DataError: pages that are not the store's own, NaN or infinity (nothing is written), or a scale that overflows
             its storage dtype.
     """
-    page_ids, *low_ids = check_closing(store, page_ids, low)
+    page_ids = check_closing(store, page_ids)
     for name, x in (("keys", k), ("values", v)):
         require_finite(x, name)
     total: dict[str, int] = {}
-    targets: list[tuple[PageStore | LowStore, np.ndarray]] = [
-        (store, page_ids),
-        *((s, ids) for (s, _), ids in zip(low, low_ids, strict=True)),
-    ]
     for i in range(0, len(page_ids), PAGES_PER_STEP):
         some = slice(i, i + PAGES_PER_STEP)
         first = None if starts is None else starts[some]
-        pages, saturated = close_nested(k[some], v[some], store.layout, store.static, [s.layout for s, _ in low], first)
-        for (to, ids), made in zip(targets, pages, strict=True):
-            for page_id, page in zip(ids[some], made, strict=True):
-                to.page(int(page_id)).copy_(page)
+        pages, saturated = close_pages(k[some], v[some], store.layout, store.static, first)
+        for page_id, page in zip(page_ids[some], pages, strict=True):
+            store.page(int(page_id)).copy_(page)
         for kind, n in saturated.items():
             total[kind] = total.get(kind, 0) + n
     return total

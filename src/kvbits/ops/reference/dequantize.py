@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
 from ...errors import DataError
 from ...quant.basis import offsets_of, out_of_basis
-from ...quant.nested import PLANES
-from ...quant.packing import unpack, unpack_side
+from ...quant.packing import unpack_side
 from ...quant.qparams import TORCH_DTYPES, QParams, dequantize
 from ...quant.qparams import read as read_stored
 from ...quant.rotary import turn
-from ...spec import LowLayout, NumberFormat, PageLayout
+from ...spec import PageLayout
 
 
-def section(pages: torch.Tensor, layout: PageLayout | LowLayout, name: str) -> torch.Tensor:
+def section(pages: torch.Tensor, layout: PageLayout, name: str) -> torch.Tensor:
     """One section of pages [..., H, head_bytes] as its own dtype, [..., H, *section shape] (a view where alignment
     allows).
     """
@@ -57,14 +54,12 @@ def dequantize_pages(
     layout: PageLayout,
     static: dict[str, torch.Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
-    low: Sequence[tuple[torch.Tensor, LowLayout]] = (),
     starts: np.ndarray | None = None,
     in_basis: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [n, H, page_size, head_dim] of pages uint8 [n, H, head_bytes], computed in `dtype`.
 
     Args:
-        low: the pages of low planes that refine them, [n, H, head_bytes of their layout] each, the coarsest first.
         starts: [n] position of each page's first token, to which keys that were turned back are turned.
         in_basis: leave banded codes in the basis that they are stored in.
 
@@ -77,11 +72,7 @@ def dequantize_pages(
         if spec.is_raw:
             found.append(section(pages, layout, f"{kind}_raw").to(dtype))
             continue
-        codes, planes = page_codes(pages, layout, kind), []
-        for fine, fine_layout in low:
-            if bits := fine_layout.key_bits if kind == "k" else fine_layout.value_bits:
-                planes.append((_codes(fine, fine_layout, kind, PLANES[bits]), bits))
-        x = dequantize(codes, spec, stored_qparams(pages, layout, kind, static), dtype, planes)
+        x = dequantize(page_codes(pages, layout, kind), spec, stored_qparams(pages, layout, kind, static), dtype)
         if spec.outliers:
             index, error = (section(pages, layout, f"{kind}_outlier_{name}") for name in ("index", "value"))
             index, flat = index.long(), x.flatten(-2)
@@ -101,11 +92,6 @@ def dequantize_pages(
             x = out_of_basis(x, spec, static, require_starts(starts, len(x)) if spec.needs_rotary else None)
         found.append(x)
     return found[0], found[1]
-
-
-def _codes(pages: torch.Tensor, layout: PageLayout | LowLayout, kind: str, fmt: NumberFormat) -> torch.Tensor:
-    planes = [section(pages, layout, f"{kind}_plane{i}").flatten(-2) for i in range(len(fmt.planes))]
-    return unpack(planes, fmt, kind, layout.page_size, layout.dim(kind))
 
 
 def page_codes(pages: torch.Tensor, layout: PageLayout, kind: str) -> torch.Tensor:

@@ -16,7 +16,10 @@ const plan = (() => {
       if (raw) grown = Math.max(grown, tokens > sinks ? 1 : 0);
     }
     const tail = Math.min(Math.ceil((residual + page) / page), Math.max(0, Math.ceil((tokens - sinks) / page)));
-    return { sink: sinks && tokens ? 1 : 0, closed: raw ? 0 : grown, tail: raw ? grown : tail };
+    const closed = raw ? 0 : grown, young = format.tiers.reduce((sum, [, n]) => sum + n, 0);
+    const held = { sink: sinks && tokens ? 1 : 0, closed: Math.max(0, closed - young), tail: raw ? grown : tail };
+    for (const [pool, n, more] of format.tiers) held[pool] = n ? Math.min(closed, n + more) : 0;
+    return held;
   }
   // Kv heads on each of `gpus` GPUs; null where they cannot be shared so (planner.rank).
   const shared = (heads, gpus) => heads % gpus && gpus % heads ? null : Math.max(1, Math.floor(heads / gpus));
@@ -40,7 +43,6 @@ const plan = (() => {
       const [, heads, , , window] = model.layers[kind], format = data.formats[number], held = pages(format, tokens, window);
       let one = 0;
       for (const [pool, n] of Object.entries(held)) one += format.heads[pool] * n;
-      for (const [limit, plane] of format.tiers) one += plane * Math.min(held.closed, limit);
       total += one * count * shared(heads, gpus);
     }
     return total;

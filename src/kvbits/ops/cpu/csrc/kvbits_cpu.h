@@ -62,8 +62,6 @@ typedef struct {
 typedef struct {
   const kvbits_store* store;
   const kvbits_table* table;
-  const kvbits_store* low;  // low planes of 4 bits that refine 4-bit codes, plane_offset[0] of each tensor; FORMAT_RAW where a tensor has none; null for none
-  const int64_t* low_ids;   // [num_entries] pages of `low`
 } kvbits_part;
 
 typedef struct {
@@ -85,8 +83,6 @@ typedef struct {
 typedef struct {
   const kvbits_store* store;
   const int64_t* page_ids;  // [num_pages]
-  const kvbits_store* low;  // where low planes go, FORMAT_INT4 or FORMAT_INT2 by their width, else as in kvbits_part
-  const int64_t* low_ids;   // [num_pages]
   int64_t num_pages;
   int32_t num_kv_heads, head_dim, value_head_dim, dtype, num_threads;
   const void* source[2];

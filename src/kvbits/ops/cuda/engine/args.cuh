@@ -23,8 +23,6 @@ struct Part {
     i64 layer_stride;            // bytes from a page of one layer to the same page of the next
     int head_bytes, chunks_per_page, raw;
     int k_raw, v_raw;            // offsets inside a raw struct
-    int low_head_bytes;          // of the struct of low planes; 0 if the part's pages have none
-    i64 low_layer_stride;        // as `layer_stride`
     const float *k_scale, *k_bias, *v_scale, *v_bias;  // calibrated, [H][D], [H][DV]; null if none
     const float *k_level, *v_level;  // what a code stands for, [H][2**bits]; null where arithmetic says
     const float2* turns;         // turns per token of each channel pair, [D / 2] of side.py's turns_of; for keys that are turned back
@@ -33,7 +31,7 @@ struct Part {
     int page_size;
 };
 
-/// One run of bytes of a chunk, or of its low planes: from `page + from + chunk * step` to `slot + to`.
+/// One run of bytes of a chunk: from `page + from + chunk * step` to `slot + to`.
 struct Piece { int from, step, to, bytes; };
 constexpr int MAX_PIECES = 40;
 
@@ -45,25 +43,24 @@ struct Args {
     const Segment* segments;
     const i64* page_address;     // [entries], layer 0, kv head 0
     const int2* page_tokens;     // [entries]: position of the first token, visible tokens
-    const i64* low_address;      // [entries]: of the low planes' structs, as `page_address`; packed.cu with HAS_LOW
     float* partial;              // [slots][COLS][DV]
     float2* partial_ml;          // [slots][COLS]: reference exponent (log2), sum
     int* arrived;                // [units], zero between launches
     i64 q_stride_b, q_stride_t, q_stride_h;
     int num_queries, group, num_kv_heads, column_blocks, layer, window;  // window: 2**30 if none
     float scaling, softcap;
-    int num_pieces, num_low_pieces;  // pieces of low planes follow those of pages
+    int num_pieces;
     int query_columns;           // 1, 2, 4 or 8: columns that queries are made in a basis for
     Piece pieces[MAX_PIECES];
     Part parts[4];
 };
 
-/// A page that a segment reads: where the struct of its kv head lies (of its low plane with `low`), position of the first token, visible tokens.
+/// A page that a segment reads: where the struct of its kv head lies, position of the first token, visible tokens.
 struct Page {
     i64 address;
     int2 tokens;
 
-    DEVICE Page(const Args& a, const Segment& s, int entry, bool low) {
+    DEVICE Page(const Args& a, const Segment& s, int entry) {
         const Part& part = a.parts[s.part];
         const i64 head = s.unit / a.column_blocks % a.num_kv_heads;
         if (BLOCK_TABLES) {
@@ -71,17 +68,16 @@ struct Page {
             address = part.pages.address(entry) + head * part.head_bytes;
             tokens = {s.position + before, min(s.tokens - before, part.page_size)};
         } else {
-            address = low ? a.low_address[entry] + a.layer * part.low_layer_stride + head * part.low_head_bytes
-                          : a.page_address[entry] + a.layer * part.layer_stride + head * part.head_bytes;
+            address = a.page_address[entry] + a.layer * part.layer_stride + head * part.head_bytes;
             tokens = a.page_tokens[entry];
         }
     }
     /// Under load a miss waits behind all the ring's bytes, microseconds: the tables are fetched rounds ahead.
-    static DEVICE void prefetch_tables(const Args& a, const Part& part, int entry, bool low) {
+    static DEVICE void prefetch_tables(const Args& a, const Part& part, int entry) {
         if (BLOCK_TABLES) {
             prefetch_l1(part.pages.table + entry);
         } else {
-            prefetch_l1((low ? a.low_address : a.page_address) + entry);
+            prefetch_l1(a.page_address + entry);
             prefetch_l1(a.page_tokens + entry);
         }
     }

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....errors import DataError, UnsupportedError
+from ....errors import DataError
 from ....later import upload
-from ....spec import LowLayout, PageLayout
-from ...types import LowStore, PageStore, check_closing, settle
+from ....spec import PageLayout
+from ...types import PageStore, check_closing, settle
 from ..families import family_of
 from .family import Op
 from .runtime import driver
@@ -23,29 +23,25 @@ from .side import with_aligned_rows
 STATUS_FIELDS = 6
 
 
-def refuses(k: torch.Tensor, store: PageStore, low: Sequence[LowStore] = ()) -> str | None:
-    """Why pages of this store, with low planes in the stores `low`, cannot be closed here, or None."""
+def refuses(k: torch.Tensor, store: PageStore) -> str | None:
+    """Why pages of this store cannot be closed here, or None."""
     if k.device.type != "cuda" or store.device.type != "cuda":
         return f"keys are on {k.device}, pages on {store.device}, not on a GPU"
-    return refuses_on(store.layout, k.dtype, k.device, "close", [x.layout for x in low])
+    return refuses_on(store.layout, k.dtype, k.device, "close")
 
 
-def refuses_on(
-    layout: PageLayout, dtype: torch.dtype, device: torch.device, op: Op = "step", low: Sequence[LowLayout] = ()
-) -> str | None:
+def refuses_on(layout: PageLayout, dtype: torch.dtype, device: torch.device, op: Op = "step") -> str | None:
     """Why pages of a layout cannot be closed from `dtype` on a device, by default in a decode step, or None."""
     if why := driver.refuses(device):
         return why
-    return refuses_layout(layout, dtype, torch.cuda.get_device_capability(device), op, low)
+    return refuses_layout(layout, dtype, torch.cuda.get_device_capability(device), op)
 
 
-def refuses_layout(
-    layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], op: Op, low: Sequence[LowLayout] = ()
-) -> str | None:
+def refuses_layout(layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], op: Op) -> str | None:
     """`refuses_on` a device of a compute capability."""
     if capability < (8, 9) and any(spec.format.startswith("fp8") for spec in (layout.key, layout.value)):
         return f"compute capability {capability[0]}.{capability[1]} cannot round to fp8 (8.9 can)"
-    return family_of(layout).refuses(op, layout, dtype=dtype, low=low)
+    return family_of(layout).refuses(op, layout, dtype=dtype)
 
 
 class DecodeStep:
@@ -122,7 +118,6 @@ def close(
     v: torch.Tensor,
     store: PageStore,
     page_ids: np.ndarray,
-    low: Sequence[tuple[LowStore, np.ndarray]] = (),
     starts: np.ndarray | None = None,
 ) -> dict[str, int]:
     """Close pages in place.
@@ -130,7 +125,6 @@ def close(
     Args:
         k, v: [n, H, page_size, head_dim] float32, float16 or bfloat16.
         page_ids: [n] pages of the store to write.
-        low: stores of low planes and their pages [n], one at most.
         starts: [n] position of each page's first token, for keys stored before the rotary embedding or in a basis.
 
     Returns:
@@ -139,9 +133,8 @@ def close(
     Raises:
         DataError: shapes that do not fit, NaN or infinity, or a scale that overflows its storage dtype. The pages are
             then written with unusable numbers.
-        UnsupportedError: low planes that the family's kernel does not write.
     """
-    status = close_later(k, v, store, page_ids, low, starts)
+    status = close_later(k, v, store, page_ids, starts)
     return settle(store.layout, k, v, [0] * STATUS_FIELDS if status is None else status.tolist())
 
 
@@ -150,19 +143,16 @@ def close_later(
     v: torch.Tensor,
     store: PageStore,
     page_ids: np.ndarray,
-    low: Sequence[tuple[LowStore, np.ndarray]] = (),
     starts: np.ndarray | None = None,
 ) -> torch.Tensor | None:
     """`close` without waiting: int32 [6] on the device, see `family.Close`; None for no pages.
 
     Raises:
-        DataError, UnsupportedError: as `close`, for all that needs no look at numbers.
+        DataError: as `close`, for all that needs no look at numbers.
     """
     layout = store.layout
     family = family_of(layout)
-    if low and (why := family.refuses("close", layout, dtype=k.dtype, low=[s.layout for s, _ in low])):
-        raise UnsupportedError(f"{why}; use the reference")
-    page_ids, *low_ids = check_closing(store, page_ids, low)
+    page_ids = check_closing(store, page_ids)
     for name, x in (("k", k), ("v", v)):
         shape = (len(page_ids), layout.num_kv_heads, layout.page_size, layout.dim(name))
         if tuple(x.shape) != shape or x.dtype != k.dtype or x.device != store.device:
@@ -179,8 +169,5 @@ def close_later(
     k, v = with_aligned_rows(k), with_aligned_rows(v)
     addresses = upload(store.addresses[page_ids], k.device)
     status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device)
-    fine = [(s.layout, upload(s.addresses[ids], k.device)) for (s, _), ids in zip(low, low_ids, strict=True)]
-    family.close(
-        k, v, store, addresses, status, family.first(store, starts, len(page_ids), k.device), fine[0] if fine else None
-    )
+    family.close(k, v, store, addresses, status, family.first(store, starts, len(page_ids), k.device))
     return status

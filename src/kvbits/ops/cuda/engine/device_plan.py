@@ -174,7 +174,7 @@ class DevicePlan:
         raw_dtype = next((x.raw_dtype for x in layouts if x.key.is_raw), MATRIX_DTYPES[dtype])
         group = num_q_heads // heads
         main = packed or first  # what the kernel is made for
-        cols = columns([main], num_queries * group, False)
+        cols = columns([main], num_queries * group)
         column_blocks = -(-num_queries * group // cols)
         has_raw = any(x.key.is_raw for x in layouts)
         ask = Ask(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
-from ....spec import LowLayout, PageLayout
-from ...types import LowStore, PageStore
+from ....spec import PageLayout
+from ...types import PageStore
 from .runtime import driver
 from .runtime.compile import Source
 from .shape import Ask, Kernel
@@ -31,7 +31,6 @@ class Close(Protocol):
         status: int32 [6] on the device, added to: clamped elements of keys and values, overflowed scales, non-finite
             inputs.
         first: what `Family.first` gave.
-        low: layout of the pages' low planes, and int64 [n] on the device: byte addresses of their first structs.
     """
 
     def __call__(
@@ -42,7 +41,6 @@ class Close(Protocol):
         page_address: torch.Tensor,
         status: torch.Tensor,
         first: torch.Tensor | None = None,
-        low: tuple[LowLayout, torch.Tensor] | None = None,
     ) -> None: ...
 
 
@@ -54,7 +52,6 @@ class Unpacks(Protocol):
         rows: int32 [n, 2] on the device: first output row and visible tokens of each page.
         layer_stride: bytes from a page of one layer to the same page of the next.
         starts: int32 [n] on the device: position of each page's first token, for keys that are turned back.
-        low: the store of the pages' low planes, and int64 [n] on the device: bytes of their first structs, layer 0.
     """
 
     def __init__(
@@ -65,14 +62,11 @@ class Unpacks(Protocol):
         rows: torch.Tensor,
         layer_stride: int,
         starts: torch.Tensor | None = None,
-        low: tuple[LowStore, torch.Tensor] | None = None,
     ) -> None: ...
 
     @staticmethod
     def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
-        """Compile and load what `run` launches for pages without low planes, so that the first one does not wait for
-        it.
-        """
+        """Compile and load what `run` launches, so that the first one does not wait for it."""
 
     def run(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None
@@ -163,7 +157,6 @@ class Family:
         layout: PageLayout,
         *,
         dtype: torch.dtype | None = None,
-        low: Sequence[LowLayout] = (),
         num_columns: int = 1,
         shared_limit: int | None = None,
     ) -> str | None:
@@ -171,21 +164,14 @@ class Family:
 
         Args:
             dtype: of the keys and values that are closed, or of the rows to unpack to.
-            low: low planes that refine the pages.
             num_columns: attention: query columns of a kv head (query tokens times heads).
             shared_limit: attention: bytes of shared memory of a block, if known.
         """
-        if low and (why := self.refuses_low(op, layout, low)):
-            return why
         if op == "attend":
             return self.refuses_attention(layout, num_columns, shared_limit)
         if op == "unpack":
             return self.refuses_unpacking(layout, dtype)
         return (self.steps if op == "step" else None) or self.refuses_closing(layout, dtype)
-
-    def refuses_low(self, op: Op, layout: PageLayout, low: Sequence[LowLayout]) -> str | None:
-        """Why an operation does not take low planes under pages of a layout, or None."""
-        return f"low planes under {layout.key.format}/{layout.value.format} pages have no CUDA kernel"
 
     def refuses_attention(self, layout: PageLayout, num_columns: int, shared_limit: int | None) -> str | None:
         raise NotImplementedError
@@ -194,7 +180,7 @@ class Family:
         """Whether the attention kernel has registers for `shape.WIDE` columns a warp."""
         return False
 
-    def columns(self, layout: PageLayout, num_columns: int, low: bool) -> int:
+    def columns(self, layout: PageLayout, num_columns: int) -> int:
         """Query columns of a warp where there are `num_columns` of a kv head."""
         return 8
 
@@ -220,13 +206,11 @@ class Family:
             if name.endswith(("_scale", "_bias"))
         }
 
-    def closing(
-        self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], low: LowLayout | None, appends: bool
-    ) -> Source:
+    def closing(self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], appends: bool) -> Source:
         """What closes pages on a device of a compute capability; with `appends` in decode steps."""
         raise NotImplementedError
 
-    def unpacking(self, layout: PageLayout, dtype: torch.dtype, low: LowLayout | None) -> Source:
+    def unpacking(self, layout: PageLayout, dtype: torch.dtype) -> Source:
         """What unpacks pages."""
         raise NotImplementedError
 

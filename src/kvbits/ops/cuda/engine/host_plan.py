@@ -18,7 +18,7 @@ import torch
 
 from ....errors import UnsupportedError
 from ....later import upload
-from ....spec import LowLayout, PageLayout
+from ....spec import PageLayout
 from ...break_even import small_on_gpu
 from ...descriptor import MATRIX_DTYPES
 from ...types import AttendCall, Part, check_call, last_positions
@@ -87,15 +87,12 @@ def refuses_call(
     kv_heads = call.parts[0].store.layout.num_kv_heads
     if num_q_heads % kv_heads:
         return f"{num_q_heads} query heads are no multiple of {kv_heads} kv heads"
-    low: dict[PageLayout, LowLayout] = {}
     for part in call.parts:
-        layout, fine = part.store.layout, tuple(s.layout for s in part.low)
+        layout = part.store.layout
         if why := family_of(layout).refuses(
-            "attend", layout, low=fine, num_columns=num_queries * num_q_heads // kv_heads, shared_limit=shared_limit
+            "attend", layout, num_columns=num_queries * num_q_heads // kv_heads, shared_limit=shared_limit
         ):
             return why
-        if fine and low.setdefault(layout, fine[0]) != fine[0]:
-            return "pages of one layout have low planes of different widths"
     if len({p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw}) > 1:
         return "raw parts differ in dtype"
     return None
@@ -123,8 +120,6 @@ class PartArgs(ctypes.Structure):
         ("raw", ctypes.c_int),
         ("k_raw", ctypes.c_int),
         ("v_raw", ctypes.c_int),
-        ("low_head_bytes", ctypes.c_int),
-        ("low_layer_stride", ctypes.c_int64),
         ("k_scale", ctypes.c_void_p),
         ("k_bias", ctypes.c_void_p),
         ("v_scale", ctypes.c_void_p),
@@ -152,7 +147,6 @@ class Args(ctypes.Structure):
                 "segments",
                 "page_address",
                 "page_tokens",
-                "low_address",
                 "partial",
                 "partial_ml",
                 "arrived",
@@ -165,7 +159,7 @@ class Args(ctypes.Structure):
         ),
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("num_pieces", "num_low_pieces", "query_columns")),
+        *((name, ctypes.c_int) for name in ("num_pieces", "query_columns")),
         ("pieces", ctypes.c_int * 4 * MAX_PIECES),
         ("parts", PartArgs * MAX_PARTS),
     ]
@@ -189,7 +183,7 @@ class Plan:
         q_dtype: dtype of the queries and of the output.
         num_queries: query tokens per sequence.
         layer_strides: bytes from a page of one layer to the same page of the next, one per part; 0 where `run` is only
-            called for layer 0. Low planes of layers lie side by side wherever the pages do.
+            called for layer 0.
 
     Attributes:
         out: [B, num_queries, num_q_heads, value_head_dim] in q_dtype; zeros where nothing was visible.
@@ -218,7 +212,7 @@ class Plan:
         packed = list(dict.fromkeys(p.store.layout for p in call.parts if not p.store.layout.key.is_raw))
         layouts = packed or [layout]
         group = num_q_heads // heads
-        cols = columns(layouts, num_queries * group, any(p.low for p in call.parts))
+        cols = columns(layouts, num_queries * group)
         column_blocks = -(-num_queries * group // cols)
         self.call, self.device, self.num_queries, self._head_dim = call, device, num_queries, layout.head_dim
         self._families = [family_of(p.store.layout) for p in call.parts]
@@ -231,15 +225,12 @@ class Plan:
             (p.store.layout.raw_dtype for p in call.parts if p.store.layout.key.is_raw), MATRIX_DTYPES[q_dtype]
         )
         limit = driver.shared_limit(torch.cuda.get_device_capability(device))
-        low = {p.store.layout: p.low[0].layout for p in call.parts if p.low}
         ask = Ask(
             layout.head_dim, cols, MATRIX_DTYPES[q_dtype], raw_dtype, call.softcap is not None, limit, value_head_dim=d
         )
         raw = any(p.store.layout.key.is_raw for p in call.parts)  # the first kernel reads such parts
         kernels = [
-            kernel_for(
-                x, dataclasses.replace(ask, fold=folds(x, num_queries * group), low=low.get(x), raw=raw and i == 0)
-            )
+            kernel_for(x, dataclasses.replace(ask, fold=folds(x, num_queries * group), raw=raw and i == 0))
             for i, x in enumerate(layouts)
         ]
         work = self._work(call.parts, packed, kernels)
@@ -319,8 +310,6 @@ class Plan:
                 if launch.layout.is_raw
                 else f"{launch.layout.key.format}/{launch.layout.value.format} pages (and raw ones)"
             )
-            if launch.kernel.low_pieces:
-                what = what.replace(" (", " with and without low planes (")
             s = launch.kernel.shape
             lines.append(
                 f"attend_pages by cuda: {what}, {launch.blocks} blocks of {s.warps} warps, {s.slots} x {s.chunk} tokens"
@@ -349,7 +338,7 @@ class Plan:
             raw = layout.key.is_raw
             tokens = kernels[launch].raw_tokens if raw else kernels[launch].shape.chunk
             count = chunks_per_sequence(table.indptr, table.lengths, tokens, -(-layout.page_size // tokens))
-            cost = (layout.head_bytes + sum(s.layout.head_bytes for s in part.low)) * tokens // layout.page_size
+            cost = layout.head_bytes * tokens // layout.page_size
             # What a walk starts with, calibrated scales, is alike in all its parts.
             joins = kernels[launch].raw_in_ring and not (layout.key.static or layout.value.static)
             walk = int(not raw and not kernels[launch].raw_joins) if joins else None
@@ -362,13 +351,7 @@ class Plan:
     def _tables(self, parts: tuple[Part, ...]) -> dict[str, int]:
         addresses = np.concatenate([p.store.addresses[p.table.page_ids] for p in parts])
         tokens = np.concatenate([np.stack([p.table.starts, p.table.lengths], 1).astype(np.int32) for p in parts])
-        tables = {"page_address": self._upload(addresses).data_ptr(), "page_tokens": self._upload(tokens).data_ptr()}
-        if any(p.low for p in parts):
-            fine = [
-                p.low[0].addresses[p.table.low[0]] if p.low else np.zeros(p.table.num_pages, np.int64) for p in parts
-            ]
-            tables["low_address"] = self._upload(np.concatenate(fine)).data_ptr()
-        return tables
+        return {"page_address": self._upload(addresses).data_ptr(), "page_tokens": self._upload(tokens).data_ptr()}
 
     def _scratch(self, num_slots: int, cols: int, d: int, units: int) -> dict[str, int]:
         partial = torch.empty(max(num_slots, 1), cols, d, device=self.device)
@@ -383,19 +366,13 @@ class Plan:
         tokens = kernels[0].raw_tokens if raw else kernels[packed.index(layout)].shape.chunk
         offsets = {"k_raw": layout.sections["k_raw"].offset, "v_raw": layout.sections["v_raw"].offset} if raw else {}
         static = self._kept(family_of(layout).constants(layout, self.device))
-        fine = part.low[0].layout if part.low else None
-        low = (
-            {"low_head_bytes": fine.head_bytes, "low_layer_stride": fine.page_size_bytes if layer_stride else 0}
-            if fine
-            else {}
-        )
         pages = {
             "layer_stride": layer_stride,
             "head_bytes": layout.head_bytes,
             "chunks_per_page": -(-layout.page_size // tokens),
             "raw": raw,
         }
-        return PartArgs(**pages, **low, **offsets, **static)
+        return PartArgs(**pages, **offsets, **static)
 
     def _kept(self, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
         self._keep += tensors.values()
@@ -405,8 +382,7 @@ class Plan:
         mine = Args.from_buffer_copy(args)
         mine.segments = self._upload(segments).data_ptr()
         mine.num_pieces = len(kernel.pieces)
-        mine.num_low_pieces = len(kernel.low_pieces)
-        for i, piece in enumerate((*kernel.pieces, *kernel.low_pieces)):
+        for i, piece in enumerate(kernel.pieces):
             mine.pieces[i] = (ctypes.c_int * 4)(*piece)
         return _Launch(kernel, load_kernel(kernel, self.device.index), mine, blocks, layout)
 

@@ -22,9 +22,9 @@ NO_WINDOW = 2**30
 """Window of a launch without one."""
 
 
-def columns(layouts: Sequence[PageLayout], num_columns: int, low: bool) -> int:
+def columns(layouts: Sequence[PageLayout], num_columns: int) -> int:
     """Query columns of a warp of a kernel that reads pages of all these layouts."""
-    return min(family_of(x).columns(x, num_columns, low) for x in layouts)
+    return min(family_of(x).columns(x, num_columns) for x in layouts)
 
 
 def folds(layout: PageLayout, num_columns: int) -> bool:

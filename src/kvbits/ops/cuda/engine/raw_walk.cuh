@@ -19,8 +19,6 @@ struct RowsInMemory {
     DEVICE RowsInMemory(i64 keys, i64 values, int visible, int g, int c) : keys(keys + (4 * g * D + 8 * c) * 2), values(values + (8 * c * DV + 8 * g) * 2), visible(visible) {}
     DEVICE uint4 key(int j, int i, int g, int c) const { return load_global_once(keys + (j * D + 32 * i) * 2, 4 * g + j < visible && 32 * i + 8 * c < D); }
     DEVICE uint4 value(int token, int h, int g, int c) const { return load_global_once(values + (token * DV + 64 * h) * 2, 8 * c + token < visible && 64 * h + 8 * g < DV); }
-    DEVICE void keys_done() {}
-    DEVICE void wait_for_values() {}
 };
 
 DEVICE void mma_raw(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -88,7 +86,6 @@ struct RawWalk {
             for (int n = 0; n < NT; ++n)
                 for (int r = 0; r < (E > 1 ? 4 : 2); ++r) s[2 * tile + r / 2][n][r % 2] = acc[n][r];
         }
-        rows.keys_done();
 #pragma unroll
         for (int j = 0; j < E; ++j)
             for (int n = 0; n < NT; ++n)
@@ -120,7 +117,6 @@ struct RawWalk {
                 softmax.sum[n][1] += p1;
                 p[n][j] = transpose_8x8(pack_raw(p0, p1));
             }
-        rows.wait_for_values();
     }
 
     template <class Rows>
@@ -185,7 +181,7 @@ DEVICE int walk_raw_in_memory(const Args& a, Unit u, Merge& merge, int warp, int
         const Part& part = a.parts[s.part];
         for (int k = warp; k < s.num_chunks; k += WARPS) {
             int chunk = s.first_chunk + k, entry = s.first_entry + chunk / part.chunks_per_page, token = chunk % part.chunks_per_page * 32;
-            const Page found(a, s, entry, false);
+            const Page found(a, s, entry);
             const i64 page = found.address + i64(token) * D * 2, to_values = D == DV ? 0 : i64(token) * (DV - D) * 2;
             const int2 tokens = found.tokens;
             if (tokens.y <= token) continue;

@@ -11,26 +11,17 @@
 
 // A warp must be the only reader of its slots: to wait for a slot's next filling, it has to have seen the one before (a barrier knows only odd and even).
 static_assert(SLOTS % WARPS == 0, "a slot for each warp, or several");
-static_assert(!HAS_LOW || SLOTS >= 2 * WARPS, "a chunk and its low plane are in the ring together");
 
 constexpr bool RAW_IN_RING = HAS_RAW;    // raw tokens come through the ring, in chunks of RAW_TOKENS, and parts join
-// Slots of a chunk of raw tokens: zones of thousands, as there are beside low planes, have keys and values in slots of their own. The few of a tail share one,
-// so that no warp of the producer's comes to have more slots to fill than another.
-constexpr int RAW_SLOTS = HAS_LOW ? 2 : 1;
 
 /// Whether a part's pages come through the ring; consumers read others where they lie.
 DEVICE bool comes_through_ring(const Part& part) { return RAW_IN_RING || !part.raw; }
 
 /// One lane's place in its warp's chunks: lane w of the producer serves consumer warp w.
 struct Cursor {
-    int segment, k, chunk;       // k: chunk inside the segment, -1 before it is entered; chunk: of the block, a chunk of two slots counting as two
-    bool second;                 // the chunk's second slot comes next: its low plane, or the values of raw tokens
+    int segment, k, chunk;       // k: chunk inside the segment, -1 before it is entered; chunk: of the block
 
-    DEVICE Cursor next(const Args& a) const {
-        if (HAS_LOW && !second && has_second(a.parts[a.segments[segment].part])) return {segment, k, chunk + WARPS, true};
-        return {segment, k + WARPS, chunk + WARPS, false};
-    }
-    static DEVICE bool has_second(const Part& part) { return part.low_head_bytes || part.raw; }
+    DEVICE Cursor next() const { return {segment, k + WARPS, chunk + WARPS}; }
 
     /// Moves to the next chunk that comes through the ring; false at the end. `enter(part, unit)` is called where a segment begins.
     template <class Enter>
@@ -65,54 +56,51 @@ struct Cursor {
     }
 };
 
-/// Where chunk k of a segment lies, or the part of it that one slot takes.
+/// Where chunk k of a segment lies.
 struct Source {
     i64 address = 0;             // of its page's struct; of the first row of raw tokens
     int2 tokens = {0, 0};        // position of the first, visible ones
     int chunk = 0;               // inside the page
-    bool low = false;            // of low planes
     bool fresh = false;          // the kernel just ahead may have written it
     int raw_bytes = -1;          // of rows of raw tokens, -1 if packed
     int to_values = 0;           // from a raw token's key to its value
 
     DEVICE Source() {}
-    DEVICE Source(const Args& a, const Segment& s, int k, bool second) {
+    DEVICE Source(const Args& a, const Segment& s, int k) {
         const Part& part = a.parts[s.part];
         const bool raw = RAW_IN_RING && part.raw;
         const int chunks_per_page = raw ? part.chunks_per_page : CHUNKS_PER_PAGE, size = raw ? RAW_TOKENS : CHUNK;
         const int at = s.first_chunk + k, entry = s.first_entry + at / chunks_per_page;
         chunk = at % chunks_per_page;
-        low = HAS_LOW && second && !raw;
-        const Page page(a, s, entry, low);
+        const Page page(a, s, entry);
         address = page.address;
         const int2 all = page.tokens;
         fresh = entry >= s.last_entry - 1;
         tokens = {all.x + chunk * size, min(all.y - chunk * size, size)};
         if (raw) {
-            address += (second ? part.v_raw : part.k_raw) + i64(chunk) * (RAW_TOKENS * (D == DV || !second ? D : DV) * 2);
-            raw_bytes = max(tokens.y, 0) * ((D == DV || !second ? D : DV) * 2);
+            address += part.k_raw + i64(chunk) * (RAW_TOKENS * D * 2);
+            raw_bytes = max(tokens.y, 0) * (D * 2);
             to_values = part.v_raw - part.k_raw + (D == DV ? 0 : chunk * (RAW_TOKENS * (DV - D) * 2));
         }
         const int later = min(entry + 8 * WARPS / chunks_per_page, s.first_entry + (s.first_chunk + s.num_chunks - 1) / chunks_per_page);
-        Page::prefetch_tables(a, part, later, low);
+        Page::prefetch_tables(a, part, later);
     }
     /// Of the values that share a slot with their keys.
     DEVICE int value_bytes() const { return D == DV ? raw_bytes : raw_bytes / D * DV; }
-    DEVICE int bytes() const { return RAW_IN_RING && raw_bytes >= 0 ? D == DV ? raw_bytes * (2 / RAW_SLOTS) : raw_bytes + (RAW_SLOTS == 1 ? value_bytes() : 0) : HAS_LOW && low ? LOW_BYTES : CHUNK_BYTES; }
+    DEVICE int bytes() const { return RAW_IN_RING && raw_bytes >= 0 ? D == DV ? raw_bytes * 2 : raw_bytes + value_bytes() : CHUNK_BYTES; }
 
     /// f(where in the slot, address, bytes) for every contiguous run.
     template <class F>
     DEVICE void each_piece(const Args& a, F f) const {
         if (RAW_IN_RING && raw_bytes >= 0) {
             if (raw_bytes) f(0, address, raw_bytes);
-            if (raw_bytes && RAW_SLOTS == 1) f(RAW_TOKENS * D * 2, address + to_values, value_bytes());
+            if (raw_bytes) f(RAW_TOKENS * D * 2, address + to_values, value_bytes());
             return;
         }
         auto piece = [&](const Piece& p) { f(p.to, address + p.from + chunk * p.step, p.bytes); };
-        const int first = HAS_LOW && low ? a.num_pieces : 0, count = HAS_LOW && low ? a.num_low_pieces : a.num_pieces;
-        piece(a.pieces[first]);  // most chunks are one
+        piece(a.pieces[0]);  // most chunks are one
 #pragma unroll 1
-        for (int i = first + 1; i < first + count; ++i) piece(a.pieces[i]);
+        for (int i = 1; i < a.num_pieces; ++i) piece(a.pieces[i]);
     }
 #if __CUDA_ARCH__ >= 900
     DEVICE void prefetch(const Args& a) const {
@@ -124,8 +112,7 @@ struct Source {
 #if __CUDA_ARCH__ >= 900
 /// As far as L2: every chunk of a segment from `k` on, `step` apart, up to `end`.
 DEVICE void prefetch_chunks(const Args& a, const Segment& s, int k, int end, int step) {
-    for (; k < min(s.num_chunks, end); k += step)
-        for (int second = 0; second <= int(HAS_LOW && Cursor::has_second(a.parts[s.part])); ++second) Source(a, s, k, second).prefetch(a);
+    for (; k < min(s.num_chunks, end); k += step) Source(a, s, k).prefetch(a);
 }
 #endif
 
@@ -133,8 +120,7 @@ DEVICE void prefetch_chunks(const Args& a, const Segment& s, int k, int end, int
 DEVICE void prefetch_after_ring(const Args& a, int lane) {
 #if __CUDA_ARCH__ >= 900
     const Segment& s = a.segments[blockIdx.x];
-    constexpr int IN_RING = SLOTS / (HAS_LOW ? 2 : 1);
-    if (s.unit >= 0 && comes_through_ring(a.parts[s.part])) prefetch_chunks(a, s, IN_RING + lane, IN_RING + PREFETCH_CHUNKS, 32);
+    if (s.unit >= 0 && comes_through_ring(a.parts[s.part])) prefetch_chunks(a, s, SLOTS + lane, SLOTS + PREFETCH_CHUNKS, 32);
 #endif
 }
 

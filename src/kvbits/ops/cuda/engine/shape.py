@@ -11,11 +11,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-from ....spec import LowLayout, PageLayout
+from ....spec import PageLayout
 from ....spec.quant import SCALE_BYTES
-from ...descriptor import DTYPES, low_plane
+from ...descriptor import DTYPES
 from .runtime.compile import Source
 from .side import attend_defines
 
@@ -44,7 +43,6 @@ RAW_TOKENS = (32, 16, 8)
 """Raw tokens of a chunk: the most of a step, or what a slot of the ring has room for."""
 BARRIERS = 24
 """Bytes of a slot's barriers and tokens (struct Ring)."""
-Layout = TypeVar("Layout", bound=PageLayout | LowLayout)
 Pieces = Sequence[tuple[int, int, int, int]]
 """(offset in the page, step per chunk, offset in the slot, bytes) of every contiguous run of a chunk."""
 
@@ -69,7 +67,6 @@ class Ask:
         cols: query columns of a warp.
         shared_limit: bytes of shared memory that a block can have.
         fold: there are at most `FOLD_COLUMNS` query columns, and the family folds.
-        low: of the low planes that some of the pages have.
         raw: it reads raw pages too, in the walk over packed ones where it can.
         tables: pages come from block tables on the device (`ops.paged_attention`), not from lists of the host.
         value_head_dim: channels of values, `head_dim` if None.
@@ -82,7 +79,6 @@ class Ask:
     softcap: bool
     shared_limit: int
     fold: bool = False
-    low: LowLayout | None = None
     raw: bool = False
     tables: bool = False
     value_head_dim: int | None = None
@@ -102,7 +98,6 @@ class Kernel:
     shape: Shape
     pieces: tuple[tuple[int, int, int, int], ...]
     shared_bytes: int
-    low_pieces: tuple[tuple[int, int, int, int], ...] = ()
     raw_joins: bool = False  # raw and packed tokens of a unit come to one result (RAW_JOINS of packed_codes.cuh)
     raw_in_ring: bool = False  # raw tokens come through the ring (RAW_IN_RING of ring.cuh)
     raw_tokens: int = RAW_TOKENS[0]  # of a chunk of raw pages
@@ -117,12 +112,12 @@ class Kernel:
         return Source(self.source.parent, self.source.name, dict(self.defines))
 
 
-def chunk_layout(layout: Layout, tokens: int) -> Layout:
+def chunk_layout(layout: PageLayout, tokens: int) -> PageLayout:
     """A chunk in shared memory is laid out like a page of that many tokens."""
     return dataclasses.replace(layout, page_size=tokens, num_kv_heads=1)
 
 
-def used_bytes(layout: PageLayout | LowLayout) -> int:
+def used_bytes(layout: PageLayout) -> int:
     """Bytes of a kv head's struct that sections take, rounded up to 16."""
     return -(-layout.used_bytes // 16) * 16
 
@@ -140,7 +135,7 @@ def chunk_tokens(layout: PageLayout) -> int:
     return layout.page_size if in_one else 32
 
 
-def pieces_of(layout: PageLayout | LowLayout, tokens: int) -> Pieces:
+def pieces_of(layout: PageLayout, tokens: int) -> Pieces:
     """The runs of a chunk of so many tokens."""
     if tokens == layout.page_size:
         return [(0, 0, 0, used_bytes(layout))]
@@ -167,15 +162,11 @@ def pieces_of(layout: PageLayout | LowLayout, tokens: int) -> Pieces:
     return runs
 
 
-def refuses_pieces(layout: PageLayout, low: Sequence[LowLayout] = ()) -> str | None:
-    """Why a chunk of such a page, and of its low planes, is cut from more places than a launch can name, or None."""
-    tokens = chunk_tokens(layout)
-    if len(pieces_of(layout, tokens)) + sum(len(pieces_of(x, tokens)) for x in low) <= MAX_PIECES:
+def refuses_pieces(layout: PageLayout) -> str | None:
+    """Why a chunk of such a page is cut from more places than a launch can name, or None."""
+    if len(pieces_of(layout, chunk_tokens(layout))) <= MAX_PIECES:
         return None
-    return (
-        f"a chunk of this layout{' and its low planes' if low else ''} is cut from more than {MAX_PIECES} places of the"
-        " page"
-    )
+    return f"a chunk of this layout is cut from more than {MAX_PIECES} places of the page"
 
 
 def merge_bytes(
@@ -217,19 +208,16 @@ def fitting(
         own_bytes: shared memory beside ring and merging, by warps.
         deep: more than two slots a warp are worth their memory.
     """
-    low = ask.low is not None
     # with the producer a multiple of 4, mostly: registers are shared out in quarters of a multiprocessor
     for warps in (11, 7, 4, 3, 2, 1):
-        ring = 32 + 4 * warps if low else 16
         merge = merge_bytes(warps, ask.cols, ask.dims, with_bias) + own_bytes(warps)
-        stages = (ask.shared_limit - ring - merge) // (warps * (slot + BARRIERS))
+        stages = (ask.shared_limit - 16 - merge) // (warps * (slot + BARRIERS))
         # long steps: more warps with a slot each were faster than fewer with two (372 and 400 us, int8)
         least = 1 if ask.cols > 16 else 2
-        # a chunk with a low plane takes two slots: the third holds the start of the next
         if warps <= most_warps and stages >= least:
             wanted = RING_BYTES // (warps * slot) if deep else 0
-            return Shape(warps, warps * min(stages, max(3 if low else 2, wanted)), chunk, units)
-    return Shape(1, 2 if low else 1, chunk, units)
+            return Shape(warps, warps * min(stages, max(2, wanted)), chunk, units)
+    return Shape(1, 1, chunk, units)
 
 
 def frame_defines(
@@ -279,7 +267,7 @@ def frame_defines(
 
 def ring_bytes(ask: Ask, shape: Shape, slot: int, barriers: int = BARRIERS) -> int:
     """Shared memory of a ring with its slots (struct Ring)."""
-    return shape.slots * (slot + barriers) + 16 + (shape.warps * 4 + 16 if ask.low else 0)
+    return shape.slots * (slot + barriers) + 16
 
 
 def ring_defines(
@@ -298,7 +286,7 @@ def ring_defines(
         num_planes: bit planes of keys and of values that are walked one by one.
         has_raw: raw tokens come through the ring, `raw_tokens` a chunk.
     """
-    chunk, low = chunk_layout(layout, shape.chunk), chunk_layout(ask.low, shape.chunk) if ask.low else None
+    chunk = chunk_layout(layout, shape.chunk)
     found = {
         "SLOTS": shape.slots,
         "CHUNK": shape.chunk,
@@ -307,15 +295,11 @@ def ring_defines(
         "SLOT_BYTES": slot,
         "PREFETCH_CHUNKS": min(PREFETCH_BYTES // slot, PREFETCH_CHUNKS),
         "CHUNK_BYTES": sum(p[3] for p in pieces),
-        "HAS_LOW": int(low is not None),
         "HAS_RAW": int(has_raw),
         "RAW_TOKENS": raw_tokens,
-        "LOW_BYTES": sum(p[3] for p in pieces_of(ask.low, shape.chunk)) if ask.low else 0,
     }
     for kind, planes in zip("kv", num_planes, strict=True):
         found |= attend_defines(chunk, kind, planes)
-        bits, offset = low_plane(low, kind)
-        found |= {f"{kind.upper()}_LOW_BITS": bits, f"{kind.upper()}_LOW_OFFSET": offset}
     return found
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ....spec import LowLayout, PageLayout
-from ...descriptor import GROUP, STATIC, describe, low_plane
+from ....spec import PageLayout
+from ...descriptor import GROUP, STATIC, describe
 
 _prepared = WeakIdKeyDictionary()
 
@@ -60,11 +60,6 @@ def side_arguments(layout: PageLayout, kind: str) -> str:
         layout.dim(kind),
     ]
     return ", ".join(map(str, values))
-
-
-def low_arguments(low: LowLayout | None, kind: str) -> str:
-    """Bits and offset of the low plane of keys ("k") or values ("v"); "0, 0" if there is none."""
-    return ", ".join(map(str, low_plane(low, kind)))
 
 
 def attend_defines(chunk: PageLayout, kind: str, num_planes: int) -> dict[str, int]:

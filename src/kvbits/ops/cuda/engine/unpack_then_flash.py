@@ -41,8 +41,7 @@ def refuses(
     if not history_only:
         return "queries are not all past the pages"
     packed = [p.store.layout for p in call.parts if not p.store.layout.key.is_raw]
-    wide = is_wide(packed) and not any(p.low for p in call.parts)
-    if num_queries * num_q_heads // layout.num_kv_heads < (MIN_COLUMNS_WIDE if wide else MIN_COLUMNS):
+    if num_queries * num_q_heads // layout.num_kv_heads < (MIN_COLUMNS_WIDE if is_wide(packed) else MIN_COLUMNS):
         return f"{num_queries} query tokens are few"
     if call.sliding_window is not None or call.softcap is not None:
         return "it has a sliding window or a softcap"
@@ -53,8 +52,8 @@ def refuses(
             f"torch's FlashAttention takes one width, keys have {layout.head_dim} and values {layout.value_head_dim}"
             " channels"
         )
-    layouts = ((p.store.layout, [x.layout for x in p.low]) for p in call.parts)
-    return next((why for x, low in layouts if (why := family_of(x).refuses("unpack", x, dtype=q_dtype, low=low))), None)
+    layouts = (p.store.layout for p in call.parts)
+    return next((why for x in layouts if (why := family_of(x).refuses("unpack", x, dtype=q_dtype))), None)
 
 
 @dataclass(frozen=True)
@@ -163,9 +162,8 @@ class ChunkPlan:
             p = self.call.parts[part]
             addresses = upload(p.store.addresses[p.table.page_ids[ids]], self.device)
             starts_of = upload(p.table.starts[ids].astype(np.int32), self.device)
-            low = (p.low[0], upload(p.low[0].addresses[p.table.low[0][ids]], self.device)) if p.low else None
             unpacker = family_of(p.store.layout).unpacker(
-                p.store, self.dtype, addresses, upload(rows, self.device), strides[part], starts_of, low
+                p.store, self.dtype, addresses, upload(rows, self.device), strides[part], starts_of
             )
             unpackers.append((part, unpacker))
         return _Pass(first, last, starts.tolist(), unpackers)

@@ -124,7 +124,6 @@ const char* kvbits_error(int32_t code) {
     case KVBITS_BAD_TABLE: return "a page table's indptr must rise from 0 to its number of entries, and starts must not be negative";
     case KVBITS_BAD_PAGE_ID: return "a page table names a page that its store does not have";
     case KVBITS_BAD_LENGTH: return "a page table's lengths must lie between 1 and page_size";
-    case KVBITS_BAD_LOW: return "low planes refine 4-bit codes by 4 bits and banded ones by 4 or 2; pages of other integer codes are closed with 4 or 2 bits";
     case KVBITS_BAD_RUN: return "a run of fresh tokens leads out of the tensors or pages, or the pages are neither raw ones of the same type nor token-local";
     case KVBITS_NO_TIER: return "KVBITS_CPU_TIER names an instruction set that this machine or build does not have";
     case KVBITS_NO_MEMORY: return "out of memory for the kernels' scratch buffers";

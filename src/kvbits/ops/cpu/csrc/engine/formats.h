@@ -7,21 +7,15 @@ namespace {
 
 constexpr int TILE = 16;  // tokens interleaved in a key tile
 
-// Codes lie in bit planes, high bits first. Codes of 4 bits and a low plane of 4 bits in another page are one 8-bit code around 128,
-// 15 * high + low; its scale is a 15th.
-constexpr int NESTED = NUM_FORMATS;
-constexpr float LOW_LEVELS = 15.0f;
-constexpr NumberFormat codes_of(int format) { return number_format(format == NESTED ? FORMAT_INT4 : format); }
-constexpr bool is_int(int format) { return codes_of(format).levels == INTEGER && format != NESTED; }
-constexpr bool is_codebook(int format) { return codes_of(format).levels == CODEBOOK; }
-constexpr bool is_banded(int format) { return codes_of(format).levels == BANDED; }
-constexpr bool is_float(int format) { return codes_of(format).exponent_bits > 0; }
-constexpr int code_bits(int format) { return codes_of(format).bits0 + codes_of(format).bits1; }
-constexpr int num_planes(int format) { return codes_of(format).bits1 ? 2 : 1; }
-constexpr int plane_bits(int format, int plane) { return plane ? codes_of(format).bits1 : codes_of(format).bits0; }
-constexpr int exponent_bias(int format) { return (1 << codes_of(format).exponent_bits) / 2 - 1; }
-
-constexpr bool has_int_dots(int format) { return is_int(format) || format == NESTED; }
+// Codes lie in bit planes, high bits first.
+constexpr bool is_int(int format) { return number_format(format).levels == INTEGER; }
+constexpr bool is_codebook(int format) { return number_format(format).levels == CODEBOOK; }
+constexpr bool is_banded(int format) { return number_format(format).levels == BANDED; }
+constexpr bool is_float(int format) { return number_format(format).exponent_bits > 0; }
+constexpr int code_bits(int format) { return number_format(format).bits0 + number_format(format).bits1; }
+constexpr int num_planes(int format) { return number_format(format).bits1 ? 2 : 1; }
+constexpr int plane_bits(int format, int plane) { return plane ? number_format(format).bits1 : number_format(format).bits0; }
+constexpr int exponent_bias(int format) { return (1 << number_format(format).exponent_bits) / 2 - 1; }
 
 // Plain integers of a width that banded values have, -1 where there are none of 2 to 4 bits.
 constexpr int integers_of_bits(int bits) { return bits == 2 ? FORMAT_INT2 : bits == 3 ? FORMAT_INT3 : bits == 4 ? FORMAT_INT4 : -1; }

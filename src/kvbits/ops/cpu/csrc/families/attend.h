@@ -21,7 +21,7 @@ struct Scratch {
 
 // The formats that each family's kernels read: one family a format. Codebooks have none.
 constexpr bool every_format_is_served() {
-  for (int f = 0; f <= NESTED; f++)
+  for (int f = 0; f < NUM_FORMATS; f++)
     if ((f == FORMAT_RAW) + is_banded(f) + plain_kernels.serve(f) != !is_codebook(f)) return false;
   return true;
 }
@@ -63,10 +63,10 @@ static void attend_item(const AttendPlan* plan, const AttendItem* item, const At
     const int64_t hi = item->end_entry - flat < n ? item->end_entry - flat : n;
     flat += n;
     if (lo < hi) {
-      const kvbits_store &store = *pages.store, *low = pages.low;
+      const kvbits_store& store = *pages.store;
       const int value_head_dim = call.value_head_dim;
-      const Tensor key = describe(store.key, low ? &low->key : nullptr, call.head_dim, hi - lo);
-      const Tensor value = store.value.bands ? describe_banded_values(store.value, value_head_dim, hi - lo) : describe(store.value, low ? &low->value : nullptr, value_head_dim, hi - lo);
+      const Tensor key = describe(store.key, call.head_dim, hi - lo);
+      const Tensor value = store.value.bands ? describe_banded_values(store.value, value_head_dim, hi - lo) : describe(store.value, value_head_dim, hi - lo);
       Part part = {call, pages, item->kv_head, chunks, key, as_values(value), w.chunks, w.block, false, false};
       attend_part(part, {begin + lo, begin + hi, after}, w);
     }

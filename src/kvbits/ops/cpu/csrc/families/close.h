@@ -57,10 +57,6 @@ static void store_tokens(const TokensPart& part, void* scratch, CloseResult& res
     shift -= bits;
     store_plane(b, slots, head_dim, part.head + t.plane_offset[plane], bits, shift);
   }
-  if (!part.low) return;
-  const int bits = code_bits(part.low->format);
-  low_codes_of_format(b, t, n, head_dim, groups, by_token, has_bias, bits);
-  store_plane(b, slots, head_dim, part.low_head + part.low->plane_offset[0], bits, 0);
 }
 
 }  // namespace

@@ -85,8 +85,7 @@ struct BandedKeys : BandedFrames {
     }
 
     /// Exponents relative to the softmax reference, or with a softcap the arguments of tanh.
-    template <bool LOW>
-    DEVICE void scores(float (&s)[TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, const unsigned char*, int t, const Of& page, int g, int c) const {
+    DEVICE void scores(float (&s)[TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, int t, const Of& page, int g, int c) const {
         float acc[UNITS][2][4];
         multiply<8>(acc, slot, page, 0, t, g, c);
         multiply<4>(acc, slot, page, BandPlane<8>::STEPS, t, g, c);

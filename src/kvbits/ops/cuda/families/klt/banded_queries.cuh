@@ -280,7 +280,7 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
         float2 turns[EACH];
         for (int k = 0; k < EACH; ++k) turns[k] = part.turns[maker * PAIRS + (lane + 32 * k) % PAIRS];
         const int from = s.first_entry + s.first_chunk / CHUNKS_PER_PAGE, to = s.first_entry + (s.first_chunk + s.num_chunks - 1) / CHUNKS_PER_PAGE;
-        const int start = frame_of(Page(a, s, from, false).tokens.x), last = frame_of(Page(a, s, to, false).tokens.x);
+        const int start = frame_of(Page(a, s, from).tokens.x), last = frame_of(Page(a, s, to).tokens.x);
         wait_for_previous_kernel();
         const UnitQueries queries(a, u, inverse, columns, maker, lane);
 #pragma unroll 1

@@ -119,7 +119,7 @@ struct ByteWalk {
     }
 
     /// MASKED: some tokens may be hidden from some column.
-    template <bool MASKED, bool LOW>
+    template <bool MASKED>
     DEVICE void add(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, int lane) {
         keys.with_page(a, chunk, lane, [&](const ByteKeys::Of& page) {
 #pragma unroll 1

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .....spec import OFFSETS, LowLayout, PageLayout, plane_row_bytes
+from .....spec import OFFSETS, PageLayout, plane_row_bytes
 from ....descriptor import LEVELS, describe
 from ....types import PageStore
 from ...engine import shape
-from ...engine.family import Family, Op
+from ...engine.family import Family
 from ...engine.runtime import driver
 from ...engine.runtime.compile import Source
 from ...engine.shape import RAW_TOKENS, Ask, Kernel
@@ -47,10 +47,6 @@ class Klt(Family):
 
     def serves(self, layout: PageLayout) -> bool:
         return layout.key.is_banded or layout.value.is_banded
-
-    def refuses_low(self, op: Op, layout: PageLayout, low: Sequence[LowLayout]) -> str | None:
-        sides = " and ".join(side for side, spec in (("keys", layout.key), ("values", layout.value)) if spec.is_banded)
-        return f"banded codes ({sides}) with low planes have no CUDA kernel"
 
     def refuses_attention(self, layout: PageLayout, num_columns: int, shared_limit: int | None) -> str | None:
         return _refuses_attention(layout, num_columns)
@@ -119,12 +115,10 @@ class Klt(Family):
             "k_inverse": basis_on(static, device).data_ptr(),
         }
 
-    def closing(
-        self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], low: LowLayout | None, appends: bool
-    ) -> Source:
+    def closing(self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], appends: bool) -> Source:
         return writer.closing(layout, dtype, appends, capability)
 
-    def unpacking(self, layout: PageLayout, dtype: torch.dtype, low: LowLayout | None) -> Source:
+    def unpacking(self, layout: PageLayout, dtype: torch.dtype) -> Source:
         return unpack.source(layout, dtype)
 
     def step(

@@ -22,7 +22,7 @@ import torch
 
 from .....errors import DataError
 from .....later import upload
-from .....spec import BAND, LowLayout, PageLayout
+from .....spec import BAND, PageLayout
 from ....descriptor import TORCH_NUMBERS
 from ....reference.dequantize import require_starts
 from ....types import PageStore
@@ -251,9 +251,8 @@ def launch(
     page_address: torch.Tensor,
     status: torch.Tensor,
     first: torch.Tensor | None = None,
-    low: tuple[LowLayout, torch.Tensor] | None = None,
 ) -> None:
-    """See `engine.family.Close`; there are no low planes."""
+    """See `engine.family.Close`."""
     layout, device = store.layout, k.device
     args = Args(
         page_address=page_address.data_ptr(),

@@ -13,7 +13,7 @@ import torch
 from .....errors import DataError
 from .....spec import PageLayout
 from ....descriptor import MATRIX_DTYPES, TORCH_NUMBERS
-from ....types import LowStore, PageStore
+from ....types import PageStore
 from ...engine.runtime import driver
 from ...engine.runtime.compile import Source
 from ...engine.side import turns_on
@@ -72,7 +72,7 @@ def load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> tuple[dri
 
 
 class BandedUnpacker:
-    """See `engine.family.Unpacks`; there are no low planes."""
+    """See `engine.family.Unpacks`."""
 
     def __init__(
         self,
@@ -82,7 +82,6 @@ class BandedUnpacker:
         rows: torch.Tensor,
         layer_stride: int,
         starts: torch.Tensor | None = None,
-        low: tuple[LowStore, torch.Tensor] | None = None,
     ) -> None:
         if starts is None:
             raise DataError("pages of banded codes were given no starts; pass each page's first position")

@@ -1,1 +1,1 @@
-"""Integers and floats with a scale per token, group, channel or page, and low planes."""
+"""Integers and floats with a scale per token, group, channel or page."""

@@ -15,16 +15,11 @@ struct Args {
     const float* scale[2];        // calibrated [H][groups or channels], null if none
     const float* bias[2];
     Status* status;
-    const i64* low_address;       // [n], as page_address: of the pages' low planes; only if a side has one
-    int num_heads, head_bytes, low_head_bytes;
+    int num_heads, head_bytes;
 #if APPENDS
     Step step;                    // `page` counts sequences
 #endif
 };
-
-/// The low plane of one of keys and values; BITS 0: none.
-template <int BITS_, int OFFSET_>
-struct Low { static constexpr int BITS = BITS_, OFFSET = OFFSET_, LEVELS = (1 << BITS_) - 1; };
 
 struct Shared {
     union {
@@ -85,17 +80,8 @@ DEVICE void choose_scales(const Octet (&x)[ROWS], const float (&mean)[8], int te
     __syncthreads();  // codes overwrite the extremes
 }
 
-/// The low plane's code of a value whose code is `code`: what that misses, in steps of 1 / LEVELS (kvbits/quant/nested.py).
-template <class S, class L>
-DEVICE u32 low_code_of(float y, u32 code) {
-    constexpr float LIMIT = float(L::LEVELS / 2), MAGIC = 12582912.f;
-    const float missed = __fmul_rn(y - float(int(code & 255) - S::ZERO), float(L::LEVELS));
-    return __float_as_uint(fminf(fmaxf(missed, -LIMIT), LIMIT) + (MAGIC + LIMIT + 1.f));
-}
-
-enum { PAGE_CODES, LOW_CODES, BOTH_CODES };
-/// Codes of this thread's values to shared memory, one a byte: of the page, of its low plane, or the plane's above the page's.
-template <class S, class L, int WHICH>
+/// Codes of this thread's values to shared memory, one a byte.
+template <class S>
 DEVICE void write_codes(const Octet (&x)[ROWS], const float (&mean)[8], int team, int octet, bool works, Shared& shared, int& saturated) {
     constexpr bool BY_TOKEN = S::SCALE == SCALE_GROUP;  // then a thread's eight values of a token share a scale
     float inverse[8] = {}, bias[8] = {};
@@ -115,14 +101,12 @@ DEVICE void write_codes(const Octet (&x)[ROWS], const float (&mean)[8], int team
             // Never one fused multiply-add with what follows: the reference rounds the product first.
             y = __fmul_rn(y, inverse[BY_TOKEN ? 0 : k]);
             codes[k] = code_of<S>(y, saturated);
-            if (WHICH == LOW_CODES) codes[k] = low_code_of<S, L>(y, codes[k]);
-            if (WHICH == BOTH_CODES) codes[k] = (codes[k] & 255) | low_code_of<S, L>(y, codes[k]) << S::BITS;
         }
         put_codes(codes, &shared.codes[token][octet * 8]);
     }
 }
 
-template <class S, class L>
+template <class S>
 DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shared) {
     const int thread = threadIdx.x, octet = thread % OCTETS, team = thread / OCTETS;
     const bool works = team < TEAMS && (S::D == D || octet < S::OCTETS);
@@ -189,8 +173,7 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
     if (overflow) a.status->overflow[side] = 1;
     __syncthreads();
     int saturated = 0;
-    constexpr bool BOTH = L::BITS && S::BITS + L::BITS <= 8;  // then a byte holds both
-    write_codes<S, L, BOTH ? BOTH_CODES : PAGE_CODES>(x, mean, team, octet, works, shared, saturated);
+    write_codes<S>(x, mean, team, octet, works, shared, saturated);
     if (!S::NEVER_SATURATES) {
         saturated = __reduce_add_sync(ALL_LANES, saturated);
         if (saturated && thread % 32 == 0) atomicAdd(&a.status->saturated[side], saturated);
@@ -198,18 +181,6 @@ DEVICE void close_side(const Args& a, int side, int page, int head, Shared& shar
     __syncthreads();
     write_plane<S, S::BITS0, S::BITS1>(out + S::OFFSET0, shared);
     if (S::BITS1) write_plane<S, S::BITS1 ? S::BITS1 : 1, 0>(out + S::OFFSET1, shared);
-    if (L::BITS) {
-        unsigned char* low = reinterpret_cast<unsigned char*>(a.low_address[page]) + i64(head) * a.low_head_bytes;
-        if (!BOTH) {
-            __syncthreads();  // the page's codes have been read
-            write_codes<S, L, LOW_CODES>(x, mean, team, octet, works, shared, saturated);
-            __syncthreads();
-        }
-        write_plane<S, L::BITS ? L::BITS : 8, BOTH ? S::BITS : 0>(low + L::OFFSET, shared);
-        constexpr int END = L::OFFSET + PAGE * ((S::D * L::BITS + 31) / 32 * 4);
-        if (S::VALUES || !Low<V_LOW>::BITS)
-            for (int i = END / 4 + thread; i < a.low_head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(low)[i] = 0;
-    }
 }
 
 using Keys = Side<K_SIDE, false>;
@@ -230,8 +201,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) close_pages(const __grid_c
 #else
         for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(a.page_address[page] + i64(head) * a.head_bytes)[i] = 0;
 #endif
-    if (side == 0) close_side<Keys, Low<K_LOW>>(a, 0, page, head, shared);
-    else close_side<Values, Low<V_LOW>>(a, 1, page, head, shared);
+    if (side == 0) close_side<Keys>(a, 0, page, head, shared);
+    else close_side<Values>(a, 1, page, head, shared);
 #if APPENDS
     __syncthreads();  // the page has been read: its place may be the fresh token's
     FreshRow<Keys::D, Values::D>(a.step, a.num_heads, side, page, head, threadIdx.x).store();

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import torch
 
-from .....errors import DataError
-from .....spec import LowLayout, PageLayout, PerChannel
+from .....spec import PageLayout, PerChannel
 from ....descriptor import DTYPES, TORCH_NUMBERS
-from ....types import PageStore, check_low
+from ....types import PageStore
 from ...engine.close_step import STEP_FIELDS
 from ...engine.runtime import driver
 from ...engine.runtime.compile import Source
-from ...engine.side import low_arguments, side_arguments
+from ...engine.side import side_arguments
 
 ROWS_PER_THREAD = 8
 
@@ -41,10 +40,8 @@ class _Args(ctypes.Structure):
         ("scale", ctypes.c_void_p * 2),
         ("bias", ctypes.c_void_p * 2),
         ("status", ctypes.c_void_p),
-        ("low_address", ctypes.c_void_p),
         ("num_heads", ctypes.c_int),
         ("head_bytes", ctypes.c_int),
-        ("low_head_bytes", ctypes.c_int),
     ]
 
 
@@ -54,9 +51,7 @@ class StepArgs(_Args):
     _fields_ = STEP_FIELDS
 
 
-def defines(
-    layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None, appends: bool = False
-) -> dict[str, int | str]:
+def defines(layout: PageLayout, dtype: torch.dtype, appends: bool = False) -> dict[str, int | str]:
     """Macros of one instantiation of close.cu; `appends`: of `DecodeStep`."""
     d, page = max(layout.head_dim, layout.value_head_dim), layout.page_size
     octets = d // 8
@@ -75,22 +70,18 @@ def defines(
         "USED_BYTES": -(-layout.used_bytes // 4) * 4,
         "K_SIDE": side_arguments(layout, "k"),
         "V_SIDE": side_arguments(layout, "v"),
-        "K_LOW": low_arguments(low, "k"),
-        "V_LOW": low_arguments(low, "v"),
         "SHARED_BYTES": -(-union // 16) * 16 + 8 * scales + 4 * d + 16,
         "APPENDS": int(appends),
     }
 
 
-def source(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None, appends: bool = False) -> Source:
-    return Source(Path(__file__).parent, "close.cu", defines(layout, dtype, low, appends))
+def source(layout: PageLayout, dtype: torch.dtype, appends: bool = False) -> Source:
+    return Source(Path(__file__).parent, "close.cu", defines(layout, dtype, appends))
 
 
 @functools.lru_cache(maxsize=256)
-def load(
-    layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLayout | None = None, appends: bool = False
-) -> tuple[driver.Kernel, int]:
-    made = source(layout, dtype, low, appends)
+def load(layout: PageLayout, dtype: torch.dtype, device_index: int, appends: bool = False) -> tuple[driver.Kernel, int]:
+    made = source(layout, dtype, appends)
     return driver.load(made, "close_pages", device_index, early=appends), int(made.macros["THREADS"])
 
 
@@ -109,26 +100,16 @@ def launch(
     page_address: torch.Tensor,
     status: torch.Tensor,
     first: torch.Tensor | None = None,
-    low: tuple[LowLayout, torch.Tensor] | None = None,
 ) -> None:
     """See `engine.family.Close`."""
     layout = store.layout
-    if low:
-        if len(low) != 2 or not isinstance(low[0], LowLayout) or len(low[1]) != len(page_address):
-            raise DataError(
-                f"low must be (layout, addresses of {len(page_address)} pages) of the one plane that the CUDA kernels"
-                f" write, got {low}"
-            )
-        check_low(layout, low[:1])
-    kernel, threads = load(layout, k.dtype, k.device.index, low[0] if low else None)
+    kernel, threads = load(layout, k.dtype, k.device.index)
     args = _Args(
         page_address=page_address.data_ptr(),
         status=status.data_ptr(),
         num_heads=layout.num_kv_heads,
         head_bytes=layout.head_bytes,
     )
-    if low:
-        args.low_address, args.low_head_bytes = low[1].data_ptr(), low[0].head_bytes
     for i, x in enumerate((k, v)):
         args.x[i] = x.data_ptr()
         args.stride[i] = (ctypes.c_int64 * 3)(*x.stride()[:3])

@@ -3,8 +3,6 @@
 // A code is looked up where docs/reference/formats.md puts it: four neighbouring channels of a key are one word, those of four value tokens are 16 bytes. Values are
 // (code - zero) * scale + bias + mean in float32, rounded once.
 //
-// A low plane (docs/reference/formats.md) adds (code - 2**(bits - 1)) / (2**bits - 1) to what the page's code counts.
-//
 // Listed elements and keys from before the rotary embedding need a page's other numbers: such sides are decoded to a float32 tile in shared memory, get
 // their listed elements added (an index is listed once, so without atomics), and are turned as they are written.
 #include "extras.cuh"
@@ -19,9 +17,7 @@ struct Args {
     const int* starts;           // [n]: position of each page's first token; read for keys from before the rotary embedding
     const float2* turns;         // [D / 2] of side.py's turns_of
     i64 layer_offset;            // bytes
-    const i64* low_address;      // [n], as page_address: of the pages' low planes; only if a side has one
-    i64 low_layer_offset;
-    int num_heads, head_bytes, low_head_bytes;
+    int num_heads, head_bytes;
 };
 
 DEVICE void store4(void* out, i64 at, const float (&x)[4]) {
@@ -55,16 +51,6 @@ DEVICE float number(u32 code, const float* codebook) {
     if (S::IS_FLOAT) return float_of<S::FLOAT>(code);
     return float(int(code) - S::ZERO);
 }
-
-/// The low plane of one of keys and values; BITS 0: none.
-template <int BITS_, int OFFSET_>
-struct Low {
-    static constexpr int BITS = BITS_, OFFSET = OFFSET_, PLANE_BITS = BITS_ ? BITS_ : 8;
-    static DEVICE float refined(float steps, u32 code) {
-        constexpr float LEVELS = float((1 << PLANE_BITS) - 1);
-        return BITS ? (steps * LEVELS + float(int(code) - (1 << (PLANE_BITS - 1)))) * (1.f / LEVELS) : steps;
-    }
-};
 
 template <class E>
 constexpr bool STAGED = E::OUTLIERS || E::TURNED;
@@ -120,8 +106,8 @@ DEVICE void write_tile(const Args& a, int side, const unsigned char* page, float
     __syncthreads();  // the other side writes the same tile
 }
 
-template <class S, class E, class L>
-DEVICE void unpack(const Args& a, int side, const unsigned char* page, const unsigned char* low, int head, int2 rows, float* tile) {
+template <class S, class E>
+DEVICE void unpack(const Args& a, int side, const unsigned char* page, int head, int2 rows, float* tile) {
     const i64 stride = i64(a.num_heads) * S::D, base = i64(rows.x) * stride + head * S::D;
     Reader<S, E> reader = {page, a.scale[side] + head * S::D, a.bias[side] + head * S::D, a.codebook[side] + (head << (S::BITS > 8 ? 0 : S::BITS)), tile};
     constexpr int CHUNKS = S::D / 4;
@@ -140,13 +126,11 @@ DEVICE void unpack(const Args& a, int side, const unsigned char* page, const uns
                 value_codes<S::D, S::BITS1 ? S::BITS1 : 8>(second, page + S::OFFSET1, quad, ch);
                 for (int k = 0; k < 4; ++k) word[k] = word[k] << S::BITS1 | second[k];
             }
-            u32 fine[4] = {};
-            if (L::BITS) value_codes<S::D, L::PLANE_BITS>(fine, low + L::OFFSET, quad, ch);
             for (int u = 0; u < 4; ++u) {
                 int token = quad / 2 * 8 + (0x76325410u >> (quad % 2 * 4 + u) * 4 & 7);  // slots hold tokens 0 1 4 5 2 3 6 7
                 if (token >= rows.y) continue;
                 float x[4];
-                for (int k = 0; k < 4; ++k) x[k] = L::refined(number<S, E>(word[k] >> 8 * u & 255, reader.codebook), fine[k] >> 8 * u & 255);
+                for (int k = 0; k < 4; ++k) x[k] = number<S, E>(word[k] >> 8 * u & 255, reader.codebook);
                 reader.finish(a.out[side], base + token * stride + ch, x, token, ch);
             }
         }
@@ -155,9 +139,8 @@ DEVICE void unpack(const Args& a, int side, const unsigned char* page, const uns
             int token = i / CHUNKS, ch = i % CHUNKS * 4;
             u32 word = key_codes<S::D, S::BITS0>(page + S::OFFSET0, token, ch);
             if (S::BITS1) word = word << S::BITS1 | key_codes<S::D, S::BITS1 ? S::BITS1 : 8>(page + S::OFFSET1, token, ch);
-            const u32 fine = L::BITS ? key_codes<S::D, L::PLANE_BITS>(low + L::OFFSET, token, ch) : 0;
             float x[4];
-            for (int k = 0; k < 4; ++k) x[k] = L::refined(number<S, E>(word >> 8 * k & 255, reader.codebook), fine >> 8 * k & 255);
+            for (int k = 0; k < 4; ++k) x[k] = number<S, E>(word >> 8 * k & 255, reader.codebook);
             reader.finish(a.out[side], base + token * stride + ch, x, token, ch);
         }
     }
@@ -167,12 +150,8 @@ DEVICE void unpack(const Args& a, int side, const unsigned char* page, const uns
 extern "C" __global__ void __launch_bounds__(THREADS) dequantize_pages(const __grid_constant__ Args a) {
     const int head = blockIdx.y;
     const auto* page = reinterpret_cast<const unsigned char*>(a.page_address[blockIdx.x] + a.layer_offset + i64(head) * a.head_bytes);
-    using LowKeys = Low<K_LOW>;
-    using LowValues = Low<V_LOW>;
-    const unsigned char* low = nullptr;
-    if (LowKeys::BITS || LowValues::BITS) low = reinterpret_cast<const unsigned char*>(a.low_address[blockIdx.x] + a.low_layer_offset + i64(head) * a.low_head_bytes);
     const int2 rows = a.rows[blockIdx.x];
     extern __shared__ __align__(16) float tile[];
-    unpack<Side<K_SIDE, false>, Extras<K_EXTRAS>, LowKeys>(a, 0, page, low, head, rows, tile);
-    unpack<Side<V_SIDE, true>, Extras<V_EXTRAS>, LowValues>(a, 1, page, low, head, rows, tile);
+    unpack<Side<K_SIDE, false>, Extras<K_EXTRAS>>(a, 0, page, head, rows, tile);
+    unpack<Side<V_SIDE, true>, Extras<V_EXTRAS>>(a, 1, page, head, rows, tile);
 }

@@ -1,28 +1,25 @@
-"""Integers and floats with a scale per token, group of channels or channel, with a mean, under low planes, or raw on
-one side.
+"""Integers and floats with a scale per token, group of channels or channel, with a mean, or raw on one
+side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .....spec import LowLayout, PageLayout, QuantSpec, plane_row_bytes
+from .....spec import PageLayout, QuantSpec, plane_row_bytes
 from ....descriptor import CHANNEL, GROUP, STATIC, scale_kind
 from ....types import PageStore
 from ...engine import shape
-from ...engine.family import Family, Op
+from ...engine.family import Family
 from ...engine.runtime import driver
 from ...engine.runtime.compile import Source
 from ...engine.shape import RAW_TOKENS, RING_BYTES, WIDE, WIDE_HEAD, Ask, Kernel, Shape
 from . import close, unpack
 
 MOST_HEAD_DIM = 512
-LOW_BITS = 4
-"""Width of the low planes that packed.cu reads, and of the codes they refine."""
 
 
 class Plain(Family):
@@ -34,11 +31,6 @@ class Plain(Family):
     def serves(self, layout: PageLayout) -> bool:
         return True
 
-    def refuses_low(self, op: Op, layout: PageLayout, low: Sequence[LowLayout]) -> str | None:
-        if len(low) > 1:
-            return f"pages with {len(low)} low planes each; the CUDA kernels take one"
-        return _refuses_low(layout, low[0]) if op == "attend" else None
-
     def refuses_attention(self, layout: PageLayout, num_columns: int, shared_limit: int | None) -> str | None:
         return _refuses_attention(layout)
 
@@ -49,20 +41,19 @@ class Plain(Family):
             for s, d in _sides(layout)
         )
 
-    def columns(self, layout: PageLayout, num_columns: int, low: bool) -> int:
+    def columns(self, layout: PageLayout, num_columns: int) -> int:
         """16 or 24 where more are wanted and the registers of two or three column tiles are there."""
-        if num_columns > 2 * WIDE and not low and self.is_wide(layout):
+        if num_columns > 2 * WIDE and self.is_wide(layout):
             return WIDE
         return 16 if num_columns > 8 and _most(layout) <= 128 and not _two_planes(layout) else 8
 
     def attention(self, layout: PageLayout, ask: Ask) -> Kernel:
-        (d, dv), low = ask.dims, ask.low
+        d, dv = ask.dims
         chunk = shape.chunk_tokens(layout)
-        raw_joins = _joins_raw(layout, ask.cols) and (ask.raw or low is not None)
-        # Raw rows of 32 tokens beside low planes, or keys and values of a few.
-        least = 64 * max(d, dv) if low else 2 * (d + dv) * RAW_TOKENS[-1] if raw_joins else 0
+        raw_joins = _joins_raw(layout, ask.cols) and ask.raw
+        least = 2 * (d + dv) * RAW_TOKENS[-1] if raw_joins else 0  # keys and values of a few raw tokens
         slot = -(-max(shape.used_bytes(shape.chunk_layout(layout, chunk)), least) // 128) * 128
-        raw_tokens = RAW_TOKENS[0] if low or not raw_joins else next(n for n in RAW_TOKENS if 2 * (d + dv) * n <= slot)
+        raw_tokens = RAW_TOKENS[0] if not raw_joins else next(n for n in RAW_TOKENS if 2 * (d + dv) * n <= slot)
         chosen = _choose_shape(layout, slot, chunk, ask)
         with_bias, fragments = layout.value.has_bias and scale_kind(layout.value) == GROUP, _fragments(layout, ask.cols)
         defines = shape.frame_defines(
@@ -74,27 +65,24 @@ class Plain(Family):
             fragments=fragments,
             own_start=scale_kind(layout.key) != STATIC and not fragments,
         )
-        pieces, raw_in_ring = shape.pieces_of(layout, chunk), raw_joins or low is not None
+        pieces = shape.pieces_of(layout, chunk)
         planes = len(walked_planes(layout.key, d)), len(walked_planes(layout.value, dv))
-        defines |= shape.ring_defines(ask, layout, chosen, slot, pieces, planes, raw_tokens, raw_in_ring)
+        defines |= shape.ring_defines(ask, layout, chosen, slot, pieces, planes, raw_tokens, raw_joins)
         return shape.kernel(
             Path(__file__).parent / "packed.cu",
             defines,
             chosen,
             pieces,
-            low_pieces=tuple(shape.pieces_of(low, chunk)) if low else (),
             raw_joins=raw_joins,
-            raw_in_ring=raw_in_ring,
+            raw_in_ring=raw_joins,
             raw_tokens=raw_tokens,
         )
 
-    def closing(
-        self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], low: LowLayout | None, appends: bool
-    ) -> Source:
-        return close.source(layout, dtype, low, appends)
+    def closing(self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], appends: bool) -> Source:
+        return close.source(layout, dtype, appends)
 
-    def unpacking(self, layout: PageLayout, dtype: torch.dtype, low: LowLayout | None) -> Source:
-        return unpack.source(layout, dtype, low)
+    def unpacking(self, layout: PageLayout, dtype: torch.dtype) -> Source:
+        return unpack.source(layout, dtype)
 
     def step(
         self,
@@ -106,7 +94,7 @@ class Plain(Family):
     ) -> tuple[driver.Kernel, int, Any]:
         args = close.StepArgs()
         close.set_static(args, store)
-        return *close.load(store.layout, dtype, device_index, None, True), args
+        return *close.load(store.layout, dtype, device_index, True), args
 
 
 def walked_planes(spec: QuantSpec, head_dim: int) -> tuple[int, ...]:
@@ -158,17 +146,6 @@ def _refuses_attention(layout: PageLayout) -> str | None:
     return shape.refuses_pieces(layout)
 
 
-def _refuses_low(layout: PageLayout, low: LowLayout) -> str | None:
-    """Why packed.cu cannot read pages of this layout with these low planes, or None."""
-    for spec, bits in ((layout.key, low.key_bits), (layout.value, low.value_bits)):
-        if bits and (spec.format, bits) != (f"int{LOW_BITS}", LOW_BITS):
-            return (
-                f"a low plane of {bits} bits under {spec.format} codes; the CUDA kernels read {LOW_BITS} bits under"
-                f" int{LOW_BITS}"
-            )
-    return shape.refuses_pieces(layout, (low,))
-
-
 def _joins_raw(layout: PageLayout, cols: int) -> bool:
     """Whether the kernel adds raw tokens to the running outputs of this layout (RAW_JOINS): values of one plane, not
     scaled by page, queries and results that no calibrated scale belongs to, and registers. Three column tiles of 128
@@ -206,11 +183,7 @@ def _choose_shape(layout: PageLayout, slot: int, chunk: int, ask: Ask) -> Shape:
         or any(n % 64 for _, n in specs)
         or (layout.value.has_bias and scale_kind(layout.value) == CHANNEL)
     )
-    spills_at_168 |= (
-        (ask.low is not None and ask.cols > 8)
-        or layout.key.static
-        or any(scale_kind(s) == GROUP and s.num_groups(n) > 2 for s, n in specs)
-    )
+    spills_at_168 |= layout.key.static or any(scale_kind(s) == GROUP and s.num_groups(n) > 2 for s, n in specs)
     # the instructions of joining want the warps that int2 has
     joined = any(len(s.planes(n)) > 1 for s, n in specs) and not two_planes
     few = large or any(s.center for s, _ in specs) or slot > (RING_BYTES // 22 if joined else 5 << 10) or spills_at_168

@@ -1,4 +1,4 @@
-// Attention of a few query columns over pages of packed tokens, low planes and 16-bit tokens among them: one persistent block per multiprocessor, balanced
+// Attention of a few query columns over pages of packed tokens, 16-bit tokens among them: one persistent block per multiprocessor, balanced
 // by bytes. The kernel that includes this chooses the walk.
 //
 // A block walks its segments (runs of chunks of one sequence, kv head and part). Chunk t of the block belongs to consumer warp t % WARPS, which reads
@@ -8,20 +8,18 @@
 #include "packed_raw.cuh"
 #include "packed_ring.cuh"
 
-template <bool LOW, class Walk>
+template <class Walk>
 DEVICE void read_chunk(const Args& a, Unit u, Walk& walk, const Visible& see, Softmax& softmax, Ring& ring, const unsigned char* slots, int k, u32 number,
                        int lane) {
-    const RingSlot coarse(number), fine(number + WARPS);
-    coarse.wait(ring);
-    if (LOW) fine.wait(ring);
-    const int2 tokens = ring.tokens[coarse.index];
-    const Chunk chunk = {slots + coarse.index * SLOT_BYTES, slots + fine.index * SLOT_BYTES, tokens.x, tokens.y, tokens.x - k % CHUNKS_PER_PAGE * CHUNK};
+    const RingSlot slot(number);
+    slot.wait(ring);
+    const int2 tokens = ring.tokens[slot.index];
+    const Chunk chunk = {slots + slot.index * SLOT_BYTES, tokens.x, tokens.y, tokens.x - k % CHUNKS_PER_PAGE * CHUNK};
     const bool all = tokens.y == CHUNK && tokens.x >= see.all_from && tokens.x + CHUNK - 1 <= see.all_to;
-    if (all) walk.template add<false, LOW>(a, see, softmax, chunk, lane);
-    else if (tokens.y > 0) walk.template add<true, LOW>(a, see, softmax, chunk, lane);
+    if (all) walk.template add<false>(a, see, softmax, chunk, lane);
+    else if (tokens.y > 0) walk.template add<true>(a, see, softmax, chunk, lane);
     __syncwarp();
-    if (lane == 0) coarse.give_back(ring);
-    if (LOW && lane == 0) fine.give_back(ring);
+    if (lane == 0) slot.give_back(ring);
 }
 
 /// Reads the parts of a unit that follow one another. Returns the block's next segment.
@@ -41,13 +39,7 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
 #pragma unroll 1
         for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
             const int of_page = s.first_entry * CHUNKS_PER_PAGE + s.first_chunk + k;
-            const u32 number = ring.chunk(s, k, warp);
-            const bool low = HAS_LOW && a.parts[s.part].low_head_bytes != 0;
-            if (low) read_chunk<true>(a, u, walk, see, softmax, ring, slots, of_page, number, lane);
-            else read_chunk<false>(a, u, walk, see, softmax, ring, slots, of_page, number, lane);
-            if (!HAS_LOW) continue;
-            if (lane == 0) ring.read(warp, number + (low ? 2 * WARPS : WARPS));
-            __syncwarp();
+            read_chunk(a, u, walk, see, softmax, ring, slots, of_page, u32(s.chunks_before + k), lane);
         }
         walk.keys.leave(s, warp, lane);
         if (!RAW_IN_RING || !s.joins) break;
@@ -73,7 +65,6 @@ DEVICE void attend_packed(const Args& a, unsigned char* shared) {
     Ring& ring = *reinterpret_cast<Ring*>(shared + SLOTS * SLOT_BYTES);
     Merge& merge = *reinterpret_cast<Merge*>(shared + SLOTS * SLOT_BYTES + ring_bytes<Ring>());
     Made& made = *reinterpret_cast<Made*>(&merge + 1);
-    if (threadIdx.x < WARPS) ring.start(threadIdx.x);
     made.set_up();
     start_block(ring, merge);
     if (warp == WARPS) {

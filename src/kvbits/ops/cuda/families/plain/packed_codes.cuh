@@ -13,17 +13,14 @@
 #pragma once
 #include "config.cuh"
 
-/// CHUNK tokens in `slot`, their low planes (if they are asked for) in `low`; `visible` of them are, the first at `position`, the page's first at `page_position`.
+/// CHUNK tokens in `slot`; `visible` of them are, the first at `position`, the page's first at `page_position`.
 struct Chunk {
-    const unsigned char *slot, *low;
+    const unsigned char* slot;
     int position, visible, page_position;
 };
 
 constexpr int TOKENS = 4 * UNITS;        // of a lane in a step
 constexpr u32 WORD_ONES = 0x3c003c00u;  // (1, 1) in float16
-// A low plane counts in fifteenths of the code's step (docs/reference/formats.md): its products meet the same operands, and are divided where they are few.
-constexpr int LOW_MIDDLE = 16;           // twice the code that means 0
-constexpr float LOW_STEP = 1.f / 15.f;
 
 /// One plane of codes. BITS = 0 means the format has no such plane; the loops compile to nothing.
 template <int BITS_, int PLANE_OFFSET, int LOW_BITS_, int LOW_OFFSET_ = 0, int FLOAT = INTEGER, int CHANNELS = D>
@@ -131,7 +128,5 @@ struct ValueTraits {
     static constexpr bool PER_CHUNK = V_SCALE == SCALE_CHANNEL;             // outputs are scaled once per chunk
     static constexpr bool WEIGHT_SUMS = V_HAS_MEAN || (PER_CHUNK && V_HAS_BIAS);  // a chunk's sum of weights multiplies a channel vector
     static constexpr bool BIAS_SUMS = V_HAS_BIAS && V_SCALE == SCALE_GROUP;  // weights times biases of groups, added at the end
-    static constexpr bool LOW = V_LOW_BITS > 0;
     static constexpr bool RAW_JOINS = HAS_RAW && !PER_CHUNK && V_BITS1 == 0;  // raw tokens are added to the same running outputs as packed ones
-    static_assert(!LOW || (V_LOW_BITS == 4 && V_BITS0 == 4 && V_BITS1 == 0 && V_FLOAT == INTEGER), "low planes of values refine 4-bit codes by 4 bits");
 };

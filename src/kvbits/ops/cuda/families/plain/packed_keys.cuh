@@ -9,8 +9,6 @@ struct KeyTraits {
     using Second = Plane<K_BITS1, K_OFFSET1, 0>;
     static constexpr bool SCALES_QUERY = K_SCALE == SCALE_CHANNEL;          // a page's scales multiply the queries
     static constexpr bool BIAS_BY_TOKEN = K_HAS_BIAS && K_SCALE == SCALE_GROUP;
-    static constexpr bool LOW = K_LOW_BITS > 0;
-    static_assert(!LOW || (K_LOW_BITS == 4 && K_BITS0 == 4 && K_BITS1 == 0 && K_FLOAT == INTEGER), "low planes of keys refine 4-bit codes by 4 bits");
 };
 
 /// Queries as operands of a key plane.
@@ -205,15 +203,11 @@ struct KeyOperands {
     Query<KeyTraits::First> first;
     Query<KeyTraits::Second> second;
     float start_sum[K_GROUPS][NT][4];  // what scores start from: minus the zero point times the sum of q
-    float low_start[K_GROUPS][NT][4];  // the same, of a low plane
 
     /// The sums, if the queries are not yet to be scaled by each page.
     DEVICE void start_sums(bool known) {
         times_constant(start_sum, known ? K_ZERO : 0);
         negate(start_sum);
-        if (!KeyTraits::LOW || K_ZERO == LOW_MIDDLE / 2) return;
-        times_constant(low_start, known ? LOW_MIDDLE / 2 : 0);
-        negate(low_start);
     }
     static DEVICE void negate(float (&sum)[K_GROUPS][NT][4]) {
         for (int gr = 0; gr < K_GROUPS; ++gr)
@@ -309,9 +303,7 @@ struct KeySide {
     }
 
     /// Exponents relative to the softmax reference, or with a softcap the arguments of tanh.
-    template <bool LOW>
-    DEVICE void scores(float (&s)[TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, const unsigned char* low, int t, const PageKeys& page,
-                       int g, int c) const {
+    DEVICE void scores(float (&s)[TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, int t, const PageKeys& page, int g, int c) const {
         const KeyOperands& keys = page.operands;
         const Keys<First> words0(slot, First::OFFSET, t, g, c);
         const Keys<Second> words1(slot, Second::OFFSET, t, g, c);
@@ -320,18 +312,7 @@ struct KeySide {
 #pragma unroll
         for (int gr = 0; gr < K_GROUPS; ++gr) {
             float (&acc)[UNITS][2][NT][4] = sums[gr];
-            if (LOW && KeyTraits::LOW) {
-                const Keys<First> words(low, K_LOW_OFFSET, t, g, c);
-                words.template multiply<true>(acc, K_ZERO == LOW_MIDDLE / 2 ? keys.start_sum[gr] : keys.low_start[gr], keys.first, gr);
-#pragma unroll
-                for (int u = 0; u < UNITS; ++u)
-                    for (int tile = 0; tile < 2; ++tile)
-                        for (int n = 0; n < NT; ++n)
-                            for (int r = 0; r < 4; ++r) acc[u][tile][n][r] = acc[u][tile][n][r] * LOW_STEP + keys.start_sum[gr][n][r];
-                words0.template multiply<false>(acc, keys.start_sum[gr], keys.first, gr);
-            } else if (!First::JOINED) {
-                words0.template multiply<true>(acc, keys.start_sum[gr], keys.first, gr);
-            }
+            if (!First::JOINED) words0.template multiply<true>(acc, keys.start_sum[gr], keys.first, gr);
             words1.template multiply<false>(acc, keys.start_sum[gr], keys.second, gr);
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {

@@ -9,7 +9,6 @@ struct RowsInRing {
     static constexpr int E = RAW_TOKENS / 8;
     const unsigned char *keys, *values;
     int visible;
-    u32 keys_empty, values_full, filling;  // barriers, of two slots: where the keys' slot is given back, where values arrive
 
     DEVICE static uint4 row(const unsigned char* p, bool wanted) { return wanted ? *reinterpret_cast<const uint4*>(p) : uint4{0, 0, 0, 0}; }
     DEVICE uint4 key(int j, int i, int g, int c) const { return row(keys + ((E * g + j) * D + 32 * i + 8 * c) * 2, E * g + j < visible && 32 * i + 8 * c < D); }
@@ -18,14 +17,6 @@ struct RowsInRing {
     DEVICE uint2 four(int token, int channel, bool wanted, int c) const {
         return wanted && 2 * E * c + token < visible ? *reinterpret_cast<const uint2*>(values + ((2 * E * c + token) * DV + channel) * 2) : uint2{0, 0};
     }
-    DEVICE void keys_done() {
-        if (RAW_SLOTS == 1) return;
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(keys_empty);
-    }
-    DEVICE void wait_for_values() {
-        if (RAW_SLOTS > 1) barrier_wait(values_full, filling);
-    }
 };
 
 /// f(rows, position of the first) for each of a warp's chunks of raw tokens in the ring.
@@ -33,19 +24,14 @@ template <class F>
 DEVICE void each_raw_chunk(const Segment& s, Ring& ring, const unsigned char* slots, int warp, int lane, F f) {
 #pragma unroll 1
     for (int k = first_chunk_of(s, warp); k < s.num_chunks; k += WARPS) {
-        const u32 chunk = ring.chunk(s, k, warp);
-        const RingSlot keys(chunk), values(chunk + (RAW_SLOTS - 1) * WARPS);
-        keys.wait(ring);
-        const int2 tokens = ring.tokens[keys.index];
-        const unsigned char* first_value = slots + values.index * SLOT_BYTES + (RAW_SLOTS > 1 ? 0 : RAW_TOKENS * D * 2);
-        RowsInRing rows = {slots + keys.index * SLOT_BYTES, first_value, tokens.y, shared_address(&ring.empty[keys.index]), shared_address(&ring.full[values.index]),
-                           values.filling};
+        const RingSlot slot(u32(s.chunks_before + k));
+        slot.wait(ring);
+        const int2 tokens = ring.tokens[slot.index];
+        const unsigned char* keys = slots + slot.index * SLOT_BYTES;
+        RowsInRing rows = {keys, keys + RAW_TOKENS * D * 2, tokens.y};
         f(rows, tokens.x);
         __syncwarp();
-        if (lane == 0) {
-            values.give_back(ring);
-            ring.read(warp, chunk + RAW_SLOTS * WARPS);
-        }
+        if (lane == 0) slot.give_back(ring);
         __syncwarp();
     }
 }

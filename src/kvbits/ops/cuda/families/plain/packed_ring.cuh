@@ -1,27 +1,11 @@
-// The ring of packed pages, of their low planes and of raw tokens beside them.
+// The ring of packed pages and of raw tokens beside them.
 #pragma once
 #include "ring.cuh"
 
-struct RingSlots {
+struct Ring {
     u64 full[SLOTS], empty[SLOTS];
     int2 tokens[SLOTS];          // position of the first, visible ones
 };
-/// Which chunk of the block a warp reads next is a sum where all chunks take one slot, and counted where some take two.
-template <bool TWO_SLOTS>
-struct RingOf : RingSlots {
-    DEVICE void start(int) {}
-    DEVICE u32 chunk(const Segment& s, int k, int) const { return s.chunks_before + k; }
-    DEVICE void read(int, u32) {}
-};
-template <>
-struct RingOf<true> : RingSlots {
-    u32 next[WARPS];             // each warp's next chunk of the block, one of two slots counting as two
-
-    DEVICE void start(int warp) { next[warp] = warp; }
-    DEVICE u32 chunk(const Segment&, int, int warp) const { return next[warp]; }
-    DEVICE void read(int warp, u32 before) { next[warp] = before; }
-};
-using Ring = RingOf<HAS_LOW>;
 
 /// The slot that holds a chunk of the block.
 struct RingSlot {
@@ -35,33 +19,27 @@ struct RingSlot {
 /// Lane w of the producer warp fills the slots of consumer warp w, all lanes once they all can: look-ups and copies of a round go together.
 DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
     const auto enter = [](const Part&, Unit) {};
-    Cursor at = {int(blockIdx.x), -1, lane, false};
+    Cursor at = {int(blockIdx.x), -1, lane};
     bool more = lane < WARPS && at.settle(a, lane, enter);
 #if __CUDA_ARCH__ >= 900
     const u64 policy = read_once_policy();
 #endif
     Source from;
-    if (more) from = Source(a, a.segments[at.segment], at.k, false);
+    if (more) from = Source(a, a.segments[at.segment], at.k);
     Cursor next = at;
     Source ahead;
-    bool another = false, looked = false;
+    bool another = false;
     for (int round = 0; __any_sync(ALL_LANES, more); ++round) {
         if (round == SLOTS / WARPS) prefetch_after_ring(a, lane);
         const RingSlot to(at.chunk);
         const u32 emptied = shared_address(&ring.empty[to.index]), parity = to.filling ^ 1;
-        if (!looked) {  // ahead of this round's waiting
-            next = more ? at.next(a) : at;
-            another = more && next.settle(a, lane, enter);
-            if (another) ahead = Source(a, a.segments[next.segment], next.k, next.second);
-        }
-        // Chunks of one slot and of two: a lane comes to be rounds ahead of another, whose warp its own may wait for. So none waits for a slot here.
-        const bool ready = more && (!HAS_LOW || barrier_test(emptied, parity));
-        looked = HAS_LOW && !ready;
-        if (HAS_LOW && !__any_sync(ALL_LANES, ready)) pause();
+        next = more ? at.next() : at;  // ahead of this round's waiting
+        another = more && next.settle(a, lane, enter);
+        if (another) ahead = Source(a, a.segments[next.segment], next.k);
 #if __CUDA_ARCH__ >= 900
-        if (ready) {
+        if (more) {
             if (from.fresh) wait_for_previous_kernel();
-            if (!HAS_LOW) barrier_wait(emptied, parity);
+            barrier_wait(emptied, parity);
             const u32 full = shared_address(&ring.full[to.index]), slot = shared_address(slots + to.index * SLOT_BYTES);
             ring.tokens[to.index] = from.tokens;
             barrier_arrive_expect(full, from.bytes());
@@ -69,7 +47,7 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
         }
 #else
         for (int w = 0; w < WARPS; ++w) {
-            if (!__shfl_sync(ALL_LANES, ready, w)) continue;
+            if (!__shfl_sync(ALL_LANES, more, w)) continue;
             const int at_w = __shfl_sync(ALL_LANES, int(to.index), w);
             const u32 slot = shared_address(slots + at_w * SLOT_BYTES), full = shared_address(&ring.full[at_w]);
             barrier_wait(shared_address(&ring.empty[at_w]), __shfl_sync(ALL_LANES, int(parity), w));
@@ -80,7 +58,6 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
             Source theirs;
             theirs.address = __shfl_sync(ALL_LANES, from.address, w);
             theirs.chunk = __shfl_sync(ALL_LANES, from.chunk, w);
-            theirs.low = __shfl_sync(ALL_LANES, from.low, w);
             theirs.raw_bytes = __shfl_sync(ALL_LANES, from.raw_bytes, w);
             theirs.to_values = __shfl_sync(ALL_LANES, from.to_values, w);
             theirs.each_piece(a, [&](int offset, i64 address, int bytes) {
@@ -89,7 +66,6 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
             copy_async_arrive(full);
         }
 #endif
-        if (looked) continue;
         at = next;
         more = another;
         from = ahead;

@@ -141,27 +141,14 @@ struct ValueSide {
         for (int j = 0; j < 4; ++j) pairs[j] &= (token + j < visible ? 0xffffu : 0u) | (token + j + 4 < visible ? 0xffff0000u : 0u);
     }
 
-    /// Adds a step's tokens, whose weights are `packed` and whose scales `pairs`. LOW: `low` holds their low planes.
-    template <bool MASKED, bool LOW>
-    DEVICE void add(const u32 (&packed)[TOKENS][NT], const u32 (&pairs)[ValueTraits::WEIGHTS][UNITS][4], const unsigned char* slot, const unsigned char* low, int t,
-                    int visible, int g, int c) {
+    /// Adds a step's tokens, whose weights are `packed` and whose scales `pairs`.
+    template <bool MASKED>
+    DEVICE void add(const u32 (&packed)[TOKENS][NT], const u32 (&pairs)[ValueTraits::WEIGHTS][UNITS][4], const unsigned char* slot, int t, int visible, int g, int c) {
         u32 weights[ValueTraits::WEIGHTS][NT][UNITS][2][2];
         weights_of<MASKED>(weights, packed, slot, t, pairs, visible, g, c);
-        if (V_MIDDLE) subtract_middle<V_MIDDLE>(weights);
+        if (V_MIDDLE) subtract_middle(weights);
         first.accumulate(slot, First::OFFSET, t, weights, g, c);
         second.accumulate(slot, Second::OFFSET, t, weights, g, c);
-        if (LOW && ValueTraits::LOW) {
-            const u32 step = pack_f16(LOW_STEP, LOW_STEP);
-#pragma unroll
-            for (int gr = 0; gr < ValueTraits::WEIGHTS; ++gr)
-#pragma unroll
-                for (int n = 0; n < NT; ++n)
-#pragma unroll
-                    for (int u = 0; u < UNITS; ++u)
-                        for (int k = 0; k < 4; ++k) weights[gr][n][u][k / 2][k % 2] = mul_f16x2(weights[gr][n][u][k / 2][k % 2], step);
-            subtract_middle<LOW_MIDDLE>(weights);
-            first.accumulate(low, V_LOW_OFFSET, t, weights, g, c);
-        }
     }
 
     template <bool MASKED>
@@ -198,8 +185,7 @@ struct ValueSide {
         }
     }
 
-    /// MIDDLE: twice the code that means 0.
-    template <int MIDDLE>
+    /// Takes off what the code that means 0 adds.
     DEVICE void subtract_middle(const u32 (&weights)[ValueTraits::WEIGHTS][NT][UNITS][2][2]) {
         float sums[ValueTraits::WEIGHTS][NT][2];
 #pragma unroll
@@ -213,7 +199,7 @@ struct ValueSide {
             }
         // A power of two: of two planes that are not joined, the second holds none of it.
         first.each([&](float& x, int n, int e, int field, int pair, int) {
-            x -= sums[Values<First>::group_of(field, pair)][n][e] * (MIDDLE * power_of_two(First::exponent(field) - 25));
+            x -= sums[Values<First>::group_of(field, pair)][n][e] * (V_MIDDLE * power_of_two(First::exponent(field) - 25));
         });
     }
 

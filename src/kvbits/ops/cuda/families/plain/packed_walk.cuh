@@ -15,23 +15,23 @@ struct PackedWalk {
         values.clear();
     }
 
-    /// MASKED: some tokens may be hidden from some column. LOW: there are low planes.
-    template <bool MASKED, bool LOW>
+    /// MASKED: some tokens may be hidden from some column.
+    template <bool MASKED>
     DEVICE void add(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, int lane) {
         values.start_chunk();
-        keys.with_page(a, chunk, lane, [&](const auto& page) { steps<MASKED, LOW>(a, see, softmax, chunk, page, lane); });
+        keys.with_page(a, chunk, lane, [&](const auto& page) { steps<MASKED>(a, see, softmax, chunk, page, lane); });
         values.finish_chunk(chunk.slot, lane / 4);
     }
 
-    template <bool MASKED, bool LOW, class PageKeys>
+    template <bool MASKED, class PageKeys>
     DEVICE void steps(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, const PageKeys& page, int lane) {
 #pragma unroll 1
-        for (int t = 0; t < CHUNK / (32 * UNITS); ++t) step<MASKED, LOW>(a, see, softmax, chunk, t, page, lane / 4, lane % 4);
+        for (int t = 0; t < CHUNK / (32 * UNITS); ++t) step<MASKED>(a, see, softmax, chunk, t, page, lane / 4, lane % 4);
     }
-    template <bool MASKED, bool LOW, class PageKeys>
+    template <bool MASKED, class PageKeys>
     DEVICE void step(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, int t, const PageKeys& page, int g, int c) {
         float s[TOKENS][NT][2];  // token 4u + j is the lane's j-th of unit u
-        keys.template scores<LOW>(s, softmax, chunk.slot, chunk.low, t, page, g, c);
+        keys.scores(s, softmax, chunk.slot, t, page, g, c);
         if (SOFTCAP)
             for (int u = 0; u < UNITS; ++u)
                 for (int j = 0; j < 4; ++j)
@@ -63,6 +63,6 @@ struct PackedWalk {
         for (int n = 0; n < NT; ++n)
             for (int e = 0; e < 2; ++e)
                 for (int i = 0; i < TOKENS; ++i) softmax.sum[n][e] += p[i][n][e];
-        values.add<MASKED, LOW>(packed, pairs, chunk.slot, chunk.low, t, chunk.visible, g, c);
+        values.add<MASKED>(packed, pairs, chunk.slot, t, chunk.visible, g, c);
     }
 };

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from .....errors import DataError
-from .....spec import LowLayout, PageLayout
+from .....spec import PageLayout
 from ....descriptor import LEVELS, MATRIX_DTYPES, TORCH_NUMBERS, describe
-from ....types import LowStore, PageStore
+from ....types import PageStore
 from ...engine.runtime import driver
 from ...engine.runtime.compile import Source
-from ...engine.side import as_float32, low_arguments, side_arguments, turns_on, widened
+from ...engine.side import as_float32, side_arguments, turns_on, widened
 
 THREADS = 256
 
@@ -77,15 +77,12 @@ class _Args(ctypes.Structure):
         ("starts", ctypes.c_void_p),
         ("turns", ctypes.c_void_p),
         ("layer_offset", ctypes.c_int64),
-        ("low_address", ctypes.c_void_p),
-        ("low_layer_offset", ctypes.c_int64),
         ("num_heads", ctypes.c_int),
         ("head_bytes", ctypes.c_int),
-        ("low_head_bytes", ctypes.c_int),
     ]
 
 
-def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None) -> dict[str, int | str]:
+def defines(layout: PageLayout, dtype: torch.dtype) -> dict[str, int | str]:
     """Macros of one instantiation of dequantize.cu."""
     return {
         "HEAD_DIM": max(layout.head_dim, layout.value_head_dim),
@@ -96,18 +93,16 @@ def defines(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None
         "V_SIDE": side_arguments(layout, "v"),
         "K_EXTRAS": extra_arguments(layout, "k"),
         "V_EXTRAS": extra_arguments(layout, "v"),
-        "K_LOW": low_arguments(low, "k"),
-        "V_LOW": low_arguments(low, "v"),
     }
 
 
-def source(layout: PageLayout, dtype: torch.dtype, low: LowLayout | None = None) -> Source:
-    return Source(Path(__file__).parent, "dequantize.cu", defines(layout, dtype, low))
+def source(layout: PageLayout, dtype: torch.dtype) -> Source:
+    return Source(Path(__file__).parent, "dequantize.cu", defines(layout, dtype))
 
 
 @functools.lru_cache(maxsize=256)
-def _load(layout: PageLayout, dtype: torch.dtype, device_index: int, low: LowLayout | None) -> driver.Kernel:
-    return driver.load(source(layout, dtype, low), "dequantize_pages", device_index, tile_bytes(layout))
+def _load(layout: PageLayout, dtype: torch.dtype, device_index: int) -> driver.Kernel:
+    return driver.load(source(layout, dtype), "dequantize_pages", device_index, tile_bytes(layout))
 
 
 class Unpacker:
@@ -121,11 +116,10 @@ class Unpacker:
         rows: torch.Tensor,
         layer_stride: int,
         starts: torch.Tensor | None = None,
-        low: tuple[LowStore, torch.Tensor] | None = None,
     ) -> None:
         layout = store.layout
         self.count, self.num_heads, self.layer_stride = len(page_address), layout.num_kv_heads, layer_stride
-        self._kernel = _load(layout, dtype, page_address.device.index, low[0].layout if low else None)
+        self._kernel = _load(layout, dtype, page_address.device.index)
         self._keep = [page_address, rows]
         self._args = _Args(
             page_address=page_address.data_ptr(),
@@ -133,10 +127,6 @@ class Unpacker:
             num_heads=layout.num_kv_heads,
             head_bytes=layout.head_bytes,
         )
-        self._low_stride = 0
-        if low:
-            self._args.low_address, self._args.low_head_bytes = self._kept(low[1]), low[0].layout.head_bytes
-            self._low_stride = low[0].layout.page_size_bytes if layer_stride else 0
         self._store, self._device = store, page_address.device
         if layout.key.pre_rope:
             if starts is None:
@@ -148,7 +138,7 @@ class Unpacker:
 
     @staticmethod
     def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
-        _load(layout, dtype, device.index, None)
+        _load(layout, dtype, device.index)
 
     def _kept(self, x: torch.Tensor) -> int:
         self._keep.append(x)
@@ -175,7 +165,6 @@ class Unpacker:
             values.data_ptr(),
             layer * self.layer_stride,
         )
-        self._args.low_layer_offset = layer * self._low_stride
         self._kernel.launch(
             (self.count, self.num_heads), THREADS, self._args, torch.cuda.current_stream(keys.device).cuda_stream
         )

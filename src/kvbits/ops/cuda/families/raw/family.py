@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from .....spec import LowLayout, PageLayout
+from .....spec import PageLayout
 from ...engine import shape
-from ...engine.family import Op
 from ...engine.shape import Ask, Kernel, Shape
 from ..plain.family import MOST_HEAD_DIM, Plain
 
@@ -17,9 +15,6 @@ class Raw(Plain):
 
     def serves(self, layout: PageLayout) -> bool:
         return layout.is_raw
-
-    def refuses_low(self, op: Op, layout: PageLayout, low: Sequence[LowLayout]) -> str | None:
-        return "low planes under raw pages"
 
     def refuses_attention(self, layout: PageLayout, num_columns: int, shared_limit: int | None) -> str | None:
         if (d := max(layout.head_dim, layout.value_head_dim)) > MOST_HEAD_DIM:
@@ -33,7 +28,7 @@ class Raw(Plain):
     def is_wide(self, layout: PageLayout) -> bool:
         return False
 
-    def columns(self, layout: PageLayout, num_columns: int, low: bool) -> int:
+    def columns(self, layout: PageLayout, num_columns: int) -> int:
         return 16 if num_columns > 8 and max(layout.head_dim, layout.value_head_dim) <= 128 else 8
 
     def attention(self, layout: PageLayout, ask: Ask) -> Kernel:

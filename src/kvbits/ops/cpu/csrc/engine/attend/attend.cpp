@@ -51,20 +51,11 @@ int32_t check(const kvbits_attend_call& call) {
       if (table.lengths[e] < 1 || table.lengths[e] > store.page_size) return KVBITS_BAD_LENGTH;
       if (table.starts[e] < 0) return KVBITS_BAD_TABLE;
     }
-    if (const kvbits_store* low = call.parts[p].low) {
-      const kvbits_tensor* fine[2] = {&low->key, &low->value};
-      const kvbits_tensor* coarse[2] = {&store.key, &store.value};
-      for (int i = 0; i < 2; i++)
-        if (fine[i]->format != FORMAT_RAW && (fine[i]->format != FORMAT_INT4 || coarse[i]->format != FORMAT_INT4)) return KVBITS_BAD_LOW;
-      const int64_t low_pages = num_pages(*low);
-      for (int64_t e = table.indptr[0]; e < end; e++)
-        if (call.parts[p].low_ids[e] < 0 || call.parts[p].low_ids[e] >= low_pages) return KVBITS_BAD_PAGE_ID;
-    }
   }
   return 0;
 }
 
-int64_t entry_bytes(const kvbits_part& part, int64_t e) { return (part.store->head_bytes + (part.low ? part.low->head_bytes : 0)) * part.table->lengths[e] / part.store->page_size + 64; }
+int64_t entry_bytes(const kvbits_part& part, int64_t e) { return part.store->head_bytes * part.table->lengths[e] / part.store->page_size + 64; }
 
 int64_t sequence_bytes(const kvbits_attend_call& call, int b) {
   int64_t total = 0;

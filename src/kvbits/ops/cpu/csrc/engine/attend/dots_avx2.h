@@ -60,30 +60,20 @@ INLINE __m256i even_bytes(__m256i v) { return _mm256_and_si256(v, _mm256_set1_ep
 INLINE __m256i odd_bytes(__m256i v) { return _mm256_srli_epi16(v, 8); }
 INLINE __m256i widen_sums(__m256i x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
 
-// 15 * high + low, byte by byte.
-INLINE __m256i nested_code(__m256i high, __m256i low) { return _mm256_add_epi8(_mm256_sub_epi8(_mm256_slli_epi32(high, 4), high), low); }
-
 INLINE __m256i code_field(__m256i v, __m128i shift, __m256i mask) { return _mm256_and_si256(_mm256_srl_epi32(v, shift), mask); }
 
 // 8-bit keys: 256 channels of 255 * 32639 are the most that 32 bits hold.
 template <int FMT, int NH>
 INLINE void key_sums_wide(const KeyArgs& a, int t, int half, int c0, int c1, vf* x) {
   const int rb = a.row_bytes[0];
-  const __m256i mask = _mm256_set1_epi8(15);
   while (c0 < c1) {
-    const int field = FMT == NESTED ? c0 / rb : 0, in_field = FMT == NESTED && (field + 1) * rb < c1 ? (field + 1) * rb : c1;
-    const int end = in_field < c0 + 256 ? in_field : c0 + 256;
+    const int end = c1 < c0 + 256 ? c1 : c0 + 256;
     __m256i acc[NH] = {};
-    const uint8_t* src = a.plane[0] + (int64_t)t * rb * TILE + (c0 - field * rb) * TILE + half * 32;
+    const uint8_t* src = a.plane[0] + (int64_t)t * rb * TILE + c0 * TILE + half * 32;
     const uint8_t* q = a.chunk->qw[0] + 2 * c0;
-    const __m128i shift = _mm_cvtsi32_si128(4 * field);
     for (int n = (end - c0) / 4; n > 0; n--, src += 64, q += 8) {
       fetch(src + a.ahead);
-      __m256i v = _mm256_loadu_si256((const __m256i*)src);
-      if (FMT == NESTED) {
-        fetch(src + a.low + a.low_ahead);
-        v = nested_code(code_field(v, shift, mask), code_field(_mm256_loadu_si256((const __m256i*)(src + a.low)), shift, mask));
-      }
+      const __m256i v = _mm256_loadu_si256((const __m256i*)src);
       const __m256i even = even_bytes(v), odd = odd_bytes(v);
 #pragma GCC unroll 8
       for (int h = 0; h < NH; h++) {
@@ -160,11 +150,7 @@ INLINE void value_sums(const ValueArgs& a, const uint8_t* src, int width, int ch
   if (is_wide(FMT)) {
     for (int n = 0; n < quads; n++, src += 4 * width, p += 8) {
       fetch(src + a.ahead);
-      __m256i v = load_codes(src, channels);
-      if (FMT == NESTED) {
-        fetch(src + a.low + a.low_ahead);
-        v = nested_code(code_field(v, shift, mask), code_field(load_codes(src + a.low, channels), shift, mask));
-      }
+      const __m256i v = load_codes(src, channels);
       const __m256i even = even_bytes(v), odd = odd_bytes(v);
 #pragma GCC unroll 8
       for (int h = 0; h < NH; h++) {

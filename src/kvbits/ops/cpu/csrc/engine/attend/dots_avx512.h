@@ -25,9 +25,6 @@ INLINE __m512i centered_nibble(__m512i v) {
   return _mm512_ternarylogic_epi32(SHIFT ? v : _mm512_slli_epi32(v, 4), mask, sign, 0x6a);  // (v & mask) ^ sign
 }
 
-// 15 * high + low, byte by byte.
-INLINE __m512i nested_code(__m512i high, __m512i low) { return _mm512_add_epi8(_mm512_sub_epi8(_mm512_slli_epi32(high, 4), high), low); }
-
 // As inline assembly, because GCC 12 copies accumulators between registers around the intrinsic (20 % of the key loop).
 INLINE void add_dot(__m512i& acc, __m512i u8, __m512i s8) { asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u8), "v"(s8)); }
 
@@ -126,9 +123,6 @@ INLINE void key_words(const KeyArgs& a, __m512i (&acc)[T][NH][P], const uint8_t*
       const uint8_t* at = src + i * tile_bytes;
       fetch(at + a.ahead);
       v[i] = code_field<SHIFT>(_mm512_loadu_si512(at), count, mask, bits);
-      if (FMT != NESTED) continue;
-      fetch(at + a.low + a.low_ahead);
-      v[i] = nested_code(v[i], code_field<SHIFT>(_mm512_loadu_si512(at + a.low), count, mask, bits));
     }
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++)
@@ -223,10 +217,6 @@ INLINE void value_blocks(const ValueArgs& a, const uint8_t* src, int width, int 
       fetch(at + a.ahead);
       v[i] = NB > 1 ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi32(whole, at);
       v[i] = FMT == FORMAT_INT4 ? centered_nibble<SHIFT>(v[i]) : code_field<SHIFT>(v[i], shift, mask, bits);
-      if (FMT != NESTED) continue;
-      fetch(at + a.low + a.low_ahead);
-      const __m512i low = NB > 1 ? _mm512_loadu_si512(at + a.low) : _mm512_maskz_loadu_epi32(whole, at + a.low);
-      v[i] = nested_code(v[i], code_field<SHIFT>(low, shift, mask, bits));
     }
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++)

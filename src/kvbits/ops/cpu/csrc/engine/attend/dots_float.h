@@ -9,7 +9,7 @@ namespace {
 template <int FMT>
 INLINE vf fp8_lane(vi w, int k) {
   vi x = (w >> (8 * k)) & 0xff;
-  constexpr NumberFormat f = codes_of(FMT);
+  constexpr NumberFormat f = number_format(FMT);
   static_assert(f.exponent_bits + f.mantissa_bits == 7, "floats of a byte");
   const int up = 23 - f.mantissa_bits;
   const float rebias = float_bits((254 - exponent_bias(FMT)) << 23);

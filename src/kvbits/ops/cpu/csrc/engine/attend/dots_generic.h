@@ -37,12 +37,6 @@ INLINE void add_band_words(vi& to, vi a, vi b, BandQuery qa, BandQuery qb) {
   add_band_word(to, b, qb);
 }
 
-template <int FMT>
-INLINE int code_at(const uint8_t* p, int64_t low, int shift, int mask) {
-  const int code = *p >> shift & mask;
-  return FMT == NESTED ? code * 15 + (p[low] >> shift & mask) : code;
-}
-
 // 512 channels of 16-bit q against 8-bit codes overflow 32 bits.
 template <bool WIDE> struct KeySum { typedef int32_t type; };
 template <> struct KeySum<true> { typedef int64_t type; };
@@ -66,7 +60,7 @@ static void key_int(const KeyArgs& a) {
             const int16_t* q = (const int16_t*)c.qw[h] + channel;
             for (int i = 0; i < TILE; i++) {
               int32_t x = 0;
-              for (int k = 0; k < 4; k++) x += code_at<FMT>(src + i * 4 + k, a.low, shift, mask) * q[k];
+              for (int k = 0; k < 4; k++) x += (src[i * 4 + k] >> shift & mask) * q[k];
               acc[h][i] += x;
             }
           }
@@ -96,7 +90,7 @@ static void value_int(const ValueArgs& a) {
         const int16_t* p = (const int16_t*)a.block->pw[g][h];
         int32_t acc = 0;
         for (int t = 0; t < round_up(a.tokens, 8); t += 4)
-          for (int u = 0; u < 4; u++) acc += code_at<FMT>(src + t * width + u, a.low, shift, mask) * p[t + u];
+          for (int u = 0; u < 4; u++) acc += (src[t * width + u] >> shift & mask) * p[t + u];
         const float x = (float)acc * (a.block->p_scale[g][h] * weight);
         a.chunk->acc[h][channel] += a.channel_scale ? x * a.channel_scale[channel] : x;
       }

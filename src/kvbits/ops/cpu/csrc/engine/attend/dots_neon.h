@@ -36,14 +36,6 @@ INLINE int8x16_t signed_codes(uint8x16_t v, int shift) {
   return vreinterpretq_s8_u8(vandq_u8(vshlq_u8(v, vdupq_n_s8((int8_t)-shift)), vdupq_n_u8((1 << BITS) - 1)));
 }
 
-// 15 * high + low - 128 of the field of two planes.
-INLINE int8x16_t nested_codes(const uint8_t* p, int64_t low, int shift) {
-  const int8x16_t right = vdupq_n_s8((int8_t)-shift);
-  const uint8x16_t mask = vdupq_n_u8(15), high = vandq_u8(vshlq_u8(vld1q_u8(p), right), mask);
-  const uint8x16_t code = vaddq_u8(vsubq_u8(vshlq_n_u8(high, 4), high), vandq_u8(vshlq_u8(vld1q_u8(p + low), right), mask));
-  return vreinterpretq_s8_u8(veorq_u8(code, vdupq_n_u8(0x80)));
-}
-
 INLINE void store_piece(uint8_t* to, vi x) {
   const int16x4_t half = vmovn_s32((int32x4_t)x);
   const int8x8_t bytes = vmovn_s16(vcombine_s16(half, half));
@@ -90,8 +82,7 @@ INLINE void key_plane(const KeyArgs& a, const uint8_t* plane, int rb, int tile, 
     const uint8_t* q = a.chunk->qw[0] + first;
     for (int n = (end - first) / 4; n > 0; n--, src += 64, q += 4) {
       fetch(src + a.ahead);
-      if (FMT == NESTED) fetch(src + a.low + a.low_ahead);
-      const int8x16_t v = FMT == NESTED ? nested_codes(src, a.low, field * BITS) : signed_codes<BITS>(vld1q_u8(src), field * BITS);
+      const int8x16_t v = signed_codes<BITS>(vld1q_u8(src), field * BITS);
 #pragma GCC unroll 8
       for (int h = 0; h < NH; h++)
 #pragma GCC unroll 2
@@ -132,8 +123,7 @@ INLINE void value_sums(const ValueArgs& a, const uint8_t* src, int width, int g,
   const uint8_t* p = a.block->pw[g][0];
   for (int n = round_up(a.tokens, 8) / 4; n > 0; n--, src += 4 * width, p += 4) {
     fetch(src + a.ahead);
-    if (FMT == NESTED) fetch(src + a.low + a.low_ahead);
-    const int8x16_t v = FMT == NESTED ? nested_codes(src, a.low, shift) : signed_codes<BITS>(vld1q_u8(src), shift);
+    const int8x16_t v = signed_codes<BITS>(vld1q_u8(src), shift);
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++)
       for (int k = 0; k < P_PIECES; k++) acc[h][k] = vdotq_s32(acc[h][k], v, broadcast_word(p + h * 2 * BLOCK + k * BLOCK));

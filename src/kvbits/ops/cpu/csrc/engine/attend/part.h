@@ -133,7 +133,6 @@ INLINE void attend_pages(Path& path, const Entries& entries) {
   const kvbits_store& store = *p.pages.store;
   const kvbits_table& table = *p.pages.table;
   auto page_of = [&](int64_t e) { return page_address(&store, table.page_ids[e]) + p.kv_head * store.head_bytes; };
-  auto low_page = [&](int64_t e) { return page_address(p.pages.low, p.pages.low_ids[e]) + p.kv_head * p.pages.low->head_bytes; };
   const int64_t lookahead = store.head_bytes >= FETCH_AHEAD_BYTES ? 1 : (FETCH_AHEAD_BYTES + store.head_bytes - 1) / store.head_bytes;
   const int64_t window = p.call.sliding_window;
   int64_t oldest, newest;
@@ -144,8 +143,7 @@ INLINE void attend_pages(Path& path, const Entries& entries) {
     if (start > newest || (window && start + length <= oldest - window + 1)) continue;
     const uint8_t* page = page_of(e);
     const uint8_t* coming = e + lookahead < entries.end ? page_of(e + lookahead) : entries.after ? entries.after : page;
-    PageView at = {page, p.pages.low ? low_page(e) : nullptr, coming - page, 0};
-    if (at.low && e + lookahead < entries.end) at.low_ahead = low_page(e + lookahead) - at.low;
+    const PageView at = {page, coming - page};
     path.begin_page(at, start);
     for (int token = 0; token < length; token += BLOCK) {
       const int n = length - token < BLOCK ? length - token : BLOCK;
@@ -153,7 +151,7 @@ INLINE void attend_pages(Path& path, const Entries& entries) {
       PageView of_chunk = at;
       for (int i = 0; i < p.num_chunks; i++) {
         attend_block(path, p.chunks[i], of_chunk, token, n, start + token);
-        of_chunk.ahead = of_chunk.low_ahead = 0;  // only the first chunk fetches ahead: the others read the same bytes again
+        of_chunk.ahead = 0;  // only the first chunk fetches ahead: the others read the same bytes again
       }
     }
   }

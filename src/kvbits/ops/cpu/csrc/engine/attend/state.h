@@ -17,7 +17,7 @@ constexpr int ROW_STRIDE = MAX_HEAD_DIM + 16;    // floats
 constexpr int Q_STRIDE = 2 * MAX_HEAD_DIM + 64;  // bytes of integer q per row: two pieces of a byte, or one of 16 bits
 
 // Whether q and p take 16 bits (8-bit codes deserve them) or 8.
-constexpr bool is_wide(int format) { return format == FORMAT_INT8 || format == NESTED; }
+constexpr bool is_wide(int format) { return format == FORMAT_INT8; }
 constexpr float WIDE_LIMIT = 32639.0f;  // 127 * 256 + 127: high piece in [-127, 127], low piece in [-128, 127]
 constexpr float NARROW_Q_LIMIT = 127.0f;
 constexpr float NARROW_P_LIMIT = 255.0f;
@@ -78,7 +78,6 @@ struct KeyArgs {
   const Chunk* chunk;
   float* s;                    // [ROWS][BLOCK]
   int64_t ahead;               // distance to the page that is fetched into L2 while this one is read
-  int64_t low, low_ahead;      // from plane 0 to the low plane, and `ahead` there
 };
 
 struct ValueArgs {
@@ -91,7 +90,6 @@ struct ValueArgs {
   const Block* block;
   Chunk* chunk;
   int64_t ahead;
-  int64_t low, low_ahead;
 };
 
 // Row h of the outputs gains x in the channels from `channel` on: those that are inside.

@@ -13,37 +13,32 @@ namespace {
 struct Tensor {
   const kvbits_tensor* t;
   int head_dim;
-  int format;              // t->format, or NESTED with a low plane
+  int format;              // t->format
   bool raw, split;         // split: raw bf16 read in split order (dots_float.h)
   bool integer, channel_scales, page_channels;  // page_channels: per-channel scales that each page brings
   bool token_scales, token_bias;
   int groups, group_channels, row_bytes[2];
   float zero;      // middle of the code range
   float dot_zero;  // what of it the dot products leave to be settled
-  float unit;      // of the code in scales: 1, a 15th for NESTED, a step of small floats
-  int64_t low_offset;  // of NESTED: of the plane in the low page's struct
 };
 
 // A page that is read, and one that is fetched into L2 meanwhile.
 struct PageView {
-  const uint8_t *page, *low;  // the head structs; low is null without low planes
-  int64_t ahead, low_ahead;   // to those of the page to come
+  const uint8_t* page;  // the head struct
+  int64_t ahead;        // to that of the page to come
 };
 
 // Reordering q and the outputs pays from a few pages on.
 constexpr int64_t MIN_SPLIT_PAGES = 4;
 
-static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int head_dim, int64_t pages) {
+static Tensor describe(const kvbits_tensor& t, int head_dim, int64_t pages) {
   Tensor d = {};
   d.t = &t;
   d.head_dim = head_dim;
   d.raw = t.format == FORMAT_RAW;
   d.split = d.raw && t.raw_dtype == BFLOAT16 && head_dim % (2 * VL) == 0 && pages >= MIN_SPLIT_PAGES;
-  const bool nested = low && low->format != FORMAT_RAW;
-  d.format = nested ? NESTED : t.format;
-  d.low_offset = nested ? low->plane_offset[0] : 0;
+  d.format = t.format;
   d.integer = has_int_dots(t.format);
-  d.unit = nested ? 1.0f / LOW_LEVELS : 1.0f;
   const bool is_static = t.static_scale != nullptr;
   d.channel_scales = !d.raw && (t.per_channel || is_static);
   d.page_channels = d.channel_scales && !is_static;
@@ -51,9 +46,8 @@ static Tensor describe(const kvbits_tensor& t, const kvbits_tensor* low, int hea
   d.token_bias = d.token_scales && t.bias_offset >= 0;
   d.group_channels = d.token_scales ? t.group_size : head_dim;
   d.groups = head_dim / d.group_channels;
-  d.zero = is_int(t.format) ? int_zero(t.format) * (nested ? LOW_LEVELS : 1.0f) : 0.0f;
-  const float middle = nested ? 128.0f : d.zero;  // 15 * 8 + 8: the low plane brings its own
-  d.dot_zero = is_wide(d.format) && DOTS_CENTER_INT8 ? 0.0f : middle;
+  d.zero = is_int(t.format) ? int_zero(t.format) : 0.0f;
+  d.dot_zero = is_wide(d.format) && DOTS_CENTER_INT8 ? 0.0f : d.zero;
   for (int i = 0; i < 2; i++) d.row_bytes[i] = d.raw ? 0 : row_bytes_of(head_dim, plane_bits(t.format, i));
   return d;
 }
@@ -72,8 +66,6 @@ static bool channel_params(const Tensor& d, const uint8_t* page, int kv_head, in
   if (d.channel_scales) {
     if (d.page_channels) widen(scale, page + t.scale_offset, head_dim, t.scale_dtype);
     else widen_as<FLOAT32>(scale, t.static_scale + (int64_t)kv_head * head_dim, head_dim);
-    if (d.unit != 1.0f)
-      for (int i = 0; i < head_dim; i += VL) store(scale + i, load(scale + i) * d.unit);
     const bool page_bias = t.bias_offset >= 0;
     if (page_bias || t.static_bias) {
       if (page_bias) widen(bias, page + t.bias_offset, head_dim, t.scale_dtype);
@@ -108,12 +100,9 @@ static void widen_params(float* to, const uint8_t* from, int n, int dtype, int64
 static void token_params(const Tensor& d, const uint8_t* page, int page_size, int token, int n, int64_t ahead, float (*scale)[BLOCK], float (*bias)[BLOCK]) {
   const kvbits_tensor& t = *d.t;
   const int size = dtype_bytes(t.scale_dtype);
-  const float unit = d.unit;
   for (int g = 0; g < d.groups; g++) {
     const int64_t at = ((int64_t)g * page_size + token) * size;
     widen_params(scale[g], page + t.scale_offset + at, n, t.scale_dtype, ahead);
-    if (unit != 1.0f)
-      for (int i = 0; i < BLOCK; i += VL) store(scale[g] + i, load(scale[g] + i) * unit);
     if (!d.token_bias) continue;
     widen_params(bias[g], page + t.bias_offset + at, n, t.scale_dtype, ahead);
     for (int i = 0; i < BLOCK; i += VL) store(bias[g] + i, load(bias[g] + i) + load(scale[g] + i) * d.zero);

@@ -22,20 +22,10 @@ void run_item(void* context, int64_t i, int64_t, void* scratch) {
   uint8_t* to = const_cast<uint8_t*>(page_address(&store, call.page_ids[page])) + head * store.head_bytes;
   // Padding is part of a page's bytes: equal content must be equal bytes.
   __builtin_memset(to, 0, static_cast<size_t>(store.head_bytes));
-  uint8_t* low = nullptr;
-  if (call.low) {
-    low = const_cast<uint8_t*>(page_address(call.low, call.low_ids[page])) + head * call.low->head_bytes;
-    __builtin_memset(low, 0, static_cast<size_t>(call.low->head_bytes));
-  }
   for (int side = 0; side < 2; side++) {
     const int64_t* stride = call.stride[side];
     TokensPart part = part_of(call, side, page, head, page * stride[0] + head * stride[1], stride[2], to);
     part.closes = true;
-    part.low_head = low;
-    if (low) {
-      const kvbits_tensor& t = side ? call.low->value : call.low->key;
-      part.low = t.format == FORMAT_RAW ? nullptr : &t;
-    }
     CloseResult result = {};
     w.kernels->store(part, scratch, result);
     w.found.add(side, result);
@@ -53,18 +43,6 @@ extern "C" int32_t kvbits_close(kvbits_close_call* call) {
   const int64_t pages = num_pages(store);
   for (int64_t i = 0; i < call->num_pages; i++)
     if (call->page_ids[i] < 0 || call->page_ids[i] >= pages) return KVBITS_BAD_PAGE_ID;
-  if (call->low) {
-    const kvbits_tensor* fine[2] = {&call->low->key, &call->low->value};
-    const kvbits_tensor* coarse[2] = {&store.key, &store.value};
-    for (int i = 0; i < 2; i++) {
-      if (fine[i]->format == FORMAT_RAW) continue;
-      const int levels = number_format(coarse[i]->format).levels;
-      if ((levels != INTEGER && levels != BANDED) || (fine[i]->format != FORMAT_INT4 && fine[i]->format != FORMAT_INT2)) return KVBITS_BAD_LOW;
-    }
-    const int64_t low_pages = num_pages(*call->low);
-    for (int64_t i = 0; i < call->num_pages; i++)
-      if (call->low_ids[i] < 0 || call->low_ids[i] >= low_pages) return KVBITS_BAD_PAGE_ID;
-  }
   const TierKernels* tier = active_tier();
   if (!tier) return KVBITS_NO_TIER;
   Work w = {call, tier->pages, {}};

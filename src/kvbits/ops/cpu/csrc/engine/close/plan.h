@@ -15,8 +15,6 @@ struct TokensPart {
   const double* turn_start;  // how keys in a basis are turned back (kvbits_close_call), or null
   int64_t start;         // position of the page's first token, of such keys
   uint8_t* head;         // the head struct; its mean, if it has one and does not close, is there already
-  const kvbits_tensor* low;  // the low plane of a page that closes, or null
-  uint8_t* low_head;     // its head struct
 };
 
 struct CloseResult {

@@ -8,7 +8,7 @@ namespace {
 static Tensor describe_banded_values(const kvbits_tensor& t, int head_dim, int64_t pages) {
   kvbits_tensor as_integers = t;
   as_integers.format = integers_of_bits(t.bands[0]);
-  Tensor d = describe(as_integers, nullptr, head_dim, pages);
+  Tensor d = describe(as_integers, head_dim, pages);
   d.t = &t;
   d.zero = d.dot_zero = 0.5f * (float)((1 << t.bands[0]) - 1);
   return d;

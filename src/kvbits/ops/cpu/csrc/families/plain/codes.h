@@ -1,4 +1,4 @@
-// Numbers to codes, by scales that are chosen: src/kvbits/quant/qparams.py, and nested.py for low planes.
+// Numbers to codes, by scales that are chosen: src/kvbits/quant/qparams.py.
 #pragma once
 #include <stdint.h>
 
@@ -18,7 +18,7 @@ INLINE vi code_of(vf scaled, const CodeRange& r, vi& saturated) {
     saturated += (code < splat(r.low)) | (code > splat(r.high));
     return __builtin_convertvector(vmin(vmax(code, splat(r.low)), splat(r.high)), vi);
   }
-  constexpr NumberFormat f = codes_of(FMT);
+  constexpr NumberFormat f = number_format(FMT);
   constexpr int sign_bit = 1 << (f.exponent_bits + f.mantissa_bits), bias = exponent_bias(FMT), up = 23 - f.mantissa_bits;
   const vi sign = ((vi)scaled >> (31 - f.exponent_bits - f.mantissa_bits)) & sign_bit;
   const vf mag = (vf)((vi)scaled & 0x7fffffff);
@@ -74,32 +74,8 @@ static int64_t make_codes(PageBuffers& b, int page_size, int head_dim, int group
   return count;
 }
 
-// The low plane (src/kvbits/quant/nested.py): what the codes miss, `levels` steps to a code. It takes the place of the codes.
-template <int FMT>
-static void make_low_codes(PageBuffers& b, int page_size, int head_dim, int groups, bool by_token, bool has_bias, const CodeRange& range, int bits) {
-  const int width = padded_width(head_dim), size = head_dim / groups;
-  const float levels = (float)((1 << bits) - 1), limit = (float)(((1 << bits) - 1) / 2), zero = (float)(1 << (bits - 1));
-  alignas(64) float inverse[MAX_HEAD_DIM + 16] = {}, bias[MAX_HEAD_DIM + 16] = {};
-  for (int t = 0; t < page_size; t++) {
-    const float* x = b.x + (int64_t)t * width;
-    uint8_t* to = b.codes + (int64_t)t * width;
-    if (by_token) spread_over_channels(b, t, page_size, head_dim, size, has_bias, inverse, bias);
-    const float* k = by_token ? inverse : b.inverse;
-    const float* low = by_token ? bias : b.bias;
-    for (int c = 0; c < head_dim; c += VL) {
-      const vf y = has_bias ? load(x + c) - load(low + c) : load(x + c);
-      const vf scaled = y * load(k + c);
-      vi clamped = vi{};
-      const vf code = __builtin_convertvector(code_of<FMT>(scaled, range, clamped), vf);
-      const vf missed = (scaled - (code - range.zero)) * levels;
-      const vf r = vmin(vmax(round_even(vmin(vmax(missed, splat(-1048576.0f)), splat(1048576.0f))), splat(-limit)), splat(limit));
-      store_bytes(to + c, __builtin_convertvector(r + zero, vi) & (iota() < splat_int(head_dim - c)));
-    }
-  }
-}
-
 static CodeRange range_of(const kvbits_tensor& t) {
-  const NumberFormat f = codes_of(t.format);
+  const NumberFormat f = number_format(t.format);
   if (is_float(t.format)) return {-f.max_value, f.max_value, f.saturates_at};
   const float top = (float)((1 << code_bits(t.format)) - 1);
   return {t.symmetric ? 1.0f : 0.0f, top, t.symmetric ? int_zero(t.format) : 0.0f};
@@ -114,13 +90,6 @@ static int64_t codes_of_format(PageBuffers& b, const kvbits_tensor& t, int page_
     if (t.format == FMT) return make_codes<FMT>(b, page_size, head_dim, groups, by_token, has_bias, range_of(t));
   if constexpr (FMT + 1 < NUM_FORMATS) return codes_of_format<FMT + 1>(b, t, page_size, head_dim, groups, by_token, has_bias);
   return 0;
-}
-
-template <int FMT = 0>
-static void low_codes_of_format(PageBuffers& b, const kvbits_tensor& t, int page_size, int head_dim, int groups, bool by_token, bool has_bias, int bits) {
-  if constexpr (is_int(FMT))
-    if (t.format == FMT) return make_low_codes<FMT>(b, page_size, head_dim, groups, by_token, has_bias, range_of(t), bits);
-  if constexpr (FMT + 1 < NUM_FORMATS) low_codes_of_format<FMT + 1>(b, t, page_size, head_dim, groups, by_token, has_bias, bits);
 }
 
 }  // namespace

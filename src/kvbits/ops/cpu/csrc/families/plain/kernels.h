@@ -12,17 +12,17 @@ typedef void (*ValueKernel)(const ValueArgs&);
 #define BY_ROWS_OF(f, x) {{f<x, 1>, f<x, 2>, f<x, 3>, f<x, 4>, f<x, 5>, f<x, 6>, f<x, 7>, f<x, 8>}, true}
 
 struct PlainKernels {
-  ByRows<KeyKernel> key[NESTED + 1], raw_key[BF16_SPLIT + 1];
-  ByRows<ValueKernel> value[NESTED + 1], raw_value[BF16_SPLIT + 1];
+  ByRows<KeyKernel> key[NUM_FORMATS], raw_key[BF16_SPLIT + 1];
+  ByRows<ValueKernel> value[NUM_FORMATS], raw_value[BF16_SPLIT + 1];
   constexpr bool serve(int format) const { return key[format].there && value[format].there; }
 };
 
 // Formats from FORMAT on: what a format's codes are multiplied with follows from the table of numbers.h.
 template <int FORMAT>
 constexpr void add_formats(PlainKernels& k) {
-  if constexpr (has_int_dots(FORMAT)) k.key[FORMAT] = BY_ROWS_OF(key_int, FORMAT), k.value[FORMAT] = BY_ROWS_OF(value_int, FORMAT);
+  if constexpr (is_int(FORMAT)) k.key[FORMAT] = BY_ROWS_OF(key_int, FORMAT), k.value[FORMAT] = BY_ROWS_OF(value_int, FORMAT);
   else if constexpr (is_float(FORMAT)) k.key[FORMAT] = BY_ROWS_OF(key_fp8, FORMAT), k.value[FORMAT] = BY_ROWS_OF(value_fp8, FORMAT);
-  if constexpr (FORMAT < NESTED) add_formats<FORMAT + 1>(k);
+  if constexpr (FORMAT + 1 < NUM_FORMATS) add_formats<FORMAT + 1>(k);
 }
 
 template <int DTYPE>

@@ -122,7 +122,7 @@ static bool choose_params(PageBuffers& b, int n, float q_max, uint8_t* scale_to,
 }
 
 static float q_max_of(const kvbits_tensor& t) {
-  if (is_float(t.format)) return codes_of(t.format).max_value;
+  if (is_float(t.format)) return number_format(t.format).max_value;
   return (float)(t.symmetric ? (1 << (code_bits(t.format) - 1)) - 1 : (1 << code_bits(t.format)) - 1);
 }
 

@@ -53,7 +53,6 @@ static void plain_scores(const Part& p, Chunk& c, const PageView& at, int token,
   k.chunk = &c;
   k.s = p.block.s[0];
   k.ahead = at.ahead;
-  if (key.format == NESTED) k.low = at.low + key.low_offset - (at.page + key.t->plane_offset[0]), k.low_ahead = at.low_ahead;
   (key.raw ? plain_kernels.raw_key[key.split ? BF16_SPLIT : key.t->raw_dtype] : plain_kernels.key[key.format]).of[c.rows - 1](k);
 }
 
@@ -75,7 +74,6 @@ static ValueArgs value_args(const Part& p, Chunk& c, const PageView& at, int tok
   v.block = &p.block;
   v.chunk = &c;
   v.ahead = at.ahead;
-  if (value.format == NESTED) v.low = at.low + value.low_offset - (at.page + value.t->plane_offset[0]), v.low_ahead = at.low_ahead;
   return v;
 }
 
