@@ -1,7 +1,9 @@
-// The INT8 paper's matrix study: its four quantize and dequantize variants as printed, scales on the GPU, and the production kernels.
+// The INT8 paper's matrix study: its four quantize and dequantize variants as printed, scales on the GPU, and the
+// production kernels.
 //
-// The paper's variants divide by the scale (x / s, rounded half to even); the production kernel multiplies by 1 / s like the rest of kvbits, which differs
-// by one code in about 3 of a million elements. All offsets are 64-bit: the largest case has 2**30 elements. x: [rows, columns] of X_TYPE.
+// The paper's variants divide by the scale (x / s, rounded half to even); the production kernel multiplies by 1 / s
+// like the rest of kvbits, which differs by one code in about 3 of a million elements. All offsets are 64-bit: the
+// largest case has 2**30 elements. x: [rows, columns] of X_TYPE.
 #include "numbers.h"
 #include "ptx.cuh"
 
@@ -28,7 +30,9 @@ DEVICE void store_one(void* y, i64 i, float value) {
     if (X_TYPE == FLOAT32) static_cast<float*>(y)[i] = value;
     else static_cast<u16*>(y)[i] = u16(X_TYPE == FLOAT16 ? pack_f16(value, 0.f) : pack_bf16(value, 0.f));
 }
-DEVICE signed char code_of(float x, float scale) { return (signed char)max(-127, min(127, __float2int_rn(__fdiv_rn(x, scale)))); }
+DEVICE signed char code_of(float x, float scale) {
+  return (signed char)max(-127, min(127, __float2int_rn(__fdiv_rn(x, scale))));
+}
 
 // the paper's listings 5 to 8
 
@@ -48,7 +52,8 @@ extern "C" __global__ void quantize_tiled(const __grid_constant__ Args a) {
     ELEMENT;
     if (threadIdx.y == 0 && d < a.columns) scales[threadIdx.x] = a.scales[d];
     __syncthreads();
-    if (t < a.rows && d < a.columns) a.q[t * a.columns + d] = code_of(load_one(a.x, t * a.columns + d), scales[threadIdx.x]);
+    if (t < a.rows && d < a.columns)
+      a.q[t * a.columns + d] = code_of(load_one(a.x, t * a.columns + d), scales[threadIdx.x]);
 }
 extern "C" __global__ void dequantize_tiled(const __grid_constant__ Args a) {
     __shared__ float scales[TILE_X];
@@ -58,12 +63,14 @@ extern "C" __global__ void dequantize_tiled(const __grid_constant__ Args a) {
     if (t < a.rows && d < a.columns) store_one(a.y, t * a.columns + d, a.q[t * a.columns + d] * scales[threadIdx.x]);
 }
 
-/// One thread per column and row block: its scale is loaded once. (The listing steps by blockDim.y, which repeats rows; the step meant is gridDim.y.)
+/// One thread per column and row block: its scale is loaded once. (The listing steps by blockDim.y, which repeats rows;
+/// the step meant is gridDim.y.)
 extern "C" __global__ void quantize_coarsened(const __grid_constant__ Args a) {
     i64 d = i64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (d >= a.columns) return;
     float s = a.scales[d];
-    for (i64 t = blockIdx.y; t < a.rows; t += gridDim.y) a.q[t * a.columns + d] = code_of(load_one(a.x, t * a.columns + d), s);
+    for (i64 t = blockIdx.y; t < a.rows; t += gridDim.y)
+      a.q[t * a.columns + d] = code_of(load_one(a.x, t * a.columns + d), s);
 }
 extern "C" __global__ void dequantize_coarsened(const __grid_constant__ Args a) {
     i64 d = i64(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -86,16 +93,21 @@ DEVICE Vector load_vector(const void* x, i64 i) {
     } else {
         uint4 w = *reinterpret_cast<const uint4*>(static_cast<const u16*>(x) + i);
         u32 words[4] = {w.x, w.y, w.z, w.w};
-        for (int k = 0; k < VEC; ++k) v.x[k] = X_TYPE == FLOAT16 ? f16_to_float(u16(words[k / 2] >> k % 2 * 16)) : bf16_to_float(u16(words[k / 2] >> k % 2 * 16));
+        for (int k = 0; k < VEC; ++k)
+          v.x[k] = X_TYPE == FLOAT16 ? f16_to_float(u16(words[k / 2] >> k % 2 * 16))
+                                     : bf16_to_float(u16(words[k / 2] >> k % 2 * 16));
     }
     return v;
 }
 DEVICE void store_vector(void* y, i64 i, const Vector& v) {
     if (VEC == 1) store_one(y, i, v.x[0]);
-    else if (X_TYPE == FLOAT32) *reinterpret_cast<float4*>(static_cast<float*>(y) + i) = {v.x[0], v.x[1 % VEC], v.x[2 % VEC], v.x[3 % VEC]};
+    else if (X_TYPE == FLOAT32)
+      *reinterpret_cast<float4*>(static_cast<float*>(y) + i) = {v.x[0], v.x[1 % VEC], v.x[2 % VEC], v.x[3 % VEC]};
     else {
         u32 w[4];
-        for (int k = 0; k < 4; ++k) w[k] = X_TYPE == FLOAT16 ? pack_f16(v.x[2 * k % VEC], v.x[(2 * k + 1) % VEC]) : pack_bf16(v.x[2 * k % VEC], v.x[(2 * k + 1) % VEC]);
+        for (int k = 0; k < 4; ++k)
+          w[k] = X_TYPE == FLOAT16 ? pack_f16(v.x[2 * k % VEC], v.x[(2 * k + 1) % VEC])
+                                   : pack_bf16(v.x[2 * k % VEC], v.x[(2 * k + 1) % VEC]);
         *reinterpret_cast<uint4*>(static_cast<u16*>(y) + i) = {w[0], w[1], w[2], w[3]};
     }
 }
@@ -139,7 +151,8 @@ extern "C" __global__ void dequantize_vectorized(const __grid_constant__ Args a)
 
 // scales on the GPU (the paper computed them on the CPU)
 
-/// A warp per column, its lanes down the rows, merged by shuffles: warp-level reduction, but every load touches 32 rows.
+/// A warp per column, its lanes down the rows, merged by shuffles: warp-level reduction, but every load touches 32
+/// rows.
 extern "C" __global__ void scales_warp(const __grid_constant__ Args a) {
     i64 d = (i64(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
     if (d >= a.columns) return;
@@ -161,7 +174,8 @@ struct Place {
     }
 };
 
-/// Production: max |x| of every column into `largest` (zero before). Positive floats order like their bits, so one integer maximum merges blocks.
+/// Production: max |x| of every column into `largest` (zero before). Positive floats order like their bits, so one
+/// integer maximum merges blocks.
 extern "C" __global__ void __launch_bounds__(256) column_maxima(const __grid_constant__ Args a) {
     __shared__ u32 shared[256 * VEC];
     for (int i = threadIdx.x; i < 256 * VEC; i += 256) shared[i] = 0;
@@ -182,7 +196,8 @@ extern "C" __global__ void __launch_bounds__(256) column_maxima(const __grid_con
         Vector v = load_vector(a.x, t * a.columns + at.d);
         for (int k = 0; k < VEC; ++k) m[k] = fmaxf(m[k], fabsf(v.x[k]));
     }
-    // Few columns mean many threads of a block per column: they meet in shared memory, or the atomics would take longer than the reading.
+    // Few columns mean many threads of a block per column: they meet in shared memory, or the atomics would take longer
+    // than the reading.
     const int across = a.columns / VEC < 256 ? int((a.columns + VEC - 1) / VEC) : 256;
     for (int k = 0; k < VEC; ++k) atomicMax(&shared[threadIdx.x % across * VEC + k], __float_as_uint(m[k]));
     __syncthreads();
@@ -197,8 +212,9 @@ extern "C" __global__ void scales_of_maxima(const __grid_constant__ Args a) {
     a.scales[d] = m > 0.f ? __fdiv_rn(m, 127.f) : 1.f;
 }
 
-/// Production: quantize with `scales`, or, if `largest` is given, with the scales that follow from it (and store them). Rows are walked from the last to
-/// the first: the maxima were taken in the other direction, so L2 still holds the end of x.
+/// Production: quantize with `scales`, or, if `largest` is given, with the scales that follow from it (and store them).
+/// Rows are walked from the last to the first: the maxima were taken in the other direction, so L2 still holds the end
+/// of x.
 extern "C" __global__ void __launch_bounds__(256) quantize(const __grid_constant__ Args a) {
     Place at(a);
     if (at.d >= a.columns) return;
@@ -267,24 +283,29 @@ DEVICE float group_largest(const void* x, i64 first, int size, int lane) {
 }
 DEVICE int group_code(float x, float inverse, int top) { return max(-top, min(top, __float2int_rn(x * inverse))); }
 
-/// Sixteen lanes per row and group; at 4 bits per pair of groups, whose codes share bytes: column c below column c + columns / 2, offset by 8.
+/// Sixteen lanes per row and group; at 4 bits per pair of groups, whose codes share bytes: column c below column c +
+/// columns / 2, offset by 8.
 extern "C" __global__ void __launch_bounds__(256) quantize_groups(const __grid_constant__ Args a) {
-    const int halves = a.bits == 4 ? 2 : 1, groups = int(a.columns / a.size), items = groups / halves, lane = threadIdx.x % 16, top = a.bits == 4 ? 7 : 127;
-    const i64 wanted = (i64(blockIdx.x) * 256 + threadIdx.x) / 16, last = a.rows * items - 1, item = wanted < last ? wanted : last;
-    const i64 row = item / items;
-    const int group = int(item % items);
-    float inverse[2];
-    for (int h = 0; h < halves; ++h) {
-        float m = group_largest(a.x, row * a.columns + (group + h * items) * i64(a.size), a.size, lane), scale = m > 0.f ? __fdiv_rn(m, float(top)) : 1.f;
-        inverse[h] = __fdiv_rn(1.f, scale);
-        if (lane == 0) a.scales[row * groups + group + h * items] = scale;
-    }
+  const int halves = a.bits == 4 ? 2 : 1, groups = int(a.columns / a.size), items = groups / halves,
+            lane = threadIdx.x % 16, top = a.bits == 4 ? 7 : 127;
+  const i64 wanted = (i64(blockIdx.x) * 256 + threadIdx.x) / 16, last = a.rows * items - 1,
+            item = wanted < last ? wanted : last;
+  const i64 row = item / items;
+  const int group = int(item % items);
+  float inverse[2];
+  for (int h = 0; h < halves; ++h) {
+    float m = group_largest(a.x, row * a.columns + (group + h * items) * i64(a.size), a.size, lane),
+          scale = m > 0.f ? __fdiv_rn(m, float(top)) : 1.f;
+    inverse[h] = __fdiv_rn(1.f, scale);
+    if (lane == 0) a.scales[row * groups + group + h * items] = scale;
+  }
     for (int c = 4 * lane; c < a.size; c += 64) {
         const i64 at = row * a.columns + group * i64(a.size) + c;
         u32 word = 0;
         for (int k = 0; k < 4; ++k) {
             int code = group_code(load_one(a.x, at + k), inverse[0], top);
-            if (a.bits == 4) code = code + 8 | group_code(load_one(a.x, at + a.columns / 2 + k), inverse[1], top) + 8 << 4;
+            if (a.bits == 4)
+              code = code + 8 | group_code(load_one(a.x, at + a.columns / 2 + k), inverse[1], top) + 8 << 4;
             word |= (code & 0xffu) << 8 * k;
         }
         *reinterpret_cast<u32*>(a.q + (a.bits == 4 ? row * (a.columns / 2) + group * a.size + c : at)) = word;

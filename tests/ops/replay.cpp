@@ -1,5 +1,5 @@
-// Replays cases that run_emulated.py wrote: attention against expected values, page closing against expected bytes. Needs nothing
-// but the library, so that it runs on an emulated machine.
+// Replays cases that run_emulated.py wrote: attention against expected values, page closing against expected bytes.
+// Needs nothing but the library, so that it runs on an emulated machine.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,4 +1,5 @@
-// Matrix quantization of the generic tier. Compiled without fused multiply-add: codes must match the reference bit for bit.
+// Matrix quantization of the generic tier. Compiled without fused multiply-add: codes must match the reference bit for
+// bit.
 #include "kernels.h"
 #include "matrix_rows.h"
 

@@ -1,4 +1,5 @@
-// The INT8 paper's matrix operations: blocks of rows on the tier's kernels, and the scalar baseline that the paper prints.
+// The INT8 paper's matrix operations: blocks of rows on the tier's kernels, and the scalar baseline that the paper
+// prints.
 #include <math.h>
 #include <string.h>
 
@@ -28,7 +29,9 @@ struct Matrix {
   float* scales;
   int32_t size, bits;
 
-  bool stream(int64_t row_bytes) const { return rows * row_bytes >= STREAM_BYTES && row_bytes % 64 == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0; }
+  bool stream(int64_t row_bytes) const {
+    return rows * row_bytes >= STREAM_BYTES && row_bytes % 64 == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0;
+  }
   int64_t items() const { return (rows + block - 1) / block; }
   int64_t first(int64_t i) const { return i * block; }
   int64_t count(int64_t i) const { return rows - first(i) < block ? rows - first(i) : block; }
@@ -57,20 +60,23 @@ void largest_item(void* context, int64_t i, int64_t, void*) {
 void quantize_item(void* context, int64_t i, int64_t, void*) {
   Matrix& m = *static_cast<Matrix*>(context);
   const int64_t at = m.first(i) * m.columns;
-  m.kernels->quantize_columns(m.x + at, m.count(i), m.columns, m.by_column, static_cast<int8_t*>(m.to) + at, m.stream(m.columns));
+  m.kernels->quantize_columns(m.x + at, m.count(i), m.columns, m.by_column, static_cast<int8_t*>(m.to) + at,
+                              m.stream(m.columns));
 }
 
 void dequantize_item(void* context, int64_t i, int64_t, void*) {
   Matrix& m = *static_cast<Matrix*>(context);
   const int64_t at = m.first(i) * m.columns;
-  m.kernels->dequantize_columns(m.q + at, m.count(i), m.columns, m.by_column, static_cast<float*>(m.to) + at, m.stream(m.columns * 4));
+  m.kernels->dequantize_columns(m.q + at, m.count(i), m.columns, m.by_column, static_cast<float*>(m.to) + at,
+                                m.stream(m.columns * 4));
 }
 
 void groups_item(void* context, int64_t i, int64_t, void*) {
   Matrix& m = *static_cast<Matrix*>(context);
   const int64_t first = m.first(i);
-  m.kernels->quantize_groups(m.x + first * m.columns, m.count(i), m.columns, m.size, m.bits, m.scales + first * (m.columns / m.size),
-                             static_cast<uint8_t*>(m.to) + first * m.columns * m.bits / 8, m.stream(m.columns * m.bits / 8));
+  m.kernels->quantize_groups(
+      m.x + first * m.columns, m.count(i), m.columns, m.size, m.bits, m.scales + first * (m.columns / m.size),
+      static_cast<uint8_t*>(m.to) + first * m.columns * m.bits / 8, m.stream(m.columns * m.bits / 8));
 }
 
 // ---- the paper's listings 2 to 4, a column of zeros apart (the paper divides by zero there) ----
@@ -129,7 +135,8 @@ int32_t kvbits_matrix_use(const char* tier, void* parallel) {
   return active ? 0 : -1;
 }
 
-int32_t kvbits_matrix_scales(const float* x, int64_t rows, int64_t columns, float* scales, int32_t kernel, int32_t threads) {
+int32_t kvbits_matrix_scales(const float* x, int64_t rows, int64_t columns, float* scales, int32_t kernel,
+                             int32_t threads) {
   if (kernel == KVBITS_MATRIX_COLUMN_OUTER) return paper_scales(x, rows, columns, scales), 0;
   if (kernel == KVBITS_MATRIX_ROW_ORDER) return row_order_scales(x, rows, columns, scales), 0;
   if (!active) return KVBITS_NO_TIER;
@@ -151,7 +158,8 @@ int32_t kvbits_matrix_scales(const float* x, int64_t rows, int64_t columns, floa
   return 0;
 }
 
-int32_t kvbits_matrix_quantize(const float* x, int64_t rows, int64_t columns, const float* scales, int8_t* to, int32_t kernel, int32_t threads) {
+int32_t kvbits_matrix_quantize(const float* x, int64_t rows, int64_t columns, const float* scales, int8_t* to,
+                               int32_t kernel, int32_t threads) {
   if (kernel != KVBITS_MATRIX_FAST) return paper_quantize(x, rows, columns, scales, to), 0;
   if (!active) return KVBITS_NO_TIER;
   if (!columns) return 0;
@@ -168,7 +176,8 @@ int32_t kvbits_matrix_quantize(const float* x, int64_t rows, int64_t columns, co
   }
 }
 
-int32_t kvbits_matrix_dequantize(const int8_t* q, int64_t rows, int64_t columns, const float* scales, float* to, int32_t kernel, int32_t threads) {
+int32_t kvbits_matrix_dequantize(const int8_t* q, int64_t rows, int64_t columns, const float* scales, float* to,
+                                 int32_t kernel, int32_t threads) {
   if (kernel != KVBITS_MATRIX_FAST) return paper_dequantize(q, rows, columns, scales, to), 0;
   if (!active) return KVBITS_NO_TIER;
   if (!columns) return 0;
@@ -179,9 +188,10 @@ int32_t kvbits_matrix_dequantize(const int8_t* q, int64_t rows, int64_t columns,
   return run(m, dequantize_item, threads);
 }
 
-int32_t kvbits_matrix_quantize_groups(const float* x, int64_t rows, int64_t columns, int32_t size, int32_t bits, float* scales, uint8_t* to,
-                                      int32_t threads) {
-  if (size < 16 || size % 16 || columns % size || (bits != 8 && bits != 4) || (bits == 4 && columns / size % 2)) return KVBITS_BAD_GROUP;
+int32_t kvbits_matrix_quantize_groups(const float* x, int64_t rows, int64_t columns, int32_t size, int32_t bits,
+                                      float* scales, uint8_t* to, int32_t threads) {
+  if (size < 16 || size % 16 || columns % size || (bits != 8 && bits != 4) || (bits == 4 && columns / size % 2))
+    return KVBITS_BAD_GROUP;
   if (!active) return KVBITS_NO_TIER;
   if (!columns) return 0;
   Matrix m = matrix(rows, columns);

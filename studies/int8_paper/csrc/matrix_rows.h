@@ -1,5 +1,6 @@
-// Rows of a matrix [rows, columns] fp32, row-major: the INT8 paper's column scales, quantization and dequantization, and
-// quantization with a scale per row and group of columns. Rounding as in quant/qparams.py: x * (1 / scale), half to even.
+// Rows of a matrix [rows, columns] fp32, row-major: the INT8 paper's column scales, quantization and dequantization,
+// and quantization with a scale per row and group of columns. Rounding as in quant/qparams.py: x * (1 / scale), half to
+// even.
 #pragma once
 #include <stdint.h>
 
@@ -7,12 +8,14 @@
 
 namespace {
 
-// largest[c] = max(largest[c], |x[r][c]|), in memory order: several rows at once saved loads but lost a third of the bandwidth.
+// largest[c] = max(largest[c], |x[r][c]|), in memory order: several rows at once saved loads but lost a third of the
+// bandwidth.
 static void column_largest(const float* x, int64_t rows, int64_t columns, float* largest) {
   for (int64_t r = 0; r < rows; r++, x += columns) {
     int64_t c = 0;
     for (; c + VL <= columns; c += VL) {
-      const vi top = *(const vi_mem*)(largest + c), mag = (vi)load(x + c) & 0x7fffffff;  // magnitudes order like integers
+      // magnitudes order like integers
+      const vi top = *(const vi_mem*)(largest + c), mag = (vi)load(x + c) & 0x7fffffff;
       *(vi_mem*)(largest + c) = mag > top ? mag : top;
     }
     for (; c < columns; c++) largest[c] = __builtin_fmaxf(largest[c], __builtin_fabsf(x[c]));
@@ -24,13 +27,15 @@ INLINE vi signed_code(vf x, vf inverse, float top) {
   return round_to_int(scaled);
 }
 
-static void quantize_columns(const float* x, int64_t rows, int64_t columns, const float* inverse, int8_t* to, bool stream) {
+static void quantize_columns(const float* x, int64_t rows, int64_t columns, const float* inverse, int8_t* to,
+                             bool stream) {
   for (int64_t r = 0; r < rows; r++, x += columns, to += columns) {
     int64_t c = 0;
     for (; c + 64 <= columns; c += 64) {
       vi codes[64 / VL];
 #pragma GCC unroll 4
-      for (int i = 0; i < 64 / VL; i++) codes[i] = signed_code(load(x + c + i * VL), load(inverse + c + i * VL), 127.0f);
+      for (int i = 0; i < 64 / VL; i++)
+        codes[i] = signed_code(load(x + c + i * VL), load(inverse + c + i * VL), 127.0f);
       store_line((uint8_t*)to + c, codes, stream);
     }
     for (; c < columns; c++) to[c] = (int8_t)signed_code(splat(x[c]), splat(inverse[c]), 127.0f)[0];
@@ -38,7 +43,8 @@ static void quantize_columns(const float* x, int64_t rows, int64_t columns, cons
   stream_end();
 }
 
-static void dequantize_columns(const int8_t* q, int64_t rows, int64_t columns, const float* scales, float* to, bool past_caches) {
+static void dequantize_columns(const int8_t* q, int64_t rows, int64_t columns, const float* scales, float* to,
+                               bool past_caches) {
   for (int64_t r = 0; r < rows; r++, q += columns, to += columns) {
     int64_t c = 0;
     for (; c + VL <= columns; c += VL) {
@@ -51,7 +57,8 @@ static void dequantize_columns(const int8_t* q, int64_t rows, int64_t columns, c
   stream_end();
 }
 
-// One division and one tree of maxima serve them. No prefetching: it halved the rate, the hardware follows rows by itself.
+// One division and one tree of maxima serve them. No prefetching: it halved the rate, the hardware follows rows by
+// itself.
 constexpr int GROUPS_AT_ONCE = 8;
 constexpr int GROUP_LANES = VL > GROUPS_AT_ONCE ? VL : GROUPS_AT_ONCE;
 
@@ -83,8 +90,10 @@ INLINE void store_codes(uint8_t* to, const vi* codes, int count, bool stream) {
   for (int i = 0; i < count; i++) store_bytes(to + i * VL, codes[i]);
 }
 
-// bits 8: to [rows, columns] int8. bits 4: to [rows, columns / 2], byte r = column r | column (r + columns / 2) << 4, codes + 8.
-INLINE void quantize_group_rows(const float* x, int64_t rows, int64_t columns, int size, int bits, float* scales, uint8_t* to, bool stream) {
+// bits 8: to [rows, columns] int8. bits 4: to [rows, columns / 2], byte r = column r | column (r + columns / 2) << 4,
+// codes + 8.
+INLINE void quantize_group_rows(const float* x, int64_t rows, int64_t columns, int size, int bits, float* scales,
+                                uint8_t* to, bool stream) {
   const int64_t groups = columns / size, half = columns / 2;
   for (int64_t r = 0; r < rows; r++, x += columns, scales += groups, to += bits == 8 ? columns : half) {
     const int64_t outer = bits == 8 ? groups : groups / 2;
@@ -114,7 +123,8 @@ INLINE void quantize_group_rows(const float* x, int64_t rows, int64_t columns, i
   stream_end();
 }
 
-static void quantize_groups(const float* x, int64_t rows, int64_t columns, int size, int bits, float* scales, uint8_t* to, bool stream) {
+static void quantize_groups(const float* x, int64_t rows, int64_t columns, int size, int bits, float* scales,
+                            uint8_t* to, bool stream) {
   if (size == 64 && bits == 8) quantize_group_rows(x, rows, columns, 64, 8, scales, to, stream);
   else if (size == 64) quantize_group_rows(x, rows, columns, 64, 4, scales, to, stream);
   else quantize_group_rows(x, rows, columns, size, bits, scales, to, stream);

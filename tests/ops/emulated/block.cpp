@@ -1,4 +1,5 @@
-// A kernel (kernel.h) on a CPU, one block after the other: see ptx.cuh beside this. defines.h holds the instantiation's macros, KERNEL and NUM_THREADS.
+// A kernel (kernel.h) on a CPU, one block after the other: see ptx.cuh beside this. defines.h holds the instantiation's
+// macros, KERNEL and NUM_THREADS.
 #include "defines.h"
 #include "ptx.cuh"
 
@@ -46,7 +47,8 @@ static void thread() {
 extern "C" void launch(const Args* args, int blocks) {
   arguments = args;
   const int threads = NUM_THREADS;
-  static unsigned char* const stacks = (unsigned char*)mmap(nullptr, threads * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  static unsigned char* const stacks = (unsigned char*)mmap(nullptr, threads * STACK, PROT_READ | PROT_WRITE,
+                                                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (stacks == MAP_FAILED) fail("no memory for stacks", threads);
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
     memset(shared, 0xff, sizeof shared);

@@ -1,5 +1,6 @@
-// ptx.cuh of src/kvbits/ops/cuda/shared on a CPU: every thread of a block is a fiber, and what a warp or a block does together waits for all its fibers.
-// It checks what a kernel computes (layouts, indices, order of barriers), not memory ordering: a fiber runs until it waits.
+// ptx.cuh of src/kvbits/ops/cuda/shared on a CPU: every thread of a block is a fiber, and what a warp or a block does
+// together waits for all its fibers. It checks what a kernel computes (layouts, indices, order of barriers), not memory
+// ordering: a fiber runs until it waits.
 #pragma once
 #include <math.h>
 #include <stdio.h>
@@ -44,7 +45,8 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 
 // ---- threads
 
-/// A stack of its own, x86-64: where it stands while another fiber runs. No system call, which swapcontext makes: emulation is mostly switches.
+/// A stack of its own, x86-64: where it stands while another fiber runs. No system call, which swapcontext makes:
+/// emulation is mostly switches.
 struct Fiber {
   void* stands;
   bool done;
@@ -174,9 +176,14 @@ inline u32 max_nan_f16x2(u32 a, u32 b) { return extreme_nan<true, false>(a, b); 
 inline u32 min_nan_f16x2(u32 a, u32 b) { return extreme_nan<false, false>(a, b); }
 inline u32 max_nan_bf16x2(u32 a, u32 b) { return extreme_nan<true, true>(a, b); }
 inline u32 min_nan_bf16x2(u32 a, u32 b) { return extreme_nan<false, true>(a, b); }
-inline u32 max_size_nan_f16x2(u32 a, u32 b) { return max_nan_f16x2(a & 0x7fff7fffu, b & 0x7fff7fffu) ^ ((a ^ b) & 0x80008000u); }
-inline u32 max_size_nan_bf16x2(u32 a, u32 b) { return max_nan_bf16x2(a & 0x7fff7fffu, b & 0x7fff7fffu) ^ ((a ^ b) & 0x80008000u); }
-/// Rounds to a float of MANTISSA bits whose smallest normal number is 2**MIN, half to even, and packs sign, exponent and mantissa.
+inline u32 max_size_nan_f16x2(u32 a, u32 b) {
+  return max_nan_f16x2(a & 0x7fff7fffu, b & 0x7fff7fffu) ^ ((a ^ b) & 0x80008000u);
+}
+inline u32 max_size_nan_bf16x2(u32 a, u32 b) {
+  return max_nan_bf16x2(a & 0x7fff7fffu, b & 0x7fff7fffu) ^ ((a ^ b) & 0x80008000u);
+}
+/// Rounds to a float of MANTISSA bits whose smallest normal number is 2**MIN, half to even, and packs sign, exponent
+/// and mantissa.
 template <int MANTISSA, int MIN>
 inline u16 to_small_float(float x, float largest) {
   const float mag = fminf(fabsf(x), largest);
@@ -186,7 +193,9 @@ inline u16 to_small_float(float x, float largest) {
 }
 inline u16 to_e4m3(float x) { return to_small_float<3, -6>(x, 448.f); }
 inline u16 to_e5m2(float x) { return to_small_float<2, -14>(x, 57344.f); }
-inline u32 fma_f16x2(u32 a, u32 b, u32 c) { return pack_f16(fmaf(low_f16(a), low_f16(b), low_f16(c)), fmaf(high_f16(a), high_f16(b), high_f16(c))); }
+inline u32 fma_f16x2(u32 a, u32 b, u32 c) {
+  return pack_f16(fmaf(low_f16(a), low_f16(b), low_f16(c)), fmaf(high_f16(a), high_f16(b), high_f16(c)));
+}
 inline u32 low_twice(u32 a) { return (a & 0xffff) * 0x10001u; }
 inline u32 high_twice(u32 a) { return (a >> 16) * 0x10001u; }
 inline u32 low_mul(u32 a, u32 b) { return mul_f16x2(low_twice(a), b); }
@@ -269,7 +278,8 @@ inline void mma(float (&d)[4], const u32 (&operands)[6], const float (&c)[4]) {
       for (int e = 0; e < 2; ++e) {
         auto value = [&](int r) { u16 x = w.in[l][r] >> 16 * e; return BF16 ? bf16_to_float(x) : f16_to_float(x); };
         const int g = l / 4, k = l % 4 * 2 + e;
-        a[g][k] = value(0), a[g + 8][k] = value(1), a[g][k + 8] = value(2), a[g + 8][k + 8] = value(3), b[k][g] = value(4), b[k + 8][g] = value(5);
+        a[g][k] = value(0), a[g + 8][k] = value(1), a[g][k + 8] = value(2), a[g + 8][k + 8] = value(3),
+        b[k][g] = value(4), b[k + 8][g] = value(5);
       }
     for (int l = 0; l < 32; ++l)
       for (int r = 0; r < 4; ++r) {
@@ -280,10 +290,13 @@ inline void mma(float (&d)[4], const u32 (&operands)[6], const float (&c)[4]) {
   });
   for (int r = 0; r < 4; ++r) d[r] = c[r] + __uint_as_float(my_warp().out[my_lane()][r]);
 }
-inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0, float c1, float c2, float c3) {
+inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0, float c1, float c2,
+                    float c3) {
   mma<false>(d, {a0, a1, a2, a3, b0, b1}, {c0, c1, c2, c3});
 }
-inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma<false>(d, {a0, a1, a2, a3, b0, b1}, {d[0], d[1], d[2], d[3]}); }
+inline void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  mma<false>(d, {a0, a1, a2, a3, b0, b1}, {d[0], d[1], d[2], d[3]});
+}
 template <bool SIGNED>
 inline void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, int c0, int c1, int c2, int c3) {
   const u32 operands[6] = {a0, a1, a2, a3, b0, b1};
@@ -295,7 +308,8 @@ inline void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
         auto value = [&](int r) { return int(w.in[l][r] >> 8 * e & 255); };
         auto factor = [&](int r) { return SIGNED ? int(static_cast<signed char>(value(r))) : value(r); };
         const int g = l / 4, k = l % 4 * 4 + e;
-        a[g][k] = value(0), a[g + 8][k] = value(1), a[g][k + 16] = value(2), a[g + 8][k + 16] = value(3), b[k][g] = factor(4), b[k + 16][g] = factor(5);
+        a[g][k] = value(0), a[g + 8][k] = value(1), a[g][k + 16] = value(2), a[g + 8][k + 16] = value(3),
+        b[k][g] = factor(4), b[k + 16][g] = factor(5);
       }
     for (int l = 0; l < 32; ++l)
       for (int r = 0; r < 4; ++r) {
@@ -308,7 +322,9 @@ inline void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
   for (int r = 0; r < 4; ++r) d[r] = int(u32(c[r]) + my_warp().out[my_lane()][r]);
 }
 template <bool SIGNED>
-inline void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma_bytes<SIGNED>(d, a0, a1, a2, a3, b0, b1, d[0], d[1], d[2], d[3]); }
+inline void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  mma_bytes<SIGNED>(d, a0, a1, a2, a3, b0, b1, d[0], d[1], d[2], d[3]);
+}
 inline void warpgroup_begins(float (&)[8][2][4]) {}
 inline void warpgroup_ends(float (&)[8][2][4]) {}
 /// Of the four warps each multiplies its rows; b: [k / 8][128 columns][k % 8].
@@ -316,25 +332,30 @@ inline u32 shared_address(const void* p);
 inline u64 warpgroup_operand(const void* b) { return shared_address(b) / 16; }
 template <bool BF16>
 inline void warpgroup_mma(float (&y)[8][2][4], const u32 (&a)[4], u64 b, bool adds) {
-  static float rows[32][16][16];  // of each warp; written when all its lanes have come, so when all have read what was there
+  // of each warp; written when all its lanes have come, so when all have read what was there
+  static float rows[32][16][16];
   const int warp = block.current / 32, lane = my_lane();
   memcpy(my_warp().in[lane], a, sizeof a);
   together(20, [&](Warp& w) {
     for (int l = 0; l < 32; ++l)
-      for (int e = 0; e < 8; ++e) rows[warp][l / 4 + e / 2 % 2 * 8][l % 4 * 2 + e % 2 + e / 4 * 8] = (BF16 ? bf16_to_float : f16_to_float)(w.in[l][e / 2] >> 16 * (e % 2));
+      for (int e = 0; e < 8; ++e)
+        rows[warp][l / 4 + e / 2 % 2 * 8][l % 4 * 2 + e % 2 + e / 4 * 8] =
+            (BF16 ? bf16_to_float : f16_to_float)(w.in[l][e / 2] >> 16 * (e % 2));
   });
   for (int i = 0; i < 64; ++i) {
     float& sum = y[i / 8][i / 4 % 2][i % 4];
     double found = adds ? sum : 0;
     for (int k = 0; k < 16; ++k) {
-      const u16* column = reinterpret_cast<const u16*>(shared + (b * 16 - 1024) + (k / 8 * 128 + i / 4 * 8 + lane % 4 * 2 + i % 2) * 16);
+      const u16* column = reinterpret_cast<const u16*>(shared + (b * 16 - 1024) +
+                                                       (k / 8 * 128 + i / 4 * 8 + lane % 4 * 2 + i % 2) * 16);
       found += double(rows[warp][lane / 4 + i / 2 % 2 * 8][k]) * (BF16 ? bf16_to_float : f16_to_float)(column[k % 8]);
     }
     sum = float(found);
   }
 }
-inline void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma<true>(d, {a0, a1, a2, a3, b0, b1}, {d[0], d[1], d[2], d[3]}); }
-
+inline void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  mma<true>(d, {a0, a1, a2, a3, b0, b1}, {d[0], d[1], d[2], d[3]});
+}
 
 // ---- copies and their barriers
 
@@ -345,9 +366,13 @@ inline T& shared_at(u32 address) { return reinterpret_cast<T&>(shared[address - 
 template <int OFFSET>
 inline u32 load_shared_at(u32 address) { return shared_at<u32>(address + OFFSET); }
 template <int OFFSET>
-inline uint2 load_shared2_at(u32 address) { return {shared_at<u32>(address + OFFSET), shared_at<u32>(address + OFFSET + 4)}; }
+inline uint2 load_shared2_at(u32 address) {
+  return {shared_at<u32>(address + OFFSET), shared_at<u32>(address + OFFSET + 4)};
+}
 inline void add_to_shared(u32 address, int x) { shared_at<int>(address) += x; }
-inline int round_to_int(float x) { return x >= 2147483648.f ? 0x7fffffff : x < -2147483648.f ? -0x7fffffff - 1 : int(rintf(x)); }
+inline int round_to_int(float x) {
+  return x >= 2147483648.f ? 0x7fffffff : x < -2147483648.f ? -0x7fffffff - 1 : int(rintf(x));
+}
 inline void pause() { yield(); }
 inline int lowest_bit(u32 x) { return __builtin_ctz(x); }
 inline int leading_zeros(u32 x) { return x ? __builtin_clz(x) : 32; }
@@ -378,7 +403,9 @@ inline void copy_async_16(u32 to, i64 from) {
   memcpy(&shared_at(to), reinterpret_cast<const void*>(from), 16);
 }
 inline void copy_async_arrive(u32 at) { barrier_arrive(at); }
-inline uint4 load_global_once(i64 from, bool wanted) { return wanted ? *reinterpret_cast<const uint4*>(from) : uint4{}; }
+inline uint4 load_global_once(i64 from, bool wanted) {
+  return wanted ? *reinterpret_cast<const uint4*>(from) : uint4{};
+}
 template <class T>
 inline T load_global_l2(const T* p) { return *p; }
 inline uint2 load_once_8(const void* p) { return *static_cast<const uint2*>(p); }

@@ -1,7 +1,9 @@
-// The ring of pages whose codes number levels: keys and values of a page arrive and are given back apart, so that a warp with one slot waits for neither.
+// The ring of pages whose codes number levels: keys and values of a page arrive and are given back apart, so that a
+// warp with one slot waits for neither.
 //
-// Lane w of the producer warp fills the slots of consumer warp w with keys, lane 16 + w with values. Lanes look whether their slot is free and go on if
-// it is not: a lane that waits would hold up all others, and with them every warp of the block.
+// Lane w of the producer warp fills the slots of consumer warp w with keys, lane 16 + w with values. Lanes look whether
+// their slot is free and go on if it is not: a lane that waits would hold up all others, and with them every warp of
+// the block.
 #pragma once
 #include "codebook_tables.cuh"
 #include "ring.cuh"
@@ -39,17 +41,20 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
             if (from.fresh) wait_for_previous_kernel();
             const u32 full = shared_address(&ring.full[index][half]), slot = shared_address(slots + index * SLOT_BYTES);
             barrier_arrive_expect(full, half ? CHUNK_BYTES - K_BYTES : K_BYTES);
-            for (int i = first; i < last; ++i) copy_bulk(slot + a.pieces[i].to, from.address + a.pieces[i].from, a.pieces[i].bytes, full, policy);
+            for (int i = first; i < last; ++i)
+                copy_bulk(slot + a.pieces[i].to, from.address + a.pieces[i].from, a.pieces[i].bytes, full, policy);
         }
 #else
         for (int w = 0; w < 32; ++w) {
             if (!__shfl_sync(ALL_LANES, ready, w)) continue;
-            const int to = __shfl_sync(ALL_LANES, index, w), from_piece = __shfl_sync(ALL_LANES, first, w), to_piece = __shfl_sync(ALL_LANES, last, w);
+            const int to = __shfl_sync(ALL_LANES, index, w), from_piece = __shfl_sync(ALL_LANES, first, w),
+                      to_piece = __shfl_sync(ALL_LANES, last, w);
             const i64 page = __shfl_sync(ALL_LANES, from.address, w);
             const u32 slot = shared_address(slots + to * SLOT_BYTES), full = shared_address(&ring.full[to][w / 16]);
             if (lane == w) barrier_arrive(full);
             for (int i = from_piece; i < to_piece; ++i)
-                for (int at16 = lane * 16; at16 < a.pieces[i].bytes; at16 += 512) copy_async_16(slot + a.pieces[i].to + at16, page + a.pieces[i].from + at16);
+                for (int at16 = lane * 16; at16 < a.pieces[i].bytes; at16 += 512)
+                    copy_async_16(slot + a.pieces[i].to + at16, page + a.pieces[i].from + at16);
             copy_async_arrive(full);
         }
 #endif

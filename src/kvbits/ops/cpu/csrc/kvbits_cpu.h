@@ -1,5 +1,6 @@
 // Plain C ABI of the CPU kernels. Python (library.py) mirrors these structs with ctypes; `kvbits_abi_version`
-// guards against a stale build. Byte layouts: docs/reference/formats.md. All offsets are bytes from the start of a head struct.
+// guards against a stale build. Byte layouts: docs/reference/formats.md. All offsets are bytes from the start of a head
+// struct.
 #pragma once
 #include <stdint.h>
 
@@ -32,11 +33,18 @@ typedef struct {
   const float* static_scale;  // [num_kv_heads, head_dim], widened from groups to channels; null unless static
   const float* static_bias;   // same shape; null unless static and asymmetric
   int32_t hadamard;           // 1: banded, and times a Hadamard matrix
-  const uint8_t* bands;       // [head_dim / BAND, rounded up] bits of each band of channels; null unless the format is banded
-  const float* from_basis;    // transposed inverse of the keys' basis, 16 columns after the other: [num_kv_heads][head_dim / 16, rounded up][head_dim][16], zeros behind; null for none
-  const float* to_basis;      // [num_kv_heads][head_dim][head_dim] that keys are multiplied with when they are stored; null for none
-  const float* offsets;       // [num_kv_heads][OFFSETS][head_dim rounded up to 16, zeros behind]: what is taken off keys in the basis; null for none
-  const float* inv_freq;      // [head_dim / 2] radians per token; null unless keys are stored in a basis (turned back by their frame)
+  // [head_dim / BAND, rounded up] bits of each band of channels; null unless the format is banded
+  const uint8_t* bands;
+  // transposed inverse of the keys' basis, 16 columns after the other: [num_kv_heads][head_dim / 16, rounded
+  // up][head_dim][16], zeros behind; null for none
+  const float* from_basis;
+  // [num_kv_heads][head_dim][head_dim] that keys are multiplied with when they are stored; null for none
+  const float* to_basis;
+  // [num_kv_heads][OFFSETS][head_dim rounded up to 16, zeros behind]: what is taken off keys in the basis; null for
+  // none
+  const float* offsets;
+  // [head_dim / 2] radians per token; null unless keys are stored in a basis (turned back by their frame)
+  const float* inv_freq;
 } kvbits_tensor;
 
 // Pages of one layer in one pool. Page ids count through the slabs in order.
@@ -79,7 +87,8 @@ typedef struct {
   float* lse;                  // [batch, num_tokens, num_heads], natural logarithm
 } kvbits_attend_call;
 
-// Quantizes and packs raw pages: source[0] keys, source[1] values, [num_pages, num_kv_heads, page_size, head_dim or value_head_dim], last dim dense.
+// Quantizes and packs raw pages: source[0] keys, source[1] values, [num_pages, num_kv_heads, page_size, head_dim or
+// value_head_dim], last dim dense.
 typedef struct {
   const kvbits_store* store;
   const int64_t* page_ids;  // [num_pages]
@@ -87,13 +96,17 @@ typedef struct {
   int32_t num_kv_heads, head_dim, value_head_dim, dtype, num_threads;
   const void* source[2];
   int64_t stride[2][3];     // elements: page, head, token
-  // For keys in a basis: cosines, then sines of the head_dim / 2 angles of each page's frame, each padded to a multiple of 16.
+  // For keys in a basis: cosines, then sines of the head_dim / 2 angles of each page's frame, each padded to a multiple
+  // of 16.
   const double* turn_starts;  // [num_pages]
   const int64_t* starts;      // [num_pages] position of each page's first token
-  int64_t status[6];        // out, of keys and of values each: elements clamped to the code range; whether a scale, bias or mean overflowed; NaN or infinity
+  // out, of keys and of values each: elements clamped to the code range; whether a scale, bias or mean overflowed; NaN
+  // or infinity
+  int64_t status[6];
 } kvbits_close_call;
 
-// Writes raw tokens to their slots: source[0] keys, source[1] values, [batch, num_tokens, num_kv_heads, head_dim or value_head_dim], last dim dense.
+// Writes raw tokens to their slots: source[0] keys, source[1] values, [batch, num_tokens, num_kv_heads, head_dim or
+// value_head_dim], last dim dense.
 typedef struct {
   const kvbits_store* store;  // raw pages of `dtype`
   const int64_t* runs;        // [num_runs][5]: sequence, first token, page id, first slot, tokens
@@ -103,7 +116,9 @@ typedef struct {
   int64_t stride[2][3];       // elements: sequence, token, head
   // Packed pages only:
   int64_t used_bytes;         // of a head struct; what follows is zeroed where a run begins at slot 0
-  const int64_t* starts;      // [num_runs] position of the first token of each run's page, and its frame's angles as in kvbits_close_call: of keys that are turned back
+  // [num_runs] position of the first token of each run's page, and its frame's angles as in kvbits_close_call: of keys
+  // that are turned back
+  const int64_t* starts;
   const double* turn_starts;
   int64_t status[6];          // out, as in kvbits_close_call
 } kvbits_append_call;
@@ -115,7 +130,8 @@ KVBITS_EXPORT const char* kvbits_tier(void);
 // Switches tiers. Returns 0, or -1 when this machine or build cannot run it.
 KVBITS_EXPORT int32_t kvbits_set_tier(const char* name);
 
-// Runs calls of several threads on an OpenMP runtime's team, `parallel` being its GOMP_parallel; null: on the calling thread.
+// Runs calls of several threads on an OpenMP runtime's team, `parallel` being its GOMP_parallel; null: on the calling
+// thread.
 KVBITS_EXPORT void kvbits_use_openmp(void* parallel);
 
 // Attention over all parts with one online softmax. Returns 0 or the number of a message in kvbits_error.

@@ -1,6 +1,6 @@
-// Fresh keys and values to their slots in raw pages, straight from where the projections left them: one block per (run, kv head, keys or values). Raw pages hold the
-// tensors' own numbers, so bytes are moved and one binary serves every dtype, head_dim and page size, another one values of
-// another width than keys.
+// Fresh keys and values to their slots in raw pages, straight from where the projections left them: one block per (run,
+// kv head, keys or values). Raw pages hold the tensors' own numbers, so bytes are moved and one binary serves every
+// dtype, head_dim and page size, another one values of another width than keys.
 #include "ptx.cuh"
 #include "runs.cuh"
 

@@ -1,13 +1,18 @@
-// Fresh keys and values to their slots in token-local pages, quantized on the way: one block per (TOKENS entries, kv head, keys or values), one launch for any batch.
+// Fresh keys and values to their slots in token-local pages, quantized on the way: one block per (TOKENS entries, kv
+// head, keys or values), one launch for any batch.
 //
-// A thread holds eight neighbouring channels of ROWS tokens, as they came; SPAN lanes hold a token, so a group's ends meet by shuffles (SPAN is 64 above 256 channels:
-// two warps, and a group of both meets in shared memory). Scales are rounded and codes taken as in close.cu (octets.cuh is both kernels'). Codes go to shared memory as bytes [token][channel], and from there to the page with lanes along the
-// tokens: neighbours in a page are neighbours in memory, so runs of tokens make wide writes, and single ones cost no more than their own bytes.
-// No byte of a page belongs to two tokens: nothing is read to be written back, and no two blocks write the same byte (a slot is named once).
+// A thread holds eight neighbouring channels of ROWS tokens, as they came; SPAN lanes hold a token, so a group's ends
+// meet by shuffles (SPAN is 64 above 256 channels: two warps, and a group of both meets in shared memory). Scales are
+// rounded and codes taken as in close.cu (octets.cuh is both kernels'). Codes go to shared memory as bytes
+// [token][channel], and from there to the page with lanes along the tokens: neighbours in a page are neighbours in
+// memory, so runs of tokens make wide writes, and single ones cost no more than their own bytes. No byte of a page
+// belongs to two tokens: nothing is read to be written back, and no two blocks write the same byte (a slot is named
+// once).
 //
-// Centred sides: a page's mean is fixed when its slot 0 is stored (reference.py says which it is). Entries of a page follow each other in the order of their slots,
-// skipped ones aside, and the entries of the page before come just ahead of them. So a block finds by a look back from its first entry whether that page opens in
-// this launch; then it takes the mean itself, as every block does that has tokens of the page, and the one with slot 0 stores it.
+// Centred sides: a page's mean is fixed when its slot 0 is stored (reference.py says which it is). Entries of a page
+// follow each other in the order of their slots, skipped ones aside, and the entries of the page before come just ahead
+// of them. So a block finds by a look back from its first entry whether that page opens in this launch; then it takes
+// the mean itself, as every block does that has tokens of the page, and the one with slot 0 stores it.
 #include "octets.cuh"
 
 constexpr int OCTETS = D / 8, TEAMS = THREADS / SPAN, ROWS = TOKENS / TEAMS;
@@ -16,7 +21,8 @@ static_assert(SPAN >= OCTETS && TEAMS * ROWS == TOKENS && THREADS >= D, "cuda.py
 struct Status { int saturated[2], overflow[2], nonfinite[2], skipped; };
 
 struct Args {
-    const void* x[2];             // keys, values [rows, row_tokens, H, D], strides in elements, last dense, rows at multiples of 16 bytes
+    // keys, values [rows, row_tokens, H, D], strides in elements, last dense, rows at multiples of 16 bytes
+    const void* x[2];
     i64 stride[2][3];
     const i64* slots;             // [num_tokens]: page * PAGE + place; below 0: not stored
     const i64* previous;          // [num_tokens]: read at place 0 of centred sides: the page before, or below 0
@@ -25,7 +31,8 @@ struct Args {
     i64 page_stride, num_pages;
     const float* scale[2];        // calibrated [H][groups or channels], null if none
     const float* bias[2];
-    const float* turn;            // how a mean key is turned on by a page: [cosines, signed sines, partners][keys' D]; null: it is not
+    // how a mean key is turned on by a page: [cosines, signed sines, partners][keys' D]; null: it is not
+    const float* turn;
     Status* status;               // added to; may be null
     int num_tokens, row_tokens, num_heads, head_bytes;
 };
@@ -34,7 +41,8 @@ using K = Side<K_SIDE, false>;
 using V = Side<V_SIDE, true>;
 constexpr bool CENTERED = K::HAS_MEAN || V::HAS_MEAN;
 constexpr int scales_of(int scale, int groups) { return scale == SCALE_GROUP ? groups : 0; }
-constexpr int K_SCALES = scales_of(K::SCALE, K::GROUPS), V_SCALES = scales_of(V::SCALE, V::GROUPS), SCALES = K_SCALES > V_SCALES ? K_SCALES : V_SCALES;
+constexpr int K_SCALES = scales_of(K::SCALE, K::GROUPS), V_SCALES = scales_of(V::SCALE, V::GROUPS),
+              SCALES = K_SCALES > V_SCALES ? K_SCALES : V_SCALES;
 
 /// Field of a stored plane: BITS bits of channel `channel` of the token at `place`.
 template <class S, int BITS>
@@ -54,22 +62,27 @@ DEVICE u32 stored_field(const unsigned char* plane, int place, int channel) {
 /// A side of a page in shared memory, to be decoded: planes, scales, biases and the mean one after the other.
 template <class S>
 struct Image {
-    static constexpr int WIDTH = S::TYPE == FLOAT32 ? 4 : 2, ROW0 = (S::D * S::BITS0 + 31) / 32 * 4, ROW1 = (S::D * S::BITS1 + 31) / 32 * 4;
+    static constexpr int WIDTH = S::TYPE == FLOAT32 ? 4 : 2, ROW0 = (S::D * S::BITS0 + 31) / 32 * 4,
+                         ROW1 = (S::D * S::BITS1 + 31) / 32 * 4;
     static constexpr int PLANE1 = PAGE * ROW0, SCALE = PLANE1 + PAGE * ROW1, BIAS = SCALE + S::GROUPS * PAGE * WIDTH;
     static constexpr int MEAN = BIAS + (S::HAS_BIAS ? S::GROUPS * PAGE * WIDTH : 0), BYTES = MEAN + S::D * WIDTH;
 
     /// The whole block together.
     static DEVICE void load(const unsigned char* page, unsigned char* to) {
         for (int at = threadIdx.x * 16; at < BYTES; at += THREADS * 16) {
-            const int from = at < PLANE1 ? S::OFFSET0 + at : at < SCALE ? S::OFFSET1 + at - PLANE1 : at < BIAS ? S::SCALE_OFFSET + at - SCALE
-                             : at < MEAN ? S::BIAS_OFFSET + at - BIAS : S::MEAN_OFFSET + at - MEAN;
+            const int from = at < PLANE1  ? S::OFFSET0 + at
+                             : at < SCALE ? S::OFFSET1 + at - PLANE1
+                             : at < BIAS  ? S::SCALE_OFFSET + at - SCALE
+                             : at < MEAN  ? S::BIAS_OFFSET + at - BIAS
+                                          : S::MEAN_OFFSET + at - MEAN;
             *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(page + from);
         }
     }
     /// A number as the reference decodes it.
     static DEVICE float decoded(const unsigned char* image, int place, int channel) {
         u32 code = stored_field<S, S::BITS0>(image, place, channel);
-        if (S::BITS1) code = code << S::BITS1 | stored_field<S, S::BITS1 ? S::BITS1 : 1>(image + PLANE1, place, channel);
+        if (S::BITS1)
+            code = code << S::BITS1 | stored_field<S, S::BITS1 ? S::BITS1 : 1>(image + PLANE1, place, channel);
         float level;
         if (S::IS_FLOAT) level = float_of<S::FLOAT>(code);
         else level = float(int(code) - S::ZERO);
@@ -99,7 +112,8 @@ struct Shared {
     alignas(16) unsigned char image[IMAGE_BYTES];
     int openers[TOKENS + 1], num_openers;
     Opening opening;
-    float ends[SPAN > 32 ? ROWS : 1][SPAN > 32 ? THREADS / 32 : 1][2];  // lowest and highest of a row's channels in each warp
+    // lowest and highest of a row's channels in each warp
+    float ends[SPAN > 32 ? ROWS : 1][SPAN > 32 ? THREADS / 32 : 1][2];
 };
 
 /// Slot of an entry, -1 where it is not stored.
@@ -114,12 +128,14 @@ DEVICE unsigned char* struct_of(const Args& a, i64 page, int head) {
 template <int SIDE>
 DEVICE i64 element(const Args& a, int entry, int head, int octet) {
     const int row = entry / a.row_tokens;
-    return row * a.stride[SIDE][0] + (entry - row * a.row_tokens) * a.stride[SIDE][1] + head * a.stride[SIDE][2] + octet * 8;
+    return row * a.stride[SIDE][0] + (entry - row * a.row_tokens) * a.stride[SIDE][1] + head * a.stride[SIDE][2] +
+           octet * 8;
 }
 
 // ---- means of pages that open
 
-/// From entry `at` on in steps of `step`: the last entry of `page` before one of another page, and how many it has there (`count`). A warp together.
+/// From entry `at` on in steps of `step`: the last entry of `page` before one of another page, and how many it has
+/// there (`count`). A warp together.
 DEVICE int last_of_page(const Args& a, int at, int step, i64 page, int& count) {
     int last = at - step;
     count = 0;
@@ -136,7 +152,8 @@ DEVICE int last_of_page(const Args& a, int at, int step, i64 page, int& count) {
     }
 }
 
-/// Lists the pages of this block's tokens that open in this launch, by the entry that opens them. The first warp together.
+/// Lists the pages of this block's tokens that open in this launch, by the entry that opens them. The first warp
+/// together.
 DEVICE void list_openings(const Args& a, int first, Shared& shared) {
     const int lane = threadIdx.x;
     int lead = TOKENS, n = 0;
@@ -206,7 +223,8 @@ DEVICE void take_mean(const Args& a, int first, int head, int team, int octet, S
         const int share = threadIdx.x / S::D, channel = threadIdx.x % S::D;
         double sum = 0;
 #pragma unroll 1
-        for (int place = share; place < o.decoded && share < SHARES; place += SHARES) sum += Image<S>::decoded(shared.image, place, channel);
+        for (int place = share; place < o.decoded && share < SHARES; place += SHARES)
+            sum += Image<S>::decoded(shared.image, place, channel);
         if (share < SHARES) shared.sums[share * D + channel] += sum;
         __syncthreads();
     }
@@ -221,7 +239,9 @@ DEVICE void take_mean(const Args& a, int first, int head, int team, int octet, S
     }
     __syncthreads();
     if (SIDE == 0 && a.turn && o.before >= 0 && channel < S::D)
-        mean = __fadd_rn(__fmul_rn(mean, a.turn[channel]), __fmul_rn(shared.mean[min(u32(int(a.turn[2 * S::D + channel])), u32(S::D - 1))], a.turn[S::D + channel]));
+        mean = __fadd_rn(
+            __fmul_rn(mean, a.turn[channel]),
+            __fmul_rn(shared.mean[min(u32(int(a.turn[2 * S::D + channel])), u32(S::D - 1))], a.turn[S::D + channel]));
     __syncthreads();
     if (channel < S::D) {
         mean = rounded<S::TYPE>(mean);
@@ -236,7 +256,8 @@ DEVICE void take_mean(const Args& a, int first, int head, int team, int octet, S
 
 /// The means of this thread's tokens: of pages that open in this launch, else the stored ones.
 template <class S, int SIDE>
-DEVICE void find_means(const Args& a, int first, int head, int team, int octet, Shared& shared, float (&mean)[ROWS][8], bool& overflow) {
+DEVICE void find_means(const Args& a, int first, int head, int team, int octet, Shared& shared, float (&mean)[ROWS][8],
+                       bool& overflow) {
     if (threadIdx.x < 32) list_openings(a, first, shared);
     __syncthreads();
     bool known[ROWS] = {};
@@ -258,7 +279,8 @@ DEVICE void find_means(const Args& a, int first, int head, int team, int octet, 
         const int token = team + i * TEAMS;
         if (octet >= S::OCTETS || shared.slot[token] < 0 || known[i]) continue;
 #pragma unroll
-        for (int k = 0; k < 8; ++k) mean[i][k] = load_value<S::TYPE>(shared.page[token] + S::MEAN_OFFSET, octet * 8 + k);
+        for (int k = 0; k < 8; ++k)
+            mean[i][k] = load_value<S::TYPE>(shared.page[token] + S::MEAN_OFFSET, octet * 8 + k);
     }
 }
 
@@ -302,24 +324,30 @@ DEVICE void write_tokens(int offset, const Shared& shared) {
             const int token = i % TOKENS, word = i / TOKENS;
             if (shared.slot[token] < 0) continue;
             const int place = int(shared.slot[token] % PAGE);
-            *reinterpret_cast<u32*>(shared.page[token] + offset + (place / 16 * WORDS + word) * 64 + place % 16 * 4) = row_word<S::D, BITS, SHIFT>(shared, token, word * 4);
+            *reinterpret_cast<u32*>(shared.page[token] + offset + (place / 16 * WORDS + word) * 64 + place % 16 * 4) =
+                row_word<S::D, BITS, SHIFT>(shared, token, word * 4);
         }
         return;
     }
     for (int i = threadIdx.x; i < TOKENS / 4 * WORDS; i += THREADS) {
-        // Four tokens that would lie side by side if the block began at a multiple of eight; where they do, they are written together.
-        const int quad = i / WORDS, r = i % WORDS * 4, first = quad / 2 * 8 + quad % 2 * 2, width = min(16, ROW - r / 16 * 16);
+        // Four tokens that would lie side by side if the block began at a multiple of eight; where they do, they are
+        // written together.
+        const int quad = i / WORDS, r = i % WORDS * 4, first = quad / 2 * 8 + quad % 2 * 2,
+                  width = min(16, ROW - r / 16 * 16);
         const i64 slot = shared.slot[first];
-        const bool together = slot >= 0 && slot % 8 == quad % 2 * 2 && shared.slot[first + 1] == slot + 1 && shared.slot[first + 4] == slot + 4 &&
-                              shared.slot[first + 5] == slot + 5;
-        const u32 rows[4] = {row_word<S::D, BITS, SHIFT>(shared, first, r), row_word<S::D, BITS, SHIFT>(shared, first + 1, r), row_word<S::D, BITS, SHIFT>(shared, first + 4, r),
-                             row_word<S::D, BITS, SHIFT>(shared, first + 5, r)};
+        const bool together = slot >= 0 && slot % 8 == quad % 2 * 2 && shared.slot[first + 1] == slot + 1 &&
+                              shared.slot[first + 4] == slot + 4 && shared.slot[first + 5] == slot + 5;
+        const u32 rows[4] = {
+            row_word<S::D, BITS, SHIFT>(shared, first, r), row_word<S::D, BITS, SHIFT>(shared, first + 1, r),
+            row_word<S::D, BITS, SHIFT>(shared, first + 4, r), row_word<S::D, BITS, SHIFT>(shared, first + 5, r)};
         if (together) {
             const int place = int(slot % PAGE);
             const u32 ab = permute_bytes(rows[0], rows[1], 0x5140), AB = permute_bytes(rows[0], rows[1], 0x7362);
             const u32 cd = permute_bytes(rows[2], rows[3], 0x5140), CD = permute_bytes(rows[2], rows[3], 0x7362);
-            const uint4 w = {permute_bytes(ab, cd, 0x5410), permute_bytes(ab, cd, 0x7632), permute_bytes(AB, CD, 0x5410), permute_bytes(AB, CD, 0x7632)};
-            *reinterpret_cast<uint4*>(shared.page[first] + offset + r / 16 * 16 * PAGE + (place / 8 * 2 + quad % 2) * 4 * width + r % 16 * 4) = w;
+            const uint4 w = {permute_bytes(ab, cd, 0x5410), permute_bytes(ab, cd, 0x7632),
+                             permute_bytes(AB, CD, 0x5410), permute_bytes(AB, CD, 0x7632)};
+            *reinterpret_cast<uint4*>(shared.page[first] + offset + r / 16 * 16 * PAGE +
+                                      (place / 8 * 2 + quad % 2) * 4 * width + r % 16 * 4) = w;
             continue;
         }
 #pragma unroll
@@ -327,7 +355,8 @@ DEVICE void write_tokens(int offset, const Shared& shared) {
             const int token = first + u % 2 + u / 2 * 4;
             if (shared.slot[token] < 0) continue;
             const int place = int(shared.slot[token] % PAGE), in = place % 8;
-            unsigned char* to = shared.page[token] + offset + r / 16 * 16 * PAGE + (place / 8 * 2 + in / 2 % 2) * 4 * width + r % 16 * 4 + in % 2 + in / 4 * 2;
+            unsigned char* to = shared.page[token] + offset + r / 16 * 16 * PAGE +
+                                (place / 8 * 2 + in / 2 % 2) * 4 * width + r % 16 * 4 + in % 2 + in / 4 * 2;
 #pragma unroll
             for (int b = 0; b < 4; ++b) to[b * 4] = (unsigned char)(rows[u] >> 8 * b);
         }
@@ -350,7 +379,8 @@ DEVICE void store_side(const Args& a, int first, int head, Shared& shared) {
         if (octet) continue;
         shared.slot[token] = slot < 0 ? -1 : slot;
         shared.page[token] = slot < 0 ? nullptr : struct_of(a, page_of(slot), head);
-        if (SIDE == 0 && head == 0 && a.status && entry < a.num_tokens && slot < 0 && a.slots[entry] >= 0) atomicAdd(&a.status->skipped, 1);
+        if (SIDE == 0 && head == 0 && a.status && entry < a.num_tokens && slot < 0 && a.slots[entry] >= 0)
+            atomicAdd(&a.status->skipped, 1);
     }
     __syncthreads();
     bool bad = false, overflow = false;
@@ -361,7 +391,8 @@ DEVICE void store_side(const Args& a, int first, int head, Shared& shared) {
         const int padding = a.head_bytes / 4 - USED_BYTES / 4;
         for (int i = thread; i < TOKENS * padding; i += THREADS) {
             const int token = i / padding;
-            if (shared.slot[token] >= 0 && shared.slot[token] % PAGE == 0) reinterpret_cast<u32*>(shared.page[token])[USED_BYTES / 4 + i % padding] = 0;
+            if (shared.slot[token] >= 0 && shared.slot[token] % PAGE == 0)
+                reinterpret_cast<u32*>(shared.page[token])[USED_BYTES / 4 + i % padding] = 0;
         }
     }
     if (S::FLOAT == RAW) {
@@ -372,7 +403,8 @@ DEVICE void store_side(const Args& a, int first, int head, Shared& shared) {
             unsigned char* to = shared.page[token] + S::OFFSET0;
             if (X_TYPE == RAW_TYPE) {
                 for (int k = 0; k < Octet::WORDS; k += 4)
-                    *reinterpret_cast<uint4*>(to + at * (X_TYPE == FLOAT32 ? 4 : 2) + k * 4) = {x[i].w[k], x[i].w[k + 1], x[i].w[k + 2], x[i].w[k + 3]};
+                    *reinterpret_cast<uint4*>(to + at * (X_TYPE == FLOAT32 ? 4 : 2) + k * 4) = {
+                        x[i].w[k], x[i].w[k + 1], x[i].w[k + 2], x[i].w[k + 3]};
             } else {
                 for (int k = 0; k < 8; ++k) store<RAW_TYPE>(to, at + k, x[i][k]);
             }

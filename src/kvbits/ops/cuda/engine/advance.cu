@@ -1,5 +1,5 @@
-// A decode step of a cache on the device: one token for every sequence. Says where the tokens go, which raw page is quantized and where to, and moves the lengths on.
-// One block; a few integers for each sequence.
+// A decode step of a cache on the device: one token for every sequence. Says where the tokens go, which raw page is
+// quantized and where to, and moves the lengths on. One block; a few integers for each sequence.
 #include "ptx.cuh"
 #include "runs.cuh"
 
@@ -18,7 +18,8 @@ struct Pages {
     }
 };
 
-enum { TAIL, CLOSED, FIRST, TAIL_START, LENGTH, FIELDS };  // tokens in raw pages, in closed ones; page of the ring where the raw ones begin; position of their first
+// tokens in raw pages, in closed ones; page of the ring where the raw ones begin; position of their first
+enum { TAIL, CLOSED, FIRST, TAIL_START, LENGTH, FIELDS };
 
 struct Args {
     int* state;                  // [FIELDS, batch]
@@ -28,10 +29,13 @@ struct Args {
     Run* runs;                   // [batch]
     Closing* closings;           // [batch]
     int* query_lens;             // [batch]: 1 for real tokens, 0 for padding
-    i64 *slots, *previous;       // [batch]: page number * page_size + place, -1 for none; the page before the one that the token opens. Null if nobody asks
+    // [batch]: page number * page_size + place, -1 for none; the page before the one that the token opens. Null if
+    // nobody asks
+    i64 *slots, *previous;
     int* page_starts;            // [batch]: position of the first token of that page
     Pages tail, closed;
-    int batch, page_size, ring;  // ring: raw pages that are used again and again, twice in a row of the table; 0: a row has them in order
+    // ring: raw pages that are used again and again, twice in a row of the table; 0: a row has them in order
+    int batch, page_size, ring;
     int valid_stride;
 };
 

@@ -1,7 +1,8 @@
 // What an attention kernel is launched with: pages, parts, segments.
 //
-// A work item ("segment") is a run of chunks of one (sequence, kv head, block of query columns, part). Columns are (query token, query head of
-// the kv head's group) pairs; a warp takes COLS of them as the columns of its matrix instructions. A chunk is CHUNK tokens of one page.
+// A work item ("segment") is a run of chunks of one (sequence, kv head, block of query columns, part). Columns are
+// (query token, query head of the kv head's group) pairs; a warp takes COLS of them as the columns of its matrix
+// instructions. A chunk is CHUNK tokens of one page.
 #pragma once
 #include "config.cuh"
 #include "work.cuh"
@@ -25,9 +26,11 @@ struct Part {
     int k_raw, v_raw;            // offsets inside a raw struct
     const float *k_scale, *k_bias, *v_scale, *v_bias;  // calibrated, [H][D], [H][DV]; null if none
     const float *k_level, *v_level;  // what a code stands for, [H][2**bits]; null where arithmetic says
-    const float2* turns;         // turns per token of each channel pair, [D / 2] of side.py's turns_of; for keys that are turned back
+    // turns per token of each channel pair, [D / 2] of side.py's turns_of; for keys that are turned back
+    const float2* turns;
     const void* k_inverse;       // matrix that keys were multiplied with, inverted, as operands
-    Pages pages;                 // kernels with BLOCK_TABLES. For others `page_address` and `page_tokens` say what entries are
+    // kernels with BLOCK_TABLES. For others `page_address` and `page_tokens` say what entries are
+    Pages pages;
     int page_size;
 };
 

@@ -14,20 +14,26 @@ DEVICE int columns_of(const Args& a, Unit u) { return min(COLS, a.num_queries * 
 
 /// Element offset of column `index` (query token, then head of the group) in q; its first channel.
 DEVICE i64 q_offset(const Args& a, Unit u, int index) {
-    return u.batch * a.q_stride_b + (index / a.group) * a.q_stride_t + (u.head * a.group + index % a.group) * a.q_stride_h;
+    return u.batch * a.q_stride_b + (index / a.group) * a.q_stride_t +
+           (u.head * a.group + index % a.group) * a.q_stride_h;
 }
 
-/// The unit's queries, staged once per segment by all consumer warps; with OWN_START each warp has positions of its own and no more.
+/// The unit's queries, staged once per segment by all consumer warps; with OWN_START each warp has positions of its own
+/// and no more.
 struct Staged {
-    float q[OWN_START ? 1 : COLS][OWN_START ? 4 : D];  // times the calibrated key scale, if there is one; 0 past the last column
-    int position[COLS];          // newest visible position: -1 for padding, 2**31 - 1 past the last column (it costs no mask and is never written)
+    // times the calibrated key scale, if there is one; 0 past the last column
+    float q[OWN_START ? 1 : COLS][OWN_START ? 4 : D];
+    // newest visible position: -1 for padding, 2**31 - 1 past the last column (it costs no mask and is never written)
+    int position[COLS];
     u32 largest[OWN_START ? 1 : WARPS];  // float bits of max |q|
     uint2 fragments[Q_FRAGMENTS ? NT * Q_FRAGMENTS * 32 : 1];  // operands of Query, where registers do not hold them
 };
 
 DEVICE float4 four_queries(const u16* q) {
     const uint2 w = *reinterpret_cast<const uint2*>(q);
-    if (Q_TYPE == BFLOAT16) return {bf16_to_float(u16(w.x)), bf16_to_float(u16(w.x >> 16)), bf16_to_float(u16(w.y)), bf16_to_float(u16(w.y >> 16))};
+    if (Q_TYPE == BFLOAT16)
+        return {bf16_to_float(u16(w.x)), bf16_to_float(u16(w.x >> 16)), bf16_to_float(u16(w.y)),
+                bf16_to_float(u16(w.y >> 16))};
     return {low_f16(w.x), high_f16(w.x), low_f16(w.y), high_f16(w.y)};
 }
 DEVICE float largest_of(float4 x) { return fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))); }
@@ -50,7 +56,9 @@ struct QueryRows {
     }
     /// Four neighbouring channels; zeros past the last column and where not `wanted`.
     DEVICE float4 four(int n, int channel, bool wanted) const {
-        if (!OWN_START) return wanted ? *reinterpret_cast<const float4*>(&staged.q[OWN_START ? 0 : n * 8 + g][channel]) : float4{0.f, 0.f, 0.f, 0.f};
+        if (!OWN_START)
+            return wanted ? *reinterpret_cast<const float4*>(&staged.q[OWN_START ? 0 : n * 8 + g][channel])
+                          : float4{0.f, 0.f, 0.f, 0.f};
         return wanted && rows[n] ? four_queries(rows[n] + channel) : float4{0.f, 0.f, 0.f, 0.f};
     }
     /// Float bits of the largest magnitude of all columns.
@@ -81,7 +89,8 @@ DEVICE void stage_queries(Staged& staged, const Args& a, Unit u, const float* sc
         int at = thread + i * CONSUMERS, col = at / (D / 4), ch = at % (D / 4) * 4, index = u.block * COLS + col;
         if (at >= COLS * D / 4) break;
         float4 x = {0.f, 0.f, 0.f, 0.f};
-        if (index < a.num_queries * a.group) x = four_queries(static_cast<const u16*>(a.q) + q_offset(a, u, index) + ch);
+        if (index < a.num_queries * a.group)
+            x = four_queries(static_cast<const u16*>(a.q) + q_offset(a, u, index) + ch);
         if (scale) {
             float4 s = *reinterpret_cast<const float4*>(scale + ch);
             x = {x.x * s.x, x.y * s.y, x.z * s.z, x.w * s.w};
@@ -105,11 +114,14 @@ struct Visible {
         all_to = __reduce_min_sync(ALL_LANES, p);
         all_from = __reduce_max_sync(ALL_LANES, p == 0x7fffffff ? 0 : p - window + 1);
     }
-    DEVICE bool hides(int window, int col, int position) const { return position > staged.position[col] || position <= staged.position[col] - window; }
+    DEVICE bool hides(int window, int col, int position) const {
+        return position > staged.position[col] || position <= staged.position[col] - window;
+    }
 };
 
-/// Online softmax in powers of two. Scores arrive as exponents relative to `reference`, which moves only when a weight passes 2**top: float16 holds the
-/// weights and their products with value scales up to `limit`, and most tiles pay a comparison and a vote instead of maxima, shuffles and a rescale.
+/// Online softmax in powers of two. Scores arrive as exponents relative to `reference`, which moves only when a weight
+/// passes 2**top: float16 holds the weights and their products with value scales up to `limit`, and most tiles pay a
+/// comparison and a vote instead of maxima, shuffles and a rescale.
 struct Softmax {
     static constexpr int TOP = 15, DROP = 6;
     float reference[NT][2];
@@ -130,8 +142,8 @@ struct Softmax {
     DEVICE bool must_move(u32 largest_weight, u32 largest_scale) const {
         return !all_seen || largest_weight > u32(top + 15) << 10 || largest_scale > limit;
     }
-    /// Moves the references so that the columns' best weights are 2**(top - DROP); `down` is what to subtract from scores, `factor` what to multiply sums by.
-    /// Lanes whose numbers agree below FIRST share their columns.
+    /// Moves the references so that the columns' best weights are 2**(top - DROP); `down` is what to subtract from
+    /// scores, `factor` what to multiply sums by. Lanes whose numbers agree below FIRST share their columns.
     template <int FIRST = 4>
     DEVICE void move(const float (&best)[NT][2], u32 largest_scale, float (&down)[NT][2], float (&factor)[NT][2]) {
         largest_scale = __reduce_max_sync(ALL_LANES, largest_scale);
@@ -147,7 +159,8 @@ struct Softmax {
                 for (int mask = FIRST; mask < 32; mask *= 2) b = fmaxf(b, __shfl_xor_sync(ALL_LANES, b, mask));
                 bool moves = b != negative_infinity() && (b > top - DROP || !seen[n][e]);
                 down[n][e] = moves ? b - (top - DROP) : 0.f;
-                factor[n][e] = exp2_approx(fminf(-down[n][e], 126.f));  // a first reference may lie far below 0; the sums are 0 then
+                // a first reference may lie far below 0; the sums are 0 then
+                factor[n][e] = exp2_approx(fminf(-down[n][e], 126.f));
                 reference[n][e] += down[n][e];
                 sum[n][e] *= factor[n][e];
                 seen[n][e] |= moves;

@@ -1,10 +1,12 @@
-// The end of a segment: warps of a block are merged through shared memory, segments of a unit by the block that arrives last.
-//   leave_segment    kernels with OWN_START, where a segment is its unit's only one and the block has others: a warp leaves its results and goes on
-//   finish_segment   everywhere else: all warps wait for each other
+// The end of a segment: warps of a block are merged through shared memory, segments of a unit by the block that arrives
+// last.
+//   leave_segment    kernels with OWN_START, where a segment is its unit's only one and the block has others: a warp
+//   leaves its results and goes on finish_segment   everywhere else: all warps wait for each other
 #pragma once
 #include "columns.cuh"
 
-// Plain stores and sums: float atomics in shared memory are compare-and-swap loops and cost 40 us a launch in an early trial.
+// Plain stores and sums: float atomics in shared memory are compare-and-swap loops and cost 40 us a launch in an early
+// trial.
 constexpr int ROUND_STRIDE = 36;  // 32 channels, padded so that eight lanes' 16-byte stores meet no bank twice
 struct Merge {
     float2 warp_ml[WARPS][COLS];
@@ -23,12 +25,15 @@ struct Merge {
     DEVICE static int own(int warp) { return OWN_START ? warp : 0; }
     DEVICE u32 merged_barrier() const { return shared_address(&merged); }
     /// Until no warp reads the results of segments left before.
-    DEVICE void wait_until_free(int warp) const { if (OWN_START) barrier_wait(merged_barrier(), (segments_left[warp] & 1) ^ 1); }
+    DEVICE void wait_until_free(int warp) const {
+        if (OWN_START) barrier_wait(merged_barrier(), (segments_left[warp] & 1) ^ 1);
+    }
 };
 
 DEVICE void write_column(const Args& a, Unit u, int col, int channel, float4 x, float2 ml) {
     int index = u.block * COLS + col;
-    i64 row = (i64(u.batch) * a.num_queries + index / a.group) * (a.num_kv_heads * a.group) + u.head * a.group + index % a.group;
+    i64 row = (i64(u.batch) * a.num_queries + index / a.group) * (a.num_kv_heads * a.group) + u.head * a.group +
+              index % a.group;
     float inverse = ml.y > 0.f ? 1.f / ml.y : 0.f;
     uint2 w;
     if (Q_TYPE == BFLOAT16) w = {pack_bf16(x.x * inverse, x.y * inverse), pack_bf16(x.z * inverse, x.w * inverse)};
@@ -60,7 +65,8 @@ struct Sum {
     }
 };
 
-/// Sums the unit's partial results and writes its outputs. Latency is all this costs, so a thread asks for all it needs before it looks at any of it.
+/// Sums the unit's partial results and writes its outputs. Latency is all this costs, so a thread asks for all it needs
+/// before it looks at any of it.
 DEVICE void merge_slots(const Args& a, const Segment& s, Unit u, int thread) {
     constexpr int AT_ONCE = DV > 128 ? 8 : 17;  // 17: 132 blocks on 8 units
     const int quads = columns_of(a, u) * (DV / 4);
@@ -113,11 +119,14 @@ DEVICE void leave_sums(Merge& shared, const Softmax& softmax, int first_column, 
         for (int e = 0; e < 2; ++e) {
             float sum = softmax.sum[n][e];
             for (int mask = FOLD ? 2 : 4; mask < 32; mask *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, mask);
-            if (g == 0) shared.warp_ml[warp][n * 8 + first_column + e] = {softmax.seen[n][e] ? softmax.reference[n][e] : NOT_SEEN, sum};
+            if (g == 0)
+                shared.warp_ml[warp][n * 8 + first_column + e] = {
+                    softmax.seen[n][e] ? softmax.reference[n][e] : NOT_SEEN, sum};
         }
 }
 
-/// One warp turns the reference exponents of all warps into factors, in place, and leaves each column's exponent and sum; four lanes a column.
+/// One warp turns the reference exponents of all warps into factors, in place, and leaves each column's exponent and
+/// sum; four lanes a column.
 DEVICE void weigh_warps(Merge& shared, int lane) {
     constexpr int EACH = (WARPS + 3) / 4;
     for (int col = lane / 4; col < COLS; col += 8) {
@@ -143,9 +152,11 @@ DEVICE void weigh_warps(Merge& shared, int lane) {
     __syncwarp();
 }
 
-/// The end of a segment that is its unit's only one, where the block has others: a warp leaves its results in shared memory and goes on; the last merges.
+/// The end of a segment that is its unit's only one, where the block has others: a warp leaves its results in shared
+/// memory and goes on; the last merges.
 template <class Walk>
-DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4], int bias_group, Merge& shared, int warp, int lane) {
+DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4],
+                         int bias_group, Merge& shared, int warp, int lane) {
     const int g = lane / 4, c = lane % 4;
     shared.wait_until_free(warp);
     leave_sums<false>(shared, softmax, 2 * c, warp, g);
@@ -156,11 +167,14 @@ DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax
                 float4 x = walk.result(k, n, e);
                 if (!softmax.seen[n][e]) x = {0.f, 0.f, 0.f, 0.f};
                 if (MERGE_COLS < 8 && c >= MERGE_COLS / 2) continue;
-                *reinterpret_cast<float4*>(&shared.rounds[warp][min(k, ROUNDS_AT_ONCE - 1)][n * 8 + 2 * c + e][4 * g]) = x;
+                *reinterpret_cast<float4*>(&shared.rounds[warp][min(k, ROUNDS_AT_ONCE - 1)][n * 8 + 2 * c + e][4 * g]) =
+                    x;
             }
     if (MERGE_BIAS && bias_sum && (BIAS_GROUPS > 1 || g == 0))
         for (int n = 0; n < NT; ++n)
-            for (int e = 0; e < 2; ++e) shared.bias[warp][BIAS_GROUPS > 1 ? g : 0][n * 8 + 2 * c + e] = softmax.seen[n][e] ? bias_sum[n][e] : 0.f;
+            for (int e = 0; e < 2; ++e)
+                shared.bias[warp][BIAS_GROUPS > 1 ? g : 0][n * 8 + 2 * c + e] =
+                    softmax.seen[n][e] ? bias_sum[n][e] : 0.f;
     __threadfence_block();
     __syncwarp();
     int before = 0;
@@ -184,7 +198,8 @@ DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
                 const float f = shared.warp_ml[w][col].x;
-                const float4 y = *reinterpret_cast<const float4*>(&shared.rounds[w][min(k, ROUNDS_AT_ONCE - 1)][col][x]);
+                const float4 y =
+                    *reinterpret_cast<const float4*>(&shared.rounds[w][min(k, ROUNDS_AT_ONCE - 1)][col][x]);
                 sum = {sum.x + y.x * f, sum.y + y.y * f, sum.z + y.z * f, sum.w + y.w * f};
                 if (MERGE_BIAS && bias_sum) bias += shared.bias[w][ch / bias_group][col] * f;
             }
@@ -199,8 +214,8 @@ DEVICE int leave_segment(const Args& a, const Walk& walk, const Softmax& softmax
     return next;
 }
 
-/// Called by all consumer warps at the end of a segment; returns the block's next one. FOLD: columns 4 .. 7 of the walk's results are columns 0 .. 3 of
-/// channels DV / 2 further on.
+/// Called by all consumer warps at the end of a segment; returns the block's next one. FOLD: columns 4 .. 7 of the
+/// walk's results are columns 0 .. 3 of channels DV / 2 further on.
 template <bool FOLD = false, class Walk>
 DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softmax, const float (*bias_sum)[4],
                            int bias_group, Merge& shared, int warp, int lane) {
@@ -217,10 +232,12 @@ DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softma
             int col = n * 8 + first_column + e;
             float best = NOT_SEEN, total = 0.f;
             for (int w = 0; w < WARPS; ++w) best = fmaxf(best, shared.warp_ml[w][col].x);
-            for (int w = 0; w < WARPS; ++w) total += shared.warp_ml[w][col].y * exp2_approx(shared.warp_ml[w][col].x - best);
+            for (int w = 0; w < WARPS; ++w)
+                total += shared.warp_ml[w][col].y * exp2_approx(shared.warp_ml[w][col].x - best);
             factor[n][e] = softmax.seen[n][e] ? exp2_approx(softmax.reference[n][e] - best) : 0.f;
             if (warp == 0 && g == 0) shared.ml[col] = {best, best == NOT_SEEN ? 0.f : total};
-            if (MERGE_BIAS && bias_sum && (BIAS_GROUPS > 1 || g == 0)) shared.bias[warp][BIAS_GROUPS > 1 ? g : 0][col] = bias_sum[n][e] * factor[n][e];
+            if (MERGE_BIAS && bias_sum && (BIAS_GROUPS > 1 || g == 0))
+                shared.bias[warp][BIAS_GROUPS > 1 ? g : 0][col] = bias_sum[n][e] * factor[n][e];
         }
 #pragma unroll
     for (int first = 0; first < Walk::ROUNDS; first += ROUNDS_AT_ONCE) {
@@ -249,7 +266,8 @@ DEVICE int finish_segment(const Args& a, const Walk& walk, const Softmax& softma
                 sum = {sum.x + y.x, sum.y + y.y, sum.z + y.z, sum.w + y.w};
             }
             float4& out = *reinterpret_cast<float4*>(&shared.out[real][ch]);
-            if (first + k >= Walk::FIRST_PLANE_ROUNDS) sum = {sum.x + out.x, sum.y + out.y, sum.z + out.z, sum.w + out.w};
+            if (first + k >= Walk::FIRST_PLANE_ROUNDS)
+                sum = {sum.x + out.x, sum.y + out.y, sum.z + out.z, sum.w + out.w};
             out = sum;
         }
     }

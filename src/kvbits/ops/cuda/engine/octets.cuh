@@ -1,8 +1,10 @@
-// Eight neighbouring channels of a token on their way to codes: what the kernels share that quantize by tokens (close.cu, store_tokens.cu). X_TYPE is a macro.
+// Eight neighbouring channels of a token on their way to codes: what the kernels share that quantize by tokens
+// (close.cu, store_tokens.cu). X_TYPE is a macro.
 #pragma once
 #include "stored.cuh"
 
-/// Eight neighbouring values as they came: 16-bit ones stay packed, which halves the registers and lets one instruction compare two.
+/// Eight neighbouring values as they came: 16-bit ones stay packed, which halves the registers and lets one instruction
+/// compare two.
 struct Octet {
     static constexpr int WORDS = X_TYPE == FLOAT32 ? 8 : 4;
     u32 w[WORDS];
@@ -17,7 +19,8 @@ struct Octet {
     DEVICE float operator[](int k) const {
         if (X_TYPE == FLOAT32) return __uint_as_float(w[k]);
         u32 word = w[k / 2];
-        return X_TYPE == FLOAT16 ? (k % 2 ? high_f16(word) : low_f16(word)) : __uint_as_float(k % 2 ? word & 0xffff0000u : word << 16);
+        return X_TYPE == FLOAT16 ? (k % 2 ? high_f16(word) : low_f16(word))
+                                 : __uint_as_float(k % 2 ? word & 0xffff0000u : word << 16);
     }
     /// Largest magnitude; NaN if any value is NaN.
     DEVICE float largest() const {
@@ -91,7 +94,8 @@ DEVICE u32 code_of(float y, int& saturated) {
         saturated += fabsf(y) >= S::SATURATES;
         return to_float_code<S::FLOAT>(y);
     }
-    // 1.5 * 2**23 leaves no room for a fraction: the addition rounds half to even (ZERO is even) and the low bits are the integer.
+    // 1.5 * 2**23 leaves no room for a fraction: the addition rounds half to even (ZERO is even) and the low bits are
+    // the integer.
     constexpr float MAGIC = 12582912.f;
     if (S::NEVER_SATURATES) return __float_as_uint(y + (MAGIC + float(S::ZERO)));
     float c = rintf(y) + float(S::ZERO), inside = fminf(fmaxf(c, float(S::LOW)), float(S::HIGH));
@@ -102,7 +106,8 @@ DEVICE u32 code_of(float y, int& saturated) {
 /// The low bytes of eight codes to shared memory.
 DEVICE void put_codes(const u32 (&codes)[8], unsigned char* to) {
     for (int w = 0; w < 2; ++w) {
-        u32 low = permute_bytes(codes[4 * w], codes[4 * w + 1], 0x0040), high = permute_bytes(codes[4 * w + 2], codes[4 * w + 3], 0x0040);
+        u32 low = permute_bytes(codes[4 * w], codes[4 * w + 1], 0x0040),
+            high = permute_bytes(codes[4 * w + 2], codes[4 * w + 3], 0x0040);
         *reinterpret_cast<u32*>(to + w * 4) = permute_bytes(low, high, 0x5410);
     }
 }

@@ -19,6 +19,7 @@ struct Quad {
     DEVICE float operator[](int k) const {
         if (X_TYPE == FLOAT32) return __uint_as_float(w[k % WORDS]);
         const u32 word = w[k / 2];
-        return X_TYPE == FLOAT16 ? (k % 2 ? high_f16(word) : low_f16(word)) : __uint_as_float(k % 2 ? word & 0xffff0000u : word << 16);
+        return X_TYPE == FLOAT16 ? (k % 2 ? high_f16(word) : low_f16(word))
+                                 : __uint_as_float(k % 2 ? word & 0xffff0000u : word << 16);
     }
 };

@@ -1,13 +1,18 @@
-// 16-bit pages (sinks, newest tokens, raw layers): up to 32 tokens per step, straight from memory into operand registers, or from the ring (packed_raw.cuh).
+// 16-bit pages (sinks, newest tokens, raw layers): up to 32 tokens per step, straight from memory into operand
+// registers, or from the ring (packed_raw.cuh).
 //
-// Lane (g, c) holds, for 8 E tokens, the scores of tokens E g .. E g + E - 1, so that keys need 16-byte loads of E rows and values 2 E. E = 4 is the packed
-// pages' own order (docs/reference/formats.md); where a chunk is of fewer tokens, because a slot of the ring has room for no more, a step takes as much less. Loads past
-// the visible length give 0: such memory may hold anything, NaN included.
+// Lane (g, c) holds, for 8 E tokens, the scores of tokens E g .. E g + E - 1, so that keys need 16-byte loads of E rows
+// and values 2 E. E = 4 is the packed pages' own order (docs/reference/formats.md); where a chunk is of fewer tokens,
+// because a slot of the ring has room for no more, a step takes as much less. Loads past the visible length give 0:
+// such memory may hold anything, NaN included.
 #pragma once
 #include "segments.cuh"
 
 constexpr int RAW_STEPS = (D + 31) / 32;   // 16-byte loads of a key row by four lanes
-constexpr int RAW_LOADS = RAW_STEPS % 4 == 0 && D * COLS <= 1024 && WARPS <= 7 ? 4 : D * COLS <= 1024 && WARPS <= 7 ? 2 : 1;  // key loads in flight per row: registers allow no more
+// key loads in flight per row: registers allow no more
+constexpr int RAW_LOADS = RAW_STEPS % 4 == 0 && D * COLS <= 1024 && WARPS <= 7 ? 4
+                          : D * COLS <= 1024 && WARPS <= 7                     ? 2
+                                                                               : 1;
 constexpr int RAW_HALVES = (DV + 63) / 64;  // 16-byte loads of a value row by eight lanes
 
 /// Eight channels of a row that is visible, else zeros: rows past the visible length may hold anything, NaN included.
@@ -16,9 +21,14 @@ struct RowsInMemory {
     i64 keys, values;            // a lane's first rows and channels
     int visible;
 
-    DEVICE RowsInMemory(i64 keys, i64 values, int visible, int g, int c) : keys(keys + (4 * g * D + 8 * c) * 2), values(values + (8 * c * DV + 8 * g) * 2), visible(visible) {}
-    DEVICE uint4 key(int j, int i, int g, int c) const { return load_global_once(keys + (j * D + 32 * i) * 2, 4 * g + j < visible && 32 * i + 8 * c < D); }
-    DEVICE uint4 value(int token, int h, int g, int c) const { return load_global_once(values + (token * DV + 64 * h) * 2, 8 * c + token < visible && 64 * h + 8 * g < DV); }
+    DEVICE RowsInMemory(i64 keys, i64 values, int visible, int g, int c)
+        : keys(keys + (4 * g * D + 8 * c) * 2), values(values + (8 * c * DV + 8 * g) * 2), visible(visible) {}
+    DEVICE uint4 key(int j, int i, int g, int c) const {
+        return load_global_once(keys + (j * D + 32 * i) * 2, 4 * g + j < visible && 32 * i + 8 * c < D);
+    }
+    DEVICE uint4 value(int token, int h, int g, int c) const {
+        return load_global_once(values + (token * DV + 64 * h) * 2, 8 * c + token < visible && 64 * h + 8 * g < DV);
+    }
 };
 
 DEVICE void mma_raw(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -52,11 +62,11 @@ struct RawWalk {
         }
     }
 
-    /// Weights of tokens 0 .. 8 E - 1 of `rows`, of which rows.visible are, the first at `position`: p[n][j] of tokens 2 E c + j and 2 E c + E + j of column
-    /// 8n + g. `rescale` multiplies running outputs.
+    /// Weights of tokens 0 .. 8 E - 1 of `rows`, of which rows.visible are, the first at `position`: p[n][j] of tokens
+    /// 2 E c + j and 2 E c + E + j of column 8n + g. `rescale` multiplies running outputs.
     template <class Rows, class Rescale>
-    DEVICE void weights(u32 (&p)[NT][Rows::E], const Args& a, const QueryRows& queries, const Visible& see, Softmax& softmax, Rows& rows, int position, int g, int c,
-                        Rescale rescale) const {
+    DEVICE void weights(u32 (&p)[NT][Rows::E], const Args& a, const QueryRows& queries, const Visible& see,
+                        Softmax& softmax, Rows& rows, int position, int g, int c, Rescale rescale) const {
         constexpr int E = Rows::E;
         const int visible = rows.visible;
         float s[E][NT][2];
@@ -120,7 +130,8 @@ struct RawWalk {
     }
 
     template <class Rows>
-    DEVICE void step(const Args& a, const QueryRows& queries, const Visible& see, Softmax& softmax, Rows rows, int position, int g, int c) {
+    DEVICE void step(const Args& a, const QueryRows& queries, const Visible& see, Softmax& softmax, Rows rows,
+                     int position, int g, int c) {
         constexpr int E = Rows::E;
         u32 p[NT][E];
         weights(p, a, queries, see, softmax, rows, position, g, c, [&](const float (&scale)[NT][2]) {
@@ -140,9 +151,12 @@ struct RawWalk {
                 }
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    u32 a0 = permute_bytes(word(v[0], k), word(v[1], k), 0x5410), a1 = permute_bytes(word(v[0], k), word(v[1], k), 0x7632);
-                    u32 a2 = permute_bytes(word(v[2], k), word(v[3], k), 0x5410), a3 = permute_bytes(word(v[2], k), word(v[3], k), 0x7632);
-                    for (int n = 0; n < NT; ++n) mma_raw(o[n][h][k], a0, a1, a2, a3, p[n][j], j + 1 < E ? p[n][(j + 1) % E] : 0);
+                    u32 a0 = permute_bytes(word(v[0], k), word(v[1], k), 0x5410),
+                        a1 = permute_bytes(word(v[0], k), word(v[1], k), 0x7632);
+                    u32 a2 = permute_bytes(word(v[2], k), word(v[3], k), 0x5410),
+                        a3 = permute_bytes(word(v[2], k), word(v[3], k), 0x7632);
+                    for (int n = 0; n < NT; ++n)
+                        mma_raw(o[n][h][k], a0, a1, a2, a3, p[n][j], j + 1 < E ? p[n][(j + 1) % E] : 0);
                 }
             }
         }
@@ -158,7 +172,8 @@ struct RawWalk {
     static DEVICE int channel(int r, int x) { return r / 2 * 64 + x / 4 * 8 + r % 2 * 4 + x % 4; }
 };
 
-/// A result of raw parts of a unit alone: read(segment, step) calls step(rows, position of the first) for each of the warp's chunks. Returns the block's next segment.
+/// A result of raw parts of a unit alone: read(segment, step) calls step(rows, position of the first) for each of the
+/// warp's chunks. Returns the block's next segment.
 template <class Read>
 DEVICE int walk_raw_parts(const Args& a, Unit u, Merge& merge, int warp, int lane, Read read) {
     const Segment& s = merge.segments[Merge::own(warp)];
@@ -180,12 +195,14 @@ DEVICE int walk_raw_in_memory(const Args& a, Unit u, Merge& merge, int warp, int
     return walk_raw_parts(a, u, merge, warp, lane, [&](const Segment& s, const auto& step) {
         const Part& part = a.parts[s.part];
         for (int k = warp; k < s.num_chunks; k += WARPS) {
-            int chunk = s.first_chunk + k, entry = s.first_entry + chunk / part.chunks_per_page, token = chunk % part.chunks_per_page * 32;
+            int chunk = s.first_chunk + k, entry = s.first_entry + chunk / part.chunks_per_page,
+                token = chunk % part.chunks_per_page * 32;
             const Page found(a, s, entry);
             const i64 page = found.address + i64(token) * D * 2, to_values = D == DV ? 0 : i64(token) * (DV - D) * 2;
             const int2 tokens = found.tokens;
             if (tokens.y <= token) continue;
-            step(RowsInMemory(page + part.k_raw, page + part.v_raw + to_values, tokens.y - token, lane / 4, lane % 4), tokens.x + token);
+            step(RowsInMemory(page + part.k_raw, page + part.v_raw + to_values, tokens.y - token, lane / 4, lane % 4),
+                 tokens.x + token);
         }
     });
 }

@@ -1,15 +1,18 @@
-// The ring that a block's pages come through: which chunks a producer's lane fetches, in which order, and where they lie. The ring's slots and barriers, and
-// produce(), are of the family.
+// The ring that a block's pages come through: which chunks a producer's lane fetches, in which order, and where they
+// lie. The ring's slots and barriers, and produce(), are of the family.
 //
-// The producer fills the ring before the kernel just ahead has ended. That kernel may have written tokens: they are in the last two pages of a sequence and
-// part (`fresh`; eight tokens and a page that closed at most), which are read after the wait, as queries are. Everything else it reads must have been
-// there before: page tables, work lists and older pages come from kernels further ahead, which have ended: only attention, which writes no pages, and
-// a decode step's closing, which writes those two (step.cuh), let their successor start early. The first launch after a work list was written starts in
-// order (`Kernel.launch`), so of kernels that may still run none has written this layer's pages but the one just ahead.
+// The producer fills the ring before the kernel just ahead has ended. That kernel may have written tokens: they are in
+// the last two pages of a sequence and part (`fresh`; eight tokens and a page that closed at most), which are read
+// after the wait, as queries are. Everything else it reads must have been there before: page tables, work lists and
+// older pages come from kernels further ahead, which have ended: only attention, which writes no pages, and a decode
+// step's closing, which writes those two (step.cuh), let their successor start early. The first launch after a work
+// list was written starts in order (`Kernel.launch`), so of kernels that may still run none has written this layer's
+// pages but the one just ahead.
 #pragma once
 #include "segments.cuh"
 
-// A warp must be the only reader of its slots: to wait for a slot's next filling, it has to have seen the one before (a barrier knows only odd and even).
+// A warp must be the only reader of its slots: to wait for a slot's next filling, it has to have seen the one before (a
+// barrier knows only odd and even).
 static_assert(SLOTS % WARPS == 0, "a slot for each warp, or several");
 
 constexpr bool RAW_IN_RING = HAS_RAW;    // raw tokens come through the ring, in chunks of RAW_TOKENS, and parts join
@@ -23,7 +26,8 @@ struct Cursor {
 
     DEVICE Cursor next() const { return {segment, k + WARPS, chunk + WARPS}; }
 
-    /// Moves to the next chunk that comes through the ring; false at the end. `enter(part, unit)` is called where a segment begins.
+    /// Moves to the next chunk that comes through the ring; false at the end. `enter(part, unit)` is called where a
+    /// segment begins.
     template <class Enter>
     DEVICE bool settle(const Args& a, int warp, Enter enter) {
         while (segment >= 0) {
@@ -44,7 +48,8 @@ struct Cursor {
         }
         return false;
     }
-    /// A load waits behind all that the ring has in flight, microseconds; so the queries of a segment are asked for while the one before it is read.
+    /// A load waits behind all that the ring has in flight, microseconds; so the queries of a segment are asked for
+    /// while the one before it is read.
     static DEVICE void prefetch_queries(const Args& a, Unit u, int warp) {
         for (int col = warp; col < COLS; col += WARPS) {
             int index = u.block * COLS + col;
@@ -82,12 +87,15 @@ struct Source {
             raw_bytes = max(tokens.y, 0) * (D * 2);
             to_values = part.v_raw - part.k_raw + (D == DV ? 0 : chunk * (RAW_TOKENS * (DV - D) * 2));
         }
-        const int later = min(entry + 8 * WARPS / chunks_per_page, s.first_entry + (s.first_chunk + s.num_chunks - 1) / chunks_per_page);
+        const int later = min(entry + 8 * WARPS / chunks_per_page,
+                              s.first_entry + (s.first_chunk + s.num_chunks - 1) / chunks_per_page);
         Page::prefetch_tables(a, part, later);
     }
     /// Of the values that share a slot with their keys.
     DEVICE int value_bytes() const { return D == DV ? raw_bytes : raw_bytes / D * DV; }
-    DEVICE int bytes() const { return RAW_IN_RING && raw_bytes >= 0 ? D == DV ? raw_bytes * 2 : raw_bytes + value_bytes() : CHUNK_BYTES; }
+    DEVICE int bytes() const {
+        return RAW_IN_RING && raw_bytes >= 0 ? D == DV ? raw_bytes * 2 : raw_bytes + value_bytes() : CHUNK_BYTES;
+    }
 
     /// f(where in the slot, address, bytes) for every contiguous run.
     template <class F>
@@ -116,11 +124,13 @@ DEVICE void prefetch_chunks(const Args& a, const Segment& s, int k, int end, int
 }
 #endif
 
-/// While the kernel ahead ends: pages that the ring has no room for, as far as L2. All lanes take part, each with chunks of its own.
+/// While the kernel ahead ends: pages that the ring has no room for, as far as L2. All lanes take part, each with
+/// chunks of its own.
 DEVICE void prefetch_after_ring(const Args& a, int lane) {
 #if __CUDA_ARCH__ >= 900
     const Segment& s = a.segments[blockIdx.x];
-    if (s.unit >= 0 && comes_through_ring(a.parts[s.part])) prefetch_chunks(a, s, SLOTS + lane, SLOTS + PREFETCH_CHUNKS, 32);
+    if (s.unit >= 0 && comes_through_ring(a.parts[s.part]))
+        prefetch_chunks(a, s, SLOTS + lane, SLOTS + PREFETCH_CHUNKS, 32);
 #endif
 }
 
@@ -137,7 +147,8 @@ DEVICE void start_block(Ring& ring, Merge& merge) {
         barrier_init(merge.merged_barrier(), 1);
     }
     if (threadIdx.x < sizeof(ring.full) / sizeof(u64)) {
-        // A bulk copy arrives once, for its lane; asynchronous copies arrive once per lane, and the lane that wrote `tokens` once more.
+        // A bulk copy arrives once, for its lane; asynchronous copies arrive once per lane, and the lane that wrote
+        // `tokens` once more.
         barrier_init(shared_address(ring.full) + 8 * threadIdx.x, __CUDA_ARCH__ >= 900 ? 1 : 33);
         barrier_init(shared_address(ring.empty) + 8 * threadIdx.x, 1);
         barriers_before_copies();

@@ -15,10 +15,12 @@ DEVICE void join_next(const Args& a, Merge& merge, int warp, int lane) {
     else sync_threads(CONSUMERS);
 }
 
-/// Where all consumer warps begin a segment: its unit. `stage_queries`, which comes next, makes what is written here visible.
+/// Where all consumer warps begin a segment: its unit. `stage_queries`, which comes next, makes what is written here
+/// visible.
 DEVICE Unit enter_segment(const Args& a, const Segment& s, Merge& merge, int warp, int lane) {
     if (s.next >= 0) prefetch_l1(a.segments + s.next);
     const Unit u = unit_of(a, s.unit);
-    if (OWN_START ? lane == 0 : threadIdx.x == 0) merge.segments[Merge::own(warp)] = s, merge.units[Merge::own(warp)] = u;
+    if (OWN_START ? lane == 0 : threadIdx.x == 0)
+        merge.segments[Merge::own(warp)] = s, merge.units[Merge::own(warp)] = u;
     return u;
 }

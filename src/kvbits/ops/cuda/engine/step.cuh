@@ -19,8 +19,9 @@ struct Step {
     int tail_offset[2];           // of the raw keys and values in a struct
 };
 
-/// Rows of KEYS or VALUES channels, 16 bytes at once, `unit`-th thread. Where the row goes and what it replaces are asked for first: kernels further ahead wrote them, so both may be
-/// done before the kernel just ahead has ended; `store` reads what that one wrote.
+/// Rows of KEYS or VALUES channels, 16 bytes at once, `unit`-th thread. Where the row goes and what it replaces are
+/// asked for first: kernels further ahead wrote them, so both may be done before the kernel just ahead has ended;
+/// `store` reads what that one wrote.
 template <int KEYS, int VALUES>
 struct FreshRow {
     const uint4* from;
@@ -34,9 +35,15 @@ struct FreshRow {
         const int row_bytes = KEYS == VALUES ? KEYS * SIZE : (side ? VALUES : KEYS) * SIZE;
         works = r.count && thread < row_bytes / 16;
         if (!works) return;
-        from = reinterpret_cast<const uint4*>(a.fresh[side] + r.row * a.fresh_stride[side][0] + head * a.fresh_stride[side][1]) + thread;
-        to = reinterpret_cast<uint4*>(a.tail + r.page + head * a.tail_head_bytes + a.tail_offset[side] + r.slot * row_bytes) + thread;
-        before = a.before[side] ? reinterpret_cast<uint4*>(a.before[side] + (i64(page) * num_heads + head) * row_bytes) + thread : nullptr;
+        from = reinterpret_cast<const uint4*>(a.fresh[side] + r.row * a.fresh_stride[side][0] +
+                                              head * a.fresh_stride[side][1]) +
+               thread;
+        to = reinterpret_cast<uint4*>(a.tail + r.page + head * a.tail_head_bytes + a.tail_offset[side] +
+                                      r.slot * row_bytes) +
+             thread;
+        before = a.before[side]
+                     ? reinterpret_cast<uint4*>(a.before[side] + (i64(page) * num_heads + head) * row_bytes) + thread
+                     : nullptr;
         if (before) replaced = *to;
     }
     DEVICE void store() const {
@@ -46,8 +53,9 @@ struct FreshRow {
     }
 };
 
-/// What a block does if nothing closes: true if that was all. The launch may start early (`driver.Kernel`): `closings` and `runs` come from kernels further ahead
-/// than the one before, and attention, which starts early after this one, reads pages that it wrote only once it has ended (attend/ring.cuh).
+/// What a block does if nothing closes: true if that was all. The launch may start early (`driver.Kernel`): `closings`
+/// and `runs` come from kernels further ahead than the one before, and attention, which starts early after this one,
+/// reads pages that it wrote only once it has ended (attend/ring.cuh).
 template <int KEYS, int VALUES>
 DEVICE bool append_alone(const Step& a, int num_heads, int side, int page, int head, int thread) {
     let_next_kernel_start();

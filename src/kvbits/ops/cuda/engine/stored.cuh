@@ -2,12 +2,15 @@
 #pragma once
 #include "side.cuh"
 
-constexpr int CODE_STRIDE = D + 4;  // bytes of a token's codes in shared memory; an odd number of words keeps columns of tokens off one bank
+// bytes of a token's codes in shared memory; an odd number of words keeps columns of tokens off one bank
+constexpr int CODE_STRIDE = D + 4;
 
 DEVICE u16 to_f16(float x) { return u16(pack_f16(x, 0.f)); }
 DEVICE u16 to_bf16(float x) { return u16(pack_bf16(x, 0.f)); }
 template <int TYPE>
-DEVICE float rounded(float x) { return TYPE == FLOAT32 ? x : TYPE == FLOAT16 ? f16_to_float(to_f16(x)) : bf16_to_float(to_bf16(x)); }
+DEVICE float rounded(float x) {
+    return TYPE == FLOAT32 ? x : TYPE == FLOAT16 ? f16_to_float(to_f16(x)) : bf16_to_float(to_bf16(x));
+}
 template <int TYPE>
 DEVICE void store(unsigned char* section, int i, float x) {
     if (TYPE == FLOAT32) reinterpret_cast<float*>(section)[i] = x;
@@ -15,7 +18,8 @@ DEVICE void store(unsigned char* section, int i, float x) {
 }
 DEVICE bool finite(float x) { return fabsf(x) <= 3.4028234e38f; }
 
-/// A scale as it will be stored: rounded, up where it is a subnormal float16; none is smaller than the smallest with a reciprocal, 0 included.
+/// A scale as it will be stored: rounded, up where it is a subnormal float16; none is smaller than the smallest with a
+/// reciprocal, 0 included.
 template <int TYPE>
 DEVICE float stored_scale(float scale) {
     constexpr float SMALLEST = TYPE == FLOAT16 ? 5.9604644775390625e-08f : 1.17549435e-38f;
@@ -48,7 +52,8 @@ DEVICE u32 row_word(const Shared& shared, int token, int r) {
     return w;
 }
 
-/// Rows of `ROW` bytes of a plane as docs/reference/formats.md orders them; word(token, r): four bytes of a token's row from byte r on.
+/// Rows of `ROW` bytes of a plane as docs/reference/formats.md orders them; word(token, r): four bytes of a token's row
+/// from byte r on.
 template <bool VALUES, int ROW, class Word>
 DEVICE void write_rows(unsigned char* plane, const Word& word) {
     constexpr int WORDS = ROW / 4;
@@ -59,8 +64,10 @@ DEVICE void write_rows(unsigned char* plane, const Word& word) {
             int quad = rest / width, r = block * 16 + rest % width * 4;
             int token = quad / 2 * 8 + quad % 2 * 2;  // slots of a group of eight hold tokens 0 1 4 5 2 3 6 7
             u32 a = word(token, r), b = word(token + 1, r), c = word(token + 4, r), d = word(token + 5, r);
-            u32 ab = permute_bytes(a, b, 0x5140), AB = permute_bytes(a, b, 0x7362), cd = permute_bytes(c, d, 0x5140), CD = permute_bytes(c, d, 0x7362);
-            uint4 w = {permute_bytes(ab, cd, 0x5410), permute_bytes(ab, cd, 0x7632), permute_bytes(AB, CD, 0x5410), permute_bytes(AB, CD, 0x7632)};
+            u32 ab = permute_bytes(a, b, 0x5140), AB = permute_bytes(a, b, 0x7362), cd = permute_bytes(c, d, 0x5140),
+                CD = permute_bytes(c, d, 0x7362);
+            uint4 w = {permute_bytes(ab, cd, 0x5410), permute_bytes(ab, cd, 0x7632), permute_bytes(AB, CD, 0x5410),
+                       permute_bytes(AB, CD, 0x7632)};
             *reinterpret_cast<uint4*>(plane + block * 16 * PAGE + quad * 16 * width + rest % width * 16) = w;
         }
         return;
@@ -68,12 +75,14 @@ DEVICE void write_rows(unsigned char* plane, const Word& word) {
     for (int i = threadIdx.x; i < PAGE * WORDS / 4; i += THREADS) {
         // Tiles of 16 tokens: a word of every token before the next word; four tokens a thread.
         int tile = i / (WORDS * 4), r = i / 4 % WORDS * 4, token = tile * 16 + i % 4 * 4;
-        reinterpret_cast<uint4*>(plane)[i] = {word(token, r), word(token + 1, r), word(token + 2, r), word(token + 3, r)};
+        reinterpret_cast<uint4*>(plane)[i] = {word(token, r), word(token + 1, r), word(token + 2, r),
+                                              word(token + 3, r)};
     }
 }
 
 /// A plane of codes of one width. shared.codes: a byte each, [token][channel].
 template <class S, int BITS, int SHIFT, class Shared>
 DEVICE void write_plane(unsigned char* plane, const Shared& shared) {
-    write_rows<S::VALUES, (S::D * BITS + 31) / 32 * 4>(plane, [&](int token, int r) { return row_word<S::D, BITS, SHIFT>(shared, token, r); });
+    write_rows<S::VALUES, (S::D * BITS + 31) / 32 * 4>(
+        plane, [&](int token, int r) { return row_word<S::D, BITS, SHIFT>(shared, token, r); });
 }

@@ -1,14 +1,19 @@
-// What attention kernels do: a list of segments for every block. The host writes it (schedule.py) or a kernel does (attend/work_list.cu).
+// What attention kernels do: a list of segments for every block. The host writes it (schedule.py) or a kernel does
+// (attend/work_list.cu).
 #pragma once
 
 struct alignas(16) Segment {
     int unit, part, first_entry, first_chunk, num_chunks;
     int slot;                    // where its partial result goes; -1 if it is the unit's only one
     int unit_slots, num_slots;   // the unit's first slot and how many it has
-    int next;                    // the block's next segment, -1 if none; its first is segment blockIdx.x (unit -1 if it has none)
-    int chunks_before;           // chunks of the block's earlier segments that come through the ring: chunk t of a block belongs to warp t % WARPS
+    // the block's next segment, -1 if none; its first is segment blockIdx.x (unit -1 if it has none)
+    int next;
+    // chunks of the block's earlier segments that come through the ring: chunk t of a block belongs to warp t % WARPS
+    int chunks_before;
     int joins;                   // the next segment is of the same unit and walk: one result for both
-    int last_entry;              // of the sequence in this part: the kernel just ahead may have written it, or the one before it
-    int position, tokens;        // of a part with a block table: position of the first token of `first_entry`, tokens from there on
+    // of the sequence in this part: the kernel just ahead may have written it, or the one before it
+    int last_entry;
+    // of a part with a block table: position of the first token of `first_entry`, tokens from there on
+    int position, tokens;
     int padding[2];
 };

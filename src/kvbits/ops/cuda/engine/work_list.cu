@@ -1,11 +1,14 @@
-// The attention kernels' work list, made from lengths that only the device knows: one launch for all layers, no memory but the list's own.
+// The attention kernels' work list, made from lengths that only the device knows: one launch for all layers, no memory
+// but the list's own.
 //
-// Units (a sequence, a kv head, a block of query columns) lie end to end on a line of costs, and the blocks of attention begin at points of it. Where they begin is
-// a formula of the block's number, so every thread finds the segments of its rows alone. The one of three formulas whose longest block is shortest serves:
+// Units (a sequence, a kv head, a block of query columns) lie end to end on a line of costs, and the blocks of
+// attention begin at points of it. Where they begin is a formula of the block's number, so every thread finds the
+// segments of its rows alone. The one of three formulas whose longest block is shortest serves:
 //   WHOLE   a block has whole units
 //   PIECES  a unit has a whole number of blocks of its own
 //   CUT     equal costs, wherever that cuts
-// A segment costs its bytes and what starting and ending a walk costs (`segment_cost`). Row i < blocks is the first segment of block i; row blocks + unit * parts
+// A segment costs its bytes and what starting and ending a walk costs (`segment_cost`). Row i < blocks is the first
+// segment of block i; row blocks + unit * parts
 // + part is that part of a unit where it begins inside a block, so no row needs to know how many come before it.
 #include "ptx.cuh"
 #include "work.cuh"
@@ -14,16 +17,19 @@ constexpr int MAX_PARTS = 4, PARTS = NUM_PARTS;  // of any launch; of this one
 constexpr i64 EMPTY = 64 << 10;  // bytes that a unit without tokens counts: its zeros are written
 
 struct PartWork {
-    const int *tokens, *positions, *offsets;  // [batch]: visible tokens; position of the first; its entry in the row. The last two null for 0
+    // [batch]: visible tokens; position of the first; its entry in the row. The last two null for 0
+    const int *tokens, *positions, *offsets;
     i64 chunk_cost;              // bytes
-    int table_stride, table_width, max_tokens, page_size, chunk;  // entries from row to row, of a row; most tokens; of a page, of a chunk
+    // entries from row to row, of a row; most tokens; of a page, of a chunk
+    int table_stride, table_width, max_tokens, page_size, chunk;
     int in_ring, walk;           // parts of one walk join
 };
 
 struct Args {
     PartWork parts[MAX_PARTS];
     Segment* segments;           // [blocks + units * PARTS]
-    int* q_positions;            // [batch, num_queries], written: the newest tokens'; -1 where a sequence has fewer queries
+    // [batch, num_queries], written: the newest tokens'; -1 where a sequence has fewer queries
+    int* q_positions;
     const int* query_lens;       // [batch], null: num_queries each
     i64 segment_cost;
     int num_walks, batch, repeats, blocks, num_queries, window, grid;
@@ -32,15 +38,20 @@ struct Args {
 struct Chunks { int first[PARTS], end[PARTS], newest; };
 
 /// Entry of the row where the sequence begins, and its tokens: both end with the row.
-DEVICE int offset_of(const PartWork& part, int b) { return part.offsets ? max(0, min(part.offsets[b], part.table_width - 1)) : 0; }
+DEVICE int offset_of(const PartWork& part, int b) {
+    return part.offsets ? max(0, min(part.offsets[b], part.table_width - 1)) : 0;
+}
 DEVICE int tokens_of(const PartWork& part, int b) {
     const i64 room = i64(part.table_width - offset_of(part, b)) * part.page_size;
     return int(max(i64(0), min(i64(min(part.tokens[b], part.max_tokens)), room)));
 }
 DEVICE int position_of(const PartWork& part, int b) { return part.positions ? part.positions[b] : 0; }
-DEVICE int queries_of(const Args& a, int b) { return a.query_lens ? max(0, min(a.query_lens[b], a.num_queries)) : a.num_queries; }
+DEVICE int queries_of(const Args& a, int b) {
+    return a.query_lens ? max(0, min(a.query_lens[b], a.num_queries)) : a.num_queries;
+}
 DEVICE int chunk_of(const PartWork& part, int token) {
-    return token / part.page_size * ((part.page_size + part.chunk - 1) / part.chunk) + token % part.page_size / part.chunk;
+    return token / part.page_size * ((part.page_size + part.chunk - 1) / part.chunk) +
+           token % part.page_size / part.chunk;
 }
 
 /// Chunks that some query of the sequence sees, per part, and how many tokens there are.
@@ -98,7 +109,8 @@ DEVICE int chunk_of(i64 key) { return int(key & 0xfffffff); }
 struct Line {
     i64* cost;                   // [batch + 1]: of all units before a sequence's
     i64* start;                  // [blocks + 1]: where blocks begin
-    int *ring, *pieces;          // [batch + 1]: chunks that come through the ring; blocks, if units have whole numbers of them; of all units before
+    // [batch + 1]: chunks that come through the ring; blocks, if units have whole numbers of them; of all units before
+    int *ring, *pieces;
     int* rank;                   // [blocks + 1]: how many blocks before have anything to do
     int* before;                 // [blocks]: chunks through the ring before a block's first
     Chunks* chunks;              // [batch]
@@ -213,11 +225,13 @@ DEVICE i64 ring_before(const Args& a, const Line& line, i64 key) {
     if (b >= a.batch) return line.ring[a.batch];
     const Chunks& c = line.chunks[b];
     const i64 of_units = i64(unit - b * a.repeats) * ring_chunks(a, c, PARTS);
-    return line.ring[b] + of_units + ring_chunks(a, c, part) + (a.parts[part].in_ring ? chunk_of(key) - c.first[part] : 0);
+    return line.ring[b] + of_units + ring_chunks(a, c, part) +
+           (a.parts[part].in_ring ? chunk_of(key) - c.first[part] : 0);
 }
 
 DEVICE void lay_out(const Args& a, const Line& line, i64* scratch, u32* longest) {
-    const int thread = threadIdx.x, each = (a.batch + THREADS - 1) / THREADS, from = min(thread * each, a.batch), to = min(from + each, a.batch);
+    const int thread = threadIdx.x, each = (a.batch + THREADS - 1) / THREADS, from = min(thread * each, a.batch),
+              to = min(from + each, a.batch);
     i64 sums[3] = {0, 0, 0}, all[3];  // bytes, walks, chunks through the ring
     for (int b = from; b < to; ++b) {
         const Chunks c = count_chunks(a, b);
@@ -229,7 +243,8 @@ DEVICE void lay_out(const Args& a, const Line& line, i64* scratch, u32* longest)
     if (thread < 2) longest[thread] = 0;
     sum_before(sums, all, scratch);
     const i64 total = all[0];
-    // Where blocks have less to read than starting costs, all that counts is that every block has as little: starting is no part of the line then.
+    // Where blocks have less to read than starting costs, all that counts is that every block has as little: starting
+    // is no part of the line then.
     const i64 start = total >= 2 * a.segment_cost * a.blocks ? a.segment_cost : 0;
     const i64 units = i64(a.batch) * a.repeats;
     const bool few = units <= a.blocks;  // else no unit has blocks of its own
@@ -245,13 +260,16 @@ DEVICE void lay_out(const Args& a, const Line& line, i64* scratch, u32* longest)
     if (most) atomicMax(&longest[1], most);
     for (int b = from; b < to; ++b) {
         const Chunks& c = line.chunks[b];
-        line.cost[b] = sums[0] + sums[1] * start, line.ring[b] = int(sums[2]), line.pieces[b] = int(min(pieces[0], i64(0x7fffffff)));
+        line.cost[b] = sums[0] + sums[1] * start, line.ring[b] = int(sums[2]),
+        line.pieces[b] = int(min(pieces[0], i64(0x7fffffff)));
         sums[0] += bytes_of(a, c) * a.repeats;
         sums[1] += i64(walks_of(a, c)) * a.repeats;
         sums[2] += i64(ring_chunks(a, c, PARTS)) * a.repeats;
         if (few) pieces[0] += i64(pieces_of(a, bytes_of(a, c), total)) * a.repeats;
     }
-    if (thread == 0) line.cost[a.batch] = all[0] + all[1] * start, line.ring[a.batch] = int(all[2]), line.pieces[a.batch] = int(min(all_pieces[0], i64(0x7fffffff)));
+    if (thread == 0)
+        line.cost[a.batch] = all[0] + all[1] * start, line.ring[a.batch] = int(all[2]),
+        line.pieces[a.batch] = int(min(all_pieces[0], i64(0x7fffffff)));
     __syncthreads();
     for (int i = thread; i < a.blocks; i += THREADS) line.start[i] = Point(a, line, i).nearest_unit();
     if (thread == 0) line.start[a.blocks] = units;
@@ -259,7 +277,8 @@ DEVICE void lay_out(const Args& a, const Line& line, i64* scratch, u32* longest)
     for (int i = thread; i < a.blocks; i += THREADS) {
         const i64 mine = line.start[i], next = line.start[i + 1];
         // a line without starts: each unit has one all the same
-        atomicMax(&longest[0], kilobytes(cost_before(a, line, next) - cost_before(a, line, mine) + (start ? 0 : (next - mine) * a.segment_cost)));
+        atomicMax(&longest[0], kilobytes(cost_before(a, line, next) - cost_before(a, line, mine) +
+                                         (start ? 0 : (next - mine) * a.segment_cost)));
     }
     __syncthreads();
     const u32 whole = longest[0], own = few && line.pieces[a.batch] <= a.blocks ? longest[1] : 0xffffffffu;
@@ -269,7 +288,8 @@ DEVICE void lay_out(const Args& a, const Line& line, i64* scratch, u32* longest)
         if (i == a.blocks) {
         } else if (own <= whole && own <= cut) {
             if (i < line.pieces[a.batch]) {
-                const int b = Line::last_at_most(line.pieces, a.batch, i), at = i - line.pieces[b], n = (line.pieces[b + 1] - line.pieces[b]) / a.repeats;
+                const int b = Line::last_at_most(line.pieces, a.batch, i), at = i - line.pieces[b],
+                          n = (line.pieces[b + 1] - line.pieces[b]) / a.repeats;
                 const Chunks& c = line.chunks[b];
                 key = place_in(a, c, i64(b) * a.repeats + at / n, bytes_of(a, c) * (at % n) / n, 0);
             }
@@ -277,14 +297,16 @@ DEVICE void lay_out(const Args& a, const Line& line, i64* scratch, u32* longest)
             key = begin_of(a, line, line.start[i]);
         } else {
             const Point p(a, line, i);
-            if (p.rest - start < start / 2) key = begin_of(a, line, p.unit);  // a piece of less than half of what it costs to start one
+            // a piece of less than half of what it costs to start one
+            if (p.rest - start < start / 2) key = begin_of(a, line, p.unit);
             else if (p.each - p.rest < start / 2) key = begin_of(a, line, p.unit + 1);
             else key = place_in(a, line.chunks[p.b], p.unit, p.rest, start);
         }
         line.start[i] = key;  // its own alone has been read
     }
     __syncthreads();
-    const int share = (a.blocks + THREADS) / THREADS, first = min(thread * share, a.blocks + 1), last = min(first + share, a.blocks + 1);
+    const int share = (a.blocks + THREADS) / THREADS, first = min(thread * share, a.blocks + 1),
+              last = min(first + share, a.blocks + 1);
     i64 working[1] = {0}, ignored[1];
     for (int i = first; i < last; ++i) working[0] += i < a.blocks && line.start[i] < line.start[i + 1];
     sum_before(working, ignored, scratch);
@@ -298,7 +320,9 @@ DEVICE void lay_out(const Args& a, const Line& line, i64* scratch, u32* longest)
 
 DEVICE int block_of(const Args& a, const Line& line, i64 key) { return Line::last_at_most(line.start, a.blocks, key); }
 /// The same, if it is likely block i.
-DEVICE int block_near(const Args& a, const Line& line, i64 key, int i) { return line.start[i] <= key && key < line.start[i + 1] ? i : block_of(a, line, key); }
+DEVICE int block_near(const Args& a, const Line& line, i64 key, int i) {
+    return line.start[i] <= key && key < line.start[i + 1] ? i : block_of(a, line, key);
+}
 
 /// The segment that begins at `key` in block i.
 DEVICE Segment segment_at(const Args& a, const Line& line, i64 key, int i) {
@@ -331,7 +355,8 @@ DEVICE Segment segment_at(const Args& a, const Line& line, i64 key, int i) {
         int to = from;
         for (int q = from; q < PARTS && (c.end[q] == c.first[q] || a.parts[q].walk == a.parts[from].walk); ++q)
             if (c.end[q] > c.first[q]) to = q;
-        const int f = block_near(a, line, key_of(unit, from, c.first[from]), i), l = block_near(a, line, key_of(unit, to, c.end[to] - 1), i);
+        const int f = block_near(a, line, key_of(unit, from, c.first[from]), i),
+                  l = block_near(a, line, key_of(unit, to, c.end[to] - 1), i);
         if (first_block < 0) first_block = f;
         if (from <= part && part <= to) mine = results + line.rank[i] - line.rank[f];
         results += line.rank[l] - line.rank[f] + 1;
@@ -363,8 +388,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) work_list(const __grid_con
         const int i = block_of(a, line, key);
         if (line.start[i] < key) a.segments[row] = segment_at(a, line, key, i);  // else it is the block's first
     }
-    for (i64 at = i64(blockIdx.x) * THREADS + threadIdx.x; at < i64(a.batch) * a.num_queries; at += i64(a.grid) * THREADS) {
-        const int b = int(at / a.num_queries), t = int(at % a.num_queries), n = queries_of(a, b), newest = line.chunks[b].newest;
+    for (i64 at = i64(blockIdx.x) * THREADS + threadIdx.x; at < i64(a.batch) * a.num_queries;
+         at += i64(a.grid) * THREADS) {
+        const int b = int(at / a.num_queries), t = int(at % a.num_queries), n = queries_of(a, b),
+                  newest = line.chunks[b].newest;
         a.q_positions[at] = t < n && newest >= n ? newest - n + t : -1;
     }
 }

@@ -1,5 +1,6 @@
-// Attention over disjoint sets of keys into attention over their union (reference/merge.py): 16-bit results of several kernels, weighed by their log-sum-exps, in one read.
-// A thread has eight channels of a row; a row is (sequence, token, query head).
+// Attention over disjoint sets of keys into attention over their union (reference/merge.py): 16-bit results of several
+// kernels, weighed by their log-sum-exps, in one read. A thread has eight channels of a row; a row is (sequence, token,
+// query head).
 #include "numbers.h"
 #include "ptx.cuh"
 
@@ -7,7 +8,8 @@ constexpr int LANES = HEAD_DIM / 8;      // threads of a row
 
 struct Partial {
     const u16* out;                      // [B, T, Hq, D], last dim dense, rows of 16-byte multiples
-    const float* lse;                    // [B, T, Hq], natural log; -inf where a row saw nothing, whose `out` is then not looked at
+    // [B, T, Hq], natural log; -inf where a row saw nothing, whose `out` is then not looked at
+    const float* lse;
     i64 stride[3], lse_stride[3];        // elements from a sequence, token and head to the next
 };
 
@@ -32,7 +34,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_partials(const __gri
 #pragma unroll
     for (int p = 0; p < MOST_PARTS; ++p) {
         const Partial& part = a.parts[p];
-        lse[p] = p < a.num_parts ? part.lse[b * part.lse_stride[0] + token * part.lse_stride[1] + head * part.lse_stride[2]] : negative_infinity();
+        lse[p] = p < a.num_parts
+                     ? part.lse[b * part.lse_stride[0] + token * part.lse_stride[1] + head * part.lse_stride[2]]
+                     : negative_infinity();
         best = max(best, lse[p]);
     }
     float x[8] = {}, total = 0.f;
@@ -41,7 +45,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_partials(const __gri
         if (lse[p] == negative_infinity()) continue;
         const Partial& part = a.parts[p];
         const float weight = exp2_approx((lse[p] - best) * LOG2E);
-        const uint4 w = *reinterpret_cast<const uint4*>(part.out + b * part.stride[0] + token * part.stride[1] + head * part.stride[2] + channel);
+        const uint4 w = *reinterpret_cast<const uint4*>(part.out + b * part.stride[0] + token * part.stride[1] +
+                                                        head * part.stride[2] + channel);
         const u32 words[4] = {w.x, w.y, w.z, w.w};
         total += weight;
 #pragma unroll
@@ -49,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_partials(const __gri
     }
     const float inverse = total != 0.f ? 1.f / total : 0.f;  // NaN stays NaN
     *reinterpret_cast<uint4*>(a.out + row * HEAD_DIM + channel) = {
-        pack(x[0] * inverse, x[1] * inverse), pack(x[2] * inverse, x[3] * inverse), pack(x[4] * inverse, x[5] * inverse), pack(x[6] * inverse, x[7] * inverse)};
+        pack(x[0] * inverse, x[1] * inverse), pack(x[2] * inverse, x[3] * inverse),
+        pack(x[4] * inverse, x[5] * inverse), pack(x[6] * inverse, x[7] * inverse)};
     if (channel == 0) a.lse[row] = total != 0.f ? best + log2_approx(total) * LN2 : negative_infinity();
 }

@@ -1,4 +1,5 @@
-// Where a step's tokens go besides their pages, and what its rows read: reference/place.py says what. One block, a few integers for each token and row.
+// Where a step's tokens go besides their pages, and what its rows read: reference/place.py says what. One block, a few
+// integers for each token and row.
 #include "ptx.cuh"
 
 struct Args {
@@ -24,7 +25,8 @@ struct Args {
 
 /// A token of the step.
 struct Token {
-    int row, at, page, newest;                   // place in its page, the page's number in its row, that of the row's newest
+    // place in its page, the page's number in its row, that of the row's newest
+    int row, at, page, newest;
     i64 block;
     bool stored;
 
@@ -48,23 +50,27 @@ struct Token {
         return a.rings[row] * (a.newest + a.first) + (is_first(a) ? a.newest : page % a.newest);
     }
     DEVICE bool kept(const Args& a) const {
-        return stored && block > 0 && (is_first(a) || page > newest - a.newest) && a.rings[row] >= 0 && own_copy(a) < a.num_copies;
+        return stored && block > 0 && (is_first(a) || page > newest - a.newest) && a.rings[row] >= 0 &&
+               own_copy(a) < a.num_copies;
     }
 };
 
 /// What a row reads from where.
 DEVICE void read(const Args& a, int b) {
     const int length = a.seq_lens[b], *blocks = a.table + b * a.table_stride;
-    const int pages = (length + a.page_size - 1) / a.page_size, newest = (pages < a.table_width ? pages : a.table_width) - 1;
+    const int pages = (length + a.page_size - 1) / a.page_size,
+              newest = (pages < a.table_width ? pages : a.table_width) - 1;
     const int head = a.first && length > 0 ? a.copy_of(blocks[0]) : -1, skipped = head >= 0;
     int begin = newest + 1, least = newest + 1 - a.newest;
     least = least > a.first ? least : a.first;
     while (begin > least && a.copy_of(blocks[begin - 1]) >= 0) --begin;
-    for (int i = 0; i < a.newest; ++i) a.tail_table[b * a.newest + i] = begin + i <= newest ? a.copy_of(blocks[begin + i]) : 0;
+    for (int i = 0; i < a.newest; ++i)
+        a.tail_table[b * a.newest + i] = begin + i <= newest ? a.copy_of(blocks[begin + i]) : 0;
     const int from = begin * a.page_size, packed = (length < from ? length : from) - skipped * a.page_size;
     a.head[b] = skipped * (length < a.page_size ? length : a.page_size), a.head_table[b] = skipped ? head : 0;
     a.tail[b] = length > from ? length - from : 0, a.tail[a.room + b] = from;
-    a.packed[b] = packed > 0 ? packed : 0, a.packed[a.room + b] = skipped * a.page_size, a.packed[2 * a.room + b] = skipped;
+    a.packed[b] = packed > 0 ? packed : 0, a.packed[a.room + b] = skipped * a.page_size,
+    a.packed[2 * a.room + b] = skipped;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) place(const __grid_constant__ Args a) {
@@ -88,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) place(const __grid_constan
             if (token.stored && token.at == 0 && token.page > 0) {
                 before = a.table[token.row * a.table_stride + token.page - 1];
                 const bool inside = before >= 0 && before < a.num_blocks;
-                if (inside && t == a.starts[token.row] && a.stamps[before] == a.step) before = -1;  // written by another row just now
+                // written by another row just now
+                if (inside && t == a.starts[token.row] && a.stamps[before] == a.step) before = -1;
             }
             a.previous[t] = before;
         }

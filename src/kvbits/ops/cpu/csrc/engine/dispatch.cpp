@@ -20,10 +20,12 @@ namespace {
 struct Machine {
   bool avx2 = false, avx512 = false;
 
-  /// Asks the processor itself: to `__builtin_cpu_supports` Zig's runtime answers no on every machine, and its wheels took generic code.
+  /// Asks the processor itself: to `__builtin_cpu_supports` Zig's runtime answers no on every machine, and its wheels
+  /// took generic code.
   Machine() {
     unsigned a, b, c, d, saved, upper;
-    const unsigned base = bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C, wide = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+    const unsigned base = bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C,
+                   wide = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
     if (!__get_cpuid(1, &a, &b, &c, &d) || (c & base) != base || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
     asm volatile("xgetbv" : "=a"(saved), "=d"(upper) : "c"(0));  // which registers the system saves
     avx2 = (b & bit_AVX2) && (saved & 0x06) == 0x06;
@@ -53,11 +55,13 @@ bool is_width(int bits) { return bits >= 0 && bits <= 8 && bits != 7; }
 
 int32_t check_bands(const kvbits_tensor& t, bool is_key, int head_dim) {
   if (t.format != FORMAT_BANDED) return t.bands || t.from_basis || t.inv_freq || t.hadamard ? KVBITS_BAD_FORMAT : 0;
-  if (!t.bands || (t.from_basis != nullptr) != (t.inv_freq != nullptr) || t.scale_dtype != FLOAT8_E5M3 || t.static_scale || t.per_channel)
+  if (!t.bands || (t.from_basis != nullptr) != (t.inv_freq != nullptr) || t.scale_dtype != FLOAT8_E5M3 ||
+      t.static_scale || t.per_channel)
     return KVBITS_BAD_FORMAT;
   if (t.group_size != head_dim || (!is_key && t.from_basis)) return KVBITS_BAD_FORMAT;
   for (int i = 0; i < (head_dim + BAND - 1) / BAND; i++)
-    if (!is_width(t.bands[i]) || (!is_key && (t.bands[i] != t.bands[0] || t.bands[i] < 2 || t.bands[i] > 4))) return KVBITS_BAD_BANDS;
+    if (!is_width(t.bands[i]) || (!is_key && (t.bands[i] != t.bands[0] || t.bands[i] < 2 || t.bands[i] > 4)))
+      return KVBITS_BAD_BANDS;
   return 0;
 }
 
@@ -69,7 +73,8 @@ int32_t check_tensor(const kvbits_tensor& t, bool is_key, const kvbits_store& s,
   if (const int32_t bad = check_bands(t, is_key, head_dim)) return bad;
   if (!t.static_scale && t.scale_offset < 0) return KVBITS_BAD_FORMAT;
   if (t.per_channel || t.static_scale) return 0;
-  if (t.group_size < 4 || t.group_size % 4 || head_dim % t.group_size || head_dim / t.group_size > MAX_GROUPS) return KVBITS_BAD_GROUP;
+  if (t.group_size < 4 || t.group_size % 4 || head_dim % t.group_size || head_dim / t.group_size > MAX_GROUPS)
+    return KVBITS_BAD_GROUP;
   return 0;
 }
 
@@ -115,16 +120,19 @@ void kvbits_use_openmp(void* parallel) { pool_use_openmp(parallel); }
 
 const char* kvbits_error(int32_t code) {
   switch (code) {
-    case KVBITS_BAD_FORMAT: return "a store names no number format that has kernels, or has neither stored nor static scales, or lacks its rotary frequencies";
+    case KVBITS_BAD_FORMAT:
+      return "a store names no number format that has kernels, or has neither stored nor static scales, or lacks its rotary frequencies";
     case KVBITS_BAD_BANDS: return "bands of keys have 0 to 6 or 8 bits, those of values the same 2, 3 or 4";
     case KVBITS_BAD_PAGE_SIZE: return "page_size must be a multiple of 32 where anything is quantized";
     case KVBITS_BAD_GROUP: return "group_size must be a multiple of 4 that divides head_dim into at most 32 groups";
     case KVBITS_BAD_HEAD_DIM: return "head_dim must be a multiple of 8 and at most 512";
     case KVBITS_BAD_HEADS: return "the number of query heads must be a multiple (at most 64) of the number of kv heads";
-    case KVBITS_BAD_TABLE: return "a page table's indptr must rise from 0 to its number of entries, and starts must not be negative";
+    case KVBITS_BAD_TABLE:
+      return "a page table's indptr must rise from 0 to its number of entries, and starts must not be negative";
     case KVBITS_BAD_PAGE_ID: return "a page table names a page that its store does not have";
     case KVBITS_BAD_LENGTH: return "a page table's lengths must lie between 1 and page_size";
-    case KVBITS_BAD_RUN: return "a run of fresh tokens leads out of the tensors or pages, or the pages are neither raw ones of the same type nor token-local";
+    case KVBITS_BAD_RUN:
+      return "a run of fresh tokens leads out of the tensors or pages, or the pages are neither raw ones of the same type nor token-local";
     case KVBITS_NO_TIER: return "KVBITS_CPU_TIER names an instruction set that this machine or build does not have";
     case KVBITS_NO_MEMORY: return "out of memory for the kernels' scratch buffers";
     default: return "unknown error";

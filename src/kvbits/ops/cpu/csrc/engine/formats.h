@@ -14,11 +14,15 @@ constexpr bool is_banded(int format) { return number_format(format).levels == BA
 constexpr bool is_float(int format) { return number_format(format).exponent_bits > 0; }
 constexpr int code_bits(int format) { return number_format(format).bits0 + number_format(format).bits1; }
 constexpr int num_planes(int format) { return number_format(format).bits1 ? 2 : 1; }
-constexpr int plane_bits(int format, int plane) { return plane ? number_format(format).bits1 : number_format(format).bits0; }
+constexpr int plane_bits(int format, int plane) {
+  return plane ? number_format(format).bits1 : number_format(format).bits0;
+}
 constexpr int exponent_bias(int format) { return (1 << number_format(format).exponent_bits) / 2 - 1; }
 
 // Plain integers of a width that banded values have, -1 where there are none of 2 to 4 bits.
-constexpr int integers_of_bits(int bits) { return bits == 2 ? FORMAT_INT2 : bits == 3 ? FORMAT_INT3 : bits == 4 ? FORMAT_INT4 : -1; }
+constexpr int integers_of_bits(int bits) {
+  return bits == 2 ? FORMAT_INT2 : bits == 3 ? FORMAT_INT3 : bits == 4 ? FORMAT_INT4 : -1;
+}
 
 INLINE float float_bits(int bits) {
   float x;

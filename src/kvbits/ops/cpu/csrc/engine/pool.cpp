@@ -113,8 +113,8 @@ std::mutex create;
 std::atomic<Pool*> pool{nullptr};
 std::atomic<bool> forked{false};
 
-// Threads do not survive a fork, and GNU OpenMP would wait for its lost ones: the child leaves the old pool and its locks behind
-// and works on one thread.
+// Threads do not survive a fork, and GNU OpenMP would wait for its lost ones: the child leaves the old pool and its
+// locks behind and works on one thread.
 void forget() {
   forked.store(true);
   openmp_parallel.store(nullptr);

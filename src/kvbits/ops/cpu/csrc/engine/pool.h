@@ -1,5 +1,5 @@
-// Dynamic items on torch's OpenMP threads: they keep spinning for milliseconds after every torch op, and other threads would have to
-// share their cores. Where torch has none, and in a forked child, all items run on the calling thread.
+// Dynamic items on torch's OpenMP threads: they keep spinning for milliseconds after every torch op, and other threads
+// would have to share their cores. Where torch has none, and in a forked child, all items run on the calling thread.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

@@ -1,6 +1,7 @@
-// Tokens of one kv head to scales, codes and stored bytes, in one pass over their raw rows: all tokens of a page that closes, or some of a token-local page,
-// whose bytes are their own. The definition is src/kvbits/quant/qparams.py and packing.py; scales and integer codes match it bit for bit, so this
-// is compiled without fused multiply-add (x * (1 / scale) must be rounded before it is rounded to a code).
+// Tokens of one kv head to scales, codes and stored bytes, in one pass over their raw rows: all tokens of a page that
+// closes, or some of a token-local page, whose bytes are their own. The definition is src/kvbits/quant/qparams.py and
+// packing.py; scales and integer codes match it bit for bit, so this is compiled without fused multiply-add (x * (1 /
+// scale) must be rounded before it is rounded to a code).
 #pragma once
 #include <stdint.h>
 

@@ -3,7 +3,8 @@
 #include "banded_queries.cuh"
 #include "packed_codes.cuh"
 
-constexpr bool FOLD = FOLDED;            // at most four query columns: the other four of a matrix instruction are of the lower bytes, or of other channels
+// at most four query columns: the other four of a matrix instruction are of the lower bytes, or of other channels
+constexpr bool FOLD = FOLDED;
 
 /// Where a warp is among the tiles, and what both kinds of operands have in common.
 struct BandedFrames {
@@ -49,10 +50,14 @@ struct BandedFrames {
     }
     /// What offsets add to the scores of the chunk's page, for the lane's columns 2c, 2c + 1.
     DEVICE void of_page(float (&result)[2], const Chunk& chunk, int rows, int columns, int c) const {
-        for (int e = 0; e < 2; ++e) result[e] = tile->offsets[chunk.page_position % FRAME / MEAN_STEP][rows + (2 * c + e & (columns - 1))];
+        for (int e = 0; e < 2; ++e)
+            result[e] = tile->offsets[chunk.page_position % FRAME / MEAN_STEP][rows + (2 * c + e & (columns - 1))];
     }
-    /// Of a chunk that begins at position 0 the tile's row of column 0 and the number of columns, less 1, in one number; else -1.
-    static DEVICE int first_of(const Chunk& chunk, int rows, int columns) { return chunk.position ? -1 : rows * 8 + columns - 1; }
+    /// Of a chunk that begins at position 0 the tile's row of column 0 and the number of columns, less 1, in one
+    /// number; else -1.
+    static DEVICE int first_of(const Chunk& chunk, int rows, int columns) {
+        return chunk.position ? -1 : rows * 8 + columns - 1;
+    }
     /// What is added to the score of position 0 besides, for the column that is `column` of the lane's instruction.
     DEVICE float of_first(int first, int column) const {
         const int row = first / 8 + (column & first & 7);
@@ -76,7 +81,8 @@ struct BandedKeys : BandedFrames {
     /// f(what scores of the chunk's page are made of).
     template <class F>
     DEVICE void with_page(const Args& a, const Chunk& chunk, int lane, F f) {
-        const int g = lane / 4, c = lane % 4, columns = a.query_columns, rows = rows_of(a, chunk.page_position, lane), row = rows + (g & (columns - 1));
+        const int g = lane / 4, c = lane % 4, columns = a.query_columns, rows = rows_of(a, chunk.page_position, lane),
+                  row = rows + (g & (columns - 1));
         Of page = {&tile->steps[0][row][c], {}, tile->unit * power_of_two(24), {}, 0};
         of_page(page.constant, chunk, rows, columns, c);
         page.first = first_of(chunk, rows, columns);
@@ -85,7 +91,8 @@ struct BandedKeys : BandedFrames {
     }
 
     /// Exponents relative to the softmax reference, or with a softcap the arguments of tanh.
-    DEVICE void scores(float (&s)[TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, int t, const Of& page, int g, int c) const {
+    DEVICE void scores(float (&s)[TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, int t,
+                       const Of& page, int g, int c) const {
         float acc[UNITS][2][4];
         multiply<8>(acc, slot, page, 0, t, g, c);
         multiply<4>(acc, slot, page, BandPlane<8>::STEPS, t, g, c);
@@ -97,7 +104,8 @@ struct BandedKeys : BandedFrames {
             load_scales4<K_SCALE_TYPE>(scale, slot + K_SCALE_OFFSET, (t * UNITS + u) * 32 + 4 * g);
             for (int j = 0; j < 4; ++j)
                 for (int e = 0; e < 2; ++e)
-                    s[4 * u + j][0][e] = acc[u][j / 2][j % 2 * 2 + e] * (scale[j] * page.factor) + (SOFTCAP ? page.constant[e] : page.constant[e] - softmax.reference[0][e]);
+                    s[4 * u + j][0][e] = acc[u][j / 2][j % 2 * 2 + e] * (scale[j] * page.factor) +
+                                         (SOFTCAP ? page.constant[e] : page.constant[e] - softmax.reference[0][e]);
         }
         if (page.first >= 0 && t == 0 && g == 0)
             for (int e = 0; e < 2; ++e) s[0][0][e] += of_first(page.first, 2 * c + e);
@@ -108,12 +116,15 @@ struct BandedKeys : BandedFrames {
     static DEVICE u32 odd(u32 w, u32 field) { return BITS == 8 ? permute_bytes(w, 0, 0x4341) : w >> 8 & field; }
     /// Adds the products of a plane's fields to the first step's, which begin at `start`.
     template <int BITS>
-    static DEVICE void multiply(float (&acc)[UNITS][2][4], const unsigned char* slot, const Of& page, int first_step, int t, int g, int c) {
+    static DEVICE void multiply(float (&acc)[UNITS][2][4], const unsigned char* slot, const Of& page, int first_step,
+                                int t, int g, int c) {
         using P = BandPlane<BITS>;
 #pragma unroll
         for (int load = 0; load < P::LOADS; ++load) {
-            const u32 mask = ((1u << BITS) - 1) * 0x00010001u << P::first_field(load, c) * BITS;  // of the lane's first field
-            const unsigned char* at = slot + P::OFFSET + ((2 * t * UNITS + g / 4) * P::WORDS + P::word(load, c)) * 64 + g % 4 * 16;
+            // of the lane's first field
+            const u32 mask = ((1u << BITS) - 1) * 0x00010001u << P::first_field(load, c) * BITS;
+            const unsigned char* at =
+                slot + P::OFFSET + ((2 * t * UNITS + g / 4) * P::WORDS + P::word(load, c)) * 64 + g % 4 * 16;
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
                 const uint4 w = *reinterpret_cast<const uint4*>(at + 2 * u * P::WORDS * 64);
@@ -125,8 +136,11 @@ struct BandedKeys : BandedFrames {
                     const u32 x[2] = {w.x, w.z}, y[2] = {w.y, w.w};
                     for (int half = 0; half < 2; ++half) {
                         float(&sum)[4] = acc[u][half];
-                        const u32 a0 = even(x[half], field), a1 = even(y[half], field), a2 = odd<BITS>(x[half], field), a3 = odd<BITS>(y[half], field);
-                        if (step == 0) mma_f16(sum, a0, a1, a2, a3, b.x, b.y, page.start[0], page.start[1], page.start[0], page.start[1]);
+                        const u32 a0 = even(x[half], field), a1 = even(y[half], field), a2 = odd<BITS>(x[half], field),
+                                  a3 = odd<BITS>(y[half], field);
+                        if (step == 0)
+                            mma_f16(sum, a0, a1, a2, a3, b.x, b.y, page.start[0], page.start[1], page.start[0],
+                                    page.start[1]);
                         else mma_f16(sum, a0, a1, a2, a3, b.x, b.y);
                     }
                 }
@@ -144,8 +158,9 @@ DEVICE int byte_token(int i, int g, int c) { return 4 * g + c / 2 * 2 + i; }
 template <class T>
 DEVICE T of_half(T first, T second, int c) { return c < 2 ? first : second; }
 
-/// Bytes: those of codes and the two of a query's numbers. Lanes c < 2 have sums of the upper ones, lanes c + 2 of the lower ones of the same columns (FOLD); of each
-/// four tokens the first ones come to have the scores of two, the others of the other two.
+/// Bytes: those of codes and the two of a query's numbers. Lanes c < 2 have sums of the upper ones, lanes c + 2 of the
+/// lower ones of the same columns (FOLD); of each four tokens the first ones come to have the scores of two, the others
+/// of the other two.
 struct ByteKeys : BandedFrames {
     using Sums = int[UNITS][2][4];
     static constexpr int MOST = BandPlane<8>::MOST + BandPlane<4>::MOST + BandPlane<2>::MOST + BandPlane<1>::MOST;
@@ -154,7 +169,9 @@ struct ByteKeys : BandedFrames {
     /// What the scores of a page's tokens are made of.
     struct Of {
         const u32* steps;        // of this lane, of the first of the key planes' steps
-        float factor[2], other[2];  // of this lane's sums and of those of lane c + 2 or c - 2 -> exponent of 2 (or, with a softcap, argument of tanh)
+        // of this lane's sums and of those of lane c + 2 or c - 2 -> exponent of 2 (or, with a softcap, argument of
+        // tanh)
+        float factor[2], other[2];
         float start[2];          // added to such sums before a token's scale is multiplied
         float constant[2];       // added to every score
         int first;               // see first_of
@@ -165,7 +182,8 @@ struct ByteKeys : BandedFrames {
     /// f(what scores of the chunk's page are made of).
     template <class F>
     DEVICE void with_page(const Args& a, const Chunk& chunk, int lane, F f) {
-        const int g = lane / 4, c = lane % 4, columns = a.query_columns, rows = rows_of(a, chunk.page_position, lane), row = rows + (g & (columns - 1));
+        const int g = lane / 4, c = lane % 4, columns = a.query_columns, rows = rows_of(a, chunk.page_position, lane),
+                  row = rows + (g & (columns - 1));
         Of page = {reinterpret_cast<const u32*>(&tile->steps[0][row][c]) + g / 4};
         of_page(page.constant, chunk, rows, columns, c);
         page.first = first_of(chunk, rows, columns);
@@ -179,7 +197,8 @@ struct ByteKeys : BandedFrames {
     }
 
     /// Exponents relative to the softmax reference, or with a softcap the arguments of tanh.
-    DEVICE void scores(float (&s)[BYTE_TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, int t, const Of& page, int g, int c) const {
+    DEVICE void scores(float (&s)[BYTE_TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, int t,
+                       const Of& page, int g, int c) const {
         Sums sums;
         Codes waiting[UNITS];
         multiply<8>(sums, waiting, slot, page, 0, t, g, c);
@@ -197,8 +216,11 @@ struct ByteKeys : BandedFrames {
             for (int i = 0; i < 2; ++i)
                 for (int e = 0; e < 2; ++e) {
                     const int first = sums[u][0][2 * i + e], second = sums[u][1][2 * i + e];
-                    const float own = of_whole(of_half(first, second, c)), other = of_whole(__shfl_xor_sync(ALL_LANES, of_half(second, first, c), 2));
-                    s[2 * u + i][0][e] = (own * page.factor[e] + (other * page.other[e] + page.start[e])) * of_half(scale[i], scale[2 + i], c) + base[e];
+                    const float own = of_whole(of_half(first, second, c)),
+                                other = of_whole(__shfl_xor_sync(ALL_LANES, of_half(second, first, c), 2));
+                    s[2 * u + i][0][e] = (own * page.factor[e] + (other * page.other[e] + page.start[e])) *
+                                             of_half(scale[i], scale[2 + i], c) +
+                                         base[e];
                 }
         }
         if (page.first >= 0 && t == 0 && g == 0 && c < 2)
@@ -206,19 +228,23 @@ struct ByteKeys : BandedFrames {
     }
     /// Adds the products of a plane's steps.
     template <int BITS>
-    static DEVICE void multiply(Sums& sums, Codes (&waiting)[UNITS], const unsigned char* slot, const Of& page, int first_step, int t, int g, int c) {
+    static DEVICE void multiply(Sums& sums, Codes (&waiting)[UNITS], const unsigned char* slot, const Of& page,
+                                int first_step, int t, int g, int c) {
         using P = BandPlane<BITS>;
 #pragma unroll
         for (int load = 0; load < P::LOADS; ++load) {
-            const unsigned char* at = slot + P::OFFSET + ((2 * t * UNITS + g / 4) * P::WORDS + P::word(load, c)) * 64 + g % 4 * 16;
+            const unsigned char* at =
+                slot + P::OFFSET + ((2 * t * UNITS + g / 4) * P::WORDS + P::word(load, c)) * 64 + g % 4 * 16;
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
                 const uint4 w = *reinterpret_cast<const uint4*>(at + 2 * u * P::WORDS * 64);
 #pragma unroll
                 for (int j = 0; j < P::steps(load); ++j) {
-                    const int step = first_step + P::steps_before(load) + j, down = BITS * P::first_field(load, c) + P::down(j);
+                    const int step = first_step + P::steps_before(load) + j,
+                              down = BITS * P::first_field(load, c) + P::down(j);
                     const u32 field = ((1u << BITS) - 1) * 0x01010101u << P::exponent(j);
-                    const Codes codes = {w.x >> down & field, w.y >> down & field, w.z >> down & field, w.w >> down & field};
+                    const Codes codes = {w.x >> down & field, w.y >> down & field, w.z >> down & field,
+                                         w.w >> down & field};
                     if (step % 2) add(sums[u], waiting[u], codes, page, step - 1);
                     else waiting[u] = codes;
                 }
@@ -230,7 +256,8 @@ struct ByteKeys : BandedFrames {
 #pragma unroll
         for (int rows = 0; rows < 2; ++rows) {
             const u32 x0 = x.of[2 * rows], x1 = x.of[2 * rows + 1], y0 = y.of[2 * rows], y1 = y.of[2 * rows + 1];
-            if (step == 0) mma_bytes<true>(sums[rows], x0, x1, y0, y1, b0, b1, WHOLE_BITS, WHOLE_BITS, WHOLE_BITS, WHOLE_BITS);
+            if (step == 0)
+                mma_bytes<true>(sums[rows], x0, x1, y0, y1, b0, b1, WHOLE_BITS, WHOLE_BITS, WHOLE_BITS, WHOLE_BITS);
             else mma_bytes<true>(sums[rows], x0, x1, y0, y1, b0, b1);
         }
     }

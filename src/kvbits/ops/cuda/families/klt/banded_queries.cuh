@@ -1,13 +1,16 @@
 // Queries transformed into the keys' calibrated basis (docs/reference/formats.md, "Banded codes"):
 //
-//   q' = (q turned back by the frame's position) A^-T        one for every column and frame of FRAME positions, with A^-1 of part.k_inverse
+//   q' = (q turned back by the frame's position) A^-T        one for every column and frame of FRAME positions, with
+//   A^-1 of part.k_inverse
 //
-// MAKERS warps of a block make them, 16 rows (columns of one frame or of several) at a time, a few tiles ahead of the warps that attend; nothing of it leaves
-// shared memory. A^-1 is float16 numbers; turned queries are two of them, the second what the first leaves, so that queries which are large in a
-// direction that the basis takes out lose nothing. Results are stored as operands of the key planes: a code is the sum of its
-// planes' fields, each times 2**shift, so a key is several narrow tensors whose scores add, and plane by plane the walk knows no bands.
-// For up to four query columns (BYTES) operands are whole numbers of 16 bits, at most FULL for the largest number of a row, in two bytes: the upper one rounded to
-// the nearest, so that the lower has a sign, too. For more they are float16 numbers: bytes would take as many matrix instructions (log-gpu.md, 2026-11-23).
+// MAKERS warps of a block make them, 16 rows (columns of one frame or of several) at a time, a few tiles ahead of the
+// warps that attend; nothing of it leaves shared memory. A^-1 is float16 numbers; turned queries are two of them, the
+// second what the first leaves, so that queries which are large in a direction that the basis takes out lose nothing.
+// Results are stored as operands of the key planes: a code is the sum of its planes' fields, each times 2**shift, so a
+// key is several narrow tensors whose scores add, and plane by plane the walk knows no bands. For up to four query
+// columns (BYTES) operands are whole numbers of 16 bits, at most FULL for the largest number of a row, in two bytes:
+// the upper one rounded to the nearest, so that the lower has a sign, too. For more they are float16 numbers: bytes
+// would take as many matrix instructions (log-gpu.md, 2026-11-23).
 #pragma once
 #include "columns.cuh"
 #include "turn.cuh"
@@ -44,12 +47,16 @@ struct Bands {
     }
 };
 
-/// A plane of keys. A step is 16 channels: of each lane c those of one field of a word's four bytes. Words of a row are taken four at a time,
-/// one by each lane; of two that are left two lanes take the same word, and of one all four: each of them other fields.
+/// A plane of keys. A step is 16 channels: of each lane c those of one field of a word's four bytes. Words of a row are
+/// taken four at a time, one by each lane; of two that are left two lanes take the same word, and of one all four: each
+/// of them other fields.
 template <int BITS_>
 struct BandPlane {
     static constexpr int BITS = BITS_, CHANNELS = BAND * Bands::with(BITS), FIELDS = 8 / BITS;
-    static constexpr int OFFSET = BITS == 8 ? K_PLANE8_OFFSET : BITS == 4 ? K_PLANE4_OFFSET : BITS == 2 ? K_PLANE2_OFFSET : K_PLANE1_OFFSET;
+    static constexpr int OFFSET = BITS == 8   ? K_PLANE8_OFFSET
+                                  : BITS == 4 ? K_PLANE4_OFFSET
+                                  : BITS == 2 ? K_PLANE2_OFFSET
+                                              : K_PLANE1_OFFSET;
     static constexpr int ROW = (CHANNELS * BITS + 31) / 32 * 4, WORDS = ROW / 4;  // of one token
     static constexpr int LOADS = WORDS / 4 + WORDS % 4 / 2 + WORDS % 2;
     static_assert(D % BAND == 0 && FIELDS * (WORDS % 2) % 4 == 0, "whole bands fill whole words");
@@ -58,22 +65,27 @@ struct BandPlane {
     static constexpr int first_word(int load) { return load <= WORDS / 4 ? 4 * load : WORDS / 4 * 4 + 2; }
     /// Steps of a load, and of those before it.
     static constexpr int steps(int load) { return FIELDS * words(load) / 4; }
-    static constexpr int steps_before(int load) { return load <= WORDS / 4 ? FIELDS * load : FIELDS * (WORDS / 4) + FIELDS / 2; }
+    static constexpr int steps_before(int load) {
+        return load <= WORDS / 4 ? FIELDS * load : FIELDS * (WORDS / 4) + FIELDS / 2;
+    }
     static constexpr int STEPS = CHANNELS ? steps_before(LOADS - 1) + steps(LOADS - 1) : 0;
     /// Where a lane's word of a load is, and the first of its fields.
     static DEVICE int word(int load, int c) { return first_word(load) + c % words(load); }
     static DEVICE int first_field(int load, int c) { return c / words(load) * steps(load); }
-    /// As bytes a step's field is masked out of the word once that has moved down to the load's first field, and further by whole fours of bits: it is the code
-    /// times 2**exponent.
+    /// As bytes a step's field is masked out of the word once that has moved down to the load's first field, and
+    /// further by whole fours of bits: it is the code times 2**exponent.
     static constexpr int down(int j) { return BITS * j / 4 * 4; }
     static constexpr int exponent(int j) { return BITS * j % 4; }
-    static constexpr int MOST = CHANNELS * (BITS == 8 ? 255 : BITS == 4 ? 15 : BITS == 2 ? 12 : 8);  // that its bytes sum up to
+    // that its bytes sum up to
+    static constexpr int MOST = CHANNELS * (BITS == 8 ? 255 : BITS == 4 ? 15 : BITS == 2 ? 12 : 8);
 };
-static_assert(KEY_STEPS == BandPlane<8>::STEPS + BandPlane<4>::STEPS + BandPlane<2>::STEPS + BandPlane<1>::STEPS, "family.py counts other steps");
+static_assert(KEY_STEPS == BandPlane<8>::STEPS + BandPlane<4>::STEPS + BandPlane<2>::STEPS + BandPlane<1>::STEPS,
+              "family.py counts other steps");
 
 DEVICE int frame_of(int position) { return position / FRAME; }
 
-/// A^-1 of a head as operands.py's basis_operands lays it out: 16 x 16 tiles as operands, what belongs to all, and what keys are stored less.
+/// A^-1 of a head as operands.py's basis_operands lays it out: 16 x 16 tiles as operands, what belongs to all, and what
+/// keys are stored less.
 struct InverseBasis {
     uint4 tiles[D / 16][D / 16][32];
     float unit, norm;            // what numbers are to be multiplied by; largest sum of a row's squares before that
@@ -83,26 +95,33 @@ struct InverseBasis {
 
 /// Rows of queries in the basis: column `row` % columns of frame `first` + `row` / columns.
 struct alignas(16) FrameTile {
-    static constexpr int ROWS = 16, FRAMES = FOLDED ? 16 : 2, STRIDE = D / 2 + 16;  // STRIDE: rows of four lanes with 16 bytes each meet no bank twice
+    // STRIDE: rows of four lanes with 16 bytes each meet no bank twice
+    static constexpr int ROWS = 16, FRAMES = FOLDED ? 16 : 2, STRIDE = D / 2 + 16;
     static constexpr float FULL = 32600.f;
     float start[ROWS];           // of each row minus the middle of the codes' ranges times q', with BYTES times `unit`
-    float factor[ROWS];          // BYTES: of sums of codes times `steps` -> exponents of 2 (or, with a softcap, arguments of tanh)
+    // BYTES: of sums of codes times `steps` -> exponents of 2 (or, with a softcap, arguments of tanh)
+    float factor[ROWS];
     float unit;                  // of products of q -> such exponents
     int first, last;             // frames
     int ends;                    // whether the segment's next frames are none
     float offsets[OFFSETS][ROWS];  // q' times what keys are stored less, times `unit`
-    u32 q[ROWS][STRIDE];         // pairs of channels; of four the second and third change places, as offsets are multiplied
-    uint2 steps[KEY_STEPS][ROWS][4];  // of a lane's four channels upper bytes, lower bytes; or float16 numbers, first and third, second and fourth
+    // pairs of channels; of four the second and third change places, as offsets are multiplied
+    u32 q[ROWS][STRIDE];
+    // of a lane's four channels upper bytes, lower bytes; or float16 numbers, first and third, second and fourth
+    uint2 steps[KEY_STEPS][ROWS][4];
 
     static DEVICE int place(int pair) { return pair / 4 * 4 + pair % 2 * 2 + pair / 2 % 2; }
 };
 /// What makers have in shared memory. Tile t of the block lies at t % FRAME_TILES.
 struct FrameRing {
-    static constexpr int KS = D / 16, HELD = KS <= 8;  // HELD: registers hold the matrix, and it is not loaded again for every tile
+    // HELD: registers hold the matrix, and it is not loaded again for every tile
+    static constexpr int KS = D / 16, HELD = KS <= 8;
     FrameTile tiles[FRAME_TILES];
     uint4 turned[KS][2][32];     // queries of a tile as operands: first numbers and second ones of each step
-    float2 turns[MAKERS][FrameTile::FRAMES][D / 2 / MAKERS];  // of each frame of a tile and the channel pairs of the maker's steps
-    float start[MAKERS][FrameTile::ROWS], largest[MAKERS][FrameTile::ROWS];  // sums and largest numbers of a maker's channels
+    // of each frame of a tile and the channel pairs of the maker's steps
+    float2 turns[MAKERS][FrameTile::FRAMES][D / 2 / MAKERS];
+    // sums and largest numbers of a maker's channels
+    float start[MAKERS][FrameTile::ROWS], largest[MAKERS][FrameTile::ROWS];
     u64 full[FRAME_TILES], empty[FRAME_TILES];
     u32 next[WARPS];             // tile of a warp's next segment
 
@@ -124,7 +143,8 @@ struct FrameRing {
 /// One unit's queries: those of a lane's row, which are of column g % columns in every frame.
 struct UnitQueries {
     static constexpr int KS = D / 16, OWNED = KS / MAKERS;
-    float2 q[OWNED][2];          // of the maker's steps: channels (8 i + 2 c, + 1) and D / 2 further on, times a power of two
+    // of the maker's steps: channels (8 i + 2 c, + 1) and D / 2 further on, times a power of two
+    float2 q[OWNED][2];
     float unit, multiplier;
 
     DEVICE UnitQueries(const Args& a, Unit u, const InverseBasis& inverse, int columns, int maker, int lane) {
@@ -133,7 +153,8 @@ struct UnitQueries {
         const u16* row = static_cast<const u16*>(a.q) + q_offset(a, u, inside ? index : 0) + 2 * c;
         u32 words[KS][2];
 #pragma unroll
-        for (int i = 0; i < 2 * KS; ++i) words[i / 2][i % 2] = *reinterpret_cast<const u32*>(row + i % 2 * (D / 2) + i / 2 * 8);
+        for (int i = 0; i < 2 * KS; ++i)
+            words[i / 2][i % 2] = *reinterpret_cast<const u32*>(row + i % 2 * (D / 2) + i / 2 * 8);
         const bool real = inside && position_of(a, u, g % columns) >= 0;
         float largest = 0.f, sum = 0.f;
         bool finite = true;
@@ -186,7 +207,8 @@ struct UnitQueries {
     }
 };
 
-/// Every MAKERS-th of the key planes' operands: where a lane's four channels of each are in a row of a tile, and their factor.
+/// Every MAKERS-th of the key planes' operands: where a lane's four channels of each are in a row of a tile, and their
+/// factor.
 struct Steps {
     static constexpr int COUNT = (KEY_STEPS + MAKERS - 1) / MAKERS;
     int place[COUNT];
@@ -208,10 +230,13 @@ struct Steps {
             for (int j = 0; j < P::steps(load); ++j) {
                 const int step = first_step + P::steps_before(load) + j;
                 if (step % MAKERS != maker) continue;
-                const int field = P::first_field(load, c) + j, channel = field * P::ROW + 4 * P::word(load, c);  // the first among the plane's
-                const int band = int(LIST >> (channel / BAND * 4 & 63)) & 15, shift = int(Bands::WIDTHS >> 4 * band & (BITS - 1));
+                // the first among the plane's
+                const int field = P::first_field(load, c) + j, channel = field * P::ROW + 4 * P::word(load, c);
+                const int band = int(LIST >> (channel / BAND * 4 & 63)) & 15,
+                          shift = int(Bands::WIDTHS >> 4 * band & (BITS - 1));
                 place[step / MAKERS] = FrameTile::place((band * BAND + channel % BAND) / 2);
-                factor[step / MAKERS] = channel < P::CHANNELS ? power_of_two(shift - (BYTES ? P::exponent(j) : BITS * field)) : 0.f;
+                factor[step / MAKERS] =
+                    channel < P::CHANNELS ? power_of_two(shift - (BYTES ? P::exponent(j) : BITS * field)) : 0.f;
             }
     }
     /// multiplier: of numbers of rows g and g + 8.
@@ -230,7 +255,8 @@ struct Steps {
                     continue;
                 }
                 const float times = factor[i] * multiplier[half];
-                const u32 n[4] = {whole(low_f16(x) * times), whole(high_f16(x) * times), whole(low_f16(y) * times), whole(high_f16(y) * times)};
+                const u32 n[4] = {whole(low_f16(x) * times), whole(high_f16(x) * times), whole(low_f16(y) * times),
+                                  whole(high_f16(y) * times)};
                 const u32 up[4] = {n[0] + 128, n[1] + 128, n[2] + 128, n[3] + 128};
                 to = {permute_bytes(permute_bytes(up[0], up[1], 0x0051), permute_bytes(up[2], up[3], 0x0051), 0x5410),
                       permute_bytes(permute_bytes(n[0], n[1], 0x0040), permute_bytes(n[2], n[3], 0x0040), 0x5410)};
@@ -240,7 +266,8 @@ struct Steps {
     static DEVICE u32 whole(float x) { return __float_as_uint(x + WHOLE); }
 };
 
-/// tile.offsets of the rows from 8 `half` on: offsets are the rows of one operand, queries the columns of the other, as 16 bytes of each lie.
+/// tile.offsets of the rows from 8 `half` on: offsets are the rows of one operand, queries the columns of the other, as
+/// 16 bytes of each lie.
 DEVICE void times_offsets(FrameTile& tile, const InverseBasis& inverse, float unit, int half, int g, int c) {
     float acc[4] = {};
 #pragma unroll 1
@@ -253,9 +280,11 @@ DEVICE void times_offsets(FrameTile& tile, const InverseBasis& inverse, float un
     for (int e = 0; e < 2 && g < OFFSETS; ++e) tile.offsets[g][8 * half + 2 * c + e] = acc[e] * unit;
 }
 
-/// What warp `maker` of MAKERS does. A maker holds OWNED row blocks of the matrix and turns the queries of as many steps back, for all of them.
+/// What warp `maker` of MAKERS does. A maker holds OWNED row blocks of the matrix and turns the queries of as many
+/// steps back, for all of them.
 DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
-    constexpr int KS = D / 16, OWNED = KS / MAKERS, HELD = FrameRing::HELD, AT_ONCE = HELD ? OWNED : 1, THREADS = MAKERS * 32;
+    constexpr int KS = D / 16, OWNED = KS / MAKERS, HELD = FrameRing::HELD, AT_ONCE = HELD ? OWNED : 1,
+                  THREADS = MAKERS * 32;
     constexpr int PAIRS = D / 2 / MAKERS, EACH = PAIRS > 32 ? PAIRS / 32 : 1;  // PAIRS: of channels, in a maker's steps
     static_assert(KS % MAKERS == 0 && BAND == 16, "makers have equal shares, and a row block of the matrix is a band");
     const int g = lane / 4, c = lane % 4, columns = a.query_columns, of_tile = FrameTile::ROWS / columns;
@@ -274,12 +303,15 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
         const InverseBasis& inverse = static_cast<const InverseBasis*>(part.k_inverse)[u.head];
         if (HELD) {
 #pragma unroll
-            for (int i = 0; i < OWNED * KS; ++i) held[i / KS][i % KS * HELD] = inverse.tiles[maker * OWNED + i / KS][i % KS][lane];
+            for (int i = 0; i < OWNED * KS; ++i)
+                held[i / KS][i % KS * HELD] = inverse.tiles[maker * OWNED + i / KS][i % KS][lane];
         }
-        for (int at = lane * 64; at < OFFSETS * D && maker < 2; at += 32 * 64) prefetch_l1(&inverse.offsets[0][at]);  // the first tile would wait for each line
+        // the first tile would wait for each line
+        for (int at = lane * 64; at < OFFSETS * D && maker < 2; at += 32 * 64) prefetch_l1(&inverse.offsets[0][at]);
         float2 turns[EACH];
         for (int k = 0; k < EACH; ++k) turns[k] = part.turns[maker * PAIRS + (lane + 32 * k) % PAIRS];
-        const int from = s.first_entry + s.first_chunk / CHUNKS_PER_PAGE, to = s.first_entry + (s.first_chunk + s.num_chunks - 1) / CHUNKS_PER_PAGE;
+        const int from = s.first_entry + s.first_chunk / CHUNKS_PER_PAGE,
+                  to = s.first_entry + (s.first_chunk + s.num_chunks - 1) / CHUNKS_PER_PAGE;
         const int start = frame_of(Page(a, s, from).tokens.x), last = frame_of(Page(a, s, to).tokens.x);
         wait_for_previous_kernel();
         const UnitQueries queries(a, u, inverse, columns, maker, lane);
@@ -288,11 +320,13 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
             float2* of_frames = &ring.turns[maker][0][0];
 #pragma unroll 1
             for (int at = lane; at < of_tile * PAIRS; at += 32 * EACH)
-                for (int k = 0; k < EACH; ++k) of_frames[at + 32 * k] = turn_of(-FRAME * min(first + (at + 32 * k) / PAIRS, last), turns[k]);
+                for (int k = 0; k < EACH; ++k)
+                    of_frames[at + 32 * k] = turn_of(-FRAME * min(first + (at + 32 * k) / PAIRS, last), turns[k]);
             __syncwarp();
             for (int i = 0; i < OWNED; ++i) {
                 const float2* of_row = of_frames + g / columns * PAIRS + 8 * i + 2 * c;
-                const float4 found[2] = {*reinterpret_cast<const float4*>(of_row), *reinterpret_cast<const float4*>(of_row + 8 / columns * PAIRS)};
+                const float4 found[2] = {*reinterpret_cast<const float4*>(of_row),
+                                         *reinterpret_cast<const float4*>(of_row + 8 / columns * PAIRS)};
                 uint4(&to)[2][32] = ring.turned[maker * OWNED + i];
                 queries.turn_back(to[0][lane], to[1][lane], found, i);
             }
@@ -320,21 +354,27 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
 #pragma unroll
                 for (int o = 0; o < AT_ONCE; ++o) {
                     const int band = maker * OWNED + block + o;
-                    const float middle = 0.5f * float((1 << int(Bands::WIDTHS >> 4 * band & 15)) - 1), highest = float(int(Bands::highest_list() >> 4 * band & 15));
+                    const float middle = 0.5f * float((1 << int(Bands::WIDTHS >> 4 * band & 15)) - 1),
+                                highest = float(int(Bands::highest_list() >> 4 * band & 15));
                     for (int n = 0; n < 2; ++n)
                         for (int half = 0; half < 2; ++half) {
-                            const u32 found = pack_f16(acc[o][n][2 * half] * queries.multiplier, acc[o][n][2 * half + 1] * queries.multiplier);
+                            const u32 found = pack_f16(acc[o][n][2 * half] * queries.multiplier,
+                                                       acc[o][n][2 * half + 1] * queries.multiplier);
                             tile.q[g + 8 * half][FrameTile::place(8 * band + 4 * n + c)] = found;
                             sums[half] += (low_f16(found) + high_f16(found)) * middle;
-                            if (BYTES) largest[half] = fmaxf(largest[half], fmaxf(fabsf(low_f16(found)), fabsf(high_f16(found))) * highest);
+                            if (BYTES)
+                                largest[half] = fmaxf(largest[half],
+                                                      fmaxf(fabsf(low_f16(found)), fabsf(high_f16(found))) * highest);
                         }
                 }
             }
             for (int half = 0; half < 2; ++half) {
                 sums[half] += __shfl_xor_sync(ALL_LANES, sums[half], 1);
                 sums[half] += __shfl_xor_sync(ALL_LANES, sums[half], 2);
-                for (int mask = 1; mask < 4 && BYTES; mask *= 2) largest[half] = fmaxf(largest[half], __shfl_xor_sync(ALL_LANES, largest[half], mask));
-                if (c == 0) ring.start[maker][g + 8 * half] = sums[half], ring.largest[maker][g + 8 * half] = largest[half];
+                for (int mask = 1; mask < 4 && BYTES; mask *= 2)
+                    largest[half] = fmaxf(largest[half], __shfl_xor_sync(ALL_LANES, largest[half], mask));
+                if (c == 0)
+                    ring.start[maker][g + 8 * half] = sums[half], ring.largest[maker][g + 8 * half] = largest[half];
             }
             sync_threads<2>(THREADS);
             float multiplier[2];
@@ -350,9 +390,13 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
                 for (int half = 0; half < 2; ++half) {
                     float sum = 0.f;
                     for (int m = 0; m < MAKERS; ++m) sum += ring.start[m][g + 8 * half];
-                    if (c == 0) tile.start[g + 8 * half] = BYTES ? -sum * unit : -sum, tile.factor[g + 8 * half] = largest[half] * (unit / FrameTile::FULL);
+                    if (c == 0)
+                        tile.start[g + 8 * half] = BYTES ? -sum * unit : -sum,
+                                           tile.factor[g + 8 * half] = largest[half] * (unit / FrameTile::FULL);
                 }
-                if (lane == 0) tile.unit = unit, tile.first = first, tile.last = min(first + of_tile - 1, last), tile.ends = first + of_tile > last;
+                if (lane == 0)
+                    tile.unit = unit, tile.first = first, tile.last = min(first + of_tile - 1, last),
+                    tile.ends = first + of_tile > last;
             }
             __syncwarp();
             if (lane == 0) barrier_arrive(shared_address(&ring.full[number % FRAME_TILES]));

@@ -1,6 +1,7 @@
-// One warp's walk over pages of banded codes for up to four query columns. Weights are multiplied with codes as bytes: those of a step's tokens, times their value
-// scales, are whole numbers of 16 bits over the largest of each column, in two bytes. Columns from 4 on are the lower ones; they are added when the packed
-// parts of a unit end, as sums of weights are, of which lanes c and c + 2 have different tokens.
+// One warp's walk over pages of banded codes for up to four query columns. Weights are multiplied with codes as bytes:
+// those of a step's tokens, times their value scales, are whole numbers of 16 bits over the largest of each column, in
+// two bytes. Columns from 4 on are the lower ones; they are added when the packed parts of a unit end, as sums of
+// weights are, of which lanes c and c + 2 have different tokens.
 #pragma once
 #include "banded_keys.cuh"
 #include "packed_walk.cuh"
@@ -17,19 +18,25 @@ struct ByteWeights {
         for (int e = 0; e < 2; ++e) {
             float largest = 1e-30f;
             for (int i = 0; i < BYTE_TOKENS; ++i) largest = fmaxf(largest, p[i][0][e]);
-            for (int mask = 2; mask < 32; mask *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, mask));
+            for (int mask = 2; mask < 32; mask *= 2)
+                largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, mask));
             multiplier[e] = FULL * reciprocal_approx(largest);
-            unit[e] = (largest * (power_of_two(-operand_exponent(INTEGER)) / FULL) + start[e] * 0.f) * (c >= 2 ? 1.f : 256.f);
+            unit[e] =
+                (largest * (power_of_two(-operand_exponent(INTEGER)) / FULL) + start[e] * 0.f) * (c >= 2 ? 1.f : 256.f);
         }
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
-            u32 n[2];            // of column g tokens (8c, 8c + 4), (8c + 1, 8c + 5); from 4 on of column g - 4 (8c + 2, 8c + 6), (8c + 3, 8c + 7)
+            // of column g tokens (8c, 8c + 4), (8c + 1, 8c + 5); from 4 on of column g - 4 (8c + 2, 8c + 6), (8c + 3,
+            // 8c + 7)
+            u32 n[2];
             for (int i = 0; i < 2; ++i) {
-                const float x = fmaf(p[2 * u + i][0][0], multiplier[0], WHOLE), y = fmaf(p[2 * u + i][0][1], multiplier[1], WHOLE);
+                const float x = fmaf(p[2 * u + i][0][0], multiplier[0], WHOLE),
+                            y = fmaf(p[2 * u + i][0][1], multiplier[1], WHOLE);
                 n[i] = transpose_8x8(permute_bytes(__float_as_uint(x), __float_as_uint(y), 0x5410));
             }
             constexpr u32 UPPER = 0x7351, LOWER = 0x6240;
-            const u32 own = permute_bytes(n[0], n[1], g < 4 ? UPPER : LOWER), other = __shfl_xor_sync(ALL_LANES, permute_bytes(n[0], n[1], g < 4 ? LOWER : UPPER), 16);
+            const u32 own = permute_bytes(n[0], n[1], g < 4 ? UPPER : LOWER),
+                      other = __shfl_xor_sync(ALL_LANES, permute_bytes(n[0], n[1], g < 4 ? LOWER : UPPER), 16);
             const bool first = (g < 4) != (c % 2);
             b[u][0] = first ? own : other, b[u][1] = first ? other : own;
         }
@@ -37,18 +44,23 @@ struct ByteWeights {
 };
 
 struct ByteValues : ValueSide {
-    static_assert(V_BITS1 == 0 && V_SCALE == SCALE_GROUP && V_GROUPS == 1 && V_FLOAT == INTEGER && !V_HAS_BIAS && !V_HAS_MEAN, "family.py refuses others");
+    static_assert(V_BITS1 == 0 && V_SCALE == SCALE_GROUP && V_GROUPS == 1 && V_FLOAT == INTEGER && !V_HAS_BIAS &&
+                      !V_HAS_MEAN,
+                  "family.py refuses others");
 
     /// Weights times value scales, 0 for hidden tokens.
     template <bool MASKED>
-    static DEVICE void scale(float (&p)[BYTE_TOKENS][NT][2], const unsigned char* slot, int t, int visible, int g, int c) {
+    static DEVICE void scale(float (&p)[BYTE_TOKENS][NT][2], const unsigned char* slot, int t, int visible, int g,
+                             int c) {
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
             float scales[4];
             const int unit = (t * UNITS + u) * 32;
             load_scales4<V_SCALE_TYPE>(scales, slot + V_SCALE_OFFSET, unit + 4 * g);
             for (int i = 0; i < 2; ++i)
-                for (int e = 0; e < 2; ++e) p[2 * u + i][0][e] *= MASKED && unit + byte_token(i, g, c) >= visible ? 0.f : of_half(scales[i], scales[2 + i], c);
+                for (int e = 0; e < 2; ++e)
+                    p[2 * u + i][0][e] *=
+                        MASKED && unit + byte_token(i, g, c) >= visible ? 0.f : of_half(scales[i], scales[2 + i], c);
         }
     }
     DEVICE void add(const ByteWeights& weights, const unsigned char* slot, int t, int g, int c) {
@@ -56,13 +68,16 @@ struct ByteValues : ValueSide {
         float middle[2];         // of the bytes: what they would give if all codes were the one that means 0
         int sum[4];
         for (int u = 0; u < UNITS; ++u)
-            if (u == 0) mma_bytes<false>(sum, ONES, ONES, ONES, ONES, weights.b[u][0], weights.b[u][1], WHOLE_BITS, WHOLE_BITS, WHOLE_BITS, WHOLE_BITS);
+            if (u == 0)
+                mma_bytes<false>(sum, ONES, ONES, ONES, ONES, weights.b[u][0], weights.b[u][1], WHOLE_BITS, WHOLE_BITS,
+                                 WHOLE_BITS, WHOLE_BITS);
             else mma_bytes<false>(sum, ONES, ONES, ONES, ONES, weights.b[u][0], weights.b[u][1]);
         for (int e = 0; e < 2; ++e) middle[e] = of_whole(sum[e]) * (0.5f * V_MIDDLE);
 #pragma unroll
         for (int pair = 0; pair < First::PAIRS; ++pair) {
             int block = 2 * pair + g / 4, quarter = g % 4, width = 16;
-            if (32 * pair + 32 > First::ROW) {  // the last block may be narrow and the one after it is not there: read any bytes of the row
+            // the last block may be narrow and the one after it is not there: read any bytes of the row
+            if (32 * pair + 32 > First::ROW) {
                 block = min(block, First::BLOCKS - 1);
                 width = min(16, First::ROW - 16 * block);
                 quarter = min(quarter, width / 4 - 1);
@@ -74,9 +89,11 @@ struct ByteValues : ValueSide {
 #pragma unroll
             for (int u = 0; u < UNITS; ++u)
                 for (int k = 0; k < 2; ++k) {
-                    const int quad = (t * UNITS + u) * 8 + 2 * c + (k ^ c % 2);  // of four lanes that would meet in the same banks odd ones take the second first
+                    // of four lanes that would meet in the same banks odd ones take the second first
+                    const int quad = (t * UNITS + u) * 8 + 2 * c + (k ^ c % 2);
                     const uint4 w = *reinterpret_cast<const uint4*>(p + quad * 4 * width), l = low.load(quad);
-                    const Words found[4] = {{w.x, l.x, low.second}, {w.y, l.y, low.second}, {w.z, l.z, low.second}, {w.w, l.w, low.second}};
+                    const Words found[4] = {
+                        {w.x, l.x, low.second}, {w.y, l.y, low.second}, {w.z, l.z, low.second}, {w.w, l.w, low.second}};
                     for (int r = 0; r < 4; ++r)
                         for (int n = 0; n < Words::WORDS; ++n) words[u][k][r][n] = found[r].even[n];
                 }
@@ -84,21 +101,27 @@ struct ByteValues : ValueSide {
             for (int field = 0; field < First::FIELDS; ++field) {
                 if (!Values<First>::used(field, pair)) continue;
                 const float unit = power_of_two(First::exponent(field));
-                const u32 mask = First::JOINED ? 0x07070707u << First::exponent(field) : ((1u << First::BITS) - 1) * ONES << First::BITS * field;
+                const u32 mask = First::JOINED ? 0x07070707u << First::exponent(field)
+                                               : ((1u << First::BITS) - 1) * ONES << First::BITS * field;
 #pragma unroll
                 for (int rows = 0; rows < 2; ++rows) {
                     int sum[4];
                     for (int u = 0; u < UNITS; ++u) {
                         u32 a[2][2];
                         for (int k = 0; k < 2; ++k)
-                            for (int r = 0; r < 2; ++r) a[k][r] = words[u][k][2 * rows + r][First::JOINED ? field % Words::WORDS : 0] & mask;
+                            for (int r = 0; r < 2; ++r)
+                                a[k][r] = words[u][k][2 * rows + r][First::JOINED ? field % Words::WORDS : 0] & mask;
                         const u32(&b)[2] = weights.b[u];
-                        if (u == 0) mma_bytes<false>(sum, a[0][0], a[0][1], a[1][0], a[1][1], b[0], b[1], WHOLE_BITS, WHOLE_BITS, WHOLE_BITS, WHOLE_BITS);
+                        if (u == 0)
+                            mma_bytes<false>(sum, a[0][0], a[0][1], a[1][0], a[1][1], b[0], b[1], WHOLE_BITS,
+                                             WHOLE_BITS, WHOLE_BITS, WHOLE_BITS);
                         else mma_bytes<false>(sum, a[0][0], a[0][1], a[1][0], a[1][1], b[0], b[1]);
                     }
                     for (int r = 0; r < 4; ++r) {
                         // Middles are halves: where they are not doubled they do not fit beside WHOLE.
-                        const float x = First::exponent(field) ? __uint_as_float(u32(sum[r])) - (WHOLE + middle[r % 2] * unit) : of_whole(sum[r]) - middle[r % 2];
+                        const float x = First::exponent(field)
+                                            ? __uint_as_float(u32(sum[r])) - (WHOLE + middle[r % 2] * unit)
+                                            : of_whole(sum[r]) - middle[r % 2];
                         first.o[0][field][pair][rows][r] += x * weights.unit[r % 2];
                     }
                 }
@@ -123,18 +146,21 @@ struct ByteWalk {
     DEVICE void add(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, int lane) {
         keys.with_page(a, chunk, lane, [&](const ByteKeys::Of& page) {
 #pragma unroll 1
-            for (int t = 0; t < CHUNK / (32 * UNITS); ++t) step<MASKED>(a, see, softmax, chunk, t, page, lane / 4, lane % 4);
+            for (int t = 0; t < CHUNK / (32 * UNITS); ++t)
+                step<MASKED>(a, see, softmax, chunk, t, page, lane / 4, lane % 4);
         });
     }
     template <bool MASKED>
-    DEVICE void step(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, int t, const ByteKeys::Of& page, int g, int c) {
+    DEVICE void step(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, int t,
+                     const ByteKeys::Of& page, int g, int c) {
         float s[BYTE_TOKENS][NT][2], own[NT][2];  // token 2u + i is the lane's i-th of unit u
         keys.scores(s, softmax, chunk.slot, t, page, g, c);
         for (int i = 0; i < BYTE_TOKENS; ++i)
             for (int e = 0; e < 2; ++e) {
                 const int token = (t * UNITS + i / 2) * 32 + byte_token(i % 2, g, c);
                 if (SOFTCAP) s[i][0][e] = tanh_approx(s[i][0][e]) * (a.softcap * LOG2E) - softmax.reference[0][e];
-                if (MASKED && (token >= chunk.visible || see.hides(a.window, (2 * c + e) % 4, chunk.position + token))) s[i][0][e] = negative_infinity();
+                if (MASKED && (token >= chunk.visible || see.hides(a.window, (2 * c + e) % 4, chunk.position + token)))
+                    s[i][0][e] = negative_infinity();
             }
         float p[BYTE_TOKENS][NT][2];
         weigh(p, own, s);
@@ -152,7 +178,8 @@ struct ByteWalk {
         values.scale<MASKED>(p, chunk.slot, t, chunk.visible, g, c);
         values.add(ByteWeights(p, page.start, g, c), chunk.slot, t, g, c);
     }
-    static DEVICE void weigh(float (&p)[BYTE_TOKENS][NT][2], float (&own)[NT][2], const float (&s)[BYTE_TOKENS][NT][2]) {
+    static DEVICE void weigh(float (&p)[BYTE_TOKENS][NT][2], float (&own)[NT][2],
+                             const float (&s)[BYTE_TOKENS][NT][2]) {
         own[0][0] = own[0][1] = 0.f;
         for (int i = 0; i < BYTE_TOKENS; ++i)
             for (int e = 0; e < 2; ++e) own[0][e] += p[i][0][e] = exp2_approx(s[i][0][e]);

@@ -1,25 +1,31 @@
-// Banded codes (quant/banded.py): what a side is, as a type, and how the threads of a warp have a page's tokens. THREADS and HADAMARD_FACTOR are macros.
+// Banded codes (quant/banded.py): what a side is, as a type, and how the threads of a warp have a page's tokens.
+// THREADS and HADAMARD_FACTOR are macros.
 #pragma once
 #include "side.cuh"
 
 enum Basis { NO_BASIS, HADAMARD, CALIBRATED };
 
-/// WIDTHS: bits of each band, four bits a band. PLANE8 .. PLANE1: bytes to the planes of 8, 4, 2 and 1 bits, if the page has them.
-template <u64 WIDTHS, Basis BASIS_, bool OFFSETS_, int SCALE_OFFSET_, int PLANE8, int PLANE4, int PLANE2, int PLANE1, bool VALUES_>
+/// WIDTHS: bits of each band, four bits a band. PLANE8 .. PLANE1: bytes to the planes of 8, 4, 2 and 1 bits, if the
+/// page has them.
+template <u64 WIDTHS, Basis BASIS_, bool OFFSETS_, int SCALE_OFFSET_, int PLANE8, int PLANE4, int PLANE2, int PLANE1,
+          bool VALUES_>
 struct Banded {
     static constexpr Basis BASIS = BASIS_;
     static constexpr bool HAS_OFFSETS = OFFSETS_, VALUES = VALUES_;
     static constexpr int SCALE_OFFSET = SCALE_OFFSET_;
 
     static DEVICE constexpr int width(int band) { return int(WIDTHS >> 4 * band & 15); }
-    static DEVICE constexpr int offset(int plane) { return plane == 8 ? PLANE8 : plane == 4 ? PLANE4 : plane == 2 ? PLANE2 : PLANE1; }
+    static DEVICE constexpr int offset(int plane) {
+        return plane == 8 ? PLANE8 : plane == 4 ? PLANE4 : plane == 2 ? PLANE2 : PLANE1;
+    }
     /// Channels of the bands that have a plane (all bits: of those that have any).
     static DEVICE constexpr int channels(int plane) {
         int found = 0;
         for (int i = 0; i < D / BAND; ++i) found += width(i) & plane ? BAND : 0;
         return found;
     }
-    /// The bands of a plane in its order, four bits each: their numbers, or (`shifts`) how far the plane's field lies up in their codes.
+    /// The bands of a plane in its order, four bits each: their numbers, or (`shifts`) how far the plane's field lies
+    /// up in their codes.
     static DEVICE constexpr u64 bands(int plane, bool shifts) {
         u64 found = 0;
         for (int i = 0, at = 0; i < D / BAND; ++i)
@@ -35,29 +41,39 @@ DEVICE float scale_value(int code) { return f16_to_float(u16(code << 7)); }
 template <class S>
 constexpr int plane_row(int bits) { return (S::channels(bits) * bits + 31) / 32 * 4; }
 
-/// Which row of offsets a token's key is stored less: `start` is the position of the page's first token (quant/basis.py).
+/// Which row of offsets a token's key is stored less: `start` is the position of the page's first token
+/// (quant/basis.py).
 DEVICE int offsets_row(int start, int place) { return start + place ? start % FRAME / MEAN_STEP : OFFSETS - 1; }
 
 constexpr u32 ONE_F16X2 = 0x3c003c00u;
 DEVICE u32 twice_f16(float x) { return pack_f16(x, x); }
 constexpr u32 ABOVE_1024 = 0x64646464u;  // upper bytes of float16 numbers from 1024 to 1279
-/// Two of a word's bytes as float16, the first or the last two, plus 1024. `upper`: ABOVE_1024, in a register where there are many.
-DEVICE u32 above_1024(u32 bytes, bool last, u32 upper = ABOVE_1024) { return permute_bytes(bytes, upper, last ? 0x4342 : 0x4140); }
+/// Two of a word's bytes as float16, the first or the last two, plus 1024. `upper`: ABOVE_1024, in a register where
+/// there are many.
+DEVICE u32 above_1024(u32 bytes, bool last, u32 upper = ABOVE_1024) {
+    return permute_bytes(bytes, upper, last ? 0x4342 : 0x4140);
+}
 
 /// Two codes of a band, each plus 1024, as numbers in scales from the band's middle.
-DEVICE u32 levels(u32 codes, int width) { return fma_f16x2(fma_f16x2(codes, ONE_F16X2, 0xe400e400u), ONE_F16X2, twice_f16(float(1 - (1 << width)) / 2)); }
+DEVICE u32 levels(u32 codes, int width) {
+    return fma_f16x2(fma_f16x2(codes, ONE_F16X2, 0xe400e400u), ONE_F16X2, twice_f16(float(1 - (1 << width)) / 2));
+}
 /// The same of one code.
 DEVICE float level(u32 code, int width) { return float(code) - float((1 << width) - 1) / 2; }
 
-/// Four neighbouring threads have two tokens, eight apart: of every band each of them four channels, as the matrix units want them and give them back.
+/// Four neighbouring threads have two tokens, eight apart: of every band each of them four channels, as the matrix
+/// units want them and give them back.
 constexpr int BANDS = D / BAND, LANES = 4, TOKENS = 2;
 static_assert(THREADS % 32 == 0 && D % BAND == 0 && PAGE % 16 == 0, "four threads have two tokens, a warp has 16");
 using Token = float[BANDS][4];
 /// The four channels of a band that are the j-th thread's.
-DEVICE float4 four_at(const float* x, int band, int j) { return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]); }
+DEVICE float4 four_at(const float* x, int band, int j) {
+    return *reinterpret_cast<const float4*>(&x[band * BAND + j * 4]);
+}
 DEVICE int thread_token(int r) { return int(threadIdx.x) / 32 * 16 + r * 8 + int(threadIdx.x) % 32 / LANES; }
 
-/// Where a word of a token's row is among a plane's words, as docs/reference/formats.md orders them; of values one that is `transposed`.
+/// Where a word of a token's row is among a plane's words, as docs/reference/formats.md orders them; of values one that
+/// is `transposed`.
 template <bool VALUES, int WORDS>
 DEVICE int word_place(int token, int word) {
     if (!VALUES) return (token / 16 * WORDS + word) * 16 + token % 16;
@@ -65,7 +81,8 @@ DEVICE int word_place(int token, int word) {
     return block * 4 * PAGE + (quad * width + word % 4) * 4 + (token & 1) + (token & 4) / 2;
 }
 
-/// Bytes of four tokens, 0 1 4 5 or 2 3 6 7 of eight, for a token's four bytes, or back: first with the neighbour, then with the one four further.
+/// Bytes of four tokens, 0 1 4 5 or 2 3 6 7 of eight, for a token's four bytes, or back: first with the neighbour, then
+/// with the one four further.
 DEVICE u32 transposed(u32 w, int token) {
     w = permute_bytes(w, __shfl_xor_sync(ALL_LANES, w, 4), token & 1 ? 0x3715 : 0x6240);
     return permute_bytes(w, __shfl_xor_sync(ALL_LANES, w, 16), token & 4 ? 0x3276 : 0x5410);
@@ -80,7 +97,8 @@ DEVICE u32 read_word(const unsigned char* plane, int token, int word) {
 /// Adds a plane's fields to the codes of a thread's channels of a token, four of every band in a word.
 template <class S, int BITS>
 DEVICE void read_plane(const unsigned char* page, u32 (&codes)[BANDS], int token, int j) {
-    constexpr int ROW_BYTES = plane_row<S>(BITS), WORDS = ROW_BYTES / 4, EACH = ROW_BYTES % 16 ? 0 : WORDS / 4;  // words of a thread, where no other has fields in them
+    // words of a thread, where no other has fields in them
+    constexpr int ROW_BYTES = plane_row<S>(BITS), WORDS = ROW_BYTES / 4, EACH = ROW_BYTES % 16 ? 0 : WORDS / 4;
     if constexpr (WORDS > 0) {
         const unsigned char* const plane = page + S::offset(BITS);
         u32 words[EACH ? EACH : 1];
@@ -91,7 +109,8 @@ DEVICE void read_plane(const unsigned char* page, u32 (&codes)[BANDS], int token
         for (int i = 0; i < BANDS; ++i) {
             if (!(S::width(i) & BITS)) continue;
             const int channel = at * BAND + j * 4;
-            const u32 w = EACH ? words[EACH ? at % EACH : 0] : read_word<S, WORDS>(plane, token, channel % ROW_BYTES / 4);
+            const u32 w =
+                EACH ? words[EACH ? at % EACH : 0] : read_word<S, WORDS>(plane, token, channel % ROW_BYTES / 4);
             const int field = EACH ? at / (EACH ? EACH : 1) : channel / ROW_BYTES;
             codes[i] |= (w >> BITS * field & ((1u << BITS) - 1) * 0x01010101u) << (S::width(i) & (BITS - 1));
             ++at;
@@ -107,7 +126,8 @@ DEVICE void read_codes(const unsigned char* page, u32 (&codes)[BANDS], int token
     read_plane<S, 1>(page, codes, token, j);
 }
 
-/// Channels 16 i + 4 j + k of a token, j-th of its threads: x[i][k] times the Hadamard matrix of the largest power of two that divides D.
+/// Channels 16 i + 4 j + k of a token, j-th of its threads: x[i][k] times the Hadamard matrix of the largest power of
+/// two that divides D.
 DEVICE void hadamard(Token& x, int j) {
     constexpr int SIZE = D & -D;
 #pragma unroll

@@ -1,8 +1,10 @@
-// Pages of banded codes to 16-bit rows, for attention of many queries: one block per (page, kv head, keys or values), the pages of a head side by side.
+// Pages of banded codes to 16-bit rows, for attention of many queries: one block per (page, kv head, keys or values),
+// the pages of a head side by side.
 //
-// Threads have tokens as those of store_banded.cu. Codes of a calibrated basis are multiplied with its inverse on the matrix units: halves of odd numbers are exact
-// in float16, the inverse is two float16 numbers, high and low (columns over powers of two first); scale and offsets come after. What is written is off by
-// less than 2**-18 of sum |y| |A^-1| before it is rounded.
+// Threads have tokens as those of store_banded.cu. Codes of a calibrated basis are multiplied with its inverse on the
+// matrix units: halves of odd numbers are exact in float16, the inverse is two float16 numbers, high and low (columns
+// over powers of two first); scale and offsets come after. What is written is off by less than 2**-18 of sum |y| |A^-1|
+// before it is rounded.
 #include "bands.cuh"
 
 constexpr int HALF = D / 2;
@@ -31,7 +33,8 @@ DEVICE void out_of_basis(const Args& a, u32 (&codes)[TOKENS][BANDS], Token (&x)[
     const uint4* from = a.operands + i64(head) * BANDS * BANDS * 64 + lane;
     float y[BANDS][2][4] = {};
 #pragma unroll 1
-    for (int step = 0; step < BANDS; ++step, from += 64) {  // not unrolled: loads of all steps at once would take every register
+    // not unrolled: loads of all steps at once would take every register
+    for (int step = 0; step < BANDS; ++step, from += 64) {
         u32 rows[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) rows[i] = levels(above_1024(codes[i % 2][0], i / 2), S::width(step));
@@ -54,7 +57,8 @@ DEVICE void out_of_basis(const Args& a, u32 (&codes)[TOKENS][BANDS], Token (&x)[
         const float4 column = four_at(a.column + head * D, i, lane % LANES);
         const float columns[4] = {column.x, column.y, column.z, column.w};
 #pragma unroll
-        for (int k = 0; k < 4; ++k) x[0][i][k] = y[i][k / 2][k % 2] * columns[k], x[1][i][k] = y[i][k / 2][2 + k % 2] * columns[k];
+        for (int k = 0; k < 4; ++k)
+            x[0][i][k] = y[i][k / 2][k % 2] * columns[k], x[1][i][k] = y[i][k / 2][2 + k % 2] * columns[k];
     }
 }
 
@@ -75,7 +79,8 @@ DEVICE void turn_rows(Token& x, int j, const Shared& shared) {
 template <class S>
 DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& shared) {
     const int j = threadIdx.x % LANES;
-    const auto* const from = reinterpret_cast<const unsigned char*>(a.page_address[page] + a.layer_offset + i64(head) * a.head_bytes);
+    const auto* const from =
+        reinterpret_cast<const unsigned char*>(a.page_address[page] + a.layer_offset + i64(head) * a.head_bytes);
     u32 codes[TOKENS][BANDS] = {};
     float scale[TOKENS];
 #pragma unroll
@@ -106,7 +111,8 @@ DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& sha
     const int2 rows = a.rows[page];
 #pragma unroll
     for (int r = 0; r < TOKENS; ++r) {
-        const float* const offsets = S::HAS_OFFSETS ? a.offsets + (head * OFFSETS + offsets_row(a.starts[page], thread_token(r))) * D : nullptr;
+        const float* const offsets =
+            S::HAS_OFFSETS ? a.offsets + (head * OFFSETS + offsets_row(a.starts[page], thread_token(r))) * D : nullptr;
 #pragma unroll
         for (int i = 0; i < BANDS; ++i) {
             const float4 m = S::HAS_OFFSETS ? four_at(offsets, i, j) : float4{};
@@ -121,8 +127,9 @@ DEVICE void unpack_side(const Args& a, int side, int page, int head, Shared& sha
         uint2* const out = reinterpret_cast<uint2*>(a.out[side] + ((i64(rows.x) + token) * a.num_heads + head) * D) + j;
 #pragma unroll
         for (int i = 0; i < BANDS; ++i)
-            out[i * LANES] = OUT_TYPE == BFLOAT16 ? uint2{pack_bf16(x[r][i][0], x[r][i][1]), pack_bf16(x[r][i][2], x[r][i][3])}
-                                                  : uint2{pack_f16(x[r][i][0], x[r][i][1]), pack_f16(x[r][i][2], x[r][i][3])};
+            out[i * LANES] = OUT_TYPE == BFLOAT16
+                                 ? uint2{pack_bf16(x[r][i][0], x[r][i][1]), pack_bf16(x[r][i][2], x[r][i][3])}
+                                 : uint2{pack_f16(x[r][i][0], x[r][i][1]), pack_f16(x[r][i][2], x[r][i][3])};
     }
 }
 

@@ -2,15 +2,17 @@
 #pragma once
 #include "banded.cuh"
 
-/// Whether a side's rows are multiplied with the Hadamard matrix on the matrix units, as they came: every product is exact.
+/// Whether a side's rows are multiplied with the Hadamard matrix on the matrix units, as they came: every product is
+/// exact.
 template <class S>
 constexpr bool by_signs() { return WARPGROUPS && S::BASIS == HADAMARD && X_TYPE != FLOAT32 && D == 128; }
 /// What a token's numbers are still to be multiplied with.
 template <class S>
 constexpr float factor_of() { return by_signs<S>() ? float(HADAMARD_FACTOR) : 1.f; }
 
-/// What a scale misses x by, past the ends too. Levels are halves of odd numbers of scales, symmetric: with b bits the distance from the nearest is
-/// | .. ||x| - 2**(b - 2)| .. - 1| - 1/2 scales. Wider ones count half scales, levels are odd: from 2**24 on a float holds even numbers only.
+/// What a scale misses x by, past the ends too. Levels are halves of odd numbers of scales, symmetric: with b bits the
+/// distance from the nearest is | .. ||x| - 2**(b - 2)| .. - 1| - 1/2 scales. Wider ones count half scales, levels are
+/// odd: from 2**24 on a float holds even numbers only.
 template <int BITS>
 DEVICE float missed(float x, float scale, float inverse_half) {
     if (BITS <= 4) {
@@ -66,12 +68,15 @@ DEVICE int first_guess(float squares) {
     return scale_code(start) | (start <= scale_value(LARGEST_SCALE) ? 0 : 256);
 }
 
-/// How many scales are tried (quant/banded.py), and which is the i-th: the first one around the guess, two at a time around the best before.
+/// How many scales are tried (quant/banded.py), and which is the i-th: the first one around the guess, two at a time
+/// around the best before.
 template <class S>
 constexpr int tried() { return S::BASIS == HADAMARD ? 5 : 7; }
 template <class S>
 DEVICE int scale_tried(int around, int i) {
-    return min(max(around + int((S::BASIS == HADAMARD ? TURNED_OFFSETS : SCALE_OFFSETS) >> 4 * i & 15) - 8, SMALLEST_SCALE), LARGEST_SCALE);
+    return min(
+        max(around + int((S::BASIS == HADAMARD ? TURNED_OFFSETS : SCALE_OFFSETS) >> 4 * i & 15) - 8, SMALLEST_SCALE),
+        LARGEST_SCALE);
 }
 /// A token's squared error with a scale.
 template <class S>
@@ -116,10 +121,12 @@ DEVICE u32 four_codes(const float (&x)[4], int width, float inverse) {
     u32 found[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-        // Rounded as the reference rounds: product and sum at once, then half to even by a number that leaves no room for a fraction. What is left of
-        // the levels fits 16 bits: a scale of the search is above 1/1000 of a token's largest number.
+        // Rounded as the reference rounds: product and sum at once, then half to even by a number that leaves no room
+        // for a fraction. What is left of the levels fits 16 bits: a scale of the search is above 1/1000 of a token's
+        // largest number.
         found[k] = __float_as_uint(__fadd_rn(fmaf(x[k], inverse, float(top) / 2), 12582912.f));
-    const u32 low = clamp_i16x2(permute_bytes(found[0], found[1], 0x5410), top * ONE_EACH), high = clamp_i16x2(permute_bytes(found[2], found[3], 0x5410), top * ONE_EACH);
+    const u32 low = clamp_i16x2(permute_bytes(found[0], found[1], 0x5410), top * ONE_EACH),
+              high = clamp_i16x2(permute_bytes(found[2], found[3], 0x5410), top * ONE_EACH);
     return permute_bytes(low, high, 0x6420);
 }
 /// What they are multiplied with: one over the scale.

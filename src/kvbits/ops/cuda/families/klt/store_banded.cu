@@ -1,12 +1,15 @@
-// Keys and values to pages of banded codes in one launch, each token by itself: a block stores keys or values of a kv head, of whole pages that close, or with STORES of
-// tokens wherever their slots are (few of them, with TOGETHER: together.cuh). docs/reference/formats.md says what is stored, kvbits/quant/{basis,banded}.py define it.
+// Keys and values to pages of banded codes in one launch, each token by itself: a block stores keys or values of a kv
+// head, of whole pages that close, or with STORES of tokens wherever their slots are (few of them, with TOGETHER:
+// together.cuh). docs/reference/formats.md says what is stored, kvbits/quant/{basis,banded}.py define it.
 //
-// Four neighbouring threads have two tokens, eight apart: of every band each of them four channels, as the matrix units want them and give them back, and so that
-// a band's width is known when this is compiled. From the raw rows to the planes' words all stays in registers, but for the operands of a product.
-// Values are turned by butterflies in the reference's order, bit for bit, or with WARPGROUPS, 16-bit rows at head_dim 128, by a product with +-1 on the matrix
-// units. Keys are turned back by their frame and multiplied with the basis on the matrix units, both as two float16 numbers, high and low (a page and columns over
-// powers of two first): y is off by less than 2**-18 of sum |k_f| |A| of any token that is not 2**14 times smaller than the page's largest number, so a code
-// differs from the reference's only where it is a tie to that, and a token's scale only where two cost the same squared error to about as much.
+// Four neighbouring threads have two tokens, eight apart: of every band each of them four channels, as the matrix units
+// want them and give them back, and so that a band's width is known when this is compiled. From the raw rows to the
+// planes' words all stays in registers, but for the operands of a product. Values are turned by butterflies in the
+// reference's order, bit for bit, or with WARPGROUPS, 16-bit rows at head_dim 128, by a product with +-1 on the matrix
+// units. Keys are turned back by their frame and multiplied with the basis on the matrix units, both as two float16
+// numbers, high and low (a page and columns over powers of two first): y is off by less than 2**-18 of sum |k_f| |A| of
+// any token that is not 2**14 times smaller than the page's largest number, so a code differs from the reference's only
+// where it is a tie to that, and a token's scale only where two cost the same squared error to about as much.
 #include "fit.cuh"
 #include "tokens.cuh"
 
@@ -54,7 +57,8 @@ struct Tokens {
     }
 };
 
-/// What cosines, sines and columns in shared memory are now: of which frame (ANY: of none, tokens are turned one by one), turns over and columns times 2**exponent.
+/// What cosines, sines and columns in shared memory are now: of which frame (ANY: of none, tokens are turned one by
+/// one), turns over and columns times 2**exponent.
 struct Scaled {
     static constexpr int ANY = -2;
     int frame = -1, exponent = USUAL;
@@ -81,7 +85,8 @@ DEVICE void turn_and_split(const Token (&x)[TOKENS], int j, const Shared& shared
 #pragma unroll
                 for (int k = 0; k < 2; ++k) split_f16(y[2 * k], y[2 * k + 1], high[r][k], low[r][k]);
             }
-            take(i + half * (BANDS / 2), uint4{high[0][0], high[1][0], high[0][1], high[1][1]}, uint4{low[0][0], low[1][0], low[0][1], low[1][1]});
+            take(i + half * (BANDS / 2), uint4{high[0][0], high[1][0], high[0][1], high[1][1]},
+                 uint4{low[0][0], low[1][0], low[0][1], low[1][1]});
         }
     }
 }
@@ -128,10 +133,12 @@ DEVICE void load_head(const Args& a, int head, Shared& shared, const Scaled& sca
 }
 
 #if WARPGROUPS
-/// The Hadamard matrix, +-1 of the type of rows, where and how matrix units read it: the order of channels within 16 is the same for rows and columns.
+/// The Hadamard matrix, +-1 of the type of rows, where and how matrix units read it: the order of channels within 16 is
+/// the same for rows and columns.
 DEVICE void load_signs(Shared& shared) {
     constexpr u32 ONE = (X_TYPE == BFLOAT16 ? 0x3f80u : 0x3c00u) * 0x10001u;
-    const u32 column = threadIdx.x % D, second = (column & 1) << 31, third = (column & 2) * 0x40004000u, fifth = (column & 4) * 0x20002000u;
+    const u32 column = threadIdx.x % D, second = (column & 1) << 31, third = (column & 2) * 0x40004000u,
+              fifth = (column & 4) * 0x20002000u;
 #pragma unroll 4
     for (u32 i = threadIdx.x / D; i < D / 8; i += THREADS / D) {  // 8 rows of a column
         const u32 w = ONE ^ second ^ (__popc(i * 8 & column) & 1) * 0x80008000u;
@@ -151,7 +158,8 @@ DEVICE void times_signs(const Quad (&raw)[TOKENS][BANDS], Token (&x)[TOKENS], co
     const u64 signs = warpgroup_operand(shared.basis);
     warpgroup_begins(y);
 #pragma unroll
-    for (int step = 0; step < BANDS; ++step) warpgroup_mma<X_TYPE == BFLOAT16>(y, rows[step], signs + step * 2 * D, step > 0);
+    for (int step = 0; step < BANDS; ++step)
+        warpgroup_mma<X_TYPE == BFLOAT16>(y, rows[step], signs + step * 2 * D, step > 0);
     warpgroup_ends(y);
 #pragma unroll
     for (int i = 0; i < BANDS; ++i)
@@ -159,7 +167,8 @@ DEVICE void times_signs(const Quad (&raw)[TOKENS][BANDS], Token (&x)[TOKENS], co
         for (int k = 0; k < 4; ++k) x[0][i][k] = y[i][k / 2][k % 2], x[1][i][k] = y[i][k / 2][2 + k % 2];
 }
 
-/// y: tokens in the frame of the page times the basis, four warps at once: operands of tokens from registers, of the basis from shared memory.
+/// y: tokens in the frame of the page times the basis, four warps at once: operands of tokens from registers, of the
+/// basis from shared memory.
 DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], int j, int, Shared& shared, float (&y)[BANDS][2][4]) {
     u32 rows[2][BANDS][4];
     turn_and_split(x, j, shared, [&](int i, uint4 high, uint4 low) {
@@ -172,13 +181,17 @@ DEVICE void times_basis(const Args&, const Token (&x)[TOKENS], int j, int, Share
     for (int step = 0; step < BANDS; ++step)
 #pragma unroll
         for (int product = 0; product < 3; ++product)  // high times low, low times high, high times high
-            warpgroup_mma<false>(y, rows[product == 1][step], basis + ((product == 0) * BANDS + step) * 2 * D, step + product > 0);
+            warpgroup_mma<false>(y, rows[product == 1][step], basis + ((product == 0) * BANDS + step) * 2 * D,
+                                 step + product > 0);
     warpgroup_ends(y);
 }
 #else
 /// y: tokens in the frame of the page times the basis.
-DEVICE void times_basis(const Args& a, const Token (&x)[TOKENS], int j, int head, Shared& shared, float (&y)[BANDS][2][4]) {
-    turn_and_split(x, j, shared, [&](int i, uint4 high, uint4 low) { shared.operands[i][0][threadIdx.x] = high, shared.operands[i][1][threadIdx.x] = low; });
+DEVICE void times_basis(const Args& a, const Token (&x)[TOKENS], int j, int head, Shared& shared,
+                        float (&y)[BANDS][2][4]) {
+    turn_and_split(x, j, shared, [&](int i, uint4 high, uint4 low) {
+        shared.operands[i][0][threadIdx.x] = high, shared.operands[i][1][threadIdx.x] = low;
+    });
     const uint4* const from = a.basis + i64(head) * BANDS * BANDS * 64 + threadIdx.x % 32;
     // Half a step's operands of the basis are on their way while the other half is multiplied.
     constexpr int EACH = BANDS / 2;
@@ -192,7 +205,8 @@ DEVICE void times_basis(const Args& a, const Token (&x)[TOKENS], int j, int head
     load(0, 0);
 #pragma unroll 1
     for (int step = 0; step < BANDS; ++step) {
-        const uint4 high = shared.operands[step][0][threadIdx.x], low = shared.operands[step][1][threadIdx.x];  // written by this thread
+        // written by this thread
+        const uint4 high = shared.operands[step][0][threadIdx.x], low = shared.operands[step][1][threadIdx.x];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (half == 0) load(1, step);
@@ -205,7 +219,8 @@ DEVICE void times_basis(const Args& a, const Token (&x)[TOKENS], int j, int head
 #pragma unroll
                     for (int t = 0; t < 2; ++t) {
                         const uint4 of = b[half][i][t];
-                        mma_f16(y[half * EACH + i][t], rows.x, rows.y, rows.z, rows.w, product ? of.x : of.z, product ? of.y : of.w);
+                        mma_f16(y[half * EACH + i][t], rows.x, rows.y, rows.z, rows.w, product ? of.x : of.z,
+                                product ? of.y : of.w);
                     }
             }
         }
@@ -215,8 +230,10 @@ DEVICE void times_basis(const Args& a, const Token (&x)[TOKENS], int j, int head
 
 /// Tokens in the frame of their page times the basis, less offsets (of a side with offsets).
 template <class S>
-DEVICE void rows_to_basis(const Args& a, const Tokens& of, Token (&x)[TOKENS], const float (&most)[TOKENS], int j, int head, Shared& shared, Scaled& scaled) {
-    // The block's largest number comes to lie from 2**11 to 2**15, which float16 holds after a turn; a token 2**14 times smaller still has 22 bits.
+DEVICE void rows_to_basis(const Args& a, const Tokens& of, Token (&x)[TOKENS], const float (&most)[TOKENS], int j,
+                          int head, Shared& shared, Scaled& scaled) {
+    // The block's largest number comes to lie from 2**11 to 2**15, which float16 holds after a turn; a token 2**14
+    // times smaller still has 22 bits.
     const int lane = threadIdx.x % 32;
     const u32 here = __reduce_max_sync(ALL_LANES, max(__float_as_uint(most[0]), __float_as_uint(most[1])));
     if (lane == 0) shared.most[threadIdx.x / 32] = here;
@@ -241,7 +258,10 @@ DEVICE void rows_to_basis(const Args& a, const Tokens& of, Token (&x)[TOKENS], c
 #pragma unroll
     for (int r = 0; r < TOKENS; ++r) {
         const int token = thread_token(r);
-        offsets[r] = S::HAS_OFFSETS ? a.offsets + (head * OFFSETS + offsets_row(of.start_of(shared, token), of.place_of(shared, token))) * D : nullptr;
+        offsets[r] =
+            S::HAS_OFFSETS
+                ? a.offsets + (head * OFFSETS + offsets_row(of.start_of(shared, token), of.place_of(shared, token))) * D
+                : nullptr;
     }
 #pragma unroll
     for (int i = 0; i < BANDS; ++i) {
@@ -252,12 +272,14 @@ DEVICE void rows_to_basis(const Args& a, const Tokens& of, Token (&x)[TOKENS], c
             const float4 o = S::HAS_OFFSETS ? four_at(offsets[r], i, j) : float4{};
             const float less[4] = {o.x, o.y, o.z, o.w};
 #pragma unroll
-            for (int k = 0; k < 4; ++k) x[r][i][k] = fmaf(y[i][k / 2][2 * r + k % 2], column[k], -less[k]);  // a column is a power of two: one rounding
+            // a column is a power of two: one rounding
+            for (int k = 0; k < 4; ++k) x[r][i][k] = fmaf(y[i][k / 2][2 * r + k % 2], column[k], -less[k]);
         }
     }
 }
 
-/// A thread's part of the rows of a block's tokens; zeros where a token is not stored. page: number of the page, or of IN_BLOCK tokens.
+/// A thread's part of the rows of a block's tokens; zeros where a token is not stored. page: number of the page, or of
+/// IN_BLOCK tokens.
 DEVICE void load_rows(const Args& a, int side, int page, int head, const Shared& shared, Quad (&raw)[TOKENS][BANDS]) {
     const int j = threadIdx.x % LANES;
 #pragma unroll
@@ -273,9 +295,12 @@ DEVICE void load_rows(const Args& a, int side, int page, int head, const Shared&
             continue;
         }
 #elif APPENDS
-        const char* from = a.step.tail + a.step.closings[page].from + head * a.step.tail_head_bytes + a.step.tail_offset[side] + (token * D + j * 4) * BYTES;
+        const char* from = a.step.tail + a.step.closings[page].from + head * a.step.tail_head_bytes +
+                           a.step.tail_offset[side] + (token * D + j * 4) * BYTES;
 #else
-        const char* from = static_cast<const char*>(a.x[side]) + (page * a.stride[side][0] + head * a.stride[side][1] + token * a.stride[side][2] + j * 4) * BYTES;
+        const char* from =
+            static_cast<const char*>(a.x[side]) +
+            (page * a.stride[side][0] + head * a.stride[side][1] + token * a.stride[side][2] + j * 4) * BYTES;
 #endif
 #pragma unroll
         for (int i = 0; i < BANDS; ++i) raw[r][i].load(from + i * BAND * BYTES);
@@ -295,11 +320,14 @@ DEVICE Tokens find_tokens(const Args& a, int first, int side, int head, Shared& 
 #pragma unroll 1
     for (int token = threadIdx.x; token < IN_BLOCK; token += THREADS) {
         const int entry = first + token;
-        note_place(a, token, side, head, shared, [&] { return entry < a.num_tokens ? a.slots[entry] : -1; }, [&] { return a.starts[entry]; });
+        note_place(
+            a, token, side, head, shared, [&] { return entry < a.num_tokens ? a.slots[entry] : -1; },
+            [&] { return a.starts[entry]; });
     }
     __syncthreads();
     bool whole = true;
-    for (int token = threadIdx.x % 32; token < IN_BLOCK; token += 32) whole &= shared.place[token] == token && shared.page[token] == shared.page[0];
+    for (int token = threadIdx.x % 32; token < IN_BLOCK; token += 32)
+        whole &= shared.place[token] == token && shared.page[token] == shared.page[0];
     return {__any_sync(ALL_LANES, !whole) ? nullptr : shared.page[0], shared.start[0]};
 }
 
@@ -320,7 +348,8 @@ DEVICE int frame_of_all(const Shared& shared) {
 
 /// Stores one side of a block's tokens from their rows.
 template <class S>
-DEVICE void store_side(const Args& a, const Tokens& of, int side, int page, int head, const Quad (&raw)[TOKENS][BANDS], Shared& shared, Scaled& scaled) {
+DEVICE void store_side(const Args& a, const Tokens& of, int side, int page, int head, const Quad (&raw)[TOKENS][BANDS],
+                       Shared& shared, Scaled& scaled) {
     const int j = threadIdx.x % LANES;
     if constexpr (S::BASIS == CALIBRATED) {  // while the rows are on their way
         int frame = of.start / FRAME;
@@ -377,7 +406,8 @@ DEVICE void store_side(const Args& a, const Tokens& of, int side, int page, int 
         for (int r = 0; r < TOKENS; ++r)
 #pragma unroll
             for (int i = 0; i < BANDS; ++i)
-                if (S::width(i)) *reinterpret_cast<u32*>(&shared.codes[thread_token(r)][i * BAND + j * 4]) = codes[r][i];
+                if (S::width(i))
+                    *reinterpret_cast<u32*>(&shared.codes[thread_token(r)][i * BAND + j * 4]) = codes[r][i];
         __syncthreads();
     }
 #if STORES
@@ -385,7 +415,8 @@ DEVICE void store_side(const Args& a, const Tokens& of, int side, int page, int 
 #pragma unroll
         for (int r = 0; r < TOKENS; ++r) {
             const int token = thread_token(r);
-            if (j == 0 && shared.place[token] >= 0) shared.page[token][S::SCALE_OFFSET + shared.place[token]] = (unsigned char)scale[r];
+            if (j == 0 && shared.place[token] >= 0)
+                shared.page[token][S::SCALE_OFFSET + shared.place[token]] = (unsigned char)scale[r];
         }
         scatter<S>(shared);
         return;
@@ -420,20 +451,25 @@ DEVICE void store_pages(const Args& a, int side, int head, int first, int last, 
 #elif APPENDS
         if (append_alone<D, D>(a.step, a.num_heads, side, page, head, threadIdx.x)) continue;
         if (!loaded) load();
-        unsigned char* const out = reinterpret_cast<unsigned char*>(a.step.closed) + a.step.closings[page].to + i64(head) * a.head_bytes;
+        unsigned char* const out =
+            reinterpret_cast<unsigned char*>(a.step.closed) + a.step.closings[page].to + i64(head) * a.head_bytes;
         const Tokens of = {out, S::BASIS == CALIBRATED ? a.starts[page] - PAGE : 0};
 #else
-        const Tokens of = {reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes, S::BASIS == CALIBRATED ? a.starts[page] : 0};
+        const Tokens of = {reinterpret_cast<unsigned char*>(a.page_address[page]) + i64(head) * a.head_bytes,
+                           S::BASIS == CALIBRATED ? a.starts[page] : 0};
 #if __CUDA_ARCH__ >= 900
-        if (threadIdx.x == 0 && page + 1 < last && a.stride[side][2] == D)  // the next page's rows, where they lie side by side
-            prefetch_l2(i64(a.x[side]) + ((page + 1) * a.stride[side][0] + head * a.stride[side][1]) * BYTES, PAGE * D * BYTES);
+        // the next page's rows, where they lie side by side
+        if (threadIdx.x == 0 && page + 1 < last && a.stride[side][2] == D)
+            prefetch_l2(i64(a.x[side]) + ((page + 1) * a.stride[side][0] + head * a.stride[side][1]) * BYTES,
+                        PAGE * D * BYTES);
 #endif
 #endif
         Quad raw[TOKENS][BANDS];
         load_rows(a, side, page, head, shared, raw);
         store_side<S>(a, of, side, page, head, raw, shared, scaled);
         if (side == 0) clear_padding(a, of.out, shared);
-        __syncthreads();  // the page has been read: its place may be the fresh token's; and what is shared may be the next page's
+        // the page has been read: its place may be the fresh token's; and what is shared may be the next page's
+        __syncthreads();
 #if APPENDS
         FreshRow<D, D>(a.step, a.num_heads, side, page, head, threadIdx.x).store();
 #endif
@@ -445,8 +481,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) store_banded(con
     extern __shared__ __align__(16) unsigned char memory[];
     static_assert(sizeof(Shared) <= SHARED_BYTES, "store.py counts too little shared memory");
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    // Values last, and the pages of a head side by side: a multiprocessor runs one side's code at a time, and finds the head's basis in its L1.
-    const int each = (a.num_pages + a.pages_each - 1) / a.pages_each, count = each * a.num_heads, side = int(blockIdx.x) >= count, item = int(blockIdx.x) - side * count;
+    // Values last, and the pages of a head side by side: a multiprocessor runs one side's code at a time, and finds the
+    // head's basis in its L1.
+    const int each = (a.num_pages + a.pages_each - 1) / a.pages_each, count = each * a.num_heads,
+              side = int(blockIdx.x) >= count, item = int(blockIdx.x) - side * count;
     const int head = item / each, first = item % each * a.pages_each, last = min(first + a.pages_each, a.num_pages);
     if (side == 0) store_pages<Banded<K_BANDED, false>>(a, 0, head, first, last, shared);
     else store_pages<Banded<V_BANDED, true>>(a, 1, head, first, last, shared);

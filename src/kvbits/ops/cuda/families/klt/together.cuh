@@ -1,15 +1,20 @@
-// Few tokens to their pages: all warps of a block have the same 16, since one warp alone would wait for its basis again and again (64 KB a head of 128, out of HBM
-// where a model's weights have been read in between). What comes out is what 16 tokens of store_banded.cu would be, byte for byte.
+// Few tokens to their pages: all warps of a block have the same 16, since one warp alone would wait for its basis again
+// and again (64 KB a head of 128, out of HBM where a model's weights have been read in between). What comes out is what
+// 16 tokens of store_banded.cu would be, byte for byte.
 //
-// Each warp turns some channels of the tokens' keys and then multiplies all of them with columns of its own, which it has asked for before anything else was there.
-// Then four threads have a token, and every such group of threads has it once: groups try scales at the same time.
+// Each warp turns some channels of the tokens' keys and then multiplies all of them with columns of its own, which it
+// has asked for before anything else was there. Then four threads have a token, and every such group of threads has it
+// once: groups try scales at the same time.
 #pragma once
 #include "fit.cuh"
 #include "tokens.cuh"
 
-constexpr int HALVES = IN_BLOCK / 8;                         // of the tokens: a lane of the matrix units has one of each
-constexpr int OWN = (BANDS + WARPS - 1) / WARPS;             // bands of a warp, and pairs of bands that it turns for eight tokens
-constexpr int AHEAD = OWN * BANDS <= 16 ? OWN : 1;           // bands whose part of the basis it asks for at once: 8 * BANDS registers each
+// of the tokens: a lane of the matrix units has one of each
+constexpr int HALVES = IN_BLOCK / 8;
+// bands of a warp, and pairs of bands that it turns for eight tokens
+constexpr int OWN = (BANDS + WARPS - 1) / WARPS;
+// bands whose part of the basis it asks for at once: 8 * BANDS registers each
+constexpr int AHEAD = OWN * BANDS <= 16 ? OWN : 1;
 constexpr int GROUP = IN_BLOCK * LANES, GROUPS = THREADS / GROUP;
 static_assert(THREADS % GROUP == 0, "four threads a token");
 
@@ -28,7 +33,8 @@ DEVICE int group_token() { return int(threadIdx.x) % GROUP / LANES; }
 DEVICE int lane() { return threadIdx.x % 32; }
 DEVICE int channel(int band) { return band * BAND + int(threadIdx.x) % LANES * 4; }  // the first of a thread's four
 
-/// A thread's channels from `channel` on, `stride` apart, of the token of number `entry`; past the last one those of the first, which no one stores.
+/// A thread's channels from `channel` on, `stride` apart, of the token of number `entry`; past the last one those of
+/// the first, which no one stores.
 template <int QUADS>
 DEVICE void load_quads(const Args& a, int side, int entry, int head, int channel, int stride, Quad (&raw)[QUADS]) {
     if (entry >= a.num_tokens) entry = 0;
@@ -36,7 +42,8 @@ DEVICE void load_quads(const Args& a, int side, int entry, int head, int channel
 #pragma unroll
     for (int i = 0; i < QUADS; ++i) raw[i].load(from + i * stride * BYTES);
 }
-/// Zeros in place of what is not stored; the largest magnitude, 0 if that is no number: tokens beside such a one keep their bits.
+/// Zeros in place of what is not stored; the largest magnitude, 0 if that is no number: tokens beside such a one keep
+/// their bits.
 template <int QUADS>
 DEVICE float keep_stored(const Args& a, int side, bool stored, Quad (&raw)[QUADS]) {
 #pragma unroll
@@ -67,7 +74,8 @@ struct Rows {
             for (int k = 0; k < 4; ++k) x[i][k] = raw[i][k];
         if (S::BASIS == HADAMARD) hadamard(x, threadIdx.x % LANES);
 #pragma unroll
-        for (int i = 0; i < BANDS; ++i) *reinterpret_cast<float4*>(&shared.rows[group_token()][channel(i)]) = {x[i][0], x[i][1], x[i][2], x[i][3]};
+        for (int i = 0; i < BANDS; ++i)
+            *reinterpret_cast<float4*>(&shared.rows[group_token()][channel(i)]) = {x[i][0], x[i][1], x[i][2], x[i][3]};
     }
 };
 template <class S>
@@ -114,17 +122,22 @@ struct Rows<S, true> {
 #pragma unroll
                 for (int step = 0; step < BANDS; ++step)
 #pragma unroll
-                    for (int t = 0; t < 2; ++t) basis[n][step][t] = a.basis[(((i64(head) * BANDS + i) * BANDS + step) * 2 + t) * 32 + lane()];
+                    for (int t = 0; t < 2; ++t)
+                        basis[n][step][t] = a.basis[(((i64(head) * BANDS + i) * BANDS + step) * 2 + t) * 32 + lane()];
             }
     }
     DEVICE void ask_offsets(const Args& a, int head, int first, const Shared& shared) {
 #pragma unroll
         for (int r = 0; r < HALVES; ++r) {
             const int token = r * 8 + lane() / LANES;
-            const float* const from = S::HAS_OFFSETS ? a.offsets + (head * OFFSETS + offsets_row(shared.start[token], shared.place[token])) * D : nullptr;
+            const float* const from =
+                S::HAS_OFFSETS
+                    ? a.offsets + (head * OFFSETS + offsets_row(shared.start[token], shared.place[token])) * D
+                    : nullptr;
 #pragma unroll
             for (int n = 0; n < AHEAD; ++n)
-                if (const int i = own(first + n); is_band(i)) offsets[n][r] = S::HAS_OFFSETS ? *reinterpret_cast<const float4*>(from + channel(i)) : float4{};
+                if (const int i = own(first + n); is_band(i))
+                    offsets[n][r] = S::HAS_OFFSETS ? *reinterpret_cast<const float4*>(from + channel(i)) : float4{};
         }
     }
 
@@ -166,14 +179,16 @@ struct Rows<S, true> {
         return exponent;
     }
 
-    /// All tokens times columns of a warp's bands `first` and on, less offsets. Sums are made in the order of store_banded.cu.
+    /// All tokens times columns of a warp's bands `first` and on, less offsets. Sums are made in the order of
+    /// store_banded.cu.
     DEVICE void multiply(int first, float back, Shared& shared) const {
         float y[AHEAD][2][4] = {};
 #pragma unroll
         for (int step = 0; step < BANDS; ++step)
 #pragma unroll
             for (int product = 0; product < 3; ++product) {  // high times low, low times high, high times high
-                const uint2 up = shared.operands[step][product == 1][0][lane()], down = shared.operands[step][product == 1][1][lane()];
+                const uint2 up = shared.operands[step][product == 1][0][lane()],
+                            down = shared.operands[step][product == 1][1][lane()];
 #pragma unroll
                 for (int n = 0; n < AHEAD; ++n)
 #pragma unroll
@@ -190,8 +205,10 @@ struct Rows<S, true> {
                 for (int r = 0; r < HALVES; ++r) {
                     const float4 c = column[n], o = offsets[n][r];
                     const float(&left)[4] = y[n][0], (&right)[4] = y[n][1];
-                    *reinterpret_cast<float4*>(&shared.rows[r * 8 + lane() / LANES][channel(i)]) = {  // a column is a power of two: one rounding
-                        fmaf(left[2 * r], c.x * back, -o.x), fmaf(left[2 * r + 1], c.y * back, -o.y), fmaf(right[2 * r], c.z * back, -o.z), fmaf(right[2 * r + 1], c.w * back, -o.w)};
+                    // a column is a power of two: one rounding
+                    *reinterpret_cast<float4*>(&shared.rows[r * 8 + lane() / LANES][channel(i)]) = {
+                        fmaf(left[2 * r], c.x * back, -o.x), fmaf(left[2 * r + 1], c.y * back, -o.y),
+                        fmaf(right[2 * r], c.z * back, -o.z), fmaf(right[2 * r + 1], c.w * back, -o.w)};
                 }
     }
 };
@@ -205,7 +222,8 @@ DEVICE int fit_scale(const Token& x, Shared& shared, bool& overflow) {
     float least = __uint_as_float(0x7f800000u);
 #pragma unroll 1
     for (int i = 0; i < tried<S>();) {
-        const int end = i + (i ? 2 : 3), first = scale_tried<S>(best, i), around = i ? best : first;  // the first one tried is better than none
+        // the first one tried is better than none
+        const int end = i + (i ? 2 : 3), first = scale_tried<S>(best, i), around = i ? best : first;
         for (int n = i + group(); n < end; n += GROUPS) {
             const float error = error_of<S>(x, n ? scale_tried<S>(around, n) : first);
             if (threadIdx.x % LANES == 0) shared.error[n][group_token()] = error;
@@ -244,8 +262,10 @@ DEVICE void store_pages(const Args& a, int side, int head, int block, int, Share
     const float inverse = inverse_of<S>(scale);
 #pragma unroll
     for (int i = 0; i < BANDS; ++i)
-        if (S::width(i) && i % GROUPS == group()) *reinterpret_cast<u32*>(&shared.codes[group_token()][channel(i)]) = four_codes(x[i], S::width(i), inverse);
-    if (group() == 0 && threadIdx.x % LANES == 0 && place >= 0) shared.page[group_token()][S::SCALE_OFFSET + place] = (unsigned char)scale;
+        if (S::width(i) && i % GROUPS == group())
+            *reinterpret_cast<u32*>(&shared.codes[group_token()][channel(i)]) = four_codes(x[i], S::width(i), inverse);
+    if (group() == 0 && threadIdx.x % LANES == 0 && place >= 0)
+        shared.page[group_token()][S::SCALE_OFFSET + place] = (unsigned char)scale;
     __syncthreads();
     scatter<S>(shared);
     if (side == 0) clear_padding(a, nullptr, shared);

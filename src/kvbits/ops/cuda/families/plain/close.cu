@@ -1,8 +1,10 @@
-// Raw keys and values to packed pages in one launch: one block per (page, kv head, keys or values), each value read once.
+// Raw keys and values to packed pages in one launch: one block per (page, kv head, keys or values), each value read
+// once.
 //
-// A thread holds eight neighbouring channels of ROWS tokens in registers, as they came. Extremes (and means) meet in shared memory, the chosen scales are rounded to
-// their storage type and written, codes are taken against the ROUNDED scales in float32 exactly as kvbits/quant/qparams.py does, and go to shared memory
-// as bytes [token][channel], from which whole stored words are put together (docs/reference/formats.md has the order).
+// A thread holds eight neighbouring channels of ROWS tokens in registers, as they came. Extremes (and means) meet in
+// shared memory, the chosen scales are rounded to their storage type and written, codes are taken against the ROUNDED
+// scales in float32 exactly as kvbits/quant/qparams.py does, and go to shared memory as bytes [token][channel], from
+// which whole stored words are put together (docs/reference/formats.md has the order).
 #include "octets.cuh"
 #include "step.cuh"
 
@@ -23,17 +25,21 @@ struct Args {
 
 struct Shared {
     union {
-        float extremes[2][PAGE * OCTETS > TEAMS * D ? PAGE * OCTETS : TEAMS * D];  // lowest and highest (or largest magnitude) of every octet or team
+        // lowest and highest (or largest magnitude) of every octet or team
+        float extremes[2][PAGE * OCTETS > TEAMS * D ? PAGE * OCTETS : TEAMS * D];
         double sums[TEAMS * D];
         unsigned char codes[PAGE][CODE_STRIDE];
     };
-    float inverse[GROUP_SCALES > D ? GROUP_SCALES : D], bias[GROUP_SCALES > D ? GROUP_SCALES : D];  // [group][token] or [channel]
+    // [group][token] or [channel]
+    float inverse[GROUP_SCALES > D ? GROUP_SCALES : D], bias[GROUP_SCALES > D ? GROUP_SCALES : D];
     float mean[D];
 };
 
-/// Scales (and biases) of every group or channel, stored and, as reciprocals, in shared memory. x: this thread's values, less `mean`.
+/// Scales (and biases) of every group or channel, stored and, as reciprocals, in shared memory. x: this thread's
+/// values, less `mean`.
 template <class S>
-DEVICE void choose_scales(const Octet (&x)[ROWS], const float (&mean)[8], int team, int octet, bool works, unsigned char* out, Shared& shared, bool& overflow) {
+DEVICE void choose_scales(const Octet (&x)[ROWS], const float (&mean)[8], int team, int octet, bool works,
+                          unsigned char* out, Shared& shared, bool& overflow) {
     constexpr bool BY_CHANNEL = S::SCALE == SCALE_CHANNEL;
     float *low = shared.extremes[0], *high = shared.extremes[1];
     if (works && BY_CHANNEL) {
@@ -82,10 +88,12 @@ DEVICE void choose_scales(const Octet (&x)[ROWS], const float (&mean)[8], int te
 
 /// Codes of this thread's values to shared memory, one a byte.
 template <class S>
-DEVICE void write_codes(const Octet (&x)[ROWS], const float (&mean)[8], int team, int octet, bool works, Shared& shared, int& saturated) {
+DEVICE void write_codes(const Octet (&x)[ROWS], const float (&mean)[8], int team, int octet, bool works, Shared& shared,
+                        int& saturated) {
     constexpr bool BY_TOKEN = S::SCALE == SCALE_GROUP;  // then a thread's eight values of a token share a scale
     float inverse[8] = {}, bias[8] = {};
-    for (int k = 0; k < 8 && !BY_TOKEN; ++k) inverse[k] = shared.inverse[octet * 8 + k], bias[k] = shared.bias[octet * 8 + k];
+    for (int k = 0; k < 8 && !BY_TOKEN; ++k)
+        inverse[k] = shared.inverse[octet * 8 + k], bias[k] = shared.bias[octet * 8 + k];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         int token = team + i * TEAMS;
@@ -197,9 +205,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) close_pages(const __grid_c
 #endif
     if (side == 0)  // nothing of the pool's earlier content stays in a page
 #if APPENDS
-        for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(a.step.closed + a.step.closings[page].to + i64(head) * a.head_bytes)[i] = 0;
+        for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS)
+            reinterpret_cast<u32*>(a.step.closed + a.step.closings[page].to + i64(head) * a.head_bytes)[i] = 0;
 #else
-        for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS) reinterpret_cast<u32*>(a.page_address[page] + i64(head) * a.head_bytes)[i] = 0;
+        for (int i = USED_BYTES / 4 + threadIdx.x; i < a.head_bytes / 4; i += THREADS)
+            reinterpret_cast<u32*>(a.page_address[page] + i64(head) * a.head_bytes)[i] = 0;
 #endif
     if (side == 0) close_side<Keys>(a, 0, page, head, shared);
     else close_side<Values>(a, 1, page, head, shared);

@@ -1,10 +1,11 @@
 // Packed pages to 16-bit rows, for attention of many queries: one block per (page, kv head), keys then values.
 //
-// A code is looked up where docs/reference/formats.md puts it: four neighbouring channels of a key are one word, those of four value tokens are 16 bytes. Values are
-// (code - zero) * scale + bias + mean in float32, rounded once.
+// A code is looked up where docs/reference/formats.md puts it: four neighbouring channels of a key are one word, those
+// of four value tokens are 16 bytes. Values are (code - zero) * scale + bias + mean in float32, rounded once.
 //
-// Listed elements and keys from before the rotary embedding need a page's other numbers: such sides are decoded to a float32 tile in shared memory, get
-// their listed elements added (an index is listed once, so without atomics), and are turned as they are written.
+// Listed elements and keys from before the rotary embedding need a page's other numbers: such sides are decoded to a
+// float32 tile in shared memory, get their listed elements added (an index is listed once, so without atomics), and are
+// turned as they are written.
 #include "extras.cuh"
 
 struct Args {
@@ -14,7 +15,8 @@ struct Args {
     const float* scale[2];       // calibrated [H][D], null if none
     const float* bias[2];
     const float* codebook[2];    // [H][entries], null if none
-    const int* starts;           // [n]: position of each page's first token; read for keys from before the rotary embedding
+    // [n]: position of each page's first token; read for keys from before the rotary embedding
+    const int* starts;
     const float2* turns;         // [D / 2] of side.py's turns_of
     i64 layer_offset;            // bytes
     int num_heads, head_bytes;
@@ -29,20 +31,29 @@ DEVICE void store4(void* out, i64 at, const float (&x)[4]) {
 
 constexpr int row_bytes(int channels, int bits) { return (channels * bits + 31) / 32 * 4; }
 
-/// Codes of channels ch .. ch + 3 (a multiple of 4) in one plane, one a byte: of one key token, or of the four value tokens of a quad.
+/// Codes of channels ch .. ch + 3 (a multiple of 4) in one plane, one a byte: of one key token, or of the four value
+/// tokens of a quad.
 template <int CHANNELS, int BITS>
-DEVICE u32 fields(u32 word, int ch) { return BITS == 8 ? word : (word >> ch / row_bytes(CHANNELS, BITS) * BITS) & ((1u << BITS) - 1) * 0x01010101u; }
+DEVICE u32 fields(u32 word, int ch) {
+    return BITS == 8 ? word : (word >> ch / row_bytes(CHANNELS, BITS) * BITS) & ((1u << BITS) - 1) * 0x01010101u;
+}
 template <int CHANNELS, int BITS>
 DEVICE u32 key_codes(const unsigned char* plane, int token, int ch) {
     int r = ch % row_bytes(CHANNELS, BITS);
-    return fields<CHANNELS, BITS>(*reinterpret_cast<const u32*>(plane + ((token / 16) * (row_bytes(CHANNELS, BITS) / 4) + r / 4) * 64 + token % 16 * 4), ch);
+    return fields<CHANNELS, BITS>(
+        *reinterpret_cast<const u32*>(plane + ((token / 16) * (row_bytes(CHANNELS, BITS) / 4) + r / 4) * 64 +
+                                      token % 16 * 4),
+        ch);
 }
 /// word[k]: channel ch + k of the quad's four tokens.
 template <int CHANNELS, int BITS>
 DEVICE void value_codes(u32 (&word)[4], const unsigned char* plane, int quad, int ch) {
     int r = ch % row_bytes(CHANNELS, BITS), width = min(16, row_bytes(CHANNELS, BITS) - r / 16 * 16);
     uint4 w = *reinterpret_cast<const uint4*>(plane + r / 16 * 16 * PAGE + quad * 4 * width + r % 16 * 4);
-    word[0] = fields<CHANNELS, BITS>(w.x, ch); word[1] = fields<CHANNELS, BITS>(w.y, ch); word[2] = fields<CHANNELS, BITS>(w.z, ch); word[3] = fields<CHANNELS, BITS>(w.w, ch);
+    word[0] = fields<CHANNELS, BITS>(w.x, ch);
+    word[1] = fields<CHANNELS, BITS>(w.y, ch);
+    word[2] = fields<CHANNELS, BITS>(w.z, ch);
+    word[3] = fields<CHANNELS, BITS>(w.w, ch);
 }
 
 template <class S, class E>
@@ -68,7 +79,8 @@ struct Reader {
             int place = S::SCALE == SCALE_CHANNEL ? ch + k : ch / S::GROUP * PAGE + token;
             x[k] *= S::SCALE == SCALE_STATIC ? scale[ch + k] : load_value<S::TYPE>(page + S::SCALE_OFFSET, place);
             if (E::STRETCH) x[k] *= stretch;
-            if (S::HAS_BIAS) x[k] += S::SCALE == SCALE_STATIC ? bias[ch + k] : load_value<S::TYPE>(page + S::BIAS_OFFSET, place);
+            if (S::HAS_BIAS)
+                x[k] += S::SCALE == SCALE_STATIC ? bias[ch + k] : load_value<S::TYPE>(page + S::BIAS_OFFSET, place);
             if (S::HAS_MEAN) x[k] += load_value<S::TYPE>(page + S::MEAN_OFFSET, ch + k);
         }
         if (STAGED<E>) *reinterpret_cast<float4*>(tile + token * S::D + ch) = {x[0], x[1], x[2], x[3]};
@@ -78,7 +90,8 @@ struct Reader {
 
 /// The tile's rows with their listed elements, turned to their positions if they are not yet.
 template <class S, class E>
-DEVICE void write_tile(const Args& a, int side, const unsigned char* page, float* tile, i64 base, i64 stride, int tokens) {
+DEVICE void write_tile(const Args& a, int side, const unsigned char* page, float* tile, i64 base, i64 stride,
+                       int tokens) {
     __syncthreads();
     for (int i = threadIdx.x; i < E::OUTLIERS; i += THREADS) {
         u32 at = E::index(page, i);
@@ -109,7 +122,8 @@ DEVICE void write_tile(const Args& a, int side, const unsigned char* page, float
 template <class S, class E>
 DEVICE void unpack(const Args& a, int side, const unsigned char* page, int head, int2 rows, float* tile) {
     const i64 stride = i64(a.num_heads) * S::D, base = i64(rows.x) * stride + head * S::D;
-    Reader<S, E> reader = {page, a.scale[side] + head * S::D, a.bias[side] + head * S::D, a.codebook[side] + (head << (S::BITS > 8 ? 0 : S::BITS)), tile};
+    Reader<S, E> reader = {page, a.scale[side] + head * S::D, a.bias[side] + head * S::D,
+                           a.codebook[side] + (head << (S::BITS > 8 ? 0 : S::BITS)), tile};
     constexpr int CHUNKS = S::D / 4;
     if (S::FLOAT == RAW) {
         for (int i = threadIdx.x; i < rows.y * CHUNKS; i += THREADS) {
@@ -127,7 +141,8 @@ DEVICE void unpack(const Args& a, int side, const unsigned char* page, int head,
                 for (int k = 0; k < 4; ++k) word[k] = word[k] << S::BITS1 | second[k];
             }
             for (int u = 0; u < 4; ++u) {
-                int token = quad / 2 * 8 + (0x76325410u >> (quad % 2 * 4 + u) * 4 & 7);  // slots hold tokens 0 1 4 5 2 3 6 7
+                // slots hold tokens 0 1 4 5 2 3 6 7
+                int token = quad / 2 * 8 + (0x76325410u >> (quad % 2 * 4 + u) * 4 & 7);
                 if (token >= rows.y) continue;
                 float x[4];
                 for (int k = 0; k < 4; ++k) x[k] = number<S, E>(word[k] >> 8 * u & 255, reader.codebook);
@@ -138,7 +153,8 @@ DEVICE void unpack(const Args& a, int side, const unsigned char* page, int head,
         for (int i = threadIdx.x; i < rows.y * CHUNKS; i += THREADS) {
             int token = i / CHUNKS, ch = i % CHUNKS * 4;
             u32 word = key_codes<S::D, S::BITS0>(page + S::OFFSET0, token, ch);
-            if (S::BITS1) word = word << S::BITS1 | key_codes<S::D, S::BITS1 ? S::BITS1 : 8>(page + S::OFFSET1, token, ch);
+            if (S::BITS1)
+                word = word << S::BITS1 | key_codes<S::D, S::BITS1 ? S::BITS1 : 8>(page + S::OFFSET1, token, ch);
             float x[4];
             for (int k = 0; k < 4; ++k) x[k] = number<S, E>(word >> 8 * k & 255, reader.codebook);
             reader.finish(a.out[side], base + token * stride + ch, x, token, ch);
@@ -149,7 +165,8 @@ DEVICE void unpack(const Args& a, int side, const unsigned char* page, int head,
 
 extern "C" __global__ void __launch_bounds__(THREADS) dequantize_pages(const __grid_constant__ Args a) {
     const int head = blockIdx.y;
-    const auto* page = reinterpret_cast<const unsigned char*>(a.page_address[blockIdx.x] + a.layer_offset + i64(head) * a.head_bytes);
+    const auto* page =
+        reinterpret_cast<const unsigned char*>(a.page_address[blockIdx.x] + a.layer_offset + i64(head) * a.head_bytes);
     const int2 rows = a.rows[blockIdx.x];
     extern __shared__ __align__(16) float tile[];
     unpack<Side<K_SIDE, false>, Extras<K_EXTRAS>>(a, 0, page, head, rows, tile);

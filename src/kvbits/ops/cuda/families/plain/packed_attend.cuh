@@ -1,16 +1,17 @@
-// Attention of a few query columns over pages of packed tokens, 16-bit tokens among them: one persistent block per multiprocessor, balanced
-// by bytes. The kernel that includes this chooses the walk.
+// Attention of a few query columns over pages of packed tokens, 16-bit tokens among them: one persistent block per
+// multiprocessor, balanced by bytes. The kernel that includes this chooses the walk.
 //
-// A block walks its segments (runs of chunks of one sequence, kv head and part). Chunk t of the block belongs to consumer warp t % WARPS, which reads
-// it from slot t % SLOTS of a ring; one producer warp fills the ring with bulk copies, so memory stays busy across segment ends. Warps share
-// nothing else until a segment ends, then merge through shared memory. Units split over several segments are summed by the block that arrives last.
+// A block walks its segments (runs of chunks of one sequence, kv head and part). Chunk t of the block belongs to
+// consumer warp t % WARPS, which reads it from slot t % SLOTS of a ring; one producer warp fills the ring with bulk
+// copies, so memory stays busy across segment ends. Warps share nothing else until a segment ends, then merge through
+// shared memory. Units split over several segments are summed by the block that arrives last.
 #pragma once
 #include "packed_raw.cuh"
 #include "packed_ring.cuh"
 
 template <class Walk>
-DEVICE void read_chunk(const Args& a, Unit u, Walk& walk, const Visible& see, Softmax& softmax, Ring& ring, const unsigned char* slots, int k, u32 number,
-                       int lane) {
+DEVICE void read_chunk(const Args& a, Unit u, Walk& walk, const Visible& see, Softmax& softmax, Ring& ring,
+                       const unsigned char* slots, int k, u32 number, int lane) {
     const RingSlot slot(number);
     slot.wait(ring);
     const int2 tokens = ring.tokens[slot.index];
@@ -24,7 +25,8 @@ DEVICE void read_chunk(const Args& a, Unit u, Walk& walk, const Visible& see, So
 
 /// Reads the parts of a unit that follow one another. Returns the block's next segment.
 template <class Walk>
-DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge, typename Walk::Keys::Shared& made, int warp, int lane) {
+DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsigned char* slots, Merge& merge,
+                       typename Walk::Keys::Shared& made, int warp, int lane) {
     const Segment& s = merge.segments[Merge::own(warp)];
     Staged& staged = merge.staged[Merge::own(warp)];
     stage_queries(staged, a, u, part.k_scale ? part.k_scale + i64(u.head) * D : nullptr, warp * 32 + lane);
@@ -48,10 +50,12 @@ DEVICE int walk_packed(const Args& a, const Part& part, Unit u, Ring& ring, unsi
     if (!V_TURNED && Walk::FOLDS) fold(walk.values.first);
     for (int e = 0; e < 2 && Walk::FOLDS; ++e) softmax.sum[0][e] += __shfl_xor_sync(ALL_LANES, softmax.sum[0][e], 2);
     if (RAW_JOINS && a.parts[s.part].raw) join_raw(a, u, s, walk, staged, see, softmax, ring, slots, merge, warp, lane);
-    constexpr bool may_leave = OWN_START && ROUNDS_AT_ONCE >= ValueSide::ROUNDS && ValueSide::ROUNDS == ValueSide::FIRST_PLANE_ROUNDS;
+    constexpr bool may_leave =
+        OWN_START && ROUNDS_AT_ONCE >= ValueSide::ROUNDS && ValueSide::ROUNDS == ValueSide::FIRST_PLANE_ROUNDS;
     const auto* bias_sum = ValueTraits::BIAS_SUMS ? walk.values.bias_sum : nullptr;
     const int thread = thread_again();
-    if (may_leave && s.slot < 0 && s.next >= 0) return leave_segment(a, walk.values, softmax, bias_sum, V_GROUP, merge, thread / 32, thread % 32);
+    if (may_leave && s.slot < 0 && s.next >= 0)
+        return leave_segment(a, walk.values, softmax, bias_sum, V_GROUP, merge, thread / 32, thread % 32);
     return finish_segment(a, walk.values, softmax, bias_sum, V_GROUP, merge, thread / 32, thread % 32);
 }
 
@@ -61,7 +65,9 @@ DEVICE void attend_packed(const Args& a, unsigned char* shared) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     using KeySide = typename Walk::Keys;
     using Made = typename KeySide::Shared;
-    static_assert(SLOTS * SLOT_BYTES + ring_bytes<Ring>() + sizeof(Merge) + (KeySide::MAKING ? sizeof(Made) : 0) <= SHARED_BYTES, "shape.py counts too little shared memory");
+    static_assert(
+        SLOTS * SLOT_BYTES + ring_bytes<Ring>() + sizeof(Merge) + (KeySide::MAKING ? sizeof(Made) : 0) <= SHARED_BYTES,
+        "shape.py counts too little shared memory");
     Ring& ring = *reinterpret_cast<Ring*>(shared + SLOTS * SLOT_BYTES);
     Merge& merge = *reinterpret_cast<Merge*>(shared + SLOTS * SLOT_BYTES + ring_bytes<Ring>());
     Made& made = *reinterpret_cast<Made*>(&merge + 1);
@@ -81,6 +87,7 @@ DEVICE void attend_packed(const Args& a, unsigned char* shared) {
         if (s.unit < 0) return;
         const Part& part = a.parts[s.part];
         const Unit u = enter_segment(a, s, merge, warp, lane);
-        i = part.raw && !ValueTraits::RAW_JOINS ? walk_raw(a, u, ring, shared, merge, warp, lane) : walk_packed<Walk>(a, part, u, ring, shared, merge, made, warp, lane);
+        i = part.raw && !ValueTraits::RAW_JOINS ? walk_raw(a, u, ring, shared, merge, warp, lane)
+                                                : walk_packed<Walk>(a, part, u, ring, shared, merge, made, warp, lane);
     }
 }

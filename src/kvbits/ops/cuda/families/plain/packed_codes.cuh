@@ -1,15 +1,18 @@
 // Codes of packed pages in shared memory as matrix operands, with one AND.
 //
-// A code masked out of a 32-bit word, (w >> 8 * odd) & (mask << bits * field), is a pair of SUBNORMAL float16 numbers code * 2**(bits * field - 24),
-// which the matrix units multiply exactly. So unpacking is one instruction per pair; the factors go elsewhere: for keys the field's 2**-(bits * field)
-// into q, for values into the end result; 2**24 into the score's factor; and the codes' zero point becomes a starting value of the scores
-// (zero * sum(q), exact) and one correction per step for the outputs (zero * sum of the weights, which another matrix instruction gives).
-// The correction is applied at every step, before the values are added: the running output then stays as small as the result, while a correction
-// at the end would subtract two large sums whose roundings (toward zero, in the matrix units) do not cancel.
+// A code masked out of a 32-bit word, (w >> 8 * odd) & (mask << bits * field), is a pair of SUBNORMAL float16 numbers
+// code * 2**(bits * field - 24), which the matrix units multiply exactly. So unpacking is one instruction per pair; the
+// factors go elsewhere: for keys the field's 2**-(bits * field) into q, for values into the end result; 2**24 into the
+// score's factor; and the codes' zero point becomes a starting value of the scores (zero * sum(q), exact) and one
+// correction per step for the outputs (zero * sum of the weights, which another matrix instruction gives). The
+// correction is applied at every step, before the values are added: the running output then stays as small as the
+// result, while a correction at the end would subtract two large sums whose roundings (toward zero, in the matrix
+// units) do not cancel.
 //
-// A 3-bit code lies in a 2-bit and a 1-bit plane. Where a token's bytes in the second are half of those in the first (head_dim a multiple of 32), field f of
-// byte r there is field 2 f of the second plane's byte r, or field 2 f + 1 of byte r - LOW_ROW. Two bitwise selections join words of both planes to one of
-// fields 0 and 2 and one of fields 1 and 3, at bits 1 and 5 of every byte, and there is one walk, over 3-bit fields. Elsewhere each plane has its own.
+// A 3-bit code lies in a 2-bit and a 1-bit plane. Where a token's bytes in the second are half of those in the first
+// (head_dim a multiple of 32), field f of byte r there is field 2 f of the second plane's byte r, or field 2 f + 1 of
+// byte r - LOW_ROW. Two bitwise selections join words of both planes to one of fields 0 and 2 and one of fields 1 and
+// 3, at bits 1 and 5 of every byte, and there is one walk, over 3-bit fields. Elsewhere each plane has its own.
 #pragma once
 #include "config.cuh"
 
@@ -25,7 +28,8 @@ constexpr u32 WORD_ONES = 0x3c003c00u;  // (1, 1) in float16
 /// One plane of codes. BITS = 0 means the format has no such plane; the loops compile to nothing.
 template <int BITS_, int PLANE_OFFSET, int LOW_BITS_, int LOW_OFFSET_ = 0, int FLOAT = INTEGER, int CHANNELS = D>
 struct Plane {
-    static constexpr int BITS = BITS_, OFFSET = PLANE_OFFSET, LOW_BITS = LOW_BITS_;  // LOW_BITS: bits of the code in later planes
+    // LOW_BITS: bits of the code in later planes
+    static constexpr int BITS = BITS_, OFFSET = PLANE_OFFSET, LOW_BITS = LOW_BITS_;
     static constexpr int LOW_OFFSET = LOW_OFFSET_;             // of the plane joined to this one
     static constexpr bool JOINED = LOW_OFFSET > 0;
     static constexpr int FIELDS = BITS ? 8 / BITS : 0;
@@ -69,7 +73,8 @@ struct Fields {
 
     /// low: the joined plane's word of these bytes; second: they are in the row's second half.
     DEVICE Fields(u32 w, u32 low = 0, int second = 0) {
-        even[0] = JOINED ? select_bits(0xccccccccu, w << 2, low * (2 - second)) : w;  // a product goes to another pipe than shifts
+        // a product goes to another pipe than shifts
+        even[0] = JOINED ? select_bits(0xccccccccu, w << 2, low * (2 - second)) : w;
         if (JOINED) even[WORDS - 1] = select_bits(0xccccccccu, w, low >> (1 + second));
         for (int k = 0; k < WORDS; ++k) odd[k] = odd_bytes<FLOAT, CodePlane::BITS>(even[k]);
     }
@@ -90,13 +95,19 @@ DEVICE void load_scales4(float (&s)[4], const unsigned char* section, int index)
         return;
     }
     if (TYPE == FLOAT8_E5M3) {
-        const u32 w = *reinterpret_cast<const u32*>(section + index), even = (w & 0x00ff00ffu) << 7, odd = w >> 1 & 0x7f807f80u;
+        const u32 w = *reinterpret_cast<const u32*>(section + index), even = (w & 0x00ff00ffu) << 7,
+                  odd = w >> 1 & 0x7f807f80u;
         s[0] = low_f16(even); s[1] = low_f16(odd); s[2] = high_f16(even); s[3] = high_f16(odd);
         return;
     }
     uint2 w = *reinterpret_cast<const uint2*>(section + index * 2);
-    if (TYPE == FLOAT16) { s[0] = low_f16(w.x); s[1] = high_f16(w.x); s[2] = low_f16(w.y); s[3] = high_f16(w.y); }
-    else { s[0] = bf16_to_float(u16(w.x)); s[1] = bf16_to_float(u16(w.x >> 16)); s[2] = bf16_to_float(u16(w.y)); s[3] = bf16_to_float(u16(w.y >> 16)); }
+    if (TYPE == FLOAT16) { s[0] = low_f16(w.x); s[1] = high_f16(w.x); s[2] = low_f16(w.y); s[3] = high_f16(w.y);
+    } else {
+        s[0] = bf16_to_float(u16(w.x));
+        s[1] = bf16_to_float(u16(w.x >> 16));
+        s[2] = bf16_to_float(u16(w.y));
+        s[3] = bf16_to_float(u16(w.y >> 16));
+    }
 }
 
 /// float16 pairs (0, 4), (1, 5), (2, 6), (3, 7) of eight neighbours: the token pairs of a lane's value operands.
@@ -126,7 +137,10 @@ struct ValueTraits {
     static constexpr int WEIGHTS = V_GROUPS;                                // sets of weights
     static constexpr int EXPONENT = operand_exponent(V_FLOAT);
     static constexpr bool PER_CHUNK = V_SCALE == SCALE_CHANNEL;             // outputs are scaled once per chunk
-    static constexpr bool WEIGHT_SUMS = V_HAS_MEAN || (PER_CHUNK && V_HAS_BIAS);  // a chunk's sum of weights multiplies a channel vector
-    static constexpr bool BIAS_SUMS = V_HAS_BIAS && V_SCALE == SCALE_GROUP;  // weights times biases of groups, added at the end
-    static constexpr bool RAW_JOINS = HAS_RAW && !PER_CHUNK && V_BITS1 == 0;  // raw tokens are added to the same running outputs as packed ones
+    // a chunk's sum of weights multiplies a channel vector
+    static constexpr bool WEIGHT_SUMS = V_HAS_MEAN || (PER_CHUNK && V_HAS_BIAS);
+    // weights times biases of groups, added at the end
+    static constexpr bool BIAS_SUMS = V_HAS_BIAS && V_SCALE == SCALE_GROUP;
+    // raw tokens are added to the same running outputs as packed ones
+    static constexpr bool RAW_JOINS = HAS_RAW && !PER_CHUNK && V_BITS1 == 0;
 };

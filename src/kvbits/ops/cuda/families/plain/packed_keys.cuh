@@ -34,7 +34,8 @@ struct Query {
     static constexpr bool used(int field, int step) { return field * KeyPlane::ROW + 16 * step < D; }
     static constexpr int group_of(int field, int step) { return (field * KeyPlane::ROW + 16 * step) / K_GROUP; }
 
-    /// Channels field * ROW + 16 step + 4c .. + 3 of a lane's column; 0 past the row, where a lane's words belong to others.
+    /// Channels field * ROW + 16 step + 4c .. + 3 of a lane's column; 0 past the row, where a lane's words belong to
+    /// others.
     DEVICE void start(Staged& staged, const QueryRows& rows, float multiplier, int c) {
         scaled = false;
         if (COUNT == 0) return;
@@ -55,7 +56,8 @@ struct Query {
             for (int f = 0; f < KeyPlane::FIELDS; ++f)
 #pragma unroll
                 for (int i = 0; i < KeyPlane::STEPS; ++i)
-                    if (used(f, i)) pack(q[HELD ? n : 0][HELD ? f * KeyPlane::STEPS + i : 0], rows, multiplier, n, f, i, c);
+                    if (used(f, i))
+                        pack(q[HELD ? n : 0][HELD ? f * KeyPlane::STEPS + i : 0], rows, multiplier, n, f, i, c);
     }
     static DEVICE void pack(u32 (&to)[2], const QueryRows& rows, float multiplier, int n, int f, int i, int c) {
         int r = 16 * i + 4 * c, ch = f * KeyPlane::ROW + r;
@@ -64,7 +66,8 @@ struct Query {
         to[0] = pack_f16(x.x * m, x.z * m);
         to[1] = pack_f16(x.y * m, x.w * m);
     }
-    /// Adds q times the code's field over a group's channels, for a code alike in all channels and tokens: an operand's [rows and columns] of every group.
+    /// Adds q times the code's field over a group's channels, for a code alike in all channels and tokens: an operand's
+    /// [rows and columns] of every group.
     DEVICE void times_constant(float (&sum)[K_GROUPS][NT][4], u32 code) const {
 #pragma unroll
         for (int gr = 0; gr < K_GROUPS; ++gr)
@@ -94,7 +97,8 @@ struct Query {
                 int r = 16 * i + 4 * c, ch = f * KeyPlane::ROW + r;
                 float x[4];
                 load_scales4<K_SCALE_TYPE>(x, section, r < KeyPlane::ROW && ch < D ? ch : 0);
-                u32 even = pack_f16(x[0] * multiplier, x[2] * multiplier), odd = pack_f16(x[1] * multiplier, x[3] * multiplier);
+                u32 even = pack_f16(x[0] * multiplier, x[2] * multiplier),
+                    odd = pack_f16(x[1] * multiplier, x[3] * multiplier);
                 const int at = f * KeyPlane::STEPS + i;
                 if constexpr (HELD) {
                     for (int n = 0; n < NT; ++n) {
@@ -109,7 +113,8 @@ struct Query {
     }
 };
 
-/// Codes of a key plane as accumulated scores. Words with several fields are held in registers if they are few, the others loaded where they are used.
+/// Codes of a key plane as accumulated scores. Words with several fields are held in registers if they are few, the
+/// others loaded where they are used.
 template <class KeyPlane>
 struct Keys {
     static constexpr bool HELD = KeyPlane::FIELDS > 1 && KeyPlane::STEPS <= 4;
@@ -126,17 +131,23 @@ struct Keys {
 #pragma unroll
             for (int i = 0; i < KeyPlane::STEPS; ++i) words[u][i] = load(u, i);
     }
-    DEVICE int word_of(int i) const { return 4 * i + 3 < KeyPlane::WORDS ? 4 * i + c : min(4 * i + c, KeyPlane::WORDS - 1); }
-    DEVICE uint4 load(int u, int i) const { return *reinterpret_cast<const uint4*>(base + (2 * u * KeyPlane::WORDS + word_of(i)) * 64); }
+    DEVICE int word_of(int i) const {
+        return 4 * i + 3 < KeyPlane::WORDS ? 4 * i + c : min(4 * i + c, KeyPlane::WORDS - 1);
+    }
+    DEVICE uint4 load(int u, int i) const {
+        return *reinterpret_cast<const uint4*>(base + (2 * u * KeyPlane::WORDS + word_of(i)) * 64);
+    }
     /// Whether step i's bytes are in the row's second half.
     DEVICE int second(int i) const { return LOW_WORDS % 4 ? word_of(i) >= LOW_WORDS : 4 * i >= LOW_WORDS; }
     DEVICE uint4 load_low(int u, int i) const {
         if (!KeyPlane::JOINED) return {0, 0, 0, 0};
-        return *reinterpret_cast<const uint4*>(low_base + (2 * u * LOW_WORDS + word_of(i) - second(i) * LOW_WORDS) * 64);
+        return *reinterpret_cast<const uint4*>(low_base +
+                                               (2 * u * LOW_WORDS + word_of(i) - second(i) * LOW_WORDS) * 64);
     }
     /// acc = start (first plane) or acc, plus the group's products.
     template <bool FIRST>
-    DEVICE void multiply(float (&acc)[UNITS][2][NT][4], const float (&start)[NT][4], const Query<KeyPlane>& query, int group) const {
+    DEVICE void multiply(float (&acc)[UNITS][2][NT][4], const float (&start)[NT][4], const Query<KeyPlane>& query,
+                         int group) const {
         bool first = FIRST;
 #pragma unroll
         for (int f = 0; f < KeyPlane::FIELDS; ++f)
@@ -153,7 +164,8 @@ struct Keys {
             }
     }
     /// The same for all groups, of joined planes: a word is joined once for all fields, which are of several groups.
-    DEVICE void multiply_joined(float (&acc)[K_GROUPS][UNITS][2][NT][4], const float (&start)[K_GROUPS][NT][4], const Query<KeyPlane>& query) const {
+    DEVICE void multiply_joined(float (&acc)[K_GROUPS][UNITS][2][NT][4], const float (&start)[K_GROUPS][NT][4],
+                                const Query<KeyPlane>& query) const {
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
             bool first[K_GROUPS];
@@ -175,7 +187,8 @@ struct Keys {
         }
     }
     using Row = Fields<KeyPlane, K_FLOAT>;
-    static DEVICE void two_rows(float (&acc)[NT][4], const float (&start)[NT][4], bool first, const Row& row, const Row& row8, const Query<KeyPlane>& query, int f, int i) {
+    static DEVICE void two_rows(float (&acc)[NT][4], const float (&start)[NT][4], bool first, const Row& row,
+                                const Row& row8, const Query<KeyPlane>& query, int f, int i) {
         u32 a0 = row.operand(0, f), a1 = row8.operand(0, f), a2 = row.operand(1, f), a3 = row8.operand(1, f);
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
@@ -187,7 +200,8 @@ struct Keys {
 };
 
 /// sum over channels of q times `vector`, for the lane's columns 2c, 2c + 1 (+ 8).
-DEVICE void dot_columns(float (&result)[NT][2], const Staged& staged, const float* vector, const float* scale, int g, int c) {
+DEVICE void dot_columns(float (&result)[NT][2], const Staged& staged, const float* vector, const float* scale, int g,
+                        int c) {
     for (int n = 0; n < NT; ++n) {
         float sum = 0.f;
 #pragma unroll 1
@@ -295,7 +309,8 @@ struct KeySide {
         if (K_HAS_MEAN) add_channel_vector(sum, slot + K_MEAN_OFFSET, c);
         if (KeyTraits::SCALES_QUERY && K_HAS_BIAS) add_channel_vector(sum, slot + K_BIAS_OFFSET, c);
     }
-    /// Queries times the page's channel scales, brought to at most 1 by a power of two; returns the factor of their scores.
+    /// Queries times the page's channel scales, brought to at most 1 by a power of two; returns the factor of their
+    /// scores.
     DEVICE float page_operands(KeyOperands& scaled, const unsigned char* slot, int lane) const {
         const int e = channel_exponent(slot + K_SCALE_OFFSET, lane);
         scaled.scale(operands, slot + K_SCALE_OFFSET, power_of_two(-e), lane % 4);
@@ -303,7 +318,8 @@ struct KeySide {
     }
 
     /// Exponents relative to the softmax reference, or with a softcap the arguments of tanh.
-    DEVICE void scores(float (&s)[TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, int t, const PageKeys& page, int g, int c) const {
+    DEVICE void scores(float (&s)[TOKENS][NT][2], const Softmax& softmax, const unsigned char* slot, int t,
+                       const PageKeys& page, int g, int c) const {
         const KeyOperands& keys = page.operands;
         const Keys<First> words0(slot, First::OFFSET, t, g, c);
         const Keys<Second> words1(slot, Second::OFFSET, t, g, c);
@@ -326,7 +342,9 @@ struct KeySide {
                 for (int j = 0; j < 4; ++j)
                     for (int n = 0; n < NT; ++n)
                         for (int e = 0; e < 2; ++e) {
-                            float base = gr ? s[4 * u + j][n][e] : SOFTCAP ? page.constant[n][e] : page.constant[n][e] - softmax.reference[n][e];
+                            float base = gr        ? s[4 * u + j][n][e]
+                                         : SOFTCAP ? page.constant[n][e]
+                                                   : page.constant[n][e] - softmax.reference[n][e];
                             if (KeyTraits::BIAS_BY_TOKEN) base += bias[j] * page.factor * one_sum[gr][n][e];
                             s[4 * u + j][n][e] = acc[u][j / 2][n][j % 2 * 2 + e] * scale[j] + base;
                         }
@@ -343,7 +361,8 @@ struct KeySide {
 #pragma unroll
             for (int i = 0; i < First::STEPS; ++i) {
                 if (!Query<First>::used(f, i)) continue;
-                // q carries 2**-exponent; undo it here, scaled down by the top field's factor so that nothing overflows float16.
+                // q carries 2**-exponent; undo it here, scaled down by the top field's factor so that nothing overflows
+                // float16.
                 const float undo = power_of_two(First::exponent(f) - TOP_FIELD);
                 u32 a0, a2;
                 load_channels(a0, a2, section, f, i, undo, c);
@@ -356,7 +375,8 @@ struct KeySide {
             for (int e = 0; e < 2; ++e) page_constant[n][e] += acc[n][e] * (real_factor * power_of_two(TOP_FIELD));
     }
     /// Channels 0, 2 and 1, 3 of a lane's four, times a power of two; 0 past the row.
-    static DEVICE void load_channels(u32& even, u32& odd, const unsigned char* section, int f, int i, float times, int c) {
+    static DEVICE void load_channels(u32& even, u32& odd, const unsigned char* section, int f, int i, float times,
+                                     int c) {
         const int r = 16 * i + 4 * c, ch = f * First::ROW + r;
         const bool inside = r < First::ROW && ch < D;
         if (K_SCALE_TYPE == FLOAT16) {  // as it is stored

@@ -16,7 +16,8 @@ struct RingSlot {
     DEVICE void give_back(Ring& ring) const { barrier_arrive(shared_address(&ring.empty[index])); }
 };
 
-/// Lane w of the producer warp fills the slots of consumer warp w, all lanes once they all can: look-ups and copies of a round go together.
+/// Lane w of the producer warp fills the slots of consumer warp w, all lanes once they all can: look-ups and copies of
+/// a round go together.
 DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
     const auto enter = [](const Part&, Unit) {};
     Cursor at = {int(blockIdx.x), -1, lane};
@@ -43,7 +44,8 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
             const u32 full = shared_address(&ring.full[to.index]), slot = shared_address(slots + to.index * SLOT_BYTES);
             ring.tokens[to.index] = from.tokens;
             barrier_arrive_expect(full, from.bytes());
-            from.each_piece(a, [&](int offset, i64 address, int bytes) { copy_bulk(slot + offset, address, bytes, full, policy); });
+            from.each_piece(
+                a, [&](int offset, i64 address, int bytes) { copy_bulk(slot + offset, address, bytes, full, policy); });
         }
 #else
         for (int w = 0; w < WARPS; ++w) {
@@ -61,7 +63,8 @@ DEVICE void produce(const Args& a, Ring& ring, unsigned char* slots, int lane) {
             theirs.raw_bytes = __shfl_sync(ALL_LANES, from.raw_bytes, w);
             theirs.to_values = __shfl_sync(ALL_LANES, from.to_values, w);
             theirs.each_piece(a, [&](int offset, i64 address, int bytes) {
-                for (int at16 = lane * 16; at16 < bytes; at16 += 512) copy_async_16(slot + offset + at16, address + at16);
+                for (int at16 = lane * 16; at16 < bytes; at16 += 512)
+                    copy_async_16(slot + offset + at16, address + at16);
             });
             copy_async_arrive(full);
         }

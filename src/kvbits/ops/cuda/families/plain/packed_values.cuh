@@ -3,13 +3,16 @@
 #include "columns.cuh"
 #include "packed_codes.cuh"
 
-/// Running outputs of a value plane: o[field][pair of blocks][row pair] of channels field * ROW + 32 pair + 4g + 0 .. 3.
+/// Running outputs of a value plane: o[field][pair of blocks][row pair] of channels field * ROW + 32 pair + 4g + 0
+/// .. 3.
 template <class ValuePlane>
 struct Values {
     float o[NT][ValuePlane::FIELDS ? ValuePlane::FIELDS : 1][ValuePlane::PAIRS ? ValuePlane::PAIRS : 1][2][4];
 
     static constexpr bool used(int field, int pair) { return field * ValuePlane::ROW + 32 * pair < DV; }
-    static constexpr int group_of(int field, int pair) { return ValueTraits::WEIGHTS == 1 ? 0 : (field * ValuePlane::ROW + 32 * pair) / V_GROUP; }
+    static constexpr int group_of(int field, int pair) {
+        return ValueTraits::WEIGHTS == 1 ? 0 : (field * ValuePlane::ROW + 32 * pair) / V_GROUP;
+    }
 
     template <class F>
     DEVICE void each(F f) {
@@ -23,10 +26,13 @@ struct Values {
 #pragma unroll
                         for (int half = 0; half < 2; ++half)
 #pragma unroll
-                            for (int r = 0; r < 4; ++r) f(o[n][field][pair][half][r], n, r % 2, field, pair, 2 * half + r / 2);
+                            for (int r = 0; r < 4; ++r)
+                                f(o[n][field][pair][half][r], n, r % 2, field, pair, 2 * half + r / 2);
     }
     DEVICE void clear() { each([](float& x, int, int, int, int, int) { x = 0.f; }); }
-    DEVICE void scale(const float (&factor)[NT][2]) { each([&](float& x, int n, int e, int, int, int) { x *= factor[n][e]; }); }
+    DEVICE void scale(const float (&factor)[NT][2]) {
+        each([&](float& x, int n, int e, int, int, int) { x *= factor[n][e]; });
+    }
 
     /// Adds codes times weights: weights[group][column tile][unit][first quad, second quad][2 registers].
     template <class Weights>
@@ -34,7 +40,8 @@ struct Values {
 #pragma unroll
         for (int pair = 0; pair < ValuePlane::PAIRS; ++pair) {
             int block = 2 * pair + g / 4, quarter = g % 4, width = 16;
-            if (32 * pair + 32 > ValuePlane::ROW) {  // the last block may be narrow and the one after it is not there: read any bytes of the row
+            // the last block may be narrow and the one after it is not there: read any bytes of the row
+            if (32 * pair + 32 > ValuePlane::ROW) {
                 block = min(block, ValuePlane::BLOCKS - 1);
                 width = min(16, ValuePlane::ROW - 16 * block);
                 quarter = min(quarter, width / 4 - 1);
@@ -44,7 +51,8 @@ struct Values {
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
                 const int quad = (tile * UNITS + u) * 8 + 2 * c;
-                const uint4 first = *reinterpret_cast<const uint4*>(p + quad * 4 * width), second = *reinterpret_cast<const uint4*>(p + (quad + 1) * 4 * width);
+                const uint4 first = *reinterpret_cast<const uint4*>(p + quad * 4 * width),
+                            second = *reinterpret_cast<const uint4*>(p + (quad + 1) * 4 * width);
                 quad_of(first, low.load(quad), low.second, weights, u, 0, pair);
                 quad_of(second, low.load(quad + 1), low.second, weights, u, 1, pair);
             }
@@ -68,8 +76,10 @@ struct Values {
         }
     };
     template <class Weights>
-    DEVICE void quad_of(const uint4& w, const uint4& low, int second, const Weights& weights, int u, int which, int pair) {
-        const Fields<ValuePlane, V_FLOAT> x(w.x, low.x, second), y(w.y, low.y, second), z(w.z, low.z, second), w3(w.w, low.w, second);
+    DEVICE void quad_of(const uint4& w, const uint4& low, int second, const Weights& weights, int u, int which,
+                        int pair) {
+        const Fields<ValuePlane, V_FLOAT> x(w.x, low.x, second), y(w.y, low.y, second), z(w.z, low.z, second),
+            w3(w.w, low.w, second);
 #pragma unroll
         for (int f = 0; f < ValuePlane::FIELDS; ++f) {
             if (!used(f, pair)) continue;
@@ -123,7 +133,8 @@ struct ValueSide {
 
     /// Scale pairs of the lane's value tokens, 0 for hidden ones; returns the largest, as float16 bits.
     template <bool MASKED>
-    DEVICE u32 scales(u32 (&pairs)[ValueTraits::WEIGHTS][UNITS][4], const unsigned char* slot, int t, int visible, int c) const {
+    DEVICE u32 scales(u32 (&pairs)[ValueTraits::WEIGHTS][UNITS][4], const unsigned char* slot, int t, int visible,
+                      int c) const {
         if (V_SCALE != SCALE_GROUP) return 0;
         u32 largest = 0;
 #pragma unroll
@@ -138,12 +149,14 @@ struct ValueSide {
         return max(largest & 0xffffu, largest >> 16);
     }
     static DEVICE void mask_pairs(u32 (&pairs)[4], int token, int visible) {
-        for (int j = 0; j < 4; ++j) pairs[j] &= (token + j < visible ? 0xffffu : 0u) | (token + j + 4 < visible ? 0xffff0000u : 0u);
+        for (int j = 0; j < 4; ++j)
+            pairs[j] &= (token + j < visible ? 0xffffu : 0u) | (token + j + 4 < visible ? 0xffff0000u : 0u);
     }
 
     /// Adds a step's tokens, whose weights are `packed` and whose scales `pairs`.
     template <bool MASKED>
-    DEVICE void add(const u32 (&packed)[TOKENS][NT], const u32 (&pairs)[ValueTraits::WEIGHTS][UNITS][4], const unsigned char* slot, int t, int visible, int g, int c) {
+    DEVICE void add(const u32 (&packed)[TOKENS][NT], const u32 (&pairs)[ValueTraits::WEIGHTS][UNITS][4],
+                    const unsigned char* slot, int t, int visible, int g, int c) {
         u32 weights[ValueTraits::WEIGHTS][NT][UNITS][2][2];
         weights_of<MASKED>(weights, packed, slot, t, pairs, visible, g, c);
         if (V_MIDDLE) subtract_middle(weights);
@@ -152,8 +165,9 @@ struct ValueSide {
     }
 
     template <bool MASKED>
-    DEVICE void weights_of(u32 (&weights)[ValueTraits::WEIGHTS][NT][UNITS][2][2], const u32 (&packed)[TOKENS][NT], const unsigned char* slot, int t,
-                              const u32 (&pairs)[ValueTraits::WEIGHTS][UNITS][4], int visible, int g, int c) {
+    DEVICE void weights_of(u32 (&weights)[ValueTraits::WEIGHTS][NT][UNITS][2][2], const u32 (&packed)[TOKENS][NT],
+                           const unsigned char* slot, int t, const u32 (&pairs)[ValueTraits::WEIGHTS][UNITS][4],
+                           int visible, int g, int c) {
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
             u32 bias[4] = {};
@@ -179,7 +193,8 @@ struct ValueSide {
 #pragma unroll
                 for (int gr = 0; gr < ValueTraits::WEIGHTS; ++gr) {
                     u32(&w)[2][2] = weights[gr][n][u];
-                    for (int j = 0; j < 4; ++j) w[j / 2][j % 2] = V_SCALE == SCALE_GROUP ? mul_f16x2(p[j], pairs[gr][u][j]) : p[j];
+                    for (int j = 0; j < 4; ++j)
+                        w[j / 2][j % 2] = V_SCALE == SCALE_GROUP ? mul_f16x2(p[j], pairs[gr][u][j]) : p[j];
                 }
             }
         }
@@ -194,18 +209,22 @@ struct ValueSide {
             for (int n = 0; n < NT; ++n) {
                 float acc[4] = {0.f, 0.f, 0.f, 0.f};
                 for (int u = 0; u < UNITS; ++u)
-                    for (int k = 0; k < 2; ++k) mma_f16(acc, WORD_ONES, WORD_ONES, WORD_ONES, WORD_ONES, weights[gr][n][u][k][0], weights[gr][n][u][k][1]);
+                    for (int k = 0; k < 2; ++k)
+                        mma_f16(acc, WORD_ONES, WORD_ONES, WORD_ONES, WORD_ONES, weights[gr][n][u][k][0],
+                                weights[gr][n][u][k][1]);
                 for (int e = 0; e < 2; ++e) sums[gr][n][e] = acc[e];
             }
         // A power of two: of two planes that are not joined, the second holds none of it.
         first.each([&](float& x, int n, int e, int field, int pair, int) {
-            x -= sums[Values<First>::group_of(field, pair)][n][e] * (V_MIDDLE * power_of_two(First::exponent(field) - 25));
+            x -= sums[Values<First>::group_of(field, pair)][n][e] *
+                 (V_MIDDLE * power_of_two(First::exponent(field) - 25));
         });
     }
 
     /// Per-channel scales and offsets of this chunk's outputs (offsets once: with the first plane).
     template <class ValuePlane>
-    DEVICE void finish_plane(Values<ValuePlane>& values, Values<ValuePlane>& sum, bool offsets, const unsigned char* slot, int g) {
+    DEVICE void finish_plane(Values<ValuePlane>& values, Values<ValuePlane>& sum, bool offsets,
+                             const unsigned char* slot, int g) {
         auto& into = ValueTraits::PER_CHUNK ? sum : values;
 #pragma unroll
         for (int field = 0; field < ValuePlane::FIELDS; ++field)
@@ -224,7 +243,8 @@ struct ValueSide {
                         for (int e = 0; e < 2; ++e) {
                             float& x = into.o[n][field][pair][k / 2][k % 2 * 2 + e];
                             if (ValueTraits::PER_CHUNK) x += values.o[n][field][pair][k / 2][k % 2 * 2 + e] * scale[k];
-                            if (ValueTraits::WEIGHT_SUMS && offsets) x += weight_sum[n][e] * ((bias[k] + mean[k]) * unit);
+                            if (ValueTraits::WEIGHT_SUMS && offsets)
+                                x += weight_sum[n][e] * ((bias[k] + mean[k]) * unit);
                         }
             }
         if (ValueTraits::PER_CHUNK) values.clear();
@@ -232,7 +252,9 @@ struct ValueSide {
 
     /// Four neighbouring channels of round `r` and column e: channels channel(r, 4g) .. + 3.
     DEVICE float4 result(int r, int n, int e) const {
-        if (r >= FIRST_PLANE_ROUNDS) return ValueTraits::PER_CHUNK ? four(second_total, r - FIRST_PLANE_ROUNDS, n, e) : four(second, r - FIRST_PLANE_ROUNDS, n, e);
+        if (r >= FIRST_PLANE_ROUNDS)
+            return ValueTraits::PER_CHUNK ? four(second_total, r - FIRST_PLANE_ROUNDS, n, e)
+                                          : four(second, r - FIRST_PLANE_ROUNDS, n, e);
         return ValueTraits::PER_CHUNK ? four(first_total, r, n, e) : four(first, r, n, e);
     }
     template <class ValuePlane>
@@ -240,13 +262,16 @@ struct ValueSide {
         if constexpr (ValuePlane::PAIRS > 0) {
             int field = r / ValuePlane::PAIRS;
             const auto& x = v.o[n][field][r % ValuePlane::PAIRS];
-            const float m = V_TURNED ? 1.f : power_of_two(ValueTraits::EXPONENT - ValuePlane::exponent(field));  // turn_back has multiplied
+            // turn_back has multiplied
+            const float m = V_TURNED ? 1.f : power_of_two(ValueTraits::EXPONENT - ValuePlane::exponent(field));
             return {x[0][e] * m, x[0][2 + e] * m, x[1][e] * m, x[1][2 + e] * m};
         }
         return {};
     }
     /// The channel at place x of round r; -1 past the row or the head.
-    static DEVICE int channel(int r, int x) { return r < FIRST_PLANE_ROUNDS ? channel_of<First>(r, x) : channel_of<Second>(r - FIRST_PLANE_ROUNDS, x); }
+    static DEVICE int channel(int r, int x) {
+        return r < FIRST_PLANE_ROUNDS ? channel_of<First>(r, x) : channel_of<Second>(r - FIRST_PLANE_ROUNDS, x);
+    }
     template <class ValuePlane>
     static DEVICE int channel_of(int r, int x) {
         if constexpr (ValuePlane::PAIRS > 0) {

@@ -1,4 +1,5 @@
-// One warp's walk over packed chunks: 32 or 64 tokens per step, scores, softmax, outputs. KeySide: of packed_keys.cuh, or a family's own.
+// One warp's walk over packed chunks: 32 or 64 tokens per step, scores, softmax, outputs. KeySide: of packed_keys.cuh,
+// or a family's own.
 #pragma once
 #include "columns.cuh"
 #include "packed_values.cuh"
@@ -24,26 +25,33 @@ struct PackedWalk {
     }
 
     template <bool MASKED, class PageKeys>
-    DEVICE void steps(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, const PageKeys& page, int lane) {
+    DEVICE void steps(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, const PageKeys& page,
+                      int lane) {
 #pragma unroll 1
-        for (int t = 0; t < CHUNK / (32 * UNITS); ++t) step<MASKED>(a, see, softmax, chunk, t, page, lane / 4, lane % 4);
+        for (int t = 0; t < CHUNK / (32 * UNITS); ++t)
+            step<MASKED>(a, see, softmax, chunk, t, page, lane / 4, lane % 4);
     }
     template <bool MASKED, class PageKeys>
-    DEVICE void step(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, int t, const PageKeys& page, int g, int c) {
+    DEVICE void step(const Args& a, const Visible& see, Softmax& softmax, const Chunk& chunk, int t,
+                     const PageKeys& page, int g, int c) {
         float s[TOKENS][NT][2];  // token 4u + j is the lane's j-th of unit u
         keys.scores(s, softmax, chunk.slot, t, page, g, c);
         if (SOFTCAP)
             for (int u = 0; u < UNITS; ++u)
                 for (int j = 0; j < 4; ++j)
                     for (int n = 0; n < NT; ++n)
-                        for (int e = 0; e < 2; ++e) s[4 * u + j][n][e] = tanh_approx(s[4 * u + j][n][e]) * (a.softcap * LOG2E) - softmax.reference[n][e];
+                        for (int e = 0; e < 2; ++e)
+                            s[4 * u + j][n][e] =
+                                tanh_approx(s[4 * u + j][n][e]) * (a.softcap * LOG2E) - softmax.reference[n][e];
         if (MASKED)
             for (int u = 0; u < UNITS; ++u)
                 for (int j = 0; j < 4; ++j) {
                     int token = (t * UNITS + u) * 32 + 4 * g + j;
                     for (int n = 0; n < NT; ++n)
                         for (int e = 0; e < 2; ++e)
-                            if (token >= chunk.visible || see.hides(a.window, n * 8 + 2 * c + e, chunk.position + token)) s[4 * u + j][n][e] = negative_infinity();
+                            if (token >= chunk.visible ||
+                                see.hides(a.window, n * 8 + 2 * c + e, chunk.position + token))
+                                s[4 * u + j][n][e] = negative_infinity();
                 }
         u32 pairs[ValueTraits::WEIGHTS][UNITS][4];
         u32 largest = values.scales<MASKED>(pairs, chunk.slot, t, chunk.visible, c);

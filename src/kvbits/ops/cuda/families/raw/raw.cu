@@ -1,8 +1,9 @@
 // Attention of a few query columns over 16-bit pages: one persistent block per multiprocessor, balanced by bytes.
 //
-// A block walks its segments (runs of chunks of one sequence, kv head and part), warp w their chunks w, w + WARPS, ..: nothing is shared until a segment
-// ends, then warps merge through shared memory. Units split over several segments are summed by the block that arrives last. The last warp has nothing to
-// do here: it stands where kernels with a ring have their producer.
+// A block walks its segments (runs of chunks of one sequence, kv head and part), warp w their chunks w, w + WARPS, ..:
+// nothing is shared until a segment ends, then warps merge through shared memory. Units split over several segments are
+// summed by the block that arrives last. The last warp has nothing to do here: it stands where kernels with a ring have
+// their producer.
 #include "raw_walk.cuh"
 
 extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) attend(const __grid_constant__ Args a) {

@@ -1,5 +1,5 @@
-// Angles of keys that are stored turned back, and queries turned by them: a score needs q turned back once per frame of a basis,
-// q . R(start + j) k = (R(-start) q) . R(j) k.
+// Angles of keys that are stored turned back, and queries turned by them: a score needs q turned back once per frame of
+// a basis, q . R(start + j) k = (R(-start) q) . R(j) k.
 #pragma once
 #include <stdint.h>
 
@@ -28,8 +28,8 @@ struct Angles {
 
 INLINE vd choose(vl mask, vd a, vd b) { return (vd)(((vl)a & mask) | ((vl)b & ~mask)); }
 
-// cos and sin of x radians, |x| < 2^20: x less a multiple of pi/2 (in two parts, the first so short that the product is exact), then the
-// series up to x^15 and x^16: absolute error below 1e-15.
+// cos and sin of x radians, |x| < 2^20: x less a multiple of pi/2 (in two parts, the first so short that the product is
+// exact), then the series up to x^15 and x^16: absolute error below 1e-15.
 INLINE void cos_sin(vd x, vd& cos, vd& sin) {
   const double magic = 6755399441055744.0;  // 1.5 * 2^52
   const vd shifted = x * 0.63661977236758134308 + magic, n = shifted - magic;
@@ -64,7 +64,8 @@ static void angles_at(double* cos, double* sin, const float* inv_freq, int64_t p
   }
 }
 
-// Angles of `start`, from those before them where they follow by a step: a product loses 2^-53, over a million tokens 2^-38.
+// Angles of `start`, from those before them where they follow by a step: a product loses 2^-53, over a million tokens
+// 2^-38.
 static void move_to(Angles& w, const float* inv_freq, int64_t start, int step, int half) {
   if (w.start < 0 || start != w.start + step) {
     if (w.start < 0) angles_at(w.step_cos, w.step_sin, inv_freq, step, half);
@@ -95,7 +96,8 @@ static void turns_around(FrameTurns& w, const float* inv_freq, int step, int hal
 static void turn_back(const Chunk& c, const Angles& w, int head_dim, float (*to)[ROW_STRIDE]) {
   const int half = head_dim / 2;
   for (int i = 0; i < half; i += VL) {
-    const vf cos = __builtin_convertvector(*(const vd_mem*)(w.cos + i), vf), sin = __builtin_convertvector(*(const vd_mem*)(w.sin + i), vf);
+    const vf cos = __builtin_convertvector(*(const vd_mem*)(w.cos + i), vf),
+             sin = __builtin_convertvector(*(const vd_mem*)(w.sin + i), vf);
     for (int h = 0; h < c.rows; h++) {
       const vf a = load(c.q[h] + i), b = load(c.q[h] + half + i);
       const vf x = a * cos + b * sin, y = b * cos - a * sin;

@@ -1,7 +1,7 @@
 // Plans an attention call: checks every index, cuts it into items of about equal bytes, runs them, merges splits.
 //
-// The cut depends on the call and on the number of threads, never on who runs what: the same call gives the same bits. The
-// last item of a group to finish merges the group, in fixed order.
+// The cut depends on the call and on the number of threads, never on who runs what: the same call gives the same bits.
+// The last item of a group to finish merges the group, in fixed order.
 #include <math.h>
 
 #include <atomic>
@@ -34,7 +34,9 @@ struct Work {
 };
 
 int32_t check(const kvbits_attend_call& call) {
-  if (call.num_heads < 1 || call.num_kv_heads < 1 || call.num_heads % call.num_kv_heads || call.num_heads / call.num_kv_heads > MAX_QUERY_GROUP) return KVBITS_BAD_HEADS;
+  if (call.num_heads < 1 || call.num_kv_heads < 1 || call.num_heads % call.num_kv_heads ||
+      call.num_heads / call.num_kv_heads > MAX_QUERY_GROUP)
+    return KVBITS_BAD_HEADS;
   if (call.batch < 0 || call.num_tokens < 0) return KVBITS_BAD_TABLE;
   for (int p = 0; p < call.num_parts; p++) {
     const kvbits_store& store = *call.parts[p].store;
@@ -55,7 +57,9 @@ int32_t check(const kvbits_attend_call& call) {
   return 0;
 }
 
-int64_t entry_bytes(const kvbits_part& part, int64_t e) { return part.store->head_bytes * part.table->lengths[e] / part.store->page_size + 64; }
+int64_t entry_bytes(const kvbits_part& part, int64_t e) {
+  return part.store->head_bytes * part.table->lengths[e] / part.store->page_size + 64;
+}
 
 int64_t sequence_bytes(const kvbits_attend_call& call, int b) {
   int64_t total = 0;
@@ -73,7 +77,9 @@ std::vector<int64_t> cut(const kvbits_attend_call& call, int b, int64_t total, i
   for (int p = 0; p < call.num_parts; p++) {
     const kvbits_table& t = *call.parts[p].table;
     for (int64_t e = t.indptr[b]; e < t.indptr[b + 1]; e++, flat++) {
-      if (static_cast<int64_t>(at.size()) < splits && flat > at.back() && bytes * splits >= total * static_cast<int64_t>(at.size())) at.push_back(flat);
+      if (static_cast<int64_t>(at.size()) < splits && flat > at.back() &&
+          bytes * splits >= total * static_cast<int64_t>(at.size()))
+        at.push_back(flat);
       bytes += entry_bytes(call.parts[p], e);
     }
   }
@@ -114,7 +120,8 @@ void build(Work& w, int threads) {
       }
   }
   w.left.reset(new std::atomic<int32_t>[w.groups.size() + 1]);
-  for (size_t i = 0; i < w.groups.size(); i++) w.left[i].store(static_cast<int32_t>(w.groups[i].num_items), std::memory_order_relaxed);
+  for (size_t i = 0; i < w.groups.size(); i++)
+    w.left[i].store(static_cast<int32_t>(w.groups[i].num_items), std::memory_order_relaxed);
   // Kept between calls: the pages of a fresh allocation would have to be faulted in again every time.
   thread_local std::vector<float> partial;
   const size_t floats = static_cast<size_t>(partial_rows * partial_stride(call.value_head_dim));
@@ -132,7 +139,8 @@ void merge(const Work& w, const Group& g) {
     const int64_t at = (static_cast<int64_t>(first.sequence) * call.num_tokens + token) * call.num_heads + head;
     float* out = call.out + at * d;
     float most = -INFINITY, total = 0;
-    for (int64_t i = 0; i < g.num_items; i++) most = fmaxf(most, w.plan.partial[(first.partial + i * first.num_rows + r) * stride + d]);
+    for (int64_t i = 0; i < g.num_items; i++)
+      most = fmaxf(most, w.plan.partial[(first.partial + i * first.num_rows + r) * stride + d]);
     for (int c = 0; c < d; c++) out[c] = 0;
     for (int64_t i = 0; i < g.num_items; i++) {
       const float* part = w.plan.partial + (first.partial + i * first.num_rows + r) * stride;
@@ -163,7 +171,8 @@ extern "C" int32_t kvbits_attend(const kvbits_attend_call* call) {
     if (!w.tier) return KVBITS_NO_TIER;
     const int threads = call->num_threads > 0 ? call->num_threads : pool_available_threads();
     build(w, threads);
-    if (!pool_run(threads, static_cast<int64_t>(w.items.size()), w.tier->scratch_bytes, run_item, &w)) return KVBITS_NO_MEMORY;
+    if (!pool_run(threads, static_cast<int64_t>(w.items.size()), w.tier->scratch_bytes, run_item, &w))
+      return KVBITS_NO_MEMORY;
   } catch (const std::bad_alloc&) {
     return KVBITS_NO_MEMORY;
   }

@@ -24,8 +24,8 @@ INLINE void store_q(uint8_t* row, int channel, vi q) {
   }
 }
 
-// Integer p of 64 tokens. Narrow: bytes of slots (tokens 0 1 4 5 2 3 6 7 of eight); wide: int16, slots 0 2 1 3 of each quad.
-// Returns their sum, in 8 parts.
+// Integer p of 64 tokens. Narrow: bytes of slots (tokens 0 1 4 5 2 3 6 7 of eight); wide: int16, slots 0 2 1 3 of each
+// quad. Returns their sum, in 8 parts.
 template <bool WIDE>
 INLINE vf store_p(uint8_t* row, const vi* p) {
   const __m256i order = WIDE ? _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7) : _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7);
@@ -46,7 +46,8 @@ INLINE __m256i broadcast_word(const void* p) {
   return _mm256_set1_epi32(w);
 }
 
-// Products of banded codes (families/klt/keys.h), 4 channels of 8 tokens in a word each: codes up to 127 one word at a time, up to 63 two.
+// Products of banded codes (families/klt/keys.h), 4 channels of 8 tokens in a word each: codes up to 127 one word at a
+// time, up to 63 two.
 constexpr int BAND_ROWS_OF_TWO = 4;  // up to how many rows two vectors of tokens go side by side
 constexpr int NARROW_Q_BYTES = 1;
 typedef __m256i BandQuery;
@@ -60,7 +61,9 @@ INLINE __m256i even_bytes(__m256i v) { return _mm256_and_si256(v, _mm256_set1_ep
 INLINE __m256i odd_bytes(__m256i v) { return _mm256_srli_epi16(v, 8); }
 INLINE __m256i widen_sums(__m256i x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
 
-INLINE __m256i code_field(__m256i v, __m128i shift, __m256i mask) { return _mm256_and_si256(_mm256_srl_epi32(v, shift), mask); }
+INLINE __m256i code_field(__m256i v, __m128i shift, __m256i mask) {
+  return _mm256_and_si256(_mm256_srl_epi32(v, shift), mask);
+}
 
 // 8-bit keys: 256 channels of 255 * 32639 are the most that 32 bits hold.
 template <int FMT, int NH>
@@ -106,7 +109,8 @@ INLINE void key_sums_narrow(const KeyArgs& a, int t, int half, int c0, int c1, v
           fetch(src + a.ahead);
           const __m256i v = code_field(_mm256_loadu_si256((const __m256i*)src), shift, mask);
 #pragma GCC unroll 8
-          for (int h = 0; h < NH; h++) part[h] = _mm256_add_epi16(part[h], _mm256_maddubs_epi16(v, broadcast_word(q + h * Q_STRIDE)));
+          for (int h = 0; h < NH; h++)
+            part[h] = _mm256_add_epi16(part[h], _mm256_maddubs_epi16(v, broadcast_word(q + h * Q_STRIDE)));
         }
         for (int h = 0; h < NH; h++) acc[h] = _mm256_add_epi32(acc[h], widen_sums(part[h]));
       }
@@ -138,11 +142,13 @@ static void key_int(const KeyArgs& a) {
 
 // 8 (or the last 4) channels of a value block over the block's tokens.
 INLINE __m256i load_codes(const uint8_t* p, int channels) {
-  return channels >= 8 ? _mm256_loadu_si256((const __m256i*)p) : _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)p));
+  return channels >= 8 ? _mm256_loadu_si256((const __m256i*)p)
+                       : _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)p));
 }
 
 template <int FMT, int NH>
-INLINE void value_sums(const ValueArgs& a, const uint8_t* src, int width, int channels, int g, int shift_bits, int bits, __m256i* acc) {
+INLINE void value_sums(const ValueArgs& a, const uint8_t* src, int width, int channels, int g, int shift_bits, int bits,
+                       __m256i* acc) {
   const __m128i shift = _mm_cvtsi32_si128(shift_bits);
   const __m256i mask = _mm256_set1_epi8((1 << bits) - 1);
   const uint8_t* p = a.block->pw[g][0];
@@ -167,7 +173,8 @@ INLINE void value_sums(const ValueArgs& a, const uint8_t* src, int width, int ch
       fetch(src + a.ahead);
       const __m256i v = code_field(load_codes(src, channels), shift, mask);
 #pragma GCC unroll 8
-      for (int h = 0; h < NH; h++) part[h] = _mm256_add_epi16(part[h], _mm256_maddubs_epi16(broadcast_word(p + h * 2 * BLOCK), v));
+      for (int h = 0; h < NH; h++)
+        part[h] = _mm256_add_epi16(part[h], _mm256_maddubs_epi16(broadcast_word(p + h * 2 * BLOCK), v));
     }
     for (int h = 0; h < NH; h++) acc[h] = _mm256_add_epi32(acc[h], widen_sums(part[h]));
   }
@@ -180,10 +187,12 @@ struct ValueWords {
 };
 INLINE ValueWords value_words(const ValueArgs& a, int plane, int channel) {
   const int rb = a.row_bytes[plane], r = channel % rb, block = r / 16 * 16, width = rb - block < 16 ? rb - block : 16;
-  return {a.plane[plane] + (int64_t)block * a.page_size + a.first_token * width + (r - block) * 4, 4 * width, channel / rb};
+  return {a.plane[plane] + (int64_t)block * a.page_size + a.first_token * width + (r - block) * 4, 4 * width,
+          channel / rb};
 }
 
-// The outputs gain 3-bit values, whose planes are joined to codes before one dot product; every 8 neighbouring channels are of one group.
+// The outputs gain 3-bit values, whose planes are joined to codes before one dot product; every 8 neighbouring channels
+// are of one group.
 template <int NH>
 static void value_three_bits(const ValueArgs& a) {
   constexpr int RUN = 32767 / (2 * 255 * 7);
@@ -192,20 +201,23 @@ static void value_three_bits(const ValueArgs& a) {
   for (int channel = 0; channel < a.head_dim; channel += 8) {
     const int g = channel / a.group_channels;
     const ValueWords two = value_words(a, 0, channel), one = value_words(a, 1, channel);
-    const __m128i left = _mm_cvtsi32_si128(two.field ? 0 : 1), right = _mm_cvtsi32_si128(two.field ? 2 * two.field - 1 : 0), down = _mm_cvtsi32_si128(one.field);
+    const __m128i left = _mm_cvtsi32_si128(two.field ? 0 : 1),
+                  right = _mm_cvtsi32_si128(two.field ? 2 * two.field - 1 : 0), down = _mm_cvtsi32_si128(one.field);
     const int64_t two_ahead = two.field ? 0 : a.ahead, one_ahead = one.field ? 0 : a.ahead;
     const uint8_t *p = a.block->pw[g][0], *src = two.at, *src1 = one.at;
     __m256i acc[NH] = {};
     for (int done = 0; done < quads; done += RUN) {
       __m256i part[NH] = {};
-      for (int n = quads - done < RUN ? quads - done : RUN; n > 0; n--, src += two.quad_bytes, src1 += one.quad_bytes, p += 4) {
+      for (int n = quads - done < RUN ? quads - done : RUN; n > 0;
+           n--, src += two.quad_bytes, src1 += one.quad_bytes, p += 4) {
         fetch(src + two_ahead);
         fetch(src1 + one_ahead);
         const __m256i x = _mm256_sll_epi32(_mm256_srl_epi32(_mm256_loadu_si256((const __m256i*)src), right), left);
         const __m256i y = _mm256_srl_epi32(_mm256_loadu_si256((const __m256i*)src1), down);
         const __m256i v = _mm256_or_si256(_mm256_and_si256(x, two_mask), _mm256_and_si256(y, one_mask));
 #pragma GCC unroll 8
-        for (int h = 0; h < NH; h++) part[h] = _mm256_add_epi16(part[h], _mm256_maddubs_epi16(broadcast_word(p + h * 2 * BLOCK), v));
+        for (int h = 0; h < NH; h++)
+          part[h] = _mm256_add_epi16(part[h], _mm256_maddubs_epi16(broadcast_word(p + h * 2 * BLOCK), v));
       }
       for (int h = 0; h < NH; h++) acc[h] = _mm256_add_epi32(acc[h], widen_sums(part[h]));
     }
@@ -213,10 +225,12 @@ static void value_three_bits(const ValueArgs& a) {
   }
 }
 
-// The outputs gain two neighbouring fields of a plane's bytes: what is loaded of codes and of p serves both. All channels are of one group.
+// The outputs gain two neighbouring fields of a plane's bytes: what is loaded of codes and of p serves both. All
+// channels are of one group.
 template <int FMT, int NH>
 INLINE void value_two_fields(const ValueArgs& a, int plane, int field, float weight) {
-  const int bits = plane_bits(FMT, plane), rb = a.row_bytes[plane], quads = round_up(a.tokens, 8) / 4, run = 32767 / (2 * 255 * ((1 << bits) - 1));
+  const int bits = plane_bits(FMT, plane), rb = a.row_bytes[plane], quads = round_up(a.tokens, 8) / 4,
+            run = 32767 / (2 * 255 * ((1 << bits) - 1));
   const __m128i first = _mm_cvtsi32_si128(field * bits), second = _mm_cvtsi32_si128((field + 1) * bits);
   const __m256i mask = _mm256_set1_epi8((1 << bits) - 1);
   const int64_t ahead = field ? 0 : a.ahead;  // every line is fetched once
@@ -241,17 +255,20 @@ INLINE void value_two_fields(const ValueArgs& a, int plane, int field, float wei
         for (int h = 0; h < NH; h++) acc[i][h] = _mm256_add_epi32(acc[i][h], widen_sums(part[i][h]));
     }
     for (int i = 0; i < 2; i++)
-      for (int h = 0; h < NH; h++) add_output(a, h, (field + i) * rb + r, to_float((vi)acc[i][h]) * (a.block->p_scale[0][h] * weight));
+      for (int h = 0; h < NH; h++)
+        add_output(a, h, (field + i) * rb + r, to_float((vi)acc[i][h]) * (a.block->p_scale[0][h] * weight));
   }
 }
 
 template <int FMT, int NH>
 static void value_int(const ValueArgs& a) {
-  if (FMT == FORMAT_INT3 && a.row_bytes[0] % 8 == 0 && a.row_bytes[1] % 8 == 0 && a.group_channels % 8 == 0) return value_three_bits<NH>(a);
+  if (FMT == FORMAT_INT3 && a.row_bytes[0] % 8 == 0 && a.row_bytes[1] % 8 == 0 && a.group_channels % 8 == 0)
+    return value_three_bits<NH>(a);
   float weight = 1.0f;
   for (int plane = num_planes(FMT) - 1; plane >= 0; plane--) {
     const int bits = plane_bits(FMT, plane), rb = a.row_bytes[plane];
-    const bool two = NH <= 4 && !is_wide(FMT) && a.groups == 1 && rb % 8 == 0 && a.head_dim % (2 * rb) == 0;  // NH: as many sums as there are registers for
+    // NH: as many sums as there are registers for
+    const bool two = NH <= 4 && !is_wide(FMT) && a.groups == 1 && rb % 8 == 0 && a.head_dim % (2 * rb) == 0;
     for (int field = 0; field * rb < a.head_dim; field++) {
       if (two) {
         if constexpr (NH <= 4 && !is_wide(FMT)) value_two_fields<FMT, NH>(a, plane, field++, weight);
@@ -265,9 +282,11 @@ static void value_int(const ValueArgs& a) {
         for (int g = channel / a.group_channels; g * a.group_channels < end; g++) {
           __m256i acc[NH] = {};
           value_sums<FMT, NH>(a, src, width, channels, g, field * bits, bits, acc);
-          const int first = g * a.group_channels - channel, last = (g + 1) * a.group_channels < end ? (g + 1) * a.group_channels - channel : end - channel;
+          const int first = g * a.group_channels - channel,
+                    last = (g + 1) * a.group_channels < end ? (g + 1) * a.group_channels - channel : end - channel;
           const vi inside = (iota() >= splat_int(first)) & (iota() < splat_int(last));
-          for (int h = 0; h < NH; h++) add_output(a, h, channel, to_float((vi)acc[h]) * (a.block->p_scale[g][h] * weight), inside);
+          for (int h = 0; h < NH; h++)
+            add_output(a, h, channel, to_float((vi)acc[h]) * (a.block->p_scale[g][h] * weight), inside);
         }
       }
     }

@@ -10,7 +10,8 @@
 namespace {
 
 constexpr bool DOTS_CENTER_INT8 = false;  // codes enter the dot products as they are stored, but
-constexpr bool DOTS_CENTER_INT4_VALUES = true;  // 4-bit values as 16 (code - 8), which takes no more instructions and leaves no zero point to settle
+// 4-bit values as 16 (code - 8), which takes no more instructions and leaves no zero point to settle
+constexpr bool DOTS_CENTER_INT4_VALUES = true;
 
 template <bool SHIFT>
 INLINE __m512i code_field(__m512i v, __m512i shift, __m512i mask, int bits) {
@@ -28,7 +29,8 @@ INLINE __m512i centered_nibble(__m512i v) {
 // As inline assembly, because GCC 12 copies accumulators between registers around the intrinsic (20 % of the key loop).
 INLINE void add_dot(__m512i& acc, __m512i u8, __m512i s8) { asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u8), "v"(s8)); }
 
-// The same with one 32-bit word for all lanes: an instruction less where a broadcast would serve one product only (1 to 2 % of int8 with 7 query heads).
+// The same with one 32-bit word for all lanes: an instruction less where a broadcast would serve one product only (1 to
+// 2 % of int8 with 7 query heads).
 INLINE void add_dot_word(__m512i& acc, __m512i u8, const uint8_t* s8) {
   typedef int32_t __attribute__((may_alias, aligned(1))) word;
   asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(u8), "m"(*(const word*)s8));
@@ -55,11 +57,15 @@ INLINE void add_band_words(vi& to, vi a, vi b, BandQuery qa, BandQuery qb) {
   add_band_word(to, b, qb);
 }
 
-// Words turned to the right: a shift that also goes left, with the count in every lane (one that is the same for all takes two steps on Intel's).
+// Words turned to the right: a shift that also goes left, with the count in every lane (one that is the same for all
+// takes two steps on Intel's).
 #define HAVE_BAND_TURNS
-INLINE vi turned_words(const uint8_t* p, const int32_t& by) { return (vi)_mm512_rorv_epi32(_mm512_loadu_si512(p), _mm512_set1_epi32(by)); }
+INLINE vi turned_words(const uint8_t* p, const int32_t& by) {
+  return (vi)_mm512_rorv_epi32(_mm512_loadu_si512(p), _mm512_set1_epi32(by));
+}
 INLINE vi joined_fields(vi high, vi low, vi high_mask, vi low_mask, int) {
-  return (vi)_mm512_ternarylogic_epi32((__m512i)(high & high_mask), (__m512i)low, (__m512i)low_mask, 0xf8);  // x | (low & mask)
+  // x | (low & mask)
+  return (vi)_mm512_ternarylogic_epi32((__m512i)(high & high_mask), (__m512i)low, (__m512i)low_mask, 0xf8);
 }
 
 // Integer q, 16 channels from `channel` on: [piece][channel] bytes.
@@ -88,19 +94,24 @@ INLINE __m512i slot_order(__m512i packed) {
 template <bool WIDE>
 INLINE vf store_p(uint8_t* row, const vi* p) {
   const __m512i ones = _mm512_set1_epi8(1);
-  const __m512i a = _mm512_packs_epi32((__m512i)p[0], (__m512i)p[1]), b = _mm512_packs_epi32((__m512i)p[2], (__m512i)p[3]);
+  const __m512i a = _mm512_packs_epi32((__m512i)p[0], (__m512i)p[1]),
+                b = _mm512_packs_epi32((__m512i)p[2], (__m512i)p[3]);
   if (!WIDE) {
     const __m512i bytes = slot_order(_mm512_packus_epi16(a, b));
     _mm512_store_si512(row, bytes);
     return (vf)_mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_setzero_si512(), bytes, ones));
   }
   const __m512i half = _mm512_set1_epi16(128);
-  const __m512i high_a = _mm512_srli_epi16(_mm512_add_epi16(a, half), 8), high_b = _mm512_srli_epi16(_mm512_add_epi16(b, half), 8);
-  const __m512i low_a = _mm512_sub_epi16(a, _mm512_slli_epi16(high_a, 8)), low_b = _mm512_sub_epi16(b, _mm512_slli_epi16(high_b, 8));
-  const __m512i high = slot_order(_mm512_packus_epi16(high_a, high_b)), low = slot_order(_mm512_packs_epi16(low_a, low_b));
+  const __m512i high_a = _mm512_srli_epi16(_mm512_add_epi16(a, half), 8),
+                high_b = _mm512_srli_epi16(_mm512_add_epi16(b, half), 8);
+  const __m512i low_a = _mm512_sub_epi16(a, _mm512_slli_epi16(high_a, 8)),
+                low_b = _mm512_sub_epi16(b, _mm512_slli_epi16(high_b, 8));
+  const __m512i high = slot_order(_mm512_packus_epi16(high_a, high_b)),
+                low = slot_order(_mm512_packs_epi16(low_a, low_b));
   _mm512_store_si512(row, high);
   _mm512_store_si512(row + BLOCK, low);
-  const __m512i sums[2] = {_mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, high), _mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, low)};
+  const __m512i sums[2] = {_mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, high),
+                           _mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, low)};
   return (vf)_mm512_cvtepi32_ps(sums[0]) * 256.0f + (vf)_mm512_cvtepi32_ps(sums[1]);
 }
 
@@ -114,7 +125,8 @@ INLINE vf to_dot(const __m512i* acc) {
 // One bit field of `words` words: T tiles of keys against NH rows. SHIFT: the field is not the lowest one (a shift of
 // zero would still cost one of the two pipes that multiply).
 template <int FMT, int P, int T, int NH, bool SHIFT>
-INLINE void key_words(const KeyArgs& a, __m512i (&acc)[T][NH][P], const uint8_t* src, int tile_bytes, const uint8_t* q, int words, int shift, int bits) {
+INLINE void key_words(const KeyArgs& a, __m512i (&acc)[T][NH][P], const uint8_t* src, int tile_bytes, const uint8_t* q,
+                      int words, int shift, int bits) {
   const __m512i count = _mm512_set1_epi32(shift);
   const __m512i mask = _mm512_set1_epi8((1 << bits) - 1);
   for (; words > 0; words--, src += 64, q += 4) {
@@ -199,10 +211,11 @@ static void key_int(const KeyArgs& a) {
   for (int t = 0; t < tiles; t += T) key_tiles<FMT, NH, T>(a, t);
 }
 
-// acc[rows][channels of NB neighbouring 16-byte value blocks] += p . codes, for one bit field and one group. Without SHIFT fields stay in their places.
+// acc[rows][channels of NB neighbouring 16-byte value blocks] += p . codes, for one bit field and one group. Without
+// SHIFT fields stay in their places.
 template <int FMT, int NH, int NB, bool SHIFT>
-INLINE void value_blocks(const ValueArgs& a, const uint8_t* src, int width, int block_stride, int channel, int g, __mmask16 lanes, int shift_bits, int bits,
-                         float weight) {
+INLINE void value_blocks(const ValueArgs& a, const uint8_t* src, int width, int block_stride, int channel, int g,
+                         __mmask16 lanes, int shift_bits, int bits, float weight) {
   constexpr int P = is_wide(FMT) ? 2 : 1;
   const __m512i shift = _mm512_set1_epi32(shift_bits);
   const __m512i mask = _mm512_set1_epi8((char)(((1 << bits) - 1) << (SHIFT ? 0 : shift_bits)));
@@ -272,7 +285,8 @@ INLINE void value_field(const ValueArgs& a, int plane, int field, float weight) 
   }
 }
 
-// 16 channels of 3-bit values: where their two planes lie, and how far the planes' words turn to have their fields in place.
+// 16 channels of 3-bit values: where their two planes lie, and how far the planes' words turn to have their fields in
+// place.
 struct ThreeBits {
   const uint8_t *two, *one;
   __m512i two_turn, one_turn;
@@ -287,7 +301,9 @@ INLINE ThreeBits three_bits(const ValueArgs& a, int channel) {
   b.two = a.plane[0] + (int64_t)(channel % rb) * a.page_size + a.first_token * 16;
   b.one = a.plane[1] + (b.halves ? a.first_token * 8 : (int64_t)(channel % rb1) * a.page_size + a.first_token * 16);
   b.two_turn = _mm512_set1_epi32((2 * field - 1) & 31);
-  b.one_turn = _mm512_add_epi32(_mm512_set1_epi32(field1), b.halves ? _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1) : _mm512_setzero_si512());
+  b.one_turn = _mm512_add_epi32(
+      _mm512_set1_epi32(field1),
+      b.halves ? _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1) : _mm512_setzero_si512());
   b.two_ahead = field ? 0 : a.ahead;
   b.one_ahead = field1 ? 0 : a.ahead;
   return b;
@@ -295,16 +311,20 @@ INLINE ThreeBits three_bits(const ValueArgs& a, int channel) {
 
 INLINE __m512i three_bit_codes(const ThreeBits& b, int quad) {
   fetch(b.two + quad * 64 + b.two_ahead);
-  const __m512i two = _mm512_and_si512(_mm512_rorv_epi32(_mm512_loadu_si512(b.two + quad * 64), b.two_turn), _mm512_set1_epi8(6));
+  const __m512i two =
+      _mm512_and_si512(_mm512_rorv_epi32(_mm512_loadu_si512(b.two + quad * 64), b.two_turn), _mm512_set1_epi8(6));
   const uint8_t* at = b.one + quad * (b.halves ? 32 : 64);
   fetch(at + b.one_ahead);
-  const __m512i one = b.halves ? _mm512_broadcast_i32x8(_mm256_loadu_si256((const __m256i*)at)) : _mm512_loadu_si512(at);
-  return _mm512_ternarylogic_epi32(two, _mm512_rorv_epi32(one, b.one_turn), _mm512_set1_epi8(1), 0xf8);  // x | (one & 1)
+  const __m512i one =
+      b.halves ? _mm512_broadcast_i32x8(_mm256_loadu_si256((const __m256i*)at)) : _mm512_loadu_si512(at);
+  // x | (one & 1)
+  return _mm512_ternarylogic_epi32(two, _mm512_rorv_epi32(one, b.one_turn), _mm512_set1_epi8(1), 0xf8);
 }
 
 // Whether every 32 neighbouring channels are two blocks of both planes, and of one group.
 static bool has_three_bit_blocks(const ValueArgs& a) {
-  return a.head_dim % 32 == 0 && a.group_channels % 32 == 0 && a.row_bytes[0] % 16 == 0 && (a.row_bytes[1] % 16 == 0 || a.row_bytes[1] == 8);
+  return a.head_dim % 32 == 0 && a.group_channels % 32 == 0 && a.row_bytes[0] % 16 == 0 &&
+         (a.row_bytes[1] % 16 == 0 || a.row_bytes[1] == 8);
 }
 
 // The outputs gain 3-bit values, whose planes are joined to codes before one dot product.

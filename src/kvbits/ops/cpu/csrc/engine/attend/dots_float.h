@@ -48,7 +48,8 @@ static void key_fp8(const KeyArgs& a) {
 
 // One value block: VL channels from lane `lane` of the block on.
 template <int FMT, int NH>
-INLINE void value_fp8_lanes(const ValueArgs& a, const uint8_t* src, int width, int lane, int channel, int g, int first, int last) {
+INLINE void value_fp8_lanes(const ValueArgs& a, const uint8_t* src, int width, int lane, int channel, int g, int first,
+                            int last) {
   vf acc[NH] = {};
   const float* p = a.block->pf[g][0];
   const int whole = width - lane < VL ? width - lane : VL;
@@ -93,8 +94,9 @@ static void value_fp8(const ValueArgs& a) {
   }
 }
 
-// bf16 rows where q and the outputs are kept in split order: of every 2 * VL channels first the even, then the odd ones. One
-// load then gives two vectors for a shift and a mask, a third of what widening takes. An internal "dtype" behind the others.
+// bf16 rows where q and the outputs are kept in split order: of every 2 * VL channels first the even, then the odd
+// ones. One load then gives two vectors for a shift and a mask, a third of what widening takes. An internal "dtype"
+// behind the others.
 constexpr int BF16_SPLIT = NUM_RAW_DTYPES;
 
 INLINE vf even_bf16(const uint8_t* p) { return (vf)(load_int(p) << 16); }

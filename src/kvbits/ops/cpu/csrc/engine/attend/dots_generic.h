@@ -1,4 +1,5 @@
-// Integer dot products in plain C. Integer q and p are int16, q by channel, p by slot (tokens 0 1 4 5 2 3 6 7 of eight).
+// Integer dot products in plain C. Integer q and p are int16, q by channel, p by slot (tokens 0 1 4 5 2 3 6 7 of
+// eight).
 #pragma once
 #include "state.h"
 

@@ -1,8 +1,8 @@
-// Integer dot products with the NEON dot product: signed bytes, four products into each 32-bit lane, 4 tokens (keys) or 4
-// channels (values) at a time.
+// Integer dot products with the NEON dot product: signed bytes, four products into each 32-bit lane, 4 tokens (keys) or
+// 4 channels (values) at a time.
 //
-// 8-bit codes are made signed by flipping their top bit: code - 128, so that no zero point is left to settle. q of 8-bit
-// codes and p (whose 8 unsigned bits do not fit a signed byte) are two signed pieces, x = 256 * high + low.
+// 8-bit codes are made signed by flipping their top bit: code - 128, so that no zero point is left to settle. q of
+// 8-bit codes and p (whose 8 unsigned bits do not fit a signed byte) are two signed pieces, x = 256 * high + low.
 #pragma once
 #include "state.h"
 
@@ -74,7 +74,8 @@ INLINE vf to_dot(const int32x4_t* acc) {
 
 // Sums of one bit plane over channels [c0, c1) for 4 tokens of a tile.
 template <int FMT, int BITS, int P, int NH>
-INLINE void key_plane(const KeyArgs& a, const uint8_t* plane, int rb, int tile, int lane, int c0, int c1, int32x4_t (&acc)[NH][P]) {
+INLINE void key_plane(const KeyArgs& a, const uint8_t* plane, int rb, int tile, int lane, int c0, int c1,
+                      int32x4_t (&acc)[NH][P]) {
   for (int field = 0; field * rb < c1; field++) {
     if ((field + 1) * rb <= c0) continue;
     const int first = c0 > field * rb ? c0 : field * rb, end = c1 < (field + 1) * rb ? c1 : (field + 1) * rb;
@@ -86,7 +87,8 @@ INLINE void key_plane(const KeyArgs& a, const uint8_t* plane, int rb, int tile, 
 #pragma GCC unroll 8
       for (int h = 0; h < NH; h++)
 #pragma GCC unroll 2
-        for (int p = 0; p < P; p++) acc[h][p] = vdotq_s32(acc[h][p], v, broadcast_word(q + h * Q_STRIDE + p * MAX_HEAD_DIM));
+        for (int p = 0; p < P; p++)
+          acc[h][p] = vdotq_s32(acc[h][p], v, broadcast_word(q + h * Q_STRIDE + p * MAX_HEAD_DIM));
     }
   }
 }
@@ -119,14 +121,16 @@ static void key_int(const KeyArgs& a) {
 
 // Sums of 4 channels of a value block over the block's tokens, both pieces of p.
 template <int FMT, int BITS, int NH>
-INLINE void value_sums(const ValueArgs& a, const uint8_t* src, int width, int g, int shift, int32x4_t (&acc)[NH][P_PIECES]) {
+INLINE void value_sums(const ValueArgs& a, const uint8_t* src, int width, int g, int shift,
+                       int32x4_t (&acc)[NH][P_PIECES]) {
   const uint8_t* p = a.block->pw[g][0];
   for (int n = round_up(a.tokens, 8) / 4; n > 0; n--, src += 4 * width, p += 4) {
     fetch(src + a.ahead);
     const int8x16_t v = signed_codes<BITS>(vld1q_u8(src), shift);
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++)
-      for (int k = 0; k < P_PIECES; k++) acc[h][k] = vdotq_s32(acc[h][k], v, broadcast_word(p + h * 2 * BLOCK + k * BLOCK));
+      for (int k = 0; k < P_PIECES; k++)
+        acc[h][k] = vdotq_s32(acc[h][k], v, broadcast_word(p + h * 2 * BLOCK + k * BLOCK));
   }
 }
 
@@ -136,10 +140,14 @@ INLINE void value_plane(const ValueArgs& a, float weight) {
   const int rb = a.row_bytes[PLANE];
   for (int field = 0; field * rb < a.head_dim; field++)
     for (int r = 0; r < rb && field * rb + r < a.head_dim; r += 4) {
-      const int block = r / 16 * 16, width = rb - block < 16 ? rb - block : 16, channel = field * rb + r, g = channel / a.group_channels;
+      const int block = r / 16 * 16, width = rb - block < 16 ? rb - block : 16, channel = field * rb + r,
+                g = channel / a.group_channels;
       int32x4_t acc[NH][P_PIECES] = {};
-      value_sums<FMT, BITS, NH>(a, a.plane[PLANE] + (int64_t)block * a.page_size + a.first_token * width + (r - block) * 4, width, g, field * BITS, acc);
-      for (int h = 0; h < NH; h++) add_output(a, h, channel, to_dot<P_PIECES>(acc[h]) * (a.block->p_scale[g][h] * weight));
+      value_sums<FMT, BITS, NH>(a,
+                                a.plane[PLANE] + (int64_t)block * a.page_size + a.first_token * width + (r - block) * 4,
+                                width, g, field * BITS, acc);
+      for (int h = 0; h < NH; h++)
+        add_output(a, h, channel, to_dot<P_PIECES>(acc[h]) * (a.block->p_scale[g][h] * weight));
     }
 }
 

@@ -1,5 +1,5 @@
-// What attention to parts of all families shares: the walk over pages and blocks of tokens, and the steps from scores to outputs. The part.h of each family
-// says what a page and a block bring.
+// What attention to parts of all families shares: the walk over pages and blocks of tokens, and the steps from scores
+// to outputs. The part.h of each family says what a page and a block bring.
 #pragma once
 #include <stdint.h>
 
@@ -82,10 +82,12 @@ static void settle_channels(const Part& p, Chunk& c) {
   const int head_dim = p.call.value_head_dim;
   if (p.value.channel_scales && p.value.integer)
     for (int h = 0; h < c.rows; h++)
-      for (int i = 0; i < head_dim; i += VL) store(c.acc[h] + i, load(c.acc[h] + i) + load(b.v_channel + i) * b.p_zero[h]);
+      for (int i = 0; i < head_dim; i += VL)
+        store(c.acc[h] + i, load(c.acc[h] + i) + load(b.v_channel + i) * b.p_zero[h]);
   if (p.value_bias)
     for (int h = 0; h < c.rows; h++)
-      for (int i = 0; i < head_dim; i += VL) store(c.acc[h] + i, load(c.acc[h] + i) + load(b.v_channel_bias + i) * b.p_sum[h]);
+      for (int i = 0; i < head_dim; i += VL)
+        store(c.acc[h] + i, load(c.acc[h] + i) + load(b.v_channel_bias + i) * b.p_sum[h]);
 }
 
 // One block of tokens for one chunk of rows.
@@ -126,14 +128,16 @@ static void row_positions(const Part& p, int64_t& oldest, int64_t& newest) {
     }
 }
 
-// All visible pages of a part. `path` brings its `part`, begin_page, begin_block, scores and outputs. Inlined: a call a part costs kivi4 and klt4 5 %.
+// All visible pages of a part. `path` brings its `part`, begin_page, begin_block, scores and outputs. Inlined: a call a
+// part costs kivi4 and klt4 5 %.
 template <class Path>
 INLINE void attend_pages(Path& path, const Entries& entries) {
   const Part& p = path.part;
   const kvbits_store& store = *p.pages.store;
   const kvbits_table& table = *p.pages.table;
   auto page_of = [&](int64_t e) { return page_address(&store, table.page_ids[e]) + p.kv_head * store.head_bytes; };
-  const int64_t lookahead = store.head_bytes >= FETCH_AHEAD_BYTES ? 1 : (FETCH_AHEAD_BYTES + store.head_bytes - 1) / store.head_bytes;
+  const int64_t lookahead =
+      store.head_bytes >= FETCH_AHEAD_BYTES ? 1 : (FETCH_AHEAD_BYTES + store.head_bytes - 1) / store.head_bytes;
   const int64_t window = p.call.sliding_window;
   int64_t oldest, newest;
   row_positions(p, oldest, newest);

@@ -28,7 +28,8 @@ static void load_rows(Chunk& c, const kvbits_attend_call& call, const AttendItem
       store(c.q[h] + i, x * factor);
     }
     for (int i = 0; i < round_up(call.value_head_dim, VL); i += VL) store(c.acc[h] + i, vf{});
-    // Such a query answers NaN where it sees a token: its sum of weights starts as NaN, and codes are made of zeros instead.
+    // Such a query answers NaN where it sees a token: its sum of weights starts as NaN, and codes are made of zeros
+    // instead.
     const float start = sum(none);
     if (start != 0)
       for (int i = 0; i < padded; i += VL) store(c.q[h] + i, vf{});
@@ -70,7 +71,8 @@ static const uint8_t* first_page(const kvbits_attend_call& call, const AttendIte
     const kvbits_table& table = *call.parts[p].table;
     const int64_t begin = table.indptr[item.sequence], n = table.indptr[item.sequence + 1] - begin;
     if (item.first_entry < flat + n)
-      return page_address(call.parts[p].store, table.page_ids[begin + item.first_entry - flat]) + item.kv_head * call.parts[p].store->head_bytes;
+      return page_address(call.parts[p].store, table.page_ids[begin + item.first_entry - flat]) +
+             item.kv_head * call.parts[p].store->head_bytes;
     flat += n;
   }
   return nullptr;

@@ -1,6 +1,7 @@
 // Query preparation, softmax and quantization of probabilities for one chunk of rows.
 //
-//   score(h, t) = sum_g k_scale[g][t] * (q_scale[g][h] * dot(q_int, code) + q_zero[g][h]) + k_bias[g][t] * q_sum[g][h] + q_bias[h]
+//   score(h, t) = sum_g k_scale[g][t] * (q_scale[g][h] * dot(q_int, code) + q_zero[g][h]) + k_bias[g][t] * q_sum[g][h]
+//   + q_bias[h]
 //
 // Integer codes are read around the middle of their range also where they are asymmetric (bias + zero * scale takes
 // the place of bias): rounding q and p then costs half as much.
@@ -83,9 +84,9 @@ static void raise_maxima(Chunk& c, const vf* tops, int head_dim, int groups) {
   }
 }
 
-// The steps below walk over all rows before the next step begins, and over whole blocks. Probabilities are relative to the
-// largest score so far, which few blocks raise: nothing then waits for a horizontal maximum of scores. Lanes past the tokens
-// hold anything before mask_scores and nothing visible after it.
+// The steps below walk over all rows before the next step begins, and over whole blocks. Probabilities are relative to
+// the largest score so far, which few blocks raise: nothing then waits for a horizontal maximum of scores. Lanes past
+// the tokens hold anything before mask_scores and nothing visible after it.
 
 // Scores (with page bias, cap and visibility) in place; the maximum is raised where they exceed it.
 static void mask_scores(Chunk& c, Block& b, const int* first, const int* end, float cap, int head_dim, int groups) {
@@ -151,7 +152,8 @@ static void quantize_probabilities(Chunk& c, Block& b, int groups, bool token_bi
     for (int h = 0; h < c.rows; h++) {
       vf top = splat(1e-30f);
 #pragma GCC unroll 4
-      for (int t = 0; t < BLOCK; t += VL) top = vmax(top, TOKEN_SCALES ? load(b.s[h] + t) * load(b.v_scale[g] + t) : load(b.s[h] + t));
+      for (int t = 0; t < BLOCK; t += VL)
+        top = vmax(top, TOKEN_SCALES ? load(b.s[h] + t) * load(b.v_scale[g] + t) : load(b.s[h] + t));
       tops[h] = top;
     }
     for (int i = 0; i < ROW_LANES; i += VL) store(inverse + i, splat(1.0f));
@@ -198,7 +200,8 @@ static void add_token_biases(Chunk& c, const Block& b, int groups) {
 static void scale_probabilities(const Chunk& c, Block& b, int groups, bool token_scales) {
   for (int g = 0; g < groups; g++)
     for (int h = 0; h < c.rows; h++)
-      for (int t = 0; t < BLOCK; t += VL) store(b.pf[g][h] + t, token_scales ? load(b.s[h] + t) * load(b.v_scale[g] + t) : load(b.s[h] + t));
+      for (int t = 0; t < BLOCK; t += VL)
+        store(b.pf[g][h] + t, token_scales ? load(b.s[h] + t) * load(b.v_scale[g] + t) : load(b.s[h] + t));
 }
 
 static void sum_probabilities(const Chunk& c, Block& b) {

@@ -27,11 +27,14 @@ constexpr int FRAME_FLOATS = 8192;  // of queries in a basis
 // Up to ROWS query rows: queries, running softmax and outputs.
 struct Chunk {
   alignas(64) float q[ROWS][ROW_STRIDE];       // q * scaling, * log2(e) unless capped
-  alignas(64) float folded[ROWS][ROW_STRIDE];  // q with per-channel key scales folded in, turned to the page, or in its basis
-  alignas(64) float in_basis[FRAME_FLOATS];    // q in the basis of banded keys (families/klt/basis.h): [frame][rows][head_dim, rounded up to 16]
+  // q with per-channel key scales folded in, turned to the page, or in its basis
+  alignas(64) float folded[ROWS][ROW_STRIDE];
+  // q in the basis of banded keys (families/klt/basis.h): [frame][rows][head_dim, rounded up to 16]
+  alignas(64) float in_basis[FRAME_FLOATS];
   alignas(64) uint8_t qw[ROWS][Q_STRIDE];      // integer q in the tier's own order
   alignas(64) float acc[ROWS][ROW_STRIDE];     // sum of 2^(s - m) * v
-  alignas(64) float corr[MAX_GROUPS][ROWS][VL];  // added to every channel of a group at the end of a part (zero points, biases)
+  // added to every channel of a group at the end of a part (zero points, biases)
+  alignas(64) float corr[MAX_GROUPS][ROWS][VL];
   alignas(64) float l[ROWS][VL];               // sum of 2^(s - m), one partial sum per lane
   float q_scale[MAX_GROUPS][ROWS];             // q ~ q_scale * integer
   float q_zero[MAX_GROUPS][ROWS];              // - zero * q_scale * sum of integers
@@ -60,7 +63,8 @@ struct Block {
   alignas(64) float v_channel[ROW_STRIDE], v_channel_bias[ROW_STRIDE];
 };
 
-// One kernel for each number of rows, 1 .. ROWS. `there`: a compiler that checks for undefined behaviour does not compare addresses of functions at compile time.
+// One kernel for each number of rows, 1 .. ROWS. `there`: a compiler that checks for undefined behaviour does not
+// compare addresses of functions at compile time.
 template <class Kernel>
 struct ByRows {
   Kernel of[ROWS];

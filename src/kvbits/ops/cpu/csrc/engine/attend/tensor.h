@@ -76,7 +76,9 @@ static bool channel_params(const Tensor& d, const uint8_t* page, int kv_head, in
   }
   if (t.mean_offset >= 0) {
     alignas(64) float mean[ROW_STRIDE];
-    widen(any ? mean : bias, page + t.mean_offset, head_dim, t.scale_dtype == FLOAT8_E5M3 ? (int)FLOAT16 : t.scale_dtype);  // beside 8-bit scales float16
+    // beside 8-bit scales float16
+    widen(any ? mean : bias, page + t.mean_offset, head_dim,
+          t.scale_dtype == FLOAT8_E5M3 ? (int)FLOAT16 : t.scale_dtype);
     if (any)
       for (int i = 0; i < head_dim; i += VL) store(bias + i, load(bias + i) + load(mean + i));
     any = true;
@@ -97,7 +99,8 @@ static void widen_params(float* to, const uint8_t* from, int n, int dtype, int64
   for (int i = round_up(n, VL); i < BLOCK; i += VL) store(to + i, vf{});
 }
 
-static void token_params(const Tensor& d, const uint8_t* page, int page_size, int token, int n, int64_t ahead, float (*scale)[BLOCK], float (*bias)[BLOCK]) {
+static void token_params(const Tensor& d, const uint8_t* page, int page_size, int token, int n, int64_t ahead,
+                         float (*scale)[BLOCK], float (*bias)[BLOCK]) {
   const kvbits_tensor& t = *d.t;
   const int size = dtype_bytes(t.scale_dtype);
   for (int g = 0; g < d.groups; g++) {

@@ -1,4 +1,5 @@
-// What close.cpp and append.cpp share: parts made of a call's tokens, and what their items found. Not for tiers: it has templates of the standard library.
+// What close.cpp and append.cpp share: parts made of a call's tokens, and what their items found. Not for tiers: it has
+// templates of the standard library.
 #pragma once
 #include <stdint.h>
 
@@ -7,9 +8,11 @@
 #include "engine/formats.h"
 #include "plan.h"
 
-// The part of page or run `i` of a call: those of all slots, from element `first` of the call's keys (side 0) or values on.
+// The part of page or run `i` of a call: those of all slots, from element `first` of the call's keys (side 0) or values
+// on.
 template <class Call>
-TokensPart part_of(const Call& call, int side, int64_t i, int64_t head, int64_t first, int64_t token_stride, uint8_t* to) {
+TokensPart part_of(const Call& call, int side, int64_t i, int64_t head, int64_t first, int64_t token_stride,
+                   uint8_t* to) {
   TokensPart part = {};
   part.tensor = side ? &call.store->value : &call.store->key;
   part.is_key = side == 0;

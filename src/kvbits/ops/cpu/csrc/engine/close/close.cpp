@@ -47,7 +47,8 @@ extern "C" int32_t kvbits_close(kvbits_close_call* call) {
   if (!tier) return KVBITS_NO_TIER;
   Work w = {call, tier->pages, {}};
   const int threads = call->num_threads > 0 ? call->num_threads : pool_available_threads();
-  const size_t scratch = w.kernels->close_scratch_bytes(store.page_size, std::max(call->head_dim, call->value_head_dim));
+  const size_t scratch =
+      w.kernels->close_scratch_bytes(store.page_size, std::max(call->head_dim, call->value_head_dim));
   if (!pool_run(threads, call->num_pages * call->num_kv_heads, scratch, run_item, &w)) return KVBITS_NO_MEMORY;
   w.found.report(call->status);
   return 0;

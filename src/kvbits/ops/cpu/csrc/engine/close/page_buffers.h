@@ -23,7 +23,8 @@ INLINE int padded_width(int head_dim) { return round_up(head_dim, 16); }
 
 // Lays the buffers out from `scratch` on; returns the bytes they take.
 static size_t carve(PageBuffers& b, char* scratch, int page_size, int head_dim) {
-  const size_t w = padded_width(head_dim), params = (size_t)page_size * MAX_GROUPS + w + 64, page = (size_t)(page_size + 16) * w;
+  const size_t w = padded_width(head_dim), params = (size_t)page_size * MAX_GROUPS + w + 64,
+               page = (size_t)(page_size + 16) * w;
   size_t end = 0;
   auto take = [&](size_t bytes) {
     char* p = scratch ? scratch + end : nullptr;

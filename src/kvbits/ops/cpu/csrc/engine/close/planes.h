@@ -1,4 +1,5 @@
-// Codes to the bytes of a page: bit planes, tiles of keys and quads of values (docs/reference/formats.md, src/kvbits/quant/packing.py); raw rows as they are.
+// Codes to the bytes of a page: bit planes, tiles of keys and quads of values (docs/reference/formats.md,
+// src/kvbits/quant/packing.py); raw rows as they are.
 #pragma once
 #include <stdint.h>
 
@@ -38,7 +39,8 @@ static void interleave_values(const PageBuffers& b, uint8_t* to, int page_size, 
     const int width = row_bytes - block < 16 ? row_bytes - block : 16;
     for (int quad = 0; quad < page_size / 4; quad++, to += 4 * width) {
       const uint8_t* row[4];
-      for (int u = 0; u < 4; u++) row[u] = b.rows + (int64_t)(quad / 2 * 8 + order[quad % 2 * 4 + u]) * row_bytes + block;
+      for (int u = 0; u < 4; u++)
+        row[u] = b.rows + (int64_t)(quad / 2 * 8 + order[quad % 2 * 4 + u]) * row_bytes + block;
       int r = 0;
       for (; r + VL <= width; r += VL) {
         vi word = vi{};
@@ -66,7 +68,8 @@ static void scatter_rows(const PageBuffers& b, const Slots& s, uint8_t* to, int 
       for (int r = 0; r < row_bytes; r += 4) __builtin_memcpy(at + r * TILE, row + r, 4);
       continue;
     }
-    const int in = place % 8, quad = place / 8 * 2 + in / 2 % 2, u = in % 2 + in / 4 * 2;  // slots of a group of eight hold tokens 0 1 4 5 2 3 6 7
+    // slots of a group of eight hold tokens 0 1 4 5 2 3 6 7
+    const int in = place % 8, quad = place / 8 * 2 + in / 2 % 2, u = in % 2 + in / 4 * 2;
     for (int block = 0; block < row_bytes; block += 16) {
       const int width = row_bytes - block < 16 ? row_bytes - block : 16;
       uint8_t* at = to + (int64_t)block * s.page_size + quad * 4 * width + u;
@@ -90,7 +93,8 @@ static void store_raw(const PageBuffers& b, uint8_t* to, int page_size, int head
   const int width = padded_width(head_dim);
   for (int t = 0; t < page_size; t++)
     for (int c = 0; c < head_dim; c += VL)
-      store_bits<DTYPE>(to, (int64_t)t * head_dim + c, to_bits<DTYPE>(load(b.x + (int64_t)t * width + c)), head_dim - c < VL ? head_dim - c : VL);
+      store_bits<DTYPE>(to, (int64_t)t * head_dim + c, to_bits<DTYPE>(load(b.x + (int64_t)t * width + c)),
+                        head_dim - c < VL ? head_dim - c : VL);
 }
 
 static void store_raw_rows(const PageBuffers& b, uint8_t* to, int dtype, int count, int head_dim) {

@@ -46,8 +46,8 @@ INLINE bool all_finite(vf x) {
   return !any;
 }
 
-// A subnormal fp16 scale is rounded up: rounding down could push the group's largest element past the last code. None is 0 (a group
-// without spread), and none of fp32 or bf16 subnormal: its reciprocal would be infinite.
+// A subnormal fp16 scale is rounded up: rounding down could push the group's largest element past the last code. None
+// is 0 (a group without spread), and none of fp32 or bf16 subnormal: its reciprocal would be infinite.
 template <int DTYPE>
 INLINE vi scale_bits(vf scale) {
   if (DTYPE != FLOAT16) return to_bits<DTYPE>(vmax(scale, splat(0x1p-126f)));

@@ -18,7 +18,8 @@ INLINE vf from_fp16(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu
 INLINE vi load_bytes(const uint8_t* p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 INLINE void store_bytes(uint8_t* p, vi x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x)); }
 INLINE void store_line(uint8_t* p, const vi* x, bool stream) {
-  const __m512i low = _mm512_set1_epi32(0xff), words = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i low = _mm512_set1_epi32(0xff),
+                words = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m512i a = _mm512_packus_epi32(_mm512_and_si512((__m512i)x[0], low), _mm512_and_si512((__m512i)x[1], low));
   const __m512i b = _mm512_packus_epi32(_mm512_and_si512((__m512i)x[2], low), _mm512_and_si512((__m512i)x[3], low));
   const __m512i bytes = _mm512_permutexvar_epi32(words, _mm512_packus_epi16(a, b));
@@ -38,7 +39,8 @@ INLINE void sum_each(const vf* x, int, float* to) {
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i++) y[i] = (__m512)x[i];
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) y[i] = _mm512_add_ps(_mm512_unpacklo_ps(y[2 * i], y[2 * i + 1]), _mm512_unpackhi_ps(y[2 * i], y[2 * i + 1]));
+  for (int i = 0; i < 8; i++)
+    y[i] = _mm512_add_ps(_mm512_unpacklo_ps(y[2 * i], y[2 * i + 1]), _mm512_unpackhi_ps(y[2 * i], y[2 * i + 1]));
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
     const __m512d a = _mm512_castps_pd(y[2 * i]), b = _mm512_castps_pd(y[2 * i + 1]);
@@ -47,18 +49,20 @@ INLINE void sum_each(const vf* x, int, float* to) {
   // Every 128 bits of y[i] are a part of the sums 4 i .. 4 i + 3.
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++)
-    y[i] = _mm512_add_ps(_mm512_shuffle_f32x4(y[2 * i], y[2 * i + 1], 0x44), _mm512_shuffle_f32x4(y[2 * i], y[2 * i + 1], 0xee));
+    y[i] = _mm512_add_ps(_mm512_shuffle_f32x4(y[2 * i], y[2 * i + 1], 0x44),
+                         _mm512_shuffle_f32x4(y[2 * i], y[2 * i + 1], 0xee));
   const __m512 z = _mm512_add_ps(_mm512_shuffle_f32x4(y[0], y[1], 0x88), _mm512_shuffle_f32x4(y[0], y[1], 0xdd));
   _mm512_storeu_ps(to, z);
 }
 
 template <int DEGREE>
 INLINE vf exp2_neg(vf x) {
-  return (vf)_mm512_scalef_ps((__m512)exp2_fraction<DEGREE>((vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF)), (__m512)x);
+  return (vf)_mm512_scalef_ps((__m512)exp2_fraction<DEGREE>((vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF)),
+                              (__m512)x);
 }
 
-// Eight vectors, n of which count, each to its largest number, twice over in the 16 lanes: what is loaded as a whole vector afterwards
-// must have been stored as one.
+// Eight vectors, n of which count, each to its largest number, twice over in the 16 lanes: what is loaded as a whole
+// vector afterwards must have been stored as one.
 INLINE void max_each(const vf* x, int n, float* to) {
   const auto two = [](__m512 a, __m512 b) __attribute__((always_inline)) { return _mm512_max_ps(a, b); };
   __m512 y[8];

@@ -1,5 +1,5 @@
-// Short vectors of VL floats on GCC/Clang vector extensions: one source for everything that is not a dot product. The header of an instruction set
-// defines VL (its native width) and what it brings itself (HAVE_...), then includes this.
+// Short vectors of VL floats on GCC/Clang vector extensions: one source for everything that is not a dot product. The
+// header of an instruction set defines VL (its native width) and what it brings itself (HAVE_...), then includes this.
 //
 // No standard library templates here or in anything a tier includes: an inline function compiled with AVX-512 could be
 // the copy that the linker keeps for everybody.
@@ -101,13 +101,18 @@ INLINE vi round_to_int(vf x) { return (vi)(x + ROUND_MAGIC) - (vi)splat(ROUND_MA
 template <int DEGREE>
 INLINE vf exp2_fraction(vf f) {
   if (DEGREE == 3) return ((f * 7.802452118e-02f + 2.260671575e-01f) * f + 6.958335398e-01f) * f + 9.999252186e-01f;
-  if (DEGREE == 4) return (((f * 1.353416775e-02f + 5.201146094e-02f) * f + 2.414427567e-01f) * f + 6.930038345e-01f) * f + 1.000002593e+00f;
-  return ((((f * 1.877576658e-03f + 8.989340131e-03f) * f + 5.582631802e-02f) * f + 2.401536171e-01f) * f + 6.931530732e-01f) * f + 9.999999251e-01f;
+  if (DEGREE == 4)
+    return (((f * 1.353416775e-02f + 5.201146094e-02f) * f + 2.414427567e-01f) * f + 6.930038345e-01f) * f +
+           1.000002593e+00f;
+  return ((((f * 1.877576658e-03f + 8.989340131e-03f) * f + 5.582631802e-02f) * f + 2.401536171e-01f) * f +
+          6.931530732e-01f) *
+             f +
+         9.999999251e-01f;
 }
 
 #ifndef HAVE_EXP2
-// 2^x for x <= 0, to the accuracy of the degree. Everything below -126, minus infinity too, gives 2^-126: 0 for all that
-// softmax does with it.
+// 2^x for x <= 0, to the accuracy of the degree. Everything below -126, minus infinity too, gives 2^-126: 0 for all
+// that softmax does with it.
 template <int DEGREE>
 INLINE vf exp2_neg(vf x) {
   x = vmax(x, splat(-126.0f));
@@ -127,7 +132,8 @@ INLINE vf tanh_cap(vf x, float cap) {
 
 INLINE vi load_bytes(const uint8_t* p);
 #ifndef HAVE_BYTES
-// VL bytes as unsigned integers, and back (the low byte of each). GCC turns a conversion of vectors of bytes into scalar code.
+// VL bytes as unsigned integers, and back (the low byte of each). GCC turns a conversion of vectors of bytes into
+// scalar code.
 INLINE vi load_bytes(const uint8_t* p) {
   vi x;
   for (int i = 0; i < VL; i++) x[i] = p[i];
@@ -140,7 +146,8 @@ INLINE void store_bytes(uint8_t* p, vi x) {
 
 #ifndef HAVE_STREAM
 INLINE void store_bytes(uint8_t* p, vi x);
-// 64 integers as bytes (the low one of each). `stream`: past the caches, `p` aligned to 64; stream_end() once afterwards.
+// 64 integers as bytes (the low one of each). `stream`: past the caches, `p` aligned to 64; stream_end() once
+// afterwards.
 INLINE void store_line(uint8_t* p, const vi* x, bool) {
   for (int i = 0; i < 64 / VL; i++) store_bytes(p + i * VL, x[i]);
 }

@@ -1,5 +1,5 @@
-// Short vectors of the instruction set that a file is compiled for. It names the set (KVBITS_AVX512, KVBITS_AVX2, KVBITS_NEON, none: the platform's
-// baseline) before anything else, so that every header can include this one.
+// Short vectors of the instruction set that a file is compiled for. It names the set (KVBITS_AVX512, KVBITS_AVX2,
+// KVBITS_NEON, none: the platform's baseline) before anything else, so that every header can include this one.
 #pragma once
 #if defined(KVBITS_AVX512)
 #include "avx512.h"

@@ -1,10 +1,14 @@
-// Queries in the basis of banded keys (docs/reference/formats.md): turned back by the angles of a frame's start, then times the head's matrix, in fp32.
+// Queries in the basis of banded keys (docs/reference/formats.md): turned back by the angles of a frame's start, then
+// times the head's matrix, in fp32.
 //
-// Frames are made many at once: the matrix is larger than L1. Frames at the same distance d before and after a middle share their products,
+// Frames are made many at once: the matrix is larger than L1. Frames at the same distance d before and after a middle
+// share their products,
 //
-//   q'(middle +- d) = sum over pairs i of channels: cos(d f_i) X_i +- sin(d f_i) Y_i     X_i = a_i A_i + b_i A_(i + half), Y_i = b_i A_i - a_i A_(i + half)
+//   q'(middle +- d) = sum over pairs i of channels: cos(d f_i) X_i +- sin(d f_i) Y_i     X_i = a_i A_i + b_i A_(i +
+//   half), Y_i = b_i A_i - a_i A_(i + half)
 //
-// with (a, b) the query turned back by the middle and A_i the matrix's rows: X and Y made once, two frames take the products of one.
+// with (a, b) the query turned back by the middle and A_i the matrix's rows: X and Y made once, two frames take the
+// products of one.
 #pragma once
 #include <stdint.h>
 
@@ -20,7 +24,8 @@ constexpr int PRODUCT_SUMS = VL == 8 ? 8 : 16;  // vectors of sums that do not w
 
 // `panels` times 16 columns of a product of NR rows, as many at once as the registers hold sums of.
 template <int NR, int AT_ONCE>
-static void multiply_panels(const float (*from)[ROW_STRIDE], const float* matrix, int n, int panels, float* to, int width) {
+static void multiply_panels(const float (*from)[ROW_STRIDE], const float* matrix, int n, int panels, float* to,
+                            int width) {
   constexpr int J = 16 / VL;
   int done = 0;
   for (; done + AT_ONCE <= panels; done += AT_ONCE) {
@@ -43,31 +48,38 @@ static void multiply_panels(const float (*from)[ROW_STRIDE], const float* matrix
         for (int v = 0; v < J; v++) store(to + h * width + (done + k) * 16 + v * VL, sums[k][h][v]);
   }
   if constexpr (AT_ONCE > 1)
-    if (done < panels) multiply_panels<NR, AT_ONCE / 2>(from, matrix + (int64_t)done * n * 16, n, panels - done, to + done * 16, width);
+    if (done < panels)
+      multiply_panels<NR, AT_ONCE / 2>(from, matrix + (int64_t)done * n * 16, n, panels - done, to + done * 16, width);
 }
 
 template <int NR>
-static void multiply_some(int rows, const float (*from)[ROW_STRIDE], const float* matrix, int n, int panels, float* to, int width) {
+static void multiply_some(int rows, const float (*from)[ROW_STRIDE], const float* matrix, int n, int panels, float* to,
+                          int width) {
   constexpr int AT_ONCE = PRODUCT_SUMS * VL / 16 / NR;
   if (rows == NR) multiply_panels<NR, (AT_ONCE >= 4 ? 4 : AT_ONCE >= 2 ? 2 : 1)>(from, matrix, n, panels, to, width);
   else if constexpr (NR > 1) multiply_some<NR - 1>(rows, from, matrix, n, panels, to, width);
 }
 
-// Rows times a matrix [columns / 16][n][16], to [rows][width], its columns rounded up to 16. What several groups of rows read of it stays in L1 between them.
+// Rows times a matrix [columns / 16][n][16], to [rows][width], its columns rounded up to 16. What several groups of
+// rows read of it stays in L1 between them.
 static void multiply_rows(int rows, const float (*from)[ROW_STRIDE], const float* matrix, int n, float* to, int width) {
   const int all = width / 16, step = rows <= PRODUCT_ROWS ? all : 2;
   for (int j = 0; j < all; j += step) {
     const int panels = all - j < step ? all - j : step;
     for (int h = 0; h < rows; h += PRODUCT_ROWS)
-      multiply_some<PRODUCT_ROWS>(rows - h < PRODUCT_ROWS ? rows - h : PRODUCT_ROWS, from + h, matrix + (int64_t)j * 16 * n, n, panels, to + h * width + j * 16, width);
+      multiply_some<PRODUCT_ROWS>(rows - h < PRODUCT_ROWS ? rows - h : PRODUCT_ROWS, from + h,
+                                  matrix + (int64_t)j * 16 * n, n, panels, to + h * width + j * 16, width);
   }
 }
 
-constexpr int FRAMES_ROWS = VL == 16 ? 2 : 1, FRAMES_PAIRS = VL == 16 ? 4 : 2;  // rows and pairs of frames whose sums are made together
+// rows and pairs of frames whose sums are made together
+constexpr int FRAMES_ROWS = VL == 16 ? 2 : 1, FRAMES_PAIRS = VL == 16 ? 4 : 2;
 
-// 16 columns of NR rows, from `panel`, for `pairs` frames before and after the one that `turned` is of: to [frame][rows][width].
+// 16 columns of NR rows, from `panel`, for `pairs` frames before and after the one that `turned` is of: to
+// [frame][rows][width].
 template <int NR>
-static void multiply_frames(const float (*turned)[ROW_STRIDE], const float* panel, const FrameTurns& turns, int half, int pairs, float* to, int64_t frame_floats, int width) {
+static void multiply_frames(const float (*turned)[ROW_STRIDE], const float* panel, const FrameTurns& turns, int half,
+                            int pairs, float* to, int64_t frame_floats, int width) {
   constexpr int J = 16 / VL;
   alignas(64) float x[NR][MAX_HEAD_DIM / 2][2][16];
   for (int i = 0; i < half; i++)
@@ -110,14 +122,17 @@ static void multiply_frames(const float (*turned)[ROW_STRIDE], const float* pane
 
 // How many of the `left` frames to come a chunk's queries are made for at once.
 static int frames_at_once(int rows, int head_dim, int64_t left) {
-  const int room = FRAME_FLOATS / (rows * round_up(head_dim, 16)), most = room < 2 * MOST_FRAME_PAIRS ? room : 2 * MOST_FRAME_PAIRS;
+  const int room = FRAME_FLOATS / (rows * round_up(head_dim, 16)),
+            most = room < 2 * MOST_FRAME_PAIRS ? room : 2 * MOST_FRAME_PAIRS;
   const int around = (int)(left < most ? left : most) / (2 * FRAMES_PAIRS) * (2 * FRAMES_PAIRS);
   if (around) return around;
   return left < ROWS / rows ? (int)left : ROWS / rows;
 }
 
-// A chunk's queries as keys of `frames` frames from `start` on meet them, in `in_basis` frame by frame, zeros behind them.
-static void queries_in_basis(Chunk& c, const kvbits_tensor& t, Angles& angles, int kv_head, int head_dim, int64_t start, int frames) {
+// A chunk's queries as keys of `frames` frames from `start` on meet them, in `in_basis` frame by frame, zeros behind
+// them.
+static void queries_in_basis(Chunk& c, const kvbits_tensor& t, Angles& angles, int kv_head, int head_dim, int64_t start,
+                             int frames) {
   const int width = round_up(head_dim, 16), half = head_dim / 2;
   if (!t.from_basis) {
     for (int h = 0; h < c.rows; h++) {
@@ -145,8 +160,12 @@ static void queries_in_basis(Chunk& c, const kvbits_tensor& t, Angles& angles, i
   for (int j = 0; j < width; j += 16)
     for (int h = 0; h < c.rows; h += FRAMES_ROWS) {
       float* to = c.in_basis + h * width + j;
-      if (c.rows - h >= FRAMES_ROWS) multiply_frames<FRAMES_ROWS>(turned + h, matrix + (int64_t)j * head_dim, angles.frames, half, pairs, to, c.rows * width, width);
-      else multiply_frames<1>(turned + h, matrix + (int64_t)j * head_dim, angles.frames, half, pairs, to, c.rows * width, width);
+      if (c.rows - h >= FRAMES_ROWS)
+        multiply_frames<FRAMES_ROWS>(turned + h, matrix + (int64_t)j * head_dim, angles.frames, half, pairs, to,
+                                     c.rows * width, width);
+      else
+        multiply_frames<1>(turned + h, matrix + (int64_t)j * head_dim, angles.frames, half, pairs, to, c.rows * width,
+                           width);
     }
 }
 

@@ -1,6 +1,6 @@
-// Tokens of banded codes (docs/reference/formats.md): rows to the basis that they are stored in, less offsets, fitted scales, codes of a width for each band.
-// The definition is src/kvbits/quant/{basis,banded}.py. Rows times a Hadamard matrix match it bit for bit; products with a calibrated basis are sums in
-// float64 as there, in another order.
+// Tokens of banded codes (docs/reference/formats.md): rows to the basis that they are stored in, less offsets, fitted
+// scales, codes of a width for each band. The definition is src/kvbits/quant/{basis,banded}.py. Rows times a Hadamard
+// matrix match it bit for bit; products with a calibrated basis are sums in float64 as there, in another order.
 #pragma once
 #include <stdint.h>
 
@@ -22,8 +22,9 @@ constexpr int SCALE_OFFSETS[7] = {1, -4, 4, -2, 2, -1, 1}, TURNED_OFFSETS[5] = {
 typedef double vd_native __attribute__((vector_size(VL * 4)));
 typedef float vf_half __attribute__((vector_size(VL * 2), aligned(4), may_alias));
 
-// Rows from `first` on, R at a time, turned back by the frame (its cosines, then sines, head_dim / 2 of each padded to 16), times the basis [head_dim][head_dim]. Rows taken
-// together share what is loaded of the basis. Returns how far it came.
+// Rows from `first` on, R at a time, turned back by the frame (its cosines, then sines, head_dim / 2 of each padded to
+// 16), times the basis [head_dim][head_dim]. Rows taken together share what is loaded of the basis. Returns how far it
+// came.
 template <int R>
 static int rows_to_basis(PageBuffers& b, const double* frame, const float* basis, int first, int count, int head_dim) {
   const int width = padded_width(head_dim), half = head_dim / 2, padded = round_up(half, 16);
@@ -44,7 +45,8 @@ static int rows_to_basis(PageBuffers& b, const double* frame, const float* basis
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) sums[r] += a * turned[i][r];
       }
-      for (int r = 0; r < R; r++) *(vf_half*)(b.x + (int64_t)(t + r) * width + c) = __builtin_convertvector(sums[r], vf_half);
+      for (int r = 0; r < R; r++)
+        *(vf_half*)(b.x + (int64_t)(t + r) * width + c) = __builtin_convertvector(sums[r], vf_half);
     }
   }
   return t;
@@ -54,7 +56,8 @@ static void subtract_offsets(PageBuffers& b, const TokensPart& part) {
   const int width = padded_width(part.head_dim);
   for (int i = 0; i < part.count; i++) {
     const float* mean = offsets_of(*part.tensor, part.kv_head, part.head_dim, part.start, part.slot + i);
-    for (int c = 0; c < width; c += VL) store(b.x + (int64_t)i * width + c, load(b.x + (int64_t)i * width + c) - load(mean + c));
+    for (int c = 0; c < width; c += VL)
+      store(b.x + (int64_t)i * width + c, load(b.x + (int64_t)i * width + c) - load(mean + c));
   }
 }
 
@@ -126,7 +129,8 @@ static bool code_bands(PageBuffers& b, const TokensPart& part, const BandSteps& 
     part.head[t.scale_offset + part.slot + i] = (uint8_t)code;
     const vf inverse = 1.0f / splat(scale_of_code(code));
     for (int c = 0; c < width; c += VL)
-      store_bytes(b.codes + (int64_t)i * width + c, __builtin_convertvector(band_level(load(x + c), inverse, load(steps.top + c)), vi));
+      store_bytes(b.codes + (int64_t)i * width + c,
+                  __builtin_convertvector(band_level(load(x + c), inverse, load(steps.top + c)), vi));
   }
   return true;
 }
@@ -147,7 +151,8 @@ static void store_bands(PageBuffers& b, const TokensPart& part) {
       for (int c = 0; c < part.head_dim; c++)
         if (t.bands[c / BAND] & bits) *to++ = (uint8_t)(from[c] >> (t.bands[c / BAND] & (bits - 1)));
     }
-    store_plane(fields, {part.is_key, part.page_size, part.slot, part.count}, channels, part.head + t.plane_offset[stored++], bits, 0);
+    store_plane(fields, {part.is_key, part.page_size, part.slot, part.count}, channels,
+                part.head + t.plane_offset[stored++], bits, 0);
   }
 }
 
@@ -159,7 +164,8 @@ static bool store_banded(PageBuffers& b, const TokensPart& part) {
     for (int c = part.head_dim; c < width; c++) b.x[(int64_t)i * width + c] = 0.0f;
   if (t.to_basis) {
     const float* basis = t.to_basis + (int64_t)part.kv_head * part.head_dim * part.head_dim;
-    rows_to_basis<1>(b, part.turn_start, basis, rows_to_basis<8>(b, part.turn_start, basis, 0, n, part.head_dim), n, part.head_dim);
+    rows_to_basis<1>(b, part.turn_start, basis, rows_to_basis<8>(b, part.turn_start, basis, 0, n, part.head_dim), n,
+                     part.head_dim);
   }
   for (int i = 0; t.hadamard && i < n; i++) hadamard(b.x + (int64_t)i * width, part.head_dim);
   if (t.offsets) subtract_offsets(b, part);

@@ -3,7 +3,8 @@
 
 namespace {
 
-// In place: n numbers times the matrix of the largest power of two that divides n, block by block, over the square root of its size.
+// In place: n numbers times the matrix of the largest power of two that divides n, block by block, over the square root
+// of its size.
 static void hadamard(float* x, int n) {
   const int size = n & -n;
   for (int stride = 1; stride < size; stride *= 2)

@@ -1,7 +1,7 @@
 // Keys of banded codes (docs/reference/formats.md).
 //
-// A code is the sum of its planes' fields, each times 2^shift. A band's fields are joined to codes before one integer dot product; a band or two neighbours
-// of the same width have one scale of the query's 8-bit integers:
+// A code is the sum of its planes' fields, each times 2^shift. A band's fields are joined to codes before one integer
+// dot product; a band or two neighbours of the same width have one scale of the query's 8-bit integers:
 //
 //   score(h, t) = k_scale[t] * (sum over scales of q_scale[h] * dot(q_int, codes) + q_zero[h]) + q' . mean
 //
@@ -21,14 +21,16 @@ struct BandWord {
   bool first;      // the lowest field of its byte
 };
 
-// A band's fields in one plane. Where the last band is narrower, integer queries are 0 behind it and its words meet them again.
+// A band's fields in one plane. Where the last band is narrower, integer queries are 0 behind it and its words meet
+// them again.
 struct BandFields {
   BandWord word[BAND / 4];
   int32_t mask;        // of a field in each byte; with BANDS_TURN in its place in the code
   int32_t tile_bytes;  // from tile to tile
 };
 
-// A band's codes, of one plane's fields or of two planes'. Codes of 8 bits are two of 4, the higher ones first: their products fit 16 bits.
+// A band's codes, of one plane's fields or of two planes'. Codes of 8 bits are two of 4, the higher ones first: their
+// products fit 16 bits.
 struct BandCodes {
   BandFields high, low;
   int32_t low_bits;  // of `low`, 0 without it
@@ -61,13 +63,17 @@ constexpr bool BANDS_TURN = true;
 constexpr bool BANDS_TURN = false;
 #endif
 
-// Words of VL tokens with their field at the bottom (BANDS_TURN: in its place in the code) of every byte, and the codes of two planes' words.
+// Words of VL tokens with their field at the bottom (BANDS_TURN: in its place in the code) of every byte, and the codes
+// of two planes' words.
 #ifndef HAVE_BAND_TURNS
 INLINE vi turned_words(const uint8_t* p, int shift) { return (vi)((vu)load_int(p) >> shift); }
-INLINE vi joined_fields(vi high, vi low, vi high_mask, vi low_mask, int low_bits) { return ((high & high_mask) << low_bits) | (low & low_mask); }
+INLINE vi joined_fields(vi high, vi low, vi high_mask, vi low_mask, int low_bits) {
+  return ((high & high_mask) << low_bits) | (low & low_mask);
+}
 #endif
 
-// The fields of a band of `channels` channels, the first of them `at` in its plane, which begins at `offset`; they come `up` bits above the codes' lowest.
+// The fields of a band of `channels` channels, the first of them `at` in its plane, which begins at `offset`; they come
+// `up` bits above the codes' lowest.
 static BandFields band_fields(int offset, int at, int channels, int row_bytes, int bits, int up) {
   BandFields f;
   f.mask = ((1 << bits) - 1) * 0x01010101;
@@ -131,9 +137,11 @@ static void list_pieces(BandPieces& list, const kvbits_tensor& t, int head_dim) 
   }
 }
 
-// Codes of V vectors of tokens, four channels in each of their words: those of `band` that its words n are of, and lines of the page to come.
+// Codes of V vectors of tokens, four channels in each of their words: those of `band` that its words n are of, and
+// lines of the page to come.
 template <int V, bool JOINED>
-INLINE void load_codes(const BandCodes& band, const uint8_t* at, int64_t tile, int n, int64_t ahead, bool new_lines, vi (&codes)[V]) {
+INLINE void load_codes(const BandCodes& band, const uint8_t* at, int64_t tile, int n, int64_t ahead, bool new_lines,
+                       vi (&codes)[V]) {
   const uint8_t* high = at + tile * band.high.tile_bytes + band.high.word[n].offset;
   const int64_t high_next = VL < TILE ? VL * 4 : band.high.tile_bytes;
   const vi high_mask = splat_int(band.high.mask);
@@ -150,8 +158,9 @@ INLINE void load_codes(const BandCodes& band, const uint8_t* at, int64_t tile, i
       if (V * VL > TILE) fetch(low + low_next + ahead);
     }
     for (int v = 0; v < V; v++)
-      codes[v] = joined_fields(turned_words(high + v * high_next, band.high.word[n].shift), turned_words(low + v * low_next, band.low.word[n].shift), high_mask,
-                               low_mask, band.low_bits);
+      codes[v] =
+          joined_fields(turned_words(high + v * high_next, band.high.word[n].shift),
+                        turned_words(low + v * low_next, band.low.word[n].shift), high_mask, low_mask, band.low_bits);
   } else {
     for (int v = 0; v < V; v++) codes[v] = turned_words(high + v * high_next, band.high.word[n].shift) & high_mask;
   }
@@ -159,7 +168,8 @@ INLINE void load_codes(const BandCodes& band, const uint8_t* at, int64_t tile, i
 
 // Dot products of one band.
 template <int V, int NH, bool JOINED>
-INLINE void add_band(const BandArgs& a, const BandCodes& band, const uint8_t* at, int64_t tile, bool new_lines, vi (&sums)[V][NH]) {
+INLINE void add_band(const BandArgs& a, const BandCodes& band, const uint8_t* at, int64_t tile, bool new_lines,
+                     vi (&sums)[V][NH]) {
   const uint8_t* q = a.chunk->qw[0] + band.band * (BAND * NARROW_Q_BYTES);
 #pragma GCC unroll 2
   for (int n = 0; n < BAND / 4; n += 2) {
@@ -168,7 +178,8 @@ INLINE void add_band(const BandArgs& a, const BandCodes& band, const uint8_t* at
     load_codes<V, JOINED>(band, at, tile, n + 1, a.ahead, new_lines, y);
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++) {
-      const BandQuery first = band_query(q + h * Q_STRIDE + 4 * n * NARROW_Q_BYTES), second = band_query(q + h * Q_STRIDE + 4 * (n + 1) * NARROW_Q_BYTES);
+      const BandQuery first = band_query(q + h * Q_STRIDE + 4 * n * NARROW_Q_BYTES),
+                      second = band_query(q + h * Q_STRIDE + 4 * (n + 1) * NARROW_Q_BYTES);
 #pragma GCC unroll 2
       for (int v = 0; v < V; v++) add_band_words(sums[v][h], x[v], y[v], first, second);
     }
@@ -180,7 +191,8 @@ template <int NH>
 static void key_banded(const BandArgs& a) {
   const Chunk& c = *a.chunk;
   const BandPieces& list = *a.pieces;
-  constexpr int V = NH <= BAND_ROWS_OF_TWO ? 2 : 1;  // neighbouring vectors of tokens that share what is loaded of queries and lists
+  // neighbouring vectors of tokens that share what is loaded of queries and lists
+  constexpr int V = NH <= BAND_ROWS_OF_TWO ? 2 : 1;
   for (int t = 0; t < a.tokens; t += V * VL) {
     const int tile = a.first_tile + t / TILE;
     const uint8_t* at = a.page + t % TILE * 4;
@@ -229,11 +241,13 @@ static void quantize_by_band(Chunk& c, const kvbits_tensor& t, const BandPieces&
       max_each(tops, bands - first < 8 ? bands - first : 8, largest + first);
     }
     for (int i = 1; i < bands; i++)
-      if (shares_scale(t.bands, i)) largest[i] = largest[i - 1] = largest[i] > largest[i - 1] ? largest[i] : largest[i - 1];
+      if (shares_scale(t.bands, i))
+        largest[i] = largest[i - 1] = largest[i] > largest[i - 1] ? largest[i] : largest[i - 1];
     vf zero = {};
     for (int i = 0; i < bands; i++) {
       const float amax = largest[i], scale = amax * (1.0f / NARROW_Q_LIMIT);
-      const float inverse = amax > 1e-30f ? NARROW_Q_LIMIT / amax : 0.0f;  // what is smaller still adds nothing to a score
+      // what is smaller still adds nothing to a score
+      const float inverse = amax > 1e-30f ? NARROW_Q_LIMIT / amax : 0.0f;
       const float middle = -scale * (0.5f * (float)((1 << t.bands[i]) - 1));
       for (int v = 0; v < J; v++) {
         const vi x = round_to_int(load(q + i * BAND + v * VL) * inverse);

@@ -1,5 +1,5 @@
-// Attention to a part whose keys have codes by band: queries in the basis of a page's frame (basis.h) and the dot products of keys.h. Everything else is
-// `base`, the plain path, which reads the part's values.
+// Attention to a part whose keys have codes by band: queries in the basis of a page's frame (basis.h) and the dot
+// products of keys.h. Everything else is `base`, the plain path, which reads the part's values.
 #pragma once
 #include <stdint.h>
 
@@ -13,8 +13,9 @@
 namespace {
 
 typedef void (*BandKernel)(const BandArgs&);
-constexpr ByRows<BandKernel> band_kernels = {
-    {key_banded<1>, key_banded<2>, key_banded<3>, key_banded<4>, key_banded<5>, key_banded<6>, key_banded<7>, key_banded<8>}, true};
+constexpr ByRows<BandKernel> band_kernels = {{key_banded<1>, key_banded<2>, key_banded<3>, key_banded<4>, key_banded<5>,
+                                              key_banded<6>, key_banded<7>, key_banded<8>},
+                                             true};
 
 struct KltPart {
   Part& part;
@@ -43,8 +44,10 @@ struct KltPart {
     const int head_dim = p.call.head_dim;
     if (frames == 0 || of_page < first_frame || of_page >= first_frame + frames * FRAME) {
       first_frame = of_page;
-      frames = frames_at_once(p.chunks[0].rows, head_dim, key.from_basis && last_start > of_page ? (last_start - of_page) / FRAME + 1 : 1);
-      for (int i = 0; i < p.num_chunks; i++) queries_in_basis(p.chunks[i], key, angles, p.kv_head, head_dim, of_page, frames);
+      frames = frames_at_once(p.chunks[0].rows, head_dim,
+                              key.from_basis && last_start > of_page ? (last_start - of_page) / FRAME + 1 : 1);
+      for (int i = 0; i < p.num_chunks; i++)
+        queries_in_basis(p.chunks[i], key, angles, p.kv_head, head_dim, of_page, frames);
     }
     for (int i = 0; i < p.num_chunks; i++) {
       Chunk& c = p.chunks[i];
@@ -73,8 +76,10 @@ struct KltPart {
   void begin_block(const PageView& at, int token, int n) { base.begin_block(at, token, n); }
 
   void scores(Chunk& c, const PageView& at, int token, int n) {
-    band_kernels.of[c.rows - 1]({at.page, token / TILE, n, &c, &pieces, part.block.k_scale[0], part.block.s[0], at.ahead});
-    if (part.key.t->offsets && page_start + token == 0) {  // position 0 has a row of its own, and the page's is added to all
+    band_kernels.of[c.rows - 1](
+        {at.page, token / TILE, n, &c, &pieces, part.block.k_scale[0], part.block.s[0], at.ahead});
+    // position 0 has a row of its own, and the page's is added to all
+    if (part.key.t->offsets && page_start + token == 0) {
       float of_page[ROWS];
       __builtin_memcpy(of_page, c.q_bias, sizeof of_page);
       add_offsets(c, 0, 0);

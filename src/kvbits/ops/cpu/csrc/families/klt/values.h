@@ -1,4 +1,5 @@
-// Values with codes by band have one width: integers around the middle between two codes, which plain's kernels read. Their basis is that of the outputs.
+// Values with codes by band have one width: integers around the middle between two codes, which plain's kernels read.
+// Their basis is that of the outputs.
 #pragma once
 #include "engine/attend/part.h"
 #include "hadamard.h"

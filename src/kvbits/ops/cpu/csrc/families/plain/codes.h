@@ -19,7 +19,8 @@ INLINE vi code_of(vf scaled, const CodeRange& r, vi& saturated) {
     return __builtin_convertvector(vmin(vmax(code, splat(r.low)), splat(r.high)), vi);
   }
   constexpr NumberFormat f = number_format(FMT);
-  constexpr int sign_bit = 1 << (f.exponent_bits + f.mantissa_bits), bias = exponent_bias(FMT), up = 23 - f.mantissa_bits;
+  constexpr int sign_bit = 1 << (f.exponent_bits + f.mantissa_bits), bias = exponent_bias(FMT),
+                up = 23 - f.mantissa_bits;
   const vi sign = ((vi)scaled >> (31 - f.exponent_bits - f.mantissa_bits)) & sign_bit;
   const vf mag = (vf)((vi)scaled & 0x7fffffff);
   saturated += mag >= splat(r.zero);
@@ -33,7 +34,8 @@ INLINE vi code_of(vf scaled, const CodeRange& r, vi& saturated) {
 }
 
 // One token's reciprocal scales and biases of [groups][page_size], channel by channel.
-INLINE void spread_over_channels(const PageBuffers& b, int t, int page_size, int head_dim, int size, bool has_bias, float* inverse, float* bias) {
+INLINE void spread_over_channels(const PageBuffers& b, int t, int page_size, int head_dim, int size, bool has_bias,
+                                 float* inverse, float* bias) {
   for (int c = 0; c < head_dim; c++) {
     inverse[c] = b.inverse[c / size * page_size + t];
     if (has_bias) bias[c] = b.bias[c / size * page_size + t];
@@ -42,7 +44,8 @@ INLINE void spread_over_channels(const PageBuffers& b, int t, int page_size, int
 
 // Codes of the whole page. `by_token`: inverse and bias are [groups][page_size], else [width].
 template <int FMT>
-static int64_t make_codes(PageBuffers& b, int page_size, int head_dim, int groups, bool by_token, bool has_bias, const CodeRange& range) {
+static int64_t make_codes(PageBuffers& b, int page_size, int head_dim, int groups, bool by_token, bool has_bias,
+                          const CodeRange& range) {
   const int width = padded_width(head_dim), size = head_dim / groups;
   const bool splats = by_token && size % VL == 0;
   int64_t count = 0;
@@ -54,7 +57,8 @@ static int64_t make_codes(PageBuffers& b, int page_size, int head_dim, int group
     if (splats) {
       for (int g = 0; g < groups; g++) {
         const vf k = splat(b.inverse[g * page_size + t]), low = has_bias ? splat(b.bias[g * page_size + t]) : vf{};
-        for (int c = g * size; c < (g + 1) * size; c += VL) store_bytes(to + c, code_of<FMT>((load(x + c) - low) * k, range, saturated));
+        for (int c = g * size; c < (g + 1) * size; c += VL)
+          store_bytes(to + c, code_of<FMT>((load(x + c) - low) * k, range, saturated));
       }
     } else {
       if (by_token) spread_over_channels(b, t, page_size, head_dim, size, has_bias, inverse, bias);
@@ -85,10 +89,12 @@ static CodeRange range_of(const kvbits_tensor& t) {
 constexpr bool has_plain_codes(int format) { return is_int(format) || is_float(format); }
 
 template <int FMT = 0>
-static int64_t codes_of_format(PageBuffers& b, const kvbits_tensor& t, int page_size, int head_dim, int groups, bool by_token, bool has_bias) {
+static int64_t codes_of_format(PageBuffers& b, const kvbits_tensor& t, int page_size, int head_dim, int groups,
+                               bool by_token, bool has_bias) {
   if constexpr (has_plain_codes(FMT))
     if (t.format == FMT) return make_codes<FMT>(b, page_size, head_dim, groups, by_token, has_bias, range_of(t));
-  if constexpr (FMT + 1 < NUM_FORMATS) return codes_of_format<FMT + 1>(b, t, page_size, head_dim, groups, by_token, has_bias);
+  if constexpr (FMT + 1 < NUM_FORMATS)
+    return codes_of_format<FMT + 1>(b, t, page_size, head_dim, groups, by_token, has_bias);
   return 0;
 }
 

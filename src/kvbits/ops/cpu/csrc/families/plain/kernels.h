@@ -20,8 +20,10 @@ struct PlainKernels {
 // Formats from FORMAT on: what a format's codes are multiplied with follows from the table of numbers.h.
 template <int FORMAT>
 constexpr void add_formats(PlainKernels& k) {
-  if constexpr (is_int(FORMAT)) k.key[FORMAT] = BY_ROWS_OF(key_int, FORMAT), k.value[FORMAT] = BY_ROWS_OF(value_int, FORMAT);
-  else if constexpr (is_float(FORMAT)) k.key[FORMAT] = BY_ROWS_OF(key_fp8, FORMAT), k.value[FORMAT] = BY_ROWS_OF(value_fp8, FORMAT);
+  if constexpr (is_int(FORMAT))
+    k.key[FORMAT] = BY_ROWS_OF(key_int, FORMAT), k.value[FORMAT] = BY_ROWS_OF(value_int, FORMAT);
+  else if constexpr (is_float(FORMAT))
+    k.key[FORMAT] = BY_ROWS_OF(key_fp8, FORMAT), k.value[FORMAT] = BY_ROWS_OF(value_fp8, FORMAT);
   if constexpr (FORMAT + 1 < NUM_FORMATS) add_formats<FORMAT + 1>(k);
 }
 

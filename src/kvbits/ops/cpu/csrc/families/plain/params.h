@@ -17,7 +17,8 @@ static bool load_page(PageBuffers& b, const void* source, int64_t stride, int pa
   for (int t = 0; t < page_size; t++) {
     float* to = b.x + (int64_t)t * width;
     for (int i = 0; i < head_dim; i += VL) {
-      const vf x = i + VL <= head_dim ? load_as<DTYPE>(source, t * stride + i) : load_first<DTYPE>(source, t * stride + i, head_dim - i);
+      const vf x = i + VL <= head_dim ? load_as<DTYPE>(source, t * stride + i)
+                                      : load_first<DTYPE>(source, t * stride + i, head_dim - i);
       store(to + i, x);
       const vi mag = (vi)x & 0x7fffffff;
       top = (mag > top ? mag : top);
@@ -139,7 +140,8 @@ static void subtract_stored_mean(PageBuffers& b, const TokensPart& part) {
     for (int c = 0; c < part.head_dim; c++) b.x[(int64_t)i * width + c] -= b.mean[c];
 }
 
-// Scales, biases and the mean of a page that closes, or scales and biases of tokens put where their slots are. False on overflow.
+// Scales, biases and the mean of a page that closes, or scales and biases of tokens put where their slots are. False on
+// overflow.
 template <int DTYPE>
 static bool make_params(PageBuffers& b, const TokensPart& part, int groups, bool by_token) {
   const kvbits_tensor& t = *part.tensor;
@@ -152,7 +154,8 @@ static bool make_params(PageBuffers& b, const TokensPart& part, int groups, bool
   if (by_token) range_by_token(b, n, part.head_dim, groups);
   else range_by_channel(b, n, part.head_dim);
   uint8_t *scale = part.head + t.scale_offset, *bias = t.bias_offset >= 0 ? part.head + t.bias_offset : nullptr;
-  if (n == part.page_size) return choose_params<DTYPE>(b, by_token ? groups * n : part.head_dim, q_max_of(t), scale, bias) && ok;
+  if (n == part.page_size)
+    return choose_params<DTYPE>(b, by_token ? groups * n : part.head_dim, q_max_of(t), scale, bias) && ok;
   ok = choose_params<DTYPE>(b, groups * n, q_max_of(t), b.more_params[0], bias ? b.more_params[1] : nullptr);
   for (int g = 0; g < groups; g++) {
     const int64_t to = ((int64_t)g * part.page_size + part.slot) * size, from = (int64_t)g * n * size;

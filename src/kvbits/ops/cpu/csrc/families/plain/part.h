@@ -53,7 +53,8 @@ static void plain_scores(const Part& p, Chunk& c, const PageView& at, int token,
   k.chunk = &c;
   k.s = p.block.s[0];
   k.ahead = at.ahead;
-  (key.raw ? plain_kernels.raw_key[key.split ? BF16_SPLIT : key.t->raw_dtype] : plain_kernels.key[key.format]).of[c.rows - 1](k);
+  (key.raw ? plain_kernels.raw_key[key.split ? BF16_SPLIT : key.t->raw_dtype] : plain_kernels.key[key.format])
+      .of[c.rows - 1](k);
 }
 
 static ValueArgs value_args(const Part& p, Chunk& c, const PageView& at, int token, int n) {
@@ -78,7 +79,9 @@ static ValueArgs value_args(const Part& p, Chunk& c, const PageView& at, int tok
 }
 
 static void plain_outputs(const Tensor& value, Chunk& c, const ValueArgs& v) {
-  (value.raw ? plain_kernels.raw_value[value.split ? BF16_SPLIT : value.t->raw_dtype] : plain_kernels.value[value.format]).of[c.rows - 1](v);
+  (value.raw ? plain_kernels.raw_value[value.split ? BF16_SPLIT : value.t->raw_dtype]
+             : plain_kernels.value[value.format])
+      .of[c.rows - 1](v);
 }
 
 struct PlainPart {
@@ -92,7 +95,8 @@ struct PlainPart {
     params = first_param(store);
     params_bytes = fetches ? store.head_bytes - params : 0;
     const bool static_key = p.key.channel_scales && !p.key.page_channels;
-    const bool biases = static_key && channel_params(p.key, nullptr, p.kv_head, p.call.head_dim, p.block.k_channel, p.block.k_channel_bias);
+    const bool biases = static_key && channel_params(p.key, nullptr, p.kv_head, p.call.head_dim, p.block.k_channel,
+                                                     p.block.k_channel_bias);
     for (int i = 0; i < p.num_chunks; i++) {
       Chunk& c = p.chunks[i];
       if (p.value.token_scales) __builtin_memset(c.corr, 0, sizeof(c.corr[0]) * p.value.groups);
@@ -120,7 +124,9 @@ struct PlainPart {
   }
 
   void scores(Chunk& c, const PageView& at, int token, int n) { plain_scores(part, c, at, token, n); }
-  void outputs(Chunk& c, const PageView& at, int token, int n) { plain_outputs(part.value, c, value_args(part, c, at, token, n)); }
+  void outputs(Chunk& c, const PageView& at, int token, int n) {
+    plain_outputs(part.value, c, value_args(part, c, at, token, n));
+  }
 };
 
 }  // namespace
