@@ -17,6 +17,8 @@ from ..engine.served import FORMATS, PAGE_SIZE, Format, copied_requests
 from .options import REQUESTS, format_of, options_of
 
 logger = logging.getLogger(__name__)
+_COPIED: dict[int, int] = {}
+"""Requests that have copies, by the id of SGLang's configurator, which takes no attributes."""
 
 
 class KVBitsPool(MHATokenToKVPool):
@@ -79,7 +81,7 @@ def pool_class(original: Any, configurator: Any, *, kind: str, default: type) ->
     form = format_of(configurator.server_args)
     if form is None or kind != "mha":
         return original(configurator, kind=kind, default=default)
-    return _class_of(form.name, getattr(configurator, "kvbits_copied", 0))
+    return _class_of(form.name, _COPIED.get(id(configurator), 0))
 
 
 def _kv_heads(configurator: Any) -> int:
@@ -118,7 +120,7 @@ def budget(original: Any, configurator: Any, pre_model_load_memory: int) -> int:
     )
     of_request = configurator.layer_info.num_effective_layers * pages * raw.page_size_bytes
     most = resolved_view(configurator.server_args).max_running_requests or REQUESTS
-    configurator.kvbits_copied = copied = copied_requests(found, of_request, most, options_of(form).raw_share)
+    _COPIED[id(configurator)] = copied = copied_requests(found, of_request, most, options_of(form).raw_share)
     logger.info(
         "raw copies of up to %d requests at once: %.2f of %.2f GB for the cache, %.1f MB each; a request without them"
         " is read packed",
