@@ -38,7 +38,7 @@ static Tensor describe(const kvbits_tensor& t, int head_dim, int64_t pages) {
   d.raw = t.format == FORMAT_RAW;
   d.split = d.raw && t.raw_dtype == BFLOAT16 && head_dim % (2 * VL) == 0 && pages >= MIN_SPLIT_PAGES;
   d.format = t.format;
-  d.integer = has_int_dots(t.format);
+  d.integer = is_int(t.format);
   const bool is_static = t.static_scale != nullptr;
   d.channel_scales = !d.raw && (t.per_channel || is_static);
   d.page_channels = d.channel_scales && !is_static;
