@@ -98,7 +98,7 @@ def call_of(cache: PagedCache, layer: int, rows: list[int]) -> AttendCall:
     """Host lists of some sequences, for the reference."""
     state = cache.groups[0]
     parts = []
-    for (pool, _), t in state.tables().items():
+    for pool, t in state.tables().items():
         keep = np.concatenate([np.arange(t.indptr[r], t.indptr[r + 1]) for r in rows])
         indptr = np.concatenate([[0], np.cumsum([t.indptr[r + 1] - t.indptr[r] for r in rows])]).astype(np.int64)
         store: PageStore = cache.store_of(layer, pool)
