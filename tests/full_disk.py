@@ -1,6 +1,7 @@
 """A disk that takes no byte more: the system refuses what a process writes to files."""
 
 import contextlib
+import io
 import resource
 import signal
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ def full_disk() -> Iterator[None]:
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):  # pytest keeps what is printed in a file
+            yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)

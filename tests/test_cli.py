@@ -748,6 +748,7 @@ def test_calibrate_says_when_the_text_is_short_and_refuses_windows_past_the_mode
     assert limit in error("calibrate", "tiny", *options, "--length", 5000)
 
 
+@pytest.mark.filterwarnings("ignore:.*positions of a frame")
 def test_calibrate_writes_a_file_that_loads(loader, tmp_path):
     from kvbits.calibrate import Calibration
     from kvbits.geometry import layer_geometries
@@ -813,6 +814,7 @@ def test_calibrate_replaces_only_its_own_file(loader, tmp_path):
     assert (tmp_path / "c").read_text() == "my notes"
 
 
+@pytest.mark.filterwarnings("ignore:.*positions of a frame")
 def test_several_schemes_are_calibrated_in_one_pass(loader, tmp_path, monkeypatch):
     from kvbits.calibrate import Calibration, collect
 

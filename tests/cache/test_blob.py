@@ -121,7 +121,7 @@ def test_every_damaged_table_is_refused(at, bits):
         Table.parse(Header.parse(bytes(head), "the file"), bytes(head[128:]), SPEC.groups, "the file")
 
 
-@pytest.mark.parametrize("page", [Page(1, "closed", 0), Page(0, "low0", 0)])
+@pytest.mark.parametrize("page", [Page(1, "closed", 0), Page(0, "tier0", 0)])
 def test_pages_that_the_geometry_does_not_have_are_refused(page):
     pieces, block = one_page()
     header = Header.parse(bytes(pieces[0]), "it")

@@ -68,8 +68,8 @@ def gpu(emulated_list, monkeypatch, tmp_path_factory):
             libraries[key] = test_cuda_emulated.compiled(kernel, tmp_path_factory.mktemp("attend"), (9, 0))
         return launcher(libraries[key])
 
-    def close(layout, dtype, device_index, low=None, appends=False):
-        macros = close_plain.defines(layout, dtype, low, appends)
+    def close(layout, dtype, device_index, appends=False):
+        macros = close_plain.defines(layout, dtype, appends)
         source = Path(close_plain.__file__).parent / "close.cu"
         return launcher(compiled(source, macros, "close_pages", "THREADS", folder, MEMORY)), int(macros["THREADS"])
 

@@ -72,7 +72,7 @@ def test_saving_replaces_and_a_failed_save_keeps_the_old_file(calibration, tmp_p
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("safetensors.torch.save_file", fail)
+        patch.setattr("safetensors.torch.save", fail)
         with pytest.raises(OSError, match="disk full"):
             calibration.save(path)
     assert path.read_bytes() == b"old"

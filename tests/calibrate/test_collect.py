@@ -282,6 +282,7 @@ def test_bad_counts_are_refused(kwargs, message):
         prompts_from_text(Letters(), TEXT, **kwargs)
 
 
+@pytest.mark.filterwarnings("ignore:.*positions of a frame")
 @pytest.mark.parametrize(
     "native, memory, seen",
     [(False, 1 << 40, torch.float32), (False, 0, torch.bfloat16), (True, 1 << 40, torch.bfloat16)],

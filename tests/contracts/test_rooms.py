@@ -27,6 +27,7 @@ EXCEPTIONS = {
     "ops/descriptor.py": "says what every format's bytes are",
     "ops/static.py": "names and shapes of what is calibrated",
     "integrations/engine/served.py": "the presets that vLLM has dtypes of",
+    "integrations/prompts.py": "fields of Transformers' configurations, of audio codebooks too",
     "integrations/vllm/formats.py": "the dtypes' tags",
     "integrations/vllm/observe.py": "the presets whose basis is measured",
     "integrations/vllm/scheme_file.py": "a refusal that says what a spec may not have",

@@ -458,6 +458,7 @@ def test_ruler_counts_what_an_answer_has_of_what_was_wanted(model, tmp_path, mon
         task_of("ruler", contexts=(4090,))
 
 
+@pytest.mark.filterwarnings("ignore:.*positions of a frame")
 def test_keys_alone_and_values_alone_are_schemes_that_the_calibration_of_the_whole_serves(model):
     names = {n: [s.name for s in sides(schemes.get(n, head_dim=64))] for n in ("klt3", "raw", "tiered")}
     assert names == {"klt3": ["klt3-keys", "klt3-values"], "raw": [], "tiered": []}

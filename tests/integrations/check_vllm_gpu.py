@@ -19,6 +19,7 @@ import gc
 import json
 import multiprocessing
 import os
+import random
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -224,6 +225,25 @@ def against_prefill(llm: Any, prompts: list[list[int]], outputs: list[Any]) -> f
     return torch.cat(found).mean().item()
 
 
+def load(llm: Any) -> tuple[float, float]:
+    """`distance` between the answers of 80 requests of unlike lengths that come and go, and of each of them alone.
+
+    No sequence is longer than the first page and the newest two, so raw copies hold all of it.
+    """
+    from vllm import SamplingParams
+
+    draw = random.Random(5)
+    prompts = [[draw.randint(3, 999) for _ in range(draw.randint(1, 120))] for _ in range(80)]
+    params = [
+        SamplingParams(max_tokens=draw.randint(1, 60), temperature=0, ignore_eos=True, detokenize=False, logprobs=0)
+        for _ in prompts
+    ]
+    asked = [{"prompt_token_ids": p} for p in prompts]
+    together = llm.generate(asked, params, use_tqdm=False)
+    alone = [llm.generate([a], [p], use_tqdm=False)[0] for a, p in zip(asked, params, strict=True)]
+    return distance(alone, together)
+
+
 CONNECTORS = ("SimpleCPUOffloadConnector", "OffloadingConnector")
 """vLLM's own that keep blocks in host memory."""
 
@@ -269,7 +289,9 @@ def main() -> None:
     parser.add_argument(
         "--like", choices=LIMITS, help="whose limits hold for a dtype that has none of its own: the one of as many bits"
     )
-    parser.add_argument("--only", nargs="*", default=["eager", "speculation", "draft model", "compiled", "offload"])
+    parser.add_argument(
+        "--only", nargs="*", default=["eager", "load", "speculation", "draft model", "compiled", "offload"]
+    )
     args = parser.parse_args()
     dtype = args.kv_cache_dtype
     if (args.like or dtype) not in LIMITS:
@@ -362,6 +384,12 @@ def main() -> None:
             "a head that reads its own pages right is right more often"
         )
         assert far < limits[name], f"graphs and {name} differ: {far}"
+    if "load" in args.only:
+        llm = engine(path, dtype, enable_prefix_caching=False, **args.engine)
+        far, same = load(llm)
+        say(check="a load against each request alone", mean_distance=round(far, 4), same_tokens=round(same, 3))
+        close(llm)
+        assert far < limits["again"], f"requests that come and go answer otherwise than alone: {far}"
     for connector in CONNECTORS if "offload" in args.only else ():
         # Alone: host memory that an engine pinned stays so after it, at addresses that the next one gets.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:

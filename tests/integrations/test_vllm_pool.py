@@ -109,12 +109,11 @@ def test_the_defaults_hold_as_many_tokens_as_planned(model, engine, calibration)
 
 def test_both_runners_give_a_request_the_same_ring():
     """Requests are known by name, whether a runner gives numbers of requests (V2) or the rows of its batch (V1)."""
-    first = copies.Pool(
-        types.SimpleNamespace(req_states=types.SimpleNamespace(index_to_req_id={4: "a", 0: "b", 7: "c"})),
-        Rings(2, copies.logger),
-    )
+    numbers_of = {"a": 4, "b": 0, "c": 7}
+    states = types.SimpleNamespace(index_to_req_id={4: "a", 0: "b", 7: "c"}, req_id_to_index=numbers_of)
+    first = copies.Pool(types.SimpleNamespace(req_states=states), Rings(2, copies.logger))
     batch = types.SimpleNamespace(req_ids=["b", "a", "c"])
-    second = copies.Pool(types.SimpleNamespace(input_batch=batch), Rings(2, copies.logger))
+    second = copies.Pool(types.SimpleNamespace(input_batch=batch, requests=numbers_of), Rings(2, copies.logger))
     for rows, numbers in ((["b", "a", "c"], [0, 4, 7]), (["c", "b"], [7, 0]), (["c", "a"], [7, 4])):
         batch.req_ids = rows
         given = [
@@ -125,3 +124,11 @@ def test_both_runners_give_a_request_the_same_ring():
     drafts = types.SimpleNamespace(num_reqs=2, req_idx=None)
     assert first.rings_of(drafts).tolist() == second.rings_of(drafts).tolist() == [-1, 1], "rows of the model's pass"
     assert torch.equal(torch.from_numpy(copies.Pool().rings_of(drafts)), torch.full((2,), -1, dtype=torch.int32))
+
+
+def test_rings_of_requests_that_the_engine_forgot_are_taken_back():
+    """vLLM's V2 runner warms up with requests that begin and end beside the scheduler."""
+    rings = Rings(2, copies.logger)
+    assert sorted(rings.of(["warm-up 0", "warm-up 1"], known={"warm-up 0", "warm-up 1"}).tolist()) == [0, 1]
+    assert sorted(rings.of(["a", "b"], known={"a", "b"}).tolist()) == [0, 1]
+    assert rings.of(["a", "c"], known={"a", "b", "c"}).tolist()[1] == -1, "b runs again later and keeps its ring"

@@ -176,7 +176,7 @@ def test_kernels_of_unlike_widths_and_wide_heads_compile(scheme, head_dim, value
     )
     for appends in (False, True):
         assert close_cuda.refuses_layout(layout, torch.bfloat16) is None
-        macros = close_cuda.defines(layout, torch.bfloat16, None, appends)
+        macros = close_cuda.defines(layout, torch.bfloat16, appends)
         assert int(macros["SHARED_BYTES"]) <= limit
         assert compiled("close.cu", macros, capability).resources("close_pages").spill_bytes == 0
 

@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from ..errors import DataError
+
 HARMLESS = frozenset(
     (
         *("_name_or_path", "name_or_path", "transformers_version", "architectures", "auto_map", "dtype", "torch_dtype"),
@@ -62,6 +64,19 @@ class _Read(NamedTuple):
 _READ: WeakKeyDictionary[nn.Module, dict[str, _Read]] = WeakKeyDictionary()
 
 
+def require_loaded(model: Any) -> None:
+    """Refuse anything but a loaded model.
+
+    Raises:
+        DataError: it has no `config`.
+    """
+    if not hasattr(model, "config"):
+        raise DataError(
+            f"model of type {type(model).__name__} is not a loaded model; pass what"
+            " AutoModelForCausalLM.from_pretrained or kvbits.load_model returned"
+        )
+
+
 def identity(model: Any, made_for: str | None = None) -> str:
     """SHA-256, in hex, of what makes the keys and values that a model computes of given tokens.
 
@@ -98,8 +113,6 @@ def identity(model: Any, made_for: str | None = None) -> str:
     Raises:
         DataError: the model is not a loaded model.
     """
-    from .models import require_loaded
-
     require_loaded(model)
     facts: list[str] = [f"made_for {made_for!r}"]
     tensors: dict[str, torch.Tensor] = {}

@@ -78,7 +78,7 @@ def refuses_pages(config: Any) -> str | None:
 
 
 def refuses_turning(config: Any) -> str | None:
-    """Return why the keys of a model cannot be turned back by their positions, which klt formats need, or None.
+    """Return why a model's keys cannot be turned back by their positions, as a calibrated basis needs, or None.
 
     Only what the configuration says counts; `rotary.with_rotary` looks at the loaded model, too.
     """

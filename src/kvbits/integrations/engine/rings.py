@@ -8,7 +8,7 @@ integers carry its number to the device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 
 import numpy as np
 
@@ -17,7 +17,7 @@ class Rings:
     """Rings of copies by request, on the host.
 
     A request gets a ring when it runs and one is free, and keeps it until it ends, so an answer that began with copies
-    goes on with them. A request that found none free is read packed, and gets the next ring that is given back.
+    continues with them. A request that found none free is read packed, and gets the next ring that is given back.
 
     Args:
         count: requests that have copies at the same time.
@@ -31,9 +31,17 @@ class Rings:
         self._free = list(range(count))[::-1]
         self._most_without = 0
 
-    def of(self, requests: Sequence[Hashable]) -> np.ndarray:
-        """int32: the ring of each request that runs, -1 where it has none; None is padding and never has one."""
+    def of(self, requests: Sequence[Hashable], known: Container[Hashable] | None = None) -> np.ndarray:
+        """Return the ring of each request that runs, int32, -1 where it has none.
+
+        Args:
+            requests: of a step; None is padding and never has a ring.
+            known: requests that the engine still has. Rings of others are taken back when one is wanted: an engine
+                that warms up runs requests whose end it tells nobody.
+        """
         found = np.full(len(requests), -1, np.int32)
+        if known is not None and not self._free and any(r is not None and r not in self._of for r in requests):
+            self.end([r for r in self._of if r not in known])
         without = 0
         for row, request in enumerate(requests):
             if request is None:

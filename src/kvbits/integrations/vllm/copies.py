@@ -57,12 +57,14 @@ class Pool:
         found = np.full(m.num_reqs, -1, np.int32)
         if self.rings is None:
             return found
+        known = None
         if m.req_idx is not None:
-            self._rows = [self._runner.req_states.index_to_req_id.get(i) for i in m.req_idx.tolist()]
+            states = self._runner.req_states
+            self._rows, known = [states.index_to_req_id.get(i) for i in m.req_idx.tolist()], states.req_id_to_index
         elif hasattr(self._runner, "input_batch"):
-            self._rows = list(self._runner.input_batch.req_ids)
+            self._rows, known = list(self._runner.input_batch.req_ids), self._runner.requests
         rows = self._rows[: m.num_reqs]  # those after them are padding
-        found[: len(rows)] = self.rings.of(rows)
+        found[: len(rows)] = self.rings.of(rows, known)
         return found
 
     def end(self, requests: set[str]) -> None:
