@@ -10,7 +10,7 @@ kv head, no gradients.
                                                              from 1 to `FARTHEST` or the window
 
 So H knows queries that are further from their keys than the calibration text is long: H of windows of 1,024 tokens errs
-1.7 times more at distances of 2,048 to 4,096 than within 512, this one by a tenth (docs/results/log). The first 64
+1.7 times more at distances of 2,048 to 4,096 than within 512, this one by a tenth. The first 64
 positions of a text are left out of M and S: the sink is there.
 
 Both moments get a ridge, so that a direction that the calibration text never used costs precision there and not the
