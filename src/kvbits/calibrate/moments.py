@@ -10,8 +10,8 @@ kv head, no gradients.
                                                              from 1 to `FARTHEST` or the window
 
 So H knows queries that are further from their keys than the calibration text is long: H of windows of 1,024 tokens errs
-1.7 times more at distances of 2,048 to 4,096 than within 512, this one by a tenth (docs/results/log). The first 64
-positions of a text are left out of M and S: the sink is there.
+1.7 times more at distances of 2,048 to 4,096 than within 512, this one by a tenth. The first 64 positions of a text are
+left out of M and S: the sink is there.
 
 Both moments get a ridge, so that a direction that the calibration text never used costs precision there and not the
 whole basis. A head whose moments say too little (fewer tokens than twice its channels, or nothing but zeros) gets a

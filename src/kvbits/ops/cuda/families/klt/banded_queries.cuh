@@ -10,7 +10,7 @@
 // key is several narrow tensors whose scores add, and plane by plane the walk knows no bands. For up to four query
 // columns (BYTES) operands are whole numbers of 16 bits, at most FULL for the largest number of a row, in two bytes:
 // the upper one rounded to the nearest, so that the lower has a sign, too. For more they are float16 numbers: bytes
-// would take as many matrix instructions (log-gpu.md, 2026-11-23).
+// would take as many matrix instructions (docs/results/log/gpu-kernels.md).
 #pragma once
 #include "columns.cuh"
 #include "turn.cuh"
