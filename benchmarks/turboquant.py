@@ -12,12 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from peers import lloyd_max
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from kvbits import schemes
 from kvbits.evaluate.caches import CacheFactory
-from kvbits.evaluate.peers import lloyd_max
 from kvbits.geometry import layer_geometries
 from kvbits.quant.basis import hadamard
 
