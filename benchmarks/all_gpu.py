@@ -43,7 +43,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-import result_file
 import run_files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -498,7 +497,7 @@ class Machine:
 
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     clock: Callable[[], float] = time.monotonic
-    record: Callable[[], dict[str, Any]] = result_file.this_run
+    record: Callable[[], dict[str, Any]] = run_files.this_run
     boot: str = ""
 
     def __post_init__(self) -> None:

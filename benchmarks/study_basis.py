@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import turboquant
-from result_file import append, arguments
+from run_files import append, arguments
 
 import kvbits
 from kvbits import schemes
