@@ -484,10 +484,7 @@ def warms() -> list[Warm]:
             Warm(f"chunks {p}", bench("bench_attend_gpu", *quick, p), ("chunks",))
             for p in ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt2")
         ),
-        *(
-            Warm(f"close {p}", bench("bench_close_gpu", "--closing-only", "--quick", "--schemes", p), ("close",))
-            for p in ("fp8", "tiered")
-        ),
+        Warm("close fp8", bench("bench_close_gpu", "--closing-only", "--quick", "--schemes", "fp8"), ("close",)),
     ]
 
 
