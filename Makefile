@@ -82,7 +82,7 @@ page: setup
 	$(MAKE) -j2 page-chains page-answers
 
 page-chains:
-	$(EVAL),turboquant_4bit_nc,turboquant_3bit_nc --tasks replay --length 4096 --windows 16
+	$(EVAL),turboquant_4bit_nc,turboquant_3bit_nc --caches benchmarks/peers.py --tasks replay --length 4096 --windows 16
 
 page-answers:
 	$(EVAL) --tasks copying --contexts 240,1000,4000 --new-tokens 256 --repeats 4

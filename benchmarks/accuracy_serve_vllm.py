@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from result_file import append, arguments
+from run_files import append, arguments
 
 Position = tuple[float, np.ndarray, np.ndarray]
 """Log-probability of the true token; the most probable tokens, int64; their log-probabilities."""

@@ -43,7 +43,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-import result_file
 import run_files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -485,10 +484,7 @@ def warms() -> list[Warm]:
             Warm(f"chunks {p}", bench("bench_attend_gpu", *quick, p), ("chunks",))
             for p in ("raw", "int8_centered", "int4", "kivi4", "klt4", "klt2")
         ),
-        *(
-            Warm(f"close {p}", bench("bench_close_gpu", "--closing-only", "--quick", "--schemes", p), ("close",))
-            for p in ("fp8", "tiered")
-        ),
+        Warm("close fp8", bench("bench_close_gpu", "--closing-only", "--quick", "--schemes", "fp8"), ("close",)),
     ]
 
 
@@ -498,7 +494,7 @@ class Machine:
 
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     clock: Callable[[], float] = time.monotonic
-    record: Callable[[], dict[str, Any]] = result_file.this_run
+    record: Callable[[], dict[str, Any]] = run_files.this_run
     boot: str = ""
 
     def __post_init__(self) -> None:

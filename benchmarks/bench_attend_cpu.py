@@ -40,7 +40,7 @@ import llama_attention
 import numpy as np
 import torch
 import torch.nn.functional as F
-from result_file import append, arguments
+from run_files import append, arguments
 
 from kvbits import schemes
 from kvbits.cache.pool import allocate_slab

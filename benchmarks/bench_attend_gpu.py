@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from result_file import append, arguments
+from run_files import append, arguments
 
 from kvbits import schemes
 from kvbits.ops.cuda.engine import host_plan as cuda

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench_attend_gpu import BANDED, be_quick, calibrated, copy_bandwidth, time_us
-from result_file import append, arguments
+from run_files import append, arguments
 
 from kvbits import schemes
 from kvbits.errors import KvbitsError

@@ -33,7 +33,7 @@ from bench_attend_gpu import (
     missing,
     time_us,
 )
-from result_file import append, arguments
+from run_files import append, arguments
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from result_file import append, arguments
+from run_files import append, arguments
 from transformers import DynamicCache, QuantizedCache
 
 import kvbits

@@ -46,7 +46,7 @@ from typing import Any
 
 import torch
 from bench_decode_gpu import calibration
-from result_file import append, arguments
+from run_files import append, arguments
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.generation.streamers import BaseStreamer

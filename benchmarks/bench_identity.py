@@ -13,7 +13,7 @@ import time
 
 import torch
 import transformers
-from result_file import append, arguments
+from run_files import append, arguments
 
 import kvbits
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from result_file import append, arguments
+from run_files import append, arguments
 
 from kvbits.cache.pool import allocate_slab
 from kvbits.ops.cpu import append as append_cpu

@@ -149,7 +149,9 @@ def main() -> None:
     found.add_argument("--steps", type=int, default=64, help="tokens of each sequence, half of them past its context")
     found.add_argument("--out", type=Path, default=OUT)
     args = found.parse_args()
-    from result_file import append
+    from run_files import append, this_run
+
+    this_run()
 
     shapes = [tuple(map(int, s.split("x"))) for s in args.shapes]
     captured = sorted(

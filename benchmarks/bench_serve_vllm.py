@@ -50,7 +50,7 @@ from typing import Any
 import step_profile
 import torch
 from loads import Arrivals, Chats, Limits, Request, Timing, Update, at_share, drive, highest, most_at_once
-from result_file import append
+from run_files import append, this_run
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -313,7 +313,7 @@ def run_decode(args: argparse.Namespace) -> None:
         )
         print(
             "\n".join(
-                [f"{batch} x {context}", "", *step_profile.table([found]), "", *step_profile.kernel_table(found), ""]
+                [f"{batch} x {context}", "", step_profile.table_of([found]), "", step_profile.kernel_table(found), ""]
             ),
             flush=True,
         )
@@ -632,6 +632,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    this_run()
     os.environ.update(ENVIRONMENT | os.environ)
     args = parser().parse_args()
     if not torch.cuda.is_available():  # before vLLM is imported

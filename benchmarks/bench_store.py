@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from result_file import append, arguments
+from run_files import append, arguments
 
 import kvbits
 from kvbits import schemes

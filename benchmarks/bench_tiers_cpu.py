@@ -16,7 +16,7 @@ import time
 from types import SimpleNamespace
 
 import torch
-from result_file import append, arguments
+from run_files import append, arguments
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache

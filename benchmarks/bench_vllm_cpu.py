@@ -37,7 +37,7 @@ os.environ |= {
 
 import run_files
 import torch
-from result_file import append, arguments
+from run_files import append, arguments
 
 BLOCK = 128
 """Tokens of a block of vLLM's own on a CPU."""

@@ -4,16 +4,26 @@
 
 Runs are appended to a file, never merged: a row stays as it was measured, and a reader takes the newest run's
 (`latest`), or both sides of a ratio of one run (`together`).
+
+A benchmark takes its parser from `arguments`, and `append` writes what it measured:
+
+    append([{"scheme": "int4", "us": 12.5}, ...], args.out, device="NVIDIA H200", copy_tb_per_s=4.2)
+    {"runs": {ID: {"id", "session", "utc", "host", "gpu", "versions", "commit", "dirty", "argv", "facts": {"device",
+    "copy_tb_per_s"}}}, "rows": [{"run": ID, ..}]}
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvbits import runs
 from kvbits.errors import FileFormatError
 from kvbits.files import to_json
 from kvbits.runs import FIELDS
@@ -59,6 +69,19 @@ def read(path: Path) -> dict[str, Any]:
     return data
 
 
+def joined(paths: Iterable[Path]) -> dict[str, Any]:
+    """Read several result files as one: their runs, and the rows of each list one after another.
+
+    Raises:
+        FileFormatError: as `read`.
+    """
+    whole: dict[str, Any] = {"runs": {}, "rows": []}
+    for path in paths:
+        for name, entries in read(path).items():
+            whole[name] = whole["runs"] | entries if name == "runs" else [*whole.get(name, []), *entries]
+    return whole
+
+
 def newest(data: Mapping[str, Any]) -> dict[str, Any]:
     """The newest run of a file as its measurement returned it: facts, and lists of rows."""
     run = max(data["runs"].values(), key=lambda run: (run["utc"], run["id"]))
@@ -97,6 +120,68 @@ def write(data: Mapping[str, Any], out: Path) -> None:
     partial = out.with_suffix(f".{os.getpid()}.tmp")
     partial.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
     os.replace(partial, out)
+
+
+def arguments(doc: str | None, *, of_model: bool = False) -> argparse.ArgumentParser:
+    """Make a parser whose help is a module's text, with --out. The record of this run begins here.
+
+    Args:
+        of_model: also with the model that is measured, and what `load_model` takes.
+    """
+    this_run()
+    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--out", type=Path, help="file that this run is added to")
+    if of_model:
+        found.add_argument("model")
+        found.add_argument("--dtype", default="float32")
+        found.add_argument("--device")
+        found.add_argument("--threads", type=int, default=1)
+    return found
+
+
+def append(
+    rows: Sequence[Mapping[str, Any]],
+    out: Path | None,
+    *,
+    sections: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    **facts: Any,
+) -> dict[str, Any]:
+    """Print this run and its rows as one line of JSON, the last one; add them to the file `out`.
+
+    Args:
+        rows: what was measured.
+        sections: further lists of rows, by name, of what is no row of the main table.
+        facts: what holds for all of them, such as a copy's bandwidth or a model's name; it goes into the run's record.
+            A later call of the same process may add facts and may not change any.
+
+    Returns:
+        The run's part, {"runs", "rows", ...}, as printed.
+
+    Raises:
+        FileFormatError: `out` is there and is no file of runs.
+        ValueError: a fact that this process gave another value before.
+    """
+    run = this_run()
+    for name, value in json.loads(to_json(facts)).items():
+        if run["facts"].setdefault(name, value) != value:
+            raise ValueError(
+                f"{name} was {run['facts'][name]!r} earlier in this run and is {value!r} now; put it into the rows"
+            )
+    lists = {"rows": rows} | dict(sections or {})
+    own = {"runs": {run["id"]: run}} | {
+        name: [{"run": run["id"]} | dict(row) for row in entries] for name, entries in lists.items()
+    }
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        add(own, out)
+    print(to_json(own))
+    return own
+
+
+@functools.cache
+def this_run() -> dict[str, Any]:
+    """Return the record of this process: one run, however often it appends. The first call decides when it began."""
+    return runs.record(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]) | {"facts": {}}
 
 
 def latest(data: Mapping[str, Any], key: Sequence[str], section: str = "rows") -> dict[tuple[Any, ...], dict[str, Any]]:

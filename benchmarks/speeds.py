@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from run_files import latest, read
+from run_files import joined, latest, read
 
 from kvbits.errors import counted
 from kvbits.runs import dated
@@ -24,15 +24,9 @@ def gpu_rows(folder: Path) -> dict[str, Any]:
     """{"runs", "rows"} of the `GPU` files as one: presets in whole caches, each row with its ratio to the fastest
     16-bit kernel of its own run.
     """
-    whole: dict[str, Any] = {"runs": {}, "rows": []}
-    for data in _read(folder, GPU):
-        whole["runs"] |= data["runs"]
-        whole["rows"] += [
-            r | {"best_16_bit": _rival(data, r)}
-            for r in data["rows"]
-            if "speedup_real_cache" in r and r["scheme"] in PRESETS
-        ]
-    return whole
+    data = joined(sorted(folder.glob(GPU)))
+    rows = [r for r in data["rows"] if "speedup_real_cache" in r and r["scheme"] in PRESETS]
+    return {"runs": data["runs"], "rows": [r | {"best_16_bit": _rival(data, r)} for r in rows]}
 
 
 def _rival(data: dict[str, Any], row: dict[str, Any]) -> str:

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from kvbits.report.markdown import table
+
 BEFORE, STEPS, OMITTED = 10, 8, 2
 """Steps with a token of every sequence: ahead of the profiler, under it, and the first of those, which its start
 changes.
@@ -171,29 +173,32 @@ def _short(name: str) -> str:
     return name if len(name) <= 90 else f"{name[:60]} .. {name[-26:]}"
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines of Markdown: microseconds of each group alone, a column for each row of one shape."""
+def table_of(rows: Sequence[Mapping[str, Any]], *more: Sequence[str]) -> str:
+    """Write a Markdown table of microseconds of each group alone, a column for each row of one shape.
+
+    Args:
+        more: further lines, the label first.
+    """
     lines = [
-        "| us a step, under a profiler | " + " | ".join(f"`{r['kv_cache_dtype']}`" for r in rows) + " |",
-        "|---" + "|---:" * len(rows) + "|",
-    ]
-    lines += [
-        f"| {g} | " + " | ".join(f"{r['groups'].get(g, 0):,.1f}" for r in rows) + " |"
-        for g in GROUPS
-        if any(g in r["groups"] for r in rows)
+        [g, *(f"{r['groups'].get(g, 0):,.1f}" for r in rows)] for g in GROUPS if any(g in r["groups"] for r in rows)
     ]
     for name, words in (("short", f"gaps below {SHORT_US}"), ("long", "longer gaps")):
-        lines.append(f"| {words} | " + " | ".join(f"{r['gaps'][name]:,.1f}" for r in rows) + " |")
-    return [*lines, "| step | " + " | ".join(f"{r['step_us']:,.1f}" for r in rows) + " |"]
+        lines.append([words, *(f"{r['gaps'][name]:,.1f}" for r in rows)])
+    lines.append(["step", *(f"{r['step_us']:,.1f}" for r in rows)])
+    return table(["us a step, under a profiler", *(f"`{r['kv_cache_dtype']}`" for r in rows)], [*lines, *more])
 
 
-def kernel_table(row: Mapping[str, Any]) -> list[str]:
-    """Lines of Markdown: every kernel of a row."""
-    lines = ["| kernel | group | calls a step | us a call | sum, us | alone, us |", "|---|---|---:|---:|---:|---:|"]
-    for e in row["kernels"]:
-        name = e["name"].replace("|", "/")
-        lines.append(
-            f"| `{name}` | {e['group']} | {e['calls']:.1f} | {e['sum'] / max(e['calls'], 0.01):.2f} | {e['sum']:.1f} |"
-            f" {e['alone']:.1f} |"
-        )
-    return lines
+def kernel_table(row: Mapping[str, Any]) -> str:
+    """Write a Markdown table of every kernel of a row."""
+    lines = [
+        [
+            f"`{e['name'].replace('|', '/')}`",
+            e["group"],
+            f"{e['calls']:.1f}",
+            f"{e['sum'] / max(e['calls'], 0.01):.2f}",
+            f"{e['sum']:.1f}",
+            f"{e['alone']:.1f}",
+        ]
+        for e in row["kernels"]
+    ]
+    return table(["kernel", "group", "calls a step", "us a call", "sum, us", "alone, us"], lines, left=2)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from result_file import append, arguments
+from run_files import append, arguments
 from transformers import DynamicCache
 
 import kvbits

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 from loads import FIRST_ID, Chats
-from result_file import append, arguments
+from run_files import append, arguments
 
 from kvbits import planner
 from kvbits.gpus import gpu_memory

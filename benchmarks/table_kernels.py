@@ -12,6 +12,7 @@ import torch
 
 from kvbits import schemes
 from kvbits.ops.cuda import ahead
+from kvbits.report.markdown import table
 from kvbits.spec import CacheSpec, LayerGeometry
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -21,7 +22,7 @@ args = parser.parse_args()
 archs = [(int(a[:-1]), int(a[-1])) for a in args.archs.split(",")]
 layers = (LayerGeometry(num_kv_heads=8, head_dim=128),)
 
-print("| preset | " + " | ".join(f"{a}.{b}" for a, b in archs) + " |\n|---" * 1 + "|---" * len(archs) + "|")
+rows = []
 for name in args.presets:
     (group,) = CacheSpec(scheme=schemes.get(name), layers=layers).groups
     cells = []
@@ -34,4 +35,5 @@ for name in args.presets:
             f"{found.registers}, {found.spill_bytes}, {int(kernel.macros['SHARED_BYTES']) / 1024:.0f},"
             f" {kernel.macros['WARPS']}"
         )
-    print(f"| `{name}` | {' | '.join(cells)} |", flush=True)
+    rows.append([f"`{name}`", *cells])
+print(table(["preset", *(f"{a}.{b}" for a, b in archs)], rows))

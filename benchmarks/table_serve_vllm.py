@@ -20,6 +20,7 @@ import run_files
 from tables_gpu import RESULTS, beside_article, profiles
 
 from kvbits import runs
+from kvbits.report.markdown import table
 
 ACCURACY = ("model", "model_dtype", "kv_cache_dtype", "phase", "context", "scored", "windows", "chunk", "text")
 SPEED = (
@@ -71,13 +72,10 @@ def shape(r: dict[str, Any]) -> str:
     return f"{r['batch']:g}{kept}"
 
 
-def table(rows: list[dict[str, Any]], mode: str) -> list[str]:
-    """Lines of one mode's table."""
+def speeds(rows: list[dict[str, Any]], mode: str) -> str:
+    """Write one mode's table."""
     mine = [r for r in rows if r["mode"] == mode and not r["options"]]
-    lines = [
-        f"| geometry, GPUs | dtype | {SHAPES[mode]} | " + " | ".join(title for _, title in COLUMNS[mode]) + " |",
-        "|---" * (3 + len(COLUMNS[mode])) + "|",
-    ]
+    lines = []
     for r in mine:
         alike = [
             b
@@ -94,15 +92,14 @@ def table(rows: list[dict[str, Any]], mode: str) -> list[str]:
             ratio = f" ({r[name] / base[name]:.2f}x)" if base and base is not r and r[name] and base[name] else ""
             cells.append(f"{r[name]:,}{ratio}" if r[name] is not None else "")
         how = ", compiled" if r["compiled"] else ""
-        lines.append(
-            f"| {r['geometry']}, {r['gpus']}{how} | {r['kv_cache_dtype']} | {shape(r)} | " + " | ".join(cells) + " |"
-        )
-    return lines
+        lines.append([f"{r['geometry']}, {r['gpus']}{how}", r["kv_cache_dtype"], shape(r), *cells])
+    titles = ["geometry, GPUs", "dtype", SHAPES[mode], *(title for _, title in COLUMNS[mode])]
+    return table(titles, lines, left=3)
 
 
-def accuracy(rows: list[dict[str, Any]]) -> list[str]:
-    """Lines of one table; the base compared with itself is noise of computing in another order, and its decode alone
-    says something.
+def accuracy(rows: list[dict[str, Any]]) -> str:
+    """Write one table; the base compared with itself is noise of computing in another order, and its decode alone says
+    something.
     """
     found: dict[str, dict[str, str]] = {}
     for r in rows:
@@ -113,10 +110,8 @@ def accuracy(rows: list[dict[str, Any]]) -> list[str]:
         )
         found.setdefault(f"`{r['kv_cache_dtype']}`", {})[f"{r['model']}, {r['phase']}"] = cell
     columns = list(dict.fromkeys(name for cells in found.values() for name in cells))
-    lines = ["| KL, perplexity | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
-    return lines + [
-        f"| {dtype} | " + " | ".join(cells.get(name, "") for name in columns) + " |" for dtype, cells in found.items()
-    ]
+    lines = [[dtype, *(cells.get(name, "") for name in columns)] for dtype, cells in found.items()]
+    return table(["KL, perplexity", *columns], lines)
 
 
 def main() -> None:
@@ -129,13 +124,13 @@ def main() -> None:
         [accuracy(rows)]
         if accurate
         else [
-            *(table(rows, mode) for mode in COLUMNS if any(r["mode"] == mode for r in rows)),
+            *(speeds(rows, mode) for mode in COLUMNS if any(r["mode"] == mode for r in rows)),
             *profiles(rows),
             *filter(None, [beside_article(rows)]),
         ]
     )
-    for lines in tables:
-        print("\n".join([*lines, ""]))
+    for one in tables:
+        print(f"{one}\n")
     print(
         f"{runs.dated(data['runs'][r['run']] for r in rows)}; ratios are of rows of one run or sitting only where these"
         " agree"

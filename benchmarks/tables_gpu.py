@@ -76,10 +76,7 @@ def decode() -> str:
     """Whole caches: speed of each preset over the fastest 16-bit kernel, and that kernel's time; presets that README
     does not name where they are of the newest commit.
     """
-    data: Row = {"runs": {}, "rows": [], "peers": []}
-    for path in sorted(RESULTS.glob("attend_decode*.json")):
-        one = run_files.read(path)
-        data = {key: (data[key] | one[key]) if key == "runs" else data[key] + one.get(key, []) for key in data}
+    data = run_files.joined(sorted(RESULTS.glob("attend_decode*.json")))
     newest = run_files.latest(
         {"runs": data["runs"], "rows": [r for r in data["rows"] if "speedup_real_cache" in r]}, ("scheme", "shape")
     )
@@ -88,7 +85,7 @@ def decode() -> str:
     newest_run = max((rows["raw", s]["run"] for s in shapes), key=lambda r: data["runs"][r]["utc"])
     commit = data["runs"][newest_run]["commit"]
     rows = {key: r for key, r in rows.items() if key[0] in PRESETS or data["runs"][r["run"]]["commit"] == commit}
-    times = {(p["kernel"], p["shape"]): p for p in data["peers"] if p["run"] == newest_run}
+    times = {(p["kernel"], p["shape"]): p for p in data.get("peers", []) if p["run"] == newest_run}
     lines = []
     for kernel, words in KERNELS.items():
         if any(name == kernel for name, _ in times):
@@ -345,19 +342,19 @@ def goodput() -> str:
         [
             head,
             said,
-            *filter(None, ["\n".join(beside_article(rows))]),
+            *filter(None, [beside_article(rows)]),
             measured(data, rows, "python benchmarks/bench_serve_vllm.py goodput"),
         ]
     )
 
 
-def beside_article(rows: list[Row]) -> list[str]:
-    """Lines of the article's table beside the highest rates that held, each with its ratio to 16 bits; none without
-    such rows of bf16 and another dtype.
+def beside_article(rows: list[Row]) -> str:
+    """Write the article's table beside the highest rates that held, each with its ratio to 16 bits; empty without such
+    rows of bf16 and another dtype.
     """
     highest = {r["kv_cache_dtype"]: r for r in rows if r["mode"] == "goodput" and r.get("highest") and not r["options"]}
     if "bf16" not in highest or len(highest) < 2:
-        return []
+        return ""
     names = {
         "batch": "most_at_once",
         "tokens/s": "tokens_per_s",
@@ -374,7 +371,7 @@ def beside_article(rows: list[Row]) -> list[str]:
         )
         right = [f"{highest[dtype][k]:,} ({highest[dtype][k] / base[k]:.2f}x)" for k in names.values()]
         lines.append([name, *left, f"`{dtype}`", *right])
-    return table(["article", "batch", "tokens/s", "P99, ms", "here", *names], lines).splitlines()
+    return table(["article", "batch", "tokens/s", "P99, ms", "here", *names], lines)
 
 
 def turns() -> str:
@@ -406,13 +403,12 @@ def profile() -> str:
     """Where the microseconds of vLLM's steps go, at each shape."""
     data = run_files.read(RESULTS.parent / "nvidia-h100" / "profile_vllm.json")
     rows = sitting(data, data["rows"], lambda some: {"bf16"} < {r["kv_cache_dtype"] for r in some})
-    tables = ["\n".join(lines) for lines in profiles(rows)]
-    return "\n\n".join([*tables, measured(data, rows, "python benchmarks/all_gpu.py --only 'serve-*-profile'")])
+    return "\n\n".join([*profiles(rows), measured(data, rows, "python benchmarks/all_gpu.py --only 'serve-*-profile'")])
 
 
-def profiles(rows: list[Row]) -> list[list[str]]:
-    """Lines of a table for each shape that steps were profiled at; the last has what they take without a profiler, with
-    its ratio to 16 bits.
+def profiles(rows: list[Row]) -> list[str]:
+    """Write a title and a table for each shape that steps were profiled at. The last line has what they take without a
+    profiler, with its ratio to 16 bits.
     """
     shapes: dict[str, list[Row]] = {}
     timed: dict[tuple[str, str], float] = {}
@@ -432,7 +428,7 @@ def profiles(rows: list[Row]) -> list[list[str]]:
             f"{ms:,.2f}" + (f" ({ms / steps['bf16']:.2f}x)" if d != "bf16" and "bf16" in steps else "")
             for d, ms in steps.items()
         ]
-        found.append([name, "", *step_profile.table(some), f"| step without it, ms | {' | '.join(cells)} |"])
+        found.append(f"{name}\n\n{step_profile.table_of(some, ['step without it, ms', *cells])}")
     return found
 
 

@@ -13,6 +13,7 @@ import typer
 
 import kvbits
 from kvbits.cli import app
+from kvbits.report.markdown import table
 
 FOLDER = Path(__file__).parent / "reference"
 CLASSES = ("KVCache", "PagedCache", "PrefixStore", "Calibration", "Scheme", "QuantSpec")
@@ -51,21 +52,14 @@ def api() -> str:
             " docstrings."
         ),
         "",
-        "| name | what it is |",
-        "|---|---|",
-    ]
-    lines += [
-        f"| `{name}` | {first(getattr(kvbits, name).__doc__)} |" for name in kvbits.__all__ if name != "__version__"
+        table(
+            ["name", "what it is"],
+            [(f"`{name}`", first(getattr(kvbits, name).__doc__)) for name in kvbits.__all__ if name != "__version__"],
+            left=2,
+        ),
     ]
     for name in CLASSES:
-        lines += [
-            "",
-            f"## {name}",
-            "",
-            "| | |",
-            "|---|---|",
-            *(f"| {call} | {text} |" for call, text in methods(getattr(kvbits, name))),
-        ]
+        lines += ["", f"## {name}", "", table(["", ""], methods(getattr(kvbits, name)), left=2)]
     return "\n".join(lines) + "\n"
 
 
@@ -88,10 +82,12 @@ def cli() -> str:
         "",
         "`kvbits COMMAND --help` says what each option means.",
         "",
-        "| command | what it does | takes |",
-        "|---|---|---|",
+        table(
+            ["command", "what it does", "takes"],
+            [(f"`{name}`", first(c.help), ", ".join(options(c))) for name, c in sorted(group.commands.items())],
+            left=3,
+        ),
     ]
-    lines += [f"| `{name}` | {first(c.help)} | {', '.join(options(c))} |" for name, c in sorted(group.commands.items())]
     return "\n".join(lines) + "\n"
 
 

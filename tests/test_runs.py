@@ -132,9 +132,7 @@ def test_benchmarks_append_their_runs(tmp_path):
     part.
     """
     out = tmp_path / "new" / "rows.json"
-    script = (
-        "import sys, pathlib; sys.argv[0] = '/x/bench_a.py'; import result_file as r; o = pathlib.Path(sys.argv[1]);"
-    )
+    script = "import sys, pathlib; sys.argv[0] = '/x/bench_a.py'; import run_files as r; o = pathlib.Path(sys.argv[1]);"
     script += (
         "r.append([{'scheme': 'int4', 'us': float(sys.argv[2])}], o, device='X'); r.append([{'scheme': 'int8', 'us':"
         " 3}], o, sections={'peers': [{'name': 'p'}]}, extra=1)"
@@ -153,6 +151,6 @@ def test_benchmarks_append_their_runs(tmp_path):
         "extra": 1,
     }
     assert json.loads(said[1][-1])["rows"] == [{"run": second["id"], "scheme": "int8", "us": 3}]
-    changed = "import result_file as r; r.append([], None, device='X'); r.append([], None, device='Y')"
+    changed = "import run_files as r; r.append([], None, device='X'); r.append([], None, device='Y')"
     failed = subprocess.run([sys.executable, "-c", changed], cwd=BENCHMARKS, capture_output=True, text=True)
     assert failed.returncode and "device was 'X' earlier in this run" in failed.stderr

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from . import schemes as presets
 from .errors import SpecError, unknown
 from .geometry import PlainLayer
-from .integrations.engine.served import COPIED_PAGES, FORMATS, PAGE_SIZE, copied_requests
+from .integrations.engine.served import COPIED_PAGES, FORMATS, LISTED, PAGE_SIZE, copied_requests
 from .spec import MOST_TOKENS, CacheSpec, LayerGeometry, PageLayout, Scheme
 from .spec.quant import DTYPE_BYTES
 from .units import human_bytes
@@ -40,8 +40,8 @@ VLLM_BLOCK = 16
 """Tokens of a block of vLLM's own caches."""
 VLLM_DENSE = DENSE | {"fp8": 1}
 """vLLM's own caches and their bytes per element."""
-VLLM_SHOWN = ("bf16", "fp8", *FORMATS)
-"""What a plan for vLLM lists: 16 bits, vLLM's own 8, and what kvbits serves there."""
+VLLM_SHOWN = ("bf16", "fp8", *LISTED)
+"""Dtypes that a plan for vLLM lists: 16 bits, vLLM's own 8, and those of kvbits that help shows."""
 
 MAX_LAYERS = 4096
 """More than any model has: above it a number was mistyped."""
@@ -466,8 +466,8 @@ def _paged(layers: tuple[LayerGeometry | PlainLayer, ...], scheme: str | Scheme)
 
 
 def served(names: Iterable[str]) -> list[str | Scheme]:
-    """What names mean in vLLM: its own dtypes, `FORMATS` with or without their prefix, `all`, files of token-local
-    schemes.
+    """Return what names mean in vLLM: its own dtypes, `FORMATS` with or without their prefix, `all` for `VLLM_SHOWN`,
+    files of token-local schemes.
 
     Raises:
         SpecError: what vLLM cannot serve.
@@ -487,7 +487,7 @@ def served(names: Iterable[str]) -> list[str | Scheme]:
                     unknown(
                         "scheme of --engine vllm",
                         name,
-                        ["all", *VLLM_DENSE, *FORMATS],
+                        ["all", *VLLM_DENSE, *LISTED],
                         f", or a file of a token-local scheme{elsewhere}",
                     )
                 )
@@ -532,7 +532,7 @@ def vllm_layouts(
     if not isinstance(scheme, str):
         return [_token_local(scheme, i, g, len(pages), raw_dtype) for i, g in enumerate(pages)]
     if scheme not in FORMATS:
-        raise SpecError(f"{scheme} is vLLM's own, without pages of kvbits; name some of {', '.join(FORMATS)}")
+        raise SpecError(f"{scheme} is vLLM's own, without pages of kvbits; name some of {', '.join(LISTED)}")
     return [FORMATS[scheme].layout(g.num_kv_heads, g.head_dim, g.value_head_dim, raw_dtype) for g in pages]
 
 

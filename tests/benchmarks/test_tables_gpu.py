@@ -219,7 +219,7 @@ def test_rates_within_limits_stand_beside_the_article(served):
         "| INT4 | 96 (3.00x) | 6,892 (1.77x) | 95 (0.85x) | `kvbits_klt4` | 80 (2.00x) | 1,600.0 (2.00x) | 31.25"
         " (1.00x) | 2.0 (2.00x) |" in said
     )
-    lines = table_serve_vllm.table(rows[1:], "goodput")
+    lines = table_serve_vllm.speeds(rows[1:], "goodput").splitlines()
     assert any("| kvbits_klt4 | 2 (highest) | 2.0 (2.00x) |" in line for line in lines), "over bf16's highest"
     assert any("| kvbits_klt4 | 2 | 2.0 (1.00x) |" in line for line in lines) and any(
         "| bf16 | 2 (too many) |" in line for line in lines

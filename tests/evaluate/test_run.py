@@ -17,7 +17,7 @@ import torch
 from kvbits import runs, schemes
 from kvbits.errors import CalibrationError, FileFormatError, SpecError, UnsupportedError
 from kvbits.evaluate import results
-from kvbits.evaluate.caches import GROUPS, STOCK, base_factory, factory, held_bytes
+from kvbits.evaluate.caches import GROUPS, STOCK, base_factory, expand, factory, held_bytes, read_caches
 from kvbits.evaluate.calibrator import Calibrator, Sample, windows_of
 from kvbits.evaluate.run import evaluate
 from kvbits.evaluate.tasks import TASKS, Context, Options, load, names_of
@@ -350,6 +350,52 @@ def test_names():
     assert names_of(["ppl", "kl", "decode"]) == ["fidelity", "decode"]
     with pytest.raises(SpecError, match="unknown task 'nope'"):
         names_of(["nope"])
+
+
+OWN_CACHES = """
+from transformers import DynamicCache
+from kvbits.evaluate.caches import CacheFactory
+
+def plain(model):
+    return CacheFactory("plain", "stock", lambda batch, tokens: DynamicCache(config=model.config))
+
+CACHES = {"plain": plain}
+"""
+
+
+def test_a_file_s_caches_are_measured_by_name_and_as_a_group(monkeypatch, model, tmp_path):
+    (tmp_path / "own.py").write_text(OWN_CACHES)
+    sizes = ("--windows", 1, "--length", 200, "--chunk", 32, "--caches", tmp_path / "own.py")
+    for group, out in (("plain", tmp_path / "a"), ("caches", tmp_path / "b")):
+        command(monkeypatch, model, *sizes, "--schemes", f"int8,{group}", "--out", out)
+        found = results.read(out / "tiny-float32" / "fidelity" / "plain.json")
+        assert found["kind"] == "stock" and found["summary"]["kl_mean"] == 0, "the model's own cache under another name"
+    out, loads = command(monkeypatch, model, *sizes[:-2], "--schemes", "plain", "--out", tmp_path / "c", code=2)
+    assert "unknown scheme 'plain'" in out.stderr and not loads
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "is not a Python file; --caches takes one such as benchmarks/peers.py"),
+        ("import nothing_of_this_name", "does not run: ModuleNotFoundError"),
+        ("x = 1", "has no mapping CACHES"),
+        ("CACHES = {'a': 1}", "has no mapping CACHES"),
+        ("CACHES = {'int8': print}", "a cache of your own is called 'int8'"),
+        ("CACHES = {'a/b': print}", "a cache of your own is called 'a/b'"),
+        ("CACHES = {'a': repr}", "must return a CacheFactory of that name"),
+        (OWN_CACHES.replace('"plain", "stock"', '"other", "stock"'), "must return a CacheFactory of that name"),
+        (OWN_CACHES.replace('"stock"', '"kvbits"'), "whose kind is stock or simulated"),
+    ],
+)
+def test_a_file_of_caches_that_cannot_serve_is_refused(model, tmp_path, text, message):
+    path = tmp_path / "own.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SpecError, match=message):
+        caches = read_caches(path)
+        for name in expand(["caches"], caches):
+            factory(model, name, caches=caches)
 
 
 @pytest.mark.parametrize("name", list(TASKS))

@@ -41,7 +41,7 @@ def test_a_study_runs_in_one_command(study, tmp_path, monkeypatch, capsys, name,
     monkeypatch.setattr(study.kvbits, "load_model", lambda *a, **k: (tiny.model(), tiny.tokenizer()))
     words = "--prompts 2 --prompt-length 300 --windows 2 --length 400 --bits 3 --workers 2"
     monkeypatch.setattr(sys, "argv", ["study", "tiny", "--study", name, "--data", str(tmp_path), *words.split()])
-    sys.modules["result_file"].this_run.cache_clear()  # each case is a run
+    sys.modules["run_files"].this_run.cache_clear()  # each case is a run
     study.main()
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(report["runs"]) == 1

@@ -21,15 +21,15 @@ from kvbits.geometry import has_key_bias
 from kvbits.integrations import vllm
 from kvbits.integrations.engine import calibrated, prefill
 from kvbits.integrations.engine.host_prefill import HostPrefill
-from kvbits.integrations.engine.served import WIDEST, WIDEST_CALIBRATED
-from kvbits.integrations.vllm import dtypes, formats
+from kvbits.integrations.engine.served import LISTED, WIDEST, WIDEST_CALIBRATED
+from kvbits.integrations.vllm import dtypes, formats, scheme_file
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
 from kvbits.integrations.vllm.options import misspelt, options_of
 from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
 from kvbits.integrations.vllm.selector import BACKEND, install, remove
 from kvbits.ops.reference.append import store_tokens
 from kvbits.quant.rotary import turn_by, turned_by
-from kvbits.spec import Rotary
+from kvbits.spec import LayerGeometry, Rotary
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,21 @@ def test_a_page_is_found_by_its_tag_as_by_its_name(form, head_dim):
     if (preset := form.name.removeprefix("kvbits_")) in schemes.PRESETS:
         fitted = schemes.get(preset, head_dim=head_dim)
         assert (layout.key, layout.value) == (fitted.key, fitted.value)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in LISTED])
+def test_a_scheme_file_stores_what_a_dtype_does_that_help_does_not_list(tmp_path, name):
+    file, layers = tmp_path / "mine.json", (LayerGeometry(num_kv_heads=2, head_dim=128),) * 2
+    changes = {"page_size": PAGE_SIZE, "num_sink_tokens": 0, "residual_length": 0, "token_local": True}
+    file.write_text(schemes.get(name.removeprefix("kvbits_"), **changes).to_json())  # as docs/guide/vllm.md has it
+    for form in scheme_file._layer_formats(str(file), layers):
+        assert form.layout(2, 128, 128) == FORMATS[name].layout(2, 128, 128)
+        assert formats.tag_for(form) == formats.TAGS[name], "pages are the dtype's, byte for byte"
+
+
+def test_help_shows_five_dtypes():
+    assert (*LISTED, "kvbits_scheme") == formats.SHOWN and len(formats.SHOWN) == 5
+    assert set(formats.SHOWN) < set(formats.NAMES)
 
 
 def test_tags_are_no_dtype_of_other_caches():

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from kvbits.errors import UnsupportedError
 from kvbits.integrations.vllm import announce
-from kvbits.integrations.vllm.formats import FORMATS, NAMES
+from kvbits.integrations.vllm.formats import FORMATS, NAMES, SHOWN
 from kvbits.spec import Override, QuantSpec
 
 pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -288,5 +288,5 @@ def test_the_help_lists_the_dtypes():
     register()
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     (action,) = [a for a in parser._actions if "--kv-cache-dtype" in a.option_strings]
-    assert {"auto", "fp8", *NAMES} <= set(action.metavar)
+    assert {"auto", "fp8", *SHOWN} <= set(action.metavar) and not ({*NAMES} - {*SHOWN}) & set(action.metavar)
     assert parser.parse_args(["--kv-cache-dtype", "kvbits_int4"]).kv_cache_dtype == "kvbits_int4"

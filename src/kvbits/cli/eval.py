@@ -50,6 +50,13 @@ def evaluate(
         Path, typer.Option(help="Folder for results: MODEL/TASK/SCHEME.json. A run that stopped goes on there.")
     ],
     schemes: Schemes = None,
+    caches: Annotated[
+        Path | None,
+        typer.Option(
+            help="Python file with a mapping CACHES of caches of your own, for --schemes by name or all as `caches`.",
+            show_default=False,
+        ),
+    ] = None,
     tasks: Annotated[str, typer.Option(help=TASKS_HELP)] = "fidelity",
     text: Annotated[
         list[str] | None,
@@ -150,7 +157,7 @@ def evaluate(
 
     Every scheme runs through the real packed cache and the real attention op. Results are JSON files; `kvbits report`
     draws them. Schemes are the core presets if none is named; `literature` adds formats of papers, `stock`
-    Transformers' own quantized caches (quanto, HQQ, fp8).
+    Transformers' own quantized caches (quanto, HQQ, fp8). `--caches FILE.py` adds caches of your own.
     """
     require_model(model)
     require_folder(out, "--out", writable=True)
@@ -178,15 +185,16 @@ def evaluate(
     chosen = known.names_of(names_of("--tasks", tasks))
     if draws and not {"gsm8k", "humaneval"} & set(chosen):
         raise SpecError(f"--draws {draws} means nothing for {', '.join(chosen)}; gsm8k and humaneval draw answers")
-    from ..evaluate.caches import GROUPS
-    from ..schemes import expand
+    from ..evaluate.caches import expand, read_caches
 
-    wanted = expand(names_of("--schemes", schemes or "core"), GROUPS)
+    outside = read_caches(caches) if caches is not None else {}
+    wanted = expand(names_of("--schemes", schemes or "core"), outside)
     how = {"name": _name(name, model), "schemes": wanted, "tasks": chosen, "out": out, "options": options}
     how |= {
         "overwrite": overwrite,
         "calibrations": [Calibration.load(path) for path in calibration or []],
         "alone": alone,
+        "caches": outside,
     }
     found = _run((model, dtype_name(dtype), device), how, threads, (sources, calibration_text), simulate=simulate)
     if as_json:
@@ -282,7 +290,7 @@ def _texts(
         texts: what --text and --calibration-text name.
     """
     from .. import schemes
-    from ..evaluate.caches import OTHERS
+    from ..evaluate.caches import is_ours
     from ..evaluate.calibrator import beside, fitting, unshared
     from ..evaluate.run import home_of
     from ..evaluate.tasks import scored_texts
@@ -294,7 +302,7 @@ def _texts(
     if calibration is not None:
         return _Texts(evaluated, given, read_text(calibration))
     layers = layer_geometries(config)
-    ours = [schemes.for_layers(one, layers) for one in how["schemes"] if one not in OTHERS]
+    ours = [schemes.for_layers(one, layers) for one in how["schemes"] if is_ours(one, how["caches"])]
     lacking = [s for s in ours if s.needs_calibration and fitting(given, config, s) is None]
     evaluated = beside(evaluated, given, bool(lacking))
     # by an earlier run, which goes on with it

@@ -3,29 +3,31 @@
     base      the stock Transformers cache in the model's own dtype ("16-bit", or "32-bit" for a float32 model)
     presets   `KVCache` with a named scheme, through the real packed pages
     stock     the quantized caches that Transformers ships (quanto, HQQ, fp8)
-    simulated presets quantized and dequantized into a dense cache, to compare with the packed one; NVFP4 and `peers`,
-    which no page stores
+    simulated presets quantized and dequantized into a dense cache, to compare with the packed one
+    caches    those of a Python file (`read_caches`), which may be of any kind
 
 A factory makes fresh caches; `held_bytes` counts what any of them really holds.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import schemes as presets
-from ..errors import UnsupportedError
+from ..errors import SpecError, UnsupportedError
 from ..geometry import layer_geometries
 from ..integrations.huggingface import KVCache
 from ..integrations.models import scheme_for
-from ..spec import CacheSpec, QuantSpec, Scheme, to_dict
-from . import peers
-from .simulated import Nvfp4Layer, SimulatedCache
+from ..spec import QuantSpec, Scheme, to_dict
+from .simulated import SimulatedCache
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
@@ -42,13 +44,8 @@ STOCK: dict[str, dict[str, Any]] = {
 of 128 are its defaults.
 """
 
-NVFP4 = "nvfp4"
-"""4-bit floats in a dense cache (`simulated.nvfp4`), on the pages of `int4`: there to be compared with."""
-PEERS = (NVFP4, *peers.PEERS)
-OTHERS = {*STOCK, *PEERS}
-"""Names that are no scheme of ours."""
-GROUPS = presets.GROUPS | {"stock": tuple(STOCK), "peers": PEERS}
-"""What an evaluation knows by name (see `schemes.expand`)."""
+GROUPS = presets.GROUPS | {"stock": tuple(STOCK)}
+"""Names of groups that an evaluation knows (see `schemes.expand`)."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +69,51 @@ class CacheFactory:
     stores_padding: bool = False
 
 
+Caches = Mapping[str, Callable[[Any], CacheFactory]]
+"""Caches from outside: name -> what makes the factory of that name for a model."""
+
+
+def read_caches(path: Path) -> Caches:
+    """Import the Python file `path` and return its mapping `CACHES` (benchmarks/peers.py is an example).
+
+    Raises:
+        SpecError: the file cannot be read or run, or `CACHES` is not such a mapping.
+    """
+    name = f"kvbits_caches_{path.stem}"
+    found = importlib.util.spec_from_file_location(name, path) if path.suffix == ".py" and path.is_file() else None
+    if found is None or found.loader is None:
+        raise SpecError(f"{path} is not a Python file; --caches takes one such as benchmarks/peers.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(found)  # classes look their module up by name
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        raise SpecError(f"{path} does not run: {type(error).__name__}: {error}") from error
+    caches = getattr(module, "CACHES", None)
+    if not isinstance(caches, Mapping) or not caches or not all(map(callable, caches.values())):
+        raise SpecError(f"{path} has no mapping CACHES from names to functions of a model; benchmarks/peers.py has one")
+    return caches
+
+
+def expand(names: Iterable[str | Scheme], caches: Caches) -> list[str | Scheme]:
+    """Return schemes and names of caches with groups written out; the group `caches` has those from outside.
+
+    Raises:
+        SpecError: as `schemes.expand`, or a cache from outside has a name that is in use or that a file cannot have.
+    """
+    used = {*GROUPS, *(name for members in GROUPS.values() for name in members), "caches", "16-bit", "32-bit"}
+    if bad := [name for name in caches if name in used or "/" in name or name.startswith(".") or not name]:
+        raise SpecError(
+            f"a cache of your own is called {bad[0]!r}; results go by names: give it one that no other has and that a"
+            " file can have"
+        )
+    return presets.expand(names, GROUPS | {"caches": tuple(caches)})
+
+
+def is_ours(name: str | Scheme, caches: Caches) -> bool:
+    """Return whether this is a scheme of ours, rather than a stock cache or one from outside."""
+    return name not in STOCK and name not in caches
+
+
 def base_factory(model: Any) -> CacheFactory:
     """The stock cache in the model's own dtype: what everything is compared with."""
     from transformers import DynamicCache
@@ -92,26 +134,25 @@ def factory(
     calibration: Callable[[Scheme], Calibration] | None = None,
     backend: str = "auto",
     simulate: bool = False,
+    caches: Caches | None = None,
 ) -> CacheFactory:
-    """The factory of a preset, a scheme of your own, or a stock quantized cache.
+    """Make the factory of a preset, a scheme of your own, a stock quantized cache, or a cache from outside.
 
     Args:
         calibration: gives the calibration of a scheme that needs one.
         backend: for presets, see `KVCache.for_model`.
         simulate: quantize and dequantize into a dense cache instead (see `evaluate.simulated`), named NAME-simulated.
+        caches: those from outside.
 
     Raises:
-        SpecError: an unknown name, or a scheme that does not fit the model.
+        SpecError: an unknown name, a scheme that does not fit the model, or a cache from outside of an unknown kind.
         UnsupportedError: a stock cache that this model or installation cannot have; or a scheme that needs a
             calibration and gets none.
     """
     if isinstance(name, str) and name in STOCK:
         return _stock(model, name)
-    if name == NVFP4:
-        return _nvfp4(model)
-    if isinstance(name, str) and name in peers.PEERS:
-        make_peer, info = peers.make(name, layer_geometries(model.config))
-        return CacheFactory(name, "simulated", lambda batch, tokens: make_peer(), info)
+    if isinstance(name, str) and caches and name in caches:
+        return _from_outside(caches[name](model), name)
     layers = layer_geometries(model.config)
     scheme = scheme_for(model, name)
     found = None
@@ -145,19 +186,13 @@ def factory(
     )
 
 
-def _nvfp4(model: Any) -> CacheFactory:
-    layers = layer_geometries(model.config)
-    if narrow := [d for g in layers for d in (g.head_dim, g.value_head_dim) if d % 16]:
-        raise UnsupportedError(f"{NVFP4} has groups of 16 channels, which do not divide head_dim={narrow[0]}")
-    spec = CacheSpec(scheme=scheme_for(model, "int4"), layers=layers)
-    numbers = [g.token_elements for g in layers]
-    pages = sum(
-        n * 64 / (spec.scheme.page_size * (g.head_dim + g.value_head_dim)) for n, g in zip(numbers, layers, strict=True)
-    ) / sum(numbers)
-    info = {"bits_per_element": 4 + 8 / 16 + pages, "source": "https://arxiv.org/abs/2509.25149"}
-    return CacheFactory(
-        NVFP4, "simulated", lambda batch, tokens: SimulatedCache(spec, None, model.device, Nvfp4Layer), info, None, True
-    )
+def _from_outside(made: Any, name: str) -> CacheFactory:
+    if not isinstance(made, CacheFactory) or made.name != name or made.kind not in ("stock", "simulated"):
+        raise SpecError(
+            f"CACHES[{name!r}] returned {made!r}; it must return a CacheFactory of that name whose kind is stock or"
+            " simulated"
+        )
+    return made
 
 
 def _stock(model: Any, name: str) -> CacheFactory:

@@ -20,7 +20,7 @@ from ..errors import UnsupportedError
 from ..geometry import layer_geometries
 from ..progress import bar
 from ..spec import CacheSpec, LayerGeometry, Scheme, to_dict
-from .caches import GROUPS, OTHERS, CacheFactory, base_factory, factory, sides
+from .caches import CacheFactory, Caches, base_factory, expand, factory, is_ours, sides
 from .calibrator import USUAL, Calibrator, Sample, fitting, require_other_text
 from .results import ResultFile, model_facts, new_run, require_same
 from .tasks import Context, Options, Task, load, scored_texts
@@ -41,6 +41,7 @@ def evaluate(
     calibration_sample: Sample = USUAL,
     calibrations: Sequence[Calibration] = (),
     backend: str = "auto",
+    caches: Caches | None = None,
     simulate: bool = False,
     alone: bool = False,
     overwrite: bool = False,
@@ -54,19 +55,20 @@ def evaluate(
         model, tokenizer: from `load_model`.
         name: what results call the model.
         schemes: preset names, stock caches, `all`, `stock`, files of schemes, schemes of your own (see
-            `schemes.expand`).
+            `schemes.expand`), names of `caches`.
         tasks: task names, see `tasks.TASKS`.
         texts: texts of the text tasks.
         out: results go to OUT/NAME/TASK/SCHEME.json.
         calibration_text, calibration_sample: for schemes that need one.
         calibrations: made before, for the schemes that they fit; results say which.
         backend: for presets and schemes of your own, see `KVCache.for_model`.
+        caches: caches from outside, such as `caches.read_caches` returns; measured where `schemes` names them.
         simulate: measure presets also as a dense cache simulates them (see `evaluate.simulated`); `kvbits report`
             leaves such results out.
         alone: measure presets also with raw values, and with raw keys (see `caches.sides`).
         say: told how much of each task is there already.
-        on_skip: told about stock caches that this model cannot have, and schemes that cannot be simulated; a preset
-            that cannot serve is an error.
+        on_skip: told about stock caches and `caches` that this model cannot have, and schemes that cannot be
+            simulated; a preset that cannot serve is an error.
 
     Returns:
         task -> cache name -> summary, the base first.
@@ -91,9 +93,9 @@ def evaluate(
         directory=home / "calibration",
         given=calibrations,
     )
-    factories = _factories(
-        model, _wanted(schemes, layer_geometries(model.config), alone), calibrator, backend, simulate, on_skip
-    )
+    caches = caches or {}
+    chosen = _wanted(schemes, caches, layer_geometries(model.config), alone)
+    factories = _factories(model, chosen, caches, calibrator, backend, simulate, on_skip)
     context = Context(model, tokenizer, texts, options)
     run = new_run(model.device)
     return {
@@ -113,6 +115,7 @@ def require_possible(
     texts: tuple[Text, ...],
     out: Path,
     options: Options,
+    caches: Caches | None = None,
     alone: bool = False,
     overwrite: bool = False,
     calibrations: Sequence[Calibration] = (),
@@ -127,7 +130,9 @@ def require_possible(
         SpecError, DataError, UnsupportedError: as `evaluate`.
     """
     layers = layer_geometries(config)
-    chosen = [presets.for_layers(given, layers) for given in _wanted(schemes, layers, alone) if given not in OTHERS]
+    caches = caches or {}
+    wanted = _wanted(schemes, caches, layers, alone)
+    chosen = [presets.for_layers(given, layers) for given in wanted if is_ours(given, caches)]
     for scheme in chosen:
         CacheSpec(scheme=scheme, layers=layers)
     require_other_text(calibrations, scored_texts(tasks, texts))
@@ -136,7 +141,7 @@ def require_possible(
             needing = [s for s in chosen if s.needs_calibration] or chosen
             file.fitted(config, next((s for s in needing if s.name == file.info.get("scheme")), needing[0]))
     home = home_of(out, name, dtype, config)
-    for task in (load(wanted)(Context(None, tokenizer, texts, options, config)) for wanted in tasks):
+    for task in (load(one)(Context(None, tokenizer, texts, options, config)) for one in tasks):
         for one in [] if overwrite else [None, *chosen]:
             names = ("16-bit", "32-bit") if one is None else (one.name, f"{one.name}-simulated")
             for path in (home / task.name / f"{n}.json" for n in names):
@@ -150,17 +155,19 @@ def home_of(out: Path, name: str, dtype: str, config: Any) -> Path:
     return out / (name if kind == "bfloat16" else f"{name}-{kind}")
 
 
-def _wanted(schemes: Sequence[str | Scheme], layers: tuple[LayerGeometry, ...], alone: bool) -> list[str | Scheme]:
-    """What is measured: names written out, and the two sides of each scheme of ours."""
-    found = presets.expand(schemes, GROUPS)
-    return found + [
-        side for one in found if alone and one not in OTHERS for side in sides(presets.for_layers(one, layers))
-    ]
+def _wanted(
+    schemes: Sequence[str | Scheme], caches: Caches, layers: tuple[LayerGeometry, ...], alone: bool
+) -> list[str | Scheme]:
+    """Return what is measured: names written out, and the two sides of each scheme of ours."""
+    found = expand(schemes, caches)
+    ours = [one for one in found if alone and is_ours(one, caches)]
+    return found + [side for one in ours for side in sides(presets.for_layers(one, layers))]
 
 
 def _factories(
     model: Any,
     schemes: list[str | Scheme],
+    caches: Caches,
     calibrator: Calibrator,
     backend: str,
     simulate: bool,
@@ -168,13 +175,15 @@ def _factories(
 ) -> list[CacheFactory]:
     """The base and every cache of `schemes`, calibrated in one pass."""
     layers = layer_geometries(model.config)
-    calibrator.prepare([presets.for_layers(one, layers) for one in schemes if one not in OTHERS])
+    calibrator.prepare([presets.for_layers(one, layers) for one in schemes if is_ours(one, caches)])
     found = [base_factory(model)]
     for wanted in schemes:
-        ours = wanted not in OTHERS
+        ours = is_ours(wanted, caches)
         for simulated in (False, True) if simulate and ours else (False,):
             try:
-                found.append(factory(model, wanted, calibration=calibrator, backend=backend, simulate=simulated))
+                found.append(
+                    factory(model, wanted, calibration=calibrator, backend=backend, simulate=simulated, caches=caches)
+                )
             except UnsupportedError as error:
                 if ours and not simulated:
                     raise

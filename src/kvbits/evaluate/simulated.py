@@ -84,34 +84,13 @@ class SimulatedLayer(DynamicLayer):
         raise UnsupportedError("a simulated cache cannot take tokens back; use the packed one")
 
 
-def nvfp4(x: torch.Tensor) -> torch.Tensor:
-    """`x` [.., tokens, head_dim] as NVFP4 gives it back, float32 (arXiv:2509.25149): E2M1 numbers in groups of 16
-    channels, a scale in E4M3 for each group, and one float32 scale for the last two dimensions, by which the largest
-    number gets the largest scale. head_dim must be a multiple of 16.
-    """
-    groups = x.float().unflatten(-1, (-1, 16))
-    largest = groups.abs().amax(-1, keepdim=True)
-    page = largest.amax((-3, -2, -1), keepdim=True) / (6 * 448)
-    scale = (largest / 6 / page).nan_to_num().to(torch.float8_e4m3fn).float() * page
-    size = (groups / scale).nan_to_num().abs().clamp(max=6)
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    return ((size / step).round() * step * scale).copysign(groups).flatten(-2)
-
-
-class Nvfp4Layer(SimulatedLayer):
-    """A layer whose pages are NVFP4's."""
-
-    def _given_back(self, k: torch.Tensor, v: torch.Tensor, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        return nvfp4(k), nvfp4(v)
-
-
 class SimulatedCache(Cache):
     """A Transformers cache that simulates `spec`.
 
     One prompt or prompts of one length: padding would be quantized like tokens.
 
     Args:
-        kind: what its layers are; `Nvfp4Layer` takes from `spec` only when which tokens become a page.
+        kind: the class of its layers. A subclass may round pages in its own way (benchmarks/peers.py has one).
 
     Raises:
         UnsupportedError: a scheme with tiers, whose pages change as they age.

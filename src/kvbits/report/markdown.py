@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,13 @@ class Row:
     cells: list[str]
 
 
-def table(columns: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table: first column left, the others right."""
-    lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
+    """Write a Markdown table.
+
+    Args:
+        left: how many of the first columns are aligned left; the others are aligned right.
+    """
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * left + "---:|" * (len(columns) - left)]
     return "\n".join(lines + ["| " + " | ".join(r) + " |" for r in rows])
 
 

@@ -105,5 +105,7 @@ FORMATS: dict[str, Format] = {
     )
     for name in ("int8", "int8_centered", "int8k_int4v", "int4", "klt4", "klt3", "klt2")
 }
+LISTED = ("kvbits_int8_centered", "kvbits_klt4", "kvbits_klt3", "kvbits_klt2")
+"""Formats that help, tables and messages show. Engines take the other names of `FORMATS`, too."""
 SCHEME = "kvbits_scheme"
 """The dtype whose layers each have the format that a scheme file says (`scheme_file`)."""

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from .dtypes import takes_names
-from .formats import FORMATS, NAMES, PAGE_SIZE, SCHEME
+from .formats import FORMATS, NAMES, PAGE_SIZE, SCHEME, SHOWN
 from .options import options_of
 
 logger = logging.getLogger("vllm.kvbits")
@@ -70,7 +70,7 @@ def _extend_help() -> None:
     from vllm.config import CacheConfig
 
     found = arguments._compute_kwargs(CacheConfig)["cache_dtype"]
-    found["metavar"] = sorted({*found["metavar"], *NAMES})
+    found["metavar"] = sorted({*found["metavar"]} - {*NAMES} | {*SHOWN})
     if found.get("help") and HELP not in found["help"]:
         found["help"] += HELP
 

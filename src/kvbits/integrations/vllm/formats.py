@@ -15,9 +15,9 @@ from ...errors import UnsupportedError
 from ...ops import dispatch
 from ...spec import PageLayout, QuantSpec
 from ..engine.call import RAW_DTYPES
-from ..engine.served import FORMATS, PAGE_SIZE, SCHEME, Format
+from ..engine.served import FORMATS, LISTED, PAGE_SIZE, SCHEME, Format
 
-__all__ = ["FORMATS", "NAMES", "PAGE_SIZE", "RAW_DTYPES", "SCHEME", "Format"]
+__all__ = ["FORMATS", "NAMES", "PAGE_SIZE", "RAW_DTYPES", "SCHEME", "SHOWN", "Format"]
 
 TAGS = {
     "kvbits_int8": torch.int8,
@@ -30,6 +30,9 @@ TAGS = {
 }
 """Name of a format -> torch dtype under which vLLM hands page specs to `customize_spec`; `tag_for` gives others one."""
 NAMES = (*FORMATS, SCHEME)
+"""Every dtype that vLLM takes."""
+SHOWN = (*LISTED, SCHEME)
+"""Dtypes that help and messages show."""
 HEADS = "kvbits_int8_centered"
 """What layers of speculation store that have no files to be calibrated by (EAGLE, MTP), or that a scheme file says
 nothing of: few layers, of any model.
@@ -85,7 +88,7 @@ def layout_for(
         return raw_layout(num_kv_heads, head_dim, value_head_dim, raw_dtype)
     if kv_cache_dtype not in FORMATS:
         raise UnsupportedError(
-            f"kv_cache_dtype={kv_cache_dtype!r} is no format of kvbits; known: auto, {', '.join(FORMATS)}"
+            f"kv_cache_dtype={kv_cache_dtype!r} is no format of kvbits; known: auto, {', '.join(LISTED)}"
         )
     return FORMATS[kv_cache_dtype].layout(num_kv_heads, head_dim, value_head_dim, raw_dtype)
 
@@ -99,7 +102,7 @@ def layout_by_tag(dtype: torch.dtype, num_kv_heads: int, head_dim: int, value_he
     if dtype in RAW_DTYPES:
         return raw_layout(num_kv_heads, head_dim, value_head_dim, RAW_DTYPES[dtype])
     if dtype not in _BY_TAG:
-        raise UnsupportedError(f"pages of {dtype} are no format of kvbits; known: auto, {', '.join(FORMATS)}")
+        raise UnsupportedError(f"pages of {dtype} are no format of kvbits; known: auto, {', '.join(LISTED)}")
     return _BY_TAG[dtype].layout(num_kv_heads, head_dim, value_head_dim)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from ... import schemes
 from ...errors import UnsupportedError, unknown
 from ..engine import options as engine
-from .formats import FORMATS, NAMES, SCHEME
+from .formats import FORMATS, NAMES, SCHEME, SHOWN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Options(engine.Options):
         """The cache dtype that `dtype` says, or None; an UnsupportedError where there is no such dtype."""
         name = f"kvbits_{self.dtype.removeprefix('kvbits_')}"
         if self.dtype and name not in NAMES:
-            raise UnsupportedError(unknown("dtype", name, NAMES))
+            raise UnsupportedError(unknown("dtype", name, SHOWN))
         return name if self.dtype else None
 
 

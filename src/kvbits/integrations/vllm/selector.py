@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import GONE, UnsupportedError, unknown
-from .formats import NAMES, SCHEME
+from .formats import NAMES, SCHEME, SHOWN
 
 BACKEND = "kvbits.integrations.vllm.backend.KVBitsBackend"
 HYBRID = "kvbits.integrations.vllm.backend.HybridBackend"
@@ -47,7 +47,7 @@ def _selecting(original: Callable[..., str]) -> Callable[..., str]:
         cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
         if (dtype := attn_selector_config.kv_cache_dtype) in GONE:
-            raise ValueError(unknown("--kv-cache-dtype", dtype, NAMES))
+            raise ValueError(unknown("--kv-cache-dtype", dtype, SHOWN))
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         custom = AttentionBackendEnum.CUSTOM

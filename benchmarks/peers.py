@@ -1,6 +1,9 @@
-"""What other engines store, simulated in a dense cache: every token is rounded as it comes, and read so, even by
-itself, as their decoding does. Nothing stays raw but where a recipe says so, and no figure depends on how many tokens a
+"""Recipes of other engines, simulated in a dense cache. Every token is rounded as it comes and is read so, even by
+itself, as their decoding does. Nothing stays raw except where a recipe says so. No figure depends on how many tokens a
 pass has.
+
+    kvbits eval MODEL --out DIR --caches benchmarks/peers.py --schemes klt4,turboquant_4bit_nc
+    kvbits eval MODEL --out DIR --caches benchmarks/peers.py --schemes klt4,klt3,caches
 
     turboquant_4bit_nc, _3bit_nc   vLLM 0.33. Keys: a norm in float16 and a direction, turned by a Hadamard matrix, each
                                    number the nearest Lloyd-Max level of
@@ -14,26 +17,32 @@ pass has.
     q4_0_rotated                   llama.cpp from April 2026 on: a Hadamard matrix (of values: one for every 64
                                    channels), then blocks of 32 with a scale in
                                    float16, by which the number farthest from 0 is -8
+    nvfp4                          NVIDIA's 4-bit floats, on the pages of `int4`; the newest tokens stay raw
 
 Written from what these engines compute. What they round on the way (a turned key to 16 bits) is left out, which
-flatters them. KIVI's recipe is presets: kivi4, kivi2. vLLM's nvfp4 is in `simulated`, on pages.
+flatters them. KIVI's recipe is presets: kivi4, kivi2.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from ..errors import UnsupportedError
-from ..quant.basis import hadamard
-from ..spec import LayerGeometry
+from kvbits.errors import UnsupportedError
+from kvbits.evaluate.caches import CacheFactory
+from kvbits.evaluate.simulated import SimulatedCache, SimulatedLayer
+from kvbits.geometry import layer_geometries
+from kvbits.integrations.models import scheme_for
+from kvbits.quant.basis import hadamard
+from kvbits.spec import CacheSpec, LayerGeometry
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 """Numbers [.., head_dim] of a token and kv head, float32, as they are read back."""
@@ -206,3 +215,61 @@ PEERS = {
     ),
 }
 """By the name that its engine gives it."""
+
+
+def nvfp4(x: torch.Tensor) -> torch.Tensor:
+    """Round `x` [.., tokens, head_dim] to NVFP4, float32 (arXiv:2509.25149): E2M1 numbers in groups of 16 channels, a
+    scale in E4M3 for each group, and one float32 scale for the last two dimensions, by which the largest number gets
+    the largest scale. head_dim must be a multiple of 16.
+    """
+    groups = x.float().unflatten(-1, (-1, 16))
+    largest = groups.abs().amax(-1, keepdim=True)
+    page = largest.amax((-3, -2, -1), keepdim=True) / (6 * 448)
+    scale = (largest / 6 / page).nan_to_num().to(torch.float8_e4m3fn).float() * page
+    size = (groups / scale).nan_to_num().abs().clamp(max=6)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return ((size / step).round() * step * scale).copysign(groups).flatten(-2)
+
+
+class Nvfp4Layer(SimulatedLayer):
+    """A layer whose pages are NVFP4's."""
+
+    def _given_back(self, k: torch.Tensor, v: torch.Tensor, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        return nvfp4(k), nvfp4(v)
+
+
+def nvfp4_factory(model: Any) -> CacheFactory:
+    """Make the factory of `nvfp4` for a model.
+
+    Raises:
+        UnsupportedError: heads whose channels are not a multiple of 16.
+    """
+    layers = layer_geometries(model.config)
+    if narrow := [d for g in layers for d in (g.head_dim, g.value_head_dim) if d % 16]:
+        raise UnsupportedError(f"nvfp4 has groups of 16 channels, which do not divide head_dim={narrow[0]}")
+    spec = CacheSpec(scheme=scheme_for(model, "int4"), layers=layers)
+    numbers = [g.token_elements for g in layers]
+    pages = sum(
+        n * 64 / (spec.scheme.page_size * (g.head_dim + g.value_head_dim)) for n, g in zip(numbers, layers, strict=True)
+    ) / sum(numbers)
+    info = {"bits_per_element": 4 + 8 / 16 + pages, "source": "https://arxiv.org/abs/2509.25149"}
+    return CacheFactory(
+        "nvfp4",
+        "simulated",
+        lambda batch, tokens: SimulatedCache(spec, None, model.device, Nvfp4Layer),
+        info,
+        stores_padding=True,
+    )
+
+
+def peer_factory(name: str, model: Any) -> CacheFactory:
+    """Make the factory of the peer `name` for a model; see `make`."""
+    cache, info = make(name, layer_geometries(model.config))
+    return CacheFactory(name, "simulated", lambda batch, tokens: cache(), info)
+
+
+CACHES: Mapping[str, Callable[[Any], CacheFactory]] = {
+    "nvfp4": nvfp4_factory,
+    **{name: functools.partial(peer_factory, name) for name in PEERS},
+}
+"""Names for `kvbits eval --caches`, with what makes the factory of each for a model."""

@@ -6,20 +6,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
 import torch
+from peers import CACHES, PEERS, fp8, lloyd_max, make, nvfp4
 
 from kvbits.errors import UnsupportedError
-from kvbits.evaluate.caches import GROUPS, base_factory, factory
+from kvbits.evaluate.caches import base_factory, factory, read_caches
 from kvbits.evaluate.fidelity import compare
-from kvbits.evaluate.peers import PEERS, fp8, lloyd_max, make
 from kvbits.evaluate.rows import Rows
-from kvbits.evaluate.texts import novel
+from kvbits.evaluate.run import evaluate
+from kvbits.evaluate.tasks import Options
+from kvbits.evaluate.texts import Text, novel
 from kvbits.spec import LayerGeometry
 
+FILE = Path(__file__).parents[2] / "benchmarks" / "peers.py"
 IDS = torch.tensor(tiny.tokenizer()(novel()[:700])["input_ids"])
 
 
@@ -145,7 +149,7 @@ BITS = {
 
 
 def test_bits_count_scales_norms_and_layers_that_stay_raw():
-    assert BITS.keys() == PEERS.keys() and set(PEERS) < set(GROUPS["peers"])
+    assert BITS.keys() == PEERS.keys() and CACHES.keys() == {"nvfp4", *PEERS}
     for name, bits in BITS.items():
         caches, info = make(name, tuple([LayerGeometry(num_kv_heads=2, head_dim=64)] * 30))
         raw = sum(type(layer).__name__ == "DynamicLayer" for layer in caches().layers)
@@ -162,7 +166,7 @@ def test_bits_count_scales_norms_and_layers_that_stay_raw():
 def test_a_pass_of_many_tokens_reads_what_single_ones_read(name, monkeypatch):
     model = tiny.model()
     monkeypatch.setitem(PEERS, name, dataclasses.replace(PEERS[name], raw_layers=0))
-    made = factory(model, name)
+    made = factory(model, name, caches=CACHES)
     assert made.kind == "simulated" and not made.stores_padding
     single, chunks = (
         compare(
@@ -174,3 +178,76 @@ def test_a_pass_of_many_tokens_reads_what_single_ones_read(name, monkeypatch):
     alone = Rows(model, made.make(1, 100), [IDS[:60]], 16).logits
     beside = Rows(model, made.make(2, 200), [IDS[:60], IDS[100:197]], 16).logits
     assert torch.allclose(alone[0], beside[0], atol=1e-3), "padding changes nothing"
+
+
+KLS = {
+    "nvfp4": 0.0083472,
+    "turboquant_4bit_nc": 0.0,
+    "turboquant_3bit_nc": 0.0,
+    "int4_per_token_head": 0.127351,
+    "fp8_unscaled": 0.0140715,
+    "q4_0_rotated": 0.1196907,
+}
+"""Mean KL on the tiny model when the recipes were part of the package; its two layers stay raw in TurboQuant."""
+
+
+def test_the_file_is_read_as_caches_and_gives_the_figures_of_before(tmp_path):
+    caches = read_caches(FILE)
+    found = evaluate(
+        tiny.model(key_bias=4.0),
+        tiny.tokenizer(),
+        name="tiny",
+        schemes=["caches"],
+        caches=caches,
+        tasks=["fidelity"],
+        texts=(Text("one", novel()[:4000]),),
+        out=tmp_path,
+        options=Options(windows=2, length=200, chunk=32),
+        progress=False,
+    )["fidelity"]
+    assert list(found) == ["32-bit", *KLS]
+    assert {name: found[name]["kl_mean"] for name in KLS} == pytest.approx(KLS, rel=1e-2, abs=1e-9)
+
+
+def test_nvfp4_is_the_published_arithmetic():
+    """Two tokens in groups of 16 by hand: the page's largest number gets the largest scale, 448; other groups the
+    nearest E4M3 number, half to even.
+    """
+    x = torch.zeros(2, 32)
+    x[0, :9] = torch.tensor(
+        [-2688.0, 448 * 0.25, 448 * 0.75, 448 * 1.25, 448 * 2.5, 448 * 3.5, 448 * 5.0, 448 * -1.75, 448 * 0.26]
+    )
+    x[0, 20], x[0, 21], x[1, 7] = 26.88, 13.0, 13440 * 2.0**-9
+    found = nvfp4(x)
+    assert found[0, :9].tolist() == [
+        -2688.0,
+        0,
+        448 * 1.0,
+        448 * 1.0,
+        448 * 2.0,
+        448 * 4.0,
+        448 * 4.0,
+        448 * -2.0,
+        448 * 0.5,
+    ]
+    assert found[0, 20:22].tolist() == [27.0, 13.5], "a scale of 4.48 is stored as 4.5; 13 / 4.5 is nearest to 3"
+    assert found[1, 7] == 27.0, "4.375 lies halfway between 4.25 and 4.5, which is even"
+    assert not found[1, 16:].any() and not nvfp4(torch.zeros(64, 64)).any()
+    e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    levels = (nvfp4(torch.randn(3, 64, 128)).abs().unflatten(-1, (-1, 16)) / 6).flatten(0, -2)
+    for group in levels[:100]:
+        # a group's largest number is 6 of its scales, or 4 where its scale was rounded up
+        steps = group / group.max() * 6
+        assert min((steps * k - e2m1[:, None]).abs().amin(0).max().item() for k in (1, 4 / 6)) < 1e-5
+
+
+def test_nvfp4_in_a_dense_cache_replaces_whole_pages():
+    model = tiny.model(key_bias=4.0)
+    made = factory(model, "nvfp4", caches=CACHES)
+    assert made.kind == "simulated" and made.scheme is None
+    head_dim = made.make(1, 700).layers[0].group.layouts["closed"].head_dim
+    assert made.info["bits_per_element"] == 4.5 + 32 / (64 * head_dim)
+    found = compare(
+        model, {"16-bit": factory(model, "raw").make(1, 700), "nvfp4": made.make(1, 700)}, IDS, first=0, chunk=100
+    )
+    assert 0 < found["nvfp4"].kl_mean < 0.5
