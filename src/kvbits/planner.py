@@ -372,9 +372,10 @@ def plan(
         cache: Cache = (
             _vllm(scheme, layers, raw_dtype) if engine == "vllm" else _cache(scheme, layers, raw_dtype, changes)
         )
-        longer = _larger(cache, recommended)  # recurrent states are the same in both
-        cache = _WithStates(cache, state_bytes) if state_bytes else cache  # type: ignore[arg-type]
         of_request = _copies(scheme, layers, raw_dtype) if engine == "vllm" else 0
+        # Recurrent states are the same in both.
+        longer = _larger(_WithStates(cache, of_request) if of_request else cache, recommended)  # type: ignore[arg-type]
+        cache = _WithStates(cache, state_bytes) if state_bytes else cache  # type: ignore[arg-type]
         copied = None
         if memory_bytes is not None and of_request:
             copied = copied_requests(memory_bytes, of_request, vllm_requests(cards))
