@@ -30,14 +30,14 @@ class ModelRef:
             self.config = config
 
     @classmethod
-    def find(cls, name: str | os.PathLike[str]) -> ModelRef:
+    def find(cls, name: str) -> ModelRef:
         """Refer to a model that is to be loaded, without asking the hub.
 
         Raises:
-            SpecError, UnsupportedError: as `geometry.find_weights`.
+            SpecError, UnsupportedError: as `source`.
         """
-        geometry.find_weights(name, look_up=False)
-        return cls(name)
+        (found := cls(name))._find(look_up=False)
+        return found
 
     @classmethod
     def of(cls, model: Any) -> ModelRef:
@@ -72,9 +72,10 @@ class ModelRef:
         """The path or hub id to load it from.
 
         Raises:
-            SpecError, UnsupportedError: as `geometry.find_weights`.
+            SpecError: as `geometry.find_model`.
+            UnsupportedError: as `geometry.find_model`; a file that holds no weights.
         """
-        return geometry.find_weights(self.name)
+        return self._find(look_up=True)
 
     @property
     def local_path(self) -> Path | None:
@@ -82,7 +83,16 @@ class ModelRef:
         configuration is not in the cache.
         """
         try:
-            path = geometry.find_weights(self.name, look_up=False)
+            path = self._find(look_up=False)
         except (SpecError, UnsupportedError):
             return None
         return path if isinstance(path, Path) else geometry.cached_folder(path)
+
+    def _find(self, look_up: bool) -> Path | str:
+        path = geometry.find_model(self.name, look_up=look_up)
+        if isinstance(path, Path) and path.is_file() and path.suffix != ".gguf":
+            raise UnsupportedError(
+                f"cannot load a model from the file {str(path)!r}; give the directory that holds its config.json and"
+                " weights, or a GGUF file"
+            )
+        return path

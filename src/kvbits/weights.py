@@ -21,7 +21,7 @@ from typing import Any
 
 from .config_file import QUANTIZERS
 from .errors import SpecError
-from .geometry import cached_folder, find_model, query_heads, text_config
+from .geometry import cached_folder, find_model, is_gguf, query_heads, text_config
 from .spec import DTYPE_BYTES
 from .units import dtype_name
 
@@ -61,7 +61,7 @@ def weights_bytes(model: str, config: Any, say: Callable[[str], None] = lambda t
             cannot build.
     """
     path = find_model(model, look_up=False)
-    gguf = isinstance(path, Path) and path.suffix == ".gguf"
+    gguf = is_gguf(path)
     folder = cached_folder(path) if isinstance(path, str) else path if path.is_dir() else path.parent
     if not gguf and folder is not None and (found := _of_files(folder)) is not None:
         return found

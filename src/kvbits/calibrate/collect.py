@@ -169,7 +169,7 @@ def calibrate_all(
         for layer, m in measured_bases.items():
             static[layer] |= {"k_basis": m.basis()} | ({"k_mean": m.mean()} if "mean" in m.spec.calibrates else {})
     warn_of((head for of_scheme in moments for m in of_scheme.values() for head in m.weak), stacklevel=3)
-    _fill_codebooks(model, batches, targets, found, how.weights == "fisher", how.checkpointing, resume, progress)
+    _fill_codebooks(model, batches, targets, found, how, resume, progress)
     for target, static in zip(targets, found, strict=True):
         for (layer, side), fit in target.levels.items():
             static[layer][f"{side}_codebook"] = fit.fit(how.per_head)
@@ -203,11 +203,7 @@ def _target(
     layers = layer_geometries(model.config)
     chosen = presets.for_layers(scheme, layers)
     if not chosen.needs_calibration:
-        static = [s.name for s in presets.PRESETS.values() if s.needs_calibration]
-        raise CalibrationError(
-            f"scheme {chosen.name!r} takes its scales from each page; schemes that need calibration:"
-            f" {', '.join(static)}"
-        )
+        raise CalibrationError(presets.without_calibration(chosen))
     if chosen.needs_rotary:
         layers = with_rotary(layers, model)
     CacheSpec(scheme=chosen, layers=layers)  # refuses what no cache could use
@@ -268,8 +264,7 @@ def _fill_codebooks(
     prompts: list[Batch],
     targets: list[Target],
     found: list[list[dict[str, torch.Tensor]]],
-    weighted: bool,
-    checkpointing: bool,
+    how: Settings,
     resume: str | os.PathLike[str] | None,
     progress: bool,
 ) -> None:
@@ -280,7 +275,8 @@ def _fill_codebooks(
 
         for target, static in having:
             target.levels.update(histograms.levels_of(target.scheme, target.layers, static))
-        histograms.collect(model, prompts, [t for t, _ in having], weighted, checkpointing, resume, progress)
+        weighted = how.weights == "fisher"
+        histograms.collect(model, prompts, [t for t, _ in having], weighted, how.checkpointing, resume, progress)
 
 
 def moments_of(scheme: Scheme, layers: tuple[LayerGeometry, ...]) -> dict[int, Moments]:

@@ -133,14 +133,17 @@ def calibrate(
     A cache for another model, rotary setting or scheme refuses the file and says what differs.
     """
     ref = require_model(model)
-    chosen = [_with_calibration(name) for name in dict.fromkeys(names_of("--scheme", scheme or ["klt4"]))]
-    if all(one.needs_basis_alone for _, one in chosen) and "{scheme}" not in str(out):
-        chosen = chosen[:1]  # one serves all
+    from .. import schemes
+
+    named = [schemes.find(name) for name in dict.fromkeys(names_of("--scheme", scheme or ["klt4"]))]
+    chosen = [_with_calibration(one) for one in named]
+    if all(one.needs_basis_alone for one in chosen) and "{scheme}" not in str(out):
+        named, chosen = named[:1], chosen[:1]  # one serves all
     elif out is None:
-        names = ", ".join(one.name for _, one in chosen if not one.needs_basis_alone)
+        names = ", ".join(one.name for one in chosen if not one.needs_basis_alone)
         raise SpecError(f"only calibrations of bases are kept by model; give --out FILE.safetensors for {names}")
-    outs = [] if out is None else _outs(out, [one.name for _, one in chosen])
-    for path, (_, one) in zip(outs, chosen, strict=bool(outs)):
+    outs = [] if out is None else _outs(out, [one.name for one in chosen])
+    for path, one in zip(outs, chosen, strict=bool(outs)):
         require_file(path, "--out", replaced=True)
         if path.exists() and not force:
             _may_replace(path, ref, one.name)
@@ -148,9 +151,7 @@ def calibrate(
     from ..evaluate.texts import mixed, read_text
 
     given = [read_text(one) for one in text or []]
-    source = mixed(
-        given or [read_text(one) for one in TEXTS[: 1 + any("basis" in one.calibrates for _, one in chosen)]]
-    )
+    source = mixed(given or [read_text(one) for one in TEXTS[: 1 + any("basis" in one.calibrates for one in chosen)]])
     from ..calibrate.collect import Settings
     from ..spec.codec import choice
 
@@ -161,15 +162,14 @@ def calibrate(
         per_head=per_head,
         checkpointing=checkpointing,
     )
-    _require_use([one for _, one in chosen], settings)
+    _require_use(chosen, settings)
     loading = Loading(ref, device=device)
-    sample = _sample(ref, [one for _, one in chosen], windows, length, skip_tokens)
-
+    sample = _sample(ref, chosen, windows, length, skip_tokens)
     choice("engine", engine, ("transformers", "vllm"))
     of_engine = _json(engine_options)
-    if engine == "vllm" and not all(one.needs_basis_alone for _, one in chosen):
+    if engine == "vllm" and not all(one.needs_basis_alone for one in chosen):
         raise SpecError(
-            f"--engine vllm measures bases of keys, which {chosen[0][1].name} does not have alone; leave --engine away"
+            f"--engine vllm measures bases of keys, which {chosen[0].name} does not have alone; leave --engine away"
         )
     set_threads(threads)
     start = time.perf_counter()
@@ -177,7 +177,7 @@ def calibrate(
     def measure(partial: Path) -> tuple[list[Calibration], Any]:
         if engine == "vllm":
             return [_measure_in_vllm(ref, source, sample, seed, of_engine)], None
-        return _measure(loading, source, [named for named, _ in chosen], sample, seed, partial, settings)
+        return _measure(loading, source, named, sample, seed, partial, settings)
 
     kept_before = False
     if out is None:
@@ -189,7 +189,7 @@ def calibrate(
             "seed": seed or None,
         }
         found, outs, kept_before = _keep(
-            ref, chosen[0][1], force, measure, {k: v for k, v in given_of.items() if v is not None}
+            ref, chosen[0], force, measure, {k: v for k, v in given_of.items() if v is not None}
         )
     else:
         found, _ = measure(outs[0].with_name(outs[0].name + ".partial"))
@@ -306,14 +306,11 @@ def _require_use(schemes: list[Scheme], settings: Settings) -> None:
     """Refuse options that change nothing for any of the schemes."""
     made = {name for one in schemes for name in one.calibrates}
     names = ", ".join(one.name for one in schemes)
-    for option, is_given, kind, words in (
-        ("--percentile", settings.percentile is not None, "scale", "static scales"),
-        ("--weights", settings.weights != "fisher", "codebook", "codebooks"),
-        ("--per-head", settings.per_head, "codebook", "codebooks"),
-        ("--checkpointing", settings.checkpointing, "codebook", "codebooks"),
-    ):
-        if is_given and kind not in made:
-            raise SpecError(f"{option} is of {words}, and {names} has none; omit it, or give another --scheme")
+    of_codebooks = [(name, "codebook", "codebooks") for name in ("weights", "per_head", "checkpointing")]
+    for name, kind, words in (("percentile", "scale", "static scales"), *of_codebooks):
+        if kind not in made and getattr(settings, name) != getattr(type(settings), name):
+            option = name.replace("_", "-")
+            raise SpecError(f"--{option} is of {words}, and {names} has none; omit it, or give another --scheme")
 
 
 def _measure(
@@ -356,15 +353,13 @@ def _json(options: str) -> dict[str, Any]:
 
 
 def _measure_in_vllm(model: ModelRef, source: Text, sample: Sample, seed: int, given: dict[str, Any]) -> Calibration:
-    from ..calibrate.sampling import windows_of
+    from ..calibrate.sampling import about, windows_of
     from ..integrations.models import load_tokenizer
     from ..integrations.vllm import observe
 
     windows = windows_of(load_tokenizer(model), source, sample, seed=seed)
     found = observe.calibrate(model.name, [row.tolist() for batch in windows for row in batch], given)
-    found.info.update(
-        {"text": source.name, "text_sha256": source.sha256, "windows": sample.windows, "length": sample.length}
-    )
+    found.info.update(about(source, sample))
     return found
 
 
@@ -393,19 +388,14 @@ def _print(found: Calibration, out: Path, seconds: float | None) -> None:
     )
 
 
-def _with_calibration(scheme: str) -> tuple[str | Scheme, Scheme]:
-    """(what a list of schemes would hold, the scheme) of one that needs a calibration."""
+def _with_calibration(scheme: str | Scheme) -> Scheme:
+    """Refuse a scheme that needs no calibration."""
     from .. import schemes
 
-    named = schemes.find(scheme)
-    chosen = schemes.get(named) if isinstance(named, str) else named
+    chosen = schemes.get(scheme) if isinstance(scheme, str) else scheme
     if not chosen.needs_calibration:
-        static = [s.name for s in schemes.PRESETS.values() if s.needs_calibration]
-        raise SpecError(
-            f"scheme {chosen.name!r} takes its scales from each page; schemes that need calibration:"
-            f" {', '.join(static)}"
-        )
-    return named, chosen
+        raise SpecError(schemes.without_calibration(chosen))
+    return chosen
 
 
 def _may_replace(out: Path, model: ModelRef, scheme: str) -> None:

@@ -93,7 +93,7 @@ def fit(
     from ..evaluate.sensitivity import formats
     from ..spec import LayerGeometry
 
-    subject = subject_of(model, None, None, None, None)
+    subject = subject_of(model)
     cards, limit = subject.room(gpu_memory, gpus, weights, reserve, memory)
     limit = _without_states(limit if cards is None else cards.cache_bytes, subject.state_bytes, batch, gpus)
     layers = planner.rank([g for g in subject.layers if isinstance(g, LayerGeometry)], gpus, subject.query_heads)

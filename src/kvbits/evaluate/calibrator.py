@@ -53,12 +53,8 @@ def require_other_text(given: Sequence[Calibration], tests: tuple[Text, ...]) ->
 def seen_of(calibration: Calibration, tests: tuple[Text, ...]) -> list[str]:
     """Names of those texts that a calibration saw: itself, a text that it is a part of, or a part of it."""
     seen = {calibration.info.get("text_sha256"), *calibration.info.get("mixed_sha256", ())}
-    return [t.name for t in tests if {t.sha256, t.whole or t.sha256} & seen or t.sha256 in _wholes(calibration)]
-
-
-def _wholes(calibration: Calibration) -> list[str]:
-    """SHA-256 of the texts that a calibration saw a part of."""
-    return list(calibration.info.get("part_of_sha256", ()))
+    wholes = calibration.info.get("part_of_sha256", ())
+    return [t.name for t in tests if {t.sha256, t.whole or t.sha256} & seen or t.sha256 in wholes]
 
 
 def beside(texts: tuple[Text, ...], given: Sequence[Calibration], lacking: bool) -> tuple[Text, ...]:

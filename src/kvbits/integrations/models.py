@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from .. import embedded, schemes
 from ..errors import DataError, SpecError, UnsupportedError, counted, unknown
-from ..geometry import forget_parsed, layer_geometries, parsed_once
+from ..geometry import forget_parsed, is_gguf, layer_geometries, parsed_once, pretrained
 from ..model_ref import ModelRef
 from ..schemes import key_bias_note, weak_to_key_bias
 from ..spec import FittedScheme, Scheme
@@ -43,11 +42,11 @@ def load_model(name: str | ModelRef | None = None, dtype: Any = "auto", device: 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     how: dict[str, Any] = {"dtype": dtype}
-    if _is_gguf(path):
+    if is_gguf(path):
         how = {"dtype": _gguf_dtype(path, device) if dtype == "auto" else dtype} | _dequantized()
     try:
-        with parsed_once() if _is_gguf(path) else nullcontext():
-            model = AutoModelForCausalLM.from_pretrained(**_where(path), **how)
+        with parsed_once(path):
+            model = AutoModelForCausalLM.from_pretrained(**pretrained(path), **how)
             tokenizer = _tokenizer(AutoTokenizer, path)
     except (OSError, ValueError) as error:
         raise _not_loaded(name or path, error) from None
@@ -74,7 +73,7 @@ def made_of(path: Path | str, dtype: str) -> dict[str, str]:
                 bfloat16"
     """
     name = path.name if isinstance(path, Path) else path
-    if _is_gguf(path):
+    if is_gguf(path):
         kind = _GGUF_KIND.search(name)
         return {"source": name, "format": f"GGUF{f' {kind[1]}' if kind else ''}, dequantized to {dtype}"}
     manifest = path / "MANIFEST.json" if isinstance(path, Path) else None
@@ -110,7 +109,7 @@ def load_tokenizer(name: str | ModelRef | None = None) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        with parsed_once() if _is_gguf(path) else nullcontext():
+        with parsed_once(path):
             return _tokenizer(AutoTokenizer, path)
     except (OSError, ValueError) as error:
         raise _not_loaded(name or path, error) from None
@@ -118,10 +117,6 @@ def load_tokenizer(name: str | ModelRef | None = None) -> Any:
 
 def _source(name: str | ModelRef | None) -> Path | str:
     return (name if isinstance(name, ModelRef) else ModelRef(embedded.NAME if name is None else name)).source
-
-
-def _is_gguf(path: Path | str) -> bool:
-    return isinstance(path, Path) and path.suffix == ".gguf"
 
 
 def _is_embedded(path: Path | str) -> bool:
@@ -132,16 +127,8 @@ def _gguf_dtype(path: Path | str, device: str | None) -> str:
     return "float32" if _is_embedded(path) and (device or "cpu") == "cpu" else "bfloat16"
 
 
-def _where(path: Path | str) -> dict[str, Any]:
-    """Arguments of `from_pretrained`."""
-    if isinstance(path, Path) and _is_gguf(path):
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "trust_remote_code": False}
-    # None would ask whether to run the model's own code
-    return {"pretrained_model_name_or_path": str(path), "trust_remote_code": False}
-
-
 def _tokenizer(auto: Any, path: Path | str) -> Any:
-    tokenizer = auto.from_pretrained(**_where(path))
+    tokenizer = auto.from_pretrained(**pretrained(path))
     if _is_embedded(path):
         _split_digits(tokenizer)
     return tokenizer
