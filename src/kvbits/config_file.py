@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import gguf_header
 from .errors import SpecError
-from .geometry import find_model, load_config
+from .geometry import cached_folder, find_model, is_gguf, load_config
 from .spec import MOST_TOKENS
 
 FIELDS = (
@@ -329,7 +329,7 @@ def read_config(model: str | os.PathLike[str]) -> Any:
         SpecError: nothing there, no JSON, or a model_type that is not known.
     """
     path = find_model(model)
-    if isinstance(path, Path) and path.suffix == ".gguf":
+    if is_gguf(path):
         header = gguf_header.stated(path)
         return load_config(model) if header is None else Fields(header)
     file = _fetched(path) if isinstance(path, str) else path / "config.json" if path.is_dir() else path
@@ -399,12 +399,11 @@ def _shown(value: Any) -> str:
 
 
 def _fetched(hub_id: str) -> Path:
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    cached = try_to_load_from_cache(hub_id, "config.json")
-    if isinstance(cached, str):
-        return Path(cached)
+    if (folder := cached_folder(hub_id)) is not None:
+        return folder / "config.json"
     try:
         found = Path(hf_hub_download(hub_id, "config.json"))
         for name in QUANTIZERS:

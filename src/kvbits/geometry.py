@@ -27,7 +27,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from . import embedded
 from .errors import SpecError, UnsupportedError
@@ -98,13 +98,9 @@ def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path |
         )
     if not look_up:
         return text
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import constants
 
-    if (
-        constants.HF_HUB_OFFLINE
-        or urllib.request.getproxies()
-        or isinstance(try_to_load_from_cache(text, "config.json"), str)
-    ):
+    if constants.HF_HUB_OFFLINE or urllib.request.getproxies() or cached_folder(text) is not None:
         return text
     host = urllib.parse.urlsplit(constants.ENDPOINT).hostname or ""
     try:
@@ -117,19 +113,12 @@ def find_model(model: str | os.PathLike[str], *, look_up: bool = True) -> Path |
     return text
 
 
-def find_weights(model: str | os.PathLike[str], *, look_up: bool = True) -> Path | str:
-    """`find_model` for a model that is to be loaded: a config.json alone is none.
+def cached_folder(hub_id: str) -> Path | None:
+    """The local snapshot of a hub id, or None where its config.json is not in the cache."""
+    from huggingface_hub import try_to_load_from_cache
 
-    Raises:
-        SpecError, UnsupportedError: as `find_model`; a file that holds no weights.
-    """
-    path = find_model(model, look_up=look_up)
-    if isinstance(path, Path) and path.is_file() and path.suffix != ".gguf":
-        raise UnsupportedError(
-            f"cannot load a model from the file {str(path)!r}; give the directory that holds its config.json and"
-            " weights, or a GGUF file"
-        )
-    return path
+    found = try_to_load_from_cache(hub_id, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def load_config(model: str | os.PathLike[str]) -> Any:
@@ -146,10 +135,7 @@ def load_config(model: str | os.PathLike[str]) -> Any:
     from transformers import AutoConfig
 
     try:
-        if isinstance(path, Path) and path.suffix == ".gguf":
-            with parsed_once():
-                return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
-        if isinstance(path, Path) and path.is_file():
+        if isinstance(path, Path) and path.is_file() and not is_gguf(path):
             if path.suffix != ".json":
                 raise SpecError(
                     f"{path} is neither a config.json nor a GGUF file; give the directory that holds a model's"
@@ -159,8 +145,8 @@ def load_config(model: str | os.PathLike[str]) -> Any:
             if not isinstance(fields, dict) or "model_type" not in fields:
                 raise SpecError(f"{path} has no model_type, so it is not a Transformers config.json")
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
-        # None would ask whether to run the model's own code
-        return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        with parsed_once(path):
+            return AutoConfig.from_pretrained(**pretrained(path))
     except SpecError:
         raise
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError, StrictDataclassError) as e:
@@ -176,17 +162,34 @@ def load_config(model: str | os.PathLike[str]) -> Any:
         ) from None
 
 
+def is_gguf(path: Path | str) -> TypeGuard[Path]:
+    """Whether a model is one GGUF file."""
+    return isinstance(path, Path) and path.suffix == ".gguf"
+
+
+def pretrained(path: Path | str) -> dict[str, Any]:
+    """Arguments of Transformers' `from_pretrained` for what `find_model` returned."""
+    # None would ask whether to run the model's own code
+    how: dict[str, Any] = {"trust_remote_code": False}
+    if is_gguf(path):
+        return how | {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    return how | {"pretrained_model_name_or_path": str(path)}
+
+
 _parsed: dict[tuple[str, int, int], Any] = {}
 
 
 @contextlib.contextmanager
-def parsed_once() -> Iterator[None]:
-    """Inside, a GGUF file is parsed once.
+def parsed_once(path: Path | str) -> Iterator[None]:
+    """Inside, a GGUF file is parsed once; models in other files are read as ever.
 
     Transformers parses it anew for the configuration, the tokenizer and the weights, three seconds of a core each for
     the embedded model, and makes the same table of tensor names for each of its modules, nine seconds in all. What was
     parsed is kept until another file is, or `forget_parsed`.
     """
+    if not is_gguf(path):
+        yield
+        return
     gguf: Any = importlib.import_module("gguf")
     plain, names = gguf.GGUFReader, gguf.get_tensor_name_map
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from .config_file import QUANTIZERS
 from .errors import SpecError
-from .geometry import find_model, query_heads, text_config
+from .geometry import cached_folder, find_model, is_gguf, query_heads, text_config
 from .spec import DTYPE_BYTES
 from .units import dtype_name
 
@@ -61,8 +61,8 @@ def weights_bytes(model: str, config: Any, say: Callable[[str], None] = lambda t
             cannot build.
     """
     path = find_model(model, look_up=False)
-    gguf = isinstance(path, Path) and path.suffix == ".gguf"
-    folder = _cached(path) if isinstance(path, str) else path if path.is_dir() else path.parent
+    gguf = is_gguf(path)
+    folder = cached_folder(path) if isinstance(path, str) else path if path.is_dir() else path.parent
     if not gguf and folder is not None and (found := _of_files(folder)) is not None:
         return found
     return bytes_of_config(model, config, gguf, say, folder)
@@ -464,11 +464,3 @@ def _others(config: Any) -> int:
             inner = part.get("intermediate_size")
             total += depth * (4 * h * h + 2 * h * (inner if isinstance(inner, int) else 4 * h))
     return total
-
-
-def _cached(hub_id: str) -> Path | None:
-    """The local snapshot of a hub id, if there is one."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(hub_id, "config.json")
-    return Path(found).parent if isinstance(found, str) else None

@@ -22,6 +22,7 @@ from kvbits.files import cache_folder, cache_folders
 from kvbits.geometry import load_config
 from kvbits.integrations.huggingface import KVCache
 from kvbits.integrations.models import load_model
+from kvbits.model_ref import ModelRef
 
 SCHEMES = ("klt4", "klt3", "klt2")
 
@@ -56,9 +57,9 @@ def refuse(*_):
 
 def test_one_key_for_files_and_models_in_any_dtype(folder, tmp_path):
     keys = {kept.key_of_model(load_model(folder, dtype=dtype)[0]) for dtype in ("float32", "bfloat16")}
-    assert keys == {kept.key_of_files(folder, load_config(folder))}
+    assert keys == {kept.key_of_files(ModelRef(folder))}
     with torch.device("meta"):  # vLLM makes layers with a GPU as the default device
-        assert keys == {kept.key_of_files(folder, load_config(folder))}
+        assert keys == {kept.key_of_files(ModelRef(folder))}
     model = load_model(folder)[0]
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0, 3] += 0.5
@@ -67,7 +68,7 @@ def test_one_key_for_files_and_models_in_any_dtype(folder, tmp_path):
     model.config.rope_parameters["rope_theta"] = 77.0
     keys.add(kept.key_of_model(model))
     assert len(keys) == 3
-    assert kept.key_of_files(str(tmp_path), load_config(folder)) is None
+    assert kept.key_of_files(ModelRef(tmp_path, load_config(folder))) is None
 
 
 def test_keys_tell_weights_apart_whatever_layers_are_called():
@@ -98,7 +99,7 @@ def test_nothing_is_made_where_that_is_said(folder, home):
     with pytest.raises(CalibrationError, match="none may be made: run `kvbits calibrate .*` once"):
         KVCache.for_model(load_model(folder)[0], "klt3", calibrate=False)
     with pytest.raises(CalibrationError, match="none may be made"):
-        kept.of_files(folder, load_config(folder), schemes.get("klt3"), make=False)
+        kept.of_files(ModelRef(folder), schemes.get("klt3"), make=False)
     assert not list(home.glob("*")) if home.exists() else True
 
 
@@ -159,11 +160,11 @@ def test_one_that_is_killed_leaves_nothing_broken(folder, home):
 
 
 def test_an_engine_has_it_made_by_a_process_of_its_own(folder, home):
-    config = load_config(folder)
-    found = kept.of_files(folder, config, schemes.for_layers("klt2", kept.layer_geometries(config)))
+    ref = ModelRef(folder)
+    found = kept.of_files(ref, schemes.for_layers("klt2", ref.layers))
     assert found.info["scheme"] == "klt2" and found.path is not None and found.path.startswith(str(home))
     with pytest.raises(CalibrationError, match="made no calibration: .*; say how"):
-        kept.of_files(str(home / "nothing"), config, schemes.get("klt2"), way_out="; say how")
+        kept.of_files(ModelRef(home / "nothing", ref.config), schemes.get("klt2"), way_out="; say how")
 
 
 def test_a_home_that_takes_no_files(folder, tmp_path, monkeypatch):

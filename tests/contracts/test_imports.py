@@ -19,7 +19,7 @@ LAYERS = [
     {"ops"},
     {"cache"},
     {"store"},
-    {"integrations", "geometry", "planner", "weights", "gpus", "config_file", "gguf_header"},
+    {"integrations", "geometry", "model_ref", "planner", "weights", "gpus", "config_file", "gguf_header"},
     {"calibrate", "evaluate"},
     {"report"},
     {"cli", "__main__"},

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from kvbits import embedded as embedded_file
 from kvbits import schemes
+from kvbits.calibrate.sampling import Sample
 from kvbits.errors import DataError, SpecError, UnsupportedError
 from kvbits.evaluate import demo
-from kvbits.evaluate.calibrator import Sample
 from kvbits.evaluate.run import evaluate
 from kvbits.evaluate.texts import novel, novel_end, novel_start
 from kvbits.geometry import layer_geometries, load_config

@@ -14,11 +14,12 @@ import tiny
 import torch
 
 from kvbits import schemes
+from kvbits.calibrate.sampling import Sample
 from kvbits.cli.eval import _table
 from kvbits.errors import DataError, SpecError, UnsupportedError
 from kvbits.evaluate import results
 from kvbits.evaluate.caches import base_factory, factory, sides
-from kvbits.evaluate.calibrator import Calibrator, Sample
+from kvbits.evaluate.calibrator import Calibrator
 from kvbits.evaluate.fidelity import drift, octaves
 from kvbits.evaluate.paired import paired
 from kvbits.evaluate.rows import follow

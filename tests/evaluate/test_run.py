@@ -15,10 +15,11 @@ import tiny
 import torch
 
 from kvbits import runs, schemes
+from kvbits.calibrate.sampling import Sample, windows_of
 from kvbits.errors import CalibrationError, FileFormatError, SpecError, UnsupportedError
 from kvbits.evaluate import results
 from kvbits.evaluate.caches import GROUPS, STOCK, base_factory, expand, factory, held_bytes, read_caches
-from kvbits.evaluate.calibrator import Calibrator, Sample, windows_of
+from kvbits.evaluate.calibrator import Calibrator
 from kvbits.evaluate.run import evaluate
 from kvbits.evaluate.tasks import TASKS, Context, Options, load, names_of
 from kvbits.evaluate.tasks import text as text_tasks

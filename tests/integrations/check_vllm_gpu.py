@@ -171,10 +171,11 @@ def keep_calibration(path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from kvbits.calibrate import calibrate, kept
+    from kvbits.model_ref import ModelRef
 
     os.environ["KVBITS_CACHE"] = str(path / "cache")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to("cuda")
-    with kept.keeping(kept.key_of_files(str(path), model.config)) as file:
+    with kept.keeping(kept.key_of_files(ModelRef.of(model))) as file:
         calibrate(model, [torch.randint(3, 1000, (4, 1024), generator=torch.Generator().manual_seed(2))], "klt4").save(
             file
         )

@@ -26,6 +26,7 @@ from kvbits.errors import CalibrationError, FileFormatError
 from kvbits.geometry import layer_geometries
 from kvbits.integrations.rotary import layers_of, with_rotary
 from kvbits.integrations.vllm import observe
+from kvbits.model_ref import ModelRef
 from kvbits.spec import Override, Scheme
 
 pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -223,7 +224,7 @@ def test_a_draft_model_has_a_calibration_of_its_own(model, engine, calibration, 
     """
     monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
     c, (_, path) = calibration("llama"), model(draft)
-    with kept.keeping(kept.key_of_files(str(path), model(draft)[0].config)) as file:
+    with kept.keeping(kept.key_of_files(ModelRef(path, model(draft)[0].config))) as file:
         shutil.copy(calibration(draft).path, file)
     llm = engine("llama", "kvbits_klt4", **said(c, calibrate=False, **options), **drafts(path))
     prompts = [(random_ids(7, 1) * 30)[:n] for n in (40, 63, 120)]

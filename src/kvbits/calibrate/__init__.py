@@ -4,6 +4,7 @@ scheme.
 calibration.py   Calibration: scales per layer, fingerprint, safetensors file
 ranges.py        Ranges: exact percentiles of a stream in bounded memory
 collect.py       calibrate(), calibrate_all(): run a model over prompts, keep what the schemes need
+sampling.py      Sample: how many windows of a text, how long, and how they are drawn
 observe.py       ObservingCache: every key and value where the cache is written
 kept.py          the calibration of a model in the user's cache folder, made there once
 target.py        what is calibrated, and keys and values as its pages hold them

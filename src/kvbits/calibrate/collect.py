@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,16 +70,25 @@ def prompts_from_text(
     return list(windows.split(batch_size))
 
 
-def check_options(percentile: float | None, weights: str) -> None:
-    """Refuse what `calibrate` cannot take, before a model is there.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Choices of a calibration, as `calibrate` takes them.
 
     Raises:
         SpecError: a percentile out of range, or unknown weights.
     """
-    if percentile is not None:
-        require_percentile(percentile)
-    if weights not in ("fisher", "none"):
-        raise SpecError(f"weights={weights!r} is not 'fisher' or 'none'")
+
+    percentile: float | None = None
+    skip_tokens: int | None = None
+    weights: str = "fisher"
+    per_head: bool = False
+    checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        if self.percentile is not None:
+            require_percentile(self.percentile)
+        if self.weights not in ("fisher", "none"):
+            raise SpecError(f"weights={self.weights!r} is not 'fisher' or 'none'")
 
 
 def calibrate(
@@ -118,38 +128,34 @@ def calibrate(
         DataError: no tokens, or NaN or infinity in keys or values.
         UnsupportedError: a model without a plain KV cache.
     """
-    how = {
-        "percentile": percentile,
-        "skip_tokens": skip_tokens,
-        "weights": weights,
-        "per_head": per_head,
-        "checkpointing": checkpointing,
-    }
-    return calibrate_all(model, prompts, [scheme], **how, resume=resume, progress=progress)[0]  # type: ignore[arg-type]
+    settings = Settings(
+        percentile=percentile,
+        skip_tokens=skip_tokens,
+        weights=weights,
+        per_head=per_head,
+        checkpointing=checkpointing,
+    )
+    return calibrate_all(model, prompts, [scheme], settings, resume=resume, progress=progress)[0]
 
 
 def calibrate_all(
     model: Any,
     prompts: Sequence[Prompt],
     schemes: Sequence[str | Scheme],
+    settings: Settings | None = None,
     *,
-    percentile: float | None = None,
-    skip_tokens: int | None = None,
-    weights: str = "fisher",
-    per_head: bool = False,
-    checkpointing: bool = False,
     resume: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> list[Calibration]:
     """What `calibrate` returns for each scheme, with one pass over the prompts for all static scales, one for all bases
     and one for all codebooks.
     """
-    check_options(percentile, weights)
+    how = settings or Settings()
     given = [_batch(p) for p in prompts]
-    targets = [_target(model, scheme, given, skip_tokens) for scheme in schemes]
+    targets = [_target(model, scheme, given, how.skip_tokens) for scheme in schemes]
     batches = [(ids, mask) for ids, mask, _ in given]
     found: list[list[dict[str, torch.Tensor]]] = []
-    ranges = [ranges_of(t.scheme, t.layers, _count(t), percentile) for t in targets]
+    ranges = [ranges_of(t.scheme, t.layers, _count(t), how.percentile) for t in targets]
     if any(ranges):
         _run(model, batches, targets, ranges, progress)
     for target, measured in zip(targets, ranges, strict=True):
@@ -163,10 +169,10 @@ def calibrate_all(
         for layer, m in measured_bases.items():
             static[layer] |= {"k_basis": m.basis()} | ({"k_mean": m.mean()} if "mean" in m.spec.calibrates else {})
     warn_of((head for of_scheme in moments for m in of_scheme.values() for head in m.weak), stacklevel=3)
-    _fill_codebooks(model, batches, targets, found, weights == "fisher", checkpointing, resume, progress)
+    _fill_codebooks(model, batches, targets, found, how, resume, progress)
     for target, static in zip(targets, found, strict=True):
         for (layer, side), fit in target.levels.items():
-            static[layer][f"{side}_codebook"] = fit.fit(per_head)
+            static[layer][f"{side}_codebook"] = fit.fit(how.per_head)
     measured_on = {"identity": identity(model), "dtype": str(model.dtype)}
     return [
         Calibration(
@@ -176,9 +182,9 @@ def calibrate_all(
                 "model": getattr(model.config, "_name_or_path", "") or type(model).__name__,
                 "measured_on": measured_on,
                 "scheme": t.scheme.name,
-                "percentile": _share(t.scheme.key if t.scheme.key.static else t.scheme.value, percentile),
-                "weights": weights if t.levels else None,
-                "per_head": per_head if t.levels else None,
+                "percentile": _share(t.scheme.key if t.scheme.key.static else t.scheme.value, how.percentile),
+                "weights": how.weights if t.levels else None,
+                "per_head": how.per_head if t.levels else None,
                 "prompts": sum(len(ids) for ids, _ in batches),
                 "tokens": _count(t),
                 "skip_tokens": t.skip,
@@ -197,11 +203,7 @@ def _target(
     layers = layer_geometries(model.config)
     chosen = presets.for_layers(scheme, layers)
     if not chosen.needs_calibration:
-        static = [s.name for s in presets.PRESETS.values() if s.needs_calibration]
-        raise CalibrationError(
-            f"scheme {chosen.name!r} takes its scales from each page; schemes that need calibration:"
-            f" {', '.join(static)}"
-        )
+        raise CalibrationError(presets.without_calibration(chosen))
     if chosen.needs_rotary:
         layers = with_rotary(layers, model)
     CacheSpec(scheme=chosen, layers=layers)  # refuses what no cache could use
@@ -262,8 +264,7 @@ def _fill_codebooks(
     prompts: list[Batch],
     targets: list[Target],
     found: list[list[dict[str, torch.Tensor]]],
-    weighted: bool,
-    checkpointing: bool,
+    how: Settings,
     resume: str | os.PathLike[str] | None,
     progress: bool,
 ) -> None:
@@ -274,7 +275,8 @@ def _fill_codebooks(
 
         for target, static in having:
             target.levels.update(histograms.levels_of(target.scheme, target.layers, static))
-        histograms.collect(model, prompts, [t for t, _ in having], weighted, checkpointing, resume, progress)
+        weighted = how.weights == "fisher"
+        histograms.collect(model, prompts, [t for t, _ in having], weighted, how.checkpointing, resume, progress)
 
 
 def moments_of(scheme: Scheme, layers: tuple[LayerGeometry, ...]) -> dict[int, Moments]:

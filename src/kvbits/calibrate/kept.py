@@ -1,7 +1,7 @@
 """Bases that are kept: found by the weights of a model in the user's cache folder, or made there once.
 
-    calibration = of_model(model, scheme)                      # a model of Transformers
-    calibration = of_files("Qwen/Qwen3-8B", config, scheme)    # one that another engine has: by its files
+    calibration = of_model(model, scheme)                         # a loaded model of Transformers
+    calibration = of_files(ModelRef("Qwen/Qwen3-8B"), scheme)     # one that another engine has: by its files
 
 One file of a model serves every scheme whose keys have a calibrated basis (`Calibration.fitted`). It lies in
 `files.cache_folder("calibrations")` and is named after `key_of_model`, which is also the key of the files that a model
@@ -27,15 +27,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import schemes as presets
-from ..errors import CalibrationError, KvbitsError, SpecError, UnsupportedError
+from ..errors import CalibrationError, KvbitsError, SpecError
 from ..files import cache_folder, cache_folders, warn_not_kept
-from ..geometry import find_weights, layer_geometries, max_context
 from ..integrations.identity import identity
 from ..integrations.models import load_tokenizer
+from ..model_ref import ModelRef
 from ..progress import say
 from ..spec import Scheme
 from ..weights import weight_files
 from .calibration import Calibration, fingerprint
+from .collect import calibrate_all
+from .sampling import about, thorough, windows_of
 
 if TYPE_CHECKING:
     from ..evaluate.texts import Text
@@ -68,7 +70,7 @@ def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:
             f"scheme {scheme.name!r} needs calibrated parameters; run `kvbits calibrate` and pass"
             " calibration=Calibration.load(FILE)"
         )
-    key = key_of_model(model)
+    ref, key = ModelRef.of(model), key_of_model(model)
     own = f"{key}-{identity(model)[:16]}"
 
     def kept() -> Calibration | None:
@@ -77,7 +79,7 @@ def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:
 
     if (found := kept()) is not None:
         return found
-    if not (name := getattr(model, "kvbits_source", None) or getattr(model, "name_or_path", "")):
+    if not ref.name:
         raise CalibrationError(
             f"scheme {scheme.name!r} needs a calibration, none is kept, and this {type(model).__name__} was built in"
             " memory, so nothing says which tokenizer to make one with; pass"
@@ -85,14 +87,14 @@ def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:
         )
     if not make:
         raise CalibrationError(
-            f"no calibration of {name} is kept, and none may be made: run `kvbits calibrate {name}` once, or pass"
+            f"no calibration of {ref} is kept, and none may be made: run `kvbits calibrate {ref}` once, or pass"
             " calibration="
         )
     try:
-        tokenizer = load_tokenizer(name)
+        tokenizer = load_tokenizer(ref)
     except KvbitsError as error:
         raise CalibrationError(
-            f"scheme {scheme.name!r} needs a calibration of {name}, and it cannot be made because the model's tokenizer"
+            f"scheme {scheme.name!r} needs a calibration of {ref}, and it cannot be made because the model's tokenizer"
             f" is not found ({error}); pass calibration=kvbits.calibrate.calibrate(model, prompts, scheme) with prompts"
             " of your own"
         ) from error
@@ -106,7 +108,7 @@ def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:
             return found
         if path is not None and find(key, model.config, scheme) is not None:
             path = path.with_name(f"{own}.safetensors")  # another model has these first rows
-        say(f"calibrating {name} for klt, once" + ("" if path is None else f"; kept in {path}"))
+        say(f"calibrating {ref} for klt, once" + ("" if path is None else f"; kept in {path}"))
         made = measure(model, tokenizer)
         try:
             if path is not None:
@@ -117,13 +119,13 @@ def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:
 
 
 def of_files(
-    name: str, config: Any, scheme: Scheme, *, make: bool = True, device: str = "cpu", way_out: str = ""
+    model: ModelRef, scheme: Scheme, *, make: bool = True, device: str = "cpu", way_out: str = ""
 ) -> Calibration:
     """The same of a model that lies in files, or on the hub: made by a process of its own (`kvbits calibrate NAME`),
     which leaves no memory taken.
 
     Args:
-        config: Transformers' configuration of it, as the engine has it.
+        model: with Transformers' configuration as the engine has it.
         way_out: said where it cannot be made so.
 
     Raises:
@@ -131,30 +133,32 @@ def of_files(
     """
     if not scheme.needs_basis_alone:
         raise CalibrationError(
-            f"scheme {scheme.name!r} needs calibrated parameters; run `kvbits calibrate {name} --out"
+            f"scheme {scheme.name!r} needs calibrated parameters; run `kvbits calibrate {model} --out"
             f" FILE.safetensors`{way_out}"
         )
 
-    def found() -> Calibration | None:
-        key = key_of_files(name, config)
-        return None if key is None else find(key, config, scheme)
-
-    if (kept := found()) is not None:
+    if (kept := find_for(model, scheme)) is not None:
         return kept
     if not make:
         raise CalibrationError(
-            f"no calibration of {name} is kept, and none may be made: run `kvbits calibrate {name}` once{way_out}"
+            f"no calibration of {model} is kept, and none may be made: run `kvbits calibrate {model}` once{way_out}"
         )
-    command = [sys.executable, "-m", "kvbits", "calibrate", name, "--device", device]
+    command = [sys.executable, "-m", "kvbits", "calibrate", model.name, "--device", device]
     why = "it said nothing"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
             sys.stderr.write(line)
             why = line.strip() or why
-    if (kept := found()) is None:
-        raise CalibrationError(f"`kvbits calibrate {name} --device {device}` made no calibration: {why}{way_out}")
+    if (kept := find_for(model, scheme)) is None:
+        raise CalibrationError(f"`kvbits calibrate {model} --device {device}` made no calibration: {why}{way_out}")
     return kept
+
+
+def find_for(model: ModelRef, scheme: Scheme) -> Calibration | None:
+    """The calibration that is kept for the files of a model, or None."""
+    key = key_of_files(model)
+    return None if key is None else find(key, model.config, scheme)
 
 
 def find(key: str, config: Any, scheme: Scheme) -> Calibration | None:
@@ -203,13 +207,12 @@ def source() -> Text:
 
 def measure(model: Any, tokenizer: Any) -> Calibration:
     """A calibration of a loaded model for `MADE_FOR`, on the shipped texts."""
-    from ..evaluate.calibrator import Calibrator, Sample, thorough
-
-    scheme = presets.for_layers(MADE_FOR, layer_geometries(model.config))
-    usual, most = thorough(scheme), max_context(model.config)
-    sample = Sample(usual.windows, min(usual.length, most or usual.length))
-    calibrator = Calibrator(model, tokenizer, source(), sample=sample)
-    return calibrator.measure([scheme], calibrator.windows([scheme]))[0]
+    ref, text = ModelRef.of(model), source()
+    scheme = presets.for_layers(MADE_FOR, ref.layers)
+    sample = thorough(scheme).within(ref.max_context)
+    (made,) = calibrate_all(model, windows_of(tokenizer, text, sample, batch_size=4), [scheme], progress=True)
+    made.info.update(about(text, sample))
+    return made
 
 
 def key_of_model(model: Any) -> str:
@@ -225,22 +228,21 @@ def key_of_model(model: Any) -> str:
             rows.append((layer, tuple(p.shape), _plain(whole[:1] if known else torch.zeros(0))))
     together = torch.cat([row.cpu() for _, _, row in rows]) if rows else torch.zeros(0, dtype=torch.uint8)
     sizes = [len(row) for _, _, row in rows]
-    return _key(
-        model.config, [(name, shape, part) for (name, shape, _), part in zip(rows, together.split(sizes), strict=True)]
-    )
+    parts = [(name, shape, part) for (name, shape, _), part in zip(rows, together.split(sizes), strict=True)]
+    return _key(ModelRef.of(model), parts)
 
 
-def key_of_files(name: str, config: Any) -> str | None:
+def key_of_files(model: ModelRef) -> str | None:
     """The key of the model in a folder or GGUF file, or of the hub's as far as it is here; None where no
     weights are.
     """
     from safetensors import safe_open
 
-    path = _place(name)
+    path = model.local_path
     if path is None:
         return None
     if path.is_file():
-        return _key(config, [(path.name, (path.stat().st_size,), _ends(path))])
+        return _key(model, [(path.name, (path.stat().st_size,), _ends(path))])
     rows: list[Row] = []
     for file in weight_files(path):
         if not file.exists():
@@ -255,20 +257,7 @@ def key_of_files(name: str, config: Any) -> str | None:
                 shape = tuple(part.get_shape())
                 if layer := _of_layer(tensor, len(shape)):
                     rows.append((layer, shape, _plain(part[:1])))
-    return _key(config, rows) if rows else None
-
-
-def _place(name: str) -> Path | None:
-    try:
-        path = find_weights(name, look_up=False)
-    except (SpecError, UnsupportedError):
-        return None
-    if isinstance(path, Path):
-        return path
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(path, "config.json")
-    return Path(found).parent if isinstance(found, str) else None
+    return _key(model, rows) if rows else None
 
 
 def _of_layer(name: str, ndim: int) -> str:
@@ -293,9 +282,9 @@ def _ends(path: Path, count: int = 1 << 16) -> torch.Tensor:
         return torch.frombuffer(bytearray(first + file.read(count)), dtype=torch.uint8)
 
 
-def _key(config: Any, rows: list[Row]) -> str:
-    scheme = presets.for_layers(MADE_FOR, layer_geometries(config))
-    digest = hashlib.sha256(json.dumps(fingerprint(config, scheme), sort_keys=True).encode())
+def _key(model: ModelRef, rows: list[Row]) -> str:
+    scheme = presets.for_layers(MADE_FOR, model.layers)
+    digest = hashlib.sha256(json.dumps(fingerprint(model.config, scheme), sort_keys=True).encode())
     for name, shape, row in sorted(rows, key=lambda r: (r[0], r[1], r[2].numpy().tobytes())):
         digest.update(f"{name}{shape}".encode() + row.numpy().tobytes())
     return digest.hexdigest()[:32]

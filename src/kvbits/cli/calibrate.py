@@ -16,6 +16,7 @@ from ..files import require_file
 from .common import (
     Device,
     Json,
+    Loading,
     Model,
     Threads,
     command,
@@ -23,7 +24,6 @@ from .common import (
     print_json,
     read_config,
     require_model,
-    say_device,
     set_threads,
     tokens,
     when_stopped,
@@ -32,8 +32,10 @@ from .output import show, tell
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
-    from ..evaluate.calibrator import Sample
+    from ..calibrate.collect import Settings
+    from ..calibrate.sampling import Sample
     from ..evaluate.texts import Text
+    from ..model_ref import ModelRef
     from ..spec import Scheme
 
 
@@ -130,48 +132,52 @@ def calibrate(
 
     A cache for another model, rotary setting or scheme refuses the file and says what differs.
     """
-    require_model(model)
-    chosen = [_with_calibration(name) for name in dict.fromkeys(names_of("--scheme", scheme or ["klt4"]))]
-    if all(one.needs_basis_alone for _, one in chosen) and "{scheme}" not in str(out):
-        chosen = chosen[:1]  # one serves all
+    ref = require_model(model)
+    from .. import schemes
+
+    named = [schemes.find(name) for name in dict.fromkeys(names_of("--scheme", scheme or ["klt4"]))]
+    chosen = [_with_calibration(one) for one in named]
+    if all(one.needs_basis_alone for one in chosen) and "{scheme}" not in str(out):
+        named, chosen = named[:1], chosen[:1]  # one serves all
     elif out is None:
-        names = ", ".join(one.name for _, one in chosen if not one.needs_basis_alone)
+        names = ", ".join(one.name for one in chosen if not one.needs_basis_alone)
         raise SpecError(f"only calibrations of bases are kept by model; give --out FILE.safetensors for {names}")
-    outs = [] if out is None else _outs(out, [one.name for _, one in chosen])
-    for path, (_, one) in zip(outs, chosen, strict=bool(outs)):
+    outs = [] if out is None else _outs(out, [one.name for one in chosen])
+    for path, one in zip(outs, chosen, strict=bool(outs)):
         require_file(path, "--out", replaced=True)
         if path.exists() and not force:
-            _may_replace(path, model, one.name)
+            _may_replace(path, ref, one.name)
     from ..calibrate.kept import TEXTS
     from ..evaluate.texts import mixed, read_text
 
     given = [read_text(one) for one in text or []]
-    source = mixed(
-        given or [read_text(one) for one in TEXTS[: 1 + any("basis" in one.calibrates for _, one in chosen)]]
-    )
-    how = {
-        "percentile": percentile,
-        "skip_tokens": skip_tokens,
-        "weights": weights,
-        "per_head": per_head,
-        "checkpointing": checkpointing,
-    }
-    sample = _sample(model, [one for _, one in chosen], windows, length, device, how)
+    source = mixed(given or [read_text(one) for one in TEXTS[: 1 + any("basis" in one.calibrates for one in chosen)]])
+    from ..calibrate.collect import Settings
     from ..spec.codec import choice
 
+    settings = Settings(
+        percentile=percentile,
+        skip_tokens=skip_tokens,
+        weights=weights,
+        per_head=per_head,
+        checkpointing=checkpointing,
+    )
+    _require_use(chosen, settings)
+    loading = Loading(ref, device=device)
+    sample = _sample(ref, chosen, windows, length, skip_tokens)
     choice("engine", engine, ("transformers", "vllm"))
     of_engine = _json(engine_options)
-    if engine == "vllm" and not all(one.needs_basis_alone for _, one in chosen):
+    if engine == "vllm" and not all(one.needs_basis_alone for one in chosen):
         raise SpecError(
-            f"--engine vllm measures bases of keys, which {chosen[0][1].name} does not have alone; leave --engine away"
+            f"--engine vllm measures bases of keys, which {chosen[0].name} does not have alone; leave --engine away"
         )
     set_threads(threads)
     start = time.perf_counter()
 
     def measure(partial: Path) -> tuple[list[Calibration], Any]:
         if engine == "vllm":
-            return [_measure_in_vllm(model, source, sample, seed, of_engine)], None
-        return _measure(model, device, source, [named for named, _ in chosen], sample, seed, partial, how)
+            return [_measure_in_vllm(ref, source, sample, seed, of_engine)], None
+        return _measure(loading, source, named, sample, seed, partial, settings)
 
     kept_before = False
     if out is None:
@@ -183,7 +189,7 @@ def calibrate(
             "seed": seed or None,
         }
         found, outs, kept_before = _keep(
-            model, chosen[0][1], force, measure, {k: v for k, v in given_of.items() if v is not None}
+            ref, chosen[0], force, measure, {k: v for k, v in given_of.items() if v is not None}
         )
     else:
         found, _ = measure(outs[0].with_name(outs[0].name + ".partial"))
@@ -211,7 +217,7 @@ def calibrate(
 
 
 def _keep(
-    model: str,
+    model: ModelRef,
     scheme: Scheme,
     force: bool,
     measure: Callable[[Path], tuple[list[Calibration], Any]],
@@ -230,12 +236,10 @@ def _keep(
         SpecError: one is there that was measured otherwise than asked.
     """
     from ..calibrate import kept
-    from ..geometry import load_config
 
-    config = load_config(model)
-    key = kept.key_of_files(model, config)
-    with kept.keeping(key or hashlib.sha256(model.encode()).hexdigest()[:32]) as path:
-        there = None if key is None or force else kept.find(key, config, scheme)
+    key = kept.key_of_files(model)
+    with kept.keeping(key or hashlib.sha256(model.name.encode()).hexdigest()[:32]) as path:
+        there = None if key is None or force else kept.find(key, model.config, scheme)
         if there is not None:
             if other := [
                 name.removesuffix("_sha256") for name, value in asked.items() if there.info.get(name) != value
@@ -250,9 +254,9 @@ def _keep(
                 )
             return [there], [Path(there.path or path)], True
         (made,), lm = measure(path)
-        made.info["model"] = model
+        made.info["model"] = model.name
         keys = dict.fromkeys(
-            [k for k in (key, kept.key_of_files(model, config), None if lm is None else kept.key_of_model(lm)) if k]
+            [k for k in (key, kept.key_of_files(model), None if lm is None else kept.key_of_model(lm)) if k]
         )
         paths = [path.with_name(f"{one}.safetensors") for one in keys]
         for one in paths:
@@ -275,16 +279,11 @@ def _outs(out: Path, names: list[str]) -> list[Path]:
 
 
 def _sample(
-    model: str, schemes: list[Scheme], windows: int | None, length: int | None, device: str | None, how: dict[str, Any]
+    model: ModelRef, schemes: list[Scheme], windows: int | None, length: int | None, skipped: int | None
 ) -> Sample:
-    """How much of the text is looked at. Numbers that cannot be are refused here, before the model is loaded."""
-    from ..calibrate.collect import check_options
-    from ..evaluate.calibrator import Sample, require_positions, thorough
-    from ..integrations.models import check_place
+    """Choose how much of the text is looked at. Impossible numbers are refused before the model is loaded."""
+    from ..calibrate.sampling import Sample, thorough
 
-    check_options(how["percentile"], how["weights"])
-    _require_use(schemes, how)
-    check_place("auto", device)
     kinds = {thorough(one): one.name for one in schemes}
     if len(kinds) > 1 and (windows is None or length is None):
         listed = " and ".join(f"{s.windows} windows of {s.length:,} tokens ({name})" for s, name in kinds.items())
@@ -294,52 +293,46 @@ def _sample(
         )
     usual = next(iter(kinds))
     sample = Sample(usual.windows if windows is None else windows, usual.length if length is None else length)
-    require_positions(sample, read_config(model))
-    if (skipped := how["skip_tokens"]) is not None and skipped >= sample.length:
+    read_config(model)
+    sample.require_positions(model.max_context)
+    if skipped is not None and skipped >= sample.length:
         raise SpecError(
             f"--skip-tokens {skipped} leaves nothing of windows of {sample.length} tokens; take fewer than --length"
         )
     return sample
 
 
-def _require_use(schemes: list[Scheme], how: dict[str, Any]) -> None:
+def _require_use(schemes: list[Scheme], settings: Settings) -> None:
     """Refuse options that change nothing for any of the schemes."""
     made = {name for one in schemes for name in one.calibrates}
     names = ", ".join(one.name for one in schemes)
-    for option, is_given, kind, words in (
-        ("--percentile", how["percentile"] is not None, "scale", "static scales"),
-        ("--weights", how["weights"] != "fisher", "codebook", "codebooks"),
-        ("--per-head", how["per_head"], "codebook", "codebooks"),
-        ("--checkpointing", how["checkpointing"], "codebook", "codebooks"),
-    ):
-        if is_given and kind not in made:
-            raise SpecError(f"{option} is of {words}, and {names} has none; omit it, or give another --scheme")
+    of_codebooks = [(name, "codebook", "codebooks") for name in ("weights", "per_head", "checkpointing")]
+    for name, kind, words in (("percentile", "scale", "static scales"), *of_codebooks):
+        if kind not in made and getattr(settings, name) != getattr(type(settings), name):
+            option = name.replace("_", "-")
+            raise SpecError(f"--{option} is of {words}, and {names} has none; omit it, or give another --scheme")
 
 
 def _measure(
-    model: str,
-    device: str | None,
+    loading: Loading,
     text: Text,
     named: list[str | Scheme],
     sample: Sample,
     seed: int,
     partial: Path,
-    how: dict[str, Any],
+    settings: Settings,
 ) -> tuple[list[Calibration], Any]:
     """Loads the model and looks at windows of the text; (what schemes take, the model)."""
     from .. import schemes
     from ..evaluate.calibrator import Calibrator
-    from ..geometry import layer_geometries
-    from ..integrations.models import load_model
 
-    say_device(device)
-    lm, tokenizer = load_model(model, device=device)
-    chosen = [schemes.for_layers(one, layer_geometries(lm.config)) for one in named]
+    lm, tokenizer = loading.load()
+    chosen = [schemes.for_layers(one, loading.model.layers) for one in named]
     calibrator = Calibrator(lm, tokenizer, text, sample=sample)
     prompts = calibrator.windows(chosen, seed=seed)
     if any("codebook" in one.calibrates for one in chosen):
         when_stopped(f"what codebooks have seen lies in {partial}; the same command goes on from there")
-    found = calibrator.measure(chosen, prompts, resume=partial, **how)
+    found = calibrator.measure(chosen, prompts, settings, resume=partial)
     got, size = sum(len(p) for p in prompts), prompts[0].shape[1]
     if got < sample.windows or size < sample.length:
         tell(
@@ -359,16 +352,14 @@ def _json(options: str) -> dict[str, Any]:
     return given
 
 
-def _measure_in_vllm(model: str, source: Text, sample: Sample, seed: int, given: dict[str, Any]) -> Calibration:
-    from ..evaluate.calibrator import windows_of
+def _measure_in_vllm(model: ModelRef, source: Text, sample: Sample, seed: int, given: dict[str, Any]) -> Calibration:
+    from ..calibrate.sampling import about, windows_of
     from ..integrations.models import load_tokenizer
     from ..integrations.vllm import observe
 
     windows = windows_of(load_tokenizer(model), source, sample, seed=seed)
-    found = observe.calibrate(model, [row.tolist() for batch in windows for row in batch], given)
-    found.info.update(
-        {"text": source.name, "text_sha256": source.sha256, "windows": sample.windows, "length": sample.length}
-    )
+    found = observe.calibrate(model.name, [row.tolist() for batch in windows for row in batch], given)
+    found.info.update(about(source, sample))
     return found
 
 
@@ -397,22 +388,17 @@ def _print(found: Calibration, out: Path, seconds: float | None) -> None:
     )
 
 
-def _with_calibration(scheme: str) -> tuple[str | Scheme, Scheme]:
-    """(what a list of schemes would hold, the scheme) of one that needs a calibration."""
+def _with_calibration(scheme: str | Scheme) -> Scheme:
+    """Refuse a scheme that needs no calibration."""
     from .. import schemes
 
-    named = schemes.find(scheme)
-    chosen = schemes.get(named) if isinstance(named, str) else named
+    chosen = schemes.get(scheme) if isinstance(scheme, str) else scheme
     if not chosen.needs_calibration:
-        static = [s.name for s in schemes.PRESETS.values() if s.needs_calibration]
-        raise SpecError(
-            f"scheme {chosen.name!r} takes its scales from each page; schemes that need calibration:"
-            f" {', '.join(static)}"
-        )
-    return named, chosen
+        raise SpecError(schemes.without_calibration(chosen))
+    return chosen
 
 
-def _may_replace(out: Path, model: str, scheme: str) -> None:
+def _may_replace(out: Path, model: ModelRef, scheme: str) -> None:
     """Refuse to overwrite anything but an earlier calibration of this scheme on this model; its header alone is read,
     without torch.
     """
@@ -425,6 +411,6 @@ def _may_replace(out: Path, model: str, scheme: str) -> None:
         old = {"scheme": info.get("scheme"), "model": info.get("model")}
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise SpecError(f"--out {out} exists and is no calibration that could be replaced; {way_out}") from e
-    for what, new in (("scheme", scheme), ("model", model)):
+    for what, new in (("scheme", scheme), ("model", model.name)):
         if old[what] != new:
             raise SpecError(f"--out {out} holds a calibration of {what} {old[what]!r}, not {new!r}; {way_out}")

@@ -16,6 +16,7 @@ from .common import (
     Device,
     Dtype,
     Json,
+    Loading,
     Model,
     Threads,
     command,
@@ -24,7 +25,6 @@ from .common import (
     print_json,
     read_config,
     require_model,
-    say_device,
     set_threads,
     tokens,
 )
@@ -86,7 +86,7 @@ def check(
     Advice is measured: every remedy is tried on the layers that failed, and the advised scheme goes through the real
     cache beside the given one.
     """
-    require_model(model)
+    ref = require_model(model)
     from .. import runs, schemes
 
     chosen = schemes.find(one_scheme(scheme))  # refuses an unknown one before the model loads
@@ -101,9 +101,8 @@ def check(
     source = read_text(text)
     to_calibrate = None if calibration_text is None else read_text(calibration_text)
     set_threads(threads)
-    found = _screen(
-        (model, dtype_name(dtype), device), chosen, limits, source, (windows, length), calibration or to_calibrate
-    )
+    loading = Loading(ref, dtype_name(dtype), device)
+    found = _screen(loading, chosen, limits, source, (windows, length), calibration or to_calibrate)
     if as_json:
         print_json({"run": runs.record(), "model": model, "text": source.name} | found.to_dict())
     else:
@@ -113,7 +112,7 @@ def check(
 
 
 def _screen(
-    place: tuple[str, str, str | None],
+    loading: Loading,
     scheme: str | Scheme,
     limits: Limits,
     source: Text,
@@ -123,33 +122,28 @@ def _screen(
     """Everything is looked at that the configuration and the tokenizer tell; then the model is loaded.
 
     Args:
-        place: model, dtype, device.
         size: windows and their tokens.
         calibration: a file, or a text to calibrate on where the scheme needs that; None for what is kept of the model
             where the text allows it, else the novel's end.
     """
-    (model, dtype, device), (count, length) = place, size
+    model, (count, length) = loading.model, size
     from .. import schemes
     from ..calibrate import Calibration
     from ..evaluate.calibrator import Calibrator, beside, kept_of, require_other_text
     from ..evaluate.check import check, require_length
     from ..evaluate.texts import novel_end, windows
-    from ..geometry import layer_geometries, max_context
-    from ..integrations.models import check_place, load_model, load_tokenizer
+    from ..integrations.models import load_tokenizer
 
-    check_place(dtype, device)
     config = read_config(model)
-    layers = layer_geometries(config)
-    chosen = schemes.for_layers(scheme, layers)
-    require_length(chosen, layers, length)
+    chosen = schemes.for_layers(scheme, model.layers)
+    require_length(chosen, model.layers, length)
     given = None if not isinstance(calibration, Path) else Calibration.load(calibration)
     (source,) = beside((source,), [] if given is None else [given], chosen.needs_calibration and calibration is None)
     if given is not None:
         given = given.fitted(config, chosen)
         require_other_text([given], (source,))
-    ids = windows(load_tokenizer(model), source, count=count, length=length, limit=max_context(config))
-    say_device(device)
-    lm, tokenizer = load_model(model, dtype=dtype, device=device)
+    ids = windows(load_tokenizer(model), source, count=count, length=length, limit=model.max_context)
+    lm, tokenizer = loading.load()
     if calibration is None and chosen.needs_calibration:
         given, why = kept_of(lm, [chosen], (source,))
         tell(

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -19,6 +20,7 @@ from .output import OutputLost, tell, write
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ..model_ref import ModelRef
 
 _UsageError: Any = typer.BadParameter.__base__
 _NO_MEMORY = ("can't allocate memory", "out of memory")
@@ -305,22 +307,45 @@ def one_scheme(text: str) -> str:
     return names[0]
 
 
-def require_model(model: str) -> None:
+def require_model(model: str) -> ModelRef:
     """Refuse what is no model that could be loaded, before torch is imported."""
-    from ..geometry import find_weights
+    from ..model_ref import ModelRef
 
-    find_weights(model, look_up=False)
+    return ModelRef.find(model)
 
 
-def read_config(model: str) -> Any:
-    """The configuration of a model, for what it says about the work to be looked at before the weights are loaded."""
+def read_config(model: ModelRef) -> Any:
+    """Read the configuration of a model, to look at what it says about the work before the weights are loaded."""
     from rich.console import Console
 
     console = Console(stderr=True, markup=False, emoji=False)
     with console.status(f"reading the configuration of {model}"):  # nothing where that is no terminal
-        from ..geometry import load_config
+        return model.config
 
-        return load_config(model)
+
+@dataclass(frozen=True)
+class Loading:
+    """A model, and how a command loads it.
+
+    Raises:
+        SpecError: a dtype or device that is not there.
+    """
+
+    model: ModelRef
+    dtype: str = "auto"
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        from ..integrations.models import check_place
+
+        check_place(self.dtype, self.device)
+
+    def load(self) -> tuple[Any, Any]:
+        """Report the device, and load the model and its tokenizer."""
+        from ..integrations.models import load_model
+
+        say_device(self.device)
+        return load_model(self.model, dtype=self.dtype, device=self.device)
 
 
 def say_device(device: str | None) -> None:

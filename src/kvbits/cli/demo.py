@@ -61,8 +61,9 @@ def demo(
     chosen = schemes.expand(names_of("--schemes", scheme or f"{schemes.RECOMMENDED},klt4,klt2"))
     from .. import embedded
     from ..evaluate import demo as demonstration
+    from ..model_ref import ModelRef
 
-    demonstration.require_context(context, new_tokens, lambda: read_config(model or embedded.NAME))
+    demonstration.require_context(context, new_tokens, lambda: read_config(ModelRef(model or embedded.NAME)))
     set_threads(threads)
     result = demonstration.run(
         model=model, schemes=chosen, context=context, new_tokens=new_tokens, say=lambda text: tell(text)

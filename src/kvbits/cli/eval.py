@@ -16,6 +16,7 @@ from .common import (
     Device,
     Dtype,
     Json,
+    Loading,
     Model,
     Schemes,
     Threads,
@@ -25,7 +26,6 @@ from .common import (
     print_json,
     read_config,
     require_model,
-    say_device,
     set_threads,
     tokens,
     when_stopped,
@@ -35,6 +35,7 @@ from .output import show, tell
 if TYPE_CHECKING:
     from ..calibrate import Calibration
     from ..evaluate.texts import Text
+    from ..model_ref import ModelRef
     from ..spec import Scheme
 
 TASKS_HELP = (
@@ -159,7 +160,7 @@ def evaluate(
     draws them. Schemes are the core presets if none is named; `literature` adds formats of papers, `stock`
     Transformers' own quantized caches (quanto, HQQ, fp8). `--caches FILE.py` adds caches of your own.
     """
-    require_model(model)
+    ref = require_model(model)
     require_folder(out, "--out", writable=True)
     from ..calibrate import Calibration
     from ..evaluate import tasks as known
@@ -189,14 +190,14 @@ def evaluate(
 
     outside = read_caches(caches) if caches is not None else {}
     wanted = expand(names_of("--schemes", schemes or "core"), outside)
-    how = {"name": _name(name, model), "schemes": wanted, "tasks": chosen, "out": out, "options": options}
+    how = {"name": _name(name, ref), "schemes": wanted, "tasks": chosen, "out": out, "options": options}
     how |= {
         "overwrite": overwrite,
         "calibrations": [Calibration.load(path) for path in calibration or []],
         "alone": alone,
         "caches": outside,
     }
-    found = _run((model, dtype_name(dtype), device), how, threads, (sources, calibration_text), simulate=simulate)
+    found = _run(Loading(ref, dtype_name(dtype), device), how, threads, (sources, calibration_text), simulate=simulate)
     if as_json:
         print_json({"model": model, "out": str(out), "tasks": found})
     else:
@@ -204,31 +205,28 @@ def evaluate(
 
 
 def _run(
-    place: tuple[str, str, str | None],
+    loading: Loading,
     how: dict[str, Any],
     threads: int | None,
     texts: tuple[list[str], str | None],
     simulate: bool,
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Everything is looked at that the model's configuration and tokenizer tell; then the model is loaded."""
-    model, dtype, device = place
     from ..evaluate.calibrator import kept_of
     from ..evaluate.run import evaluate, require_possible
     from ..evaluate.tasks import scored_texts
-    from ..integrations.models import check_place, load_model, load_tokenizer
+    from ..integrations.models import load_tokenizer
 
-    check_place(dtype, device)
-    config = read_config(model)
-    chosen = _texts(texts, place, config, how)
+    config = read_config(loading.model)
+    chosen = _texts(texts, loading, how)
     how |= {"texts": chosen.evaluated, "calibrations": chosen.calibrations}
-    require_possible(config, load_tokenizer(model), dtype=dtype, **how)
+    require_possible(config, load_tokenizer(loading.model), dtype=loading.dtype, **how)
     how["out"].mkdir(parents=True, exist_ok=True)
     when_stopped(f"what is measured lies in {how['out']}; the same command goes on from there")
     for note in chosen.notes:
         tell(f"note: {note}")
     set_threads(threads)
-    say_device(device)
-    lm, tokenizer = load_model(model, dtype=dtype, device=device)
+    lm, tokenizer = loading.load()
     if chosen.shared:
         found, why = kept_of(lm, chosen.shared, scored_texts(how["tasks"], chosen.evaluated))
         names = ", ".join(s.name for s in chosen.shared)
@@ -248,9 +246,9 @@ def _run(
     )
 
 
-def _name(given: str | None, model: str) -> str:
+def _name(given: str | None, model: ModelRef) -> str:
     """What results call the model: a folder's name."""
-    name = Path(model.rstrip("/")).name.removesuffix(".gguf") if given is None else given
+    name = model.short_name.removesuffix(".gguf") if given is None else given
     if not name or "/" in name or name.startswith("."):
         raise SpecError(
             f"--name {name!r} is no name of a folder; results go to OUT/NAME, so give one without a slash or a dot at"
@@ -278,9 +276,7 @@ class _Texts:
     notes: list[str] = field(default_factory=list)
 
 
-def _texts(
-    texts: tuple[list[str], str | None], place: tuple[str, str, str | None], config: Any, how: dict[str, Any]
-) -> _Texts:
+def _texts(texts: tuple[list[str], str | None], loading: Loading, how: dict[str, Any]) -> _Texts:
     """Choose the texts to evaluate on and to calibrate on.
 
     Without --calibration-text, klt presets take the calibration that is kept of the model, if it saw no text that is
@@ -295,22 +291,21 @@ def _texts(
     from ..evaluate.run import home_of
     from ..evaluate.tasks import scored_texts
     from ..evaluate.texts import novel_end, read_text
-    from ..geometry import layer_geometries
 
+    model = loading.model
     sources, calibration = texts
     evaluated, given = tuple(map(read_text, sources)), how["calibrations"]
     if calibration is not None:
         return _Texts(evaluated, given, read_text(calibration))
-    layers = layer_geometries(config)
-    ours = [schemes.for_layers(one, layers) for one in how["schemes"] if is_ours(one, how["caches"])]
-    lacking = [s for s in ours if s.needs_calibration and fitting(given, config, s) is None]
+    ours = [schemes.for_layers(one, model.layers) for one in how["schemes"] if is_ours(one, how["caches"])]
+    lacking = [s for s in ours if s.needs_calibration and fitting(given, model.config, s) is None]
     evaluated = beside(evaluated, given, bool(lacking))
     # by an earlier run, which goes on with it
-    made = home_of(how["out"], how["name"], place[1], config) / "calibration"
+    made = home_of(how["out"], how["name"], loading.dtype, model.config) / "calibration"
     lacking = [s for s in lacking if not (made / f"{s.name}.safetensors").exists()]
     tests = scored_texts(how["tasks"], evaluated)
     shared = [s for s in lacking if unshared([s], tests) is None]
-    kept = _kept(place[0], config, shared, tests) if shared else None
+    kept = _kept(model, shared, tests) if shared else None
     if kept is not None:
         names = ", ".join(s.name for s in shared)
         note = f"{names}: calibrated before, on {kept.info.get('text')}; kept in {kept.path}"
@@ -331,15 +326,14 @@ def _apart(schemes: list[Scheme], tests: tuple[Text, ...]) -> list[str]:
     ]
 
 
-def _kept(model: str, config: Any, wanting: list[Scheme], tests: tuple[Text, ...]) -> Calibration | None:
+def _kept(model: ModelRef, wanting: list[Scheme], tests: tuple[Text, ...]) -> Calibration | None:
     """The calibration that is kept for a model in files, if these schemes take it and it was made on none of the
     texts.
     """
     from ..calibrate import kept
     from ..evaluate.calibrator import seen_of
 
-    key = kept.key_of_files(model, config)
-    found = None if key is None else kept.find(key, config, wanting[0])
+    found = kept.find_for(model, wanting[0])
     return None if found is None or seen_of(found, tests) else found
 
 

@@ -14,13 +14,14 @@ from .common import (
     Device,
     Dtype,
     Json,
+    Loading,
     Model,
     Threads,
     command,
     new_table,
     print_json,
+    read_config,
     require_model,
-    say_device,
     set_threads,
     tokens,
     when_stopped,
@@ -82,7 +83,7 @@ def fit(
 
     With all three, the best that fits, and exit code 1 if it costs more than --max-kl. auto dtype is float32 on a CPU.
     """
-    require_model(model)
+    ref = require_model(model)
     require_file(out, "--out")
     if out.suffix != ".json":
         raise SpecError(f"--out {out} must end in .json, by which other commands know a file from a preset")
@@ -92,7 +93,7 @@ def fit(
     from ..evaluate.sensitivity import formats
     from ..spec import LayerGeometry
 
-    subject = subject_of(model, None, None, None, None)
+    subject = subject_of(model)
     cards, limit = subject.room(gpu_memory, gpus, weights, reserve, memory)
     limit = _without_states(limit if cards is None else cards.cache_bytes, subject.state_bytes, batch, gpus)
     layers = planner.rank([g for g in subject.layers if isinstance(g, LayerGeometry)], gpus, subject.query_heads)
@@ -101,7 +102,7 @@ def fit(
     require_room(goal, known)
     kind = "float32" if dtype == "auto" and device in (None, "cpu") else dtype_name(dtype)
     set_threads(threads)
-    found = _run((model, kind, device), goal, text, (out, work), windows, known)
+    found = _run(Loading(ref, kind, device), goal, text, (out, work), windows, known)
     if as_json:
         print_json({"run": runs.record(), "model": model, "out": str(out)} | found.to_dict())
     else:
@@ -133,54 +134,48 @@ def _without_states(limit: int | None, state_bytes: int | None, batch: int, gpus
     return limit - states
 
 
-def _run(
-    place: tuple[str, str, str | None], goal: Goal, source: str, places: tuple[Path, Path], count: int, kind: Formats
-) -> Fit:
+def _run(loading: Loading, goal: Goal, source: str, places: tuple[Path, Path], count: int, kind: Formats) -> Fit:
     """Measure, choose, and write the scheme (and what it needs)."""
     from ..evaluate.fit import bound_to, fit, write
     from ..evaluate.sensitivity import formats
-    from ..evaluate.texts import halves, read_text
-    from ..geometry import layer_geometries
+    from ..evaluate.texts import halves, read_text, windows
     from ..integrations.identity import identity
-    from ..integrations.models import check_place, load_model, load_tokenizer
+    from ..integrations.models import load_tokenizer
 
-    (model, dtype, device), (out, work) = place, places
-    check_place(dtype, device)
+    model, (out, work) = loading.model, places
     first, second = halves(read_text(source))
-    ids = _windows(load_tokenizer(model), model, first, second, count)
+    tokenizer = load_tokenizer(model)
+    read_config(model)
+    ids = (
+        windows(tokenizer, first, count=count, length=SIZES[1], limit=model.max_context),
+        windows(tokenizer, second, count=count, length=SIZES[3], limit=model.max_context),
+    )
     work.mkdir(exist_ok=True)
     when_stopped(f"what is measured lies in {work}; the same command goes on from there")
-    say_device(device)
-    lm, tokenizer = load_model(model, dtype=dtype, device=device)
-    layers, name = layer_geometries(lm.config), Path(model.rstrip("/")).name
+    lm, _ = loading.load()
     bench = _bench(lm, tokenizer, ids, first, second, work, kind)
     found = fit(
         bench,
-        formats(layers, kind.calibrated, kind.token_local),
+        formats(model.layers, kind.calibrated, kind.token_local),
         goal,
         name=out.stem,
         say=lambda text: tell(text),
     )
     how = (
-        f"fitted to {name} on {first.name.removesuffix('-start')}"
+        f"fitted to {model.short_name} on {first.name.removesuffix('-start')}"
         if found.gained
         else f"the preset {found.chosen.scheme.name}, which nothing by layer beat"
     )
-    scheme = bound_to(found.chosen.scheme, layers, name=out.stem, weights=identity(lm), model=name, description=how)
+    scheme = bound_to(
+        found.chosen.scheme,
+        model.layers,
+        name=out.stem,
+        weights=identity(lm),
+        model=model.short_name,
+        description=how,
+    )
     write(scheme, bench, out)
     return found
-
-
-def _windows(tokenizer: Any, model: str, first: Text, second: Text, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    from ..evaluate.texts import windows
-    from ..geometry import max_context
-    from .common import read_config
-
-    limit = max_context(read_config(model))
-    return (
-        windows(tokenizer, first, count=count, length=SIZES[1], limit=limit),
-        windows(tokenizer, second, count=count, length=SIZES[3], limit=limit),
-    )
 
 
 def _bench(
@@ -193,7 +188,8 @@ def _bench(
     known: Formats,
 ) -> Any:
     from .. import schemes
-    from ..evaluate.calibrator import Calibrator, Sample
+    from ..calibrate.sampling import Sample
+    from ..evaluate.calibrator import Calibrator
     from ..evaluate.sensitivity import Bench, State
     from ..geometry import layer_geometries
     from ..integrations.identity import identity

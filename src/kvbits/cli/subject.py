@@ -6,7 +6,6 @@ Shared by `kvbits plan` and `kvbits fit`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -178,10 +177,10 @@ def _reserve(text: str, memory_bytes: int) -> int:
 
 def subject_of(
     model: str | None,
-    layers: int | None,
-    kv_heads: int | None,
-    head_dim: int | None,
-    sliding_window: int | None,
+    layers: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    sliding_window: int | None = None,
     *,
     in_16_bits: bool = False,
 ) -> Subject:
@@ -207,11 +206,11 @@ def subject_of(
 def _of_model(model: str, in_16_bits: bool) -> Subject:
     from .. import gguf_header
     from ..config_file import read_config
-    from ..geometry import find_model, layer_geometries, max_context, plain_layers, query_heads, state_bytes
+    from ..geometry import find_model, is_gguf, layer_geometries, max_context, plain_layers, query_heads, state_bytes
     from ..integrations.refusals import refuses
 
     path = find_model(model, look_up=False)
-    if isinstance(path, Path) and path.suffix == ".gguf" and gguf_header.stated(path) is None:
+    if is_gguf(path) and gguf_header.stated(path) is None:
         tell(f"reading {model}: a GGUF file is read with Transformers, which takes seconds")
     config = read_config(model)
     if (own := refuses(config)) is not None:

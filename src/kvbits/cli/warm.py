@@ -51,7 +51,7 @@ def warm(
 
     if engine not in planner.ENGINES:
         raise SpecError(unknown("--engine", engine, planner.ENGINES))
-    subject = subject_of(model, None, None, None, None)
+    subject = subject_of(model)
     names = names_of("--scheme", scheme or RECOMMENDED)
     import torch
 

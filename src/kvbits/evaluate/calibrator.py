@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..calibrate import Calibration, calibrate_all, prompts_from_text
-from ..errors import CalibrationError, DataError, SpecError, UnsupportedError
+from ..calibrate import Calibration, calibrate_all
+from ..calibrate.sampling import Sample, about, windows_of
+from ..errors import CalibrationError, SpecError, UnsupportedError
 from ..geometry import max_context
 from .texts import first_half_of_novel
 
@@ -27,39 +27,12 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ..calibrate.collect import Settings
     from ..spec import Scheme
     from .texts import Text
 
 
-@dataclass(frozen=True)
-class Sample:
-    """How much of a text is looked at: so many windows of so many tokens."""
-
-    windows: int
-    length: int
-
-
 QUICK, USUAL = Sample(4, 512), Sample(32, 512)
-
-
-def thorough(scheme: Scheme) -> Sample:
-    """What a calibration that is kept takes."""
-    if "codebook" in scheme.calibrates:
-        return Sample(16, 2048)
-    return Sample(16, 1024) if "basis" in scheme.calibrates else Sample(128, 256)
-
-
-def require_positions(sample: Sample, config: Any) -> None:
-    """Refuse windows that are longer than what a model of this configuration was made for.
-
-    Raises:
-        DataError: naming both lengths.
-    """
-    limit = max_context(config)
-    if limit is not None and sample.length > limit:
-        raise DataError(
-            f"windows of {sample.length} tokens pass the model's {limit} positions; give --length, at most {limit}"
-        )
 
 
 def require_other_text(given: Sequence[Calibration], tests: tuple[Text, ...]) -> None:
@@ -80,12 +53,8 @@ def require_other_text(given: Sequence[Calibration], tests: tuple[Text, ...]) ->
 def seen_of(calibration: Calibration, tests: tuple[Text, ...]) -> list[str]:
     """Names of those texts that a calibration saw: itself, a text that it is a part of, or a part of it."""
     seen = {calibration.info.get("text_sha256"), *calibration.info.get("mixed_sha256", ())}
-    return [t.name for t in tests if {t.sha256, t.whole or t.sha256} & seen or t.sha256 in _wholes(calibration)]
-
-
-def _wholes(calibration: Calibration) -> list[str]:
-    """SHA-256 of the texts that a calibration saw a part of."""
-    return list(calibration.info.get("part_of_sha256", ()))
+    wholes = calibration.info.get("part_of_sha256", ())
+    return [t.name for t in tests if {t.sha256, t.whole or t.sha256} & seen or t.sha256 in wholes]
 
 
 def beside(texts: tuple[Text, ...], given: Sequence[Calibration], lacking: bool) -> tuple[Text, ...]:
@@ -148,22 +117,6 @@ def fitting(given: Sequence[Calibration], config: Any, scheme: Scheme) -> Calibr
     return next((one.fitted(config, scheme) for one in given if one.fits(config, scheme)), None)
 
 
-def windows_of(tokenizer: Any, text: Text, sample: Sample, *, seed: int = 0, batch_size: int = 1) -> list[torch.Tensor]:
-    """Windows of a text as `calibrate.prompts_from_text` draws them; of a mixed one as many of each part, the first
-    ones one more where they do not divide.
-    """
-    parts = text.parts or (text,)
-    shares = [(sample.windows + len(parts) - 1 - i) // len(parts) for i in range(len(parts))]
-    drawn = [
-        prompts_from_text(
-            tokenizer, part.content, num_prompts=n, length=sample.length, seed=seed, batch_size=batch_size
-        )
-        for part, n in zip(parts, shares, strict=True)
-        if n
-    ]
-    return [batch for some in drawn for batch in some]
-
-
 class Calibrator:
     """Calibrates the schemes that need it, each once.
 
@@ -214,7 +167,7 @@ class Calibrator:
                 f"scheme {schemes[0].name!r} needs calibration; give --calibration-text FILE or novel, never a text you"
                 " evaluate on"
             )
-        require_positions(self.sample, self.model.config)
+        self.sample.require_positions(max_context(self.model.config))
         return windows_of(
             self.tokenizer,
             self.text,
@@ -227,16 +180,18 @@ class Calibrator:
         self,
         schemes: Sequence[Scheme],
         windows: Sequence[torch.Tensor],
+        settings: Settings | None = None,
         *,
         resume: str | os.PathLike[str] | None = None,
-        **how: Any,
     ) -> list[Calibration]:
-        """One calibration per scheme, all in one pass over `windows`; `how` and `resume` as `calibrate.calibrate` takes
-        them.
+        """Make one calibration per scheme, all in one pass over `windows`.
+
+        `resume` is as `calibrate.calibrate` takes it.
         """
-        found = calibrate_all(self.model, windows, schemes, **how, resume=resume, progress=True)
+        assert self.text is not None
+        found = calibrate_all(self.model, windows, schemes, settings, resume=resume, progress=True)
         for calibration in found:
-            calibration.info.update(self._about())
+            calibration.info.update(about(self.text, self.sample))
         return found
 
     def prepare(self, schemes: Sequence[Scheme]) -> None:
@@ -269,20 +224,6 @@ class Calibrator:
     def _path(directory: Path, scheme: Scheme) -> Path:
         return directory / f"{scheme.name}.safetensors"
 
-    def _about(self) -> dict[str, Any]:
-        assert self.text is not None
-        found = {
-            "text": self.text.name,
-            "text_sha256": self.text.sha256,
-            "windows": self.sample.windows,
-            "length": self.sample.length,
-        }
-        if self.text.parts:
-            found["mixed_sha256"] = [p.sha256 for p in self.text.parts]
-        if wholes := [p.whole for p in self.text.parts or (self.text,) if p.whole]:
-            found["part_of_sha256"] = wholes
-        return found
-
     def _kept(self, scheme: Scheme) -> Calibration | None:
         """What was made before: given, made here, or by an earlier run of this text for this model and scheme."""
         if (own := fitting(self.given, self.model.config, scheme)) is not None:
@@ -292,7 +233,7 @@ class Calibrator:
         path = self._path(self.directory, scheme)
         if not path.exists():
             return None
-        found, wanted = Calibration.load(path), self._about()
+        found, wanted = Calibration.load(path), about(self.text, self.sample)
         if {k: found.info.get(k) for k in wanted} != wanted:
             return None
         return found.fitted(self.model.config, scheme)

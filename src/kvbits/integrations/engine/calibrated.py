@@ -17,6 +17,7 @@ import torch
 
 from ...calibrate import Calibration, kept
 from ...geometry import stored_at
+from ...model_ref import ModelRef
 from ...quant.basis import completed
 from ...spec import LayerGeometry, Scheme
 from ..rotary import layers_of
@@ -87,7 +88,9 @@ def read(
     """
     if options.calibration and file:
         return Model(Calibration.load(options.calibration).fitted(config, scheme), config)
-    return Model(kept.of_files(name(), config, scheme, make=options.calibrate, device=device, way_out=way_out), config)
+    return Model(
+        kept.of_files(ModelRef(name(), config), scheme, make=options.calibrate, device=device, way_out=way_out), config
+    )
 
 
 def place(name: str, revision: str | None, patterns: list[str] | None = None) -> str:

@@ -1,0 +1,76 @@
+"""Windows of a text to calibrate on: how many, how long, and how they are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import DataError
+from ..spec import Scheme
+from .collect import prompts_from_text
+
+if TYPE_CHECKING:
+    from ..evaluate.texts import Text
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The part of a text that is looked at: so many windows of so many tokens."""
+
+    windows: int
+    length: int
+
+    def within(self, limit: int | None) -> Sample:
+        """The same with windows of at most `limit` tokens."""
+        return Sample(self.windows, min(self.length, limit or self.length))
+
+    def require_positions(self, limit: int | None) -> None:
+        """Refuse windows longer than the context that a model was made for.
+
+        Raises:
+            DataError: naming both lengths.
+        """
+        if limit is not None and self.length > limit:
+            raise DataError(
+                f"windows of {self.length} tokens pass the model's {limit} positions; give --length, at most {limit}"
+            )
+
+
+def thorough(scheme: Scheme) -> Sample:
+    """Choose the sample of a calibration that is kept."""
+    if "codebook" in scheme.calibrates:
+        return Sample(16, 2048)
+    return Sample(16, 1024) if "basis" in scheme.calibrates else Sample(128, 256)
+
+
+def windows_of(tokenizer: Any, text: Text, sample: Sample, *, seed: int = 0, batch_size: int = 1) -> list[torch.Tensor]:
+    """Windows of a text as `calibrate.prompts_from_text` draws them; of a mixed one as many of each part, the first
+    ones one more where they do not divide.
+    """
+    parts = text.parts or (text,)
+    shares = [(sample.windows + len(parts) - 1 - i) // len(parts) for i in range(len(parts))]
+    drawn = [
+        prompts_from_text(
+            tokenizer, part.content, num_prompts=n, length=sample.length, seed=seed, batch_size=batch_size
+        )
+        for part, n in zip(parts, shares, strict=True)
+        if n
+    ]
+    return [batch for some in drawn for batch in some]
+
+
+def about(text: Text, sample: Sample) -> dict[str, Any]:
+    """Describe the text of a calibration, for its `info`."""
+    found = {
+        "text": text.name,
+        "text_sha256": text.sha256,
+        "windows": sample.windows,
+        "length": sample.length,
+    }
+    if text.parts:
+        found["mixed_sha256"] = [p.sha256 for p in text.parts]
+    if wholes := [p.whole for p in text.parts or (text,) if p.whole]:
+        found["part_of_sha256"] = wholes
+    return found
