@@ -48,7 +48,7 @@ from .closed import Closed
 from .encoder_decoder import CrossKVCache
 from .identity import Owner, identity
 from .masks import NAME, Columns, cache_among, name_for
-from .models import require_loaded, scheme_for, unfit_for
+from .models import own_attention, require_loaded, scheme_for, unfit_for
 from .placement import device_of
 from .refusals import refuses, refuses_pages
 from .rotary import stored_layers
@@ -716,6 +716,12 @@ def use_kvbits_attention(model: Any) -> None:
         generation.attach(model)
         return
     config = model.config
+    if own_attention(config) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} attends by {config.get_text_config(decoder=True)._attn_implementation!r}, a"
+            " function of your own, which attention over pages would replace; call"
+            " model.set_attn_implementation('sdpa') first if it computes the same"
+        )
     parts = {
         name: part for name in getattr(config, "sub_configs", {}) if (part := getattr(config, name, None)) is not None
     }

@@ -193,6 +193,19 @@ def unfit_for(model: Any, scheme: Scheme) -> str | None:
     return key_bias_note(scheme, f"{type(model).__name__}, which adds a bias of up to {found:.0f} to its keys")
 
 
+def own_attention(config: Any) -> Any:
+    """The attention function that a model looks up, where it is of neither Transformers nor kvbits, or None."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    found = ALL_ATTENTION_FUNCTIONS.get(str(getattr(text, "_attn_implementation", None)))
+    inner = found
+    while hasattr(inner, "func"):
+        inner = inner.func
+    module = getattr(inner, "__module__", None) or type(inner).__module__
+    return None if inner is None or f"{module}.".startswith(("transformers.", "kvbits.", "torch.")) else found
+
+
 def require_loaded(model: Any) -> None:
     """Refuse anything but a loaded model.
 
