@@ -567,12 +567,14 @@ class PagedCache:
         Raises:
             CacheStateError: the model's weights, adapters or settings changed since the cache was made.
         """
-        if self.owner is not None and self.owner.strayed:
+        if self.owner is None or self.made_for is None:
+            return
+        if self.owner.strayed:
             raise CacheStateError(
                 "a pass filled this cache that was not that of the model it was made for: of another model, or of this"
                 " one with other adapters, hooks or weights (see kvbits.identity); reset() it, or make a cache for each"
             )
-        now = None if self.owner is None else self.owner.now()
+        now = self.owner.now()
         if now is not None and now != self.made_for:
             raise CacheStateError(
                 "the model changed since this cache was made: its weights, adapters or settings are others (identity"
@@ -582,7 +584,7 @@ class PagedCache:
 
     def watch(self, module: Any, whole: bool) -> None:
         """Note a pass of a model that `made_for` does not name (`integrations.identity.Owner.watch`)."""
-        if self.owner is not None and not self.owner.strayed:
+        if self.owner is not None and self.made_for is not None and not self.owner.strayed:
             self.owner.strayed = not self.owner.watch(module, self.made_for, whole)
 
     def require_named_model(self) -> None:
@@ -591,7 +593,7 @@ class PagedCache:
         Raises:
             CacheStateError: it changed since the cache was made.
         """
-        if self.owner is not None and self.owner.changed(self.made_for):
+        if self.owner is not None and self.made_for is not None and self.owner.changed(self.made_for):
             self.require_same_model()
 
     @classmethod

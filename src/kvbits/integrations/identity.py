@@ -81,7 +81,7 @@ def identity(model: Any, made_for: str | None = None) -> str:
     - autocast that surrounds the call, and training mode where there is dropout;
     - that somebody else's forward hook, replaced `forward` or attention function is there. Without `made_for` such a
       model equals only itself in this process, with that very hook and with the numbers and tensors that the hook holds
-      in its closure, its arguments, its object or as globals.
+      in its closure, its arguments, its object or as globals, but not in lists.
 
     The identity cannot cover what a hook or replaced method computes, numbers inside objects that a module or hook
     holds, the code of Transformers and of the model, and kernels that compute the same in another order. Name such
@@ -460,10 +460,12 @@ def _add_hook_kind(path: str, hooks: Any, facts: list[str], tensors: dict[str, t
 
 
 def _add_held(path: str, function: Any, facts: list[str], tensors: dict[str, torch.Tensor]) -> None:
-    """Add numbers, texts and tensors that a function finds in its arguments, closure, object or module."""
+    """Add numbers, texts and tensors that a function finds in its arguments, closure, object or module, and numbers and
+    texts in dicts there. What lists hold is left out: hooks record in them.
+    """
     held: dict[str, Any] = {}
     while isinstance(function, functools.partial):
-        held |= {"arguments": function.args} | function.keywords
+        held |= {f"argument {i}": x for i, x in enumerate(function.args)} | function.keywords
         function = function.func
     held |= vars(getattr(function, "__self__", function)) if hasattr(function, "__dict__") else {}
     f = getattr(function, "__func__", function)
@@ -475,12 +477,11 @@ def _add_held(path: str, function: Any, facts: list[str], tensors: dict[str, tor
             with contextlib.suppress(ValueError):  # an empty cell
                 held[name] = cell.cell_contents
     for name, value in held.items():
-        if isinstance(value, nn.Module) or name == "model":
-            continue
-        if _is_plain(value):
-            facts.append(f"{path} holds {name} = {_text(value)}")
-        for where, t in _tensors_in(value):
-            _add_tensor(f"{path} holds {name}{where}", t, tensors, facts)
+        if isinstance(value, torch.Tensor):
+            _add_tensor(f"{path} holds {name}", value, tensors, facts)
+        for key, one in value.items() if isinstance(value, dict) else [("", value)]:
+            if not isinstance(one, (list, dict, set)) and _is_plain(one):
+                facts.append(f"{path} holds {name} {key} = {_text(one)}")
 
 
 def _add_attention(config: Any, facts: list[str], private: bool) -> None:
