@@ -11,7 +11,7 @@ from integrations.test_huggingface import tiny
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from kvbits import KVCache, PrefixStore
-from kvbits.errors import DataError, UnsupportedError
+from kvbits.errors import CacheStateError, DataError, UnsupportedError
 from kvbits.integrations import prompts
 from kvbits.integrations.masks import passed
 
@@ -206,6 +206,20 @@ def test_an_adapter_of_weights_is_stored_as_before(tmp_path):
     for _ in range(2):
         cache = KVCache.from_prefix(model, ids, store=PrefixStore(tmp_path), scheme="raw")
         assert torch.equal(model.generate(input_ids=ids, past_key_values=cache, **GREEDY), want)
+
+
+def test_an_adapter_that_begins_at_its_invocation_is_refused_by_name(tmp_path):
+    """A prompt's end decides which tokens of its beginning the adapter sees."""
+    how = {"task_type": "CAUSAL_LM", "target_modules": ["v_proj"], "init_lora_weights": False}
+    model = adapted(peft.LoraConfig(alora_invocation_tokens=[43, 44], **how))
+    store, ids = PrefixStore(tmp_path), torch.arange(3, 83)[None]
+    with pytest.raises(UnsupportedError, match="aLoRA"):
+        KVCache.from_prefix(model, ids, store=store, scheme="raw")
+    want = model.generate(input_ids=ids, **GREEDY)
+    cache = KVCache.for_model(model, "raw")
+    assert torch.equal(model.generate(input_ids=ids, past_key_values=cache, **GREEDY), want)
+    with pytest.raises(CacheStateError, match="a pass filled this cache"):
+        store.put(cache, want)
 
 
 class Soft(torch.nn.Module):
