@@ -46,10 +46,10 @@ from . import generation, prefix, prompts, tensor_parallel
 from .attention import DenseLayer, KVLayer
 from .closed import Closed
 from .encoder_decoder import CrossKVCache
-from .identity import Owner, identity
+from .identity import Owner, identity, own_attention
 from .masks import NAME, Columns, cache_among, name_for
-from .models import own_attention, require_loaded, scheme_for, unfit_for
-from .placement import device_of
+from .models import scheme_for, unfit_for
+from .placement import device_of, require_loaded
 from .refusals import refuses, refuses_pages
 from .rotary import stored_layers
 from .tensor_parallel import Ranks

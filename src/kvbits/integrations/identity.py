@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from .placement import require_loaded
+
 HARMLESS = frozenset(
     (
         *("_name_or_path", "name_or_path", "transformers_version", "architectures", "auto_map", "dtype", "torch_dtype"),
@@ -102,8 +104,6 @@ def identity(model: Any, made_for: str | None = None) -> str:
     Raises:
         DataError: the model is not a loaded model.
     """
-    from .models import require_loaded
-
     require_loaded(model)
     facts: list[str] = [f"made_for {made_for!r}"]
     tensors: dict[str, torch.Tensor] = {}
@@ -486,8 +486,6 @@ def _add_held(path: str, function: Any, facts: list[str], tensors: dict[str, tor
 
 def _add_attention(config: Any, facts: list[str], private: bool) -> None:
     """Add the attention function of a model where it is somebody else's."""
-    from .models import own_attention
-
     if (function := own_attention(config)) is not None:
         facts.append(f"attention is {_name(function, private)}")
 
@@ -501,6 +499,19 @@ def _add_forward(module: nn.Module, path: str, facts: list[str], private: bool) 
         facts.append(f"{path} runs {_name(found, private)}")
     if not _is_trusted(usual) and usual.__module__ != type(module).__module__:
         facts.append(f"{path} runs {_name(usual, private)}")
+
+
+def own_attention(config: Any) -> Any:
+    """The attention function that a model looks up, where it is of neither Transformers nor kvbits, or None."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    found = ALL_ATTENTION_FUNCTIONS.get(str(getattr(text, "_attn_implementation", None)))
+    inner = found
+    while hasattr(inner, "func"):
+        inner = inner.func
+    module = getattr(inner, "__module__", None) or type(inner).__module__
+    return None if inner is None or f"{module}.".startswith(("transformers.", "kvbits.", "torch.")) else found
 
 
 def _innermost(function: Any) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import embedded, schemes
-from ..errors import DataError, SpecError, UnsupportedError, counted, unknown
+from ..errors import SpecError, UnsupportedError, counted, unknown
 from ..geometry import find_weights, forget_parsed, layer_geometries, parsed_once
 from ..schemes import key_bias_note, weak_to_key_bias
 from ..spec import FittedScheme, Scheme
@@ -191,32 +191,6 @@ def unfit_for(model: Any, scheme: Scheme) -> str | None:
     if not weak_to_key_bias(scheme) or (found := key_bias(model)) < KEY_BIAS:
         return None
     return key_bias_note(scheme, f"{type(model).__name__}, which adds a bias of up to {found:.0f} to its keys")
-
-
-def own_attention(config: Any) -> Any:
-    """The attention function that a model looks up, where it is of neither Transformers nor kvbits, or None."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    found = ALL_ATTENTION_FUNCTIONS.get(str(getattr(text, "_attn_implementation", None)))
-    inner = found
-    while hasattr(inner, "func"):
-        inner = inner.func
-    module = getattr(inner, "__module__", None) or type(inner).__module__
-    return None if inner is None or f"{module}.".startswith(("transformers.", "kvbits.", "torch.")) else found
-
-
-def require_loaded(model: Any) -> None:
-    """Refuse anything but a loaded model.
-
-    Raises:
-        DataError: it has no `config`.
-    """
-    if not hasattr(model, "config"):
-        raise DataError(
-            f"model of type {type(model).__name__} is not a loaded model; pass what"
-            " AutoModelForCausalLM.from_pretrained or kvbits.load_model returned"
-        )
 
 
 def check_place(dtype: str, device: str | None) -> None:
