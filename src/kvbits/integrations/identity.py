@@ -455,7 +455,7 @@ def _add_hook_kind(path: str, hooks: Any, facts: list[str], tensors: dict[str, t
             facts.append(f"{path} has {_plain_name(hook)}{f' {_PROCESS} {key}' if private else ''}")
             if private:
                 _add_held(f"{path} {key}", hook, facts, tensors)
-        elif isinstance(hook, functools.partial) and hook.keywords and _is_plain(hook.keywords):
+        elif isinstance(hook, functools.partial) and _is_trusted(hook, ("peft.",)) and _is_plain(hook.keywords):
             facts.append(f"{path} has {_plain_name(hook)} {_text(hook.keywords)}")
 
 
