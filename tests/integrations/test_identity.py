@@ -1,6 +1,9 @@
 """Models that make other keys of the same tokens have other identities, and share no pages."""
 
+import contextlib
 import copy
+import functools
+import pickle
 import types
 
 import peft
@@ -8,11 +11,13 @@ import pytest
 import torch
 from integrations.test_huggingface import tiny
 from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvbits
 from kvbits import KVCache, PrefixStore, schemes
 from kvbits.calibrate import calibrate
-from kvbits.errors import CacheStateError, FileFormatError, KvbitsWarning
+from kvbits.errors import CacheStateError, DataError, FileFormatError, KvbitsWarning, UnsupportedError
 from kvbits.integrations import identity as mechanism
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")  # PEFT's own
@@ -266,6 +271,12 @@ def test_pages_of_a_model_that_changed_meanwhile_are_neither_stored_nor_saved(tm
         with pytest.raises(CacheStateError, match=r"kvbits.identity"):
             write()
     model.set_adapter("a")
+    for write in (lambda: PrefixStore(tmp_path / "s").put(cache, IDS), lambda: cache.save(tmp_path / "c")):
+        with pytest.raises(CacheStateError, match="a pass filled this cache"):
+            write()
+    cache.reset()
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
     cache.save(tmp_path / "c")
     KVCache.load(tmp_path / "c", model)
     model.set_adapter("b")
@@ -273,9 +284,192 @@ def test_pages_of_a_model_that_changed_meanwhile_are_neither_stored_nor_saved(tm
         KVCache.load(tmp_path / "c", model)
 
 
+@contextlib.contextmanager
+def adapter_b(model):
+    model.set_adapter("b")
+    yield
+    model.set_adapter("a")
+
+
+@contextlib.contextmanager
+def hooked(model):
+    hook = model.get_base_model().model.layers[0].register_forward_hook(lambda module, args, out: out * 2)
+    yield
+    hook.remove()
+
+
+@contextlib.contextmanager
+def dropping(model):
+    yield model.train()
+    model.eval()
+
+
+BETWEEN = {
+    "another adapter": (adapter_b, {}),
+    "none": (lambda model: model.disable_adapter(), {}),
+    "another scale": (lambda model: peft.helpers.rescale_adapter_scale(model, 0.1), {}),
+    "by name": (contextlib.nullcontext, {"adapter_names": ["b"]}),
+    "a hook": (hooked, {}),
+    "dropout": (dropping, {}),
+}
+
+
+@pytest.mark.parametrize("tokens", [50, 1])
+@pytest.mark.parametrize("what", BETWEEN)
+def test_a_pass_of_something_else_is_remembered_when_it_is_over(tmp_path, what, tokens):
+    if tokens == 1 and what == "a hook":
+        pytest.skip("single tokens look at adapters and training only")
+    model = peft.get_peft_model(tiny("llama"), lora(lora_dropout=0.5), "a").eval()
+    model.add_adapter("b", lora())
+    model.eval()
+    cache, (inside, more) = KVCache.for_model(model, "raw"), BETWEEN[what]
+    with torch.no_grad():
+        model(input_ids=IDS[:, :100], past_key_values=cache)
+        assert PrefixStore(tmp_path / "s").put(cache, IDS) == 100
+        with inside(model):
+            model(input_ids=IDS[:, 100 : 100 + tokens], past_key_values=cache, **more)
+        model(input_ids=IDS[:, 100 + tokens :], past_key_values=cache)
+    for held in (cache, copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        with pytest.raises(CacheStateError, match="a pass filled this cache"):
+            PrefixStore(tmp_path / "s").put(held, IDS)
+        with pytest.raises(CacheStateError, match="a pass filled this cache"):
+            held.save(tmp_path / "c")
+
+
+def test_a_pass_of_another_model_and_of_a_copy(tmp_path):
+    model, store = tiny("llama"), PrefixStore(tmp_path)
+    other = copy.deepcopy(model)
+    cache = KVCache.for_model(model, "raw")
+    KVCache.for_model(other, "raw")
+    with torch.no_grad():
+        other(IDS, past_key_values=cache)
+    assert store.put(cache, IDS) == 200, "a copy makes the same keys"
+    other.model.layers[0].mlp.up_proj.weight.data.mul_(2)
+    KVCache.for_model(other, "raw")
+    fresh, restored = KVCache.for_model(model, "raw"), pickle.loads(pickle.dumps(cache))
+    for held in (fresh, restored):
+        with torch.no_grad():
+            other(IDS, past_key_values=held)
+        with pytest.raises(CacheStateError, match="a pass filled this cache"):
+            store.put(held, IDS.repeat(1, 2))
+
+
+def test_a_cache_made_before_the_model_changed_loads_no_prefix(tmp_path):
+    model = peft.get_peft_model(tiny("llama"), lora(), "a").eval()
+    model.add_adapter("b", lora())
+    store = PrefixStore(tmp_path)
+    KVCache.from_prefix(model, IDS, store=store, scheme="raw")
+    cache = KVCache.for_model(model, "raw")
+    model.set_adapter("b")
+    with pytest.raises(CacheStateError, match="model changed"):
+        store.load(cache.pages, IDS)
+    model.set_adapter("a")
+    assert store.load(cache.pages, IDS) == IDS.shape[1] - 1
+
+
+STRENGTH = 1.0
+
+
+def by_closure(model):
+    strength = {"now": 1.0}
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out * strength["now"])
+    return lambda: strength.update(now=2.0)
+
+
+def by_object(model):
+    steering = types.SimpleNamespace(vector=torch.ones(64))
+
+    def hook(vector, module, args, out):
+        return out + vector
+
+    model.model.layers[0].register_forward_hook(functools.partial(hook, steering.vector))
+    return lambda: steering.vector.mul_(3)
+
+
+def by_global(model):
+    def change():
+        globals()["STRENGTH"] = 3.0
+
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out * STRENGTH)
+    return change
+
+
+def by_private_attribute(model):
+    class Scaled(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self._by, self._offset = inner, 2.0, torch.zeros(64)
+
+        def forward(self, x):
+            return self.inner(x) * self._by + self._offset
+
+    scaled = model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp)
+    return lambda: scaled._offset.add_(1)
+
+
+@pytest.mark.parametrize("way", [by_closure, by_object, by_global, by_private_attribute])
+def test_numbers_that_somebodys_hook_or_module_holds_count(way):
+    model = tiny("llama")
+    change = way(model)
+    first = kvbits.identity(model)
+    assert kvbits.identity(model) == first
+    change()
+    assert kvbits.identity(model) != first
+
+
+def test_a_hook_of_every_module_counts():
+    model = tiny("llama")
+    first = kvbits.identity(model)
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: None)
+    try:
+        assert kvbits.identity(model) != first
+    finally:
+        hook.remove()
+    assert kvbits.identity(model) == first
+
+
+def test_an_attention_function_of_ones_own_counts_and_is_not_replaced():
+    def doubled(module, query, key, value, mask, **options):
+        return sdpa_attention_forward(module, query, key, 2 * value, mask, **options)
+
+    AttentionInterface.register("doubled", doubled)
+    model = tiny("llama")
+    first = kvbits.identity(model)
+    model.set_attn_implementation("doubled")
+    assert kvbits.identity(model) != first
+    with pytest.raises(UnsupportedError, match="doubled"):
+        KVCache.for_model(model, "raw")
+    want = model.generate(IDS, max_new_tokens=5, do_sample=False)
+    cache = KVCache.for_model(model, "raw", dense=True)
+    assert torch.equal(model.generate(IDS, past_key_values=cache, max_new_tokens=5, do_sample=False), want)
+
+
+def test_files_and_swapped_sequences_say_what_made_them(tmp_path, monkeypatch):
+    model = tiny("llama")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cache, store = KVCache.for_model(model, "raw"), PrefixStore(tmp_path / "s")
+    with torch.no_grad():
+        model(inputs_embeds=torch.randn(1, 200, 64), past_key_values=cache)
+    cache.save("~/c")
+    assert (tmp_path / "c").is_file()
+    swapped = cache.pages.swap_out(0)
+    for held in (KVCache.load("~/c", model).pages, cache.pages):
+        if held is cache.pages:
+            held.swap_in(0, swapped)
+        with pytest.raises(UnsupportedError, match="inputs_embeds"):
+            store.put(held, IDS)
+    model.model.layers[0].mlp.up_proj.weight.data.mul_(2)
+    other = KVCache.for_model(model, "raw")
+    with torch.no_grad():
+        model(IDS, past_key_values=other)
+    other.pages.free(0)
+    with pytest.raises(DataError, match="another model"):
+        other.pages.swap_in(0, swapped)
+
+
 def test_a_calibration_of_another_model_of_the_same_shape_is_said():
     model = tiny("llama")
-    made = calibrate(model, [IDS], schemes.get("klt4", head_dim=16))
+    made = calibrate(model, [IDS.repeat(1, 2)], schemes.get("klt4", head_dim=16))
     other = tiny("llama")
     with torch.no_grad():
         other.model.layers[0].self_attn.k_proj.weight[0] *= 3

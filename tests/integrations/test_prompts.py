@@ -11,7 +11,7 @@ from integrations.test_huggingface import tiny
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from kvbits import KVCache, PrefixStore
-from kvbits.errors import DataError, UnsupportedError
+from kvbits.errors import CacheStateError, DataError, UnsupportedError
 from kvbits.integrations import prompts
 from kvbits.integrations.masks import passed
 
@@ -143,6 +143,37 @@ def test_padding_moves_positions_and_is_no_other_prompt(tmp_path):
     assert store.put(cache, text[0], 0) == 45 and store.put(cache, text[1, 9:], 1) == 36
 
 
+def test_padding_that_positions_count_is_another_prompt(tmp_path):
+    """A pass without `position_ids` counts padding: its keys are turned by other positions."""
+    model, store = tiny("llama"), PrefixStore(tmp_path)
+    ids, mask = torch.arange(3, 83)[None], torch.ones(1, 80, dtype=torch.long)
+    mask[0, :10] = 0
+    for how in ({}, {"position_ids": torch.arange(80)[None]}):
+        cache = KVCache.for_model(model, "raw")
+        with torch.no_grad():
+            model(ids, attention_mask=mask, **how, **passed(model, cache))
+        with pytest.raises(UnsupportedError, match="position_ids"):
+            store.put(cache, ids[:, 10:])
+    cache = KVCache.for_model(model, "raw")
+    with torch.no_grad():
+        model(ids, attention_mask=mask, position_ids=(torch.arange(80) - 10).clamp(0)[None], **passed(model, cache))
+    assert store.put(cache, ids[:, 10:]) == 70
+
+
+def test_positions_of_single_tokens_count(tmp_path):
+    model, ids = tiny("llama"), torch.arange(3, 43)[None]
+    for step in (1, 2):
+        cache, store = KVCache.for_model(model, "raw"), PrefixStore(tmp_path)
+        with torch.no_grad():
+            for i in range(40):
+                model(ids[:, i : i + 1], position_ids=torch.tensor([[step * i]]), **passed(model, cache))
+        if step == 1:
+            assert store.put(cache, ids) == 40
+        else:
+            with pytest.raises(UnsupportedError, match="position_ids"):
+                store.put(cache, ids)
+
+
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
 def test_virtual_tokens_are_refused_by_name(tmp_path, kind):
     model = adapted(getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4, **VIRTUAL.get(kind, {})))
@@ -175,6 +206,20 @@ def test_an_adapter_of_weights_is_stored_as_before(tmp_path):
     for _ in range(2):
         cache = KVCache.from_prefix(model, ids, store=PrefixStore(tmp_path), scheme="raw")
         assert torch.equal(model.generate(input_ids=ids, past_key_values=cache, **GREEDY), want)
+
+
+def test_an_adapter_that_begins_at_its_invocation_is_refused_by_name(tmp_path):
+    """A prompt's end decides which tokens of its beginning the adapter sees."""
+    how = {"task_type": "CAUSAL_LM", "target_modules": ["v_proj"], "init_lora_weights": False}
+    model = adapted(peft.LoraConfig(alora_invocation_tokens=[43, 44], **how))
+    store, ids = PrefixStore(tmp_path), torch.arange(3, 83)[None]
+    with pytest.raises(UnsupportedError, match="aLoRA"):
+        KVCache.from_prefix(model, ids, store=store, scheme="raw")
+    want = model.generate(input_ids=ids, **GREEDY)
+    cache = KVCache.for_model(model, "raw")
+    assert torch.equal(model.generate(input_ids=ids, past_key_values=cache, **GREEDY), want)
+    with pytest.raises(CacheStateError, match="a pass filled this cache"):
+        store.put(cache, want)
 
 
 class Soft(torch.nn.Module):

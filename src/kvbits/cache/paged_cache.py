@@ -519,26 +519,30 @@ class PagedCache:
         self.arrivals.forget()
         self._passes.reset()
         self.beyond_ids.clear()
+        if self.owner is not None:
+            self.owner.strayed = False
 
     def swap_out(self, row: int) -> swap.SwappedSequence:
         """Move a sequence to host memory and free its pages; its row stays, empty."""
         self._passes.require_none("swap_out")
         (row,) = self._rows([row])
         with self.change("swap_out()"):
-            return swap.swap_out(self.held_groups, row, self.spec, self.static)
+            found = swap.swap_out(self.held_groups, row, self.spec, self.static)
+        return dataclasses.replace(found, made_for=self.made_for, beyond_ids=tuple(self.named_beyond_ids))
 
     def swap_in(self, row: int, swapped: swap.SwappedSequence) -> None:
         """Bring a sequence back, byte for byte, into an empty row of this or an equal cache.
 
         Raises:
-            DataError: the row does not exist, or the sequence is of another spec or calibration.
+            DataError: the row does not exist, or the sequence is of another spec, calibration or model.
             CacheStateError: the row holds tokens.
             PoolFullError: pages are missing. Nothing changed.
         """
         self._passes.require_none("swap_in")
         (row,) = self._rows([row])
         with self.change("swap_in()"):
-            swap.swap_in(self.held_groups, row, swapped, self.spec, self.static)
+            swap.swap_in(self.held_groups, row, swapped, self.spec, self.static, self.made_for)
+        self.beyond_ids |= dict.fromkeys(swapped.beyond_ids, True)
 
     def save(self, path: str | Path) -> None:
         """Write all sequences to a file, whole or not at all (see `cache.serialize`).
@@ -550,7 +554,12 @@ class PagedCache:
         self._passes.require_none("save")
         self.require_same_model()
         facts = self.spec, self.static, self.built_for, self.saturated, self.made_for
-        serialize.save(serialize.Contents(*facts, self.groups), path)
+        serialize.save(serialize.Contents(*facts, self.groups, self.named_beyond_ids), path)
+
+    @property
+    def named_beyond_ids(self) -> list[str]:
+        """Names in `beyond_ids` that count; waits for a GPU that has not answered yet."""
+        return [name for name, counts in self.beyond_ids.items() if bool(counts)]
 
     def require_same_model(self) -> None:
         """Refuse to write pages that another model may have filled than `made_for` names.
@@ -558,13 +567,34 @@ class PagedCache:
         Raises:
             CacheStateError: the model's weights, adapters or settings changed since the cache was made.
         """
-        now = None if self.owner is None else self.owner.now()
+        if self.owner is None or self.made_for is None:
+            return
+        if self.owner.strayed:
+            raise CacheStateError(
+                "a pass filled this cache that was not that of the model it was made for: of another model, or of this"
+                " one with other adapters, hooks or weights (see kvbits.identity); reset() it, or make a cache for each"
+            )
+        now = self.owner.now()
         if now is not None and now != self.made_for:
             raise CacheStateError(
                 "the model changed since this cache was made: its weights, adapters or settings are others (identity"
                 f" {now[:12]}, {str(self.made_for)[:12]} then; see kvbits.identity), so nobody knows which of them made"
-                " these keys; put back what was then, or fill a new cache"
+                " these keys; put back what was then, fill a new cache, or name what a hook holds by made_for=.."
             )
+
+    def watch(self, module: Any, whole: bool) -> None:
+        """Note a pass of a model that `made_for` does not name (`integrations.identity.Owner.watch`)."""
+        if self.owner is not None and self.made_for is not None and not self.owner.strayed:
+            self.owner.strayed = not self.owner.watch(module, self.made_for, whole)
+
+    def require_named_model(self) -> None:
+        """Refuse pages from elsewhere where the model that would continue them is not the one that `made_for` names.
+
+        Raises:
+            CacheStateError: it changed since the cache was made.
+        """
+        if self.owner is not None and self.made_for is not None and self.owner.changed(self.made_for):
+            self.require_same_model()
 
     @classmethod
     def load(
@@ -589,7 +619,7 @@ class PagedCache:
             file.fill(cache.held_groups, grow)
             cache.built_for = (None, None) if grow else file.built_for
             cache.saturated[:] = file.saturated
-            cache.made_for = file.made_for
+            cache.made_for, cache.beyond_ids = file.made_for, dict.fromkeys(file.beyond_ids, True)
         return cache
 
     def dequantize(self, layer: int, row: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..errors import FileFormatError, SpecError, counted
-from ..files import find
+from ..files import home
 from ..spec import CacheSpec
 from . import blob, parameters
 from .blob import Header, Identity, Kind, Table
@@ -41,7 +41,7 @@ class SavedCache:
     """An open file that `save` wrote. First its settings, to build a cache from; then `fill` puts the pages there.
 
     Attributes:
-        spec, saturated, made_for: as in `Contents`.
+        spec, saturated, made_for, beyond_ids: as in `Contents`.
         static: as in `Contents`, on the device that the file was opened for; None where the scheme needs none.
         built_for: as in `Contents`.
     """
@@ -54,6 +54,9 @@ class SavedCache:
         self.made_for: str | None = about["made_for"]
         if not isinstance(self.made_for, (str, type(None))):
             raise ValueError(f"made_for is {self.made_for!r}")
+        self.beyond_ids: list[str] = about.get("beyond_ids", [])
+        if not isinstance(self.beyond_ids, list) or not all(isinstance(name, str) for name in self.beyond_ids):
+            raise ValueError(f"beyond_ids is {self.beyond_ids!r}")
         self.built_for = _built_for(about["built_for"])
         self.saturated = _saturated(about["saturated"], len(spec.layers))
         self.static = self._read_static()
@@ -176,7 +179,7 @@ def opened(path: str | Path, device: torch.device | str, spec: CacheSpec | None 
             the cache that is being built finds that; the message says which.
         SpecError: what is given is no path.
     """
-    path = find(path, "load:")
+    path = home(path, "load:")
     if not path.is_file():
         found = "a folder is there" if path.is_dir() else "nothing is there"
         raise FileFormatError(f"no saved cache at {str(path)!r}: {found}; give the file that `cache.save(path)` wrote")

@@ -17,14 +17,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..files import whole
+from ..files import home, whole
 from ..ops.reference.dequantize import section
 from ..quant.packing import row_positions
 from ..spec import CacheSpec, PageLayout
@@ -46,6 +46,7 @@ class Contents:
         static: calibrated parameters per layer; empty where the scheme has none.
         built_for: sequences, and tokens of each, of the fixed capacity; None each for a cache that grows.
         saturated: per layer, elements of keys and values that were clamped.
+        beyond_ids: what the tokens were computed from besides their ids (`PagedCache.beyond_ids`).
         made_for: fingerprint of the model whose keys and values these are; None if nobody said.
         groups: page lists and pages.
     """
@@ -56,6 +57,7 @@ class Contents:
     saturated: list[dict[str, int]]
     made_for: str | None
     groups: list[GroupState]
+    beyond_ids: Sequence[str] = ()
 
 
 def save(contents: Contents, path: str | Path) -> None:
@@ -66,7 +68,7 @@ def save(contents: Contents, path: str | Path) -> None:
     """
     identity = Identity.of(contents.spec, contents.made_for, blob.calibration_id(contents.static))
     parts, numbers = _parts(contents.groups)
-    with whole(path) as partial, open(partial, "wb", buffering=0) as file:
+    with whole(home(path, "save:")) as partial, open(partial, "wb", buffering=0) as file:
         about = json.dumps(_describe(contents, numbers)).encode()
         blob.write_all(file.fileno(), blob.encode_bytes(Kind.ABOUT, identity, about))
         if any(contents.static):
@@ -149,6 +151,7 @@ def _describe(contents: Contents, numbers: list[dict[str, dict[int, int]]]) -> d
         "spec": json.loads(contents.spec.to_json()),
         "built_for": list(contents.built_for),
         "made_for": contents.made_for,
+        "beyond_ids": [*contents.beyond_ids],
         "saturated": contents.saturated,
         "static": [
             [layer, name, list(x.shape)]

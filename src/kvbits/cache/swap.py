@@ -25,12 +25,15 @@ class SwappedSequence:
         sequences: per layer group, its lengths and pages; page numbers are indices into `pages`.
         pages: per layer group and pool, uint8 [pages, layers, kv heads, head_bytes] on the host.
         static: calibrated parameters its codes were taken with.
+        made_for, beyond_ids: as in `PagedCache`.
     """
 
     spec: CacheSpec
     sequences: tuple[Sequence, ...]
     pages: tuple[dict[str, torch.Tensor], ...]
     static: list[dict[str, torch.Tensor]]
+    made_for: str | None = None
+    beyond_ids: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -78,6 +81,7 @@ def swap_in(
     swapped: SwappedSequence,
     spec: CacheSpec,
     static: list[dict[str, torch.Tensor]],
+    made_for: str | None = None,
 ) -> None:
     """Copy a swapped sequence into pages of an empty row of a cache of this spec and calibration.
 
@@ -94,6 +98,11 @@ def swap_in(
         raise DataError(
             f"the swapped sequence is of scheme {swapped.spec.scheme.name!r} for {len(swapped.spec.layers)} layers, the"
             f" cache of {spec.scheme.name!r} for {len(spec.layers)}; swap it into a cache of an equal spec"
+        )
+    if None not in (made_for, swapped.made_for) and made_for != swapped.made_for:
+        raise DataError(
+            f"another model made the swapped sequence (identity {str(swapped.made_for)[:12]}, this cache's is"
+            f" {str(made_for)[:12]}; see kvbits.identity); swap it into a cache of that model"
         )
     if not _equal(swapped.static, static):
         raise DataError(

@@ -105,6 +105,8 @@ def _before_pass(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     columns, key = cache.columns, _key(module)
     if key in columns.begun or all(outer < 0 for outer in columns.begun):
         prompts.note(columns, module, args, kwargs)
+        if key > 0 and not columns.captured:
+            columns.pages.watch(module, prompts.tokens_given(args, kwargs) != 1)
     columns.enter(key)
     return _with_cache(module, args, kwargs, cache)
 

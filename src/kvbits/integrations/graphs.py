@@ -29,8 +29,8 @@ from ..cache.device_decode import DeviceDecode
 from ..errors import CacheStateError, DataError, KvbitsError, UnsupportedError, counted
 from ..geometry import layer_places
 from ..ops import decode
-from .identity import require_loaded
 from .masks import CACHE_NAMES, NAME, HoldsPages, cache_among, is_ours, passed
+from .placement import require_loaded
 
 BUFFERED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "token_type_ids")
 """Tensor arguments that have the same shape for every token; the mask grows and is treated apart."""

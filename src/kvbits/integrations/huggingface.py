@@ -46,10 +46,10 @@ from . import generation, prefix, prompts, tensor_parallel
 from .attention import DenseLayer, KVLayer
 from .closed import Closed
 from .encoder_decoder import CrossKVCache
-from .identity import Owner, identity, require_loaded
+from .identity import Owner, identity, own_attention
 from .masks import NAME, Columns, cache_among, name_for
 from .models import scheme_for, unfit_for
-from .placement import device_of
+from .placement import device_of, require_loaded
 from .refusals import refuses, refuses_pages
 from .rotary import stored_layers
 from .tensor_parallel import Ranks
@@ -716,6 +716,12 @@ def use_kvbits_attention(model: Any) -> None:
         generation.attach(model)
         return
     config = model.config
+    if own_attention(config) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} attends by {config.get_text_config(decoder=True)._attn_implementation!r}, a"
+            " function of your own, which attention over pages would replace; call"
+            " model.set_attn_implementation('sdpa') first if it computes the same"
+        )
     parts = {
         name: part for name in getattr(config, "sub_configs", {}) if (part := getattr(config, name, None)) is not None
     }

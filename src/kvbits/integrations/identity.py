@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -14,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ..errors import DataError
+from .placement import require_loaded
 
 HARMLESS = frozenset(
     (
@@ -48,6 +49,7 @@ SMALL = 1 << 20
 """Bytes up to which a tensor is always read whole."""
 STRIDE = 127
 """Words of 4 bytes from one to the next that are read again of a larger tensor that says it is unchanged."""
+_OF_MODULES = frozenset((*vars(nn.Module()), "_hf_hook", "_old_forward", "_kvbits_hooks", "_attention_before_kvbits"))
 _WIDTH = 2048
 _PROCESS = secrets.token_hex(16)
 _OWN_WORK: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
@@ -64,19 +66,6 @@ class _Read(NamedTuple):
 _READ: WeakKeyDictionary[nn.Module, dict[str, _Read]] = WeakKeyDictionary()
 
 
-def require_loaded(model: Any) -> None:
-    """Refuse anything but a loaded model.
-
-    Raises:
-        DataError: it has no `config`.
-    """
-    if not hasattr(model, "config"):
-        raise DataError(
-            f"model of type {type(model).__name__} is not a loaded model; pass what"
-            " AutoModelForCausalLM.from_pretrained or kvbits.load_model returned"
-        )
-
-
 def identity(model: Any, made_for: str | None = None) -> str:
     """SHA-256, in hex, of what makes the keys and values that a model computes of given tokens.
 
@@ -90,14 +79,16 @@ def identity(model: Any, made_for: str | None = None) -> str:
     - adapters of PEFT and of Transformers: which are active, merged or disabled, and their scales. An adapter that is
       loaded but neither active nor merged does not count, and a model with all adapters disabled is its base model;
     - every field of the configuration but `HARMLESS`, and every number, text and flag in a module's public attributes
-      but `STATE`;
+      but `STATE`, and in the private ones of modules of your own;
     - autocast that surrounds the call, and training mode where there is dropout;
-    - that somebody else's forward hook or replaced `forward` is there. Without `made_for` such a model equals only
-      itself in this process, with that very hook.
+    - that somebody else's forward hook, replaced `forward` or attention function is there. Without `made_for` such a
+      model equals only itself in this process, with that very hook and with the numbers and tensors that the hook holds
+      in its closure, its arguments, its object or as globals, but not in lists.
 
-    The identity cannot cover what a hook or replaced method computes, adapters that are chosen by an argument of a pass
-    (`adapter_names`), autocast around a later pass, the code of Transformers and of the model, and kernels that
-    compute the same in another order. Name such things by `made_for`.
+    The identity cannot cover what a hook or replaced method computes, numbers inside objects that a module or hook
+    holds, the code of Transformers and of the model, and kernels that compute the same in another order. Name such
+    things by `made_for`. What changes around one pass (adapters by `adapter_names`, autocast, a hook) is looked for
+    when the pass begins (`Owner.watch`).
 
     The first call reads all weights once. Later calls read tensors above `SMALL` bytes whole only where their place,
     their version (which torch counts for every edit in place but those through `.data`) or one of every `STRIDE` words
@@ -116,6 +107,10 @@ def identity(model: Any, made_for: str | None = None) -> str:
     require_loaded(model)
     facts: list[str] = [f"made_for {made_for!r}"]
     tensors: dict[str, torch.Tensor] = {}
+    everywhere = nn.modules.module
+    for hooks in (everywhere._global_forward_pre_hooks, everywhere._global_forward_hooks):
+        _add_hook_kind("every module", hooks, facts, tensors, made_for is None)
+    _add_attention(model.config, facts, made_for is None)
     _visit(model, "", facts, tensors, made_for is None, set())
     facts.append(f"config {json.dumps(_config(model.config), sort_keys=True, default=str)}")
     device = next((t.device.type for t in tensors.values() if t.device.type != "meta"), "cpu")
@@ -131,25 +126,87 @@ def identity(model: Any, made_for: str | None = None) -> str:
 
 
 class Owner:
-    """The model that fills a cache, asked again when the cache is written: it may have changed meanwhile.
+    """The model that fills a cache. Every pass is compared with it, and it is asked again when the cache is written.
 
     Attributes:
         made_for: as in `identity`.
+        strayed: a pass filled the cache that was not that of the named model: of another one, or of this one with
+            other adapters, hooks or weights.
     """
 
-    def __init__(self, model: Any, made_for: str | None) -> None:
-        self._model, self.made_for = None if model is None else weakref.ref(model), made_for
+    def __init__(self, model: Any, made_for: str | None, strayed: bool = False) -> None:
+        self._model, self.made_for, self.strayed = None if model is None else weakref.ref(model), made_for, strayed
+        self._known: WeakKeyDictionary[Any, dict[bool, Any]] = WeakKeyDictionary()
+        self._parts: weakref.WeakSet[Any] = weakref.WeakSet()
+        if model is not None:
+            self._parts.update(m for m in model.modules() if m is model or hasattr(m, "config"))
+            self._known[model] = {whole: _glance(model, whole) for whole in (False, True)}
 
     def __deepcopy__(self, memo: Any) -> Owner:
-        return self
+        return Owner(self._model and self._model(), self.made_for, self.strayed)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Owner, (None, self.made_for)
+        return Owner, (None, self.made_for, self.strayed)
+
+    def watch(self, module: Any, name: str | None, whole: bool = True) -> bool:
+        """Whether a module that begins a pass is, or is a part of, the model of this identity, as it was.
+
+        Settings, adapters, hooks and the versions of weights are looked at, in a fraction of a millisecond. Only where
+        they differ the identity is computed.
+
+        Args:
+            name: the identity that the cache names.
+            whole: look at every module and weight, not at the first adapter alone.
+        """
+        model = self._model and self._model()
+        root = model if model is not None and module in self._parts else module
+        now, known = _glance(root, whole), self._known.setdefault(root, {})
+        if known.get(whole) == now:
+            return True
+        if identity(root, self.made_for) != name:
+            return False
+        known[whole] = now
+        if model is None:
+            self._model = weakref.ref(root)
+        return True
 
     def now(self) -> str | None:
         """The identity of the model as it is, or None where the model is gone."""
         model = None if self._model is None else self._model()
         return None if model is None else identity(model, self.made_for)
+
+    def changed(self, name: str | None) -> bool:
+        """Whether the model is there and has another identity than the one that the cache names."""
+        model = self._model and self._model()
+        return model is not None and not self.watch(model, name)
+
+
+def _glance(model: Any, whole: bool) -> tuple[Any, ...]:
+    """What changes where somebody changes a model: equal while nobody did."""
+    modules = model.modules() if whole or hasattr(model, "peft_config") else ()
+    adapted = (m for m in modules if hasattr(m, "adapter_layer_names"))
+    device = next((p.device.type for p in model.parameters() if not p.is_meta), "cpu")
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if not whole:
+        return model.training, cast, next(map(_setting, adapted), None)
+    found = []
+    for m in modules:
+        setting = _setting(m) if hasattr(m, "adapter_layer_names") else None
+        hooks = [k for kind in (m._forward_pre_hooks, m._forward_hooks) for k in kind]
+        found.append((m.training, id(vars(m).get("forward")), tuple(hooks), setting))
+    return model.training, cast, tuple(found), [p._version for p in model.parameters() if not p.is_inference()]
+
+
+def _setting(layer: Any) -> tuple[Any, ...]:
+    """What a layer of PEFT computes with at the moment, as values."""
+    scales = getattr(layer, "scaling", None)
+    return (
+        str(layer.active_adapters),
+        layer.disable_adapters,
+        tuple(vars(layer).get("merged_adapters", ())),
+        repr(dict(scales)) if isinstance(scales, dict) else None,
+        tuple(layer._forward_pre_hooks),
+    )
 
 
 # -- what there is ------------------------------------------------------------------------------------------------
@@ -177,7 +234,7 @@ def _visit(
     seen.add(id(module))
     inner = _unwrapped(module)
     if inner is not None:
-        _add_hooks(module, path, facts, private)
+        _add_hooks(module, path, facts, tensors, private)
         if inner is not module._modules.get("_orig_mod"):
             _add_forward(module, path, facts, private)
         _visit(inner, path, facts, tensors, private, seen)
@@ -190,15 +247,18 @@ def _visit(
         _visit(base, path, facts, tensors, private, seen)
     if base is None or counted:
         facts.append(f"{path} is {type(module).__module__}.{type(module).__qualname__}")
-    _add_hooks(module, path, facts, private)
+    _add_hooks(module, path, facts, tensors, private)
     _add_forward(module, path, facts, private)
     if adapters is not None and own.get("_disable_adapters") and own.get("merged_adapters"):
         facts.append(f"{path} unmerges {own['merged_adapters']}")
     if base is not None and not counted:
         return
     drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    trusted = f"{type(module).__module__}.".startswith(TRUSTED)
     for name, value in own.items():
-        if name.startswith("_") or name in STATE or name.endswith(("max_seq_len_cached", "long_inv_freq")):
+        if name.startswith("_") and (trusted or name in _OF_MODULES or "cache" in name):
+            continue
+        if name in STATE or name.endswith(("max_seq_len_cached", "long_inv_freq")):
             continue
         if adapters is not None and name in OF_ADAPTERS:
             continue
@@ -382,12 +442,52 @@ def _config(config: Any) -> Any:
     return kept(data)
 
 
-def _add_hooks(module: nn.Module, path: str, facts: list[str], private: bool) -> None:
-    """Add forward hooks of others than `TRUSTED`."""
-    for kind in ("_forward_pre_hooks", "_forward_hooks"):
-        for key, hook in getattr(module, kind).items():
-            if not _is_trusted(hook):
-                facts.append(f"{path} has {_plain_name(hook)}{f' {_PROCESS} {key}' if private else ''}")
+def _add_hooks(module: nn.Module, path: str, facts: list[str], tensors: dict[str, torch.Tensor], private: bool) -> None:
+    """Add forward hooks of a module."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        _add_hook_kind(path, hooks, facts, tensors, private)
+
+
+def _add_hook_kind(path: str, hooks: Any, facts: list[str], tensors: dict[str, torch.Tensor], private: bool) -> None:
+    """Add hooks of others than `TRUSTED`, and what those of PEFT are given (`adapter_names`)."""
+    for key, hook in hooks.items():
+        if not _is_trusted(hook):
+            facts.append(f"{path} has {_plain_name(hook)}{f' {_PROCESS} {key}' if private else ''}")
+            if private:
+                _add_held(f"{path} {key}", hook, facts, tensors)
+        elif isinstance(hook, functools.partial) and _is_trusted(hook, ("peft.",)) and _is_plain(hook.keywords):
+            facts.append(f"{path} has {_plain_name(hook)} {_text(hook.keywords)}")
+
+
+def _add_held(path: str, function: Any, facts: list[str], tensors: dict[str, torch.Tensor]) -> None:
+    """Add numbers, texts and tensors that a function finds in its arguments, closure, object or module, and numbers and
+    texts in dicts there. What lists hold is left out: hooks record in them.
+    """
+    held: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        held |= {f"argument {i}": x for i, x in enumerate(function.args)} | function.keywords
+        function = function.func
+    held |= vars(getattr(function, "__self__", function)) if hasattr(function, "__dict__") else {}
+    f = getattr(function, "__func__", function)
+    f = f if hasattr(f, "__code__") else type(f).__call__
+    if (code := getattr(f, "__code__", None)) is not None:
+        held |= {name: f.__globals__[name] for name in code.co_names if name in f.__globals__}
+        held |= {"defaults": f.__defaults__}
+        for name, cell in zip(code.co_freevars, f.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # an empty cell
+                held[name] = cell.cell_contents
+    for name, value in held.items():
+        if isinstance(value, torch.Tensor):
+            _add_tensor(f"{path} holds {name}", value, tensors, facts)
+        for key, one in value.items() if isinstance(value, dict) else [("", value)]:
+            if not isinstance(one, (list, dict, set)) and _is_plain(one):
+                facts.append(f"{path} holds {name} {key} = {_text(one)}")
+
+
+def _add_attention(config: Any, facts: list[str], private: bool) -> None:
+    """Add the attention function of a model where it is somebody else's."""
+    if (function := own_attention(config)) is not None:
+        facts.append(f"attention is {_name(function, private)}")
 
 
 def _add_forward(module: nn.Module, path: str, facts: list[str], private: bool) -> None:
@@ -399,6 +499,19 @@ def _add_forward(module: nn.Module, path: str, facts: list[str], private: bool) 
         facts.append(f"{path} runs {_name(found, private)}")
     if not _is_trusted(usual) and usual.__module__ != type(module).__module__:
         facts.append(f"{path} runs {_name(usual, private)}")
+
+
+def own_attention(config: Any) -> Any:
+    """The attention function that a model looks up, where it is of neither Transformers nor kvbits, or None."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    found = ALL_ATTENTION_FUNCTIONS.get(str(getattr(text, "_attn_implementation", None)))
+    inner = found
+    while hasattr(inner, "func"):
+        inner = inner.func
+    module = getattr(inner, "__module__", None) or type(inner).__module__
+    return None if inner is None or f"{module}.".startswith(("transformers.", "kvbits.", "torch.")) else found
 
 
 def _innermost(function: Any) -> Any:

@@ -61,6 +61,12 @@ class NotATensor:
     def __getitem__(self, index: object) -> NoReturn:
         self._refuse()
 
+    def _refuse_operand(self, other: object = None) -> NoReturn:
+        self._refuse()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = _refuse_operand
+    __and__ = __rand__ = __or__ = __ror__ = __lt__ = __le__ = __gt__ = __ge__ = __invert__ = __neg__ = _refuse_operand
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         raise UnsupportedError(cls._why)  # a TypeError would be taken for NotImplemented by the operators of tensors

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedError, counted
+from ..errors import DataError, UnsupportedError, counted
 from ..geometry import text_config
 
 
@@ -60,3 +60,16 @@ def _brought_to(model: Any, name: str) -> torch.device:
         if not name:
             return torch.device("meta")
         name = name.rpartition(".")[0]
+
+
+def require_loaded(model: Any) -> None:
+    """Refuse anything but a loaded model.
+
+    Raises:
+        DataError: it has no `config`.
+    """
+    if not hasattr(model, "config"):
+        raise DataError(
+            f"model of type {type(model).__name__} is not a loaded model; pass what"
+            " AutoModelForCausalLM.from_pretrained or kvbits.load_model returned"
+        )

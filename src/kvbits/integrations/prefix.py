@@ -37,6 +37,12 @@ def refuses(model: Any) -> str | None:
             f"{type(model).__name__} puts virtual tokens ({kind}) in front of each prompt, which no ids name; use"
             " KVCache.for_model, and copy.deepcopy of the filled cache for prompts that begin alike"
         )
+    configs = getattr(model, "peft_config", None) or {}
+    if any(getattr(c, "alora_invocation_tokens", None) for c in configs.values()):
+        return (
+            f"an adapter of {type(model).__name__} (aLoRA) begins where its invocation tokens come last in a prompt, so"
+            " a prompt's end decides about the keys of its beginning; use KVCache.for_model"
+        )
     if model.config.is_encoder_decoder:
         return (
             f"a prompt of {type(model).__name__} goes through its encoder, and its decoder begins anew for each; use"

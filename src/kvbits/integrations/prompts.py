@@ -149,6 +149,13 @@ def require_words(model: Any, ids: torch.Tensor) -> None:
         )
 
 
+def tokens_given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """Tokens that a pass is given of each sequence; None where its arguments do not say."""
+    given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    found = next((x for x in given if isinstance(x, torch.Tensor) and x.ndim > 1), None)
+    return None if found is None else found.shape[1]
+
+
 def note(columns: Columns, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Write down in the pages what a pass of a model is given besides ids (`PagedCache.beyond_ids`)."""
     given = dict(kwargs)
@@ -162,17 +169,30 @@ def note(columns: Columns, module: Any, args: tuple[Any, ...], kwargs: Mapping[s
             _add(beyond, name, (value != 0).any())
         else:
             beyond[name] = True
-    _note_positions(columns, given)
+    _note_positions(columns, given, "position_ids" in inspect.signature(module.forward).parameters)
 
 
-def _note_positions(columns: Columns, given: Mapping[str, Any]) -> None:
-    """Compare the positions of a chunk with those of its tokens in order; single tokens follow from those before."""
+def _note_positions(columns: Columns, given: Mapping[str, Any], takes: bool) -> None:
+    """Compare the positions of tokens with their numbers among the real ones. Single tokens on a GPU are taken to
+    follow from those before.
+
+    Args:
+        takes: the model takes `position_ids`, so that without them it counts padding.
+    """
     positions, mask, seen = given.get("position_ids"), given.get("attention_mask"), columns.seen
-    if not isinstance(positions, torch.Tensor) or positions.ndim < 2 or (new := positions.shape[-1]) < 2:
+    if positions is None and takes and isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] > seen:
+        new = mask.shape[1] - seen
+        positions = torch.arange(seen, seen + new, device=mask.device)[None]
+    if not isinstance(positions, torch.Tensor) or positions.ndim < 2:
+        return
+    if (new := positions.shape[-1]) < 2 and positions.device.type != "cpu":
         return
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= seen + new:
         mask = mask[:, : seen + new].to(positions.device).bool()
         usual, real = mask.long().cumsum(1)[:, -new:] - 1, mask[:, -new:]
+    elif columns.valid is not None:
+        usual = columns.valid.to(positions.device).sum(1, keepdim=True) + torch.arange(new, device=positions.device)
+        real = torch.ones_like(usual, dtype=torch.bool)
     else:
         usual = torch.arange(seen, seen + new, device=positions.device)
         real = torch.ones_like(usual, dtype=torch.bool)

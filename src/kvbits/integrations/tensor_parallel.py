@@ -111,6 +111,7 @@ def save(cache: PagedCache, ranks: Ranks, path: str | Path) -> None:
             saturated,
             cache.made_for,
             [g for g in whole if g is not None],
+            cache.named_beyond_ids,
         )
         try:
             serialize.save(contents, path)
@@ -133,6 +134,7 @@ def cut(whole: PagedCache, ranks: Ranks, device: torch.device) -> PagedCache:
     )
     cache = PagedCache(spec, device=device, static=static, backend=whole.backend)
     cache.built_for, cache.made_for = whole.built_for, whole.made_for
+    cache.beyond_ids = dict(whole.beyond_ids)
     cache.saturated[:] = copy.deepcopy(whole.saturated) if ranks.rank == 0 else cache.saturated
     for mine, state in zip(cache.held_groups, whole.groups, strict=True):
         heads = mine.group.geometry.num_kv_heads

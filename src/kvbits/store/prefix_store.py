@@ -214,7 +214,7 @@ class PrefixStore:
         """
         known, tokens = paged(cache), keys.token_ids(ids)
         known.require_same_model()
-        if not extra and (beyond := [name for name, counts in known.beyond_ids.items() if bool(counts)]):
+        if not extra and (beyond := known.named_beyond_ids):
             raise UnsupportedError(
                 f"the tokens of this cache were computed from {', '.join(beyond)} besides their ids, by which a store"
                 " finds them; pass extra=, bytes that name all of it (a hash of the images, say), to put() and load()"
@@ -298,6 +298,7 @@ class PrefixStore:
                 f"load() into a {type(cache).__name__}, which is no PagedCache; KVCache.from_prefix(model, ids,"
                 " store=store) begins with a prefix"
             )
+        cache.require_named_model()
         groups = settled(cache, row, make=True)
         if length := groups[0].sequences[row].length:
             raise CacheStateError(
