@@ -458,8 +458,8 @@ def query_heads(config: Any) -> int | None:
     """Query heads of a layer, or None where the configuration does not say one number."""
     config = text_config(config)
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
-    n, *others = {getattr(c, "num_attention_heads", None) for c in layers}
-    return n if isinstance(n, int) and n > 0 and not others else None
+    n, *others = [getattr(c, "num_attention_heads", None) for c in layers]
+    return n if isinstance(n, int) and n > 0 and all(x == n for x in others) else None
 
 
 def has_key_bias(config: Any) -> bool:
@@ -627,7 +627,9 @@ def index_bytes(config: Any, dtype_bytes: int = 2) -> int:
     """Bytes of the index keys of one token, in all layers that may keep one."""
     config, configs = _decoder(config)
     return sum(
-        dtype_bytes * c.index_head_dim for c, p in zip(configs, _places(config, configs), strict=True) if p.is_indexed
+        dtype_bytes * (getattr(c, "index_head_dim", None) or 0)
+        for c, p in zip(configs, _places(config, configs), strict=True)
+        if p.is_indexed
     )
 
 

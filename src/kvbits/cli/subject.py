@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import SpecError, UnsupportedError
+from ..errors import KvbitsError, SpecError, UnsupportedError
 from .output import tell
 
 if TYPE_CHECKING:
@@ -207,13 +207,27 @@ def subject_of(
 def _of_model(model: str, in_16_bits: bool) -> Subject:
     from .. import gguf_header
     from ..config_file import read_config
-    from ..geometry import find_model, layer_geometries, max_context, plain_layers, query_heads, state_bytes
-    from ..integrations.refusals import refuses
+    from ..geometry import find_model
 
     path = find_model(model, look_up=False)
     if isinstance(path, Path) and path.suffix == ".gguf" and gguf_header.stated(path) is None:
         tell(f"reading {model}: a GGUF file is read with Transformers, which takes seconds")
     config = read_config(model)
+    try:
+        return _subject(model, config, in_16_bits)
+    except KvbitsError:
+        raise
+    except (AttributeError, TypeError, ValueError, ArithmeticError) as e:
+        raise SpecError(
+            f"the fields of the configuration of {model!r} do not fit {getattr(config, 'described', 'its family')}"
+            f" ({type(e).__name__}: {e}); correct the file"
+        ) from e
+
+
+def _subject(model: str, config: Any, in_16_bits: bool) -> Subject:
+    from ..geometry import layer_geometries, max_context, plain_layers, query_heads, state_bytes
+    from ..integrations.refusals import refuses
+
     if (own := refuses(config)) is not None:
         raise UnsupportedError(
             f"KVCache.for_model refuses {config.described if hasattr(config, 'described') else model}, which {own}; a"
