@@ -24,7 +24,9 @@ GpuMemory = Annotated[
     str | None,
     typer.Option(help="Each GPU: a card like H100 or 80GB, or bytes like 75GiB; for weights, activations and cache."),
 ]
-Gpus = Annotated[int, typer.Option(help="GPUs that share the model by tensor parallelism, with --gpu-memory.", min=1)]
+Gpus = Annotated[
+    int, typer.Option(help="GPUs that share the model by tensor parallelism, with --gpu-memory.", min=1, max=1024)
+]
 Weights = Annotated[
     str | None,
     typer.Option(help="Weights of the whole model, like 16GB; from MODEL's files or configuration if not given."),
@@ -130,8 +132,8 @@ class Subject:
             nbytes, self.weights_from = parse_bytes(given, "--weights"), "--weights"
         elif self.model is None:
             raise SpecError(
-                "--gpu-memory and --html count the weights too, and --layers does not say how many bytes they take;"
-                " give --weights, like --weights 16GB"
+                "--gpu-memory, --ram and --html count the weights too, and --layers does not say how many bytes they"
+                " take; give --weights, like --weights 16GB"
             )
         else:
             from ..weights import weights_bytes
