@@ -34,7 +34,8 @@ from .errors import SpecError, UnsupportedError
 from .files import home
 from .spec import LayerGeometry
 
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_HUB_ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))(?:\b[\w.-]+\b/)?\b[\w.-]{1,96}\b", re.ASCII)
+"""Names that the hub takes as ids (`huggingface_hub.utils.validate_repo_id`)."""
 _DOWNLOAD = (
     "run `hf download ID --local-dir FOLDER` where there is a network and give FOLDER, set HF_ENDPOINT to a mirror, or"
     " take `embedded`"

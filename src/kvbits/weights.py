@@ -245,7 +245,7 @@ def _of_codebooks(how: dict[str, Any]) -> float | None:
     fields = [how.get(n) for n in ("num_codebooks", "nbits_per_codebook", "in_group_size", "out_group_size")]
     if not all(type(x) is int and x > 0 for x in fields):
         return None
-    count, bits, rows, columns = fields
+    count, bits, rows, columns = (float(x or 0) for x in fields)
     return count * bits / (rows * columns)
 
 
