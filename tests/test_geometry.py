@@ -402,8 +402,11 @@ def test_gguf_metadata_is_enough_and_is_parsed_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "Qwen/Qwen3-8B", "_a/b_", "a" * 96, "a" * 97, "a/b.git", "a--b", "a..b", "-a", "a/b-", "a./b", "a/b/c"]
-    + ["\u6a21\u578b", "na\u00efve", "\u0645\u0648\u062f\u0644"],
+    [
+        *("gpt2", "Qwen/Qwen3-8B", "_a/b_", "a" * 96),
+        *("a" * 97, "a/b.git", "a--b", "a..b", "-a", "a/b-", "a./b", "a/b/c"),
+        *("\u6a21\u578b", "na\u00efve", "\u0645\u0648\u062f\u0644"),
+    ],
 )
 def test_what_the_hub_takes_for_no_id_is_refused_before_it_is_asked(name, monkeypatch, tmp_path):
     hub = pytest.importorskip("huggingface_hub")
