@@ -22,6 +22,7 @@ EXPORTS = {
     "Scheme",
     "__version__",
     "graphed",
+    "identity",
     "load_model",
     "schemes",
 }
