@@ -847,7 +847,7 @@ def test_several_schemes_are_calibrated_in_one_pass(loader, tmp_path, monkeypatc
 
     passes, plain = [], collect._see_queries
     monkeypatch.setattr(collect, "_see_queries", lambda *args: passes.append(args) or plain(*args))
-    options = ("--windows", 3, "--length", 200, "--threads", 1)
+    options = ("--windows", 3, "--length", 320, "--threads", 1)
     data = run_json(
         "calibrate",
         "tiny",
