@@ -57,6 +57,35 @@ def error(*args):
     return result.stderr
 
 
+def test_ram_holds_the_weights_the_reserve_and_the_cache():
+    found = run_json("plan", *GEOMETRY, "--ram", "16GB", "--weights", "1GB", "--reserve", "2GB")
+    assert found["memory_bytes"] == 13 * 10**9
+    assert "--weights" in error("plan", *GEOMETRY, "--ram", "16GB")
+    for other in (("--gpu-memory", "H100"), ("--memory", "1GB"), ("--gpus", "2")):
+        assert other[0] in error("plan", *GEOMETRY, "--weights", "1GB", "--ram", "16GB", *other)
+
+
+def test_a_format_of_vllm_is_told_from_a_preset():
+    assert "add --engine vllm, or take klt4" in error("plan", *GEOMETRY, "--scheme", "kvbits_klt4")
+    for name in set(planner.VLLM_SHOWN) & schemes.PRESETS.keys():  # fp8 is both
+        assert [r["scheme"] for r in run_json("plan", *GEOMETRY, "--scheme", name)["rows"]] == [name]
+
+
+def test_counts_that_no_machine_has_are_refused():
+    for option in ("--gpus", "--batch-size"):
+        for count in ("0", "-1", "9" * 30, "1.5", "nan"):
+            assert option in error("plan", *GEOMETRY, option, count)
+
+
+def test_kernels_are_compiled_ahead_for_cards_by_name():
+    from kvbits.cli.warm import _capabilities
+
+    assert _capabilities("h100,A100-80GB,sm_89,12.0") == [(9, 0), (8, 0), (8, 9), (12, 0)]
+    for name in ("V100", "sm_70", "h1000", "90a"):
+        with pytest.raises(kvbits.KvbitsError, match=name):
+            _capabilities(name)
+
+
 # -- help and imports -----------------------------------------------------------------------------------------------
 
 
@@ -821,7 +850,7 @@ def test_several_schemes_are_calibrated_in_one_pass(loader, tmp_path, monkeypatc
 
     passes, plain = [], collect._see_queries
     monkeypatch.setattr(collect, "_see_queries", lambda *args: passes.append(args) or plain(*args))
-    options = ("--windows", 3, "--length", 200, "--threads", 1)
+    options = ("--windows", 3, "--length", 320, "--threads", 1)
     data = run_json(
         "calibrate",
         "tiny",

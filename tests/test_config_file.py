@@ -206,3 +206,22 @@ def test_the_header_of_a_gguf_file_says_what_transformers_reads_from_it():
     ours, theirs = read_config(path), load_config(path)
     assert make_families.facts(ours) == make_families.facts(theirs) and type(ours).__name__ == "Fields"
     assert (ours.vocab_size, ours.tie_word_embeddings) == (theirs.vocab_size, theirs.tie_word_embeddings)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "llama", "rope_scaling": 2.5},
+        {"model_type": "pegasus", "rope_parameters": [1]},
+        {"model_type": "gpt2", "n_layer": "4"},
+        {"model_type": "gpt2", "n_head": -1},
+        {"model_type": "jamba", "num_attention_heads": [1, 2]},
+        {"model_type": "llama", "attention_bias": 2.5},
+        {"model_type": "gemma4_text", "is_encoder_decoder": "4"},
+        {"model_type": "inkling_text", "swa_num_key_value_heads": None},
+    ],
+    ids=str,
+)
+def test_plan_refuses_a_field_of_another_kind_without_a_trace(tmp_path, fields):
+    done = CliRunner().invoke(app, ["plan", str(write(tmp_path, **fields)), "--gpu-memory", "80GB"])
+    assert done.exit_code == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.exception

@@ -398,3 +398,23 @@ def test_gguf_metadata_is_enough_and_is_parsed_once(tmp_path, monkeypatch):
     path.write_bytes(path.read_bytes() + b"\0")
     load_config(path)
     assert len(parsed) == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpt2", "Qwen/Qwen3-8B", "_a/b_", "a" * 96),
+        *("a" * 97, "a/b.git", "a--b", "a..b", "-a", "a/b-", "a./b", "a/b/c"),
+        *("\u6a21\u578b", "na\u00efve", "\u0645\u0648\u062f\u0644"),
+    ],
+)
+def test_what_the_hub_takes_for_no_id_is_refused_before_it_is_asked(name, monkeypatch, tmp_path):
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.chdir(tmp_path)
+    try:
+        hub.utils.validate_repo_id(name)
+    except hub.errors.HFValidationError:
+        with pytest.raises(SpecError, match="no such file"):
+            find_model(name, look_up=False)
+    else:
+        assert find_model(name, look_up=False) == name

@@ -18,6 +18,9 @@ from kvbits.units import GB, GIB
         ("A100-SXM4-80GB", "A100-80GB"),
         ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
         ("a100", "A100"),
+        ("A100 40G", "A100-40GB"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA H200 NVL", "H200"),
         ("rtx4090", "RTX 4090"),
         ("4090", "RTX 4090"),
         ("NVIDIA GeForce RTX 3090", "RTX 3090"),
@@ -63,3 +66,7 @@ def test_other_sizes_are_what_they_say():
     for text in ("80", "V100", "80Gb", "", "GB"):
         with pytest.raises(SpecError, match="or name a card: L4"):
             gpu_memory(text)
+
+
+def test_a_size_in_any_spelling_is_the_same_card():
+    assert len({gpu_memory(text).nbytes for text in ("80GB", "80 gb", "80gB")}) == 1

@@ -11,7 +11,7 @@ import pytest
 from kvbits.config_file import read_config
 from kvbits.errors import SpecError
 from kvbits.geometry import load_config
-from kvbits.weights import COUNTED, counted, estimated, weights_bytes
+from kvbits.weights import COUNTED, counted, estimated, named_format, weights_bytes
 
 transformers = pytest.importorskip("transformers")
 count_parameters = pytest.importorskip("make_families").count_parameters
@@ -116,6 +116,70 @@ def test_packed_weights_take_the_bits_that_the_configuration_names(tmp_path):
         weights_bytes(
             str(written(tmp_path, "llama", quantization_config={"quant_method": "made_up"})), read_config(tmp_path)
         )
+
+
+GROUPS = {"g": {"weights": {"num_bits": 4, "type": "int", "group_size": 128}}}
+METHODS = {  # bits of a matrix's number, 16 where the weights are not packed, None where that is unknown
+    "AWQ of older releases": ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128}, 4 + 20 / 128),
+    "GPTQ": ({"quant_method": "gptq", "bits": 8, "group_size": -1}, 8),
+    "bitsandbytes, as it is saved": ({"quant_method": "bitsandbytes", "_load_in_4bit": True}, 4.5),
+    "bitsandbytes without its name": ({"load_in_8bit": True}, 8),
+    "bitsandbytes, neither": ({"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": False}, 16),
+    "a dense model in mxfp4": ({"quant_method": "mxfp4"}, 4.25),
+    "modelopt_fp4": ({"quant_method": "modelopt_fp4"}, 4.5),
+    "modelopt, nested": ({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8_PB_WO"}}, 8),
+    "modelopt, a cache": ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}, 16),
+    "torchao by name": ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, 8),
+    "torchao by object": (
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
+        4.125,
+    ),
+    "AQLM": (
+        {"quant_method": "aqlm", "num_codebooks": 2, "nbits_per_codebook": 8, "in_group_size": 8, "out_group_size": 1},
+        2,
+    ),
+    "Quark": ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, 8),
+    "SINQ": ({"quant_method": "sinq", "nbits": 4, "group_size": 64}, 4 + 20 / 64),
+    "MLX": ({"bits": 4, "group_size": 32, "mode": "mxfp4"}, 4.25),
+    "compressed-tensors": ({"quant_method": "compressed-tensors", "config_groups": GROUPS}, 4 + 20 / 128),
+    "compressed-tensors, a cache": (
+        {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}},
+        16,
+    ),
+    "compressed-tensors, mixed": (
+        {"quant_method": "compressed-tensors", "config_groups": GROUPS | {"h": {"weights": {"num_bits": 8}}}},
+        None,
+    ),
+    "groups as a list": ({"quant_method": "compressed-tensors", "config_groups": [GROUPS]}, None),
+    "weights as a list": ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": [4]}}}, None),
+    "HQQ with a text": ({"quant_method": "hqq", "quant_config": {"weight_quant_params": "4"}}, None),
+    "bits as a text": ({"quant_method": "gptq", "bits": "4"}, None),
+    "bits below 0": ({"quant_method": "gptq", "bits": -4}, None),
+    "no number of bits": ({"quant_method": "gptq", "bits": float("nan")}, None),
+    "more bits than a number has": ({"quant_method": "gptq", "bits": 64}, None),
+    "nothing": ({}, None),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_s_bits_are_read_or_refused(name, tmp_path):
+    how, bits = METHODS[name]
+    folder = written(tmp_path, "llama", quantization_config=how)
+    config = read_config(folder)
+    count = counted(config)
+    if bits is None:
+        with pytest.raises(SpecError, match="give --weights"):
+            weights_bytes(str(folder), config)
+    else:
+        nbytes, _ = weights_bytes(str(folder), config)
+        assert nbytes == round((count.dense + count.experts) * bits / 8) + count.rest * 2
+
+
+@pytest.mark.parametrize(
+    "name", ["x-FP8-dynamic", "x-NF4", "x.nvfp4a16", "x-4.0bpw-exl2", "x-1.58bit", "x-HQQ", "x-EETQ"]
+)
+def test_a_name_that_says_packed_weights_is_doubted(name):
+    assert named_format(name) and not named_format("x-4B-Instruct") and not named_format("phi-4")
 
 
 def test_published_sizes_come_out(tmp_path):

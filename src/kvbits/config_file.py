@@ -182,7 +182,7 @@ class Fields:
 
     def __init__(self, stated: dict[str, Any]) -> None:
         family, kind = _family(stated)
-        self.stated = stated = _checked(stated)
+        self.stated = stated = _checked(stated, family.get("alias", {}))
         own = self.__dict__
         own["_alias"], own["_family"] = family.get("alias", {}), family
         own["_properties"], own["_names"] = family.get("properties", {}), _provided(family)
@@ -359,8 +359,8 @@ def read_config(model: str | os.PathLike[str]) -> Any:
     return Fields(stated)
 
 
-def _checked(stated: dict[str, Any]) -> dict[str, Any]:
-    """What a configuration says, its whole numbers as int.
+def _checked(stated: dict[str, Any], alias: dict[str, str] | None = None) -> dict[str, Any]:
+    """Return what a configuration says, its whole numbers as int; `alias` has the names that a family gives to fields.
 
     Raises:
         SpecError: a field that is counted with holds no number of its kind, or more than any model has.
@@ -368,9 +368,11 @@ def _checked(stated: dict[str, Any]) -> dict[str, Any]:
     found = dict(stated)
     if isinstance(pattern := stated.get("sliding_window_pattern"), str) and re.fullmatch("L*G", pattern):
         found["sliding_window_pattern"] = len(pattern)  # EXAONE 4.0 writes which layers are local and global
-    for name in (*(f for f in FIELDS if f not in _FLAGS), "kv_n_heads"):
-        least, most = int(name == "num_attention_heads"), MOST_LAYERS if name == "num_hidden_layers" else MOST_TOKENS
-        if (value := found.get(name)) is None or (isinstance(value, list) and name in _MAY_DIFFER):
+    counted = {f: f for f in (*(f for f in FIELDS if f not in _FLAGS), "kv_n_heads")}
+    own = {called: f for f, called in (alias or {}).items() if f in counted}
+    for name, field in (counted | own).items():
+        least, most = int(field == "num_attention_heads"), MOST_LAYERS if field == "num_hidden_layers" else MOST_TOKENS
+        if (value := found.get(name)) is None or (isinstance(value, list) and field in _MAY_DIFFER):
             continue
         if type(value) not in (int, float) or not least <= value <= most or value != int(value):
             text = f"; write it without quotes, as {value}" if isinstance(value, str) and value.isdecimal() else ""
@@ -386,7 +388,10 @@ def _checked(stated: dict[str, Any]) -> dict[str, Any]:
             raise SpecError(
                 f"{name}={_shown(value)} of a config.json must be a list with a text for each layer; correct the file"
             )
-    for name in ("quantization_config", "text_config"):
+    for name in _FLAGS:
+        if not isinstance(value := stated.get(name), bool | None):
+            raise SpecError(f"{name}={_shown(value)} of a config.json must be true or false; correct the file")
+    for name in ("quantization_config", "text_config", "rope_parameters", "rope_scaling"):
         if (value := stated.get(name)) is not None and not isinstance(value, dict):
             raise SpecError(f"{name}={_shown(value)} of a config.json must be an object; correct the file")
     return found

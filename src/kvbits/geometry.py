@@ -34,7 +34,8 @@ from .errors import SpecError, UnsupportedError
 from .files import home
 from .spec import LayerGeometry
 
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_HUB_ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))(?:\b[\w.-]+\b/)?\b[\w.-]{1,96}\b", re.ASCII)
+"""Names that the hub takes as ids (`huggingface_hub.utils.validate_repo_id`)."""
 _DOWNLOAD = (
     "run `hf download ID --local-dir FOLDER` where there is a network and give FOLDER, set HF_ENDPOINT to a mirror, or"
     " take `embedded`"
@@ -461,8 +462,8 @@ def query_heads(config: Any) -> int | None:
     """Query heads of a layer, or None where the configuration does not say one number."""
     config = text_config(config)
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
-    n, *others = {getattr(c, "num_attention_heads", None) for c in layers}
-    return n if isinstance(n, int) and n > 0 and not others else None
+    n, *others = [getattr(c, "num_attention_heads", None) for c in layers]
+    return n if isinstance(n, int) and n > 0 and all(x == n for x in others) else None
 
 
 def has_key_bias(config: Any) -> bool:
@@ -630,7 +631,9 @@ def index_bytes(config: Any, dtype_bytes: int = 2) -> int:
     """Bytes of the index keys of one token, in all layers that may keep one."""
     config, configs = _decoder(config)
     return sum(
-        dtype_bytes * c.index_head_dim for c, p in zip(configs, _places(config, configs), strict=True) if p.is_indexed
+        dtype_bytes * (getattr(c, "index_head_dim", None) or 0)
+        for c, p in zip(configs, _places(config, configs), strict=True)
+        if p.is_indexed
     )
 
 

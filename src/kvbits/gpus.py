@@ -51,9 +51,12 @@ CAPABILITIES: dict[str, tuple[int, int]] = {
 }
 """Name -> compute capability, for which kernels are compiled."""
 
+ALIASES = {"GH200480GB": "GH200", "H200NVL": "H200"}
+"""Other names of cards as their drivers print them: GH200's is followed by the memory of its CPU."""
+
 SIZES = {size: min((n for n in CARDS if CARDS[n][0] == size), key=lambda n: CARDS[n][1]) for size, _ in CARDS.values()}
 """GB in a name -> the card that has least of those with that name: what fits it fits them all."""
-_PLAIN = re.compile(r"([0-9]+)\s*(?:GB|gb)")
+_PLAIN = re.compile(r"([0-9]+)\s*[Gg](?:B|(?<=g)b)")
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def _named(text: str) -> str | None:
     words = re.sub(
         r"\b(NVIDIA|GEFORCE|TESLA|SXM\d?|PCIE|HBM\w*|BLACKWELL|GENERATION|SERVER|WORKSTATION|EDITION)\b", "", words
     )
-    plain = words.replace(" ", "")
+    plain = re.sub(r"(?<= [0-9]{2})G$", "GB", words.strip()).replace(" ", "")
+    plain = ALIASES.get(plain, plain)
     if not plain:
         return None
     for name in CARDS:

@@ -21,7 +21,8 @@ _BYTES = (
 )
 _TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
-_NUMBER = re.compile(r"([0-9]+(?:,[0-9]{3})*)(?:\.([0-9]+))?\s*([A-Za-z]*)")
+_MOST = 2**63
+_NUMBER = re.compile(r"([0-9]{1,20}(?:,[0-9]{3}){0,6})(?:\.([0-9]{1,20}))?\s*([A-Za-z]*)")
 
 
 def parse_bytes(text: str, what: str = "memory") -> int:
@@ -33,7 +34,7 @@ def parse_bytes(text: str, what: str = "memory") -> int:
     Raises:
         SpecError: anything else: "24" has no unit, and "24G" could mean either.
     """
-    match = _NUMBER.fullmatch(text.strip())
+    match, text = _NUMBER.fullmatch(text.strip()), _shown(text)
     if match is None or match[3].upper() not in _BYTES:
         raise SpecError(
             f"{what} {text!r} is not understood; write it with its unit, like 24GB (24 x 10**9 bytes) or 24GiB (24 x"
@@ -42,8 +43,9 @@ def parse_bytes(text: str, what: str = "memory") -> int:
     if match[3].endswith("b") and match[3][:1].isupper():
         raise SpecError(f"{what} {text!r}: {match[3]} are bits; write {match[3][:-1]}B for bytes")
     nbytes = _scaled(match, _BYTES[match[3].upper()])
-    if nbytes < 1:
-        raise SpecError(f"{what} {text!r} is no memory at all; write it like 24GB")
+    if not 1 <= nbytes < _MOST:
+        few = "is no memory at all" if nbytes < 1 else "is more than any machine has"
+        raise SpecError(f"{what} {text!r} {few}; write it like 24GB")
     return nbytes
 
 
@@ -53,12 +55,14 @@ def parse_tokens(text: str, what: str = "tokens", *, least: int = 1) -> int:
     Raises:
         SpecError: anything else, a part of a token, or fewer than `least`.
     """
-    match = _NUMBER.fullmatch(text.strip())
+    match, text = _NUMBER.fullmatch(text.strip()), _shown(text)
     unit = None if match is None else _TOKENS.get(match[3].lower())
     if match is None or unit is None or _scaled(match, unit) * 10 ** len(match[2] or "") != int(_digits(match)) * unit:
         raise SpecError(f"{what} {text!r} is no number of tokens; write 8192 or 8k (8 x 1,024)")
     if (n := _scaled(match, unit)) < least:
         raise SpecError(f"{what} {text!r}: at least {least} is needed")
+    if n >= _MOST:
+        raise SpecError(f"{what} {text!r} are more than any model takes; write 8192 or 8k (8 x 1,024)")
     return n
 
 
@@ -76,6 +80,11 @@ def human_bytes(n: float) -> str:
         if n >= size:
             return f"{n / size:,.2f} {unit}"
     return f"{n:.0f} B"
+
+
+def _shown(text: str) -> str:
+    """Cut a text that is much longer than any number, for messages."""
+    return text if len(text) <= 60 else f"{text[:60]}.."
 
 
 def _digits(match: re.Match[str]) -> str:

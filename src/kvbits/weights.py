@@ -100,7 +100,7 @@ def bytes_of_config(
     if packed is None:
         return count.total * size, f"{about} at {size} bytes each{doubt}"
     bits, what, experts_only = packed
-    narrow = count.experts if experts_only else count.dense + count.experts
+    narrow = count.experts if experts_only and count.experts else count.dense + count.experts
     return (
         round(narrow * bits / 8) + (count.total - narrow) * 2,
         f"{about}: {what}, the rest at 2 bytes each",
@@ -108,30 +108,29 @@ def bytes_of_config(
 
 
 _BITS: dict[str, float] = {
-    "fp8": 8.0,
-    "fbgemm_fp8": 8.0,
-    "finegrained_fp8": 8.0,
-    "float8": 8.0,
-    "mxfp8": 8.25,
     "nvfp4": 4.5,
     "mxfp4": 4.25,
-    "w4a16_awq": 4.125,
-    "w4a8_awq": 4.125,
-    "int4_awq": 4.125,
-    "w8a16": 8.0,
-    "w8a8": 8.0,
-    "w8a8_sq_per_channel": 8.0,
-    "int8": 8.0,
-    "int8_sq": 8.0,
+    "mxfp8": 8.25,
+    "nf4": 4.5,
+    "w4a": 4.125,
     "int4": 4.125,
+    "awq": 4.125,
     "int2": 2.125,
+    "fp4": 4.5,
+    "fp8": 8.0,
+    "float8": 8.0,
+    "w8a": 8.0,
+    "int8": 8.0,
     "eetq": 8.0,
     "bitnet": 2.0,
 }
-"""Bits of a packed parameter with its scales, by names of formats."""
+"""Bits of a packed parameter with its scales, by what the name of a format contains; the first that it contains counts.
+"""
+MOST_BITS = 16
 _NAME = re.compile(
-    r"(?:^|[-_./ ])(fp8|fp4|nvfp4|mxfp[48]|awq|gptq|int[248]|w[48]a(?:4|8|16)|[2-8]-?bits?|gguf|bnb|exl[23]|hqq"
-    r"|autoround|i?q[1-8](?:_\w+)?)(?=$|[-_. ])",
+    r"(?:^|[-_./ ])(fp[48]|nvfp4(?:a16)?|nf4|mxfp[48]|awq|gptq|int[248]|w[48]a(?:4|8|16)"
+    r"|[1-8](?:\.\d+)?-?(?:bits?|bpw)|i?q[1-8](?:_\w+)?"
+    r"|aqlm|autoround|bitnet|bnb|eetq|exl[23]|gguf|hqq|quanto|torchao|vptq)(?=$|[-_. ])",
     re.IGNORECASE,
 )
 
@@ -145,9 +144,10 @@ def named_format(model: str) -> str | None:
 def _quantization(config: Any, folder: Path | None) -> dict[str, Any] | None:
     """Return what a configuration or a file beside it says of packed weights."""
     for c in (config, text_config(config)):
-        if (how := getattr(c, "quantization_config", None)) is not None:
-            found: dict[str, Any] = how if isinstance(how, dict) else how.to_dict()
-            return found
+        for name in ("quantization_config", "compression_config", "quantization"):
+            if (how := getattr(c, name, None)) is not None:
+                found: dict[str, Any] = how if isinstance(how, dict) else how.to_dict()
+                return found
     for file in () if folder is None else (folder / name for name in QUANTIZERS):
         try:
             stated = json.loads(file.read_text(encoding="utf-8"))
@@ -172,37 +172,81 @@ def _packed(model: str, config: Any, folder: Path | None) -> tuple[float, str, b
     how = _quantization(config, folder)
     if how is None:
         return None
-    method = str(how.get("quant_method", "")).lower()
-    if method == "bitsandbytes":
-        bits = 4.5 if how.get("load_in_4bit") else 8.0
+    method = str(how.get("quant_method") or "").lower()
+    if method == "bitsandbytes" or (not method and any(name in how for name in ("load_in_4bit", "load_in_8bit"))):
+        four, eight = (any(how.get(p + name) for p in ("", "_")) for name in ("load_in_4bit", "load_in_8bit"))
+        if not (four or eight):
+            return None
+        bits = 4.5 if four else 8.0
         return bits, f"{bits:g} bits of bitsandbytes for each matrix's", False
-    algorithm = str(how.get("quant_algo") or "").lower()
-    weights = how.get("weights")  # quanto names a type, compressed-tensors and modelopt describe one by group
-    parts = [g.get("weights") or {} for g in (how.get("config_groups") or {}).values() if isinstance(g, dict)]
-    part: dict[str, Any] = parts[0] if parts else {}
-    inner = how.get("quant_config") if isinstance(how.get("quant_config"), dict) else {}
-    inner = inner.get("weight_quant_params", inner) if inner else {}  # HQQ
-    names = (algorithm, method, str(weights or "").lower(), str(how.get("forward_dtype") or "").lower())
-    known = next((n for n in names if n in _BITS), None)
-    numbers = [part.get("num_bits"), how.get("bits"), how.get("w_bit"), inner.get("nbits")]
-    stated = next((x for x in numbers if type(x) in (int, float)), None)
-    groups = [part.get("group_size"), how.get("group_size"), how.get("q_group_size"), inner.get("group_size")]
-    group = next((x for x in groups if isinstance(x, int) and x > 0), None)
-    if known is not None and (stated is None or algorithm in _BITS):
-        bits = _BITS[known]
-        return (
-            bits,
-            f"{bits:.4g} bits of {known} for each {'expert' if method == 'mxfp4' else 'matrix'}'s",
-            (method == "mxfp4"),
+    how = _object(how.get("quantization")) | how if method == "modelopt" else how
+    groups = list(_object(how.get("config_groups")).values())
+    parts = [part for g in groups if (part := _object(_object(g).get("weights")))]  # compressed-tensors and modelopt
+    if not parts and _only_a_cache(how, method):
+        return None
+    widths = {part.get("num_bits") for part in parts}
+    if len(widths) > 1:
+        raise SpecError(
+            f"{model!r} is quantized by {method} in parts of {' and '.join(sorted(map(str, widths)))} bits, and its"
+            f" files are not here, so the bytes of its weights are unknown; {_WAY_OUT}"
         )
+    part = parts[0] if parts else {}
+    inner = _object(how.get("quant_config"))
+    inner = _object(inner.get("weight_quant_params", inner))  # HQQ
+    algorithm = str(how.get("quant_algo") or "").lower()
+    kind = how.get("quant_type")  # torchao: a name, or an object with one
+    kind = _object(_object(kind).get("default")).get("_type") if isinstance(kind, dict) else kind
+    quark = str(_object(_object(how.get("global_quant_config")).get("weight")).get("dtype")).replace("fp4", "mxfp4")
+    written = (algorithm, method, how.get("weights"), how.get("forward_dtype"), kind, quark)
+    names = [n.lower() for n in written if isinstance(n, str)]
+    known = next(((n, _BITS[key]) for n in names for key in _BITS if key in n), None)
+    stated = next(
+        (x for x in (part.get("num_bits"), *(how.get(n) for n in ("bits", "w_bit", "nbits")), inner.get("nbits")) if x),
+        None,
+    )
+    if method == "aqlm":
+        stated = _of_codebooks(how)
+    if stated is not None and (type(stated) not in (int, float) or not 0 < stated <= MOST_BITS):
+        raise SpecError(
+            f"{model!r} is quantized by {method or 'an unnamed method'} in {stated!r} bits, which must be a number"
+            f" above 0, at most {MOST_BITS}; correct the file, or {_WAY_OUT}"
+        )
+    sizes = [part.get("group_size"), how.get("group_size"), how.get("q_group_size"), inner.get("group_size")]
+    group = next((x for x in sizes if type(x) is int and x > 0), None)
+    if known is not None and (stated is None or any(key in algorithm for key in _BITS)):
+        (called, bits), experts_only = known, method == "mxfp4"
+        return bits, f"{bits:.4g} bits of {called} for each {'expert' if experts_only else 'matrix'}'s", experts_only
     if stated is not None:
-        small = part.get("type") == "float" and stated == 4  # scales of one byte: NVFP4, MXFP4
-        scale = 0.0 if group is None else 8 / group if small else (16 + stated) / group
-        return stated + scale, f"{stated + scale:.3g} bits of {method} for each matrix's", False
+        small = stated == 4 and (part.get("type") == "float" or "fp4" in str(how.get("mode")))  # scales of one byte
+        scale = 0.0 if group is None or method == "aqlm" else 8 / group if small else (16 + stated) / group
+        named = method or "its quantization_config"
+        return stated + scale, f"{stated + scale:.3g} bits of {named} for each matrix's", False
     raise SpecError(
         f"{model!r} is quantized by {algorithm or method or 'an unnamed method'} and its files are not here, so the"
         f" bytes of its weights are unknown; {_WAY_OUT}"
     )
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """Return an object of a file, or an empty one for whatever else stands there."""
+    return value if isinstance(value, dict) else {}
+
+
+def _only_a_cache(how: dict[str, Any], method: str) -> bool:
+    """Tell files that quantize no weights: they describe a cache, or what was sparse and is dense again."""
+    if method == "modelopt":
+        return "quant_algo" in how and not how["quant_algo"]
+    cache = bool(how.get("kv_cache_scheme")) or how.get("format") == "dense"
+    return method == "compressed-tensors" and isinstance(how.get("config_groups"), dict) and cache
+
+
+def _of_codebooks(how: dict[str, Any]) -> float | None:
+    """Bits of a parameter in AQLM's codebooks."""
+    fields = [how.get(n) for n in ("num_codebooks", "nbits_per_codebook", "in_group_size", "out_group_size")]
+    if not all(type(x) is int and x > 0 for x in fields):
+        return None
+    count, bits, rows, columns = (float(x or 0) for x in fields)
+    return count * bits / (rows * columns)
 
 
 def _of_files(folder: Path) -> tuple[int, str] | None:

@@ -1,6 +1,7 @@
 """Calibrations in the user's cache folder: found by a model's weights, made once, by whoever comes first."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from full_disk import full_disk
 from kvbits import files, schemes
 from kvbits.calibrate import kept
 from kvbits.errors import CalibrationError, KvbitsWarning, SpecError
-from kvbits.evaluate.calibrator import fitting
+from kvbits.evaluate.calibrator import fitting, origin
 from kvbits.files import cache_folder, cache_folders
 from kvbits.geometry import load_config
 from kvbits.integrations.huggingface import KVCache
@@ -93,6 +94,14 @@ def test_the_first_cache_makes_it_and_the_others_find_it(folder, home, monkeypat
         ids = torch.arange(3, 83)[None]
         assert torch.equal(again(ids, past_key_values=cache).logits, again(ids, past_key_values=given).logits)
     assert not capsys.readouterr().err.count("once")
+
+
+def test_a_calibration_that_was_just_made_says_where_it_lies(folder, home):
+    model, _ = load_model(folder)
+    first, second = (kept.of_model(model, schemes.get("klt4")) for _ in range(2))
+    (file,) = home.glob("*.safetensors")
+    assert first.path == second.path == str(file) and str(file) in origin(first)
+    assert "None" not in origin(dataclasses.replace(first, path=None))
 
 
 def test_nothing_is_made_where_that_is_said(folder, home):

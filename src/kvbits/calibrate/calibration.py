@@ -135,7 +135,7 @@ class Calibration:
             `k_codebook`, `v_codebook`, `k_basis` (only those that the specs need): what `PagedCache(static=...)` takes.
         fingerprint: what they were measured for (see `fingerprint`).
         info: how: model name, percentile, prompts (windows of the text), tokens, skipped tokens.
-        path: the file it was loaded from, for messages.
+        path: the file that it was loaded from or is kept in, for messages.
     """
 
     static: list[dict[str, torch.Tensor]]

@@ -14,6 +14,7 @@ which ends with its process, and writes it whole or not at all.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -113,6 +114,7 @@ def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:
         try:
             if path is not None:
                 made.save(path)
+                made = dataclasses.replace(made, path=str(path))
         except (OSError, SpecError) as error:
             warn_not_kept("calibrations", error)
         return made.fitted(model.config, scheme)

@@ -129,7 +129,7 @@ def _screen(
     model, (count, length) = loading.model, size
     from .. import schemes
     from ..calibrate import Calibration
-    from ..evaluate.calibrator import Calibrator, beside, kept_of, require_other_text
+    from ..evaluate.calibrator import Calibrator, beside, kept_of, origin, require_other_text
     from ..evaluate.check import check, require_length
     from ..evaluate.texts import novel_end, windows
     from ..integrations.models import load_tokenizer
@@ -149,7 +149,7 @@ def _screen(
         tell(
             f"note: {chosen.name} is calibrated for this command alone, on novel-end: {why}"
             if given is None
-            else f"note: {chosen.name}: calibrated on {given.info.get('text')}; kept in {given.path}"
+            else f"note: {chosen.name}: {origin(given)}"
         )
     make: Any = (
         Calibrator(lm, tokenizer, novel_end() if calibration is None else calibration, tests=(source,))

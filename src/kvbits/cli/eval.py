@@ -212,7 +212,7 @@ def _run(
     simulate: bool,
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Everything is looked at that the model's configuration and tokenizer tell; then the model is loaded."""
-    from ..evaluate.calibrator import kept_of
+    from ..evaluate.calibrator import kept_of, origin
     from ..evaluate.run import evaluate, require_possible
     from ..evaluate.tasks import scored_texts
     from ..integrations.models import load_tokenizer
@@ -234,7 +234,7 @@ def _run(
             tell(f"note: {names}: calibrated for these results alone, on novel-end: {why}")
         else:
             how["calibrations"] = [*how["calibrations"], found]
-            tell(f"note: {names}: calibrated on {found.info.get('text')}; kept in {found.path}")
+            tell(f"note: {names}: {origin(found)}")
     return evaluate(
         lm,
         tokenizer,
@@ -287,7 +287,7 @@ def _texts(texts: tuple[list[str], str | None], loading: Loading, how: dict[str,
     """
     from .. import schemes
     from ..evaluate.caches import is_ours
-    from ..evaluate.calibrator import beside, fitting, unshared
+    from ..evaluate.calibrator import beside, fitting, origin, unshared
     from ..evaluate.run import home_of
     from ..evaluate.tasks import scored_texts
     from ..evaluate.texts import novel_end, read_text
@@ -308,7 +308,7 @@ def _texts(texts: tuple[list[str], str | None], loading: Loading, how: dict[str,
     kept = _kept(model, shared, tests) if shared else None
     if kept is not None:
         names = ", ".join(s.name for s in shared)
-        note = f"{names}: calibrated before, on {kept.info.get('text')}; kept in {kept.path}"
+        note = f"{names}: {origin(kept)}"
         lacking = [s for s in lacking if s not in shared]
         return _Texts(evaluated, [*given, kept], novel_end(), [], [note, *_apart(lacking, tests)])
     apart = [s for s in lacking if s not in shared]

@@ -74,6 +74,14 @@ def _discard(number: int) -> None:
         os.close(nowhere)
 
 
+def _replaces(encoding: str) -> bool:
+    """Tell whether an encoding can replace what it lacks; idna, punycode and undefined cannot."""
+    try:
+        return bool("\u6a21".encode(encoding, "replace"))
+    except ValueError:
+        return False
+
+
 def open_streams() -> None:
     """Make the standard streams take any text, whatever state they are in.
 
@@ -87,6 +95,7 @@ def open_streams() -> None:
     for name, number, kind in (("stdout", 1, _Output), ("stderr", 2, _Errors)):
         stream = getattr(sys, name)
         encoding = getattr(stream, "encoding", None) or "utf-8"
+        encoding = encoding if _replaces(encoding) else "utf-8"
         lines = number == 2 or bool(stream is not None and stream.isatty())
         raw = stream.detach() if isinstance(stream, io.TextIOWrapper) else open(number, "wb", closefd=False)  # noqa: SIM115
         setattr(sys, name, kind(raw, encoding=encoding, errors="replace", line_buffering=lines))

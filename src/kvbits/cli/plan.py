@@ -36,7 +36,7 @@ def plan(
         int | None, typer.Option(help="Window of every layer in tokens, with --layers.", parser=tokens())
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens per sequence; 8k is 8,192.", parser=tokens())] = 4096,
-    batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Sequences.", min=1)] = 1,
+    batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Sequences.", min=1, max=2**31 - 1)] = 1,
     scheme: Schemes = None,
     engine: Annotated[
         str, typer.Option(help="What serves the cache: transformers, or vllm, which has formats of its own.")
@@ -185,7 +185,9 @@ def _chosen(
         }
     else:
         for n in names or ():
-            if n.startswith("kvbits_") or n in planner.VLLM_DENSE.keys() - planner.DENSE.keys():
+            if n not in schemes.PRESETS and (
+                n.startswith("kvbits_") or n in planner.VLLM_DENSE.keys() - planner.DENSE.keys()
+            ):
                 here = n.removeprefix("kvbits_")
                 also = f", or take {here}" if here in schemes.PRESETS else ""
                 raise SpecError(f"--scheme {n} is a format of vLLM; add --engine vllm{also}")

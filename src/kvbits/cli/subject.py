@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import SpecError, UnsupportedError
+from ..errors import KvbitsError, SpecError, UnsupportedError
 from .output import tell
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ GpuMemory = Annotated[
     str | None,
     typer.Option(help="Each GPU: a card like H100 or 80GB, or bytes like 75GiB; for weights, activations and cache."),
 ]
-Gpus = Annotated[int, typer.Option(help="GPUs that share the model by tensor parallelism, with --gpu-memory.", min=1)]
+Gpus = Annotated[
+    int, typer.Option(help="GPUs that share the model by tensor parallelism, with --gpu-memory.", min=1, max=1024)
+]
 Weights = Annotated[
     str | None,
     typer.Option(help="Weights of the whole model, like 16GB; from MODEL's files or configuration if not given."),
@@ -129,8 +131,8 @@ class Subject:
             nbytes, self.weights_from = parse_bytes(given, "--weights"), "--weights"
         elif self.model is None:
             raise SpecError(
-                "--gpu-memory and --html count the weights too, and --layers does not say how many bytes they take;"
-                " give --weights, like --weights 16GB"
+                "--gpu-memory, --ram and --html count the weights too, and --layers does not say how many bytes they"
+                " take; give --weights, like --weights 16GB"
             )
         else:
             from ..weights import weights_bytes
@@ -206,13 +208,27 @@ def subject_of(
 def _of_model(model: str, in_16_bits: bool) -> Subject:
     from .. import gguf_header
     from ..config_file import read_config
-    from ..geometry import find_model, is_gguf, layer_geometries, max_context, plain_layers, query_heads, state_bytes
-    from ..integrations.refusals import refuses
+    from ..geometry import find_model, is_gguf
 
     path = find_model(model, look_up=False)
     if is_gguf(path) and gguf_header.stated(path) is None:
         tell(f"reading {model}: a GGUF file is read with Transformers, which takes seconds")
     config = read_config(model)
+    try:
+        return _subject(model, config, in_16_bits)
+    except KvbitsError:
+        raise
+    except (AttributeError, TypeError, ValueError, ArithmeticError) as e:
+        raise SpecError(
+            f"the fields of the configuration of {model!r} do not fit {getattr(config, 'described', 'its family')}"
+            f" ({type(e).__name__}: {e}); correct the file"
+        ) from e
+
+
+def _subject(model: str, config: Any, in_16_bits: bool) -> Subject:
+    from ..geometry import layer_geometries, max_context, plain_layers, query_heads, state_bytes
+    from ..integrations.refusals import refuses
+
     if (own := refuses(config)) is not None:
         raise UnsupportedError(
             f"KVCache.for_model refuses {config.described if hasattr(config, 'described') else model}, which {own}; a"

@@ -112,6 +112,12 @@ def kept_of(model: Any, schemes: Sequence[Scheme], tests: tuple[Text, ...]) -> t
     return found, None
 
 
+def origin(kept: Calibration) -> str:
+    """Say which texts a kept calibration saw, and where it lies."""
+    where = "no disk keeps it" if kept.path is None else f"kept in {kept.path}"
+    return f"calibrated on {kept.info.get('text')}; {where}"
+
+
 def fitting(given: Sequence[Calibration], config: Any, scheme: Scheme) -> Calibration | None:
     """The calibration that serves this model and scheme, or None."""
     return next((one.fitted(config, scheme) for one in given if one.fits(config, scheme)), None)

@@ -151,7 +151,7 @@ class Owner:
     def watch(self, module: Any, name: str | None, whole: bool = True) -> bool:
         """Whether a module that begins a pass is, or is a part of, the model of this identity, as it was.
 
-        Settings, adapters, hooks and the versions of weights are looked at, in a fraction of a millisecond. Only where
+        Settings, adapters, hooks and the versions of weights are looked at, in a few milliseconds. Only where
         they differ the identity is computed.
 
         Args:
