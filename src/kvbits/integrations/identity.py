@@ -149,10 +149,10 @@ class Owner:
         return Owner, (None, self.made_for, self.strayed)
 
     def watch(self, module: Any, name: str | None, whole: bool = True) -> bool:
-        """Whether a module that begins a pass is, or is a part of, the model of this identity, as it was.
+        """Return whether a module that begins a pass is, or is a part of, the model of this identity, as it was.
 
-        Settings, adapters, hooks and the versions of weights are looked at, in a few milliseconds. Only where
-        they differ the identity is computed.
+        This compares settings, adapters, hooks and the versions of weights. Only where they differ it computes the
+        identity.
 
         Args:
             name: the identity that the cache names.
