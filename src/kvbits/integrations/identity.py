@@ -44,6 +44,8 @@ STATE = frozenset(
 what the last pass left."""
 TRUSTED = ("kvbits.", "accelerate.", "transformers.", "peft.", "torch.")
 """Packages whose hooks and replaced methods do not change keys beyond what tensors and settings say."""
+SPREAD = ("kvbits.", "transformers.distributed.", "transformers.integrations.tensor_parallel.")
+"""Code that replaces a module's `forward` by one that computes the same, on several ranks."""
 OF_ADAPTERS = frozenset(("active_adapter", "merged_adapters", "fan_in_fan_out", "adapter_layer_names"))
 SMALL = 1 << 20
 """Bytes up to which a tensor is always read whole."""
@@ -495,7 +497,7 @@ def _add_forward(module: nn.Module, path: str, facts: list[str], private: bool) 
     own = vars(module)
     found = own.get("_old_forward" if "_hf_hook" in own else "forward")
     usual = type(module).forward
-    if found is not None and _plain_name(found) != _plain_name(usual) and not _is_trusted(found, ("kvbits.",)):
+    if found is not None and _plain_name(found) != _plain_name(usual) and not _is_trusted(found, SPREAD):
         facts.append(f"{path} runs {_name(found, private)}")
     if not _is_trusted(usual) and usual.__module__ != type(module).__module__:
         facts.append(f"{path} runs {_name(usual, private)}")
