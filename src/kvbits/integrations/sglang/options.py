@@ -93,6 +93,7 @@ def resolve(server_args: Any, previous: Any) -> None:
         declare_resolution(server_args, "kvbits", page_size=PAGE_SIZE)
     if view.speculative_algorithm and view.speculative_num_draft_tokens is None:
         declare_resolution(server_args, "kvbits", speculative_num_draft_tokens=MAX_QUERIES)
+    options_of(form)  # refused here, before a model is loaded
 
 
 def options_of(form: Format) -> Options:
