@@ -634,6 +634,15 @@ def default_cache(model: Any, scheme: str | Scheme = schemes.RECOMMENDED, **opti
         del model._prepare_cache_for_generation
 
 
+def _beside_images(layers: list[Any], config: Any) -> list[Any]:
+    """Return the layers, told where their model reads `keys` of each one that is initialized (mllama)."""
+    if getattr(config, "cross_attention_layers", None) is not None:
+        for layer in layers:
+            if isinstance(layer, KVLayer):
+                layer._beside_images = True
+    return layers
+
+
 def _layers(pages: PagedCache, columns: Columns, config: Any, dense: bool) -> list[Any]:
     """Of a cache for a model with this configuration; None: every layer stores keys and values of its own."""
     own = DenseLayer if dense else KVLayer
@@ -642,7 +651,7 @@ def _layers(pages: PagedCache, columns: Columns, config: Any, dense: bool) -> li
     places = layer_places(config)
     readers = Counter(p.stored for p in places)
     if all(p.stored is not None and not p.shares and not p.has_state for p in places):
-        return [own(pages, columns, i) for i in range(len(places))]
+        return _beside_images([own(pages, columns, i) for i in range(len(places))], config)
     from transformers.cache_utils import DummyLayer
 
     from .recurrent import CrossLayer, DenseHybridLayer, HybridLayer, IndexedLayer, RecurrentLayer
@@ -660,11 +669,7 @@ def _layers(pages: PagedCache, columns: Columns, config: Any, dense: bool) -> li
             found.append(hybrid(pages, columns, p.stored, readers[p.stored], states))
         else:
             found.append(own(pages, columns, p.stored, readers[p.stored]))
-    if any(p.kind == CROSS for p in places):  # such models read `keys` of each layer that is initialized
-        for layer in found:
-            if isinstance(layer, KVLayer):
-                layer._beside_images = True
-    return found
+    return _beside_images(found, config)
 
 
 def _states(layers: tuple[Any, ...]) -> Any:
