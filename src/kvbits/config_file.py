@@ -206,7 +206,7 @@ class Fields:
         own |= {k: int(v) for k in _COMPUTED if type(v := own.get(k)) is float and v.is_integer()}
 
     def _init(self, bodies: list[str], kwargs: dict[str, Any]) -> None:
-        """What the classes of a family do one after the other, the most derived one first."""
+        """Run what the classes of a family do, the most derived one first."""
         if not bodies:
             self._finish(kwargs)
         else:

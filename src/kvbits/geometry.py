@@ -164,7 +164,7 @@ def load_config(model: str | os.PathLike[str]) -> Any:
 
 
 def is_gguf(path: Path | str) -> TypeGuard[Path]:
-    """Whether a model is one GGUF file."""
+    """Return whether a model is one GGUF file."""
     return isinstance(path, Path) and path.suffix == ".gguf"
 
 
@@ -266,7 +266,7 @@ class Place:
 
     @property
     def has_state(self) -> bool:
-        """Whether it keeps a recurrent state, index keys or an image's keys, alone or beside keys and values."""
+        """Return whether it keeps a recurrent state, index keys or an image's keys, alone or beside keys and values."""
         return self.kind in (*_STATES, CROSS)
 
     @property

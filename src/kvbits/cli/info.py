@@ -86,7 +86,7 @@ def _found() -> dict[str, Any]:
 
 
 def _plugins() -> dict[str, str]:
-    """Whether vLLM and SGLang load the plugin here; one that is not loaded cannot say so itself."""
+    """Return whether vLLM and SGLang load the plugin here; one that is not loaded cannot say so itself."""
     found = {}
     for engine, group, variable in ENGINE_PLUGINS:
         entries = importlib.metadata.entry_points(group=group)

@@ -302,7 +302,7 @@ _BEYOND_SDPA = ("softcap", "s_aux", "sinks", "position_bias")
 
 
 def _eager_function(module: torch.nn.Module) -> Any:
-    """What a module takes where the configuration asks for "eager": the function of this name beside its class; None
+    """Return the function that a module takes where the configuration asks for "eager", beside its class; None
     without one.
     """
     found = (getattr(sys.modules.get(c.__module__), "eager_attention_forward", None) for c in type(module).__mro__)

@@ -415,11 +415,11 @@ class KVCache(Closed, Cache):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether tokens are stored."""
+        """Return whether tokens are stored."""
         return self.columns.seen > 0
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Whether a layer keeps what a `crop` may need that it would give up otherwise."""
+        """Return whether a layer keeps what a `crop` may need that it would give up otherwise."""
         layer = self.layers[layer_idx]
         return self._recording and (getattr(layer, "is_sliding", False) or layer in self._recurrent)
 

@@ -178,13 +178,13 @@ class Owner:
         return None if model is None else identity(model, self.made_for)
 
     def changed(self, name: str | None) -> bool:
-        """Whether the model is there and has another identity than the one that the cache names."""
+        """Return whether the model is there and has another identity than the one that the cache names."""
         model = self._model and self._model()
         return model is not None and not self.watch(model, name)
 
 
 def _glance(model: Any, whole: bool) -> tuple[Any, ...]:
-    """What changes where somebody changes a model: equal while nobody did."""
+    """Return values that change with a model: equal while nobody changed it."""
     modules = model.modules() if whole or hasattr(model, "peft_config") else ()
     adapted = (m for m in modules if hasattr(m, "adapter_layer_names"))
     device = next((p.device.type for p in model.parameters() if not p.is_meta), "cpu")
@@ -200,7 +200,7 @@ def _glance(model: Any, whole: bool) -> tuple[Any, ...]:
 
 
 def _setting(layer: Any) -> tuple[Any, ...]:
-    """What a layer of PEFT computes with at the moment, as values."""
+    """Return the settings that a layer of PEFT computes with at the moment."""
     scales = getattr(layer, "scaling", None)
     return (
         str(layer.active_adapters),
@@ -316,7 +316,7 @@ def _unwrapped(module: nn.Module) -> nn.Module | None:
 
 
 def _base_layer(module: nn.Module) -> nn.Module | None:
-    """What an adapter's layer adapts."""
+    """Return the module that an adapter's layer adapts, or None."""
     for name in ("base_layer", "original_module"):
         if (found := module._modules.get(name)) is not None:
             return found
@@ -338,12 +338,12 @@ def _adapters(module: Any) -> tuple[set[str], list[str]] | None:
 
 
 def _is_of_each(value: Any, adapters: set[str]) -> bool:
-    """Whether a container has entries by the names of adapters."""
+    """Return whether a container has entries by the names of adapters."""
     return hasattr(value, "keys") and bool(adapters) and len(value.keys()) > 0 and set(value.keys()) <= adapters
 
 
 def _turns_by_length(module: nn.Module) -> bool:
-    """Whether a rotary embedding replaces its frequencies by the length of a pass."""
+    """Return whether a rotary embedding replaces its frequencies by the length of a pass."""
     kinds = getattr(module, "rope_type", None)
     found = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
     return bool(found & {"dynamic", "longrope"}) and any(

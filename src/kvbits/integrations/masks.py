@@ -208,7 +208,7 @@ class Columns:
 
     @property
     def in_pass(self) -> bool:
-        """Whether a model's pass is under way that stores what `update` hands out."""
+        """Return whether a model's pass is under way that stores what `update` hands out."""
         asked = not self.attached and (self.pages.in_pass or self.asked == self.pages.changes)
         return bool(self.begun) or asked or self.captured or self.rehearsed
 
@@ -414,7 +414,7 @@ class Mask(NotATensor):
 
     @property
     def is_causal(self) -> bool:
-        """Whether no token sees those behind it, but where `dense` says so."""
+        """Return whether no token sees those behind it, but where `dense` says so."""
         return self.arguments.get("allow_is_bidirectional_skip") is None
 
     @property

@@ -37,7 +37,7 @@ def input_device(model: Any) -> torch.device:
 
 
 def _is_attention(module: Any, kind: str) -> bool:
-    """Whether a module is a layer of the decoder, or its attention: it knows its number."""
+    """Return whether a module is a layer of the decoder, or its attention: it knows its number."""
     of = getattr(getattr(module, "config", None), "model_type", kind)
     return isinstance(getattr(module, "layer_idx", None), int) and of == kind
 

@@ -150,7 +150,7 @@ def _put(store: PrefixStore, *what: Any, **how: Any) -> None:
 
 
 def _is_plain(model: Any) -> bool:
-    """Whether a model's forward pass is that of Transformers: another may put something in front of a prompt."""
+    """Return whether a model's forward pass is that of Transformers: another may put something in front of a prompt."""
     return (
         isinstance(model, PreTrainedModel)
         and "forward" not in model.__dict__

@@ -106,7 +106,7 @@ def sized(worker: Any, available: int) -> int:
 
 
 def _copies(vllm_config: Any) -> bool:
-    """Whether an engine has layers with copies, or drafts that may have some."""
+    """Return whether an engine has layers with copies, or drafts that may have some."""
     drafts = getattr(vllm_config.speculative_config, "kv_cache_dtype", None)
     return options_of(vllm_config).copies or drafts in NAMES
 
