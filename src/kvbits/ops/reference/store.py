@@ -125,9 +125,9 @@ class _Tokens:
         """Codes [n, H, D] of a side, what is stored beside them, means of the pages that open, and how many elements
         were clamped.
         """
-        x = rows_as_stored(
-            self.side(kind).unsqueeze(-2), spec, to.static, self.starts, self.places[:, None]
-        ).squeeze(-2)
+        x = rows_as_stored(self.side(kind).unsqueeze(-2), spec, to.static, self.starts, self.places[:, None]).squeeze(
+            -2
+        )
         means: dict[int, torch.Tensor] = {}
         if spec.has_mean:
             means = self.means(kind, spec, to)
@@ -202,9 +202,7 @@ def _tokens_of(
         require_positions(first)
     index = torch.from_numpy(stored).to(k.device)
     k, v = (x.reshape(-1, *x.shape[-2:])[index] for x in (k, v))
-    return _Tokens(
-        k, v, at[stored] // size, at[stored] % size, np.where(before < pages.num_pages, before, -1), first
-    )
+    return _Tokens(k, v, at[stored] // size, at[stored] % size, np.where(before < pages.num_pages, before, -1), first)
 
 
 def _zero_padding(page: torch.Tensor, layout: PageLayout) -> None:
