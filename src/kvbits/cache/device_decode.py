@@ -215,11 +215,6 @@ def enter(
         for s in state.sequences:
             if why := _refuses_sequence(state, s):
                 return why
-    if any(
-        state.group.fills_pages and not state.group.is_raw and state.pools["tail"].fixed_capacity is None
-        for state in stores.groups
-    ):
-        return "pages that are filled token by token lie in one piece on a GPU: build the cache with max_tokens"
     steps = min((_steps(state) for state in stores.groups), default=0)
     if not steps:
         return "no pages are left to assign ahead"

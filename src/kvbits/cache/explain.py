@@ -19,7 +19,7 @@ _WORDS = {
     "sink": "of first tokens",
     "closed": "quantized",
     "tail": "of newest tokens",
-    "append": "storing tokens",
+    "store": "storing tokens",
     "attend_fresh": "attention among new tokens",
     "attend": "attention to stored tokens",
     "close_pages": "quantizing pages",

@@ -16,13 +16,14 @@ from ..errors import DataError, counted
 from ..later import Findings
 from ..ops import chunk_attention, dispatch
 from ..ops.attend import Attention, plan
+from ..ops import store as store_op
 from ..ops.reference.attend_fresh import masked
 from ..ops.reference.close import encode_side, rows_as_stored
 from ..ops.reference.dequantize import dequantize_pages, section
 from ..ops.types import PageStore, wider_scales
 from ..quant.qparams import TORCH_DTYPES, largest, require_finite
 from ..spec import QuantSpec, Scheme
-from . import tables
+from . import inputs, tables
 from .layer_stores import LayerStores, Place
 from .passes import Forward, Undo
 from .step import Close, Recode, Step
@@ -286,24 +287,25 @@ class LayerRunner:
         for pool, source, target in step.copies:
             store = self._stores.store(place, pool)
             store.page(target).copy_(store.page(source))
-        for pool, slots in f.slots_of(place.group).items():
-            store = self._stores.store(place, pool)
-            key = ("append", place.group, pool, k.dtype)
+        for pool, to in f.slots_of(self._groups[place.group], place.group, k.device).items():
+            pages = self._stores.store(place, pool)
+            key = ("store", place.group, pool, k.dtype)
             if key not in self.choices:
-                self.choices[key] = dispatch.choose("append", k, store, backend=self._writer)
-            choice = self.choices[key]
-            if choice.later is None:
-                self._count(place, choice.run(k, v, store, slots))
-            elif (status := choice.later(k, v, store, slots)) is not None:
-                self._ask(place, f.findings, status, store, f"the {counted(k.shape[1], 'new token')} of each sequence")
+                self.choices[key] = store_op.choose(pages.layout, k.dtype, k.device, self._writer)
+            # single tokens of a GPU are not looked at: that would wait in every layer of every step
+            looks = not pages.layout.is_raw and (k.device.type in inputs.AT_ONCE or k.shape[1] > 1)
+            status = torch.zeros(store_op.STATUS_FIELDS, dtype=torch.int32, device=k.device) if looks else None
+            self.choices[key].run(k, v, pages, to.slots, previous=to.previous, starts=to.starts, status=status)
+            if status is not None:
+                self._ask(place, f.findings, status, pages, f"the {counted(k.shape[1], 'new token')} of each sequence")
 
     def _count(self, place: Place, saturated: dict[str, int]) -> None:
         for kind, n in saturated.items():
             self._saturated[place.layer][kind] += n
 
     def _ask(self, place: Place, findings: Findings, status: torch.Tensor, store: PageStore, what: str) -> None:
-        """Have the status of a launch (see `cuda.close.packed`) judged at the end of the pass; `what`: whose keys and
-        values were written.
+        """Have a status (see `ops.store`) judged, on a GPU at the end of the pass; `what`: whose keys and values were
+        written.
         """
         sides, scheme = (("k", store.layout.key), ("v", store.layout.value)), self._stores.spec.scheme
 
@@ -320,7 +322,10 @@ class LayerRunner:
                     )
             self._count(place, {kind: int(found[i]) for i, (kind, spec) in enumerate(sides) if not spec.is_raw})
 
-        findings.ask(status, judge)
+        if status.device.type in inputs.AT_ONCE:
+            judge(status.tolist())
+        else:
+            findings.ask(status, judge)
 
     @property
     def _writer(self) -> str:

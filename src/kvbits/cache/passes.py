@@ -9,26 +9,23 @@ wherever an interrupt comes. What an interrupt left half done is taken back by w
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ..errors import CacheStateError, DataError, counted
 from ..later import Findings, upload
 from ..ops.attend import Attention
-from ..ops.types import SlotMapping
 from . import explain
 from .arrivals import Arrivals
 from .device_decode import DecodeSwitch, DeviceDecode
 from .group import GroupState, Snapshot
 from .layer_stores import LayerStores
-from .step import Step
+from .step import Slots, Step, Write, slots_of
 
 _NO_POSITIONS = torch.empty(0, 1, dtype=torch.int64, device="cpu")
 
@@ -85,7 +82,7 @@ class Forward:
     undo: Undo
     reading: set[int] = field(default_factory=set)  # layers that have been here and come again, with other queries
     plans: dict[Any, Attention] = field(default_factory=dict)  # those that know what this pass reads
-    slots: dict[int, dict[str, SlotMapping]] = field(default_factory=dict)  # per group and pool, for all its layers
+    slots: dict[int, dict[str, Slots]] = field(default_factory=dict)  # per group and pool, for all its layers
     device: DeviceDecode | None = None  # what carries the pass out without the host, if it does
     findings: Findings = field(default_factory=Findings)  # of a GPU, looked at when the last layer leaves
     _real: list[torch.Tensor] | None = None
@@ -149,27 +146,23 @@ class Forward:
             self._real = [upload(x.nonzero().squeeze(1), device) for x in self.valid]
         return self._real
 
-    def slots_of(self, group: int) -> dict[str, SlotMapping]:
-        """Where the group's tokens go that are stored as they come, by pool."""
-        if group not in self.slots:
-            real = None if self.valid is None else [x.nonzero().flatten().tolist() for x in self.valid]
-            runs: dict[str, list[tuple[int, ...]]] = {}
-            for w in self.steps[group].writes:
-                tokens = range(w.fresh, w.fresh + w.count) if real is None else real[w.row][w.fresh : w.fresh + w.count]
-                cuts = (
-                    [0, *(i for i in range(1, w.count) if tokens[i] != tokens[i - 1] + 1), w.count]
-                    if real is not None
-                    else [0, w.count]
-                )
-                runs.setdefault(w.pool, []).extend(
-                    (w.row, tokens[a], w.page_id, w.slot + a, b - a, w.before, w.start)
-                    for a, b in itertools.pairwise(cuts)
-                )
-            tables = {pool: np.array(found, np.int64) for pool, found in runs.items()}
-            self.slots[group] = {
-                pool: SlotMapping(np.ascontiguousarray(x[:, :5]), x[:, 5], x[:, 6]) for pool, x in tables.items()
+    def slots_of(self, state: GroupState, index: int, device: torch.device) -> dict[str, Slots]:
+        """Where the tokens of a group go that are stored as they come, by pool.
+
+        Args:
+            index: of the group.
+        """
+        if index not in self.slots:
+            writes: dict[str, list[Write]] = {}
+            for w in self.steps[index].writes:
+                writes.setdefault(w.pool, []).append(w)
+            columns = None if self.valid is None else (~self.valid).int().argsort(dim=1, stable=True).numpy()
+            shape = self.positions.shape[0], self.positions.shape[1]
+            self.slots[index] = {
+                pool: slots_of(found, state.pools[pool].layout, columns, shape, device)
+                for pool, found in writes.items()
             }
-        return self.slots[group]
+        return self.slots[index]
 
 
 class _Now(NamedTuple):

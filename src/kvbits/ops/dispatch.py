@@ -36,9 +36,8 @@ BACKENDS = {
     "attend": ("cuda", "cpu", "reference"),
     "attend_fresh": ("cpu", "cuda", "reference"),
     "close_pages": ("cpu", "cuda", "reference"),
-    "append": ("cpu", "cuda", "reference"),
     "paged_attention": ("cuda", "cpu", "reference"),
-    "store_tokens": ("cpu", "cuda", "reference"),
+    "store": ("cpu", "cuda", "reference"),
     "place": ("cuda", "reference"),
     "dequantize": ("cuda", "reference"),
     "merge": ("cuda", "reference"),
@@ -140,12 +139,11 @@ OPERATIONS: dict[str, tuple[str, dict[str, int]]] = {
     "decode": ("attend_pages", {}),
     "chunk": ("attend_pages", {"num_queries": 512}),
     "close": ("close_pages", {}),
-    "append": ("append", {}),
+    "store": ("store", {}),
     "paged_attention": ("paged_attention", {}),
-    "store_tokens": ("store_tokens", {}),
     "dequantize": ("dequantize", {}),
 }
-"""What is done with pages: decoding, many queries past them, a page that closes, tokens one by one, and three
+"""What is done with pages: decoding, many queries past them, a page that closes, tokens one by one, and two
 operations for pages of other engines. The op of each, and what `refuses_layout` is asked beside the layout.
 """
 
@@ -158,7 +156,7 @@ def natives(layout: PageLayout) -> dict[str, dict[str, str | None]]:
     """
     found: dict[str, dict[str, str | None]] = {}
     for name, (op, options) in OPERATIONS.items():
-        if (op == "close_pages" and layout.is_raw) or (op in ("append", "store_tokens") and not layout.token_local):
+        if (op == "close_pages" and layout.is_raw) or (op == "store" and not layout.token_local):
             continue
         modules = {backend: _module(backend, op) for backend in BACKENDS[op] if backend != "reference"}
         found[name] = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +21,6 @@ from ..spec import MOST_TOKENS, SCALE_8BIT, PageLayout, QuantSpec, whole
 
 LEAST_SOFTCAP, MOST_SOFTCAP = 1e-3, 1e4
 """Kernels compute tanh to an absolute error, which a cap multiplies."""
-MOST_COUNTED = 2**62
-"""Largest number that a run names, so that sums of two do not wrap."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +44,21 @@ class PageStore:
     static: dict[str, torch.Tensor] = field(default_factory=dict)
     turn: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        heads, nbytes = self.layout.num_kv_heads, self.layout.head_bytes
+        for slab in self.slabs:
+            if (
+                slab.dtype != torch.uint8
+                or slab.dim() != 3
+                or tuple(slab.shape[1:]) != (heads, nbytes)
+                or slab.stride(2) != 1
+                or (heads > 1 and slab.stride(1) != nbytes)
+            ):
+                raise DataError(
+                    f"a slab must be uint8 [pages, {heads}, {nbytes}], dense inside a page, got {slab.dtype}"
+                    f" {list(slab.shape)} with strides {slab.stride()}"
+                )
+
     @property
     def device(self) -> torch.device:
         return self.slabs[0].device
@@ -63,6 +75,11 @@ class PageStore:
         found.flags.writeable = False
         return found
 
+    @functools.cached_property
+    def offsets(self) -> torch.Tensor | None:
+        """`page_offsets` of the slabs, on their device."""
+        return page_offsets(self.slabs, self.device)
+
     def gather(self, page_ids: np.ndarray) -> torch.Tensor:
         """uint8 [n, H, head_bytes]: copies of a few pages (for the reference; kernels read in place)."""
         if len(self.slabs) == 1:
@@ -78,6 +95,28 @@ class PageStore:
                 return slab[page_id]
             page_id -= slab.shape[0]
         raise IndexError(f"page {page_id} lies past the pool's end")
+
+
+def page_offsets(slabs: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
+    """int64 [pages] on `device`: bytes from the first slab's start to every page; None for one slab, whose pages lie a
+    stride apart.
+    """
+    return (
+        None
+        if len(slabs) == 1
+        else _offsets(tuple((x.data_ptr() - slabs[0].data_ptr(), x.stride(0), len(x)) for x in slabs), device)
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _offsets(slabs: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
+    """Of (start, stride, pages) of each slab."""
+    return upload(
+        torch.cat(
+            [begin + stride * torch.arange(pages, dtype=torch.int64, device="cpu") for begin, stride, pages in slabs]
+        ),
+        device,
+    )
 
 
 _stores = WeakIdKeyDictionary()
@@ -215,129 +254,6 @@ def _check_ids(name: str, ids: np.ndarray, store: PageStore) -> None:
         raise DataError(
             f"{name} names a page that its store does not have: {ids[(ids < 0) | (ids >= pages)][0]} of {pages}"
         )
-
-
-@dataclass(frozen=True)
-class SlotMapping:
-    """Where fresh tokens go in pages of one store: raw ones, or such that each token is quantized by itself
-    (`PageLayout.token_local`).
-
-    Attributes:
-        runs: int64 [N, 5], dense, on the host. Each row is (sequence of the batch, first token of it, page id, first
-            slot of the page, number of tokens). Runs of a sequence follow each other in the order of its tokens.
-        previous: int64 [N], needed by centred layouts: the page before each run's page in its sequence, full once this
-            call is over; -1 for none.
-        starts: int64 [N], needed by keys that are turned back: position of the first token (slot 0) of each run's page.
-    """
-
-    runs: np.ndarray
-    previous: np.ndarray | None = None
-    starts: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        runs = self.runs
-        if (
-            not isinstance(runs, np.ndarray)
-            or runs.dtype != np.int64
-            or runs.ndim != 2
-            or runs.shape[1] != 5
-            or not runs.flags["C_CONTIGUOUS"]
-        ):
-            raise DataError(
-                f"runs must be a dense int64 array [N, 5], got {getattr(runs, 'dtype', type(runs).__name__)}"
-                f" {list(np.shape(runs))}"
-            )
-        if len(runs) and runs.max() > MOST_COUNTED:
-            raise DataError(
-                f"runs must name nothing above {MOST_COUNTED}, got {runs[(runs > MOST_COUNTED).any(1)][0].tolist()}"
-            )
-        if len(runs) and (runs.min() < 0 or runs[:, 4].min() < 1):
-            raise DataError(
-                "runs must count at least 1 token each and name nothing below 0, got"
-                f" {runs[(runs < 0).any(1) | (runs[:, 4] < 1)][0].tolist()}"
-            )
-        for name, what, given in (("previous", "page", self.previous), ("starts", "position", self.starts)):
-            if given is not None and (given.dtype != np.int64 or given.shape != (len(runs),)):
-                raise DataError(
-                    f"{name} must be int64 [{len(runs)}], a {what} for each run, got {given.dtype} {list(given.shape)}"
-                )
-        if self.starts is not None and len(runs) and not 0 <= self.starts.min() <= self.starts.max() <= MOST_TOKENS:
-            raise DataError(
-                f"starts must be positions from 0 to {MOST_TOKENS}, got {self.starts.min()} to {self.starts.max()}"
-            )
-
-    @functools.cached_property
-    def address(self) -> int:
-        """Address of the runs, for kernels."""
-        return self.runs.ctypes.data
-
-    @functools.cached_property
-    def tokens(self) -> np.ndarray:
-        """int64 [tokens, 6], of each token in the order of the runs: sequence of the batch, token of it, page id, slot
-        of the page, page before (or -1), position of the page's first token (or -1).
-        """
-        row, token, page, slot, count = self.runs.T
-        ranks = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
-        before, starts = (np.full(len(count), -1) if x is None else x for x in (self.previous, self.starts))
-        row, token, page, slot, before, starts = (np.repeat(x, count) for x in (row, token, page, slot, before, starts))
-        return np.stack([row, token + ranks, page, slot + ranks, before, starts], 1)
-
-    @functools.cached_property
-    def tables(self) -> dict[Any, Any]:
-        """The runs on devices, kept by backends that need them there."""
-        return {}
-
-    @functools.cached_property
-    def _reach(self) -> tuple[int, int, int, int]:
-        """Sequences, tokens of each, pages and slots of each that the runs reach to."""
-        if not len(self.runs):
-            return (0, 0, 0, 0)
-        row, token, page, slot, count = self.runs.T
-        if self.previous is not None:
-            page = np.maximum(page, self.previous)
-        return int(row.max()) + 1, int((token + count).max()), int(page.max()) + 1, int((slot + count).max())
-
-    def check(self, k: torch.Tensor, v: torch.Tensor, store: PageStore) -> None:
-        """Refuse tensors or pages that the runs lead out of.
-
-        Raises:
-            DataError: what is too small or of another kind.
-        """
-        layout = store.layout
-        given = (layout, k.shape, v.shape, k.dtype, v.dtype, k.device, v.device, store.num_pages)
-        if given == self.__dict__.get("_accepted"):  # layers stored alike come one after the other
-            return
-        for name, x in (("k", k), ("v", v)):
-            want = (*k.shape[:2], layout.num_kv_heads, layout.dim(name))
-            if x.dim() != 4 or x.shape != want or x.device != store.device:
-                raise DataError(
-                    f"{name} must be [B, T, {want[-2]}, {want[-1]}] on {store.device}, got {list(x.shape)} on"
-                    f" {x.device}"
-                )
-            if not layout.token_local:
-                raise DataError(
-                    f"append writes raw pages and those whose tokens are quantized one by one, not {layout.key},"
-                    f" {layout.value}; use close_pages"
-                )
-            if layout.is_raw and str(x.dtype) != f"torch.{layout.raw_dtype}":
-                raise DataError(
-                    f"{name} is {x.dtype}; append writes raw pages of the same dtype, not {layout.raw_dtype}"
-                )
-            if x.dtype != k.dtype:
-                raise DataError(f"k is {k.dtype}, v {x.dtype}; both must be of one dtype")
-        if layout.is_centered and self.previous is None and len(self.runs):
-            raise DataError(
-                "centred keys take the mean of the page before when a page opens; give SlotMapping(runs, previous=..)"
-            )
-        if layout.key.needs_rotary and self.starts is None and len(self.runs):
-            raise DataError(
-                "keys in a calibrated basis are turned back by their page's first position; give SlotMapping(runs,"
-                " starts=..)"
-            )
-        has = (k.shape[0], k.shape[1], store.num_pages, layout.page_size)
-        if any(n > h for n, h in zip(self._reach, has, strict=True)):
-            raise DataError(f"runs reach (sequences, tokens, pages, slots) = {self._reach}, but there are only {has}")
-        self.__dict__["_accepted"] = given
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Step:
         num_tokens: of the step, padding of a graph included.
         num_decode_tokens: the first of them, read by `decodes`; the others by `prefills`.
         slot_mapping: int64 [num_tokens]; below 0: not stored.
-        previous_page: int64 [num_tokens] as `store_tokens` takes it; None where pages have no mean.
+        previous_page: int64 [num_tokens] as `ops.store` takes it; None where pages have no mean.
         starts: int32 [num_tokens] likewise; None where no layer's keys are turned back.
         copy_slots: likewise where tokens go in copies; None without copies.
         prefills: each as `host_prefill.HostPrefill` is.

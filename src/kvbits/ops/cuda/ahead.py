@@ -17,8 +17,7 @@ from ...runs import cores
 from ...spec import LayerGroup, PageLayout, QuantSpec
 from ..decode import PARTS
 from ..descriptor import MATRIX_DTYPES
-from . import decode, merge, place
-from .append import tokens as append
+from . import decode, merge, place, store
 from .engine import close, device_plan, kernels, unpack_then_flash
 from .engine.runtime import driver
 from .engine.runtime.compile import Binary, Source, compile_source
@@ -40,9 +39,8 @@ def of_group(
         for x in [group.layouts[name]]
     ]
     raw, packed = [x for x in parts if x.key.is_raw], [x for x in (*parts, *tiers) if not x.key.is_raw]
-    yield from (append.raw_source(x.head_dim != x.value_head_dim) for x in raw[:1])
-    if group.token_local:
-        yield from _stored(parts[-1], dtype, capability)
+    for x in dict.fromkeys([*raw, *parts[-1:]]):
+        yield from _stored(x, dtype, capability)
     for x in [] if group.fills_pages else packed:
         if close.refuses_layout(x, dtype, capability, "close") is None:
             yield family_of(x).closing(x, dtype, capability, False)
@@ -98,8 +96,8 @@ def compiled(sources: Iterable[Source], capability: Capability) -> Iterator[Bina
 
 
 def _stored(layout: PageLayout, dtype: torch.dtype, capability: Capability) -> Iterator[Source]:
-    if append.refuses_layout(layout, capability, dtype) is None:
-        yield from append.sources(layout, dtype, capability)
+    if store.refuses_layout(layout, capability, dtype) is None:
+        yield from family_of(layout).stores.sources(layout, dtype, capability)
 
 
 def _attention(

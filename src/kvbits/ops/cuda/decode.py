@@ -19,13 +19,13 @@ from ...later import upload
 from ...spec import LayerGroup
 from ..decode import CLOSED, FIRST, PARTS, TAIL, TAIL_START, Pages
 from ..paged_attention import PagedAttention
+from ..store import STATUS_FIELDS
 from ..types import PageStore
-from .append import tokens as append_cuda
+from . import store as store_cuda
 from .engine import close as close_cuda
 from .engine import device_plan
 from .engine.runtime import driver
 from .engine.runtime.compile import Source
-from .engine.side import with_aligned_rows
 
 THREADS = 256
 NOWHERE = 1
@@ -98,24 +98,14 @@ class _StoreStep:
     """
 
     def __init__(self, store: PageStore, dtype: torch.dtype, moved: _Moved, status: torch.Tensor) -> None:
-        append_cuda.prepare(store.layout, dtype, store.device)
+        store_cuda.prepare(store.layout, dtype, store.device)
         self._store, self._slots, self._status = store, moved.slots, status
         self._previous = moved.previous if store.layout.is_centered else None
         self._starts = moved.page_starts if store.layout.key.needs_rotary else None
 
     def run(self, k: torch.Tensor, v: torch.Tensor, stream: int) -> None:
-        to, k, v = self._store, with_aligned_rows(k), with_aligned_rows(v)
-        append_cuda.store_tokens(
-            k,
-            v,
-            to.slabs[0],
-            to.layout,
-            self._slots,
-            static=to.static,
-            previous_page=self._previous,
-            starts=self._starts,
-            turn=to.turn,
-            status=self._status,
+        store_cuda.store(
+            k, v, self._store, self._slots, previous=self._previous, starts=self._starts, status=self._status
         )
 
     def put_back(self, nothing_closes: torch.Tensor, stream: int) -> None:
@@ -257,7 +247,7 @@ def _uploaded(pages: Pages, dtype: torch.dtype, device: torch.device) -> _Group:
         if (offsets_of_pages := device_plan.page_offsets(slabs, device)) is not None:
             of_pool.offset = offsets_of_pages.data_ptr()
             keep.append(offsets_of_pages)
-    status = torch.zeros(len(g.layers), append_cuda.STATUS_FIELDS, dtype=torch.int32, device=device)
+    status = torch.zeros(len(g.layers), STATUS_FIELDS, dtype=torch.int32, device=device)
     undo = [
         torch.empty(len(g.layers), batch, g.geometry.num_kv_heads, g.geometry.dim(kind), dtype=dtype, device=device)
         for kind in "kv"

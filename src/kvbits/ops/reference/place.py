@@ -85,7 +85,7 @@ class Places:
 
     Attributes:
         stamps: int32 [num_blocks]: the last step that stored to a block; `step` counts them.
-        previous, starts: int64 and int32 [tokens] as `store_tokens` takes them, each None if nobody asks. Pages of a
+        previous, starts: int64 and int32 [tokens] as `ops.store` takes them, each None if nobody asks. Pages of a
             row lie at multiples of page_size.
         copies: or None.
     """

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ....errors import DataError, UnsupportedError
-from ....later import upload
 from ....spec import PageLayout
 from ...descriptor import MATRIX_DTYPES
+from ...types import page_offsets
 from ..families import family_of
 from .host_plan import Args, PartArgs
 from .kernels import (
@@ -353,25 +353,3 @@ class DevicePlan:
             f"paged attention by cuda: {what}, {self.blocks} blocks of {s.warps} warps, {s.slots} x {s.chunk} tokens in"
             " flight"
         )
-
-
-def page_offsets(slabs: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
-    """int64 [pages] on `device`: bytes from the first slab's start to every page; None for one slab, whose pages lie a
-    stride apart.
-    """
-    return (
-        None
-        if len(slabs) == 1
-        else _offsets(tuple((x.data_ptr() - slabs[0].data_ptr(), x.stride(0), len(x)) for x in slabs), device)
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _offsets(slabs: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
-    """Of (start, stride, pages) of each slab."""
-    return upload(
-        torch.cat(
-            [begin + stride * torch.arange(pages, dtype=torch.int64, device="cpu") for begin, stride, pages in slabs]
-        ),
-        device,
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -76,25 +75,6 @@ class Unpacks(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Where tokens go in anybody's token-local pages, on their device.
-
-    Attributes:
-        slots: int64 [N]: page * page_size + place; below 0: not stored; past the pages: not stored either, and counted.
-        starts: int32 [N], position of the first token of each token's page, for keys that are turned back.
-        pages: address of the first page; page_offset: int64 [num_pages], bytes from there to each page; None:
-            `page_stride` bytes apart.
-    """
-
-    slots: torch.Tensor
-    starts: torch.Tensor | None
-    pages: int
-    num_pages: int
-    page_stride: int = 0
-    page_offset: torch.Tensor | None = None
-
-
 class Stores(Protocol):
     """Writes tokens by themselves, launching only."""
 
@@ -111,14 +91,13 @@ class Stores(Protocol):
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        layout: PageLayout,
-        to: Tokens,
-        static: dict[str, torch.Tensor],
+        pages: PageStore,
+        slots: torch.Tensor,
+        previous: torch.Tensor | None,
+        starts: torch.Tensor | None,
         status: torch.Tensor | None,
     ) -> None:
-        """k, v: [N, H, D] or [B, T, H, D], rows at multiples of 16 bytes; status: int32 [7] as
-        `append.tokens.store_tokens` has it, or None.
-        """
+        """Arguments as of `ops.store`, which are checked: at least one token, rows at multiples of 16 bytes."""
 
 
 class Refuses(Protocol):
@@ -134,13 +113,13 @@ class Family:
         folds: its attention kernel does as much again with half of its columns where there are at most
             `shape.FOLD_COLUMNS`.
         steps: None, or why its pages are not closed in decode steps on the device.
-        stores: what writes single tokens to its pages; None: store_tokens.cu of plain formats does.
+        stores: what writes single tokens to its token-local pages.
         always_unpacks: whether pages are unpacked to 16-bit rows where the attention kernel refuses them.
     """
 
     folds = False
     steps: str | None = None
-    stores: Stores | None = None
+    stores: Stores
     always_unpacks = False
     refuses_closing: Refuses
     refuses_unpacking: Refuses
