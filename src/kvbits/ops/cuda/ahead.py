@@ -62,7 +62,7 @@ def of_group(
         return  # the host leads decoding
     yield decode.ADVANCE
     for some in shown:
-        yield from _attention(some, columns, dtype, softcap, capability, tables=True)
+        yield from _attention(some, columns, dtype, softcap, capability)
         if not group.token_local:
             yield family_of(some[0]).closing(some[0], dtype, capability, True)
     yield from (device_plan.list_source(n) for n in {len(parts), len(parts) - (not group.fills_pages)})
@@ -82,7 +82,7 @@ def of_vllm(
     yield merge.source(layout.value_head_dim, dtype)
     columns = num_q_heads // layout.num_kv_heads
     for n in range(1, device_plan.MAX_QUERIES + 1):
-        yield from _attention(parts, n * columns, dtype, softcap, capability, tables=True)
+        yield from _attention(parts, n * columns, dtype, softcap, capability)
     yield from (device_plan.list_source(n) for n in ([2, 3] if copied else [1]))
 
 
@@ -108,7 +108,6 @@ def _attention(
     dtype: torch.dtype,
     softcap: bool,
     capability: Capability,
-    tables: bool = False,
 ) -> Iterator[Source]:
     """The kernels for pages of these layouts and so many query columns of a kv head: one for each packed layout, of
     which the first reads raw pages, too.
@@ -129,7 +128,6 @@ def _attention(
             limit,
             fold=kernels.folds(main, num_columns),
             raw=i == 0 and any(x.key.is_raw for x in layouts),
-            tables=tables,
             value_head_dim=main.value_head_dim,
         )
         yield kernels.kernel_for(main, ask).instance

@@ -186,7 +186,7 @@ class DevicePlan:
             limit,
             fold=folds(main, num_queries * group),
             raw=has_raw,
-            tables=True,
+            spans=False,
             value_head_dim=first.value_head_dim,
         )
         self.kernel = kernel_for(main, ask)
