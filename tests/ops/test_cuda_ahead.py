@@ -21,9 +21,10 @@ from kvbits import files, schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.cli.warm import _capabilities
 from kvbits.errors import KvbitsWarning, SpecError
+from kvbits.integrations.engine.place import cuda as place
 from kvbits.integrations.engine.served import FORMATS
 from kvbits.ops import decode, dispatch
-from kvbits.ops.cuda import ahead, append, close, dequantize, merge, place, store_tokens
+from kvbits.ops.cuda import ahead, append, close, merge, store_tokens, unpack
 from kvbits.ops.cuda import attend as attend_cuda
 from kvbits.ops.cuda import decode as decode_cuda
 from kvbits.ops.cuda.append import tokens as append_tokens
@@ -171,7 +172,7 @@ def test_what_is_compiled_ahead_for_vllm_is_what_its_backend_prepares(name, load
     raw = formats_raw(layout) if FORMATS[name].calibrated else None
     for x in filter(None, (layout, raw)):
         store_tokens.prepare(x, dtype, device)
-    dequantize.prepare(layout, dtype, device)
+    unpack.prepare(layout, dtype, device)
     place.prepare(device)
     merge.prepare([torch.zeros(1, 1, 1, D, dtype=dtype)])
     for layouts in [[layout, raw], [layout, raw, raw]] if raw else [[layout]]:
@@ -186,7 +187,8 @@ def test_what_is_compiled_ahead_for_vllm_is_what_its_backend_prepares(name, load
                 "softcap": None,
             }
             device_plan.DevicePlan(layouts, [4] * len(layouts), num_queries=queries, **options)
-    assert named(ahead.of_vllm(layout, QUERY_HEADS, dtype, False, capability)) == named(found)
+    told = [*ahead.of_vllm(layout, QUERY_HEADS, dtype, False, capability), place.source()]
+    assert named(told) == named(found)
 
 
 def formats_raw(layout):
@@ -290,7 +292,7 @@ def wall(folder, home):
 
 COMPILES = """
 import sys, time
-from kvbits.ops.cuda import place
+from kvbits.integrations.engine.place import cuda as place
 from kvbits.ops.cuda.engine.runtime import compile as c
 c.version()
 print("ready", flush=True)

@@ -17,7 +17,7 @@ from ...runs import cores
 from ...spec import LayerGroup, PageLayout, QuantSpec
 from ..decode import PARTS
 from ..descriptor import MATRIX_DTYPES
-from . import decode, merge, place
+from . import decode, merge
 from .append import tokens as append
 from .engine import close, device_plan, kernels, unpack_then_flash
 from .engine.runtime import driver
@@ -71,14 +71,13 @@ def of_group(
 def of_vllm(
     layout: PageLayout, num_q_heads: int, dtype: torch.dtype, softcap: bool, capability: Capability
 ) -> Iterator[Source]:
-    """What a layer of vLLM launches, with the copies in 16 bits that calibrated formats have."""
+    """What a layer of vLLM launches with its pages, with the copies in 16 bits that calibrated formats have."""
     copied = layout.key.has_offsets
     parts = [layout, *([dataclasses.replace(layout, key=QuantSpec.raw(), value=QuantSpec.raw())] if copied else [])]
     for x in parts:
         yield from _stored(x, dtype, capability)
     if family_of(layout).refuses("unpack", layout, dtype=dtype) is None:
         yield family_of(layout).unpacking(layout, dtype)
-    yield place.source()
     yield merge.source(layout.value_head_dim, dtype)
     columns = num_q_heads // layout.num_kv_heads
     for n in range(1, device_plan.MAX_QUERIES + 1):
