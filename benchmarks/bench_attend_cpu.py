@@ -45,10 +45,10 @@ from run_files import append, arguments
 from kvbits import schemes
 from kvbits.cache.pool import allocate_slab
 from kvbits.evaluate import speed
-from kvbits.ops.cpu import attend as cpu
+from kvbits.ops.cpu import attend_pages as cpu
 from kvbits.ops.cpu import close as close_cpu
 from kvbits.ops.cpu import library
-from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import attend_pages as reference
 from kvbits.ops.reference import close as close_reference
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.schemes import PRESETS

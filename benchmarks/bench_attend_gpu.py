@@ -27,7 +27,7 @@ from run_files import append, arguments
 
 from kvbits import schemes
 from kvbits.ops.cuda.engine import host_plan as cuda
-from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import attend_pages as reference
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.quant.banded import steps as band_steps

@@ -39,7 +39,7 @@ from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import KvbitsError
 from kvbits.ops.cuda.engine import host_plan as cuda
-from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import attend_pages as reference
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, Rotary, Scheme
 

@@ -21,7 +21,7 @@ from run_files import append, arguments
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.ops import dispatch
-from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import attend_pages as reference
 from kvbits.spec import CacheSpec, LayerGeometry, Scheme
 
 SCALING = 0.1

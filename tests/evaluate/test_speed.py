@@ -12,7 +12,7 @@ from kvbits import runs, schemes
 from kvbits.cli import app
 from kvbits.errors import DataError
 from kvbits.evaluate import speed
-from kvbits.ops.cpu import attend as cpu
+from kvbits.ops.cpu import attend_pages as cpu
 
 CPU = torch.device("cpu")
 SHAPE = speed.Shape(1, 4, 2, 64, 256, 1)

@@ -32,7 +32,7 @@ from ops.cpu_cases import (  # noqa: E402
 
 from kvbits.ops.cpu.structs import store_struct  # noqa: E402
 from kvbits.ops.descriptor import DTYPES, TORCH_NUMBERS  # noqa: E402
-from kvbits.ops.reference import attend as attend_reference  # noqa: E402
+from kvbits.ops.reference import attend_pages as attend_reference  # noqa: E402
 from kvbits.ops.reference.close import close_pages  # noqa: E402
 from kvbits.ops.types import PageStore  # noqa: E402
 from kvbits.spec import PageLayout, PerChannel, PerGroup, QuantSpec  # noqa: E402

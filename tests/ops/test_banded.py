@@ -10,7 +10,7 @@ from dense_model import dense_attention
 from kvbits import schemes
 from kvbits.ops.cuda.families import family_of
 from kvbits.ops.descriptor import DTYPES, LEVELS, describe
-from kvbits.ops.reference.attend import attend
+from kvbits.ops.reference.attend_pages import attend
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part

@@ -32,9 +32,9 @@ from random_cases import examples
 from kvbits import schemes
 from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops import dispatch
-from kvbits.ops.cpu import attend as cpu
+from kvbits.ops.cpu import attend_pages as cpu
 from kvbits.ops.cpu import library
-from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import attend_pages as reference
 from kvbits.ops.types import AttendCall, PageTable, Part
 from kvbits.spec import PerChannel, PerGroup, PerToken, QuantSpec
 
@@ -336,7 +336,7 @@ def test_works_after_fork(before):
     done = run_python(
         "import os, torch\n"
         "torch.set_num_threads(2)\n"
-        "from kvbits.ops.cpu import attend as cpu, library\n"
+        "from kvbits.ops.cpu import attend_pages as cpu, library\n"
         "from kvbits.spec import QuantSpec\n"
         "from ops.cpu_cases import random_call\n"
         "case = random_call(QuantSpec(format='int8'), QuantSpec(format='int8'), pages=20)\n"

@@ -15,11 +15,11 @@ from ops.cpu_cases import NOISE, RAW, banded, inverse_frequencies, needs_library
 from kvbits import schemes
 from kvbits.errors import DataError
 from kvbits.ops.cpu import append as append_cpu
-from kvbits.ops.cpu import attend as cpu
+from kvbits.ops.cpu import attend_pages as cpu
 from kvbits.ops.cpu import close as close_cpu
 from kvbits.ops.cpu import structs
 from kvbits.ops.reference import append as append_reference
-from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import attend_pages as reference
 from kvbits.ops.reference import close as close_reference
 from kvbits.ops.reference.dequantize import dequantize_pages, section
 from kvbits.ops.types import PageStore, SlotMapping

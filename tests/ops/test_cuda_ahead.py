@@ -25,7 +25,7 @@ from kvbits.integrations.engine.place import cuda as place
 from kvbits.integrations.engine.served import FORMATS
 from kvbits.ops import decode, dispatch
 from kvbits.ops.cuda import ahead, append, close, merge, store_tokens, unpack
-from kvbits.ops.cuda import attend as attend_cuda
+from kvbits.ops.cuda import attend_pages as attend_cuda
 from kvbits.ops.cuda import decode as decode_cuda
 from kvbits.ops.cuda.append import tokens as append_tokens
 from kvbits.ops.cuda.engine import close as engine_close

@@ -16,7 +16,7 @@ from ops.cuda_cases import Case, build, relative_error
 from kvbits import schemes
 from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops.cuda.engine import host_plan as cuda
-from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import attend_pages as reference
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 

@@ -16,7 +16,7 @@ from kvbits import schemes
 from kvbits.ops.cuda.engine import host_plan as cuda
 from kvbits.ops.cuda.engine import unpack_then_flash as chunk
 from kvbits.ops.cuda.families.plain.unpack import Unpacker, refuses_layout
-from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import attend_pages as reference
 from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import PageLayout, PerChannel, PerToken, QuantSpec

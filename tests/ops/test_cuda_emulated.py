@@ -26,7 +26,7 @@ from kvbits import schemes
 from kvbits.errors import DataError
 from kvbits.ops.cuda.engine import device_plan
 from kvbits.ops.cuda.engine import host_plan as cuda
-from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import attend_pages as reference
 from kvbits.ops.reference import close as close_reference
 from kvbits.quant.basis import completed
 from kvbits.spec import PerChannel, PerGroup, PerToken

@@ -20,7 +20,7 @@ from kvbits.literature.kvquant import format as codebook_format
 from kvbits.ops.cuda import unpack
 from kvbits.ops.cuda.engine import host_plan as cuda
 from kvbits.ops.cuda.engine import unpack_then_flash as chunk
-from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import attend_pages as reference
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec

@@ -13,14 +13,14 @@ from ops.cpu_cases import needs_library, random_call
 
 from kvbits.errors import DataError, SpecError, UnsupportedError
 from kvbits.ops.cpu import append as append_cpu
-from kvbits.ops.cpu import attend as cpu
+from kvbits.ops.cpu import attend_pages as cpu
 from kvbits.ops.cpu import close as close_cpu
 from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.engine import close as close_cuda
 from kvbits.ops.cuda.engine import host_plan as cuda
 from kvbits.ops.cuda.engine.unpack_then_flash import ChunkPlan
 from kvbits.ops.reference import append as append_reference
-from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import attend_pages as reference
 from kvbits.ops.reference import close as close_reference
 from kvbits.ops.types import AttendCall, PageStore, SlotMapping
 from kvbits.spec import LayerGeometry, PageLayout, QuantSpec

@@ -27,7 +27,7 @@ from kvbits.ops.cuda import merge
 from kvbits.ops.cuda import paged_attention as paged_attention_cuda
 from kvbits.ops.cuda.engine import device_plan
 from kvbits.ops.cuda.engine.schedule import SEGMENT_FIELDS
-from kvbits.ops.reference import attend as reference
+from kvbits.ops.reference import attend_pages as reference
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.merge import add_sink_logit, sink_part
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part

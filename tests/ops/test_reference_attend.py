@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbits.ops import chunk_attention
-from kvbits.ops.reference.attend import PAGES_PER_STEP, attend
+from kvbits.ops.reference.attend_pages import PAGES_PER_STEP, attend
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.ops.reference.merge import add_sink_logit, merge_partials

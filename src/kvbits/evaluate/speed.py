@@ -23,7 +23,7 @@ from .. import schemes
 from ..cache.pool import allocate_slab
 from ..errors import DataError
 from ..ops import dispatch
-from ..ops.reference import attend as reference
+from ..ops.reference import attend_pages as reference
 from ..ops.types import AttendCall, PageStore, PageTable, Part
 from ..quant.banded import steps
 from ..quant.basis import completed

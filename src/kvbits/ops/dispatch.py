@@ -33,6 +33,7 @@ from ..spec import PageLayout
 
 BACKENDS = {
     "attend_pages": ("cpu", "cuda", "reference"),
+    "attend": ("cuda", "cpu", "reference"),
     "attend_fresh": ("cpu", "cuda", "reference"),
     "close_pages": ("cpu", "cuda", "reference"),
     "append": ("cpu", "cuda", "reference"),
@@ -42,7 +43,8 @@ BACKENDS = {
     "unpack": ("cuda", "reference"),
 }
 FUNCTIONS = {
-    "attend_pages": ("attend", "attend"),
+    "attend_pages": ("attend_pages", "attend"),
+    "attend": ("attend", "Plan"),
     "close_pages": ("close", "close"),
     "merge": ("merge", "merge_partials"),
     "unpack": ("unpack", "Rows"),

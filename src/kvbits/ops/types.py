@@ -102,6 +102,33 @@ def store_of(
     return known
 
 
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Which pages each sequence reads of one part, as tensors on the pages' device.
+
+    Without spans, the pages of a row follow each other: the page j after the first holds tokens j * page_size and on of
+    the part, and every page is full but the last. With spans, each page says for itself where its tokens stand.
+
+    Attributes:
+        pages: int32 [B, W], rows dense: page numbers. A number that the pool has not reads the pool's last page, never
+            other memory.
+        tokens: int32 [B]: visible tokens of the part, this step's included; 0 for a sequence that reads nothing of it.
+            In no part: a padding row, whose output is 0. Numbers past the row count as its end. With spans:
+            (pages - 1) * page_size + visible tokens of the last page.
+        starts: int32 [B], or None for 0: position of the part's first token.
+        offsets: int32 [B], or None for 0: entry of the row at which the part's first page stands (a ring, say).
+            One outside the row counts as the row's first or last entry; tokens then end with the row.
+        spans: int32 [B, W, 2], dense, or None: position of the page's first token, and its visible tokens, 1 to
+            page_size; where pages were dropped or cut. `starts` and `offsets` are then None.
+    """
+
+    pages: torch.Tensor
+    tokens: torch.Tensor
+    starts: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    spans: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class PageTable:
     """Which pages each sequence reads: ragged lists in one array each (int32 or int64, on the host).

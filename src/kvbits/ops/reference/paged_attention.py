@@ -11,7 +11,7 @@ import torch
 from ...errors import DataError
 from ...spec import PageLayout
 from ..types import AttendCall, PageStore, PageTable, Part, check_starts
-from .attend import attend
+from .attend_pages import attend
 
 
 def refuses(layouts: Sequence[PageLayout], max_pages: Sequence[int], options: Mapping[str, Any]) -> str | None:
