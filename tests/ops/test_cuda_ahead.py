@@ -23,13 +23,13 @@ from kvbits.cli.warm import _capabilities
 from kvbits.errors import KvbitsWarning, SpecError
 from kvbits.integrations.engine.place import cuda as place
 from kvbits.integrations.engine.served import FORMATS
-from kvbits.ops import decode, dispatch
+from kvbits.ops import decode, dispatch, long_queries
 from kvbits.ops.cuda import ahead, append, close, merge, store_tokens, unpack
 from kvbits.ops.cuda import attend_pages as attend_cuda
 from kvbits.ops.cuda import decode as decode_cuda
 from kvbits.ops.cuda.append import tokens as append_tokens
 from kvbits.ops.cuda.engine import close as engine_close
-from kvbits.ops.cuda.engine import device_plan, host_plan, unpack_then_flash
+from kvbits.ops.cuda.engine import device_plan, host_plan
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime import driver, kept
 from kvbits.quant.banded import steps
@@ -48,7 +48,7 @@ def named(sources):
 
 def forget_loaded():
     for name, module in list(sys.modules.items()):
-        if name.startswith("kvbits.ops.cuda"):
+        if name.startswith(("kvbits.ops.cuda", "kvbits.integrations.engine.place")):
             for thing in vars(module).values():
                 if hasattr(thing, "cache_clear"):
                     thing.cache_clear()
@@ -77,8 +77,8 @@ def loaded(monkeypatch, request):
         (host_plan.driver, "current_stream", lambda *_: 0),
         (host_plan, "indexed", lambda d: d),
         (device_plan, "indexed", lambda d: d),
-        (unpack_then_flash, "indexed", lambda d: d),
-        (unpack_then_flash, "attention", empty),
+        (long_queries.dense, "attention", empty),
+        (unpack, "refuses", lambda layout, dtype, device: unpack.refuses_layout(layout, dtype)),
         (
             attend_cuda,
             "refuses",

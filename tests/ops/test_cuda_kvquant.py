@@ -19,7 +19,6 @@ from kvbits import schemes
 from kvbits.literature.kvquant import format as codebook_format
 from kvbits.ops.cuda import unpack
 from kvbits.ops.cuda.engine import host_plan as cuda
-from kvbits.ops.cuda.engine import unpack_then_flash as chunk
 from kvbits.ops.reference import attend_pages as reference
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages
@@ -124,7 +123,7 @@ def test_layouts_without_a_kernel_of_their_own_are_unpacked(case):
     call, q, _ = build(case, "cuda")
     assert cuda.refuses_call(call, q.shape[2], "bfloat16") and cuda.refuses(q, call) is None
     plan = cuda.plan(call, q.shape[2], q.dtype, q.device)
-    assert isinstance(plan, chunk.ChunkPlan)
+    assert isinstance(plan, cuda.ChunkPlan)
     out, lse = plan.run(q)
     want, want_lse = reference.attend(q, call, plan.q_positions.long().cpu(), torch.float64)
     assert relative_error(out, want) < 1e-2  # keys and values rounded to bfloat16, as 16-bit attention has them

@@ -1,5 +1,5 @@
-"""`ops.attend` on NVIDIA GPUs, by today's plans: `device_plan` over block tables on the device, and `host_plan` over
-host lists for what that does not take.
+"""`ops.attend` on NVIDIA GPUs, by today's plans: `device_plan` over block tables on the device, `host_plan` over host
+lists for what that does not take, and `long_queries` for many queries past the pages and pages that no kernel reads.
 """
 
 from __future__ import annotations
@@ -11,19 +11,33 @@ import torch
 
 from ...errors import DataError
 from ...spec import PageLayout
+from .. import long_queries
+from ..descriptor import MATRIX_DTYPES
+from ..long_queries import LongQueries
 from ..reference.attend import PageList, query_positions
 from ..types import AttendCall, PageStore, PageTable, Part, Table
 from .engine import device_plan, host_plan
 from .engine.device_plan import DevicePlan
+from .engine.kernels import LEAST_CAPABILITY
+from .engine.runtime import driver
 
 
 def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | None:
     """Why such a plan is not served here, or None."""
+    why = _refuses_packed(layouts, options)
+    if why is None or driver.refuses(options["device"], LEAST_CAPABILITY):
+        return why
+    return why if long_queries.refuses(layouts, options, readable=False) else None
+
+
+def _refuses_packed(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | None:
+    """Why no kernel reads such pages packed, or None."""
     heads, dtype, queries, device = (options[name] for name in ("num_q_heads", "dtype", "num_queries", "device"))
     why = device_plan.refuses(layouts, heads, dtype, queries, device)
     if why is None or device.type != "cuda":
         return why
-    return host_plan.refuses(torch.empty(1, queries, heads, 0, dtype=dtype, device=device), _call(layouts))
+    limit = driver.shared_limit(torch.cuda.get_device_capability(device))
+    return host_plan.refuses_call(_call(layouts), heads, MATRIX_DTYPES.get(dtype, str(dtype)), limit, queries)
 
 
 def _call(layouts: Sequence[PageLayout]) -> AttendCall:
@@ -35,11 +49,17 @@ def refuses_layout(layout: PageLayout, num_queries: int = 1) -> str | None:
     return host_plan.refuses_on(_call([layout]), 4 * layout.num_kv_heads, torch.bfloat16, num_queries)
 
 
-class Plan:
+def Plan(layouts: Sequence[PageLayout], **options: Any) -> LongQueries | PackedPlan:
     """See `ops.attend.plan`; arguments as there, checked there."""
+    unpacks = long_queries.refuses(layouts, options, _refuses_packed(layouts, options) is None) is None
+    return LongQueries(layouts, **options) if unpacks else PackedPlan(layouts, **options)
+
+
+class PackedPlan:
+    """A plan of kernels that read packed pages."""
 
     def __init__(self, layouts: Sequence[PageLayout], *, spans: bool, past_only: bool, **options: Any) -> None:
-        self.layouts, self.options, self._past_only = tuple(layouts), options, past_only
+        self.layouts, self.options = tuple(layouts), options
         self.result_dtype = options["dtype"]
         given = (options[name] for name in ("num_q_heads", "dtype", "num_queries", "device"))
         self.reads_host = spans or past_only or device_plan.refuses(layouts, *given) is not None
@@ -81,7 +101,6 @@ class Plan:
             o["dtype"],
             q.device,
             num_queries=o["num_queries"],
-            history_only=self._past_only,
         )
         found, logs = plan.run(q.contiguous(), positions.to(q.device))
         if lse is not None:
