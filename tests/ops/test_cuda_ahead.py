@@ -21,14 +21,15 @@ from kvbits import files, schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.cli.warm import _capabilities
 from kvbits.errors import KvbitsWarning, SpecError
+from kvbits.integrations.engine.place import cuda as place
 from kvbits.integrations.engine.served import FORMATS
-from kvbits.ops import decode, dispatch
-from kvbits.ops.cuda import ahead, append, close, dequantize, merge, place, store_tokens
+from kvbits.ops import decode, dispatch, long_queries
+from kvbits.ops.cuda import ahead, append, close, merge, store_tokens, unpack
 from kvbits.ops.cuda import attend_pages as attend_cuda
 from kvbits.ops.cuda import decode as decode_cuda
 from kvbits.ops.cuda.append import tokens as append_tokens
 from kvbits.ops.cuda.engine import close as engine_close
-from kvbits.ops.cuda.engine import device_plan, host_plan, unpack_then_flash
+from kvbits.ops.cuda.engine import device_plan, host_plan
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime import driver, kept
 from kvbits.quant.banded import steps
@@ -47,7 +48,7 @@ def named(sources):
 
 def forget_loaded():
     for name, module in list(sys.modules.items()):
-        if name.startswith("kvbits.ops.cuda"):
+        if name.startswith(("kvbits.ops.cuda", "kvbits.integrations.engine.place")):
             for thing in vars(module).values():
                 if hasattr(thing, "cache_clear"):
                     thing.cache_clear()
@@ -76,8 +77,8 @@ def loaded(monkeypatch, request):
         (host_plan.driver, "current_stream", lambda *_: 0),
         (host_plan, "indexed", lambda d: d),
         (device_plan, "indexed", lambda d: d),
-        (unpack_then_flash, "indexed", lambda d: d),
-        (unpack_then_flash, "attention", empty),
+        (long_queries.dense, "attention", empty),
+        (unpack, "refuses", lambda layout, dtype, device: unpack.refuses_layout(layout, dtype)),
         (
             attend_cuda,
             "refuses",
@@ -171,7 +172,7 @@ def test_what_is_compiled_ahead_for_vllm_is_what_its_backend_prepares(name, load
     raw = formats_raw(layout) if FORMATS[name].calibrated else None
     for x in filter(None, (layout, raw)):
         store_tokens.prepare(x, dtype, device)
-    dequantize.prepare(layout, dtype, device)
+    unpack.prepare(layout, dtype, device)
     place.prepare(device)
     merge.prepare([torch.zeros(1, 1, 1, D, dtype=dtype)])
     for layouts in [[layout, raw], [layout, raw, raw]] if raw else [[layout]]:
@@ -186,7 +187,8 @@ def test_what_is_compiled_ahead_for_vllm_is_what_its_backend_prepares(name, load
                 "softcap": None,
             }
             device_plan.DevicePlan(layouts, [4] * len(layouts), num_queries=queries, **options)
-    assert named(ahead.of_vllm(layout, QUERY_HEADS, dtype, False, capability)) == named(found)
+    told = [*ahead.of_vllm(layout, QUERY_HEADS, dtype, False, capability), place.source()]
+    assert named(told) == named(found)
 
 
 def formats_raw(layout):
@@ -290,7 +292,7 @@ def wall(folder, home):
 
 COMPILES = """
 import sys, time
-from kvbits.ops.cuda import place
+from kvbits.integrations.engine.place import cuda as place
 from kvbits.ops.cuda.engine.runtime import compile as c
 c.version()
 print("ready", flush=True)

@@ -17,7 +17,8 @@ import torch
 import kvbits
 from kvbits import schemes
 from kvbits.errors import SpecError
-from kvbits.ops.cuda import ahead, decode, merge, place
+from kvbits.integrations.engine.place import cuda as place
+from kvbits.ops.cuda import ahead, decode, merge
 from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.engine import device_plan as attend_plan
 from kvbits.ops.cuda.engine import kernels

@@ -17,9 +17,8 @@ from ops.test_cuda_attend import check
 
 from kvbits import schemes
 from kvbits.literature.kvquant import format as codebook_format
+from kvbits.ops.cuda import unpack
 from kvbits.ops.cuda.engine import host_plan as cuda
-from kvbits.ops.cuda.engine import unpack_then_flash as chunk
-from kvbits.ops.cuda.families.plain.unpack import Unpacker
 from kvbits.ops.reference import attend_pages as reference
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages
@@ -124,7 +123,7 @@ def test_layouts_without_a_kernel_of_their_own_are_unpacked(case):
     call, q, _ = build(case, "cuda")
     assert cuda.refuses_call(call, q.shape[2], "bfloat16") and cuda.refuses(q, call) is None
     plan = cuda.plan(call, q.shape[2], q.dtype, q.device)
-    assert isinstance(plan, chunk.ChunkPlan)
+    assert isinstance(plan, cuda.ChunkPlan)
     out, lse = plan.run(q)
     want, want_lse = reference.attend(q, call, plan.q_positions.long().cpu(), torch.float64)
     assert relative_error(out, want) < 1e-2  # keys and values rounded to bfloat16, as 16-bit attention has them
@@ -144,11 +143,8 @@ def test_unpacked_rows_are_the_reference_rounded_once(case):
         torch.full((ends[-1], layout.num_kv_heads, layout.head_dim), float("nan"), dtype=torch.float16, device="cuda")
         for _ in "kv"
     )
-    addresses, starts = (
-        torch.from_numpy(store.addresses[table.page_ids]).cuda(),
-        torch.from_numpy(table.starts.astype(np.int32)).cuda(),
-    )
-    Unpacker(store, torch.float16, addresses, rows, 0, starts).run(keys, values, 0)
+    ids, starts = (torch.from_numpy(x.astype(np.int32)).cuda() for x in (table.page_ids, table.starts))
+    unpack.Rows(layout, torch.float16, ids, rows, starts).run(store, keys, values)
     for got, want in zip(
         (keys, values),
         dequantize_pages(store.gather(table.page_ids), layout, store.static, torch.float64, starts=table.starts),

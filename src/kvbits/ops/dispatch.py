@@ -39,16 +39,15 @@ BACKENDS = {
     "append": ("cpu", "cuda", "reference"),
     "paged_attention": ("cuda", "cpu", "reference"),
     "store_tokens": ("cpu", "cuda", "reference"),
-    "place": ("cuda", "reference"),
-    "dequantize": ("cuda", "reference"),
     "merge": ("cuda", "reference"),
+    "unpack": ("cuda", "reference"),
 }
 FUNCTIONS = {
     "attend_pages": ("attend_pages", "attend"),
     "attend": ("attend", "Plan"),
     "close_pages": ("close", "close"),
     "merge": ("merge", "merge_partials"),
-    "dequantize": ("dequantize", "Rows"),
+    "unpack": ("unpack", "Rows"),
 }
 """(module, function) of an op that is not named like both."""
 
@@ -143,10 +142,10 @@ OPERATIONS: dict[str, tuple[str, dict[str, int]]] = {
     "append": ("append", {}),
     "paged_attention": ("paged_attention", {}),
     "store_tokens": ("store_tokens", {}),
-    "dequantize": ("dequantize", {}),
+    "unpack": ("unpack", {}),
 }
-"""What is done with pages: decoding, many queries past them, a page that closes, tokens one by one, and three
-operations for pages of other engines. The op of each, and what `refuses_layout` is asked beside the layout.
+"""What is done with pages: decoding, many queries past them, a page that closes, tokens one by one, two operations for
+pages of other engines, and unpacking. The op of each, and what `refuses_layout` is asked beside the layout.
 """
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from ...ops import paged_attention
-from ...ops.reference.place import Copies
 from .call import Call, Sink, merge
+from .place import Copies
 
 
 @dataclass(frozen=True)

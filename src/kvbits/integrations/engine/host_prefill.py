@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from ...ops import chunk_attention, dispatch
-from ...ops.reference.place import Copies
 from ...ops.types import AttendCall, PageTable, Part, store_of
 from .call import Call, Sink, merge
+from .place import Copies
 from .served import PAGE_SIZE
 
 

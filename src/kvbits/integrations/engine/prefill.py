@@ -23,10 +23,11 @@ import torch
 from ...later import upload
 from ...ops import dispatch
 from ...ops.reference.dequantize import section
-from ...ops.reference.place import Copies
+from ...ops.types import store_of
 from ...spec import PageLayout
 from .call import Call, Scratch, Sink, merge
 from .host_prefill import HostPrefill
+from .place import Copies
 from .served import PAGE_SIZE
 
 MAX_HISTORY = 1 << 16
@@ -164,11 +165,9 @@ class _Placed:
     def _unpack(self, call: Call, pages: torch.Tensor, static: dict[str, torch.Tensor]) -> None:
         key = (call.layout, pages.stride(0))
         if key not in self._unpackers:
-            choice = dispatch.choose("dequantize", call.layout, call.dtype, pages.device)
-            self._unpackers[key] = choice.run(
-                call.layout, call.dtype, self.page_ids, self.rows, pages.stride(0), self.starts
-            )
-        self._unpackers[key].run(pages, call.scratch.keys, call.scratch.values, static)
+            choice = dispatch.choose("unpack", call.layout, call.dtype, pages.device)
+            self._unpackers[key] = choice.run(call.layout, call.dtype, self.page_ids, self.rows, self.starts)
+        self._unpackers[key].run(store_of(pages, call.layout, static), call.scratch.keys, call.scratch.values)
 
 
 @dataclass(frozen=True, eq=False)

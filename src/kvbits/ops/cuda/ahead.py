@@ -15,11 +15,12 @@ import torch
 
 from ...runs import cores
 from ...spec import LayerGroup, PageLayout, QuantSpec
+from .. import long_queries
 from ..decode import PARTS
 from ..descriptor import MATRIX_DTYPES
-from . import decode, merge, place
+from . import decode, merge
 from .append import tokens as append
-from .engine import close, device_plan, kernels, unpack_then_flash
+from .engine import close, device_plan, kernels
 from .engine.runtime import driver
 from .engine.runtime.compile import Binary, Source, compile_source
 from .engine.shape import Ask
@@ -53,7 +54,7 @@ def of_group(
     if tiers:  # which close first
         shown.insert(1, [*tiers, *raw[-1:]])
     for some in shown:
-        for n in range(1, -(-unpack_then_flash.MIN_COLUMNS_WIDE // columns)):
+        for n in range(1, -(-long_queries.MIN_COLUMNS_WIDE // columns)):
             yield from _attention(some, n * columns, dtype, softcap, capability)
     for x in (*parts, *tiers):
         if family_of(x).refuses("unpack", x, dtype=dtype) is None:
@@ -71,14 +72,13 @@ def of_group(
 def of_vllm(
     layout: PageLayout, num_q_heads: int, dtype: torch.dtype, softcap: bool, capability: Capability
 ) -> Iterator[Source]:
-    """What a layer of vLLM launches, with the copies in 16 bits that calibrated formats have."""
+    """What a layer of vLLM launches with its pages, with the copies in 16 bits that calibrated formats have."""
     copied = layout.key.has_offsets
     parts = [layout, *([dataclasses.replace(layout, key=QuantSpec.raw(), value=QuantSpec.raw())] if copied else [])]
     for x in parts:
         yield from _stored(x, dtype, capability)
     if family_of(layout).refuses("unpack", layout, dtype=dtype) is None:
         yield family_of(layout).unpacking(layout, dtype)
-    yield place.source()
     yield merge.source(layout.value_head_dim, dtype)
     columns = num_q_heads // layout.num_kv_heads
     for n in range(1, device_plan.MAX_QUERIES + 1):

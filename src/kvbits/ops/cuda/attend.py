@@ -1,4 +1,5 @@
-"""`ops.attend` on NVIDIA GPUs: pages are read packed, where they lie.
+"""`ops.attend` on NVIDIA GPUs: kernels read packed pages where they lie. Many queries past all pages, and formats that
+no kernel reads packed, are left to `ops.long_queries`.
 
 Everything is allocated when a plan is made. `update` is a launch that turns lengths on the device into a work list
 (work_list.cu), `run` one that reads it; both can be captured in a CUDA graph. Each packed format has launches of its
@@ -14,7 +15,9 @@ import torch
 
 from ...errors import DataError
 from ...spec import PageLayout
+from .. import long_queries
 from ..descriptor import MATRIX_DTYPES
+from ..long_queries import LongQueries
 from ..types import PageStore, Table
 from .engine.kernels import LEAST_CAPABILITY, MAX_PARTS, check_query, indexed
 from .engine.launch import Launch
@@ -28,6 +31,11 @@ def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | 
     """Why such a plan is not served here, or None."""
     if why := driver.refuses(options["device"], LEAST_CAPABILITY):
         return why
+    why = _refuses_packed(layouts, options)
+    return why if why and long_queries.refuses(layouts, options, readable=False) else None
+
+
+def _refuses_packed(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | None:
     limit = driver.shared_limit(torch.cuda.get_device_capability(options["device"]))
     return refuses_kernel(layouts, options["num_q_heads"], options["dtype"], options["num_queries"], limit)
 
@@ -58,8 +66,13 @@ def refuses_kernel(
 
 
 def refuses_layout(layout: PageLayout, num_queries: int = 1) -> str | None:
-    """The part of `refuses` that a layout decides, for queries in bfloat16, four heads to a kv head."""
-    return refuses_kernel([layout], 4 * layout.num_kv_heads, torch.bfloat16, num_queries)
+    """The part of `refuses` that a layout decides, for queries in bfloat16 past all pages, four heads to a kv head."""
+    heads = 4 * layout.num_kv_heads
+    if (why := refuses_kernel([layout], heads, torch.bfloat16, num_queries)) is None:
+        return None
+    options = {"num_q_heads": heads, "num_queries": num_queries, "dtype": torch.bfloat16, "past_only": True}
+    options |= {"sliding_window": None, "softcap": None}
+    return why if long_queries.refuses([layout], options, readable=False) else None
 
 
 def launches(layouts: Sequence[PageLayout]) -> list[list[int]]:
@@ -72,8 +85,15 @@ def launches(layouts: Sequence[PageLayout]) -> list[list[int]]:
     return own
 
 
-class Plan:
+def Plan(layouts: Sequence[PageLayout], **options: Any) -> LongQueries | PackedPlan:
     """See `ops.attend.plan`; arguments as there, checked there."""
+    readable = _refuses_packed(layouts, options) is None
+    unpacks = long_queries.refuses(layouts, options, readable) is None
+    return LongQueries(layouts, **options) if unpacks else PackedPlan(layouts, **options)
+
+
+class PackedPlan:
+    """A plan of kernels that read packed pages."""
 
     reads_host = False
 

@@ -45,22 +45,21 @@ class Close(Protocol):
 
 
 class Unpacks(Protocol):
-    """Pages of one store, ready to be unpacked for every layer of the group; launches only.
+    """Pages of one layout, ready to be unpacked for layers whose pages lie alike; launches only.
 
     Args:
-        page_address: int64 [n] on the device: bytes of the pages' first structs, layer 0.
+        dtype: of the rows.
+        page_offset: int64 [n] on the device: bytes from a layer's first page to each page.
         rows: int32 [n, 2] on the device: first output row and visible tokens of each page.
-        layer_stride: bytes from a page of one layer to the same page of the next.
         starts: int32 [n] on the device: position of each page's first token, for keys that are turned back.
     """
 
     def __init__(
         self,
-        store: PageStore,
+        layout: PageLayout,
         dtype: torch.dtype,
-        page_address: torch.Tensor,
+        page_offset: torch.Tensor,
         rows: torch.Tensor,
-        layer_stride: int,
         starts: torch.Tensor | None = None,
     ) -> None: ...
 
@@ -68,11 +67,13 @@ class Unpacks(Protocol):
     def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
         """Compile and load what `run` launches, so that the first one does not wait for it."""
 
-    def run(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None
-    ) -> None:
-        """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default
-        what the store says.
+    def run(self, pages: int, keys: torch.Tensor, values: torch.Tensor, static: Mapping[str, torch.Tensor]) -> None:
+        """Write the rows of a layer.
+
+        Args:
+            pages: address of the layer's first page.
+            keys, values: [rows, H, D], dense.
+            static: calibrated parameters of the layer (`PageStore.static`).
         """
 
 

@@ -19,11 +19,12 @@ import torch
 from ....errors import UnsupportedError
 from ....later import upload
 from ....spec import PageLayout
+from ... import long_queries
 from ...break_even import small_on_gpu
 from ...descriptor import MATRIX_DTYPES
-from ...types import AttendCall, Part, check_call, last_positions
+from ...long_queries import LongQueries
+from ...types import AttendCall, PageStore, Part, Table, check_call, last_positions
 from ..families import family_of
-from . import unpack_then_flash
 from .kernels import (
     LEAST_CAPABILITY,
     MAX_PARTS,
@@ -40,7 +41,6 @@ from .kernels import (
 from .runtime import driver
 from .schedule import PartWork, chunks_per_sequence, schedule
 from .shape import MAX_PIECES, Ask, Kernel
-from .unpack_then_flash import ChunkPlan
 
 LayerStatic = Sequence[Mapping[str, torch.Tensor]]
 
@@ -59,19 +59,24 @@ def refuses_on(
 ) -> str | None:
     """The part of `refuses` that needs no GPU; `shared_limit`: bytes of shared memory of a block, if known."""
     why = refuses_call(call, num_q_heads, MATRIX_DTYPES.get(q_dtype, str(q_dtype)), shared_limit, num_queries)
-    if why and _may_unpack(call) and q_dtype in MATRIX_DTYPES:
-        return _refuses_unpacked(call, num_q_heads, q_dtype)
+    if why and call.parts and q_dtype in MATRIX_DTYPES:
+        return why if _refuses_unpacked(call, num_q_heads, q_dtype, 1, True, False) else None
     return why
 
 
-def _may_unpack(call: AttendCall) -> bool:
-    """Whether the pages have a format that some layouts of are read unpacked only."""
-    return any(family_of(p.store.layout).always_unpacks for p in call.parts)
-
-
-def _refuses_unpacked(call: AttendCall, num_q_heads: int, q_dtype: torch.dtype) -> str | None:
-    """Why not even unpacking to 16-bit rows serves one query, or queries past all pages."""
-    return unpack_then_flash.refuses(call, num_q_heads, q_dtype, unpack_then_flash.MIN_COLUMNS, True)
+def _refuses_unpacked(
+    call: AttendCall, num_q_heads: int, q_dtype: torch.dtype, num_queries: int, history_only: bool, readable: bool
+) -> str | None:
+    """Why the pages are not unpacked for such queries (`long_queries.refuses`)."""
+    options = {
+        "num_q_heads": num_q_heads,
+        "num_queries": num_queries,
+        "dtype": q_dtype,
+        "past_only": history_only,
+        "sliding_window": call.sliding_window,
+        "softcap": call.softcap,
+    }
+    return long_queries.refuses([p.store.layout for p in call.parts], options, readable)
 
 
 def refuses_call(
@@ -387,6 +392,77 @@ class Plan:
         return _Launch(kernel, load_kernel(kernel, self.device.index), mine, blocks, layout)
 
 
+class ChunkPlan:
+    """`long_queries.LongQueries` with the tables and layers of an `AttendCall`; same use as `Plan`."""
+
+    def __init__(
+        self,
+        call: AttendCall,
+        num_q_heads: int,
+        q_dtype: torch.dtype,
+        device: torch.device,
+        *,
+        num_queries: int = 1,
+        layer_strides: tuple[int, ...] | None = None,
+    ) -> None:
+        batch = len(call.parts[0].table.indptr) - 1
+        check_call(call, (batch, num_queries, num_q_heads, call.parts[0].store.layout.head_dim))
+        self.call, self._strides = call, layer_strides or (0,) * len(call.parts)
+        self._plan = LongQueries(
+            [p.store.layout for p in call.parts],
+            num_q_heads=num_q_heads,
+            dtype=q_dtype,
+            device=device,
+            num_queries=num_queries,
+            scaling=call.scaling,
+        )
+        self._plan.update([_table_of(p) for p in call.parts], None, None)
+        self.q_positions = upload(last_positions(call, batch, num_queries), device)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        q_positions: torch.Tensor | None = None,
+        *,
+        layer: int = 0,
+        static: LayerStatic | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        check_static(self.call, layer, static)
+        if q_positions is not None:
+            self.q_positions.copy_(q_positions)
+        stores = [
+            PageStore(p.store.layout, tuple(_shifted(x, layer * stride) for x in p.store.slabs), dict(own))
+            for p, stride, own in zip(
+                self.call.parts, self._strides, static or [p.store.static for p in self.call.parts], strict=True
+            )
+        ]
+        self._plan.bind(0, stores)
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        out = self._plan.run(q, 0, None, lse)
+        hidden = (self.q_positions < 0)[..., None]
+        return out.masked_fill_(hidden[..., None], 0), lse.masked_fill_(hidden, -torch.inf)
+
+    def explain(self) -> str:
+        return self._plan.explain()
+
+
+def _shifted(slab: torch.Tensor, nbytes: int) -> torch.Tensor:
+    return slab.as_strided(slab.shape, slab.stride(), slab.storage_offset() + nbytes)
+
+
+def _table_of(part: Part) -> Table:
+    """A ragged table as a dense one whose pages say for themselves where they stand."""
+    t, counts = part.table, np.diff(part.table.indptr)
+    row = np.repeat(np.arange(len(counts)), counts)
+    at = np.arange(t.num_pages) - np.repeat(t.indptr[:-1], counts)
+    shape = len(counts), max(int(counts.max(initial=0)), 1)
+    pages, spans, tokens = np.zeros(shape, np.int32), np.zeros((*shape, 2), np.int32), np.zeros(len(counts), np.int32)
+    pages[row, at], spans[row, at] = t.page_ids, np.stack([t.starts, t.lengths], 1)
+    last = t.indptr[1:][counts > 0] - 1
+    tokens[counts > 0] = (counts[counts > 0] - 1) * part.store.layout.page_size + t.lengths[last]
+    return Table(*(torch.from_numpy(x) for x in (pages, tokens)), spans=torch.from_numpy(spans))
+
+
 def plan(
     call: AttendCall,
     num_q_heads: int,
@@ -403,12 +479,9 @@ def plan(
     Args:
         history_only: every query that is no padding comes after all pages of the call.
     """
-    unpacks = unpack_then_flash.refuses(call, num_q_heads, q_dtype, num_queries, history_only) is None
-    if not unpacks and _may_unpack(call) and (num_queries == 1 or history_only):
-        limit = driver.shared_limit(torch.cuda.get_device_capability(device))
-        packed = refuses_call(call, num_q_heads, MATRIX_DTYPES.get(q_dtype, str(q_dtype)), limit, num_queries) is None
-        unpacks = not packed and _refuses_unpacked(call, num_q_heads, q_dtype) is None
-    if unpacks:
+    limit = driver.shared_limit(torch.cuda.get_device_capability(device))
+    packed = refuses_call(call, num_q_heads, MATRIX_DTYPES.get(q_dtype, str(q_dtype)), limit, num_queries) is None
+    if _refuses_unpacked(call, num_q_heads, q_dtype, num_queries, history_only, packed) is None:
         return ChunkPlan(call, num_q_heads, q_dtype, device, num_queries=num_queries, **options)
     return Plan(call, num_q_heads=num_q_heads, q_dtype=q_dtype, device=device, num_queries=num_queries, **options)
 
