@@ -23,7 +23,7 @@ from kvbits.errors import CacheStateError, DataError, PoolFullError
 from kvbits.ops import decode
 from kvbits.ops.cuda import decode as decode_cuda
 from kvbits.ops.cuda import paged_attention as paged_attention_cuda
-from kvbits.ops.cuda.engine import close as close_cuda
+from kvbits.ops.cuda import close as close_cuda
 from kvbits.ops.cuda.engine import device_plan
 from kvbits.ops.cuda.families.klt import store as store_banded
 from kvbits.ops.cuda.families.plain import close as close_plain

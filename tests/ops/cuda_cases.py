@@ -118,7 +118,9 @@ class Call:
         )
         for layer in range(self.pools[0].shape[1]):
             made.bind(layer, self.stores_of(layer))
-        made.update(self.tables, positions=self.given)
+        device = "cpu" if made.reads_host else self.q.device
+        given = self.given
+        made.update([on(device, t) for t in self.tables], positions=None if given is None else given.to(device))
         return made
 
     def stores_of(self, layer: int) -> list[PageStore]:

@@ -28,7 +28,7 @@ from kvbits.ops.cuda import ahead, append, close, merge, store_tokens, unpack
 from kvbits.ops.cuda import attend_pages as attend_cuda
 from kvbits.ops.cuda import decode as decode_cuda
 from kvbits.ops.cuda.append import tokens as append_tokens
-from kvbits.ops.cuda.engine import close as engine_close
+from kvbits.ops.cuda import close as engine_close
 from kvbits.ops.cuda.engine import device_plan, host_plan
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime import driver, kept

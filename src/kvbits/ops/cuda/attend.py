@@ -31,13 +31,22 @@ def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | 
     """Why such a plan is not served here, or None."""
     if why := driver.refuses(options["device"], LEAST_CAPABILITY):
         return why
-    why = _refuses_packed(layouts, options)
+    why = refuses_packed(layouts, *_kind(options))
     return why if why and long_queries.refuses(layouts, options, readable=False) else None
 
 
-def _refuses_packed(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | None:
-    limit = driver.shared_limit(torch.cuda.get_device_capability(options["device"]))
-    return refuses_kernel(layouts, options["num_q_heads"], options["dtype"], options["num_queries"], limit)
+def _kind(options: Mapping[str, Any]) -> tuple[int, torch.dtype, int, torch.device]:
+    return options["num_q_heads"], options["dtype"], options["num_queries"], options["device"]
+
+
+def refuses_packed(
+    layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype, num_queries: int, device: torch.device
+) -> str | None:
+    """Why no kernel reads such pages packed on a device, or None."""
+    if why := driver.refuses(device, LEAST_CAPABILITY):
+        return why
+    limit = driver.shared_limit(torch.cuda.get_device_capability(device))
+    return refuses_kernel(layouts, num_q_heads, dtype, num_queries, limit)
 
 
 def refuses_kernel(
@@ -87,7 +96,7 @@ def launches(layouts: Sequence[PageLayout]) -> list[list[int]]:
 
 def Plan(layouts: Sequence[PageLayout], **options: Any) -> LongQueries | PackedPlan:
     """See `ops.attend.plan`; arguments as there, checked there."""
-    readable = _refuses_packed(layouts, options) is None
+    readable = refuses_packed(layouts, *_kind(options)) is None
     unpacks = long_queries.refuses(layouts, options, readable) is None
     return LongQueries(layouts, **options) if unpacks else PackedPlan(layouts, **options)
 
@@ -113,7 +122,7 @@ class PackedPlan:
             )
         )
         if several:
-            prepare_merging(self._outs)
+            prepare_merging(list(self._outs))
         self._layers: set[int] = set()
         self._batch = 0  # of the last update
         self._accepted: tuple | None = None

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ....errors import DataError, UnsupportedError
 from ....spec import PageLayout
-from ...types import AttendCall
 from ..families import family_of
 from .runtime import driver
 from .shape import FOLD_COLUMNS, MAX_PIECES, Ask, Kernel
@@ -76,21 +75,13 @@ class Args(ctypes.Structure):
             )
         ),
         *((name, ctypes.c_int64) for name in ("q_stride_b", "q_stride_t", "q_stride_h")),
-        *(
-            (name, ctypes.c_int)
-            for name in ("num_queries", "group", "num_kv_heads", "column_blocks", "window")
-        ),
+        *((name, ctypes.c_int) for name in ("num_queries", "group", "num_kv_heads", "column_blocks", "window")),
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("num_pieces", "query_columns")),
         ("pieces", ctypes.c_int * 4 * MAX_PIECES),
         ("parts", PartArgs * MAX_PARTS),
     ]
-
-
-def columns(layouts: Sequence[PageLayout], num_columns: int) -> int:
-    """Query columns of a warp of a kernel that reads pages of all these layouts."""
-    return min(family_of(x).columns(x, num_columns) for x in layouts)
 
 
 def folds(layout: PageLayout, num_columns: int) -> bool:
@@ -113,9 +104,7 @@ def kernel_for(layout: PageLayout, ask: Ask) -> Kernel:
     family = family_of(layout)
     found = family.attention(layout, ask)
     if found is None:
-        raise UnsupportedError(
-            f"attend on cuda: {family.refuses('attend', layout, shared_limit=ask.shared_limit)}"
-        )
+        raise UnsupportedError(f"attend on cuda: {family.refuses('attend', layout, shared_limit=ask.shared_limit)}")
     return found
 
 
@@ -159,17 +148,4 @@ def check_query(
         raise DataError(
             f"q has strides {q.stride()}: the last must be 1, the others multiples of 4, and it must start at 8 bytes;"
             " use q.contiguous()"
-        )
-
-
-def check_static(call: AttendCall, layer: int, static: Sequence[Mapping[str, torch.Tensor]] | None) -> None:
-    """Refuse a layer other than the call's without its calibrated parameters.
-
-    Raises:
-        DataError: they are missing.
-    """
-    if layer and static is None and any(p.store.static for p in call.parts):
-        raise DataError(
-            f"layer {layer} of a scheme with calibrated parameters was given none; pass `static`, one dict for each"
-            " part"
         )

@@ -82,9 +82,7 @@ class Launch:
             )
         self.kernel = kernel_for(main, ask)
         self._attend, self._threads = load_kernel(self.kernel, device.index), self.kernel.threads
-        self._list = work_list.load(
-            len(own), work_list.shared_bytes(batch_size, self.blocks, len(own)), device.index
-        )
+        self._list = work_list.load(len(own), work_list.shared_bytes(batch_size, self.blocks, len(own)), device.index)
 
         # Parts of one walk have one result. A walk begins with what is calibrated for its first part.
         walks = [0 if self.kernel.raw_joins else i for i in range(len(own))]

@@ -34,7 +34,7 @@ struct Args {
     const int* positions;
     const int* query_lens;       // [batch], of the newest tokens; null: num_queries each
     i64 segment_cost;
-    int position_stride, num_others, num_walks, batch, repeats, blocks, num_queries, window, grid;
+    int num_others, num_walks, batch, repeats, blocks, num_queries, window, grid;
 };
 
 /// newest: position past the newest token; of given positions the smallest, NONE for padding alone.
@@ -66,7 +66,7 @@ DEVICE void find_smallest(const Args& a, Chunks* chunks) {
         const int b = first + threadIdx.x / lanes;
         int smallest = NONE;
         for (int t = threadIdx.x % lanes; t < a.num_queries && b < a.batch; t += lanes) {
-            const int position = a.positions[i64(b) * a.position_stride + t];
+            const int position = a.positions[i64(b) * a.num_queries + t];
             if (position >= 0) smallest = min(smallest, position);
         }
         for (int mask = 1; mask < lanes; mask *= 2) smallest = min(smallest, __shfl_xor_sync(ALL_LANES, smallest, mask));
@@ -415,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) work_list(const __grid_con
          at += i64(a.grid) * THREADS) {
         const int b = int(at / a.num_queries), t = int(at % a.num_queries);
         if (a.positions) {
-            a.q_positions[at] = max(a.positions[i64(b) * a.position_stride + t], -1);
+            a.q_positions[at] = max(a.positions[at], -1);
             continue;
         }
         const int n = queries_of(a, b), newest = line.chunks[b].newest;

@@ -69,15 +69,11 @@ class WorkArgs(ctypes.Structure):
 
     _fields_ = [
         ("parts", PartWork * MAX_PARTS),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("segments", "q_positions", "positions", "query_lens")
-        ),
+        *((name, ctypes.c_void_p) for name in ("segments", "q_positions", "positions", "query_lens")),
         ("segment_cost", ctypes.c_int64),
         *(
             (name, ctypes.c_int)
             for name in (
-                "position_stride",
                 "num_others",
                 "num_walks",
                 "batch",
