@@ -460,7 +460,7 @@ def _table_of(part: Part) -> Table:
     pages[row, at], spans[row, at] = t.page_ids, np.stack([t.starts, t.lengths], 1)
     last = t.indptr[1:][counts > 0] - 1
     tokens[counts > 0] = (counts[counts > 0] - 1) * part.store.layout.page_size + t.lengths[last]
-    return Table(*(torch.from_numpy(x) for x in (pages, tokens)), spans=torch.from_numpy(spans))
+    return Table(torch.from_numpy(pages), torch.from_numpy(tokens), spans=torch.from_numpy(spans))
 
 
 def plan(
