@@ -398,8 +398,8 @@ def _dense(
     lses = []
     for b in range(0, n, step):
         mine, theirs = (slice(int(x[b]), int(x[b + step])) for x in (queries, keys))
-        given = (x.unflatten(0, (step, -1)) for x in (q[mine], k[theirs], v[theirs]))
-        found, lse = dense.attention(*given, scaling, causal)
+        asked, seen, read = (x.unflatten(0, (step, -1)) for x in (q[mine], k[theirs], v[theirs]))
+        found, lse = dense.attention(asked, seen, read, scaling, causal)
         out[mine] = found.flatten(0, 1)
         lses.append(lse.flatten(0, 1))
     return torch.cat(lses) if wants_lse else None

@@ -33,7 +33,7 @@ class Step:
         previous_page: int64 [num_tokens] as `store_tokens` takes it; None where pages have no mean.
         starts: int32 [num_tokens] likewise; None where no layer's keys are turned back.
         copy_slots: likewise where tokens go in copies; None without copies.
-        prefills: each as `host_prefill.HostPrefill` is.
+        prefills: each a `prefill.Prefill`.
     """
 
     num_tokens: int

@@ -53,6 +53,10 @@ class Copies:
     tail: torch.Tensor
     tail_table: torch.Tensor
 
+    def wanted(self, entries: np.ndarray, newest: np.ndarray) -> np.ndarray:
+        """bool [n]: which pages are among the copied ones of their row, by their entry in it and that of its newest."""
+        return (entries > newest - self.newest) | (self.first & (entries == 0))
+
     def of_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
         """The copy of each block (int64, on the state's device), or -1: what holds after `place`, in a few launches."""
         inside = (blocks > 0) & (blocks < len(self.where))
