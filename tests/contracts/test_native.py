@@ -61,16 +61,16 @@ def test_it_is_printed_without_a_gpu():
 
 
 def test_choices_say_why():
-    device = torch.device("cpu")
-    choice = dispatch.choose("place", device)
-    assert choice.backend == "reference" and str(choice) == f"place by reference (cuda: {choice.refusals['cuda']})"
+    given = layout_of("int8"), torch.float32
+    choice = dispatch.choose("unpack", *given, torch.device("cpu"))
+    assert choice.backend == "reference" and str(choice) == f"unpack by reference (cuda: {choice.refusals['cuda']})"
     choice.prepare()
     with pytest.raises(
         UnsupportedError,
-        match=r"place: cuda: .*; reference: the block tables are on meta; the reference reads them on the host",
+        match=r"unpack: cuda: .*; reference: the pages are on meta; the reference reads page numbers on the host",
     ):
-        dispatch.choose("place", torch.device("meta"))
-    with pytest.raises(SpecError, match=r"place: backend 'cuda' refuses this call: .*; use backend='auto'"):
-        dispatch.choose("place", device, backend="cuda")
-    with pytest.raises(SpecError, match="unknown backend 'gpu' for place; known: auto, cuda, reference"):
-        dispatch.choose("place", device, backend="gpu")
+        dispatch.choose("unpack", *given, torch.device("meta"))
+    with pytest.raises(SpecError, match=r"unpack: backend 'cuda' refuses this call: .*; use backend='auto'"):
+        dispatch.choose("unpack", *given, torch.device("cpu"), backend="cuda")
+    with pytest.raises(SpecError, match="unknown backend 'gpu' for unpack; known: auto, cuda, reference"):
+        dispatch.choose("unpack", *given, torch.device("cpu"), backend="gpu")

@@ -20,13 +20,13 @@ from kvbits.errors import UnsupportedError
 from kvbits.geometry import has_key_bias
 from kvbits.integrations import vllm
 from kvbits.integrations.engine import calibrated, prefill
-from kvbits.integrations.engine.host_prefill import HostPrefill
 from kvbits.integrations.engine.served import LISTED, WIDEST, WIDEST_CALIBRATED
 from kvbits.integrations.vllm import dtypes, formats, scheme_file
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
 from kvbits.integrations.vllm.options import misspelt, options_of
 from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
 from kvbits.integrations.vllm.selector import BACKEND, install, remove
+from kvbits.ops.long_queries import pages_of, passes
 from kvbits.ops.reference.append import store_tokens
 from kvbits.quant.rotary import turn_by, turned_by
 from kvbits.spec import LayerGeometry, Rotary
@@ -254,17 +254,18 @@ def test_passes_hold_every_key_that_is_seen_once_and_fit(rows, spare, window):
     query_lens, history = (np.array(x) for x in zip(*rows, strict=True))
     most = query_lens.max() + PAGE_SIZE * (1 + spare) + (0 if window is None else window + PAGE_SIZE)
     seen = {row: [] for row in range(len(rows))}
-    for p in prefill.passes(query_lens, query_lens + history, window, int(most)):
+    table = prefill.history_of(history, torch.zeros(len(rows), 11, dtype=torch.int32), window)
+    layout = formats.raw_layout(1, 64, 64, "float32")
+    for p in passes(pages_of([layout], [table]), query_lens, int(most)):
         assert p.starts[-1] <= most
-        at = 0
-        for row, entry, first, count in p.pages.tolist():
-            assert first == at if row == p.first else first >= p.starts[row - p.first]
-            seen[row] += range(entry * PAGE_SIZE, entry * PAGE_SIZE + count)
-            at = first + count
+        for _, row, entry, position, count, first in p.pages.tolist():
+            assert position == entry * PAGE_SIZE
+            assert first >= p.starts[row - p.first]
+            seen[row] += range(position, position + count)
         for i, row in enumerate(range(p.first, p.last)):
-            mine = sum(p.pages[p.pages[:, 0] == row, 3]) + (query_lens[row] if p.fresh else 0)
+            mine = sum(p.pages[p.pages[:, 1] == row, 4]) + (query_lens[row] if p.ends else 0)
             assert p.starts[i + 1] - p.starts[i] == mine
-            seen[row] += ["fresh"] * int(p.fresh)
+            seen[row] += ["fresh"] * int(p.ends)
     for row, (q, n) in enumerate(rows):
         begin = 0 if window is None else min(max(n - window + 1, 0) // PAGE_SIZE * PAGE_SIZE, n)
         assert seen[row] == [*range(begin, n), "fresh"], (q, n)
@@ -281,16 +282,16 @@ def dense(q, k, v, scaling, window, softcap):
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.double().repeat_interleave(group, 1))
 
 
-@pytest.mark.parametrize("kind", [prefill.Prefill, HostPrefill])
+@pytest.mark.parametrize("attend", [vllm_cpu.attend, None], ids=["unpacked", "packed"])
 @pytest.mark.parametrize(
     ("window", "softcap", "rows", "values"),
     [(None, None, 1000, 64), (None, 20.0, 256, 64), (None, None, 200, 40), (100, None, 320, 96)],
 )
-def test_prefill_over_history_is_dense_attention(window, softcap, rows, values, kind):
+def test_prefill_over_history_is_dense_attention(window, softcap, rows, values, attend):
     """Scratch for all rows together, for some, and for slices of one row; none on a CPU."""
     layout = formats.raw_layout(2, 64, values, "float32")
     scratch = prefill.Scratch(*(torch.full((rows, 2, d), torch.nan) for d in (64, values)))
-    call = prefill.Call(layout, 4, torch.float32, 0.2, window, softcap, scratch, vllm_cpu.attend, None)
+    call = prefill.Call(layout, 4, torch.float32, 0.2, window, softcap, scratch, attend, None)
     query_lens, history = np.array([5, 100, 0, 1, 64]), np.array([130, 400, 70, 64, 0])
     pages = torch.full((20, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
     table, free, given, want = torch.zeros(5, 8, dtype=torch.int32), 1, [], []
@@ -303,7 +304,7 @@ def test_prefill_over_history_is_dense_attention(window, softcap, rows, values, 
         free += count
         given.append((q, k[n:], v[n:]))
         want.append(dense(q, k, v, 0.2, window, softcap))
-    found = kind(query_lens, query_lens + history, table, call)
+    found = prefill.Prefill(query_lens, query_lens + history, table, call)
     q, k, v = (torch.cat(x) for x in zip(*given, strict=True))
     out = torch.full((*q.shape[:2], values), torch.nan)
     found.run(call, q, k, v, out, pages)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ops.cpu_cases import FORMATS, RAW, banded, needs_library, random_call, specs_of
+from ops.cpu_cases import FORMATS, RAW, needs_library, random_call, specs_of
 from random_cases import examples
 
 from kvbits.ops import attend as new

@@ -19,8 +19,9 @@ from ops.emulated_build import build, put_sources
 
 from kvbits import schemes
 from kvbits.errors import DataError
+from kvbits.ops.cuda import close as cuda
+from kvbits.ops.cuda import unpack
 from kvbits.ops.cuda.append import tokens
-from kvbits.ops.cuda.engine import close as cuda
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.families import family_of
 from kvbits.ops.cuda.families.klt import store as cuda_banded
@@ -521,7 +522,7 @@ UNPACKED += [
     ids=lambda x: str(x) if isinstance(x, (int, tuple)) else None,
 )
 def test_rows_for_many_queries_are_what_pages_read_as(key, value, head_dim, page_size, dtype, device):
-    """Of the second layer of two slabs, some cut short; other rows stay.
+    """Of two layers of two slabs, some cut short, one named by a number that the pool has not; other rows stay.
 
     Judged in float64, to the rounding of a row's numbers and of its sums.
     """
@@ -531,25 +532,28 @@ def test_rows_for_many_queries_are_what_pages_read_as(key, value, head_dim, page
     k, v = torch.randn(2, 6, HEADS, page_size, head_dim)
     made = reference.close_pages(k + 1, v, layout, static, starts)[0]
     both = torch.stack([torch.full_like(made, 0xFF), made], 1).to(device)  # [page, layer, H, head_bytes]
-    store = PageStore(layout, (both[:4, 0], both[4:, 0]), {})
-    ids, counts = np.array([5, 0, 3, 4, 1, 2]), (page_size, page_size, 9, page_size, 1, 17)
+    here = {name: x.to(device) for name, x in static.items()}
+    layers = [PageStore(layout, (both[:4, i], both[4:, i]), here) for i in range(2)]
+    ids, counts = np.array([5, 0, 3, 4, 1, 2]), (page_size, 0, 9, page_size, 1, 17)
     rows = np.array([[page_size * i, counts[i]] for i in range(6)], np.int32)
-    at, places, first = (
-        torch.from_numpy(x).to(device) for x in (store.addresses[ids], rows, starts[ids].astype(np.int32))
+    named, places, first = (
+        torch.from_numpy(x).to(device)
+        for x in (np.where(ids == 5, -7, ids).astype(np.int32), rows, starts[ids].astype(np.int32))
     )
     want = dequantize_pages(made[ids], layout, static, torch.float64, starts=starts[ids])
     out = torch.full((2, 6 * page_size, HEADS, head_dim), 7.0, dtype=dtype, device=device)
-    unpacker = unpack_banded.BandedUnpacker(store, dtype, at, places, layout.page_size_bytes, first)
-    unpacker.run(*out, 1, {name: x.to(device) for name, x in static.items()})
+    unpacked = unpack.Rows(layout, dtype, named, places, first)
+    for layer in layers:
+        unpacked.run(layer, *out)
     for found, there in zip(out.cpu(), want, strict=True):
         for i, (row, count) in enumerate(rows):
-            here, expected = found[row : row + count].double(), there[i, :, :count].transpose(0, 1)
+            got, expected = found[row : row + count].double(), there[i, :, :count].transpose(0, 1)
             bound = torch.finfo(dtype).eps / 2 * expected.abs() + 1e-5 * expected.abs().amax(-1, keepdim=True) + 1e-6
-            assert bool(((here - expected).abs() <= bound).all())
+            assert bool(((got - expected).abs() <= bound).all())
             assert bool((found[row + count : row + page_size] == 7).all())
     if key.basis == "calibrated":
         with pytest.raises(DataError, match="need k_inverse"):
-            unpacker.run(*out, 1, {})
+            unpacked.run(PageStore(layout, layers[0].slabs), *out)
 
 
 def test_bad_input_is_named(device):

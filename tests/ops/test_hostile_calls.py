@@ -15,10 +15,9 @@ from kvbits.errors import DataError, SpecError, UnsupportedError
 from kvbits.ops.cpu import append as append_cpu
 from kvbits.ops.cpu import attend_pages as cpu
 from kvbits.ops.cpu import close as close_cpu
+from kvbits.ops.cuda import close as close_cuda
 from kvbits.ops.cuda.append import tokens as append_cuda
-from kvbits.ops.cuda.engine import close as close_cuda
 from kvbits.ops.cuda.engine import host_plan as cuda
-from kvbits.ops.cuda.engine.unpack_then_flash import ChunkPlan
 from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import attend_pages as reference
 from kvbits.ops.reference import close as close_reference
@@ -39,7 +38,7 @@ ATTENDS = [
     pytest.param(cpu.attend, marks=needs_library, id="cpu"),
     pytest.param(cuda.attend, id="cuda"),
     pytest.param(plan(cuda.Plan), id="Plan"),
-    pytest.param(plan(ChunkPlan), id="ChunkPlan"),
+    pytest.param(plan(cuda.ChunkPlan), id="ChunkPlan"),
     pytest.param(reference.attend, id="reference"),
 ]
 CLOSES = [

@@ -128,6 +128,7 @@ def _sources(
     """
     from .. import planner, schemes
     from ..geometry import text_config
+    from ..integrations.engine.place import cuda as place
     from ..ops.cuda import ahead
     from ..spec import CacheSpec, LayerGeometry
 
@@ -139,6 +140,7 @@ def _sources(
     layers = tuple(g for g in subject.layers if isinstance(g, LayerGeometry))
     raw_dtype = str(dtype).removeprefix("torch.")
     if engine == "vllm":
+        yield place.source()
         for one in planner.served(names):
             for layout in dict.fromkeys(planner.vllm_layouts(one, subject.layers, raw_dtype)):
                 yield from ahead.of_vllm(layout, heads, dtype, softcap, capability)

@@ -32,22 +32,21 @@ from ..errors import SpecError, UnsupportedError
 from ..spec import PageLayout
 
 BACKENDS = {
-    "attend_pages": ("cpu", "cuda", "reference"),
+    "attend_pages": ("cpu", "reference"),
     "attend": ("cuda", "cpu", "reference"),
     "attend_fresh": ("cpu", "cuda", "reference"),
     "close_pages": ("cpu", "cuda", "reference"),
-    "paged_attention": ("cuda", "cpu", "reference"),
+    "paged_attention": ("cpu", "reference"),
     "store": ("cpu", "cuda", "reference"),
-    "place": ("cuda", "reference"),
-    "dequantize": ("cuda", "reference"),
     "merge": ("cuda", "reference"),
+    "unpack": ("cuda", "reference"),
 }
 FUNCTIONS = {
     "attend_pages": ("attend_pages", "attend"),
     "attend": ("attend", "Plan"),
     "close_pages": ("close", "close"),
     "merge": ("merge", "merge_partials"),
-    "dequantize": ("dequantize", "Rows"),
+    "unpack": ("unpack", "Rows"),
 }
 """(module, function) of an op that is not named like both."""
 
@@ -141,10 +140,10 @@ OPERATIONS: dict[str, tuple[str, dict[str, int]]] = {
     "close": ("close_pages", {}),
     "store": ("store", {}),
     "paged_attention": ("paged_attention", {}),
-    "dequantize": ("dequantize", {}),
+    "unpack": ("unpack", {}),
 }
-"""What is done with pages: decoding, many queries past them, a page that closes, tokens one by one, and two
-operations for pages of other engines. The op of each, and what `refuses_layout` is asked beside the layout.
+"""What is done with pages: decoding, many queries past them, a page that closes, tokens one by one, attention for
+pages of other engines, and unpacking. The op of each, and what `refuses_layout` is asked beside the layout.
 """
 
 

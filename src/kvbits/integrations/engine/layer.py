@@ -39,7 +39,7 @@ class Layer:
         layouts = [self.call.layout, *([self.call.raw] if self.call.raw else [])]
         self._writes = [store.choose(layout, self.call.dtype, self.device) for layout in layouts]
         # the last is of prompts behind a history
-        for choice in (*self._writes, dispatch.choose("dequantize", layouts[0], self.call.dtype, self.device)):
+        for choice in (*self._writes, dispatch.choose("unpack", layouts[0], self.call.dtype, self.device)):
             choice.prepare()
 
     def take_copies(self, pages: int) -> None:

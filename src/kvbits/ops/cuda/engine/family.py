@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol
 
@@ -19,6 +20,19 @@ Op = Literal["attend", "close", "step", "unpack"]
 """What kernels do with pages: attention over them, closing them from the host, closing them in a decode step on the
 device, unpacking to 16-bit rows.
 """
+
+STEP_FIELDS: list[Any] = [
+    ("closings", ctypes.c_void_p),
+    ("closed", ctypes.c_void_p),
+    ("tail", ctypes.c_void_p),
+    ("runs", ctypes.c_void_p),
+    ("fresh", ctypes.c_void_p * 2),
+    ("fresh_stride", ctypes.c_int64 * 2 * 2),
+    ("before", ctypes.c_void_p * 2),
+    ("tail_head_bytes", ctypes.c_int64),
+    ("tail_offset", ctypes.c_int * 2),
+]
+"""What the closing kernels are told of a decode step: struct Step of step.cuh."""
 
 
 class Close(Protocol):
@@ -44,22 +58,21 @@ class Close(Protocol):
 
 
 class Unpacks(Protocol):
-    """Pages of one store, ready to be unpacked for every layer of the group; launches only.
+    """Pages of one layout, ready to be unpacked for layers whose pages lie alike; launches only.
 
     Args:
-        page_address: int64 [n] on the device: bytes of the pages' first structs, layer 0.
+        dtype: of the rows.
+        page_offset: int64 [n] on the device: bytes from a layer's first page to each page.
         rows: int32 [n, 2] on the device: first output row and visible tokens of each page.
-        layer_stride: bytes from a page of one layer to the same page of the next.
         starts: int32 [n] on the device: position of each page's first token, for keys that are turned back.
     """
 
     def __init__(
         self,
-        store: PageStore,
+        layout: PageLayout,
         dtype: torch.dtype,
-        page_address: torch.Tensor,
+        page_offset: torch.Tensor,
         rows: torch.Tensor,
-        layer_stride: int,
         starts: torch.Tensor | None = None,
     ) -> None: ...
 
@@ -67,11 +80,13 @@ class Unpacks(Protocol):
     def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
         """Compile and load what `run` launches, so that the first one does not wait for it."""
 
-    def run(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None
-    ) -> None:
-        """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default
-        what the store says.
+    def run(self, pages: int, keys: torch.Tensor, values: torch.Tensor, static: Mapping[str, torch.Tensor]) -> None:
+        """Write the rows of a layer.
+
+        Args:
+            pages: address of the layer's first page.
+            keys, values: [rows, H, D], dense.
+            static: calibrated parameters of the layer (`PageStore.static`).
         """
 
 

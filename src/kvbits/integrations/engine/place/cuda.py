@@ -1,6 +1,4 @@
-"""A step's pages before, copies and what rows read, on a GPU in one launch: `reference.place`, which has the
-contract.
-"""
+"""A step's pages before, copies and what rows read, on a GPU in one launch: the contract is the package's."""
 
 from __future__ import annotations
 
@@ -10,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from ...reference.place import Places, check
-from ..engine.runtime import driver
-from ..engine.runtime.compile import Source
+from ....ops.cuda.engine.runtime import driver
+from ....ops.cuda.engine.runtime.compile import Source
+from . import Places, check
 
 THREADS = 512
 

@@ -1,5 +1,5 @@
-// Where a step's tokens go besides their pages, and what its rows read: reference/place.py says what. One block, a few
-// integers for each token and row.
+// Where a step's tokens go besides their pages, and what its rows read: __init__.py says what. One block, a few integers
+// for each token and row.
 #include "ptx.cuh"
 
 struct Args {

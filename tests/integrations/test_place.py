@@ -13,10 +13,10 @@ import torch
 from ops.emulated_op import emulate, needs_compiler, needs_gpu
 
 from kvbits.errors import DataError
+from kvbits.integrations.engine.place import Copies, Places, place
+from kvbits.integrations.engine.place import cuda as place_cuda
 from kvbits.integrations.engine.rings import Rings
-from kvbits.ops.cuda import place as place_cuda
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
-from kvbits.ops.reference.place import Copies, Places, place
 
 SIZE, BLOCKS, REQUESTS, TOKENS, WIDTH = 4, 40, 5, 64, 12
 RINGS = 5

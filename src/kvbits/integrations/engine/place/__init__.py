@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...errors import DataError
-from ...later import upload
+from ....errors import DataError
+from ....later import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +52,10 @@ class Copies:
     head_table: torch.Tensor
     tail: torch.Tensor
     tail_table: torch.Tensor
+
+    def wanted(self, entries: np.ndarray, newest: np.ndarray) -> np.ndarray:
+        """bool [n]: which pages are among the copied ones of their row, by their entry in it and that of its newest."""
+        return (entries > newest - self.newest) | (self.first & (entries == 0))
 
     def of_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
         """The copy of each block (int64, on the state's device), or -1: what holds after `place`, in a few launches."""
@@ -114,11 +118,6 @@ class Places:
         return cls(page_size, torch.zeros(num_blocks, dtype=torch.int32, device=device), before, first, copies)
 
 
-def refuses(device: torch.device) -> str | None:
-    """Why steps on this device are not placed here, or None."""
-    return None if device.type == "cpu" else f"the block tables are on {device}; the reference reads them on the host"
-
-
 def check(
     places: Places,
     seq_lens: torch.Tensor,
@@ -166,7 +165,7 @@ def place(
     slots: torch.Tensor,
     rings: torch.Tensor | None = None,
 ) -> None:
-    """Fill `places` for a step.
+    """Fill `places` for a step whose integers are on the host; `cuda.place` does it on a GPU.
 
     Args:
         seq_lens: int32 [rows], this step's tokens included; 0 for padding.

@@ -1,0 +1,271 @@
+"""Many queries past packed history: how it is cut into passes, rows that pages are unpacked to, and attention over them,
+on a GPU and, with the reference's unpacking and attention in float64, without one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ops.cuda_cases import Case, build, relative_error
+from ops.test_attend_forms import table_of
+from ops.test_cuda_attend import FORMATS, INTEGERS, both, spec
+from ops.test_dense_attention import kernel
+
+from kvbits import schemes
+from kvbits.ops import attend, dispatch, long_queries
+from kvbits.ops.long_queries import ENTRY, PART, ROW, SEQUENCE, VISIBLE, LongQueries
+from kvbits.ops.reference import attend_pages as reference
+from kvbits.ops.reference.dequantize import dequantize_pages
+from kvbits.ops.types import Table
+from kvbits.spec import PageLayout, PerChannel, PerToken, QuantSpec
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
+RAW = QuantSpec.raw()
+
+
+def cases():
+    small = {"lengths": (300, 0, 129), "num_queries": 140, "tail": 20, "sinks": 4}
+    yield Case(key=RAW, value=RAW, **small | {"tail": 0})
+    for f in FORMATS:
+        yield Case(**both(f), **small)
+        yield Case(**both(f, PerToken()), **small, head_dim=80, dtype=torch.float16)
+        yield Case(**both(f, PerChannel()), **small)
+    for f in INTEGERS:
+        yield Case(key=spec(f, PerChannel(), symmetric=False), value=spec(f, PerToken(), symmetric=False), **small)
+        yield Case(**both(f, center="channel", scale_dtype="float32"), **small)
+        yield Case(key=spec(f, PerChannel(), static=True, symmetric=False), value=spec(f, static=True), **small)
+        yield Case(**both(f, PerToken()), **small, head_dim=256)
+    tiered = {"key": spec("int4", PerChannel(), symmetric=False), "value": spec("int4", PerToken(), symmetric=False)}
+    yield Case(**tiered, **small | {"lengths": (400, 0, 230)}, young=True, layers=2)
+    yield Case(
+        key=spec("int4", PerToken()),
+        value=spec("int3", PerToken()),
+        **small | {"lengths": (400, 0, 230)},
+        young=True,
+        head_dim=80,
+    )
+    yield Case(key=spec("int8"), value=spec("int3", scale_dtype="bfloat16"), **small | {"crop": 13}, page_size=32)
+
+
+KLT = [
+    Case(
+        key=schemes.get(n).key,
+        value=schemes.get(n).value,
+        lengths=(300, 0, 129),
+        num_queries=140,
+        tail=20,
+        sinks=4,
+        layers=2,
+    )
+    for n in ("klt4", "klt2")
+]
+
+
+def tables_of(call):
+    return [table_of(p.table, p.store.layout.page_size, True, 0) for p in call.parts]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    if request.param == "cpu":
+        monkeypatch.setattr(long_queries.dense, "attention", kernel)
+    return request.param
+
+
+def plan_of(call, q, **changes):
+    """On a CPU, where plans read packed pages, of the class itself."""
+    options = {"num_q_heads": q.shape[2], "dtype": q.dtype, "num_queries": q.shape[1], "past_only": True}
+    options |= {"scaling": call.scaling, "batch_size": len(q), "spans": True, "device": q.device} | changes
+    layouts = [p.store.layout for p in call.parts]
+    return LongQueries(layouts, **options) if q.device.type == "cpu" else attend.plan(layouts, **options)
+
+
+def run(plan, q, layer=0):
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
+    return plan.run(q, layer, out=out, lse=lse), lse
+
+
+@needs_gpu
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_unpacked_rows_are_the_reference_rounded_once(case):
+    call, _, _ = build(case, "cuda")
+    for part in call.parts:
+        store, table, layout = part.store, part.table, part.store.layout
+        choice = dispatch.choose("unpack", layout, case.dtype, torch.device("cuda"))
+        assert choice.backend == "cuda"
+        ends = np.cumsum(table.lengths)
+        rows = np.stack([ends - table.lengths, table.lengths], 1)
+        given = (torch.from_numpy(x.astype(np.int32)).cuda() for x in (table.page_ids, rows, table.starts))
+        keys, values = (
+            torch.full((ends[-1], layout.num_kv_heads, layout.head_dim), float("nan"), dtype=case.dtype, device="cuda")
+            for _ in "kv"
+        )
+        choice.run(layout, case.dtype, *given).run(store, keys, values)
+        static = {name: x.cuda() for name, x in store.static.items()}
+        for got, want in zip(
+            (keys, values), dequantize_pages(store.gather(table.page_ids), layout, static), strict=True
+        ):
+            want = torch.cat([w[:, :n] for w, n in zip(want, table.lengths, strict=True)], 1).transpose(0, 1)
+            torch.testing.assert_close(
+                got.float(),
+                want.to(case.dtype).float(),
+                rtol=2.0**-7 if case.dtype == torch.bfloat16 else 2.0**-10,
+                atol=1e-6,
+            )
+            assert (got == want.to(case.dtype)).float().mean() > 0.999, "a fused multiply-add may round a few elsewhere"
+
+
+@pytest.mark.parametrize("max_rows", [1 << 16, 128])
+@pytest.mark.parametrize("case", [*list(cases())[:6], *(c for c in cases() if c.young), *KLT], ids=str)
+def test_a_chunk_agrees_with_float64(case, max_rows, device, monkeypatch):
+    monkeypatch.setattr(long_queries, "MAX_ROWS", max_rows)
+    call, q, _ = build(case, device)
+    plan = plan_of(call, q)
+    assert plan.reads_host and "dense attention" in plan.explain()
+    plan.bind(0, [p.store for p in call.parts])
+    positions = torch.arange(1000, 1000 + case.num_queries).repeat(len(case.lengths), 1)
+    positions[2, :7] = -1
+    plan.update(tables_of(call), None, positions.int()) if device == "cpu" else plan.update(
+        tables_of(call), positions=positions.int()
+    )
+    out, lse = run(plan, q)
+    want, want_lse = reference.attend(q, call, positions, torch.float64)
+    assert relative_error(out, want) < 5e-3
+    assert (out[1] == 0).all() and (out[2, :7] == 0).all() and torch.isinf(lse[2, :7]).all()
+    finite = torch.isfinite(want_lse)
+    torch.testing.assert_close(torch.isfinite(lse), finite)
+    torch.testing.assert_close(lse[finite].double().cpu(), want_lse[finite].cpu(), rtol=1e-3, atol=2e-2)
+    assert torch.equal(plan.run(q, 0, out=None, lse=None), out), "without log-sum-exps"
+
+
+def test_layers_share_what_is_laid_out_once(device):
+    """Pages of two slabs, whose numbers are on the device; the second layer's are others."""
+    call, q, _ = build(Case(**both("int4"), lengths=(256, 192), num_queries=140), device)
+    store = call.parts[0].store
+    used, other = torch.from_numpy(call.parts[0].table.page_ids), store.slabs[0].clone()
+    other[used] = store.slabs[0][used.flip(0)]
+    both_layers = torch.stack([store.slabs[0], other], 1)
+    layers = [type(store)(store.layout, (both_layers[:3, i], both_layers[3:, i])) for i in range(2)]
+    table = table_of(call.parts[0].table, 64, True, 0)
+    table = Table(table.pages.to(device), table.tokens, spans=table.spans)
+    positions = torch.full((2, 140), 500, dtype=torch.int32)
+    plan = plan_of(call, q)
+    for i, layer in enumerate(layers):
+        plan.bind(i, [layer])
+    plan.update([table], None, positions) if device == "cpu" else plan.update([table], positions=positions)
+    for i, layer in enumerate(layers):
+        want = attend.attend(
+            q.cpu(),
+            [type(store)(store.layout, tuple(x.cpu().contiguous() for x in layer.slabs))],
+            [Table(table.pages.cpu(), table.tokens, spans=table.spans)],
+            positions=positions,
+            scaling=call.scaling,
+            backend="reference",
+        )
+        assert relative_error(run(plan, q, i)[0].cpu(), want[0]) < 5e-3
+
+
+@needs_gpu
+def test_queries_among_the_pages_are_read_packed():
+    call, q, _ = build(Case(**both("int4"), lengths=(300,), num_queries=140), "cuda")
+    assert "dense" in plan_of(call, q).explain() and "dense" not in plan_of(call, q, past_only=False).explain()
+
+
+LAYOUTS = [
+    PageLayout(key=spec("int8"), value=spec("int8"), page_size=size, num_kv_heads=1, head_dim=64)
+    for size in (32, 32, 16)
+]
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda b: st.tuples(
+            st.lists(
+                st.lists(st.lists(st.integers(1, 16), max_size=9), min_size=b, max_size=b), min_size=1, max_size=3
+            ),
+            st.just([0] * b) | st.lists(st.integers(1, 50), min_size=b, max_size=b),
+        )
+    ),
+    st.integers(0, 400),
+)
+def test_every_key_is_in_one_pass_and_passes_fit(given_, spare):
+    parts, own = given_
+    width, tables = max(1, *(len(x) for part in parts for x in part)), []
+    for layout, part in zip(LAYOUTS, parts, strict=False):
+        counts = [len(x) for x in part]
+        spans = torch.zeros(len(own), width, 2, dtype=torch.int32)
+        for b, lengths in enumerate(part):
+            spans[b, : len(lengths), 1] = torch.tensor(lengths, dtype=torch.int32)
+        tokens = torch.tensor([max(n * layout.page_size, 0) for n in counts], dtype=torch.int32)
+        tables.append(Table(torch.zeros(len(own), width, dtype=torch.int32), tokens, spans=spans))
+    pages = long_queries.pages_of(LAYOUTS[: len(parts)], tables)
+    own, most = np.array(own), 32 + max(own) + spare
+    seen, behind = [], np.zeros(len(own), int)
+    for p in long_queries.passes(pages, own, most):
+        mine = own[p.first : p.last] * p.ends
+        assert len(p.starts) == p.last - p.first + 1 and (np.diff(p.starts) > 0).all()
+        assert p.starts[-1] <= most
+        taken = np.zeros(p.starts[-1], int)
+        for b, end in enumerate(p.starts[1:]):
+            taken[end - mine[b] : end] += 1
+        for page in p.pages:
+            b = page[SEQUENCE] - p.first
+            assert p.starts[b] <= page[ROW] and page[ROW] + page[VISIBLE] <= p.starts[b + 1] - mine[b]
+            taken[page[ROW] : page[ROW] + page[VISIBLE]] += 1
+            seen.append((page[PART], page[SEQUENCE], page[ENTRY], page[VISIBLE]))
+        assert (taken == 1).all()
+        behind[p.first : p.last] += mine
+    assert sorted(seen) == [
+        (i, b, j, n) for i, part in enumerate(parts) for b, x in enumerate(part) for j, n in enumerate(x)
+    ]
+    assert (behind == own).all()
+
+
+def asked(call, readable=True, **changes):
+    options = {"num_q_heads": 8, "dtype": torch.bfloat16, "num_queries": 512, "past_only": True}
+    options |= {"sliding_window": call.sliding_window, "softcap": call.softcap}
+    return long_queries.refuses([p.store.layout for p in call.parts], options | changes, readable)
+
+
+@pytest.mark.parametrize(
+    "changes, why",
+    [
+        ({"past_only": False}, "not all past"),
+        ({"num_queries": 8}, "few"),
+        ({"num_queries": 128}, "few"),
+        ({"dtype": torch.float32}, "float32"),
+        ({"readable": False}, "for many queries only"),
+    ],
+)
+def test_refusals_say_what_is_in_the_way(changes, why):
+    call, _, _ = build(Case(**both("int8"), lengths=(100,)), "cpu")  # 4 query heads a kv head
+    assert asked(call) is None
+    assert why in asked(call, **changes)
+
+
+def test_pages_that_no_kernel_reads_are_unpacked_for_few_queries_too():
+    call, _, _ = build(KLT[0], "cpu")
+    assert "few" in asked(call, num_queries=1)
+    assert asked(call, False, num_queries=1, past_only=False) is asked(call, False, num_queries=2) is None
+    assert "not all past" in asked(call, False, num_queries=2, past_only=False)
+
+
+def test_formats_whose_pages_are_read_for_few_columns_are_unpacked_sooner():
+    for key, young, unpacks in (
+        (spec("int4"), False, False),
+        (spec("int4"), True, False),
+        (spec("int4", PerChannel()), False, True),
+        (spec("int3"), False, False),
+    ):
+        call, _, _ = build(Case(key=key, value=spec("int4"), lengths=(400,), young=young), "cpu")
+        assert (asked(call, num_queries=64) is None) == unpacks
+
+
+@pytest.mark.parametrize("options, why", [({"window": 50}, "sliding window"), ({"softcap": 5.0}, "softcap")])
+def test_masks_and_caps_are_left_to_the_other_kernel(options, why):
+    call, _, _ = build(Case(**both("int8"), lengths=(100,), **options), "cpu")
+    assert why in asked(call)
