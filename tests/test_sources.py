@@ -133,7 +133,7 @@ def test_2_fp8_and_int8_article(model, text_ids, tmp_path):
             assert 0 < relative(held_v[:, head], v[0, :192, head]) < most
         # packed pages are attended to as they are, on a CPU too
         assert max(attended(cache)) < 0.01
-        assert "attend_pages by cpu" in cache.explain()["ops"]
+        assert "attend by cpu" in cache.explain()["ops"]
         assert cache.spec.bits_per_element == pytest.approx(8.25 if name != "int4" else 4.5)
     static = calibrate(model, list(text_ids.view(8, 128).split(1)), "int8_static")
     assert static.static[0]["k_scale"].shape[0] == HEADS and (static.static[0]["k_scale"] > 0).all()
@@ -289,7 +289,7 @@ def test_5_production_guide(model, text_ids):
     on_write.append(0, new, new)
     assert 0 < relative(on_write.dequantize(0, 0)[0], new[0]) < 0.01
     on_write.append(0, numbers(300), numbers(300))
-    assert max(attended(on_write)) < 0.01 and "attend_pages by cpu" in on_write.explain()["ops"]
+    assert max(attended(on_write)) < 0.01 and "attend by cpu" in on_write.explain()["ops"]
     # percentile calibration, and how often numbers saturate
     prompts = list(text_ids.view(8, 128).split(1))
     tight, whole = (calibrate(model, prompts, "int8_static", percentile=p) for p in (99.0, 100.0))

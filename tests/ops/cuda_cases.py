@@ -5,12 +5,16 @@ are poisoned.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from kvbits.ops import attend
+from kvbits.ops.reference.attend import exact
 from kvbits.ops.reference.close import close_pages
-from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.ops.types import AttendCall, PageStore, PageTable, Part, Table
 from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import completed
 from kvbits.spec import PageLayout, PerChannel, QuantSpec
@@ -20,7 +24,8 @@ from kvbits.spec import PageLayout, PerChannel, QuantSpec
 class Case:
     """One attention call over `lengths[b]` tokens of each sequence.
 
-    `young`: each sequence's newer closed pages have 8-bit codes; `first`: position of the first token.
+    `young`: each sequence's newer closed pages have 8-bit codes; `first`: position of the first token; `slabs`: of each
+    pool; `spans`: of all tables, also where they say no more than starts.
     """
 
     key: QuantSpec
@@ -42,6 +47,8 @@ class Case:
     young: bool = False
     first: int = 0
     value_head_dim: int | None = None
+    slabs: int = 1
+    spans: bool = False
 
     def __str__(self) -> str:
         changed = [
@@ -73,6 +80,117 @@ def _short(spec: QuantSpec) -> str:
         + (":pre_rope" if spec.pre_rope else "")
         + ("" if spec.scale_dtype == "float16" else f":{spec.scale_dtype}")
     )
+
+
+@dataclasses.dataclass
+class Call:
+    """One attention call of a case, over layer 0.
+
+    Attributes:
+        stores, tables: of each part.
+        q: [B, T, Hq, D].
+        positions: int32 [B, T], those of the newest tokens.
+        options: scaling, sliding_window and softcap.
+        pools: uint8 [pages, layers, H, bytes] of each part.
+    """
+
+    stores: list[PageStore]
+    tables: list[Table]
+    q: torch.Tensor
+    positions: torch.Tensor
+    options: dict[str, Any]
+    pools: list[torch.Tensor]
+
+    def plan(self, **changes: Any) -> attend.Attention:
+        """A plan for the call, bound (layers by their numbers) and up to date."""
+        made = attend.plan(
+            [store.layout for store in self.stores],
+            **{
+                "batch_size": len(self.q),
+                "num_q_heads": self.q.shape[2],
+                "dtype": self.q.dtype,
+                "device": self.q.device,
+                "num_queries": self.q.shape[1],
+                "spans": any(table.spans is not None for table in self.tables),
+            }
+            | self.options
+            | changes,
+        )
+        for layer in range(self.pools[0].shape[1]):
+            made.bind(layer, self.stores_of(layer))
+        device = "cpu" if made.reads_host else self.q.device
+        given = self.given
+        made.update([on(device, t) for t in self.tables], positions=None if given is None else given.to(device))
+        return made
+
+    def stores_of(self, layer: int) -> list[PageStore]:
+        return [
+            dataclasses.replace(store, slabs=slabs_of(pool[:, layer], len(store.slabs)))
+            for store, pool in zip(self.stores, self.pools, strict=True)
+        ]
+
+    @property
+    def given(self) -> torch.Tensor | None:
+        """Positions where tables do not say them."""
+        return self.positions if any(table.spans is not None for table in self.tables) else None
+
+    def want(self, stores: Sequence[PageStore] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse in float64."""
+        return exact(self.q, stores or self.stores, self.tables, positions=self.positions, **self.options)
+
+
+def slabs_of(pages: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """`pages` in so many slabs, of which the first holds one page, far from each other."""
+    if count == 1:
+        return (pages,)
+    cuts = np.linspace(1, len(pages), count).astype(int)
+    return tuple(x if i % 2 else x.clone() for i, x in enumerate(pages.tensor_split(cuts[:-1].tolist())))
+
+
+def table_of(pages: PageTable, page_size: int, spans: bool = False) -> Table:
+    """The table of ragged lists, with spans where pages were dropped or cut, or where they are asked for."""
+    counts, device = np.diff(pages.indptr), "cpu"
+    ids, at = np.full((len(counts), counts.max(initial=1)), -1), np.zeros((len(counts), counts.max(initial=1), 2))
+    starts, tokens = np.zeros(len(counts)), np.zeros(len(counts))
+    for b, n in enumerate(counts):
+        own = slice(pages.indptr[b], pages.indptr[b + 1])
+        ids[b, :n], at[b, :n, 0], at[b, :n, 1] = pages.page_ids[own], pages.starts[own], pages.lengths[own]
+        if n:
+            starts[b], tokens[b] = pages.starts[own][0], (n - 1) * page_size + pages.lengths[own][-1]
+            follow = pages.starts[own] == starts[b] + page_size * np.arange(n)
+            spans |= not follow.all() or (pages.lengths[own][:-1] < page_size).any()
+    ids, at, starts, tokens = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (ids, at, starts, tokens))
+    return Table(ids, tokens, spans=at) if spans else Table(ids, tokens, starts)
+
+
+def on(device: torch.device | str, table: Table) -> Table:
+    """The table with its tensors on `device`."""
+    fields = (getattr(table, f.name) for f in dataclasses.fields(table))
+    return Table(*(None if x is None else x.to(device) for x in fields))
+
+
+def make(case: Case, device: torch.device | str, seed: int = 0) -> Call:
+    """The call that a case is."""
+    call, q, _ = build(case, device, seed)
+    parts = call.parts
+    pools = [p.store.slabs[0]._base if p.store.slabs[0]._base is not None else p.store.slabs[0] for p in parts]
+    newest = np.maximum.reduce([_newest(p.table) for p in parts])[:, None]
+    positions = np.where(newest < case.num_queries, -1, newest - case.num_queries + np.arange(case.num_queries))
+    return Call(
+        [dataclasses.replace(p.store, slabs=slabs_of(p.store.slabs[0], case.slabs)) for p in parts],
+        [on(device, table_of(p.table, p.store.layout.page_size, case.spans)) for p in parts],
+        q,
+        torch.from_numpy(positions.astype(np.int32)).to(device),
+        {"scaling": call.scaling, "sliding_window": call.sliding_window, "softcap": call.softcap},
+        pools,
+    )
+
+
+def _newest(pages: PageTable) -> np.ndarray:
+    """int64 [B]: position after the newest token."""
+    found = np.zeros(len(pages.indptr) - 1, np.int64)
+    np.maximum.at(found, np.repeat(np.arange(len(found)), np.diff(pages.indptr)), pages.starts + pages.lengths)
+    return found
 
 
 def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[AttendCall, torch.Tensor, list[int]]:

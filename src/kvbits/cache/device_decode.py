@@ -18,8 +18,8 @@ import torch
 from ..errors import CacheStateError, DataError, PoolFullError, counted
 from ..later import Later
 from ..ops import decode
+from ..ops.attend import Attention, plan
 from ..ops.decode import CLOSED, FIELDS, FIRST, LENGTH, PARTS, TAIL
-from ..ops.paged_attention import PagedAttention, plan
 from ..ops.types import wider_scales
 from ..spec import PageLayout
 from .group import GroupState
@@ -196,7 +196,7 @@ def _settle(state: GroupState, s: Sequence, row: _Row, numbers: np.ndarray) -> N
 
 def enter(
     stores: LayerStores,
-    plan: Callable[..., PagedAttention],
+    plan: Callable[..., Attention],
     num_q_heads: int,
     dtype: torch.dtype,
     scaling: float,
@@ -206,7 +206,7 @@ def enter(
     decoded there.
 
     Args:
-        plan: makes (or has) the plan for layouts, most pages of each, num_q_heads, dtype, scaling, sliding window and
+        plan: makes (or has) the plan for layers of a group, layouts, num_q_heads, dtype, scaling, sliding window and
             softcap.
     """
     for state in stores.groups:
@@ -325,7 +325,7 @@ def _numbers(state: GroupState) -> list[np.ndarray]:
 
 def _lend(
     stores: LayerStores,
-    plan: Callable[..., PagedAttention],
+    plan: Callable[..., Attention],
     state: GroupState,
     steps: int,
     num_q_heads: int,
@@ -346,14 +346,9 @@ def _lend(
         "tail": [r.tail for r in rows],
     }
     ids = {name: held[name] for name in names}
-    # Widths in steps, so that one plan serves many times.
-    max_pages = {
-        name: ring if name == "tail" and ring else 1 if name == "sink" else _rounded_up(max(map(len, ids[name])))
-        for name in names
-    }
     attention = plan(
+        tuple(g.layers),
         tuple(g.layouts[name] for name in names),
-        tuple(max_pages.values()),
         num_q_heads,
         dtype,
         scaling,
@@ -363,12 +358,8 @@ def _lend(
     slabs = {name: state.pools[name].slabs for name in names}
     of_layers = [{name: stores.of_layer(layer, name) for name in names} for layer in g.layers]
     return _Lent(state, rows), decode.Pages(
-        g, numbers, closed_start, sinks, residual, ids, max_pages, ring, slabs, of_layers, attention
+        g, numbers, closed_start, sinks, residual, ids, ring, slabs, of_layers, attention
     )
-
-
-def _rounded_up(pages: int) -> int:
-    return max(64, -(-pages // 64) * 64)
 
 
 class DecodeSwitch:
@@ -395,7 +386,7 @@ class DecodeSwitch:
         self.host_only: str | None = None
         self._refusals: dict[Any, str | None] = {}
         self._single_passes = 0  # passes of one token since anything else was done
-        self._plans: dict[Any, PagedAttention] = {}
+        self._plans: dict[Any, Attention] = {}
         self._found: DataError | None = None  # what closing found on the device, not yet raised
 
     def settle(self) -> None:
@@ -531,20 +522,19 @@ class DecodeSwitch:
 
     def _plan(
         self,
+        layers: tuple[int, ...],
         layouts: tuple[PageLayout, ...],
-        max_pages: tuple[int, ...],
         num_q_heads: int,
         dtype: torch.dtype,
         scaling: float,
         sliding_window: int | None,
         softcap: float | None,
-    ) -> PagedAttention:
+    ) -> Attention:
         """A plan for decoding on the device, kept: pages are assigned again and again."""
-        key = (layouts, max_pages, self._batch_size, num_q_heads, dtype, scaling, sliding_window, softcap)
+        key = (layers, layouts, self._batch_size, num_q_heads, dtype, scaling, sliding_window, softcap)
         if key not in self._plans:
             self._plans[key] = plan(
                 layouts,
-                max_pages=max_pages,
                 batch_size=self._batch_size,
                 num_q_heads=num_q_heads,
                 dtype=dtype,

@@ -21,7 +21,7 @@ _WORDS = {
     "tail": "of newest tokens",
     "append": "storing tokens",
     "attend_fresh": "attention among new tokens",
-    "attend_pages": "attention to stored tokens",
+    "attend": "attention to stored tokens",
     "close_pages": "quantizing pages",
     "merge": "merging their results",
     "cpu": "CPU kernels",

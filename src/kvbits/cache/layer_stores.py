@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import DataError
+from ..ops.reference.attend import PageList
 from ..ops.reference.dequantize import dequantize_pages
-from ..ops.types import PageStore, PageTable
+from ..ops.types import PageStore, Table
 from ..spec import CacheSpec
 from . import parameters
 from .group import GroupState
@@ -74,7 +75,7 @@ class LayerStores:
         return k if order is None else torch.empty_like(k).index_copy_(-1, order, k)
 
     def dequantize(
-        self, layer: int, row: int, dtype: torch.dtype, tables: dict[str, PageTable] | None = None
+        self, layer: int, row: int, dtype: torch.dtype, tables: dict[str, Table] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [tokens, H, D] that a sequence holds, in token order; those of `tables`, or all."""
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -85,13 +86,12 @@ class LayerStores:
         )
         found = []
         for pool, table in (self.groups[place.group].tables() if tables is None else tables).items():
-            store, its = self.store(place, pool), slice(table.indptr[row], table.indptr[row + 1])
-            if its.start == its.stop:
+            store = self.store(place, pool)
+            ids, starts, lengths = PageList.of(table, store.layout.page_size).of_sequence(row)
+            if not len(ids):
                 continue
-            k, v = dequantize_pages(
-                store.gather(table.page_ids[its]), store.layout, store.static, dtype, starts=table.starts[its]
-            )
-            pages = zip(table.starts[its], table.lengths[its], k, v, strict=True)
+            k, v = dequantize_pages(store.gather(ids), store.layout, store.static, dtype, starts=starts)
+            pages = zip(starts, lengths, k, v, strict=True)
             found += [(int(start), x[:, :n].transpose(0, 1), y[:, :n].transpose(0, 1)) for start, n, x, y in pages]
         found.sort(key=lambda x: x[0])
         keys += [k for _, k, _ in found]

@@ -21,6 +21,7 @@ import torch
 
 from ..errors import CacheStateError, DataError, counted
 from ..later import Findings, upload
+from ..ops.attend import Attention
 from ..ops.types import SlotMapping
 from . import explain
 from .arrivals import Arrivals
@@ -83,7 +84,7 @@ class Forward:
     began: int
     undo: Undo
     reading: set[int] = field(default_factory=set)  # layers that have been here and come again, with other queries
-    plans: dict[Any, Any] = field(default_factory=dict)  # of backends that plan once per pass
+    plans: dict[Any, Attention] = field(default_factory=dict)  # those that know what this pass reads
     slots: dict[int, dict[str, SlotMapping]] = field(default_factory=dict)  # per group and pool, for all its layers
     device: DeviceDecode | None = None  # what carries the pass out without the host, if it does
     findings: Findings = field(default_factory=Findings)  # of a GPU, looked at when the last layer leaves

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..ops.types import PageTable
+from ..ops.types import Table
 
 
 class Run(NamedTuple):
@@ -123,7 +123,7 @@ class Step:
     Attributes:
         recodes: pages of older tiers first, so that none is written over before it is read.
         copies: (pool, from id, to id).
-        history: what queries read.
+        history: what queries read of each pool, on the host.
         taken: (pool, id) of every page the step allocates.
         reused: (pool, id) of pages that held something before the step and are written over: of those taken, and of
             pages that were shared.
@@ -133,6 +133,6 @@ class Step:
     closes: list[Close] = field(default_factory=list)
     copies: list[tuple[str, int, int]] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
-    history: dict[str, PageTable] = field(default_factory=dict)
+    history: dict[str, Table] = field(default_factory=dict)
     taken: list[tuple[str, int]] = field(default_factory=list)
     reused: list[tuple[str, int]] = field(default_factory=list)

@@ -59,6 +59,7 @@ def plan(
     softcap: float | None = None,
     spans: bool = False,
     past_only: bool = False,
+    may_wait: bool = False,
     backend: str = "auto",
 ) -> Attention:
     """Allocate everything that attention of up to `batch_size` sequences needs.
@@ -80,7 +81,8 @@ def plan(
         spans: tables may have spans.
         past_only: every query that is no padding comes after all pages, as a chunk does after its history. A backend
             may then unpack pages, and read lengths on the host (`Attention.reads_host`).
-        backend: "auto", or the name of one. On a GPU the reference serves only where it is named: it waits for the GPU.
+        may_wait: on a GPU, what no kernel takes may be left to the reference, which waits for the GPU at every step.
+        backend: "auto", or the name of one.
 
     Raises:
         SpecError: numbers that cannot be, or the named backend refuses; the message says why.
@@ -122,7 +124,7 @@ def plan(
         "spans": bool(spans),
         "past_only": bool(past_only),
     }
-    choice = dispatch.choose("attend", layouts, options | {"named": backend != "auto"}, backend=backend)
+    choice = dispatch.choose("attend", layouts, options | {"may_wait": may_wait or backend != "auto"}, backend=backend)
     return Attention(choice, choice.run(layouts, **options), layouts, options)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..spec import LayerGroup
-from .paged_attention import PagedAttention
+from .attend import Attention
 from .types import PageStore
 
 BACKENDS = {"cuda": "cuda"}
@@ -36,7 +36,6 @@ class Pages:
         closed_start, sinks, residual: int32 [B]: position of the first closed token, sink tokens, newest tokens that
             stay raw.
         ids: of each part that is there ("sink", "closed", "tail"), the pages of every sequence.
-        max_pages: width of each part's block table.
         ring: raw pages that each sequence uses in turn; 0 where pages are filled token by token.
         slabs: memory of each part's pages, of all layers.
         stores: of each layer of the group, the pages of each part.
@@ -49,11 +48,10 @@ class Pages:
     sinks: np.ndarray
     residual: np.ndarray
     ids: dict[str, list[list[int]]]
-    max_pages: dict[str, int]
     ring: int
     slabs: dict[str, list[torch.Tensor]]
     stores: list[dict[str, PageStore]]
-    attention: PagedAttention
+    attention: Attention
 
 
 class Stepper(Protocol):

@@ -32,12 +32,12 @@ from ..errors import SpecError, UnsupportedError
 from ..spec import PageLayout
 
 BACKENDS = {
-    "attend_pages": ("cpu", "cuda", "reference"),
+    "attend_pages": ("cpu", "reference"),
     "attend": ("cuda", "cpu", "reference"),
     "attend_fresh": ("cpu", "cuda", "reference"),
     "close_pages": ("cpu", "cuda", "reference"),
     "append": ("cpu", "cuda", "reference"),
-    "paged_attention": ("cuda", "cpu", "reference"),
+    "paged_attention": ("cpu", "reference"),
     "store_tokens": ("cpu", "cuda", "reference"),
     "merge": ("cuda", "reference"),
     "unpack": ("cuda", "reference"),

@@ -1,5 +1,9 @@
-"""`ops.attend` on NVIDIA GPUs, by today's plans: `device_plan` over block tables on the device, `host_plan` over host
-lists for what that does not take, and `long_queries` for many queries past the pages and pages that no kernel reads.
+"""`ops.attend` on NVIDIA GPUs: kernels read packed pages where they lie. Many queries past all pages, and formats that
+no kernel reads packed, are left to `ops.long_queries`.
+
+Everything is allocated when a plan is made. `update` is a launch that turns lengths on the device into a work list
+(work_list.cu), `run` one that reads it; both can be captured in a CUDA graph. Each packed format has launches of its
+own, whose results are merged; the first reads raw pages, too.
 """
 
 from __future__ import annotations
@@ -14,98 +18,147 @@ from ...spec import PageLayout
 from .. import long_queries
 from ..descriptor import MATRIX_DTYPES
 from ..long_queries import LongQueries
-from ..reference.attend import PageList, query_positions
-from ..types import AttendCall, PageStore, PageTable, Part, Table
-from .engine import device_plan, host_plan
-from .engine.device_plan import DevicePlan
-from .engine.kernels import LEAST_CAPABILITY
+from ..types import PageStore, Table
+from .engine.kernels import LEAST_CAPABILITY, MAX_PARTS, check_query, indexed
+from .engine.launch import Launch
 from .engine.runtime import driver
+from .families import family_of
+from .merge import merge_partials
+from .merge import prepare as prepare_merging
 
 
 def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | None:
     """Why such a plan is not served here, or None."""
-    why = _refuses_packed(layouts, options)
-    if why is None or driver.refuses(options["device"], LEAST_CAPABILITY):
+    if why := driver.refuses(options["device"], LEAST_CAPABILITY):
         return why
-    return why if long_queries.refuses(layouts, options, readable=False) else None
+    why = refuses_packed(layouts, *_kind(options))
+    return why if why and long_queries.refuses(layouts, options, readable=False) else None
 
 
-def _refuses_packed(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | None:
-    """Why no kernel reads such pages packed, or None."""
-    heads, dtype, queries, device = (options[name] for name in ("num_q_heads", "dtype", "num_queries", "device"))
-    why = device_plan.refuses(layouts, heads, dtype, queries, device)
-    if why is None or device.type != "cuda":
+def _kind(options: Mapping[str, Any]) -> tuple[int, torch.dtype, int, torch.device]:
+    return options["num_q_heads"], options["dtype"], options["num_queries"], options["device"]
+
+
+def refuses_packed(
+    layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype, num_queries: int, device: torch.device
+) -> str | None:
+    """Why no kernel reads such pages packed on a device, or None."""
+    if why := driver.refuses(device, LEAST_CAPABILITY):
         return why
     limit = driver.shared_limit(torch.cuda.get_device_capability(device))
-    return host_plan.refuses_call(_call(layouts), heads, MATRIX_DTYPES.get(dtype, str(dtype)), limit, queries)
+    return refuses_kernel(layouts, num_q_heads, dtype, num_queries, limit)
 
 
-def _call(layouts: Sequence[PageLayout]) -> AttendCall:
-    return AttendCall(tuple(Part(PageStore(layout, ()), PageTable.empty()) for layout in layouts), 1.0)
+def refuses_kernel(
+    layouts: Sequence[PageLayout],
+    num_q_heads: int,
+    dtype: torch.dtype,
+    num_queries: int,
+    shared_limit: int | None = None,
+) -> str | None:
+    """Why no kernel reads such pages packed, or None; needs no GPU.
+
+    Args:
+        shared_limit: bytes of shared memory of a block, if known.
+    """
+    if dtype not in MATRIX_DTYPES:
+        return f"queries are {dtype}, not float16 or bfloat16"
+    if len(layouts) > MAX_PARTS:
+        return f"{len(layouts)} parts; the kernels take 1 to {MAX_PARTS}"
+    if len({x.raw_dtype for x in layouts if x.key.is_raw}) > 1:
+        return "raw parts differ in dtype"
+    limits: dict[str, Any] = {
+        "num_columns": num_queries * num_q_heads // layouts[0].num_kv_heads,
+        "shared_limit": shared_limit,
+    }
+    return next((why for x in layouts if (why := family_of(x).refuses("attend", x, **limits))), None)
 
 
 def refuses_layout(layout: PageLayout, num_queries: int = 1) -> str | None:
-    """The part of `refuses` that a layout decides, for queries in bfloat16, four heads to a kv head."""
-    return host_plan.refuses_on(_call([layout]), 4 * layout.num_kv_heads, torch.bfloat16, num_queries)
+    """The part of `refuses` that a layout decides, for queries in bfloat16 past all pages, four heads to a kv head."""
+    heads = 4 * layout.num_kv_heads
+    if (why := refuses_kernel([layout], heads, torch.bfloat16, num_queries)) is None:
+        return None
+    options = {"num_q_heads": heads, "num_queries": num_queries, "dtype": torch.bfloat16, "past_only": True}
+    options |= {"sliding_window": None, "softcap": None}
+    return why if long_queries.refuses([layout], options, readable=False) else None
+
+
+def launches(layouts: Sequence[PageLayout]) -> list[list[int]]:
+    """Indices of the parts that each kernel reads: of one packed format, and of the first also the raw ones. Raw tokens
+    end a walk over packed ones, whose queries then need no registers any more.
+    """
+    packed = dict.fromkeys(x for x in layouts if not x.key.is_raw)
+    own = [[i for i, x in enumerate(layouts) if x == of] for of in packed] or [[]]
+    own[0] += [i for i, x in enumerate(layouts) if x.key.is_raw]
+    return own
 
 
 def Plan(layouts: Sequence[PageLayout], **options: Any) -> LongQueries | PackedPlan:
     """See `ops.attend.plan`; arguments as there, checked there."""
-    unpacks = long_queries.refuses(layouts, options, _refuses_packed(layouts, options) is None) is None
+    readable = refuses_packed(layouts, *_kind(options)) is None
+    unpacks = long_queries.refuses(layouts, options, readable) is None
     return LongQueries(layouts, **options) if unpacks else PackedPlan(layouts, **options)
 
 
 class PackedPlan:
     """A plan of kernels that read packed pages."""
 
-    def __init__(self, layouts: Sequence[PageLayout], *, spans: bool, past_only: bool, **options: Any) -> None:
-        self.layouts, self.options = tuple(layouts), options
-        self.result_dtype = options["dtype"]
-        given = (options[name] for name in ("num_q_heads", "dtype", "num_queries", "device"))
-        self.reads_host = spans or past_only or device_plan.refuses(layouts, *given) is not None
-        most = [(2**31 - 1) // x.page_size for x in layouts]
-        self._device = None if self.reads_host else DevicePlan(layouts, most, **options)
-        self._stores: dict[int, list[PageStore]] = {}
-        self._step: tuple[list[PageList], torch.Tensor] | None = None
+    reads_host = False
+
+    def __init__(self, layouts: Sequence[PageLayout], *, device: torch.device, **options: Any) -> None:
+        self.device = device = indexed(device)
+        self.result_dtype: torch.dtype = options["dtype"]
+        self._launches = [Launch(layouts, own, device, options) for own in launches(layouts)]
+        rows = (options["num_queries"], options["num_q_heads"])
+        self._q_shape, self._value_head_dim = (*rows, layouts[0].head_dim), layouts[0].value_head_dim
+        # Results of each launch, the first of which goes to where the merged one goes; and log-sum-exps, also merged.
+        batch, several = options["batch_size"], len(self._launches) - 1
+        self._outs, self._lses = (
+            torch.empty(n, batch, *shape, dtype=dtype, device=device)
+            for n, shape, dtype in (
+                (several, (*rows, self._value_head_dim), self.result_dtype),
+                (several + 2 if several else 0, rows, torch.float32),
+            )
+        )
+        if several:
+            prepare_merging(list(self._outs))
+        self._layers: set[int] = set()
+        self._batch = 0  # of the last update
+        self._accepted: tuple | None = None
 
     def bind(self, layer: int, stores: Sequence[PageStore]) -> None:
-        self._stores[layer] = list(stores)
-        if self._device is not None:
-            static = {name: x for store in stores for name, x in store.static.items()}
-            self._device.bind(layer, [store.slabs for store in stores], static)
+        for launch in self._launches:
+            launch.bind(layer, stores)
+        self._layers.add(layer)
 
     def update(self, tables: Sequence[Table], query_lens: torch.Tensor | None, positions: torch.Tensor | None) -> None:
-        if self._device is not None and positions is None:
-            pages, tokens = [t.pages for t in tables], [t.tokens for t in tables]
-            self._device.update(pages, tokens, [t.starts for t in tables], [t.offsets for t in tables], query_lens)
-            self._step = None
-            return
-        lists = [PageList.of(table, layout.page_size) for table, layout in zip(tables, self.layouts, strict=True)]
-        at = query_positions(lists, self.options["num_queries"], query_lens) if positions is None else positions
-        self._step = lists, at
+        stream = driver.current_stream(self.device)
+        for launch in self._launches:
+            launch.update(tables, query_lens, positions, stream)
+        self._batch = len(tables[0].tokens)
 
     def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor:
-        if self._step is None:
-            if self._device is None:
-                raise DataError("run() before the first update(); there are no lengths")
-            return self._device.run(q, layer, out, lse)
-        o = self.options
-        lists, positions = self._step
-        parts = tuple(
-            Part(store, PageTable(x.indptr, x.within(store.num_pages), x.starts, x.lengths))
-            for store, x in zip(self._stores[layer], lists, strict=True)
-        )
-        plan = host_plan.plan(
-            AttendCall(parts, o["scaling"], o["sliding_window"], o["softcap"]),
-            o["num_q_heads"],
-            o["dtype"],
-            q.device,
-            num_queries=o["num_queries"],
-        )
-        found, logs = plan.run(q.contiguous(), positions.to(q.device))
-        if lse is not None:
-            lse.copy_(logs)
-        return found if out is None else out.copy_(found)
+        if layer not in self._layers:
+            raise DataError(f"layer {layer} was never bound; call bind({layer}, stores) first")
+        if not self._batch:
+            raise DataError("run() before the first update(); the work list is empty")
+        given = (q.shape, q.stride(), q.dtype, q.device, self._batch, q.data_ptr() % 8)
+        if given != self._accepted:
+            check_query(q, (self._batch, *self._q_shape), self.result_dtype, self.device)
+            self._accepted = given
+        if out is None:
+            out = q.new_empty(*q.shape[:3], self._value_head_dim)
+        stream = driver.current_stream(self.device)
+        if len(self._launches) == 1:
+            self._launches[0].run(q, layer, out, lse, stream)
+            return out
+        outs, (merged, *lses) = [out, *self._outs[:, : self._batch]], self._lses[:, : self._batch]
+        for launch, own, logs in zip(self._launches, outs, lses, strict=True):
+            launch.run(q, layer, own, logs, stream)
+        merge_partials(outs, lses, into=out, lse=merged if lse is None else lse)
+        return out
 
     def explain(self) -> str:
-        return "attend by cuda, led by the host" if self._device is None else self._device.explain()
+        """The kernels that serve, in a line each."""
+        return "\n".join(launch.explain() for launch in self._launches)

@@ -7,8 +7,8 @@ import torch
 from ...spec import PageLayout
 from ..reference.unpack import within
 from ..types import PageStore
-from .engine.device_plan import page_offsets
 from .engine.family import Unpacks
+from .engine.launch import page_offsets
 from .engine.runtime import driver
 from .families import family_of
 

@@ -28,8 +28,8 @@ PAGES_PER_STEP = 16
 
 def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | None:
     """Why such a plan is not served here, or None."""
-    if options["device"].type != "cpu" and not options["named"]:
-        return f"tables are on {options['device']}; it waits for them at every step: name backend='reference' for that"
+    if options["device"].type != "cpu" and not options["may_wait"]:
+        return f"it would wait for {options['device']} at every step"
     return None
 
 
@@ -85,6 +85,11 @@ class PageList:
     def within(self, num_pages: int) -> np.ndarray:
         """int64 [N]: page numbers of a pool of so many pages."""
         return np.minimum(self.page_ids.astype(np.uint64), num_pages - 1).astype(np.int64)
+
+    def of_sequence(self, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Page numbers, starts and lengths of one sequence."""
+        its = slice(self.indptr[b], self.indptr[b + 1])
+        return self.page_ids[its], self.starts[its], self.lengths[its]
 
     def newest(self) -> np.ndarray:
         """int64 [B]: position after the newest token of each sequence; 0 for none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -20,6 +21,19 @@ Op = Literal["attend", "close", "step", "unpack"]
 """What kernels do with pages: attention over them, closing them from the host, closing them in a decode step on the
 device, unpacking to 16-bit rows.
 """
+
+STEP_FIELDS: list[Any] = [
+    ("closings", ctypes.c_void_p),
+    ("closed", ctypes.c_void_p),
+    ("tail", ctypes.c_void_p),
+    ("runs", ctypes.c_void_p),
+    ("fresh", ctypes.c_void_p * 2),
+    ("fresh_stride", ctypes.c_int64 * 2 * 2),
+    ("before", ctypes.c_void_p * 2),
+    ("tail_head_bytes", ctypes.c_int64),
+    ("tail_offset", ctypes.c_int * 2),
+]
+"""What the closing kernels are told of a decode step: struct Step of step.cuh."""
 
 
 class Close(Protocol):

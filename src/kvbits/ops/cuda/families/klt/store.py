@@ -26,8 +26,7 @@ from .....spec import BAND, PageLayout
 from ....descriptor import TORCH_NUMBERS
 from ....reference.dequantize import require_starts
 from ....types import PageStore
-from ...engine.close_step import STEP_FIELDS
-from ...engine.family import Tokens
+from ...engine.family import STEP_FIELDS, Tokens
 from ...engine.runtime import driver
 from ...engine.runtime.compile import Source
 from ...engine.side import as_float32, turns_on
