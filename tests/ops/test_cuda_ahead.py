@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from full_disk import full_disk
+from kvbits.ops.cuda.append import tokens as append_tokens
 
 from kvbits import files, schemes
 from kvbits.cache.paged_cache import PagedCache
@@ -27,7 +28,6 @@ from kvbits.ops import attend, decode, dispatch, long_queries
 from kvbits.ops.cuda import ahead, append, close, merge, store_tokens, unpack
 from kvbits.ops.cuda import attend as attend_cuda
 from kvbits.ops.cuda import decode as decode_cuda
-from kvbits.ops.cuda.append import tokens as append_tokens
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime import driver, kept
 from kvbits.quant.banded import steps
@@ -159,7 +159,7 @@ def test_what_is_compiled_ahead_for_vllm_is_what_its_backend_prepares(name, load
     raw = formats_raw(layout) if FORMATS[name].calibrated else None
     for x in filter(None, (layout, raw)):
         store_tokens.prepare(x, dtype, device)
-    unpack.prepare(layout, dtype, device)
+        unpack.prepare(x, dtype, device)
     place.prepare(device)
     merge.prepare([torch.zeros(1, 1, 1, D, dtype=dtype)])
     for layouts in [[layout, raw], [layout, raw, raw]] if raw else [[layout]]:

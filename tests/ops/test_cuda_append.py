@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from kvbits.ops.cuda.append import tokens as cuda
 from ops import test_token_local as token_local
 from ops.cpu_cases import static_of
 from ops.emulated_build import build, put_sources
@@ -27,7 +28,6 @@ from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import DataError
 from kvbits.ops.cuda import close as close_cuda
-from kvbits.ops.cuda.append import tokens as cuda
 from kvbits.ops.reference import append as reference
 from kvbits.ops.reference.dequantize import section
 from kvbits.ops.types import PageStore, SlotMapping

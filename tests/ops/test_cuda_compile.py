@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from kvbits.ops.cuda.append import tokens as append_cuda
 
 import kvbits
 from kvbits import schemes
 from kvbits.errors import SpecError
 from kvbits.integrations.engine.place import cuda as place
 from kvbits.ops.cuda import ahead, decode, merge
-from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.engine import kernels, work_list
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime import driver

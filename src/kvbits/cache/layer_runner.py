@@ -15,8 +15,8 @@ import torch
 from ..errors import DataError, counted
 from ..later import Findings
 from ..ops import chunk_attention, dispatch
-from ..ops.attend import Attention, plan
 from ..ops import store as store_op
+from ..ops.attend import Attention, plan
 from ..ops.reference.attend_fresh import masked
 from ..ops.reference.close import encode_side, rows_as_stored
 from ..ops.reference.dequantize import dequantize_pages, section

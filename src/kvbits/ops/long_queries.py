@@ -154,7 +154,7 @@ def pages_of(layouts: Sequence[PageLayout], tables: Sequence[Table]) -> np.ndarr
     Raises:
         DataError: positions or lengths of pages that cannot be.
     """
-    found = []
+    found = [np.zeros((0, 5), np.int64)]
     for part, (layout, table) in enumerate(zip(layouts, tables, strict=True)):
         entries = torch.arange(table.pages.shape[1], device="cpu").expand(len(table.tokens), -1)
         listed = PageList.of(dataclasses.replace(table, pages=entries), layout.page_size)
@@ -236,62 +236,73 @@ class Histories:
         own: bool = False,
         copies: Copies | None = None,
     ) -> None:
-        self._layouts, self._tables, self._dtype = tuple(layouts), tables, dtype
-        self._choices = [dispatch.choose("unpack", layout, dtype, device) for layout in layouts]
+        self._layouts, self._tables, self._dtype, self._copies = tuple(layouts), tables, dtype, copies
         pages = pages_of(layouts[: len(tables)], tables)
         behind = query_lens if own else np.zeros_like(query_lens)
         found = list(passes(pages, behind, capacity))
-        newest, first = np.zeros(len(query_lens), np.int64), pages[pages[:, PART] == 0]
-        np.maximum.at(newest, first[:, SEQUENCE], first[:, ENTRY])
         self.rows = max((int(p.starts[-1]) for p in found if len(p.pages)), default=0)
         self.num_passes = len(found)
-        self.covers = len({b for p in found for b in range(p.first, p.last)}) == len(query_lens)
-        ends, arrays = np.concatenate([[0], np.cumsum(query_lens)]), []
-        for p in found:
-            lens = query_lens[p.first : p.last]
-            q_ends = ends[p.first : p.last + 1] - ends[p.first]
-            targets = np.repeat(p.starts[1:] - q_ends[1:], lens) + np.arange(q_ends[-1])
-            arrays += [q_ends.astype(np.int32), p.starts.astype(np.int32), targets]
-            for part, mine in enumerate(self._by_part(p.pages, newest, copies)):
-                arrays += [self._named(part, mine), mine[:, [ROW, VISIBLE]].astype(np.int32)]
-                arrays += [mine[:, POSITION].astype(np.int32)]
-        on_device = iter(_uploaded(arrays, device))
-        self._passes = [self._placed(p, ends, on_device, copies) for p in found]
+        self.covers = sum(p.last - p.first for p in found if p.ends) == len(query_lens)
+        newest, first = np.zeros(len(query_lens), np.int64), pages[pages[:, PART] == 0]
+        np.maximum.at(newest, first[:, SEQUENCE], first[:, ENTRY])
+        ends = np.concatenate([[0], np.cumsum(query_lens)])
+        there = _uploaded([self._integers(p, ends, newest) for p in found], device)
+        self._passes = [self._placed(p, ends, *given) for p, given in zip(found, there, strict=True)]
 
-    def _by_part(self, pages: np.ndarray, newest: np.ndarray, copies: Copies | None) -> list[np.ndarray]:
-        """The pages of a pass for each layout."""
-        found = [pages[pages[:, PART] == part] for part in range(len(self._tables))]
-        if copies is not None:
-            found.append(found[0][copies.wanted(found[0][:, ENTRY], newest[found[0][:, SEQUENCE]])])
+    def _integers(self, p: Pass, ends: np.ndarray, newest: np.ndarray) -> list[np.ndarray]:
+        """What a pass needs on the device: see `_placed`.
+
+        Args:
+            ends: int64 [B + 1]: past the last query of each sequence; newest: int64 [B]: entry of its newest page.
+        """
+        q_starts = ends[p.first : p.last + 1] - ends[p.first]
+        targets = np.repeat(p.starts[1:] - q_starts[1:], np.diff(q_starts)) + np.arange(q_starts[-1])
+        found = [q_starts.astype(np.int32), p.starts.astype(np.int32), targets]
+        for part in range(len(self._layouts)):
+            table = self._table(part)
+            mine = p.pages[p.pages[:, PART] == (part if part < len(self._tables) else 0)]
+            if part >= len(self._tables) and self._copies is not None:
+                mine = mine[self._copies.wanted(mine[:, ENTRY], newest[mine[:, SEQUENCE]])]
+            at = mine[:, [SEQUENCE, ENTRY]].T
+            on_host = table.pages.device.type == "cpu"
+            found.append(table.pages.numpy()[at[0], at[1]].astype(np.int32) if on_host else at)
+            found += [mine[:, [ROW, VISIBLE]].astype(np.int32), mine[:, POSITION].astype(np.int32)]
         return found
 
     def _table(self, part: int) -> Table:
+        """Where the pages of a part are found: of copies, those that they are of."""
         return self._tables[part if part < len(self._tables) else 0]
 
-    def _named(self, part: int, pages: np.ndarray) -> np.ndarray:
-        """What says which pages these are: their numbers, int32 [n], or, where the device alone knows them, their
-        places in the table, int64 [2, n].
-        """
-        numbers, at = self._table(part).pages, pages[:, [SEQUENCE, ENTRY]].T
-        return at if numbers.device.type != "cpu" else numbers.numpy()[at[0], at[1]].astype(np.int32)
+    def _placed(
+        self,
+        p: Pass,
+        ends: np.ndarray,
+        q_starts: torch.Tensor,
+        k_starts: torch.Tensor,
+        targets: torch.Tensor,
+        *of_parts: torch.Tensor,
+    ) -> _Placed:
+        """A pass whose integers are on the device.
 
-    def _placed(self, p: Pass, ends: np.ndarray, on_device: Iterator[torch.Tensor], copies: Copies | None) -> _Placed:
+        Args:
+            q_starts, k_starts: as in `Lengths`; targets: as in `_Placed`.
+            of_parts: of each part page numbers int32 [n], or, where the device alone knows them, places in the table,
+                int64 [2, n]; then int32 [n, 2] and [n] as the op `unpack` takes rows and starts.
+        """
         queries, keys = np.diff(ends[p.first : p.last + 1]), np.diff(p.starts)
-        q_starts, k_starts, targets = (next(on_device) for _ in range(3))
         lengths = Lengths(queries, keys, int(queries.max()), int(keys.max()), q_starts, k_starts)
         unpacks = []
         for part, layout in enumerate(self._layouts):
-            ids, rows, starts = (next(on_device) for _ in range(3))
+            ids, rows, starts = of_parts[3 * part : 3 * part + 3]
             if not len(rows):
                 continue
             if ids.dim() == 2:
                 ids = self._table(part).pages[ids[0], ids[1]]
-            if part >= len(self._tables):
-                assert copies is not None
-                copy = copies.of_blocks(ids.long())
-                ids = copy.int()
-                rows = torch.stack([rows[:, 0], torch.where(copy >= 0, rows[:, 1], 0)], 1)  # none: read packed
-            unpacks.append((part, self._choices[part].run(layout, self._dtype, ids, rows, starts)))
+            if part >= len(self._tables) and self._copies is not None:
+                copy = self._copies.of_blocks(ids.long())
+                ids, rows = copy.int(), torch.stack([rows[:, 0], rows[:, 1] * (copy >= 0)], 1)  # none: read packed
+            choice = dispatch.choose("unpack", layout, self._dtype, rows.device)
+            unpacks.append((part, choice.run(layout, self._dtype, ids, rows, starts)))
         return _Placed(slice(int(ends[p.first]), int(ends[p.last])), lengths, p.ends, unpacks, targets)
 
     def run(
@@ -334,19 +345,18 @@ class Histories:
             slices = []
 
 
-def _uploaded(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Each array on the device, of one upload."""
-    ends = np.cumsum([-(-x.nbytes // 16) * 16 for x in arrays])
-    whole = np.zeros(ends[-1] if len(ends) else 0, np.uint8)
-    for x, end in zip(arrays, ends, strict=True):
-        first = end - -(-x.nbytes // 16) * 16
-        whole[first : first + x.nbytes] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    there, found = upload(whole, device), []
-    for x, end in zip(arrays, ends, strict=True):
-        first = end - -(-x.nbytes // 16) * 16
-        dtype = torch.int64 if x.dtype == np.int64 else torch.int32
-        found.append(there[first : first + x.nbytes].view(dtype).view(x.shape))
-    return found
+def _uploaded(lists: Sequence[Sequence[np.ndarray]], device: torch.device) -> list[list[torch.Tensor]]:
+    """The arrays of each list, int32 or int64, on the device, of one upload."""
+    sizes = [-(-x.nbytes // 16) * 16 for arrays in lists for x in arrays]
+    starts = iter(np.cumsum([0, *sizes]).tolist())
+    whole, at = np.zeros(sum(sizes), np.uint8), []
+    for arrays in lists:
+        at.append([(next(starts), x) for x in arrays])
+        for start, x in at[-1]:
+            whole[start : start + x.nbytes] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    there = upload(whole, device)
+    kinds = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+    return [[there[i : i + x.nbytes].view(kinds[x.dtype]).view(x.shape) for i, x in arrays] for arrays in at]
 
 
 @dataclass(frozen=True, eq=False)

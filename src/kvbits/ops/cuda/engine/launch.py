@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from ....errors import UnsupportedError
-from ....later import upload
 from ....spec import PageLayout
 from ...descriptor import MATRIX_DTYPES
-from ...types import PageStore, Table
+from ...types import PageStore, Table, page_offsets
 from ..families import family_of
 from . import work_list
 from .kernels import Args, PartArgs, folds, kernel_for, load_kernel, query_columns, window_of
@@ -219,25 +218,3 @@ class Launch:
         return (
             f"attend by cuda: {what}, {self.blocks} blocks of {s.warps} warps, {s.slots} x {s.chunk} tokens in flight"
         )
-
-
-def page_offsets(slabs: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
-    """int64 [pages] on `device`: bytes from the first slab's start to every page; None for one slab, whose pages lie a
-    stride apart.
-    """
-    return (
-        None
-        if len(slabs) == 1
-        else _offsets(tuple((x.data_ptr() - slabs[0].data_ptr(), x.stride(0), len(x)) for x in slabs), device)
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _offsets(slabs: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
-    """Of (start, stride, pages) of each slab."""
-    return upload(
-        torch.cat(
-            [begin + stride * torch.arange(pages, dtype=torch.int64, device="cpu") for begin, stride, pages in slabs]
-        ),
-        device,
-    )
