@@ -23,7 +23,7 @@ from ..ops.decode import CLOSED, FIELDS, FIRST, LENGTH, PARTS, TAIL
 from ..ops.types import wider_scales
 from ..spec import PageLayout
 from .group import GroupState
-from .layer_stores import LayerStores
+from .layer_stores import LayerStores, Place
 from .sequence import Sequence
 
 LOOK_EVERY = 16
@@ -115,6 +115,25 @@ class DeviceDecode:
             )
         self.steps_left -= steps
         self.steps_taken += steps
+
+    def write(self, place: Place, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store the tokens k, v [B, 1, H, D] of a layer."""
+        self.stepper.store(place.layer, k, v)
+
+    def attend(
+        self, place: Place, q: torch.Tensor, scaling: float, softcap: float | None, wants_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend with q [B, 1, Hq, D] to the pages of a layer: (out [B, 1, Hq, D], lse float32 [B, 1, Hq] or None).
+
+        Raises:
+            DataError: heads, dtype, scaling or softcap differ from those that decoding began with.
+        """
+        if (key := (q.shape[2], q.dtype, scaling, softcap)) != self.key:
+            names = "query heads", "dtype", "scaling", "softcap"
+            given, begun = (", ".join(f"{n} {x}" for n, x in zip(names, y, strict=True)) for y in (key, self.key))
+            raise DataError(f"layer {place.layer} attends with {given}; this pass began with {begun}")
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if wants_lse else None
+        return self.stepper.attend(place.layer, q, lse), lse
 
     def take_back(self, layers: set[int]) -> None:
         """Undo the step under way, of which `layers` have been through. A captured one has not run."""
@@ -458,6 +477,11 @@ class DecodeSwitch:
                 f"a step of this cache cannot be captured in a graph now: {why or 'decode a token first'}"
             )
 
+    def leads(self) -> bool:
+        """Tell whether the next single token is decoded on the device: pages are assigned for it."""
+        now = self.decoding
+        return now is not None and (now.steps_left > 0 or decode.backend_of(self._device).capturing())
+
     def begin(self, valid: torch.Tensor | None) -> DeviceDecode | None:
         """Begin a pass of one token on the device: what carries it out, or None if the host has to (pages assigned
         ahead are used up).
@@ -477,7 +501,7 @@ class DecodeSwitch:
                 "a cache that grows assigns pages from the host again and again, so its steps cannot be captured; build"
                 " it with max_tokens"
             )
-        if not now.steps_left and not capturing:
+        if not self.leads():
             self.settle()
             return None
         if valid is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import DataError, counted
+from ..errors import CacheStateError, DataError, counted
 from ..later import Findings
 from ..ops import chunk_attention, dispatch
 from ..ops import store as store_op
@@ -152,9 +152,10 @@ class LayerRunner:
         f: Forward,
         more: bool = False,
         within: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wants_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Store the tokens k, v [B, T, H, D] of a layer and attend with q [B, T, Hq, D]: (out [B, T, Hq, D], lse
-        float32 [B, T, Hq]).
+        float32 [B, T, Hq], which may be None unless it is wanted).
 
         With `more` the layer comes again with other queries: a single token is stored at the first visit, a chunk,
         which attends to the history, at the last. `within`: see `PagedCache.step`.
@@ -163,6 +164,9 @@ class LayerRunner:
         q, k = self._stores.as_stored(place, q, k)
         first = layer not in f.reading
         (f.reading.add if more else f.reading.discard)(layer)
+        if f.device is not None:
+            f.device.write(place, k, v)
+            return f.device.attend(place, q, scaling, softcap, wants_lse)
         if not f.history_first:
             if first:
                 self._write(place, k, v, f)
@@ -208,6 +212,14 @@ class LayerRunner:
         """
         place = self._stores.places[layer]
         _, stored = self._stores.as_stored(place, k[:, :, :0], k)
+        if f.device is not None:
+            if read:
+                raise CacheStateError(
+                    f"layer {layer} reads what tokens see in a pass that the device leads; append(.., read=True) before"
+                    " any other layer of the pass"
+                )
+            f.device.write(place, stored, v)
+            return []
         if not f.history_first:  # what a single token sees counts itself
             self._write(place, stored, v, f)
         rows, history = range(len(k) if read else 0), f.steps[place.group].history

@@ -250,18 +250,15 @@ class PagedCache:
             self._inputs.check_queries(layer, q, valid)
             self._passes.require_beginning(layer, again)
             if q.shape[1] == 1:
-                if self._passes.begins_on_device(q, scaling, softcap):
-                    self._begin(q.shape[0], 1, valid)
-                if (f := self._passes.forward) is not None and f.device is not None:
-                    return self._step_on_device(f, f.device, layer, q, k, v, scaling, softcap, sink_logits)
+                self._passes.prepare_token(q, scaling, softcap)
             k, v, f = self._enter(layer, k, v, valid)
-            out, lse = self._layers.step(layer, q, k, v, scaling, softcap, f, more, within)
+            out, lse = self._layers.step(layer, q, k, v, scaling, softcap, f, more, within, sink_logits is not None)
             if not more:
                 self._passes.leave(layer, f)
         except BaseException as error:
             self._passes.fail(error)
             raise
-        if sink_logits is not None:
+        if sink_logits is not None and lse is not None:
             out = add_sink_logit(out, lse, sink_logits)
         return out.to(q.dtype)
 
@@ -279,6 +276,8 @@ class PagedCache:
         self._inputs.check(layer, k, k, v)
         try:
             self._passes.require_beginning(layer)
+            if read and not self.in_pass:
+                self._passes.settle()  # page lists on the host say what is read
             k, v, f = self._enter(layer, k, v, valid)
             past = self._layers.append(layer, k, v, f, read)
             self._passes.leave(layer, f)
@@ -290,7 +289,14 @@ class PagedCache:
     def _enter(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, Forward]:
-        """A layer arrives with checked keys and values: begin the pass if it is the first."""
+        """A layer arrives with checked keys and values: begin the pass if it is the first.
+
+        A device that leads the pass looks at padding and at numbers itself.
+        """
+        if self._passes.led_by_device(k.shape[1]):
+            if self._passes.forward is None:
+                self._begin(k.shape[0], 1, valid)
+            return k, v, self._passes.arrive(layer, k.shape[0], 1)
         if valid is not None:
             valid = torch.as_tensor(valid, device=k.device).bool()
         if self._passes.forward is not None:
@@ -301,31 +307,6 @@ class PagedCache:
         f = self._passes.arrive(layer, k.shape[0], k.shape[1])
         self._inputs.ask(layer, k, v, f.findings)
         return k, v, f
-
-    def _step_on_device(
-        self,
-        f: Forward,
-        decode: DeviceDecode,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scaling: float,
-        softcap: float | None,
-        sink_logits: torch.Tensor | None,
-    ) -> torch.Tensor:
-        f.require(layer)
-        if (q.shape[2], q.dtype, scaling, softcap) != decode.key:
-            raise DataError(
-                f"layer {layer} attends with {q.shape[2]} heads, scaling {scaling}, softcap {softcap}; this pass began"
-                f" with {decode.key}"
-            )
-        if layer in self._stores.changes_keys:
-            q, k = self._stores.as_stored(self._stores.places[layer], q, k)
-        lse = None if sink_logits is None else torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        out = decode.stepper.step(layer, q, k, v, lse)
-        self._passes.leave(layer, f)
-        return out if sink_logits is None or lse is None else add_sink_logit(out, lse, sink_logits).to(q.dtype)
 
     # -- decoding on the device -------------------------------------------------------------------------------------
 

@@ -69,10 +69,10 @@ class Undo:
 class Forward:
     """One forward pass under way; dropped when the last layer has been here."""
 
-    num_tokens: int
+    shape: tuple[int, int]  # (sequences, tokens of each) = (B, T)
     counts: list[int]
     valid: torch.Tensor | None  # bool [B, T] on the host, None for all
-    positions: torch.Tensor  # int64 [B, T], -1 for padding
+    positions: torch.Tensor  # int64 [B, T], -1 for padding; only a device that leads the pass knows its own
     steps: list[Step]
     history_first: bool
     pending: set[int]  # layers that have not been here yet, or come again
@@ -121,7 +121,7 @@ class Forward:
         Raises:
             DataError: the layer brings another.
         """
-        if valid is None or valid.device.type != "cpu" or valid.shape != self.positions.shape:
+        if valid is None or valid.device.type != "cpu" or tuple(valid.shape) != self.shape:
             return self.valid if valid is None else valid
         if not torch.equal(valid, torch.ones_like(valid) if self.valid is None else self.valid):
             raise DataError(
@@ -157,9 +157,8 @@ class Forward:
             for w in self.steps[index].writes:
                 writes.setdefault(w.pool, []).append(w)
             columns = None if self.valid is None else (~self.valid).int().argsort(dim=1, stable=True).numpy()
-            shape = self.positions.shape[0], self.positions.shape[1]
             self.slots[index] = {
-                pool: slots_of(found, state.pools[pool].layout, columns, shape, device)
+                pool: slots_of(found, state.pools[pool].layout, columns, self.shape, device)
                 for pool, found in writes.items()
             }
         return self.slots[index]
@@ -258,12 +257,16 @@ class Passes:
         self.heal()
         self.switch.settle()
 
-    def begins_on_device(self, q: torch.Tensor, scaling: float, softcap: float | None) -> bool:
-        """A single token with queries q [B, 1, Hq, D] comes: whether it begins a pass that the device leads."""
-        if self.forward is not None or self._arrivals.under_way:
-            return False
-        self.switch.enter(q, scaling, softcap)
-        return self.switch.decoding is not None
+    def prepare_token(self, q: torch.Tensor, scaling: float, softcap: float | None) -> None:
+        """Let the device lead the pass that a single token with queries q [B, 1, Hq, D] begins, where it can."""
+        if self.forward is None and not self._arrivals.under_way:
+            self.switch.enter(q, scaling, softcap)
+
+    def led_by_device(self, num_tokens: int) -> bool:
+        """Tell whether the device leads the pass that tokens come to: the one under way, or the one they begin."""
+        if self.forward is not None:
+            return self.forward.device is not None
+        return num_tokens == 1 and not self._arrivals.under_way and self.switch.leads()
 
     def begin(self, batch_size: int, num_tokens: int, valid: torch.Tensor | None) -> None:
         """Plan a pass, see `PagedCache.begin`.
@@ -277,7 +280,7 @@ class Passes:
         if num_tokens == 1 and (device := self.switch.begin(valid)) is not None:
             undo = Undo("a token", [], self._saturated)
             f = Forward(
-                1,
+                (batch_size, 1),
                 [1] * batch_size,
                 None,
                 _NO_POSITIONS,
@@ -307,7 +310,15 @@ class Passes:
             if valid is not None:
                 positions = positions.masked_fill(~valid, -1)
             f = Forward(
-                num_tokens, counts, valid, positions, steps, num_tokens > 1, set(self._layers), self.changes, undo
+                (batch_size, num_tokens),
+                counts,
+                valid,
+                positions,
+                steps,
+                num_tokens > 1,
+                set(self._layers),
+                self.changes,
+                undo,
             )
             self._now = _Now(self.changes, f, None)
 
@@ -359,10 +370,10 @@ class Passes:
         f = self.forward
         assert f is not None
         f.require(layer)
-        if (batch_size, num_tokens) != tuple(f.positions.shape):
+        if (batch_size, num_tokens) != f.shape:
             raise DataError(
                 f"layer {layer} was given {(batch_size, num_tokens)} (sequences, tokens), but this forward pass has"
-                f" {tuple(f.positions.shape)}"
+                f" {f.shape}"
             )
         return f
 

@@ -60,10 +60,11 @@ class Stepper(Protocol):
     def begin(self, valid: torch.Tensor | None) -> None:
         """Move all groups on by a token: valid bool [B, 1] on the device, None for all."""
 
-    def step(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Store the tokens k, v [B, 1, H, D] of a layer and attend with q [B, 1, Hq, D]: [B, 1, Hq, D].
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store the tokens k, v [B, 1, H, D] of a layer, and quantize the pages that close."""
+
+    def attend(self, layer: int, q: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+        """Attend with q [B, 1, Hq, D] to the pages of a layer: [B, 1, Hq, D].
 
         `lse`: float32 [B, 1, Hq], written to if given.
         """

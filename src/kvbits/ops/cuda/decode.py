@@ -149,11 +149,12 @@ class _Stepper:
             self._advance.launch(1, THREADS, g.args, stream)
             g.attention.update(g.tables, query_lens=g.query_lens)
 
-    def step(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor | None
-    ) -> torch.Tensor:
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         g, i = self._of_layer[layer]
         g.writers[i].run(k, v, self._stream)
+
+    def attend(self, layer: int, q: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+        g, i = self._of_layer[layer]
         return g.attention.run(q, i, lse=lse)
 
     @torch.inference_mode()  # as the step may have been
