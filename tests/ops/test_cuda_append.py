@@ -26,8 +26,8 @@ from ops.test_cuda_close import spec
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import DataError
-from kvbits.ops.cuda.append import tokens as cuda
 from kvbits.ops.cuda import close as close_cuda
+from kvbits.ops.cuda.append import tokens as cuda
 from kvbits.ops.reference import append as reference
 from kvbits.ops.reference.dequantize import section
 from kvbits.ops.types import PageStore, SlotMapping

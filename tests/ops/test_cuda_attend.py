@@ -289,7 +289,9 @@ def test_pages_written_by_the_kernel_just_ahead_are_read_as_they_are(launches):
     """
     call = make(Case(**both("int8"), lengths=(320, 4096), heads=8), "cuda")
     target = call.stores[0].slabs[0]
-    ids = torch.cat([row[: -(-int(n) // 64)] for row, n in zip(call.tables[0].pages, call.tables[0].tokens)]).long()
+    ids = torch.cat(
+        [row[: -(-int(n) // 64)] for row, n in zip(call.tables[0].pages, call.tables[0].tokens, strict=True)]
+    ).long()
     contents = [target.clone(), target.clone()]
     contents[1][ids] = target[ids.roll(1)]
     plan = call.plan()

@@ -19,9 +19,9 @@ from ops.emulated_build import build, put_sources
 
 from kvbits import schemes
 from kvbits.errors import DataError
+from kvbits.ops.cuda import close as cuda
 from kvbits.ops.cuda import unpack
 from kvbits.ops.cuda.append import tokens
-from kvbits.ops.cuda import close as cuda
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.families import family_of
 from kvbits.ops.cuda.families.klt import store as cuda_banded

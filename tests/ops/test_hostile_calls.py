@@ -15,8 +15,8 @@ from kvbits.errors import DataError, SpecError, UnsupportedError
 from kvbits.ops.cpu import append as append_cpu
 from kvbits.ops.cpu import attend_pages as cpu
 from kvbits.ops.cpu import close as close_cpu
-from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda import close as close_cuda
+from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.engine import host_plan as cuda
 from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import attend_pages as reference

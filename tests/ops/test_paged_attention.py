@@ -4,71 +4,24 @@ CPU, against float64.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import mmap
 import shutil
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from ops import test_cuda_emulated
 from ops.cpu_cases import static_params
 from ops.cuda_cases import relative_error
-from ops.emulated_build import build, put_sources
-from ops.emulated_op import emulate
 
 from kvbits import schemes
 from kvbits.errors import DataError, SpecError
 from kvbits.ops import dispatch, paged_attention
-from kvbits.ops.cuda import merge
-from kvbits.ops.cuda import paged_attention as paged_attention_cuda
-from kvbits.ops.cuda.engine import device_plan
-from kvbits.ops.cuda.engine.schedule import SEGMENT_FIELDS
 from kvbits.ops.reference import attend_pages as reference
 from kvbits.ops.reference.close import close_pages
-from kvbits.ops.reference.merge import add_sink_logit, sink_part
 from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
-emulated_attention = test_cuda_emulated.emulated
 LIMIT = 5e-3
-
-
-@pytest.fixture(scope="session")
-def list_library(tmp_path_factory):
-    """work_list.cu for a CPU."""
-    folder = tmp_path_factory.mktemp("work_list")
-    source = Path(device_plan.__file__).parent / "work_list.cu"
-    put_sources(
-        folder, source, {"extern __shared__ __align__(16) unsigned char shared[];": "", 'extern "C" __global__': ""}
-    )
-    libraries = {}
-    for parts in (1, 2, 3, 4):
-        lines = {
-            "THREADS": 64,
-            "SHARED_BYTES": 200_000,
-            "KERNEL": "work_list",
-            "NUM_THREADS": "THREADS",
-            "NUM_PARTS": parts,
-        }
-        (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in lines.items()))
-        libraries[parts] = build(folder, ["-mf16c", "-mfma"])
-    return libraries
-
-
-@pytest.fixture
-def emulated_list(list_library, monkeypatch):
-    monkeypatch.setattr(device_plan, "THREADS", 64)
-
-    def load(parts, *_):
-        return SimpleNamespace(
-            launch=lambda grid, threads, args, stream, **_: list_library[parts].launch(ctypes.byref(args), grid)
-        )
-
-    monkeypatch.setattr(device_plan, "load_list_kernel", load)
 
 
 def spec(fmt, granularity=PerGroup(64), **options):  # noqa: B008
@@ -282,302 +235,14 @@ def test_a_host_plan_follows_lengths_pages_and_layers():
         plan.run(q.to("meta"), 0)
 
 
-@pytest.fixture
-def gpu(emulated_attention, emulated_list, monkeypatch):
-    """A GPU of three multiprocessors whose memory is the CPU's."""
-    monkeypatch.setattr(device_plan, "refuses", lambda *_: None)
-
-    def made(layouts, max_pages, **options):
-        own = device_plan.DevicePlan(layouts, max_pages, **options | {"device": torch.device("cpu", 0)})
-        own.device = torch.device("cpu")
-        return own
-
-    monkeypatch.setattr(paged_attention_cuda, "paged_attention", made)
-    return monkeypatch
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_cuda_kernels_serve_the_contract(name, gpu):
-    gpu.max_pages = CASES[name]["max_pages"]
-    check(Cache(**CASES[name]), gpu.max_pages)
-
-
 @pytest.mark.parametrize(
     "options", [{"num_queries": 3, "window": 100}, {"num_queries": 8, "softcap": 20.0, "batch_size": 9}], ids=str
 )
 @pytest.mark.parametrize("name", ["tail", "basis with copies"])
-@pytest.mark.parametrize("where", ["gpu", "cpu"])
-def test_ragged_queries_windows_and_caps(name, options, where, request):
-    if where == "gpu":
-        request.getfixturevalue("gpu").max_pages = CASES[name]["max_pages"]
+def test_ragged_queries_windows_and_caps(name, options):
     cache = Cache(**CASES[name])
     lens = torch.tensor([min(3, int(n)) - (i % 2) * (n > 2) for i, n in enumerate(cache.newest)], dtype=torch.int32)
-    check(cache, CASES[name]["max_pages"], query_lens=lens, limit=LIMIT if where == "gpu" else 2e-2, **options)
-
-
-@pytest.mark.parametrize("window", [None, 128])
-@pytest.mark.parametrize("name", ["centred", "basis with copies"])
-def test_learned_sinks_are_merged_in_place(name, window, gpu, tmp_path, monkeypatch):
-    """As vLLM's plugin decodes gpt-oss: eight query heads to a kv head, windows and full attention, rows of fewer
-    queries than planned, a padding row.
-    """
-    (tmp_path / "merge").mkdir()
-    emulate(merge, "merge_partials", tmp_path / "merge", monkeypatch)
-    cache = Cache(**CASES[name] | {"lengths": [*CASES[name]["lengths"], (0,) * len(CASES[name]["layouts"])]})
-    batch, heads = len(cache.newest), HEADS * 8
-    q = torch.randn(batch, 3, heads, D, generator=torch.Generator().manual_seed(5)).bfloat16()
-    lens = cache.newest.clamp(max=3).int()
-    made = paged_attention.plan(
-        cache.layouts,
-        max_pages=CASES[name]["max_pages"],
-        batch_size=batch,
-        num_q_heads=heads,
-        dtype=q.dtype,
-        device="cpu",
-        num_queries=3,
-        sliding_window=window,
-    )
-    made.bind(0, cache.pages, cache.static)
-    made.update(cache.tables, cache.tokens, starts=cache.starts, offsets=cache.offsets, query_lens=lens)
-    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
-    made.run(q, 0, out=out, lse=lse)
-    logits = torch.linspace(-3, 8, heads)
-    sink = sink_part(logits, D, q.dtype)
-    merge.merge_partials([out, sink[0]], [lse, sink[1]], into=out)
-    want = add_sink_logit(*cache.want(q, lens, window, None), logits.double())
-    assert torch.isfinite(out).all() and not out[-1].any()
-    assert relative_error(out, want) < LIMIT
-
-
-@pytest.fixture
-def guarded():
-    """guarded(pages, at_end): a copy of them in memory that ends (begins) where the next 64 MiB (those before) may not
-    be touched.
-    """
-    libc, size, made = ctypes.CDLL(None, use_errno=True), 64 << 20, []
-    libc.mmap.restype, libc.mmap.argtypes = (
-        ctypes.c_void_p,
-        [
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            *[ctypes.c_int] * 3,
-            ctypes.c_long,
-        ],
-    )
-    libc.mprotect.argtypes, libc.munmap.argtypes = (
-        [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int],
-        [
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-        ],
-    )
-
-    def copy(pages, at_end):
-        room = -(-pages.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        whole = libc.mmap(None, room + 2 * size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-        assert whole not in (None, ctypes.c_void_p(-1).value), ctypes.get_errno()
-        made.append((whole, room + 2 * size))
-        assert libc.mprotect(whole + size, room, mmap.PROT_READ | mmap.PROT_WRITE) == 0
-        first = whole + size + (room - pages.nbytes if at_end else 0)
-        mine = torch.frombuffer((ctypes.c_uint8 * pages.nbytes).from_address(first), dtype=torch.uint8).view(
-            pages.shape
-        )
-        return mine.copy_(pages)
-
-    yield copy
-    for address, nbytes in made:
-        libc.munmap(address, nbytes)
-
-
-def test_page_numbers_out_of_range_read_no_other_memory(gpu, guarded):
-    """Entries past a sequence's pages are poison everywhere above; here one that is read is, and so are lengths.
-
-    Pages lie beside memory whose touch ends the process and between those of two other layers, which are NaN: what is
-    read of a bad sequence are numbers of this layer's pages, and the sound ones are right.
-    """
-    gpu.max_pages = [6]
-    sound = Cache(**CASES["one part"])
-    total = len(sound.pages[0])
-    for poison in (-1, total, 2**31 - 1, -(2**31)):
-        cache = Cache(**CASES["one part"], poison=poison)
-        cache.tables[0][0, cache.offsets[0][0] + 2] = poison
-        wide = torch.full((total, 3, *cache.pages[0].shape[1:]), 0xFF, dtype=torch.uint8)
-        wide[:, 1] = cache.pages[0]
-        own = paged_attention.plan(
-            cache.layouts, max_pages=[6], batch_size=5, num_q_heads=4, dtype=torch.bfloat16, device="cpu"
-        )
-        # The pages of the last layer before the end, those of the first one behind the beginning.
-        end = poison > 0
-        own.bind(0, [guarded(wide[:, :2] if end else wide[:, 1:], end)[:, 1 if end else 0]])
-        own.update(cache.tables, [torch.tensor([333, 2**31 - 1, -5, 64, 1], dtype=torch.int32)], offsets=cache.offsets)
-        q = torch.randn(5, 1, 4, D).bfloat16()
-        out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
-        own.run(q, 0, out=out, lse=lse)
-        assert torch.isfinite(out).all() and not lse.isnan().any(), poison
-        assert not out[2].any() and torch.isneginf(lse[2]).all(), "fewer tokens than none are none"
-        assert relative_error(out[3:], sound.want(q)[0][3:]) < LIMIT, poison
-
-
-def lists(batch, parts, *, blocks, repeats=4, num_queries=1, window=2**30, lens=None, library):
-    """Segments of each block as work_list.cu gives them, checked for shape only. parts: (tokens, page_size, chunk,
-    cost, in_ring, walk).
-    """
-    keep, work = (
-        [],
-        device_plan._WorkArgs(
-            segment_cost=256 << 10,
-            num_walks=len({p[5] for p in parts}),
-            batch=batch,
-            repeats=repeats,
-            blocks=blocks,
-            num_queries=num_queries,
-            window=window,
-            grid=2,
-        ),
-    )
-    start = np.zeros(batch, np.int32)
-    for i, (tokens, size, chunk, cost, in_ring, walk) in enumerate(parts):
-        tokens = np.asarray(tokens, np.int32)
-        keep += [tokens, first := start.copy()]
-        start = start + tokens
-        work.parts[i] = device_plan._PartWork(
-            tokens=tokens.ctypes.data,
-            positions=first.ctypes.data,
-            chunk_cost=cost,
-            table_stride=10_000,
-            table_width=10_000,
-            max_tokens=1 << 24,
-            page_size=size,
-            chunk=chunk,
-            in_ring=in_ring,
-            walk=walk,
-        )
-    units = batch * repeats
-    segments = np.full((blocks + units * len(parts), 16), -7, np.int32)
-    positions = np.full((batch, num_queries), -7, np.int32)
-    work.segments, work.q_positions = segments.ctypes.data, positions.ctypes.data
-    library[len(parts)].launch(ctypes.byref(work), 2)
-    assert not ((segments[:blocks, 0] == -1) & (segments[:blocks, 8] != -1)).any(), (
-        "a block without work has no next segment either"
-    )
-    found = []
-    for block in range(blocks):
-        i, mine = block, []
-        while i >= 0 and segments[i, 0] >= 0:
-            mine.append(dict(zip(SEGMENT_FIELDS, segments[i].tolist(), strict=False)))
-            i = mine[-1]["next"]
-        found.append(mine)
-    return found, positions
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_work_lists_cover_every_chunk_once_and_evenly(seed, list_library):
-    rng = np.random.default_rng(seed)
-    batch, blocks, repeats = int(rng.integers(1, 40)), int(rng.choice([1, 3, 16, 132])), int(rng.choice([1, 2, 8]))
-    longest = int(rng.choice([70, 3000, 100_000]))
-    num = int(rng.integers(1, 4))
-    joined = bool(rng.integers(2))
-    parts = []
-    for p in range(num):
-        raw = p != num - 1 if num > 1 else False
-        tokens = rng.integers(0, (longest if not raw else 200) + 1, batch)
-        if rng.integers(2):
-            tokens[:] = tokens[0]
-        tokens[rng.random(batch) < 0.2] = 0
-        parts.append(
-            (
-                tokens,
-                64,
-                32 if raw else int(rng.choice([32, 64])),
-                16384 if raw else 9216,
-                joined or not raw,
-                0 if joined or not raw else 1 + p,
-            )
-        )
-    found, positions = lists(batch, parts, blocks=blocks, repeats=repeats, library=list_library)
-    seen, results, load = {}, {}, []
-    for block, mine in enumerate(found):
-        ring, bytes_, open_ = 0, 0, None
-        for s in mine:
-            assert s["chunks_before"] == ring
-            ring += s["num_chunks"] * parts[s["part"]][4]
-            bytes_ += s["num_chunks"] * parts[s["part"]][3] + (0 if open_ else (256 if s["num_chunks"] else 64) << 10)
-            for c in range(s["first_chunk"], s["first_chunk"] + s["num_chunks"]):
-                assert (s["unit"], s["part"], c) not in seen
-                seen[s["unit"], s["part"], c] = block
-            b = s["unit"] // repeats
-            tokens = int(parts[s["part"]][0][b])
-            assert (
-                s["first_entry"] == b * 10_000
-                and s["tokens"] == tokens
-                and s["last_entry"] == s["first_entry"] + max(0, tokens - 1) // 64
-            )
-            assert s["position"] == sum(int(p[0][b]) for p in parts[: s["part"]])
-            if open_:
-                assert open_ == (s["unit"], parts[s["part"]][5])
-            open_ = (s["unit"], parts[s["part"]][5]) if s["joins"] else None
-            if not s["joins"]:
-                results.setdefault(s["unit"], []).append(s)
-        assert open_ is None
-        load.append(bytes_)
-    want = {
-        (b * repeats + r, p, c)
-        for p, x in enumerate(parts)
-        for b in range(batch)
-        for r in range(repeats)
-        for c in range(-(-int(x[0][b]) // x[2]))
-    }
-    assert set(seen) == want
-    used = set()
-    for unit in range(batch * repeats):
-        mine = results[unit]
-        if len(mine) == 1:
-            assert mine[0]["slot"] == -1
-            continue
-        slots = {s["slot"] for s in mine}
-        assert (
-            len(slots) == len(mine)
-            and {s["num_slots"] for s in mine} == {len(mine)}
-            and {s["unit_slots"] for s in mine} == {min(slots)}
-        )
-        assert slots == set(range(min(slots), min(slots) + len(mine))) and not slots & used
-        used |= slots
-    limit = 2 * blocks if len({p[5] for p in parts}) == 1 else batch * repeats * len({p[5] for p in parts}) + blocks
-    assert max(used, default=0) < limit
-    newest = sum(np.asarray(p[0]) for p in parts)
-    assert positions[:, 0].tolist() == [int(n) - 1 if n else -1 for n in newest]
-    total = sum(len(m) and load[i] for i, m in enumerate(found))
-    if total > 40 * blocks * (256 << 10):
-        assert max(load) < 1.06 * total / blocks
-
-
-def test_work_lists_are_as_even_as_those_of_the_host(list_library):
-    """The six shapes of a decode step, int4: the longest block of 132 against the host's search."""
-    from kvbits.ops.cuda.engine.schedule import PartWork, schedule
-
-    for batch, repeats, tokens in (
-        (1, 8, 131_072),
-        (8, 8, 32_768),
-        (32, 8, 8192),
-        (32, 8, 4096),
-        (64, 8, 4096),
-        (128, 8, 2048),
-    ):
-        found, _ = lists(
-            batch, [(np.full(batch, tokens), 64, 64, 9216, True, 0)], blocks=132, repeats=repeats, library=list_library
-        )
-        device = max(sum(s["num_chunks"] * 9216 + (256 << 10) for s in mine) for mine in found)
-        (host,), _ = schedule(
-            [PartWork(np.zeros(batch, np.int64), np.full(batch, tokens // 64, np.int64), 9216, 0)], repeats, [132]
-        )
-        loads = []
-        for i in range(132):
-            n, at = 0, i
-            while at >= 0 and host[at, 0] >= 0:
-                n, at = n + int(host[at, 4]) * 9216 + (256 << 10), int(host[at, 8])
-            loads.append(n)
-        print(f"{batch} x {tokens}: device {device / max(loads):.3f} of the host's longest block")
-        assert device < 1.06 * max(loads)
+    check(cache, CASES[name]["max_pages"], query_lens=lens, limit=2e-2, **options)
 
 
 def test_bad_input_is_refused():
@@ -643,35 +308,6 @@ def test_bad_input_is_refused():
     assert not made.run(q, 0).any()
 
 
-def outside_rows():
-    """Tokens and offsets that lead out of the rows of a table: they end with the row."""
-    cache = Cache(**CASES["one part"])
-    table = torch.nn.functional.pad(cache.tables[0].clamp(min=0), (0, 3))
-    plan = paged_attention.plan(
-        cache.layouts, max_pages=[6], batch_size=5, num_q_heads=4, dtype=torch.bfloat16, device="cpu"
-    )
-    plan.bind(0, cache.pages)
-    q, found = torch.randn(5, 1, 4, D, generator=torch.Generator().manual_seed(3)).bfloat16(), []
-    for offsets, tokens in (
-        ([0, 3, 20, -5, 2], [2**31 - 1, 400, 64, 70, -1]),
-        ([-(2**31), 2**31 - 1, 5, 0, 10], [300, 64, 10**6, 1, 500]),
-    ):
-        plan.update(
-            [table], [torch.tensor(tokens, dtype=torch.int32)], offsets=[torch.tensor(offsets, dtype=torch.int32)]
-        )
-        lse = torch.zeros(5, 1, 4)
-        found.append((plan.run(q, 0, lse=lse).float(), lse))
-    return found
-
-
-def test_what_leads_out_of_a_table_ends_with_its_row(request):
-    want = outside_rows()
-    request.getfixturevalue("gpu")
-    for (out, lse), (ours, our_lse) in zip(want, outside_rows(), strict=True):
-        torch.testing.assert_close(ours, out, rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(our_lse, lse, rtol=1e-2, atol=2e-2)
-
-
 def test_parts_that_come_later_find_their_backend():
     """A format that the CPU kernels refuse, in a part that is empty at first."""
     odd = layout_of(spec("int4", PerGroup(2)), spec("int4"))
@@ -689,16 +325,13 @@ def test_parts_that_come_later_find_their_backend():
         plan.run(torch.ones(1, 1, 2, D), 0)
 
 
-@pytest.mark.parametrize("where", ["gpu", "cpu"])
-def test_every_subset_of_parts_may_be_empty(where, request):
+def test_every_subset_of_parts_may_be_empty():
     case = CASES["sinks"]
-    if where == "gpu":
-        request.getfixturevalue("gpu").max_pages = case["max_pages"]
     rows = [
         tuple(n if keep else 0 for n, keep in zip((4, 192, 70), which, strict=True))
         for which in itertools.product((0, 1), repeat=3)
     ]
-    check(Cache(case["layouts"], rows, case["max_pages"]), case["max_pages"], limit=LIMIT if where == "gpu" else 2e-2)
+    check(Cache(case["layouts"], rows, case["max_pages"]), case["max_pages"], limit=2e-2)
 
 
 if not shutil.which("g++"):
