@@ -159,7 +159,7 @@ def test_what_is_compiled_ahead_for_vllm_is_what_its_backend_prepares(name, load
     raw = formats_raw(layout) if FORMATS[name].calibrated else None
     for x in filter(None, (layout, raw)):
         store_tokens.prepare(x, dtype, device)
-    unpack.prepare(layout, dtype, device)
+        unpack.prepare(x, dtype, device)
     place.prepare(device)
     merge.prepare([torch.zeros(1, 1, 1, D, dtype=dtype)])
     for layouts in [[layout, raw], [layout, raw, raw]] if raw else [[layout]]:

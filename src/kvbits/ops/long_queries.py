@@ -116,7 +116,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Lengths, bool, torc
 
 
 class Copies(Protocol):
-    """Copies in 16 bits that some pages of the first part have elsewhere, and that are read where they are there."""
+    """Copies in 16 bits that some pages have elsewhere, and that are read where they are there."""
 
     def wanted(self, entries: np.ndarray, newest: np.ndarray) -> np.ndarray:
         """bool [n]: which pages may have one, by their entry in their row and that of the row's newest page."""
@@ -154,8 +154,8 @@ def pages_of(layouts: Sequence[PageLayout], tables: Sequence[Table]) -> np.ndarr
     Raises:
         DataError: positions or lengths of pages that cannot be.
     """
-    found = []
-    for part, (layout, table) in enumerate(zip(layouts, tables, strict=True)):
+    found = [np.zeros((0, 5), np.int64)]
+    for part, (layout, table) in enumerate(zip(layouts, tables, strict=False)):  # copies have no table
         entries = torch.arange(table.pages.shape[1], device="cpu").expand(len(table.tokens), -1)
         listed = PageList.of(dataclasses.replace(table, pages=entries), layout.page_size)
         sequence = np.repeat(np.arange(len(table.tokens)), np.diff(listed.indptr))
@@ -204,6 +204,14 @@ def _pass(first: int, last: int, pages: np.ndarray, own: np.ndarray, ends: bool)
     return Pass(first, last, np.column_stack([pages, row]), np.concatenate([[0], np.cumsum(keys)]), ends)
 
 
+def _with_copies(p: Pass, pages: np.ndarray, copies: Copies) -> Pass:
+    """A pass with the pages that may have a copy once more, as part 1 in the same rows; pages: of all passes."""
+    newest = np.searchsorted(pages[:, SEQUENCE], p.pages[:, SEQUENCE], "right") - 1
+    copied = p.pages[copies.wanted(p.pages[:, ENTRY], pages[newest, ENTRY])]
+    copied[:, PART] = 1
+    return dataclasses.replace(p, pages=np.concatenate([p.pages, copied]))
+
+
 class Histories:
     """Histories of a step's sequences that queries past them all read, for all layers whose pages lie alike.
 
@@ -216,11 +224,10 @@ class Histories:
         capacity: rows of scratch.
         own: whether each sequence's own keys, as many as its queries, are behind its history; the queries see each
             other then.
-        copies: of pages of the first part, or None.
+        copies: of the pages of one table, or None.
 
     Attributes:
         rows: of scratch that are needed.
-        num_passes: calls of dense attention for a layer.
         covers: whether every sequence has a key to see.
     """
 
@@ -236,62 +243,61 @@ class Histories:
         own: bool = False,
         copies: Copies | None = None,
     ) -> None:
-        self._layouts, self._tables, self._dtype = tuple(layouts), tables, dtype
-        self._choices = [dispatch.choose("unpack", layout, dtype, device) for layout in layouts]
-        pages = pages_of(layouts[: len(tables)], tables)
-        behind = query_lens if own else np.zeros_like(query_lens)
-        found = list(passes(pages, behind, capacity))
-        newest, first = np.zeros(len(query_lens), np.int64), pages[pages[:, PART] == 0]
-        np.maximum.at(newest, first[:, SEQUENCE], first[:, ENTRY])
+        self._layouts, self._tables, self._dtype, self._copies = tuple(layouts), list(tables), dtype, copies
+        pages = pages_of(layouts, tables)
+        found = list(passes(pages, query_lens if own else np.zeros_like(query_lens), capacity))
         self.rows = max((int(p.starts[-1]) for p in found if len(p.pages)), default=0)
-        self.num_passes = len(found)
-        self.covers = len({b for p in found for b in range(p.first, p.last)}) == len(query_lens)
-        ends, arrays = np.concatenate([[0], np.cumsum(query_lens)]), []
-        for p in found:
-            lens = query_lens[p.first : p.last]
-            q_ends = ends[p.first : p.last + 1] - ends[p.first]
-            targets = np.repeat(p.starts[1:] - q_ends[1:], lens) + np.arange(q_ends[-1])
-            arrays += [q_ends.astype(np.int32), p.starts.astype(np.int32), targets]
-            for part, mine in enumerate(self._by_part(p.pages, newest, copies)):
-                arrays += [self._named(part, mine), mine[:, [ROW, VISIBLE]].astype(np.int32)]
-                arrays += [mine[:, POSITION].astype(np.int32)]
-        on_device = iter(_uploaded(arrays, device))
-        self._passes = [self._placed(p, ends, on_device, copies) for p in found]
+        self.covers = sum(p.last - p.first for p in found if p.ends) == len(query_lens)
+        if copies is not None and tables:
+            found = [_with_copies(p, pages, copies) for p in found]
+            self._tables.append(tables[0])
+        ends = np.concatenate([[0], np.cumsum(query_lens)])
+        there = _uploaded([self._integers(p, ends) for p in found], device)
+        self._passes = [self._placed(p, ends, *given) for p, given in zip(found, there, strict=True)]
 
-    def _by_part(self, pages: np.ndarray, newest: np.ndarray, copies: Copies | None) -> list[np.ndarray]:
-        """The pages of a pass for each layout."""
-        found = [pages[pages[:, PART] == part] for part in range(len(self._tables))]
-        if copies is not None:
-            found.append(found[0][copies.wanted(found[0][:, ENTRY], newest[found[0][:, SEQUENCE]])])
+    def _integers(self, p: Pass, ends: np.ndarray) -> list[np.ndarray]:
+        """What a pass needs on the device: see `_placed`. ends: int64 [B + 1], past the last query of each sequence."""
+        q_starts = ends[p.first : p.last + 1] - ends[p.first]
+        targets = np.repeat(p.starts[1:] - q_starts[1:], np.diff(q_starts)) + np.arange(q_starts[-1])
+        found = [q_starts.astype(np.int32), p.starts.astype(np.int32), targets]
+        for part, table in enumerate(self._tables):
+            mine = p.pages[p.pages[:, PART] == part]
+            at = mine[:, [SEQUENCE, ENTRY]].T
+            on_host = table.pages.device.type == "cpu"
+            found.append(table.pages.numpy()[at[0], at[1]].astype(np.int32) if on_host else at)
+            found += [mine[:, [ROW, VISIBLE]].astype(np.int32), mine[:, POSITION].astype(np.int32)]
         return found
 
-    def _table(self, part: int) -> Table:
-        return self._tables[part if part < len(self._tables) else 0]
+    def _placed(
+        self,
+        p: Pass,
+        ends: np.ndarray,
+        q_starts: torch.Tensor,
+        k_starts: torch.Tensor,
+        targets: torch.Tensor,
+        *of_parts: torch.Tensor,
+    ) -> _Placed:
+        """A pass whose integers are on the device.
 
-    def _named(self, part: int, pages: np.ndarray) -> np.ndarray:
-        """What says which pages these are: their numbers, int32 [n], or, where the device alone knows them, their
-        places in the table, int64 [2, n].
+        Args:
+            q_starts, k_starts: as in `Lengths`; targets: as in `_Placed`.
+            of_parts: of each part page numbers int32 [n], or, where the device alone knows them, places in the table,
+                int64 [2, n]; then int32 [n, 2] and [n] as the op `unpack` takes rows and starts.
         """
-        numbers, at = self._table(part).pages, pages[:, [SEQUENCE, ENTRY]].T
-        return at if numbers.device.type != "cpu" else numbers.numpy()[at[0], at[1]].astype(np.int32)
-
-    def _placed(self, p: Pass, ends: np.ndarray, on_device: Iterator[torch.Tensor], copies: Copies | None) -> _Placed:
         queries, keys = np.diff(ends[p.first : p.last + 1]), np.diff(p.starts)
-        q_starts, k_starts, targets = (next(on_device) for _ in range(3))
         lengths = Lengths(queries, keys, int(queries.max()), int(keys.max()), q_starts, k_starts)
         unpacks = []
-        for part, layout in enumerate(self._layouts):
-            ids, rows, starts = (next(on_device) for _ in range(3))
+        for part, (layout, table) in enumerate(zip(self._layouts, self._tables, strict=True)):
+            ids, rows, starts = of_parts[3 * part : 3 * part + 3]
             if not len(rows):
                 continue
             if ids.dim() == 2:
-                ids = self._table(part).pages[ids[0], ids[1]]
-            if part >= len(self._tables):
-                assert copies is not None
-                copy = copies.of_blocks(ids.long())
-                ids = copy.int()
-                rows = torch.stack([rows[:, 0], torch.where(copy >= 0, rows[:, 1], 0)], 1)  # none: read packed
-            unpacks.append((part, self._choices[part].run(layout, self._dtype, ids, rows, starts)))
+                ids = table.pages[ids[0], ids[1]]
+            if self._copies is not None and part == 1:
+                copy = self._copies.of_blocks(ids.long())
+                ids, rows = copy.int(), torch.stack([rows[:, 0], rows[:, 1] * (copy >= 0)], 1)  # none: read packed
+            choice = dispatch.choose("unpack", layout, self._dtype, rows.device)
+            unpacks.append((part, choice.run(layout, self._dtype, ids, rows, starts)))
         return _Placed(slice(int(ends[p.first]), int(ends[p.last])), lengths, p.ends, unpacks, targets)
 
     def run(
@@ -334,19 +340,18 @@ class Histories:
             slices = []
 
 
-def _uploaded(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Each array on the device, of one upload."""
-    ends = np.cumsum([-(-x.nbytes // 16) * 16 for x in arrays])
-    whole = np.zeros(ends[-1] if len(ends) else 0, np.uint8)
-    for x, end in zip(arrays, ends, strict=True):
-        first = end - -(-x.nbytes // 16) * 16
-        whole[first : first + x.nbytes] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    there, found = upload(whole, device), []
-    for x, end in zip(arrays, ends, strict=True):
-        first = end - -(-x.nbytes // 16) * 16
-        dtype = torch.int64 if x.dtype == np.int64 else torch.int32
-        found.append(there[first : first + x.nbytes].view(dtype).view(x.shape))
-    return found
+def _uploaded(lists: Sequence[Sequence[np.ndarray]], device: torch.device) -> list[list[torch.Tensor]]:
+    """The arrays of each list, int32 or int64, on the device, of one upload."""
+    sizes = [-(-x.nbytes // 16) * 16 for arrays in lists for x in arrays]
+    starts = iter(np.cumsum([0, *sizes]).tolist())
+    whole, at = np.zeros(sum(sizes), np.uint8), []
+    for arrays in lists:
+        at.append([(next(starts), x) for x in arrays])
+        for start, x in at[-1]:
+            whole[start : start + x.nbytes] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    there = upload(whole, device)
+    kinds = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+    return [[there[i : i + x.nbytes].view(kinds[x.dtype]).view(x.shape) for i, x in arrays] for arrays in at]
 
 
 @dataclass(frozen=True, eq=False)
@@ -402,7 +407,9 @@ def _dense(
         found, lse = dense.attention(asked, seen, read, scaling, causal)
         out[mine] = found.flatten(0, 1)
         lses.append(lse.flatten(0, 1))
-    return torch.cat(lses) if wants_lse else None
+    if not wants_lse:
+        return None
+    return lses[0] if len(lses) == 1 else torch.cat(lses)
 
 
 class LongQueries:
@@ -478,7 +485,6 @@ class LongQueries:
         return out
 
     def explain(self) -> str:
-        how = f"histories unpacked to {str(self.result_dtype)[6:]}, then dense attention of {self._shape[0]} queries"
-        if self._step is None:
-            return f"attend: {how}"
-        return f"attend: {how}, in {self._step[1].num_passes} passes of up to {self._step[1].rows} tokens"
+        return (
+            f"attend: pages unpacked to {str(self.result_dtype)[6:]}, then dense attention of {self._shape[0]} queries"
+        )

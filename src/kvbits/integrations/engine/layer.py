@@ -37,8 +37,9 @@ class Layer:
     def __post_init__(self) -> None:
         layouts = [self.call.layout, *([self.call.raw] if self.call.raw else [])]
         self._writes = [dispatch.choose("store_tokens", layout, self.call.dtype, self.device) for layout in layouts]
-        # the last is of prompts behind a history
-        for choice in (*self._writes, dispatch.choose("unpack", layouts[0], self.call.dtype, self.device)):
+        # prompts behind a history unpack
+        reads = [dispatch.choose("unpack", layout, self.call.dtype, self.device) for layout in layouts]
+        for choice in (*self._writes, *reads):
             choice.prepare()
 
     def take_copies(self, pages: int) -> None:

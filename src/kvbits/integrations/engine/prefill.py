@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -87,14 +86,20 @@ class Prefill:
         if len(kept) < len(query_lens):
             block_table = block_table[torch.from_numpy(kept).to(block_table.device)]
             query_lens, seq_lens = query_lens[kept], seq_lens[kept]
-        table = history_of(seq_lens - query_lens, block_table, call.sliding_window)
+        layouts, tables = [], []
+        if self.has_history:
+            layouts = [call.layout, *([call.raw] if call.raw and copies else [])]
+            tables = [history_of(seq_lens - query_lens, block_table, call.sliding_window)]
         self._histories, self._rows = None, []
         if call.attend is None:
-            self._rows = _rows(query_lens, seq_lens, table, call, copies)
+            pages, ends = pages_of(layouts[:1], tables), np.cumsum(query_lens)
+            for row, (n, length) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
+                history = _tables(block_table[row], pages[pages[:, SEQUENCE] == row], copies)
+                tokens = slice(int(ends[row]) - n, int(ends[row]))
+                self._rows.append(_Row(call, layouts, tokens, torch.arange(length - n, length)[None], history))
             return
-        layouts = [call.layout, *([call.raw] if call.raw and copies else [])]
         self._histories = Histories(
-            layouts, [table], query_lens, call.dtype, block_table.device, call.scratch.rows, own=True, copies=copies
+            layouts, tables, query_lens, call.dtype, block_table.device, call.scratch.rows, own=True, copies=copies
         )
 
     def run(
@@ -122,19 +127,34 @@ class Prefill:
             self._histories.run(stores, q, out, dense, call.scratch, own=(k, v), others=others)
 
 
-@dataclass(frozen=True, eq=False)
 class _Row:
     """A row on a CPU.
 
-    Attributes:
-        tokens: those of the step that are the row's.
-        positions: int64 [1, tokens].
-        past: a plan over its history, None where it has none.
+    Args:
+        layouts: of each part of the history.
+        tokens: those of the step that are the row's; positions: int64 [1, tokens].
+        history: tables of the parts; none where there is no history.
     """
 
-    tokens: slice
-    positions: torch.Tensor
-    past: attend.Attention | None
+    def __init__(
+        self, call: Call, layouts: list[PageLayout], tokens: slice, positions: torch.Tensor, history: list[Table]
+    ) -> None:
+        self._tokens, self._positions, self._past = tokens, positions, None
+        if history:
+            self._past = attend.plan(
+                layouts,
+                batch_size=1,
+                num_q_heads=call.num_heads,
+                dtype=call.dtype,
+                device=positions.device,
+                num_queries=positions.shape[1],
+                scaling=call.scaling,
+                sliding_window=call.sliding_window,
+                softcap=call.softcap,
+                spans=True,
+                past_only=True,
+            )
+            self._past.update(history, positions=positions.int())
 
     def run(
         self,
@@ -143,64 +163,44 @@ class _Row:
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor,
-        stores: Sequence[PageStore],
+        stores: list[PageStore],
         sink: Sink,
     ) -> None:
-        mine, keys, values, into = (x[None, self.tokens] for x in (q, k, v, out))
+        """Arguments as `Prefill.run` has them; stores: of each part."""
+        mine, keys, values, into = (x[None, self._tokens] for x in (q, k, v, out))
         fresh = chunk_attention.choose(mine, values, call.softcap)
-        found = [fresh.run(mine, keys, values, self.positions, call.scaling, call.sliding_window, call.softcap)]
-        if self.past is not None:
-            self.past.bind(0, stores[: len(self.past.layouts)])
-            result, lse = torch.empty_like(into, dtype=self.past.result_dtype), into.new_empty(mine.shape[:3]).float()
-            found.append((self.past.run(mine, 0, out=result, lse=lse), lse))
+        found = [fresh.run(mine, keys, values, self._positions, call.scaling, call.sliding_window, call.softcap)]
+        if self._past is not None:
+            self._past.bind(0, stores)
+            past, lse = torch.empty_like(into, dtype=self._past.result_dtype), torch.empty(mine.shape[:3])
+            found.append((self._past.run(mine, 0, out=past, lse=lse), lse))
         if len(found) == 1 and sink is None:
             into.copy_(found[0][0])
         else:
             merge(found, sink, into)
 
 
-def _rows(query_lens: np.ndarray, seq_lens: np.ndarray, table: Table, call: Call, copies: Copies | None) -> list[_Row]:
-    """Rows with queries; pages that have a copy among the newest, or of the first, are read from it."""
-    pages, ends, found = pages_of([call.layout], [table]), np.cumsum(query_lens), []
-    layouts = [call.layout, *([call.raw] if call.raw and copies else [])]
-    for row, (n, length) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
-        mine = pages[pages[:, SEQUENCE] == row]
-        ids, past = table.pages.numpy()[row, mine[:, ENTRY]], None
-        positions = torch.arange(length - n, length, device="cpu")[None]
-        if len(mine):
-            tables = [_table(ids, mine)]
-            if copies is not None:
-                copy = np.where(
-                    copies.wanted(mine[:, ENTRY], mine[-1:, ENTRY]), copies.of_blocks(torch.from_numpy(ids).long()), -1
-                )
-                tables = [_table(x[at], mine[at]) for x, at in ((ids, copy < 0), (copy, copy >= 0))]
-            past = attend.plan(
-                layouts,
-                batch_size=1,
-                num_q_heads=call.num_heads,
-                dtype=call.dtype,
-                device="cpu",
-                num_queries=n,
-                scaling=call.scaling,
-                sliding_window=call.sliding_window,
-                softcap=call.softcap,
-                spans=True,
-                past_only=True,
-            )
-            past.update(tables, positions=positions.int())
-        found.append(_Row(slice(int(ends[row]) - n, int(ends[row])), positions, past))
-    return found
+def _tables(blocks: torch.Tensor, pages: np.ndarray, copies: Copies | None) -> list[Table]:
+    """The history of one row: pages that are read packed and, where there are copies, those that have one among the
+    newest or of the first.
+    """
+    if not len(pages):
+        return []
+    ids, entries = blocks.numpy()[pages[:, ENTRY]], pages[:, ENTRY]
+    if copies is None:
+        return [_table(ids, pages)]
+    copy = copies.of_blocks(torch.from_numpy(ids).long()).numpy()
+    copied = copies.wanted(entries, entries[-1:]) & (copy >= 0)
+    return [_table(ids[~copied], pages[~copied]), _table(copy[copied], pages[copied])]
 
 
 def _table(ids: np.ndarray, pages: np.ndarray) -> Table:
     """Of one row that reads these pages, each where it stands."""
-    if not len(ids):
-        ids, pages, tokens = np.zeros(1, np.int32), np.zeros((1, VISIBLE + 1), np.int64), 0
-    else:
-        tokens = (len(ids) - 1) * PAGE_SIZE + int(pages[-1, VISIBLE])
-    numbers = (ids[None], np.array([tokens]), pages[None, :, [POSITION, VISIBLE]])
-    on_host = [torch.from_numpy(x.astype(np.int32, order="C")) for x in numbers]
-    return Table(on_host[0], on_host[1], spans=on_host[2])
+    tokens = (len(ids) - 1) * PAGE_SIZE + int(pages[-1, VISIBLE]) if len(ids) else 0
+    width = max(len(ids), 1)  # one entry that is not read, where there is none
+    numbers = np.resize(ids, (1, width)), [tokens], np.resize(pages[:, [POSITION, VISIBLE]], (1, width, 2))
+    block, count, spans = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in numbers)
+    return Table(block, count, spans=spans)
 
 
 def prefills(

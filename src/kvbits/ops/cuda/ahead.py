@@ -79,8 +79,8 @@ def of_vllm(
     parts = [layout, *([dataclasses.replace(layout, key=QuantSpec.raw(), value=QuantSpec.raw())] if copied else [])]
     for x in parts:
         yield from _stored(x, dtype, capability)
-    if family_of(layout).refuses("unpack", layout, dtype=dtype) is None:
-        yield family_of(layout).unpacking(layout, dtype)
+        if family_of(x).refuses("unpack", x, dtype=dtype) is None:
+            yield family_of(x).unpacking(x, dtype)
     yield merge.source(layout.value_head_dim, dtype)
     columns = num_q_heads // layout.num_kv_heads
     for n in range(1, MAX_QUERIES + 1):
