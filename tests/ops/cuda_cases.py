@@ -14,10 +14,10 @@ import torch
 from kvbits.ops import attend
 from kvbits.ops.reference.attend import exact
 from kvbits.ops.reference.close import close_pages
-from kvbits.ops.types import AttendCall, PageStore, PageTable, Part, Table
+from kvbits.ops.types import PageStore, Table
 from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import completed
-from kvbits.spec import PageLayout, PerChannel, QuantSpec
+from kvbits.spec import PageLayout, QuantSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,19 +147,20 @@ def slabs_of(pages: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
     return tuple(x if i % 2 else x.clone() for i, x in enumerate(pages.tensor_split(cuts[:-1].tolist())))
 
 
-def table_of(pages: PageTable, page_size: int, spans: bool = False) -> Table:
-    """The table of ragged lists, with spans where pages were dropped or cut, or where they are asked for."""
-    counts, device = np.diff(pages.indptr), "cpu"
-    ids, at = np.full((len(counts), counts.max(initial=1)), -1), np.zeros((len(counts), counts.max(initial=1), 2))
-    starts, tokens = np.zeros(len(counts)), np.zeros(len(counts))
-    for b, n in enumerate(counts):
-        own = slice(pages.indptr[b], pages.indptr[b + 1])
-        ids[b, :n], at[b, :n, 0], at[b, :n, 1] = pages.page_ids[own], pages.starts[own], pages.lengths[own]
-        if n:
-            starts[b], tokens[b] = pages.starts[own][0], (n - 1) * page_size + pages.lengths[own][-1]
-            follow = pages.starts[own] == starts[b] + page_size * np.arange(n)
-            spans |= not follow.all() or (pages.lengths[own][:-1] < page_size).any()
-    ids, at, starts, tokens = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (ids, at, starts, tokens))
+def table_of(pages: list[list[tuple[int, int, int]]], page_size: int, spans: bool = False) -> Table:
+    """The table of (page number, position of its first token, visible tokens) of each page of each sequence, with spans
+    where pages were dropped or cut, or where they are asked for.
+    """
+    width = max(1, *(len(row) for row in pages))
+    ids, at = torch.full((len(pages), width), -1, dtype=torch.int32), torch.zeros(len(pages), width, 2).int()
+    starts, tokens = torch.zeros(2, len(pages), dtype=torch.int32)
+    for b, row in enumerate(pages):
+        for i, (page, *span) in enumerate(row):
+            ids[b, i], at[b, i] = page, torch.tensor(span)
+        if row:
+            starts[b], tokens[b] = row[0][1], (len(row) - 1) * page_size + row[-1][2]
+            spans |= any(start != row[0][1] + i * page_size for i, (_, start, _) in enumerate(row))
+            spans |= any(length < page_size for _, _, length in row[:-1])
     return Table(ids, tokens, spans=at) if spans else Table(ids, tokens, starts)
 
 
@@ -171,30 +172,6 @@ def on(device: torch.device | str, table: Table) -> Table:
 
 def make(case: Case, device: torch.device | str, seed: int = 0) -> Call:
     """The call that a case is."""
-    call, q, _ = build(case, device, seed)
-    parts = call.parts
-    pools = [p.store.slabs[0]._base if p.store.slabs[0]._base is not None else p.store.slabs[0] for p in parts]
-    newest = np.maximum.reduce([_newest(p.table) for p in parts])[:, None]
-    positions = np.where(newest < case.num_queries, -1, newest - case.num_queries + np.arange(case.num_queries))
-    return Call(
-        [dataclasses.replace(p.store, slabs=slabs_of(p.store.slabs[0], case.slabs)) for p in parts],
-        [on(device, table_of(p.table, p.store.layout.page_size, case.spans)) for p in parts],
-        q,
-        torch.from_numpy(positions.astype(np.int32)).to(device),
-        {"scaling": call.scaling, "sliding_window": call.sliding_window, "softcap": call.softcap},
-        pools,
-    )
-
-
-def _newest(pages: PageTable) -> np.ndarray:
-    """int64 [B]: position after the newest token."""
-    found = np.zeros(len(pages.indptr) - 1, np.int64)
-    np.maximum.at(found, np.repeat(np.arange(len(found)), np.diff(pages.indptr)), pages.starts + pages.lengths)
-    return found
-
-
-def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[AttendCall, torch.Tensor, list[int]]:
-    """(call over layer 0, q [B, T, Hq, D], bytes from one layer's page to the next for every part)."""
     gen = torch.Generator(device=device).manual_seed(seed)
     rng = np.random.default_rng(seed)
     raw = QuantSpec.raw()
@@ -202,8 +179,7 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Attend
     def layout(key: QuantSpec, value: QuantSpec, size: int) -> PageLayout:
         return PageLayout(key=key, value=value, page_size=size, raw_dtype=case.raw_dtype, **case.sizes)
 
-    parts, strides = [], []
-    spans = {"closed": [], "young": [], "sink": [], "tail": []}
+    held = {"closed": [], "young": [], "sink": [], "tail": []}  # tokens of each sequence, first and past the last
     for n in case.lengths:
         sink = min(case.sinks, n)
         closed = (
@@ -213,16 +189,16 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Attend
             if n - sink > case.tail
             else 0
         )
-        spans["sink"].append((0, sink))
+        held["sink"].append((0, sink))
         old = (
             closed
             if not case.young
-            else (closed // 3 + (17 * len(spans["sink"])) % 128) // case.page_size * case.page_size
+            else (closed // 3 + (17 * len(held["sink"])) % 128) // case.page_size * case.page_size
         )
         old = min(old, closed)
-        spans["closed"].append((sink, sink + old))
-        spans["young"].append((sink + old, sink + closed))
-        spans["tail"].append((sink + closed, n))
+        held["closed"].append((sink, sink + old))
+        held["young"].append((sink + old, sink + closed))
+        held["tail"].append((sink + closed, n))
     closed_layout = layout(case.key, case.value, case.page_size)
     eight = [dataclasses.replace(s, format="int8") for s in (case.key, case.value)] if case.young else ()
     layouts = {
@@ -231,29 +207,38 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Attend
         "sink": layout(raw, raw, max(case.sinks, 1)),
         "tail": layout(raw, raw, case.page_size),
     }
-    for name, per_sequence in spans.items():
-        if any(end > start for start, end in per_sequence):
-            part, stride = _part(layouts[name], per_sequence, case, name, gen, rng, device)
-            parts.append(part)
-            strides.append(stride)
-    call = AttendCall(tuple(parts), case.head_dim**-0.5, case.window, case.softcap)
-    hq = case.heads * case.group
-    q = torch.randn(len(case.lengths), case.num_queries, hq, case.head_dim, generator=gen, device=device).to(case.dtype)
-    return call, q, strides
+    stores, tables, pools, newest = [], [], [], torch.zeros(len(case.lengths), 1, dtype=torch.int32)
+    for name, tokens in held.items():
+        if not any(end > start for start, end in tokens):
+            continue
+        pages, pool, static = _part(layouts[name], tokens, case, name, gen, rng, device)
+        stores.append(PageStore(layouts[name], slabs_of(pool[:, 0], case.slabs), static))
+        tables.append(on(device, table_of(pages, layouts[name].page_size, case.spans)))
+        pools.append(pool)
+        for b, row in enumerate(pages):
+            newest[b] = max(newest[b], *(start + length for _, start, length in row)) if row else newest[b]
+    q = torch.randn(
+        len(case.lengths), case.num_queries, case.heads * case.group, case.head_dim, generator=gen, device=device
+    ).to(case.dtype)
+    positions = newest - case.num_queries + torch.arange(case.num_queries, dtype=torch.int32, device="cpu")
+    positions = torch.where(newest < case.num_queries, -1, positions)
+    options = {"scaling": case.head_dim**-0.5, "sliding_window": case.window, "softcap": case.softcap}
+    return Call(stores, tables, q, positions.to(device), options, pools)
 
 
 def _part(
     layout: PageLayout,
-    spans: list[tuple[int, int]],
+    held: list[tuple[int, int]],
     case: Case,
     name: str,
     gen: torch.Generator,
     rng: np.random.Generator,
     device,
-) -> tuple[Part, int]:
+) -> tuple[list[list[tuple[int, int, int]]], torch.Tensor, dict[str, torch.Tensor]]:
+    """Pages of each sequence as `table_of` takes them, the pool [pages, layers, H, bytes], and calibrated parameters."""
     size = layout.page_size
     starts, lengths, counts = [], [], []
-    for first, end in spans:
+    for first, end in held:
         first = (
             max(first, (end - case.window) // size * size)
             if case.window and name == "closed" and not case.crop
@@ -284,10 +269,9 @@ def _part(
         if layout.key.is_raw:  # nothing may depend on rows past the visible length
             _poison(pages, layout, lengths[at : at + 256])
         slab[torch.from_numpy(some).to(device)] = pages[:, None]
-    store = PageStore(layout, (slab[:, 0],), static)
-    indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    table = PageTable(indptr, ids.astype(np.int64), np.array(starts, np.int64), np.array(lengths, np.int32))
-    return Part(store, table), layout.page_size_bytes
+    every = list(zip(ids.tolist(), starts, lengths, strict=True))
+    ends = np.cumsum(counts)
+    return [every[end - count : end] for count, end in zip(counts, ends, strict=True)], slab, static
 
 
 def _poison(pages: torch.Tensor, layout: PageLayout, lengths: list[int]) -> None:
@@ -336,6 +320,3 @@ def _static(layout: PageLayout, case: Case, gen: torch.Generator, device) -> dic
 
 def relative_error(out: torch.Tensor, want: torch.Tensor) -> float:
     return float((out.double() - want.double()).norm() / want.double().norm())
-
-
-__all__ = ["Case", "PerChannel", "build", "relative_error"]
