@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from ops import calls
 
 from kvbits.ops import attend
-from kvbits.ops.reference.attend import exact
+from kvbits.ops.reference.attend import PageList, exact, query_positions
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.types import PageStore, Table
 from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import completed
-from kvbits.spec import PageLayout, QuantSpec
+from kvbits.spec import PageLayout, PerChannel, QuantSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,39 +84,18 @@ def _short(spec: QuantSpec) -> str:
 
 
 @dataclasses.dataclass
-class Call:
-    """One attention call of a case, over layer 0.
+class Call(calls.Call):
+    """One attention call of a case, over layer 0, at the positions of the newest tokens.
 
     Attributes:
-        stores, tables: of each part.
-        q: [B, T, Hq, D].
-        positions: int32 [B, T], those of the newest tokens.
-        options: scaling, sliding_window and softcap.
         pools: uint8 [pages, layers, H, bytes] of each part.
     """
 
-    stores: list[PageStore]
-    tables: list[Table]
-    q: torch.Tensor
-    positions: torch.Tensor
-    options: dict[str, Any]
     pools: list[torch.Tensor]
 
     def plan(self, **changes: Any) -> attend.Attention:
         """A plan for the call, bound (layers by their numbers) and up to date."""
-        made = attend.plan(
-            [store.layout for store in self.stores],
-            **{
-                "batch_size": len(self.q),
-                "num_q_heads": self.q.shape[2],
-                "dtype": self.q.dtype,
-                "device": self.q.device,
-                "num_queries": self.q.shape[1],
-                "spans": any(table.spans is not None for table in self.tables),
-            }
-            | self.options
-            | changes,
-        )
+        made = super().plan(**changes)
         for layer in range(self.pools[0].shape[1]):
             made.bind(layer, self.stores_of(layer))
         device = "cpu" if made.reads_host else self.q.device
@@ -132,7 +112,7 @@ class Call:
     @property
     def given(self) -> torch.Tensor | None:
         """Positions where tables do not say them."""
-        return self.positions if any(table.spans is not None for table in self.tables) else None
+        return self.positions if self.has_spans else None
 
     def want(self, stores: Sequence[PageStore] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """out and lse in float64."""
@@ -145,23 +125,6 @@ def slabs_of(pages: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
         return (pages,)
     cuts = np.linspace(1, len(pages), count).astype(int)
     return tuple(x if i % 2 else x.clone() for i, x in enumerate(pages.tensor_split(cuts[:-1].tolist())))
-
-
-def table_of(pages: list[list[tuple[int, int, int]]], page_size: int, spans: bool = False) -> Table:
-    """The table of (page number, position of its first token, visible tokens) of each page of each sequence, with spans
-    where pages were dropped or cut, or where they are asked for.
-    """
-    width = max(1, *(len(row) for row in pages))
-    ids, at = torch.full((len(pages), width), -1, dtype=torch.int32), torch.zeros(len(pages), width, 2).int()
-    starts, tokens = torch.zeros(2, len(pages), dtype=torch.int32)
-    for b, row in enumerate(pages):
-        for i, (page, *span) in enumerate(row):
-            ids[b, i], at[b, i] = page, torch.tensor(span)
-        if row:
-            starts[b], tokens[b] = row[0][1], (len(row) - 1) * page_size + row[-1][2]
-            spans |= any(start != row[0][1] + i * page_size for i, (_, start, _) in enumerate(row))
-            spans |= any(length < page_size for _, _, length in row[:-1])
-    return Table(ids, tokens, spans=at) if spans else Table(ids, tokens, starts)
 
 
 def on(device: torch.device | str, table: Table) -> Table:
@@ -179,7 +142,8 @@ def make(case: Case, device: torch.device | str, seed: int = 0) -> Call:
     def layout(key: QuantSpec, value: QuantSpec, size: int) -> PageLayout:
         return PageLayout(key=key, value=value, page_size=size, raw_dtype=case.raw_dtype, **case.sizes)
 
-    held = {"closed": [], "young": [], "sink": [], "tail": []}  # tokens of each sequence, first and past the last
+    stores, lists, pools = [], [], []
+    spans = {"closed": [], "young": [], "sink": [], "tail": []}
     for n in case.lengths:
         sink = min(case.sinks, n)
         closed = (
@@ -189,16 +153,16 @@ def make(case: Case, device: torch.device | str, seed: int = 0) -> Call:
             if n - sink > case.tail
             else 0
         )
-        held["sink"].append((0, sink))
+        spans["sink"].append((0, sink))
         old = (
             closed
             if not case.young
-            else (closed // 3 + (17 * len(held["sink"])) % 128) // case.page_size * case.page_size
+            else (closed // 3 + (17 * len(spans["sink"])) % 128) // case.page_size * case.page_size
         )
         old = min(old, closed)
-        held["closed"].append((sink, sink + old))
-        held["young"].append((sink + old, sink + closed))
-        held["tail"].append((sink + closed, n))
+        spans["closed"].append((sink, sink + old))
+        spans["young"].append((sink + old, sink + closed))
+        spans["tail"].append((sink + closed, n))
     closed_layout = layout(case.key, case.value, case.page_size)
     eight = [dataclasses.replace(s, format="int8") for s in (case.key, case.value)] if case.young else ()
     layouts = {
@@ -207,38 +171,37 @@ def make(case: Case, device: torch.device | str, seed: int = 0) -> Call:
         "sink": layout(raw, raw, max(case.sinks, 1)),
         "tail": layout(raw, raw, case.page_size),
     }
-    stores, tables, pools, newest = [], [], [], torch.zeros(len(case.lengths), 1, dtype=torch.int32)
-    for name, tokens in held.items():
-        if not any(end > start for start, end in tokens):
-            continue
-        pages, pool, static = _part(layouts[name], tokens, case, name, gen, rng, device)
-        stores.append(PageStore(layouts[name], slabs_of(pool[:, 0], case.slabs), static))
-        tables.append(on(device, table_of(pages, layouts[name].page_size, case.spans)))
-        pools.append(pool)
-        for b, row in enumerate(pages):
-            newest[b] = max(newest[b], *(start + length for _, start, length in row)) if row else newest[b]
-    q = torch.randn(
-        len(case.lengths), case.num_queries, case.heads * case.group, case.head_dim, generator=gen, device=device
-    ).to(case.dtype)
-    positions = newest - case.num_queries + torch.arange(case.num_queries, dtype=torch.int32, device="cpu")
-    positions = torch.where(newest < case.num_queries, -1, positions)
-    options = {"scaling": case.head_dim**-0.5, "sliding_window": case.window, "softcap": case.softcap}
-    return Call(stores, tables, q, positions.to(device), options, pools)
+    for name, per_sequence in spans.items():
+        if any(end > start for start, end in per_sequence):
+            store, pages, pool = _part(layouts[name], per_sequence, case, name, gen, rng, device)
+            stores.append(store)
+            lists.append(pages)
+            pools.append(pool)
+    hq = case.heads * case.group
+    q = torch.randn(len(case.lengths), case.num_queries, hq, case.head_dim, generator=gen, device=device).to(case.dtype)
+    tables = [calls.table_of(x, s.layout.page_size, case.spans) for x, s in zip(lists, stores, strict=True)]
+    return Call(
+        stores,
+        [on(device, table) for table in tables],
+        q,
+        query_positions(lists, case.num_queries, None).int().to(device),
+        {"scaling": case.head_dim**-0.5, "sliding_window": case.window, "softcap": case.softcap},
+        pools,
+    )
 
 
 def _part(
     layout: PageLayout,
-    held: list[tuple[int, int]],
+    spans: list[tuple[int, int]],
     case: Case,
     name: str,
     gen: torch.Generator,
     rng: np.random.Generator,
     device,
-) -> tuple[list[list[tuple[int, int, int]]], torch.Tensor, dict[str, torch.Tensor]]:
-    """Pages of each sequence as `table_of` takes them, the pool [pages, layers, H, bytes], and calibrated parameters."""
+) -> tuple[PageStore, PageList, torch.Tensor]:
     size = layout.page_size
     starts, lengths, counts = [], [], []
-    for first, end in held:
+    for first, end in spans:
         first = (
             max(first, (end - case.window) // size * size)
             if case.window and name == "closed" and not case.crop
@@ -269,9 +232,10 @@ def _part(
         if layout.key.is_raw:  # nothing may depend on rows past the visible length
             _poison(pages, layout, lengths[at : at + 256])
         slab[torch.from_numpy(some).to(device)] = pages[:, None]
-    every = list(zip(ids.tolist(), starts, lengths, strict=True))
-    ends = np.cumsum(counts)
-    return [every[end - count : end] for count, end in zip(counts, ends, strict=True)], slab, static
+    store = PageStore(layout, slabs_of(slab[:, 0], case.slabs), static)
+    indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    pages = PageList(indptr, ids.astype(np.int64), np.array(starts, np.int64), np.array(lengths, np.int32))
+    return store, pages, slab
 
 
 def _poison(pages: torch.Tensor, layout: PageLayout, lengths: list[int]) -> None:
@@ -320,3 +284,6 @@ def _static(layout: PageLayout, case: Case, gen: torch.Generator, device) -> dic
 
 def relative_error(out: torch.Tensor, want: torch.Tensor) -> float:
     return float((out.double() - want.double()).norm() / want.double().norm())
+
+
+__all__ = ["Case", "PerChannel", "make", "relative_error"]

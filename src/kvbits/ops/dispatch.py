@@ -32,18 +32,15 @@ from ..errors import SpecError, UnsupportedError
 from ..spec import PageLayout
 
 BACKENDS = {
-    "attend_pages": ("cpu", "reference"),
     "attend": ("cuda", "cpu", "reference"),
     "attend_fresh": ("cpu", "cuda", "reference"),
     "close_pages": ("cpu", "cuda", "reference"),
     "append": ("cpu", "cuda", "reference"),
-    "paged_attention": ("cpu", "reference"),
     "store_tokens": ("cpu", "cuda", "reference"),
     "merge": ("cuda", "reference"),
     "unpack": ("cuda", "reference"),
 }
 FUNCTIONS = {
-    "attend_pages": ("attend_pages", "attend"),
     "attend": ("attend", "Plan"),
     "close_pages": ("close", "close"),
     "merge": ("merge", "merge_partials"),
@@ -136,16 +133,15 @@ def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
 
 
 OPERATIONS: dict[str, tuple[str, dict[str, int]]] = {
-    "decode": ("attend_pages", {}),
-    "chunk": ("attend_pages", {"num_queries": 512}),
+    "decode": ("attend", {}),
+    "chunk": ("attend", {"num_queries": 512}),
     "close": ("close_pages", {}),
     "append": ("append", {}),
-    "paged_attention": ("paged_attention", {}),
     "store_tokens": ("store_tokens", {}),
     "unpack": ("unpack", {}),
 }
-"""What is done with pages: decoding, many queries past them, a page that closes, tokens one by one, two operations for
-pages of other engines, and unpacking. The op of each, and what `refuses_layout` is asked beside the layout.
+"""What is done with pages: decoding, many queries past them, a page that closes, tokens one by one, tokens
+of other engines, and unpacking. The op of each, and what `refuses_layout` is asked beside the layout.
 """
 
 
