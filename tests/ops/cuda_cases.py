@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from ops import calls
 
 from kvbits.ops import attend
-from kvbits.ops.reference.attend import exact
+from kvbits.ops.reference.attend import PageList, exact, query_positions
 from kvbits.ops.reference.close import close_pages
-from kvbits.ops.types import AttendCall, PageStore, PageTable, Part, Table
+from kvbits.ops.types import PageStore, Table
 from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import completed
 from kvbits.spec import PageLayout, PerChannel, QuantSpec
@@ -83,39 +84,18 @@ def _short(spec: QuantSpec) -> str:
 
 
 @dataclasses.dataclass
-class Call:
-    """One attention call of a case, over layer 0.
+class Call(calls.Call):
+    """One attention call of a case, over layer 0, at the positions of the newest tokens.
 
     Attributes:
-        stores, tables: of each part.
-        q: [B, T, Hq, D].
-        positions: int32 [B, T], those of the newest tokens.
-        options: scaling, sliding_window and softcap.
         pools: uint8 [pages, layers, H, bytes] of each part.
     """
 
-    stores: list[PageStore]
-    tables: list[Table]
-    q: torch.Tensor
-    positions: torch.Tensor
-    options: dict[str, Any]
     pools: list[torch.Tensor]
 
     def plan(self, **changes: Any) -> attend.Attention:
         """A plan for the call, bound (layers by their numbers) and up to date."""
-        made = attend.plan(
-            [store.layout for store in self.stores],
-            **{
-                "batch_size": len(self.q),
-                "num_q_heads": self.q.shape[2],
-                "dtype": self.q.dtype,
-                "device": self.q.device,
-                "num_queries": self.q.shape[1],
-                "spans": any(table.spans is not None for table in self.tables),
-            }
-            | self.options
-            | changes,
-        )
+        made = super().plan(**changes)
         for layer in range(self.pools[0].shape[1]):
             made.bind(layer, self.stores_of(layer))
         device = "cpu" if made.reads_host else self.q.device
@@ -132,7 +112,7 @@ class Call:
     @property
     def given(self) -> torch.Tensor | None:
         """Positions where tables do not say them."""
-        return self.positions if any(table.spans is not None for table in self.tables) else None
+        return self.positions if self.has_spans else None
 
     def want(self, stores: Sequence[PageStore] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """out and lse in float64."""
@@ -147,22 +127,6 @@ def slabs_of(pages: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
     return tuple(x if i % 2 else x.clone() for i, x in enumerate(pages.tensor_split(cuts[:-1].tolist())))
 
 
-def table_of(pages: PageTable, page_size: int, spans: bool = False) -> Table:
-    """The table of ragged lists, with spans where pages were dropped or cut, or where they are asked for."""
-    counts, device = np.diff(pages.indptr), "cpu"
-    ids, at = np.full((len(counts), counts.max(initial=1)), -1), np.zeros((len(counts), counts.max(initial=1), 2))
-    starts, tokens = np.zeros(len(counts)), np.zeros(len(counts))
-    for b, n in enumerate(counts):
-        own = slice(pages.indptr[b], pages.indptr[b + 1])
-        ids[b, :n], at[b, :n, 0], at[b, :n, 1] = pages.page_ids[own], pages.starts[own], pages.lengths[own]
-        if n:
-            starts[b], tokens[b] = pages.starts[own][0], (n - 1) * page_size + pages.lengths[own][-1]
-            follow = pages.starts[own] == starts[b] + page_size * np.arange(n)
-            spans |= not follow.all() or (pages.lengths[own][:-1] < page_size).any()
-    ids, at, starts, tokens = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (ids, at, starts, tokens))
-    return Table(ids, tokens, spans=at) if spans else Table(ids, tokens, starts)
-
-
 def on(device: torch.device | str, table: Table) -> Table:
     """The table with its tensors on `device`."""
     fields = (getattr(table, f.name) for f in dataclasses.fields(table))
@@ -171,30 +135,6 @@ def on(device: torch.device | str, table: Table) -> Table:
 
 def make(case: Case, device: torch.device | str, seed: int = 0) -> Call:
     """The call that a case is."""
-    call, q, _ = build(case, device, seed)
-    parts = call.parts
-    pools = [p.store.slabs[0]._base if p.store.slabs[0]._base is not None else p.store.slabs[0] for p in parts]
-    newest = np.maximum.reduce([_newest(p.table) for p in parts])[:, None]
-    positions = np.where(newest < case.num_queries, -1, newest - case.num_queries + np.arange(case.num_queries))
-    return Call(
-        [dataclasses.replace(p.store, slabs=slabs_of(p.store.slabs[0], case.slabs)) for p in parts],
-        [on(device, table_of(p.table, p.store.layout.page_size, case.spans)) for p in parts],
-        q,
-        torch.from_numpy(positions.astype(np.int32)).to(device),
-        {"scaling": call.scaling, "sliding_window": call.sliding_window, "softcap": call.softcap},
-        pools,
-    )
-
-
-def _newest(pages: PageTable) -> np.ndarray:
-    """int64 [B]: position after the newest token."""
-    found = np.zeros(len(pages.indptr) - 1, np.int64)
-    np.maximum.at(found, np.repeat(np.arange(len(found)), np.diff(pages.indptr)), pages.starts + pages.lengths)
-    return found
-
-
-def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[AttendCall, torch.Tensor, list[int]]:
-    """(call over layer 0, q [B, T, Hq, D], bytes from one layer's page to the next for every part)."""
     gen = torch.Generator(device=device).manual_seed(seed)
     rng = np.random.default_rng(seed)
     raw = QuantSpec.raw()
@@ -202,7 +142,7 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Attend
     def layout(key: QuantSpec, value: QuantSpec, size: int) -> PageLayout:
         return PageLayout(key=key, value=value, page_size=size, raw_dtype=case.raw_dtype, **case.sizes)
 
-    parts, strides = [], []
+    stores, lists, pools = [], [], []
     spans = {"closed": [], "young": [], "sink": [], "tail": []}
     for n in case.lengths:
         sink = min(case.sinks, n)
@@ -233,13 +173,21 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Attend
     }
     for name, per_sequence in spans.items():
         if any(end > start for start, end in per_sequence):
-            part, stride = _part(layouts[name], per_sequence, case, name, gen, rng, device)
-            parts.append(part)
-            strides.append(stride)
-    call = AttendCall(tuple(parts), case.head_dim**-0.5, case.window, case.softcap)
+            store, pages, pool = _part(layouts[name], per_sequence, case, name, gen, rng, device)
+            stores.append(store)
+            lists.append(pages)
+            pools.append(pool)
     hq = case.heads * case.group
     q = torch.randn(len(case.lengths), case.num_queries, hq, case.head_dim, generator=gen, device=device).to(case.dtype)
-    return call, q, strides
+    tables = [calls.table_of(x, s.layout.page_size, case.spans) for x, s in zip(lists, stores, strict=True)]
+    return Call(
+        stores,
+        [on(device, table) for table in tables],
+        q,
+        query_positions(lists, case.num_queries, None).int().to(device),
+        {"scaling": case.head_dim**-0.5, "sliding_window": case.window, "softcap": case.softcap},
+        pools,
+    )
 
 
 def _part(
@@ -250,7 +198,7 @@ def _part(
     gen: torch.Generator,
     rng: np.random.Generator,
     device,
-) -> tuple[Part, int]:
+) -> tuple[PageStore, PageList, torch.Tensor]:
     size = layout.page_size
     starts, lengths, counts = [], [], []
     for first, end in spans:
@@ -284,10 +232,10 @@ def _part(
         if layout.key.is_raw:  # nothing may depend on rows past the visible length
             _poison(pages, layout, lengths[at : at + 256])
         slab[torch.from_numpy(some).to(device)] = pages[:, None]
-    store = PageStore(layout, (slab[:, 0],), static)
+    store = PageStore(layout, slabs_of(slab[:, 0], case.slabs), static)
     indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    table = PageTable(indptr, ids.astype(np.int64), np.array(starts, np.int64), np.array(lengths, np.int32))
-    return Part(store, table), layout.page_size_bytes
+    pages = PageList(indptr, ids.astype(np.int64), np.array(starts, np.int64), np.array(lengths, np.int32))
+    return store, pages, slab
 
 
 def _poison(pages: torch.Tensor, layout: PageLayout, lengths: list[int]) -> None:
@@ -338,4 +286,4 @@ def relative_error(out: torch.Tensor, want: torch.Tensor) -> float:
     return float((out.double() - want.double()).norm() / want.double().norm())
 
 
-__all__ = ["Case", "PerChannel", "build", "relative_error"]
+__all__ = ["Case", "PerChannel", "make", "relative_error"]

@@ -14,15 +14,14 @@ from ops.cpu_cases import NOISE, RAW, banded, inverse_frequencies, needs_library
 
 from kvbits import schemes
 from kvbits.errors import DataError
+from kvbits.ops import attend as attention
 from kvbits.ops.cpu import append as append_cpu
-from kvbits.ops.cpu import attend_pages as cpu
 from kvbits.ops.cpu import close as close_cpu
 from kvbits.ops.cpu import structs
 from kvbits.ops.reference import append as append_reference
-from kvbits.ops.reference import attend_pages as reference
 from kvbits.ops.reference import close as close_reference
 from kvbits.ops.reference.dequantize import dequantize_pages, section
-from kvbits.ops.types import PageStore, SlotMapping
+from kvbits.ops.types import PageStore, SlotMapping, Table
 from kvbits.quant.banded import scale_values
 from kvbits.quant.basis import completed
 from kvbits.spec import PageLayout, PerGroup, QuantSpec
@@ -38,8 +37,7 @@ def sides(name):
 
 
 def assert_agrees(case, noise=NOISE["banded"]):
-    q, call, positions = case
-    (out, lse), (want, want_lse) = cpu.attend(q, call, positions), reference.attend(q, call, positions, torch.float64)
+    (out, lse), (want, want_lse) = case.attend("cpu"), case.exact()
     assert torch.equal(torch.isinf(lse), torch.isinf(want_lse))
     assert not out[torch.isinf(want_lse)].any(), "rows that see nothing are zero"
     assert float((out - want).norm()) <= noise * float(want.norm())
@@ -103,8 +101,8 @@ def test_beside_other_formats(tier):
 
 
 @pytest.mark.parametrize("basis", [None, "hadamard", "calibrated"])
-@pytest.mark.parametrize("attend", [cpu.attend, reference.attend])
-def test_levels_are_those_of_the_documents(attend, basis):
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_levels_are_those_of_the_documents(backend, basis):
     """Keys and values as dequantizing reads them, against plain softmax: the reference's own way in the basis is not
     asked.
     """
@@ -113,18 +111,17 @@ def test_levels_are_those_of_the_documents(attend, basis):
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=2, head_dim=64)
     basis = torch.eye(64) * 2 + torch.randn(2, 64, 64) / 8
     static = completed({"k_basis": basis, "k_mean": torch.randn(2, 2, 64)}, inverse_frequencies(64))
-    q, call, _ = random_call(key, value, batch=1, sinks=0, pages=5, dtype=torch.float32)
-    part = call.parts[0]
-    pages, _ = close_reference.close_pages(*torch.randn(2, 5, 2, 64, 64), layout, static, part.table.starts)
+    starts, q = 64 * np.arange(5), torch.randn(1, 1, 6, 64)
+    pages, _ = close_reference.close_pages(*torch.randn(2, 5, 2, 64, 64), layout, static, starts)
     k, v = (
         x.transpose(0, 1).flatten(1, 2).transpose(0, 1)
-        for x in dequantize_pages(pages, layout, static, torch.float64, starts=part.table.starts)
+        for x in dequantize_pages(pages, layout, static, torch.float64, starts=starts)
     )
-    table = dataclasses.replace(part.table, page_ids=np.arange(5), lengths=np.full(5, 64, np.int32))
-    store = dataclasses.replace(part.store, slabs=(pages,), static=static)
-    alone = dataclasses.replace(call, parts=(dataclasses.replace(part, store=store, table=table),))
-    out, lse = attend(q, alone, torch.tensor([[400]]))
-    want, want_lse = dense_attention(q[0], k, v, [319], call.scaling, None, None)
+    table = Table(torch.arange(5, dtype=torch.int32)[None], torch.tensor([320], dtype=torch.int32))
+    positions = torch.tensor([[400]], dtype=torch.int32)
+    store = PageStore(layout, (pages,), static)
+    out, lse = attention.attend(q, [store], [table], positions=positions, backend=backend)
+    want, want_lse = dense_attention(q[0], k, v, [319], 64**-0.5, None, None)
     assert float((out[0] - want).norm()) <= NOISE["banded"] * float(want.norm())
     assert float((lse[0] - want_lse).abs().max()) <= 2 * NOISE["banded"]
 
@@ -133,16 +130,16 @@ def test_queries_large_in_one_direction(tier):
     """A query bias a hundred times the rest, which a calibrated basis takes out: numbers lost before it would not come
     back.
     """
-    q, call, positions = random_call(*sides("klt3"), head_dim=128, group=4, dtype=torch.float32)
-    q[..., 7] += 100
-    part = call.parts[0]
-    basis = part.store.static["k_basis"] * torch.where(torch.arange(128) == 7, 100, 1)[:, None]
-    part.store.static["k_mean"][..., [7, 71]] *= 1e-2  # a pair of the rotary embedding
-    part.store.static.update(completed(part.store.static | {"k_basis": basis}, part.store.static["k_inv_freq"]))
-    k, v = torch.randn(2, len(part.table.page_ids), 2, 64, 128)
+    case = random_call(*sides("klt3"), head_dim=128, group=4, dtype=torch.float32)
+    case.q[..., 7] += 100
+    store, pages = case.stores[0], case.lists[0]
+    basis = store.static["k_basis"] * torch.where(torch.arange(128) == 7, 100, 1)[:, None]
+    store.static["k_mean"][..., [7, 71]] *= 1e-2  # a pair of the rotary embedding
+    store.static.update(completed(store.static | {"k_basis": basis}, store.static["k_inv_freq"]))
+    k, v = torch.randn(2, len(pages.page_ids), 2, 64, 128)
     k[..., 7] *= 1e-2
-    close_reference.close(k, v, part.store, part.table.page_ids, starts=part.table.starts)
-    assert_agrees((q, dataclasses.replace(call, parts=call.parts[:1]), positions))
+    close_reference.close(k, v, store, pages.page_ids, starts=pages.starts)
+    assert_agrees(case.part(0))
 
 
 def test_what_kernels_refuse():
@@ -158,13 +155,12 @@ def test_what_kernels_refuse():
         refused(RAW, banded(8, 8, 8, 8))
         == "banded values of 8 bits: the CPU kernels take 2, 3 or 4, the same in every band"
     )
-    q, call, positions = random_call(*sides("klt2"))
-    part = call.parts[0]
+    case = random_call(*sides("klt2"))
+    store = case.stores[0]
     for name in ("k_inverse", "k_inv_freq", "k_offsets"):
-        static = {n: t for n, t in part.store.static.items() if n != name}
-        bare = dataclasses.replace(part, store=dataclasses.replace(part.store, static=static))
+        static = {n: t for n, t in store.static.items() if n != name}
         with pytest.raises(DataError, match=f"{name} must be"):
-            cpu.attend(q, dataclasses.replace(call, parts=(bare,)), positions)
+            structs.store_struct(dataclasses.replace(store, static=static))
 
 
 # -- closing

@@ -32,17 +32,14 @@ from ..errors import SpecError, UnsupportedError
 from ..spec import PageLayout
 
 BACKENDS = {
-    "attend_pages": ("cpu", "reference"),
     "attend": ("cuda", "cpu", "reference"),
     "attend_fresh": ("cpu", "cuda", "reference"),
     "close_pages": ("cpu", "cuda", "reference"),
-    "paged_attention": ("cpu", "reference"),
     "store": ("cpu", "cuda", "reference"),
     "merge": ("cuda", "reference"),
     "unpack": ("cuda", "reference"),
 }
 FUNCTIONS = {
-    "attend_pages": ("attend_pages", "attend"),
     "attend": ("attend", "Plan"),
     "close_pages": ("close", "close"),
     "merge": ("merge", "merge_partials"),
@@ -135,15 +132,14 @@ def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
 
 
 OPERATIONS: dict[str, tuple[str, dict[str, int]]] = {
-    "decode": ("attend_pages", {}),
-    "chunk": ("attend_pages", {"num_queries": 512}),
+    "decode": ("attend", {}),
+    "chunk": ("attend", {"num_queries": 512}),
     "close": ("close_pages", {}),
     "store": ("store", {}),
-    "paged_attention": ("paged_attention", {}),
     "unpack": ("unpack", {}),
 }
-"""What is done with pages: decoding, many queries past them, a page that closes, tokens one by one, attention for
-pages of other engines, and unpacking. The op of each, and what `refuses_layout` is asked beside the layout.
+"""What is done with pages: decoding, many queries past them, a page that closes, tokens one by one, and unpacking. The
+op of each, and what `refuses_layout` is asked beside the layout.
 """
 
 

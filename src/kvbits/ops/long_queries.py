@@ -55,7 +55,7 @@ def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any], readable:
     """
     first = layouts[0]
     queries, columns = options["num_queries"], options["num_queries"] * options["num_q_heads"] // first.num_kv_heads
-    if not options["past_only"] and (readable or queries > 1):  # a single query is the newest token
+    if not options["past_only"]:
         return "queries are not all past the pages"
     wide = is_wide([x for x in layouts if not x.key.is_raw])
     if readable and columns < (MIN_COLUMNS_WIDE if wide else MIN_COLUMNS):
@@ -116,7 +116,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Lengths, bool, torc
 
 
 class Copies(Protocol):
-    """Copies in 16 bits that some pages of the first part have elsewhere, and that are read where they are there."""
+    """Copies in 16 bits that some pages have elsewhere, and that are read where they are there."""
 
     def wanted(self, entries: np.ndarray, newest: np.ndarray) -> np.ndarray:
         """bool [n]: which pages may have one, by their entry in their row and that of the row's newest page."""
@@ -155,7 +155,7 @@ def pages_of(layouts: Sequence[PageLayout], tables: Sequence[Table]) -> np.ndarr
         DataError: positions or lengths of pages that cannot be.
     """
     found = [np.zeros((0, 5), np.int64)]
-    for part, (layout, table) in enumerate(zip(layouts, tables, strict=True)):
+    for part, (layout, table) in enumerate(zip(layouts, tables, strict=False)):  # copies have no table
         entries = torch.arange(table.pages.shape[1], device="cpu").expand(len(table.tokens), -1)
         listed = PageList.of(dataclasses.replace(table, pages=entries), layout.page_size)
         sequence = np.repeat(np.arange(len(table.tokens)), np.diff(listed.indptr))
@@ -204,6 +204,14 @@ def _pass(first: int, last: int, pages: np.ndarray, own: np.ndarray, ends: bool)
     return Pass(first, last, np.column_stack([pages, row]), np.concatenate([[0], np.cumsum(keys)]), ends)
 
 
+def _with_copies(p: Pass, pages: np.ndarray, copies: Copies) -> Pass:
+    """A pass with the pages that may have a copy once more, as part 1 in the same rows; pages: of all passes."""
+    newest = np.searchsorted(pages[:, SEQUENCE], p.pages[:, SEQUENCE], "right") - 1
+    copied = p.pages[copies.wanted(p.pages[:, ENTRY], pages[newest, ENTRY])]
+    copied[:, PART] = 1
+    return dataclasses.replace(p, pages=np.concatenate([p.pages, copied]))
+
+
 class Histories:
     """Histories of a step's sequences that queries past them all read, for all layers whose pages lie alike.
 
@@ -216,11 +224,10 @@ class Histories:
         capacity: rows of scratch.
         own: whether each sequence's own keys, as many as its queries, are behind its history; the queries see each
             other then.
-        copies: of pages of the first part, or None.
+        copies: of the pages of one table, or None.
 
     Attributes:
         rows: of scratch that are needed.
-        num_passes: calls of dense attention for a layer.
         covers: whether every sequence has a key to see.
     """
 
@@ -236,42 +243,30 @@ class Histories:
         own: bool = False,
         copies: Copies | None = None,
     ) -> None:
-        self._layouts, self._tables, self._dtype, self._copies = tuple(layouts), tables, dtype, copies
-        pages = pages_of(layouts[: len(tables)], tables)
-        behind = query_lens if own else np.zeros_like(query_lens)
-        found = list(passes(pages, behind, capacity))
+        self._layouts, self._tables, self._dtype, self._copies = tuple(layouts), list(tables), dtype, copies
+        pages = pages_of(layouts, tables)
+        found = list(passes(pages, query_lens if own else np.zeros_like(query_lens), capacity))
         self.rows = max((int(p.starts[-1]) for p in found if len(p.pages)), default=0)
-        self.num_passes = len(found)
         self.covers = sum(p.last - p.first for p in found if p.ends) == len(query_lens)
-        newest, first = np.zeros(len(query_lens), np.int64), pages[pages[:, PART] == 0]
-        np.maximum.at(newest, first[:, SEQUENCE], first[:, ENTRY])
+        if copies is not None and tables:
+            found = [_with_copies(p, pages, copies) for p in found]
+            self._tables.append(tables[0])
         ends = np.concatenate([[0], np.cumsum(query_lens)])
-        there = _uploaded([self._integers(p, ends, newest) for p in found], device)
+        there = _uploaded([self._integers(p, ends) for p in found], device)
         self._passes = [self._placed(p, ends, *given) for p, given in zip(found, there, strict=True)]
 
-    def _integers(self, p: Pass, ends: np.ndarray, newest: np.ndarray) -> list[np.ndarray]:
-        """What a pass needs on the device: see `_placed`.
-
-        Args:
-            ends: int64 [B + 1]: past the last query of each sequence; newest: int64 [B]: entry of its newest page.
-        """
+    def _integers(self, p: Pass, ends: np.ndarray) -> list[np.ndarray]:
+        """What a pass needs on the device: see `_placed`. ends: int64 [B + 1], past the last query of each sequence."""
         q_starts = ends[p.first : p.last + 1] - ends[p.first]
         targets = np.repeat(p.starts[1:] - q_starts[1:], np.diff(q_starts)) + np.arange(q_starts[-1])
         found = [q_starts.astype(np.int32), p.starts.astype(np.int32), targets]
-        for part in range(len(self._layouts)):
-            table = self._table(part)
-            mine = p.pages[p.pages[:, PART] == (part if part < len(self._tables) else 0)]
-            if part >= len(self._tables) and self._copies is not None:
-                mine = mine[self._copies.wanted(mine[:, ENTRY], newest[mine[:, SEQUENCE]])]
+        for part, table in enumerate(self._tables):
+            mine = p.pages[p.pages[:, PART] == part]
             at = mine[:, [SEQUENCE, ENTRY]].T
             on_host = table.pages.device.type == "cpu"
             found.append(table.pages.numpy()[at[0], at[1]].astype(np.int32) if on_host else at)
             found += [mine[:, [ROW, VISIBLE]].astype(np.int32), mine[:, POSITION].astype(np.int32)]
         return found
-
-    def _table(self, part: int) -> Table:
-        """Where the pages of a part are found: of copies, those that they are of."""
-        return self._tables[part if part < len(self._tables) else 0]
 
     def _placed(
         self,
@@ -292,13 +287,13 @@ class Histories:
         queries, keys = np.diff(ends[p.first : p.last + 1]), np.diff(p.starts)
         lengths = Lengths(queries, keys, int(queries.max()), int(keys.max()), q_starts, k_starts)
         unpacks = []
-        for part, layout in enumerate(self._layouts):
+        for part, (layout, table) in enumerate(zip(self._layouts, self._tables, strict=True)):
             ids, rows, starts = of_parts[3 * part : 3 * part + 3]
             if not len(rows):
                 continue
             if ids.dim() == 2:
-                ids = self._table(part).pages[ids[0], ids[1]]
-            if part >= len(self._tables) and self._copies is not None:
+                ids = table.pages[ids[0], ids[1]]
+            if self._copies is not None and part == 1:
                 copy = self._copies.of_blocks(ids.long())
                 ids, rows = copy.int(), torch.stack([rows[:, 0], rows[:, 1] * (copy >= 0)], 1)  # none: read packed
             choice = dispatch.choose("unpack", layout, self._dtype, rows.device)
@@ -412,7 +407,9 @@ def _dense(
         found, lse = dense.attention(asked, seen, read, scaling, causal)
         out[mine] = found.flatten(0, 1)
         lses.append(lse.flatten(0, 1))
-    return torch.cat(lses) if wants_lse else None
+    if not wants_lse:
+        return None
+    return lses[0] if len(lses) == 1 else torch.cat(lses)
 
 
 class LongQueries:
@@ -488,7 +485,6 @@ class LongQueries:
         return out
 
     def explain(self) -> str:
-        how = f"histories unpacked to {str(self.result_dtype)[6:]}, then dense attention of {self._shape[0]} queries"
-        if self._step is None:
-            return f"attend: {how}"
-        return f"attend: {how}, in {self._step[1].num_passes} passes of up to {self._step[1].rows} tokens"
+        return (
+            f"attend: pages unpacked to {str(self.result_dtype)[6:]}, then dense attention of {self._shape[0]} queries"
+        )

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import DataError
 from ..later import upload
 from ..quant.qparams import require_finite
-from ..spec import MOST_TOKENS, SCALE_8BIT, PageLayout, QuantSpec, whole
+from ..spec import MOST_TOKENS, SCALE_8BIT, PageLayout, QuantSpec
 
 LEAST_SOFTCAP, MOST_SOFTCAP = 1e-3, 1e4
 """Kernels compute tanh to an absolute error, which a cap multiplies."""
@@ -168,73 +168,6 @@ class Table:
     spans: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class PageTable:
-    """Which pages each sequence reads: ragged lists in one array each (int32 or int64, on the host).
-
-    Attributes:
-        indptr: [B + 1]; sequence b reads entries indptr[b] .. indptr[b+1] - 1.
-        page_ids: [N] int64, into the store.
-        starts: [N] int64, position in its sequence of each page's first token.
-        lengths: [N] int32, visible tokens of each page, 0 < length <= page_size.
-    """
-
-    indptr: np.ndarray
-    page_ids: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-
-    @property
-    def num_pages(self) -> int:
-        return len(self.page_ids)
-
-    @classmethod
-    def empty(cls) -> PageTable:
-        """Of no sequences."""
-        return cls(np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int32))
-
-    def check(self, batch: int, store: PageStore) -> None:
-        """Refuse a table that is not for `batch` sequences or leads out of the store; one that passed is not looked at
-        again.
-
-        Raises:
-            DataError: what is wrong, with the first value that is.
-        """
-        given = (batch, store.num_pages, store.layout.page_size)
-        if given == self.__dict__.get("_accepted"):  # layers of a group share their tables
-            return
-        indptr, n = self.indptr, len(self.page_ids)
-        columns = {"indptr": indptr, "page_ids": self.page_ids, "starts": self.starts, "lengths": self.lengths}
-        for name, x in columns.items():
-            if not isinstance(x, np.ndarray) or x.ndim != 1 or x.dtype.kind not in "iu":
-                raise DataError(
-                    f"page table {name} must be a one-dimensional integer numpy array, got {type(x).__name__}"
-                    f" {getattr(x, 'dtype', '')}"
-                )
-            if x is not indptr and len(x) != n:
-                raise DataError(f"page table columns differ in length: page_ids {n}, {name} {len(x)}")
-        if len(indptr) != batch + 1:
-            raise DataError(f"page table is for {len(indptr) - 1} sequences, q for {batch}")
-        falls = indptr[1:] < indptr[:-1]
-        if indptr[0] or indptr[-1] != n or falls.any():
-            at = f", falling after entry {int(falls.argmax())}" if falls.any() else ""
-            raise DataError(
-                f"a page table's indptr must rise from 0 to its number of entries, {n}, got {indptr[0]} to"
-                f" {indptr[-1]}{at}"
-            )
-        if n:
-            _check_ids("page_ids", self.page_ids, store)
-            size = store.layout.page_size
-            if self.lengths.min() < 1 or self.lengths.max() > size:
-                bad = self.lengths[(self.lengths < 1) | (self.lengths > size)][0]
-                raise DataError(
-                    f"a page table's lengths must lie between 1 and page_size={size}, got {bad}; leave out pages of"
-                    " which nothing is visible"
-                )
-            check_starts(self.starts, size)
-        self.__dict__["_accepted"] = given
-
-
 def check_starts(starts: np.ndarray, page_size: int) -> None:
     """
     Raises:
@@ -243,8 +176,7 @@ def check_starts(starts: np.ndarray, page_size: int) -> None:
     most = MOST_TOKENS - page_size
     if len(starts) and (starts.min() < 0 or starts.max() > most):
         raise DataError(
-            f"a page table's starts must not be negative and at most {most}, got"
-            f" {starts[(starts < 0) | (starts > most)][0]}"
+            f"a table's starts must not be negative and at most {most}, got {starts[(starts < 0) | (starts > most)][0]}"
         )
 
 
@@ -256,43 +188,6 @@ def _check_ids(name: str, ids: np.ndarray, store: PageStore) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Part:
-    """Pages of one format that a call attends to."""
-
-    store: PageStore
-    table: PageTable
-
-
-@dataclass(frozen=True)
-class AttendCall:
-    """Everything about an attention call but the tensors' contents.
-
-    Attributes:
-        parts: closed, sink and tail pages, each with its own format: as many parts as there are tiers.
-        scaling: factor on the scores before softmax.
-        sliding_window: a query at position p sees keys at positions > p - sliding_window; None for all.
-        softcap: scores become softcap * tanh(scores / softcap); None for no cap.
-    """
-
-    parts: tuple[Part, ...]
-    scaling: float
-    sliding_window: int | None = None
-    softcap: float | None = None
-
-    def __post_init__(self) -> None:
-        check_factors(self.scaling, self.softcap)
-        if self.sliding_window is not None:
-            object.__setattr__(
-                self,
-                "sliding_window",
-                whole("sliding_window", self.sliding_window, 1, MOST_TOKENS, "None means no window", DataError),
-            )
-
-    @property
-    def value_head_dim(self) -> int:
-        """Channels of values and outputs."""
-        return self.parts[0].store.layout.value_head_dim
 
 
 def check_factors(scaling: float, softcap: float | None) -> None:
@@ -314,32 +209,6 @@ def _is_number(x: object) -> bool:
     return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
 
 
-def check_call(call: AttendCall, shape: Sequence[int]) -> None:
-    """Refuse queries of a shape that does not fit the pages, and pages that cannot be read.
-
-    Costs a few microseconds once a table has passed.
-
-    Raises:
-        DataError: what does not fit.
-    """
-    if len(shape) != 4 or min(shape) < 1:
-        raise DataError(
-            f"q must be [B, T, Hq, D] with at least one of each, got {list(shape)}; leave the call out where there is"
-            " nothing to attend with"
-        )
-    batch, _, heads, head_dim = shape
-    for part in call.parts:
-        layout = part.store.layout
-        kv_heads = layout.num_kv_heads
-        if layout.head_dim != head_dim or heads % kv_heads or kv_heads != call.parts[0].store.layout.num_kv_heads:
-            raise DataError(f"q has {heads} heads of {head_dim}, the pages {kv_heads} heads of {layout.head_dim}")
-        if layout.value_head_dim != call.value_head_dim:
-            raise DataError(
-                f"pages of one call hold values of {call.value_head_dim} and of {layout.value_head_dim} channels"
-            )
-        part.table.check(batch, part.store)
-
-
 def check_closing(store: PageStore, page_ids: np.ndarray) -> np.ndarray:
     """int64 [n]: the pages to close, checked.
 
@@ -351,16 +220,6 @@ def check_closing(store: PageStore, page_ids: np.ndarray) -> np.ndarray:
         raise DataError(f"page_ids must be one-dimensional integers, got {ids.dtype} {list(ids.shape)}")
     _check_ids("page_ids", ids, store)
     return np.ascontiguousarray(ids, np.int64)
-
-
-def last_positions(call: AttendCall, batch: int, num_queries: int) -> np.ndarray:
-    """int32 [B, num_queries]: the last query sees the newest token."""
-    newest = np.zeros(batch, np.int64)
-    for part in call.parts:
-        t = part.table
-        owner = np.repeat(np.arange(batch), np.diff(t.indptr))
-        np.maximum.at(newest, owner, t.starts + t.lengths)
-    return (newest[:, None] - num_queries + np.arange(num_queries)).astype(np.int32)
 
 
 def settle(layout: PageLayout, k: torch.Tensor, v: torch.Tensor, status: Sequence[int]) -> dict[str, int]:

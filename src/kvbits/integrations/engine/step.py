@@ -2,7 +2,7 @@
 are also kept raw.
 
 Rows that decode come first. Those of one query length (1, or 1 + the number of speculative tokens) are read by
-`ops.paged_attention`, whose work list is made on the device from lengths and tables of pages: nothing waits, so an
+`ops.attend`, whose work list is made on the device from lengths and tables of pages: nothing waits, so an
 engine may capture their steps in graphs. All other rows are prompts.
 """
 
