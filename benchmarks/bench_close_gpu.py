@@ -29,8 +29,8 @@ from run_files import append, arguments
 
 from kvbits import schemes
 from kvbits.errors import KvbitsError
-from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda import close as cuda
+from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.families import family_of
 from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import close as reference

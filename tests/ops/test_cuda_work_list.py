@@ -13,7 +13,7 @@ import pytest
 from ops.emulated_gpu import list_library, needs_emulation
 
 from kvbits.ops.cuda.attend import launches
-from kvbits.ops.cuda.engine.work_list import SEGMENT_COST, SEGMENT_FIELDS, PartWork, WorkArgs
+from kvbits.ops.cuda.engine.work_list import SEGMENT_COST, SEGMENT_FIELDS, PartWork, WorkArgs, num_slots
 from kvbits.spec import PageLayout, PerGroup, QuantSpec
 
 pytestmark = needs_emulation
@@ -143,18 +143,24 @@ def check(lists, parts: list[Part], want: list[list[tuple[int, int]]], *, blocks
         for c in range(*want[p][b])
     }
     assert set(results) == set(range(batch * repeats)), "a unit that reads nothing still writes its result"
-    used = set()
-    for mine in results.values():
+    used, owner = set(), {}  # slots of units that several blocks read; of others by the block that reads them alone
+    block_of = {(s["unit"], s["slot"]): i for i, mine in enumerate(lists) for s in mine}
+    for unit, mine in results.items():
         if len(mine) == 1:
             assert mine[0]["slot"] == -1
             continue
         first = mine[0]["unit_slots"]
         assert all(s["num_slots"] == len(mine) and s["unit_slots"] == first for s in mine)
         slots = {s["slot"] for s in mine}
-        assert slots == set(range(first, first + len(mine))) and not slots & used
-        used |= slots
-    walks = len({p.walk for p in parts})
-    assert max(used, default=0) < (2 * blocks if walks == 1 else batch * repeats * walks + blocks)
+        assert slots == set(range(first, first + len(mine)))
+        readers = {block_of[unit, slot] for slot in slots}
+        if len(readers) > 1:
+            assert not slots & used
+            used |= slots
+        else:
+            assert all(owner.setdefault(slot, readers) == readers for slot in slots)
+    assert not used & set(owner)
+    assert max((*used, *owner), default=0) < num_slots(blocks, len({p.walk for p in parts}))
     return load
 
 

@@ -4,25 +4,31 @@ on a GPU and, with the reference's unpacking and attention in float64, without o
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ops.cuda_cases import Case, build, relative_error
-from ops.test_attend_forms import table_of
+from ops.cuda_cases import Case, make, on, relative_error
+from ops.emulated_build import build, put_sources
+from ops.emulated_op import needs_compiler, needs_gpu
 from ops.test_cuda_attend import FORMATS, INTEGERS, both, spec
 from ops.test_dense_attention import kernel
 
 from kvbits import schemes
-from kvbits.ops import attend, dispatch, long_queries
+from kvbits.ops import attend, long_queries
+from kvbits.ops.cuda import unpack
+from kvbits.ops.cuda.families.plain import unpack as plain
 from kvbits.ops.long_queries import ENTRY, PART, ROW, SEQUENCE, VISIBLE, LongQueries
-from kvbits.ops.reference import attend_pages as reference
+from kvbits.ops.reference.attend import PageList
 from kvbits.ops.reference.dequantize import dequantize_pages
-from kvbits.ops.types import Table
+from kvbits.ops.types import PageStore, Table
 from kvbits.spec import PageLayout, PerChannel, PerToken, QuantSpec
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 RAW = QuantSpec.raw()
 
@@ -65,10 +71,6 @@ KLT = [
 ]
 
 
-def tables_of(call):
-    return [table_of(p.table, p.store.layout.page_size, True, 0) for p in call.parts]
-
-
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch):
     if request.param == "cpu":
@@ -76,12 +78,16 @@ def device(request, monkeypatch):
     return request.param
 
 
-def plan_of(call, q, **changes):
-    """On a CPU, where plans read packed pages, of the class itself."""
-    options = {"num_q_heads": q.shape[2], "dtype": q.dtype, "num_queries": q.shape[1], "past_only": True}
-    options |= {"scaling": call.scaling, "batch_size": len(q), "spans": True, "device": q.device} | changes
-    layouts = [p.store.layout for p in call.parts]
-    return LongQueries(layouts, **options) if q.device.type == "cpu" else attend.plan(layouts, **options)
+def bound(call, layers, tables, positions):
+    """A plan for queries past the pages; on a CPU, where others read packed pages, of the class itself."""
+    options = {"num_q_heads": call.q.shape[2], "dtype": call.q.dtype, "num_queries": call.q.shape[1], "spans": True}
+    options |= {"batch_size": len(call.q), "device": call.q.device, "past_only": True} | call.options
+    make_plan = LongQueries if call.q.device.type == "cpu" else attend.plan
+    plan = make_plan([store.layout for store in call.stores], **options)
+    for i, stores in enumerate(layers):
+        plan.bind(i, stores)
+    plan.update(tables, query_lens=None, positions=positions)
+    return plan
 
 
 def run(plan, q, layer=0):
@@ -89,32 +95,84 @@ def run(plan, q, layer=0):
     return plan.run(q, layer, out=out, lse=lse), lse
 
 
-@needs_gpu
-@pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_unpacked_rows_are_the_reference_rounded_once(case):
-    call, _, _ = build(case, "cuda")
-    for part in call.parts:
-        store, table, layout = part.store, part.table, part.store.layout
-        choice = dispatch.choose("unpack", layout, case.dtype, torch.device("cuda"))
-        assert choice.backend == "cuda"
-        ends = np.cumsum(table.lengths)
-        rows = np.stack([ends - table.lengths, table.lengths], 1)
-        given = (torch.from_numpy(x.astype(np.int32)).cuda() for x in (table.page_ids, rows, table.starts))
+@pytest.fixture
+def emulated(monkeypatch, tmp_path):
+    """The kernel that unpacks plain and raw pages, on a CPU."""
+
+    @functools.cache
+    def load(layout, dtype, device_index):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        source = plain.source(layout, dtype)
+        shared = {"extern __shared__ __align__(16) float tile[];": "float* const tile = (float*)shared;"}
+        put_sources(folder, source.folder / source.name, {'extern "C" __global__': ""} | shared)
+        macros = source.macros | {
+            "KERNEL": "dequantize_pages",
+            "NUM_THREADS": "THREADS",
+            "SHARED_BYTES": max(plain.tile_bytes(layout), 16),
+        }
+        (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in macros.items()))
+        library = build(folder, ["-mf16c", "-mfma", "-ffp-contract=off"])
+
+        def launch(grid, threads, args, stream):
+            ctypes.c_int.in_dll(library, "blocks_y").value = grid[1]
+            library.launch(ctypes.byref(args), grid[0])
+
+        return SimpleNamespace(launch=launch)
+
+    monkeypatch.setattr(plain, "_load", load)
+    monkeypatch.setattr(unpack.driver, "refuses", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
+
+
+EMULATED = [
+    Case(key=RAW, value=RAW, lengths=(100, 70), dtype=torch.float16),
+    Case(key=spec("int3", PerChannel(), symmetric=False), value=spec("fp8_e4m3"), lengths=(150, 70), tail=20),
+    Case(
+        key=spec("int8", PerChannel(), static=True, symmetric=False),
+        value=spec("int4", PerToken(), center="channel"),
+        lengths=(130, 200),
+        head_dim=80,
+    ),
+    Case(key=schemes.get("nuq3-1%").key, value=schemes.get("nuq3-1%").value, lengths=(130, 200), first=5000),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "device"),
+    [
+        *(pytest.param(c, "cpu", marks=needs_compiler, id=f"{c} emulated") for c in EMULATED),
+        *(pytest.param(c, "cuda", marks=needs_gpu, id=f"{c} gpu") for c in [*cases(), *EMULATED]),
+    ],
+)
+def test_unpacked_rows_are_the_reference_rounded_once(case, device, request):
+    """Of pages in two slabs; a number that the pool has not is its last page's."""
+    if device == "cpu":
+        request.getfixturevalue("emulated")
+    call = make(case, device)
+    for held, table in zip(call.stores, call.tables, strict=True):
+        layout, slab = held.layout, held.slabs[0]
+        pages = PageList.of(table, layout.page_size)
+        used, ends = torch.from_numpy(pages.page_ids).to(device), np.cumsum(pages.lengths)
+        store = PageStore(layout, (slab[used[:-2]].clone(), slab[used[-2:]].clone()), held.static)
+        ids, rows = np.arange(len(ends)), np.stack([ends - pages.lengths, pages.lengths], 1)
+        ids[-1] = -3
+        integers = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (ids, rows, pages.starts))
         keys, values = (
-            torch.full((ends[-1], layout.num_kv_heads, layout.head_dim), float("nan"), dtype=case.dtype, device="cuda")
+            torch.full((ends[-1], layout.num_kv_heads, layout.head_dim), float("nan"), dtype=case.dtype, device=device)
             for _ in "kv"
         )
-        choice.run(layout, case.dtype, *given).run(store, keys, values)
-        static = {name: x.cuda() for name, x in store.static.items()}
+        unpack.Rows(layout, case.dtype, *integers).run(store, keys, values)
+        static = {name: x.to(device) for name, x in store.static.items()}
         for got, want in zip(
-            (keys, values), dequantize_pages(store.gather(table.page_ids), layout, static), strict=True
+            (keys, values), dequantize_pages(slab[used], layout, static, starts=pages.starts), strict=True
         ):
-            want = torch.cat([w[:, :n] for w, n in zip(want, table.lengths, strict=True)], 1).transpose(0, 1)
+            want = torch.cat([w[:, :n] for w, n in zip(want, pages.lengths, strict=True)], 1).transpose(0, 1)
             torch.testing.assert_close(
                 got.float(),
                 want.to(case.dtype).float(),
                 rtol=2.0**-7 if case.dtype == torch.bfloat16 else 2.0**-10,
-                atol=1e-6,
+                atol=1e-4 if layout.key.pre_rope else 1e-6,
             )
             assert (got == want.to(case.dtype)).float().mean() > 0.999, "a fused multiply-add may round a few elsewhere"
 
@@ -123,56 +181,41 @@ def test_unpacked_rows_are_the_reference_rounded_once(case):
 @pytest.mark.parametrize("case", [*list(cases())[:6], *(c for c in cases() if c.young), *KLT], ids=str)
 def test_a_chunk_agrees_with_float64(case, max_rows, device, monkeypatch):
     monkeypatch.setattr(long_queries, "MAX_ROWS", max_rows)
-    call, q, _ = build(case, device)
-    plan = plan_of(call, q)
-    assert plan.reads_host and "dense attention" in plan.explain()
-    plan.bind(0, [p.store for p in call.parts])
-    positions = torch.arange(1000, 1000 + case.num_queries).repeat(len(case.lengths), 1)
+    call = make(case, device)
+    positions = torch.arange(1000, 1000 + case.num_queries, dtype=torch.int32).repeat(len(case.lengths), 1)
     positions[2, :7] = -1
-    plan.update(tables_of(call), None, positions.int()) if device == "cpu" else plan.update(
-        tables_of(call), positions=positions.int()
-    )
-    out, lse = run(plan, q)
-    want, want_lse = reference.attend(q, call, positions, torch.float64)
+    plan = bound(call, [call.stores], [on("cpu", table) for table in call.tables], positions)
+    assert plan.reads_host and "dense attention" in plan.explain()
+    out, lse = run(plan, call.q)
+    call.positions = positions.to(device)
+    want, want_lse = call.want()
     assert relative_error(out, want) < 5e-3
     assert (out[1] == 0).all() and (out[2, :7] == 0).all() and torch.isinf(lse[2, :7]).all()
     finite = torch.isfinite(want_lse)
     torch.testing.assert_close(torch.isfinite(lse), finite)
-    torch.testing.assert_close(lse[finite].double().cpu(), want_lse[finite].cpu(), rtol=1e-3, atol=2e-2)
-    assert torch.equal(plan.run(q, 0, out=None, lse=None), out), "without log-sum-exps"
+    torch.testing.assert_close(lse[finite].double(), want_lse[finite], rtol=1e-3, atol=2e-2)
+    assert torch.equal(plan.run(call.q, 0, out=None, lse=None), out), "without log-sum-exps"
 
 
 def test_layers_share_what_is_laid_out_once(device):
     """Pages of two slabs, whose numbers are on the device; the second layer's are others."""
-    call, q, _ = build(Case(**both("int4"), lengths=(256, 192), num_queries=140), device)
-    store = call.parts[0].store
-    used, other = torch.from_numpy(call.parts[0].table.page_ids), store.slabs[0].clone()
-    other[used] = store.slabs[0][used.flip(0)]
-    both_layers = torch.stack([store.slabs[0], other], 1)
-    layers = [type(store)(store.layout, (both_layers[:3, i], both_layers[3:, i])) for i in range(2)]
-    table = table_of(call.parts[0].table, 64, True, 0)
-    table = Table(table.pages.to(device), table.tokens, spans=table.spans)
+    call = make(Case(**both("int4"), lengths=(256, 192), num_queries=140, spans=True), device)
+    slab, table = call.stores[0].slabs[0], call.tables[0]
+    used, other = torch.from_numpy(PageList.of(table, 64).page_ids).to(device), slab.clone()
+    other[used] = slab[used.flip(0)]
+    pools = torch.stack([slab, other], 1)
+    layers = [[PageStore(call.stores[0].layout, (pools[:3, i], pools[3:, i]))] for i in range(2)]
     positions = torch.full((2, 140), 500, dtype=torch.int32)
-    plan = plan_of(call, q)
-    for i, layer in enumerate(layers):
-        plan.bind(i, [layer])
-    plan.update([table], None, positions) if device == "cpu" else plan.update([table], positions=positions)
-    for i, layer in enumerate(layers):
-        want = attend.attend(
-            q.cpu(),
-            [type(store)(store.layout, tuple(x.cpu().contiguous() for x in layer.slabs))],
-            [Table(table.pages.cpu(), table.tokens, spans=table.spans)],
-            positions=positions,
-            scaling=call.scaling,
-            backend="reference",
-        )
-        assert relative_error(run(plan, q, i)[0].cpu(), want[0]) < 5e-3
+    plan = bound(call, layers, [Table(table.pages, table.tokens.cpu(), spans=table.spans.cpu())], positions)
+    call.positions = positions.to(device)
+    for i, stores in enumerate(layers):
+        assert relative_error(run(plan, call.q, i)[0], call.want(stores)[0]) < 5e-3
 
 
 @needs_gpu
 def test_queries_among_the_pages_are_read_packed():
-    call, q, _ = build(Case(**both("int4"), lengths=(300,), num_queries=140), "cuda")
-    assert "dense" in plan_of(call, q).explain() and "dense" not in plan_of(call, q, past_only=False).explain()
+    call = make(Case(**both("int4"), lengths=(300,), num_queries=140), "cuda")
+    assert "dense" in call.plan(past_only=True).explain() and "dense" not in call.plan().explain()
 
 
 LAYOUTS = [
@@ -227,8 +270,7 @@ def test_every_key_is_in_one_pass_and_passes_fit(given_, spare):
 
 def asked(call, readable=True, **changes):
     options = {"num_q_heads": 8, "dtype": torch.bfloat16, "num_queries": 512, "past_only": True}
-    options |= {"sliding_window": call.sliding_window, "softcap": call.softcap}
-    return long_queries.refuses([p.store.layout for p in call.parts], options | changes, readable)
+    return long_queries.refuses([store.layout for store in call.stores], options | call.options | changes, readable)
 
 
 @pytest.mark.parametrize(
@@ -242,13 +284,13 @@ def asked(call, readable=True, **changes):
     ],
 )
 def test_refusals_say_what_is_in_the_way(changes, why):
-    call, _, _ = build(Case(**both("int8"), lengths=(100,)), "cpu")  # 4 query heads a kv head
+    call = make(Case(**both("int8"), lengths=(100,)), "cpu")  # 4 query heads a kv head
     assert asked(call) is None
     assert why in asked(call, **changes)
 
 
 def test_pages_that_no_kernel_reads_are_unpacked_for_few_queries_too():
-    call, _, _ = build(KLT[0], "cpu")
+    call = make(KLT[0], "cpu")
     assert "few" in asked(call, num_queries=1)
     assert asked(call, False, num_queries=1, past_only=False) is asked(call, False, num_queries=2) is None
     assert "not all past" in asked(call, False, num_queries=2, past_only=False)
@@ -261,11 +303,11 @@ def test_formats_whose_pages_are_read_for_few_columns_are_unpacked_sooner():
         (spec("int4", PerChannel()), False, True),
         (spec("int3"), False, False),
     ):
-        call, _, _ = build(Case(key=key, value=spec("int4"), lengths=(400,), young=young), "cpu")
+        call = make(Case(key=key, value=spec("int4"), lengths=(400,), young=young), "cpu")
         assert (asked(call, num_queries=64) is None) == unpacks
 
 
 @pytest.mark.parametrize("options, why", [({"window": 50}, "sliding window"), ({"softcap": 5.0}, "softcap")])
 def test_masks_and_caps_are_left_to_the_other_kernel(options, why):
-    call, _, _ = build(Case(**both("int8"), lengths=(100,), **options), "cpu")
+    call = make(Case(**both("int8"), lengths=(100,), **options), "cpu")
     assert why in asked(call)

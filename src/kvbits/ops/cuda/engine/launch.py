@@ -87,7 +87,7 @@ class Launch:
         # Parts of one walk have one result. A walk begins with what is calibrated for its first part.
         walks = [0 if self.kernel.raw_joins else i for i in range(len(own))]
         num_walks = len(set(walks))
-        slots = 2 * self.blocks if num_walks == 1 else units * num_walks + self.blocks
+        slots = work_list.num_slots(self.blocks, num_walks)
         empty = functools.partial(torch.empty, device=device)
         self._segments = empty(rows, len(work_list.SEGMENT_FIELDS), dtype=torch.int32)
         self.q_positions = empty(batch_size, num_queries, dtype=torch.int32)

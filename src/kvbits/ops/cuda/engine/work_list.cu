@@ -372,7 +372,7 @@ DEVICE Segment segment_at(const Args& a, const Line& line, i64 key, int i) {
             s.joins = next < PARTS && a.parts[next].walk == p.walk;
         }
     }
-    int results = 0, mine = 0, first_block = -1;  // one for every block and walk
+    int results = 0, mine = 0, first_block = -1, last_block = -1;  // one for every block and walk
     for (int from = 0; from < PARTS; ++from) {
         if (c.end[from] == c.first[from]) continue;
         int to = from;
@@ -381,12 +381,16 @@ DEVICE Segment segment_at(const Args& a, const Line& line, i64 key, int i) {
         const int f = block_near(a, line, key_of(unit, from, c.first[from]), i),
                   l = block_near(a, line, key_of(unit, to, c.end[to] - 1), i);
         if (first_block < 0) first_block = f;
+        last_block = l;
         if (from <= part && part <= to) mine = results + line.rank[i] - line.rank[f];
         results += line.rank[l] - line.rank[f] + 1;
         from = to;
     }
     s.num_slots = results;
-    s.unit_slots = a.num_walks == 1 ? 2 * max(first_block, 0) : unit * a.num_walks + max(first_block, 0);
+    // A block merges a unit that is its alone before it begins the next: those of a block share their slots. Of units
+    // that begin in a block one goes on in the next.
+    const int each = a.num_walks + 1;
+    s.unit_slots = first_block == last_block ? each * a.blocks + a.num_walks * max(first_block, 0) : each * first_block;
     if (results > 1) s.slot = s.unit_slots + mine;
     return s;
 }

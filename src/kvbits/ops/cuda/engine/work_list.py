@@ -104,6 +104,13 @@ def most_sequences(blocks: int, num_parts: int, limit: int) -> int:
     return min(MOST_SEQUENCES, (limit - empty) // (shared_bytes(1, blocks, num_parts) - empty))
 
 
+def num_slots(blocks: int, num_walks: int) -> int:
+    """Results that are kept at a time: of units that go on from a block to the next, and of those that several walks of
+    one block read.
+    """
+    return blocks * (num_walks + 1 + (num_walks if num_walks > 1 else 0))
+
+
 def source(num_parts: int) -> Source:
     """What makes the lists of launches over so many parts."""
     return Source(Path(__file__).parent, "work_list.cu", {"THREADS": THREADS, "NUM_PARTS": num_parts})
