@@ -4,34 +4,22 @@ the one that was named.
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
-from kvbits.ops.cuda.append import tokens as append_cuda
-from ops.cpu_cases import needs_library, random_call
+from ops.cpu_cases import needs_library
 
 from kvbits.errors import DataError, SpecError
 from kvbits.ops.cpu import append as append_cpu
-from kvbits.ops.cpu import attend_pages as cpu
 from kvbits.ops.cpu import close as close_cpu
 from kvbits.ops.cuda import close as close_cuda
 from kvbits.ops.reference import append as append_reference
-from kvbits.ops.reference import attend_pages as reference
 from kvbits.ops.reference import close as close_reference
-from kvbits.ops.types import AttendCall, PageStore, SlotMapping
+from kvbits.ops.types import PageStore, SlotMapping
 from kvbits.spec import LayerGeometry, PageLayout, QuantSpec
 
 INT4 = QuantSpec(format="int4")
-GPU = torch.device("cuda", 0)  # never reached: refusals come first
 BIG = 2**63 - 1
-
-
-ATTENDS = [
-    pytest.param(cpu.attend, marks=needs_library, id="cpu"),
-    pytest.param(reference.attend, id="reference"),
-]
 CLOSES = [
     pytest.param(close_cpu.close, marks=needs_library, id="cpu"),
     pytest.param(close_cuda.close, id="cuda"),
@@ -44,82 +32,12 @@ APPENDS = [
 ]
 
 
-# -- attend -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("attend", ATTENDS)
-@pytest.mark.parametrize("shape", [(2, 1, 0, 64), (0, 1, 6, 64), (2, 0, 6, 64), (2, 1, 6, 0), (2, 6, 64)])
-def test_queries_of_nothing(attend, shape):
-    _, call, _ = random_call(INT4, INT4)
-    with pytest.raises(DataError, match=r"q must be \[B, T, Hq, D\]"):
-        attend(torch.zeros(shape, dtype=torch.bfloat16), call, torch.zeros(shape[:2], dtype=torch.int64))
-
-
-@pytest.mark.parametrize("attend", ATTENDS)
-def test_queries_of_other_heads(attend):
-    q, call, positions = random_call(INT4, INT4)
-    for bad in (q[..., :32], q[:, :, :5], q[:, :, :1], torch.cat([q, q], -1)):
-        with pytest.raises(DataError, match=rf"q has {bad.shape[2]} heads of {bad.shape[3]}, the pages 2 heads of 64"):
-            attend(bad, call, positions)
-    with pytest.raises(DataError, match="page table is for 2 sequences, q for 1"):
-        attend(q[:1], call, positions[:1])
-
-
 @pytest.mark.parametrize("field", ["page_size", "num_kv_heads", "head_dim"])
 def test_layouts_of_nothing(field):
     for n in (0, -1):
         sizes = {"page_size": 64, "num_kv_heads": 2, "head_dim": 64} | {field: n}
         with pytest.raises(SpecError, match=f"{field}={n} of a page must be at least 1"):
             PageLayout(key=INT4, value=INT4, **sizes)
-
-
-def with_table(call: AttendCall, **changed) -> AttendCall:
-    """`call`'s last part alone, its table changed."""
-    part = call.parts[-1]
-    return dataclasses.replace(
-        call, parts=(dataclasses.replace(part, table=dataclasses.replace(part.table, **changed)),)
-    )
-
-
-@pytest.mark.parametrize("attend", ATTENDS)
-def test_page_tables_that_lead_out(attend):
-    q, call, positions = random_call(INT4, INT4)
-    t = call.parts[-1].table  # a tail page of each of two sequences
-    pages = call.parts[-1].store.num_pages
-    for bad in (
-        np.array([0, 2, 1]),
-        np.array([0, 1, 1]),
-        np.array([1, 1, 2]),
-        np.array([0, 1, 3]),
-        np.array([0, -1, 2]),
-    ):
-        with pytest.raises(DataError, match="indptr must rise from 0 to its number of entries, 2"):
-            attend(q, with_table(call, indptr=bad), positions)
-    for bad in (-1, pages, BIG):
-        with pytest.raises(DataError, match=f"page_ids names a page that its store does not have: {bad} of {pages}"):
-            attend(q, with_table(call, page_ids=np.array([t.page_ids[0], bad])), positions)
-    for bad in (0, -1, 65):
-        with pytest.raises(DataError, match=f"lengths must lie between 1 and page_size=64, got {bad}; leave out"):
-            attend(q, with_table(call, lengths=np.array([1, bad], np.int32)), positions)
-    for bad in (-1, 2**31, BIG):
-        with pytest.raises(DataError, match=f"starts must not be negative and at most {2**31 - 65}, got {bad}"):
-            attend(q, with_table(call, starts=np.array([0, bad])), positions)
-    with pytest.raises(DataError, match="differ in length: page_ids 2, lengths 1"):
-        attend(q, with_table(call, lengths=t.lengths[:1]), positions)
-    with pytest.raises(DataError, match="starts must be a one-dimensional integer numpy array, got ndarray float64"):
-        attend(q, with_table(call, starts=t.starts.astype(float)), positions)
-
-
-def test_a_table_that_passed_is_not_looked_at_again(monkeypatch):
-    _, call, _ = random_call(INT4, INT4)
-    part = call.parts[0]
-    part.table.check(2, part.store)
-    accepted = part.table.__dict__["_accepted"]
-    part.table.check(2, part.store)
-    assert part.table.__dict__["_accepted"] is accepted
-    smaller = dataclasses.replace(part.store, slabs=(part.store.slabs[0][:1],))  # another store is another question
-    with pytest.raises(DataError, match="does not have"):
-        part.table.check(2, smaller)
 
 
 # -- close ------------------------------------------------------------------------------------------------------------
@@ -194,25 +112,3 @@ def test_a_page_below_zero_is_no_page():
     for bad in (-1, 4):
         with pytest.raises(IndexError):
             store.page(bad)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"scaling": float("inf")}, "scaling=inf"),
-        ({"softcap": 0.0}, "softcap=0.0"),
-        ({"softcap": float("nan")}, "softcap=nan"),
-        ({"softcap": float("inf")}, "softcap=inf"),
-        ({"scaling": "1"}, "scaling='1'"),
-        ({"scaling": None}, "scaling=None"),
-        ({"softcap": "1"}, "softcap='1'"),
-        ({"softcap": True}, "softcap=True"),
-        *(
-            ({"sliding_window": w}, f"sliding_window={w!r} must be a whole number from 1 to 2147483647")
-            for w in (0, 1.5, 2.0, True, float("nan"), 2**64, "9")
-        ),
-    ],
-)
-def test_options_that_mean_different_things_to_different_kernels(options, message):
-    with pytest.raises(DataError, match=message):
-        AttendCall((), **{"scaling": 1.0} | options)

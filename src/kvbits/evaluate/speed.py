@@ -155,8 +155,8 @@ def packed(name: str, shape: Shape, device: torch.device) -> Candidate:
     error = float((attend(0)[:, -16:].double() - want).norm() / want.norm())
     if not error <= (most := MOST_ERROR[device.type]):
         raise DataError(
-            f"{name}, {shape}, by {attention.choice.backend}: relative error {error:.2e} against float64, above {most:g};"
-            " please report it"
+            f"{name}, {shape}, by {attention.choice.backend}: relative error {error:.2e} against float64, above"
+            f" {most:g}; please report it"
         )
     return Candidate(name, attend, layers, nbytes, error, attention.choice.backend)
 

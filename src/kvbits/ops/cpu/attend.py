@@ -64,12 +64,13 @@ class Plan(HostPlan):
         o, first = self.options, self.layouts[0]
         parts = (PartStruct * len(stores))()
         pools = tuple(store.num_pages for store in stores)
-        for i, store in enumerate(stores):
+        made = [store_struct(store) for store in stores]  # first: what is refused changes nothing
+        for i in range(len(stores)):
             if (i, pools[i]) not in self._tables:
                 self._tables[i, pools[i]] = TableStruct()
                 if self._lists:
                     self._fill(i, pools[i], self._keep)
-            parts[i].store = ctypes.addressof(store_struct(store))
+            parts[i].store = ctypes.addressof(made[i])
             parts[i].table = ctypes.addressof(self._tables[i, pools[i]])
         struct = AttendStruct(
             parts=ctypes.addressof(parts),
