@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from integrations import vllm_cpu
+from kvbits.ops.reference.append import store_tokens
 
 from kvbits import schemes
 from kvbits.errors import UnsupportedError
@@ -27,7 +28,6 @@ from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
 from kvbits.integrations.vllm.options import misspelt, options_of
 from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
 from kvbits.integrations.vllm.selector import BACKEND, install, remove
-from kvbits.ops.reference.append import store_tokens
 from kvbits.quant.rotary import turn_by, turned_by
 from kvbits.spec import LayerGeometry, Rotary
 

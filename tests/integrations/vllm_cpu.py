@@ -293,7 +293,7 @@ def as_on_a_gpu(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(prefill, "HostPrefill", prefill.Prefill)
     monkeypatch.setattr(impl, "flash_for", lambda *widths: attend)
-    for op in ("attend_pages", "paged_attention", "store_tokens"):
+    for op in ("attend_pages", "paged_attention", "store"):
         monkeypatch.setitem(dispatch.BACKENDS, op, ("reference",))
 
 

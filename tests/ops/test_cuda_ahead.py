@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from full_disk import full_disk
+from kvbits.ops.cuda.append import tokens as append_tokens
 
 from kvbits import files, schemes
 from kvbits.cache.paged_cache import PagedCache
@@ -26,7 +27,6 @@ from kvbits.ops import decode, dispatch
 from kvbits.ops.cuda import ahead, append, close, dequantize, merge, place, store_tokens
 from kvbits.ops.cuda import attend as attend_cuda
 from kvbits.ops.cuda import decode as decode_cuda
-from kvbits.ops.cuda.append import tokens as append_tokens
 from kvbits.ops.cuda.engine import close as engine_close
 from kvbits.ops.cuda.engine import device_plan, host_plan, unpack_then_flash
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile

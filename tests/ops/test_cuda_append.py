@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from kvbits.ops.cuda.append import tokens as cuda
 from ops import test_token_local as token_local
 from ops.cpu_cases import static_of
 from ops.emulated_build import build, put_sources
@@ -26,7 +27,6 @@ from ops.test_cuda_close import spec
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import DataError
-from kvbits.ops.cuda.append import tokens as cuda
 from kvbits.ops.cuda.engine import close as close_cuda
 from kvbits.ops.reference import append as reference
 from kvbits.ops.reference.dequantize import section

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from kvbits.ops.cuda.append import tokens as append_cuda
 
 import kvbits
 from kvbits import schemes
 from kvbits.errors import SpecError
 from kvbits.ops.cuda import ahead, decode, merge, place
-from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.engine import device_plan as attend_plan
 from kvbits.ops.cuda.engine import kernels
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile

@@ -14,12 +14,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from kvbits.ops.cuda.append import tokens
+from kvbits.ops.reference.append import STATUS_FIELDS
 from ops.cpu_cases import RAW, banded, static_params
 from ops.emulated_build import build, put_sources
 
 from kvbits import schemes
 from kvbits.errors import DataError
-from kvbits.ops.cuda.append import tokens
 from kvbits.ops.cuda.engine import close as cuda
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.families import family_of
@@ -27,7 +28,6 @@ from kvbits.ops.cuda.families.klt import store as cuda_banded
 from kvbits.ops.cuda.families.klt import unpack as unpack_banded
 from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import close as reference
-from kvbits.ops.reference.append import STATUS_FIELDS
 from kvbits.ops.reference.dequantize import dequantize_pages, section
 from kvbits.ops.types import PageStore, SlotMapping
 from kvbits.quant.banded import scale_values

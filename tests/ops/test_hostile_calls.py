@@ -9,13 +9,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from kvbits.ops.cuda.append import tokens as append_cuda
 from ops.cpu_cases import needs_library, random_call
 
 from kvbits.errors import DataError, SpecError, UnsupportedError
 from kvbits.ops.cpu import append as append_cpu
 from kvbits.ops.cpu import attend as cpu
 from kvbits.ops.cpu import close as close_cpu
-from kvbits.ops.cuda.append import tokens as append_cuda
 from kvbits.ops.cuda.engine import close as close_cuda
 from kvbits.ops.cuda.engine import host_plan as cuda
 from kvbits.ops.cuda.engine.unpack_then_flash import ChunkPlan
