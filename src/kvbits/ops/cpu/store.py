@@ -51,9 +51,9 @@ def store(
     check(k, v, pages, slots, previous, starts, status)
     layout = pages.layout
     if layout.is_centered and not (slots.numpy() % layout.page_size).all():
-        found = open_pages(k, v, pages, slots, previous)
-        if any(found):
-            return note(found, k, v, layout, status)
+        opening = open_pages(k, v, pages, slots, previous)
+        if any(opening):
+            return note(opening, k, v, layout, status)
     k, v = k if k.stride(-1) == 1 else k.contiguous(), v if v.stride(-1) == 1 else v.contiguous()
     batch, count, heads, _ = (1, *k.shape)[-4:]
     found = None if status is not None or layout.is_raw else _Status()
