@@ -100,27 +100,21 @@ def ours(
 ) -> tuple[torch.Tensor, Callable[[], None], Callable[[], None], int]:
     """(out, attend, store, bytes of the pages): as the plugin does it for a layer, the step's plan made."""
     from kvbits.integrations.engine.served import FORMATS, PAGE_SIZE
-    from kvbits.ops import dispatch, paged_attention
+    from kvbits.ops import paged_attention
+    from kvbits.ops import store as op
+    from kvbits.ops.types import PageStore
 
     batch, _, heads, d = k.shape
     layout, pages = FORMATS[f"kvbits_{name}"].layout(heads, d, d), -(-length // PAGE_SIZE)
     pool = torch.zeros(batch * pages, heads, layout.head_bytes, dtype=torch.uint8)
     static = static_of(layout)
-    choice = dispatch.choose("store_tokens", layout, torch.bfloat16, pool.device)
+    choice, stored = op.choose(layout, torch.bfloat16, pool.device), PageStore(layout, (pool,), static)
     table = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
     at = torch.arange(length)
     for b in range(batch):
         before = torch.where((at % PAGE_SIZE == 0) & (at > 0), b * pages + at // PAGE_SIZE - 1, -1)
-        choice.run(
-            k[b],
-            v[b],
-            pool,
-            layout,
-            b * pages * PAGE_SIZE + at,
-            static=static,
-            previous_page=before,
-            starts=(at // PAGE_SIZE * PAGE_SIZE).int(),
-        )
+        starts = (at // PAGE_SIZE * PAGE_SIZE).int()
+        choice.run(k[b], v[b], stored, b * pages * PAGE_SIZE + at, previous=before, starts=starts)
     plan = paged_attention.plan(
         [layout], max_pages=[pages], batch_size=batch, num_q_heads=q.shape[2], dtype=q.dtype, device="cpu"
     )
@@ -136,7 +130,7 @@ def ours(
         plan.run(q, 0, out=out)
 
     def store() -> None:
-        choice.run(k[:, -1], v[:, -1], pool, layout, newest, static=static, previous_page=none, starts=first)
+        choice.run(k[:, -1], v[:, -1], stored, newest, previous=none, starts=first)
 
     attend()
     assert "cpu" in plan.explain() and choice.backend == "cpu", plan.explain()

@@ -229,7 +229,7 @@ def waits_once(monkeypatch):
 
     def choose_later(op, *args, **options):
         choice = choose(op, *args, **options)
-        return dataclasses.replace(choice, later=status_of(choice.run)) if op in ("close_pages", "append") else choice
+        return dataclasses.replace(choice, later=status_of(choice.run)) if op == "close_pages" else choice
 
     monkeypatch.setattr(inputs, "AT_ONCE", ())
     monkeypatch.setattr(dispatch, "choose", choose_later)

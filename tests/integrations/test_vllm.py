@@ -32,9 +32,10 @@ from kvbits.integrations.vllm.options import misspelt, options_of
 from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
 from kvbits.integrations.vllm.selector import BACKEND, install, remove
 from kvbits.ops.long_queries import pages_of, passes
-from kvbits.ops.reference.append import store_tokens
 from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.ops.reference.merge import add_sink_logit, sink_part
+from kvbits.ops.reference.store import store
+from kvbits.ops.types import PageStore
 from kvbits.quant.rotary import turn_by, turned_by
 from kvbits.spec import LayerGeometry, Rotary
 
@@ -307,7 +308,7 @@ def test_prefill_over_history_is_dense_attention(window, softcap, rows, values, 
         count = -(-int(n + t) // PAGE_SIZE)
         table[row, :count] = torch.arange(free, free + count)
         slots = table[row, torch.arange(n + t) // PAGE_SIZE].long() * PAGE_SIZE + torch.arange(n + t) % PAGE_SIZE
-        store_tokens(k, v, pages, layout, slots)
+        store(k, v, PageStore(layout, (pages,)), slots)
         free += count
         given.append((q, k[n:], v[n:]))
         want.append(dense(q, k, v, 0.2, window, softcap))

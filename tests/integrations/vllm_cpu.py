@@ -289,7 +289,7 @@ def as_on_a_gpu(monkeypatch: Any) -> None:
     from kvbits.ops import dispatch
 
     monkeypatch.setattr(impl, "flash_for", lambda *widths: attend)
-    for op in ("attend", "store_tokens"):
+    for op in ("attend", "store"):
         monkeypatch.setitem(dispatch.BACKENDS, op, ("reference",))
 
 

@@ -15,13 +15,14 @@ from ops.cpu_cases import NOISE, RAW, banded, inverse_frequencies, needs_library
 from kvbits import schemes
 from kvbits.errors import DataError
 from kvbits.ops import attend as attention
-from kvbits.ops.cpu import append as append_cpu
 from kvbits.ops.cpu import close as close_cpu
+from kvbits.ops.cpu import store as store_cpu
 from kvbits.ops.cpu import structs
-from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import close as close_reference
+from kvbits.ops.reference import store as store_reference
 from kvbits.ops.reference.dequantize import dequantize_pages, section
-from kvbits.ops.types import PageStore, SlotMapping, Table
+from kvbits.ops.store import STATUS_FIELDS
+from kvbits.ops.types import PageStore, Table
 from kvbits.quant.banded import scale_values
 from kvbits.quant.basis import completed
 from kvbits.spec import PageLayout, PerGroup, QuantSpec
@@ -247,57 +248,47 @@ def test_tokens_stored_one_by_one_are_those_of_a_page_that_closes(tier, name, he
     )
     found = torch.full((4, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
     store = PageStore(layout, (found[:2], found[2:]), static)
-    assert append_cpu.refuses(k, store) is None
-    for first, end in ((9, page_size), (1, 9), (0, 1)):
-        column = np.array([[start, 7]] * 2)[:1, 0]  # strided, as the cache gives it
-        mapping = SlotMapping(np.array([[0, first, 2, first, end - first]]), starts=column)
-        assert append_cpu.append(k, v, store, mapping) == {"k": 0, "v": 0}
+    assert store_cpu.refuses(layout, k.dtype, k.device) is None
+    slots, starts = 2 * page_size + torch.arange(page_size), torch.full((page_size,), start, dtype=torch.int32)
+    for part in (slice(9, page_size), slice(1, 9), slice(0, 1)):
+        status = torch.zeros(STATUS_FIELDS, dtype=torch.int32)
+        store_cpu.store(k[:, part], v[:, part], store, slots[part], starts=starts[part], status=status)
+        assert not status.any()
     assert torch.equal(found[2:3], want) and bool((found[[0, 1, 3]] == 0xFF).all())
     again = torch.zeros_like(found)
-    append_reference.append(
-        k,
-        v,
-        PageStore(layout, (again,), static),
-        SlotMapping(np.array([[0, 0, 2, 0, page_size]]), starts=np.array([start])),
-    )
+    store_reference.store(k, v, PageStore(layout, (again,), static), slots, starts=starts)
     assert float((again[2] != found[2]).float().mean()) <= 2e-3
 
 
-def test_runs_of_several_pages_have_each_its_start(tier):
-    """Starts as a column of a table, as the cache has them."""
+def test_tokens_of_several_pages_have_each_its_start(tier):
+    """Two of the pages lie in one frame; a token between is not stored and has no position."""
     key, value = sides("klt3")
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=2, head_dim=64)
-    static, (k, v) = static_params(key, value, 2, 64), torch.randn(2, 1, 200, 2, 64)
-    runs = np.array(
-        [[0, 0, 3, 0, 64, -1, 259], [0, 64, 1, 0, 64, 3, 323], [0, 128, 0, 0, 64, 1, 387], [0, 192, 2, 0, 8, 0, 451]]
-    )
-    mapping = SlotMapping(np.ascontiguousarray(runs[:, :5]), runs[:, 5], runs[:, 6])
+    static, (k, v) = static_params(key, value, 2, 64), torch.randn(2, 201, 2, 64)
+    order = torch.tensor([3, 1, 0, 2]).repeat_interleave(64)[:200] * 64
+    slots, starts = order + torch.arange(200) % 64, torch.tensor([259, 323, 387, 515]).repeat_interleave(64)[:200]
+    slots, starts = (torch.cat([x[:70], torch.tensor([-1]), x[70:]]) for x in (slots, starts))
     found = []
-    for append in (append_cpu.append, append_reference.append):
+    for store in (store_cpu.store, store_reference.store):
         found.append(torch.zeros(4, 2, layout.head_bytes, dtype=torch.uint8))
-        append(k, v, PageStore(layout, (found[-1],), static), mapping)
+        store(k, v, PageStore(layout, (found[-1],), static), slots, starts=starts.int())
     assert float((found[0] != found[1]).float().mean()) <= 2e-3
 
 
-def test_what_cannot_be_stored_is_named_and_nothing_is_said_of_positions_without_starts(tier):
+def test_what_cannot_be_stored_is_named(tier):
     key, value = sides("klt2")
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=2, head_dim=64)
     store = PageStore(
         layout, (torch.zeros(2, 2, layout.head_bytes, dtype=torch.uint8),), static_params(key, value, 2, 64)
     )
-    x, run = torch.randn(1, 3, 2, 64), np.array([[0, 0, 1, 0, 3]])
-    with pytest.raises(
-        DataError, match=r"turned back by their page's first position; give SlotMapping\(runs, starts=..\)"
-    ):
-        append_cpu.append(x, x, store, SlotMapping(run))
-    for bad in (np.array([-1]), np.array([2**31])):
-        with pytest.raises(DataError, match="starts must be positions from 0 to 2147483647"):
-            SlotMapping(run, starts=bad)
-    mapping = SlotMapping(run, starts=np.array([64]))
+    x, slots, starts = torch.randn(1, 3, 2, 64), torch.arange(64, 67), torch.full((3,), 64, dtype=torch.int32)
     with pytest.raises(DataError, match=r"of the values overflows float8_e5m3; keep the layer raw \(an Override\)"):
-        append_cpu.append(x, x * 1e7, store, mapping)
+        store_cpu.store(x, x * 1e7, store, slots, starts=starts)
     with pytest.raises(DataError, match="keys holds nan"):
-        append_cpu.append(torch.where(x > 1, torch.nan, x), x, store, mapping)
+        store_cpu.store(torch.where(x > 1, torch.nan, x), x, store, slots, starts=starts)
+    with pytest.raises(DataError, match="calibrate first"):
+        without = {name: y for name, y in store.static.items() if name != "k_basis"}
+        store_cpu.store(x, x, PageStore(layout, store.slabs, without), slots, starts=starts)
 
 
 def test_what_cannot_be_closed_is_named(tier):

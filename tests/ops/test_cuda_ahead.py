@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from full_disk import full_disk
-from kvbits.ops.cuda.append import tokens as append_tokens
 
 from kvbits import files, schemes
 from kvbits.cache.paged_cache import PagedCache
@@ -25,7 +24,7 @@ from kvbits.errors import KvbitsWarning, SpecError
 from kvbits.integrations.engine.place import cuda as place
 from kvbits.integrations.engine.served import FORMATS
 from kvbits.ops import attend, decode, dispatch, long_queries
-from kvbits.ops.cuda import ahead, append, close, merge, store_tokens, unpack
+from kvbits.ops.cuda import ahead, close, merge, store, unpack
 from kvbits.ops.cuda import attend as attend_cuda
 from kvbits.ops.cuda import decode as decode_cuda
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
@@ -83,11 +82,9 @@ def loaded(monkeypatch, request):
             lambda k, store: refuses_on(store.layout, k.dtype, None, "close"),
         ),
         (
-            append,
+            store,
             "refuses",
-            lambda k, store: (
-                None if store.layout.is_raw else append_tokens.refuses_layout(store.layout, capability, k.dtype)
-            ),
+            lambda layout, dtype, device: store.refuses_layout(layout, capability, dtype),
         ),
         (merge, "refuses", no),
         (decode, "BACKENDS", {"cpu": "cuda"}),
@@ -158,7 +155,7 @@ def test_what_is_compiled_ahead_for_vllm_is_what_its_backend_prepares(name, load
     layout, device, dtype = FORMATS[name].layout(HEADS, D, D), torch.device("cpu"), torch.bfloat16
     raw = formats_raw(layout) if FORMATS[name].calibrated else None
     for x in filter(None, (layout, raw)):
-        store_tokens.prepare(x, dtype, device)
+        store.prepare(x, dtype, device)
         unpack.prepare(x, dtype, device)
     place.prepare(device)
     merge.prepare([torch.zeros(1, 1, 1, D, dtype=dtype)])

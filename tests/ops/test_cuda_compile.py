@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvbits.ops.cuda.append import tokens as append_cuda
 
 import kvbits
 from kvbits import schemes
 from kvbits.errors import SpecError
 from kvbits.integrations.engine.place import cuda as place
 from kvbits.ops.cuda import ahead, decode, merge
+from kvbits.ops.cuda import store as store_cuda
 from kvbits.ops.cuda.engine import kernels, work_list
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime import driver
@@ -29,6 +29,7 @@ from kvbits.ops.cuda.families import family_of
 from kvbits.ops.cuda.families.klt import store as store_banded
 from kvbits.ops.cuda.families.klt import unpack as dequantize_banded
 from kvbits.ops.cuda.families.plain import close as close_cuda
+from kvbits.ops.cuda.families.plain import store as store_plain
 from kvbits.ops.cuda.families.plain import unpack as dequantize_cuda
 from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
@@ -324,12 +325,6 @@ def test_the_kernel_that_stores_banded_codes_compiles_before_hopper(tokens):
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
-def test_the_append_kernel_compiles_without_spills(capability):
-    resources = compiled("append.cu", append_cuda.raw_source(False).macros, capability).resources("append_tokens")
-    assert resources.spill_bytes == 0 and resources.registers <= 40, resources
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
 @pytest.mark.parametrize(
     "key, value, head_dim, dtype",
     [
@@ -362,11 +357,11 @@ def test_the_append_kernel_compiles_without_spills(capability):
 )
 def test_the_kernel_for_single_tokens_compiles_without_spills(key, value, head_dim, dtype, capability):
     layout = layout_of(key, value, head_dim)
-    if why := append_cuda.refuses_layout(layout, capability):
+    if why := store_cuda.refuses_layout(layout, capability):
         assert "fp8" in why
         return
-    for tokens in (append_cuda.FEW, append_cuda.tokens_of_prompts(layout, dtype)):
-        defines = append_cuda.defines(layout, dtype, tokens)
+    for tokens in (store_plain.FEW, store_plain.tokens_of_prompts(layout, dtype)):
+        defines = store_plain.defines(layout, dtype, tokens)
         assert int(defines["SHARED_BYTES"]) <= driver.shared_limit(capability)
         resources = compiled("store_tokens.cu", defines, capability).resources("store_tokens")
         assert resources.spill_bytes == 0, resources
@@ -445,7 +440,6 @@ def examples():
     attention = [attend_kernel(x.key, x.value, (9, 0)) for x in (raw, int8, nuq, klt)]
     return {kernel.source.name: dict(kernel.defines) for kernel in attention} | {
         "advance.cu": {"THREADS": decode.THREADS},
-        "append.cu": append_cuda.raw_source(False).macros,
         "close.cu": close_cuda.defines(int8, torch.bfloat16),
         "store_banded.cu": store_banded.defines(
             layout_of(schemes.get("klt3").key, schemes.get("klt3").value), torch.bfloat16
@@ -454,7 +448,7 @@ def examples():
         "dequantize_banded.cu": dequantize_banded.defines(klt, torch.bfloat16),
         "merge.cu": merge.source(128, torch.bfloat16).macros,
         "place.cu": place.source().macros,
-        "store_tokens.cu": append_cuda.defines(int8, torch.bfloat16, append_cuda.FEW),
+        "store_tokens.cu": store_plain.defines(int8, torch.bfloat16, store_plain.FEW),
         "work_list.cu": {"THREADS": work_list.THREADS, "NUM_PARTS": 2},
     }
 

@@ -10,12 +10,13 @@ import torch
 from ops.cpu_cases import needs_library
 
 from kvbits.errors import DataError, SpecError
-from kvbits.ops.cpu import append as append_cpu
 from kvbits.ops.cpu import close as close_cpu
+from kvbits.ops.cpu import store as store_cpu
 from kvbits.ops.cuda import close as close_cuda
-from kvbits.ops.reference import append as append_reference
+from kvbits.ops.cuda import store as store_cuda
 from kvbits.ops.reference import close as close_reference
-from kvbits.ops.types import PageStore, SlotMapping
+from kvbits.ops.reference import store as store_reference
+from kvbits.ops.types import PageStore
 from kvbits.spec import LayerGeometry, PageLayout, QuantSpec
 
 INT4 = QuantSpec(format="int4")
@@ -25,10 +26,10 @@ CLOSES = [
     pytest.param(close_cuda.close, id="cuda"),
     pytest.param(close_reference.close, id="reference"),
 ]
-APPENDS = [
-    pytest.param(append_cpu.append, marks=needs_library, id="cpu"),
-    pytest.param(append_cuda.append, id="cuda"),
-    pytest.param(append_reference.append, id="reference"),
+STORES = [
+    pytest.param(store_cpu.store, marks=needs_library, id="cpu"),
+    pytest.param(store_cuda.store, id="cuda"),
+    pytest.param(store_reference.store, id="reference"),
 ]
 
 
@@ -60,40 +61,34 @@ def test_close_to_other_pages(close):
     assert bool((store.slabs[0] == 0xFF).all())
 
 
-# -- append -----------------------------------------------------------------------------------------------------------
+# -- store ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("append", APPENDS)
-def test_append_past_the_end(append):
+@pytest.mark.parametrize("store", STORES)
+def test_tokens_and_slots_that_do_not_fit(store):
     raw = QuantSpec.raw()
     layout = PageLayout(key=raw, value=raw, page_size=32, num_kv_heads=2, head_dim=64)
     buffer = torch.full((4, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
-    k = torch.zeros(2, 8, 2, 64, dtype=torch.bfloat16)
-    for run in (
-        [2, 0, 0, 0, 1],
-        [0, 8, 0, 0, 1],
-        [0, 0, 4, 0, 1],
-        [0, 0, 0, 32, 1],
-        [0, 0, 0, 25, 8],
-        [0, 7, 0, 0, 2],
-        [0, 0, 0, 2**61, 1],
-    ):
-        with pytest.raises(
-            DataError, match=r"runs reach \(sequences, tokens, pages, slots\) = .*, but there are only \(2, 8, 4, 32\)"
-        ):
-            append(k, k, PageStore(layout, (buffer,)), SlotMapping(np.array([run])))
+    pages, k, slots = PageStore(layout, (buffer,)), torch.zeros(2, 8, 2, 64, dtype=torch.bfloat16), torch.arange(16)
+    for bad in (k[:1], k[:, :7], k[:, :, :1], k[..., :32], k[0, 0], k[None], k.float()):
+        with pytest.raises(DataError):
+            store(bad, bad, pages, slots)
+        with pytest.raises(DataError):
+            store(k, bad, pages, slots)
+    for bad in (slots[:15], slots.int(), slots.double(), slots.view(2, 8), torch.arange(32)[::2]):
+        with pytest.raises(DataError, match=r"slots must be dense torch.int64 \[16\] on cpu, got"):
+            store(k, k, pages, bad)
     assert bool((buffer == 0xFF).all())
 
 
-def test_runs_below_zero_or_past_counting():
-    for column in range(5):
-        run = np.array([[0, 0, 0, 0, 1]])
-        run[0, column] = -1
-        with pytest.raises(DataError, match="name nothing below 0"):
-            SlotMapping(run)
-        run[0, column] = BIG  # first slot and count must not wrap to a slot that exists
-        with pytest.raises(DataError, match="name nothing above"):
-            SlotMapping(run)
+@pytest.mark.parametrize("store", [STORES[0], STORES[2]])
+def test_slots_past_counting(store):
+    """They must not wrap to a slot that exists."""
+    k, pages = pages_of()
+    slots = torch.tensor([4 * 32, BIG, BIG - 31, -1, -BIG - 1, 2**32, 2**31])
+    status = torch.zeros(7, dtype=torch.int32)
+    store(k[0, :, :7].transpose(0, 1), k[1, :, :7].transpose(0, 1), pages, slots, status=status)
+    assert status.tolist() == [0, 0, 0, 0, 0, 0, 5] and bool((pages.slabs[0] == 0xFF).all())
 
 
 # -- geometry --------------------------------------------------------------------------------------------------------

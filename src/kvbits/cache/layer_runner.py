@@ -140,6 +140,7 @@ class LayerRunner:
         self._saturated = saturated
         self.choices: dict[Any, dispatch.Choice] = {}
         self._plans: dict[Any, _Plan] = {}  # the one used last comes last
+        self._nothing_found = torch.zeros(store_op.STATUS_FIELDS, dtype=torch.int32, device=stores.device)
 
     def step(
         self,
@@ -302,13 +303,14 @@ class LayerRunner:
         for pool, to in f.slots_of(self._groups[place.group], place.group, k.device).items():
             pages = self._stores.store(place, pool)
             key = ("store", place.group, pool, k.dtype)
-            if key not in self.choices:
-                self.choices[key] = store_op.choose(pages.layout, k.dtype, k.device, self._writer)
+            if (choice := self.choices.get(key)) is None:
+                choice = self.choices[key] = store_op.choose(pages.layout, k.dtype, k.device, self._writer)
+            at_once = k.device.type in inputs.AT_ONCE
             # single tokens of a GPU are not looked at: that would wait in every layer of every step
-            looks = not pages.layout.is_raw and (k.device.type in inputs.AT_ONCE or k.shape[1] > 1)
-            status = torch.zeros(store_op.STATUS_FIELDS, dtype=torch.int32, device=k.device) if looks else None
-            self.choices[key].run(k, v, pages, to.slots, previous=to.previous, starts=to.starts, status=status)
-            if status is not None:
+            looks = not pages.layout.is_raw and (at_once or k.shape[1] > 1)
+            status = self._nothing_found.clone() if looks else None
+            choice.run(k, v, pages, to.slots, previous=to.previous, starts=to.starts, status=status)
+            if status is not None and not (at_once and not any(status.tolist())):
                 self._ask(place, f.findings, status, pages, f"the {counted(k.shape[1], 'new token')} of each sequence")
 
     def _count(self, place: Place, saturated: dict[str, int]) -> None:

@@ -102,8 +102,8 @@ class Recode:
 
 
 class Write(NamedTuple):
-    """Store `count` fresh tokens of a batch row, from `fresh` on, from place `place` of a sink or tail page on: raw, or
-    each quantized by itself.
+    """Store `num_tokens` fresh tokens of a batch row, from `fresh` on, from place `place` of a sink or tail page on:
+    raw, or each quantized by itself.
 
     `start` is the position of the page's first token, `before` the page before it in the tail, or -1.
     """
@@ -113,7 +113,7 @@ class Write(NamedTuple):
     page_id: int
     place: int
     fresh: int
-    count: int
+    num_tokens: int
     start: int
     before: int = -1
 

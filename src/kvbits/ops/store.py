@@ -86,7 +86,7 @@ def check(
         )
     heads, dims = layout.num_kv_heads, len(given)
     if (
-        dims not in (3, 4)
+        not 3 <= dims <= 4
         or given[-2] != heads
         or given[-1] != layout.head_dim
         or v.shape != (*given[:-1], layout.value_head_dim)
@@ -99,10 +99,10 @@ def check(
     if layout.is_raw and k.dtype != getattr(torch, layout.raw_dtype):
         raise DataError(f"k is {k.dtype}; raw pages of {layout.raw_dtype} store that alone")
     count = given[0] if dims == 3 else given[0] * given[1]
-    _check_column("slots", slots, torch.int64, count, device)
-    for name, x in (("v", v), ("pages", pages)):
-        if x.device != device:
-            raise DataError(f"{name} is on {x.device}, k on {device}; all must be on one device")
+    if slots.dtype != torch.int64 or slots.shape != (count,) or not slots.is_contiguous() or slots.device != device:
+        raise _misfit("slots", slots, torch.int64, count, device)
+    if v.device != device or pages.slabs[0].device != device:
+        raise DataError(f"k is on {device}, v on {v.device}, the pages on {pages.device}; all must be on one device")
     if layout.is_centered:
         if previous is None:
             raise DataError("centred keys take the mean of the page before when a page opens; give previous")
@@ -121,9 +121,11 @@ def check(
 
 def _check_column(name: str, x: torch.Tensor, dtype: torch.dtype, count: int, device: torch.device) -> None:
     if x.dtype != dtype or x.shape != (count,) or not x.is_contiguous() or x.device != device:
-        raise DataError(
-            f"{name} must be dense {dtype} [{count}] on {device}, got {x.dtype} {list(x.shape)} on {x.device}"
-        )
+        raise _misfit(name, x, dtype, count, device)
+
+
+def _misfit(name: str, x: torch.Tensor, dtype: torch.dtype, count: int, device: torch.device) -> DataError:
+    return DataError(f"{name} must be dense {dtype} [{count}] on {device}, got {x.dtype} {list(x.shape)} on {x.device}")
 
 
 def _check_static(pages: PageStore, device: torch.device) -> None:

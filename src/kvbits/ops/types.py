@@ -188,8 +188,6 @@ def _check_ids(name: str, ids: np.ndarray, store: PageStore) -> None:
         )
 
 
-
-
 def check_factors(scaling: float, softcap: float | None) -> None:
     """Refuse factors on scores that kernels do not take alike.
 

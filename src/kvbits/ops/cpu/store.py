@@ -51,35 +51,34 @@ def store(
     check(k, v, pages, slots, previous, starts, status)
     layout = pages.layout
     if layout.is_centered and not (slots.numpy() % layout.page_size).all():
-        found = open_pages(k, v, pages, slots, previous)
-        if any(found):
-            return note(found, k, v, layout, status)
-    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-    (k_row, k_token, k_head), (v_row, v_token, v_head) = ((0, 0, *x.stride())[-4:-1] for x in (k, v))
-    found = _Status() if status is None else None
-    shape = k.shape
+        opening = open_pages(k, v, pages, slots, previous)
+        if any(opening):
+            return note(opening, k, v, layout, status)
+    k, v = k if k.stride(-1) == 1 else k.contiguous(), v if v.stride(-1) == 1 else v.contiguous()
+    batch, count, heads, _ = (1, *k.shape)[-4:]
+    found = None if status is not None or layout.is_raw else _Status()
     call = library.StoreCall(
         ctypes.addressof(store_struct(pages)),
         slots.data_ptr(),
-        shape[0] if len(shape) == 4 else 1,
-        shape[-3],
-        shape[-2],
+        batch,
+        count,
+        heads,
         layout.head_dim,
         layout.value_head_dim,
         TORCH_NUMBERS[k.dtype],
         torch.get_num_threads(),
         k.data_ptr(),
         v.data_ptr(),
-        k_row,
-        k_token,
-        k_head,
-        v_row,
-        v_token,
-        v_head,
+        *(0, *k.stride())[-4:-1],
+        *(0, *v.stride())[-4:-1],
         layout.used_bytes,
     )
-    call.status = ctypes.addressof(found) if status is None else status.data_ptr()
+    if status is not None:
+        call.status = status.data_ptr()
+    elif found is not None:
+        call.status = ctypes.addressof(found)
     if layout.key.needs_rotary:
+        assert starts is not None
         require_basis(pages)
         first = starts.numpy()
         require_positions(first[slots.numpy() >= 0])
@@ -93,4 +92,4 @@ def store(
         )
     library.check(library.library().kvbits_store_tokens(call))
     if found is not None:
-        settle(layout, k, v, found)
+        settle(layout, k, v, found[:])

@@ -122,7 +122,7 @@ typedef struct {
   const int64_t* frames;        // [num_frames]
   const double* turn_starts;    // [num_frames]
   int64_t num_frames;
-  int32_t* status;  // [7], added to: as in kvbits_close_call, then tokens whose slots lead out of the pages
+  int32_t* status;  // [7], added to: as in kvbits_close_call, then tokens whose slots lead out of the pages; or null
 } kvbits_store_call;
 
 KVBITS_EXPORT int32_t kvbits_abi_version(void);

@@ -145,8 +145,10 @@ int32_t store_tokens(kvbits_store_call& call) {
             : w.kernels->close_scratch_bytes(store.page_size, std::max(call.head_dim, call.value_head_dim));
     if (!pool_run(threads, items, scratch, raw ? raw_item : packed_item, &w)) return KVBITS_NO_MEMORY;
   }
-  w.found.add_to(call.status);
-  call.status[6] += outside;
+  if (call.status) {
+    w.found.add_to(call.status);
+    call.status[6] += outside;
+  }
   return 0;
 }
 

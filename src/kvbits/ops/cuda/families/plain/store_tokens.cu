@@ -9,14 +9,14 @@
 // belongs to two tokens: nothing is read to be written back, and no two blocks write the same byte (a slot is named
 // once).
 //
-// Centred sides: a page's mean is fixed when its slot 0 is stored (reference.py says which it is). Entries of a page
+// Centred sides: a page's mean is fixed when its slot 0 is stored (ops/store.py says which it is). Entries of a page
 // follow each other in the order of their slots, skipped ones aside, and the entries of the page before come just ahead
 // of them. So a block finds by a look back from its first entry whether that page opens in this launch; then it takes
 // the mean itself, as every block does that has tokens of the page, and the one with slot 0 stores it.
 #include "octets.cuh"
 
 constexpr int OCTETS = D / 8, TEAMS = THREADS / SPAN, ROWS = TOKENS / TEAMS;
-static_assert(SPAN >= OCTETS && TEAMS * ROWS == TOKENS && THREADS >= D, "cuda.py");
+static_assert(SPAN >= OCTETS && TEAMS * ROWS == TOKENS && THREADS >= D, "store.py");
 
 struct Status { int saturated[2], overflow[2], nonfinite[2], skipped; };
 
@@ -290,7 +290,7 @@ DEVICE void find_means(const Args& a, int first, int head, int team, int octet, 
 template <class S>
 DEVICE void join_groups(int row, int octet, float& lo, float& hi, Shared& shared) {
     constexpr int COUNT = S::GROUP / 8;
-    static_assert(SPAN <= 32 || (COUNT & (COUNT - 1)) == 0, "tokens.py");
+    static_assert(SPAN <= 32 || (COUNT & (COUNT - 1)) == 0, "store.py");
     if ((COUNT & (COUNT - 1)) == 0) {
 #pragma unroll
         for (int mask = 1; mask < COUNT && mask < 32; mask *= 2) {
@@ -384,8 +384,10 @@ DEVICE void store_side(const Args& a, int first, int head, Shared& shared) {
     }
     __syncthreads();
     bool bad = false, overflow = false;
+    if constexpr (K::FLOAT != RAW || V::FLOAT != RAW) {  // raw pages take what comes
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) bad |= stored[i] && !finite(x[i].largest());
+        for (int i = 0; i < ROWS; ++i) bad |= stored[i] && !finite(x[i].largest());
+    }
     if (bad && a.status) a.status->nonfinite[SIDE] = 1;
     if (SIDE == 0) {  // nothing of the pool's earlier content stays in a page
         const int padding = a.head_bytes / 4 - USED_BYTES / 4;
@@ -472,7 +474,7 @@ DEVICE void store_side(const Args& a, int first, int head, Shared& shared) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) store_tokens(const __grid_constant__ Args a) {
     extern __shared__ __align__(16) unsigned char memory[];
-    static_assert(sizeof(Shared) <= SHARED_BYTES, "tokens.py counts too little shared memory");
+    static_assert(sizeof(Shared) <= SHARED_BYTES, "store.py counts too little shared memory");
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int item = blockIdx.x, head = item / 2 % a.num_heads, first = item / 2 / a.num_heads * TOKENS;
     if (item % 2 == 0) store_side<K, 0>(a, first, head, shared);
