@@ -177,7 +177,7 @@ class Call:
         """Ready to run for every layer; all queries come past the pages, or are the newest token."""
         batch, queries, heads, _ = q.shape
         options = {"batch_size": batch, "num_q_heads": heads, "num_queries": queries, "dtype": q.dtype}
-        made = attend.plan(self.layouts, **options, device=q.device, past_only=queries > 1)
+        made = attend.plan(self.layouts, **options, device=q.device, past_only=True)
         for layer in range(self.layers):
             made.bind(layer, self.stores(layer))
         tables = self.tables

@@ -257,7 +257,7 @@ class LayerRunner:
             sliding_window=self._stores.spec.layers[place.layer].sliding_window,
             softcap=softcap,
             spans=any(table.spans is not None for table in history.values()),
-            past_only=f.history_first,
+            past_only=f.history_first or q.shape[1] == 1,
             may_wait=True,
             backend=self._backend,
         )

@@ -79,8 +79,8 @@ def plan(
         sliding_window: a query at position p sees keys at positions > p - sliding_window; None for all.
         softcap: scores become softcap * tanh(scores / softcap); None for no cap.
         spans: tables may have spans.
-        past_only: every query that is no padding comes after all pages, as a chunk does after its history. A backend
-            may then unpack pages, and read lengths on the host (`Attention.reads_host`).
+        past_only: no key in the pages comes after a query that is no padding, as with a chunk behind its history or a
+            single newest token. A backend may then unpack pages, and read lengths on the host (`Attention.reads_host`).
         may_wait: on a GPU, what no kernel takes may be left to the reference, which waits for the GPU at every step.
         backend: "auto", or the name of one.
 

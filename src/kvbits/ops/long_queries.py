@@ -55,7 +55,7 @@ def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any], readable:
     """
     first = layouts[0]
     queries, columns = options["num_queries"], options["num_queries"] * options["num_q_heads"] // first.num_kv_heads
-    if not options["past_only"] and (readable or queries > 1):  # a single query is the newest token
+    if not options["past_only"]:
         return "queries are not all past the pages"
     wide = is_wide([x for x in layouts if not x.key.is_raw])
     if readable and columns < (MIN_COLUMNS_WIDE if wide else MIN_COLUMNS):
