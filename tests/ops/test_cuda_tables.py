@@ -10,8 +10,9 @@ import pytest
 import torch
 from ops import emulated_gpu
 from ops.cuda_cases import relative_error
-from ops.table_cases import CASES, HEADS, LIMIT, Cache, D, check, moved
+from ops.table_cases import CASES, HEADS, INT8, LIMIT, Cache, D, check, moved
 
+from kvbits.errors import UnsupportedError
 from kvbits.ops import attend
 from kvbits.ops.cuda import merge
 from kvbits.ops.reference.attend import exact
@@ -179,3 +180,15 @@ def test_every_subset_of_parts_may_be_empty(emulated):
         for which in itertools.product((0, 1), repeat=3)
     ]
     check(Cache(CASES["sinks"]["layouts"], rows))
+
+
+@pytest.mark.parametrize(
+    "sizes, way_out",
+    [
+        ({"batch_size": 5000}, "5000 sequences.*let fewer run at once"),
+        ({"batch_size": 4096, "num_queries": 1 << 24}, "segments.*in several chunks"),
+    ],
+)
+def test_plans_past_what_a_list_holds_are_refused(sizes, way_out, emulated):
+    with pytest.raises(UnsupportedError, match=way_out):
+        attend.plan([INT8], num_q_heads=4, dtype=torch.bfloat16, device="cpu", **sizes)
