@@ -72,7 +72,7 @@ def check_backend(backend: str, device: torch.device) -> None:
     Raises:
         SpecError: the message lists those that can be.
     """
-    known = dict.fromkeys(name for backends in BACKENDS.values() for name in backends)
+    known = sorted({name for backends in BACKENDS.values() for name in backends})
     if backend != "auto" and backend not in known:
         raise SpecError(f"unknown backend {backend!r}; known: auto, {', '.join(known)}")
     if backend not in ("auto", "reference", device.type):
