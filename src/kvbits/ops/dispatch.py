@@ -32,7 +32,7 @@ from ..errors import SpecError, UnsupportedError
 from ..spec import PageLayout
 
 BACKENDS = {
-    "attend": ("cuda", "cpu", "reference"),
+    "attend": ("cpu", "cuda", "reference"),
     "attend_fresh": ("cpu", "cuda", "reference"),
     "close_pages": ("cpu", "cuda", "reference"),
     "append": ("cpu", "cuda", "reference"),
