@@ -17,6 +17,7 @@ import torch
 from ops.emulated_build import build, put_sources
 from ops.emulated_op import emulate
 
+from kvbits.ops import dispatch
 from kvbits.ops.cuda import attend as attend_cuda
 from kvbits.ops.cuda import merge
 from kvbits.ops.cuda.engine import launch, work_list
@@ -71,6 +72,7 @@ def emulated(request, monkeypatch, tmp_path):
         folder.mkdir()
         return launches(attention_library(kernel, folder, capability))
 
+    monkeypatch.setitem(dispatch.BACKENDS, "attend", ("cuda", "cpu", "reference"))
     monkeypatch.setattr(launch, "load_kernel", load)
     monkeypatch.setattr(work_list, "load", lambda parts, *_: launches(list_library(parts)))
     monkeypatch.setattr(work_list, "THREADS", LIST_THREADS)

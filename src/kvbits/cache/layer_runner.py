@@ -139,7 +139,6 @@ class LayerRunner:
         self._stores, self._groups, self._backend = stores, stores.groups, backend
         self._saturated = saturated
         self.choices: dict[Any, dispatch.Choice] = {}
-        self._plans: dict[Any, _Plan] = {}  # the one used last comes last
         self._nothing_found = torch.zeros(store_op.STATUS_FIELDS, dtype=torch.int32, device=stores.device)
 
     def step(
@@ -239,24 +238,30 @@ class LayerRunner:
             return q.new_zeros(*q.shape[:3], g.value_head_dim, dtype=torch.float32), q.new_full(
                 q.shape[:3], -torch.inf, dtype=torch.float32
             )
+        key = (place.group, q.shape, q.dtype, scaling, softcap)
+        if (kept := f.plans.get(key)) is None:  # the first layer of the group in this pass
+            kept = f.plans[key] = self._plan_of_pass(place, q, scaling, softcap, f)
+        kept.bind(place.layer, [self._stores.store(place, pool) for pool in history])
+        out = q.new_empty(*q.shape[:3], g.value_head_dim, dtype=kept.attention.result_dtype)
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        return kept.attention.run(q, place.layer, out=out, lse=lse), lse
+
+    def _plan_of_pass(self, place: Place, q: torch.Tensor, scaling: float, softcap: float | None, f: Forward) -> _Plan:
+        """The plan that serves a group in a pass, told of what it reads."""
+        history = f.steps[place.group].history
         spans = any(table.spans is not None for table in history.values())
         key = (place.group, tuple(history), q.shape[:3], q.dtype, scaling, softcap, spans, f.history_first)
-        kept = self._plans.pop(key, None) or self._plan(place, q, scaling, softcap, f)
-        self._plans[key] = kept
-        if len(self._plans) > MOST_PLANS:  # the one that was used longest ago
-            del self._plans[next(iter(self._plans))]
-        attention = kept.attention
-        if f.plans.get(key) is not attention:  # the first layer of the group in this pass
-            positions = f.positions if (chunk := self._chunk(place)) is None else f.ends(chunk)
-            read, positions = list(history.values()), positions.to(torch.int32)
-            if not attention.reads_host and q.device.type != "cpu":
-                read, positions = tables.uploaded(read, positions, q.device)
-            attention.update(read, positions=positions)
-            f.plans[key] = attention
-        kept.bind(place.layer, [self._stores.store(place, pool) for pool in history])
-        out = q.new_empty(*q.shape[:3], g.value_head_dim, dtype=attention.result_dtype)
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        return attention.run(q, place.layer, out=out, lse=lse), lse
+        plans = self._stores.plans  # the one used last comes last
+        kept: _Plan = plans.pop(key, None) or self._plan(place, q, scaling, softcap, f)
+        plans[key] = kept
+        if len(plans) > MOST_PLANS:
+            del plans[next(iter(plans))]
+        positions = f.positions if (chunk := self._chunk(place)) is None else f.ends(chunk)
+        read, positions = list(history.values()), positions.to(torch.int32)
+        if not kept.attention.reads_host and q.device.type != "cpu":
+            read, positions = tables.uploaded(read, positions, q.device)
+        kept.attention.update(read, positions=positions)
+        return kept
 
     def _plan(self, place: Place, q: torch.Tensor, scaling: float, softcap: float | None, f: Forward) -> _Plan:
         history = f.steps[place.group].history
@@ -282,10 +287,6 @@ class LayerRunner:
         """Tokens of the chunks that a place's attention is cut into, or None."""
         g = self._stores.spec.layers[place.layer]
         return g.sliding_window if g.chunked else None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copying and pickling: plans hold addresses and are made anew."""
-        return self.__dict__ | {"_plans": {}}
 
     def _write(self, place: Place, k: torch.Tensor, v: torch.Tensor, f: Forward) -> None:
         step = f.steps[place.group]

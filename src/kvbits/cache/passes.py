@@ -19,7 +19,6 @@ import torch
 
 from ..errors import CacheStateError, DataError, counted
 from ..later import Findings, upload
-from ..ops.attend import Attention
 from . import explain
 from .arrivals import Arrivals
 from .device_decode import DecodeSwitch, DeviceDecode
@@ -81,7 +80,7 @@ class Forward:
     began: int
     undo: Undo
     reading: set[int] = field(default_factory=set)  # layers that have been here and come again, with other queries
-    plans: dict[Any, Attention] = field(default_factory=dict)  # those that know what this pass reads
+    plans: dict[Any, Any] = field(default_factory=dict)  # of attention, that know what this pass reads
     slots: dict[int, dict[str, Slots]] = field(default_factory=dict)  # per group and pool, for all its layers
     device: DeviceDecode | None = None  # what carries the pass out without the host, if it does
     findings: Findings = field(default_factory=Findings)  # of a GPU, looked at when the last layer leaves
@@ -199,6 +198,7 @@ class Passes:
         arrivals: Arrivals,
     ) -> None:
         self._groups, self._layers, self._saturated = stores.groups, frozenset(stores.places), saturated
+        self._stores = stores
         self.switch = DecodeSwitch(stores, backend, saturated)
         self._arrivals = arrivals
         self._now = _Now()
@@ -248,6 +248,7 @@ class Passes:
                 " copy.deepcopy of it in each other"
             )
         undo.take_back()
+        self._stores.plans.clear()  # they hold on to slabs that went
         self._now = self._now._replace(undo=None)
 
     def settle(self) -> None:

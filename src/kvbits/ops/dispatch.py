@@ -32,7 +32,7 @@ from ..errors import SpecError, UnsupportedError
 from ..spec import PageLayout
 
 BACKENDS = {
-    "attend": ("cuda", "cpu", "reference"),
+    "attend": ("cpu", "cuda", "reference"),
     "attend_fresh": ("cpu", "cuda", "reference"),
     "close_pages": ("cpu", "cuda", "reference"),
     "store": ("cpu", "cuda", "reference"),
@@ -71,7 +71,7 @@ def check_backend(backend: str, device: torch.device) -> None:
     Raises:
         SpecError: the message lists those that can be.
     """
-    known = dict.fromkeys(name for backends in BACKENDS.values() for name in backends)
+    known = sorted({name for backends in BACKENDS.values() for name in backends})
     if backend != "auto" and backend not in known:
         raise SpecError(f"unknown backend {backend!r}; known: auto, {', '.join(known)}")
     if backend not in ("auto", "reference", device.type):
