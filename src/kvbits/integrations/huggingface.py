@@ -282,7 +282,7 @@ class KVCache(Closed, Cache):
             model.set_attn_implementation(before or "sdpa")
 
     def save(self, path: str | Path) -> None:
-        """Write the cache to a file (see `cache.serialize`).
+        """Write the cache to a file (see `cache.saved`).
 
         Padding is not written: `load` takes shorter rows as left-padded.
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..cache import serialize
+from ..cache import saved
 from ..cache.group import GroupState
 from ..cache.paged_cache import PagedCache
 from ..cache.pool import Pool
@@ -104,7 +104,7 @@ def save(cache: PagedCache, ranks: Ranks, path: str | Path) -> None:
             for i, s in enumerate(cache.static)
         ]
         saturated = [{kind: sum(of_rank[1][i][kind] for of_rank in told) for kind in "kv"} for i in range(len(layers))]
-        contents = serialize.Contents(
+        contents = saved.Contents(
             spec,
             static,
             cache.built_for,
@@ -114,7 +114,7 @@ def save(cache: PagedCache, ranks: Ranks, path: str | Path) -> None:
             cache.named_beyond_ids,
         )
         try:
-            serialize.save(contents, path)
+            saved.save(contents, path)
         except Exception as error:  # the other ranks wait to hear of it
             failed = [error]
     dist.broadcast_object_list(

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..cache import blob
+from ..cache.reading import OpenFile
 from ..errors import SpecError
 from ..files import home, require_folder
 
@@ -60,6 +61,10 @@ class _Unfinished(NamedTuple):
 class Folder:
     """The files below `root`, by namespace and name.
 
+    Attributes:
+        written: bytes that this process wrote, until somebody takes note of them.
+        left: files that are damaged and could not be set aside.
+
     Raises:
         SpecError: a file is where the folder should be, or no folder can be made there.
     """
@@ -68,7 +73,7 @@ class Folder:
         if "\0" in str(root):
             raise SpecError(f"a store at {str(root)!r}: a path has no NUL in it")
         self.root = require_folder(home(root, "a store at"), "a store at").absolute()
-        self._root = str(self.root)
+        self._root, self.written, self.left = str(self.root), 0, set[str]()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -76,6 +81,11 @@ class Folder:
                 f"a store at {self.root} cannot be made: {error.strerror or error}; name a folder that can be"
                 " written to"
             ) from error
+
+    @property
+    def where(self) -> str:
+        """The folder or URL of the store."""
+        return self._root
 
     def _open_folder(self, namespace: str, bucket: str, make: bool) -> int | None:
         """A descriptor of a bucket; None where it is not there.
@@ -155,39 +165,31 @@ class Folder:
         except IsADirectoryError as error:
             raise SpecError(f"{self.path(namespace, name)} is a folder, where a store has a file; remove it") from error
 
-    def open(self, namespace: str, name: str) -> int | None:
-        """A descriptor to read a file with, or None where there is none. A link or anything but a file is none."""
+    def open(self, namespace: str, name: str) -> OpenFile | None:
+        """A file to read from, or None where there is none. A link or anything but a file is none."""
         with self._folder(namespace, _bucket(name)) as folder:
             if folder is None:
                 return None
             try:
-                fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _NO_LINK, dir_fd=folder)
+                file = OpenFile(os.open(name, os.O_RDONLY | os.O_NONBLOCK | _NO_LINK, dir_fd=folder))
             except OSError as error:
                 if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EACCES):
                     return None
                 raise
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            return None
-        return fd
+        return file if stat.S_ISREG(os.fstat(file.fd).st_mode) else None
 
     def has(self, namespace: str, name: str) -> bool:
-        return self.nbytes(namespace, name) is not None
+        return self.open(namespace, name) is not None
 
-    def nbytes(self, namespace: str, name: str) -> int | None:
-        """Size of a file, None where there is none."""
-        fd = self.open(namespace, name)
-        if fd is None:
-            return None
-        try:
-            return os.fstat(fd).st_size
-        finally:
-            os.close(fd)
+    def fetch(self, namespace: str, names: Sequence[str]) -> bool:
+        """Bring files that are not here from where else the store has them. Returns whether all of them are here."""
+        return False
 
-    def write(self, namespace: str, files: Sequence[tuple[str, Sequence[memoryview]]]) -> int:
+    def send(self, namespace: str, names: Sequence[str]) -> None:
+        """Bring files to where else the store keeps them."""
+
+    def write(self, namespace: str, files: Sequence[tuple[str, Sequence[memoryview]]]) -> None:
         """Write files, several at once; when all are on the disk they appear under their names, in order.
-
-        Returns the bytes written.
 
         Raises:
             OSError: the disk is full, or the like. No file of these appeared.
@@ -221,7 +223,7 @@ class Folder:
         finally:
             for one in held:
                 os.close(one.fd)  # and with it the lock
-        return sum(len(p) for _, pieces in files for p in pieces)
+        self.written += sum(len(p) for _, pieces in files for p in pieces)
 
     def _write(self, namespace: str, name: str, pieces: Sequence[memoryview], held: list[_Unfinished]) -> None:
         """Write a file under a temporary name, down to the disk; the lock on it is held on."""
