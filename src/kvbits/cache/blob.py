@@ -16,6 +16,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from dataclasses import fields as fields_of
 from enum import IntEnum
 from itertools import accumulate
 from typing import NamedTuple
@@ -31,6 +32,11 @@ BLOB_VERSION = 3
 """Version of the header, the table and the JSON; `FORMATS_VERSION` is that of the pages."""
 HEADER = struct.Struct("<8sHHHHQIIHHHHIIQQ12s12s12s20sII")
 HEADER_BYTES = HEADER.size
+_FIELDS = (
+    *("kind", "rope", "start", "tokens", "page_size", "layers", "shard", "shards", "kv_heads", "pages", "table_bytes"),
+    *("data_bytes", "checksum", "scheme", "model", "calibration", "key", "table_crc"),
+)
+"""Of a header and its identity, in the order of the bytes."""
 ALIGNMENT = 64
 MOST_PAGES = 1 << 20
 """Pages of one blob; far more than any writer puts into one."""
@@ -127,31 +133,8 @@ class Header:
         return HEADER_BYTES + self.table_bytes + self.data_bytes
 
     def pack(self) -> bytes:
-        i = self.identity
-        head = HEADER.pack(
-            MAGIC,
-            BLOB_VERSION,
-            FORMATS_VERSION,
-            self.kind,
-            i.rope,
-            self.start,
-            self.tokens,
-            i.page_size,
-            i.layers,
-            i.shard,
-            i.shards,
-            i.kv_heads,
-            self.pages,
-            self.table_bytes,
-            self.data_bytes,
-            self.checksum,
-            i.scheme,
-            i.model,
-            i.calibration,
-            self.key,
-            self.table_crc,
-            0,
-        )[:-4]
+        fields = self.__dict__ | self.identity.__dict__
+        head = HEADER.pack(MAGIC, BLOB_VERSION, FORMATS_VERSION, *(fields[name] for name in _FIELDS), 0)[:-4]
         return head + zlib.crc32(head).to_bytes(4, "little")
 
     @classmethod
@@ -165,30 +148,8 @@ class Header:
             raise FileFormatError(
                 f"{what} is truncated: {counted(len(data), 'byte')} where a blob has a header of {HEADER_BYTES}"
             )
-        (
-            magic,
-            version,
-            formats,
-            kind,
-            rope,
-            start,
-            tokens,
-            page_size,
-            layers,
-            shard,
-            shards,
-            kv_heads,
-            pages,
-            table_bytes,
-            data_bytes,
-            checksum,
-            scheme,
-            model,
-            calibration,
-            key,
-            table_crc,
-            crc,
-        ) = HEADER.unpack(data[:HEADER_BYTES])
+        magic, version, formats, *values, crc = HEADER.unpack(data[:HEADER_BYTES])
+        fields = dict(zip(_FIELDS, values, strict=True))
         if magic != MAGIC:
             raise FileFormatError(f"{what} is not a kvbits blob: it begins with {magic!r}")
         for name, found, ours in (
@@ -202,41 +163,21 @@ class Header:
                 )
         if zlib.crc32(data[: HEADER_BYTES - 4]) != crc:
             raise FileFormatError(f"the header of {what} is damaged: its CRC-32 is another than it says")
+        identity = Identity(**{f.name: fields.pop(f.name) for f in fields_of(Identity)})
+        kind, pages, table_bytes, data_bytes = (fields[x] for x in ("kind", "pages", "table_bytes", "data_bytes"))
         if (
             kind not in _KINDS
             or pages > MOST_PAGES
             or table_bytes % ALIGNMENT
             or data_bytes >= 1 << 62
-            or not shard < shards
+            or not identity.shard < identity.shards
             or (kind in (Kind.ABOUT, Kind.PARAMETERS) and (pages or table_bytes))
         ):
             raise FileFormatError(
                 f"the header of {what} holds numbers that cannot be: kind {kind}, {pages} pages, {data_bytes} bytes,"
-                f" shard {shard} of {shards}"
+                f" shard {identity.shard} of {identity.shards}"
             )
-        identity = Identity(
-            scheme=scheme,
-            model=model,
-            calibration=calibration,
-            rope=rope,
-            layers=layers,
-            page_size=page_size,
-            kv_heads=kv_heads,
-            shard=shard,
-            shards=shards,
-        )
-        return cls(
-            kind=Kind(kind),
-            identity=identity,
-            start=start,
-            tokens=tokens,
-            pages=pages,
-            table_bytes=table_bytes,
-            data_bytes=data_bytes,
-            checksum=checksum,
-            key=key,
-            table_crc=table_crc,
-        )
+        return cls(identity=identity, **fields | {"kind": Kind(kind)})
 
     def refuses(self, wanted: Identity) -> str | None:
         """Why a cache of identity `wanted` cannot take this blob, or None. A side that names no model takes any."""

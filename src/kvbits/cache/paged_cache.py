@@ -616,16 +616,17 @@ class PagedCache:
         backend: str = "auto",
         spec: CacheSpec | None = None,
         grow: bool = False,
+        shard: tuple[int, int] = (0, 1),
     ) -> PagedCache:
         """The cache that `save` wrote: equal bytes, equal sharing, equal capacity, or with `grow` none.
 
-        `spec` refuses a file of another spec.
+        `spec` refuses a file of another spec. `shard` (rank, ranks) reads that part of every layer's kv heads.
 
         Raises:
             FileFormatError: the file is truncated, corrupt, foreign, of another version or of another spec; the message
                 says which.
         """
-        with saved.opened(path, device, spec) as file:
+        with saved.opened(path, device, spec, shard) as file:
             cache = cls(file.spec, device=device, static=file.static, backend=backend)
             file.fill(cache.held_groups, grow)
             cache.built_for = (None, None) if grow else file.built_for

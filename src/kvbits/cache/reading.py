@@ -51,10 +51,6 @@ class GoneError(DamagedError):
     """A file that was there a moment ago: somebody evicted it, and nothing is wrong."""
 
 
-class StoppedError(Exception):
-    """Nobody wants the pages any more."""
-
-
 class OpenFile:
     """A descriptor that is closed when nobody reads from it any more."""
 
@@ -339,13 +335,14 @@ class Reading:
         Raises:
             DamagedError: a blob is not what its table says; GoneError: its file is not there any more. Pages hold
                 whatever was there.
-            StoppedError: `stop` was called.
         """
         layers = [None] if parts is None else parts.layers
         pool = ThreadPoolExecutor(readers(), "kvbits-reader")
         try:
             for i, part in enumerate(layers):
                 self._read(pool, part)
+                if self._stopped.is_set():
+                    return
                 came(parts.ends[i] if parts else 0, self._stream.record_event() if self._stream else None)
         finally:
             pool.shutdown(cancel_futures=True)
@@ -354,7 +351,7 @@ class Reading:
                 self._stream.synchronize()
 
     def stop(self) -> None:
-        """Have `run`, in another thread, end early."""
+        """Have `run`, in another thread, end early: what is left does not come."""
         self._stopped.set()
 
     def _read(self, pool: ThreadPoolExecutor, part: list[slice] | None) -> None:
@@ -365,6 +362,8 @@ class Reading:
                 under_way.append((run, layers, pool.submit(self._fetch, run, layers)))
             if len(under_way) > AHEAD * readers():
                 self._send(*under_way.popleft())
+            if self._stopped.is_set():
+                return
         while under_way:
             self._send(*under_way.popleft())
 
@@ -382,8 +381,6 @@ class Reading:
     def _send(self, run: _Run, layers: slice, reading: Future[torch.Tensor]) -> None:
         """Wait for a run, and send it on to where it belongs."""
         room = reading.result()
-        if self._stopped.is_set():
-            raise StoppedError
         if run.staged:
             with torch.cuda.stream(self._stream):
                 to, x = run.to[:, layers, run.into], room[:, :, run.heads]

@@ -106,12 +106,14 @@ class SavedCache:
     """An open file that `save` wrote. First its settings, to build a cache from; then `fill` puts the pages there.
 
     Attributes:
-        spec, saturated, made_for, beyond_ids: as in `Contents`.
-        static: as in `Contents`, on the device that the file was opened for; None where the scheme needs none.
-        built_for: as in `Contents`.
+        spec, saturated: as in `Contents`, of the shard that the file was opened for; the first one has all counts.
+        static: the same, on the device that the file was opened for; None where the scheme needs none.
+        built_for, made_for, beyond_ids: as in `Contents`.
     """
 
-    def __init__(self, path: Path, file: OpenFile, expected: CacheSpec | None, device: torch.device) -> None:
+    def __init__(
+        self, path: Path, file: OpenFile, expected: CacheSpec | None, device: torch.device, shard: tuple[int, int]
+    ) -> None:
         self._path, self._file, self._device, self._offset = path, file, device, 0
         self._about = about = transfer.parse_json(self._read(Kind.ABOUT, MOST_ABOUT).rstrip(b"\0"))
         self.spec = _read_spec(path, about, expected)
@@ -131,6 +133,21 @@ class SavedCache:
             raise ValueError("saturated is not a count of keys and values for every layer")
         self.static = self._read_static()
         self._identity = Identity.of(self.spec, self.made_for, blob.calibration_id(self.static or ()))
+        if shard[1] > 1:
+            self._cut(*shard)
+
+    def _cut(self, rank: int, ranks: int) -> None:
+        """Take one of equal parts of every layer's kv heads."""
+        if bad := next((g.num_kv_heads for g in self.spec.layers if g.num_kv_heads % ranks), None):
+            raise ValueError(f"{bad} kv heads, which {ranks} ranks cannot share")
+        part = tuple(dataclasses.replace(g, num_kv_heads=g.num_kv_heads // ranks) for g in self.spec.layers)
+        self.spec = dataclasses.replace(self.spec, layers=part)
+        heads = self._identity.kv_heads // ranks
+        self._identity = dataclasses.replace(self._identity, kv_heads=heads, shard=rank, shards=ranks)
+        if self.static is not None:
+            self.static = [{name: x.chunk(ranks)[rank].contiguous() for name, x in s.items()} for s in self.static]
+        if rank:
+            self.saturated = [{"k": 0, "v": 0} for _ in part]
 
     def _read(self, kind: Kind, most: int) -> bytes:
         """The data of the blob without pages at the present place of the file, which moves on."""
@@ -214,12 +231,15 @@ class SavedCache:
 
 
 @contextlib.contextmanager
-def opened(path: str | Path, device: torch.device | str, spec: CacheSpec | None = None) -> Iterator[SavedCache]:
+def opened(
+    path: str | Path, device: torch.device | str, spec: CacheSpec | None = None, shard: tuple[int, int] = (0, 1)
+) -> Iterator[SavedCache]:
     """The file that `save` wrote, while a cache is built from it.
 
     Args:
         device: of the calibrated parameters.
         spec: what the caller expects; a file of another spec is refused. None takes what the file says.
+        shard: (rank, ranks) to read that part of every layer's kv heads.
 
     Raises:
         FileFormatError: the file is truncated, corrupt, foreign, of another version or of another spec, also if only
@@ -232,7 +252,7 @@ def opened(path: str | Path, device: torch.device | str, spec: CacheSpec | None 
         raise FileFormatError(f"no saved cache at {str(path)!r}: {found}; give the file that `cache.save(path)` wrote")
     file = OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     try:
-        yield SavedCache(path, file, spec, torch.device(device))
+        yield SavedCache(path, file, spec, torch.device(device), shard)
     except FileFormatError as error:
         said = str(error)
         raise FileFormatError(

@@ -8,7 +8,6 @@ byte for byte.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -122,27 +121,6 @@ def save(cache: PagedCache, ranks: Ranks, path: str | Path) -> None:
     )
     if failed[0] is not None:
         raise failed[0]
-
-
-def cut(whole: PagedCache, ranks: Ranks, device: torch.device) -> PagedCache:
-    """This rank's part of a cache of one process, on its device."""
-    spec = dataclasses.replace(whole.spec, layers=ranks.layers(whole.spec.layers))
-    static = (
-        [{name: x.to(device) for name, x in s.items()} for s in ranks.static(whole.static) or []]
-        if any(whole.static)
-        else None
-    )
-    cache = PagedCache(spec, device=device, static=static, backend=whole.backend)
-    cache.built_for, cache.made_for = whole.built_for, whole.made_for
-    cache.beyond_ids = dict(whole.beyond_ids)
-    cache.saturated[:] = copy.deepcopy(whole.saturated) if ranks.rank == 0 else cache.saturated
-    for mine, state in zip(cache.held_groups, whole.groups, strict=True):
-        heads = mine.group.geometry.num_kv_heads
-        part = slice(ranks.rank * heads, (ranks.rank + 1) * heads)
-        mine.sequences, mine.keep_past = [s.clone() for s in state.sequences], state.keep_past
-        for name, pool in state.pools.items():
-            mine.pools[name] = pool.remade(mine.group, device, lambda slab, part=part: slab[:, :, part])  # type: ignore[misc]
-    return cache
 
 
 def _joined(state: GroupState, group: LayerGroup, ranks: Ranks) -> GroupState | None:

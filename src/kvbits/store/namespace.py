@@ -8,10 +8,12 @@ by the key of the blobs before it, its tokens and their key: `<key>+<tokens>-<ke
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 import warnings
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
+from typing import Any
 
 import numpy as np
 
@@ -73,26 +75,29 @@ class Namespace:
         """Write the blobs of a sequence that are not there yet, see `PrefixStore.put`."""
         cuts, length = self.cuts, groups[0].sequences[row].length
         blobs = min(cuts.within(length), pages.whole_blobs(groups, row, cuts))
-        chain = keys.chain(self.name, tokens, cuts.ends(length)[:blobs], extra)
-        *parts, last = pages.parts(groups, row, cuts, blobs)
-        windows = any(g.geometry.sliding_window is not None for g in self.groups)
-        names, new = [], []
-        for i, held in enumerate(parts):
-            names.append(name_of(stem_of(chain[i + 1]), self.shard))
-            if not self._has(names[-1], len(held) if windows else 0):
-                new.append((names[-1], Kind.PAGES, held, cuts.end(i), cuts.end(i + 1), chain[i + 1], b""))
-        start = cuts.end(blobs)
-        if end and length > start and pages.is_plain(groups, row):
-            key = keys.after(chain[blobs], tokens[start:length])
-            names.append(name_of(stem_of(chain[blobs], length - start, key), self.shard))
-            if not self._has(names[-1]):
-                new.append((names[-1], Kind.END, last, start, length, key, pages.state_of(groups, row)))
+        parts = pages.parts(groups, row, cuts, blobs)
+        if not (end and length > cuts.end(blobs) and pages.is_plain(groups, row)):
+            parts.pop()
+        stops = [*cuts.ends(length)[:blobs], length]
+        chain = keys.chain(self.name, tokens, stops, extra)
         shown = transfer.shown_slots(groups, [row])
-        for at in range(0, len(new), WRITTEN_AT_ONCE):
-            files = []
-            for name, kind, held, first, behind, key, state in new[at : at + WRITTEN_AT_ONCE]:
-                fields = {"start": first, "tokens": behind - first, "key": key[: keys.KEY_BYTES], "state": state}
-                files.append((name, transfer.encode(kind, self.identity, groups, shown, held, **fields)))
+        windows = any(g.geometry.sliding_window is not None for g in self.groups)
+        names: list[str] = []
+
+        def missing() -> Iterator[tuple[str, list[memoryview]]]:
+            for i, held in enumerate(parts):
+                kind, start = Kind.END if i == blobs else Kind.PAGES, cuts.end(i)
+                stem = stem_of(chain[i + 1]) if kind == Kind.PAGES else stem_of(chain[i], length - start, chain[i + 1])
+                names.append(name_of(stem, self.shard))
+                fields: dict[str, Any] = {"start": start, "tokens": stops[i] - start}
+                fields["key"] = chain[i + 1][: keys.KEY_BYTES]
+                if kind == Kind.END:
+                    fields["state"] = pages.state_of(groups, row)
+                if not self._has(names[-1], len(held) if windows and kind == Kind.PAGES else 0):
+                    yield names[-1], transfer.encode(kind, self.identity, groups, shown, held, **fields)
+
+        new = missing()
+        while files := list(itertools.islice(new, WRITTEN_AT_ONCE)):
             self.folder.write(self.name, files)
         self.folder.send(self.name, names)
         self.use(names)
