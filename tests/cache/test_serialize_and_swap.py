@@ -1,8 +1,10 @@
 """Saved files and swapped sequences come back byte for byte; anything else is refused in words."""
 
+import copy
 import dataclasses
 import json
 import os
+import pickle
 import zlib
 from pathlib import Path
 
@@ -148,6 +150,27 @@ def test_a_loaded_cache_that_is_full_says_what_it_was_built_for_and_can_be_loade
     pair.model.fixed = False
     pair.append(3, 400)
     pair.check()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_reads_its_kv_heads_of_a_file(ranks, tmp_path):
+    spec = small_spec("int8_static")
+    static = [{"k_scale": torch.rand(2, 1) + 0.01, "v_scale": torch.rand(2, 1) + 0.01} for _ in range(3)]
+    whole = busy_pair(spec, static, batch_size=3, max_tokens=200).cache
+    whole.saturated[1]["k"] = 7
+    whole.save(tmp_path / "a")
+    for rank in range(ranks):
+        part = PagedCache.load(tmp_path / "a", backend="reference", shard=(rank, ranks))
+        assert {g.num_kv_heads for g in part.spec.layers} == {2 // ranks} and part.built_for == whole.built_for
+        assert [s["k"] for s in part.saturated] == [0, 0 if rank else 7, 0]
+        check_books(part)
+        heads = slice(rank * 2 // ranks, (rank + 1) * 2 // ranks)
+        for layer in range(3):
+            for row in range(3):
+                for mine, x in zip(part.dequantize(layer, row), whole.dequantize(layer, row), strict=True):
+                    assert torch.equal(mine, x[:, heads])
+    with pytest.raises(FileFormatError, match="2 kv heads, which 3 ranks cannot share"):
+        PagedCache.load(tmp_path / "a", shard=(0, 3))
 
 
 def test_an_empty_cache_round_trips(tmp_path):
@@ -531,6 +554,22 @@ def test_a_swapped_sequence_may_enter_several_rows_and_an_equal_cache():
         for a, b in zip(other.dequantize(layer, 0), other.dequantize(layer, 1), strict=True):
             assert torch.equal(a, b)
     check_books(other)
+
+
+def test_a_swapped_sequence_can_be_copied_and_damage_in_memory_is_found():
+    pair = busy_pair()
+    swapped = pair.cache.swap_out(0)
+    copied = pickle.loads(pickle.dumps(swapped))
+    assert copied.nbytes == swapped.nbytes
+    damaged = copy.deepcopy(swapped)
+    damaged.blobs[0][1] = damaged.blobs[0][1].copy()
+    damaged.blobs[0][1][77] ^= 1
+    before = picture(pair.cache)
+    with pytest.raises(FileFormatError, match="the swapped sequence is damaged"):
+        pair.cache.swap_in(0, damaged)
+    assert picture(pair.cache) == before
+    pair.cache.swap_in(0, copied)
+    pair.check()
 
 
 def test_refused_swaps_change_nothing_and_say_why():

@@ -392,6 +392,7 @@ def swap_in(groups: list[GroupState], row: int, swapped: SwappedSequence, identi
 
     Raises:
         DataError: the sequence is of another spec, calibration or model.
+        FileFormatError: a page is damaged.
         CacheStateError: the row holds tokens.
         PoolFullError: pages are missing.
     """

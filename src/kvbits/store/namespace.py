@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import time
 import warnings
 from collections.abc import Iterator
@@ -30,12 +31,11 @@ from .pages import Cuts
 
 WRITTEN_AT_ONCE = 8
 """Blobs on their way to the disk together."""
-FETCHED_AT_ONCE = 16
-"""Blobs that are brought from a remote store together."""
 MOST_FILES = 256
 """Files that are held open from when they are found until they are read; others are opened again."""
 Shard = tuple[int, int]
 """Which of how many equal parts of every layer's kv heads."""
+_SHARD = re.compile(r"\.([0-9]{1,5})-([1-9][0-9]{0,4})")
 
 
 def stem_of(key: bytes, tokens: int = 0, end: bytes = b"") -> str:
@@ -128,7 +128,7 @@ class Namespace:
         """
         cuts, self._held = self.cuts, 0
         chain = keys.chain(self.name, tokens, cuts.ends(len(tokens)), extra)
-        self._fetch([stem_of(key) for key in chain[1:]])
+        self.folder.fetch(self.name, [name_of(stem_of(key), self.shard) for key in chain[1:]])
         blobs: list[list[Source]] = []
         for i, key in enumerate(chain[1:]):
             if (one := self._blob(stem_of(key), Kind.PAGES, cuts.end(i), cuts.end(i + 1), key)) is None:
@@ -146,13 +146,6 @@ class Namespace:
             if ended := self._ended(tokens, chain[n], blobs[:n], least):
                 best, least = ended, length_of(ended)
         return best
-
-    def _fetch(self, stems: list[str]) -> None:
-        """Bring the beginning of a chain of blobs here, as far as it goes."""
-        for at in range(0, len(stems), FETCHED_AT_ONCE):
-            names = [name_of(stem, self.shard) for stem in stems[at : at + FETCHED_AT_ONCE]]
-            if not self.folder.fetch(self.name, names):
-                break
 
     def _ended(self, tokens: np.ndarray, key: bytes, blobs: list[list[Source]], least: int) -> Plan | None:
         """The longest sequence of more than `least` tokens that an END blob makes of these blobs."""
@@ -195,9 +188,8 @@ class Namespace:
         yield [self.shard]
         there: dict[int, set[int]] = {}
         for name in self.folder.names(self.name, stem + "."):
-            shard, _, shards = name[len(stem) + 1 :].partition("-")
-            if shard.isdigit() and shards.isdigit() and len(name) < 100 and 0 <= int(shard) < int(shards):
-                there.setdefault(int(shards), set()).add(int(shard))
+            if found := _SHARD.fullmatch(name[len(stem) :]):
+                there.setdefault(int(found[2]), set()).add(int(found[1]))
         rank, size = self.shard
         for n, held in sorted(there.items()):
             needed = range(rank * n // size, -(-(rank + 1) * n // size))

@@ -67,11 +67,14 @@ class RemoteFolder(Folder):
             except FileNotFoundError:
                 return None
 
-        missing = [name for name in names if not self.has(namespace, name)]
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            found = list(pool.map(get, missing))
-        self.write(namespace, [(name, [data]) for name, data in zip(missing, found, strict=True) if data is not None])
-        return None not in found
+        for at in range(0, len(names), AT_ONCE):
+            missing = [name for name in names[at : at + AT_ONCE] if not self.has(namespace, name)]
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                found = dict(zip(missing, pool.map(get, missing), strict=True))
+            self.write(namespace, [(name, [data]) for name, data in found.items() if data is not None])
+            if None in found.values():
+                return False
+        return True
 
     def send(self, namespace: str, names: Sequence[str]) -> None:
         """Copy files that are not there yet, the beginning first."""
