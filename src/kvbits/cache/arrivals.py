@@ -57,7 +57,8 @@ class Arrivals:
                     self._changed.notify_all()
 
         self.under_way, self._row, self._stop, self._refuse = True, row, reading.stop, refuse
-        self._thread = threading.Thread(target=run, name="kvbits-loader", daemon=True)
+        # not a daemon: one that is in the middle of a tensor operation when Python ends would abort the process
+        self._thread = threading.Thread(target=run, name="kvbits-loader", daemon=False)
         self._thread.start()
 
     def _came_to(self, layers: int, event: torch.cuda.Event | None) -> None:

@@ -109,6 +109,9 @@ class Identity:
         return replace(self, model=short(made_for.encode()) if made_for else bytes(12))
 
 
+_WHOSE = [f.name for f in fields_of(Identity)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Header:
     """The first 128 bytes (docs/reference/formats.md).
@@ -163,7 +166,7 @@ class Header:
                 )
         if zlib.crc32(data[: HEADER_BYTES - 4]) != crc:
             raise FileFormatError(f"the header of {what} is damaged: its CRC-32 is another than it says")
-        identity = Identity(**{f.name: fields.pop(f.name) for f in fields_of(Identity)})
+        identity = Identity(**{name: fields.pop(name) for name in _WHOSE})
         kind, pages, table_bytes, data_bytes = (fields[x] for x in ("kind", "pages", "table_bytes", "data_bytes"))
         if (
             kind not in _KINDS
