@@ -142,7 +142,8 @@ def _on_host(blocks: list[torch.Tensor], copied: bool) -> Iterable[torch.Tensor]
     """The same pages on the host, contiguous."""
     if not blocks or blocks[0].device.type == "cpu":
         return (b.clone() for b in blocks) if copied else blocks
-    found = [torch.empty(b.shape, dtype=torch.uint8, pin_memory=True, device="cpu") for b in blocks]
+    room = torch.empty(sum(b.numel() for b in blocks), dtype=torch.uint8, pin_memory=True, device="cpu")
+    found = [x.view(b.shape) for x, b in zip(room.split([b.numel() for b in blocks]), blocks, strict=True)]
     for to, b in zip(found, blocks, strict=True):
         to.copy_(b, non_blocking=True)
     torch.cuda.synchronize(blocks[0].device)
