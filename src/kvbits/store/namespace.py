@@ -89,12 +89,13 @@ class Namespace:
                 kind, start = Kind.END if i == blobs else Kind.PAGES, cuts.end(i)
                 stem = stem_of(chain[i + 1]) if kind == Kind.PAGES else stem_of(chain[i], length - start, chain[i + 1])
                 names.append(name_of(stem, self.shard))
+                if self._has(names[-1], len(held) if windows and kind == Kind.PAGES else 0):
+                    continue
                 fields: dict[str, Any] = {"start": start, "tokens": stops[i] - start}
                 fields["key"] = chain[i + 1][: keys.KEY_BYTES]
                 if kind == Kind.END:
                     fields["state"] = pages.state_of(groups, row)
-                if not self._has(names[-1], len(held) if windows and kind == Kind.PAGES else 0):
-                    yield names[-1], transfer.encode(kind, self.identity, groups, shown, held, **fields)
+                yield names[-1], transfer.encode(kind, self.identity, groups, shown, held, **fields)
 
         new = missing()
         while files := list(itertools.islice(new, WRITTEN_AT_ONCE)):
