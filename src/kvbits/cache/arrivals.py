@@ -62,7 +62,7 @@ class Arrivals:
         self._thread.start()
 
     def _came_to(self, layers: int, event: torch.cuda.Event | None) -> None:
-        """The first so many layers are there, once `event` has happened on their device."""
+        """Note that the first so many layers are there, once `event` has happened on their device."""
         with self._changed:
             self._came.append((layers, event))
             self._changed.notify_all()

@@ -105,7 +105,7 @@ class Identity:
         return unnamed.of_model(made_for)
 
     def of_model(self, made_for: str | None) -> Identity:
-        """The same of another model; None for one that nobody named."""
+        """Return the same of another model; None for one that nobody named."""
         return replace(self, model=short(made_for.encode()) if made_for else bytes(12))
 
 
@@ -183,7 +183,7 @@ class Header:
         return cls(identity=identity, **fields | {"kind": Kind(kind)})
 
     def refuses(self, wanted: Identity) -> str | None:
-        """Why a cache of identity `wanted` cannot take this blob, or None. A side that names no model takes any."""
+        """Say why a cache of identity `wanted` cannot take this blob, or None. A side that names no model takes any."""
         mine = self.identity
         if mine.scheme != wanted.scheme:
             return "it is of another scheme or geometry"

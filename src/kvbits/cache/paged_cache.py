@@ -559,12 +559,12 @@ class PagedCache:
 
     @cached_property
     def _unnamed_identity(self) -> Identity:
-        """Without a model; spec and calibration are what they are for as long as the cache lives."""
+        """Return it without a model; spec and calibration are what they are for as long as the cache lives."""
         return Identity.of(self.spec, None, blob.calibration_id(self.static))
 
     @property
     def identity(self) -> Identity:
-        """Whose pages these are, as blobs say it."""
+        """Return whose pages these are, as blobs say it."""
         return self._unnamed_identity.of_model(self.made_for)
 
     @property

@@ -119,7 +119,7 @@ class Pool:
         return self._stores[layer]
 
     def place(self, page_id: int) -> tuple[torch.Tensor, int]:
-        """The slab [ids, layers, H, head_bytes] that an id is in, and its index there."""
+        """Return the slab [ids, layers, H, head_bytes] that an id is in, and its index there."""
         for slab in self.slabs:
             if page_id < slab.shape[0]:
                 return slab, page_id

@@ -65,11 +65,11 @@ class OpenFile:
         return os.fstat(self.fd).st_size
 
     def bytes_at(self, offset: int, nbytes: int) -> bytes:
-        """So many bytes, fewer at the end of the file."""
+        """Read so many bytes, fewer at the end of the file."""
         return os.pread(self.fd, nbytes, offset)
 
     def fill(self, to: memoryview, offset: int) -> bool:
-        """Fill memory. Returns whether the file has so much."""
+        """Fill memory. Return whether the file has so much."""
         at = 0
         while at < len(to):
             n = os.preadv(self.fd, [to[at:]], offset + at)
@@ -95,11 +95,11 @@ class Memory:
         return self._ends[-1]
 
     def bytes_at(self, offset: int, nbytes: int) -> bytes:
-        """As `OpenFile`: of header and table."""
+        """Read as `OpenFile` does, of header and table."""
         return self._pieces[0][offset : offset + nbytes].tobytes()
 
     def fill(self, to: memoryview, offset: int) -> bool:
-        """As `OpenFile`."""
+        """Fill memory as `OpenFile` does."""
         at = 0
         while at < len(to):
             i = bisect_right(self._ends, offset + at)
@@ -132,7 +132,7 @@ class Source:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Which of how many equal parts of every layer's kv heads it holds."""
+        """Return which of how many equal parts of every layer's kv heads it holds."""
         return self.header.identity.shard, self.header.identity.shards
 
     def read(self, number: int, to: torch.Tensor, layers: slice, medium: OpenFile | Memory) -> None:
@@ -166,7 +166,7 @@ class Source:
 
 
 def groups_of(groups: Sequence[LayerGroup], mine: Identity, theirs: Identity) -> list[LayerGroup]:
-    """The layer groups of a shard of another size, of caches that have `groups`.
+    """Return the layer groups that a shard of another size has, of caches that have `groups`.
 
     Raises:
         FileFormatError: the kv heads cannot be cut so.
@@ -185,7 +185,7 @@ def groups_of(groups: Sequence[LayerGroup], mine: Identity, theirs: Identity) ->
 def read_source(
     medium: OpenFile | Memory, name: str, path: str, identity: Identity, groups: Sequence[LayerGroup], offset: int = 0
 ) -> Source:
-    """Header and table of a blob of pages.
+    """Read header and table of a blob of pages.
 
     Args:
         identity: of the cache that wants it.
@@ -221,7 +221,7 @@ def require_whole(medium: OpenFile | Memory, header: Header, path: str, offset: 
 
 
 def readers() -> int:
-    """Threads that read at once: no more than there are processors."""
+    """Return how many threads read at once: no more than there are processors."""
     return max(1, min(MOST_READERS, cores()))
 
 
@@ -238,7 +238,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(groups: Sequence[LayerGroup], num_layers: int, parts: int = PARTS) -> Parts:
-    """Layers cut into so many parts, or fewer."""
+    """Cut layers into so many parts, or fewer."""
     if any(list(g.layers) != sorted(g.layers) for g in groups):
         parts = 1
     ends = sorted({num_layers * (i + 1) // parts for i in range(parts)} - {0})
@@ -368,7 +368,9 @@ class Reading:
             self._send(*under_way.popleft())
 
     def _fetch(self, run: _Run, layers: slice) -> torch.Tensor:
-        """Some layers of a run's pages [pages, layers, H, head_bytes], checked, where they belong or go from there."""
+        """Read some layers of a run's pages and check them. Return them [pages, layers, H, head_bytes], where they
+        belong or in memory that they are sent on from.
+        """
         source, room = run.source, run.to[:, layers]
         if run.staged:
             shape = (*room.shape[:2], *source.shapes[run.first][1:])
@@ -388,7 +390,7 @@ class Reading:
 
 
 def _overlap(num_heads: int, mine: tuple[int, int], theirs: tuple[int, int]) -> tuple[slice, slice]:
-    """Heads that two shards of a layer share: in theirs, in mine."""
+    """Return the heads that two shards of a layer share: in theirs, in mine."""
     own, other = num_heads // mine[1], num_heads // theirs[1]
     first = max(mine[0] * own, theirs[0] * other)
     last = min((mine[0] + 1) * own, (theirs[0] + 1) * other)

@@ -150,7 +150,7 @@ class SavedCache:
             self.saturated = [{"k": 0, "v": 0} for _ in part]
 
     def _read(self, kind: Kind, most: int) -> bytes:
-        """The data of the blob without pages at the present place of the file, which moves on."""
+        """Read the data of the blob without pages at the present place of the file, and move on behind it."""
         header = Header.parse(self._file.bytes_at(self._offset, blob.HEADER_BYTES), str(self._path))
         if header.kind != kind:
             raise FileFormatError(
@@ -234,7 +234,7 @@ class SavedCache:
 def opened(
     path: str | Path, device: torch.device | str, spec: CacheSpec | None = None, shard: tuple[int, int] = (0, 1)
 ) -> Iterator[SavedCache]:
-    """The file that `save` wrote, while a cache is built from it.
+    """Open the file that `save` wrote, while a cache is built from it.
 
     Args:
         device: of the calibrated parameters.
@@ -291,14 +291,14 @@ def _read_spec(path: Path, about: dict[str, Any], expected: CacheSpec | None) ->
 
 
 def _counts(stated: Any, what: str) -> Any:
-    """Whole numbers of a file, or None each."""
+    """Require whole numbers, or None each."""
     if not all(n is None or is_count(n) for n in stated):
         raise ValueError(f"{what} is {stated!r}")
     return tuple(stated)
 
 
 def _memory(device: torch.device) -> int:
-    """Bytes of memory of a device, used or not."""
+    """Return the bytes of memory of a device, used or not."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

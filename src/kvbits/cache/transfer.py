@@ -42,12 +42,12 @@ MOST_COUNT = 1 << 40
 
 
 def run_of(group: LayerGroup) -> str:
-    """The pool of the pages that never change again once they are full, oldest first."""
+    """Return the pool of the pages that never change again once they are full, oldest first."""
     return "tail" if group.fills_pages else "closed"
 
 
 def describe(sequences: Rows[Sequence], columns: Rows[Mapping[tuple[str, int], int]]) -> bytes:
-    """Page lists of one sequence, of each layer group, as JSON.
+    """Write page lists of one sequence, of each layer group, as JSON.
 
     Args:
         columns: per layer group, the column of each page by (pool, id).
@@ -64,7 +64,7 @@ def describe(sequences: Rows[Sequence], columns: Rows[Mapping[tuple[str, int], i
 def blobs_of(
     groups: list[GroupState], rows: Rows[int], identity: Identity, *, copied: bool = False
 ) -> Iterator[list[memoryview]]:
-    """Sequences as blobs, those of one row after the other; pages that rows share come once.
+    """Make blobs of sequences, those of one row after the other; pages that rows share come once.
 
     Args:
         copied: into memory of their own; otherwise pages on the host stay where they lie.
@@ -109,7 +109,7 @@ def encode(
     copied: bool = False,
     **fields: Any,
 ) -> list[memoryview]:
-    """A blob of pages, given with their ids, as `blob.encode` makes it.
+    """Make a blob of pages, given with their ids, as `blob.encode` does.
 
     Args:
         shown: see `shown_slots`.
@@ -127,7 +127,11 @@ def encode(
 
 
 def shown_slots(groups: list[GroupState], rows: Rows[int]) -> dict[tuple[int, str, int], int]:
-    """Most tokens that a sequence of these rows shows of each page that fills token by token, by (group, pool, id)."""
+    """Count the most tokens that a sequence of these rows shows of each page that fills token by token.
+
+    Returns:
+        Tokens by (group, pool, id).
+    """
     found: dict[tuple[int, str, int], int] = {}
     for g, state in enumerate(groups):
         for s in (state.sequences[row] for row in rows):
@@ -139,7 +143,7 @@ def shown_slots(groups: list[GroupState], rows: Rows[int]) -> dict[tuple[int, st
 
 
 def _on_host(blocks: list[torch.Tensor], copied: bool) -> Iterable[torch.Tensor]:
-    """The same pages on the host, contiguous."""
+    """Return the same pages on the host, contiguous."""
     if not blocks or blocks[0].device.type == "cpu":
         return (b.clone() for b in blocks) if copied else blocks
     room = torch.empty(sum(b.numel() for b in blocks), dtype=torch.uint8, pin_memory=True, device="cpu")
@@ -151,8 +155,8 @@ def _on_host(blocks: list[torch.Tensor], copied: bool) -> Iterable[torch.Tensor]
 
 
 def shown_part(block: torch.Tensor, layout: PageLayout, shown: int) -> torch.Tensor:
-    """A page [layers, H, head_bytes] with zeros where no sequence shows its slots: tokens of sequences freed long ago,
-    or what lay there before there were pages. Itself where all are shown.
+    """Put zeros into a copy of a page [layers, H, head_bytes] where no sequence shows its slots: tokens of sequences
+    freed long ago, or what lay there before there were pages. Return the page itself where all are shown.
     """
     if shown == layout.page_size:
         return block
@@ -169,8 +173,8 @@ def shown_part(block: torch.Tensor, layout: PageLayout, shown: int) -> torch.Ten
 
 
 def blank(block: torch.Tensor, layout: PageLayout) -> torch.Tensor:
-    """A page [layers, H, head_bytes] with zeros between and behind its sections, where nobody ever writes. Itself where
-    sections fill it.
+    """Put zeros into a copy of a page [layers, H, head_bytes] between and behind its sections, where nobody ever
+    writes. Return the page itself where sections fill it.
     """
     ends = [s.offset + s.nbytes for s in layout.sections.values()]
     starts = [*[s.offset for s in layout.sections.values()][1:], layout.head_bytes]
@@ -186,8 +190,8 @@ def blank(block: torch.Tensor, layout: PageLayout) -> torch.Tensor:
 
 
 def parse(state: bytes, groups: Rows[LayerGroup], what: str) -> list[Sequence]:
-    """The page lists of a sequence, of each layer group: what a cache could have made, since kernels read memory by
-    these numbers. Whether the pages are there is another question.
+    """Read the page lists of a sequence, of each layer group. They must be what a cache could have made, since kernels
+    read memory by these numbers. Whether the pages are there is another question.
 
     Raises:
         FileFormatError: it is no such JSON, or holds numbers that cannot be.
@@ -205,7 +209,7 @@ def parse(state: bytes, groups: Rows[LayerGroup], what: str) -> list[Sequence]:
 
 
 def parse_json(text: bytes) -> Any:
-    """As `json.loads`; numbers that are none are refused with a ValueError."""
+    """Read JSON as `json.loads` does; refuse numbers that are none with a ValueError."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"the number {name}")
@@ -256,12 +260,12 @@ class Plan:
 
     @cached_property
     def at(self) -> dict[Page, tuple[int, int]]:
-        """The blob that each page is in, and its number there; the newest that has it counts."""
+        """Return the blob that each page is in, and its number there; the newest that has it counts."""
         return {page: (i, n) for i, blob in enumerate(self.blobs) for n, page in enumerate(blob[0].table.pages)}
 
     @cached_property
     def pages(self) -> list[Page]:
-        """Pages of the sequences, each once."""
+        """Return the pages of the sequences, each once."""
         found = (
             Page(g, pool, column)
             for sequences in self.made
@@ -273,12 +277,12 @@ class Plan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the blobs have all pages."""
+        """Return whether the blobs have all pages."""
         return self.at.keys() >= set(self.pages)
 
 
 def admit(groups: list[GroupState], rows: Rows[int], plan: Plan, identity: Identity, **how: Any) -> Reading:
-    """Give sequences pages of their own in empty rows. Returns what reads them.
+    """Give sequences pages of their own in empty rows. Return what reads them.
 
     Whoever calls this takes everything back where it, or the reading, fails.
 
@@ -316,7 +320,7 @@ def admit(groups: list[GroupState], rows: Rows[int], plan: Plan, identity: Ident
 
 
 def planned(sources: Rows[Source], groups: Rows[LayerGroup], count: int, what: str) -> Plan:
-    """The sequences, so many of them, that blobs of `blobs_of` hold.
+    """Find the sequences, so many of them, that blobs of `blobs_of` hold.
 
     Raises:
         FileFormatError: what no cache could have written.
@@ -360,7 +364,7 @@ class SwappedSequence:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory."""
+        """Return the bytes of host memory."""
         return sum(len(piece) for pieces in self.blobs for piece in pieces)
 
 

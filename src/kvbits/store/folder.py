@@ -85,11 +85,11 @@ class Folder:
 
     @property
     def where(self) -> str:
-        """The folder or URL of the store."""
+        """Return the folder or URL of the store."""
         return self._root
 
     def _folder(self, namespace: str, bucket: str, make: bool = False) -> OpenFile | None:
-        """A bucket; None where it is not there.
+        """Open a bucket; None where it is not there.
 
         Raises:
             SpecError: something else than a folder is in its place, or a link to one.
@@ -151,7 +151,7 @@ class Folder:
             raise SpecError(f"{self.path(namespace, name)} is a folder, where a store has a file; remove it") from error
 
     def open(self, namespace: str, name: str) -> OpenFile | None:
-        """A file to read from, or None where there is none. A link or anything but a file is none."""
+        """Open a file to read from; None where there is none. A link or anything but a file is none."""
         if (folder := self._folder(namespace, _bucket(name))) is None:
             return None
         try:
@@ -166,7 +166,7 @@ class Folder:
         return self.open(namespace, name) is not None
 
     def fetch(self, namespace: str, names: Sequence[str]) -> bool:
-        """Bring the first files, as far as they go, from where else the store has them. Returns whether all came."""
+        """Bring the first files, as far as they go, from where else the store has them. Return whether all came."""
         return False
 
     def send(self, namespace: str, names: Sequence[str]) -> None:

@@ -39,7 +39,7 @@ _SHARD = re.compile(r"\.([0-9]{1,5})-([1-9][0-9]{0,4})")
 
 
 def stem_of(key: bytes, tokens: int = 0, end: bytes = b"") -> str:
-    """Name of a blob without its shard."""
+    """Name a blob without its shard."""
     return key[: keys.KEY_BYTES].hex() + (f"+{tokens}-{end[:8].hex()}" if tokens else "")
 
 
@@ -112,7 +112,7 @@ class Namespace:
             self.folder.use(self.name, name, now - i)
 
     def _has(self, name: str, at_least: int = 0) -> bool:
-        """Whether a file is there, whole by its size, with at least so many pages."""
+        """Return whether a file is there, whole by its size, with at least so many pages."""
         if (file := self.folder.open(self.name, name)) is None:
             return False
         try:
@@ -124,8 +124,8 @@ class Namespace:
     # -- finding ----------------------------------------------------------------------------------------------------
 
     def find(self, tokens: np.ndarray, extra: bytes = b"") -> Plan | None:
-        """The longest prefix of `tokens` [tokens] that is here: by the names, headers and tables of its blobs, no page
-        read yet. None for nothing.
+        """Find the longest prefix of `tokens` [tokens] that is here: by the names, headers and tables of its blobs, no
+        page read yet. Return None for nothing.
         """
         cuts, self._held = self.cuts, 0
         chain = keys.chain(self.name, tokens, cuts.ends(len(tokens)), extra)
@@ -149,7 +149,7 @@ class Namespace:
         return best
 
     def _ended(self, tokens: np.ndarray, key: bytes, blobs: list[list[Source]], least: int) -> Plan | None:
-        """The longest sequence of more than `least` tokens that an END blob makes of these blobs."""
+        """Find the longest sequence of more than `least` tokens that an END blob makes of these blobs."""
         start, stem = self.cuts.end(len(blobs)), stem_of(key) + "+"
         found: dict[int, tuple[str, bytes]] = {}
         for name in self.folder.names(self.name, stem):
@@ -174,8 +174,8 @@ class Namespace:
         return None
 
     def _blob(self, stem: str, kind: Kind, start: int, end: int, key: bytes) -> list[Source] | None:
-        """A blob as this shard needs it: in its own file, or in several with a part of the kv heads each. None where it
-        is not there; a file that is not what it should be is set aside.
+        """Find a blob as this shard needs it: in its own file, or in several with a part of the kv heads each. Return
+        None where it is not there; a file that is not what it should be is set aside.
         """
         for shards in self._cuts_of(stem):
             found = [self._checked(name_of(stem, shard), kind, start, end, key) for shard in shards]
@@ -185,7 +185,7 @@ class Namespace:
         return None
 
     def _cuts_of(self, stem: str) -> Iterator[list[Shard]]:
-        """Shards that give this shard's heads: itself, then those of each other size that are there."""
+        """Yield the shards that give this shard's heads: itself, then those of each other size that are there."""
         yield [self.shard]
         there: dict[int, set[int]] = {}
         for name in self.folder.names(self.name, stem + "."):
@@ -218,7 +218,7 @@ class Namespace:
         return source if self._held <= MOST_FILES else dataclasses.replace(source, medium=None)
 
     def source(self, name: str) -> Source | None:
-        """A file's header and table; None where there is no such file.
+        """Read a file's header and table; None where there is no such file.
 
         Raises:
             FileFormatError: it is damaged, or somebody else's.
@@ -239,7 +239,7 @@ class Namespace:
         return source
 
     def open(self, name: str) -> OpenFile | None:
-        """A file to read from; None where there is none."""
+        """Open a file to read from; None where there is none."""
         return self.folder.open(self.name, name)
 
     def set_aside(self, error: DamagedError) -> None:
@@ -255,5 +255,5 @@ class Namespace:
 
 
 def length_of(plan: Plan | None) -> int:
-    """Tokens of the sequence of a plan; 0 for none."""
+    """Count the tokens of the sequence of a plan; 0 for none."""
     return plan.made[0][0].length if plan else 0

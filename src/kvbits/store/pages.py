@@ -67,7 +67,7 @@ class _Held(NamedTuple):
 
 
 def _held(g: int, group: LayerGroup, s: Sequence) -> Iterator[_Held]:
-    """Pages that lie where those of a sequence lie that was never cropped into a page."""
+    """Yield the pages that lie where those of a sequence lie that was never cropped into a page."""
     size, run = group.page_size, run_of(group)
     if s.sink:
         yield _Held(Page(g, "sink", 0), s.sink[0], True)
@@ -83,7 +83,7 @@ def _held(g: int, group: LayerGroup, s: Sequence) -> Iterator[_Held]:
 
 
 def whole_blobs(groups: list[GroupState], row: int, cuts: Cuts) -> int:
-    """PAGES blobs that a sequence has the pages of, in all layers that see everything."""
+    """Count the PAGES blobs that a sequence has the pages of, in all layers that see everything."""
     found = []
     for g, state in enumerate(groups):
         held = {
@@ -97,8 +97,8 @@ def whole_blobs(groups: list[GroupState], row: int, cuts: Cuts) -> int:
 
 
 def parts(groups: list[GroupState], row: int, cuts: Cuts, blobs: int) -> list[list[tuple[Page, int]]]:
-    """Pages of the first so many PAGES blobs with their ids, of layers with a window as far as they are still there;
-    and of the END blob behind them.
+    """Find the pages of the first so many PAGES blobs with their ids, of layers with a window as far as they are still
+    there; and of the END blob behind them.
     """
     found: list[list[tuple[Page, int]]] = [[] for _ in range(blobs + 1)]
     for g, state in enumerate(groups):
@@ -112,7 +112,7 @@ def parts(groups: list[GroupState], row: int, cuts: Cuts, blobs: int) -> list[li
 
 
 def state_of(groups: list[GroupState], row: int) -> bytes:
-    """The page lists of a plain sequence, as JSON."""
+    """Write the page lists of a plain sequence as JSON."""
     sequences = [state.sequences[row] for state in groups]
     columns = [
         {(x.page.pool, x.page_id): x.page.column for x in _held(g, state.group, s)}
@@ -122,8 +122,8 @@ def state_of(groups: list[GroupState], row: int) -> bytes:
 
 
 def is_plain(groups: list[GroupState], row: int) -> bool:
-    """Whether a sequence is what its tokens alone make of it: never cropped into a page, nothing dropped, nothing
-    speculative, tiers as the scheme says.
+    """Return whether a sequence is what its tokens alone make of it: never cropped into a page, nothing dropped,
+    nothing speculative, tiers as the scheme says.
     """
     return all(_is_plain(g, state, state.sequences[row]) for g, state in enumerate(groups))
 
@@ -142,7 +142,7 @@ def _is_plain(g: int, state: GroupState, s: Sequence) -> bool:
 
 
 def fit(pages: Iterable[Page], groups: Rows[LayerGroup], held: range) -> bool:
-    """Whether these can be the pages of a PAGES blob of such columns."""
+    """Return whether these can be the pages of a PAGES blob of such columns."""
     runs = [run_of(g) for g in groups]
     return all(
         p.column in held if p.pool == runs[p.group] else p == Page(p.group, "sink", 0) and not held.start for p in pages
@@ -150,8 +150,8 @@ def fit(pages: Iterable[Page], groups: Rows[LayerGroup], held: range) -> bool:
 
 
 def prefix(groups: Rows[LayerGroup], cuts: Cuts, blobs: int) -> list[Sequence]:
-    """Per group, the sequence that the first `blobs` PAGES blobs make, as if a longer one had been cropped to their
-    end: page lists by columns.
+    """Make, per group, the sequence of the first `blobs` PAGES blobs, as if a longer one had been cropped to their end:
+    page lists by columns.
     """
     length, last = cuts.end(blobs), blobs * cuts.blob_pages
     made = []

@@ -120,7 +120,7 @@ class PrefixStore:
     # -- what is where ----------------------------------------------------------------------------------------------
 
     def _namespace(self, cache: PagedCache) -> Namespace:
-        """The blobs that go with a cache."""
+        """Return the blobs that go with a cache."""
         ranks = self.shard[1]
         named = (self.made_for, None if ranks > 1 and self.made_for else cache.made_for)
         made_for = "\n".join(x for x in named if x is not None)
@@ -137,7 +137,7 @@ class PrefixStore:
         return Namespace(self.folder, identity, [g.group for g in cache.held_groups], cuts, self._damaged)
 
     def _of_rank(self, cache: PagedCache, made_for: str) -> Identity:
-        """The identity of a cache that holds a part of the kv heads: that of all heads, and which part it is."""
+        """Return the identity of a cache that holds a part of the kv heads: that of all heads, and which part it is."""
         rank, ranks = self.shard
         calibration = cache.identity.calibration
         if any(calibration):
@@ -442,7 +442,7 @@ class PrefixStore:
 
 
 def _late(space: Namespace, row: int, error: BaseException) -> BaseException:
-    """The error of a pass that a damaged file ends."""
+    """Make the error of a pass that a damaged file ends."""
     if not isinstance(error, DamagedError):
         return error
     space.set_aside(error)

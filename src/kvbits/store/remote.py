@@ -97,14 +97,14 @@ class RemoteFolder(Folder):
             list(pool.map(put, names))
 
     def _size(self, path: str) -> int | None:
-        """Bytes of an object; None where there is none."""
+        """Return the bytes of an object; None where there is none."""
         try:
             return int(self.fs.info(path)["size"])
         except FileNotFoundError:
             return None
 
     def names(self, namespace: str, start: str) -> list[str]:
-        """Names of files, here or there, that begin so."""
+        """List the names of files, here or there, that begin so."""
         try:
             found = self.fs.ls(f"{self.there}/{namespace}/{start[:2]}", detail=False)
         except (FileNotFoundError, NotADirectoryError):
