@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from ..ops import dispatch
 from ..ops.reference.merge import add_sink_logit
 from ..ops.types import PageStore
 from ..spec import MOST_TOKENS, CacheSpec, whole
-from . import capacity, explain, parameters, saved, serialize, swap
+from . import blob, capacity, explain, parameters, saved, transfer
 from .arrivals import Arrivals
+from .blob import Identity
 from .device_decode import DeviceDecode
 from .explain import Explanation
 from .group import GroupState
@@ -503,15 +505,14 @@ class PagedCache:
         if self.owner is not None:
             self.owner.strayed = False
 
-    def swap_out(self, row: int) -> swap.SwappedSequence:
+    def swap_out(self, row: int) -> transfer.SwappedSequence:
         """Move a sequence to host memory and free its pages; its row stays, empty."""
         self._passes.require_none("swap_out")
         (row,) = self._rows([row])
         with self.change("swap_out()"):
-            found = swap.swap_out(self.held_groups, row, self.spec, self.static)
-        return dataclasses.replace(found, made_for=self.made_for, beyond_ids=tuple(self.named_beyond_ids))
+            return transfer.swap_out(self.held_groups, row, self.identity, tuple(self.named_beyond_ids))
 
-    def swap_in(self, row: int, swapped: swap.SwappedSequence) -> None:
+    def swap_in(self, row: int, swapped: transfer.SwappedSequence) -> None:
         """Bring a sequence back, byte for byte, into an empty row of this or an equal cache.
 
         Raises:
@@ -522,11 +523,11 @@ class PagedCache:
         self._passes.require_none("swap_in")
         (row,) = self._rows([row])
         with self.change("swap_in()"):
-            swap.swap_in(self.held_groups, row, swapped, self.spec, self.static, self.made_for)
+            transfer.swap_in(self.held_groups, row, swapped, self.identity)
         self.beyond_ids |= dict.fromkeys(swapped.beyond_ids, True)
 
     def save(self, path: str | Path) -> None:
-        """Write all sequences to a file, whole or not at all (see `cache.serialize`).
+        """Write all sequences to a file, whole or not at all (see `cache.saved`).
 
         Raises:
             SpecError: a directory is there, or none that the file could be in.
@@ -535,7 +536,17 @@ class PagedCache:
         self._passes.require_none("save")
         self.require_same_model()
         facts = self.spec, self.static, self.built_for, self.saturated, self.made_for
-        serialize.save(serialize.Contents(*facts, self.groups, self.named_beyond_ids), path)
+        saved.save(saved.Contents(*facts, self.groups, self.named_beyond_ids), path)
+
+    @cached_property
+    def _unnamed_identity(self) -> Identity:
+        """Return it without a model; spec and calibration are what they are for as long as the cache lives."""
+        return Identity.of(self.spec, None, blob.calibration_id(self.static))
+
+    @property
+    def identity(self) -> Identity:
+        """Return whose pages these are, as blobs say it."""
+        return self._unnamed_identity.of_model(self.made_for)
 
     @property
     def named_beyond_ids(self) -> list[str]:
@@ -586,16 +597,17 @@ class PagedCache:
         backend: str = "auto",
         spec: CacheSpec | None = None,
         grow: bool = False,
+        shard: tuple[int, int] = (0, 1),
     ) -> PagedCache:
         """The cache that `save` wrote: equal bytes, equal sharing, equal capacity, or with `grow` none.
 
-        `spec` refuses a file of another spec.
+        `spec` refuses a file of another spec. `shard` (rank, ranks) reads that part of every layer's kv heads.
 
         Raises:
             FileFormatError: the file is truncated, corrupt, foreign, of another version or of another spec; the message
                 says which.
         """
-        with saved.opened(path, device, spec) as file:
+        with saved.opened(path, device, spec, shard) as file:
             cache = cls(file.spec, device=device, static=file.static, backend=backend)
             file.fill(cache.held_groups, grow)
             cache.built_for = (None, None) if grow else file.built_for

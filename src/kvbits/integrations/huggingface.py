@@ -282,7 +282,7 @@ class KVCache(Closed, Cache):
             model.set_attn_implementation(before or "sdpa")
 
     def save(self, path: str | Path) -> None:
-        """Write the cache to a file (see `cache.serialize`).
+        """Write the cache to a file (see `cache.saved`).
 
         Padding is not written: `load` takes shorter rows as left-padded.
 
@@ -336,7 +336,8 @@ class KVCache(Closed, Cache):
         layers = layer_geometries(config)
         if states := sum(p.has_state for p in layer_places(config)):
             raise UnsupportedError(f"{prefix.beside_pages(states)}; build a cache with KVCache.for_model(model)")
-        pages = PagedCache.load(path, device=device if ranks.size == 1 else "cpu", grow=grow)
+        layers = ranks.layers(layers)
+        pages = PagedCache.load(path, device=device, grow=grow, shard=(ranks.rank, ranks.size))
         layers = stored_layers(layers, pages.spec.scheme, model)
         if pages.spec.layers != layers:
             raise FileFormatError(
@@ -357,8 +358,6 @@ class KVCache(Closed, Cache):
                 " check_weights=False if they are near enough"
             )
         _attach(model, dense)
-        if ranks.size > 1:
-            pages = tensor_parallel.cut(pages, ranks, device)
         pages.owner = None if now is None else Owner(model, made_for)
         return cls(pages, ranks, config, dense)
 
