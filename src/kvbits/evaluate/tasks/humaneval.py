@@ -21,6 +21,11 @@ class HumanEvalTask(WrittenTask):
     name: ClassVar[str] = "humaneval"
     STOPS: ClassVar[tuple[str, ...]] = ("\nclass ", "\ndef ", "\n#", "\nif __name__", "\nprint(", "\nassert ", "\n```")
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Problems have names and no examples, so a greedy answer depends neither on the seed nor on shots."""
+        return {name: value for name, value in super().settings.items() if name not in ("seed", "shots")}
+
     def _problems(self) -> list[dict[str, Any]]:
         found = [
             {

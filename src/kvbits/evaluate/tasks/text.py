@@ -178,7 +178,8 @@ def _summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, A
         return math.fsum(r[name] for r in rows)
 
     tokens = int(total("num_tokens"))
-    histogram: Counter[str] = sum((Counter(r["kl_histogram"]) for r in rows), Counter())
+    # a file that was trimmed for keeping has no histograms
+    histogram: Counter[str] = sum((Counter(r.get("kl_histogram", {})) for r in rows), Counter())
     window, worst = max(records.items(), key=lambda kv: kv[1]["kl_max"])
     # windows that went together say nothing about a user's speed
     alone = all(r["batch"] == 1 for r in rows)
@@ -187,7 +188,7 @@ def _summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, A
         "tokens": tokens,
         "ppl": math.exp(total("nll") / tokens),
         "kl_mean": total("kl") / tokens,
-        "kl_p99": histogram_quantile(histogram, 0.99),
+        "kl_p99": histogram_quantile(histogram, 0.99) if histogram.total() == tokens else None,
         "kl_max": worst["kl_max"],
         "kl_worst": worst["kl_worst"],
         "kl_worst_window": window,
