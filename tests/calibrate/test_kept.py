@@ -308,7 +308,5 @@ def test_one_calibration_serves_eval_check_and_calibrate(folder, tmp_path, monke
     ):
         assert "bases" not in run(*again, code=1), again
     assert file.stat().st_mtime_ns == written
-    assert "for this alone" in (
-        said := run("check", folder, "--scheme", "klt4", *sizes, "--text", "code", code=1)
-    )
+    assert "for this alone" in (said := run("check", folder, "--scheme", "klt4", *sizes, "--text", "code", code=1))
     assert "bases ..." in said and "code, evaluated on here" in said
