@@ -80,7 +80,7 @@ def _measure(options: Paper) -> dict[str, Any]:
     from .int8_paper import study
 
     options.set_threads()
-    names = list(study.CASES) if options.cases == ("all",) else list(options.cases)
+    names = list(study.CASES) if list(options.cases) == ["all"] else list(options.cases)
     return study.run(names, cpu_rows=options.cpu_rows, progress=lambda text: typer.echo(text, err=True))
 
 
