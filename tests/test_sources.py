@@ -21,10 +21,12 @@ from kvbits.calibrate import calibrate
 from kvbits.cli import app
 from kvbits.evaluate.caches import factory
 from kvbits.evaluate.check import check
-from kvbits.evaluate.run import evaluate
-from kvbits.evaluate.tasks import Context, Options, load
+from kvbits.evaluate.run import Evaluation
+from kvbits.evaluate.settings import Options
+from kvbits.evaluate.tasks import Context, load
 from kvbits.evaluate.texts import Text, novel
 from kvbits.integrations.huggingface import KVCache
+from kvbits.model_ref import ModelRef
 from kvbits.ops.cuda import ahead
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.planner import plan, uniform
@@ -150,19 +152,16 @@ def test_2_fp8_and_int8_article(model, text_ids, tmp_path):
     options = Options(
         data={n: str(tmp_path / n) for n in ("mmlu", "mmlu_dev", "humaneval")}, shots=1, windows=1, length=128, limit=1
     )
-    found = evaluate(
-        model,
-        tiny.tokenizer(),
+    found = Evaluation(
         name="tiny",
         schemes=["int8"],
         tasks=["fidelity", "mmlu"],
         texts=(Text("t", novel()[:1000]),),
         out=tmp_path / "out",
         options=options,
-        progress=False,
-    )
+    ).run(model, tiny.tokenizer(), progress=False)
     assert abs(found["fidelity"]["int8"]["ppl_change"]) < 0.05 and found["mmlu"]["int8"]
-    assert load("humaneval")(Context(model, tiny.tokenizer(), (), options)).item_keys()
+    assert load("humaneval")(Context(ModelRef.of(model), tiny.tokenizer(), (), options)).item_keys()
     assert CliRunner().invoke(app, ["bench", "--help"]).exit_code == 0
 
 
@@ -311,9 +310,9 @@ def test_5_production_guide(model, text_ids):
     assert abs(found.overall["ppl_change"]) < 0.01
     # stress tests: repeated entities, long contexts
     entities = load("entities")(
-        Context(model, tiny.tokenizer(), (), Options(contexts=(3000,), depths=(0.5,), chunk=512))
+        Context(ModelRef.of(model), tiny.tokenizer(), (), Options(contexts=(3000,), depths=(0.5,), chunk=512))
     )
-    asked, _ = entities.prompt(entities.item_keys()[0])
+    asked = entities.item(entities.item_keys()[0])[0]
     assert len(asked) == 3000 and entities.answers(factory(model, "int8"), entities.item_keys())
     for name in ("int8", "int8k_int4v"):
         cache = cache_of(name)

@@ -272,7 +272,7 @@ def test_fewer_bits_cost_more_and_the_packed_cache_agrees_with_the_simulated_one
         for s in (False, True)
     ]
     caches = {"base": factory(model, "raw").make(1, 420)} | {f.name: f.make(1, 420) for f in factories}
-    found = compare(model, caches, ids, first=0, chunk=60)
+    found = compare(model, caches, ids, chunk=60)
     kl = {name: found[name].kl_mean for name in caches}
     assert 0 < kl["klt4"] < kl["klt3"] < kl["klt2"]
     for name in calibrations:

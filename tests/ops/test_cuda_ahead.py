@@ -397,8 +397,8 @@ def test_the_command_compiles_for_gpus_that_are_not_here(home, tmp_path):
 
 def test_gpus_that_cannot_be_are_refused():
     assert _capabilities("sm_90, 8.0,120") == [(9, 0), (8, 0), (12, 0)]
-    assert _capabilities("h100") == _capabilities("H100") == [(9, 0)]
-    for wrong in ("sm_75", "T4", "9"):
+    assert _capabilities("h100,A100-80GB") == [(9, 0), (8, 0)] and _capabilities("H100") == [(9, 0)]
+    for wrong in ("sm_75", "T4", "9", "V100", "h1000", "90a"):
         with pytest.raises(SpecError, match=r"write sm_80 \(the least\)"):
             _capabilities(wrong)
     if not torch.cuda.device_count():
