@@ -12,6 +12,7 @@ from ops.table_cases import CASES, Cache, check
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, PoolFullError, SpecError
+from kvbits.ops.cuda.families.klt.family import MOST_COLUMNS
 from kvbits.spec import CacheSpec, LayerGeometry, Rotary
 
 pytestmark = [
@@ -41,6 +42,8 @@ PRESETS = [
 )
 def test_attention_over_anybodys_pages(name, slabs, group, num_queries, window, softcap):
     cache = Cache(**CASES[name])
+    if any(layout.key.is_banded for layout in cache.layouts):
+        num_queries = min(num_queries, MOST_COLUMNS // group)
     lens = torch.tensor(
         [max(0, min(num_queries, int(n)) - i % 2) for i, n in enumerate(cache.newest)], dtype=torch.int32
     )

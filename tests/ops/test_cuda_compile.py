@@ -31,6 +31,7 @@ from kvbits.ops.cuda.families.klt import unpack as dequantize_banded
 from kvbits.ops.cuda.families.plain import close as close_cuda
 from kvbits.ops.cuda.families.plain import store as store_plain
 from kvbits.ops.cuda.families.plain import unpack as dequantize_cuda
+from kvbits.ops.cuda.families.raw import store as store_raw
 from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 pytestmark = pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
@@ -338,7 +339,7 @@ def test_the_kernel_that_stores_banded_codes_compiles_before_hopper(tokens):
         ),
         (spec("fp8_e4m3", PerToken(), center="channel"), spec("fp8_e5m2", PerToken()), 80, torch.float16),
         (spec("int4", PerChannel(), static=True), spec("int8", static=True, symmetric=False), 128, torch.bfloat16),
-        (QuantSpec.raw(), QuantSpec.raw(), 64, torch.bfloat16),
+        (QuantSpec.raw(), spec("int4"), 64, torch.bfloat16),
         (spec("int8", center="channel"), spec("int8"), 512, torch.bfloat16),
         (spec("int4", PerToken(), symmetric=False, center="channel"), spec("int4", PerGroup(32)), 512, torch.float32),
         (spec("int4", PerGroup(32)), spec("int4", PerGroup(32)), 512, torch.bfloat16),
@@ -367,6 +368,12 @@ def test_the_kernel_for_single_tokens_compiles_without_spills(key, value, head_d
         assert resources.spill_bytes == 0, resources
         if not layout.is_centered:
             assert resources.registers <= 64, resources
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
+def test_the_kernel_for_raw_tokens_compiles_without_spills(capability):
+    resources = compiled("store_raw.cu", store_raw.source().macros, capability).resources("store_raw")
+    assert resources.spill_bytes == 0 and resources.registers <= 40, resources
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -448,6 +455,7 @@ def examples():
         "dequantize_banded.cu": dequantize_banded.defines(klt, torch.bfloat16),
         "merge.cu": merge.source(128, torch.bfloat16).macros,
         "place.cu": place.source().macros,
+        "store_raw.cu": store_raw.source().macros,
         "store_tokens.cu": store_plain.defines(int8, torch.bfloat16, store_plain.FEW),
         "work_list.cu": {"THREADS": work_list.THREADS, "NUM_PARTS": 2},
     }

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import os
 import platform
 import shutil
@@ -26,9 +27,11 @@ from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import DataError
 from kvbits.ops import store as op
+from kvbits.ops.cuda import close as close_cuda
 from kvbits.ops.cuda import store as cuda
-from kvbits.ops.cuda.engine import close as close_cuda
+from kvbits.ops.cuda.engine.runtime.compile import Source
 from kvbits.ops.cuda.families.plain import store as plain
+from kvbits.ops.cuda.families.raw import store as raw
 from kvbits.ops.reference import store as reference
 from kvbits.ops.reference.dequantize import section
 from kvbits.ops.store import STATUS_FIELDS
@@ -40,27 +43,19 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA 
 needs_compiler = pytest.mark.skipif(
     platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64"
 )
-FOLDER = Path(plain.__file__).parent
 RAW = QuantSpec.raw()
 
 
-def emulated_store(folder: Path, layout: PageLayout, dtype: torch.dtype, tokens: int) -> tuple[SimpleNamespace, int]:
-    """What `plain.load` gives, for a CPU."""
-    macros = plain.defines(layout, dtype, tokens)
-    instead = {
-        'extern "C" __global__': "",
-        "extern __shared__ __align__(16) unsigned char memory[];": "unsigned char* memory = ::shared;",
-    }
-    put_sources(folder, FOLDER / "store_tokens.cu", instead)
-    (folder / "defines.h").write_text(
-        "".join(
-            f"#define {k} {v}\n" for k, v in (macros | {"KERNEL": "store_tokens", "NUM_THREADS": "THREADS"}).items()
-        )
-    )
+def emulated_store(folder: Path, source: Source, kernel: str) -> SimpleNamespace:
+    """What `driver.load` gives, for a CPU."""
+    memory = "extern __shared__ __align__(16) unsigned char memory[];"
+    text = (source.folder / source.name).read_text()
+    instead = {'extern "C" __global__': ""} | ({memory: "unsigned char* memory = ::shared;"} if memory in text else {})
+    put_sources(folder, source.folder / source.name, instead)
+    macros = {"SHARED_BYTES": 1024} | dict(source.macros) | {"KERNEL": kernel, "NUM_THREADS": "THREADS"}
+    (folder / "defines.h").write_text("".join(f"#define {k} {v}\n" for k, v in macros.items()))
     made = build(folder, ["-mf16c", "-ffp-contract=off", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"])
-    return SimpleNamespace(launch=lambda grid, threads, args, stream: made.launch(ctypes.byref(args), grid)), int(
-        macros["THREADS"]
-    )
+    return SimpleNamespace(launch=lambda grid, threads, args, stream: made.launch(ctypes.byref(args), grid))
 
 
 @pytest.fixture(
@@ -69,14 +64,17 @@ def emulated_store(folder: Path, layout: PageLayout, dtype: torch.dtype, tokens:
 def device(request, monkeypatch):
     """Where tensors lie that `cuda.store` is given."""
     if request.param == "cpu":
-        folder, loaded = request.getfixturevalue("tmp_path"), {}
+        folder = request.getfixturevalue("tmp_path")
 
+        @functools.cache
         def load(layout, dtype, tokens, index):
-            if (layout, dtype, tokens) not in loaded:
-                loaded[layout, dtype, tokens] = emulated_store(folder, layout, dtype, tokens)
-            return loaded[layout, dtype, tokens]
+            source = plain.source(layout, dtype, tokens)
+            return emulated_store(folder, source, "store_tokens"), int(source.macros["THREADS"])
 
         monkeypatch.setattr(plain, "load", load)
+        monkeypatch.setattr(
+            raw, "load", functools.cache(lambda index: emulated_store(folder, raw.source(), "store_raw"))
+        )
         monkeypatch.setattr(plain, "multiprocessors", lambda device: 132)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
     return request.param
@@ -119,20 +117,59 @@ def both_ways(k, v, pages: PageStore, wanted: PageStore, slots, previous=None) -
 # -- raw pages --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+@pytest.mark.parametrize("page_size", [1, 4, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim, values", [(8, 8), (40, 40), (80, 80), (128, 128), (192, 128), (128, 64)])
-def test_raw_tokens_land_in_their_slots_and_nowhere_else(dtype, head_dim, values, many, device, monkeypatch):
-    monkeypatch.setattr(plain, "multiprocessors", lambda device: 0 if many else 1 << 20)
-    pages, _ = raw_pages(head_dim=head_dim, dtype=dtype, values=values)
+@pytest.mark.parametrize(
+    "head_dim, values", [(8, 8), (20, 20), (33, 33), (64, 64), (128, 128), (192, 128), (20, 64), (64, 33)]
+)
+def test_raw_tokens_land_in_their_slots_and_nowhere_else(dtype, head_dim, values, page_size, device):
+    pages, _ = raw_pages(head_dim=head_dim, page_size=page_size, dtype=dtype, values=values)
     k, v = raw_tokens(pages, dtype)
     k[1, 5, 0, 0], v[2, 0, 1, 3] = torch.nan, torch.inf  # which raw pages take as they are
-    slots, there = slots_of(RUNS, 3, 40, 32), on(device, pages)
-    slots[7], slots[119] = 5 * 32, 2**62
+    gen, slots, there = np.random.default_rng(page_size), torch.full((120,), -1), on(device, pages)
+    chosen = gen.permutation(5 * page_size)[:100]
+    slots[gen.permutation(120)[: len(chosen)]] = torch.from_numpy(chosen)
+    slots[7], slots[119] = 5 * page_size, 2**62
     status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=device)
     reference.store(k, v, pages, slots)
     cuda.store(k.to(device), v.to(device), there, slots.to(device), status=status)
     assert same_bytes(there, pages) and status.tolist() == [0, 0, 0, 0, 0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    "head_dim, dtype, start, unit",
+    [
+        (64, torch.bfloat16, 0, 16),
+        (64, torch.bfloat16, 2, 4),
+        (64, torch.bfloat16, 1, 2),
+        (20, torch.bfloat16, 0, 4),
+        (20, torch.float32, 0, 16),
+        (33, torch.float32, 0, 4),
+        (33, torch.float16, 0, 2),
+    ],
+)
+def test_raw_rows_move_in_the_widest_accesses_that_they_are_aligned_to(head_dim, dtype, start, unit):
+    x = torch.zeros(6 * head_dim + start, dtype=dtype)[start:].view(3, 2, head_dim)
+    rows = raw.rows(x, 0, 4096)
+    assert rows.unit == unit
+    assert (
+        not any(n % unit for n in (rows.x, rows.row_bytes, *rows.stride)) and rows.stride[1] == x.stride(0) * x.itemsize
+    )
+
+
+def test_pages_that_are_not_aligned_are_refused(device):
+    pages, _ = raw_pages()
+    k, v = (x.to(device) for x in raw_tokens(pages, torch.bfloat16))
+    slab = torch.zeros(5 * 3 * pages.layout.head_bytes + 8, dtype=torch.uint8, device=device)
+    for moved in (
+        slab[8:].view(5, 3, -1),
+        slab[: 4 * 3 * pages.layout.head_bytes + 8].as_strided(
+            (4, 3, pages.layout.head_bytes), (3 * pages.layout.head_bytes + 2, pages.layout.head_bytes, 1)
+        ),
+    ):
+        with pytest.raises(DataError, match="multiples of 16"):
+            cuda.store(k, v, PageStore(pages.layout, (moved,)), torch.full((120,), 3, device=device))
+    assert not slab.any()
 
 
 def test_a_projections_output_is_read_where_it_lies(device):
@@ -375,11 +412,12 @@ def test_packed_tokens_in_any_order_and_written_over(device):
             for x in (torch.randn(150, cases.HEADS, 64).bfloat16() for _ in "kv")
         )
         assert both_ways(k, v, *stores, slots) == [0] * 7
-    # rows and tokens inside one projection, then rows at no multiple of 16 bytes
+    # rows and tokens inside one projection, rows at no multiple of 16 bytes, dense tokens that begin at none
     k, v = (torch.randn(2, 5, cases.HEADS, 3 * 64, device=device).bfloat16() for _ in "kv")
-    for part in (slice(64, 128), slice(65, 129)):
-        slots = torch.tensor([0, 1, 2, -1, 4, 32, 33, 34, 35, 11 * 32])
-        both_ways(k[..., part], v[..., part], *stores, slots)
+    dense = (x.flatten()[1 : 1 + 10 * cases.HEADS * 64].view(2, 5, cases.HEADS, 64) for x in (k, v))
+    slots = torch.tensor([0, 1, 2, -1, 4, 32, 33, 34, 35, 11 * 32])
+    for given in (*((k[..., part], v[..., part]) for part in (slice(64, 128), slice(65, 129))), tuple(dense)):
+        both_ways(*given, *stores, slots)
 
 
 def test_packed_bad_numbers_are_noted(device):
@@ -411,11 +449,11 @@ def test_packed_arguments_that_do_not_fit_are_refused(device):
         pages = PageStore(layout, (slab,), **({"static": static} | of_pages))
         with pytest.raises(DataError, match=message):
             cuda.store(k, k, pages, slots, **given)
-    raw = PageStore(
+    pages = PageStore(
         cases.layout_of(RAW, RAW, 64, 32), (torch.zeros(2, cases.HEADS, 8192, dtype=torch.uint8, device=device),)
     )
     with pytest.raises(DataError, match="k is torch.float32; raw pages of bfloat16"):
-        cuda.store(k, k, raw, slots)
+        cuda.store(k, k, pages, slots)
     whole = cases.layout_of(spec("int8", PerChannel()), RAW, 64, 32)
     pages = PageStore(whole, (torch.zeros(2, cases.HEADS, whole.head_bytes, dtype=torch.uint8, device=device),))
     with pytest.raises(DataError, match="cannot be stored one by one"):
@@ -432,22 +470,19 @@ def test_refusals_name_the_reason():
     assert "key groups of 384 channels are no power of two, as heads of 384 (above 256)" in why(
         spec("int8", PerToken()), head_dim=384
     )
-    assert (
-        why(spec("int8", PerToken()), head_dim=512)
-        is why(spec("int8", PerGroup(64)), head_dim=384)
-        is why(RAW, head_dim=264)
-        is None
-    )
+    assert why(spec("int8", PerToken()), head_dim=512) is why(spec("int8", PerGroup(64)), head_dim=384) is None
     assert "key groups of 4 channels" in why(spec("int8", PerGroup(4)))
     assert why(spec("int8", PerGroup(4), static=True)) is None
     assert "cannot round to fp8" in why(spec("fp8_e4m3"), capability=(8, 0))
     assert "one by one" in why(spec("int8", PerChannel()))
-    assert "head_dim=20" in why(RAW, head_dim=20)
-    raw = cases.layout_of(RAW, RAW, 64, 32)
-    assert cuda.refuses(raw, torch.bfloat16, torch.device("cpu"))
+    assert "head_dim=20" in why(RAW, spec("int8", PerToken()), head_dim=20)
+    assert "page_size=4" in cuda.refuses_layout(cases.layout_of(spec("int8"), RAW, 64, 4))
+    pages = cases.layout_of(RAW, RAW, 33, 1)
+    assert cuda.refuses_layout(pages) is None
+    assert cuda.refuses(pages, torch.bfloat16, torch.device("cpu"))
     if torch.cuda.is_available():
-        assert cuda.refuses(raw, torch.bfloat16, torch.device("cuda")) is None
-        assert "float64" in cuda.refuses(raw, torch.float64, torch.device("cuda"))
+        assert cuda.refuses(pages, torch.bfloat16, torch.device("cuda")) is None
+        assert "float64" in cuda.refuses(pages, torch.float64, torch.device("cuda"))
 
 
 @needs_gpu

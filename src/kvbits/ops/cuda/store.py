@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import torch
 
+from ...errors import DataError
 from ...spec import PageLayout
 from ..descriptor import TORCH_NUMBERS
 from ..store import check
 from ..types import PageStore
 from .engine.runtime import driver
-from .engine.side import with_aligned_rows
 from .families import family_of
 
 
@@ -50,8 +50,13 @@ def store(
     starts: torch.Tensor | None = None,
     status: torch.Tensor | None = None,
 ) -> None:
-    """Write tokens in place, see `ops.store`. Rows that do not lie at multiples of 16 bytes are copied."""
+    """Write tokens in place, see `ops.store`."""
     check(k, v, pages, slots, previous, starts, status)
+    for slab in pages.slabs:
+        if slab.data_ptr() % 16 or slab.stride(0) % 16:
+            raise DataError(
+                f"pages at address {slab.data_ptr():#x} with stride {slab.stride(0)}; kernels write 16 bytes at a time:"
+                " both must be multiples of 16"
+            )
     if len(slots):
-        stores = family_of(pages.layout).stores
-        stores.store(with_aligned_rows(k), with_aligned_rows(v), pages, slots, previous, starts, status)
+        family_of(pages.layout).stores.store(k, v, pages, slots, previous, starts, status)

@@ -112,7 +112,7 @@ class Stores(Protocol):
         starts: torch.Tensor | None,
         status: torch.Tensor | None,
     ) -> None:
-        """Arguments as of `ops.store`, which are checked: at least one token, rows at multiples of 16 bytes."""
+        """Arguments as of `ops.store`, which are checked: at least one token, pages at multiples of 16 bytes."""
 
 
 class Refuses(Protocol):

@@ -121,4 +121,4 @@ def has_aligned_rows(x: torch.Tensor) -> bool:
 
 def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
     """x itself if 16-byte loads along its last dim are possible, else a copy."""
-    return x if has_aligned_rows(x) else x.contiguous()
+    return x if has_aligned_rows(x) else x.clone(memory_format=torch.contiguous_format)

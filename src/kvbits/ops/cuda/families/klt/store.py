@@ -29,7 +29,7 @@ from ....types import PageStore
 from ...engine.family import STEP_FIELDS
 from ...engine.runtime import driver
 from ...engine.runtime.compile import Source
-from ...engine.side import as_float32, turns_on
+from ...engine.side import as_float32, turns_on, with_aligned_rows
 from .operands import banded_arguments, column_powers, columns_as_operands, columns_as_tiles, refuses_bands, resident
 
 FEW = 16
@@ -295,8 +295,9 @@ def store(
     starts: torch.Tensor | None,
     status: torch.Tensor | None,
 ) -> None:
-    """See `engine.family.Stores`."""
+    """See `engine.family.Stores`. Rows that do not lie at multiples of 16 bytes are copied."""
     layout, device, count = pages.layout, k.device, len(slots)
+    k, v = with_aligned_rows(k), with_aligned_rows(v)
     blocks = -(-count // layout.page_size) * 2 * layout.num_kv_heads
     tokens = layout.page_size if blocks >= 2 * places(layout, device) else FEW
     args = StoreArgs(

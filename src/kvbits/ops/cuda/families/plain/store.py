@@ -1,4 +1,4 @@
-"""Fresh tokens to their slots in raw pages, and in packed ones of integers and floats (store_tokens.cu)."""
+"""Fresh tokens to their slots in packed pages of integers and floats (store_tokens.cu)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ....descriptor import DTYPES, STATIC, TORCH_NUMBERS, scale_kind
 from ....types import PageStore
 from ...engine.runtime import driver
 from ...engine.runtime.compile import Source
-from ...engine.side import as_float32, side_arguments
+from ...engine.side import as_float32, side_arguments, with_aligned_rows
 
 FEW = 16
 """Tokens of a block in a decoding step."""
@@ -143,8 +143,9 @@ def store(
     starts: torch.Tensor | None,
     status: torch.Tensor | None,
 ) -> None:
-    """See `engine.family.Stores`."""
+    """See `engine.family.Stores`. Rows that do not lie at multiples of 16 bytes are copied."""
     layout, device, count = pages.layout, k.device, len(slots)
+    k, v = with_aligned_rows(k), with_aligned_rows(v)
     args = Args(
         slots=slots.data_ptr(),
         previous=None if previous is None else previous.data_ptr(),

@@ -384,10 +384,8 @@ DEVICE void store_side(const Args& a, int first, int head, Shared& shared) {
     }
     __syncthreads();
     bool bad = false, overflow = false;
-    if constexpr (K::FLOAT != RAW || V::FLOAT != RAW) {  // raw pages take what comes
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) bad |= stored[i] && !finite(x[i].largest());
-    }
+    for (int i = 0; i < ROWS; ++i) bad |= stored[i] && !finite(x[i].largest());
     if (bad && a.status) a.status->nonfinite[SIDE] = 1;
     if (SIDE == 0) {  // nothing of the pool's earlier content stays in a page
         const int padding = a.head_bytes / 4 - USED_BYTES / 4;
