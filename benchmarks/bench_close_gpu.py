@@ -1,4 +1,4 @@
-"""close_pages on a GPU: raw keys and values to packed pages in one launch, against the copy bandwidth of the same run.
+"""close on a GPU: raw keys and values to packed pages in one launch, against the copy bandwidth of the same run.
 
     python benchmarks/bench_close_gpu.py [--schemes fp8 ..] [--closing-only] [--out
     benchmarks/results/<gpu>/close_pages.json]
@@ -30,11 +30,11 @@ from run_files import append, arguments
 from kvbits import schemes
 from kvbits.errors import KvbitsError
 from kvbits.later import upload
-from kvbits.ops.cuda import close as cuda
 from kvbits.ops.cuda import store as store_cuda
 from kvbits.ops.cuda.families import family_of
 from kvbits.ops.reference import close as reference
 from kvbits.ops.reference import store as store_reference
+from kvbits.ops.store import STATUS_FIELDS
 from kvbits.ops.types import PageStore
 from kvbits.spec import PageLayout, QuantSpec
 
@@ -77,7 +77,7 @@ def bench(key: QuantSpec, value: QuantSpec) -> dict[str, Any]:
         slab = torch.empty(PAGES, HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
         store = PageStore(layout, (slab,), calibrated(layout))
         addresses = torch.arange(PAGES, device="cuda") * slab.stride(0) + slab.data_ptr()
-        status = torch.zeros(cuda.STATUS_FIELDS, dtype=torch.int32, device="cuda")
+        status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device="cuda")
         kept.append(slab)
         starts = np.arange(PAGES) * PAGE
         family = family_of(layout)

@@ -1,7 +1,6 @@
 """A forward pass that fails in the middle of the layers is taken back: nothing is lost, and other sequences go on."""
 
 import copy
-import dataclasses
 import gc
 import pickle
 import weakref
@@ -14,7 +13,6 @@ from kvbits import later, schemes
 from kvbits.cache import inputs
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError
-from kvbits.ops import dispatch
 from kvbits.spec import CacheSpec, LayerGeometry, Override, PerGroup, QuantSpec
 
 LAYERS = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 3
@@ -215,28 +213,8 @@ def test_layers_of_a_pass_that_lost_all_its_sequences_begin_no_other():
 @pytest.fixture
 def waits_once(monkeypatch):
     """Numbers are looked at as on a GPU: at the end of a pass. Counts the looks."""
-    choose, settle, looks = dispatch.choose, later.Findings.settle, []
-
-    def status_of(run):
-        def found(k, v, *rest):
-            status = torch.zeros(6, dtype=torch.int32)
-            try:
-                for kind, n in run(k, v, *rest).items():
-                    status["kv".index(kind)] = n
-            except DataError:
-                for i, x in enumerate((k, v)):
-                    finite = bool(torch.isfinite(x).all())
-                    status[4 + i], status[2 + i] = not finite, finite and bool((x.abs() > 1e7).any())
-            return status
-
-        return found
-
-    def choose_later(op, *args, **options):
-        choice = choose(op, *args, **options)
-        return dataclasses.replace(choice, later=status_of(choice.run)) if op == "close_pages" else choice
-
+    settle, looks = later.Findings.settle, []
     monkeypatch.setattr(inputs, "AT_ONCE", ())
-    monkeypatch.setattr(dispatch, "choose", choose_later)
     monkeypatch.setattr(later.Findings, "settle", lambda self: (looks.append(len(self._asked)), settle(self))[1])
     return looks
 

@@ -288,7 +288,7 @@ def test_the_cache_says_who_serves_and_why(model, calibrations):
     ops = cache.pages.explain()["ops"]
     if library.unavailable() is None:
         assert any(x.startswith("attend by cpu") for x in ops)
-        assert any(x.startswith("close_pages by cpu") for x in ops)
+        assert any(x.startswith("close by cpu") for x in ops)
     assert cache.nbytes == cache.pages.spec.nbytes(300)
 
 

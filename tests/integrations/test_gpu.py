@@ -135,7 +135,7 @@ def test_codebooks_of_each_layer_are_read_by_gpu_kernels(model, name):
     ops = fast.explain()["ops"]
     print(f"{name}: relative difference {error:.4f}; {ops}")
     assert error < 0.05
-    assert all(" by cuda" in op or "close_pages by reference" in op for op in ops) and len(ops) > 3
+    assert all(" by cuda" in op or "close by reference" in op for op in ops) and len(ops) > 3
 
 
 def test_generation_runs_on_the_gpu(model):

@@ -22,7 +22,7 @@ _WORDS = {
     "store": "storing tokens",
     "attend_fresh": "attention among new tokens",
     "attend": "attention to stored tokens",
-    "close_pages": "quantizing pages",
+    "close": "quantizing pages",
     "merge": "merging their results",
     "cpu": "CPU kernels",
     "cuda": "CUDA kernels",

@@ -30,7 +30,7 @@ from .step import Close, Recode, Step
 
 
 def _closed_at_once(closes: list[Close], page_size: int) -> list[list[Close]]:
-    """What one call of close_pages takes: pages of any sequences that waited whole in the tail; and, read where they
+    """What one call of `close` takes: pages of any sequences that waited whole in the tail; and, read where they
     lie, those one after the other in a sequence's fresh tokens.
     """
     runs: list[list[Close]] = []
@@ -314,10 +314,6 @@ class LayerRunner:
             if status is not None and not (at_once and not any(status.tolist())):
                 self._ask(place, f.findings, status, pages, f"the {counted(k.shape[1], 'new token')} of each sequence")
 
-    def _count(self, place: Place, saturated: dict[str, int]) -> None:
-        for kind, n in saturated.items():
-            self._saturated[place.layer][kind] += n
-
     def _ask(self, place: Place, findings: Findings, status: torch.Tensor, store: PageStore, what: str) -> None:
         """Have a status (see `ops.store`) judged, on a GPU at the end of the pass; `what`: whose keys and values were
         written.
@@ -335,7 +331,9 @@ class LayerRunner:
                         f"{_named(kind, place)}, {what}: a scale, bias or mean overflows {spec.scale_dtype}; "
                         f"{wider_scales(spec, ' ')}{_in_the_specs(spec, scheme, place)}"
                     )
-            self._count(place, {kind: int(found[i]) for i, (kind, spec) in enumerate(sides) if not spec.is_raw})
+            for n, (kind, spec) in zip(found, sides, strict=False):
+                if not spec.is_raw:
+                    self._saturated[place.layer][kind] += int(n)
 
         if status.device.type in inputs.AT_ONCE:
             judge(status.tolist())
@@ -408,18 +406,13 @@ class LayerRunner:
     ) -> None:
         """Quantize keys and values [n, H, page_size, D] into pages of a pool."""
         store = self._stores.store(place, pool)
-        key = ("close_pages", store.layout, sides[0].dtype)
+        key = ("close", store.layout, sides[0].dtype)
         if key not in self.choices:
-            self.choices[key] = dispatch.choose("close_pages", sides[0], store, backend=self._writer)
+            self.choices[key] = dispatch.choose("close", sides[0], store, backend=self._writer)
         ids, starts = (np.array(x, np.int64) for x in zip(*((c.page_id, c.start) for c in run), strict=True))
-        choice = self.choices[key]
-        if choice.later is not None:
-            if (status := choice.later(sides[0], sides[1], store, ids, starts)) is not None:
-                self._ask(place, findings, status, store, _pages_named(run, store.layout.page_size))
-            return
-        try:
-            self._count(place, choice.run(sides[0], sides[1], store, ids, starts))
-        except DataError:
+        status = self._nothing_found.clone()
+        self.choices[key].run(sides[0], sides[1], store, ids, starts, status)
+        if status.device.type in inputs.AT_ONCE and any(status.tolist()[2:]):
             for kind, x in zip("kv", sides, strict=True):
                 _name_the_page(x, kind, place, run, store, self._stores.spec.scheme)
-            raise
+        self._ask(place, findings, status, store, _pages_named(run, store.layout.page_size))

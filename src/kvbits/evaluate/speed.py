@@ -122,7 +122,7 @@ def packed(name: str, shape: Shape, device: torch.device) -> Candidate:
         )
         for _ in "kv"
     )
-    closing = dispatch.choose("close_pages", k, store)
+    closing = dispatch.choose("close", k, store)
     for first in range(0, pages, CLOSED_AT_ONCE):
         ids = np.random.permutation(np.arange(first, min(first + CLOSED_AT_ONCE, pages)))
         closing.run(k[: len(ids)], v[: len(ids)], store, ids, starts=ids % per * scheme.page_size)

@@ -6,7 +6,6 @@ module has the op's function and may have
     refuses(*args)          why it does not take such a call, or None; without it, it takes every call
     prepare(*args)          what must be there before a CUDA graph is captured
     plan                    for backends that plan once a step and then only launch
-    FUNCTION_later          the op, but what it would return or raise stays on the device
     refuses_layout(layout)  the part of `refuses` that pages alone decide, without a device or a built library:
                             `natives` asks it
 
@@ -33,15 +32,14 @@ from ..spec import PageLayout
 
 BACKENDS = {
     "attend": ("cpu", "cuda", "reference"),
-    "attend_fresh": ("cpu", "cuda", "reference"),
-    "close_pages": ("cpu", "cuda", "reference"),
     "store": ("cpu", "cuda", "reference"),
+    "close": ("cpu", "cuda", "reference"),
+    "attend_fresh": ("cpu", "cuda", "reference"),
     "merge": ("cuda", "reference"),
     "unpack": ("cuda", "reference"),
 }
 FUNCTIONS = {
     "attend": ("attend", "Plan"),
-    "close_pages": ("close", "close"),
     "merge": ("merge", "merge_partials"),
     "unpack": ("unpack", "Rows"),
 }
@@ -58,7 +56,6 @@ class Choice:
     refusals: dict[str, str]
     prepare: Callable[[], Any]
     plan: Callable[..., Any] | None = None  # backends that plan once per step and then only launch
-    later: Callable[..., torch.Tensor | None] | None = None  # as `run`, but what was found stays on the device
 
     def __str__(self) -> str:
         reasons = "; ".join(f"{name}: {why}" for name, why in self.refusals.items())
@@ -123,7 +120,6 @@ def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
                 refusals,
                 prepare,
                 getattr(module, "plan", None),
-                getattr(module, f"{function}_later", None),
             )
         refusals[name] = str(why)
     if backend == "auto":
@@ -134,7 +130,7 @@ def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
 OPERATIONS: dict[str, tuple[str, dict[str, int]]] = {
     "decode": ("attend", {}),
     "chunk": ("attend", {"num_queries": 512}),
-    "close": ("close_pages", {}),
+    "close": ("close", {}),
     "store": ("store", {}),
     "unpack": ("unpack", {}),
 }
@@ -151,7 +147,7 @@ def natives(layout: PageLayout) -> dict[str, dict[str, str | None]]:
     """
     found: dict[str, dict[str, str | None]] = {}
     for name, (op, options) in OPERATIONS.items():
-        if (op == "close_pages" and layout.is_raw) or (op == "store" and not layout.token_local):
+        if (op == "close" and layout.is_raw) or (op == "store" and not layout.token_local):
             continue
         modules = {backend: _module(backend, op) for backend in BACKENDS[op] if backend != "reference"}
         found[name] = {

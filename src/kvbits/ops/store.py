@@ -9,7 +9,7 @@ Centred keys need one number more per channel, the page's mean, and a page that 
 own. It is fixed when the page opens, that is when slot 0 is stored, and stays until slot 0 is stored again. Any mean
 reads back right, since the page holds it; how near it comes to the page's own decides the code range only:
 
-    all tokens of the page are in this call      the page's own mean, as close_pages takes it
+    all tokens of the page are in this call      the page's own mean, as close takes it
     the sequence has a page before               that page's mean (its fresh tokens as they came, the others decoded),
                                                  turned on by page_size positions of
                                                  the rotary embedding where it is known
@@ -33,7 +33,7 @@ A backend's module has
         status: int32 [STATUS_FIELDS] on the device, added to: clamped elements of keys and of values; whether their
             scales overflowed (two fields), and whether they held NaN or infinity (two), which raw pages take as they
             are; tokens whose slots lead out of the pages. After an overflow, NaN or infinity the pages of the call are
-            half written and their numbers unusable. `types.settle` turns a status into counts or an error.
+            half written and their numbers unusable. `types.settle` judges one.
 
 It launches only on a GPU: no waiting, and a CUDA graph can hold it once `Choice.prepare` has run. Without a `status`
 nobody learns there what was found.
@@ -82,7 +82,7 @@ def check(
     if not layout.token_local:
         raise DataError(
             f"tokens cannot be stored one by one as {layout.key}, {layout.value}; use a token-local layout, or"
-            " close_pages"
+            " close whole pages"
         )
     heads, dims = layout.num_kv_heads, len(given)
     if (
@@ -106,20 +106,24 @@ def check(
     if layout.is_centered:
         if previous is None:
             raise DataError("centred keys take the mean of the page before when a page opens; give previous")
-        _check_column("previous", previous, torch.int64, count, device)
+        check_column("previous", previous, torch.int64, count, device)
         if pages.turn is not None:
             _check_turn(pages.turn, layout.head_dim, device)
     if layout.key.needs_rotary:
         if starts is None:
             raise DataError("keys in a calibrated basis are turned back by their page's first position; give starts")
-        _check_column("starts", starts, torch.int32, count, device)
+        check_column("starts", starts, torch.int32, count, device)
     if layout.key.static or layout.value.static:
         _check_static(pages, device)
     if status is not None:
-        _check_column("status", status, torch.int32, STATUS_FIELDS, device)
+        check_column("status", status, torch.int32, STATUS_FIELDS, device)
 
 
-def _check_column(name: str, x: torch.Tensor, dtype: torch.dtype, count: int, device: torch.device) -> None:
+def check_column(name: str, x: torch.Tensor, dtype: torch.dtype, count: int, device: torch.device) -> None:
+    """
+    Raises:
+        DataError: x is not dense [count] of this dtype on this device.
+    """
     if x.dtype != dtype or x.shape != (count,) or not x.is_contiguous() or x.device != device:
         raise _misfit(name, x, dtype, count, device)
 

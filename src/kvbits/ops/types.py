@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..errors import DataError
+from ..errors import DataError, ScaleOverflowError
 from ..later import upload
 from ..quant.qparams import require_finite
 from ..spec import MOST_TOKENS, SCALE_8BIT, PageLayout, QuantSpec
@@ -220,27 +220,21 @@ def check_closing(store: PageStore, page_ids: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(ids, np.int64)
 
 
-def settle(layout: PageLayout, k: torch.Tensor, v: torch.Tensor, status: Sequence[int]) -> dict[str, int]:
-    """What storing k and v has found: how many elements of keys and of values were clamped to their code range
-    (quantized ones only).
+def settle(layout: PageLayout, k: torch.Tensor, v: torch.Tensor, status: Sequence[int]) -> None:
+    """Judge what writing k and v has found.
 
     Args:
-        status: two each, of keys and of values: clamped elements, whether scales overflowed, whether numbers were not
-            finite.
+        status: as of `ops.store`.
 
     Raises:
         DataError: NaN or infinity, or a scale that overflows its storage dtype.
     """
-    if any(status[2:6]):
-        for i, (name, x, spec) in enumerate((("keys", k, layout.key), ("values", v, layout.value))):
-            if status[4 + i]:
-                require_finite(x, name)
-            if status[2 + i]:
-                way_out = wider_scales(spec) or "keep the layer raw (an Override)"
-                raise DataError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; {way_out}")
-    return {
-        kind: n for kind, spec, n in (("k", layout.key, status[0]), ("v", layout.value, status[1])) if not spec.is_raw
-    }
+    for i, (name, x, spec) in enumerate((("keys", k, layout.key), ("values", v, layout.value))):
+        if status[4 + i]:
+            require_finite(x, name)
+        if status[2 + i]:
+            way_out = wider_scales(spec) or "keep the layer raw (an Override)"
+            raise ScaleOverflowError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; {way_out}")
 
 
 def wider_scales(spec: QuantSpec, then: str = "") -> str:

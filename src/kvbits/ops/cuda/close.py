@@ -1,7 +1,4 @@
-"""close_pages on NVIDIA GPUs: scales, codes and packing in one launch, by the kernel of the pages' family.
-
-`close_later` only launches and leaves its findings in a status tensor; `close` is the op's contract and reads them.
-"""
+"""close on NVIDIA GPUs: scales, codes and packing in one launch, by the kernel of the pages' family."""
 
 from __future__ import annotations
 
@@ -14,13 +11,12 @@ import torch
 from ...errors import DataError
 from ...later import upload
 from ...spec import PageLayout
+from ..store import STATUS_FIELDS, check_column
 from ..types import PageStore, check_closing, settle
 from .engine.family import Op
 from .engine.runtime import driver
 from .engine.side import with_aligned_rows
 from .families import family_of
-
-STATUS_FIELDS = 6
 
 
 def refuses(k: torch.Tensor, store: PageStore) -> str | None:
@@ -58,7 +54,7 @@ class DecodeStep:
         tail: raw pages.
         closings: int64 [B, 2] on the device, struct Closing of runs.cuh; runs: int64 [B, 5], struct Run. Bytes count
             from the first slab of each store.
-        status: int32 [6] on the device, added to (see `family.Close`).
+        status: int32 [STATUS_FIELDS] on the device, added to (see `family.Close`).
         undo: of keys and of values [B, H, D] of `dtype`, dense: takes the rows that tokens replace, for `put_back`.
         tail_starts: int32 [B] on the device, position of the first token of the raw pages that stay, for keys in the
             frame of their page.
@@ -124,37 +120,9 @@ def close(
     store: PageStore,
     page_ids: np.ndarray,
     starts: np.ndarray | None = None,
-) -> dict[str, int]:
-    """Close pages in place.
-
-    Args:
-        k, v: [n, H, page_size, head_dim] float32, float16 or bfloat16.
-        page_ids: [n] pages of the store to write.
-        starts: [n] position of each page's first token, for keys stored before the rotary embedding or in a basis.
-
-    Returns:
-        How many elements of keys and of values were clamped to their code range (quantized tensors only).
-
-    Raises:
-        DataError: shapes that do not fit, NaN or infinity, or a scale that overflows its storage dtype. The pages are
-            then written with unusable numbers.
-    """
-    status = close_later(k, v, store, page_ids, starts)
-    return settle(store.layout, k, v, [0] * STATUS_FIELDS if status is None else status.tolist())
-
-
-def close_later(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    store: PageStore,
-    page_ids: np.ndarray,
-    starts: np.ndarray | None = None,
-) -> torch.Tensor | None:
-    """`close` without waiting: int32 [6] on the device, see `family.Close`; None for no pages.
-
-    Raises:
-        DataError: as `close`, for all that needs no look at numbers.
-    """
+    status: torch.Tensor | None = None,
+) -> None:
+    """Close pages in place, see `reference.close`; with a `status` without waiting."""
     layout = store.layout
     family = family_of(layout)
     page_ids = check_closing(store, page_ids)
@@ -164,8 +132,10 @@ def close_later(
             raise DataError(
                 f"{name} must be {k.dtype} {list(shape)} on {store.device}, got {x.dtype} {list(x.shape)} on {x.device}"
             )
+    if status is not None:
+        check_column("status", status, torch.int32, STATUS_FIELDS, store.device)
     if not len(page_ids):
-        return None
+        return
     for spec, kind in ((layout.key, "k"), (layout.value, "v")):
         if spec.static and f"{kind}_scale" not in store.static:
             raise DataError(
@@ -173,6 +143,7 @@ def close_later(
             )
     k, v = with_aligned_rows(k), with_aligned_rows(v)
     addresses = upload(store.addresses[page_ids], k.device)
-    status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device)
-    family.close(k, v, store, addresses, status, family.first(store, starts, len(page_ids), k.device))
-    return status
+    found = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=k.device) if status is None else status
+    family.close(k, v, store, addresses, found, family.first(store, starts, len(page_ids), k.device))
+    if status is None:
+        settle(layout, k, v, found.tolist())

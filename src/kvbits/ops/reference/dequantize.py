@@ -1,4 +1,4 @@
-"""Pages to values: the inverse of close_pages, and the judge of every kernel that reads pages."""
+"""Pages to values: the inverse of close, and the judge of every kernel that reads pages."""
 
 from __future__ import annotations
 

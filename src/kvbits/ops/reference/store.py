@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from ...errors import DataError
+from ...errors import ScaleOverflowError
 from ...quant.packing import row_positions, rows_of_planes
 from ...quant.qparams import QParams, rounded
 from ...quant.qparams import stored as as_stored
@@ -56,7 +56,7 @@ def open_pages(
             continue
         try:
             sides.append((kind, tokens.means(kind, spec, pages)))
-        except DataError:
+        except ScaleOverflowError:
             found[2 + i] = 1
     for kind, means in sides if not any(found) else []:
         for page_id, mean in means.items():
@@ -94,7 +94,7 @@ class _Tokens:
                 try:
                     codes, stored, means, found[i] = self._encoded(kind, spec, to)
                     sides.append((kind, spec, codes, stored, means))
-                except DataError:  # of finite numbers: a scale, bias or mean overflows
+                except ScaleOverflowError:
                     found[2 + i] = 1
         if any(found[2:]):
             return found
@@ -150,7 +150,7 @@ class _Tokens:
         """Means [H, D], float32, of the pages that open in this call, by page.
 
         Raises:
-            DataError: one overflows its storage dtype.
+            ScaleOverflowError: one overflows its storage dtype.
         """
         x, turn = self.side(kind).float(), to.turn if kind == "k" else None
         members = dict(self._by_page())

@@ -41,8 +41,7 @@ class Close(Protocol):
     Args:
         k, v: [n, H, page_size, head_dim], 16-byte aligned rows.
         page_address: int64 [n] on the device: byte addresses of the pages' first structs.
-        status: int32 [6] on the device, added to: clamped elements of keys and values, overflowed scales, non-finite
-            inputs.
+        status: int32 [STATUS_FIELDS] on the device, added to as `ops.store` says.
         first: what `Family.first` gave.
     """
 

@@ -1,4 +1,4 @@
-"""close_pages of plain formats (close.cu), bit for bit what the reference stores."""
+"""close of plain formats (close.cu), bit for bit what the reference stores."""
 
 from __future__ import annotations
 
