@@ -8,7 +8,6 @@ assigned ahead are used up. `DecodeSwitch` says who leads single tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +20,9 @@ from ..ops import decode
 from ..ops.attend import Attention, plan
 from ..ops.decode import CLOSED, FIELDS, FIRST, LENGTH, PARTS, TAIL
 from ..ops.types import wider_scales
-from ..spec import PageLayout
 from .group import GroupState
-from .layer_stores import LayerStores, Place
+from .layer_stores import LayerStores
+from .plans import KeptPlan
 from .sequence import Sequence
 
 LOOK_EVERY = 16
@@ -71,6 +70,7 @@ class _Lent:
 
     state: GroupState
     rows: list[_Row]
+    attention: Attention
 
 
 class DeviceDecode:
@@ -90,6 +90,7 @@ class DeviceDecode:
     ) -> None:
         self.steps_left, self.steps_taken, self.key, self.stepper = steps, 0, key, stepper
         self._lent, self._scheme, self._backend = lent, stores.spec.scheme.name, decode.backend_of(stores.device)
+        self._plan_of = {layer: g.attention for g in lent for layer in g.state.group.layers}
         self._status = Later()
         self._captured = False  # the step under way is recorded, not run
 
@@ -116,12 +117,12 @@ class DeviceDecode:
         self.steps_left -= steps
         self.steps_taken += steps
 
-    def write(self, place: Place, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store the tokens k, v [B, 1, H, D] of a layer."""
-        self.stepper.store(place.layer, k, v)
+        self.stepper.store(layer, k, v)
 
     def attend(
-        self, place: Place, q: torch.Tensor, scaling: float, softcap: float | None, wants_lse: bool
+        self, layer: int, q: torch.Tensor, scaling: float, softcap: float | None, wants_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend with q [B, 1, Hq, D] to the pages of a layer: (out [B, 1, Hq, D], lse float32 [B, 1, Hq] or None).
 
@@ -131,9 +132,9 @@ class DeviceDecode:
         if (key := (q.shape[2], q.dtype, scaling, softcap)) != self.key:
             names = "query heads", "dtype", "scaling", "softcap"
             given, begun = (", ".join(f"{n} {x}" for n, x in zip(names, y, strict=True)) for y in (key, self.key))
-            raise DataError(f"layer {place.layer} attends with {given}; this pass began with {begun}")
+            raise DataError(f"layer {layer} attends with {given}; this pass began with {begun}")
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if wants_lse else None
-        return self.stepper.attend(place.layer, q, lse), lse
+        return self._plan_of[layer].run(q, layer, lse=lse), lse
 
     def take_back(self, layers: set[int]) -> None:
         """Undo the step under way, of which `layers` have been through. A captured one has not run."""
@@ -141,6 +142,10 @@ class DeviceDecode:
             self.stepper.take_back(layers)
             self.steps_left += 1
             self.steps_taken -= 1
+
+    def explain(self) -> set[str]:
+        """Say who serves attention."""
+        return {attention.explain() for attention in self._plan_of.values()}
 
     # -- what closing found -----------------------------------------------------------------------------------------
 
@@ -214,19 +219,10 @@ def _settle(state: GroupState, s: Sequence, row: _Row, numbers: np.ndarray) -> N
 
 
 def enter(
-    stores: LayerStores,
-    plan: Callable[..., Attention],
-    num_q_heads: int,
-    dtype: torch.dtype,
-    scaling: float,
-    softcap: float | None,
+    stores: LayerStores, num_q_heads: int, dtype: torch.dtype, scaling: float, softcap: float | None
 ) -> DeviceDecode | str:
-    """Assign pages ahead and put what decoding needs on the device; or why the sequences, as they are, cannot be
+    """Assign pages ahead and put what decoding needs on the device; or say why the sequences, as they are, cannot be
     decoded there.
-
-    Args:
-        plan: makes (or has) the plan for layers of a group, layouts, num_q_heads, dtype, scaling, sliding window and
-            softcap.
     """
     for state in stores.groups:
         if state.keep_past:
@@ -240,13 +236,14 @@ def enter(
     before = [state.snapshot() for state in stores.groups]
     try:
         lent, pages = zip(
-            *(_lend(stores, plan, state, steps, num_q_heads, dtype, scaling, softcap) for state in stores.groups),
+            *(_lend(stores, state, steps, num_q_heads, dtype, scaling, softcap) for state in stores.groups),
             strict=True,
         )
         stepper = decode.backend_of(stores.device).stepper(list(pages), dtype, stores.device)
     except BaseException as error:
         for state, was in zip(stores.groups, before, strict=True):
             state.restore(was)
+        stores.plans.clear()  # they hold on to slabs that went
         if isinstance(error, PoolFullError):  # rings of sequences with other residual lengths
             return str(error)
         raise
@@ -339,7 +336,6 @@ def _numbers(state: GroupState) -> list[np.ndarray]:
 
 def _lend(
     stores: LayerStores,
-    plan: Callable[..., Attention],
     state: GroupState,
     steps: int,
     num_q_heads: int,
@@ -360,19 +356,43 @@ def _lend(
         "tail": [r.tail for r in rows],
     }
     ids = {name: held[name] for name in names}
-    attention = plan(
-        tuple(g.layers),
-        tuple(g.layouts[name] for name in names),
-        num_q_heads,
-        dtype,
-        scaling,
-        g.geometry.sliding_window,
-        softcap,
-    )
     slabs = {name: state.pools[name].slabs for name in names}
     of_layers = [{name: stores.of_layer(layer, name) for name in names} for layer in g.layers]
-    return _Lent(state, rows), decode.Pages(
-        g, numbers, closed_start, sinks, residual, ids, ring, slabs, of_layers, attention
+    attention = _plan(stores, state, names, num_q_heads, dtype, scaling, softcap)
+    for layer, of_pool in zip(g.layers, of_layers, strict=True):
+        attention.bind(layer, list(of_pool.values()))
+    plan = attention.attention
+    return _Lent(state, rows, plan), decode.Pages(
+        g, numbers, closed_start, sinks, residual, ids, ring, slabs, of_layers, plan
+    )
+
+
+def _plan(
+    stores: LayerStores,
+    state: GroupState,
+    names: list[str],
+    num_q_heads: int,
+    dtype: torch.dtype,
+    scaling: float,
+    softcap: float | None,
+) -> KeptPlan:
+    """The plan for decoding a group on the device with the parts `names`: kept, as pages are assigned again and
+    again.
+    """
+    g, batch_size = state.group, len(state.sequences)
+    key = ("device", tuple(g.layers), tuple(names), batch_size, num_q_heads, dtype, scaling, softcap)
+    return stores.plans.get(
+        key,
+        lambda: plan(
+            [g.layouts[name] for name in names],
+            batch_size=batch_size,
+            num_q_heads=num_q_heads,
+            dtype=dtype,
+            device=stores.device,
+            scaling=scaling,
+            sliding_window=g.geometry.sliding_window,
+            softcap=softcap,
+        ),
     )
 
 
@@ -400,7 +420,7 @@ class DecodeSwitch:
         self.host_only: str | None = None
         self._refusals: dict[Any, str | None] = {}
         self._single_passes = 0  # passes of one token since anything else was done
-        self._plans: dict[Any, Attention] = {}
+        self._served: set[str] = set()  # who served attention on the device
         self._found: DataError | None = None  # what closing found on the device, not yet raised
 
     def settle(self) -> None:
@@ -466,9 +486,10 @@ class DecodeSwitch:
         if self._single_passes >= 2 and q.shape[0] == self._batch_size:
             why = self.refuses(q.shape[2], q.dtype)
             if why is None and not capturing:
-                made = enter(self._stores, self._plan, q.shape[2], q.dtype, scaling, softcap)
+                made = enter(self._stores, q.shape[2], q.dtype, scaling, softcap)
                 if not isinstance(made, str):
                     self.decoding, self.led_by_host = made, None
+                    self._served |= made.explain()
                     return
                 why = made
             self.led_by_host = why
@@ -532,37 +553,9 @@ class DecodeSwitch:
         self.decoding.count(steps)
 
     def explain(self) -> set[str]:
-        """Who serves attention on the device."""
-        return {p.explain() for p in self._plans.values()}
+        """Say who has served attention on the device."""
+        return set(self._served)
 
     @property
     def _batch_size(self) -> int:
         return len(self._groups[0].sequences)
-
-    def _plan(
-        self,
-        layers: tuple[int, ...],
-        layouts: tuple[PageLayout, ...],
-        num_q_heads: int,
-        dtype: torch.dtype,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Attention:
-        """A plan for decoding on the device, kept: pages are assigned again and again."""
-        key = (layers, layouts, self._batch_size, num_q_heads, dtype, scaling, sliding_window, softcap)
-        if key not in self._plans:
-            self._plans[key] = plan(
-                layouts,
-                batch_size=self._batch_size,
-                num_q_heads=num_q_heads,
-                dtype=dtype,
-                device=self._device,
-                scaling=scaling,
-                sliding_window=sliding_window,
-                softcap=softcap,
-            )
-        return self._plans[key]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_plans": {}}

@@ -26,6 +26,7 @@ from ..spec import QuantSpec, Scheme
 from . import inputs, tables
 from .layer_stores import LayerStores, Place
 from .passes import Forward, Undo
+from .plans import KeptPlan
 from .step import Close, Recode, Step
 
 
@@ -105,25 +106,6 @@ def _pages_named(run: Sequence[Close | Recode], page_size: int) -> str:
     return f"{pages} of {'sequence' if len(rows) == 1 else 'sequences'} {', '.join(map(str, rows))}"
 
 
-MOST_PLANS = 32
-"""Plans of attention that a cache keeps: a chunk of another number of tokens needs one of its own."""
-
-
-class _Plan:
-    """A plan of attention and the pages that its layers were bound to."""
-
-    def __init__(self, attention: Attention) -> None:
-        self.attention = attention
-        self._bound: dict[int, list[PageStore]] = {}
-
-    def bind(self, layer: int, stores: list[PageStore]) -> None:
-        """Bind a layer, unless its pages are where they were."""
-        bound = self._bound.get(layer)
-        if bound is None or any(a is not b for a, b in zip(bound, stores, strict=True)):
-            self.attention.bind(layer, stores)
-            self._bound[layer] = stores
-
-
 class LayerRunner:
     """Carries the steps of forward passes out, one layer at a time.
 
@@ -165,8 +147,8 @@ class LayerRunner:
         first = layer not in f.reading
         (f.reading.add if more else f.reading.discard)(layer)
         if f.device is not None:
-            f.device.write(place, k, v)
-            return f.device.attend(place, q, scaling, softcap, wants_lse)
+            f.device.write(layer, k, v)
+            return f.device.attend(layer, q, scaling, softcap, wants_lse)
         if not f.history_first:
             if first:
                 self._write(place, k, v, f)
@@ -218,7 +200,7 @@ class LayerRunner:
                     f"layer {layer} reads what tokens see in a pass that the device leads; append(.., read=True) before"
                     " any other layer of the pass"
                 )
-            f.device.write(place, stored, v)
+            f.device.write(layer, stored, v)
             return []
         if not f.history_first:  # what a single token sees counts itself
             self._write(place, stored, v, f)
@@ -246,16 +228,14 @@ class LayerRunner:
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         return kept.attention.run(q, place.layer, out=out, lse=lse), lse
 
-    def _plan_of_pass(self, place: Place, q: torch.Tensor, scaling: float, softcap: float | None, f: Forward) -> _Plan:
+    def _plan_of_pass(
+        self, place: Place, q: torch.Tensor, scaling: float, softcap: float | None, f: Forward
+    ) -> KeptPlan:
         """The plan that serves a group in a pass, told of what it reads."""
         history = f.steps[place.group].history
         spans = any(table.spans is not None for table in history.values())
         key = (place.group, tuple(history), q.shape[:3], q.dtype, scaling, softcap, spans, f.history_first)
-        plans = self._stores.plans  # the one used last comes last
-        kept: _Plan = plans.pop(key, None) or self._plan(place, q, scaling, softcap, f)
-        plans[key] = kept
-        if len(plans) > MOST_PLANS:
-            del plans[next(iter(plans))]
+        kept = self._stores.plans.get(key, lambda: self._plan(place, q, scaling, softcap, f))
         positions = f.positions if (chunk := self._chunk(place)) is None else f.ends(chunk)
         read, positions = list(history.values()), positions.to(torch.int32)
         if not kept.attention.reads_host and q.device.type != "cpu":
@@ -263,7 +243,7 @@ class LayerRunner:
         kept.attention.update(read, positions=positions)
         return kept
 
-    def _plan(self, place: Place, q: torch.Tensor, scaling: float, softcap: float | None, f: Forward) -> _Plan:
+    def _plan(self, place: Place, q: torch.Tensor, scaling: float, softcap: float | None, f: Forward) -> Attention:
         history = f.steps[place.group].history
         attention = plan(
             [self._stores.store(place, pool).layout for pool in history],
@@ -281,7 +261,7 @@ class LayerRunner:
             backend=self._backend,
         )
         self.choices["attend", place.group, f.history_first, q.dtype, tuple(history)] = attention.choice
-        return _Plan(attention)
+        return attention
 
     def _chunk(self, place: Place) -> int | None:
         """Tokens of the chunks that a place's attention is cut into, or None."""

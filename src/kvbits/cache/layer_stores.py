@@ -5,7 +5,6 @@ layer's pages share.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from ..ops.types import PageStore, Table
 from ..spec import CacheSpec
 from . import parameters
 from .group import GroupState
+from .plans import Plans
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LayerStores:
     Attributes:
         places: of each layer.
         changes_keys: layers whose keys `as_stored` changes.
-        plans: of attention (`LayerRunner`), which hold on to the pages that they were bound to.
+        plans: of attention to these pages, whoever leads a pass.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class LayerStores:
         self._orders = parameters.orders(spec, device)
         self._turns = parameters.turns(spec, device)
         self.changes_keys = set(self._orders)
-        self.plans: dict[Any, Any] = {}
+        self.plans = Plans()
         self.places = {
             layer: Place(layer, g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)
         }
@@ -100,7 +100,3 @@ class LayerStores:
         keys += [k for _, k, _ in found]
         values += [v for _, _, v in found]
         return self._as_given(place, torch.cat(keys)), torch.cat(values)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copying and pickling: plans hold addresses and are made anew."""
-        return self.__dict__ | {"plans": {}}

@@ -24,6 +24,7 @@ from .arrivals import Arrivals
 from .device_decode import DecodeSwitch, DeviceDecode
 from .group import GroupState, Snapshot
 from .layer_stores import LayerStores
+from .plans import KeptPlan
 from .step import Slots, Step, Write, slots_of
 
 _NO_POSITIONS = torch.empty(0, 1, dtype=torch.int64, device="cpu")
@@ -80,7 +81,7 @@ class Forward:
     began: int
     undo: Undo
     reading: set[int] = field(default_factory=set)  # layers that have been here and come again, with other queries
-    plans: dict[Any, Any] = field(default_factory=dict)  # of attention, that know what this pass reads
+    plans: dict[Any, KeptPlan] = field(default_factory=dict)  # of attention, told what this pass reads
     slots: dict[int, dict[str, Slots]] = field(default_factory=dict)  # per group and pool, for all its layers
     device: DeviceDecode | None = None  # what carries the pass out without the host, if it does
     findings: Findings = field(default_factory=Findings)  # of a GPU, looked at when the last layer leaves

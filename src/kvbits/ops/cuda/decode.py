@@ -153,10 +153,6 @@ class _Stepper:
         g, i = self._of_layer[layer]
         g.writers[i].run(k, v, self._stream)
 
-    def attend(self, layer: int, q: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
-        g, i = self._of_layer[layer]
-        return g.attention.run(q, i, lse=lse)
-
     @torch.inference_mode()  # as the step may have been
     def take_back(self, layers: set[int]) -> None:
         stream = driver.current_stream(self._device)
@@ -278,10 +274,9 @@ def _writer(
     undo: list[torch.Tensor],
     tail_starts: torch.Tensor,
 ) -> close_cuda.DecodeStep | _StoreStep:
-    """What stores the token of the group's layer `i`, whose pages attention is told of."""
+    """What stores the token of the group's layer `i`."""
     of_pool = pages.stores[i]
     packed = of_pool.get("closed", of_pool["tail"])
-    pages.attention.bind(i, [of_pool[name] for name in pages.ids])
     if pages.group.fills_pages and not pages.group.is_raw:
         return _StoreStep(packed, dtype, moved, status)
     return close_cuda.DecodeStep(packed, of_pool["tail"], dtype, moved.closings, moved.runs, status, undo, tail_starts)
