@@ -244,25 +244,12 @@ class Attention:
                 self._check_device(f"static {name}", store.static[name])
 
     def _check_slabs(self, store: PageStore) -> None:
-        layout = store.layout
-        heads, size = layout.num_kv_heads, layout.head_bytes
         if not store.slabs:
             raise DataError("a part without slabs has no pages")
         for x in store.slabs:
-            if not isinstance(x, torch.Tensor):
-                raise DataError(f"pages must be tensors, got {type(x).__name__}")
             self._check_device("pages", x)
-            if (
-                x.dtype != torch.uint8
-                or x.dim() != 3
-                or tuple(x.shape[1:]) != (heads, size)
-                or x.stride()[1:] != (size, 1)
-                or not len(x)
-            ):
-                raise DataError(
-                    f"pages must be uint8 [num_pages, {heads}, {size}] with dense structs, got {x.dtype}"
-                    f" {list(x.shape)} of strides {x.stride()}"
-                )
+            if not len(x):
+                raise DataError("a slab without pages; leave it out")
             if x.data_ptr() % 16 or x.stride(0) % 16:
                 raise DataError(
                     f"pages at address {x.data_ptr():#x} with stride {x.stride(0)}; kernels read 16 bytes at a time:"
