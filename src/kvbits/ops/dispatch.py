@@ -5,7 +5,6 @@ module has the op's function and may have
 
     refuses(*args)          why it does not take such a call, or None; without it, it takes every call
     prepare(*args)          what must be there before a CUDA graph is captured
-    plan                    for backends that plan once a step and then only launch
     FUNCTION_later          the op, but what it would return or raise stays on the device
     refuses_layout(layout)  the part of `refuses` that pages alone decide, without a device or a built library:
                             `natives` asks it
@@ -40,7 +39,7 @@ BACKENDS = {
     "unpack": ("cuda", "reference"),
 }
 FUNCTIONS = {
-    "attend": ("attend", "Plan"),
+    "attend": ("attend", "plan"),
     "close_pages": ("close", "close"),
     "merge": ("merge", "merge_partials"),
     "unpack": ("unpack", "Rows"),
@@ -57,7 +56,6 @@ class Choice:
     run: Callable[..., Any]
     refusals: dict[str, str]
     prepare: Callable[[], Any]
-    plan: Callable[..., Any] | None = None  # backends that plan once per step and then only launch
     later: Callable[..., torch.Tensor | None] | None = None  # as `run`, but what was found stays on the device
 
     def __str__(self) -> str:
@@ -122,7 +120,6 @@ def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
                 getattr(module, function),
                 refusals,
                 prepare,
-                getattr(module, "plan", None),
                 getattr(module, f"{function}_later", None),
             )
         refusals[name] = str(why)

@@ -50,8 +50,13 @@ class _Layer:
         self.struct, self.keep, self.pools = struct, keep, pools
 
 
+def plan(layouts: Sequence[PageLayout], **options: Any) -> Plan:
+    """Plan as `ops.attend.plan` has it; arguments as there, checked there."""
+    return Plan(layouts, **options)
+
+
 class Plan(HostPlan):
-    """See `ops.attend.plan`; arguments as there, checked there."""
+    """A plan of this backend."""
 
     def __init__(self, layouts: Sequence[PageLayout], **options: Any) -> None:
         super().__init__(layouts, **options)

@@ -94,8 +94,8 @@ def launches(layouts: Sequence[PageLayout]) -> list[list[int]]:
     return own
 
 
-def Plan(layouts: Sequence[PageLayout], **options: Any) -> LongQueries | PackedPlan:
-    """See `ops.attend.plan`; arguments as there, checked there."""
+def plan(layouts: Sequence[PageLayout], **options: Any) -> LongQueries | PackedPlan:
+    """Plan as `ops.attend.plan` has it; arguments as there, checked there."""
     readable = refuses_packed(layouts, *_kind(options)) is None
     unpacks = long_queries.refuses(layouts, options, readable) is None
     return LongQueries(layouts, **options) if unpacks else PackedPlan(layouts, **options)
