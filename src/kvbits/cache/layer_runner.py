@@ -15,6 +15,7 @@ import torch
 from ..errors import CacheStateError, DataError, counted
 from ..later import Findings
 from ..ops import chunk_attention, dispatch
+from ..ops import merge as merge_op
 from ..ops import store as store_op
 from ..ops.attend import Attention, plan
 from ..ops.reference.attend_fresh import masked
@@ -159,11 +160,11 @@ class LayerRunner:
             else masked(q, k, v, f.positions, within, scaling, softcap)
         )
         if f.steps[place.group].history:
-            past = self._attend(place, q, scaling, softcap, f)
-            outs, merge = [past[0], out], ("merge", out.shape[3], past[0].dtype, out.dtype)
-            if merge not in self.choices:
-                self.choices[merge] = dispatch.choose("merge", outs)
-            out, lse = self.choices[merge].run(outs, [past[1], lse])
+            parts = [self._attend(place, q, scaling, softcap, f), (out, lse)]
+            key = ("merge", out.shape[3], *(x.dtype for x, _ in parts))
+            if key not in self.choices:
+                self.choices[key] = merge_op.choose(parts)
+            out, lse = merge_op.merge(parts, choice=self.choices[key])
         if not more:
             self._write(place, k, v, f)
         return out, lse

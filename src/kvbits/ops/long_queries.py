@@ -31,6 +31,7 @@ from . import dispatch
 from .cuda.engine import dense
 from .cuda.engine.kernels import check_query, indexed, is_wide
 from .cuda.families import family_of
+from .merge import Partial, merge
 from .reference.attend import PageList
 from .types import PageStore, Table
 
@@ -42,8 +43,6 @@ MIN_COLUMNS_WIDE = 513
 """The same where the kernel that reads packed pages takes `WIDE` columns a warp: at 512 columns it needs 1.15 to 1.28
 times the time, and no copy.
 """
-Partial = tuple[torch.Tensor, torch.Tensor]
-"""Results and log-sum-exps over some of the keys, as the op `merge` takes them."""
 
 
 def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any], readable: bool = True) -> str | None:
@@ -333,8 +332,7 @@ class Histories:
             if not p.ends:
                 continue
             if len(slices) + len(others) > 1:
-                outs, lses = (list(xs) for xs in zip(*slices, *others, strict=True))
-                found = dispatch.choose("merge", outs).run(outs, lses, into=mine[None])[1][0]
+                found = merge([*slices, *others], into=mine[None])[1][0]
             if lse is not None:
                 lse[p.queries] = found
             slices = []
