@@ -1,4 +1,4 @@
-"""What one layer does in a forward pass: attend to its pages, write its tokens, quantize the pages that close.
+"""One layer's part of a forward pass: it attends to its pages, writes its tokens, quantizes the pages that close.
 
 `Passes` plans a pass for all layers; a `LayerRunner` carries the plan out for one layer at a time, place by place.
 """
@@ -32,8 +32,8 @@ from .step import Close, Recode, Step
 
 
 def _closed_at_once(closes: list[Close], page_size: int) -> list[list[Close]]:
-    """What one call of close_pages takes: pages of any sequences that waited whole in the tail; and, read where they
-    lie, those one after the other in a sequence's fresh tokens.
+    """Group pages that one call quantizes: those of any sequences that waited whole in the tail, and those that follow
+    each other in a sequence's fresh tokens, which are read where they lie.
     """
     runs: list[list[Close]] = []
     waited: dict[str, list[Close]] = {}  # by pool
@@ -137,11 +137,15 @@ class LayerRunner:
         within: torch.Tensor | None = None,
         wants_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Store the tokens k, v [B, T, H, D] of a layer and attend with q [B, T, Hq, D]: (out [B, T, Hq, D], lse
-        float32 [B, T, Hq], which may be None unless it is wanted).
+        """Store the tokens k, v [B, T, H, D] of a layer and attend with q [B, T, Hq, D].
 
-        With `more` the layer comes again with other queries: a single token is stored at the first visit, a chunk,
-        which attends to the history, at the last. `within`: see `PagedCache.step`.
+        Args:
+            more: the layer comes again with other queries. A single token is stored at the first visit, a chunk at the
+                last, since it attends to the history as it was before.
+            within: see `PagedCache.step`.
+
+        Returns:
+            out [B, T, Hq, D], and lse float32 [B, T, Hq], which may be None unless it is wanted.
         """
         place = self._stores.places[layer]
         q, k = self._stores.as_stored(place, q, k)
@@ -191,7 +195,11 @@ class LayerRunner:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Store the tokens k, v [B, T, H, D] of a layer without attending.
 
-        With `read`, what they see of each sequence before them, [tokens, H, D].
+        Returns:
+            With `read`, the keys and values [tokens, H, D] before them that they see of each sequence.
+
+        Raises:
+            CacheStateError: `read` in a pass that the device leads.
         """
         place = self._stores.places[layer]
         _, stored = self._stores.as_stored(place, k[:, :, :0], k)

@@ -1,6 +1,4 @@
-"""Where each layer is stored: which group and index its pages have, and the `PageStore` of each pool with what the
-layer's pages share.
-"""
+"""The pages of each layer: its group, its index there, and the `PageStore` of each pool with calibrated parameters."""
 
 from __future__ import annotations
 
@@ -61,11 +59,11 @@ class LayerStores:
         )
 
     def of_layer(self, layer: int, pool: str) -> PageStore:
-        """A layer's pages of one pool."""
+        """Return a layer's pages of one pool."""
         return self.store(self.places[layer], pool)
 
     def as_stored(self, place: Place, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [B, T, H, D] with their channels in the order that the place stores, and queries [B, T, Hq, D] alike."""
+        """Put the channels of keys [B, T, H, D] and queries [B, T, Hq, D] into the order that the place stores."""
         order = self._order(place)
         return (q, k) if order is None else (q[..., order], k[..., order])
 
@@ -80,7 +78,11 @@ class LayerStores:
     def dequantize(
         self, layer: int, row: int, dtype: torch.dtype, tables: dict[str, Table] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [tokens, H, D] that a sequence holds, in token order; those of `tables`, or all."""
+        """Read the keys and values [tokens, H, D] that a sequence holds, in token order; those of `tables`, or all.
+
+        Raises:
+            DataError: a dtype that is no float's.
+        """
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise DataError(f"keys and values are read into a float dtype, not {dtype!r}")
         place, g = self.places[layer], self.spec.layers[layer]
