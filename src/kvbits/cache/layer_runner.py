@@ -148,7 +148,8 @@ class LayerRunner:
             out [B, T, Hq, D], and lse float32 [B, T, Hq], which may be None unless it is wanted.
         """
         place = self._stores.places[layer]
-        q, k = self._stores.as_stored(place, q, k)
+        if (order := self._stores.order(place)) is not None:
+            q, k = q[..., order], k[..., order]
         first = layer not in f.reading
         (f.reading.add if more else f.reading.discard)(layer)
         if f.device is not None:
@@ -202,7 +203,8 @@ class LayerRunner:
             CacheStateError: `read` in a pass that the device leads.
         """
         place = self._stores.places[layer]
-        _, stored = self._stores.as_stored(place, k[:, :, :0], k)
+        order = self._stores.order(place)
+        stored = k if order is None else k[..., order]
         if f.device is not None:
             if read:
                 raise CacheStateError(

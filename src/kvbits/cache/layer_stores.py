@@ -34,7 +34,7 @@ class LayerStores:
 
     Attributes:
         places: of each layer.
-        changes_keys: layers whose keys `as_stored` changes.
+        changes_keys: layers whose keys may be stored in an order of their own.
         plans: of attention to these pages, whoever leads a pass.
     """
 
@@ -62,17 +62,13 @@ class LayerStores:
         """Return a layer's pages of one pool."""
         return self.store(self.places[layer], pool)
 
-    def as_stored(self, place: Place, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put the channels of keys [B, T, H, D] and queries [B, T, Hq, D] into the order that the place stores."""
-        order = self._order(place)
-        return (q, k) if order is None else (q[..., order], k[..., order])
-
-    def _order(self, place: Place) -> torch.Tensor | None:
+    def order(self, place: Place) -> torch.Tensor | None:
+        """Return the order of channels, int64 [D], that keys are stored in and queries need; None for their own."""
         return self._orders.get(place.layer) if self.groups[place.group].group.key.needs_rotary else None
 
     def _as_given(self, place: Place, k: torch.Tensor) -> torch.Tensor:
-        """Keys of which `as_stored` made `k`."""
-        order = self._order(place)
+        """Put stored keys into the model's order of channels."""
+        order = self.order(place)
         return k if order is None else torch.empty_like(k).index_copy_(-1, order, k)
 
     def dequantize(

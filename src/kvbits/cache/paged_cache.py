@@ -251,8 +251,8 @@ class PagedCache:
             self._inputs.check_scores(q, scaling, softcap, sink_logits)
             self._inputs.check_queries(layer, q, valid)
             self._passes.require_beginning(layer, again)
-            if q.shape[1] == 1:
-                self._passes.prepare_token(q, scaling, softcap)
+            if q.shape[1] == 1 and not self.in_pass and not self.arrivals.under_way:
+                self._passes.switch.enter(q, scaling, softcap)
             k, v, f = self._enter(layer, k, v, valid)
             out, lse = self._layers.step(layer, q, k, v, scaling, softcap, f, more, within, sink_logits is not None)
             if not more:

@@ -21,7 +21,8 @@ from ..errors import CacheStateError, DataError, counted
 from ..later import Findings, upload
 from . import explain
 from .arrivals import Arrivals
-from .device_decode import DecodeSwitch, DeviceDecode
+from .decode_switch import DecodeSwitch
+from .device_decode import DeviceDecode
 from .group import GroupState, Snapshot
 from .layer_stores import LayerStores
 from .plans import KeptPlan
@@ -258,11 +259,6 @@ class Passes:
         """
         self.heal()
         self.switch.settle()
-
-    def prepare_token(self, q: torch.Tensor, scaling: float, softcap: float | None) -> None:
-        """Let the device lead the pass that a single token with queries q [B, 1, Hq, D] begins, where it can."""
-        if self.forward is None and not self._arrivals.under_way:
-            self.switch.enter(q, scaling, softcap)
 
     def led_by_device(self, num_tokens: int) -> bool:
         """Tell whether the device leads the pass that tokens come to: the one under way, or the one they begin."""
