@@ -31,7 +31,7 @@ MOST_AHEAD = 1 << 20
 
 
 def refuses(stores: LayerStores, backend: str, num_q_heads: int, dtype: torch.dtype) -> str | None:
-    """Why a cache that was built for `backend` cannot decode on the device, whatever its sequences hold, or None."""
+    """Say why a cache that was built for `backend` cannot decode on the device whatever its sequences hold, or None."""
     if not decode.leads(stores.device):
         return f"the pages are on {stores.device.type}"
     if backend not in ("auto", decode.BACKENDS[stores.device.type]):

@@ -387,7 +387,7 @@ class Passes:
             self._now = _Now(self.changes + 1, None, None)
 
     def _stands(self, f: Forward) -> bool:
-        """Whether what was before a pass can be had back."""
+        """Tell whether what was before a pass can be had back."""
         return f.began == self.changes
 
     def abandon(self) -> None:

@@ -83,19 +83,19 @@ class Backend(Protocol):
     def refuses(
         self, groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, device: torch.device
     ) -> str | None:
-        """Why single tokens of these layer groups cannot be led on the device, whatever their sequences hold,
+        """Say why single tokens of these layer groups cannot be led on the device, whatever their sequences hold,
         or None.
         """
 
     def capturing(self) -> bool:
-        """Whether launches are recorded now, not run."""
+        """Tell whether launches are recorded now, not run."""
 
     def stepper(self, groups: list[Pages], dtype: torch.dtype, device: torch.device) -> Stepper:
         """Put what decoding needs on the device."""
 
 
 def leads(device: torch.device) -> bool:
-    """Whether a backend leads single tokens on such a device."""
+    """Tell whether a backend leads single tokens on such a device."""
     return device.type in BACKENDS
 
 

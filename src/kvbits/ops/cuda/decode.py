@@ -75,7 +75,7 @@ def load_advance(device_index: int) -> driver.Kernel:
 
 
 def refuses(groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why single tokens of these layer groups cannot be led by the GPU, whatever their sequences hold, or None."""
+    """Say why single tokens of these layer groups cannot be led by the GPU, whatever their sequences hold, or None."""
     for g in groups:
         layouts = [g.layouts[name] for name in PARTS if name != "closed" or not g.fills_pages]
         if why := attend_cuda.refuses_packed(layouts, num_q_heads, dtype, 1, device):
@@ -88,7 +88,7 @@ def refuses(groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, devi
 
 
 def capturing() -> bool:
-    """Whether the current stream is captured in a graph."""
+    """Tell whether the current stream is captured in a graph."""
     return torch.cuda.is_current_stream_capturing()
 
 

@@ -27,7 +27,7 @@ PAGES_PER_STEP = 16
 
 
 def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | None:
-    """Why such a plan is not served here, or None."""
+    """Say why such a plan is not served here, or None."""
     if options["device"].type != "cpu" and not options["may_wait"]:
         return f"it would wait for {options['device']} at every step"
     return None
