@@ -90,7 +90,7 @@ class ModelRef:
 
     @cached_property
     def planned(self) -> tuple[tuple[LayerGeometry | PlainLayer, ...], str | None]:
-        """(`layers`, None), or what 16 bits hold of a model that pages of few bits cannot be made of, and why.
+        """(`layers`, None); or, of a model whose layers no page can hold, the layers of its 16-bit cache, and why.
 
         Raises:
             UnsupportedError: its configuration does not say that either.
@@ -130,7 +130,7 @@ class ModelRef:
 
     @property
     def local_path(self) -> Path | None:
-        """The directory or GGUF file on this disk that its weights are in, or None: also for a hub id whose
+        """The directory or GGUF file on this disk that its weights are in. None without one, and for a hub id whose
         configuration is not in the cache.
         """
         try:

@@ -1,4 +1,4 @@
-"""Settings of commands: dataclasses whose fields say once what each is, what it may be, and what it is if not given.
+"""Settings of commands: dataclasses whose fields state their meaning, limits and default once.
 
     @dataclass(frozen=True, kw_only=True)
     class Bench(Output):
@@ -56,8 +56,8 @@ def setting(default: Any, help: str, *names: str, **how: Any) -> Any:
 
 
 def options_of(cls: type) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
-    """Return (field, type) by name of all fields that have an option: own ones before inherited ones, those of a field
-    that is settings itself in its place.
+    """Return (field, type) by name of all fields that have an option, own ones before inherited ones. A field that is
+    settings itself has its fields in its place.
     """
     hints, fields = get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}
     found: dict[str, tuple[dataclasses.Field[Any], Any]] = {}

@@ -256,14 +256,16 @@ def test_a_gpu_is_not_waited_for_unless_it_may_be():
 def test_pages_that_cannot_be():
     made = attend.plan([INT8], **GOOD)
     pages = torch.zeros(5, HEADS, INT8.head_bytes, dtype=torch.uint8)
-    for bad in (pages[:, :1], pages.to(torch.int8), pages[..., :-16], pages[:0]):
-        with pytest.raises(DataError, match="pages must be uint8"):
-            made.bind(0, [store_of(bad)])
+    for bad in (pages[:, :1], pages.to(torch.int8), pages[..., :-16], pages.mT.contiguous().mT):
+        with pytest.raises(DataError, match="a slab must be uint8"):
+            store_of(bad)
+    with pytest.raises(DataError, match="slabs must be tensors, got str"):
+        store_of("pages")
     for stores, message in (
         ([store_of(pages.to("meta"))], "pages on meta"),
         ([PageStore(INT8, ())], "without slabs"),
-        ([PageStore(INT8, ("pages",))], "pages must be tensors, got str"),
-        ([store_of(pages, KLT2)], "another layout than planned"),
+        ([store_of(pages[:0])], "a slab without pages"),
+        ([store_of(torch.zeros(5, HEADS, KLT2.head_bytes, dtype=torch.uint8), KLT2)], "another layout than planned"),
         ([], "stores of 0 parts for a plan of 1"),
         (pages, "stores must be a list of PageStore.*got Tensor"),
         ([pages], "stores must be a list of PageStore"),

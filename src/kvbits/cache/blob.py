@@ -1,8 +1,9 @@
 """One blob: pages of all layers of a run of tokens, behind a header of 128 bytes that says what they are
 (docs/reference/formats.md has the bytes).
 
-The same blob is a part of a saved cache, of a sequence in host memory and of a prefix store, and a message on the wire:
-what arrives is what attention reads. `transfer` makes blobs of sequences and sequences of blobs, `reading` reads them.
+The same blob is a part of a saved cache, of a sequence in host memory and of a prefix store, and a message on the wire.
+Its pages are the bytes that attention reads. `transfer` makes blobs of sequences and sequences of blobs, and `reading`
+reads them.
 
 Checksums are XXH3 of 64 bits. There is one for every page of every layer, so that a layer can be used as soon as its
 own bytes are there.
@@ -142,7 +143,7 @@ class Header:
 
     @classmethod
     def parse(cls, data: bytes, what: str) -> Header:
-        """The header at the beginning of `data`.
+        """Read the header at the beginning of `data`.
 
         Raises:
             FileFormatError: `what` is truncated, damaged, something else, or of another version.
@@ -223,7 +224,7 @@ class Table:
 
     @classmethod
     def parse(cls, header: Header, data: bytes, groups: Sequence[LayerGroup], what: str) -> Table:
-        """The table of a blob whose header is known.
+        """Read the table of a blob whose header is known.
 
         Args:
             data: `header.table_bytes` bytes behind the header.
@@ -341,7 +342,7 @@ def encode(
     key: bytes = bytes(20),
     state: bytes = b"",
 ) -> list[memoryview]:
-    """A blob as the pieces of memory it consists of: header and table, then the pages where they lie.
+    """Make a blob, as pieces of memory: header and table, then the pages where they lie.
 
     Args:
         blocks: uint8 [layers, H, head_bytes] of each page, on the host; looked at one after the other.
@@ -368,7 +369,7 @@ def encode(
 
 
 def encode_bytes(kind: Kind, identity: Identity, data: bytes) -> list[memoryview]:
-    """A blob without pages. Its data is padded with zeros to `ALIGNMENT`."""
+    """Make a blob without pages. Its data is padded with zeros to `ALIGNMENT`."""
     data += bytes(-len(data) % ALIGNMENT)
     header = Header(kind=kind, identity=identity, data_bytes=len(data), checksum=checksum(data))
     return [memoryview(header.pack()), memoryview(data)]

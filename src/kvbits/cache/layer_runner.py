@@ -1,4 +1,4 @@
-"""What one layer does in a forward pass: attend to its pages, write its tokens, quantize the pages that close.
+"""One layer's part of a forward pass: it attends to its pages, writes its tokens, quantizes the pages that close.
 
 `Passes` plans a pass for all layers; a `LayerRunner` carries the plan out for one layer at a time, place by place.
 """
@@ -15,6 +15,7 @@ import torch
 from ..errors import CacheStateError, DataError, counted
 from ..later import Findings
 from ..ops import chunk_attention, dispatch
+from ..ops import merge as merge_op
 from ..ops import store as store_op
 from ..ops.attend import Attention, plan
 from ..ops.reference.attend_fresh import masked
@@ -26,12 +27,13 @@ from ..spec import QuantSpec, Scheme
 from . import inputs, tables
 from .layer_stores import LayerStores, Place
 from .passes import Forward, Undo
+from .plans import KeptPlan
 from .step import Close, Recode, Step
 
 
 def _closed_at_once(closes: list[Close], page_size: int) -> list[list[Close]]:
-    """What one call of `close` takes: pages of any sequences that waited whole in the tail; and, read where they
-    lie, those one after the other in a sequence's fresh tokens.
+    """Group pages that one call quantizes: those of any sequences that waited whole in the tail, and those that follow
+    each other in a sequence's fresh tokens, which are read where they lie.
     """
     runs: list[list[Close]] = []
     waited: dict[str, list[Close]] = {}  # by pool
@@ -105,25 +107,6 @@ def _pages_named(run: Sequence[Close | Recode], page_size: int) -> str:
     return f"{pages} of {'sequence' if len(rows) == 1 else 'sequences'} {', '.join(map(str, rows))}"
 
 
-MOST_PLANS = 32
-"""Plans of attention that a cache keeps: a chunk of another number of tokens needs one of its own."""
-
-
-class _Plan:
-    """A plan of attention and the pages that its layers were bound to."""
-
-    def __init__(self, attention: Attention) -> None:
-        self.attention = attention
-        self._bound: dict[int, list[PageStore]] = {}
-
-    def bind(self, layer: int, stores: list[PageStore]) -> None:
-        """Bind a layer, unless its pages are where they were."""
-        bound = self._bound.get(layer)
-        if bound is None or any(a is not b for a, b in zip(bound, stores, strict=True)):
-            self.attention.bind(layer, stores)
-            self._bound[layer] = stores
-
-
 class LayerRunner:
     """Carries the steps of forward passes out, one layer at a time.
 
@@ -154,19 +137,24 @@ class LayerRunner:
         within: torch.Tensor | None = None,
         wants_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Store the tokens k, v [B, T, H, D] of a layer and attend with q [B, T, Hq, D]: (out [B, T, Hq, D], lse
-        float32 [B, T, Hq], which may be None unless it is wanted).
+        """Store the tokens k, v [B, T, H, D] of a layer and attend with q [B, T, Hq, D].
 
-        With `more` the layer comes again with other queries: a single token is stored at the first visit, a chunk,
-        which attends to the history, at the last. `within`: see `PagedCache.step`.
+        Args:
+            more: the layer comes again with other queries. A single token is stored at the first visit, a chunk at the
+                last, since it attends to the history as it was before.
+            within: see `PagedCache.step`.
+
+        Returns:
+            out [B, T, Hq, D], and lse float32 [B, T, Hq], which may be None unless it is wanted.
         """
         place = self._stores.places[layer]
-        q, k = self._stores.as_stored(place, q, k)
+        if (order := self._stores.order(place)) is not None:
+            q, k = q[..., order], k[..., order]
         first = layer not in f.reading
         (f.reading.add if more else f.reading.discard)(layer)
         if f.device is not None:
-            f.device.write(place, k, v)
-            return f.device.attend(place, q, scaling, softcap, wants_lse)
+            f.device.write(layer, k, v)
+            return f.device.attend(layer, q, scaling, softcap, wants_lse)
         if not f.history_first:
             if first:
                 self._write(place, k, v, f)
@@ -177,11 +165,11 @@ class LayerRunner:
             else masked(q, k, v, f.positions, within, scaling, softcap)
         )
         if f.steps[place.group].history:
-            past = self._attend(place, q, scaling, softcap, f)
-            outs, merge = [past[0], out], ("merge", out.shape[3], past[0].dtype, out.dtype)
-            if merge not in self.choices:
-                self.choices[merge] = dispatch.choose("merge", outs)
-            out, lse = self.choices[merge].run(outs, [past[1], lse])
+            parts = [self._attend(place, q, scaling, softcap, f), (out, lse)]
+            key = ("merge", out.shape[3], *(x.dtype for x, _ in parts))
+            if key not in self.choices:
+                self.choices[key] = merge_op.choose(parts)
+            out, lse = merge_op.merge(parts, choice=self.choices[key])
         if not more:
             self._write(place, k, v, f)
         return out, lse
@@ -208,17 +196,22 @@ class LayerRunner:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Store the tokens k, v [B, T, H, D] of a layer without attending.
 
-        With `read`, what they see of each sequence before them, [tokens, H, D].
+        Returns:
+            With `read`, the keys and values [tokens, H, D] before them that they see of each sequence.
+
+        Raises:
+            CacheStateError: `read` in a pass that the device leads.
         """
         place = self._stores.places[layer]
-        _, stored = self._stores.as_stored(place, k[:, :, :0], k)
+        order = self._stores.order(place)
+        stored = k if order is None else k[..., order]
         if f.device is not None:
             if read:
                 raise CacheStateError(
                     f"layer {layer} reads what tokens see in a pass that the device leads; append(.., read=True) before"
                     " any other layer of the pass"
                 )
-            f.device.write(place, stored, v)
+            f.device.write(layer, stored, v)
             return []
         if not f.history_first:  # what a single token sees counts itself
             self._write(place, stored, v, f)
@@ -246,16 +239,14 @@ class LayerRunner:
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         return kept.attention.run(q, place.layer, out=out, lse=lse), lse
 
-    def _plan_of_pass(self, place: Place, q: torch.Tensor, scaling: float, softcap: float | None, f: Forward) -> _Plan:
+    def _plan_of_pass(
+        self, place: Place, q: torch.Tensor, scaling: float, softcap: float | None, f: Forward
+    ) -> KeptPlan:
         """The plan that serves a group in a pass, told of what it reads."""
         history = f.steps[place.group].history
         spans = any(table.spans is not None for table in history.values())
         key = (place.group, tuple(history), q.shape[:3], q.dtype, scaling, softcap, spans, f.history_first)
-        plans = self._stores.plans  # the one used last comes last
-        kept: _Plan = plans.pop(key, None) or self._plan(place, q, scaling, softcap, f)
-        plans[key] = kept
-        if len(plans) > MOST_PLANS:
-            del plans[next(iter(plans))]
+        kept = self._stores.plans.get(key, lambda: self._plan(place, q, scaling, softcap, f))
         positions = f.positions if (chunk := self._chunk(place)) is None else f.ends(chunk)
         read, positions = list(history.values()), positions.to(torch.int32)
         if not kept.attention.reads_host and q.device.type != "cpu":
@@ -263,7 +254,7 @@ class LayerRunner:
         kept.attention.update(read, positions=positions)
         return kept
 
-    def _plan(self, place: Place, q: torch.Tensor, scaling: float, softcap: float | None, f: Forward) -> _Plan:
+    def _plan(self, place: Place, q: torch.Tensor, scaling: float, softcap: float | None, f: Forward) -> Attention:
         history = f.steps[place.group].history
         attention = plan(
             [self._stores.store(place, pool).layout for pool in history],
@@ -281,7 +272,7 @@ class LayerRunner:
             backend=self._backend,
         )
         self.choices["attend", place.group, f.history_first, q.dtype, tuple(history)] = attention.choice
-        return _Plan(attention)
+        return attention
 
     def _chunk(self, place: Place) -> int | None:
         """Tokens of the chunks that a place's attention is cut into, or None."""

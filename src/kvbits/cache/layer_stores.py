@@ -1,11 +1,8 @@
-"""Where each layer is stored: which group and index its pages have, and the `PageStore` of each pool with what the
-layer's pages share.
-"""
+"""The pages of each layer: its group, its index there, and the `PageStore` of each pool with calibrated parameters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -16,6 +13,7 @@ from ..ops.types import PageStore, Table
 from ..spec import CacheSpec
 from . import parameters
 from .group import GroupState
+from .plans import Plans
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,8 @@ class LayerStores:
 
     Attributes:
         places: of each layer.
-        changes_keys: layers whose keys `as_stored` changes.
-        plans: of attention (`LayerRunner`), which hold on to the pages that they were bound to.
+        changes_keys: layers whose keys may be stored in an order of their own.
+        plans: of attention to these pages, whoever leads a pass.
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class LayerStores:
         self._orders = parameters.orders(spec, device)
         self._turns = parameters.turns(spec, device)
         self.changes_keys = set(self._orders)
-        self.plans: dict[Any, Any] = {}
+        self.plans = Plans()
         self.places = {
             layer: Place(layer, g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)
         }
@@ -61,26 +59,26 @@ class LayerStores:
         )
 
     def of_layer(self, layer: int, pool: str) -> PageStore:
-        """A layer's pages of one pool."""
+        """Return a layer's pages of one pool."""
         return self.store(self.places[layer], pool)
 
-    def as_stored(self, place: Place, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [B, T, H, D] with their channels in the order that the place stores, and queries [B, T, Hq, D] alike."""
-        order = self._order(place)
-        return (q, k) if order is None else (q[..., order], k[..., order])
-
-    def _order(self, place: Place) -> torch.Tensor | None:
+    def order(self, place: Place) -> torch.Tensor | None:
+        """Return the order of channels, int64 [D], that keys are stored in and queries need; None for their own."""
         return self._orders.get(place.layer) if self.groups[place.group].group.key.needs_rotary else None
 
     def _as_given(self, place: Place, k: torch.Tensor) -> torch.Tensor:
-        """Keys of which `as_stored` made `k`."""
-        order = self._order(place)
+        """Put stored keys into the model's order of channels."""
+        order = self.order(place)
         return k if order is None else torch.empty_like(k).index_copy_(-1, order, k)
 
     def dequantize(
         self, layer: int, row: int, dtype: torch.dtype, tables: dict[str, Table] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [tokens, H, D] that a sequence holds, in token order; those of `tables`, or all."""
+        """Read the keys and values [tokens, H, D] that a sequence holds, in token order; those of `tables`, or all.
+
+        Raises:
+            DataError: a dtype that is no float's.
+        """
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise DataError(f"keys and values are read into a float dtype, not {dtype!r}")
         place, g = self.places[layer], self.spec.layers[layer]
@@ -100,7 +98,3 @@ class LayerStores:
         keys += [k for _, k, _ in found]
         values += [v for _, _, v in found]
         return self._as_given(place, torch.cat(keys)), torch.cat(values)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copying and pickling: plans hold addresses and are made anew."""
-        return self.__dict__ | {"plans": {}}

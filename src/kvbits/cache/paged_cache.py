@@ -167,8 +167,10 @@ class PagedCache:
         return explain.bytes_by_kind(self.groups)
 
     def explain(self) -> Explanation:
-        """What is stored, who serves each op and why the others do not, and where the bytes are: a dict, which prints
-        as a few lines.
+        """Say what is stored, who serves each op and why the others do not, and where the bytes are.
+
+        Returns:
+            A dict, which prints as a few lines.
         """
         ops = {str(c) for c in self._layers.choices.values()} | self._passes.switch.explain()
         notes = [f"Python plans each new token, which is slower: {self.led_by_host}"] if self.led_by_host else []
@@ -251,8 +253,8 @@ class PagedCache:
             self._inputs.check_scores(q, scaling, softcap, sink_logits)
             self._inputs.check_queries(layer, q, valid)
             self._passes.require_beginning(layer, again)
-            if q.shape[1] == 1:
-                self._passes.prepare_token(q, scaling, softcap)
+            if q.shape[1] == 1 and not self.in_pass and not self.arrivals.under_way:
+                self._passes.switch.enter(q, scaling, softcap)
             k, v, f = self._enter(layer, k, v, valid)
             out, lse = self._layers.step(layer, q, k, v, scaling, softcap, f, more, within, sink_logits is not None)
             if not more:
@@ -326,7 +328,7 @@ class PagedCache:
         return self._passes.switch.led_by_host
 
     def cannot_decode_on_device(self, num_q_heads: int, dtype: torch.dtype) -> str | None:
-        """Why single tokens are led by the host, whatever the sequences hold, or None."""
+        """Say why single tokens are led by the host, whatever the sequences hold, or None."""
         return self._passes.switch.refuses(num_q_heads, dtype)
 
     def read_again(self) -> None:
@@ -485,7 +487,7 @@ class PagedCache:
         return self.batch_size - 1
 
     def repeat(self, n: int) -> None:
-        """Every sequence n times, copies next to each other."""
+        """Repeat every sequence n times, copies next to each other."""
         n = whole("repeat", n, 1, MOST_TOKENS, "use reset() to empty the cache", error=DataError)
         self.select([row for row in range(self.batch_size) for _ in range(n)])
 
@@ -599,7 +601,7 @@ class PagedCache:
         grow: bool = False,
         shard: tuple[int, int] = (0, 1),
     ) -> PagedCache:
-        """The cache that `save` wrote: equal bytes, equal sharing, equal capacity, or with `grow` none.
+        """Build the cache that `save` wrote: equal bytes, equal sharing, equal capacity, or with `grow` none.
 
         `spec` refuses a file of another spec. `shard` (rank, ranks) reads that part of every layer's kv heads.
 
@@ -616,8 +618,8 @@ class PagedCache:
         return cache
 
     def dequantize(self, layer: int, row: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [tokens, H, D] that a sequence holds, as attention sees them (inspection and tests; attention
-        never calls this).
+        """Read the keys and values [tokens, H, D] that a sequence holds, as attention sees them (for inspection and
+        tests).
 
         Tokens of dropped pages, and those that left a sliding window, are missing; where heads are stored in different
         ways, so is what not all of them hold.

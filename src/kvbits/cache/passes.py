@@ -21,9 +21,11 @@ from ..errors import CacheStateError, DataError, counted
 from ..later import Findings, upload
 from . import explain
 from .arrivals import Arrivals
-from .device_decode import DecodeSwitch, DeviceDecode
+from .decode_switch import DecodeSwitch
+from .device_decode import DeviceDecode
 from .group import GroupState, Snapshot
 from .layer_stores import LayerStores
+from .plans import KeptPlan
 from .step import Slots, Step, Write, slots_of
 
 _NO_POSITIONS = torch.empty(0, 1, dtype=torch.int64, device="cpu")
@@ -80,7 +82,7 @@ class Forward:
     began: int
     undo: Undo
     reading: set[int] = field(default_factory=set)  # layers that have been here and come again, with other queries
-    plans: dict[Any, Any] = field(default_factory=dict)  # of attention, that know what this pass reads
+    plans: dict[Any, KeptPlan] = field(default_factory=dict)  # of attention, told what this pass reads
     slots: dict[int, dict[str, Slots]] = field(default_factory=dict)  # per group and pool, for all its layers
     device: DeviceDecode | None = None  # what carries the pass out without the host, if it does
     findings: Findings = field(default_factory=Findings)  # of a GPU, looked at when the last layer leaves
@@ -258,11 +260,6 @@ class Passes:
         self.heal()
         self.switch.settle()
 
-    def prepare_token(self, q: torch.Tensor, scaling: float, softcap: float | None) -> None:
-        """Let the device lead the pass that a single token with queries q [B, 1, Hq, D] begins, where it can."""
-        if self.forward is None and not self._arrivals.under_way:
-            self.switch.enter(q, scaling, softcap)
-
     def led_by_device(self, num_tokens: int) -> bool:
         """Tell whether the device leads the pass that tokens come to: the one under way, or the one they begin."""
         if self.forward is not None:
@@ -390,7 +387,7 @@ class Passes:
             self._now = _Now(self.changes + 1, None, None)
 
     def _stands(self, f: Forward) -> bool:
-        """Whether what was before a pass can be had back."""
+        """Tell whether what was before a pass can be had back."""
         return f.began == self.changes
 
     def abandon(self) -> None:

@@ -7,8 +7,8 @@
 Pages stream from the pool to the file and back without a second copy of the cache in memory, and equal caches give
 equal files. A file appears under its name only when it is complete.
 
-A file is data from anywhere: sizes, page lists and capacities are checked against each other, against the file and
-against this machine's memory before anything is allocated by them.
+A file may come from anywhere. Sizes, page lists and capacities are checked against each other, the file and this
+machine's memory before anything is allocated by them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MOST_LAYERS, MOST_PARAMETERS = 1 << 12, 1 << 20
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file holds of a cache.
+    """Contents of the file of a cache.
 
     Attributes:
         static: calibrated parameters per layer; empty where the scheme has none.
@@ -242,8 +242,8 @@ def opened(
         shard: (rank, ranks) to read that part of every layer's kv heads.
 
     Raises:
-        FileFormatError: the file is truncated, corrupt, foreign, of another version or of another spec, also if only
-            the cache that is being built finds that; the message says which.
+        FileFormatError: the file is truncated, corrupt, foreign, of another version or of another spec; the message
+            says which. The cache that is being built may find it, too.
         SpecError: what is given is no path.
     """
     path = home(path, "load:")

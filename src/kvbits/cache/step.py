@@ -1,6 +1,4 @@
-"""The work of a forward pass on one layer group: what `GroupState.advance` decides and every layer of the group then
-carries out.
-"""
+"""The work of a forward pass on one layer group. `GroupState.advance` decides it, and every layer carries it out."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ class Run(NamedTuple):
     num_tokens: int
 
     def cut(self, n: int) -> tuple[Run, Run]:
-        """The first n tokens, and the rest."""
+        """Split into the first n tokens and the rest."""
         waiting = n if n < self.waiting else self.waiting
         return Run(self.start, waiting, self.fresh, n), Run(
             self.start + n, self.waiting - waiting, self.fresh + n - waiting, self.num_tokens - n
@@ -132,7 +130,7 @@ class Slots(NamedTuple):
 def slots_of(
     writes: list[Write], layout: PageLayout, columns: np.ndarray | None, shape: tuple[int, int], device: torch.device
 ) -> Slots:
-    """The slots of a pass of [B, T] tokens, from its writes to one pool.
+    """Make the slots of a pass of [B, T] tokens from its writes to one pool.
 
     Args:
         columns: int64 [B, T], where the real tokens of each row are, those first; None: there is no padding.
@@ -157,9 +155,7 @@ def slots_of(
 
 @dataclass
 class Step:
-    """What every layer of the group does for one forward pass.
-
-    It is carried out in the order recodes, closes, copies, writes.
+    """The work of every layer of a group in one forward pass: recodes, then closes, copies and writes.
 
     Attributes:
         recodes: pages of older tiers first, so that none is written over before it is read.

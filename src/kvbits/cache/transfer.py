@@ -1,6 +1,6 @@
 """Sequences leave a cache as blobs and come back, byte for byte: into a file, host memory or a store.
 
-    PART ..   pages of one sequence, `BLOB_TOKENS` tokens of closed pages in each; those that came before are left out
+    PART ..   pages of one sequence, `BLOB_TOKENS` tokens of closed pages in each, without those of earlier blobs
     END       its other pages (sinks, tiers, tail) and, as JSON, the page lists that make the sequence of all of them
 
 A store has PAGES in the place of PART (`store.pages`). Page lists in blobs name pages by their columns
@@ -155,8 +155,8 @@ def _on_host(blocks: list[torch.Tensor], copied: bool) -> Iterable[torch.Tensor]
 
 
 def shown_part(block: torch.Tensor, layout: PageLayout, shown: int) -> torch.Tensor:
-    """Put zeros into a copy of a page [layers, H, head_bytes] where no sequence shows its slots: tokens of sequences
-    freed long ago, or what lay there before there were pages. Return the page itself where all are shown.
+    """Put zeros into a copy of a page [layers, H, head_bytes] at slots that no sequence shows, which may hold tokens of
+    sequences freed long ago. Return the page itself where all slots are shown.
     """
     if shown == layout.page_size:
         return block

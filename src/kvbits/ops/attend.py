@@ -5,17 +5,16 @@
     attention.update([Table(block_table, seq_lens)])  # int32 [B, W] and int32 [B], both on the device
     out = attention.run(q, 0)                         # q [B, T, Hq, D]
 
-On a GPU `update` and `run` are one launch each: they allocate nothing (give `out`), never wait for the GPU, read
-lengths and page numbers on the device only, and can be captured in a CUDA graph and replayed after other lengths were
-written there. Plans whose `reads_host` is true are led by the host instead.
+On a GPU `update` and `run` are one launch each, for each packed format. They allocate nothing (give `out`) and never
+wait for the GPU. They read lengths and page numbers on the device only. So a CUDA graph can capture them, and a replay
+reads the lengths that were written there since. Plans whose `reads_host` is true are led by the host instead.
 
 Sequences may read several parts, each with pages of its own format and a table of its own: attention sinks, closed
 pages, newest tokens.
 
-What may still be written while attention starts (Hopper and later overlap the end of one kernel with the start of the
-next): the kernel just ahead of `run` may have written tokens to the last two pages of every sequence and part, which
-are read after it has ended. Older pages, tables and lengths must come from kernels before that one, or from one that is
-followed by `update`.
+Hopper and later start a kernel while the one before it ends. The kernel just ahead of `run` may therefore write tokens
+only to the last two pages of every sequence and part, which are read after it has ended. Older pages, tables and
+lengths must come from kernels before that one, or from one that is followed by `update`.
 """
 
 from __future__ import annotations
@@ -64,12 +63,13 @@ def plan(
 ) -> Attention:
     """Allocate everything that attention of up to `batch_size` sequences needs.
 
-    Threads may share a plan: its calls wait for each other, a run reads what the last update of any thread said, and a
-    call that is refused changes nothing. On a GPU kernels then run in the order of their streams: give all calls of a
-    plan one stream.
+    Threads may share a plan: its calls wait for each other, and a run reads what the last update of any thread said.
+    A call that is refused changes nothing. On a GPU kernels run in the order of their streams: give all calls of a plan
+    one stream.
 
     Args:
         layouts: of each part's pages.
+        batch_size: most sequences of an update.
         num_q_heads: query heads, a multiple of the layouts' kv heads.
         dtype: of the queries.
         device: where the pages are.
@@ -79,9 +79,9 @@ def plan(
         sliding_window: a query at position p sees keys at positions > p - sliding_window; None for all.
         softcap: scores become softcap * tanh(scores / softcap); None for no cap.
         spans: tables may have spans.
-        past_only: no key in the pages comes after a query that is no padding, as with a chunk behind its history or a
-            single newest token. A backend may then unpack pages, and read lengths on the host (`Attention.reads_host`).
-        may_wait: on a GPU, what no kernel takes may be left to the reference, which waits for the GPU at every step.
+        past_only: every query that is not padding comes after all keys of its pages, as those of a chunk do. A backend
+            may then unpack pages, and read lengths on the host (`Attention.reads_host`).
+        may_wait: plans that no kernel of a GPU takes are left to the reference, which waits for the GPU at every step.
         backend: "auto", or the name of one.
 
     Raises:
@@ -192,16 +192,14 @@ class Attention:
 
     @property
     def reads_host(self) -> bool:
-        """Whether tokens, starts, offsets, spans, query_lens and positions are read on the host: `update` then takes
-        them as CPU tensors, and page numbers from either side.
+        """True where lengths are read on the host. `update` then takes tokens, starts, offsets, spans, query_lens and
+        positions as CPU tensors, and page numbers from either side.
         """
         return self._backend.reads_host
 
     @property
     def result_dtype(self) -> torch.dtype:
-        """The dtype that results are computed in, for those who go on computing with them; `run` rounds them to that of
-        the queries unless `out` has this one.
-        """
+        """The dtype that results are computed in. `run` rounds them to the queries' unless `out` has this one."""
         return self._backend.result_dtype
 
     def bind(self, layer: int, stores: Sequence[PageStore]) -> None:
@@ -209,8 +207,8 @@ class Attention:
 
         Args:
             layer: a number of the caller's, for `run`.
-            stores: of each part, pages of the plan's layout. Page numbers count through the slabs in order. Calibrated
-                parameters are looked at once for a tensor, which waits for a GPU.
+            stores: of each part, pages of the plan's layout. Page numbers count through the slabs in order. The numbers
+                of a calibrated parameter are checked once for each tensor, which waits for a GPU.
 
         Raises:
             DataError: pages of another layout, shape, dtype or alignment than planned.
@@ -244,25 +242,12 @@ class Attention:
                 self._check_device(f"static {name}", store.static[name])
 
     def _check_slabs(self, store: PageStore) -> None:
-        layout = store.layout
-        heads, size = layout.num_kv_heads, layout.head_bytes
         if not store.slabs:
             raise DataError("a part without slabs has no pages")
         for x in store.slabs:
-            if not isinstance(x, torch.Tensor):
-                raise DataError(f"pages must be tensors, got {type(x).__name__}")
             self._check_device("pages", x)
-            if (
-                x.dtype != torch.uint8
-                or x.dim() != 3
-                or tuple(x.shape[1:]) != (heads, size)
-                or x.stride()[1:] != (size, 1)
-                or not len(x)
-            ):
-                raise DataError(
-                    f"pages must be uint8 [num_pages, {heads}, {size}] with dense structs, got {x.dtype}"
-                    f" {list(x.shape)} of strides {x.stride()}"
-                )
+            if not len(x):
+                raise DataError("a slab without pages; leave it out")
             if x.data_ptr() % 16 or x.stride(0) % 16:
                 raise DataError(
                     f"pages at address {x.data_ptr():#x} with stride {x.stride(0)}; kernels read 16 bytes at a time:"
@@ -401,5 +386,5 @@ class Attention:
             )
 
     def explain(self) -> str:
-        """Which kernel serves."""
+        """Name the kernels that serve, one a line."""
         return self._backend.explain()

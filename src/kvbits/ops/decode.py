@@ -39,7 +39,7 @@ class Pages:
         ring: raw pages that each sequence uses in turn; 0 where pages are filled token by token.
         slabs: memory of each part's pages, of all layers.
         stores: of each layer of the group, the pages of each part.
-        attention: the plan that reads them.
+        attention: the plan that reads them, bound to all layers; each step tells it how long the sequences are.
     """
 
     group: LayerGroup
@@ -58,16 +58,10 @@ class Stepper(Protocol):
     """Leads single tokens of all layer groups on a device, one step after the other, without waiting."""
 
     def begin(self, valid: torch.Tensor | None) -> None:
-        """Move all groups on by a token: valid bool [B, 1] on the device, None for all."""
+        """Move all groups and their plans on by a token: valid bool [B, 1] on the device, None for all."""
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store the tokens k, v [B, 1, H, D] of a layer, and quantize the pages that close."""
-
-    def attend(self, layer: int, q: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
-        """Attend with q [B, 1, Hq, D] to the pages of a layer: [B, 1, Hq, D].
-
-        `lse`: float32 [B, 1, Hq], written to if given.
-        """
 
     def take_back(self, layers: set[int]) -> None:
         """Undo the step that began last, of which `layers` have been through: rows that fresh tokens replaced, then
@@ -89,19 +83,19 @@ class Backend(Protocol):
     def refuses(
         self, groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, device: torch.device
     ) -> str | None:
-        """Why single tokens of these layer groups cannot be led on the device, whatever their sequences hold,
+        """Say why single tokens of these layer groups cannot be led on the device, whatever their sequences hold,
         or None.
         """
 
     def capturing(self) -> bool:
-        """Whether launches are recorded now, not run."""
+        """Tell whether launches are recorded now, not run."""
 
     def stepper(self, groups: list[Pages], dtype: torch.dtype, device: torch.device) -> Stepper:
         """Put what decoding needs on the device."""
 
 
 def leads(device: torch.device) -> bool:
-    """Whether a backend leads single tokens on such a device."""
+    """Tell whether a backend leads single tokens on such a device."""
     return device.type in BACKENDS
 
 

@@ -5,7 +5,6 @@ module has the op's function and may have
 
     refuses(*args)          why it does not take such a call, or None; without it, it takes every call
     prepare(*args)          what must be there before a CUDA graph is captured
-    plan                    for backends that plan once a step and then only launch
     refuses_layout(layout)  the part of `refuses` that pages alone decide, without a device or a built library:
                             `natives` asks it
 
@@ -39,7 +38,7 @@ BACKENDS = {
     "unpack": ("cuda", "reference"),
 }
 FUNCTIONS = {
-    "attend": ("attend", "Plan"),
+    "attend": ("attend", "plan"),
     "merge": ("merge", "merge_partials"),
     "unpack": ("unpack", "Rows"),
 }
@@ -55,7 +54,6 @@ class Choice:
     run: Callable[..., Any]
     refusals: dict[str, str]
     prepare: Callable[[], Any]
-    plan: Callable[..., Any] | None = None  # backends that plan once per step and then only launch
 
     def __str__(self) -> str:
         reasons = "; ".join(f"{name}: {why}" for name, why in self.refusals.items())
@@ -119,7 +117,6 @@ def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
                 getattr(module, function),
                 refusals,
                 prepare,
-                getattr(module, "plan", None),
             )
         refusals[name] = str(why)
     if backend == "auto":

@@ -4,13 +4,13 @@ attention reads those.
     tables --passes--> sequences whose rows fit the scratch together, or slices of one that does not
            --run-----> unpack, put the queries' own keys behind, attend; slices are merged
 
-A kernel that reads packed pages unpacks a page for every 16 query columns, which is right for a few tokens and four
+A kernel that reads packed pages unpacks a page for every 16 query columns. That is right for a few tokens, and four
 times slower than 16-bit attention for a chunk of hundreds (docs/results/log/gpu-kernels.md). Softmax does not care
 about the order of keys, so pages of all formats go to one run of rows for each sequence.
 
 `Histories` is laid out once a step for all layers: integers on the host, uploaded at once. Nothing waits for a GPU.
-`LongQueries` is a plan of `ops.attend` made of them. Engines put their step's own keys behind the histories and bring
-their own dense attention.
+`LongQueries` is the plan of `ops.attend` that uses it. Engines use it directly: they put their step's own keys behind
+the histories, and bring their own dense attention.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from . import dispatch
 from .cuda.engine import dense
 from .cuda.engine.kernels import check_query, indexed, is_wide
 from .cuda.families import family_of
+from .merge import Partial, merge
 from .reference.attend import PageList
 from .types import PageStore, Table
 
@@ -42,16 +43,14 @@ MIN_COLUMNS_WIDE = 513
 """The same where the kernel that reads packed pages takes `WIDE` columns a warp: at 512 columns it needs 1.15 to 1.28
 times the time, and no copy.
 """
-Partial = tuple[torch.Tensor, torch.Tensor]
-"""Results and log-sum-exps over some of the keys, as the op `merge` takes them."""
 
 
 def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any], readable: bool = True) -> str | None:
-    """Why a plan of `ops.attend` on a GPU is left to the kernel that reads packed pages, or None.
+    """Say why a plan of `ops.attend` on a GPU is left to the kernel that reads packed pages; None where it is not.
 
     Args:
         layouts, options: as backends of `attend` get them.
-        readable: whether that kernel reads these pages. If not, few queries are served here, too.
+        readable: that kernel reads these pages. If it does not, few queries are served here, too.
     """
     first = layouts[0]
     queries, columns = options["num_queries"], options["num_queries"] * options["num_q_heads"] // first.num_kv_heads
@@ -119,10 +118,10 @@ class Copies(Protocol):
     """Copies in 16 bits that some pages have elsewhere, and that are read where they are there."""
 
     def wanted(self, entries: np.ndarray, newest: np.ndarray) -> np.ndarray:
-        """bool [n]: which pages may have one, by their entry in their row and that of the row's newest page."""
+        """Return bool [n], true for pages that may have one, by their entry in their row and the newest page's."""
 
     def of_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The copy of each page (int64, on its device), or -1."""
+        """Return the copy of each page (int64, on its device), or -1."""
 
 
 PART, SEQUENCE, ENTRY, POSITION, VISIBLE, ROW = range(6)
@@ -138,7 +137,7 @@ class Pass:
     Attributes:
         pages: int64 [n, 6], see above.
         starts: int64 [sequences + 1]: each sequence's first row, and past the last.
-        ends: whether the sequences end here. Then their own keys are behind the history; a slice before has none.
+        ends: the sequences end here, and their own keys are behind the history. A slice before has none.
     """
 
     first: int
@@ -149,7 +148,10 @@ class Pass:
 
 
 def pages_of(layouts: Sequence[PageLayout], tables: Sequence[Table]) -> np.ndarray:
-    """int64 [n, 5]: the pages of tables whose lengths are on the host, sequence by sequence, without their rows.
+    """List the pages of tables whose lengths are on the host, sequence by sequence.
+
+    Returns:
+        int64 [n, 5], the columns above but `ROW`.
 
     Raises:
         DataError: positions or lengths of pages that cannot be.
@@ -166,7 +168,7 @@ def pages_of(layouts: Sequence[PageLayout], tables: Sequence[Table]) -> np.ndarr
 
 
 def passes(pages: np.ndarray, own: np.ndarray, capacity: int) -> Iterator[Pass]:
-    """Which sequences are attended to together, so that their rows fit a scratch.
+    """Cut sequences into passes whose rows fit a scratch.
 
     Args:
         pages: as `pages_of` gives them.
@@ -213,7 +215,7 @@ def _with_copies(p: Pass, pages: np.ndarray, copies: Copies) -> Pass:
 
 
 class Histories:
-    """Histories of a step's sequences that queries past them all read, for all layers whose pages lie alike.
+    """Histories of a step's sequences, read by queries that come after them, for all layers whose pages lie alike.
 
     Args:
         layouts: of each part's pages, and of copies.
@@ -222,13 +224,12 @@ class Histories:
         dtype: of rows and queries.
         device: of the pages.
         capacity: rows of scratch.
-        own: whether each sequence's own keys, as many as its queries, are behind its history; the queries see each
-            other then.
+        own: each sequence's own keys, as many as its queries, are behind its history, and its queries see each other.
         copies: of the pages of one table, or None.
 
     Attributes:
         rows: of scratch that are needed.
-        covers: whether every sequence has a key to see.
+        covers: every sequence has a key to see.
     """
 
     def __init__(
@@ -333,8 +334,7 @@ class Histories:
             if not p.ends:
                 continue
             if len(slices) + len(others) > 1:
-                outs, lses = (list(xs) for xs in zip(*slices, *others, strict=True))
-                found = dispatch.choose("merge", outs).run(outs, lses, into=mine[None])[1][0]
+                found = merge([*slices, *others], into=mine[None])[1][0]
             if lse is not None:
                 lse[p.queries] = found
             slices = []

@@ -1,13 +1,12 @@
-"""store: fresh keys and values to their slots in pages, straight from the projections' output: raw pages, and those
-whose tokens are quantized one by one.
+"""store: write fresh keys and values to their slots in pages, raw ones and those whose tokens are quantized one by one.
 
 A token's bytes in a packed page depend on the token alone (`PageLayout.token_local`), and no byte holds codes of two
-tokens, so pages fill token by token: what n stores leave is what closing a page with these tokens leaves at their
-slots. Bytes of a page that belong to no token are zeroed when its slot 0 is stored.
+tokens. So pages fill token by token, and n stores leave at their slots what closing a page with these tokens leaves.
+Bytes of a page that belong to no token are zeroed when its slot 0 is stored.
 
-Centred keys need one number more per channel, the page's mean, and a page that fills token by token cannot know its
-own. It is fixed when the page opens, that is when slot 0 is stored, and stays until slot 0 is stored again. Any mean
-reads back right, since the page holds it; how near it comes to the page's own decides the code range only:
+Centred keys need one number more per channel, the page's mean, which a page that fills token by token cannot know. It
+is fixed when the page opens, that is when slot 0 is stored, and stays until slot 0 is stored again. Any mean reads back
+right, since the page holds it. A mean near the page's own makes the code range small:
 
     all tokens of the page are in this call      the page's own mean, as close takes it
     the sequence has a page before               that page's mean (its fresh tokens as they came, the others decoded),
@@ -24,19 +23,20 @@ A backend's module has
         pages: `PageStore` of a token-local layout, raw ones included.
         slots: int64 [N] on the pages' device: page * page_size + place. Below 0: not stored. Past the pages: not stored
             either, and counted. No slot twice.
-        previous: int64 [N] on the device, for centred layouts: for a token that opens a page (place 0), the page before
-            it in its sequence, full once this call is over, or a number below 0 where it is the first; other entries
-            are not read. Tokens of one page must then follow each other in the order of their places, and tokens of the
-            page before, if it is filled in this call, come just ahead; entries that are not stored may lie between.
+        previous: int64 [N] on the device, for centred layouts. The entry of a token that opens a page (place 0) names
+            the page before it in its sequence, which is full once this call is over. It is below 0 where there is none.
+            Other entries are not read. Tokens of one page then follow each other in the order of their places. Tokens
+            of the page before come just ahead if this call fills it. Entries that are not stored may lie between.
         starts: int32 [N] on the device, position of the first token of each token's page, for keys in a calibrated
             basis.
-        status: int32 [STATUS_FIELDS] on the device, added to: clamped elements of keys and of values; whether their
-            scales overflowed (two fields), and whether they held NaN or infinity (two), which raw pages take as they
-            are; tokens whose slots lead out of the pages. After an overflow, NaN or infinity the pages of the call are
-            half written and their numbers unusable. `types.settle` judges one.
+        status: int32 [STATUS_FIELDS] on the device, added to. Fields 0 and 1 count clamped elements of keys and of
+            values, 2 and 3 are 1 where their scales overflowed, 4 and 5 where they held NaN or infinity. Raw pages take
+            these as they are. Field 6 counts tokens whose slots lead out of the pages. After an overflow, NaN or
+            infinity the pages of the call are half written, and their numbers unusable. `types.settle` turns a status
+            into counts or an error.
 
-It launches only on a GPU: no waiting, and a CUDA graph can hold it once `Choice.prepare` has run. Without a `status`
-nobody learns there what was found.
+On a GPU a call only launches: it never waits, and a CUDA graph can hold it once `Choice.prepare` has run. What it finds
+there comes through `status` alone.
 
     Raises:
         DataError: arguments that do not fit together; nothing is written. On CPUs without a `status` also what `settle`
@@ -59,7 +59,7 @@ _turns = WeakIdKeyDictionary()  # of turns whose numbers passed, the version tha
 
 
 def choose(layout: PageLayout, dtype: torch.dtype, device: torch.device, backend: str = "auto") -> dispatch.Choice:
-    """The backend that stores tokens of `dtype` in pages of a layout on a device.
+    """Choose the backend that stores tokens of `dtype` in pages of a layout on a device.
 
     Raises:
         SpecError: unknown backend, or the named one refuses; the message says why.
@@ -77,7 +77,11 @@ def check(
     starts: torch.Tensor | None,
     status: torch.Tensor | None,
 ) -> None:
-    """Refuse arguments that do not fit together; reads no numbers of a GPU."""
+    """Refuse arguments that do not fit together, without reading numbers of a GPU.
+
+    Raises:
+        DataError: the message names the argument, what it is and what it should be.
+    """
     layout, given, device = pages.layout, k.shape, k.device
     if not layout.token_local:
         raise DataError(
@@ -175,7 +179,8 @@ def _check_turn(turn: torch.Tensor, head_dim: int, device: torch.device) -> None
 
 
 def require_positions(starts: np.ndarray) -> None:
-    """
+    """Refuse positions that cannot be.
+
     Raises:
         DataError: a position of a stored token's page that is below 0.
     """

@@ -1,7 +1,7 @@
-"""What ops take: one layer's pages of one pool, and which of them each sequence reads. Never a cache object.
+"""Arguments of ops: `PageStore`, one layer's pages of one pool, and `Table`, the pages that each sequence reads.
 
-Shapes use B = sequences in the batch, T = query tokens per sequence, H = kv heads, Hq = query heads (a multiple of H),
-D = head_dim, of values and outputs value_head_dim.
+Shapes use B = sequences in the batch, T = query tokens per sequence, H = kv heads, Hq = query heads (a multiple of H).
+D is head_dim, or value_head_dim of values and outputs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class PageStore:
         layout: byte layout of a page.
         slabs: uint8 views [num_pages_in_slab, H, head_bytes], the last two dims dense, the first strided; page ids
             count through them in order.
-        static: what the layer's pages share, float32, only names the specs need: calibrated `k_scale`, `k_bias`,
-            `v_scale`, `v_bias` [H, groups or channels], levels [H, entries], `k_offsets` [H, 5, head_dim], and
-            `k_inv_freq` [head_dim / 2], radians per token (`static.read_with` has the names).
-        turn: for centred keys stored token by token, float32 [3, head_dim]: how the mean key of a page is turned on to
-            the next one (`quant.rotary.turn_by` of page_size positions); None where the rotary embedding is not known,
-            which costs code range and nothing else.
+        static: calibrated parameters of the layer, float32, those that the specs need (`static.read_with` has the
+            names): `k_scale`, `k_bias`, `v_scale`, `v_bias` [H, groups or channels], levels [H, entries], `k_offsets`
+            [H, 5, head_dim], and `k_inv_freq` [head_dim / 2], radians per token.
+        turn: float32 [3, head_dim], or None. Centred keys that are stored token by token use it to turn a page's mean
+            key on to the next page (`quant.rotary.turn_by` of page_size positions). Without it, as where the rotary
+            embedding is not known, codes have more range to cover.
     """
 
     layout: PageLayout
@@ -47,6 +47,8 @@ class PageStore:
     def __post_init__(self) -> None:
         heads, nbytes = self.layout.num_kv_heads, self.layout.head_bytes
         for slab in self.slabs:
+            if not isinstance(slab, torch.Tensor):
+                raise DataError(f"slabs must be tensors, got {type(slab).__name__}")
             if (
                 slab.dtype != torch.uint8
                 or slab.dim() != 3
@@ -98,25 +100,20 @@ class PageStore:
 
 
 def page_offsets(slabs: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
-    """int64 [pages] on `device`: bytes from the first slab's start to every page; None for one slab, whose pages lie a
-    stride apart.
+    """Return int64 [pages] on `device`: bytes from the first slab's start to every page. None for one slab, whose pages
+    lie a stride apart.
     """
-    return (
-        None
-        if len(slabs) == 1
-        else _offsets(tuple((x.data_ptr() - slabs[0].data_ptr(), x.stride(0), len(x)) for x in slabs), device)
-    )
+    if len(slabs) == 1:
+        return None
+    first = slabs[0].data_ptr()
+    return _offsets(tuple((x.data_ptr() - first, x.stride(0), len(x)) for x in slabs), device)
 
 
 @functools.lru_cache(maxsize=256)
 def _offsets(slabs: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
-    """Of (start, stride, pages) of each slab."""
-    return upload(
-        torch.cat(
-            [begin + stride * torch.arange(pages, dtype=torch.int64, device="cpu") for begin, stride, pages in slabs]
-        ),
-        device,
-    )
+    """`page_offsets` of slabs given as (start, stride, pages)."""
+    found = [start + stride * torch.arange(pages, dtype=torch.int64, device="cpu") for start, stride, pages in slabs]
+    return upload(torch.cat(found), device)
 
 
 _stores = WeakIdKeyDictionary()
@@ -128,8 +125,8 @@ def store_of(
     static: dict[str, torch.Tensor] | None = None,
     turn: torch.Tensor | None = None,
 ) -> PageStore:
-    """The store of one slab: the same one for a tensor at every call, since what kernels keep of it takes longer to
-    make than a token to store. Another one once the tensor is of other memory (`set_`, `data`).
+    """Return the store of one slab, the same one for a tensor at every call: kernels keep structs on it, which take
+    longer to make than a token to store. A tensor that got other memory (`set_`, `data`) gets another one.
     """
     (at, known), given = _stores.get(pages, (None, None)), static or {}
     now = layout, pages.data_ptr(), pages.shape, pages.stride()
@@ -143,22 +140,22 @@ def store_of(
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Which pages each sequence reads of one part, as tensors on the pages' device.
+    """Pages that each sequence reads of one part, as tensors on the pages' device.
 
-    Without spans, the pages of a row follow each other: the page j after the first holds tokens j * page_size and on of
-    the part, and every page is full but the last. With spans, each page says for itself where its tokens stand.
+    Without spans, the pages of a row follow each other, and every page is full but the last: page j after the first
+    holds the part's tokens from j * page_size on. With spans, each page has its own position and length.
 
     Attributes:
         pages: int32 [B, W], rows dense: page numbers. A number that the pool has not reads the pool's last page, never
             other memory.
         tokens: int32 [B]: visible tokens of the part, this step's included; 0 for a sequence that reads nothing of it.
-            In no part: a padding row, whose output is 0. Numbers past the row count as its end. With spans:
-            (pages - 1) * page_size + visible tokens of the last page.
+            A sequence that reads nothing of any part is a padding row, whose output is 0. Numbers past the row count as
+            its end. With spans: (pages - 1) * page_size + visible tokens of the last page.
         starts: int32 [B], or None for 0: position of the part's first token.
         offsets: int32 [B], or None for 0: entry of the row at which the part's first page stands (a ring, say).
             One outside the row counts as the row's first or last entry; tokens then end with the row.
-        spans: int32 [B, W, 2], dense, or None: position of the page's first token, and its visible tokens, 1 to
-            page_size; where pages were dropped or cut. `starts` and `offsets` are then None.
+        spans: int32 [B, W, 2], dense, or None: position of each page's first token, and its visible tokens, 1 to
+            page_size. Rows whose pages were dropped or cut need them. `starts` and `offsets` are then None.
     """
 
     pages: torch.Tensor
@@ -169,9 +166,10 @@ class Table:
 
 
 def check_starts(starts: np.ndarray, page_size: int) -> None:
-    """
+    """Refuse positions that cannot be.
+
     Raises:
-        DataError: a position of a page's first token that cannot be.
+        DataError: a position of a page's first token below 0, or past the most tokens.
     """
     most = MOST_TOKENS - page_size
     if len(starts) and (starts.min() < 0 or starts.max() > most):
@@ -208,7 +206,7 @@ def _is_number(x: object) -> bool:
 
 
 def check_closing(store: PageStore, page_ids: np.ndarray) -> np.ndarray:
-    """int64 [n]: the pages to close, checked.
+    """Check the pages to close and return them as int64 [n].
 
     Raises:
         DataError: ids that are no ids of the store's pages.
@@ -221,10 +219,11 @@ def check_closing(store: PageStore, page_ids: np.ndarray) -> np.ndarray:
 
 
 def settle(layout: PageLayout, k: torch.Tensor, v: torch.Tensor, status: Sequence[int]) -> None:
-    """Judge what writing k and v has found.
+    """Judge the status of a call that wrote k and v.
 
     Args:
-        status: as of `ops.store`.
+        status: two each, of keys and of values: clamped elements; 1 where scales overflowed; 1 where numbers were not
+            finite.
 
     Raises:
         DataError: NaN or infinity, or a scale that overflows its storage dtype.
@@ -238,5 +237,5 @@ def settle(layout: PageLayout, k: torch.Tensor, v: torch.Tensor, status: Sequenc
 
 
 def wider_scales(spec: QuantSpec, then: str = "") -> str:
-    """What to do about a scale that overflows, and `then`; nothing where a format's scales have one dtype."""
+    """Say what to do about a scale that overflows, and `then`; nothing where a format's scales have one dtype."""
     return "" if spec.scale_dtype == SCALE_8BIT else f"use scale_dtype='float32' or 'bfloat16'{then}"

@@ -2,10 +2,10 @@
 
     <root>/<namespace>/<two digits>/<name>
 
-A file is written under a temporary name, flushed to the disk and renamed, so a name that is there is a complete file
-whatever was killed when. The writer holds a lock on the temporary file: one without a lock belongs to nobody any more
-and is cleared away. Folders and files are opened below the root one by one and symbolic links are not followed, so
-neither a name nor a link that somebody put there leads out of it.
+A file is written under a temporary name, flushed to the disk and renamed. So a name that is there is a complete file,
+even when its writer was killed. The writer holds a lock on the temporary file; one without a lock belongs to nobody any
+more and is cleared away. Folders and files are opened below the root one by one, and symbolic links are not followed.
+So neither a name nor a link leads out of the root.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Folder:
             os.close(fd)
 
     def path(self, namespace: str, name: str) -> str:
-        """Where a file is, for messages."""
+        """Return the path of a file, for messages."""
         return f"{self.root}/{namespace}/{name[:2]}/{name}"
 
     @contextlib.contextmanager
@@ -220,7 +220,7 @@ class Folder:
         return [] if folder is None else os.listdir(folder.fd)
 
     def names(self, namespace: str, start: str) -> list[str]:
-        """Names of the files that begin with `start`, at least two digits."""
+        """List the names of files that begin with `start`, at least two digits."""
         listed = self._listed(self._folder(namespace, start[:2]))
         return sorted(n for n in listed if n.startswith(start) and NAME.fullmatch(n))
 
@@ -267,7 +267,7 @@ class Folder:
             )
 
     def entries(self) -> Iterator[Entry]:
-        """All files. Clears away what killed writers left."""
+        """List all files, and clear away those that killed writers left."""
         for namespace in self.namespaces():
             with os.scandir(self.root / namespace) as found:
                 buckets = sorted(

@@ -1,8 +1,8 @@
-"""The blobs of a store that go together: of one model, scheme and calibration, as one shard reads them; what is not
-what it says is set aside.
+"""The blobs of a store that go together: of one model, scheme and calibration, as one shard reads them. Blobs that are
+damaged, or are not those that their names say, are set aside.
 
-A file is called by the key of its tokens and by which part of the kv heads it holds, `<key>.<shard>-<shards>`; an END
-by the key of the blobs before it, its tokens and their key: `<key>+<tokens>-<key>.<shard>-<shards>`.
+A file is called by the key of its tokens and its part of the kv heads, `<key>.<shard>-<shards>`. An END is called by
+the key of the blobs before it, its tokens and their key: `<key>+<tokens>-<key>.<shard>-<shards>`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Namespace:
         self.use(names)
 
     def use(self, names: list[str]) -> None:
-        """Note that the files of a prefix were used now: its end a little before its beginning, so that it leaves
+        """Note that the files of a prefix were used now, its end a little before its beginning: ends are evicted
         first.
         """
         now = time.time_ns()

@@ -1,14 +1,13 @@
-"""Which pages of a sequence go into which blob, and a sequence made of the first blobs of another: integers only.
+"""Pages of a sequence by the blob that they go into, and a sequence made of the first blobs of another: integers only.
 
     tokens   | sinks | page | page | .. | page | page | .. | newest ..          a page's column is its number after the
              sinks
     blobs    |        PAGES 0           |     PAGES 1      |  END
 
 A PAGES blob holds whole pages that never change again: closed ones of no tier, or full tail pages of layers where
-nothing closes.
-Its bytes depend on nothing but the tokens up to its end (and how they were computed), so every sequence that begins
-with them can read it. An END blob holds what only a sequence of exactly these tokens has: pages after the last PAGES
-blob, those of tiers among them, the raw tail, and all that layers with a sliding window still hold.
+nothing closes. Its bytes depend only on the tokens up to its end (and how they were computed), so every sequence that
+begins with them can read it. An END blob holds pages that only a sequence of exactly these tokens has. Those are the
+pages after the last PAGES blob, those of tiers, the raw tail, and all that layers with a sliding window still hold.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ..spec import LayerGroup
 
 @dataclass(frozen=True)
 class Cuts:
-    """Where the blobs of a sequence end: after the sinks and whole multiples of `blob_pages` pages."""
+    """Ends of the blobs of a sequence: the sinks and whole multiples of `blob_pages` pages."""
 
     num_sinks: int
     page_size: int
@@ -43,11 +42,11 @@ class Cuts:
         return max(1, self.blob_tokens // self.page_size)
 
     def end(self, blobs: int) -> int:
-        """Tokens in the first `blobs` blobs."""
+        """Count the tokens in the first `blobs` blobs."""
         return self.num_sinks + blobs * self.blob_pages * self.page_size if blobs else 0
 
     def within(self, num_tokens: int) -> int:
-        """Blobs that end at or before a token."""
+        """Count the blobs that end at or before a token."""
         return max(0, num_tokens - self.num_sinks) // (self.blob_pages * self.page_size)
 
     def ends(self, num_tokens: int) -> list[int]:
@@ -97,8 +96,8 @@ def whole_blobs(groups: list[GroupState], row: int, cuts: Cuts) -> int:
 
 
 def parts(groups: list[GroupState], row: int, cuts: Cuts, blobs: int) -> list[list[tuple[Page, int]]]:
-    """Find the pages of the first so many PAGES blobs with their ids, of layers with a window as far as they are still
-    there; and of the END blob behind them.
+    """List the pages of the first `blobs` PAGES blobs with their ids, and after them those of the END blob. Pages that
+    a sliding window has released are in none.
     """
     found: list[list[tuple[Page, int]]] = [[] for _ in range(blobs + 1)]
     for g, state in enumerate(groups):
@@ -122,8 +121,8 @@ def state_of(groups: list[GroupState], row: int) -> bytes:
 
 
 def is_plain(groups: list[GroupState], row: int) -> bool:
-    """Return whether a sequence is what its tokens alone make of it: never cropped into a page, nothing dropped,
-    nothing speculative, tiers as the scheme says.
+    """Return whether the tokens of a sequence alone say what it holds: it was never cropped into a page, and has
+    neither dropped pages, nor speculative tokens, nor tiers of its own.
     """
     return all(_is_plain(g, state, state.sequences[row]) for g, state in enumerate(groups))
 

@@ -4,9 +4,9 @@
     store.put(cache, ids)                        # after a prompt went through the model
     store.load(empty_cache, ids)                 # -> tokens that need not be computed again
 
-Files are blobs (docs/reference/formats.md) named by what their tokens hash to, so equal prefixes of equal models and
-schemes are stored once. What is loaded is what was put, byte for byte; what cannot be read, or is not what it says, is
-set aside and computed again (docs/internals/store.md).
+Files are blobs (docs/reference/formats.md) named by hashes of their tokens, so equal prefixes of equal models and
+schemes are stored once. A load brings the bytes that were put. A damaged file is set aside, and its tokens are computed
+again (docs/internals/store.md).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BLOB = re.compile(r"[0-9a-f]{40}(\+[0-9]+-[0-9a-f]{16})?\.[0-9]+-[0-9]+")
 
 
 class StoreExplanation(dict[str, Any]):
-    """What `PrefixStore.explain` found: a dict, which prints as a few lines."""
+    """The findings of `PrefixStore.explain`: a dict, which prints as a few lines."""
 
     def __str__(self) -> str:
         limit = "" if self["max_bytes"] is None else f" of {human_bytes(self['max_bytes'])}"
@@ -62,17 +62,17 @@ class PrefixStore:
     Args:
         where: a folder, made where it is not there; or a URL of any file system that fsspec knows
             ("s3://bucket/prefixes").
-        max_bytes: size that the store is kept below, evicting what was used least lately: bytes, or "200GB". None:
-            `evict` does. Each process evicts after it wrote: several that put at once exceed it until then, each by
-            what it puts. For a remote store it is the size of the local folder, which one prefix may pass while it is
-            loaded: what is there stays until the object store's own rules remove it.
+        max_bytes: bytes, or "200GB", that the store is kept below by evicting files that were used least lately. None:
+            only `evict` removes any. Each process evicts after it wrote, so several that put at once exceed the limit
+            until then. For a remote store it is the limit of the local folder, which one prefix may pass while it is
+            loaded; objects stay until the object store's own rules remove them.
         blob_tokens: tokens of one file, the unit in which prefixes are shared: 256, or 64 for short ones.
         local: folder that keeps what was used lately of a remote store (None: one in the user's cache folder).
         shard: (rank, ranks) where the caches hold that part of every layer's kv heads (tensor parallel). What ranks of
             one number put, ranks of another load.
         calibration: of all kv heads, where the caches have theirs cut out of it (a `Calibration`, or its `static`).
-        made_for: names what `kvbits.identity` cannot see of the model, such as a hook that steers it; the whole model
-            for caches that do not say, and for shards, where each rank says something else.
+        made_for: names what `kvbits.identity` cannot see of the model, such as a hook that steers it. It names the
+            whole model for caches that do not, and for shards, whose ranks would each name another.
         options: of the remote file system, as fsspec takes them.
 
     Raises:
@@ -152,14 +152,16 @@ class PrefixStore:
         return dataclasses.replace(identity, kv_heads=identity.kv_heads // ranks, shard=rank, shards=ranks)
 
     def match(self, cache: PagedCache, ids: Any, *, extra: bytes = b"") -> int:
-        """Tokens that `load` would bring of a prompt into an empty cache like this one."""
+        """Count the tokens that `load` would bring of a prompt into an empty cache like this one."""
         found = length_of(self._namespace(paged(cache)).find(keys.token_ids(ids), extra))
         self._keep_size()
         return found
 
     def explain(self) -> StoreExplanation:
-        """What the store holds: files and bytes, per namespace (a model, scheme and calibration) and in all: a dict,
-        which prints as a few lines.
+        """Count files and bytes of the store, of each namespace (a model, scheme and calibration) and in all.
+
+        Returns:
+            A dict, which prints as a few lines.
         """
         found: dict[str, dict[str, int]] = {}
         for e in self.folder.entries():
@@ -230,16 +232,16 @@ class PrefixStore:
     def load(self, cache: PagedCache, ids: Any, row: int = 0, *, wait: bool = True, extra: bytes = b"") -> int:
         """Put the longest prefix of a prompt that the store has into an empty sequence.
 
-        A file that is damaged, cut short or of somebody else is set aside (renamed to .damaged) with a warning that
-        names it; the prefix before it is loaded.
+        A file that is damaged, cut short or under another's name is set aside: it is renamed to .damaged, with a
+        warning that names it. The prefix before it is loaded.
 
         Args:
             cache: of the model, scheme and calibration that the pages are wanted for.
             ids: token ids [tokens] or [1, tokens].
-            wait: False returns when pages are still on their way, the first layers before the last: each layer of the
-                next pass waits for its own, anything else for all. Where one turns out to be damaged, the file is set
-                aside, the pass is taken back with a FileFormatError that names it, and the cache takes nothing but
-                `reset()` or `free(row)`.
+            wait: False returns while pages are still on their way, the first layers before the last. Each layer of the
+                next pass waits for its own pages, and any other use of the cache for all. If a page turns out to be
+                damaged, its file is set aside, and a FileFormatError that names it takes the pass back. Then the cache
+                takes nothing but `reset()` or `free(row)`.
             extra: as in `put`.
 
         Returns:
@@ -303,8 +305,8 @@ class PrefixStore:
             not change.
 
         Raises:
-            CacheStateError: it is empty, or the store could not give all of it back (cropped into a page, pages
-                dropped, speculative): it stays where it is; `swap_out` takes such sequences to host memory.
+            CacheStateError: the sequence is empty, or the store could not give all of it back: it was cropped into a
+                page, lost pages, or holds speculative tokens. It stays in the cache; `swap_out` takes such sequences.
         """
         known, tokens = paged(cache), keys.token_ids(ids)
         length = settled(known, row)[0].sequences[row].length
@@ -354,7 +356,9 @@ class PrefixStore:
         return length
 
     def _pin(self, cache: PagedCache, tokens: np.ndarray, extra: bytes) -> int:
-        """Tokens pinned; 0 where nothing is stored. Nobody evicts between the look at what is there and the pin."""
+        """Pin a prefix and return its tokens, 0 where nothing is stored. The folder is locked, so nobody evicts
+        meanwhile.
+        """
         with self.folder.locked():
             space = self._namespace(cache)
             plan = space.find(tokens, extra)
@@ -478,7 +482,7 @@ def paged(cache: Any) -> PagedCache:
 
 
 def settled(cache: PagedCache, row: int, make: bool = False) -> list[GroupState]:
-    """The groups of a cache between two passes, with the row that is asked for."""
+    """Return the groups of a cache between two passes, with the row that is asked for."""
     if cache.in_pass:
         raise CacheStateError(
             "a prefix is stored or loaded in the middle of a forward pass; finish it, or call reset() or abandon()"

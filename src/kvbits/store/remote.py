@@ -1,10 +1,10 @@
-"""The other layer of a store: blobs in an object store or any file system that fsspec knows, behind a local folder that
-keeps what was used lately.
+"""The remote layer of a store: blobs in an object store, or any file system that fsspec knows. A local folder in front
+of it keeps blobs that were used lately.
 
     <url>/<namespace>/<two digits>/<name>
 
-An object that is there is complete: object stores show an upload when it is, other file systems get a file under a
-temporary name that is then renamed.
+An object that is there is complete. Object stores show an upload when it has ended; on other file systems a file is
+written under a temporary name and renamed.
 """
 
 from __future__ import annotations
@@ -121,6 +121,6 @@ class RemoteFolder(Folder):
 
 
 def local_tier(url: str) -> Path:
-    """Where the local folder of a remote store is unless somebody says otherwise."""
+    """Return the local folder of a remote store, unless the user names one."""
     base = os.environ.get("XDG_CACHE_HOME") or home("~/.cache", "the cache folder")
     return Path(base) / "kvbits" / "prefixes" / hashlib.sha256(url.encode()).hexdigest()[:16]

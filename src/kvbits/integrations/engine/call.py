@@ -1,4 +1,4 @@
-"""What layers have in common that are attended together, and how their results are joined."""
+"""What layers have in common that are attended together."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ...ops import dispatch
 from ...ops.long_queries import Scratch
+from ...ops.merge import Partial
 from ...spec import PageLayout, QuantSpec
 
 RAW_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
-Sink = tuple[torch.Tensor, torch.Tensor] | None
+Sink = Partial | None
 """A layer's learned sink as one more part of its results (`reference.merge.sink_part`), or None."""
 Attend = Callable[..., torch.Tensor | None]
 """The engine's variable-length FlashAttention: a `Call`, then the arguments of `ops.long_queries.Attend`."""
@@ -52,11 +52,3 @@ call_for = functools.lru_cache(maxsize=256)(Call)
 def raw_of(layout: PageLayout) -> PageLayout:
     """Pages of the same tokens as the model has them."""
     return dataclasses.replace(layout, key=QuantSpec.raw(), value=QuantSpec.raw())
-
-
-def merge(parts: list[tuple[torch.Tensor, torch.Tensor]], sink: Sink, into: torch.Tensor) -> None:
-    """Results [B, T, Hq, D] and log-sum-exps [B, T, Hq] of disjoint keys, and the sink, to `into`, which may be one of
-    them.
-    """
-    outs, lses = (list(xs) for xs in zip(*(parts if sink is None else [*parts, sink]), strict=True))
-    dispatch.choose("merge", outs).run(outs, lses, into=into)

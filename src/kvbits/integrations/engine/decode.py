@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from ...ops import attend
+from ...ops.merge import merge
 from ...ops.types import Table, store_of
-from .call import Call, Sink, merge
+from .call import Call, Sink
 from .place import Copies
 
 
@@ -94,7 +95,7 @@ class Decode:
         found = out.unflatten(0, shape) if ragged is None else out.new_empty(*asked.shape[:3], out.shape[2])
         lse = None if sink is None else torch.empty(asked.shape[:3], dtype=torch.float32, device=q.device)
         self._plan.run(asked, number, out=found, lse=lse)
-        if lse is not None:
-            merge([(found, lse)], sink, found)
+        if sink is not None and lse is not None:
+            merge([(found, lse), sink], into=found)
         if ragged is not None:
             out.copy_(found.flatten(0, 1)[ragged.place_of])

@@ -17,9 +17,10 @@ import torch
 
 from ...ops import attend, chunk_attention
 from ...ops.long_queries import ENTRY, MAX_ROWS, POSITION, SEQUENCE, VISIBLE, Histories, Scratch, pages_of
+from ...ops.merge import merge
 from ...ops.types import PageStore, Table, store_of
 from ...spec import PageLayout
-from .call import Call, Sink, merge
+from .call import Call, Sink
 from .place import Copies
 from .served import PAGE_SIZE
 
@@ -174,10 +175,12 @@ class _Row:
             self._past.bind(0, stores)
             past, lse = torch.empty_like(into, dtype=self._past.result_dtype), torch.empty(mine.shape[:3])
             found.append((self._past.run(mine, 0, out=past, lse=lse), lse))
-        if len(found) == 1 and sink is None:
+        if sink is not None:
+            found.append(sink)
+        if len(found) == 1:
             into.copy_(found[0][0])
         else:
-            merge(found, sink, into)
+            merge(found, into=into)
 
 
 def _tables(blocks: torch.Tensor, pages: np.ndarray, copies: Copies | None) -> list[Table]:

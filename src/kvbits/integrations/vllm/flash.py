@@ -24,7 +24,7 @@ def flash_for(device: torch.device, head_dim: int, value_head_dim: int) -> Atten
     unlike, in_three = head_dim != value_head_dim, 128 < head_dim <= 192 and 96 < value_head_dim <= 128
     needed = 4 if max(head_dim, value_head_dim) > 256 or (unlike and not in_three) else 3 if unlike else 2
     # On Hopper vLLM takes version 4 for unlike widths if it hears of sinks, which are a part of the results here
-    # (`call.merge`).
+    # (`ops.merge`).
     version = get_flash_attn_version(head_size=head_dim, head_size_v=value_head_dim, has_sinks=unlike and needed == 4)
     if version is None or version < needed:
         raise UnsupportedError(

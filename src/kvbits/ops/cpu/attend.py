@@ -26,7 +26,7 @@ from .structs import MAX_QUERY_GROUP, store_struct
 
 
 def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | None:
-    """Why such a plan is not served here, or None."""
+    """Say why such a plan is not served here, or None."""
     if options["device"].type != "cpu":
         return f"pages are on {options['device']}, not on the CPU"
     if why := unavailable():
@@ -39,7 +39,7 @@ def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | 
 
 
 def refuses_layout(layout: PageLayout, num_queries: int = 1) -> str | None:
-    """The part of `refuses` that a layout decides."""
+    """Answer the part of `refuses` that a layout decides."""
     return structs.refuses_layout(layout)
 
 
@@ -50,8 +50,13 @@ class _Layer:
         self.struct, self.keep, self.pools = struct, keep, pools
 
 
+def plan(layouts: Sequence[PageLayout], **options: Any) -> Plan:
+    """Plan as `ops.attend.plan` has it; arguments as there, checked there."""
+    return Plan(layouts, **options)
+
+
 class Plan(HostPlan):
-    """See `ops.attend.plan`; arguments as there, checked there."""
+    """A plan of this backend."""
 
     def __init__(self, layouts: Sequence[PageLayout], **options: Any) -> None:
         super().__init__(layouts, **options)

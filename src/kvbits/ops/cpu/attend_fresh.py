@@ -22,7 +22,7 @@ longer, and is not square.
 
 
 def refuses(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> str | None:
-    """Why a chunk cannot be attended here, or None.
+    """Say why a chunk cannot be attended here, or None.
 
     Args:
         q: [B, T, Hq, D]; v: [B, T, H, D].

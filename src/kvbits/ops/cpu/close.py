@@ -26,12 +26,12 @@ from .structs import refuses_writing, store_struct
 
 
 def refuses(k: torch.Tensor, store: PageStore) -> str | None:
-    """Why pages of this store cannot be closed here, or None."""
+    """Say why pages of this store cannot be closed here, or None."""
     return refuses_layout(store.layout) or refuses_writing(k, store)
 
 
 def refuses_layout(layout: PageLayout) -> str | None:
-    """The part of `refuses` that a layout decides."""
+    """Answer the part of `refuses` that a layout decides."""
     return structs.refuses_layout(layout)
 
 

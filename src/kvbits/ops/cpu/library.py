@@ -222,7 +222,7 @@ def openmp_parallel() -> int | None:
 
 
 def unavailable() -> str | None:
-    """Why there are no CPU kernels here, or None when there are.
+    """Say why there are no CPU kernels here, or None when there are.
 
     Raises:
         UnsupportedError: there are none, and a variable asks for some; everything would take the reference, many times

@@ -22,7 +22,7 @@ _Status = ctypes.c_int32 * STATUS_FIELDS
 
 
 def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why tokens are not stored here, or None."""
+    """Say why tokens are not stored here, or None."""
     if device.type != "cpu":
         return f"the tokens are on {device}, not on the CPU"
     if dtype not in TORCH_NUMBERS:
@@ -31,7 +31,7 @@ def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str
 
 
 def refuses_layout(layout: PageLayout) -> str | None:
-    """The part of `refuses` that a layout decides."""
+    """Answer the part of `refuses` that a layout decides."""
     if not layout.token_local:
         return f"tokens cannot be stored one by one as {layout.key}, {layout.value}"
     return structs.refuses_layout(layout)

@@ -22,7 +22,7 @@ MAX_QUERY_GROUP = 64
 
 
 def refuses_writing(k: torch.Tensor, store: PageStore) -> str | None:
-    """Why keys and values like k cannot be written by the kernels where this store's pages are, or None."""
+    """Say why keys and values like k cannot be written by the kernels where this store's pages are, or None."""
     if k.device.type != "cpu" or store.device.type != "cpu":
         return f"keys are on {k.device}, pages on {store.device}, not on the CPU"
     if reason := unavailable():
@@ -33,7 +33,7 @@ def refuses_writing(k: torch.Tensor, store: PageStore) -> str | None:
 
 
 def refuses_layout(layout: PageLayout) -> str | None:
-    """Why the kernels cannot read or write pages of this layout, or None."""
+    """Say why the kernels cannot read or write pages of this layout, or None."""
     for name in ("head_dim", "value_head_dim"):
         if (d := getattr(layout, name)) % 8 or d > MAX_HEAD_DIM:
             return f"{name}={d} is not a multiple of 8 up to {MAX_HEAD_DIM}"

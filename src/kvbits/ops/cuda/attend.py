@@ -28,7 +28,7 @@ from .merge import prepare as prepare_merging
 
 
 def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | None:
-    """Why such a plan is not served here, or None."""
+    """Say why such a plan is not served here, or None."""
     if why := driver.refuses(options["device"], LEAST_CAPABILITY):
         return why
     why = refuses_packed(layouts, *_kind(options))
@@ -42,7 +42,7 @@ def _kind(options: Mapping[str, Any]) -> tuple[int, torch.dtype, int, torch.devi
 def refuses_packed(
     layouts: Sequence[PageLayout], num_q_heads: int, dtype: torch.dtype, num_queries: int, device: torch.device
 ) -> str | None:
-    """Why no kernel reads such pages packed on a device, or None."""
+    """Say why no kernel reads such pages packed on a device, or None."""
     if why := driver.refuses(device, LEAST_CAPABILITY):
         return why
     limit = driver.shared_limit(torch.cuda.get_device_capability(device))
@@ -56,7 +56,7 @@ def refuses_kernel(
     num_queries: int,
     shared_limit: int | None = None,
 ) -> str | None:
-    """Why no kernel reads such pages packed, or None; needs no GPU.
+    """Say why no kernel reads such pages packed, or None; needs no GPU.
 
     Args:
         shared_limit: bytes of shared memory of a block, if known.
@@ -75,7 +75,7 @@ def refuses_kernel(
 
 
 def refuses_layout(layout: PageLayout, num_queries: int = 1) -> str | None:
-    """The part of `refuses` that a layout decides, for queries in bfloat16 past all pages, four heads to a kv head."""
+    """Answer the part of `refuses` that a layout decides: bfloat16 queries past all pages, four heads to a kv head."""
     heads = 4 * layout.num_kv_heads
     if (why := refuses_kernel([layout], heads, torch.bfloat16, num_queries)) is None:
         return None
@@ -94,8 +94,8 @@ def launches(layouts: Sequence[PageLayout]) -> list[list[int]]:
     return own
 
 
-def Plan(layouts: Sequence[PageLayout], **options: Any) -> LongQueries | PackedPlan:
-    """See `ops.attend.plan`; arguments as there, checked there."""
+def plan(layouts: Sequence[PageLayout], **options: Any) -> LongQueries | PackedPlan:
+    """Plan as `ops.attend.plan` has it; arguments as there, checked there."""
     readable = refuses_packed(layouts, *_kind(options)) is None
     unpacks = long_queries.refuses(layouts, options, readable) is None
     return LongQueries(layouts, **options) if unpacks else PackedPlan(layouts, **options)

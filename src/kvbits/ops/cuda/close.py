@@ -20,14 +20,14 @@ from .families import family_of
 
 
 def refuses(k: torch.Tensor, store: PageStore) -> str | None:
-    """Why pages of this store cannot be closed here, or None."""
+    """Say why pages of this store cannot be closed here, or None."""
     if k.device.type != "cuda" or store.device.type != "cuda":
         return f"keys are on {k.device}, pages on {store.device}, not on a GPU"
     return refuses_on(store.layout, k.dtype, k.device, "close")
 
 
 def refuses_on(layout: PageLayout, dtype: torch.dtype, device: torch.device, op: Op = "step") -> str | None:
-    """Why pages of a layout cannot be closed from `dtype` on a device, by default in a decode step, or None."""
+    """Say why pages of a layout cannot be closed from `dtype` on a device, by default in a decode step, or None."""
     if why := driver.refuses(device):
         return why
     return refuses_layout(layout, dtype, torch.cuda.get_device_capability(device), op)

@@ -75,7 +75,7 @@ def load_advance(device_index: int) -> driver.Kernel:
 
 
 def refuses(groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why single tokens of these layer groups cannot be led by the GPU, whatever their sequences hold, or None."""
+    """Say why single tokens of these layer groups cannot be led by the GPU, whatever their sequences hold, or None."""
     for g in groups:
         layouts = [g.layouts[name] for name in PARTS if name != "closed" or not g.fills_pages]
         if why := attend_cuda.refuses_packed(layouts, num_q_heads, dtype, 1, device):
@@ -88,7 +88,7 @@ def refuses(groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, devi
 
 
 def capturing() -> bool:
-    """Whether the current stream is captured in a graph."""
+    """Tell whether the current stream is captured in a graph."""
     return torch.cuda.is_current_stream_capturing()
 
 
@@ -152,10 +152,6 @@ class _Stepper:
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         g, i = self._of_layer[layer]
         g.writers[i].run(k, v, self._stream)
-
-    def attend(self, layer: int, q: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
-        g, i = self._of_layer[layer]
-        return g.attention.run(q, i, lse=lse)
 
     @torch.inference_mode()  # as the step may have been
     def take_back(self, layers: set[int]) -> None:
@@ -278,10 +274,9 @@ def _writer(
     undo: list[torch.Tensor],
     tail_starts: torch.Tensor,
 ) -> close_cuda.DecodeStep | _StoreStep:
-    """What stores the token of the group's layer `i`, whose pages attention is told of."""
+    """What stores the token of the group's layer `i`."""
     of_pool = pages.stores[i]
     packed = of_pool.get("closed", of_pool["tail"])
-    pages.attention.bind(i, [of_pool[name] for name in pages.ids])
     if pages.group.fills_pages and not pages.group.is_raw:
         return _StoreStep(packed, dtype, moved, status)
     return close_cuda.DecodeStep(packed, of_pool["tail"], dtype, moved.closings, moved.runs, status, undo, tail_starts)

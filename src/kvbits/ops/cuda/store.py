@@ -16,7 +16,7 @@ from .families import family_of
 
 
 def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why tokens of `dtype` are not stored here in pages of this layout, or None."""
+    """Say why tokens of `dtype` are not stored here in pages of this layout, or None."""
     if why := driver.refuses(device):
         return why
     if dtype not in TORCH_NUMBERS:
@@ -27,7 +27,7 @@ def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str
 def refuses_layout(
     layout: PageLayout, capability: tuple[int, int] = (9, 0), dtype: torch.dtype = torch.bfloat16
 ) -> str | None:
-    """The part of `refuses` that a layout decides, on a device of this compute capability."""
+    """Answer the part of `refuses` that a layout decides, on a device of this compute capability."""
     if not layout.token_local:
         return f"tokens cannot be stored one by one as {layout.key}, {layout.value}"
     if capability < (8, 9) and any(spec.format.startswith("fp8") for spec in (layout.key, layout.value)):

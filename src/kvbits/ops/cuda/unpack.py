@@ -16,7 +16,7 @@ __all__ = ["Rows", "prepare", "refuses", "refuses_layout"]
 
 
 def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why pages of this layout are not unpacked to `dtype` here, or None."""
+    """Say why pages of this layout are not unpacked to `dtype` here, or None."""
     return refuses_layout(layout, dtype) or driver.refuses(device)
 
 

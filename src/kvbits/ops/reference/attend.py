@@ -27,7 +27,7 @@ PAGES_PER_STEP = 16
 
 
 def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | None:
-    """Why such a plan is not served here, or None."""
+    """Say why such a plan is not served here, or None."""
     if options["device"].type != "cpu" and not options["may_wait"]:
         return f"it would wait for {options['device']} at every step"
     return None
@@ -145,8 +145,13 @@ class HostPlan:
             )
 
 
+def plan(layouts: Sequence[PageLayout], **options: Any) -> Plan:
+    """Plan as `ops.attend.plan` has it; arguments as there, checked there."""
+    return Plan(layouts, **options)
+
+
 class Plan(HostPlan):
-    """See `ops.attend.plan`; arguments as there, checked there."""
+    """A plan of this backend."""
 
     def __init__(self, layouts: Sequence[PageLayout], **options: Any) -> None:
         super().__init__(layouts, **options)

@@ -11,7 +11,7 @@ from .dequantize import dequantize_pages
 
 
 def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why rows are not unpacked here, or None."""
+    """Say why rows are not unpacked here, or None."""
     return None if device.type == "cpu" else f"the pages are on {device}; the reference reads page numbers on the host"
 
 

@@ -69,7 +69,7 @@ def _load(device_index: int) -> driver.Kernel:
 
 
 def refuses(device: torch.device) -> str | None:
-    """Why steps on this device are not placed here, or None."""
+    """Say why steps on this device are not placed here, or None."""
     return driver.refuses(device)
 
 

@@ -55,7 +55,7 @@ def attention(
 
 
 def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> bool:
-    """Whether cuDNN is the faster one, for shapes that will come again."""
+    """Tell whether cuDNN is the faster one, for shapes that will come again."""
     if (
         window is not None
         or q.shape[-1] not in (64, 128)

@@ -93,7 +93,7 @@ class Stores(Protocol):
     """Writes tokens by themselves, launching only."""
 
     def refuses_layout(self, layout: PageLayout, dtype: torch.dtype | None) -> str | None:
-        """Why tokens of `dtype` cannot be stored in pages of a layout, or None."""
+        """Say why tokens of `dtype` cannot be stored in pages of a layout, or None."""
 
     def prepare(self, layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
         """Compile and load what `store` launches."""
@@ -141,7 +141,7 @@ class Family:
     unpacker: type[Unpacks]
 
     def serves(self, layout: PageLayout) -> bool:
-        """Whether a layout belongs to this family; the first of `families.families()` that says so has it."""
+        """Tell whether a layout belongs to this family; the first of `families.families()` that says so has it."""
         raise NotImplementedError
 
     def refuses(
@@ -153,7 +153,7 @@ class Family:
         num_columns: int = 1,
         shared_limit: int | None = None,
     ) -> str | None:
-        """Why an operation has no kernel for pages of a layout, or None.
+        """Say why an operation has no kernel for pages of a layout, or None.
 
         Args:
             dtype: of the keys and values that are closed, or of the rows to unpack to.
@@ -170,7 +170,7 @@ class Family:
         raise NotImplementedError
 
     def is_wide(self, layout: PageLayout) -> bool:
-        """Whether the attention kernel has registers for `shape.WIDE` columns a warp."""
+        """Tell whether the attention kernel has registers for `shape.WIDE` columns a warp."""
         return False
 
     def columns(self, layout: PageLayout, num_columns: int) -> int:

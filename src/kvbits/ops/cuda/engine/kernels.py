@@ -85,12 +85,12 @@ class Args(ctypes.Structure):
 
 
 def folds(layout: PageLayout, num_columns: int) -> bool:
-    """Whether the kernel lets the columns that are not needed do as much again (`Ask.fold`)."""
+    """Tell whether the kernel lets the columns that are not needed do as much again (`Ask.fold`)."""
     return num_columns <= FOLD_COLUMNS and family_of(layout).folds
 
 
 def is_wide(layouts: Sequence[PageLayout]) -> bool:
-    """Whether kernels of all these layouts, of which there is one, take `shape.WIDE` columns a warp."""
+    """Tell whether kernels of all these layouts, of which there is one, take `shape.WIDE` columns a warp."""
     return bool(layouts) and all(family_of(x).is_wide(x) for x in layouts)
 
 

@@ -163,7 +163,7 @@ def pieces_of(layout: PageLayout, tokens: int) -> Pieces:
 
 
 def refuses_pieces(layout: PageLayout) -> str | None:
-    """Why a chunk of such a page is cut from more places than a launch can name, or None."""
+    """Say why a chunk of such a page is cut from more places than a launch can name, or None."""
     if len(pieces_of(layout, chunk_tokens(layout))) <= MAX_PIECES:
         return None
     return f"a chunk of this layout is cut from more than {MAX_PIECES} places of the page"

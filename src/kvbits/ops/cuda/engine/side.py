@@ -110,7 +110,7 @@ def turns_of(inv_freq: torch.Tensor) -> torch.Tensor:
 
 
 def has_aligned_rows(x: torch.Tensor) -> bool:
-    """Whether 16-byte loads along the last dim are possible."""
+    """Tell whether 16-byte loads along the last dim are possible."""
     size = x.element_size()
     return (
         x.stride(-1) == 1

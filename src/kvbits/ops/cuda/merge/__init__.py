@@ -54,7 +54,7 @@ def _load(head_dim: int, dtype: torch.dtype, device_index: int) -> driver.Kernel
 
 
 def refuses(outs: Sequence[torch.Tensor]) -> str | None:
-    """Why results like these are not merged here, or None."""
+    """Say why results like these are not merged here, or None."""
     out = outs[0]
     if (why := driver.refuses(out.device)) is not None:
         return why
@@ -121,5 +121,5 @@ def merge_partials(
 
 
 def _readable(x: torch.Tensor) -> bool:
-    """Whether rows can be read 16 bytes at a time."""
+    """Tell whether rows can be read 16 bytes at a time."""
     return x.stride(3) == 1 and not any(s % 8 for s in x.stride()[:3]) and x.data_ptr() % 16 == 0

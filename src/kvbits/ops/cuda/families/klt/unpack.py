@@ -20,7 +20,7 @@ from .operands import banded_arguments, column_powers, columns_as_operands, offs
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
-    """Why pages of banded codes cannot be unpacked to `dtype`, or None."""
+    """Say why pages of banded codes cannot be unpacked to `dtype`, or None."""
     if dtype not in MATRIX_DTYPES:
         return f"rows of {dtype} are not float16 or bfloat16"
     return refuses_bands(layout)

@@ -20,7 +20,7 @@ ROWS_PER_THREAD = 8
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
-    """Why pages of this layout cannot be closed from `dtype`, or None."""
+    """Say why pages of this layout cannot be closed from `dtype`, or None."""
     if dtype not in TORCH_NUMBERS:
         return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
     for kind, spec, d in (("key", layout.key, layout.head_dim), ("value", layout.value, layout.value_head_dim)):

@@ -121,7 +121,7 @@ def _most(layout: PageLayout) -> int:
 
 
 def _refuses_attention(layout: PageLayout) -> str | None:
-    """Why packed.cu cannot read pages of this layout, or None."""
+    """Say why packed.cu cannot read pages of this layout, or None."""
     d, key, value = _most(layout), layout.key, layout.value
     if d > MOST_HEAD_DIM:
         return f"head_dim={d} is above {MOST_HEAD_DIM}"

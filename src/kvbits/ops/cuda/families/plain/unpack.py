@@ -22,7 +22,7 @@ THREADS = 256
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
-    """Why pages cannot be unpacked to `dtype`, or None."""
+    """Say why pages cannot be unpacked to `dtype`, or None."""
     if dtype not in MATRIX_DTYPES:
         return f"rows of {dtype} are not float16 or bfloat16"
     if layout.head_dim % 4 or layout.value_head_dim % 4:
