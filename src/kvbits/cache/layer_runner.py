@@ -107,6 +107,8 @@ def _pages_named(run: Sequence[Close | Recode], page_size: int) -> str:
 
 MOST_PLANS = 32
 """Plans of attention that a cache keeps: a chunk of another number of tokens needs one of its own."""
+LEAST_OF_A_GROUP = 4
+"""Plans that there is room for whatever the number of layer groups, each of which needs its own in every pass."""
 
 
 class _Plan:
@@ -254,7 +256,7 @@ class LayerRunner:
         plans = self._stores.plans  # the one used last comes last
         kept: _Plan = plans.pop(key, None) or self._plan(place, q, scaling, softcap, f)
         plans[key] = kept
-        if len(plans) > MOST_PLANS:
+        if len(plans) > max(MOST_PLANS, LEAST_OF_A_GROUP * len(self._groups)):
             del plans[next(iter(plans))]
         positions = f.positions if (chunk := self._chunk(place)) is None else f.ends(chunk)
         read, positions = list(history.values()), positions.to(torch.int32)
