@@ -10,7 +10,7 @@ import torch
 from cache_checks import check_books, poison_free_pages
 
 from kvbits import later, schemes
-from kvbits.cache import inputs
+from kvbits.cache import inputs, layer_runner
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError
 from kvbits.spec import CacheSpec, LayerGeometry, Override, PerGroup, QuantSpec
@@ -320,3 +320,19 @@ def test_a_cache_that_has_attended_can_be_copied():
     want = forward(cache, more)
     for found in copies:
         assert all(torch.equal(a, b) for a, b in zip(forward(found, more), want, strict=True))
+
+
+def test_tokens_plan_nothing_anew_however_many_groups_there_are(monkeypatch):
+    """Layers of fitted schemes may each be a group of their own."""
+    layers = tuple(LayerGeometry(num_kv_heads=1, head_dim=64, sliding_window=64 + i) for i in range(40))
+    cache = PagedCache(CacheSpec(scheme=schemes.get("int8", page_size=32), layers=layers, raw_dtype="float32"))
+    made = []
+    plan = layer_runner.plan
+    monkeypatch.setattr(layer_runner, "plan", lambda *args, **options: made.append(options) or plan(*args, **options))
+    counts = []
+    for tokens in (8, 1, 1, 1):
+        x = torch.randn(1, tokens, 1, 64)
+        for layer in range(40):
+            cache.step(layer, x, x, x, scaling=0.125)
+        counts.append(len(made))
+    assert counts == [0, 40, 40, 40]

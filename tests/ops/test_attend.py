@@ -219,7 +219,7 @@ def store_of(pages, layout=INT8, static=None):
         ({"num_q_heads": 3}, "3 query heads are no multiple of 2"),
         ({"num_q_heads": 0}, "num_q_heads=0"),
         ({"num_queries": 0}, "num_queries=0"),
-        ({"device": "meta"}, "are for 'cpu' and 'cuda'"),
+        *(({"device": x}, "are for 'cpu' and 'cuda'") for x in ("meta", "gpu", None)),
         ({"dtype": torch.int32}, "floating-point"),
         ({"backend": "tpu"}, "unknown backend 'tpu'"),
         ({"backend": "cpu", "dtype": torch.float64}, "refuses this call.*float64"),
@@ -259,12 +259,13 @@ def test_pages_that_cannot_be():
     for bad in (pages[:, :1], pages.to(torch.int8), pages[..., :-16], pages.mT.contiguous().mT):
         with pytest.raises(DataError, match="a slab must be uint8"):
             store_of(bad)
-    with pytest.raises(DataError, match="slabs must be tensors, got str"):
-        store_of("pages")
+    with pytest.raises(DataError, match="must be tensors, got str"):
+        PageStore(INT8, ("pages",))
     for stores, message in (
         ([store_of(pages.to("meta"))], "pages on meta"),
         ([PageStore(INT8, ())], "without slabs"),
-        ([store_of(pages[:0])], "a slab without pages"),
+        ([store_of(pages[:0])], "has no pages"),
+        ([PageStore(INT8, (pages, pages[:0]))], "a slab holds no page"),
         ([store_of(torch.zeros(5, HEADS, KLT2.head_bytes, dtype=torch.uint8), KLT2)], "another layout than planned"),
         ([], "stores of 0 parts for a plan of 1"),
         (pages, "stores must be a list of PageStore.*got Tensor"),

@@ -81,6 +81,25 @@ def test_tokens_and_slots_that_do_not_fit(store):
     assert bool((buffer == 0xFF).all())
 
 
+@pytest.mark.parametrize("store", STORES)
+def test_arguments_that_are_no_tensors_of_tokens(store):
+    k, pages = pages_of()
+    k, slots = k.transpose(1, 2), torch.arange(64)
+    good = {"k": k, "v": k, "pages": pages, "slots": slots}
+    for name, bad in (("k", None), ("v", [1.0]), ("pages", None), ("slots", list(range(64)))):
+        with pytest.raises(DataError, match=f"{name} must be a"):
+            store(**good | {name: bad})
+    for name in ("previous", "starts", "status"):
+        with pytest.raises(DataError, match=f"{name} must be a tensor"):
+            store(**good, **{name: [0] * 7})
+    with pytest.raises(DataError, match="pages must be a PageStore with at least one slab"):
+        store(**good | {"pages": PageStore(pages.layout, ())})
+    for bad in (k.double(), k.int()):
+        with pytest.raises(DataError, match="k is torch"):
+            store(**good | {"k": bad, "v": bad})
+    assert bool((pages.slabs[0] == 0xFF).all())
+
+
 @pytest.mark.parametrize("store", [STORES[0], STORES[2]])
 def test_slots_past_counting(store):
     """They must not wrap to a slot that exists."""

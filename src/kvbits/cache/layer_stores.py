@@ -46,7 +46,7 @@ class LayerStores:
         self._orders = parameters.orders(spec, device)
         self._turns = parameters.turns(spec, device)
         self.changes_keys = set(self._orders)
-        self.plans = Plans()
+        self.plans = Plans(len(spec.groups))
         self.places = {
             layer: Place(layer, g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)
         }

@@ -10,6 +10,8 @@ from ..ops.types import PageStore
 
 MOST_PLANS = 32
 """Plans that a cache keeps: a chunk of another number of tokens needs one of its own."""
+LEAST_OF_A_GROUP = 4
+"""Plans that there is room for whatever the number of layer groups, each of which needs its own in every pass."""
 
 
 class KeptPlan:
@@ -28,16 +30,21 @@ class KeptPlan:
 
 
 class Plans:
-    """The plans that were used last. Copies and pickles of it are empty, since plans hold addresses."""
+    """The plans that were used last. Copies and pickles of it are empty, since plans hold addresses.
 
-    def __init__(self) -> None:
+    Args:
+        groups: layer groups of the cache.
+    """
+
+    def __init__(self, groups: int) -> None:
+        self._most = max(MOST_PLANS, LEAST_OF_A_GROUP * groups)
         self._kept: dict[Hashable, KeptPlan] = {}  # the one used last comes last
 
     def get(self, key: Hashable, make: Callable[[], Attention]) -> KeptPlan:
         """Return the plan of a key, made if there is none."""
         found = self._kept.pop(key, None) or KeptPlan(make())
         self._kept[key] = found
-        if len(self._kept) > MOST_PLANS:
+        if len(self._kept) > self._most:
             del self._kept[next(iter(self._kept))]
         return found
 
@@ -46,4 +53,4 @@ class Plans:
         self._kept.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_kept": {}}
+        return self.__dict__ | {"_kept": {}}

@@ -88,7 +88,10 @@ def plan(
         SpecError: numbers that cannot be, or the named backend refuses; the message says why.
         UnsupportedError: no backend serves such a plan; the message says why.
     """
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise SpecError(f"device={device!r}: plans are for 'cpu' and 'cuda'") from error
     if device.type not in ("cpu", "cuda"):
         raise SpecError(f"device={str(device)!r}: plans are for 'cpu' and 'cuda'")
     bad = [x for x in layouts if not isinstance(x, PageLayout)] if isinstance(layouts, (list, tuple)) else [layouts]
@@ -242,12 +245,12 @@ class Attention:
                 self._check_device(f"static {name}", store.static[name])
 
     def _check_slabs(self, store: PageStore) -> None:
-        if not store.slabs:
-            raise DataError("a part without slabs has no pages")
+        if not store.num_pages:
+            raise DataError("a part without slabs, or whose slabs are empty, has no pages")
         for x in store.slabs:
             self._check_device("pages", x)
             if not len(x):
-                raise DataError("a slab without pages; leave it out")
+                raise DataError(f"a slab holds no page, {list(x.shape)}; leave it out")
             if x.data_ptr() % 16 or x.stride(0) % 16:
                 raise DataError(
                     f"pages at address {x.data_ptr():#x} with stride {x.stride(0)}; kernels read 16 bytes at a time:"

@@ -52,6 +52,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import DataError
 from ..spec import PageLayout
 from . import dispatch
+from .descriptor import TORCH_NUMBERS
 from .types import PageStore, settle
 
 STATUS_FIELDS = 7
@@ -82,7 +83,21 @@ def check(
     Raises:
         DataError: the message names the argument, what it is and what it should be.
     """
+    if not isinstance(pages, PageStore) or not pages.slabs:
+        raise DataError(f"pages must be a PageStore with at least one slab, got {str(pages)[:80]}")
+    for name, x in (
+        ("k", k),
+        ("v", v),
+        ("slots", slots),
+        ("previous", previous),
+        ("starts", starts),
+        ("status", status),
+    ):
+        if not isinstance(x, torch.Tensor) and (x is not None or name in ("k", "v", "slots")):
+            raise DataError(f"{name} must be a tensor, got {type(x).__name__}")
     layout, given, device = pages.layout, k.shape, k.device
+    if k.dtype not in TORCH_NUMBERS:
+        raise DataError(f"k is {k.dtype}; tokens are {', '.join(map(str, TORCH_NUMBERS))}")
     if not layout.token_local:
         raise DataError(
             f"tokens cannot be stored one by one as {layout.key}, {layout.value}; use a token-local layout, or"

@@ -48,7 +48,7 @@ class PageStore:
         heads, nbytes = self.layout.num_kv_heads, self.layout.head_bytes
         for slab in self.slabs:
             if not isinstance(slab, torch.Tensor):
-                raise DataError(f"slabs must be tensors, got {type(slab).__name__}")
+                raise DataError(f"pages must be tensors, got {type(slab).__name__}")
             if (
                 slab.dtype != torch.uint8
                 or slab.dim() != 3
