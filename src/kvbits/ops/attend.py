@@ -355,8 +355,8 @@ class Attention:
         self._check_numbers("positions", positions, (batch, self.num_queries))
         if self._past_only and self.num_queries > 1 and positions is None:
             raise DataError(
-                f"{self.num_queries} queries of a plan with past_only=True come after all pages, which say the positions"
-                " of older tokens only; give positions"
+                f"{self.num_queries} queries of a plan with past_only=True come after all pages, which say where older"
+                " tokens stand; give positions"
             )
         if query_lens is not None and positions is not None:
             raise DataError("give positions, negative for padding, or query_lens, not both")
