@@ -99,7 +99,7 @@ class Call(calls.Call):
         for layer in range(self.pools[0].shape[1]):
             made.bind(layer, self.stores_of(layer))
         device = "cpu" if made.reads_host else self.q.device
-        given = self.given
+        given = self.positions if changes.get("past_only") else self.given
         made.update([on(device, t) for t in self.tables], positions=None if given is None else given.to(device))
         return made
 

@@ -361,6 +361,33 @@ def test_steps_that_cannot_be():
             with_spans.update([table], **options)
 
 
+@pytest.mark.parametrize("lengths", [None, ints(2, 1)])
+def test_queries_past_the_pages_need_positions(lengths):
+    """They were taken for the newest tokens of the pages, each of which some backends showed all keys."""
+    made = attend.plan([INT8], **GOOD | {"num_queries": 2, "past_only": True})
+    table = Table(torch.zeros(2, 4, dtype=torch.int32), ints(8, 8))
+    with pytest.raises(DataError, match="give positions"):
+        made.update([table], query_lens=lengths)
+    made.update([table], positions=torch.tensor([[8, 9], [8, -1]], dtype=torch.int32))
+    attend.plan([INT8], **GOOD | {"past_only": True}).update([table])
+
+
+@BACKENDS
+def test_a_ring_lists_its_pages_twice(backend):
+    """A row does not wrap: tokens past its end are not read, and a second copy of the pages has them."""
+    ring, size = torch.arange(4, dtype=torch.int32)[None], RAW_LAYOUT.page_size
+    stores = raw_pages(4)
+    q = torch.randn(1, 1, 2 * HEADS, D)
+    turned, cut = ring.roll(-3, 1), ring[:, 3:]
+
+    def read(pages, tokens, **where):
+        return attend.attend(q, stores, [Table(pages.contiguous(), ints(tokens), **where)], backend=backend)[0]
+
+    twice = read(ring.repeat(1, 2), 3 * size, offsets=ints(3))
+    torch.testing.assert_close(twice, read(turned, 3 * size))
+    torch.testing.assert_close(read(ring, 3 * size, offsets=ints(3)), read(cut, size))
+
+
 @BACKENDS
 def test_spans_that_cannot_be(backend):
     plan = attend.plan([INT8], **GOOD | {"batch_size": 1}, spans=True, backend=backend)

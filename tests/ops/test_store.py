@@ -25,7 +25,7 @@ from kvbits.ops.reference import store as reference
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages, section
 from kvbits.ops.static import calibrated
-from kvbits.ops.store import STATUS_FIELDS
+from kvbits.ops.store import STATUS_FIELDS, choose
 from kvbits.ops.types import PageStore
 from kvbits.ops.types import store_of as store_of_pages
 from kvbits.quant.packing import row_positions
@@ -684,6 +684,14 @@ def test_the_cpu_backend_names_why_it_refuses():
     assert "float64" in cpu.refuses(raw, float64, torch.device("cpu"))
     whole = layout_of(spec("int8", PerChannel()), RAW, 64, 32)
     assert "cannot be stored one by one" in cpu.refuses(whole, torch.bfloat16, torch.device("cpu"))
+
+
+def test_pages_that_close_whole_have_no_backend():
+    """The reference was chosen for them and refused every call."""
+    raw, whole = raw_pages()[0].layout, layout_of(spec("int8", PerChannel()), RAW, 64, 32)
+    with pytest.raises(UnsupportedError, match="close_pages"):
+        choose(whole, torch.bfloat16, "cpu")
+    assert choose(raw, torch.bfloat16, "cpu").backend == choose(raw, torch.bfloat16, torch.device("cpu")).backend
 
 
 def test_which_presets_are_token_local():

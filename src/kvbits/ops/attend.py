@@ -79,8 +79,9 @@ def plan(
         sliding_window: a query at position p sees keys at positions > p - sliding_window; None for all.
         softcap: scores become softcap * tanh(scores / softcap); None for no cap.
         spans: tables may have spans.
-        past_only: every query that is not padding comes after all keys of its pages, as those of a chunk do. A backend
-            may then unpack pages, and read lengths on the host (`Attention.reads_host`).
+        past_only: no key in the pages comes after a query that is not padding, as with a chunk behind its history or a
+            single newest token. A backend may then unpack pages, and read lengths on the host (`Attention.reads_host`).
+            With more than one query, `update` takes positions: the newest tokens would lie in the pages.
         may_wait: plans that no kernel of a GPU takes are left to the reference, which waits for the GPU at every step.
         backend: "auto", or the name of one.
 
@@ -190,6 +191,7 @@ class Attention:
         self.num_queries: int = options["num_queries"]
         self.device: torch.device = options["device"]
         self._spans: bool = options["spans"]
+        self._past_only: bool = options["past_only"]
         self._accepted: tuple[Any, ...] | None = None
         self._lock = threading.Lock()  # backends write into structs that their kernels read while other threads run
 
@@ -274,11 +276,12 @@ class Attention:
 
         Args:
             tables: of each part.
-            query_lens: int32 [B]: queries of each sequence, at most the plan's; they are its newest tokens. Rows of q
-                after them are padding. None for all.
+            query_lens: int32 [B]: queries of each sequence, at most the plan's; they are its newest tokens, up to the
+                last position that its parts show. Rows of q after them are padding, and so are all rows of a sequence
+                with fewer tokens than queries. None for all.
             positions: int32 [B, num_queries], dense: position of each query, negative for padding, which sees nothing;
                 instead of query_lens. A key at position p is visible to a query at position t if p <= t. Needed where
-                tables have spans.
+                tables have spans, and for more than one query of a plan with past_only.
 
         Raises:
             DataError: tensors of another shape, dtype or device than this, or more sequences than planned.
@@ -338,6 +341,11 @@ class Attention:
                     raise DataError("tables with spans do not say which tokens are the newest; give positions")
         self._check_numbers("query_lens", query_lens, (batch,))
         self._check_numbers("positions", positions, (batch, self.num_queries))
+        if self._past_only and self.num_queries > 1 and positions is None:
+            raise DataError(
+                f"{self.num_queries} queries of a plan with past_only=True come after all pages, which say where older"
+                " tokens stand; give positions"
+            )
         if query_lens is not None and positions is not None:
             raise DataError("give positions, negative for padding, or query_lens, not both")
 

@@ -14,7 +14,7 @@ right, since the page holds it. A mean near the page's own makes the code range 
                                                  the rotary embedding where it is known
     the first page                               the mean of the call's tokens of the page
 
-A backend's module has
+`choose(layout, dtype, device).run` is the function of the backend that serves:
 
     store(k, v, pages, slots, *, previous=None, starts=None, status=None)
 
@@ -59,14 +59,16 @@ STATUS_FIELDS = 7
 _turns = WeakIdKeyDictionary()  # of turns whose numbers passed, the version that did
 
 
-def choose(layout: PageLayout, dtype: torch.dtype, device: torch.device, backend: str = "auto") -> dispatch.Choice:
-    """Choose the backend that stores tokens of `dtype` in pages of a layout on a device.
+def choose(
+    layout: PageLayout, dtype: torch.dtype, device: torch.device | str, backend: str = "auto"
+) -> dispatch.Choice:
+    """Choose the backend that stores tokens of `dtype` in pages of a token-local layout on a device.
 
     Raises:
         SpecError: unknown backend, or the named one refuses; the message says why.
         UnsupportedError: every backend refuses; the message says why each does.
     """
-    return dispatch.choose("store", layout, dtype, device, backend=backend)
+    return dispatch.choose("store", layout, dtype, torch.device(device), backend=backend)
 
 
 def check(

@@ -152,8 +152,9 @@ class Table:
             A sequence that reads nothing of any part is a padding row, whose output is 0. Numbers past the row count as
             its end. With spans: (pages - 1) * page_size + visible tokens of the last page.
         starts: int32 [B], or None for 0: position of the part's first token.
-        offsets: int32 [B], or None for 0: entry of the row at which the part's first page stands (a ring, say).
-            One outside the row counts as the row's first or last entry; tokens then end with the row.
+        offsets: int32 [B], or None for 0: entry of the row at which the part's first page stands. Rows do not wrap:
+            tokens end with the row, so list the pages of a ring twice. One outside the row counts as the row's first or
+            last entry.
         spans: int32 [B, W, 2], dense, or None: position of each page's first token, and its visible tokens, 1 to
             page_size. Rows whose pages were dropped or cut need them. `starts` and `offsets` are then None.
     """

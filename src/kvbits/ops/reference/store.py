@@ -19,6 +19,11 @@ from .close import encode, rows_as_stored
 from .dequantize import dequantize_pages, section
 
 
+def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why tokens are not stored here, or None."""
+    return None if layout.token_local else "its pages close whole: use the op close_pages, or a token-local layout"
+
+
 def store(
     k: torch.Tensor,
     v: torch.Tensor,
