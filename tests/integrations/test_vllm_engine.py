@@ -92,7 +92,7 @@ def test_sliding_windows_and_soft_caps(model, engine, name, dtype):
 
 
 def test_raw_pages_are_the_model_itself(model, engine):
-    llm = engine("llama", "auto", attention_backend="CUSTOM", max_num_batched_tokens=48)
+    llm = engine("llama", "auto", attention_backend="KVBITS", max_num_batched_tokens=48)
     for length in (30, 64, 200):
         prompt = random_ids(length, length)
         check(model("llama")[0], None, prompt, generate(llm, [prompt])[0])
@@ -230,10 +230,10 @@ def test_alibi_is_refused():
 def test_models_that_cannot_be_are_refused_before_anything_is_allocated(asked, says):
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    from kvbits.integrations.vllm import selector
+    from kvbits.integrations.vllm import releases, selector
 
     fits = {"head_size": 64, "dtype": torch.float32, "kv_cache_dtype": "kvbits_int8", "block_size": 64}
-    assert selector._checked(AttentionSelectorConfig(**fits, has_sink=True)) == selector.BACKEND
+    assert selector._checked(AttentionSelectorConfig(**fits, has_sink=True)) == releases.BACKEND
     with pytest.raises(ValueError, match=says):
         selector._checked(AttentionSelectorConfig(**(fits | asked)))
 

@@ -1,6 +1,7 @@
 """kvbits as a KV cache of stock SGLang: `python -m sglang.launch_server --model-path MODEL --attention-backend
 kvbits_int8_centered`.
 
+    releases  what of SGLang this stands on
     options   what is refused at start, with the reason; the page size; raw copies and calibrations
     pool      the pages, in place of SGLang's pool of keys and values
     backend   tables and plans of a step, and its layers (`engine.step`, `engine.layer`)
@@ -18,33 +19,21 @@ only logged, and the backends are then no choices of `--attention-backend`: the 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import logging
 
 from ..engine.served import FORMATS
+from . import releases
 
 logger = logging.getLogger(__name__)
-VERSIONS = "==0.5.23"
-"""The release of SGLang that this plugin runs in: three of its hooks stand on private methods."""
-
-
-def refuses_version(version: str) -> str | None:
-    """Why this version of SGLang is not served, or None."""
-    if version.split("+")[0].split(".post")[0] == VERSIONS.removeprefix("=="):
-        return None
-    return (
-        f"kvbits' attention backends work with SGLang {VERSIONS}, this is {version}: no kvbits_* backend is available;"
-        f" pip install 'sglang{VERSIONS}'"
-    )
 
 
 def register() -> None:
     """Make the kvbits_* backends known to SGLang.
 
-    In releases that are not served it says so in the log and does nothing else.
+    Where a release lacks what they need, that is said in the log and nothing else is done.
     """
-    if why := refuses_version(importlib.metadata.version("sglang")):
-        logger.warning(why)
+    if why := releases.CONTRACT.refuses():
+        logger.warning("no kvbits_* backend is available: %s", why)
         return
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
@@ -59,15 +48,12 @@ def register() -> None:
     for name in FORMATS:
         register_attention_backend(name)(functools.partial(backend.KVBitsBackend, name=name))
     register_resolution_hook("handle_attention_backend_compatibility")(options.resolve)
-    configurator = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
-    HookRegistry.register(f"{configurator}._resolve_kv_pool_class", pool.pool_class, HookType.AROUND)
-    HookRegistry.register(f"{configurator}._profile_available_bytes", pool.budget, HookType.AROUND)
-    HookRegistry.register(
-        "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
-        pool.cell_size,
-        HookType.AROUND,
-    )
-    HookRegistry.register(
-        "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker", drafts.worker_class, HookType.AROUND
-    )
-    HookRegistry.register("sglang.srt.mem_cache.allocation.get_last_loc", drafts.last_loc, HookType.AROUND)
+    for path, hook in (
+        (releases.POOL_CLASS, pool.pool_class),
+        (releases.BUDGET, pool.budget),
+        (releases.CELL_SIZE, pool.cell_size),
+        (releases.LAST_LOC, drafts.last_loc),
+        (releases.WORKER, drafts.worker_class),
+    ):
+        if path not in releases.CONTRACT.broken:
+            HookRegistry.register(path.replace(":", "."), hook, HookType.AROUND)

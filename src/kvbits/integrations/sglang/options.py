@@ -16,6 +16,7 @@ from ...ops.cuda.engine.device_plan import MAX_QUERIES
 from ..engine.calibrated import Model, place, read
 from ..engine.options import Options, checked
 from ..engine.served import FORMATS, PAGE_SIZE, Format
+from . import releases
 
 REQUESTS = 4096
 """Requests that SGLang runs at once at most, where --max-running-requests is not said."""
@@ -143,7 +144,7 @@ def refuses(form: Format, options: Any) -> str | None:
             " steps as it lays them out; unset it"
         )
     for name, (usual, why) in NOT_RUN.items():
-        if (value := getattr(options, name)) != usual:
+        if (value := getattr(options, name, usual)) != usual:  # a release may no longer have it
             return (
                 f"--{name.replace('_', '-')} {value} is not served by kvbits' attention backend: {why}; leave it away"
             )
@@ -152,7 +153,9 @@ def refuses(form: Format, options: Any) -> str | None:
             f"--json-model-override-args {given}: {form.name} turns keys as config.json says; write it there, or use"
             " kvbits_int8_centered"
         )
-    return refuses_drafts(options) if options.speculative_algorithm else None
+    if not options.speculative_algorithm:
+        return None
+    return releases.CONTRACT.refuses(releases.DRAFTS) or refuses_drafts(options)
 
 
 def refuses_drafts(options: Any) -> str | None:

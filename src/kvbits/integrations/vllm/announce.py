@@ -4,12 +4,11 @@ scaling factors.
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from typing import Any
 
-from .dtypes import takes_names
+from . import releases
 from .formats import FORMATS, NAMES, PAGE_SIZE, SCHEME, SHOWN
 from .options import options_of
 
@@ -44,19 +43,16 @@ def install() -> None:
     from vllm.v1.core import kv_cache_utils
 
     for module in (kv_cache_utils, sys.modules.get("vllm.v1.engine.core")):  # which may have taken the name before
-        original = getattr(module, "update_kv_cache_capacity", None)
-        if original is not None and not hasattr(original, "kvbits_original"):
-            module.update_kv_cache_capacity = _announced(original)  # type: ignore[union-attr]
+        if module is not None:
+            releases.CONTRACT.wrap("vllm.v1.core.kv_cache_utils:update_kv_cache_capacity", _announced, module)
 
 
 def _announced(original: Any) -> Any:
-    @functools.wraps(original)
     def update_kv_cache_capacity(vllm_config: Any, kv_cache_config: Any) -> None:
         original(vllm_config, kv_cache_config)
         if vllm_config.cache_config.cache_dtype in NAMES:
             logger.info("%s", summary(vllm_config, kv_cache_config))
 
-    update_kv_cache_capacity.kvbits_original = original  # type: ignore[attr-defined]
     return update_kv_cache_capacity
 
 
@@ -65,7 +61,7 @@ def _extend_help() -> None:
     they are changed in place.
     """
     arguments = sys.modules.get("vllm.engine.arg_utils")
-    if arguments is None or not takes_names():
+    if arguments is None or not releases.takes_names():
         return
     from vllm.config import CacheConfig
 
