@@ -1,4 +1,4 @@
-"""What `engine.contract.see` finds in a process, found in the sources of a package: nothing is imported or installed."""
+"""What `kvbits.contract.see` finds in a process, found in the sources of a package: nothing is imported or installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvbits.integrations.engine.contract import Seen
+from kvbits.contract import Seen
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import pytest
 from integrations.syntax_trees import Package, parsed
 
 import kvbits
-from kvbits.integrations.engine.contract import Contract, Seen, Symbol, calls, overrides, reads, wraps
+from kvbits.contract import Contract, Seen, Symbol, calls, overrides, reads, wraps
 from kvbits.integrations.sglang import releases as sglang_releases
 
 HERE = Path(kvbits.__file__).parent / "integrations"

@@ -7,7 +7,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
+import pickle
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -277,6 +280,26 @@ def test_the_log_says_what_is_stored_and_nothing_of_scaling_factors(engine, monk
         == bool(options)
         != ("no token raw" in said)
     )
+
+
+def test_our_name_of_a_backend_is_known_in_processes_that_loaded_no_plugin_yet():
+    """Configurations are unpickled before plugins are loaded; CUSTOM is another plugin's."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from kvbits.integrations.vllm import releases
+
+    ours, custom = releases.backend(), AttentionBackendEnum.CUSTOM
+    if ours is custom:
+        pytest.skip("a release whose enumeration is closed")
+    assert releases.backend() is ours is AttentionBackendEnum[ours.name] is pickle.loads(pickle.dumps(ours))
+    register_backend(custom, "other.Backend")
+    try:
+        assert ours.get_path() == releases.BACKEND
+    finally:
+        custom.clear_override()
+    code = f"import pickle; print(pickle.loads({pickle.dumps(ours)!r}).get_path())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == releases.BACKEND
 
 
 def test_the_help_lists_the_dtypes():

@@ -4,7 +4,7 @@ own, and later releases. No line depends on which.
 
 from __future__ import annotations
 
-from ..engine.contract import Contract, calls, overrides, reads, wraps
+from ...contract import Contract, calls, overrides, reads, wraps
 
 DRAFTS = "drafts of n-grams"
 """A feature that needs symbols of its own."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import typing
 from typing import Any
 
-from ..engine.contract import Contract, calls, overrides, reads, see, wraps
+from ...contract import Contract, calls, overrides, reads, see, wraps
 from .formats import FORMATS, HEADS, NAMES, PLACEHOLDER, TAGS
 
 BACKEND = "kvbits.integrations.vllm.backend.KVBitsBackend"

@@ -1,9 +1,9 @@
-"""What a plugin takes of an engine that the engine promises nobody: each symbol is declared once, probed when the
-plugin loads, and wrapped in one way.
+"""What kvbits takes of an engine, or of torch, that nobody promises: each symbol is declared once, probed when it is
+first asked for, and wrapped in one way.
 
-A release of the engine serves as long as what the requested format needs is there. A start that cannot work is refused
-with the symbol's name. `tests/integrations/test_contracts.py` holds the same declarations against the sources of
-releases, read as syntax trees.
+A release serves as long as what is requested of it is there. What cannot work is refused with the symbol's name.
+`tests/integrations/test_contracts.py` holds the engines' declarations against the sources of releases, read as syntax
+trees.
 """
 
 from __future__ import annotations
@@ -107,6 +107,9 @@ def see(path: str) -> Seen | None:
             for x in vars(base).values():  # instances have what methods name
                 names |= {*getattr(getattr(x, "__code__", None), "co_names", ())}
         return Seen(attributes=frozenset(names))
+    if schema := getattr(found, "_schema", None):  # an operator of torch
+        required = tuple(x.name for x in schema.arguments if not x.has_default_value())
+        return Seen(required, tuple(x.name for x in schema.arguments if x.has_default_value()))
     try:
         parameters = inspect.signature(found).parameters.values()
     except (TypeError, ValueError):
@@ -184,6 +187,6 @@ class Contract:
         original = getattr(owner, name, absent)
         if original is None or hasattr(original, "kvbits_original"):
             return
-        wrapped = functools.wraps(original)(wrapper(original))
+        wrapped: Any = functools.wraps(original)(wrapper(original))
         wrapped.kvbits_original = original
         setattr(owner, name, classmethod(wrapped) if inspect.ismethod(original) else wrapped)
