@@ -270,9 +270,11 @@ def test_the_log_says_what_is_stored_and_nothing_of_scaling_factors(engine, monk
         getattr(config.model_config.hf_config, n) for n in ("num_key_value_heads", "num_hidden_layers", "head_dim")
     )
     nbytes = layers * heads * FORMATS["kvbits_int8_centered"].layout(heads, width, width, "float32").head_bytes // 64
-    tokens = config.cache_config.kv_cache_size_tokens
+    tokens, bits = config.cache_config.kv_cache_size_tokens, 8 * nbytes / (layers * heads * 2 * width)
     assert (
-        said.startswith("kvbits_int8_centered: centred int8 keys, int8 values; ")
+        said.startswith(f"kvbits_int8_centered: centred int8 keys, int8 values, {bits:.2f} bits with scales; ")
+        and f"each, {16 / bits:.2f} times as many as of bf16; " in said
+        and "not measured: kvbits check" in said
         and f"hold {tokens:,} tokens, {nbytes:,} bytes each" in said
     )
     assert (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from ..evaluate.check import Limits, Screen
     from ..evaluate.texts import Text
+    from ..model_ref import ModelRef
     from ..spec import QuantSpec, Scheme
 
 
@@ -103,6 +105,7 @@ def check(
     set_threads(threads)
     loading = Loading(ref, dtype_name(dtype), device)
     found = _screen(loading, chosen, limits, source, (windows, length), calibration or to_calibrate)
+    _keep(found, ref, chosen, f"--text {source.name} --windows {windows} --length {length}")
     if as_json:
         print_json({"run": runs.record(), "model": model, "text": source.name} | found.to_dict())
     else:
@@ -157,6 +160,25 @@ def _screen(
         else lambda _: given
     )
     return check(lm, ids, scheme, limits=limits, calibration=make, say=tell)
+
+
+def _keep(found: Screen, model: ModelRef, chosen: str | Scheme, asked: str) -> None:
+    """What engines say of a preset when they start, if it was judged by the usual limits."""
+    from ..calibrate import checked
+    from ..evaluate.check import Limits
+
+    if isinstance(chosen, str) and found.limits == Limits():
+        checked.keep(
+            model,
+            chosen,
+            checked.Checked(
+                passed=found.passed,
+                kl=found.overall["kl_mean"],
+                tokens=found.overall["tokens"],
+                day=f"{datetime.now(timezone.utc):%Y-%m-%d}",
+                command=f"kvbits check {model} --scheme {chosen} {asked}",
+            ),
+        )
 
 
 def _print(found: Screen, model: str) -> None:

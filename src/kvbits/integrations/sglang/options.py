@@ -13,7 +13,7 @@ from ... import schemes
 from ...errors import UnsupportedError
 from ...geometry import has_key_bias, layer_geometries, load_config, only_dense
 from ...ops.cuda.engine.device_plan import MAX_QUERIES
-from ..engine.calibrated import Model, place, read
+from ..engine.calibrated import Model, accuracy, place, read
 from ..engine.options import Options, checked
 from ..engine.served import FORMATS, PAGE_SIZE, Format
 from . import releases
@@ -125,6 +125,12 @@ def calibration_of(form: Format, server_args: Any) -> Model:
     scheme = schemes.for_layers(form.scheme.name, layer_geometries(config))
     way_out = """; or say KVBITS_SGLANG='{"calibration": "FILE.safetensors"}'"""
     return read(options, lambda: name, config, scheme, device=server_args.device, way_out=way_out)
+
+
+def accuracy_of(form: Format, server_args: Any) -> str:
+    """One clause on what a format costs the served model, as far as it was measured."""
+    config = load_config(place(server_args.model_path, server_args.revision, ["*.json"]))  # SGLang writes into its own
+    return accuracy(server_args.model_path, server_args.revision, config, form.name)
 
 
 def refuses(form: Format, options: Any) -> str | None:

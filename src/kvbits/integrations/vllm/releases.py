@@ -181,6 +181,8 @@ CONTRACT = Contract(
         ),
         reads("vllm.v1.worker.gpu_input_batch:InputBatch", "req_ids", feature=COPIES, loaded=False),
         # what is said
+        reads("vllm.v1.kv_cache_interface:KVCacheConfig", "kv_cache_groups", "kv_cache_tensors", feature=LOG),
+        reads("vllm.v1.kv_cache_interface:KVCacheGroupSpec", "kv_cache_spec", "layer_names", feature=LOG),
         wraps("vllm.v1.core.kv_cache_utils:update_kv_cache_capacity", "vllm_config", "kv_cache_config", feature=LOG),
         reads("vllm.engine.arg_utils:_compute_kwargs", feature=LOG, loaded=False),
     ),
