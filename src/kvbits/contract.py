@@ -107,7 +107,7 @@ def see(path: str) -> Seen | None:
             for x in vars(base).values():  # instances have what methods name
                 names |= {*getattr(getattr(x, "__code__", None), "co_names", ())}
         return Seen(attributes=frozenset(names))
-    if schema := getattr(found, "_schema", None):  # an operator of torch
+    if schema := getattr(found, "__dict__", {}).get("_schema"):  # an operator of torch
         required = tuple(x.name for x in schema.arguments if not x.has_default_value())
         return Seen(required, tuple(x.name for x in schema.arguments if x.has_default_value()))
     try:

@@ -71,8 +71,8 @@ def test_a_scheme_file_stores_what_a_dtype_does_that_help_does_not_list(tmp_path
         assert formats.tag_for(form) == formats.TAGS[name], "pages are the dtype's, byte for byte"
 
 
-def test_help_shows_five_dtypes():
-    assert (*LISTED, "kvbits_scheme") == formats.SHOWN and len(formats.SHOWN) == 5
+def test_help_shows_six_dtypes():
+    assert (*LISTED, "kvbits_scheme", "kvbits_auto") == formats.SHOWN and len(formats.SHOWN) == 6
     assert set(formats.SHOWN) < set(formats.NAMES)
 
 

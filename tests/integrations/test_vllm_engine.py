@@ -14,7 +14,7 @@ import sys
 
 import pytest
 import torch
-from integrations.inside_vllm import generate, read
+from integrations.inside_vllm import generate, read, said
 from integrations.judged import (
     MODELS,
     VOCABULARY,
@@ -27,9 +27,12 @@ from integrations.judged import (
 )
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from kvbits.calibrate import checked
+from kvbits.calibrate.checked import Checked
 from kvbits.errors import UnsupportedError
 from kvbits.integrations.vllm import announce
 from kvbits.integrations.vllm.formats import FORMATS, NAMES, SHOWN
+from kvbits.model_ref import ModelRef
 from kvbits.spec import Override, QuantSpec
 
 pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -263,7 +266,7 @@ def test_the_log_says_what_is_stored_and_nothing_of_scaling_factors(engine, monk
     finally:
         configuration.removeFilter(seen)
         ours.removeFilter(seen)
-    (said,) = [r.getMessage() for r in records if r.name == "vllm.kvbits"]
+    (line,) = [r.getMessage() for r in records if r.name == "vllm.kvbits"]
     assert [r.args[0] for r in records if "scaling factor" in r.msg] == ["fp8"]
     config = llm.llm_engine.vllm_config
     heads, layers, width = (
@@ -272,15 +275,15 @@ def test_the_log_says_what_is_stored_and_nothing_of_scaling_factors(engine, monk
     nbytes = layers * heads * FORMATS["kvbits_int8_centered"].layout(heads, width, width, "float32").head_bytes // 64
     tokens, bits = config.cache_config.kv_cache_size_tokens, 8 * nbytes / (layers * heads * 2 * width)
     assert (
-        said.startswith(f"kvbits_int8_centered: centred int8 keys, int8 values, {bits:.2f} bits with scales; ")
-        and f"each, {16 / bits:.2f} times as many as of bf16; " in said
-        and "not measured: kvbits check" in said
-        and f"hold {tokens:,} tokens, {nbytes:,} bytes each" in said
+        line.startswith(f"kvbits_int8_centered: centred int8 keys, int8 values, {bits:.2f} bits with scales; ")
+        and f"each, {16 / bits:.2f} times as many as of bf16; " in line
+        and "not measured: kvbits check" in line
+        and f"hold {tokens:,} tokens, {nbytes:,} bytes each" in line
     )
     assert (
-        ("the newest 64 to 127 and the first 64 tokens of a request with copies also raw" in said)
+        ("the newest 64 to 127 and the first 64 tokens of a request with copies also raw" in line)
         == bool(options)
-        != ("no token raw" in said)
+        != ("no token raw" in line)
     )
 
 
@@ -302,6 +305,23 @@ def test_our_name_of_a_backend_is_known_in_processes_that_loaded_no_plugin_yet()
     code = f"import pickle; print(pickle.loads({pickle.dumps(ours)!r}).get_path())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == releases.BACKEND
+
+
+def test_a_format_is_chosen_for_the_context_and_the_requests(engine, model, calibration, monkeypatch, tmp_path):
+    """By what was measured of the model, before its layers are made."""
+    monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    ref = ModelRef(str(model("llama")[1]))
+    checked.keep(ref, "klt4", Checked(passed=True, kl=0.01, tokens=512, day="2026-11-27", command="kvbits check"))
+    sizes = {"max_num_seqs": 8, "max_model_len": 1024}
+    packed = said(calibration("llama"), raw_newest=0)
+    for memory, name, options in ((1 << 28, "kvbits_int8_centered", {}), (3 << 20, "kvbits_klt4", packed)):
+        llm = engine("llama", "kvbits_auto", kv_cache_memory_bytes=memory, **sizes, **options)
+        config = llm.llm_engine.vllm_config
+        assert config.cache_config.cache_dtype == name
+        assert all(x.kv_cache_dtype == name for x in config.compilation_config.static_forward_context.values())
+    tokens, _, _ = generate(llm, [random_ids(70, 3)], 4)[0]
+    assert len(tokens) == 4
 
 
 def test_the_help_lists_the_dtypes():

@@ -93,6 +93,11 @@ def read(
     )
 
 
+def found_by_check(model: ModelRef, form: str) -> checked.Checked | None:
+    """What `kvbits check` found of a format (`served.FORMATS`) on this model, or None."""
+    return checked.find(model, form.removeprefix("kvbits_"))
+
+
 def accuracy(name: str, revision: str | None, config: Any, form: str) -> str:
     """One clause on what a format (`served.FORMATS`) costs a model, as far as it was measured."""
     return checked.said(ModelRef(place(name, revision, ["config.json"]), config), form.removeprefix("kvbits_"))

@@ -4,15 +4,25 @@ is loaded.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from ...errors import GONE, UnsupportedError
+from ...model_ref import ModelRef
+from ...planner import Cards
+from ...weights import weights_bytes
+from ..engine.automatic import choose
+from ..engine.calibrated import place
 from . import releases
 from .copies import has_copies
-from .formats import NAMES, PAGE_SIZE
+from .formats import AUTO, NAMES, PAGE_SIZE, RAW_DTYPES
 from .options import misspelt, options_of
 
+logger = logging.getLogger("vllm.kvbits")
+"""Below vLLM's own: its level and its handlers."""
+BESIDES = 0.04
+"""Share of a GPU that is neither weights nor cache, of what vLLM may use: `planner.RESERVE` at its usual 92 %."""
 CHECKED = "vllm.platforms:current_platform.check_and_update_config"
 
 
@@ -46,6 +56,8 @@ def _naming(original: Callable[..., None]) -> Callable[..., None]:
                     " one of them away"
                 )
             cache.cache_dtype = name
+        if cache is not None and cache.cache_dtype == AUTO:
+            cache.cache_dtype = _chosen(cls, vllm_config)
         if cache is not None and cache.cache_dtype in NAMES:
             needs = releases.needs_of(vllm_config, has_copies(vllm_config))  # refuses options that are never read
             if why := releases.CONTRACT.refuses(*needs):
@@ -55,3 +67,43 @@ def _naming(original: Callable[..., None]) -> Callable[..., None]:
             cache.block_size = PAGE_SIZE  # a default of the platform, which asks no backend
 
     return check_and_update_config
+
+
+def _chosen(platform: Any, vllm_config: Any) -> str:
+    """The format that this engine's context and number of requests need, said in the log.
+
+    Raises:
+        UnsupportedError: no model, no format, or nobody says how much memory there is.
+    """
+    cache, model, parallel = vllm_config.cache_config, vllm_config.model_config, vllm_config.parallel_config
+    if model is None:
+        raise UnsupportedError(f"--kv-cache-dtype {AUTO} needs a model; name a format")
+    ref, ranks = (
+        ModelRef(place(model.model, model.revision, ["*.json"]), model.hf_text_config),
+        parallel.tensor_parallel_size,
+    )
+    memory = cache.kv_cache_memory_bytes
+    if memory is None:
+        if platform.device_type == "cpu":
+            raise UnsupportedError(
+                f"--kv-cache-dtype {AUTO} on a CPU needs --kv-cache-memory-bytes; pass it, or a format"
+            )
+        total = platform.get_device_total_memory()
+        taken = 1 - cache.gpu_memory_utilization + BESIDES
+        cards = Cards(
+            memory_bytes=total,
+            weights_bytes=weights_bytes(ref.name, ref.config)[0],
+            count=ranks * parallel.pipeline_parallel_size,
+            reserve_bytes=int(taken * total),
+        )
+        memory = cards.cache_bytes
+    found, why = choose(
+        ref,
+        memory_bytes=memory * parallel.pipeline_parallel_size,
+        context=model.max_model_len,
+        requests=vllm_config.scheduler_config.max_num_seqs,
+        raw_dtype=RAW_DTYPES[model.dtype],
+        ranks=ranks,
+    )
+    logger.info("%s", why)
+    return found

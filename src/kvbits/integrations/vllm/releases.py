@@ -15,7 +15,8 @@ from ...contract import Contract, calls, overrides, reads, see, wraps
 from .formats import FORMATS, HEADS, NAMES, PLACEHOLDER, TAGS
 
 BACKEND = "kvbits.integrations.vllm.backend.KVBitsBackend"
-COPIES, CENTRED, CLOSED, LOG = (
+AUTOMATIC, COPIES, CENTRED, CLOSED, LOG = (
+    "kvbits_auto on GPUs",
     "raw copies",
     "centred keys",
     "dtypes named by --additional-config",
@@ -44,6 +45,7 @@ CONTRACT = Contract(
         reads("vllm.v1.attention.selector:CacheDType", feature=CLOSED, ends="vllm#51751"),
         reads("vllm.v1.kv_cache_interface:KVQuantMode.CUSTOM", otherwise="lists opened in place"),
         wraps(f"{_platform}.check_and_update_config", "vllm_config", ends=OUTSIDE),
+        reads(f"{_platform}.get_device_total_memory", feature=AUTOMATIC),
         # the backend
         calls("vllm.v1.attention.backends.registry:register_backend", "backend", "class_path"),
         reads("vllm.v1.attention.backends.registry:AttentionBackendEnum", "CUSTOM", "get_path"),
