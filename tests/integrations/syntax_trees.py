@@ -114,8 +114,7 @@ class Package:
         return next((x for x in found if x), None)
 
     def _attributes(self, module: str, node: ast.ClassDef) -> set[str]:
-        found = {*dir(tuple)} if any(ast.unparse(x) == "NamedTuple" for x in node.bases) else set()
-        found |= {"_asdict"} if any(ast.unparse(x) == "NamedTuple" for x in node.bases) else set()
+        found = {"_asdict"} if any(ast.unparse(x) == "NamedTuple" for x in node.bases) else set()
         for _, base in self._bases(module, node):
             for x in statements(base.body):
                 found |= {getattr(x, "name", "")} | {t.id for t in targets(x) if isinstance(t, ast.Name)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -339,6 +340,17 @@ def test_a_start_is_refused_by_the_symbol_that_its_format_lacks(platform, monkey
     with pytest.raises(UnsupportedError, match=f"{dtype}: .* {symbol} is not there") if refused else nullcontext():
         platform.check_and_update_config(config)
     assert config.updated == (not refused)
+
+
+def test_a_release_without_what_every_format_needs_is_left_alone_but_for_the_refusal(platform, monkeypatch):
+    monkeypatch.setattr(releases, "register_dtypes", lambda gone: None)
+    monkeypatch.setitem(releases.CONTRACT.broken, "vllm.v1.attention.backend:AttentionBackend", "is not there")
+    found = SimpleNamespace(current_platform=platform())
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=found))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", found)
+    vllm.register()
+    assert platform.check_and_update_config != Interface.check_and_update_config
+    assert platform.get_attn_backend_cls.__func__ is Interface.get_attn_backend_cls.__func__
 
 
 def backend_called(path):
