@@ -1,6 +1,10 @@
 """A forward pass that fails in the middle of the layers is taken back: nothing is lost, and other sequences go on."""
 
+import copy
 import dataclasses
+import gc
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -229,7 +233,7 @@ def waits_once(monkeypatch):
 
     def choose_later(op, *args, **options):
         choice = choose(op, *args, **options)
-        return dataclasses.replace(choice, later=status_of(choice.run)) if op in ("close_pages", "append") else choice
+        return dataclasses.replace(choice, later=status_of(choice.run)) if op == "close_pages" else choice
 
     monkeypatch.setattr(inputs, "AT_ONCE", ())
     monkeypatch.setattr(dispatch, "choose", choose_later)
@@ -310,3 +314,31 @@ def test_a_bad_end_of_a_pass_after_a_freed_sequence_is_said_until_the_others_go(
     cache.free(1)
     forward(cache, tokens_of(2, 5, 2))
     assert cache.seq_lens == [5, 5]
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_memory_that_a_pass_took_is_let_go_with_it(backend):
+    """Attention had been told of it."""
+    cache = make(backend)
+    forward(cache, tokens_of(1, 300, 0))
+    cache.begin(1, 4000)
+    cache.step(0, *tokens_of(1, 4000, 1)[0], scaling=0.125)
+    taken = [weakref.ref(p.slabs[-1].untyped_storage()) for g in cache.groups for p in g.pools.values() if p.slabs]
+    before = cache.nbytes
+    cache.abandon()
+    gc.collect()
+    assert cache.nbytes < before and any(x() is None for x in taken)
+    forward(cache, tokens_of(1, 1, 2))
+
+
+def test_a_cache_that_has_attended_can_be_copied():
+    """Its plans hold addresses of its own pages."""
+    cache, more = make(), tokens_of(1, 1, 1)
+    forward(cache, tokens_of(1, 300, 0))
+    forward(cache, more)
+    copies = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
+    forward(cache, tokens_of(1, 1, 3))
+    cache.crop(cache.seq_lens[0] - 1)
+    want = forward(cache, more)
+    for found in copies:
+        assert all(torch.equal(a, b) for a, b in zip(forward(found, more), want, strict=True))

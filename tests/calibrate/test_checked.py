@@ -57,7 +57,7 @@ def test_weights_that_cannot_be_read_are_not_measured(folder, home, monkeypatch)
     def broken(model):
         raise OSError("gone")
 
-    monkeypatch.setattr(checked, "key_of_files", broken)
+    monkeypatch.setattr(checked, "key_of", broken)
     assert checked.find(ModelRef(folder), "klt4") is None
 
 

@@ -55,7 +55,7 @@ def test_kernels_give_the_tokens_of_transformers(model, engine, served, dtype):
         assert result[2] == hit
         chunks = [n for n in (min(hit, 200), hit - 200, len(prompt) - hit) if n > 0]
         on_kernels(model(name)[0], scheme_of(dtype), prompt, result, chunks)
-    assert served["attend_pages"] == served["store_tokens"] == served["attend_fresh"] == {"cpu"}
+    assert served["attend"] == served["store"] == served["attend_fresh"] == {"cpu"}
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])

@@ -11,7 +11,7 @@ import torch
 from ops.cpu_cases import static_of
 
 from kvbits.errors import DataError
-from kvbits.ops.cuda.engine import close as cuda
+from kvbits.ops.cuda import close as cuda
 from kvbits.ops.cuda.families import family_of
 from kvbits.ops.reference import close as reference
 from kvbits.ops.types import PageStore

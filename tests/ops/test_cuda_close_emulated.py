@@ -21,7 +21,7 @@ from ops.emulated_build import build, put_sources
 from ops.test_cuda_close import HEADS, RAW, pairs, spec, ugly
 
 from kvbits.errors import DataError
-from kvbits.ops.cuda.engine import close as cuda
+from kvbits.ops.cuda import close as cuda
 from kvbits.ops.cuda.families.plain import close as plain
 from kvbits.ops.reference import close as reference
 from kvbits.ops.types import PageStore

@@ -18,12 +18,12 @@ import torch
 from ..errors import CacheStateError, DataError, PoolFullError, counted
 from ..later import Later
 from ..ops import decode
+from ..ops.attend import Attention, plan
 from ..ops.decode import CLOSED, FIELDS, FIRST, LENGTH, PARTS, TAIL
-from ..ops.paged_attention import PagedAttention, plan
 from ..ops.types import wider_scales
 from ..spec import PageLayout
 from .group import GroupState
-from .layer_stores import LayerStores
+from .layer_stores import LayerStores, Place
 from .sequence import Sequence
 
 LOOK_EVERY = 16
@@ -116,6 +116,25 @@ class DeviceDecode:
         self.steps_left -= steps
         self.steps_taken += steps
 
+    def write(self, place: Place, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store the tokens k, v [B, 1, H, D] of a layer."""
+        self.stepper.store(place.layer, k, v)
+
+    def attend(
+        self, place: Place, q: torch.Tensor, scaling: float, softcap: float | None, wants_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend with q [B, 1, Hq, D] to the pages of a layer: (out [B, 1, Hq, D], lse float32 [B, 1, Hq] or None).
+
+        Raises:
+            DataError: heads, dtype, scaling or softcap differ from those that decoding began with.
+        """
+        if (key := (q.shape[2], q.dtype, scaling, softcap)) != self.key:
+            names = "query heads", "dtype", "scaling", "softcap"
+            given, begun = (", ".join(f"{n} {x}" for n, x in zip(names, y, strict=True)) for y in (key, self.key))
+            raise DataError(f"layer {place.layer} attends with {given}; this pass began with {begun}")
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if wants_lse else None
+        return self.stepper.attend(place.layer, q, lse), lse
+
     def take_back(self, layers: set[int]) -> None:
         """Undo the step under way, of which `layers` have been through. A captured one has not run."""
         if not self._captured:
@@ -196,7 +215,7 @@ def _settle(state: GroupState, s: Sequence, row: _Row, numbers: np.ndarray) -> N
 
 def enter(
     stores: LayerStores,
-    plan: Callable[..., PagedAttention],
+    plan: Callable[..., Attention],
     num_q_heads: int,
     dtype: torch.dtype,
     scaling: float,
@@ -206,7 +225,7 @@ def enter(
     decoded there.
 
     Args:
-        plan: makes (or has) the plan for layouts, most pages of each, num_q_heads, dtype, scaling, sliding window and
+        plan: makes (or has) the plan for layers of a group, layouts, num_q_heads, dtype, scaling, sliding window and
             softcap.
     """
     for state in stores.groups:
@@ -215,11 +234,6 @@ def enter(
         for s in state.sequences:
             if why := _refuses_sequence(state, s):
                 return why
-    if any(
-        state.group.fills_pages and not state.group.is_raw and state.pools["tail"].fixed_capacity is None
-        for state in stores.groups
-    ):
-        return "pages that are filled token by token lie in one piece on a GPU: build the cache with max_tokens"
     steps = min((_steps(state) for state in stores.groups), default=0)
     if not steps:
         return "no pages are left to assign ahead"
@@ -325,7 +339,7 @@ def _numbers(state: GroupState) -> list[np.ndarray]:
 
 def _lend(
     stores: LayerStores,
-    plan: Callable[..., PagedAttention],
+    plan: Callable[..., Attention],
     state: GroupState,
     steps: int,
     num_q_heads: int,
@@ -346,14 +360,9 @@ def _lend(
         "tail": [r.tail for r in rows],
     }
     ids = {name: held[name] for name in names}
-    # Widths in steps, so that one plan serves many times.
-    max_pages = {
-        name: ring if name == "tail" and ring else 1 if name == "sink" else _rounded_up(max(map(len, ids[name])))
-        for name in names
-    }
     attention = plan(
+        tuple(g.layers),
         tuple(g.layouts[name] for name in names),
-        tuple(max_pages.values()),
         num_q_heads,
         dtype,
         scaling,
@@ -363,12 +372,8 @@ def _lend(
     slabs = {name: state.pools[name].slabs for name in names}
     of_layers = [{name: stores.of_layer(layer, name) for name in names} for layer in g.layers]
     return _Lent(state, rows), decode.Pages(
-        g, numbers, closed_start, sinks, residual, ids, max_pages, ring, slabs, of_layers, attention
+        g, numbers, closed_start, sinks, residual, ids, ring, slabs, of_layers, attention
     )
-
-
-def _rounded_up(pages: int) -> int:
-    return max(64, -(-pages // 64) * 64)
 
 
 class DecodeSwitch:
@@ -395,7 +400,7 @@ class DecodeSwitch:
         self.host_only: str | None = None
         self._refusals: dict[Any, str | None] = {}
         self._single_passes = 0  # passes of one token since anything else was done
-        self._plans: dict[Any, PagedAttention] = {}
+        self._plans: dict[Any, Attention] = {}
         self._found: DataError | None = None  # what closing found on the device, not yet raised
 
     def settle(self) -> None:
@@ -472,6 +477,11 @@ class DecodeSwitch:
                 f"a step of this cache cannot be captured in a graph now: {why or 'decode a token first'}"
             )
 
+    def leads(self) -> bool:
+        """Tell whether the next single token is decoded on the device: pages are assigned for it."""
+        now = self.decoding
+        return now is not None and (now.steps_left > 0 or decode.backend_of(self._device).capturing())
+
     def begin(self, valid: torch.Tensor | None) -> DeviceDecode | None:
         """Begin a pass of one token on the device: what carries it out, or None if the host has to (pages assigned
         ahead are used up).
@@ -491,7 +501,7 @@ class DecodeSwitch:
                 "a cache that grows assigns pages from the host again and again, so its steps cannot be captured; build"
                 " it with max_tokens"
             )
-        if not now.steps_left and not capturing:
+        if not self.leads():
             self.settle()
             return None
         if valid is not None:
@@ -531,20 +541,19 @@ class DecodeSwitch:
 
     def _plan(
         self,
+        layers: tuple[int, ...],
         layouts: tuple[PageLayout, ...],
-        max_pages: tuple[int, ...],
         num_q_heads: int,
         dtype: torch.dtype,
         scaling: float,
         sliding_window: int | None,
         softcap: float | None,
-    ) -> PagedAttention:
+    ) -> Attention:
         """A plan for decoding on the device, kept: pages are assigned again and again."""
-        key = (layouts, max_pages, self._batch_size, num_q_heads, dtype, scaling, sliding_window, softcap)
+        key = (layers, layouts, self._batch_size, num_q_heads, dtype, scaling, sliding_window, softcap)
         if key not in self._plans:
             self._plans[key] = plan(
                 layouts,
-                max_pages=max_pages,
                 batch_size=self._batch_size,
                 num_q_heads=num_q_heads,
                 dtype=dtype,

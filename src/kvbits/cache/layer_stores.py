@@ -5,12 +5,14 @@ layer's pages share.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..errors import DataError
+from ..ops.reference.attend import PageList
 from ..ops.reference.dequantize import dequantize_pages
-from ..ops.types import PageStore, PageTable
+from ..ops.types import PageStore, Table
 from ..spec import CacheSpec
 from . import parameters
 from .group import GroupState
@@ -35,6 +37,7 @@ class LayerStores:
     Attributes:
         places: of each layer.
         changes_keys: layers whose keys `as_stored` changes.
+        plans: of attention (`LayerRunner`), which hold on to the pages that they were bound to.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class LayerStores:
         self._orders = parameters.orders(spec, device)
         self._turns = parameters.turns(spec, device)
         self.changes_keys = set(self._orders)
+        self.plans: dict[Any, Any] = {}
         self.places = {
             layer: Place(layer, g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)
         }
@@ -74,7 +78,7 @@ class LayerStores:
         return k if order is None else torch.empty_like(k).index_copy_(-1, order, k)
 
     def dequantize(
-        self, layer: int, row: int, dtype: torch.dtype, tables: dict[str, PageTable] | None = None
+        self, layer: int, row: int, dtype: torch.dtype, tables: dict[str, Table] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [tokens, H, D] that a sequence holds, in token order; those of `tables`, or all."""
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -85,15 +89,18 @@ class LayerStores:
         )
         found = []
         for pool, table in (self.groups[place.group].tables() if tables is None else tables).items():
-            store, its = self.store(place, pool), slice(table.indptr[row], table.indptr[row + 1])
-            if its.start == its.stop:
+            store = self.store(place, pool)
+            ids, starts, lengths = PageList.of(table, store.layout.page_size).of_sequence(row)
+            if not len(ids):
                 continue
-            k, v = dequantize_pages(
-                store.gather(table.page_ids[its]), store.layout, store.static, dtype, starts=table.starts[its]
-            )
-            pages = zip(table.starts[its], table.lengths[its], k, v, strict=True)
+            k, v = dequantize_pages(store.gather(ids), store.layout, store.static, dtype, starts=starts)
+            pages = zip(starts, lengths, k, v, strict=True)
             found += [(int(start), x[:, :n].transpose(0, 1), y[:, :n].transpose(0, 1)) for start, n, x, y in pages]
         found.sort(key=lambda x: x[0])
         keys += [k for _, k, _ in found]
         values += [v for _, _, v in found]
         return self._as_given(place, torch.cat(keys)), torch.cat(values)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copying and pickling: plans hold addresses and are made anew."""
+        return self.__dict__ | {"plans": {}}

@@ -1,4 +1,4 @@
-"""What `kvbits check` found of a model, kept by the model's files (`kept.key_of_files`) and the preset: an engine says
+"""What `kvbits check` found of a model, kept by the model's files (`kept.key_of`) and the preset: an engine says
 it when it starts.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..errors import KvbitsError, SpecError
 from ..files import cache_folder, cache_folders, to_json, warn_not_kept, whole
 from ..model_ref import ModelRef
-from .kept import key_of_files
+from .kept import key_of
 
 FOLDER = "checks"
 UNKNOWN = "its accuracy on this model was not measured"
@@ -41,7 +41,7 @@ def keep(model: ModelRef, preset: str, found: Checked) -> None:
     Warns:
         KvbitsWarning: no disk takes it.
     """
-    if (key := key_of_files(model)) is None:
+    if (key := key_of(model)) is None:
         return
     try:
         with whole(cache_folder(FOLDER) / f"{key}-{preset}.json") as path:
@@ -53,7 +53,7 @@ def keep(model: ModelRef, preset: str, found: Checked) -> None:
 def find(model: ModelRef, preset: str) -> Checked | None:
     """What is kept, or None, as where files cannot be read."""
     try:
-        key = key_of_files(model)
+        key = key_of(model)
     except (OSError, KvbitsError):
         return None
     for folder in cache_folders(FOLDER):

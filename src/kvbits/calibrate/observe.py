@@ -20,13 +20,13 @@ from ..integrations.masks import passed
 from ..integrations.placement import input_device
 
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
-Look = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], None]
+Look = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]], None]
 
 
 @contextlib.contextmanager
 def watched_attention(model: Any, look: Look) -> Iterator[None]:
-    """While open, `look(module, query, key, value)` sees what each attention function of `model` is given, [B, H, T, D]
-    each. The functions, the masks and everything else stay the model's own.
+    """While open, `look(module, query, key, value, arguments)` sees what each attention function of `model` is given,
+    [B, H, T, D] each. The functions, the masks and everything else stay the model's own.
     """
     entry = {id(m) for m in model.modules()}, look
     _watching.append(entry)
@@ -48,7 +48,7 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
     def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         for modules, look in list(_watching):
             if id(module) in modules:
-                look(module, query, key, value)
+                look(module, query, key, value, kwargs)
         return function(module, query, key, value, *args, **kwargs)
 
     return attend
@@ -155,7 +155,7 @@ def forward_with_queries(
     noting = _noting(observe, visited, model)
     cache = ObservingCache(text_config(model.config), lambda *_: None)
 
-    def look(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def look(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]) -> None:
         # others are an encoder's, of its output, or of a layer that reads the keys of another
         if cache.latest is not None and key is cache.latest[1]:
             noting(cache.latest[0], query.transpose(1, 2), key.transpose(1, 2))

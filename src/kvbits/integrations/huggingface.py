@@ -38,7 +38,8 @@ from ..errors import (
     UnsupportedError,
     counted,
 )
-from ..geometry import CROSS, layer_geometries, layer_places, text_config
+from ..geometry import CROSS, layer_places, text_config
+from ..model_ref import ModelRef
 from ..ops import decode
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
 from ..units import parse_tokens
@@ -180,16 +181,16 @@ class KVCache(Closed, Cache):
                 f"calibration={calibration!r} is neither a Calibration nor a path to its file, which `kvbits calibrate"
                 " --out FILE` writes"
             )
-        config, device = text_config(model.config), device_of(model)
-        layers, ranks = layer_geometries(config), Ranks.of(model)
-        chosen = scheme_for(model, scheme)
+        ref, ranks = ModelRef.of(model), Ranks.of(model)
+        config, device = text_config(ref.config), device_of(model)
+        chosen = scheme_for(ref, scheme)
         if (unfit := unfit_for(model, chosen)) is not None:
             warnings.warn(unfit, KvbitsWarning, stacklevel=2)
-        layers = stored_layers(ranks.layers(layers), chosen, model)
+        layers = stored_layers(ranks.layers(ref.layers), chosen, model)
         spec = CacheSpec(scheme=chosen, layers=layers, raw_dtype=str(model.dtype).removeprefix("torch."))
         static = None
         if chosen.needs_calibration or calibration is not None:
-            static = ranks.static(_calibration(model, chosen, ranks, calibration, calibrate).to(device).static)
+            static = ranks.static(_calibration(ref, chosen, ranks, calibration, calibrate).to(device).static)
         _attach(model, dense)
         pages = PagedCache(
             spec,
@@ -282,7 +283,7 @@ class KVCache(Closed, Cache):
             model.set_attn_implementation(before or "sdpa")
 
     def save(self, path: str | Path) -> None:
-        """Write the cache to a file (see `cache.serialize`).
+        """Write the cache to a file (see `cache.saved`).
 
         Padding is not written: `load` takes shorter rows as left-padded.
 
@@ -333,10 +334,11 @@ class KVCache(Closed, Cache):
                 " KVCache.for_model(model)"
             )
         config, ranks, device = text_config(model.config), Ranks.of(model), device_of(model)
-        layers = layer_geometries(config)
+        layers = ModelRef.of(model).layers
         if states := sum(p.has_state for p in layer_places(config)):
             raise UnsupportedError(f"{prefix.beside_pages(states)}; build a cache with KVCache.for_model(model)")
-        pages = PagedCache.load(path, device=device if ranks.size == 1 else "cpu", grow=grow)
+        layers = ranks.layers(layers)
+        pages = PagedCache.load(path, device=device, grow=grow, shard=(ranks.rank, ranks.size))
         layers = stored_layers(layers, pages.spec.scheme, model)
         if pages.spec.layers != layers:
             raise FileFormatError(
@@ -357,8 +359,6 @@ class KVCache(Closed, Cache):
                 " check_weights=False if they are near enough"
             )
         _attach(model, dense)
-        if ranks.size > 1:
-            pages = tensor_parallel.cut(pages, ranks, device)
         pages.owner = None if now is None else Owner(model, made_for)
         return cls(pages, ranks, config, dense)
 
@@ -682,9 +682,9 @@ def _states(layers: tuple[Any, ...]) -> Any:
     return found if found.layers else None
 
 
-def _calibration(model: Any, scheme: Scheme, ranks: Ranks, given: Calibration | None, make: bool) -> Calibration:
+def _calibration(model: ModelRef, scheme: Scheme, ranks: Ranks, given: Calibration | None, make: bool) -> Calibration:
     if given is not None:
-        if not given.suits(model):
+        if not given.suits(model.loaded):
             warnings.warn(
                 f"{given!r} was measured on another model of the same shape (other weights, adapters or settings), so"
                 " it is less exact than one of this model; leave calibration out, or run `kvbits calibrate` for this"

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..spec import LayerGroup
-from .paged_attention import PagedAttention
+from .attend import Attention
 from .types import PageStore
 
 BACKENDS = {"cuda": "cuda"}
@@ -36,7 +36,6 @@ class Pages:
         closed_start, sinks, residual: int32 [B]: position of the first closed token, sink tokens, newest tokens that
             stay raw.
         ids: of each part that is there ("sink", "closed", "tail"), the pages of every sequence.
-        max_pages: width of each part's block table.
         ring: raw pages that each sequence uses in turn; 0 where pages are filled token by token.
         slabs: memory of each part's pages, of all layers.
         stores: of each layer of the group, the pages of each part.
@@ -49,11 +48,10 @@ class Pages:
     sinks: np.ndarray
     residual: np.ndarray
     ids: dict[str, list[list[int]]]
-    max_pages: dict[str, int]
     ring: int
     slabs: dict[str, list[torch.Tensor]]
     stores: list[dict[str, PageStore]]
-    attention: PagedAttention
+    attention: Attention
 
 
 class Stepper(Protocol):
@@ -62,10 +60,11 @@ class Stepper(Protocol):
     def begin(self, valid: torch.Tensor | None) -> None:
         """Move all groups on by a token: valid bool [B, 1] on the device, None for all."""
 
-    def step(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Store the tokens k, v [B, 1, H, D] of a layer and attend with q [B, 1, Hq, D]: [B, 1, Hq, D].
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store the tokens k, v [B, 1, H, D] of a layer, and quantize the pages that close."""
+
+    def attend(self, layer: int, q: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+        """Attend with q [B, 1, Hq, D] to the pages of a layer: [B, 1, Hq, D].
 
         `lse`: float32 [B, 1, Hq], written to if given.
         """

@@ -32,21 +32,18 @@ from ..errors import SpecError, UnsupportedError
 from ..spec import PageLayout
 
 BACKENDS = {
-    "attend_pages": ("cpu", "cuda", "reference"),
+    "attend": ("cpu", "cuda", "reference"),
     "attend_fresh": ("cpu", "cuda", "reference"),
     "close_pages": ("cpu", "cuda", "reference"),
-    "append": ("cpu", "cuda", "reference"),
-    "paged_attention": ("cuda", "cpu", "reference"),
-    "store_tokens": ("cpu", "cuda", "reference"),
-    "place": ("cuda", "reference"),
-    "dequantize": ("cuda", "reference"),
+    "store": ("cpu", "cuda", "reference"),
     "merge": ("cuda", "reference"),
+    "unpack": ("cuda", "reference"),
 }
 FUNCTIONS = {
-    "attend_pages": ("attend", "attend"),
+    "attend": ("attend", "Plan"),
     "close_pages": ("close", "close"),
     "merge": ("merge", "merge_partials"),
-    "dequantize": ("dequantize", "Rows"),
+    "unpack": ("unpack", "Rows"),
 }
 """(module, function) of an op that is not named like both."""
 
@@ -74,7 +71,7 @@ def check_backend(backend: str, device: torch.device) -> None:
     Raises:
         SpecError: the message lists those that can be.
     """
-    known = dict.fromkeys(name for backends in BACKENDS.values() for name in backends)
+    known = sorted({name for backends in BACKENDS.values() for name in backends})
     if backend != "auto" and backend not in known:
         raise SpecError(f"unknown backend {backend!r}; known: auto, {', '.join(known)}")
     if backend not in ("auto", "reference", device.type):
@@ -135,16 +132,14 @@ def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
 
 
 OPERATIONS: dict[str, tuple[str, dict[str, int]]] = {
-    "decode": ("attend_pages", {}),
-    "chunk": ("attend_pages", {"num_queries": 512}),
+    "decode": ("attend", {}),
+    "chunk": ("attend", {"num_queries": 512}),
     "close": ("close_pages", {}),
-    "append": ("append", {}),
-    "paged_attention": ("paged_attention", {}),
-    "store_tokens": ("store_tokens", {}),
-    "dequantize": ("dequantize", {}),
+    "store": ("store", {}),
+    "unpack": ("unpack", {}),
 }
-"""What is done with pages: decoding, many queries past them, a page that closes, tokens one by one, and three
-operations for pages of other engines. The op of each, and what `refuses_layout` is asked beside the layout.
+"""What is done with pages: decoding, many queries past them, a page that closes, tokens one by one, and unpacking. The
+op of each, and what `refuses_layout` is asked beside the layout.
 """
 
 
@@ -156,7 +151,7 @@ def natives(layout: PageLayout) -> dict[str, dict[str, str | None]]:
     """
     found: dict[str, dict[str, str | None]] = {}
     for name, (op, options) in OPERATIONS.items():
-        if (op == "close_pages" and layout.is_raw) or (op in ("append", "store_tokens") and not layout.token_local):
+        if (op == "close_pages" and layout.is_raw) or (op == "store" and not layout.token_local):
             continue
         modules = {backend: _module(backend, op) for backend in BACKENDS[op] if backend != "reference"}
         found[name] = {

@@ -10,37 +10,16 @@ from dataclasses import dataclass
 import torch
 
 from ...ops import dispatch
+from ...ops.long_queries import Scratch
 from ...spec import PageLayout, QuantSpec
 
 RAW_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
-@dataclass(frozen=True, eq=False)
-class Scratch:
-    """keys [rows, H, D], values [rows, H, Dv] of the model's dtype."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    @property
-    def rows(self) -> int:
-        return len(self.keys)
-
-
 Sink = tuple[torch.Tensor, torch.Tensor] | None
 """A layer's learned sink as one more part of its results (`reference.merge.sink_part`), or None."""
 Attend = Callable[..., torch.Tensor | None]
-"""Attention of rows of different lengths in one call of the engine's FlashAttention, of the arguments, by position:
-
-    call                a `Call`
-    q, k, v             [tokens, Hq, D]; [at least k_starts[-1], H, D]; likewise, [.., Dv]
-    q_starts, k_starts  int32 [rows + 1] on the device
-    max_q, max_k        the longest, on the host
-    causal              the last query sees the last key, the one before one less; windows count from there. Otherwise
-                        all see all
-    out                 [tokens, Hq, Dv], written
-    wants_lse           whether float32 log-sum-exps [tokens, Hq] are returned
-"""
+"""The engine's variable-length FlashAttention: a `Call`, then the arguments of `ops.long_queries.Attend`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -86,7 +86,7 @@ class KVBitsBackend(AttentionBackend):
         )
         longest = -(-self._req_to_token.shape[1] // PAGE_SIZE)
         self._decodes = {
-            call: Decode(call, longest, self._requests, self._num_queries, self._device, self._placer.copies)
+            call: Decode(call, self._requests, self._num_queries, self._device, self._placer.copies)
             for call in self._calls
         }
         integers: dict[str, Any] = {"dtype": torch.int32, "device": self._device}

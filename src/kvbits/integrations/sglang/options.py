@@ -12,7 +12,7 @@ from typing import Any
 from ... import schemes
 from ...errors import UnsupportedError
 from ...geometry import has_key_bias, layer_geometries, load_config, only_dense
-from ...ops.cuda.engine.device_plan import MAX_QUERIES
+from ...ops.cuda.ahead import MAX_QUERIES
 from ..engine.calibrated import Model, accuracy, place, read
 from ..engine.options import Options, checked
 from ..engine.served import FORMATS, PAGE_SIZE, Format

@@ -5,7 +5,7 @@
     backend    what vLLM asks before it allocates: page bytes, block size, layout, refusals
     builder    once per step: the decode plan, the pages that open, the prefill passes (`metadata`)
     impl       once per layer: which format, kernels and numbers it has
-    prefill    queries of many tokens: history unpacked to 16 bits, then one variable-length FlashAttention call
+    flash      vLLM's variable-length FlashAttention, for queries of many tokens
     options    what `--additional-config` says: raw copies of the newest pages, a scheme file
     copies     raw copies: how many requests have them, which, and which blocks have none
     scheme_file   each layer's format from a file

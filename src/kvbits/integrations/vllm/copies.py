@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...ops.reference.place import Copies
+from ..engine.place import Copies
 from ..engine.rings import Rings
 from ..engine.served import copied_requests
 from . import releases

@@ -92,7 +92,7 @@ def _chosen(platform: Any, vllm_config: Any) -> str:
         taken = 1 - cache.gpu_memory_utilization + BESIDES
         cards = Cards(
             memory_bytes=total,
-            weights_bytes=weights_bytes(ref.name, ref.config)[0],
+            weights_bytes=weights_bytes(ref)[0],
             count=ranks * parallel.pipeline_parallel_size,
             reserve_bytes=int(taken * total),
         )

@@ -7,6 +7,7 @@ import functools
 import torch
 
 from ...errors import UnsupportedError
+from ...ops.long_queries import Lengths
 from ..engine.call import Attend, Call
 
 
@@ -41,10 +42,7 @@ def _of_version(version: int) -> Attend:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        q_starts: torch.Tensor,
-        k_starts: torch.Tensor,
-        max_q: int,
-        max_k: int,
+        lengths: Lengths,
         causal: bool,
         out: torch.Tensor,
         wants_lse: bool,
@@ -56,10 +54,10 @@ def _of_version(version: int) -> Attend:
             q=q,
             k=k,
             v=v,
-            max_seqlen_q=max_q,
-            cu_seqlens_q=q_starts,
-            max_seqlen_k=max_k,
-            cu_seqlens_k=k_starts,
+            max_seqlen_q=lengths.max_q,
+            cu_seqlens_q=lengths.q_starts,
+            max_seqlen_k=lengths.max_k,
+            cu_seqlens_k=lengths.k_starts,
             softmax_scale=call.scaling,
             causal=causal,
             window_size=window,

@@ -119,7 +119,7 @@ def refuses_pages(kv_cache_dtype: str, head_dim: int, raw_dtype: str) -> str | N
         form.layout(1, head_dim, head_dim, raw_dtype) if form else raw_layout(1, head_dim, head_dim, raw_dtype)
     )
     why = next(
-        (why for op in ("store_tokens", "paged_attention", "dequantize") if (why := found.get(op, {}).get("cuda"))),
+        (why for op in ("store", "decode", "unpack") if (why := found.get(op, {}).get("cuda"))),
         None,
     )
     return why and f"{why}; use vLLM's own dtypes"

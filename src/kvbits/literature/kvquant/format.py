@@ -1,7 +1,7 @@
 """From a page layout to an instantiation of codebook.cu, which reads codes as levels of a table: the formats of
 KVQuant.
 
-Layouts with these techniques that it cannot read are unpacked to 16-bit rows (unpack_then_flash.py).
+Layouts with these techniques that it cannot read are unpacked to 16-bit rows (ops/long_queries.py).
 """
 
 from __future__ import annotations

@@ -34,18 +34,16 @@ def refuses_layout(layout: PageLayout) -> str | None:
     return structs.refuses_layout(layout)
 
 
-def frame_turns(store: PageStore, starts: np.ndarray) -> np.ndarray:
-    """`page_turns` of the frames of pages that start at `starts`, for keys in a calibrated basis.
-
+def require_basis(store: PageStore) -> None:
+    """
     Raises:
-        DataError: a store without the basis.
+        DataError: a store without the basis of its keys.
     """
     if "k_basis" not in store.static:
         raise DataError(
             "keys in a calibrated basis need k_basis of [num_kv_heads, head_dim, head_dim] to be stored; calibrate"
             " first"
         )
-    return page_turns(frames(starts), store.static["k_inv_freq"])
 
 
 def close(
@@ -94,8 +92,9 @@ def close(
         (k.stride()[:3], v.stride()[:3]),
     )
     if layout.key.needs_rotary:
+        require_basis(store)
         first = require_starts(starts, len(ids))
-        turns = frame_turns(store, first)
+        turns = page_turns(frames(first), store.static["k_inv_freq"])
         struct.starts, struct.turn_starts = first.ctypes.data, turns.ctypes.data
     check(library().kvbits_close(struct))
     return settle(layout, k, v, struct.status[:])

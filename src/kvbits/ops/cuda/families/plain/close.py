@@ -11,7 +11,7 @@ import torch
 from .....spec import PageLayout, PerChannel
 from ....descriptor import DTYPES, TORCH_NUMBERS
 from ....types import PageStore
-from ...engine.close_step import STEP_FIELDS
+from ...engine.family import STEP_FIELDS
 from ...engine.runtime import driver
 from ...engine.runtime.compile import Source
 from ...engine.side import side_arguments
