@@ -13,41 +13,36 @@ tokens of a token-local format, complete at every moment, so its radix cache, ch
 they do for any other cache (docs/internals/serving.md).
 
 SGLang loads `register` as a plugin (entry point `sglang.srt.plugins`) in every process. What an exception here says is
-only logged, and the backends are then no choices of `--attention-backend`: the start fails.
+only logged, and the backends are then no choices of `--attention-backend`: the start fails. So what a release lacks is
+said by the step that resolves its options (`options.resolve`).
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 
 from ..engine.served import FORMATS
 from . import releases
 
-logger = logging.getLogger(__name__)
-
 
 def register() -> None:
-    """Make the kvbits_* backends known to SGLang.
-
-    Where a release lacks what they need, that is said in the log and nothing else is done.
-    """
-    if why := releases.CONTRACT.refuses():
-        logger.warning("no kvbits_* backend is available: %s", why)
-        return
+    """Make the kvbits_* backends known to SGLang, or only refused where the release lacks what they need."""
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+
+    from . import options
+
+    add_attention_backend_choices(list(options.NAMES))
+    register_resolution_hook("handle_attention_backend_compatibility")(options.resolve)
+    if releases.CONTRACT.refuses():
+        return
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from . import backend, drafts, options, pool
+    from . import backend, drafts, pool
 
-    if set(FORMATS) <= set(ATTENTION_BACKENDS):
-        return
-    add_attention_backend_choices(list(FORMATS))
     for name in FORMATS:
         register_attention_backend(name)(functools.partial(backend.KVBitsBackend, name=name))
-    register_resolution_hook("handle_attention_backend_compatibility")(options.resolve)
     for path, hook in (
         (releases.POOL_CLASS, pool.pool_class),
         (releases.BUDGET, pool.budget),

@@ -28,7 +28,6 @@ CONTRACT = Contract(
         # names and options
         reads("sglang.srt.arg_groups.choices:add_attention_backend_choices"),
         calls("sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", "name"),
-        reads("sglang.srt.layers.attention.attention_registry:ATTENTION_BACKENDS"),
         calls("sglang.srt.layers.attention.attention_registry:register_attention_backend", "name"),
         calls("sglang.srt.plugins.hook_registry:HookRegistry.register", "target", "hook", "hook_type"),
         reads("sglang.srt.plugins.hook_registry:HookType", "AROUND"),
@@ -39,6 +38,7 @@ CONTRACT = Contract(
         reads("sglang.srt.model_executor.cuda_graph_config:Backend", "DISABLED"),
         reads("sglang.srt.model_executor.cuda_graph_config:Phase", "PREFILL"),
         calls("sglang.srt.model_executor.cuda_graph_config:with_phase", "config", "phase"),
+        calls("sglang.srt.utils.common:get_device_memory_capacity", "device"),
         reads("sglang.srt.environ:envs"),
         reads("sglang.srt.environ:Envs", "SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
         # pages

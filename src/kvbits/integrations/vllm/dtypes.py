@@ -8,11 +8,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from ... import planner
 from ...errors import GONE, UnsupportedError
 from ...model_ref import ModelRef
-from ...planner import Cards
-from ...weights import weights_bytes
-from ..engine.automatic import choose
+from ..engine.automatic import beside_weights, choose
 from ..engine.calibrated import place
 from . import releases
 from .copies import has_copies
@@ -78,32 +77,23 @@ def _chosen(platform: Any, vllm_config: Any) -> str:
     cache, model, parallel = vllm_config.cache_config, vllm_config.model_config, vllm_config.parallel_config
     if model is None:
         raise UnsupportedError(f"--kv-cache-dtype {AUTO} needs a model; name a format")
-    ref, ranks = (
-        ModelRef(place(model.model, model.revision, ["*.json"]), model.hf_text_config),
-        parallel.tensor_parallel_size,
-    )
+    ref = ModelRef(place(model.model, model.revision, ["*.json"]), model.hf_text_config)
+    ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     memory = cache.kv_cache_memory_bytes
     if memory is None:
         if platform.device_type == "cpu":
             raise UnsupportedError(
                 f"--kv-cache-dtype {AUTO} on a CPU needs --kv-cache-memory-bytes; pass it, or a format"
             )
-        total = platform.get_device_total_memory()
-        taken = 1 - cache.gpu_memory_utilization + BESIDES
-        cards = Cards(
-            memory_bytes=total,
-            weights_bytes=weights_bytes(ref)[0],
-            count=ranks * parallel.pipeline_parallel_size,
-            reserve_bytes=int(taken * total),
-        )
-        memory = cards.cache_bytes
+        share = cache.gpu_memory_utilization - BESIDES
+        memory = beside_weights(ref, platform.get_device_total_memory(), share, ranks * stages)
     found, why = choose(
         ref,
-        memory_bytes=memory * parallel.pipeline_parallel_size,
+        planner.rank(ref.layers, ranks),
+        memory_bytes=memory * stages,
         context=model.max_model_len,
         requests=vllm_config.scheduler_config.max_num_seqs,
         raw_dtype=RAW_DTYPES[model.dtype],
-        ranks=ranks,
     )
-    logger.info("%s", why)
+    logger.info("%s: %s", AUTO, why)
     return found
