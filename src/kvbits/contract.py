@@ -78,7 +78,8 @@ class Symbol:
 
 
 def _declaring(kind: str) -> Callable[..., Symbol]:
-    return lambda path, *names, **more: Symbol(path, kind, names, **more)
+    """(path, names with blanks between them, fields of `Symbol`) -> `Symbol`."""
+    return lambda path, names="", **more: Symbol(path, kind, tuple(names.split()), **more)
 
 
 reads, calls, wraps, overrides = map(_declaring, ("read", "called", "wrapped", "overridden"))

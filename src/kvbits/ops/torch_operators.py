@@ -15,7 +15,7 @@ FLASH, CUDNN, CPU = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
 )
-_scaled = ("query", "key", "value", "dropout_p", "is_causal", "scale")
+_scaled = "query key value dropout_p is_causal scale"
 CONTRACT = Contract(
     "torch",
     ("torch",),
@@ -23,16 +23,16 @@ CONTRACT = Contract(
     (
         calls(
             f"torch:ops.aten.{FLASH}.default",
-            *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"),
-            *("return_debug_mask", "scale", "window_size_left", "window_size_right"),
+            "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale "
+            "window_size_left window_size_right",
             feature="prompts on GPUs",
         ),
         calls(
             f"torch:ops.aten.{CUDNN}.default",
-            *(*_scaled, "attn_bias", "compute_log_sumexp", "return_debug_mask"),
+            f"{_scaled} attn_bias compute_log_sumexp return_debug_mask",
             feature="long prompts on GPUs",
         ),
-        calls(f"torch:ops.aten.{CPU}.default", *_scaled, "attn_mask", feature="prompts on CPUs"),
+        calls(f"torch:ops.aten.{CPU}.default", f"{_scaled} attn_mask", feature="prompts on CPUs"),
     ),
 )
 

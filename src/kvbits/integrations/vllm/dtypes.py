@@ -85,6 +85,8 @@ def _chosen(platform: Any, vllm_config: Any) -> str:
             raise UnsupportedError(
                 f"--kv-cache-dtype {AUTO} on a CPU needs --kv-cache-memory-bytes; pass it, or a format"
             )
+        if why := releases.CONTRACT.refuses(releases.AUTOMATIC):
+            raise UnsupportedError(f"--kv-cache-dtype {AUTO}: {why}")
         share = cache.gpu_memory_utilization - BESIDES
         memory = beside_weights(ref, platform.get_device_total_memory(), share, ranks * stages)
     found, why = choose(
