@@ -186,7 +186,7 @@ def one_engine(args: argparse.Namespace, shape: str, name: str) -> dict[str, Any
 
     batch, length = map(int, shape.split("x"))
     config: dict[str, Any] = (
-        {"block_size": BLOCK} if name == "vllm" else {"block_size": 64, "attention_backend": "CUSTOM"}
+        {"block_size": BLOCK} if name == "vllm" else {"block_size": 64, "attention_backend": "KVBITS"}
     )
     config |= {"additional_config": {"kvbits": {"dtype": name}}} if name not in ("vllm", "raw") else {}
     config |= (

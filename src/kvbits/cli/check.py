@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..evaluate.check import Screen
+    from ..model_ref import ModelRef
     from ..spec import QuantSpec, Scheme
 
 
@@ -83,12 +85,32 @@ def check(options: Checked) -> None:
     lm, tokenizer = options.load()
     calibrator = Calibrator(lm, tokenizer, to_calibrate, tests=(source,), given=given, say=tell)
     found = screen(lm, ids, chosen, limits=options.limits, calibration=calibrator, say=tell)
+    asked = f"--text {source.name} --windows {options.windows} --length {options.length}"
+    _keep(found, ref, chosen, asked)
     if options.as_json:
         print_json({"run": runs.record(), "model": options.model, "text": source.name} | found.to_dict())
     else:
         _print(found, options.model)
     if not found.passed:
         raise typer.Exit(1)
+
+
+def _keep(found: Screen, model: ModelRef, chosen: str | Scheme, asked: str) -> None:
+    """What engines say of a preset when they start, if it was judged by the usual limits."""
+    from ..calibrate import checked
+
+    if isinstance(chosen, str) and found.limits == Limits():
+        checked.keep(
+            model,
+            chosen,
+            checked.Checked(
+                passed=found.passed,
+                kl=found.overall["kl_mean"],
+                tokens=found.overall["tokens"],
+                day=f"{datetime.now(timezone.utc):%Y-%m-%d}",
+                command=f"kvbits check {model} --scheme {chosen} {asked}",
+            ),
+        )
 
 
 def _print(found: Screen, model: str) -> None:

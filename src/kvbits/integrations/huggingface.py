@@ -25,6 +25,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from .. import schemes
+from ..cache import capacity
 from ..cache.explain import Explanation
 from ..cache.paged_cache import PagedCache
 from ..errors import (
@@ -41,6 +42,8 @@ from ..errors import (
 from ..geometry import CROSS, layer_places, text_config
 from ..model_ref import ModelRef
 from ..ops import decode
+from ..planner import RESERVE
+from ..progress import say
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
 from ..units import parse_tokens
 from . import generation, prefix, prompts, tensor_parallel
@@ -50,13 +53,14 @@ from .encoder_decoder import CrossKVCache
 from .identity import Owner, identity, own_attention
 from .masks import NAME, Columns, cache_among, name_for
 from .models import scheme_for, unfit_for
-from .placement import device_of, require_loaded
+from .placement import device_of, free_bytes, require_loaded
 from .refusals import refuses, refuses_pages
 from .rotary import stored_layers
 from .tensor_parallel import Ranks
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
+    from ..spec import LayerGeometry
     from ..store.prefix_store import PrefixStore
 
 _BEFORE = "_attention_before_kvbits"
@@ -135,7 +139,9 @@ class KVCache(Closed, Cache):
             model: a Transformers model that generates text. For one of encoder and decoder a `CrossKVCache` is
                 returned, whose pages hold the decoder's tokens.
             scheme: preset name (its groups are fitted to the model's head_dim), a `Scheme`, or a file of one
-                (`mine.json`; both taken as they are). None: `schemes.RECOMMENDED`.
+                (`mine.json`; both taken as they are). None: `schemes.RECOMMENDED`. "auto": the most accurate of 8, 4, 3
+                and 2 bits in which `batch_size` sequences of `max_tokens` fit the memory that is free now, of those
+                that passed `kvbits check` on this model. Which and why is said on standard error.
             max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given;
                 tokens are a number or a text like "8k", and are rounded up to whole pages (`explain()` says what they
                 hold). Without them the cache grows. Assisted decoding with sliding-window layers needs one that grows.
@@ -159,7 +165,7 @@ class KVCache(Closed, Cache):
         Raises:
             UnsupportedError: the model's attention cannot run on pages; the message says why.
             SpecError: unknown scheme, or one that does not fit the model's head_dim, or one that was fitted to another
-                model.
+                model; "auto" without `max_tokens`.
             CalibrationError: calibration missing or made for something else.
         """
         require_loaded(model)
@@ -183,6 +189,8 @@ class KVCache(Closed, Cache):
             )
         ref, ranks = ModelRef.of(model), Ranks.of(model)
         config, device = text_config(ref.config), device_of(model)
+        if scheme == "auto":
+            scheme = _chosen(ref, ranks.layers(ref.layers), device, batch_size, max_tokens)
         chosen = scheme_for(ref, scheme)
         if (unfit := unfit_for(model, chosen)) is not None:
             warnings.warn(unfit, KvbitsWarning, stacklevel=2)
@@ -680,6 +688,34 @@ def _states(layers: tuple[Any, ...]) -> Any:
 
     found = States(layers)
     return found if found.layers else None
+
+
+def _chosen(
+    model: ModelRef,
+    layers: tuple[LayerGeometry, ...],
+    device: torch.device,
+    batch_size: int | None,
+    max_tokens: int | str | None,
+) -> str:
+    """The preset that so many sequences need in the memory that is free, said on standard error."""
+    from .engine.automatic import choose
+
+    requests, context = capacity.checked(batch_size, max_tokens)
+    if requests is None or context is None:
+        raise SpecError('scheme="auto" is chosen for a capacity; pass max_tokens, and batch_size for more than one')
+    if not (free := free_bytes(device)):
+        raise SpecError(f'scheme="auto": the system does not say how much memory of {device} is free; name a scheme')
+    found, why = choose(
+        model,
+        layers,
+        memory_bytes=int((1 - RESERVE) * free),
+        context=context,
+        requests=requests,
+        raw_dtype=str(model.loaded.dtype).removeprefix("torch."),
+        engine="transformers",
+    )
+    say(f"scheme {why}")
+    return found
 
 
 def _calibration(model: ModelRef, scheme: Scheme, ranks: Ranks, given: Calibration | None, make: bool) -> Calibration:
