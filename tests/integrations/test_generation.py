@@ -25,8 +25,6 @@ from kvbits.integrations.huggingface import KVCache
 from kvbits.integrations.masks import cache_among
 from kvbits.ops import decode
 
-list_library = test_graphs.list_library
-emulated_list = test_graphs.emulated_list
 gpu = test_graphs.gpu
 graph = test_graphs.graph
 needs_compiler = test_graphs.needs_compiler
