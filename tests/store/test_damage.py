@@ -409,3 +409,16 @@ def test_pages_that_go_by_way_of_other_memory_are_the_same_and_checked(full, mon
     files[0].write_bytes(data)
     with pytest.warns(UserWarning, match=f"{files[0].name} is damaged"):
         assert load(store)[0] == 0
+
+
+def test_a_file_that_was_moved_to_another_name_is_written_anew_by_the_next_put(tmp_path):
+    spec, ids = spec_of(), ids_of(700)
+    cache, store = cache_of(spec, ids), PrefixStore(tmp_path)
+    store.put(cache, ids)
+    first, second = sorted(
+        (p for p in tmp_path.rglob("*.0-1") if "+" not in p.name), key=lambda p: p.stat().st_size, reverse=True
+    )
+    first.rename(second)
+    assert store.put(cache, ids) == 700
+    loaded = cache_of(spec)
+    assert store.load(loaded, ids) == 700 and bytes_of(loaded) == bytes_of(cache)

@@ -89,10 +89,10 @@ class Namespace:
                 kind, start = Kind.END if i == blobs else Kind.PAGES, cuts.end(i)
                 stem = stem_of(chain[i + 1]) if kind == Kind.PAGES else stem_of(chain[i], length - start, chain[i + 1])
                 names.append(name_of(stem, self.shard))
-                if self._has(names[-1], len(held) if windows and kind == Kind.PAGES else 0):
+                key = chain[i + 1][: keys.KEY_BYTES]
+                if self._has(names[-1], key, len(held) if windows and kind == Kind.PAGES else 0):
                     continue
-                fields: dict[str, Any] = {"start": start, "tokens": stops[i] - start}
-                fields["key"] = chain[i + 1][: keys.KEY_BYTES]
+                fields: dict[str, Any] = {"start": start, "tokens": stops[i] - start, "key": key}
                 if kind == Kind.END:
                     fields["state"] = pages.state_of(groups, row)
                 yield names[-1], transfer.encode(kind, self.identity, groups, shown, held, **fields)
@@ -111,15 +111,15 @@ class Namespace:
         for i, name in enumerate(names):
             self.folder.use(self.name, name, now - i)
 
-    def _has(self, name: str, at_least: int = 0) -> bool:
-        """Return whether a file is there, whole by its size, with at least so many pages."""
+    def _has(self, name: str, key: bytes, at_least: int = 0) -> bool:
+        """Return whether a file is there, whole by its size, of the tokens of `key`, with at least so many pages."""
         if (file := self.folder.open(self.name, name)) is None:
             return False
         try:
             header = Header.parse(file.bytes_at(0, HEADER_BYTES), name)
         except FileFormatError:
             return False
-        return header.nbytes == file.size and header.pages >= at_least
+        return header.nbytes == file.size and header.key == key and header.pages >= at_least
 
     # -- finding ----------------------------------------------------------------------------------------------------
 
