@@ -1,6 +1,6 @@
 """An inference engine of its own over kvbits' pages: block tables, prompts in one chunk, decoding in a batch.
 
-python examples/minimal_engine.py [MODEL] [int8 | int4 | raw]
+python examples/minimal_engine.py [MODEL] [int8_centered | int8 | int4 | raw]
 
 The engine owns pages and tables. Two operations of kvbits serve it: `store` writes keys and values to slots,
 `attend` reads them. The model is any Llama-like one; its weights are used through plain torch, its attention
@@ -16,7 +16,8 @@ import kvbits
 from kvbits import schemes
 from kvbits.ops import attend, store
 from kvbits.ops.types import PageStore, Table
-from kvbits.spec import PageLayout
+from kvbits.quant.rotary import turn_by
+from kvbits.spec import PageLayout, Rotary
 
 PAGE = 64
 
@@ -43,8 +44,14 @@ class Engine:
         )
         most = -(-max_tokens // PAGE)
         page = (kv_heads, self.layout.head_bytes)
+        rotary = Rotary(inv_freq=model.model.rotary_emb.inv_freq.tolist())  # brings a page's mean key to the next page
+        turn = turn_by(rotary, self.head_dim, PAGE).to(weight.device)
         self.pages = [
-            PageStore(self.layout, (torch.zeros(max_batch * most, *page, dtype=torch.uint8, device=weight.device),))
+            PageStore(
+                self.layout,
+                (torch.zeros(max_batch * most, *page, dtype=torch.uint8, device=weight.device),),
+                turn=turn,
+            )
             for _ in model.model.layers
         ]
         self.free, self.tables, self.tokens = list(range(max_batch * most)), {}, {}
@@ -58,17 +65,23 @@ class Engine:
             self.reader.bind(i, [pages])
 
     def slots(self, name, start, end):
-        """Where tokens `start` .. `end` of a sequence are stored. Takes the pages that they need."""
+        """Where tokens `start` .. `end` of a sequence are stored, and the page before each one's or -1. Takes the pages
+        that they need.
+        """
         table = self.tables[name]
         while len(table) * PAGE < end:
             table.append(self.free.pop())
-        return [table[i // PAGE] * PAGE + i % PAGE for i in range(start, end)]
+        return [
+            (table[i // PAGE] * PAGE + i % PAGE, table[i // PAGE - 1] if i >= PAGE else -1) for i in range(start, end)
+        ]
 
     @torch.no_grad()
     def forward(self, tokens, positions, slots, attend):
         """Logits [N, vocabulary] of N tokens; attend(layer, q, k, v) gives [N, Hq, D]."""
         core, device = self.model.model, self.table.device
-        tokens, positions, slots = (torch.tensor(x, device=device) for x in (tokens, positions, slots))
+        tokens, positions, slots, previous = (
+            torch.tensor(x, device=device) for x in (tokens, positions, *zip(*slots, strict=True))
+        )
         x = core.embed_tokens(tokens)
         cos, sin = (angle[0, :, None] for angle in core.rotary_emb(x[None], positions[None]))
         for i, layer in enumerate(core.layers):
@@ -78,7 +91,7 @@ class Engine:
                 y * cos + torch.cat([-y[..., self.head_dim // 2 :], y[..., : self.head_dim // 2]], -1) * sin
                 for y in (q, k)
             )
-            self.writer.run(k, v, self.pages[i], slots)
+            self.writer.run(k, v, self.pages[i], slots, previous=previous)
             x = x + a.o_proj(attend(i, q, k, v).flatten(1))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.model.lm_head(core.norm(x))
