@@ -79,10 +79,10 @@ def resolve(server_args: Any, previous: Any) -> None:
         UnsupportedError: options, a model or a release that does not fit a backend of ours.
     """
     asked = [name for name in _CHOICES if getattr(server_args, name) in NAMES]
-    if asked and (why := releases.CONTRACT.refuses()):
-        raise UnsupportedError(f"--{asked[0].replace('_', '-')} {getattr(server_args, asked[0])}: {why}")
     if not asked:
         return previous(server_args)
+    if why := releases.CONTRACT.refuses():
+        raise UnsupportedError(f"--{asked[0].replace('_', '-')} {getattr(server_args, asked[0])}: {why}")
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
