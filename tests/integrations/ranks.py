@@ -117,4 +117,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     found = main(Path(sys.argv[1]))
     Path(sys.argv[1], f"found{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()  # a rank that leaves early takes the other's connections away
     dist.destroy_process_group()

@@ -124,9 +124,7 @@ def closed(key, value, k, v, device):
     )
     slab = torch.full((6, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8, device=device)
     store = PageStore(layout, (slab,), {name: x.to(device) for name, x in static.items()})
-    status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=device)
-    cuda.close(k.to(device), v.to(device), store, ids, starts, status)
-    assert not status.any()
+    cuda.close(k.to(device), v.to(device), store, ids, starts)
     assert bool((slab[[1, 2, 5]] == 0xFF).all()), "other pages stay as they are"
     want, _ = reference.close_pages(k, v, layout, static, starts)
     return slab[ids].cpu(), want, layout, static, starts
