@@ -157,10 +157,10 @@ def made(request, tmp_path, monkeypatch):
     model = MODELS["llama"]()
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(tmp_path)
+    monkeypatch.setattr(backend, "get_parallel", lambda: types.SimpleNamespace(tp_rank=0, tp_size=1))
     kvbits = {}
     if form == "kvbits_klt3":
         kvbits["calibration"] = calibrated(model, "klt3", tmp_path / "c.safetensors").path
-        monkeypatch.setattr(backend, "get_parallel", lambda: types.SimpleNamespace(tp_rank=0, tp_size=1))
 
     def make(drafts=0, copied=8, **options):
         monkeypatch.setenv("KVBITS_SGLANG", json.dumps(kvbits and kvbits | options))
