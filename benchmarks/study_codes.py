@@ -21,7 +21,6 @@ a variant costs one forward pass of a window, and its rows are those of chunks o
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import time
 from pathlib import Path
@@ -33,7 +32,7 @@ from transformers import AttentionInterface
 
 import kvbits
 from kvbits import schemes
-from kvbits.calibrate.moments import Moments, turned
+from kvbits.calibrate.moments import Moments
 from kvbits.evaluate.fidelity import Fidelity, divergence
 from kvbits.evaluate.texts import read_text, windows
 from kvbits.geometry import layer_geometries
@@ -118,7 +117,9 @@ def variants(bits: int) -> dict[str, Variant]:
     def add(suffix: str, tail: tuple[int, int] | None = None, again: bool = False, **how: Any) -> None:
         finer = None if tail is None else klt(tail[0], **how | {"tried": (0,)})
         full = name + suffix
-        found[full] = Variant(full, klt(bits, **how), 128 if finer is None else 64, finer, tail[1] if tail else 0, again)
+        found[full] = Variant(
+            full, klt(bits, **how), 128 if finer is None else 64, finer, tail[1] if tail else 0, again
+        )
 
     below: tuple[int, ...] = (1, 0, -1, -2)
     add("")
@@ -158,7 +159,7 @@ class Seen(Moments):
         self.kept.append((k[..., self.order.to(k.device)].float().transpose(0, 1), positions))
 
     def fitted(self, codes: Codes) -> tuple[torch.Tensor, torch.Tensor]:
-        """`k_basis` float32 [H, D, D] and the mean [H, frame, D] that is taken off keys in their frame."""
+        """`k_basis` float32 [H, D, D], and the means that are taken off keys in their frame (`means`)."""
         covariance, count = 0.0, 0
         means = self.means(codes)
         for k, positions in self.kept:
@@ -172,8 +173,8 @@ class Seen(Moments):
         return of.basis(), means
 
     def means(self, codes: Codes) -> torch.Tensor:
-        """float64 [H, frame, D]."""
-        at = torch.arange(codes.frame)
+        """float64 [H, frame + PAGE, D]: a page may reach into the next frame."""
+        at = torch.arange(codes.frame + PAGE)
         if codes.by_position:
             mean, where = self.total / self.tokens, at
         else:
@@ -184,7 +185,7 @@ class Seen(Moments):
                 y = turn(k, positions // RUN * RUN, self.inv_freq, back=True).double()
                 sums, count = sums + y.sum(1).cpu(), count + y.shape[1]
             mean, where = sums / count, at // RUN * RUN
-        return turn(mean[:, None].expand(-1, codes.frame, -1), where, self.inv_freq)
+        return turn(mean[:, None].expand(-1, len(at), -1), where, self.inv_freq)
 
 
 class _Fixed(Moments):
@@ -210,17 +211,20 @@ class Simulation:
     NAME = "kvbits_study_codes"
 
     def __init__(self, model: Any) -> None:
-        self.model, self.variant, self.learns = model, None, False
+        self.model, self.learns = model, False
+        self.variant: Variant | None = None
+        self._fitted: dict[Any, tuple[torch.Tensor, ...]] = {}
         self.layers = with_rotary(layer_geometries(model.config), model)
         self.seen = [Seen(g, f"layer {i}") for i, g in enumerate(self.layers)]
-        self.variant: Variant | None
         AttentionInterface.register(self.NAME, self)
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019
-    def fitted(self, layer: int, bands: tuple[int, ...], by_position: bool, frame: int) -> tuple[torch.Tensor, ...]:
+    def fitted(self, layer: int, codes: Codes) -> tuple[torch.Tensor, ...]:
         """float32 on the device: basis, its inverse, means."""
-        basis, means = self.seen[layer].fitted(Codes(bands, 0, by_position=by_position, frame=frame))
-        return tuple(t.float().to(self.model.device) for t in (basis, inverse(basis), means))
+        name = layer, codes.bands, codes.by_position, codes.frame
+        if name not in self._fitted:
+            basis, means = self.seen[layer].fitted(codes)
+            self._fitted[name] = tuple(t.float().to(self.model.device) for t in (basis, inverse(basis), means))
+        return self._fitted[name]
 
     def __call__(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **how: Any
@@ -266,14 +270,13 @@ class Simulation:
         self, layer: int, k: torch.Tensor, v: torch.Tensor, codes: Codes
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [H, T, D] as pages give them back."""
-        basis, back, means = self.fitted(layer, codes.bands, codes.by_position, codes.frame)
+        basis, back, means = self.fitted(layer, codes)
         order, inv_freq = self.seen[layer].order.to(k.device), self.seen[layer].inv_freq
         positions = torch.arange(k.shape[1], device=k.device)
         start = ((positions - SINKS).div(PAGE, rounding_mode="floor") * PAGE + SINKS).clamp(min=0)
         frame = start // codes.frame * codes.frame
-        # today's mean is that of the page's first position; a page may reach into the next frame
-        o = (positions - frame if codes.by_position else start - frame).clamp(max=codes.frame - 1)
-        mean = means[:, o]
+        # today's mean is that of the page's first position
+        mean = means[:, positions - frame if codes.by_position else start - frame]
         y = (turn(k[..., order], frame, inv_freq, back=True) - mean) @ basis
         y = self.rounded(y, codes.key(), "k", codes)
         keys = torch.empty_like(k)

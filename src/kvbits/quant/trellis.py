@@ -1,14 +1,14 @@
 """Trellis codes: a code of k bits picks one of 2**(k+1) levels, together with its neighbours' lowest bits.
 
-Channels form rings of 16 (`rings`). With b(t) the lowest bit of the code of a ring's t-th channel, places counted around
-the ring, and m the code's other k - 1 bits, a code means
+Channels form rings of 16 (`rings`). With b(t) the lowest bit of the code of a ring's t-th channel, places counted
+around the ring, and m the code's other k - 1 bits, a code means
 
     index = 4 m + 2 (b(t) ^ b(t-2)) + b(t-1)           0 .. 2**(k+1) - 1
     x ~ level[index] * scale / UNIT                    levels: integers by width, ascending, level[-1 - i] = -level[i]
 
-This is Ungerboeck's code (2, 5): 4 states, of b(t-1) and b(t-2), where the state before a ring's first channel is the one
+This is Ungerboeck's code (2, 5): 4 states, of b(t-1) and b(t-2), where the state before a ring's first channel is that
 behind its last. Every sequence of codes means something, so nothing is stored beside them. One in 2**16 sequences of
-indices has codes; `encode` takes the one with the least squared error (Viterbi's algorithm, once from each state).
+indices has codes; `quantize` takes the one with the least squared error (Viterbi's algorithm, once from each state).
 Channels of 0 bits read as 0. Channels of 8 bits are in no ring: theirs is the level nearest to u, 1 scale apart, as in
 `quant.banded`, which 9 bits of an index would not improve.
 
@@ -18,8 +18,8 @@ Channels of 0 bits read as 0. Channels of 8 bits are in no ring: theirs is the l
            an integer, ties to even
     cost   of a channel with coset q, q = index mod 4: (u - level)**2 of the coset's level that is nearest to u, the
            lower one of two. Sums around a ring stay below 2**31: no term is rounded, and their order is free
-    path   the one of least cost. Among equals: the one whose state 2 b(t-2) + b(t-1) behind the last channel is the
-           lowest number, then before the last channel, and so on to the first
+    path   the one of least cost. Among equals: the one whose state 2 b(t-1) + b(t) behind the last channel is the
+           lowest number, then behind the one before, and so on to the first
 """
 
 from __future__ import annotations
@@ -35,8 +35,12 @@ RING = 16
 """Channels of a ring."""
 UNIT = 64
 """Parts of a scale in which levels are integers."""
-FARTHEST = 4096
-"""Largest magnitude of u. With the largest level, 2,032, an error is below 2**13, and 16 of its squares below 2**31."""
+FARTHEST = 8192
+"""Largest magnitude of u, beyond all levels. With that of the farthest in a ring, 2,032, sums of a ring's squares stay
+below `_NEVER`.
+"""
+_NEVER = 2_000_000_000
+"""More than a path costs; one square more still fits 32 bits."""
 STATES = 4
 WIDTHS = (1, 2, 3, 4, 5, 6)
 """Bits of codes that rings are made of."""
@@ -60,8 +64,8 @@ FITTED: Levels = {k: _uniform(k) for k in WIDTHS} | {
     3: _mirrored(11, 36, 59, 86, 115, 149, 196, 272),
     4: _mirrored(13, 40, 65, 93, 119, 146, 174, 202, 230, 261, 293, 329, 372, 426, 497, 610),
 }
-"""Fitted to a Gaussian by Lloyd's iteration over paths, where `banded.STEP` over its spread is one scale; with 1, 5 and 6
-bits uniform levels are within 2 % of fitted ones.
+"""Fitted to a Gaussian by Lloyd's iteration over paths, with `banded.STEP` of its spread as the scale; of 1, 5 and 6
+bits the uniform ones.
 """
 
 
@@ -91,7 +95,7 @@ def _before(widths: tuple[int, ...], head_dim: int, kind: str) -> tuple[torch.Te
     one, two = torch.arange(head_dim, device="cpu"), torch.arange(head_dim, device="cpu")
     for ring in rings(widths, head_dim, kind):
         for t, c in enumerate(ring):
-            one[c], two[c] = ring[t - 1], ring[t - 2]
+            one[c], two[c] = ring[t - 1], ring[(t - 2) % len(ring)]
     return one, two
 
 
@@ -143,8 +147,8 @@ def dequantize(
 def quantize(
     x: torch.Tensor, widths: tuple[int, ...], kind: str, scale: torch.Tensor, levels: Levels = UNIFORM
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 [..., tokens, head_dim] of x, float32, with scales [..., tokens]; and int64 [..., tokens], the cost of
-    each token: its squared error in units, all channels that have bits.
+    """Codes uint8 [..., tokens, head_dim] of x, float32, with scales [..., tokens]; and the cost of each token, int64
+    [..., tokens]: its squared error in units, of all channels that have bits.
 
     Arguments as of `dequantize`.
     """
@@ -162,8 +166,8 @@ def quantize(
             codes[..., at] = nearest
             total += cost.sum(-1, dtype=torch.int64)
             continue
-        for coset in range(STATES):
-            upper[coset][..., at], costs[coset][..., at] = _nearest(u[..., at], table[coset::STATES])
+        for q in range(STATES):
+            upper[q][..., at], costs[q][..., at] = _nearest(u[..., at], table[q::STATES])
     for length, of in _by_length(widths, head_dim, kind):
         at = of.to(x.device)
         low, cost = _paths(costs[..., at].unflatten(-1, (-1, length)))
@@ -201,28 +205,27 @@ def _paths(costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         costs: int32 [4, ..., T], of each coset and channel.
     """
     length, shape = costs.shape[-1], costs.shape[1:-1]
-    never = torch.iinfo(torch.int32).max // 2
     # least costs by first state and state, and of the two states before which led there
-    least = torch.full((STATES, STATES, *shape), never, dtype=torch.int32, device=costs.device)
-    for state in range(STATES):
-        least[state, state] = 0
+    least = torch.full((STATES, STATES, *shape), _NEVER, dtype=torch.int32, device=costs.device)
+    for first in range(STATES):
+        least[first, first] = 0
     chosen = torch.empty(length, STATES, STATES, *shape, dtype=torch.bool, device=costs.device)
     for t in range(length):
         cost, after = costs[..., t], torch.empty_like(least)
-        for state in range(STATES):
-            bit, before = state & 1, state >> 1  # the states before are `before` and `before` + 2
-            stays = least[:, before] + cost[2 * bit + before]
-            turns = least[:, before + 2] + cost[2 * (1 - bit) + before]
-            torch.lt(turns, stays, out=chosen[t, :, state])
-            torch.minimum(stays, turns, out=after[:, state])
-        least = after.clamp_(max=never)
-    ends = torch.stack([least[state, state] for state in range(STATES)])
+        for s in range(STATES):
+            bit, before = s & 1, s >> 1  # the states before are `before` and `before` + 2
+            lower = least[:, before] + cost[2 * bit + before]
+            upper = least[:, before + 2] + cost[2 * (1 - bit) + before]
+            torch.lt(upper, lower, out=chosen[t, :, s])
+            torch.minimum(lower, upper, out=after[:, s])
+        least = after.clamp_(max=_NEVER)
+    ends = torch.stack([least[s, s] for s in range(STATES)])
     cost = ends.amin(0)
     numbers = torch.arange(STATES, device=costs.device).view(-1, *[1] * len(shape))
-    first = torch.where(ends == cost, numbers, STATES).amin(0)  # the lowest of equals
-    state, bits = first, torch.empty(*shape, length, dtype=torch.uint8, device=costs.device)
+    begun = torch.where(ends == cost, numbers, STATES).amin(0)  # the lowest of equals
+    state, bits = begun, torch.empty(*shape, length, dtype=torch.uint8, device=costs.device)
     for t in reversed(range(length)):
         bits[..., t] = state & 1
-        at = (first * STATES + state).unsqueeze(0)
+        at = (begun * STATES + state).unsqueeze(0)
         state = (state >> 1) + 2 * chosen[t].flatten(0, 1).gather(0, at).squeeze(0).long()
     return bits, cost
