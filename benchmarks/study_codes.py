@@ -172,8 +172,8 @@ class Seen(Moments):
             frame = positions // codes.frame * codes.frame
             y = turn(k, frame, self.inv_freq, back=True).double()
             y = y - means.to(y)[:, positions - frame]
-            covariance, count = covariance + y.mT @ y, count + y.shape[1]
-        of = _Fixed(self, codes.key(), covariance.cpu() / count)
+            covariance, count = covariance + (y.mT @ y).cpu(), count + y.shape[1]
+        of = _Fixed(self, codes.key(), covariance / count)
         return of.basis(), means
 
     def means(self, codes: Codes) -> torch.Tensor:
@@ -334,6 +334,39 @@ def score(model: Any, states: torch.Tensor, reference: torch.Tensor, ids: torch.
     return found
 
 
+def measured(
+    simulation: Simulation,
+    variant: Variant,
+    ids: torch.Tensor,
+    references: list[torch.Tensor],
+    first: int,
+    skipped: int,
+) -> list[dict[str, Any]]:
+    """Rows of a variant, one a window of `ids`, numbered from `skipped` on; and a line about them, printed."""
+    simulation.variant, began = variant, time.monotonic()
+    head_dim, length = simulation.layers[0].head_dim, ids.shape[1]
+    texts = [
+        score(simulation.model, hidden(simulation.model, one), reference, one, first)
+        for one, reference in zip(ids, references, strict=True)
+    ]
+    held, rows = variant.held_bits(head_dim, length), []
+    for number, found in enumerate(texts, skipped):
+        kl = torch.tensor(found.kl)
+        row = {"variant": variant.name, "window": number, "held_bits": held, "kl_mean": found.kl_mean}
+        row |= {"kl_error": kl.std().item() / len(kl) ** 0.5, "kl_median": kl.median().item()}
+        rows.append(row | {"top1": found.top1_agreement} | found.record())
+    every = torch.tensor([kl for found in texts for kl in found.kl])
+    lower = every.sort().values[: len(every) * 99 // 100]
+    error = sum(row["kl_error"] ** 2 for row in rows) ** 0.5 / len(rows)
+    print(
+        f"{variant.name:24} {held:.3f} bits  KL {every.mean():.5f} ({error:.5f})  without the worst 1 %"
+        f" {lower.mean():.5f}  median {every.median():.5f}  top-1 {sum(r['top1'] for r in rows) / len(rows):.4f}"
+        f"  {time.monotonic() - began:.1f} s",
+        flush=True,
+    )
+    return rows
+
+
 def main() -> None:
     parser = arguments(__doc__, of_model=True)
     parser.add_argument("--text", default="novel-end", help="what is scored, see kvbits eval --text")
@@ -368,47 +401,25 @@ def main() -> None:
                 hidden(model, one)
         simulation.learns = False
         references = [hidden(model, one) for one in ids]
-        head_dim = simulation.layers[0].head_dim
-        for name in names:
-            if time.monotonic() - began > args.seconds:
-                break
-            start, of = time.monotonic(), known[name]
-            simulation.variant = of
-            for number, (one, reference) in enumerate(zip(ids, references, strict=True), args.skip):
-                found = score(model, hidden(model, one), reference, one, first)
-                kl = torch.tensor(found.kl)
-                row = {"variant": name, "window": number, "held_bits": of.held_bits(head_dim, args.length)}
-                row |= {"kl_mean": found.kl_mean, "kl_error": kl.std().item() / len(kl) ** 0.5}
-                row |= {
-                    "all_kl": found.kl,
-                    "kl_median": kl.median().item(),
-                    "top1": found.top1_agreement,
-                } | found.record()
-                rows.append(row)
-            mine = rows[-len(ids) :]
-            mean = sum(r["kl_mean"] for r in mine) / len(mine)
-            error = sum(r["kl_error"] ** 2 for r in mine) ** 0.5 / len(mine)
-            best = [kl for r in mine for kl in r.pop("all_kl")]
-            trimmed = sum(sorted(best)[: len(best) * 99 // 100]) / len(best)
-            print(
-                f"{name:28} {mine[0]['held_bits']:.3f} bits  KL {mean:.5f} ({error:.5f})  without 1 % {trimmed:.5f}  median"
-                f" {sum(r['kl_median'] for r in mine) / len(mine):.5f}  top-1 {sum(r['top1'] for r in mine) / len(mine):.4f}"
-                f"  {time.monotonic() - start:.1f} s",
-                flush=True,
+        try:
+            for name in names:
+                if time.monotonic() - began > args.seconds:
+                    break
+                rows += measured(simulation, known[name], ids, references, first, args.skip)
+        finally:  # a run that is stopped keeps what it has
+            append(
+                rows,
+                args.out,
+                model=Path(args.model).name,
+                text=Path(args.text).name,
+                calibration=args.calibration or ["novel-start", "code"],
+                length=args.length,
+                first=first,
+                repeated=args.repeated,
+                dtype=args.dtype,
+                device=str(model.device),
+                variants={name: dataclasses.asdict(known[name]) for name in names},
             )
-    append(
-        rows,
-        args.out,
-        model=Path(args.model).name,
-        text=args.text,
-        calibration=args.calibration or ["novel-start", "code"],
-        length=args.length,
-        first=first,
-        repeated=args.repeated,
-        dtype=args.dtype,
-        device=str(model.device),
-        variants={name: dataclasses.asdict(known[name]) for name in names},
-    )
 
 
 if __name__ == "__main__":

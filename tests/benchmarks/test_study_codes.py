@@ -1,6 +1,7 @@
 """benchmarks/study_codes.py: what it simulates is what the packed cache does, token by token."""
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -84,3 +85,16 @@ def test_what_a_variant_holds_counts_each_token_once():
         (448 * 4.375 - 64 * 16 - 384 * 2.375) / 8192
     )
     assert dataclasses.replace(plain, raw=8192).held_bits(64, 4096) == 16
+
+
+def test_it_runs_in_one_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(study.kvbits, "load_model", lambda *a, **k: (tiny.model(), tiny.tokenizer()))
+    words = "study tiny --length 400 --windows 2 --first 100 --calibration-windows 1 --only klt2,klt2-T-uf-G4-re"
+    monkeypatch.setattr(sys, "argv", [*words.split(), "--out", str(tmp_path / "found.json")])
+    sys.modules["run_files"].this_run.cache_clear()
+    study.main()
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [(row["variant"], row["window"], row["num_tokens"]) for row in rows] == [
+        (name, window, 299) for name in ("klt2", "klt2-T-uf-G4-re") for window in (0, 1)
+    ]
+    assert all(row["kl_mean"] > 0 for row in rows) and len(capsys.readouterr().out.splitlines()) == 3
