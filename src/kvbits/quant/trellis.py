@@ -60,12 +60,12 @@ def _mirrored(*levels: int) -> tuple[int, ...]:
 UNIFORM: Levels = {k: _uniform(k) for k in WIDTHS}
 """Half a scale apart. The steps of `banded.STEP` are the best ones of these, too: to 1 % for a Gaussian."""
 FITTED: Levels = {k: _uniform(k) for k in WIDTHS} | {
-    2: _mirrored(12, 37, 62, 111),
+    2: _mirrored(13, 40, 67, 121),
     3: _mirrored(10, 33, 54, 79, 105, 137, 180, 249),
     4: _mirrored(11, 34, 55, 78, 100, 123, 146, 170, 193, 219, 246, 276, 312, 357, 417, 512),
 }
 """Fitted to a Gaussian by Lloyd's iteration over paths, then made smaller or larger so that the scale which is best for
-integers is good for them. Of 2 bits they are 1, 3, 5 and 9 parts. Of 1, 5 and 6 bits uniform ones are as good.
+integers is good for them. Those of 2 bits are as 1, 3, 5 and 9. Of 1, 5 and 6 bits uniform ones are as good.
 """
 
 
