@@ -15,7 +15,8 @@ a variant costs one forward pass of a window, and its rows are those of chunks o
     T-uu, T-uf, T-ff: levels of keys, of values. s3: the 8-bit scales beside the best one tried, too.
     G4, G5: of klt4, of 5 bits; G5-384: as many tokens; re: coded again from the finer code when it leaves the tail.
 
-`--repeated N` makes the last N tokens of each window a copy of its first ones, and scores these alone.
+`--moments` prints what frames and means do to the error of scores by the moments of keys alone, which one window of KL
+cannot tell. `--repeated N` makes the last N tokens of each window a copy of its first ones, and scores these alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from transformers import AttentionInterface
 
 import kvbits
 from kvbits import schemes
-from kvbits.calibrate.moments import Moments
+from kvbits.calibrate.moments import RIDGE, Moments, far
 from kvbits.evaluate.fidelity import Fidelity, divergence
 from kvbits.evaluate.texts import read_text, windows
 from kvbits.geometry import layer_geometries
@@ -41,10 +42,13 @@ from kvbits.quant import banded, trellis
 from kvbits.quant.basis import hadamard, inverse
 from kvbits.quant.rotary import turn
 from kvbits.spec import LayerGeometry, QuantSpec
+from kvbits.spec.bands import DISTORTION
 
 SINKS, PAGE, RUN = 4, 64, 64
 """First tokens that stay raw, tokens of a page, positions of a frame that share a mean today."""
 LEVELS = {"u": trellis.UNIFORM, "f": trellis.FITTED}
+LOST = dict(enumerate(DISTORTION)) | {8: 7.5e-5}
+"""Squared error of integers of a width, Gaussian of variance 1."""
 ROWS = 512
 """Rows of scores, or of logits, at a time."""
 
@@ -164,17 +168,30 @@ class Seen(Moments):
 
     def fitted(self, codes: Codes) -> tuple[torch.Tensor, torch.Tensor]:
         """`k_basis` float32 [H, D, D], and the means that are taken off keys in their frame (`means`)."""
-        covariance, count = torch.zeros(1), 0
         means = self.means(codes)
+        return _Fixed(self, codes.key(), self.covariance(codes, means)).basis(), means
+
+    def covariance(self, codes: Codes, means: torch.Tensor) -> torch.Tensor:
+        """float64 [H, D, D], of keys in their frame about `means`."""
+        found, count = torch.zeros(1), 0
         for k, positions in self.kept:
             later = positions >= RUN
             k, positions = k[:, later], positions[later]
             frame = positions // codes.frame * codes.frame
             y = turn(k, frame, self.inv_freq, back=True).double()
             y = y - means.to(y)[:, positions - frame]
-            covariance, count = covariance + (y.mT @ y).cpu(), count + y.shape[1]
-        of = _Fixed(self, codes.key(), covariance / count)
-        return of.basis(), means
+            found, count = found + (y.mT @ y).cpu(), count + y.shape[1]
+        return found / count
+
+    def expected(self, codes: Codes) -> torch.Tensor:
+        """float64 [H]: squared error of scores that keys of integers have by their moments alone, in no unit."""
+        h = far(self.queries, self.inv_freq, self.farthest)
+        h = h + RIDGE["queries"] * h.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(h.shape[-1])
+        values, vectors = torch.linalg.eigh(h)
+        root = (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)) @ vectors.mT
+        spread = torch.linalg.eigvalsh(root @ self.covariance(codes, self.means(codes)) @ root).flip(-1).clamp(min=0)
+        widths = codes.key().widths(spread.shape[-1])
+        return (spread * torch.tensor([LOST[b] for b in widths]).repeat_interleave(16)[: spread.shape[-1]]).sum(-1)
 
     def means(self, codes: Codes) -> torch.Tensor:
         """float64 [H, frame + PAGE, D]: a page may reach into the next frame."""
@@ -334,6 +351,21 @@ def score(model: Any, states: torch.Tensor, reference: torch.Tensor, ids: torch.
     return found
 
 
+def expected(simulation: Simulation) -> list[dict[str, Any]]:
+    """Rows: by frame, run and bits the error of scores as a share of that of frames of 256 and runs of 64, geometric
+    mean over kv heads of all layers.
+    """
+    rows = []
+    for bits in (2, 3, 4):
+        today = [seen.expected(klt(bits)) for seen in simulation.seen]
+        for frame, run in ((f, r) for f in (256, 512, 1024) for r in (64, 32, 16, 1)):
+            of = [seen.expected(klt(bits, frame=frame, run=run)) for seen in simulation.seen]
+            share = (torch.cat(of) / torch.cat(today)).log().mean().exp().item()
+            rows.append({"bits": bits, "frame": frame, "run": run, "share": share})
+            print(f"{bits} bits, frames of {frame}, runs of {run}: {share:.3f}", flush=True)
+    return rows
+
+
 def measured(
     simulation: Simulation,
     variant: Variant,
@@ -379,6 +411,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int, action="append")
     parser.add_argument("--only", help="names of variants, separated by commas")
     parser.add_argument("--repeated", type=int, default=0, help="last tokens that repeat the first ones")
+    parser.add_argument("--moments", action="store_true", help="expected errors of keys by frame and run, and no KL")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further variant after so long")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -400,6 +433,9 @@ def main() -> None:
             for one in windows(tokenizer, read_text(text), count=args.calibration_windows, length=1024):
                 hidden(model, one)
         simulation.learns = False
+        if args.moments:
+            append(expected(simulation), args.out, model=Path(args.model).name)
+            return
         references = [hidden(model, one) for one in ids]
         try:
             for name in names:

@@ -98,3 +98,10 @@ def test_it_runs_in_one_command(tmp_path, monkeypatch, capsys):
         (name, window, 299) for name in ("klt2", "klt2-T-uf-G4-re") for window in (0, 1)
     ]
     assert all(row["kl_mean"] > 0 for row in rows) and len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_shorter_runs_lose_less_by_the_moments_and_longer_frames_more(simulation):
+    of = {(row["bits"], row["frame"], row["run"]): row["share"] for row in study.expected(simulation[0])}
+    for bits in (2, 3, 4):
+        assert of[bits, 256, 64] == 1 and of[bits, 256, 1] < of[bits, 256, 16] < of[bits, 256, 32] < 1
+        assert of[bits, 512, 64] > 1.01
