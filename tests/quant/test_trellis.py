@@ -213,43 +213,37 @@ def spread(pattern):
     return pattern * 0x01010101
 
 
+def select(mask, a, b):
+    return a & spread(mask) | b & ~spread(mask)
+
+
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_indices_of_a_band_of_keys_come_from_its_words(bits):
     """The four runs of a band lie in fields of the same four bytes: those of 2 bits in one word, of 4 bits in two words,
-    of 1 bit in the low halves of bytes. So the bit one place before is a field lower, or in the byte before.
+    of 1 bit in the halves of bytes, with another band. So the bit one place before is a field lower, or in the byte
+    before.
     """
-    for codes in random_codes((bits,), 16, 20):
-        fields = codes.view(4, 4).tolist()  # of a run, of a byte
+    bands, each = (2 if bits == 1 else 1), 8 // bits
+    for codes in random_codes((bits,) * bands, 16 * bands, 20):
+        runs = codes.view(-1, 4).tolist()  # of four neighbouring channels, in the fields of four bytes
         words = [
-            sum(
-                fields[run + first][byte] << 8 * byte + bits * run
-                for run in range(4 if bits < 4 else 2)
-                for byte in range(4)
-            )
-            for first in ((0,) if bits < 4 else (0, 2))
+            sum(code << 8 * byte + bits * field for field, run in enumerate(some) for byte, code in enumerate(run))
+            for some in (runs[first : first + each] for first in range(0, len(runs), each))
         ]
+        w, x = words[0], words[-1]
         if bits == 2:
-            one, two = [rotated(words[0], 2)], [rotated(words[0], 4)]
-        elif bits == 1:  # the lower halves of bytes are a ring, the upper ones another
-            low, w = spread(0x0F), words[0]
-            one = [(w << 1 & spread(0x0E)) | (rotated(w, 5) & spread(0x01))]
-            two = [(w << 2 & spread(0x0C)) | (rotated(w, 6) & spread(0x03))]
-            assert one[0] & ~low == two[0] & ~low == 0
+            one, two = [rotated(w, 2)], [rotated(w, 4)]
+        elif bits == 1:
+            one, two = [select(0xEE, w << 1, rotated(w, 5))], [select(0xCC, w << 2, rotated(w, 6))]
         else:
-            first, second = words
-            one = [
-                (w << 4 & spread(0x10)) | (x & spread(0x01))
-                for w, x in ((first, rotated(second, 4)), (second, first >> 4))
-            ]
-            two = [rotated(second, 8), first]
-        lowest = spread({1: 0x0F, 2: 0x55, 4: 0x11}[bits])
-        joined = [(w ^ (t & lowest), o & lowest) for w, o, t in zip(words, one, two, strict=True)]
-        index = trellis.indices(codes, (bits,), "k").view(4, 4)
-        for run in range(4):
-            upper, lower = joined[run // 2] if bits == 4 else joined[0]
-            for byte in range(4):
-                at = 8 * byte + bits * (run % 2 if bits == 4 else run)
-                assert 2 * (upper >> at & 2**bits - 1) + (lower >> at & 1) == index[run, byte]
+            one = [select(0x10, w << 4, rotated(x, 4)), select(0x10, x << 4, w >> 4)]
+            two = [rotated(x, 8), w]
+        lowest = spread({1: 0xFF, 2: 0x55, 4: 0x11}[bits])
+        index = trellis.indices(codes, (bits,) * bands, "k").view(-1, 4)
+        for run, byte in itertools.product(range(len(runs)), range(4)):
+            word, at = run // each, 8 * byte + bits * (run % each)
+            upper = words[word] ^ two[word] & lowest
+            assert 2 * (upper >> at & 2**bits - 1) + (one[word] >> at & 1) == index[run, byte]
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
