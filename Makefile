@@ -9,7 +9,7 @@
 # make site   the documentation as a site, into build/site; a broken link fails
 # make kernels   nightly: compile every CUDA kernel of every format and preset for every architecture; fails where one spills more than its test states, and prints what is spilt (NVRTC, no GPU; an hour and more)
 # make page   what one point costs, on a CPU with the embedded model: the tasks of docs/results/points.md into PAGE=build/page, goes on where it stopped (hours)
-# make night   nightly: what the gate leaves out of the tests inside vLLM and SGLang (minutes each)
+# make night   nightly: what the gate leaves out of the tests inside vLLM and SGLang (minutes each), the oldest releases that are served, and the newest against what the plugins declare
 # make test-sanitized   CPU kernel tests on a library built with AddressSanitizer and UBSan (GCC; some minutes)
 PYTHON ?= python3
 VENV ?= .venv
@@ -91,6 +91,7 @@ page-answers:
 	$(EVAL) --tasks fidelity --text novel --text code --length 8192 --windows 1 --batch-size 2
 
 night: setup
+	$(BIN)/python -m pytest -q -m night tests/integrations/test_contracts.py
 	KVBITS_NIGHT=1 tests/integrations/run_vllm_cpu.sh
 	KVBITS_NIGHT=1 tests/integrations/run_sglang_cpu.sh
 

@@ -126,7 +126,7 @@ def engine(args: argparse.Namespace, dtype: str, settings: dict[str, Any]) -> tu
         return LLM(model=str(args.model), **(options | settings)), replays
     import vllm_cpu
 
-    options |= {"logits_processors": [forcing()]} | ({"attention_backend": "CUSTOM"} if dtype == BASE else {})
+    options |= {"logits_processors": [forcing()]} | ({"attention_backend": "KVBITS"} if dtype == BASE else {})
     return vllm_cpu.engine(args.model, **(options | settings)), False
 
 

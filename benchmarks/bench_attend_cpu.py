@@ -45,12 +45,12 @@ from run_files import append, arguments
 from kvbits import schemes
 from kvbits.cache.pool import allocate_slab
 from kvbits.evaluate import speed
-from kvbits.ops.cpu import attend as cpu
+from kvbits.ops import attend
 from kvbits.ops.cpu import close as close_cpu
 from kvbits.ops.cpu import library
-from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference import close as close_reference
-from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.ops.reference.attend import exact
+from kvbits.ops.types import PageStore, Table
 from kvbits.schemes import PRESETS
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec, Scheme
 
@@ -150,20 +150,19 @@ def our_candidate(name: str, hq: int, h: int, d: int, tokens: int, batch: int) -
             n = min(256, pages - first)
             ids = np.random.permutation(np.arange(first, first + n))
             close(k[:n], v[:n], store, ids, starts=ids % per * size)
-    table = PageTable(
-        np.arange(batch + 1, dtype=np.int64) * per,
-        np.arange(pages, dtype=np.int64),
-        np.tile(np.arange(per, dtype=np.int64) * size, batch),
-        np.full(pages, size, np.int32),
-    )
-    calls = [AttendCall((Part(PageStore(layout, (slab[i],), static), table),), d**-0.5) for i in range(layers)]
-    q, positions = torch.randn(batch, 1, hq, d).bfloat16(), torch.full((batch, 1), tokens, dtype=torch.int64)
-    out, _ = cpu.attend(q, calls[0], positions)
-    want, _ = reference.attend(q, calls[0], positions, torch.float64)
+    q = torch.randn(batch, 1, hq, d).bfloat16()
+    plan = attend.plan([layout], batch_size=batch, num_q_heads=hq, dtype=q.dtype, device="cpu", backend="cpu")
+    stores = [PageStore(layout, (slab[i],), static) for i in range(layers)]
+    for i, store in enumerate(stores):
+        plan.bind(i, [store])
+    table = Table(torch.arange(pages, dtype=torch.int32).view(batch, per), torch.full((batch,), tokens).int())
+    plan.update([table])
+    out = plan.run(q, 0, out=torch.empty(batch, 1, hq, d))
+    want, _ = exact(q, stores[:1], [table])
     noise = float((out - want).norm() / want.norm())
     assert noise <= max(NOISE.get(s.format, 2e-2) for s in (key, value)), f"{name}: relative L2 error {noise:.2e}"
     print(f"  {name:15s} {nbytes / 1e6:7.1f} MB a layer x {layers:3d}   relative L2 error {noise:.1e}", flush=True)
-    return lambda i: cpu.attend(q, calls[i % layers], positions), nbytes
+    return lambda i: plan.run(q, i % layers, out=out), nbytes
 
 
 def torch_candidate(kind: str, hq: int, h: int, d: int, tokens: int, batch: int) -> tuple[Callable[[int], object], int]:

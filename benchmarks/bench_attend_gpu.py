@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,10 @@ import torch
 from run_files import append, arguments
 
 from kvbits import schemes
-from kvbits.ops.cuda.engine import host_plan as cuda
-from kvbits.ops.reference import attend as reference
+from kvbits.ops import attend
+from kvbits.ops.reference.attend import exact
 from kvbits.ops.reference.close import close_pages
-from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.ops.types import PageStore, Table
 from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import completed
 from kvbits.spec import PageLayout, QuantSpec, Scheme
@@ -143,73 +144,111 @@ def copy_bandwidth() -> float:
     return 2 * x.numel() / float(np.median(times))
 
 
-def packed_call(
-    key: QuantSpec, value: QuantSpec, batch: int, tokens: int, page_size: int = PAGE
-) -> tuple[AttendCall, torch.Tensor, int]:
-    """(call over layer 0, pool [pages, layers, H, bytes], layers): random keys and values, pages in random places."""
+@dataclass(frozen=True)
+class Call:
+    """Attention over packed pages in random places, for layers that share their tables.
+
+    Attributes:
+        tables: of each part, on the GPU.
+        pools: uint8 [pages, layers, H, bytes] of each part.
+    """
+
+    layouts: list[PageLayout]
+    tables: list[Table]
+    pools: list[torch.Tensor]
+    static: dict[str, torch.Tensor]
+
+    @property
+    def layers(self) -> int:
+        return self.pools[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a layer."""
+        return sum(x[:, 0].numel() for x in self.pools)
+
+    def stores(self, layer: int) -> list[PageStore]:
+        return [
+            PageStore(layout, (pool[:, layer],), {} if layout.is_raw else self.static)
+            for layout, pool in zip(self.layouts, self.pools, strict=True)
+        ]
+
+    def plan(self, q: torch.Tensor, positions: torch.Tensor) -> attend.Attention:
+        """Ready to run for every layer; all queries come past the pages, or are the newest token."""
+        batch, queries, heads, _ = q.shape
+        options = {"batch_size": batch, "num_q_heads": heads, "num_queries": queries, "dtype": q.dtype}
+        made = attend.plan(self.layouts, **options, device=q.device, past_only=True)
+        for layer in range(self.layers):
+            made.bind(layer, self.stores(layer))
+        tables = self.tables
+        if made.reads_host:
+            tables = [Table(t.pages, t.tokens.cpu(), t.starts.cpu()) for t in tables]
+            positions = positions.cpu()
+        made.update(tables, positions=positions)
+        return made
+
+
+def _table(batch: int, pages: int, start: int, page_size: int) -> Table:
+    """Full pages in random places, as many for each sequence."""
+    ids = torch.randperm(batch * pages, device="cuda").int().view(batch, pages)
+    tokens, starts = (torch.full((batch,), n, dtype=torch.int32, device="cuda") for n in (pages * page_size, start))
+    return Table(ids, tokens, starts)
+
+
+def _pool(layout: PageLayout, pages: int, layers: int, static: dict[str, torch.Tensor], alike: bool) -> torch.Tensor:
+    """uint8 [pages, layers, H, bytes] of random keys and values; `alike`: of 256 pages, many times."""
+    pool = torch.empty(pages, layers, KV_HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
+    made = None
+    for first in range(0, pages, 256):
+        if made is None or not alike:
+            k, v = (torch.randn(256, KV_HEADS, layout.page_size, HEAD_DIM, device="cuda") for _ in "kv")
+            made = close_pages(k, v, layout, static, np.zeros(256, np.int64))[0]
+        some = made[torch.randperm(256, device="cuda")] if alike else made
+        pool[first : first + 256] = some[: pages - first, None]
+    return pool
+
+
+def packed_call(key: QuantSpec, value: QuantSpec, batch: int, tokens: int, page_size: int = PAGE) -> Call:
+    """`tokens` tokens of each sequence in one format, layers of more bytes than L2."""
     layout = PageLayout(key=key, value=value, page_size=page_size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
-    per_sequence = tokens // page_size
-    n = batch * per_sequence
-    layers = max(2, -(-ROTATE_BYTES // (n * layout.page_size_bytes)))
-    slab = torch.empty(n, layers, KV_HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
+    pages = tokens // page_size
+    layers = max(2, -(-ROTATE_BYTES // (batch * pages * layout.page_size_bytes)))
     static = calibrated(layout)
-    if static:  # closing takes sorts: some pages, many times
-        k, v = (torch.randn(256, KV_HEADS, page_size, HEAD_DIM, device="cuda") for _ in "kv")
-        pages = close_pages(k, v, layout, static, np.zeros(256, np.int64))[0]
-        for first in range(0, n, 256):
-            slab[first : first + 256] = pages[torch.randperm(256, device="cuda")[: n - first], None]
-    for first in range(0, 0 if static else n, 256):
-        count = min(256, n - first)
-        k, v = (torch.randn(count, KV_HEADS, page_size, HEAD_DIM, device="cuda") for _ in "kv")
-        slab[first : first + count] = close_pages(k, v, layout)[0][:, None]
-    table = PageTable(
-        np.arange(batch + 1, dtype=np.int64) * per_sequence,
-        np.random.permutation(n).astype(np.int64),
-        np.tile(np.arange(per_sequence, dtype=np.int64) * page_size, batch),
-        np.full(n, page_size, np.int32),
-    )
-    return AttendCall((Part(PageStore(layout, (slab[:, 0],), static), table),), HEAD_DIM**-0.5), slab, layers
+    pool = _pool(layout, batch * pages, layers, static, alike=bool(static))  # closing then takes sorts
+    return Call([layout], [_table(batch, pages, 0, page_size)], [pool], static)
+
+
+def error_of(call: Call, q: torch.Tensor, out: torch.Tensor, positions: torch.Tensor) -> float:
+    """Of the first layer, last 16 queries, against float64."""
+    want, _ = exact(q[:, -16:], call.stores(0), call.tables, positions=positions[:, -16:])
+    return float((out[:, -16:].double() - want).norm() / want.norm())
 
 
 def bench_preset(name: str, batch: int, q_heads: int, tokens: int, queries: int = 1) -> dict[str, Any]:
     """Checked and timed attention over packed pages. The check of a chunk takes its last 16 queries."""
     scheme = schemes.get(name)
-    key, value = scheme.key, scheme.value
-    call, slab, layers = packed_call(key, value, batch, tokens, scheme.page_size)
+    call = packed_call(scheme.key, scheme.value, batch, tokens, scheme.page_size)
     q = torch.randn(batch, queries, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    layout = call.parts[0].store.layout
-    positions = torch.arange(tokens - 1, tokens - 1 + queries, device="cuda").expand(
-        batch, queries
-    )  # past the history: one query sees all of it, as do the others
-    want, _ = reference.attend(q[:, -16:], call, positions[:, -16:].cpu(), torch.float64)
-    plan = cuda.plan(
-        call,
-        q_heads,
-        q.dtype,
-        q.device,
-        num_queries=queries,
-        layer_strides=(layout.page_size_bytes,),
-        history_only=True,
-    )
-    out, _ = plan.run(q, positions)
-    error = float((out[:, -16:].double() - want).norm() / want.norm())
+    # past the history: one query sees all of it, as do the others
+    positions = torch.arange(tokens - 1, tokens - 1 + queries, dtype=torch.int32, device="cuda").repeat(batch, 1)
+    plan = call.plan(q, positions)
+    error = error_of(call, q, plan.run(q, 0), positions)
     if not error < (ERROR_LIMIT if queries == 1 else CHUNK_ERROR_LIMIT):
         raise SystemExit(f"{name} at {batch} x {tokens}: error {error} against float64; a wrong kernel has no speed")
-    launches = _launches(plan, call, q, layers) * max(1, (12 if queries == 1 else 2) // layers)
+    launches = _launches(plan, q, call.layers) * max(1, (12 if queries == 1 else 2) // call.layers)
     return {
-        "formats": f"{key.format}/{value.format}",
+        "formats": f"{scheme.key.format}/{scheme.value.format}",
         "page_size": scheme.page_size,
         "time_us": time_us(launches),
         "error": error,
-        "bytes": slab[:, 0].numel(),
+        "bytes": call.nbytes,
     }
 
 
-def _launches(plan: Any, call: AttendCall, q: torch.Tensor, layers: int) -> list[Any]:
+def _launches(plan: attend.Attention, q: torch.Tensor, layers: int) -> list[Any]:
     """One launch for each layer."""
-    static = [p.store.static for p in call.parts]
-    options = {"static": static} if any(static) else {}
-    return [lambda layer=layer: plan.run(q, layer=layer, **options) for layer in range(layers)]
+    out = torch.empty_like(q)
+    return [lambda layer=layer: plan.run(q, layer, out=out) for layer in range(layers)]
 
 
 PEERS = ("cudnn", "fa3", "flashinfer")
@@ -301,12 +340,8 @@ _PEERS: dict[str, Callable[[torch.Tensor, list[tuple[torch.Tensor, ...]]], Launc
 }
 
 
-def tiers_call(
-    scheme: Scheme, tiers: dict[str, tuple[int, int]], batch: int
-) -> tuple[AttendCall, tuple[int, ...], int, int]:
-    """(call over layer 0, bytes from layer to layer of every part, layers, bytes of one layer): `tiers` by name
-    ("sink", "cold", "warm", "raw") and the tokens they span.
-    """
+def tiers_call(scheme: Scheme, tiers: dict[str, tuple[int, int]], batch: int) -> Call:
+    """`tiers` by name ("sink", "cold", "warm", "raw") and the tokens they span."""
     sinks, raw, tier = scheme.num_sink_tokens, QuantSpec.raw(), scheme.tiers[0]
     layouts = {
         name: PageLayout(key=k, value=v, page_size=size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
@@ -318,41 +353,30 @@ def tiers_call(
         }.items()
     }
     static = calibrated(layouts["cold"])
-    counts = {name: batch * (end - start) // layouts[name].page_size for name, (start, end) in tiers.items()}
-    nbytes = sum(n * layouts[name].page_size_bytes for name, n in counts.items())
+    pages = {name: (end - start) // layouts[name].page_size for name, (start, end) in tiers.items()}
+    nbytes = sum(batch * n * layouts[name].page_size_bytes for name, n in pages.items())
     layers = max(2, -(-ROTATE_BYTES // nbytes))
-    parts, strides = [], []
-    for name, (start, end) in tiers.items():
-        n, layout, size = counts[name], layouts[name], layouts[name].page_size
-        k, v = (torch.randn(256, KV_HEADS, size, HEAD_DIM, device="cuda") for _ in "kv")
-        pages, _ = close_pages(k, v, layout, static, np.zeros(256, np.int64))
-        slab = torch.empty(n, layers, KV_HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
-        for first in range(0, n, 256):  # closing takes time: some pages, many times
-            slab[first : first + 256] = pages[: n - first, None]
-        table = PageTable(
-            np.arange(batch + 1, dtype=np.int64) * (n // batch),
-            np.random.permutation(n).astype(np.int64),  # pages in random places
-            np.tile(np.arange(start, end, size, dtype=np.int64), batch),
-            np.full(n, size, np.int32),
-        )
-        parts.append(Part(PageStore(layout, (slab[:, 0],), {} if layout.is_raw else static), table))
-        strides.append(layout.page_size_bytes)
-    return AttendCall(tuple(parts), HEAD_DIM**-0.5), tuple(strides), layers, nbytes
+    return Call(
+        [layouts[name] for name in tiers],
+        [_table(batch, pages[name], start, layouts[name].page_size) for name, (start, _) in tiers.items()],
+        [_pool(layouts[name], batch * pages[name], layers, static, alike=True) for name in tiers],
+        static,
+    )
 
 
 def time_tiers(scheme: Scheme, tiers: dict[str, tuple[int, int]], batch: int, q_heads: int) -> dict[str, float]:
     """Checked and timed decoding over some tiers."""
-    call, strides, layers, nbytes = tiers_call(scheme, tiers, batch)
+    call = tiers_call(scheme, tiers, batch)
     q = torch.randn(batch, 1, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    plan = cuda.plan(call, q_heads, q.dtype, q.device, layer_strides=strides)
-    out, _ = plan.run(q)
-    want, _ = reference.attend(q, call, plan.q_positions.long().cpu(), torch.float64)
-    error = float((out.double() - want).norm() / want.norm())
+    newest = max(end for _, end in tiers.values()) - 1
+    positions = torch.full((batch, 1), newest, dtype=torch.int32, device="cuda")
+    plan = call.plan(q, positions)
+    error = error_of(call, q, plan.run(q, 0), positions)
     if not error < ERROR_LIMIT:
         raise SystemExit(f"{tiers}: error {error} against float64; a wrong kernel has no speed")
     return {
-        "time_us": time_us(_launches(plan, call, q, layers) * max(1, 12 // layers)),
-        "bytes": nbytes,
+        "time_us": time_us(_launches(plan, q, call.layers) * max(1, 12 // call.layers)),
+        "bytes": call.nbytes,
         "error": error,
     }
 

@@ -1,4 +1,4 @@
-"""close_pages on a GPU: raw keys and values to packed pages in one launch, against the copy bandwidth of the same run.
+"""close on a GPU: raw keys and values to packed pages in one launch, against the copy bandwidth of the same run.
 
     python benchmarks/bench_close_gpu.py [--schemes fp8 ..] [--closing-only] [--out
     benchmarks/results/<gpu>/close_pages.json]
@@ -8,10 +8,10 @@ with the reference's, byte for byte (keys in a calibrated basis: but for one byt
 are summed in another order). Times are medians of CUDA-graph replays over several inputs and pools in turn, larger than
 L2. What a launch must move: the raw keys and values and the pages, once.
 
-Then append, a token of each of B sequences to its slot: microseconds of a layer where 32 layers share a pass, as a
-cache calls it (one mapping a pass, uploaded), by the wall clock; the kernel alone in a graph; and the reference's
-slices. And store_tokens, tokens quantized into their slots: a decoding step of 48 sequences and a prompt of 16,384
-tokens, the kernel alone in a graph. Each row is added to --out as it comes. The last line is one JSON object.
+Then store, a token of each of B sequences to its slot in raw pages: microseconds of a layer where 32 layers share a
+pass, as a cache calls it (slots uploaded once a pass), by the wall clock; the kernel alone in a graph; and the
+reference. And tokens raw or quantized into their slots: a decoding step of 48 sequences and a prompt of 16,384 tokens,
+the kernel alone in a graph. Each row is added to --out as it comes. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from run_files import append, arguments
 
 from kvbits import schemes
 from kvbits.errors import KvbitsError
-from kvbits.ops.cuda.append import tokens as append_cuda
-from kvbits.ops.cuda.engine import close as cuda
+from kvbits.later import upload
+from kvbits.ops.cuda import store as store_cuda
 from kvbits.ops.cuda.families import family_of
-from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import close as reference
-from kvbits.ops.types import PageStore, SlotMapping
+from kvbits.ops.reference import store as store_reference
+from kvbits.ops.store import STATUS_FIELDS
+from kvbits.ops.types import PageStore
 from kvbits.spec import PageLayout, QuantSpec
 
 PAGES, HEADS, PAGE, HEAD_DIM = 2048, 8, 64, 128
@@ -76,7 +77,7 @@ def bench(key: QuantSpec, value: QuantSpec) -> dict[str, Any]:
         slab = torch.empty(PAGES, HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
         store = PageStore(layout, (slab,), calibrated(layout))
         addresses = torch.arange(PAGES, device="cuda") * slab.stride(0) + slab.data_ptr()
-        status = torch.zeros(cuda.STATUS_FIELDS, dtype=torch.int32, device="cuda")
+        status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device="cuda")
         kept.append(slab)
         starts = np.arange(PAGES) * PAGE
         family = family_of(layout)
@@ -106,29 +107,27 @@ def bench_store_tokens(name: str, count: int) -> float:
     starts = (torch.randperm(512, device="cuda")[:count] if single else slots // PAGE).int() * PAGE
     static = calibrated(layout)
     here = {name: x.cpu() for name, x in static.items()}
-    append_cuda.prepare(layout, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
+    store_cuda.prepare(layout, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
     launches = []
     for _ in range(COPIES if not single else 64):
         k, v = (torch.randn(count, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")
         pages = torch.zeros(num_pages, HEADS, layout.head_bytes, dtype=torch.uint8, device="cuda")
         launches.append(
-            lambda k=k, v=v, pages=pages: append_cuda.store_tokens(
-                k, v, pages, layout, slots, static=static, previous_page=previous, starts=starts
+            functools.partial(
+                store_cuda.store, k, v, PageStore(layout, (pages,), static), slots, previous=previous, starts=starts
             )
         )
         want = pages.cpu()
         launches[-1]()
         n = min(count, 4 * PAGE)
         entries = [x[:n].cpu() for x in (k, v, slots, previous, starts)]
-        append_reference.store_tokens(
-            *entries[:2], want, layout, entries[2], static=here, previous_page=entries[3], starts=entries[4]
-        )
+        judged = PageStore(layout, (want,), here)
+        store_reference.store(*entries[:2], judged, entries[2], previous=entries[3], starts=entries[4])
         touched = (entries[2] // PAGE).unique()
         differ = (pages.cpu()[touched] != want[touched]).sum() / (want[touched] != 0).sum()
         if differ > (TIES if layout.key.basis == "calibrated" else 0):
             raise SystemExit(
-                f"store_tokens as {name}: {differ:.1e} of the bytes are not the reference's; a wrong kernel has no"
-                " speed"
+                f"store as {name}: {differ:.1e} of the bytes are not the reference's; a wrong kernel has no speed"
             )
     return time_us(launches * 4)
 
@@ -147,12 +146,12 @@ def bench_append(batch: int, layers: int = 32) -> dict[str, Any]:
         [torch.randn(batch, 1, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv"]
         for _ in range(layers)
     ]
-    runs = np.array([[b, 0, batch - 1 - b, b % PAGE, 1] for b in range(batch)])
+    places = np.array([(batch - 1 - b) * PAGE + b % PAGE for b in range(batch)])
 
     def one_pass(name: str) -> None:
-        mapping = SlotMapping(runs.copy())
-        for (k, v), store in zip(tokens, stores[name], strict=True):
-            (append_cuda if name == "cuda" else append_reference).append(k, v, store, mapping)
+        slots = upload(places, stores[name][0].device)
+        for (k, v), pages in zip(tokens, stores[name], strict=True):
+            (store_cuda if name == "cuda" else store_reference).store(k, v, pages, slots)
 
     waits: dict[str, list[float]] = {name: [] for name in stores}
     for turn in range(12):
@@ -163,12 +162,12 @@ def bench_append(batch: int, layers: int = 32) -> dict[str, Any]:
             torch.cuda.synchronize()
             seconds += [time.perf_counter() - start] if turn > 1 else []
     if not torch.equal(*slabs.values()):
-        raise SystemExit("append: other bytes than the reference's; a wrong kernel has no speed")
-    table = append_cuda.table(SlotMapping(runs), stores["cuda"][0])
+        raise SystemExit("store: other bytes than the reference's; a wrong kernel has no speed")
+    slots = upload(places, stores["cuda"][0].device)
     kernel = time_us(
         [
-            lambda kv=kv, store=store: append_cuda.launch(*kv, store, table)
-            for kv, store in zip(tokens, stores["cuda"], strict=True)
+            functools.partial(store_cuda.store, *kv, pages, slots)
+            for kv, pages in zip(tokens, stores["cuda"], strict=True)
         ]
     )
     return {"batch": batch, "kernel_us": kernel} | {
@@ -179,7 +178,7 @@ def bench_append(batch: int, layers: int = 32) -> dict[str, Any]:
 def parser() -> argparse.ArgumentParser:
     found = arguments(__doc__)
     found.add_argument("--schemes", nargs="+", default=list(_rows()), choices=list(_rows()))
-    found.add_argument("--closing-only", action="store_true", help="no append, no store_tokens")
+    found.add_argument("--closing-only", action="store_true", help="no tokens that are stored one by one")
     found.add_argument("--quick", action="store_true", help="a third of the replays")
     return found
 
@@ -210,21 +209,21 @@ def main() -> None:
 
 
 def bench_tokens(args: argparse.Namespace, copy: float, shape: dict[str, Any]) -> None:
-    """Single tokens: appended raw, and stored packed."""
+    """Single tokens: the newest ones as a cache stores them raw, and the kernel alone."""
     appends = [bench_append(batch) for batch in (1, 32, 256)]
     for a in appends:
         print(
-            f"  append of {a['batch']:3d} tokens  {a['cuda_us']:8.1f} us a layer (kernel {a['kernel_us']:.1f};"
+            f"  store of {a['batch']:3d} raw tokens  {a['cuda_us']:8.1f} us a layer (kernel {a['kernel_us']:.1f};"
             f" reference {a['reference_us']:.1f})",
             flush=True,
         )
     stores = [
         {"scheme": name, "tokens": n, "us": bench_store_tokens(name, n)}
-        for name in ("int8_centered", "int4", *BANDED)
+        for name in ("raw", "int8_centered", "int4", *BANDED)
         for n in (48, 16384)
     ]
     for s in stores:
-        print(f"  store_tokens of {s['tokens']:6,d} tokens as {s['scheme']:14s} {s['us']:8.1f} us", flush=True)
+        print(f"  store of {s['tokens']:6,d} tokens as {s['scheme']:14s} {s['us']:8.1f} us", flush=True)
     append([], args.out, sections={"append": appends, "store_tokens": stores}, copy_bytes_per_s=copy, **shape)
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import numpy as np
 import torch
 from bench_attend_gpu import (
     HEAD_DIM,
@@ -38,9 +37,9 @@ from run_files import append, arguments
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import KvbitsError
-from kvbits.ops.cuda.engine import host_plan as cuda
-from kvbits.ops.reference import attend as reference
-from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.ops import attend
+from kvbits.ops.reference.attend import exact
+from kvbits.ops.types import PageStore, Table
 from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, Rotary, Scheme
 
 # sequences, query heads, tokens
@@ -94,16 +93,15 @@ def layers_for(scheme: Scheme, batch: int, tokens: int) -> int:
     return max(2, -(-ROTATE_BYTES // (batch * tokens // scheme.page_size * layout.page_size_bytes)))
 
 
-def call_of(cache: PagedCache, layer: int, rows: list[int]) -> AttendCall:
-    """Host lists of some sequences, for the reference."""
-    state = cache.groups[0]
-    parts = []
-    for pool, t in state.tables().items():
-        keep = np.concatenate([np.arange(t.indptr[r], t.indptr[r + 1]) for r in rows])
-        indptr = np.concatenate([[0], np.cumsum([t.indptr[r + 1] - t.indptr[r] for r in rows])]).astype(np.int64)
-        store: PageStore = cache.store_of(layer, pool)
-        parts.append(Part(store, PageTable(indptr, t.page_ids[keep], t.starts[keep], t.lengths[keep])))
-    return AttendCall(tuple(parts), HEAD_DIM**-0.5)
+def read_of(cache: PagedCache, layer: int, rows: list[int]) -> tuple[list[PageStore], list[Table]]:
+    """What attention of some sequences reads, led by the host."""
+    found = cache.groups[0].tables()
+
+    def of_rows(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x[rows]
+
+    tables = [Table(*map(of_rows, (t.pages, t.tokens, t.starts, t.offsets, t.spans))) for t in found.values()]
+    return [cache.store_of(layer, pool) for pool in found], tables
 
 
 def decode_a_little(cache: PagedCache, q_heads: int, layers: int, steps: int = 4) -> torch.Tensor:
@@ -123,8 +121,8 @@ def check(cache: PagedCache, q: torch.Tensor, out: torch.Tensor, what: str) -> f
     rows = sorted({0, cache.batch_size - 1})
     lengths = cache.seq_lens
     layer = len(cache.spec.layers) - 1
-    positions = torch.tensor([[lengths[r] - 1] for r in rows])
-    want, _ = reference.attend(q[rows], call_of(cache, layer, rows), positions, torch.float64)
+    positions = torch.tensor([[lengths[r] - 1] for r in rows], dtype=torch.int32)
+    want, _ = exact(q[rows], *read_of(cache, layer, rows), positions=positions)
     error = float((out[rows].double() - want).norm() / want.norm())
     if not error < ERROR_LIMIT:
         raise ValueError(f"{what}: error {error} against float64; a wrong kernel has no speed")
@@ -169,18 +167,18 @@ def bench_preset(name: str, batch: int, q_heads: int, tokens: int, product: Any)
 
 
 def host_led(cache: PagedCache, q: torch.Tensor, scheme: Scheme, layers: int, repeat: int) -> dict[str, Any]:
-    calls = [call_of(cache, i, list(range(cache.batch_size))) for i in range(layers)]
-    strides = tuple(p.store.layout.page_size_bytes for p in calls[0].parts)
-    plan = cuda.plan(calls[0], q.shape[2], q.dtype, q.device, layer_strides=strides)
-    launches = [
-        lambda i=i: plan.run(q, layer=i, static=[p.store.static for p in calls[i].parts]) for i in range(layers)
-    ] * repeat
-    time_real = time_us(launches)
+    stores, tables = read_of(cache, 0, list(range(cache.batch_size)))
+    options = {"batch_size": len(q), "num_q_heads": q.shape[2], "dtype": q.dtype, "device": q.device}
+    plan = attend.plan([x.layout for x in stores], **options)
+    for i in range(layers):
+        plan.bind(i, [cache.store_of(i, pool) for pool in cache.groups[0].tables()])
+    if not plan.reads_host:
+        tables = [Table(*(x.cuda() for x in (t.pages, t.tokens, t.starts))) for t in tables]
+    plan.update(tables)
+    out = torch.empty_like(q)
     return {
-        "time_us": time_real,
-        "error": check(
-            cache, q, plan.run(q, layer=layers - 1, static=[p.store.static for p in calls[-1].parts])[0], scheme.name
-        ),
+        "time_us": time_us([lambda i=i: plan.run(q, i, out=out) for i in range(layers)] * repeat),
+        "error": check(cache, q, plan.run(q, layers - 1), scheme.name),
     }
 
 

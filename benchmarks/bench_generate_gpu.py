@@ -57,6 +57,7 @@ from kvbits.errors import KvbitsError
 from kvbits.integrations.graphs import graphed
 from kvbits.integrations.huggingface import KVCache
 from kvbits.integrations.models import scheme_for
+from kvbits.model_ref import ModelRef
 from kvbits.spec import Override, Scheme
 
 SHAPES = ((1, 32768), (8, 16384), (32, 8192), (1, 8192), (4, 8192))  # sequences, tokens
@@ -363,7 +364,7 @@ def scheme_of(row: str) -> str | Scheme:
 
 def made_up(model: LlamaForCausalLM, row: str) -> Calibration | None:
     """Even codebooks, for presets that are calibrated."""
-    scheme = scheme_for(model, scheme_of(row))
+    scheme = scheme_for(ModelRef.of(model), scheme_of(row))
     static = calibration(scheme, model.config.num_hidden_layers)
     return Calibration(static, fingerprint(model.config, scheme)) if static else None
 

@@ -27,12 +27,12 @@ import torch
 from run_files import append, arguments
 
 from kvbits.cache.pool import allocate_slab
-from kvbits.ops.cpu import append as append_cpu
 from kvbits.ops.cpu import close as close_cpu
 from kvbits.ops.cpu import library
-from kvbits.ops.reference import append as append_reference
+from kvbits.ops.cpu import store as store_cpu
 from kvbits.ops.reference import close as close_reference
-from kvbits.ops.types import PageStore, SlotMapping
+from kvbits.ops.reference import store as store_reference
+from kvbits.ops.types import PageStore
 from kvbits.spec import PageLayout, PerChannel, PerToken, QuantSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -148,10 +148,10 @@ if not args.skip_column_outer:
 raw = PageLayout(key=QuantSpec.raw(), value=QuantSpec.raw(), page_size=64, num_kv_heads=3, head_dim=64)
 tails = [PageStore(raw, (torch.zeros(4, 3, raw.head_bytes, dtype=torch.uint8),)) for _ in "ab"]
 token_k, token_v = (torch.randn(1, 3, 1, 64).bfloat16().transpose(1, 2) for _ in "kv")
-slots = SlotMapping(np.array([[0, 0, 2, 5, 1]]))
+slots = torch.tensor([2 * 64 + 5])
 appends = {
-    "cpu": lambda: append_cpu.append(token_k, token_v, tails[0], slots),
-    "reference": lambda: append_reference.append(token_k, token_v, tails[1], slots),
+    "cpu": lambda: store_cpu.store(token_k, token_v, tails[0], slots),
+    "reference": lambda: store_reference.store(token_k, token_v, tails[1], slots),
 }
 waits: dict[str, list[float]] = {name: [] for name in appends}
 weights = x.view(torch.int64).flatten()[: 7_000_000 // 8]

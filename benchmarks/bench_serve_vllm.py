@@ -154,7 +154,7 @@ def engine(args: argparse.Namespace, max_model_len: int, max_num_seqs: int, capt
     if not torch.cuda.is_available():
         import vllm_cpu
 
-        options |= {"attention_backend": "CUSTOM"} if args.kv_cache_dtype == "bf16" else {}
+        options |= {"attention_backend": "KVBITS"} if args.kv_cache_dtype == "bf16" else {}
         return vllm_cpu.engine(model, **(options | more | given))
     from vllm import LLM
 

@@ -44,8 +44,8 @@ from run_files import append, arguments
 import kvbits
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
+from kvbits.cache.reading import readers
 from kvbits.spec import CacheSpec, LayerGeometry, Rotary
-from kvbits.store.loading import readers
 
 parser = arguments(__doc__)
 parser.add_argument("--where", type=Path, required=True, help="an empty or new folder; it is removed at the end")

@@ -13,15 +13,14 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from types import SimpleNamespace
 
 import torch
 from run_files import append, arguments
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
-from kvbits.ops import dispatch
-from kvbits.ops.reference import attend as reference
+from kvbits.ops import attend
+from kvbits.ops.reference.attend import exact
 from kvbits.spec import CacheSpec, LayerGeometry, Scheme
 
 SCALING = 0.1
@@ -61,9 +60,7 @@ def bytes_read(cache: PagedCache) -> dict[str, int]:
     for pool, table in g.tables().items():
         name = {"closed": "cold", "tier0": "warm"}.get(pool, "hot")
         nbytes = g.pools[pool].layout.page_size_bytes
-        found[name] += int(sum(nbytes * n / g.pools[pool].layout.page_size for n in table.lengths)) * len(
-            g.group.layers
-        )
+        found[name] += int(table.tokens.sum()) * nbytes // g.pools[pool].layout.page_size * len(g.group.layers)
     return found
 
 
@@ -85,24 +82,31 @@ def main() -> None:
         for name, s in tiers(args.scheme, args.context).items()
     }
     q = torch.randn(1, 1, args.heads * args.group, args.head_dim).bfloat16()
-    positions = torch.tensor([[args.context - 1]])
-    calls, served = {}, {}
+    plans = {}
     for name, cache in caches.items():
-        state = SimpleNamespace(steps=[SimpleNamespace(history=cache.groups[0].tables())])
-        calls[name] = [
-            cache._layers.call(cache._stores.places[layer], SCALING, None, state) for layer in range(args.layers)
-        ]
-        choice = dispatch.choose("attend_pages", q, calls[name][0])
-        served[name] = (choice.backend, choice.run)
-        want, _ = reference.attend(q, calls[name][0], positions, torch.float64)
-        got, _ = choice.run(q, calls[name][0], positions)
+        history = cache.groups[0].tables()
+        stores = [[cache._stores.of_layer(layer, pool) for pool in history] for layer in range(args.layers)]
+        plans[name] = attend.plan(
+            [store.layout for store in stores[0]],
+            batch_size=1,
+            num_q_heads=q.shape[2],
+            dtype=q.dtype,
+            device="cpu",
+            scaling=SCALING,
+        )
+        for layer, its in enumerate(stores):
+            plans[name].bind(layer, its)
+        plans[name].update(list(history.values()))
+        want, _ = exact(q, stores[0], list(history.values()), scaling=SCALING)
+        got = plans[name].run(q, 0, out=torch.empty(q.shape))
         assert (got.double() - want).norm() <= 2e-2 * want.norm(), f"{name} is wrong; a speed would mean nothing"
+    out = torch.empty(q.shape)
     times: dict[str, list[float]] = {name: [] for name in caches}
     for _ in range(args.rounds):
-        for name, (_, run) in served.items():
+        for name, plan in plans.items():
             began = clock()
-            for call in calls[name]:
-                run(q, call, positions)
+            for layer in range(args.layers):
+                plan.run(q, layer, out=out)
             times[name].append(clock() - began)
     best = {name: statistics.median(t) for name, t in times.items()}
     held = {name: bytes_read(c) for name, c in caches.items()}
@@ -113,7 +117,7 @@ def main() -> None:
             "cache": name,
             "scheme": args.scheme,
             "context": args.context,
-            "backend": served[name][0],
+            "backend": plans[name].choice.backend,
             "step_s": best[name],
             "bytes": held[name],
         }

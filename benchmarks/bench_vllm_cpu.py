@@ -100,47 +100,39 @@ def ours(
 ) -> tuple[torch.Tensor, Callable[[], None], Callable[[], None], int]:
     """(out, attend, store, bytes of the pages): as the plugin does it for a layer, the step's plan made."""
     from kvbits.integrations.engine.served import FORMATS, PAGE_SIZE
-    from kvbits.ops import dispatch, paged_attention
+    from kvbits.ops import attend
+    from kvbits.ops import store as op
+    from kvbits.ops.types import PageStore, Table
 
     batch, _, heads, d = k.shape
     layout, pages = FORMATS[f"kvbits_{name}"].layout(heads, d, d), -(-length // PAGE_SIZE)
     pool = torch.zeros(batch * pages, heads, layout.head_bytes, dtype=torch.uint8)
     static = static_of(layout)
-    choice = dispatch.choose("store_tokens", layout, torch.bfloat16, pool.device)
+    choice, stored = op.choose(layout, torch.bfloat16, pool.device), PageStore(layout, (pool,), static)
     table = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
     at = torch.arange(length)
     for b in range(batch):
         before = torch.where((at % PAGE_SIZE == 0) & (at > 0), b * pages + at // PAGE_SIZE - 1, -1)
-        choice.run(
-            k[b],
-            v[b],
-            pool,
-            layout,
-            b * pages * PAGE_SIZE + at,
-            static=static,
-            previous_page=before,
-            starts=(at // PAGE_SIZE * PAGE_SIZE).int(),
-        )
-    plan = paged_attention.plan(
-        [layout], max_pages=[pages], batch_size=batch, num_q_heads=q.shape[2], dtype=q.dtype, device="cpu"
-    )
-    plan.bind(0, [pool], static)
-    plan.update([table], [torch.full((batch,), length, dtype=torch.int32)])
+        starts = (at // PAGE_SIZE * PAGE_SIZE).int()
+        choice.run(k[b], v[b], stored, b * pages * PAGE_SIZE + at, previous=before, starts=starts)
+    plan = attend.plan([layout], batch_size=batch, num_q_heads=q.shape[2], dtype=q.dtype, device="cpu")
+    plan.bind(0, [stored])
+    plan.update([Table(table, torch.full((batch,), length, dtype=torch.int32))])
     out, newest = torch.empty_like(q), torch.arange(batch) * pages * PAGE_SIZE + length - 1
     none, first = (
         torch.full((batch,), -1),
         torch.full((batch,), (length - 1) // PAGE_SIZE * PAGE_SIZE, dtype=torch.int32),
     )
 
-    def attend() -> None:
+    def read() -> None:
         plan.run(q, 0, out=out)
 
     def store() -> None:
-        choice.run(k[:, -1], v[:, -1], pool, layout, newest, static=static, previous_page=none, starts=first)
+        choice.run(k[:, -1], v[:, -1], stored, newest, previous=none, starts=first)
 
-    attend()
+    read()
     assert "cpu" in plan.explain() and choice.backend == "cpu", plan.explain()
-    return out[:, 0], attend, store, pool.nbytes
+    return out[:, 0], read, store, pool.nbytes
 
 
 def attention(args: argparse.Namespace, shape: str) -> list[dict[str, Any]]:
@@ -194,7 +186,7 @@ def one_engine(args: argparse.Namespace, shape: str, name: str) -> dict[str, Any
 
     batch, length = map(int, shape.split("x"))
     config: dict[str, Any] = (
-        {"block_size": BLOCK} if name == "vllm" else {"block_size": 64, "attention_backend": "CUSTOM"}
+        {"block_size": BLOCK} if name == "vllm" else {"block_size": 64, "attention_backend": "KVBITS"}
     )
     config |= {"additional_config": {"kvbits": {"dtype": name}}} if name not in ("vllm", "raw") else {}
     config |= (

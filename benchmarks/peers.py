@@ -41,6 +41,7 @@ from kvbits.evaluate.caches import CacheFactory
 from kvbits.evaluate.simulated import SimulatedCache, SimulatedLayer
 from kvbits.geometry import layer_geometries
 from kvbits.integrations.models import scheme_for
+from kvbits.model_ref import ModelRef
 from kvbits.quant.basis import hadamard
 from kvbits.spec import CacheSpec, LayerGeometry
 
@@ -247,7 +248,7 @@ def nvfp4_factory(model: Any) -> CacheFactory:
     layers = layer_geometries(model.config)
     if narrow := [d for g in layers for d in (g.head_dim, g.value_head_dim) if d % 16]:
         raise UnsupportedError(f"nvfp4 has groups of 16 channels, which do not divide head_dim={narrow[0]}")
-    spec = CacheSpec(scheme=scheme_for(model, "int4"), layers=layers)
+    spec = CacheSpec(scheme=scheme_for(ModelRef.of(model), "int4"), layers=layers)
     numbers = [g.token_elements for g in layers]
     pages = sum(
         n * 64 / (spec.scheme.page_size * (g.head_dim + g.value_head_dim)) for n, g in zip(numbers, layers, strict=True)

@@ -37,7 +37,7 @@ LEAST_US = 5
 made a file of results 1.7 times as long.
 """
 GROUPS = {
-    "store, close": r"reshape_and_cache|^store_tokens|^store_banded|^append_tokens|^close_pages",
+    "store, close": r"reshape_and_cache|^store_tokens|^store_raw|^store_banded|^close_pages",
     "plan, place": r"^work_list|^place$|^advance$|prepare_varlen|prepare_scheduler|scheduler_metadata",
     "attention": r"^attend$|^merge_partials|flash",
     "matrix products": r"gemm|nvjet|splitk|cublas|xmma|cutlass",

@@ -199,7 +199,7 @@ def measure(
         for n in some:
             v = wanted[n]
             caches[n] = kvbits.KVCache.for_model(model, v.scheme, calibration=v.calibration)
-        return compare(model, caches, ids[w], first=0, chunk=chunk)
+        return compare(model, caches, ids[w], chunk=chunk)
 
     results: dict[str, Fidelity] = {}
     with bar(label, len(tasks)) as advance:

@@ -28,7 +28,7 @@ for name in args.presets:
     cells = []
     for capability in archs:
         every = ahead.of_group(group, 32, torch.bfloat16, False, capability)
-        *_, kernel = (s for s in every if s.macros.get("BLOCK_TABLES"))  # of one token behind packed pages and raw ones
+        *_, kernel = (s for s in every if "SPANS" in s.macros)  # of one token behind packed pages and raw ones
         (binary,) = ahead.compiled([kernel], capability)
         found = binary.resources("attend")
         cells.append(

@@ -25,11 +25,9 @@ DROPPED = (
     "kl_histogram",
     "chain",
     "answer",
-    "completion",
     "isolation",
     "reason",
     "chosen",
-    "right_norm",
     "layers",
     "statistics",
 )
@@ -37,7 +35,7 @@ NEEDED = {
     "replay": "chain",
     "greedy": "tokens",
     "attention": "layers",
-    "humaneval": "completion",
+    "humaneval": "chosen",
     "gsm8k": "chosen",
     "mmlu": "chosen",
 }

@@ -1,9 +1,9 @@
 """An inference engine of its own over kvbits' pages: block tables, prompts in one chunk, decoding in a batch.
 
-python examples/minimal_engine.py [MODEL] [int8 | int4 | raw]
+python examples/minimal_engine.py [MODEL] [int8_centered | int8 | int4 | raw]
 
-The engine owns pages and tables. Two operations of kvbits serve it: `store_tokens` writes keys and values to slots,
-`paged_attention` reads them. The model is any Llama-like one; its weights are used through plain torch, its attention
+The engine owns pages and tables. Two operations of kvbits serve it: `store` writes keys and values to slots,
+`attend` reads them. The model is any Llama-like one; its weights are used through plain torch, its attention
 and its cache are not.
 """
 
@@ -14,8 +14,10 @@ import torch.nn.functional as F
 
 import kvbits
 from kvbits import schemes
-from kvbits.ops import dispatch, paged_attention
-from kvbits.spec import PageLayout
+from kvbits.ops import attend, store
+from kvbits.ops.types import PageStore, Table
+from kvbits.quant.rotary import turn_by
+from kvbits.spec import PageLayout, Rotary
 
 PAGE = 64
 
@@ -42,31 +44,44 @@ class Engine:
         )
         most = -(-max_tokens // PAGE)
         page = (kv_heads, self.layout.head_bytes)
+        rotary = Rotary(inv_freq=model.model.rotary_emb.inv_freq.tolist())  # brings a page's mean key to the next page
+        turn = turn_by(rotary, self.head_dim, PAGE).to(weight.device)
         self.pages = [
-            torch.zeros(max_batch * most, *page, dtype=torch.uint8, device=weight.device) for _ in model.model.layers
+            PageStore(
+                self.layout,
+                (torch.zeros(max_batch * most, *page, dtype=torch.uint8, device=weight.device),),
+                turn=turn,
+            )
+            for _ in model.model.layers
         ]
         self.free, self.tables, self.tokens = list(range(max_batch * most)), {}, {}
         self.table = torch.zeros(max_batch, most, dtype=torch.int32, device=weight.device)
-        self.writer = dispatch.choose("store_tokens", self.layout, weight.dtype, weight.device)
+        self.writer = store.choose(self.layout, weight.dtype, weight.device)
         heads = config.num_attention_heads
-        self.reader = paged_attention.plan(
-            [self.layout], max_pages=[most], batch_size=max_batch, num_q_heads=heads, scaling=attention.scaling, **kind
+        self.reader = attend.plan(
+            [self.layout], batch_size=max_batch, num_q_heads=heads, scaling=attention.scaling, **kind
         )
         for i, pages in enumerate(self.pages):
             self.reader.bind(i, [pages])
 
     def slots(self, name, start, end):
-        """Where tokens `start` .. `end` of a sequence are stored. Takes the pages that they need."""
+        """Where tokens `start` .. `end` of a sequence are stored, and the page before each one's or -1. Takes the pages
+        that they need.
+        """
         table = self.tables[name]
         while len(table) * PAGE < end:
             table.append(self.free.pop())
-        return [table[i // PAGE] * PAGE + i % PAGE for i in range(start, end)]
+        return [
+            (table[i // PAGE] * PAGE + i % PAGE, table[i // PAGE - 1] if i >= PAGE else -1) for i in range(start, end)
+        ]
 
     @torch.no_grad()
     def forward(self, tokens, positions, slots, attend):
         """Logits [N, vocabulary] of N tokens; attend(layer, q, k, v) gives [N, Hq, D]."""
         core, device = self.model.model, self.table.device
-        tokens, positions, slots = (torch.tensor(x, device=device) for x in (tokens, positions, slots))
+        tokens, positions, slots, previous = (
+            torch.tensor(x, device=device) for x in (tokens, positions, *zip(*slots, strict=True))
+        )
         x = core.embed_tokens(tokens)
         cos, sin = (angle[0, :, None] for angle in core.rotary_emb(x[None], positions[None]))
         for i, layer in enumerate(core.layers):
@@ -76,7 +91,7 @@ class Engine:
                 y * cos + torch.cat([-y[..., self.head_dim // 2 :], y[..., : self.head_dim // 2]], -1) * sin
                 for y in (q, k)
             )
-            self.writer.run(k, v, self.pages[i], self.layout, slots)
+            self.writer.run(k, v, self.pages[i], slots, previous=previous)
             x = x + a.o_proj(attend(i, q, k, v).flatten(1))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.model.lm_head(core.norm(x))
@@ -99,9 +114,8 @@ class Engine:
         slots = [self.slots(n, length - 1, length)[0] for n, length in zip(names, lengths, strict=True)]
         for row, n in enumerate(names):
             self.table[row, : len(self.tables[n])] = torch.tensor(self.tables[n])
-        self.reader.update(
-            [self.table[: len(names)]], [torch.tensor(lengths, dtype=torch.int32, device=self.table.device)]
-        )
+        tokens = torch.tensor(lengths, dtype=torch.int32, device=self.table.device)
+        self.reader.update([Table(self.table[: len(names)], tokens)])
         last = [self.tokens[n][-1] for n in names]
         logits = self.forward(
             last, [length - 1 for length in lengths], slots, lambda i, q, k, v: self.reader.run(q[:, None], i)[:, 0]

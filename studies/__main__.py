@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import run_files
 import typer
 
 from kvbits import runs
-from kvbits.cli.common import Command, Group, Json, Threads, names_of, new_table, print_json, set_threads
+from kvbits.cli.common import Group, OnThreads, Output, command, new_table, print_json
 from kvbits.cli.output import show
 from kvbits.errors import FileFormatError, SpecError
 from kvbits.files import require_folder
+from kvbits.settings import names_in, setting
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,39 +29,39 @@ app = typer.Typer(
 STAGES = {"quantize": "quantize", "dequantize": "dequantize", "with_scales": "scales + quantize", "scales": "scales"}
 
 
-@app.command(cls=Command)
-def paper(
-    cases: Annotated[
-        str, typer.Option(help="Cases, comma-separated, or all: the paper's eight and one with D not divisible by 4.")
-    ] = "all",
-    cpu_rows: Annotated[
-        int, typer.Option(help="Rows the CPU code is timed on; its times are scaled to the case.")
-    ] = 4096,
-    out: Annotated[Path | None, typer.Option(help="JSON file that this run is added to.", show_default=False)] = None,
-    figures: Annotated[
-        Path | None, typer.Option(help="Folder for the paper's figures 1 to 5 (needs matplotlib).", show_default=False)
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option("--from", help="A file that --out wrote: show and draw it, measure nothing.", show_default=False),
-    ] = None,
-    threads: Threads = None,
-    as_json: Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Paper(OnThreads):
+    """What is measured or shown."""
+
+    cases: tuple[str, ...] = setting(
+        ("all",),
+        "Cases, comma-separated, or all: the paper's eight and one with D not divisible by 4.",
+        read=names_in,
+        shown="all",
+    )
+    cpu_rows: int = setting(4096, "Rows the CPU code is timed on; its times are scaled to the case.")
+    out: Path | None = setting(None, "JSON file that this run is added to.")
+    figures: Path | None = setting(None, "Folder for the paper's figures 1 to 5 (needs matplotlib).")
+    data: Path | None = setting(None, "A file that --out wrote: show and draw it, measure nothing.", "--from")
+
+
+@command(to=app)
+def paper(options: Paper) -> None:
     """Quantize matrices as in the INT8 paper: its CPU code, its four CUDA kernels, ours; time, bandwidth, speed-up,
     errors.
 
     Without an NVIDIA GPU the CPU part is measured alone.
     """
+    out, figures = options.out, options.figures
     if out:
         require_folder(out.parent, "--out", writable=True)
         if out.is_dir():
             raise SpecError(f"--out {out} is a directory; name a file in it")
     if figures:
         require_folder(figures, "--figures", writable=True)
-    own = _load(data) if data else runs.of_one(_measure(cases, cpu_rows, threads), "errors", "rows")
+    own = _load(options.data) if options.data else runs.of_one(_measure(options), "errors", "rows")
     result = run_files.newest(own)
-    if out and not data:
+    if out and not options.data:
         out.parent.mkdir(parents=True, exist_ok=True)
         run_files.add(own, out)
     notes = [] if result["device"] else [f"No GPU kernels were measured: {result['gpu_missing']}."]
@@ -68,18 +70,18 @@ def paper(
 
         paths, left_out = draw(result, figures)
         notes += [f"wrote {p}" for p in paths] + left_out
-    if as_json:
+    if options.as_json:
         print_json(own)
         return
     show(_errors(result), *(_times(result, e["case"]) for e in result["errors"]), *notes)
 
 
-def _measure(cases: str, cpu_rows: int, threads: int | None) -> dict[str, Any]:
+def _measure(options: Paper) -> dict[str, Any]:
     from .int8_paper import study
 
-    set_threads(threads)
-    names = list(study.CASES) if cases == "all" else names_of("--cases", cases)
-    return study.run(names, cpu_rows=cpu_rows, progress=lambda text: typer.echo(text, err=True))
+    options.set_threads()
+    names = list(study.CASES) if list(options.cases) == ["all"] else list(options.cases)
+    return study.run(names, cpu_rows=options.cpu_rows, progress=lambda text: typer.echo(text, err=True))
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -145,15 +147,15 @@ def _times(result: dict[str, Any], case: str) -> Table:
     return table
 
 
-@app.command(cls=Command)
-def sources(as_json: Json = False) -> None:
+@command(to=app)
+def sources(options: Output) -> None:
     """Recompute the memory figures that the source documents print."""
     from kvbits.units import GB, GIB
 
     from .source_figures import source_figures
 
     figures = source_figures()
-    if as_json:
+    if options.as_json:
         print_json({"sources": [f.to_dict() for f in figures]})
         return
     table = new_table(

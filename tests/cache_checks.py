@@ -10,7 +10,7 @@ from dense_model import DenseCache, dense_attention
 
 from kvbits.cache import tables
 from kvbits.cache.paged_cache import PagedCache
-from kvbits.ops.types import PageTable
+from kvbits.ops.types import Table
 
 SCALING = 0.3
 
@@ -104,14 +104,9 @@ def check_values(cache: PagedCache, model: DenseCache) -> None:
                 assert torch.equal(stored, page.page), "the bytes of a closed page differ"
 
 
-def _as_lists(tables: dict[Any, PageTable]) -> dict[Any, list[Any]]:
+def _as_lists(tables: dict[Any, Table]) -> dict[Any, list[Any]]:
     return {
-        tier: [
-            t.indptr.tolist(),
-            t.page_ids.tolist(),
-            t.starts.tolist(),
-            t.lengths.tolist(),
-        ]
+        tier: [None if x is None else x.tolist() for x in (t.pages, t.tokens, t.starts, t.spans)]
         for tier, t in tables.items()
     }
 
@@ -121,7 +116,9 @@ def check_books(cache: PagedCache) -> None:
     one kind.
     """
     for g in cache.groups:
-        assert g._closed_tables is None or _as_lists(g._closed_tables) == _as_lists(tables.of_closed(g.sequences))
+        if g._closed_tables is not None:
+            anew = tables.of_closed(g.sequences, g.group.page_size)
+            assert _as_lists(g._closed_tables) == _as_lists(anew)
         for name, pool in g.pools.items():
             held = Counter(page for s in g.sequences for page in s.pages()[name])
             allocator = pool.allocator

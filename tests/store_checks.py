@@ -12,7 +12,7 @@ from ops.cpu_cases import static_params
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
-from kvbits.cache.serialize import shown_part
+from kvbits.cache.transfer import shown_part
 from kvbits.spec import CacheSpec, LayerGeometry, Rotary
 
 FULL = LayerGeometry(num_kv_heads=2, head_dim=32)

@@ -15,6 +15,7 @@ import pytest
 from kvbits.config_file import read_config
 from kvbits.errors import SpecError, UnsupportedError
 from kvbits.geometry import layer_geometries, plain_layers, state_bytes
+from kvbits.model_ref import ModelRef
 from kvbits.planner import plan
 from kvbits.spec import LayerGeometry
 from kvbits.weights import named_format, weights_bytes
@@ -206,16 +207,16 @@ def test_a_quantizer_s_file_beside_the_configuration_counts(tmp_path, name):
     one = STATED[name]
     try:
         config = written(tmp_path, one["config"])
-        plain, _ = weights_bytes(str(tmp_path), config)
+        plain, _ = weights_bytes(ModelRef(tmp_path, config))
     except SpecError:
         pytest.skip("not a family of Transformers")
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(one["hf_quant_config"]))
     how = one["hf_quant_config"]["quantization"]["quant_algo"]
     if how == "MIXED_PRECISION":
         with pytest.raises(SpecError, match="--weights"):
-            weights_bytes(str(tmp_path), config)
+            weights_bytes(ModelRef(tmp_path, config))
         return
-    packed, said = weights_bytes(str(tmp_path), config)
+    packed, said = weights_bytes(ModelRef(tmp_path, config))
     assert how.lower() in said and plain / packed > (1.7 if how == "FP8" else 2.5)
 
 
@@ -223,7 +224,7 @@ def test_70_billion_in_fp8(tmp_path):
     one = STATED["nvidia/Llama-3.1-70B-Instruct-FP8"]
     config = written(tmp_path, one["config"])
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(one["hf_quant_config"]))
-    assert 71e9 < weights_bytes(str(tmp_path), config)[0] < 74e9
+    assert 71e9 < weights_bytes(ModelRef(tmp_path, config))[0] < 74e9
 
 
 @pytest.mark.parametrize(
@@ -247,5 +248,5 @@ def test_a_name_that_says_packed_weights_is_doubted(tmp_path, name, found):
     folder.mkdir()
     said = []
     config = written(folder, {"model_type": "llama"})
-    weights_bytes(str(folder), config, said.append)
+    weights_bytes(ModelRef(folder, config), said.append)
     assert bool(said) == (found is not None)

@@ -21,10 +21,12 @@ from kvbits.calibrate import calibrate
 from kvbits.cli import app
 from kvbits.evaluate.caches import factory
 from kvbits.evaluate.check import check
-from kvbits.evaluate.run import evaluate
-from kvbits.evaluate.tasks import Context, Options, load
+from kvbits.evaluate.run import Evaluation
+from kvbits.evaluate.settings import Options
+from kvbits.evaluate.tasks import Context, load
 from kvbits.evaluate.texts import Text, novel
 from kvbits.integrations.huggingface import KVCache
+from kvbits.model_ref import ModelRef
 from kvbits.ops.cuda import ahead
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.planner import plan, uniform
@@ -133,7 +135,7 @@ def test_2_fp8_and_int8_article(model, text_ids, tmp_path):
             assert 0 < relative(held_v[:, head], v[0, :192, head]) < most
         # packed pages are attended to as they are, on a CPU too
         assert max(attended(cache)) < 0.01
-        assert "attend_pages by cpu" in cache.explain()["ops"]
+        assert "attend by cpu" in cache.explain()["ops"]
         assert cache.spec.bits_per_element == pytest.approx(8.25 if name != "int4" else 4.5)
     static = calibrate(model, list(text_ids.view(8, 128).split(1)), "int8_static")
     assert static.static[0]["k_scale"].shape[0] == HEADS and (static.static[0]["k_scale"] > 0).all()
@@ -150,19 +152,16 @@ def test_2_fp8_and_int8_article(model, text_ids, tmp_path):
     options = Options(
         data={n: str(tmp_path / n) for n in ("mmlu", "mmlu_dev", "humaneval")}, shots=1, windows=1, length=128, limit=1
     )
-    found = evaluate(
-        model,
-        tiny.tokenizer(),
+    found = Evaluation(
         name="tiny",
         schemes=["int8"],
         tasks=["fidelity", "mmlu"],
         texts=(Text("t", novel()[:1000]),),
         out=tmp_path / "out",
         options=options,
-        progress=False,
-    )
+    ).run(model, tiny.tokenizer(), progress=False)
     assert abs(found["fidelity"]["int8"]["ppl_change"]) < 0.05 and found["mmlu"]["int8"]
-    assert load("humaneval")(Context(model, tiny.tokenizer(), (), options)).item_keys()
+    assert load("humaneval")(Context(ModelRef.of(model), tiny.tokenizer(), (), options)).item_keys()
     assert CliRunner().invoke(app, ["bench", "--help"]).exit_code == 0
 
 
@@ -289,7 +288,7 @@ def test_5_production_guide(model, text_ids):
     on_write.append(0, new, new)
     assert 0 < relative(on_write.dequantize(0, 0)[0], new[0]) < 0.01
     on_write.append(0, numbers(300), numbers(300))
-    assert max(attended(on_write)) < 0.01 and "attend_pages by cpu" in on_write.explain()["ops"]
+    assert max(attended(on_write)) < 0.01 and "attend by cpu" in on_write.explain()["ops"]
     # percentile calibration, and how often numbers saturate
     prompts = list(text_ids.view(8, 128).split(1))
     tight, whole = (calibrate(model, prompts, "int8_static", percentile=p) for p in (99.0, 100.0))
@@ -311,9 +310,9 @@ def test_5_production_guide(model, text_ids):
     assert abs(found.overall["ppl_change"]) < 0.01
     # stress tests: repeated entities, long contexts
     entities = load("entities")(
-        Context(model, tiny.tokenizer(), (), Options(contexts=(3000,), depths=(0.5,), chunk=512))
+        Context(ModelRef.of(model), tiny.tokenizer(), (), Options(contexts=(3000,), depths=(0.5,), chunk=512))
     )
-    asked, _ = entities.prompt(entities.item_keys()[0])
+    asked = entities.item(entities.item_keys()[0])[0]
     assert len(asked) == 3000 and entities.answers(factory(model, "int8"), entities.item_keys())
     for name in ("int8", "int8k_int4v"):
         cache = cache_of(name)

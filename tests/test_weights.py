@@ -11,6 +11,7 @@ import pytest
 from kvbits.config_file import read_config
 from kvbits.errors import SpecError
 from kvbits.geometry import load_config
+from kvbits.model_ref import ModelRef
 from kvbits.weights import COUNTED, counted, estimated, named_format, weights_bytes
 
 transformers = pytest.importorskip("transformers")
@@ -90,7 +91,7 @@ def test_the_formula_holds_at_a_family_s_own_sizes(tmp_path, model_type):
 
 
 def test_packed_weights_take_the_bits_that_the_configuration_names(tmp_path):
-    plain, said = weights_bytes(str(written(tmp_path, "llama")), read_config(tmp_path))
+    plain, said = weights_bytes(ModelRef.stated(str(written(tmp_path, "llama"))))
     count = counted(read_config(tmp_path))
     assert plain == 2 * count.total and said == "counted from the configuration at 2 bytes each"
     for how, bits in (
@@ -105,17 +106,15 @@ def test_packed_weights_take_the_bits_that_the_configuration_names(tmp_path):
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4 + 20 / 128),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.5),
     ):
-        packed, said = weights_bytes(str(written(tmp_path, "llama", quantization_config=how)), read_config(tmp_path))
+        packed, said = weights_bytes(ModelRef.stated(str(written(tmp_path, "llama", quantization_config=how))))
         assert packed == round(count.dense * bits / 8) + 2 * count.rest and how["quant_method"] in said
     folder = written(tmp_path, "gpt_oss", quantization_config={"quant_method": "mxfp4"})
     count = counted(read_config(folder))
-    assert weights_bytes(str(folder), read_config(folder))[0] == round(count.experts * 4.25 / 8) + 2 * (
+    assert weights_bytes(ModelRef.stated(str(folder)))[0] == round(count.experts * 4.25 / 8) + 2 * (
         count.total - count.experts
     )
     with pytest.raises(SpecError, match="quantized by made_up .*give --weights"):
-        weights_bytes(
-            str(written(tmp_path, "llama", quantization_config={"quant_method": "made_up"})), read_config(tmp_path)
-        )
+        weights_bytes(ModelRef.stated(str(written(tmp_path, "llama", quantization_config={"quant_method": "made_up"}))))
 
 
 GROUPS = {"g": {"weights": {"num_bits": 4, "type": "int", "group_size": 128}}}
@@ -169,9 +168,9 @@ def test_every_method_s_bits_are_read_or_refused(name, tmp_path):
     count = counted(config)
     if bits is None:
         with pytest.raises(SpecError, match="give --weights"):
-            weights_bytes(str(folder), config)
+            weights_bytes(ModelRef(folder, config))
     else:
-        nbytes, _ = weights_bytes(str(folder), config)
+        nbytes, _ = weights_bytes(ModelRef(folder, config))
         assert nbytes == round((count.dense + count.experts) * bits / 8) + count.rest * 2
 
 
@@ -239,20 +238,20 @@ def test_an_index_says_what_missing_files_take(tmp_path):
             {"metadata": {"total_size": 777}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
         )
     )
-    assert weights_bytes(str(tmp_path), read_config(tmp_path)) == (
+    assert weights_bytes(ModelRef.stated(str(tmp_path))) == (
         777,
         "stated by model.safetensors.index.json, whose files are not here",
     )
     for name, size in (("model-1.safetensors", 100), ("model-2.safetensors", 50)):
         (tmp_path / name).write_bytes(bytes(size))
-    assert weights_bytes(str(tmp_path), read_config(tmp_path)) == (150, "2 weight files")
+    assert weights_bytes(ModelRef.stated(str(tmp_path))) == (150, "2 weight files")
     (tmp_path / "model-2.safetensors").unlink()
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
     with pytest.raises(
         SpecError,
         match="names model-2.safetensors, which is not there, and no size; complete the download, or give --weights",
     ):
-        weights_bytes(str(tmp_path), read_config(tmp_path))
+        weights_bytes(ModelRef.stated(str(tmp_path)))
 
 
 def test_weights_of_models_that_see_count_too(tmp_path):
@@ -278,7 +277,7 @@ def test_weights_of_models_that_see_count_too(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(stated))
     said = []
-    nbytes, _ = weights_bytes(str(tmp_path), read_config(tmp_path), said.append)
+    nbytes, _ = weights_bytes(ModelRef.stated(str(tmp_path)), said.append)
     model = transformers.AutoModelForImageTextToText.from_config(load_config(tmp_path))
     assert "estimated" in said[0] and 0.5 < nbytes / (2 * sum(p.numel() for p in model.parameters())) < 2
 

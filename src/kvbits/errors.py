@@ -3,6 +3,7 @@
     KvbitsError
     ├── SpecError (ValueError)          a spec, scheme, geometry or option that cannot be
     ├── DataError (ValueError)          tensors with the wrong shape, dtype, device, or with NaN or infinity
+    │   └── ScaleOverflowError      a scale, bias or mean that its storage dtype does not hold
     ├── UnsupportedError                a model or call outside what the library can do correctly
     ├── CacheError (RuntimeError)
     │   ├── PoolFullError               no free page; nothing was changed
@@ -34,6 +35,10 @@ class SpecError(KvbitsError, ValueError):
 
 class DataError(KvbitsError, ValueError):
     """Tensors with the wrong shape, dtype or device, or holding NaN or infinity."""
+
+
+class ScaleOverflowError(DataError):
+    """A scale, bias or mean that its storage dtype does not hold."""
 
 
 class UnsupportedError(KvbitsError):

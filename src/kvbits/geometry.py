@@ -404,14 +404,12 @@ def layer_types(config: Any) -> list[str]:
     return [p.kind for p in layer_places(config) if p.stored is not None and not p.shares]
 
 
-def state_bytes(config: Any, dtype_bytes: int = 2) -> int | None:
-    """Bytes of the recurrent states of one sequence, which do not grow with it; 0 where no layer has one, None where
-    the family's formula is not known.
+def state_bytes(config: Any) -> int | None:
+    """Count the bytes of the recurrent states of one sequence, which do not grow with it. The result is 0 where no
+    layer has one, None where the family's formula is not known.
 
-    Convolutions keep their newest inputs in the model's dtype, everything else is float32 in Transformers.
-
-    Args:
-        dtype_bytes: of the model's dtype.
+    Convolutions keep their newest inputs in the model's dtype, taken as 16 bits. Everything else is float32 in
+    Transformers.
     """
     config, configs = _decoder(config)
     places = _places(config, configs)
@@ -419,11 +417,9 @@ def state_bytes(config: Any, dtype_bytes: int = 2) -> int | None:
         return None
     having = [c for c, p in zip(configs, places, strict=True) if p.has_state and not p.is_indexed]
     sizes = [_state_elements(c) for c in having]
-    return (
-        None
-        if None in sizes
-        else sum(dtype_bytes * conv + 4 * state for conv, state in (s for s in sizes if s is not None))
-    )
+    if None in sizes:
+        return None
+    return sum(2 * conv + 4 * state for conv, state in (s for s in sizes if s is not None))
 
 
 def _state_elements(config: Any) -> tuple[int, int] | None:
@@ -627,11 +623,11 @@ def only_dense(config: Any) -> str | None:
     return None
 
 
-def index_bytes(config: Any, dtype_bytes: int = 2) -> int:
-    """Bytes of the index keys of one token, in all layers that may keep one."""
+def index_bytes(config: Any) -> int:
+    """Count the bytes of the index keys of one token, of 16 bits each, in all layers that may keep one."""
     config, configs = _decoder(config)
     return sum(
-        dtype_bytes * (getattr(c, "index_head_dim", None) or 0)
+        2 * (getattr(c, "index_head_dim", None) or 0)
         for c, p in zip(configs, _places(config, configs), strict=True)
         if p.is_indexed
     )

@@ -1,7 +1,9 @@
-"""One value for a model: what commands and calibrations know about it before its weights are loaded.
+"""One value for a model: its name, configuration, layers and weights, looked up once and handed on.
 
-ref = ModelRef.find("Qwen/Qwen3-8B")    # a path, hub id or `embedded`; refused at once where nothing is there
-ref.config, ref.layers, ref.max_context, ref.source, ref.local_path    # looked up at the first use, once
+ModelRef.find("Qwen/Qwen3-8B")       one that is to be loaded: refused at once where nothing is there
+ModelRef.stated("Qwen/Qwen3-8B")     one that is only planned for: its config.json is read as data
+ModelRef.of(model)                   one that Transformers has loaded
+ModelRef("", layers=layers)          layers of no model
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 
 from . import geometry
 from .errors import SpecError, UnsupportedError
+from .geometry import PlainLayer
 from .spec import LayerGeometry
 
 
@@ -20,13 +23,24 @@ class ModelRef:
     """A model by its name, and what is known about it.
 
     Args:
-        name: a local directory, a config.json, a GGUF file, a hub id, or `embedded`; "" for a model built in memory.
+        name: a local directory, a config.json, a GGUF file, a hub id, or `embedded`; "" where it has none.
         config: its configuration, where the caller has it; otherwise Transformers' is read.
+        layers: those of no model: there is no configuration.
+        loaded: the model itself, where Transformers has loaded it.
     """
 
-    def __init__(self, name: str | os.PathLike[str], config: Any = None) -> None:
-        self.name = str(name)
-        if config is not None:
+    def __init__(
+        self,
+        name: str | os.PathLike[str],
+        config: Any = None,
+        *,
+        layers: tuple[LayerGeometry, ...] | None = None,
+        loaded: Any = None,
+    ) -> None:
+        self.name, self.loaded = str(name), loaded
+        if layers is not None:
+            self.layers = layers
+        if config is not None or layers is not None:
             self.config = config
 
     @classmethod
@@ -40,9 +54,21 @@ class ModelRef:
         return found
 
     @classmethod
+    def stated(cls, name: str) -> ModelRef:
+        """Refer to a model by its config.json as data (`config_file.read_config`), without Transformers.
+
+        Raises:
+            SpecError: as `config_file.read_config`.
+        """
+        from .config_file import read_config
+
+        return cls(name, read_config(name))
+
+    @classmethod
     def of(cls, model: Any) -> ModelRef:
         """Refer to a loaded model of Transformers."""
-        return cls(getattr(model, "kvbits_source", "") or getattr(model, "name_or_path", ""), model.config)
+        name = getattr(model, "kvbits_source", "") or getattr(model, "name_or_path", "")
+        return cls(name, model.config, loaded=model)
 
     def __str__(self) -> str:
         return self.name
@@ -54,7 +80,7 @@ class ModelRef:
 
     @cached_property
     def config(self) -> Any:
-        """Its Transformers configuration, or what the caller gave."""
+        """Its Transformers configuration, or what the caller gave; None of layers alone."""
         return geometry.load_config(self.name)
 
     @cached_property
@@ -62,10 +88,35 @@ class ModelRef:
         """Shapes of its layers (`geometry.layer_geometries`)."""
         return geometry.layer_geometries(self.config)
 
+    @cached_property
+    def planned(self) -> tuple[tuple[LayerGeometry | PlainLayer, ...], str | None]:
+        """(`layers`, None); or, of a model whose layers no page can hold, the layers of its 16-bit cache, and why.
+
+        Raises:
+            UnsupportedError: its configuration does not say that either.
+        """
+        try:
+            return self.layers, None
+        except UnsupportedError as e:
+            try:
+                return geometry.plain_layers(self.config), str(e)
+            except UnsupportedError:
+                raise e from None
+
     @property
     def max_context(self) -> int | None:
         """Most tokens that it was made for, where its configuration says."""
         return geometry.max_context(self.config)
+
+    @property
+    def query_heads(self) -> int | None:
+        """Query heads of a layer, where its configuration says one number."""
+        return geometry.query_heads(self.config)
+
+    @cached_property
+    def state_bytes(self) -> int | None:
+        """Bytes of the recurrent states of a sequence (`geometry.state_bytes`); 0 where `planned` has no pages."""
+        return 0 if self.config is None or self.planned[1] is not None else geometry.state_bytes(self.config)
 
     @cached_property
     def source(self) -> Path | str:
@@ -79,7 +130,7 @@ class ModelRef:
 
     @property
     def local_path(self) -> Path | None:
-        """The directory or GGUF file on this disk that its weights are in, or None: also for a hub id whose
+        """The directory or GGUF file on this disk that its weights are in. None without one, and for a hub id whose
         configuration is not in the cache.
         """
         try:

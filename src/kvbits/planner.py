@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -185,74 +185,58 @@ def _elements(layer: LayerGeometry | PlainLayer) -> int:
     return layer.elements if isinstance(layer, PlainLayer) else layer.token_elements
 
 
-class _Dense:
-    """The stock cache of Transformers, with the members of `CacheSpec` that a plan reads.
+@dataclass(frozen=True)
+class Held:
+    """A cache that is not made of pages alone, with the members of `CacheSpec` that a plan reads.
 
-    Sliding layers hold their window.
+    Attributes:
+        of_sequence: bytes that a sequence of so many tokens takes.
     """
 
-    def __init__(self, name: str, layers: tuple[LayerGeometry | PlainLayer, ...]) -> None:
-        self.bytes_per_element, self.layers = DENSE[name], layers
-        self.bits_per_element = 8.0 * self.bytes_per_element
-
-    @property
-    def bytes_per_token(self) -> float:
-        full = [g for g in self.layers if g.sliding_window is None] or self.layers
-        return float(sum(_elements(g) * self.bytes_per_element for g in full))
+    bits_per_element: float
+    bytes_per_token: float
+    of_sequence: Callable[[int], int]
 
     def nbytes(self, num_tokens: int, batch_size: int = 1) -> int:
-        held = (num_tokens if g.sliding_window is None else min(num_tokens, g.sliding_window - 1) for g in self.layers)
-        return (
-            batch_size * self.bytes_per_element * sum(n * _elements(g) for n, g in zip(held, self.layers, strict=True))
-        )
+        return batch_size * self.of_sequence(num_tokens)
 
 
-class _Blocks:
-    """A cache of vLLM: whole blocks, those of a sliding layer that its window touches.
+Layers = Sequence[LayerGeometry | PlainLayer]
+Cache = CacheSpec | Held
+
+
+def _blocks(layers: Layers, block: int, sizes: list[int], least: int) -> Held:
+    """A cache of blocks, whole ones, of which a sliding layer has those that its window touches.
 
     Args:
         block: tokens of a block.
         sizes: bytes of a block in each layer.
+        least: blocks that a window may touch besides its own tokens' number of them.
     """
+    elements = block * sum(map(_elements, layers))
+    full = [n for n, g in zip(sizes, layers, strict=True) if g.sliding_window is None] or sizes
 
-    def __init__(self, layers: tuple[LayerGeometry | PlainLayer, ...], block: int, sizes: list[int]) -> None:
-        self.layers, self.block, self.sizes = layers, block, sizes
-        self.bits_per_element = 8 * sum(sizes) / (block * sum(map(_elements, layers)))
-
-    @property
-    def bytes_per_token(self) -> float:
-        full = [n for n, g in zip(self.sizes, self.layers, strict=True) if g.sliding_window is None] or self.sizes
-        return sum(full) / self.block
-
-    def nbytes(self, num_tokens: int, batch_size: int = 1) -> int:
-        blocks = -(-num_tokens // self.block)
-        held = (
-            blocks if g.sliding_window is None else min(blocks, -(-(g.sliding_window - 1) // self.block) + 1)
-            for g in self.layers
+    def held(tokens: int) -> int:
+        blocks = -(-tokens // block)
+        windows = (
+            blocks if g.sliding_window is None else min(blocks, -(-(g.sliding_window - 1) // block) + least)
+            for g in layers
         )
-        return batch_size * sum(n * size for n, size in zip(held, self.sizes, strict=True))
+        return sum(n * size for n, size in zip(windows, sizes, strict=True))
+
+    return Held(8 * sum(sizes) / elements, sum(full) / block, held)
 
 
-@dataclass(frozen=True)
-class _WithStates:
-    """A cache beside recurrent states, which do not grow with the tokens."""
-
-    cache: CacheSpec | _Dense | _Blocks
-    state_bytes: int
-
-    @property
-    def bits_per_element(self) -> float:
-        return self.cache.bits_per_element
-
-    @property
-    def bytes_per_token(self) -> float:
-        return self.cache.bytes_per_token
-
-    def nbytes(self, num_tokens: int, batch_size: int = 1) -> int:
-        return self.cache.nbytes(num_tokens, batch_size) + batch_size * self.state_bytes
+def _dense(name: str, layers: Layers) -> Held:
+    """The stock cache of Transformers, token by token; sliding layers hold their window."""
+    return _blocks(layers, 1, [DENSE[name] * _elements(g) for g in layers], 0)
 
 
-Cache = CacheSpec | _Dense | _Blocks | _WithStates
+def _beside(cache: Cache, nbytes: int) -> Cache:
+    """A cache beside what every sequence keeps besides, which does not grow with the tokens."""
+    if not nbytes:
+        return cache
+    return Held(cache.bits_per_element, cache.bytes_per_token, lambda tokens: cache.nbytes(tokens) + nbytes)
 
 
 def uniform(
@@ -360,22 +344,20 @@ def plan(
     if engine not in ENGINES:
         raise SpecError(unknown("engine", engine, ENGINES))
     rows = []
-    dense: Cache = _vllm("bf16", layers, raw_dtype) if engine == "vllm" else _Dense("bf16", layers)
-    dense = _WithStates(dense, state_bytes) if state_bytes else dense  # type: ignore[arg-type]
-    baseline = dense.nbytes(context, batch)
+
+    def stored(scheme: str | Scheme) -> Cache:
+        return _vllm(scheme, layers, raw_dtype) if engine == "vllm" else _cache(scheme, layers, raw_dtype, changes)
+
+    baseline = _beside(stored("bf16"), state_bytes or 0).nbytes(context, batch)
     recommended: Cache | None = None
     with contextlib.suppress(SpecError):  # these layers, or the changes, do not suit it
-        name = recommended_of(engine)
-        recommended = _vllm(name, layers, raw_dtype) if engine == "vllm" else _cache(name, layers, raw_dtype, changes)
+        recommended = stored(recommended_of(engine))
     for scheme in schemes:
-        name = scheme if isinstance(scheme, str) else scheme.name
-        cache: Cache = (
-            _vllm(scheme, layers, raw_dtype) if engine == "vllm" else _cache(scheme, layers, raw_dtype, changes)
-        )
+        cache = stored(scheme)
         of_request = _copies(scheme, layers, raw_dtype) if engine == "vllm" else 0
-        # Recurrent states are the same in both.
-        longer = _larger(_WithStates(cache, of_request) if of_request else cache, recommended)  # type: ignore[arg-type]
-        cache = _WithStates(cache, state_bytes) if state_bytes else cache  # type: ignore[arg-type]
+        # recurrent states are the same in both
+        longer = _larger(_beside(cache, of_request), recommended)
+        cache = _beside(cache, state_bytes or 0)
         copied = None
         if memory_bytes is not None and of_request:
             copied = copied_requests(memory_bytes, of_request, vllm_requests(cards))
@@ -385,7 +367,7 @@ def plan(
         fit = None if room is None else max_batch(cache, room, context)
         rows.append(
             PlanRow(
-                scheme=name,
+                scheme=scheme if isinstance(scheme, str) else scheme.name,
                 bits_per_element=cache.bits_per_element,
                 bytes_per_token=cache.bytes_per_token,
                 total_bytes=total,
@@ -439,11 +421,9 @@ def larger_up_to(cache: Cache, other: Cache) -> int:
     return next((n for n in range(min(LOOKED_AT, coarse + step - 1), coarse, -1) if larger(n)), coarse)
 
 
-def _cache(
-    scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer, ...], raw_dtype: str, changes: dict[str, Any]
-) -> Cache:
+def _cache(scheme: str | Scheme, layers: Layers, raw_dtype: str, changes: dict[str, Any]) -> Cache:
     if isinstance(scheme, str) and scheme in DENSE:
-        return _Dense(scheme, layers)
+        return _dense(scheme, layers)
     plain = _paged(layers, scheme)
     if isinstance(scheme, str):
         (known,) = presets.expand([scheme], GROUPS)
@@ -451,7 +431,7 @@ def _cache(
     return CacheSpec(scheme=scheme, layers=plain, raw_dtype=raw_dtype)
 
 
-def _paged(layers: tuple[LayerGeometry | PlainLayer, ...], scheme: str | Scheme) -> tuple[LayerGeometry, ...]:
+def _paged(layers: Layers, scheme: str | Scheme) -> tuple[LayerGeometry, ...]:
     """Layers that pages of few bits are made of.
 
     Raises:
@@ -496,14 +476,14 @@ def served(names: Iterable[str]) -> list[str | Scheme]:
     return list(found.values())
 
 
-def _vllm(scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer, ...], raw_dtype: str) -> _Blocks:
+def _vllm(scheme: str | Scheme, layers: Layers, raw_dtype: str) -> Held:
     """A cache as vLLM allocates it."""
     if isinstance(scheme, str) and scheme in VLLM_DENSE:
-        return _Blocks(layers, VLLM_BLOCK, [VLLM_BLOCK * VLLM_DENSE[scheme] * _elements(g) for g in layers])
-    return _Blocks(layers, PAGE_SIZE, [x.page_size_bytes for x in vllm_layouts(scheme, layers, raw_dtype)])
+        return _blocks(layers, VLLM_BLOCK, [VLLM_BLOCK * VLLM_DENSE[scheme] * _elements(g) for g in layers], 1)
+    return _blocks(layers, PAGE_SIZE, [x.page_size_bytes for x in vllm_layouts(scheme, layers, raw_dtype)], 1)
 
 
-def _copies(scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer, ...], raw_dtype: str) -> int:
+def _copies(scheme: str | Scheme, layers: Layers, raw_dtype: str) -> int:
     """Bytes of a request's raw copies in vLLM, 0 where it has none."""
     if isinstance(scheme, str) and scheme in VLLM_DENSE:
         return 0
@@ -521,9 +501,7 @@ def vllm_requests(cards: Cards | None) -> int:
     return 1024 if cards is None or cards.memory_bytes >= 70 * 2**30 else 256
 
 
-def vllm_layouts(
-    scheme: str | Scheme, layers: tuple[LayerGeometry | PlainLayer, ...], raw_dtype: str
-) -> list[PageLayout]:
+def vllm_layouts(scheme: str | Scheme, layers: Layers, raw_dtype: str) -> list[PageLayout]:
     """Pages of each layer, in one of `FORMATS` or a token-local scheme.
 
     Raises:

@@ -22,6 +22,7 @@ from typing import Any
 from .config_file import QUANTIZERS
 from .errors import SpecError
 from .geometry import cached_folder, find_model, is_gguf, query_heads, text_config
+from .model_ref import ModelRef
 from .spec import DTYPE_BYTES
 from .units import dtype_name
 
@@ -48,29 +49,26 @@ class Count:
         return self.dense + self.experts + self.rest
 
 
-def weights_bytes(model: str, config: Any, say: Callable[[str], None] = lambda text: None) -> tuple[int, str]:
+def weights_bytes(model: ModelRef, say: Callable[[str], None] = lambda text: None) -> tuple[int, str]:
     """(bytes, where they come from in words).
 
     Args:
-        model: a local directory, a config.json, a GGUF file, or a hub id.
-        config: its configuration (`config_file.read_config`, or Transformers' own).
         say: told what takes seconds, before it does.
 
     Raises:
         SpecError: no files, and the configuration does not say: an unknown quantization, or a model that Transformers
             cannot build.
     """
-    path = find_model(model, look_up=False)
+    path = find_model(model.name, look_up=False)
     gguf = is_gguf(path)
     folder = cached_folder(path) if isinstance(path, str) else path if path.is_dir() else path.parent
     if not gguf and folder is not None and (found := _of_files(folder)) is not None:
         return found
-    return bytes_of_config(model, config, gguf, say, folder)
+    return bytes_of_config(model, gguf, say, folder)
 
 
 def bytes_of_config(
-    model: str,
-    config: Any,
+    model: ModelRef,
     gguf: bool = False,
     say: Callable[[str], None] = lambda text: None,
     folder: Path | None = None,
@@ -80,18 +78,19 @@ def bytes_of_config(
     Args:
         folder: where a quantizer's file may lie.
     """
+    config = model.config
     size = 2 if gguf else _DTYPE_BYTES.get(dtype_name(str(getattr(config, "dtype", "")).removeprefix("torch.")), 2)
-    packed = None if gguf else _packed(model, config, folder)
+    packed = None if gguf else _packed(model.name, config, folder)
     count = counted(config)
     doubt = ""
-    if packed is None and not gguf and (called := named_format(model)) is not None and size >= 2:
+    if packed is None and not gguf and (called := named_format(model.name)) is not None and size >= 2:
         doubt = f"; its name says {called} and no file here does, so {_WAY_OUT} if they are packed"
         say(f"warning: {model} is counted in {8 * size} bits{doubt}")
     if count is None:
         count, about = estimated(config), "estimated from its widths"
         if count is None:
             raise SpecError(
-                f"the weights of {model!r} cannot be counted without its files, because its family has no formula"
+                f"the weights of {model.name!r} cannot be counted without its files, because its family has no formula"
                 f" here; {_WAY_OUT}, or run `kvbits plan` where its files are"
             )
         say(f"the weights of {model} are {about} ({_WAY_OUT} for exact ones)")

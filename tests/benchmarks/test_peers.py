@@ -18,8 +18,8 @@ from kvbits.errors import UnsupportedError
 from kvbits.evaluate.caches import base_factory, factory, read_caches
 from kvbits.evaluate.fidelity import compare
 from kvbits.evaluate.rows import Rows
-from kvbits.evaluate.run import evaluate
-from kvbits.evaluate.tasks import Options
+from kvbits.evaluate.run import Evaluation
+from kvbits.evaluate.settings import Options
 from kvbits.evaluate.texts import Text, novel
 from kvbits.spec import LayerGeometry
 
@@ -169,9 +169,7 @@ def test_a_pass_of_many_tokens_reads_what_single_ones_read(name, monkeypatch):
     made = factory(model, name, caches=CACHES)
     assert made.kind == "simulated" and not made.stores_padding
     single, chunks = (
-        compare(
-            model, {"base": base_factory(model).make(1, 200), name: made.make(1, 200)}, IDS[:200], first=0, chunk=n
-        )[name]
+        compare(model, {"base": base_factory(model).make(1, 200), name: made.make(1, 200)}, IDS[:200], chunk=n)[name]
         for n in (1, 50)
     )
     assert single.kl_mean > 1e-7 and single.kl_mean == pytest.approx(chunks.kl_mean, rel=2e-2)
@@ -193,9 +191,7 @@ KLS = {
 
 def test_the_file_is_read_as_caches_and_gives_the_figures_of_before(tmp_path):
     caches = read_caches(FILE)
-    found = evaluate(
-        tiny.model(key_bias=4.0),
-        tiny.tokenizer(),
+    found = Evaluation(
         name="tiny",
         schemes=["caches"],
         caches=caches,
@@ -203,8 +199,7 @@ def test_the_file_is_read_as_caches_and_gives_the_figures_of_before(tmp_path):
         texts=(Text("one", novel()[:4000]),),
         out=tmp_path,
         options=Options(windows=2, length=200, chunk=32),
-        progress=False,
-    )["fidelity"]
+    ).run(tiny.model(key_bias=4.0), tiny.tokenizer(), progress=False)["fidelity"]
     assert list(found) == ["32-bit", *KLS]
     assert {name: found[name]["kl_mean"] for name in KLS} == pytest.approx(KLS, rel=1e-2, abs=1e-9)
 
@@ -247,7 +242,5 @@ def test_nvfp4_in_a_dense_cache_replaces_whole_pages():
     assert made.kind == "simulated" and made.scheme is None
     head_dim = made.make(1, 700).layers[0].group.layouts["closed"].head_dim
     assert made.info["bits_per_element"] == 4.5 + 32 / (64 * head_dim)
-    found = compare(
-        model, {"16-bit": factory(model, "raw").make(1, 700), "nvfp4": made.make(1, 700)}, IDS, first=0, chunk=100
-    )
+    found = compare(model, {"16-bit": factory(model, "raw").make(1, 700), "nvfp4": made.make(1, 700)}, IDS, chunk=100)
     assert 0 < found["nvfp4"].kl_mean < 0.5

@@ -92,7 +92,7 @@ def test_steps_are_found_where_the_trace_has_half_of_one():
     [
         (
             "store, close",
-            ["store_banded", "store_tokens", "append_tokens", "vllm::reshape_and_cache_flash_kernel<bf16>"],
+            ["store_banded", "store_tokens", "vllm::reshape_and_cache_flash_kernel<bf16>"],
         ),
         ("plan, place", ["work_list", "place", "advance", "void flash::prepare_varlen_num_blocks_kernel<1>"]),
         ("attention", ["attend", "merge_partials", "void cutlass::device_kernel<flash::FlashAttnFwdSm90>"]),

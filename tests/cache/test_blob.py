@@ -53,7 +53,7 @@ def test_the_bytes_of_a_header_are_these():
     table = bytes([0, 0, 1, 0, 7, 0, 0, 0]) + b"".join(s.to_bytes(8, "little") for s in sums)
     table += b" " * 40
     fields = [
-        (2, 2),
+        (3, 2),
         (1, 2),
         (1, 2),
         (0, 2),

@@ -1,4 +1,4 @@
-"""Pages of blobs are read from files to where they belong, in one thread or several, and damage is found by page."""
+"""Pages of blobs are read from files and host memory to where they belong, and damage is found by page."""
 
 import os
 
@@ -6,83 +6,113 @@ import numpy as np
 import pytest
 import torch
 
+from kvbits import schemes
 from kvbits.cache import blob
+from kvbits.cache.blob import Identity, Kind, Page
+from kvbits.cache.pool import Pool
+from kvbits.cache.reading import DamagedError, GoneError, Memory, OpenFile, Reading, Wanted, parts_of, read_source
+from kvbits.errors import FileFormatError
+from kvbits.spec import CacheSpec, LayerGeometry
+
+LAYERS = 6
+SPEC = CacheSpec(
+    scheme=schemes.get("int8", page_size=32),
+    layers=(LayerGeometry(num_kv_heads=2, head_dim=64), LayerGeometry(num_kv_heads=1, head_dim=64)) * (LAYERS // 2),
+    raw_dtype="float32",
+)
+GROUPS = SPEC.groups
+IDENTITY = Identity.of(SPEC, "a model", bytes(12))
+PAGES = [Page(0, "closed", 0), Page(0, "closed", 1), Page(1, "closed", 0), Page(0, "tail", 5), Page(1, "closed", 1)]
 
 
-@pytest.fixture
-def written(tmp_path):
-    """Pages of three shapes in a file, one after the other behind 100 bytes; where each begins, and its checksums."""
-    pages = [
-        torch.randint(0, 256, shape, dtype=torch.uint8)
-        for shape in ((1, 1, 8), (5, 3, 9000), (40, 2, 64), (2, 1, 300_000))
-    ]
-    path = tmp_path / "pages"
-    path.write_bytes(bytes(100) + b"".join(p.numpy().tobytes() for p in pages))
-    starts = [100 + sum(p.numel() for p in pages[:i]) for i in range(len(pages))]
-    return path, pages, starts, [blob.checksums(p.numpy().reshape(len(p), -1)) for p in pages]
+@pytest.fixture(params=["file", "memory"])
+def written(request, tmp_path):
+    """A blob in a file, behind 100 bytes, or in host memory; and its pages."""
+    blocks = [torch.randint(0, 256, blob.block_shape(GROUPS[p.group], p.pool), dtype=torch.uint8) for p in PAGES]
+    pieces = blob.encode(Kind.PART, IDENTITY, PAGES, blocks)
+    if request.param == "memory":
+        return Memory([np.frombuffer(piece, np.uint8).copy() for piece in pieces]), 0, blocks
+    (tmp_path / "blob").write_bytes(bytes(100) + b"".join(pieces))
+    return OpenFile(os.open(tmp_path / "blob", os.O_RDWR)), 100, blocks
 
 
-def read(path, pages, starts, sums):
-    to = [torch.full_like(p, 0xFF) for p in pages]
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return blob.read_pages(fd, [blob.Read(*x) for x in zip(starts, to, sums, strict=True)]), to
-    finally:
-        os.close(fd)
+def pools():
+    """Room for the pages, those of the first layer group in two slabs."""
+    found = {(g, name): Pool(GROUPS[g], name, None, torch.device("cpu")) for g, name in {p[:2] for p in PAGES}}
+    for pool in found.values():
+        for _ in range(3):
+            pool.reserve(pool.allocator.num_free + 1)
+            for slab in pool.slabs:
+                slab.zero_()
+    return found
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1]])
-def test_pages_are_read_to_where_they_belong_and_damage_is_found_by_page(written, order):
-    path, pages, starts, sums = written
-    taken = [[x[i] for i in order] for x in (pages, starts, sums)]
-    bad, got = read(path, *taken)
-    assert bad is None
-    assert all(torch.equal(a, b) for a, b in zip(got, taken[0], strict=True))
-    data = bytearray(path.read_bytes())
-    for at, number in ((starts[1] + 3, 1), (starts[1] + 27_000 * 4, 1), (len(data) - 1, 3)):
-        data[at] ^= 4
-        path.write_bytes(data)
-        assert read(path, *taken)[0] == order.index(number)
-        assert read(path, *taken[:2], [None] * len(order))[0] is None, "nobody asked for checksums"
-        data[at] ^= 4
-    path.write_bytes(data[:-1])
-    assert read(path, *taken)[0] == order.index(3)
-    path.write_bytes(data[:50])
-    assert read(path, *taken)[0] == 0
+def damage(medium, source, number, layer):
+    """Flip a bit of a layer of a page."""
+    at = source.starts[number] + layer * int(np.prod(source.shapes[number][1:])) + 7
+    if isinstance(medium, Memory):
+        medium._pieces[number + 1][at - source.starts[number]] ^= 1
+    else:
+        os.pwrite(medium.fd, bytes([os.pread(medium.fd, 1, at)[0] ^ 1]), at)
 
 
-def test_what_the_system_refuses_is_its_error(tmp_path):
-    fd = os.open(tmp_path, os.O_RDONLY)
-    try:
-        with pytest.raises(IsADirectoryError):
-            blob.read_pages(fd, [blob.Read(0, torch.empty(1, 1, 8, dtype=torch.uint8), None)])
-    finally:
-        os.close(fd)
+@pytest.mark.parametrize("numbers", [[0, 1, 2, 3, 4], [1, 4], [3]])
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("parts", [None, 4, 100])
+def test_pages_are_read_to_where_they_belong_and_damage_is_found_by_page(written, numbers, staged, parts):
+    medium, offset, blocks = written
+    source = read_source(medium, "name", "it", IDENTITY, GROUPS, offset)
+    assert source.table.pages == PAGES
+    room, came = pools(), []
+    wanted = [Wanted(n, room[PAGES[n][:2]], PAGES[n].column % 3) for n in numbers]
+    how = None if parts is None else parts_of(GROUPS, LAYERS, parts)
+
+    def read():
+        Reading([(source, wanted)], IDENTITY, torch.device("cpu"), staged=staged).run(
+            how, lambda layers, _: came.append(layers)
+        )
+
+    read()
+    assert came == ([0] if parts is None else {4: [1, 3, 4, 6], 100: [1, 2, 3, 4, 5, 6]}[parts])
+    for n in range(len(PAGES)):
+        found = room[PAGES[n][:2]].block(PAGES[n].column % 3)
+        assert torch.equal(found, blocks[n]) if n in numbers else not found.any()
+    source.check()
+    damage(medium, source, numbers[-1], 2)
+    page = PAGES[numbers[-1]]
+    for call in (read, source.check):
+        with pytest.raises(
+            DamagedError, match=f"{page.pool} page {page.column} of layer group {page.group} has another"
+        ):
+            call()
 
 
-def test_threads_read_several_files_and_name_the_first_bad_piece(tmp_path):
-    pages = [torch.randint(0, 256, (6, 2, 80_000), dtype=torch.uint8) for _ in range(9)]
-    sums = [blob.checksums(p.numpy().reshape(6, -1)) for p in pages]
-    fds = []
-    for i in range(3):
-        (tmp_path / str(i)).write_bytes(b"".join(p.numpy().tobytes() for p in pages[3 * i : 3 * i + 3]))
-        fds.append(os.open(tmp_path / str(i), os.O_RDWR))
-    to = [torch.zeros_like(p) for p in pages]
-    # the last four layers of each page
-    rows = [
-        (fds[i // 3], (i % 3) * 960_000 + 2 * 160_000, to[i][2:].data_ptr(), sums[i][2:].ctypes.data, 4, 160_000)
-        for i in range(9)
-    ]
-    pieces = np.array(rows, blob.PIECE)
-    try:
-        assert blob.read_pieces(pieces, 4) is None
-        assert all(torch.equal(a[2:], b[2:]) and not b[:2].any() for a, b in zip(pages, to, strict=True))
-        for at in (7, 4, 5):  # by piece: damage its last byte
-            os.pwrite(fds[at // 3], bytes([int(pages[at][-1, -1, -1]) ^ 1]), (at % 3 + 1) * 960_000 - 1)
-        assert {blob.read_pieces(pieces, n) for n in (1, 2, 4, 50)} == {4}
-        os.ftruncate(fds[0], 1_000_000)
-        assert {blob.read_pieces(pieces, n) for n in (1, 3)} == {1}
-        assert blob.read_pieces(pieces[:0], 4) is None
-    finally:
-        for fd in fds:
-            os.close(fd)
+def test_a_blob_that_is_cut_short_is_refused_before_and_while_it_is_read(written):
+    medium, offset, _ = written
+    source = read_source(medium, "name", "it", IDENTITY, GROUPS, offset)
+    if isinstance(medium, Memory):
+        cut = Memory(medium._pieces[:-1])
+    else:
+        os.ftruncate(medium.fd, medium.size - 1)
+        cut = medium
+    with pytest.raises(FileFormatError, match="it is truncated"):
+        read_source(cut, "name", "it", IDENTITY, GROUPS, offset)
+    with pytest.raises(DamagedError, match="ends too early"):
+        source.read(4, torch.empty(1, *source.shapes[4], dtype=torch.uint8), slice(0, 3), cut)
+
+
+def test_a_file_that_is_gone_and_what_the_system_refuses_are_other_errors(written, tmp_path):
+    medium, offset, _ = written
+    source = read_source(medium, "name", "it", IDENTITY, GROUPS, offset)
+    room, fd = pools()[0, "closed"], os.open(tmp_path, os.O_RDONLY)
+    for found, error in ((None, GoneError), (OpenFile(fd), IsADirectoryError)):
+        names = []
+        gone = type(source)(**(source.__dict__ | {"medium": None}))
+        with pytest.raises(error):
+            Reading(
+                [(gone, [Wanted(0, room, 0)])],
+                IDENTITY,
+                torch.device("cpu"),
+                lambda name, names=names, found=found: names.append(name) or found,
+            ).run()
+        assert names == ["name"]

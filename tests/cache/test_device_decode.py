@@ -14,17 +14,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ops import test_cuda_emulated, test_paged_attention
+from ops import emulated_gpu
 from ops.emulated_build import build, put_sources
 
 from kvbits import schemes
+from kvbits.cache import device_decode
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError, PoolFullError
-from kvbits.ops import decode
+from kvbits.ops import attend, decode
+from kvbits.ops.cuda import attend as attend_cuda
+from kvbits.ops.cuda import close as close_cuda
 from kvbits.ops.cuda import decode as decode_cuda
-from kvbits.ops.cuda import paged_attention as paged_attention_cuda
-from kvbits.ops.cuda.engine import close as close_cuda
-from kvbits.ops.cuda.engine import device_plan
+from kvbits.ops.cuda.engine import launch, work_list
 from kvbits.ops.cuda.families.klt import store as store_banded
 from kvbits.ops.cuda.families.plain import close as close_plain
 from kvbits.quant.banded import steps
@@ -32,8 +33,6 @@ from kvbits.spec import CacheSpec, LayerGeometry, Rotary
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 MEMORY = {"extern __shared__ __align__(16) unsigned char memory[];": "unsigned char* memory = ::shared;"}
-list_library = test_paged_attention.list_library
-emulated_list = test_paged_attention.emulated_list
 HEADS, D, LAYERS, GROUP = 2, 64, 2, 2
 libraries: dict = {}
 
@@ -58,14 +57,14 @@ def launcher(library):
 
 
 @pytest.fixture
-def gpu(emulated_list, monkeypatch, tmp_path_factory):
-    """A GPU of three multiprocessors whose memory is the CPU's."""
-    folder, engine = tmp_path_factory.mktemp("kernels"), Path(device_plan.__file__).parent
+def gpu(monkeypatch, tmp_path_factory):
+    """A GPU of three multiprocessors whose memory is the CPU's; it serves caches that decode on the device."""
+    folder, engine = tmp_path_factory.mktemp("kernels"), Path(launch.__file__).parent
 
-    def attend(kernel, device_index):
+    def attention(kernel, device_index):
         key = ("attend", kernel.defines)
         if key not in libraries:
-            libraries[key] = test_cuda_emulated.compiled(kernel, tmp_path_factory.mktemp("attend"), (9, 0))
+            libraries[key] = emulated_gpu.attention_library(kernel, tmp_path_factory.mktemp("attend"))
         return launcher(libraries[key])
 
     def close(layout, dtype, device_index, appends=False):
@@ -80,18 +79,21 @@ def gpu(emulated_list, monkeypatch, tmp_path_factory):
 
     advance = lambda *_: launcher(compiled(engine / "advance.cu", {"THREADS": 64}, "advance", "THREADS", folder))  # noqa: E731
 
-    def host_plan(layouts, max_pages, **options):
-        made = device_plan.DevicePlan(layouts, max_pages, **options | {"device": torch.device("cpu", 0)})
-        made.device = torch.device("cpu")
-        return made
+    def plan(layouts, **options):
+        with monkeypatch.context() as patched:
+            patched.setattr(attend_cuda.driver, "refuses", lambda *_: None)
+            return attend.plan(layouts, backend="cuda", **options)
 
     for target, name, value in (
-        (device_plan, "load_kernel", attend),
+        (launch, "load_kernel", attention),
+        (work_list, "load", lambda parts, *_: launcher(emulated_gpu.list_library(parts))),
+        (work_list, "THREADS", emulated_gpu.LIST_THREADS),
+        (attend_cuda, "indexed", lambda device: device),
+        (device_decode, "plan", plan),
+        (decode_cuda, "attend_cuda", SimpleNamespace(refuses_packed=lambda *_: None)),
         (close_plain, "load", close),
         (store_banded, "load", close_bands),
         (decode_cuda, "load_advance", advance),
-        (paged_attention_cuda, "paged_attention", host_plan),
-        (device_plan, "refuses", lambda *_: None),
         (close_cuda, "refuses_on", lambda *_: None),
         (decode, "BACKENDS", {"cpu": "cuda"}),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
@@ -179,7 +181,7 @@ def test_pages_are_those_of_the_host(scheme, fixed, gpu):
     feed(ours, prompt), feed(theirs, prompt)
     run(ours, theirs, tokens, 75)
     assert ours.decoding is not None and ours.decoding.steps_taken > 10
-    assert any("paged attention by cuda" in op for op in ours.explain()["ops"])
+    assert any("attend by cuda" in op for op in ours.explain()["ops"])
     same_pages(ours, theirs)
     run(ours, theirs, tokens, 5)  # and on
     same_pages(ours, theirs)

@@ -76,7 +76,7 @@ def attend(pair, row, layer, dropped, tokens):
         first = 0 if geometry.sliding_window is None else before + t - geometry.sliding_window + 1
         seen = [i for i in left if first <= i <= before + t]
         want, _ = dense_attention(q[row, t : t + 1], held[0][seen], held[1][seen], [len(seen) - 1], SCALING)
-        if "attend_pages by reference" in cache.explain()["ops"]:
+        if "attend by reference" in cache.explain()["ops"]:
             torch.testing.assert_close(got[t].double(), want[0], rtol=0, atol=3e-5)
         else:  # kernels round int4's queries and weights; one page of the twelve weighs ten times as much
             assert (got[t].double() - want[0]).norm() < 3e-2 * want[0].norm()

@@ -1,16 +1,18 @@
 """A forward pass that fails in the middle of the layers is taken back: nothing is lost, and other sequences go on."""
 
-import dataclasses
+import copy
+import gc
+import pickle
+import weakref
 
 import pytest
 import torch
 from cache_checks import check_books, poison_free_pages
 
 from kvbits import later, schemes
-from kvbits.cache import inputs
+from kvbits.cache import inputs, layer_runner
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, DataError
-from kvbits.ops import dispatch
 from kvbits.spec import CacheSpec, LayerGeometry, Override, PerGroup, QuantSpec
 
 LAYERS = (LayerGeometry(num_kv_heads=2, head_dim=64),) * 3
@@ -211,28 +213,8 @@ def test_layers_of_a_pass_that_lost_all_its_sequences_begin_no_other():
 @pytest.fixture
 def waits_once(monkeypatch):
     """Numbers are looked at as on a GPU: at the end of a pass. Counts the looks."""
-    choose, settle, looks = dispatch.choose, later.Findings.settle, []
-
-    def status_of(run):
-        def found(k, v, *rest):
-            status = torch.zeros(6, dtype=torch.int32)
-            try:
-                for kind, n in run(k, v, *rest).items():
-                    status["kv".index(kind)] = n
-            except DataError:
-                for i, x in enumerate((k, v)):
-                    finite = bool(torch.isfinite(x).all())
-                    status[4 + i], status[2 + i] = not finite, finite and bool((x.abs() > 1e7).any())
-            return status
-
-        return found
-
-    def choose_later(op, *args, **options):
-        choice = choose(op, *args, **options)
-        return dataclasses.replace(choice, later=status_of(choice.run)) if op in ("close_pages", "append") else choice
-
+    settle, looks = later.Findings.settle, []
     monkeypatch.setattr(inputs, "AT_ONCE", ())
-    monkeypatch.setattr(dispatch, "choose", choose_later)
     monkeypatch.setattr(later.Findings, "settle", lambda self: (looks.append(len(self._asked)), settle(self))[1])
     return looks
 
@@ -310,3 +292,47 @@ def test_a_bad_end_of_a_pass_after_a_freed_sequence_is_said_until_the_others_go(
     cache.free(1)
     forward(cache, tokens_of(2, 5, 2))
     assert cache.seq_lens == [5, 5]
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_memory_that_a_pass_took_is_let_go_with_it(backend):
+    """Attention had been told of it."""
+    cache = make(backend)
+    forward(cache, tokens_of(1, 300, 0))
+    cache.begin(1, 4000)
+    cache.step(0, *tokens_of(1, 4000, 1)[0], scaling=0.125)
+    taken = [weakref.ref(p.slabs[-1].untyped_storage()) for g in cache.groups for p in g.pools.values() if p.slabs]
+    before = cache.nbytes
+    cache.abandon()
+    gc.collect()
+    assert cache.nbytes < before and any(x() is None for x in taken)
+    forward(cache, tokens_of(1, 1, 2))
+
+
+def test_a_cache_that_has_attended_can_be_copied():
+    """Its plans hold addresses of its own pages."""
+    cache, more = make(), tokens_of(1, 1, 1)
+    forward(cache, tokens_of(1, 300, 0))
+    forward(cache, more)
+    copies = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
+    forward(cache, tokens_of(1, 1, 3))
+    cache.crop(cache.seq_lens[0] - 1)
+    want = forward(cache, more)
+    for found in copies:
+        assert all(torch.equal(a, b) for a, b in zip(forward(found, more), want, strict=True))
+
+
+def test_tokens_plan_nothing_anew_however_many_groups_there_are(monkeypatch):
+    """Layers of fitted schemes may each be a group of their own."""
+    layers = tuple(LayerGeometry(num_kv_heads=1, head_dim=64, sliding_window=64 + i) for i in range(40))
+    cache = PagedCache(CacheSpec(scheme=schemes.get("int8", page_size=32), layers=layers, raw_dtype="float32"))
+    made = []
+    plan = layer_runner.plan
+    monkeypatch.setattr(layer_runner, "plan", lambda *args, **options: made.append(options) or plan(*args, **options))
+    counts = []
+    for tokens in (8, 1, 1, 1):
+        x = torch.randn(1, tokens, 1, 64)
+        for layer in range(40):
+            cache.step(layer, x, x, x, scaling=0.125)
+        counts.append(len(made))
+    assert counts == [0, 40, 40, 40]

@@ -1,14 +1,15 @@
 """Saved files and swapped sequences come back byte for byte; anything else is refused in words."""
 
+import copy
 import dataclasses
 import json
 import os
+import pickle
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from cache_checks import Pair, check_books, check_values, drop_pass, picture, poison_free_pages
 from hypothesis import given
@@ -151,6 +152,27 @@ def test_a_loaded_cache_that_is_full_says_what_it_was_built_for_and_can_be_loade
     pair.check()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_reads_its_kv_heads_of_a_file(ranks, tmp_path):
+    spec = small_spec("int8_static")
+    static = [{"k_scale": torch.rand(2, 1) + 0.01, "v_scale": torch.rand(2, 1) + 0.01} for _ in range(3)]
+    whole = busy_pair(spec, static, batch_size=3, max_tokens=200).cache
+    whole.saturated[1]["k"] = 7
+    whole.save(tmp_path / "a")
+    for rank in range(ranks):
+        part = PagedCache.load(tmp_path / "a", backend="reference", shard=(rank, ranks))
+        assert {g.num_kv_heads for g in part.spec.layers} == {2 // ranks} and part.built_for == whole.built_for
+        assert [s["k"] for s in part.saturated] == [0, 0 if rank else 7, 0]
+        check_books(part)
+        heads = slice(rank * 2 // ranks, (rank + 1) * 2 // ranks)
+        for layer in range(3):
+            for row in range(3):
+                for mine, x in zip(part.dequantize(layer, row), whole.dequantize(layer, row), strict=True):
+                    assert torch.equal(mine, x[:, heads])
+    with pytest.raises(FileFormatError, match="2 kv heads, which 3 ranks cannot share"):
+        PagedCache.load(tmp_path / "a", shard=(0, 3))
+
+
 def test_an_empty_cache_round_trips(tmp_path):
     cache = PagedCache(small_spec())
     cache.save(tmp_path / "empty")
@@ -168,7 +190,8 @@ def test_a_file_is_blobs_one_after_the_other_and_any_program_can_walk_them(saved
         at += header.nbytes
     assert at == len(data)
     assert kinds[0] == Kind.ABOUT
-    assert set(kinds[1:]) == {Kind.PART}
+    assert set(kinds[1:]) == {Kind.PART, Kind.END}
+    assert kinds.count(Kind.END) == 3
     assert pages == sum(p.allocator.num_used for g in pair.cache.groups for p in g.pools.values())
 
 
@@ -230,15 +253,6 @@ def test_foreign_bytes_are_refused(content, tmp_path):
         PagedCache.load(tmp_path / "x")
 
 
-def test_files_of_before_blobs_are_refused_with_the_way_out(tmp_path):
-    safetensors.torch.save_file({"g0.closed": torch.zeros(3)}, tmp_path / "old", metadata={"kvbits": "{}"})
-    with pytest.raises(
-        FileFormatError,
-        match="old is a safetensors file: .* until file_version 1, this one reads 4. Make the cache again",
-    ):
-        PagedCache.load(tmp_path / "old")
-
-
 def test_a_missing_file_is_missing(tmp_path):
     with pytest.raises(
         FileFormatError, match="no saved cache at .*nowhere': nothing is there; give the file that `cache.save"
@@ -254,14 +268,10 @@ def test_another_version_is_refused_with_both_versions(saved, monkeypatch):
     ):
         PagedCache.load(path)
     monkeypatch.undo()
-    monkeypatch.setattr(blob, "BLOB_VERSION", 3)
-    with pytest.raises(FileFormatError, match="blob_version 2, but this kvbits reads 3"):
+    ours = blob.BLOB_VERSION
+    monkeypatch.setattr(blob, "BLOB_VERSION", ours + 1)
+    with pytest.raises(FileFormatError, match=f"blob_version {ours}, but this kvbits reads {ours + 1}; read it with"):
         PagedCache.load(path)
-    monkeypatch.undo()
-    with pytest.raises(
-        FileFormatError, match="file_version 9, but this kvbits reads 4; load it with the version that wrote it"
-    ):
-        PagedCache.load(rewritten(path, lambda about: about.__setitem__("file_version", 9)))
 
 
 def test_another_spec_than_the_expected_one_is_refused_by_field(saved):
@@ -283,19 +293,33 @@ def blobs_of(path):
 
 
 def rewritten(path, change):
-    """The file with its description changed, and its checksums right."""
-    first, *rest = blobs_of(path)
-    header = Header.parse(first, "the file")
-    about = json.loads(first[128:].rstrip(b"\0"))
+    """The file with the description of its cache, or that of its first sequence, changed, and its checksums right."""
+    blobs = list(blobs_of(path))
+    ends = [i for i, x in enumerate(blobs) if Header.parse(x, "the file").kind == Kind.END]
+    header, last = (Header.parse(blobs[i], "the file") for i in (0, ends[0]))
+    about = json.loads(blobs[0][128:].rstrip(b"\0"))
+    rest = blobs[ends[0]][128 + last.table_bytes :]
+    table = blobs[ends[0]][128 : 128 + last.table_bytes]
+    at = table.index(b'{"groups"')
+    about["state"] = json.loads(table[at:])
     text = change(about)
-    text = text if isinstance(text, bytes) else json.dumps(about).encode()
+    state = about.pop("state")
+    if isinstance(text, bytes):
+        whole, state = text, json.dumps(state).encode()
+    else:
+        whole, state = json.dumps(about).encode(), text(state) if callable(text) else json.dumps(state).encode()
+    table = table[:at] + state
+    table += b" " * (-len(table) % 64)
+    last = dataclasses.replace(last, table_bytes=len(table), table_crc=zlib.crc32(table))
+    blobs[0] = b"".join(blob.encode_bytes(Kind.ABOUT, header.identity, whole))
+    blobs[ends[0]] = last.pack() + table + rest
     bad = path.with_name("bad")
-    bad.write_bytes(b"".join([*blob.encode_bytes(Kind.ABOUT, header.identity, text), *rest]))
+    bad.write_bytes(b"".join(blobs))
     return bad
 
 
 def first_sequence(about):
-    return about["groups"][0]["sequences"][0]
+    return about["state"]["groups"][0]
 
 
 @pytest.mark.parametrize(
@@ -312,7 +336,10 @@ def first_sequence(about):
         lambda a: first_sequence(a).__setitem__("sink", [0, 0]),
         lambda a: first_sequence(a).__setitem__("extra", 1),
         lambda a: a["groups"].pop(),
-        lambda a: a["groups"][0]["sequences"].pop(0),
+        lambda a: a["state"]["groups"].pop(),
+        lambda a: a.__setitem__("sequences", 2),
+        lambda a: a.__setitem__("sequences", 10**30),
+        lambda a: a.__setitem__("sequences", True),
         lambda a: a["groups"][0]["capacity"].__setitem__("closed", 1),
         lambda a: a["spec"].__setitem__("raw_dtype", "bfloat16"),
         lambda a: a["spec"].__setitem__("type", "Scheme"),
@@ -345,13 +372,13 @@ def first_sequence(about):
         lambda a: a["groups"][0]["capacity"].__setitem__("closed", 10**30),
         lambda a: a["groups"][0]["capacity"].__setitem__("closed", 2**62),
         lambda a: a["groups"][0]["capacity"].__setitem__("closed", 50.0),
-        lambda a: a["groups"][0]["pages"].__setitem__("closed", 10**12),
-        lambda a: a["groups"][0]["pages"].__setitem__("closed", 2**63),
-        lambda a: a["groups"][0]["pages"].__setitem__("closed", a["groups"][0]["pages"]["closed"] + 1),
         lambda a: a.__setitem__("static", [[0, "k_scale", [2**62]]]),
         lambda a: a.__setitem__("made_for", 5),
         lambda a: b"[" * 10**5 + b"]" * 10**5,
-        lambda a: json.dumps(a).replace('"length": ', '"length": 1e999, "x": ').encode(),
+        lambda a: lambda state: json.dumps(state).replace('"length": ', '"length": 1e999, "x": ').encode(),
+        lambda a: lambda state: b"",
+        lambda a: lambda state: b"NaN",
+        lambda a: lambda state: b"[" * 10**5 + b"]" * 10**5,
         lambda a: b"NaN",
         lambda a: b"\xff\xfe",
         lambda a: b"3" * 5000,
@@ -361,7 +388,7 @@ def test_contents_that_cannot_be_are_refused_before_a_kernel_reads_them(saved, c
     _, path = saved
     PagedCache.load(rewritten(path, lambda about: None))
     with pytest.raises(
-        FileFormatError, match="contents that cannot be|kind PART .* where PARAMETERS belongs"
+        FileFormatError, match="cannot be|where PARAMETERS belongs|other pages|is truncated|of 2 sequences|not belong"
     ) as refusal:
         PagedCache.load(rewritten(path, change))
     assert "checksum" not in str(refusal.value)
@@ -406,8 +433,10 @@ def test_blobs_that_overlap_come_twice_or_are_missing_are_refused(saved):
     blobs = list(blobs_of(path))
     bad = path.with_name("bad")
     for wrong, reason in (
-        (blobs + blobs[-1:], "is not the next one"),
-        (blobs[:-1], "it lists .* bytes of pages and has"),
+        (blobs + blobs[-1:], "holds 4 of 3 sequences"),
+        (blobs[:2] + blobs[1:], "is not the next one"),
+        (blobs[:-1], "is truncated: it holds 2 of 3 sequences"),
+        ([blobs[0], *blobs[2:]], "is not the next one"),
         ([blobs[0], *blobs[:0:-1]], "is not the next one"),
     ):
         bad.write_bytes(b"".join(wrong))
@@ -424,11 +453,18 @@ def test_blobs_that_overlap_come_twice_or_are_missing_are_refused(saved):
         )
 
 
-def test_nothing_is_allocated_by_the_numbers_of_a_file_that_is_refused(saved, monkeypatch):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: first_sequence(a)["tail"].__setitem__(0, 10**6),
+        lambda a: a["groups"][0]["capacity"].__setitem__("closed", 10**9),
+    ],
+)
+def test_nothing_is_allocated_by_the_numbers_of_a_file_that_is_refused(saved, monkeypatch, change):
     _, path = saved
-    bad = rewritten(path, lambda a: a["groups"][0]["pages"].__setitem__("closed", 10**6))
+    bad = rewritten(path, change)
     monkeypatch.setattr(pool, "allocate_slab", lambda nbytes, device: pytest.fail(f"{nbytes} bytes were allocated"))
-    with pytest.raises(FileFormatError, match="it lists .* bytes of pages and has .* in all"):
+    with pytest.raises(FileFormatError, match="other pages than its sequences name|fixed capacity of .* bytes"):
         PagedCache.load(bad)
 
 
@@ -520,6 +556,22 @@ def test_a_swapped_sequence_may_enter_several_rows_and_an_equal_cache():
     check_books(other)
 
 
+def test_a_swapped_sequence_can_be_copied_and_damage_in_memory_is_found():
+    pair = busy_pair()
+    swapped = pair.cache.swap_out(0)
+    copied = pickle.loads(pickle.dumps(swapped))
+    assert copied.nbytes == swapped.nbytes
+    damaged = copy.deepcopy(swapped)
+    damaged.blobs[0][1] = damaged.blobs[0][1].copy()
+    damaged.blobs[0][1][77] ^= 1
+    before = picture(pair.cache)
+    with pytest.raises(FileFormatError, match="the swapped sequence is damaged"):
+        pair.cache.swap_in(0, damaged)
+    assert picture(pair.cache) == before
+    pair.cache.swap_in(0, copied)
+    pair.check()
+
+
 def test_refused_swaps_change_nothing_and_say_why():
     pair = busy_pair(batch_size=3, max_tokens=170)
     swapped = pair.cache.swap_out(0)
@@ -530,7 +582,7 @@ def test_refused_swaps_change_nothing_and_say_why():
         pair.cache.swap_in(1, swapped)
     with pytest.raises(DataError, match="sequence 7 does not exist; the cache holds 3"):
         pair.cache.swap_in(7, swapped)
-    with pytest.raises(DataError, match="scheme 'int4' for 3 layers, the cache of 'int8'"):
+    with pytest.raises(DataError, match="of another scheme or geometry; swap it into a cache of the same spec"):
         _into_other(swapped)
     assert picture(pair.cache) == before
 
@@ -549,7 +601,7 @@ def test_a_sequence_quantized_with_other_scales_is_refused():
     ]
     a, b = (busy_pair(spec, s) for s in statics)
     b.cache.free(0)
-    with pytest.raises(DataError, match="other calibrated scales"):
+    with pytest.raises(DataError, match="of another calibration"):
         b.cache.swap_in(0, a.cache.swap_out(0))
 
 
@@ -595,18 +647,18 @@ def test_speculative_tokens_do_not_leave_and_an_interrupted_return_leaves_the_ro
     before = cache.dequantize(0, 0)
     swapped = cache.swap_out(0)
     used = {name: p.allocator.num_used for name, p in cache.groups[0].pools.items()}
-    block, calls = pool.Pool.block, []
+    place, calls = pool.Pool.place, []
 
     def interrupted(of, page_id):
         calls.append(page_id)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return block(of, page_id)
+        return place(of, page_id)
 
-    monkeypatch.setattr(pool.Pool, "block", interrupted)
+    monkeypatch.setattr(pool.Pool, "place", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cache.swap_in(0, swapped)
-    monkeypatch.setattr(pool.Pool, "block", block)
+    monkeypatch.setattr(pool.Pool, "place", place)
     assert cache.seq_lens == [0] and used == {name: p.allocator.num_used for name, p in cache.groups[0].pools.items()}
     cache.swap_in(0, swapped)
     assert all(torch.equal(a, b) for a, b in zip(cache.dequantize(0, 0), before, strict=True))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from cache_checks import Pair, check_books, picture, poison_free_pages
@@ -15,8 +14,8 @@ from ops.cpu_cases import needs_library
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import DataError, PoolFullError, SpecError
-from kvbits.ops.reference import append as reference
-from kvbits.ops.types import PageStore, SlotMapping
+from kvbits.ops.reference import store as reference
+from kvbits.ops.types import PageStore
 from kvbits.quant.rotary import turn_by
 from kvbits.spec import CacheSpec, LayerGeometry, Override, PerChannel, QuantSpec, Rotary, Scheme
 
@@ -97,14 +96,9 @@ def test_centred_pages_open_with_the_mean_of_the_page_before(backend, rotary):
     for count in (40, *[1] * 30, 50, 1, 1):
         k, v = torch.randn(1, count, 2, 64) + torch.arange(64) / 8, torch.randn(1, count, 2, 64)
         cache.append(0, k, v)
-        runs, fresh = [], 0
-        while fresh < count:
-            page, slot = divmod(at, 32)
-            n = min(count - fresh, 32 - slot)
-            runs.append([0, fresh, page, slot, n])
-            fresh, at = fresh + n, at + n
-        runs = np.array(runs)
-        reference.append(k, v, want, SlotMapping(runs, runs[:, 2] - 1))
+        slots = torch.arange(at, at + count)
+        reference.store(k, v, want, slots, previous=slots // 32 - 1)
+        at += count
     found = cache.groups[0].sequences[0]
     for i, page in enumerate(found.tail):
         for name, s in layout.sections.items():
@@ -117,7 +111,7 @@ def test_centred_pages_open_with_the_mean_of_the_page_before(backend, rotary):
     k, _ = cache.dequantize(0, 0)
     assert len(k) == at
     served = " ".join(cache.explain()["ops"])
-    assert f"append by {'reference' if backend == 'reference' else 'cpu'}" in served
+    assert f"store by {'reference' if backend == 'reference' else 'cpu'}" in served
 
 
 def test_saved_swapped_and_copied_pages_go_on_as_they_were(tmp_path):

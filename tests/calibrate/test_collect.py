@@ -296,7 +296,7 @@ def test_bases_of_16_bit_weights_are_measured_in_float32_where_the_cpu_multiplie
     from kvbits.calibrate import observe
 
     monkeypatch.setattr(observe.runs, "has_bfloat16", lambda: native)
-    monkeypatch.setattr(observe, "_free_memory", lambda: memory)
+    monkeypatch.setattr(observe, "free_bytes", lambda device: memory)
     model = tiny("qwen2", tie_word_embeddings=True).bfloat16()
     before = {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
     during = []

@@ -57,19 +57,19 @@ def refuse(*_):
 
 
 def test_one_key_for_files_and_models_in_any_dtype(folder, tmp_path):
-    keys = {kept.key_of_model(load_model(folder, dtype=dtype)[0]) for dtype in ("float32", "bfloat16")}
-    assert keys == {kept.key_of_files(ModelRef(folder))}
+    keys = {kept.key_of(ModelRef.of(load_model(folder, dtype=dtype)[0])) for dtype in ("float32", "bfloat16")}
+    assert keys == {kept.key_of(ModelRef(folder))}
     with torch.device("meta"):  # vLLM makes layers with a GPU as the default device
-        assert keys == {kept.key_of_files(ModelRef(folder))}
+        assert keys == {kept.key_of(ModelRef(folder))}
     model = load_model(folder)[0]
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0, 3] += 0.5
-    keys.add(kept.key_of_model(model))
+    keys.add(kept.key_of(ModelRef.of(model)))
     model = load_model(folder)[0]
     model.config.rope_parameters["rope_theta"] = 77.0
-    keys.add(kept.key_of_model(model))
+    keys.add(kept.key_of(ModelRef.of(model)))
     assert len(keys) == 3
-    assert kept.key_of_files(ModelRef(tmp_path, load_config(folder))) is None
+    assert kept.key_of(ModelRef(tmp_path, load_config(folder))) is None
 
 
 def test_keys_tell_weights_apart_whatever_layers_are_called():
@@ -77,7 +77,7 @@ def test_keys_tell_weights_apart_whatever_layers_are_called():
     import transformers
 
     config = transformers.GPT2Config(n_embd=64, n_head=4, n_layer=1, vocab_size=50)
-    assert len({kept.key_of_model(transformers.GPT2LMHeadModel(config)) for _ in range(2)}) == 2
+    assert len({kept.key_of(ModelRef.of(transformers.GPT2LMHeadModel(config))) for _ in range(2)}) == 2
 
 
 def test_the_first_cache_makes_it_and_the_others_find_it(folder, home, monkeypatch, capsys):
@@ -85,7 +85,7 @@ def test_the_first_cache_makes_it_and_the_others_find_it(folder, home, monkeypat
     KVCache.for_model(model, "klt3")
     assert "for klt, once; kept in" in capsys.readouterr().err
     (file,) = home.glob("*.safetensors")
-    assert file.stem == kept.key_of_model(model)
+    assert file.stem == kept.key_of(ModelRef.of(model))
     monkeypatch.setattr(kept, "measure", refuse)
     again, _ = load_model(folder, dtype="float32")
     for name in SCHEMES:
@@ -98,7 +98,7 @@ def test_the_first_cache_makes_it_and_the_others_find_it(folder, home, monkeypat
 
 def test_a_calibration_that_was_just_made_says_where_it_lies(folder, home):
     model, _ = load_model(folder)
-    first, second = (kept.of_model(model, schemes.get("klt4")) for _ in range(2))
+    first, second = (kept.of_model(ModelRef.of(model), schemes.get("klt4")) for _ in range(2))
     (file,) = home.glob("*.safetensors")
     assert first.path == second.path == str(file) and str(file) in origin(first)
     assert "None" not in origin(dataclasses.replace(first, path=None))
@@ -278,7 +278,7 @@ def test_eval_takes_what_is_kept_where_it_saw_no_text_that_is_measured_on(folder
     assert "bases" not in said and found["settings"]["calibration"] == wanted.id, "the novel's other half is unseen"
     assert next(iter(found["items"])).startswith("novel-start@")
     said, found = evaluated("d", "--length", "300", "--windows", "1", "--text", "code")
-    assert "for these results alone" in said and "saw code" not in said and "code, evaluated on here" in said
+    assert "for this alone" in said and "saw code" not in said and "code, evaluated on here" in said
     assert found["info"]["calibration"]["text"] == "novel-end"
     shutil.copytree(tmp_path / "d" / "m" / "calibration", tmp_path / "c" / "m" / "calibration")
     said, found = evaluated("c", "--tasks", "copying", "--contexts", "300")
@@ -308,7 +308,5 @@ def test_one_calibration_serves_eval_check_and_calibrate(folder, tmp_path, monke
     ):
         assert "bases" not in run(*again, code=1), again
     assert file.stat().st_mtime_ns == written
-    assert "for this command alone" in (
-        said := run("check", folder, "--scheme", "klt4", *sizes, "--text", "code", code=1)
-    )
+    assert "for this alone" in (said := run("check", folder, "--scheme", "klt4", *sizes, "--text", "code", code=1))
     assert "bases ..." in said and "code, evaluated on here" in said

@@ -12,7 +12,7 @@ import kvbits
 
 ROOT = Path(kvbits.__file__).parent
 LAYERS = [
-    {"errors", "progress", "files", "units", "embedded", "runs"},
+    {"errors", "progress", "files", "units", "embedded", "runs", "settings", "contract"},
     {"spec"},
     {"schemes", "literature"},
     {"quant", "later"},

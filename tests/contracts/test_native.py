@@ -1,5 +1,5 @@
 """Every scheme of the core is served by native kernels on CPUs and on GPUs: decoding, chunks past the pages, pages that
-close, tokens that are appended.
+close, tokens that are stored one by one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvbits.errors import SpecError, UnsupportedError
 from kvbits.ops import dispatch
 from kvbits.spec import PageLayout, PerGroup, QuantSpec
 
-NATIVE = {"decode", "chunk", "close", "append"}
+NATIVE = {"decode", "chunk", "close", "store"}
 
 
 def layout_of(name, head_dim=128, raw_dtype="bfloat16"):
@@ -35,7 +35,7 @@ def layout_of(name, head_dim=128, raw_dtype="bfloat16"):
 def test_core_schemes_are_native_on_both_backends(name, head_dim):
     layout = layout_of(name, head_dim)
     found = {op: answers for op, answers in dispatch.natives(layout).items() if op in NATIVE}
-    assert {"decode", "chunk"} < found.keys() and found.keys() & {"close", "append"}
+    assert {"decode", "chunk"} < found.keys() and found.keys() & {"close", "store"}
     by_reference = {(op, backend): why for op, answers in found.items() for backend, why in answers.items() if why}
     assert not by_reference, dispatch.table({name: name})
     assert all(answers.keys() == {"cpu", "cuda"} for answers in found.values())
@@ -50,7 +50,7 @@ def test_the_table_gives_reasons():
     answers = dispatch.natives(PageLayout(key=spec, value=spec, page_size=64, num_kv_heads=1, head_dim=64))
     assert "groups of 2 channels" in answers["decode"]["cpu"] and "2 channels" in answers["close"]["cuda"]
     assert "float32" in dispatch.natives(layout_of("raw", raw_dtype="float32"))["decode"]["cuda"]
-    assert "append" not in dispatch.natives(layout_of("kivi4")) and "close" not in dispatch.natives(layout_of("raw"))
+    assert "store" not in dispatch.natives(layout_of("kivi4")) and "close" not in dispatch.natives(layout_of("raw"))
 
 
 def test_it_is_printed_without_a_gpu():
@@ -61,16 +61,16 @@ def test_it_is_printed_without_a_gpu():
 
 
 def test_choices_say_why():
-    device = torch.device("cpu")
-    choice = dispatch.choose("place", device)
-    assert choice.backend == "reference" and str(choice) == f"place by reference (cuda: {choice.refusals['cuda']})"
+    given = layout_of("int8"), torch.float32
+    choice = dispatch.choose("unpack", *given, torch.device("cpu"))
+    assert choice.backend == "reference" and str(choice) == f"unpack by reference (cuda: {choice.refusals['cuda']})"
     choice.prepare()
     with pytest.raises(
         UnsupportedError,
-        match=r"place: cuda: .*; reference: the block tables are on meta; the reference reads them on the host",
+        match=r"unpack: cuda: .*; reference: the pages are on meta; the reference reads page numbers on the host",
     ):
-        dispatch.choose("place", torch.device("meta"))
-    with pytest.raises(SpecError, match=r"place: backend 'cuda' refuses this call: .*; use backend='auto'"):
-        dispatch.choose("place", device, backend="cuda")
-    with pytest.raises(SpecError, match="unknown backend 'gpu' for place; known: auto, cuda, reference"):
-        dispatch.choose("place", device, backend="gpu")
+        dispatch.choose("unpack", *given, torch.device("meta"))
+    with pytest.raises(SpecError, match=r"unpack: backend 'cuda' refuses this call: .*; use backend='auto'"):
+        dispatch.choose("unpack", *given, torch.device("cpu"), backend="cuda")
+    with pytest.raises(SpecError, match="unknown backend 'gpu' for unpack; known: auto, cuda, reference"):
+        dispatch.choose("unpack", *given, torch.device("cpu"), backend="gpu")

@@ -31,7 +31,7 @@ EXCEPTIONS = {
     "integrations/vllm/formats.py": "the dtypes' tags",
     "integrations/vllm/observe.py": "the presets whose basis is measured",
     "integrations/vllm/scheme_file.py": "a refusal that says what a spec may not have",
-    "integrations/vllm/dtypes.py": "a class of vLLM's is called so",
+    "integrations/vllm/releases.py": "a class of vLLM's is called so",
 }
 QUESTIONS = re.compile(r"""is_banded|has_codebook|basis [!=]= ["'](klt|calibrated)["']""")
 """How Python asks which family a format is of.

@@ -11,8 +11,10 @@ import torch
 from kvbits.errors import DataError
 from kvbits.evaluate.attention import LayerInputs, _bits, _clipped, measure, observe, statistics
 from kvbits.evaluate.caches import base_factory, factory
-from kvbits.evaluate.tasks import Context, Options, load
+from kvbits.evaluate.settings import Options
+from kvbits.evaluate.tasks import Context, load
 from kvbits.evaluate.texts import Text, novel
+from kvbits.model_ref import ModelRef
 
 IDS = torch.tensor(tiny.tokenizer()(novel()[:300])["input_ids"])
 
@@ -103,7 +105,7 @@ def test_a_text_without_history_is_refused(model):
 
 def test_the_task_records_layers_and_heads(model):
     task = load("attention")(
-        Context(model, tiny.tokenizer(), (Text("t", novel()[:900]),), Options(windows=2, length=200))
+        Context(ModelRef.of(model), tiny.tokenizer(), (Text("t", novel()[:900]),), Options(windows=2, length=200))
     )
     factories = {"32-bit": base_factory(model), "int4": factory(model, "int4")}
     records = {key: task.run(key, factories, lambda n: None) for key in task.item_keys()}

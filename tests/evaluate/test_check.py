@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import warnings
 from pathlib import Path
@@ -11,11 +10,11 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from commands import error, loads, run, run_json
 
 from kvbits import schemes
 from kvbits.cache.explain import ranges
 from kvbits.calibrate import calibrate, prompts_from_text
-from kvbits.cli import app
 from kvbits.errors import SpecError
 from kvbits.evaluate.check import MOSTLY_RAW, Limits, check, remedies, require_length
 from kvbits.evaluate.fidelity import DECODING_CHUNK, read_raw
@@ -125,39 +124,14 @@ def test_ranges_read_well():
     assert ranges([0, 1, 2, 5, 7, 8]) == "0 to 2, 5, 7 to 8"
 
 
-def loads(monkeypatch, model, tokenizer):
-    """Whatever the command loads is this."""
-    monkeypatch.setattr(
-        "kvbits.integrations.models.load_model", lambda name, dtype="auto", device=None: (model, tokenizer)
-    )
-    monkeypatch.setattr("kvbits.integrations.models.load_tokenizer", lambda name: tokenizer)
-    monkeypatch.setattr("kvbits.geometry.load_config", lambda name: model.config)
-
-
 @pytest.mark.parametrize(("scheme", "code"), [("int4", 1), ("kivi4", 0)])
 def test_the_command_says_pass_or_fail_by_its_exit_code(monkeypatch, scheme, code):
-    from typer.testing import CliRunner
-
-    loads(monkeypatch, tiny.model(key_bias=200.0), tiny.tokenizer())
-    args = [
-        "check",
-        "tiny",
-        "--scheme",
-        scheme,
-        "--windows",
-        "1",
-        "--length",
-        "300",
-        "--max-ppl-change",
-        "1",
-        "--max-kl",
-        "100",
-    ]
-    out = CliRunner().invoke(app, [*args, "--json"])
-    assert out.exit_code == code, out.output
-    data = json.loads(out.stdout)
+    model = tiny.model(key_bias=200.0)
+    loads(monkeypatch, lambda: model, tiny.tokenizer())
+    command = f"check tiny --scheme {scheme} --windows 1 --length 300 --max-ppl-change 1 --max-kl 100"
+    data = run_json(command, code)
     assert data["passed"] == (code == 0) and len(data["layers"]) == 2 and data["text"] == "novel"
-    shown = CliRunner().invoke(app, args).stdout
+    shown = run(command, code).stdout
     flat = " ".join(shown.split())
     assert ("FAIL" in shown) == bool(code) and "cosine" in flat and "Bits left: " in flat
     assert f"which read {data['overall']['read_raw']:.0%} of their history in 16 bits" in flat
@@ -226,35 +200,15 @@ def test_qwen_1_5b_with_per_token_int4_is_caught():
 
 
 def test_a_calibration_file_serves_and_two_sources_of_one_are_refused(monkeypatch, tmp_path):
-    from typer.testing import CliRunner
-
     model, tokenizer = tiny.model(), tiny.tokenizer()
-    loads(monkeypatch, model, tokenizer)
+    loads(monkeypatch, lambda: model, tokenizer)
     scales = tmp_path / "scales.safetensors"
-    calibrate(
-        model, prompts_from_text(tokenizer, novel()[40_000:44_000], length=300, num_prompts=2), "int8_static"
-    ).save(scales)
-    args = [
-        "check",
-        "tiny",
-        "--scheme",
-        "int8_static",
-        "--windows",
-        "1",
-        "--max-ppl-change",
-        "1",
-        "--max-kl",
-        "100",
-        "--json",
-    ]
-    out = CliRunner().invoke(app, [*args, "--length", "300", "--calibration", str(scales)])
-    assert json.loads(out.stdout)["scheme"] == "int8_static", out.output
-    for more, message in (
-        (["--calibration", str(scales), "--calibration-text", "novel", "--length", "300"], "exclude each other"),
-        (["--length", "5000"], "windows of 5000 tokens pass the model's 4096 positions; lower --length"),
-    ):
-        out = CliRunner().invoke(app, [*args, *more])
-        assert out.exit_code and message in " ".join(out.stderr.split())
+    prompts = prompts_from_text(tokenizer, novel()[40_000:44_000], length=300, num_prompts=2)
+    calibrate(model, prompts, "int8_static").save(scales)
+    command = "check tiny --scheme int8_static --windows 1 --max-ppl-change 1 --max-kl 100"
+    assert run_json(f"{command} --length 300 --calibration {scales}")["scheme"] == "int8_static"
+    error(f"{command} --length 300 --calibration {scales} --calibration-text novel", "--calibration", "exclude")
+    error(f"{command} --length 5000", "5000", "4096", "--length")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from kvbits import schemes
 from kvbits.calibrate.sampling import Sample
 from kvbits.errors import DataError, SpecError, UnsupportedError
 from kvbits.evaluate import demo
-from kvbits.evaluate.run import evaluate
+from kvbits.evaluate.run import Evaluation
 from kvbits.evaluate.texts import novel, novel_end, novel_start
 from kvbits.geometry import layer_geometries, load_config
 from kvbits.spec import CacheSpec
@@ -50,9 +50,7 @@ embedded = pytest.mark.skipif(bool(reason), reason=reason)
 
 @embedded
 def test_planned_bytes_are_held_bytes_lossless_is_lossless_and_two_texts_stand_side_by_side():
-    result = demo.run(
-        schemes=("raw", "int8_centered", "kivi4"), context=320, new_tokens=16, scored=300, threads=1, progress=False
-    )
+    result = demo.run(schemes=("raw", "int8_centered", "kivi4"), context=320, new_tokens=16, scored=300, progress=False)
     assert json.loads(json.dumps(result)) == result and result["dtype"] == "float32" and result["scored"] == 299
     rows = {r["scheme"]: r for r in result["rows"]}
     assert list(rows) == ["32-bit", "raw", "int8_centered", "kivi4"]
@@ -131,9 +129,9 @@ def test_the_demo_text_is_long_enough_for_a_long_context():
 def test_schemes_that_need_a_calibration_get_one_from_text_that_is_not_scored(monkeypatch):
     assert novel_start().content + novel_end().content == novel()
     seen = []
-    monkeypatch.setattr(demo, "evaluate", lambda *a, **k: seen.append(k) or evaluate(*a, **k))
+    monkeypatch.setattr(demo, "Evaluation", lambda **k: seen.append(k) or Evaluation(**k))
     monkeypatch.setattr(demo, "QUICK", Sample(4, 128))
-    result = demo.run(schemes=["nuq4-1%"], context=200, new_tokens=4, scored=200, threads=1, progress=False)
+    result = demo.run(schemes=["nuq4-1%"], context=200, new_tokens=4, scored=200, progress=False)
     assert seen[0]["calibration_text"] == novel_end() and seen[0]["texts"] == (novel_start(),)
     row = result["rows"][1]
     assert row["scheme"] == "nuq4-1%" and row["bytes_measured"] == row["bytes_predicted"]

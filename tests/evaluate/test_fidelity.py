@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Mistra
 
 from kvbits import KVCache, schemes
 from kvbits.errors import DataError
-from kvbits.evaluate.fidelity import Fidelity, compare, histogram, histogram_quantile, read_raw
+from kvbits.evaluate.fidelity import Fidelity, compare, histogram, histogram_quantile, prefill, read_raw
 from kvbits.spec import CacheSpec, LayerGeometry, Override, QuantSpec
 
 
@@ -37,10 +37,12 @@ def caches(model, *schemes):
 
 @pytest.mark.parametrize(("first", "chunk"), [(0, 150), (0, 7), (100, 1), (64, 40)])
 def test_perplexity_is_that_of_one_plain_forward_pass_however_the_text_is_fed(model, first, chunk):
-    got = compare(model, caches(model, "raw"), IDS, first=first, chunk=chunk)
+    held = caches(model, "raw")
+    prefill(model, held, IDS[None, :first], 40)
+    got = compare(model, held, IDS[first:], chunk=chunk)
     with torch.no_grad():
         log_p = torch.log_softmax(model(IDS[None]).logits[0], -1)
-    scored = torch.arange(max(first, 1), 150)
+    scored = torch.arange(first + 1, 150)
     want = math.exp(-log_p[scored - 1, IDS[scored]].mean().item())
     for f in got.values():
         assert f.num_tokens == len(scored)
@@ -51,16 +53,16 @@ def test_perplexity_is_that_of_one_plain_forward_pass_however_the_text_is_fed(mo
 
 def test_fewer_bits_cost_more(model):
     long = torch.randint(0, 53, (420,), generator=torch.Generator().manual_seed(3))
-    got = compare(model, caches(model, "int8", "int4", "kivi2"), long, first=0, chunk=10)
+    got = compare(model, caches(model, "int8", "int4", "kivi2"), long, chunk=10)
     assert 0 < got["int8"].kl_mean < got["int4"].kl_mean < got["kivi2"].kl_mean
     assert got["int8"].tvd_mean < got["int4"].tvd_mean
     assert got["int8"].kl_p99 >= got["int8"].kl_mean
 
 
 def test_a_batch_of_texts_scores_like_each_text_alone(model):
-    both = compare(model, caches(model, "int8"), IDS[:140].view(2, 70), first=0, chunk=16)
-    one = compare(model, caches(model, "int8"), IDS[:70], first=0, chunk=16)
-    two = compare(model, caches(model, "int8"), IDS[70:140], first=0, chunk=16, results=one)
+    both = compare(model, caches(model, "int8"), IDS[:140].view(2, 70), chunk=16)
+    one = compare(model, caches(model, "int8"), IDS[:70], chunk=16)
+    two = compare(model, caches(model, "int8"), IDS[70:140], chunk=16, results=one)
     assert both["int8"].kl_mean == pytest.approx(two["int8"].kl_mean, abs=1e-7)
     assert both["int8"].nll == pytest.approx(two["int8"].nll, rel=1e-6)
     assert both["int8"].num_tokens == two["int8"].num_tokens == 138
@@ -86,13 +88,13 @@ def test_kl_and_total_variation_of_known_distributions():
 
 def test_the_worst_prediction_is_found_again(model):
     long = torch.randint(0, 53, (2, 300), generator=torch.Generator().manual_seed(4))
-    got = compare(model, caches(model, "kivi2"), long, first=0, chunk=9)
-    again = compare(model, caches(model, "kivi2"), long[0], first=0, chunk=9, results=got)["kivi2"]
+    got = compare(model, caches(model, "kivi2"), long, chunk=9)
+    again = compare(model, caches(model, "kivi2"), long[0], chunk=9, results=got)["kivi2"]
     row, position = again.kl_worst
     assert len(again.places) == len(again.kl) == 3 * 299 and set(again.places) == {
         (r, p) for r in range(3) for p in range(1, 300)
     }
-    alone = compare(model, caches(model, "kivi2"), [*long, long[0]][row], first=0, chunk=9)["kivi2"]
+    alone = compare(model, caches(model, "kivi2"), [*long, long[0]][row], chunk=9)["kivi2"]
     assert alone.kl_worst == (0, position) and alone.kl_max == pytest.approx(again.kl_max, rel=1e-3)
     counted = Fidelity(kl=[0.1, 3.0, 1.0], places=[(0, 1), (0, 2), (1, 1)])
     assert counted.kl_worst == (0, 2) and counted.num_lost == 1
@@ -174,4 +176,4 @@ def test_the_share_read_raw_of_presets_is_what_an_audit_counted():
 
 def test_a_text_too_short_to_score_is_refused(model):
     with pytest.raises(DataError, match="nothing to score"):
-        compare(model, caches(model), IDS[:5], first=5, chunk=1)
+        compare(model, caches(model), IDS[:1], chunk=1)

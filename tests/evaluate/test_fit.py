@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from typer.testing import CliRunner
+from commands import error, run, run_json
 
-from kvbits import KVCache, planner, schemes
-from kvbits.cli import app
+from kvbits import KVCache, planner, runs, schemes
 from kvbits.errors import FileFormatError, SpecError
 from kvbits.evaluate.allocate import Curve, Option, hull, tempered, walk
 from kvbits.evaluate.fit import Goal, bound_to, fit, require_room, widths
-from kvbits.evaluate.sensitivity import Bench, State, fill_in, formats
+from kvbits.evaluate.results import ResultFile
+from kvbits.evaluate.sensitivity import Bench, fill_in, formats
 from kvbits.evaluate.texts import novel
 from kvbits.geometry import layer_geometries
 from kvbits.integrations.identity import identity
@@ -43,8 +43,14 @@ def uneven():
     return model
 
 
-def bench_of(model, path=None, **header):
-    return Bench(model, PROBES, WHOLES, None, State(path, {"text": "novel"} | header))
+def state(path=None, **settings):
+    facts = {"name": "tiny", "dtype": "float32", "parameters": 1}
+    header = {"task": "fit", "scheme": "plain", "kind": "sensitivity", "info": {}, "settings": settings, "model": facts}
+    return ResultFile(path, header, runs.record())
+
+
+def bench_of(model, path=None):
+    return Bench(model, PROBES, WHOLES, None, state(path, text="novel"))
 
 
 # -- arithmetic -----------------------------------------------------------------------------------------------------
@@ -123,14 +129,14 @@ def test_bits_go_where_they_are_needed_and_bytes_are_planned_to_the_byte(tmp_pat
     planned = planner.plan(layers, [found.chosen.scheme], context=512, memory_bytes=limit).rows[0]
     assert planned.total_bytes == found.chosen.nbytes and planned.max_context == found.context
 
-    again = Bench(model, PROBES, WHOLES, None, State(tmp_path / "state.json", {"text": "novel"}))
+    again = bench_of(model, tmp_path / "state.json")
     again._probe = again.model = None  # a second run measures nothing
     assert fit(again, formats(layers, False), found.goal, name="mine", progress=False).to_dict() == found.to_dict()
-    with pytest.raises(SpecError, match=r"measurements of something else: text is 'other' here and 'novel' there"):
-        State(tmp_path / "state.json", {"text": "other"})
+    with pytest.raises(SpecError, match=r"text is 'other' here and 'novel' in the file"):
+        state(tmp_path / "state.json", text="other")
     (tmp_path / "state.json").write_text("{}")
-    with pytest.raises(FileFormatError, match="cannot go on from"):
-        State(tmp_path / "state.json", {"text": "novel"})
+    with pytest.raises(FileFormatError, match=r"state\.json is not a result"):
+        state(tmp_path / "state.json", text="novel")
 
 
 def test_a_quality_makes_the_bytes_or_the_context():
@@ -201,10 +207,8 @@ def test_formats_that_need_a_basis_are_fitted_too():
 
     model = uneven()
     layers = layer_geometries(model.config)
-    bases = calibrate(
-        model, prompts_from_text(tiny.tokenizer(), novel()[:20_000], num_prompts=4, length=512), "klt4"
-    ).static
-    bench = Bench(model, PROBES, WHOLES, bases, State(None, {}))
+    bases = calibrate(model, prompts_from_text(tiny.tokenizer(), novel()[:20_000], num_prompts=4, length=512), "klt4")
+    bench = Bench(model, PROBES, WHOLES, bases, state())
     for name in ("klt4", "klt2"):  # steps are those of the widths, whatever the bases were made for
         own = calibrate(
             model, prompts_from_text(tiny.tokenizer(), novel()[:20_000], num_prompts=4, length=512), name
@@ -304,34 +308,15 @@ def test_the_command_writes_a_file_that_other_commands_take(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(novel()[:8192])
     out = tmp_path / "mine.json"
-    run = CliRunner()
-    command = [
-        "fit",
-        str(folder),
-        "--memory",
-        "400kB",
-        "--context",
-        "1k",
-        "--windows",
-        "1",
-        "--text",
-        str(text),
-        "--out",
-        str(out),
-    ]
-    first = run.invoke(app, command)
-    assert first.exit_code == 0, first.output
-    assert "1,024 tokens x 1" in first.output and "keys " in first.output and "scheme in" in first.output
-    data = json.loads(run.invoke(app, [*command, "--json"]).stdout)  # goes on from what was measured
+    command = f"fit {folder} --memory 400kB --context 1k --windows 1 --text {text} --out"
+    first = run(f"{command} {out}").output
+    assert "1,024 tokens x 1" in first and "keys " in first and str(out) in first
+    data = run_json(f"{command} {out}")  # goes on from what was measured
     assert data["chosen"]["nbytes"] <= 400_000 and len(data["widths"]["key"]) == 2
-    planned = json.loads(
-        run.invoke(app, ["plan", str(folder), "--context", "1k", "--scheme", str(out), "--json"]).stdout
-    )
+    planned = run_json(f"plan {folder} --context 1k --scheme {out}")
     assert planned["rows"][0]["total_bytes"] == data["chosen"]["nbytes"]
-    tight = run.invoke(app, [*command, "--max-kl", "1e-9"])
-    assert tight.exit_code == 1 and "not reached" in tight.output
-    bad = run.invoke(app, [*command[:-1], str(tmp_path / "mine.txt")])
-    assert bad.exit_code == 2 and "must end in .json" in bad.output
+    assert "not reached" in run(f"{command} {out} --max-kl 1e-9", code=1).output
+    error(f"{command} {tmp_path / 'mine.txt'}", "mine.txt", ".json")
 
 
 @pytest.mark.skipif(
@@ -344,6 +329,6 @@ def test_a_layer_of_smollm2_alone_costs_more_in_fewer_bits():
     model, tokenizer = load_model(str(MODELS / "smollm2-135m-instruct"), dtype="float32")
     layers = layer_geometries(model.config)
     known = formats(layers, False)
-    bench = Bench(model, windows(tokenizer, novel_start(), count=1, length=384), PROBES, None, State(None, {}))
+    bench = Bench(model, windows(tokenizer, novel_start(), count=1, length=384), PROBES, None, state())
     four, two = (bench.alone(0, "key", b, known.key[b]) for b in (4, 2))
     assert 0 < four < two

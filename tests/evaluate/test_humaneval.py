@@ -9,8 +9,10 @@ import tiny
 
 from kvbits.errors import SpecError
 from kvbits.evaluate.caches import base_factory, factory
-from kvbits.evaluate.tasks import Context, Options, generation, load
+from kvbits.evaluate.settings import Options
+from kvbits.evaluate.tasks import Context, load, questions
 from kvbits.evaluate.texts import Text
+from kvbits.model_ref import ModelRef
 
 PROBLEM = {
     "task_id": "T/0",
@@ -25,7 +27,7 @@ def task(tmp_path):
     (tmp_path / "h.jsonl").write_text(json.dumps(PROBLEM) + "\n" + json.dumps(PROBLEM | {"task_id": "T/1"}) + "\n")
     return load("humaneval")(
         Context(
-            tiny.model(),
+            ModelRef.of(tiny.model()),
             tiny.tokenizer(),
             (Text("t", "x"),),
             Options(data={"humaneval": str(tmp_path / "h.jsonl")}, limit=1),
@@ -46,33 +48,34 @@ def test_a_completion_is_cut_at_its_stop_and_run(task, monkeypatch, completion, 
     monkeypatch.setattr(
         task.context.tokenizer.__class__, "decode", lambda self, ids, **k: "".join(self.convert_ids_to_tokens(ids))
     )
-    monkeypatch.setattr(generation, "generate", lambda *a: [tokens])
+    monkeypatch.setattr(questions, "generate", lambda *a: [tokens])
     (key,) = task.item_keys()
     record = task.run(key, {"32-bit": base_factory(task.context.model)}, lambda n: None)["32-bit"]
-    assert record["passed"] is passed and "other" not in record["completion"] and "limits" in record["isolation"]
+    assert record["right"] == passed and "other" not in record["chosen"] and "limits" in record["isolation"]
     summary, alone = (
         task.summary({key: record}, {key: record}),
-        {"problems": 1, "answers": 1, "accuracy": float(passed), "passed": int(passed), "same_completion": 1.0},
+        {"problems": 1, "answers": 1, "accuracy": float(passed), "same_answer": 1.0},
     )
     assert alone.items() <= summary.items() and (summary["difference"], summary["lost"], summary["gained"]) == (0, 0, 0)
 
 
 def test_a_real_run_through_the_cache_ends(task, monkeypatch):
-    monkeypatch.setattr(generation, "MAX_NEW_TOKENS", 6)
+    monkeypatch.setattr(questions, "MAX_NEW_TOKENS", 6)
+    (key,) = task.item_keys()
     records = task.run(
-        "T/0", {"32-bit": base_factory(task.context.model), "raw": factory(task.context.model, "raw")}, lambda n: None
+        key, {"32-bit": base_factory(task.context.model), "raw": factory(task.context.model, "raw")}, lambda n: None
     )
-    assert records["raw"]["completion"] == records["32-bit"]["completion"] and not records["raw"]["passed"]
+    assert records["raw"]["chosen"] == records["32-bit"]["chosen"] and not records["raw"]["right"]
 
 
 def test_missing_or_foreign_files_are_named(tmp_path):
     def make(data):
-        return load("humaneval")(Context(None, None, (), Options(data=data)))
+        return load("humaneval")(Context(ModelRef(""), None, (), Options(data=data)))
 
     with pytest.raises(SpecError, match=r"--data humaneval=HumanEval\.jsonl"):
         make({})
     with pytest.raises(SpecError, match="no such file"):
         make({"humaneval": str(tmp_path / "none")})
     (tmp_path / "x").write_text('{"a": 1}')
-    with pytest.raises(SpecError, match="not HumanEval's JSON lines"):
+    with pytest.raises(SpecError, match="not humaneval's own JSON lines"):
         make({"humaneval": str(tmp_path / "x")})

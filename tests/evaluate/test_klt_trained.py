@@ -49,7 +49,7 @@ def test_kl_on_a_trained_model_stays_what_it_is():
         n: factory(model, n, calibration=lambda s: found[s.name]) for n in MEASURED
     }
     (window,) = windows(tokenizer, novel_start(), count=1, length=LENGTH)
-    results = compare(model, {n: f.make(1, LENGTH) for n, f in caches.items()}, window, first=0, chunk=64)
+    results = compare(model, {n: f.make(1, LENGTH) for n, f in caches.items()}, window, chunk=64)
     kl = {n: results[n].kl_mean for n in MEASURED}
     assert all(MEASURED[n] / 1.5 < kl[n] < 1.5 * MEASURED[n] for n in MEASURED), kl
     assert torch.tensor([results[n].top1_agreement for n in MEASURED]).min() > 0.9

@@ -15,19 +15,20 @@ import torch
 
 from kvbits import schemes
 from kvbits.calibrate.sampling import Sample
-from kvbits.cli.eval import _table
 from kvbits.errors import DataError, SpecError, UnsupportedError
-from kvbits.evaluate import results
+from kvbits.evaluate import results, shown
 from kvbits.evaluate.caches import base_factory, factory, sides
 from kvbits.evaluate.calibrator import Calibrator
 from kvbits.evaluate.fidelity import drift, octaves
 from kvbits.evaluate.paired import paired
 from kvbits.evaluate.rows import follow
-from kvbits.evaluate.run import evaluate
-from kvbits.evaluate.tasks import Context, Options, load, replay, text
+from kvbits.evaluate.run import Evaluation
+from kvbits.evaluate.settings import Options
+from kvbits.evaluate.tasks import Context, load, replay, text
 from kvbits.evaluate.tasks.ruler import TASKS
 from kvbits.evaluate.tasks.tracking import STATES, Table
 from kvbits.evaluate.texts import Text, novel
+from kvbits.model_ref import ModelRef
 from kvbits.report import markdown
 from kvbits.report.collect import collect
 
@@ -40,22 +41,13 @@ def model():
 
 
 def run(model, out, task, names, alone=False, **options):
-    return evaluate(
-        model,
-        tiny.tokenizer(),
-        name="tiny",
-        schemes=names,
-        tasks=[task],
-        texts=TEXTS,
-        out=out,
-        options=Options(**options),
-        alone=alone,
-        progress=False,
-    )[task]
+    return Evaluation(
+        name="tiny", schemes=names, tasks=[task], texts=TEXTS, out=out, options=Options(**options), alone=alone
+    ).run(model, tiny.tokenizer(), progress=False)[task]
 
 
 def task_of(name, model=None, **options):
-    return load(name)(Context(model, tiny.tokenizer(), TEXTS, Options(**options), tiny.model().config))
+    return load(name)(Context(ModelRef.of(model or tiny.model()), tiny.tokenizer(), TEXTS, Options(**options)))
 
 
 def test_a_difference_of_pairs_is_mcnemar_s():
@@ -236,9 +228,7 @@ def test_windows_and_chains_that_go_together_are_measured_as_each_alone(model, t
 def test_elements_beyond_static_scales_are_counted_for_each_window(model, tmp_path):
     text = Text("other", novel()[50_000:90_000])
     for n in (1, 3):
-        evaluate(
-            model,
-            tiny.tokenizer(),
+        Evaluation(
             name="tiny",
             schemes=["int8_static"],
             tasks=["fidelity"],
@@ -246,8 +236,7 @@ def test_elements_beyond_static_scales_are_counted_for_each_window(model, tmp_pa
             out=tmp_path / str(n),
             calibration_text=text,
             options=Options(windows=3, length=600, batch_size=n),
-            progress=False,
-        )
+        ).run(model, tiny.tokenizer(), progress=False)
     one, three = (
         results.read(tmp_path / str(n) / "tiny-float32" / "fidelity" / "int8_static.json")["items"] for n in (1, 3)
     )
@@ -336,9 +325,7 @@ def test_a_part_is_right_if_plain_greedy_decoding_would_have_written_it(model, t
     assert found["raw"]["lost"] == found["raw"]["gained"] == 0 and found["raw"]["parts"] == sum(
         s["parts"] for s in found["raw"]["by_kind"].values()
     )
-    assert (
-        "difference" in (headers := [c.header for c in _table(name, found).columns]) and "difference low" not in headers
-    )
+    assert "difference" in (headers := shown.table(name, found)[0]) and "difference low" not in headers
     (table,) = markdown.kinds(next(iter(collect(tmp_path).models.values())).tasks[name])
     assert f"| {next(iter(found['raw']['by_kind']))} | " in table
 

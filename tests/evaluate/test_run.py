@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import commands
 import pytest
 import tiny
 import torch
@@ -20,10 +21,12 @@ from kvbits.errors import CalibrationError, FileFormatError, SpecError, Unsuppor
 from kvbits.evaluate import results
 from kvbits.evaluate.caches import GROUPS, STOCK, base_factory, expand, factory, held_bytes, read_caches
 from kvbits.evaluate.calibrator import Calibrator
-from kvbits.evaluate.run import evaluate
-from kvbits.evaluate.tasks import TASKS, Context, Options, load, names_of
+from kvbits.evaluate.run import Evaluation
+from kvbits.evaluate.settings import Options
+from kvbits.evaluate.tasks import TASKS, Context, load, names_of
 from kvbits.evaluate.tasks import text as text_tasks
 from kvbits.evaluate.texts import Text, mixed, novel, spread_windows
+from kvbits.model_ref import ModelRef
 
 OPTIONS = {"windows": 2, "length": 200, "chunk": 32, "context": 100, "new_tokens": 8}
 TEXTS = (Text("one", novel()[:4000]),)
@@ -44,9 +47,7 @@ def run(
     overwrite=False,
     **changes,
 ):
-    return evaluate(
-        model,
-        tiny.tokenizer(),
+    return Evaluation(
         name="tiny",
         schemes=list(schemes),
         tasks=list(tasks),
@@ -55,8 +56,7 @@ def run(
         options=Options(**(OPTIONS | changes)),
         calibration_text=calibration_text,
         overwrite=overwrite,
-        progress=False,
-    )
+    ).run(model, tiny.tokenizer(), progress=False)
 
 
 def test_a_run_leaves_one_file_per_cache_with_everything_its_figures_depend_on(model, tmp_path):
@@ -108,21 +108,6 @@ def test_the_worst_token_and_what_was_read_raw_stand_beside_the_mean(model, tmp_
     assert 250 < decoded["kl_worst"] < 260 and 0 < decoded["read_raw"] < 1
 
 
-def test_what_older_files_did_not_note_is_blank_and_not_zero(model, tmp_path):
-    run(model, tmp_path, schemes=["int4"])
-    items = results.read(tmp_path / "tiny-float32" / "fidelity" / "int4.json")["items"]
-    for record in items.values():
-        for name in ("kl_worst", "kl_lost", "read_raw"):
-            del record[name]
-    summary = text_tasks._summary(items, items)
-    assert (
-        summary["kl_lost"] is None
-        and summary["kl_worst"] is None
-        and "read_raw" not in summary
-        and summary["kl_max"] > 0
-    )
-
-
 def test_files_of_a_text_s_first_windows_are_not_mixed_with_spread_ones(model, tmp_path):
     run(model, tmp_path, schemes=["int8"])
     path = tmp_path / "tiny-float32" / "fidelity" / "int8.json"
@@ -138,8 +123,11 @@ def test_files_of_a_text_s_first_windows_are_not_mixed_with_spread_ones(model, t
 @pytest.mark.parametrize(("name", "chunk"), [("fidelity", 16), ("follow", 16), ("decode", 128), ("greedy", 128)])
 def test_what_is_scored_in_chunks_is_scored_in_short_ones(model, name, chunk):
     sizes = {"windows": 2, "length": 200, "context": 100, "new_tokens": 8}
-    assert load(name)(Context(model, tiny.tokenizer(), TEXTS, Options(**sizes))).settings["chunk"] == chunk
-    assert load(name)(Context(model, tiny.tokenizer(), TEXTS, Options(**sizes, chunk=64))).settings["chunk"] == 64
+    assert load(name)(Context(ModelRef.of(model), tiny.tokenizer(), TEXTS, Options(**sizes))).settings["chunk"] == chunk
+    assert (
+        load(name)(Context(ModelRef.of(model), tiny.tokenizer(), TEXTS, Options(**sizes, chunk=64))).settings["chunk"]
+        == 64
+    )
 
 
 def test_a_run_goes_on_where_it_stopped(model, tmp_path, monkeypatch):
@@ -251,8 +239,8 @@ def test_pure_decoding_reads_every_token_as_stored(model, tmp_path):
 
 
 def test_schemes_that_need_it_are_calibrated_on_other_text_and_the_file_is_kept(model, tmp_path):
-    with pytest.raises(UnsupportedError, match="--calibration-text"):
-        run(model, tmp_path, schemes=["int8_static"])
+    own = run(model, tmp_path / "own", schemes=["int8_static"])
+    assert 0 < own["fidelity"]["int8_static"]["kl_mean"] < 0.1, "on the end of the novel, where no text is named"
     with pytest.raises(SpecError, match="evaluated on"):
         run(model, tmp_path, schemes=["int8_static"], calibration_text=Text("same", TEXTS[0].content))
     other = Text("other", novel()[50_000:90_000])
@@ -355,6 +343,7 @@ def test_names():
 
 OWN_CACHES = """
 from transformers import DynamicCache
+from kvbits.model_ref import ModelRef
 from kvbits.evaluate.caches import CacheFactory
 
 def plain(model):
@@ -366,12 +355,12 @@ CACHES = {"plain": plain}
 
 def test_a_file_s_caches_are_measured_by_name_and_as_a_group(monkeypatch, model, tmp_path):
     (tmp_path / "own.py").write_text(OWN_CACHES)
-    sizes = ("--windows", 1, "--length", 200, "--chunk", 32, "--caches", tmp_path / "own.py")
+    sizes, own = "--windows 1 --length 200 --chunk 32", f"--caches {tmp_path / 'own.py'}"
     for group, out in (("plain", tmp_path / "a"), ("caches", tmp_path / "b")):
-        command(monkeypatch, model, *sizes, "--schemes", f"int8,{group}", "--out", out)
+        command(monkeypatch, model, f"{sizes} {own} --schemes int8,{group} --out {out}")
         found = results.read(out / "tiny-float32" / "fidelity" / "plain.json")
         assert found["kind"] == "stock" and found["summary"]["kl_mean"] == 0, "the model's own cache under another name"
-    out, loads = command(monkeypatch, model, *sizes[:-2], "--schemes", "plain", "--out", tmp_path / "c", code=2)
+    out, loads = command(monkeypatch, model, f"{sizes} --schemes plain --out {tmp_path / 'c'}", code=2)
     assert "unknown scheme 'plain'" in out.stderr and not loads
 
 
@@ -411,66 +400,38 @@ def test_windows_of_one_pass_are_refused(model, tmp_path):
         run(model, tmp_path, schemes=["int8"], length=100, chunk=99)
 
 
-def command(monkeypatch, model, *args, code=0, name="eval"):
-    from typer.testing import CliRunner
-
-    from kvbits.cli import app
-
-    loads = []
-    monkeypatch.setattr("kvbits.geometry.load_config", lambda name: model.config)
-    monkeypatch.setattr("kvbits.integrations.models.load_tokenizer", lambda name: tiny.tokenizer())
-    monkeypatch.setattr(
-        "kvbits.integrations.models.load_model", lambda name, **how: loads.append(name) or (model, tiny.tokenizer())
-    )
-    out = CliRunner().invoke(app, [name, "tiny", "--dtype", "fp32", *map(str, args)])
-    assert out.exit_code == code, (out.output, out.exception)
-    return out, loads
+def command(monkeypatch, model, options, code=0, name="eval"):
+    asked = commands.loads(monkeypatch, lambda: model, tiny.tokenizer())
+    return commands.run(f"{name} tiny --dtype fp32 {options}", code), asked
 
 
 def test_the_command_s_defaults_calibrate_on_the_other_half_of_the_novel(monkeypatch, model, tmp_path):
-    sizes = ("--windows", 1, "--length", 200, "--chunk", 32, "--out", tmp_path)
-    out, _ = command(monkeypatch, model, *sizes, "--scheme", "int8_static", "--scheme", "int8")
-    assert (
-        "note: int8_static is calibrated for these results alone, on novel-end" in out.stderr
-        and "only calibrations of bases are kept by model" in out.stderr
-    )
+    sizes = f"--windows 1 --length 200 --chunk 32 --out {tmp_path}"
+    out, _ = command(monkeypatch, model, f"{sizes} --scheme int8_static --scheme int8")
+    assert "note: int8_static" in out.stderr and "novel-end" in out.stderr
     data = results.read(tmp_path / "tiny-float32" / "fidelity" / "int8_static.json")
     assert data["info"]["calibration"]["text"] == "novel-end" and next(iter(data["items"])).startswith("novel-start@")
-    out, _ = command(monkeypatch, model, *sizes, "--scheme", "int8", "--overwrite")
+    out, _ = command(monkeypatch, model, f"{sizes} --scheme int8 --overwrite")
     assert "note:" not in out.stderr
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("options", "message"),
     [
-        (["--windows", 9000], "but 9000 windows of 200 need"),
-        (["--length", "8k"], "windows of 8192 tokens pass the model's 4096 positions"),
-        (["--tasks", "mmlu"], "needs its problems: give --data mmlu"),
-        (["--tasks", "mmlu", "--data", "mmlu=none.jsonl"], "none.jsonl: no such file"),
-        (["--tasks", "entities", "--contexts", "4k"], "pass the model's 4096 positions; lower --contexts"),
-        (
-            ["--chunk", 32],
-            (
-                "int8.json holds results of something else: chunk is 32 here and 64 in the file; give another --out, or"
-                " --overwrite"
-            ),
-        ),
+        ("--windows 9000 --length 200 --chunk 64", "but 9000 windows of 200 need"),
+        ("--length 8k --chunk 64", "windows of 8192 tokens pass the model's 4096 positions"),
+        ("--tasks mmlu", "needs its problems: give --data mmlu"),
+        ("--tasks mmlu --data mmlu=none.jsonl", "none.jsonl: no such file"),
+        ("--tasks entities --contexts 4096", "pass the model's 4096 positions; lower --contexts"),
+        ("--length 200 --chunk 32", "int8.json holds results of something else: chunk is 32 here and 64 in the file"),
     ],
 )
-def test_the_command_refuses_before_the_model_loads(monkeypatch, model, tmp_path, args, message):
-    header = {
-        "task": "fidelity",
-        "scheme": "int8",
-        "kind": "kvbits",
-        "info": {},
-        "settings": {"length": 200, "chunk": 64, "windows": "spread"},
-    }
+def test_the_command_refuses_before_the_model_loads(monkeypatch, model, tmp_path, options, message):
+    settings = {"length": 200, "chunk": 64, "windows": "spread"}
+    header = {"task": "fidelity", "scheme": "int8", "kind": "kvbits", "info": {}, "settings": settings}
     header["model"] = {"name": "tiny", "dtype": "float32", "parameters": 1}
     results.ResultFile(tmp_path / "tiny-float32" / "fidelity" / "int8.json", header, runs.record()).write(0.0, {})
-    sizes = {"--length": 200, "--chunk": 64} | dict(zip(args[::2], args[1::2], strict=True))
-    out, loads = command(
-        monkeypatch, model, "--out", tmp_path, "--scheme", "int8", *(x for pair in sizes.items() for x in pair), code=2
-    )
+    out, loads = command(monkeypatch, model, f"--out {tmp_path} --scheme int8 {options}", code=2)
     assert message in out.stderr and not loads
 
 
@@ -481,50 +442,28 @@ def test_data_of_another_benchmark_is_named(model, tmp_path, task, field):
     with pytest.raises(
         SpecError, match=f"--data {task}=.*humaneval.jsonl: not {task}'s own JSON lines: KeyError\\('{field}'\\)"
     ):
-        load(task)(Context(None, tiny.tokenizer(), (), Options(shots=0, data={task: str(path)}), model.config))
+        load(task)(Context(ModelRef("", model.config), tiny.tokenizer(), (), Options(shots=0, data={task: str(path)})))
 
 
 def test_a_calibration_file_serves_the_scheme_it_was_made_for(monkeypatch, model, tmp_path):
     chosen = schemes.get("int8_static", head_dim=64)
     made = Calibrator(model, tiny.tokenizer(), Text("other", novel()[9000:20000]), sample=Sample(2, 64))(chosen)
     made.save(tmp_path / "scales.safetensors")
-    sizes = (
-        "--windows",
-        1,
-        "--length",
-        200,
-        "--chunk",
-        32,
-        "--out",
-        tmp_path / "out",
-        "--calibration",
-        tmp_path / "scales.safetensors",
-    )
-    out, _ = command(monkeypatch, model, *sizes, "--scheme", "int8_static,int8")
+    sizes = f"--windows 1 --length 200 --chunk 32 --out {tmp_path / 'out'}"
+    given = f"--calibration {tmp_path / 'scales.safetensors'}"
+    out, _ = command(monkeypatch, model, f"{sizes} {given} --scheme int8_static,int8")
     assert "note:" not in out.stderr  # nothing else needs a text to calibrate on
-    data = results.read(tmp_path / "out" / "tiny-float32" / "fidelity" / "int8_static.json")
-    assert data["info"]["calibration"]["id"] == data["settings"]["calibration"] == made.id and next(
-        iter(data["items"])
-    ).startswith("novel@")
-    assert "calibration" not in results.read(tmp_path / "out" / "tiny-float32" / "fidelity" / "int8.json")["settings"]
+    data, plain = (
+        results.read(tmp_path / "out" / "tiny-float32" / "fidelity" / f"{name}.json")
+        for name in ("int8_static", "int8")
+    )
+    assert data["info"]["calibration"]["id"] == data["settings"]["calibration"] == made.id
+    assert next(iter(data["items"])).startswith("novel@") and "calibration" not in plain["settings"]
     (tmp_path / "t.txt").write_text(novel()[:30000])
-    out, loads = command(
-        monkeypatch,
-        model,
-        *sizes[:-2],
-        "--scheme",
-        "int8_static",
-        "--text",
-        "novel",
-        "--calibration-text",
-        tmp_path / "t.txt",
-        code=2,
-    )
-    assert (
-        f"calibration is None here and '{made.id}' in the file; give another --out, or --overwrite" in out.stderr
-        and not loads
-    )
-    out, loads = command(monkeypatch, model, *sizes, "--scheme", "int4", code=2)
+    other = f"{sizes} --scheme int8_static --text novel --calibration-text {tmp_path / 't.txt'}"
+    out, loads = command(monkeypatch, model, other, code=2)
+    assert f"calibration is None here and '{made.id}' in the file" in out.stderr and not loads
+    out, loads = command(monkeypatch, model, f"{sizes} {given} --scheme int4", code=2)
     assert "scheme 'int4' needs no calibration" in out.stderr and not loads
 
 
@@ -561,9 +500,9 @@ def test_a_calibration_of_the_text_that_is_evaluated_is_refused(monkeypatch, mod
         schemes.get("int8_static", head_dim=64)
     )
     made.save(tmp_path / "scales.safetensors")
-    place = ("--out", tmp_path / "out") if name == "eval" else ("--text", "novel")
-    options = ("--scheme", "int8_static", "--calibration", tmp_path / "scales.safetensors")
-    out, loads = command(monkeypatch, model, *place, *options, code=2, name=name)
+    place = f"--out {tmp_path / 'out'}" if name == "eval" else "--text novel"
+    options = f"{place} --scheme int8_static --calibration {tmp_path / 'scales.safetensors'}"
+    out, loads = command(monkeypatch, model, options, code=2, name=name)
     assert "was made on 'novel', which is evaluated on" in out.stderr and not loads
 
 
@@ -574,13 +513,15 @@ def test_a_run_that_goes_on_says_how_much_is_there(tmp_path):
         "tasks": ["fidelity"],
         "texts": (Text("t", novel()[:2000]),),
         "out": tmp_path,
-        "progress": False,
-        "say": said.append,
     }
     model, tokenizer = tiny.model(), tiny.tokenizer()
-    evaluate(model, tokenizer, schemes=["int8"], options=Options(windows=1, length=64, chunk=32), **how)
+    Evaluation(schemes=["int8"], options=Options(windows=1, length=64, chunk=32), **how).run(
+        model, tokenizer, progress=False, say=said.append
+    )
     assert not said
-    evaluate(model, tokenizer, schemes=["int8", "int4"], options=Options(windows=2, length=64, chunk=32), **how)
+    Evaluation(schemes=["int8", "int4"], options=Options(windows=2, length=64, chunk=32), **how).run(
+        model, tokenizer, progress=False, say=said.append
+    )
     assert said == ["tiny: fidelity: 2 of 6 items are there already"]
 
 

@@ -8,14 +8,14 @@ import pytest
 import tiny
 import torch
 
-from kvbits import schemes
+from kvbits import KVCache, schemes
 from kvbits.calibrate import calibrate, prompts_from_text
 from kvbits.errors import SpecError, UnsupportedError
 from kvbits.evaluate.caches import factory
-from kvbits.evaluate.fidelity import compare
+from kvbits.evaluate.fidelity import compare, prefill
 from kvbits.evaluate.rows import Rows, generate
-from kvbits.evaluate.run import evaluate
-from kvbits.evaluate.tasks import Options
+from kvbits.evaluate.run import Evaluation
+from kvbits.evaluate.settings import Options
 from kvbits.evaluate.texts import Text, novel
 from kvbits.report.collect import collect
 from kvbits.spec import Override, QuantSpec
@@ -28,13 +28,21 @@ def model():
     return tiny.model(key_bias=4.0)
 
 
-def both(model, scheme, **how):
+def both(model, scheme, by_reference=False):
     def fit(s):
         return calibrate(
             model, prompts_from_text(tiny.tokenizer(), novel()[40_000:42_000], length=300, num_prompts=4), s
         )
 
-    return [factory(model, scheme, calibration=fit, simulate=s, **how) for s in (False, True)]
+    packed, simulated = (factory(model, scheme, calibration=fit, simulate=s) for s in (False, True))
+
+    def make(batch, tokens):
+        found = fit(packed.scheme) if packed.scheme.needs_calibration else None
+        return KVCache.for_model(
+            model, packed.scheme, batch_size=batch, max_tokens=tokens, calibration=found, backend="reference"
+        )
+
+    return (dataclasses.replace(packed, make=make) if by_reference else packed), simulated
 
 
 WANTED = [
@@ -59,17 +67,13 @@ WANTED = [
 @pytest.mark.parametrize("scheme", WANTED, ids=lambda s: s if isinstance(s, str) else s.name)
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 def test_it_agrees_with_the_packed_cache(model, scheme, chunk):
-    packed, simulated = both(model, scheme, backend="reference")
+    packed, simulated = both(model, scheme, by_reference=True)
     assert simulated.kind == "simulated" and simulated.name == f"{packed.name}-simulated"
     length = 700 if chunk > 1 else 230
     first = 0 if chunk > 1 else 180
-    found = compare(
-        model,
-        {"packed": packed.make(1, 700), "simulated": simulated.make(1, 700)},
-        IDS[:length],
-        first=first,
-        chunk=chunk,
-    )
+    held = {"packed": packed.make(1, 700), "simulated": simulated.make(1, 700)}
+    prefill(model, held, IDS[None, :first], 180)
+    found = compare(model, held, IDS[first:length], chunk=chunk)
     assert found["simulated"].perplexity == pytest.approx(found["packed"].perplexity, rel=1e-3)
     assert found["simulated"].kl_mean < 1e-5
 
@@ -91,7 +95,7 @@ def test_it_is_no_packed_cache_and_differs_from_the_model_s_own(model):
 
     _, simulated = both(model, "kivi2")
     found = compare(
-        model, {"base": base_factory(model).make(1, 700), "simulated": simulated.make(1, 700)}, IDS, first=0, chunk=50
+        model, {"base": base_factory(model).make(1, 700), "simulated": simulated.make(1, 700)}, IDS, chunk=50
     )
     assert found["simulated"].kl_mean > 1e-4
 
@@ -109,18 +113,9 @@ def test_tiers_are_refused(model):
 
 def test_reports_leave_simulated_results_out(model, tmp_path):
     text, options = (Text("one", novel()[:4000]),), Options(windows=2, length=200, chunk=32)
-    found = evaluate(
-        model,
-        tiny.tokenizer(),
-        name="tiny",
-        schemes=["int4"],
-        tasks=["fidelity"],
-        texts=text,
-        out=tmp_path,
-        options=options,
-        simulate=True,
-        progress=False,
-    )["fidelity"]
+    found = Evaluation(
+        name="tiny", schemes=["int4"], tasks=["fidelity"], texts=text, out=tmp_path, options=options, simulate=True
+    ).run(model, tiny.tokenizer(), progress=False)["fidelity"]
     assert found["int4-simulated"]["kl_mean"] == pytest.approx(found["int4"]["kl_mean"], rel=0.05)
     results = collect(tmp_path)
     assert list(results.models["tiny-float32"].tasks["fidelity"]) == ["32-bit", "int4"]

@@ -49,8 +49,8 @@ def test_a_result_file_has_every_core_preset_and_the_run(tmp_path):
 
 
 def test_a_wrong_kernel_is_an_error_not_a_row(monkeypatch):
-    right = cpu.attend
-    monkeypatch.setattr(cpu, "attend", lambda *args: tuple(1.1 * x for x in right(*args)))
+    right = cpu.Plan.run
+    monkeypatch.setattr(cpu.Plan, "run", lambda *args: 1.1 * right(*args))
     with pytest.raises(
         DataError,
         match=(

@@ -175,7 +175,7 @@ def keep_calibration(path: Path) -> None:
 
     os.environ["KVBITS_CACHE"] = str(path / "cache")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to("cuda")
-    with kept.keeping(kept.key_of_files(ModelRef.of(model))) as file:
+    with kept.keeping(kept.key_of(ModelRef(ModelRef.of(model).name))) as file:
         calibrate(model, [torch.randint(3, 1000, (4, 1024), generator=torch.Generator().manual_seed(2))], "klt4").save(
             file
         )

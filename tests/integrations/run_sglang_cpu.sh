@@ -2,7 +2,7 @@
 # The SGLang plugin inside SGLang's official wheel on a CPU, in an environment of its own, then its tests. Its own processes, scheduler and model runner run; what it
 # imports and a machine without a GPU does not have stands in tests/integrations/sglang_stand_ins (names, and operators that move drafts).
 # usage: tests/integrations/run_sglang_cpu.sh [ENVIRONMENT], from a checkout whose Python has torch, transformers and pytest (make setup)
-# KVBITS_NIGHT=1 runs all tests, else those of a minute or two. KVBITS_INSTALL=1 sets the environment up and runs nothing.
+# KVBITS_NIGHT=1 runs all tests, and the quick ones in 0.5.22, the oldest release that is served; else those of a minute or two. KVBITS_INSTALL=1 sets the environment up and runs nothing.
 # Exit status 77, with the reason, where the wheel or what it needs cannot be had.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -31,4 +31,8 @@ fi
 [ -z "${KVBITS_INSTALL:-}" ] || exit 0
 night=(-m "not night")
 [ -z "${KVBITS_NIGHT:-}" ] || night=()
-OMP_NUM_THREADS=1 exec "$environment/bin/python" -m pytest -q --durations=5 ${night[@]+"${night[@]}"} tests/integrations/test_sglang_steps.py tests/integrations/test_sglang.py
+export OMP_NUM_THREADS=1
+"$environment/bin/python" -m pytest -q --durations=5 ${night[@]+"${night[@]}"} tests/integrations/test_sglang_steps.py tests/integrations/test_sglang.py
+[ -n "${KVBITS_NIGHT:-}" ] || exit 0
+[ -d "$environment/oldest" ] || "$base" -m pip install -q --no-deps --target "$environment/oldest" sglang==0.5.22
+PYTHONPATH=$environment/oldest exec "$environment/bin/python" -m pytest -q -m "not night" tests/integrations/test_sglang.py

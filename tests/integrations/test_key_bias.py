@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import tiny
-from typer.testing import CliRunner
+from commands import loads, run
 
 import kvbits
 from kvbits import schemes
-from kvbits.cli import app
 from kvbits.errors import KvbitsWarning
 from kvbits.geometry import has_key_bias, load_config
 from kvbits.integrations.models import KEY_BIAS, key_bias, unfit_for
@@ -52,21 +51,13 @@ def test_for_model_warns_and_names_a_fit_preset(scheme, fit):
 
 def test_check_warns_once(monkeypatch):
     model = tiny.model(key_bias=200.0)
-    monkeypatch.setattr(
-        "kvbits.integrations.models.load_model", lambda name, dtype="auto", device=None: (model, tiny.tokenizer())
-    )
-    monkeypatch.setattr("kvbits.integrations.models.load_tokenizer", lambda name: tiny.tokenizer())
-    monkeypatch.setattr("kvbits.geometry.load_config", lambda name: model.config)
-    options = ["--windows", "1", "--length", "300", "--max-ppl-change", "1", "--max-kl", "100"]
+    loads(monkeypatch, lambda: model, tiny.tokenizer())
+    options = "--windows 1 --length 300 --max-ppl-change 1 --max-kl 100"
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        out = CliRunner().invoke(app, ["check", "tiny", "--scheme", "int4", *options])
-        assert (
-            out.exit_code == 1
-            and out.stderr.count("warning: scheme 'int4' is unfit") == 1
-            and "take 'kivi4'" in out.stderr
-        )
-        assert "warning" not in CliRunner().invoke(app, ["check", "tiny", "--scheme", "kivi4", *options]).stderr
+        said = run(f"check tiny --scheme int4 {options}", code=1).stderr
+        assert said.count("warning: scheme 'int4' is unfit") == 1 and "take 'kivi4'" in said
+        assert "warning" not in run(f"check tiny --scheme kivi4 {options}").stderr
 
 
 def test_a_plan_says_so_from_the_configuration(tmp_path):
@@ -82,7 +73,7 @@ def test_a_plan_says_so_from_the_configuration(tmp_path):
     for config, biased in ((transformers.Qwen2Config(**sizes), True), (transformers.LlamaConfig(**sizes), False)):
         assert has_key_bias(config) is biased
         config.save_pretrained(tmp_path)
-        said = CliRunner().invoke(app, ["plan", str(tmp_path), "--schemes", "int8,int4"]).stdout
+        said = run(f"plan {tmp_path} --schemes int8,int4").stdout
         assert ("Models of this kind add a bias to their keys: int4 lose accuracy" in said) is biased
     assert has_key_bias(transformers.LlamaConfig(**sizes, attention_bias=True))
 

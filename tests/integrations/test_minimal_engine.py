@@ -24,7 +24,7 @@ def engine():
     return module
 
 
-@pytest.mark.parametrize("scheme", ["raw", "int8"])
+@pytest.mark.parametrize("scheme", ["raw", "int8", "int8_centered"])
 def test_its_tokens_are_those_of_transformers(scheme, engine):
     lm = model()
     made = engine.Engine(lm, scheme, max_batch=2, max_tokens=256)

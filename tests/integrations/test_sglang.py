@@ -42,9 +42,13 @@ from integrations.judged import (
 )
 from transformers import DeepseekV3Config, Gemma3nTextConfig, GptOssConfig, Lfm2Config, LlamaConfig, Qwen2Config
 
+from kvbits import planner
+from kvbits.calibrate import checked
+from kvbits.calibrate.checked import Checked
 from kvbits.errors import CalibrationError, UnsupportedError
-from kvbits.integrations import sglang as plugin
-from kvbits.integrations.sglang import options
+from kvbits.integrations.sglang import options, releases
+from kvbits.model_ref import ModelRef
+from kvbits.weights import weights_bytes
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 CHUNK = 128
@@ -563,6 +567,68 @@ def test_a_calibration_is_found_or_made_once(model, monkeypatch, tmp_path, capfd
     resolved(path, attention_backend="kvbits_klt2")
 
 
+@pytest.fixture
+def memory(model, monkeypatch, tmp_path):
+    """Sets a device's memory so that half of it holds the weights and so many requests of 1,024 tokens in 8 bits, of a
+    model on which only 4 bits passed a check.
+    """
+    monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
+    path = str(model("llama")[1])
+    ref = ModelRef(path)
+    checked.keep(ref, "klt4", Checked(passed=True, kl=0.0123, tokens=512, day="2026-11-27", command="kvbits check M"))
+    sizes = {"engine": "vllm", "context": 1024, "raw_dtype": "float32"}
+
+    def holds(requests):
+        rows = planner.plan(ref.layers, ["kvbits_int8_centered"], batch=requests, **sizes).rows
+        total = 2 * (weights_bytes(ref)[0] + rows[0].total_bytes) + 2
+        monkeypatch.setattr("sglang.srt.utils.common.get_device_memory_capacity", lambda device: total / 2**20)
+        return path
+
+    return holds
+
+
+AUTO = {"attention_backend": "kvbits_auto", "mem_fraction_static": 0.5}
+
+
+def test_a_format_is_chosen_for_the_context_and_the_requests(memory, engine, calibration, capfd):
+    """Before the engine starts; its log says why, and what the format holds and costs."""
+    assert resolved(memory(8), **AUTO).attention_backend == "kvbits_int8_centered"
+    memory(7)
+    capfd.readouterr()
+    own = {"calibration": calibration("llama", "klt4").path}
+    llm = engine("llama", "kvbits_auto", own, mem_fraction_static=0.5, log_level="info")
+    said = capfd.readouterr().err
+    assert "kvbits_auto: kvbits_klt4 is chosen" in said and "kvbits_int8_centered holds 7" in said
+    layout = options.FORMATS["kvbits_klt4"].layout(2, 64, 64, "float32")
+    bits = 8 * layout.head_bytes / (64 * (64 + 64))
+    assert (
+        f"kvbits_klt4: {bits:.2f} bits with scales; 4,096 tokens fit, {16 / bits:.2f} times as many as of bf16" in said
+    )
+    assert "KL 0.01230 nats (512 tokens, 2026-11-27): kvbits check M" in said
+    assert len(generate(llm, [random_ids(70, 3)], 4)[0][0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("unsaid", "match"), [("max_running_requests", "--max-running-requests"), ("memory", "name a format")]
+)
+def test_nothing_is_chosen_without_a_number_of_requests_or_memory(memory, monkeypatch, unsaid, match):
+    path = memory(8)
+    if unsaid == "memory":
+        monkeypatch.setattr("sglang.srt.utils.common.get_device_memory_capacity", lambda device: None)
+    with pytest.raises(UnsupportedError, match=match):
+        resolved(path, **AUTO | ({unsaid: None} if unsaid != "memory" else {}))
+
+
+def test_a_release_is_refused_by_the_symbol_that_it_lacks(model, monkeypatch):
+    """To those who ask for a format of ours, alone."""
+    broken = {"sglang.srt.mem_cache.allocation:get_last_loc": "is not there"}
+    monkeypatch.setitem(vars(releases.CONTRACT), "broken", broken)
+    why = "--attention-backend kvbits_int8_centered: SGLang .*sglang.srt.mem_cache.allocation.get_last_loc is not there"
+    with pytest.raises(UnsupportedError, match=why):
+        resolved(model("llama")[1])
+    assert resolved(model("llama")[1], attention_backend="torch_native").page_size == 1
+
+
 def test_files_of_other_models_and_options_that_cannot_be_are_refused(model, calibration, monkeypatch):
     for said, error, match in (
         (json.dumps({"calibration": calibration("stablelm", "klt4").path}), CalibrationError, "made for another model"),
@@ -704,8 +770,3 @@ def test_what_a_model_asks_of_a_layer_is_refused(asked, match):
         KVBitsBackend.__new__(KVBitsBackend).forward_extend(
             **({"q": x, "k": x, "v": x} | asked), layer=types.SimpleNamespace(layer_id=3), forward_batch=None
         )
-
-
-def test_other_releases_are_refused():
-    assert plugin.refuses_version("0.5.23") is None and plugin.refuses_version("0.5.23.post1") is None
-    assert "pip install 'sglang==0.5.23'" in plugin.refuses_version("0.5.24")

@@ -20,7 +20,6 @@ from integrations import vllm_cpu
 from integrations.judged import MODELS, calibrated
 
 from kvbits.errors import UnsupportedError
-from kvbits.integrations.engine import prefill
 
 with warnings.catch_warnings(action="ignore"):  # of SGLang, which tells of what it has no GPU for
     from sglang.srt.arg_groups.overrides import resolved_view
@@ -252,7 +251,6 @@ def test_prompts_as_gpus_read_them_are_those_of_cpus(made, monkeypatch):
     found = []
     for on_gpu in (False, True):
         if on_gpu:
-            monkeypatch.setattr(prefill, "HostPrefill", prefill.Prefill)
             monkeypatch.setattr(backend, "flash_for", lambda *widths: vllm_cpu.attend)
         steps = made()
         results = prompts(steps, [3, 1, 5]) + prompts(steps, [1, 5], 70)

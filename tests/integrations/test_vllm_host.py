@@ -11,7 +11,7 @@ from integrations.inside_vllm import generate
 from integrations.judged import check, llama_for, random_ids, scheme_of
 
 from kvbits.errors import UnsupportedError
-from kvbits.integrations.vllm import dtypes
+from kvbits.integrations.vllm import releases
 from kvbits.ops import dispatch
 
 on_kernels = functools.partial(check, backend="auto")
@@ -55,7 +55,7 @@ def test_kernels_give_the_tokens_of_transformers(model, engine, served, dtype):
         assert result[2] == hit
         chunks = [n for n in (min(hit, 200), hit - 200, len(prompt) - hit) if n > 0]
         on_kernels(model(name)[0], scheme_of(dtype), prompt, result, chunks)
-    assert served["attend_pages"] == served["store_tokens"] == served["attend_fresh"] == {"cpu"}
+    assert served["attend"] == served["store"] == served["attend_fresh"] == {"cpu"}
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
@@ -74,7 +74,7 @@ def test_raw_copies_are_read_where_they_are(model, engine):
         "llama", "kvbits_int8k_int4v", max_num_batched_tokens=96, enable_prefix_caching=False, additional_config=raw
     )
     plain = engine("llama", "kvbits_int8k_int4v", max_num_batched_tokens=96, enable_prefix_caching=False)
-    exact = engine("llama", "auto", attention_backend="CUSTOM", max_num_batched_tokens=96, enable_prefix_caching=False)
+    exact = engine("llama", "auto", attention_backend="KVBITS", max_num_batched_tokens=96, enable_prefix_caching=False)
     prompt = random_ids(190, 5)
     want, near, far = (generate(x, [prompt], 12)[0] for x in (exact, llm, plain))
     distance = [(x[1][:1] - want[1][:1]).abs().item() for x in (near, far)]
@@ -82,7 +82,7 @@ def test_raw_copies_are_read_where_they_are(model, engine):
 
 
 def test_a_dtype_is_named_the_way_the_release_takes_it(model, engine):
-    if dtypes.takes_names():
+    if releases.takes_names():
         with pytest.raises(UnsupportedError, match="pass --kv-cache-dtype kvbits_int8"):
             engine("llama", "auto", additional_config={"kvbits": {"dtype": "int8"}})
     else:

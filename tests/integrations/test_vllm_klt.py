@@ -224,7 +224,7 @@ def test_a_draft_model_has_a_calibration_of_its_own(model, engine, calibration, 
     """
     monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
     c, (_, path) = calibration("llama"), model(draft)
-    with kept.keeping(kept.key_of_files(ModelRef(path, model(draft)[0].config))) as file:
+    with kept.keeping(kept.key_of(ModelRef(path, model(draft)[0].config))) as file:
         shutil.copy(calibration(draft).path, file)
     llm = engine("llama", "kvbits_klt4", **said(c, calibrate=False, **options), **drafts(path))
     prompts = [(random_ids(7, 1) * 30)[:n] for n in (40, 63, 120)]

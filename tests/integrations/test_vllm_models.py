@@ -275,7 +275,7 @@ def test_learned_sinks(model, engine, calibration, dtype):
     prefill with history.
     """
     c = calibration("gpt_oss") if "klt" in dtype else None
-    options = {"attention_backend": "CUSTOM"} if dtype == "auto" else said(c, raw_newest=0) if c else {}
+    options = {"attention_backend": "KVBITS"} if dtype == "auto" else said(c, raw_newest=0) if c else {}
     llm, scheme = engine("gpt_oss", dtype, **options), None if dtype == "auto" else scheme_of(dtype)
     prompts = [random_ids(n, n) for n in (2, 63, 130, 260)]
     for again in (False, True):
@@ -318,7 +318,7 @@ def recurrent():
 @pytest.mark.parametrize(
     ("dtype", "options", "limit"),
     [
-        ("auto", {"attention_backend": "CUSTOM"}, 1e-4),
+        ("auto", {"attention_backend": "KVBITS"}, 1e-4),
         ("kvbits_int8_centered", {}, 0.02),
         ("kvbits_int4", COPIES, 0.1),
         *(
@@ -356,7 +356,7 @@ def test_gated_delta_rules_in_bfloat16(model, engine, recurrent):
     """
     prompts, far = [random_ids(n, n) for n in (63, 700)], {}
     for dtype in ("auto", "kvbits_int8_centered"):
-        llm = engine("qwen3_next", dtype, dtype="bfloat16", attention_backend="CUSTOM")
+        llm = engine("qwen3_next", dtype, dtype="bfloat16", attention_backend="KVBITS")
         assert llm.llm_engine.vllm_config.cache_config.block_size > 64
         results = [*generate(llm, prompts, 12), *(again := generate(llm, prompts, 12))]
         assert again[-1][2] > 0
@@ -412,7 +412,7 @@ def test_layers_that_read_the_pages_of_others_and_attention_in_chunks(model, eng
     """Layers without pages store nothing, and a prompt's own keys are the other layer's as they came. vLLM makes rows
     of chunks, which are shorter than requests.
     """
-    llm = engine(name, dtype, max_num_batched_tokens=96, attention_backend="CUSTOM", **options)
+    llm = engine(name, dtype, max_num_batched_tokens=96, attention_backend="KVBITS", **options)
     prompts = [random_ids(n, n) for n in (50, 150, 300)]
     for again in (False, True):
         results = generate(llm, prompts, 12)
@@ -439,7 +439,7 @@ def test_layers_that_read_the_pages_of_others_and_attention_in_chunks(model, eng
 def test_heads_of_512_and_values_narrower_than_keys(model, engine, name, dtype):
     """In chunks that end inside pages, and prefixes found again: the tokens of Transformers with the same scheme."""
     llm, scheme = (
-        engine(name, dtype, max_num_batched_tokens=96, attention_backend="CUSTOM"),
+        engine(name, dtype, max_num_batched_tokens=96, attention_backend="KVBITS"),
         (None if dtype == "auto" else scheme_of(dtype)),
     )
     for length in (50, 300):
@@ -455,7 +455,7 @@ def test_heads_of_512_and_values_narrower_than_keys(model, engine, name, dtype):
 
 def named(name):
     """Where it has no FlashAttention 4, as on a CPU, vLLM chooses another backend for Gemma 4 if none is named."""
-    return {"attention_backend": "CUSTOM"} if name == "gemma4_wide" else {}
+    return {"attention_backend": "KVBITS"} if name == "gemma4_wide" else {}
 
 
 @pytest.mark.parametrize("name", ["gemma4_wide", "mimo"])

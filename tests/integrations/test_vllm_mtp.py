@@ -37,7 +37,7 @@ MODELS |= {"mimo_mtp": mimo, "qwen3_next_mtp": lambda: heads.qwen3_next(qwen3_ne
 
 
 def drafts(dtype, **options):
-    raw = {"attention_backend": "CUSTOM"} if dtype == "auto" else {}
+    raw = {"attention_backend": "KVBITS"} if dtype == "auto" else {}
     return {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3} | raw} | raw | options
 
 
@@ -104,7 +104,7 @@ def test_random_requests_in_a_tiny_pool(model, engine, calibration):
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
-        pytest.param("auto", {"attention_backend": "CUSTOM"}, marks=pytest.mark.night),
+        pytest.param("auto", {"attention_backend": "KVBITS"}, marks=pytest.mark.night),
         pytest.param("kvbits_int8_centered", {}, marks=pytest.mark.night),
         pytest.param("kvbits_int4", COPIES, marks=pytest.mark.night),
     ],

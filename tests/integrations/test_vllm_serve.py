@@ -70,7 +70,7 @@ class Server:
             "256",
             "--enable-prompt-tokens-details",
             "--attention-backend",
-            "CUSTOM",
+            "KVBITS",
             "--additional-config",
             json.dumps({"kvbits": {"dtype": DTYPE}}),
             *options,

@@ -36,7 +36,7 @@ def handshake(llm):
     """What two engines of NIXL compare before a block is moved."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
 
-    return compute_nixl_compatibility_hash(llm.llm_engine.vllm_config, "CUSTOM")
+    return compute_nixl_compatibility_hash(llm.llm_engine.vllm_config, "KVBITS")
 
 
 def test_pages_arrive_as_they_were_sent_and_other_formats_are_told_apart(model, engine, tmp_path):

@@ -252,10 +252,7 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    q_starts: torch.Tensor,
-    k_starts: torch.Tensor,
-    max_q: int,
-    max_k: int,
+    lengths: Any,
     causal: bool,
     out: torch.Tensor,
     wants_lse: bool,
@@ -263,7 +260,8 @@ def attend(
     """`engine.call.Attend` by its definition, where there is no FlashAttention."""
     lses = torch.empty(q.shape[:2])
     group = q.shape[1] // k.shape[1]
-    for (begin, end), (first, last) in zip(*(x.unfold(0, 2, 1).tolist() for x in (q_starts, k_starts)), strict=True):
+    starts = (x.unfold(0, 2, 1).tolist() for x in (lengths.q_starts, lengths.k_starts))
+    for (begin, end), (first, last) in zip(*starts, strict=True):
         mine, theirs = slice(begin, end), slice(first, last)
         keys, values = (x[theirs].float().repeat_interleave(group, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[mine].float(), keys) * call.scaling
@@ -287,13 +285,11 @@ def attend(
 
 def as_on_a_gpu(monkeypatch: Any) -> None:
     """Engines of this test do what they do on a GPU, by the reference operations."""
-    from kvbits.integrations.engine import prefill
     from kvbits.integrations.vllm import impl
     from kvbits.ops import dispatch
 
-    monkeypatch.setattr(prefill, "HostPrefill", prefill.Prefill)
     monkeypatch.setattr(impl, "flash_for", lambda *widths: attend)
-    for op in ("attend_pages", "paged_attention", "store_tokens"):
+    for op in ("attend", "store"):
         monkeypatch.setitem(dispatch.BACKENDS, op, ("reference",))
 
 
@@ -316,10 +312,12 @@ def engine(model: Path | str, kv_cache_dtype: str, **options: Any) -> Any:
     install()
     from vllm import LLM
 
-    from kvbits.integrations.vllm import dtypes, register
+    from kvbits.integrations.vllm import register, releases
 
     register()  # vLLM does, where kvbits is installed with its entry points
-    if kv_cache_dtype.startswith("kvbits_") and not dtypes.takes_names():
+    if options.get("attention_backend") == "KVBITS":
+        options["attention_backend"] = releases.backend().name
+    if kv_cache_dtype.startswith("kvbits_") and not releases.takes_names():
         more = options.get("additional_config", {})
         options["additional_config"] = more | {"kvbits": more.get("kvbits", {}) | {"dtype": kv_cache_dtype}}
         kv_cache_dtype = "auto"

@@ -88,36 +88,36 @@ def values(
     return x
 
 
-def attention(q, call, positions) -> tuple[np.ndarray, np.ndarray]:
+def attention(call) -> tuple[np.ndarray, np.ndarray]:
     """float64 attention over the pages of a call, token by token: (out, lse)."""
-    b, t, hq, _ = q.shape
-    h = call.parts[0].store.layout.num_kv_heads
-    out, lse = np.zeros((b, t, hq, call.value_head_dim)), np.full((b, t, hq), -np.inf)
+    b, t, hq, _ = call.q.shape
+    layout, o = call.stores[0].layout, call.options
+    h, parts = layout.num_kv_heads, list(zip(call.stores, call.lists, strict=True))
+    out, lse = np.zeros((b, t, hq, layout.value_head_dim)), np.full((b, t, hq), -np.inf)
     for row in range(b):
         for head in range(h):
             keys, vals, where = [], [], []
-            for part in call.parts:
-                lay, table = part.store.layout, part.table
-                for e in range(table.indptr[row], table.indptr[row + 1]):
-                    struct = part.store.page(int(table.page_ids[e]))[head].numpy()
-                    n = int(table.lengths[e])
-                    keys.append(values(struct, lay, "k", lay.key, part.store.static, head)[:n])
-                    vals.append(values(struct, lay, "v", lay.value, part.store.static, head)[:n])
-                    where.append(table.starts[e] + np.arange(n))
+            for store, pages in parts:
+                lay = store.layout
+                for page, start, n in zip(*pages.of_sequence(row), strict=True):
+                    struct = store.page(int(page))[head].numpy()
+                    keys.append(values(struct, lay, "k", lay.key, store.static, head)[:n])
+                    vals.append(values(struct, lay, "v", lay.value, store.static, head)[:n])
+                    where.append(start + np.arange(n))
             if not keys:
                 continue
             k, v, p = np.concatenate(keys), np.concatenate(vals), np.concatenate(where)
             for i in range(t):
-                at = int(positions[row, i])
+                at = int(call.positions[row, i])
                 seen = p <= at
-                if call.sliding_window is not None:
-                    seen &= p > at - call.sliding_window
+                if o["sliding_window"] is not None:
+                    seen &= p > at - o["sliding_window"]
                 if not seen.any():
                     continue
                 for g in range(head * hq // h, (head + 1) * hq // h):
-                    s = k[seen] @ q[row, i, g].double().numpy() * call.scaling
-                    if call.softcap is not None:
-                        s = call.softcap * np.tanh(s / call.softcap)
+                    s = k[seen] @ call.q[row, i, g].double().numpy() * o["scaling"]
+                    if o["softcap"] is not None:
+                        s = o["softcap"] * np.tanh(s / o["softcap"])
                     e = np.exp(s - s.max())
                     out[row, i, g] = e @ v[seen] / e.sum()
                     lse[row, i, g] = s.max() + np.log(e.sum())

@@ -9,10 +9,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from ops.calls import Call, table_of
 
 from kvbits.ops.cpu import library
+from kvbits.ops.reference.attend import PageList
 from kvbits.ops.reference.close import close_pages
-from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.ops.types import PageStore
 from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import completed
 from kvbits.spec import (
@@ -207,14 +209,16 @@ def random_call(
     young: tuple[QuantSpec, QuantSpec] | None = None,
     flat: float | None = None,
     value_head_dim: int | None = None,
-) -> tuple[torch.Tensor, AttendCall, torch.Tensor]:
-    """(q, call, q_positions): ragged sequences of sinks, closed pages (the last one cropped to an odd length) and a raw
-    tail.
+    spans: bool = False,
+    offset: int = 0,
+) -> Call:
+    """Ragged sequences of sinks, closed pages (the last one cropped to an odd length) and a raw tail.
 
     Args:
         first: tokens between the sinks and the closed pages.
         young: specs of all closed pages but each sequence's first; None: as these.
         value_head_dim: of values, `head_dim` if None.
+        spans: whether all tables have them; offset: entry of a row at which the pages of others begin.
         flat: what an eighth of the value tokens and a channel of the keys consist of, all other values being small.
     """
     torch.manual_seed(seed)
@@ -232,7 +236,7 @@ def random_call(
             raw_dtype=raw_dtype,
         )
 
-    def part(lay: PageLayout, counts: list[int], starts: np.ndarray, lengths: np.ndarray) -> Part:
+    def part(lay: PageLayout, counts: list[int], starts: np.ndarray, lengths: np.ndarray) -> tuple[PageStore, PageList]:
         n = sum(counts)
         offset = torch.randn(heads, 1, head_dim)
         k, v = torch.randn(n, heads, lay.page_size, head_dim) + offset, torch.randn(n, heads, lay.page_size, values)
@@ -250,8 +254,8 @@ def random_call(
                     page[:, s.offset : s.offset + s.nbytes].unflatten(1, (lay.page_size, -1))[:, length:] = 0xFF
         ids = rng.permutation(2 * n + 2)[:n].astype(np.int64)
         indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        table = PageTable(indptr, ids, starts.astype(np.int64), lengths.astype(np.int32))
-        return Part(PageStore(lay, poisoned_pool(stored, ids, 2 * n + 2), static), table)
+        pages = PageList(indptr, ids, starts.astype(np.int64), lengths.astype(np.int32))
+        return PageStore(lay, poisoned_pool(stored, ids, 2 * n + 2), static), pages
 
     counts = [max(1, pages - b) for b in range(batch)]
     starts = np.concatenate([sinks + first + page_size * np.arange(c) for c in counts])
@@ -273,7 +277,9 @@ def random_call(
     parts.append(part(layout(RAW, RAW, page_size), [1] * batch, ends, tail_lengths))
     q = torch.randn(batch, tokens, heads * group, head_dim).to(dtype)
     newest = torch.from_numpy(ends + tail_lengths - 1)[:, None]
-    positions = (newest - tokens + 1 + torch.arange(tokens)).long()
+    positions = (newest - tokens + 1 + torch.arange(tokens)).int()
     if batch > 1 and tokens > 1:
         positions[1, 0] = -1  # left padding
-    return q, AttendCall(tuple(parts), head_dim**-0.5, window, softcap), positions
+    tables = [table_of(pages, store.layout.page_size, spans, offset) for store, pages in parts]
+    options = {"scaling": head_dim**-0.5, "sliding_window": window, "softcap": softcap}
+    return Call([store for store, _ in parts], tables, q, positions, options)

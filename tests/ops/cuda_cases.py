@@ -5,12 +5,17 @@ are poisoned.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from ops import calls
 
+from kvbits.ops import attend
+from kvbits.ops.reference.attend import PageList, exact, query_positions
 from kvbits.ops.reference.close import close_pages
-from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.ops.types import PageStore, Table
 from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import completed
 from kvbits.spec import PageLayout, PerChannel, QuantSpec
@@ -20,7 +25,8 @@ from kvbits.spec import PageLayout, PerChannel, QuantSpec
 class Case:
     """One attention call over `lengths[b]` tokens of each sequence.
 
-    `young`: each sequence's newer closed pages have 8-bit codes; `first`: position of the first token.
+    `young`: each sequence's newer closed pages have 8-bit codes; `first`: position of the first token; `slabs`: of each
+    pool; `spans`: of all tables, also where they say no more than starts.
     """
 
     key: QuantSpec
@@ -42,6 +48,8 @@ class Case:
     young: bool = False
     first: int = 0
     value_head_dim: int | None = None
+    slabs: int = 1
+    spans: bool = False
 
     def __str__(self) -> str:
         changed = [
@@ -75,8 +83,58 @@ def _short(spec: QuantSpec) -> str:
     )
 
 
-def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[AttendCall, torch.Tensor, list[int]]:
-    """(call over layer 0, q [B, T, Hq, D], bytes from one layer's page to the next for every part)."""
+@dataclasses.dataclass
+class Call(calls.Call):
+    """One attention call of a case, over layer 0, at the positions of the newest tokens.
+
+    Attributes:
+        pools: uint8 [pages, layers, H, bytes] of each part.
+    """
+
+    pools: list[torch.Tensor]
+
+    def plan(self, **changes: Any) -> attend.Attention:
+        """A plan for the call, bound (layers by their numbers) and up to date."""
+        made = super().plan(**changes)
+        for layer in range(self.pools[0].shape[1]):
+            made.bind(layer, self.stores_of(layer))
+        device = "cpu" if made.reads_host else self.q.device
+        given = self.positions if changes.get("past_only") else self.given
+        made.update([on(device, t) for t in self.tables], positions=None if given is None else given.to(device))
+        return made
+
+    def stores_of(self, layer: int) -> list[PageStore]:
+        return [
+            dataclasses.replace(store, slabs=slabs_of(pool[:, layer], len(store.slabs)))
+            for store, pool in zip(self.stores, self.pools, strict=True)
+        ]
+
+    @property
+    def given(self) -> torch.Tensor | None:
+        """Positions where tables do not say them."""
+        return self.positions if self.has_spans else None
+
+    def want(self, stores: Sequence[PageStore] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse in float64."""
+        return exact(self.q, stores or self.stores, self.tables, positions=self.positions, **self.options)
+
+
+def slabs_of(pages: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """`pages` in so many slabs, of which the first holds one page, far from each other."""
+    if count == 1:
+        return (pages,)
+    cuts = np.linspace(1, len(pages), count).astype(int)
+    return tuple(x if i % 2 else x.clone() for i, x in enumerate(pages.tensor_split(cuts[:-1].tolist())))
+
+
+def on(device: torch.device | str, table: Table) -> Table:
+    """The table with its tensors on `device`."""
+    fields = (getattr(table, f.name) for f in dataclasses.fields(table))
+    return Table(*(None if x is None else x.to(device) for x in fields))
+
+
+def make(case: Case, device: torch.device | str, seed: int = 0) -> Call:
+    """The call that a case is."""
     gen = torch.Generator(device=device).manual_seed(seed)
     rng = np.random.default_rng(seed)
     raw = QuantSpec.raw()
@@ -84,7 +142,7 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Attend
     def layout(key: QuantSpec, value: QuantSpec, size: int) -> PageLayout:
         return PageLayout(key=key, value=value, page_size=size, raw_dtype=case.raw_dtype, **case.sizes)
 
-    parts, strides = [], []
+    stores, lists, pools = [], [], []
     spans = {"closed": [], "young": [], "sink": [], "tail": []}
     for n in case.lengths:
         sink = min(case.sinks, n)
@@ -115,13 +173,21 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Attend
     }
     for name, per_sequence in spans.items():
         if any(end > start for start, end in per_sequence):
-            part, stride = _part(layouts[name], per_sequence, case, name, gen, rng, device)
-            parts.append(part)
-            strides.append(stride)
-    call = AttendCall(tuple(parts), case.head_dim**-0.5, case.window, case.softcap)
+            store, pages, pool = _part(layouts[name], per_sequence, case, name, gen, rng, device)
+            stores.append(store)
+            lists.append(pages)
+            pools.append(pool)
     hq = case.heads * case.group
     q = torch.randn(len(case.lengths), case.num_queries, hq, case.head_dim, generator=gen, device=device).to(case.dtype)
-    return call, q, strides
+    tables = [calls.table_of(x, s.layout.page_size, case.spans) for x, s in zip(lists, stores, strict=True)]
+    return Call(
+        stores,
+        [on(device, table) for table in tables],
+        q,
+        query_positions(lists, case.num_queries, None).int().to(device),
+        {"scaling": case.head_dim**-0.5, "sliding_window": case.window, "softcap": case.softcap},
+        pools,
+    )
 
 
 def _part(
@@ -132,7 +198,7 @@ def _part(
     gen: torch.Generator,
     rng: np.random.Generator,
     device,
-) -> tuple[Part, int]:
+) -> tuple[PageStore, PageList, torch.Tensor]:
     size = layout.page_size
     starts, lengths, counts = [], [], []
     for first, end in spans:
@@ -166,10 +232,10 @@ def _part(
         if layout.key.is_raw:  # nothing may depend on rows past the visible length
             _poison(pages, layout, lengths[at : at + 256])
         slab[torch.from_numpy(some).to(device)] = pages[:, None]
-    store = PageStore(layout, (slab[:, 0],), static)
+    store = PageStore(layout, slabs_of(slab[:, 0], case.slabs), static)
     indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    table = PageTable(indptr, ids.astype(np.int64), np.array(starts, np.int64), np.array(lengths, np.int32))
-    return Part(store, table), layout.page_size_bytes
+    pages = PageList(indptr, ids.astype(np.int64), np.array(starts, np.int64), np.array(lengths, np.int32))
+    return store, pages, slab
 
 
 def _poison(pages: torch.Tensor, layout: PageLayout, lengths: list[int]) -> None:
@@ -220,4 +286,4 @@ def relative_error(out: torch.Tensor, want: torch.Tensor) -> float:
     return float((out.double() - want.double()).norm() / want.double().norm())
 
 
-__all__ = ["Case", "PerChannel", "build", "relative_error"]
+__all__ = ["Case", "PerChannel", "make", "relative_error"]

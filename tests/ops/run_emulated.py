@@ -32,7 +32,6 @@ from ops.cpu_cases import (  # noqa: E402
 
 from kvbits.ops.cpu.structs import store_struct  # noqa: E402
 from kvbits.ops.descriptor import DTYPES, TORCH_NUMBERS  # noqa: E402
-from kvbits.ops.reference import attend as attend_reference  # noqa: E402
 from kvbits.ops.reference.close import close_pages  # noqa: E402
 from kvbits.ops.types import PageStore  # noqa: E402
 from kvbits.spec import PageLayout, PerChannel, PerGroup, QuantSpec  # noqa: E402
@@ -79,30 +78,28 @@ def store_bytes(store: PageStore) -> bytes:
 
 
 def attend_case(noise: float, *args: object, **kwargs: object) -> bytes:
-    q, call, positions = random_call(*args, **kwargs)
-    out, lse = attend_reference.attend(q, call, positions, torch.float64)
-    h = call.parts[0].store.layout.num_kv_heads
+    call = random_call(*args, **kwargs)
+    q, o, (out, lse) = call.q, call.options, call.exact()
     data = ints(
         1,
         q.shape[0],
         q.shape[1],
         q.shape[2],
-        h,
+        call.stores[0].layout.num_kv_heads,
         q.shape[3],
         TORCH_NUMBERS[q.dtype],
-        call.sliding_window or 0,
-        len(call.parts),
+        o["sliding_window"] or 0,
+        len(call.stores),
     )
     data += (
-        struct.pack("<3d", call.scaling, call.softcap or 0.0, noise)
+        struct.pack("<3d", o["scaling"], o["softcap"] or 0.0, noise)
         + blob(q)
-        + blob(positions)
+        + blob(call.positions.long())
         + blob(out.float())
         + blob(lse.float())
     )
-    for part in call.parts:
-        t = part.table
-        data += store_bytes(part.store) + blob(t.indptr) + blob(t.page_ids) + blob(t.starts) + blob(t.lengths)
+    for store, t in zip(call.stores, call.lists, strict=True):
+        data += store_bytes(store) + blob(t.indptr) + blob(t.page_ids) + blob(t.starts) + blob(t.lengths)
     return data
 
 

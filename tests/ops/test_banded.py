@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 import torch
 from dense_model import dense_attention
+from ops.calls import table_of
 
 from kvbits import schemes
 from kvbits.ops.cuda.families import family_of
 from kvbits.ops.descriptor import DTYPES, LEVELS, describe
-from kvbits.ops.reference.attend import attend
+from kvbits.ops.reference.attend import PageList, exact
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages
-from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.ops.types import PageStore
 from kvbits.quant.basis import completed
 from kvbits.spec import SCALE_8BIT, PageLayout
 
@@ -26,7 +27,7 @@ def layout_of(name, head_dim):
 
 
 def made(name, head_dim, starts, lengths):
-    """A part of one sequence with pages at `starts`, and the dense keys and values that they read as, in float64."""
+    """A store, and the table of one sequence with pages at `starts`, and the dense keys and values that they read as, in float64."""
     layout = layout_of(name, head_dim)
     basis = torch.eye(head_dim) * 2 + torch.randn(HEADS, head_dim, head_dim) / head_dim**0.5
     static = completed(
@@ -35,11 +36,11 @@ def made(name, head_dim, starts, lengths):
     )
     k, v = torch.randn(2, len(starts), HEADS, SIZE, head_dim)
     pages, _ = close_pages(k + 1, v, layout, static, np.array(starts))
-    table = PageTable(np.array([0, len(starts)]), np.arange(len(starts)), np.array(starts), np.array(lengths, np.int32))
+    pages_of = PageList(np.array([0, len(starts)]), np.arange(len(starts)), np.array(starts), np.array(lengths))
     dense = dequantize_pages(pages, layout, static, torch.float64, starts=np.array(starts))
     held = [torch.cat([x[i, :, :n].transpose(0, 1) for i, n in enumerate(lengths)]) for x in dense]
     positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
-    return Part(PageStore(layout, (pages,), static), table), held, positions
+    return PageStore(layout, (pages,), static), table_of(pages_of, SIZE), held, positions
 
 
 @pytest.mark.parametrize("name", ["klt4", "klt3", "klt2"])
@@ -48,10 +49,10 @@ def made(name, head_dim, starts, lengths):
 def test_attention_in_the_basis_is_attention_over_what_the_pages_read_as(name, head_dim, dtype):
     """Pages of three frames, one cut short, in an order that is not the frames'."""
     starts, lengths = [516, 0, 580, 260, 68], [64, 64, 20, 64, 64]
-    part, held, positions = made(name, head_dim, starts, lengths)
+    store, table, held, positions = made(name, head_dim, starts, lengths)
     q = torch.randn(1, 2, HEADS * GROUP, head_dim)
-    call = AttendCall((part,), 0.2, None, None)
-    out, lse = attend(q, call, torch.tensor([[300, 700]]), dtype)
+    at = torch.tensor([[300, 700]], dtype=torch.int32)
+    out, lse = exact(q, [store], [table], positions=at, scaling=0.2, dtype=dtype)
     for t, position in enumerate((300, 700)):
         seen = torch.from_numpy(np.flatnonzero(positions <= position))
         want, want_lse = dense_attention(

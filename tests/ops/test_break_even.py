@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from commands import text_of
 
-from kvbits.cli import app
 from kvbits.ops import break_even
 
 RESULT = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200/attend_small.json"
@@ -31,12 +30,6 @@ def test_both_limits_must_be_passed(batch, tokens, small):
 
 
 def test_the_plan_command_says_so():
-    def text(context):
-        return (
-            CliRunner()
-            .invoke(app, ["plan", "--layers", "4", "--kv-heads", "8", "--head-dim", "128", "--context", str(context)])
-            .stdout
-        )
-
-    assert "saves memory and no time on a GPU" in " ".join(text(512).split())
-    assert "no time on a GPU" not in text(65536)
+    command = "plan --layers 4 --kv-heads 8 --head-dim 128 --context"
+    assert "saves memory and no time on a GPU" in text_of(f"{command} 512")
+    assert "no time on a GPU" not in text_of(f"{command} 65536")

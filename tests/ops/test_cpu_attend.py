@@ -30,12 +30,8 @@ from ops.cpu_cases import (
 from random_cases import examples
 
 from kvbits import schemes
-from kvbits.errors import DataError, UnsupportedError
-from kvbits.ops import dispatch
-from kvbits.ops.cpu import attend as cpu
+from kvbits.errors import SpecError, UnsupportedError
 from kvbits.ops.cpu import library
-from kvbits.ops.reference import attend as reference
-from kvbits.ops.types import AttendCall, PageTable, Part
 from kvbits.spec import PerChannel, PerGroup, PerToken, QuantSpec
 
 pytestmark = needs_library
@@ -51,19 +47,15 @@ def assert_close(got, want, noise: float) -> None:
     assert np.abs(lse[seen] - want_lse[seen]).max(initial=0) <= max(2 * noise, 1e-5)
 
 
-def judge(q, call, positions):
-    return reference.attend(q, call, positions, torch.float64)
-
-
 @pytest.mark.parametrize("fmt", [*FORMATS, "raw"])
 def test_layout_documented_is_layout_read(fmt):
     """The judge decodes bytes from docs/reference/formats.md, sharing no code with packing.py."""
     for spec in [RAW] if fmt == "raw" else specs_of(fmt, group=16)[:4]:
         for head_dim, page_size in ((64, 64), (80, 32)):
-            q, call, positions = random_call(
+            case = random_call(
                 spec, spec, head_dim=head_dim, page_size=page_size, pages=2, group=1, dtype=torch.float32
             )
-            assert_close(cpu.attend(q, call, positions), by_hand.attention(q, call, positions), NOISE[fmt])
+            assert_close(case.attend("cpu"), by_hand.attention(case), NOISE[fmt])
 
 
 @pytest.mark.parametrize("head_dim, value_head_dim", [(192, 128), (128, 64), (40, 96)])
@@ -81,9 +73,9 @@ def test_keys_and_values_of_unlike_widths(tier, fmt, head_dim, value_head_dim):
             "pages": 3 + i % 2 * 4,
         }
         case = random_call(key, value, **call, young=young)
-        assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+        assert_close(case.attend("cpu"), case.exact(), NOISE[fmt])
         if i == 0:
-            assert_close(reference.attend(*case, torch.float64), by_hand.attention(*case), 1e-12)
+            assert_close(case.exact(), by_hand.attention(case), 1e-12)
 
 
 @pytest.mark.parametrize("name", ["klt4", "klt2"])
@@ -94,7 +86,7 @@ def test_banded_pages_of_unlike_widths(tier, name):
         case = random_call(
             scheme.key, scheme.value, head_dim=head_dim, value_head_dim=value_head_dim, group=4, tokens=2, pages=5
         )
-        assert_close(cpu.attend(*case), judge(*case), NOISE["banded"])
+        assert_close(case.attend("cpu"), case.exact(), NOISE["banded"])
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -102,14 +94,14 @@ def test_every_granularity(tier, fmt):
     for spec in specs_of(fmt):
         for head_dim, group in ((128, 4), (96, 7)):
             case = random_call(spec, spec, head_dim=head_dim, group=group)
-            assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+            assert_close(case.attend("cpu"), case.exact(), NOISE[fmt])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_raw_pages_and_query_dtypes(tier, dtype):
     for head_dim in (8, 40, 64, 128):
         case = random_call(RAW, RAW, head_dim=head_dim, dtype=dtype, group=5, tokens=2)
-        assert_close(cpu.attend(*case), judge(*case), NOISE["raw"])
+        assert_close(case.attend("cpu"), case.exact(), NOISE["raw"])
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
@@ -122,7 +114,7 @@ def test_long_raw_parts(tier, head_dim):
     ):
         for tokens in (1, 20):
             case = random_call(key, value, head_dim=head_dim, group=5, pages=7, tokens=tokens)
-            assert_close(cpu.attend(*case), judge(*case), max(NOISE[key.format], NOISE[value.format]))
+            assert_close(case.attend("cpu"), case.exact(), max(NOISE[key.format], NOISE[value.format]))
 
 
 @pytest.mark.literature
@@ -137,14 +129,14 @@ def test_kvquant_pages_are_unpacked_by_the_reference(fmt):
     if fmt in CODEBOOKS:
         specs += [kvquant(fmt, outliers, static) for outliers, static in ((0.0, False), (0.01, False), (0.01, True))]
     for i, (key, value) in enumerate(specs):
-        q, call, positions = random_call(
+        case = random_call(
             key, value, head_dim=(64, 96, 128)[i % 3], group=5, tokens=1 + i % 3, first=(0, 131_000)[i % 2]
         )
-        choice = dispatch.choose("attend_pages", q, call)
+        choice = case.plan().choice
         assert choice.backend == "reference" and "codebooks, outliers or keys before" in choice.refusals["cpu"]
-        assert_close(choice.run(q, call, positions), judge(q, call, positions), 1e-5)
-        with pytest.raises(UnsupportedError, match="use the reference"):
-            cpu.attend(q, call, positions)
+        assert_close(case.attend(), case.exact(), 1e-5)
+        with pytest.raises(SpecError, match="codebooks, outliers or keys before"):
+            case.attend("cpu")
 
 
 def test_key_and_value_formats_are_independent(tier):
@@ -153,14 +145,14 @@ def test_key_and_value_formats_are_independent(tier):
         case = random_call(
             QuantSpec(format=key, granularity=PerToken()), QuantSpec(format=value, granularity=PerGroup(16))
         )
-        assert_close(cpu.attend(*case), judge(*case), 2e-2)
+        assert_close(case.attend("cpu"), case.exact(), 2e-2)
     for key, value in (
         (kivi_key, QuantSpec(format="int2", granularity=PerToken(), symmetric=False)),
         (RAW, QuantSpec(format="int4")),
         (kivi_key, RAW),
     ):
         case = random_call(key, value, head_dim=128)
-        assert_close(cpu.attend(*case), judge(*case), 2e-2)
+        assert_close(case.attend("cpu"), case.exact(), 2e-2)
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 72, 80, 96, 128, 256, 512])
@@ -171,7 +163,7 @@ def test_head_dims(tier, head_dim):
             QuantSpec(format=fmt, granularity=PerChannel()),
         ):
             case = random_call(spec, spec, head_dim=head_dim, heads=1, group=2, pages=2, page_size=32)
-            assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+            assert_close(case.attend("cpu"), case.exact(), NOISE[fmt])
 
 
 @pytest.mark.parametrize("size", [4, 8, 12, 16, 48])
@@ -179,7 +171,7 @@ def test_groups_that_do_not_line_up_with_blocks(tier, size):
     for fmt in ("int8", "int4", "int3", "int2", "fp8_e4m3"):
         spec = QuantSpec(format=fmt, granularity=PerGroup(size), symmetric=fmt.startswith("fp8"))
         case = random_call(spec, spec, head_dim=96, group=3, pages=2, page_size=32)
-        assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+        assert_close(case.attend("cpu"), case.exact(), NOISE[fmt])
 
 
 @pytest.mark.parametrize("group", range(1, 17))
@@ -187,7 +179,7 @@ def test_query_groups(tier, group):
     for fmt in ("int8", "int4", "fp8_e4m3", "raw"):
         spec = RAW if fmt == "raw" else QuantSpec(format=fmt, granularity=PerGroup(32))
         case = random_call(spec, spec, heads=1, group=group, batch=1)
-        assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+        assert_close(case.attend("cpu"), case.exact(), NOISE[fmt])
 
 
 @pytest.mark.parametrize("page_size", [32, 96, 128, 160, 256])
@@ -195,7 +187,7 @@ def test_page_sizes(tier, page_size):
     for fmt in ("int8", "int4", "int3", "fp8_e4m3", "raw"):
         for spec in [RAW] if fmt == "raw" else [QuantSpec(format=fmt), QuantSpec(format=fmt, granularity=PerChannel())]:
             case = random_call(spec, spec, page_size=page_size, pages=2, sinks=1)
-            assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+            assert_close(case.attend("cpu"), case.exact(), NOISE[fmt])
 
 
 @pytest.mark.parametrize("window, softcap", [(1, None), (70, None), (None, 15.0), (130, 30.0), (10_000, None)])
@@ -204,7 +196,7 @@ def test_window_and_softcap(tier, window, softcap):
         spec = RAW if fmt == "raw" else QuantSpec(format=fmt)
         for tokens in (1, 9):
             case = random_call(spec, spec, tokens=tokens, window=window, softcap=softcap)
-            assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+            assert_close(case.attend("cpu"), case.exact(), NOISE[fmt])
 
 
 @pytest.mark.parametrize("fmt", ["int8", "int4", "int2", "fp8_e4m3", "raw"])
@@ -216,7 +208,7 @@ def test_prefill_block(tier, fmt):
         else [QuantSpec(format=fmt), QuantSpec(format=fmt, granularity=PerChannel(), symmetric=fmt.startswith("fp8"))]
     ):
         case = random_call(spec, spec, tokens=83, group=3, pages=4)
-        assert_close(cpu.attend(*case), judge(*case), NOISE[fmt])
+        assert_close(case.attend("cpu"), case.exact(), NOISE[fmt])
 
 
 def test_splits_merge(tier):
@@ -226,7 +218,7 @@ def test_splits_merge(tier):
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert_close(cpu.attend(*case), judge(*case), NOISE["int8"])
+        assert_close(case.attend("cpu"), case.exact(), NOISE["int8"])
     finally:
         torch.set_num_threads(before)
 
@@ -234,9 +226,9 @@ def test_splits_merge(tier):
 def test_large_values_in_one_page_only(tier):
     """A page whose scores dwarf the others' and a page whose values do: maxima and scales move between blocks."""
     spec = QuantSpec(format="int8", scale_dtype="float32")
-    q, call, positions = random_call(spec, spec, head_dim=64, batch=1, pages=6, dtype=torch.float32)
-    case = (q * 30, call, positions)
-    assert_close(cpu.attend(*case), judge(*case), 2e-3)
+    case = random_call(spec, spec, head_dim=64, batch=1, pages=6, dtype=torch.float32)
+    case.q *= 30
+    assert_close(case.attend("cpu"), case.exact(), 2e-3)
 
 
 @pytest.mark.parametrize("flat", [0.0, 2.0**-6])
@@ -255,18 +247,18 @@ def test_groups_without_spread_cost_the_others_nothing(tier, preset, flat):
             for s, t in ((scheme.key, "bfloat16"), (scheme.value, "float16"))
         )
         case = random_call(key, value, head_dim=128, pages=4, flat=flat)
-        assert_close(cpu.attend(*case), judge(*case), NOISE[key.format])
+        assert_close(case.attend("cpu"), case.exact(), NOISE[key.format])
 
 
 def test_same_bits_every_time_for_a_thread_count(tier):
     """Which thread runs which item is open; the result may not depend on it."""
     case = random_call(QuantSpec(format="int4"), QuantSpec(format="int4"), pages=40, batch=3)
-    want = judge(*case)
+    want = case.exact()
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            outs = [cpu.attend(*case) for _ in range(5)]
+            outs = [case.attend("cpu") for _ in range(5)]
             assert all(torch.equal(a, outs[0][0]) and torch.equal(b, outs[0][1]) for a, b in outs)
             assert_close(outs[0], want, NOISE["int4"])
     finally:
@@ -278,22 +270,22 @@ def test_threads_shared_with_torch_give_the_same_bits():
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        want, x = cpu.attend(*case), torch.randn(512, 512)
+        want, x = case.attend("cpu"), torch.randn(512, 512)
         for _ in range(5):
             x = x @ x.T / 512
-            assert all(torch.equal(a, b) for a, b in zip(cpu.attend(*case), want, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(case.attend("cpu"), want, strict=True))
     finally:
         torch.set_num_threads(before)
 
 
 def test_calls_from_several_python_threads():
     cases = [random_call(QuantSpec(format="int8"), QuantSpec(format="int8"), seed=i, pages=8) for i in range(4)]
-    want = [cpu.attend(*c) for c in cases]
+    want = [c.attend("cpu") for c in cases]
     got = [[] for _ in cases]
 
     def work(i: int) -> None:
         for _ in range(20):
-            got[i].append(cpu.attend(*cases[i]))
+            got[i].append(cases[i].attend("cpu"))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(cases))]
     for t in threads:
@@ -305,10 +297,10 @@ def test_calls_from_several_python_threads():
 
 def test_flush_denormal_does_not_lose_fp8_subnormals():
     case = random_call(QuantSpec(format="fp8_e4m3", granularity=PerChannel()), QuantSpec(format="fp8_e4m3"))
-    want = cpu.attend(*case)
+    want = case.attend("cpu")
     torch.set_flush_denormal(True)
     try:
-        got = cpu.attend(*case)
+        got = case.attend("cpu")
     finally:
         torch.set_flush_denormal(False)
     assert torch.equal(got[0], want[0])
@@ -326,9 +318,7 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.parametrize(
-    "before", ["cpu.attend(*case)", "library.tier(); torch.randn(512, 512) @ torch.randn(512, 512)"]
-)
+@pytest.mark.parametrize("before", ["case.attend()", "library.tier(); torch.randn(512, 512) @ torch.randn(512, 512)"])
 def test_works_after_fork(before):
     """A forked child has none of its parent's threads, whether these ran the library's calls or torch's alone: it works
     on its own one, also where the library is asked to share OpenMP's again, and gives the same bits.
@@ -336,7 +326,7 @@ def test_works_after_fork(before):
     done = run_python(
         "import os, torch\n"
         "torch.set_num_threads(2)\n"
-        "from kvbits.ops.cpu import attend as cpu, library\n"
+        "from kvbits.ops.cpu import library\n"
         "from kvbits.spec import QuantSpec\n"
         "from ops.cpu_cases import random_call\n"
         "case = random_call(QuantSpec(format='int8'), QuantSpec(format='int8'), pages=20)\n"
@@ -345,9 +335,9 @@ def test_works_after_fork(before):
         "pid = os.fork()\n"
         "if not pid:\n"
         "    library.library().kvbits_use_openmp(library.openmp_parallel())\n"
-        "    os.write(into, cpu.attend(*case)[0].numpy().tobytes())\n"
+        "    os.write(into, case.attend()[0].numpy().tobytes())\n"
         "    os._exit(0)\n"
-        "want = cpu.attend(*case)[0].numpy().tobytes()\n"
+        "want = case.attend()[0].numpy().tobytes()\n"
         "assert os.read(out, len(want)) == want\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0\n"
     )
@@ -397,70 +387,28 @@ def test_forced_tier_is_used():
 
 
 def test_nothing_visible_is_zero(tier):
-    q, call, positions = random_call(QuantSpec(format="int8"), QuantSpec(format="int8"))
-    empty = PageTable(np.zeros(3, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int32))
-    for parts in ((), (Part(call.parts[0].store, empty),)):
-        out, lse = cpu.attend(q, AttendCall(parts, 1.0), positions)
+    case = random_call(QuantSpec(format="int8"), QuantSpec(format="int8"))
+    for empty in (dataclasses.replace(t, tokens=torch.zeros_like(t.tokens)) for t in case.tables[:1]):
+        out, lse = dataclasses.replace(case.part(0), tables=[empty]).attend("cpu")
         assert not out.any() and torch.isneginf(lse).all()
 
 
-def test_bad_tables_are_refused_before_memory_is_touched():
-    q, call, positions = random_call(QuantSpec(format="int8"), QuantSpec(format="int8"), sinks=0)
-    part = call.parts[0]
-    t = part.table
-
-    def attend(**changed) -> None:
-        columns = {"indptr": t.indptr, "page_ids": t.page_ids, "starts": t.starts, "lengths": t.lengths} | changed
-        cpu.attend(q, AttendCall((Part(part.store, PageTable(**columns)),), 1.0), positions)
-
-    attend()
-    with pytest.raises(DataError, match="page that its store does not have"):
-        attend(page_ids=t.page_ids + 100)
-    with pytest.raises(DataError, match="page that its store does not have"):
-        attend(page_ids=t.page_ids - 100)
-    for bad in (0, 65, -1):
-        with pytest.raises(DataError, match="lengths must lie between 1 and page_size"):
-            attend(lengths=np.full_like(t.lengths, bad))
-    with pytest.raises(DataError, match="indptr must rise"):
-        attend(indptr=np.array([0, 9, 3]))
-    with pytest.raises(DataError, match="indptr must rise"):
-        attend(indptr=t.indptr + 1)
-    with pytest.raises(DataError, match="differ in length"):
-        attend(lengths=t.lengths[:-1])
-    with pytest.raises(DataError, match="page table is for 3 sequences, q for 2"):
-        attend(indptr=np.array([0, 1, 2, 3]))
-    with pytest.raises(DataError, match="page_ids must be a one-dimensional integer"):
-        attend(page_ids=t.page_ids.astype(np.float64))
-
-
-def test_bad_queries_are_refused():
-    q, call, positions = random_call(QuantSpec(format="int8"), QuantSpec(format="int8"))
-    with pytest.raises(DataError, match="q has 6 heads of 32, the pages 2 heads of 64"):
-        cpu.attend(q[..., :32], call, positions)
-    with pytest.raises(DataError, match="q has 5 heads"):
-        cpu.attend(q[:, :, :5], call, positions)
-    with pytest.raises(DataError, match="q_positions must be int64"):
-        cpu.attend(q, call, positions.int())
-    with pytest.raises(DataError, match=r"q_positions must be int64 \[2, 1\]"):
-        cpu.attend(q, call, positions[:1])
-    with pytest.raises(DataError, match=r"q must be \[B, T, Hq, D\]"):
-        cpu.attend(q.double(), call, positions)
-
-
 def test_strided_queries(tier):
-    q, call, positions = random_call(QuantSpec(format="int8"), QuantSpec(format="int8"), tokens=4)
-    want = cpu.attend(q, call, positions)[0]
-    assert torch.equal(cpu.attend(q.transpose(1, 2).contiguous().transpose(1, 2), call, positions)[0], want)
-    assert torch.equal(cpu.attend(q.transpose(2, 3).contiguous().transpose(2, 3), call, positions)[0], want)
+    case = random_call(QuantSpec(format="int8"), QuantSpec(format="int8"), tokens=4)
+    want = case.attend("cpu")[0]
+    for axes in ((1, 2), (2, 3)):
+        spread = dataclasses.replace(case, q=case.q.transpose(*axes).contiguous().transpose(*axes))
+        assert torch.equal(spread.attend("cpu")[0], want)
 
 
 def test_refusals_name_the_reason():
-    q, call, _ = random_call(QuantSpec(format="int8"), QuantSpec(format="int8"))
-    assert cpu.refuses(q, call) is None
-    assert "float64" in cpu.refuses(q.double(), call)
-    assert cpu.refuses(q.to("meta"), call) == "queries are on meta, not on the CPU"
+    case = random_call(QuantSpec(format="int8"), QuantSpec(format="int8"))
+    assert case.plan().choice.backend == "cpu"
+    assert "float64" in case.plan(dtype=torch.float64).choice.refusals["cpu"]
+    with pytest.raises(UnsupportedError, match="cpu: pages are on cuda, not on the CPU"):
+        case.plan(device="cuda")
     case = random_call(QuantSpec(format="int8", granularity=PerGroup(2)), QuantSpec(format="int8"))
-    assert "groups of 2 channels" in cpu.refuses(case[0], case[1])
+    assert "groups of 2 channels" in case.plan().choice.refusals["cpu"]
 
 
 @examples(60)
@@ -488,12 +436,14 @@ def test_random_combinations(data):
         window=draw(st.sampled_from([None, None, 40, 150])),
         softcap=draw(st.sampled_from([None, None, 20.0])),
         seed=draw(st.integers(0, 1000)),
+        spans=draw(st.booleans()),
+        offset=draw(st.integers(0, 2)),
     )
-    before, want = library.tier(), judge(*case)
+    before, want = library.tier(), case.exact()
     try:
         for tier in TIERS:
             library.set_tier(tier)
-            assert_close(cpu.attend(*case), want, max(NOISE[key.format], NOISE[value.format]))
+            assert_close(case.attend("cpu"), want, max(NOISE[key.format], NOISE[value.format]))
     finally:
         library.set_tier(before)
 
@@ -504,19 +454,17 @@ def test_a_query_that_is_not_finite_answers_nan_where_it_sees_a_token(tier, name
     scheme = schemes.get(name, head_dim=72)
     # 40 pages: several items whose results are merged
     for dtype, pages, threads in ((torch.float32, 3, 1), (torch.bfloat16, 40, 4)):
-        q, call, positions = random_call(
-            scheme.key, scheme.value, head_dim=72, batch=2, tokens=2, pages=pages, dtype=dtype
-        )
-        q[0, 1, 2, 70] = bad
-        q[1, 0, 1, 0] = bad
-        positions[1, 0] = -1  # padding may hold anything
+        case = random_call(scheme.key, scheme.value, head_dim=72, batch=2, tokens=2, pages=pages, dtype=dtype)
+        case.q[0, 1, 2, 70] = bad
+        case.q[1, 0, 1, 0] = bad
+        case.positions[1, 0] = -1  # padding may hold anything
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            got = cpu.attend(q, call, positions)
+            got = case.attend("cpu")
         finally:
             torch.set_num_threads(before)
-        want = judge(q, call, positions)
+        want = case.exact()
         for x, y in zip(got, want, strict=True):
             assert (
                 torch.equal(x.isnan(), y.isnan()) and y[0, 1, 2].isnan().all() and y.isnan().sum() == y[0, 1, 2].numel()

@@ -14,15 +14,15 @@ from ops.cpu_cases import NOISE, RAW, banded, inverse_frequencies, needs_library
 
 from kvbits import schemes
 from kvbits.errors import DataError
-from kvbits.ops.cpu import append as append_cpu
-from kvbits.ops.cpu import attend as cpu
+from kvbits.ops import attend as attention
 from kvbits.ops.cpu import close as close_cpu
+from kvbits.ops.cpu import store as store_cpu
 from kvbits.ops.cpu import structs
-from kvbits.ops.reference import append as append_reference
-from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference import close as close_reference
+from kvbits.ops.reference import store as store_reference
 from kvbits.ops.reference.dequantize import dequantize_pages, section
-from kvbits.ops.types import PageStore, SlotMapping
+from kvbits.ops.store import STATUS_FIELDS
+from kvbits.ops.types import PageStore, Table
 from kvbits.quant.banded import scale_values
 from kvbits.quant.basis import completed
 from kvbits.spec import PageLayout, PerGroup, QuantSpec
@@ -38,8 +38,7 @@ def sides(name):
 
 
 def assert_agrees(case, noise=NOISE["banded"]):
-    q, call, positions = case
-    (out, lse), (want, want_lse) = cpu.attend(q, call, positions), reference.attend(q, call, positions, torch.float64)
+    (out, lse), (want, want_lse) = case.attend("cpu"), case.exact()
     assert torch.equal(torch.isinf(lse), torch.isinf(want_lse))
     assert not out[torch.isinf(want_lse)].any(), "rows that see nothing are zero"
     assert float((out - want).norm()) <= noise * float(want.norm())
@@ -103,8 +102,8 @@ def test_beside_other_formats(tier):
 
 
 @pytest.mark.parametrize("basis", [None, "hadamard", "calibrated"])
-@pytest.mark.parametrize("attend", [cpu.attend, reference.attend])
-def test_levels_are_those_of_the_documents(attend, basis):
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_levels_are_those_of_the_documents(backend, basis):
     """Keys and values as dequantizing reads them, against plain softmax: the reference's own way in the basis is not
     asked.
     """
@@ -113,18 +112,17 @@ def test_levels_are_those_of_the_documents(attend, basis):
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=2, head_dim=64)
     basis = torch.eye(64) * 2 + torch.randn(2, 64, 64) / 8
     static = completed({"k_basis": basis, "k_mean": torch.randn(2, 2, 64)}, inverse_frequencies(64))
-    q, call, _ = random_call(key, value, batch=1, sinks=0, pages=5, dtype=torch.float32)
-    part = call.parts[0]
-    pages, _ = close_reference.close_pages(*torch.randn(2, 5, 2, 64, 64), layout, static, part.table.starts)
+    starts, q = 64 * np.arange(5), torch.randn(1, 1, 6, 64)
+    pages, _ = close_reference.close_pages(*torch.randn(2, 5, 2, 64, 64), layout, static, starts)
     k, v = (
         x.transpose(0, 1).flatten(1, 2).transpose(0, 1)
-        for x in dequantize_pages(pages, layout, static, torch.float64, starts=part.table.starts)
+        for x in dequantize_pages(pages, layout, static, torch.float64, starts=starts)
     )
-    table = dataclasses.replace(part.table, page_ids=np.arange(5), lengths=np.full(5, 64, np.int32))
-    store = dataclasses.replace(part.store, slabs=(pages,), static=static)
-    alone = dataclasses.replace(call, parts=(dataclasses.replace(part, store=store, table=table),))
-    out, lse = attend(q, alone, torch.tensor([[400]]))
-    want, want_lse = dense_attention(q[0], k, v, [319], call.scaling, None, None)
+    table = Table(torch.arange(5, dtype=torch.int32)[None], torch.tensor([320], dtype=torch.int32))
+    positions = torch.tensor([[400]], dtype=torch.int32)
+    store = PageStore(layout, (pages,), static)
+    out, lse = attention.attend(q, [store], [table], positions=positions, backend=backend)
+    want, want_lse = dense_attention(q[0], k, v, [319], 64**-0.5, None, None)
     assert float((out[0] - want).norm()) <= NOISE["banded"] * float(want.norm())
     assert float((lse[0] - want_lse).abs().max()) <= 2 * NOISE["banded"]
 
@@ -133,16 +131,16 @@ def test_queries_large_in_one_direction(tier):
     """A query bias a hundred times the rest, which a calibrated basis takes out: numbers lost before it would not come
     back.
     """
-    q, call, positions = random_call(*sides("klt3"), head_dim=128, group=4, dtype=torch.float32)
-    q[..., 7] += 100
-    part = call.parts[0]
-    basis = part.store.static["k_basis"] * torch.where(torch.arange(128) == 7, 100, 1)[:, None]
-    part.store.static["k_mean"][..., [7, 71]] *= 1e-2  # a pair of the rotary embedding
-    part.store.static.update(completed(part.store.static | {"k_basis": basis}, part.store.static["k_inv_freq"]))
-    k, v = torch.randn(2, len(part.table.page_ids), 2, 64, 128)
+    case = random_call(*sides("klt3"), head_dim=128, group=4, dtype=torch.float32)
+    case.q[..., 7] += 100
+    store, pages = case.stores[0], case.lists[0]
+    basis = store.static["k_basis"] * torch.where(torch.arange(128) == 7, 100, 1)[:, None]
+    store.static["k_mean"][..., [7, 71]] *= 1e-2  # a pair of the rotary embedding
+    store.static.update(completed(store.static | {"k_basis": basis}, store.static["k_inv_freq"]))
+    k, v = torch.randn(2, len(pages.page_ids), 2, 64, 128)
     k[..., 7] *= 1e-2
-    close_reference.close(k, v, part.store, part.table.page_ids, starts=part.table.starts)
-    assert_agrees((q, dataclasses.replace(call, parts=call.parts[:1]), positions))
+    close_reference.close(k, v, store, pages.page_ids, starts=pages.starts)
+    assert_agrees(case.part(0))
 
 
 def test_what_kernels_refuse():
@@ -158,13 +156,12 @@ def test_what_kernels_refuse():
         refused(RAW, banded(8, 8, 8, 8))
         == "banded values of 8 bits: the CPU kernels take 2, 3 or 4, the same in every band"
     )
-    q, call, positions = random_call(*sides("klt2"))
-    part = call.parts[0]
+    case = random_call(*sides("klt2"))
+    store = case.stores[0]
     for name in ("k_inverse", "k_inv_freq", "k_offsets"):
-        static = {n: t for n, t in part.store.static.items() if n != name}
-        bare = dataclasses.replace(part, store=dataclasses.replace(part.store, static=static))
+        static = {n: t for n, t in store.static.items() if n != name}
         with pytest.raises(DataError, match=f"{name} must be"):
-            cpu.attend(q, dataclasses.replace(call, parts=(bare,)), positions)
+            structs.store_struct(dataclasses.replace(store, static=static))
 
 
 # -- closing
@@ -251,57 +248,47 @@ def test_tokens_stored_one_by_one_are_those_of_a_page_that_closes(tier, name, he
     )
     found = torch.full((4, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
     store = PageStore(layout, (found[:2], found[2:]), static)
-    assert append_cpu.refuses(k, store) is None
-    for first, end in ((9, page_size), (1, 9), (0, 1)):
-        column = np.array([[start, 7]] * 2)[:1, 0]  # strided, as the cache gives it
-        mapping = SlotMapping(np.array([[0, first, 2, first, end - first]]), starts=column)
-        assert append_cpu.append(k, v, store, mapping) == {"k": 0, "v": 0}
+    assert store_cpu.refuses(layout, k.dtype, k.device) is None
+    slots, starts = 2 * page_size + torch.arange(page_size), torch.full((page_size,), start, dtype=torch.int32)
+    for part in (slice(9, page_size), slice(1, 9), slice(0, 1)):
+        status = torch.zeros(STATUS_FIELDS, dtype=torch.int32)
+        store_cpu.store(k[:, part], v[:, part], store, slots[part], starts=starts[part], status=status)
+        assert not status.any()
     assert torch.equal(found[2:3], want) and bool((found[[0, 1, 3]] == 0xFF).all())
     again = torch.zeros_like(found)
-    append_reference.append(
-        k,
-        v,
-        PageStore(layout, (again,), static),
-        SlotMapping(np.array([[0, 0, 2, 0, page_size]]), starts=np.array([start])),
-    )
+    store_reference.store(k, v, PageStore(layout, (again,), static), slots, starts=starts)
     assert float((again[2] != found[2]).float().mean()) <= 2e-3
 
 
-def test_runs_of_several_pages_have_each_its_start(tier):
-    """Starts as a column of a table, as the cache has them."""
+def test_tokens_of_several_pages_have_each_its_start(tier):
+    """Two of the pages lie in one frame; a token between is not stored and has no position."""
     key, value = sides("klt3")
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=2, head_dim=64)
-    static, (k, v) = static_params(key, value, 2, 64), torch.randn(2, 1, 200, 2, 64)
-    runs = np.array(
-        [[0, 0, 3, 0, 64, -1, 259], [0, 64, 1, 0, 64, 3, 323], [0, 128, 0, 0, 64, 1, 387], [0, 192, 2, 0, 8, 0, 451]]
-    )
-    mapping = SlotMapping(np.ascontiguousarray(runs[:, :5]), runs[:, 5], runs[:, 6])
+    static, (k, v) = static_params(key, value, 2, 64), torch.randn(2, 201, 2, 64)
+    order = torch.tensor([3, 1, 0, 2]).repeat_interleave(64)[:200] * 64
+    slots, starts = order + torch.arange(200) % 64, torch.tensor([259, 323, 387, 515]).repeat_interleave(64)[:200]
+    slots, starts = (torch.cat([x[:70], torch.tensor([-1]), x[70:]]) for x in (slots, starts))
     found = []
-    for append in (append_cpu.append, append_reference.append):
+    for store in (store_cpu.store, store_reference.store):
         found.append(torch.zeros(4, 2, layout.head_bytes, dtype=torch.uint8))
-        append(k, v, PageStore(layout, (found[-1],), static), mapping)
+        store(k, v, PageStore(layout, (found[-1],), static), slots, starts=starts.int())
     assert float((found[0] != found[1]).float().mean()) <= 2e-3
 
 
-def test_what_cannot_be_stored_is_named_and_nothing_is_said_of_positions_without_starts(tier):
+def test_what_cannot_be_stored_is_named(tier):
     key, value = sides("klt2")
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=2, head_dim=64)
     store = PageStore(
         layout, (torch.zeros(2, 2, layout.head_bytes, dtype=torch.uint8),), static_params(key, value, 2, 64)
     )
-    x, run = torch.randn(1, 3, 2, 64), np.array([[0, 0, 1, 0, 3]])
-    with pytest.raises(
-        DataError, match=r"turned back by their page's first position; give SlotMapping\(runs, starts=..\)"
-    ):
-        append_cpu.append(x, x, store, SlotMapping(run))
-    for bad in (np.array([-1]), np.array([2**31])):
-        with pytest.raises(DataError, match="starts must be positions from 0 to 2147483647"):
-            SlotMapping(run, starts=bad)
-    mapping = SlotMapping(run, starts=np.array([64]))
+    x, slots, starts = torch.randn(1, 3, 2, 64), torch.arange(64, 67), torch.full((3,), 64, dtype=torch.int32)
     with pytest.raises(DataError, match=r"of the values overflows float8_e5m3; keep the layer raw \(an Override\)"):
-        append_cpu.append(x, x * 1e7, store, mapping)
+        store_cpu.store(x, x * 1e7, store, slots, starts=starts)
     with pytest.raises(DataError, match="keys holds nan"):
-        append_cpu.append(torch.where(x > 1, torch.nan, x), x, store, mapping)
+        store_cpu.store(torch.where(x > 1, torch.nan, x), x, store, slots, starts=starts)
+    with pytest.raises(DataError, match="calibrate first"):
+        without = {name: y for name, y in store.static.items() if name != "k_basis"}
+        store_cpu.store(x, x, PageStore(layout, store.slabs, without), slots, starts=starts)
 
 
 def test_what_cannot_be_closed_is_named(tier):

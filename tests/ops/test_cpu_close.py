@@ -12,6 +12,7 @@ from kvbits.errors import DataError, UnsupportedError
 from kvbits.ops import dispatch
 from kvbits.ops.cpu import close as cpu
 from kvbits.ops.reference import close as reference
+from kvbits.ops.store import STATUS_FIELDS
 from kvbits.ops.types import PageStore
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
@@ -44,7 +45,7 @@ def close_both(
     heads: int = 2,
     value_head_dim: int | None = None,
 ):
-    """(pages by the kernel, pages by the reference, counts of each) from poisoned pools with strided pages."""
+    """(pages by the kernel, pages by the reference, status of each) from poisoned pools with strided pages."""
     raw_dtype = str(k.dtype).removeprefix("torch.")
     layout = PageLayout(
         key=key,
@@ -62,7 +63,9 @@ def close_both(
     for close in (cpu.close, reference.close):
         buffer = torch.full((5, heads + 1, layout.head_bytes), 0xFF, dtype=torch.uint8)
         store = PageStore(layout, (buffer[:2, :heads], buffer[2:, :heads]), static)
-        counts.append(close(k, v, store, ids, starts=starts))
+        status = torch.zeros(STATUS_FIELDS, dtype=torch.int32)
+        close(k, v, store, ids, starts, status)
+        counts.append(status.tolist())
         assert bool((buffer[:, heads] == 0xFF).all()), "bytes between pages stay as they are"
         assert bool((buffer[1:3] == 0xFF).all()), "pages not named stay as they are"
         found.append(buffer)
@@ -115,7 +118,7 @@ def test_what_the_reference_closes(spec):
             layout, (torch.full((4, 2, layout.head_bytes), 0xFF, dtype=torch.uint8),), static_params(key, value, 2, 64)
         )
         k, ids = torch.randn(2, 2, 32, 64), np.array([0, 1])
-        choice = dispatch.choose("close_pages", k, store)
+        choice = dispatch.choose("close", k, store)
         assert choice.backend == "reference" and "codebooks, outliers or keys before" in choice.refusals["cpu"]
         with pytest.raises(UnsupportedError, match="the reference closes and unpacks their pages; use the reference"):
             cpu.close(k, k, store, ids, starts=np.array([0, 32]))
@@ -149,7 +152,7 @@ def test_saturation_is_counted():
     spec = QuantSpec(format="int8", granularity=PerChannel(), static=True)
     k = torch.randn(3, 2, 32, 64) * 3
     (_, _), counts = close_both(k, k, spec, spec, 32, 64)
-    assert counts[0] == counts[1] and counts[0]["k"] > 0
+    assert counts[0] == counts[1] and counts[0][0] > 0
 
 
 def test_written_pages_decode_by_hand():
@@ -163,6 +166,26 @@ def test_written_pages_decode_by_hand():
             decoded = by_hand.values(got[4, 1].numpy(), layout, kind, spec, {}, 1)
             step = k[0, 1].abs().amax(-1, keepdim=True).double().numpy() / spec.q_max
             assert (np.abs(decoded - k[0, 1].double().numpy()) <= step * 0.5001).all()
+
+
+@pytest.mark.parametrize("close", [cpu.close, reference.close], ids=["cpu", "reference"])
+def test_a_status_is_added_to_and_takes_the_place_of_errors(close):
+    spec = QuantSpec(format="int8")
+    layout = PageLayout(key=spec, value=spec, page_size=32, num_kv_heads=2, head_dim=64)
+    store = PageStore(layout, (torch.zeros(4, 2, layout.head_bytes, dtype=torch.uint8),))
+    good, ids, status = torch.randn(2, 2, 32, 64), np.array([0, 1]), torch.zeros(STATUS_FIELDS, dtype=torch.int32)
+    bad = good.clone()
+    bad[1, 0, 5, 6] = torch.nan
+    for k, v, found in (
+        (good, good, [0, 0, 0, 0]),
+        (good, good * 1e8, [0, 1, 0, 0]),
+        (good, good, [0, 1, 0, 0]),
+        (bad, good, [0, 1, 1, 0]),
+    ):
+        close(k, v, store, ids, status=status)
+        assert status.tolist()[2:] == [*found, 0]
+    with pytest.raises(DataError, match="page that its store does not have"):
+        close(good, good, store, np.array([0, 4]), status=status)
 
 
 def test_bad_input_is_refused():

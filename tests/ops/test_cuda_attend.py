@@ -6,18 +6,19 @@ are float16; 5e-3 covers it for results of attention over random keys, whose wei
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 import torch
-from ops.cuda_cases import Case, build, relative_error
+from ops.cuda_cases import Call, Case, make, relative_error
 
 from kvbits import schemes
 from kvbits.errors import DataError, UnsupportedError
-from kvbits.ops.cuda.engine import host_plan as cuda
-from kvbits.ops.reference import attend as reference
-from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.ops.cuda import attend as attend_cuda
+from kvbits.ops.cuda.families.plain.family import Plain
+from kvbits.ops.types import PageStore, Table
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
@@ -168,28 +169,43 @@ def cases():
     )
 
 
-def check(call, q, plan, limit=LIMIT):
-    positions = plan.q_positions.long().cpu()
-    plan.out.fill_(float("nan"))
-    plan.lse.fill_(float("nan"))
-    out, lse = plan.run(q)
-    want, want_lse = reference.attend(q, call, positions, torch.float64)
+def tables():
+    """What tables may say: pages that were dropped or cut, slabs of a pool, and what queries may be: many, given."""
+    ragged = {"lengths": LENGTHS, "tail": 20, "sinks": 3}
+    klt4, nuq4 = ({"key": s.key, "value": s.value} for s in map(schemes.get, ("klt4", "nuq4-1%")))
+    for formats in (both("int8", center="channel"), klt4, nuq4, TIERED):
+        young = {"young": formats is TIERED}
+        yield Case(**formats, **ragged, **young, spans=True, slabs=3)
+        yield Case(**formats, **ragged, **young, spans=True, crop=13, window=300, num_queries=9, group=1)
+        yield Case(**formats, **ragged, **young, slabs=2, num_queries=9, group=2)
+    yield Case(**both("int4"), **ragged, slabs=2, num_queries=512, window=100)
+    yield Case(**TIERED, **ragged, young=True, num_queries=512, softcap=20.0)
+    yield Case(key=RAW, value=RAW, lengths=LENGTHS, num_queries=64, slabs=3, spans=True, sinks=4)
+
+
+def check(call: Call, plan=None, limit=LIMIT):
+    """What a plan gives for a call, against float64; made and up to date if None."""
+    plan = plan or call.plan()
+    want, want_lse = call.want()
+    out = torch.full_like(want, torch.nan, dtype=call.q.dtype)
+    lse = torch.full_like(want_lse, torch.nan, dtype=torch.float32)
+    assert plan.run(call.q, 0, out=out, lse=lse) is out
     assert relative_error(out, want) < limit
     finite = torch.isfinite(want_lse)
     torch.testing.assert_close(torch.isfinite(lse), finite)
     # A score's error is that of q in float16 next to its size: scores of 1000 are off by tenths, of banded keys of 8
     # bits by more.
     np.testing.assert_allclose(lse[finite].double().cpu(), want_lse[finite].cpu(), rtol=2e-3, atol=1e-2)
-    return out.clone()
+    return out
 
 
 @needs_gpu
-@pytest.mark.parametrize("case", list(cases()), ids=str)
+@pytest.mark.parametrize("case", [*cases(), *tables()], ids=str)
 def test_agrees_with_float64(case):
-    call, q, _ = build(case, "cuda")
-    plan = cuda.Plan(call, q.shape[2], q.dtype, q.device, num_queries=case.num_queries)
-    first = check(call, q, plan)
-    assert torch.equal(first, plan.run(q)[0]), "two runs give the same bits"
+    call = make(case, "cuda")
+    plan = call.plan()
+    first = check(call, plan)
+    assert torch.equal(first, plan.run(call.q, 0)), "two runs give the same bits"
 
 
 @needs_gpu
@@ -206,53 +222,63 @@ def test_agrees_with_float64(case):
     ids=str,
 )
 def test_more_than_two_column_tiles_share_their_queries(case, columns, monkeypatch):
-    monkeypatch.setattr(cuda, "columns", lambda *_: columns)
-    call, q, _ = build(case, "cuda")
-    check(call, q, cuda.Plan(call, q.shape[2], q.dtype, q.device, num_queries=case.num_queries))
+    monkeypatch.setattr(Plain, "columns", lambda *_: columns)
+    check(make(case, "cuda"))
 
 
 @needs_gpu
 def test_tiers_take_a_launch_for_each_format():
-    call, q, strides = build(Case(**TIERED, lengths=LENGTHS, tail=20, sinks=4, young=True, layers=3), "cuda")
-    assert len(call.parts) == 4
-    plan = cuda.Plan(call, q.shape[2], q.dtype, q.device, layer_strides=tuple(strides))
-    assert plan.explain().count("blocks of") == 2 and "int4/int4 pages (and raw ones)" in plan.explain()
-    want = check(call, q, plan)
-    assert torch.equal(plan.run(q, layer=2)[0], want), "all layers of these pools hold the same bytes"
+    call = make(Case(**TIERED, lengths=LENGTHS, tail=20, sinks=4, young=True, layers=3), "cuda")
+    assert len(call.stores) == 4
+    plan = call.plan()
+    lines = plan.explain().splitlines()
+    assert len(lines) == 2 and "int4/int4 pages and raw ones" in lines[0] and "raw" not in lines[1]
+    want = check(call, plan)
+    assert torch.equal(plan.run(call.q, 2), want), "all layers of these pools hold the same bytes"
 
 
 @needs_gpu
 def test_formats_mix_in_one_call_and_padding_sees_nothing():
-    one, q, _ = build(Case(**both("int8"), lengths=(640, 256), sinks=4), "cuda", seed=1)
-    two, _, _ = build(Case(**both("int4"), lengths=(640, 256)), "cuda", seed=2)
-    later = [
-        Part(p.store, PageTable(p.table.indptr, p.table.page_ids, p.table.starts + 1000, p.table.lengths))
-        for p in two.parts
-    ]
-    call = AttendCall((*one.parts, *later), one.scaling)
-    plan = cuda.Plan(call, q.shape[2], q.dtype, q.device)
-    check(call, q, plan)
-    plan.run(q, torch.tensor([[-1], [1500]], device="cuda"))
-    assert (plan.out[0] == 0).all() and torch.isinf(plan.lse[0]).all() and torch.isfinite(plan.lse[1]).all()
+    call = make(Case(**both("int8"), lengths=(640, 256), sinks=4), "cuda", seed=1)
+    two = make(Case(**both("int4"), lengths=(640, 256)), "cuda", seed=2)
+    call.stores += two.stores
+    call.pools += two.pools
+    call.tables += [dataclasses.replace(t, starts=t.starts + 1000) for t in two.tables]
+    call.positions = two.positions + 1000
+    plan = call.plan()
+    check(call, plan)
+    plan.update(call.tables, positions=torch.tensor([[-1], [1500]], dtype=torch.int32, device="cuda"))
+    lse = torch.zeros(call.q.shape[:3], device="cuda")
+    out = plan.run(call.q, 0, lse=lse)
+    assert (out[0] == 0).all() and torch.isinf(lse[0]).all() and torch.isfinite(lse[1]).all()
 
 
 @needs_gpu
-def test_layers_lie_side_by_side_and_graphs_replay():
-    case = Case(**both("int4"), lengths=(500, 900), tail=30, layers=3)
-    call, q, strides = build(case, "cuda")
-    plan = cuda.Plan(call, q.shape[2], q.dtype, q.device, layer_strides=tuple(strides))
-    want = check(call, q, plan)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        plan.run(q, layer=2)
-    side.synchronize()
+@pytest.mark.parametrize("young", [False, True], ids=["one launch", "two launches"])
+def test_graphs_of_updates_and_runs_read_what_stands_there_at_replay(young):
+    """An update and the runs of three layers are captured at some lengths, and replayed at others."""
+    call = make(Case(**TIERED, lengths=(500, 900), tail=30, layers=3, young=young), "cuda")
+    plan = call.plan()
+    want = check(call, plan)
+    outs = [torch.zeros_like(want) for _ in range(3)]
+    tokens = [t.tokens.clone() for t in call.tables]
     graph = torch.cuda.CUDAGraph()
+    for t in call.tables:
+        t.tokens.fill_(1)
+    torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        plan.run(q, layer=2)
-    plan.out.zero_()
+        plan.update(call.tables)
+        for layer, out in enumerate(outs):
+            plan.run(call.q, layer, out=out)
+    for t, n in zip(call.tables, tokens, strict=True):
+        t.tokens.copy_(n)
+    free = torch.cuda.memory_allocated()
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(plan.out, want), "all layers of this pool hold the same bytes"
+    assert all(torch.equal(out, want) for out in outs), "all layers of this pool hold the same bytes"
+    plan.update(call.tables)
+    plan.run(call.q, 1, out=outs[0])
+    assert torch.cuda.memory_allocated() == free
 
 
 @needs_gpu
@@ -261,21 +287,24 @@ def test_pages_written_by_the_kernel_just_ahead_are_read_as_they_are(launches):
     """The ring is filled before the kernel waits for the one ahead of it, which must have ended by then: every launch
     sees what was copied before it.
     """
-    call, q, _ = build(Case(**both("int8"), lengths=(320, 4096), heads=8), "cuda")
-    target, ids = call.parts[0].store.slabs[0], torch.from_numpy(call.parts[0].table.page_ids).cuda()
+    call = make(Case(**both("int8"), lengths=(320, 4096), heads=8), "cuda")
+    target = call.stores[0].slabs[0]
+    ids = torch.cat(
+        [row[: -(-int(n) // 64)] for row, n in zip(call.tables[0].pages, call.tables[0].tokens, strict=True)]
+    ).long()
     contents = [target.clone(), target.clone()]
     contents[1][ids] = target[ids.roll(1)]
-    plan = cuda.Plan(call, q.shape[2], q.dtype, q.device)
+    plan = call.plan()
     want = []
     for bytes_ in contents:
         target.copy_(bytes_)
         torch.cuda.synchronize()
-        want.append(plan.run(q)[0].clone())
+        want.append(plan.run(call.q, 0).clone())
     got = []
     for i in range(200):
         target.copy_(contents[i % 2])
         for _ in range(launches):
-            out, _ = plan.run(q)
+            out = plan.run(call.q, 0)
         got.append(out.clone())
     torch.cuda.synchronize()
     assert not torch.equal(*want)
@@ -284,9 +313,7 @@ def test_pages_written_by_the_kernel_just_ahead_are_read_as_they_are(launches):
 
 @needs_gpu
 def test_a_single_unit_spread_over_the_whole_chip():
-    case = Case(**both("int2"), lengths=(64 * 3000,), heads=1, group=1)
-    call, q, _ = build(case, "cuda")
-    check(call, q, cuda.Plan(call, 1, q.dtype, q.device))
+    check(make(Case(**both("int2"), lengths=(64 * 3000,), heads=1, group=1), "cuda"))
 
 
 @needs_gpu
@@ -298,23 +325,21 @@ def test_pools_past_two_to_the_31_and_contexts_past_65535_pages():
     for name in ("k_scale", "v_scale"):
         s = layout.sections[name]
         slab[..., s.offset : s.offset + s.nbytes] = torch.full((32,), 0.1, dtype=torch.float16).view(torch.uint8).cuda()
-    last = slab[:, 29]
-    table = PageTable(
-        np.array([0, pages]),
-        np.random.permutation(pages).astype(np.int64),
-        np.arange(pages, dtype=np.int64) * 32,
-        np.full(pages, 32, np.int32),
+    table = Table(
+        torch.randperm(pages).int().cuda()[None], torch.full((1,), 32 * pages, dtype=torch.int32, device="cuda")
     )
-    call = AttendCall((Part(PageStore(layout, (last,)), table),), 0.125)
     q = torch.randn(1, 1, 2, 64, dtype=torch.bfloat16, device="cuda")
+    options = {"scaling": 0.125, "sliding_window": None, "softcap": None}
+    last = torch.tensor([[32 * pages - 1]], dtype=torch.int32, device="cuda")
+    call = Call([PageStore(layout, (slab[:, 29],))], [table], q, last, options, [slab[:, 29:]])
     # random codes average out, so the result is small next to its terms
-    check(call, q, cuda.Plan(call, 2, q.dtype, q.device), limit=2e-2)
+    check(call, limit=2e-2)
 
 
 @needs_gpu
 def test_wrong_queries_are_refused():
-    call, q, _ = build(Case(**both("int8"), lengths=(100,)), "cuda")
-    plan = cuda.Plan(call, q.shape[2], q.dtype, q.device)
+    call = make(Case(**both("int8"), lengths=(100,)), "cuda")
+    plan, q = call.plan(), call.q
     for bad in (q.half(), q[..., :64], q[:, :, :4], q.cpu()):
         with pytest.raises(DataError, match="the plan is for"):
             plan.run(bad)
@@ -322,12 +347,22 @@ def test_wrong_queries_are_refused():
     with pytest.raises(DataError, match="contiguous"):
         plan.run(wide)
     with pytest.raises(UnsupportedError, match="float32"):
-        cuda.Plan(call, q.shape[2], torch.float32, q.device)
+        call.plan(dtype=torch.float32)
 
 
-@pytest.mark.parametrize("heads, dtype", list(itertools.product((3, 8), ("bfloat16", "float32"))))
+@pytest.mark.parametrize("heads, dtype", list(itertools.product((3, 8), (torch.bfloat16, torch.float32))))
 def test_refusals_need_no_gpu(heads, dtype):
-    call, q, _ = build(Case(**both("int8"), lengths=(100,)), "cpu")
-    why = cuda.refuses_call(call, heads, dtype)
-    assert (why is None) == (heads == 8 and dtype == "bfloat16")
-    assert "cpu" in cuda.refuses(q, call)
+    layout = PageLayout(**both("int8"), page_size=64, num_kv_heads=1, head_dim=128)
+    assert (attend_cuda.refuses_kernel([layout], heads, dtype, 1) is None) == (dtype == torch.bfloat16)
+    options = {"num_q_heads": heads, "dtype": dtype, "num_queries": 1, "device": torch.device("cpu")}
+    assert "cpu" in attend_cuda.refuses([layout], options | {"past_only": False})
+
+
+def test_more_parts_than_a_launch_takes_are_refused():
+    layout = PageLayout(**both("int8"), page_size=64, num_kv_heads=1, head_dim=128)
+    assert "5 parts" in attend_cuda.refuses_kernel([layout] * 5, 4, torch.bfloat16, 1)
+    raw = [PageLayout(key=RAW, value=RAW, page_size=64, num_kv_heads=1, head_dim=128, raw_dtype=x) for x in DTYPES]
+    assert "differ in dtype" in attend_cuda.refuses_kernel(raw, 4, torch.bfloat16, 1)
+
+
+DTYPES = ("bfloat16", "float16")

@@ -18,12 +18,13 @@ import pytest
 import torch
 from ops.cpu_cases import static_of
 from ops.emulated_build import build, put_sources
-from ops.test_cuda_close import HEADS, RAW, pairs, spec, ugly
+from ops.test_cuda_close import HEADS, RAW, clamped, pairs, spec, ugly
 
 from kvbits.errors import DataError
-from kvbits.ops.cuda.engine import close as cuda
+from kvbits.ops.cuda import close as cuda
 from kvbits.ops.cuda.families.plain import close as plain
 from kvbits.ops.reference import close as reference
+from kvbits.ops.store import STATUS_FIELDS
 from kvbits.ops.types import PageStore
 from kvbits.spec import PageLayout, PerChannel, PerToken
 
@@ -81,7 +82,7 @@ def test_stores_what_the_reference_stores(key, value, head_dim, page_size, dtype
     want, saturated = reference.close_pages(k, v, layout, static)
     slab = torch.full((7, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8)
     ids = np.array([4, 0, 6, 2, 3])
-    assert cuda.close(k, v, PageStore(layout, (slab,), static), ids) == saturated
+    assert clamped(k, v, PageStore(layout, (slab,), static), ids) == saturated
     for name, s in layout.sections.items():
         assert torch.equal(slab[ids][..., s.offset : s.offset + s.nbytes], want[..., s.offset : s.offset + s.nbytes]), (
             name
@@ -103,7 +104,7 @@ def test_keys_and_values_of_unlike_widths_and_wide_ones(head_dim, value_head_dim
     k, v = ugly(5, 64, head_dim, torch.bfloat16)[0], ugly(5, 64, value_head_dim, torch.bfloat16)[1]
     want, saturated = reference.close_pages(k, v, layout)
     slab = torch.full((5, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8)
-    assert cuda.close(k, v, PageStore(layout, (slab,)), np.arange(5)) == saturated
+    assert clamped(k, v, PageStore(layout, (slab,)), np.arange(5)) == saturated
     assert torch.equal(slab, want)
 
 
@@ -118,3 +119,10 @@ def test_bad_input_is_named(emulated):
             cuda.close(good, bad, store, np.array([0]))
     with pytest.raises(DataError, match="keys overflows float16"):
         cuda.close(good * 1e8, good, store, np.array([1]))
+    status = torch.zeros(STATUS_FIELDS, dtype=torch.int32)
+    cuda.close(good * 1e8, good, store, np.array([1]), status=status)
+    cuda.close(good, bad, store, np.array([0]), status=status)
+    assert status[[2, 5]].all() and not status[[4, 6]].any()
+    for other in (status[:6], status.float()):
+        with pytest.raises(DataError, match="status must be"):
+            cuda.close(good, good, store, np.array([1]), status=other)

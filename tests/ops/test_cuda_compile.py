@@ -17,10 +17,10 @@ import torch
 import kvbits
 from kvbits import schemes
 from kvbits.errors import SpecError
-from kvbits.ops.cuda import ahead, decode, merge, place
-from kvbits.ops.cuda.append import tokens as append_cuda
-from kvbits.ops.cuda.engine import device_plan as attend_plan
-from kvbits.ops.cuda.engine import kernels
+from kvbits.integrations.engine.place import cuda as place
+from kvbits.ops.cuda import ahead, decode, merge
+from kvbits.ops.cuda import store as store_cuda
+from kvbits.ops.cuda.engine import kernels, work_list
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime import driver
 from kvbits.ops.cuda.engine.runtime.compile import Source
@@ -29,7 +29,9 @@ from kvbits.ops.cuda.families import family_of
 from kvbits.ops.cuda.families.klt import store as store_banded
 from kvbits.ops.cuda.families.klt import unpack as dequantize_banded
 from kvbits.ops.cuda.families.plain import close as close_cuda
+from kvbits.ops.cuda.families.plain import store as store_plain
 from kvbits.ops.cuda.families.plain import unpack as dequantize_cuda
+from kvbits.ops.cuda.families.raw import store as store_raw
 from kvbits.spec import CacheSpec, LayerGeometry, PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 pytestmark = pytest.mark.skipif(cuda_compile.missing() is not None, reason=f"{cuda_compile.missing()}")
@@ -61,7 +63,7 @@ def layout_of(key, value, head_dim=128, page_size=64, **_):
 
 def attend_kernel(key, value, capability, head_dim=128, columns=8, page_size=64, softcap=False, fold=False, raw=False):
     layout = layout_of(key, value, head_dim, page_size)
-    cols = kernels.columns([layout], columns)
+    cols = family_of(layout).columns(layout, columns)
     return kernel_for(layout, cols, driver.shared_limit(capability), softcap=softcap, fold=fold, raw=raw)
 
 
@@ -159,7 +161,7 @@ def test_kernels_of_unlike_widths_and_wide_heads_compile(scheme, head_dim, value
     limit = driver.shared_limit(capability)
     ask = Ask(
         head_dim,
-        kernels.columns([layout], 8),
+        family_of(layout).columns(layout, 8),
         "bfloat16",
         "bfloat16",
         False,
@@ -324,12 +326,6 @@ def test_the_kernel_that_stores_banded_codes_compiles_before_hopper(tokens):
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
-def test_the_append_kernel_compiles_without_spills(capability):
-    resources = compiled("append.cu", append_cuda.raw_source(False).macros, capability).resources("append_tokens")
-    assert resources.spill_bytes == 0 and resources.registers <= 40, resources
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
 @pytest.mark.parametrize(
     "key, value, head_dim, dtype",
     [
@@ -343,7 +339,7 @@ def test_the_append_kernel_compiles_without_spills(capability):
         ),
         (spec("fp8_e4m3", PerToken(), center="channel"), spec("fp8_e5m2", PerToken()), 80, torch.float16),
         (spec("int4", PerChannel(), static=True), spec("int8", static=True, symmetric=False), 128, torch.bfloat16),
-        (QuantSpec.raw(), QuantSpec.raw(), 64, torch.bfloat16),
+        (QuantSpec.raw(), spec("int4"), 64, torch.bfloat16),
         (spec("int8", center="channel"), spec("int8"), 512, torch.bfloat16),
         (spec("int4", PerToken(), symmetric=False, center="channel"), spec("int4", PerGroup(32)), 512, torch.float32),
         (spec("int4", PerGroup(32)), spec("int4", PerGroup(32)), 512, torch.bfloat16),
@@ -362,16 +358,22 @@ def test_the_append_kernel_compiles_without_spills(capability):
 )
 def test_the_kernel_for_single_tokens_compiles_without_spills(key, value, head_dim, dtype, capability):
     layout = layout_of(key, value, head_dim)
-    if why := append_cuda.refuses_layout(layout, capability):
+    if why := store_cuda.refuses_layout(layout, capability):
         assert "fp8" in why
         return
-    for tokens in (append_cuda.FEW, append_cuda.tokens_of_prompts(layout, dtype)):
-        defines = append_cuda.defines(layout, dtype, tokens)
+    for tokens in (store_plain.FEW, store_plain.tokens_of_prompts(layout, dtype)):
+        defines = store_plain.defines(layout, dtype, tokens)
         assert int(defines["SHARED_BYTES"]) <= driver.shared_limit(capability)
         resources = compiled("store_tokens.cu", defines, capability).resources("store_tokens")
         assert resources.spill_bytes == 0, resources
         if not layout.is_centered:
             assert resources.registers <= 64, resources
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"sm_{c[0]}{c[1]}")
+def test_the_kernel_for_raw_tokens_compiles_without_spills(capability):
+    resources = compiled("store_raw.cu", store_raw.source().macros, capability).resources("store_raw")
+    assert resources.spill_bytes == 0 and resources.registers <= 40, resources
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -445,7 +447,6 @@ def examples():
     attention = [attend_kernel(x.key, x.value, (9, 0)) for x in (raw, int8, nuq, klt)]
     return {kernel.source.name: dict(kernel.defines) for kernel in attention} | {
         "advance.cu": {"THREADS": decode.THREADS},
-        "append.cu": append_cuda.raw_source(False).macros,
         "close.cu": close_cuda.defines(int8, torch.bfloat16),
         "store_banded.cu": store_banded.defines(
             layout_of(schemes.get("klt3").key, schemes.get("klt3").value), torch.bfloat16
@@ -454,8 +455,9 @@ def examples():
         "dequantize_banded.cu": dequantize_banded.defines(klt, torch.bfloat16),
         "merge.cu": merge.source(128, torch.bfloat16).macros,
         "place.cu": place.source().macros,
-        "store_tokens.cu": append_cuda.defines(int8, torch.bfloat16, append_cuda.FEW),
-        "work_list.cu": {"THREADS": attend_plan.THREADS, "NUM_PARTS": 2},
+        "store_raw.cu": store_raw.source().macros,
+        "store_tokens.cu": store_plain.defines(int8, torch.bfloat16, store_plain.FEW),
+        "work_list.cu": {"THREADS": work_list.THREADS, "NUM_PARTS": 2},
     }
 
 
@@ -503,7 +505,7 @@ def test_who_lets_the_next_kernel_start_before_it_has_ended(monkeypatch):
 def test_kernels_that_lead_decoding_spill_no_more_than_stated(parts, capability, spilt):
     if not ALL and parts != 2:
         pytest.skip("two parts by default")
-    listed = compiled("work_list.cu", {"THREADS": attend_plan.THREADS, "NUM_PARTS": parts}, capability).resources(
+    listed = compiled("work_list.cu", {"THREADS": work_list.THREADS, "NUM_PARTS": parts}, capability).resources(
         "work_list"
     )
     moved = compiled("advance.cu", {"THREADS": decode.THREADS}, capability).resources("advance")
@@ -535,12 +537,12 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
     layout = layout_of(scheme.key, scheme.value, head_dim, scheme.page_size)
     spills = {}
     if refuses(layout, limit) is None:
-        common = (layout, kernels.columns([layout], 8), limit)
+        common = (layout, family_of(layout).columns(layout, 8), limit)
         for kind in (
             {},
             {"raw": True},
-            {"tables": True},
-            {"tables": True, "raw": True},
+            {"spans": True},
+            {"spans": True, "raw": True},
             *([{"fold": True, "raw": True}] if scheme.key.is_banded else []),
         ):
             kernel = kernel_for(*common, **kind)
@@ -605,9 +607,12 @@ def test_whatever_a_core_preset_launches_compiles_for_every_card(name, capabilit
     (group,) = CacheSpec(scheme=schemes.get(name), layers=(LayerGeometry(num_kv_heads=8, head_dim=128),)).groups
     sources = ahead.distinct(ahead.of_group(group, 32, torch.bfloat16, False, capability))
     assert all(int(s.macros.get("SHARED_BYTES", 0)) <= driver.shared_limit(capability) for s in sources)
-    tables = [s for s in sources if s.macros.get("BLOCK_TABLES")]
-    assert tables
-    for source, binary in zip(tables, ahead.compiled(tables if not ALL else sources, capability), strict=not ALL):
+    attention = [s for s in sources if "SPANS" in s.macros]
+    assert attention
+    some = [*attention, *(s for s in sources if s not in attention)] if ALL else attention[:1]
+    for source, binary in zip(some, ahead.compiled(some, capability), strict=True):
+        if source not in attention:
+            continue
         resources = binary.resources("attend")
         assert -(-(int(source.macros["WARPS"]) + 1) // 4) * 32 * -(-resources.registers // 8) * 8 <= 16384, (
             "a quarter of a multiprocessor's registers"
@@ -637,7 +642,7 @@ def test_every_header_of_attention_includes_what_it_uses(header, tmp_path):
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
 def test_a_plan_takes_as_many_sequences_as_its_work_list_has_room_for(capability, parts):
     limit, blocks = driver.shared_limit(capability), 128
-    most = attend_plan.most_sequences(blocks, parts, limit)
-    assert most == attend_plan.MAX_BATCH or attend_plan.list_shared_bytes(most + 1, blocks, parts) > limit
-    assert attend_plan.list_shared_bytes(most, blocks, parts) <= limit
-    assert (most < attend_plan.MAX_BATCH) == (capability == (8, 9) or (capability, parts) == ((8, 0), 3))
+    most = work_list.most_sequences(blocks, parts, limit)
+    assert most == work_list.MOST_SEQUENCES or work_list.shared_bytes(most + 1, blocks, parts) > limit
+    assert work_list.shared_bytes(most, blocks, parts) <= limit
+    assert (most < work_list.MOST_SEQUENCES) == (capability == (8, 9) or (capability, parts) == ((8, 0), 3))

@@ -6,65 +6,25 @@ KVBITS_TEST_ALL_KERNELS=1 runs all cases of the GPU tests of KVQuant's formats (
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import os
-import platform
-import shutil
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from ops.cuda_cases import Case, build, relative_error
-from ops.emulated_build import build as build_emulated
-from ops.emulated_build import put_sources
+from ops import emulated_gpu
+from ops.cuda_cases import Case, make, relative_error
+from ops.emulated_gpu import needs_emulation
 from ops.test_cuda_attend import LIMIT, TIERED, both, spec, unlike_widths, wide
 from ops.test_cuda_kvquant import direct, of, static
 
 from kvbits import schemes
-from kvbits.errors import DataError
-from kvbits.ops.cuda.engine import device_plan
-from kvbits.ops.cuda.engine import host_plan as cuda
-from kvbits.ops.reference import attend as reference
 from kvbits.ops.reference import close as close_reference
 from kvbits.quant.basis import completed
-from kvbits.spec import PerChannel, PerGroup, PerToken
+from kvbits.spec import PerChannel, PerGroup, PerToken, QuantSpec
 
-pytestmark = pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
-BLOCKS = 3
-
-
-def compiled(kernel, folder: Path, capability: tuple[int, int]) -> ctypes.CDLL:
-    put_sources(
-        folder,
-        kernel.source,
-        {"extern __shared__ __align__(128) unsigned char shared[];": "", 'extern "C" __global__': ""},
-    )
-    (folder / "defines.h").write_text(
-        "".join(
-            f"#define {k} {v}\n" for k, v in (*kernel.defines, ("KERNEL", "attend"), ("NUM_THREADS", kernel.threads))
-        )
-    )
-    return build_emulated(folder, ["-mf16c", "-mfma", f"-D__CUDA_ARCH__={10 * (10 * capability[0] + capability[1])}"])
-
-
-@pytest.fixture
-def emulated(request, monkeypatch, tmp_path):
-    """A GPU of three multiprocessors and the compute capability that the test names, Hopper's if none."""
-    capability = getattr(request, "param", (9, 0))
-
-    def load(kernel, device_index):
-        folder = tmp_path / f"kernel{len(list(tmp_path.iterdir()))}"
-        folder.mkdir()
-        library = compiled(kernel, folder, capability)
-        return SimpleNamespace(launch=lambda grid, threads, args, stream, **_: library.launch(ctypes.byref(args), grid))
-
-    monkeypatch.setattr(cuda, "load_kernel", load)
-    monkeypatch.setattr(device_plan, "load_kernel", load)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=BLOCKS))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
+pytestmark = needs_emulation
+emulated = emulated_gpu.emulated
+RAW = QuantSpec.raw()
 
 
 def cases():
@@ -190,101 +150,148 @@ def joined():
     yield Case(**both("int2"), lengths=(333, 70), tail=40, group=5, num_queries=11, head_dim=64)  # three column tiles
 
 
-@pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_the_kernel_computes_what_the_reference_does(case, emulated, backwards=False):
-    call, q, _ = build(case, "cpu")
-    call = dataclasses.replace(call, parts=call.parts[::-1]) if backwards else call
-    plan = cuda.Plan(call, q.shape[2], q.dtype, torch.device("cpu", 0), num_queries=case.num_queries)
-    plan.device = q.device
-    plan.out.fill_(float("nan"))
-    out, lse = plan.run(q)
-    want, want_lse = reference.attend(q, call, plan.q_positions.long(), torch.float64)
+def tables():
+    """What tables may say: pages that were dropped or cut, slabs of a pool, and what queries may be: many, given."""
+    ragged = {"lengths": (700, 0, 333, 70), "tail": 20, "sinks": 3}
+    for formats in (both("int8", center="channel"), of("klt4"), of("nuq4-1%")):
+        yield Case(**formats, **ragged, spans=True, slabs=3)
+        yield Case(**formats, **ragged, spans=True, crop=13, window=300, num_queries=9, group=1)
+    yield Case(**TIERED, **ragged, spans=True, young=True, slabs=2, num_queries=9, group=2)
+    yield Case(**TIERED, **ragged, young=True, crop=13, softcap=20.0, page_size=128)
+    yield Case(**both("int4"), lengths=(333, 0, 70), tail=20, sinks=3, slabs=2, num_queries=64, window=100)
+    yield Case(**both("int2"), lengths=(200, 70), tail=20, num_queries=64, head_dim=64, spans=True)
+    yield Case(**of("klt2"), lengths=(333, 70), tail=20, group=2, num_queries=9, slabs=2)
+    yield Case(key=RAW, value=RAW, lengths=(333, 0, 70), num_queries=64, slabs=3, spans=True, sinks=4)
+
+
+def check(call, positions=None, **options):
+    """`call` served by the kernels against float64."""
+    plan = call.plan(**options)
+    out, lse = torch.full_like(call.want()[0], torch.nan, dtype=call.q.dtype), torch.full(call.q.shape[:3], torch.nan)
+    assert plan.run(call.q, 0, out=out, lse=lse) is out
+    want, want_lse = call.want()
     assert relative_error(out, want) < LIMIT
     finite = torch.isfinite(want_lse)
     assert torch.equal(torch.isfinite(lse), finite)
     torch.testing.assert_close(lse[finite].double(), want_lse[finite], rtol=1e-3, atol=1e-2)
+    return plan
+
+
+@pytest.mark.parametrize("case", [*cases(), *tables()], ids=str)
+def test_the_kernel_computes_what_the_reference_does(case, emulated):
+    check(make(case, "cpu"))
+
+
+@pytest.mark.parametrize("case", [*list(tables())[::3], Case(**both("int4"), lengths=(333, 0, 70), tail=20)], ids=str)
+def test_queries_have_positions_of_their_own(case, emulated):
+    """Queries that are not the newest tokens, in any order, some padding, some sequences nothing else."""
+    call = make(case, "cpu")
+    gen = torch.Generator().manual_seed(1)
+    newest = call.positions.max(1, keepdim=True).values
+    call.positions = (torch.rand(call.positions.shape, generator=gen) * newest).int()
+    call.positions[torch.rand(call.positions.shape, generator=gen) < 0.2] = -5
+    call.positions[-1] = -1
+    plan = call.plan()
+    plan.update(call.tables, positions=call.positions)
+    out, lse = torch.full_like(call.want()[0], torch.nan, dtype=call.q.dtype), torch.full(call.q.shape[:3], torch.nan)
+    plan.run(call.q, 0, out=out, lse=lse)
+    want, want_lse = call.want()
+    assert relative_error(out, want) < LIMIT
+    assert torch.equal(torch.isfinite(lse), torch.isfinite(want_lse))
+    assert not out[-1].any() and torch.isneginf(lse[-1]).all()
+
+
+def test_each_format_has_a_kernel_and_the_newest_token_is_that_of_all(emulated):
+    """Sequences whose newest token is in a page of either format, or raw."""
+    case = Case(**TIERED, lengths=(700, 64, 333), tail=20, sinks=3, young=True, window=100, num_queries=3, group=2)
+    call = make(case, "cpu")
+    assert check(call).explain().count("blocks of") == 2
+    call.tables[-1].tokens.zero_()
+    call.positions = torch.stack([t.starts + t.tokens for t in call.tables if t.tokens.any()]).amax(0)[:, None] + (
+        torch.arange(-3, 0, dtype=torch.int32)
+    )
+    check(call)
 
 
 @pytest.mark.parametrize("name", ["nuq4-1%", "nuq3-1%", "klt2"])
 def test_the_order_of_threads_does_not_matter(name, emulated, monkeypatch):
     monkeypatch.setenv("KVBITS_EMULATE_REVERSED", "1")
-    test_the_kernel_computes_what_the_reference_does(Case(**of(name), lengths=(333, 0, 70), tail=20, sinks=1), None)
+    check(make(Case(**of(name), lengths=(333, 0, 70), tail=20, sinks=1), "cpu"))
 
 
 def test_one_plan_serves_layers_with_parameters_of_their_own(emulated):
-    call, q, strides = build(Case(**static("nuq4-1%"), lengths=(333, 70), tail=20, layers=2), "cpu")
-    plan = cuda.Plan(call, q.shape[2], q.dtype, torch.device("cpu", 0), layer_strides=tuple(strides))
-    plan.device = q.device
-    first = plan.run(q)[0].clone()
-    parts = tuple(
-        dataclasses.replace(
-            p, store=dataclasses.replace(p.store, static={n: x * 1.25 for n, x in p.store.static.items()})
-        )
-        for p in call.parts
-    )
-    want, _ = reference.attend(q, dataclasses.replace(call, parts=parts), plan.q_positions.long(), torch.float64)
-    with pytest.raises(DataError, match="layer 1 of a scheme with calibrated parameters was given none"):
-        plan.run(q, layer=1)
-    out, _ = plan.run(q, layer=1, static=[p.store.static for p in parts])
-    assert relative_error(out, want) < LIMIT
-    assert torch.equal(plan.run(q)[0], first) and relative_error(first, want) > 10 * LIMIT
+    call = make(Case(**static("nuq4-1%"), lengths=(333, 70), tail=20, layers=2), "cpu")
+    plan = check(call)
+    first = plan.run(call.q, 0).clone()
+    stores = [
+        dataclasses.replace(x, static={n: y if "codebook" in n else y * 1.25 for n, y in x.static.items()})
+        for x in call.stores_of(1)
+    ]
+    plan.bind(1, stores)
+    want, _ = call.want(stores)
+    assert relative_error(plan.run(call.q, 1), want) < LIMIT
+    assert torch.equal(plan.run(call.q, 0), first) and relative_error(first, want) > 10 * LIMIT
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int4", "int2"])
+def test_parts_of_one_format_may_have_parameters_of_their_own(fmt, emulated):
+    """Two parts with calibrated scales that differ, and no raw one beside them."""
+    formats = both(fmt, PerChannel(), static=True)
+    one, two = (make(Case(**formats, lengths=(320, 128)), "cpu", seed) for seed in (1, 2))
+    one.stores += two.stores
+    one.tables += [dataclasses.replace(t, starts=t.starts + 1000) for t in two.tables]
+    one.positions += 1000
+    one.pools += two.pools
+    check(one)
 
 
 @pytest.mark.parametrize("emulated", [(8, 0), (8, 9)], indirect=True, ids=["sm_80", "sm_89"])
 def test_rings_without_the_copy_engine(emulated):
     """Lanes copy and arrive one by one, in rings of two slots a warp."""
-    test_the_kernel_computes_what_the_reference_does(
-        Case(**TIERED, lengths=(700, 0, 333), tail=20, sinks=3, young=True, group=2), None
-    )
+    check(make(Case(**TIERED, lengths=(700, 0, 333), tail=20, sinks=3, young=True, group=2), "cpu"))
 
 
 @pytest.mark.parametrize("backwards", [False, True], ids=["", "backwards"])
 def test_raw_tokens_join_in_any_order_of_parts(backwards, emulated):
-    test_the_kernel_computes_what_the_reference_does(
-        Case(**both("int2"), lengths=(20, 333), tail=70, sinks=3), None, backwards=backwards
-    )
+    call = make(Case(**both("int2"), lengths=(20, 333), tail=70, sinks=3), "cpu")
+    if backwards:
+        call.stores, call.tables, call.pools = call.stores[::-1], call.tables[::-1], call.pools[::-1]
+    check(call)
 
 
 def test_queries_that_a_basis_takes_out_lose_nothing(emulated):
     """A query bias a hundred times the rest; and one column that is no number, beside others that are."""
-    case = Case(**of("klt3"), lengths=(320,), head_dim=64, group=3, dtype=torch.float16)
-    call, q, _ = build(case, "cpu")
-    (part,) = call.parts
-    basis = part.store.static["k_basis"] * torch.where(torch.arange(64) == 7, 100, 1)[:, None]
-    part.store.static["k_mean"][..., [7, 39]] *= 1e-2  # a pair of the rotary embedding
-    part.store.static.update(completed(part.store.static | {"k_basis": basis}, part.store.static["k_inv_freq"]))
-    k, v = torch.randn(2, part.table.num_pages, 2, 64, 64, generator=torch.Generator().manual_seed(1))
+    call = make(Case(**of("klt3"), lengths=(320,), head_dim=64, group=3, dtype=torch.float16), "cpu")
+    (store,), (table,), q = call.stores, call.tables, call.q
+    basis = store.static["k_basis"] * torch.where(torch.arange(64) == 7, 100, 1)[:, None]
+    store.static["k_mean"][..., [7, 39]] *= 1e-2  # a pair of the rotary embedding
+    store.static.update(completed(store.static | {"k_basis": basis}, store.static["k_inv_freq"]))
+    ids = table.pages[0].long().numpy()
+    k, v = torch.randn(2, len(ids), 2, 64, 64, generator=torch.Generator().manual_seed(1))
     k[..., 7] *= 1e-2
-    close_reference.close(k, v, part.store, part.table.page_ids, starts=part.table.starts)
+    close_reference.close(k, v, store, ids, starts=64 * torch.arange(len(ids)).numpy())
     q[..., 7] += 100
-    plan = cuda.Plan(call, q.shape[2], q.dtype, torch.device("cpu", 0))
-    plan.device = q.device
-    out = plan.run(q)[0].clone()
-    assert relative_error(out, reference.attend(q, call, plan.q_positions.long(), torch.float64)[0]) < LIMIT
+    plan = call.plan()
+    out = plan.run(q, 0).clone()
+    assert relative_error(out, call.want()[0]) < LIMIT
     q[:, :, 1] = torch.nan
-    assert torch.equal(plan.run(q)[0][:, :, [0, 2, 3, 4, 5]], out[:, :, [0, 2, 3, 4, 5]])
+    assert torch.equal(plan.run(q, 0)[:, :, [0, 2, 3, 4, 5]], out[:, :, [0, 2, 3, 4, 5]])
 
 
 @pytest.mark.parametrize("emulated", [(8, 0)], indirect=True, ids=["sm_80"])
 @pytest.mark.parametrize("fmt", ["int8", "int2"])
 def test_raw_tokens_in_rings_without_the_copy_engine(fmt, emulated):
     """Keys and values of a chunk lie in one slot."""
-    test_the_kernel_computes_what_the_reference_does(
-        Case(**both(fmt), lengths=(20, 333, 0, 150), tail=64, sinks=3, group=2), None
-    )
+    check(make(Case(**both(fmt), lengths=(20, 333, 0, 150), tail=64, sinks=3, group=2), "cpu"))
 
 
 @pytest.mark.parametrize("emulated", [(8, 0)], indirect=True, ids=["sm_80"])
 def test_rings_of_banded_pages_without_the_copy_engine(emulated):
-    test_the_kernel_computes_what_the_reference_does(
-        Case(**of("klt3"), lengths=(333, 0, 70), head_dim=64, tail=20, sinks=4, group=2), None
-    )
+    check(make(Case(**of("klt3"), lengths=(333, 0, 70), head_dim=64, tail=20, sinks=4, group=2), "cpu"))
 
 
 @pytest.mark.parametrize("emulated", [(8, 0), (8, 9)], indirect=True, ids=["sm_80", "sm_89"])
 @pytest.mark.parametrize("name", ["nuq3-1%", "nuq2-1%"])
 def test_rings_of_codebook_pages_without_the_copy_engine(name, emulated):
     """Tables of 8.9 have rows for a code's bytes only."""
-    test_the_kernel_computes_what_the_reference_does(
-        Case(**of(name), lengths=(333, 0, 70), tail=20, sinks=1, group=2), None
-    )
+    check(make(Case(**of(name), lengths=(333, 0, 70), tail=20, sinks=1, group=2), "cpu"))

@@ -12,15 +12,14 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from ops.cuda_cases import Case, build, relative_error
+from ops.cuda_cases import Case, make, relative_error
 from ops.test_cuda_attend import check
 
 from kvbits import schemes
 from kvbits.literature.kvquant import format as codebook_format
-from kvbits.ops.cuda.engine import host_plan as cuda
-from kvbits.ops.cuda.engine import unpack_then_flash as chunk
-from kvbits.ops.cuda.families.plain.unpack import Unpacker
-from kvbits.ops.reference import attend as reference
+from kvbits.ops.cuda import attend as attend_cuda
+from kvbits.ops.cuda import unpack
+from kvbits.ops.reference.attend import PageList
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
@@ -91,70 +90,67 @@ def unpacked():
     )
 
 
-def at_position(call, offset):
-    """The same call `offset` tokens later in longer sequences: starts are part of what pages of turned keys mean."""
-    parts = [
-        dataclasses.replace(p, table=dataclasses.replace(p.table, starts=p.table.starts + offset)) for p in call.parts
-    ]
-    return dataclasses.replace(call, parts=tuple(parts))
+def readable(call):
+    """Whether a kernel reads the pages of a call packed."""
+    layouts = [store.layout for store in call.stores]
+    return attend_cuda.refuses_kernel(layouts, call.q.shape[2], call.q.dtype, call.q.shape[1]) is None
 
 
 @needs_gpu
 @pytest.mark.parametrize("case", list(direct()), ids=str)
 def test_packed_pages_agree_with_float64(case):
-    call, q, _ = build(case, "cuda")
-    assert cuda.refuses_call(call, q.shape[2], "bfloat16") is None
-    plan = cuda.plan(call, q.shape[2], q.dtype, q.device, num_queries=case.num_queries)
-    assert isinstance(plan, cuda.Plan)
-    first = check(call, q, plan)
-    assert torch.equal(first, plan.run(q)[0]), "two runs give the same bits"
+    call = make(case, "cuda")
+    assert readable(call)
+    plan = call.plan()
+    first = check(call, plan)
+    assert torch.equal(first, plan.run(call.q, 0)), "two runs give the same bits"
 
 
 @needs_gpu
 @pytest.mark.parametrize("offset", [100_003, 1_000_000])
 def test_far_positions(offset):
-    call, q, _ = build(Case(**of("nuq4-1%"), lengths=(640, 130), tail=2), "cuda")
-    call = at_position(call, offset)
-    check(call, q, cuda.plan(call, q.shape[2], q.dtype, q.device))
+    """The same pages later in longer sequences: starts are part of what pages of turned keys mean."""
+    call = make(Case(**of("nuq4-1%"), lengths=(640, 130), tail=2), "cuda")
+    call.tables = [dataclasses.replace(t, starts=t.starts + offset) for t in call.tables]
+    call.positions += offset
+    check(call)
 
 
 @needs_gpu
 @pytest.mark.parametrize("case", list(unpacked()), ids=str)
 def test_layouts_without_a_kernel_of_their_own_are_unpacked(case):
-    call, q, _ = build(case, "cuda")
-    assert cuda.refuses_call(call, q.shape[2], "bfloat16") and cuda.refuses(q, call) is None
-    plan = cuda.plan(call, q.shape[2], q.dtype, q.device)
-    assert isinstance(plan, chunk.ChunkPlan)
-    out, lse = plan.run(q)
-    want, want_lse = reference.attend(q, call, plan.q_positions.long().cpu(), torch.float64)
+    call = make(case, "cuda")
+    assert not readable(call)
+    plan = call.plan(past_only=True)
+    assert "unpacked" in plan.explain()
+    lse = torch.zeros(call.q.shape[:3], device="cuda")
+    out = plan.run(call.q, 0, lse=lse)
+    want, want_lse = call.want()
     assert relative_error(out, want) < 1e-2  # keys and values rounded to bfloat16, as 16-bit attention has them
-    torch.testing.assert_close(lse.double().cpu(), want_lse.cpu(), rtol=5e-3, atol=5e-2)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=5e-3, atol=5e-2)
 
 
 @needs_gpu
 @pytest.mark.parametrize("case", [*list(direct())[:12], *unpacked()], ids=str)
 def test_unpacked_rows_are_the_reference_rounded_once(case):
-    call, _, _ = build(case, "cuda")
-    call = at_position(call, 100_003)
-    store, table = call.parts[0].store, call.parts[0].table
-    layout = store.layout
-    ends = np.cumsum(table.lengths)
-    rows = torch.from_numpy(np.stack([ends - table.lengths, table.lengths], 1).astype(np.int32)).cuda()
+    call = make(case, "cuda")
+    store, layout = call.stores[0], call.stores[0].layout
+    pages = PageList.of(call.tables[0], layout.page_size)
+    starts, lengths = pages.starts + 100_003, pages.lengths
+    ends = np.cumsum(lengths)
+    rows = torch.from_numpy(np.stack([ends - lengths, lengths], 1).astype(np.int32)).cuda()
     keys, values = (
         torch.full((ends[-1], layout.num_kv_heads, layout.head_dim), float("nan"), dtype=torch.float16, device="cuda")
         for _ in "kv"
     )
-    addresses, starts = (
-        torch.from_numpy(store.addresses[table.page_ids]).cuda(),
-        torch.from_numpy(table.starts.astype(np.int32)).cuda(),
-    )
-    Unpacker(store, torch.float16, addresses, rows, 0, starts).run(keys, values, 0)
+    ids, at = (torch.from_numpy(x.astype(np.int32)).cuda() for x in (pages.page_ids, starts))
+    unpack.Rows(layout, torch.float16, ids, rows, at).run(store, keys, values)
     for got, want in zip(
         (keys, values),
-        dequantize_pages(store.gather(table.page_ids), layout, store.static, torch.float64, starts=table.starts),
+        dequantize_pages(store.gather(pages.page_ids), layout, store.static, torch.float64, starts=starts),
         strict=True,
     ):
-        want = torch.cat([w[:, :n] for w, n in zip(want, table.lengths, strict=True)], 1).transpose(0, 1)
+        want = torch.cat([w[:, :n] for w, n in zip(want, lengths, strict=True)], 1).transpose(0, 1)
         torch.testing.assert_close(got.double(), want, rtol=2.0**-10, atol=1e-4)
 
 
@@ -162,8 +158,7 @@ def test_unpacked_rows_are_the_reference_rounded_once(case):
 @pytest.mark.parametrize("name", ["nuq4-1%", "nuq2-1%"])
 def test_the_reference_closes_the_same_pages_on_either_device(name):
     layout = PageLayout(**of(name), page_size=64, num_kv_heads=2, head_dim=64)
-    call, _, _ = build(Case(**of(name), lengths=(64,), head_dim=64), "cpu")
-    static = call.parts[0].store.static
+    static = make(Case(**of(name), lengths=(64,), head_dim=64), "cpu").stores[0].static
     k, v = torch.randn(2, 5, 2, 64, 64)
     starts = np.arange(5) * 64 + 1
     want = close_pages(k, v, layout, static, starts)[0]

@@ -19,17 +19,18 @@ from ops.emulated_build import build, put_sources
 
 from kvbits import schemes
 from kvbits.errors import DataError
-from kvbits.ops.cuda.append import tokens
-from kvbits.ops.cuda.engine import close as cuda
+from kvbits.ops.cuda import close as cuda
+from kvbits.ops.cuda import store as store_cuda
+from kvbits.ops.cuda import unpack
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.families import family_of
 from kvbits.ops.cuda.families.klt import store as cuda_banded
 from kvbits.ops.cuda.families.klt import unpack as unpack_banded
-from kvbits.ops.reference import append as append_reference
 from kvbits.ops.reference import close as reference
-from kvbits.ops.reference.append import STATUS_FIELDS
+from kvbits.ops.reference import store as store_reference
 from kvbits.ops.reference.dequantize import dequantize_pages, section
-from kvbits.ops.types import PageStore, SlotMapping
+from kvbits.ops.store import STATUS_FIELDS
+from kvbits.ops.types import PageStore
 from kvbits.quant.banded import scale_values
 from kvbits.quant.basis import offsets_of
 from kvbits.spec import PageLayout
@@ -123,7 +124,9 @@ def closed(key, value, k, v, device):
     )
     slab = torch.full((6, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8, device=device)
     store = PageStore(layout, (slab,), {name: x.to(device) for name, x in static.items()})
-    assert cuda.close(k.to(device), v.to(device), store, ids, starts=starts) == {"k": 0, "v": 0}
+    status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=device)
+    cuda.close(k.to(device), v.to(device), store, ids, starts, status)
+    assert not status.any()
     assert bool((slab[[1, 2, 5]] == 0xFF).all()), "other pages stay as they are"
     want, _ = reference.close_pages(k, v, layout, static, starts)
     return slab[ids].cpu(), want, layout, static, starts
@@ -244,11 +247,11 @@ def test_tokens_by_slots_are_those_of_pages_that_close(name, head_dim, page_size
     left_out = slots[skipped].clone()
     slots[skipped[0]], slots[skipped[1]] = -1, 5 * page_size
     found, status = torch.full_like(whole, 0x11), torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=device)
-    tokens.store_tokens(*rows, found, layout, slots, static=static, starts=first, status=status)
+    store_cuda.store(*rows, PageStore(layout, (found,), static), slots, starts=first, status=status)
     assert status.tolist() == [0, 0, 0, 0, 0, 0, 1]
     slots[skipped] = left_out
     again = torch.full_like(whole, 0x11)
-    tokens.store_tokens(rows[0][None], rows[1][None], again, layout, slots, static=static, starts=first)
+    store_cuda.store(rows[0][None], rows[1][None], PageStore(layout, (again,), static), slots, starts=first)
     assert float((again != whole).double().mean()) < (1e-3 if head_dim == 128 else 1e-5), (
         "a block's largest number is another one"
     )
@@ -264,12 +267,12 @@ def test_tokens_by_slots_are_those_of_pages_that_close(name, head_dim, page_size
         named[slot // page_size, slot % page_size] = False
     assert bool((found[2] == 0x11).all()) and int((found != again).sum()) <= 2 * HEADS * layout.head_bytes // page_size
     one = torch.full_like(whole, 0x11)
-    tokens.store_tokens(rows[0][:1], rows[1][:1], one, layout, slots[:1], static=static, starts=first[:1])
+    store_cuda.store(rows[0][:1], rows[1][:1], PageStore(layout, (one,), static), slots[:1], starts=first[:1])
     assert bool((one[[0, 1, 2, 4]] == 0x11).all()) and bool((one[3] != 0x11).any())
     with pytest.raises(DataError, match="turned back by their page's first position; give starts"):
-        tokens.store_tokens(*rows, found, layout, slots, static=static)
-    with pytest.raises(DataError, match=r"starts must be dense int32 \[\d+\]"):
-        tokens.store_tokens(*rows, found, layout, slots, static=static, starts=first[:3])
+        store_cuda.store(*rows, PageStore(layout, (found,), static), slots)
+    with pytest.raises(DataError, match=r"starts must be dense torch.int32 \[\d+\]"):
+        store_cuda.store(*rows, PageStore(layout, (found,), static), slots, starts=first[:3])
 
 
 @pytest.mark.parametrize(
@@ -290,9 +293,8 @@ def test_warps_that_share_tokens_store_what_one_warp_closes(name, head_dim, warp
         torch.from_numpy(starts).int().repeat_interleave(cuda_banded.FEW).to(device),
     )
     slots = torch.arange(len(first), device=device)
-    tokens.store_tokens(
-        *entries, found, layout, slots, static={n: x.to(device) for n, x in static.items()}, starts=first
-    )
+    there = PageStore(layout, (found,), {n: x.to(device) for n, x in static.items()})
+    store_cuda.store(*entries, there, slots, starts=first)
     assert torch.equal(found.cpu(), pages)
 
 
@@ -362,21 +364,14 @@ def stored_by_slots(key, value, head_dim, page_size, dtype, device, order, monke
     slots = torch.where(order < 0, order, (5 - order // page_size) * page_size + order % page_size)
     starts = torch.from_numpy(STARTS)[order.clamp(min=0) // page_size].int()
     made = {}
-    for where, store in ((device, tokens.store_tokens), ("cpu", append_reference.store_tokens)):
+    for where, store in ((device, store_cuda.store), ("cpu", store_reference.store)):
         pages, status = (
             torch.full((6, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8, device=where),
             torch.zeros(7, dtype=torch.int32, device=where),
         )
-        given = [x.to(where) for x in (*entries, pages, slots, starts)]
-        store(
-            *given[:2],
-            pages,
-            layout,
-            given[3],
-            static={name: x.to(where) for name, x in static.items()},
-            starts=given[4],
-            status=status,
-        )
+        there = PageStore(layout, (pages,), {name: x.to(where) for name, x in static.items()})
+        k_there, v_there, *given = (x.to(where) for x in (*entries, slots, starts))
+        store(k_there, v_there, there, given[0], starts=given[1], status=status)
         made[store] = pages.cpu().flip(0), status.tolist()
     (ours, status), (theirs, wanted) = made.values()
     assert status == wanted
@@ -414,28 +409,11 @@ def test_what_is_not_stored_leaves_its_place_and_is_counted(few, device, monkeyp
         torch.zeros(7, dtype=torch.int32, device=device),
     )
     static = {name: x.to(device) for name, x in static_params(*sides("klt3"), HEADS, 64).items()}
-    tokens.store_tokens(
-        x,
-        x,
-        pages,
-        layout,
-        past.to(device),
-        static=static,
-        starts=torch.zeros(3, dtype=torch.int32, device=device),
-        status=status,
-    )
+    there, starts = PageStore(layout, (pages,), static), torch.zeros(3, dtype=torch.int32, device=device)
+    store_cuda.store(x, x, there, past.to(device), starts=starts, status=status)
     assert status.tolist() == [0, 0, 0, 0, 0, 0, 3] and bool((pages == 0xFF).all())
     x[1, 0, 3] = torch.nan
-    tokens.store_tokens(
-        x,
-        x.nan_to_num(),
-        pages,
-        layout,
-        torch.arange(3, device=device),
-        static=static,
-        starts=torch.zeros(3, dtype=torch.int32, device=device),
-        status=status,
-    )
+    store_cuda.store(x, x.nan_to_num(), there, torch.arange(3, device=device), starts=starts, status=status)
     assert status.tolist()[4:] == [1, 0, 3]
 
 
@@ -456,7 +434,7 @@ def test_keys_that_are_no_numbers_spoil_no_token_beside_them(bad, few, device, m
             torch.zeros(1, HEADS, layout.head_bytes, dtype=torch.uint8, device=device),
             torch.zeros(7, dtype=torch.int32, device=device),
         )
-        tokens.store_tokens(k, v, pages, layout, slots, static=static, starts=starts, status=status)
+        store_cuda.store(k, v, PageStore(layout, (pages,), static), slots, starts=starts, status=status)
         assert int(status[4]) == (spoilt != 0)
         made.append(
             [
@@ -481,21 +459,31 @@ def test_tokens_by_slots_on_hopper(few, emulated, monkeypatch):
         assert_same(ours, theirs, *rest[:2], STARTS, rest[2], "cpu")
 
 
-def test_runs_of_a_token_local_cache(device, monkeypatch):
-    """`append` of packed pages of two slabs, by runs that say where their pages start."""
+def test_tokens_go_to_pages_of_several_slabs(device):
+    """Of two sequences with padding between, where each page says where it starts."""
     key, value = sides("klt3")
     layout = PageLayout(key=key, value=value, page_size=64, num_kv_heads=HEADS, head_dim=64)
     static = static_params(key, value, HEADS, 64)
     k, v = (torch.randn(2, 70, HEADS, 64).bfloat16() for _ in "kv")
-    runs = np.array([[0, 0, 3, 60, 4], [0, 4, 0, 0, 64], [0, 68, 1, 0, 2], [1, 0, 4, 10, 1]])
-    mapping = {"starts": np.array([4, 68, 132, 0])}
+    slots, starts = torch.full((2, 70), -1), torch.full((2, 70), -1, dtype=torch.int32)
+    for row, token, page, place, count, start in (
+        (0, 0, 3, 60, 4, 4),
+        (0, 4, 0, 0, 64, 68),
+        (0, 68, 1, 0, 2, 132),
+        (1, 0, 4, 10, 1, 0),
+    ):
+        slots[row, token : token + count] = page * 64 + place + torch.arange(count)
+        starts[row, token : token + count] = start
     made = []
-    for where, op in ((device, tokens), ("cpu", append_reference)):
+    for where, store in ((device, store_cuda.store), ("cpu", store_reference.store)):
         slabs = torch.full((6, HEADS + 1, layout.head_bytes), 0xFF, dtype=torch.uint8, device=where)
-        store = PageStore(
+        pages = PageStore(
             layout, (slabs[:2, :HEADS], slabs[2:, :HEADS]), {name: x.to(where) for name, x in static.items()}
         )
-        assert op.append(k.to(where), v.to(where), store, SlotMapping(runs, **mapping)) == {"k": 0, "v": 0}
+        status = torch.zeros(STATUS_FIELDS, dtype=torch.int32, device=where)
+        given = [x.flatten().to(where) for x in (slots, starts)]
+        store(k.to(where), v.to(where), pages, given[0], starts=given[1], status=status)
+        assert not status.any()
         made.append(slabs.cpu())
     differ = made[0] != made[1]
     assert float(differ.double().mean()) <= 1e-3 and bool((made[1][differ] != 0xFF).all())
@@ -521,7 +509,7 @@ UNPACKED += [
     ids=lambda x: str(x) if isinstance(x, (int, tuple)) else None,
 )
 def test_rows_for_many_queries_are_what_pages_read_as(key, value, head_dim, page_size, dtype, device):
-    """Of the second layer of two slabs, some cut short; other rows stay.
+    """Of two layers of two slabs, some cut short, one named by a number that the pool has not; other rows stay.
 
     Judged in float64, to the rounding of a row's numbers and of its sums.
     """
@@ -531,25 +519,28 @@ def test_rows_for_many_queries_are_what_pages_read_as(key, value, head_dim, page
     k, v = torch.randn(2, 6, HEADS, page_size, head_dim)
     made = reference.close_pages(k + 1, v, layout, static, starts)[0]
     both = torch.stack([torch.full_like(made, 0xFF), made], 1).to(device)  # [page, layer, H, head_bytes]
-    store = PageStore(layout, (both[:4, 0], both[4:, 0]), {})
-    ids, counts = np.array([5, 0, 3, 4, 1, 2]), (page_size, page_size, 9, page_size, 1, 17)
+    here = {name: x.to(device) for name, x in static.items()}
+    layers = [PageStore(layout, (both[:4, i], both[4:, i]), here) for i in range(2)]
+    ids, counts = np.array([5, 0, 3, 4, 1, 2]), (page_size, 0, 9, page_size, 1, 17)
     rows = np.array([[page_size * i, counts[i]] for i in range(6)], np.int32)
-    at, places, first = (
-        torch.from_numpy(x).to(device) for x in (store.addresses[ids], rows, starts[ids].astype(np.int32))
+    named, places, first = (
+        torch.from_numpy(x).to(device)
+        for x in (np.where(ids == 5, -7, ids).astype(np.int32), rows, starts[ids].astype(np.int32))
     )
     want = dequantize_pages(made[ids], layout, static, torch.float64, starts=starts[ids])
     out = torch.full((2, 6 * page_size, HEADS, head_dim), 7.0, dtype=dtype, device=device)
-    unpacker = unpack_banded.BandedUnpacker(store, dtype, at, places, layout.page_size_bytes, first)
-    unpacker.run(*out, 1, {name: x.to(device) for name, x in static.items()})
+    unpacked = unpack.Rows(layout, dtype, named, places, first)
+    for layer in layers:
+        unpacked.run(layer, *out)
     for found, there in zip(out.cpu(), want, strict=True):
         for i, (row, count) in enumerate(rows):
-            here, expected = found[row : row + count].double(), there[i, :, :count].transpose(0, 1)
+            got, expected = found[row : row + count].double(), there[i, :, :count].transpose(0, 1)
             bound = torch.finfo(dtype).eps / 2 * expected.abs() + 1e-5 * expected.abs().amax(-1, keepdim=True) + 1e-6
-            assert bool(((here - expected).abs() <= bound).all())
+            assert bool(((got - expected).abs() <= bound).all())
             assert bool((found[row + count : row + page_size] == 7).all())
     if key.basis == "calibrated":
         with pytest.raises(DataError, match="need k_inverse"):
-            unpacker.run(*out, 1, {})
+            unpacked.run(PageStore(layout, layers[0].slabs), *out)
 
 
 def test_bad_input_is_named(device):

@@ -8,13 +8,14 @@ import torch
 from dense_model import dense_attention
 from hypothesis import given
 from hypothesis import strategies as st
+from ops.calls import table_of
 
 from kvbits.ops import chunk_attention
-from kvbits.ops.reference.attend import PAGES_PER_STEP, attend
+from kvbits.ops.reference.attend import PAGES_PER_STEP, PageList, exact
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages
 from kvbits.ops.reference.merge import add_sink_logit, merge_partials
-from kvbits.ops.types import AttendCall, PageStore, PageTable, Part
+from kvbits.ops.types import PageStore
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 SIZE, DIM = 32, 16
@@ -37,7 +38,7 @@ PAIRS = {
 
 
 def make_part(pair, heads, batch_lengths, starts, *, seed=0, slabs=1):
-    """Pages in shuffled order, some left over full of 0xFF, and the dense values of each sequence.
+    """(store, table) of pages in shuffled order, some left over full of 0xFF, and the dense values of each sequence.
 
     Args:
         batch_lengths: per sequence, visible tokens of each of its pages.
@@ -74,7 +75,14 @@ def make_part(pair, heads, batch_lengths, starts, *, seed=0, slabs=1):
         lengths += pages_of
         page += len(pages_of)
     indptr = np.cumsum([0, *map(len, batch_lengths)]).astype(np.int32)
-    return Part(store, PageTable(indptr, ids, np.array(at, np.int64), np.array(lengths, np.int32))), dense
+    pages = PageList(indptr, ids, np.array(at, np.int64), np.array(lengths, np.int32))
+    return (store, table_of(pages, SIZE)), dense
+
+
+def attend(q, parts, positions, dtype=torch.float32, **options):
+    """By the reference, over (store, table) of each part."""
+    stores, tables = zip(*parts, strict=True)
+    return exact(q, stores, tables, positions=torch.as_tensor(positions, dtype=torch.int32), dtype=dtype, **options)
 
 
 def expected(q, dense, starts, positions, **options):
@@ -106,9 +114,8 @@ def test_every_group_size_and_format_matches_dense_softmax(name, group):
     q = torch.randn(3, 1, 2 * group, DIM)
     positions = [[95], [31], [63]]
     want = expected(q, dense, [0] * 3, positions, scaling=0.25)
-    call = AttendCall((part,), 0.25)
-    agree(attend(q, call, torch.tensor(positions)), want, 2e-5)
-    agree(attend(q, call, torch.tensor(positions), torch.float64), want, 1e-12)
+    agree(attend(q, [part], positions, scaling=0.25), want, 2e-5)
+    agree(attend(q, [part], positions, torch.float64, scaling=0.25), want, 1e-12)
 
 
 @st.composite
@@ -145,7 +152,8 @@ def test_ragged_windowed_capped_padded_and_empty_calls_match_dense_softmax(case)
     torch.manual_seed(seed)
     part, dense = make_part(PAIRS[name], heads, lengths, starts, seed=seed, slabs=slabs)
     q = torch.randn(len(lengths), len(positions[0]), heads * group, DIM)
-    out, lse = attend(q, AttendCall((part,), 0.3, window, softcap), torch.tensor(positions), torch.float64)
+    options = {"scaling": 0.3, "sliding_window": window, "softcap": softcap}
+    out, lse = attend(q, [part], positions, torch.float64, **options)
     for b, (k, v) in enumerate(dense):
         for t, position in enumerate(positions[b]):
             at = np.arange(starts[b], starts[b] + len(k))
@@ -172,8 +180,8 @@ def test_parts_of_several_formats_are_one_attention():
     want = expected(
         q, [tuple(torch.cat(x) for x in zip(*(d[0] for d in denses), strict=True))], [0], [[116, 60]], scaling=0.3
     )
-    agree(attend(q, AttendCall(parts, 0.3), torch.tensor([[116, 60]]), torch.float64), want, 1e-12)
-    pieces = [attend(q, AttendCall((p,), 0.3), torch.tensor([[116, 60]]), torch.float64) for p in parts]
+    agree(attend(q, parts, [[116, 60]], torch.float64, scaling=0.3), want, 1e-12)
+    pieces = [attend(q, [p], [[116, 60]], torch.float64, scaling=0.3) for p in parts]
     agree(merge_partials([p[0] for p in pieces], [p[1] for p in pieces]), want, 1e-12)
 
 
@@ -182,7 +190,7 @@ def test_more_pages_than_one_step_takes_are_one_attention():
     part, dense = make_part(PAIRS["int8"], 1, [[SIZE] * count], [0])
     q = torch.randn(1, 1, 1, DIM)
     agree(
-        attend(q, AttendCall((part,), 0.3), torch.tensor([[SIZE * count - 1]])),
+        attend(q, [part], [[SIZE * count - 1]], scaling=0.3),
         expected(q, dense, [0], [[SIZE * count - 1]], scaling=0.3),
         2e-5,
     )
@@ -192,7 +200,7 @@ def test_scores_of_any_size_neither_overflow_nor_vanish():
     part, dense = make_part(PAIRS["raw"], 1, [[SIZE, SIZE]], [0])
     for size in (1e-6, 1e3, 1e6):
         q = torch.randn(1, 1, 1, DIM) * size
-        out, lse = attend(q, AttendCall((part,), 1.0), torch.tensor([[63]]), torch.float64)
+        out, lse = attend(q, [part], [[63]], torch.float64, scaling=1.0)
         agree((out, lse), expected(q, dense, [0], [[63]], scaling=1.0), 1e-12 * max(1.0, size * 20))
 
 
@@ -205,7 +213,7 @@ def test_a_chunk_with_history_is_history_merged_with_the_chunk(window):
     before, tokens = [73, 32], 6
     q, k, v = torch.randn(2, tokens, 4, DIM), torch.randn(2, tokens, 2, DIM), torch.randn(2, tokens, 2, DIM)
     positions = torch.tensor(before)[:, None] + torch.arange(tokens)
-    past = attend(q, AttendCall((part,), 0.3, window), positions)
+    past = attend(q, [part], positions, scaling=0.3, sliding_window=window)
     fresh = chunk_attention.choose(q, v, None).run(q, k, v, positions, 0.3, window, None)
     out, _ = merge_partials([past[0], fresh[0]], [past[1], fresh[1]])
     for b in range(2):
@@ -270,7 +278,7 @@ def test_half_precision_partials_are_merged_in_float32():
 def test_a_learned_sink_is_one_more_key_of_value_zero():
     part, dense = make_part(PAIRS["int8"], 2, [[SIZE], []], [0, 0])
     q, logit = torch.randn(2, 1, 4, DIM), torch.tensor([-3.0, 0.0, 2.0, 30.0])
-    out, lse = attend(q, AttendCall((part,), 0.3), torch.tensor([[31], [0]]), torch.float64)
+    out, lse = attend(q, [part], [[31], [0]], torch.float64, scaling=0.3)
     got = add_sink_logit(out, lse, logit)
     want, _ = dense_attention(q[0], *dense[0], [31], 0.3, sink_logits=logit)
     torch.testing.assert_close(got[0], want, rtol=0, atol=1e-12)

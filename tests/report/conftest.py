@@ -1,8 +1,8 @@
 import pytest
 import tiny
 
-from kvbits.evaluate.run import evaluate
-from kvbits.evaluate.tasks import Options
+from kvbits.evaluate.run import Evaluation
+from kvbits.evaluate.settings import Options
 from kvbits.evaluate.texts import Text, novel
 
 
@@ -13,15 +13,12 @@ def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("results")
     options = Options(windows=2, length=220, chunk=32)
     for name, dtype in (("tiny", torch.bfloat16), ("tiny", torch.float32)):
-        evaluate(
-            tiny.model(dtype=dtype),
-            tiny.tokenizer(),
+        Evaluation(
             name=name,
             schemes=["raw", "int8", "int4", "kivi4", "kivi2"],
             tasks=["fidelity", "attention"],
             texts=(Text("t", novel()[:2000]),),
             out=out,
             options=options,
-            progress=False,
-        )
+        ).run(tiny.model(dtype=dtype), tiny.tokenizer(), progress=False)
     return out

@@ -6,9 +6,11 @@ import html
 import json
 import random
 import re
+import shlex
 
 import pytest
 from browser import DARK, browse, needs_browser
+from commands import error, run
 from typer.testing import CliRunner
 
 from kvbits import schemes
@@ -83,19 +85,11 @@ def cases():
 def planned(case, folder):
     """What `kvbits plan` answers: bytes left for the cache, and rows; None where it refuses."""
     (folder / "config.json").write_text(json.dumps(CONFIGS[case["model"]]) if case["model"] else case["pasted"])
-    words = [
-        "--gpu-memory",
-        case["card"],
-        "--gpus",
-        case["gpus"],
-        "--context",
-        case["context"],
-        "--batch-size",
-        case["batch"],
-        "--scheme",
-        ",".join(SCHEMES),
-    ]
-    done = CliRunner().invoke(app, ["plan", str(folder / "config.json"), *map(str, words), "--json"])
+    options = f"--gpu-memory {shlex.quote(case['card'])} --gpus {case['gpus']} --context {case['context']}"
+    command = (
+        f"plan {folder / 'config.json'} {options} --batch-size {case['batch']} --scheme {','.join(SCHEMES)} --json"
+    )
+    done = CliRunner().invoke(app, shlex.split(command))
     found = json.loads(done.stdout)
     if done.exit_code:
         assert "cannot be shared" in found["error"] or "nothing is left" in found["error"], found
@@ -174,10 +168,8 @@ def test_a_phone_needs_no_sideways_scrolling(tmp_path):
 def test_the_command_writes_a_page_of_its_model_that_asks_nobody(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text(json.dumps(CONFIGS["Qwen3-8B"]))
-    done = CliRunner().invoke(
-        app, ["plan", str(tmp_path / "mine"), "--context", "32k", "--html", str(tmp_path / "page.html")]
-    )
-    assert done.exit_code == 0, done.output
+    html = tmp_path / "page.html"
+    run(f"plan {tmp_path / 'mine'} --context 32k --html {html}")
     text = (tmp_path / "page.html").read_text()
     data = json.loads(re.search(r'id="plan-data">(.*?)</script>', text, re.S).group(1))
     assert (
@@ -190,9 +182,7 @@ def test_the_command_writes_a_page_of_its_model_that_asks_nobody(tmp_path):
         and "@import" not in text
         and "http" not in text.replace("https://arxiv", "")
     )
-    numbers = ["plan", "--layers", "2", "--kv-heads", "2", "--head-dim", "64", "--html", str(tmp_path / "page.html")]
-    assert (
-        CliRunner().invoke(app, [*numbers, "--weights", "1GB"]).exit_code == 0
-        and '"2 layers":{"weights":1000000000' in (tmp_path / "page.html").read_text()
-    )
-    assert "count the weights too" in CliRunner().invoke(app, numbers).output
+    numbers = f"plan --layers 2 --kv-heads 2 --head-dim 64 --html {html}"
+    run(f"{numbers} --weights 1GB")
+    assert '"2 layers":{"weights":1000000000' in html.read_text()
+    error(numbers, "--html", "--weights")

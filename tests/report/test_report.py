@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 from browser import DARK, browse, needs_browser
-from typer.testing import CliRunner
+from commands import run, run_json
 
 import kvbits
 from kvbits import schemes
-from kvbits.cli import app
 from kvbits.errors import SpecError
 from kvbits.planner import SHOWN
 from kvbits.report import markdown
@@ -74,8 +73,7 @@ def test_results_of_one_dtype_are_enough_and_the_report_says_which(folder, tmp_p
         assert any("has 32 bits, and so have raw tokens" in n for n in notes) == (dtype == "float32")
         assert any(f"is the rounding noise of {dtype}" in n for n in notes)
         out = tmp_path / "page.html"
-        made = CliRunner().invoke(app, ["report", str(tmp_path / "one"), "--html", str(out)])
-        assert made.exit_code == 0, made.output
+        run(f"report {tmp_path / 'one'} --html {out}")
         assert f"tiny, {dtype}" in out.read_text()
 
 
@@ -276,16 +274,9 @@ def test_no_results_is_an_error(tmp_path):
 
 
 def test_the_command_writes_every_kind(folder, tmp_path):
-    args = ["report", folder, "--html", tmp_path / "r.html", "--markdown", tmp_path / "r.md", "--json"]
-    out = CliRunner().invoke(app, [str(a) for a in args])
-    assert out.exit_code == 0, out.output
-    written = json.loads(out.stdout)["written"]
-    assert written == [str(tmp_path / "r.html"), str(tmp_path / "r.md")] and all(
-        Path(w).stat().st_size > 300 for w in written
-    )
-    assert "| kivi2 |" in (tmp_path / "r.md").read_text()
-    bad = CliRunner().invoke(app, ["report", str(folder), "--html", str(tmp_path / "no" / "r.html")])
-    assert bad.exit_code == 2 and "create it first" in bad.stderr
+    html, md = tmp_path / "r.html", tmp_path / "r.md"
+    assert run_json(f"report {folder} --html {html} --markdown {md}")["written"] == [str(html), str(md)]
+    assert html.stat().st_size > 300 and "| kivi2 |" in md.read_text()
 
 
 # -- the page -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ damage found late never gives an answer.
 """
 
 import copy
+import functools
 import os
 import pickle
 import subprocess
@@ -17,11 +18,10 @@ from integrations.test_huggingface import tiny
 from store_checks import FULL, SCHEMES, SLIDING, bytes_of, cache_of, extend, ids_of, spec_of
 
 from kvbits import KVCache, PrefixStore, schemes
-from kvbits.cache import blob
+from kvbits.cache import reading, transfer
 from kvbits.cache.blob import Header
+from kvbits.cache.reading import DamagedError
 from kvbits.errors import FileFormatError
-from kvbits.store import loading
-from kvbits.store.loading import DamagedError
 
 IDS = ids_of(420)
 LAYERS = 8
@@ -40,17 +40,15 @@ def full(tmp_path):
 class Gate:
     """Reads of later layers than the first part wait until they may."""
 
-    def __init__(self, monkeypatch, first_part=LAYERS // loading.PARTS):
+    def __init__(self, monkeypatch):
         self.open = threading.Event()
-        real, seen = blob.read_pieces, set()
+        real = reading.Source.read
 
-        def read_pieces(pieces, num_threads):
-            if (files := tuple(pieces["fd"].tolist())) in seen:
-                assert self.open.wait(60)
-            seen.add(files)
-            return real(pieces, num_threads)
+        def read(source, number, to, layers, medium):
+            assert not layers.start or self.open.wait(60)
+            return real(source, number, to, layers, medium)
 
-        monkeypatch.setattr(blob, "read_pieces", read_pieces)
+        monkeypatch.setattr(reading.Source, "read", read)
 
 
 def query(layer, heads=4, tokens=1):
@@ -83,9 +81,8 @@ def flip(path, layer, layers=LAYERS):
 def test_what_begins_early_gives_what_a_whole_load_gives(tmp_path, monkeypatch, name, layers, tokens, staged):
     """Staged: by way of other memory, in small batches, as a GPU's pages go."""
     if staged:
-        real = loading._Staging
-        monkeypatch.setattr(loading, "_Staging", lambda device, _: real(device, True))
-        monkeypatch.setattr(loading, "BATCH", 20_000)
+        monkeypatch.setattr(transfer, "Reading", functools.partial(reading.Reading, staged=True))
+        monkeypatch.setattr(reading, "AHEAD", 1)
     spec, store = spec_of(name, layers, **SCHEMES[name]), PrefixStore(tmp_path, blob_tokens=64)
     store.put(cache_of(spec, IDS), IDS)
     whole, early, fixed = cache_of(spec), cache_of(spec), cache_of(spec, max_tokens=600)
@@ -258,18 +255,17 @@ def test_a_file_that_cannot_be_set_aside_is_left_out(full, monkeypatch):
 KILLED = """
 import os, sys, threading
 from kvbits import PrefixStore
-from kvbits.cache import blob
+from kvbits.cache.reading import Source
 sys.path[:0] = sys.argv[2].split(":")
 from store_checks import FULL, cache_of, ids_of, spec_of
-real, seen = blob.read_pieces, set()
-def read_pieces(pieces, num_threads):
-    files = tuple(pieces["fd"].tolist())
-    if files in seen and sys.argv[3] == "killed":
-        os.write(1, b"on the way\\n")
+real, told = Source.read, []
+def read(source, number, to, layers, medium):
+    if layers.start and sys.argv[3] == "killed":
+        if not told:
+            told.append(os.write(1, b"on the way\\n"))
         threading.Event().wait()
-    seen.add(files)
-    return real(pieces, num_threads)
-blob.read_pieces = read_pieces
+    return real(source, number, to, layers, medium)
+Source.read = read
 cache = cache_of(spec_of(layers=(FULL,) * 8))
 loaded = PrefixStore(sys.argv[1], blob_tokens=64).load(cache, ids_of(420), wait=False)
 os.write(1, b"%d\\n" % loaded)  # a line in one call, beside the thread's

@@ -8,10 +8,10 @@ from ops.emulated_op import needs_gpu
 from store_checks import ids_of, pieces
 
 from kvbits import PrefixStore, schemes
-from kvbits.cache import blob
+from kvbits.cache import reading
 from kvbits.cache.paged_cache import PagedCache
+from kvbits.cache.reading import DamagedError
 from kvbits.spec import CacheSpec, LayerGeometry
-from kvbits.store.loading import DamagedError
 
 pytestmark = needs_gpu
 IDS = ids_of(3000)
@@ -98,15 +98,13 @@ def test_layers_that_start_early_wait_for_their_own_bytes_on_the_gpu(tmp_path, m
     whole, early = cache_of(spec, **options), cache_of(spec, **options)
     assert store.load(whole, IDS) == len(IDS)
     expected = attended(whole, range(8))
-    gate, real, seen = threading.Event(), blob.read_pieces, set()
+    gate, real = threading.Event(), reading.Source.read
 
-    def read_pieces(pieces, num_threads):
-        files = tuple(pieces["fd"].tolist())
-        assert files not in seen or gate.wait(30)
-        seen.add(files)
-        return real(pieces, num_threads)
+    def read(source, number, to, layers, medium):
+        assert not layers.start or gate.wait(30)
+        return real(source, number, to, layers, medium)
 
-    monkeypatch.setattr(blob, "read_pieces", read_pieces)
+    monkeypatch.setattr(reading.Source, "read", read)
     for pool in early.groups[0].pools.values():
         for slab in pool.slabs:
             slab.fill_(0x5A)

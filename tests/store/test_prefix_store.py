@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -141,6 +142,21 @@ def test_what_put_says_is_what_loads(store, name, end, speculates, chunks):
     assert said == store.load(cache_of(spec), ids)
     if end and not speculates:
         assert said == 400
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_no_file_stays_open(store, wait):
+    ids = ids_of(300)
+    donor = cache_of(INT4, ids)
+    before = len(os.listdir("/proc/self/fd"))
+    store.put(donor, ids)
+    cache = cache_of(INT4)
+    assert store.load(cache, ids, wait=wait) == 300
+    cache.arrivals.wait_for_all()
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvbits-"):
+            thread.join()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_prompts_that_share_nothing_or_too_little_load_nothing(store):

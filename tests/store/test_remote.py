@@ -7,7 +7,9 @@ import pytest
 from store_checks import bytes_of, cache_of, ids_of, pieces
 
 from kvbits import PrefixStore
+from kvbits.cache import transfer
 from kvbits.errors import SpecError
+from kvbits.store import namespace
 
 SPEC, _ = pieces("int4")
 IDS = ids_of(400)
@@ -39,8 +41,8 @@ def test_what_one_machine_put_another_loads_and_then_has(url, tmp_path):
     other = ids_of(400, 1)
     other[:200] = IDS[:200]
     assert load(machine(url, tmp_path, "c"), other)[0] == 196
-    b._shelf.remote = None  # the connection is gone: what is here is still good
-    assert load(b)[0] == 400
+    here = PrefixStore(tmp_path / "b", blob_tokens=64)  # without a connection
+    assert load(here)[0] == 400, "what is here is good alone"
 
 
 def test_a_readers_local_folder_keeps_to_its_size(url, tmp_path):
@@ -61,18 +63,18 @@ def test_a_readers_local_folder_keeps_to_its_size(url, tmp_path):
 def test_nothing_is_left_under_a_temporary_name_and_what_is_there_is_not_sent_again(url, tmp_path, monkeypatch):
     donor, a = cache_of(SPEC, IDS), machine(url, tmp_path, "a")
     a.put(donor, IDS)
-    there = a._shelf.remote.fs.find(a._shelf.remote.root)
+    there = a.folder.fs.find(a.folder.there)
     assert len(there) == 6
     assert not [p for p in there if ".part-" in p]
     sent = []
-    monkeypatch.setattr(a._shelf.remote.fs, "pipe_file", lambda path, data: sent.append(path))
+    monkeypatch.setattr(a.folder.fs, "pipe_file", lambda path, data: sent.append(path))
     a.put(donor, IDS)
     assert not sent
 
 
 def test_a_put_that_lost_its_connection_is_made_good_by_the_next(url, tmp_path, monkeypatch):
     donor, a = cache_of(SPEC, IDS), machine(url, tmp_path, "a")
-    pipe, sent = a._shelf.remote.fs.pipe_file, []
+    pipe, sent = a.folder.fs.pipe_file, []
 
     def broken(path, data):
         sent.append(path)
@@ -80,7 +82,7 @@ def test_a_put_that_lost_its_connection_is_made_good_by_the_next(url, tmp_path, 
             raise ConnectionResetError("the other side hung up")
         pipe(path, data)
 
-    monkeypatch.setattr(a._shelf.remote.fs, "pipe_file", broken)
+    monkeypatch.setattr(a.folder.fs, "pipe_file", broken)
     with pytest.raises(ConnectionResetError):
         a.put(donor, IDS)
     assert load(a)[0] == 400, "here it is whole"
@@ -93,14 +95,14 @@ def test_a_put_that_lost_its_connection_is_made_good_by_the_next(url, tmp_path, 
 def test_a_damaged_object_is_named_set_aside_there_too_and_made_again(url, tmp_path):
     donor, a = cache_of(SPEC, IDS), machine(url, tmp_path, "a")
     a.put(donor, IDS)
-    path = next(p for p in a._shelf.remote.fs.find(a._shelf.remote.root) if "+" in p)
-    data = bytearray(a._shelf.remote.fs.cat_file(path))
+    path = next(p for p in a.folder.fs.find(a.folder.there) if "+" in p)
+    data = bytearray(a.folder.fs.cat_file(path))
     data[-5] ^= 1
-    a._shelf.remote.fs.pipe_file(path, bytes(data))
+    a.folder.fs.pipe_file(path, bytes(data))
     b = machine(url, tmp_path, "b")
     with pytest.warns(UserWarning, match=path.rsplit("/", 1)[-1].replace("+", r"\+")):
         assert load(b)[0] == 324
-    assert not a._shelf.remote.fs.exists(path)
+    assert not a.folder.fs.exists(path)
     a.put(donor, IDS)
     assert load(machine(url, tmp_path, "c"))[0] == 400
 
@@ -109,21 +111,18 @@ def test_a_damaged_object_is_named_set_aside_there_too_and_made_again(url, tmp_p
 def test_a_file_that_was_evicted_here_during_a_load_is_fetched_again_and_nothing_is_damaged(
     url, tmp_path, monkeypatch, held
 ):
-    from kvbits.store import prefix_store
-    from kvbits.store.filling import Filling
-
     donor, a = cache_of(SPEC, IDS), machine(url, tmp_path, "a")
     a.put(donor, IDS)
-    real, evicted = Filling.complete, []
+    real, evicted = transfer.admit, []
 
-    def complete(*args):
+    def admit(*args, **options):
         if not evicted:
             evicted.append(machine(url, tmp_path, "a").evict(0))
-        return real(*args)
+        return real(*args, **options)
 
-    monkeypatch.setattr(Filling, "complete", complete)
+    monkeypatch.setattr(transfer, "admit", admit)
     if not held:
-        monkeypatch.setattr(prefix_store, "MOST_FILES", 0)
+        monkeypatch.setattr(namespace, "MOST_FILES", 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         n, loaded = load(a)
@@ -131,7 +130,7 @@ def test_a_file_that_was_evicted_here_during_a_load_is_fetched_again_and_nothing
     assert n == 400
     assert bytes_of(loaded) == bytes_of(donor)
     assert not a.explain()["damaged"]
-    assert not [p for p in a._shelf.remote.fs.find(a._shelf.remote.root) if "damaged" in p]
+    assert not [p for p in a.folder.fs.find(a.folder.there) if "damaged" in p]
 
 
 def test_the_local_folder_keeps_to_its_size_and_the_rest_stays_there(url, tmp_path):
@@ -180,8 +179,8 @@ def test_an_s3_server_keeps_prefixes_and_damage_there_is_found_and_replaced(buck
     url, options = bucket
     donor, a = cache_of(SPEC, IDS), machine(url, tmp_path, "a", **options)
     assert a.put(donor, IDS) == 400
-    remote = a._shelf.remote
-    there = remote.fs.find(remote.root)
+    remote = a.folder
+    there = remote.fs.find(remote.there)
     assert len(there) == 6, "uploads appear whole: nothing is renamed"
     b = machine(url, tmp_path, "b", **options)
     n, loaded = load(b)

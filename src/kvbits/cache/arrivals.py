@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import CacheStateError
+from .reading import Parts, Reading
 
 
 class Arrivals:
@@ -40,34 +41,30 @@ class Arrivals:
         self._refused: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def begin(
-        self,
-        row: int,
-        run: Callable[[], None],
-        stop: Callable[[], None],
-        refuse: Callable[[BaseException], BaseException],
-    ) -> None:
-        """Bring the pages of a sequence in a thread.
+    def begin(self, row: int, reading: Reading, parts: Parts, refuse: Callable[[BaseException], BaseException]) -> None:
+        """Read the pages of a sequence in a thread.
 
         Args:
-            run: calls `came` of more and more layers, or `failed`.
-            stop: has it end early.
             refuse: makes of what ended it the error that is raised, in the thread that waits.
         """
-        self.under_way, self._row, self._stop, self._refuse = True, row, stop, refuse
-        self._thread = threading.Thread(target=run, name="kvbits-loader", daemon=True)
+
+        def run() -> None:
+            try:
+                reading.run(parts, self._came_to)
+            except BaseException as error:  # whoever waits for the layers raises it
+                with self._changed:
+                    self._failure = error
+                    self._changed.notify_all()
+
+        self.under_way, self._row, self._stop, self._refuse = True, row, reading.stop, refuse
+        # not a daemon: one that is in the middle of a tensor operation when Python ends would abort the process
+        self._thread = threading.Thread(target=run, name="kvbits-loader", daemon=False)
         self._thread.start()
 
-    def came(self, layers: int, event: torch.cuda.Event | None) -> None:
-        """The first so many layers are there, once `event` has happened on their device."""
+    def _came_to(self, layers: int, event: torch.cuda.Event | None) -> None:
+        """Note that the first so many layers are there, once `event` has happened on their device."""
         with self._changed:
             self._came.append((layers, event))
-            self._changed.notify_all()
-
-    def failed(self, error: BaseException) -> None:
-        """No more layers come."""
-        with self._changed:
-            self._failure = error
             self._changed.notify_all()
 
     def wait(self, layer: int) -> None:

@@ -1,8 +1,9 @@
 """One blob: pages of all layers of a run of tokens, behind a header of 128 bytes that says what they are
 (docs/reference/formats.md has the bytes).
 
-The same blob is a part of a saved cache, an object of a prefix store and a message on the wire: what arrives is what
-attention reads.
+The same blob is a part of a saved cache, of a sequence in host memory and of a prefix store, and a message on the wire.
+Its pages are the bytes that attention reads. `transfer` makes blobs of sequences and sequences of blobs, and `reading`
+reads them.
 
 Checksums are XXH3 of 64 bits. There is one for every page of every layer, so that a layer can be used as soon as its
 own bytes are there.
@@ -10,14 +11,13 @@ own bytes are there.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from dataclasses import fields as fields_of
 from enum import IntEnum
 from itertools import accumulate
 from typing import NamedTuple
@@ -29,31 +29,30 @@ from ..errors import FileFormatError, counted
 from ..spec import FORMATS_VERSION, CacheSpec, LayerGroup
 
 MAGIC = b"\x89kvbits\n"
-BLOB_VERSION = 2
-"""Version of the header and table; `FORMATS_VERSION` is that of the pages."""
+BLOB_VERSION = 3
+"""Version of the header, the table and the JSON; `FORMATS_VERSION` is that of the pages."""
 HEADER = struct.Struct("<8sHHHHQIIHHHHIIQQ12s12s12s20sII")
 HEADER_BYTES = HEADER.size
+_FIELDS = (
+    *("kind", "rope", "start", "tokens", "page_size", "layers", "shard", "shards", "kv_heads", "pages", "table_bytes"),
+    *("data_bytes", "checksum", "scheme", "model", "calibration", "key", "table_crc"),
+)
+"""Of a header and its identity, in the order of the bytes."""
 ALIGNMENT = 64
 MOST_PAGES = 1 << 20
 """Pages of one blob; far more than any writer puts into one."""
 POOLS = ("sink", "closed", "tail")
 _ENTRY = np.dtype([("group", "<u2"), ("pool", "<u2"), ("column", "<u4")])
 _WORD = np.dtype("<u8")
-PIECE = np.dtype(
-    [("fd", "i8"), ("offset", "i8"), ("to", "u8"), ("sums", "u8"), ("layers", "i8"), ("layer_bytes", "i8")]
-)
-"""Some layers of a page: the file and where they begin in it, the address that they go to, that of their checksums
-uint64 [layers] (0: not checked), how many they are, and the bytes of one of them.
-"""
 
 
 class Kind(IntEnum):
     """What a blob is."""
 
     PAGES = 1  # closed pages: good for every sequence that begins with these tokens
-    END = 2  # what only a sequence of exactly these tokens has: its newest pages
-    PART = 3  # pages of a saved cache, numbered by the file
-    ABOUT = 4  # JSON: what the blobs behind it are
+    END = 2  # the last pages of a sequence, and the page lists that make it of all its blobs
+    PART = 3  # pages that an END behind it names
+    ABOUT = 4  # JSON: the cache that the blobs behind it are of
     PARAMETERS = 5  # calibrated ones, float32
 
 
@@ -95,15 +94,23 @@ class Identity:
     def of(cls, spec: CacheSpec, made_for: str | None, calibration: bytes) -> Identity:
         """Identity of a cache that holds all kv heads, and a calibration of this id."""
         turned = {1 if g.key.pre_rope else 3 if g.key.needs_rotary else 0 for g in spec.groups}
-        return cls(
+        unnamed = cls(
             scheme=short(spec.format_id.encode()),
-            model=short((made_for or "").encode()) if made_for else bytes(12),
+            model=bytes(12),
             calibration=calibration,
             rope=2 if len(turned) > 1 else turned.pop(),
             layers=len(spec.layers),
             page_size=spec.scheme.page_size,
             kv_heads=max(g.num_kv_heads for g in spec.layers),
         )
+        return unnamed.of_model(made_for)
+
+    def of_model(self, made_for: str | None) -> Identity:
+        """Return the same of another model; None for one that nobody named."""
+        return replace(self, model=short(made_for.encode()) if made_for else bytes(12))
+
+
+_WHOSE = [f.name for f in fields_of(Identity)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,14 +122,14 @@ class Header:
 
     kind: Kind
     identity: Identity
-    start: int
-    tokens: int
-    pages: int
-    table_bytes: int
     data_bytes: int
     checksum: int
-    key: bytes
-    table_crc: int
+    start: int = 0
+    tokens: int = 0
+    pages: int = 0
+    table_bytes: int = 0
+    key: bytes = bytes(20)
+    table_crc: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -130,36 +137,13 @@ class Header:
         return HEADER_BYTES + self.table_bytes + self.data_bytes
 
     def pack(self) -> bytes:
-        i = self.identity
-        head = HEADER.pack(
-            MAGIC,
-            BLOB_VERSION,
-            FORMATS_VERSION,
-            self.kind,
-            i.rope,
-            self.start,
-            self.tokens,
-            i.page_size,
-            i.layers,
-            i.shard,
-            i.shards,
-            i.kv_heads,
-            self.pages,
-            self.table_bytes,
-            self.data_bytes,
-            self.checksum,
-            i.scheme,
-            i.model,
-            i.calibration,
-            self.key,
-            self.table_crc,
-            0,
-        )[:-4]
+        fields = self.__dict__ | self.identity.__dict__
+        head = HEADER.pack(MAGIC, BLOB_VERSION, FORMATS_VERSION, *(fields[name] for name in _FIELDS), 0)[:-4]
         return head + zlib.crc32(head).to_bytes(4, "little")
 
     @classmethod
     def parse(cls, data: bytes, what: str) -> Header:
-        """The header at the beginning of `data`.
+        """Read the header at the beginning of `data`.
 
         Raises:
             FileFormatError: `what` is truncated, damaged, something else, or of another version.
@@ -168,30 +152,8 @@ class Header:
             raise FileFormatError(
                 f"{what} is truncated: {counted(len(data), 'byte')} where a blob has a header of {HEADER_BYTES}"
             )
-        (
-            magic,
-            version,
-            formats,
-            kind,
-            rope,
-            start,
-            tokens,
-            page_size,
-            layers,
-            shard,
-            shards,
-            kv_heads,
-            pages,
-            table_bytes,
-            data_bytes,
-            checksum,
-            scheme,
-            model,
-            calibration,
-            key,
-            table_crc,
-            crc,
-        ) = HEADER.unpack(data[:HEADER_BYTES])
+        magic, version, formats, *values, crc = HEADER.unpack(data[:HEADER_BYTES])
+        fields = dict(zip(_FIELDS, values, strict=True))
         if magic != MAGIC:
             raise FileFormatError(f"{what} is not a kvbits blob: it begins with {magic!r}")
         for name, found, ours in (
@@ -205,49 +167,31 @@ class Header:
                 )
         if zlib.crc32(data[: HEADER_BYTES - 4]) != crc:
             raise FileFormatError(f"the header of {what} is damaged: its CRC-32 is another than it says")
+        identity = Identity(**{name: fields.pop(name) for name in _WHOSE})
+        kind, pages, table_bytes, data_bytes = (fields[x] for x in ("kind", "pages", "table_bytes", "data_bytes"))
         if (
             kind not in _KINDS
             or pages > MOST_PAGES
             or table_bytes % ALIGNMENT
             or data_bytes >= 1 << 62
-            or not shard < shards
+            or not identity.shard < identity.shards
             or (kind in (Kind.ABOUT, Kind.PARAMETERS) and (pages or table_bytes))
         ):
             raise FileFormatError(
                 f"the header of {what} holds numbers that cannot be: kind {kind}, {pages} pages, {data_bytes} bytes,"
-                f" shard {shard} of {shards}"
+                f" shard {identity.shard} of {identity.shards}"
             )
-        identity = Identity(
-            scheme=scheme,
-            model=model,
-            calibration=calibration,
-            rope=rope,
-            layers=layers,
-            page_size=page_size,
-            kv_heads=kv_heads,
-            shard=shard,
-            shards=shards,
-        )
-        return cls(
-            kind=Kind(kind),
-            identity=identity,
-            start=start,
-            tokens=tokens,
-            pages=pages,
-            table_bytes=table_bytes,
-            data_bytes=data_bytes,
-            checksum=checksum,
-            key=key,
-            table_crc=table_crc,
-        )
+        return cls(identity=identity, **fields | {"kind": Kind(kind)})
 
     def refuses(self, wanted: Identity) -> str | None:
-        """Why a cache of identity `wanted` cannot take this blob, or None."""
+        """Say why a cache of identity `wanted` cannot take this blob, or None. A side that names no model takes any."""
         mine = self.identity
-        names = {"scheme": "another scheme or geometry", "model": "another model", "calibration": "another calibration"}
-        for name, text in names.items():
-            if getattr(mine, name) != getattr(wanted, name):
-                return f"it is of {text}"
+        if mine.scheme != wanted.scheme:
+            return "it is of another scheme or geometry"
+        if mine.model != wanted.model and bytes(12) not in (mine.model, wanted.model):
+            return "it is of another model"
+        if mine.calibration != wanted.calibration:
+            return "it is of another calibration"
         if (mine.rope, mine.layers, mine.page_size) != (wanted.rope, wanted.layers, wanted.page_size):
             return "its layers or pages are others"
         if mine.kv_heads * mine.shards != wanted.kv_heads * wanted.shards:
@@ -280,7 +224,7 @@ class Table:
 
     @classmethod
     def parse(cls, header: Header, data: bytes, groups: Sequence[LayerGroup], what: str) -> Table:
-        """The table of a blob whose header is known.
+        """Read the table of a blob whose header is known.
 
         Args:
             data: `header.table_bytes` bytes behind the header.
@@ -355,7 +299,9 @@ def as_float32(x: torch.Tensor) -> bytes:
 
 def checksums(units: np.ndarray) -> np.ndarray:
     """uint64 [n] of uint8 [n, bytes], rows contiguous."""
-    return np.array([checksum(row.data) for row in units], np.uint64)
+    from xxhash import xxh3_64_intdigest  # needed by what saves and loads, not by every cache
+
+    return np.array([xxh3_64_intdigest(row.data) for row in units], np.uint64)
 
 
 def checksum_of_sums(sums: Iterable[np.ndarray]) -> int:
@@ -365,7 +311,7 @@ def checksum_of_sums(sums: Iterable[np.ndarray]) -> int:
 
 def checksum(data: bytes | memoryview) -> int:
     """Checksum of bytes: XXH3 of 64 bits. Large ones are hashed without Python's lock."""
-    from xxhash import xxh3_64_intdigest  # needed by what saves and loads, not by every cache
+    from xxhash import xxh3_64_intdigest
 
     return int(xxh3_64_intdigest(data))
 
@@ -385,35 +331,27 @@ def block_shape(group: LayerGroup, pool: str) -> tuple[int, int, int]:
     return len(group.layers), layout.num_kv_heads, layout.head_bytes
 
 
-def on_host(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same pages [layers, H, head_bytes] on the host, contiguous; those that are there already are not copied."""
-    if not blocks or blocks[0].device.type == "cpu":
-        return [b.contiguous() for b in blocks]
-    found = [torch.empty(b.shape, dtype=torch.uint8, pin_memory=True, device="cpu") for b in blocks]
-    for to, b in zip(found, blocks, strict=True):
-        to.copy_(b, non_blocking=True)
-    torch.cuda.synchronize(blocks[0].device)
-    return found
-
-
 def encode(
     kind: Kind,
     identity: Identity,
     pages: list[Page],
-    blocks: Sequence[torch.Tensor],
+    blocks: Iterable[torch.Tensor],
     *,
     start: int = 0,
     tokens: int = 0,
     key: bytes = bytes(20),
     state: bytes = b"",
 ) -> list[memoryview]:
-    """A blob as the pieces of memory it consists of: header and table, then the pages where they lie.
+    """Make a blob, as pieces of memory: header and table, then the pages where they lie.
 
     Args:
-        blocks: uint8 [layers, H, head_bytes] of each page, on the host.
+        blocks: uint8 [layers, H, head_bytes] of each page, on the host; looked at one after the other.
         key: names the tokens (see `store.keys`).
     """
-    sums = [block_sums(b) for b in blocks]
+    sums, data = [], []
+    for block in blocks:
+        sums.append(block_sums(block))
+        data.append(block.numpy().data.cast("B"))
     table = Table(pages, sums, state).pack()
     header = Header(
         kind=kind,
@@ -422,29 +360,18 @@ def encode(
         tokens=tokens,
         pages=len(pages),
         table_bytes=len(table),
-        data_bytes=sum(b.numel() for b in blocks),
+        data_bytes=sum(map(len, data)),
         checksum=checksum_of_sums(sums),
         key=key,
         table_crc=zlib.crc32(table),
     )
-    return [memoryview(header.pack() + table), *(b.numpy().data.cast("B") for b in blocks)]
+    return [memoryview(header.pack() + table), *data]
 
 
 def encode_bytes(kind: Kind, identity: Identity, data: bytes) -> list[memoryview]:
-    """A blob without pages. Its data is padded with zeros to `ALIGNMENT`."""
+    """Make a blob without pages. Its data is padded with zeros to `ALIGNMENT`."""
     data += bytes(-len(data) % ALIGNMENT)
-    header = Header(
-        kind=kind,
-        identity=identity,
-        start=0,
-        tokens=0,
-        pages=0,
-        table_bytes=0,
-        data_bytes=len(data),
-        checksum=checksum(data),
-        key=bytes(20),
-        table_crc=0,
-    )
+    header = Header(kind=kind, identity=identity, data_bytes=len(data), checksum=checksum(data))
     return [memoryview(header.pack()), memoryview(data)]
 
 
@@ -455,83 +382,8 @@ def write_all(fd: int, pieces: Sequence[memoryview]) -> None:
         _take_off(left, os.writev(fd, left[: os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16]))
 
 
-def read_all(fd: int, pieces: Sequence[memoryview], offset: int) -> int:
-    """Fill pieces of memory from a file. Returns how many bytes it had: fewer than asked for at its end."""
-    left, total = [p for p in pieces if len(p)], 0
-    while left:
-        n = os.preadv(fd, left[:1024], offset + total)
-        if not n:
-            break
-        total += n
-        _take_off(left, n)
-    return total
-
-
 def _take_off(pieces: list[memoryview], nbytes: int) -> None:
     while pieces and nbytes >= len(pieces[0]):
         nbytes -= len(pieces.pop(0))
     if nbytes:
         pieces[0] = pieces[0][nbytes:]
-
-
-class Read(NamedTuple):
-    """A page to be read from a file.
-
-    Attributes:
-        offset: where it begins there.
-        to: uint8 [layers, H, head_bytes] on the host, contiguous.
-        sums: uint64 [layers] that its checksums must be; None: somebody else looks.
-    """
-
-    offset: int
-    to: torch.Tensor
-    sums: np.ndarray | None
-
-
-def read_pages(fd: int, reads: Sequence[Read]) -> int | None:
-    """Read pages to where they belong.
-
-    Returns the index of the first that the file does not have as it should be, or None; what lies behind that one may
-    not have been read.
-    """
-    rows = [
-        (
-            fd,
-            r.offset,
-            r.to.data_ptr(),
-            0 if r.sums is None else r.sums.ctypes.data,
-            len(r.to),
-            r.to.numel() // len(r.to),
-        )
-        for r in reads
-    ]
-    return read_pieces(np.array(rows, PIECE), 1)
-
-
-def read_pieces(pieces: np.ndarray, num_threads: int) -> int | None:
-    """As `read_pages`, of several files and in so many threads.
-
-    Args:
-        pieces: of `PIECE` [n]; what they point to stays where it is.
-
-    Raises:
-        OSError: of the system.
-    """
-    rows = pieces.tolist()
-    if num_threads < 2 or len(rows) < 2:
-        return next((i for i, row in enumerate(rows) if not _reads_whole(row)), None)
-    with ThreadPoolExecutor(min(num_threads, len(rows)), "kvbits-read") as pool:
-        for i, whole in enumerate(pool.map(_reads_whole, rows)):
-            if not whole:
-                pool.shutdown(wait=False, cancel_futures=True)
-                return i
-    return None
-
-
-def _reads_whole(row: tuple[int, int, int, int, int, int]) -> bool:
-    """Read a piece. Returns whether the file has all of it, with the checksums that it should have."""
-    fd, offset, to, sums, layers, layer_bytes = row
-    held = np.ctypeslib.as_array((ctypes.c_uint8 * (layers * layer_bytes)).from_address(to)).reshape(layers, -1)
-    if read_all(fd, [held.data.cast("B")], offset) != held.size:
-        return False
-    return not sums or checksums(held).tobytes() == ctypes.string_at(sums, 8 * layers)

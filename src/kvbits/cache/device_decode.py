@@ -3,38 +3,35 @@
 
 While a cache decodes one token after the other, a `DeviceDecode` stands in for the page lists of its sequences.
 `settle` turns the device's state back into page lists: before anything else touches the sequences, and when the pages
-assigned ahead are used up. `DecodeSwitch` says who leads single tokens.
+assigned ahead are used up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import CacheStateError, DataError, PoolFullError, counted
+from ..errors import DataError, PoolFullError, counted
 from ..later import Later
 from ..ops import decode
+from ..ops.attend import Attention, plan
 from ..ops.decode import CLOSED, FIELDS, FIRST, LENGTH, PARTS, TAIL
-from ..ops.paged_attention import PagedAttention, plan
 from ..ops.types import wider_scales
-from ..spec import PageLayout
 from .group import GroupState
 from .layer_stores import LayerStores
+from .plans import KeptPlan
 from .sequence import Sequence
 
-LOOK_EVERY = 16
-"""Tokens between two looks at what pages that closed on the device found."""
 AHEAD = 128
 """Tokens that a growing cache assigns pages for at once."""
 MOST_AHEAD = 1 << 20
 
 
 def refuses(stores: LayerStores, backend: str, num_q_heads: int, dtype: torch.dtype) -> str | None:
-    """Why a cache that was built for `backend` cannot decode on the device, whatever its sequences hold, or None."""
+    """Say why a cache that was built for `backend` cannot decode on the device whatever its sequences hold, or None."""
     if not decode.leads(stores.device):
         return f"the pages are on {stores.device.type}"
     if backend not in ("auto", decode.BACKENDS[stores.device.type]):
@@ -71,6 +68,7 @@ class _Lent:
 
     state: GroupState
     rows: list[_Row]
+    attention: Attention
 
 
 class DeviceDecode:
@@ -90,6 +88,7 @@ class DeviceDecode:
     ) -> None:
         self.steps_left, self.steps_taken, self.key, self.stepper = steps, 0, key, stepper
         self._lent, self._scheme, self._backend = lent, stores.spec.scheme.name, decode.backend_of(stores.device)
+        self._plan_of = {layer: g.attention for g in lent for layer in g.state.group.layers}
         self._status = Later()
         self._captured = False  # the step under way is recorded, not run
 
@@ -116,12 +115,35 @@ class DeviceDecode:
         self.steps_left -= steps
         self.steps_taken += steps
 
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store the tokens k, v [B, 1, H, D] of a layer."""
+        self.stepper.store(layer, k, v)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, scaling: float, softcap: float | None, wants_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend with q [B, 1, Hq, D] to the pages of a layer: (out [B, 1, Hq, D], lse float32 [B, 1, Hq] or None).
+
+        Raises:
+            DataError: heads, dtype, scaling or softcap differ from those that decoding began with.
+        """
+        if (key := (q.shape[2], q.dtype, scaling, softcap)) != self.key:
+            names = "query heads", "dtype", "scaling", "softcap"
+            given, begun = (", ".join(f"{n} {x}" for n, x in zip(names, y, strict=True)) for y in (key, self.key))
+            raise DataError(f"layer {layer} attends with {given}; this pass began with {begun}")
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if wants_lse else None
+        return self._plan_of[layer].run(q, layer, lse=lse), lse
+
     def take_back(self, layers: set[int]) -> None:
         """Undo the step under way, of which `layers` have been through. A captured one has not run."""
         if not self._captured:
             self.stepper.take_back(layers)
             self.steps_left += 1
             self.steps_taken -= 1
+
+    def explain(self) -> set[str]:
+        """Say who serves attention."""
+        return {attention.explain() for attention in self._plan_of.values()}
 
     # -- what closing found -----------------------------------------------------------------------------------------
 
@@ -195,19 +217,10 @@ def _settle(state: GroupState, s: Sequence, row: _Row, numbers: np.ndarray) -> N
 
 
 def enter(
-    stores: LayerStores,
-    plan: Callable[..., PagedAttention],
-    num_q_heads: int,
-    dtype: torch.dtype,
-    scaling: float,
-    softcap: float | None,
+    stores: LayerStores, num_q_heads: int, dtype: torch.dtype, scaling: float, softcap: float | None
 ) -> DeviceDecode | str:
-    """Assign pages ahead and put what decoding needs on the device; or why the sequences, as they are, cannot be
+    """Assign pages ahead and put what decoding needs on the device; or say why the sequences, as they are, cannot be
     decoded there.
-
-    Args:
-        plan: makes (or has) the plan for layouts, most pages of each, num_q_heads, dtype, scaling, sliding window and
-            softcap.
     """
     for state in stores.groups:
         if state.keep_past:
@@ -215,24 +228,20 @@ def enter(
         for s in state.sequences:
             if why := _refuses_sequence(state, s):
                 return why
-    if any(
-        state.group.fills_pages and not state.group.is_raw and state.pools["tail"].fixed_capacity is None
-        for state in stores.groups
-    ):
-        return "pages that are filled token by token lie in one piece on a GPU: build the cache with max_tokens"
     steps = min((_steps(state) for state in stores.groups), default=0)
     if not steps:
         return "no pages are left to assign ahead"
     before = [state.snapshot() for state in stores.groups]
     try:
         lent, pages = zip(
-            *(_lend(stores, plan, state, steps, num_q_heads, dtype, scaling, softcap) for state in stores.groups),
+            *(_lend(stores, state, steps, num_q_heads, dtype, scaling, softcap) for state in stores.groups),
             strict=True,
         )
         stepper = decode.backend_of(stores.device).stepper(list(pages), dtype, stores.device)
     except BaseException as error:
         for state, was in zip(stores.groups, before, strict=True):
             state.restore(was)
+        stores.plans.clear()  # they hold on to slabs that went
         if isinstance(error, PoolFullError):  # rings of sequences with other residual lengths
             return str(error)
         raise
@@ -325,7 +334,6 @@ def _numbers(state: GroupState) -> list[np.ndarray]:
 
 def _lend(
     stores: LayerStores,
-    plan: Callable[..., PagedAttention],
     state: GroupState,
     steps: int,
     num_q_heads: int,
@@ -346,214 +354,41 @@ def _lend(
         "tail": [r.tail for r in rows],
     }
     ids = {name: held[name] for name in names}
-    # Widths in steps, so that one plan serves many times.
-    max_pages = {
-        name: ring if name == "tail" and ring else 1 if name == "sink" else _rounded_up(max(map(len, ids[name])))
-        for name in names
-    }
-    attention = plan(
-        tuple(g.layouts[name] for name in names),
-        tuple(max_pages.values()),
-        num_q_heads,
-        dtype,
-        scaling,
-        g.geometry.sliding_window,
-        softcap,
-    )
     slabs = {name: state.pools[name].slabs for name in names}
     of_layers = [{name: stores.of_layer(layer, name) for name in names} for layer in g.layers]
-    return _Lent(state, rows), decode.Pages(
-        g, numbers, closed_start, sinks, residual, ids, max_pages, ring, slabs, of_layers, attention
+    attention = _plan(stores, state, names, num_q_heads, dtype, scaling, softcap)
+    for layer, of_pool in zip(g.layers, of_layers, strict=True):
+        attention.bind(layer, list(of_pool.values()))
+    plan = attention.attention
+    return _Lent(state, rows, plan), decode.Pages(
+        g, numbers, closed_start, sinks, residual, ids, ring, slabs, of_layers, plan
     )
 
 
-def _rounded_up(pages: int) -> int:
-    return max(64, -(-pages // 64) * 64)
-
-
-class DecodeSwitch:
-    """Begins decoding on the device where single tokens come one after the other, and ends it before anything else
-    happens to the sequences.
-
-    Args:
-        backend: "auto", or the one that every op was forced to.
-        saturated: of every layer, added to when the page lists come back: elements of keys and values that were
-            clamped.
-
-    Attributes:
-        decoding: what decodes on the device, while it does: the page lists of the groups are out of date then
-            (`settle`).
-        led_by_host: why the last single token was not decoded on the device, or None.
-        host_only: why none may be, whatever the layout, or None.
+def _plan(
+    stores: LayerStores,
+    state: GroupState,
+    names: list[str],
+    num_q_heads: int,
+    dtype: torch.dtype,
+    scaling: float,
+    softcap: float | None,
+) -> KeptPlan:
+    """The plan for decoding a group on the device with the parts `names`: kept, as pages are assigned again and
+    again.
     """
-
-    def __init__(self, stores: LayerStores, backend: str, saturated: list[dict[str, int]]) -> None:
-        self._stores, self._groups, self._device, self._backend = stores, stores.groups, stores.device, backend
-        self._saturated = saturated
-        self.decoding: DeviceDecode | None = None
-        self.led_by_host: str | None = None
-        self.host_only: str | None = None
-        self._refusals: dict[Any, str | None] = {}
-        self._single_passes = 0  # passes of one token since anything else was done
-        self._plans: dict[Any, PagedAttention] = {}
-        self._found: DataError | None = None  # what closing found on the device, not yet raised
-
-    def settle(self) -> None:
-        """Take the page lists back from the device, if they are there. Waits for the GPU."""
-        if self.decoding is not None:
-            before = [g.snapshot() for g in self._groups]
-            try:
-                self._found = self.decoding.settle(self._saturated) or self._found
-            except BaseException:  # interrupted: the device has them still
-                for g, was in zip(self._groups, before, strict=True):
-                    g.restore(was)
-                raise
-            self.decoding, self._single_passes = None, 0
-
-    def interrupt(self) -> None:
-        """Something else than single tokens comes."""
-        self._single_passes = 0
-
-    def raise_found(self) -> None:
-        """
-        Raises:
-            DataError: what closing found on the device, once.
-        """
-        if self._found is not None:
-            found, self._found = self._found, None
-            raise found
-
-    def forget_found(self) -> None:
-        """The sequences that held bad numbers are gone."""
-        self._found = None
-
-    def refuses(self, num_q_heads: int, dtype: torch.dtype) -> str | None:
-        """Why single tokens are led by the host, whatever the sequences hold, or None."""
-        if self.host_only is not None:
-            return self.host_only
-        key = (num_q_heads, dtype)
-        if key not in self._refusals:
-            self._refusals[key] = refuses(self._stores, self._backend, num_q_heads, dtype)
-        return self._refusals[key]
-
-    def expect_tokens(self) -> None:
-        """Take the next single token for the beginning of many: decode on the device from it on, not from the third in
-        a row.
-        """
-        self._single_passes = max(self._single_passes, 2)
-
-    def enter(self, q: torch.Tensor, scaling: float, softcap: float | None) -> None:
-        """Decode on the device from a token with queries q [B, 1, Hq, D] on, if that can be done: two passes of a token
-        in a row are taken for the beginning of many.
-
-        Raises:
-            CacheStateError: the step is captured in a graph, but cannot be.
-        """
-        if not decode.leads(self._device) or self._found is not None:
-            return
-        capturing = decode.backend_of(self._device).capturing()
-        if (now := self.decoding) is not None:
-            if capturing or (now.steps_left and now.key == (q.shape[2], q.dtype, scaling, softcap)):
-                return
-            self.settle()
-            self._single_passes = 2  # on with other pages
-        why: str | None = f"{counted(self._single_passes, 'token')} came one by one so far; two must have"
-        if self._single_passes >= 2 and q.shape[0] == self._batch_size:
-            why = self.refuses(q.shape[2], q.dtype)
-            if why is None and not capturing:
-                made = enter(self._stores, self._plan, q.shape[2], q.dtype, scaling, softcap)
-                if not isinstance(made, str):
-                    self.decoding, self.led_by_host = made, None
-                    return
-                why = made
-            self.led_by_host = why
-        if capturing:
-            raise CacheStateError(
-                f"a step of this cache cannot be captured in a graph now: {why or 'decode a token first'}"
-            )
-
-    def begin(self, valid: torch.Tensor | None) -> DeviceDecode | None:
-        """Begin a pass of one token on the device: what carries it out, or None if the host has to (pages assigned
-        ahead are used up).
-
-        Args:
-            valid: bool [B, 1], False for padding; None for none.
-
-        Raises:
-            DataError: `valid` of another shape; what closing found some tokens ago.
-            CacheStateError: the step is captured in a graph, but the cache grows.
-        """
-        if (now := self.decoding) is None:
-            return None
-        capturing = decode.backend_of(self._device).capturing()
-        if capturing and self._groups[0].pools["closed"].fixed_capacity is None:
-            raise CacheStateError(
-                "a cache that grows assigns pages from the host again and again, so its steps cannot be captured; build"
-                " it with max_tokens"
-            )
-        if not now.steps_left and not capturing:
-            self.settle()
-            return None
-        if valid is not None:
-            if tuple(valid.shape) != (self._batch_size, 1):
-                raise DataError(f"valid has shape {tuple(valid.shape)}, expected {(self._batch_size, 1)}")
-            if valid.device.type == "cpu":
-                valid = None if bool(valid.all()) else valid.to(self._device)
-            elif valid.dtype != torch.bool:
-                valid = valid.bool()
-        if not capturing and now.steps_taken % LOOK_EVERY == 0 and (found := now.look()) is not None:
-            raise found
-        now.begin(valid)
-        return now
-
-    def host_begins(self, num_tokens: int) -> None:
-        """The host leads a pass of `num_tokens` tokens a sequence."""
-        self._single_passes = self._single_passes + 1 if num_tokens == 1 else 0
-
-    def count_replays(self, steps: int) -> None:
-        """Note replays of a captured step, see `PagedCache.count_replays`."""
-        if self.decoding is None:
-            raise CacheStateError(
-                "no captured step of this cache can be replayed: its pages have been assigned anew since; decode a"
-                " token and capture again"
-            )
-        if self.decoding.steps_taken % LOOK_EVERY + steps >= LOOK_EVERY and (found := self.decoding.look()) is not None:
-            raise found
-        self.decoding.count(steps)
-
-    def explain(self) -> set[str]:
-        """Who serves attention on the device."""
-        return {p.explain() for p in self._plans.values()}
-
-    @property
-    def _batch_size(self) -> int:
-        return len(self._groups[0].sequences)
-
-    def _plan(
-        self,
-        layouts: tuple[PageLayout, ...],
-        max_pages: tuple[int, ...],
-        num_q_heads: int,
-        dtype: torch.dtype,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> PagedAttention:
-        """A plan for decoding on the device, kept: pages are assigned again and again."""
-        key = (layouts, max_pages, self._batch_size, num_q_heads, dtype, scaling, sliding_window, softcap)
-        if key not in self._plans:
-            self._plans[key] = plan(
-                layouts,
-                max_pages=max_pages,
-                batch_size=self._batch_size,
-                num_q_heads=num_q_heads,
-                dtype=dtype,
-                device=self._device,
-                scaling=scaling,
-                sliding_window=sliding_window,
-                softcap=softcap,
-            )
-        return self._plans[key]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_plans": {}}
+    g, batch_size = state.group, len(state.sequences)
+    key = ("device", tuple(g.layers), tuple(names), batch_size, num_q_heads, dtype, scaling, softcap)
+    return stores.plans.get(
+        key,
+        lambda: plan(
+            [g.layouts[name] for name in names],
+            batch_size=batch_size,
+            num_q_heads=num_q_heads,
+            dtype=dtype,
+            device=stores.device,
+            scaling=scaling,
+            sliding_window=g.geometry.sliding_window,
+            softcap=softcap,
+        ),
+    )

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..errors import CacheStateError
-from ..ops.types import PageTable
+from ..ops.types import Table
 from ..spec import LayerGroup
 from . import tables
 from .pool import Pool, PoolBefore
@@ -48,7 +48,7 @@ class GroupState:
         self.pools = pools
         self.sequences: list[Sequence] = []
         self.keep_past = False  # speculation: window pages and pages of tiers stay until the next crop
-        self._closed_tables: dict[str, PageTable] | None = None  # of closed pages; None after any change to them
+        self._closed_tables: dict[str, Table] | None = None  # of closed pages; None after any change to them
 
     # -- forward passes ---------------------------------------------------------------------------------------------
 
@@ -433,11 +433,11 @@ class GroupState:
 
     # -- tables -----------------------------------------------------------------------------------------------------
 
-    def tables(self) -> dict[str, PageTable]:
-        """Page tables of all sequences as they are now, by pool, as far as it holds anything."""
+    def tables(self) -> dict[str, Table]:
+        """Tables of all sequences as they are now, on the host, by pool, as far as it holds anything."""
         if self._closed_tables is None:
-            self._closed_tables = tables.of_closed(self.sequences)
-        return self._closed_tables | tables.of_open(self.sequences, self.group.num_sink_tokens)
+            self._closed_tables = tables.of_closed(self.sequences, self.group.page_size)
+        return self._closed_tables | tables.of_open(self.sequences, self.group.num_sink_tokens, self.group.page_size)
 
     def forget_tables(self) -> None:
         """Page lists changed."""

@@ -1,4 +1,4 @@
-"""What one layer does in a forward pass: attend to its pages, write its tokens, quantize the pages that close.
+"""One layer's part of a forward pass: it attends to its pages, writes its tokens, quantizes the pages that close.
 
 `Passes` plans a pass for all layers; a `LayerRunner` carries the plan out for one layer at a time, place by place.
 """
@@ -6,29 +6,34 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import DataError, counted
-from ..later import Findings, upload
+from ..errors import CacheStateError, DataError, counted
+from ..later import Findings
 from ..ops import chunk_attention, dispatch
+from ..ops import merge as merge_op
+from ..ops import store as store_op
+from ..ops.attend import Attention, plan
 from ..ops.reference.attend_fresh import masked
 from ..ops.reference.close import encode_side, rows_as_stored
 from ..ops.reference.dequantize import dequantize_pages, section
-from ..ops.types import AttendCall, PageStore, Part, wider_scales
+from ..ops.types import PageStore, wider_scales
 from ..quant.qparams import TORCH_DTYPES, largest, require_finite
 from ..spec import QuantSpec, Scheme
+from . import inputs, tables
 from .layer_stores import LayerStores, Place
 from .passes import Forward, Undo
+from .plans import KeptPlan
 from .step import Close, Recode, Step
 
 
 def _closed_at_once(closes: list[Close], page_size: int) -> list[list[Close]]:
-    """What one call of close_pages takes: pages of any sequences that waited whole in the tail; and, read where they
-    lie, those one after the other in a sequence's fresh tokens.
+    """Group pages that one call quantizes: those of any sequences that waited whole in the tail, and those that follow
+    each other in a sequence's fresh tokens, which are read where they lie.
     """
     runs: list[list[Close]] = []
     waited: dict[str, list[Close]] = {}  # by pool
@@ -102,6 +107,27 @@ def _pages_named(run: Sequence[Close | Recode], page_size: int) -> str:
     return f"{pages} of {'sequence' if len(rows) == 1 else 'sequences'} {', '.join(map(str, rows))}"
 
 
+MOST_PLANS = 32
+"""Plans of attention that a cache keeps: a chunk of another number of tokens needs one of its own."""
+LEAST_OF_A_GROUP = 4
+"""Plans that there is room for whatever the number of layer groups, each of which needs its own in every pass."""
+
+
+class _Plan:
+    """A plan of attention and the pages that its layers were bound to."""
+
+    def __init__(self, attention: Attention) -> None:
+        self.attention = attention
+        self._bound: dict[int, list[PageStore]] = {}
+
+    def bind(self, layer: int, stores: list[PageStore]) -> None:
+        """Bind a layer, unless its pages are where they were."""
+        bound = self._bound.get(layer)
+        if bound is None or any(a is not b for a, b in zip(bound, stores, strict=True)):
+            self.attention.bind(layer, stores)
+            self._bound[layer] = stores
+
+
 class LayerRunner:
     """Carries the steps of forward passes out, one layer at a time.
 
@@ -117,6 +143,7 @@ class LayerRunner:
         self._stores, self._groups, self._backend = stores, stores.groups, backend
         self._saturated = saturated
         self.choices: dict[Any, dispatch.Choice] = {}
+        self._nothing_found = torch.zeros(store_op.STATUS_FIELDS, dtype=torch.int32, device=stores.device)
 
     def step(
         self,
@@ -129,33 +156,41 @@ class LayerRunner:
         f: Forward,
         more: bool = False,
         within: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the tokens k, v [B, T, H, D] of a layer and attend with q [B, T, Hq, D]: (out [B, T, Hq, D], lse
-        float32 [B, T, Hq]).
+        wants_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Store the tokens k, v [B, T, H, D] of a layer and attend with q [B, T, Hq, D].
 
-        With `more` the layer comes again with other queries: a single token is stored at the first visit, a chunk,
-        which attends to the history, at the last. `within`: see `PagedCache.step`.
+        Args:
+            more: the layer comes again with other queries. A single token is stored at the first visit, a chunk at the
+                last, since it attends to the history as it was before.
+            within: see `PagedCache.step`.
+
+        Returns:
+            out [B, T, Hq, D], and lse float32 [B, T, Hq], which may be None unless it is wanted.
         """
         place = self._stores.places[layer]
-        call = self.call(place, scaling, softcap, f)
-        q, k = self._stores.as_stored(place, q, k)
+        if (order := self._stores.order(place)) is not None:
+            q, k = q[..., order], k[..., order]
         first = layer not in f.reading
         (f.reading.add if more else f.reading.discard)(layer)
+        if f.device is not None:
+            f.device.write(layer, k, v)
+            return f.device.attend(layer, q, scaling, softcap, wants_lse)
         if not f.history_first:
             if first:
                 self._write(place, k, v, f)
-            return self._attend(place, q, call, f)
+            return self._attend(place, q, scaling, softcap, f)
         out, lse = (
             self._fresh(place, q, k, v, scaling, softcap, f)
             if within is None
             else masked(q, k, v, f.positions, within, scaling, softcap)
         )
-        if call.parts:
-            past = self._attend(place, q, call, f)
-            outs, merge = [past[0], out], ("merge", out.shape[3], past[0].dtype, out.dtype)
-            if merge not in self.choices:
-                self.choices[merge] = dispatch.choose("merge", outs)
-            out, lse = self.choices[merge].run(outs, [past[1], lse])
+        if f.steps[place.group].history:
+            parts = [self._attend(place, q, scaling, softcap, f), (out, lse)]
+            key = ("merge", out.shape[3], *(x.dtype for x, _ in parts))
+            if key not in self.choices:
+                self.choices[key] = merge_op.choose(parts)
+            out, lse = merge_op.merge(parts, choice=self.choices[key])
         if not more:
             self._write(place, k, v, f)
         return out, lse
@@ -182,10 +217,23 @@ class LayerRunner:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Store the tokens k, v [B, T, H, D] of a layer without attending.
 
-        With `read`, what they see of each sequence before them, [tokens, H, D].
+        Returns:
+            With `read`, the keys and values [tokens, H, D] before them that they see of each sequence.
+
+        Raises:
+            CacheStateError: `read` in a pass that the device leads.
         """
         place = self._stores.places[layer]
-        _, stored = self._stores.as_stored(place, k[:, :, :0], k)
+        order = self._stores.order(place)
+        stored = k if order is None else k[..., order]
+        if f.device is not None:
+            if read:
+                raise CacheStateError(
+                    f"layer {layer} reads what tokens see in a pass that the device leads; append(.., read=True) before"
+                    " any other layer of the pass"
+                )
+            f.device.write(layer, stored, v)
+            return []
         if not f.history_first:  # what a single token sees counts itself
             self._write(place, stored, v, f)
         rows, history = range(len(k) if read else 0), f.steps[place.group].history
@@ -195,60 +243,62 @@ class LayerRunner:
             return past
         return [(keys[:-1], values[:-1]) for keys, values in past]
 
-    def call(self, place: Place, scaling: float, softcap: float | None, f: Forward) -> AttendCall:
-        """What the queries of a pass read in a place."""
-        history = f.steps[place.group].history
-        parts = tuple(Part(self._stores.store(place, pool), table) for pool, table in history.items())
-        return AttendCall(parts, scaling, self._stores.spec.layers[place.layer].sliding_window, softcap)
-
-    def _attend(self, place: Place, q: torch.Tensor, call: AttendCall, f: Forward) -> tuple[torch.Tensor, torch.Tensor]:
-        if not call.parts:  # every token so far was padding
-            width = self._stores.spec.layers[place.layer].value_head_dim
-            return q.new_zeros(*q.shape[:3], width, dtype=torch.float32), q.new_full(
+    def _attend(
+        self, place: Place, q: torch.Tensor, scaling: float, softcap: float | None, f: Forward
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to what a pass reads of the stored pages."""
+        history, g = f.steps[place.group].history, self._stores.spec.layers[place.layer]
+        if not history:  # every token so far was padding
+            return q.new_zeros(*q.shape[:3], g.value_head_dim, dtype=torch.float32), q.new_full(
                 q.shape[:3], -torch.inf, dtype=torch.float32
             )
-        key = (
-            "attend_pages",
-            place.group,
-            f.history_first,
-            q.dtype,
-            q.shape[2],
-            tuple(p.store.layout for p in call.parts),
+        key = (place.group, q.shape, q.dtype, scaling, softcap)
+        if (kept := f.plans.get(key)) is None:  # the first layer of the group in this pass
+            kept = f.plans[key] = self._plan_of_pass(place, q, scaling, softcap, f)
+        kept.bind(place.layer, [self._stores.store(place, pool) for pool in history])
+        out = q.new_empty(*q.shape[:3], g.value_head_dim, dtype=kept.attention.result_dtype)
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        return kept.attention.run(q, place.layer, out=out, lse=lse), lse
+
+    def _plan_of_pass(
+        self, place: Place, q: torch.Tensor, scaling: float, softcap: float | None, f: Forward
+    ) -> KeptPlan:
+        """The plan that serves a group in a pass, told of what it reads."""
+        history = f.steps[place.group].history
+        spans = any(table.spans is not None for table in history.values())
+        key = (place.group, tuple(history), q.shape[:3], q.dtype, scaling, softcap, spans, f.history_first)
+        kept = self._stores.plans.get(key, lambda: self._plan(place, q, scaling, softcap, f))
+        positions = f.positions if (chunk := self._chunk(place)) is None else f.ends(chunk)
+        read, positions = list(history.values()), positions.to(torch.int32)
+        if not kept.attention.reads_host and q.device.type != "cpu":
+            read, positions = tables.uploaded(read, positions, q.device)
+        kept.attention.update(read, positions=positions)
+        return kept
+
+    def _plan(self, place: Place, q: torch.Tensor, scaling: float, softcap: float | None, f: Forward) -> Attention:
+        history = f.steps[place.group].history
+        attention = plan(
+            [self._stores.store(place, pool).layout for pool in history],
+            batch_size=q.shape[0],
+            num_q_heads=q.shape[2],
+            dtype=q.dtype,
+            device=q.device,
+            num_queries=q.shape[1],
+            scaling=scaling,
+            sliding_window=self._stores.spec.layers[place.layer].sliding_window,
+            softcap=softcap,
+            spans=any(table.spans is not None for table in history.values()),
+            past_only=f.history_first or q.shape[1] == 1,
+            may_wait=True,
+            backend=self._backend,
         )
-        if key not in self.choices:
-            self.choices[key] = dispatch.choose("attend_pages", q, call, backend=self._backend)
-        choice = self.choices[key]
-        if choice.plan is None:
-            return choice.run(q, call, f.positions if (chunk := self._chunk(place)) is None else f.ends(chunk))
-        return self._run_planned(choice.plan, place, q, call, f)
+        self.choices["attend", place.group, f.history_first, q.dtype, tuple(history)] = attention.choice
+        return attention
 
     def _chunk(self, place: Place) -> int | None:
         """Tokens of the chunks that a place's attention is cut into, or None."""
         g = self._stores.spec.layers[place.layer]
         return g.sliding_window if g.chunked else None
-
-    def _run_planned(
-        self, make: Callable[..., Any], place: Place, q: torch.Tensor, call: AttendCall, f: Forward
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with the plan that the first layer of the group made for this forward pass."""
-        key = (place.group, call.scaling, call.softcap, q.shape[1:3])
-        if key not in f.plans:
-            first = self._stores.places[self._groups[place.group].group.layers[0]]
-            base = self.call(first, call.scaling, call.softcap, f)
-            strides = tuple(p.store.layout.page_size_bytes for p in call.parts)
-            f.plans[key] = make(
-                base,
-                q.shape[2],
-                q.dtype,
-                q.device,
-                num_queries=q.shape[1],
-                layer_strides=strides,
-                history_only=f.history_first,
-            )
-            f.plans[key].q_positions.copy_(upload(f.positions, q.device))
-        options = {"static": [p.store.static for p in call.parts]} if any(p.store.static for p in call.parts) else {}
-        out, lse = f.plans[key].run(q.contiguous(), layer=place.index, **options)
-        return out.clone(), lse.clone()  # the plan's next run overwrites its own
 
     def _write(self, place: Place, k: torch.Tensor, v: torch.Tensor, f: Forward) -> None:
         step = f.steps[place.group]
@@ -263,24 +313,22 @@ class LayerRunner:
         for pool, source, target in step.copies:
             store = self._stores.store(place, pool)
             store.page(target).copy_(store.page(source))
-        for pool, slots in f.slots_of(place.group).items():
-            store = self._stores.store(place, pool)
-            key = ("append", place.group, pool, k.dtype)
-            if key not in self.choices:
-                self.choices[key] = dispatch.choose("append", k, store, backend=self._writer)
-            choice = self.choices[key]
-            if choice.later is None:
-                self._count(place, choice.run(k, v, store, slots))
-            elif (status := choice.later(k, v, store, slots)) is not None:
-                self._ask(place, f.findings, status, store, f"the {counted(k.shape[1], 'new token')} of each sequence")
-
-    def _count(self, place: Place, saturated: dict[str, int]) -> None:
-        for kind, n in saturated.items():
-            self._saturated[place.layer][kind] += n
+        for pool, to in f.slots_of(self._groups[place.group], place.group, k.device).items():
+            pages = self._stores.store(place, pool)
+            key = ("store", place.group, pool, k.dtype)
+            if (choice := self.choices.get(key)) is None:
+                choice = self.choices[key] = store_op.choose(pages.layout, k.dtype, k.device, self._writer)
+            at_once = k.device.type in inputs.AT_ONCE
+            # single tokens of a GPU are not looked at: that would wait in every layer of every step
+            looks = not pages.layout.is_raw and (at_once or k.shape[1] > 1)
+            status = self._nothing_found.clone() if looks else None
+            choice.run(k, v, pages, to.slots, previous=to.previous, starts=to.starts, status=status)
+            if status is not None and not (at_once and not any(status.tolist())):
+                self._ask(place, f.findings, status, pages, f"the {counted(k.shape[1], 'new token')} of each sequence")
 
     def _ask(self, place: Place, findings: Findings, status: torch.Tensor, store: PageStore, what: str) -> None:
-        """Have the status of a launch (see `cuda.close.packed`) judged at the end of the pass; `what`: whose keys and
-        values were written.
+        """Have a status (see `ops.store`) judged, on a GPU at the end of the pass; `what`: whose keys and values were
+        written.
         """
         sides, scheme = (("k", store.layout.key), ("v", store.layout.value)), self._stores.spec.scheme
 
@@ -295,9 +343,14 @@ class LayerRunner:
                         f"{_named(kind, place)}, {what}: a scale, bias or mean overflows {spec.scale_dtype}; "
                         f"{wider_scales(spec, ' ')}{_in_the_specs(spec, scheme, place)}"
                     )
-            self._count(place, {kind: int(found[i]) for i, (kind, spec) in enumerate(sides) if not spec.is_raw})
+            for n, (kind, spec) in zip(found, sides, strict=False):
+                if not spec.is_raw:
+                    self._saturated[place.layer][kind] += int(n)
 
-        findings.ask(status, judge)
+        if status.device.type in inputs.AT_ONCE:
+            judge(status.tolist())
+        else:
+            findings.ask(status, judge)
 
     @property
     def _writer(self) -> str:
@@ -365,18 +418,13 @@ class LayerRunner:
     ) -> None:
         """Quantize keys and values [n, H, page_size, D] into pages of a pool."""
         store = self._stores.store(place, pool)
-        key = ("close_pages", store.layout, sides[0].dtype)
+        key = ("close", store.layout, sides[0].dtype)
         if key not in self.choices:
-            self.choices[key] = dispatch.choose("close_pages", sides[0], store, backend=self._writer)
+            self.choices[key] = dispatch.choose("close", sides[0], store, backend=self._writer)
         ids, starts = (np.array(x, np.int64) for x in zip(*((c.page_id, c.start) for c in run), strict=True))
-        choice = self.choices[key]
-        if choice.later is not None:
-            if (status := choice.later(sides[0], sides[1], store, ids, starts)) is not None:
-                self._ask(place, findings, status, store, _pages_named(run, store.layout.page_size))
-            return
-        try:
-            self._count(place, choice.run(sides[0], sides[1], store, ids, starts))
-        except DataError:
+        status = self._nothing_found.clone()
+        self.choices[key].run(sides[0], sides[1], store, ids, starts, status)
+        if status.device.type in inputs.AT_ONCE and any(status.tolist()[2:]):
             for kind, x in zip("kv", sides, strict=True):
                 _name_the_page(x, kind, place, run, store, self._stores.spec.scheme)
-            raise
+        self._ask(place, findings, status, store, _pages_named(run, store.layout.page_size))

@@ -1,6 +1,4 @@
-"""Where each layer is stored: which group and index its pages have, and the `PageStore` of each pool with what the
-layer's pages share.
-"""
+"""The pages of each layer: its group, its index there, and the `PageStore` of each pool with calibrated parameters."""
 
 from __future__ import annotations
 
@@ -9,11 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import DataError
+from ..ops.reference.attend import PageList
 from ..ops.reference.dequantize import dequantize_pages
-from ..ops.types import PageStore, PageTable
+from ..ops.types import PageStore, Table
 from ..spec import CacheSpec
 from . import parameters
 from .group import GroupState
+from .plans import Plans
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class LayerStores:
 
     Attributes:
         places: of each layer.
-        changes_keys: layers whose keys `as_stored` changes.
+        changes_keys: layers whose keys may be stored in an order of their own.
+        plans: of attention to these pages, whoever leads a pass.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class LayerStores:
         self._orders = parameters.orders(spec, device)
         self._turns = parameters.turns(spec, device)
         self.changes_keys = set(self._orders)
+        self.plans = Plans(len(spec.groups))
         self.places = {
             layer: Place(layer, g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)
         }
@@ -57,26 +59,26 @@ class LayerStores:
         )
 
     def of_layer(self, layer: int, pool: str) -> PageStore:
-        """A layer's pages of one pool."""
+        """Return a layer's pages of one pool."""
         return self.store(self.places[layer], pool)
 
-    def as_stored(self, place: Place, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [B, T, H, D] with their channels in the order that the place stores, and queries [B, T, Hq, D] alike."""
-        order = self._order(place)
-        return (q, k) if order is None else (q[..., order], k[..., order])
-
-    def _order(self, place: Place) -> torch.Tensor | None:
+    def order(self, place: Place) -> torch.Tensor | None:
+        """Return the order of channels, int64 [D], that keys are stored in and queries need; None for their own."""
         return self._orders.get(place.layer) if self.groups[place.group].group.key.needs_rotary else None
 
     def _as_given(self, place: Place, k: torch.Tensor) -> torch.Tensor:
-        """Keys of which `as_stored` made `k`."""
-        order = self._order(place)
+        """Put stored keys into the model's order of channels."""
+        order = self.order(place)
         return k if order is None else torch.empty_like(k).index_copy_(-1, order, k)
 
     def dequantize(
-        self, layer: int, row: int, dtype: torch.dtype, tables: dict[str, PageTable] | None = None
+        self, layer: int, row: int, dtype: torch.dtype, tables: dict[str, Table] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [tokens, H, D] that a sequence holds, in token order; those of `tables`, or all."""
+        """Read the keys and values [tokens, H, D] that a sequence holds, in token order; those of `tables`, or all.
+
+        Raises:
+            DataError: a dtype that is no float's.
+        """
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise DataError(f"keys and values are read into a float dtype, not {dtype!r}")
         place, g = self.places[layer], self.spec.layers[layer]
@@ -85,13 +87,12 @@ class LayerStores:
         )
         found = []
         for pool, table in (self.groups[place.group].tables() if tables is None else tables).items():
-            store, its = self.store(place, pool), slice(table.indptr[row], table.indptr[row + 1])
-            if its.start == its.stop:
+            store = self.store(place, pool)
+            ids, starts, lengths = PageList.of(table, store.layout.page_size).of_sequence(row)
+            if not len(ids):
                 continue
-            k, v = dequantize_pages(
-                store.gather(table.page_ids[its]), store.layout, store.static, dtype, starts=table.starts[its]
-            )
-            pages = zip(table.starts[its], table.lengths[its], k, v, strict=True)
+            k, v = dequantize_pages(store.gather(ids), store.layout, store.static, dtype, starts=starts)
+            pages = zip(starts, lengths, k, v, strict=True)
             found += [(int(start), x[:, :n].transpose(0, 1), y[:, :n].transpose(0, 1)) for start, n, x, y in pages]
         found.sort(key=lambda x: x[0])
         keys += [k for _, k, _ in found]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from ..ops import dispatch
 from ..ops.reference.merge import add_sink_logit
 from ..ops.types import PageStore
 from ..spec import MOST_TOKENS, CacheSpec, whole
-from . import capacity, explain, parameters, saved, serialize, swap
+from . import blob, capacity, explain, parameters, saved, transfer
 from .arrivals import Arrivals
+from .blob import Identity
 from .device_decode import DeviceDecode
 from .explain import Explanation
 from .group import GroupState
@@ -165,8 +167,10 @@ class PagedCache:
         return explain.bytes_by_kind(self.groups)
 
     def explain(self) -> Explanation:
-        """What is stored, who serves each op and why the others do not, and where the bytes are: a dict, which prints
-        as a few lines.
+        """Say what is stored, who serves each op and why the others do not, and where the bytes are.
+
+        Returns:
+            A dict, which prints as a few lines.
         """
         ops = {str(c) for c in self._layers.choices.values()} | self._passes.switch.explain()
         notes = [f"Python plans each new token, which is slower: {self.led_by_host}"] if self.led_by_host else []
@@ -249,19 +253,16 @@ class PagedCache:
             self._inputs.check_scores(q, scaling, softcap, sink_logits)
             self._inputs.check_queries(layer, q, valid)
             self._passes.require_beginning(layer, again)
-            if q.shape[1] == 1:
-                if self._passes.begins_on_device(q, scaling, softcap):
-                    self._begin(q.shape[0], 1, valid)
-                if (f := self._passes.forward) is not None and f.device is not None:
-                    return self._step_on_device(f, f.device, layer, q, k, v, scaling, softcap, sink_logits)
+            if q.shape[1] == 1 and not self.in_pass and not self.arrivals.under_way:
+                self._passes.switch.enter(q, scaling, softcap)
             k, v, f = self._enter(layer, k, v, valid)
-            out, lse = self._layers.step(layer, q, k, v, scaling, softcap, f, more, within)
+            out, lse = self._layers.step(layer, q, k, v, scaling, softcap, f, more, within, sink_logits is not None)
             if not more:
                 self._passes.leave(layer, f)
         except BaseException as error:
             self._passes.fail(error)
             raise
-        if sink_logits is not None:
+        if sink_logits is not None and lse is not None:
             out = add_sink_logit(out, lse, sink_logits)
         return out.to(q.dtype)
 
@@ -279,6 +280,8 @@ class PagedCache:
         self._inputs.check(layer, k, k, v)
         try:
             self._passes.require_beginning(layer)
+            if read and not self.in_pass:
+                self._passes.settle()  # page lists on the host say what is read
             k, v, f = self._enter(layer, k, v, valid)
             past = self._layers.append(layer, k, v, f, read)
             self._passes.leave(layer, f)
@@ -290,7 +293,14 @@ class PagedCache:
     def _enter(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, Forward]:
-        """A layer arrives with checked keys and values: begin the pass if it is the first."""
+        """A layer arrives with checked keys and values: begin the pass if it is the first.
+
+        A device that leads the pass looks at padding and at numbers itself.
+        """
+        if self._passes.led_by_device(k.shape[1]):
+            if self._passes.forward is None:
+                self._begin(k.shape[0], 1, valid)
+            return k, v, self._passes.arrive(layer, k.shape[0], 1)
         if valid is not None:
             valid = torch.as_tensor(valid, device=k.device).bool()
         if self._passes.forward is not None:
@@ -301,31 +311,6 @@ class PagedCache:
         f = self._passes.arrive(layer, k.shape[0], k.shape[1])
         self._inputs.ask(layer, k, v, f.findings)
         return k, v, f
-
-    def _step_on_device(
-        self,
-        f: Forward,
-        decode: DeviceDecode,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scaling: float,
-        softcap: float | None,
-        sink_logits: torch.Tensor | None,
-    ) -> torch.Tensor:
-        f.require(layer)
-        if (q.shape[2], q.dtype, scaling, softcap) != decode.key:
-            raise DataError(
-                f"layer {layer} attends with {q.shape[2]} heads, scaling {scaling}, softcap {softcap}; this pass began"
-                f" with {decode.key}"
-            )
-        if layer in self._stores.changes_keys:
-            q, k = self._stores.as_stored(self._stores.places[layer], q, k)
-        lse = None if sink_logits is None else torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        out = decode.stepper.step(layer, q, k, v, lse)
-        self._passes.leave(layer, f)
-        return out if sink_logits is None or lse is None else add_sink_logit(out, lse, sink_logits).to(q.dtype)
 
     # -- decoding on the device -------------------------------------------------------------------------------------
 
@@ -343,7 +328,7 @@ class PagedCache:
         return self._passes.switch.led_by_host
 
     def cannot_decode_on_device(self, num_q_heads: int, dtype: torch.dtype) -> str | None:
-        """Why single tokens are led by the host, whatever the sequences hold, or None."""
+        """Say why single tokens are led by the host, whatever the sequences hold, or None."""
         return self._passes.switch.refuses(num_q_heads, dtype)
 
     def read_again(self) -> None:
@@ -502,7 +487,7 @@ class PagedCache:
         return self.batch_size - 1
 
     def repeat(self, n: int) -> None:
-        """Every sequence n times, copies next to each other."""
+        """Repeat every sequence n times, copies next to each other."""
         n = whole("repeat", n, 1, MOST_TOKENS, "use reset() to empty the cache", error=DataError)
         self.select([row for row in range(self.batch_size) for _ in range(n)])
 
@@ -522,15 +507,14 @@ class PagedCache:
         if self.owner is not None:
             self.owner.strayed = False
 
-    def swap_out(self, row: int) -> swap.SwappedSequence:
+    def swap_out(self, row: int) -> transfer.SwappedSequence:
         """Move a sequence to host memory and free its pages; its row stays, empty."""
         self._passes.require_none("swap_out")
         (row,) = self._rows([row])
         with self.change("swap_out()"):
-            found = swap.swap_out(self.held_groups, row, self.spec, self.static)
-        return dataclasses.replace(found, made_for=self.made_for, beyond_ids=tuple(self.named_beyond_ids))
+            return transfer.swap_out(self.held_groups, row, self.identity, tuple(self.named_beyond_ids))
 
-    def swap_in(self, row: int, swapped: swap.SwappedSequence) -> None:
+    def swap_in(self, row: int, swapped: transfer.SwappedSequence) -> None:
         """Bring a sequence back, byte for byte, into an empty row of this or an equal cache.
 
         Raises:
@@ -541,11 +525,11 @@ class PagedCache:
         self._passes.require_none("swap_in")
         (row,) = self._rows([row])
         with self.change("swap_in()"):
-            swap.swap_in(self.held_groups, row, swapped, self.spec, self.static, self.made_for)
+            transfer.swap_in(self.held_groups, row, swapped, self.identity)
         self.beyond_ids |= dict.fromkeys(swapped.beyond_ids, True)
 
     def save(self, path: str | Path) -> None:
-        """Write all sequences to a file, whole or not at all (see `cache.serialize`).
+        """Write all sequences to a file, whole or not at all (see `cache.saved`).
 
         Raises:
             SpecError: a directory is there, or none that the file could be in.
@@ -554,7 +538,17 @@ class PagedCache:
         self._passes.require_none("save")
         self.require_same_model()
         facts = self.spec, self.static, self.built_for, self.saturated, self.made_for
-        serialize.save(serialize.Contents(*facts, self.groups, self.named_beyond_ids), path)
+        saved.save(saved.Contents(*facts, self.groups, self.named_beyond_ids), path)
+
+    @cached_property
+    def _unnamed_identity(self) -> Identity:
+        """Return it without a model; spec and calibration are what they are for as long as the cache lives."""
+        return Identity.of(self.spec, None, blob.calibration_id(self.static))
+
+    @property
+    def identity(self) -> Identity:
+        """Return whose pages these are, as blobs say it."""
+        return self._unnamed_identity.of_model(self.made_for)
 
     @property
     def named_beyond_ids(self) -> list[str]:
@@ -605,16 +599,17 @@ class PagedCache:
         backend: str = "auto",
         spec: CacheSpec | None = None,
         grow: bool = False,
+        shard: tuple[int, int] = (0, 1),
     ) -> PagedCache:
-        """The cache that `save` wrote: equal bytes, equal sharing, equal capacity, or with `grow` none.
+        """Build the cache that `save` wrote: equal bytes, equal sharing, equal capacity, or with `grow` none.
 
-        `spec` refuses a file of another spec.
+        `spec` refuses a file of another spec. `shard` (rank, ranks) reads that part of every layer's kv heads.
 
         Raises:
             FileFormatError: the file is truncated, corrupt, foreign, of another version or of another spec; the message
                 says which.
         """
-        with saved.opened(path, device, spec) as file:
+        with saved.opened(path, device, spec, shard) as file:
             cache = cls(file.spec, device=device, static=file.static, backend=backend)
             file.fill(cache.held_groups, grow)
             cache.built_for = (None, None) if grow else file.built_for
@@ -623,8 +618,8 @@ class PagedCache:
         return cache
 
     def dequantize(self, layer: int, row: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [tokens, H, D] that a sequence holds, as attention sees them (inspection and tests; attention
-        never calls this).
+        """Read the keys and values [tokens, H, D] that a sequence holds, as attention sees them (for inspection and
+        tests).
 
         Tokens of dropped pages, and those that left a sliding window, are missing; where heads are stored in different
         ways, so is what not all of them hold.

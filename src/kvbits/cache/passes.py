@@ -9,25 +9,24 @@ wherever an interrupt comes. What an interrupt left half done is taken back by w
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ..errors import CacheStateError, DataError, counted
 from ..later import Findings, upload
-from ..ops.types import SlotMapping
 from . import explain
 from .arrivals import Arrivals
-from .device_decode import DecodeSwitch, DeviceDecode
+from .decode_switch import DecodeSwitch
+from .device_decode import DeviceDecode
 from .group import GroupState, Snapshot
 from .layer_stores import LayerStores
-from .step import Step
+from .plans import KeptPlan
+from .step import Slots, Step, Write, slots_of
 
 _NO_POSITIONS = torch.empty(0, 1, dtype=torch.int64, device="cpu")
 
@@ -71,10 +70,10 @@ class Undo:
 class Forward:
     """One forward pass under way; dropped when the last layer has been here."""
 
-    num_tokens: int
+    shape: tuple[int, int]  # (sequences, tokens of each) = (B, T)
     counts: list[int]
     valid: torch.Tensor | None  # bool [B, T] on the host, None for all
-    positions: torch.Tensor  # int64 [B, T], -1 for padding
+    positions: torch.Tensor  # int64 [B, T], -1 for padding; only a device that leads the pass knows its own
     steps: list[Step]
     history_first: bool
     pending: set[int]  # layers that have not been here yet, or come again
@@ -83,8 +82,8 @@ class Forward:
     began: int
     undo: Undo
     reading: set[int] = field(default_factory=set)  # layers that have been here and come again, with other queries
-    plans: dict[Any, Any] = field(default_factory=dict)  # of backends that plan once per pass
-    slots: dict[int, dict[str, SlotMapping]] = field(default_factory=dict)  # per group and pool, for all its layers
+    plans: dict[Any, KeptPlan] = field(default_factory=dict)  # of attention, told what this pass reads
+    slots: dict[int, dict[str, Slots]] = field(default_factory=dict)  # per group and pool, for all its layers
     device: DeviceDecode | None = None  # what carries the pass out without the host, if it does
     findings: Findings = field(default_factory=Findings)  # of a GPU, looked at when the last layer leaves
     _real: list[torch.Tensor] | None = None
@@ -123,7 +122,7 @@ class Forward:
         Raises:
             DataError: the layer brings another.
         """
-        if valid is None or valid.device.type != "cpu" or valid.shape != self.positions.shape:
+        if valid is None or valid.device.type != "cpu" or tuple(valid.shape) != self.shape:
             return self.valid if valid is None else valid
         if not torch.equal(valid, torch.ones_like(valid) if self.valid is None else self.valid):
             raise DataError(
@@ -148,27 +147,22 @@ class Forward:
             self._real = [upload(x.nonzero().squeeze(1), device) for x in self.valid]
         return self._real
 
-    def slots_of(self, group: int) -> dict[str, SlotMapping]:
-        """Where the group's tokens go that are stored as they come, by pool."""
-        if group not in self.slots:
-            real = None if self.valid is None else [x.nonzero().flatten().tolist() for x in self.valid]
-            runs: dict[str, list[tuple[int, ...]]] = {}
-            for w in self.steps[group].writes:
-                tokens = range(w.fresh, w.fresh + w.count) if real is None else real[w.row][w.fresh : w.fresh + w.count]
-                cuts = (
-                    [0, *(i for i in range(1, w.count) if tokens[i] != tokens[i - 1] + 1), w.count]
-                    if real is not None
-                    else [0, w.count]
-                )
-                runs.setdefault(w.pool, []).extend(
-                    (w.row, tokens[a], w.page_id, w.slot + a, b - a, w.before, w.start)
-                    for a, b in itertools.pairwise(cuts)
-                )
-            tables = {pool: np.array(found, np.int64) for pool, found in runs.items()}
-            self.slots[group] = {
-                pool: SlotMapping(np.ascontiguousarray(x[:, :5]), x[:, 5], x[:, 6]) for pool, x in tables.items()
+    def slots_of(self, state: GroupState, index: int, device: torch.device) -> dict[str, Slots]:
+        """Where the tokens of a group go that are stored as they come, by pool.
+
+        Args:
+            index: of the group.
+        """
+        if index not in self.slots:
+            writes: dict[str, list[Write]] = {}
+            for w in self.steps[index].writes:
+                writes.setdefault(w.pool, []).append(w)
+            columns = None if self.valid is None else (~self.valid).int().argsort(dim=1, stable=True).numpy()
+            self.slots[index] = {
+                pool: slots_of(found, state.pools[pool].layout, columns, self.shape, device)
+                for pool, found in writes.items()
             }
-        return self.slots[group]
+        return self.slots[index]
 
 
 class _Now(NamedTuple):
@@ -206,6 +200,7 @@ class Passes:
         arrivals: Arrivals,
     ) -> None:
         self._groups, self._layers, self._saturated = stores.groups, frozenset(stores.places), saturated
+        self._stores = stores
         self.switch = DecodeSwitch(stores, backend, saturated)
         self._arrivals = arrivals
         self._now = _Now()
@@ -255,6 +250,7 @@ class Passes:
                 " copy.deepcopy of it in each other"
             )
         undo.take_back()
+        self._stores.plans.clear()  # they hold on to slabs that went
         self._now = self._now._replace(undo=None)
 
     def settle(self) -> None:
@@ -264,12 +260,11 @@ class Passes:
         self.heal()
         self.switch.settle()
 
-    def begins_on_device(self, q: torch.Tensor, scaling: float, softcap: float | None) -> bool:
-        """A single token with queries q [B, 1, Hq, D] comes: whether it begins a pass that the device leads."""
-        if self.forward is not None or self._arrivals.under_way:
-            return False
-        self.switch.enter(q, scaling, softcap)
-        return self.switch.decoding is not None
+    def led_by_device(self, num_tokens: int) -> bool:
+        """Tell whether the device leads the pass that tokens come to: the one under way, or the one they begin."""
+        if self.forward is not None:
+            return self.forward.device is not None
+        return num_tokens == 1 and not self._arrivals.under_way and self.switch.leads()
 
     def begin(self, batch_size: int, num_tokens: int, valid: torch.Tensor | None) -> None:
         """Plan a pass, see `PagedCache.begin`.
@@ -283,7 +278,7 @@ class Passes:
         if num_tokens == 1 and (device := self.switch.begin(valid)) is not None:
             undo = Undo("a token", [], self._saturated)
             f = Forward(
-                1,
+                (batch_size, 1),
                 [1] * batch_size,
                 None,
                 _NO_POSITIONS,
@@ -313,7 +308,15 @@ class Passes:
             if valid is not None:
                 positions = positions.masked_fill(~valid, -1)
             f = Forward(
-                num_tokens, counts, valid, positions, steps, num_tokens > 1, set(self._layers), self.changes, undo
+                (batch_size, num_tokens),
+                counts,
+                valid,
+                positions,
+                steps,
+                num_tokens > 1,
+                set(self._layers),
+                self.changes,
+                undo,
             )
             self._now = _Now(self.changes, f, None)
 
@@ -365,10 +368,10 @@ class Passes:
         f = self.forward
         assert f is not None
         f.require(layer)
-        if (batch_size, num_tokens) != tuple(f.positions.shape):
+        if (batch_size, num_tokens) != f.shape:
             raise DataError(
                 f"layer {layer} was given {(batch_size, num_tokens)} (sequences, tokens), but this forward pass has"
-                f" {tuple(f.positions.shape)}"
+                f" {f.shape}"
             )
         return f
 
@@ -384,7 +387,7 @@ class Passes:
             self._now = _Now(self.changes + 1, None, None)
 
     def _stands(self, f: Forward) -> bool:
-        """Whether what was before a pass can be had back."""
+        """Tell whether what was before a pass can be had back."""
         return f.began == self.changes
 
     def abandon(self) -> None:

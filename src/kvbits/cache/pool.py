@@ -118,13 +118,18 @@ class Pool:
             self._stores[layer] = PageStore(self.layout, tuple(s[:, layer] for s in self.slabs), static, turn)
         return self._stores[layer]
 
-    def block(self, page_id: int) -> torch.Tensor:
-        """uint8 [layers, H, head_bytes]: all bytes of an id, writable."""
+    def place(self, page_id: int) -> tuple[torch.Tensor, int]:
+        """Return the slab [ids, layers, H, head_bytes] that an id is in, and its index there."""
         for slab in self.slabs:
             if page_id < slab.shape[0]:
-                return slab[page_id]
+                return slab, page_id
             page_id -= slab.shape[0]
         raise IndexError(f"page {page_id} lies past the {self.name} pool's end")
+
+    def block(self, page_id: int) -> torch.Tensor:
+        """uint8 [layers, H, head_bytes]: all bytes of an id, writable."""
+        slab, index = self.place(page_id)
+        return slab[index]
 
     def remade(self, group: LayerGroup, device: torch.device, of_slab: Callable[[torch.Tensor], torch.Tensor]) -> Pool:
         """A pool of another group of as many layers, with the same page ids and what `of_slab` makes of each slab [ids,

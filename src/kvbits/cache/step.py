@@ -1,13 +1,16 @@
-"""The work of a forward pass on one layer group: what `GroupState.advance` decides and every layer of the group then
-carries out.
-"""
+"""The work of a forward pass on one layer group. `GroupState.advance` decides it, and every layer carries it out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..ops.types import PageTable
+import numpy as np
+import torch
+
+from ..later import upload
+from ..ops.types import Table
+from ..spec import PageLayout
 
 
 class Run(NamedTuple):
@@ -25,7 +28,7 @@ class Run(NamedTuple):
     num_tokens: int
 
     def cut(self, n: int) -> tuple[Run, Run]:
-        """The first n tokens, and the rest."""
+        """Split into the first n tokens and the rest."""
         waiting = n if n < self.waiting else self.waiting
         return Run(self.start, waiting, self.fresh, n), Run(
             self.start + n, self.waiting - waiting, self.fresh + n - waiting, self.num_tokens - n
@@ -96,10 +99,9 @@ class Recode:
     start: int  # position of the page's first token
 
 
-@dataclass(frozen=True)
-class Write:
-    """Store `count` fresh tokens of a batch row, from `fresh` on, from slot `slot` of a sink or tail page on: raw, or
-    each quantized by itself.
+class Write(NamedTuple):
+    """Store `num_tokens` fresh tokens of a batch row, from `fresh` on, from place `place` of a sink or tail page on:
+    raw, or each quantized by itself.
 
     `start` is the position of the page's first token, `before` the page before it in the tail, or -1.
     """
@@ -107,23 +109,58 @@ class Write:
     pool: str
     row: int
     page_id: int
-    slot: int
+    place: int
     fresh: int
-    count: int
+    num_tokens: int
     start: int
     before: int = -1
 
 
+class Slots(NamedTuple):
+    """Where the tokens [B, T] of a pass go in one pool, as `ops.store` takes it; the same for all layers.
+
+    `previous` and `starts` are None where the pages' layout does not need them.
+    """
+
+    slots: torch.Tensor
+    previous: torch.Tensor | None
+    starts: torch.Tensor | None
+
+
+def slots_of(
+    writes: list[Write], layout: PageLayout, columns: np.ndarray | None, shape: tuple[int, int], device: torch.device
+) -> Slots:
+    """Make the slots of a pass of [B, T] tokens from its writes to one pool.
+
+    Args:
+        columns: int64 [B, T], where the real tokens of each row are, those first; None: there is no padding.
+    """
+    table = np.array([w[1:] for w in writes], np.int64)
+    row, page, place, fresh, _, start, before = np.repeat(table, table[:, 4], 0).T
+    rank = np.arange(len(row)) - np.repeat(table[:, 4].cumsum() - table[:, 4], table[:, 4])
+    token = fresh + rank
+    at = row * shape[1] + (token if columns is None else columns[row, token])
+
+    def column(x: np.ndarray) -> torch.Tensor:
+        found = np.full(shape[0] * shape[1], -1, x.dtype)
+        found[at] = x
+        return upload(found, device)
+
+    return Slots(
+        column(page * layout.page_size + place + rank),
+        column(before) if layout.is_centered else None,
+        column(start.astype(np.int32)) if layout.key.needs_rotary else None,
+    )
+
+
 @dataclass
 class Step:
-    """What every layer of the group does for one forward pass.
-
-    It is carried out in the order recodes, closes, copies, writes.
+    """The work of every layer of a group in one forward pass: recodes, then closes, copies and writes.
 
     Attributes:
         recodes: pages of older tiers first, so that none is written over before it is read.
         copies: (pool, from id, to id).
-        history: what queries read.
+        history: what queries read of each pool, on the host.
         taken: (pool, id) of every page the step allocates.
         reused: (pool, id) of pages that held something before the step and are written over: of those taken, and of
             pages that were shared.
@@ -133,6 +170,6 @@ class Step:
     closes: list[Close] = field(default_factory=list)
     copies: list[tuple[str, int, int]] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
-    history: dict[str, PageTable] = field(default_factory=dict)
+    history: dict[str, Table] = field(default_factory=dict)
     taken: list[tuple[str, int]] = field(default_factory=list)
     reused: list[tuple[str, int]] = field(default_factory=list)

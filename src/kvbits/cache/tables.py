@@ -1,55 +1,91 @@
-"""Page tables from page lists: what attention reads of all sequences of a group."""
+"""Tables from page lists: what attention reads of all sequences of a group."""
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from ..ops.types import PageTable
+from ..later import upload
+from ..ops.types import Table
 from .sequence import Sequence, pool_name
 
 
-def of_closed(sequences: list[Sequence]) -> dict[str, PageTable]:
+class _Pages(NamedTuple):
+    """Pages of all sequences, one after the other: the sequence, id, visible tokens, and first position of each."""
+
+    row: np.ndarray
+    ids: np.ndarray
+    lengths: np.ndarray
+    starts: np.ndarray
+
+
+def of_closed(sequences: list[Sequence], page_size: int) -> dict[str, Table]:
     """Tables of the closed pages by pool, as far as there are any; dropped pages are left out."""
-    whole = _table([(s.closed, s.closed_lengths, s.length - s.tail_tokens - sum(s.closed_lengths)) for s in sequences])
+    whole = _pages([(s.closed, s.closed_lengths, s.length - s.tail_tokens - sum(s.closed_lengths)) for s in sequences])
     num_tiers = len(sequences[0].young) if sequences else 0
-    tier = np.array([s.tier_of(i) for s in sequences for i in range(len(s.closed))], np.int64)
-    tier[whole.page_ids < 0] = -1
-    found: dict[str, PageTable] = {}
+    sizes = [run.stop - run.start for s in sequences for run in s.runs().values()]  # pages of each tier, oldest first
+    tier = np.repeat(np.tile(np.arange(num_tiers, -1, -1), len(sequences)), sizes)
+    tier[whole.ids < 0] = -1
+    found: dict[str, Table] = {}
     for k in range(num_tiers, -1, -1):
-        keep = tier == k
-        if keep.any():
-            indptr = np.concatenate([[0], np.cumsum(keep)])[whole.indptr].astype(np.int32)
-            found[pool_name(k, num_tiers)] = PageTable(
-                indptr, whole.page_ids[keep], whole.starts[keep], whole.lengths[keep]
-            )
+        if (keep := tier == k).any():
+            own = whole if keep.all() else _Pages(*(x[keep] for x in whole))
+            found[pool_name(k, num_tiers)] = _table(len(sequences), own, page_size)
     return found
 
 
-def of_open(sequences: list[Sequence], num_sink_tokens: int) -> dict[str, PageTable]:
+def of_open(sequences: list[Sequence], num_sink_tokens: int, page_size: int) -> dict[str, Table]:
     """Tables of the pages that are filled token by token: sinks and tail, as far as there are any."""
-    found: dict[str, PageTable] = {}
+    found: dict[str, Table] = {}
     if any(s.sink for s in sequences):
-        found["sink"] = _table([(s.sink, [min(s.length, num_sink_tokens)], 0) for s in sequences])
+        sinks = _pages([(s.sink, [min(s.length, num_sink_tokens)], 0) for s in sequences])
+        found["sink"] = _table(len(sequences), sinks, num_sink_tokens)
     if any(s.tail for s in sequences):
-        found["tail"] = _table([(s.tail, s.tail_lengths, s.length - s.tail_tokens) for s in sequences])
+        tails = _pages([(s.tail, s.tail_lengths, s.length - s.tail_tokens) for s in sequences])
+        found["tail"] = _table(len(sequences), tails, page_size)
     return found
 
 
-def _table(rows: list[tuple[Any, list[int], int]]) -> PageTable:
+def _pages(rows: list[tuple[Any, list[int], int]]) -> _Pages:
     """Of (page ids, visible tokens of each, position of the first) per sequence; ids of dropped pages are -1."""
-    ids: list[int] = []
-    lengths: list[int] = []
-    starts: list[int] = []
-    indptr = [0]
-    for held, run, position in rows:
-        if held:
-            ids += [-1 if page is None else page for page in held]
-            lengths += run
-            starts += itertools.accumulate(run[:-1], initial=position)
-        indptr.append(len(ids))
-    return PageTable(
-        np.array(indptr, np.int32), np.array(ids, np.int64), np.array(starts, np.int64), np.array(lengths, np.int32)
-    )
+    counts = [len(held) for held, _, _ in rows]
+    row = np.repeat(np.arange(len(rows)), counts)
+    ids = np.array([-1 if page is None else page for held, _, _ in rows for page in held], np.int64)
+    lengths = np.array([n for held, run, _ in rows if held for n in run], np.int64)
+    before = lengths.cumsum() - lengths
+    first = (np.cumsum(counts) - counts)[row]
+    return _Pages(row, ids, lengths, np.array([at for _, _, at in rows], np.int64)[row] + before - before[first])
+
+
+def _table(batch: int, pages: _Pages, page_size: int) -> Table:
+    """A table on the host, with spans where a page other than a sequence's last one does not end where the next one
+    begins.
+    """
+    counts = np.bincount(pages.row, minlength=batch)
+    end = counts.cumsum()
+    at = pages.row, np.arange(len(pages.row)) - (end - counts)[pages.row]
+    ids = np.full((batch, counts.max()), -1, np.int32)
+    ids[at] = pages.ids
+    held = counts > 0
+    tokens, starts = np.zeros((2, batch), np.int32)
+    tokens[held] = (counts[held] - 1) * page_size + pages.lengths[end[held] - 1]
+    if ((np.diff(pages.starts) == page_size) | (np.diff(pages.row) > 0)).all():
+        starts[held] = pages.starts[(end - counts)[held]]
+        return Table(*map(torch.from_numpy, (ids, tokens, starts)))
+    spans = np.zeros((*ids.shape, 2), np.int32)
+    spans[at] = np.stack([pages.starts, pages.lengths], 1)
+    return Table(torch.from_numpy(ids), torch.from_numpy(tokens), spans=torch.from_numpy(spans))
+
+
+def uploaded(tables: list[Table], positions: torch.Tensor, device: torch.device) -> tuple[list[Table], torch.Tensor]:
+    """Tables and positions of the host on a device, in one copy."""
+    names = ("pages", "tokens", "starts", "spans")
+    given = [(i, name, x) for i, t in enumerate(tables) for name in names if (x := getattr(t, name)) is not None]
+    flat = [positions, *(x for _, _, x in given)]
+    whole = upload(torch.cat([x.flatten() for x in flat]), device).split([x.numel() for x in flat])
+    there: list[dict[str, torch.Tensor]] = [{} for _ in tables]
+    for (i, name, x), y in zip(given, whole[1:], strict=True):
+        there[i][name] = y.view(x.shape)
+    return [Table(**x) for x in there], whole[0].view(positions.shape)

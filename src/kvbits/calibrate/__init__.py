@@ -10,20 +10,21 @@ kept.py          the calibration of a model in the user's cache folder, made the
 target.py        what is calibrated, and keys and values as its pages hold them
 moments.py       second moments of queries and keys, and the basis that follows from them
 
-Only collect.py and observe.py need transformers; their names load when first used, so that a saved calibration can be
-read without it.
+settings.py      what may be chosen
+
+Names load when first used, so that settings can be read without torch, and a saved calibration without transformers.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from .calibration import Calibration, fingerprint
-from .ranges import Ranges
-
 if TYPE_CHECKING:
+    from .calibration import Calibration, fingerprint
     from .collect import calibrate, calibrate_all, prompts_from_text
     from .observe import ObservingCache
+    from .ranges import Ranges
 
 __all__ = ["Calibration", "ObservingCache", "Ranges", "calibrate", "calibrate_all", "fingerprint", "prompts_from_text"]
 
@@ -31,6 +32,5 @@ __all__ = ["Calibration", "ObservingCache", "Ranges", "calibrate", "calibrate_al
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    from . import collect, observe
-
-    return getattr(observe if hasattr(observe, name) else collect, name)
+    home = {"ObservingCache": "observe", "Ranges": "ranges", "Calibration": "calibration", "fingerprint": "calibration"}
+    return getattr(importlib.import_module(f".{home.get(name, 'collect')}", __name__), name)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +28,8 @@ from ..spec import CacheSpec, LayerGeometry, QuantSpec, Scheme
 from .calibration import Calibration, fingerprint
 from .moments import Moments, warn_of
 from .observe import evaluating, forward, forward_with_queries, in_fast_dtype
-from .ranges import Ranges, require_percentile
+from .ranges import Ranges
+from .settings import Settings
 from .target import Place, Target, as_stored
 from .target import Prompt as Batch
 
@@ -70,39 +70,14 @@ def prompts_from_text(
     return list(windows.split(batch_size))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Choices of a calibration, as `calibrate` takes them.
-
-    Raises:
-        SpecError: a percentile out of range, or unknown weights.
-    """
-
-    percentile: float | None = None
-    skip_tokens: int | None = None
-    weights: str = "fisher"
-    per_head: bool = False
-    checkpointing: bool = False
-
-    def __post_init__(self) -> None:
-        if self.percentile is not None:
-            require_percentile(self.percentile)
-        if self.weights not in ("fisher", "none"):
-            raise SpecError(f"weights={self.weights!r} is not 'fisher' or 'none'")
-
-
 def calibrate(
     model: Any,
     prompts: Sequence[Prompt],
     scheme: str | Scheme,
     *,
-    percentile: float | None = None,
-    skip_tokens: int | None = None,
-    weights: str = "fisher",
-    per_head: bool = False,
-    checkpointing: bool = False,
     resume: str | os.PathLike[str] | None = None,
     progress: bool = False,
+    **settings: Any,
 ) -> Calibration:
     """Static scales, codebooks and bases of `scheme` for `model`, measured over `prompts`.
 
@@ -112,30 +87,17 @@ def calibrate(
             (padding is left out).
         scheme: preset name (groups fitted to the model's head_dim) or a `Scheme` (taken as it is) with static or
             codebook specs.
-        percentile: share of elements inside the range, in percent; 100 takes the maximum. None: all but the outliers of
-            a spec that has them, else 99.9.
-        skip_tokens: first tokens of each prompt left out; None for the scheme's sinks, which are never quantized.
-        weights: of codebooks, "fisher" (squared gradients, one backward pass per prompt) or "none" (KVQuant's ablation;
-            forward passes only).
-        per_head: a codebook for each kv head instead of one for the layer.
-        checkpointing: recompute activations layer by layer in the backward pass: less memory, a third more time.
         resume: file that keeps what codebooks have seen after each prompt and is read if it is there; deleted at the
             end.
         progress: show a bar on standard error.
+        settings: fields of `Settings`.
 
     Raises:
         CalibrationError: the scheme needs no calibration, or `resume` belongs to another one.
         DataError: no tokens, or NaN or infinity in keys or values.
         UnsupportedError: a model without a plain KV cache.
     """
-    settings = Settings(
-        percentile=percentile,
-        skip_tokens=skip_tokens,
-        weights=weights,
-        per_head=per_head,
-        checkpointing=checkpointing,
-    )
-    return calibrate_all(model, prompts, [scheme], settings, resume=resume, progress=progress)[0]
+    return calibrate_all(model, prompts, [scheme], Settings(**settings), resume=resume, progress=progress)[0]
 
 
 def calibrate_all(

@@ -1,10 +1,10 @@
 """Bases that are kept: found by the weights of a model in the user's cache folder, or made there once.
 
-    calibration = of_model(model, scheme)                         # a loaded model of Transformers
+    calibration = of_model(ModelRef.of(model), scheme)            # a loaded model of Transformers
     calibration = of_files(ModelRef("Qwen/Qwen3-8B"), scheme)     # one that another engine has: by its files
 
 One file of a model serves every scheme whose keys have a calibrated basis (`Calibration.fitted`). It lies in
-`files.cache_folder("calibrations")` and is named after `key_of_model`, which is also the key of the files that a model
+`files.cache_folder("calibrations")` and is named after `key_of` the loaded model, which is also that of the files it
 was loaded from, in any dtype, wherever Transformers keeps the names of the weights. That key samples the weights. A
 loaded model takes a file only if it was measured on a model of the same `kvbits.identity`, or of another dtype, which
 cannot be compared; otherwise its own is made and named by the identity, too. Whoever makes it holds a lock,
@@ -37,8 +37,7 @@ from ..progress import say
 from ..spec import Scheme
 from ..weights import weight_files
 from .calibration import Calibration, fingerprint
-from .collect import calibrate_all
-from .sampling import about, thorough, windows_of
+from .sampling import calibrated, thorough
 
 if TYPE_CHECKING:
     from ..evaluate.texts import Text
@@ -53,7 +52,7 @@ Row = tuple[str, tuple[int, ...], torch.Tensor]
 _LAYER = re.compile(r"(?:^|\.)((?:layers?|blocks?|h)\.\d+\..+)$")
 
 
-def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:
+def of_model(model: ModelRef, scheme: Scheme, *, make: bool = True) -> Calibration:
     """The calibration of a loaded model for a scheme, made where none is kept.
 
     Args:
@@ -71,32 +70,27 @@ def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:
             f"scheme {scheme.name!r} needs calibrated parameters; run `kvbits calibrate` and pass"
             " calibration=Calibration.load(FILE)"
         )
-    ref, key = ModelRef.of(model), key_of_model(model)
-    own = f"{key}-{identity(model)[:16]}"
-
-    def kept() -> Calibration | None:
-        both = (find(name, model.config, scheme) for name in (own, key))
-        return next((c for c in both if c is not None and c.suits(model)), None)
-
-    if (found := kept()) is not None:
+    loaded, key = model.loaded, key_of(model)
+    assert key is not None
+    if (found := find(model, scheme)) is not None:
         return found
-    if not ref.name:
+    if not model.name:
         raise CalibrationError(
-            f"scheme {scheme.name!r} needs a calibration, none is kept, and this {type(model).__name__} was built in"
+            f"scheme {scheme.name!r} needs a calibration, none is kept, and this {type(loaded).__name__} was built in"
             " memory, so nothing says which tokenizer to make one with; pass"
             " calibration=kvbits.calibrate.calibrate(model, prompts, scheme) with prompts of your own"
         )
     if not make:
         raise CalibrationError(
-            f"no calibration of {ref} is kept, and none may be made: run `kvbits calibrate {ref}` once, or pass"
+            f"no calibration of {model} is kept, and none may be made: run `kvbits calibrate {model}` once, or pass"
             " calibration="
         )
     try:
-        tokenizer = load_tokenizer(ref)
+        tokenizer = load_tokenizer(model)
     except KvbitsError as error:
         raise CalibrationError(
-            f"scheme {scheme.name!r} needs a calibration of {ref}, and it cannot be made because the model's tokenizer"
-            f" is not found ({error}); pass calibration=kvbits.calibrate.calibrate(model, prompts, scheme) with prompts"
+            f"scheme {scheme.name!r} needs a calibration of {model}, and it cannot be made because its tokenizer is not"
+            f" found ({error}); pass calibration=kvbits.calibrate.calibrate(model, prompts, scheme) with prompts"
             " of your own"
         ) from error
     with contextlib.ExitStack() as held:
@@ -105,11 +99,11 @@ def of_model(model: Any, scheme: Scheme, *, make: bool = True) -> Calibration:
         except (OSError, SpecError) as error:
             warn_not_kept("calibrations", error)
             path = None
-        if (found := kept()) is not None:
+        if (found := find(model, scheme)) is not None:
             return found
-        if path is not None and find(key, model.config, scheme) is not None:
-            path = path.with_name(f"{own}.safetensors")  # another model has these first rows
-        say(f"calibrating {ref} for klt, once" + ("" if path is None else f"; kept in {path}"))
+        if path is not None and _under(key, model, scheme) is not None:
+            path = path.with_name(f"{_own(key, loaded)}.safetensors")  # another model has these first rows
+        say(f"calibrating {model} for klt, once" + ("" if path is None else f"; kept in {path}"))
         made = measure(model, tokenizer)
         try:
             if path is not None:
@@ -139,7 +133,7 @@ def of_files(
             f" FILE.safetensors`{way_out}"
         )
 
-    if (kept := find_for(model, scheme)) is not None:
+    if (kept := find(model, scheme)) is not None:
         return kept
     if not make:
         raise CalibrationError(
@@ -152,23 +146,32 @@ def of_files(
         for line in process.stderr:
             sys.stderr.write(line)
             why = line.strip() or why
-    if (kept := find_for(model, scheme)) is None:
+    if (kept := find(model, scheme)) is None:
         raise CalibrationError(f"`kvbits calibrate {model} --device {device}` made no calibration: {why}{way_out}")
     return kept
 
 
-def find_for(model: ModelRef, scheme: Scheme) -> Calibration | None:
-    """The calibration that is kept for the files of a model, or None."""
-    key = key_of_files(model)
-    return None if key is None else find(key, model.config, scheme)
+def find(model: ModelRef, scheme: Scheme) -> Calibration | None:
+    """The calibration that is kept for a model, or None: of a loaded one, only what was measured on it."""
+    if (key := key_of(model)) is None:
+        return None
+    if model.loaded is None:
+        return _under(key, model, scheme)
+    both = (_under(name, model, scheme) for name in (_own(key, model.loaded), key))
+    return next((c for c in both if c is not None and c.suits(model.loaded)), None)
 
 
-def find(key: str, config: Any, scheme: Scheme) -> Calibration | None:
-    """What is kept under a key, or None. A damaged file is none, and is made again."""
+def _own(key: str, loaded: Any) -> str:
+    """The name of a file that is this model's, where another model of the same key has a file."""
+    return f"{key}-{identity(loaded)[:16]}"
+
+
+def _under(name: str, model: ModelRef, scheme: Scheme) -> Calibration | None:
+    """What is kept under a name, or None. A damaged file is none, and is made again."""
     for folder in cache_folders(FOLDER):
-        path = folder / f"{key}.safetensors"
+        path = folder / f"{name}.safetensors"
         try:
-            return _read(path, path.stat().st_mtime_ns).fitted(config, scheme)
+            return _read(path, path.stat().st_mtime_ns).fitted(model.config, scheme)
         except OSError:
             continue
         except KvbitsError as error:
@@ -207,21 +210,30 @@ def source() -> Text:
     return mixed([read_text(name) for name in TEXTS])
 
 
-def measure(model: Any, tokenizer: Any) -> Calibration:
+def measure(model: ModelRef, tokenizer: Any) -> Calibration:
     """A calibration of a loaded model for `MADE_FOR`, on the shipped texts."""
-    ref, text = ModelRef.of(model), source()
-    scheme = presets.for_layers(MADE_FOR, ref.layers)
-    sample = thorough(scheme).within(ref.max_context)
-    (made,) = calibrate_all(model, windows_of(tokenizer, text, sample, batch_size=4), [scheme], progress=True)
-    made.info.update(about(text, sample))
-    return made
+    scheme = presets.for_layers(MADE_FOR, model.layers)
+    sample = thorough(scheme).within(model.max_context)
+    return calibrated(model.loaded, tokenizer, source(), sample, [scheme])[0]
 
 
-def key_of_model(model: Any) -> str:
-    """Names the weights of a loaded model: from its configuration and the first row of every matrix in its layers.
-
-    Ranks that share a model must all ask.
+def key_of(model: ModelRef) -> str | None:
+    """Names the weights of a model: of a loaded one by its configuration and the first row of every matrix in its
+    layers, which ranks that share it must all ask; of one in files, or on the hub as far as it is here, by the same
+    rows. None where no weights are.
     """
+    rows = _rows_of_files(model) if model.loaded is None else _rows(model.loaded)
+    if rows is None:
+        return None
+    scheme = presets.for_layers(MADE_FOR, model.layers)
+    digest = hashlib.sha256(json.dumps(fingerprint(model.config, scheme), sort_keys=True).encode())
+    for name, shape, row in sorted(rows, key=lambda r: (r[0], r[1], r[2].numpy().tobytes())):
+        digest.update(f"{name}{shape}".encode() + row.numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _rows(model: Any) -> list[Row]:
+    """First rows of a loaded model's matrices."""
     rows: list[Row] = []
     for name, p in model.named_parameters():
         if (layer := _of_layer(name, p.ndim)) and not p.is_meta:
@@ -230,21 +242,18 @@ def key_of_model(model: Any) -> str:
             rows.append((layer, tuple(p.shape), _plain(whole[:1] if known else torch.zeros(0))))
     together = torch.cat([row.cpu() for _, _, row in rows]) if rows else torch.zeros(0, dtype=torch.uint8)
     sizes = [len(row) for _, _, row in rows]
-    parts = [(name, shape, part) for (name, shape, _), part in zip(rows, together.split(sizes), strict=True)]
-    return _key(ModelRef.of(model), parts)
+    return [(name, shape, part) for (name, shape, _), part in zip(rows, together.split(sizes), strict=True)]
 
 
-def key_of_files(model: ModelRef) -> str | None:
-    """The key of the model in a folder or GGUF file, or of the hub's as far as it is here; None where no
-    weights are.
-    """
+def _rows_of_files(model: ModelRef) -> list[Row] | None:
+    """First rows of the matrices in files; both ends of a file whose matrices are packed. None where no weights are."""
     from safetensors import safe_open
 
     path = model.local_path
     if path is None:
         return None
     if path.is_file():
-        return _key(model, [(path.name, (path.stat().st_size,), _ends(path))])
+        return [(path.name, (path.stat().st_size,), _ends(path))]
     rows: list[Row] = []
     for file in weight_files(path):
         if not file.exists():
@@ -259,7 +268,7 @@ def key_of_files(model: ModelRef) -> str | None:
                 shape = tuple(part.get_shape())
                 if layer := _of_layer(tensor, len(shape)):
                     rows.append((layer, shape, _plain(part[:1])))
-    return _key(model, rows) if rows else None
+    return rows or None
 
 
 def _of_layer(name: str, ndim: int) -> str:
@@ -282,11 +291,3 @@ def _ends(path: Path, count: int = 1 << 16) -> torch.Tensor:
         first = file.read(count)
         file.seek(max(0, path.stat().st_size - count))
         return torch.frombuffer(bytearray(first + file.read(count)), dtype=torch.uint8)
-
-
-def _key(model: ModelRef, rows: list[Row]) -> str:
-    scheme = presets.for_layers(MADE_FOR, model.layers)
-    digest = hashlib.sha256(json.dumps(fingerprint(model.config, scheme), sort_keys=True).encode())
-    for name, shape, row in sorted(rows, key=lambda r: (r[0], r[1], r[2].numpy().tobytes())):
-        digest.update(f"{name}{shape}".encode() + row.numpy().tobytes())
-    return digest.hexdigest()[:32]

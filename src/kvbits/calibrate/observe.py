@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,16 +16,16 @@ from .. import runs
 from ..errors import CalibrationError
 from ..geometry import stored_at, text_config
 from ..integrations.masks import passed
-from ..integrations.placement import input_device
+from ..integrations.placement import free_bytes, input_device
 
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
-Look = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], None]
+Look = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]], None]
 
 
 @contextlib.contextmanager
 def watched_attention(model: Any, look: Look) -> Iterator[None]:
-    """While open, `look(module, query, key, value)` sees what each attention function of `model` is given, [B, H, T, D]
-    each. The functions, the masks and everything else stay the model's own.
+    """While open, `look(module, query, key, value, arguments)` sees what each attention function of `model` is given,
+    [B, H, T, D] each. The functions, the masks and everything else stay the model's own.
     """
     entry = {id(m) for m in model.modules()}, look
     _watching.append(entry)
@@ -48,7 +47,7 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
     def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         for modules, look in list(_watching):
             if id(module) in modules:
-                look(module, query, key, value)
+                look(module, query, key, value, kwargs)
         return function(module, query, key, value, *args, **kwargs)
 
     return attend
@@ -104,7 +103,8 @@ def in_fast_dtype(model: Any) -> Iterator[None]:
     tensors = dict.fromkeys([*model.parameters(), *model.buffers()])
     small = {t: t.data for t in tensors if t.dtype in (torch.bfloat16, torch.float16)}
     known = all(type(x) is torch.Tensor and x.device.type == "cpu" for x in small.values())
-    if not known or runs.has_bfloat16() or 2 * sum(4 * x.numel() for x in small.values()) > _free_memory():
+    free = free_bytes(torch.device("cpu"))
+    if not known or runs.has_bfloat16() or 2 * sum(4 * x.numel() for x in small.values()) > free:
         small = {}
     try:
         for t, x in small.items():
@@ -113,14 +113,6 @@ def in_fast_dtype(model: Any) -> Iterator[None]:
     finally:
         for t, x in small.items():
             t.data = x
-
-
-def _free_memory() -> int:
-    """Bytes that programs may take; 0 where the system does not say."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-    return 0
 
 
 @torch.no_grad()
@@ -155,7 +147,7 @@ def forward_with_queries(
     noting = _noting(observe, visited, model)
     cache = ObservingCache(text_config(model.config), lambda *_: None)
 
-    def look(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def look(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]) -> None:
         # others are an encoder's, of its output, or of a layer that reads the keys of another
         if cache.latest is not None and key is cache.latest[1]:
             noting(cache.latest[0], query.transpose(1, 2), key.transpose(1, 2))

@@ -20,20 +20,7 @@ import torch
 from ..errors import DataError, SpecError
 from ..quant.qparams import SMALLEST_SCALE, choose_qparams, require_finite
 from ..spec import PerChannel, PerTensor, QuantSpec
-
-MIN_PERCENTILE = 90.0
-
-
-def require_percentile(percentile: float) -> None:
-    """Refuse a percentile out of range.
-
-    Raises:
-        SpecError: below `MIN_PERCENTILE` or above 100.
-    """
-    if not MIN_PERCENTILE <= percentile <= 100:
-        raise SpecError(
-            f"percentile={percentile} is outside {MIN_PERCENTILE:g} to 100; 99.9 is usual, 100 takes the maximum"
-        )
+from .settings import require_percentile
 
 
 class Ranges:

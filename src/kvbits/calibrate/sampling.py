@@ -1,15 +1,20 @@
-"""Windows of a text to calibrate on: how many, how long, and how they are drawn."""
+"""Windows of a text to calibrate on: how many, how long, how they are drawn, and what is measured on them."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import DataError
+from ..errors import DataError, counted
+from ..geometry import max_context
 from ..spec import Scheme
-from .collect import prompts_from_text
+from .calibration import Calibration
+from .collect import calibrate_all, prompts_from_text
+from .settings import Settings
 
 if TYPE_CHECKING:
     from ..evaluate.texts import Text
@@ -73,4 +78,40 @@ def about(text: Text, sample: Sample) -> dict[str, Any]:
         found["mixed_sha256"] = [p.sha256 for p in text.parts]
     if wholes := [p.whole for p in text.parts or (text,) if p.whole]:
         found["part_of_sha256"] = wholes
+    return found
+
+
+def calibrated(
+    model: Any,
+    tokenizer: Any,
+    text: Text,
+    sample: Sample,
+    schemes: Sequence[Scheme],
+    settings: Settings | None = None,
+    *,
+    seed: int = 0,
+    resume: str | os.PathLike[str] | None = None,
+    say: Callable[[str], None] = lambda note: None,
+) -> list[Calibration]:
+    """Calibrate a loaded model for schemes on windows of a text, in one pass (`calibrate_all`).
+
+    Args:
+        say: told where the text is shorter than the sample.
+
+    Raises:
+        DataError: windows longer than the model's positions.
+        What `calibrate` raises.
+    """
+    sample.require_positions(max_context(model.config))
+    one_by_one = any("codebook" in s.calibrates for s in schemes)
+    windows = windows_of(tokenizer, text, sample, seed=seed, batch_size=1 if one_by_one else 4)
+    found = calibrate_all(model, windows, schemes, settings, resume=resume, progress=True)
+    for calibration in found:
+        calibration.info.update(about(text, sample))
+    count, length = sum(len(w) for w in windows), windows[0].shape[1]
+    if count < sample.windows or length < sample.length:
+        say(
+            f"{text.name} is short: it gives {counted(count, 'window')} of {length:,} tokens, not {sample.windows} of"
+            f" {sample.length:,}"
+        )
     return found

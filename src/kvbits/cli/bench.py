@@ -2,47 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SpecError
 from ..files import require_file, to_json
-from .common import (
-    Device,
-    Json,
-    Schemes,
-    Threads,
-    command,
-    names_of,
-    new_table,
-    print_json,
-    say_device,
-    set_threads,
-    tokens,
-)
+from ..settings import setting
+from .common import OfSchemes, OnThreads, command, new_table, print_json, say_device
 from .output import show, tell
 
 if TYPE_CHECKING:
     from ..spec import CacheSpec
 
 
+def _heads(option: str, text: str) -> tuple[int, int, int]:
+    parts = [int(x) if x.isdigit() else 0 for x in text.split("/")]
+    if len(parts) != 3 or not all(parts) or parts[0] % parts[1]:
+        raise SpecError(
+            f"{option} {text!r} is not like 32/8/128: query heads, a multiple of the kv heads, and channels of a head"
+        )
+    return parts[0], parts[1], parts[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed(OfSchemes, OnThreads):
+    """What is timed."""
+
+    context: int = setting(8192, "Tokens that each sequence has; 8k is 8,192.", tokens=1024)
+    batch: int | None = setting(None, "Sequences.", least=1, shown="8 on a GPU, 1 on a CPU")
+    chunk: int = setting(512, "Query tokens of a chunk of a prompt.", tokens=2)
+    heads: tuple[int, int, int] = setting(
+        (32, 8, 128), "Query heads / kv heads / channels of a head.", read=_heads, shown="32/8/128"
+    )
+    rounds: int = setting(20, "Times that each is timed, in turn.", least=1)
+    device: str | None = setting(None, "Device to run on, like cuda; the CPU if not given.")
+    out: Path = setting(Path("kvbits-bench.json"), "Result file, with the record of this run.")
+
+
 @command()
-def bench(
-    scheme: Schemes = None,
-    context: Annotated[
-        int, typer.Option(help="Tokens that each sequence has; 8k is 8,192.", parser=tokens(1024))
-    ] = 8192,
-    batch: Annotated[int | None, typer.Option(help="Sequences.", min=1, show_default="8 on a GPU, 1 on a CPU")] = None,
-    chunk: Annotated[int, typer.Option(help="Query tokens of a chunk of a prompt.", parser=tokens(2))] = 512,
-    heads: Annotated[str, typer.Option(help="Query heads / kv heads / channels of a head.")] = "32/8/128",
-    rounds: Annotated[int, typer.Option(help="Times that each is timed, in turn.", min=1)] = 20,
-    device: Device = None,
-    threads: Threads = None,
-    out: Annotated[Path, typer.Option(help="Result file, with the record of this run.")] = Path("kvbits-bench.json"),
-    as_json: Json = False,
-) -> None:
+def bench(options: Timed) -> None:
     """Check the attention of each core preset against float64 here, and time it beside torch's: decoding, and a chunk
     of a prompt over what is cached.
 
@@ -55,22 +54,21 @@ def bench(
     from ..evaluate import speed
     from ..spec import CacheSpec, LayerGeometry
 
-    names = names_of("--schemes", scheme) if scheme else [n for n, s in schemes.CORE.items() if not s.tiers]
+    names = options.schemes or [n for n, s in schemes.CORE.items() if not s.tiers]
     chosen = [one for one in schemes.expand(names) if isinstance(one, str)]
     if len(chosen) < len(names) or any(schemes.PRESETS[n].tiers for n in chosen):
         raise SpecError(
             f"--schemes {', '.join(names)}: presets without tiers are timed here, like {', '.join(schemes.CORE)}"
         )
-    target = require_file(out, "--out")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = require_file(options.out, "--out")
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     place = torch.device(device)
     if place.type not in speed.ROTATE_BYTES:
         raise SpecError(f"--device {device!r} is neither cuda nor cpu")
-    set_threads(threads)
+    options.set_threads()
     shapes = [
-        speed.Shape(batch or (8 if place.type == "cuda" else 1), *_heads(heads), context, 1),
-        speed.Shape(1, *_heads(heads), context, chunk),
+        speed.Shape(options.batch or (8 if place.type == "cuda" else 1), *options.heads, options.context, 1),
+        speed.Shape(1, *options.heads, options.context, options.chunk),
     ]
     layers = (LayerGeometry(num_kv_heads=shapes[0].kv_heads, head_dim=shapes[0].head_dim),)
     # refuses heads that cannot be
@@ -79,13 +77,16 @@ def bench(
     torch.manual_seed(0)
     if place.type == "cuda":
         _compile(specs, shapes[0].query_heads, place)
-    found = [row for shape in shapes for row in speed.rows(chosen, shape, place, rounds, lambda text: tell(text))]
+    found = [
+        row for shape in shapes for row in speed.rows(chosen, shape, place, options.rounds, lambda text: tell(text))
+    ]
     result = runs.of_one(
-        {"rows": found, "device": device, "threads": torch.get_num_threads(), "rounds": rounds} | _machine(place),
+        {"rows": found, "device": device, "threads": torch.get_num_threads(), "rounds": options.rounds}
+        | _machine(place),
         "rows",
     )
     target.write_text(to_json(result, indent=1) + "\n", encoding="utf-8")
-    if as_json:
+    if options.as_json:
         print_json(result)
         return
     tables = []
@@ -106,15 +107,6 @@ def bench(
                 error,
             )
     show(*tables, f"wrote {target}")
-
-
-def _heads(text: str) -> tuple[int, int, int]:
-    parts = [int(x) if x.isdigit() else 0 for x in text.split("/")]
-    if len(parts) != 3 or not all(parts) or parts[0] % parts[1]:
-        raise SpecError(
-            f"--heads {text!r} is not like 32/8/128: query heads, a multiple of the kv heads, and channels of a head"
-        )
-    return parts[0], parts[1], parts[2]
 
 
 def _machine(device: Any) -> dict[str, Any]:

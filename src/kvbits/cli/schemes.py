@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
 
-import typer
-
-from .common import Json, command, new_table, print_json
+from ..settings import setting
+from .common import Output, command, new_table, print_json
 from .output import show
 
 
+@dataclass(frozen=True, kw_only=True)
+class Listed(Output):
+    """What is listed."""
+
+    head_dim: int = setting(
+        128, "Channels per head of your model: groups are fitted to it, and scales cost more bits in narrow heads."
+    )
+
+
 @command("schemes")
-def list_schemes(
-    head_dim: Annotated[
-        int,
-        typer.Option(
-            help="Channels per head of your model: groups are fitted to it, and scales cost more bits in narrow heads."
-        ),
-    ] = 128,
-    as_json: Json = False,
-) -> None:
+def list_schemes(options: Listed) -> None:
     """The named schemes, with bits per element (scales, offsets and padding included), description and paper link."""
     from .. import schemes
     from ..spec import LayerGeometry, to_dict
 
+    head_dim = options.head_dim
     LayerGeometry(num_kv_heads=1, head_dim=head_dim)  # refuses a head_dim that no cache has
     found = [
         (s, s.bits_per_element(head_dim)) for s in (schemes.get(name, head_dim=head_dim) for name in schemes.PRESETS)
     ]
-    if as_json:
+    if options.as_json:
         rows = [
             {
                 "scheme": s.name,

@@ -4,42 +4,48 @@ from __future__ import annotations
 
 import re
 import time
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from .. import RECOMMENDED
 from ..errors import SpecError, UnsupportedError, counted, unknown
-from .common import Json, command, names_of, print_json
+from ..settings import names_in, setting
+from .common import Output, command, print_json
+from .memory import stated
 from .output import write
-from .subject import Subject, subject_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
 
+    from ..model_ref import ModelRef
     from ..ops.cuda.engine.runtime.compile import Source
 
 
+@dataclass(frozen=True, kw_only=True)
+class Warmed(Output):
+    """What is compiled."""
+
+    model: str = setting(..., "Directory, config.json, GGUF file or hub id: its configuration.", argument=True)
+    scheme: tuple[str, ...] = setting(
+        (RECOMMENDED,),
+        "Presets or files, comma-separated; of vLLM its dtypes.",
+        read=names_in,
+        many=True,
+        shown=RECOMMENDED,
+    )
+    engine: str = setting("transformers", "What serves the cache: transformers, or vllm.")
+    arch: str | None = setting(
+        None,
+        "GPUs to compile for, comma-separated, like sm_80,H100; needs none of them.",
+        shown="the GPUs here",
+    )
+    dtype: str = setting("bf16", "Dtype that the model runs in: bf16 or fp16.")
+
+
 @command()
-def warm(
-    model: Annotated[str, typer.Argument(help="Directory, config.json, GGUF file or hub id: its configuration.")],
-    scheme: Annotated[
-        list[str] | None,
-        typer.Option(help="Presets or files, comma-separated; of vLLM its dtypes.", show_default=RECOMMENDED),
-    ] = None,
-    engine: Annotated[str, typer.Option(help="What serves the cache: transformers, or vllm.")] = "transformers",
-    arch: Annotated[
-        str | None,
-        typer.Option(
-            help="GPUs to compile for, comma-separated, like sm_80,H100; needs none of them.",
-            show_default="the GPUs here",
-        ),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Dtype that the model runs in: bf16 or fp16.")] = "bf16",
-    as_json: Json = False,
-) -> None:
+def warm(options: Warmed) -> None:
     """Compile what a model and a scheme need on a GPU, so that no first call waits for it: into $KVBITS_CACHE, else the
     user's cache folder.
 
@@ -49,23 +55,22 @@ def warm(
     from .. import planner
     from ..progress import bar
 
-    if engine not in planner.ENGINES:
-        raise SpecError(unknown("--engine", engine, planner.ENGINES))
-    subject = subject_of(model)
-    names = names_of("--scheme", scheme or RECOMMENDED)
+    if options.engine not in planner.ENGINES:
+        raise SpecError(unknown("--engine", options.engine, planner.ENGINES))
+    ref, names = stated(options.model), list(options.scheme)
     import torch
 
     from ..ops.cuda import ahead
     from ..ops.cuda.engine.runtime import kept
     from ..units import dtype_name, human_bytes
 
-    if (numbers := {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype_name(dtype))) is None:
-        raise SpecError(unknown("--dtype", dtype, ["bf16", "fp16"]))
+    if (numbers := {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype_name(options.dtype))) is None:
+        raise SpecError(unknown("--dtype", options.dtype, ["bf16", "fp16"]))
     rows: list[dict[str, Any]] = []
-    for capability in _capabilities(arch):
+    for capability in _capabilities(options.arch):
         name, began = f"sm_{capability[0]}{capability[1]}", time.perf_counter()
-        sources, made = ahead.distinct(_sources(subject, engine, names, numbers, capability)), []
-        with bar(f"compiling for {name}", len(sources), enabled=not as_json) as advance:
+        sources, made = ahead.distinct(_sources(ref, options.engine, names, numbers, capability)), []
+        with bar(f"compiling for {name}", len(sources), enabled=not options.as_json) as advance:
             for binary in ahead.compiled(sources, capability):
                 made.append(binary)
                 advance(1)
@@ -79,8 +84,16 @@ def warm(
                 "seconds": time.perf_counter() - began,
             }
         )
-    if as_json:
-        print_json({"model": model, "schemes": names, "engine": engine, "folder": str(kept.folder()), "rows": rows})
+    if options.as_json:
+        print_json(
+            {
+                "model": options.model,
+                "schemes": names,
+                "engine": options.engine,
+                "folder": str(kept.folder()),
+                "rows": rows,
+            }
+        )
         return
     for r in rows:
         how = f"{r['compiled']} compiled now, {r['kernels'] - r['compiled']} found, in {r['seconds']:.1f} s"
@@ -106,7 +119,7 @@ def _capabilities(arch: str | None) -> list[tuple[int, int]]:
             )
         return sorted(found)
     capabilities = []
-    for name in names_of("--arch", arch):
+    for name in names_in("--arch", arch):
         match = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)", name)
         capability = (int(match[1]), int(match[2])) if match else of_card(name) or (0, 0)
         if capability < (8, 0):
@@ -119,7 +132,7 @@ def _capabilities(arch: str | None) -> list[tuple[int, int]]:
 
 
 def _sources(
-    subject: Subject, engine: str, names: list[str], dtype: torch.dtype, capability: tuple[int, int]
+    ref: ModelRef, engine: str, names: list[str], dtype: torch.dtype, capability: tuple[int, int]
 ) -> Iterator[Source]:
     """What a model launches in schemes.
 
@@ -128,19 +141,21 @@ def _sources(
     """
     from .. import planner, schemes
     from ..geometry import text_config
+    from ..integrations.engine.place import cuda as place
     from ..ops.cuda import ahead
-    from ..spec import CacheSpec, LayerGeometry
+    from ..spec import CacheSpec
 
-    if subject.query_heads is None:
+    if ref.query_heads is None:
         raise UnsupportedError(
             "the configuration has no num_attention_heads, which kernels depend on; let the first call compile"
         )
-    heads, softcap = subject.query_heads, bool(getattr(text_config(subject.config), "attn_logit_softcapping", None))
-    layers = tuple(g for g in subject.layers if isinstance(g, LayerGeometry))
+    heads, softcap = ref.query_heads, bool(getattr(text_config(ref.config), "attn_logit_softcapping", None))
+    layers = ref.layers
     raw_dtype = str(dtype).removeprefix("torch.")
     if engine == "vllm":
+        yield place.source()
         for one in planner.served(names):
-            for layout in dict.fromkeys(planner.vllm_layouts(one, subject.layers, raw_dtype)):
+            for layout in dict.fromkeys(planner.vllm_layouts(one, layers, raw_dtype)):
                 yield from ahead.of_vllm(layout, heads, dtype, softcap, capability)
         return
     for chosen in schemes.expand(names):

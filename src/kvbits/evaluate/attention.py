@@ -18,20 +18,19 @@ layer to layer. Per layer and kv head, over the observed queries:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import DynamicCache
 
+from ..calibrate.observe import watched_attention
 from ..errors import DataError, UnsupportedError
 from ..geometry import stored_at
-from ..integrations.attention import attention
 from ..integrations.huggingface import KVCache
-from ..integrations.masks import mask, passed
+from ..integrations.masks import passed
+from ..model_ref import ModelRef
 
-OBSERVER = "kvbits_measure"
-"""Name of the observing attention in Transformers' registries, while `observe` runs."""
 QUERIES = 64
 """Newest tokens whose attention is compared, by default."""
 SINKS = 4
@@ -60,45 +59,24 @@ def observe(model: Any, ids: torch.Tensor) -> list[LayerInputs]:
     """
     seen: dict[int, LayerInputs] = {}
 
-    def look(
-        module: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        attention_mask: Any,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        **kwargs: Any,
-    ) -> Any:
+    def look(module: Any, query: Any, key: Any, value: Any, given: dict[str, Any]) -> None:
         q, k, v = (x[0].transpose(0, 1).clone() for x in (query, key, value))
-        window = getattr(attention_mask, "arguments", {}).get("local_size")
+        scaling = given.get("scaling")
         seen[module.layer_idx] = LayerInputs(
-            q, k, v, query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"), window
+            q, k, v, query.shape[-1] ** -0.5 if scaling is None else scaling, given.get("softcap"), None
         )
-        return attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
 
-    AttentionInterface.register(OBSERVER, look)
-    AttentionMaskInterface.register(OBSERVER, mask)
-    before = model.config.get_text_config(decoder=True)._attn_implementation
-    try:
-        model.set_attn_implementation(OBSERVER)
-        model(
-            ids[None].to(model.device),
-            **passed(model, DynamicCache(config=model.config)),
-            use_cache=True,
-            logits_to_keep=1,
-        )
-    except ValueError as error:
-        raise UnsupportedError(f"{type(model).__name__} cannot use a custom attention: {error}") from error
-    finally:
-        model.set_attn_implementation(before)
+    cache = DynamicCache(config=model.config)
+    with watched_attention(model, look):
+        model(ids[None].to(model.device), **passed(model, cache), use_cache=True, logits_to_keep=1)
     stored = stored_at(model.config)
     if missing := stored.keys() - seen.keys():
         raise UnsupportedError(
             f"{type(model).__name__}: {len(missing)} of {len(stored)} layers did not pass through the attention"
             " function"
         )
-    return [seen[i] for i in stored]
+    windows = [g.sliding_window for g in ModelRef.of(model).layers]
+    return [replace(seen[i], window=window) for i, window in zip(stored, windows, strict=True)]
 
 
 @torch.no_grad()

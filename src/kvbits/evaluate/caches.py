@@ -23,9 +23,9 @@ import torch
 
 from .. import schemes as presets
 from ..errors import SpecError, UnsupportedError
-from ..geometry import layer_geometries
 from ..integrations.huggingface import KVCache
 from ..integrations.models import scheme_for
+from ..model_ref import ModelRef
 from ..spec import QuantSpec, Scheme, to_dict
 from .simulated import SimulatedCache
 
@@ -132,7 +132,6 @@ def factory(
     name: str | Scheme,
     *,
     calibration: Callable[[Scheme], Calibration] | None = None,
-    backend: str = "auto",
     simulate: bool = False,
     caches: Caches | None = None,
 ) -> CacheFactory:
@@ -140,7 +139,6 @@ def factory(
 
     Args:
         calibration: gives the calibration of a scheme that needs one.
-        backend: for presets, see `KVCache.for_model`.
         simulate: quantize and dequantize into a dense cache instead (see `evaluate.simulated`), named NAME-simulated.
         caches: those from outside.
 
@@ -153,8 +151,8 @@ def factory(
         return _stock(model, name)
     if isinstance(name, str) and caches and name in caches:
         return _from_outside(caches[name](model), name)
-    layers = layer_geometries(model.config)
-    scheme = scheme_for(model, name)
+    ref = ModelRef.of(model)
+    scheme = scheme_for(ref, name)
     found = None
     if scheme.needs_calibration:
         if calibration is None:
@@ -165,11 +163,11 @@ def factory(
         found = calibration(scheme)
 
     def make(batch: int | None, tokens: int | None) -> KVCache:
-        return KVCache.for_model(model, scheme, batch_size=batch, max_tokens=tokens, calibration=found, backend=backend)
+        return KVCache.for_model(model, scheme, batch_size=batch, max_tokens=tokens, calibration=found)
 
     store = make(1, 1).pages
     spec = store.spec
-    head_dims = list(dict.fromkeys(g.head_dim for g in layers))
+    head_dims = list(dict.fromkeys(g.head_dim for g in ref.layers))
     info = {"bits_per_element": spec.bits_per_element, "scheme": to_dict(scheme), "head_dims": head_dims}
     info |= {"calibration": found.info | {"id": found.id}} if found else {}
     if not simulate:

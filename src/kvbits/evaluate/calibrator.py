@@ -6,31 +6,24 @@
                                                  `kvbits calibrate`, whose files last
 
 The text is never one that is evaluated on. `kvbits calibrate`, `check` and `eval` share what is kept of a model
-(`calibrate.kept`) wherever their texts allow it (`kept_of`).
+(`calibrate.kept`) wherever their texts allow it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..calibrate import Calibration, calibrate_all
-from ..calibrate.sampling import Sample, about, windows_of
-from ..errors import CalibrationError, SpecError, UnsupportedError
-from ..geometry import max_context
-from .texts import first_half_of_novel
+from ..calibrate import Calibration, kept
+from ..calibrate.sampling import Sample, about, calibrated
+from ..errors import CalibrationError, SpecError
+from ..model_ref import ModelRef
+from .texts import Text, first_half_of_novel, novel_end
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
-    from ..calibrate.collect import Settings
     from ..spec import Scheme
-    from .texts import Text
-
 
 QUICK, USUAL = Sample(4, 512), Sample(32, 512)
 
@@ -57,59 +50,65 @@ def seen_of(calibration: Calibration, tests: tuple[Text, ...]) -> list[str]:
     return [t.name for t in tests if {t.sha256, t.whole or t.sha256} & seen or t.sha256 in wholes]
 
 
-def beside(texts: tuple[Text, ...], given: Sequence[Calibration], lacking: bool) -> tuple[Text, ...]:
-    """Return the texts to evaluate on, the novel's first half for the novel where its second is calibrated on.
+def chosen_for(
+    model: ModelRef,
+    schemes: Sequence[Scheme],
+    texts: tuple[Text, ...],
+    given: Sequence[Calibration],
+    text: Text | None,
+    *,
+    scored: bool = True,
+    directory: Path | None = None,
+    say: Callable[[str], None] = lambda note: None,
+) -> tuple[tuple[Text, ...], list[Calibration]]:
+    """Choose, before a model is loaded, the texts to evaluate on, and calibrations that are there.
+
+    Where no calibration text is named, what is kept of the model serves the schemes that it fits, if it saw no text
+    that is measured on; and where a scheme is to be calibrated, the novel stands for its first half.
 
     Args:
-        given: calibrations that are used.
-        lacking: a scheme needs a calibration beside these.
+        schemes: that are measured.
+        given: calibrations that were named.
+        text: the calibration text that was named.
+        scored: the texts themselves are measured on.
+        directory: where an earlier run kept its own.
+        say: told which kept calibration is taken.
+
+    Raises:
+        SpecError: a named calibration saw a text that is evaluated on.
     """
-    halved = tuple(map(first_half_of_novel, texts))
-    saw_the_end = any(seen_of(one, texts) and not seen_of(one, halved) for one in given)
-    return halved if lacking or saw_the_end else texts
+    lacking = [s for s in schemes if s.needs_calibration and fitting(given, model.config, s) is None]
+    if text is None:
+        halved = tuple(map(first_half_of_novel, texts))
+        saw_the_end = any(seen_of(one, texts) and not seen_of(one, halved) for one in given)
+        texts = halved if lacking or saw_the_end else texts
+    tests = texts if scored else ()
+    require_other_text(given, tests)
+    own = set() if directory is None else {path.stem for path in directory.glob("*.safetensors")}
+    shared = [] if text else [s for s in lacking if s.name not in own and unshared(s, tests) is None]
+    found = kept.find(model, shared[0]) if shared else None
+    if found is None or seen_of(found, tests):
+        return texts, list(given)
+    say(f"note: {', '.join(s.name for s in shared)}: {origin(found)}")
+    return texts, [*given, found]
 
 
-def unshared(schemes: Sequence[Scheme], tests: tuple[Text, ...]) -> str | None:
+def unshared(scheme: Scheme, tests: tuple[Text, ...]) -> str | None:
     """Explain why the calibration that is kept of a model, or would be made and kept, does not serve.
 
     Args:
-        schemes: that need a calibration.
+        scheme: needs a calibration.
         tests: the texts evaluated on.
 
     Returns:
         A clause, or None where it serves.
     """
-    from ..calibrate import kept
-
-    if other := [s.name for s in schemes if not s.needs_basis_alone]:
-        return f"only calibrations of bases are kept by model, and {', '.join(other)} has more"
+    if not scheme.needs_basis_alone:
+        return f"only calibrations of bases are kept by model, and {scheme.name} has more"
     parts = kept.source().parts
     if seen := [t.name for t in tests if t.sha256 in {sha for p in parts for sha in (p.sha256, p.whole)}]:
         return f"the calibration that is kept of a model is made on texts with {' and '.join(seen)}, evaluated on here"
     return None
-
-
-def kept_of(model: Any, schemes: Sequence[Scheme], tests: tuple[Text, ...]) -> tuple[Calibration | None, str | None]:
-    """Return the calibration that is kept of a loaded model, made where none is, if its texts allow it.
-
-    Args:
-        schemes: that need a calibration.
-        tests: the texts evaluated on.
-
-    Returns:
-        The calibration and None; or None and the reason why this command needs one of its own.
-
-    Raises:
-        CalibrationError: none is kept, and the model's tokenizer is not found.
-    """
-    from ..calibrate import kept
-
-    if (why := unshared(schemes, tests)) is not None:
-        return None, why
-    found = kept.of_model(model, schemes[0])
-    if seen := seen_of(found, tests):
-        return None, f"the calibration kept in {found.path} saw {' and '.join(seen)}, evaluated on here"
-    return found, None
 
 
 def origin(kept: Calibration) -> str:
@@ -127,11 +126,16 @@ class Calibrator:
     """Calibrates the schemes that need it, each once.
 
     Args:
-        text: the calibration text; None refuses schemes that need one.
+        text: the calibration text. None: what is kept of the model serves where its texts allow it, and is made where
+            it is not there; for others the novel's end.
         tests: the texts evaluated on.
         sample: how much of the text is looked at.
         directory: where files are kept and used again if they fit; None keeps calibrations in memory.
         given: calibrations that were made before, taken for the schemes that they fit.
+        say: told which calibration is taken where no text was named, and why.
+
+    Attributes:
+        given: with what was kept of the model, once `prepare` took it.
 
     Raises:
         SpecError: the calibration text, or that of a given calibration, is one of the texts evaluated on.
@@ -147,72 +151,58 @@ class Calibrator:
         sample: Sample = USUAL,
         directory: Path | None = None,
         given: Sequence[Calibration] = (),
+        say: Callable[[str], None] = lambda note: None,
     ) -> None:
         require_other_text(given, tests)
-        self.given = tuple(given)
-        if text is not None and (
-            same := [t.name for t in tests if t.sha256 in {p.sha256 for p in (text, *text.parts)}]
-        ):
+        self.ref, self.tokenizer, self.tests, self.say = ModelRef.of(model), tokenizer, tests, say
+        self.named, self.text = text is not None, text or novel_end()
+        self.given, self.sample, self.directory = tuple(given), sample, directory
+        self._made: dict[Scheme, Calibration] = {}
+        own = {p.sha256 for p in (self.text, *self.text.parts)}
+        if self.named and (same := [t.name for t in tests if t.sha256 in own]):
             raise SpecError(
                 f"--calibration-text is {same[0]!r}, which is evaluated on: its scales would flatter the scheme; give"
                 " another text"
             )
-        self.model, self.tokenizer, self.text, self.sample, self.directory = model, tokenizer, text, sample, directory
-        self._made: dict[Scheme, Calibration] = {}
-
-    def windows(self, schemes: Sequence[Scheme], *, seed: int = 0) -> list[torch.Tensor]:
-        """int64 [windows of a batch, tokens] each: what `schemes` are calibrated on; fewer or shorter where the text is
-        short.
-
-        Raises:
-            DataError: windows longer than the model's positions.
-            UnsupportedError: there is no text.
-        """
-        if self.text is None:
-            raise UnsupportedError(
-                f"scheme {schemes[0].name!r} needs calibration; give --calibration-text FILE or novel, never a text you"
-                " evaluate on"
-            )
-        self.sample.require_positions(max_context(self.model.config))
-        return windows_of(
-            self.tokenizer,
-            self.text,
-            self.sample,
-            seed=seed,
-            batch_size=1 if any("codebook" in s.calibrates for s in schemes) else 4,
-        )
-
-    def measure(
-        self,
-        schemes: Sequence[Scheme],
-        windows: Sequence[torch.Tensor],
-        settings: Settings | None = None,
-        *,
-        resume: str | os.PathLike[str] | None = None,
-    ) -> list[Calibration]:
-        """Make one calibration per scheme, all in one pass over `windows`.
-
-        `resume` is as `calibrate.calibrate` takes it.
-        """
-        assert self.text is not None
-        found = calibrate_all(self.model, windows, schemes, settings, resume=resume, progress=True)
-        for calibration in found:
-            calibration.info.update(about(self.text, self.sample))
-        return found
 
     def prepare(self, schemes: Sequence[Scheme]) -> None:
-        """Calibrate those of `schemes` that need it and are not kept yet, all in one pass over the text."""
+        """Calibrate those of `schemes` that need it and are not kept yet, all in one pass over the text.
+
+        Raises:
+            CalibrationError: a calibration is to be kept of the model, and its tokenizer is not found.
+        """
         missing = [s for s in schemes if s.needs_calibration and self._kept(s) is None]
+        if not self.named:
+            missing = [s for s in missing if not self._share(s)]
         if not missing:
             return
-        windows = self.windows(missing)
-        if self.directory is None:
-            self._made |= dict(zip(missing, self.measure(missing, windows), strict=True))
-            return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        partial = self.directory / f"{hashlib.sha256(repr(missing).encode()).hexdigest()[:8]}.partial"
-        for scheme, found in zip(missing, self.measure(missing, windows, resume=partial), strict=True):
-            found.save(self._path(self.directory, scheme))
+        partial = None
+        if self.directory is not None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            partial = self.directory / f"{hashlib.sha256(repr(missing).encode()).hexdigest()[:8]}.partial"
+        made = calibrated(self.ref.loaded, self.tokenizer, self.text, self.sample, missing, resume=partial)
+        for scheme, found in zip(missing, made, strict=True):
+            if self.directory is None:
+                self._made[scheme] = found
+            else:
+                found.save(self._path(self.directory, scheme))
+
+    def _share(self, scheme: Scheme) -> bool:
+        """Take what is kept of the model for a scheme, if its texts allow it."""
+        if fitting(self.given, self.ref.config, scheme) is not None:
+            return True
+        if (why := unshared(scheme, self.tests)) is None:
+            found = kept.of_model(self.ref, scheme)
+            if not (seen := seen_of(found, self.tests)):
+                self.given += (found,)
+                self.say(f"note: {scheme.name}: {origin(found)}")
+                return True
+            why = f"the calibration kept in {found.path} saw {' and '.join(seen)}, evaluated on here"
+        self.say(
+            f"note: {scheme.name} is calibrated for this alone, on {self.text.name} (--calibration-text names another"
+            f" text): {why}"
+        )
+        return False
 
     def __call__(self, scheme: Scheme) -> Calibration:
         """The calibration of a scheme, made if need be."""
@@ -232,9 +222,9 @@ class Calibrator:
 
     def _kept(self, scheme: Scheme) -> Calibration | None:
         """What was made before: given, made here, or by an earlier run of this text for this model and scheme."""
-        if (own := fitting(self.given, self.model.config, scheme)) is not None:
+        if (own := fitting(self.given, self.ref.config, scheme)) is not None:
             return own
-        if self.directory is None or self.text is None:
+        if self.directory is None:
             return self._made.get(scheme)
         path = self._path(self.directory, scheme)
         if not path.exists():
@@ -242,4 +232,4 @@ class Calibrator:
         found, wanted = Calibration.load(path), about(self.text, self.sample)
         if {k: found.info.get(k) for k in wanted} != wanted:
             return None
-        return found.fitted(self.model.config, scheme)
+        return found.fitted(self.ref.config, scheme)

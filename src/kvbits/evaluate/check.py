@@ -28,48 +28,25 @@ import torch
 from .. import schemes as presets
 from ..cache.explain import ranges
 from ..errors import KvbitsError, KvbitsWarning, SpecError, UnsupportedError, counted
-from ..geometry import layer_geometries, max_context
 from ..integrations.models import scheme_for
+from ..model_ref import ModelRef
 from ..progress import bar
 from ..spec import CacheSpec, LayerGeometry, Override, PerChannel, PerGroup, QuantSpec, Scheme
 from ..units import human_seconds, written_tokens
-from . import MAX_KL, MAX_PPL_CHANGE
 from .attention import QUERIES, LayerInputs, measure, observe, statistics
 from .caches import CacheFactory, base_factory, factory
-from .fidelity import DECODING_CHUNK, Fidelity, compare, read_raw
+from .fidelity import DECODING_CHUNK, Fidelity, compare, read_raw, seconds_per_token
+from .settings import Limits
 
 KEY_OFFSET = 30.0
 """A constant offset of a key channel this many times the median channel's spread: a group that holds it has no code
 left for the others.
 """
 SINK_SHARE = 0.25
-PROBED = 4
-"""Steps of a window that are timed before the work begins."""
 LONG = 4096
 """Tokens of the windows that a verdict on mostly raw ones leads to."""
 MOSTLY_RAW = 0.5
 """Share of what was read in 16 bits from which on a verdict says that longer texts cost more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What passes. Layer limits are means over kv heads; see `evaluate.attention` for the measures.
-
-    On the models this was set with, 8-bit and per-channel 4-bit keys stay at a cosine above 0.996 and a TVD below 0.06,
-    per-token 4-bit keys of models without a key bias at 0.976 and 0.09; layers with a key bias fall to 0.5 and 0.4.
-    """
-
-    logit_cosine: float = 0.95
-    tvd: float = 0.12
-    output_error: float = 0.35
-    saturated: float = 0.005
-    kl: float = MAX_KL
-    ppl_change: float = MAX_PPL_CHANGE
-
-    def __post_init__(self) -> None:
-        for name in ("logit_cosine", "tvd", "output_error", "saturated", "kl", "ppl_change"):
-            if not getattr(self, name) >= 0:
-                raise SpecError(f"limit {name}={getattr(self, name)} must be a number of at least 0")
 
 
 @dataclass(frozen=True)
@@ -192,8 +169,8 @@ def check(
         UnsupportedError: a model whose attention cannot be observed.
     """
     limits = Limits() if limits is None else limits
-    layers = layer_geometries(model.config)
-    chosen = scheme_for(model, scheme)
+    ref = ModelRef.of(model)
+    layers, chosen = ref.layers, scheme_for(ref, scheme)
     require_length(chosen, layers, ids.shape[1])
     tried = factory(model, chosen, calibration=calibration)
     with bar(f"looking into {counted(len(layers), 'layer')}", 4, enabled=progress, even=False) as advance:
@@ -226,7 +203,7 @@ def check(
         notes,
         failures,
         limits,
-        look_further(model, chosen, layers, ids.shape[1], chunk),
+        look_further(ref, chosen, ids.shape[1], chunk),
     )
 
 
@@ -236,21 +213,15 @@ def _estimate(model: Any, ids: torch.Tensor, chunk: int) -> str:
     The first step warms up and is not timed.
     """
     count, length = ids.shape
-    read = min((PROBED + 1) * chunk + 1, length)
-    base = base_factory(model)
-    probed = compare(model, {base.name: base.make(1, read)}, ids[0, :read], first=min(chunk, read - 1), chunk=chunk)
-    timed = probed[base.name]
-    if not timed.num_timed:
-        return f"confirming reads {counted(count, 'window')} of {length:,} tokens, no longer than a step"
-    total = 2 * count * length * timed.seconds / timed.num_timed
+    seconds = seconds_per_token(model, base_factory(model).make(1, length), ids[0], chunk)
     return (
-        f"about {human_seconds(total)}: two caches read {counted(count, 'window')} of {length:,} tokens in steps of"
-        f" {chunk}, at {timed.seconds / timed.num_timed * chunk:.2f} s a step; half as long again where layers fail and"
-        " a remedy is measured"
+        f"about {human_seconds(2 * count * length * seconds)}: two caches read {counted(count, 'window')} of"
+        f" {length:,} tokens in steps of {chunk}, at {seconds * chunk:.2f} s a step; half as long again where layers"
+        " fail and a remedy is measured"
     )
 
 
-def look_further(model: Any, scheme: Scheme, layers: tuple[LayerGeometry, ...], length: int, chunk: int) -> int | None:
+def look_further(model: ModelRef, scheme: Scheme, length: int, chunk: int) -> int | None:
     """Return the tokens of windows that show more of a scheme, or None where these read little in 16 bits.
 
     Args:
@@ -260,11 +231,11 @@ def look_further(model: Any, scheme: Scheme, layers: tuple[LayerGeometry, ...], 
         `LONG`, or as many more as it takes to read less than `MOSTLY_RAW` in 16 bits; fewer where the model has fewer
         positions. None if that is not longer than `length`.
     """
-    spec = CacheSpec(scheme=scheme, layers=layers)
+    spec = CacheSpec(scheme=scheme, layers=model.layers)
     if read_raw(spec, length, chunk=chunk) <= MOSTLY_RAW:
         return None
     wanted = next((n for n in (LONG, 2 * LONG, 4 * LONG) if read_raw(spec, n, chunk=chunk) <= MOSTLY_RAW), 4 * LONG)
-    wanted = min(wanted, max_context(model.config) or wanted)
+    wanted = min(wanted, model.max_context or wanted)
     return wanted if wanted > length else None
 
 
@@ -464,7 +435,7 @@ def _confirm(
     for window in ids:
         caches = {f.name: f.make(1, len(window)) for f in (base, *factories)}
         shares = shares or {f.name: read_raw(caches[f.name].pages.spec, len(window), chunk=chunk) for f in factories}
-        sums = compare(model, caches, window, first=0, chunk=chunk, results=sums, on_tokens=advance)
+        sums = compare(model, caches, window, chunk=chunk, results=sums, on_tokens=advance)
     if sums is None:
         raise KvbitsError("no window to confirm on")
     reference = sums[base.name].perplexity

@@ -21,16 +21,17 @@ import torch
 
 from .. import schemes as presets
 from ..errors import DataError, counted
-from ..geometry import layer_geometries, max_context
+from ..geometry import max_context
 from ..integrations.models import load_model
+from ..model_ref import ModelRef
 from ..spec import CacheSpec, Scheme
 from ..units import human_bytes
 from . import MAX_KL
 from .calibrator import QUICK
 from .fidelity import DECODING_CHUNK
 from .results import read
-from .run import evaluate
-from .tasks import Options
+from .run import Evaluation
+from .settings import Options
 from .texts import Text, novel, novel_end, novel_start, windows
 
 SCHEMES = (presets.RECOMMENDED, "klt4", "klt2")
@@ -62,8 +63,6 @@ def run(
     context: int = 1024,
     new_tokens: int = 32,
     scored: int | None = None,
-    threads: int | None = None,
-    backend: str = "auto",
     progress: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
@@ -91,37 +90,37 @@ def run(
         KvbitsError: unknown scheme, or a model kvbits cannot serve.
     """
     require_context(context, new_tokens)
-    if threads:
-        torch.set_num_threads(threads)
     chosen = presets.expand(schemes)
     began = time.perf_counter()
     lm, tokenizer = load_model(model, "float32" if model is None else "auto")
     say(f"{model or MODEL} loaded in {time.perf_counter() - began:.0f} s")
+    ref = ModelRef.of(lm)
     require_context(context, new_tokens, lambda: lm.config)
-    layers = layer_geometries(lm.config)
+    layers = ref.layers
     named = {presets.for_layers(one, layers).name: one for one in chosen}
     fitted = {name: presets.for_layers(one, layers) for name, one in named.items()}
     specs = {name: CacheSpec(scheme=s, layers=layers) for name, s in fitted.items()}
     raw = CacheSpec(scheme=presets.get("raw"), layers=layers)
     text = novel_start() if any(s.needs_calibration for s in fitted.values()) else Text("novel", novel())
-    most = max_context(lm.config) or WINDOW
+    most = ref.max_context or WINDOW
     accuracy = _windows(2 * min(WINDOW, max(LEAST_WINDOW, context)) if scored is None else scored, most)
     speed = Options(windows=1, chunk=context, context=context, new_tokens=new_tokens)
-    how: dict[str, Any] = {
-        "texts": (text,),
-        "calibration_text": novel_end(),
-        "calibration_sample": QUICK,
-        "backend": backend,
-        "progress": progress,
-    }
     with tempfile.TemporaryDirectory(prefix="kvbits-") as folder:
 
         def measured(task: str, options: Options, which: Sequence[str | Scheme]) -> dict[str, dict[str, Any]]:
             """A task's summaries by cache, and a line about them said."""
             began = time.perf_counter()
-            found = evaluate(
-                lm, tokenizer, name="demo", schemes=which, tasks=(task,), out=Path(folder), options=options, **how
-            )[task]
+            evaluation = Evaluation(
+                name="demo",
+                schemes=which,
+                tasks=(task,),
+                texts=(text,),
+                out=Path(folder),
+                options=options,
+                calibration_text=novel_end(),
+                calibration_sample=QUICK,
+            )
+            found = evaluation.run(lm, tokenizer, progress=progress)[task]
             what, figure = _TOLD[task]
             say(
                 f"{what}: {', '.join(f'{name} {figure(r)}' for name, r in found.items())}"

@@ -31,6 +31,8 @@ LOST = 1.0
 """Nats of KL from which on a prediction is another one: a mean hides few of them."""
 BINS_PER_OCTAVE = 32
 """Resolution of a stored KL histogram: 2.2 % of the value."""
+PROBED = 4
+"""Passes that are timed to say how long a command takes."""
 DRIFT_FROM = 512
 """First position of the first octave that `drift` looks at: before it most of what is read is still raw."""
 
@@ -202,12 +204,24 @@ def histogram_quantile(counts: dict[str, int], q: float) -> float:
 
 
 @torch.no_grad()
+def prefill(
+    model: Any, caches: dict[str, Any], ids: torch.Tensor, chunk: int, on_tokens: Callable[[int], None] = lambda n: None
+) -> None:
+    """Feed ids [batch, num_tokens] to every cache in chunks, and score nothing."""
+    argument = name_for(model)
+    for start in range(0, ids.shape[1], chunk):
+        piece = ids[:, start : start + chunk].to(model.device)
+        for cache in caches.values():
+            model(piece, **{argument: cache}, use_cache=True, logits_to_keep=1)
+        on_tokens(piece.shape[1])
+
+
+@torch.no_grad()
 def compare(
     model: Any,
     caches: dict[str, Any],
     ids: torch.Tensor,
     *,
-    first: int,
     chunk: int,
     results: dict[str, Fidelity] | None = None,
     on_tokens: Callable[[int], None] = lambda n: None,
@@ -215,50 +229,52 @@ def compare(
     """Feed one text through several caches side by side and compare every prediction with the first cache's.
 
     Args:
-        caches: name -> fresh Transformers cache; the first is the reference (a stock 16-bit cache).
-        ids: int64 [num_tokens], or [batch, num_tokens]: texts that are fed together and scored each on its own.
-        first: tokens fed at once before anything is scored; 0 scores from the second token on.
-        chunk: tokens per forward pass after that.
+        caches: name -> Transformers cache, fresh or with what `prefill` fed; the first is the reference (a stock 16-bit
+            cache).
+        ids: int64 [num_tokens], or [batch, num_tokens]: texts that are fed together and scored each on its own, from
+            the second token on.
+        chunk: tokens per forward pass.
         results: earlier results to add to.
         on_tokens: called with the number of tokens (of one text) that were fed to all caches.
 
     Raises:
-        DataError: fewer than two tokens, or nothing left to score.
+        DataError: fewer than two tokens.
     """
-    if ids.ndim not in (1, 2) or ids.shape[-1] < max(first, 1) + 1:
-        raise DataError(
-            f"{tuple(ids.shape)} token ids leave nothing to score after a prefix of {max(first, 1)} tokens; pass a"
-            " longer text"
-        )
+    if ids.ndim not in (1, 2) or ids.shape[-1] < 2:
+        raise DataError(f"{tuple(ids.shape)} token ids leave nothing to score; pass a longer text")
     ids = (ids if ids.ndim == 2 else ids[None]).to(model.device)
     length, argument = ids.shape[1], name_for(model)
     results = {name: Fidelity() for name in caches} if results is None else results
-    starts = [0, *range(first, length - 1, chunk)] if first else [*range(0, length - 1, chunk)]
-    for start in starts:
-        prefix = bool(first) and start == 0
-        end = first if prefix else min(start + chunk, length - 1)  # nothing comes after the last token
-        targets = ids[:, end : end + 1] if prefix else ids[:, start + 1 : end + 1]
+    for start in range(0, length - 1, chunk):
+        end = min(start + chunk, length - 1)  # nothing comes after the last token
+        targets = ids[:, start + 1 : end + 1]
         reference = p_reference = None
         for name, cache in caches.items():
-            began = _now(model)
-            logits = model(
-                ids[:, start:end], **{argument: cache}, use_cache=True, logits_to_keep=targets.shape[1]
-            ).logits
-            if not prefix:
-                results[name].seconds += _now(model) - began
-                results[name].num_timed += (end - start) * len(ids)
+            result, began = results[name], _now(model)
+            logits = model(ids[:, start:end], **{argument: cache}, use_cache=True, logits_to_keep=end - start).logits
+            result.seconds += _now(model) - began
+            result.num_timed += targets.numel()
             log_p = torch.log_softmax(logits.flatten(0, 1).float(), -1)
             if reference is None or p_reference is None:
                 reference, p_reference = log_p, log_p.exp()
-            _score(results[name], log_p, reference, p_reference, targets.flatten())
-            n = results[name].num_texts
-            results[name].places += [
-                (n + row, p) for row in range(len(ids)) for p in range(end + 1 - targets.shape[1], end + 1)
-            ]
+            _score(result, log_p, reference, p_reference, targets.flatten())
+            n = result.num_texts
+            result.places += [(n + row, p) for row in range(len(ids)) for p in range(start + 1, end + 1)]
         on_tokens(end - start)
     for result in results.values():
         result.num_texts += len(ids)
     return results
+
+
+def seconds_per_token(model: Any, cache: Any, ids: torch.Tensor, chunk: int) -> float:
+    """Time passes of a text [num_tokens] of at least two through a fresh cache, at most `PROBED` of them behind one
+    that warms up.
+    """
+    ids = ids[: (PROBED + 1) * chunk + 1]
+    first = min(chunk, len(ids) - 2)
+    prefill(model, {"": cache}, ids[None, :first], chunk)
+    timed = compare(model, {"": cache}, ids[first:], chunk=chunk)[""]
+    return timed.seconds / timed.num_timed
 
 
 def read_raw(spec: CacheSpec, length: int, *, chunk: int, start: int = 0, since: int = 0) -> float:

@@ -74,7 +74,8 @@ class Goal:
             named = [name for name, x in given.items() if x is not None]
             raise SpecError(
                 "two of memory, context and a largest KL make the third, and"
-                f" {named[0] + ' alone was' if named else 'none was'} given"
+                f" {named[0] + ' alone was' if named else 'none was'} given; give --memory or --gpu-memory, --context,"
+                " --max-kl, two of them"
             )
         if self.max_kl is not None and not self.max_kl > 0:
             raise SpecError(f"a largest KL of {self.max_kl} nats: it must be above 0; 0.005 is hardly seen, 0.05 is")

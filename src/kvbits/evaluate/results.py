@@ -74,10 +74,10 @@ def new_run(device: Any) -> dict[str, Any]:
 
 
 class ResultFile:
-    """One scheme's results of one task on one model.
+    """One scheme's results of one task on one model, or what `kvbits fit` measured.
 
     Args:
-        path: the JSON file; read if it exists.
+        path: the JSON file; read if it exists. None keeps results in memory.
         header: task, scheme, kind, info, settings, model.
         run: the record of the run that adds items, see `new_run`.
         overwrite: begin anew where the file has other settings or was trimmed for keeping, instead of refusing.
@@ -87,12 +87,14 @@ class ResultFile:
         SpecError: see `require_same`.
     """
 
-    def __init__(self, path: Path, header: dict[str, Any], run: dict[str, Any], *, overwrite: bool = False) -> None:
+    def __init__(
+        self, path: Path | None, header: dict[str, Any], run: dict[str, Any], *, overwrite: bool = False
+    ) -> None:
         self.path, self.run = path, run | {"seconds": 0.0}
         self.data: dict[str, Any] = (
             {"format": FORMAT, "version": VERSION} | header | {"runs": {}, "items": {}, "summary": {}}
         )
-        if path.exists():
+        if path is not None and path.exists():
             old = read(path) if overwrite else require_same(path, {k: header[k] for k in ("settings", "model")})
             if old is not None and not old.get("trimmed") and not different(header, old):
                 self.data |= {"runs": old["runs"], "items": old["items"], "summary": old["summary"]}
@@ -117,6 +119,8 @@ class ResultFile:
             name: r for name, r in (self.data["runs"] | {self.run["id"]: self.run}).items() if name in used
         }
         self.data["summary"] = summary
+        if self.path is None:
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with whole(self.path) as partial:
             partial.write_text(dumps(self.data) + "\n")

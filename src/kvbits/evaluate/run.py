@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,136 +19,158 @@ from .. import schemes as presets
 from ..calibrate import Calibration
 from ..calibrate.sampling import Sample
 from ..errors import UnsupportedError
-from ..geometry import layer_geometries
+from ..model_ref import ModelRef
 from ..progress import bar
-from ..spec import CacheSpec, LayerGeometry, Scheme, to_dict
+from ..spec import CacheSpec, Scheme, to_dict
 from .caches import CacheFactory, Caches, base_factory, expand, factory, is_ours, sides
 from .calibrator import USUAL, Calibrator, fitting, require_other_text
 from .results import ResultFile, model_facts, new_run, require_same
-from .tasks import Context, Options, Task, load, scored_texts
+from .settings import Options
+from .tasks import Context, Task, load, scored_texts
 from .texts import Text
 
 
-def evaluate(
-    model: Any,
-    tokenizer: Any,
-    *,
-    name: str,
-    schemes: Sequence[str | Scheme],
-    tasks: Sequence[str],
-    texts: tuple[Text, ...],
-    out: Path,
-    options: Options | None = None,
-    calibration_text: Text | None = None,
-    calibration_sample: Sample = USUAL,
-    calibrations: Sequence[Calibration] = (),
-    backend: str = "auto",
-    caches: Caches | None = None,
-    simulate: bool = False,
-    alone: bool = False,
-    overwrite: bool = False,
-    progress: bool = True,
-    on_skip: Callable[[str], None] = lambda message: None,
-    say: Callable[[str], None] = lambda message: None,
-) -> dict[str, dict[str, dict[str, Any]]]:
-    """Measure caches on a loaded model.
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Caches and tasks on one model.
 
-    Args:
-        model, tokenizer: from `load_model`.
+    Attributes:
         name: what results call the model.
         schemes: preset names, stock caches, `all`, `stock`, files of schemes, schemes of your own (see
             `schemes.expand`), names of `caches`.
         tasks: task names, see `tasks.TASKS`.
         texts: texts of the text tasks.
         out: results go to OUT/NAME/TASK/SCHEME.json.
-        calibration_text, calibration_sample: for schemes that need one.
+        calibration_text, calibration_sample: for schemes that need one; see `Calibrator`.
         calibrations: made before, for the schemes that they fit; results say which.
-        backend: for presets and schemes of your own, see `KVCache.for_model`.
         caches: caches from outside, such as `caches.read_caches` returns; measured where `schemes` names them.
         simulate: measure presets also as a dense cache simulates them (see `evaluate.simulated`); `kvbits report`
             leaves such results out.
         alone: measure presets also with raw values, and with raw keys (see `caches.sides`).
-        say: told how much of each task is there already.
-        on_skip: told about stock caches and `caches` that this model cannot have, and schemes that cannot be
-            simulated; a preset that cannot serve is an error.
-
-    Returns:
-        task -> cache name -> summary, the base first.
-
-    Raises:
-        SpecError: unknown names, or results of other settings in `out`.
-        DataError: a text too short.
-        UnsupportedError: a model kvbits cannot serve.
+        overwrite: begin anew where results are of other settings, instead of refusing.
     """
-    options = Options() if options is None else options
-    random.seed(options.seed)
-    torch.manual_seed(options.seed)
-    home = home_of(out, name, str(model.dtype), model.config)
-    facts = model_facts(model, name)
-    tests = scored_texts(tasks, texts)
-    calibrator = Calibrator(
-        model,
-        tokenizer,
-        calibration_text,
-        tests=tests,
-        sample=calibration_sample,
-        directory=home / "calibration",
-        given=calibrations,
-    )
-    caches = caches or {}
-    chosen = _wanted(schemes, caches, layer_geometries(model.config), alone)
-    factories = _factories(model, chosen, caches, calibrator, backend, simulate, on_skip)
-    context = Context(model, tokenizer, texts, options)
-    run = new_run(model.device)
-    return {
-        task: _run(load(task)(context), factories, home, facts, run, calibrations, overwrite, progress, say)
-        for task in tasks
-    }
 
+    name: str
+    schemes: Sequence[str | Scheme]
+    tasks: Sequence[str]
+    texts: tuple[Text, ...]
+    out: Path
+    options: Options = field(default_factory=Options)
+    calibration_text: Text | None = None
+    calibration_sample: Sample = USUAL
+    calibrations: Sequence[Calibration] = ()
+    caches: Caches = field(default_factory=dict)
+    simulate: bool = False
+    alone: bool = False
+    overwrite: bool = False
 
-def require_possible(
-    config: Any,
-    tokenizer: Any,
-    *,
-    name: str,
-    dtype: str,
-    schemes: Sequence[str | Scheme],
-    tasks: Sequence[str],
-    texts: tuple[Text, ...],
-    out: Path,
-    options: Options,
-    caches: Caches | None = None,
-    alone: bool = False,
-    overwrite: bool = False,
-    calibrations: Sequence[Calibration] = (),
-) -> None:
-    """Refuse what `evaluate` would refuse once the model is loaded, as far as its configuration and tokenizer tell:
-    schemes that do not fit, texts too short, windows too long, data files, results of other settings.
+    @property
+    def tests(self) -> tuple[Text, ...]:
+        """The texts that are measured on, which nothing may be calibrated on."""
+        return scored_texts(self.tasks, self.texts)
 
-    Args:
-        dtype: that the model will have; "auto" for its configuration's.
+    def wanted(self, model: ModelRef) -> list[str | Scheme]:
+        """What is measured: names written out, and the two sides of each scheme of ours."""
+        found = expand(self.schemes, self.caches)
+        ours = [one for one in found if self.alone and is_ours(one, self.caches)]
+        return found + [side for one in ours for side in sides(presets.for_layers(one, model.layers))]
 
-    Raises:
-        SpecError, DataError, UnsupportedError: as `evaluate`.
-    """
-    layers = layer_geometries(config)
-    caches = caches or {}
-    wanted = _wanted(schemes, caches, layers, alone)
-    chosen = [presets.for_layers(given, layers) for given in wanted if is_ours(given, caches)]
-    for scheme in chosen:
-        CacheSpec(scheme=scheme, layers=layers)
-    require_other_text(calibrations, scored_texts(tasks, texts))
-    for file in calibrations:
-        if not any(file.fits(config, scheme) for scheme in chosen):
-            needing = [s for s in chosen if s.needs_calibration] or chosen
-            file.fitted(config, next((s for s in needing if s.name == file.info.get("scheme")), needing[0]))
-    home = home_of(out, name, dtype, config)
-    for task in (load(one)(Context(None, tokenizer, texts, options, config)) for one in tasks):
-        for one in [] if overwrite else [None, *chosen]:
-            names = ("16-bit", "32-bit") if one is None else (one.name, f"{one.name}-simulated")
-            for path in (home / task.name / f"{n}.json" for n in names):
-                given = None if one is None else fitting(calibrations, config, one)
-                require_same(path, {"settings": task.settings | _own(one, given)})
+    def ours(self, model: ModelRef) -> list[Scheme]:
+        """The schemes of ours among these, fitted to the model."""
+        return [presets.for_layers(one, model.layers) for one in self.wanted(model) if is_ours(one, self.caches)]
+
+    def require_possible(self, model: ModelRef, tokenizer: Any, dtype: str) -> None:
+        """Refuse what `run` would refuse once the model is loaded, as far as its configuration and tokenizer tell:
+        schemes that do not fit, texts too short, windows too long, data files, results of other settings.
+
+        Args:
+            dtype: that the model will have; "auto" for its configuration's.
+
+        Raises:
+            SpecError, DataError, UnsupportedError: as `run`.
+        """
+        chosen, config = self.ours(model), model.config
+        for scheme in chosen:
+            CacheSpec(scheme=scheme, layers=model.layers)
+        require_other_text(self.calibrations, self.tests)
+        for file in self.calibrations:
+            if not any(file.fits(config, scheme) for scheme in chosen):
+                needing = [s for s in chosen if s.needs_calibration] or chosen
+                file.fitted(config, next((s for s in needing if s.name == file.info.get("scheme")), needing[0]))
+        home = home_of(self.out, self.name, dtype, config)
+        for task in (load(one)(Context(model, tokenizer, self.texts, self.options)) for one in self.tasks):
+            for one in [] if self.overwrite else [None, *chosen]:
+                names = ("16-bit", "32-bit") if one is None else (one.name, f"{one.name}-simulated")
+                for path in (home / task.name / f"{n}.json" for n in names):
+                    given = None if one is None else fitting(self.calibrations, config, one)
+                    require_same(path, {"settings": task.settings | _own(one, given)})
+
+    def run(
+        self, model: Any, tokenizer: Any, *, progress: bool = True, say: Callable[[str], None] = lambda message: None
+    ) -> dict[str, dict[str, dict[str, Any]]]:
+        """Measure on a loaded model.
+
+        Args:
+            model, tokenizer: from `load_model`.
+            say: told how much of each task is there already, which calibrations are taken, and which stock caches and
+                `caches` this model cannot have, or schemes cannot be simulated; a preset that cannot serve is an error.
+
+        Returns:
+            task -> cache name -> summary, the base first.
+
+        Raises:
+            SpecError: unknown names, or results of other settings in `out`.
+            DataError: a text too short.
+            UnsupportedError: a model kvbits cannot serve.
+        """
+        random.seed(self.options.seed)
+        torch.manual_seed(self.options.seed)
+        ref = ModelRef.of(model)
+        home, facts = home_of(self.out, self.name, str(model.dtype), model.config), model_facts(model, self.name)
+        calibrator = Calibrator(
+            model,
+            tokenizer,
+            self.calibration_text,
+            tests=self.tests,
+            sample=self.calibration_sample,
+            directory=home / "calibration",
+            given=self.calibrations,
+            say=say,
+        )
+        factories = self._factories(ref, calibrator, say)
+        context, run, found = Context(ref, tokenizer, self.texts, self.options), new_run(model.device), {}
+        for task in (load(one)(context) for one in self.tasks):
+            files = {}
+            for f in factories:
+                own = None if f.scheme is None else fitting(calibrator.given, model.config, f.scheme)
+                header = {
+                    "task": task.name,
+                    "scheme": f.name,
+                    "kind": f.kind,
+                    "info": f.info,
+                    "settings": task.settings | _own(f.scheme, own),
+                    "model": facts,
+                }
+                path = home / task.name / f"{f.name}.json"
+                files[f.name] = ResultFile(path, header, run, overwrite=self.overwrite)
+            found[task.name] = _run(task, factories, files, f"{self.name}: {task.name}", progress, say)
+        return found
+
+    def _factories(self, model: ModelRef, calibrator: Calibrator, say: Callable[[str], None]) -> list[CacheFactory]:
+        """The base and every cache of `schemes`, calibrated in one pass."""
+        calibrator.prepare(self.ours(model))
+        found = [base_factory(model.loaded)]
+        for wanted in self.wanted(model):
+            ours = is_ours(wanted, self.caches)
+            for simulated in (False, True) if self.simulate and ours else (False,):
+                try:
+                    one = factory(model.loaded, wanted, calibration=calibrator, simulate=simulated, caches=self.caches)
+                    found.append(one)
+                except UnsupportedError as error:
+                    if ours and not simulated:
+                        raise
+                    say(f"left out: {error}")
+        return found
 
 
 def home_of(out: Path, name: str, dtype: str, config: Any) -> Path:
@@ -156,87 +179,35 @@ def home_of(out: Path, name: str, dtype: str, config: Any) -> Path:
     return out / (name if kind == "bfloat16" else f"{name}-{kind}")
 
 
-def _wanted(
-    schemes: Sequence[str | Scheme], caches: Caches, layers: tuple[LayerGeometry, ...], alone: bool
-) -> list[str | Scheme]:
-    """Return what is measured: names written out, and the two sides of each scheme of ours."""
-    found = expand(schemes, caches)
-    ours = [one for one in found if alone and is_ours(one, caches)]
-    return found + [side for one in ours for side in sides(presets.for_layers(one, layers))]
-
-
-def _factories(
-    model: Any,
-    schemes: list[str | Scheme],
-    caches: Caches,
-    calibrator: Calibrator,
-    backend: str,
-    simulate: bool,
-    on_skip: Callable[[str], None],
-) -> list[CacheFactory]:
-    """The base and every cache of `schemes`, calibrated in one pass."""
-    layers = layer_geometries(model.config)
-    calibrator.prepare([presets.for_layers(one, layers) for one in schemes if is_ours(one, caches)])
-    found = [base_factory(model)]
-    for wanted in schemes:
-        ours = is_ours(wanted, caches)
-        for simulated in (False, True) if simulate and ours else (False,):
-            try:
-                found.append(
-                    factory(model, wanted, calibration=calibrator, backend=backend, simulate=simulated, caches=caches)
-                )
-            except UnsupportedError as error:
-                if ours and not simulated:
-                    raise
-                on_skip(str(error))
-    return found
-
-
 def _run(
     task: Task,
     factories: list[CacheFactory],
-    home: Path,
-    facts: dict[str, Any],
-    run: dict[str, Any],
-    given: Sequence[Calibration],
-    overwrite: bool,
+    files: dict[str, ResultFile],
+    what: str,
     progress: bool,
     say: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
-    model = task.context.model
-    files = {}
-    for f in factories:
-        own = None if f.scheme is None else fitting(given, model.config, f.scheme)
-        header = {
-            "task": task.name,
-            "scheme": f.name,
-            "kind": f.kind,
-            "info": f.info,
-            "settings": task.settings | _own(f.scheme, own),
-            "model": facts,
-        }
-        files[f.name] = ResultFile(home / task.name / f"{f.name}.json", header, run, overwrite=overwrite)
+    """Run the items of a task that files lack.
+
+    Args:
+        what: names model and task in messages.
+    """
     base = factories[0]
     task.kept = files[base.name].items
     for name, file in files.items():
         if old := [key for key, record in file.items.items() if not task.pairs(record, task.kept.get(key))]:
-            say(
-                f"{facts['name']}: {task.name}: {name} is measured anew where its items are not of what {base.name}"
-                f" has: {', '.join(old)}"
-            )
+            say(f"{what}: {name} is measured anew where its items are not of what {base.name} has: {', '.join(old)}")
             for key in old:
                 del file.items[key]
     keys = task.item_keys()
     todo = {key: [f for f in factories if key not in files[f.name].items] for key in keys}
     missing, every = sum(map(len, todo.values())), len(keys) * len(factories)
     if missing < every:
-        say(f"{facts['name']}: {task.name}: {every - missing:,} of {every:,} items are there already")
+        say(f"{what}: {every - missing:,} of {every:,} items are there already")
     if task.relative:  # the others need the base beside them
         todo = {key: [base, *(f for f in fs if f is not base)] if fs else [] for key, fs in todo.items()}
     total = sum(task.size(key) * len(fs) for key, fs in todo.items())
-    with bar(
-        f"{facts['name']}: {task.name}, {len(factories)} caches", total, enabled=progress and total > 0
-    ) as advance:
+    with bar(f"{what}, {len(factories)} caches", total, enabled=progress and total > 0) as advance:
         for batch, fs in _batches(task, todo):
             began = time.perf_counter()
             records = task.run_batch(batch, {f.name: f for f in fs}, advance)

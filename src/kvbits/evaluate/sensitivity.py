@@ -1,5 +1,5 @@
 """What a layer's keys or values cost in few bits, alone and together: formats to choose from, measurements on the real
-packed cache, a file that keeps them.
+packed cache.
 
 A layer alone is measured on one chunk of tokens after a prefix, which is computed once and put into every cache as it
 is: only that layer's keys, or its values, are packed, all others stay raw. So one trial costs the forward pass of a
@@ -9,31 +9,26 @@ chunk. Whole caches are measured as `kvbits eval` does (`fidelity.compare`).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import runs
 from .. import schemes as presets
 from ..calibrate import Calibration
-from ..calibrate.calibration import fingerprint
-from ..calibrate.moments import for_widths
-from ..errors import FileFormatError, SpecError, counted
-from ..files import to_json, whole
-from ..geometry import layer_geometries
+from ..errors import SpecError, counted
 from ..integrations.huggingface import KVCache
 from ..integrations.masks import passed
+from ..model_ref import ModelRef
 from ..progress import bar
 from ..spec import LayerGeometry, Override, PerChannel, PerGroup, QuantSpec, Scheme, to_dict
 from .attention import observe
 from .caches import base_factory
-from .fidelity import Fidelity, compare, divergence
+from .fidelity import Fidelity, compare, divergence, seconds_per_token
+from .results import ResultFile
 
 SIDES = ("key", "value")
 RAW = 16
@@ -114,73 +109,14 @@ def fill_in(measured: dict[int, float], widths: Sequence[int]) -> dict[int, floa
     return found
 
 
-class State:
-    """Measurements by name, kept in a file after each with the run that made it (see `kvbits.runs`), so that a run that
-    stops goes on.
-
-    Args:
-        path: None keeps them in memory only.
-        header: what they depend on; a file of another is refused.
-
-    Raises:
-        FileFormatError: a file that is not ours, or is damaged.
-        SpecError: a file of another model, text or settings, naming what differs.
-    """
-
-    FORMAT = "kvbits-fit"
-
-    def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
-        self.path, self.header = path, json.loads(json.dumps(header))
-        self.found: dict[str, float] = {}
-        self._runs: dict[str, Any] = {}
-        self._made_by: dict[str, str] = {}
-        if path is None or not path.exists():
-            return
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            if data["format"] != self.FORMAT or not all(
-                isinstance(x["value"], float | int) and x["run"] in data["runs"] for x in data["found"].values()
-            ):
-                raise ValueError("not measurements of `kvbits fit`")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-            raise FileFormatError(f"cannot go on from {path}: {e!r}; remove it, or give another --out") from e
-        theirs = data.get("header", {})
-        if differs := [
-            f"{k} is {v!r} here and {theirs.get(k)!r} there" for k, v in self.header.items() if theirs.get(k) != v
-        ]:
-            raise SpecError(
-                f"{path} holds measurements of something else: {'; '.join(differs[:3])}; remove it, or give another"
-                " --out"
-            )
-        self.found = {name: x["value"] for name, x in data["found"].items()}
-        self._runs, self._made_by = data["runs"], {name: x["run"] for name, x in data["found"].items()}
-
-    @functools.cached_property
-    def _run(self) -> dict[str, Any]:
-        return runs.record()
-
-    def put(self, name: str, value: float) -> None:
-        self.found[name] = value
-        if self.path is not None:
-            self._runs[self._run["id"]], self._made_by[name] = self._run, self._run["id"]
-            found = {name: {"value": value, "run": self._made_by[name]} for name, value in self.found.items()}
-            with whole(self.path) as partial:
-                partial.write_text(
-                    to_json(
-                        {"format": self.FORMAT, "header": self.header, "runs": self._runs, "found": found}, indent=0
-                    )
-                    + "\n"
-                )
-
-
 class Bench:
     """Measures schemes on a loaded model, each once.
 
     Args:
         probes: int64 [windows, tokens]: single layers are measured on the last `SCORED` tokens of each.
         wholes: int64 [windows, tokens]: whole caches are measured on these, in chunks of `SCORED`.
-        bases: per layer what keys in a calibrated basis need (`Calibration.static` of `klt4`), or None.
-        state: where measurements are kept.
+        bases: a calibration for `klt4`, of which keys of all widths take theirs; or None.
+        state: where measurements are kept, so that a run that stops goes on.
     """
 
     def __init__(
@@ -188,8 +124,8 @@ class Bench:
         model: Any,
         probes: torch.Tensor,
         wholes: torch.Tensor,
-        bases: list[dict[str, torch.Tensor]] | None,
-        state: State,
+        bases: Calibration | None,
+        state: ResultFile,
     ) -> None:
         self.model, self.probes, self.wholes, self.bases, self.state = (
             model,
@@ -198,38 +134,26 @@ class Bench:
             bases,
             state,
         )
-        self.layers = layer_geometries(model.config)
-        self._bases: dict[tuple[int, tuple[int, ...]], dict[str, torch.Tensor]] = {}
+        self.layers = ModelRef.of(model).layers
         self._prefix: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._reference: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def calibration(self, scheme: Scheme) -> Calibration | None:
-        """What the scheme needs of `bases`, or None."""
+        """What the scheme takes of `bases`, or None."""
         if not scheme.needs_calibration:
             return None
         if self.bases is None:
             raise SpecError(f"scheme {scheme.name!r} needs a calibration, and none was made")
-        specs = [scheme.for_layer(i, len(self.layers))[0] for i in range(len(self.layers))]
-        static = [self._basis(layer, key) if "basis" in key.calibrates else {} for layer, key in enumerate(specs)]
-        return Calibration(static, fingerprint(self.model.config, scheme), {"scheme": scheme.name})
-
-    def _basis(self, layer: int, key: QuantSpec) -> dict[str, torch.Tensor]:
-        assert self.bases is not None
-        if (layer, key.bands) not in self._bases:
-            made_for = presets.get("klt4", head_dim=math.gcd(*(g.head_dim for g in self.layers))).key
-            self._bases[layer, key.bands] = self.bases[layer] | {
-                "k_basis": for_widths(self.bases[layer]["k_basis"], made_for, key)
-            }
-        return self._bases[layer, key.bands]
+        return self.bases.fitted(self.model.config, scheme)
 
     def has_alone(self, layer: int, side: str, width: int) -> bool:
         """Whether `alone` was measured before."""
-        return f"layer {layer} {side} {width}" in self.state.found
+        return f"layer {layer} {side} {width}" in self.state.items
 
     def alone(self, layer: int, side: str, width: int, spec: QuantSpec) -> float:
         """KL of one layer's keys or values in a format, all others raw; nats."""
         name = f"layer {layer} {side} {width}"
-        if name not in self.state.found:
+        if name not in self.state.items:
             raw = QuantSpec.raw()
             key, value = (spec, raw) if side == "key" else (raw, spec)
             trial = Scheme(
@@ -239,8 +163,12 @@ class Bench:
                 num_sink_tokens=4,
                 overrides=(Override(layers=(layer,), key=key, value=value),),
             )
-            self.state.put(name, self._probe(trial))
-        return self.state.found[name]
+            self._put(name, self._probe(trial))
+        return float(self.state.items[name]["value"])
+
+    def _put(self, name: str, value: float) -> None:
+        self.state.add(name, {"value": value})
+        self.state.write(0.0, {})
 
     @torch.no_grad()
     def _probe(self, scheme: Scheme) -> float:
@@ -268,7 +196,7 @@ class Bench:
 
         One pass of the 16-bit cache for all of them.
         """
-        missing = [s for s in dict.fromkeys(schemes) if self._name(s) not in self.state.found]
+        missing = [s for s in dict.fromkeys(schemes) if self._name(s) not in self.state.items]
         if missing:
             base = base_factory(self.model)
             sums = {name: Fidelity() for name in (base.name, *map(self._name, missing))}
@@ -279,24 +207,15 @@ class Bench:
                         caches[self._name(s)] = KVCache.for_model(
                             self.model, s, batch_size=1, max_tokens=len(window), calibration=self.calibration(s)
                         )
-                    compare(self.model, caches, window, first=0, chunk=SCORED, results=sums, on_tokens=advance)
+                    compare(self.model, caches, window, chunk=SCORED, results=sums, on_tokens=advance)
             for s in missing:
-                self.state.put(self._name(s), sums[self._name(s)].kl_mean)
-        return [self.state.found[self._name(s)] for s in schemes]
+                self._put(self._name(s), sums[self._name(s)].kl_mean)
+        return [float(self.state.items[self._name(s)]["value"]) for s in schemes]
 
     def seconds_of_whole(self) -> float:
         """Estimate the seconds of one whole cache from the model's own cache on the first steps of a window."""
-        read = min(2 * SCORED + 1, self.wholes.shape[1])
-        base = base_factory(self.model)
-        steps = compare(
-            self.model,
-            {base.name: base.make(1, read)},
-            self.wholes[0, :read],
-            first=min(SCORED, read - 1),
-            chunk=SCORED,
-        )
-        timed = steps[base.name]
-        return timed.seconds / max(1, timed.num_timed) * self.wholes.numel()
+        cache = base_factory(self.model).make(1, self.wholes.shape[1])
+        return seconds_per_token(self.model, cache, self.wholes[0], SCORED) * self.wholes.numel()
 
     @staticmethod
     def _name(scheme: Scheme) -> str:

@@ -23,8 +23,9 @@ from .. import schemes
 from ..cache.pool import allocate_slab
 from ..errors import DataError
 from ..ops import dispatch
-from ..ops.reference import attend as reference
-from ..ops.types import AttendCall, PageStore, PageTable, Part
+from ..ops.attend import plan
+from ..ops.reference.attend import exact
+from ..ops.types import PageStore, Table
 from ..quant.banded import steps
 from ..quant.basis import completed
 from ..spec import PageLayout
@@ -121,45 +122,43 @@ def packed(name: str, shape: Shape, device: torch.device) -> Candidate:
         )
         for _ in "kv"
     )
-    closing = dispatch.choose("close_pages", k, store)
+    closing = dispatch.choose("close", k, store)
     for first in range(0, pages, CLOSED_AT_ONCE):
         ids = np.random.permutation(np.arange(first, min(first + CLOSED_AT_ONCE, pages)))
         closing.run(k[: len(ids)], v[: len(ids)], store, ids, starts=ids % per * scheme.page_size)
     for layer in slab[1:]:
         layer.copy_(slab[0])
-    table = PageTable(
-        np.arange(shape.batch + 1, dtype=np.int64) * per,
-        np.arange(pages, dtype=np.int64),
-        np.tile(np.arange(per, dtype=np.int64) * scheme.page_size, shape.batch),
-        np.full(pages, scheme.page_size, np.int32),
-    )
-    calls = [AttendCall((Part(PageStore(layout, (layer,), static), table),), shape.head_dim**-0.5) for layer in slab]
     q = torch.randn(shape.batch, shape.queries, shape.query_heads, shape.head_dim, device=device, dtype=torch.bfloat16)
-    positions = (per * scheme.page_size + torch.arange(shape.queries)).expand(shape.batch, -1).contiguous()
-    choice = dispatch.choose("attend_pages", q, calls[0])
-    if choice.plan is None:
-        attend: Callable[[int], Any] = lambda turn: choice.run(q, calls[turn % layers], positions)  # noqa: E731
-    else:
-        plan = choice.plan(
-            calls[0],
-            shape.query_heads,
-            q.dtype,
-            device,
-            num_queries=shape.queries,
-            layer_strides=(nbytes,),
-            history_only=True,
-        )
-        options = {"static": [static]} if static else {}
-        plan.q_positions.copy_(positions)
-        attend = lambda turn: plan.run(q, layer=turn % layers, **options)  # noqa: E731
-    want, _ = reference.attend(q[:, -16:], calls[0], positions[:, -16:], torch.float64)
-    error = float((attend(0)[0][:, -16:].double() - want).norm() / want.norm())
+    attention = plan(
+        [layout],
+        batch_size=shape.batch,
+        num_q_heads=shape.query_heads,
+        dtype=q.dtype,
+        device=device,
+        num_queries=shape.queries,
+        past_only=True,
+        may_wait=True,
+    )
+    stores = [PageStore(layout, (layer,), static) for layer in slab]
+    for i, its in enumerate(stores):
+        attention.bind(i, [its])
+    held = per * scheme.page_size
+    where = torch.device("cpu") if attention.reads_host else device
+    table = Table(
+        torch.arange(pages, dtype=torch.int32, device=where).view(shape.batch, per),
+        torch.full((shape.batch,), held, dtype=torch.int32, device=where),
+    )
+    positions = torch.arange(held, held + shape.queries, dtype=torch.int32, device=where).repeat(shape.batch, 1)
+    attention.update([table], positions=positions)
+    attend = lambda turn: attention.run(q, turn % layers)  # noqa: E731
+    want, _ = exact(q[:, -16:], stores[:1], [table], positions=positions[:, -16:])
+    error = float((attend(0)[:, -16:].double() - want).norm() / want.norm())
     if not error <= (most := MOST_ERROR[device.type]):
         raise DataError(
-            f"{name}, {shape}, by {choice.backend}: relative error {error:.2e} against float64, above {most:g}; please"
-            " report it"
+            f"{name}, {shape}, by {attention.choice.backend}: relative error {error:.2e} against float64, above"
+            f" {most:g}; please report it"
         )
-    return Candidate(name, attend, layers, nbytes, error, choice.backend)
+    return Candidate(name, attend, layers, nbytes, error, attention.choice.backend)
 
 
 def torchs(shape: Shape, device: torch.device, say: Callable[[str], None]) -> Iterator[Candidate]:

@@ -25,6 +25,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from .. import schemes
+from ..cache import capacity
 from ..cache.explain import Explanation
 from ..cache.paged_cache import PagedCache
 from ..errors import (
@@ -38,8 +39,11 @@ from ..errors import (
     UnsupportedError,
     counted,
 )
-from ..geometry import CROSS, layer_geometries, layer_places, text_config
+from ..geometry import CROSS, layer_places, text_config
+from ..model_ref import ModelRef
 from ..ops import decode
+from ..planner import RESERVE
+from ..progress import say
 from ..spec import MOST_TOKENS, CacheSpec, Scheme, whole
 from ..units import parse_tokens
 from . import generation, prefix, prompts, tensor_parallel
@@ -49,13 +53,14 @@ from .encoder_decoder import CrossKVCache
 from .identity import Owner, identity, own_attention
 from .masks import NAME, Columns, cache_among, name_for
 from .models import scheme_for, unfit_for
-from .placement import device_of, require_loaded
+from .placement import device_of, free_bytes, require_loaded
 from .refusals import refuses, refuses_pages
 from .rotary import stored_layers
 from .tensor_parallel import Ranks
 
 if TYPE_CHECKING:
     from ..calibrate import Calibration
+    from ..spec import LayerGeometry
     from ..store.prefix_store import PrefixStore
 
 _BEFORE = "_attention_before_kvbits"
@@ -134,7 +139,9 @@ class KVCache(Closed, Cache):
             model: a Transformers model that generates text. For one of encoder and decoder a `CrossKVCache` is
                 returned, whose pages hold the decoder's tokens.
             scheme: preset name (its groups are fitted to the model's head_dim), a `Scheme`, or a file of one
-                (`mine.json`; both taken as they are). None: `schemes.RECOMMENDED`.
+                (`mine.json`; both taken as they are). None: `schemes.RECOMMENDED`. "auto": the most accurate of 8, 4, 3
+                and 2 bits in which `batch_size` sequences of `max_tokens` fit the memory that is free now, of those
+                that passed `kvbits check` on this model. Which and why is said on standard error.
             max_tokens, batch_size: fix the capacity (see `PagedCache`), for one sequence if `batch_size` is not given;
                 tokens are a number or a text like "8k", and are rounded up to whole pages (`explain()` says what they
                 hold). Without them the cache grows. Assisted decoding with sliding-window layers needs one that grows.
@@ -158,7 +165,7 @@ class KVCache(Closed, Cache):
         Raises:
             UnsupportedError: the model's attention cannot run on pages; the message says why.
             SpecError: unknown scheme, or one that does not fit the model's head_dim, or one that was fitted to another
-                model.
+                model; "auto" without `max_tokens`.
             CalibrationError: calibration missing or made for something else.
         """
         require_loaded(model)
@@ -180,16 +187,18 @@ class KVCache(Closed, Cache):
                 f"calibration={calibration!r} is neither a Calibration nor a path to its file, which `kvbits calibrate"
                 " --out FILE` writes"
             )
-        config, device = text_config(model.config), device_of(model)
-        layers, ranks = layer_geometries(config), Ranks.of(model)
-        chosen = scheme_for(model, scheme)
+        ref, ranks = ModelRef.of(model), Ranks.of(model)
+        config, device = text_config(ref.config), device_of(model)
+        if scheme == "auto":
+            scheme = _chosen(ref, ranks.layers(ref.layers), device, batch_size, max_tokens)
+        chosen = scheme_for(ref, scheme)
         if (unfit := unfit_for(model, chosen)) is not None:
             warnings.warn(unfit, KvbitsWarning, stacklevel=2)
-        layers = stored_layers(ranks.layers(layers), chosen, model)
+        layers = stored_layers(ranks.layers(ref.layers), chosen, model)
         spec = CacheSpec(scheme=chosen, layers=layers, raw_dtype=str(model.dtype).removeprefix("torch."))
         static = None
         if chosen.needs_calibration or calibration is not None:
-            static = ranks.static(_calibration(model, chosen, ranks, calibration, calibrate).to(device).static)
+            static = ranks.static(_calibration(ref, chosen, ranks, calibration, calibrate).to(device).static)
         _attach(model, dense)
         pages = PagedCache(
             spec,
@@ -282,7 +291,7 @@ class KVCache(Closed, Cache):
             model.set_attn_implementation(before or "sdpa")
 
     def save(self, path: str | Path) -> None:
-        """Write the cache to a file (see `cache.serialize`).
+        """Write the cache to a file (see `cache.saved`).
 
         Padding is not written: `load` takes shorter rows as left-padded.
 
@@ -333,10 +342,11 @@ class KVCache(Closed, Cache):
                 " KVCache.for_model(model)"
             )
         config, ranks, device = text_config(model.config), Ranks.of(model), device_of(model)
-        layers = layer_geometries(config)
+        layers = ModelRef.of(model).layers
         if states := sum(p.has_state for p in layer_places(config)):
             raise UnsupportedError(f"{prefix.beside_pages(states)}; build a cache with KVCache.for_model(model)")
-        pages = PagedCache.load(path, device=device if ranks.size == 1 else "cpu", grow=grow)
+        layers = ranks.layers(layers)
+        pages = PagedCache.load(path, device=device, grow=grow, shard=(ranks.rank, ranks.size))
         layers = stored_layers(layers, pages.spec.scheme, model)
         if pages.spec.layers != layers:
             raise FileFormatError(
@@ -357,8 +367,6 @@ class KVCache(Closed, Cache):
                 " check_weights=False if they are near enough"
             )
         _attach(model, dense)
-        if ranks.size > 1:
-            pages = tensor_parallel.cut(pages, ranks, device)
         pages.owner = None if now is None else Owner(model, made_for)
         return cls(pages, ranks, config, dense)
 
@@ -682,9 +690,37 @@ def _states(layers: tuple[Any, ...]) -> Any:
     return found if found.layers else None
 
 
-def _calibration(model: Any, scheme: Scheme, ranks: Ranks, given: Calibration | None, make: bool) -> Calibration:
+def _chosen(
+    model: ModelRef,
+    layers: tuple[LayerGeometry, ...],
+    device: torch.device,
+    batch_size: int | None,
+    max_tokens: int | str | None,
+) -> str:
+    """The preset that so many sequences need in the memory that is free, said on standard error."""
+    from .engine.automatic import choose
+
+    requests, context = capacity.checked(batch_size, max_tokens)
+    if requests is None or context is None:
+        raise SpecError('scheme="auto" is chosen for a capacity; pass max_tokens, and batch_size for more than one')
+    if not (free := free_bytes(device)):
+        raise SpecError(f'scheme="auto": the system does not say how much memory of {device} is free; name a scheme')
+    found, why = choose(
+        model,
+        layers,
+        memory_bytes=int((1 - RESERVE) * free),
+        context=context,
+        requests=requests,
+        raw_dtype=str(model.loaded.dtype).removeprefix("torch."),
+        engine="transformers",
+    )
+    say(f"scheme {why}")
+    return found
+
+
+def _calibration(model: ModelRef, scheme: Scheme, ranks: Ranks, given: Calibration | None, make: bool) -> Calibration:
     if given is not None:
-        if not given.suits(model):
+        if not given.suits(model.loaded):
             warnings.warn(
                 f"{given!r} was measured on another model of the same shape (other weights, adapters or settings), so"
                 " it is less exact than one of this model; leave calibration out, or run `kvbits calibrate` for this"

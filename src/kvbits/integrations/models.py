@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import embedded, schemes
 from ..errors import SpecError, UnsupportedError, counted, unknown
-from ..geometry import forget_parsed, is_gguf, layer_geometries, parsed_once, pretrained
+from ..geometry import forget_parsed, is_gguf, parsed_once, pretrained
 from ..model_ref import ModelRef
 from ..schemes import key_bias_note, weak_to_key_bias
 from ..spec import FittedScheme, Scheme
@@ -163,18 +163,18 @@ def key_bias(model: Any) -> float:
     return max((float(p.detach().abs().max()) for p in found), default=0.0)
 
 
-def scheme_for(model: Any, scheme: str | Scheme) -> Scheme:
+def scheme_for(model: ModelRef, scheme: str | Scheme) -> Scheme:
     """What a preset's name, a file of a scheme (`mine.json`) or a scheme means on a loaded model.
 
     Raises:
         SpecError: unknown, or fitted to another model or other weights (`FittedScheme`).
     """
     found = schemes.find(scheme) if isinstance(scheme, str) else scheme
-    chosen = schemes.for_layers(found, layer_geometries(model.config))
+    chosen = schemes.for_layers(found, model.layers)
     if isinstance(found, FittedScheme):
         from .identity import identity
 
-        found.require_weights(identity(model))
+        found.require_weights(identity(model.loaded))
     return chosen
 
 

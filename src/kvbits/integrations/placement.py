@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,16 @@ def device_of(model: Any) -> torch.device:
             " heads (tp_plan='auto'), or use the stock cache"
         )
     return next(iter(found), model.device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a device's memory that programs may take; 0 where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    return 0
 
 
 def input_device(model: Any) -> torch.device:

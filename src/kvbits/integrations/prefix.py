@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ..cache.reading import DamagedError
 from ..errors import DataError, SpecError, UnsupportedError, counted
 from ..files import warn_not_kept
 from ..geometry import layer_places, text_config
 from ..store import keys
-from ..store.loading import DamagedError
 from ..store.prefix_store import PrefixStore
 from . import prompts
 from .masks import HoldsPages, passed

@@ -8,7 +8,6 @@ byte for byte.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..cache import serialize
+from ..cache import saved
 from ..cache.group import GroupState
 from ..cache.paged_cache import PagedCache
 from ..cache.pool import Pool
@@ -104,7 +103,7 @@ def save(cache: PagedCache, ranks: Ranks, path: str | Path) -> None:
             for i, s in enumerate(cache.static)
         ]
         saturated = [{kind: sum(of_rank[1][i][kind] for of_rank in told) for kind in "kv"} for i in range(len(layers))]
-        contents = serialize.Contents(
+        contents = saved.Contents(
             spec,
             static,
             cache.built_for,
@@ -114,7 +113,7 @@ def save(cache: PagedCache, ranks: Ranks, path: str | Path) -> None:
             cache.named_beyond_ids,
         )
         try:
-            serialize.save(contents, path)
+            saved.save(contents, path)
         except Exception as error:  # the other ranks wait to hear of it
             failed = [error]
     dist.broadcast_object_list(
@@ -122,27 +121,6 @@ def save(cache: PagedCache, ranks: Ranks, path: str | Path) -> None:
     )
     if failed[0] is not None:
         raise failed[0]
-
-
-def cut(whole: PagedCache, ranks: Ranks, device: torch.device) -> PagedCache:
-    """This rank's part of a cache of one process, on its device."""
-    spec = dataclasses.replace(whole.spec, layers=ranks.layers(whole.spec.layers))
-    static = (
-        [{name: x.to(device) for name, x in s.items()} for s in ranks.static(whole.static) or []]
-        if any(whole.static)
-        else None
-    )
-    cache = PagedCache(spec, device=device, static=static, backend=whole.backend)
-    cache.built_for, cache.made_for = whole.built_for, whole.made_for
-    cache.beyond_ids = dict(whole.beyond_ids)
-    cache.saturated[:] = copy.deepcopy(whole.saturated) if ranks.rank == 0 else cache.saturated
-    for mine, state in zip(cache.held_groups, whole.groups, strict=True):
-        heads = mine.group.geometry.num_kv_heads
-        part = slice(ranks.rank * heads, (ranks.rank + 1) * heads)
-        mine.sequences, mine.keep_past = [s.clone() for s in state.sequences], state.keep_past
-        for name, pool in state.pools.items():
-            mine.pools[name] = pool.remade(mine.group, device, lambda slab, part=part: slab[:, :, part])  # type: ignore[misc]
-    return cache
 
 
 def _joined(state: GroupState, group: LayerGroup, ranks: Ranks) -> GroupState | None:

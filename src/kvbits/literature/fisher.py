@@ -42,7 +42,7 @@ def watched(model: Any, seen: Seen, *, checkpointing: bool = False) -> Iterator[
         model.eval()
     stored = stored_at(model.config)
 
-    def look(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def look(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]) -> None:
         if key.requires_grad and (place := stored.get(getattr(module, "layer_idx", -1))) is not None:
             for side, x in (("k", key), ("v", value)):
                 at = x.detach().transpose(1, 2)

@@ -1,6 +1,6 @@
 """Attention of a chunk of fresh tokens to itself, in its own precision: the op `attend_fresh`.
 
-A prompt sees itself before any page holds it: `attend_pages` reads the history, `attend_fresh` the chunk,
+A prompt sees itself before any page holds it: `attend` reads the history, `attend_fresh` the chunk,
 `merge_partials` joins them. A backend has a module `attend_fresh` with
 
     refuses(q, v, softcap) -> str | None

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..spec import LayerGroup
-from .paged_attention import PagedAttention
+from .attend import Attention
 from .types import PageStore
 
 BACKENDS = {"cuda": "cuda"}
@@ -36,11 +36,10 @@ class Pages:
         closed_start, sinks, residual: int32 [B]: position of the first closed token, sink tokens, newest tokens that
             stay raw.
         ids: of each part that is there ("sink", "closed", "tail"), the pages of every sequence.
-        max_pages: width of each part's block table.
         ring: raw pages that each sequence uses in turn; 0 where pages are filled token by token.
         slabs: memory of each part's pages, of all layers.
         stores: of each layer of the group, the pages of each part.
-        attention: the plan that reads them.
+        attention: the plan that reads them, bound to all layers; each step tells it how long the sequences are.
     """
 
     group: LayerGroup
@@ -49,26 +48,20 @@ class Pages:
     sinks: np.ndarray
     residual: np.ndarray
     ids: dict[str, list[list[int]]]
-    max_pages: dict[str, int]
     ring: int
     slabs: dict[str, list[torch.Tensor]]
     stores: list[dict[str, PageStore]]
-    attention: PagedAttention
+    attention: Attention
 
 
 class Stepper(Protocol):
     """Leads single tokens of all layer groups on a device, one step after the other, without waiting."""
 
     def begin(self, valid: torch.Tensor | None) -> None:
-        """Move all groups on by a token: valid bool [B, 1] on the device, None for all."""
+        """Move all groups and their plans on by a token: valid bool [B, 1] on the device, None for all."""
 
-    def step(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Store the tokens k, v [B, 1, H, D] of a layer and attend with q [B, 1, Hq, D]: [B, 1, Hq, D].
-
-        `lse`: float32 [B, 1, Hq], written to if given.
-        """
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store the tokens k, v [B, 1, H, D] of a layer, and quantize the pages that close."""
 
     def take_back(self, layers: set[int]) -> None:
         """Undo the step that began last, of which `layers` have been through: rows that fresh tokens replaced, then
@@ -90,19 +83,19 @@ class Backend(Protocol):
     def refuses(
         self, groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, device: torch.device
     ) -> str | None:
-        """Why single tokens of these layer groups cannot be led on the device, whatever their sequences hold,
+        """Say why single tokens of these layer groups cannot be led on the device, whatever their sequences hold,
         or None.
         """
 
     def capturing(self) -> bool:
-        """Whether launches are recorded now, not run."""
+        """Tell whether launches are recorded now, not run."""
 
     def stepper(self, groups: list[Pages], dtype: torch.dtype, device: torch.device) -> Stepper:
         """Put what decoding needs on the device."""
 
 
 def leads(device: torch.device) -> bool:
-    """Whether a backend leads single tokens on such a device."""
+    """Tell whether a backend leads single tokens on such a device."""
     return device.type in BACKENDS
 
 

@@ -5,8 +5,6 @@ module has the op's function and may have
 
     refuses(*args)          why it does not take such a call, or None; without it, it takes every call
     prepare(*args)          what must be there before a CUDA graph is captured
-    plan                    for backends that plan once a step and then only launch
-    FUNCTION_later          the op, but what it would return or raise stays on the device
     refuses_layout(layout)  the part of `refuses` that pages alone decide, without a device or a built library:
                             `natives` asks it
 
@@ -32,21 +30,17 @@ from ..errors import SpecError, UnsupportedError
 from ..spec import PageLayout
 
 BACKENDS = {
-    "attend_pages": ("cpu", "cuda", "reference"),
+    "attend": ("cpu", "cuda", "reference"),
+    "store": ("cpu", "cuda", "reference"),
+    "close": ("cpu", "cuda", "reference"),
     "attend_fresh": ("cpu", "cuda", "reference"),
-    "close_pages": ("cpu", "cuda", "reference"),
-    "append": ("cpu", "cuda", "reference"),
-    "paged_attention": ("cuda", "cpu", "reference"),
-    "store_tokens": ("cpu", "cuda", "reference"),
-    "place": ("cuda", "reference"),
-    "dequantize": ("cuda", "reference"),
     "merge": ("cuda", "reference"),
+    "unpack": ("cuda", "reference"),
 }
 FUNCTIONS = {
-    "attend_pages": ("attend", "attend"),
-    "close_pages": ("close", "close"),
+    "attend": ("attend", "plan"),
     "merge": ("merge", "merge_partials"),
-    "dequantize": ("dequantize", "Rows"),
+    "unpack": ("unpack", "Rows"),
 }
 """(module, function) of an op that is not named like both."""
 
@@ -60,8 +54,6 @@ class Choice:
     run: Callable[..., Any]
     refusals: dict[str, str]
     prepare: Callable[[], Any]
-    plan: Callable[..., Any] | None = None  # backends that plan once per step and then only launch
-    later: Callable[..., torch.Tensor | None] | None = None  # as `run`, but what was found stays on the device
 
     def __str__(self) -> str:
         reasons = "; ".join(f"{name}: {why}" for name, why in self.refusals.items())
@@ -74,7 +66,7 @@ def check_backend(backend: str, device: torch.device) -> None:
     Raises:
         SpecError: the message lists those that can be.
     """
-    known = dict.fromkeys(name for backends in BACKENDS.values() for name in backends)
+    known = sorted({name for backends in BACKENDS.values() for name in backends})
     if backend != "auto" and backend not in known:
         raise SpecError(f"unknown backend {backend!r}; known: auto, {', '.join(known)}")
     if backend not in ("auto", "reference", device.type):
@@ -125,8 +117,6 @@ def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
                 getattr(module, function),
                 refusals,
                 prepare,
-                getattr(module, "plan", None),
-                getattr(module, f"{function}_later", None),
             )
         refusals[name] = str(why)
     if backend == "auto":
@@ -135,16 +125,14 @@ def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
 
 
 OPERATIONS: dict[str, tuple[str, dict[str, int]]] = {
-    "decode": ("attend_pages", {}),
-    "chunk": ("attend_pages", {"num_queries": 512}),
-    "close": ("close_pages", {}),
-    "append": ("append", {}),
-    "paged_attention": ("paged_attention", {}),
-    "store_tokens": ("store_tokens", {}),
-    "dequantize": ("dequantize", {}),
+    "decode": ("attend", {}),
+    "chunk": ("attend", {"num_queries": 512}),
+    "close": ("close", {}),
+    "store": ("store", {}),
+    "unpack": ("unpack", {}),
 }
-"""What is done with pages: decoding, many queries past them, a page that closes, tokens one by one, and three
-operations for pages of other engines. The op of each, and what `refuses_layout` is asked beside the layout.
+"""What is done with pages: decoding, many queries past them, a page that closes, tokens one by one, and unpacking. The
+op of each, and what `refuses_layout` is asked beside the layout.
 """
 
 
@@ -156,7 +144,7 @@ def natives(layout: PageLayout) -> dict[str, dict[str, str | None]]:
     """
     found: dict[str, dict[str, str | None]] = {}
     for name, (op, options) in OPERATIONS.items():
-        if (op == "close_pages" and layout.is_raw) or (op in ("append", "store_tokens") and not layout.token_local):
+        if (op == "close" and layout.is_raw) or (op == "store" and not layout.token_local):
             continue
         modules = {backend: _module(backend, op) for backend in BACKENDS[op] if backend != "reference"}
         found[name] = {

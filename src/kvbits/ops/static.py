@@ -81,7 +81,7 @@ def check(static: Mapping[str, Any], want: Mapping[str, tuple[int, ...]], where:
 
 
 def _impossible(kind: str, x: torch.Tensor) -> str | None:
-    """Why `x` is no scale, bias, codebook, basis, inverse or frequencies, to stand behind its name, or None."""
+    """Say why `x` is no scale, bias, codebook, basis, inverse or frequencies, to stand behind its name, or None."""
     if kind == "basis":  # not finite numbers have no condition number
         found = conditions(x)
         head = int(found.argmax())

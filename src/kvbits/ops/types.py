@@ -1,7 +1,7 @@
-"""What ops take: one layer's pages of one pool, and which of them each sequence reads. Never a cache object.
+"""Arguments of ops: `PageStore`, one layer's pages of one pool, and `Table`, the pages that each sequence reads.
 
-Shapes use B = sequences in the batch, T = query tokens per sequence, H = kv heads, Hq = query heads (a multiple of H),
-D = head_dim, of values and outputs value_head_dim.
+Shapes use B = sequences in the batch, T = query tokens per sequence, H = kv heads, Hq = query heads (a multiple of H).
+D is head_dim, or value_head_dim of values and outputs.
 """
 
 from __future__ import annotations
@@ -9,21 +9,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..errors import DataError
+from ..errors import DataError, ScaleOverflowError
 from ..later import upload
 from ..quant.qparams import require_finite
-from ..spec import MOST_TOKENS, SCALE_8BIT, PageLayout, QuantSpec, whole
+from ..spec import MOST_TOKENS, SCALE_8BIT, PageLayout, QuantSpec
 
 LEAST_SOFTCAP, MOST_SOFTCAP = 1e-3, 1e4
 """Kernels compute tanh to an absolute error, which a cap multiplies."""
-MOST_COUNTED = 2**62
-"""Largest number that a run names, so that sums of two do not wrap."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +31,35 @@ class PageStore:
         layout: byte layout of a page.
         slabs: uint8 views [num_pages_in_slab, H, head_bytes], the last two dims dense, the first strided; page ids
             count through them in order.
-        static: what the layer's pages share, float32, only names the specs need: calibrated `k_scale`, `k_bias`,
-            `v_scale`, `v_bias` [H, groups or channels], levels [H, entries], `k_offsets` [H, 5, head_dim], and
-            `k_inv_freq` [head_dim / 2], radians per token (`static.read_with` has the names).
-        turn: for centred keys stored token by token, float32 [3, head_dim]: how the mean key of a page is turned on to
-            the next one (`quant.rotary.turn_by` of page_size positions); None where the rotary embedding is not known,
-            which costs code range and nothing else.
+        static: calibrated parameters of the layer, float32, those that the specs need (`static.read_with` has the
+            names): `k_scale`, `k_bias`, `v_scale`, `v_bias` [H, groups or channels], levels [H, entries], `k_offsets`
+            [H, 5, head_dim], and `k_inv_freq` [head_dim / 2], radians per token.
+        turn: float32 [3, head_dim], or None. Centred keys that are stored token by token use it to turn a page's mean
+            key on to the next page (`quant.rotary.turn_by` of page_size positions). Without it, as where the rotary
+            embedding is not known, codes have more range to cover.
     """
 
     layout: PageLayout
     slabs: tuple[torch.Tensor, ...]
     static: dict[str, torch.Tensor] = field(default_factory=dict)
     turn: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        heads, nbytes = self.layout.num_kv_heads, self.layout.head_bytes
+        for slab in self.slabs:
+            if not isinstance(slab, torch.Tensor):
+                raise DataError(f"pages must be tensors, got {type(slab).__name__}")
+            if (
+                slab.dtype != torch.uint8
+                or slab.dim() != 3
+                or tuple(slab.shape[1:]) != (heads, nbytes)
+                or slab.stride(2) != 1
+                or (heads > 1 and slab.stride(1) != nbytes)
+            ):
+                raise DataError(
+                    f"a slab must be uint8 [pages, {heads}, {nbytes}], dense inside a page, got {slab.dtype}"
+                    f" {list(slab.shape)} with strides {slab.stride()}"
+                )
 
     @property
     def device(self) -> torch.device:
@@ -62,6 +76,11 @@ class PageStore:
         found = np.concatenate([np.zeros(0, np.int64), *parts])
         found.flags.writeable = False
         return found
+
+    @functools.cached_property
+    def offsets(self) -> torch.Tensor | None:
+        """`page_offsets` of the slabs, on their device."""
+        return page_offsets(self.slabs, self.device)
 
     def gather(self, page_ids: np.ndarray) -> torch.Tensor:
         """uint8 [n, H, head_bytes]: copies of a few pages (for the reference; kernels read in place)."""
@@ -80,6 +99,23 @@ class PageStore:
         raise IndexError(f"page {page_id} lies past the pool's end")
 
 
+def page_offsets(slabs: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
+    """Return int64 [pages] on `device`: bytes from the first slab's start to every page. None for one slab, whose pages
+    lie a stride apart.
+    """
+    if len(slabs) == 1:
+        return None
+    first = slabs[0].data_ptr()
+    return _offsets(tuple((x.data_ptr() - first, x.stride(0), len(x)) for x in slabs), device)
+
+
+@functools.lru_cache(maxsize=256)
+def _offsets(slabs: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
+    """`page_offsets` of slabs given as (start, stride, pages)."""
+    found = [start + stride * torch.arange(pages, dtype=torch.int64, device="cpu") for start, stride, pages in slabs]
+    return upload(torch.cat(found), device)
+
+
 _stores = WeakIdKeyDictionary()
 
 
@@ -89,8 +125,8 @@ def store_of(
     static: dict[str, torch.Tensor] | None = None,
     turn: torch.Tensor | None = None,
 ) -> PageStore:
-    """The store of one slab: the same one for a tensor at every call, since what kernels keep of it takes longer to
-    make than a token to store. Another one once the tensor is of other memory (`set_`, `data`).
+    """Return the store of one slab, the same one for a tensor at every call: kernels keep structs on it, which take
+    longer to make than a token to store. A tensor that got other memory (`set_`, `data`) gets another one.
     """
     (at, known), given = _stores.get(pages, (None, None)), static or {}
     now = layout, pages.data_ptr(), pages.shape, pages.stride()
@@ -102,83 +138,44 @@ def store_of(
     return known
 
 
-@dataclass(frozen=True)
-class PageTable:
-    """Which pages each sequence reads: ragged lists in one array each (int32 or int64, on the host).
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Pages that each sequence reads of one part, as tensors on the pages' device.
+
+    Without spans, the pages of a row follow each other, and every page is full but the last: page j after the first
+    holds the part's tokens from j * page_size on. With spans, each page has its own position and length.
 
     Attributes:
-        indptr: [B + 1]; sequence b reads entries indptr[b] .. indptr[b+1] - 1.
-        page_ids: [N] int64, into the store.
-        starts: [N] int64, position in its sequence of each page's first token.
-        lengths: [N] int32, visible tokens of each page, 0 < length <= page_size.
+        pages: int32 [B, W], rows dense: page numbers. A number that the pool has not reads the pool's last page, never
+            other memory.
+        tokens: int32 [B]: visible tokens of the part, this step's included; 0 for a sequence that reads nothing of it.
+            A sequence that reads nothing of any part is a padding row, whose output is 0. Numbers past the row count as
+            its end. With spans: (pages - 1) * page_size + visible tokens of the last page.
+        starts: int32 [B], or None for 0: position of the part's first token.
+        offsets: int32 [B], or None for 0: entry of the row at which the part's first page stands. Rows do not wrap:
+            tokens end with the row, so list the pages of a ring twice. One outside the row counts as the row's first or
+            last entry.
+        spans: int32 [B, W, 2], dense, or None: position of each page's first token, and its visible tokens, 1 to
+            page_size. Rows whose pages were dropped or cut need them. `starts` and `offsets` are then None.
     """
 
-    indptr: np.ndarray
-    page_ids: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-
-    @property
-    def num_pages(self) -> int:
-        return len(self.page_ids)
-
-    @classmethod
-    def empty(cls) -> PageTable:
-        """Of no sequences."""
-        return cls(np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int32))
-
-    def check(self, batch: int, store: PageStore) -> None:
-        """Refuse a table that is not for `batch` sequences or leads out of the store; one that passed is not looked at
-        again.
-
-        Raises:
-            DataError: what is wrong, with the first value that is.
-        """
-        given = (batch, store.num_pages, store.layout.page_size)
-        if given == self.__dict__.get("_accepted"):  # layers of a group share their tables
-            return
-        indptr, n = self.indptr, len(self.page_ids)
-        columns = {"indptr": indptr, "page_ids": self.page_ids, "starts": self.starts, "lengths": self.lengths}
-        for name, x in columns.items():
-            if not isinstance(x, np.ndarray) or x.ndim != 1 or x.dtype.kind not in "iu":
-                raise DataError(
-                    f"page table {name} must be a one-dimensional integer numpy array, got {type(x).__name__}"
-                    f" {getattr(x, 'dtype', '')}"
-                )
-            if x is not indptr and len(x) != n:
-                raise DataError(f"page table columns differ in length: page_ids {n}, {name} {len(x)}")
-        if len(indptr) != batch + 1:
-            raise DataError(f"page table is for {len(indptr) - 1} sequences, q for {batch}")
-        falls = indptr[1:] < indptr[:-1]
-        if indptr[0] or indptr[-1] != n or falls.any():
-            at = f", falling after entry {int(falls.argmax())}" if falls.any() else ""
-            raise DataError(
-                f"a page table's indptr must rise from 0 to its number of entries, {n}, got {indptr[0]} to"
-                f" {indptr[-1]}{at}"
-            )
-        if n:
-            _check_ids("page_ids", self.page_ids, store)
-            size = store.layout.page_size
-            if self.lengths.min() < 1 or self.lengths.max() > size:
-                bad = self.lengths[(self.lengths < 1) | (self.lengths > size)][0]
-                raise DataError(
-                    f"a page table's lengths must lie between 1 and page_size={size}, got {bad}; leave out pages of"
-                    " which nothing is visible"
-                )
-            check_starts(self.starts, size)
-        self.__dict__["_accepted"] = given
+    pages: torch.Tensor
+    tokens: torch.Tensor
+    starts: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    spans: torch.Tensor | None = None
 
 
 def check_starts(starts: np.ndarray, page_size: int) -> None:
-    """
+    """Refuse positions that cannot be.
+
     Raises:
-        DataError: a position of a page's first token that cannot be.
+        DataError: a position of a page's first token below 0, or past the most tokens.
     """
     most = MOST_TOKENS - page_size
     if len(starts) and (starts.min() < 0 or starts.max() > most):
         raise DataError(
-            f"a page table's starts must not be negative and at most {most}, got"
-            f" {starts[(starts < 0) | (starts > most)][0]}"
+            f"a table's starts must not be negative and at most {most}, got {starts[(starts < 0) | (starts > most)][0]}"
         )
 
 
@@ -188,168 +185,6 @@ def _check_ids(name: str, ids: np.ndarray, store: PageStore) -> None:
         raise DataError(
             f"{name} names a page that its store does not have: {ids[(ids < 0) | (ids >= pages)][0]} of {pages}"
         )
-
-
-@dataclass(frozen=True)
-class SlotMapping:
-    """Where fresh tokens go in pages of one store: raw ones, or such that each token is quantized by itself
-    (`PageLayout.token_local`).
-
-    Attributes:
-        runs: int64 [N, 5], dense, on the host. Each row is (sequence of the batch, first token of it, page id, first
-            slot of the page, number of tokens). Runs of a sequence follow each other in the order of its tokens.
-        previous: int64 [N], needed by centred layouts: the page before each run's page in its sequence, full once this
-            call is over; -1 for none.
-        starts: int64 [N], needed by keys that are turned back: position of the first token (slot 0) of each run's page.
-    """
-
-    runs: np.ndarray
-    previous: np.ndarray | None = None
-    starts: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        runs = self.runs
-        if (
-            not isinstance(runs, np.ndarray)
-            or runs.dtype != np.int64
-            or runs.ndim != 2
-            or runs.shape[1] != 5
-            or not runs.flags["C_CONTIGUOUS"]
-        ):
-            raise DataError(
-                f"runs must be a dense int64 array [N, 5], got {getattr(runs, 'dtype', type(runs).__name__)}"
-                f" {list(np.shape(runs))}"
-            )
-        if len(runs) and runs.max() > MOST_COUNTED:
-            raise DataError(
-                f"runs must name nothing above {MOST_COUNTED}, got {runs[(runs > MOST_COUNTED).any(1)][0].tolist()}"
-            )
-        if len(runs) and (runs.min() < 0 or runs[:, 4].min() < 1):
-            raise DataError(
-                "runs must count at least 1 token each and name nothing below 0, got"
-                f" {runs[(runs < 0).any(1) | (runs[:, 4] < 1)][0].tolist()}"
-            )
-        for name, what, given in (("previous", "page", self.previous), ("starts", "position", self.starts)):
-            if given is not None and (given.dtype != np.int64 or given.shape != (len(runs),)):
-                raise DataError(
-                    f"{name} must be int64 [{len(runs)}], a {what} for each run, got {given.dtype} {list(given.shape)}"
-                )
-        if self.starts is not None and len(runs) and not 0 <= self.starts.min() <= self.starts.max() <= MOST_TOKENS:
-            raise DataError(
-                f"starts must be positions from 0 to {MOST_TOKENS}, got {self.starts.min()} to {self.starts.max()}"
-            )
-
-    @functools.cached_property
-    def address(self) -> int:
-        """Address of the runs, for kernels."""
-        return self.runs.ctypes.data
-
-    @functools.cached_property
-    def tokens(self) -> np.ndarray:
-        """int64 [tokens, 6], of each token in the order of the runs: sequence of the batch, token of it, page id, slot
-        of the page, page before (or -1), position of the page's first token (or -1).
-        """
-        row, token, page, slot, count = self.runs.T
-        ranks = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
-        before, starts = (np.full(len(count), -1) if x is None else x for x in (self.previous, self.starts))
-        row, token, page, slot, before, starts = (np.repeat(x, count) for x in (row, token, page, slot, before, starts))
-        return np.stack([row, token + ranks, page, slot + ranks, before, starts], 1)
-
-    @functools.cached_property
-    def tables(self) -> dict[Any, Any]:
-        """The runs on devices, kept by backends that need them there."""
-        return {}
-
-    @functools.cached_property
-    def _reach(self) -> tuple[int, int, int, int]:
-        """Sequences, tokens of each, pages and slots of each that the runs reach to."""
-        if not len(self.runs):
-            return (0, 0, 0, 0)
-        row, token, page, slot, count = self.runs.T
-        if self.previous is not None:
-            page = np.maximum(page, self.previous)
-        return int(row.max()) + 1, int((token + count).max()), int(page.max()) + 1, int((slot + count).max())
-
-    def check(self, k: torch.Tensor, v: torch.Tensor, store: PageStore) -> None:
-        """Refuse tensors or pages that the runs lead out of.
-
-        Raises:
-            DataError: what is too small or of another kind.
-        """
-        layout = store.layout
-        given = (layout, k.shape, v.shape, k.dtype, v.dtype, k.device, v.device, store.num_pages)
-        if given == self.__dict__.get("_accepted"):  # layers stored alike come one after the other
-            return
-        for name, x in (("k", k), ("v", v)):
-            want = (*k.shape[:2], layout.num_kv_heads, layout.dim(name))
-            if x.dim() != 4 or x.shape != want or x.device != store.device:
-                raise DataError(
-                    f"{name} must be [B, T, {want[-2]}, {want[-1]}] on {store.device}, got {list(x.shape)} on"
-                    f" {x.device}"
-                )
-            if not layout.token_local:
-                raise DataError(
-                    f"append writes raw pages and those whose tokens are quantized one by one, not {layout.key},"
-                    f" {layout.value}; use close_pages"
-                )
-            if layout.is_raw and str(x.dtype) != f"torch.{layout.raw_dtype}":
-                raise DataError(
-                    f"{name} is {x.dtype}; append writes raw pages of the same dtype, not {layout.raw_dtype}"
-                )
-            if x.dtype != k.dtype:
-                raise DataError(f"k is {k.dtype}, v {x.dtype}; both must be of one dtype")
-        if layout.is_centered and self.previous is None and len(self.runs):
-            raise DataError(
-                "centred keys take the mean of the page before when a page opens; give SlotMapping(runs, previous=..)"
-            )
-        if layout.key.needs_rotary and self.starts is None and len(self.runs):
-            raise DataError(
-                "keys in a calibrated basis are turned back by their page's first position; give SlotMapping(runs,"
-                " starts=..)"
-            )
-        has = (k.shape[0], k.shape[1], store.num_pages, layout.page_size)
-        if any(n > h for n, h in zip(self._reach, has, strict=True)):
-            raise DataError(f"runs reach (sequences, tokens, pages, slots) = {self._reach}, but there are only {has}")
-        self.__dict__["_accepted"] = given
-
-
-@dataclass(frozen=True)
-class Part:
-    """Pages of one format that a call attends to."""
-
-    store: PageStore
-    table: PageTable
-
-
-@dataclass(frozen=True)
-class AttendCall:
-    """Everything about an attention call but the tensors' contents.
-
-    Attributes:
-        parts: closed, sink and tail pages, each with its own format: as many parts as there are tiers.
-        scaling: factor on the scores before softmax.
-        sliding_window: a query at position p sees keys at positions > p - sliding_window; None for all.
-        softcap: scores become softcap * tanh(scores / softcap); None for no cap.
-    """
-
-    parts: tuple[Part, ...]
-    scaling: float
-    sliding_window: int | None = None
-    softcap: float | None = None
-
-    def __post_init__(self) -> None:
-        check_factors(self.scaling, self.softcap)
-        if self.sliding_window is not None:
-            object.__setattr__(
-                self,
-                "sliding_window",
-                whole("sliding_window", self.sliding_window, 1, MOST_TOKENS, "None means no window", DataError),
-            )
-
-    @property
-    def value_head_dim(self) -> int:
-        """Channels of values and outputs."""
-        return self.parts[0].store.layout.value_head_dim
 
 
 def check_factors(scaling: float, softcap: float | None) -> None:
@@ -371,34 +206,8 @@ def _is_number(x: object) -> bool:
     return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
 
 
-def check_call(call: AttendCall, shape: Sequence[int]) -> None:
-    """Refuse queries of a shape that does not fit the pages, and pages that cannot be read.
-
-    Costs a few microseconds once a table has passed.
-
-    Raises:
-        DataError: what does not fit.
-    """
-    if len(shape) != 4 or min(shape) < 1:
-        raise DataError(
-            f"q must be [B, T, Hq, D] with at least one of each, got {list(shape)}; leave the call out where there is"
-            " nothing to attend with"
-        )
-    batch, _, heads, head_dim = shape
-    for part in call.parts:
-        layout = part.store.layout
-        kv_heads = layout.num_kv_heads
-        if layout.head_dim != head_dim or heads % kv_heads or kv_heads != call.parts[0].store.layout.num_kv_heads:
-            raise DataError(f"q has {heads} heads of {head_dim}, the pages {kv_heads} heads of {layout.head_dim}")
-        if layout.value_head_dim != call.value_head_dim:
-            raise DataError(
-                f"pages of one call hold values of {call.value_head_dim} and of {layout.value_head_dim} channels"
-            )
-        part.table.check(batch, part.store)
-
-
 def check_closing(store: PageStore, page_ids: np.ndarray) -> np.ndarray:
-    """int64 [n]: the pages to close, checked.
+    """Check the pages to close and return them as int64 [n].
 
     Raises:
         DataError: ids that are no ids of the store's pages.
@@ -410,39 +219,24 @@ def check_closing(store: PageStore, page_ids: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(ids, np.int64)
 
 
-def last_positions(call: AttendCall, batch: int, num_queries: int) -> np.ndarray:
-    """int32 [B, num_queries]: the last query sees the newest token."""
-    newest = np.zeros(batch, np.int64)
-    for part in call.parts:
-        t = part.table
-        owner = np.repeat(np.arange(batch), np.diff(t.indptr))
-        np.maximum.at(newest, owner, t.starts + t.lengths)
-    return (newest[:, None] - num_queries + np.arange(num_queries)).astype(np.int32)
-
-
-def settle(layout: PageLayout, k: torch.Tensor, v: torch.Tensor, status: Sequence[int]) -> dict[str, int]:
-    """What storing k and v has found: how many elements of keys and of values were clamped to their code range
-    (quantized ones only).
+def settle(layout: PageLayout, k: torch.Tensor, v: torch.Tensor, status: Sequence[int]) -> None:
+    """Judge the status of a call that wrote k and v.
 
     Args:
-        status: two each, of keys and of values: clamped elements, whether scales overflowed, whether numbers were not
+        status: two each, of keys and of values: clamped elements; 1 where scales overflowed; 1 where numbers were not
             finite.
 
     Raises:
         DataError: NaN or infinity, or a scale that overflows its storage dtype.
     """
-    if any(status[2:6]):
-        for i, (name, x, spec) in enumerate((("keys", k, layout.key), ("values", v, layout.value))):
-            if status[4 + i]:
-                require_finite(x, name)
-            if status[2 + i]:
-                way_out = wider_scales(spec) or "keep the layer raw (an Override)"
-                raise DataError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; {way_out}")
-    return {
-        kind: n for kind, spec, n in (("k", layout.key, status[0]), ("v", layout.value, status[1])) if not spec.is_raw
-    }
+    for i, (name, x, spec) in enumerate((("keys", k, layout.key), ("values", v, layout.value))):
+        if status[4 + i]:
+            require_finite(x, name)
+        if status[2 + i]:
+            way_out = wider_scales(spec) or "keep the layer raw (an Override)"
+            raise ScaleOverflowError(f"a scale, bias or mean of the {name} overflows {spec.scale_dtype}; {way_out}")
 
 
 def wider_scales(spec: QuantSpec, then: str = "") -> str:
-    """What to do about a scale that overflows, and `then`; nothing where a format's scales have one dtype."""
+    """Say what to do about a scale that overflows, and `then`; nothing where a format's scales have one dtype."""
     return "" if spec.scale_dtype == SCALE_8BIT else f"use scale_dtype='float32' or 'bfloat16'{then}"

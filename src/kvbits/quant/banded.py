@@ -26,7 +26,7 @@ import functools
 
 import torch
 
-from ..errors import DataError
+from ..errors import ScaleOverflowError
 from ..spec import BAND, BAND_PLANES, QuantSpec
 
 STEP = {1: 1.596, 2: 0.9957, 3: 0.586, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.0308}
@@ -79,13 +79,13 @@ def fitted_scales(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     """float32 [..., tokens]: the scale of each token of x [..., tokens, head_dim], float32, whose mean is taken off.
 
     Raises:
-        DataError: a token so large that its scale overflows 8 bits.
+        ScaleOverflowError: a token so large that its scale overflows 8 bits.
     """
     top, step = _of(spec, x)
     start = (x * step).square().sum(-1).div(float((step > 0).sum())).sqrt()
     largest = scale_values(torch.tensor(LARGEST_CODE, device="cpu")).item()
     if not bool((start <= largest).all()):
-        raise DataError(
+        raise ScaleOverflowError(
             f"a scale of magnitude {start.max().item():.3g} overflows {spec.scale_dtype}, which ends at {largest:g};"
             " keep the layer raw (an Override)"
         )

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import DataError
+from ..errors import DataError, ScaleOverflowError
 from ..spec import SCALE_8BIT, PerChannel, PerToken, QuantSpec
 from . import banded
 from .outliers import trimmed_ends
@@ -252,10 +252,10 @@ def largest(dtype: str) -> float:
 
 
 def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """`x` as a storage dtype holds it, in float32. Raises DataError where it overflows."""
+    """`x` as a storage dtype holds it, in float32. Raises ScaleOverflowError where it overflows."""
     y = x.to(TORCH_DTYPES[dtype]).float()
     if not bool(torch.isfinite(y).all()):
-        raise DataError(
+        raise ScaleOverflowError(
             f"a scale, bias or mean of magnitude {x.abs().max().item():.3g} overflows {dtype}; use"
             " scale_dtype='float32' or 'bfloat16'"
         )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SpecError
-from ..evaluate import MAX_KL, MAX_PPL_CHANGE
-from ..evaluate.paired import BOUNDS, points
+from ..evaluate import MAX_KL, MAX_PPL_CHANGE, shown
+from ..evaluate.paired import points
 from ..runs import dated
 from ..schemes import PRESETS, weak_to_key_bias
 from .collect import Cell, Model, Results, bits, held_bits, long_bits
@@ -458,22 +458,16 @@ def report(results: Results) -> str:
         for task, cells in m.tasks.items():
             if not any(c.summary for c in cells.values()):
                 continue
-            if task == "fidelity":
-                figures = [_figures(c, cells) for c in cells.values() if c.summary]
-                parts += [
-                    f"## {m.title}",
-                    conditions(m),
-                    table(list(figures[0]), [list(f.values()) for f in figures]),
-                    *octaves(cells),
-                ]
-            else:
-                parts += [
-                    f"## {m.title}: {task}",
-                    f"`{cells[next(iter(cells))].settings}`",
-                    _summaries(cells),
-                    *octaves(cells),
-                    *kinds(cells),
-                ]
+            shown_of = {c.scheme: c.summary for c in cells.values()}
+            columns, rows_of = shown.table(task, shown_of)
+            setting = next(iter(cells.values())).settings
+            parts += [
+                f"## {m.title}: {task}",
+                conditions(m) if task == "fidelity" else f"`{setting}`",
+                table(columns, rows_of),
+                *octaves(cells),
+                *kinds(cells),
+            ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -514,43 +508,3 @@ def _points(s: dict[str, Any], alone: bool) -> str:
         return ""
     found = f"{s['accuracy']:.1%}" + (f" of {s['parts']:,}" if alone else "")
     return found if alone or not points(s) else f"{found}; {points(s)}"
-
-
-def _figures(c: Cell, cells: dict[str, Cell]) -> dict[str, str]:
-    s, held, speed = c.summary, held_bits(c, cells), c.summary.get("speed_ratio")
-    return {
-        "cache": c.scheme,
-        "bits held": "" if held is None else f"{held:.2f}",
-        "bytes": f"{s['bytes_held']:,}",
-        "perplexity": f"{s['ppl']:.3f}",
-        "change": change(s),
-        "KL": f"{s['kl_mean']:.5f}",
-        "KL 99 %": f"{s['kl_p99']:.4f}",
-        "worst KL": f"{s['kl_max']:.3f}",
-        "at token": "" if s.get("kl_worst") is None else f"{s['kl_worst']:,}",
-        "above 1 nat": percent(s.get("kl_lost")),
-        "read raw": percent(s.get("read_raw")),
-        "mass matched": f"{s['mass_matched']:.2%}",
-        "top-1": f"{s['top1_agreement']:.2%}",
-        "speed": "" if speed is None else f"{speed:.2f}x",
-    }
-
-
-def _summaries(cells: dict[str, Cell]) -> str:
-    names = list(
-        dict.fromkeys(
-            k
-            for c in cells.values()
-            for k, v in c.summary.items()
-            if k not in BOUNDS and not isinstance(v, dict | list)
-        )
-    )
-    rows = [
-        [c.scheme, *(points(c.summary) if n == "difference" else _value(c.summary.get(n)) for n in names)]
-        for c in cells.values()
-    ]
-    return table(["cache", *(n.replace("_", " ") for n in names)], rows)
-
-
-def _value(v: Any) -> str:
-    return "" if v is None else f"{v:,}" if isinstance(v, int) else f"{v:.4g}" if isinstance(v, float) else str(v)

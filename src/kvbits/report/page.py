@@ -244,22 +244,24 @@ def _decode(cells: dict[str, Cell]) -> str:
     """Speeds of single tokens after a context, the caches taking turns."""
     setting = next(iter(cells.values())).settings
     rows = [(c, c.summary) for c in cells.values() if c.summary]
-    body = "".join(
-        f"<tr><td{' class=stock' if c.kind == 'stock' else ''}>{html.escape(c.scheme)}</td>"
-        f"<td>{s['tokens_per_s']:.2f}</td><td>{s['speed_ratio']:.2f}x</td>"
-        f"<td>{s['bytes_held']:,}</td><td>{s['kl_mean']:.4f}</td></tr>"
+    figures = [
+        [
+            c.scheme,
+            f"{s['tokens_per_s']:.2f}",
+            f"{s['speed_ratio']:.2f}x",
+            f"{s['bytes_held']:,}",
+            f"{s['kl_mean']:.4f}",
+        ]
         for c, s in rows
-    )
+    ]
     e = rows[0][0].run
     machine = f"{e['device']}, {e['threads']} thread{'' if e['threads'] == 1 else 's'}"
     lead = (
         f"{setting['context']:,} tokens of context, then {setting['new_tokens']} single tokens; the caches take turns"
         f" on {machine}."
     )
-    columns = "".join(
-        f'<th scope="col">{c}</th>' for c in ("cache", "tokens/s", "against the 16-bit cache", "bytes held", "KL")
-    )
-    return f'<p>{lead}</p><div class="wide"><table><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>'
+    columns = ("cache", "tokens/s", "against the 16-bit cache", "bytes held", "KL")
+    return f"<p>{lead}</p>{_table(columns, figures, [c.kind for c, _ in rows])}"
 
 
 def _answer(results: Results, speeds: markdown.Speeds) -> str:
@@ -302,28 +304,24 @@ def _unmeasured(results: Results) -> str:
 def markdown_table(results: Results, speeds: markdown.Speeds) -> str:
     """The table of `markdown.scheme_rows` as HTML."""
     columns, rows, notes = markdown.scheme_rows(results, speeds)
-    head = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in columns)
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td{' class=stock' if r.kind == 'stock' else ''}>{html.escape(c)}</td>" for c in r.cells)
-        + "</tr>"
-        for r in rows
-    )
+    shown = _table(columns, [r.cells for r in rows], [r.kind for r in rows])
     chosen = markdown.recommendations(results, speeds)
     lead = "".join(f"<li>{_inline(n)}</li>" for n in chosen)
     text = "".join(f'<p class="note">{_inline(n)}</p>' for n in notes if n not in (markdown.LEGEND, *chosen))
     legend = f'<p class="note">{_inline(markdown.LEGEND)}</p>'
     mass_columns, mass, said = markdown.mass_rows(results)
-    mass_head = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in mass_columns)
-    mass_body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in mass)
     text += f'<p class="note">{_inline(markdown.runs_note(results))}</p>'
-    return (
-        f"<ul>{lead}</ul>{legend}{_table(head, body)}{text}{_table(mass_head, mass_body)}<p"
-        f' class="note">{_inline(said)}</p>'
+    return f'<ul>{lead}</ul>{legend}{shown}{text}{_table(mass_columns, mass)}<p class="note">{_inline(said)}</p>'
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], kinds: Sequence[str] = ()) -> str:
+    """A table, whose rows of the kind "stock" are marked."""
+    head = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in columns)
+    marks = [" class=stock" if kind == "stock" else "" for kind in kinds] or [""] * len(rows)
+    body = "".join(
+        f"<tr>{''.join(f'<td{mark}>{html.escape(c)}</td>' for c in cells)}</tr>"
+        for cells, mark in zip(rows, marks, strict=True)
     )
-
-
-def _table(head: str, body: str) -> str:
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 

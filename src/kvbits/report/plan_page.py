@@ -10,21 +10,21 @@ answers equal to those of `kvbits plan`, in a browser.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import importlib.resources
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from .. import __version__, schemes
 from ..config_file import Fields
 from ..errors import SpecError
 from ..files import to_json
-from ..geometry import layer_geometries, max_context, query_heads
 from ..gpus import CARDS, MIB
 from ..integrations.engine.served import FORMATS, PAGE_SIZE
+from ..model_ref import ModelRef
 from ..planner import RESERVE, VLLM_BLOCK, VLLM_DENSE, VLLM_SHOWN, vllm_layouts
 from ..spec import CacheSpec, LayerGeometry
 from ..spec.cache import LayerGroup
@@ -43,36 +43,14 @@ WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 256)
 """Channels of heads that a pasted model may have."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """What a page is asked about.
-
-    Attributes:
-        weights_bytes: of the whole model.
-        query_heads: of a layer; None if they are not known.
-        longest: the model's own longest context.
-        state_bytes: of the recurrent states of a sequence.
-    """
-
-    layers: tuple[LayerGeometry, ...]
-    weights_bytes: int
-    query_heads: int | None = None
-    longest: int | None = None
-    state_bytes: int = 0
+Models = Mapping[str, tuple[ModelRef, int]]
+"""What a page is asked about by name: a model, and the bytes of its weights."""
 
 
-def known() -> dict[str, Model]:
+def known() -> Models:
     """The models of the list: configurations as their makers state them (assets/models.json)."""
-    configs = {name: Fields(stated) for name, stated in json.loads(asset("models.json")).items()}
-    return {
-        name: Model(
-            layers=layer_geometries(c),
-            weights_bytes=bytes_of_config(name, c)[0],
-            query_heads=query_heads(c),
-            longest=max_context(c),
-        )
-        for name, c in configs.items()
-    }
+    refs = {name: ModelRef(name, Fields(stated)) for name, stated in json.loads(asset("models.json")).items()}
+    return {name: (ref, bytes_of_config(ref)[0]) for name, ref in refs.items()}
 
 
 class _Formats:
@@ -99,41 +77,38 @@ class _Formats:
         return self.listed.index(one)
 
 
-def _groups(scheme: str, layers: tuple[LayerGeometry, ...]) -> tuple[LayerGroup, ...]:
-    return CacheSpec(scheme=schemes.for_layers(scheme, layers), layers=layers).groups
+def _kind(g: LayerGeometry) -> tuple[Any, ...]:
+    return g.num_kv_heads, g.head_dim, g.value_head_dim, g.sliding_window
 
 
-def _model(model: Model, formats: _Formats) -> dict[str, Any]:
-    def kind(g: LayerGeometry) -> tuple[Any, ...]:
-        return g.num_kv_heads, g.head_dim, g.value_head_dim, g.sliding_window
-
-    kinds = list(dict.fromkeys(map(kind, model.layers)))
-    of_schemes: dict[str, list[list[int]]] = {}
+def _schemes(layers: tuple[LayerGeometry, ...], kinds: list[Any], formats: _Formats) -> dict[str, list[list[int]]]:
+    """[[kind of layer, layers, format], ..] of every core preset that heads of these sizes can have."""
+    found = {}
     for name in schemes.CORE:
-        try:
-            of_schemes[name] = [
-                [kinds.index(kind(g.geometry)), len(g.layers), formats.number(g)] for g in _groups(name, model.layers)
-            ]
-        except SpecError:
-            continue  # a preset that heads of this size cannot have
+        with contextlib.suppress(SpecError):
+            groups = CacheSpec(scheme=schemes.for_layers(name, layers), layers=layers).groups
+            found[name] = [[kinds.index(_kind(g.geometry)), len(g.layers), formats.number(g)] for g in groups]
+    return found
+
+
+def _model(model: ModelRef, weights_bytes: int, formats: _Formats) -> dict[str, Any]:
+    kinds = list(dict.fromkeys(map(_kind, model.layers)))
     of_vllm: dict[str, list[Any]] = {}
     for name in VLLM_SHOWN:
-        try:
-            of_vllm[f"vLLM {name}"] = _blocks(name, model.layers, kinds, kind)
-        except SpecError:
-            continue  # a format that heads of this size cannot have
+        with contextlib.suppress(SpecError):  # a format that heads of this size cannot have
+            of_vllm[f"vLLM {name}"] = _blocks(name, model.layers, kinds)
     return {
-        "weights": model.weights_bytes,
+        "weights": weights_bytes,
         "heads": model.query_heads,
-        "longest": model.longest,
+        "longest": model.max_context,
         "state": model.state_bytes,
-        "layers": [[sum(kind(g) == k for g in model.layers), *k] for k in kinds],
-        "schemes": of_schemes,
+        "layers": [[sum(_kind(g) == k for g in model.layers), *k] for k in kinds],
+        "schemes": _schemes(model.layers, kinds, formats),
         "vllm": of_vllm,
     }
 
 
-def _blocks(name: str, layers: tuple[LayerGeometry, ...], kinds: list[Any], kind: Any) -> list[Any]:
+def _blocks(name: str, layers: tuple[LayerGeometry, ...], kinds: list[Any]) -> list[Any]:
     """[tokens of a block, [[kind of layer, layers, bytes of a kv head in a block], ...]] of a format in vLLM.
 
     Raises:
@@ -148,21 +123,18 @@ def _blocks(name: str, layers: tuple[LayerGeometry, ...], kinds: list[Any], kind
         pages = vllm_layouts(name, layers, "bfloat16")
         sizes = [x.page_size_bytes // g.num_kv_heads for x, g in zip(pages, layers, strict=True)]
         block = PAGE_SIZE
-    found = [(kinds.index(kind(g)), size) for g, size in zip(layers, sizes, strict=True)]
+    found = [(kinds.index(_kind(g)), size) for g, size in zip(layers, sizes, strict=True)]
     return [block, [[k, found.count((k, size)), size] for k, size in dict.fromkeys(found)]]
 
 
-def plan_data(models: Mapping[str, Model]) -> dict[str, Any]:
+def plan_data(models: Models) -> dict[str, Any]:
     """Everything the script counts with, as JSON data."""
     formats = _Formats()
-    listed = {name: _model(m, formats) for name, m in models.items()}
+    listed = {name: _model(ref, nbytes, formats) for name, (ref, nbytes) in models.items()}
     widths: dict[int, dict[str, int]] = {}
     for width in WIDTHS:
         layers = (LayerGeometry(num_kv_heads=1, head_dim=width),)
-        widths[width] = {
-            name: number
-            for name, ((_, _, number),) in _model(Model(layers=layers, weights_bytes=0), formats)["schemes"].items()
-        }
+        widths[width] = {name: n for name, ((_, _, n),) in _schemes(layers, [_kind(layers[0])], formats).items()}
     plain = {
         name: {"stated": stated, "qkv_bias": COUNTED[name].qkv_bias, "head_norms": bool(COUNTED[name].head_norms)}
         for name, stated in PLAIN.items()
@@ -178,7 +150,7 @@ def plan_data(models: Mapping[str, Model]) -> dict[str, Any]:
     } | json.loads(asset("measured.json"))
 
 
-def section(models: Mapping[str, Model], *, context: int = 8192, gpus: int = 1, batch: int = 1) -> str:
+def section(models: Models, *, context: int = 8192, gpus: int = 1, batch: int = 1) -> str:
     """The calculator as HTML, its data and script included; the first model is shown.
 
     Args:
@@ -228,13 +200,13 @@ def section(models: Mapping[str, Model], *, context: int = 8192, gpus: int = 1, 
     )
 
 
-def _measured_card(models: Mapping[str, Model]) -> str:
+def _measured_card(models: Models) -> str:
     """The card on which the first model's speed was measured, else the commonest."""
     speed = json.loads(asset("measured.json"))["speed"].get(next(iter(models)), {})
     return str(next(iter(speed), "H100"))
 
 
-def page(models: Mapping[str, Model], *, context: int = 8192, gpus: int = 1, batch: int = 1) -> str:
+def page(models: Models, *, context: int = 8192, gpus: int = 1, batch: int = 1) -> str:
     """The page as HTML text; see `section`."""
     title = "kvbits plan: how many users fit"
     head = (

@@ -128,16 +128,16 @@ class PageLayout:
         """Bytes of one page of one layer, all kv heads, padding included."""
         return self.num_kv_heads * self.head_bytes
 
-    @property
+    @functools.cached_property
     def is_raw(self) -> bool:
         return self.key.is_raw and self.value.is_raw
 
-    @property
+    @functools.cached_property
     def is_centered(self) -> bool:
         """True where a page holds a mean of its keys or values."""
         return self.key.has_mean or self.value.has_mean
 
-    @property
+    @functools.cached_property
     def token_local(self) -> bool:
         """True where a page can be filled token by token (`QuantSpec.token_local`)."""
         return self.key.token_local and self.value.token_local

@@ -2,10 +2,10 @@
 
     <root>/<namespace>/<two digits>/<name>
 
-A file is written under a temporary name, flushed to the disk and renamed, so a name that is there is a complete file
-whatever was killed when. The writer holds a lock on the temporary file: one without a lock belongs to nobody any more
-and is cleared away. Folders and files are opened below the root one by one and symbolic links are not followed, so
-neither a name nor a link that somebody put there leads out of it.
+A file is written under a temporary name, flushed to the disk and renamed. So a name that is there is a complete file,
+even when its writer was killed. The writer holds a lock on the temporary file; one without a lock belongs to nobody any
+more and is cleared away. Folders and files are opened below the root one by one, and symbolic links are not followed.
+So neither a name nor a link leads out of the root.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..cache import blob
+from ..cache.reading import OpenFile
 from ..errors import SpecError
 from ..files import home, require_folder
 
@@ -50,15 +51,20 @@ class Entry(NamedTuple):
 
 
 class _Unfinished(NamedTuple):
-    """A file under a temporary name, its writer's lock on it."""
+    """A file under a temporary name in its folder; the writer's lock on it goes with `file`."""
 
     name: str
     temporary: str
-    fd: int
+    folder: OpenFile
+    file: OpenFile
 
 
 class Folder:
     """The files below `root`, by namespace and name.
+
+    Attributes:
+        written: bytes that this process wrote, until somebody takes note of them.
+        left: files that are damaged and could not be set aside.
 
     Raises:
         SpecError: a file is where the folder should be, or no folder can be made there.
@@ -68,7 +74,7 @@ class Folder:
         if "\0" in str(root):
             raise SpecError(f"a store at {str(root)!r}: a path has no NUL in it")
         self.root = require_folder(home(root, "a store at"), "a store at").absolute()
-        self._root = str(self.root)
+        self._root, self.written, self.left = str(self.root), 0, set[str]()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -77,49 +83,38 @@ class Folder:
                 " written to"
             ) from error
 
-    def _open_folder(self, namespace: str, bucket: str, make: bool) -> int | None:
-        """A descriptor of a bucket; None where it is not there.
+    @property
+    def where(self) -> str:
+        """Return the folder or URL of the store."""
+        return self._root
+
+    def _folder(self, namespace: str, bucket: str, make: bool = False) -> OpenFile | None:
+        """Open a bucket; None where it is not there.
 
         Raises:
             SpecError: something else than a folder is in its place, or a link to one.
         """
-        above: int | None = None
+        for part in (namespace, bucket):
+            if not _PART.fullmatch(part):
+                raise SpecError(f"{part!r} is no folder of a store")
+        where = f"{self._root}/{namespace}"
         try:
-            for part in (namespace, bucket):
-                if not _PART.fullmatch(part):
-                    raise SpecError(f"{part!r} is no folder of a store")
             if make:
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir(f"{self._root}/{namespace}")
-            above = os.open(f"{self._root}/{namespace}", _FOLDER)
+                    os.mkdir(where)
+            above = OpenFile(os.open(where, _FOLDER))
             if make:
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir(bucket, dir_fd=above)
-            return os.open(bucket, _FOLDER, dir_fd=above)
-        except BaseException as error:
-            if isinstance(error, FileNotFoundError) and not make:
+                    os.mkdir(bucket, dir_fd=above.fd)
+            return OpenFile(os.open(bucket, _FOLDER, dir_fd=above.fd))
+        except OSError as error:
+            if error.errno == errno.ENOENT and not make:
                 return None
-            if isinstance(error, OSError) and error.errno in (errno.ELOOP, errno.ENOTDIR):
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise SpecError(
-                    f"{self.root}/{namespace}/{bucket} is a symbolic link or a file, where a store has a folder;"
-                    " remove it"
+                    f"{where}/{bucket} is a symbolic link or a file, where a store has a folder; remove it"
                 ) from error
-            if isinstance(error, PermissionError):
-                raise _read_only(error, f"{self.root}/{namespace}/{bucket}") from error
-            raise
-        finally:
-            if above is not None:
-                os.close(above)
-
-    @contextlib.contextmanager
-    def _folder(self, namespace: str, bucket: str, make: bool = False) -> Iterator[int | None]:
-        """A descriptor of a bucket; None where it is not there."""
-        fd = self._open_folder(namespace, bucket, make)
-        try:
-            yield fd
-        finally:
-            if fd is not None:
-                os.close(fd)
+            raise _read_only(error, f"{where}/{bucket}") from error
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -144,7 +139,7 @@ class Folder:
             os.close(fd)
 
     def path(self, namespace: str, name: str) -> str:
-        """Where a file is, for messages."""
+        """Return the path of a file, for messages."""
         return f"{self.root}/{namespace}/{name[:2]}/{name}"
 
     @contextlib.contextmanager
@@ -155,39 +150,30 @@ class Folder:
         except IsADirectoryError as error:
             raise SpecError(f"{self.path(namespace, name)} is a folder, where a store has a file; remove it") from error
 
-    def open(self, namespace: str, name: str) -> int | None:
-        """A descriptor to read a file with, or None where there is none. A link or anything but a file is none."""
-        with self._folder(namespace, _bucket(name)) as folder:
-            if folder is None:
-                return None
-            try:
-                fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _NO_LINK, dir_fd=folder)
-            except OSError as error:
-                if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EACCES):
-                    return None
-                raise
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            return None
-        return fd
-
-    def has(self, namespace: str, name: str) -> bool:
-        return self.nbytes(namespace, name) is not None
-
-    def nbytes(self, namespace: str, name: str) -> int | None:
-        """Size of a file, None where there is none."""
-        fd = self.open(namespace, name)
-        if fd is None:
+    def open(self, namespace: str, name: str) -> OpenFile | None:
+        """Open a file to read from; None where there is none. A link or anything but a file is none."""
+        if (folder := self._folder(namespace, _bucket(name))) is None:
             return None
         try:
-            return os.fstat(fd).st_size
-        finally:
-            os.close(fd)
+            file = OpenFile(os.open(name, os.O_RDONLY | os.O_NONBLOCK | _NO_LINK, dir_fd=folder.fd))
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EACCES):
+                return None
+            raise
+        return file if stat.S_ISREG(os.fstat(file.fd).st_mode) else None
 
-    def write(self, namespace: str, files: Sequence[tuple[str, Sequence[memoryview]]]) -> int:
+    def has(self, namespace: str, name: str) -> bool:
+        return self.open(namespace, name) is not None
+
+    def fetch(self, namespace: str, names: Sequence[str]) -> bool:
+        """Bring the first files, as far as they go, from where else the store has them. Return whether all came."""
+        return False
+
+    def send(self, namespace: str, names: Sequence[str]) -> None:
+        """Bring files to where else the store keeps them."""
+
+    def write(self, namespace: str, files: Sequence[tuple[str, Sequence[memoryview]]]) -> None:
         """Write files, several at once; when all are on the disk they appear under their names, in order.
-
-        Returns the bytes written.
 
         Raises:
             OSError: the disk is full, or the like. No file of these appeared.
@@ -201,70 +187,64 @@ class Folder:
                 jobs = [pool.submit(self._write, namespace, name, pieces, held) for name, pieces in files]
             for job in jobs:
                 job.result()
-            order = {name: i for i, (name, _) in enumerate(files)}
-            for one in sorted(held, key=lambda x: order[x.name]):
-                with (
-                    self._folder(namespace, _bucket(one.name), make=True) as folder,
-                    self._no_folder(namespace, one.name),
-                ):
-                    os.rename(one.temporary, one.name, src_dir_fd=folder, dst_dir_fd=folder)
+            order = [name for name, _ in files]
+            for one in sorted(held, key=lambda x: order.index(x.name)):
+                with self._no_folder(namespace, one.name):
+                    os.rename(one.temporary, one.name, src_dir_fd=one.folder.fd, dst_dir_fd=one.folder.fd)
         except BaseException as error:
             for one in held:
-                with (
-                    contextlib.suppress(OSError, SpecError),
-                    self._folder(namespace, _bucket(one.name), make=True) as folder,
-                ):
-                    os.unlink(one.temporary, dir_fd=folder)
+                with contextlib.suppress(OSError):
+                    os.unlink(one.temporary, dir_fd=one.folder.fd)
             if isinstance(error, OSError):
                 raise _read_only(error, self._root) from error
             raise
-        finally:
-            for one in held:
-                os.close(one.fd)  # and with it the lock
-        return sum(len(p) for _, pieces in files for p in pieces)
+        self.written += sum(len(p) for _, pieces in files for p in pieces)
 
     def _write(self, namespace: str, name: str, pieces: Sequence[memoryview], held: list[_Unfinished]) -> None:
         """Write a file under a temporary name, down to the disk; the lock on it is held on."""
-        with self._folder(namespace, _bucket(name), make=True) as folder:
-            temporary = f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
-            self._clear_all(folder)
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666, dir_fd=folder)
-        held.append(_Unfinished(name, temporary, fd))
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        blob.write_all(fd, pieces)
-        os.fsync(fd)
+        folder = self._folder(namespace, _bucket(name), make=True)
+        assert folder is not None
+        temporary = f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
+        for left in self._listed(folder):
+            if left.startswith(TEMPORARY):
+                _clear(folder, left)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK
+        file = OpenFile(os.open(temporary, flags, 0o666, dir_fd=folder.fd))
+        held.append(_Unfinished(name, temporary, folder, file))
+        fcntl.flock(file.fd, fcntl.LOCK_EX)
+        blob.write_all(file.fd, pieces)
+        os.fsync(file.fd)
+
+    @staticmethod
+    def _listed(folder: OpenFile | None) -> list[str]:
+        return [] if folder is None else os.listdir(folder.fd)
 
     def names(self, namespace: str, start: str) -> list[str]:
-        """Names of the files that begin with `start`, at least two digits."""
-        with self._folder(namespace, start[:2]) as folder:
-            return (
-                []
-                if folder is None
-                else sorted(n for n in os.listdir(folder) if n.startswith(start) and NAME.fullmatch(n))
-            )
+        """List the names of files that begin with `start`, at least two digits."""
+        listed = self._listed(self._folder(namespace, start[:2]))
+        return sorted(n for n in listed if n.startswith(start) and NAME.fullmatch(n))
 
     def use(self, namespace: str, name: str, used: int) -> None:
         """Note when a file was used, in nanoseconds."""
-        with self._folder(namespace, _bucket(name)) as folder:
-            if folder is not None:
-                try:
-                    os.utime(name, ns=(used, used), dir_fd=folder, follow_symlinks=False)
-                except OSError as error:
-                    if error.errno not in (errno.ENOENT, *_NO_WRITING):
-                        raise
+        if (folder := self._folder(namespace, _bucket(name))) is None:
+            return
+        try:
+            os.utime(name, ns=(used, used), dir_fd=folder.fd, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, *_NO_WRITING):
+                raise
 
     def remove(self, namespace: str, name: str) -> bool:
-        with self._folder(namespace, _bucket(name)) as folder:
-            if folder is None:
-                return False
-            try:
-                with self._no_folder(namespace, name):
-                    os.unlink(name, dir_fd=folder)
-            except FileNotFoundError:
-                return False
-            except OSError as error:
-                raise _read_only(error, self.path(namespace, name)) from error
-            return True
+        if (folder := self._folder(namespace, _bucket(name))) is None:
+            return False
+        try:
+            with self._no_folder(namespace, name):
+                os.unlink(name, dir_fd=folder.fd)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise _read_only(error, self.path(namespace, name)) from error
+        return True
 
     def set_aside(self, namespace: str, name: str) -> str | None:
         """Rename a file so that nobody finds it any more.
@@ -272,13 +252,12 @@ class Folder:
         Returns its new name; None where it could not be done, or was gone.
         """
         kept = f"{name}.damaged"
-        with self._folder(namespace, _bucket(name)) as folder:
-            if folder is None:
-                return None
-            try:
-                os.rename(name, kept, src_dir_fd=folder, dst_dir_fd=folder)
-            except OSError:
-                return None
+        if (folder := self._folder(namespace, _bucket(name))) is None:
+            return None
+        try:
+            os.rename(name, kept, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+        except OSError:
+            return None
         return kept
 
     def namespaces(self) -> list[str]:
@@ -288,43 +267,34 @@ class Folder:
             )
 
     def entries(self) -> Iterator[Entry]:
-        """All files. Clears away what killed writers left."""
+        """List all files, and clear away those that killed writers left."""
         for namespace in self.namespaces():
             with os.scandir(self.root / namespace) as found:
                 buckets = sorted(
                     e.name for e in found if e.is_dir(follow_symlinks=False) and re.fullmatch(r"[0-9a-f]{2}", e.name)
                 )
             for bucket in buckets:
-                with self._folder(namespace, bucket) as folder:
-                    for name in [] if folder is None else os.listdir(folder):
-                        try:
-                            about = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                        except FileNotFoundError:
-                            continue
-                        if name.startswith(TEMPORARY):
-                            self._clear(folder, name, about)
-                        elif NAME.fullmatch(name) and stat.S_ISREG(about.st_mode):
-                            yield Entry(namespace, name, about.st_size, about.st_mtime_ns)
+                folder = self._folder(namespace, bucket)
+                for name in self._listed(folder):
+                    assert folder is not None
+                    try:
+                        about = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    if name.startswith(TEMPORARY):
+                        _clear(folder, name)
+                    elif NAME.fullmatch(name) and stat.S_ISREG(about.st_mode):
+                        yield Entry(namespace, name, about.st_size, about.st_mtime_ns)
 
-    def _clear_all(self, folder: int | None) -> None:
-        """Remove what killed writers left in a bucket."""
-        for name in [] if folder is None else os.listdir(folder):
-            if name.startswith(TEMPORARY):
-                with contextlib.suppress(FileNotFoundError):
-                    self._clear(folder, name, os.stat(name, dir_fd=folder, follow_symlinks=False))
 
-    @staticmethod
-    def _clear(folder: int | None, name: str, about: os.stat_result) -> None:
-        """Remove a temporary file whose writer is gone."""
-        if not stat.S_ISREG(about.st_mode) or time.time() - about.st_mtime < ABANDONED_S:
-            return
-        with contextlib.suppress(OSError):
-            fd = os.open(name, os.O_RDONLY | _NO_LINK, dir_fd=folder)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(name, dir_fd=folder)
-            finally:
-                os.close(fd)
+def _clear(folder: OpenFile, name: str) -> None:
+    """Remove a temporary file that is old enough and whose writer is gone."""
+    with contextlib.suppress(OSError):
+        about = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
+        if stat.S_ISREG(about.st_mode) and time.time() - about.st_mtime >= ABANDONED_S:
+            file = OpenFile(os.open(name, os.O_RDONLY | _NO_LINK, dir_fd=folder.fd))
+            fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(name, dir_fd=folder.fd)
 
 
 _NO_WRITING = (errno.EROFS, errno.EACCES, errno.EPERM)

@@ -1,10 +1,9 @@
-"""Names of token prefixes: a chain of hashes, so that equal prefixes of equal caches have equal names, whoever computes
-them.
+"""Names of token prefixes: a chain of hashes. Equal prefixes of equal caches have equal names, whoever computes them.
 
-    key of no token        SHA-256 of whose pages they are (`Identity`)
+    key of no token        SHA-256 of the namespace (`Identity`)
     key of blob i          SHA-256 of the key before and of its token ids (int64, little-endian)
 
-as in vLLM's prefix cache. The first 20 bytes of a key are in the header of its blob.
+vLLM's prefix cache does the same. The first 20 bytes of a key are in the header of its blob.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ KEY_BYTES = 20
 
 
 def token_ids(ids: Any) -> np.ndarray:
-    """int64 [tokens] of a list, array or tensor [tokens] or [1, tokens].
+    """Make int64 [tokens] of a list, array or tensor [tokens] or [1, tokens].
 
     Raises:
         DataError: several sequences, no whole numbers, or some above 2**63 - 1.
@@ -62,7 +61,7 @@ def namespace(identity: Identity, blob_tokens: int) -> str:
 
 
 def first(space: str, extra: bytes = b"") -> bytes:
-    """The key of no token in a namespace.
+    """Compute the key of no token in a namespace.
 
     Args:
         extra: names what a prompt consists of besides its token ids; prompts of other `extra` share no key.
@@ -72,12 +71,12 @@ def first(space: str, extra: bytes = b"") -> bytes:
 
 
 def after(key: bytes, ids: np.ndarray) -> bytes:
-    """The key of a prefix that goes on with these tokens."""
+    """Compute the key of a prefix that goes on with these tokens."""
     return hashlib.sha256(key + ids.tobytes()).digest()
 
 
 def chain(space: str, ids: np.ndarray, ends: Iterable[int], extra: bytes = b"") -> list[bytes]:
-    """The key of no token, and that of the tokens up to each end."""
+    """Compute the key of no token, and the keys of the tokens up to each end."""
     keys, start = [first(space, extra)], 0
     for end in ends:
         keys.append(after(keys[-1], ids[start:end]))

@@ -4,52 +4,42 @@
     store.put(cache, ids)                        # after a prompt went through the model
     store.load(empty_cache, ids)                 # -> tokens that need not be computed again
 
-Files are blobs (docs/reference/formats.md) named by what their tokens hash to, so equal prefixes of equal models and
-schemes are stored once. What is loaded is what was put, byte for byte; what cannot be read, or is not what it says, is
-set aside and computed again (docs/internals/store.md).
+Files are blobs (docs/reference/formats.md) named by hashes of their tokens, so equal prefixes of equal models and
+schemes are stored once. A load brings the bytes that were put. A damaged file is set aside, and its tokens are computed
+again (docs/internals/store.md).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import os
 import re
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 
-from ..cache import blob
-from ..cache.blob import Identity, Kind, Page
+from ..cache import blob, transfer
+from ..cache.blob import Identity
 from ..cache.group import GroupState
 from ..cache.paged_cache import PagedCache
-from ..cache.serialize import blank, shown_part
+from ..cache.reading import DamagedError, GoneError, parts_of
 from ..errors import CacheStateError, DataError, FileFormatError, SpecError, UnsupportedError, counted
-from ..spec import CacheSpec
 from ..units import human_bytes, parse_bytes, parse_tokens
 from . import keys, pages
-from .filling import Filling
-from .finding import Plan, find
 from .folder import Folder
-from .loading import MOST_FILES, PARTS, DamagedError, GoneError, Loader, Piece, parts_of, read_pages
+from .namespace import MOST_FILES, Namespace, Shard, length_of, name_of
 from .pages import Cuts
-from .remote import Remote, local_tier
-from .shelf import Shard, Shelf, name_of, stem_of
+from .remote import RemoteFolder, local_tier
 
-WRITTEN_AT_ONCE = 8
-"""Blobs on their way to the disk together."""
 PIN = ".pin"
 BLOB = re.compile(r"[0-9a-f]{40}(\+[0-9]+-[0-9a-f]{16})?\.[0-9]+-[0-9]+")
 
 
 class StoreExplanation(dict[str, Any]):
-    """What `PrefixStore.explain` found: a dict, which prints as a few lines."""
+    """The findings of `PrefixStore.explain`: a dict, which prints as a few lines."""
 
     def __str__(self) -> str:
         limit = "" if self["max_bytes"] is None else f" of {human_bytes(self['max_bytes'])}"
@@ -72,17 +62,17 @@ class PrefixStore:
     Args:
         where: a folder, made where it is not there; or a URL of any file system that fsspec knows
             ("s3://bucket/prefixes").
-        max_bytes: size that the store is kept below, evicting what was used least lately: bytes, or "200GB". None:
-            `evict` does. Each process evicts after it wrote: several that put at once exceed it until then, each by
-            what it puts. For a remote store it is the size of the local folder, which one prefix may pass while it is
-            loaded: what is there stays until the object store's own rules remove it.
+        max_bytes: bytes, or "200GB", that the store is kept below by evicting files that were used least lately. None:
+            only `evict` removes any. Each process evicts after it wrote, so several that put at once exceed the limit
+            until then. For a remote store it is the limit of the local folder, which one prefix may pass while it is
+            loaded; objects stay until the object store's own rules remove them.
         blob_tokens: tokens of one file, the unit in which prefixes are shared: 256, or 64 for short ones.
         local: folder that keeps what was used lately of a remote store (None: one in the user's cache folder).
         shard: (rank, ranks) where the caches hold that part of every layer's kv heads (tensor parallel). What ranks of
             one number put, ranks of another load.
         calibration: of all kv heads, where the caches have theirs cut out of it (a `Calibration`, or its `static`).
-        made_for: names what `kvbits.identity` cannot see of the model, such as a hook that steers it; the whole model
-            for caches that do not say, and for shards, where each rank says something else.
+        made_for: names what `kvbits.identity` cannot see of the model, such as a hook that steers it. It names the
+            whole model for caches that do not, and for shards, whose ranks would each name another.
         options: of the remote file system, as fsspec takes them.
 
     Raises:
@@ -115,8 +105,8 @@ class PrefixStore:
             raise SpecError("a store of max_bytes=0 keeps nothing; give it a size, or None for no limit")
         self.shard, self.made_for = _shard(shard), made_for
         self._whole = None if calibration is None else blob.calibration_id(getattr(calibration, "static", calibration))
-        self.folder = Folder((local or local_tier(str(where))) if remote else where)
-        self._shelf = Shelf(self.folder, Remote(str(where), options) if remote else None, self.shard)
+        self.folder = RemoteFolder(str(where), local or local_tier(str(where)), options) if remote else Folder(where)
+        self._damaged: dict[str, str] = {}  # files set aside, with the reason
         self._known: tuple[int, int] | None = None  # bytes when last counted, bytes written since
 
     def __repr__(self) -> str:
@@ -125,46 +115,53 @@ class PrefixStore:
     @property
     def where(self) -> str:
         """The folder or URL."""
-        return self._shelf.remote.url if self._shelf.remote else str(self.folder.root)
+        return self.folder.where
 
     # -- what is where ----------------------------------------------------------------------------------------------
 
-    def _cuts(self, cache: PagedCache) -> Cuts:
-        scheme = cache.spec.scheme
-        return Cuts(scheme.num_sink_tokens, scheme.page_size, self.blob_tokens)
-
-    def _identity(self, cache: PagedCache) -> tuple[Identity, str]:
-        """Whose pages a cache holds, and the folder of the blobs that go with it."""
-        named = (self.made_for, None if self.shard[1] > 1 and self.made_for else cache.made_for)
+    def _namespace(self, cache: PagedCache) -> Namespace:
+        """Return the blobs that go with a cache."""
+        ranks = self.shard[1]
+        named = (self.made_for, None if ranks > 1 and self.made_for else cache.made_for)
         made_for = "\n".join(x for x in named if x is not None)
         if not made_for:
             raise SpecError(
                 "this cache does not say whose keys and values it holds; KVCache.for_model does, for a PagedCache of"
                 " your own set cache.made_for to a text that names the model and its weights"
             )
-        calibration = calibration_of(cache)
-        if self.shard[1] > 1 and any(calibration):
+        identity = cache.identity.of_model(made_for)
+        if ranks > 1:
+            identity = self._of_rank(cache, made_for)
+        scheme = cache.spec.scheme
+        cuts = Cuts(scheme.num_sink_tokens, scheme.page_size, self.blob_tokens)
+        return Namespace(self.folder, identity, [g.group for g in cache.held_groups], cuts, self._damaged)
+
+    def _of_rank(self, cache: PagedCache, made_for: str) -> Identity:
+        """Return the identity of a cache that holds a part of the kv heads: that of all heads, and which part it is."""
+        rank, ranks = self.shard
+        calibration = cache.identity.calibration
+        if any(calibration):
             if self._whole is None:
                 raise SpecError(
                     "a shard of a calibrated cache: pass PrefixStore(.., calibration=) that of all kv heads, so that"
                     " all ranks name it alike"
                 )
             calibration = self._whole
-        identity = Identity.of(whole_spec(cache.spec, self.shard[1]), made_for, calibration)
-        identity = dataclasses.replace(
-            identity, kv_heads=identity.kv_heads // self.shard[1], shard=self.shard[0], shards=self.shard[1]
-        )
-        return identity, keys.namespace(identity, self._cuts(cache).blob_pages * cache.spec.scheme.page_size)
+        whole = tuple(dataclasses.replace(g, num_kv_heads=g.num_kv_heads * ranks) for g in cache.spec.layers)
+        identity = Identity.of(dataclasses.replace(cache.spec, layers=whole), made_for, calibration)
+        return dataclasses.replace(identity, kv_heads=identity.kv_heads // ranks, shard=rank, shards=ranks)
 
     def match(self, cache: PagedCache, ids: Any, *, extra: bytes = b"") -> int:
-        """Tokens that `load` would bring of a prompt into an empty cache like this one."""
-        plan = self._plan(paged(cache), keys.token_ids(ids), extra)
-        self._fetched()
-        return plan.length if plan else 0
+        """Count the tokens that `load` would bring of a prompt into an empty cache like this one."""
+        found = length_of(self._namespace(paged(cache)).find(keys.token_ids(ids), extra))
+        self._keep_size()
+        return found
 
     def explain(self) -> StoreExplanation:
-        """What the store holds: files and bytes, per namespace (a model, scheme and calibration) and in all: a dict,
-        which prints as a few lines.
+        """Count files and bytes of the store, of each namespace (a model, scheme and calibration) and in all.
+
+        Returns:
+            A dict, which prints as a few lines.
         """
         found: dict[str, dict[str, int]] = {}
         for e in self.folder.entries():
@@ -178,7 +175,7 @@ class PrefixStore:
                 "max_bytes": self.max_bytes,
                 **total,
                 "namespaces": found,
-                "damaged": dict(self._shelf.damaged),
+                "damaged": dict(self._damaged),
             }
         )
 
@@ -226,45 +223,8 @@ class PrefixStore:
                 f"{counted(len(tokens), 'token id')} for a sequence of {counted(length, 'token')}; pass the ids of all"
                 " of them, padding left out"
             )
-        identity, space = self._identity(known)
-        cuts = self._cuts(known)
-        blobs = min(cuts.within(length), pages.whole_blobs(groups, row, cuts))
-        chain = keys.chain(space, tokens, cuts.ends(length)[:blobs], extra)
-        new = []
-        names = []
-        windows = any(g.group.geometry.sliding_window is not None for g in groups)
-        for i in range(blobs):
-            held = pages.pages_of(groups, row, cuts, i)
-            names.append(name_of(stem_of(chain[i + 1]), self.shard))
-            if not self._shelf.has(space, names[-1], len(held) if windows else 0):
-                new.append((names[-1], Kind.PAGES, held, cuts.end(i), cuts.end(i + 1), chain[i + 1], b""))
-        stored = cuts.end(blobs)
-        if end and length > stored and pages.is_plain(groups, row):
-            held, state = pages.end_of(groups, row, cuts, blobs)
-            key = keys.after(chain[blobs], tokens[stored:length])
-            names.append(name_of(stem_of(chain[blobs], length - stored, key), self.shard))
-            if not self._shelf.has(space, names[-1]):
-                new.append((names[-1], Kind.END, held, stored, length, key, state))
-        written = 0
-        for at in range(0, len(new), WRITTEN_AT_ONCE):
-            files = []
-            for name, kind, held, first, last, key, state in new[at : at + WRITTEN_AT_ONCE]:
-                blocks = blob.on_host(blocks_of(groups, row, held))
-                pieces = blob.encode(
-                    kind,
-                    identity,
-                    [p for p, _ in held],
-                    blocks,
-                    start=first,
-                    tokens=last - first,
-                    key=key[: keys.KEY_BYTES],
-                    state=state,
-                )
-                files.append((name, pieces))
-            written += self.folder.write(space, files)
-        self._shelf.send(space, names)
-        self._shelf.use(space, names)
-        self._wrote(written)
+        self._namespace(known).put(groups, row, tokens, end=end, extra=extra)
+        self._keep_size()
         return self.match(known, tokens[:length], extra=extra)
 
     # -- load -------------------------------------------------------------------------------------------------------
@@ -272,16 +232,16 @@ class PrefixStore:
     def load(self, cache: PagedCache, ids: Any, row: int = 0, *, wait: bool = True, extra: bytes = b"") -> int:
         """Put the longest prefix of a prompt that the store has into an empty sequence.
 
-        A file that is damaged, cut short or of somebody else is set aside (renamed to .damaged) with a warning that
-        names it; the prefix before it is loaded.
+        A file that is damaged, cut short or under another's name is set aside: it is renamed to .damaged, with a
+        warning that names it. The prefix before it is loaded.
 
         Args:
             cache: of the model, scheme and calibration that the pages are wanted for.
             ids: token ids [tokens] or [1, tokens].
-            wait: False returns when pages are still on their way, the first layers before the last: each layer of the
-                next pass waits for its own, anything else for all. Where one turns out to be damaged, the file is set
-                aside, the pass is taken back with a FileFormatError that names it, and the cache takes nothing but
-                `reset()` or `free(row)`.
+            wait: False returns while pages are still on their way, the first layers before the last. Each layer of the
+                next pass waits for its own pages, and any other use of the cache for all. If a page turns out to be
+                damaged, its file is set aside, and a FileFormatError that names it takes the pass back. Then the cache
+                takes nothing but `reset()` or `free(row)`.
             extra: as in `put`.
 
         Returns:
@@ -305,67 +265,29 @@ class PrefixStore:
                 f"sequence {row} holds {counted(length, 'token')}; load a prefix into an empty one, or free({row})"
                 " first"
             )
-        identity, space = self._identity(cache)
-        cuts, own, begin_early = self._cuts(cache), [g.group for g in groups], True
-        few = cuts.within(len(tokens)) < MOST_FILES
-        early = few and not wait
-        parts, ends = parts_of(own, len(cache.spec.layers), PARTS)
+        space = self._namespace(cache)
+        early = not wait and space.cuts.within(len(tokens)) < MOST_FILES  # all files are held open
         while True:
+            plan = space.find(tokens, extra)
+            if plan is None:
+                break
             try:
-                with cache.change("loading a prefix") as undo, contextlib.ExitStack() as stack:
-                    shelf = self._shelf.keeping() if few else self._shelf
-                    stack.callback(shelf.let_go)
-                    loader = stack.enter_context(
-                        Loader(functools.partial(shelf.open, space), cache.device, parts if early else None)
-                    )
-                    filling = Filling(groups, row, self.shard, loader)
-                    plan = find(
-                        shelf,
-                        space,
-                        identity,
-                        own,
-                        cuts,
-                        tokens,
-                        filling.begin if begin_early else lambda one: None,
-                        extra,
-                    )
-                    if plan is None or not filling.complete(plan):
-                        raise _NothingTaken
-                    self._shelf.use(space, plan.names)
-                    if not early:
-                        loader.finish()
-                    else:
-                        stack.pop_all()
-                        shelf.let_go()
-                        run = loader.in_thread(cache.arrivals, ends)
+                with cache.change("loading a prefix") as undo:
+                    reading = transfer.admit(groups, [row], plan, space.identity, open_file=space.open)
+                    space.use([source.name for one in plan.blobs for source in one])
+                    if early:
                         undo.first = cache.arrivals.forget
-                        cache.arrivals.begin(row, run, loader.stop, lambda error: self._late(space, row, error))
-                self._fetched()
-                return plan.length
-            except _NothingTaken:
-                if plan is None:
-                    self._fetched()
-                    return 0
-                begin_early = False
+                        parts = parts_of(space.groups, len(cache.spec.layers))
+                        cache.arrivals.begin(row, reading, parts, lambda error: _late(space, row, error))
+                    else:
+                        reading.run()
+                break
             except GoneError:
                 continue
             except DamagedError as error:
-                self._shelf.set_aside(space, error)
-
-    def _late(self, space: str, row: int, error: BaseException) -> BaseException:
-        """The error of a pass that a damaged file ends."""
-        if not isinstance(error, DamagedError):
-            return error
-        self._shelf.set_aside(space, error)
-        return DamagedError(
-            error.name,
-            f"{error}; what had begun to use it was taken back: reset() the cache, or free({row}), and load again",
-        )
-
-    def _plan(self, cache: PagedCache, tokens: np.ndarray, extra: bytes = b"") -> Plan | None:
-        identity, space = self._identity(cache)
-        groups = [g.group for g in cache.groups]
-        return find(self._shelf, space, identity, groups, self._cuts(cache), tokens, extra=extra)
+                space.set_aside(error)
+        self._keep_size()
+        return length_of(plan)
 
     # -- sequences that wait ----------------------------------------------------------------------------------------
 
@@ -383,8 +305,8 @@ class PrefixStore:
             not change.
 
         Raises:
-            CacheStateError: it is empty, or the store could not give all of it back (cropped into a page, pages
-                dropped, speculative): it stays where it is; `swap_out` takes such sequences to host memory.
+            CacheStateError: the sequence is empty, or the store could not give all of it back: it was cropped into a
+                page, lost pages, or holds speculative tokens. It stays in the cache; `swap_out` takes such sequences.
         """
         known, tokens = paged(cache), keys.token_ids(ids)
         length = settled(known, row)[0].sequences[row].length
@@ -426,7 +348,7 @@ class PrefixStore:
         """
         known, tokens = paged(cache), keys.token_ids(ids)
         length = self._pin(known, tokens, extra)
-        self._fetched()
+        self._keep_size()
         if not length:
             raise DataError(
                 f"nothing of these {counted(len(tokens), 'token')} is stored for this model and scheme; put them first"
@@ -434,18 +356,21 @@ class PrefixStore:
         return length
 
     def _pin(self, cache: PagedCache, tokens: np.ndarray, extra: bytes) -> int:
-        """Tokens pinned; 0 where nothing is stored. Nobody evicts between the look at what is there and the pin."""
+        """Pin a prefix and return its tokens, 0 where nothing is stored. The folder is locked, so nobody evicts
+        meanwhile.
+        """
         with self.folder.locked():
-            plan = self._plan(cache, tokens, extra)
+            space = self._namespace(cache)
+            plan = space.find(tokens, extra)
             if plan is None:
                 return 0
-            text = json.dumps(plan.names).encode()
-            self.folder.write(self._identity(cache)[1], [(_pin_name(tokens, self.shard, extra), [memoryview(text)])])
-            return plan.length
+            text = json.dumps([source.name for one in plan.blobs for source in one]).encode()
+            self.folder.write(space.name, [(_pin_name(tokens, self.shard, extra), [memoryview(text)])])
+            return length_of(plan)
 
     def unpin(self, cache: Any, ids: Any, *, extra: bytes = b"") -> bool:
         """Let a pinned prefix be evicted again. Returns whether it was pinned."""
-        space = self._identity(paged(cache))[1]
+        space = self._namespace(paged(cache)).name
         return self.folder.remove(space, _pin_name(keys.token_ids(ids), self.shard, extra))
 
     def evict(self, max_bytes: int | str | None = None) -> int:
@@ -480,32 +405,25 @@ class PrefixStore:
         return removed
 
     def _pinned(self, space: str, name: str) -> list[str]:
-        fd = self.folder.open(space, name)
-        if fd is None:
+        if (file := self.folder.open(space, name)) is None:
             return []
-        with os.fdopen(fd, "rb") as file:
-            try:
-                found = json.loads(file.read(1 << 26))
-                return [x for x in found if isinstance(x, str)]
-            except (ValueError, TypeError, RecursionError):
-                return []
+        try:
+            found = json.loads(file.bytes_at(0, 1 << 26))
+            return [x for x in found if isinstance(x, str)]
+        except (ValueError, TypeError, RecursionError):
+            return []
 
-    def _fetched(self) -> None:
-        """Keep the local folder of a remote store below its size, now that files were fetched into it."""
-        nbytes, self._shelf.fetched[:] = sum(self._shelf.fetched), []
-        if nbytes:
-            self._wrote(nbytes)
-
-    def _wrote(self, nbytes: int) -> None:
+    def _keep_size(self) -> None:
         """Evict when the store has outgrown its size: counted anew after every sixteenth of it that this process wrote,
         since others write too.
         """
-        if self.max_bytes is None:
+        written, self.folder.written = self.folder.written, 0
+        if self.max_bytes is None or not written:
             return
-        if self._known is None or self._known[1] + nbytes > self.max_bytes // 16:
+        if self._known is None or self._known[1] + written > self.max_bytes // 16:
             self._known = (self.nbytes, 0)
         else:
-            self._known = (self._known[0], self._known[1] + nbytes)
+            self._known = (self._known[0], self._known[1] + written)
         if sum(self._known) > self.max_bytes:
             self.evict()
 
@@ -515,25 +433,27 @@ class PrefixStore:
         Returns what is wrong, by file; nothing is set aside.
         """
         known, wrong = paged(cache), []
-        identity, space = self._identity(known)
-        groups = [g.group for g in known.groups]
+        space = self._namespace(known)
         for e in list(self.folder.entries()):
-            if e.namespace != space or not BLOB.fullmatch(e.name) or not e.name.endswith(name_of("", self.shard)):
+            if e.namespace != space.name or not BLOB.fullmatch(e.name) or not e.name.endswith(name_of("", self.shard)):
                 continue
             try:
-                if source := self._shelf.source(space, e.name, identity, groups):
-                    shapes = [blob.block_shape(groups[p.group], p.pool) for p in source.table.pages]
-                    room = [Piece(i, torch.empty(shape, dtype=torch.uint8)) for i, shape in enumerate(shapes)]
-                    read_pages(lambda name: self.folder.open(space, name), [(source, shapes, room)])
-            except GoneError:
-                continue
+                if source := space.source(e.name):
+                    source.check()
             except FileFormatError as error:
                 wrong.append(str(error))
         return wrong
 
 
-class _NothingTaken(Exception):
-    """What was begun is of no use."""
+def _late(space: Namespace, row: int, error: BaseException) -> BaseException:
+    """Make the error of a pass that a damaged file ends."""
+    if not isinstance(error, DamagedError):
+        return error
+    space.set_aside(error)
+    return DamagedError(
+        error.name,
+        f"{error}; what had begun to use it was taken back: reset() the cache, or free({row}), and load again",
+    )
 
 
 def _pin_name(tokens: np.ndarray, shard: Shard, extra: bytes) -> str:
@@ -549,30 +469,9 @@ def _shard(shard: Shard) -> Shard:
     raise SpecError(f"shard={shard!r} must be (rank, ranks) with 0 <= rank < ranks")
 
 
-def whole_spec(spec: CacheSpec, shards: int) -> CacheSpec:
-    """The spec of all kv heads, of one of equal shards."""
-    if shards == 1:
-        return spec
-    return dataclasses.replace(
-        spec, layers=tuple(dataclasses.replace(g, num_kv_heads=g.num_kv_heads * shards) for g in spec.layers)
-    )
-
-
 def _limit(size: int | str) -> int:
     """Bytes of a number, or of text like "200GB" (`units.parse_bytes`)."""
     return size if type(size) is int and size >= 0 else parse_bytes(str(size), "max_bytes")
-
-
-_CALIBRATIONS: WeakKeyDictionary[PagedCache, bytes] = WeakKeyDictionary()
-
-
-def calibration_of(cache: PagedCache) -> bytes:
-    """12 bytes that name a cache's calibration, which is what it is for as long as the cache lives: hashed once (8B
-    models have 17 MB of it).
-    """
-    if cache not in _CALIBRATIONS:
-        _CALIBRATIONS[cache] = blob.calibration_id(cache.static)
-    return _CALIBRATIONS[cache]
 
 
 def paged(cache: Any) -> PagedCache:
@@ -583,7 +482,7 @@ def paged(cache: Any) -> PagedCache:
 
 
 def settled(cache: PagedCache, row: int, make: bool = False) -> list[GroupState]:
-    """The groups of a cache between two passes, with the row that is asked for."""
+    """Return the groups of a cache between two passes, with the row that is asked for."""
     if cache.in_pass:
         raise CacheStateError(
             "a prefix is stored or loaded in the middle of a forward pass; finish it, or call reset() or abandon()"
@@ -596,20 +495,3 @@ def settled(cache: PagedCache, row: int, make: bool = False) -> list[GroupState]
     if type(row) is not int or not 0 <= row < cache.batch_size:
         raise DataError(f"sequence {row!r} does not exist; the cache holds {cache.batch_size}")
     return groups
-
-
-def blocks_of(groups: list[GroupState], row: int, held: list[tuple[Page, int]]) -> list[torch.Tensor]:
-    """Pages [layers, H, head_bytes] where they lie; copies of those with slots that the sequence does not show, with
-    zeros there.
-    """
-    found = []
-    for page, page_id in held:
-        state = groups[page.group]
-        s, pool = state.sequences[row], state.pools[page.pool]
-        block = pool.block(page_id)
-        if page.pool == "sink":
-            block = shown_part(block, pool.layout, min(s.length, state.group.num_sink_tokens))
-        elif page.pool == "tail":
-            block = shown_part(block, pool.layout, s.tail_lengths[s.tail.index(page_id)])
-        found.append(blank(block, pool.layout))
-    return found

@@ -37,6 +37,9 @@ switch_stacks:
 )");
 
 constexpr size_t STACK = 256 << 10;
+/// Blocks along y.
+extern "C" int blocks_y;
+int blocks_y = 1;
 
 static void thread() {
   KERNEL(*arguments);
@@ -50,7 +53,8 @@ extern "C" void launch(const Args* args, int blocks) {
   static unsigned char* const stacks = (unsigned char*)mmap(nullptr, threads * STACK, PROT_READ | PROT_WRITE,
                                                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (stacks == MAP_FAILED) fail("no memory for stacks", threads);
-  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+  for (int n = 0; n < blocks * blocks_y; ++n) {
+    blockIdx.x = n % blocks, blockIdx.y = n / blocks;
     memset(shared, 0xff, sizeof shared);
     block.warps.assign(NUM_THREADS / 32, {});
     block.transactions.assign(SHARED_BYTES / 8, {});

@@ -73,7 +73,7 @@ struct Block {
 extern Block block;
 extern unsigned char shared[];
 struct { struct { operator unsigned() const { return block.current; } } x; } threadIdx;
-struct { int x; } blockIdx, blockDim;
+struct { int x, y; } blockIdx, blockDim;
 
 /// Keeps the registers that a function must, notes where this stack stands and goes on with another one.
 extern "C" void switch_stacks(void** from, void* to) __attribute__((visibility("hidden")));

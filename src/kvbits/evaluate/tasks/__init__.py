@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...errors import SpecError, unknown
-from ...geometry import max_context
+from ...model_ref import ModelRef
 from ..caches import CacheFactory
+from ..settings import Options
 from ..texts import Text
 
 Record = dict[str, Any]
@@ -30,73 +31,13 @@ TASKS: dict[str, str] = {
     "copying": "recall:CopyingTask",
     "tracking": "tracking:TrackingTask",
     "ruler": "ruler:RulerTask",
-    "humaneval": "generation:HumanEvalTask",
+    "humaneval": "humaneval:HumanEvalTask",
     "gsm8k": "questions:Gsm8kTask",
     "mmlu": "questions:MmluTask",
 }
 """Task name -> module:class."""
 
-DATA = ("humaneval", "gsm8k", "gsm8k_train", "mmlu", "mmlu_dev")
-"""Files that benchmarks read."""
-
 ALIASES = {"ppl": "fidelity", "perplexity": "fidelity", "kl": "fidelity"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Sizes of an evaluation; the command line's options of the same names.
-
-    Attributes:
-        windows, length: windows of each text, spread over it, and their tokens (fidelity, attention); chains and their
-            tokens (replay).
-        chunk: tokens per forward pass; older history is read as stored. None for the task's usual number
-            (`Task.usual_chunk`).
-        context, new_tokens: tokens before decoding starts and tokens decoded one by one (decode, greedy; follow: in
-            chunks); new_tokens: copied (copying).
-        contexts, depths: prompt lengths in tokens (copying: how far back), and which of the people told of is asked
-            for (0 the first, 1 the last).
-        repeats: prompts per length and depth, or kind.
-        limit: problems of a benchmark (humaneval, gsm8k, mmlu), drawn by `seed`; a larger limit adds to a smaller
-            one's. None for all.
-        shots: worked examples before each question; None for the benchmark's usual number.
-        batch_size: prompts or windows that go through a cache together (attention, decode: always one); figures depend
-            on it by rounding alone, but for speeds, which are of single windows only. None for the task's usual number
-            (`Task.usual_batch`).
-        draws: answers of a benchmark that is written (gsm8k, humaneval), sampled by `seed` and alike for all caches; 0
-            for one that is greedy.
-        data: benchmark name -> its local file.
-        seed: draws prompts and samples.
-    """
-
-    windows: int = 16
-    length: int = 1024
-    chunk: int | None = None
-    context: int = 512
-    new_tokens: int = 64
-    contexts: tuple[int, ...] = (1024, 2048)
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    repeats: int = 1
-    limit: int | None = None
-    shots: int | None = None
-    batch_size: int | None = None
-    draws: int = 0
-    data: dict[str, str] = field(default_factory=dict)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("windows", "length", "chunk", "context", "new_tokens", "repeats", "batch_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise SpecError(f"{name}={value} must be at least 1")
-        if self.draws < 0:
-            raise SpecError(f"draws={self.draws} is negative; 0 writes one greedy answer")
-        if self.limit is not None and self.limit < 1:
-            raise SpecError(f"limit={self.limit} must be at least 1; leave it out for all problems")
-        if bad_contexts := [n for n in self.contexts if n < 1]:
-            raise SpecError(f"contexts: a prompt of {bad_contexts[0]} tokens is none; at least 1 is needed")
-        if unknown := [name for name in self.data if name not in DATA]:
-            raise SpecError(f"data {unknown[0]!r} belongs to no benchmark; known: {', '.join(DATA)}")
-        if bad := [d for d in self.depths if not 0 <= d <= 1]:
-            raise SpecError(f"depth {bad[0]} is outside 0 (start) to 1 (end)")
 
 
 @dataclass(frozen=True)
@@ -104,21 +45,23 @@ class Context:
     """What a task works on.
 
     Attributes:
-        model: None while a task only looks at options, texts and data, before a model is loaded.
-        config: the model's configuration, where there is no model yet.
+        ref: the model; loaded, unless a task only looks at options, texts and data.
     """
 
-    model: Any
+    ref: ModelRef
     tokenizer: Any
     texts: tuple[Text, ...]
     options: Options
-    config: Any = None
+
+    @property
+    def model(self) -> Any:
+        """The loaded model."""
+        return self.ref.loaded
 
     @property
     def max_context(self) -> int | None:
         """Tokens the model was made for, where its configuration says."""
-        config = self.config if self.model is None else self.model.config
-        return None if config is None else max_context(config)
+        return self.ref.max_context
 
 
 class Task:

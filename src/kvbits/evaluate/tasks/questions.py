@@ -1,4 +1,5 @@
-"""MMLU by likelihood, GSM8K by generation, on local files, prompts in batches; scored as lm-eval scores them.
+"""MMLU by likelihood, GSM8K and others by what is written, on local files, prompts in batches; scored as lm-eval scores
+them.
 
     mmlu    --data mmlu=FILE.jsonl {subject, question, choices[4], answer}; shots from mmlu_dev=FILE.jsonl, of the same
             subject (5)
@@ -13,6 +14,8 @@ test holds equal to the scores here.
 from __future__ import annotations
 
 import functools
+import json
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,31 +24,52 @@ from typing import Any, ClassVar
 import torch
 
 from ...errors import KvbitsError, SpecError
+from ...files import home
 from ..caches import CacheFactory
 from ..paired import paired_records
-from ..rows import score
+from ..rows import TEMPERATURE, generate, score
 from ..texts import bos_of
 from . import Context, Record, Task
-from .generation import MAX_NEW_TOKENS, asked, completed, counted, data_file, drawn, json_lines, sampling
 
 LETTERS = "ABCD"
 NUMBER = re.compile(r"#### (\-?[0-9\.\,]+)")
-STOPS = ("Question:", "\n\n")
+MAX_NEW_TOKENS = 256
+STOP_TOKENS = 16
+"""Newest tokens looked at for a stop: more than any of them is long."""
+
+
+def data_file(context: Context, name: str, what: str) -> Path:
+    """The file given with --data NAME=FILE.
+
+    Raises:
+        SpecError: none given, or not there.
+    """
+    if name not in context.options.data:
+        raise SpecError(f"task {name!r} needs its problems: give --data {name}={what}")
+    path = home(context.options.data[name], f"data of {name}:")
+    if not path.is_file():
+        raise SpecError(f"--data {name}={path}: no such file")
+    return path
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Objects of a JSON lines file.
+    """Objects of a JSON lines file. Only newlines end a line: MMLU has U+2028 inside its strings.
 
     Raises:
         SpecError: something else.
     """
     try:
-        rows = json_lines(path)
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except ValueError as e:
         raise SpecError(f"{path} is not JSON lines: {e}") from e
     if not rows or not all(isinstance(r, dict) for r in rows):
         raise SpecError(f"{path} holds no JSON objects, one a line")
     return rows
+
+
+def drawn(items: list[Any], seed: int) -> list[Any]:
+    """All items in an order drawn by `seed`: the first few are a sample, and more of them hold it."""
+    return random.Random(seed).sample(items, len(items))
 
 
 class QuestionsTask(Task):
@@ -72,8 +96,12 @@ class QuestionsTask(Task):
     def shots(self) -> int:
         return self.SHOTS if self.context.options.shots is None else self.context.options.shots
 
+    def lines(self, name: str, what: str) -> list[dict[str, Any]]:
+        """Objects of the file given with --data NAME=FILE."""
+        return read_lines(data_file(self.context, name, what))
+
     def _problems(self) -> list[dict[str, Any]]:
-        """id, prompt, and choices and answer (index), or target."""
+        """id, prompt, and choices and answer (index), or what an answer is judged by."""
         raise NotImplementedError
 
     @property
@@ -86,49 +114,38 @@ class QuestionsTask(Task):
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.context.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
+    def prompt(self, problem: dict[str, Any]) -> torch.Tensor:
+        """Ids that a problem begins with."""
+        return torch.tensor([*bos_of(self.context.tokenizer), *self.encode(problem["prompt"])])
+
     def answers(self, f: CacheFactory, keys: list[str]) -> list[Record]:
-        """By the likelihood of each choice after the prompt and a blank; also divided by the choice's characters."""
-        start = bos_of(self.context.tokenizer)
-        prompts, continuations = [], []
+        """By the likelihood of each choice after the prompt and a blank."""
         problems = [self.problems[key] for key in keys]
+        continuations = []
         for p in problems:
             lead = self.encode(p["prompt"])
             whole = [self.encode(f"{p['prompt']} {c}") for c in p["choices"]]
-            prompts.append(torch.tensor([*start, *lead]))
             continuations.append([torch.tensor(ids[len(lead) :]) for ids in whole])
-        found = []
+        found, prompts = [], [self.prompt(p) for p in problems]
         for p, scores in zip(problems, score(self.context.model, f, prompts, continuations, self.chunk), strict=True):
-            plain = [nats for nats, _ in scores]
-            each = [nats / len(c) for nats, c in zip(plain, p["choices"], strict=True)]
-            found.append(
-                {
-                    "right": int(_largest(plain) == p["answer"]),
-                    "right_norm": int(_largest(each) == p["answer"]),
-                    "chosen": _largest(plain),
-                }
-            )
+            chosen = max(range(len(scores)), key=lambda i: scores[i][0])
+            found.append({"right": int(chosen == p["answer"]), "chosen": chosen})
         return found
 
     def summary(self, records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
         right = [r["right"] for r in records.values()]
         accuracy = sum(right) / len(right)
         found: dict[str, Any] = {
-            **counted(records),
+            "problems": len({key.split("#")[0] for key in records}),
+            "answers": len(records),
             "accuracy": accuracy,
             "accuracy_se": (accuracy * (1 - accuracy) / len(right)) ** 0.5,
         }
-        if all("right_norm" in r for r in records.values()):
-            found["accuracy_norm"] = sum(r["right_norm"] for r in records.values()) / len(right)
-        shared = [k for k in records if k in base]
-        if len(shared) == len(records):
-            found["accuracy_base"] = sum(base[k]["right"] for k in shared) / len(shared)
-            found["same_answer"] = sum(records[k]["chosen"] == base[k]["chosen"] for k in shared) / len(shared)
+        if all(k in base for k in records):
+            found["accuracy_base"] = sum(base[k]["right"] for k in records) / len(right)
+            found["same_answer"] = sum(records[k]["chosen"] == base[k]["chosen"] for k in records) / len(right)
             found |= paired_records(records, base, "right")
         return found
-
-
-def _largest(values: list[float]) -> int:
-    return max(range(len(values)), key=values.__getitem__)
 
 
 class MmluTask(QuestionsTask):
@@ -138,10 +155,10 @@ class MmluTask(QuestionsTask):
     SHOTS: ClassVar[int] = 5
 
     def _problems(self) -> list[dict[str, Any]]:
-        rows = read_lines(data_file(self.context, "mmlu", "mmlu_test.jsonl"))
+        rows = self.lines("mmlu", "mmlu_test.jsonl")
         shown: dict[str, list[str]] = {}
         if self.shots:
-            for r in read_lines(data_file(self.context, "mmlu_dev", "mmlu_dev.jsonl")):
+            for r in self.lines("mmlu_dev", "mmlu_dev.jsonl"):
                 shown.setdefault(r["subject"], []).append(f"{self._question(r)} {LETTERS[int(r['answer'])]}\n\n")
         found = []
         for i, r in _spread(drawn(list(enumerate(rows)), self.context.options.seed), lambda row: row[1]["subject"]):
@@ -179,15 +196,53 @@ def _spread(rows: list[Any], group: Callable[[Any], str]) -> list[Any]:
     return found
 
 
-class Gsm8kTask(QuestionsTask):
+class WrittenTask(QuestionsTask):
+    """Answers that are written, up to a stop: a greedy one, or as many as are drawn, PROBLEM#1, PROBLEM#2, .."""
+
+    STOPS: ClassVar[tuple[str, ...]]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        o = self.context.options
+        how = {"temperature": TEMPERATURE, "seed": o.seed} if o.draws else "greedy"
+        return super().settings | {"max_new_tokens": MAX_NEW_TOKENS, "stops": list(self.STOPS), "sampling": how}
+
+    def item_keys(self) -> list[str]:
+        keys, draws = super().item_keys(), self.context.options.draws
+        return [f"{key}#{i}" for i in range(1, draws + 1) for key in keys] if draws else keys
+
+    def judged(self, problems: list[dict[str, Any]], texts: list[str]) -> list[Record]:
+        """Whether each text is `right`, and what was `chosen`."""
+        raise NotImplementedError
+
+    def answers(self, f: CacheFactory, keys: list[str]) -> list[Record]:
+        tokenizer, o = self.context.tokenizer, self.context.options
+
+        def text(tokens: list[int]) -> str:
+            return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+        def ends(tokens: list[int]) -> bool:
+            return tokens[-1] == tokenizer.eos_token_id or any(s in text(tokens[-STOP_TOKENS:]) for s in self.STOPS)
+
+        problems = [self.problems[key.split("#")[0]] for key in keys]
+        draws = [random.Random(f"{o.seed}:{key}") for key in keys] if o.draws else None
+        prompts = [self.prompt(p) for p in problems]
+        written = generate(self.context.model, f, prompts, MAX_NEW_TOKENS, self.chunk, ends, draws)
+        texts = [re.split("|".join(map(re.escape, self.STOPS)), text(tokens), maxsplit=1)[0] for tokens in written]
+        found = self.judged(problems, texts)
+        return [record | {"tokens": len(tokens)} for record, tokens in zip(found, written, strict=True)]
+
+
+class Gsm8kTask(WrittenTask):
     """The number after #### in what the model writes."""
 
     name: ClassVar[str] = "gsm8k"
     SHOTS: ClassVar[int] = 5
+    STOPS: ClassVar[tuple[str, ...]] = ("Question:", "\n\n")
 
     def _problems(self) -> list[dict[str, Any]]:
-        rows = read_lines(data_file(self.context, "gsm8k", "test.jsonl"))
-        train = read_lines(data_file(self.context, "gsm8k_train", "train.jsonl"))[: self.shots] if self.shots else []
+        rows = self.lines("gsm8k", "test.jsonl")
+        train = self.lines("gsm8k_train", "train.jsonl")[: self.shots] if self.shots else []
         lead = "".join(f"Question: {r['question']}\nAnswer: {r['answer']}\n\n" for r in train)
         return [
             {
@@ -198,21 +253,10 @@ class Gsm8kTask(QuestionsTask):
             for i, r in drawn(list(enumerate(rows)), self.context.options.seed)
         ]
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        return super().settings | {"max_new_tokens": MAX_NEW_TOKENS, "stops": list(STOPS), "sampling": sampling(self)}
-
-    def item_keys(self) -> list[str]:
-        return asked(super().item_keys(), self.context.options.draws)
-
-    def answers(self, f: CacheFactory, keys: list[str]) -> list[Record]:
-        problems = [self.problems[key.split("#")[0]] for key in keys]
-        prompts = [torch.tensor([*bos_of(self.context.tokenizer), *self.encode(p["prompt"])]) for p in problems]
+    def judged(self, problems: list[dict[str, Any]], texts: list[str]) -> list[Record]:
         found = []
-        for p, (tokens, answer) in zip(problems, completed(self, f, keys, prompts, STOPS), strict=True):
-            number = NUMBER.search(answer)
+        for p, text in zip(problems, texts, strict=True):
+            number = NUMBER.search(text)
             chosen = number[1].replace(",", "") if number else None
-            found.append(
-                {"right": int(chosen == p["target"].replace(",", "")), "chosen": chosen, "tokens": len(tokens)}
-            )
+            found.append({"right": int(chosen == p["target"].replace(",", "")), "chosen": chosen})
         return found

@@ -27,6 +27,10 @@ from ..rows import follow
 from ..texts import bos_of, novel
 from . import Context, Record, Task
 
+FILLER = (
+    "The river runs past the old mill. Boats come in the morning and leave at night. The market opens, people talk, and"
+    " the bells ring again. "
+)
 Part = tuple[str, bool]
 """(a piece of text, whether it is a question)."""
 

@@ -25,8 +25,7 @@ from ..fidelity import DECODING_CHUNK
 from ..rows import TEMPERATURE, Rows, sampled
 from ..texts import bos_of
 from . import Context, Record, Task
-from .generation import data_file
-from .questions import read_lines
+from .questions import data_file, read_lines
 from .text import FidelityTask
 
 PROMPTS = {"gsm8k": "question", "humaneval": "prompt"}

@@ -32,8 +32,7 @@ from ..caches import CacheFactory
 from ..rows import generate
 from ..texts import bos_of
 from . import Record
-from .recall import PartsTask, words
-from .retrieval import FILLER
+from .recall import FILLER, PartsTask, words
 
 Body = Iterable[str]
 FIRST, LAST, TOWNS = (

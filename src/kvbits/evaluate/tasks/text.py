@@ -8,6 +8,7 @@ its tokens per second are measured with the caches taking turns.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -15,9 +16,8 @@ import torch
 
 from ...errors import SpecError
 from ...integrations.huggingface import KVCache
-from ...integrations.masks import name_for
 from ..caches import CacheFactory, held_bytes
-from ..fidelity import DECODING_CHUNK, compare, drift, histogram_quantile, read_raw
+from ..fidelity import DECODING_CHUNK, compare, drift, histogram_quantile, prefill, read_raw
 from ..texts import spread_windows
 from . import Context, Record, Task
 
@@ -95,7 +95,7 @@ class FidelityTask(Task):
         if start:
             prefill(self.context.model, caches, windows[:, :start], self.chunk, on_tokens)
         compared = compare(
-            self.context.model, caches, windows[:, start:], first=0, chunk=self._scored_chunk, on_tokens=on_tokens
+            self.context.model, caches, windows[:, start:], chunk=self._scored_chunk, on_tokens=on_tokens
         )
         # the base took turns with the others: only such times can be compared
         beside = next(iter(compared.values())).seconds / len(keys)
@@ -167,98 +167,64 @@ class DecodeTask(FidelityTask):
         return {"context": o.context, "new_tokens": o.new_tokens, "chunk": self.chunk} | SPREAD
 
 
-@torch.no_grad()
-def prefill(
-    model: Any, caches: dict[str, Any], ids: torch.Tensor, chunk: int, on_tokens: Callable[[int], None] = lambda n: None
-) -> dict[str, torch.Tensor]:
-    """Feed ids [B, num_tokens] to every cache in chunks; returns each cache's logits [B, vocabulary] after the last
-    token.
-    """
-    last: dict[str, torch.Tensor] = {}
-    argument = name_for(model)
-    for start in range(0, ids.shape[1], chunk):
-        piece = ids[:, start : start + chunk].to(model.device)
-        for name, cache in caches.items():
-            last[name] = model(piece, **{argument: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
-        on_tokens(piece.shape[1])
-    return last
-
-
 def text_of(key: str) -> str:
     return key.rsplit("@", 1)[0]
 
 
 def _summary(records: dict[str, Record], base: dict[str, Record]) -> dict[str, Any]:
+    rows = list(records.values())
+
     def total(name: str) -> float:
-        return math.fsum(r[name] for r in records.values())
+        return math.fsum(r[name] for r in rows)
 
     tokens = int(total("num_tokens"))
-    histogram: dict[str, int] = {}
-    for r in records.values():
-        for b, n in r.get("kl_histogram", {}).items():
-            histogram[b] = histogram.get(b, 0) + n
+    # a file that was trimmed for keeping has no histograms
+    histogram: Counter[str] = sum((Counter(r.get("kl_histogram", {})) for r in rows), Counter())
+    window, worst = max(records.items(), key=lambda kv: kv[1]["kl_max"])
     # windows that went together say nothing about a user's speed
-    alone = all(r.get("batch", 1) == 1 for r in records.values())
-    counted = sum(histogram.values()) == tokens  # a file that was trimmed for keeping has no histograms
+    alone = all(r["batch"] == 1 for r in rows)
     found: dict[str, Any] = {
         "windows": len(records),
         "tokens": tokens,
         "ppl": math.exp(total("nll") / tokens),
         "kl_mean": total("kl") / tokens,
-        "kl_p99": histogram_quantile(histogram, 0.99) if counted else None,
-        **_worst(records, tokens),
-        **_by_octave(records),
+        "kl_p99": histogram_quantile(histogram, 0.99) if histogram.total() == tokens else None,
+        "kl_max": worst["kl_max"],
+        "kl_worst": worst["kl_worst"],
+        "kl_worst_window": window,
+        "kl_lost": total("kl_lost") / tokens,
+        **_by_octave(rows),
+        "first_flip": total("first_flip") / len(rows),
+        "unflipped": sum(r["top1_same"] == r["num_tokens"] for r in rows),
         "tvd_mean": total("tvd") / tokens,
         "mass_matched": 1 - total("tvd") / tokens,
         "top1_agreement": total("top1_same") / tokens,
         "tokens_per_s": total("num_timed") / total("seconds") if total("seconds") and alone else None,
-        "bytes_held": max(r["bytes_held"] for r in records.values()),
+        "bytes_held": max(r["bytes_held"] for r in rows),
     }
-    for name in ("bytes_planned", "saturated"):
-        if all(name in r for r in records.values()):
-            found[name] = max(r[name] for r in records.values())
-    if all("read_raw" in r for r in records.values()):
-        found["read_raw"] = math.fsum(r["read_raw"] * r["num_tokens"] for r in records.values()) / tokens
-    if alone and (base_seconds := math.fsum(r["base_seconds"] for r in records.values())):
-        found["speed_ratio"] = base_seconds / total("seconds")
-    shared = [k for k in records if k in base]
-    if len(shared) == len(records):
-        change = [records[k]["nll"] / records[k]["num_tokens"] - base[k]["nll"] / base[k]["num_tokens"] for k in shared]
-        kl = [records[k]["kl"] / records[k]["num_tokens"] for k in shared]
-        base_ppl = math.exp(math.fsum(base[k]["nll"] for k in shared) / tokens)
+    if "read_raw" in rows[0]:  # a cache of ours
+        found |= {name: max(r[name] for r in rows) for name in ("bytes_planned", "saturated")}
+        found["read_raw"] = math.fsum(r["read_raw"] * r["num_tokens"] for r in rows) / tokens
+    if alone and total("base_seconds"):
+        found["speed_ratio"] = total("base_seconds") / total("seconds")
+    if all(k in base for k in records):
+        own, theirs = ([r["nll"] / r["num_tokens"] for r in some] for some in (rows, [base[k] for k in records]))
+        base_ppl = math.exp(math.fsum(base[k]["nll"] for k in records) / tokens)
         found |= {
             "ppl_base": base_ppl,
             "ppl_change": found["ppl"] / base_ppl - 1,
-            "ppl_change_se": standard_error(change),
-            "kl_mean_se": standard_error(kl),
-            "memory_reduction": max(base[k]["bytes_held"] for k in shared) / found["bytes_held"],
+            "ppl_change_se": standard_error([a - b for a, b in zip(own, theirs, strict=True)]),
+            "kl_mean_se": standard_error([r["kl"] / r["num_tokens"] for r in rows]),
+            "memory_reduction": max(base[k]["bytes_held"] for k in records) / found["bytes_held"],
         }
     return found
 
 
-def _worst(records: dict[str, Record], tokens: int) -> dict[str, Any]:
-    """The token that a cache predicts worst: its KL, its position, the window that it is in; and the share of tokens
-    whose KL is above 1 nat. The latter three are None where a file is of before they were noted.
-    """
-    window, worst = max(records.items(), key=lambda kv: kv[1]["kl_max"])
-    known = all("kl_lost" in r for r in records.values())
-    return {
-        "kl_max": worst["kl_max"],
-        "kl_worst": worst.get("kl_worst"),
-        "kl_worst_window": window if "kl_worst" in worst else None,
-        "kl_lost": math.fsum(r["kl_lost"] for r in records.values()) / tokens if known else None,
-    }
-
-
-def _by_octave(records: dict[str, Record]) -> dict[str, Any]:
-    """Means by octave of position, KL's growth per doubling, the mean position of the first flip and the windows
-    without one (their end counts); nothing where a file is of before they were noted.
-    """
-    if not all("octaves" in r for r in records.values()):
-        return {}
+def _by_octave(rows: list[Record]) -> dict[str, Any]:
+    """Means by octave of position, and KL's growth per doubling."""
     found: dict[str, dict[str, float]] = {}
-    for at in sorted({at for r in records.values() for at in r["octaves"]}, key=int):
-        some = [r["octaves"][at] for r in records.values() if at in r["octaves"]]
+    for at in sorted({at for r in rows for at in r["octaves"]}, key=int):
+        some = [r["octaves"][at] for r in rows if at in r["octaves"]]
         n = sum(one["tokens"] for one in some)
         found[at] = {
             "tokens": n,
@@ -269,8 +235,6 @@ def _by_octave(records: dict[str, Record]) -> dict[str, Any]:
     return {
         "drift": drift({at: (int(one["tokens"]), one["kl_mean"]) for at, one in found.items()}),
         "octaves": found,
-        "first_flip": sum(r["first_flip"] for r in records.values()) / len(records),
-        "unflipped": sum(r["top1_same"] == r["num_tokens"] for r in records.values()),
     }
 
 

@@ -20,8 +20,7 @@ from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 from ...errors import DataError
-from .recall import ForcedTask, Part, words
-from .retrieval import FILLER
+from .recall import FILLER, ForcedTask, Part, words
 from .ruler import sentences
 
 HOUSES = ("red", "blue", "green", "gold")

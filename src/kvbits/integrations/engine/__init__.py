@@ -8,6 +8,6 @@ call           what layers have in common that are attended together; joining th
 step           once per step: pages that open, tokens that are also kept raw, which rows decode
 layer          once per layer: store the step's tokens, attend
 decode         rows that decode: a plan of fixed size over packed pages
-prefill        rows of many tokens on a GPU: history unpacked for the engine's FlashAttention
-host_prefill   rows of many tokens on a CPU: history read packed, their own tokens as they came
+prefill        rows of many tokens: their history and their own tokens as they came
+place          once per step: pages before those that open, which tokens are also kept raw, what rows read
 """

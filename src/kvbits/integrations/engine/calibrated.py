@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...calibrate import Calibration, kept
+from ...calibrate import Calibration, checked, kept
 from ...geometry import stored_at
 from ...model_ref import ModelRef
 from ...quant.basis import completed
@@ -91,6 +91,16 @@ def read(
     return Model(
         kept.of_files(ModelRef(name(), config), scheme, make=options.calibrate, device=device, way_out=way_out), config
     )
+
+
+def found_by_check(model: ModelRef, form: str) -> checked.Checked | None:
+    """What `kvbits check` found of a format (`served.FORMATS`) on this model, or None."""
+    return checked.find(model, form.removeprefix("kvbits_"))
+
+
+def accuracy(name: str, revision: str | None, config: Any, form: str) -> str:
+    """One clause on what a format (`served.FORMATS`) costs a model, as far as it was measured."""
+    return checked.said(ModelRef(place(name, revision, ["config.json"]), config), form.removeprefix("kvbits_"))
 
 
 def place(name: str, revision: str | None, patterns: list[str] | None = None) -> str:

@@ -1,4 +1,4 @@
-"""What layers have in common that are attended together, and how their results are joined."""
+"""What layers have in common that are attended together."""
 
 from __future__ import annotations
 
@@ -9,38 +9,17 @@ from dataclasses import dataclass
 
 import torch
 
-from ...ops import dispatch
+from ...ops.long_queries import Scratch
+from ...ops.merge import Partial
 from ...spec import PageLayout, QuantSpec
 
 RAW_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
-@dataclass(frozen=True, eq=False)
-class Scratch:
-    """keys [rows, H, D], values [rows, H, Dv] of the model's dtype."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    @property
-    def rows(self) -> int:
-        return len(self.keys)
-
-
-Sink = tuple[torch.Tensor, torch.Tensor] | None
+Sink = Partial | None
 """A layer's learned sink as one more part of its results (`reference.merge.sink_part`), or None."""
 Attend = Callable[..., torch.Tensor | None]
-"""Attention of rows of different lengths in one call of the engine's FlashAttention, of the arguments, by position:
-
-    call                a `Call`
-    q, k, v             [tokens, Hq, D]; [at least k_starts[-1], H, D]; likewise, [.., Dv]
-    q_starts, k_starts  int32 [rows + 1] on the device
-    max_q, max_k        the longest, on the host
-    causal              the last query sees the last key, the one before one less; windows count from there. Otherwise
-                        all see all
-    out                 [tokens, Hq, Dv], written
-    wants_lse           whether float32 log-sum-exps [tokens, Hq] are returned
-"""
+"""The engine's variable-length FlashAttention: a `Call`, then the arguments of `ops.long_queries.Attend`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +52,3 @@ call_for = functools.lru_cache(maxsize=256)(Call)
 def raw_of(layout: PageLayout) -> PageLayout:
     """Pages of the same tokens as the model has them."""
     return dataclasses.replace(layout, key=QuantSpec.raw(), value=QuantSpec.raw())
-
-
-def merge(parts: list[tuple[torch.Tensor, torch.Tensor]], sink: Sink, into: torch.Tensor) -> None:
-    """Results [B, T, Hq, D] and log-sum-exps [B, T, Hq] of disjoint keys, and the sink, to `into`, which may be one of
-    them.
-    """
-    outs, lses = (list(xs) for xs in zip(*(parts if sink is None else [*parts, sink]), strict=True))
-    dispatch.choose("merge", outs).run(outs, lses, into=into)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ...ops import paged_attention
-from ...ops.reference.place import Copies
-from .call import Call, Sink, merge
+from ...ops import attend
+from ...ops.merge import merge
+from ...ops.types import Table, store_of
+from .call import Call, Sink
+from .place import Copies
 
 
 @dataclass(frozen=True)
@@ -33,17 +35,15 @@ class Decode:
     """
 
     def __init__(
-        self, call: Call, max_pages: int, batch_size: int, num_queries: int, device: torch.device, copies: Copies | None
+        self, call: Call, batch_size: int, num_queries: int, device: torch.device, copies: Copies | None
     ) -> None:
         self.num_queries = num_queries
         self._copies = copies if call.raw else None
-        layouts, sizes = [call.layout], [max_pages]
+        self._layouts = [call.layout]
         if call.raw and copies:
-            sizes += [1] * copies.first + [copies.newest]
-            layouts += [call.raw] * (len(sizes) - 1)
-        self._plan = paged_attention.plan(
-            layouts,
-            max_pages=sizes,
+            self._layouts += [call.raw] * (1 + copies.first)
+        self._plan = attend.plan(
+            self._layouts,
             batch_size=batch_size,
             num_q_heads=call.num_heads,
             dtype=call.dtype,
@@ -59,18 +59,12 @@ class Decode:
         self._ragged = ragged
         query_lens = None if ragged is None else ragged.query_lens
         if (c := self._copies) is None:
-            self._plan.update([block_table], [seq_lens], query_lens=query_lens)
+            self._plan.update([Table(block_table, seq_lens)], query_lens=query_lens)
             return
         n = len(seq_lens)
-        packed, tail = c.packed[:, :n], c.tail[:, :n]
-        head = ([c.head_table[:n]], [c.head[:n]], [None]) if c.first else ([], [], [])
-        self._plan.update(
-            [block_table, *head[0], c.tail_table[:n]],
-            [packed[0], *head[1], tail[0]],
-            starts=[packed[1], *head[2], tail[1]],
-            offsets=[packed[2], *head[2], None],
-            query_lens=query_lens,
-        )
+        head = [Table(c.head_table[:n], c.head[:n])] if c.first else []
+        tables = [Table(block_table, *c.packed[:, :n]), *head, Table(c.tail_table[:n], *c.tail[:, :n])]
+        self._plan.update(tables, query_lens=query_lens)
 
     def run(
         self,
@@ -87,8 +81,13 @@ class Decode:
         """
         number, address = self._bound.get(layer, (len(self._bound), 0))
         if address != pages.data_ptr():
+            given = [pages, *([] if copies is None else [copies] * (len(self._layouts) - 1))]
             self._plan.bind(
-                number, [pages, *([copies] * (len(self._plan.layouts) - 1) if copies is not None else [])], static
+                number,
+                [
+                    store_of(x, layout, {} if layout.is_raw else static)
+                    for x, layout in zip(given, self._layouts, strict=True)
+                ],
             )
             self._bound[layer] = number, pages.data_ptr()
         shape, ragged = (-1, self.num_queries), self._ragged
@@ -96,7 +95,7 @@ class Decode:
         found = out.unflatten(0, shape) if ragged is None else out.new_empty(*asked.shape[:3], out.shape[2])
         lse = None if sink is None else torch.empty(asked.shape[:3], dtype=torch.float32, device=q.device)
         self._plan.run(asked, number, out=found, lse=lse)
-        if lse is not None:
-            merge([(found, lse)], sink, found)
+        if sink is not None and lse is not None:
+            merge([(found, lse), sink], into=found)
         if ragged is not None:
             out.copy_(found.flatten(0, 1)[ragged.place_of])

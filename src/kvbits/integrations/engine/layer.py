@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...ops import dispatch
+from ...ops import dispatch, store
+from ...ops.types import store_of
 from .call import Call, Sink
 from .step import Step
 
@@ -36,9 +37,10 @@ class Layer:
 
     def __post_init__(self) -> None:
         layouts = [self.call.layout, *([self.call.raw] if self.call.raw else [])]
-        self._writes = [dispatch.choose("store_tokens", layout, self.call.dtype, self.device) for layout in layouts]
-        # the last is of prompts behind a history
-        for choice in (*self._writes, dispatch.choose("dequantize", layouts[0], self.call.dtype, self.device)):
+        self._writes = [store.choose(layout, self.call.dtype, self.device) for layout in layouts]
+        # prompts behind a history unpack
+        reads = [dispatch.choose("unpack", layout, self.call.dtype, self.device) for layout in layouts]
+        for choice in (*self._writes, *reads):
             choice.prepare()
 
     def take_copies(self, pages: int) -> None:
@@ -81,7 +83,7 @@ class Layer:
             prefill.run(self.call, q[d:end], k[d:end], value[d:end], out[d:end], pages, copies, self.static, self.sink)
 
     def _store(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, step: Step) -> None:
-        to = {"static": self.static, "previous_page": step.previous_page, "starts": step.starts, "turn": self.turn}
-        self._writes[0].run(key, value, pages, self.call.layout, step.slot_mapping, **to)
+        to = store_of(pages, self.call.layout, self.static, self.turn)
+        self._writes[0].run(key, value, to, step.slot_mapping, previous=step.previous_page, starts=step.starts)
         if self.call.raw and self.copies is not None and step.copy_slots is not None:
-            self._writes[1].run(key, value, self.copies, self.call.raw, step.copy_slots)
+            self._writes[1].run(key, value, store_of(self.copies, self.call.raw), step.copy_slots)

@@ -1,7 +1,7 @@
 """Which request has raw copies: `Rings`.
 
 A pool of copies is a share of the cache's memory (`served.copied_requests`): a ring of pages for each of so many
-requests (`ops.reference.place`). Rows of a step move when requests come and go, so a request owns a ring, and a step's
+requests (`engine.place`). Rows of a step move when requests come and go, so a request owns a ring, and a step's
 integers carry its number to the device.
 """
 

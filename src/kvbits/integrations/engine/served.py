@@ -66,7 +66,7 @@ class Format:
         return PageLayout(key=fitted.key, value=fitted.value, page_size=PAGE_SIZE, raw_dtype=raw_dtype, **heads)
 
     def refuses(self, head_dim: int, value_head_dim: int, key_bias: bool = False) -> str | None:
-        """Why a model cannot be served in this format, or None.
+        """Say why a model cannot be served in this format, or None.
 
         Args:
             key_bias: whether its keys have one (`geometry.has_key_bias`).

@@ -2,7 +2,7 @@
 are also kept raw.
 
 Rows that decode come first. Those of one query length (1, or 1 + the number of speculative tokens) are read by
-`ops.paged_attention`, whose work list is made on the device from lengths and tables of pages: nothing waits, so an
+`ops.attend`, whose work list is made on the device from lengths and tables of pages: nothing waits, so an
 engine may capture their steps in graphs. All other rows are prompts.
 """
 
@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from ...ops import dispatch
-from ...ops.reference.place import Copies, Places
+from ...errors import UnsupportedError
 from .call import Call
 from .decode import Decode
 from .options import Options
+from .place import Copies, Places, place
+from .place import cuda as place_cuda
 from .served import PAGE_SIZE
 
 
@@ -29,10 +30,10 @@ class Step:
         num_tokens: of the step, padding of a graph included.
         num_decode_tokens: the first of them, read by `decodes`; the others by `prefills`.
         slot_mapping: int64 [num_tokens]; below 0: not stored.
-        previous_page: int64 [num_tokens] as `store_tokens` takes it; None where pages have no mean.
+        previous_page: int64 [num_tokens] as `ops.store` takes it; None where pages have no mean.
         starts: int32 [num_tokens] likewise; None where no layer's keys are turned back.
         copy_slots: likewise where tokens go in copies; None without copies.
-        prefills: each as `host_prefill.HostPrefill` is.
+        prefills: each a `prefill.Prefill`.
     """
 
     num_tokens: int
@@ -46,13 +47,16 @@ class Step:
 
 
 class Placer:
-    """What `ops.place` fills for the layers of `calls`: nothing where no page has a mean or is in a frame, and none is
+    """What `place` fills for the layers of `calls`: nothing where no page has a mean or is in a frame, and none is
     copied.
 
     Args:
         options: of the layers with copies.
         rings: of copies, at least 1 where pages are copied; rows: of a step, and tokens.
         num_pages: of the pool.
+
+    Raises:
+        UnsupportedError: a device that has no kernel.
     """
 
     def __init__(
@@ -75,8 +79,12 @@ class Placer:
         self.copies: Copies | None = None
         if not centered and not copied and not turned:
             return
-        self._place = dispatch.choose("place", device)
-        self._place.prepare()
+        self._place = place
+        if device.type != "cpu":
+            if why := place_cuda.refuses(device):
+                raise UnsupportedError(f"pages on {device} are not placed: {why}")
+            self._place = place_cuda.place
+            place_cuda.prepare(device)
         sizes: dict[str, Any] = {"tokens": tokens, "num_blocks": num_pages, "device": device}
         if copied:
             self.copies = Copies.empty(options.newest_pages, bool(options.raw_first), rings=rings, rows=rows, **sizes)
@@ -90,13 +98,13 @@ class Placer:
         slots: torch.Tensor,
         rings: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """`Step`'s previous_page, starts and copy_slots; arguments as `ops.place` takes them.
+        """`Step`'s previous_page, starts and copy_slots; arguments as `place` takes them.
 
         One launch, waits for nothing.
         """
         if (p := self._places) is None:
             return None, None, None
-        self._place.run(p, seq_lens, starts, table, slots, rings)
+        self._place(p, seq_lens, starts, table, slots, rings)
         before, first, copies = (
             (None if x is None else x[: len(slots)])
             for x in (p.previous, p.starts, p.copies.slots if p.copies else None)

@@ -27,7 +27,7 @@ from ..engine.served import FORMATS, PAGE_SIZE
 from ..engine.step import Placer, Step
 from ..rotary import layers_of
 from .flash import flash_for
-from .options import calibration_of, options_of
+from .options import accuracy_of, calibration_of, options_of
 from .pool import KVBitsPool
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class KVBitsBackend(AttentionBackend):
         )
         longest = -(-self._req_to_token.shape[1] // PAGE_SIZE)
         self._decodes = {
-            call: Decode(call, longest, self._requests, self._num_queries, self._device, self._placer.copies)
+            call: Decode(call, self._requests, self._num_queries, self._device, self._placer.copies)
             for call in self._calls
         }
         integers: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
@@ -97,6 +97,16 @@ class KVBitsBackend(AttentionBackend):
             torch.zeros(self._requests, **integers),
         )
         self._slots = torch.zeros(self._requests * self._num_queries, dtype=torch.int64, device=self._device)
+        if get_parallel().tp_rank == 0:
+            share = pool.layout.head_bytes / PAGE_SIZE / (2 * (pool.layout.head_dim + pool.layout.value_head_dim))
+            logger.info(
+                "%s: %.2f bits with scales; %s tokens fit, %.2f times as many as of bf16; %s",
+                name,
+                16 * share,
+                f"{pool.size:,}",
+                1 / share,
+                accuracy_of(pool.form, args),
+            )
 
     def _layer(self, layer: RadixAttention) -> Layer:
         for what, there in (

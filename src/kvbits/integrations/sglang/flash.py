@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...errors import UnsupportedError
+from ...ops.long_queries import Lengths
 from ..engine.call import Attend, Call
 
 
@@ -37,10 +38,7 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    q_starts: torch.Tensor,
-    k_starts: torch.Tensor,
-    max_q: int,
-    max_k: int,
+    lengths: Lengths,
     causal: bool,
     out: torch.Tensor,
     wants_lse: bool,
@@ -52,10 +50,10 @@ def attend(
         q,
         k,
         v,
-        q_starts,
-        k_starts,
-        max_q,
-        max_k,
+        lengths.q_starts,
+        lengths.k_starts,
+        lengths.max_q,
+        lengths.max_k,
         softmax_scale=call.scaling,
         causal=causal,
         window_size=window,

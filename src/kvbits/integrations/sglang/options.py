@@ -5,18 +5,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 import os
 from typing import Any
 
-from ... import schemes
+from ... import planner, schemes
 from ...errors import UnsupportedError
 from ...geometry import has_key_bias, layer_geometries, load_config, only_dense
-from ...ops.cuda.engine.device_plan import MAX_QUERIES
-from ..engine.calibrated import Model, place, read
+from ...model_ref import ModelRef
+from ...ops.cuda.ahead import MAX_QUERIES
+from ..engine.automatic import AUTO, beside_weights, choose
+from ..engine.calibrated import Model, accuracy, place, read
+from ..engine.call import RAW_DTYPES
 from ..engine.options import Options, checked
 from ..engine.served import FORMATS, PAGE_SIZE, Format
+from . import releases
 
+logger = logging.getLogger(__name__)
+NAMES = (*FORMATS, AUTO)
+"""Every backend of ours. Resolved options have `AUTO` only until its format is chosen."""
+_CHOICES = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 REQUESTS = 4096
 """Requests that SGLang runs at once at most, where --max-running-requests is not said."""
 NOT_RUN = {
@@ -63,11 +73,23 @@ def format_of(server_args: Any) -> Format | None:
 
 
 def resolve(server_args: Any, previous: Any) -> None:
-    """SGLang's step that makes its options fit the attention backend."""
+    """SGLang's step that makes its options fit the attention backend.
+
+    Raises:
+        UnsupportedError: options, a model or a release that does not fit a backend of ours.
+    """
+    asked = [name for name in _CHOICES if getattr(server_args, name) in NAMES]
+    if not asked:
+        return previous(server_args)
+    if why := releases.CONTRACT.refuses():
+        raise UnsupportedError(f"--{asked[0].replace('_', '-')} {getattr(server_args, asked[0])}: {why}")
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
+    view = resolved_view(server_args)
+    if to_choose := [name for name in asked if getattr(view, name) == AUTO]:
+        declare_resolution(server_args, "kvbits", **dict.fromkeys(to_choose, chosen(server_args)))
     previous(server_args)
     form = format_of(server_args)
     if form is None:
@@ -94,6 +116,36 @@ def resolve(server_args: Any, previous: Any) -> None:
     if view.speculative_algorithm and view.speculative_num_draft_tokens is None:
         declare_resolution(server_args, "kvbits", speculative_num_draft_tokens=MAX_QUERIES)
     options_of(form)  # refused here, before a model is loaded
+
+
+def chosen(server_args: Any) -> str:
+    """The format that this engine's context and number of requests need, said in the log.
+
+    Raises:
+        UnsupportedError: no format, no number of requests, or nobody says how much memory there is.
+    """
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.utils.common import get_device_memory_capacity
+
+    view, model = resolved_view(server_args), model_config_of(server_args)
+    if view.max_running_requests is None:
+        raise UnsupportedError(f"--attention-backend {AUTO} needs --max-running-requests; pass it, or a format")
+    if (total := get_device_memory_capacity(view.device)) is None:  # MiB
+        raise UnsupportedError(f"SGLang does not say how much memory {view.device} has; name a format")
+    name = place(view.model_path, view.revision, ["*.json"])
+    ref = ModelRef(name, load_config(name))  # SGLang writes into its own
+    layers = [dataclasses.replace(g, sliding_window=None) for g in ref.layers]  # one pool has all tokens of all layers
+    found, why = choose(
+        ref,
+        planner.rank(layers, view.tp_size),
+        memory_bytes=beside_weights(ref, int(total * 2**20), view.mem_fraction_static, view.tp_size),
+        context=model.context_len,
+        requests=view.max_running_requests,
+        raw_dtype=RAW_DTYPES[model.dtype],
+    )
+    logger.info("%s: %s", AUTO, why)
+    return found
 
 
 def options_of(form: Format) -> Options:
@@ -126,6 +178,12 @@ def calibration_of(form: Format, server_args: Any) -> Model:
     return read(options, lambda: name, config, scheme, device=server_args.device, way_out=way_out)
 
 
+def accuracy_of(form: Format, server_args: Any) -> str:
+    """One clause on what a format costs the served model, as far as it was measured."""
+    config = load_config(place(server_args.model_path, server_args.revision, ["*.json"]))  # SGLang writes into its own
+    return accuracy(server_args.model_path, server_args.revision, config, form.name)
+
+
 def refuses(form: Format, options: Any) -> str | None:
     """Why an engine cannot have these options, or None."""
     if options.device not in ("cpu", "cuda"):
@@ -143,7 +201,7 @@ def refuses(form: Format, options: Any) -> str | None:
             " steps as it lays them out; unset it"
         )
     for name, (usual, why) in NOT_RUN.items():
-        if (value := getattr(options, name)) != usual:
+        if (value := getattr(options, name, usual)) != usual:  # a release may no longer have it
             return (
                 f"--{name.replace('_', '-')} {value} is not served by kvbits' attention backend: {why}; leave it away"
             )
@@ -152,7 +210,9 @@ def refuses(form: Format, options: Any) -> str | None:
             f"--json-model-override-args {given}: {form.name} turns keys as config.json says; write it there, or use"
             " kvbits_int8_centered"
         )
-    return refuses_drafts(options) if options.speculative_algorithm else None
+    if not options.speculative_algorithm:
+        return None
+    return releases.CONTRACT.refuses(releases.DRAFTS) or refuses_drafts(options)
 
 
 def refuses_drafts(options: Any) -> str | None:

@@ -5,14 +5,15 @@
     backend    what vLLM asks before it allocates: page bytes, block size, layout, refusals
     builder    once per step: the decode plan, the pages that open, the prefill passes (`metadata`)
     impl       once per layer: which format, kernels and numbers it has
-    prefill    queries of many tokens: history unpacked to 16 bits, then one variable-length FlashAttention call
+    flash      vLLM's variable-length FlashAttention, for queries of many tokens
     options    what `--additional-config` says: raw copies of the newest pages, a scheme file
     copies     raw copies: how many requests have them, which, and which blocks have none
     scheme_file   each layer's format from a file
     calibrated    which calibration an engine's layers take
     observe    a calibration made by the engine itself, for models that no single process holds
     announce   what vLLM's help and log say about the dtypes
-    dtypes     how vLLM learns the dtypes, by its release
+    releases   what of vLLM this stands on, and what differs between its releases
+    dtypes     the dtype that a configuration has, or why it cannot start
     selector   the backend chosen by the dtype, so that nothing else must be typed
 
 A block of vLLM is a page of kvbits: 64 tokens of a token-local format (docs/reference/formats.md), quantized one by one
@@ -25,37 +26,22 @@ more than once.
 
 from __future__ import annotations
 
-import logging
-
-logger = logging.getLogger(__name__)
-
 
 def register() -> None:
     """Make the kvbits_* dtypes and their backend known to vLLM.
 
-    In releases that are not served it says so in the log and does nothing else.
+    What a release has no more is said in the log, and refused where a start needs it.
     """
     from vllm.platforms import current_platform
 
-    from . import dtypes
+    from . import announce, copies, dtypes, releases, selector
 
-    if why := dtypes.refuses_version(dtypes.installed(), current_platform.is_cpu()):
-        logger.warning(why)
+    platform = type(current_platform)
+    dtypes.install(platform)  # also what refuses a start
+    if releases.CONTRACT.refuses():
         return
-    from vllm.model_executor.layers.attention import Attention
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-    from . import announce, copies, selector
-
-    custom = AttentionBackendEnum.CUSTOM
-    if custom.is_overridden() and (other := custom.get_path()) != selector.BACKEND:
-        logger.warning(
-            "kvbits takes the place of %s as vLLM's CUSTOM backend; to load one of both plugins, set VLLM_PLUGINS",
-            other,
-        )
-    register_backend(custom, selector.BACKEND)
-    dtypes.install(type(current_platform))
-    selector.install(type(current_platform))
-    selector.install_layer(Attention)
+    releases.backend()
+    selector.install(platform)
+    selector.install_layer()
     announce.install()
     copies.install()

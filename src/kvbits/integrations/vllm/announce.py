@@ -4,12 +4,12 @@ scaling factors.
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from typing import Any
 
-from .dtypes import takes_names
+from ..engine.calibrated import accuracy
+from . import releases
 from .formats import FORMATS, NAMES, PAGE_SIZE, SCHEME, SHOWN
 from .options import options_of
 
@@ -44,19 +44,16 @@ def install() -> None:
     from vllm.v1.core import kv_cache_utils
 
     for module in (kv_cache_utils, sys.modules.get("vllm.v1.engine.core")):  # which may have taken the name before
-        original = getattr(module, "update_kv_cache_capacity", None)
-        if original is not None and not hasattr(original, "kvbits_original"):
-            module.update_kv_cache_capacity = _announced(original)  # type: ignore[union-attr]
+        if module is not None:
+            releases.CONTRACT.wrap("vllm.v1.core.kv_cache_utils:update_kv_cache_capacity", _announced, module)
 
 
 def _announced(original: Any) -> Any:
-    @functools.wraps(original)
     def update_kv_cache_capacity(vllm_config: Any, kv_cache_config: Any) -> None:
         original(vllm_config, kv_cache_config)
         if vllm_config.cache_config.cache_dtype in NAMES:
             logger.info("%s", summary(vllm_config, kv_cache_config))
 
-    update_kv_cache_capacity.kvbits_original = original  # type: ignore[attr-defined]
     return update_kv_cache_capacity
 
 
@@ -65,7 +62,7 @@ def _extend_help() -> None:
     they are changed in place.
     """
     arguments = sys.modules.get("vllm.engine.arg_utils")
-    if arguments is None or not takes_names():
+    if arguments is None or not releases.takes_names():
         return
     from vllm.config import CacheConfig
 
@@ -76,7 +73,9 @@ def _extend_help() -> None:
 
 
 def summary(vllm_config: Any, kv_cache_config: Any) -> str:
-    """One line: the format, what a token takes, how many fit a rank, and what is raw."""
+    """One line: the format, what a token takes, how many fit a rank and how many of 16 bits would, what is raw, and
+    what the format costs this model.
+    """
     cache, options = vllm_config.cache_config, options_of(vllm_config)
     held, tokens = sum(t.size for t in kv_cache_config.kv_cache_tensors), cache.kv_cache_size_tokens
     raw = []
@@ -88,15 +87,34 @@ def summary(vllm_config: Any, kv_cache_config: Any) -> str:
         raw.append(f"layers {', '.join(map(str, cache.kv_cache_dtype_skip_layers))} raw")
     if options.calibration:
         raw.append(f"calibration {options.calibration}")
+    model = vllm_config.model_config
     if cache.cache_dtype == SCHEME:
-        form = f"each layer as {options.scheme} says"
+        form, cost = (
+            f"each layer as {options.scheme} says",
+            f"kvbits check {model.model} --scheme {options.scheme} says its cost",
+        )
     else:
+        cost = accuracy(model.model, model.revision, model.hf_text_config, cache.cache_dtype)
         key, value = FORMATS[cache.cache_dtype].scheme.key, FORMATS[cache.cache_dtype].scheme.value
         if key.has_offsets:
             form = f"{key.mean_bits:.3g}-bit keys in a calibrated basis, {value.mean_bits:.3g}-bit values"
         else:
             form = f"{'centred ' * (key.center is not None)}{key.format} keys, {value.format} values"
+    share = _share(kv_cache_config)
     return (
-        f"{cache.cache_dtype}: {form}; {held / 1e9:.2f} GB a rank hold {tokens:,} tokens, {held / tokens:,.0f} bytes"
-        f" each; {'; '.join(raw) or 'no token raw'}; scales are part of every page"
+        f"{cache.cache_dtype}: {form}, {16 * share:.2f} bits with scales; {held / 1e9:.2f} GB a rank hold {tokens:,}"
+        f" tokens, {held / tokens:,.0f} bytes each, {1 / share:.2f} times as many as of bf16;"
+        f" {'; '.join(raw) or 'no token raw'}; {cost}"
     )
+
+
+def _share(kv_cache_config: Any) -> float:
+    """Bytes of packed pages over those of 16 bits, in the layers that have keys and values."""
+    packed = dense = 0
+    for group in kv_cache_config.kv_cache_groups:
+        of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # one for each, where they differ
+        for spec in of_layers.values() if of_layers else [group.kv_cache_spec] * len(group.layer_names):
+            if (content := getattr(spec, "state_content_bytes", None)) is not None:
+                packed += spec.num_kv_heads * content
+                dense += 2 * spec.num_kv_heads * (spec.head_size + spec.head_size_v)
+    return packed / dense

@@ -10,14 +10,14 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from . import formats
+from . import formats, releases
 
 
 class KVBitsBackend(AttentionBackend):
     """Blocks of 64 tokens, each head's struct of a kvbits page in one run of bytes (`[block, head, 64, head_bytes /
     64]` of uint8).
 
-    Stored and attended in `impl`; vLLM knows it as its CUSTOM backend.
+    Stored and attended in `impl`.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -27,7 +27,7 @@ class KVBitsBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"
+        return str(releases.backend().name)
 
     @staticmethod
     def get_impl_cls() -> type:

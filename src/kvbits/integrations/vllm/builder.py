@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from ...errors import UnsupportedError
 from ...later import upload
-from ...ops.cuda.engine.device_plan import MAX_QUERIES
+from ...ops.cuda.ahead import MAX_QUERIES
 from ..engine.decode import Decode, Ragged
 from ..engine.prefill import prefills
 from ..engine.step import Placer
@@ -62,9 +62,6 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
                 "layers that attend in chunks count from a chunk's start, calibrated keys from a request's; use"
                 " kvbits_int8_centered"
             )
-        most = vllm_config.model_config.max_model_len
-        # vLLM makes rows of chunks of prompts (Llama 4)
-        max_pages = -(-min(most, getattr(kv_cache_spec, "attention_chunk_size", None) or most) // PAGE_SIZE)
         cache = vllm_config.cache_config  # whose blocks are of several pages in hybrids
         self._pool = impls[0].pool  # of the worker's copies
         self._placer = Placer(
@@ -78,9 +75,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         )
         if copies := self._placer.copies:
             self._pool.states.add(copies)
-        self._decodes = {
-            n: {c: Decode(c, max_pages, rows, n, device, copies) for c in self.calls} for n in sorted({1, threshold})
-        }
+        self._decodes = {n: {c: Decode(c, rows, n, device, copies) for c in self.calls} for n in sorted({1, threshold})}
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:

@@ -12,7 +12,6 @@ in the process of the scheduler and copies are in the workers', so the numbers t
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable
@@ -21,9 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...ops.reference.place import Copies
+from ..engine.place import Copies
 from ..engine.rings import Rings
 from ..engine.served import copied_requests
+from . import releases
 from .formats import NAMES, PAGE_SIZE
 from .options import options_of
 
@@ -79,7 +79,7 @@ def sized(worker: Any, available: int) -> int:
     All ranks decide for the same number.
     """
     config = worker.vllm_config
-    if not _copies(config):
+    if not has_copies(config):
         return available
     layers = config.compilation_config.static_forward_context.values()
     impls = [layer.impl for layer in layers if hasattr(getattr(layer, "impl", None), "ring_bytes")]
@@ -105,7 +105,7 @@ def sized(worker: Any, available: int) -> int:
     return available - count * of_request
 
 
-def _copies(vllm_config: Any) -> bool:
+def has_copies(vllm_config: Any) -> bool:
     """Return whether an engine has layers with copies, or drafts that may have some."""
     drafts = getattr(vllm_config.speculative_config, "kv_cache_dtype", None)
     return options_of(vllm_config).copies or drafts in NAMES
@@ -125,20 +125,15 @@ def _least(count: int) -> int:
 
 def install() -> None:
     """Wrap vLLM's pool, scheduler and worker, once."""
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    for of, name, wrapper in (
-        (BlockPool, "get_new_blocks", _noting),
-        (Scheduler, "schedule", _telling),
-        (WorkerWrapperBase, "execute_model", _running),
-        (WorkerWrapperBase, "determine_available_memory", _sizing),
+    worker = "vllm.v1.worker.worker_base:WorkerWrapperBase"
+    for path, wrapper in (
+        ("vllm.v1.core.block_pool:BlockPool.get_new_blocks", _noting),
+        ("vllm.v1.core.sched.scheduler:Scheduler.schedule", _telling),
+        (f"{worker}.execute_model", _running),
+        (f"{worker}.determine_available_memory", _sizing),
     ):
-        original = getattr(of, name, None) or _of_worker(name)  # the wrapper hands on what it does not have
-        if not hasattr(original, "kvbits_original"):
-            setattr(of, name, functools.wraps(original)(wrapper(original)))
-            getattr(of, name).kvbits_original = original
+        absent = _of_worker(path.rpartition(".")[2])  # the wrapper hands on what it does not have
+        releases.CONTRACT.wrap(path, wrapper, absent=absent)
 
 
 def _of_worker(name: str) -> Callable[..., Any]:
@@ -149,8 +144,8 @@ def _of_worker(name: str) -> Callable[..., Any]:
 
 
 def _noting(original: Any) -> Any:
-    def get_new_blocks(self: Any, num_blocks: int) -> Any:
-        found = original(self, num_blocks)
+    def get_new_blocks(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
         if (taken := getattr(self, "kvbits_taken", None)) is not None:
             taken.extend(block.block_id for block in found)
         return found
@@ -162,7 +157,7 @@ def _telling(original: Any) -> Any:
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         pool = self.kv_cache_manager.block_pool
         if not hasattr(pool, "kvbits_taken"):
-            pool.kvbits_taken = [] if _copies(self.vllm_config) else None
+            pool.kvbits_taken = [] if has_copies(self.vllm_config) else None
         found = original(self, *args, **kwargs)
         if pool.kvbits_taken:
             found.kvbits_taken, pool.kvbits_taken = pool.kvbits_taken, []
@@ -172,7 +167,7 @@ def _telling(original: Any) -> Any:
 
 
 def _running(original: Any) -> Any:
-    def execute_model(self: Any, scheduler_output: Any) -> Any:
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         pool = getattr(self.worker, "kvbits_copies", None)
         if pool is not None:
             pool.end(scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()))
@@ -181,7 +176,7 @@ def _running(original: Any) -> Any:
                 with torch.inference_mode():
                     for state in pool.states:
                         state.forget([block * each + i for block in taken for i in range(each)])
-        return original(self, scheduler_output)
+        return original(self, scheduler_output, *args, **kwargs)
 
     return execute_model
 

@@ -7,6 +7,7 @@ import functools
 import torch
 
 from ...errors import UnsupportedError
+from ...ops.long_queries import Lengths
 from ..engine.call import Attend, Call
 
 
@@ -23,7 +24,7 @@ def flash_for(device: torch.device, head_dim: int, value_head_dim: int) -> Atten
     unlike, in_three = head_dim != value_head_dim, 128 < head_dim <= 192 and 96 < value_head_dim <= 128
     needed = 4 if max(head_dim, value_head_dim) > 256 or (unlike and not in_three) else 3 if unlike else 2
     # On Hopper vLLM takes version 4 for unlike widths if it hears of sinks, which are a part of the results here
-    # (`call.merge`).
+    # (`ops.merge`).
     version = get_flash_attn_version(head_size=head_dim, head_size_v=value_head_dim, has_sinks=unlike and needed == 4)
     if version is None or version < needed:
         raise UnsupportedError(
@@ -41,10 +42,7 @@ def _of_version(version: int) -> Attend:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        q_starts: torch.Tensor,
-        k_starts: torch.Tensor,
-        max_q: int,
-        max_k: int,
+        lengths: Lengths,
         causal: bool,
         out: torch.Tensor,
         wants_lse: bool,
@@ -56,10 +54,10 @@ def _of_version(version: int) -> Attend:
             q=q,
             k=k,
             v=v,
-            max_seqlen_q=max_q,
-            cu_seqlens_q=q_starts,
-            max_seqlen_k=max_k,
-            cu_seqlens_k=k_starts,
+            max_seqlen_q=lengths.max_q,
+            cu_seqlens_q=lengths.q_starts,
+            max_seqlen_k=lengths.max_k,
+            cu_seqlens_k=lengths.k_starts,
             softmax_scale=call.scaling,
             causal=causal,
             window_size=window,

@@ -14,10 +14,11 @@ import torch
 from ...errors import UnsupportedError
 from ...ops import dispatch
 from ...spec import PageLayout, QuantSpec
+from ..engine.automatic import AUTO
 from ..engine.call import RAW_DTYPES
 from ..engine.served import FORMATS, LISTED, PAGE_SIZE, SCHEME, Format
 
-__all__ = ["FORMATS", "NAMES", "PAGE_SIZE", "RAW_DTYPES", "SCHEME", "SHOWN", "Format"]
+__all__ = ["AUTO", "FORMATS", "NAMES", "PAGE_SIZE", "RAW_DTYPES", "SCHEME", "SHOWN", "Format"]
 
 TAGS = {
     "kvbits_int8": torch.int8,
@@ -29,9 +30,9 @@ TAGS = {
     "kvbits_klt2": torch.complex32,
 }
 """Name of a format -> torch dtype under which vLLM hands page specs to `customize_spec`; `tag_for` gives others one."""
-NAMES = (*FORMATS, SCHEME)
-"""Every dtype that vLLM takes."""
-SHOWN = (*LISTED, SCHEME)
+NAMES = (*FORMATS, SCHEME, AUTO)
+"""Every dtype that vLLM takes. An engine's configuration has `AUTO` only until its format is chosen."""
+SHOWN = (*LISTED, SCHEME, AUTO)
 """Dtypes that help and messages show."""
 HEADS = "kvbits_int8_centered"
 """What layers of speculation store that have no files to be calibrated by (EAGLE, MTP), or that a scheme file says
@@ -118,7 +119,7 @@ def refuses_pages(kv_cache_dtype: str, head_dim: int, raw_dtype: str) -> str | N
         form.layout(1, head_dim, head_dim, raw_dtype) if form else raw_layout(1, head_dim, head_dim, raw_dtype)
     )
     why = next(
-        (why for op in ("store_tokens", "paged_attention", "dequantize") if (why := found.get(op, {}).get("cuda"))),
+        (why for op in ("store", "decode", "unpack") if (why := found.get(op, {}).get("cuda"))),
         None,
     )
     return why and f"{why}; use vLLM's own dtypes"

@@ -23,6 +23,7 @@ from ...calibrate.moments import OF_HEADS, Moments, warn_of
 from ...errors import CalibrationError
 from ...spec import LayerGeometry, QuantSpec
 from ..rotary import layers_of
+from . import releases
 
 KEY = schemes.get("klt4").key
 """Keys whose basis is wanted: its directions are those of all widths."""
@@ -89,7 +90,7 @@ def calibrate(model: str, prompts: Sequence[Sequence[int]], options: dict[str, A
     } | options
     llm = LLM(
         model=model,
-        attention_backend="CUSTOM",
+        attention_backend=releases.backend().name,
         enable_prefix_caching=False,
         worker_extension_cls=f"{__name__}.Worker",
         additional_config={"kvbits": {"observe": True}},

@@ -1,8 +1,8 @@
 """The attention backend chosen by the dtype: whoever asks for `--kv-cache-dtype kvbits_*` need not name
-`--attention-backend CUSTOM`.
+`--attention-backend KVBITS`.
 
-vLLM never selects its CUSTOM backend by itself, so `install` wraps the function of its platform that selects backends;
-`remove` takes the wrapper off. It steps in where no backend is named and the engine's cache dtype is one of ours.
+vLLM never selects backends of plugins by itself, so `install` wraps the function of its platform that selects them. It
+steps in where no backend is named and the engine's cache dtype is one of ours.
 Layers that are skipped (`--kv-cache-dtype-skip-layers`) and draft models then get the same backend, whose raw pages
 share blocks with the packed ones, side by side. A second wrapper refuses models whose layers bring backends of their
 own, which would take our bytes for theirs. A third keeps vLLM from growing blocks until a packed page is as large as a
@@ -12,34 +12,30 @@ where values are not as wide as keys: a backend for no other reason, which is ou
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from ...errors import GONE, UnsupportedError, unknown
+from . import releases
 from .formats import NAMES, SCHEME, SHOWN
 
-BACKEND = "kvbits.integrations.vllm.backend.KVBitsBackend"
 HYBRID = "kvbits.integrations.vllm.backend.HybridBackend"
 
 
 def install(platform: Any) -> None:
     """Wrap what a platform class of vLLM asks about backends, once."""
-    for name, wrapper in _WRAPPERS.items():
-        original = getattr(platform, name)
-        if not hasattr(original, "kvbits_original"):
-            wrapped = functools.wraps(original)(wrapper(original))
-            wrapped.kvbits_original = original  # type: ignore[attr-defined]
-            setattr(platform, name, classmethod(wrapped))
+    for name, wrapper in (
+        ("get_attn_backend_cls", _selecting),
+        ("update_block_size_for_backend", _refusing),
+        ("_align_heterogeneous_kv_block_size", _aligning),
+    ):
+        releases.CONTRACT.wrap(f"vllm.platforms:current_platform.{name}", wrapper, platform)
 
 
-def remove(platform: Any) -> None:
-    """Undo `install`."""
-    for name in _WRAPPERS:
-        original = getattr(getattr(platform, name), "kvbits_original", None)
-        if original is not None:
-            setattr(platform, name, original)
+def install_layer() -> None:
+    """Wrap the initialization of vLLM's attention layer, once."""
+    releases.CONTRACT.wrap("vllm.model_executor.layers.attention:Attention.__init__", _making)
 
 
 def _selecting(original: Callable[..., str]) -> Callable[..., str]:
@@ -48,31 +44,29 @@ def _selecting(original: Callable[..., str]) -> Callable[..., str]:
     ) -> str:
         if (dtype := attn_selector_config.kv_cache_dtype) in GONE:
             raise ValueError(unknown("--kv-cache-dtype", dtype, SHOWN))
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-        custom = AttentionBackendEnum.CUSTOM
-        if dtype in NAMES and selected_backend not in (None, custom):
+        ours = releases.backend()
+        if dtype in NAMES and selected_backend not in (None, ours):
             raise ValueError(
                 f"--kv-cache-dtype {dtype} is read by kvbits' attention backend alone, not by {selected_backend.name}; "
-                "leave --attention-backend away or pass --attention-backend CUSTOM"
+                f"leave --attention-backend away or pass --attention-backend {ours.name}"
             )
         config = _engine()
         if selected_backend is None and (
             dtype in NAMES or (config is not None and config.cache_config.cache_dtype in NAMES)
         ):
-            selected_backend = custom
-        if dtype in NAMES and (other := custom.get_path()) != BACKEND:
+            selected_backend = ours
+        if dtype in NAMES and (other := ours.get_path()) != releases.BACKEND:
             raise ValueError(
                 f"--kv-cache-dtype {dtype} is read by kvbits' attention backend, and another plugin registered {other}"
-                " as vLLM's CUSTOM backend; load one of them: VLLM_PLUGINS=kvbits"
+                f" as vLLM's {ours.name} backend; load one of them: VLLM_PLUGINS=kvbits"
             )
-        if selected_backend is custom and cls.device_type == "cpu":  # whose own selection knows one backend only
+        if selected_backend is ours and cls.device_type == "cpu":  # whose own selection knows one backend only
             found = _checked(attn_selector_config)
         else:
             found = original(selected_backend, attn_selector_config=attn_selector_config, num_heads=num_heads)
         return (
             HYBRID
-            if found == BACKEND
+            if found == releases.BACKEND
             and config is not None
             and config.model_config is not None
             and config.model_config.is_hybrid
@@ -122,46 +116,27 @@ def _aligning(original: Callable[..., None]) -> Callable[..., None]:
     return _align_heterogeneous_kv_block_size
 
 
-_WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "get_attn_backend_cls": _selecting,
-    "update_block_size_for_backend": _refusing,
-    "_align_heterogeneous_kv_block_size": _aligning,
-}
-
-
 def _is_ours(backend: Any) -> bool:
-    return any(f"{x.__module__}.{x.__qualname__}" == BACKEND for x in backend.__mro__)
+    return any(f"{x.__module__}.{x.__qualname__}" == releases.BACKEND for x in backend.__mro__)
 
 
-def install_layer(attention: type) -> None:
-    """Wrap the initialization of vLLM's attention layer, once."""
-    original = attention.__init__  # type: ignore[misc]
-    if hasattr(original, "kvbits_original"):
-        return
-
-    @functools.wraps(original)
+def _making(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, attn_backend: Any = None, **kwargs: Any) -> None:
-        _forget_other_engines()
-        if (
-            type(self) is attention
-            and attn_backend is not None
-            and attn_backend.get_name().endswith("_DIFFKV")
-            and _is_asked()
-        ):
-            attn_backend = None
-        original(self, *args, attn_backend=attn_backend, **kwargs)
+        from vllm.model_executor.layers.attention import Attention
 
-    __init__.kvbits_original = original  # type: ignore[attr-defined]
-    attention.__init__ = __init__  # type: ignore[misc]
+        _forget_other_engines()
+        named = attn_backend is not None and attn_backend.get_name().endswith("_DIFFKV")
+        dropped = named and type(self) is Attention and _is_asked()
+        original(self, *args, attn_backend=None if dropped else attn_backend, **kwargs)
+
+    return __init__
 
 
 def _is_asked() -> bool:
     """Whether an engine's layers are to have our backend."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
     config = _engine()
     return config is not None and (
-        config.cache_config.cache_dtype in NAMES or config.attention_config.backend is AttentionBackendEnum.CUSTOM
+        config.cache_config.cache_dtype in NAMES or config.attention_config.backend is releases.backend()
     )
 
 
@@ -193,4 +168,4 @@ def _checked(attn_selector_config: Any) -> str:
     reasons = KVBitsBackend.validate_configuration(device_capability=None, **attn_selector_config._asdict())
     if reasons:
         raise ValueError(f"kvbits' attention backend cannot serve this model: {'; '.join(reasons)}")
-    return BACKEND
+    return releases.BACKEND

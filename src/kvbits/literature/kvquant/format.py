@@ -1,7 +1,7 @@
 """From a page layout to an instantiation of codebook.cu, which reads codes as levels of a table: the formats of
 KVQuant.
 
-Layouts with these techniques that it cannot read are unpacked to 16-bit rows (unpack_then_flash.py).
+Layouts with these techniques that it cannot read are unpacked to 16-bit rows (ops/long_queries.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def extras(layout: PageLayout) -> str | None:
 
 
 def refuses(layout: PageLayout) -> str | None:
-    """Why codebook.cu cannot read pages of this layout, or None."""
+    """Say why codebook.cu cannot read pages of this layout, or None."""
     key, value = layout.key, layout.value
     if layout.head_dim != layout.value_head_dim:
         return f"keys have {layout.head_dim} channels and values {layout.value_head_dim}; the kernel reads one width"

@@ -1,4 +1,6 @@
-"""attend_pages on the CPU: one call of libkvbits_cpu over closed, sink and tail pages.
+"""`ops.attend` on the CPU: one call of libkvbits_cpu for a layer, over the pages of all its parts.
+
+A layer's C structs are made by `bind`, the step's tables by `update`; a run puts its tensors in and calls.
 
 Integer codes meet integer q and p in exact dot products (csrc/engine/attend/dots_*.h); q and p are 16 bits against
 8-bit codes and 8 bits against fewer, so that rounding them stays far below the format's own error: relative L2 noise
@@ -8,114 +10,133 @@ Integer codes meet integer q and p in exact dot products (csrc/engine/attend/dot
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
-from ...errors import DataError
 from ...spec import PageLayout
 from ..descriptor import TORCH_NUMBERS
-from ..types import AttendCall, check_call
+from ..reference.attend import HostPlan
+from ..types import PageStore, Table
 from . import structs
-from .library import AttendStruct, PartStruct, check, library, unavailable
-from .structs import MAX_QUERY_GROUP, store_struct, table_struct
+from .library import AttendStruct, PartStruct, TableStruct, check, library, unavailable
+from .structs import MAX_QUERY_GROUP, store_struct
 
 
-def refuses(q: torch.Tensor, call: AttendCall) -> str | None:
-    """Why this call cannot run here, or None.
-
-    Args:
-        q: [B, T, Hq, D] queries.
-    """
-    if q.device.type != "cpu":
-        return f"queries are on {q.device}, not on the CPU"
-    if reason := unavailable():
-        return reason
-    if q.dtype not in TORCH_NUMBERS:
-        return f"queries are {q.dtype}; the CPU kernels take float32, float16 and bfloat16"
-    for part in call.parts:
-        layout = part.store.layout
-        if part.store.slabs and part.store.device.type != "cpu":
-            return f"pages are on {part.store.device}, not on the CPU"
-        if reason := structs.refuses_layout(layout):
-            return reason
-        if q.shape[2] // layout.num_kv_heads > MAX_QUERY_GROUP:
-            return (
-                f"{q.shape[2] // layout.num_kv_heads} query heads per kv head; the CPU kernels take up to"
-                f" {MAX_QUERY_GROUP}"
-            )
-    return None
+def refuses(layouts: Sequence[PageLayout], options: Mapping[str, Any]) -> str | None:
+    """Say why such a plan is not served here, or None."""
+    if options["device"].type != "cpu":
+        return f"pages are on {options['device']}, not on the CPU"
+    if why := unavailable():
+        return why
+    if options["dtype"] not in TORCH_NUMBERS:
+        return f"queries are {options['dtype']}; the CPU kernels take float32, float16 and bfloat16"
+    if (group := options["num_q_heads"] // layouts[0].num_kv_heads) > MAX_QUERY_GROUP:
+        return f"{group} query heads per kv head; the CPU kernels take up to {MAX_QUERY_GROUP}"
+    return next((why for layout in layouts if (why := structs.refuses_layout(layout))), None)
 
 
 def refuses_layout(layout: PageLayout, num_queries: int = 1) -> str | None:
-    """The part of `refuses` that a layout decides."""
+    """Answer the part of `refuses` that a layout decides."""
     return structs.refuses_layout(layout)
 
 
-def _parts(call: AttendCall) -> ctypes.Array[PartStruct]:
-    kept = call.__dict__.get("_cpu_parts")
-    if kept is None:
-        kept = (PartStruct * len(call.parts))()
-        for struct, part in zip(kept, call.parts, strict=True):
-            struct.store = ctypes.addressof(store_struct(part.store))
-            struct.table = ctypes.addressof(table_struct(part.table))
-        call.__dict__["_cpu_parts"] = kept
-    return kept
+class _Layer:
+    """The structs of a layer, with all that they point to."""
+
+    def __init__(self, struct: AttendStruct, keep: tuple[Any, ...], pools: tuple[int, ...]) -> None:
+        self.struct, self.keep, self.pools = struct, keep, pools
 
 
-def attend(q: torch.Tensor, call: AttendCall, q_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every query over the pages it can see.
+def plan(layouts: Sequence[PageLayout], **options: Any) -> Plan:
+    """Plan as `ops.attend.plan` has it; arguments as there, checked there."""
+    return Plan(layouts, **options)
 
-    Args:
-        q: [B, T, Hq, D] fp32, fp16 or bf16; the last dim dense.
-        call: pages and options.
-        q_positions: [B, T] int64; negative marks a padding row.
 
-    Returns:
-        (out [B, T, Hq, value_head_dim] fp32, lse [B, T, Hq] fp32, natural logarithm); 0 and -inf where nothing is
-            visible.
+class Plan(HostPlan):
+    """A plan of this backend."""
 
-    Raises:
-        DataError: shapes, dtypes or tables that do not fit together.
-    """
-    if q.dim() != 4 or q.dtype not in TORCH_NUMBERS or q.device.type != "cpu":
-        raise DataError(
-            f"q must be [B, T, Hq, D] fp32, fp16 or bf16 on the CPU, got {q.dtype} {list(q.shape)} on {q.device}"
+    def __init__(self, layouts: Sequence[PageLayout], **options: Any) -> None:
+        super().__init__(layouts, **options)
+        self._layers: dict[int, _Layer] = {}
+        self._tables: dict[tuple[int, int], TableStruct] = {}  # of a part and the pages of its pool
+        self._keep: list[np.ndarray] = []  # what the tables point to
+        self._scratches: dict[str, torch.Tensor] = {}
+
+    def bind(self, layer: int, stores: Sequence[PageStore]) -> None:
+        o, first = self.options, self.layouts[0]
+        parts = (PartStruct * len(stores))()
+        pools = tuple(store.num_pages for store in stores)
+        made = [store_struct(store) for store in stores]  # first: what is refused changes nothing
+        for i in range(len(stores)):
+            if (i, pools[i]) not in self._tables:
+                self._tables[i, pools[i]] = TableStruct()
+                if self._lists:
+                    self._fill(i, pools[i], self._keep)
+            parts[i].store = ctypes.addressof(made[i])
+            parts[i].table = ctypes.addressof(self._tables[i, pools[i]])
+        struct = AttendStruct(
+            parts=ctypes.addressof(parts),
+            num_parts=len(parts),
+            num_tokens=o["num_queries"],
+            num_heads=o["num_q_heads"],
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            value_head_dim=first.value_head_dim,
+            q_dtype=TORCH_NUMBERS[o["dtype"]],
+            scaling=o["scaling"],
+            softcap=o["softcap"] or 0.0,
+            sliding_window=o["sliding_window"] or 0,
         )
-    batch, tokens, heads, head_dim = q.shape
-    if q_positions.shape != (batch, tokens) or q_positions.dtype != torch.int64 or q_positions.device.type != "cpu":
-        raise DataError(
-            f"q_positions must be int64 [{batch}, {tokens}] on the CPU, got {q_positions.dtype}"
-            f" {list(q_positions.shape)}"
-        )
-    check_call(call, (batch, tokens, heads, head_dim))
-    kv_heads = call.parts[0].store.layout.num_kv_heads if call.parts else 1
-    if q.stride(3) != 1:
-        q = q.contiguous()
-    positions = q_positions.contiguous()
-    value_head_dim = call.value_head_dim if call.parts else head_dim
-    # plain integers: a torch.Size costs 2 us more
-    out = torch.empty(batch, tokens, heads, value_head_dim, dtype=torch.float32, device="cpu")
-    lse = torch.empty(batch, tokens, heads, dtype=torch.float32, device="cpu")
-    parts = _parts(call)
-    struct = AttendStruct(
-        ctypes.addressof(parts),
-        len(parts),
-        batch,
-        tokens,
-        heads,
-        kv_heads,
-        head_dim,
-        value_head_dim,
-        TORCH_NUMBERS[q.dtype],
-        torch.get_num_threads(),
-        q.data_ptr(),
-        q.stride()[:3],
-        positions.data_ptr(),
-        call.scaling,
-        call.softcap or 0.0,
-        call.sliding_window or 0,
-        out.data_ptr(),
-        lse.data_ptr(),
-    )
-    check(library().kvbits_attend(struct))
-    return out, lse
+        self._layers[layer] = _Layer(struct, (parts, tuple(stores)), pools)  # at once
+        used = {key for x in self._layers.values() for key in enumerate(x.pools)}
+        for key in self._tables.keys() - used:
+            del self._tables[key]
+
+    def update(self, tables: Sequence[Table], query_lens: torch.Tensor | None, positions: torch.Tensor | None) -> None:
+        super().update(tables, query_lens, positions)
+        try:
+            keep: list[np.ndarray] = []
+            for part, num_pages in self._tables:
+                self._fill(part, num_pages, keep)
+            self._keep = keep
+        except BaseException:  # Ctrl-C, too
+            self._lists = []  # structs point to nothing now
+            raise
+
+    def _fill(self, part: int, num_pages: int, keep: list[np.ndarray]) -> None:
+        """The page list of this step to the struct that layers point to."""
+        pages, ids = self._lists[part], self._lists[part].within(num_pages)
+        struct = self._tables[part, num_pages]
+        struct.num_entries = len(ids)
+        struct.indptr, struct.page_ids = pages.indptr.ctypes.data, ids.ctypes.data
+        struct.starts, struct.lengths = pages.starts.ctypes.data, pages.lengths.ctypes.data
+        keep.append(ids)
+
+    def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor:
+        self._check(q, layer, self._layers)
+        struct = self._layers[layer].struct
+        if q.stride(3) != 1:
+            q = q.contiguous()
+        if out is None:
+            out = q.new_empty(*q.shape[:3], struct.value_head_dim)
+        into, logs = out if out.dtype == torch.float32 else self._scratch("out", out), lse
+        if logs is None:
+            logs = self._scratch("lse", out[..., 0])
+        struct.batch, struct.num_threads = len(q), torch.get_num_threads()
+        struct.q, struct.q_positions = q.data_ptr(), self._positions.data_ptr()
+        struct.q_stride[:] = q.stride()[:3]
+        struct.out, struct.lse = into.data_ptr(), logs.data_ptr()
+        check(library().kvbits_attend(struct))
+        return out if into is out else out.copy_(into)
+
+    def _scratch(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """float32, of the shape of `like`: where the caller's cannot be written."""
+        if (kept := self._scratches.get(name)) is None or kept.shape != like.shape:
+            kept = self._scratches[name] = torch.empty(like.shape, dtype=torch.float32, device="cpu")
+        return kept
+
+    def explain(self) -> str:
+        return "attend by cpu"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..chunk_attention import check_chunk, refuses_flash, without_padding
+from ..torch_operators import CPU, operator
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 WINDOW_ROWS = 512
@@ -22,7 +23,7 @@ longer, and is not square.
 
 
 def refuses(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> str | None:
-    """Why a chunk cannot be attended here, or None.
+    """Say why a chunk cannot be attended here, or None.
 
     Args:
         q: [B, T, Hq, D]; v: [B, T, H, D].
@@ -103,9 +104,7 @@ def _flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, Hq, n, D] in q's dtype, lse [B, Hq, n]) of q, k, v [B, Hq, n, D]; causal without a mask."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, mask is None, attn_mask=mask, scale=scaling
-    )
+    out, lse = operator(CPU)(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scaling)
     return out, lse
 
 

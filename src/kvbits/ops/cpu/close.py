@@ -1,4 +1,4 @@
-"""close_pages on the CPU: scales, codes and packing in one pass over the raw page, bit for bit what the reference
+"""close on the CPU: scales, codes and packing in one pass over the raw page, bit for bit what the reference
 stores.
 
 Banded codes: the scale of a token whose squared error hardly differs between two candidates may be the other one (sums
@@ -18,34 +18,33 @@ from ...quant.rotary import page_turns
 from ...spec import PageLayout
 from ..descriptor import TORCH_NUMBERS
 from ..reference.dequantize import require_starts
-from ..types import PageStore, check_closing, settle
+from ..store import note
+from ..types import PageStore, check_closing
 from . import structs
 from .library import CloseStruct, check, library
 from .structs import refuses_writing, store_struct
 
 
 def refuses(k: torch.Tensor, store: PageStore) -> str | None:
-    """Why pages of this store cannot be closed here, or None."""
+    """Say why pages of this store cannot be closed here, or None."""
     return refuses_layout(store.layout) or refuses_writing(k, store)
 
 
 def refuses_layout(layout: PageLayout) -> str | None:
-    """The part of `refuses` that a layout decides."""
+    """Answer the part of `refuses` that a layout decides."""
     return structs.refuses_layout(layout)
 
 
-def frame_turns(store: PageStore, starts: np.ndarray) -> np.ndarray:
-    """`page_turns` of the frames of pages that start at `starts`, for keys in a calibrated basis.
-
+def require_basis(store: PageStore) -> None:
+    """
     Raises:
-        DataError: a store without the basis.
+        DataError: a store without the basis of its keys.
     """
     if "k_basis" not in store.static:
         raise DataError(
             "keys in a calibrated basis need k_basis of [num_kv_heads, head_dim, head_dim] to be stored; calibrate"
             " first"
         )
-    return page_turns(frames(starts), store.static["k_inv_freq"])
 
 
 def close(
@@ -54,20 +53,11 @@ def close(
     store: PageStore,
     page_ids: np.ndarray,
     starts: np.ndarray | None = None,
-) -> dict[str, int]:
-    """Close pages in place.
-
-    Args:
-        k, v: [n, H, page_size, head_dim] fp32, fp16 or bf16 with the last dim dense.
-        page_ids: [n] pages of the store to write.
-        starts: [n] position of each page's first token, for keys in a basis.
-
-    Returns:
-        How many elements of keys and of values were clamped to their code range (quantized tensors only).
+    status: torch.Tensor | None = None,
+) -> None:
+    """Close pages in place, see `reference.close`. After NaN, infinity or an overflow they are half written.
 
     Raises:
-        DataError: shapes that do not fit, NaN or infinity, no starts for keys in a basis, or a scale that overflows its
-            storage dtype. The pages are then half written.
         UnsupportedError: pages that `refuses_layout`.
     """
     layout = store.layout
@@ -94,8 +84,9 @@ def close(
         (k.stride()[:3], v.stride()[:3]),
     )
     if layout.key.needs_rotary:
+        require_basis(store)
         first = require_starts(starts, len(ids))
-        turns = frame_turns(store, first)
+        turns = page_turns(frames(first), store.static["k_inv_freq"])
         struct.starts, struct.turn_starts = first.ctypes.data, turns.ctypes.data
     check(library().kvbits_close(struct))
-    return settle(layout, k, v, struct.status[:])
+    note([*struct.status, 0], k, v, layout, status)

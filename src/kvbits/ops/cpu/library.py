@@ -21,7 +21,7 @@ import torch
 
 from ...errors import UnsupportedError
 
-ABI_VERSION = 20
+ABI_VERSION = 21
 LIBRARY_NAME = "libkvbits_cpu.so"
 TIERS = ("avx512", "avx2", "neon", "generic")
 VARIABLES = ("KVBITS_CPU_LIBRARY", "KVBITS_CPU_TIER")
@@ -126,19 +126,18 @@ class CloseStruct(Structure):
         ("stride", (c_int64 * 3) * 2),
         ("turn_starts", c_void_p),
         ("starts", c_void_p),
-        ("status", c_int64 * 6),
+        ("status", c_int32 * 6),
     ]
 
 
-class AppendStruct(Structure):
-    """`kvbits_append_call`; its two small arrays spelt out, which is a third faster to fill for every layer
+class StoreCall(Structure):
+    """`kvbits_store_call`; its two small arrays spelt out, which is a third faster to fill for every layer
     and token.
     """
 
     _fields_ = [
         ("store", c_void_p),
-        ("runs", c_void_p),
-        ("num_runs", c_int64),
+        ("slots", c_void_p),
         ("batch", c_int32),
         ("num_tokens", c_int32),
         ("num_kv_heads", c_int32),
@@ -156,8 +155,10 @@ class AppendStruct(Structure):
         ("v_head", c_int64),
         ("used_bytes", c_int64),
         ("starts", c_void_p),
+        ("frames", c_void_p),
         ("turn_starts", c_void_p),
-        ("status", c_int64 * 6),
+        ("num_frames", c_int64),
+        ("status", c_void_p),
     ]
 
 
@@ -198,7 +199,7 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     lib.kvbits_use_openmp.argtypes = [c_void_p]
     lib.kvbits_attend.argtypes = [POINTER(AttendStruct)]
     lib.kvbits_close.argtypes = [POINTER(CloseStruct)]
-    lib.kvbits_append.argtypes = [POINTER(AppendStruct)]
+    lib.kvbits_store_tokens.argtypes = [POINTER(StoreCall)]
     if not lib.kvbits_tier():
         wanted = os.environ.get("KVBITS_CPU_TIER")
         return (
@@ -221,7 +222,7 @@ def openmp_parallel() -> int | None:
 
 
 def unavailable() -> str | None:
-    """Why there are no CPU kernels here, or None when there are.
+    """Say why there are no CPU kernels here, or None when there are.
 
     Raises:
         UnsupportedError: there are none, and a variable asks for some; everything would take the reference, many times

@@ -1,8 +1,7 @@
-"""Builds the C structs of page stores (encoders of `descriptor.Side`) and page tables, checks every buffer they point
-to, and keeps them.
+"""Builds the C structs of page stores (encoders of `descriptor.Side`), checks every buffer they point to, and keeps
+them.
 
-A struct is built once per `PageStore` and `PageTable` and kept on the object itself, so that a decoding step pays for
-it once and not once per layer. Contents that may change (page ids, lengths) are checked by the library in every call.
+A struct is built once per `PageStore` and kept on the object itself, for all that read and write its pages.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import torch.nn.functional as F
 from ...errors import DataError, UnsupportedError
 from ...spec import OFFSETS, PageLayout
 from ..descriptor import STATIC, TORCH_NUMBERS, Side, describe
-from ..types import PageStore, PageTable
-from .library import StoreStruct, TableStruct, TensorStruct, unavailable
+from ..types import PageStore
+from .library import StoreStruct, TensorStruct, unavailable
 
 MAX_HEAD_DIM = 512
 MAX_GROUPS = 32
@@ -23,7 +22,7 @@ MAX_QUERY_GROUP = 64
 
 
 def refuses_writing(k: torch.Tensor, store: PageStore) -> str | None:
-    """Why keys and values like k cannot be written by the kernels where this store's pages are, or None."""
+    """Say why keys and values like k cannot be written by the kernels where this store's pages are, or None."""
     if k.device.type != "cpu" or store.device.type != "cpu":
         return f"keys are on {k.device}, pages on {store.device}, not on the CPU"
     if reason := unavailable():
@@ -34,7 +33,7 @@ def refuses_writing(k: torch.Tensor, store: PageStore) -> str | None:
 
 
 def refuses_layout(layout: PageLayout) -> str | None:
-    """Why the kernels cannot read or write pages of this layout, or None."""
+    """Say why the kernels cannot read or write pages of this layout, or None."""
     for name in ("head_dim", "value_head_dim"):
         if (d := getattr(layout, name)) % 8 or d > MAX_HEAD_DIM:
             return f"{name}={d} is not a multiple of 8 up to {MAX_HEAD_DIM}"
@@ -154,45 +153,13 @@ def _slabs(store: PageStore) -> tuple[np.ndarray, np.ndarray, int]:
     layout = store.layout
     strides = {s.stride(0) for s in store.slabs if s.shape[0] > 1}
     for slab in store.slabs:
-        if (
-            slab.dtype != torch.uint8
-            or slab.device.type != "cpu"
-            or slab.dim() != 3
-            or tuple(slab.shape[1:]) != (layout.num_kv_heads, layout.head_bytes)
-        ):
+        if slab.device.type != "cpu" or (slab.shape[0] > 1 and slab.stride(0) < layout.page_size_bytes):
             raise DataError(
-                f"a slab must be uint8 [pages, {layout.num_kv_heads}, {layout.head_bytes}] on the CPU, got {slab.dtype}"
-                f" {list(slab.shape)} on {slab.device}"
-            )
-        if (
-            slab.stride(2) != 1
-            or slab.stride(1) != layout.head_bytes
-            or (slab.shape[0] > 1 and slab.stride(0) < layout.page_size_bytes)
-        ):
-            raise DataError(
-                f"a slab's structs must be dense inside a page; strides are {slab.stride()} for"
-                f" head_bytes={layout.head_bytes}"
+                f"a slab must be on the CPU, its pages at least {layout.page_size_bytes} bytes apart, got"
+                f" {slab.device} and {slab.stride(0)}"
             )
     if len(strides) > 1:
         raise DataError(f"slabs of one store must have one page stride, got {sorted(strides)}")
     address = np.array([s.data_ptr() for s in store.slabs], np.int64)
     pages = np.array([s.shape[0] for s in store.slabs], np.int64)
     return address, pages, strides.pop() if strides else layout.page_size_bytes
-
-
-def table_struct(table: PageTable) -> TableStruct:
-    """The C view of a page table that `PageTable.check` let pass or a plan made, kept on the table."""
-    kept = table.__dict__.get("_cpu_struct")
-    if kept is not None:
-        return kept[0]
-    indptr, ids, starts = (np.ascontiguousarray(x, np.int64) for x in (table.indptr, table.page_ids, table.starts))
-    lengths = np.ascontiguousarray(table.lengths, np.int32)
-    struct = TableStruct(
-        num_entries=len(ids),
-        indptr=indptr.ctypes.data,
-        page_ids=ids.ctypes.data,
-        starts=starts.ctypes.data,
-        lengths=lengths.ctypes.data,
-    )
-    table.__dict__["_cpu_struct"] = (struct, indptr, ids, starts, lengths)
-    return struct

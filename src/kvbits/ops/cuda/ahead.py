@@ -15,17 +15,19 @@ import torch
 
 from ...runs import cores
 from ...spec import LayerGroup, PageLayout, QuantSpec
+from .. import long_queries
 from ..decode import PARTS
 from ..descriptor import MATRIX_DTYPES
-from . import decode, merge, place
-from .append import tokens as append
-from .engine import close, device_plan, kernels, unpack_then_flash
+from . import attend, close, decode, merge, store
+from .engine import kernels, work_list
+from .engine.launch import ask_of
 from .engine.runtime import driver
 from .engine.runtime.compile import Binary, Source, compile_source
-from .engine.shape import Ask
 from .families import family_of
 
 Capability = tuple[int, int]
+MAX_QUERIES = 8
+"""Query tokens of a row that engines decode at most: drafts that are verified, and one."""
 
 
 def of_group(
@@ -40,9 +42,8 @@ def of_group(
         for x in [group.layouts[name]]
     ]
     raw, packed = [x for x in parts if x.key.is_raw], [x for x in (*parts, *tiers) if not x.key.is_raw]
-    yield from (append.raw_source(x.head_dim != x.value_head_dim) for x in raw[:1])
-    if group.token_local:
-        yield from _stored(parts[-1], dtype, capability)
+    for x in dict.fromkeys([*raw, *parts[-1:]]):
+        yield from _stored(x, dtype, capability)
     for x in [] if group.fills_pages else packed:
         if close.refuses_layout(x, dtype, capability, "close") is None:
             yield family_of(x).closing(x, dtype, capability, False)
@@ -53,8 +54,9 @@ def of_group(
     if tiers:  # which close first
         shown.insert(1, [*tiers, *raw[-1:]])
     for some in shown:
-        for n in range(1, -(-unpack_then_flash.MIN_COLUMNS_WIDE // columns)):
+        for n in range(1, -(-long_queries.MIN_COLUMNS_WIDE // columns)):
             yield from _attention(some, n * columns, dtype, softcap, capability)
+    yield from map(work_list.source, range(1, len(parts) + 1))
     for x in (*parts, *tiers):
         if family_of(x).refuses("unpack", x, dtype=dtype) is None:
             yield family_of(x).unpacking(x, dtype)
@@ -62,28 +64,26 @@ def of_group(
         return  # the host leads decoding
     yield decode.ADVANCE
     for some in shown:
-        yield from _attention(some, columns, dtype, softcap, capability, tables=True)
+        yield from _attention(some, columns, dtype, softcap, capability)
         if not group.token_local:
             yield family_of(some[0]).closing(some[0], dtype, capability, True)
-    yield from (device_plan.list_source(n) for n in {len(parts), len(parts) - (not group.fills_pages)})
 
 
 def of_vllm(
     layout: PageLayout, num_q_heads: int, dtype: torch.dtype, softcap: bool, capability: Capability
 ) -> Iterator[Source]:
-    """What a layer of vLLM launches, with the copies in 16 bits that calibrated formats have."""
+    """What a layer of vLLM launches with its pages, with the copies in 16 bits that calibrated formats have."""
     copied = layout.key.has_offsets
     parts = [layout, *([dataclasses.replace(layout, key=QuantSpec.raw(), value=QuantSpec.raw())] if copied else [])]
     for x in parts:
         yield from _stored(x, dtype, capability)
-    if family_of(layout).refuses("unpack", layout, dtype=dtype) is None:
-        yield family_of(layout).unpacking(layout, dtype)
-    yield place.source()
+        if family_of(x).refuses("unpack", x, dtype=dtype) is None:
+            yield family_of(x).unpacking(x, dtype)
     yield merge.source(layout.value_head_dim, dtype)
     columns = num_q_heads // layout.num_kv_heads
-    for n in range(1, device_plan.MAX_QUERIES + 1):
-        yield from _attention(parts, n * columns, dtype, softcap, capability, tables=True)
-    yield from (device_plan.list_source(n) for n in ([2, 3] if copied else [1]))
+    for n in range(1, MAX_QUERIES + 1):
+        yield from _attention(parts, n * columns, dtype, softcap, capability)
+    yield from map(work_list.source, [2, 3] if copied else [1])
 
 
 def distinct(sources: Iterable[Source]) -> list[Source]:
@@ -98,8 +98,8 @@ def compiled(sources: Iterable[Source], capability: Capability) -> Iterator[Bina
 
 
 def _stored(layout: PageLayout, dtype: torch.dtype, capability: Capability) -> Iterator[Source]:
-    if append.refuses_layout(layout, capability, dtype) is None:
-        yield from append.sources(layout, dtype, capability)
+    if store.refuses_layout(layout, capability, dtype) is None:
+        yield from family_of(layout).stores.sources(layout, dtype, capability)
 
 
 def _attention(
@@ -108,28 +108,15 @@ def _attention(
     dtype: torch.dtype,
     softcap: bool,
     capability: Capability,
-    tables: bool = False,
 ) -> Iterator[Source]:
     """The kernels for pages of these layouts and so many query columns of a kv head: one for each packed layout, of
     which the first reads raw pages, too.
     """
     limit = driver.shared_limit(capability)
-    mains = [x for x in layouts if not x.key.is_raw] or layouts[:1]
     if dtype not in MATRIX_DTYPES or any(
-        family_of(x).refuses("attend", x, num_columns=num_columns, shared_limit=limit) for x in mains
+        family_of(x).refuses("attend", x, num_columns=num_columns, shared_limit=limit) for x in layouts
     ):
         return
-    for i, main in enumerate(mains):
-        ask = Ask(
-            main.head_dim,
-            kernels.columns(mains, num_columns),
-            MATRIX_DTYPES[dtype],
-            layouts[-1].raw_dtype,
-            softcap,
-            limit,
-            fold=kernels.folds(main, num_columns),
-            raw=i == 0 and any(x.key.is_raw for x in layouts),
-            tables=tables,
-            value_head_dim=main.value_head_dim,
-        )
-        yield kernels.kernel_for(main, ask).instance
+    for own in attend.launches(layouts):
+        ask = ask_of([layouts[i] for i in own], num_columns, dtype, softcap, False, limit)
+        yield kernels.kernel_for(layouts[own[0]], ask).instance

@@ -14,7 +14,7 @@ MOST_HEAD_DIM = 256
 
 
 def refuses(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> str | None:
-    """Why a chunk cannot be attended here, or None.
+    """Say why a chunk cannot be attended here, or None.
 
     Args:
         q: [B, T, Hq, D]; v: [B, T, H, D].

@@ -17,15 +17,15 @@ import torch
 
 from ...later import upload
 from ...spec import LayerGroup
+from ..attend import Attention
 from ..decode import CLOSED, FIRST, PARTS, TAIL, TAIL_START, Pages
-from ..paged_attention import PagedAttention
-from ..types import PageStore
-from .append import tokens as append_cuda
-from .engine import close as close_cuda
-from .engine import device_plan
+from ..store import STATUS_FIELDS
+from ..types import PageStore, Table, page_offsets
+from . import attend as attend_cuda
+from . import close as close_cuda
+from . import store as store_cuda
 from .engine.runtime import driver
 from .engine.runtime.compile import Source
-from .engine.side import with_aligned_rows
 
 THREADS = 256
 NOWHERE = 1
@@ -66,7 +66,7 @@ class _AdvanceArgs(ctypes.Structure):
     ]
 
 
-ADVANCE = Source(Path(device_plan.__file__).parent, "advance.cu", {"THREADS": THREADS})
+ADVANCE = Source(Path(__file__).parent / "engine", "advance.cu", {"THREADS": THREADS})
 """What moves lengths on."""
 
 
@@ -75,10 +75,10 @@ def load_advance(device_index: int) -> driver.Kernel:
 
 
 def refuses(groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why single tokens of these layer groups cannot be led by the GPU, whatever their sequences hold, or None."""
+    """Say why single tokens of these layer groups cannot be led by the GPU, whatever their sequences hold, or None."""
     for g in groups:
         layouts = [g.layouts[name] for name in PARTS if name != "closed" or not g.fills_pages]
-        if why := device_plan.refuses(layouts, num_q_heads, dtype, 1, device):
+        if why := attend_cuda.refuses_packed(layouts, num_q_heads, dtype, 1, device):
             return why
         if not g.fills_pages and (why := close_cuda.refuses_on(g.layouts["closed"], dtype, device)):
             return why
@@ -88,7 +88,7 @@ def refuses(groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, devi
 
 
 def capturing() -> bool:
-    """Whether the current stream is captured in a graph."""
+    """Tell whether the current stream is captured in a graph."""
     return torch.cuda.is_current_stream_capturing()
 
 
@@ -98,24 +98,14 @@ class _StoreStep:
     """
 
     def __init__(self, store: PageStore, dtype: torch.dtype, moved: _Moved, status: torch.Tensor) -> None:
-        append_cuda.prepare(store.layout, dtype, store.device)
+        store_cuda.prepare(store.layout, dtype, store.device)
         self._store, self._slots, self._status = store, moved.slots, status
         self._previous = moved.previous if store.layout.is_centered else None
         self._starts = moved.page_starts if store.layout.key.needs_rotary else None
 
     def run(self, k: torch.Tensor, v: torch.Tensor, stream: int) -> None:
-        to, k, v = self._store, with_aligned_rows(k), with_aligned_rows(v)
-        append_cuda.store_tokens(
-            k,
-            v,
-            to.slabs[0],
-            to.layout,
-            self._slots,
-            static=to.static,
-            previous_page=self._previous,
-            starts=self._starts,
-            turn=to.turn,
-            status=self._status,
+        store_cuda.store(
+            k, v, self._store, self._slots, previous=self._previous, starts=self._starts, status=self._status
         )
 
     def put_back(self, nothing_closes: torch.Tensor, stream: int) -> None:
@@ -129,12 +119,9 @@ class _Group:
     layers: tuple[int, ...]
     numbers: torch.Tensor  # int32 [FIELDS, B]
     before: torch.Tensor
-    attention: PagedAttention
+    attention: Attention
     args: _AdvanceArgs
-    tables: list[torch.Tensor]
-    tokens: list[torch.Tensor]
-    starts: list[torch.Tensor | None]
-    offsets: list[torch.Tensor | None]
+    tables: list[Table]
     query_lens: torch.Tensor
     status: torch.Tensor  # int32 [layers, STATUS_FIELDS]
     writers: list[close_cuda.DecodeStep | _StoreStep]
@@ -160,14 +147,11 @@ class _Stepper:
             g.args.valid = None if valid is None else valid.data_ptr()
             g.args.valid_stride = 0 if valid is None else valid.stride(0)
             self._advance.launch(1, THREADS, g.args, stream)
-            g.attention.update(g.tables, g.tokens, starts=g.starts, offsets=g.offsets, query_lens=g.query_lens)
+            g.attention.update(g.tables, query_lens=g.query_lens)
 
-    def step(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor | None
-    ) -> torch.Tensor:
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         g, i = self._of_layer[layer]
         g.writers[i].run(k, v, self._stream)
-        return g.attention.run(q, i, lse=lse)
 
     @torch.inference_mode()  # as the step may have been
     def take_back(self, layers: set[int]) -> None:
@@ -190,9 +174,9 @@ def stepper(groups: list[Pages], dtype: torch.dtype, device: torch.device) -> _S
     return _Stepper([_uploaded(pages, dtype, device) for pages in groups], device)
 
 
-def _table(rows: list[list[int]], width: int, times: int) -> np.ndarray:
-    """int32 [B, width * times] of page ids, each row's `times` times, -1 after them."""
-    found = np.full((len(rows), width * times), -1, np.int32)
+def _table(rows: list[list[int]], times: int) -> np.ndarray:
+    """int32 [B, width] of page ids, each row's `times` times, -1 after them."""
+    found = np.full((len(rows), max(map(len, rows)) * times), -1, np.int32)
     for b, pages in enumerate(rows):
         found[b, : len(pages) * times] = pages * times
     return found
@@ -220,8 +204,8 @@ class _Moved:
 def _uploaded(pages: Pages, dtype: torch.dtype, device: torch.device) -> _Group:
     g, ring, batch, names = pages.group, pages.ring, pages.numbers.shape[1], list(pages.ids)
     # of a ring, any part that wraps is one run
-    tables = [_table(pages.ids[n], pages.max_pages[n], 2 if n == "tail" and ring else 1) for n in names]
-    flat = [pages.numbers, pages.closed_start, pages.sinks, pages.residual, *tables]
+    ids = [_table(pages.ids[n], 2 if n == "tail" and ring else 1) for n in names]
+    flat = [pages.numbers, pages.closed_start, pages.sinks, pages.residual, *ids]
     whole = upload(np.concatenate([x.ravel() for x in flat]), device)  # one upload
     parts = [x.view(y.shape) for x, y in zip(whole.split([y.size for y in flat]), flat, strict=True)]
     state_d, closed_start_d, sinks_d, residual_d = parts[:4]
@@ -254,10 +238,10 @@ def _uploaded(pages: Pages, dtype: torch.dtype, device: torch.device) -> _Group:
             on_device[name].shape[1],
             slabs[0].stride(0),
         )
-        if (offsets_of_pages := device_plan.page_offsets(slabs, device)) is not None:
+        if (offsets_of_pages := page_offsets(slabs, device)) is not None:
             of_pool.offset = offsets_of_pages.data_ptr()
             keep.append(offsets_of_pages)
-    status = torch.zeros(len(g.layers), append_cuda.STATUS_FIELDS, dtype=torch.int32, device=device)
+    status = torch.zeros(len(g.layers), STATUS_FIELDS, dtype=torch.int32, device=device)
     undo = [
         torch.empty(len(g.layers), batch, g.geometry.num_kv_heads, g.geometry.dim(kind), dtype=dtype, device=device)
         for kind in "kv"
@@ -272,10 +256,7 @@ def _uploaded(pages: Pages, dtype: torch.dtype, device: torch.device) -> _Group:
         before,
         pages.attention,
         args,
-        [on_device[n] for n in names],
-        [tokens[n] for n in names],
-        [starts[n] for n in names],
-        [offsets[n] for n in names],
+        [Table(on_device[n], tokens[n], starts[n], offsets[n]) for n in names],
         moved.query_lens,
         status,
         writers,
@@ -293,10 +274,9 @@ def _writer(
     undo: list[torch.Tensor],
     tail_starts: torch.Tensor,
 ) -> close_cuda.DecodeStep | _StoreStep:
-    """What stores the token of the group's layer `i`, whose pages attention is told of."""
+    """What stores the token of the group's layer `i`."""
     of_pool = pages.stores[i]
     packed = of_pool.get("closed", of_pool["tail"])
-    pages.attention.bind(i, [of_pool[name].slabs for name in pages.ids], packed.static)
     if pages.group.fills_pages and not pages.group.is_raw:
         return _StoreStep(packed, dtype, moved, status)
     return close_cuda.DecodeStep(packed, of_pool["tail"], dtype, moved.closings, moved.runs, status, undo, tail_starts)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...errors import ScaleOverflowError
 from ...quant.basis import into_basis
 from ...quant.outliers import worst
 from ...quant.packing import pack_side
@@ -19,13 +20,13 @@ from ...quant.qparams import (
     dequantize,
     expand,
     quantize,
-    require_finite,
     rounded,
     rounded_scale,
     stored,
 )
 from ...quant.rotary import turn_pages_back
 from ...spec import PageLayout, QuantSpec
+from ..store import STATUS_FIELDS, note
 from ..types import PageStore, check_closing
 from .dequantize import require_starts, section
 
@@ -96,21 +97,32 @@ def close_pages(
         uint8 [n, H, head_bytes], padding zeroed, and how many elements of keys and values were clamped to their code
             range.
     """
-    static = static or {}
     pages = torch.zeros(*k.shape[:2], layout.head_bytes, dtype=torch.uint8, device=k.device)
-    saturated = {}
-    for kind, spec, x in (("k", layout.key, k), ("v", layout.value, v)):
-        if spec.is_raw:
-            section(pages, layout, f"{kind}_raw").copy_(x)
-            continue
-        found = encode_side(rows_as_stored(x, spec, static, starts), kind, spec, static)
-        saturated[kind] = found.saturated
-        for i, plane in enumerate(pack_side(found.codes, spec, kind)):
-            section(pages, layout, f"{kind}_plane{i}").copy_(plane.unflatten(-1, (layout.page_size, -1)))
-        for name, t in found.stored.items():
-            if (s := layout.sections.get(f"{kind}_{name}")) is not None:
-                section(pages, layout, s.name).copy_(stored(t, s.dtype))
-    return pages, saturated
+    sides = (("k", layout.key, k), ("v", layout.value, v))
+    saturated = {kind: _put_side(pages, layout, kind, x, static or {}, starts) for kind, _, x in sides}
+    return pages, {kind: saturated[kind] for kind, spec, _ in sides if not spec.is_raw}
+
+
+def _put_side(
+    pages: torch.Tensor,
+    layout: PageLayout,
+    kind: str,
+    x: torch.Tensor,
+    static: dict[str, torch.Tensor],
+    starts: np.ndarray | None,
+) -> int:
+    """Write keys ("k") or values ("v") into pages [n, H, head_bytes]. Returns how many elements were clamped."""
+    spec = layout.key if kind == "k" else layout.value
+    if spec.is_raw:
+        section(pages, layout, f"{kind}_raw").copy_(x)
+        return 0
+    found = encode_side(rows_as_stored(x, spec, static, starts), kind, spec, static)
+    for i, plane in enumerate(pack_side(found.codes, spec, kind)):
+        section(pages, layout, f"{kind}_plane{i}").copy_(plane.unflatten(-1, (layout.page_size, -1)))
+    for name, t in found.stored.items():
+        if (s := layout.sections.get(f"{kind}_{name}")) is not None:
+            section(pages, layout, s.name).copy_(stored(t, s.dtype))
+    return found.saturated
 
 
 def rows_as_stored(
@@ -150,24 +162,33 @@ def close(
     store: PageStore,
     page_ids: np.ndarray,
     starts: np.ndarray | None = None,
-) -> dict[str, int]:
-    """Close pages in place: k, v [n, H, page_size, head_dim] into the store's pages `page_ids` [n], whose first tokens
-    are at `starts` [n]. Returns clamped elements by kind.
+    status: torch.Tensor | None = None,
+) -> None:
+    """Close pages in place.
+
+    Args:
+        k, v: [n, H, page_size, head_dim] float32, float16 or bfloat16.
+        page_ids: [n] pages of the store to write.
+        starts: [n] position of each page's first token, for keys stored before the rotary embedding or in a basis.
+        status: int32 [STATUS_FIELDS] on the device, added to, as of `ops.store`. After an overflow, NaN or infinity
+            the pages' numbers are unusable.
 
     Raises:
-        DataError: pages that are not the store's own, NaN or infinity (nothing is written), or a scale that overflows
-            its storage dtype.
+        DataError: arguments that do not fit together; nothing is written. Without a `status` also what `settle` raises.
     """
     page_ids = check_closing(store, page_ids)
-    for name, x in (("keys", k), ("values", v)):
-        require_finite(x, name)
-    total: dict[str, int] = {}
-    for i in range(0, len(page_ids), PAGES_PER_STEP):
-        some = slice(i, i + PAGES_PER_STEP)
-        first = None if starts is None else starts[some]
-        pages, saturated = close_pages(k[some], v[some], store.layout, store.static, first)
+    layout, found = store.layout, [0] * STATUS_FIELDS
+    for i, x in enumerate((k, v)):
+        found[4 + i] = int(not bool(torch.isfinite(x).all()))
+    for first in range(0, 0 if any(found) else len(page_ids), PAGES_PER_STEP):
+        some = slice(first, first + PAGES_PER_STEP)
+        pages = torch.zeros(len(page_ids[some]), *store.slabs[0].shape[1:], dtype=torch.uint8, device=k.device)
+        at = None if starts is None else starts[some]
+        for i, (kind, x) in enumerate((("k", k), ("v", v))):
+            try:
+                found[i] += _put_side(pages, layout, kind, x[some], store.static, at)
+            except ScaleOverflowError:
+                found[2 + i] = 1
         for page_id, page in zip(page_ids[some], pages, strict=True):
             store.page(int(page_id)).copy_(page)
-        for kind, n in saturated.items():
-            total[kind] = total.get(kind, 0) + n
-    return total
+    note(found, k, v, layout, status)

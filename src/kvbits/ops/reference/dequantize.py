@@ -1,4 +1,4 @@
-"""Pages to values: the inverse of close_pages, and the judge of every kernel that reads pages."""
+"""Pages to values: the inverse of close, and the judge of every kernel that reads pages."""
 
 from __future__ import annotations
 
@@ -99,49 +99,3 @@ def page_codes(pages: torch.Tensor, layout: PageLayout, kind: str) -> torch.Tens
     spec = layout.key if kind == "k" else layout.value
     planes = [section(pages, layout, f"{kind}_plane{i}").flatten(-2) for i in range(len(spec.planes(layout.dim(kind))))]
     return unpack_side(planes, spec, kind, layout.page_size, layout.dim(kind))
-
-
-def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why rows are not unpacked here, or None."""
-    return None if device.type == "cpu" else f"the pages are on {device}; the reference reads page numbers on the host"
-
-
-class Rows:
-    """The op `dequantize`: pages to rows of keys and values, for any number of layers whose pages lie alike.
-
-    Args:
-        dtype: of the rows.
-        page_ids: int64 [n]; rows: int32 [n, 2], first row and visible tokens of each page; both where the pages are.
-        page_stride: bytes from page to page.
-        starts: int32 [n], position of each page's first token, where the pages are; for keys that were turned back.
-    """
-
-    def __init__(
-        self,
-        layout: PageLayout,
-        dtype: torch.dtype,
-        page_ids: torch.Tensor,
-        rows: torch.Tensor,
-        page_stride: int,
-        starts: torch.Tensor | None = None,
-    ) -> None:
-        self._layout, self._page_ids, self._rows = layout, page_ids, rows.tolist()
-        self._starts = None if starts is None else starts.numpy().astype(np.int64)
-
-    def run(
-        self,
-        pages: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        static: dict[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Write the rows of a layer's pages.
-
-        Args:
-            pages: uint8 [num_pages, H, head_bytes]; keys, values: [rows, H, D], dense.
-            static: calibrated parameters of the layer (`PageStore.static`).
-        """
-        found_rows = dequantize_pages(pages[self._page_ids], self._layout, static, starts=self._starts)
-        for into, found in zip((keys, values), found_rows, strict=True):
-            for (first, count), page in zip(self._rows, found, strict=True):
-                into[first : first + count] = page[:, :count].transpose(0, 1).to(into.dtype)

@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-enum { KVBITS_ABI_VERSION = 20 };
+enum { KVBITS_ABI_VERSION = 21 };
 
 // How one tensor (keys or values) of a page is stored.
 typedef struct {
@@ -102,26 +102,28 @@ typedef struct {
   const int64_t* starts;      // [num_pages] position of each page's first token
   // out, of keys and of values each: elements clamped to the code range; whether a scale, bias or mean overflowed; NaN
   // or infinity
-  int64_t status[6];
+  int32_t status[6];
 } kvbits_close_call;
 
-// Writes raw tokens to their slots: source[0] keys, source[1] values, [batch, num_tokens, num_kv_heads, head_dim or
+// Writes fresh tokens to slots: source[0] keys, source[1] values, [batch, num_tokens, num_kv_heads, head_dim or
 // value_head_dim], last dim dense.
 typedef struct {
-  const kvbits_store* store;  // raw pages of `dtype`
-  const int64_t* runs;        // [num_runs][5]: sequence, first token, page id, first slot, tokens
-  int64_t num_runs;
+  const kvbits_store* store;  // raw pages of `dtype`, or packed ones whose tokens are quantized one by one
+  // [batch][num_tokens] page * page_size + place; below 0: not stored; past the pages: not stored, and counted. No slot
+  // twice
+  const int64_t* slots;
   int32_t batch, num_tokens, num_kv_heads, head_dim, value_head_dim, dtype, num_threads;
   const void* source[2];
   int64_t stride[2][3];       // elements: sequence, token, head
-  // Packed pages only:
-  int64_t used_bytes;         // of a head struct; what follows is zeroed where a run begins at slot 0
-  // [num_runs] position of the first token of each run's page, and its frame's angles as in kvbits_close_call: of keys
-  // that are turned back
-  const int64_t* starts;
-  const double* turn_starts;
-  int64_t status[6];          // out, as in kvbits_close_call
-} kvbits_append_call;
+  int64_t used_bytes;         // of a head struct; what follows is zeroed where a page's first slot is stored
+  // For keys in a basis: position of the first token of each token's page, [batch][num_tokens]; the frames of these
+  // positions, rising, and the angles of each as in kvbits_close_call.
+  const int32_t* starts;
+  const int64_t* frames;        // [num_frames]
+  const double* turn_starts;    // [num_frames]
+  int64_t num_frames;
+  int32_t* status;  // [7], added to: as in kvbits_close_call, then tokens whose slots lead out of the pages; or null
+} kvbits_store_call;
 
 KVBITS_EXPORT int32_t kvbits_abi_version(void);
 
@@ -138,7 +140,7 @@ KVBITS_EXPORT void kvbits_use_openmp(void* parallel);
 KVBITS_EXPORT int32_t kvbits_attend(const kvbits_attend_call* call);
 // Closes pages, stores tokens. Where their status says that numbers cannot be stored, pages are left half written.
 KVBITS_EXPORT int32_t kvbits_close(kvbits_close_call* call);
-KVBITS_EXPORT int32_t kvbits_append(kvbits_append_call* call);
+KVBITS_EXPORT int32_t kvbits_store_tokens(kvbits_store_call* call);
 
 KVBITS_EXPORT const char* kvbits_error(int32_t code);
 

@@ -7,9 +7,10 @@
 #include "config.cuh"
 #include "work.cuh"
 
-/// Pages of a block table on the device.
+/// Pages of a table on the device.
 struct Pages {
     const int* table;            // page numbers by entry
+    const int2* spans;           // kernels with SPANS, null for none: position of the first token, visible tokens
     const i64* offset;           // [count]: bytes from `base` to a page, where pages lie in several slabs; null for one
     i64 base, stride;            // address of page 0 of the layer, bytes from a page to the next
     i64 count;                   // a number past the last reads the last: never other memory
@@ -21,7 +22,6 @@ struct Pages {
 };
 
 struct Part {
-    i64 layer_stride;            // bytes from a page of one layer to the same page of the next
     int head_bytes, chunks_per_page, raw;
     int k_raw, v_raw;            // offsets inside a raw struct
     const float *k_scale, *k_bias, *v_scale, *v_bias;  // calibrated, [H][D], [H][DV]; null if none
@@ -29,7 +29,6 @@ struct Part {
     // turns per token of each channel pair, [D / 2] of side.py's turns_of; for keys that are turned back
     const float2* turns;
     const void* k_inverse;       // matrix that keys were multiplied with, inverted, as operands
-    // kernels with BLOCK_TABLES. For others `page_address` and `page_tokens` say what entries are
     Pages pages;
     int page_size;
 };
@@ -44,13 +43,11 @@ struct Args {
     float* lse;                  // [B, T, Hq], null if not wanted
     const int* q_positions;      // [B, T]; negative: a padding query, sees nothing
     const Segment* segments;
-    const i64* page_address;     // [entries], layer 0, kv head 0
-    const int2* page_tokens;     // [entries]: position of the first token, visible tokens
     float* partial;              // [slots][COLS][DV]
     float2* partial_ml;          // [slots][COLS]: reference exponent (log2), sum
     int* arrived;                // [units], zero between launches
     i64 q_stride_b, q_stride_t, q_stride_h;
-    int num_queries, group, num_kv_heads, column_blocks, layer, window;  // window: 2**30 if none
+    int num_queries, group, num_kv_heads, column_blocks, window;  // window: 2**30 if none
     float scaling, softcap;
     int num_pieces;
     int query_columns;           // 1, 2, 4 or 8: columns that queries are made in a basis for
@@ -66,22 +63,18 @@ struct Page {
     DEVICE Page(const Args& a, const Segment& s, int entry) {
         const Part& part = a.parts[s.part];
         const i64 head = s.unit / a.column_blocks % a.num_kv_heads;
-        if (BLOCK_TABLES) {
-            const int before = (entry - s.first_entry) * part.page_size;
-            address = part.pages.address(entry) + head * part.head_bytes;
-            tokens = {s.position + before, min(s.tokens - before, part.page_size)};
+        const int before = (entry - s.first_entry) * part.page_size;
+        address = part.pages.address(entry) + head * part.head_bytes;
+        if (SPANS && part.pages.spans) {
+            tokens = part.pages.spans[s.position + entry - s.first_entry];
+            tokens.y = min(tokens.y, part.page_size);
         } else {
-            address = a.page_address[entry] + a.layer * part.layer_stride + head * part.head_bytes;
-            tokens = a.page_tokens[entry];
+            tokens = {s.position + before, min(s.tokens - before, part.page_size)};
         }
     }
     /// Under load a miss waits behind all the ring's bytes, microseconds: the tables are fetched rounds ahead.
-    static DEVICE void prefetch_tables(const Args& a, const Part& part, int entry) {
-        if (BLOCK_TABLES) {
-            prefetch_l1(part.pages.table + entry);
-        } else {
-            prefetch_l1(a.page_address + entry);
-            prefetch_l1(a.page_tokens + entry);
-        }
+    static DEVICE void prefetch_tables(const Pages& pages, const Segment& s, int entry) {
+        prefetch_l1(pages.table + entry);
+        if (SPANS && pages.spans) prefetch_l1(pages.spans + (s.position + entry - s.first_entry));
     }
 };

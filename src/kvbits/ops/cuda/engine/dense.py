@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ...torch_operators import CUDNN, FLASH, operator
 from ..merge import merge_partials
 
 CUDNN_QUERIES = 512
@@ -55,7 +56,7 @@ def attention(
 
 
 def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> bool:
-    """Whether cuDNN is the faster one, for shapes that will come again."""
+    """Tell whether cuDNN is the faster one, for shapes that will come again."""
     if (
         window is not None
         or q.shape[-1] not in (64, 128)
@@ -100,7 +101,7 @@ def flash_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention` by torch's FlashAttention, float16 or bfloat16. Where queries are few it splits the keys."""
     left, right = (None, None) if window is None else (window - 1, 0)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+    out, lse, *_ = operator(FLASH)(
         q,
         k,
         v,
@@ -123,7 +124,5 @@ def cudnn_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention` by cuDNN; with `causal` as many keys as queries."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal, False, scale=scaling
-    )
+    out, lse, *_ = operator(CUDNN)(q, k, v, None, True, 0.0, causal, False, scale=scaling)
     return out.transpose(1, 2), lse.reshape(q.shape[:3]).transpose(1, 2)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -21,6 +21,19 @@ Op = Literal["attend", "close", "step", "unpack"]
 device, unpacking to 16-bit rows.
 """
 
+STEP_FIELDS: list[Any] = [
+    ("closings", ctypes.c_void_p),
+    ("closed", ctypes.c_void_p),
+    ("tail", ctypes.c_void_p),
+    ("runs", ctypes.c_void_p),
+    ("fresh", ctypes.c_void_p * 2),
+    ("fresh_stride", ctypes.c_int64 * 2 * 2),
+    ("before", ctypes.c_void_p * 2),
+    ("tail_head_bytes", ctypes.c_int64),
+    ("tail_offset", ctypes.c_int * 2),
+]
+"""What the closing kernels are told of a decode step: struct Step of step.cuh."""
+
 
 class Close(Protocol):
     """Closes pages without waiting.
@@ -28,8 +41,7 @@ class Close(Protocol):
     Args:
         k, v: [n, H, page_size, head_dim], 16-byte aligned rows.
         page_address: int64 [n] on the device: byte addresses of the pages' first structs.
-        status: int32 [6] on the device, added to: clamped elements of keys and values, overflowed scales, non-finite
-            inputs.
+        status: int32 [STATUS_FIELDS] on the device, added to as `ops.store` says.
         first: what `Family.first` gave.
     """
 
@@ -45,22 +57,21 @@ class Close(Protocol):
 
 
 class Unpacks(Protocol):
-    """Pages of one store, ready to be unpacked for every layer of the group; launches only.
+    """Pages of one layout, ready to be unpacked for layers whose pages lie alike; launches only.
 
     Args:
-        page_address: int64 [n] on the device: bytes of the pages' first structs, layer 0.
+        dtype: of the rows.
+        page_offset: int64 [n] on the device: bytes from a layer's first page to each page.
         rows: int32 [n, 2] on the device: first output row and visible tokens of each page.
-        layer_stride: bytes from a page of one layer to the same page of the next.
         starts: int32 [n] on the device: position of each page's first token, for keys that are turned back.
     """
 
     def __init__(
         self,
-        store: PageStore,
+        layout: PageLayout,
         dtype: torch.dtype,
-        page_address: torch.Tensor,
+        page_offset: torch.Tensor,
         rows: torch.Tensor,
-        layer_stride: int,
         starts: torch.Tensor | None = None,
     ) -> None: ...
 
@@ -68,38 +79,21 @@ class Unpacks(Protocol):
     def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
         """Compile and load what `run` launches, so that the first one does not wait for it."""
 
-    def run(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None
-    ) -> None:
-        """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default
-        what the store says.
+    def run(self, pages: int, keys: torch.Tensor, values: torch.Tensor, static: Mapping[str, torch.Tensor]) -> None:
+        """Write the rows of a layer.
+
+        Args:
+            pages: address of the layer's first page.
+            keys, values: [rows, H, D], dense.
+            static: calibrated parameters of the layer (`PageStore.static`).
         """
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Where tokens go in anybody's token-local pages, on their device.
-
-    Attributes:
-        slots: int64 [N]: page * page_size + place; below 0: not stored; past the pages: not stored either, and counted.
-        starts: int32 [N], position of the first token of each token's page, for keys that are turned back.
-        pages: address of the first page; page_offset: int64 [num_pages], bytes from there to each page; None:
-            `page_stride` bytes apart.
-    """
-
-    slots: torch.Tensor
-    starts: torch.Tensor | None
-    pages: int
-    num_pages: int
-    page_stride: int = 0
-    page_offset: torch.Tensor | None = None
 
 
 class Stores(Protocol):
     """Writes tokens by themselves, launching only."""
 
     def refuses_layout(self, layout: PageLayout, dtype: torch.dtype | None) -> str | None:
-        """Why tokens of `dtype` cannot be stored in pages of a layout, or None."""
+        """Say why tokens of `dtype` cannot be stored in pages of a layout, or None."""
 
     def prepare(self, layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
         """Compile and load what `store` launches."""
@@ -111,14 +105,13 @@ class Stores(Protocol):
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        layout: PageLayout,
-        to: Tokens,
-        static: dict[str, torch.Tensor],
+        pages: PageStore,
+        slots: torch.Tensor,
+        previous: torch.Tensor | None,
+        starts: torch.Tensor | None,
         status: torch.Tensor | None,
     ) -> None:
-        """k, v: [N, H, D] or [B, T, H, D], rows at multiples of 16 bytes; status: int32 [7] as
-        `append.tokens.store_tokens` has it, or None.
-        """
+        """Arguments as of `ops.store`, which are checked: at least one token, pages at multiples of 16 bytes."""
 
 
 class Refuses(Protocol):
@@ -134,13 +127,13 @@ class Family:
         folds: its attention kernel does as much again with half of its columns where there are at most
             `shape.FOLD_COLUMNS`.
         steps: None, or why its pages are not closed in decode steps on the device.
-        stores: what writes single tokens to its pages; None: store_tokens.cu of plain formats does.
+        stores: what writes single tokens to its token-local pages.
         always_unpacks: whether pages are unpacked to 16-bit rows where the attention kernel refuses them.
     """
 
     folds = False
     steps: str | None = None
-    stores: Stores | None = None
+    stores: Stores
     always_unpacks = False
     refuses_closing: Refuses
     refuses_unpacking: Refuses
@@ -148,7 +141,7 @@ class Family:
     unpacker: type[Unpacks]
 
     def serves(self, layout: PageLayout) -> bool:
-        """Whether a layout belongs to this family; the first of `families.families()` that says so has it."""
+        """Tell whether a layout belongs to this family; the first of `families.families()` that says so has it."""
         raise NotImplementedError
 
     def refuses(
@@ -160,7 +153,7 @@ class Family:
         num_columns: int = 1,
         shared_limit: int | None = None,
     ) -> str | None:
-        """Why an operation has no kernel for pages of a layout, or None.
+        """Say why an operation has no kernel for pages of a layout, or None.
 
         Args:
             dtype: of the keys and values that are closed, or of the rows to unpack to.
@@ -177,7 +170,7 @@ class Family:
         raise NotImplementedError
 
     def is_wide(self, layout: PageLayout) -> bool:
-        """Whether the attention kernel has registers for `shape.WIDE` columns a warp."""
+        """Tell whether the attention kernel has registers for `shape.WIDE` columns a warp."""
         return False
 
     def columns(self, layout: PageLayout, num_columns: int) -> int:

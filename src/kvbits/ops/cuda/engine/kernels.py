@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ....errors import DataError, UnsupportedError
 from ....spec import PageLayout
-from ...types import AttendCall
 from ..families import family_of
 from .runtime import driver
-from .shape import FOLD_COLUMNS, Ask, Kernel
+from .shape import FOLD_COLUMNS, MAX_PIECES, Ask, Kernel
 
 LEAST_CAPABILITY = (8, 0)
 """Compute capability that attention kernels need."""
@@ -22,18 +22,75 @@ NO_WINDOW = 2**30
 """Window of a launch without one."""
 
 
-def columns(layouts: Sequence[PageLayout], num_columns: int) -> int:
-    """Query columns of a warp of a kernel that reads pages of all these layouts."""
-    return min(family_of(x).columns(x, num_columns) for x in layouts)
+class PagesArgs(ctypes.Structure):
+    """struct Pages of args.cuh."""
+
+    _fields_ = [
+        ("table", ctypes.c_void_p),
+        ("spans", ctypes.c_void_p),
+        ("offset", ctypes.c_void_p),
+        ("base", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+    ]
+
+
+class PartArgs(ctypes.Structure):
+    """struct Part of args.cuh."""
+
+    _fields_ = [
+        ("head_bytes", ctypes.c_int),
+        ("chunks_per_page", ctypes.c_int),
+        ("raw", ctypes.c_int),
+        ("k_raw", ctypes.c_int),
+        ("v_raw", ctypes.c_int),
+        ("k_scale", ctypes.c_void_p),
+        ("k_bias", ctypes.c_void_p),
+        ("v_scale", ctypes.c_void_p),
+        ("v_bias", ctypes.c_void_p),
+        ("k_level", ctypes.c_void_p),
+        ("v_level", ctypes.c_void_p),
+        ("turns", ctypes.c_void_p),
+        ("k_inverse", ctypes.c_void_p),
+        ("pages", PagesArgs),
+        ("page_size", ctypes.c_int),
+    ]
+
+
+class Args(ctypes.Structure):
+    """struct Args of args.cuh."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "q",
+                "out",
+                "lse",
+                "q_positions",
+                "segments",
+                "partial",
+                "partial_ml",
+                "arrived",
+            )
+        ),
+        *((name, ctypes.c_int64) for name in ("q_stride_b", "q_stride_t", "q_stride_h")),
+        *((name, ctypes.c_int) for name in ("num_queries", "group", "num_kv_heads", "column_blocks", "window")),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("num_pieces", "query_columns")),
+        ("pieces", ctypes.c_int * 4 * MAX_PIECES),
+        ("parts", PartArgs * MAX_PARTS),
+    ]
 
 
 def folds(layout: PageLayout, num_columns: int) -> bool:
-    """Whether the kernel lets the columns that are not needed do as much again (`Ask.fold`)."""
+    """Tell whether the kernel lets the columns that are not needed do as much again (`Ask.fold`)."""
     return num_columns <= FOLD_COLUMNS and family_of(layout).folds
 
 
 def is_wide(layouts: Sequence[PageLayout]) -> bool:
-    """Whether kernels of all these layouts, of which there is one, take `shape.WIDE` columns a warp."""
+    """Tell whether kernels of all these layouts, of which there is one, take `shape.WIDE` columns a warp."""
     return bool(layouts) and all(family_of(x).is_wide(x) for x in layouts)
 
 
@@ -47,9 +104,7 @@ def kernel_for(layout: PageLayout, ask: Ask) -> Kernel:
     family = family_of(layout)
     found = family.attention(layout, ask)
     if found is None:
-        raise UnsupportedError(
-            f"attend_pages on cuda: {family.refuses('attend', layout, shared_limit=ask.shared_limit)}"
-        )
+        raise UnsupportedError(f"attend on cuda: {family.refuses('attend', layout, shared_limit=ask.shared_limit)}")
     return found
 
 
@@ -93,17 +148,4 @@ def check_query(
         raise DataError(
             f"q has strides {q.stride()}: the last must be 1, the others multiples of 4, and it must start at 8 bytes;"
             " use q.contiguous()"
-        )
-
-
-def check_static(call: AttendCall, layer: int, static: Sequence[Mapping[str, torch.Tensor]] | None) -> None:
-    """Refuse a layer other than the call's without its calibrated parameters.
-
-    Raises:
-        DataError: they are missing.
-    """
-    if layer and static is None and any(p.store.static for p in call.parts):
-        raise DataError(
-            f"layer {layer} of a scheme with calibrated parameters was given none; pass `static`, one dict for each"
-            " part"
         )

@@ -89,7 +89,7 @@ struct Source {
         }
         const int later = min(entry + 8 * WARPS / chunks_per_page,
                               s.first_entry + (s.first_chunk + s.num_chunks - 1) / chunks_per_page);
-        Page::prefetch_tables(a, part, later);
+        Page::prefetch_tables(part.pages, s, later);
     }
     /// Of the values that share a slot with their keys.
     DEVICE int value_bytes() const { return D == DV ? raw_bytes : raw_bytes / D * DV; }

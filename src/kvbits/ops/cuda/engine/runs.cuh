@@ -1,4 +1,4 @@
-// Where fresh tokens go: what append.cu reads, the host (append/cuda.py) or a kernel (attend/advance.cu) writes.
+// Where the fresh tokens of a decode step go: advance.cu writes it, step.cuh reads it.
 #pragma once
 
 struct Run { i64 page, row, token, slot, count; };  // page: bytes from the pool's start to its first struct

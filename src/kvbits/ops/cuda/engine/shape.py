@@ -68,7 +68,7 @@ class Ask:
         shared_limit: bytes of shared memory that a block can have.
         fold: there are at most `FOLD_COLUMNS` query columns, and the family folds.
         raw: it reads raw pages too, in the walk over packed ones where it can.
-        tables: pages come from block tables on the device (`ops.paged_attention`), not from lists of the host.
+        spans: tables may say of each page where it begins and how much of it is visible.
         value_head_dim: channels of values, `head_dim` if None.
     """
 
@@ -80,7 +80,7 @@ class Ask:
     shared_limit: int
     fold: bool = False
     raw: bool = False
-    tables: bool = False
+    spans: bool = False
     value_head_dim: int | None = None
 
     @property
@@ -163,7 +163,7 @@ def pieces_of(layout: PageLayout, tokens: int) -> Pieces:
 
 
 def refuses_pieces(layout: PageLayout) -> str | None:
-    """Why a chunk of such a page is cut from more places than a launch can name, or None."""
+    """Say why a chunk of such a page is cut from more places than a launch can name, or None."""
     if len(pieces_of(layout, chunk_tokens(layout))) <= MAX_PIECES:
         return None
     return f"a chunk of this layout is cut from more than {MAX_PIECES} places of the page"
@@ -254,7 +254,7 @@ def frame_defines(
         "RAW_TYPE": DTYPES[ask.raw_dtype],
         "SOFTCAP": int(ask.softcap),
         "Q_FRAGMENTS": fragments,
-        "BLOCK_TABLES": int(ask.tables),
+        "SPANS": int(ask.spans),
         "OWN_START": int(own_start),
         "ROUNDS_AT_ONCE": rounds,
         "MERGE_COLS": merge_cols,

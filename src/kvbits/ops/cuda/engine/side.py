@@ -110,7 +110,7 @@ def turns_of(inv_freq: torch.Tensor) -> torch.Tensor:
 
 
 def has_aligned_rows(x: torch.Tensor) -> bool:
-    """Whether 16-byte loads along the last dim are possible."""
+    """Tell whether 16-byte loads along the last dim are possible."""
     size = x.element_size()
     return (
         x.stride(-1) == 1
@@ -121,4 +121,4 @@ def has_aligned_rows(x: torch.Tensor) -> bool:
 
 def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
     """x itself if 16-byte loads along its last dim are possible, else a copy."""
-    return x if has_aligned_rows(x) else x.contiguous()
+    return x if has_aligned_rows(x) else x.clone(memory_format=torch.contiguous_format)

@@ -1,5 +1,4 @@
-// What attention kernels do: a list of segments for every block. The host writes it (schedule.py) or a kernel does
-// (attend/work_list.cu).
+// What attention kernels do: a list of segments for every block, which work_list.cu writes.
 #pragma once
 
 struct alignas(16) Segment {
@@ -13,7 +12,7 @@ struct alignas(16) Segment {
     int joins;                   // the next segment is of the same unit and walk: one result for both
     // of the sequence in this part: the kernel just ahead may have written it, or the one before it
     int last_entry;
-    // of a part with a block table: position of the first token of `first_entry`, tokens from there on
+    // of the first token of `first_entry` and from there on; with spans `position` is where the row begins among them
     int position, tokens;
     int padding[2];
 };

@@ -1,5 +1,5 @@
-// The attention kernels' work list, made from lengths that only the device knows: one launch for all layers, no memory
-// but the list's own.
+// The attention kernels' work list, made from lengths on the device: one launch for all layers, no memory but the list's
+// own.
 //
 // Units (a sequence, a kv head, a block of query columns) lie end to end on a line of costs, and the blocks of
 // attention begin at points of it. Where they begin is a formula of the block's number, so every thread finds the
@@ -20,22 +20,26 @@ struct PartWork {
     // [batch]: visible tokens; position of the first; its entry in the row. The last two null for 0
     const int *tokens, *positions, *offsets;
     i64 chunk_cost;              // bytes
-    // entries from row to row, of a row; most tokens; of a page, of a chunk
-    int table_stride, table_width, max_tokens, page_size, chunk;
+    // entries from row to row of page numbers and of spans (0: there are none), of a row; tokens of a page, of a chunk
+    int table_stride, span_stride, table_width, page_size, chunk;
     int in_ring, walk;           // parts of one walk join
 };
 
 struct Args {
+    // those that the launch reads, then num_others that other launches read, whose tokens count for the newest
     PartWork parts[MAX_PARTS];
     Segment* segments;           // [blocks + units * PARTS]
-    // [batch, num_queries], written: the newest tokens'; -1 where a sequence has fewer queries
-    int* q_positions;
-    const int* query_lens;       // [batch], null: num_queries each
+    int* q_positions;            // [batch, num_queries], written; -1: padding
+    // [batch, num_queries], what they are; null: the newest tokens'
+    const int* positions;
+    const int* query_lens;       // [batch], of the newest tokens; null: num_queries each
     i64 segment_cost;
-    int num_walks, batch, repeats, blocks, num_queries, window, grid;
+    int num_others, num_walks, batch, repeats, blocks, num_queries, window, grid;
 };
 
+/// newest: position past the newest token; of given positions the smallest, NONE for padding alone.
 struct Chunks { int first[PARTS], end[PARTS], newest; };
+constexpr int NONE = 0x7fffffff;
 
 /// Entry of the row where the sequence begins, and its tokens: both end with the row.
 DEVICE int offset_of(const PartWork& part, int b) {
@@ -43,7 +47,7 @@ DEVICE int offset_of(const PartWork& part, int b) {
 }
 DEVICE int tokens_of(const PartWork& part, int b) {
     const i64 room = i64(part.table_width - offset_of(part, b)) * part.page_size;
-    return int(max(i64(0), min(i64(min(part.tokens[b], part.max_tokens)), room)));
+    return int(max(i64(0), min(i64(part.tokens[b]), room)));
 }
 DEVICE int position_of(const PartWork& part, int b) { return part.positions ? part.positions[b] : 0; }
 DEVICE int queries_of(const Args& a, int b) {
@@ -54,18 +58,36 @@ DEVICE int chunk_of(const PartWork& part, int token) {
            token % part.page_size / part.chunk;
 }
 
-/// Chunks that some query of the sequence sees, per part, and how many tokens there are.
-DEVICE Chunks count_chunks(const Args& a, int b) {
+/// Smallest position that is given for a query of each sequence; a few threads have a row.
+DEVICE void find_smallest(const Args& a, Chunks* chunks) {
+    int lanes = 1;
+    while (lanes < 32 && lanes < a.num_queries) lanes *= 2;
+    for (int first = 0; first < a.batch; first += THREADS / lanes) {
+        const int b = first + threadIdx.x / lanes;
+        int smallest = NONE;
+        for (int t = threadIdx.x % lanes; t < a.num_queries && b < a.batch; t += lanes) {
+            const int position = a.positions[i64(b) * a.num_queries + t];
+            if (position >= 0) smallest = min(smallest, position);
+        }
+        for (int mask = 1; mask < lanes; mask *= 2) smallest = min(smallest, __shfl_xor_sync(ALL_LANES, smallest, mask));
+        if (threadIdx.x % lanes == 0 && b < a.batch) chunks[b].newest = smallest;
+    }
+    __syncthreads();
+}
+
+/// Chunks that some query of the sequence sees, per part. Pages with spans may begin anywhere, so none is left out.
+DEVICE Chunks count_chunks(const Args& a, int b, int smallest) {
     Chunks c;
-    c.newest = 0;
-#pragma unroll
-    for (int p = 0; p < PARTS; ++p)
+    c.newest = a.positions ? smallest : 0;
+    for (int p = 0; p < PARTS + a.num_others && !a.positions; ++p)
         if (const int n = tokens_of(a.parts[p], b)) c.newest = max(c.newest, position_of(a.parts[p], b) + n);
-    const int queries = queries_of(a, b), visible = c.newest - queries - a.window + 1;
+    const int queries = a.positions ? smallest != NONE : queries_of(a, b);
+    const int visible = (a.positions ? smallest : c.newest - queries) - a.window + 1;
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) {
         const PartWork& part = a.parts[p];
-        const int n = queries ? tokens_of(part, b) : 0, hidden = max(0, visible - position_of(part, b));
+        const int n = queries ? tokens_of(part, b) : 0;
+        const int hidden = part.span_stride ? 0 : max(0, visible - position_of(part, b));
         c.first[p] = hidden < n ? chunk_of(part, hidden) : 0;
         c.end[p] = hidden < n ? chunk_of(part, n - 1) + 1 : 0;
     }
@@ -233,8 +255,9 @@ DEVICE void lay_out(const Args& a, const Line& line, i64* scratch, u32* longest)
     const int thread = threadIdx.x, each = (a.batch + THREADS - 1) / THREADS, from = min(thread * each, a.batch),
               to = min(from + each, a.batch);
     i64 sums[3] = {0, 0, 0}, all[3];  // bytes, walks, chunks through the ring
+    if (a.positions) find_smallest(a, line.chunks);
     for (int b = from; b < to; ++b) {
-        const Chunks c = count_chunks(a, b);
+        const Chunks c = count_chunks(a, b, line.chunks[b].newest);
         line.chunks[b] = c;
         sums[0] += bytes_of(a, c) * a.repeats;
         sums[1] += i64(walks_of(a, c)) * a.repeats;
@@ -335,7 +358,7 @@ DEVICE Segment segment_at(const Args& a, const Line& line, i64 key, int i) {
     s.unit = unit, s.part = part, s.first_chunk = first;
     s.num_chunks = (cut ? chunk_of(end) : c.end[part]) - first;
     s.first_entry = b * p.table_stride + offset_of(p, b);
-    s.position = position_of(p, b), s.tokens = tokens_of(p, b);
+    s.position = p.span_stride ? b * p.span_stride : position_of(p, b), s.tokens = tokens_of(p, b);
     s.last_entry = s.first_entry + max(0, s.tokens - 1) / p.page_size;
     s.next = -1;
     s.slot = -1;
@@ -349,7 +372,7 @@ DEVICE Segment segment_at(const Args& a, const Line& line, i64 key, int i) {
             s.joins = next < PARTS && a.parts[next].walk == p.walk;
         }
     }
-    int results = 0, mine = 0, first_block = -1;  // one for every block and walk
+    int results = 0, mine = 0, first_block = -1, last_block = -1;  // one for every block and walk
     for (int from = 0; from < PARTS; ++from) {
         if (c.end[from] == c.first[from]) continue;
         int to = from;
@@ -358,12 +381,16 @@ DEVICE Segment segment_at(const Args& a, const Line& line, i64 key, int i) {
         const int f = block_near(a, line, key_of(unit, from, c.first[from]), i),
                   l = block_near(a, line, key_of(unit, to, c.end[to] - 1), i);
         if (first_block < 0) first_block = f;
+        last_block = l;
         if (from <= part && part <= to) mine = results + line.rank[i] - line.rank[f];
         results += line.rank[l] - line.rank[f] + 1;
         from = to;
     }
     s.num_slots = results;
-    s.unit_slots = a.num_walks == 1 ? 2 * max(first_block, 0) : unit * a.num_walks + max(first_block, 0);
+    // A block merges a unit that is its alone before it begins the next: those of a block share their slots. Of units
+    // that begin in a block one goes on in the next.
+    const int each = a.num_walks + 1;
+    s.unit_slots = first_block == last_block ? each * a.blocks + a.num_walks * max(first_block, 0) : each * first_block;
     if (results > 1) s.slot = s.unit_slots + mine;
     return s;
 }
@@ -390,8 +417,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) work_list(const __grid_con
     }
     for (i64 at = i64(blockIdx.x) * THREADS + threadIdx.x; at < i64(a.batch) * a.num_queries;
          at += i64(a.grid) * THREADS) {
-        const int b = int(at / a.num_queries), t = int(at % a.num_queries), n = queries_of(a, b),
-                  newest = line.chunks[b].newest;
+        const int b = int(at / a.num_queries), t = int(at % a.num_queries);
+        if (a.positions) {
+            a.q_positions[at] = max(a.positions[at], -1);
+            continue;
+        }
+        const int n = queries_of(a, b), newest = line.chunks[b].newest;
         a.q_positions[at] = t < n && newest >= n ? newest - n + t : -1;
     }
 }

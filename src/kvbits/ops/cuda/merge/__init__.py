@@ -54,7 +54,7 @@ def _load(head_dim: int, dtype: torch.dtype, device_index: int) -> driver.Kernel
 
 
 def refuses(outs: Sequence[torch.Tensor]) -> str | None:
-    """Why results like these are not merged here, or None."""
+    """Say why results like these are not merged here, or None."""
     out = outs[0]
     if (why := driver.refuses(out.device)) is not None:
         return why
@@ -78,7 +78,11 @@ def _kernel_for(out: torch.Tensor) -> driver.Kernel:
 
 
 def merge_partials(
-    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], *, into: torch.Tensor | None = None
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    *,
+    into: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of key sets.
 
@@ -86,6 +90,7 @@ def merge_partials(
         outs: each [B, T, Hq, D] of one 16-bit dtype; others than the first may be 1 where it is more.
         lses: each float32 [B, T, Hq], natural log; -inf where a set was empty (its `out` is then not read).
         into: takes the merged `out` if given, dense, of that shape and dtype; it may be one of `outs`.
+        lse: takes the merged one if given, float32 [B, T, Hq], dense and none of `lses`.
 
     Returns:
         out [B, T, Hq, D] of that dtype and lse float32 [B, T, Hq], both dense; rows that saw no key at all are 0 and
@@ -97,7 +102,7 @@ def merge_partials(
         outs, lses = [merged[0], *outs[MOST_PARTS:]], [merged[1], *lses[MOST_PARTS:]]
     outs = [(x if _readable(x) else x.contiguous()).expand_as(first) for x in outs]
     out = torch.empty(first.shape, dtype=first.dtype, device=first.device) if into is None else into
-    lse = torch.empty(first.shape[:3], dtype=torch.float32, device=first.device)
+    lse = torch.empty(first.shape[:3], dtype=torch.float32, device=first.device) if lse is None else lse
     args = _Args(
         out=out.data_ptr(),
         lse=lse.data_ptr(),
@@ -116,5 +121,5 @@ def merge_partials(
 
 
 def _readable(x: torch.Tensor) -> bool:
-    """Whether rows can be read 16 bytes at a time."""
+    """Tell whether rows can be read 16 bytes at a time."""
     return x.stride(3) == 1 and not any(s % 8 for s in x.stride()[:3]) and x.data_ptr() % 16 == 0

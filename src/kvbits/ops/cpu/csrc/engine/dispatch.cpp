@@ -131,8 +131,10 @@ const char* kvbits_error(int32_t code) {
       return "a page table's indptr must rise from 0 to its number of entries, and starts must not be negative";
     case KVBITS_BAD_PAGE_ID: return "a page table names a page that its store does not have";
     case KVBITS_BAD_LENGTH: return "a page table's lengths must lie between 1 and page_size";
-    case KVBITS_BAD_RUN:
-      return "a run of fresh tokens leads out of the tensors or pages, or the pages are neither raw ones of the same type nor token-local";
+    case KVBITS_NOT_TOKEN_LOCAL:
+      return "fresh tokens go to raw pages of the same type, or to token-local ones";
+    case KVBITS_BAD_START:
+      return "a page of keys that are turned back has no position, or one whose frame was not given";
     case KVBITS_NO_TIER: return "KVBITS_CPU_TIER names an instruction set that this machine or build does not have";
     case KVBITS_NO_MEMORY: return "out of memory for the kernels' scratch buffers";
     default: return "unknown error";

@@ -16,8 +16,9 @@ enum Error {
   KVBITS_BAD_LENGTH,
   KVBITS_NO_TIER,
   KVBITS_NO_MEMORY,
-  KVBITS_BAD_RUN,
+  KVBITS_NOT_TOKEN_LOCAL,
   KVBITS_BAD_BANDS,
+  KVBITS_BAD_START,
 };
 
 const TierKernels* active_tier();

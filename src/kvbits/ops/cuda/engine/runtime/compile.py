@@ -155,7 +155,7 @@ def headers_of(folder: Path, name: str) -> dict[str, str]:
 
 @functools.cache
 def missing() -> str | None:
-    """Why nothing can be compiled here, or None."""
+    """Say why nothing can be compiled here, or None."""
     try:
         _library()
     except OSError as e:

@@ -35,7 +35,7 @@ def shared_limit(capability: tuple[int, int]) -> int:
 
 
 def refuses(device: torch.device, least: tuple[int, int] = (0, 0)) -> str | None:
-    """Why no kernel runs on a device, or none that needs the compute capability `least`; or None."""
+    """Say why no kernel runs on a device, or none that needs the compute capability `least`; or None."""
     if device.type != "cuda":
         return f"the tensors are on {device.type}, not on a GPU"
     if torch.version.hip:

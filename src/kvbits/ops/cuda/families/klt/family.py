@@ -135,7 +135,7 @@ class Klt(Family):
 
 
 def _refuses_attention(layout: PageLayout, num_columns: int) -> str | None:
-    """Why banded.cu cannot read pages of this layout, or that many query columns of a kv head, or None."""
+    """Say why banded.cu cannot read pages of this layout, or that many query columns of a kv head, or None."""
     key, value, d = layout.key, layout.value, layout.head_dim
     if d > 256:
         return f"head_dim={d} is above 256"
@@ -180,7 +180,7 @@ def _band_steps(words: int, fields: int) -> int:
 
 
 def _bytes_fit(layout: PageLayout) -> bool:
-    """Whether keys may be multiplied as bytes: floats hold what they sum up to (ByteKeys of banded_keys.cuh)."""
+    """Tell whether keys may be multiplied as bytes: floats hold what they sum up to (ByteKeys of banded_keys.cuh)."""
     most = {8: 255, 4: 15, 2: 12, 1: 8}
     return 128 * sum(channels * most[bits] for bits, channels in layout.key.planes(layout.head_dim)) < 1 << 22
 

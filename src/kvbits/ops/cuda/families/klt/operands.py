@@ -32,7 +32,7 @@ def banded_arguments(layout: PageLayout, kind: str) -> str:
 
 
 def refuses_bands(layout: PageLayout) -> str | None:
-    """Why the kernels that store and unpack banded codes do not take a layout, or None."""
+    """Say why the kernels that store and unpack banded codes do not take a layout, or None."""
     if layout.head_dim != layout.value_head_dim:
         return (
             f"keys of {layout.head_dim} and values of {layout.value_head_dim} channels in banded codes; the CUDA"

@@ -26,11 +26,10 @@ from .....spec import BAND, PageLayout
 from ....descriptor import TORCH_NUMBERS
 from ....reference.dequantize import require_starts
 from ....types import PageStore
-from ...engine.close_step import STEP_FIELDS
-from ...engine.family import Tokens
+from ...engine.family import STEP_FIELDS
 from ...engine.runtime import driver
 from ...engine.runtime.compile import Source
-from ...engine.side import as_float32, turns_on
+from ...engine.side import as_float32, turns_on, with_aligned_rows
 from .operands import banded_arguments, column_powers, columns_as_operands, columns_as_tiles, refuses_bands, resident
 
 FEW = 16
@@ -290,21 +289,23 @@ def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> Non
 def store(
     k: torch.Tensor,
     v: torch.Tensor,
-    layout: PageLayout,
-    to: Tokens,
-    static: dict[str, torch.Tensor],
+    pages: PageStore,
+    slots: torch.Tensor,
+    previous: torch.Tensor | None,
+    starts: torch.Tensor | None,
     status: torch.Tensor | None,
 ) -> None:
-    """See `engine.family.Stores`."""
-    device, count = k.device, len(to.slots)
+    """See `engine.family.Stores`. Rows that do not lie at multiples of 16 bytes are copied."""
+    layout, device, count = pages.layout, k.device, len(slots)
+    k, v = with_aligned_rows(k), with_aligned_rows(v)
     blocks = -(-count // layout.page_size) * 2 * layout.num_kv_heads
     tokens = layout.page_size if blocks >= 2 * places(layout, device) else FEW
     args = StoreArgs(
-        slots=to.slots.data_ptr(),
-        page_offset=None if to.page_offset is None else to.page_offset.data_ptr(),
-        pages=to.pages,
-        page_stride=to.page_stride,
-        pages_there=to.num_pages,
+        slots=slots.data_ptr(),
+        page_offset=None if pages.offsets is None else pages.offsets.data_ptr(),
+        pages=pages.slabs[0].data_ptr(),
+        page_stride=pages.slabs[0].stride(0),
+        pages_there=pages.num_pages,
         num_tokens=count,
         row_tokens=k.shape[-3],
         num_heads=layout.num_kv_heads,
@@ -315,8 +316,9 @@ def store(
     args.pages_each = pages_each(args.num_pages, layout.num_kv_heads, places(layout, device)) if tokens != FEW else 1
     for i, x in enumerate((k, v)):
         args.x[i] = x.data_ptr()
-        args.stride[i] = (ctypes.c_int64 * 3)(*(x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])))
-    set_static(args, layout, static, device, to.starts, takes_warpgroups(layout, device) and tokens == layout.page_size)
+        args.stride[i] = (ctypes.c_int64 * 3)(*(0, *x.stride())[-4:-1])
+    warpgroups = takes_warpgroups(layout, device) and tokens == layout.page_size
+    set_static(args, layout, pages.static, device, starts, warpgroups)
     kernel, threads = load(layout, k.dtype, _index(device), tokens=tokens)
     stream = driver.current_stream(device) if device.type == "cuda" else 0
     kernel.launch(2 * layout.num_kv_heads * -(-args.num_pages // args.pages_each), threads, args, stream)

@@ -13,7 +13,6 @@ import torch
 from .....errors import DataError
 from .....spec import PageLayout
 from ....descriptor import MATRIX_DTYPES, TORCH_NUMBERS
-from ....types import PageStore
 from ...engine.runtime import driver
 from ...engine.runtime.compile import Source
 from ...engine.side import turns_on
@@ -21,7 +20,7 @@ from .operands import banded_arguments, column_powers, columns_as_operands, offs
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
-    """Why pages of banded codes cannot be unpacked to `dtype`, or None."""
+    """Say why pages of banded codes cannot be unpacked to `dtype`, or None."""
     if dtype not in MATRIX_DTYPES:
         return f"rows of {dtype} are not float16 or bfloat16"
     return refuses_bands(layout)
@@ -76,42 +75,37 @@ class BandedUnpacker:
 
     def __init__(
         self,
-        store: PageStore,
+        layout: PageLayout,
         dtype: torch.dtype,
-        page_address: torch.Tensor,
+        page_offset: torch.Tensor,
         rows: torch.Tensor,
-        layer_stride: int,
         starts: torch.Tensor | None = None,
     ) -> None:
         if starts is None:
             raise DataError("pages of banded codes were given no starts; pass each page's first position")
-        layout, self._device = store.layout, page_address.device
-        self._store, self._layer_stride, self._keep = store, layer_stride, (page_address, rows, starts)
+        self._layout, self._device, self._keep = layout, page_offset.device, (page_offset, rows, starts)
         self._kernel, self._threads = load(layout, dtype, -1 if self._device.index is None else self._device.index)
         self._args = _Args(
-            page_address=page_address.data_ptr(),
+            page_address=page_offset.data_ptr(),
             rows=rows.data_ptr(),
             starts=starts.data_ptr(),
-            num_pages=len(page_address),
+            num_pages=len(page_offset),
+            num_heads=layout.num_kv_heads,
+            head_bytes=layout.head_bytes,
         )
-        self._args.num_heads, self._args.head_bytes = layout.num_kv_heads, layout.head_bytes
 
     @staticmethod
     def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
         load(layout, dtype, -1 if device.index is None else device.index)
 
-    def run(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None
-    ) -> None:
-        """Write the rows of keys and values, [rows, H, D] dense; static: what the pages share in `layer`, by default
-        what the store says.
+    def run(self, pages: int, keys: torch.Tensor, values: torch.Tensor, static: Mapping[str, torch.Tensor]) -> None:
+        """See `engine.family.Unpacks`.
 
         Raises:
             DataError: keys in a calibrated basis, and no inverse of it.
         """
         args, device = self._args, self._device
-        static = self._store.static if static is None else static
-        if self._store.layout.key.basis == "calibrated":
+        if self._layout.key.basis == "calibrated":
             if "k_inverse" not in static:
                 raise DataError(
                     "keys in a calibrated basis need k_inverse of [num_kv_heads, head_dim, head_dim] to be read;"
@@ -123,8 +117,8 @@ class BandedUnpacker:
                 column_powers(inverse, device).data_ptr(),
             )
             args.turns = turns_on(static["k_inv_freq"], device).data_ptr()
-        if self._store.layout.key.has_offsets:
+        if self._layout.key.has_offsets:
             args.offsets = offsets_in_frame(static, device).data_ptr()
-        args.out[0], args.out[1], args.layer_offset = keys.data_ptr(), values.data_ptr(), layer * self._layer_stride
+        args.out[0], args.out[1], args.layer_offset = keys.data_ptr(), values.data_ptr(), pages
         stream = driver.current_stream(device) if device.type == "cuda" else 0
         self._kernel.launch(2 * args.num_heads * args.num_pages, self._threads, args, stream)

@@ -1,4 +1,4 @@
-"""close_pages of plain formats (close.cu), bit for bit what the reference stores."""
+"""close of plain formats (close.cu), bit for bit what the reference stores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from .....spec import PageLayout, PerChannel
 from ....descriptor import DTYPES, TORCH_NUMBERS
 from ....types import PageStore
-from ...engine.close_step import STEP_FIELDS
+from ...engine.family import STEP_FIELDS
 from ...engine.runtime import driver
 from ...engine.runtime.compile import Source
 from ...engine.side import side_arguments
@@ -20,7 +20,7 @@ ROWS_PER_THREAD = 8
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
-    """Why pages of this layout cannot be closed from `dtype`, or None."""
+    """Say why pages of this layout cannot be closed from `dtype`, or None."""
     if dtype not in TORCH_NUMBERS:
         return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
     for kind, spec, d in (("key", layout.key, layout.head_dim), ("value", layout.value, layout.value_head_dim)):

@@ -17,7 +17,7 @@ from ...engine.family import Family
 from ...engine.runtime import driver
 from ...engine.runtime.compile import Source
 from ...engine.shape import RAW_TOKENS, RING_BYTES, WIDE, WIDE_HEAD, Ask, Kernel, Shape
-from . import close, unpack
+from . import close, store, unpack
 
 MOST_HEAD_DIM = 512
 
@@ -26,7 +26,7 @@ class Plain(Family):
     """See above."""
 
     refuses_closing, refuses_unpacking = staticmethod(close.refuses_layout), staticmethod(unpack.refuses_layout)
-    close, unpacker = staticmethod(close.launch), unpack.Unpacker
+    close, unpacker, stores = staticmethod(close.launch), unpack.Unpacker, store
 
     def serves(self, layout: PageLayout) -> bool:
         return True
@@ -121,7 +121,7 @@ def _most(layout: PageLayout) -> int:
 
 
 def _refuses_attention(layout: PageLayout) -> str | None:
-    """Why packed.cu cannot read pages of this layout, or None."""
+    """Say why packed.cu cannot read pages of this layout, or None."""
     d, key, value = _most(layout), layout.key, layout.value
     if d > MOST_HEAD_DIM:
         return f"head_dim={d} is above {MOST_HEAD_DIM}"

@@ -14,7 +14,6 @@ import torch
 from .....errors import DataError
 from .....spec import PageLayout
 from ....descriptor import LEVELS, MATRIX_DTYPES, TORCH_NUMBERS, describe
-from ....types import PageStore
 from ...engine.runtime import driver
 from ...engine.runtime.compile import Source
 from ...engine.side import as_float32, side_arguments, turns_on, widened
@@ -23,7 +22,7 @@ THREADS = 256
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
-    """Why pages cannot be unpacked to `dtype`, or None."""
+    """Say why pages cannot be unpacked to `dtype`, or None."""
     if dtype not in MATRIX_DTYPES:
         return f"rows of {dtype} are not float16 or bfloat16"
     if layout.head_dim % 4 or layout.value_head_dim % 4:
@@ -110,43 +109,37 @@ class Unpacker:
 
     def __init__(
         self,
-        store: PageStore,
+        layout: PageLayout,
         dtype: torch.dtype,
-        page_address: torch.Tensor,
+        page_offset: torch.Tensor,
         rows: torch.Tensor,
-        layer_stride: int,
         starts: torch.Tensor | None = None,
     ) -> None:
-        layout = store.layout
-        self.count, self.num_heads, self.layer_stride = len(page_address), layout.num_kv_heads, layer_stride
-        self._kernel = _load(layout, dtype, page_address.device.index)
-        self._keep = [page_address, rows]
+        self._layout, self._device, self._grid = layout, page_offset.device, (len(page_offset), layout.num_kv_heads)
+        self._kernel = _load(layout, dtype, self._device.index)
+        self._keep = [page_offset, rows]
         self._args = _Args(
-            page_address=page_address.data_ptr(),
+            page_address=page_offset.data_ptr(),
             rows=rows.data_ptr(),
             num_heads=layout.num_kv_heads,
             head_bytes=layout.head_bytes,
         )
-        self._store, self._device = store, page_address.device
         if layout.key.pre_rope:
             if starts is None:
                 raise DataError(
                     "pages of keys stored before the rotary embedding were given no starts; pass each page's first"
                     " position"
                 )
-            self._args.starts = self._kept(starts)
+            self._keep.append(starts)
+            self._args.starts = starts.data_ptr()
 
     @staticmethod
     def prepare(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> None:
         _load(layout, dtype, device.index)
 
-    def _kept(self, x: torch.Tensor) -> int:
-        self._keep.append(x)
-        return x.data_ptr()
-
     def _set_static(self, static: Mapping[str, torch.Tensor]) -> None:
         """Points the kernel's arguments to a layer's calibrated parameters."""
-        args, layout, device = self._args, self._store.layout, self._device
+        args, layout, device = self._args, self._layout, self._device
         for i, kind in enumerate("kv"):
             for name, field in (("scale", args.scale), ("bias", args.bias)):
                 if (x := static.get(f"{kind}_{name}")) is not None:
@@ -156,15 +149,8 @@ class Unpacker:
         if layout.key.pre_rope:
             args.turns = turns_on(static["k_inv_freq"], device).data_ptr()
 
-    def run(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, static: Mapping[str, torch.Tensor] | None = None
-    ) -> None:
-        self._set_static(self._store.static if static is None else static)
-        self._args.out[0], self._args.out[1], self._args.layer_offset = (
-            keys.data_ptr(),
-            values.data_ptr(),
-            layer * self.layer_stride,
-        )
-        self._kernel.launch(
-            (self.count, self.num_heads), THREADS, self._args, torch.cuda.current_stream(keys.device).cuda_stream
-        )
+    def run(self, pages: int, keys: torch.Tensor, values: torch.Tensor, static: Mapping[str, torch.Tensor]) -> None:
+        self._set_static(static)
+        args = self._args
+        args.out[0], args.out[1], args.layer_offset = keys.data_ptr(), values.data_ptr(), pages
+        self._kernel.launch(self._grid, THREADS, args, torch.cuda.current_stream(keys.device).cuda_stream)

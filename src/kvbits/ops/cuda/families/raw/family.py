@@ -8,10 +8,13 @@ from .....spec import PageLayout
 from ...engine import shape
 from ...engine.shape import Ask, Kernel, Shape
 from ..plain.family import MOST_HEAD_DIM, Plain
+from . import store
 
 
 class Raw(Plain):
     """See above."""
+
+    stores = store
 
     def serves(self, layout: PageLayout) -> bool:
         return layout.is_raw

@@ -1,5 +1,5 @@
-// What close.cpp and append.cpp share: parts made of a call's tokens, and what their items found. Not for tiers: it has
-// templates of the standard library.
+// What close.cpp and store_tokens.cpp share: parts made of a call's tokens, and what their items found. Not for tiers:
+// it has templates of the standard library.
 #pragma once
 #include <stdint.h>
 
@@ -8,11 +8,9 @@
 #include "engine/formats.h"
 #include "plan.h"
 
-// The part of page or run `i` of a call: those of all slots, from element `first` of the call's keys (side 0) or values
-// on.
+// The part of a page or run of a call: all slots, from element `first` of the call's keys (side 0) or values on.
 template <class Call>
-TokensPart part_of(const Call& call, int side, int64_t i, int64_t head, int64_t first, int64_t token_stride,
-                   uint8_t* to) {
+TokensPart part_of(const Call& call, int side, int64_t head, int64_t first, int64_t token_stride, uint8_t* to) {
   TokensPart part = {};
   part.tensor = side ? &call.store->value : &call.store->key;
   part.is_key = side == 0;
@@ -22,10 +20,6 @@ TokensPart part_of(const Call& call, int side, int64_t i, int64_t head, int64_t 
   part.dtype = call.dtype;
   part.source = static_cast<const char*>(call.source[side]) + first * (call.dtype == FLOAT32 ? 4 : 2);
   part.token_stride = token_stride;
-  if (part.tensor->inv_freq) {
-    part.turn_start = call.turn_starts + i * ((call.head_dim / 2 + 15) / 16 * 32);
-    part.start = call.starts[i];
-  }
   part.head = to;
   return part;
 }
@@ -39,7 +33,8 @@ struct Findings {
     if (r.overflow) status[2 + side].store(1);
     if (r.nonfinite) status[4 + side].store(1);
   }
-  void report(int64_t* to) const {
-    for (int i = 0; i < 6; i++) to[i] = status[i].load();
+  void add_to(int32_t* to) const {
+    for (int i = 0; i < 2; i++) to[i] += static_cast<int32_t>(status[i].load());
+    for (int i = 2; i < 6; i++) to[i] |= static_cast<int32_t>(status[i].load());
   }
 };

@@ -24,8 +24,12 @@ void run_item(void* context, int64_t i, int64_t, void* scratch) {
   __builtin_memset(to, 0, static_cast<size_t>(store.head_bytes));
   for (int side = 0; side < 2; side++) {
     const int64_t* stride = call.stride[side];
-    TokensPart part = part_of(call, side, page, head, page * stride[0] + head * stride[1], stride[2], to);
+    TokensPart part = part_of(call, side, head, page * stride[0] + head * stride[1], stride[2], to);
     part.closes = true;
+    if (part.tensor->inv_freq) {
+      part.turn_start = call.turn_starts + page * ((call.head_dim / 2 + 15) / 16 * 32);
+      part.start = call.starts[page];
+    }
     CloseResult result = {};
     w.kernels->store(part, scratch, result);
     w.found.add(side, result);
@@ -50,6 +54,6 @@ extern "C" int32_t kvbits_close(kvbits_close_call* call) {
   const size_t scratch =
       w.kernels->close_scratch_bytes(store.page_size, std::max(call->head_dim, call->value_head_dim));
   if (!pool_run(threads, call->num_pages * call->num_kv_heads, scratch, run_item, &w)) return KVBITS_NO_MEMORY;
-  w.found.report(call->status);
+  w.found.add_to(call->status);
   return 0;
 }

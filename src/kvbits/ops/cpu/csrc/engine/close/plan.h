@@ -1,4 +1,4 @@
-// What close.cpp and append.cpp hand to a tier's page kernels.
+// What close.cpp and store_tokens.cpp hand to a tier's page kernels.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

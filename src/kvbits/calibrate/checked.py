@@ -1,0 +1,75 @@
+"""What `kvbits check` found of a model, kept by the model's files (`kept.key_of`) and the preset: an engine says
+it when it starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from ..errors import KvbitsError, SpecError
+from ..files import cache_folder, cache_folders, to_json, warn_not_kept, whole
+from ..model_ref import ModelRef
+from .kept import key_of
+
+FOLDER = "checks"
+UNKNOWN = "its accuracy on this model was not measured"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """
+    Attributes:
+        passed: whether every layer and the whole cache did, by the limits that are usual.
+        kl: mean KL divergence from 16 bits, nats.
+        tokens: that it is a mean of.
+        day: of the measurement, as 2026-11-27.
+        command: repeats it.
+    """
+
+    passed: bool
+    kl: float
+    tokens: int
+    day: str
+    command: str
+
+
+def keep(model: ModelRef, preset: str, found: Checked) -> None:
+    """Keep it in the place of what was found before; nothing where the model is in no files.
+
+    Warns:
+        KvbitsWarning: no disk takes it.
+    """
+    if (key := key_of(model)) is None:
+        return
+    try:
+        with whole(cache_folder(FOLDER) / f"{key}-{preset}.json") as path:
+            path.write_text(to_json(dataclasses.asdict(found)))
+    except (OSError, SpecError) as error:
+        warn_not_kept("results of `kvbits check`", error)
+
+
+def find(model: ModelRef, preset: str) -> Checked | None:
+    """What is kept, or None, as where files cannot be read."""
+    try:
+        key = key_of(model)
+    except (OSError, KvbitsError):
+        return None
+    for folder in cache_folders(FOLDER):
+        try:
+            return Checked(**json.loads((folder / f"{key}-{preset}.json").read_text()))
+        except (OSError, ValueError, TypeError):
+            continue
+    return None
+
+
+def said(model: ModelRef, preset: str) -> str:
+    """One clause on a preset's accuracy on this model: what was measured and when, or that nothing was, and the
+    command.
+    """
+    found = find(model, preset)
+    if found is None:
+        return f"{UNKNOWN}: kvbits check {model} --scheme {preset}"
+    verdict = "" if found.passed else ", which fails"
+    return f"KL {found.kl:.5f} nats{verdict} ({found.tokens:,} tokens, {found.day}): {found.command}"

@@ -1,0 +1,126 @@
+"""What an evaluation and a check can be told, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import SpecError
+from ..settings import names_in, once, setting
+from ..units import parse_tokens
+from . import MAX_KL, MAX_PPL_CHANGE
+
+DATA = ("humaneval", "gsm8k", "gsm8k_train", "mmlu", "mmlu_dev")
+"""Files that benchmarks read."""
+
+
+def _lengths(option: str, text: str) -> tuple[int, ...]:
+    return once(option, [parse_tokens(n, option) for n in names_in(option, text)])
+
+
+def _floats(option: str, text: str) -> tuple[float, ...]:
+    names = names_in(option, text)
+    try:
+        numbers = [float(n) for n in names]
+    except ValueError:
+        raise SpecError(f"{option} {text!r} is not a list of numbers like 0,0.5,1") from None
+    return once(option, numbers)
+
+
+def _pairs(option: str, given: list[str]) -> dict[str, str]:
+    if bad := [g for g in given if "=" not in g]:
+        raise SpecError(f"{option} {bad[0]!r} is not NAME=FILE, like humaneval=HumanEval.jsonl")
+    return dict(g.split("=", 1) for g in given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Sizes of an evaluation. Tasks that are not named take what they usually take.
+
+    Attributes:
+        chunk: tokens per forward pass; None for the task's usual number (`Task.usual_chunk`).
+        limit: problems of a benchmark; a larger limit adds to a smaller one's.
+        batch_size: figures depend on it by rounding alone, but for speeds, which are of single windows only. None for
+            the task's usual number (`Task.usual_batch`); attention and decode take one.
+
+    Raises:
+        SpecError: a number that cannot be, or data of no benchmark.
+    """
+
+    windows: int = setting(16, "Windows of each text, spread evenly over it; replay: chains.", least=1)
+    length: int = setting(
+        1024, "Tokens of a window, or of a chain (its prompt, 200 to 400, among them); 1k is 1,024.", tokens=2
+    )
+    chunk: int | None = setting(
+        None,
+        "Tokens per forward pass: history older than that is read as stored; long ones flatter few bits.",
+        shown="16 (fidelity, follow, replay), else 128",
+        tokens=1,
+    )
+    context: int = setting(512, "decode, greedy, follow: tokens before decoding.", tokens=1)
+    new_tokens: int = setting(64, "decode, greedy, follow: tokens decoded; copying: copied.", tokens=1)
+    contexts: tuple[int, ...] = setting(
+        (1024, 2048),
+        "Retrieval, tracking, ruler (300 at least): tokens of a prompt; copying: tokens back.",
+        read=_lengths,
+        shown="1024,2048",
+    )
+    depths: tuple[float, ...] = setting(
+        (0.0, 0.25, 0.5, 0.75, 1.0),
+        "entities: who is asked for, 0 (the first) to 1.",
+        read=_floats,
+        shown="0,0.25,0.5,0.75,1",
+    )
+    repeats: int = setting(1, "Prompts per length and depth, or kind.", least=1)
+    limit: int | None = setting(None, "Problems of a benchmark, drawn by the seed; all if not given.", least=1)
+    shots: int | None = setting(
+        None, "Worked examples before a question; the benchmark's usual number if not given.", least=0
+    )
+    draws: int = setting(
+        0, "gsm8k, humaneval: sampled answers to a problem, alike for all caches; 0: a greedy one.", least=0
+    )
+    batch_size: int | None = setting(
+        None,
+        "Prompts or windows at once; every cache holds them all.",
+        shown="1 (fidelity), 4 (replay), else 8",
+        least=1,
+    )
+    data: dict[str, str] = setting(
+        {}, "Benchmark file, like humaneval=HumanEval.jsonl. May be repeated.", read=_pairs, many=True
+    )
+    seed: int = setting(0, "Draws prompts and samples.")
+
+    def __post_init__(self) -> None:
+        for name in ("windows", "length", "chunk", "context", "new_tokens", "repeats", "batch_size", "limit"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise SpecError(f"{name}={value} must be at least 1")
+        if self.draws < 0:
+            raise SpecError(f"draws={self.draws} is negative; 0 writes one greedy answer")
+        if bad_contexts := [n for n in self.contexts if n < 1]:
+            raise SpecError(f"contexts: a prompt of {bad_contexts[0]} tokens is none; at least 1 is needed")
+        if unknown := [name for name in self.data if name not in DATA]:
+            raise SpecError(f"data {unknown[0]!r} belongs to no benchmark; known: {', '.join(DATA)}")
+        if bad := [d for d in self.depths if not 0 <= d <= 1]:
+            raise SpecError(f"depth {bad[0]} is outside 0 (start) to 1 (end)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What passes a check. Layer limits are means over kv heads; see `evaluate.attention` for the measures.
+
+    On the models this was set with, 8-bit and per-channel 4-bit keys stay at a cosine above 0.996 and a TVD below 0.06,
+    per-token 4-bit keys of models without a key bias at 0.976 and 0.09; layers with a key bias fall to 0.5 and 0.4.
+    """
+
+    logit_cosine: float = 0.95
+    tvd: float = 0.12
+    output_error: float = 0.35
+    saturated: float = 0.005
+    kl: float = setting(MAX_KL, "Largest KL divergence that passes, nats.", "--max-kl")
+    ppl_change: float = setting(
+        MAX_PPL_CHANGE, "Largest rise of perplexity that passes; 0.02 is 2 %.", "--max-ppl-change"
+    )
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value >= 0:
+                raise SpecError(f"limit {name}={value} must be a number of at least 0")

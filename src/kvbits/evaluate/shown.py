@@ -1,0 +1,84 @@
+"""Summaries of a task as a table: what figures are called, and how they are written. Commands and reports share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..units import human_bytes
+from .paired import BOUNDS, points
+
+NAMES = {
+    "ppl_change": "change",
+    "kl_mean": "KL",
+    "kl_max": "worst",
+    "kl_lost": "> 1 nat",
+    "bytes_held": "bytes",
+    "tokens_per_s": "tokens/s",
+    "top1_agreement": "top-1",
+    "drift": "per doubling",
+    "key_bits": "key bits left",
+    "value_bits": "value bits left",
+}
+"""Figures that are not called by their names."""
+_SHARES = ("top1_agreement", "mass_matched", "accuracy", "accuracy_base", "agreement", "token_accuracy")
+FORMATS = {
+    **dict.fromkeys(("ppl_change", "drift"), "+.2%"),
+    **dict.fromkeys(_SHARES, ".2%"),
+    **dict.fromkeys(("kl_lost", "read_raw"), ".1%"),
+    **dict.fromkeys(("kl_mean", "kl_max"), ".3g"),
+}
+"""How figures are written that are no plain numbers."""
+NARROW = {
+    "fidelity": ("ppl", "ppl_change", "kl_mean", "kl_max", "kl_lost", "read_raw", "bytes_held"),
+    "decode": ("ppl_change", "kl_mean", "kl_max", "kl_lost", "read_raw", "bytes_held", "tokens_per_s"),
+    "replay": ("kl_mean", "kl_max", "kl_lost", "read_raw", "top1_agreement", "drift", "first_flip"),
+}
+"""What fits a terminal of 80 columns of the tasks that read texts; --json and the files have everything."""
+_OF_KL = (
+    "worst: the largest KL of a token, nats; > 1 nat: share of tokens whose KL is above; read raw: share of the tokens"
+    " attended to that were still 16-bit, mean over scored tokens and layers."
+)
+_OF_PAIRS = (
+    "difference: points more than the model's own cache has right (95 % interval); lost, gained: questions that only"
+    " one of the two has right; p: McNemar's exact test."
+)
+LEGENDS = {
+    "fidelity": _OF_KL,
+    "decode": _OF_KL,
+    "replay": f"{_OF_KL} per doubling: growth of KL when the position doubles, from 512 on; first flip: mean position.",
+    **dict.fromkeys(("entities", "copying", "tracking", "ruler"), _OF_PAIRS),
+    "attention": (
+        "bits left: how many bits of the numbers survive, 1/2 log2(variance / squared error), mean over layers and kv"
+        " heads; not what is stored. worst layer: of the largest output error."
+    ),
+}
+
+
+def table(
+    task: str, rows: Mapping[str, Mapping[str, Any]], *, narrow: bool = False
+) -> tuple[list[str], list[list[str]]]:
+    """Make (column names, rows) of summaries by cache.
+
+    Args:
+        narrow: leave out what a terminal has no room for.
+    """
+    names = dict.fromkeys(
+        k for r in rows.values() for k, v in r.items() if k not in BOUNDS and not isinstance(v, dict | list)
+    )
+    wanted = [n for n in (NARROW[task] if narrow and task in NARROW else names) if n in names]
+    cells = [[cache, *(_cell(row, name) for name in wanted)] for cache, row in rows.items()]
+    return ["cache", *(NAMES.get(n, n.replace("_", " ")) for n in wanted)], cells
+
+
+def _cell(row: Mapping[str, Any], name: str) -> str:
+    value = row.get(name)
+    if name == "difference":
+        return points(dict(row))
+    if value is None:
+        return ""
+    if name == "bytes_held":
+        return human_bytes(value)
+    if name in FORMATS:
+        return f"{value:{FORMATS[name]}}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)

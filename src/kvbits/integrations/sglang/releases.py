@@ -1,0 +1,87 @@
+"""What of SGLang this plugin stands on (`CONTRACT`): 0.5.22, which first resolves classes of pools by a method of its
+own, and later releases. No line depends on which.
+"""
+
+from __future__ import annotations
+
+from ...contract import Contract, calls, overrides, reads, wraps
+
+DRAFTS = "drafts of n-grams"
+"""A feature that needs symbols of its own."""
+_pool, _backend = (
+    "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool",
+    "sglang.srt.layers.attention.base_attn_backend:AttentionBackend",
+)
+POOL_CLASS, BUDGET, CELL_SIZE, LAST_LOC, WORKER = (
+    "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._resolve_kv_pool_class",
+    "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._profile_available_bytes",
+    "sglang.srt.model_executor.pool_configurator:DefaultPoolConfigurator._compute_cell_size",
+    "sglang.srt.mem_cache.allocation:get_last_loc",
+    "sglang.srt.speculative.spec_info:SpeculativeAlgorithm.create_worker",
+)
+"""What is hooked. No thread that would end these hooks is known."""
+CONTRACT = Contract(
+    "SGLang",
+    ("sglang",),
+    "0.5.22 to 0.5.23",
+    (
+        # names and options
+        reads("sglang.srt.arg_groups.choices:add_attention_backend_choices"),
+        calls("sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", "name"),
+        calls("sglang.srt.layers.attention.attention_registry:register_attention_backend", "name"),
+        calls("sglang.srt.plugins.hook_registry:HookRegistry.register", "target hook hook_type"),
+        reads("sglang.srt.plugins.hook_registry:HookType", "AROUND"),
+        calls("sglang.srt.arg_groups.overrides:resolved_view", "server_args"),
+        calls("sglang.srt.arg_groups.overrides:attention_backends_of", "cfg"),
+        calls("sglang.srt.arg_groups.overrides:declare_resolution", "server_args source"),
+        calls("sglang.srt.arg_groups.model_override_base:model_config_of", "server_args"),
+        reads("sglang.srt.model_executor.cuda_graph_config:Backend", "DISABLED"),
+        reads("sglang.srt.model_executor.cuda_graph_config:Phase", "PREFILL"),
+        calls("sglang.srt.model_executor.cuda_graph_config:with_phase", "config phase"),
+        calls("sglang.srt.utils.common:get_device_memory_capacity", "device"),
+        reads("sglang.srt.environ:envs"),
+        reads("sglang.srt.environ:Envs", "SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
+        # pages
+        wraps(POOL_CLASS, "kind default"),
+        wraps(BUDGET, "pre_model_load_memory"),
+        wraps(CELL_SIZE, "num_layers"),
+        reads(_pool, "get_kv_size_bytes"),
+        overrides(f"{_pool}._create_buffers"),
+        overrides(f"{_pool}._clear_buffers"),
+        overrides(f"{_pool}.get_kv_size_bytes"),
+        overrides(f"{_pool}._init_kv_copy_and_warmup"),
+        overrides(f"{_pool}.move_kv_cache", "tgt_loc src_loc"),
+        # steps
+        reads(_backend),
+        overrides(f"{_backend}.init_forward_metadata_out_graph", "forward_batch in_capture"),
+        overrides(f"{_backend}.init_cuda_graph_state", "max_bs max_num_tokens"),
+        overrides(f"{_backend}.get_cuda_graph_seq_len_fill_value"),
+        overrides(f"{_backend}.forward_extend", "q k v layer forward_batch save_kv_cache"),
+        overrides(f"{_backend}.forward_decode", "q k v layer forward_batch save_kv_cache"),
+        reads("sglang.srt.layers.radix_attention:AttentionType", "DECODER"),
+        reads(
+            "sglang.srt.layers.radix_attention:RadixAttention",
+            "attn_type is_cross_attention layer_id logit_cap logit_capping_method qk_head_dim scaling "
+            "sliding_window_size tp_q_head_num use_irope v_head_dim xai_temperature_len",
+        ),
+        reads("sglang.srt.model_executor.forward_batch_info:ForwardMode", "DECODE EXTEND TARGET_VERIFY"),
+        reads(
+            "sglang.srt.model_executor.forward_batch_info:ForwardBatch",
+            "extend_seq_lens extend_seq_lens_cpu forward_mode out_cache_loc req_pool_indices seq_lens seq_lens_cpu",
+        ),
+        calls("sglang.srt.runtime_context:get_parallel"),
+        wraps(LAST_LOC, "req_to_token"),
+        calls(
+            "sglang.srt.mem_cache.allocation:get_last_loc_torch",
+            "req_to_token req_pool_indices_tensor prefix_lens_tensor",
+        ),
+        # drafts
+        wraps(WORKER, "server_args", feature=DRAFTS),
+        overrides(
+            "sglang.srt.speculative.ngram_worker:NGRAMWorker._prepare_draft_tokens",
+            "batch",
+            feature=DRAFTS,
+            loaded=False,
+        ),
+    ),
+)

@@ -1,0 +1,95 @@
+"""store on the CPU: keys and values of all sequences in one call."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+
+from ...quant.basis import frames
+from ...quant.rotary import page_turns
+from ...spec import PageLayout
+from ..descriptor import TORCH_NUMBERS
+from ..reference.store import open_pages
+from ..store import STATUS_FIELDS, check, note, require_positions
+from ..types import PageStore, settle
+from . import library, structs
+from .close import require_basis
+from .structs import store_struct
+
+_Status = ctypes.c_int32 * STATUS_FIELDS
+
+
+def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Say why tokens are not stored here, or None."""
+    if device.type != "cpu":
+        return f"the tokens are on {device}, not on the CPU"
+    if dtype not in TORCH_NUMBERS:
+        return f"tokens are {dtype}; the CPU kernels take float32, float16 and bfloat16"
+    return refuses_layout(layout) or library.unavailable()
+
+
+def refuses_layout(layout: PageLayout) -> str | None:
+    """Answer the part of `refuses` that a layout decides."""
+    if not layout.token_local:
+        return f"tokens cannot be stored one by one as {layout.key}, {layout.value}"
+    return structs.refuses_layout(layout)
+
+
+def store(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: PageStore,
+    slots: torch.Tensor,
+    *,
+    previous: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    status: torch.Tensor | None = None,
+) -> None:
+    """Write tokens in place, see `ops.store`. Copies nothing where the tensors' last dims are dense."""
+    check(k, v, pages, slots, previous, starts, status)
+    layout = pages.layout
+    if layout.is_centered and not (slots.numpy() % layout.page_size).all():
+        opening = open_pages(k, v, pages, slots, previous)
+        if any(opening):
+            return note(opening, k, v, layout, status)
+    k, v = k if k.stride(-1) == 1 else k.contiguous(), v if v.stride(-1) == 1 else v.contiguous()
+    batch, count, heads, _ = (1, *k.shape)[-4:]
+    found = None if status is not None or layout.is_raw else _Status()
+    call = library.StoreCall(
+        ctypes.addressof(store_struct(pages)),
+        slots.data_ptr(),
+        batch,
+        count,
+        heads,
+        layout.head_dim,
+        layout.value_head_dim,
+        TORCH_NUMBERS[k.dtype],
+        torch.get_num_threads(),
+        k.data_ptr(),
+        v.data_ptr(),
+        *(0, *k.stride())[-4:-1],
+        *(0, *v.stride())[-4:-1],
+        layout.used_bytes,
+    )
+    if status is not None:
+        call.status = status.data_ptr()
+    elif found is not None:
+        call.status = ctypes.addressof(found)
+    if layout.key.needs_rotary:
+        assert starts is not None
+        require_basis(pages)
+        first = starts.numpy()
+        require_positions(first[slots.numpy() >= 0])
+        of_pages = np.unique(frames(first))
+        turns = page_turns(of_pages, pages.static["k_inv_freq"])
+        call.starts, call.frames, call.turn_starts, call.num_frames = (
+            first.ctypes.data,
+            of_pages.ctypes.data,
+            turns.ctypes.data,
+            len(of_pages),
+        )
+    library.check(library.library().kvbits_store_tokens(call))
+    if found is not None:
+        settle(layout, k, v, found[:])

@@ -1,0 +1,77 @@
+"""What `kvbits check` found, kept for engines that start."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tiny
+import torch
+
+from kvbits.calibrate import checked
+from kvbits.calibrate.checked import Checked
+from kvbits.integrations.engine.calibrated import accuracy
+from kvbits.model_ref import ModelRef
+
+FOUND = Checked(passed=True, kl=0.00152, tokens=1022, day="2026-11-27", command="kvbits check M --scheme klt4")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("model")
+    tiny.model(dtype=torch.bfloat16).save_pretrained(found)
+    tiny.tokenizer().save_pretrained(found)
+    return str(found)
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVBITS_CACHE", str(tmp_path))
+    return tmp_path / "checks"
+
+
+def test_it_is_found_by_the_weights_and_the_preset(folder, home):
+    model = ModelRef(folder)
+    assert checked.find(model, "klt4") is None
+    checked.keep(model, "klt4", FOUND)
+    assert checked.find(ModelRef(folder), "klt4") == FOUND and checked.find(model, "klt3") is None
+    (file,) = home.iterdir()
+    file.write_text("{")
+    assert checked.find(model, "klt4") is None, "a damaged file is none"
+
+
+def test_an_engine_says_what_was_measured_or_that_nothing_was(folder, home):
+    config = ModelRef(folder).config
+    unknown = accuracy(folder, None, config, "kvbits_klt4")
+    assert "not measured" in unknown and f"kvbits check {folder} --scheme klt4" in unknown
+    checked.keep(ModelRef(folder), "klt4", FOUND)
+    assert accuracy(folder, None, config, "kvbits_klt4") == (
+        "KL 0.00152 nats (1,022 tokens, 2026-11-27): kvbits check M --scheme klt4"
+    )
+    checked.keep(ModelRef(folder), "klt3", Checked(passed=False, kl=1.5, tokens=2, day="2026-11-27", command="c"))
+    assert "fails" in accuracy(folder, None, config, "kvbits_klt3")
+    assert "not measured" in accuracy("nobody/has-this-model", None, config, "kvbits_klt4")
+
+
+def test_weights_that_cannot_be_read_are_not_measured(folder, home, monkeypatch):
+    def broken(model):
+        raise OSError("gone")
+
+    monkeypatch.setattr(checked, "key_of", broken)
+    assert checked.find(ModelRef(folder), "klt4") is None
+
+
+def test_the_command_keeps_it_unless_its_limits_are_others(folder, home):
+    def run(*more):
+        command = [sys.executable, "-m", "kvbits", "check", folder, "--scheme", "int8", "--threads", "1"]
+        sizes = ["--length", "200", "--windows", "1", "--json"]
+        done = subprocess.run([*command, *sizes, *more], capture_output=True, text=True, timeout=300)
+        assert done.returncode in (0, 1), done.stderr
+        return json.loads(done.stdout)
+
+    run("--max-kl", "9")
+    assert checked.find(ModelRef(folder), "int8") is None
+    said = run()
+    found = checked.find(ModelRef(folder), "int8")
+    assert (found.passed, found.kl) == (said["passed"], said["overall"]["kl_mean"])
+    assert found.command == f"kvbits check {folder} --scheme int8 --text novel --windows 1 --length 200"
