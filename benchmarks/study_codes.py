@@ -7,7 +7,7 @@ One pass over a text gives the keys and values that each position would have sto
 before it: `Simulation` is the model's attention, and takes each page from the newest copy that a position still has. So
 a variant costs one forward pass of a window, and its rows are those of chunks of 1 token. Variants are combined of
 
-    T     trellis codes (`kvbits.quant.trellis`), levels of keys and values: uniform, fitted
+    T     trellis codes (trellis.py), levels of keys and values: uniform, fitted
     G     a graded tail: the newest 64 tokens raw, the next ones from a finer code
     M     the mean that is taken off a key follows its own position; M16: its own run of 16 positions
     F     frames of 512 or 1,024 positions instead of 256
@@ -16,7 +16,7 @@ a variant costs one forward pass of a window, and its rows are those of chunks o
     G4, G5: of klt4, of 5 bits; G5-384: as many tokens; re: coded again from the finer code when it leaves the tail.
 
 `--moments` prints what frames and means do to the error of scores by the moments of keys alone, which one window of KL
-cannot tell. `--repeated N` makes the last N tokens of each window a copy of its first ones, and scores these alone.
+cannot tell. table_codes.py writes the rows of KL as a table. `--repeated N` makes the last N tokens of each window a copy of its first ones, and scores these alone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trellis
 from run_files import append, arguments
 from transformers import AttentionInterface
 
@@ -38,7 +39,7 @@ from kvbits.evaluate.fidelity import Fidelity, divergence
 from kvbits.evaluate.texts import read_text, windows
 from kvbits.geometry import layer_geometries
 from kvbits.integrations.rotary import with_rotary
-from kvbits.quant import banded, trellis
+from kvbits.quant import banded
 from kvbits.quant.basis import hadamard, inverse
 from kvbits.quant.rotary import turn
 from kvbits.spec import LayerGeometry, QuantSpec
@@ -51,6 +52,8 @@ LOST = dict(enumerate(DISTORTION)) | {8: 7.5e-5}
 """Squared error of integers of a width, Gaussian of variance 1."""
 ROWS = 512
 """Rows of scores, or of logits, at a time."""
+KEPT = ("num_tokens", "nll", "tvd", "kl_max", "kl_worst", "kl_lost")
+"""What a row has of a window's `Fidelity.record`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,7 +389,8 @@ def measured(
         kl = torch.tensor(found.kl)
         row = {"variant": variant.name, "window": number, "held_bits": held, "kl_mean": found.kl_mean}
         row |= {"kl_error": kl.std().item() / len(kl) ** 0.5, "kl_median": kl.median().item()}
-        rows.append(row | {"top1": found.top1_agreement} | found.record())
+        record = found.record()
+        rows.append(row | {"top1": found.top1_agreement} | {name: record[name] for name in KEPT})
     every = torch.tensor([kl for found in texts for kl in found.kl])
     lower = every.sort().values[: len(every) * 99 // 100]
     error = sum(row["kl_error"] ** 2 for row in rows) ** 0.5 / len(rows)

@@ -17,6 +17,7 @@ from kvbits.evaluate.texts import novel
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import study_codes as study
+import table_codes
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_integers_lose_what_they_lose_in_the_packed_cache(simulation, name):
         "16-bit": DynamicCache(config=found.model.config),
         name: KVCache.for_model(found.model, name, calibration=calibration),
     }
-    packed = compare(found.model, caches, texts[3], first=0, chunk=1)[name]
+    packed = compare(found.model, caches, texts[3], chunk=1)[name]
     mine = scored(found, texts[3], study.variants(int(name[-1]))[name])
     assert packed.kl_mean > 1e-6
     assert mine.kl_mean == pytest.approx(packed.kl_mean, rel=0.02)
@@ -105,3 +106,17 @@ def test_shorter_runs_lose_less_by_the_moments_and_longer_frames_more(simulation
     for bits in (2, 3, 4):
         assert of[bits, 256, 64] == 1 and of[bits, 256, 1] < of[bits, 256, 16] < of[bits, 256, 32] < 1
         assert of[bits, 512, 64] > 1.01
+
+
+def test_the_table_has_each_variants_share_of_the_same_windows():
+    def row(variant, window, kl):
+        more = {"run": "a", "held_bits": 2.5, "kl_max": kl * 10, "top1": 0.9}
+        return more | {"variant": variant, "window": window, "kl_mean": kl}
+
+    rows = [row("klt2", 0, 0.02), row("klt2", 1, 0.04), row("klt2-M", 0, 0.01), row("klt2-M", 1, 0.03)]
+    rows += [row("klt2-F512", 0, 0.02), row("klt3-M", 0, 0.02)]  # a window, or klt3 itself, was not measured
+    data = {"runs": {"a": {"id": "a", "utc": "2026-11-27T08:57:53Z"}}, "rows": rows}
+    assert table_codes.lines(data) == [
+        ["`klt2`", "2.500", "0.03000", "1.000", "1.00 to 1.00", "0.40", "90.00%"],
+        ["`klt2-M`", "2.500", "0.02000", "0.667", "0.50 to 0.75", "0.30", "90.00%"],
+    ]

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..spec import BAND
+from kvbits.spec import BAND
 
 RING = 16
 """Channels of a ring."""

@@ -1,13 +1,18 @@
 """Trellis codes: rings, indices, the path of least cost with its ties, distortion, and what readers make of words."""
 
 import itertools
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from kvbits.quant import banded, trellis
+from kvbits.quant import banded
 from kvbits.quant.packing import pack_rows
 from kvbits.spec.bands import DISTORTION
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import trellis
 
 LEVELS = {"uniform": trellis.UNIFORM, "fitted": trellis.FITTED}
 GOOD = {("fitted", 3): 1.09, ("fitted", 4): 1.19}
