@@ -1,0 +1,273 @@
+"""Trellis codes: rings, indices, the path of least cost with its ties, distortion, and what readers make of words."""
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvbits.quant import banded
+from kvbits.quant.packing import pack_rows
+from kvbits.spec.bands import DISTORTION
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import trellis
+
+LEVELS = {"uniform": trellis.UNIFORM, "fitted": trellis.FITTED}
+GOOD = {("fitted", 3): 1.09, ("fitted", 4): 1.19}
+"""Scales of a Gaussian over `banded.STEP` of its spread, where that is not the best one."""
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_codes(widths, head_dim, tokens, seed=0):
+    top = torch.tensor([2**b for b in widths]).repeat_interleave(16)[:head_dim]
+    drawn = torch.randint(0, 2**30, (tokens, head_dim), generator=torch.Generator().manual_seed(seed))
+    return (drawn % top).to(torch.uint8)
+
+
+# -- rings
+
+
+def test_rings_of_keys_are_bands_and_rings_of_values_are_spread_over_a_head():
+    assert trellis.rings((5, 3, 2, 0), 64, "k") == tuple(
+        tuple(16 * band + 4 * run + n for n in range(4) for run in range(4)) for band in range(3)
+    )
+    values = trellis.rings((2,) * 8, 128, "v")
+    assert len(values) == 8
+    assert values[1] == (4, 5, 6, 7, 36, 37, 38, 39, 68, 69, 70, 71, 100, 101, 102, 103)
+
+
+@pytest.mark.parametrize("kind", ["k", "v"])
+@pytest.mark.parametrize("head_dim", [4, 16, 40, 64, 80, 128, 192, 256])
+def test_each_channel_with_a_trellis_is_in_one_ring(head_dim, kind):
+    widths = tuple(itertools.islice(itertools.cycle((6, 8, 4, 0, 3, 1)), -(-head_dim // 16)))
+    expected = [c for c in range(head_dim) if widths[c // 16] not in (0, 8)]
+    found = trellis.rings(widths, head_dim, kind)
+    assert sorted(itertools.chain(*found)) == expected
+    assert head_dim % 16 or kind == "v" or {len(ring) for ring in found} == {16}
+
+
+# -- codes and levels
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize("kind", ["k", "v"])
+@pytest.mark.parametrize(
+    ("widths", "head_dim"), [((5, 3, 2, 0), 64), ((8, 6, 5, 4, 4, 4, 4, 3), 128), ((2, 1, 1), 40), ((4,), 8), ((3,), 2)]
+)
+def test_what_codes_mean_is_coded_the_same_again(widths, head_dim, kind, levels):
+    """Any codes are a path, of cost 0, and no other path has the same levels."""
+    codes = random_codes(widths, head_dim, 200)
+    scale = banded.scale_values(torch.arange(200) % 200 + 20)
+    x = trellis.dequantize(codes, widths, kind, scale, LEVELS[levels])
+    again, cost = trellis.quantize(x, widths, kind, scale, LEVELS[levels])
+    assert torch.equal(again, codes) and not cost.any()
+
+
+def test_indices_follow_the_formula():
+    codes = random_codes((3, 1), 32, 5)
+    found = trellis.indices(codes, (3, 1), "k")
+    for ring in trellis.rings((3, 1), 32, "k"):
+        for token in range(5):
+            low = [int(codes[token, c]) & 1 for c in ring]
+            for t, c in enumerate(ring):
+                assert (
+                    found[token, c]
+                    == 4 * (int(codes[token, c]) >> 1) + 2 * (low[t] ^ low[(t - 2) % len(low)]) + low[t - 1]
+                )
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def test_levels_ascend_are_mirrored_and_none_is_0(levels):
+    for bits, table in LEVELS[levels].items():
+        assert len(table) == 2 ** (bits + 1) and list(table) == sorted({*table})
+        assert table == tuple(-x for x in reversed(table)) and 0 not in table
+
+
+def test_eight_bits_are_coded_alone_as_banded_codes_are():
+    x, scale = random(50, 16) * 90, torch.ones(50)
+    codes, _ = trellis.quantize(x, (8,), "k", scale)
+    values = trellis.dequantize(codes, (8,), "k", scale)
+    assert ((values - x).abs() <= torch.where(x.abs() < 127.5, 0.51, x.abs() - 127)).all()
+    assert torch.equal(values, codes - 127.5)
+
+
+# -- the path
+
+
+def brute(u, widths, kind, levels):
+    """Codes of one token by trying all lowest bits of each ring: least cost, then the lowest state behind the last
+    channel, before it, and so on.
+    """
+    codes, total = [0] * len(u), 0
+    for ring in trellis.rings(widths, len(u), kind):
+        found = []
+        for low in itertools.product((0, 1), repeat=len(ring)):
+            cost, mine = 0, []
+            for t, c in enumerate(ring):
+                coset = 2 * (low[t] ^ low[(t - 2) % len(low)]) + low[t - 1]
+                table = levels[widths[c // 16]][coset::4]
+                error, m = min(((u[c] - level) ** 2, m) for m, level in enumerate(table))
+                cost += error
+                mine.append(2 * m + low[t])
+            states = [2 * low[t - 1] + low[t] for t in reversed(range(len(ring)))]
+            found.append((cost, states, mine))
+        cost, _, mine = min(found)
+        total += cost
+        for c, code in zip(ring, mine, strict=True):
+            codes[c] = code
+    return codes, total
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize("kind", ["k", "v"])
+@pytest.mark.parametrize(("widths", "head_dim"), [((1,), 8), ((2,), 8), ((3,), 6), ((4,), 3), ((6,), 8), ((2,), 1)])
+def test_the_path_is_the_best_one_and_ties_go_as_documented(widths, head_dim, kind, levels):
+    """Numbers are multiples of a quarter of a scale: most tokens have several best paths, and channels between two
+    levels."""
+    drawn = torch.randint(-12, 13, (30, head_dim), generator=torch.Generator().manual_seed(head_dim))
+    codes, cost = trellis.quantize(drawn / 4, widths, kind, torch.ones(30), LEVELS[levels])
+    for token in range(30):
+        expected, least = brute([16 * n for n in drawn[token].tolist()], widths, kind, LEVELS[levels])
+        assert codes[token].tolist() == expected and cost[token] == least
+
+
+def test_zeros_have_one_code():
+    codes, _ = trellis.quantize(torch.zeros(1, 16), (2,), "k", torch.ones(1))
+    assert codes.tolist() == [brute([0] * 16, (2,), "k", trellis.UNIFORM)[0]]
+
+
+@pytest.mark.parametrize("kind", ["k", "v"])
+def test_cost_is_the_squared_error_in_units(kind):
+    widths = (8, 6, 3, 1)
+    x, scale = random(100, 64) * 3, banded.scale_values(torch.full((100,), 110))
+    codes, cost = trellis.quantize(x, widths, kind, scale)
+    error = (trellis.dequantize(codes, widths, kind, scale, dtype=torch.float64) - x.double()) / scale[:, None].double()
+    # a number is off by half a unit at most
+    assert torch.allclose((error * trellis.UNIT).square().sum(-1), cost.double(), rtol=0.02)
+
+
+def test_numbers_far_outside_get_the_last_levels_and_sums_do_not_overflow():
+    x = torch.full((2, 64), 1e30) * torch.tensor([[1.0], [-1.0]])
+    codes, cost = trellis.quantize(x, (6,) * 4, "v", torch.full((2,), 2.0**-17))
+    index = trellis.indices(codes, (6,) * 4, "v")
+    assert (index[0] >= 124).all() and (index[1] <= 3).all()
+    assert 0 < cost.max() < 4 * 2_000_000_000 and (cost >= 64 * (trellis.FARTHEST - 2032) ** 2).all()
+
+
+# -- what it is worth
+
+
+@pytest.mark.parametrize("kind", ["k", "v"])
+@pytest.mark.parametrize(
+    ("levels", "bits", "most"),
+    [
+        *(("uniform", bits, most) for bits, most in ((1, 0.9), (2, 0.86), (3, 0.86), (4, 0.86))),
+        *(("fitted", bits, most) for bits, most in ((2, 0.77), (3, 0.68), (4, 0.64))),
+    ],
+)
+def test_squared_errors_of_a_gaussian_lie_between_the_bound_and_integers(levels, bits, most, kind):
+    """No code of `bits` bits is better than 4**-bits. A decoder that took its index from anything else than the codes
+    would be: it would have one bit more.
+    """
+    x = random(2000, 64, seed=bits)
+    scale = torch.full((2000,), banded.STEP[bits] * GOOD.get((levels, bits), 1.0))
+    codes, _ = trellis.quantize(x, (bits,) * 4, kind, scale, LEVELS[levels])
+    assert codes.max() < 2**bits
+    error = (trellis.dequantize(codes, (bits,) * 4, kind, scale, LEVELS[levels]) - x).square().mean().item()
+    assert 1.1 * 4.0**-bits < error < most * DISTORTION[bits]
+
+
+# -- the same on every shape and dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_codes_depend_on_numbers_and_not_on_shapes_strides_or_dtypes(dtype):
+    widths = (5, 3, 2, 1)
+    x = random(2, 3, 40, 64).to(dtype)
+    scale = banded.scale_values(torch.randint(112, 124, (2, 3, 40), generator=torch.Generator().manual_seed(1)))
+    codes, cost = trellis.quantize(x.float(), widths, "v", scale)
+    whole = x.float().mT.contiguous().mT
+    strided, same = trellis.quantize(whole, widths, "v", scale.to(dtype))
+    assert torch.equal(strided, codes) and torch.equal(same, cost)
+    for token in (0, 7, 39):
+        alone, _ = trellis.quantize(x[1, 2, token].float(), widths, "v", scale[1, 2, token])
+        assert torch.equal(alone, codes[1, 2, token])
+
+
+def test_values_in_float64_round_to_those_in_float32():
+    """Levels have 11 bits and scales 4: their product is exact."""
+    codes = random_codes((5, 3, 2, 1), 64, 50)
+    scale = banded.scale_values(torch.arange(50) + 90)
+    double = trellis.dequantize(codes, (5, 3, 2, 1), "k", scale, dtype=torch.float64)
+    assert torch.equal(double, trellis.dequantize(codes, (5, 3, 2, 1), "k", scale).double())
+
+
+# -- what readers do with words: rotations and XORs instead of tables
+
+
+def rotated(w, n):
+    return (w << n | w >> (32 - n)) & 0xFFFFFFFF
+
+
+def spread(pattern):
+    return pattern * 0x01010101
+
+
+def select(mask, a, b):
+    return a & spread(mask) | b & ~spread(mask)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_indices_of_a_band_of_keys_come_from_its_words(bits):
+    """The four runs of a band lie in fields of the same four bytes: those of 2 bits in one word, of 4 bits in two words,
+    of 1 bit in the halves of bytes, with another band. So the bit one place before is a field lower, or in the byte
+    before.
+    """
+    bands, each = (2 if bits == 1 else 1), 8 // bits
+    for codes in random_codes((bits,) * bands, 16 * bands, 20):
+        runs = codes.view(-1, 4).tolist()  # of four neighbouring channels, in the fields of four bytes
+        words = [
+            sum(code << 8 * byte + bits * field for field, run in enumerate(some) for byte, code in enumerate(run))
+            for some in (runs[first : first + each] for first in range(0, len(runs), each))
+        ]
+        w, x = words[0], words[-1]
+        if bits == 2:
+            one, two = [rotated(w, 2)], [rotated(w, 4)]
+        elif bits == 1:
+            one, two = [select(0xEE, w << 1, rotated(w, 5))], [select(0xCC, w << 2, rotated(w, 6))]
+        else:
+            one = [select(0x10, w << 4, rotated(x, 4)), select(0x10, x << 4, w >> 4)]
+            two = [rotated(x, 8), w]
+        lowest = spread({1: 0xFF, 2: 0x55, 4: 0x11}[bits])
+        index = trellis.indices(codes, (bits,) * bands, "k").view(-1, 4)
+        for run, byte in itertools.product(range(len(runs)), range(4)):
+            word, at = run // each, 8 * byte + bits * (run % each)
+            upper = words[word] ^ two[word] & lowest
+            assert 2 * (upper >> at & 2**bits - 1) + (one[word] >> at & 1) == index[run, byte]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_indices_of_a_ring_of_values_come_from_bytes_of_its_own_rows(bits, head_dim):
+    """One place before is the byte before, and in front of the first of four bytes a field lower of the last one."""
+    widths, runs = (bits,) * (head_dim // 16), head_dim // 4
+    plane = {2: 2, 3: 1, 4: 4}[bits]  # with the lowest bits
+    for codes in random_codes(widths, head_dim, 10):
+        row = pack_rows(codes & 2**plane - 1, plane).tolist()
+        index = trellis.indices(codes, widths, "v")
+        for ring in range(runs // 4):
+
+            def low(run, byte, first=4 * ring, row=row):
+                run, byte = (run + byte // 4) % 4, byte % 4
+                channel = runs * run + first + byte
+                return row[channel % len(row)] >> channel // len(row) * plane & 1
+
+            for run, byte in itertools.product(range(4), range(4)):
+                c = runs * run + 4 * ring + byte
+                coset = 2 * (low(run, byte) ^ low(run, byte - 2)) + low(run, byte - 1)
+                assert index[c] == 4 * (int(codes[c]) >> 1) + coset
