@@ -47,7 +47,7 @@ _WORD = np.dtype("<u8")
 
 
 class Kind(IntEnum):
-    """What a blob is."""
+    """Kinds of blobs."""
 
     PAGES = 1  # closed pages: good for every sequence that begins with these tokens
     END = 2  # the last pages of a sequence, and the page lists that make it of all its blobs
@@ -72,7 +72,7 @@ class Page(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Whose pages these are: blobs of equal identities go together.
+    """The identity of the cache that pages belong to. Blobs of equal identities go together.
 
     Attributes:
         scheme: of the whole cache spec, all heads included, and of the version of the page formats.
@@ -204,8 +204,8 @@ class Header:
 
 @dataclass(frozen=True)
 class Table:
-    """What lies behind the header: which pages, in which order, their checksums, and what else of a sequence does not
-    follow from its pages.
+    """The table behind the header. It lists the pages in order and their checksums, and holds what else of a sequence
+    does not follow from its pages.
 
     Attributes:
         pages: no page twice.

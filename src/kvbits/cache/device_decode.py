@@ -148,7 +148,7 @@ class DeviceDecode:
     # -- what closing found -----------------------------------------------------------------------------------------
 
     def look(self) -> DataError | None:
-        """What closing had found when last asked, if it was bad; asks again. Never waits."""
+        """Return what closing had found when last asked, if it was bad, and ask again. The call never waits."""
         found = self._status.ask(self.stepper.status())
         return None if found is None else self._judge(found)
 

@@ -32,7 +32,7 @@ _WORDS = {
 
 
 class Explanation(dict[str, Any]):
-    """What `PagedCache.explain` found: a dict, which prints as a few lines."""
+    """The findings of `PagedCache.explain`: a dict, which prints as a few lines."""
 
     def of_model(self, numbers: list[int], beside: list[int], nbytes: int) -> Explanation:
         """The same with a model's numbers of its layers.
@@ -81,7 +81,7 @@ def facts(
     ops: Iterable[str],
     notes: list[str],
 ) -> Explanation:
-    """What a cache stores, who serves its ops, and where its bytes are.
+    """Return what a cache stores, which backends serve its ops, and where its bytes are.
 
     Args:
         built_for: sequences, and tokens of each, of the fixed capacity; None each for a cache that grows.
@@ -191,7 +191,7 @@ def bytes_by_kind(groups: list[GroupState]) -> dict[str, int]:
 
 
 def layer_groups(groups: list[GroupState]) -> list[dict[str, Any]]:
-    """What each layer group stores, and how many pages of each pool are in use."""
+    """Return what each layer group stores, and how many pages of each pool are in use."""
     return [
         {
             "layers": list(g.group.layers),
@@ -208,7 +208,7 @@ def layer_groups(groups: list[GroupState]) -> list[dict[str, Any]]:
 
 
 def too_small_for_a_gpu(groups: list[GroupState]) -> list[str]:
-    """Where a 16-bit cache would serve better on a GPU at the present size."""
+    """Return notes on where a 16-bit cache would serve better on a GPU at the present size."""
     batch, tokens = len(groups[0].sequences), max((s.length for s in groups[0].sequences), default=0)
     if not tokens:
         return []
@@ -228,7 +228,7 @@ def no_memory(spec: CacheSpec, batch_size: int, max_tokens: int, device: torch.d
 
 
 def other_batch(held: int, batch_size: int) -> str:
-    """What to call before a pass of another batch size."""
+    """Say what to call before a pass of another batch size."""
     n, rest = divmod(batch_size, held)
     if rest:
         return "use batch_select_indices() (PagedCache: select()), or reset() first"

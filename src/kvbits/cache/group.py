@@ -1,4 +1,4 @@
-"""Which page holds which token, in one layer group: integers only.
+"""Record of the page that holds each token, in one layer group: integers only.
 
 A forward pass is one `Step`, planned once for all layers of the group before any byte is written: `advance` moves the
 integers and says which bytes each layer must copy, close and write. If pages are missing the caller restores the

@@ -1,5 +1,5 @@
-"""What a forward pass brings: shapes, dtypes and devices are checked, padding and numbers that are not finite dealt
-with.
+"""Inputs of a forward pass. Their shapes, dtypes and devices are checked here, and padding and numbers that are not
+finite are dealt with.
 """
 
 from __future__ import annotations

@@ -95,12 +95,12 @@ def _in_the_specs(spec: QuantSpec, scheme: Scheme, place: Place) -> str:
 
 
 def _named(kind: str, place: Place) -> str:
-    """Which keys or values, for messages."""
+    """Name keys or values and their layer, for messages."""
     return f"{'keys' if kind == 'k' else 'values'} of layer {place.layer}"
 
 
 def _pages_named(run: Sequence[Close | Recode], page_size: int) -> str:
-    """Which pages close, for messages."""
+    """Name the pages that close, for messages."""
     rows = sorted({c.row for c in run})
     first, last = min(c.start for c in run), max(c.start for c in run) + page_size - 1
     pages = f"page of tokens {first} to {last}" if len(run) == 1 else f"{len(run)} pages of tokens {first} to {last}"

@@ -18,7 +18,7 @@ from .plans import Plans
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer is stored."""
+    """The place where a layer is stored."""
 
     layer: int
     group: int

@@ -135,8 +135,8 @@ class PagedCache:
 
     @property
     def changes(self) -> int:
-        """How many passes and operations have changed the sequences so far: one more as soon as one has ended well,
-        never for one that was taken back.
+        """The number of passes and operations that have changed the sequences so far. It grows by one as soon as one
+        has ended well, and never for one that was taken back.
         """
         return self._passes.changes
 
@@ -203,7 +203,7 @@ class PagedCache:
 
     @property
     def in_pass(self) -> bool:
-        """Whether a forward pass has begun that some layers have not been through yet."""
+        """True if a forward pass has begun that some layers have not been through yet."""
         return self._passes.forward is not None
 
     def abandon(self) -> None:
@@ -316,7 +316,7 @@ class PagedCache:
 
     @property
     def decoding(self) -> DeviceDecode | None:
-        """What decodes single tokens on the device, while it does.
+        """The object that decodes single tokens on the device, while it does.
 
         A step captured under one cannot be replayed under another.
         """
@@ -324,7 +324,7 @@ class PagedCache:
 
     @property
     def led_by_host(self) -> str | None:
-        """Why the last single token was not decoded on the device, or None."""
+        """The reason why the last single token was not decoded on the device, or None."""
         return self._passes.switch.led_by_host
 
     def cannot_decode_on_device(self, num_q_heads: int, dtype: torch.dtype) -> str | None:

@@ -1,4 +1,4 @@
-"""What the pages of a layer share: what was calibrated, the rotary embedding, the stored order of channels."""
+"""Parameters that the pages of a layer share: calibrated ones, the rotary embedding, the stored order of channels."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Forward:
         return self._real
 
     def slots_of(self, state: GroupState, index: int, device: torch.device) -> dict[str, Slots]:
-        """Where the tokens of a group go that are stored as they come, by pool.
+        """Return, by pool, where the tokens of a group go that are stored as they come.
 
         Args:
             index: of the group.
@@ -166,7 +166,7 @@ class Forward:
 
 
 class _Now(NamedTuple):
-    """What is under way.
+    """The pass and the operation under way.
 
     Attributes:
         changes: passes and operations that ended well.
@@ -213,13 +213,13 @@ class Passes:
 
     @property
     def changes(self) -> int:
-        """How many passes and operations have ended well."""
+        """The number of passes and operations that have ended well."""
         return self._now.changes
 
     @contextmanager
     def change(self, what: str, *, ends_pass: bool = False) -> Iterator[Undo]:
-        """What happens inside happens whole: an error or an interrupt takes it back, at once or, where that is
-        interrupted, before the next use.
+        """Carry out what happens inside whole or not at all. An error or an interrupt takes it back at once or, where
+        that is interrupted, before the next use.
 
         Args:
             what: the operation, for messages.

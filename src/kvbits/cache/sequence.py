@@ -79,7 +79,7 @@ class Sequence:
         return pool_name(self.tier_of(index), len(self.young))
 
     def runs(self) -> dict[str, slice]:
-        """Where the pages of each pool are among the closed ones."""
+        """Return where the pages of each pool are among the closed ones."""
         edges = [0, *(len(self.closed) - n for n in reversed(self.young)), len(self.closed)]
         tiers = range(len(self.young), -1, -1)
         return {

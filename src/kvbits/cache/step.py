@@ -51,7 +51,7 @@ class Move(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Where the new tokens of a row go: sinks | pages that close | tail.
+    """Places where the new tokens of a row go: sinks | pages that close | tail.
 
     Tokens that no query will see are in none of them.
 
@@ -117,7 +117,7 @@ class Write(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where the tokens [B, T] of a pass go in one pool, as `ops.store` takes it; the same for all layers.
+    """Places of the tokens [B, T] of a pass in one pool, as `ops.store` takes them; the same for all layers.
 
     `previous` and `starts` are None where the pages' layout does not need them.
     """

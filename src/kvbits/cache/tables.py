@@ -49,7 +49,10 @@ def of_open(sequences: list[Sequence], num_sink_tokens: int, page_size: int) -> 
 
 
 def _pages(rows: list[tuple[Any, list[int], int]]) -> _Pages:
-    """Of (page ids, visible tokens of each, position of the first) per sequence; ids of dropped pages are -1."""
+    """Make one list of pages of (page ids, visible tokens of each, position of the first) per sequence.
+
+    Ids of dropped pages are -1.
+    """
     counts = [len(held) for held, _, _ in rows]
     row = np.repeat(np.arange(len(rows)), counts)
     ids = np.array([-1 if page is None else page for held, _, _ in rows for page in held], np.int64)

@@ -1,5 +1,5 @@
-"""Where 16-bit attention is as fast as attention over packed pages on a GPU: small caches, whose time is the launch and
-not the bytes.
+"""Sizes at which 16-bit attention is as fast as attention over packed pages on a GPU. They are those of small caches,
+whose time is the launch and not the bytes.
 
 Measured on an H200 with 1 to 64 sequences of 256 to 16,384 tokens, 32 query and 8 kv heads of 128, against the fastest
 of cuDNN and FlashAttention-3 (`benchmarks/bench_attend_gpu.py --small`,

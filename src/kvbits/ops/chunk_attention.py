@@ -52,7 +52,7 @@ def choose(q: torch.Tensor, v: torch.Tensor, softcap: float | None, backend: str
 
 
 def refuses_flash(q: torch.Tensor, v: torch.Tensor, softcap: float | None) -> str | None:
-    """What no kernel of torch's FlashAttention serves, or None."""
+    """Say what of a call no kernel of torch's FlashAttention serves, or return None."""
     if softcap is not None:
         return "torch's FlashAttention has no softcap"
     if v.shape[3] != q.shape[3]:
@@ -172,7 +172,7 @@ _known = WeakIdKeyDictionary()
 
 
 def _cuts(positions: torch.Tensor, device: torch.device) -> list[_Cut] | None:
-    """What is cut out of a chunk; None if there is no padding.
+    """Return what is cut out of a chunk, or None if there is no padding.
 
     Layers come with the same positions, so they are looked at once and uploaded once.
     """

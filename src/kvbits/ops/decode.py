@@ -78,7 +78,7 @@ class Stepper(Protocol):
 
 
 class Backend(Protocol):
-    """What a backend's module `decode` has."""
+    """The functions that a backend's module `decode` has."""
 
     def refuses(
         self, groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, device: torch.device

@@ -1,4 +1,4 @@
-"""What a page's bytes mean to a kernel: keys or values of a `PageLayout` as named numbers, made once.
+"""Meaning of a page's bytes to a kernel: keys or values of a `PageLayout` as named numbers, made once.
 
 Every backend's form of it is an encoder of `Side`.
 
@@ -115,7 +115,7 @@ class Side:
         return sum(bits << 4 * i for i, bits in enumerate(self.widths))
 
     def offset_of_plane(self, bits: int) -> int:
-        """Where the plane of so many bits lies among those of banded codes, 0 where there is none."""
+        """Return where the plane of so many bits lies among those of banded codes, or 0 where there is none."""
         return dict(zip(self.planes, self.plane_offset, strict=True)).get(bits, 0)
 
     def plane(self, i: int) -> tuple[int, int, int]:

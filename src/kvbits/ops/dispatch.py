@@ -1,4 +1,4 @@
-"""Which backend serves an op, decided once per kind of call, with every refusal kept as text.
+"""Choice of the backend that serves an op, made once per kind of call, with every refusal kept as text.
 
 A backend is a folder of this package with a module for each op, named like the op (else `FUNCTIONS` says how). The
 module has the op's function and may have
@@ -83,7 +83,7 @@ def _module(backend: str, op: str) -> ModuleType | None:
 
 
 def _nothing() -> None:
-    """What a backend without `prepare` prepares; a name, so that a cache's choices can be pickled."""
+    """Do nothing, for a backend without `prepare`. It has a name so that a cache's choices can be pickled."""
 
 
 def choose(op: str, *args: Any, backend: str = "auto") -> Choice:
@@ -137,8 +137,8 @@ op of each, and what `refuses_layout` is asked beside the layout.
 
 
 def natives(layout: PageLayout) -> dict[str, dict[str, str | None]]:
-    """Of each of OPERATIONS that a layout has and each backend with kernels: None where they serve it, or why not. Asks
-    no device.
+    """Return, for each of OPERATIONS that a layout has, why each backend with kernels does not serve it. The value is
+    None where the backend serves it. The function asks no device.
 
     Raw pages are not closed; only token-local ones take tokens one by one.
     """

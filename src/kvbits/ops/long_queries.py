@@ -257,7 +257,11 @@ class Histories:
         self._passes = [self._placed(p, ends, *given) for p, given in zip(found, there, strict=True)]
 
     def _integers(self, p: Pass, ends: np.ndarray) -> list[np.ndarray]:
-        """What a pass needs on the device: see `_placed`. ends: int64 [B + 1], past the last query of each sequence."""
+        """Return what a pass needs on the device: see `_placed`.
+
+        Args:
+            ends: int64 [B + 1], past the last query of each sequence.
+        """
         q_starts = ends[p.first : p.last + 1] - ends[p.first]
         targets = np.repeat(p.starts[1:] - q_starts[1:], np.diff(q_starts)) + np.arange(q_starts[-1])
         found = [q_starts.astype(np.int32), p.starts.astype(np.int32), targets]

@@ -1,4 +1,4 @@
-"""What the pages of a layer share (`PageStore.static`): names, shapes, and numbers that they can be."""
+"""Parameters that the pages of a layer share (`PageStore.static`): names, shapes, and numbers that they can be."""
 
 from __future__ import annotations
 

@@ -94,8 +94,8 @@ def out_of_basis(
 
 
 def completed(static: dict[str, torch.Tensor], inv_freq: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What pages of keys that are turned back share: a layer's calibration, `k_inv_freq`, and `k_inverse` and
-    `k_offsets` of its basis and mean.
+    """Return what pages of keys that are turned back share. It is a layer's calibration, `k_inv_freq`, and `k_inverse`
+    and `k_offsets` of its basis and mean.
     """
     found = static | {"k_inv_freq": inv_freq}
     if "k_basis" in static:

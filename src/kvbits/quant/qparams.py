@@ -61,7 +61,7 @@ class QParams:
     codebook: torch.Tensor | None = None
 
     def stored(self) -> dict[str, torch.Tensor]:
-        """What a page holds of them, by section name without the side's prefix."""
+        """Return what a page holds of them, by section name without the side's prefix."""
         return {name: t for name in ("scale", "bias", "mean", "stretch") if (t := getattr(self, name)) is not None}
 
 
@@ -145,7 +145,7 @@ def _nearest(scaled: torch.Tensor, codebook: torch.Tensor | None) -> torch.Tenso
 
 
 def _levels(codes: torch.Tensor, spec: QuantSpec, codebook: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """What codes stand for before the scale."""
+    """Return what codes stand for before the scale."""
     if spec.format in FP8_DTYPES:
         return codes.view(FP8_DTYPES[spec.format]).to(dtype)
     if not spec.has_codebook:

@@ -1,4 +1,4 @@
-"""How many bits each band of channels has, at any head_dim: `widths`.
+"""Number of bits that each band of channels has, at any head_dim: `widths`.
 
 Channels of a calibrated basis come with the most important first, and the shares of their variance are much the same in
 every model: `SHARES` are those of Gemma-3-270M (head_dim 256; geometric mean over layers, two windows of 1,024 tokens

@@ -71,7 +71,7 @@ class LayerGeometry:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What a page layout takes of it."""
+        """The sizes that a page layout takes of it."""
         return {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim, "value_head_dim": self.value_head_dim}
 
     @property

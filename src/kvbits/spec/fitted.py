@@ -14,7 +14,9 @@ from .scheme import Scheme
 @serialisable
 @dataclass(frozen=True, kw_only=True)
 class FittedScheme(Scheme):
-    """What `kvbits fit` writes: a scheme, and the model that it was fitted to. A cache of another model refuses it.
+    """The result that `kvbits fit` writes: a scheme, and the model that it was fitted to.
+
+    A cache of another model refuses it.
 
     Attributes:
         layers: geometry of each layer of that model.

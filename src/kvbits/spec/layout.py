@@ -73,7 +73,7 @@ class PageLayout:
 
     @functools.cached_property
     def sections(self) -> dict[str, Section]:
-        """Where everything lies in a kv head's struct."""
+        """The places of all sections in a kv head's struct, by name."""
         found: dict[str, Section] = {}
         end = 0
 

@@ -1,4 +1,4 @@
-"""How one tensor, keys or values, becomes codes: number formats, who shares a scale, `QuantSpec`."""
+"""Rules by which one tensor, keys or values, becomes codes: number formats, who shares a scale, `QuantSpec`."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ _GRANULARITIES = {c.__name__: c for c in (PerTensor, PerToken, PerChannel, PerGr
 @serialisable
 @dataclass(frozen=True, kw_only=True)
 class QuantSpec:
-    """How one tensor, keys or values, becomes codes.
+    """The rules by which one tensor, keys or values, becomes codes.
 
     A stored element decodes as
 

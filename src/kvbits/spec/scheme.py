@@ -1,4 +1,4 @@
-"""What a whole cache stores: `Scheme`, with exceptions by layer."""
+"""Description of what a whole cache stores: `Scheme`, with exceptions by layer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Override:
             raise SpecError("an Override with layers=() covers nothing; name its layers, or leave it out")
 
     def covers(self, layer: int, num_layers: int) -> bool:
-        """Whether the layer is one of these."""
+        """Tell whether the layer is one of these."""
         for index in self.layers:
             if not -num_layers <= index < num_layers:
                 raise SpecError(f"override for layer {index}, but the model has {num_layers} layers")
@@ -83,7 +83,7 @@ class Tier:
 @serialisable
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """What a whole cache stores: key and value specs, raw first and newest tokens, exceptions per layer.
+    """Description of what a whole cache stores: key and value specs, raw first and newest tokens, exceptions per layer.
 
     Attributes:
         name: preset name, used in tables and file names.

@@ -1,5 +1,5 @@
-"""What a cache, or vLLM, will launch on a GPU of some compute capability, known without one: so that it is compiled
-before (`kvbits warm`).
+"""Kernels that a cache, or vLLM, will launch on a GPU of some compute capability. They are known without a GPU, so that
+they can be compiled in advance (`kvbits warm`).
 
 Kernels depend on formats, head sizes and dtypes, not on lengths, batches or kv heads. A test holds this list to what
 passes of caches really load.
@@ -33,7 +33,7 @@ MAX_QUERIES = 8
 def of_group(
     group: LayerGroup, num_q_heads: int, dtype: torch.dtype, softcap: bool, capability: Capability
 ) -> Iterator[Source]:
-    """What a layer group of a `PagedCache` launches; softcap: whether its scores have one."""
+    """Yield the sources that a layer group of a `PagedCache` launches; softcap: whether its scores have one."""
     tiers = [group.layouts[name] for name in group.tier_pools]
     parts = [
         x
@@ -72,7 +72,10 @@ def of_group(
 def of_vllm(
     layout: PageLayout, num_q_heads: int, dtype: torch.dtype, softcap: bool, capability: Capability
 ) -> Iterator[Source]:
-    """What a layer of vLLM launches with its pages, with the copies in 16 bits that calibrated formats have."""
+    """Yield the sources that a layer of vLLM launches with its pages.
+
+    Those for the copies in 16 bits that calibrated formats have are among them.
+    """
     copied = layout.key.has_offsets
     parts = [layout, *([dataclasses.replace(layout, key=QuantSpec.raw(), value=QuantSpec.raw())] if copied else [])]
     for x in parts:

@@ -46,8 +46,8 @@ def refuses_layout(
 
 
 class DecodeStep:
-    """What the pages of one layer need in every decode step: pages that close are quantized, the fresh tokens stored
-    raw. One launch, which asks the device what closes and where tokens go, so that it can be captured in a CUDA graph.
+    """The work on the pages of one layer in every decode step: pages that close are quantized, the fresh tokens stored
+    raw. It is one launch, which can be captured in a CUDA graph: it asks the device what closes and where tokens go.
 
     Args:
         store: pages that close, or `tail` again where nothing does.

@@ -184,7 +184,7 @@ def _table(rows: list[list[int]], times: int) -> np.ndarray:
 
 @dataclass
 class _Moved:
-    """What `advance.cu` writes for the launches after it, [B] rows each."""
+    """The tensors that `advance.cu` writes for the launches after it, [B] rows each."""
 
     runs: torch.Tensor
     closings: torch.Tensor
@@ -274,7 +274,7 @@ def _writer(
     undo: list[torch.Tensor],
     tail_starts: torch.Tensor,
 ) -> close_cuda.DecodeStep | _StoreStep:
-    """What stores the token of the group's layer `i`."""
+    """Return the step that stores the token of the group's layer `i`."""
     of_pool = pages.stores[i]
     packed = of_pool.get("closed", of_pool["tail"])
     if pages.group.fills_pages and not pages.group.is_raw:

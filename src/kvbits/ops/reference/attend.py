@@ -52,7 +52,7 @@ class PageList:
 
     @classmethod
     def of(cls, table: Table, page_size: int) -> PageList:
-        """What a table says.
+        """Make the list of pages that a table describes.
 
         Raises:
             DataError: positions or lengths of pages that cannot be.
@@ -193,7 +193,7 @@ def exact(
     softcap: float | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `ops.attend.attend` should give, computed in `dtype`: the judge of every kernel.
+    """Return what `ops.attend.attend` should give, computed in `dtype`. Every kernel is judged by it.
 
     Args:
         q: [B, T, Hq, D].

@@ -36,8 +36,8 @@ def merge_partials(
 
 
 def sink_part(logit: torch.Tensor, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `merge_partials` takes for one more key of score `logit` [Hq] and value 0, as `add_sink_logit` has it: out
-    [1, 1, Hq, head_dim], lse [1, 1, Hq].
+    """Return what `merge_partials` takes for one more key of score `logit` [Hq] and value 0, as `add_sink_logit` has
+    it. The result is out [1, 1, Hq, head_dim] and lse [1, 1, Hq].
     """
     out = torch.zeros(head_dim, dtype=dtype, device=logit.device).expand(1, 1, len(logit), head_dim)
     return out, logit.float().view(1, 1, -1)

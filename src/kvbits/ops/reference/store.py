@@ -20,7 +20,7 @@ from .dequantize import dequantize_pages, section
 
 
 def refuses(layout: PageLayout, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why tokens are not stored here, or None."""
+    """Say why tokens are not stored here, or return None."""
     return None if layout.token_local else "its pages close whole: use the op close_pages, or a token-local layout"
 
 

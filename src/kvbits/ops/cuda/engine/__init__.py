@@ -1,1 +1,1 @@
-"""What every family of formats shares on a GPU: plans, work lists, the ring, merging, compiling and launching."""
+"""Parts that all families of formats share on a GPU: plans, work lists, the ring, merging, compiling and launching."""

@@ -1,4 +1,4 @@
-"""What the engine asks of a family of formats. `families.family_of` gives a layout's."""
+"""Interface that the engine asks of a family of formats. `families.family_of` gives a layout's."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Stores(Protocol):
         """Compile and load what `store` launches."""
 
     def sources(self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[Source]:
-        """What `prepare` loads on a device of a compute capability."""
+        """Yield the sources that `prepare` loads on a device of a compute capability."""
 
     def store(
         self,
@@ -115,7 +115,7 @@ class Stores(Protocol):
 
 
 class Refuses(Protocol):
-    """Why pages cannot be closed from, or unpacked to, rows of a dtype, or None."""
+    """A function that says why pages cannot be closed from, or unpacked to, rows of a dtype, or returns None."""
 
     def __call__(self, layout: PageLayout, dtype: torch.dtype | None) -> str | None: ...
 
@@ -182,15 +182,15 @@ class Family:
         raise NotImplementedError
 
     def constants(self, layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:
-        """What the attention kernel reads beside pages and calibrated parameters, alike in all layers, by field of
-        `PartArgs`.
+        """Return what the attention kernel reads beside pages and calibrated parameters, by field of `PartArgs`. It is
+        alike in all layers.
         """
         return {}
 
     def static_pointers(
         self, layout: PageLayout, static: Mapping[str, torch.Tensor], device: torch.device
     ) -> dict[str, int]:
-        """Where the attention kernel finds a layer's calibrated parameters (`PageStore.static`), by field of
+        """Return where the attention kernel finds a layer's calibrated parameters (`PageStore.static`), by field of
         `PartArgs`.
         """
         return {
@@ -200,18 +200,18 @@ class Family:
         }
 
     def closing(self, layout: PageLayout, dtype: torch.dtype, capability: tuple[int, int], appends: bool) -> Source:
-        """What closes pages on a device of a compute capability; with `appends` in decode steps."""
+        """Return the source that closes pages on a device of a compute capability; with `appends` in decode steps."""
         raise NotImplementedError
 
     def unpacking(self, layout: PageLayout, dtype: torch.dtype) -> Source:
-        """What unpacks pages."""
+        """Return the source that unpacks pages."""
         raise NotImplementedError
 
     def first(
         self, store: PageStore, starts: np.ndarray | None, num_pages: int, device: torch.device
     ) -> torch.Tensor | None:
-        """What `close` needs to know of the positions `starts` [num_pages] of pages' first tokens, on `device`; None
-        where it needs nothing.
+        """Return what `close` needs to know of the positions `starts` [num_pages] of pages' first tokens, on `device`.
+        Return None where it needs nothing.
         """
         return None
 

@@ -24,7 +24,7 @@ from .work_list import PartWork, WorkArgs
 def ask_of(
     layouts: Sequence[PageLayout], num_columns: int, dtype: torch.dtype, softcap: bool, spans: bool, shared_limit: int
 ) -> Ask:
-    """What the kernel is wanted for that reads pages of these layouts, the packed ones first.
+    """Return the needs that a kernel must meet to read pages of these layouts, the packed ones first.
 
     Args:
         num_columns: query columns of a kv head (query tokens times heads).
@@ -132,7 +132,7 @@ class Launch:
         self._in_order = True
 
     def _part(self, layout: PageLayout, walk: int) -> tuple[PartWork, PartArgs]:
-        """What both kernels know of a part before its pages are bound."""
+        """Return what both kernels know of a part before its pages are bound."""
         raw = layout.key.is_raw
         chunk = self.kernel.raw_tokens if raw else self.kernel.shape.chunk
         work = PartWork(

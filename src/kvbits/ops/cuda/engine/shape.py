@@ -61,7 +61,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Ask:
-    """What an attention kernel is wanted for, beside the layout of its pages.
+    """The needs that an attention kernel must meet, beside the layout of its pages.
 
     Attributes:
         cols: query columns of a warp.

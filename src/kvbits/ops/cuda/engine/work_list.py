@@ -112,7 +112,7 @@ def num_slots(blocks: int, num_walks: int) -> int:
 
 
 def source(num_parts: int) -> Source:
-    """What makes the lists of launches over so many parts."""
+    """Return the source that makes the lists of launches over so many parts."""
     return Source(Path(__file__).parent, "work_list.cu", {"THREADS": THREADS, "NUM_PARTS": num_parts})
 
 

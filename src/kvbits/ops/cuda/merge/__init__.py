@@ -43,7 +43,7 @@ class _Args(ctypes.Structure):
 
 
 def source(head_dim: int, dtype: torch.dtype) -> Source:
-    """What merges results of so many channels."""
+    """Return the source that merges results of so many channels."""
     macros = {"HEAD_DIM": head_dim, "TYPE": TORCH_NUMBERS[dtype], "MOST_PARTS": MOST_PARTS, "THREADS": THREADS}
     return Source(Path(__file__).parent, "merge.cu", macros)
 

@@ -56,7 +56,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas says of one kernel."""
+    """The resources of one kernel, as ptxas reports them."""
 
     registers: int
     stack_bytes: int

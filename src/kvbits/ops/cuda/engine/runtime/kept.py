@@ -23,7 +23,7 @@ SUFFIX = ".kernel"
 
 
 def folder() -> Path:
-    """Where kernels are kept."""
+    """Return the folder where kernels are kept."""
     return files.cache_folder("cuda")
 
 

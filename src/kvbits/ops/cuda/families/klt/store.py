@@ -39,7 +39,7 @@ FEW_WARPS = 8
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
-    """Why pages of this layout cannot be closed from `dtype`, or None."""
+    """Say why pages of this layout cannot be closed from `dtype`, or return None."""
     if dtype not in TORCH_NUMBERS:
         return f"keys are {dtype}; the kernel takes float32, float16 and bfloat16"
     if why := refuses_bands(layout):
@@ -76,8 +76,8 @@ def few_warps(layout: PageLayout) -> int:
 
 
 def takes_warpgroups(layout: PageLayout, device: torch.device) -> bool:
-    """Whether the product of a page's keys runs on Hopper's matrix units, which take four warps at once and read the
-    basis from shared memory.
+    """Tell whether the product of a page's keys runs on Hopper's matrix units. They take four warps at once and read
+    the basis from shared memory.
     """
     return device.type == "cuda" and _takes_warpgroups(layout, torch.cuda.get_device_capability(device))
 
@@ -177,7 +177,7 @@ def source(
 
 
 def closing(layout: PageLayout, dtype: torch.dtype, appends: bool, capability: tuple[int, int]) -> Source:
-    """What closes pages on a device of a compute capability."""
+    """Return the source that closes pages on a device of a compute capability."""
     return source(layout, dtype, appends, _takes_warpgroups(layout, capability))
 
 

@@ -147,9 +147,9 @@ def _refuses_attention(layout: PageLayout) -> str | None:
 
 
 def _joins_raw(layout: PageLayout, cols: int) -> bool:
-    """Whether the kernel adds raw tokens to the running outputs of this layout (RAW_JOINS): values of one plane, not
-    scaled by page, queries and results that no calibrated scale belongs to, and registers. Three column tiles of 128
-    channels spilled 128 to 168 bytes, 24 to 176 without joining.
+    """Tell whether the kernel adds raw tokens to the running outputs of this layout (RAW_JOINS). That takes values of
+    one plane, not scaled by page, queries and results that no calibrated scale belongs to, and registers. Three column
+    tiles of 128 channels spilled 128 to 168 bytes, 24 to 176 without joining.
     """
     key, value = layout.key, layout.value
     one_sum = (

@@ -25,7 +25,7 @@ WARP_DIM = 256
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
-    """Why tokens of `dtype` cannot be stored in pages of a layout, or None."""
+    """Say why tokens of `dtype` cannot be stored in pages of a layout, or return None."""
     for kind in "kv":
         if (d := layout.dim(kind)) % 8 or d > MAX_HEAD_DIM:
             return f"head_dim={d} is not a multiple of 8 up to {MAX_HEAD_DIM}"
