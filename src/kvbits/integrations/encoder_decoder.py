@@ -16,9 +16,9 @@ from .closed import Closed
 
 
 class CrossKVCache(Closed, EncoderDecoderCache):
-    """What `KVCache.for_model` makes for an encoder-decoder model.
+    """Cache that `KVCache.for_model` makes for an encoder-decoder model.
 
-    What is not said here it has of `self_attention_cache`, its `KVCache`.
+    Attributes that are not defined here are those of `self_attention_cache`, its `KVCache`.
 
     Attributes:
         self_attention_cache, cross_attention_cache: of the decoder's tokens, of the encoder's output, which every new
@@ -52,7 +52,7 @@ class CrossKVCache(Closed, EncoderDecoderCache):
         return False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Of the decoder's tokens, see `KVCache.crop`."""
+        """Crop the decoder's tokens, see `KVCache.crop`."""
         self.self_attention_cache.crop(tokens_to_remove)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:

@@ -1,16 +1,17 @@
-"""What `generate` asks of a model that decodes with a `KVCache`: a faster forward pass for its tokens, which is
-captured in a CUDA graph, masks, and inputs.
+"""Methods that `generate` asks of a model that decodes with a `KVCache`.
+
+They give masks, inputs, and a faster forward pass for its tokens, which is captured in a CUDA graph.
 
 Transformers compiles the passes of caches that say `is_compileable` (torch.compile), with masks of all positions made
-before. A model that was attached to kvbits answers both questions itself, for caches of kvbits only: the pass is the
-model's own in a CUDA graph (`graphs`), the mask stays that of padding.
+before. A model that was attached to kvbits decides both itself, for caches of kvbits only. The pass is the model's own
+in a CUDA graph (`graphs`), and the mask stays that of padding.
 
-A KVCache that is passed means that a cache is used: `use_cache=False`, from whichever configuration or call it comes,
+A KVCache that is passed means that a cache is used. `use_cache=False`, from whichever configuration or call it comes,
 is taken as True with one warning.
 
-Some models drop the cache that they were given: Phi-3 with longrope computes everything anew, in a cache of its own,
-when a sequence grows past `original_max_position_embeddings`. `generate` then begins the KVCache again. Any other pass
-that was given a KVCache and left it empty is an error (`attach`).
+Some models drop the cache that they were given. Phi-3 with longrope does so when a sequence grows past
+`original_max_position_embeddings`: it computes everything anew, in a cache of its own. `generate` then begins the
+KVCache again. Any other pass that was given a KVCache and left it empty is an error (`attach`).
 """
 
 from __future__ import annotations
@@ -277,7 +278,7 @@ class _Answer:
         return found
 
     def get_compiled_call(self, compile_config: Any = None) -> Callable[..., Any]:
-        """What `generate` calls for every token. A configuration of the compiler's asks for the compiler."""
+        """Return what `generate` calls for every token. A configuration of the compiler's asks for the compiler."""
         inherited = partial(self._inherited(), compile_config)
         return inherited() if compile_config is not None else _Tokens(self._model(), inherited)
 

@@ -73,7 +73,7 @@ def graphed(model: Any, cache: HoldsPages, *, compile: bool = False) -> Iterator
 
 
 def leads(model: Any, cache: HoldsPages) -> bool:
-    """Whether `model` is inside `graphed` with this cache."""
+    """Tell whether `model` is inside `graphed` with this cache."""
     forward = model.__dict__.get("forward")
     while (decoder := getattr(forward, "decoder", None)) is not None:
         if decoder.cache is cache:
@@ -83,7 +83,7 @@ def leads(model: Any, cache: HoldsPages) -> bool:
 
 
 def is_compiled(model: Any) -> bool:
-    """Whether torch.compile was here."""
+    """Tell whether `model` or its forward pass was given to torch.compile."""
     return (
         hasattr(model, "_orig_mod")
         or getattr(model, "_compiled_call_impl", None) is not None
@@ -284,7 +284,7 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class CapturedWork:
-    """What `work` launches, to be launched again.
+    """Launches of `work`, captured in a CUDA graph to be launched again.
 
     Attributes:
         output: what `work` returned; every replay writes it anew.

@@ -410,8 +410,9 @@ class KVCache(Closed, Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` decodes with it in a CUDA graph by itself: of fixed capacity, on a GPU, with a scheme
-        whose tokens the device leads.
+        """Flag that tells whether `generate` decodes with it in a CUDA graph by itself.
+
+        It does with a cache of fixed capacity, on a GPU, with a scheme whose tokens the device leads.
         """
         return self._captured and not self._recording
 
@@ -564,14 +565,14 @@ class KVCache(Closed, Cache):
         self._states.halfway = False
 
     def _whole(self) -> Columns:
-        """What was seen, if no pass left recurrent states halfway."""
+        """Return what was seen, if no pass left recurrent states halfway."""
         if self._states is not None:
             self._states.require_whole()
         return self.columns
 
     @property
     def is_linear(self) -> list[bool]:
-        """Whether each layer has a state and no keys and values."""
+        """Flags that tell whether each layer has a state and no keys and values."""
         return [layer in self._recurrent and not isinstance(layer, KVLayer) for layer in self.layers]
 
     def enter_pass(self) -> None:
@@ -652,7 +653,10 @@ def _beside_images(layers: list[Any], config: Any) -> list[Any]:
 
 
 def _layers(pages: PagedCache, columns: Columns, config: Any, dense: bool) -> list[Any]:
-    """Of a cache for a model with this configuration; None: every layer stores keys and values of its own."""
+    """Make the layers of a cache for a model with this configuration.
+
+    None means that every layer stores keys and values of its own.
+    """
     own = DenseLayer if dense else KVLayer
     if config is None:
         return [own(pages, columns, i) for i in range(len(pages.spec.layers))]

@@ -1,5 +1,6 @@
-"""Which tokens are padding: the mask function registered as "kvbits", and what a cache remembers of the masks it has
-seen.
+"""Masks that tell which tokens are padding.
+
+This module has the mask function registered as "kvbits", and what a cache remembers of the masks it has seen.
 """
 
 from __future__ import annotations
@@ -256,7 +257,7 @@ class Columns:
 
     @contextmanager
     def becoming(self, seen: int, valid: torch.Tensor | None) -> Iterator[None]:
-        """What this becomes by an operation of the cache."""
+        """Note what this becomes by an operation of the cache, and keep it when the operation ends well."""
         self.settle()
         self._next = self.pages.changes, seen, valid
         try:
@@ -338,7 +339,7 @@ class Columns:
 
 
 class HoldsPages(Protocol):
-    """What a `KVCache` is to the modules that it is made of."""
+    """Interface of a `KVCache` to the modules that it is made of."""
 
     pages: PagedCache
     columns: Columns
@@ -365,12 +366,12 @@ class HoldsPages(Protocol):
 
 
 def is_ours(cache: Any) -> bool:
-    """Whether it is a `KVCache`."""
+    """Tell whether it is a `KVCache`."""
     return isinstance(getattr(cache, "columns", None), Columns)
 
 
 def name_for(model: Any) -> str:
-    """What the forward pass of a model calls its cache."""
+    """Return the name by which the forward pass of a model calls its cache."""
     return CACHE_NAMES[0] if CACHE_NAMES[0] in inspect.signature(model.forward).parameters else CACHE_NAMES[1]
 
 
@@ -395,7 +396,7 @@ def numbered(number: int) -> Columns:
 
 @dataclass(eq=False)
 class Mask(NotATensor):
-    """What the mask function was told; becomes a real mask only for caches that are not ours."""
+    """Arguments that the mask function was given. They become a real mask only for caches that are not ours."""
 
     _why: ClassVar[str] = (
         f"the {NAME!r} attention builds no mask tensor, but this model or cache wants one (static and compiled caches"
@@ -423,8 +424,10 @@ class Mask(NotATensor):
         return torch.Size((self.batch_size, 1, self.q_length, self.arguments["kv_length"]))
 
     def within(self, window: int | None) -> torch.Tensor | None:
-        """Which tokens of its own chunk each token sees, bool [B, T, T], where that is not all before it: images whose
-        tokens see each other (Gemma 3), packed sequences. None where it is. The same for all layers.
+        """Return which tokens of its own chunk each token sees, bool [B, T, T], or None where that is all before it.
+
+        Exceptions are images whose tokens see each other (Gemma 3), and packed sequences. The result is the same for
+        all layers.
 
         Raises:
             UnsupportedError: tokens that came before this chunk are hidden or shown in another way than by causal

@@ -60,8 +60,9 @@ def load_model(name: str | ModelRef | None = None, dtype: Any = "auto", device: 
 
 
 def made_of(path: Path | str, dtype: str) -> dict[str, str]:
-    """What a loaded model's weights were made of, for results to say: a model under its original's name may have that
-    one's weights rounded to 4 bits.
+    """Return what a loaded model's weights were made of, for results to say.
+
+    A model under its original's name may have that one's weights rounded to 4 bits.
 
     Args:
         path: `ModelRef.source`.
@@ -164,7 +165,7 @@ def key_bias(model: Any) -> float:
 
 
 def scheme_for(model: ModelRef, scheme: str | Scheme) -> Scheme:
-    """What a preset's name, a file of a scheme (`mine.json`) or a scheme means on a loaded model.
+    """Return the scheme that a preset's name, a file of a scheme (`mine.json`) or a scheme means on a loaded model.
 
     Raises:
         SpecError: unknown, or fitted to another model or other weights (`FittedScheme`).
@@ -179,7 +180,7 @@ def scheme_for(model: ModelRef, scheme: str | Scheme) -> Scheme:
 
 
 def unfit_for(model: Any, scheme: Scheme) -> str | None:
-    """Why a scheme is known to be unfit for a loaded model, with the way out, or None."""
+    """Return why a scheme is known to be unfit for a loaded model, with the way out, or None."""
     if not weak_to_key_bias(scheme) or (found := key_bias(model)) < KEY_BIAS:
         return None
     return key_bias_note(scheme, f"{type(model).__name__}, which adds a bias of up to {found:.0f} to its keys")

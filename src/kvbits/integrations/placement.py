@@ -1,4 +1,7 @@
-"""Where a model computes: accelerate keeps weights in host memory or on disk, or spreads layers over devices."""
+"""Devices that a model computes on.
+
+accelerate keeps weights in host memory or on disk, or spreads layers over devices.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,10 @@ def _computes_on(model: Any, name: str, module: Any) -> torch.device | None:
 
 
 def _brought_to(model: Any, name: str) -> torch.device:
-    """Where accelerate brings the parameters of the module of this name, by its own hook or that of one around it."""
+    """Return the device that accelerate brings the parameters of the module of this name to.
+
+    The hook that does so is the module's own, or that of a module around it.
+    """
     while True:
         hook = getattr(model.get_submodule(name), "_hf_hook", None)
         for one in getattr(hook, "hooks", (hook,)):

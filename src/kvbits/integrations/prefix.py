@@ -23,7 +23,7 @@ CHUNK = 512
 
 
 def beside_pages(layers: int) -> str:
-    """What files of pages lack of a model so many layers of which keep more than keys and values."""
+    """Say what files of pages lack of a model in which so many layers keep more than keys and values."""
     return (
         f"{counted(layers, 'layer')} of this model keep recurrent states or index keys, which files of pages do not"
         " hold"

@@ -1,8 +1,7 @@
-"""What a prompt consists of besides its token ids: images, sounds, virtual tokens, types and positions of its tokens.
+"""Parts of a prompt besides its token ids: images, sounds, virtual tokens, types and positions of its tokens.
 
 Keys and values depend on all of it, and a store finds them by ids. So `note` writes down what the passes of a cache
-were given, and `KVCache.from_prefix`, which computes a prompt from its ids alone, refuses ids that stand for something
-else.
+were given. `KVCache.from_prefix` computes a prompt from its ids alone, so it refuses ids that stand for something else.
 """
 
 from __future__ import annotations

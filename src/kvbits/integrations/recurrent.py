@@ -174,7 +174,7 @@ class CrossLayer(DynamicLayer):
 
 
 class States:
-    """What layers of a cache keep beside the pages.
+    """States that layers of a cache keep beside the pages.
 
     Attributes:
         layers: that keep recurrent states, index keys, or an image's keys and values.

@@ -87,7 +87,7 @@ def _frequencies(model: Any) -> dict[str, tuple[float, ...]]:
 
 
 def _pairs(model: Any, name: str) -> str:
-    """Which channels the model's own function turns together."""
+    """Return which channels the model's own function turns together: "half" or "interleaved"."""
     apply = next(
         (
             f

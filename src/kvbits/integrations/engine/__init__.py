@@ -1,4 +1,4 @@
-"""What the plugins of several engines need; imports none of them.
+"""Parts that the plugins of several engines need. This package imports no engine.
 
 served         which formats are stored token by token, and what of a model they refuse; without torch
 options        raw copies of the newest and first pages, and a calibration: what users may say of them

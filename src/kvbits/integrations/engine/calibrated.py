@@ -1,5 +1,6 @@
-"""What layers need whose keys are stored in a calibrated basis: one rank's part of a calibration, and the model's
-rotary embedding.
+"""Calibrations for layers whose keys are stored in a calibrated basis.
+
+Such layers need one rank's part of a calibration, and the model's rotary embedding.
 
 The calibration is the file that the options name, or the model's own in the user's cache folder, made there once
 (`calibrate.kept`). Its tensors have a row for each kv head of the whole model. The rotary embedding is the one that
@@ -26,7 +27,7 @@ from .options import Options
 
 @dataclass(eq=False)
 class Model:
-    """What an engine's layers were calibrated to.
+    """Calibration of an engine's layers, with the configuration of the model.
 
     Attributes:
         layers: of the whole model, with rotary embeddings.
@@ -59,7 +60,10 @@ class Model:
 
 
 def heads_of(num_kv_heads: int, rank: int, size: int) -> slice:
-    """Which kv heads of a layer a rank of tensor parallelism has; with fewer heads than ranks, neighbours share one."""
+    """Return which kv heads of a layer a rank of tensor parallelism has.
+
+    With fewer heads than ranks, neighbours share one.
+    """
     each, sharing = max(1, num_kv_heads // size), max(1, size // num_kv_heads)
     return slice(rank // sharing * each, (rank // sharing + 1) * each)
 
@@ -74,7 +78,7 @@ def read(
     way_out: str,
     file: bool = True,
 ) -> Model:
-    """Of the model that an engine loads, found or made.
+    """Return the calibration of the model that an engine loads, found or made.
 
     Args:
         name: gives what `place` does, which may download a model; not asked where a file is named.
@@ -94,7 +98,7 @@ def read(
 
 
 def found_by_check(model: ModelRef, form: str) -> checked.Checked | None:
-    """What `kvbits check` found of a format (`served.FORMATS`) on this model, or None."""
+    """Return what `kvbits check` found of a format (`served.FORMATS`) on this model, or None."""
     return checked.find(model, form.removeprefix("kvbits_"))
 
 
@@ -104,8 +108,10 @@ def accuracy(name: str, revision: str | None, config: Any, form: str) -> str:
 
 
 def place(name: str, revision: str | None, patterns: list[str] | None = None) -> str:
-    """What an engine loads weights from: a folder, the name of a model, or the folder of the revision that is asked
-    for, with the files that these match.
+    """Return the place that an engine loads weights from.
+
+    It is a folder, the name of a model, or the folder of the revision that is asked for. That last folder has the files
+    that `patterns` match.
     """
     if not revision or Path(name).is_dir():
         return str(name)

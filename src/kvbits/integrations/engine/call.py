@@ -1,4 +1,4 @@
-"""What layers have in common that are attended together."""
+"""Common properties of layers that are attended together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Attend = Callable[..., torch.Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What layers must have in common to be planned together.
+    """Properties that layers must have in common to be planned together.
 
     Attributes:
         num_heads: query heads of this rank.

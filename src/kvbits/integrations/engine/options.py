@@ -1,4 +1,4 @@
-"""What users say of raw copies and calibrations: `Options`. How they say it is each engine's."""
+"""Options of users for raw copies and calibrations: `Options`. Each engine has its own way to give them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Options:
 
     @property
     def copies(self) -> bool:
-        """Whether pages are also kept raw."""
+        """Flag that tells whether pages are also kept raw."""
         return bool(self.raw_newest)
 
 

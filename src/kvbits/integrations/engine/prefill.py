@@ -198,7 +198,7 @@ def _tables(blocks: torch.Tensor, pages: np.ndarray, copies: Copies | None) -> l
 
 
 def _table(ids: np.ndarray, pages: np.ndarray) -> Table:
-    """Of one row that reads these pages, each where it stands."""
+    """Return the table of one row that reads these pages, each at its own position."""
     tokens = (len(ids) - 1) * PAGE_SIZE + int(pages[-1, VISIBLE]) if len(ids) else 0
     width = max(len(ids), 1)  # one entry that is not read, where there is none
     numbers = np.resize(ids, (1, width)), [tokens], np.resize(pages[:, [POSITION, VISIBLE]], (1, width, 2))

@@ -1,8 +1,8 @@
-"""Which request has raw copies: `Rings`.
+"""Owners of raw copies: `Rings` tells which request has them.
 
-A pool of copies is a share of the cache's memory (`served.copied_requests`): a ring of pages for each of so many
-requests (`engine.place`). Rows of a step move when requests come and go, so a request owns a ring, and a step's
-integers carry its number to the device.
+A pool of copies is a share of the cache's memory (`served.copied_requests`). It has a ring of pages for each of so many
+requests (`engine.place`). Rows of a step move when requests come and go, so a request owns a ring. A step's integers
+carry the ring's number to the device.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What kvbits serves in vLLM, by `--kv-cache-dtype`: `FORMATS`, each a preset of `kvbits.schemes` stored token by
-token. No torch: `kvbits plan` reads it.
+"""Formats that kvbits serves in vLLM, by `--kv-cache-dtype`: `FORMATS`.
+
+Each is a preset of `kvbits.schemes` stored token by token. This module imports no torch, since `kvbits plan` reads it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def copied_requests(memory_bytes: int, request_bytes: int, most: int, share: flo
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """What a `--kv-cache-dtype` stores.
+    """Format that a `--kv-cache-dtype` stores.
 
     Attributes:
         name: of the dtype, `kvbits_` and the scheme's.
@@ -52,7 +53,7 @@ class Format:
 
     @property
     def calibrated(self) -> bool:
-        """Whether its layers need numbers of a calibration (`kvbits calibrate`)."""
+        """Flag that tells whether its layers need numbers of a calibration (`kvbits calibrate`)."""
         return self.scheme.needs_calibration
 
     def layout(self, num_kv_heads: int, head_dim: int, value_head_dim: int, raw_dtype: str = "bfloat16") -> PageLayout:

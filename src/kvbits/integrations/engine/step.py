@@ -47,8 +47,9 @@ class Step:
 
 
 class Placer:
-    """What `place` fills for the layers of `calls`: nothing where no page has a mean or is in a frame, and none is
-    copied.
+    """Runner of `place` for the layers of `calls`, with the buffers that it fills.
+
+    It fills nothing where no page has a mean or is in a frame, and none is copied.
 
     Args:
         options: of the layers with copies.

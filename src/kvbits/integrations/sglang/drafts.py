@@ -18,7 +18,7 @@ from .options import format_of
 
 
 def chains(drafts: np.ndarray, mask: np.ndarray, num_drafts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of trees their longest paths, with zeros behind them.
+    """Return the longest paths of trees, with zeros behind them, and the mask of such chains.
 
     Args:
         drafts: int [requests * num_drafts], a node behind those that it follows.

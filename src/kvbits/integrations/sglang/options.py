@@ -1,6 +1,6 @@
-"""What of SGLang's options is refused, with the reason, before a model is loaded; the page size; a calibration.
+"""Checks of SGLang's options, the page size, and a calibration.
 
-`KVBITS_SGLANG` has kvbits' own options.
+Options are refused, with the reason, before a model is loaded. `KVBITS_SGLANG` has kvbits' own options.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NOT_RUN = {
 
 
 def format_of(server_args: Any) -> Format | None:
-    """What an engine stores, or None where it has another backend.
+    """Return the format that an engine stores, or None where it has another backend.
 
     Raises:
         UnsupportedError: another backend for prompts or for decoding.
@@ -149,9 +149,9 @@ def chosen(server_args: Any) -> str:
 
 
 def options_of(form: Format) -> Options:
-    """What the environment says (`KVBITS_SGLANG`, JSON), since SGLang's own options are closed.
+    """Return the options of the environment (`KVBITS_SGLANG`, JSON), since SGLang's own options are closed.
 
-    Its processes inherit it.
+    SGLang's processes inherit the environment.
 
     Raises:
         UnsupportedError: options that there are not or that cannot be.
@@ -165,7 +165,7 @@ def options_of(form: Format) -> Options:
 
 
 def calibration_of(form: Format, server_args: Any) -> Model:
-    """Of the served model, found or made.
+    """Return the calibration of the served model, found or made.
 
     Raises:
         CalibrationError, FileFormatError: as `engine.calibrated.read`.
@@ -185,7 +185,7 @@ def accuracy_of(form: Format, server_args: Any) -> str:
 
 
 def refuses(form: Format, options: Any) -> str | None:
-    """Why an engine cannot have these options, or None."""
+    """Return why an engine cannot have these options, or None."""
     if options.device not in ("cpu", "cuda"):
         return (
             f"kvbits' attention backend for SGLang runs on cuda and on cpu, not on {options.device}; use another"
@@ -216,7 +216,7 @@ def refuses(form: Format, options: Any) -> str | None:
 
 
 def refuses_drafts(options: Any) -> str | None:
-    """Why such drafts are not verified, or None."""
+    """Return why such drafts are not verified, or None."""
     if (name := options.speculative_algorithm).upper() != "NGRAM":
         return (
             f"--speculative-algorithm {name} is not served by kvbits' attention backend: draft models have pools and"

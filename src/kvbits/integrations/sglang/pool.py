@@ -58,7 +58,7 @@ class KVBitsPool(MHATokenToKVPool):
         self._kv_copy_config = None
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Of accepted drafts, which are where they belong (`drafts`)."""
+        """Check that accepted drafts are where they belong (`drafts`), and move nothing."""
         # waits for nothing
         torch._assert_async(
             (tgt_loc == src_loc).all(),
@@ -85,7 +85,7 @@ def pool_class(original: Any, configurator: Any, *, kind: str, default: type) ->
 
 
 def _kv_heads(configurator: Any) -> int:
-    """Of a rank."""
+    """Return how many kv heads a rank has."""
     return configurator.model_config.get_num_kv_heads(resolved_view(configurator.server_args).tp_size)
 
 

@@ -1,5 +1,6 @@
-"""What of SGLang this plugin stands on (`CONTRACT`): 0.5.22, which first resolves classes of pools by a method of its
-own, and later releases. No line depends on which.
+"""Parts of SGLang that this plugin needs (`CONTRACT`), in release 0.5.22 and later ones.
+
+Release 0.5.22 is the first that resolves classes of pools by a method of its own. No line depends on the release.
 """
 
 from __future__ import annotations

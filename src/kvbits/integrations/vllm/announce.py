@@ -1,5 +1,6 @@
-"""What vLLM says about the kvbits_* dtypes: its help lists them, its log says what is stored, and not that they lack
-scaling factors.
+"""Messages of vLLM about the kvbits_* dtypes.
+
+The help of vLLM lists them, and its log says what is stored. The log does not say that they lack scaling factors.
 """
 
 from __future__ import annotations

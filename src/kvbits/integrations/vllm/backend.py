@@ -1,4 +1,4 @@
-"""What vLLM asks before it allocates: `KVBitsBackend`."""
+"""Backend that vLLM asks before it allocates: `KVBitsBackend`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class KVBitsBackend(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """Why a model cannot be served, or None."""
+        """Return why a model cannot be served, or None."""
         if block_size not in (None, formats.PAGE_SIZE):
             return (
                 f"kvbits' pages hold {formats.PAGE_SIZE} tokens; leave --block-size away, or pass --block-size"

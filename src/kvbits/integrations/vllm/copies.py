@@ -112,7 +112,7 @@ def has_copies(vllm_config: Any) -> bool:
 
 
 def _least(count: int) -> int:
-    """Of all ranks."""
+    """Return the least count of all ranks."""
     from vllm.distributed import get_world_group
 
     group = get_world_group()

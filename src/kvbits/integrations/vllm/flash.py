@@ -12,7 +12,7 @@ from ..engine.call import Attend, Call
 
 
 def flash_for(device: torch.device, head_dim: int, value_head_dim: int) -> Attend | None:
-    """Of layers of these widths; None on a CPU.
+    """Return the attention of prompts for layers of these widths, or None on a CPU.
 
     Raises:
         UnsupportedError: vLLM has none that takes them.

@@ -1,8 +1,8 @@
-"""Which torch dtype stands for which of vLLM's cache dtypes (`served.FORMATS`), and the pages of each.
+"""Torch dtypes that stand for vLLM's cache dtypes (`served.FORMATS`), and the pages of each.
 
-vLLM asks a backend for page sizes with nothing but a torch dtype in hand (`customize_spec`): no name, no layer, and in
-its workers no configuration. So each format has a torch dtype of its own as a tag, which no other cache uses, and the
-model's own dtype means raw pages.
+vLLM asks a backend for page sizes with nothing but a torch dtype (`customize_spec`). The backend has no name and no
+layer then, and in vLLM's workers no configuration. So each format has a torch dtype of its own as a tag, which no other
+cache uses. The model's own dtype means raw pages.
 """
 
 from __future__ import annotations
@@ -109,8 +109,9 @@ def layout_by_tag(dtype: torch.dtype, num_kv_heads: int, head_dim: int, value_he
 
 @functools.lru_cache(maxsize=64)
 def refuses_pages(kv_cache_dtype: str, head_dim: int, raw_dtype: str) -> str | None:
-    """Why GPUs have no kernels for pages of this name and width, or None; of a scheme file each layer is asked when it
-    has its format.
+    """Return why GPUs have no kernels for pages of this name and width, or None.
+
+    For a scheme file the result is None: each layer is asked when it has its format.
     """
     if kv_cache_dtype == SCHEME:
         return None

@@ -98,7 +98,7 @@ class KVBitsImpl(AttentionImpl):
             calibrated.model_of(config, self._device)
 
     def _take(self, form: formats.Format | None, layout: PageLayout, copied: bool) -> None:
-        """What this layer stores (None: the model's own numbers).
+        """Take the format that this layer stores (None: the model's own numbers).
 
         Everything that a step needs is allocated and compiled here, and counted by vLLM.
         """

@@ -30,13 +30,13 @@ KEY = schemes.get("klt4").key
 
 
 def moments(vllm_config: Any, index: int, num_kv_heads: int) -> Moments:
-    """Of a layer of the whole model, for the kv heads of this rank."""
+    """Make the `Moments` of a layer of the whole model, for the kv heads of this rank."""
     layer = layers_of(vllm_config.model_config.hf_text_config)[index]
     return Moments(KEY, dataclasses.replace(layer, num_kv_heads=num_kv_heads), f"layer {index}")
 
 
 class Worker:
-    """What a worker of vLLM has besides (`worker_extension_cls`)."""
+    """Methods that a worker of vLLM has besides its own (`worker_extension_cls`)."""
 
     vllm_config: Any
 

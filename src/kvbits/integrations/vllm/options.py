@@ -1,5 +1,6 @@
-"""What `--additional-config '{"kvbits": {..}}'` says: `Options`. It travels in vLLM's own configuration, so every
-process has it.
+"""Options of `--additional-config '{"kvbits": {..}}'`: `Options`.
+
+They travel in vLLM's own configuration, so every process has them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ KEY = "kvbits"
 
 
 def misspelt(given: Any, asked: bool) -> str | None:
-    """Which key of `--additional-config` is likely meant for kvbits and is not read, or None.
+    """Say which key of `--additional-config` is likely meant for kvbits and is not read, or return None.
 
     Other keys are vLLM's own and those of other plugins.
 
@@ -94,7 +95,7 @@ def options_of(vllm_config: Any, calibrated: bool | None = None) -> Options:
 
 
 def _calibrated(dtype: str, path: Any) -> bool:
-    """Whether a dtype has calibrated layers."""
+    """Tell whether a dtype has calibrated layers."""
     if dtype == SCHEME:
         return isinstance(path, str) and bool(path) and schemes.read(path).needs_calibration
     return dtype in FORMATS and FORMATS[dtype].calibrated

@@ -1,4 +1,4 @@
-"""What of vLLM this plugin stands on (`CONTRACT`), and every line that depends on its release.
+"""Parts of vLLM that this plugin needs (`CONTRACT`), and every line that depends on its release.
 
 0.33    takes the dtypes as `--kv-cache-dtype`, registered here
 0.32    has a closed list of them: `--additional-config '{"kvbits": {"dtype": "int8_centered"}}'` names one, which the
@@ -191,7 +191,7 @@ def needs_of(vllm_config: Any, copies: bool) -> tuple[str, ...]:
 
 
 def takes_names() -> bool:
-    """Whether `--kv-cache-dtype` can be one of ours."""
+    """Tell whether `--kv-cache-dtype` can be one of ours."""
     return see("vllm.config.cache:register_kv_cache_dtype") is not None
 
 
@@ -218,8 +218,9 @@ def register_dtypes(gone: tuple[str, ...]) -> None:
 
 
 def _handler(dtype: str, tag: Any) -> type:
-    """What vLLM's `register_kv_cache_dtype` takes for a dtype of this name, whose pages are of the torch
-    dtype `tag`.
+    """Return the class that vLLM's `register_kv_cache_dtype` takes for a dtype of this name.
+
+    Its pages are of the torch dtype `tag`.
     """
     from vllm.v1.kv_cache_interface import KVQuantMode
 

@@ -10,8 +10,9 @@ from .formats import PAGE_SIZE
 
 
 def rope_parameters(config: Any, slides: bool) -> dict[str, Any]:
-    """What a Transformers configuration says of the rotary embedding of layers that have a sliding window, or of those
-    that have none. Empty: nothing.
+    """Return what a Transformers configuration says of a rotary embedding; an empty dict means nothing.
+
+    The rotary embedding is that of layers that have a sliding window, or of those that have none.
     """
     found = getattr(config, "rope_parameters", None) or {}
     return found.get("sliding_attention" if slides else "full_attention", found)

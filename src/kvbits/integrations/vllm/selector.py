@@ -90,7 +90,7 @@ def _refusing(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuses(vllm_config: Any) -> str | None:
-    """Why a model whose layers are there cannot be served, or None."""
+    """Return why a model whose layers are there cannot be served, or None."""
     cache, layers = vllm_config.cache_config, vllm_config.compilation_config.static_forward_context.values()
     backends = {x.get_attn_backend() for x in layers if getattr(x, "kv_cache_dtype", None) in NAMES}
     if foreign := sorted(x.get_name() for x in backends if not _is_ours(x)):
@@ -133,7 +133,7 @@ def _making(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_asked() -> bool:
-    """Whether an engine's layers are to have our backend."""
+    """Tell whether an engine's layers are to have our backend."""
     config = _engine()
     return config is not None and (
         config.cache_config.cache_dtype in NAMES or config.attention_config.backend is releases.backend()

@@ -85,7 +85,7 @@ class Copies:
 
 @dataclass(eq=False)
 class Places:
-    """What `place` keeps and fills.
+    """Buffers that `place` keeps and fills.
 
     Attributes:
         stamps: int32 [num_blocks]: the last step that stored to a block; `step` counts them.
@@ -213,7 +213,7 @@ def _copy(
     newest: np.ndarray,
     stored: np.ndarray,
 ) -> None:
-    """Which tokens [n] are kept raw, and where."""
+    """Fill in which tokens [n] are kept raw, and where."""
     where, holds = c.where.numpy(), c.holds.numpy()
     stored = stored & (block > 0)
     is_first = c.first & (page == 0)
@@ -229,7 +229,7 @@ def _copy(
 
 
 def _read(c: Copies, size: int, lens: np.ndarray, blocks: np.ndarray) -> None:
-    """What each row reads from where."""
+    """Fill in what each row reads from where."""
     head, head_table, tail, tail_table, packed = (
         x.numpy() for x in (c.head, c.head_table, c.tail, c.tail_table, c.packed)
     )
