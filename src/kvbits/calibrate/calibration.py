@@ -63,7 +63,7 @@ _SHOWN_DIFFERENCES = 2
 
 
 def fingerprint(config: Any, scheme: Scheme) -> dict[str, Any]:
-    """What a calibration of `scheme` on a model with this configuration depends on, as plain JSON data.
+    """Return what a calibration of `scheme` on a model with this configuration depends on, as plain JSON data.
 
     Args:
         config: the model's Transformers configuration.
@@ -163,7 +163,7 @@ class Calibration:
 
     @functools.cached_property
     def _made(self) -> dict[str, Calibration]:
-        """What `fitted` made of it, by fingerprint."""
+        """Calibrations that `fitted` made from this one, by fingerprint."""
         return {}
 
     @property
@@ -171,12 +171,13 @@ class Calibration:
         return "this calibration" if self.path is None else f"calibration {self.path}"
 
     def fits(self, config: Any, scheme: Scheme) -> bool:
-        """Whether it serves this model and scheme."""
+        """Tell whether this calibration serves this model and scheme."""
         return scheme.needs_calibration and self._serving(fingerprint(config, scheme)) is not None
 
     def fitted(self, config: Any, scheme: Scheme) -> Calibration:
-        """What this model and scheme take: itself, or, where only the widths of bands differ or fewer layers have a
-        basis, the same directions in other steps. So what was measured for one klt preset serves all.
+        """Return the calibration that this model and scheme take. It is this calibration itself if that matches. If
+        only the widths of bands differ or fewer layers have a basis, the result has the same directions in other steps.
+        So a calibration that was measured for one klt preset serves all.
 
         Raises:
             CalibrationError: another model or scheme; names the file, what differs and the command that makes the right
@@ -241,8 +242,8 @@ class Calibration:
         return found
 
     def suits(self, model: Any) -> bool:
-        """Whether it was measured on this very model, as far as `info` says: the same `kvbits.identity`. A model in
-        another dtype cannot be compared, and suits.
+        """Tell whether this calibration was measured on this very model, as far as `info` says. The model must have the
+        same `kvbits.identity`. A model in another dtype cannot be compared, and suits.
         """
         from ..integrations.identity import identity
 

@@ -1,5 +1,5 @@
-"""What `kvbits check` found of a model, kept by the model's files (`kept.key_of`) and the preset: an engine says
-it when it starts.
+"""Results that `kvbits check` found for a model. They are kept by the model's files (`kept.key_of`) and the preset. An
+engine reports the result when it starts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def keep(model: ModelRef, preset: str, found: Checked) -> None:
 
 
 def find(model: ModelRef, preset: str) -> Checked | None:
-    """What is kept, or None, as where files cannot be read."""
+    """Return the result that is kept, or None if there is none or files cannot be read."""
     try:
         key = key_of(model)
     except (OSError, KvbitsError):

@@ -109,8 +109,8 @@ def calibrate_all(
     resume: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> list[Calibration]:
-    """What `calibrate` returns for each scheme, with one pass over the prompts for all static scales, one for all bases
-    and one for all codebooks.
+    """Return what `calibrate` returns for each scheme. One pass over the prompts serves all static scales, one serves
+    all bases, and one serves all codebooks.
     """
     how = settings or Settings()
     given = [_batch(p) for p in prompts]

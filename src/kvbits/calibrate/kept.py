@@ -167,7 +167,7 @@ def _own(key: str, loaded: Any) -> str:
 
 
 def _under(name: str, model: ModelRef, scheme: Scheme) -> Calibration | None:
-    """What is kept under a name, or None. A damaged file is none, and is made again."""
+    """Return the calibration that is kept under a name, or None. A damaged file counts as none, and is made again."""
     for folder in cache_folders(FOLDER):
         path = folder / f"{name}.safetensors"
         try:
@@ -272,8 +272,8 @@ def _rows_of_files(model: ModelRef) -> list[Row] | None:
 
 
 def _of_layer(name: str, ndim: int) -> str:
-    """What a matrix of a layer is called from the layers on; "" for all else, and for experts, which Transformers
-    stores otherwise than files do.
+    """Return the part of a matrix's name that starts at its layer. Return "" for all else, and for experts, which
+    Transformers stores otherwise than files do.
     """
     found = _LAYER.search(name)
     return found[1] if found and ndim == 2 and "expert" not in name else ""

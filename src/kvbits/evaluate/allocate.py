@@ -1,9 +1,9 @@
-"""Which layer gets how many bits: the lower convex hull of KL against bytes, walked from the cheapest choice to the
-dearest. Numbers only.
+"""Choice of how many bits each layer gets. It follows the lower convex hull of KL against bytes, from the cheapest
+choice to the dearest. The module handles numbers only.
 
-Every layer has options, each with its bytes and the KL that it costs alone. On the hull each next option of a layer
-buys less KL a byte than the one before, so taking the best purchase of all layers again and again gives, at every step,
-the least sum of KL for the bytes spent (up to one purchase).
+Every layer has options. Each option has its bytes and the KL that it costs alone. On the hull, each next option of a
+layer buys less KL per byte than the one before. So the best purchase of all layers is taken again and again. At every
+step, this gives the least sum of KL for the bytes spent (up to one purchase).
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def tempered(kl: Sequence[float], temperature: float) -> list[float]:
 
 
 class Curve:
-    """What a sum of KLs of single layers means for the whole cache: measured where all layers are alike, straight in
-    logarithms between and beyond.
+    """Prediction of the whole cache's KL from a sum of KLs of single layers. The curve is measured at choices where all
+    layers are alike. Between these points and beyond them it is straight in logarithms.
 
     Args:
         points: (sum of single layers, measured whole), nats.

@@ -1,4 +1,4 @@
-"""What a cache does to attention itself, layer by layer and head by head.
+"""Measurement of what a cache does to attention itself, layer by layer and head by head.
 
 `observe` runs a model once over a text and keeps every layer's queries, keys and values. `measure` puts the same keys
 and values into a cache and lets the newest queries attend: through the real op over the real pages for a `KVCache`,
@@ -39,7 +39,7 @@ SINKS = 4
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What one layer's attention was given. q: [T, Hq, D]; k, v: [T, H, D]."""
+    """Inputs of one layer's attention. q: [T, Hq, D]; k, v: [T, H, D]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -193,7 +193,8 @@ def _clipped(exact: torch.Tensor, stored: torch.Tensor) -> list[int]:
 
 
 def statistics(inputs: list[LayerInputs]) -> list[dict[str, float]]:
-    """What makes a layer hard to quantize, per layer (the worst kv head counts; tokens after the sinks).
+    """Return, per layer, figures that show what makes it hard to quantize. The worst kv head counts, over the tokens
+    after the sinks.
 
     key_offset        largest |channel mean| / median channel standard deviation of the keys: how far a constant offset
                       (a key bias) stretches a token's range

@@ -221,7 +221,9 @@ class Calibrator:
         return directory / f"{scheme.name}.safetensors"
 
     def _kept(self, scheme: Scheme) -> Calibration | None:
-        """What was made before: given, made here, or by an earlier run of this text for this model and scheme."""
+        """Return the calibration of a scheme that exists already, or None. It was given, made here, or made by an
+        earlier run of this text for this model and scheme.
+        """
         if (own := fitting(self.given, self.ref.config, scheme)) is not None:
             return own
         if self.directory is None:

@@ -92,8 +92,8 @@ class Screen:
 
     @property
     def advised_passed(self) -> bool:
-        """Whether the advised scheme passes on the same inputs: every layer that failed has a remedy, and the whole
-        cache stays inside the limits.
+        """Verdict on the advised scheme for the same inputs. It is True if every layer that failed has a remedy and the
+        whole cache stays inside the limits.
         """
         overall = self.advised_overall
         return (
@@ -104,7 +104,7 @@ class Screen:
 
     @property
     def verdict(self) -> str:
-        """How the verdicts on the layers and on the whole cache make one."""
+        """Explanation, in words, of how the verdicts on the layers and on the whole cache make one."""
         if self.passed:
             return f"every layer passes, and so does the whole cache{self._look_further}"
         if not self.failures:

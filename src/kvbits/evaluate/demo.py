@@ -236,7 +236,9 @@ def require_context(context: int, new_tokens: int, config: Callable[[], Any] | N
 
 
 def shown(result: dict[str, Any]) -> list[Any]:
-    """What the command prints of a `run`: bars of memory, a table, two texts side by side, and what to try next."""
+    """Return what the command prints of a `run`. The command prints bars of memory, a table, two texts side by side,
+    and what to try next.
+    """
     from rich.table import Table
     from rich.text import Text as Line
 
@@ -330,5 +332,7 @@ def _bars(growth: Sequence[dict[str, Any]]) -> Any:
 
 
 def _times(reduction: float, smaller: str, larger: str, digits: int) -> str:
-    """How many times smaller a cache is, or larger: of few tokens a scheme may keep all in 16 bits, in whole pages."""
+    """Say how many times smaller a cache is, or larger. It can be larger because a scheme may keep all of few tokens in
+    16 bits, in whole pages.
+    """
     return f"{reduction:.{digits}f}{smaller}" if reduction >= 1 else f"{1 / reduction:.{digits}f}{larger}"

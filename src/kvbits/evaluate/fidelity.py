@@ -1,4 +1,5 @@
-"""What a cache costs in accuracy, measured against the 16-bit cache on the same tokens through the real packed cache.
+"""Measurement of what a cache costs in accuracy. The reference is the 16-bit cache on the same tokens. Measurements go
+through the real packed cache.
 
 Text is fed in chunks, so every chunk attends to history as the cache stores it (chunk 1 is pure decoding). A chunk's
 own tokens are exact, so a long chunk flatters a cache (see `DECODING_CHUNK`). Per scored token:
@@ -100,7 +101,7 @@ class Fidelity:
         return sum(self.same) / self.num_tokens
 
     def texts(self) -> list[Fidelity]:
-        """What each text has, alone. Time is shared out evenly."""
+        """Return the figures of each text alone. Each text gets an equal share of the time."""
         found = [
             Fidelity(self.seconds / self.num_texts, self.num_timed // self.num_texts, num_texts=1)
             for _ in range(self.num_texts)

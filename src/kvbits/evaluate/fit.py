@@ -85,7 +85,7 @@ class Goal:
         return NOMINAL_CONTEXT if self.context is None else self.context
 
     def nbytes(self, scheme: Scheme, layers: tuple[LayerGeometry, ...] | None = None) -> int:
-        """What a cache of the context takes, to the byte."""
+        """Return the exact size in bytes of a cache of the context."""
         return CacheSpec(
             scheme=scheme, layers=self.layers if layers is None else layers, raw_dtype=self.raw_dtype
         ).nbytes(self.weighed_at, self.batch)
@@ -113,7 +113,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Fit:
-    """What was found.
+    """Result of a fit.
 
     Attributes:
         chosen: what is taken: the fitted scheme, or the preset that is as good.
@@ -139,7 +139,7 @@ class Fit:
 
     @property
     def reached(self) -> bool:
-        """Whether the wanted quality is reached."""
+        """Flag that tells whether the wanted quality is reached."""
         return self.goal.max_kl is None or self.chosen.kl <= self.goal.max_kl
 
     def to_dict(self) -> dict[str, Any]:
@@ -266,7 +266,9 @@ class _Search:
         return ordered[at - 1 : at + 1]
 
     def curve(self, total: float) -> Curve:
-        """What sums near `total` mean: measured at the widths on both sides of it."""
+        """Return the curve that tells what sums near `total` mean. It is measured at the widths on both sides of
+        `total`.
+        """
         near = self.near(total)
         return Curve([(self.total(s), kl) for s, kl in zip(near, self.bench.whole(near), strict=True)])
 

@@ -127,7 +127,7 @@ class ResultFile:
 
 
 def require_same(path: Path, header: dict[str, Any]) -> dict[str, Any] | None:
-    """What a file holds, or None if there is none.
+    """Return what a file holds, or None if there is no file.
 
     Args:
         header: `settings` and `model`, or one of them, that it must be of.
@@ -152,7 +152,7 @@ def require_same(path: Path, header: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def different(header: dict[str, Any], old: dict[str, Any]) -> list[str]:
-    """What `settings` and `model`, or one of them, say otherwise than a file."""
+    """List where `settings` and `model`, or one of them, differ from a file."""
     return [
         d
         for part in ("settings", "model")

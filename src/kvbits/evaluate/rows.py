@@ -78,7 +78,9 @@ class Rows:
 
 
 def together(f: CacheFactory, count: int) -> list[slice]:
-    """How `count` prompts may share caches of this kind: all in one, or each alone where a cache stores padding."""
+    """Return slices of `count` prompts that may share a cache of this kind. All prompts share one slice, or each prompt
+    has its own where a cache stores padding.
+    """
     return [slice(i, i + 1) for i in range(count)] if f.stores_padding else [slice(0, count)]
 
 

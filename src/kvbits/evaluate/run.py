@@ -70,7 +70,7 @@ class Evaluation:
         return scored_texts(self.tasks, self.texts)
 
     def wanted(self, model: ModelRef) -> list[str | Scheme]:
-        """What is measured: names written out, and the two sides of each scheme of ours."""
+        """List what is measured: names written out, and the two sides of each scheme of ours."""
         found = expand(self.schemes, self.caches)
         ours = [one for one in found if self.alone and is_ours(one, self.caches)]
         return found + [side for one in ours for side in sides(presets.for_layers(one, model.layers))]

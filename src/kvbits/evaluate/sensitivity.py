@@ -1,8 +1,8 @@
-"""What a layer's keys or values cost in few bits, alone and together: formats to choose from, measurements on the real
-packed cache.
+"""Measurement of what a layer's keys or values cost in few bits, alone and together. The module holds formats to choose
+from and measurements on the real packed cache.
 
-A layer alone is measured on one chunk of tokens after a prefix, which is computed once and put into every cache as it
-is: only that layer's keys, or its values, are packed, all others stay raw. So one trial costs the forward pass of a
+A layer alone is measured on one chunk of tokens after a prefix. The prefix is computed once and put into every cache as
+it is. Only that layer's keys, or its values, are packed. All others stay raw. So one trial costs the forward pass of a
 chunk. Whole caches are measured as `kvbits eval` does (`fidelity.compare`).
 """
 
@@ -42,7 +42,7 @@ VALUE_GROUP = 64
 
 @dataclasses.dataclass(frozen=True)
 class Formats:
-    """What a layer may store: keys and values by width, each width with one format.
+    """Formats that a layer may store: keys and values by width, each width with one format.
 
     Attributes:
         measured: widths that are measured; the others follow from these (`fill_in`).
@@ -139,7 +139,7 @@ class Bench:
         self._reference: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def calibration(self, scheme: Scheme) -> Calibration | None:
-        """What the scheme takes of `bases`, or None."""
+        """Return the calibration that the scheme takes from `bases`, or None if the scheme needs none."""
         if not scheme.needs_calibration:
             return None
         if self.bases is None:
@@ -147,7 +147,7 @@ class Bench:
         return self.bases.fitted(self.model.config, scheme)
 
     def has_alone(self, layer: int, side: str, width: int) -> bool:
-        """Whether `alone` was measured before."""
+        """Tell whether `alone` was measured before."""
         return f"layer {layer} {side} {width}" in self.state.items
 
     def alone(self, layer: int, side: str, width: int, spec: QuantSpec) -> float:

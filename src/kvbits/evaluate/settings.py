@@ -1,4 +1,4 @@
-"""What an evaluation and a check can be told, without torch."""
+"""Settings that an evaluation and a check accept. This module does not need torch."""
 
 from __future__ import annotations
 
@@ -105,10 +105,12 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What passes a check. Layer limits are means over kv heads; see `evaluate.attention` for the measures.
+    """Limits within which a check passes. Layer limits are means over kv heads. `evaluate.attention` explains the
+    measures.
 
-    On the models this was set with, 8-bit and per-channel 4-bit keys stay at a cosine above 0.996 and a TVD below 0.06,
-    per-token 4-bit keys of models without a key bias at 0.976 and 0.09; layers with a key bias fall to 0.5 and 0.4.
+    The limits were set on models with these figures. 8-bit and per-channel 4-bit keys stay at a cosine above 0.996 and
+    a TVD below 0.06. Per-token 4-bit keys of models without a key bias stay at 0.976 and 0.09. Layers with a key bias
+    fall to 0.5 and 0.4.
     """
 
     logit_cosine: float = 0.95

@@ -41,7 +41,7 @@ CLOSED_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """What attends to what: `queries` new tokens of each of `batch` sequences, each seeing `tokens`."""
+    """Shape of a timed attention: `queries` new tokens of each of `batch` sequences. Each new token sees `tokens`."""
 
     batch: int
     query_heads: int
@@ -71,8 +71,8 @@ class Candidate:
 
 
 def made_up(layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:
-    """What calibration would bring for normal numbers: ranges, codebooks of even quantiles, random bases, rotary
-    frequencies.
+    """Return the tensors that calibration would bring for normal numbers: ranges, codebooks of even quantiles, random
+    bases, rotary frequencies.
     """
     static: dict[str, torch.Tensor] = {}
     h, d = layout.num_kv_heads, layout.head_dim

@@ -152,7 +152,7 @@ def _save(path: str | os.PathLike[str] | None, shared: Shared, identity: str, do
 
 
 def _named(shared: Shared) -> dict[str, Levels]:
-    """What is added to, by name."""
+    """Return, by name, the levels that numbers are added to."""
     return {
         f"{layer}.{side}.{i}": alike[0]
         for (layer, side), places in shared.items()

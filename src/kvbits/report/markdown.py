@@ -50,7 +50,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 
 
 
 def conditions(model: Model) -> str:
-    """What a model's figures were measured on."""
+    """Describe what a model's figures were measured on."""
     cells = model.tasks["fidelity"]
     base = next(iter(cells.values()))
     texts = list(dict.fromkeys(k.split("@")[0] for k in base.items))
@@ -73,8 +73,8 @@ def measured(model: Model) -> dict[str, Cell]:
 
 
 def _still_raw(cell: Cell, cells: dict[str, Cell]) -> bool:
-    """Whether a scheme of few bits held its windows raw to their ends: shorter than its run of raw tokens, they say
-    nothing about its codes.
+    """Tell whether a scheme of few bits held its windows raw to their ends. Such windows are shorter than the scheme's
+    run of raw tokens, and say nothing about its codes.
     """
     stated, held = cell.info.get("bits_per_element"), held_bits(cell, cells)
     if stated is None or held is None:
@@ -173,7 +173,7 @@ def _of_other_formats(models: dict[str, Model]) -> list[str]:
 
 
 def _in_float32(models: dict[str, Model]) -> list[str]:
-    """What is different where a model was measured in float32 only."""
+    """Describe what differs where a model was measured in float32 only."""
     titles = [m.title for m in models.values() if m.facts["dtype"] == "float32"]
     text = (
         f"{', '.join(titles)}: the cache beside which others are measured has 32 bits, and so have raw tokens in bits"
@@ -183,7 +183,7 @@ def _in_float32(models: dict[str, Model]) -> list[str]:
 
 
 def _unfit_notes(models: dict[str, Model]) -> list[str]:
-    """Which schemes are unfit for which models, and why."""
+    """Say which schemes are unfit for which models, and why."""
     if not (found := unfit(models.values())):
         return []
     listed = "; ".join(f"`{name}` for {', '.join(m.title for m in some)}" for name, some in found.items())
@@ -198,7 +198,9 @@ def _unfit_notes(models: dict[str, Model]) -> list[str]:
 
 
 def _widths(models: dict[str, Model]) -> str:
-    """Whose bits the table has: those of the first model on which a scheme was measured, and how wide its heads are."""
+    """Say whose bits the table has, and how wide the heads are. The bits are those of the first model on which a scheme
+    was measured.
+    """
     widths: dict[str, dict[int, None]] = {}
     seen: set[str] = set()
     for m in models.values():
@@ -271,8 +273,8 @@ def budgets(results: Results, speeds: Speeds = UNTIMED) -> list[str]:
 
 
 def _smaller(models: dict[str, Model], scheme: str) -> str:
-    """How many times smaller a cache was at the end of the windows that were measured, the least of all models, and
-    what it comes to in long contexts.
+    """Say how many times smaller a cache was at the end of the measured windows, and how many times in long contexts.
+    The first figure is the least of all models.
     """
     held = [(m, held_bits(measured(m)[scheme], m.tasks["fidelity"])) for m in models.values()]
     base = {m.name: next(c for c in m.tasks["fidelity"].values() if c.kind == "base") for m in models.values()}
@@ -305,7 +307,7 @@ def _needs_calibration(scheme: str) -> bool:
 
 
 def _price(scheme: str, speeds: Speeds) -> str:
-    """What a scheme asks for beyond bits: a calibration, and time where it is slower than 16 bits."""
+    """Say what a scheme asks for beyond bits: a calibration, and time where it is slower than 16 bits."""
     return (" Needs a calibration (`kvbits calibrate`)." if _needs_calibration(scheme) else "") + _slow(scheme, speeds)
 
 
@@ -348,8 +350,8 @@ def _least_mass(models: Iterable[Model], scheme: str) -> float | None:
 
 
 def _floor(results: Results, scheme: str) -> str:
-    """What of the mass a scheme loses is noise: what the lossless cache matches, and what the scheme matches without
-    noise.
+    """Say how much of the mass that a scheme loses is noise. The text gives the mass that the lossless cache matches,
+    and the mass that the scheme matches with less noise.
     """
     found = []
     if (raw := _least_mass(results.as_used.values(), "raw")) is not None:
@@ -422,7 +424,7 @@ def best_of(models: dict[str, Model], low: float, high: float, *, calibrated: bo
 
 
 def weights_note(models: dict[str, Model]) -> str:
-    """What the weights of measured models were made of: a name alone promises the original's."""
+    """Say what the weights of the measured models were made from. A name alone would promise the original's weights."""
     by_format: dict[str, list[str]] = {}
     four = all("GGUF Q4" in (m.facts.get("weights") or {}).get("format", "") for m in models.values())
     for m in models.values():

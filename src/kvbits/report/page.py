@@ -25,7 +25,7 @@ MEASURES = {"tvd": "attention that moved", "output_error": "output error", "logi
 
 @dataclass(frozen=True)
 class Beside:
-    """What was measured beside the results of `kvbits eval`.
+    """Measurements beside the results of `kvbits eval`.
 
     Attributes:
         speeds: of attention on a GPU; the size of a mark in the first chart.

@@ -42,7 +42,7 @@ ALIASES = {"ppl": "fidelity", "perplexity": "fidelity", "kl": "fidelity"}
 
 @dataclass(frozen=True)
 class Context:
-    """What a task works on.
+    """Inputs that a task works on.
 
     Attributes:
         ref: the model; loaded, unless a task only looks at options, texts and data.
@@ -104,7 +104,7 @@ class Task:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What every figure depends on, besides the item's key."""
+        """Settings that every figure depends on, besides the item's key."""
         raise NotImplementedError
 
     def item_keys(self) -> list[str]:
@@ -112,7 +112,7 @@ class Task:
         raise NotImplementedError
 
     def size(self, key: str) -> int:
-        """How much progress one cache makes with an item."""
+        """Return how much progress one cache makes with an item."""
         return 1
 
     def run(self, key: str, factories: dict[str, CacheFactory], advance: Callable[[float], None]) -> dict[str, Record]:
@@ -133,8 +133,8 @@ class Task:
         return found
 
     def pairs(self, record: Record, base: Record | None) -> bool:
-        """Whether a cache's record of an item and the base cache's, None where it has none, are of the same; one that
-        is not is measured anew.
+        """Tell whether a cache's record of an item and the base cache's record come from the same input. `base` is None
+        where the base cache has no record. A record that does not pair is measured anew.
         """
         return True
 

@@ -54,7 +54,7 @@ class GreedyTask(DecodeTask):
     def _texts(
         self, f: CacheFactory, prompts: list[torch.Tensor], written: list[list[int]], is_base: bool
     ) -> list[list[int]]:
-        """What the cache writes; `written`: by the base."""
+        """Return the token ids that the cache writes. `written` holds those that the base cache wrote."""
         o = self.context.options
         return written if is_base else generate(self.context.model, f, prompts, o.new_tokens, self.chunk)
 

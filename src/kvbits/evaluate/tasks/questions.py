@@ -212,7 +212,7 @@ class WrittenTask(QuestionsTask):
         return [f"{key}#{i}" for i in range(1, draws + 1) for key in keys] if draws else keys
 
     def judged(self, problems: list[dict[str, Any]], texts: list[str]) -> list[Record]:
-        """Whether each text is `right`, and what was `chosen`."""
+        """Return records that say whether each text is `right`, and what was `chosen`."""
         raise NotImplementedError
 
     def answers(self, f: CacheFactory, keys: list[str]) -> list[Record]:

@@ -82,7 +82,7 @@ class PartsTask(Task):
         return random.Random(f"{self.context.options.seed}:{key}")
 
     def _made(self, key: str) -> Any:
-        """What an item asks."""
+        """Return what an item asks."""
         raise NotImplementedError
 
     def room(self, item: Any) -> int:

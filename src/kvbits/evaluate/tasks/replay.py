@@ -152,7 +152,9 @@ class ReplayTask(FidelityTask):
             return written(base, False)
 
     def _begun(self, key: str) -> tuple[random.Random, Iterator[list[int]], list[int]]:
-        """What a chain is drawn from, its prompts behind the first, and the ids of that."""
+        """Return the generator that a chain is drawn from, the prompts after its first, and the ids of the first
+        prompt.
+        """
         rng = random.Random(f"{self.context.options.seed}:{key}")
         turns = self._turns(key, rng)
         return rng, turns, [*bos_of(self.context.tokenizer), *next(turns)]

@@ -81,7 +81,7 @@ MEMORY_BYTES, FILE_BYTES = 1 << 30, 1 << 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended. `reason` is empty if it passed."""
+    """Outcome of a program's run. `reason` is empty if the program passed."""
 
     passed: bool
     reason: str

@@ -107,7 +107,7 @@ class FidelityTask(Task):
         return found
 
     def _about(self, cache: Any, rows: int) -> Record:
-        """What a cache of as many windows holds of each."""
+        """Return what a cache of `rows` windows holds of each window."""
         found: Record = {"bytes_held": held_bytes(cache) // rows, "batch": rows}
         if isinstance(cache, KVCache):
             saturated = sum(n for layer in cache.pages.saturated for n in layer.values())

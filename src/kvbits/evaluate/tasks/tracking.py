@@ -43,13 +43,13 @@ class TrackingTask(ForcedTask):
 
 
 class State(Protocol):
-    """What is kept track of."""
+    """State that a text keeps track of."""
 
     def step(self) -> str:
         """One change, told, or noise."""
 
     def questions(self) -> list[Part]:
-        """What is asked in the end."""
+        """Return what is asked in the end."""
 
 
 class Table:
@@ -65,7 +65,7 @@ class Table:
         self.state: dict[str, list[int]] = {}
 
     def numbers(self, old: list[int] | None) -> list[int]:
-        """What a name is given that had `old`, or nothing."""
+        """Return the numbers that a name is given. `old` holds its earlier numbers, or is None if it had none."""
         raise NotImplementedError
 
     def step(self) -> str:

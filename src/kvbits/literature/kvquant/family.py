@@ -62,7 +62,9 @@ class KVQuant(Family):
         return unpack.source(layout, dtype)
 
     def constants(self, layout: PageLayout, device: torch.device) -> dict[str, torch.Tensor]:
-        """What codes of formats without codebooks stand for, and angles of keys that are not turned."""
+        """Return the values that codes of formats without codebooks stand for, and the angles of keys that are not
+        turned.
+        """
         sides = (("k", layout.key), ("v", layout.value))
         found = {
             f"{kind}_level": format.integer_levels(spec, layout.num_kv_heads)

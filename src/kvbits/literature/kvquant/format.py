@@ -19,7 +19,9 @@ TABLE_ROWS = {4: 256, 3: 0x78, 2: 0x34}
 
 
 def extras(layout: PageLayout) -> str | None:
-    """What of KVQuant a layout uses beyond scales and integer or float codes, in words for a refusal, or None."""
+    """Name what a layout uses of KVQuant beyond scales and integer or float codes. The words are for a refusal. Return
+    None if there is nothing to name.
+    """
     specs = (layout.key, layout.value)
     found = [
         words
