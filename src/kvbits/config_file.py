@@ -149,7 +149,7 @@ QUANTIZERS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json
 
 
 class Fields:
-    """What a config.json says, and what its family makes of it: attributes as of a Transformers configuration.
+    """Fields of a config.json, and what its family makes of them: attributes as of a Transformers configuration.
 
     Raises:
         SpecError: an unknown model_type, or fields from which its family computes nothing.
@@ -213,7 +213,7 @@ class Fields:
             _run(bodies[0], self, self._names, kwargs, lambda **rest: self._init(bodies[1:], rest))
 
     def _finish(self, kwargs: dict[str, Any]) -> None:
-        """What every configuration does: its parts, other fields, what differs between layers, names of layers."""
+        """Set what every configuration has: its parts, other fields, what differs between layers, names of layers."""
         for name, part in self._family.get("parts", {}).items():
             if (given := getattr(self, name, None)) is None and self._family.get("flat"):
                 given = {k: v for k, v in self.stated.items() if not isinstance(v, dict) and k != "model_type"}

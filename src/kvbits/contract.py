@@ -1,5 +1,6 @@
-"""What kvbits takes of an engine, or of torch, that nobody promises: each symbol is declared once, probed when it is
-first asked for, and wrapped in one way.
+"""Symbols that kvbits takes of an engine, or of torch, and that nobody promises.
+
+Each symbol is declared once, probed when it is first asked for, and wrapped in one way.
 
 A release serves as long as what is requested of it is there. What cannot work is refused with the symbol's name.
 `tests/integrations/test_contracts.py` holds the engines' declarations against the sources of releases, read as syntax
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Seen:
-    """What is found under a path.
+    """Parameters or attributes of what is found under a path.
 
     Attributes:
         required: parameters that have no default, without `self` and `cls`.
@@ -62,7 +63,7 @@ class Symbol:
     ends: str = ""
 
     def differs(self, seen: Seen | None) -> str | None:
-        """How it is otherwise than declared, or None."""
+        """Return how the symbol differs from its declaration, or None."""
         if seen is None:
             return None if self.otherwise else "is not there"
         known = {*seen.required, *seen.optional}
@@ -86,7 +87,7 @@ reads, calls, wraps, overrides = map(_declaring, ("read", "called", "wrapped", "
 
 
 def look_up(path: str) -> Any:
-    """What is there in this process.
+    """Return what is under a path in this process.
 
     Raises:
         ImportError, AttributeError: nothing is.
@@ -96,7 +97,7 @@ def look_up(path: str) -> Any:
 
 
 def see(path: str) -> Seen | None:
-    """What is there in this process, or None."""
+    """Return the parameters or attributes of what is under a path in this process, or None."""
     try:
         found = look_up(path)
     except (ImportError, AttributeError):
@@ -148,7 +149,7 @@ class Contract:
         return {path: why for path, why in found.items() if why}
 
     def version(self) -> str:
-        """Of the engine that is installed; "of no known version" where it is not."""
+        """Return the version of the engine that is installed; "of no known version" where it is not."""
         for name in self.distributions:
             try:
                 return importlib.metadata.version(name)
@@ -157,7 +158,7 @@ class Contract:
         return "of no known version"
 
     def refuses(self, *features: str) -> str | None:
-        """Why nothing that needs these features can start, or None.
+        """Return why nothing that needs these features can start, or None.
 
         Args:
             features: besides what every format needs.

@@ -92,7 +92,7 @@ EXTRAS = {
 
 
 def to_install(error: ModuleNotFoundError, also: str | None = None) -> str | None:
-    """What to install, as a sentence, where a package is missing that `EXTRAS` names; None where another is.
+    """Return what to install, as a sentence, where a package is missing that `EXTRAS` names; None where another is.
 
     Args:
         also: a package of `EXTRAS` that is needed after the missing one, so that both come at once.

@@ -1,4 +1,4 @@
-"""Where results are to go, looked at before the work, not after it; and what they are as JSON."""
+"""Checks of where results are to go, made before the work, not after it; and results as JSON."""
 
 from __future__ import annotations
 
@@ -124,8 +124,9 @@ def require_folder(path: str | os.PathLike[str], what: str, *, writable: bool = 
 
 @contextlib.contextmanager
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Where to write a file that takes the place of `path`, or of what that symlink leads to, once it is whole; an
-    error leaves what was there.
+    """Yield where to write a file that takes the place of `path` once the file is whole.
+
+    Where `path` is a symlink, the file takes the place of what the symlink leads to. An error leaves what was there.
 
     The file that is yielded exists, is empty, and is to be opened for writing, not replaced. What killed processes left
     of their attempts at `path` is cleared first.
@@ -171,8 +172,10 @@ def _clear_abandoned(path: Path) -> None:
 
 
 def cache_folders(name: str) -> tuple[Path, ...]:
-    """Where what costs time to make is looked for: in $KVBITS_CACHE, else the user's cache folder; and in a folder of
-    this user's alone among temporary files, if there is one.
+    """Return the folders in which kvbits looks for what costs time to make.
+
+    The first is in $KVBITS_CACHE, else in the user's cache folder. The second is in a folder of this user's alone among
+    temporary files, if there is one.
     """
     usual, temporary = _cache_places(name)
     return (usual, temporary) if temporary.is_dir() and _is_own(temporary.parent) else (usual,)
@@ -187,7 +190,7 @@ def _cache_places(name: str) -> tuple[Path, Path]:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether a folder is this user's and closed to others."""
+    """Tell whether a folder is this user's and closed to others."""
     owner = folder.lstat()
     return owner.st_uid == os.getuid() and not owner.st_mode & 0o077 and not folder.is_symlink()
 

@@ -251,7 +251,7 @@ def text_config(config: Any) -> Any:
 
 @dataclass(frozen=True)
 class Place:
-    """What a layer of a model has in its cache.
+    """Layer of a model, described by what it has in the cache.
 
     Attributes:
         kind: its type, as the configuration names it.
@@ -271,13 +271,14 @@ class Place:
 
     @property
     def is_indexed(self) -> bool:
-        """Whether it keeps index keys, by which it chooses what it attends to."""
+        """True where the layer keeps index keys, by which it chooses what it attends to."""
         return self.kind == _INDEXED
 
 
 def layer_places(config: Any) -> tuple[Place, ...]:
-    """What each decoder layer has in the cache, in model order; behind them those that a model goes through again
-    (`_again`).
+    """Return what each decoder layer has in the cache, in model order.
+
+    The layers that a model goes through again come behind them (`_again`).
 
     Raises:
         UnsupportedError, SpecError: see `layer_geometries`.
@@ -322,8 +323,10 @@ def _decoder(config: Any) -> tuple[Any, list[Any]]:
 
 
 def _again(config: Any, layers: list[Any]) -> list[Any]:
-    """Of one thing for each layer, those of the layers that a model goes through more than once (Dory, Inkling 2 Mini),
-    for each time but the first: keys and values of each time are kept, behind those of all layers.
+    """Return the items of the layers that a model goes through more than once (Dory, Inkling 2 Mini).
+
+    `layers` has one item for each layer. Items are returned once for each time but the first. Keys and values of
+    each time are kept, behind those of all layers.
 
     Raises:
         UnsupportedError: the first times read what the last one cached.
@@ -348,7 +351,7 @@ def _num_layers(config: Any) -> int | None:
 
 @dataclass(frozen=True)
 class PlainLayer:
-    """What 16 bits hold of a token in a layer that pages of few bits cannot be made of.
+    """Layer that pages of few bits cannot be made of, described by what 16 bits hold of a token.
 
     Attributes:
         elements: numbers of one token, keys and values together.
@@ -362,8 +365,10 @@ class PlainLayer:
 
 
 def plain_layers(config: Any) -> tuple[PlainLayer, ...]:
-    """What 16 bits hold of a model that `layer_geometries` refuses, as far as its configuration says: latent attention,
-    keys and values of unlike widths, and the attention layers alone of models that have others too.
+    """Return what 16 bits hold of a model that `layer_geometries` refuses, as far as its configuration says.
+
+    Such models have latent attention, keys and values of unlike widths, or layers other than attention. Layers other
+    than attention are left out.
 
     Raises:
         UnsupportedError: the configuration does not say that either.
@@ -463,8 +468,10 @@ def query_heads(config: Any) -> int | None:
 
 
 def has_key_bias(config: Any) -> bool:
-    """Whether the models of a configuration add a bias to their keys, as far as it says: Qwen 2 and 2.5 always do,
-    others if `attention_bias` is set. How large the bias is, only weights say (`integrations.models.key_bias`).
+    """Tell whether the models of a configuration add a bias to their keys, as far as the configuration says.
+
+    Qwen 2 and 2.5 always do, others if `attention_bias` is set. Only weights say how large the bias is
+    (`integrations.models.key_bias`).
     """
     config = text_config(config)
     named = any(getattr(config, name, None) is True for name in ("attention_bias", "qkv_bias", "add_qkv_bias"))
@@ -612,8 +619,9 @@ def latent_rank(config: Any) -> int | None:
 
 
 def only_dense(config: Any) -> str | None:
-    """What a model does with what it cached that no attention over pages does, so that it wants dense copies of them;
-    None for others.
+    """Return what a model does with what it cached that no attention over pages does; None for others.
+
+    Such a model needs dense copies of what it cached.
     """
     config, configs = _decoder(config)
     if any(p.is_indexed for p in _places(config, configs)):

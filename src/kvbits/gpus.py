@@ -1,4 +1,4 @@
-"""What GPUs really have, by name: "80 GB" on a card is no size but a name. No torch."""
+"""Properties that GPUs really have, by name: "80 GB" on a card is not a size but a name. No torch."""
 
 from __future__ import annotations
 

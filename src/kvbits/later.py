@@ -1,4 +1,4 @@
-"""What a GPU is told and knows, without waiting for it."""
+"""Values sent to a GPU and read from it, without waiting for it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Later:
 
 
 class Findings:
-    """What launches find on a GPU, looked at all at once: one wait, however many asked."""
+    """Findings of launches on a GPU, read all at once: one wait, however many asked."""
 
     def __init__(self) -> None:
         self._asked: list[tuple[torch.Tensor, Callable[[list[float]], None]]] = []

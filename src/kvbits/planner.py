@@ -61,7 +61,7 @@ test compares), 17.3 on each of two.
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """What one scheme costs.
+    """Costs of one scheme.
 
     Attributes:
         scheme: preset name, or fp32, fp16, bf16.
@@ -132,7 +132,7 @@ class Cards:
 
     @property
     def cache_bytes(self) -> int:
-        """What is left for the cache on each GPU."""
+        """Bytes that are left for the cache on each GPU."""
         return self.memory_bytes - self.weights_share - (self.reserve_bytes or 0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -304,7 +304,7 @@ def plan(
     state_bytes: int | None = 0,
     **changes: Any,
 ) -> Plan:
-    """What each scheme costs on a model, and what fits.
+    """Return what each scheme costs on a model, and what fits.
 
     Args:
         layers: geometry of each layer (`geometry.layer_geometries`, or `uniform`); with `cards` of several GPUs what

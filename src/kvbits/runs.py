@@ -1,4 +1,4 @@
-"""Which run a figure is of: when, on what, with which code and which command.
+"""Records of the run that made a figure: when, on what, with which code and which command.
 
 Every result file keeps the record of each run beside what it measured.
 """
@@ -74,7 +74,9 @@ def record(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def of_one(result: Mapping[str, Any], *lists: str) -> dict[str, Any]:
-    """What a measurement returned as a file of one new run: its lists of rows name the run, whose facts are the rest.
+    """Return what a measurement returned as a file of one new run.
+
+    The lists of rows name the run. The rest are the run's facts.
 
     Args:
         lists: names of the lists of rows in `result`.
@@ -121,7 +123,7 @@ def _listed(names: list[str]) -> str:
 
 
 def has_bfloat16() -> bool:
-    """Whether this machine's CPU has instructions for bfloat16."""
+    """Tell whether this machine's CPU has instructions for bfloat16."""
     return bool(_host()["bfloat16"])
 
 
@@ -177,7 +179,7 @@ def _commit() -> tuple[str | None, bool | None]:
 
 
 def _said(command: list[str]) -> str | None:
-    """What a command prints, None where it is not there or fails."""
+    """Return what a command prints, or None where it is not there or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):

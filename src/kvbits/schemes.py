@@ -141,7 +141,7 @@ def get(name: str, *, head_dim: int | None = None, value_head_dim: int | None = 
 
 
 def weak_to_key_bias(scheme: Scheme) -> bool:
-    """Whether channels of a key share a scale of few steps: 4 bits and fewer, or FP8.
+    """Tell whether channels of a key share a scale of few steps: 4 bits and fewer, or FP8.
 
     One channel with a large constant offset, as models with a bias in their key projection have it, then takes the
     steps from all others. Keys per channel do not know this, 8-bit integers bear it.
@@ -161,7 +161,7 @@ def without_calibration(scheme: Scheme) -> str:
 
 
 def key_bias_note(scheme: Scheme, of: str) -> str | None:
-    """What to say of a scheme on a model with a key bias, with the way out; None where it is fit.
+    """Return a warning about a scheme on a model with a key bias, with the way out; None where the scheme is fit.
 
     Args:
         of: the model and its bias, in words.
@@ -218,7 +218,7 @@ def expand(names: Iterable[str | Scheme], groups: Mapping[str, Iterable[str]] | 
 
 
 def find(name: str) -> str | Scheme:
-    """What one name on a command line means: a preset's name, as it is, or the scheme in a file that ends in .json.
+    """Return what one name on a command line means: a preset's name, as it is, or the scheme in a .json file.
 
     Raises:
         SpecError: no such preset or file.
@@ -244,8 +244,9 @@ def read(path: str) -> Scheme:
 
 
 def for_layers(scheme: str | Scheme, layers: tuple[LayerGeometry, ...], **changes: Any) -> Scheme:
-    """What a name, a file or a scheme means on a model: a preset fitted to its layers (see `get`); a scheme of one's
-    own, or of a file, as it is.
+    """Return what a name, a file or a scheme means on a model.
+
+    A preset is fitted to the model's layers (see `get`). A scheme of one's own, or of a file, is returned as it is.
 
     Raises:
         SpecError: unknown, or fitted to another model (`FittedScheme.on`).

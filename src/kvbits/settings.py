@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """How a command line sets a field.
+    """Way in which a command line sets a field.
 
     Attributes:
         help: what the field is.

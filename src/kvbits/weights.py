@@ -249,8 +249,9 @@ def _of_codebooks(how: dict[str, Any]) -> float | None:
 
 
 def _of_files(folder: Path) -> tuple[int, str] | None:
-    """What the files of a folder take; where an index names files that are not there, what it says they take
-    together.
+    """Return what the files of a folder take, in bytes, and where the figure is from.
+
+    Where an index names files that are not there, the figure is what the index says they take together.
     """
     for index in (folder / "model.safetensors.index.json", folder / "pytorch_model.bin.index.json"):
         if not index.exists():
@@ -298,7 +299,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class _Family:
-    """How the weights of a family are built besides its widths.
+    """Build of the weights of a family besides its widths.
 
     Attributes:
         qkv_bias: always, whatever attention_bias says.

@@ -27,7 +27,7 @@ def _heads(option: str, text: str) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed(OfSchemes, OnThreads):
-    """What is timed."""
+    """Options of `kvbits bench`: what is timed."""
 
     context: int = setting(8192, "Tokens that each sequence has; 8k is 8,192.", tokens=1024)
     batch: int | None = setting(None, "Sequences.", least=1, shown="8 on a GPU, 1 on a CPU")
@@ -110,7 +110,7 @@ def bench(options: Timed) -> None:
 
 
 def _machine(device: Any) -> dict[str, Any]:
-    """What the record of a run does not say: the GPU's compute capability, or the instruction set of the CPU
+    """Return what the record of a run does not say: the GPU's compute capability, or the instruction set of the CPU
     kernels.
     """
     import torch

@@ -37,7 +37,7 @@ def _object(option: str, text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrated(OfModel):
-    """What is calibrated, and on what."""
+    """Options of `kvbits calibrate`: what is calibrated, and on what."""
 
     out: Path | None = setting(
         None,
@@ -197,8 +197,10 @@ def _keep(
     measure: Callable[[Path], tuple[list[Calibration], ModelRef]],
     asked: dict[str, Any],
 ) -> tuple[list[Calibration], list[Path], bool]:
-    """What is kept of the model, made if need be: under the key of its files, and under that of the model which they
-    become where it is another.
+    """Return the calibrations kept of the model, and make them if need be.
+
+    Calibrations are kept under the key of the model's files. Where the files become another model, they are kept under
+    the key of that model too.
 
     Args:
         asked: what the command says of how it is measured.

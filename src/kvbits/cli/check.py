@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked(InDtype):
-    """What is screened."""
+    """Options of `kvbits check`: what is screened."""
 
     scheme: str = setting(RECOMMENDED, "The one scheme to screen: a preset, or a file of your own (.json).")
     text: str = setting("novel", "Text like what the model will read: a file, hub:ID, or novel (shipped).")
@@ -96,7 +96,7 @@ def check(options: Checked) -> None:
 
 
 def _keep(found: Screen, model: ModelRef, chosen: str | Scheme, asked: str) -> None:
-    """What engines say of a preset when they start, if it was judged by the usual limits."""
+    """Keep what engines report of a preset when they start, if the usual limits judged the preset."""
     from ..calibrate import checked
 
     if isinstance(chosen, str) and found.limits == Limits():
@@ -147,7 +147,7 @@ _LEGEND = (
 
 
 def _summary(found: Screen) -> Table:
-    """What passed, what did not, which of it counts, and what to change."""
+    """Return a table of what passed, what did not, which of it counts, and what to change."""
     from rich.table import Table
 
     from ..cache.explain import ranges

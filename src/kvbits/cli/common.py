@@ -1,4 +1,4 @@
-"""What the commands share: the application, options of one meaning, tables, JSON, errors as one line."""
+"""Parts that the commands share: the application, options of one meaning, tables, JSON, errors as one line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ not hold the terminal longer.
 
 
 class _Stop:
-    """What Ctrl-C says: what is kept and how to go on."""
+    """Message that Ctrl-C prints: what is kept and how to go on."""
 
     text = "nothing is kept, the same command begins anew"
     as_json = False
@@ -58,7 +58,7 @@ class _Stop:
 
 
 def when_stopped(text: str) -> None:
-    """What is kept, and how to go on, if Ctrl-C comes from here on."""
+    """Set what Ctrl-C prints from here on: what is kept, and how to go on."""
     _Stop.text = text
 
 
@@ -178,7 +178,10 @@ def _warnings() -> Iterator[None]:
 
 
 def _usage(error: Any) -> tuple[str, ...]:
-    """What is wrong with options, as a sentence. Help printed because no arguments were given is no error."""
+    """Return a sentence that says what is wrong with options.
+
+    Help that is printed because no arguments were given is not an error.
+    """
     if type(error).__name__ == "NoArgsIsHelpError":
         raise error
     path = " ".join(["kvbits", *(error.ctx.command_path.split()[1:] if error.ctx is not None else [])])
@@ -256,7 +259,7 @@ def _tokens(least: int) -> Callable[[Any], int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What every command has."""
+    """Options that every command has."""
 
     as_json: bool = setting(False, "Print one JSON object instead of a table; an error is one too.", "--json")
 
@@ -386,8 +389,9 @@ def one_scheme(text: str) -> str:
 
 
 def say_device(device: str | None) -> None:
-    """Where a model runs, on standard error; on the CPU of a machine with a GPU also how to use that, and a warning
-    where there are no kernels.
+    """Print on standard error where a model runs.
+
+    On the CPU of a machine with a GPU, also print how to use the GPU. Print a warning where there are no CPU kernels.
     """
     import torch
 

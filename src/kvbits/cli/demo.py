@@ -12,7 +12,7 @@ from .output import show, tell
 
 @dataclass(frozen=True, kw_only=True)
 class Shown(OfSchemes, OnThreads):
-    """What is shown."""
+    """Options of `kvbits demo`: what is shown."""
 
     model: str | None = setting(None, "Local directory, GGUF file or hub id; the embedded SmolLM2 if not given.")
     context: int = setting(1024, "Tokens of text that the cache holds before; fewer are faster; 1k is 1,024.", tokens=1)

@@ -17,7 +17,7 @@ from .output import show, tell
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated(OfSchemes, InDtype):
-    """What is evaluated."""
+    """Options of `kvbits eval`: what is evaluated."""
 
     out: Path = setting(..., "Folder for results: MODEL/TASK/SCHEME.json. A run that stopped goes on there.")
     caches: Path | None = setting(
@@ -50,8 +50,8 @@ class Evaluated(OfSchemes, InDtype):
 
 @command("eval")
 def evaluate(options: Evaluated) -> None:
-    """What each cache costs on a model: perplexity, KL, retrieval, benchmarks, speed, beside the 16-bit cache on the
-    same tokens.
+    """Measure what each cache costs on a model: perplexity, KL, retrieval, benchmarks, speed, beside the 16-bit cache
+    on the same tokens.
 
     Every scheme runs through the real packed cache and the real attention op. Results are JSON files; `kvbits report`
     draws them. Schemes are the core presets if none is named; `literature` adds formats of papers, `stock`

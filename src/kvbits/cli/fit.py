@@ -27,7 +27,7 @@ SIZES = (2, 512, 2, 1024)
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted(Memory, InDtype):
-    """What is fitted, and to what."""
+    """Options of `kvbits fit`: what is fitted, and to what."""
 
     out: Path = setting(..., "The scheme file, like mine.json. Measurements lie beside it; a run that stopped goes on.")
     context: int | None = setting(None, "Tokens per sequence; 8k is 8,192. If not given, the longest.", tokens=1)
@@ -56,7 +56,7 @@ class Fitted(Memory, InDtype):
 
     @property
     def work(self) -> Path:
-        """Where measurements lie."""
+        """Folder where measurements lie."""
         return require_folder(self.out.with_suffix(".fit"), "--out")
 
 
@@ -93,7 +93,7 @@ def fit(options: Fitted) -> None:
 
 
 def _without_states(limit: int | None, state_bytes: int | None, batch: int, gpus: int) -> int | None:
-    """What recurrent states leave of the memory of one GPU's cache.
+    """Return what recurrent states leave of the memory of one GPU's cache, in bytes.
 
     Raises:
         SpecError: they leave nothing.

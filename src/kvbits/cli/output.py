@@ -1,4 +1,4 @@
-"""What the commands write, and the streams that they write to.
+"""Output of the commands, and the streams that they write to.
 
 A terminal may lack characters, be narrow, close early or be full. Characters that an encoding lacks are replaced. A
 table is as wide as its longest names and numbers need; where that is too wide, each row becomes a few lines. Standard

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned(OfSchemes, Memory, Output):
-    """What is planned."""
+    """Options of `kvbits plan`: what is planned."""
 
     model: str | None = setting(
         None, "Directory, config.json, GGUF file, hub id, or `embedded`: its configuration.", argument=True
@@ -215,7 +215,7 @@ def _chosen(ref: ModelRef, options: Planned) -> tuple[list[str | Scheme], dict[s
 
 
 def _not_in_vllm(ref: ModelRef, scheme: str | Scheme) -> str | None:
-    """Why kvbits does not serve a model in vLLM in a format, or None."""
+    """Return why kvbits does not serve a model in vLLM in a format, or None."""
     from ..geometry import has_key_bias, only_dense, text_config
     from ..integrations.engine.served import FORMATS
 
@@ -282,7 +282,7 @@ def _plan_table(found: Plan, ref: ModelRef, room: Room) -> Table:
 
 
 def _memory(found: Plan, room: Room) -> str:
-    """What the memory is for, in words."""
+    """Return what the memory is for, in words."""
     cards, left = found.cards, human_bytes(found.memory_bytes or 0)
     how = "--gpu-memory or --ram counts them"
     if cards is None:
@@ -394,7 +394,7 @@ def _short_sequences(found: Plan) -> list[str]:
 
 
 def _speed(found: Plan) -> list[str]:
-    """Which layers are so small that 16 bits are as fast on a GPU."""
+    """Return notes on which layers are so small that 16 bits are as fast on a GPU."""
     from ..geometry import PlainLayer
     from ..ops.break_even import small_on_gpu
 

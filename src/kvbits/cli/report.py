@@ -13,7 +13,7 @@ from .output import show, tell
 
 @dataclass(frozen=True, kw_only=True)
 class Reported(Output):
-    """What is reported."""
+    """Options of `kvbits report`: what is reported."""
 
     results: Path = setting(..., "Folder that `kvbits eval` wrote.", argument=True)
     html: Path | None = setting(None, "The page; kvbits-report.html here if no output is named.")

@@ -11,7 +11,7 @@ from .output import show
 
 @dataclass(frozen=True, kw_only=True)
 class Listed(Output):
-    """What is listed."""
+    """Options of `kvbits schemes`: what is listed."""
 
     head_dim: int = setting(
         128, "Channels per head of your model: groups are fitted to it, and scales cost more bits in narrow heads."

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Warmed(Output):
-    """What is compiled."""
+    """Options of `kvbits warm`: what is compiled."""
 
     model: str = setting(..., "Directory, config.json, GGUF file or hub id: its configuration.", argument=True)
     scheme: tuple[str, ...] = setting(
@@ -101,7 +101,7 @@ def warm(options: Warmed) -> None:
 
 
 def _capabilities(arch: str | None) -> list[tuple[int, int]]:
-    """Of the names in --arch, or of the GPUs here.
+    """Return the compute capabilities of the names in --arch, or of the GPUs here.
 
     Raises:
         SpecError: no such GPU can be, or there is none.
@@ -134,7 +134,7 @@ def _capabilities(arch: str | None) -> list[tuple[int, int]]:
 def _sources(
     ref: ModelRef, engine: str, names: list[str], dtype: torch.dtype, capability: tuple[int, int]
 ) -> Iterator[Source]:
-    """What a model launches in schemes.
+    """Yield the sources of the kernels that a model launches in schemes.
 
     Raises:
         UnsupportedError: the configuration does not say how many query heads there are.
