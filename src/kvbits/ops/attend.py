@@ -231,7 +231,9 @@ class Attention:
                 raise DataError(
                     f"pages of layer {layer} have another layout than planned: {store.layout}, not {layout}"
                 )
-            self._check_slabs(store)
+            if why := store.unreadable:
+                raise DataError(why)
+            self._check_device("pages", store.slabs[0])
             self._check_static(layer, store)
         with self._lock:
             self._backend.bind(layer, stores)
@@ -245,19 +247,6 @@ class Attention:
         if self.device.type == "cpu":  # a plan for a GPU brings them there
             for name in want:
                 self._check_device(f"static {name}", store.static[name])
-
-    def _check_slabs(self, store: PageStore) -> None:
-        if not store.num_pages:
-            raise DataError("a part without slabs, or whose slabs are empty, has no pages")
-        for x in store.slabs:
-            self._check_device("pages", x)
-            if not len(x):
-                raise DataError(f"a slab holds no page, {list(x.shape)}; leave it out")
-            if x.data_ptr() % 16 or x.stride(0) % 16:
-                raise DataError(
-                    f"pages at address {x.data_ptr():#x} with stride {x.stride(0)}; kernels read 16 bytes at a time:"
-                    " both must be multiples of 16"
-                )
 
     def _check_device(self, name: str, x: torch.Tensor, also_host: bool = False) -> None:
         if also_host and x.device.type == "cpu":
