@@ -187,6 +187,7 @@ class Attention:
     ) -> None:
         self.choice, self._backend = choice, backend
         self.layouts = tuple(layouts)
+        self._wants = [{} if x.is_raw else read_with(x) for x in layouts]
         self.batch_size: int = options["batch_size"]
         self.num_queries: int = options["num_queries"]
         self.device: torch.device = options["device"]
@@ -226,7 +227,7 @@ class Attention:
             raise DataError(f"stores must be a list of PageStore, one for each part, got {type(stores).__name__}")
         if len(stores) != len(self.layouts):
             raise DataError(f"stores of {len(stores)} parts for a plan of {len(self.layouts)}")
-        for layout, store in zip(self.layouts, stores, strict=True):
+        for layout, want, store in zip(self.layouts, self._wants, stores, strict=True):
             if store.layout != layout:
                 raise DataError(
                     f"pages of layer {layer} have another layout than planned: {store.layout}, not {layout}"
@@ -234,14 +235,12 @@ class Attention:
             if why := store.unreadable:
                 raise DataError(why)
             self._check_device("pages", store.slabs[0])
-            self._check_static(layer, store)
+            if want:
+                self._check_static(layer, store, want)
         with self._lock:
             self._backend.bind(layer, stores)
 
-    def _check_static(self, layer: int, store: PageStore) -> None:
-        if store.layout.is_raw:
-            return
-        want = read_with(store.layout)
+    def _check_static(self, layer: int, store: PageStore, want: dict[str, tuple[int, ...]]) -> None:
         way_out = f"pass PageStore(.., static={{..}}) with {', '.join(want)}"
         check_static(store.static, want, f"for pages of layer {layer}", way_out)
         if self.device.type == "cpu":  # a plan for a GPU brings them there
