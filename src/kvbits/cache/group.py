@@ -437,7 +437,7 @@ class GroupState:
         """Tables of all sequences as they are now, on the host, by pool, as far as it holds anything."""
         if self._closed_tables is None:
             self._closed_tables = tables.of_closed(self.sequences, self.group.page_size)
-        return self._closed_tables | tables.of_open(self.sequences, self.group.num_sink_tokens, self.group.page_size)
+        return self._closed_tables | tables.of_open(self.sequences, self.group.num_sink_tokens)
 
     def forget_tables(self) -> None:
         """Page lists changed."""

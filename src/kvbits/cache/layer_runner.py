@@ -107,27 +107,6 @@ def _pages_named(run: Sequence[Close | Recode], page_size: int) -> str:
     return f"{pages} of {'sequence' if len(rows) == 1 else 'sequences'} {', '.join(map(str, rows))}"
 
 
-MOST_PLANS = 32
-"""Plans of attention that a cache keeps: a chunk of another number of tokens needs one of its own."""
-LEAST_OF_A_GROUP = 4
-"""Plans that there is room for whatever the number of layer groups, each of which needs its own in every pass."""
-
-
-class _Plan:
-    """A plan of attention and the pages that its layers were bound to."""
-
-    def __init__(self, attention: Attention) -> None:
-        self.attention = attention
-        self._bound: dict[int, list[PageStore]] = {}
-
-    def bind(self, layer: int, stores: list[PageStore]) -> None:
-        """Bind a layer, unless its pages are where they were."""
-        bound = self._bound.get(layer)
-        if bound is None or any(a is not b for a, b in zip(bound, stores, strict=True)):
-            self.attention.bind(layer, stores)
-            self._bound[layer] = stores
-
-
 class LayerRunner:
     """Carries the steps of forward passes out, one layer at a time.
 

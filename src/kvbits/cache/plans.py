@@ -23,8 +23,7 @@ class KeptPlan:
 
     def bind(self, layer: int, stores: list[PageStore]) -> None:
         """Bind a layer, unless its pages are where they were."""
-        bound = self._bound.get(layer)
-        if bound is None or any(a is not b for a, b in zip(bound, stores, strict=True)):
+        if self._bound.get(layer) != stores:
             self.attention.bind(layer, stores)
             self._bound[layer] = stores
 

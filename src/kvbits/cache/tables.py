@@ -36,16 +36,22 @@ def of_closed(sequences: list[Sequence], page_size: int) -> dict[str, Table]:
     return found
 
 
-def of_open(sequences: list[Sequence], num_sink_tokens: int, page_size: int) -> dict[str, Table]:
+def of_open(sequences: list[Sequence], num_sink_tokens: int) -> dict[str, Table]:
     """Tables of the pages that are filled token by token: sinks and tail, as far as there are any."""
     found: dict[str, Table] = {}
     if any(s.sink for s in sequences):
-        sinks = _pages([(s.sink, [min(s.length, num_sink_tokens)], 0) for s in sequences])
-        found["sink"] = _table(len(sequences), sinks, num_sink_tokens)
+        found["sink"] = _filling([(s.sink, min(s.length, num_sink_tokens), 0) for s in sequences])
     if any(s.tail for s in sequences):
-        tails = _pages([(s.tail, s.tail_lengths, s.length - s.tail_tokens) for s in sequences])
-        found["tail"] = _table(len(sequences), tails, page_size)
+        found["tail"] = _filling([(s.tail, s.tail_tokens, s.length - s.tail_tokens) for s in sequences])
     return found
+
+
+def _filling(rows: list[tuple[list[int], int, int]]) -> Table:
+    """Of (page ids, tokens, position of the first token) per sequence, whose pages are full but the last."""
+    width = max(len(ids) for ids, _, _ in rows)
+    pages = [ids + [-1] * (width - len(ids)) for ids, _, _ in rows]
+    tokens, starts = np.array([(n, start) if ids else (0, 0) for ids, n, start in rows], np.int32).T.copy()
+    return Table(*map(torch.from_numpy, (np.array(pages, np.int32), tokens, starts)))
 
 
 def _pages(rows: list[tuple[Any, list[int], int]]) -> _Pages:

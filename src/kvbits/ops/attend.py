@@ -187,6 +187,7 @@ class Attention:
     ) -> None:
         self.choice, self._backend = choice, backend
         self.layouts = tuple(layouts)
+        self._wants = [{} if x.is_raw else read_with(x) for x in layouts]
         self.batch_size: int = options["batch_size"]
         self.num_queries: int = options["num_queries"]
         self.device: torch.device = options["device"]
@@ -226,38 +227,25 @@ class Attention:
             raise DataError(f"stores must be a list of PageStore, one for each part, got {type(stores).__name__}")
         if len(stores) != len(self.layouts):
             raise DataError(f"stores of {len(stores)} parts for a plan of {len(self.layouts)}")
-        for layout, store in zip(self.layouts, stores, strict=True):
+        for layout, want, store in zip(self.layouts, self._wants, stores, strict=True):
             if store.layout != layout:
                 raise DataError(
                     f"pages of layer {layer} have another layout than planned: {store.layout}, not {layout}"
                 )
-            self._check_slabs(store)
-            self._check_static(layer, store)
+            if why := store.unreadable:
+                raise DataError(why)
+            self._check_device("pages", store.slabs[0])
+            if want:
+                self._check_static(layer, store, want)
         with self._lock:
             self._backend.bind(layer, stores)
 
-    def _check_static(self, layer: int, store: PageStore) -> None:
-        if store.layout.is_raw:
-            return
-        want = read_with(store.layout)
+    def _check_static(self, layer: int, store: PageStore, want: dict[str, tuple[int, ...]]) -> None:
         way_out = f"pass PageStore(.., static={{..}}) with {', '.join(want)}"
         check_static(store.static, want, f"for pages of layer {layer}", way_out)
         if self.device.type == "cpu":  # a plan for a GPU brings them there
             for name in want:
                 self._check_device(f"static {name}", store.static[name])
-
-    def _check_slabs(self, store: PageStore) -> None:
-        if not store.num_pages:
-            raise DataError("a part without slabs, or whose slabs are empty, has no pages")
-        for x in store.slabs:
-            self._check_device("pages", x)
-            if not len(x):
-                raise DataError(f"a slab holds no page, {list(x.shape)}; leave it out")
-            if x.data_ptr() % 16 or x.stride(0) % 16:
-                raise DataError(
-                    f"pages at address {x.data_ptr():#x} with stride {x.stride(0)}; kernels read 16 bytes at a time:"
-                    " both must be multiples of 16"
-                )
 
     def _check_device(self, name: str, x: torch.Tensor, also_host: bool = False) -> None:
         if also_host and x.device.type == "cpu":

@@ -23,9 +23,9 @@ LEAST_SOFTCAP, MOST_SOFTCAP = 1e-3, 1e4
 """Kernels compute tanh to an absolute error, which a cap multiplies."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PageStore:
-    """The pages of one layer in one pool.
+    """The pages of one layer in one pool. What follows from its slabs is found once, however many plans read them.
 
     Attributes:
         layout: byte layout of a page.
@@ -65,9 +65,26 @@ class PageStore:
     def device(self) -> torch.device:
         return self.slabs[0].device
 
-    @property
+    @functools.cached_property
     def num_pages(self) -> int:
         return sum(s.shape[0] for s in self.slabs)
+
+    @functools.cached_property
+    def unreadable(self) -> str | None:
+        """Why attention cannot read the slabs where they lie, or None."""
+        if not self.num_pages:
+            return "a part without slabs, or whose slabs are empty, has no pages"
+        for x in self.slabs:
+            if x.device != self.device:
+                return f"slabs of one part on {self.device} and {x.device}; all must be on one device"
+            if not x.shape[0]:
+                return f"a slab holds no page, {list(x.shape)}; leave it out"
+            if x.data_ptr() % 16 or x.stride(0) % 16:
+                return (
+                    f"pages at address {x.data_ptr():#x} with stride {x.stride(0)}; kernels read 16 bytes at a time:"
+                    " both must be multiples of 16"
+                )
+        return None
 
     @functools.cached_property
     def addresses(self) -> np.ndarray:

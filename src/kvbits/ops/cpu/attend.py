@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -43,11 +44,16 @@ def refuses_layout(layout: PageLayout, num_queries: int = 1) -> str | None:
     return structs.refuses_layout(layout)
 
 
-class _Layer:
-    """The structs of a layer, with all that they point to."""
+class _Layer(NamedTuple):
+    """The pages of a layer.
 
-    def __init__(self, struct: AttendStruct, keep: tuple[Any, ...], pools: tuple[int, ...]) -> None:
-        self.struct, self.keep, self.pools = struct, keep, pools
+    Attributes:
+        parts: points to the structs of `stores` and `tables`, which it keeps alive.
+    """
+
+    parts: ctypes.Array[PartStruct]
+    stores: tuple[PageStore, ...]
+    tables: list[TableStruct]
 
 
 def plan(layouts: Sequence[PageLayout], **options: Any) -> Plan:
@@ -60,26 +66,9 @@ class Plan(HostPlan):
 
     def __init__(self, layouts: Sequence[PageLayout], **options: Any) -> None:
         super().__init__(layouts, **options)
-        self._layers: dict[int, _Layer] = {}
-        self._tables: dict[tuple[int, int], TableStruct] = {}  # of a part and the pages of its pool
-        self._keep: list[np.ndarray] = []  # what the tables point to
-        self._scratches: dict[str, torch.Tensor] = {}
-
-    def bind(self, layer: int, stores: Sequence[PageStore]) -> None:
-        o, first = self.options, self.layouts[0]
-        parts = (PartStruct * len(stores))()
-        pools = tuple(store.num_pages for store in stores)
-        made = [store_struct(store) for store in stores]  # first: what is refused changes nothing
-        for i in range(len(stores)):
-            if (i, pools[i]) not in self._tables:
-                self._tables[i, pools[i]] = TableStruct()
-                if self._lists:
-                    self._fill(i, pools[i], self._keep)
-            parts[i].store = ctypes.addressof(made[i])
-            parts[i].table = ctypes.addressof(self._tables[i, pools[i]])
-        struct = AttendStruct(
-            parts=ctypes.addressof(parts),
-            num_parts=len(parts),
+        o, first = options, self.layouts[0]
+        self._struct = AttendStruct(  # of the run under way; what is given here stays
+            num_parts=len(layouts),
             num_tokens=o["num_queries"],
             num_heads=o["num_q_heads"],
             num_kv_heads=first.num_kv_heads,
@@ -90,26 +79,43 @@ class Plan(HostPlan):
             softcap=o["softcap"] or 0.0,
             sliding_window=o["sliding_window"] or 0,
         )
-        self._layers[layer] = _Layer(struct, (parts, tuple(stores)), pools)  # at once
-        used = {key for x in self._layers.values() for key in enumerate(x.pools)}
-        for key in self._tables.keys() - used:
-            del self._tables[key]
+        self._layers: dict[int, _Layer] = {}
+        # of a part and the pages of its pool, while a layer reads it
+        self._tables = WeakValueDictionary[tuple[int, int], TableStruct]()
+        self._keep: list[np.ndarray] = []  # what the tables point to
+        self._scratches: dict[str, torch.Tensor] = {}
+
+    def bind(self, layer: int, stores: Sequence[PageStore]) -> None:
+        parts, tables = (PartStruct * len(stores))(), []
+        for i, store in enumerate(stores):
+            parts[i].store = ctypes.addressof(store_struct(store))
+            tables.append(self._table(i, store.num_pages))
+            parts[i].table = ctypes.addressof(tables[i])
+        self._layers[layer] = _Layer(parts, tuple(stores), tables)  # at once: what is refused changes nothing
+
+    def _table(self, part: int, num_pages: int) -> TableStruct:
+        """The struct that layers point to whose pools have so many pages."""
+        if (found := self._tables.get((part, num_pages))) is None:
+            found = TableStruct()
+            if self._lists:
+                self._fill(found, part, num_pages, self._keep)
+            self._tables[part, num_pages] = found  # last: no other layer finds one that is not filled
+        return found
 
     def update(self, tables: Sequence[Table], query_lens: torch.Tensor | None, positions: torch.Tensor | None) -> None:
         super().update(tables, query_lens, positions)
         try:
             keep: list[np.ndarray] = []
-            for part, num_pages in self._tables:
-                self._fill(part, num_pages, keep)
+            for (part, num_pages), struct in self._tables.items():
+                self._fill(struct, part, num_pages, keep)
             self._keep = keep
         except BaseException:  # Ctrl-C, too
             self._lists = []  # structs point to nothing now
             raise
 
-    def _fill(self, part: int, num_pages: int, keep: list[np.ndarray]) -> None:
-        """The page list of this step to the struct that layers point to."""
+    def _fill(self, struct: TableStruct, part: int, num_pages: int, keep: list[np.ndarray]) -> None:
+        """The page list of this step to a struct that layers point to."""
         pages, ids = self._lists[part], self._lists[part].within(num_pages)
-        struct = self._tables[part, num_pages]
         struct.num_entries = len(ids)
         struct.indptr, struct.page_ids = pages.indptr.ctypes.data, ids.ctypes.data
         struct.starts, struct.lengths = pages.starts.ctypes.data, pages.lengths.ctypes.data
@@ -117,7 +123,7 @@ class Plan(HostPlan):
 
     def run(self, q: torch.Tensor, layer: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> torch.Tensor:
         self._check(q, layer, self._layers)
-        struct = self._layers[layer].struct
+        struct, parts = self._struct, self._layers[layer].parts
         if q.stride(3) != 1:
             q = q.contiguous()
         if out is None:
@@ -125,7 +131,7 @@ class Plan(HostPlan):
         into, logs = out if out.dtype == torch.float32 else self._scratch("out", out), lse
         if logs is None:
             logs = self._scratch("lse", out[..., 0])
-        struct.batch, struct.num_threads = len(q), torch.get_num_threads()
+        struct.parts, struct.batch, struct.num_threads = ctypes.addressof(parts), len(q), torch.get_num_threads()
         struct.q, struct.q_positions = q.data_ptr(), self._positions.data_ptr()
         struct.q_stride[:] = q.stride()[:3]
         struct.out, struct.lse = into.data_ptr(), logs.data_ptr()

@@ -59,9 +59,8 @@ class PageList:
         """
         pages, tokens = _host(table.pages), _host(table.tokens).astype(np.int64)
         batch, width = len(tokens), pages.shape[1]
-        at = np.zeros(batch, np.int64) if table.offsets is None else _host(table.offsets).astype(np.int64)
-        at = at.clip(0, width - 1)
-        visible = tokens.clip(0, (width - at) * page_size)
+        at = np.zeros(batch, np.int64) if table.offsets is None else _host(table.offsets).clip(0, width - 1)
+        visible = np.minimum(np.maximum(tokens, 0), (width - at) * page_size)
         counts = -(-visible // page_size)
         indptr = np.zeros(batch + 1, np.int64)
         np.cumsum(counts, out=indptr[1:])
