@@ -86,7 +86,7 @@ def place(
     slots: torch.Tensor,
     rings: torch.Tensor | None = None,
 ) -> None:
-    """One launch, which waits for nothing."""
+    """Launch the kernel that fills `places`, without waiting."""
     check(places, seq_lens, starts, table, slots, rings)
     places.step = places.step % (2**31 - 1) + 1
     args = _Args(
