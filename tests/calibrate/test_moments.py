@@ -22,7 +22,7 @@ from kvbits.integrations.huggingface import KVCache
 from kvbits.ops.cpu import library
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages
-from kvbits.quant import banded
+from kvbits.quant import scales
 from kvbits.quant.basis import completed, into_basis, inverse
 from kvbits.quant.rotary import turn
 from kvbits.spec import LayerGeometry, Override, PageLayout, QuantSpec, Rotary
@@ -62,7 +62,7 @@ def test_channels_of_the_basis_are_uncorrelated_sorted_and_as_wide_as_their_step
     pages = k.unflatten(0, (30, 64)).transpose(1, 2)[1:]
     y = into_basis(pages, KEY, shared(seen(q, k)), np.arange(64, 1920, 64)).double().transpose(0, 1).flatten(1, 2)
     covariance = y.mT @ y / y.shape[1]
-    spread = covariance.diagonal(dim1=-2, dim2=-1).sqrt() * banded.steps(KEY, DIM)
+    spread = covariance.diagonal(dim1=-2, dim2=-1).sqrt() * scales.steps(KEY, DIM)
     assert torch.allclose(spread, torch.ones_like(spread), atol=1e-3)
     off = covariance / (
         covariance.diagonal(dim1=-2, dim2=-1).sqrt()[:, None] * covariance.diagonal(dim1=-2, dim2=-1).sqrt()[:, :, None]
@@ -100,7 +100,7 @@ def test_scores_lose_less_than_in_the_channels_as_they_are():
     )
     fresh_k = correlated(64, 2, 1)
     layout = PageLayout(key=KEY, value=QuantSpec.raw(), page_size=64, num_kv_heads=2, head_dim=DIM, raw_dtype="float32")
-    plain = torch.diag_embed(1 / (k.unflatten(0, (30, 64)).std(1).mean(0) * banded.steps(KEY, DIM)))
+    plain = torch.diag_embed(1 / (k.unflatten(0, (30, 64)).std(1).mean(0) * scales.steps(KEY, DIM)))
     found = []
     for basis in (seen(q, k).basis(), plain):
         static = completed({"k_basis": basis, "k_mean": seen(q, k).mean()}, freq)
