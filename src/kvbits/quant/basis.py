@@ -13,7 +13,7 @@ Scores stay exact:  q . k = q_f . k_f = (q_f A^-T) . y,  so a reader multiplies 
                                                          anything.
 
 **Offsets.** Keys have a mean that is far from 0 (a key bias, and what all tokens share), and it is a constant of the
-model. With M the mean key of a run of `spec.MEAN_STEP` = 16 positions, turned back to the first of them, the tokens of a
+model. M is the mean key of a run of `spec.MEAN_STEP` = 16 positions, turned back to the first of them. The tokens of a
 page are taken 16 at a time, as key tiles have them. Those whose first one is p positions into the page's frame of 512
 are stored as
 
@@ -127,7 +127,9 @@ def offsets_of(
 
 
 def offsets(mean: torch.Tensor, basis: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
-    """float32 `k_offsets` [H, 33, head_dim] of float16 numbers, from `k_mean` [H, 2, head_dim] (M, K0) and `k_basis`."""
+    """float32 `k_offsets` [H, 33, head_dim] of float16 numbers, from `k_mean` [H, 2, head_dim] (M, K0) and
+    `k_basis`.
+    """
     at = torch.arange(0, FRAME, MEAN_STEP, device="cpu")
     means = turn(mean[:, :1].double().cpu().expand(-1, len(at), -1), at, inv_freq)
     both = torch.cat([means, mean[:, 1:].double().cpu()], 1) @ basis.double().cpu()
