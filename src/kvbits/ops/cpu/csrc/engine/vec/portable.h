@@ -144,6 +144,20 @@ INLINE void store_bytes(uint8_t* p, vi x) {
 }
 #endif
 
+#ifndef HAVE_FOURS
+// Four numbers from each of VL addresses: x[n] has the n-th ones.
+INLINE void load_fours(const float* const* at, int64_t offset, vf (&x)[4]) {
+  for (int i = 0; i < VL; i++)
+    for (int n = 0; n < 4; n++) x[n][i] = at[i][offset + n];
+}
+// The bytes of each four words, byte by byte: the first ones of all four, then the second ones; a four every `apart`
+// bytes.
+INLINE void store_fours(uint8_t* to, int64_t apart, vi words) {
+  for (int i = 0; i < VL; i++)
+    for (int n = 0; n < 4; n++) to[i / 4 * apart + 4 * n + i % 4] = (uint8_t)(words[i] >> 8 * n);
+}
+#endif
+
 #ifndef HAVE_STREAM
 INLINE void store_bytes(uint8_t* p, vi x);
 // 64 integers as bytes (the low one of each). `stream`: past the caches, `p` aligned to 64; stream_end() once
