@@ -5,10 +5,15 @@
 #define VL 8
 #define HAVE_FROM_FP16
 #define HAVE_BYTES
+#define HAVE_LANES
 #include "portable.h"
 
 namespace {
 
+template <int N>
+INLINE vi lanes_behind(vi before, vi x) {
+  return (vi)_mm256_alignr_epi8((__m256i)x, (__m256i)before, 16 - 4 * N);
+}
 INLINE vf from_fp16(const uint16_t* p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 INLINE vi load_bytes(const uint8_t* p) { return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 INLINE void store_bytes(uint8_t* p, vi x) {

@@ -10,10 +10,23 @@
 #define HAVE_STREAM
 #define HAVE_EXP2
 #define HAVE_MAX_EACH
+#define HAVE_WORDS
+#define HAVE_LANES
 #include "portable.h"
 
 namespace {
 
+INLINE vi turned(vi x, int left) { return (vi)_mm512_rolv_epi32((__m512i)x, _mm512_set1_epi32(left)); }
+INLINE vi bits_of(int mask, vi a, vi b) {
+  return (vi)_mm512_ternarylogic_epi32(_mm512_set1_epi8((char)mask), (__m512i)a, (__m512i)b, 0xca);
+}
+INLINE vi flipped(vi a, vi b, int mask) {
+  return (vi)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, _mm512_set1_epi8((char)mask), 0x78);
+}
+template <int N>
+INLINE vi lanes_behind(vi before, vi x) {
+  return (vi)_mm512_alignr_epi8((__m512i)x, (__m512i)before, 16 - 4 * N);
+}
 INLINE vf from_fp16(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE vi load_bytes(const uint8_t* p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 INLINE void store_bytes(uint8_t* p, vi x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x)); }

@@ -42,6 +42,28 @@ template <int DEGREE>
 INLINE vf exp2_neg(vf x);
 INLINE float sum(vf x);
 INLINE float max_of(vf x);
+INLINE vi turned(vi x, int left);
+INLINE vi bits_of(int mask, vi a, vi b);
+
+#ifndef HAVE_WORDS
+// 32-bit words turned to the left, 0 < left < 32.
+INLINE vi turned(vi x, int left) { return (vi)((vu)x << left | (vu)x >> (32 - left)); }
+// Of every byte the bits of `a` that are in the mask, of `b` the others.
+INLINE vi bits_of(int mask, vi a, vi b) { return (a & mask * 0x01010101) | (b & ~(mask * 0x01010101)); }
+// a ^ (b & mask), the mask that of every byte.
+INLINE vi flipped(vi a, vi b, int mask) { return a ^ (b & mask * 0x01010101); }
+#endif
+INLINE vi shifted_down(vi x, int by) { return (vi)((vu)x >> by); }
+INLINE vi masked(vi x, int mask) { return x & mask * 0x01010101; }
+
+#ifndef HAVE_LANES
+// Of every four lanes: the last N of `before`, then the first of x.
+template <int N>
+INLINE vi lanes_behind(vi before, vi x) {
+  static_assert(VL == 4, "wider vectors have instructions for it");
+  return N == 1 ? __builtin_shufflevector(before, x, 3, 4, 5, 6) : __builtin_shufflevector(before, x, 2, 3, 4, 5);
+}
+#endif
 
 #ifndef HAVE_MIN_MAX
 INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
