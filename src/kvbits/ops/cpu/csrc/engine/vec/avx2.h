@@ -10,6 +10,15 @@
 
 namespace {
 
+INLINE vi load_quads(const uint8_t* const (&at)[2]) {
+  return (vi)_mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)at[0])),
+                                     _mm_loadu_si128((const __m128i*)at[1]), 1);
+}
+INLINE vi odd_levels(vi x, bool fitted) {
+  const __m128i table = fitted ? _mm_setr_epi8(-9, -5, -3, -1, 1, 3, 5, 9, 0, 0, 0, 0, 0, 0, 0, 0)
+                               : _mm_setr_epi8(-7, -5, -3, -1, 1, 3, 5, 7, 0, 0, 0, 0, 0, 0, 0, 0);
+  return (vi)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)x);
+}
 template <int N>
 INLINE vi lanes_behind(vi before, vi x) {
   return (vi)_mm256_alignr_epi8((__m256i)x, (__m256i)before, 16 - 4 * N);

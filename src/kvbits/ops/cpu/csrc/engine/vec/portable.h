@@ -18,6 +18,7 @@ typedef int32_t vi_mem __attribute__((vector_size(VL * 4), aligned(4), may_alias
 typedef uint16_t vh_mem __attribute__((vector_size(VL * 2), aligned(2), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
+#define MEMBER inline __attribute__((always_inline))
 
 INLINE vf splat(float x) { return x - vf{}; }
 INLINE vi splat_int(int32_t x) { return x - vi{}; }
@@ -52,11 +53,25 @@ INLINE vi turned(vi x, int left) { return (vi)((vu)x << left | (vu)x >> (32 - le
 INLINE vi bits_of(int mask, vi a, vi b) { return (a & mask * 0x01010101) | (b & ~(mask * 0x01010101)); }
 // a ^ (b & mask), the mask that of every byte.
 INLINE vi flipped(vi a, vi b, int mask) { return a ^ (b & mask * 0x01010101); }
+// a | (b & mask)
+INLINE vi masked_or(vi a, vi b, int mask) { return a | (b & mask * 0x01010101); }
+// Words shifted down by a number that is not known beforehand.
+INLINE vi shifted_by(vi x, const int32_t& by) { return (vi)((vu)x >> by); }
 #endif
 INLINE vi shifted_down(vi x, int by) { return (vi)((vu)x >> by); }
 INLINE vi masked(vi x, int mask) { return x & mask * 0x01010101; }
 
 #ifndef HAVE_LANES
+// As many times four words as a vector has.
+INLINE vi load_quads(const uint8_t* const (&at)[VL / 4]) { return load_int(at[0]); }
+// Bytes of numbers below 8 to the levels of values of 2 bits, in half steps: 2 x - 7, and if `fitted` 9 instead of 7.
+// Bits 3 and 7 must be 0; what others hold above the number does not matter.
+INLINE vi odd_levels(vi x, bool fitted) {
+  typedef int8_t vb __attribute__((vector_size(VL * 4)));
+  const vb n = (vb)(x & 0x07070707), most = (vb)((vi)(n == 7) & (fitted ? 0x02020202 : 0)),
+           least = (vb)((vi)(n == 0) & (fitted ? 0x02020202 : 0));
+  return (vi)(n * 2 - 7 + most - least);
+}
 // Of every four lanes: the last N of `before`, then the first of x.
 template <int N>
 INLINE vi lanes_behind(vi before, vi x) {
