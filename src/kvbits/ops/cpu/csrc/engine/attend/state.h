@@ -22,7 +22,6 @@ constexpr float WIDE_LIMIT = 32639.0f;  // 127 * 256 + 127: high piece in [-127,
 constexpr float NARROW_Q_LIMIT = 127.0f;
 constexpr float NARROW_P_LIMIT = 255.0f;
 
-constexpr int OFFSETS_STRIDE = BLOCK + 2 * MEAN_STEP;  // floats, of a block's tokens and a run before and behind them
 constexpr int FRAME_FLOATS = 8192;  // of queries in a basis
 
 // Up to ROWS query rows: queries, running softmax and outputs.
@@ -52,7 +51,7 @@ struct Chunk {
 // Scratch of the current block of tokens.
 struct Block {
   alignas(64) float s[ROWS][BLOCK];                // scores, then probabilities
-  alignas(64) float k_offsets[ROWS][OFFSETS_STRIDE];  // what offsets add to scores, the first token's at MEAN_STEP
+  float k_offsets[ROWS][BLOCK / TILE];             // what offsets add to the scores of each tile's tokens
   alignas(64) float k_scale[MAX_GROUPS][BLOCK];
   alignas(64) float k_bias[MAX_GROUPS][BLOCK];
   alignas(64) float v_scale[MAX_GROUPS][BLOCK];

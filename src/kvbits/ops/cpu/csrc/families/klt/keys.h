@@ -48,7 +48,7 @@ struct BandArgs {
   const Chunk* chunk;
   const BandPieces* pieces;
   const float* scale;  // [BLOCK]
-  const float (*offsets)[OFFSETS_STRIDE];  // [ROWS], what is added to scores: the first token's at MEAN_STEP
+  const float (*offsets)[BLOCK / TILE];  // [ROWS], what is added to the scores of each tile's tokens
   float* s;            // [ROWS][BLOCK]
   int64_t ahead;       // distance to the page that is fetched into L2 while this one is read
 };
@@ -295,7 +295,7 @@ static void key_banded(const BandArgs& a) {
     for (int v = 0; v < V; v++)
       for (int h = 0; h < NH; h++) {
         const int at_token = t + v * VL;
-        store(a.s + h * BLOCK + at_token, s[v][h] * load(a.scale + at_token) + load(a.offsets[h] + MEAN_STEP + at_token));
+        store(a.s + h * BLOCK + at_token, s[v][h] * load(a.scale + at_token) + splat(a.offsets[h][at_token / TILE]));
       }
   }
 }

@@ -84,18 +84,6 @@ struct KltPart {
       }
   }
 
-  // What offsets add to the scores of a block of tokens from `position` on: each takes the row of its own position.
-  void spread_offsets(const Chunk& c, int64_t position, int n) {
-    for (int h = 0; h < c.rows; h++) {
-      float* to = part.block.k_offsets[h] + MEAN_STEP;
-      for (int t = -(int)(position % MEAN_STEP); t < n; t += MEAN_STEP) {
-        const vf x = splat(c.of_offsets[h][(position + t) % FRAME / MEAN_STEP]);
-        for (int i = 0; i < MEAN_STEP; i += VL) store(to + t + i, x);
-      }
-      if (position == 0) to[0] = c.of_offsets[h][OFFSETS - 1];
-    }
-  }
-
   void begin_page(const PageView& at, int64_t start) {
     enter_frame(start);
     base.begin_page(at, start);
@@ -105,9 +93,18 @@ struct KltPart {
   void begin_block(const PageView& at, int token, int n) { base.begin_block(at, token, n); }
 
   void scores(Chunk& c, const PageView& at, int token, int n) {
-    if (part.key.t->offsets) spread_offsets(c, page_start + token, n);
-    band_kernels.of[c.rows - 1]({at.page, token / TILE, n, &c, &pieces, part.block.k_scale[0], part.block.k_offsets,
-                                 part.block.s[0], at.ahead});
+    const bool offsets = part.key.t->offsets;
+    float(*of_tiles)[BLOCK / TILE] = part.block.k_offsets;
+    if (offsets)
+      for (int i = 0; i < BLOCK / TILE; i++) {
+        const int row = offset_row(page_start, token + i * TILE + (page_start == 0));
+        for (int h = 0; h < c.rows; h++) of_tiles[h][i] = c.of_offsets[h][row];
+      }
+    band_kernels.of[c.rows - 1](
+        {at.page, token / TILE, n, &c, &pieces, part.block.k_scale[0], of_tiles, part.block.s[0], at.ahead});
+    if (offsets && page_start + token == 0)  // whose row is its own
+      for (int h = 0; h < c.rows; h++)
+        part.block.s[h][0] += c.of_offsets[h][offset_row(0, 0)] - c.of_offsets[h][offset_row(0, 1)];
   }
 
   void outputs(Chunk& c, const PageView& at, int token, int n) { base.outputs(c, at, token, n); }
