@@ -31,7 +31,7 @@ from ..errors import KvbitsError, KvbitsWarning, SpecError, UnsupportedError, co
 from ..integrations.models import scheme_for
 from ..model_ref import ModelRef
 from ..progress import bar
-from ..spec import CacheSpec, LayerGeometry, Override, PerChannel, PerGroup, QuantSpec, Scheme
+from ..spec import CacheSpec, LayerGeometry, LayerGroup, Override, PerChannel, PerGroup, QuantSpec, Scheme
 from ..units import human_seconds, written_tokens
 from .attention import QUERIES, LayerInputs, measure, observe, statistics
 from .caches import CacheFactory, base_factory, factory
@@ -264,8 +264,8 @@ def require_length(scheme: Scheme, layers: tuple[LayerGeometry, ...], length: in
     )
     raise SpecError(
         f"scheme {scheme.name!r} keeps its newest {scheme.residual_length:,} tokens raw and an unfinished page"
-        f"{_read_finer(scheme)}, and the newest {QUERIES} of a window look at what is before them: windows of {length:,} tokens show nothing of its"
-        f" codes; give longer ones, --length {max(512, 2 * least)} for example"
+        f"{_read_finer(scheme)}, and the newest {QUERIES} of a window look at what is before them: windows of"
+        f" {length:,} tokens show nothing of its codes; give longer ones, --length {max(512, 2 * least)} for example"
     )
 
 
