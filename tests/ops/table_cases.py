@@ -156,6 +156,15 @@ CASES = {
         ],
         lengths=[(64, 576, 100), (0, 333, 0), (64, 0, 9), (40, 0, 0), (0, 320, 64), (64, 448, 0), (0, 1, 0)],
     ),
+    # newest closed pages read from copies of two finer formats
+    "copies": dict(
+        layouts=[
+            layout_of(RAW, RAW, 4),
+            *(layout_of(s.key, s.value) for s in map(schemes.get, ("klt2", "klt3", "klt4"))),
+            layout_of(RAW, RAW),
+        ],
+        lengths=[(4, 640, 128, 448, 100), (4, 0, 0, 64, 9), (2, 0, 0, 0, 0), (4, 0, 128, 320, 1)],
+    ),
     "two packed parts": dict(
         layouts=[layout_of(RAW, RAW, 4), KIVI, KIVI, layout_of(RAW, RAW)],
         lengths=[(4, 640, 128, 150), (4, 0, 64, 9), (2, 0, 0, 0), (4, 128, 320, 1)],
