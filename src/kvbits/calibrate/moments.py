@@ -27,9 +27,9 @@ from collections.abc import Iterable
 import torch
 
 from ..errors import DataError, KvbitsWarning, counted
-from ..quant.banded import steps
 from ..quant.basis import with_short_inverse
 from ..quant.rotary import turn
+from ..quant.scales import steps
 from ..spec import FRAME, MEAN_STEP, LayerGeometry, QuantSpec
 
 RIDGE = {"queries": 1e-3, "keys": 1e-6}

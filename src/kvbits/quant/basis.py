@@ -1,6 +1,6 @@
-"""Other bases: a calibrated one for banded keys, Hadamard matrices for banded values.
+"""Other bases: a calibrated one for trellis keys, Hadamard matrices for trellis values.
 
-**Banded keys** ("calibrated", after the Karhunen-Loeve transform). Per kv head, with moments of the model
+**Trellis keys** ("calibrated", after the Karhunen-Loeve transform). Per kv head, with moments of the model
 (`calibrate.moments`)
 
     H = E[q q^T] of the queries,  S = covariance of keys inside a page,  both in the frame of a page
@@ -26,7 +26,7 @@ so a token depends on no other token of its page, and a score gains q_f A^-T . m
 back by the largest multiple of `spec.FRAME` positions up to the page's first token. So a page's keys lie where those of
 the first positions lie, at any context length.
 
-**Banded values** ("hadamard"): v H with H the Sylvester matrix of the largest power of two that divides head_dim, over
+**Trellis values** ("hadamard"): v H with H the Sylvester matrix of the largest power of two that divides head_dim, over
 sqrt of its size (several blocks where it is smaller than head_dim). Outputs are turned back once per query: (p V H) H =
 p V. The products are sums and differences in the order of strides 1, 2, 4 .., and one multiplication at the end, so
 that kernels can store the same bytes.
@@ -58,8 +58,8 @@ def into_basis(
     starts: np.ndarray | None,
     places: np.ndarray | None = None,
 ) -> torch.Tensor:
-    """Keys or values `x` [n, H, tokens, head_dim], float32, of pages as banded codes store them, float32: by definition
-    products in float64, rounded, less offsets in float32.
+    """Keys or values `x` [n, H, tokens, head_dim], float32, of pages as trellis codes store them, float32: by
+    definition products in float64, rounded, less offsets in float32.
 
     Args:
         static: for "calibrated" `k_basis` [H, head_dim, head_dim], `k_inv_freq` [head_dim / 2] and `k_offsets` [H, 5,
