@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 import kvbits.spec as spec_module
 from kvbits.errors import KvbitsError, SpecError
-from kvbits.schemes import PRESETS
+from kvbits.schemes import PRESETS, fitted
 from kvbits.spec import (
     FORMATS,
     CacheSpec,
+    Copies,
     LayerGeometry,
     Override,
     PageLayout,
@@ -33,7 +34,19 @@ from kvbits.spec import (
 
 CONSTRUCTORS = {
     c.__name__: c
-    for c in (QuantSpec, Scheme, Override, Tier, LayerGeometry, CacheSpec, PerChannel, PerGroup, PerTensor, PerToken)
+    for c in (
+        QuantSpec,
+        Scheme,
+        Override,
+        Tier,
+        Copies,
+        LayerGeometry,
+        CacheSpec,
+        PerChannel,
+        PerGroup,
+        PerTensor,
+        PerToken,
+    )
 }
 
 
@@ -146,7 +159,7 @@ def test_json_of_another_class_is_refused_by_name():
             {"type": "QuantSpecs"},
             (
                 "unknown spec type 'QuantSpecs'; known: PerTensor, PerToken, PerChannel, PerGroup, QuantSpec, Rotary,"
-                " Override, Tier, Scheme"
+                " Override, Tier, Copies, Scheme"
             ),
         ),
         ({"bits": 4}, "QuantSpec has no field bits; known: bands, basis, center, format"),
@@ -339,6 +352,46 @@ def test_a_tier_stores_8_bits_unless_it_says_something_else():
 def test_tiers_that_cannot_be_say_what_can(name, tier, message):
     with pytest.raises(SpecError, match=message):
         dataclasses.replace(PRESETS[name], page_size=64, residual_length=0, tiers=(tier,))
+
+
+INT8, KLT4 = PRESETS["int8"], PRESETS["klt4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "copies", "changes", "message"),
+    [
+        ("int4", (Copies(num_tokens=65, key=INT8.key, value=INT8.value),), {}, "whole number of pages .*num_tokens=64"),
+        ("int4", (Copies(num_tokens=64, key=KLT4.key, value=INT8.value),), {}, "needs calibration .basis, mean."),
+        ("int8", (Copies(num_tokens=64, key=INT8.key, value=INT8.value),), {}, "as what is older than they are"),
+        ("int4", (Copies(num_tokens=64, key=INT8.key, value=INT8.value),) * 2, {}, "as what is older than they are"),
+        ("int4", (64,), {}, r"64, which is not Copies; pass Copies\(num_tokens="),
+        ("tiered", (Copies(num_tokens=64, key=INT8.key, value=INT8.value),), {}, r"use tiers=\(\) or copies=\(\)"),
+        ("klt2", PRESETS["klt2"].copies, {"token_local": True}, r"use copies=\(\)"),
+        ("klt2", PRESETS["klt2"].copies, {"page_size": 128}, "num_tokens=512"),
+    ],
+)
+def test_copies_that_cannot_be_say_what_can(name, copies, changes, message):
+    with pytest.raises(SpecError, match=message):
+        dataclasses.replace(PRESETS[name], **{"residual_length": 0, "copies": copies} | changes)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "key", "message"),
+    [(0, INT8.key, "from 1 to"), (64, RAW, "residual_length"), (64, 8, "no.* QuantSpec")],
+)
+def test_copies_of_nothing_are_refused(num_tokens, key, message):
+    with pytest.raises(SpecError, match=message):
+        Copies(num_tokens=num_tokens, key=key, value=RAW)
+
+
+def test_a_scheme_without_copies_does_not_name_them():
+    assert "copies" not in to_dict(KLT4)
+    assert Scheme.from_json(PRESETS["klt2"].to_json()).copies == PRESETS["klt2"].copies
+
+
+def test_copies_of_wide_heads_have_the_widths_of_klt4_there():
+    wide = fitted(PRESETS["klt2"], 256)
+    assert wide.copies[0].key == fitted(KLT4, 256).key != KLT4.key
 
 
 def test_a_tier_of_an_older_kvbits_is_refused_with_what_to_write():

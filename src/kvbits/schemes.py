@@ -17,7 +17,7 @@ from . import RECOMMENDED as RECOMMENDED
 from .errors import SpecError, unknown
 from .files import home
 from .literature import schemes as literature
-from .spec import SCALE_8BIT, CacheSpec, LayerGeometry, PerChannel, PerGroup, PerToken, QuantSpec, Scheme
+from .spec import SCALE_8BIT, CacheSpec, Copies, LayerGeometry, PerChannel, PerGroup, PerToken, QuantSpec, Scheme
 
 _SMOOTH_K = "https://arxiv.org/abs/2410.02367"
 _GROUPED = "https://arxiv.org/abs/2303.06865"
@@ -28,7 +28,7 @@ _INT4 = QuantSpec(format="int4", granularity=PerGroup(32))
 _INT4_OF_CHANNELS = QuantSpec(format="int4", granularity=PerChannel(), symmetric=False)
 
 
-def _klt(bits: int, bands: tuple[int, ...]) -> Scheme:
+def _klt(bits: int, bands: tuple[int, ...], residual_length: int = 128, copies: tuple[Copies, ...] = ()) -> Scheme:
     value = QuantSpec(
         format="trellis",
         granularity=PerToken(),
@@ -42,13 +42,19 @@ def _klt(bits: int, bands: tuple[int, ...]) -> Scheme:
         key=dataclasses.replace(value, basis="calibrated", bands=bands, center="calibrated", levels="uniform"),
         value=value,
         num_sink_tokens=4,
-        residual_length=128,
+        residual_length=residual_length,
+        copies=copies,
         description=(
             f"trellis codes: keys of {min(bands)} to {max(bands)} bits by importance in a calibrated basis, values of"
             f" {bits} bits turned by a Hadamard, one 8-bit scale per token"
+            + "".join(f", {c.num_tokens} newer tokens read from {c.value.bits} bits" for c in copies)
         ),
     )
 
+
+_KLT4 = _klt(4, (8, 6, 5, 4, 4, 4, 4, 3))
+_NEWER = (Copies(num_tokens=448, key=_KLT4.key, value=_KLT4.value),)
+"""Finer copies of the newest tokens of coarser klt schemes; they halve the KL at 8,192 tokens."""
 
 CORE: dict[str, Scheme] = {
     s.name: s
@@ -93,9 +99,9 @@ CORE: dict[str, Scheme] = {
                 " tokens raw"
             ),
         ),
-        _klt(4, (8, 6, 5, 4, 4, 4, 4, 3)),
-        _klt(3, (6, 5, 5, 4, 4, 3, 2, 1)),
-        _klt(2, (6, 4, 3, 3, 2, 2, 1, 1)),
+        _KLT4,
+        _klt(3, (6, 5, 5, 4, 4, 3, 2, 1), residual_length=64, copies=_NEWER),
+        _klt(2, (6, 4, 3, 3, 2, 2, 1, 1), residual_length=64, copies=_NEWER),
     )
 }
 
@@ -184,11 +190,17 @@ def key_bias_note(scheme: Scheme, of: str) -> str | None:
 def fitted(scheme: Scheme, head_dim: int, value_head_dim: int | None = None) -> Scheme:
     """A scheme whose groups divide head_dim: those that do not shrink to the largest power of two that does.
 
-    Keys of `klt4` have `WIDE_BANDS`' widths there.
+    Keys of `klt4` have `WIDE_BANDS`' widths there, in copies, too.
     """
-    return dataclasses.replace(
-        scheme, key=_fitted(scheme.key, head_dim), value=_fitted(scheme.value, value_head_dim or head_dim)
-    )
+
+    def key(spec: QuantSpec) -> QuantSpec:
+        return _fitted(spec, head_dim)
+
+    def value(spec: QuantSpec) -> QuantSpec:
+        return _fitted(spec, value_head_dim or head_dim)
+
+    copies = tuple(dataclasses.replace(c, key=key(c.key), value=value(c.value)) for c in scheme.copies)
+    return dataclasses.replace(scheme, key=key(scheme.key), value=value(scheme.value), copies=copies)
 
 
 def expand(names: Iterable[str | Scheme], groups: Mapping[str, Iterable[str]] | None = None) -> list[str | Scheme]:

@@ -53,9 +53,11 @@ class LayerStores:
 
     def store(self, place: Place, pool: str) -> PageStore:
         state = self.groups[place.group]
-        packed = pool == state.group.packed_pool
+        calibrated = pool in state.group.calibrated_pools
         return state.pools[pool].store(
-            place.index, self._shared[place.layer] if packed else {}, self._turns.get(place.layer) if packed else None
+            place.index,
+            self._shared[place.layer] if calibrated else {},
+            self._turns.get(place.layer) if calibrated else None,
         )
 
     def of_layer(self, layer: int, pool: str) -> PageStore:

@@ -28,7 +28,7 @@ from ..geometry import layer_geometries, stored_at
 from ..integrations.placement import input_device
 from ..integrations.rotary import with_rotary
 from ..progress import bar
-from ..quant.banded import steps
+from ..quant.scales import steps
 from ..quant.basis import completed, frames, into_basis
 from ..quant.rotary import turn
 from ..spec import BAND, LayerGeometry, QuantSpec, Scheme
@@ -50,7 +50,7 @@ def errors(spec: QuantSpec, head_dim: int) -> tuple[float, ...]:
         return (0.0,)
     if not spec.bands:
         return ((2 * REACH / (2**spec.bits - 1)) ** 2 / 12,)
-    fitted = getattr(spec, "levels", "uniform") == "fitted"
+    fitted = spec.levels == "fitted"
 
     def of(bits: int) -> float:
         if bits == 8:

@@ -45,7 +45,7 @@ from .quant import (
     QuantSpec,
 )
 from .rotary import Rotary
-from .scheme import MOST_TOKENS, Override, Scheme, Tier
+from .scheme import MOST_TOKENS, Copies, Override, Scheme, Tier
 
 __all__ = [
     "BAND",
@@ -64,6 +64,7 @@ __all__ = [
     "VALUE_BLOCK",
     "VALUE_TOKEN_ORDER",
     "CacheSpec",
+    "Copies",
     "FittedScheme",
     "Granularity",
     "LayerGeometry",

@@ -45,6 +45,11 @@ class Override:
         return any(index % num_layers == layer for index in self.layers)
 
 
+def _missing(copy: QuantSpec, own: QuantSpec) -> list[str]:
+    """What a copy is calibrated with and pages of `own` are not; they share a basis and its mean."""
+    return sorted(set(copy.calibrates) - (set(own.calibrates) & {"basis", "mean"}))
+
+
 MAX_PAGE_SIZE = 65_536
 """Tokens of a page: some hundred times the usual ones."""
 MOST_TOKENS = 2**31 - 1
@@ -82,6 +87,33 @@ class Tier:
 
 @serialisable
 @dataclass(frozen=True, kw_only=True)
+class Copies:
+    """A finer format that the newest closed pages are held in as well, and are read from.
+
+    A page is complete in the scheme's own format from the moment it closes. Its copy is a page beside it, made from the
+    model's own keys and values. Where a copy is missing, the page itself is read.
+
+    Attributes:
+        num_tokens: tokens that are read from these copies, in whole pages: the newest closed ones that no finer copies
+            cover.
+        key, value: what the copies store. They need no calibration that the scheme's own specs do not need.
+    """
+
+    num_tokens: int
+    key: QuantSpec
+    value: QuantSpec
+
+    def __post_init__(self) -> None:
+        _require_specs(self.key, self.value)
+        if self.key.is_raw and self.value.is_raw:
+            raise SpecError("copies of raw keys and values; make residual_length larger instead")
+        object.__setattr__(
+            self, "num_tokens", whole("num_tokens", self.num_tokens, 1, MOST_TOKENS, "the tokens read from copies")
+        )
+
+
+@serialisable
+@dataclass(frozen=True, kw_only=True)
 class Scheme:
     """Description of what a whole cache stores: key and value specs, raw first and newest tokens, exceptions per layer.
 
@@ -93,9 +125,12 @@ class Scheme:
         page_size: tokens quantized together, once; a multiple of 32.
         tiers: of closed pages, youngest first; pages older than all of them are stored as `key` and `value` say.
             Layers with an override have none.
+        copies: finer copies of the newest closed pages, youngest first. The tokens behind the raw tail are read from
+            the first, those behind them from the next. Layers with an override have those that are finer than their own
+            pages (`copies_of`). A scheme has tiers or copies.
         token_local: quantize every token as it comes, straight into its slot of a packed page, so that nothing waits
             raw. Only for specs whose scales belong to a token or are calibrated (`QuantSpec.token_local`), without
-            residual_length and tiers. Centred keys take the mean of the page before.
+            residual_length, tiers and copies. Centred keys take the mean of the page before.
         overrides: exceptions by layer; the last match wins.
         source: link to the paper or document the scheme comes from.
     """
@@ -107,6 +142,7 @@ class Scheme:
     residual_length: int = 0
     page_size: int = 64
     tiers: tuple[Tier, ...] = ()
+    copies: tuple[Copies, ...] = field(default=(), metadata={"said": True})
     token_local: bool = False
     overrides: tuple[Override, ...] = ()
     source: str = ""
@@ -121,6 +157,7 @@ class Scheme:
             )
         object.__setattr__(self, "overrides", tuple(self.overrides))
         object.__setattr__(self, "tiers", tuple(self.tiers))
+        object.__setattr__(self, "copies", tuple(self.copies))
         if wrong := [o for o in self.overrides if not isinstance(o, Override)]:
             raise SpecError(
                 f"overrides hold {wrong[0]!r}, which is not an Override; pass Override(layers=(0,), key=.., value=..)"
@@ -139,6 +176,7 @@ class Scheme:
         older = (self.key, self.value)
         for tier in reversed(self.tiers):
             older = self._check_tier(tier, older)
+        self._check_copies()
         if self.token_local:
             self._check_token_local()
 
@@ -150,6 +188,8 @@ class Scheme:
             )
         if self.tiers:
             raise SpecError("token_local=True closes no pages, which tiers consist of; use tiers=()")
+        if self.copies:
+            raise SpecError("token_local=True closes no pages, which copies are made of; use copies=()")
         for spec in self._specs:
             if not spec.token_local:
                 raise SpecError(
@@ -158,16 +198,56 @@ class Scheme:
                     " token_local=False"
                 )
 
+    def _require_pages(self, what: str, num_tokens: int) -> None:
+        if num_tokens % self.page_size:
+            near = max(1, round(num_tokens / self.page_size)) * self.page_size
+            raise SpecError(
+                f"{what} of {num_tokens} tokens {'are' if what == 'copies' else 'is'} no whole number of pages of"
+                f" {self.page_size}; use num_tokens={near}"
+            )
+
+    def _check_copies(self) -> None:
+        if not self.copies:
+            return
+        if wrong := [c for c in self.copies if not isinstance(c, Copies)]:
+            raise SpecError(
+                f"copies hold {wrong[0]!r}, which is not Copies; pass Copies(num_tokens=.., key=.., value=..)"
+            )
+        if self.tiers:
+            raise SpecError(
+                "a scheme has tiers, whose pages are quantized anew as they age, or copies of its newest pages, not"
+                " both; use tiers=() or copies=()"
+            )
+        older = [(c.key, c.value) for c in self.copies[1:]] + [(self.key, self.value)]
+        for copies, specs in zip(self.copies, older, strict=True):
+            self._require_pages("copies", copies.num_tokens)
+            if (copies.key, copies.value) == specs:
+                raise SpecError(
+                    f"copies store {copies.key!r}, {copies.value!r}, as what is older than they are does; leave them"
+                    " out"
+                )
+            for name in ("key", "value"):
+                self._check_copy(name, getattr(copies, name), getattr(self, name))
+
+    @staticmethod
+    def _check_copy(name: str, copy: QuantSpec, own: QuantSpec) -> None:
+        """Refuse copies that need what the scheme's own pages do without."""
+        if missing := _missing(copy, own):
+            raise SpecError(
+                f"{name}s of copies are {copy!r}, which needs calibration ({', '.join(missing)}) beside that of"
+                f" {own!r}; a copy shares a calibrated basis and its mean, and takes scales from the page"
+            )
+        if copy.needs_rotary and not own.needs_rotary:
+            raise SpecError(
+                f"{name}s of copies are stored before the rotary embedding and the scheme's own are not: {copy!r}; use"
+                " pre_rope=False"
+            )
+
     def _check_tier(self, tier: Tier, older: tuple[QuantSpec, QuantSpec]) -> tuple[QuantSpec, QuantSpec]:
         """(key spec, value spec) of a tier whose pages become those of `older` specs."""
         if not isinstance(tier, Tier):
             raise SpecError(f"tiers hold {tier!r}, which is not a Tier; pass Tier(num_tokens=..), youngest first")
-        if tier.num_tokens % self.page_size:
-            near = max(1, round(tier.num_tokens / self.page_size)) * self.page_size
-            raise SpecError(
-                f"a tier of {tier.num_tokens} tokens is no whole number of pages of {self.page_size}; use"
-                f" num_tokens={near}"
-            )
+        self._require_pages("a tier", tier.num_tokens)
         for name, given, spec in (("key", tier.key, self.key), ("value", tier.value, self.value)):
             if given is None and spec.number_format.kind != "int":
                 raise SpecError(
@@ -195,6 +275,21 @@ class Scheme:
             if o.covers(layer, num_layers):
                 key, value = o.key, o.value
         return key, value
+
+    def copies_of(self, key: QuantSpec, value: QuantSpec) -> tuple[Copies, ...]:
+        """Copies that layers of these specs have: those of more bits than their own pages, and of the same calibration.
+
+        Raw layers have none.
+        """
+        if key.is_raw or value.is_raw:
+            return ()
+        own = key.mean_bits + value.mean_bits
+        return tuple(
+            c
+            for c in self.copies
+            if c.key.mean_bits + c.value.mean_bits > own
+            and all(not _missing(copy, spec) for copy, spec in ((c.key, key), (c.value, value)))
+        )
 
     def on(self, layers: tuple[Any, ...]) -> Scheme:
         """The scheme as a cache of a model of these layers (`LayerGeometry`) stores it: itself, unless it was fitted to

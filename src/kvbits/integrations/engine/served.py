@@ -102,7 +102,9 @@ class Format:
 FORMATS: dict[str, Format] = {
     f"kvbits_{name}": Format(
         name=f"kvbits_{name}",
-        scheme=schemes.get(name, residual_length=0, num_sink_tokens=0, page_size=PAGE_SIZE, token_local=True),
+        scheme=schemes.get(
+            name, residual_length=0, num_sink_tokens=0, page_size=PAGE_SIZE, copies=(), token_local=True
+        ),
     )
     for name in ("int8", "int8_centered", "int8k_int4v", "int4", "klt4", "klt3", "klt2")
 }
