@@ -1,14 +1,14 @@
 """Sensitivities of the layers of a model to errors of cached keys and values, from one backward pass: `sensitivities`.
 
 A small error e of what a cache stores moves the predictions of a model by a KL divergence of 1/2 E[(g . e)^2]. There g
-is the gradient of -log p(y) at the keys and values that attention reads, and y is drawn from the model's own predictions
-(the Fisher information). Errors of a quantizer are independent of each other and of g, so the squares add up:
+is the gradient of -log p(y) at the keys and values that attention reads. y is drawn from the model's own predictions,
+so E[g g^T] is the Fisher information. Errors of a quantizer are independent of each other and of g, so squares add up:
 
-    KL ~ 1/2 sum over tokens and channels of g^2 E[e^2]           E[e^2] = (loudness of the token)^2 * `errors` of a width
+    KL ~ 1/2 sum over tokens and channels of g^2 E[e^2],     E[e^2] = (loudness of the token)^2 * `errors` of a width
 
 The sum over channels is kept for each band of keys in their calibrated basis, for keys as they are, and for values. So
-any widths of any layers are predicted from one pass. Tokens that a cache reads raw or from finer copies cost nothing, so
-only queries that are `near` tokens or more behind a key's page count.
+one pass predicts any widths of any layers. Tokens that a cache reads raw or from finer copies cost next to nothing.
+Only queries that are `near` tokens or more behind a key's page count.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ..geometry import layer_geometries, stored_at
 from ..integrations.placement import input_device
 from ..integrations.rotary import with_rotary
 from ..progress import bar
-from ..quant.scales import steps
 from ..quant.basis import completed, frames, into_basis
 from ..quant.rotary import turn
+from ..quant.scales import steps
 from ..spec import BAND, LayerGeometry, QuantSpec, Scheme
 from ..spec.bands import DISTORTION
 
@@ -79,9 +79,10 @@ class Sensitivity:
         of_key = errors(key, geometry.head_dim)
         per_band = self.bands if key.bands else (self.key,)
         # values with bands have one width, and a Hadamard matrix makes their channels alike
-        return math.fsum(s * e for s, e in zip(per_band, of_key, strict=True)) + self.value * errors(
-            value, geometry.value_head_dim
-        )[0]
+        return (
+            math.fsum(s * e for s, e in zip(per_band, of_key, strict=True))
+            + self.value * errors(value, geometry.value_head_dim)[0]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -115,24 +116,31 @@ class _Layer:
         if spec is not None:
             assert geometry.rotary is not None and static is not None
             inv_freq = torch.tensor(geometry.rotary.frequencies(geometry.head_dim), dtype=torch.float32)
-            self.static, self.order = completed(static, inv_freq), torch.tensor(geometry.rotary.order(geometry.head_dim))
+            self.static, self.order = (
+                completed(static, inv_freq),
+                torch.tensor(geometry.rotary.order(geometry.head_dim)),
+            )
 
     def reads(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """bool [T, T] each, by query and key: what is seen at all, and what is read from codes."""
         at = torch.arange(tokens, device=device)
         query, key, window = at[:, None], at[None], self.geometry.sliding_window
         seen = query >= key
-        if self.geometry.chunked:
+        if self.geometry.chunked and window is not None:
             seen &= query // window == key // window
         elif window is not None:
             seen &= query - key < window
         ends = (key - self.sinks).div(self.page, rounding_mode="floor") * self.page + self.page + self.sinks
         return seen, seen & (key >= self.sinks) & (ends + self.near <= query + 1)
 
-    def add(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slope: torch.Tensor, how: dict[str, Any]
-    ) -> None:
-        """Add one text: q [Hq, T, D], k and v [H, T, D] as attention was given them, `slope` [T, Hq, D] at its output."""
+    def add(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slope: torch.Tensor, how: dict[str, Any]) -> None:
+        """Add one text.
+
+        Args:
+            q, k, v: [Hq, T, D] and [H, T, D] each, as attention was given them.
+            slope: [T, Hq, D], the gradient at its output.
+            how: arguments of the attention function.
+        """
         q, k, v, slope = (x.float() for x in (q, k, v, slope))
         slope, heads, group = slope.transpose(0, 1), k.shape[0], q.shape[0] // k.shape[0]
         scaling = how.get("scaling")
@@ -143,11 +151,10 @@ class _Layer:
         for head in range(heads):
             mine = slice(head * group, (head + 1) * group)
             scores = q[mine] @ k[head].mT * scaling
-            curve = 1.0
+            curve = torch.ones(())
             if cap is not None:
                 scores = torch.tanh(scores / cap)
-                curve = 1 - scores.square()
-                scores = scores * cap
+                curve, scores = 1 - scores.square(), scores * cap
             scores = scores.masked_fill(~seen, -torch.inf)
             if sink is not None:
                 own = sink.float()[mine, None, None].expand(-1, scores.shape[1], 1)
@@ -155,7 +162,7 @@ class _Layer:
             else:
                 p = torch.softmax(scores, -1)
             of_p = slope[mine] @ v[head].mT
-            of_score = p * (of_p - (p * of_p).sum(-1, keepdim=True)) * curve * packed
+            of_score = p * (of_p - (p * of_p).sum(-1, keepdim=True)) * (curve.to(p.device) * packed)
             of_key[head] = torch.einsum("gts,gtd->sd", of_score, q[mine]) * scaling
             of_value[head] = torch.einsum("gts,gtd->sd", p * packed, slope[mine])
         self.tokens += k.shape[1]
@@ -229,7 +236,7 @@ def sensitivities(
         place = stored.get(getattr(module, "layer_idx", -1))
         if place is None or not out.requires_grad:
             return
-        inputs = tuple(x.detach()[0] for x in (q, k, v))
+        inputs = q.detach()[0], k.detach()[0], v.detach()[0]
         out.register_hook(lambda slope: _add(layers[place], inputs, slope, how))
 
     with (
@@ -259,5 +266,7 @@ def sensitivities(
 
 
 @torch.no_grad()
-def _add(layer: _Layer, inputs: tuple[torch.Tensor, ...], slope: torch.Tensor, how: dict[str, Any]) -> None:
+def _add(
+    layer: _Layer, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], slope: torch.Tensor, how: dict[str, Any]
+) -> None:
     layer.add(*inputs, slope[0], how)
