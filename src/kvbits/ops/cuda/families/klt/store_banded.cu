@@ -1,16 +1,17 @@
-// Keys and values to pages of banded codes in one launch, each token by itself: a block stores keys or values of a kv
+// Keys and values to pages of trellis codes in one launch, each token by itself: a block stores keys or values of a kv
 // head, of whole pages that close, or with STORES of tokens wherever their slots are (few of them, with TOGETHER:
 // together.cuh). docs/reference/formats.md says what is stored, kvbits/quant/{basis,scales,trellis}.py define it.
 //
 // Four neighbouring threads have two tokens, eight apart: of every band each of them four channels, as the matrix units
 // want them and give them back, and so that a band's width is known when this is compiled. From the raw rows to the
 // codes all stays in registers, but for the operands of a product: the four threads exchange their numbers so that each
-// has whole rings of a token, and one after the other becomes codes in shared memory. Values are turned by butterflies in the
-// reference's order, bit for bit, or with WARPGROUPS, 16-bit rows at head_dim 128, by a product with +-1 on the matrix
-// units. Keys are turned back by their frame and multiplied with the basis on the matrix units, both as two float16
-// numbers, high and low (a page and columns over powers of two first): y is off by less than 2**-18 of sum |k_f| |A| of
-// any token that is not 2**14 times smaller than the page's largest number, so a code differs from the reference's only
-// where it is a tie to that, and a token's scale only where two cost the same squared error to about as much.
+// has whole rings of a token, and one after the other becomes codes in shared memory. Values are turned by butterflies
+// in the reference's order, bit for bit, or with WARPGROUPS, 16-bit rows at head_dim 128, by a product with +-1 on the
+// matrix units. Keys are turned back by their frame and multiplied with the basis on the matrix units, both as two
+// float16 numbers, high and low (a page and columns over powers of two first): y is off by less than 2**-18 of sum
+// |k_f| |A| of any token that is not 2**14 times smaller than the page's largest number. So a number's units
+// (trellis.cuh) differ from the reference's only where they are a tie to that, and a token's scale only where two cost
+// the same squared error to about as much.
 #include "fit.cuh"
 #include "tokens.cuh"
 
