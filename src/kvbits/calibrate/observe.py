@@ -20,14 +20,16 @@ from ..integrations.placement import free_bytes, input_device
 
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
 Look = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]], None]
+Returned = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any], torch.Tensor], None]
 
 
 @contextlib.contextmanager
-def watched_attention(model: Any, look: Look) -> Iterator[None]:
+def watched_attention(model: Any, look: Look | None = None, returned: Returned | None = None) -> Iterator[None]:
     """While open, `look(module, query, key, value, arguments)` sees what each attention function of `model` is given,
-    [B, H, T, D] each. The functions, the masks and everything else stay the model's own.
+    [B, H, T, D] each. `returned` sees the same and then the output [B, T, H, D]. The functions, the masks and
+    everything else stay the model's own.
     """
-    entry = {id(m) for m in model.modules()}, look
+    entry = {id(m) for m in model.modules()}, look, returned
     _watching.append(entry)
     AttentionInterface.get_interface, AttentionInterface.__getitem__ = _watched_default, _watched_item
     try:
@@ -39,16 +41,21 @@ def watched_attention(model: Any, look: Look) -> Iterator[None]:
             del AttentionInterface.__getitem__
 
 
-_watching: list[tuple[set[int], Look]] = []
+_watching: list[tuple[set[int], Look | None, Returned | None]] = []
 _get_interface = AttentionInterface.get_interface
 
 
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
     def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        for modules, look in list(_watching):
-            if id(module) in modules:
+        watching = [entry for entry in _watching if id(module) in entry[0]]
+        for _, look, _ in watching:
+            if look is not None:
                 look(module, query, key, value, kwargs)
-        return function(module, query, key, value, *args, **kwargs)
+        result = function(module, query, key, value, *args, **kwargs)
+        for *_, returned in watching:
+            if returned is not None:
+                returned(module, query, key, value, kwargs, result[0])
+        return result
 
     return attend
 
@@ -92,6 +99,42 @@ def evaluating(model: Any) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+@contextlib.contextmanager
+def differentiable(model: Any, *, checkpointing: bool = False) -> Iterator[None]:
+    """`model` in evaluation mode while open, with gradients of activations and none of weights.
+
+    Args:
+        checkpointing: recompute activations layer by layer in the backward pass instead of keeping them: memory of one
+            layer, a third more time.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    was_training = model.training
+    model.requires_grad_(False)
+    model.enable_input_require_grads()
+    if checkpointing:
+        _checkpointing(model, "enable")({"use_reentrant": False})
+        model.train()
+        for m in model.modules():
+            if isinstance(m, torch.nn.Dropout):
+                m.eval()
+    else:
+        model.eval()
+    try:
+        yield
+    finally:
+        if checkpointing:
+            _checkpointing(model, "disable")()
+        model.disable_input_require_grads()
+        for p in trained:
+            p.requires_grad_(True)
+        model.train(was_training)
+
+
+def _checkpointing(model: Any, what: str) -> Callable[..., None]:
+    """The model's method, by its new name where there is one (transformers >= 5.2x)."""
+    return getattr(model, f"activation_checkpointing_{what}", None) or getattr(model, f"gradient_checkpointing_{what}")
 
 
 @contextlib.contextmanager

@@ -21,26 +21,32 @@ if TYPE_CHECKING:
     from ..evaluate.fit import Fit, Goal
     from ..model_ref import ModelRef
 
-SIZES = (2, 512, 2, 1024)
-"""Windows and tokens of each for single layers, and for whole caches."""
+WINDOWS, LENGTH = 2, 1024
+"""Windows for the backward pass, and to measure; tokens of each behind those that are read raw or from copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted(Memory, InDtype):
     """Options of `kvbits fit`: what is fitted, and to what."""
 
-    out: Path = setting(..., "The scheme file, like mine.json. Measurements lie beside it; a run that stopped goes on.")
+    out: Path = setting(..., "The scheme file, like mine.json. Measurements lie beside it; a run that stops goes on.")
+    scheme: str | None = setting(
+        None, "Preset whose bytes are dealt out anew: klt2, klt3 or klt4. Instead of memory and --max-kl."
+    )
     context: int | None = setting(None, "Tokens per sequence; 8k is 8,192. If not given, the longest.", tokens=1)
     batch: int = setting(1, "Sequences.", "--batch-size", "--batch", least=1)
     max_kl: float | None = setting(
         None, "Largest KL divergence from the 16-bit cache, nats. If not given, the least that fits."
     )
-    text: str = setting("novel", "Text like what the model will read: a file, hub:ID, or novel (shipped).")
-    calibrate: bool = setting(
-        False, "Formats of the klt presets, whose keys need a calibration: made, and saved beside."
+    text: str | None = setting(
+        None,
+        "Text like what the model will read: a file or hub:ID. One half is looked at, the other measured.",
+        shown="shipped texts",
     )
-    token_local: bool = setting(False, "Formats that a token has by itself: what vLLM can serve.")
-    windows: int = setting(SIZES[0], "Windows of each half of the text.", least=1)
+    equal_pages: bool = setting(
+        False, "Pages of all layers take equal bytes, for pools of one page size; gains a third as much."
+    )
+    windows: int = setting(WINDOWS, "Windows that the backward pass reads, and that are measured.", least=1)
 
     @cached_property
     def ref(self) -> ModelRef:
@@ -62,8 +68,8 @@ class Fitted(Memory, InDtype):
 
 @command()
 def fit(options: Fitted) -> None:
-    """Give two of memory, context and quality, get the third: bits for the keys and values of every layer, measured on
-    this model.
+    """Deal out bits to the keys and values of every layer, where this model needs them: in the bytes of a preset
+    (--scheme), or with two of memory, context and quality given, for the third.
 
     With all three, the best that fits, and exit code 1 if it costs more than --max-kl. auto dtype is float32 on a CPU.
     """
@@ -73,21 +79,28 @@ def fit(options: Fitted) -> None:
         raise SpecError(f"--out {out} must end in .json, by which other commands know a file from a preset")
     _ = options.work
     from .. import planner, runs
-    from ..evaluate.fit import Goal, require_room
-    from ..evaluate.sensitivity import formats
+    from ..evaluate.fit import Goal, family, require_room
 
     room = options.room(ref)
     limit = room.nbytes if room.cards is None else room.cards.cache_bytes
     limit = _without_states(limit, ref.state_bytes, batch, gpus)
     layers = planner.rank(ref.layers, gpus, ref.query_heads)
-    goal = Goal(layers=layers, context=options.context, batch=batch, memory_bytes=limit, max_kl=options.max_kl)
-    require_room(goal, formats(layers, options.calibrate, options.token_local))
+    goal = Goal(
+        layers=layers,
+        scheme=options.scheme,
+        context=options.context,
+        batch=batch,
+        memory_bytes=limit,
+        max_kl=options.max_kl,
+        equal_pages=options.equal_pages,
+    )
+    require_room(goal, family(layers))
     options.require_place()
     found = _run(options, goal)
     if options.as_json:
         print_json({"run": runs.record(), "model": options.model, "out": str(out)} | found.to_dict())
     else:
-        _print(found, options.model, out, options.calibrate)
+        _print(found, options.model, out)
     if not found.reached:
         raise typer.Exit(1)
 
@@ -114,46 +127,57 @@ def _without_states(limit: int | None, state_bytes: int | None, batch: int, gpus
 
 
 def _run(options: Fitted, goal: Goal) -> Fit:
-    """Measure, choose, and write the scheme (and what it needs)."""
-    from .. import schemes
-    from ..calibrate.sampling import Sample
+    """Measure, choose, and write the scheme (and a calibration that is not kept for the model)."""
+    from ..calibrate import kept
     from ..evaluate.calibrator import Calibrator
-    from ..evaluate.fit import bound_to, fit, write
+    from ..evaluate.fit import Bench, base_of, bound_to, family, fit, near, write
     from ..evaluate.results import ResultFile, model_facts, new_run
-    from ..evaluate.sensitivity import Bench, formats
-    from ..evaluate.texts import halves, read_text, windows
+    from ..evaluate.sensitivity import sensitivities
+    from ..evaluate.texts import halves, novel_start, read_text, windows
     from ..integrations.identity import identity
     from ..integrations.models import load_tokenizer
+    from ..model_ref import ModelRef
+    from ..schemes import for_layers
 
     ref, out, work, count = options.ref, options.out, options.work, options.windows
-    first, second = halves(read_text(options.text))
+    seen, test = list(kept.source().parts), novel_start()
+    if options.text is not None:
+        *seen, test = halves(read_text(options.text))
     tokenizer = load_tokenizer(ref)
-    probes = windows(tokenizer, first, count=count, length=SIZES[1], limit=ref.max_context)
-    wholes = windows(tokenizer, second, count=count, length=SIZES[3], limit=ref.max_context)
+    longest = LENGTH + max(near(for_layers(name, ref.layers)) for name in family(ref.layers))
+    tests = windows(tokenizer, test, count=count, length=longest, limit=ref.max_context)
+    of_each = -(-count // len(seen))
+    probes = [w for t in seen for w in windows(tokenizer, t, count=of_each, length=longest, limit=ref.max_context)]
     work.mkdir(exist_ok=True)
     when_stopped(f"what is measured lies in {work}; the same command goes on from there")
     lm, _ = options.load()
-    known = formats(ref.layers, options.calibrate, options.token_local)
+    loaded = ModelRef.of(lm)
+    names = family(ref.layers, lm)
+    whole = for_layers(names[-1], ref.layers)
     bases = None
-    if known.calibrated:
-        klt = schemes.for_layers("klt4", ref.layers)
-        bases = Calibrator(lm, tokenizer, first, tests=(second,), sample=Sample(8, 1024), directory=work)(klt)
+    if whole.needs_calibration:
+        bases = Calibrator(lm, tokenizer, None, tests=(test,), directory=work, say=tell)(whole)
     header = {
         "task": "fit",
-        "scheme": known.kind,
+        "scheme": names[-1],
         "kind": "sensitivity",
         "info": {},
         "settings": {
-            "text": first.sha256 + second.sha256,
-            "windows": [list(x.shape) for x in (probes, wholes)],
+            "text": "".join(t.sha256 for t in (*seen, test)),
+            "windows": [len(probes), *tests.shape],
+            "calibration": None if bases is None else bases.id,
         },
         "model": model_facts(lm, ref.short_name),
     }
-    state = ResultFile(work / f"{known.kind}.json", header, new_run(lm.device))
-    bench = Bench(lm, probes, wholes, bases, state)
-    found = fit(bench, known, goal, name=out.stem, say=lambda text: tell(text))
+    bench = Bench(lm, tests, bases, ResultFile(work / f"{names[-1]}.json", header, new_run(lm.device)))
+    base = base_of(bench, goal, names)
+    known = bench.sensitivities(
+        f"beyond {near(base)}",
+        lambda: sensitivities(lm, probes, base, bench.calibration(base), near=near(base)),
+    )
+    found = fit(bench, base, goal, known, name=out.stem, say=lambda text: tell(text))
     how = (
-        f"fitted to {ref.short_name} on {first.name.removesuffix('-start')}"
+        f"fitted to {ref.short_name} on {'+'.join(t.name for t in seen)}, from {base.name}"
         if found.gained
         else f"the preset {found.chosen.scheme.name}, which nothing by layer beat"
     )
@@ -165,11 +189,14 @@ def _run(options: Fitted, goal: Goal) -> Fit:
         model=ref.short_name,
         description=how,
     )
-    write(scheme, bench, out)
+    needed = bench.calibration(scheme.plain)
+    if needed is not None and (own := kept.find(loaded, scheme.plain)) is not None and own.id == needed.id:
+        needed = None  # every command and engine finds it
+    write(scheme, needed, out)
     return found
 
 
-def _print(found: Fit, model: str, out: Path, calibrated: bool) -> None:
+def _print(found: Fit, model: str, out: Path) -> None:
     goal = found.goal
     table = new_table("what quality costs", "bits/element", "bytes", "predicted KL", left=0)
     for nbytes, bits, kl in found.steps:
@@ -193,14 +220,13 @@ def _print(found: Fit, model: str, out: Path, calibrated: bool) -> None:
         beside,
         *picture(found),
         "",
-        *_words(found, out, calibrated),
+        *_words(found, out),
     )
 
 
 def picture(found: Fit) -> list[str]:
     """Bits of each layer's keys and values: a row of digits and one of blocks."""
-    from ..evaluate.fit import widths
-    from ..evaluate.sensitivity import RAW, SIDES
+    from ..evaluate.fit import RAW, SIDES, widths
 
     count = len(found.goal.layers)
     lines = ["layer   " + "".join(str(i // 10 % 10) if i % 10 == 0 else "." if i % 5 else ":" for i in range(count))]
@@ -212,7 +238,7 @@ def picture(found: Fit) -> list[str]:
     return lines
 
 
-def _words(found: Fit, out: Path, calibrated: bool) -> list[str]:
+def _words(found: Fit, out: Path) -> list[str]:
     goal, chosen = found.goal, found.chosen
     users = counted(goal.batch, "sequence")
     context = "any number of" if found.context is None else f"{found.context:,}"
@@ -229,14 +255,15 @@ def _words(found: Fit, out: Path, calibrated: bool) -> list[str]:
     elif found.preset is not None:
         lines.insert(
             0,
-            f"{found.fitted.kl / found.preset.kl:.2f} times the KL of {found.preset.scheme.name}, the best preset of"
+            f"{found.fitted.kl / found.preset.kl:.2f} times the KL of {found.preset.scheme.name}, the preset of"
             " equal or fewer bytes",
         )
     elif goal.memory_bytes is not None:
-        lines.insert(0, "no preset fits" if calibrated else "no preset without a calibration fits")
+        lines.insert(0, "no preset fits")
     if not found.reached:
         lines.append(f"not reached: KL {chosen.kl:.5f} is above {goal.max_kl}; give more memory, or a shorter context")
-    also = f", calibration={out.with_suffix('.safetensors').name}" if chosen.scheme.needs_calibration else ""
+    file = out.with_suffix(".safetensors")
+    also = f", calibration={file.name}" if file.exists() and chosen.scheme.needs_calibration else ""
     lines.append(
         f"scheme in {out}{also}: KVCache.for_model(model, {str(out)!r}), kvbits plan, eval, check --scheme {out}"
     )

@@ -1,17 +1,16 @@
 """Choice of how many bits each layer gets. It follows the lower convex hull of KL against bytes, from the cheapest
 choice to the dearest. The module handles numbers only.
 
-Every layer has options. Each option has its bytes and the KL that it costs alone. On the hull, each next option of a
-layer buys less KL per byte than the one before. So the best purchase of all layers is taken again and again. At every
-step, this gives the least sum of KL for the bytes spent (up to one purchase).
+Every layer has options. Each option has its bytes and the KL that it is expected to cost. On the hull, each next option
+of a layer buys less KL per byte than the one before. So the best purchase of all layers is taken again and again. At
+every step, this gives the least sum of KL for the bytes spent (up to one purchase).
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import SpecError
@@ -25,7 +24,7 @@ class Option:
 
     Attributes:
         nbytes: what the layer takes so.
-        kl: what it costs alone, nats.
+        kl: what it is expected to cost, nats per token.
     """
 
     key: QuantSpec
@@ -96,38 +95,23 @@ def walk(layers: Sequence[Sequence[Option]], budget: int | None = None) -> list[
     return steps
 
 
-def tempered(kl: Sequence[float], temperature: float) -> list[float]:
-    """Sensitivities drawn towards their geometric mean: 1 leaves them, 0 makes all alike.
-
-    What one layer costs alone says too much about the extremes.
-    """
-    positive = [x for x in kl if x > 0]
-    if not positive:
-        return list(kl)
-    mean = math.exp(math.fsum(map(math.log, positive)) / len(positive))
-    return [mean * (x / mean) ** temperature if x > 0 else 0.0 for x in kl]
-
-
-class Curve:
-    """Prediction of the whole cache's KL from a sum of KLs of single layers. The curve is measured at choices where all
-    layers are alike. Between these points and beyond them it is straight in logarithms.
+def dealt(shares: Sequence[float], bits: int, error: Callable[[int], float]) -> tuple[int, ...]:
+    """Deal out bits to bands of keys, each next one where it takes off most expected error. Above 6 bits a band has 8.
 
     Args:
-        points: (sum of single layers, measured whole), nats.
+        shares: what an error of each band costs.
+        bits: of all bands together.
+        error: squared error of a number of variance 1 at so many bits.
     """
-
-    def __init__(self, points: Sequence[tuple[float, float]]) -> None:
-        self._points = sorted((math.log(a), math.log(b)) for a, b in points if a > 0 and b > 0)
-
-    def __call__(self, total: float) -> float:
-        """Predicted KL of the whole cache, nats."""
-        known = self._points
-        if total <= 0 or not known:
-            return max(total, 0.0)
-        x = math.log(total)
-        if len(known) == 1 or x <= known[0][0]:
-            return math.exp(x - known[0][0] + known[0][1])
-        if x >= known[-1][0]:
-            return math.exp(x - known[-1][0] + known[-1][1])
-        (x0, y0), (x1, y1) = next((a, b) for a, b in itertools.pairwise(known) if x <= b[0])
-        return math.exp(y0 + (x - x0) / (x1 - x0) * (y1 - y0))
+    found = [0] * len(shares)
+    while (left := bits - sum(found)) > 0:
+        wider = [b + (2 if b == 6 else 1) if b < 8 else b for b in found]
+        gains = [
+            s * (error(b) - error(w)) / (w - b) if 0 < w - b <= left else -1.0
+            for s, b, w in zip(shares, found, wider, strict=True)
+        ]
+        best = max(range(len(found)), key=gains.__getitem__)
+        if gains[best] < 0:
+            break
+        found[best] = wider[best]
+    return tuple(found)

@@ -1,224 +1,272 @@
-"""Measurement of what a layer's keys or values cost in few bits, alone and together. The module holds formats to choose
-from and measurements on the real packed cache.
+"""Sensitivities of the layers of a model to errors of cached keys and values, from one backward pass: `sensitivities`.
 
-A layer alone is measured on one chunk of tokens after a prefix. The prefix is computed once and put into every cache as
-it is. Only that layer's keys, or its values, are packed. All others stay raw. So one trial costs the forward pass of a
-chunk. Whole caches are measured as `kvbits eval` does (`fidelity.compare`).
+A small error e of what a cache stores moves the predictions of a model by a KL divergence of 1/2 E[(g . e)^2]. There g
+is the gradient of -log p(y) at the keys and values that attention reads. y is drawn from the model's own predictions,
+so E[g g^T] is the Fisher information. Errors of a quantizer are independent of each other and of g, so squares add up:
+
+    KL ~ 1/2 sum over tokens and channels of g^2 E[e^2],     E[e^2] = (loudness of the token)^2 * `errors` of a width
+
+The sum over channels is kept for each band of keys in their calibrated basis, for keys as they are, and for values. So
+one pass predicts any widths of any layers. Tokens that a cache reads raw or from finer copies cost next to nothing.
+Only queries that are `near` tokens or more behind a key's page count.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from .. import schemes as presets
 from ..calibrate import Calibration
-from ..errors import SpecError, counted
-from ..integrations.huggingface import KVCache
-from ..integrations.masks import passed
-from ..model_ref import ModelRef
+from ..calibrate.observe import differentiable, watched_attention
+from ..errors import CalibrationError, UnsupportedError
+from ..geometry import layer_geometries, stored_at
+from ..integrations.placement import input_device
+from ..integrations.rotary import with_rotary
 from ..progress import bar
-from ..spec import LayerGeometry, Override, PerChannel, PerGroup, QuantSpec, Scheme, to_dict
-from .attention import observe
-from .caches import base_factory
-from .fidelity import Fidelity, compare, divergence, seconds_per_token
-from .results import ResultFile
+from ..quant.basis import completed, frames, into_basis
+from ..quant.rotary import turn
+from ..quant.scales import steps
+from ..spec import BAND, LayerGeometry, QuantSpec, Scheme
+from ..spec.bands import DISTORTION
 
-SIDES = ("key", "value")
-RAW = 16
-"""The width that means: not quantized."""
-SCORED = 128
-"""Tokens of a window that are scored, behind the prefix: a chunk."""
-STEP_EXPONENT = 2.0
-"""How KL follows the step between two levels where nothing was measured: squared, as the error does."""
-VALUE_GROUP = 64
+TRELLIS = (1.0, 0.88, 0.82, 0.82, 0.83, 0.84, 0.84)
+"""Squared error of trellis codes of 0, 1, .. bits with uniform levels, as a share of `DISTORTION`'s integers."""
+TRELLIS_FITTED = 0.75
+"""The same of 2 bits with fitted levels."""
+EIGHT_BITS = 7.5e-5
+"""Squared error of codes of 8 bits in a band; they are plain integers."""
+REACH = 2.4
+"""Largest number of a group of 64, in standard deviations: what the scale of plain integers is taken from."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Formats:
-    """Formats that a layer may store: keys and values by width, each width with one format.
+def errors(spec: QuantSpec, head_dim: int) -> tuple[float, ...]:
+    """Expected squared error of a number of variance 1: of each band of keys or values with bands, else one figure."""
+    if spec.is_raw:
+        return (0.0,)
+    if not spec.bands:
+        return ((2 * REACH / (2**spec.bits - 1)) ** 2 / 12,)
+    fitted = spec.levels == "fitted"
+
+    def of(bits: int) -> float:
+        if bits == 8:
+            return EIGHT_BITS
+        return DISTORTION[bits] * (TRELLIS_FITTED if fitted else TRELLIS[bits])
+
+    return tuple(of(b) for b in spec.widths(head_dim))
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """KL that errors of one layer cost, nats per token, for errors as large as the numbers themselves.
 
     Attributes:
-        measured: widths that are measured; the others follow from these (`fill_in`).
-        calibrated: keys need a calibrated basis.
-        token_local: none needs the other tokens of a page, so engines that store tokens one by one (vLLM) hold them
-            all.
+        bands: of each band of keys in the calibrated basis; () where the model has none.
+        key: of keys as they are, less their mean.
+        value: of values.
     """
 
-    key: dict[int, QuantSpec]
-    value: dict[int, QuantSpec]
-    measured: tuple[int, ...]
-    calibrated: bool = False
-    token_local: bool = False
+    bands: tuple[float, ...]
+    key: float
+    value: float
 
-    @property
-    def kind(self) -> str:
-        """By which measurements are kept apart."""
-        return "calibrated" if self.calibrated else "token-local" if self.token_local else "plain"
+    def kl(self, key: QuantSpec, value: QuantSpec, geometry: LayerGeometry) -> float:
+        """Predict what a layer costs that stores these; nats per token."""
+        of_key = errors(key, geometry.head_dim)
+        per_band = self.bands if key.bands else (self.key,)
+        # values with bands have one width, and a Hadamard matrix makes their channels alike
+        return (
+            math.fsum(s * e for s, e in zip(per_band, of_key, strict=True))
+            + self.value * errors(value, geometry.value_head_dim)[0]
+        )
 
-    def of(self, side: str) -> dict[int, QuantSpec]:
-        return self.key if side == "key" else self.value
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
-
-def formats(layers: tuple[LayerGeometry, ...], calibrated: bool, token_local: bool = False) -> Formats:
-    """Formats for a model: integers whose scales come from the page, with a calibration those of the klt presets (all
-    token-local), or those that tokens have by themselves without one: keys centred, in groups.
-    """
-    size = math.gcd(VALUE_GROUP, *presets.common_widths(layers))
-    widths = (8, 4, 3, 2)
-    if calibrated:
-        eight = QuantSpec(format="int8", granularity=PerGroup(size))
-        klt = {b: presets.for_layers(f"klt{b}", layers) for b in (4, 3, 2)}
-        keys = {b: s.key for b, s in klt.items()} | {8: dataclasses.replace(eight, center="channel")}
-        values = {b: s.value for b, s in klt.items()} | {8: eight}
-    elif token_local:
-        key = QuantSpec(format="int8", granularity=PerGroup(size), symmetric=False, center="channel")
-        keys = {b: dataclasses.replace(key, format=f"int{b}") for b in widths}
-        values = {b: QuantSpec(format=f"int{b}", granularity=PerGroup(size), symmetric=False) for b in widths}
-    else:
-        keys = {b: QuantSpec(format=f"int{b}", granularity=PerChannel(), symmetric=False) for b in widths}
-        values = {b: QuantSpec(format=f"int{b}", granularity=PerGroup(size), symmetric=False) for b in widths}
-    raw = {RAW: QuantSpec.raw()}
-    return Formats(
-        {b: keys[b] for b in widths} | raw, {b: values[b] for b in widths} | raw, (4, 2), calibrated, token_local
-    )
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Sensitivity:
+        return cls(tuple(data["bands"]), data["key"], data["value"])
 
 
-def fill_in(measured: dict[int, float], widths: Sequence[int]) -> dict[int, float]:
-    """KL at every width: between two that were measured straight in the logarithms of KL and step, beyond by
-    `STEP_EXPONENT`; 0 where nothing is quantized.
-    """
-    known = sorted((math.log(1 / (2**b - 1)), math.log(max(kl, 1e-12))) for b, kl in measured.items())
-    found = {}
-    for b in widths:
-        x = math.log(1 / (2**b - 1))
-        below, above = [p for p in known if p[0] <= x + 1e-9], [p for p in known if p[0] > x + 1e-9]
-        if below and above:
-            (x0, y0), (x1, y1) = below[-1], above[0]
-            y = y0 + (x - x0) / (x1 - x0) * (y1 - y0)
-        else:
-            x0, y0 = below[-1] if below else above[0]
-            y = y0 + STEP_EXPONENT * (x - x0)
-        found[b] = 0.0 if b == RAW else math.exp(y)
-    return found
-
-
-class Bench:
-    """Measures schemes on a loaded model, each once.
+class _Layer:
+    """Sums of one layer over windows.
 
     Args:
-        probes: int64 [windows, tokens]: single layers are measured on the last `SCORED` tokens of each.
-        wholes: int64 [windows, tokens]: whole caches are measured on these, in chunks of `SCORED`.
-        bases: a calibration for `klt4`, of which keys of all widths take theirs; or None.
-        state: where measurements are kept, so that a run that stops goes on.
+        geometry: with its rotary embedding where there is a basis.
+        spec, static: of keys in a calibrated basis, and what was calibrated; None where there is none.
+        sinks, near, page: first tokens that stay raw, tokens that are read raw or from finer copies, size of a page.
     """
 
     def __init__(
         self,
-        model: Any,
-        probes: torch.Tensor,
-        wholes: torch.Tensor,
-        bases: Calibration | None,
-        state: ResultFile,
+        geometry: LayerGeometry,
+        spec: QuantSpec | None,
+        static: dict[str, torch.Tensor] | None,
+        sinks: int,
+        near: int,
+        page: int,
     ) -> None:
-        self.model, self.probes, self.wholes, self.bases, self.state = (
-            model,
-            probes.to(model.device),
-            wholes,
-            bases,
-            state,
-        )
-        self.layers = ModelRef.of(model).layers
-        self._prefix: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._reference: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def calibration(self, scheme: Scheme) -> Calibration | None:
-        """Return the calibration that the scheme takes from `bases`, or None if the scheme needs none."""
-        if not scheme.needs_calibration:
-            return None
-        if self.bases is None:
-            raise SpecError(f"scheme {scheme.name!r} needs a calibration, and none was made")
-        return self.bases.fitted(self.model.config, scheme)
-
-    def has_alone(self, layer: int, side: str, width: int) -> bool:
-        """Tell whether `alone` was measured before."""
-        return f"layer {layer} {side} {width}" in self.state.items
-
-    def alone(self, layer: int, side: str, width: int, spec: QuantSpec) -> float:
-        """KL of one layer's keys or values in a format, all others raw; nats."""
-        name = f"layer {layer} {side} {width}"
-        if name not in self.state.items:
-            raw = QuantSpec.raw()
-            key, value = (spec, raw) if side == "key" else (raw, spec)
-            trial = Scheme(
-                name="trial",
-                key=raw,
-                value=raw,
-                num_sink_tokens=4,
-                overrides=(Override(layers=(layer,), key=key, value=value),),
+        self.geometry, self.spec, self.page, self.sinks, self.near = geometry, spec, page, sinks, near
+        bands = 0 if spec is None else -(-geometry.head_dim // BAND)
+        self.bands, self.key, self.value, self.tokens = torch.zeros(bands, dtype=torch.float64), 0.0, 0.0, 0
+        if spec is not None:
+            assert geometry.rotary is not None and static is not None
+            inv_freq = torch.tensor(geometry.rotary.frequencies(geometry.head_dim), dtype=torch.float32)
+            self.static, self.order = (
+                completed(static, inv_freq),
+                torch.tensor(geometry.rotary.order(geometry.head_dim)),
             )
-            self._put(name, self._probe(trial))
-        return float(self.state.items[name]["value"])
 
-    def _put(self, name: str, value: float) -> None:
-        self.state.add(name, {"value": value})
-        self.state.write(0.0, {})
+    def reads(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """bool [T, T] each, by query and key: what is seen at all, and what is read from codes."""
+        at = torch.arange(tokens, device=device)
+        query, key, window = at[:, None], at[None], self.geometry.sliding_window
+        seen = query >= key
+        if self.geometry.chunked and window is not None:
+            seen &= query // window == key // window
+        elif window is not None:
+            seen &= query - key < window
+        ends = (key - self.sinks).div(self.page, rounding_mode="floor") * self.page + self.page + self.sinks
+        return seen, seen & (key >= self.sinks) & (ends + self.near <= query + 1)
 
-    @torch.no_grad()
-    def _probe(self, scheme: Scheme) -> float:
-        if self._reference is None:
-            windows = [observe(self.model, ids[:-SCORED]) for ids in self.probes]
-            self._prefix = [
-                (torch.stack([w[i].k for w in windows]), torch.stack([w[i].v for w in windows]))
-                for i in range(len(self.layers))
-            ]
-            log_p = self._log_p(Scheme(name="trial", key=QuantSpec.raw(), value=QuantSpec.raw(), num_sink_tokens=4))
-            self._reference = log_p, log_p.exp()
-        return divergence(self._log_p(scheme), *self._reference).mean().item()
+    def add(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slope: torch.Tensor, how: dict[str, Any]) -> None:
+        """Add one text.
 
-    def _log_p(self, scheme: Scheme) -> torch.Tensor:
-        """Log-probabilities [windows x SCORED, vocabulary] behind the prefix as `scheme` stores it."""
-        cache = KVCache.for_model(self.model, scheme, calibration=self.calibration(scheme))
-        for layer, (k, v) in enumerate(self._prefix):
-            cache.pages.append(layer, k, v)
-        cache.columns.seen = self.probes.shape[1] - SCORED
-        logits = self.model(self.probes[:, -SCORED:], **passed(self.model, cache), use_cache=True).logits
-        return torch.log_softmax(logits.flatten(0, 1).float(), -1)
-
-    def whole(self, schemes: Sequence[Scheme], *, progress: bool = False) -> list[float]:
-        """KL of whole caches against the 16-bit cache, nats: mean over the tokens of all windows.
-
-        One pass of the 16-bit cache for all of them.
+        Args:
+            q, k, v: [Hq, T, D] and [H, T, D] each, as attention was given them.
+            slope: [T, Hq, D], the gradient at its output.
+            how: arguments of the attention function.
         """
-        missing = [s for s in dict.fromkeys(schemes) if self._name(s) not in self.state.items]
-        if missing:
-            base = base_factory(self.model)
-            sums = {name: Fidelity() for name in (base.name, *map(self._name, missing))}
-            with bar(f"{counted(len(missing), 'whole cache')}", self.wholes.numel(), enabled=progress) as advance:
-                for window in self.wholes:
-                    caches: dict[str, Any] = {base.name: base.make(1, len(window))}
-                    for s in missing:
-                        caches[self._name(s)] = KVCache.for_model(
-                            self.model, s, batch_size=1, max_tokens=len(window), calibration=self.calibration(s)
-                        )
-                    compare(self.model, caches, window, chunk=SCORED, results=sums, on_tokens=advance)
-            for s in missing:
-                self._put(self._name(s), sums[self._name(s)].kl_mean)
-        return [float(self.state.items[self._name(s)]["value"]) for s in schemes]
-
-    def seconds_of_whole(self) -> float:
-        """Estimate the seconds of one whole cache from the model's own cache on the first steps of a window."""
-        cache = base_factory(self.model).make(1, self.wholes.shape[1])
-        return seconds_per_token(self.model, cache, self.wholes[0], SCORED) * self.wholes.numel()
+        q, k, v, slope = (x.float() for x in (q, k, v, slope))
+        slope, heads, group = slope.transpose(0, 1), k.shape[0], q.shape[0] // k.shape[0]
+        scaling = how.get("scaling")
+        scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+        cap, sink = how.get("softcap"), how.get("s_aux")
+        seen, packed = self.reads(k.shape[1], k.device)
+        of_key, of_value = torch.zeros_like(k), torch.zeros_like(v)
+        for head in range(heads):
+            mine = slice(head * group, (head + 1) * group)
+            scores = q[mine] @ k[head].mT * scaling
+            curve = torch.ones(())
+            if cap is not None:
+                scores = torch.tanh(scores / cap)
+                curve, scores = 1 - scores.square(), scores * cap
+            scores = scores.masked_fill(~seen, -torch.inf)
+            if sink is not None:
+                own = sink.float()[mine, None, None].expand(-1, scores.shape[1], 1)
+                p = torch.softmax(torch.cat([scores, own], -1), -1)[..., :-1]
+            else:
+                p = torch.softmax(scores, -1)
+            of_p = slope[mine] @ v[head].mT
+            of_score = p * (of_p - (p * of_p).sum(-1, keepdim=True)) * (curve.to(p.device) * packed)
+            of_key[head] = torch.einsum("gts,gtd->sd", of_score, q[mine]) * scaling
+            of_value[head] = torch.einsum("gts,gtd->sd", p * packed, slope[mine])
+        self.tokens += k.shape[1]
+        self.value += self._sum(of_value, v)
+        self.key += self._sum(of_key, k - k.mean(1, keepdim=True))
+        if self.spec is not None:
+            self._add_bands(k, of_key)
 
     @staticmethod
-    def _name(scheme: Scheme) -> str:
-        """By what is stored, not by what it is called."""
-        stored = dataclasses.replace(scheme, name="trial", source="", description="")
-        return f"whole {hashlib.sha256(json.dumps(to_dict(stored)).encode()).hexdigest()[:12]}"
+    def _sum(slope: torch.Tensor, x: torch.Tensor) -> float:
+        return 0.5 * (slope.square().sum(-1) * x.square().mean(-1)).sum().item()
+
+    def _add_bands(self, k: torch.Tensor, slope: torch.Tensor) -> None:
+        """Add keys [H, T, D] and the gradient there, both turned into the calibrated basis in units of its spreads."""
+        assert self.spec is not None
+        static = {name: t.to(k.device) for name, t in self.static.items()}
+        starts, order = np.arange(0, k.shape[1], self.page), self.order.to(k.device)
+        step = steps(self.spec, k.shape[-1]).to(k.device)
+
+        def pages(x: torch.Tensor) -> torch.Tensor:
+            return x[..., order].unflatten(1, (-1, self.page)).transpose(0, 1)
+
+        y = into_basis(pages(k), self.spec, static, starts) * step
+        back = turn(pages(slope), torch.from_numpy(frames(starts))[:, None, None], static["k_inv_freq"], back=True)
+        weighted = (back @ static["k_inverse"].mT / step).square() * y.square().mean(-1, keepdim=True)
+        by_channel = 0.5 * weighted.sum((0, 1, 2)).double().cpu()
+        self.bands += torch.stack([part.sum() for part in by_channel.split(BAND)])
+
+    def result(self) -> Sensitivity:
+        n = self.tokens
+        return Sensitivity(tuple((self.bands / n).tolist()), self.key / n, self.value / n)
+
+
+def sensitivities(
+    model: Any,
+    windows: Sequence[torch.Tensor],
+    base: Scheme,
+    calibration: Calibration | None,
+    *,
+    near: int,
+    seed: int = 0,
+    checkpointing: bool = False,
+    progress: bool = True,
+) -> list[Sensitivity]:
+    """Measure what errors of each layer's keys and values cost, by one backward pass of each window.
+
+    Args:
+        windows: int64 [T] each; what does not fill a page of `base` is left out.
+        base: its sinks and pages, and the spec of keys in a calibrated basis.
+        calibration: of `base`, or None if it needs none.
+        near: newest tokens that are read raw or from finer copies.
+        seed: of the tokens that are drawn from the model's predictions.
+        checkpointing: see `calibrate.observe.differentiable`.
+
+    Raises:
+        CalibrationError: the loss is NaN or infinite.
+        UnsupportedError: layers whose attention the model does not look up in Transformers' registry.
+    """
+    geometries = layer_geometries(model.config)
+    if calibration is not None:
+        geometries = with_rotary(geometries, model)
+    layers = []
+    for i, g in enumerate(geometries):
+        key = base.for_layer(i, len(geometries))[0]
+        basis = None if calibration is None or key.basis != "calibrated" else calibration.static[i]
+        layers.append(_Layer(g, None if basis is None else key, basis, base.num_sink_tokens, near, base.page_size))
+    stored, device = stored_at(model.config), input_device(model)
+    draw = torch.Generator(device="cpu").manual_seed(seed)
+
+    def returned(module: Any, q: Any, k: Any, v: Any, how: dict[str, Any], out: torch.Tensor) -> None:
+        place = stored.get(getattr(module, "layer_idx", -1))
+        if place is None or not out.requires_grad:
+            return
+        inputs = q.detach()[0], k.detach()[0], v.detach()[0]
+        out.register_hook(lambda slope: _add(layers[place], inputs, slope, how))
+
+    with (
+        differentiable(model, checkpointing=checkpointing),
+        watched_attention(model, returned=returned),
+        torch.enable_grad(),
+        bar("one backward pass", sum(map(len, windows)), enabled=progress) as advance,
+    ):
+        for window in windows:
+            ids = window[: len(window) // base.page_size * base.page_size].to(device)
+            logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
+            with torch.no_grad():
+                drawn = torch.multinomial(torch.softmax(logits, -1).cpu(), 1, generator=draw)[:, 0].to(logits.device)
+            loss = torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
+            if not bool(torch.isfinite(loss)):
+                raise CalibrationError(
+                    f"the loss of a calibration text is {loss.item()}; load the model in bfloat16 or float32"
+                )
+            loss.backward()
+            advance(len(window))
+    if blind := [i for i, one in enumerate(layers) if not one.tokens]:
+        raise UnsupportedError(
+            f"{type(model).__name__}: layers {blind[:4]} did not pass through the attention function, so nothing says"
+            " what errors of theirs cost; take a preset, such as klt4"
+        )
+    return [one.result() for one in layers]
+
+
+@torch.no_grad()
+def _add(
+    layer: _Layer, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], slope: torch.Tensor, how: dict[str, Any]
+) -> None:
+    layer.add(*inputs, slope[0], how)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..calibrate.observe import watched_attention
+from ..calibrate.observe import differentiable, watched_attention
 from ..errors import CalibrationError
 from ..geometry import stored_at
 
@@ -25,21 +25,8 @@ def watched(model: Any, seen: Seen, *, checkpointing: bool = False) -> Iterator[
     """While open, every backward pass of `model` calls `seen(layer, "k" or "v", x, gradient)`, both [B, T, H, D].
 
     Args:
-        checkpointing: recompute activations layer by layer in the backward pass instead of keeping them: memory of one
-            layer, a third more time.
+        checkpointing: see `differentiable`.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    was_training = model.training
-    model.requires_grad_(False)
-    model.enable_input_require_grads()
-    if checkpointing:
-        _checkpointing(model, "enable")({"use_reentrant": False})
-        model.train()
-        for m in model.modules():
-            if isinstance(m, torch.nn.Dropout):
-                m.eval()
-    else:
-        model.eval()
     stored = stored_at(model.config)
 
     def look(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]) -> None:
@@ -48,21 +35,8 @@ def watched(model: Any, seen: Seen, *, checkpointing: bool = False) -> Iterator[
                 at = x.detach().transpose(1, 2)
                 x.register_hook(lambda slope, side=side, at=at: seen(place, side, at, slope.transpose(1, 2)))
 
-    try:
-        with watched_attention(model, look):
-            yield
-    finally:
-        if checkpointing:
-            _checkpointing(model, "disable")()
-        model.disable_input_require_grads()
-        for p in trained:
-            p.requires_grad_(True)
-        model.train(was_training)
-
-
-def _checkpointing(model: Any, what: str) -> Callable[..., None]:
-    """The model's method, by its new name where there is one (transformers >= 5.2x)."""
-    return getattr(model, f"activation_checkpointing_{what}", None) or getattr(model, f"gradient_checkpointing_{what}")
+    with differentiable(model, checkpointing=checkpointing), watched_attention(model, look):
+        yield
 
 
 @torch.enable_grad()

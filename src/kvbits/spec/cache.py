@@ -84,7 +84,8 @@ class LayerGeometry:
 class LayerGroup:
     """Layers that store alike and therefore share one page table: a page id names one page in each of these layers.
 
-    `tiers` and `copies` are the scheme's, and none for layers with an override; `token_local` is the scheme's.
+    `tiers` are the scheme's, and none for layers with an override. `copies` are those that are finer than the layers'
+    own pages (`Scheme.copies_of`). `token_local` is the scheme's.
     """
 
     layers: tuple[int, ...]
@@ -266,7 +267,7 @@ class CacheSpec:
                 page_size=s.page_size,
                 raw_dtype=self.raw_dtype,
                 tiers=s.tiers if (key, value) == (s.key, s.value) else (),
-                copies=s.copies if (key, value) == (s.key, s.value) else (),
+                copies=s.copies_of(key, value),
                 token_local=s.token_local,
             )
             for (geometry, key, value), layers in members.items()

@@ -45,6 +45,11 @@ class Override:
         return any(index % num_layers == layer for index in self.layers)
 
 
+def _missing(copy: QuantSpec, own: QuantSpec) -> list[str]:
+    """What a copy is calibrated with and pages of `own` are not; they share a basis and its mean."""
+    return sorted(set(copy.calibrates) - (set(own.calibrates) & {"basis", "mean"}))
+
+
 MAX_PAGE_SIZE = 65_536
 """Tokens of a page: some hundred times the usual ones."""
 MOST_TOKENS = 2**31 - 1
@@ -121,7 +126,8 @@ class Scheme:
         tiers: of closed pages, youngest first; pages older than all of them are stored as `key` and `value` say.
             Layers with an override have none.
         copies: finer copies of the newest closed pages, youngest first. The tokens behind the raw tail are read from
-            the first, those behind them from the next. Layers with an override have none. A scheme has tiers or copies.
+            the first, those behind them from the next. Layers with an override have those that are finer than their own
+            pages (`copies_of`). A scheme has tiers or copies.
         token_local: quantize every token as it comes, straight into its slot of a packed page, so that nothing waits
             raw. Only for specs whose scales belong to a token or are calibrated (`QuantSpec.token_local`), without
             residual_length, tiers and copies. Centred keys take the mean of the page before.
@@ -167,10 +173,6 @@ class Scheme:
             object.__setattr__(self, name, whole(name, getattr(self, name), 0, MOST_TOKENS, "0 means none"))
         if any(value.pre_rope for value in (self.value, *(o.value for o in self.overrides))):
             raise SpecError("values have no rotary embedding; pre_rope=True belongs to the key spec")
-        if any(value.basis == "calibrated" for value in (self.value, *(o.value for o in self.overrides))):
-            raise SpecError(
-                "basis='calibrated' is of keys, calibrated against their queries; values take basis='hadamard'"
-            )
         older = (self.key, self.value)
         for tier in reversed(self.tiers):
             older = self._check_tier(tier, older)
@@ -232,7 +234,7 @@ class Scheme:
     @staticmethod
     def _check_copy(name: str, copy: QuantSpec, own: QuantSpec) -> None:
         """Refuse copies that need what the scheme's own pages do without."""
-        if missing := sorted(set(copy.calibrates) - (set(own.calibrates) & {"basis", "mean"})):
+        if missing := _missing(copy, own):
             raise SpecError(
                 f"{name}s of copies are {copy!r}, which needs calibration ({', '.join(missing)}) beside that of"
                 f" {own!r}; a copy shares a calibrated basis and its mean, and takes scales from the page"
@@ -275,6 +277,21 @@ class Scheme:
             if o.covers(layer, num_layers):
                 key, value = o.key, o.value
         return key, value
+
+    def copies_of(self, key: QuantSpec, value: QuantSpec) -> tuple[Copies, ...]:
+        """Copies that layers of these specs have: those of more bits than their own pages, and of the same calibration.
+
+        Raw layers have none.
+        """
+        if key.is_raw or value.is_raw:
+            return ()
+        own = key.mean_bits + value.mean_bits
+        return tuple(
+            c
+            for c in self.copies
+            if c.key.mean_bits + c.value.mean_bits > own
+            and all(not _missing(copy, spec) for copy, spec in ((c.key, key), (c.value, value)))
+        )
 
     def on(self, layers: tuple[Any, ...]) -> Scheme:
         """The scheme as a cache of a model of these layers (`LayerGeometry`) stores it: itself, unless it was fitted to

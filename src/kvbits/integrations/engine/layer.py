@@ -18,7 +18,7 @@ class Layer:
 
     Attributes:
         name: by which plans know it.
-        copies: pages of `call.raw`, uint8 [copies, H, head_bytes], or None (`take_copies`).
+        copies: pages of each of `call.rings`, uint8 [copies, H, head_bytes]; none before `take_copies`.
         static: calibrated parameters (`PageStore.static`).
         order: of stored channels, int64 [D]; None where it is the model's.
         turn: by how much keys turn from a page to the next (`quant.rotary.turn_by`); None where nobody knows: means
@@ -29,26 +29,25 @@ class Layer:
     name: str
     call: Call
     device: torch.device
-    copies: torch.Tensor | None = None
+    copies: tuple[torch.Tensor, ...] = ()
     static: dict[str, torch.Tensor] = field(default_factory=dict)
     order: torch.Tensor | None = None
     turn: torch.Tensor | None = None
     sink: Sink = None
 
     def __post_init__(self) -> None:
-        layouts = [self.call.layout, *([self.call.raw] if self.call.raw else [])]
+        layouts = [self.call.layout, *(ring.layout for ring in self.call.rings)]
         self._writes = [store.choose(layout, self.call.dtype, self.device) for layout in layouts]
         # prompts behind a history unpack
         reads = [dispatch.choose("unpack", layout, self.call.dtype, self.device) for layout in layouts]
         for choice in (*self._writes, *reads):
             choice.prepare()
 
-    def take_copies(self, pages: int) -> None:
-        """Allocate so many pages of copies, if they are not there."""
-        assert self.call.raw is not None
-        shape = pages, self.call.raw.num_kv_heads, self.call.raw.head_bytes
-        if self.copies is None or self.copies.shape != shape:
-            self.copies = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+    def take_copies(self, count: int) -> None:
+        """Allocate copies for so many requests, if they are not there."""
+        shapes = [(count * ring.pages, ring.layout.num_kv_heads, ring.layout.head_bytes) for ring in self.call.rings]
+        if [tuple(x.shape) for x in self.copies] != shapes:
+            self.copies = tuple(torch.zeros(shape, dtype=torch.uint8, device=self.device) for shape in shapes)
 
     def run(
         self,
@@ -85,5 +84,8 @@ class Layer:
     def _store(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, step: Step) -> None:
         to = store_of(pages, self.call.layout, self.static, self.turn)
         self._writes[0].run(key, value, to, step.slot_mapping, previous=step.previous_page, starts=step.starts)
-        if self.call.raw and self.copies is not None and step.copy_slots is not None:
-            self._writes[1].run(key, value, store_of(self.copies, self.call.raw), step.copy_slots)
+        # raw ones last: attention starts while their kernel ends, which writes pages that it reads at its end
+        for i in reversed(range(len(self.copies))):
+            copy = self.call.rings[i].layout
+            kept = store_of(self.copies[i], copy, {} if copy.is_raw else self.static)
+            self._writes[1 + i].run(key, value, kept, step.copy_slots[i], starts=step.starts)
