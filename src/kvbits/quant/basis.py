@@ -44,8 +44,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..spec import FRAME, MEAN_STEP, OFFSETS, QuantSpec
-from .banded import steps
 from .rotary import turn
+from .scales import steps
 
 _inverses = WeakIdKeyDictionary()
 _of_widths = WeakIdKeyDictionary()
