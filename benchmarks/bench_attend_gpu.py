@@ -31,8 +31,8 @@ from kvbits.ops import attend
 from kvbits.ops.reference.attend import exact
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.types import PageStore, Table
-from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import completed
+from kvbits.quant.scales import steps as band_steps
 from kvbits.spec import PageLayout, QuantSpec, Scheme
 
 KV_HEADS, HEAD_DIM, PAGE = 8, 128, 64

@@ -7,9 +7,9 @@ One pass over a text gives the keys and values that each position would have sto
 before it: `Simulation` is the model's attention, and takes each page from the newest copy that a position still has. So
 a variant costs one forward pass of a window, and its rows are those of chunks of 1 token. Variants are combined of
 
-    T     trellis codes (trellis.py), levels of keys and values: uniform, fitted
+    T     trellis codes (kvbits.quant.trellis), levels of keys and values: uniform, fitted
     G     a graded tail: the newest 64 tokens raw, the next ones from a finer code
-    M     the mean that is taken off a key follows its own position; M16: its own run of 16 positions
+    M     the mean that is taken off a key follows its own position; M16: that of its 16 tokens of a page
     F     frames of 512 or 1,024 positions instead of 256
 
     T-uu, T-uf, T-ff: levels of keys, of values. s3: the 8-bit scales beside the best one tried, too.
@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import trellis
 from run_files import append, arguments
 from transformers import AttentionInterface
 
@@ -39,7 +38,7 @@ from kvbits.evaluate.fidelity import Fidelity, divergence
 from kvbits.evaluate.texts import read_text, windows
 from kvbits.geometry import layer_geometries
 from kvbits.integrations.rotary import with_rotary
-from kvbits.quant import banded
+from kvbits.quant import scales, trellis
 from kvbits.quant.basis import hadamard, inverse
 from kvbits.quant.rotary import turn
 from kvbits.spec import LayerGeometry, QuantSpec
@@ -47,7 +46,15 @@ from kvbits.spec.bands import DISTORTION
 
 SINKS, PAGE, RUN = 4, 64, 64
 """First tokens that stay raw, tokens of a page, positions of a frame that share a mean today."""
-LEVELS = {"u": trellis.UNIFORM, "f": trellis.FITTED}
+FITTED: trellis.Levels = trellis.UNIFORM | {
+    2: trellis.mirrored(13, 40, 67, 121),
+    3: trellis.mirrored(10, 33, 54, 79, 105, 137, 180, 249),
+    4: trellis.mirrored(11, 34, 55, 78, 100, 123, 146, 170, 193, 219, 246, 276, 312, 357, 417, 512),
+}
+"""Fitted to a Gaussian by Lloyd's iteration over paths, then made smaller or larger so that the scale which is best for
+integers is good for them. Those of 2 bits are as 1, 3, 5 and 9. Of 1, 5 and 6 bits uniform ones are as good.
+"""
+LEVELS = {"u": trellis.UNIFORM, "f": FITTED}
 LOST = dict(enumerate(DISTORTION)) | {8: 7.5e-5}
 """Squared error of integers of a width, Gaussian of variance 1."""
 ROWS = 512
@@ -65,8 +72,7 @@ class Codes:
         bits: of values.
         levels: of trellis codes, "u" or "f", of keys and values; "" for plain integers.
         tried: scales that are tried with the trellis, from the one that is best for integers.
-        run: positions of a frame that share a mean of keys, which all tokens of a page have from its first; below 64,
-            from their own position.
+        run: positions of a frame that share a mean of keys, and tokens of a page that take one: that of the first.
         frame: positions of a frame.
     """
 
@@ -155,6 +161,13 @@ def variants(bits: int) -> dict[str, Variant]:
             add(f"-T-{levels}{grade}-M-F512", tail, levels=levels, run=1, frame=512)
             add(f"-T-{levels}{grade}-M-F512-re", tail, True, levels=levels, run=1, frame=512)
     return found
+
+
+def integers(x: torch.Tensor, widths: tuple[int, ...], scale: torch.Tensor) -> torch.Tensor:
+    """Rows [..., D] as plain integers of each band's width give them back: levels a scale apart, none is 0."""
+    top = torch.tensor([2.0**b - 1 for b in widths], device=x.device).repeat_interleave(16)[: x.shape[-1]]
+    codes = (x / scale.unsqueeze(-1) + top / 2).round().clamp(min=0).minimum(top)
+    return (codes - top / 2) * scale.unsqueeze(-1)
 
 
 class Seen(Moments):
@@ -296,8 +309,8 @@ class Simulation:
         positions = torch.arange(k.shape[1], device=k.device)
         start = ((positions - SINKS).div(PAGE, rounding_mode="floor") * PAGE + SINKS).clamp(min=0)
         frame = start // codes.frame * codes.frame
-        # today's mean is that of the page's first position
-        mean = means[:, (positions if codes.run < RUN else start) - frame]
+        # a page's tokens take a mean by the run, counted from its first one
+        mean = means[:, start + (positions - start) // codes.run * codes.run - frame]
         y = (turn(k[..., order], frame, inv_freq, back=True) - mean) @ basis
         y = self.rounded(y, codes.key(), "k", codes)
         keys = torch.empty_like(k)
@@ -307,16 +320,17 @@ class Simulation:
     @staticmethod
     def rounded(x: torch.Tensor, spec: QuantSpec, kind: str, codes: Codes) -> torch.Tensor:
         """Rows [H, T, D] as they are read back."""
-        scale = banded.fitted_scales(x, spec)
+        scale, widths = scales.fitted_scales(x, spec), spec.widths(x.shape[-1])
         if not codes.levels:
-            return banded.dequantize(banded.quantize(x, spec, scale), spec, scale)
-        widths, levels = spec.widths(x.shape[-1]), LEVELS[codes.levels["kv".index(kind)]]
+            return integers(x, widths, scale)
+        levels = LEVELS[codes.levels["kv".index(kind)]]
         best, least = torch.zeros_like(x), torch.full_like(scale, torch.inf)
-        around = banded.scale_codes(scale)
+        around = scales.scale_codes(scale)
         for offset in codes.tried:
-            scale = banded.scale_values((around + offset).clamp(banded.SMALLEST_CODE, banded.LARGEST_CODE))
-            found, cost = trellis.quantize(x, widths, kind, scale, levels)
-            error = cost.float() * scale.square()
+            scale = scales.scale_values((around + offset).clamp(scales.SMALLEST_CODE, scales.LARGEST_CODE))
+            found = trellis.quantize(x, widths, kind, scale, levels)
+            missed = trellis.units(x, scale) - trellis.level_of(found, widths, kind, levels)
+            error = missed.square().sum(-1).float() * scale.square()
             better = error < least
             given = trellis.dequantize(found, widths, kind, scale, levels)
             best, least = torch.where(better.unsqueeze(-1), given, best), torch.where(better, error, least)

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvbits.quant import banded as banded_codes
+from kvbits.quant import trellis as coder
 from kvbits.quant.qparams import UNIT_ROUNDOFF, QParams, expand
 from kvbits.spec import QuantSpec
 
@@ -19,9 +19,19 @@ def plain(spec: QuantSpec, qparams: QParams, head_dim: int) -> torch.Tensor:
     return bound + 2.0**-22 * (0 if qparams.mean is None else qparams.mean.abs().unsqueeze(-2))
 
 
-def banded(x: torch.Tensor, spec: QuantSpec, scale: torch.Tensor) -> torch.Tensor:
-    """Largest |x - dequantize(quantize(x))| per element of x [..., tokens, head_dim], whose mean is taken off."""
-    top, step = banded_codes._of(spec, x)
-    s = scale.unsqueeze(-1)
-    bound = torch.maximum(s * (0.5 + 2.0**-15), x.abs() - s * top / 2)
-    return torch.where(step > 0, bound, x.abs()) + 2.0**-22 * x.abs()
+def trellis(x: torch.Tensor, spec: QuantSpec, scale: torch.Tensor) -> torch.Tensor:
+    """Largest |x - dequantize(quantize(x))| per element of x [..., tokens, head_dim], whose mean is taken off: a path may
+    take a channel to the coset whose nearest level is farthest.
+    """
+    u = x / scale.unsqueeze(-1) * coder.UNIT
+    bound = u.abs()
+    widths = spec.widths(x.shape[-1])
+    of = torch.tensor(widths).repeat_interleave(16)[: x.shape[-1]]
+    for bits in {*widths} - {0}:
+        if bits == 8:
+            far = torch.clamp(u.abs() - 255 * 32, min=32.0)
+        else:
+            levels = torch.tensor(coder.LEVELS[spec.levels][bits])
+            far = torch.stack([(u.unsqueeze(-1) - levels[q::4]).abs().amin(-1) for q in range(4)]).amax(0)
+        bound = torch.where(of == bits, far + 1, bound)  # u is rounded to half a unit
+    return bound * (scale / coder.UNIT).unsqueeze(-1) + 2.0**-22 * x.abs()

@@ -167,7 +167,7 @@ def test_json_of_another_class_is_refused_by_name():
             {"format": "int5"},
             (
                 "unknown number format 'int5'; known: int8, int4, int3, int2, fp8_e4m3, fp8_e5m2, nuq4, nuq3, nuq2,"
-                " banded, raw"
+                " trellis, raw"
             ),
         ),
     ],
@@ -229,7 +229,7 @@ GEOMETRY = LayerGeometry(num_kv_heads=2, head_dim=64)
         (lambda: QuantSpec().num_groups(72), ["head_dim=72", "group_size=64", "use per-token scales"]),
         (
             lambda: Scheme(name="x", key=PRESETS["klt4"].key, value=PRESETS["nuq4"].value),
-            ["nuq4 values", "banded or integer values"],
+            ["nuq4 values", "trellis or integer values"],
         ),
         (
             lambda: Override(layers=(0,), key=PRESETS["klt4"].key, value=QuantSpec(outliers=0.01)),

@@ -30,18 +30,23 @@ _INT4_OF_CHANNELS = QuantSpec(format="int4", granularity=PerChannel(), symmetric
 
 def _klt(bits: int, bands: tuple[int, ...], residual_length: int = 128, copies: tuple[Copies, ...] = ()) -> Scheme:
     value = QuantSpec(
-        format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, basis="hadamard", bands=(bits,) * len(bands)
+        format="trellis",
+        granularity=PerToken(),
+        scale_dtype=SCALE_8BIT,
+        basis="hadamard",
+        bands=(bits,) * len(bands),
+        levels="fitted" if bits == 2 else "uniform",
     )
     return Scheme(
         name=f"klt{bits}",
-        key=dataclasses.replace(value, basis="calibrated", bands=bands, center="calibrated"),
+        key=dataclasses.replace(value, basis="calibrated", bands=bands, center="calibrated", levels="uniform"),
         value=value,
         num_sink_tokens=4,
         residual_length=residual_length,
         copies=copies,
         description=(
-            f"integers in a calibrated basis: keys of {min(bands)} to {max(bands)} bits by importance, values of {bits}"
-            " bits turned by a Hadamard, one 8-bit scale per token"
+            f"trellis codes: keys of {min(bands)} to {max(bands)} bits by importance in a calibrated basis, values of"
+            f" {bits} bits turned by a Hadamard, one 8-bit scale per token"
             + "".join(f", {c.num_tokens} newer tokens read from {c.value.bits} bits" for c in copies)
         ),
     )

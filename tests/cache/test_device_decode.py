@@ -28,7 +28,7 @@ from kvbits.ops.cuda import decode as decode_cuda
 from kvbits.ops.cuda.engine import launch, work_list
 from kvbits.ops.cuda.families.klt import store as store_banded
 from kvbits.ops.cuda.families.plain import close as close_plain
-from kvbits.quant.banded import steps
+from kvbits.quant.scales import steps
 from kvbits.spec import CacheSpec, LayerGeometry, Rotary
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")

@@ -56,14 +56,14 @@ KEYS_AND_VALUES = [
     ),
     (
         QuantSpec(
-            format="banded",
+            format="trellis",
             granularity=PerToken(),
             scale_dtype=SCALE_8BIT,
             center="calibrated",
             basis="calibrated",
             bands=(3,),
         ),
-        QuantSpec(format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, basis="hadamard", bands=(2,)),
+        QuantSpec(format="trellis", granularity=PerToken(), scale_dtype=SCALE_8BIT, basis="hadamard", bands=(2,)),
     ),
     (RAW, QuantSpec(format="int4", granularity=PerGroup(8))),
     (RAW, RAW),

@@ -57,7 +57,9 @@ def test_it_is_printed_without_a_gpu():
     out = subprocess.run(
         [sys.executable, "-m", "kvbits.ops.dispatch"], capture_output=True, text=True, check=True
     ).stdout
-    assert all(f"{kind}: " in out for kind in ("raw", "int", "banded", "codebook")) and "native" in out and "[1]" in out
+    assert (
+        all(f"{kind}: " in out for kind in ("raw", "int", "trellis", "codebook")) and "native" in out and "[1]" in out
+    )
 
 
 def test_choices_say_why():

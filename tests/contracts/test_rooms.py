@@ -11,7 +11,7 @@ from kvbits import schemes
 from kvbits.ops.cuda.families import families
 
 ROOT = Path(kvbits.__file__).parent
-WORDS = re.compile(r"(?i)banded|klt|codebook|nuq|kvquant")
+WORDS = re.compile(r"(?i)banded|trellis|klt|codebook|nuq|kvquant")
 SHARED = sorted(
     path
     for folder, kinds in (
@@ -33,7 +33,7 @@ EXCEPTIONS = {
     "integrations/vllm/scheme_file.py": "a refusal that says what a spec may not have",
     "integrations/vllm/releases.py": "a class of vLLM's is called so",
 }
-QUESTIONS = re.compile(r"""is_banded|has_codebook|basis [!=]= ["'](klt|calibrated)["']""")
+QUESTIONS = re.compile(r"""is_trellis|has_codebook|basis [!=]= ["'](klt|calibrated)["']""")
 """How Python asks which family a format is of.
 
 Before there were rooms it was asked 114 times outside spec, quant and families: by these words and by four functions

@@ -42,7 +42,7 @@ PRESETS = [
 )
 def test_attention_over_anybodys_pages(name, slabs, group, num_queries, window, softcap):
     cache = Cache(**CASES[name])
-    if any(layout.key.is_banded for layout in cache.layouts):
+    if any(layout.key.is_trellis for layout in cache.layouts):
         num_queries = min(num_queries, MOST_COLUMNS // group)
     lens = torch.tensor(
         [max(0, min(num_queries, int(n)) - i % 2) for i, n in enumerate(cache.newest)], dtype=torch.int32

@@ -15,8 +15,8 @@ from kvbits.ops.cpu import library
 from kvbits.ops.reference.attend import PageList
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.types import PageStore
-from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import completed
+from kvbits.quant.scales import steps as band_steps
 from kvbits.spec import (
     SCALE_8BIT,
     CacheSpec,
@@ -45,7 +45,7 @@ CODEBOOKS = ("nuq4", "nuq3", "nuq2")
 FORMATS = ("int8", "int4", "int3", "int2", "fp8_e4m3", "fp8_e5m2")
 NOISE = {
     "int8": 1e-4,
-    "banded": 2e-2,
+    "trellis": 2e-2,
     "int4": 2e-2,
     "int3": 2e-2,
     "int2": 2e-2,
@@ -96,10 +96,10 @@ def kvquant_specs(fmt: str, group: int = 32) -> list[QuantSpec]:
     return made
 
 
-def banded(*bands: int, basis: str | None = None, center: str | None = None) -> QuantSpec:
+def trellis(*bands: int, basis: str | None = None, center: str | None = None) -> QuantSpec:
     """Banded codes of these widths."""
     return QuantSpec(
-        format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, bands=bands, basis=basis, center=center
+        format="trellis", granularity=PerToken(), scale_dtype=SCALE_8BIT, bands=bands, basis=basis, center=center
     )
 
 

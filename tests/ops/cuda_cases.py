@@ -16,8 +16,8 @@ from kvbits.ops import attend
 from kvbits.ops.reference.attend import PageList, exact, query_positions
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.types import PageStore, Table
-from kvbits.quant.banded import steps as band_steps
 from kvbits.quant.basis import completed
+from kvbits.quant.scales import steps as band_steps
 from kvbits.spec import PageLayout, PerChannel, QuantSpec
 
 
@@ -69,7 +69,7 @@ class Case:
 
 
 def _short(spec: QuantSpec) -> str:
-    if spec.is_banded:
+    if spec.is_trellis:
         return f"{spec.format}:{','.join(map(str, spec.bands))}:{spec.basis}" + (":mean" if spec.center else "")
     name = f"{spec.format}:{type(spec.granularity).__name__}{getattr(spec.granularity, 'size', '')}"
     return (

@@ -1,4 +1,4 @@
-"""Pages of banded codes: the reference, which stays in the basis, against a float64 softmax over dequantized keys;
+"""Pages of trellis codes: the reference, which stays in the basis, against a float64 softmax over dequantized keys;
 kernels that refuse them by name.
 """
 
@@ -64,7 +64,7 @@ def test_attention_in_the_basis_is_attention_over_what_the_pages_read_as(name, h
         )
 
 
-def test_a_family_of_its_own_has_kernels_for_banded_codes():
+def test_a_family_of_its_own_has_kernels_for_trellis_codes():
     layout = layout_of("klt2", 64)
     family = family_of(layout)
     assert [family.refuses(op, layout, dtype=torch.bfloat16) for op in ("attend", "close", "step", "unpack")] == [
@@ -78,6 +78,6 @@ def test_sides_name_the_planes_of_bands():
     assert (side.widths, side.scale_dtype, side.levels, side.offsets) == (
         (5, 3, 2, 0),
         DTYPES[SCALE_8BIT],
-        LEVELS["banded"],
+        LEVELS["trellis"],
         True,
     )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from dense_model import dense_attention
-from ops.cpu_cases import NOISE, RAW, banded, inverse_frequencies, needs_library, random_call, static_params
+from ops.cpu_cases import NOISE, RAW, inverse_frequencies, needs_library, random_call, static_params, trellis
 
 from kvbits import schemes
 from kvbits.errors import DataError
@@ -23,8 +23,8 @@ from kvbits.ops.reference import store as store_reference
 from kvbits.ops.reference.dequantize import dequantize_pages, section
 from kvbits.ops.store import STATUS_FIELDS
 from kvbits.ops.types import PageStore, Table
-from kvbits.quant.banded import scale_values
 from kvbits.quant.basis import completed
+from kvbits.quant.scales import scale_values
 from kvbits.spec import PageLayout, PerGroup, QuantSpec
 
 pytestmark = needs_library
@@ -37,7 +37,7 @@ def sides(name):
     return scheme.key, scheme.value
 
 
-def assert_agrees(case, noise=NOISE["banded"]):
+def assert_agrees(case, noise=NOISE["trellis"]):
     (out, lse), (want, want_lse) = case.attend("cpu"), case.exact()
     assert torch.equal(torch.isinf(lse), torch.isinf(want_lse))
     assert not out[torch.isinf(want_lse)].any(), "rows that see nothing are zero"
@@ -82,15 +82,15 @@ def test_every_width_of_keys(tier):
     """All planes, in every order; 8 bits are two fields of 4."""
     for bands in ((8, 6, 5, 4), (0, 1, 8, 3), (3, 0, 0, 6), (1, 1, 1, 1), (2, 5, 0, 8), (0, 0, 0, 4)):
         for basis, center in ((None, None), ("hadamard", None), ("calibrated", None), ("calibrated", "calibrated")):
-            assert_agrees(random_call(banded(*bands, basis=basis, center=center), RAW, group=5, dtype=torch.float32))
-    assert_agrees(random_call(banded(8, 3, 1, 2, 4), RAW, head_dim=72))
+            assert_agrees(random_call(trellis(*bands, basis=basis, center=center), RAW, group=5, dtype=torch.float32))
+    assert_agrees(random_call(trellis(8, 3, 1, 2, 4), RAW, head_dim=72))
 
 
 def test_values_of_every_width_that_kernels_take(tier):
     for bits in (2, 3, 4):
         for basis in (None, "hadamard"):
-            assert_agrees(random_call(RAW, banded(*[bits] * 4, basis=basis), group=5, dtype=torch.float32))
-            assert_agrees(random_call(RAW, banded(*[bits] * 4, basis=basis), head_dim=80, tokens=3))
+            assert_agrees(random_call(RAW, trellis(*[bits] * 4, basis=basis), group=5, dtype=torch.float32))
+            assert_agrees(random_call(RAW, trellis(*[bits] * 4, basis=basis), head_dim=80, tokens=3))
 
 
 def test_beside_other_formats(tier):
@@ -123,8 +123,8 @@ def test_levels_are_those_of_the_documents(backend, basis):
     store = PageStore(layout, (pages,), static)
     out, lse = attention.attend(q, [store], [table], positions=positions, backend=backend)
     want, want_lse = dense_attention(q[0], k, v, [319], 64**-0.5, None, None)
-    assert float((out[0] - want).norm()) <= NOISE["banded"] * float(want.norm())
-    assert float((lse[0] - want_lse).abs().max()) <= 2 * NOISE["banded"]
+    assert float((out[0] - want).norm()) <= NOISE["trellis"] * float(want.norm())
+    assert float((lse[0] - want_lse).abs().max()) <= 2 * NOISE["trellis"]
 
 
 def test_queries_large_in_one_direction(tier):
@@ -149,11 +149,11 @@ def test_what_kernels_refuse():
 
     assert refused(*sides("klt2")) is None
     assert (
-        refused(RAW, banded(3, 2, 3, 2))
+        refused(RAW, trellis(3, 2, 3, 2))
         == "banded values of 2, 3 bits: the CPU kernels take 2, 3 or 4, the same in every band"
     )
     assert (
-        refused(RAW, banded(8, 8, 8, 8))
+        refused(RAW, trellis(8, 8, 8, 8))
         == "banded values of 8 bits: the CPU kernels take 2, 3 or 4, the same in every band"
     )
     case = random_call(*sides("klt2"))
@@ -222,9 +222,9 @@ def test_closing_is_the_references_but_for_ties(tier, name, head_dim, page_size)
 
 def test_every_width_closes(tier):
     for bands in ((8, 6, 5, 4), (0, 1, 8, 3), (3, 0, 0, 6), (1, 1, 1, 1), (0, 0, 0, 4)):
-        for key in (banded(*bands), banded(*bands, basis="hadamard")):
+        for key in (trellis(*bands), trellis(*bands, basis="hadamard")):
             x = torch.randn(3, 2, 64, 64)
-            ours, theirs, *_ = closed(key, banded(3, 3, 3, 3, basis="hadamard"), x, x.flip(2), 64, 64)
+            ours, theirs, *_ = closed(key, trellis(3, 3, 3, 3, basis="hadamard"), x, x.flip(2), 64, 64)
             assert float((ours != theirs).float().mean()) <= 1e-3
 
 

@@ -543,7 +543,7 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
             {"raw": True},
             {"spans": True},
             {"spans": True, "raw": True},
-            *([{"fold": True, "raw": True}] if scheme.key.is_banded else []),
+            *([{"fold": True, "raw": True}] if scheme.key.is_trellis else []),
         ):
             kernel = kernel_for(*common, **kind)
             spills[("attend", *kind)] = (
@@ -554,7 +554,7 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
             capability < (8, 9) and scheme.key.format.startswith("fp8")
         ):
             for appends in (False, True):
-                if scheme.key.is_banded:
+                if scheme.key.is_trellis:
                     source, entry, macros = (
                         "store_banded.cu",
                         "store_banded",
@@ -567,7 +567,7 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
                         close_cuda.defines(layout, dtype, appends=appends),
                     )
                 spills[entry, dtype, appends] = compiled(source, macros, capability).resources(entry).spill_bytes
-        if scheme.key.is_banded and store_banded.refuses_layout(layout, dtype) is None:
+        if scheme.key.is_trellis and store_banded.refuses_layout(layout, dtype) is None:
             for tokens in (store_banded.FEW, layout.page_size):
                 macros = store_banded.defines(layout, dtype, tokens=tokens)
                 spills["store_banded", dtype, tokens] = (
@@ -576,7 +576,7 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
         if family_of(layout).refuses("unpack", layout, dtype=dtype) is None:
             module, entry = (
                 (dequantize_banded, "dequantize_banded")
-                if scheme.key.is_banded
+                if scheme.key.is_trellis
                 else (dequantize_cuda, "dequantize_pages")
             )
             binary = compiled(f"{entry.removesuffix('_pages')}.cu", module.defines(layout, dtype), capability)
@@ -587,7 +587,7 @@ def test_every_kernel_of_every_preset_spills_no_more_than_stated(name, head_dim,
     # its product where heads are widest, or so that one more block fits. Attention over banded pages has 128 registers
     # for each of 16 warps: some words of a segment's start and end, and of those that make its queries, are kept in
     # local memory, none of a page's.
-    attend = 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 528 if scheme.key.is_banded else 0
+    attend = 96 if head_dim == 256 else 80 if scheme.key.has_codebook else 528 if scheme.key.is_trellis else 0
     most = {"attend": attend, "store_banded": 512, "dequantize_banded": 400 if head_dim == 256 else 8}
     rows = {("close_pages", torch.float32, False): 128, ("close_pages", torch.float32, True): 128}
     if not spills:

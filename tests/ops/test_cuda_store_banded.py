@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ops.cpu_cases import RAW, banded, static_params
+from ops.cpu_cases import RAW, static_params, trellis
 from ops.emulated_build import build, put_sources
 
 from kvbits import schemes
@@ -31,8 +31,8 @@ from kvbits.ops.reference import store as store_reference
 from kvbits.ops.reference.dequantize import dequantize_pages, section
 from kvbits.ops.store import STATUS_FIELDS
 from kvbits.ops.types import PageStore
-from kvbits.quant.banded import scale_values
 from kvbits.quant.basis import offsets_of
+from kvbits.quant.scales import scale_values
 from kvbits.spec import PageLayout
 
 HEADS = 2
@@ -180,14 +180,14 @@ def test_other_shapes(name, head_dim, page_size, device):
 
 @pytest.mark.parametrize("bands", [(8, 6, 5, 4), (3, 0, 1, 2)])
 def test_every_width_without_a_calibrated_basis(bands, device):
-    for key in (banded(*bands), banded(*bands, basis="hadamard")):
+    for key in (trellis(*bands), trellis(*bands, basis="hadamard")):
         x = rows(32, 64, torch.float32)
-        assert_references(key, banded(*bands[::-1], basis="hadamard"), x, x.flip(2), device)
+        assert_references(key, trellis(*bands[::-1], basis="hadamard"), x, x.flip(2), device)
 
 
 def test_a_head_dim_of_five_bands(device):
     x = rows(32, 80, torch.bfloat16)
-    assert_references(banded(4, 3, 2, 2, 1, basis="hadamard"), banded(3, 3, 3, 3, 3), x, x.flip(2), device)
+    assert_references(trellis(4, 3, 2, 2, 1, basis="hadamard"), trellis(3, 3, 3, 3, 3), x, x.flip(2), device)
 
 
 @emulates
@@ -212,7 +212,9 @@ def test_a_block_closes_several_pages(most, device, monkeypatch):
     monkeypatch.setattr(cuda_banded, "places", lambda *_: most)
     assert_references(*sides("klt2"), rows(64, 64, torch.bfloat16), rows(64, 64, torch.bfloat16).flip(2), device)
     x = rows(32, 64, torch.float32)
-    assert_references(banded(3, 0, 1, 2, basis="hadamard"), banded(2, 1, 0, 3, basis="hadamard"), x, x.flip(2), device)
+    assert_references(
+        trellis(3, 0, 1, 2, basis="hadamard"), trellis(2, 1, 0, 3, basis="hadamard"), x, x.flip(2), device
+    )
 
 
 @pytest.mark.parametrize(
@@ -495,9 +497,9 @@ UNPACKED = [
     (*sides("klt2"), 96, 32, HALF),
 ]
 UNPACKED += [
-    (banded(8, 6, 5, 4), banded(3, 0, 1, 2, basis="hadamard"), 64, 32, BRAIN),
-    (banded(8, 6, 5, 4), banded(3, 0, 1, 2, basis="hadamard"), 64, 32, HALF),
-    (banded(4, 3, 2, 2, 1, basis="hadamard"), banded(3, 3, 3, 3, 3), 80, 32, BRAIN),
+    (trellis(8, 6, 5, 4), trellis(3, 0, 1, 2, basis="hadamard"), 64, 32, BRAIN),
+    (trellis(8, 6, 5, 4), trellis(3, 0, 1, 2, basis="hadamard"), 64, 32, HALF),
+    (trellis(4, 3, 2, 2, 1, basis="hadamard"), trellis(3, 3, 3, 3, 3), 80, 32, BRAIN),
 ]
 
 

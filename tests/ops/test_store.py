@@ -12,7 +12,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from ops.cpu_cases import TIERS, banded, needs_library, static_of, static_params
+from ops.cpu_cases import TIERS, needs_library, static_of, static_params, trellis
 from ops.test_cuda_close import HEADS, RAW, spec
 
 from kvbits import schemes
@@ -495,8 +495,8 @@ def test_arguments_that_do_not_fit_are_refused(store):
         store(x, x, centred, torch.arange(2), previous=torch.zeros(3, dtype=torch.int64))
     assert all(bool((s == 0xFF).all()) for s in (*whole.slabs, *centred.slabs))
     banded_pages = store_of(
-        layout_of(banded(4, 4, 4, 4, basis="calibrated"), banded(3, 3, 3, 3), 64, 32),
-        static=static_params(banded(4, 4, 4, 4, basis="calibrated"), banded(3, 3, 3, 3), HEADS, 64),
+        layout_of(trellis(4, 4, 4, 4, basis="calibrated"), trellis(3, 3, 3, 3), 64, 32),
+        static=static_params(trellis(4, 4, 4, 4, basis="calibrated"), trellis(3, 3, 3, 3), HEADS, 64),
     )
     for bad, message in ((None, "give starts"), (torch.zeros(2), r"starts must be dense torch.int32 \[2\]")):
         with pytest.raises(DataError, match=message):
@@ -656,7 +656,7 @@ def test_the_library_checks_its_arguments_itself():
         call(pages, [0], dtype=torch.float32)
     with pytest.raises(UnsupportedError):
         call(pages, [0], used_bytes=-1)
-    key, value = banded(4, 4, 4, 4, basis="calibrated"), banded(3, 3, 3, 3)
+    key, value = trellis(4, 4, 4, 4, basis="calibrated"), trellis(3, 3, 3, 3)
     turned = store_of(layout_of(key, value, 64, 32), static=static_params(key, value, HEADS, 64))
     starts, frames, turns = np.array([256], np.int32), np.array([0, 512]), np.zeros((2, 2, 32))
     with pytest.raises(UnsupportedError):

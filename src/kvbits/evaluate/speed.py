@@ -26,8 +26,8 @@ from ..ops import dispatch
 from ..ops.attend import plan
 from ..ops.reference.attend import exact
 from ..ops.types import PageStore, Table
-from ..quant.banded import steps
 from ..quant.basis import completed
+from ..quant.scales import steps
 from ..spec import PageLayout
 
 ROTATE_BYTES = {"cpu": 130_000_000, "cuda": 400_000_000}

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from ..quant.banded import STEP
+from ..quant.scales import STEP
+from ..quant.trellis import FARTHEST, RING, UNIT
 from ..spec import BAND, FRAME, MEAN_STEP, OFFSETS, PageLayout, PerChannel, QuantSpec, plane_row_bytes
 from ..spec.quant import DTYPE_BYTES, SCALE_BYTES, NumberFormat
 from ..spec.quant import FORMATS as NUMBER_FORMATS
@@ -31,10 +32,10 @@ MATRIX_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 """Dtypes whose numbers matrix units of GPUs multiply, by name."""
 FORMATS = {name: i for i, name in enumerate(["raw", *(n for n in NUMBER_FORMATS if n != "raw")])}
 _FLOATS = [f.name for f in NUMBER_FORMATS.values() if f.kind == "float"]
-_KINDS = ("int", *_FLOATS, "raw", "codebook", "banded")
+_KINDS = ("int", *_FLOATS, "raw", "codebook", "trellis")
 LEVELS = {name: i for i, name in enumerate(_KINDS)}
 """What a code stands for: an integer, a float of one of the formats, a raw number, an entry of a calibrated codebook,
-an integer of its band's width.
+one of twice as many levels as its width has codes.
 """
 STATIC, GROUP, CHANNEL = 0, 1, 2
 SCALES = {"static": STATIC, "group": GROUP, "channel": CHANNEL}
@@ -70,8 +71,8 @@ class Side:
         has_bias, has_mean, turned: whether codes are asymmetric, the page is centred, keys are from before the rotary
             embedding.
         offsets: whether constants of the model are taken off (`k_offsets`).
-        widths, basis: of banded codes, bits of each band of 16 channels (the planes then hold some channels each), and
-            what they are multiplied by.
+        widths, basis, fitted: of trellis codes, bits of each band of 16 channels (the planes then hold some channels
+            each), what they are multiplied by, and whether levels are 1, 3, 5 and 9 quarters of a scale.
         row_bytes, plane_offset: of a token in each plane; of raw rows and their section where the tensor is raw.
         outliers, index_bytes: listed elements of a page, and the width of their indices.
     """
@@ -94,6 +95,7 @@ class Side:
     turned: bool
     widths: tuple[int, ...]
     basis: str | None
+    fitted: bool
     row_bytes: tuple[int, ...]
     plane_offset: tuple[int, ...]
     scale_offset: int | None
@@ -115,7 +117,7 @@ class Side:
         return sum(bits << 4 * i for i, bits in enumerate(self.widths))
 
     def offset_of_plane(self, bits: int) -> int:
-        """Return where the plane of so many bits lies among those of banded codes, or 0 where there is none."""
+        """Return where the plane of so many bits lies among those of trellis codes, or 0 where there is none."""
         return dict(zip(self.planes, self.plane_offset, strict=True)).get(bits, 0)
 
     def plane(self, i: int) -> tuple[int, int, int]:
@@ -155,6 +157,7 @@ def describe(layout: PageLayout, kind: str) -> Side:
         turned=spec.pre_rope,
         widths=spec.widths(d),
         basis=spec.basis,
+        fitted=spec.levels == "fitted",
         row_bytes=tuple(plane_row_bytes(channels, bits) for bits, channels in planes)
         or (d * DTYPE_BYTES[layout.raw_dtype],),
         plane_offset=tuple(layout.sections[f"{kind}_{name}"].offset for name in stored),
@@ -175,7 +178,7 @@ def header() -> str:
         "int": "INTEGER",
         "raw": "RAW",
         "codebook": "CODEBOOK",
-        "banded": "BANDED",
+        "trellis": "TRELLIS",
     }
     rows = []
     for name in FORMATS:
@@ -204,13 +207,17 @@ def header() -> str:
                 "Format", {f"FORMAT_{name.upper()}": i for name, i in FORMATS.items()} | {"NUM_FORMATS": len(FORMATS)}
             ),
             (
-                "// Banded codes: channels of a band, positions of a frame and of a mean in it, rows of offsets"
-                " (quant/banded.py, basis.py)."
+                "// Trellis codes: channels of a band, positions of a frame and of a mean in it, rows of offsets"
+                " (quant/basis.py); channels of a ring, parts of a scale, the largest of them (quant/trellis.py)."
             ),
-            _enum("Banding", {"BAND": BAND, "FRAME": FRAME, "MEAN_STEP": MEAN_STEP, "OFFSETS": OFFSETS}),
+            _enum(
+                "Trellis",
+                {"BAND": BAND, "FRAME": FRAME, "MEAN_STEP": MEAN_STEP, "OFFSETS": OFFSETS}
+                | {"RING": RING, "UNIT": UNIT, "FARTHEST": FARTHEST},
+            ),
             "",
             (
-                "/// Codes lie in one or two bit planes, high bits first (banded ones in those of their widths)."
+                "/// Codes lie in one or two bit planes, high bits first (trellis ones in those of their widths)."
                 " For floats: the bits behind the sign, the largest value, and where rounding passes it."
             ),
             "struct NumberFormat {",
@@ -225,7 +232,7 @@ def header() -> str:
             "}",
             "",
             (
-                "/// Step of the best uniform quantizer of a Gaussian of variance 1 at a band's bits (quant/banded.py),"
+                "/// Step of the best uniform quantizer of a Gaussian of variance 1 at a band's bits (quant/scales.py),"
                 " 0 where it has none."
             ),
             "constexpr float band_step(int bits) {",

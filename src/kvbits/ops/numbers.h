@@ -4,14 +4,14 @@
 // Dtypes of raw rows, scales, biases, means.
 enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2, FLOAT8_E5M3 = 3, NUM_RAW_DTYPES = 3 };
 // What a code stands for.
-enum LevelKind { INTEGER = 0, E4M3 = 1, E5M2 = 2, RAW = 3, CODEBOOK = 4, BANDED = 5 };
+enum LevelKind { INTEGER = 0, E4M3 = 1, E5M2 = 2, RAW = 3, CODEBOOK = 4, TRELLIS = 5 };
 // Who shares a scale.
 enum ScaleKind { SCALE_STATIC = 0, SCALE_GROUP = 1, SCALE_CHANNEL = 2 };
-enum Format { FORMAT_RAW = 0, FORMAT_INT8 = 1, FORMAT_INT4 = 2, FORMAT_INT3 = 3, FORMAT_INT2 = 4, FORMAT_FP8_E4M3 = 5, FORMAT_FP8_E5M2 = 6, FORMAT_NUQ4 = 7, FORMAT_NUQ3 = 8, FORMAT_NUQ2 = 9, FORMAT_BANDED = 10, NUM_FORMATS = 11 };
-// Banded codes: channels of a band, positions of a frame and of a mean in it, rows of offsets (quant/banded.py, basis.py).
-enum Banding { BAND = 16, FRAME = 256, MEAN_STEP = 64, OFFSETS = 5 };
+enum Format { FORMAT_RAW = 0, FORMAT_INT8 = 1, FORMAT_INT4 = 2, FORMAT_INT3 = 3, FORMAT_INT2 = 4, FORMAT_FP8_E4M3 = 5, FORMAT_FP8_E5M2 = 6, FORMAT_NUQ4 = 7, FORMAT_NUQ3 = 8, FORMAT_NUQ2 = 9, FORMAT_TRELLIS = 10, NUM_FORMATS = 11 };
+// Trellis codes: channels of a band, positions of a frame and of a mean in it, rows of offsets (quant/basis.py); channels of a ring, parts of a scale, the largest of them (quant/trellis.py).
+enum Trellis { BAND = 16, FRAME = 512, MEAN_STEP = 16, OFFSETS = 33, RING = 16, UNIT = 64, FARTHEST = 8192 };
 
-/// Codes lie in one or two bit planes, high bits first (banded ones in those of their widths). For floats: the bits behind the sign, the largest value, and where rounding passes it.
+/// Codes lie in one or two bit planes, high bits first (trellis ones in those of their widths). For floats: the bits behind the sign, the largest value, and where rounding passes it.
 struct NumberFormat {
     int levels, bits0, bits1, exponent_bits, mantissa_bits;
     float max_value, saturates_at;
@@ -28,12 +28,12 @@ constexpr NumberFormat number_format(int format) {
         {CODEBOOK, 4, 0, 0, 0, 0.0f, 0.0f},  // nuq4
         {CODEBOOK, 2, 1, 0, 0, 0.0f, 0.0f},  // nuq3
         {CODEBOOK, 2, 0, 0, 0, 0.0f, 0.0f},  // nuq2
-        {BANDED, 0, 0, 0, 0, 0.0f, 0.0f},  // banded
+        {TRELLIS, 0, 0, 0, 0, 0.0f, 0.0f},  // trellis
     };
     return all[format];
 }
 
-/// Step of the best uniform quantizer of a Gaussian of variance 1 at a band's bits (quant/banded.py), 0 where it has none.
+/// Step of the best uniform quantizer of a Gaussian of variance 1 at a band's bits (quant/scales.py), 0 where it has none.
 constexpr float band_step(int bits) {
     constexpr float all[9] = {0.0f, 1.596f, 0.9957f, 0.586f, 0.3352f, 0.1881f, 0.1041f, 0.0f, 0.0308f};
     return all[bits];

@@ -1,15 +1,26 @@
 """Codes to bytes and back, in the stored order of docs/reference/formats.md.
 
 A code's bit planes are packed into rows (one token, one plane), then rows are interleaved: keys in tiles of 16 tokens,
-values in blocks of 16 bytes by four tokens. All functions keep leading dimensions and copy.
+values in blocks of 16 bytes by four tokens. Rows of a plane of trellis keys are packed word by word, so that no word
+has fields of two planes' lowest bits and other bits side by side. All functions keep leading dimensions and copy.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from ..spec import KEY_TILE, VALUE_BLOCK, VALUE_TOKEN_ORDER, NumberFormat, QuantSpec, plane_row_bytes
-from .banded import plane_fields
+from ..spec import (
+    BAND,
+    BAND_PLANES,
+    KEY_TILE,
+    VALUE_BLOCK,
+    VALUE_TOKEN_ORDER,
+    NumberFormat,
+    QuantSpec,
+    plane_row_bytes,
+)
 
 
 def pack(codes: torch.Tensor, fmt: NumberFormat, kind: str) -> list[torch.Tensor]:
@@ -38,37 +49,52 @@ def unpack(planes: list[torch.Tensor], fmt: NumberFormat, kind: str, tokens: int
     return codes
 
 
-def unpack_banded(
+@functools.lru_cache(maxsize=64)
+def plane_fields(widths: tuple[int, ...], head_dim: int) -> tuple[tuple[int, torch.Tensor, torch.Tensor], ...]:
+    """(bits, channels int64 [n], shifts uint8 [n]) of each stored plane of trellis codes: number j of a token's row is
+    (code of channel j >> shift j) & (2**bits - 1).
+    """
+    found = []
+    for bits in BAND_PLANES:
+        if channels := [c for c in range(head_dim) if widths[c // BAND] & bits]:
+            shifts = [widths[c // BAND] & (bits - 1) for c in channels]  # the planes below it
+            found.append(
+                (bits, torch.tensor(channels, device="cpu"), torch.tensor(shifts, dtype=torch.uint8, device="cpu"))
+            )
+    return tuple(found)
+
+
+def unpack_trellis(
     planes: list[torch.Tensor], widths: tuple[int, ...], kind: str, tokens: int, head_dim: int
 ) -> torch.Tensor:
     """Codes uint8 [..., tokens, head_dim] from the stored bytes of each plane; 0 in bands without bits."""
     codes = torch.zeros(*planes[0].shape[:-1], tokens, head_dim, dtype=torch.uint8, device=planes[0].device)
     for plane, (bits, channels, shifts) in zip(planes, plane_fields(widths, head_dim), strict=True):
         row_bytes = plane_row_bytes(len(channels), bits)
-        rows = (
-            _deinterleave_keys(plane, tokens, row_bytes)
-            if kind == "k"
-            else _deinterleave_values(plane, tokens, row_bytes)
-        )
-        codes[..., channels.to(codes.device)] |= unpack_rows(rows, bits, len(channels)) << shifts.to(codes.device)
+        if kind == "k":
+            fields = unpack_words(_deinterleave_keys(plane, tokens, row_bytes), bits, len(channels))
+        else:
+            fields = unpack_rows(_deinterleave_values(plane, tokens, row_bytes), bits, len(channels))
+        codes[..., channels.to(codes.device)] |= fields << shifts.to(codes.device)
     return codes
 
 
 def pack_side(codes: torch.Tensor, spec: QuantSpec, kind: str) -> list[torch.Tensor]:
     """Stored bytes of each plane of keys ("k") or values ("v") of a format; codes uint8 [..., tokens, head_dim]."""
-    return [_interleave(rows, kind) for rows in rows_of_planes(codes, spec)]
+    return [_interleave(rows, kind) for rows in rows_of_planes(codes, spec, kind)]
 
 
-def rows_of_planes(codes: torch.Tensor, spec: QuantSpec) -> list[torch.Tensor]:
+def rows_of_planes(codes: torch.Tensor, spec: QuantSpec, kind: str) -> list[torch.Tensor]:
     """uint8 [..., row_bytes] of each plane, before rows are interleaved; codes uint8 [..., head_dim].
 
-    A plane of banded codes holds the channels of the bands that have it, side by side.
+    A plane of trellis codes holds the channels of the bands that have it, side by side; of keys ("k") word by word.
     """
-    if not spec.is_banded:
+    if not spec.is_trellis:
         return _rows_of_fields(codes, spec.number_format)
     fields = plane_fields(spec.widths(codes.shape[-1]), codes.shape[-1])
+    packed = pack_words if kind == "k" else pack_rows
     return [
-        pack_rows((codes[..., channels.to(codes.device)] >> shifts.to(codes.device)) & (2**bits - 1), bits)
+        packed((codes[..., channels.to(codes.device)] >> shifts.to(codes.device)) & (2**bits - 1), bits)
         for bits, channels, shifts in fields
     ]
 
@@ -85,8 +111,8 @@ def _interleave(rows: torch.Tensor, kind: str) -> torch.Tensor:
 
 def unpack_side(planes: list[torch.Tensor], spec: QuantSpec, kind: str, tokens: int, head_dim: int) -> torch.Tensor:
     """Codes uint8 [..., tokens, head_dim] from the stored bytes of each plane of keys or values of a format."""
-    if spec.is_banded:
-        return unpack_banded(planes, spec.widths(head_dim), kind, tokens, head_dim)
+    if spec.is_trellis:
+        return unpack_trellis(planes, spec.widths(head_dim), kind, tokens, head_dim)
     return unpack(planes, spec.number_format, kind, tokens, head_dim)
 
 
@@ -120,6 +146,18 @@ def unpack_rows(rows: torch.Tensor, bits: int, head_dim: int) -> torch.Tensor:
         return rows[..., :head_dim]
     parts = [(rows >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)]
     return torch.cat(parts, dim=-1)[..., :head_dim]
+
+
+def pack_words(fields: torch.Tensor, bits: int) -> torch.Tensor:
+    """The same with every word a row of its own: field i of byte r of word w is number w * 32 / bits + 4 * i + r."""
+    words, each = plane_row_bytes(fields.shape[-1], bits) // 4, 32 // bits
+    padded = torch.nn.functional.pad(fields, (0, words * each - fields.shape[-1]))
+    return pack_rows(padded.unflatten(-1, (words, each)), bits).flatten(-2)
+
+
+def unpack_words(rows: torch.Tensor, bits: int, numbers: int) -> torch.Tensor:
+    """Inverse of `pack_words`: uint8 [..., numbers]."""
+    return unpack_rows(rows.unflatten(-1, (-1, 4)), bits, 32 // bits).flatten(-2)[..., :numbers]
 
 
 def _interleave_keys(rows: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@ Symmetric:   scale = max|x| / q_max, codes in [1, 2**b - 1] around zero = 2**(b-
              8, shifted by `zero`)
 Asymmetric:  bias = min(x), scale = (max(x) - bias) / (2**b - 1), codes in [0, 2**b - 1]  (KIVI, arXiv:2402.02750)
 Floats:      scale = max|x| / largest finite value, codes are the bits of the nearest float (FP8), half to even
-Banded:      scale fitted per token, widths by band of channels   (`quant.banded`)
+Trellis:     scale fitted per token (`quant.scales`), widths by band of channels, codes of a ring chosen together
+             (`quant.trellis`)
 Codebook:    bias = (min + max) / 2, scale = max|x - bias|, codes number the nearest entry to (x - bias) / scale
              (KVQuant, arXiv:2401.18079)
 
@@ -31,7 +32,7 @@ import torch
 
 from ..errors import DataError, ScaleOverflowError
 from ..spec import SCALE_8BIT, PerChannel, PerToken, QuantSpec
-from . import banded
+from . import scales, trellis
 from .outliers import trimmed_ends
 
 TORCH_DTYPES = {
@@ -87,8 +88,8 @@ def choose_qparams(
     if spec.has_mean:
         mean = rounded(x.double().mean(-2).float(), spec.offset_dtype)
         x = x - mean.unsqueeze(-2)
-    if spec.is_banded:
-        return QParams(banded.fitted_scales(x, spec).unsqueeze(-2), None, mean)
+    if spec.is_trellis:
+        return QParams(scales.fitted_scales(x, spec).unsqueeze(-2), None, mean)
     low, high = _ends(_grouped(x, spec), spec, spec.num_outliers(*x.shape[-2:]))
     if not spec.has_bias:
         return QParams(
@@ -114,12 +115,16 @@ def _ends(groups: torch.Tensor, spec: QuantSpec, num_outliers: int) -> tuple[tor
     return (low if spec.has_bias else -high).reshape(shape), high.reshape(shape)
 
 
-def quantize(x: torch.Tensor, spec: QuantSpec, qparams: QParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 [..., tokens, head_dim], and bool: which elements lie past the ends of the code range."""
-    if spec.is_banded:  # a fitted scale cuts off what costs less than a coarser step would
-        codes = banded.quantize(
-            x if qparams.mean is None else x - qparams.mean.unsqueeze(-2), spec, qparams.scale.squeeze(-2)
-        )
+def quantize(x: torch.Tensor, spec: QuantSpec, qparams: QParams, kind: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 [..., tokens, head_dim], and bool: which elements lie past the ends of the code range.
+
+    Args:
+        kind: "k" or "v", which trellis codes ask for.
+    """
+    if spec.is_trellis:  # a fitted scale cuts off what costs less than a coarser step would
+        away = x if qparams.mean is None else x - qparams.mean.unsqueeze(-2)
+        widths, levels = spec.widths(x.shape[-1]), trellis.LEVELS[spec.levels]
+        codes = trellis.quantize(away, widths, kind, qparams.scale.squeeze(-2), levels)
         return codes, torch.zeros_like(codes, dtype=torch.bool)
     scaled = normalize(x, spec, qparams)
     if spec.number_format.kind == "float":
@@ -171,10 +176,14 @@ def dequantize(
     spec: QuantSpec,
     qparams: QParams,
     dtype: torch.dtype = torch.float32,
+    kind: str = "",
 ) -> torch.Tensor:
-    """Values [..., tokens, head_dim] of `codes`, computed in `dtype` (float64 for the judge), without outliers."""
-    if spec.is_banded:
-        values = banded.dequantize(codes, spec, qparams.scale.squeeze(-2), dtype)
+    """Values [..., tokens, head_dim] of `codes`, computed in `dtype` (float64 for the judge), without outliers; `kind`
+    as in `quantize`.
+    """
+    if spec.is_trellis:
+        widths, levels = spec.widths(codes.shape[-1]), trellis.LEVELS[spec.levels]
+        values = trellis.dequantize(codes, widths, kind, qparams.scale.squeeze(-2), levels, dtype)
     else:
         values = _levels(codes, spec, qparams.codebook, dtype)
         values = values * expand(qparams.scale.to(dtype), spec, codes.shape[-1])
@@ -234,18 +243,18 @@ def divided(x: torch.Tensor, number: float) -> torch.Tensor:
 
 def stored(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """Numbers that `dtype` can hold, float32, as a page's section of it takes them."""
-    return banded.scale_codes(x).to(torch.uint8) if dtype == SCALE_8BIT else x
+    return scales.scale_codes(x).to(torch.uint8) if dtype == SCALE_8BIT else x
 
 
 def read(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """float32 numbers of a page's section of `dtype`."""
-    return banded.scale_values(x) if dtype == SCALE_8BIT else x.float()
+    return scales.scale_values(x) if dtype == SCALE_8BIT else x.float()
 
 
 def largest(dtype: str) -> float:
     """Number of a storage dtype of scales."""
     return (
-        float(banded.scale_values(torch.tensor(banded.LARGEST_CODE, device="cpu")))
+        float(scales.scale_values(torch.tensor(scales.LARGEST_CODE, device="cpu")))
         if dtype == SCALE_8BIT
         else torch.finfo(TORCH_DTYPES[dtype]).max
     )

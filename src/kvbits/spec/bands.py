@@ -14,7 +14,7 @@ import itertools
 from ..errors import SpecError
 
 BAND = 16
-"""Channels of a band: those of banded codes that have one width, a step of the matrix units."""
+"""Channels of a band: those of trellis codes that have one width: a ring of keys, a step of the matrix units."""
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 8)
 PLANES = (8, 4, 2, 1)
 """Planes that a width is a sum of, high bits of a code first."""

@@ -10,7 +10,7 @@ from ..errors import SpecError
 from .codec import fill, same_as
 from .quant import DTYPE_BYTES, SCALE_BYTES, QuantSpec, require_pair
 
-FORMATS_VERSION = 1
+FORMATS_VERSION = 2
 """Version of the byte layouts in docs/reference/formats.md. Saved files and format ids carry it."""
 
 _INDEX_BYTES = {"uint16": 2, "int32": 4}

@@ -12,19 +12,20 @@ from .codec import choice, serialisable, whole
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 SCALE_8BIT = "float8_e5m3"
-"""Scales of banded codes: 5 bits of exponent, 3 of mantissa, no sign; the byte is bits 7 to 14 of the same number in
+"""Scales of trellis codes: 5 bits of exponent, 3 of mantissa, no sign; the byte is bits 7 to 14 of the same number in
 float16.
 """
 SCALE_BYTES = DTYPE_BYTES | {SCALE_8BIT: 1}
 MAX_OUTLIERS = 0.125
 MAX_GROUP = 65_536
 BASES = (None, "hadamard", "calibrated")
-FRAME = 256
+LEVELS = ("uniform", "fitted")
+FRAME = 512
 """Positions of a frame, in which a calibrated basis holds: a page's keys are turned back by the largest multiple of it
 up to the page's first token.
 """
-MEAN_STEP = 64
-"""Positions of a frame that share a calibrated mean of keys."""
+MEAN_STEP = 16
+"""Tokens of a page, and positions of a frame, that share a calibrated mean of keys: a key tile."""
 OFFSETS = FRAME // MEAN_STEP + 1
 """Calibrated means of a kv head: one for each `MEAN_STEP` positions of a frame, and the key of position 0."""
 
@@ -38,7 +39,7 @@ class NumberFormat:
 
     name: str
     planes: tuple[int, ...]
-    kind: str  # "int", "float", "codebook", "banded" or "raw"
+    kind: str  # "int", "float", "codebook", "trellis" or "raw"
     exponent_bits: int = 0  # float formats: behind the sign
     mantissa_bits: int = 0
     max_value: float = 0.0  # float formats: largest finite value
@@ -77,7 +78,7 @@ FORMATS: dict[str, NumberFormat] = {
         NumberFormat(name="nuq4", planes=(4,), kind="codebook"),
         NumberFormat(name="nuq3", planes=(2, 1), kind="codebook"),
         NumberFormat(name="nuq2", planes=(2,), kind="codebook"),
-        NumberFormat(name="banded", planes=(), kind="banded"),
+        NumberFormat(name="trellis", planes=(), kind="trellis"),
         NumberFormat(name="raw", planes=(), kind="raw"),
     )
 }
@@ -143,19 +144,22 @@ class QuantSpec:
         static: scales come from a `Calibration` instead of from the page, and are not stored in it.
         center: what is taken off before codes, so that a constant offset (a key bias) costs no code range; a score
             gains q . mean once per page and head. "channel": each channel's mean over the page, stored in it.
-            "calibrated" (keys in a calibrated basis): a constant of the model by the page's place in its frame, and one
-            for position 0 (quant/basis.py); nothing is stored.
+            "calibrated" (keys in a calibrated basis): a constant of the model by the place of the token's run of 16 in
+            its page's frame, and one for position 0 (quant/basis.py); nothing is stored.
         outliers: share of a page's elements, those that the codes would represent worst, whose error is listed in the
             page beside the codes (`scale_dtype` each), so that they do not widen the range of the others (KVQuant,
             section 3.5).
         pre_rope: keys only; a page stores keys turned back to before the rotary embedding, and attention turns them
             again when it reads (KVQuant, section 3.2).
-        basis: what keys or values are multiplied by before they become codes (quant/basis.py). "hadamard" (banded
-            codes): a Hadamard matrix, no calibration. "calibrated" (banded keys): a basis of each kv head, in the frame
-            of the page's `FRAME` positions, whose channels are uncorrelated, the most important first.
-        bands: of banded codes: bits of each band of 16 neighbouring channels (0 to 6, or 8). A code of b bits means
-            code - (2**b - 1) / 2 steps, so that no level is 0; a band of 0 bits reads as its mean. Heads with another
-            number of bands get as many bits in the mean, see `widths`.
+        basis: what keys or values are multiplied by before they become codes (quant/basis.py). "hadamard" (trellis
+            codes): a Hadamard matrix, no calibration. "calibrated" (trellis keys): a basis of each kv head, in the
+            frame of the page's `FRAME` positions, whose channels are uncorrelated, the most important first.
+        bands: of trellis codes: bits of each band of 16 neighbouring channels (0 to 6, or 8). A code of b bits picks
+            one of 2**(b + 1) levels together with the lowest bits of its neighbours (quant/trellis.py); no level is 0.
+            A code of 8 bits means code - 127.5 steps, and a band of 0 bits reads as its mean. Heads with another number
+            of bands get as many bits in the mean, see `widths`. Values have one width.
+        levels: of trellis codes. "uniform": half a step apart. "fitted" (values of 2 bits): 1, 3, 5 and 9 quarters of a
+            step to both sides, which a Gaussian loses less to.
 
     Raises:
         SpecError: for any combination that cannot be.
@@ -171,12 +175,14 @@ class QuantSpec:
     pre_rope: bool = False
     basis: str | None = None
     bands: tuple[int, ...] = ()
+    levels: str = "uniform"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bands", tuple(self.bands))
         choice("number format", self.format, FORMATS)
         choice("scale_dtype", self.scale_dtype, SCALE_BYTES)
         choice("basis", self.basis, BASES)
+        choice("levels", self.levels, LEVELS)
         choice("center", self.center, (None, "channel", "calibrated"))
         if not isinstance(self.granularity, Granularity):
             raise SpecError(f"granularity={self.granularity!r} is not one of {', '.join(_GRANULARITIES)}()")
@@ -185,7 +191,7 @@ class QuantSpec:
             raise SpecError(f"{self.format} has a sign of its own and takes no offset; use symmetric=True")
         if kind == "raw" and self != QuantSpec._raw():
             raise SpecError("a raw spec has no granularity, scale or center; use QuantSpec.raw()")
-        self._check_banded()
+        self._check_trellis()
         if isinstance(self.granularity, PerTensor) and not self.static:
             raise SpecError("PerTensor scales are shared by all pages, so they must come from calibration: static=True")
         if isinstance(self.granularity, PerToken) and self.static:
@@ -209,17 +215,17 @@ class QuantSpec:
         if self.center and isinstance(self.granularity, PerChannel) and not self.symmetric:
             raise SpecError("asymmetric per-channel codes already hold the channel's offset; drop center='channel'")
 
-    def _check_banded(self) -> None:
-        if not self.is_banded:
+    def _check_trellis(self) -> None:
+        if not self.is_trellis:
             if self.center == "calibrated":
                 raise SpecError(
                     f"center='calibrated' is of keys in basis='calibrated', not of {self.format!r}; use"
                     " center='channel'"
                 )
-            if self.bands or self.basis or self.scale_dtype == SCALE_8BIT:
+            if self.bands or self.basis or self.scale_dtype == SCALE_8BIT or self.levels != "uniform":
                 what = (
-                    f"bands, basis={self.basis!r} and scale_dtype={SCALE_8BIT!r} belong to format='banded', not to"
-                    f" {self.format!r}"
+                    f"bands, basis={self.basis!r}, levels={self.levels!r} and scale_dtype={SCALE_8BIT!r} belong to"
+                    f" format='trellis', not to {self.format!r}"
                 )
                 raise SpecError(what + "; instead of int4_rotated take klt4" * (self.basis == "hadamard"))
             return
@@ -230,15 +236,19 @@ class QuantSpec:
                 f"bands={self.bands} hold no bits; give one width for each {banding.BAND} channels, such as (5, 3, 2,"
                 " 0) for head_dim 64"
             )
+        if self.levels == "fitted" and {*self.bands} != {2}:
+            raise SpecError(
+                f"levels='fitted' are those of 2 bits, and bands={self.bands} hold others; use levels='uniform'"
+            )
         usual = isinstance(self.granularity, PerToken) and self.symmetric and self.scale_dtype == SCALE_8BIT
         if not usual or self.static or self.outliers or self.pre_rope:
             raise SpecError(
-                "banded codes have one fitted 8-bit scale per token: granularity=PerToken(), symmetric=True,"
+                "trellis codes have one fitted 8-bit scale per token: granularity=PerToken(), symmetric=True,"
                 f" scale_dtype={SCALE_8BIT!r}, no static scales, no outliers, no pre_rope"
             )
         if self.center == "channel" or (self.center and self.basis != "calibrated"):
             raise SpecError(
-                f"banded codes with center={self.center!r} and basis={self.basis!r}: a mean of theirs is calibrated"
+                f"trellis codes with center={self.center!r} and basis={self.basis!r}: a mean of theirs is calibrated"
                 " with their basis, so that a token can be stored by itself; use center='calibrated' with"
                 " basis='calibrated', or center=None (what kvbits before this stored with a page's own mean must be"
                 " computed again)"
@@ -270,11 +280,11 @@ class QuantSpec:
     @property
     def bits(self) -> int:
         """Bits of one code (of the widest, where bands differ), without metadata."""
-        return max(self.bands) if self.is_banded else self.number_format.bits
+        return max(self.bands) if self.is_trellis else self.number_format.bits
 
     @property
-    def is_banded(self) -> bool:
-        return self.number_format.kind == "banded"
+    def is_trellis(self) -> bool:
+        return self.number_format.kind == "trellis"
 
     @property
     def offset_dtype(self) -> str:
@@ -282,19 +292,19 @@ class QuantSpec:
         return self.scale_dtype if self.scale_dtype in DTYPE_BYTES else "float16"
 
     def widths(self, head_dim: int) -> tuple[int, ...]:
-        """Bits of each band of banded codes; () for others."""
-        return banding.widths(self.bands, head_dim) if self.is_banded else ()
+        """Bits of each band of trellis codes; () for others."""
+        return banding.widths(self.bands, head_dim) if self.is_trellis else ()
 
     @property
     def mean_bits(self) -> float:
         """Bits of a code, the mean where bands differ."""
-        return sum(self.bands) / len(self.bands) if self.is_banded else self.bits
+        return sum(self.bands) / len(self.bands) if self.is_trellis else self.bits
 
     def planes(self, head_dim: int) -> tuple[tuple[int, int], ...]:
-        """(bits, channels) of each stored plane, high bits first: all channels, or of banded codes those of the bands
+        """(bits, channels) of each stored plane, high bits first: all channels, or of trellis codes those of the bands
         whose width has that plane.
         """
-        if not self.is_banded:
+        if not self.is_trellis:
             return tuple((bits, head_dim) for bits in self.number_format.planes)
         widths = self.widths(head_dim)
         counts = [
@@ -419,11 +429,21 @@ def require_pair(key: QuantSpec, value: QuantSpec) -> None:
     """Refuse keys and values that no page holds together.
 
     Raises:
-        SpecError: banded keys beside values with a codebook or outliers.
+        SpecError: trellis keys beside values with a codebook or outliers; fitted levels of keys; values in a calibrated
+            basis or of several widths.
     """
-    if key.is_banded and (value.has_codebook or value.outliers):
+    if key.is_trellis and (value.has_codebook or value.outliers):
         what = f"{value.format} values" + (f" with outliers={value.outliers}" if value.outliers else "")
         raise SpecError(
-            f"banded keys (klt4, klt3, klt2) are not stored beside {what}; use banded or integer values, as these"
+            f"trellis keys (klt4, klt3, klt2) are not stored beside {what}; use trellis or integer values, as these"
             " presets do, or nuq keys"
+        )
+    if key.levels != "uniform":
+        raise SpecError(f"levels={key.levels!r} are those of values; use keys with levels='uniform'")
+    if value.basis == "calibrated":
+        raise SpecError("basis='calibrated' is of keys, calibrated against their queries; values take basis='hadamard'")
+    if len({*value.bands}) > 1:
+        raise SpecError(
+            f"bands={value.bands} of values differ, and a ring of values has channels of many bands; give values one"
+            f" width, such as {(max(value.bands),) * len(value.bands)}"
         )

@@ -167,10 +167,6 @@ class Scheme:
             object.__setattr__(self, name, whole(name, getattr(self, name), 0, MOST_TOKENS, "0 means none"))
         if any(value.pre_rope for value in (self.value, *(o.value for o in self.overrides))):
             raise SpecError("values have no rotary embedding; pre_rope=True belongs to the key spec")
-        if any(value.basis == "calibrated" for value in (self.value, *(o.value for o in self.overrides))):
-            raise SpecError(
-                "basis='calibrated' is of keys, calibrated against their queries; values take basis='hadamard'"
-            )
         older = (self.key, self.value)
         for tier in reversed(self.tiers):
             older = self._check_tier(tier, older)

@@ -39,11 +39,11 @@ def refuses_layout(layout: PageLayout) -> str | None:
             return f"{name}={d} is not a multiple of 8 up to {MAX_HEAD_DIM}"
     if any(s.has_codebook or s.outliers or s.pre_rope for s in (layout.key, layout.value)):
         return "codebooks, outliers or keys before the rotary embedding: the reference closes and unpacks their pages"
-    if layout.value.is_banded and (
+    if layout.value.is_trellis and (
         (widths := set(layout.value.widths(layout.value_head_dim))) - {2, 3, 4} or len(widths) > 1
     ):
         return (
-            f"banded values of {', '.join(map(str, sorted(widths)))} bits: the CPU kernels take 2, 3 or 4, the same in"
+            f"trellis values of {', '.join(map(str, sorted(widths)))} bits: the CPU kernels take 2, 3 or 4, the same in"
             " every band"
         )
     for spec, d in ((layout.key, layout.head_dim), (layout.value, layout.value_head_dim)):

@@ -45,21 +45,23 @@ class Encoded:
     saturated: int
 
 
-def encode(x: torch.Tensor, spec: QuantSpec, static: QParams | None, codebook: torch.Tensor | None) -> Encoded:
-    """Quantize pages `x` [n, H, tokens, head_dim], float32 and finite."""
+def encode(
+    x: torch.Tensor, kind: str, spec: QuantSpec, static: QParams | None, codebook: torch.Tensor | None
+) -> Encoded:
+    """Quantize pages `x` [n, H, tokens, head_dim], float32 and finite, of keys ("k") or values ("v")."""
     qparams = choose_qparams(x, spec, static, codebook)
-    codes, outside = quantize(x, spec, qparams)
+    codes, outside = quantize(x, spec, qparams, kind)
     beside = qparams.stored()
     if not spec.outliers:
         return Encoded(codes, qparams, beside, int(outside.sum()))
-    listed = worst((x - dequantize(codes, spec, qparams)).abs(), outside, spec.num_outliers(*x.shape[-2:]))
+    listed = worst((x - dequantize(codes, spec, qparams, kind=kind)).abs(), outside, spec.num_outliers(*x.shape[-2:]))
     outside = outside.flatten(-2).scatter(-1, listed, False).view_as(outside)
     if spec.has_stretch:
         qparams = dataclasses.replace(qparams, stretch=_stretch(x, spec, qparams, outside))
-        codes, _ = quantize(x, spec, qparams)
+        codes, _ = quantize(x, spec, qparams, kind)
         beside = qparams.stored()
         outside = torch.zeros_like(outside)
-    error = (x - dequantize(codes, spec, qparams)).flatten(-2).gather(-1, listed)
+    error = (x - dequantize(codes, spec, qparams, kind=kind)).flatten(-2).gather(-1, listed)
     return Encoded(
         codes,
         qparams,
@@ -90,7 +92,7 @@ def close_pages(
         k, v: finite [n, H, page_size, head_dim], any float dtype.
         static: calibrated float32 `k_scale` .. `v_bias`, [H, groups or channels], for static specs; `k_codebook`,
             `v_codebook` [H, entries] for codebook formats; `k_inv_freq` [head_dim / 2] for pre-RoPE keys and, with
-            `k_basis` [H, head_dim, head_dim] and `k_offsets` [H, 5, head_dim], for those in a calibrated basis.
+            `k_basis` [H, head_dim, head_dim] and `k_offsets` [H, 33, head_dim], for those in a calibrated basis.
         starts: [n] position of each page's first token, for keys that are turned back.
 
     Returns:
@@ -153,7 +155,7 @@ def encode_side(as_stored: torch.Tensor, kind: str, spec: QuantSpec, static: dic
         if spec.static and f"{kind}_scale" in static
         else None
     )
-    return encode(as_stored, spec, known, static.get(f"{kind}_codebook"))
+    return encode(as_stored, kind, spec, known, static.get(f"{kind}_codebook"))
 
 
 def close(

@@ -61,7 +61,7 @@ def dequantize_pages(
 
     Args:
         starts: [n] position of each page's first token, to which keys that were turned back are turned.
-        in_basis: leave banded codes in the basis that they are stored in.
+        in_basis: leave trellis codes in the basis that they are stored in.
 
     Raises:
         DataError: outliers outside of a page.
@@ -72,7 +72,7 @@ def dequantize_pages(
         if spec.is_raw:
             found.append(section(pages, layout, f"{kind}_raw").to(dtype))
             continue
-        x = dequantize(page_codes(pages, layout, kind), spec, stored_qparams(pages, layout, kind, static), dtype)
+        x = dequantize(page_codes(pages, layout, kind), spec, stored_qparams(pages, layout, kind, static), dtype, kind)
         if spec.outliers:
             index, error = (section(pages, layout, f"{kind}_outlier_{name}") for name in ("index", "value"))
             index, flat = index.long(), x.flatten(-2)

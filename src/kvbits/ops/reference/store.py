@@ -139,7 +139,7 @@ class _Tokens:
             x = x - self._mean_of_each(kind, to, means)
         known = QParams(to.static[f"{kind}_scale"], to.static.get(f"{kind}_bias")) if spec.static else None
         # each token a page of its own
-        found = encode(x.unsqueeze(-2), dataclasses.replace(spec, center=None), known, None)
+        found = encode(x.unsqueeze(-2), kind, dataclasses.replace(spec, center=None), known, None)
         stored = {name: t for name, t in found.stored.items() if f"{kind}_{name}" in to.layout.sections}
         return found.codes.squeeze(-2), stored, means, found.saturated
 
@@ -233,7 +233,7 @@ def _write(
         raw = section(page, layout, f"{kind}_raw")
         raw[:, places] = x.transpose(0, 1).to(raw.dtype)
         return
-    for i, rows in enumerate(rows_of_planes(x, spec)):
+    for i, rows in enumerate(rows_of_planes(x, spec, kind)):
         positions = row_positions(layout.page_size, rows.shape[-1], kind).to(places.device)[places]
         section(page, layout, f"{kind}_plane{i}").flatten(-2)[:, positions] = rows.transpose(0, 1)
     for name, t in stored.items():

@@ -54,7 +54,7 @@ std::atomic<const TierKernels*> active{nullptr};
 bool is_width(int bits) { return bits >= 0 && bits <= 8 && bits != 7; }
 
 int32_t check_bands(const kvbits_tensor& t, bool is_key, int head_dim) {
-  if (t.format != FORMAT_BANDED) return t.bands || t.from_basis || t.inv_freq || t.hadamard ? KVBITS_BAD_FORMAT : 0;
+  if (t.format != FORMAT_TRELLIS) return t.bands || t.from_basis || t.inv_freq || t.hadamard ? KVBITS_BAD_FORMAT : 0;
   if (!t.bands || (t.from_basis != nullptr) != (t.inv_freq != nullptr) || t.scale_dtype != FLOAT8_E5M3 ||
       t.static_scale || t.per_channel)
     return KVBITS_BAD_FORMAT;

@@ -10,7 +10,7 @@ constexpr int TILE = 16;  // tokens interleaved in a key tile
 // Codes lie in bit planes, high bits first.
 constexpr bool is_int(int format) { return number_format(format).levels == INTEGER; }
 constexpr bool is_codebook(int format) { return number_format(format).levels == CODEBOOK; }
-constexpr bool is_banded(int format) { return number_format(format).levels == BANDED; }
+constexpr bool is_trellis(int format) { return number_format(format).levels == TRELLIS; }
 constexpr bool is_float(int format) { return number_format(format).exponent_bits > 0; }
 constexpr int code_bits(int format) { return number_format(format).bits0 + number_format(format).bits1; }
 constexpr int num_planes(int format) { return number_format(format).bits1 ? 2 : 1; }

@@ -22,7 +22,7 @@ struct Scratch {
 // The formats that each family's kernels read: one family a format. Codebooks have none.
 constexpr bool every_format_is_served() {
   for (int f = 0; f < NUM_FORMATS; f++)
-    if ((f == FORMAT_RAW) + is_banded(f) + plain_kernels.serve(f) != !is_codebook(f)) return false;
+    if ((f == FORMAT_RAW) + is_trellis(f) + plain_kernels.serve(f) != !is_codebook(f)) return false;
   return true;
 }
 static_assert(every_format_is_served(), "a number format has no kernel, or two");

@@ -1,4 +1,4 @@
-"""Banded integer codes: keys in a calibrated basis, both sides in codes of several widths."""
+"""Trellis codes: keys in a calibrated basis, widths by band, values of one width."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Klt(Family):
     )
 
     def serves(self, layout: PageLayout) -> bool:
-        return layout.key.is_banded or layout.value.is_banded
+        return layout.key.is_trellis or layout.value.is_trellis
 
     def refuses_attention(self, layout: PageLayout, num_columns: int, shared_limit: int | None) -> str | None:
         return _refuses_attention(layout, num_columns)
@@ -141,26 +141,26 @@ def _refuses_attention(layout: PageLayout, num_columns: int) -> str | None:
         return f"head_dim={d} is above 256"
     if d != layout.value_head_dim:
         return (
-            f"keys of {d} and values of {layout.value_head_dim} channels in banded codes; the CUDA kernels take one"
+            f"keys of {d} and values of {layout.value_head_dim} channels in trellis codes; the CUDA kernels take one"
             " width for both"
         )
-    if not (key.is_banded and value.is_banded):
+    if not (key.is_trellis and value.is_trellis):
         return (
-            f"banded codes of one of keys and values beside {value.format if key.is_banded else key.format}; the CUDA"
-            " kernel reads both as banded codes"
+            f"trellis codes of one of keys and values beside {value.format if key.is_trellis else key.format}; the CUDA"
+            " kernel reads both as trellis codes"
         )
     if key.basis != "calibrated":
-        return f"banded keys with basis={key.basis!r}; the CUDA kernel reads those with basis='calibrated'"
+        return f"trellis keys with basis={key.basis!r}; the CUDA kernel reads those with basis='calibrated'"
     if len(widths := set(value.widths(d))) > 1 or widths - {2, 3, 4}:
         return (
-            f"banded values of {', '.join(map(str, sorted(widths)))} bits; the CUDA kernel reads 2, 3 or 4, the same in"
-            " every band"
+            f"trellis values of {', '.join(map(str, sorted(widths)))} bits; the CUDA kernel reads 2, 3 or 4, the same"
+            " in every band"
         )
     if d not in HEAD_DIMS:
-        return f"banded codes at head_dim={d}; the CUDA kernel reads head_dim {', '.join(map(str, HEAD_DIMS))}"
+        return f"trellis codes at head_dim={d}; the CUDA kernel reads head_dim {', '.join(map(str, HEAD_DIMS))}"
     if num_columns > MOST_COLUMNS:
         return (
-            f"{num_columns} query columns of a kv head over banded codes, whose queries are made for each frame; the"
+            f"{num_columns} query columns of a kv head over trellis codes, whose queries are made for each frame; the"
             f" CUDA kernel takes {MOST_COLUMNS}"
         )
     return shape.refuses_pieces(layout)

@@ -1,4 +1,4 @@
-"""Banded codes as kernels are told of them, and bases as matrix units take them."""
+"""Trellis codes as kernels are told of them, and bases as matrix units take them."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ def banded_arguments(layout: PageLayout, kind: str) -> str:
 
 
 def refuses_bands(layout: PageLayout) -> str | None:
-    """Say why the kernels that store and unpack banded codes do not take a layout, or None."""
+    """Say why the kernels that store and unpack trellis codes do not take a layout, or None."""
     if layout.head_dim != layout.value_head_dim:
         return (
-            f"keys of {layout.head_dim} and values of {layout.value_head_dim} channels in banded codes; the CUDA"
+            f"keys of {layout.head_dim} and values of {layout.value_head_dim} channels in trellis codes; the CUDA"
             " kernels take one width for both"
         )
     d, step = layout.head_dim, 32 if layout.key.basis == "calibrated" else BAND
     for kind, spec in (("keys", layout.key), ("values", layout.value)):
-        if not spec.is_banded:
-            return f"{spec.format} {kind} beside banded codes have no CUDA kernel"
+        if not spec.is_trellis:
+            return f"{spec.format} {kind} beside trellis codes have no CUDA kernel"
     if d % step or d > 256:
-        return f"head_dim={d} of banded codes is no multiple of {step} or above 256"
+        return f"head_dim={d} of trellis codes is no multiple of {step} or above 256"
     if layout.page_size > 256 or layout.page_size % 16:
-        return f"page_size={layout.page_size} of banded codes is above 256 or no multiple of 16"
+        return f"page_size={layout.page_size} of trellis codes is above 256 or no multiple of 16"
     return None
 
 
 def band_defines(chunk: PageLayout) -> dict[str, int]:
-    """Macros of banded.cu for banded keys: the width of each band, four bits each, and where their planes lie."""
+    """Macros of banded.cu for trellis keys: the width of each band, four bits each, and where their planes lie."""
     side = describe(chunk, "k")
     widths = {"K_WIDTHS_LOW": side.packed_widths & 0xFFFFFFFF, "K_WIDTHS_HIGH": side.packed_widths >> 32}
     return widths | {f"K_PLANE{bits}_OFFSET": side.offset_of_plane(bits) for bits in BAND_PLANES}
@@ -64,7 +64,7 @@ def basis_on(static: Mapping[str, torch.Tensor], device: torch.device) -> torch.
 
 
 def basis_operands(inverse: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
-    """struct InverseBasis of banded_queries.cuh for every head of `inverse` [H, D, D] and `offsets` [H, 5, D] (None:
+    """struct InverseBasis of banded_queries.cuh for every head of `inverse` [H, D, D] and `offsets` [H, 33, D] (None:
     zeros): int32 [H, D * D / 2 + 4 + 5 D / 2].
 
     Queries come with channels (8 i .. 8 i + 7) and those D / 2 further on as the 16 numbers of step i.
@@ -87,7 +87,7 @@ def basis_operands(inverse: torch.Tensor, offsets: torch.Tensor | None) -> torch
 
 
 def offsets_in_frame(static: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """float32 [H, 5, D] on `device`: `k_offsets` out of the basis; made once."""
+    """float32 [H, 33, D] on `device`: `k_offsets` out of the basis; made once."""
     inverse = static["k_inverse"]
     return prepared(
         static["k_offsets"],

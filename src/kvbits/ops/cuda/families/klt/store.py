@@ -1,4 +1,4 @@
-"""Banded codes to their pages on NVIDIA GPUs (store_banded.cu): pages that close, decode steps, and tokens wherever
+"""Trellis codes to their pages on NVIDIA GPUs (store_banded.cu): pages that close, decode steps, and tokens wherever
 their slots are.
 
 Values are stored bit for bit as by the reference, but on Hopper at head_dim 128: there 16-bit rows times a Hadamard

@@ -1,4 +1,4 @@
-"""Pages of banded codes to 16-bit rows on NVIDIA GPUs (dequantize_banded.cu), for attention of many queries."""
+"""Pages of trellis codes to 16-bit rows on NVIDIA GPUs (dequantize_banded.cu), for attention of many queries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .operands import banded_arguments, column_powers, columns_as_operands, offs
 
 
 def refuses_layout(layout: PageLayout, dtype: torch.dtype | None) -> str | None:
-    """Say why pages of banded codes cannot be unpacked to `dtype`, or None."""
+    """Say why pages of trellis codes cannot be unpacked to `dtype`, or None."""
     if dtype not in MATRIX_DTYPES:
         return f"rows of {dtype} are not float16 or bfloat16"
     return refuses_bands(layout)
@@ -82,7 +82,7 @@ class BandedUnpacker:
         starts: torch.Tensor | None = None,
     ) -> None:
         if starts is None:
-            raise DataError("pages of banded codes were given no starts; pass each page's first position")
+            raise DataError("pages of trellis codes were given no starts; pass each page's first position")
         self._layout, self._device, self._keep = layout, page_offset.device, (page_offset, rows, starts)
         self._kernel, self._threads = load(layout, dtype, -1 if self._device.index is None else self._device.index)
         self._args = _Args(

@@ -1,23 +1,18 @@
-"""Banded codes: integers whose width differs by band of `spec.BAND` channels, with one fitted 8-bit scale per token.
+"""Scales of trellis codes: one 8-bit float per token, fitted to integers of the same widths.
 
-    x ~ (code - (2**b - 1) / 2) * scale + mean         code in [0, 2**b - 1],  b = bits of the channel's band
-
-The levels are those of a mid-rise quantizer: symmetric, none is 0, so that 1 and 2 bits lose no level. A band of 0 bits
-reads as its mean. Numbers come in units in which a step of 1 is about right for every channel (keys: the calibrated
-basis has the channels' spread in it), so one scale per token says only how loud the token is. It is fitted, not the
-maximum:
+Numbers come in units in which a step of 1 is about right for every channel (keys: the calibrated basis has the
+channels' spread in it), so one scale per token says only how loud the token is. It is fitted, not the maximum, to plain
+integers x ~ (code - (2**b - 1) / 2) * scale of b bits, which the best scale of trellis codes is also that of:
 
     s0 = sqrt(mean((x STEP[b])**2)) over the channels that have bits, as an 8-bit float: the scale of a Gaussian token
     of the 8-bit float 1 above it and those 4 below and above that the one with the least squared error; then of that
     one and those 2 below and above; then of that one and those 1 below and above (`OFFSETS`). The first of equals. Rows
     multiplied by a Hadamard matrix come close to Gaussian ones; for them: of s0 and those 2 below and above, then 1
     (`TURNED_OFFSETS`)
+    fitted levels (1 3 5 9 quarters of a scale) reach farther: `FITTED_OFFSET`, two 8-bit floats lower
 
 Scales (`float8_e5m3`) have 5 bits of exponent, 3 of mantissa and no sign: the byte is bits 7 to 14 of the number in
 float16, so a reader shifts and has it. None is below 2**-17 (code 1), none above 61,440 (code 247).
-
-Error of one element:   |x - x'| <= max(scale * (0.5 + 2**-15), |x - mean| - scale * (2**b - 1) / 2),   |x - mean| where
-                        b is 0
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ import functools
 import torch
 
 from ..errors import ScaleOverflowError
-from ..spec import BAND, BAND_PLANES, QuantSpec
+from ..spec import BAND, QuantSpec
 
 STEP = {1: 1.596, 2: 0.9957, 3: 0.586, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.0308}
 """Step of the best uniform mid-rise quantizer of a Gaussian of variance 1, by bits (J.
@@ -44,6 +39,8 @@ TURNED_OFFSETS = ((0,), (-2, 2), (-1, 1))
 """Those of a Gaussian of 128 channels miss the least squared error by less than 0.02 % with 2 and 3 bits, 0.13 % with
 4.
 """
+FITTED_OFFSET = -2
+"""From the 8-bit float that is best for integers to that of fitted levels."""
 SMALLEST_CODE, LARGEST_CODE = 1, 247
 
 
@@ -70,18 +67,13 @@ def steps(spec: QuantSpec, head_dim: int) -> torch.Tensor:
     return torch.where(step > 0, step, 1.0)
 
 
-def _of(spec: QuantSpec, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    top, step = _by_channel(spec.widths(x.shape[-1]), x.shape[-1])
-    return top.to(x.device), step.to(x.device)
-
-
 def fitted_scales(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     """float32 [..., tokens]: the scale of each token of x [..., tokens, head_dim], float32, whose mean is taken off.
 
     Raises:
         ScaleOverflowError: a token so large that its scale overflows 8 bits.
     """
-    top, step = _of(spec, x)
+    top, step = (t.to(x.device) for t in _by_channel(spec.widths(x.shape[-1]), x.shape[-1]))
     start = (x * step).square().sum(-1).div(float((step > 0).sum())).sqrt()
     largest = scale_values(torch.tensor(LARGEST_CODE, device="cpu")).item()
     if not bool((start <= largest).all()):
@@ -95,42 +87,9 @@ def fitted_scales(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
         for offset in offsets:
             codes = (around + offset).clamp(SMALLEST_CODE, LARGEST_CODE)
             scale = scale_values(codes).unsqueeze(-1)
-            error = ((x - _values(_codes(x, scale, top), scale, top)) * (step > 0)).square().sum(-1)
+            integers = torch.addcmul(top / 2, x, scale.reciprocal()).round().clamp(min=0).minimum(top)
+            error = ((x - (integers - top / 2) * scale) * (step > 0)).square().sum(-1)
             best, least = torch.where(error < least, codes, best), torch.minimum(error, least)
+    if spec.levels == "fitted":
+        best = (best + FITTED_OFFSET).clamp(min=SMALLEST_CODE)
     return scale_values(best)
-
-
-def _codes(x: torch.Tensor, scale: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    levels = torch.addcmul(top / 2, x, scale.reciprocal()).round()
-    return torch.minimum(levels.clamp(min=0), top)
-
-
-def _values(codes: torch.Tensor, scale: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    return (codes - top / 2) * scale
-
-
-def quantize(x: torch.Tensor, spec: QuantSpec, scale: torch.Tensor) -> torch.Tensor:
-    """Codes uint8 [..., tokens, head_dim] of x, float32, whose mean is taken off; scale [..., tokens]."""
-    return _codes(x, scale.unsqueeze(-1), _of(spec, x)[0]).to(torch.uint8)
-
-
-def dequantize(
-    codes: torch.Tensor, spec: QuantSpec, scale: torch.Tensor, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """Values [..., tokens, head_dim] in `dtype`, without the mean."""
-    return _values(codes.to(dtype), scale.to(dtype).unsqueeze(-1), _of(spec, codes)[0].to(dtype))
-
-
-@functools.lru_cache(maxsize=64)
-def plane_fields(widths: tuple[int, ...], head_dim: int) -> tuple[tuple[int, torch.Tensor, torch.Tensor], ...]:
-    """(bits, channels int64 [n], shifts uint8 [n]) of each stored plane: field j of a token's row is (code of channel j
-    >> shift j) & (2**bits - 1).
-    """
-    found = []
-    for bits in BAND_PLANES:
-        if channels := [c for c in range(head_dim) if widths[c // BAND] & bits]:
-            shifts = [widths[c // BAND] & (bits - 1) for c in channels]  # the planes below it
-            found.append(
-                (bits, torch.tensor(channels, device="cpu"), torch.tensor(shifts, dtype=torch.uint8, device="cpu"))
-            )
-    return tuple(found)

@@ -1,4 +1,4 @@
-"""Banded codes and their bases: 8-bit scales, widths, stored planes, error bounds, Hadamard and calibrated bases,
+"""Pages of trellis codes and their bases: 8-bit scales, widths, stored planes, error bounds, Hadamard and calibrated bases,
 frames.
 """
 
@@ -15,7 +15,7 @@ from kvbits import schemes
 from kvbits.errors import DataError, SpecError
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages, section
-from kvbits.quant import banded
+from kvbits.quant import scales, trellis
 from kvbits.quant.basis import (
     completed,
     conditions,
@@ -27,9 +27,10 @@ from kvbits.quant.basis import (
     offsets_of,
     out_of_basis,
 )
-from kvbits.quant.packing import pack_side, unpack_banded
+from kvbits.quant.packing import pack_side, rows_of_planes, unpack_trellis
+from kvbits.quant.qparams import choose_qparams, dequantize, quantize
 from kvbits.quant.rotary import turn
-from kvbits.spec import FRAME, SCALE_8BIT, PageLayout, PerChannel, PerToken, QuantSpec, Scheme
+from kvbits.spec import FRAME, MEAN_STEP, OFFSETS, SCALE_8BIT, PageLayout, PerChannel, PerToken, QuantSpec, Scheme
 from kvbits.spec.bands import PLANES, WIDTHS
 
 HEAD_DIMS = (16, 40, 64, 80, 128, 256)
@@ -37,7 +38,7 @@ HEAD_DIMS = (16, 40, 64, 80, 128, 256)
 
 def spec(bands, basis=None, center=None):
     return QuantSpec(
-        format="banded", granularity=PerToken(), scale_dtype=SCALE_8BIT, bands=bands, basis=basis, center=center
+        format="trellis", granularity=PerToken(), scale_dtype=SCALE_8BIT, bands=bands, basis=basis, center=center
     )
 
 
@@ -55,18 +56,18 @@ def static(head_dim, heads=2, seed=0):
 
 
 def test_every_scale_is_its_own_nearest_and_the_top_byte_of_float16_without_its_sign():
-    codes = torch.arange(banded.SMALLEST_CODE, banded.LARGEST_CODE + 1)
-    values = banded.scale_values(codes)
-    assert torch.equal(banded.scale_codes(values), codes.int())
+    codes = torch.arange(scales.SMALLEST_CODE, scales.LARGEST_CODE + 1)
+    values = scales.scale_values(codes)
+    assert torch.equal(scales.scale_codes(values), codes.int())
     assert (values.diff() > 0).all() and values[0] == 2.0**-17 and values[-1] == 61_440
     halves = values.half().view(torch.int16).numpy().view(np.uint16)
     assert (halves & 0x807F == 0).all() and (halves >> 7 == codes.numpy()).all()
-    assert banded.scale_values(torch.tensor(0x78)) == 1.0  # 15 << 3: exponent 0, mantissa 0
+    assert scales.scale_values(torch.tensor(0x78)) == 1.0  # 15 << 3: exponent 0, mantissa 0
 
 
 @given(st.floats(2.0**-17, 61_440))
 def test_scales_round_to_a_sixteenth(x):
-    found = float(banded.scale_values(banded.scale_codes(torch.tensor(x))))
+    found = float(scales.scale_values(scales.scale_codes(torch.tensor(x))))
     assert abs(found - x) <= max(x / 15.9, 2.0**-18)
 
 
@@ -154,12 +155,14 @@ def test_planes_hold_the_channels_of_the_bands_that_have_them():
         ({"scale_dtype": "float16"}, "one fitted 8-bit scale per token"),
         ({"outliers": 0.01}, "no outliers"),
         ({"basis": "pca"}, "unknown basis 'pca'; known: None, hadamard, calibrated"),
-        ({"format": "int4"}, "belong to format='banded', not to 'int4'"),
+        ({"format": "int4"}, "belong to format='trellis', not to 'int4'"),
         (
             {"center": "channel", "basis": "calibrated"},
             "use center='calibrated' with basis='calibrated', or center=None",
         ),
         ({"center": "calibrated"}, "with center='calibrated' and basis=None"),
+        ({"levels": "fitted"}, "levels='fitted' are those of 2 bits"),
+        ({"levels": "free"}, "unknown levels 'free'; known: uniform, fitted"),
     ],
 )
 def test_specs_that_cannot_be_are_refused(change, message):
@@ -177,13 +180,26 @@ def test_values_have_no_calibrated_basis():
         QuantSpec(format="int4", center="calibrated")
 
 
+def test_keys_have_uniform_levels_and_values_one_width():
+    fitted = dataclasses.replace(spec((2,) * 4), levels="fitted")
+
+    def page(key, value):
+        return PageLayout(key=key, value=value, page_size=64, num_kv_heads=1, head_dim=64)
+
+    page(spec((2,) * 4), fitted)
+    with pytest.raises(SpecError, match="levels='fitted' are those of values"):
+        page(fitted, fitted)
+    with pytest.raises(SpecError, match=r"bands=\(3, 2, 3, 2\) of values differ"):
+        page(spec((2,) * 4), spec((3, 2, 3, 2)))
+
+
 # -- codes and bytes
 # --------------------------------------------------------------------------------------------------------
 
 
-def loop_planes(codes, bands):
-    """Each plane's rows by plain loops: field i of byte r, lowest first, is number r + i * row_bytes of the channels
-    that have the plane.
+def loop_planes(codes, bands, kind):
+    """Each plane's rows by plain loops. Keys: field i of byte r of word w, lowest first, is number w * 32 / bits + 4 * i
+    + r of the channels that have the plane. Values: field i of byte r is number r + i * row_bytes.
     """
     tokens, head_dim = codes.shape
     found = []
@@ -196,7 +212,11 @@ def loop_planes(codes, bands):
         for t in range(tokens):
             for j, c in enumerate(channels):
                 lower = sum(p for p in PLANES if p < bits and bands[c // 16] & p)
-                rows[t, j % row_bytes] |= ((int(codes[t, c]) >> lower) & (2**bits - 1)) << (j // row_bytes * bits)
+                field, byte = j // row_bytes, j % row_bytes
+                if kind == "k":
+                    word, within = divmod(j, 32 // bits)
+                    field, byte = within // 4, 4 * word + within % 4
+                rows[t, byte] |= ((int(codes[t, c]) >> lower) & (2**bits - 1)) << (field * bits)
         found.append(rows)
     return found
 
@@ -216,10 +236,12 @@ def test_stored_bytes_follow_the_documented_formulas(bands):
     top = torch.tensor([2**b for b in bands]).repeat_interleave(16)
     codes = (torch.randint(0, 2**30, (32, head_dim)) % top).to(torch.uint8)
     packed = pack_side(codes, spec(bands), "k")
-    for plane, rows in zip(packed, loop_planes(codes, bands), strict=True):
+    for plane, rows in zip(packed, loop_planes(codes, bands, "k"), strict=True):
         assert plane.numpy().tobytes() == key_bytes(rows).tobytes()
+    for mine, rows in zip(rows_of_planes(codes, spec(bands), "v"), loop_planes(codes, bands, "v"), strict=True):
+        assert mine.numpy().tobytes() == rows.tobytes()
     for kind in "kv":
-        assert torch.equal(unpack_banded(pack_side(codes, spec(bands), kind), bands, kind, 32, head_dim), codes)
+        assert torch.equal(unpack_trellis(pack_side(codes, spec(bands), kind), bands, kind, 32, head_dim), codes)
 
 
 def test_literal_bytes_of_one_token():
@@ -233,6 +255,17 @@ def test_literal_bytes_of_one_token():
     assert low.numpy().sum() == 3 + 16
 
 
+def test_literal_bytes_of_two_words():
+    """Two bands of 2 bits: each is a word of its own, and its runs of four channels are the fields of four bytes."""
+    codes = torch.zeros(16, 32, dtype=torch.uint8)
+    codes[0, 1], codes[0, 6], codes[0, 16], codes[0, 31] = 3, 2, 1, 2
+    (plane,) = pack_side(codes, spec((2, 2)), "k")
+    words = plane.view(2, 16, 4)  # of 16 tokens each
+    assert words[0, 0].tolist() == [0, 3, 2 << 2, 0] and words[1, 0].tolist() == [1, 0, 0, 2 << 6]
+    (row,) = rows_of_planes(codes[:1], spec((2, 2)), "v")
+    assert row[0].tolist() == [1 << 4, 3, 0, 0, 0, 0, 2, 2 << 6]  # of values channel r + 8 * field
+
+
 UGLY = {
     "zeros": torch.zeros(4, 64),
     "constant": torch.full((4, 64), 3.0),
@@ -244,30 +277,50 @@ UGLY = {
 
 
 @pytest.mark.parametrize("name", UGLY)
+@pytest.mark.parametrize("kind", ["k", "v"])
 @pytest.mark.parametrize("bands", [(5, 3, 2, 0), (6, 5, 4, 3), (8, 1, 1, 1), (2, 2, 2, 2)])
-def test_errors_stay_within_the_bound(name, bands):
+def test_errors_stay_within_the_bound(name, bands, kind):
     x, s = UGLY[name].float(), spec(bands)
-    scale = banded.fitted_scales(x, s)
-    codes = banded.quantize(x, s, scale)
+    if {*bands} == {2} and kind == "v":
+        s = dataclasses.replace(s, levels="fitted")
+    qparams = choose_qparams(x, s)
+    codes, outside = quantize(x, s, qparams, kind)
     top = torch.tensor([2.0**b - 1 for b in bands]).repeat_interleave(16)
-    assert (codes <= top).all()
-    error = (banded.dequantize(codes, s, scale, torch.float64) - x.double()).abs()
-    assert (error <= bounds.banded(x, s, scale).double()).all()
+    assert (codes <= top).all() and not outside.any()
+    error = (dequantize(codes, s, qparams, torch.float64, kind) - x.double()).abs()
+    assert (error <= bounds.trellis(x, s, qparams.scale.squeeze(-2)).double()).all()
 
 
 def test_the_fitted_scale_beats_every_other_one_that_is_tried_and_the_maximum():
-    x, s = torch.randn(50, 64) * torch.tensor([8.0, 2.0, 1.0, 0.5]).repeat_interleave(16), spec((5, 3, 2, 1))
-    scale = banded.fitted_scales(x, s)
+    """Of integers, by definition; and of trellis codes."""
+    widths = (5, 3, 2, 1)
+    x, s = torch.randn(200, 64) * torch.tensor([8.0, 2.0, 1.0, 0.5]).repeat_interleave(16), spec(widths)
+    scale = scales.fitted_scales(x, s)
+    top = torch.tensor([31.0, 7.0, 3.0, 1.0]).repeat_interleave(16)
+
+    def integers(t):
+        t = t.unsqueeze(-1)
+        return (((x / t + top / 2).round().clamp(min=0).minimum(top) - top / 2) * t - x).square().sum(-1)
 
     def error(t):
-        return (banded.dequantize(banded.quantize(x, s, t), s, t) - x).square().sum(-1)
+        return (trellis.dequantize(trellis.quantize(x, widths, "k", t), widths, "k", t) - x).square().sum(-1)
 
-    codes = banded.scale_codes(scale)
+    codes = scales.scale_codes(scale)
+    widest = scales.scale_values(scales.scale_codes((x.abs() * 2 / top).amax(-1)))
     for other in (-1, 1):
-        assert (error(scale) <= error(banded.scale_values((codes + other).clamp(1, 247)))).float().mean() > 0.9
-    top = torch.tensor([31.0, 7.0, 3.0, 1.0]).repeat_interleave(16)
-    widest = banded.scale_values(banded.scale_codes((x.abs() * 2 / top).amax(-1)))
+        away = scales.scale_values((codes + other).clamp(1, 247))
+        assert (integers(scale) <= integers(away)).float().mean() > 0.9
+        assert error(scale).mean() < error(away).mean()
     assert error(scale).mean() < 0.7 * error(widest).mean()
+
+
+def test_the_scale_of_fitted_levels_is_two_8_bit_floats_below_that_of_integers():
+    x, of = torch.randn(200, 64, generator=torch.Generator().manual_seed(5)), spec((2,) * 4, "hadamard")
+    x[0] *= 2.0**-30
+    fitted = dataclasses.replace(of, levels="fitted")
+    plain = scales.scale_codes(scales.fitted_scales(x, of))
+    found = scales.scale_codes(scales.fitted_scales(x, fitted))
+    assert torch.equal(found, (plain - 2).clamp(min=scales.SMALLEST_CODE)) and found[0] == scales.SMALLEST_CODE
 
 
 def test_tokens_with_a_few_large_channels_get_the_scales_far_above_the_first_guess():
@@ -278,22 +331,22 @@ def test_tokens_with_a_few_large_channels_get_the_scales_far_above_the_first_gue
     top = torch.tensor([2.0**b - 1 for b in of.widths(64)]).repeat_interleave(16)
     x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(3))
     x[:, 48:50] *= torch.linspace(2, 12, 4000)[:, None]
-    step = banded.steps(of, 64)
-    first = banded.scale_codes((x * step).square().mean(-1).sqrt())
+    step = scales.steps(of, 64)
+    first = scales.scale_codes((x * step).square().mean(-1).sqrt())
 
     def missed(scale):
         return (x - ((x / scale + top / 2).round().clamp(min=0).minimum(top) - top / 2) * scale).square().sum(-1)
 
-    errors = torch.stack([missed(banded.scale_values((first + i).clamp(1, 247))[:, None]) for i in range(-6, 9)])
+    errors = torch.stack([missed(scales.scale_values((first + i).clamp(1, 247))[:, None]) for i in range(-6, 9)])
     far = errors.argmin(0) >= 6 + 7
     assert far.sum() > 50
-    found = missed(banded.fitted_scales(x, of)[:, None])
+    found = missed(scales.fitted_scales(x, of)[:, None])
     assert (found[far] / errors.min(0).values[far]).mean() < 1.02
 
 
 def test_a_token_beyond_8_bit_scales_is_an_error():
     with pytest.raises(DataError, match=r"a scale of magnitude .* overflows float8_e5m3, .*; keep the layer raw"):
-        banded.fitted_scales(torch.full((1, 16), 1e9), spec((2,)))
+        scales.fitted_scales(torch.full((1, 16), 1e9), spec((2,)))
 
 
 # -- bases
@@ -311,7 +364,7 @@ def test_hadamard_is_orthonormal_symmetric_and_spreads_one_channel_over_its_bloc
     )
 
 
-@pytest.mark.parametrize("start", [0, 4, 252, 260, 4100, 131_072 - 64])
+@pytest.mark.parametrize("start", [0, 4, 452, 516, 4100, 131_072 - 64])
 def test_scores_stay_exact_in_the_basis_at_any_position(start):
     """q . k = (q turned back by the frame, times the inverse transposed) . y, with nothing quantized."""
     shared, s = static(64), spec((4,) * 4, "calibrated")
@@ -322,7 +375,7 @@ def test_scores_stay_exact_in_the_basis_at_any_position(start):
         into_basis(k, spec((4,) * 4, "calibrated", "calibrated"), shared, np.array([start])).double(),
         (y.float() - offsets_of(shared, np.array([start]), 64)).double(),
     )
-    assert frame == start // 256 * 256 and FRAME == 256
+    assert frame == start // 512 * 512 and FRAME == 512
     q_frame = turn(q[None, :, None], torch.tensor([frame]), shared["k_inv_freq"], back=True)[0]
     scores = (q_frame @ shared["k_inverse"].double().mT) @ y[0].mT
     expected = q[:, None] @ k[0].double().mT
@@ -330,18 +383,36 @@ def test_scores_stay_exact_in_the_basis_at_any_position(start):
     assert torch.allclose(out_of_basis(y, s, shared, np.array([start])), k.double(), atol=1e-5)
 
 
-def test_a_token_takes_the_mean_of_its_pages_place_in_the_frame_and_position_0_its_own():
-    starts, places = np.array([0, 0, 4, 63, 64, 252, 256, 1000]), np.array([0, 1, 0, 5, 0, 63, 0, 0])
-    assert offset_rows(starts, places).tolist() == [4, 0, 0, 0, 1, 3, 0, 3]
+def test_sixteen_tokens_of_a_page_take_the_mean_of_their_first_ones_run_and_position_0_its_own():
+    at = {  # (first position of the page, place): row
+        (0, 0): 32,
+        (0, 1): 0,
+        (0, 15): 0,
+        (0, 16): 1,
+        (64, 0): 4,
+        (64, 63): 7,
+        (4, 11): 0,  # position 15
+        (4, 12): 0,  # position 16, in a tile that begins at 4
+        (4, 16): 1,
+        (448, 63): 31,
+        (452, 63): 31,  # position 515, in a page of the frame before
+        (500, 16): 31,  # a tile that begins out of the page's frame
+        (512, 0): 0,
+        (1000, 0): 30,
+    }
+    starts, places = np.array(list(at)).T
+    assert offset_rows(starts, places).tolist() == list(at.values())
+    whole = offset_rows(np.arange(0, 2048, 64)[:, None], np.arange(64)[None]).flatten()
+    assert (whole[1:] == (np.arange(1, 2048) % FRAME // MEAN_STEP)).all() and whole[0] == OFFSETS - 1
     shared = static(64)
-    for row, at in enumerate((0, 64, 128, 192)):
+    for row in range(OFFSETS - 1):
         mean = (
-            turn(shared["k_mean"][:, :1].double(), torch.tensor([at]), shared["k_inv_freq"])
+            turn(shared["k_mean"][:, :1].double(), torch.tensor([16 * row]), shared["k_inv_freq"])
             @ shared["k_basis"].double()
         )
         torch.testing.assert_close(shared["k_offsets"][:, row].double(), mean[:, 0], rtol=2**-11, atol=1e-6)
     torch.testing.assert_close(
-        shared["k_offsets"][:, 4].double(),
+        shared["k_offsets"][:, 32].double(),
         (shared["k_mean"][:, 1:].double() @ shared["k_basis"].double())[:, 0],
         rtol=2**-11,
         atol=1e-6,
@@ -374,9 +445,9 @@ def test_pages_read_back_within_what_their_codes_allow(name, head_dim):
     got_k, got_v = dequantize_pages(pages, layout, shared, torch.float64, starts=starts)
     for x, got, side, kind in ((k + 3, got_k, preset.key, "k"), (v, got_v, preset.value, "v")):
         y = into_basis(x, side, shared, starts)
-        scale = banded.scale_values(section(pages, layout, f"{kind}_scale")).squeeze(-2)
+        scale = scales.scale_values(section(pages, layout, f"{kind}_scale")).squeeze(-2)
         stored = into_basis(got.float(), side, shared, starts)  # less offsets, too
-        bound = bounds.banded(y, side, scale) + 2e-5 * y.abs().max()
+        bound = bounds.trellis(y, side, scale) + 2e-5 * y.abs().max()
         assert ((stored - y).abs() <= bound).all()
 
 
