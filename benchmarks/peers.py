@@ -235,7 +235,9 @@ def nvfp4(x: torch.Tensor) -> torch.Tensor:
 class Nvfp4Layer(SimulatedLayer):
     """A layer whose pages are NVFP4's."""
 
-    def _given_back(self, k: torch.Tensor, v: torch.Tensor, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def _given_back(
+        self, k: torch.Tensor, v: torch.Tensor, starts: np.ndarray, pool: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return nvfp4(k), nvfp4(v)
 
 

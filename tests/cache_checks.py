@@ -102,6 +102,12 @@ def check_values(cache: PagedCache, model: DenseCache) -> None:
                 assert state.tier_of(i) == page.tier, "a page is not in its tier"
                 stored = cache._stores.store(place, state.pool_of(i)).page(state.closed[i])
                 assert torch.equal(stored, page.page), "the bytes of a closed page differ"
+                for pool, copies, copy in zip(cache.groups[g].group.copy_pools, state.copies, page.copies, strict=True):
+                    at = i - len(state.closed) + len(copies)
+                    assert (copy is not None) == (at >= 0 and copies[at] is not None), "a copy is missing, or too old"
+                    if copy is not None:
+                        stored = cache._stores.store(place, pool).page(copies[at])
+                        assert torch.equal(stored, copy.page), "the bytes of a copy differ"
 
 
 def _as_lists(tables: dict[Any, Table]) -> dict[Any, list[Any]]:
@@ -117,7 +123,7 @@ def check_books(cache: PagedCache) -> None:
     """
     for g in cache.groups:
         if g._closed_tables is not None:
-            anew = tables.of_closed(g.sequences, g.group.page_size)
+            anew = tables.of_closed(g.sequences, g.group)
             assert _as_lists(g._closed_tables) == _as_lists(anew)
         for name, pool in g.pools.items():
             held = Counter(page for s in g.sequences for page in s.pages()[name])
@@ -133,6 +139,11 @@ def check_books(cache: PagedCache) -> None:
             assert len(s.closed) == len(s.closed_lengths)
             assert s.young == sorted(s.young) and all(n <= len(s.closed) for n in s.young)
             assert g.keep_past or all(n <= most for n, most in zip(s.young, s.boundaries, strict=True))
+            assert [len(c) for c in s.copies] == sorted(len(c) for c in s.copies)
+            for copies, most in zip(s.copies, g.group.copied_pages, strict=True):
+                assert len(copies) <= min(most, len(s.closed))
+                of = s.closed[len(s.closed) - len(copies) :]
+                assert all((page is None) == (own is None) for page, own in zip(copies, of, strict=True))
             assert len(s.tail) == len(s.tail_lengths)
             assert all(0 < n <= size for n in s.closed_lengths + s.tail_lengths)
             assert all(n == size for n in s.tail_lengths[:-1])

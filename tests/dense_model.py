@@ -1,7 +1,8 @@
 """What a paged cache must hold, kept densely: the judge of the cache tests.
 
 A sequence of a layer is sink tokens (raw), closed pages (quantized from the raw tokens they closed over, in the format
-of the tier they closed into, and again from there when they leave it) and tail tokens (raw, or quantized as they came
+of the tier they closed into, and again from there when they leave it; beside them copies in finer formats, read while a
+page is among the newest) and tail tokens (raw, or quantized as they came
 where the scheme is token-local). Nothing here knows page ids or windows; every token stays.
 """
 
@@ -26,6 +27,13 @@ class ClosedPage:
     tier: int  # 0 for the youngest
     start: int  # position of the first token
     length: int  # visible tokens
+    # by kind, finest first, made from the same raw tokens; None where it is too old
+    copies: tuple[ClosedPage | None, ...] = ()
+
+    @property
+    def read(self) -> ClosedPage:
+        """What attention reads."""
+        return next((copy for copy in self.copies if copy is not None), self)
 
 
 @dataclass
@@ -34,7 +42,7 @@ class DenseSequence:
 
     owner: DenseCache
     group: LayerGroup
-    static: dict[str, torch.Tensor]
+    static: dict[str, dict[str, torch.Tensor]]  # of each pool that shares something
     boundaries: list[int]  # newest closed pages that each tier and younger ones may have
     residual_length: int
     sink: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -71,7 +79,14 @@ class DenseSequence:
             for rank, page in zip(reversed(range(len(pages))), pages, strict=True):
                 start = len(self.sink) + sum(c.length for c in self.closed)
                 k, v = (torch.stack(x).transpose(0, 1)[None] for x in zip(*page, strict=True))
-                self.closed.append(self.close(k, v, start, self.tier_of(rank, more)))
+                copies = tuple(self.encoded(k, v, start, name) for name in g.copy_pools)
+                self.closed.append(replace(self.close(k, v, start, self.tier_of(rank, more)), copies=copies))
+            for rank, page in enumerate(reversed(self.closed), 1):
+                kept = tuple(
+                    copy if sum(c.num_tokens for c in g.copies[: i + 1]) >= rank * g.page_size else None
+                    for i, copy in enumerate(page.copies)
+                )
+                self.closed[-rank] = replace(page, copies=kept)
 
     def stored(self, tokens: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tokens as pages hold them that are filled token by token: each as the first of a page (no centred keys, whose
@@ -87,11 +102,14 @@ class DenseSequence:
     def close(self, k: torch.Tensor, v: torch.Tensor, start: int, tier: int) -> ClosedPage:
         """k, v: [1, H, page_size, D] of the model's dtype."""
         oldest = tier == len(self.boundaries)
-        layout = self.group.layouts["closed" if oldest else f"tier{tier}"]
-        static, starts = self.static if oldest else {}, np.array([start])
+        pool = self.group.packed_pool if oldest else f"tier{tier}"
+        return replace(self.encoded(k, v, start, pool), tier=tier)
+
+    def encoded(self, k: torch.Tensor, v: torch.Tensor, start: int, pool: str) -> ClosedPage:
+        layout, static, starts = self.group.layouts[pool], self.static.get(pool, {}), np.array([start])
         page, _ = close_pages(k, v, layout, static, starts)
         k, v = (x[0].transpose(0, 1) for x in dequantize_pages(page, layout, static, torch.float64, starts=starts))
-        return ClosedPage(k, v, page[0], tier, start, len(k))
+        return ClosedPage(k, v, page[0], 0, start, len(k))
 
     def tier_of(self, rank: int, more: int) -> int:
         """Tier of page number `rank` from the newest."""
@@ -134,7 +152,7 @@ class DenseSequence:
         for i in (0, 1):
             parts = [torch.zeros(0, geometry.num_kv_heads, geometry.head_dim, dtype=torch.float64)]
             parts += [t[i].double()[None] for t in self.sink]
-            parts += [(c.k, c.v)[i][: c.length] for c in self.closed]
+            parts += [(c.read.k, c.read.v)[i][: c.length] for c in self.closed]
             parts += [t[i].double()[None] for t in self.tail]
             sides.append(torch.cat(parts))
         return sides[0], sides[1]
@@ -150,7 +168,7 @@ class DenseCache:
         self, spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None = None, *, fixed: bool = False
     ) -> None:
         self.spec = spec
-        self.static = parameters.shared(spec, static or [{} for _ in spec.layers], torch.device("cpu"))
+        self.static = parameters.by_pool(spec, static or [{} for _ in spec.layers], torch.device("cpu"))
         self.fixed = fixed
         self.speculating = False
         self.group_of = {layer: g for g in spec.groups for layer in g.layers}

@@ -66,6 +66,8 @@ class PlanRow:
     Attributes:
         scheme: preset name, or fp32, fp16, bf16.
         bits_per_element: bits per cached number at long context, metadata and padding included.
+        bits_held: bits per number of the planned context: everything that is allocated, first and newest tokens and
+            copies of newest ones included, where the dense 16-bit cache has 16.
         bytes_per_token: bytes one more token of one sequence costs at long context.
         total_bytes: bytes allocated for batch sequences of context tokens.
         memory_reduction: bytes of the dense 16-bit cache / total_bytes.
@@ -79,6 +81,7 @@ class PlanRow:
 
     scheme: str
     bits_per_element: float
+    bits_held: float
     bytes_per_token: float
     total_bytes: int
     memory_reduction: float
@@ -369,6 +372,7 @@ def plan(
             PlanRow(
                 scheme=scheme if isinstance(scheme, str) else scheme.name,
                 bits_per_element=cache.bits_per_element,
+                bits_held=16 * total / baseline if baseline else 0.0,
                 bytes_per_token=cache.bytes_per_token,
                 total_bytes=total,
                 memory_reduction=baseline / total if total else 1.0,

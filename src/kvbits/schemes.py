@@ -137,7 +137,8 @@ def get(name: str, *, head_dim: int | None = None, value_head_dim: int | None = 
         head_dim: fit the preset to a model: groups that do not divide head_dim shrink to the largest power of two that
             does (64 becomes 32 for Phi-3's 96).
         value_head_dim: channels of values, where they are not as many.
-        changes: fields of `Scheme`, for example `num_sink_tokens=4`.
+        changes: fields of `Scheme`, for example `num_sink_tokens=4`. With another page_size, copies cover so many
+            tokens more that these are whole pages.
 
     Raises:
         SpecError: unknown preset or field.
@@ -147,6 +148,8 @@ def get(name: str, *, head_dim: int | None = None, value_head_dim: int | None = 
     fields = {f.name for f in dataclasses.fields(Scheme)}
     if strange := set(changes) - fields:
         raise SpecError(f"a scheme has no field {', '.join(sorted(strange))}; known: {', '.join(sorted(fields))}")
+    if "page_size" in changes and "copies" not in changes:
+        changes["copies"] = _whole_pages(PRESETS[name].copies, changes["page_size"])
     scheme = dataclasses.replace(PRESETS[name], **changes)
     return scheme if head_dim is None else fitted(scheme, head_dim, value_head_dim)
 
@@ -328,6 +331,13 @@ def within(
         dataclasses.replace(t, num_tokens=n * scheme.page_size) for t, n in zip(scheme.tiers, pages, strict=True)
     )
     return dataclasses.replace(scheme, tiers=tiers)
+
+
+def _whole_pages(copies: tuple[Copies, ...], page_size: int) -> tuple[Copies, ...]:
+    """Copies of whole pages of another size, for at least as many tokens."""
+    if not copies or not isinstance(page_size, int) or page_size < 1:
+        return copies  # `Scheme` refuses the size
+    return tuple(dataclasses.replace(c, num_tokens=-(-c.num_tokens // page_size) * page_size) for c in copies)
 
 
 def _fitted(spec: QuantSpec, head_dim: int) -> QuantSpec:

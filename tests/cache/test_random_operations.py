@@ -3,6 +3,7 @@
 import copy
 import itertools
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -19,6 +20,7 @@ from kvbits.errors import CacheStateError, DataError, PoolFullError
 from kvbits.spec import (
     SCALE_8BIT,
     CacheSpec,
+    Copies,
     LayerGeometry,
     Override,
     PerChannel,
@@ -74,6 +76,14 @@ TIERS = [
     (Tier(num_tokens=32, key=RAW, value=EIGHT), Tier(num_tokens=64, key=EIGHT, value=EIGHT)),
     (Tier(num_tokens=96, key=QuantSpec(format="fp8_e4m3", granularity=PerToken()), value=EIGHT),),
 ]
+COPIES = [
+    (Copies(num_tokens=64, key=EIGHT, value=EIGHT),),
+    (
+        Copies(num_tokens=32, key=RAW, value=EIGHT),
+        Copies(num_tokens=64, key=QuantSpec(format="fp8_e4m3", granularity=PerToken()), value=EIGHT),
+    ),
+    (Copies(num_tokens=96, key=EIGHT, value=EIGHT),),
+]
 MAX_TOKENS = 320
 MAX_ROWS = 4
 
@@ -102,6 +112,7 @@ class CacheMachine(RuleBasedStateMachine):
         residual=st.sampled_from([0, 0, 1, 31, 40, 64]),
         window=st.sampled_from([1, 7, 32, 33, 50, 100]),
         tiers=st.sampled_from([(), *TIERS]),
+        copies=st.sampled_from([(), *COPIES]),
         keep_raw=st.booleans(),
         token_local=st.booleans(),
         fixed=st.booleans(),
@@ -109,14 +120,18 @@ class CacheMachine(RuleBasedStateMachine):
         softcap=st.sampled_from([None, 5.0]),
         seed=st.integers(0, 2**16),
     )
-    def build(self, pair, sinks, residual, window, tiers, keep_raw, token_local, fixed, dtype, softcap, seed):
+    def build(self, pair, sinks, residual, window, tiers, copies, keep_raw, token_local, fixed, dtype, softcap, seed):
         torch.manual_seed(seed)
         overrides = (Override(layers=(-1,), key=RAW, value=RAW),) if keep_raw else ()
         token_local = token_local and all(
             s.token_local and not s.center for s in pair
         )  # means, and frames of pages that fill, are not the dense model's to know
         if token_local:
-            residual, tiers = 0, ()
+            residual, tiers, copies = 0, (), ()
+        if tiers or pair == (RAW, RAW):
+            copies = ()
+        if copies and pair[0].is_banded:  # of the same basis
+            copies = (Copies(num_tokens=64, key=replace(pair[0], bands=(6,)), value=replace(pair[1], bands=(4,))),)
         scheme = Scheme(
             name="random",
             key=pair[0],
@@ -125,6 +140,7 @@ class CacheMachine(RuleBasedStateMachine):
             residual_length=residual,
             page_size=32,
             tiers=tiers,
+            copies=copies,
             overrides=overrides,
             token_local=token_local,
         )

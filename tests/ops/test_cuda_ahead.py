@@ -30,7 +30,7 @@ from kvbits.ops.cuda import decode as decode_cuda
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime import driver, kept
 from kvbits.quant.scales import steps
-from kvbits.spec import CacheSpec, LayerGeometry, QuantSpec, Rotary, Tier
+from kvbits.spec import CacheSpec, LayerGeometry, Rotary, Tier
 
 HEADS, D, QUERY_HEADS = 2, 128, 8
 GEOMETRY = LayerGeometry(

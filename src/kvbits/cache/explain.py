@@ -9,7 +9,7 @@ import torch
 
 from ..errors import counted
 from ..ops.break_even import small_on_gpu
-from ..spec import CacheSpec, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
+from ..spec import CacheSpec, Copies, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec
 from ..units import human_bytes
 from .group import GroupState
 
@@ -19,6 +19,7 @@ _WORDS = {
     "sink": "of first tokens",
     "closed": "quantized",
     "tail": "of newest tokens",
+    "copy": "of finer copies",
     "store": "storing tokens",
     "attend_fresh": "attention among new tokens",
     "attend": "attention to stored tokens",
@@ -134,7 +135,10 @@ def _layers(group: dict[str, Any]) -> str:
 def _pages(group: dict[str, Any]) -> str:
     used = {name: n["used"] for name, n in group["pages"].items() if n["used"]}
     pages = (
-        ", ".join(f"{counted(n, 'page')} {_WORDS.get(name, 'in a younger tier')}" for name, n in used.items())
+        ", ".join(
+            f"{counted(n, 'page')} {_WORDS.get(name.rstrip('0123456789'), 'in a younger tier')}"
+            for name, n in used.items()
+        )
         or "no pages in use"
     )
     return f"; {pages}" if group["sliding_window"] is None else f", window {group['sliding_window']:,}; {pages}"
@@ -168,6 +172,15 @@ def in_words(spec: QuantSpec) -> str:
     return " ".join([spec.format, size]) + (f" ({', '.join(more)})" if more else "")
 
 
+def _copied(copies: tuple[Copies, ...]) -> str:
+    """The copies that newest closed tokens are read from, for people; nothing where there are none."""
+    return "".join(
+        f"; {'the next' if i else 'newest closed'} {c.num_tokens:,} tokens read from copies, keys {in_words(c.key)},"
+        f" values {in_words(c.value)}"
+        for i, c in enumerate(copies)
+    )
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """Like "0, 4 to 6"."""
     found: list[list[int]] = []
@@ -197,7 +210,7 @@ def layer_groups(groups: list[GroupState]) -> list[dict[str, Any]]:
             "layers": list(g.group.layers),
             "keys": repr(g.group.key),
             "values": repr(g.group.value),
-            "stored": f"keys {in_words(g.group.key)}, values {in_words(g.group.value)}",
+            "stored": f"keys {in_words(g.group.key)}, values {in_words(g.group.value)}{_copied(g.group.copies)}",
             "sliding_window": g.group.geometry.sliding_window,
             "pages": {
                 name: {"used": p.allocator.num_used, "allocated": p.allocator.capacity} for name, p in g.pools.items()

@@ -10,6 +10,7 @@ first, so that a pass that fails in a later layer can be taken back.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from ..ops.types import Table
 from ..spec import LayerGroup
 from . import tables
 from .pool import Pool, PoolBefore
-from .sequence import Sequence, pool_name
+from .sequence import Sequence, copy_pool, pool_name
 from .step import Close, Cut, Move, Recode, Run, Step, Write
 
 MAX_SPECULATED_PAGES = 16
@@ -102,7 +103,9 @@ class GroupState:
             for page_id in sources:
                 self.pools["tail"].allocator.release(page_id)
         self._release_invisible(s, need)
-        return self._cut(row, run, sinks, closings, need, sources, self._demote(s, closings) if closings else [])
+        cut = self._cut(row, run, sinks, closings, need, sources, self._demote(s, closings) if closings else [])
+        self._trim_copies(s, len(cut.pages))
+        return cut
 
     def _cut(
         self, row: int, run: Run, sinks: int, closings: int, need: int, sources: list[int], moves: list[Move]
@@ -148,7 +151,8 @@ class GroupState:
             if cut.sinks is not None:
                 found["sink"] += not s.sink or self._is_shared("sink", s.sink[0])
             for i in range(len(cut.pages)):
-                found[self._closes_into(s, cut, i)] += 1
+                for pool in (self._closes_into(s, cut, i), *self._copied_into(cut, i)):
+                    found[pool] += 1
             if fresh := cut.tail.num_tokens - cut.tail.waiting:
                 room = size - s.tail_lengths[-1] if s.tail else 0
                 found["tail"] += max(0, -((room - fresh) // size))
@@ -162,6 +166,11 @@ class GroupState:
         """Pool of page i of those that a cut closes."""
         return pool_name(bisect.bisect_right(s.young, len(cut.pages) - 1 - i), len(s.young))
 
+    def _copied_into(self, cut: Cut, i: int) -> tuple[str, ...]:
+        """Pools of copies that page i of those that a cut closes is copied into."""
+        newer = len(cut.pages) - 1 - i
+        return self.group.copy_pools[bisect.bisect_right(self.group.copied_pages, newer) :]
+
     def _place(self, cut: Cut, step: Step) -> None:
         """Find room for the tokens of a row and list the work of each layer."""
         s, sinks = self.sequences[cut.row], cut.sinks
@@ -172,14 +181,21 @@ class GroupState:
                 s.sink.append(self._allocate("sink", step))
             step.writes.append(Write("sink", cut.row, s.sink[0], sinks.start, sinks.fresh, sinks.num_tokens, 0))
         self._move(cut.row, cut.moves, step)
+        copies: dict[str, list[Close]] = {pool: [] for pool in self.group.copy_pools}
         for i, page in enumerate(cut.pages):
             pool = self._closes_into(s, cut, i)
             page_id = self._allocate(pool, step)
             source = (cut.sources[i],) if page.waiting else ()
-            step.closes.append(Close(cut.row, pool, page_id, source, page.waiting, page.fresh, page.start))
+            close = Close(cut.row, pool, page_id, source, page.waiting, page.fresh, page.start)
+            step.closes.append(close)
             s.closed.append(page_id)
             s.closed_lengths.append(page.num_tokens)
+            for name in self._copied_into(cut, i):
+                copies[name].append(dataclasses.replace(close, pool=name, page_id=self._allocate(name, step)))
             self._closed_tables = None
+        for grade, made in enumerate(copies.values()):
+            step.closes += made
+            s.copies[grade] += tuple(c.page_id for c in made)
         s.young = [min(n, len(s.closed)) for n in s.young]
         self._write_tail(cut, step)
 
@@ -270,6 +286,18 @@ class GroupState:
                     s.dropped += 1
                     s.young = [min(n, len(ids)) for n in s.young]
                     self._closed_tables = None
+        self._trim_copies(s)
+
+    def _trim_copies(self, s: Sequence, closings: int = 0) -> None:
+        """Let go of copies that are too old once so many more pages have closed, or whose page has left."""
+        for grade, (copies, most) in enumerate(zip(s.copies, self.group.copied_pages, strict=True)):
+            kept = min(len(s.closed), max(0, most - closings))
+            if (surplus := len(copies) - kept) <= 0:
+                continue
+            for page_id in copies[:surplus]:
+                self._give_back(copy_pool(grade), page_id)
+            s.copies[grade] = copies[surplus:]
+            self._closed_tables = None
 
     def release_invisible(self, s: Sequence) -> None:
         """Free what the newest token could not see any more."""
@@ -375,7 +403,15 @@ class GroupState:
             if start in wanted:
                 self._give_back(s.pool_of(j), s.closed[j])
                 s.closed[j] = None
+                self._give_back_copies(s, j - len(s.closed))
         self._closed_tables = None
+
+    def _give_back_copies(self, s: Sequence, place: int) -> None:
+        """Give back the copies of the closed page at `place`, counted from the end: -1 is the newest."""
+        for grade, copies in enumerate(s.copies):
+            if len(copies) >= -place:
+                self._give_back(copy_pool(grade), copies[place])
+                s.copies[grade] = (*copies[:place], None, *copies[len(copies) + place + 1 :])
 
     def free(self, row: int) -> None:
         self._release(self.sequences[row])
@@ -422,6 +458,9 @@ class GroupState:
                 self._closed_tables = None
                 if not lengths[-1]:
                     lengths.pop()
+                    if pool == "closed":
+                        self._give_back_copies(s, -1)
+                        s.copies = [copies[:-1] for copies in s.copies]
                     self._give_back(s.pool_of(len(ids) - 1) if pool == "closed" else pool, ids.pop())
                     if pool == "closed":
                         s.young = [max(0, n - 1) for n in s.young]
@@ -436,7 +475,7 @@ class GroupState:
     def tables(self) -> dict[str, Table]:
         """Tables of all sequences as they are now, on the host, by pool, as far as it holds anything."""
         if self._closed_tables is None:
-            self._closed_tables = tables.of_closed(self.sequences, self.group.page_size)
+            self._closed_tables = tables.of_closed(self.sequences, self.group)
         return self._closed_tables | tables.of_open(self.sequences, self.group.num_sink_tokens)
 
     def forget_tables(self) -> None:

@@ -6,6 +6,12 @@ of their tier, oldest first; the newest ones are in the youngest tier.
     [ sinks | closed .. | tier1 .. | tier0 .. | tail | tail ]
       raw     quantized, by age                 raw, newest tokens
 
+Of the newest closed pages there may be finer copies (`Scheme.copies`), which are then read in their place.
+
+    [ sinks | closed .. | closed | closed | closed | tail | tail ]
+                          copy1    copy1    copy1
+                                   copy0    copy0                  read: closed .., copy1, copy0, copy0, tail
+
 Where tokens are quantized as they come (`Scheme.token_local`), as where all stay raw, nothing closes: the tail holds
 them all.
 """
@@ -33,6 +39,7 @@ class Sequence:
         young: per tier, youngest first: how many of the closed pages, the newest ones, are in it or in a younger one.
         boundaries: most that `young` may be.
         residual_length: newest tokens that stay raw.
+        copies: per pool of copies, those of the newest closed pages in token order; None where the page was dropped.
         dropped: closed pages that left in front (sliding windows).
         speculated: tokens that came since `keep_past`.
         closed_since: pages closed since `keep_past`.
@@ -50,6 +57,7 @@ class Sequence:
     young: list[int] = field(default_factory=list)
     boundaries: list[int] = field(default_factory=list)
     residual_length: int = 0
+    copies: list[tuple[int | None, ...]] = field(default_factory=list)
     dropped: int = 0
     speculated: int = 0
     closed_since: int = 0
@@ -63,6 +71,7 @@ class Sequence:
             young=[0] * tiers,
             boundaries=list(group.boundaries),
             residual_length=group.residual_length,
+            copies=[()] * len(group.copies),
             lost=[0] * tiers,
         )
 
@@ -89,13 +98,19 @@ class Sequence:
 
     def pages(self) -> dict[str, list[int]]:
         """Ids held of each pool, in token order."""
-        return {"sink": self.sink, "tail": self.tail} | {
-            name: [page for page in self.closed[run] if page is not None] for name, run in self.runs().items()
+        found = {"sink": self.sink, "tail": self.tail}
+        found |= {name: [page for page in self.closed[run] if page is not None] for name, run in self.runs().items()}
+        return found | {
+            copy_pool(i): [page for page in copies if page is not None] for i, copies in enumerate(self.copies)
         }
 
     def renumber(self, pool: str, ids: Iterable[int]) -> None:
         """Put other ids in the place of those of `pages()[pool]`."""
         new = iter(ids)
+        if pool.startswith("copy"):
+            i = int(pool.removeprefix("copy"))
+            self.copies[i] = tuple(None if page is None else next(new) for page in self.copies[i])
+            return
         held: Any = {"sink": self.sink, "tail": self.tail}.get(pool, self.closed)
         run = self.runs().get(pool, slice(None))
         held[run] = [None if page is None else next(new) for page in held[run]]
@@ -117,6 +132,11 @@ class Sequence:
         new = Sequence.__new__(Sequence)  # once a sequence and forward pass
         new.__dict__ = {name: x[:] if type(x) is list else x for name, x in self.__dict__.items()}
         return new
+
+
+def copy_pool(index: int) -> str:
+    """Pool of copies by its place in `Scheme.copies`."""
+    return f"copy{index}"
 
 
 def pool_name(tier: int, num_tiers: int) -> str:

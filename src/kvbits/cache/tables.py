@@ -9,7 +9,8 @@ import torch
 
 from ..later import upload
 from ..ops.types import Table
-from .sequence import Sequence, pool_name
+from ..spec import LayerGroup
+from .sequence import Sequence
 
 
 class _Pages(NamedTuple):
@@ -21,18 +22,42 @@ class _Pages(NamedTuple):
     starts: np.ndarray
 
 
-def of_closed(sequences: list[Sequence], page_size: int) -> dict[str, Table]:
-    """Tables of the closed pages by pool, as far as there are any; dropped pages are left out."""
+def of_closed(sequences: list[Sequence], group: LayerGroup) -> dict[str, Table]:
+    """Tables of what is read of the closed pages, by pool, as far as there are any; dropped pages are left out.
+
+    A page that has copies is read from the finest of them.
+    """
     whole = _pages([(s.closed, s.closed_lengths, s.length - s.tail_tokens - sum(s.closed_lengths)) for s in sequences])
-    num_tiers = len(sequences[0].young) if sequences else 0
-    sizes = [run.stop - run.start for s in sequences for run in s.runs().values()]  # pages of each tier, oldest first
-    tier = np.repeat(np.tile(np.arange(num_tiers, -1, -1), len(sequences)), sizes)
-    tier[whole.ids < 0] = -1
+    pools = ("closed", *reversed(group.tier_pools or group.copy_pools))  # oldest first
+    pool = _read_from(whole, sequences) if group.copies else _runs(sequences)
+    pool[whole.ids < 0] = -1
     found: dict[str, Table] = {}
-    for k in range(num_tiers, -1, -1):
-        if (keep := tier == k).any():
+    for i, name in enumerate(pools):
+        if (keep := pool == i).any():
             own = whole if keep.all() else _Pages(*(x[keep] for x in whole))
-            found[pool_name(k, num_tiers)] = _table(len(sequences), own, page_size)
+            found[name] = _table(len(sequences), own, group.page_size)
+    return found
+
+
+def _runs(sequences: list[Sequence]) -> np.ndarray:
+    """Of each closed page, the run of its sequence that it is in: 0 for the oldest."""
+    sizes = [run.stop - run.start for s in sequences for run in s.runs().values()]
+    runs = len(sequences[0].young) + 1 if sequences else 1
+    return np.repeat(np.tile(np.arange(runs), len(sequences)), sizes)
+
+
+def _read_from(pages: _Pages, sequences: list[Sequence]) -> np.ndarray:
+    """Of each closed page, what it is read from: 0 for itself, then copies, the finest last. The ids of those that are
+    read from copies become the copies'.
+    """
+    found = np.zeros(len(pages.ids), np.int64)
+    end = 0
+    for s in sequences:
+        end += len(s.closed)
+        for rank, copies in enumerate(reversed(s.copies), 1):
+            for at, page_id in enumerate(copies, end - len(copies)):
+                if page_id is not None:
+                    pages.ids[at], found[at] = page_id, rank
     return found
 
 

@@ -1,7 +1,8 @@
 """Sequences leave a cache as blobs and come back, byte for byte: into a file, host memory or a store.
 
     PART ..   pages of one sequence, `BLOB_TOKENS` tokens of closed pages in each, without those of earlier blobs
-    END       its other pages (sinks, tiers, tail) and, as JSON, the page lists that make the sequence of all of them
+    END       its other pages (sinks, tiers, copies, tail) and, as JSON, the page lists that make the sequence of all of
+              them
 
 A store has PAGES in the place of PART (`store.pages`). Page lists in blobs name pages by their columns
 (`Page.column`). Slots that no sequence shows of pages that fill token by token are written as zeros: they may hold
@@ -57,7 +58,10 @@ def describe(sequences: Rows[Sequence], columns: Rows[Mapping[tuple[str, int], i
         s = s.clone()
         for name, ids in s.pages().items():
             s.renumber(name, [column[name, i] for i in ids])
-        found.append(dataclasses.asdict(s))
+        said = dataclasses.asdict(s)
+        if not s.copies:  # as texts from before copies
+            del said["copies"]
+        found.append(said)
     return json.dumps({"groups": found}).encode()
 
 
@@ -200,6 +204,7 @@ def parse(state: bytes, groups: Rows[LayerGroup], what: str) -> list[Sequence]:
         described = parse_json(state)["groups"]
         found = [Sequence(**s) for s in described]
         for g, s in zip(groups, found, strict=True):
+            s.copies = [tuple(copies) for copies in s.copies]
             _check(g, s)
         if len({s.length for s in found}) > 1:
             raise ValueError("layers disagree about its length")
@@ -232,6 +237,7 @@ def _check(g: LayerGroup, s: Sequence) -> None:
         raise ValueError(f"other tiers than the {len(g.tiers)} of the scheme")
     if s.young != sorted(s.young) or any(n > len(s.closed) for n in s.young):
         raise ValueError(f"tiers that do not fit its {len(s.closed)} closed pages")
+    _check_copies(g, s)
     for ids, lengths in ((s.closed, s.closed_lengths), (s.tail, s.tail_lengths)):
         if len(ids) != len(lengths) or any(not 0 < n <= g.page_size for n in lengths):
             raise ValueError("page lengths that do not fit its pages")
@@ -244,6 +250,20 @@ def _check(g: LayerGroup, s: Sequence) -> None:
         raise ValueError(f"pages that do not add up to its {s.length} tokens")
     if any(n != g.page_size for n in s.tail_lengths[:-1]):
         raise ValueError("a tail page that is not full before the last one")
+
+
+def _check_copies(g: LayerGroup, s: Sequence) -> None:
+    if len(s.copies) != len(g.copies):
+        raise ValueError(f"{len(s.copies)} kinds of copies where the scheme has {len(g.copies)}")
+    lengths = [len(copies) for copies in s.copies]
+    if lengths != sorted(lengths) or any(
+        n > min(len(s.closed), m) for n, m in zip(lengths, g.copied_pages, strict=True)
+    ):
+        raise ValueError(f"copies that do not fit its {len(s.closed)} closed pages")
+    for copies in s.copies:
+        of = s.closed[len(s.closed) - len(copies) :]
+        if any(page is not None if own is None else not is_count(page) for page, own in zip(copies, of, strict=True)):
+            raise ValueError("copies of pages that it does not have")
 
 
 @dataclass(frozen=True)

@@ -256,7 +256,7 @@ def _plan_table(found: Plan, ref: ModelRef, room: Room) -> Table:
     )
     title = f"{ref.name + ': ' if ref.name else ''}{kinds}; {found.context:,} tokens x {found.batch}"
     each = ", each GPU" if found.cards is not None and found.cards.count > 1 else ""
-    columns = ["scheme", "bits/element", f"bytes/token{each}", f"total{each}", "16-bit / total"]
+    columns = ["scheme", "bits/element", "bits held", f"bytes/token{each}", f"total{each}", "16-bit / total"]
     if found.memory_bytes is not None:
         title += f"\n{_memory(found, room)}"
         columns += [
@@ -268,6 +268,7 @@ def _plan_table(found: Plan, ref: ModelRef, room: Room) -> Table:
         cells = [
             r.scheme,
             f"{r.bits_per_element:.3f}",
+            f"{r.bits_held:.2f}",
             f"{r.bytes_per_token:,.0f}",
             human_bytes(r.total_bytes),
             f"{r.memory_reduction:.2f}x",
@@ -302,8 +303,8 @@ def _plan_notes(found: Plan, ref: ModelRef, room: Room) -> list[str]:
 
     longest, refused, config = ref.max_context, ref.planned[1], ref.config
     notes = [
-        "GB is 10**9 bytes. bits/element and bytes/token are those of long contexts; the total counts whole pages,"
-        " sinks and raw tail."
+        "GB is 10**9 bytes. bits/element and bytes/token are those of long contexts; the total and bits held count"
+        " whole pages, sinks, raw tail and finer copies of newest tokens."
     ]
     if found.state_bytes:
         notes.append(

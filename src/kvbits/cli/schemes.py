@@ -40,6 +40,7 @@ def list_schemes(options: Listed) -> None:
                 "page_size": s.page_size,
                 "num_sink_tokens": s.num_sink_tokens,
                 "residual_length": s.residual_length,
+                "copies": to_dict(s.copies),
                 "needs_calibration": s.needs_calibration,
                 "key": to_dict(s.key),
                 "value": to_dict(s.value),

@@ -227,7 +227,11 @@ def sides(scheme: Scheme) -> list[Scheme]:
 
     def alone(kept: str, raw: dict[str, Any]) -> Scheme:
         return replace(
-            scheme, name=f"{scheme.name}-{kept}", overrides=tuple(replace(o, **raw) for o in scheme.overrides), **raw
+            scheme,
+            name=f"{scheme.name}-{kept}",
+            overrides=tuple(replace(o, **raw) for o in scheme.overrides),
+            copies=tuple(replace(c, **raw) for c in scheme.copies),
+            **raw,
         )
 
     return [alone("keys", {"value": QuantSpec.raw()}), alone("values", {"key": QuantSpec.raw()})]

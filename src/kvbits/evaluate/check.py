@@ -31,7 +31,7 @@ from ..errors import KvbitsError, KvbitsWarning, SpecError, UnsupportedError, co
 from ..integrations.models import scheme_for
 from ..model_ref import ModelRef
 from ..progress import bar
-from ..spec import CacheSpec, LayerGeometry, Override, PerChannel, PerGroup, QuantSpec, Scheme
+from ..spec import CacheSpec, LayerGeometry, LayerGroup, Override, PerChannel, PerGroup, QuantSpec, Scheme
 from ..units import human_seconds, written_tokens
 from .attention import QUERIES, LayerInputs, measure, observe, statistics
 from .caches import CacheFactory, base_factory, factory
@@ -248,18 +248,35 @@ def require_length(scheme: Scheme, layers: tuple[LayerGeometry, ...], length: in
     groups = CacheSpec(scheme=scheme, layers=layers).groups
     packed = [g for g in groups if not (g.key.is_raw and g.value.is_raw)]
     history = length - QUERIES
-    if history >= 1 and (not packed or any(g.token_local or g.pages_for(history)["closed"] for g in packed)):
+    if history >= 1 and (not packed or any(g.token_local or _shows_codes(g, history) for g in packed)):
         return
     least = (
-        min((g.num_sink_tokens + g.residual_length + g.page_size for g in packed if not g.token_local), default=0)
+        min(
+            (
+                g.num_sink_tokens + g.residual_length + sum(c.num_tokens for c in g.copies) + g.page_size
+                for g in packed
+                if not g.token_local
+            ),
+            default=0,
+        )
         + 1
         + QUERIES
     )
     raise SpecError(
-        f"scheme {scheme.name!r} keeps its newest {scheme.residual_length:,} tokens raw and an unfinished page, and the"
-        f" newest {QUERIES} of a window look at what is before them: windows of {length:,} tokens show nothing of its"
-        f" codes; give longer ones, --length {max(512, 2 * least)} for example"
+        f"scheme {scheme.name!r} keeps its newest {scheme.residual_length:,} tokens raw and an unfinished page"
+        f"{_read_finer(scheme)}, and the newest {QUERIES} of a window look at what is before them: windows of"
+        f" {length:,} tokens show nothing of its codes; give longer ones, --length {max(512, 2 * least)} for example"
     )
+
+
+def _shows_codes(group: LayerGroup, num_tokens: int) -> bool:
+    """Tell whether some of so many tokens are read from the scheme's own codes, and not from finer copies."""
+    return group.pages_for(num_tokens)["closed"] > max(group.copied_pages, default=0)
+
+
+def _read_finer(scheme: Scheme) -> str:
+    copied = sum(c.num_tokens for c in scheme.copies)
+    return f", it reads {copied:,} before them from finer copies" if copied else ""
 
 
 # -- judging --------------------------------------------------------------------------------------------------------

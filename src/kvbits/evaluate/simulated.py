@@ -13,6 +13,7 @@ the same, so what is left is rounding.
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 import numpy as np
@@ -32,15 +33,19 @@ class SimulatedLayer(DynamicLayer):
 
     Args:
         group: the layer's group.
-        static: what the layer's pages share.
+        static: what the layer's pages of each pool share (`parameters.by_pool`).
         order: stored order of key channels, where it is not the model's.
     """
 
-    def __init__(self, group: LayerGroup, static: dict[str, torch.Tensor], order: torch.Tensor | None) -> None:
+    def __init__(
+        self, group: LayerGroup, static: dict[str, dict[str, torch.Tensor]], order: torch.Tensor | None
+    ) -> None:
         super().__init__()
         self.group, self.static = group, static
         self.order = order
         self.pages = 0
+        # what the model itself made of the newest closed pages, which other copies, then their own codes follow
+        self.exact: tuple[torch.Tensor, ...] = ()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -57,28 +62,43 @@ class SimulatedLayer(DynamicLayer):
         return (self.keys, self.values) if key_states.shape[2] == 1 else (keys, values)
 
     def _close(self, all_keys: torch.Tensor, all_values: torch.Tensor, due: int) -> None:
-        group = self.group
-        first = group.num_sink_tokens + self.pages * group.page_size
-        where = slice(first, group.num_sink_tokens + due * group.page_size)
-        starts = np.arange(first, where.stop, group.page_size)
-        for row in range(len(all_keys)):
-            k, v = (x[row, :, where].unflatten(1, (len(starts), -1)).transpose(0, 1) for x in (all_keys, all_values))
-            for to, x in zip((all_keys, all_values), self._given_back(k, v, starts), strict=True):
-                to[row, :, where] = x.transpose(0, 1).flatten(1, 2).to(to.dtype)
+        group, size, both = self.group, self.group.page_size, (all_keys, all_values)
+        first, end = (group.num_sink_tokens + n * size for n in (self.pages, due))
+        exact = tuple(x[:, :, first:end].clone() for x in both)
+        if self.exact:
+            exact = tuple(torch.cat(x, 2) for x in zip(self.exact, exact, strict=True))
+        read: dict[str, list[int]] = {}  # pages, counted from the newest one
+        for rank in range(exact[0].shape[2] // size):
+            copies = bisect.bisect_right(group.copied_pages, rank)
+            read.setdefault((*group.copy_pools, "closed")[copies], []).append(rank)
+        for pool, ranks in read.items():
+            where = slice(end - (ranks[-1] + 1) * size, end - ranks[0] * size)
+            starts, of = np.arange(where.start, where.stop, size), exact[0].shape[2] - end
+            for row in range(len(all_keys)):
+                k, v = (
+                    x[row, :, where.start + of : where.stop + of].unflatten(1, (len(starts), -1)).transpose(0, 1)
+                    for x in exact
+                )
+                for to, x in zip(both, self._given_back(k, v, starts, pool), strict=True):
+                    to[row, :, where] = x.transpose(0, 1).flatten(1, 2).to(to.dtype)
+        kept = max(group.copied_pages, default=0) * size
+        self.exact = tuple(x[:, :, max(0, x.shape[2] - kept) :] for x in exact)
         self.pages = due
 
-    def _given_back(self, k: torch.Tensor, v: torch.Tensor, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [pages, heads, page_size, head_dim] as their pages give them back; the first tokens are at
-        `starts`.
+    def _given_back(
+        self, k: torch.Tensor, v: torch.Tensor, starts: np.ndarray, pool: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [pages, heads, page_size, head_dim] as their pages in a pool give them back; the first tokens
+        are at `starts`.
         """
-        layout, order = self.group.layouts["closed"], self.order if self.group.key.needs_rotary else None
-        pages, _ = close_pages(k if order is None else k[..., order], v, layout, self.static, starts)
-        stored, values = dequantize_pages(pages, layout, self.static, torch.float32, starts=starts)
+        layout, order = self.group.layouts[pool], self.order if self.group.key.needs_rotary else None
+        pages, _ = close_pages(k if order is None else k[..., order], v, layout, self.static[pool], starts)
+        stored, values = dequantize_pages(pages, layout, self.static[pool], torch.float32, starts=starts)
         return stored if order is None else torch.empty_like(stored).index_copy_(-1, order, stored), values
 
     def reset(self) -> None:
         super().reset()
-        self.pages = 0
+        self.pages, self.exact = 0, ()
 
     def crop(self, tokens_to_remove: int) -> None:
         raise UnsupportedError("a simulated cache cannot take tokens back; use the packed one")
@@ -109,7 +129,7 @@ class SimulatedCache(Cache):
                 " cache does that"
             )
         parameters.check(spec, static)
-        shared = parameters.shared(spec, static or [{} for _ in spec.layers], device)
+        shared = parameters.by_pool(spec, static or [{} for _ in spec.layers], device)
         orders = parameters.orders(spec, device)
         groups = {layer: group for group in spec.groups for layer in group.layers}
         super().__init__(layers=[kind(groups[i], shared[i], orders.get(i)) for i in range(len(spec.layers))])

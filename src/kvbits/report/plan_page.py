@@ -71,6 +71,7 @@ class _Formats:
                 [pool, tier.num_tokens // group.page_size, group.SPECULATED_PAGES]
                 for pool, tier in zip(group.tier_pools, group.tiers, strict=True)
             ],
+            "copies": [list(x) for x in zip(group.copy_pools, group.copied_pages, strict=True)],
         }
         if one not in self.listed:
             self.listed.append(one)

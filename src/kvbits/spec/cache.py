@@ -13,7 +13,7 @@ from .codec import choice, fill, parse, same_as, serialisable, to_dict, whole
 from .layout import FORMATS_VERSION, PageLayout
 from .quant import DTYPE_BYTES, QuantSpec
 from .rotary import Rotary
-from .scheme import MOST_TOKENS, Scheme, Tier
+from .scheme import MOST_TOKENS, Copies, Scheme, Tier
 
 MAX_KV_HEADS = 65_535
 """Kv heads of a layer: what a CUDA grid counts along y, and far more than any model has."""
@@ -84,7 +84,7 @@ class LayerGeometry:
 class LayerGroup:
     """Layers that store alike and therefore share one page table: a page id names one page in each of these layers.
 
-    `tiers` are the scheme's, and none for layers with an override; `token_local` is the scheme's.
+    `tiers` and `copies` are the scheme's, and none for layers with an override; `token_local` is the scheme's.
     """
 
     layers: tuple[int, ...]
@@ -96,6 +96,7 @@ class LayerGroup:
     page_size: int
     raw_dtype: str
     tiers: tuple[Tier, ...] = ()
+    copies: tuple[Copies, ...] = ()
     token_local: bool = False
 
     SPECULATED_PAGES: ClassVar[int] = 1
@@ -106,12 +107,25 @@ class LayerGroup:
     @functools.cached_property
     def pools(self) -> tuple[str, ...]:
         """Names of the pools."""
-        return ("sink", "closed", "tail", *self.tier_pools)
+        return ("sink", "closed", "tail", *self.tier_pools, *self.copy_pools)
 
     @functools.cached_property
     def tier_pools(self) -> tuple[str, ...]:
         """Pools of the tiers' closed pages, the youngest tier's first; pages older than all of them are in "closed"."""
         return tuple(f"tier{i}" for i in range(len(self.tiers)))
+
+    @functools.cached_property
+    def copy_pools(self) -> tuple[str, ...]:
+        """Pools of the copies of newest closed pages, those that are read for the newest tokens first."""
+        return tuple(f"copy{i}" for i in range(len(self.copies)))
+
+    @functools.cached_property
+    def copied_pages(self) -> tuple[int, ...]:
+        """Newest closed pages of which each pool of copies has one.
+
+        A page is copied into all of these pools when it closes, so each of them covers the tokens of all before it.
+        """
+        return tuple(itertools.accumulate(c.num_tokens // self.page_size for c in self.copies))
 
     @functools.cached_property
     def boundaries(self) -> tuple[int, ...]:
@@ -132,7 +146,7 @@ class LayerGroup:
 
     @property
     def packed_pool(self) -> str:
-        """The pool whose pages hold codes."""
+        """The pool that older tokens are read from, quantized."""
         return "tail" if self.token_local else "closed"
 
     def _layout(self, key: QuantSpec, value: QuantSpec, page_size: int) -> PageLayout:
@@ -141,7 +155,7 @@ class LayerGroup:
     @functools.cached_property
     def layouts(self) -> dict[str, PageLayout]:
         """Page layout of each pool: raw sink pages, closed pages, tail pages (raw, or packed where these are filled
-        token by token), closed pages of each tier.
+        token by token), closed pages of each tier, copies of newest closed pages.
         """
         raw = QuantSpec.raw()
         tail = (self.key, self.value) if self.fills_pages else (raw, raw)
@@ -150,8 +164,12 @@ class LayerGroup:
             "closed": self._layout(self.key, self.value, self.page_size),
             "tail": self._layout(*tail, self.page_size),
         } | {
-            name: self._layout(*tier.specs(self.key, self.value), self.page_size)
-            for name, tier in zip(self.tier_pools, self.tiers, strict=True)
+            name: self._layout(*specs, self.page_size)
+            for name, specs in zip(
+                (*self.tier_pools, *self.copy_pools),
+                (*(t.specs(self.key, self.value) for t in self.tiers), *((c.key, c.value) for c in self.copies)),
+                strict=True,
+            )
         }
 
     def block_bytes(self, pool: str) -> int:
@@ -194,14 +212,14 @@ class LayerGroup:
         if w is not None and self.fills_pages:
             grown = max(grown, 1 if num_tokens > sinks else 0)
         closed = 0 if self.fills_pages else grown
-        return {
+        found = {
             "sink": 1 if sinks and num_tokens else 0,
             "closed": max(0, closed - (self.boundaries[-1] if self.tiers else 0)),
             "tail": grown if self.fills_pages else min(self.tail_pages, max(0, -(-(num_tokens - sinks) // size))),
-        } | {
-            name: min(closed, tier.num_tokens // size + self.SPECULATED_PAGES) if tier.num_tokens else 0
-            for name, tier in zip(self.tier_pools, self.tiers, strict=True)
         }
+        for name, tier in zip(self.tier_pools, self.tiers, strict=True):
+            found[name] = min(closed, tier.num_tokens // size + self.SPECULATED_PAGES) if tier.num_tokens else 0
+        return found | {name: min(closed, n) for name, n in zip(self.copy_pools, self.copied_pages, strict=True)}
 
 
 @serialisable
@@ -248,6 +266,7 @@ class CacheSpec:
                 page_size=s.page_size,
                 raw_dtype=self.raw_dtype,
                 tiers=s.tiers if (key, value) == (s.key, s.value) else (),
+                copies=s.copies if (key, value) == (s.key, s.value) else (),
                 token_local=s.token_local,
             )
             for (geometry, key, value), layers in members.items()

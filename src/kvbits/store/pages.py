@@ -7,7 +7,8 @@
 A PAGES blob holds whole pages that never change again: closed ones of no tier, or full tail pages of layers where
 nothing closes. Its bytes depend only on the tokens up to its end (and how they were computed), so every sequence that
 begins with them can read it. An END blob holds pages that only a sequence of exactly these tokens has. Those are the
-pages after the last PAGES blob, those of tiers, the raw tail, and all that layers with a sliding window still hold.
+pages after the last PAGES blob, those of tiers, copies of newest pages, the raw tail, and all that layers with a
+sliding window still hold.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ..cache.blob import Page
@@ -71,6 +73,11 @@ def _held(g: int, group: LayerGroup, s: Sequence) -> Iterator[_Held]:
     if s.sink:
         yield _Held(Page(g, "sink", 0), s.sink[0], True)
     start = s.length - s.tail_tokens - sum(s.closed_lengths) - group.num_sink_tokens
+    starts = list(accumulate(s.closed_lengths, initial=start))[:-1]
+    for pool, copies in zip(group.copy_pools, s.copies, strict=True):
+        for at, page_id in zip(starts[len(starts) - len(copies) :], copies, strict=True):
+            if page_id is not None and not at % size:
+                yield _Held(Page(g, pool, at // size), page_id, False)
     listed: list[tuple[str, int | None, int]] = [
         (s.pool_of(i), page_id, n) for i, (page_id, n) in enumerate(zip(s.closed, s.closed_lengths, strict=True))
     ]
@@ -132,7 +139,7 @@ def _is_plain(g: int, state: GroupState, s: Sequence) -> bool:
     released = bool(group.geometry.sliding_window and s.released)
     return (
         (len(s.closed) + s.dropped == group.closed_after(s.length) or released)
-        and sum(1 for _ in _held(g, group, s)) == len(s.sink) + len(lengths)
+        and sum(x.page.pool not in group.copy_pools for x in _held(g, group, s)) == len(s.sink) + len(lengths)
         and all(n == group.page_size for n in lengths[: len(lengths) - bool(s.tail)])
         and not state.keep_past
         and s.residual_length == group.residual_length

@@ -19,6 +19,7 @@ const plan = (() => {
     const closed = raw ? 0 : grown, young = format.tiers.reduce((sum, [, n]) => sum + n, 0);
     const held = { sink: sinks && tokens ? 1 : 0, closed: Math.max(0, closed - young), tail: raw ? grown : tail };
     for (const [pool, n, more] of format.tiers) held[pool] = n ? Math.min(closed, n + more) : 0;
+    for (const [pool, n] of format.copies) held[pool] = Math.min(closed, n);
     return held;
   }
   // Kv heads on each of `gpus` GPUs; null where they cannot be shared so (planner.rank).
