@@ -44,7 +44,6 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..spec import FRAME, MEAN_STEP, OFFSETS, QuantSpec
-from .banded import steps
 from .rotary import turn
 
 _inverses = WeakIdKeyDictionary()
