@@ -45,6 +45,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..spec import FRAME, MEAN_STEP, OFFSETS, QuantSpec
 from .rotary import turn
+from .scales import steps
 
 _inverses = WeakIdKeyDictionary()
 _of_widths = WeakIdKeyDictionary()
