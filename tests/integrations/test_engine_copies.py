@@ -27,8 +27,9 @@ from kvbits.ops import dispatch, store
 from kvbits.ops.reference.attend import PageList, judge
 from kvbits.ops.types import PageStore
 from kvbits.quant.basis import for_copies
+from kvbits.spec import PageLayout
 
-HEADS, QUERY_HEADS, D, BLOCKS, ROWS, TOKENS, LONGEST = 2, 4, 64, 64, 4, 1024, 1024
+HEADS, QUERY_HEADS, D, BLOCKS, ROWS, TOKENS, LONGEST = 2, 4, 64, 64, 4, 1024, 768
 OPTIONS = Options(raw_newest=64, raw_first=64)
 PACKED = 0
 """What a page is read from: itself, or a ring by its number from 1 on."""
@@ -58,6 +59,7 @@ class Request:
         self.query = torch.randn(LONGEST, QUERY_HEADS, D, generator=gen).to(dtype).to(device)
         self.key, self.value = (torch.randn(LONGEST, HEADS, D, generator=gen).to(dtype).to(device) for _ in "kv")
         self.seed, self.blocks, self.done, self.begun = seed, blocks, 0, 0
+        self.stored: dict[PageLayout, PageStore] = {}  # all its tokens, for judging
 
     def shares(self, other: Request, tokens: int) -> None:
         """Begin with another's first tokens, in its blocks."""
@@ -161,13 +163,17 @@ class Engine:
         history = self.history(r, n)
         layouts = [self.call.layout, *(ring.layout for ring in self.call.rings)]
         pages = range(-(-history // PAGE_SIZE))
-        parts = [(x, [p for p in pages if read_from(p) == i], 0, history) for i, x in enumerate(layouts)]
+        for layout in layouts:
+            if layout not in r.stored:
+                r.stored[layout] = self.stored(layout, r, 0, LONGEST)
+        parts = [(r.stored[x], [p for p in pages if read_from(p) == i], 0, history) for i, x in enumerate(layouts)]
         if history < r.done:
             raw = next(layout for layout in layouts if layout.is_raw)
-            parts.append((raw, list(range(-(-(r.done - history) // PAGE_SIZE))), history, r.done))
+            own = self.stored(raw, r, history, r.done)
+            parts.append((own, list(range(-(-(r.done - history) // PAGE_SIZE))), history, r.done))
         stores, lists = [], []
-        for layout, pages, begin, end in parts:
-            stores.append(self.stored(layout, r, begin, end))
+        for found, pages, begin, end in parts:
+            stores.append(found)
             lengths = np.array([min(end - begin - p * PAGE_SIZE, PAGE_SIZE) for p in pages], np.int32)
             first = np.array([begin + p * PAGE_SIZE for p in pages], np.int64)
             lists.append(PageList(np.array([0, len(pages)]), np.array(pages, np.int64), first, lengths))
@@ -232,7 +238,7 @@ def check(make, engine: Engine, r: Request, out: torch.Tensor, read_from=None) -
     """Results of a request's newest tokens are those of the copies that the scheme names, and of no others."""
     named = read_from or engine.by_scheme(r)
     assert relative_error(out.cpu(), engine.want(r, len(out), named)) < make.limit
-    if make.limit > 1e-4:
+    if make.limit > 1e-4 or len(out) > 100:
         return
     begin = 0 if engine.call.sliding_window is None else max(r.done - engine.call.sliding_window, 0) // PAGE_SIZE
     pages = range(begin, -(-engine.history(r, len(out)) // PAGE_SIZE))
