@@ -42,7 +42,7 @@ class DenseSequence:
 
     owner: DenseCache
     group: LayerGroup
-    static: dict[str, torch.Tensor]
+    static: dict[str, dict[str, torch.Tensor]]  # of each pool that shares something
     boundaries: list[int]  # newest closed pages that each tier and younger ones may have
     residual_length: int
     sink: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -79,7 +79,7 @@ class DenseSequence:
             for rank, page in zip(reversed(range(len(pages))), pages, strict=True):
                 start = len(self.sink) + sum(c.length for c in self.closed)
                 k, v = (torch.stack(x).transpose(0, 1)[None] for x in zip(*page, strict=True))
-                copies = tuple(self.encoded(k, v, start, name, self.static) for name in g.copy_pools)
+                copies = tuple(self.encoded(k, v, start, name) for name in g.copy_pools)
                 self.closed.append(replace(self.close(k, v, start, self.tier_of(rank, more)), copies=copies))
             for rank, page in enumerate(reversed(self.closed), 1):
                 kept = tuple(
@@ -102,13 +102,11 @@ class DenseSequence:
     def close(self, k: torch.Tensor, v: torch.Tensor, start: int, tier: int) -> ClosedPage:
         """k, v: [1, H, page_size, D] of the model's dtype."""
         oldest = tier == len(self.boundaries)
-        static = self.static if oldest else {}
-        return replace(self.encoded(k, v, start, "closed" if oldest else f"tier{tier}", static), tier=tier)
+        pool = self.group.packed_pool if oldest else f"tier{tier}"
+        return replace(self.encoded(k, v, start, pool), tier=tier)
 
-    def encoded(
-        self, k: torch.Tensor, v: torch.Tensor, start: int, pool: str, static: dict[str, torch.Tensor]
-    ) -> ClosedPage:
-        layout, starts = self.group.layouts[pool], np.array([start])
+    def encoded(self, k: torch.Tensor, v: torch.Tensor, start: int, pool: str) -> ClosedPage:
+        layout, static, starts = self.group.layouts[pool], self.static.get(pool, {}), np.array([start])
         page, _ = close_pages(k, v, layout, static, starts)
         k, v = (x[0].transpose(0, 1) for x in dequantize_pages(page, layout, static, torch.float64, starts=starts))
         return ClosedPage(k, v, page[0], 0, start, len(k))
@@ -170,7 +168,7 @@ class DenseCache:
         self, spec: CacheSpec, static: list[dict[str, torch.Tensor]] | None = None, *, fixed: bool = False
     ) -> None:
         self.spec = spec
-        self.static = parameters.shared(spec, static or [{} for _ in spec.layers], torch.device("cpu"))
+        self.static = parameters.by_pool(spec, static or [{} for _ in spec.layers], torch.device("cpu"))
         self.fixed = fixed
         self.speculating = False
         self.group_of = {layer: g for g in spec.groups for layer in g.layers}

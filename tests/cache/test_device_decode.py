@@ -5,6 +5,7 @@ tests/integrations/test_gpu_decode.py is the same on a GPU, with graphs.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import itertools
 import shutil
@@ -16,6 +17,7 @@ import pytest
 import torch
 from ops import emulated_gpu
 from ops.emulated_build import build, put_sources
+from ops.emulated_op import emulate
 
 from kvbits import schemes
 from kvbits.cache import device_decode
@@ -25,11 +27,12 @@ from kvbits.ops import attend, decode
 from kvbits.ops.cuda import attend as attend_cuda
 from kvbits.ops.cuda import close as close_cuda
 from kvbits.ops.cuda import decode as decode_cuda
+from kvbits.ops.cuda import merge
 from kvbits.ops.cuda.engine import launch, work_list
 from kvbits.ops.cuda.families.klt import store as store_banded
 from kvbits.ops.cuda.families.plain import close as close_plain
 from kvbits.quant.scales import steps
-from kvbits.spec import CacheSpec, LayerGeometry, Rotary
+from kvbits.spec import CacheSpec, Copies, LayerGeometry, Rotary
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 MEMORY = {"extern __shared__ __align__(16) unsigned char memory[];": "unsigned char* memory = ::shared;"}
@@ -103,6 +106,8 @@ def gpu(monkeypatch, tmp_path_factory):
         (torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: True)),
     ):
         monkeypatch.setattr(target, name, value)
+    (folder / "merge").mkdir()
+    emulate(merge, "merge_partials", folder / "merge", monkeypatch)
     return monkeypatch
 
 
@@ -167,12 +172,29 @@ def run(ours, theirs, tokens, steps, start=0, limit=2e-2):
 
 SINKS = schemes.get("int4", num_sink_tokens=3, residual_length=20)
 LOCAL = schemes.get("int8", token_local=True)
+EIGHT, CENTRED = schemes.get("int8"), schemes.get("int8_centered")
+COPIED = dataclasses.replace(
+    SINKS,
+    copies=(
+        Copies(num_tokens=64, key=EIGHT.key, value=EIGHT.value),
+        Copies(num_tokens=128, key=CENTRED.key, value=CENTRED.value),
+    ),
+)
+"""Rings of one page and of three."""
 
 
 @pytest.mark.parametrize(
     "scheme, fixed",
-    [("int4", False), ("raw", True), ("int8_centered", True), ("kivi4", True), (SINKS, True)],
-    ids=["int4", "raw", "centred", "kivi4", "sinks"],
+    [
+        ("int4", False),
+        ("raw", True),
+        ("int8_centered", True),
+        ("kivi4", True),
+        (SINKS, True),
+        (COPIED, True),
+        (COPIED, False),
+    ],
+    ids=["int4", "raw", "centred", "kivi4", "sinks", "copies", "copies that grow"],
 )
 def test_pages_are_those_of_the_host(scheme, fixed, gpu):
     ours, theirs = both(scheme, 3, **({"max_tokens": 400, "batch_size": 3} if fixed else {}))
@@ -247,8 +269,9 @@ def test_ragged_prompts_padding_and_windows(gpu):
     assert same == [(s.length, s.tail_lengths) for s in theirs.groups[0].sequences]
 
 
-def test_other_operations_take_the_pages_back(gpu):
-    ours, theirs = both("int4", 2)
+@pytest.mark.parametrize("scheme", ["int4", COPIED], ids=["int4", "copies"])
+def test_other_operations_take_the_pages_back(scheme, gpu):
+    ours, theirs = both(scheme, 2)
     tokens = Tokens(2, 2)
     prompt = tokens(100)
     feed(ours, prompt), feed(theirs, prompt)
@@ -282,10 +305,11 @@ def test_a_shared_raw_page_is_copied_before_it_is_written(gpu):
     same_pages(ours, theirs)
 
 
+@pytest.mark.parametrize("scheme", ["int8", COPIED], ids=["int8", "copies"])
 @pytest.mark.parametrize("reach", [0, 1])
-def test_a_pass_that_fails_is_taken_back(reach, gpu):
+def test_a_pass_that_fails_is_taken_back(reach, scheme, gpu):
     """At every place of a page, so also when one closes and its place is used again."""
-    ours, theirs = both("int8", 2, max_tokens=300, batch_size=2)
+    ours, theirs = both(scheme, 2, max_tokens=300, batch_size=2)
     tokens = Tokens(2, 4)
     prompt = tokens(100)
     feed(ours, prompt), feed(theirs, prompt)
@@ -386,8 +410,40 @@ def test_replays_report_numbers_that_cannot_be_stored(gpu):
     feed(ours, tokens(3))
 
 
+def test_a_copy_that_a_failed_pass_wrote_over_is_let_go(gpu):
+    """A page closes, its copy takes the place of the oldest one, and the pass is taken back: the oldest page is read
+    itself from there on, and everything else as before.
+    """
+    ours, theirs = both(COPIED, 1, max_tokens=400, batch_size=1)
+    tokens = Tokens(1, 8)
+    prompt = tokens(3 + 20 + 4 * 64 - 6)
+    feed(ours, prompt), feed(theirs, prompt)
+    run(ours, theirs, tokens, 6)
+    before = [ours.dequantize(0, 0), theirs.dequantize(0, 0)]
+    assert torch.equal(before[0][0], before[1][0])
+    run(ours, theirs, tokens, 0)
+    ours.expect_tokens()
+    for _ in range(2):  # the first begins decoding on the device, the second closes a page
+        layers = tokens(1)
+        if ours.decoding is None:
+            feed(ours, layers), feed(theirs, layers)
+    assert ours.decoding is not None
+    while (theirs.seq_lens[0] - 3 - 20 - 1) % 64 != 63:
+        run(ours, theirs, tokens, 1)
+    q, k, v = tokens(1)[0]
+    ours.step(0, q, k, v, scaling=D**-0.5)
+    ours.abandon()
+    (s,), (t,) = (cache.groups[0].sequences for cache in (ours, theirs))
+    assert s.closed_lengths == t.closed_lengths and s.length == t.length
+    assert [len(c) for c in s.copies] == [len(c) - 1 for c in t.copies] == [0, 2]
+    run(ours, theirs, tokens, 3)
+    same_pages(ours, theirs)
+
+
 @pytest.mark.parametrize(
-    "options", [{"residual_length": 20}, {"residual_length": 0, "token_local": True}], ids=["closed", "token_local"]
+    "options",
+    [{"residual_length": 20}, {"residual_length": 0, "copies": (), "token_local": True}],
+    ids=["closed", "token_local"],
 )
 def test_pages_of_banded_codes_are_stored_in_the_frame_of_their_position(options, gpu):
     """Keys in a calibrated basis, turned back by where their page lies: the device says so.

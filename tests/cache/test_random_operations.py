@@ -128,7 +128,7 @@ class CacheMachine(RuleBasedStateMachine):
         )  # means, and frames of pages that fill, are not the dense model's to know
         if token_local:
             residual, tiers, copies = 0, (), ()
-        if tiers:
+        if tiers or pair == (RAW, RAW):
             copies = ()
         if copies and pair[0].is_banded:  # of the same basis
             copies = (Copies(num_tokens=64, key=replace(pair[0], bands=(6,)), value=replace(pair[1], bands=(4,))),)

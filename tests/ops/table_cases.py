@@ -12,6 +12,7 @@ from kvbits.ops import attend
 from kvbits.ops.reference.attend import exact
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.types import PageStore, Table
+from kvbits.quant.basis import for_copies
 from kvbits.spec import PageLayout, PerChannel, PerGroup, PerToken, QuantSpec
 
 LIMIT = 5e-3
@@ -60,8 +61,9 @@ class Cache:
             k, v = (torch.randn(len(ids), HEADS, size, D, generator=gen) for _ in "kv")
             k += torch.randn(D, generator=gen)
             wide = torch.full((len(ids), 3, HEADS, layout.head_bytes), 0xFF, dtype=torch.uint8)
-            wide[:, 1] = close_pages(k.bfloat16(), v.bfloat16(), layout, static, first_of)[0]
-            self.stores.append(PageStore(layout, (wide[:, 1],), {} if layout.is_raw else static))
+            own = {} if layout.is_raw else for_copies(static, packed.key, layout.key)
+            wide[:, 1] = close_pages(k.bfloat16(), v.bfloat16(), layout, own, first_of)[0]
+            self.stores.append(PageStore(layout, (wide[:, 1],), own))
             self.tables.append(Table(table, tokens[p], before[p].contiguous(), offsets))
         self.newest = before[-1]
 
@@ -155,6 +157,15 @@ CASES = {
             layout_of(RAW, RAW),
         ],
         lengths=[(64, 576, 100), (0, 333, 0), (64, 0, 9), (40, 0, 0), (0, 320, 64), (64, 448, 0), (0, 1, 0)],
+    ),
+    # newest closed pages read from copies of two finer formats
+    "copies": dict(
+        layouts=[
+            layout_of(RAW, RAW, 4),
+            *(layout_of(s.key, s.value) for s in map(schemes.get, ("klt2", "klt3", "klt4"))),
+            layout_of(RAW, RAW),
+        ],
+        lengths=[(4, 640, 128, 448, 100), (4, 0, 0, 64, 9), (2, 0, 0, 0, 0), (4, 0, 128, 320, 1)],
     ),
     "two packed parts": dict(
         layouts=[layout_of(RAW, RAW, 4), KIVI, KIVI, layout_of(RAW, RAW)],

@@ -18,12 +18,23 @@ from ..errors import DataError, PoolFullError, counted
 from ..later import Later
 from ..ops import decode
 from ..ops.attend import Attention, plan
-from ..ops.decode import CLOSED, FIELDS, FIRST, LENGTH, PARTS, TAIL
+from ..ops.decode import (
+    CLOSED,
+    COPIED,
+    COPY_FIRST,
+    FIELDS,
+    FIRST,
+    LENGTH,
+    READ,
+    TAIL,
+    parts_of,
+    row_of_copies,
+)
 from ..ops.types import wider_scales
 from .group import GroupState
 from .layer_stores import LayerStores
 from .plans import KeptPlan
-from .sequence import Sequence
+from .sequence import Sequence, copy_pool
 
 AHEAD = 128
 """Tokens that a growing cache assigns pages for at once."""
@@ -60,6 +71,7 @@ class _Row:
 
     closed: list[int]
     tail: list[int]  # of groups that quantize: a ring
+    copies: list[list[int]]  # of each kind a ring
 
 
 @dataclass
@@ -210,7 +222,12 @@ def _settle(state: GroupState, s: Sequence, row: _Row, numbers: np.ndarray) -> N
     ring = row.tail[first:] + row.tail[:first]
     s.tail, spare_tail = ring[:count], ring[count:]
     s.tail_lengths = [min(size, tail_tokens - i * size) for i in range(count)]
-    for name, pages in (("closed", spare_closed), ("tail", spare_tail)):
+    spare = {"closed": spare_closed, "tail": spare_tail}
+    for i, pages in enumerate(row.copies):
+        copied, first = (int(numbers[row_of_copies(i) + n]) for n in (COPIED, COPY_FIRST))
+        turned = pages[first:] + pages[:first]
+        s.copies[i], spare[copy_pool(i)] = tuple(turned[: copied // size]), turned[copied // size :]
+    for name, pages in spare.items():
         for page in pages:
             state.pools[name].allocator.release(page)
     state.release_invisible(s)
@@ -260,12 +277,16 @@ def _ring(state: GroupState, s: Sequence) -> int:
 def _missing(state: GroupState, steps: int) -> dict[str, int]:
     """Pages to assign for `steps` more tokens of every sequence, raw pages that are shared with others now included."""
     size, tail = state.group.page_size, state.pools["tail"].allocator
-    found = {"closed": 0, "tail": 0}
+    found = {"closed": 0, "tail": 0} | dict.fromkeys(state.group.copy_pools, 0)
     for s in state.sequences:
         found["closed"] += _closings(state, s, steps)
         want = -(-(s.tail_tokens + steps) // size) if state.group.fills_pages else _ring(state, s)
         shared = s.tail if not state.group.fills_pages else s.tail[-1:]
         found["tail"] += max(0, want - len(s.tail)) + sum(tail.count(page) > 1 for page in shared)
+        for name, copies, most in zip(state.group.copy_pools, s.copies, state.group.copied_pages, strict=True):
+            of_pool = state.pools[name].allocator
+            want = min(most, len(copies) + _closings(state, s, steps))
+            found[name] += want - len(copies) + sum(of_pool.count(page) > 1 for page in copies if page is not None)
     return found
 
 
@@ -288,18 +309,31 @@ def _take(state: GroupState, pool: str, count: int) -> list[int]:
     return [state.pools[pool].allocator.allocate() for _ in range(count)]
 
 
+def _own(state: GroupState, pool: str, page_id: int) -> int:
+    """A page that will be written as its sequence's own: itself, or a copy of one that others hold, too."""
+    pages = state.pools[pool]
+    if pages.allocator.count(page_id) == 1:
+        return page_id
+    (own,) = _take(state, pool, 1)
+    pages.block(own).copy_(pages.block(page_id))
+    pages.allocator.release(page_id)
+    return own
+
+
 def _enter_row(state: GroupState, s: Sequence, steps: int) -> _Row:
-    size, tail = state.group.page_size, state.pools["tail"]
+    size = state.group.page_size
     for i in range(len(s.tail)) if not state.group.fills_pages else range(len(s.tail) - 1, len(s.tail)):
-        if i >= 0 and tail.allocator.count(s.tail[i]) > 1:  # pages that will be written are this sequence's own
-            (own,) = _take(state, "tail", 1)
-            tail.block(own).copy_(tail.block(s.tail[i]))
-            tail.allocator.release(s.tail[i])
-            s.tail[i] = own
+        if i >= 0:
+            s.tail[i] = _own(state, "tail", s.tail[i])
     want = -(-(s.tail_tokens + steps) // size) if state.group.fills_pages else _ring(state, s)
     # none was dropped (`_refuses_sequence`)
     closed = [page for page in s.closed if page is not None] + _take(state, "closed", _closings(state, s, steps))
-    return _Row(closed, s.tail + _take(state, "tail", max(0, want - len(s.tail))))
+    tail = s.tail + _take(state, "tail", max(0, want - len(s.tail)))
+    copies = []
+    for name, held, most in zip(state.group.copy_pools, s.copies, state.group.copied_pages, strict=True):
+        own = [_own(state, name, page) for page in held if page is not None]
+        copies.append(own + _take(state, name, min(most - len(own), _closings(state, s, steps))))
+    return _Row(closed, tail, copies)
 
 
 def _assign(state: GroupState, steps: int) -> tuple[list[_Row], int]:
@@ -319,14 +353,22 @@ def _assign(state: GroupState, steps: int) -> tuple[list[_Row], int]:
 
 
 def _numbers(state: GroupState) -> list[np.ndarray]:
-    """int32 [FIELDS, B] of the state; then [B] each: position of the first closed token, sink tokens, newest tokens
+    """int32 [rows, B] of the state; then [B] each: position of the first closed token, sink tokens, newest tokens
     that stay raw.
     """
     batch = len(state.sequences)
-    numbers = np.zeros((FIELDS, batch), np.int32)
+    size, kinds = state.group.page_size, len(state.group.copies)
+    numbers = np.zeros((row_of_copies(kinds), batch), np.int32)
     closed_start, sinks = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
     for b, s in enumerate(state.sequences):
-        numbers[:, b] = s.tail_tokens, sum(s.closed_lengths), 0, s.length - s.tail_tokens, s.length
+        tail_start = s.length - s.tail_tokens
+        numbers[:FIELDS, b] = s.tail_tokens, sum(s.closed_lengths), 0, tail_start, s.length, 0
+        finer = 0  # tokens that have a finer copy
+        for i, copies in enumerate(s.copies):
+            copied = len(copies) * size
+            numbers[row_of_copies(i) : row_of_copies(i + 1), b] = copied, 0, copied - finer, tail_start - copied
+            finer = copied
+        numbers[READ, b] = numbers[CLOSED, b] - finer
         closed_start[b] = s.length - s.tail_tokens - numbers[CLOSED, b]
         sinks[b] = state.group.num_sink_tokens if s.sink else 0
     return [numbers, closed_start, sinks, np.array([s.residual_length for s in state.sequences], np.int32)]
@@ -346,13 +388,15 @@ def _lend(
     rows, ring = _assign(state, steps)
     numbers, closed_start, sinks, residual = _numbers(state)
     names = [
-        name for name in PARTS if name == "tail" or (sinks.any() if name == "sink" else any(r.closed for r in rows))
+        name
+        for name in parts_of(g)
+        if name == "tail" or (sinks.any() if name == "sink" else any(r.closed for r in rows))
     ]
     held = {
         "sink": [s.sink for s in state.sequences],
         "closed": [r.closed for r in rows],
         "tail": [r.tail for r in rows],
-    }
+    } | {name: [r.copies[i] for r in rows] for i, name in enumerate(g.copy_pools)}
     ids = {name: held[name] for name in names}
     slabs = {name: state.pools[name].slabs for name in names}
     of_layers = [{name: stores.of_layer(layer, name) for name in names} for layer in g.layers]

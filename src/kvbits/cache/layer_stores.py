@@ -42,7 +42,7 @@ class LayerStores:
         self, spec: CacheSpec, groups: list[GroupState], static: list[dict[str, torch.Tensor]], device: torch.device
     ) -> None:
         self.spec, self.groups, self.device = spec, groups, device
-        self._shared = parameters.shared(spec, static, device)
+        self._shared = parameters.by_pool(spec, static, device)
         self._orders = parameters.orders(spec, device)
         self._turns = parameters.turns(spec, device)
         self.changes_keys = set(self._orders)
@@ -53,12 +53,8 @@ class LayerStores:
 
     def store(self, place: Place, pool: str) -> PageStore:
         state = self.groups[place.group]
-        calibrated = pool in state.group.calibrated_pools
-        return state.pools[pool].store(
-            place.index,
-            self._shared[place.layer] if calibrated else {},
-            self._turns.get(place.layer) if calibrated else None,
-        )
+        turn = self._turns.get(place.layer) if pool == state.group.packed_pool else None
+        return state.pools[pool].store(place.index, self._shared[place.layer].get(pool, {}), turn)
 
     def of_layer(self, layer: int, pool: str) -> PageStore:
         """Return a layer's pages of one pool."""

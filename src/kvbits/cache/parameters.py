@@ -9,7 +9,7 @@ import torch
 from ..errors import SpecError
 from ..ops.static import calibrated
 from ..ops.static import check as check_tensors
-from ..quant.basis import completed
+from ..quant.basis import completed, for_copies
 from ..quant.rotary import turn_by
 from ..spec import CacheSpec
 
@@ -64,6 +64,25 @@ def shared(
             )
         inv_freq = torch.tensor(geometry.rotary.frequencies(geometry.head_dim), dtype=torch.float32, device=device)
         found[-1] = completed(found[-1], inv_freq)
+    return found
+
+
+def by_pool(
+    spec: CacheSpec, static: list[dict[str, torch.Tensor]], device: torch.device
+) -> list[dict[str, dict[str, torch.Tensor]]]:
+    """Per layer and pool what `PageStore.static` holds: pages in the scheme's own specs and their copies; other pools
+    share nothing.
+
+    Raises:
+        SpecError: as `shared`.
+    """
+    found: list[dict[str, dict[str, torch.Tensor]]] = [{} for _ in spec.layers]
+    known = shared(spec, static, device)
+    for group in spec.groups:
+        for layer in group.layers:
+            found[layer] = {group.packed_pool: known[layer]}
+            for pool, copies in zip(group.copy_pools, group.copies, strict=True):
+                found[layer][pool] = for_copies(known[layer], group.key, copies.key)
     return found
 
 

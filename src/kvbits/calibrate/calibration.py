@@ -28,8 +28,8 @@ from ..errors import CalibrationError, FileFormatError
 from ..files import whole
 from ..geometry import layer_geometries, text_config
 from ..ops.static import calibrated
+from ..quant.basis import for_widths
 from ..spec import LayerGeometry, QuantSpec, Scheme, from_dict, to_dict
-from .moments import for_widths
 
 FORMAT = "kvbits-calibration"
 VERSION = 4

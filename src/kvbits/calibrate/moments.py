@@ -229,18 +229,6 @@ def turned(moment: torch.Tensor, inv_freq: torch.Tensor, distances: torch.Tensor
     return torch.cat([torch.cat([(p.real + n.real) / 2, b], -1), torch.cat([b.mT, (p.real - n.real) / 2], -1)], -2)
 
 
-def for_widths(basis: torch.Tensor, was: QuantSpec, spec: QuantSpec) -> torch.Tensor:
-    """`k_basis` [H, D, D] of keys of `spec`, from that of keys `was`, whose bands have other widths: the same
-    directions in other steps.
-    """
-    size = basis.shape[-1]
-    return (
-        basis
-        if was.widths(size) == spec.widths(size)
-        else with_short_inverse(basis.double() * (steps(was, size) / steps(spec, size)).to(basis.device))
-    )
-
-
 def _ridged(moment: torch.Tensor, few: bool, ridge: float) -> tuple[torch.Tensor, bool]:
     """A moment [D, D] with its ridge, and whether it says too little."""
     size = moment.diagonal().mean()

@@ -33,11 +33,13 @@ class SimulatedLayer(DynamicLayer):
 
     Args:
         group: the layer's group.
-        static: what the layer's pages share.
+        static: what the layer's pages of each pool share (`parameters.by_pool`).
         order: stored order of key channels, where it is not the model's.
     """
 
-    def __init__(self, group: LayerGroup, static: dict[str, torch.Tensor], order: torch.Tensor | None) -> None:
+    def __init__(
+        self, group: LayerGroup, static: dict[str, dict[str, torch.Tensor]], order: torch.Tensor | None
+    ) -> None:
         super().__init__()
         self.group, self.static = group, static
         self.order = order
@@ -90,8 +92,8 @@ class SimulatedLayer(DynamicLayer):
         are at `starts`.
         """
         layout, order = self.group.layouts[pool], self.order if self.group.key.needs_rotary else None
-        pages, _ = close_pages(k if order is None else k[..., order], v, layout, self.static, starts)
-        stored, values = dequantize_pages(pages, layout, self.static, torch.float32, starts=starts)
+        pages, _ = close_pages(k if order is None else k[..., order], v, layout, self.static[pool], starts)
+        stored, values = dequantize_pages(pages, layout, self.static[pool], torch.float32, starts=starts)
         return stored if order is None else torch.empty_like(stored).index_copy_(-1, order, stored), values
 
     def reset(self) -> None:
@@ -127,7 +129,7 @@ class SimulatedCache(Cache):
                 " cache does that"
             )
         parameters.check(spec, static)
-        shared = parameters.shared(spec, static or [{} for _ in spec.layers], device)
+        shared = parameters.by_pool(spec, static or [{} for _ in spec.layers], device)
         orders = parameters.orders(spec, device)
         groups = {layer: group for group in spec.groups for layer in group.layers}
         super().__init__(layers=[kind(groups[i], shared[i], orders.get(i)) for i in range(len(spec.layers))])

@@ -20,11 +20,24 @@ from .types import PageStore
 
 BACKENDS = {"cuda": "cuda"}
 """Folder of the backend that leads single tokens, by the type of the device."""
-PARTS = ("sink", "closed", "tail")
-TAIL, CLOSED, FIRST, TAIL_START, LENGTH, FIELDS = range(6)
+TAIL, CLOSED, FIRST, TAIL_START, LENGTH, READ, FIELDS = range(7)
 """Rows of a group's numbers: tokens in tail pages, tokens in closed pages, index of the ring's first page, position of
-the first tail token, tokens.
+the first tail token, tokens, tokens that are read from the closed pages and not from copies.
 """
+COPIED, COPY_FIRST, COPY_READ, COPY_START, COPY_FIELDS = range(5)
+"""Rows behind them, for each pool of copies: tokens that have a copy there, index of the ring's first page, tokens that
+are read from it (the oldest of those), position of the first.
+"""
+
+
+def parts_of(group: LayerGroup) -> tuple[str, ...]:
+    """Pools of a layer group that decoding reads, in causal order."""
+    return ("sink", *(() if group.fills_pages else ("closed", *reversed(group.copy_pools))), "tail")
+
+
+def row_of_copies(index: int) -> int:
+    """First row of a pool of copies among a group's numbers."""
+    return FIELDS + index * COPY_FIELDS
 
 
 @dataclass(frozen=True)
@@ -32,10 +45,11 @@ class Pages:
     """The pages of one layer group, handed over with what was assigned ahead.
 
     Attributes:
-        numbers: int32 [FIELDS, B].
+        numbers: int32 [rows, B], those above.
         closed_start, sinks, residual: int32 [B]: position of the first closed token, sink tokens, newest tokens that
             stay raw.
-        ids: of each part that is there ("sink", "closed", "tail"), the pages of every sequence.
+        ids: of each part that is there, the pages of every sequence. Copies are in rings, which pages that close go
+            round.
         ring: raw pages that each sequence uses in turn; 0 where pages are filled token by token.
         slabs: memory of each part's pages, of all layers.
         stores: of each layer of the group, the pages of each part.
@@ -74,7 +88,7 @@ class Stepper(Protocol):
         """
 
     def numbers(self) -> list[np.ndarray]:
-        """int32 [FIELDS, B] of each group as they are now. Waits for the device."""
+        """int32 [rows, B] of each group as they are now. Waits for the device."""
 
 
 class Backend(Protocol):

@@ -45,8 +45,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..spec import FRAME, MEAN_STEP, OFFSETS, QuantSpec
 from .rotary import turn
+from .scales import steps
 
 _inverses = WeakIdKeyDictionary()
+_of_widths = WeakIdKeyDictionary()
 
 
 def frames(starts: np.ndarray) -> np.ndarray:
@@ -106,6 +108,30 @@ def completed(static: dict[str, torch.Tensor], inv_freq: torch.Tensor) -> dict[s
     if "k_mean" in static:
         found["k_offsets"] = offsets(static["k_mean"], static["k_basis"], inv_freq).to(inv_freq.device)
     return found
+
+
+def for_widths(basis: torch.Tensor, was: QuantSpec, spec: QuantSpec) -> torch.Tensor:
+    """`k_basis` [H, D, D] of keys of `spec`, from that of keys `was`, whose bands have other widths: the same
+    directions in other steps. Made once for a tensor.
+    """
+    size = basis.shape[-1]
+    if was.widths(size) == spec.widths(size):
+        return basis
+    known = _of_widths.setdefault(basis, {})
+    if (key := (was.widths(size), spec.widths(size))) not in known:
+        factors = (steps(was, size) / steps(spec, size)).to(basis.device)
+        known[key] = with_short_inverse(basis.double() * factors)
+    return known[key]
+
+
+def for_copies(static: dict[str, torch.Tensor], own: QuantSpec, copy: QuantSpec) -> dict[str, torch.Tensor]:
+    """What copies of keys `copy` share, beside pages of keys `own` that share `static` (see `completed`): a calibrated
+    basis has the steps of the widths in it.
+    """
+    if "k_basis" not in static or copy.basis != own.basis:
+        return static
+    basis = for_widths(static["k_basis"], own, copy)
+    return static if basis is static["k_basis"] else completed(static | {"k_basis": basis}, static["k_inv_freq"])
 
 
 def offset_rows(starts: np.ndarray, places: np.ndarray) -> np.ndarray:

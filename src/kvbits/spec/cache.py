@@ -150,11 +150,6 @@ class LayerGroup:
         """The pool that older tokens are read from, quantized."""
         return "tail" if self.token_local else "closed"
 
-    @functools.cached_property
-    def calibrated_pools(self) -> frozenset[str]:
-        """Pools whose pages share the layer's calibrated parameters."""
-        return frozenset({self.packed_pool, *self.copy_pools})
-
     def _layout(self, key: QuantSpec, value: QuantSpec, page_size: int) -> PageLayout:
         return PageLayout(key=key, value=value, page_size=page_size, raw_dtype=self.raw_dtype, **self.geometry.sizes)
 

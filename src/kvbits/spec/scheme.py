@@ -218,6 +218,8 @@ class Scheme:
                 "a scheme has tiers, whose pages are quantized anew as they age, or copies of its newest pages, not"
                 " both; use tiers=() or copies=()"
             )
+        if self.key.is_raw and self.value.is_raw:
+            raise SpecError("copies beside raw keys and values, which lose nothing; use copies=()")
         older = [(c.key, c.value) for c in self.copies[1:]] + [(self.key, self.value)]
         for copies, specs in zip(self.copies, older, strict=True):
             self._require_pages("copies", copies.num_tokens)

@@ -16,7 +16,7 @@ import torch
 from ...runs import cores
 from ...spec import LayerGroup, PageLayout, QuantSpec
 from .. import long_queries
-from ..decode import PARTS
+from ..decode import parts_of
 from ..descriptor import MATRIX_DTYPES
 from . import attend, close, decode, merge, store
 from .engine import kernels, work_list
@@ -35,12 +35,8 @@ def of_group(
 ) -> Iterator[Source]:
     """Yield the sources that a layer group of a `PagedCache` launches; softcap: whether its scores have one."""
     tiers = [group.layouts[name] for name in group.tier_pools]
-    parts = [
-        x
-        for name in PARTS
-        if (name != "closed" or not group.fills_pages) and (name != "sink" or group.num_sink_tokens)
-        for x in [group.layouts[name]]
-    ]
+    copies = [group.layouts[name] for name in reversed(group.copy_pools)]
+    parts = [group.layouts[name] for name in parts_of(group) if name != "sink" or group.num_sink_tokens]
     raw, packed = [x for x in parts if x.key.is_raw], [x for x in (*parts, *tiers) if not x.key.is_raw]
     for x in dict.fromkeys([*raw, *parts[-1:]]):
         yield from _stored(x, dtype, capability)
@@ -51,22 +47,28 @@ def of_group(
     columns = num_q_heads // group.geometry.num_kv_heads
     every = [*packed, *raw[-1:]]
     shown = [every] if group.fills_pages else [raw[-1:], every]  # before a page closes, and then
+    for i in range(len(copies) - 1, -1, -1):  # while all closed pages have these copies
+        shown.insert(-1, [*copies[i:], *raw[-1:]])
     if tiers:  # which close first
         shown.insert(1, [*tiers, *raw[-1:]])
     for some in shown:
         for n in range(1, -(-long_queries.MIN_COLUMNS_WIDE // columns)):
             yield from _attention(some, n * columns, dtype, softcap, capability)
-    yield from map(work_list.source, range(1, len(parts) + 1))
+    yield from map(work_list.source, range(1, len(parts) - len(copies) + 1))
     for x in (*parts, *tiers):
         if family_of(x).refuses("unpack", x, dtype=dtype) is None:
             yield family_of(x).unpacking(x, dtype)
-    if tiers or (not group.fills_pages and close.refuses_layout(packed[0], dtype, capability, "step")):
+    if (
+        tiers
+        or len(copies) > decode.MOST_COPIES
+        or (not group.fills_pages and any(close.refuses_layout(x, dtype, capability, "step") for x in packed))
+    ):
         return  # the host leads decoding
     yield decode.ADVANCE
-    for some in shown:
+    for some in shown if group.fills_pages else (shown[0], shown[-1]):
         yield from _attention(some, columns, dtype, softcap, capability)
-        if not group.token_local:
-            yield family_of(some[0]).closing(some[0], dtype, capability, True)
+        for x in [] if group.token_local else [some[0], *(copies if len(some) > 1 else [])]:
+            yield family_of(x).closing(x, dtype, capability, True)
 
 
 def of_vllm(

@@ -22,6 +22,7 @@ from ..types import PageStore, Table
 from .engine.kernels import LEAST_CAPABILITY, MAX_PARTS, check_query, indexed
 from .engine.launch import Launch
 from .engine.runtime import driver
+from .engine.work_list import MOST_PARTS
 from .families import family_of
 from .merge import merge_partials
 from .merge import prepare as prepare_merging
@@ -63,8 +64,10 @@ def refuses_kernel(
     """
     if dtype not in MATRIX_DTYPES:
         return f"queries are {dtype}, not float16 or bfloat16"
-    if len(layouts) > MAX_PARTS:
-        return f"{len(layouts)} parts; the kernels take 1 to {MAX_PARTS}"
+    if len(layouts) > MOST_PARTS:
+        return f"{len(layouts)} parts; the kernels take 1 to {MOST_PARTS}"
+    if (together := max(map(len, launches(layouts)))) > MAX_PARTS:
+        return f"{together} parts that one kernel reads; it takes 1 to {MAX_PARTS}"
     if len({x.raw_dtype for x in layouts if x.key.is_raw}) > 1:
         return "raw parts differ in dtype"
     limits: dict[str, Any] = {

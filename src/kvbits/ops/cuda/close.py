@@ -55,7 +55,8 @@ class DecodeStep:
         closings: int64 [B, 2] on the device, struct Closing of runs.cuh; runs: int64 [B, 5], struct Run. Bytes count
             from the first slab of each store.
         status: int32 [STATUS_FIELDS] on the device, added to (see `family.Close`).
-        undo: of keys and of values [B, H, D] of `dtype`, dense: takes the rows that tokens replace, for `put_back`.
+        undo: of keys and of values [B, H, D] of `dtype`, dense: takes the rows that tokens replace, for `put_back`;
+            None where runs hold no token.
         tail_starts: int32 [B] on the device, position of the first token of the raw pages that stay, for keys in the
             frame of their page.
     """
@@ -68,7 +69,7 @@ class DecodeStep:
         closings: torch.Tensor,
         runs: torch.Tensor,
         status: torch.Tensor,
-        undo: Sequence[torch.Tensor],
+        undo: Sequence[torch.Tensor] | None,
         tail_starts: torch.Tensor | None = None,
     ) -> None:
         layout, raw, family = store.layout, tail.layout, family_of(store.layout)
@@ -91,7 +92,7 @@ class DecodeStep:
         for i, kind in enumerate("kv"):
             args.tail_offset[i] = raw.sections[f"{kind}_raw"].offset
         self._fresh = args.fresh  # the same memory
-        args.before[0], args.before[1] = (x.data_ptr() for x in undo)
+        args.before[0], args.before[1] = (None, None) if undo is None else (x.data_ptr() for x in undo)
 
     def run(self, k: torch.Tensor, v: torch.Tensor, stream: int) -> None:
         """Store keys and values [B, 1, H, D] of the pages' dtype; the rows they replace go to `undo`."""
@@ -108,6 +109,7 @@ class DecodeStep:
 
     def put_back(self, nothing_closes: torch.Tensor, stream: int) -> None:
         """Write what `run` replaced; `nothing_closes`: as `closings`, NOWHERE alone."""
+        assert self._undo is not None
         args, (k, v) = self._args, (x.unsqueeze(1) for x in self._undo)
         args.closings, args.before[0], args.before[1] = nothing_closes.data_ptr(), None, None
         self.run(k, v, stream)

@@ -3,6 +3,9 @@
 A step is one launch per layer group (`advance.cu`: lengths, slots, what closes), one for its work list, and two per
 layer: `close.cu` (quantize the page that is full, store the token) and attention. Nothing is uploaded, nothing waits,
 so a step can be captured in a CUDA graph and replayed over page closings.
+
+Each kind of copies of newest pages adds a launch per layer, which quantizes the same page. It comes before the one that
+stores the token, since that may replace a row of the page.
 """
 
 from __future__ import annotations
@@ -18,7 +21,20 @@ import torch
 from ...later import upload
 from ...spec import LayerGroup
 from ..attend import Attention
-from ..decode import CLOSED, FIRST, PARTS, TAIL, TAIL_START, Pages
+from ..decode import (
+    CLOSED,
+    COPIED,
+    COPY_FIRST,
+    COPY_READ,
+    COPY_START,
+    FIRST,
+    READ,
+    TAIL,
+    TAIL_START,
+    Pages,
+    parts_of,
+    row_of_copies,
+)
 from ..store import STATUS_FIELDS
 from ..types import PageStore, Table, page_offsets
 from . import attend as attend_cuda
@@ -28,6 +44,8 @@ from .engine.runtime import driver
 from .engine.runtime.compile import Source
 
 THREADS = 256
+MOST_COPIES = 2
+"""Kinds of copies of advance.cu."""
 NOWHERE = 1
 """NOWHERE of runs.cuh."""
 
@@ -39,6 +57,10 @@ class _PagesStruct(ctypes.Structure):
         ("stride", ctypes.c_int64),
         ("width", ctypes.c_int),
     ]
+
+
+class _CopiesStruct(ctypes.Structure):
+    _fields_ = [("ring", _PagesStruct), ("closings", ctypes.c_void_p), ("pages", ctypes.c_int)]
 
 
 class _AdvanceArgs(ctypes.Structure):
@@ -62,7 +84,8 @@ class _AdvanceArgs(ctypes.Structure):
         ),
         ("tail", _PagesStruct),
         ("closed", _PagesStruct),
-        *((name, ctypes.c_int) for name in ("batch", "page_size", "ring", "valid_stride")),
+        ("copies", _CopiesStruct * MOST_COPIES),
+        *((name, ctypes.c_int) for name in ("batch", "page_size", "ring", "valid_stride", "num_copies")),
     ]
 
 
@@ -77,11 +100,14 @@ def load_advance(device_index: int) -> driver.Kernel:
 def refuses(groups: list[LayerGroup], num_q_heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Say why single tokens of these layer groups cannot be led by the GPU, whatever their sequences hold, or None."""
     for g in groups:
-        layouts = [g.layouts[name] for name in PARTS if name != "closed" or not g.fills_pages]
+        if len(g.copies) > MOST_COPIES:
+            return f"{len(g.copies)} kinds of copies of newest pages; the kernels take {MOST_COPIES}"
+        layouts = [g.layouts[name] for name in parts_of(g)]
         if why := attend_cuda.refuses_packed(layouts, num_q_heads, dtype, 1, device):
             return why
-        if not g.fills_pages and (why := close_cuda.refuses_on(g.layouts["closed"], dtype, device)):
-            return why
+        for name in () if g.fills_pages else ("closed", *g.copy_pools):
+            if why := close_cuda.refuses_on(g.layouts[name], dtype, device):
+                return why
         if g.raw_dtype != str(dtype).removeprefix("torch."):
             return f"raw pages are {g.raw_dtype}, queries {dtype}"
     return None
@@ -117,7 +143,7 @@ class _Group:
     """One layer group on the device."""
 
     layers: tuple[int, ...]
-    numbers: torch.Tensor  # int32 [FIELDS, B]
+    numbers: torch.Tensor  # int32 [rows, B]
     before: torch.Tensor
     attention: Attention
     args: _AdvanceArgs
@@ -125,6 +151,7 @@ class _Group:
     query_lens: torch.Tensor
     status: torch.Tensor  # int32 [layers, STATUS_FIELDS]
     writers: list[close_cuda.DecodeStep | _StoreStep]
+    copiers: list[list[close_cuda.DecodeStep]]  # of each layer, one for each kind of copies
     nothing_closes: torch.Tensor
     keep: list[Any]
 
@@ -151,6 +178,8 @@ class _Stepper:
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         g, i = self._of_layer[layer]
+        for copier in g.copiers[i]:
+            copier.run(k, v, self._stream)
         g.writers[i].run(k, v, self._stream)
 
     @torch.inference_mode()  # as the step may have been
@@ -160,13 +189,31 @@ class _Stepper:
             g, i = self._of_layer[layer]
             g.writers[i].put_back(g.nothing_closes, stream)
         for g in self.groups:
-            g.numbers.copy_(g.before)
+            _put_back(g.numbers, g.before, g.args.num_copies, g.args.page_size)
 
     def status(self) -> torch.Tensor:
         return torch.cat(self._statuses)
 
     def numbers(self) -> list[np.ndarray]:
         return [g.numbers.cpu().numpy() for g in self.groups]
+
+
+def _put_back(numbers: torch.Tensor, before: torch.Tensor, num_copies: int, page_size: int) -> None:
+    """Make a group's numbers those before the step, without copies that a page which closed in it was written over."""
+    closed = numbers[CLOSED] != before[CLOSED]
+    rings = [
+        (row, closed & (numbers[row + COPIED] == before[row + COPIED]), numbers[row + COPY_FIRST].clone())
+        for row in map(row_of_copies, range(num_copies))
+    ]
+    numbers.copy_(before)
+    finer: torch.Tensor | int = 0
+    for row, written_over, first in rings:
+        numbers[row + COPIED] -= page_size * written_over
+        numbers[row + COPY_FIRST] = torch.where(written_over, first, numbers[row + COPY_FIRST])
+        numbers[row + COPY_READ] = numbers[row + COPIED] - finer
+        numbers[row + COPY_START] = numbers[TAIL_START] - numbers[row + COPIED]
+        finer = numbers[row + COPIED]
+    numbers[READ] = numbers[CLOSED] - finer
 
 
 def stepper(groups: list[Pages], dtype: torch.dtype, device: torch.device) -> _Stepper:
@@ -204,15 +251,17 @@ class _Moved:
 def _uploaded(pages: Pages, dtype: torch.dtype, device: torch.device) -> _Group:
     g, ring, batch, names = pages.group, pages.ring, pages.numbers.shape[1], list(pages.ids)
     # of a ring, any part that wraps is one run
-    ids = [_table(pages.ids[n], 2 if n == "tail" and ring else 1) for n in names]
+    ids = [_table(pages.ids[n], 2 if n in g.copy_pools or (n == "tail" and ring) else 1) for n in names]
     flat = [pages.numbers, pages.closed_start, pages.sinks, pages.residual, *ids]
     whole = upload(np.concatenate([x.ravel() for x in flat]), device)  # one upload
     parts = [x.view(y.shape) for x, y in zip(whole.split([y.size for y in flat]), flat, strict=True)]
     state_d, closed_start_d, sinks_d, residual_d = parts[:4]
     on_device = dict(zip(names, parts[4:], strict=True))
-    tokens = {"sink": sinks_d, "closed": state_d[CLOSED], "tail": state_d[TAIL]}
+    tokens = {"sink": sinks_d, "closed": state_d[READ], "tail": state_d[TAIL]}
     starts = {"sink": None, "closed": closed_start_d, "tail": state_d[TAIL_START]}
     offsets = {"sink": None, "closed": None, "tail": state_d[FIRST] if ring else None}
+    for n, row in ((n, row_of_copies(i)) for i, n in enumerate(g.copy_pools)):
+        tokens[n], starts[n], offsets[n] = (state_d[row + field] for field in (COPY_READ, COPY_START, COPY_FIRST))
     before, moved = torch.empty_like(state_d), _Moved.empty(batch, device)
     args = _AdvanceArgs(
         state=state_d.data_ptr(),
@@ -229,7 +278,14 @@ def _uploaded(pages: Pages, dtype: torch.dtype, device: torch.device) -> _Group:
         ring=ring,
     )
     keep: list[Any] = [whole, moved]
-    for name, of_pool in (("tail", args.tail), ("closed", args.closed)):
+    copied = [name for name in g.copy_pools if name in names]
+    args.num_copies = len(copied)
+    of_copies = torch.empty(len(copied), batch, 2, dtype=torch.int64, device=device)
+    for kind, closings, most in zip(args.copies, of_copies, g.copied_pages, strict=False):
+        kind.closings, kind.pages = closings.data_ptr(), most
+    keep.append(of_copies)
+    rings = zip(copied, (kind.ring for kind in args.copies), strict=False)
+    for name, of_pool in (("tail", args.tail), ("closed", args.closed), *rings):
         if name not in names:
             continue
         slabs = pages.slabs[name]
@@ -250,6 +306,14 @@ def _uploaded(pages: Pages, dtype: torch.dtype, device: torch.device) -> _Group:
         _writer(pages, i, dtype, moved, status[i], [x[i] for x in undo], state_d[TAIL_START])
         for i in range(len(g.layers))
     ]
+    no_runs = torch.zeros_like(moved.runs)
+    copiers = [
+        [
+            close_cuda.DecodeStep(of[name], of["tail"], dtype, to, no_runs, status[i], None, state_d[TAIL_START])
+            for name, to in zip(copied, of_copies, strict=True)
+        ]
+        for i, of in enumerate(pages.stores)
+    ]
     return _Group(
         tuple(g.layers),
         state_d,
@@ -260,6 +324,7 @@ def _uploaded(pages: Pages, dtype: torch.dtype, device: torch.device) -> _Group:
         moved.query_lens,
         status,
         writers,
+        copiers,
         torch.full_like(moved.closings, NOWHERE),
         keep,
     )

@@ -17,7 +17,7 @@ from .shape import FOLD_COLUMNS, MAX_PIECES, Ask, Kernel
 LEAST_CAPABILITY = (8, 0)
 """Compute capability that attention kernels need."""
 MAX_PARTS = 4
-"""Parts of a launch (struct Args)."""
+"""Parts that one launch reads (struct Args)."""
 NO_WINDOW = 2**30
 """Window of a launch without one."""
 

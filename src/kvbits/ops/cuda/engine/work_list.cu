@@ -13,7 +13,7 @@
 #include "ptx.cuh"
 #include "work.cuh"
 
-constexpr int MAX_PARTS = 4, PARTS = NUM_PARTS;  // of any launch; of this one
+constexpr int MOST_PARTS = 8, PARTS = NUM_PARTS;  // of any plan; of this launch
 constexpr i64 EMPTY = 64 << 10;  // bytes that a unit without tokens counts: its zeros are written
 
 struct PartWork {
@@ -27,7 +27,7 @@ struct PartWork {
 
 struct Args {
     // those that the launch reads, then num_others that other launches read, whose tokens count for the newest
-    PartWork parts[MAX_PARTS];
+    PartWork parts[MOST_PARTS];
     Segment* segments;           // [blocks + units * PARTS]
     int* q_positions;            // [batch, num_queries], written; -1: padding
     // [batch, num_queries], what they are; null: the newest tokens'

@@ -12,7 +12,6 @@ import ctypes
 import functools
 from pathlib import Path
 
-from .kernels import MAX_PARTS
 from .runtime import driver
 from .runtime.compile import Source
 
@@ -41,6 +40,8 @@ SEGMENT_FIELDS = (
     "",
 )
 """struct Segment of work.cuh."""
+MOST_PARTS = 8
+"""Parts of a plan: those that a launch reads, and the others, whose tokens count for the newest."""
 MOST_SEQUENCES = 4096
 MOST_ROWS = 2**31 - 1
 """Segments that a list has room for: they are numbered by int32."""
@@ -68,7 +69,7 @@ class WorkArgs(ctypes.Structure):
     """struct Args of work_list.cu."""
 
     _fields_ = [
-        ("parts", PartWork * MAX_PARTS),
+        ("parts", PartWork * MOST_PARTS),
         *((name, ctypes.c_void_p) for name in ("segments", "q_positions", "positions", "query_lens")),
         ("segment_cost", ctypes.c_int64),
         *(
