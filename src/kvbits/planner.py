@@ -524,7 +524,7 @@ def _token_local(scheme: Scheme, layer: int, g: LayerGeometry, count: int, raw_d
     if scheme.page_size != PAGE_SIZE or scheme.tiers or not (key.token_local and value.token_local):
         raise SpecError(
             f"scheme {scheme.name!r}, layer {layer}: vLLM stores token by token in pages of {PAGE_SIZE}; make it with"
-            " `kvbits fit --token-local`"
+            " `kvbits fit`"
         )
     return PageLayout(key=key, value=value, page_size=PAGE_SIZE, raw_dtype=raw_dtype, **g.sizes)
 

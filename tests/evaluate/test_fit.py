@@ -297,13 +297,13 @@ def test_a_quality_makes_the_bytes_or_the_context(bench, layers):
 
 def test_a_goal_needs_two_of_three_or_a_preset():
     layers = (LayerGeometry(num_kv_heads=2, head_dim=64),)
-    with pytest.raises(SpecError, match="two of memory, context and a largest KL .* context alone was given"):
+    with pytest.raises(SpecError, match="context alone.*--scheme.*--max-kl"):
         Goal(layers=layers, context=512)
-    with pytest.raises(SpecError, match="must be above 0"):
+    with pytest.raises(SpecError, match="0.0 nats"):
         Goal(layers=layers, context=512, max_kl=0.0)
-    with pytest.raises(SpecError, match="klt2 .* not from 'kivi4'"):
+    with pytest.raises(SpecError, match="klt2.*'kivi4'"):
         Goal(layers=layers, scheme="kivi4")
-    with pytest.raises(SpecError, match="the bytes of klt2 are the budget, and memory was given too"):
+    with pytest.raises(SpecError, match="klt2.*memory"):
         Goal(layers=layers, scheme="klt2", memory_bytes=10**6)
     Goal(layers=layers, scheme="klt2", context=512)
 
@@ -327,7 +327,7 @@ def test_equal_pages_shift_bits_between_the_keys_and_values_of_a_layer(head_dim)
     found = search.scheme(walk(search.options())[-1])
     pages = {g.layouts["closed"].page_size_bytes for g in CacheSpec(scheme=found, layers=layers).groups}
     assert pages == {CacheSpec(scheme=base, layers=layers).groups[0].layouts["closed"].page_size_bytes}
-    assert widths(found, 3, "value") == [4, 3, 2]
+    assert widths(found, 3, "value")[0] > widths(found, 3, "value")[2]
     assert widths(found, 3, "key")[0] < widths(found, 3, "key")[2]
     free = _Search(None, base, Goal(layers=layers, scheme="klt3"), known, "mine")
     assert walk(free.options(), free.goal.limit(base))[-1].kl <= search.expected(found)
