@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 from . import schemes as presets
 from .errors import SpecError, unknown
 from .geometry import PlainLayer
-from .integrations.engine.served import COPIED_PAGES, FORMATS, LISTED, PAGE_SIZE, copied_requests
+from .integrations.engine.options import Options
+from .integrations.engine.served import COPIED, FORMATS, LISTED, PAGE_SIZE, Format, Ring, copied_requests
 from .spec import MOST_TOKENS, CacheSpec, LayerGeometry, PageLayout, Scheme
-from .spec.quant import DTYPE_BYTES
 from .units import human_bytes
 
 DENSE = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -76,7 +76,7 @@ class PlanRow:
         unbounded: True where every layer slides and the windows fit: any context does.
         larger_up_to: most tokens of a sequence at which the scheme takes more bytes than the recommended one of 8 bits,
             `LOOKED_AT` for every length; None where it never does or has no fewer bits.
-        copied: requests that have raw copies at once, or None if no memory was given or the scheme has none.
+        copied: requests that have copies at once, or None if no memory was given or the scheme has none.
     """
 
     scheme: str
@@ -488,14 +488,24 @@ def _vllm(scheme: str | Scheme, layers: Layers, raw_dtype: str) -> Held:
 
 
 def _copies(scheme: str | Scheme, layers: Layers, raw_dtype: str) -> int:
-    """Bytes of a request's raw copies in vLLM, 0 where it has none."""
+    """Bytes of a request's copies in vLLM, 0 where it has none."""
     if isinstance(scheme, str) and scheme in VLLM_DENSE:
         return 0
-    layouts = vllm_layouts(scheme, layers, raw_dtype)
-    if not any(x.key.has_offsets for x in layouts):
-        return 0
-    copied = sum(_elements(g) for g, x in zip(layers, layouts, strict=True) if not x.is_raw)
-    return COPIED_PAGES * PAGE_SIZE * DTYPE_BYTES[raw_dtype] * copied
+    return sum(ring.nbytes for rings in vllm_rings(scheme, layers, raw_dtype) for ring in rings)
+
+
+def vllm_rings(scheme: str | Scheme, layers: Layers, raw_dtype: str) -> list[tuple[Ring, ...]]:
+    """Copies of a request's pages in each layer, unless users say otherwise; scheme and errors as in `vllm_layouts`."""
+    layouts, forms = vllm_layouts(scheme, layers, raw_dtype), list[Format]()
+    for i in range(len(layouts)):
+        if isinstance(scheme, str):
+            forms.append(FORMATS[scheme])
+        else:
+            overridden = any(o.covers(i, len(layouts)) for o in scheme.overrides)
+            forms.append(Format(name=scheme.name, scheme=scheme, copies=() if overridden else scheme.copies))
+    copied = any(x.key.has_offsets or form.copies for x, form in zip(layouts, forms, strict=True))
+    options = Options(raw_newest=COPIED, raw_first=COPIED) if copied else Options()
+    return [options.rings(form, x) for x, form in zip(layouts, forms, strict=True)]
 
 
 def vllm_requests(cards: Cards | None) -> int:

@@ -1,4 +1,4 @@
-"""What `place` says of a step, in the reference and in the kernel (on a GPU, and on a CPU in its place), against an
+"""Results of `place` for a step, in the reference and in the kernel (on a GPU, and on a CPU in its place), against an
 engine that knows what every block and copy holds.
 """
 
@@ -16,10 +16,14 @@ from kvbits.errors import DataError
 from kvbits.integrations.engine.place import Copies, Places, place
 from kvbits.integrations.engine.place import cuda as place_cuda
 from kvbits.integrations.engine.rings import Rings
+from kvbits.integrations.engine.served import Ring
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
+from kvbits.spec import PageLayout, QuantSpec
 
 SIZE, BLOCKS, REQUESTS, TOKENS, WIDTH = 4, 40, 5, 64, 12
 RINGS = 5
+RAW = PageLayout(key=QuantSpec.raw(), value=QuantSpec.raw(), page_size=32, num_kv_heads=1, head_dim=64)
+"""A layout of copies, which `place` does not read."""
 WAYS = ["reference", pytest.param("emulated", marks=needs_compiler), pytest.param("gpu", marks=needs_gpu)]
 
 
@@ -40,13 +44,15 @@ def run(request, tmp_path, monkeypatch):
     return call, device
 
 
-def empty(device, newest=2, first=True, copies=True, rings=RINGS):
+def empty(device, newest=(2,), first=True, copies=True, count=RINGS):
+    """State with copies in a format for each entry of `newest`, which has so many pages of a request."""
     sizes = {"tokens": TOKENS, "num_blocks": BLOCKS, "device": device}
+    rings = [Ring(RAW, n, first and not i) for i, n in enumerate(newest)]
     return Places.empty(
         SIZE,
         previous=True,
         starts=True,
-        copies=Copies.empty(newest, first, rings=rings, rows=REQUESTS, **sizes) if copies else None,
+        copies=Copies.empty(rings, count=count, rows=REQUESTS, **sizes) if copies else None,
         **sizes,
     )
 
@@ -65,11 +71,11 @@ class Engine:
         self.others = others
         self.rng, self.first, self.newest = random.Random(seed), first, newest
         self.rings, self.packed = Rings(rings, logging.getLogger(__name__)), 0
-        self.places = empty(device, newest, first, rings=rings)
+        self.places = empty(device, newest, first, count=rings)
         self.free = list(range(1, BLOCKS))
         self.users = dict.fromkeys(self.free, 0)
         self.stored: dict[int, int] = {}  # slot: token
-        self.raw: dict[int, int] = {}  # slot of a copy: token
+        self.copied: list[dict[int, int]] = [{} for _ in newest]  # of each format, slot of a copy: token
         self.running: list[dict] = []
         self.cached: dict[tuple, int] = {}  # tokens up to a full block's end: block
         self.fresh = 0
@@ -171,24 +177,27 @@ class Engine:
         rings = self.rings.of([r["name"] for r, _ in rows])
         self.run(self.places, lens, starts, table, torch.tensor(slots), torch.from_numpy(rings))
         c = self.places.copies
-        for slot, to in zip(slots, c.slots[: len(slots)].tolist(), strict=True):
-            if to >= 0:
-                self.raw[to] = self.stored[slot]
+        for f, copied in zip(c.formats, self.copied, strict=True):
+            for slot, to in zip(slots, f.slots[: len(slots)].tolist(), strict=True):
+                if to >= 0:
+                    copied[to] = self.stored[slot]
         at = 0
         for i, (r, n) in enumerate(rows):
-            (packed, start, offset), head, (tail, tail_start) = (
-                c.packed[:, i].tolist(),
-                int(c.head[i]),
-                c.tail[:, i].tolist(),
-            )
+            (start, offset, *packed), head = c.packed[:, i].tolist(), int(c.head[i])
             assert (start, offset) == ((SIZE, 1) if head else (0, 0)) and head in (0, min(SIZE, r["done"]))
-            assert head + packed + tail == r["done"] and (not tail or tail_start == head + packed), "every token once"
-            self.read([int(c.head_table[i, 0])], head, r["tokens"][:head])
-            self.read(c.tail_table[i].tolist(), tail, r["tokens"][tail_start : r["done"]])
-            assert tail <= self.newest * SIZE
-            opened = (r["done"] - 1) // SIZE - (r["done"] - n) // SIZE  # at least
-            if rings[i] >= 0:
-                assert not opened or tail > (min(opened, self.newest) - 1) * SIZE, "pages that opened now are copied"
+            self.read(0, [int(c.head_table[i, 0])], head, r["tokens"][:head])
+            opened, end = (r["done"] - 1) // SIZE - (r["done"] - n) // SIZE, r["done"]  # at least
+            for j, (f, left) in enumerate(zip(c.formats, packed, strict=True)):
+                tokens, begin = f.tail[:, i].tolist()
+                assert begin + tokens == end or not tokens, "a format goes on where the finer one ends"
+                self.read(j, f.table[i].tolist(), tokens, r["tokens"][begin:end])
+                end -= tokens
+                assert head + left == end or (not left and end <= head), "every token once"
+                assert r["done"] - end <= f.newest * SIZE
+                if rings[i] >= 0 and opened:
+                    assert r["done"] - max(end, head) > (min(opened, f.newest) - 1) * SIZE - head, (
+                        "new pages are copied"
+                    )
             self.packed += rings[i] < 0
             for t in range(at, at + n):
                 p = r["done"] - n + t - at
@@ -199,25 +208,31 @@ class Engine:
                     assert before == (-1 if not p or foreign else r["blocks"][p // SIZE - 1])
             at += n
 
-    def read(self, copies, tokens, want):
-        assert [self.raw[copies[i // SIZE] * SIZE + i % SIZE] for i in range(tokens)] == want, (
+    def read(self, of, copies, tokens, want):
+        copied = self.copied[of]
+        assert [copied[copies[i // SIZE] * SIZE + i % SIZE] for i in range(tokens)] == want, (
             "a copy holds what its block holds"
         )
 
 
 @pytest.mark.parametrize("rings", [REQUESTS, 2], ids=["all", "two"])
-@pytest.mark.parametrize(("newest", "first"), [(2, True), (2, False), (1, False), (3, True)])
+@pytest.mark.parametrize(
+    ("newest", "first"),
+    [((2,), True), ((2,), False), ((1,), False), ((3,), True), ((2, 5), True), ((1, 3, 6), False)],
+    ids=str,
+)
 def test_copies_hold_what_their_blocks_hold(run, newest, first, rings):
     """Also where fewer requests than run have copies."""
-    engine = Engine(run, newest + 4 * first, newest, first, rings)
+    engine = Engine(run, newest[0] + 4 * first, newest, first, rings)
     for _ in range(100):
         engine.step()
     assert engine.fresh > 100 and (engine.packed > 0) == (rings < REQUESTS)
 
 
 @pytest.mark.parametrize("rings", [REQUESTS, 2], ids=["all", "two"])
-def test_blocks_that_others_write_have_no_copies_of_their_past(run, rings):
-    engine = Engine(run, 1, 2, True, rings, others=True)
+@pytest.mark.parametrize("newest", [(2,), (2, 5)], ids=str)
+def test_blocks_that_others_write_have_no_copies_of_their_past(run, rings, newest):
+    engine = Engine(run, 1, newest, True, rings, others=True)
     for _ in range(100):
         engine.step()
     assert engine.fresh > 100
@@ -225,13 +240,15 @@ def test_blocks_that_others_write_have_no_copies_of_their_past(run, rings):
 
 
 def decode(run, places, length, blocks, ring=0, n=1):
-    """A step of one row that has `length` tokens after it."""
+    """A step of one row that has `length` tokens after it: how many it reads from its first page's copy, packed, and
+    from the copies of each format.
+    """
     table = torch.zeros(1, WIDTH, dtype=torch.int32)
     table[0, : len(blocks)] = torch.tensor(blocks).int()
     slots = torch.tensor([blocks[p // SIZE] * SIZE + p % SIZE for p in range(length - n, length)])
     run(places, torch.tensor([length]).int(), torch.tensor([0, n]).int(), table, slots, torch.tensor([ring]).int())
     c = places.copies
-    return int(c.head[0]), int(c.packed[0, 0]), int(c.tail[0, 0])
+    return int(c.head[0]), int(c.packed[-1, 0]), *(int(f.tail[0, 0]) for f in c.formats)
 
 
 def test_a_request_that_decodes_reads_its_first_and_newest_pages_raw(run):
@@ -251,6 +268,44 @@ def test_a_prompt_leaves_its_newest_pages_and_its_first(run):
     assert decode(call, empty(device, first=False), 31, list(range(1, 9)), n=31) == (0, 24, 7)
 
 
+def test_tokens_behind_the_finest_copies_are_read_from_the_next(run):
+    """Two raw pages, then those of the next format's five that are not among them, then packed ones. A layer without
+    the next format reads its part packed.
+    """
+    call, device = run
+    places, blocks = empty(device, newest=(2, 5)), list(range(1, 11))
+    for length in range(1, 37):
+        head, packed, raw, next_ = decode(call, places, length, blocks)
+        newest = (length - 1) // SIZE
+        assert head == min(length, SIZE)
+        assert raw == (length - max(newest - 1, 1) * SIZE if newest else 0)
+        assert next_ == max(newest - 1 - max(newest - 4, 1), 0) * SIZE
+        assert packed == length - head - raw - next_ and places.copies.packed[2, 0] == packed + next_
+
+
+def test_a_prompt_fills_rings_with_what_they_hold(run):
+    """The newest tokens alone go to a ring, and in the next steps older ones move from one format to the next."""
+    call, device = run
+    places, blocks = empty(device, newest=(2, 5)), list(range(1, 11))
+    assert decode(call, places, 38, blocks, n=38) == (4, 16, 6, 12)
+    raw, next_ = (f.slots[:38].tolist() for f in places.copies.formats)
+    assert [t for t in range(38) if raw[t] >= 0] == [*range(4), *range(32, 38)]
+    assert [t for t in range(38) if next_[t] >= 0] == list(range(20, 38))
+    assert decode(call, places, 40, blocks, n=2) == (4, 16, 8, 12)
+    assert decode(call, places, 41, [*blocks, 11]) == (4, 20, 5, 12)
+
+
+def test_copies_count_from_the_token_where_they_began(run):
+    """Behind a prefix of somebody else, or of a time without a ring, formats fill up one after the other."""
+    call, device = run
+    places, blocks = empty(device, newest=(2, 5)), list(range(1, 13))
+    assert decode(call, places, 17, blocks, ring=-1, n=17) == (0, 17, 0, 0)
+    found = {n: decode(call, places, n, blocks) for n in range(18, 45)}
+    assert found[20] == (0, 20, 0, 0), "the page was opened without a ring"
+    assert found[21] == (0, 20, 1, 0) and found[28] == (0, 20, 8, 0)
+    assert found[29] == (0, 20, 5, 4) and found[37] == (0, 20, 5, 12) and found[41] == (0, 24, 5, 12)
+
+
 def test_a_block_that_was_not_stored_here_is_read_packed(run):
     """A prefix that another request left: no copies of it, the copies of what follows."""
     call, device = run
@@ -267,7 +322,8 @@ def test_a_request_without_a_ring_is_read_packed_and_leaves_no_copies(run):
     for ring in (-1, RINGS):
         assert decode(call, places, 10, [3, 4, 5], ring=ring, n=10) == (0, 10, 0)
         assert decode(call, places, 7, [1, 2], ring=ring) == (4, 3, 0)
-    assert (places.copies.where[3:6] == -1).all() and places.copies.holds[RINGS * 3 - 3 :].tolist() == [-1] * 3
+    raw = places.copies.formats[0]
+    assert (raw.where[3:6] == -1).all() and raw.holds[RINGS * 3 - 3 :].tolist() == [-1] * 3
 
 
 def test_a_ring_is_a_requests_until_it_ends(caplog):
@@ -333,6 +389,9 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(DataError, match=says):
             place(places, *(bad if i == j else x for j, x in enumerate(good)))
+    for rings in ([], [Ring(RAW, 1)] * 5, [Ring(RAW, 2), Ring(RAW, 4, first=True)]):
+        with pytest.raises(DataError, match="first pages in the finest"):
+            Copies.empty(rings, count=1, rows=1, tokens=1, num_blocks=1, device=torch.device("cpu"))
     with pytest.raises(DataError, match="previous has room for 64"):
         place(places, *good[:3], torch.full((65,), -1), good[4])
 

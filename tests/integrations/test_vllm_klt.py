@@ -239,7 +239,7 @@ def test_a_draft_model_has_a_calibration_of_its_own(model, engine, calibration, 
     accepted = sum(m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
     assert accepted > 60 if draft == "llama" else accepted < 60
     for one in itertools.chain(*layers_by_owner(llm, 2)):
-        assert one.call.layout.key.has_offsets and bool(one.call.raw) == (not options)
+        assert one.call.layout.key.has_offsets and bool(one.call.rings) == (not options)
 
 
 def test_a_draft_model_that_cannot_be_calibrated_has_another_format(model, engine, calibration, monkeypatch, tmp_path):
@@ -281,7 +281,7 @@ def test_heads_that_speculate_are_stored_in_eight_bits(model, engine, calibratio
     for prompt, result in zip(prompts, generate(llm, prompts, 40), strict=True):
         check(model("llama")[0], None, prompt, result)
     own, (added,) = layers_by_owner(llm, 2)
-    assert added.call.layout.is_centered and added.call.raw is None and all(x.call.raw for x in own)
+    assert added.call.layout.is_centered and added.call.rings == () and all(x.call.rings for x in own)
 
 
 def test_layers_of_a_scheme_file(model, engine, calibration, tmp_path):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import gzip
 import hashlib
 import itertools
@@ -28,6 +29,7 @@ import torch
 
 from kvbits import schemes
 from kvbits.errors import KernelError, SpecError
+from kvbits.integrations.engine.served import raw_of
 from kvbits.ops.cuda import ahead
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime.compile import Source
@@ -55,7 +57,10 @@ def launched(names: list[str], capability: tuple[int, int]) -> Iterator[Source]:
             continue
         for group in spec.groups:
             yield from ahead.of_group(group, 32, dtype, softcap, capability)
-            yield from ahead.of_vllm(group.layouts["closed"], 32, dtype, softcap, capability)
+            pages = group.layouts["closed"]
+            copies = [raw_of(pages)] if pages.key.has_offsets else []
+            copies += [dataclasses.replace(pages, key=c.key, value=c.value) for c in spec.scheme.copies]
+            yield from ahead.of_vllm(pages, copies, 32, dtype, softcap, capability)
 
 
 def _without_comments(text: str) -> str:

@@ -22,7 +22,7 @@ from kvbits.cache.paged_cache import PagedCache
 from kvbits.cli.warm import _capabilities
 from kvbits.errors import KvbitsWarning, SpecError
 from kvbits.integrations.engine.place import cuda as place
-from kvbits.integrations.engine.served import FORMATS
+from kvbits.integrations.engine.served import FORMATS, raw_of
 from kvbits.ops import attend, decode, dispatch, long_queries
 from kvbits.ops.cuda import ahead, close, merge, store, unpack
 from kvbits.ops.cuda import attend as attend_cuda
@@ -30,7 +30,7 @@ from kvbits.ops.cuda import decode as decode_cuda
 from kvbits.ops.cuda.engine.runtime import compile as cuda_compile
 from kvbits.ops.cuda.engine.runtime import driver, kept
 from kvbits.quant.scales import steps
-from kvbits.spec import CacheSpec, LayerGeometry, QuantSpec, Rotary, Tier
+from kvbits.spec import CacheSpec, LayerGeometry, Rotary, Tier
 
 HEADS, D, QUERY_HEADS = 2, 128, 8
 GEOMETRY = LayerGeometry(
@@ -146,20 +146,21 @@ def test_what_is_compiled_ahead_is_what_passes_load(name, loaded):
 
 
 @pytest.mark.parametrize("loaded", [(8, 0), (9, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}", indirect=True)
-@pytest.mark.parametrize("name", ["kvbits_int8_centered", "kvbits_int4", "kvbits_klt4"])
+@pytest.mark.parametrize("name", ["kvbits_int8_centered", "kvbits_int4", "kvbits_klt4", "kvbits_klt2"])
 def test_what_is_compiled_ahead_for_vllm_is_what_its_backend_prepares(name, loaded):
     """The calls of `integrations.vllm` that compile: impl._take and settle, builder, metadata.Decode for up to 8
     queries.
     """
     capability, found = loaded
     layout, device, dtype = FORMATS[name].layout(HEADS, D, D), torch.device("cpu"), torch.bfloat16
-    raw = formats_raw(layout) if FORMATS[name].calibrated else None
-    for x in filter(None, (layout, raw)):
+    copies = [raw_of(layout)] if FORMATS[name].calibrated else []
+    copies += [copy for _, copy in FORMATS[name].copies_of(layout)]
+    for x in (layout, *copies):
         store.prepare(x, dtype, device)
         unpack.prepare(x, dtype, device)
     place.prepare(device)
     merge.prepare([torch.zeros(1, 1, 1, D, dtype=dtype)])
-    for layouts in [[layout, raw], [layout, raw, raw]] if raw else [[layout]]:
+    for layouts in [[layout, *copies], [layout, *copies, copies[0]]] if copies else [[layout]]:
         for queries in range(1, 9):
             options = {
                 "batch_size": 2,
@@ -171,12 +172,8 @@ def test_what_is_compiled_ahead_for_vllm_is_what_its_backend_prepares(name, load
                 "softcap": None,
             }
             attend.plan(layouts, num_queries=queries, **options)
-    told = [*ahead.of_vllm(layout, QUERY_HEADS, dtype, False, capability), place.source()]
+    told = [*ahead.of_vllm(layout, copies, QUERY_HEADS, dtype, False, capability), place.source()]
     assert named(told) == named(found)
-
-
-def formats_raw(layout):
-    return dataclasses.replace(layout, key=QuantSpec.raw(), value=QuantSpec.raw())
 
 
 # -- on disk --------------------------------------------------------------------------------------------------------

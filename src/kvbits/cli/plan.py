@@ -329,15 +329,15 @@ def _plan_notes(found: Plan, ref: ModelRef, room: Room) -> list[str]:
             "As stock vLLM allocates it: whole blocks. It puts unlike layers into groups of one size, which costs more;"
             " its log says the tokens that fit."
         )
-        from ..integrations.engine.served import COPIED_PAGES, FORMATS, RAW_SHARE
+        from ..integrations.engine.served import COPIED, COPIES_SHARE, FORMATS
 
         if calibrated := [r.scheme for r in found.rows if r.scheme in FORMATS and FORMATS[r.scheme].calibrated]:
             notes.append(f"Calibrated when first used, or ahead with `kvbits calibrate`: {', '.join(calibrated)}.")
         if any(r.copied is not None for r in found.rows) or calibrated:
             few = [f"{r.copied:,} ({r.scheme})" for r in found.rows if r.copied is not None]
             notes.append(
-                f"A user's first page and newest two ({COPIED_PAGES} pages of 16 bits) are also kept raw, for as many"
-                f" users as {RAW_SHARE:.0%} of the memory holds"
+                f"A user's first {COPIED} and newest {COPIED} tokens are also kept raw{_finer(calibrated)}, for as many"
+                f" users as {COPIES_SHARE:.0%} of the memory holds"
                 + (f": {', '.join(few)}. Other users are read packed." if few else "; other users are read packed.")
             )
     if room.memory_from is not None:
@@ -372,6 +372,15 @@ def _plan_notes(found: Plan, ref: ModelRef, room: Room) -> list[str]:
 
 NAMED = 6
 """Schemes that a note names; --json has all."""
+
+
+def _finer(names: list[str]) -> str:
+    """Return which tokens of these formats of vLLM have copies in finer ones, for a sentence; "" where none have."""
+    from ..integrations.engine.served import FORMATS
+
+    of = {name: sum(c.num_tokens for c in FORMATS[name].copies) for name in names}
+    said = [f"{tokens:,} behind them ({name})" for name, tokens in of.items() if tokens]
+    return f" and in finer formats the {', '.join(said)}" if said else ""
 
 
 def _short_sequences(found: Plan) -> list[str]:

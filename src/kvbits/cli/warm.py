@@ -155,8 +155,9 @@ def _sources(
     if engine == "vllm":
         yield place.source()
         for one in planner.served(names):
-            for layout in dict.fromkeys(planner.vllm_layouts(one, layers, raw_dtype)):
-                yield from ahead.of_vllm(layout, heads, dtype, softcap, capability)
+            layouts, rings = planner.vllm_layouts(one, layers, raw_dtype), planner.vllm_rings(one, layers, raw_dtype)
+            for layout, of in dict.fromkeys(zip(layouts, rings, strict=True)):
+                yield from ahead.of_vllm(layout, [ring.layout for ring in of], heads, dtype, softcap, capability)
         return
     for chosen in schemes.expand(names):
         spec = CacheSpec(layers=layers, scheme=schemes.for_layers(chosen, layers), raw_dtype=raw_dtype)

@@ -115,7 +115,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Lengths, bool, torc
 
 
 class Copies(Protocol):
-    """Copies in 16 bits that some pages have elsewhere, and that are read where they are there."""
+    """Copies in one finer format that some pages have elsewhere, and that are read where they are there."""
 
     def wanted(self, entries: np.ndarray, newest: np.ndarray) -> np.ndarray:
         """Return bool [n], true for pages that may have one, by their entry in their row and the newest page's."""
@@ -206,26 +206,32 @@ def _pass(first: int, last: int, pages: np.ndarray, own: np.ndarray, ends: bool)
     return Pass(first, last, np.column_stack([pages, row]), np.concatenate([[0], np.cumsum(keys)]), ends)
 
 
-def _with_copies(p: Pass, pages: np.ndarray, copies: Copies) -> Pass:
-    """A pass with the pages that may have a copy once more, as part 1 in the same rows; pages: of all passes."""
-    newest = np.searchsorted(pages[:, SEQUENCE], p.pages[:, SEQUENCE], "right") - 1
-    copied = p.pages[copies.wanted(p.pages[:, ENTRY], pages[newest, ENTRY])]
-    copied[:, PART] = 1
-    return dataclasses.replace(p, pages=np.concatenate([p.pages, copied]))
+def _with_copies(p: Pass, pages: np.ndarray, copies: Sequence[Copies]) -> Pass:
+    """A pass with the pages that may have a copy once more for each format, as parts from 1 on in the same rows.
+
+    Args:
+        pages: of all passes.
+    """
+    newest, found = np.searchsorted(pages[:, SEQUENCE], p.pages[:, SEQUENCE], "right") - 1, [p.pages]
+    for part, of_format in enumerate(copies, 1):
+        copied = p.pages[of_format.wanted(p.pages[:, ENTRY], pages[newest, ENTRY])]
+        copied[:, PART] = part
+        found.append(copied)
+    return dataclasses.replace(p, pages=np.concatenate(found))
 
 
 class Histories:
     """Histories of a step's sequences, read by queries that come after them, for all layers whose pages lie alike.
 
     Args:
-        layouts: of each part's pages, and of copies.
+        layouts: of each part's pages, then of each format of copies.
         tables: of each part. Page numbers are on the host or on the device, all else is on the host.
         query_lens: int64 [B]: queries of each sequence.
         dtype: of rows and queries.
         device: of the pages.
         capacity: rows of scratch.
         own: each sequence's own keys, as many as its queries, are behind its history, and its queries see each other.
-        copies: of the pages of one table, or None.
+        copies: of the pages of one table, in each format. Later ones are unpacked over earlier ones.
 
     Attributes:
         rows: of scratch that are needed.
@@ -242,16 +248,16 @@ class Histories:
         capacity: int,
         *,
         own: bool = False,
-        copies: Copies | None = None,
+        copies: Sequence[Copies] = (),
     ) -> None:
-        self._layouts, self._tables, self._dtype, self._copies = tuple(layouts), list(tables), dtype, copies
+        self._layouts, self._tables, self._dtype, self._copies = tuple(layouts), list(tables), dtype, tuple(copies)
         pages = pages_of(layouts, tables)
         found = list(passes(pages, query_lens if own else np.zeros_like(query_lens), capacity))
         self.rows = max((int(p.starts[-1]) for p in found if len(p.pages)), default=0)
         self.covers = sum(p.last - p.first for p in found if p.ends) == len(query_lens)
-        if copies is not None and tables:
+        if copies and tables:
             found = [_with_copies(p, pages, copies) for p in found]
-            self._tables.append(tables[0])
+            self._tables += [tables[0]] * len(copies)
         ends = np.concatenate([[0], np.cumsum(query_lens)])
         there = _uploaded([self._integers(p, ends) for p in found], device)
         self._passes = [self._placed(p, ends, *given) for p, given in zip(found, there, strict=True)]
@@ -298,8 +304,8 @@ class Histories:
                 continue
             if ids.dim() == 2:
                 ids = table.pages[ids[0], ids[1]]
-            if self._copies is not None and part == 1:
-                copy = self._copies.of_blocks(ids.long())
+            if self._copies and part:
+                copy = self._copies[part - 1].of_blocks(ids.long())
                 ids, rows = copy.int(), torch.stack([rows[:, 0], rows[:, 1] * (copy >= 0)], 1)  # none: read packed
             choice = dispatch.choose("unpack", layout, self._dtype, rows.device)
             unpacks.append((part, choice.run(layout, self._dtype, ids, rows, starts)))

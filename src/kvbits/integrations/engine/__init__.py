@@ -1,13 +1,13 @@
 """Parts that the plugins of several engines need. This package imports no engine.
 
 served         which formats are stored token by token, and what of a model they refuse; without torch
-options        raw copies of the newest and first pages, and a calibration: what users may say of them
-rings          which request has raw copies
+options        copies of the newest and first pages, and a calibration: what users may say of them
+rings          which request has copies
 calibrated     what layers take whose keys are stored in a calibrated basis
 call           what layers have in common that are attended together; joining their results
-step           once per step: pages that open, tokens that are also kept raw, which rows decode
+step           once per step: pages that open, tokens that are also kept in copies, which rows decode
 layer          once per layer: store the step's tokens, attend
 decode         rows that decode: a plan of fixed size over packed pages
 prefill        rows of many tokens: their history and their own tokens as they came
-place          once per step: pages before those that open, which tokens are also kept raw, what rows read
+place          once per step: pages before those that open, which tokens are also kept in copies, what rows read
 """

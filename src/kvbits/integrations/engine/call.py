@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ import torch
 
 from ...ops.long_queries import Scratch
 from ...ops.merge import Partial
-from ...spec import PageLayout, QuantSpec
+from ...spec import PageLayout
+from .served import Ring
 
 RAW_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -31,7 +31,7 @@ class Call:
         dtype: of the model.
         scratch: 16-bit rows that histories are unpacked to, shared by layers of one shape.
         attend: prompts' attention on a GPU, one function for all layers that have the same; None on a CPU.
-        raw: layout of copies of pages, None where there are none.
+        rings: copies of a request's pages, finest format first; none where pages are not copied.
     """
 
     layout: PageLayout
@@ -42,13 +42,8 @@ class Call:
     softcap: float | None
     scratch: Scratch
     attend: Attend | None
-    raw: PageLayout | None
+    rings: tuple[Ring, ...]
 
 
 call_for = functools.lru_cache(maxsize=256)(Call)
 """The one `Call` of these fields."""
-
-
-def raw_of(layout: PageLayout) -> PageLayout:
-    """Pages of the same tokens as the model has them."""
-    return dataclasses.replace(layout, key=QuantSpec.raw(), value=QuantSpec.raw())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,17 +32,20 @@ class Ragged:
 class Decode:
     """Attention of rows of up to `num_queries` tokens over their pages, for all layers of one `Call`.
 
-    With copies a row has up to three parts: packed pages, the copy of its first page, copies of its newest.
+    With copies a row has more parts: packed pages, the copy of its first page, and its newest pages in each format of
+    copies.
     """
 
     def __init__(
         self, call: Call, batch_size: int, num_queries: int, device: torch.device, copies: Copies | None
     ) -> None:
         self.num_queries = num_queries
-        self._copies = copies if call.raw else None
+        self._copies, self._rings = copies if call.rings else None, call.rings
         self._layouts = [call.layout]
-        if call.raw and copies:
-            self._layouts += [call.raw] * (1 + copies.first)
+        if self._copies:
+            # of the first page, then of the newest
+            self._layouts += [ring.layout for ring in call.rings if ring.first]
+            self._layouts += [ring.layout for ring in call.rings]
         self._plan = attend.plan(
             self._layouts,
             batch_size=batch_size,
@@ -61,10 +65,11 @@ class Decode:
         if (c := self._copies) is None:
             self._plan.update([Table(block_table, seq_lens)], query_lens=query_lens)
             return
-        n = len(seq_lens)
-        head = [Table(c.head_table[:n], c.head[:n])] if c.first else []
-        tables = [Table(block_table, *c.packed[:, :n]), *head, Table(c.tail_table[:n], *c.tail[:, :n])]
-        self._plan.update(tables, query_lens=query_lens)
+        n, formats = len(seq_lens), c.formats[: len(self._rings)]
+        position, page, tokens = c.packed[0, :n], c.packed[1, :n], c.packed[1 + len(formats), :n]
+        head = [Table(c.head_table[:n], c.head[:n])] if formats[0].first else []
+        tails = [Table(f.table[:n], *f.tail[:, :n]) for f in formats]
+        self._plan.update([Table(block_table, tokens, position, page), *head, *tails], query_lens=query_lens)
 
     def run(
         self,
@@ -72,23 +77,21 @@ class Decode:
         out: torch.Tensor,
         layer: str,
         pages: torch.Tensor,
-        copies: torch.Tensor | None,
-        static: dict[str, torch.Tensor],
+        copies: Sequence[torch.Tensor],
+        static: Sequence[dict[str, torch.Tensor]],
         sink: Sink,
     ) -> None:
-        """q [tokens, Hq, D], out [tokens, Hq, Dv]; pages, copies, calibrated parameters and learned sink of
-        the layer.
+        """q [tokens, Hq, D], out [tokens, Hq, Dv]; pages, copies of each ring, calibrated parameters of both and
+        learned sink of the layer.
         """
         number, address = self._bound.get(layer, (len(self._bound), 0))
         if address != pages.data_ptr():
-            given = [pages, *([] if copies is None else [copies] * (len(self._layouts) - 1))]
-            self._plan.bind(
-                number,
-                [
-                    store_of(x, layout, {} if layout.is_raw else static)
-                    for x, layout in zip(given, self._layouts, strict=True)
-                ],
-            )
+            parts = [store_of(pages, self._layouts[0], static[0])]
+            if self._copies:
+                of_rings = zip(copies, self._rings, static[1:], strict=True)
+                kept = [store_of(x, ring.layout, shared) for x, ring, shared in of_rings]
+                parts += [x for x, ring in zip(kept, self._rings, strict=True) if ring.first] + kept
+            self._plan.bind(number, parts)
             self._bound[layer] = number, pages.data_ptr()
         shape, ragged = (-1, self.num_queries), self._ragged
         asked = (q if ragged is None else q[ragged.token_of]).unflatten(0, shape)

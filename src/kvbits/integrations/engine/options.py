@@ -1,4 +1,4 @@
-"""Options of users for raw copies and calibrations: `Options`. Each engine has its own way to give them."""
+"""Options of users for copies and calibrations: `Options`. Each engine has its own way to give them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ...errors import UnsupportedError, unknown
-from .served import COPIED, PAGE_SIZE, RAW_SHARE
+from ...spec import PageLayout
+from .served import COPIED, COPIES_SHARE, PAGE_SIZE, Format, Ring, raw_of
 
 MOST_RAW = 1024
 MOST_SHARE = 0.5
@@ -19,9 +20,11 @@ class Options:
 
     Attributes:
         raw_newest: tokens at the end of each request that are read raw when it decodes, at least: up to a page more,
-            whole pages. 0: none.
+            whole pages. 0: no copies at all.
         raw_first: whether each request's first page (64 tokens) is read raw too: 0 or 64.
-        raw_share: share of the cache's memory that these copies take at most, above 0 and up to `MOST_SHARE`; so many
+        packed_copies: whether tokens behind the raw ones are read from the finer formats that the served format names
+            (`Format.copies`).
+        copies_share: share of the cache's memory that copies take at most, above 0 and up to `MOST_SHARE`; so many
             requests have them as it holds.
         calibration: file of `kvbits calibrate` for layers whose keys are stored in a calibrated basis; the model's own
             is found, or made once, without it.
@@ -30,34 +33,41 @@ class Options:
 
     raw_newest: int = 0
     raw_first: int = 0
-    raw_share: float = RAW_SHARE
+    packed_copies: bool = True
+    copies_share: float = COPIES_SHARE
     calibration: str = dataclasses.field(default="", metadata={"what": "a file of `kvbits calibrate`"})
     calibrate: bool = True
 
     @property
-    def newest_pages(self) -> int:
-        return self.raw_newest // PAGE_SIZE + 1 if self.raw_newest else 0
-
-    @property
-    def pages_of_request(self) -> int:
-        """Pages of a request that are also kept raw, at most."""
-        return self.newest_pages + bool(self.raw_first)
-
-    @property
     def copies(self) -> bool:
-        """Flag that tells whether pages are also kept raw."""
+        """Flag that tells whether pages are copied."""
         return bool(self.raw_newest)
+
+    def rings(self, form: Format, layout: PageLayout) -> tuple[Ring, ...]:
+        """Copies of a request's pages in a layer of such pages, finest first.
+
+        The newest page may have a single token. So the ring of a format has one page more than the tokens that are read
+        from it and from finer ones.
+        """
+        if not self.copies or layout.is_raw:
+            return ()
+        tokens = self.raw_newest
+        found = [Ring(raw_of(layout), tokens // PAGE_SIZE + 1, bool(self.raw_first))]
+        for num_tokens, copy in form.copies_of(layout) if self.packed_copies else ():
+            tokens += num_tokens
+            found.append(Ring(copy, tokens // PAGE_SIZE + 1))
+        return tuple(found)
 
 
 Kind = TypeVar("Kind", bound=Options)
 
 
-def checked(kind: type[Kind], given: Any, where: str, calibrated: bool, plain: str = "") -> Kind:
+def checked(kind: type[Kind], given: Any, where: str, copied: bool, plain: str = "") -> Kind:
     """Options as a user gave them.
 
-    Where layers are calibrated and nothing is said of raw copies, they have `COPIED` newest and first tokens.
-
     Args:
+        copied: whether pages are copied unless users say otherwise: calibrated ones, and those whose format names
+            copies. Then the newest and first `COPIED` tokens are raw.
         plain: the format, where nothing in the engine reads a calibration.
 
     Raises:
@@ -69,7 +79,7 @@ def checked(kind: type[Kind], given: Any, where: str, calibrated: bool, plain: s
     if strange := [name for name in given if name not in names]:
         raise UnsupportedError(f"{where}: {unknown('option', strange[0], names)}")
     defaults: dict[str, Any] = (
-        {"raw_newest": COPIED, "raw_first": COPIED} if calibrated and given.get("raw_newest") != 0 else {}
+        {"raw_newest": COPIED, "raw_first": COPIED} if copied and given.get("raw_newest") != 0 else {}
     )
     found = kind(**(defaults | given))
     if not _is_whole(found.raw_newest) or found.raw_newest % PAGE_SIZE or not 0 <= found.raw_newest <= MOST_RAW:
@@ -78,10 +88,10 @@ def checked(kind: type[Kind], given: Any, where: str, calibrated: bool, plain: s
         )
     if not _is_whole(found.raw_first) or found.raw_first not in (0, PAGE_SIZE):
         raise UnsupportedError(f"raw_first={found.raw_first!r} must be 0 or {PAGE_SIZE} tokens, a page")
-    share = found.raw_share
+    share = found.copies_share
     if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= MOST_SHARE:
         raise UnsupportedError(
-            f"raw_share={share!r} must be a number above 0 and up to {MOST_SHARE}, a share of the cache's memory;"
+            f"copies_share={share!r} must be a number above 0 and up to {MOST_SHARE}, a share of the cache's memory;"
             " raw_newest=0 is for no copies"
         )
     for f in dataclasses.fields(found):
@@ -92,10 +102,14 @@ def checked(kind: type[Kind], given: Any, where: str, calibrated: bool, plain: s
             raise UnsupportedError(f"{f.name}={value!r} must be true or false")
     if found.raw_first and not found.raw_newest:
         raise UnsupportedError(f"raw_first without raw_newest; pass raw_newest={PAGE_SIZE} too")
-    if "raw_share" in given and not found.copies and (plain or "raw_newest" in given):
-        raise UnsupportedError(f"raw_share without raw_newest; pass raw_newest={PAGE_SIZE} too, or leave it away")
+    if "copies_share" in given and not found.copies and (plain or "raw_newest" in given):
+        raise UnsupportedError(f"copies_share without raw_newest; pass raw_newest={PAGE_SIZE} too, or leave it away")
     if plain and (
-        unread := [name for name in ("calibration", "calibrate") if getattr(found, name) != getattr(Options, name)]
+        unread := [
+            name
+            for name in ("calibration", "calibrate", "packed_copies")
+            if getattr(found, name) != getattr(Options, name)
+        ]
     ):
         raise UnsupportedError(
             f"{where} has {unread[0]}, which {plain} never reads; leave it away, or serve a calibrated format"

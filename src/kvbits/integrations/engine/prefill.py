@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from ...ops.merge import merge
 from ...ops.types import PageStore, Table, store_of
 from ...spec import PageLayout
 from .call import Call, Sink
-from .place import Copies
+from .place import Copied, Copies
 from .served import PAGE_SIZE
 
 
@@ -66,7 +67,7 @@ class Prefill:
         query_lens, seq_lens: int64 [rows], on the host; a row's queries are its newest tokens.
         block_table: int32 [rows, pages] on the device.
         call: of the layers.
-        copies: raw ones of this step, or None.
+        copies: of this step, or None.
 
     Attributes:
         num_tokens: of all rows.
@@ -88,19 +89,20 @@ class Prefill:
             block_table = block_table[torch.from_numpy(kept).to(block_table.device)]
             query_lens, seq_lens = query_lens[kept], seq_lens[kept]
         layouts, tables = [], []
+        formats = _coarsest_first(copies.formats[: len(call.rings)] if copies else ())
         if self.has_history:
-            layouts = [call.layout, *([call.raw] if call.raw and copies else [])]
+            layouts = [call.layout, *(ring.layout for ring in _coarsest_first(call.rings if copies else ()))]
             tables = [history_of(seq_lens - query_lens, block_table, call.sliding_window)]
         self._histories, self._rows = None, []
         if call.attend is None:
             pages, ends = pages_of(layouts[:1], tables), np.cumsum(query_lens)
             for row, (n, length) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
-                history = _tables(block_table[row], pages[pages[:, SEQUENCE] == row], copies)
+                history = _tables(block_table[row], pages[pages[:, SEQUENCE] == row], formats)
                 tokens = slice(int(ends[row]) - n, int(ends[row]))
                 self._rows.append(_Row(call, layouts, tokens, torch.arange(length - n, length)[None], history))
             return
         self._histories = Histories(
-            layouts, tables, query_lens, call.dtype, block_table.device, call.scratch.rows, own=True, copies=copies
+            layouts, tables, query_lens, call.dtype, block_table.device, call.scratch.rows, own=True, copies=formats
         )
 
     def run(
@@ -111,16 +113,16 @@ class Prefill:
         v: torch.Tensor,
         out: torch.Tensor,
         pages: torch.Tensor,
-        copies: torch.Tensor | None = None,
-        static: dict[str, torch.Tensor] | None = None,
+        copies: Sequence[torch.Tensor] = (),
+        static: Sequence[dict[str, torch.Tensor]] = ({},),
         sink: Sink = None,
     ) -> None:
-        """q [num_tokens, Hq, D], out [.., Dv]; k [num_tokens, H, D], v [.., Dv], stored already; pages, copies,
-        calibrated parameters and learned sink of the layer.
+        """q [num_tokens, Hq, D], out [.., Dv]; k [num_tokens, H, D], v [.., Dv], stored already; pages, copies of each
+        ring, calibrated parameters of both and learned sink of the layer.
         """
-        stores = [store_of(pages, call.layout, static)]
-        if copies is not None and call.raw:
-            stores.append(store_of(copies, call.raw))
+        stores = [store_of(pages, call.layout, static[0])]
+        for x, ring, shared in _coarsest_first(tuple(zip(copies, call.rings, static[1:], strict=True))):
+            stores.append(store_of(x, ring.layout, shared))
         for row in self._rows:
             row.run(call, q, k, v, out, stores, sink)
         if self._histories is not None and call.attend is not None:
@@ -183,18 +185,27 @@ class _Row:
             merge(found, into=into)
 
 
-def _tables(blocks: torch.Tensor, pages: np.ndarray, copies: Copies | None) -> list[Table]:
-    """The history of one row: pages that are read packed and, where there are copies, those that have one among the
-    newest or of the first.
+def _coarsest_first(formats: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what belongs to formats of copies, finest first, in the order of the parts of a history: a finer copy is
+    read over a coarser one.
+    """
+    return formats[::-1]
+
+
+def _tables(blocks: torch.Tensor, pages: np.ndarray, formats: Sequence[Copied]) -> list[Table]:
+    """The history of one row: pages that are read packed, then those that are read from copies of each format, coarsest
+    first. A page is read from the finest copy that it has.
     """
     if not len(pages):
         return []
     ids, entries = blocks.numpy()[pages[:, ENTRY]], pages[:, ENTRY]
-    if copies is None:
-        return [_table(ids, pages)]
-    copy = copies.of_blocks(torch.from_numpy(ids).long()).numpy()
-    copied = copies.wanted(entries, entries[-1:]) & (copy >= 0)
-    return [_table(ids[~copied], pages[~copied]), _table(copy[copied], pages[copied])]
+    left, found = np.ones(len(ids), bool), []
+    for f in reversed(formats):
+        copy = f.of_blocks(torch.from_numpy(ids).long()).numpy()
+        copied = left & f.wanted(entries, entries[-1:]) & (copy >= 0)
+        found.append(_table(copy[copied], pages[copied]))
+        left &= ~copied
+    return [_table(ids[left], pages[left]), *reversed(found)]
 
 
 def _table(ids: np.ndarray, pages: np.ndarray) -> Table:
@@ -214,4 +225,4 @@ def prefills(
     copies: Copies | None,
 ) -> dict[Call, Prefill]:
     """`Step.prefills` of a step's prompts, for layers of these calls; arguments as `Prefill` takes them."""
-    return {c: Prefill(query_lens, seq_lens, block_table, c, copies if c.raw else None) for c in calls}
+    return {c: Prefill(query_lens, seq_lens, block_table, c, copies if c.rings else None) for c in calls}

@@ -1,8 +1,8 @@
-"""Owners of raw copies: `Rings` tells which request has them.
+"""Owners of copies: `Rings` tells which request has them.
 
-A pool of copies is a share of the cache's memory (`served.copied_requests`). It has a ring of pages for each of so many
-requests (`engine.place`). Rows of a step move when requests come and go, so a request owns a ring. A step's integers
-carry the ring's number to the device.
+A pool of copies is a share of the cache's memory (`served.copied_requests`). For each of so many
+requests it has a ring of pages in every format (`engine.place`). Rows of a step move when requests come and go, so a
+request owns its rings. They have one number, which a step's integers carry to the device.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Rings:
         if without > 2 * self._most_without:
             self._most_without = int(without)
             self._logger.info(
-                "raw copies: %d of %d requests that run have them, %d are read packed; raise raw_share, or let fewer"
+                "copies: %d of %d requests that run have them, %d are read packed; raise copies_share, or let fewer"
                 " run at once",
                 len(self._of),
                 len(self._of) + without,

@@ -1,15 +1,17 @@
-"""Formats that kvbits serves in vLLM, by `--kv-cache-dtype`: `FORMATS`.
+"""Formats that kvbits serves in vLLM, by `--kv-cache-dtype`: `FORMATS`. Copies of a request's newest pages: `Ring`.
 
-Each is a preset of `kvbits.schemes` stored token by token. This module imports no torch, since `kvbits plan` reads it.
+Each format is a preset of `kvbits.schemes` stored token by token. This module imports no torch, since `kvbits plan`
+reads it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from ... import schemes
 from ...errors import SpecError
-from ...spec import PageLayout, Scheme
+from ...spec import Copies, PageLayout, QuantSpec, Scheme
 
 PAGE_SIZE = 64
 """Tokens of a page, which is a block of vLLM."""
@@ -21,15 +23,41 @@ COPIED = 64
 """Newest tokens of a request, at least, and its first ones, that calibrated formats also keep raw unless they are told
 otherwise: what their accuracy was measured with. A page more of each request would take a third more memory for copies.
 """
-COPIED_PAGES = COPIED // PAGE_SIZE + 1 + 1
-"""Pages of 16 bits that those take of each request: the newest, one that is not full, the first."""
-RAW_SHARE = 0.05
-"""Share of the cache's memory that raw copies take at most, unless users say otherwise (`raw_share`)."""
+COPIES_SHARE = 0.05
+"""Share of the cache's memory that copies take at most, unless users say otherwise (`copies_share`)."""
 
 
-def copied_requests(memory_bytes: int, request_bytes: int, most: int, share: float = RAW_SHARE) -> int:
-    """The number of requests that have raw copies at the same time: engines allocate for so many, `kvbits plan` counts
-    so many.
+def raw_of(layout: PageLayout) -> PageLayout:
+    """Pages of the same tokens as the model has them."""
+    return dataclasses.replace(layout, key=QuantSpec.raw(), value=QuantSpec.raw())
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Copies of one request's pages in one format, in one layer.
+
+    Attributes:
+        layout: of a copy.
+        newest: pages that are copied, the request's newest.
+        first: whether its first page is copied, too, in a page of its own.
+    """
+
+    layout: PageLayout
+    newest: int
+    first: bool = False
+
+    @property
+    def pages(self) -> int:
+        return self.newest + self.first
+
+    @property
+    def nbytes(self) -> int:
+        return self.pages * self.layout.page_size_bytes
+
+
+def copied_requests(memory_bytes: int, request_bytes: int, most: int, share: float = COPIES_SHARE) -> int:
+    """The number of requests that have copies at the same time: engines allocate for so many, `kvbits plan` counts so
+    many.
 
     Args:
         memory_bytes: memory for the cache, copies included.
@@ -46,10 +74,12 @@ class Format:
     Attributes:
         name: of the dtype, `kvbits_` and the scheme's.
         scheme: token-local, for head_dim 128; `layout` fits its groups to others.
+        copies: finer formats that the newest tokens are read from, behind the raw ones; finest first.
     """
 
     name: str
     scheme: Scheme
+    copies: tuple[Copies, ...] = ()
 
     @property
     def calibrated(self) -> bool:
@@ -65,6 +95,18 @@ class Format:
         fitted = schemes.fitted(self.scheme, head_dim, value_head_dim)
         heads = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_head_dim": value_head_dim}
         return PageLayout(key=fitted.key, value=fitted.value, page_size=PAGE_SIZE, raw_dtype=raw_dtype, **heads)
+
+    def copies_of(self, layout: PageLayout) -> tuple[tuple[int, PageLayout], ...]:
+        """(tokens that are read from it, pages) of each format of `copies`, for a layer whose pages are these.
+
+        Raises:
+            SpecError: groups that do not divide head_dim.
+        """
+        if not self.copies:
+            return ()
+        whole = dataclasses.replace(self.scheme, token_local=False, copies=self.copies)
+        fitted = schemes.fitted(whole, layout.head_dim, layout.value_head_dim)
+        return tuple((c.num_tokens, dataclasses.replace(layout, key=c.key, value=c.value)) for c in fitted.copies)
 
     def refuses(self, head_dim: int, value_head_dim: int, key_bias: bool = False) -> str | None:
         """Say why a model cannot be served in this format, or None.
@@ -93,7 +135,8 @@ class Format:
             )
         try:
             layout = self.layout(1, head_dim, value_head_dim)
-            _ = layout.head_bytes
+            for pages in (layout, *(copy for _, copy in self.copies_of(layout))):
+                _ = pages.head_bytes
         except SpecError as e:
             return str(e)
         return None
@@ -105,6 +148,7 @@ FORMATS: dict[str, Format] = {
         scheme=schemes.get(
             name, residual_length=0, num_sink_tokens=0, page_size=PAGE_SIZE, copies=(), token_local=True
         ),
+        copies=schemes.get(name).copies,
     )
     for name in ("int8", "int8_centered", "int8k_int4v", "int4", "klt4", "klt3", "klt2")
 }

@@ -1,5 +1,5 @@
 """Once per step: which rows decode from pages and which prefill, the page before each page that opens, and which tokens
-are also kept raw.
+are also kept in copies.
 
 Rows that decode come first. Those of one query length (1, or 1 + the number of speculative tokens) are read by
 `ops.attend`, whose work list is made on the device from lengths and tables of pages: nothing waits, so an
@@ -16,10 +16,9 @@ import torch
 from ...errors import UnsupportedError
 from .call import Call
 from .decode import Decode
-from .options import Options
 from .place import Copies, Places, place
 from .place import cuda as place_cuda
-from .served import PAGE_SIZE
+from .served import PAGE_SIZE, Ring
 
 
 @dataclass
@@ -32,7 +31,7 @@ class Step:
         slot_mapping: int64 [num_tokens]; below 0: not stored.
         previous_page: int64 [num_tokens] as `ops.store` takes it; None where pages have no mean.
         starts: int32 [num_tokens] likewise; None where no layer's keys are turned back.
-        copy_slots: likewise where tokens go in copies; None without copies.
+        copy_slots: likewise where tokens go in copies, for each format of them.
         prefills: each a `prefill.Prefill`.
     """
 
@@ -41,7 +40,7 @@ class Step:
     slot_mapping: torch.Tensor
     previous_page: torch.Tensor | None
     starts: torch.Tensor | None
-    copy_slots: torch.Tensor | None
+    copy_slots: tuple[torch.Tensor, ...]
     decodes: dict[Call, Decode] = field(default_factory=dict)
     prefills: dict[Call, Any] = field(default_factory=dict)
 
@@ -52,33 +51,32 @@ class Placer:
     It fills nothing where no page has a mean or is in a frame, and none is copied.
 
     Args:
-        options: of the layers with copies.
-        rings: of copies, at least 1 where pages are copied; rows: of a step, and tokens.
+        copied: requests that have copies at the same time, at least 1 where pages are copied.
+        rows: of a step, and tokens.
         num_pages: of the pool.
 
     Raises:
-        UnsupportedError: a device that has no kernel.
+        UnsupportedError: a device that has no kernel; layers whose rings differ.
     """
 
     def __init__(
         self,
         calls: list[Call],
-        options: Options,
         *,
-        rings: int,
+        copied: int,
         rows: int,
         tokens: int,
         num_pages: int,
         device: torch.device,
     ) -> None:
-        centered, turned, copied = (
+        centered, turned, rings = (
             any(c.layout.is_centered for c in calls),
             any(c.layout.key.needs_rotary for c in calls),
-            any(c.raw for c in calls),
+            _common(calls),
         )
         self._places: Places | None = None
         self.copies: Copies | None = None
-        if not centered and not copied and not turned:
+        if not centered and not rings and not turned:
             return
         self._place = place
         if device.type != "cpu":
@@ -87,8 +85,8 @@ class Placer:
             self._place = place_cuda.place
             place_cuda.prepare(device)
         sizes: dict[str, Any] = {"tokens": tokens, "num_blocks": num_pages, "device": device}
-        if copied:
-            self.copies = Copies.empty(options.newest_pages, bool(options.raw_first), rings=rings, rows=rows, **sizes)
+        if rings:
+            self.copies = Copies.empty(rings, count=copied, rows=rows, **sizes)
         self._places = Places.empty(PAGE_SIZE, previous=centered, starts=turned, copies=self.copies, **sizes)
 
     def run(
@@ -98,16 +96,30 @@ class Placer:
         table: torch.Tensor,
         slots: torch.Tensor,
         rings: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor, ...]]:
         """`Step`'s previous_page, starts and copy_slots; arguments as `place` takes them.
 
         One launch, waits for nothing.
         """
         if (p := self._places) is None:
-            return None, None, None
+            return None, None, ()
         self._place(p, seq_lens, starts, table, slots, rings)
-        before, first, copies = (
-            (None if x is None else x[: len(slots)])
-            for x in (p.previous, p.starts, p.copies.slots if p.copies else None)
-        )
-        return before, first, copies
+        before, first = ((None if x is None else x[: len(slots)]) for x in (p.previous, p.starts))
+        return before, first, tuple(f.slots[: len(slots)] for f in p.copies.formats) if p.copies else ()
+
+
+def _common(calls: list[Call]) -> tuple[Ring, ...]:
+    """Return the rings of the layers that have most formats of copies. Others must have the first of them.
+
+    Raises:
+        UnsupportedError: they have other ones.
+    """
+    most = max((c.rings for c in calls), key=len, default=())
+    for c in calls:
+        for mine, common in zip(c.rings, most, strict=False):
+            if (mine.newest, mine.first) != (common.newest, common.first):
+                raise UnsupportedError(
+                    f"layers of one pool have copies of {mine.newest} and of {common.newest} pages a request; name"
+                    " copies of as many tokens for all layers"
+                )
+    return most

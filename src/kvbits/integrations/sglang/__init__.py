@@ -2,7 +2,7 @@
 kvbits_int8_centered`.
 
     releases  what of SGLang this stands on
-    options   what is refused at start, with the reason; the page size; raw copies and calibrations
+    options   what is refused at start, with the reason; the page size; copies and calibrations
     pool      the pages, in place of SGLang's pool of keys and values
     backend   tables and plans of a step, and its layers (`engine.step`, `engine.layer`)
     drafts    n-grams to be verified

@@ -18,7 +18,7 @@ from sglang.srt.runtime_context import get_parallel
 from ...errors import UnsupportedError
 from ...later import upload
 from ...quant.rotary import turn_by
-from ..engine.call import call_for, raw_of
+from ..engine.call import call_for
 from ..engine.decode import Decode
 from ..engine.layer import Layer
 from ..engine.prefill import prefills, scratch_for
@@ -61,7 +61,7 @@ class KVBitsBackend(AttentionBackend):
             config.context_len,
             (args.chunked_prefill_size if args.chunked_prefill_size > 0 else config.context_len),
         )
-        # of raw copies, and which each row of `req_to_token` has, as kernels know it
+        # of copies, and which each row of `req_to_token` has, as kernels know it
         self._rings = Rings(min(pool.copied, self._requests), logger)
         self._ring_of = torch.full((len(self._req_to_token),), -1, dtype=torch.int32, device=self._device)
         self._calibration = calibration_of(pool.form, args) if pool.form.calibrated else None
@@ -77,8 +77,7 @@ class KVBitsBackend(AttentionBackend):
         tokens = max(tokens, self._requests * self._num_queries)
         self._placer = Placer(
             self._calls,
-            self._options,
-            rings=max(1, self._rings.count),
+            copied=max(1, self._rings.count),
             rows=self._requests,
             tokens=tokens,
             num_pages=pages,
@@ -126,20 +125,17 @@ class KVBitsBackend(AttentionBackend):
                 )
         # SGLang does not count the query itself
         window = layer.sliding_window_size + 1 if layer.sliding_window_size > 0 else None
-        raw = raw_of(self._pool.layout) if self._options.copies else None
         scaling, softcap = float(layer.scaling), float(layer.logit_cap) or None
         layout, dtype = self._pool.layout, self._pool.model_dtype
         scratch = scratch_for(layout, dtype, self._device, *self._sizes, window)
         attend = flash_for(self._device, layout.head_dim, layout.value_head_dim)
-        call = call_for(layout, layer.tp_q_head_num, dtype, scaling, window, softcap, scratch, attend, raw)
+        rings = self._options.rings(self._pool.form, layout)
+        call = call_for(layout, layer.tp_q_head_num, dtype, scaling, window, softcap, scratch, attend, rings)
         found = Layer(str(layer.layer_id), call, self._device, turn=self._turns.get(layer.layer_id))
-        if raw:
-            found.take_copies(max(1, self._rings.count) * self._options.pages_of_request)
+        found.take_copies(max(1, self._rings.count))
         if self._calibration:
             rank = get_parallel()
-            found.static, found.order = self._calibration.layer(
-                layer.layer_id, rank.tp_rank, rank.tp_size, self._device
-            )
+            found.calibrate(*self._calibration.layer(layer.layer_id, rank.tp_rank, rank.tp_size, self._device))
         return found
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:

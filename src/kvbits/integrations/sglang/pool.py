@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from ...errors import UnsupportedError
 from ...spec import PageLayout
-from ..engine.call import RAW_DTYPES, raw_of
+from ..engine.call import RAW_DTYPES
 from ..engine.served import FORMATS, PAGE_SIZE, Format, copied_requests
 from .options import REQUESTS, format_of, options_of
 
@@ -28,7 +28,7 @@ class KVBitsPool(MHATokenToKVPool):
         layout: of a page.
         model_dtype: of what layers give; `dtype` is what is stored, bytes.
         pages: of each layer uint8 [pages, H, head_bytes].
-        copied: requests that have raw copies at once.
+        copied: requests that have copies at once.
     """
 
     form: ClassVar[Format]
@@ -103,7 +103,7 @@ def cell_size(original: Any, sizes: Any, configurator: Any, num_layers: int) -> 
 
 
 def budget(original: Any, configurator: Any, pre_model_load_memory: int) -> int:
-    """Around `KVCacheConfigurator._profile_available_bytes`: without what raw copies take, whose number is decided
+    """Around `KVCacheConfigurator._profile_available_bytes`: without what copies take, whose number is decided
     here.
     """
     form, config, found = (
@@ -111,18 +111,17 @@ def budget(original: Any, configurator: Any, pre_model_load_memory: int) -> int:
         configurator.model_config,
         original(configurator, pre_model_load_memory),
     )
-    if form is None or not (pages := options_of(form).pages_of_request):
+    if form is None or not options_of(form).copies:
         return found
-    raw = raw_of(
-        form.layout(
-            _kv_heads(configurator), config.head_dim, config.v_head_dim, RAW_DTYPES[configurator.kv_cache_dtype]
-        )
+    layout = form.layout(
+        _kv_heads(configurator), config.head_dim, config.v_head_dim, RAW_DTYPES[configurator.kv_cache_dtype]
     )
-    of_request = configurator.layer_info.num_effective_layers * pages * raw.page_size_bytes
+    of_layer = sum(ring.nbytes for ring in options_of(form).rings(form, layout))
+    of_request = configurator.layer_info.num_effective_layers * of_layer
     most = resolved_view(configurator.server_args).max_running_requests or REQUESTS
-    _COPIED[id(configurator)] = copied = copied_requests(found, of_request, most, options_of(form).raw_share)
+    _COPIED[id(configurator)] = copied = copied_requests(found, of_request, most, options_of(form).copies_share)
     logger.info(
-        "raw copies of up to %d requests at once: %.2f of %.2f GB for the cache, %.1f MB each; a request without them"
+        "copies of up to %d requests at once: %.2f of %.2f GB for the cache, %.1f MB each; a request without them"
         " is read packed",
         copied,
         copied * of_request / 1e9,

@@ -6,8 +6,8 @@
     builder    once per step: the decode plan, the pages that open, the prefill passes (`metadata`)
     impl       once per layer: which format, kernels and numbers it has
     flash      vLLM's variable-length FlashAttention, for queries of many tokens
-    options    what `--additional-config` says: raw copies of the newest pages, a scheme file
-    copies     raw copies: how many requests have them, which, and which blocks have none
+    options    what `--additional-config` says: copies of the newest pages, a scheme file
+    copies     copies: how many requests have them, which, and which blocks have none
     scheme_file   each layer's format from a file
     calibrated    which calibration an engine's layers take
     observe    a calibration made by the engine itself, for models that no single process holds

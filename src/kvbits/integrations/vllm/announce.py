@@ -84,6 +84,12 @@ def summary(vllm_config: Any, kv_cache_config: Any) -> str:
         newest = options.raw_newest
         first = f" and the first {options.raw_first}" if options.raw_first else ""
         raw.append(f"the newest {newest} to {newest + PAGE_SIZE - 1}{first} tokens of a request with copies also raw")
+        finer = FORMATS[cache.cache_dtype].copies if cache.cache_dtype in FORMATS and options.packed_copies else ()
+        raw += [
+            f"the {c.num_tokens} behind them also with keys of {c.key.mean_bits:.3g} and values of"
+            f" {c.value.mean_bits:.3g} bits"
+            for c in finer
+        ]
     if cache.kv_cache_dtype_skip_layers:
         raw.append(f"layers {', '.join(map(str, cache.kv_cache_dtype_skip_layers))} raw")
     if options.calibration:

@@ -66,8 +66,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
         self._pool = impls[0].pool  # of the worker's copies
         self._placer = Placer(
             self.calls,
-            next((x.options for x in impls if x.call.raw), impls[0].options),
-            rings=self._pool.count,
+            copied=self._pool.count,
             rows=rows,
             device=device,
             tokens=config.max_num_batched_tokens + rows * threshold,  # drafts come on top of a full step
@@ -148,7 +147,7 @@ class KVBitsMetadataBuilder(AttentionMetadataBuilder[KVBitsMetadata]):
 
     def _place(
         self, m: CommonAttentionMetadata
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor, ...]]:
         """Pages before those that open, starts of pages, and slots of copies."""
         rows, slots = m.num_reqs, m.slot_mapping[: m.num_actual_tokens]
         rings = upload(self._pool.rings_of(m), self.device) if self._placer.copies else None

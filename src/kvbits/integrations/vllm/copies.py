@@ -1,4 +1,4 @@
-"""Raw copies inside vLLM: how many requests have them, which, and which blocks have none.
+"""Copies of newest pages inside vLLM: how many requests have them, which, and which blocks have none.
 
     determine_available_memory --> `sized`: rings of copies for a share of it, the rest is for pages
     SchedulerOutput            --> requests that ended or were preempted give their rings back
@@ -88,13 +88,13 @@ def sized(worker: Any, available: int) -> int:
     of_request = sum(impl.ring_bytes for impl in impls)
     count = config.scheduler_config.max_num_seqs
     if of_request:
-        count = copied_requests(available, of_request, count, options_of(config).raw_share)
+        count = copied_requests(available, of_request, count, options_of(config).copies_share)
     count = _least(count)
     worker.kvbits_copies = pool = Pool(worker.model_runner, Rings(count, logger))
     for impl in impls:
         impl.pool = pool
     logger.info(
-        "raw copies of up to %d of %d requests at once: %.2f of %.2f GB for the cache, %.1f MB each; a request without"
+        "copies of up to %d of %d requests at once: %.2f of %.2f GB for the cache, %.1f MB each; a request without"
         " them is read packed",
         count,
         config.scheduler_config.max_num_seqs,

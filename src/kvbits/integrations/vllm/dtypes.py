@@ -42,7 +42,7 @@ def _naming(original: Callable[..., None]) -> Callable[..., None]:
         asked = not named or (cache is not None and cache.cache_dtype in NAMES)
         if why := misspelt(vllm_config.additional_config, asked):
             raise UnsupportedError(why)
-        name = options_of(vllm_config, calibrated=True).named  # no dtype is known yet
+        name = options_of(vllm_config, copied=True).named  # no dtype is known yet
         if name is not None and cache is not None:
             if named:
                 raise UnsupportedError(

@@ -15,7 +15,7 @@ from ...geometry import has_key_bias
 from ...ops import dispatch
 from ...ops.reference.merge import sink_part
 from ...spec import PageLayout
-from ..engine.call import call_for, raw_of
+from ..engine.call import call_for
 from ..engine.layer import Layer
 from ..engine.prefill import scratch_for
 from . import calibrated, formats, observe
@@ -85,7 +85,7 @@ class KVBitsImpl(AttentionImpl):
         self._logits = sinks  # learned, [Hq] of this rank, loaded later
         self.moments: Moments | None = None
         self._pages: torch.Tensor | None = None
-        self.pool, self.ring_bytes = Pool(), 0  # of raw copies; bytes of a request's in this layer
+        self.pool, self.ring_bytes = Pool(), 0  # of copies; bytes of a request's in this layer
         self.options = options_of(config)
         self._drafts = config.model_config.runner_type == "draft"
         self._rope = rope_parameters(config.model_config.hf_text_config, sliding_window is not None)
@@ -112,13 +112,13 @@ class KVBitsImpl(AttentionImpl):
             config.scheduler_config.max_num_batched_tokens,
             window,
         )
-        raw = raw_of(layout) if copied and self.options.copies and not layout.is_raw else None
+        rings = self.options.rings(form, layout) if form and copied else ()
         self.call = call_for(
-            layout, self.num_heads, dtype, scaling, window, softcap, scratch, flash_for(device, *self._widths), raw
+            layout, self.num_heads, dtype, scaling, window, softcap, scratch, flash_for(device, *self._widths), rings
         )
         self.stored = Layer(self._found()[1].layer_name, self.call, device)
-        if raw and not self._target_name:
-            self.ring_bytes = self.options.pages_of_request * raw.page_size_bytes
+        if not self._target_name:
+            self.ring_bytes = sum(ring.nbytes for ring in rings)
 
     def _take_own_format(self) -> None:
         """That of the dtype, of the scheme file, or `HEADS`, by the layer's name; vLLM asks the layer for it when it
@@ -157,14 +157,13 @@ class KVBitsImpl(AttentionImpl):
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        self.stored.static, self.stored.order = calibrated.model_of(self._config, self._device).layer(
-            self._found()[0], rank, size, self._device
-        )
+        found = calibrated.model_of(self._config, self._device)
+        self.stored.calibrate(*found.layer(self._found()[0], rank, size, self._device))
 
     def take_copies(self) -> None:
         """Allocate this layer's copies, when it is known how many requests have them."""
         if self.ring_bytes:
-            self.stored.take_copies(self.pool.count * self.options.pages_of_request)
+            self.stored.take_copies(self.pool.count)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         self.settle()

@@ -51,7 +51,8 @@ def misspelt(given: Any, asked: bool) -> str | None:
         asked: whether the engine has one of our dtypes, or can only be given one here; then our options are nobody
             else's.
     """
-    own = {f.name for f in dataclasses.fields(Options)} if asked else {"raw_newest", "raw_first", "raw_share"}
+    few = {"raw_newest", "raw_first", "packed_copies", "copies_share"}
+    own = {f.name for f in dataclasses.fields(Options)} if asked else few
     for key in given if isinstance(given, dict) else ():
         letters = "".join(c for c in str(key).lower() if c.isalpha())
         if key != KEY and (letters.startswith(KEY) or difflib.get_close_matches(letters, [KEY], cutoff=0.8)):
@@ -61,30 +62,28 @@ def misspelt(given: Any, asked: bool) -> str | None:
     return None
 
 
-def options_of(vllm_config: Any, calibrated: bool | None = None) -> Options:
-    """The options of an engine whose layers are `calibrated` or not (None: as its cache dtype says).
+def options_of(vllm_config: Any, copied: bool | None = None) -> Options:
+    """The options of an engine whose pages are `copied` unless users say otherwise (None: as its cache dtype says).
 
     Raises:
         UnsupportedError: options that there are not or that cannot be.
     """
     given = vllm_config.additional_config
     given = given.get(KEY, {}) if isinstance(given, dict) else {}
-    if calibrated is None:
-        calibrated = _calibrated(
-            vllm_config.cache_config.cache_dtype, given.get("scheme") if isinstance(given, dict) else None
-        )
     dtype, drafts = (
         vllm_config.cache_config.cache_dtype,
         getattr(getattr(vllm_config, "speculative_config", None), "kv_cache_dtype", None),
     )
+    if copied is None:
+        copied = _copied(dtype, given.get("scheme") if isinstance(given, dict) else None)
     # Drafts have the target's options, and for a moment its configuration under their own dtype.
     alone = drafts is None and getattr(getattr(vllm_config, "model_config", None), "runner_type", None) != "draft"
     found = engine.checked(
         Options,
         given,
         'additional_config["kvbits"]',
-        calibrated,
-        dtype if alone and dtype in NAMES and not calibrated else "",
+        copied,
+        dtype if alone and dtype in NAMES and not copied else "",
     )
     if alone and found.scheme and dtype in FORMATS:
         raise UnsupportedError(
@@ -94,8 +93,9 @@ def options_of(vllm_config: Any, calibrated: bool | None = None) -> Options:
     return found
 
 
-def _calibrated(dtype: str, path: Any) -> bool:
-    """Tell whether a dtype has calibrated layers."""
+def _copied(dtype: str, path: Any) -> bool:
+    """Tell whether a dtype has layers whose pages are copied unless users say otherwise."""
     if dtype == SCHEME:
-        return isinstance(path, str) and bool(path) and schemes.read(path).needs_calibration
+        scheme = schemes.read(path) if isinstance(path, str) and path else None
+        return scheme is not None and (scheme.needs_calibration or bool(scheme.copies))
     return dtype in FORMATS and FORMATS[dtype].calibrated

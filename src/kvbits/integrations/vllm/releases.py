@@ -17,7 +17,7 @@ from .formats import FORMATS, HEADS, NAMES, PLACEHOLDER, TAGS
 BACKEND = "kvbits.integrations.vllm.backend.KVBitsBackend"
 AUTOMATIC, COPIES, CENTRED, CLOSED, LOG = (
     "kvbits_auto on GPUs",
-    "raw copies",
+    "copies",
     "centred keys",
     "dtypes named by --additional-config",
     "lines of the log and of the help",
@@ -146,7 +146,7 @@ CONTRACT = Contract(
         ),
         reads("vllm:LLM", loaded=False),
         reads("vllm:SamplingParams", loaded=False),
-        # raw copies
+        # copies of newest pages
         wraps("vllm.v1.core.block_pool:BlockPool.get_new_blocks", feature=COPIES, ends="vllm#53067"),
         wraps("vllm.v1.core.sched.scheduler:Scheduler.schedule", feature=COPIES, ends=OUTSIDE),
         reads("vllm.v1.core.sched.scheduler:Scheduler", "kv_cache_manager vllm_config", feature=COPIES),
@@ -183,7 +183,7 @@ def needs_of(vllm_config: Any, copies: bool) -> tuple[str, ...]:
     """The features that an engine of a kvbits dtype needs.
 
     Args:
-        copies: whether layers may have raw copies.
+        copies: whether layers may have copies.
     """
     form = FORMATS.get(vllm_config.cache_config.cache_dtype, FORMATS[HEADS])  # a file or drafts may have any
     needs = {CENTRED: form.scheme.key.center is not None, COPIES: copies, CLOSED: not takes_names()}

@@ -11,7 +11,7 @@ from typing import Any
 from ... import schemes
 from ...errors import SpecError, UnsupportedError
 from ...geometry import layer_geometries, layer_places, stored_at
-from ...spec import LayerGeometry, QuantSpec, Scheme
+from ...spec import LayerGeometry, Scheme
 from .formats import PAGE_SIZE, SCHEME, Format, tag_for
 from .options import options_of
 
@@ -61,14 +61,15 @@ def _layer_formats(path: str, layers: tuple[LayerGeometry, ...]) -> tuple[Format
             scheme.num_sink_tokens,
             scheme.residual_length,
         )
-    found = [_format(path, i, *scheme.for_layer(i, len(layers)), layer) for i, layer in enumerate(layers)]
+    found = [_format(path, i, scheme, layer, len(layers)) for i, layer in enumerate(layers)]
     for form in found:
         if form:
             tag_for(form)
     return tuple(found)
 
 
-def _format(path: str, layer: int, key: QuantSpec, value: QuantSpec, geometry: LayerGeometry) -> Format | None:
+def _format(path: str, layer: int, of: Scheme, geometry: LayerGeometry, count: int) -> Format | None:
+    key, value = of.for_layer(layer, count)
     if key.is_raw and value.is_raw:
         return None
     where = f"{path}, layer {layer}"
@@ -76,7 +77,15 @@ def _format(path: str, layer: int, key: QuantSpec, value: QuantSpec, geometry: L
         raise UnsupportedError(
             f"{where}: one of keys and values is raw, and kernels read both packed or both raw; quantize both, or none"
         )
-    for side, spec in (("keys", key), ("values", value)):
+    copies = () if any(o.covers(layer, count) for o in of.overrides) else of.copies
+    sides = [("keys", key), ("values", value)]
+    sides += [(f"{side} of copies", spec) for c in copies for side, spec in (("keys", c.key), ("values", c.value))]
+    for side, spec in sides:
+        if spec.center == "channel" and side == "keys of copies":
+            raise UnsupportedError(
+                f"{where}: {side} as {spec!r} start from the page before, which may have no copy; use keys without"
+                " center='channel'"
+            )
         if not spec.token_local:
             raise UnsupportedError(
                 f"{where}: {side} as {spec!r} need the other tokens of their page, and vLLM writes tokens one by one;"
@@ -89,7 +98,7 @@ def _format(path: str, layer: int, key: QuantSpec, value: QuantSpec, geometry: L
             )
     try:
         scheme = Scheme(name=SCHEME, key=key, value=value, page_size=PAGE_SIZE, token_local=True)
-        form = Format(name=f"{SCHEME}, layer {layer}", scheme=scheme)
+        form = Format(name=f"{SCHEME}, layer {layer}", scheme=scheme, copies=copies)
         why = form.refuses(geometry.head_dim, geometry.value_head_dim)
     except SpecError as e:
         why = str(e)

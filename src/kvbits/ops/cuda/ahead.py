@@ -7,14 +7,13 @@ passes of caches really load.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from ...runs import cores
-from ...spec import LayerGroup, PageLayout, QuantSpec
+from ...spec import LayerGroup, PageLayout
 from .. import long_queries
 from ..decode import parts_of
 from ..descriptor import MATRIX_DTYPES
@@ -72,14 +71,19 @@ def of_group(
 
 
 def of_vllm(
-    layout: PageLayout, num_q_heads: int, dtype: torch.dtype, softcap: bool, capability: Capability
+    layout: PageLayout,
+    copies: Sequence[PageLayout],
+    num_q_heads: int,
+    dtype: torch.dtype,
+    softcap: bool,
+    capability: Capability,
 ) -> Iterator[Source]:
     """Yield the sources that a layer of vLLM launches with its pages.
 
-    Those for the copies in 16 bits that calibrated formats have are among them.
+    Args:
+        copies: of its newest pages, raw ones first.
     """
-    copied = layout.key.has_offsets
-    parts = [layout, *([dataclasses.replace(layout, key=QuantSpec.raw(), value=QuantSpec.raw())] if copied else [])]
+    parts = [layout, *copies]
     for x in parts:
         yield from _stored(x, dtype, capability)
         if family_of(x).refuses("unpack", x, dtype=dtype) is None:
@@ -88,7 +92,8 @@ def of_vllm(
     columns = num_q_heads // layout.num_kv_heads
     for n in range(1, MAX_QUERIES + 1):
         yield from _attention(parts, n * columns, dtype, softcap, capability)
-    yield from map(work_list.source, [2, 3] if copied else [1])
+    # packed pages and raw copies, of the first page or not; other copies by themselves
+    yield from map(work_list.source, [*([2, 3] if copies else [1]), *([1] if len(copies) > 1 else [])])
 
 
 def distinct(sources: Iterable[Source]) -> list[Source]:

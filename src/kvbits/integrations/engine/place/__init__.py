@@ -1,11 +1,11 @@
 """Once a step of somebody else's engine, for all layers: which page is before one that opens, which tokens are also
-kept raw, and what each row reads.
+kept in copies, and what each row reads.
 
-An engine that owns pages (blocks) gives lengths and block tables on the device. A row's newest pages and its first can
-have a **copy** in 16 bits beside the packed one, which is complete all the same: whoever finds no copy reads the packed
-page, so a lost copy costs accuracy and nothing else. Copies lie in pages of their own: a ring of `newest` (and one for
-the first page) for each of so many requests. The engine says which ring a row's request owns; a request without one is
-read packed.
+An engine that owns pages (blocks) gives lengths and block tables on the device. A row's newest pages can have
+**copies** in finer formats beside the packed page: raw ones of the newest and the first, packed ones of the pages
+behind them. The packed page is complete all the same. Whoever finds no copy reads the packed page, so a lost copy costs
+accuracy and nothing else. Copies lie in pages of their own. In each format a request owns a ring of `newest` pages (and
+one for its first). The engine says which ring a row's request owns; a request without one is read packed.
 
     holds[copy]   the block that a copy is of       where[block]   its copy
 
@@ -18,6 +18,7 @@ load one from elsewhere), `Copies.forget` must say that a block is taken again: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,21 +26,22 @@ import torch
 
 from ....errors import DataError
 from ....later import upload
+from ..served import Ring
+
+MOST_FORMATS = 4
+"""Formats that the pages of a row are copied in, at most."""
 
 
 @dataclass(frozen=True, eq=False)
-class Copies:
-    """State and results of a batch of up to `rows` rows and `tokens` tokens, all on one device.
+class Copied:
+    """Copies in one format, for a batch of up to `rows` rows and `tokens` tokens.
 
     Attributes:
-        newest: pages of a request that are copied, its newest; whether also its `first`.
+        newest: pages of a request that are copied, its newest; whether also its `first`, in a page of its own.
         where: int32 [num_blocks]; holds: int32 [num_copies]: see above, -1 for none.
-        slots: int64 [tokens]: copy * page_size + place of each token of the step, -1 where it is not kept raw.
-        packed: int32 [3, rows]: of each row tokens that are read packed, position of the first, its page in the row.
-        head: int32 [rows]: tokens that are read from the copy of the first page, whose number is in head_table, int32
-            [rows, 1].
-        tail: int32 [2, rows]: tokens that are read from copies of the newest pages and position of the first;
-            tail_table: int32 [rows, newest].
+        slots: int64 [tokens]: copy * page_size + place of each token of the step, -1 where it is not kept here.
+        tail: int32 [2, rows]: tokens that a row reads from these copies and position of the first; table: int32 [rows,
+            newest].
     """
 
     newest: int
@@ -47,11 +49,13 @@ class Copies:
     where: torch.Tensor
     holds: torch.Tensor
     slots: torch.Tensor
-    packed: torch.Tensor
-    head: torch.Tensor
-    head_table: torch.Tensor
     tail: torch.Tensor
-    tail_table: torch.Tensor
+    table: torch.Tensor
+
+    @property
+    def pages(self) -> int:
+        """Pages of a ring."""
+        return self.newest + self.first
 
     def wanted(self, entries: np.ndarray, newest: np.ndarray) -> np.ndarray:
         """bool [n]: which pages are among the copied ones of their row, by their entry in it and that of its newest."""
@@ -63,24 +67,62 @@ class Copies:
         copy = torch.where(inside, self.where[torch.where(inside, blocks, 0)], -1).long()
         return torch.where((copy >= 0) & (self.holds[copy.clamp(min=0)] == blocks), copy, -1)
 
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """State and results of a batch of up to `rows` rows and `tokens` tokens, all on one device.
+
+    Attributes:
+        formats: finest first. A row reads its newest pages from the first, as far as its copies reach. It reads those
+            behind them from the next. `head` is of the first.
+        packed: int32 [2 + formats, rows]: position of the first token that a row reads packed, and its page in the row.
+            Entry 2 + i has how many tokens a layer reads packed that has copies in the formats up to i.
+        head: int32 [rows]: tokens that are read from the copy of the first page, whose number is in head_table, int32
+            [rows, 1].
+    """
+
+    formats: tuple[Copied, ...]
+    packed: torch.Tensor
+    head: torch.Tensor
+    head_table: torch.Tensor
+
     def forget(self, blocks: list[int]) -> None:
         """These blocks begin a new life, and what copies they had are of their past one."""
-        own = np.array([block for block in blocks if block < len(self.where)], np.int64)
-        self.where.index_fill_(0, upload(own, self.where.device), -1)
+        known = len(self.formats[0].where)
+        own = upload(np.array([block for block in blocks if block < known], np.int64), self.packed.device)
+        for f in self.formats:
+            f.where.index_fill_(0, own, -1)
 
     @classmethod
     def empty(
-        cls, newest: int, first: bool, *, rings: int, rows: int, tokens: int, num_blocks: int, device: torch.device
+        cls, rings: Sequence[Ring], *, count: int, rows: int, tokens: int, num_blocks: int, device: torch.device
     ) -> Copies:
-        def full(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.full(shape, -1, dtype=dtype, device=device)
+        """Allocate copies for `count` requests, one ring each in every format.
 
-        state = full(num_blocks), full(rings * (newest + first)), full(tokens, dtype=torch.int64)
-        results = (
-            torch.zeros(shape, dtype=torch.int32, device=device)
-            for shape in ((3, rows), (rows,), (rows, 1), (2, rows), (rows, newest))
+        Raises:
+            DataError: more formats than `MOST_FORMATS`, or a first page in another than the finest.
+        """
+        if not 1 <= len(rings) <= MOST_FORMATS or any(ring.first for ring in rings[1:]):
+            raise DataError(
+                f"pages are copied in 1 to {MOST_FORMATS} formats, and first pages in the finest; got {list(rings)}"
+            )
+
+        def full(*shape: int, value: int = -1, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        formats = tuple(
+            Copied(
+                ring.newest,
+                ring.first,
+                where=full(num_blocks),
+                holds=full(count * ring.pages),
+                slots=full(tokens, dtype=torch.int64),
+                tail=full(2, rows, value=0),
+                table=full(rows, ring.newest, value=0),
+            )
+            for ring in rings
         )
-        return cls(newest, first, *state, *results)
+        return cls(formats, *(full(*shape, value=0) for shape in ((2 + len(rings), rows), (rows,), (rows, 1))))
 
 
 @dataclass(eq=False)
@@ -150,7 +192,11 @@ def check(
     of_tokens = [("previous", places.previous, slots), ("starts", places.starts, slots)]
     rooms = [
         *of_tokens,
-        *((n, getattr(places.copies, n), x) for n, x in (("slots", slots), ("head", seq_lens)) if places.copies),
+        *(
+            [("slots", places.copies.formats[0].slots, slots), ("head", places.copies.head, seq_lens)]
+            if places.copies
+            else []
+        ),
     ]
     for name, room, x in rooms:
         if room is not None and len(room) < len(x):
@@ -199,12 +245,13 @@ def place(
         places.previous.numpy()[:n] = np.where(foreign, -1, before)
     if places.copies:
         assert rings is not None  # checked
-        _copy(places.copies, size, rings.numpy()[row], block, at, page, newest, stored)
+        for f in places.copies.formats:
+            _copy(f, size, rings.numpy()[row], block, at, page, newest, stored)
         _read(places.copies, size, lens, blocks)
 
 
 def _copy(
-    c: Copies,
+    c: Copied,
     size: int,
     ring: np.ndarray,
     block: np.ndarray,
@@ -213,12 +260,12 @@ def _copy(
     newest: np.ndarray,
     stored: np.ndarray,
 ) -> None:
-    """Fill in which tokens [n] are kept raw, and where."""
+    """Fill in which tokens [n] are kept in a format, and where."""
     where, holds = c.where.numpy(), c.holds.numpy()
     stored = stored & (block > 0)
     is_first = c.first & (page == 0)
     kept = stored & (is_first | (page > newest - c.newest))
-    copy = ring * (c.newest + c.first) + np.where(is_first, c.newest, page % c.newest)
+    copy = ring * c.pages + np.where(is_first, c.newest, page % c.newest)
     kept &= (ring >= 0) & (copy < len(holds))
     where[block[stored & ~kept]] = -1
     opened = kept & (at == 0)
@@ -230,18 +277,21 @@ def _copy(
 
 def _read(c: Copies, size: int, lens: np.ndarray, blocks: np.ndarray) -> None:
     """Fill in what each row reads from where."""
-    head, head_table, tail, tail_table, packed = (
-        x.numpy() for x in (c.head, c.head_table, c.tail, c.tail_table, c.packed)
-    )
+    head, head_table, packed = (x.numpy() for x in (c.head, c.head_table, c.packed))
     for b, length in enumerate(lens.tolist()):
-        copies = c.of_blocks(torch.from_numpy(blocks[b]).long()).numpy() if length else np.zeros(1, np.int64)
-        skipped = int(c.first and length > 0 and copies[0] >= 0)
-        newest = min(-(-length // size), len(copies)) - 1
-        begin = newest + 1
-        while begin > max(newest + 1 - c.newest, int(c.first), 0) and copies[begin - 1] >= 0:
-            begin -= 1
-        head[b], head_table[b, 0] = min(length, size) * skipped, copies[0] if skipped else 0
-        found = copies[begin : newest + 1]
-        tail_table[b, : len(found)], tail_table[b, len(found) :] = found, 0
-        tail[:, b] = max(length - begin * size, 0), begin * size
-        packed[:, b] = max(min(length, begin * size) - skipped * size, 0), skipped * size, skipped
+        pages = min(-(-length // size), blocks.shape[1])
+        own = torch.from_numpy(blocks[b, :pages]).long()
+        first = int(c.formats[0].of_blocks(own[:1])[0]) if c.formats[0].first and pages else -1
+        skipped = int(first >= 0)
+        head[b], head_table[b, 0] = min(length, size) * skipped, first if skipped else 0
+        packed[:2, b] = skipped * size, skipped
+        end = pages
+        for i, f in enumerate(c.formats):
+            copies, begin = f.of_blocks(own).numpy(), end
+            while begin > max(pages - f.newest, int(f.first), skipped) and copies[begin - 1] >= 0:
+                begin -= 1
+            table, found = f.table.numpy(), copies[begin:end]
+            table[b, : len(found)], table[b, len(found) :] = found, 0
+            f.tail.numpy()[:, b] = max(min(length, end * size) - begin * size, 0), begin * size
+            packed[2 + i, b] = max(min(length, begin * size) - skipped * size, 0)
+            end = begin

@@ -10,9 +10,18 @@ import torch
 
 from ....ops.cuda.engine.runtime import driver
 from ....ops.cuda.engine.runtime.compile import Source
-from . import Places, check
+from . import MOST_FORMATS, Places, check
 
 THREADS = 512
+
+
+class _Copied(ctypes.Structure):
+    """struct Copied of place.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("where", "holds", "slots", "tail", "table")),
+        *((name, ctypes.c_int) for name in ("num_copies", "newest", "first", "pages")),
+    ]
 
 
 class _Args(ctypes.Structure):
@@ -30,32 +39,17 @@ class _Args(ctypes.Structure):
                 "stamps",
                 "previous",
                 "page_starts",
-                "where",
-                "holds",
-                "copy_slots",
                 "packed",
                 "head",
                 "head_table",
-                "tail",
-                "tail_table",
             )
         ),
         ("table_stride", ctypes.c_int64),
         *(
             (n, ctypes.c_int)
-            for n in (
-                "rows",
-                "tokens",
-                "table_width",
-                "num_blocks",
-                "num_copies",
-                "step",
-                "page_size",
-                "newest",
-                "first",
-                "room",
-            )
+            for n in ("rows", "tokens", "table_width", "num_blocks", "step", "page_size", "room", "num_formats")
         ),
+        ("formats", _Copied * MOST_FORMATS),
     ]
 
 
@@ -107,10 +101,14 @@ def place(
         page_size=places.page_size,
     )
     if (c := places.copies) is not None:
-        args.newest, args.first, args.room, args.num_copies = c.newest, int(c.first), len(c.head), len(c.holds)
-        args.copy_slots = c.slots.data_ptr()
-        for name in ("where", "holds", "packed", "head", "head_table", "tail", "tail_table"):
+        args.room, args.num_formats = len(c.head), len(c.formats)
+        for name in ("packed", "head", "head_table"):
             setattr(args, name, getattr(c, name).data_ptr())
+        for i, f in enumerate(c.formats):
+            pointers = {n: getattr(f, n).data_ptr() for n in ("where", "holds", "slots", "tail", "table")}
+            args.formats[i] = _Copied(
+                **pointers, num_copies=len(f.holds), newest=f.newest, first=int(f.first), pages=f.pages
+            )
     _load(-1 if slots.device.index is None else slots.device.index).launch(
         1, THREADS, args, torch.cuda.current_stream(slots.device).cuda_stream
     )
