@@ -360,6 +360,8 @@ def test_a_fit_is_one_that_vllm_serves(bench, layers, tmp_path):
     (tmp_path / "mine.json").write_text(mine.to_json())
     served = _layer_formats(str(tmp_path / "mine.json"), layers)
     assert [(f.scheme.key, f.scheme.value) for f in served if f] == [mine.for_layer(i, 2) for i in range(2)]
+    assert [f.copies for f in served if f] == [mine.copies_of(*mine.for_layer(i, 2)) for i in range(2)]
+    assert any(f.copies for f in served if f)
 
 
 def test_models_that_klt_does_not_take_are_dealt_integers():
