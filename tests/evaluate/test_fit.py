@@ -362,6 +362,8 @@ def test_a_fit_is_one_that_vllm_serves(bench, layers, tmp_path):
     assert [(f.scheme.key, f.scheme.value) for f in served if f] == [mine.for_layer(i, 2) for i in range(2)]
     assert [f.copies for f in served if f] == [mine.copies_of(*mine.for_layer(i, 2)) for i in range(2)]
     assert any(f.copies for f in served if f)
+    rings = planner.vllm_rings(mine, layers, "bfloat16")
+    assert [len(r) - 1 for r in rings] == [len(mine.copies_of(*mine.for_layer(i, 2))) for i in range(2)]
 
 
 def test_models_that_klt_does_not_take_are_dealt_integers():
