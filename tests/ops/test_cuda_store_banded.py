@@ -179,7 +179,10 @@ def test_presets_store_what_the_reference_stores(name, head_dim, device):
     assert_references(*sides(name), rows(64, head_dim, dtype), rows(64, head_dim, dtype).flip(2), device)
 
 
-@pytest.mark.parametrize(("name", "head_dim", "page_size"), [("klt3", 256, 32), ("klt2", 96, 32), ("klt4", 256, 32)])
+@pytest.mark.parametrize(
+    ("name", "head_dim", "page_size"),
+    [("klt4", 256, 32), ("klt3", 256, 32), ("klt2", 256, 32), ("klt3", 96, 32), ("klt2", 96, 32)],
+)
 def test_other_shapes(name, head_dim, page_size, device):
     fitted = schemes.get(name, head_dim=head_dim)
     assert_references(
