@@ -372,6 +372,9 @@ inline uint2 load_shared2_at(u32 address) {
   return {shared_at<u32>(address + OFFSET), shared_at<u32>(address + OFFSET + 4)};
 }
 inline void add_to_shared(u32 address, int x) { shared_at<int>(address) += x; }
+inline int add_clamped(int a, int b, int top) { return max(min(a + b, top), 0); }
+inline u32 multiply_add(int a, int b, u32 c) { return u32(a) * u32(b) + c; }
+inline int distance(int a, int b, int c) { return abs(a - b) + c; }
 inline int round_to_int(float x) {
   return x >= 2147483648.f ? 0x7fffffff : x < -2147483648.f ? -0x7fffffff - 1 : int(rintf(x));
 }

@@ -158,6 +158,12 @@ DEVICE int add_clamped(int a, int b, int top) {
     return max(min(a + b, top), 0);
 #endif
 }
+/// a * b + c, in one instruction.
+DEVICE u32 multiply_add(int a, int b, u32 c) {
+    u32 d;
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
 /// |a - b| + c.
 DEVICE int distance(int a, int b, int c) {
     int d;
