@@ -44,7 +44,7 @@ struct ByteWeights {
 };
 
 struct ByteValues : ValueSide {
-    static_assert(V_BITS1 == 0 && V_SCALE == SCALE_GROUP && V_GROUPS == 1 && V_FLOAT == INTEGER && !V_HAS_BIAS &&
+    static_assert(V_RINGS != NO_RINGS && V_BITS1 == 0 && V_SCALE == SCALE_GROUP && V_GROUPS == 1 && V_FLOAT == INTEGER && !V_HAS_BIAS &&
                       !V_HAS_MEAN,
                   "family.py refuses others");
 
@@ -84,25 +84,22 @@ struct ByteValues : ValueSide {
             }
             const unsigned char* p = slot + First::OFFSET + block * 16 * CHUNK + quarter * 16;
             const Values<First>::LowBlock low(slot, 16 * block + 4 * quarter);
-            using Words = Fields<First, INTEGER>;
-            u32 words[UNITS][2][4][Words::WORDS];
+            u32 words[UNITS][2][4][2];  // of even fields, of odd ones
 #pragma unroll
             for (int u = 0; u < UNITS; ++u)
                 for (int k = 0; k < 2; ++k) {
                     // of four lanes that would meet in the same banks odd ones take the second first
                     const int quad = (t * UNITS + u) * 8 + 2 * c + (k ^ c % 2);
                     const uint4 w = *reinterpret_cast<const uint4*>(p + quad * 4 * width), l = low.load(quad);
-                    const Words found[4] = {
-                        {w.x, l.x, low.second}, {w.y, l.y, low.second}, {w.z, l.z, low.second}, {w.w, l.w, low.second}};
-                    for (int r = 0; r < 4; ++r)
-                        for (int n = 0; n < Words::WORDS; ++n) words[u][k][r][n] = found[r].even[n];
+                    First::Ring::join(words[u][k], {w.x, w.y, w.z, w.w}, {l.x, l.y, l.z, l.w},
+                                      Values<First>::in_second_half(low, block),
+                                      Values<First>::words_before(p, quad, block));
                 }
 #pragma unroll
             for (int field = 0; field < First::FIELDS; ++field) {
                 if (!Values<First>::used(field, pair)) continue;
                 const float unit = power_of_two(First::exponent(field));
-                const u32 mask = First::JOINED ? 0x07070707u << First::exponent(field)
-                                               : ((1u << First::BITS) - 1) * ONES << First::BITS * field;
+                const u32 mask = First::Ring::MASK * ONES << First::exponent(field);
 #pragma unroll
                 for (int rows = 0; rows < 2; ++rows) {
                     int sum[4];
@@ -110,7 +107,7 @@ struct ByteValues : ValueSide {
                         u32 a[2][2];
                         for (int k = 0; k < 2; ++k)
                             for (int r = 0; r < 2; ++r)
-                                a[k][r] = words[u][k][2 * rows + r][First::JOINED ? field % Words::WORDS : 0] & mask;
+                                a[k][r] = words[u][k][2 * rows + r][field % 2] & mask;
                         const u32(&b)[2] = weights.b[u];
                         if (u == 0)
                             mma_bytes<false>(sum, a[0][0], a[0][1], a[1][0], a[1][1], b[0], b[1], WHOLE_BITS,

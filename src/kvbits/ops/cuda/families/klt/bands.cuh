@@ -41,9 +41,11 @@ DEVICE float scale_value(int code) { return f16_to_float(u16(code << 7)); }
 template <class S>
 constexpr int plane_row(int bits) { return (S::channels(bits) * bits + 31) / 32 * 4; }
 
-/// Which row of offsets a token's key is stored less: `start` is the position of the page's first token
-/// (quant/basis.py).
-DEVICE int offsets_row(int start, int place) { return start + place ? start % FRAME / MEAN_STEP : OFFSETS - 1; }
+/// Which row of offsets a token's key is stored less (quant/basis.py): `start` is the position of the page's first token,
+/// `place` the token's in the page.
+DEVICE int offsets_row(int start, int place) {
+    return start + place ? (start + place) % FRAME / MEAN_STEP : OFFSETS - 1;
+}
 
 constexpr u32 ONE_F16X2 = 0x3c003c00u;
 DEVICE u32 twice_f16(float x) { return pack_f16(x, x); }
