@@ -127,7 +127,7 @@ struct BandedKeys : BandedFrames {
 #pragma unroll
         for (int load = 0; load < P::LOADS; ++load) {
             const KeyRing<P> ring(load, c);
-            const u32 mask = P::mask(load) * 0x00010001u << P::lane_down(load, c);  // of the lane's first field
+            const u32 mask = P::mask(load) * 0x00010001u << P::lane_bit(load, c);  // of the lane's first field
             const unsigned char* at =
                 slot + P::OFFSET + ((2 * t * UNITS + g / 4) * P::WORDS + P::word(load, c)) * 64 + g % 4 * 16;
 #pragma unroll
@@ -138,7 +138,7 @@ struct BandedKeys : BandedFrames {
                 for (int j = 0; j < P::steps(load); ++j) {
                     const int step = first_step + P::steps_before(load) + j;
                     const uint2 b = page.step(step);
-                    const u32 field = mask << P::down(load, j) + P::exponent(load, j);
+                    const u32 field = mask << P::bit(load, j);
                     for (int half = 0; half < 2; ++half) {
                         float(&sum)[4] = acc[u][half];
                         const u32 x = words[2 * half][j % 2], y = words[2 * half + 1][j % 2];
@@ -251,10 +251,12 @@ struct ByteKeys : BandedFrames {
 #pragma unroll
                 for (int j = 0; j < P::steps(load); ++j) {
                     const int step = first_step + P::steps_before(load) + j,
-                              down = P::lane_down(load, c) + P::down(load, j);
-                    const u32 field = P::mask(load) * 0x01010101u << P::exponent(load, j);
+                              down = P::moves(load) ? P::lane_bit(load, c) + P::bit(load, j) / 4 * 4 : 0;
+                    const u32 field = P::mask(load) * 0x01010101u << P::exponent(load, j, c);
                     Codes codes;
-                    for (int i = 0; i < 4; ++i) codes.of[i] = words[i][j % 2] >> down & field;
+                    // joined words of 4 bits have no other bits
+                    for (int i = 0; i < 4; ++i)
+                        codes.of[i] = BITS == 4 && P::joined(load) ? words[i][j % 2] : words[i][j % 2] >> down & field;
                     if (step % 2) add(sums[u], waiting[u], codes, page, step - 1);
                     else waiting[u] = codes;
                 }

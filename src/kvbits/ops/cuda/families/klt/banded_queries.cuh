@@ -94,28 +94,30 @@ struct BandPlane {
     static constexpr bool all_lowest(int load) { return (lowest_list() & of_load(load)) == of_load(load); }
     static constexpr bool alone(int load) { return joined(load) && steps(load) == 1; }
 
-    /// A step's operands are masked out of a word that has moved down by `lane_down` + `down`: fields times 2**exponent.
-    /// Whole fours of bits, so that words of other steps need not move again.
-    static DEVICE int lane_down(int load, int c) {
+    /// A step's operands: what lies in a word from bit `lane_bit` + `bit` on, times a power of two.
+    static DEVICE int lane_bit(int load, int c) {
         const int first = first_field(load, c);
         return !joined(load) ? BITS * first : BITS == 4 || alone(load) ? 0 : BITS == 2 ? first / 2 * 4 : first;
     }
-    static constexpr int down(int load, int j) {
-        return !joined(load) ? BITS * j / 4 * 4 : BITS == 4 ? 0 : BITS == 2 ? j / 2 * 4 : j / 4 * 4;
-    }
-    static constexpr int exponent(int load, int j) {
-        return !joined(load) ? BITS * j % 4 : BITS == 1 ? j / 2 % 2 * 2 : 0;
+    static constexpr int bit(int load, int j) {
+        return !joined(load) ? BITS * j : BITS == 4 ? 0 : BITS == 2 ? j / 2 * 4 : j / 2 * 2;
     }
     static constexpr u32 mask(int load) { return (1u << BITS + joined(load)) - 1; }
+    /// As bytes, fields that are not joined move down to the lane's first one, and further by whole fours of bits: they
+    /// are times 2**(bit % 4), and the queries' numbers lose few of their bits.
+    static constexpr bool moves(int load) { return BYTES && !joined(load); }
+    static DEVICE int exponent(int load, int j, int c) {
+        return moves(load) ? bit(load, j) % 4 : lane_bit(load, c) + bit(load, j);
+    }
     // that its bytes sum up to
-    static constexpr int MOST = CHANNELS * (BITS == 8 ? 255 : BITS == 4 ? 31 : 12);
+    static constexpr int MOST = CHANNELS * (BITS == 8 ? 255 : BITS == 4 ? 31 : 64);
 };
 static_assert(KEY_STEPS == BandPlane<8>::STEPS + BandPlane<4>::STEPS + BandPlane<2>::STEPS + BandPlane<1>::STEPS,
               "family.py counts other steps");
 
 DEVICE int frame_of(int position) { return position / FRAME; }
 /// The row of offsets of the token at a position.
-DEVICE int run_of(int position) { return position % FRAME / MEAN_STEP; }
+DEVICE u32 run_of(u32 position) { return position / MEAN_STEP % (FRAME / MEAN_STEP); }
 
 /// A^-1 of a head as operands.py's basis_operands lays it out: 16 x 16 tiles as operands, what belongs to all, and what
 /// keys are stored less.
@@ -138,8 +140,6 @@ struct alignas(16) FrameTile {
     int first, last;             // frames
     int ends;                    // whether the segment's next frames are none
     float offsets[OFFSETS][ROWS];  // q' times what keys are stored less, times `unit`
-    // pairs of channels; of four the second and third change places, as offsets are multiplied
-    u32 q[ROWS][STRIDE];
     // of a lane's four channels upper bytes, lower bytes; or float16 numbers, first and third, second and fourth
     uint2 steps[KEY_STEPS][ROWS][4];
 
@@ -151,6 +151,9 @@ struct FrameRing {
     static constexpr int KS = D / 16, HELD = KS <= 8;
     FrameTile tiles[FRAME_TILES];
     uint4 turned[KS][2][32];     // queries of a tile as operands: first numbers and second ones of each step
+    // the rows of the tile that is made: pairs of channels; of four the second and third change places, as offsets are
+    // multiplied
+    u32 q[FrameTile::ROWS][FrameTile::STRIDE];
     // of each frame of a tile and the channel pairs of the maker's steps
     float2 turns[MAKERS][FrameTile::FRAMES][D / 2 / MAKERS];
     // sums and largest numbers of a maker's channels
@@ -268,19 +271,20 @@ struct Steps {
                           shift = int(Bands::WIDTHS >> 4 * band & (BITS - 1));
                 place[step / MAKERS] = FrameTile::place((band * BAND + channel % BAND) / 2);
                 // joined fields have a bit more
-                const int up = P::exponent(load, j) + (BYTES ? 0 : P::lane_down(load, c) + P::down(load, j));
-                factor[step / MAKERS] =
-                    channel < P::CHANNELS ? power_of_two(shift - up + !P::joined(load)) : 0.f;
+                factor[step / MAKERS] = channel < P::CHANNELS
+                                            ? power_of_two(shift - P::exponent(load, j, c) + !P::joined(load))
+                                            : 0.f;
             }
     }
     /// multiplier: of numbers of rows g and g + 8.
-    DEVICE void write(FrameTile& tile, const float (&multiplier)[2], int maker, int g, int c) const {
+    DEVICE void write(FrameTile& tile, const FrameRing& ring, const float (&multiplier)[2], int maker, int g,
+                      int c) const {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
             for (int half = 0; half < 2; ++half) {
                 if (i * MAKERS + maker >= KEY_STEPS) continue;
                 const int row = g + 8 * half;
-                const u32* q = &tile.q[row][place[i]];  // and the pair after it
+                const u32* q = &ring.q[row][place[i]];  // and the pair after it
                 const u32 x = q[0], y = q[2];
                 uint2& to = tile.steps[i * MAKERS + maker][row][c];
                 if (!BYTES) {
@@ -302,8 +306,8 @@ struct Steps {
 
 /// tile.offsets of at most 16 rows from `first` on up to `end`, for queries from 8 `half` on: offsets are the rows of one
 /// operand, queries the columns of the other, as 16 bytes of each lie.
-DEVICE void times_offsets(FrameTile& tile, const InverseBasis& inverse, float unit, int first, int end, int half, int g,
-                          int c) {
+DEVICE void times_offsets(FrameTile& tile, const FrameRing& ring, const InverseBasis& inverse, float unit, int first,
+                          int end, int half, int g, int c) {
     float acc[4] = {};
     const int rows[2] = {first + g, first + g + 8};
 #pragma unroll 1
@@ -311,7 +315,7 @@ DEVICE void times_offsets(FrameTile& tile, const InverseBasis& inverse, float un
         uint4 w[2];
         for (int k = 0; k < 2; ++k)
             w[k] = rows[k] < end ? *reinterpret_cast<const uint4*>(&inverse.offsets[rows[k]][32 * i + 8 * c]) : uint4{};
-        const uint4 b = *reinterpret_cast<const uint4*>(&tile.q[8 * half + g][16 * i + 4 * c]);
+        const uint4 b = *reinterpret_cast<const uint4*>(&ring.q[8 * half + g][16 * i + 4 * c]);
         mma_f16(acc, w[0].x, w[1].x, w[0].z, w[1].z, b.x, b.y);
         mma_f16(acc, w[0].y, w[1].y, w[0].w, w[1].w, b.z, b.w);
     }
@@ -319,14 +323,15 @@ DEVICE void times_offsets(FrameTile& tile, const InverseBasis& inverse, float un
         for (int e = 0; e < 2 && rows[k] < end; ++e) tile.offsets[rows[k]][8 * half + 2 * c + e] = acc[2 * k + e] * unit;
 }
 /// A maker's share of all of them; those of position 0 only where a tile has it.
-DEVICE void times_offsets(FrameTile& tile, const InverseBasis& inverse, float unit, bool has_first, int maker, int g,
-                          int c) {
+DEVICE void times_offsets(FrameTile& tile, const FrameRing& ring, const InverseBasis& inverse, float unit,
+                          bool has_first, int maker, int g, int c) {
     constexpr int RUNS = OFFSETS - 1;
 #pragma unroll 1
     for (int i = maker; i < (RUNS + 15) / 16 * 2; i += MAKERS)
-        times_offsets(tile, inverse, unit, i / 2 * 16, RUNS, i % 2, g, c);
+        times_offsets(tile, ring, inverse, unit, i / 2 * 16, RUNS, i % 2, g, c);
     if (has_first)
-        for (int half = maker; half < 2; half += MAKERS) times_offsets(tile, inverse, unit, RUNS, OFFSETS, half, g, c);
+        for (int half = maker; half < 2; half += MAKERS)
+            times_offsets(tile, ring, inverse, unit, RUNS, OFFSETS, half, g, c);
 }
 
 /// What warp `maker` of MAKERS does. A maker holds OWNED row blocks of the matrix and turns the queries of as many
@@ -410,7 +415,7 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
                         for (int half = 0; half < 2; ++half) {
                             const u32 found = pack_f16(acc[o][n][2 * half] * queries.multiplier,
                                                        acc[o][n][2 * half + 1] * queries.multiplier);
-                            tile.q[g + 8 * half][FrameTile::place(8 * band + 4 * n + c)] = found;
+                            ring.q[g + 8 * half][FrameTile::place(8 * band + 4 * n + c)] = found;
                             sums[half] += (low_f16(found) + high_f16(found)) * middle;
                             if (BYTES)
                                 largest[half] = fmaxf(largest[half],
@@ -434,8 +439,8 @@ DEVICE void make_queries(const Args& a, FrameRing& ring, int maker, int lane) {
                 multiplier[half] = FrameTile::FULL * reciprocal_approx(largest[half]);
             }
             const float whole = queries.unit * a.scaling * (SOFTCAP ? 1.f / a.softcap : LOG2E), unit = 0.5f * whole;
-            times_offsets(tile, inverse, whole, first == 0, maker, g, c);
-            steps.write(tile, multiplier, maker, g, c);
+            times_offsets(tile, ring, inverse, whole, first == 0, maker, g, c);
+            steps.write(tile, ring, multiplier, maker, g, c);
             if (maker == MAKERS - 1) {  // which has the fewest steps
                 for (int half = 0; half < 2; ++half) {
                     float sum = 0.f;
