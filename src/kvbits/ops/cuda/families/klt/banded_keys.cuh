@@ -52,8 +52,12 @@ struct BandedFrames {
     DEVICE void of_page(const float* (&offsets)[2], int rows, int columns, int c) const {
         for (int e = 0; e < 2; ++e) offsets[e] = &tile->offsets[0][rows + (2 * c + e & (columns - 1))];
     }
-    static DEVICE float of_token(const float* offsets, int position) {
-        return offsets[run_of(position) * FrameTile::ROWS];
+    /// Which of its rows is that of the chunk's first 16 tokens, and what those `tile` further on are given.
+    static DEVICE int first_run(const Chunk& chunk) {
+        return offsets_row_of(chunk.page_position, chunk.position - chunk.page_position);
+    }
+    static DEVICE float of_tile(const float* offsets, int first_run, int tile) {
+        return offsets[min(first_run + tile, OFFSETS - 2) * FrameTile::ROWS];
     }
     /// Of a chunk that begins at position 0 the tile's row of column 0 and the number of columns, less 1, in one
     /// number; else -1.
@@ -74,8 +78,8 @@ struct BandedKeys : BandedFrames {
         const uint2* steps;      // of this lane, of the first of the key planes' steps
         float start[2];
         float factor;            // accumulated score -> exponent of 2 (or, with a softcap, argument of tanh)
-        const float* offsets[2]; // added to scores, see of_token
-        int position;            // of the first token
+        const float* offsets[2]; // added to scores, see of_tile
+        int first_run;
         int first;               // see first_of
 
         DEVICE uint2 step(int i) const { return steps[i * FrameTile::ROWS * 4]; }
@@ -86,7 +90,7 @@ struct BandedKeys : BandedFrames {
     DEVICE void with_page(const Args& a, const Chunk& chunk, int lane, F f) {
         const int g = lane / 4, c = lane % 4, columns = a.query_columns, rows = rows_of(a, chunk.page_position, lane),
                   row = rows + (g & (columns - 1));
-        Of page = {&tile->steps[0][row][c], {}, tile->unit * power_of_two(24), {}, chunk.position, 0};
+        Of page = {&tile->steps[0][row][c], {}, tile->unit * power_of_two(24), {}, first_run(chunk), 0};
         of_page(page.offsets, rows, columns, c);
         page.first = first_of(chunk, rows, columns);
         for (int e = 0; e < 2; ++e) page.start[e] = tile->start[rows + (2 * c + e & (columns - 1))] * power_of_two(-24);
@@ -105,12 +109,13 @@ struct BandedKeys : BandedFrames {
         for (int u = 0; u < UNITS; ++u) {
             float scale[4];
             load_scales4<K_SCALE_TYPE>(scale, slot + K_SCALE_OFFSET, (t * UNITS + u) * 32 + 4 * g);
-            const int position = page.position + (t * UNITS + u) * 32 + 4 * g;
+            float added[2];
+            for (int e = 0; e < 2; ++e)
+                added[e] = of_tile(page.offsets[e], page.first_run, (t * UNITS + u) * 2 + g / 4) -
+                           (SOFTCAP ? 0.f : softmax.reference[0][e]);
             for (int j = 0; j < 4; ++j)
                 for (int e = 0; e < 2; ++e)
-                    s[4 * u + j][0][e] =
-                        acc[u][j / 2][j % 2 * 2 + e] * (scale[j] * page.factor) +
-                        (of_token(page.offsets[e], position + j) - (SOFTCAP ? 0.f : softmax.reference[0][e]));
+                    s[4 * u + j][0][e] = acc[u][j / 2][j % 2 * 2 + e] * (scale[j] * page.factor) + added[e];
         }
         if (page.first >= 0 && t == 0 && g == 0)
             for (int e = 0; e < 2; ++e) s[0][0][e] += of_first(page.first, 2 * c + e);
@@ -179,8 +184,8 @@ struct ByteKeys : BandedFrames {
         // tanh)
         float factor[2], other[2];
         float start[2];          // added to such sums before a token's scale is multiplied
-        const float* offsets[2]; // added to scores, see of_token
-        int position;            // of the first token
+        const float* offsets[2]; // added to scores, see of_tile
+        int first_run;
         int first;               // see first_of
 
         DEVICE u32 step(int i) const { return steps[i * (FrameTile::ROWS * 4 * 2)]; }
@@ -193,7 +198,7 @@ struct ByteKeys : BandedFrames {
                   row = rows + (g & (columns - 1));
         Of page = {reinterpret_cast<const u32*>(&tile->steps[0][row][c]) + g / 4};
         of_page(page.offsets, rows, columns, c);
-        page.position = chunk.position;
+        page.first_run = first_run(chunk);
         page.first = first_of(chunk, rows, columns);
         for (int e = 0; e < 2; ++e) {
             const int column = rows + (2 * c + e & (columns - 1));
@@ -219,17 +224,19 @@ struct ByteKeys : BandedFrames {
         for (int u = 0; u < UNITS; ++u) {
             float scale[4];
             load_scales4<K_SCALE_TYPE>(scale, slot + K_SCALE_OFFSET, (t * UNITS + u) * 32 + 4 * g);
-            for (int i = 0; i < 2; ++i) {
-                const int position = page.position + (t * UNITS + u) * 32 + byte_token(i, g, c);
+            float added[2];
+            for (int e = 0; e < 2; ++e)
+                added[e] = of_tile(page.offsets[e], page.first_run, (t * UNITS + u) * 2 + g / 4) -
+                           (SOFTCAP ? 0.f : softmax.reference[0][e]);
+            for (int i = 0; i < 2; ++i)
                 for (int e = 0; e < 2; ++e) {
                     const int first = sums[u][0][2 * i + e], second = sums[u][1][2 * i + e];
                     const float own = of_whole(of_half(first, second, c)),
                                 other = of_whole(__shfl_xor_sync(ALL_LANES, of_half(second, first, c), 2));
                     s[2 * u + i][0][e] = (own * page.factor[e] + (other * page.other[e] + page.start[e])) *
                                              of_half(scale[i], scale[2 + i], c) +
-                                         (of_token(page.offsets[e], position) - (SOFTCAP ? 0.f : softmax.reference[0][e]));
+                                         added[e];
                 }
-            }
         }
         if (page.first >= 0 && t == 0 && g == 0 && c < 2)
             for (int e = 0; e < 2; ++e) s[0][0][e] += of_first(page.first, 2 * c + e);

@@ -116,8 +116,8 @@ static_assert(KEY_STEPS == BandPlane<8>::STEPS + BandPlane<4>::STEPS + BandPlane
               "family.py counts other steps");
 
 DEVICE int frame_of(int position) { return position / FRAME; }
-/// The row of offsets of the token at a position.
-DEVICE u32 run_of(u32 position) { return position / MEAN_STEP % (FRAME / MEAN_STEP); }
+/// The row of offsets of 16 tokens from `place` in a page on, whose first token is at `start`; past the frame its last.
+DEVICE int offsets_row_of(int start, int place) { return int(u32(start) % FRAME + u32(place)) / MEAN_STEP; }
 
 /// A^-1 of a head as operands.py's basis_operands lays it out: 16 x 16 tiles as operands, what belongs to all, and what
 /// keys are stored less.
