@@ -88,6 +88,11 @@ DEVICE u32 select_bits(u32 mask, u32 a, u32 b) {
     asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
     return d;
 }
+DEVICE u32 rotate_left(u32 w, u32 bits) {
+    u32 d;
+    asm("shf.l.wrap.b32 %0, %1, %1, %2;" : "=r"(d) : "r"(w), "r"(bits));
+    return d;
+}
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
     u32 d;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
