@@ -1,17 +1,17 @@
-// Banded codes (quant/banded.py): what a side is, as a type, and how the threads of a warp have a page's tokens.
+// Trellis codes (quant/trellis.py): what a side is, as a type, and how the threads of a warp have a page's tokens.
 // THREADS and HADAMARD_FACTOR are macros.
 #pragma once
 #include "side.cuh"
 
 enum Basis { NO_BASIS, HADAMARD, CALIBRATED };
 
-/// WIDTHS: bits of each band, four bits a band. PLANE8 .. PLANE1: bytes to the planes of 8, 4, 2 and 1 bits, if the
-/// page has them.
-template <u64 WIDTHS, Basis BASIS_, bool OFFSETS_, int SCALE_OFFSET_, int PLANE8, int PLANE4, int PLANE2, int PLANE1,
-          bool VALUES_>
+/// WIDTHS: bits of each band, four bits a band. FITTED: levels are 1, 3, 5 and 9 quarters of a scale. PLANE8 .. PLANE1:
+/// bytes to the planes of 8, 4, 2 and 1 bits, if the page has them.
+template <u64 WIDTHS, Basis BASIS_, bool OFFSETS_, bool FITTED_, int SCALE_OFFSET_, int PLANE8, int PLANE4, int PLANE2,
+          int PLANE1, bool VALUES_>
 struct Banded {
     static constexpr Basis BASIS = BASIS_;
-    static constexpr bool HAS_OFFSETS = OFFSETS_, VALUES = VALUES_;
+    static constexpr bool HAS_OFFSETS = OFFSETS_, FITTED = FITTED_, VALUES = VALUES_;
     static constexpr int SCALE_OFFSET = SCALE_OFFSET_;
 
     static DEVICE constexpr int width(int band) { return int(WIDTHS >> 4 * band & 15); }
@@ -43,7 +43,10 @@ constexpr int plane_row(int bits) { return (S::channels(bits) * bits + 31) / 32 
 
 /// Which row of offsets a token's key is stored less: `start` is the position of the page's first token
 /// (quant/basis.py).
-DEVICE int offsets_row(int start, int place) { return start + place ? start % FRAME / MEAN_STEP : OFFSETS - 1; }
+DEVICE int offsets_row(int start, int place) {
+    const int run = (start % FRAME + place / MEAN_STEP * MEAN_STEP) / MEAN_STEP;
+    return start + place ? min(run, OFFSETS - 2) : OFFSETS - 1;
+}
 
 constexpr u32 ONE_F16X2 = 0x3c003c00u;
 DEVICE u32 twice_f16(float x) { return pack_f16(x, x); }
