@@ -1,6 +1,6 @@
 // Keys of banded codes: scores of a step's tokens, from operands that banded_queries.cuh makes for each frame.
 #pragma once
-#include "key_rings.cuh"
+#include "banded_rings.cuh"
 #include "packed_codes.cuh"
 
 // at most four query columns: the other four of a matrix instruction are of the lower bytes, or of other channels
