@@ -66,7 +66,7 @@ def bytes_read(cache: PagedCache) -> dict[str, int]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--scheme", default="tiered_8k", help="a preset of integers or banded codes")
+    parser.add_argument("--scheme", default="tiered_8k", help="a preset of integers or trellis codes")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--heads", type=int, default=8)

@@ -9,7 +9,7 @@ a variant costs one forward pass of a window, and its rows are those of chunks o
 
     T     trellis codes (kvbits.quant.trellis), levels of keys and values: uniform, fitted
     G     a graded tail: the newest 64 tokens raw, the next ones from a finer code
-    M     the mean that is taken off a key follows its own position; M16: its own run of 16 positions
+    M     the mean that is taken off a key follows its own position; M16: that of its 16 tokens of a page
     F     frames of 512 or 1,024 positions instead of 256
 
     T-uu, T-uf, T-ff: levels of keys, of values. s3: the 8-bit scales beside the best one tried, too.
@@ -72,8 +72,7 @@ class Codes:
         bits: of values.
         levels: of trellis codes, "u" or "f", of keys and values; "" for plain integers.
         tried: scales that are tried with the trellis, from the one that is best for integers.
-        run: positions of a frame that share a mean of keys, which all tokens of a page have from its first; below 64,
-            from their own position.
+        run: positions of a frame that share a mean of keys, and tokens of a page that take one: that of the first.
         frame: positions of a frame.
     """
 
@@ -310,8 +309,8 @@ class Simulation:
         positions = torch.arange(k.shape[1], device=k.device)
         start = ((positions - SINKS).div(PAGE, rounding_mode="floor") * PAGE + SINKS).clamp(min=0)
         frame = start // codes.frame * codes.frame
-        # today's mean is that of the page's first position
-        mean = means[:, (positions if codes.run < RUN else start) - frame]
+        # a page's tokens take a mean by the run, counted from its first one
+        mean = means[:, start + (positions - start) // codes.run * codes.run - frame]
         y = (turn(k[..., order], frame, inv_freq, back=True) - mean) @ basis
         y = self.rounded(y, codes.key(), "k", codes)
         keys = torch.empty_like(k)

@@ -54,7 +54,7 @@ def test_the_bytes_of_a_header_are_these():
     table += b" " * 40
     fields = [
         (3, 2),
-        (1, 2),
+        (2, 2),
         (1, 2),
         (0, 2),
         (224, 8),

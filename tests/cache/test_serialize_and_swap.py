@@ -264,7 +264,7 @@ def test_another_version_is_refused_with_both_versions(saved, monkeypatch):
     _, path = saved
     monkeypatch.setattr(blob, "FORMATS_VERSION", 7)
     with pytest.raises(
-        FileFormatError, match="formats_version 1, but this kvbits reads 7; read it with the version that wrote it"
+        FileFormatError, match="formats_version 2, but this kvbits reads 7; read it with the version that wrote it"
     ):
         PagedCache.load(path)
     monkeypatch.undo()

@@ -191,7 +191,7 @@ def rewrite(path, metadata=None, **tensors):
     ("metadata", "tensors", "message"),
     [
         ({"format": "other"}, {}, "not a kvbits calibration"),
-        ({"version": "9"}, {}, "version 9, this kvbits reads 3"),
+        ({"version": "9"}, {}, "version 9, this kvbits reads 4"),
         ({"fingerprint": "{"}, {}, "damaged metadata"),
         (
             {"fingerprint": json.dumps({"specs": [{"k": {"type": "Nothing"}}], "geometry": [{"num_kv_heads": 1}]})},

@@ -22,7 +22,7 @@ from kvbits.integrations.huggingface import KVCache
 from kvbits.ops.cpu import library
 from kvbits.ops.reference.close import close_pages
 from kvbits.ops.reference.dequantize import dequantize_pages
-from kvbits.quant import banded
+from kvbits.quant import scales
 from kvbits.quant.basis import completed, into_basis, inverse
 from kvbits.quant.rotary import turn
 from kvbits.spec import LayerGeometry, Override, PageLayout, QuantSpec, Rotary
@@ -52,7 +52,7 @@ def shared(m):
     return completed({"k_basis": m.basis(), "k_mean": m.mean()}, torch.tensor(ROTARY.frequencies(DIM)))
 
 
-def prompts(n=4, length=320, vocab=None):
+def prompts(n=4, length=600, vocab=None):
     vocab = len(tiny.ALPHABET) if vocab is None else vocab
     return list(torch.randint(3, vocab, (n, length), generator=torch.Generator().manual_seed(1)).split(2))
 
@@ -62,12 +62,12 @@ def test_channels_of_the_basis_are_uncorrelated_sorted_and_as_wide_as_their_step
     pages = k.unflatten(0, (30, 64)).transpose(1, 2)[1:]
     y = into_basis(pages, KEY, shared(seen(q, k)), np.arange(64, 1920, 64)).double().transpose(0, 1).flatten(1, 2)
     covariance = y.mT @ y / y.shape[1]
-    spread = covariance.diagonal(dim1=-2, dim2=-1).sqrt() * banded.steps(KEY, DIM)
+    spread = covariance.diagonal(dim1=-2, dim2=-1).sqrt() * scales.steps(KEY, DIM)
     assert torch.allclose(spread, torch.ones_like(spread), atol=1e-3)
     off = covariance / (
         covariance.diagonal(dim1=-2, dim2=-1).sqrt()[:, None] * covariance.diagonal(dim1=-2, dim2=-1).sqrt()[:, :, None]
     )
-    assert (off - torch.eye(DIM)).abs().max() < 1e-3
+    assert (off - torch.eye(DIM)).abs().max() < 3e-3  # of the inverse's float16 numbers
 
 
 def test_what_calibration_keeps_is_multiplied_without_rounding():
@@ -100,7 +100,7 @@ def test_scores_lose_less_than_in_the_channels_as_they_are():
     )
     fresh_k = correlated(64, 2, 1)
     layout = PageLayout(key=KEY, value=QuantSpec.raw(), page_size=64, num_kv_heads=2, head_dim=DIM, raw_dtype="float32")
-    plain = torch.diag_embed(1 / (k.unflatten(0, (30, 64)).std(1).mean(0) * banded.steps(KEY, DIM)))
+    plain = torch.diag_embed(1 / (k.unflatten(0, (30, 64)).std(1).mean(0) * scales.steps(KEY, DIM)))
     found = []
     for basis in (seen(q, k).basis(), plain):
         static = completed({"k_basis": basis, "k_mean": seen(q, k).mean()}, freq)
@@ -113,8 +113,8 @@ def test_scores_lose_less_than_in_the_channels_as_they_are():
 def test_means_are_those_of_runs_turned_back_to_their_first_token_and_of_position_0():
     k = correlated(640, 2, 1)
     m = seen(correlated(640, 4, 0), k)
-    runs = k[64:].unflatten(0, (-1, 64)).permute(2, 0, 1, 3)  # [H, runs, 64, D]
-    want = turn(runs.mean(2).double(), torch.arange(64, 640, 64), m.inv_freq, back=True).mean(1)
+    runs = k[64:].unflatten(0, (-1, 16)).permute(2, 0, 1, 3)  # [H, runs, 16, D]
+    want = turn(runs.mean(2).double(), torch.arange(64, 640, 16), m.inv_freq, back=True).mean(1)
     torch.testing.assert_close(m.mean()[:, 0].double(), want, rtol=0, atol=1e-5)
     torch.testing.assert_close(m.mean()[:, 1], k[0])
     later = Moments(KEY, GEOMETRY, "layer 3")
@@ -191,7 +191,7 @@ def measured(key, length, texts=8):
 
 
 @pytest.mark.parametrize("key", [KEY, schemes.get("klt4", head_dim=DIM).key], ids=["klt2", "klt4"])
-@pytest.mark.parametrize("length", [130, 200, 256, 257])
+@pytest.mark.parametrize("length", [130, 200, 256, 512, 513])
 def test_positions_that_no_text_shows_are_read_as_well_as_the_others(key, length):
     """Of a head with nearly constant keys, whose shown positions span few directions."""
     short, long = measured(key, length), measured(key, 1024)
@@ -201,9 +201,9 @@ def test_positions_that_no_text_shows_are_read_as_well_as_the_others(key, length
     for moments in (short, long):
         basis = moments.basis()
         static = completed({"k_basis": basis, "k_mean": moments.mean()}, inv_freq)
-        starts = np.arange(256, 512, 64)
-        k = turn(nearly_constant(512, 99), torch.arange(512), inv_freq)[:, 256:]
-        pages = k.unflatten(1, (4, 64)).transpose(0, 1).contiguous()
+        starts = np.arange(512, 1024, 64)
+        k = turn(nearly_constant(1024, 99), torch.arange(1024), inv_freq)[:, 512:]
+        pages = k.unflatten(1, (8, 64)).transpose(0, 1).contiguous()
         closed = close_pages(pages, torch.zeros_like(pages), layout, static, starts=starts)[0]
         read = dequantize_pages(closed, layout, static=static, starts=starts)[0]
         errors.append(((read - pages).flatten(1).norm(dim=1) / pages.flatten(1).norm(dim=1)).max().item())
@@ -230,7 +230,7 @@ def calibrations(model):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return dict(
-            zip(("klt4", "klt3", "klt2"), calibrate_all(model, prompts(8, 300), ["klt4", "klt3", "klt2"]), strict=True)
+            zip(("klt4", "klt3", "klt2"), calibrate_all(model, prompts(8, 600), ["klt4", "klt3", "klt2"]), strict=True)
         )
 
 
@@ -251,8 +251,8 @@ def test_schemes_calibrated_together_have_what_each_has_alone(model, calibration
     short = dataclasses.replace(schemes.get("klt2"), name="short", num_sink_tokens=1, page_size=32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        together = calibrate_all(model, prompts(8, 300), ["klt3", short, "klt2"])
-        alone = [calibrate(model, prompts(8, 300), s) for s in ("klt3", short, "klt2")]
+        together = calibrate_all(model, prompts(8, 600), ["klt3", short, "klt2"])
+        alone = [calibrate(model, prompts(8, 600), s) for s in ("klt3", short, "klt2")]
     for a, b in zip(together, alone, strict=True):
         assert a.id == b.id and a.info == b.info
     assert together[2].id == calibrations["klt2"].id == together[1].id
@@ -296,7 +296,7 @@ def test_a_raw_layer_is_an_exception_as_elsewhere(model):
     scheme = schemes.get("klt2", head_dim=64)
     raw = Override(layers=(0,), key=QuantSpec.raw(), value=QuantSpec.raw())
     mine = dataclasses.replace(scheme, name="mine", overrides=(raw,))
-    found = calibrate(model, prompts(8, 300), mine)
+    found = calibrate(model, prompts(8, 600), mine)
     cache = KVCache.for_model(model, mine, calibration=found)
     with torch.no_grad():
         out = [model(piece, past_key_values=cache).logits for piece in torch.randint(3, 60, (1, 300)).split(150, 1)]

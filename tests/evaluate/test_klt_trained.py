@@ -43,7 +43,7 @@ def model_name() -> str | None:
 )
 def test_kl_on_a_trained_model_stays_what_it_is():
     model, tokenizer = load_model(model_name(), dtype="float32")
-    prompts = prompts_from_text(tokenizer, novel_end().content, num_prompts=2, length=512, batch_size=1)
+    prompts = prompts_from_text(tokenizer, novel_end().content, num_prompts=2, length=1024, batch_size=1)
     found = dict(zip(MEASURED, calibrate_all(model, prompts, list(MEASURED)), strict=True))
     caches = {"base": base_factory(model)} | {
         n: factory(model, n, calibration=lambda s: found[s.name]) for n in MEASURED

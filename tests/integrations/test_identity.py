@@ -469,7 +469,7 @@ def test_files_and_swapped_sequences_say_what_made_them(tmp_path, monkeypatch):
 
 def test_a_calibration_of_another_model_of_the_same_shape_is_said():
     model = tiny("llama")
-    made = calibrate(model, [IDS.repeat(1, 2)], schemes.get("klt4", head_dim=16))
+    made = calibrate(model, [IDS.repeat(1, 3)], schemes.get("klt4", head_dim=16))
     other = tiny("llama")
     with torch.no_grad():
         other.model.layers[0].self_attn.k_proj.weight[0] *= 3

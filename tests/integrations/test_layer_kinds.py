@@ -279,7 +279,7 @@ def test_each_time_has_layers_of_its_own_behind_those_of_the_model():
             model(ids(), past_key_values=cache)
         model(ids(), cache=cache)
     assert len(cache.layers) == len(cache.pages.spec.layers) == 8 and cache.pages.seq_lens == [50, 50]
-    assert len(calibrate(model, [ids(1, 400)], "klt4").static) == 8
+    assert len(calibrate(model, [ids(1, 600)], "klt4").static) == 8
     model.config.recurrent_kv_cache_mode = "last_loop"
     with pytest.raises(
         UnsupportedError,
@@ -347,7 +347,7 @@ def test_layers_are_calibrated_where_they_are_stored(config):
     wide = {"head_dim": 64} | ({"global_head_dim": 128} if "Gemma4" in config else {})
     with families.quiet(), torch.no_grad():
         model = families.build(dataclasses.replace(family, extra=family.extra | wide))
-        calibration = calibrate(model, [ids(1, 300, seed) for seed in range(4)], "klt4")
+        calibration = calibrate(model, [ids(1, 600, seed) for seed in range(4)], "klt4")
         x, found = ids(1, 330, 9), []
         for cache in (
             KVCache.for_model(model, "klt4", calibration=calibration),

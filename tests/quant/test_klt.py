@@ -30,7 +30,7 @@ from kvbits.quant.basis import (
 from kvbits.quant.packing import pack_side, rows_of_planes, unpack_trellis
 from kvbits.quant.qparams import choose_qparams, dequantize, quantize
 from kvbits.quant.rotary import turn
-from kvbits.spec import FRAME, SCALE_8BIT, PageLayout, PerChannel, PerToken, QuantSpec, Scheme
+from kvbits.spec import FRAME, MEAN_STEP, OFFSETS, SCALE_8BIT, PageLayout, PerChannel, PerToken, QuantSpec, Scheme
 from kvbits.spec.bands import PLANES, WIDTHS
 
 HEAD_DIMS = (16, 40, 64, 80, 128, 256)
@@ -364,7 +364,7 @@ def test_hadamard_is_orthonormal_symmetric_and_spreads_one_channel_over_its_bloc
     )
 
 
-@pytest.mark.parametrize("start", [0, 4, 252, 260, 4100, 131_072 - 64])
+@pytest.mark.parametrize("start", [0, 4, 452, 516, 4100, 131_072 - 64])
 def test_scores_stay_exact_in_the_basis_at_any_position(start):
     """q . k = (q turned back by the frame, times the inverse transposed) . y, with nothing quantized."""
     shared, s = static(64), spec((4,) * 4, "calibrated")
@@ -375,7 +375,7 @@ def test_scores_stay_exact_in_the_basis_at_any_position(start):
         into_basis(k, spec((4,) * 4, "calibrated", "calibrated"), shared, np.array([start])).double(),
         (y.float() - offsets_of(shared, np.array([start]), 64)).double(),
     )
-    assert frame == start // 256 * 256 and FRAME == 256
+    assert frame == start // 512 * 512 and FRAME == 512
     q_frame = turn(q[None, :, None], torch.tensor([frame]), shared["k_inv_freq"], back=True)[0]
     scores = (q_frame @ shared["k_inverse"].double().mT) @ y[0].mT
     expected = q[:, None] @ k[0].double().mT
@@ -383,18 +383,36 @@ def test_scores_stay_exact_in_the_basis_at_any_position(start):
     assert torch.allclose(out_of_basis(y, s, shared, np.array([start])), k.double(), atol=1e-5)
 
 
-def test_a_token_takes_the_mean_of_its_pages_place_in_the_frame_and_position_0_its_own():
-    starts, places = np.array([0, 0, 4, 63, 64, 252, 256, 1000]), np.array([0, 1, 0, 5, 0, 63, 0, 0])
-    assert offset_rows(starts, places).tolist() == [4, 0, 0, 0, 1, 3, 0, 3]
+def test_sixteen_tokens_of_a_page_take_the_mean_of_their_first_ones_run_and_position_0_its_own():
+    at = {  # (first position of the page, place): row
+        (0, 0): 32,
+        (0, 1): 0,
+        (0, 15): 0,
+        (0, 16): 1,
+        (64, 0): 4,
+        (64, 63): 7,
+        (4, 11): 0,  # position 15
+        (4, 12): 0,  # position 16, in a tile that begins at 4
+        (4, 16): 1,
+        (448, 63): 31,
+        (452, 63): 31,  # position 515, in a page of the frame before
+        (500, 16): 31,  # a tile that begins out of the page's frame
+        (512, 0): 0,
+        (1000, 0): 30,
+    }
+    starts, places = np.array(list(at)).T
+    assert offset_rows(starts, places).tolist() == list(at.values())
+    whole = offset_rows(np.arange(0, 2048, 64)[:, None], np.arange(64)[None]).flatten()
+    assert (whole[1:] == (np.arange(1, 2048) % FRAME // MEAN_STEP)).all() and whole[0] == OFFSETS - 1
     shared = static(64)
-    for row, at in enumerate((0, 64, 128, 192)):
+    for row in range(OFFSETS - 1):
         mean = (
-            turn(shared["k_mean"][:, :1].double(), torch.tensor([at]), shared["k_inv_freq"])
+            turn(shared["k_mean"][:, :1].double(), torch.tensor([16 * row]), shared["k_inv_freq"])
             @ shared["k_basis"].double()
         )
         torch.testing.assert_close(shared["k_offsets"][:, row].double(), mean[:, 0], rtol=2**-11, atol=1e-6)
     torch.testing.assert_close(
-        shared["k_offsets"][:, 4].double(),
+        shared["k_offsets"][:, 32].double(),
         (shared["k_mean"][:, 1:].double() @ shared["k_basis"].double())[:, 0],
         rtol=2**-11,
         atol=1e-6,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvbits.quant import scales, trellis
-from kvbits.quant.packing import pack_rows
+from kvbits.quant.packing import pack_rows, pack_side, unpack_side
+from kvbits.spec import SCALE_8BIT, PerToken, QuantSpec, plane_row_bytes
 
 UNEVEN: trellis.Levels = trellis.UNIFORM | trellis.FITTED | {3: trellis.mirrored(10, 33, 54, 79, 105, 137, 180, 249)}
 """Levels that a search must find, of several widths."""
@@ -60,6 +61,23 @@ def test_what_codes_mean_is_coded_the_same_again(widths, head_dim, kind, levels)
     x = trellis.dequantize(codes, widths, kind, scale, LEVELS[levels])
     again = trellis.quantize(x, widths, kind, scale, LEVELS[levels])
     assert torch.equal(again, codes)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("kind", ["k", "v"])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
+def test_codes_of_every_width_come_back_from_what_they_mean_and_from_their_bytes(bits, kind, head_dim):
+    """Of keys the width stands beside all others."""
+    count = head_dim // 16
+    widths = (bits,) * count if kind == "v" else (bits, 6, 1, 3, 2, 4, 0, 5, 8, *(bits,) * count)[:count]
+    codes = random_codes(widths, head_dim, 48)
+    scale = scales.scale_values(torch.arange(48) + 90)
+    x = trellis.dequantize(codes, widths, kind, scale)
+    assert torch.equal(trellis.quantize(x, widths, kind, scale), codes)
+    spec = QuantSpec(format="trellis", granularity=PerToken(), scale_dtype=SCALE_8BIT, bands=widths)
+    planes = pack_side(codes, spec, kind)
+    assert [p.numel() for p in planes] == [48 * plane_row_bytes(n, b) for b, n in spec.planes(head_dim)]
+    assert torch.equal(unpack_side(planes, spec, kind, 48, head_dim), codes)
 
 
 def test_indices_follow_the_formula():
@@ -146,6 +164,28 @@ def test_uniform_levels_are_found_without_a_search_as_with_one(head_dim, kind):
     scale = torch.ones(50)
     searched = trellis.quantize(x, widths, kind, scale, dict(trellis.UNIFORM))
     assert torch.equal(trellis.quantize(x, widths, kind, scale), searched)
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_the_path_around_a_whole_ring_is_the_best_of_all(bits, levels):
+    """All 2**16 paths of a ring, of numbers with many ties."""
+    low = torch.arange(2**16)[:, None] >> torch.arange(16) & 1  # b(0) .. b(15)
+    coset = 2 * (low ^ low.roll(2, 1)) + low.roll(1, 1)
+    # state behind the last channel first: the order in which equal paths are taken
+    states = 2 * low.roll(1, 1) + low
+    rank = (states << 2 * torch.arange(16)).sum(1)
+    table = torch.tensor(LEVELS[levels][bits])
+    drawn = torch.randint(-6, 7, (12, 16), generator=torch.Generator().manual_seed(bits))
+    codes = trellis.quantize(drawn / 4, (bits,), "v", torch.ones(12), LEVELS[levels])
+    (ring,) = trellis.rings((bits,), 16, "v")
+    for token in range(12):
+        u = 16 * drawn[token, list(ring)]
+        nearest = torch.stack([(u[:, None] - table[q::4]).square().amin(1) for q in range(4)])  # [4, 16]
+        paths = nearest[coset, torch.arange(16)].sum(1)
+        best = (paths == paths.min()).nonzero().squeeze(1)
+        expected = low[best[rank[best].argmin()]]
+        assert torch.equal(codes[token, list(ring)].long() & 1, expected)
 
 
 def test_zeros_have_one_code():

@@ -32,7 +32,8 @@ from ..spec import LayerGeometry, QuantSpec, Scheme, from_dict, to_dict
 from .moments import for_widths
 
 FORMAT = "kvbits-calibration"
-VERSION = 3
+VERSION = 4
+"""3: means of keys by runs of 64 positions, in frames of 256."""
 
 _MODEL_FIELDS = (
     "model_type",

@@ -2,7 +2,7 @@
 kv head, no gradients.
 
     M  = mean of keys turned back to the first position of their run of `spec.MEAN_STEP`;   K0 = mean key of position 0
-    S  = mean of (k_f - R(64 o) M)(k_f - R(64 o) M)^T        k_f: a key turned back by its frame, o: its run in the
+    S  = mean of (k_f - R(16 o) M)(k_f - R(16 o) M)^T        k_f: a key turned back by its frame, o: its run in the
                                                              frame
     Q0 = sum of q_0 q_0^T                                    q_0: a query turned back by its own position, over the
                                                              query heads of the kv head
@@ -43,6 +43,8 @@ LEAST_SPREAD = 1e-4
 """Least standard deviation of a channel of the basis, as a share of the largest: steps below it would only follow
 rounding errors.
 """
+BEGINNING = 64
+"""First positions of a text, which M and S leave out."""
 FARTHEST, DISTANCES = 32_768, 256
 """Longest distance of a query from a frame that H is averaged to, and how many are taken."""
 
@@ -99,7 +101,7 @@ class Moments:
         if bool((starts := positions == 0).any()):
             self.first += k[:, starts].double().sum(1).cpu()
             self.texts += int(starts.sum())
-        if bool((later := positions >= MEAN_STEP).any()):
+        if bool((later := positions >= BEGINNING).any()):
             k, positions = k[:, later], positions[later]
         in_frame = turn(k, positions // FRAME * FRAME, self.inv_freq, back=True).double()
         self.keys += (in_frame.mT @ in_frame).cpu()
@@ -200,7 +202,7 @@ def warn_of(weak: Iterable[str], stacklevel: int) -> None:
         others = "" if len(heads) == 1 else f", and {counted(len(heads) - 1, 'other head')}"
         warnings.warn(
             f"{heads[0]}{others}; such a basis may be wrong for other texts: calibrate on more tokens, in texts of at"
-            f" least {FRAME + MEAN_STEP}",
+            f" least {FRAME + BEGINNING}",
             KvbitsWarning,
             stacklevel=stacklevel + 1,
         )

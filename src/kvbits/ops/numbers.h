@@ -9,7 +9,7 @@ enum LevelKind { INTEGER = 0, E4M3 = 1, E5M2 = 2, RAW = 3, CODEBOOK = 4, TRELLIS
 enum ScaleKind { SCALE_STATIC = 0, SCALE_GROUP = 1, SCALE_CHANNEL = 2 };
 enum Format { FORMAT_RAW = 0, FORMAT_INT8 = 1, FORMAT_INT4 = 2, FORMAT_INT3 = 3, FORMAT_INT2 = 4, FORMAT_FP8_E4M3 = 5, FORMAT_FP8_E5M2 = 6, FORMAT_NUQ4 = 7, FORMAT_NUQ3 = 8, FORMAT_NUQ2 = 9, FORMAT_TRELLIS = 10, NUM_FORMATS = 11 };
 // Trellis codes: channels of a band, positions of a frame and of a mean in it, rows of offsets (quant/basis.py); channels of a ring, parts of a scale, the largest of them (quant/trellis.py).
-enum Trellis { BAND = 16, FRAME = 256, MEAN_STEP = 64, OFFSETS = 5, RING = 16, UNIT = 64, FARTHEST = 8192 };
+enum Trellis { BAND = 16, FRAME = 512, MEAN_STEP = 16, OFFSETS = 33, RING = 16, UNIT = 64, FARTHEST = 8192 };
 
 /// Codes lie in one or two bit planes, high bits first (trellis ones in those of their widths). For floats: the bits behind the sign, the largest value, and where rounding passes it.
 struct NumberFormat {

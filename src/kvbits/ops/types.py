@@ -33,7 +33,7 @@ class PageStore:
             count through them in order.
         static: calibrated parameters of the layer, float32, those that the specs need (`static.read_with` has the
             names): `k_scale`, `k_bias`, `v_scale`, `v_bias` [H, groups or channels], levels [H, entries], `k_offsets`
-            [H, 5, head_dim], and `k_inv_freq` [head_dim / 2], radians per token.
+            [H, 33, head_dim], and `k_inv_freq` [head_dim / 2], radians per token.
         turn: float32 [3, head_dim], or None. Centred keys that are stored token by token use it to turn a page's mean
             key on to the next page (`quant.rotary.turn_by` of page_size positions). Without it, as where the rotary
             embedding is not known, codes have more range to cover.

@@ -13,14 +13,17 @@ Scores stay exact:  q . k = q_f . k_f = (q_f A^-T) . y,  so a reader multiplies 
                                                          anything.
 
 **Offsets.** Keys have a mean that is far from 0 (a key bias, and what all tokens share), and it is a constant of the
-model: with M the mean key of a run of `spec.MEAN_STEP` = 64 positions, turned back to the first of them, a page whose
-first token is p positions into its frame of 256 stores
+model. M is the mean key of a run of `spec.MEAN_STEP` = 16 positions, turned back to the first of them. The tokens of a
+page are taken 16 at a time, as key tiles have them. Those whose first one is p positions into the page's frame of 512
+are stored as
 
-    y - m[p // 64],    m[o] = R(64 o) M A,  o = 0 .. 3       and its token at position 0, whose key is a constant of its
-                                                             own (the first token of a text,
-    y - m[4],          m[4] = K0 A                           which nearly all attention that has nowhere to go falls on)
+    y - m[min(p // 16, 31)],    m[o] = R(16 o) M A,  o = 0 .. 31    and the token at position 0, whose key is a constant
+                                                                    of its own (the first token of a text, which nearly
+    y - m[32],                  m[32] = K0 A                        all attention that has nowhere to go falls on)
 
-so a token depends on no other token of its page, and a score gains q_f A^-T . m[o] once per page.
+so a token depends on no other token of its page, and a score gains q_f A^-T . m[o] once per tile. Where pages begin at
+multiples of 16, p // 16 is the run of the token's own position. A page that reaches out of its frame has the last run's
+mean there.
 
 **Frame.** The moments hold where the rotary embedding does not turn keys on and on: k_f is the key of a page turned
 back by the largest multiple of `spec.FRAME` positions up to the page's first token. So a page's keys lie where those of
@@ -62,7 +65,7 @@ def into_basis(
     definition products in float64, rounded, less offsets in float32.
 
     Args:
-        static: for "calibrated" `k_basis` [H, head_dim, head_dim], `k_inv_freq` [head_dim / 2] and `k_offsets` [H, 5,
+        static: for "calibrated" `k_basis` [H, head_dim, head_dim], `k_inv_freq` [head_dim / 2] and `k_offsets` [H, 33,
             head_dim].
         starts: for "calibrated" int64 [n], position of each page's first token.
         places: int64 [n, tokens] in the page; None: all of it.
@@ -109,7 +112,8 @@ def offset_rows(starts: np.ndarray, places: np.ndarray) -> np.ndarray:
     """int64: which of the `OFFSETS` a token has by its page's first position and its place in the page (arrays that
     broadcast).
     """
-    return np.where(starts + places == 0, OFFSETS - 1, starts % FRAME // MEAN_STEP + 0 * places)
+    runs = (starts % FRAME + places // MEAN_STEP * MEAN_STEP) // MEAN_STEP
+    return np.where(starts + places == 0, OFFSETS - 1, np.minimum(runs, OFFSETS - 2))
 
 
 def offsets_of(
@@ -123,7 +127,9 @@ def offsets_of(
 
 
 def offsets(mean: torch.Tensor, basis: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
-    """float32 `k_offsets` [H, 5, head_dim] of float16 numbers, from `k_mean` [H, 2, head_dim] (M, K0) and `k_basis`."""
+    """float32 `k_offsets` [H, 33, head_dim] of float16 numbers, from `k_mean` [H, 2, head_dim] (M, K0) and
+    `k_basis`.
+    """
     at = torch.arange(0, FRAME, MEAN_STEP, device="cpu")
     means = turn(mean[:, :1].double().cpu().expand(-1, len(at), -1), at, inv_freq)
     both = torch.cat([means, mean[:, 1:].double().cpu()], 1) @ basis.double().cpu()

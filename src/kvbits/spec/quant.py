@@ -20,12 +20,12 @@ MAX_OUTLIERS = 0.125
 MAX_GROUP = 65_536
 BASES = (None, "hadamard", "calibrated")
 LEVELS = ("uniform", "fitted")
-FRAME = 256
+FRAME = 512
 """Positions of a frame, in which a calibrated basis holds: a page's keys are turned back by the largest multiple of it
 up to the page's first token.
 """
-MEAN_STEP = 64
-"""Positions of a frame that share a calibrated mean of keys."""
+MEAN_STEP = 16
+"""Tokens of a page, and positions of a frame, that share a calibrated mean of keys: a key tile."""
 OFFSETS = FRAME // MEAN_STEP + 1
 """Calibrated means of a kv head: one for each `MEAN_STEP` positions of a frame, and the key of position 0."""
 
@@ -144,8 +144,8 @@ class QuantSpec:
         static: scales come from a `Calibration` instead of from the page, and are not stored in it.
         center: what is taken off before codes, so that a constant offset (a key bias) costs no code range; a score
             gains q . mean once per page and head. "channel": each channel's mean over the page, stored in it.
-            "calibrated" (keys in a calibrated basis): a constant of the model by the page's place in its frame, and one
-            for position 0 (quant/basis.py); nothing is stored.
+            "calibrated" (keys in a calibrated basis): a constant of the model by the place of the token's run of 16 in
+            its page's frame, and one for position 0 (quant/basis.py); nothing is stored.
         outliers: share of a page's elements, those that the codes would represent worst, whose error is listed in the
             page beside the codes (`scale_dtype` each), so that they do not widen the range of the others (KVQuant,
             section 3.5).

@@ -92,7 +92,7 @@ def close_pages(
         k, v: finite [n, H, page_size, head_dim], any float dtype.
         static: calibrated float32 `k_scale` .. `v_bias`, [H, groups or channels], for static specs; `k_codebook`,
             `v_codebook` [H, entries] for codebook formats; `k_inv_freq` [head_dim / 2] for pre-RoPE keys and, with
-            `k_basis` [H, head_dim, head_dim] and `k_offsets` [H, 5, head_dim], for those in a calibrated basis.
+            `k_basis` [H, head_dim, head_dim] and `k_offsets` [H, 33, head_dim], for those in a calibrated basis.
         starts: [n] position of each page's first token, for keys that are turned back.
 
     Returns:

@@ -64,7 +64,7 @@ def basis_on(static: Mapping[str, torch.Tensor], device: torch.device) -> torch.
 
 
 def basis_operands(inverse: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
-    """struct InverseBasis of banded_queries.cuh for every head of `inverse` [H, D, D] and `offsets` [H, 5, D] (None:
+    """struct InverseBasis of banded_queries.cuh for every head of `inverse` [H, D, D] and `offsets` [H, 33, D] (None:
     zeros): int32 [H, D * D / 2 + 4 + 5 D / 2].
 
     Queries come with channels (8 i .. 8 i + 7) and those D / 2 further on as the 16 numbers of step i.
@@ -87,7 +87,7 @@ def basis_operands(inverse: torch.Tensor, offsets: torch.Tensor | None) -> torch
 
 
 def offsets_in_frame(static: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """float32 [H, 5, D] on `device`: `k_offsets` out of the basis; made once."""
+    """float32 [H, 33, D] on `device`: `k_offsets` out of the basis; made once."""
     inverse = static["k_inverse"]
     return prepared(
         static["k_offsets"],
