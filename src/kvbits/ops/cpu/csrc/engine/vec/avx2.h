@@ -6,10 +6,24 @@
 #define HAVE_FROM_FP16
 #define HAVE_BYTES
 #define HAVE_FOURS
+#define HAVE_LANES
 #include "portable.h"
 
 namespace {
 
+INLINE vi load_quads(const uint8_t* const (&at)[2]) {
+  return (vi)_mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)at[0])),
+                                     _mm_loadu_si128((const __m128i*)at[1]), 1);
+}
+INLINE vi odd_levels(vi x, bool fitted) {
+  const __m128i table = fitted ? _mm_setr_epi8(-9, -5, -3, -1, 1, 3, 5, 9, 0, 0, 0, 0, 0, 0, 0, 0)
+                               : _mm_setr_epi8(-7, -5, -3, -1, 1, 3, 5, 7, 0, 0, 0, 0, 0, 0, 0, 0);
+  return (vi)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)x);
+}
+template <int N>
+INLINE vi lanes_behind(vi before, vi x) {
+  return (vi)_mm256_alignr_epi8((__m256i)x, (__m256i)before, 16 - 4 * N);
+}
 INLINE vf from_fp16(const uint16_t* p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 INLINE vi load_bytes(const uint8_t* p) { return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 INLINE void store_bytes(uint8_t* p, vi x) {

@@ -11,10 +11,40 @@
 #define HAVE_STREAM
 #define HAVE_EXP2
 #define HAVE_MAX_EACH
+#define HAVE_WORDS
+#define HAVE_LANES
 #include "portable.h"
 
 namespace {
 
+INLINE vi turned(vi x, int left) { return (vi)_mm512_rolv_epi32((__m512i)x, _mm512_set1_epi32(left)); }
+INLINE vi bits_of(int mask, vi a, vi b) {
+  return (vi)_mm512_ternarylogic_epi32(_mm512_set1_epi8((char)mask), (__m512i)a, (__m512i)b, 0xca);
+}
+INLINE vi flipped(vi a, vi b, int mask) {
+  return (vi)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, _mm512_set1_epi8((char)mask), 0x78);
+}
+INLINE vi masked_or(vi a, vi b, int mask) {
+  return (vi)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, _mm512_set1_epi8((char)mask), 0xf8);
+}
+// The count in every lane: one that is the same for all takes two steps on Intel's.
+INLINE vi shifted_by(vi x, const int32_t& by) { return (vi)_mm512_srlv_epi32((__m512i)x, _mm512_set1_epi32(by)); }
+INLINE vi load_quads(const uint8_t* const (&at)[4]) {
+  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)at[0])),
+                                              _mm_loadu_si128((const __m128i*)at[1]), 1),
+                high = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)at[2])),
+                                               _mm_loadu_si128((const __m128i*)at[3]), 1);
+  return (vi)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+INLINE vi odd_levels(vi x, bool fitted) {
+  const __m128i table = fitted ? _mm_setr_epi8(-9, -5, -3, -1, 1, 3, 5, 9, 0, 0, 0, 0, 0, 0, 0, 0)
+                               : _mm_setr_epi8(-7, -5, -3, -1, 1, 3, 5, 7, 0, 0, 0, 0, 0, 0, 0, 0);
+  return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)x);
+}
+template <int N>
+INLINE vi lanes_behind(vi before, vi x) {
+  return (vi)_mm512_alignr_epi8((__m512i)x, (__m512i)before, 16 - 4 * N);
+}
 INLINE vf from_fp16(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE vi load_bytes(const uint8_t* p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 INLINE void store_bytes(uint8_t* p, vi x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x)); }
