@@ -6,6 +6,7 @@
 #define HAVE_FROM_FP16
 #define HAVE_BYTES
 #define HAVE_FOURS
+#define HAVE_EXCHANGED
 #define HAVE_LANES
 #include "portable.h"
 
@@ -30,6 +31,11 @@ INLINE void store_bytes(uint8_t* p, vi x) {
   const __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0xff));
   const __m128i half = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
   _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(half, half));
+}
+template <int N>
+INLINE vf exchanged(vf x) {
+  if (N < 4) return (vf)_mm256_permute_ps((__m256)x, N == 1 ? 0xb1 : 0x4e);
+  return (vf)_mm256_permute2f128_ps((__m256)x, (__m256)x, 1);
 }
 INLINE void load_fours(const float* const* at, int64_t offset, vf (&x)[4]) {
   __m256 y[4];

@@ -8,6 +8,7 @@
 #define HAVE_MIN_MAX
 #define HAVE_BYTES
 #define HAVE_FOURS
+#define HAVE_EXCHANGED
 #define HAVE_STREAM
 #define HAVE_EXP2
 #define HAVE_MAX_EACH
@@ -48,6 +49,11 @@ INLINE vi lanes_behind(vi before, vi x) {
 INLINE vf from_fp16(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE vi load_bytes(const uint8_t* p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 INLINE void store_bytes(uint8_t* p, vi x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x)); }
+template <int N>
+INLINE vf exchanged(vf x) {
+  if (N < 4) return (vf)_mm512_permute_ps((__m512)x, N == 1 ? 0xb1 : 0x4e);
+  return (vf)_mm512_shuffle_f32x4((__m512)x, (__m512)x, N == 4 ? 0xb1 : 0x4e);
+}
 INLINE void load_fours(const float* const* at, int64_t offset, vf (&x)[4]) {
   const auto row = [&](int i) __attribute__((always_inline)) { return _mm_loadu_ps(at[i] + offset); };
   __m512 y[4];

@@ -181,6 +181,16 @@ INLINE void store_bytes(uint8_t* p, vi x) {
 }
 #endif
 
+#ifndef HAVE_EXCHANGED
+// Lanes change places with those N away: lane i of the result is lane i ^ N.
+template <int N>
+INLINE vf exchanged(vf x) {
+  vf y;
+  for (int i = 0; i < VL; i++) y[i] = x[i ^ N];
+  return y;
+}
+#endif
+
 #ifndef HAVE_FOURS
 // Four numbers from each of VL addresses: x[n] has the n-th ones.
 INLINE void load_fours(const float* const* at, int64_t offset, vf (&x)[4]) {
