@@ -9,6 +9,7 @@
 #define HAVE_BYTES
 #define HAVE_FOURS
 #define HAVE_EXCHANGED
+#define HAVE_SUM_IN_ALL
 #define HAVE_STREAM
 #define HAVE_EXP2
 #define HAVE_MAX_EACH
@@ -117,6 +118,13 @@ INLINE void sum_each(const vf* x, int, float* to) {
                          _mm512_shuffle_f32x4(y[2 * i], y[2 * i + 1], 0xee));
   const __m512 z = _mm512_add_ps(_mm512_shuffle_f32x4(y[0], y[1], 0x88), _mm512_shuffle_f32x4(y[0], y[1], 0xdd));
   _mm512_storeu_ps(to, z);
+}
+
+INLINE vf sum_in_all(vf x) {
+  x += exchanged<2>(x);
+  x += exchanged<1>(x);
+  x += exchanged<8>(x);
+  return x + exchanged<4>(x);
 }
 
 template <int DEGREE>

@@ -6,6 +6,7 @@
 #define HAVE_FROM_FP16
 #define HAVE_REDUCE
 #define HAVE_MIN_MAX
+#define HAVE_SUM_IN_ALL
 #include "portable.h"
 
 namespace {
@@ -17,6 +18,10 @@ INLINE vf vmax(vf a, vf b) { return (vf)vmaxq_f32((float32x4_t)a, (float32x4_t)b
 INLINE vf vmin(vf a, vf b) { return (vf)vminq_f32((float32x4_t)a, (float32x4_t)b); }
 INLINE void sum_each(const vf* x, int n, float* to) {
   for (int i = 0; i < n; i++) to[i] = sum(x[i]);
+}
+INLINE vf sum_in_all(vf x) {
+  x += exchanged<1>(x);
+  return x + exchanged<2>(x);
 }
 
 }  // namespace

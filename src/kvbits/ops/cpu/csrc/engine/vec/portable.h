@@ -41,6 +41,8 @@ INLINE vf vmin(vf a, vf b);
 INLINE vf from_fp16(const uint16_t* p);
 template <int DEGREE>
 INLINE vf exp2_neg(vf x);
+template <int N>
+INLINE vf exchanged(vf x);
 INLINE float sum(vf x);
 INLINE float max_of(vf x);
 INLINE vi turned(vi x, int left);
@@ -188,6 +190,16 @@ INLINE vf exchanged(vf x) {
   vf y;
   for (int i = 0; i < VL; i++) y[i] = x[i ^ N];
   return y;
+}
+#endif
+
+#ifndef HAVE_SUM_IN_ALL
+// In all lanes the sum that sum_each has, to the last bit.
+INLINE vf sum_in_all(vf x) {
+  if constexpr (VL > 8) x += exchanged<8>(x);
+  if constexpr (VL > 4) x += exchanged<4>(x);
+  x += exchanged<2>(x);
+  return x + exchanged<1>(x);
 }
 #endif
 

@@ -100,17 +100,6 @@ static void fill_steps(BandSteps& s, const kvbits_tensor& t, int head_dim) {
   s.channels = (float)channels;
 }
 
-// Sums over channels of up to SCALED tokens at once, each in its place.
-constexpr int SCALED = 16;
-struct TokenSums {
-  vf of[SCALED];
-
-  MEMBER void add_up(int n, float* to) {
-    for (int i = n; i < SCALED; i++) of[i] = vf{};
-    sum_each(of, n, to);
-  }
-};
-
 // Squared error of a token with a scale, over the channels that have bits: others are 0 here and have the level 0.
 INLINE vf squared_error(const float* x, const BandSteps& s, int width, vf scale, vf inverse) {
   vf error = vf{};
@@ -129,54 +118,88 @@ INLINE vi within_codes(vi x) {
   return least(greatest(x, splat_int(SMALLEST_SCALE_CODE)), splat_int(LARGEST_SCALE_CODE));
 }
 
-// Codes of the scales of n tokens: those of the least squared error, the first of equals. False when one overflows.
-static bool fitted_scales(float* x, const BandSteps& s, const kvbits_tensor& t, int head_dim, int n, int32_t* found) {
-  const int width = padded_width(head_dim);
-  TokenSums sums;
-  alignas(64) float total[SCALED], scale[SCALED], inverse[SCALED];
-  for (int i = 0; i < n; i++) {
-    vf squares = vf{};
-    for (int c = 0; c < width; c += VL) {
-      const vf y = load(x + i * width + c) * load(s.step + c);
-      squares += y * y;
-    }
-    sums.of[i] = squares;
+// The scale of a Gaussian token, from its sum of squares.
+INLINE float gaussian_scale(float squares, const BandSteps& s) { return __builtin_sqrtf(squares / s.channels); }
+
+INLINE vf weighted_squares(const float* x, const BandSteps& s, int width) {
+  vf squares = vf{};
+  for (int c = 0; c < width; c += VL) {
+    const vf y = load(x + c) * load(s.step + c);
+    squares += y * y;
   }
-  sums.add_up(n, total);
-  for (int i = n; i < SCALED; i++) total[i] = 0.0f;
-  constexpr int J = SCALED / VL;
-  vi best[J], around[J];
-  vf least_error[J];
-  const float largest = from_e5m3(splat_int(LARGEST_SCALE_CODE))[0];
-  for (int i = 0; i < n; i++)
-    if (!(total[i] = __builtin_sqrtf(total[i] / s.channels), total[i] <= largest)) return false;
+  return squares;
+}
+
+// A token, in all lanes: what scales are asked of. A sum has the bits that it has among those of many tokens.
+struct OneToken {
+  static constexpr int VECTORS = 1;
+  const float* x;
+  const BandSteps& steps;
+  int width;
+
+  MEMBER void gaussian_scales(vf (&to)[1]) const {
+    to[0] = splat(gaussian_scale(sum_in_all(weighted_squares(x, steps, width))[0], steps));
+  }
+  MEMBER void errors(const vf (&scale)[1], vf (&to)[1]) const {
+    to[0] = sum_in_all(squared_error(x, steps, width, scale[0], 1.0f / scale[0]));
+  }
+};
+
+// Up to SCALED tokens, one in each lane. Lanes behind the last are 0.
+constexpr int SCALED = 16;
+struct SomeTokens {
+  static constexpr int VECTORS = SCALED / VL;
+  const float* x;
+  const BandSteps& steps;
+  int width, count;
+
+  template <class Of>
+  MEMBER void add_up(const Of& of, float* to) const {
+    vf sums[SCALED] = {};
+    for (int i = 0; i < count; i++) sums[i] = of(i);
+    sum_each(sums, count, to);
+  }
+  MEMBER void gaussian_scales(vf (&to)[VECTORS]) const {
+    alignas(64) float total[SCALED] = {};
+    add_up([&](int i) { return weighted_squares(x + i * width, steps, width); }, total);
+    for (float& t : total) t = gaussian_scale(t, steps);
+    for (int j = 0; j < VECTORS; j++) to[j] = load(total + j * VL);
+  }
+  MEMBER void errors(const vf (&scale)[VECTORS], vf (&to)[VECTORS]) const {
+    alignas(64) float total[SCALED] = {}, y[SCALED], inverse[SCALED];
+    for (int j = 0; j < VECTORS; j++) store(y + j * VL, scale[j]), store(inverse + j * VL, 1.0f / scale[j]);
+    add_up([&](int i) { return squared_error(x + i * width, steps, width, splat(y[i]), splat(inverse[i])); }, total);
+    for (int j = 0; j < VECTORS; j++) to[j] = load(total + j * VL);
+  }
+};
+
+// Codes of the scales of tokens: those of the least squared error, the first of equals. False when one overflows.
+template <class Tokens>
+static bool fitted_scales(const Tokens& tokens, const kvbits_tensor& t, vi (&best)[Tokens::VECTORS]) {
+  constexpr int J = Tokens::VECTORS;
+  vf scale[J], error[J], least_error[J];
+  vi around[J], code[J];
+  tokens.gaussian_scales(scale);
+  const vf largest = from_e5m3(splat_int(LARGEST_SCALE_CODE));
   for (int j = 0; j < J; j++) {
-    best[j] = around[j] = within_codes(scale_codes(load(total + j * VL)));
+    if (any(~(scale[j] <= largest))) return false;
+    best[j] = around[j] = within_codes(scale_codes(scale[j]));
     least_error[j] = splat(__builtin_inff());
   }
-  for (int first = 0; first < head_dim; first += BAND)
-    for (int i = 0; i < n && !t.bands[first / BAND]; i++)
-      for (int c = first; c < first + BAND; c += VL) store(x + i * width + c, vf{});
   for (int k = 0; k < (t.hadamard ? 5 : 7); k++) {
-    vi code[J];
     for (int j = 0; j < J; j++) {
       if (k % 2) around[j] = best[j];
       code[j] = within_codes(around[j] + (t.hadamard ? TURNED_OFFSETS[k] : SCALE_OFFSETS[k]));
-      const vf y = from_e5m3(code[j]);
-      store(scale + j * VL, y);
-      store(inverse + j * VL, 1.0f / y);
+      scale[j] = from_e5m3(code[j]);
     }
-    for (int i = 0; i < n; i++)
-      sums.of[i] = squared_error(x + i * width, s, width, splat(scale[i]), splat(inverse[i]));
-    sums.add_up(n, total);
+    tokens.errors(scale, error);
     for (int j = 0; j < J; j++) {
-      const vf error = load(total + j * VL);
-      const vi better = error < least_error[j];
+      const vi better = error[j] < least_error[j];
       best[j] = (code[j] & better) | (best[j] & ~better);
-      least_error[j] = select(better, error, least_error[j]);
+      least_error[j] = select(better, error[j], least_error[j]);
     }
   }
-  for (int j = 0; j < J; j++) *(vi_mem*)(found + j * VL) = best[j];
+  for (int j = 0; j < J && t.fitted; j++) best[j] = greatest(best[j] + FITTED_OFFSET, splat_int(SMALLEST_SCALE_CODE));
   return true;
 }
 
@@ -184,18 +207,30 @@ static bool fitted_scales(float* x, const BandSteps& s, const kvbits_tensor& t, 
 static bool choose_scales(PageBuffers& b, const TokensPart& part, const BandSteps& steps) {
   const kvbits_tensor& t = *part.tensor;
   const int width = padded_width(part.head_dim);
-  for (int first = 0; first < part.count; first += SCALED) {
-    const int n = part.count - first < SCALED ? part.count - first : SCALED;
-    alignas(64) int32_t codes[SCALED];
-    if (!fitted_scales(b.x + (int64_t)first * width, steps, t, part.head_dim, n, codes)) return false;
-    for (int i = 0; i < n; i += VL) {
-      vi code = load_int(codes + i);
-      if (t.fitted) code = greatest(code + FITTED_OFFSET, splat_int(SMALLEST_SCALE_CODE));
-      store(b.inverse + first + i, (float)UNIT / from_e5m3(code));
-      for (int k = 0; k < VL && i + k < n; k++) part.head[t.scale_offset + part.slot + first + i + k] = (uint8_t)code[k];
-    }
+  uint8_t* to = part.head + t.scale_offset + part.slot;
+  int i = 0;
+  for (int n; i < part.count && (n = part.count - i < SCALED ? part.count - i : SCALED) >= SCALED / 4; i += n) {
+    vi code[SomeTokens::VECTORS];
+    if (!fitted_scales(SomeTokens{b.x + (int64_t)i * width, steps, width, n}, t, code)) return false;
+    for (int k = 0; k < n; k++) to[i + k] = (uint8_t)code[k / VL][k % VL];
+    for (int j = 0; j < SomeTokens::VECTORS; j++) store(b.inverse + i + j * VL, (float)UNIT / from_e5m3(code[j]));
+  }
+  for (; i < part.count; i++) {
+    vi code[1];
+    if (!fitted_scales(OneToken{b.x + (int64_t)i * width, steps, width}, t, code)) return false;
+    to[i] = (uint8_t)code[0][0];
+    b.inverse[i] = ((float)UNIT / from_e5m3(code[0]))[0];
   }
   return true;
+}
+
+// Numbers of bands without bits become 0, so that no error is theirs; infinite ones become NaNs, which have no scale.
+static void clear_empty_bands(PageBuffers& b, const TokensPart& part) {
+  const int width = padded_width(part.head_dim);
+  for (int first = 0; first < part.head_dim; first += BAND)
+    for (int i = 0; i < part.count && !part.tensor->bands[first / BAND]; i++)
+      for (float* x = b.x + (int64_t)i * width + first; x < b.x + (int64_t)i * width + first + BAND; x += VL)
+        store(x, load(x) - load(x));
 }
 
 constexpr int RUN = 4;  // neighbouring channels that lie in one field of four bytes
@@ -393,6 +428,7 @@ static bool store_trellis(PageBuffers& b, const TokensPart& part) {
   if (t.offsets) subtract_offsets(b, part);
   BandSteps steps;
   fill_steps(steps, t, part.head_dim);
+  clear_empty_bands(b, part);
   if (!choose_scales(b, part, steps)) return false;
   HeadPlan plan;
   make_plan(plan, part);
