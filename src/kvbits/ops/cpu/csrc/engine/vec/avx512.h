@@ -15,6 +15,7 @@
 #define HAVE_MAX_EACH
 #define HAVE_WORDS
 #define HAVE_LANES
+#define HAVE_LOOKUP
 #include "portable.h"
 
 namespace {
@@ -37,6 +38,9 @@ INLINE vi load_quads(const uint8_t* const (&at)[4]) {
                 high = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)at[2])),
                                                _mm_loadu_si128((const __m128i*)at[3]), 1);
   return (vi)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+INLINE vi looked_up(const uint8_t (&table)[16], vi x) {
+  return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)), (__m512i)x);
 }
 INLINE vi odd_levels(vi x, bool fitted) {
   const __m128i table = fitted ? _mm_setr_epi8(-9, -5, -3, -1, 1, 3, 5, 9, 0, 0, 0, 0, 0, 0, 0, 0)

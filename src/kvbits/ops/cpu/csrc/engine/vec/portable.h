@@ -60,6 +60,10 @@ INLINE vi masked_or(vi a, vi b, int mask) { return a | (b & mask * 0x01010101); 
 // Words shifted down by a number that is not known beforehand.
 INLINE vi shifted_by(vi x, const int32_t& by) { return (vi)((vu)x >> by); }
 #endif
+#ifdef HAVE_LOOKUP
+// Every byte, which is below 16, to that of a table.
+INLINE vi looked_up(const uint8_t (&table)[16], vi x);
+#endif
 INLINE vi shifted_down(vi x, int by) { return (vi)((vu)x >> by); }
 INLINE vi masked(vi x, int mask) { return x & mask * 0x01010101; }
 
@@ -111,10 +115,12 @@ INLINE float max_of(vf x) {
   return t[0];
 }
 
+#ifndef HAVE_SUM_EACH
 // The sums of n <= 16 vectors.
 INLINE void sum_each(const vf* x, int n, float* to) {
   for (int i = 0; i < n; i++) to[i] = sum(x[i]);
 }
+#endif
 #endif
 
 INLINE bool any(vi mask) {
@@ -194,7 +200,7 @@ INLINE vf exchanged(vf x) {
 #endif
 
 #ifndef HAVE_SUM_IN_ALL
-// In all lanes the sum that sum_each has, to the last bit.
+// In all lanes the sum that sum_each has of 16 vectors, to the last bit.
 INLINE vf sum_in_all(vf x) {
   if constexpr (VL > 8) x += exchanged<8>(x);
   if constexpr (VL > 4) x += exchanged<4>(x);

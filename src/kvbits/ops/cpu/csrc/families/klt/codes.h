@@ -157,7 +157,7 @@ struct SomeTokens {
   MEMBER void add_up(const Of& of, float* to) const {
     vf sums[SCALED] = {};
     for (int i = 0; i < count; i++) sums[i] = of(i);
-    sum_each(sums, count, to);
+    sum_each(sums, SCALED, to);  // no fewer: the order of additions must not depend on it
   }
   MEMBER void gaussian_scales(vf (&to)[VECTORS]) const {
     alignas(64) float total[SCALED] = {};
