@@ -394,7 +394,7 @@ def test_a_plan_for_vllm_lists_what_it_serves_and_no_other(tmp_path):
     own = {r["scheme"]: r["total_bytes"] for r in run_json(f"{vllm} --scheme kvbits_int4,{mine}")["rows"]}
     assert own["mine"] == own["kvbits_int4"], "a file of formats that tokens have by themselves"
     mine.write_text(dataclasses.replace(schemes.get("kivi4"), name="mine").to_json())
-    error(f"{vllm} --scheme {mine}", "`kvbits fit --token-local`")
+    error(f"{vllm} --scheme {mine}", "`kvbits fit`")
 
 
 def test_a_plan_for_vllm_agrees_with_what_vllm_really_had():

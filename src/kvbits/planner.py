@@ -501,8 +501,8 @@ def vllm_rings(scheme: str | Scheme, layers: Layers, raw_dtype: str) -> list[tup
         if isinstance(scheme, str):
             forms.append(FORMATS[scheme])
         else:
-            overridden = any(o.covers(i, len(layouts)) for o in scheme.overrides)
-            forms.append(Format(name=scheme.name, scheme=scheme, copies=() if overridden else scheme.copies))
+            copies = scheme.copies_of(*scheme.for_layer(i, len(layouts)))
+            forms.append(Format(name=scheme.name, scheme=scheme, copies=copies))
     copied = any(x.key.has_offsets or form.copies for x, form in zip(layouts, forms, strict=True))
     options = Options(raw_newest=COPIED, raw_first=COPIED) if copied else Options()
     return [options.rings(form, x) for x, form in zip(layouts, forms, strict=True)]
@@ -534,7 +534,7 @@ def _token_local(scheme: Scheme, layer: int, g: LayerGeometry, count: int, raw_d
     if scheme.page_size != PAGE_SIZE or scheme.tiers or not (key.token_local and value.token_local):
         raise SpecError(
             f"scheme {scheme.name!r}, layer {layer}: vLLM stores token by token in pages of {PAGE_SIZE}; make it with"
-            " `kvbits fit --token-local`"
+            " `kvbits fit`"
         )
     return PageLayout(key=key, value=value, page_size=PAGE_SIZE, raw_dtype=raw_dtype, **g.sizes)
 

@@ -1,5 +1,5 @@
-"""`kvbits fit`: bits where a model needs them, never worse than the best preset, planned bytes are held bytes, and a
-file that fits one model only.
+"""`kvbits fit`: bits where a model needs them, in the bytes of a preset, planned bytes are held bytes, and a file that
+fits one model only.
 """
 
 from __future__ import annotations
@@ -7,32 +7,35 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
 import torch
 from commands import error, run, run_json
 
 from kvbits import KVCache, planner, runs, schemes
-from kvbits.errors import FileFormatError, SpecError
-from kvbits.evaluate.allocate import Curve, Option, hull, tempered, walk
-from kvbits.evaluate.fit import Goal, bound_to, fit, require_room, widths
+from kvbits.calibrate import calibrate
+from kvbits.errors import FileFormatError, SpecError, UnsupportedError
+from kvbits.evaluate.allocate import Option, dealt, hull, walk
+from kvbits.evaluate.fit import Bench, Goal, _Search, base_of, bound_to, family, fit, near, require_room, widths
 from kvbits.evaluate.results import ResultFile
-from kvbits.evaluate.sensitivity import Bench, fill_in, formats
+from kvbits.evaluate.sensitivity import Sensitivity, _Layer, errors, sensitivities
 from kvbits.evaluate.texts import novel
 from kvbits.geometry import layer_geometries
 from kvbits.integrations.identity import identity
 from kvbits.integrations.vllm.scheme_file import _layer_formats
-from kvbits.spec import CacheSpec, FittedScheme, LayerGeometry, Override, PerChannel, QuantSpec, Scheme
+from kvbits.quant.basis import completed, out_of_basis
+from kvbits.spec import CacheSpec, FittedScheme, LayerGeometry, Override, PerChannel, QuantSpec, Rotary, Scheme
+from kvbits.spec.bands import DISTORTION
 
 RAW = QuantSpec.raw()
 INT4, INT2 = (QuantSpec(format=f"int{b}", granularity=PerChannel(), symmetric=False) for b in (4, 2))
-MODELS = Path(os.environ.get("KVBITS_MODELS", Path.home() / "kv-models"))
-TEXT = torch.tensor(tiny.tokenizer()(novel()[:4096])["input_ids"])
-PROBES, WHOLES = TEXT[:1024].view(2, 512), TEXT[2048:3072].view(2, 512)
+TEXT = torch.tensor(tiny.tokenizer()(novel()[:8192])["input_ids"])
+PROBES, WHOLES = TEXT[:2048].view(2, 1024), TEXT[4096:5632].view(2, 768)
+LEARNED = TEXT[5632:7680].view(2, 1024)
 
 
 def uneven():
@@ -45,12 +48,39 @@ def uneven():
 
 def state(path=None, **settings):
     facts = {"name": "tiny", "dtype": "float32", "parameters": 1}
-    header = {"task": "fit", "scheme": "plain", "kind": "sensitivity", "info": {}, "settings": settings, "model": facts}
+    header = {"task": "fit", "scheme": "klt4", "kind": "sensitivity", "info": {}, "settings": settings, "model": facts}
     return ResultFile(path, header, runs.record())
 
 
 def bench_of(model, path=None):
-    return Bench(model, PROBES, WHOLES, None, state(path, text="novel"))
+    bases = (
+        calibrate(model, list(LEARNED), "klt4") if family(layer_geometries(model.config), model)[0] == "klt2" else None
+    )
+    return Bench(model, WHOLES, bases, state(path, text="novel"))
+
+
+def known_of(bench, base):
+    return bench.sensitivities(
+        f"beyond {near(base)}",
+        lambda: sensitivities(
+            bench.model, list(PROBES), base, bench.calibration(base), near=near(base), progress=False
+        ),
+    )
+
+
+def fitted(bench, goal):
+    base = base_of(bench, goal, family(goal.layers, bench.model))
+    return fit(bench, base, goal, known_of(bench, base), name="mine", progress=False)
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return bench_of(uneven())
+
+
+@pytest.fixture(scope="module")
+def layers(bench):
+    return layer_geometries(bench.model.config)
 
 
 # -- arithmetic -----------------------------------------------------------------------------------------------------
@@ -85,53 +115,168 @@ def test_a_walk_is_the_best_of_all_choices_of_its_bytes(seed):
         walk(layers, walk(layers)[0].nbytes - 1)
 
 
-def test_tempering_draws_towards_the_mean_and_keeps_the_order():
-    kl = [1e-5, 1e-3, 1e-1]
-    assert tempered(kl, 1.0) == pytest.approx(kl)
-    assert tempered(kl, 0.0) == pytest.approx([1e-3] * 3)
-    mild = tempered(kl, 0.5)
-    assert mild == sorted(mild) and mild[0] > kl[0] and mild[2] < kl[2]
+def test_bits_are_dealt_to_bands_with_the_least_error():
+    shares = (0.8, 0.12, 0.05, 0.03)
+    for bits in (2, 5, 8, 11):
+        found = dealt(shares, bits, DISTORTION.__getitem__)
+        every = [c for c in itertools.product(range(7), repeat=4) if sum(c) == bits]
+        best = min(sum(s * DISTORTION[b] for s, b in zip(shares, c, strict=True)) for c in every)
+        assert sum(found) == bits
+        assert sum(s * DISTORTION[b] for s, b in zip(shares, found, strict=True)) == pytest.approx(best)
+    wide = dealt(shares, 22, lambda b: 0.25**b)
+    assert sum(wide) == 22 and max(wide) == 8 and 7 not in wide
 
 
-def test_widths_that_were_not_measured_lie_between_those_that_were():
-    found = fill_in({4: 1e-3, 2: 1e-1}, (8, 4, 3, 2, 16))
-    assert found[4] == pytest.approx(1e-3) and found[2] == pytest.approx(1e-1) and found[16] == 0
-    assert 1e-3 < found[3] < 1e-1
-    assert found[8] == pytest.approx(1e-3 * (15 / 255) ** 2)  # the step, squared
+# -- sensitivities --------------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "plain": (LayerGeometry(num_kv_heads=2, head_dim=32), {}),
+    "window": (LayerGeometry(num_kv_heads=2, head_dim=32, sliding_window=150), {}),
+    "chunks": (LayerGeometry(num_kv_heads=2, head_dim=32, sliding_window=160, chunked=True), {}),
+    "softcap": (LayerGeometry(num_kv_heads=2, head_dim=32), {"softcap": 2.0, "scaling": 0.5}),
+    "sinks": (LayerGeometry(num_kv_heads=2, head_dim=32), {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}),
+}
 
 
-def test_a_curve_goes_through_its_points_and_on_beside_them():
-    curve = Curve([(0.01, 0.02), (0.1, 0.4)])
-    assert curve(0.01) == pytest.approx(0.02) and curve(0.1) == pytest.approx(0.4)
-    assert 0.02 < curve(0.03) < 0.4
-    assert curve(0.001) == pytest.approx(0.002) and curve(1.0) == pytest.approx(4.0) and curve(0.0) == 0.0
+def drawn(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_gradients_are_those_of_what_is_read_from_codes(name):
+    geometry, how = SHAPES[name]
+    tokens, sinks, newest, page = 320, 4, 32, 64
+    q, k, v, slope = (
+        drawn(*s, seed=i) for i, s in enumerate(((4, tokens, 32), (2, tokens, 32), (2, tokens, 32), (tokens, 4, 32)))
+    )
+    layer = _Layer(geometry, None, None, sinks, newest, page)
+    layer.add(q, k, v, slope, how)
+    found = layer.result()
+
+    stored_k, stored_v = (x.double().clone().requires_grad_() for x in (k, v))
+    total = torch.zeros((), dtype=torch.float64)
+    for t in range(tokens):
+        for head in range(4):
+            kv = head // 2
+            first = 0 if geometry.sliding_window is None else max(0, t - geometry.sliding_window + 1)
+            if geometry.chunked:
+                first = t // geometry.sliding_window * geometry.sliding_window
+            packed = sinks + max(0, t - newest - sinks) // page * page  # the first token of no closed page
+            split = min(max(packed, first), t + 1)
+            begin = min(max(first, sinks), split)
+            keys = torch.cat([k[kv, first:begin].double(), stored_k[kv, begin:split], k[kv, split : t + 1].double()])
+            values = torch.cat([v[kv, first:begin].double(), stored_v[kv, begin:split], v[kv, split : t + 1].double()])
+            s = keys @ q[head, t].double() * how.get("scaling", 32**-0.5)
+            if "softcap" in how:
+                s = how["softcap"] * torch.tanh(s / how["softcap"])
+            if "s_aux" in how:
+                s = torch.cat([s, how["s_aux"][head : head + 1].double()])
+            p = torch.softmax(s, 0)[: len(keys)]
+            total = total + (p @ values) @ slope[t, head].double()
+    total.backward()
+    centred = (k - k.mean(1, keepdim=True)).square().mean(-1)
+    key = 0.5 * (stored_k.grad.square().sum(-1) * centred).sum() / tokens
+    value = 0.5 * (stored_v.grad.square().sum(-1) * v.square().mean(-1)).sum() / tokens
+    assert key > 0 and value > 0
+    assert found.key == pytest.approx(key.item(), rel=1e-3) and found.value == pytest.approx(value.item(), rel=1e-3)
+
+
+def test_bands_are_weighed_in_the_basis_that_keys_are_stored_in(bench):
+    base = schemes.get("klt4", head_dim=64)
+    model = bench.model
+    static = bench.calibration(base).static[0]
+    rotary = Rotary(inv_freq=tuple(model.model.rotary_emb.inv_freq.tolist()))
+    geometry = LayerGeometry(num_kv_heads=2, head_dim=64, rotary=rotary)
+    layer = _Layer(geometry, base.key, static, 4, 64, 64)
+    k, slope = drawn(2, 128, 64, seed=1), drawn(2, 128, 64, seed=2)
+    layer._add_bands(k, slope)
+    whole = completed(static, torch.tensor(rotary.frequencies(64)))
+    starts = np.array([0, 64])
+    # a step along a channel of the basis changes scores by the gradient times what it is as a key
+    y = torch.zeros(2, 2, 64, 64, requires_grad=True)
+    keys = out_of_basis(y, base.key, whole, starts)
+    order = torch.tensor(rotary.order(64))
+    (keys * slope[..., order].unflatten(1, (2, 64)).transpose(0, 1)).sum().backward()
+    assert len(layer.bands) == 4
+    from kvbits.quant.basis import into_basis
+    from kvbits.quant.scales import steps
+
+    step = steps(base.key, 64)
+    stored = into_basis(k[..., order].unflatten(1, (2, 64)).transpose(0, 1), base.key, whole, starts) * step
+    expected = 0.5 * ((y.grad / step).square() * stored.square().mean(-1, keepdim=True)).sum((0, 1, 2))
+    torch.testing.assert_close(layer.bands.float(), expected.view(4, 16).sum(1), rtol=1e-3, atol=1e-6)
+
+
+def test_predictions_are_near_what_whole_caches_cost(bench, layers):
+    base = schemes.get("klt3", head_dim=64)
+    known = known_of(bench, base)
+    search = _Search(bench, base, Goal(layers=layers, scheme="klt3"), known, "mine")
+    three, two = (
+        dataclasses.replace(schemes.get(n, head_dim=64), copies=(), residual_length=near(base))
+        for n in ("klt3", "klt2")
+    )
+    measured = bench.kl([three, two])
+    for scheme, kl in zip((three, two), measured, strict=True):
+        assert kl / 3 < search.expected(scheme) < 3 * kl
+    assert known[0].value > 100 * known[1].value  # errors of the second layer hardly reach the output
+
+
+def test_errors_fall_with_every_bit():
+    key = schemes.get("klt4").key
+    found = [errors(dataclasses.replace(key, bands=(b,)), 16)[0] for b in (1, 2, 3, 4, 5, 6, 8)]
+    assert found == sorted(found, reverse=True) and all(e < DISTORTION[b] for b, e in enumerate(found[:6], 1))
+    assert errors(RAW, 64) == (0.0,)
+    plain = [errors(dataclasses.replace(INT4, format=f"int{b}"), 64)[0] for b in (2, 3, 4, 8)]
+    assert plain == sorted(plain, reverse=True)
+    assert errors(schemes.get("klt2", head_dim=64).value, 64)[0] < errors(dataclasses.replace(key, bands=(2,)), 16)[0]
+
+
+def test_gradients_leave_the_model_as_it_was():
+    model = tiny.model()
+    base = schemes.get("klt4", head_dim=64)
+    bases = calibrate(model, list(LEARNED), "klt4")
+    one = sensitivities(model, [PROBES[0]], base, bases, near=64, progress=False)
+    again = sensitivities(model, [PROBES[0]], base, bases, near=64, progress=False, checkpointing=True)
+    for a, b in zip(one, again, strict=True):
+        assert a.value == pytest.approx(b.value, rel=1e-3) and a.bands == pytest.approx(b.bands, rel=1e-3)
+    assert all(p.requires_grad and p.grad is None for p in model.parameters()) and not model.training
 
 
 # -- fitting --------------------------------------------------------------------------------------------------------
 
 
-def test_bits_go_where_they_are_needed_and_bytes_are_planned_to_the_byte(tmp_path):
+@pytest.mark.parametrize("name", ["klt2", "klt4"])
+def test_bits_go_where_they_are_needed_in_the_bytes_of_the_preset(bench, layers, name):
+    found = fitted(bench, Goal(layers=layers, scheme=name))
+    preset = schemes.get(name, head_dim=64)
+    limit = CacheSpec(scheme=preset, layers=layers).nbytes(32_768)
+    first, second = (sum(widths(found.fitted.scheme, 2, side)[layer] for side in ("key", "value")) for layer in (0, 1))
+    assert first > second and found.fitted.nbytes <= limit
+    assert found.preset is not None and found.preset.scheme == preset and found.preset.nbytes == limit
+    assert found.chosen.kl <= found.preset.kl
+    assert found.fitted.kl < 0.9 * found.preset.kl
+    spec = CacheSpec(scheme=found.fitted.scheme, layers=layers, raw_dtype="float32")
+    needed = bench.calibration(found.fitted.scheme)
+    held = KVCache.for_model(bench.model, found.fitted.scheme, max_tokens=512, calibration=needed)
+    assert held.nbytes == spec.nbytes(512)
+
+
+def test_a_memory_is_used_and_a_second_run_measures_nothing(tmp_path):
     model = uneven()
     layers = layer_geometries(model.config)
     bench = bench_of(model, tmp_path / "state.json")
-    budget = schemes.get("kivi4", head_dim=64)
-    limit = CacheSpec(scheme=budget, layers=layers).nbytes(512)
-    found = fit(
-        bench, formats(layers, False), Goal(layers=layers, context=512, memory_bytes=limit), name="mine", progress=False
-    )
-    first, second = (sum(widths(found.fitted.scheme, 2, side)[layer] for side in ("key", "value")) for layer in (0, 1))
-    assert first > second
-    assert found.fitted.nbytes <= limit
-    assert found.preset is not None and found.chosen.kl <= found.preset.kl and found.context >= 512
-    spec = CacheSpec(scheme=found.chosen.scheme, layers=layers, raw_dtype="float32")
-    held = KVCache.for_model(model, found.chosen.scheme, max_tokens=512)
-    assert held.nbytes == spec.nbytes(512)
-    planned = planner.plan(layers, [found.chosen.scheme], context=512, memory_bytes=limit).rows[0]
+    limit = CacheSpec(scheme=schemes.get("klt3", head_dim=64), layers=layers).nbytes(8192) + 1000
+    goal = Goal(layers=layers, context=8192, memory_bytes=limit)
+    found = fitted(bench, goal)
+    assert found.preset.scheme.name == "klt3" and found.fitted.nbytes <= limit and found.context >= 8192
+    planned = planner.plan(layers, [found.chosen.scheme], context=8192, memory_bytes=limit).rows[0]
     assert planned.total_bytes == found.chosen.nbytes and planned.max_context == found.context
 
-    again = bench_of(model, tmp_path / "state.json")
-    again._probe = again.model = None  # a second run measures nothing
-    assert fit(again, formats(layers, False), found.goal, name="mine", progress=False).to_dict() == found.to_dict()
+    again = Bench(model, WHOLES, bench._calibration, state(tmp_path / "state.json", text="novel"))
+    again.model = None
+    base = schemes.get("klt3", head_dim=64)
+    known = again.sensitivities(f"beyond {near(base)}", lambda: pytest.fail("measured again"))
+    assert fit(again, base, goal, known, name="mine", progress=False).to_dict() == found.to_dict()
     with pytest.raises(SpecError, match=r"text is 'other' here and 'novel' in the file"):
         state(tmp_path / "state.json", text="other")
     (tmp_path / "state.json").write_text("{}")
@@ -139,89 +284,113 @@ def test_bits_go_where_they_are_needed_and_bytes_are_planned_to_the_byte(tmp_pat
         state(tmp_path / "state.json", text="novel")
 
 
-def test_a_quality_makes_the_bytes_or_the_context():
-    model = uneven()
-    layers = layer_geometries(model.config)
-    bench, known = bench_of(model), formats(layers, False)
-    loose = fit(bench, known, Goal(layers=layers, context=512, max_kl=0.05), name="mine", progress=False)
-    tight = fit(bench, known, Goal(layers=layers, context=512, max_kl=0.0005), name="mine", progress=False)
-    assert loose.reached and tight.reached and loose.chosen.nbytes < tight.chosen.nbytes and loose.context == 512
-    longest = fit(bench, known, Goal(layers=layers, memory_bytes=10**6, max_kl=0.05), name="mine", progress=False)
+def test_a_quality_makes_the_bytes_or_the_context(bench, layers):
+    kl = dict(zip(("klt2", "klt4"), bench.kl([schemes.get(n, head_dim=64) for n in ("klt2", "klt4")]), strict=True))
+    loose = fitted(bench, Goal(layers=layers, context=8192, max_kl=kl["klt2"]))
+    tight = fitted(bench, Goal(layers=layers, context=8192, max_kl=kl["klt4"]))
+    assert loose.reached and tight.reached and loose.chosen.nbytes < tight.chosen.nbytes and loose.context == 8192
+    longest = fitted(bench, Goal(layers=layers, memory_bytes=10**6, max_kl=kl["klt2"]))
     spec = CacheSpec(scheme=longest.chosen.scheme, layers=layers)
     assert spec.nbytes(longest.context) <= 10**6 < spec.nbytes(longest.context + 1)
+    assert not fitted(bench, Goal(layers=layers, context=8192, max_kl=1e-12)).reached
 
 
-def test_a_goal_needs_two_of_three():
+def test_a_goal_needs_two_of_three_or_a_preset():
     layers = (LayerGeometry(num_kv_heads=2, head_dim=64),)
-    with pytest.raises(
-        SpecError, match="two of memory, context and a largest KL make the third, and context alone was given"
-    ):
+    with pytest.raises(SpecError, match="context alone.*--scheme.*--max-kl"):
         Goal(layers=layers, context=512)
-    with pytest.raises(SpecError, match="must be above 0"):
+    with pytest.raises(SpecError, match="0.0 nats"):
         Goal(layers=layers, context=512, max_kl=0.0)
-    model = tiny.model()
-    with pytest.raises(
-        SpecError, match=r"even in the fewest bits .* give .* a context of at most \d+ tokens, or --calibrate"
-    ):
-        fit(
-            bench_of(model),
-            formats(layers * 2, False),
-            Goal(layers=layers * 2, context=8192, memory_bytes=200_000),
-            name="mine",
-            progress=False,
-        )
-
-
-def test_a_fit_of_formats_that_tokens_have_by_themselves_is_one_that_vllm_serves(tmp_path):
-    model = uneven()
-    layers = layer_geometries(model.config)
-    limit = CacheSpec(scheme=schemes.get("int8k_int4v", head_dim=64), layers=layers).nbytes(512)
-    goal = Goal(layers=layers, context=512, memory_bytes=limit)
-    found = fit(bench_of(model), formats(layers, False, token_local=True), goal, name="mine", progress=False)
-    assert found.chosen.nbytes <= limit and all(
-        x.token_local for i in range(len(layers)) for x in found.chosen.scheme.for_layer(i, len(layers))
-    )
-    fitted = bound_to(found.chosen.scheme, layers, name="mine", weights="", model="tiny", description="")
-    (tmp_path / "mine.json").write_text(fitted.to_json())
-    served = _layer_formats(str(tmp_path / "mine.json"), layers)
-    assert [(f.scheme.key, f.scheme.value) for f in served if f] == [
-        fitted.for_layer(i, len(layers)) for i in range(len(layers))
-    ]
-    both = formats(layers, True, token_local=True)
-    assert both.calibrated and all(x.token_local for x in (*both.key.values(), *both.value.values()))
+    with pytest.raises(SpecError, match="klt2.*'kivi4'"):
+        Goal(layers=layers, scheme="kivi4")
+    with pytest.raises(SpecError, match="klt2.*memory"):
+        Goal(layers=layers, scheme="klt2", memory_bytes=10**6)
+    Goal(layers=layers, scheme="klt2", context=512)
 
 
 def test_a_memory_that_no_bits_fit_is_refused_before_anything_is_measured():
     layers = tuple(LayerGeometry(num_kv_heads=2, head_dim=64) for _ in range(3))
-    with pytest.raises(
-        SpecError,
-        match=r"1.00 kB do not hold 2 sequences of 8,192 tokens: the fewest bits take .* MB; give more memory",
-    ):
-        require_room(Goal(layers=layers, context=8192, batch=2, memory_bytes=1000), formats(layers, False))
-    require_room(Goal(layers=layers, context=8192, batch=2, memory_bytes=10**9), formats(layers, False))
-    require_room(Goal(layers=layers, memory_bytes=1000, max_kl=0.1), formats(layers, False))
+    names = family(layers)
+    with pytest.raises(SpecError, match=r"1.00 kB do not hold 2 sequences of 8,192 tokens: .* at most 0 tokens"):
+        require_room(Goal(layers=layers, context=8192, batch=2, memory_bytes=1000), names)
+    require_room(Goal(layers=layers, context=8192, batch=2, memory_bytes=10**9), names)
+    require_room(Goal(layers=layers, memory_bytes=1000, max_kl=0.1), names)
 
 
-def test_formats_that_need_a_basis_are_fitted_too():
-    from kvbits.calibrate import calibrate, prompts_from_text
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_equal_pages_shift_bits_between_the_keys_and_values_of_a_layer(head_dim):
+    layers = tuple(LayerGeometry(num_kv_heads=2, head_dim=head_dim) for _ in range(3))
+    base = schemes.get("klt3", head_dim=head_dim)
+    bands = tuple(1.0 / 4**i for i in range(head_dim // 16))
+    known = [Sensitivity(tuple(b * k for b in bands), k, v) for k, v in ((1.0, 100.0), (1.0, 1.0), (100.0, 1.0))]
+    search = _Search(None, base, Goal(layers=layers, scheme="klt3", equal_pages=True), known, "mine")
+    found = search.scheme(walk(search.options())[-1])
+    pages = {g.layouts["closed"].page_size_bytes for g in CacheSpec(scheme=found, layers=layers).groups}
+    assert pages == {CacheSpec(scheme=base, layers=layers).groups[0].layouts["closed"].page_size_bytes}
+    assert widths(found, 3, "value")[0] > widths(found, 3, "value")[2]
+    assert widths(found, 3, "key")[0] < widths(found, 3, "key")[2]
+    free = _Search(None, base, Goal(layers=layers, scheme="klt3"), known, "mine")
+    assert walk(free.options(), free.goal.limit(base))[-1].kl <= search.expected(found)
 
-    model = uneven()
-    layers = layer_geometries(model.config)
-    bases = calibrate(model, prompts_from_text(tiny.tokenizer(), novel()[:20_000], num_prompts=4, length=512), "klt4")
-    bench = Bench(model, PROBES, WHOLES, bases, state())
-    for name in ("klt4", "klt2"):  # steps are those of the widths, whatever the bases were made for
-        own = calibrate(
-            model, prompts_from_text(tiny.tokenizer(), novel()[:20_000], num_prompts=4, length=512), name
-        ).static
-        for a, b in zip(bench.calibration(schemes.get(name, head_dim=64)).static, own, strict=True):
-            torch.testing.assert_close(a["k_basis"], b["k_basis"], rtol=0, atol=2e-3 * float(b["k_basis"].abs().max()))
-    limit = CacheSpec(scheme=schemes.get("klt3", head_dim=64), layers=layers).nbytes(8192)
-    found = fit(
-        bench, formats(layers, True), Goal(layers=layers, context=8192, memory_bytes=limit), name="mine", progress=False
+
+def test_layers_of_other_widths_have_the_copies_that_are_finer(bench, layers):
+    base = schemes.get("klt2", head_dim=64)
+    found = fitted(bench, Goal(layers=layers, scheme="klt2")).fitted.scheme
+    assert found.overrides and found.copies == base.copies and found.residual_length == base.residual_length
+    for group in CacheSpec(scheme=found, layers=layers).groups:
+        finer = base.copies[0].key.mean_bits + base.copies[0].value.mean_bits
+        assert bool(group.copies) == (group.key.mean_bits + group.value.mean_bits < finer)
+    four = schemes.get("klt4", head_dim=64)
+    mixed = dataclasses.replace(
+        base,
+        overrides=(
+            Override(layers=(0,), key=dataclasses.replace(base.key, bands=(6, 4, 3, 3)), value=base.value),
+            Override(layers=(1,), key=four.key, value=four.value),
+            Override(layers=(2,), key=RAW, value=RAW),
+            Override(layers=(3,), key=QuantSpec(), value=QuantSpec()),
+        ),
     )
-    assert found.preset is not None and found.chosen.kl <= found.preset.kl and found.fitted.scheme.needs_calibration
-    needed = bench.calibration(found.fitted.scheme)
-    assert KVCache.for_model(model, found.fitted.scheme, calibration=needed).nbytes == 0
+    groups = {g.layers: g.copies for g in CacheSpec(scheme=mixed, layers=layers[:1] * 5).groups}
+    assert groups == {(0,): base.copies, (1,): (), (2,): (), (3,): (), (4,): base.copies}
+
+
+def test_a_fit_is_one_that_vllm_serves(bench, layers, tmp_path):
+    found = fitted(bench, Goal(layers=layers, scheme="klt2"))
+    mine = bound_to(found.fitted.scheme, layers, name="mine", weights="", model="tiny", description="")
+    (tmp_path / "mine.json").write_text(mine.to_json())
+    served = _layer_formats(str(tmp_path / "mine.json"), layers)
+    assert [(f.scheme.key, f.scheme.value) for f in served if f] == [mine.for_layer(i, 2) for i in range(2)]
+    assert [f.copies for f in served if f] == [mine.copies_of(*mine.for_layer(i, 2)) for i in range(2)]
+    assert any(f.copies for f in served if f)
+    rings = planner.vllm_rings(mine, layers, "bfloat16")
+    assert [len(r) - 1 for r in rings] == [len(mine.copies_of(*mine.for_layer(i, 2))) for i in range(2)]
+
+
+def test_models_that_klt_does_not_take_are_dealt_integers():
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_embd=128, n_layer=2, n_head=2, vocab_size=len(tiny.ALPHABET), n_positions=1024, initializer_range=0.2
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        model.transformer.h[1].attn.c_proj.weight.mul_(0.01)
+    layers = layer_geometries(config)
+    assert family(layers, model)[0] == "int4"
+    assert family((LayerGeometry(num_kv_heads=1, head_dim=512),))[0] == "int4"
+    bench = bench_of(model)
+    found = fitted(bench, Goal(layers=layers, scheme="int8k_int4v"))
+    assert found.fitted.kl < found.preset.kl and found.fitted.nbytes <= found.preset.nbytes
+    assert all(x.token_local for i in range(2) for x in found.fitted.scheme.for_layer(i, 2))
+
+
+def test_layers_that_nobody_sees_are_refused(monkeypatch):
+    model = tiny.model()
+    bases = calibrate(model, list(LEARNED), "klt4")
+    monkeypatch.setattr("kvbits.evaluate.sensitivity.stored_at", lambda config: {})
+    with pytest.raises(UnsupportedError, match=r"layers \[0, 1\] did not pass"):
+        sensitivities(model, [PROBES[0]], schemes.get("klt4", head_dim=64), bases, near=64, progress=False)
 
 
 # -- the file -------------------------------------------------------------------------------------------------------
@@ -308,27 +477,15 @@ def test_the_command_writes_a_file_that_other_commands_take(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(novel()[:8192])
     out = tmp_path / "mine.json"
-    command = f"fit {folder} --memory 400kB --context 1k --windows 1 --text {text} --out"
+    command = f"fit {folder} --scheme klt2 --windows 1 --text {text} --out"
     first = run(f"{command} {out}").output
-    assert "1,024 tokens x 1" in first and "keys " in first and str(out) in first
+    assert "keys " in first and str(out) in first
     data = run_json(f"{command} {out}")  # goes on from what was measured
-    assert data["chosen"]["nbytes"] <= 400_000 and len(data["widths"]["key"]) == 2
-    planned = run_json(f"plan {folder} --context 1k --scheme {out}")
+    assert data["chosen"]["nbytes"] <= data["preset"]["nbytes"] and len(data["widths"]["key"]) == 2
+    planned = run_json(f"plan {folder} --context 32k --scheme {out}")
     assert planned["rows"][0]["total_bytes"] == data["chosen"]["nbytes"]
-    assert "not reached" in run(f"{command} {out} --max-kl 1e-9", code=1).output
+    assert (
+        "not reached"
+        in run(f"fit {folder} --context 1k --max-kl 1e-9 --windows 1 --text {text} --out {out}", code=1).output
+    )
     error(f"{command} {tmp_path / 'mine.txt'}", "mine.txt", ".json")
-
-
-@pytest.mark.skipif(
-    not (MODELS / "smollm2-135m-instruct").exists(), reason="needs SmolLM2-135M-Instruct under KVBITS_MODELS"
-)
-def test_a_layer_of_smollm2_alone_costs_more_in_fewer_bits():
-    from kvbits.evaluate.texts import novel_start, windows
-    from kvbits.integrations.models import load_model
-
-    model, tokenizer = load_model(str(MODELS / "smollm2-135m-instruct"), dtype="float32")
-    layers = layer_geometries(model.config)
-    known = formats(layers, False)
-    bench = Bench(model, windows(tokenizer, novel_start(), count=1, length=384), PROBES, None, state())
-    four, two = (bench.alone(0, "key", b, known.key[b]) for b in (4, 2))
-    assert 0 < four < two

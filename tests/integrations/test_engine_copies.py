@@ -4,6 +4,7 @@ that the scheme names, or packed where there is none.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 
@@ -25,8 +26,10 @@ from kvbits.integrations.engine.step import Placer, Step
 from kvbits.ops import dispatch, store
 from kvbits.ops.reference.attend import PageList, judge
 from kvbits.ops.types import PageStore
+from kvbits.quant.basis import for_copies
+from kvbits.spec import PageLayout
 
-HEADS, QUERY_HEADS, D, BLOCKS, ROWS, TOKENS, LONGEST = 2, 4, 64, 64, 4, 1024, 1024
+HEADS, QUERY_HEADS, D, BLOCKS, ROWS, TOKENS, LONGEST = 2, 4, 64, 64, 4, 1024, 768
 OPTIONS = Options(raw_newest=64, raw_first=64)
 PACKED = 0
 """What a page is read from: itself, or a ring by its number from 1 on."""
@@ -56,6 +59,7 @@ class Request:
         self.query = torch.randn(LONGEST, QUERY_HEADS, D, generator=gen).to(dtype).to(device)
         self.key, self.value = (torch.randn(LONGEST, HEADS, D, generator=gen).to(dtype).to(device) for _ in "kv")
         self.seed, self.blocks, self.done, self.begun = seed, blocks, 0, 0
+        self.stored: dict[PageLayout, PageStore] = {}  # all its tokens, for judging
 
     def shares(self, other: Request, tokens: int) -> None:
         """Begin with another's first tokens, in its blocks."""
@@ -91,7 +95,8 @@ class Engine:
         sizes = {"rows": ROWS, "tokens": TOKENS, "num_pages": BLOCKS, "device": self.device}
         self.placer = Placer([self.call], copied=count, **sizes)
         static = {name: x.to(self.device) for name, x in self.static.items()}
-        self.layer = Layer("0", self.call, self.device, static=static)
+        self.layer = Layer("0", self.call, self.device)
+        self.layer.calibrate(static, None)
         self.layer.take_copies(count)
         self.pages = torch.zeros(BLOCKS, HEADS, layout.head_bytes, dtype=torch.uint8, device=self.device)
         self.num_queries = 1 + drafts
@@ -158,13 +163,17 @@ class Engine:
         history = self.history(r, n)
         layouts = [self.call.layout, *(ring.layout for ring in self.call.rings)]
         pages = range(-(-history // PAGE_SIZE))
-        parts = [(x, [p for p in pages if read_from(p) == i], 0, history) for i, x in enumerate(layouts)]
+        for layout in layouts:
+            if layout not in r.stored:
+                r.stored[layout] = self.stored(layout, r, 0, LONGEST)
+        parts = [(r.stored[x], [p for p in pages if read_from(p) == i], 0, history) for i, x in enumerate(layouts)]
         if history < r.done:
             raw = next(layout for layout in layouts if layout.is_raw)
-            parts.append((raw, list(range(-(-(r.done - history) // PAGE_SIZE))), history, r.done))
+            own = self.stored(raw, r, history, r.done)
+            parts.append((own, list(range(-(-(r.done - history) // PAGE_SIZE))), history, r.done))
         stores, lists = [], []
-        for layout, pages, begin, end in parts:
-            stores.append(self.stored(layout, r, begin, end))
+        for found, pages, begin, end in parts:
+            stores.append(found)
             lengths = np.array([min(end - begin - p * PAGE_SIZE, PAGE_SIZE) for p in pages], np.int32)
             first = np.array([begin + p * PAGE_SIZE for p in pages], np.int64)
             lists.append(PageList(np.array([0, len(pages)]), np.array(pages, np.int64), first, lengths))
@@ -180,7 +189,8 @@ class Engine:
         """Tokens of a request in pages of their own."""
         n = end - begin
         pages = torch.zeros(max(-(-n // PAGE_SIZE), 1), HEADS, layout.head_bytes, dtype=torch.uint8)
-        found = PageStore(layout, (pages,), {} if layout.is_raw else self.static)
+        own = {} if layout.is_raw else for_copies(self.static, self.call.layout.key, layout.key)
+        found = PageStore(layout, (pages,), own)
         k, v = (x[begin:end].cpu() for x in (r.key, r.value))
         starts = (begin + torch.arange(n) // PAGE_SIZE * PAGE_SIZE).int()
         store.choose(layout, k.dtype, "cpu", "reference").run(k, v, found, torch.arange(n), starts=starts)
@@ -228,7 +238,7 @@ def check(make, engine: Engine, r: Request, out: torch.Tensor, read_from=None) -
     """Results of a request's newest tokens are those of the copies that the scheme names, and of no others."""
     named = read_from or engine.by_scheme(r)
     assert relative_error(out.cpu(), engine.want(r, len(out), named)) < make.limit
-    if make.limit > 1e-4:
+    if make.limit > 1e-4 or len(out) > 100:
         return
     begin = 0 if engine.call.sliding_window is None else max(r.done - engine.call.sliding_window, 0) // PAGE_SIZE
     pages = range(begin, -(-engine.history(r, len(out)) // PAGE_SIZE))
@@ -271,6 +281,20 @@ def test_rings_hold_what_the_scheme_needs_and_no_more():
     assert Options(raw_newest=128).rings(FORMATS["kvbits_klt2"], layout)[1].newest == 10
     (alone,) = OPTIONS.rings(FORMATS["kvbits_klt4"], finer)
     assert (alone.newest, alone.first) == (2, True)
+
+
+def test_copies_are_nearer_to_the_models_own_values(make):
+    """Raw copies than no copies, and copies of klt4 behind them than raw ones alone."""
+    far = []
+    for options in (OPTIONS, dataclasses.replace(OPTIONS, packed_copies=False), Options()):
+        engine = make("kvbits_klt2", 1, options=options)
+        r = engine.request()
+        engine.step((r, 575))
+        out = engine.step((r, 1))[0]
+        keys, values = (x[:576].double().cpu().repeat_interleave(2, 1) for x in (r.key, r.value))
+        weights = (torch.einsum("hd,khd->hk", r.query[575].double().cpu(), keys) * D**-0.5).softmax(-1)
+        far.append(relative_error(out.cpu(), torch.einsum("hk,khd->hd", weights, values)[None]))
+    assert far[0] < 0.6 * far[1] < 0.6 * far[2]
 
 
 @pytest.mark.parametrize("unpacks", [False, True], ids=["packed", "unpacked"])
@@ -366,7 +390,9 @@ def test_layers_of_one_pool_may_have_fewer_formats_of_copies(make):
     raw = Call(*[getattr(some, f) for f in list(Call.__dataclass_fields__)[:-1]], some.rings[:1])
     placer = Placer([raw, some], copied=1, rows=ROWS, tokens=TOKENS, num_pages=BLOCKS, device=engine.device)
     engine.placer, engine.call = placer, raw
-    engine.layer = Layer("0", raw, engine.device, static=engine.layer.static)
+    static = engine.layer.static[0]
+    engine.layer = Layer("0", raw, engine.device)
+    engine.layer.calibrate(static, None)
     engine.layer.take_copies(1)
     engine.decode = Decode(raw, ROWS, 1, engine.device, placer.copies)
     for n in (640, 1):

@@ -636,7 +636,7 @@ def test_files_of_other_models_and_options_that_cannot_be_are_refused(model, cal
         (
             '{"raw": 1}',
             UnsupportedError,
-            "KVBITS_SGLANG: unknown option 'raw'.*raw_newest, raw_first, raw_share, calibration, calibrate",
+            "KVBITS_SGLANG: unknown option 'raw'.*raw_newest, raw_first, packed_copies, copies_share, calibration, calibrate",
         ),
         ("raw", UnsupportedError, "KVBITS_SGLANG is 'raw'; it takes a dict"),
     ):
@@ -664,7 +664,7 @@ def test_copies_are_taken_off_the_memory_for_pages(model, calibration, monkeypat
 
     from kvbits.integrations.sglang.pool import budget, pool_class
 
-    said = {"calibration": calibration("llama", "klt4").path} | ({"raw_share": share} if share else {})
+    said = {"calibration": calibration("llama", "klt4").path} | ({"copies_share": share} if share else {})
     monkeypatch.setenv("KVBITS_SGLANG", json.dumps(said))
     assert (
         resolved(model("llama")[1], attention_backend="kvbits_klt4", max_running_requests=running).max_running_requests

@@ -21,7 +21,6 @@ from kvbits.errors import UnsupportedError
 from kvbits.geometry import has_key_bias
 from kvbits.integrations import vllm
 from kvbits.integrations.engine import calibrated, prefill
-from kvbits.integrations.engine.call import raw_of
 from kvbits.integrations.engine.layer import Layer
 from kvbits.integrations.engine.options import Options
 from kvbits.integrations.engine.served import LISTED, WIDEST, WIDEST_CALIBRATED
@@ -123,6 +122,9 @@ def test_calibrated_formats_have_raw_copies_unless_told_otherwise():
         for x in (options("kvbits_klt4"), options("kvbits_klt4", raw_newest=128), options("kvbits_klt4", raw_first=0))
     ] == [(64, 64), (128, 64), (64, 0)]
     assert options("kvbits_klt2", raw_newest=0).copies is options("kvbits_int4").copies is False
+    assert options("kvbits_klt2").packed_copies and not options("kvbits_klt2", packed_copies=False).packed_copies
+    with pytest.raises(UnsupportedError, match="packed_copies=0 must be true or false"):
+        options("kvbits_klt2", packed_copies=0)
     with pytest.raises(UnsupportedError, match="a file of `kvbits calibrate`"):
         options("kvbits_klt4", calibration=1)
 
@@ -138,20 +140,20 @@ def test_options_outside_of_their_key_are_named_and_those_of_others_are_not():
     assert "'dtype', an option of kvbits" in misspelt({"dtype": "int8_centered"}, True)
     others = {"kvbits": {"raw_newest": 64}, "gdn_prefill_backend": "triton", "ascend_scheduler_config": {}, "dtype": 1}
     assert misspelt(others, False) is misspelt({}, True) is misspelt(None, True) is None
-    for wrong in ("raw_newst", "raw_shares", "calibrations"):
+    for wrong in ("raw_newst", "copies_shares", "calibrations"):
         with pytest.raises(UnsupportedError, match=f"unknown option '{wrong}'; did you mean"):
             options("kvbits_klt4", **{wrong: 1})
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 0.51, True, "0.1", None])
 def test_shares_that_cannot_be_are_refused(share):
-    with pytest.raises(UnsupportedError, match="raw_share=.* must be a number above 0"):
-        options("kvbits_klt4", raw_share=share)
-    with pytest.raises(UnsupportedError, match="raw_share without raw_newest"):
-        options("kvbits_klt4", raw_share=0.1, raw_newest=0)
-    with pytest.raises(UnsupportedError, match="raw_share without raw_newest"):
-        options("kvbits_int8", raw_share=0.1)
-    assert options("kvbits_klt4", raw_share=0.1).raw_share == 0.1
+    with pytest.raises(UnsupportedError, match="copies_share=.* must be a number above 0"):
+        options("kvbits_klt4", copies_share=share)
+    with pytest.raises(UnsupportedError, match="copies_share without raw_newest"):
+        options("kvbits_klt4", copies_share=0.1, raw_newest=0)
+    with pytest.raises(UnsupportedError, match="copies_share without raw_newest"):
+        options("kvbits_int8", copies_share=0.1)
+    assert options("kvbits_klt4", copies_share=0.1).copies_share == 0.1
 
 
 @pytest.mark.parametrize(
@@ -159,6 +161,7 @@ def test_shares_that_cannot_be_are_refused(share):
     [
         ({"calibration": "c.safetensors"}, "serve a calibrated format"),
         ({"calibrate": False}, "a calibrated format"),
+        ({"packed_copies": False}, "a calibrated format"),
         ({"scheme": "s.json"}, "kvbits_scheme"),
     ],
 )
@@ -274,7 +277,7 @@ def test_prefill_over_history_is_dense_attention(window, softcap, rows, values, 
     """Scratch for all rows together, for some, and for slices of one row; none on a CPU."""
     layout = formats.raw_layout(2, 64, values, "float32")
     scratch = prefill.Scratch(*(torch.full((rows, 2, d), torch.nan) for d in (64, values)))
-    call = prefill.Call(layout, 4, torch.float32, 0.2, window, softcap, scratch, attend, None)
+    call = prefill.Call(layout, 4, torch.float32, 0.2, window, softcap, scratch, attend, ())
     query_lens, history = np.array([5, 100, 0, 1, 64]), np.array([130, 400, 70, 64, 0])
     pages = torch.full((20, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
     table, free, given, want = torch.zeros(5, 8, dtype=torch.int32), 1, [], []
@@ -302,11 +305,12 @@ def test_chunks_read_raw_copies_where_they_are(attend, sink):
     """
     layout = FORMATS["kvbits_int4"].layout(2, 64, 64, "float32")
     scratch = prefill.Scratch(*(torch.zeros(500, 2, 64) for _ in "kv"))
-    call = prefill.Call(layout, 4, torch.float32, 0.2, None, None, scratch, attend, raw_of(layout))
-    device, sizes = torch.device("cpu"), {"rings": 1, "rows": 2, "tokens": 400, "num_pages": 20}
-    placer = Placer([call], Options(raw_newest=64, raw_first=64), device=device, **sizes)
+    rings = Options(raw_newest=64, raw_first=64).rings(FORMATS["kvbits_int4"], layout)
+    call = prefill.Call(layout, 4, torch.float32, 0.2, None, None, scratch, attend, rings)
+    device, sizes = torch.device("cpu"), {"copied": 1, "rows": 2, "tokens": 400, "num_pages": 20}
+    placer = Placer([call], device=device, **sizes)
     layer = Layer("0", call, device, sink=sink_part(torch.tensor([0.5, -1, 2, 0]), 64, torch.float32) if sink else None)
-    layer.take_copies(3)
+    layer.take_copies(1)
     pages = torch.full((20, 2, layout.head_bytes), 0xFF, dtype=torch.uint8)
     table, rings = torch.arange(1, 13, dtype=torch.int32).view(2, 6), torch.tensor([0, -1], dtype=torch.int32)
     q, k, v = torch.randn(2, 300, 4, 64), torch.randn(2, 300, 2, 64), torch.randn(2, 300, 2, 64)

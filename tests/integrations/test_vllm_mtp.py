@@ -81,7 +81,7 @@ def test_newest_tokens_may_be_raw(model, engine, calibration, dtype, limit):
             else:
                 check(model("mimo_mtp")[0], None, prompt, result)
     own, (head,) = layers_by_owner(llm, 2)
-    assert head.call.layout.is_centered and head.call.raw is None and all(x.call.raw for x in own)
+    assert head.call.layout.is_centered and head.call.rings == () and all(x.call.rings for x in own)
     assert some_accepted(llm), heads.accepted(llm)
 
 

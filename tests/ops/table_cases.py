@@ -167,6 +167,16 @@ CASES = {
         ],
         lengths=[(4, 640, 128, 448, 100), (4, 0, 0, 64, 9), (2, 0, 0, 0, 0), (4, 0, 128, 320, 1)],
     ),
+    # newest pages behind the raw ones from finer packed copies
+    "basis with packed copies": dict(
+        layouts=[
+            layout_of(RAW, RAW),
+            layout_of(schemes.get("klt2").key, schemes.get("klt2").value),
+            layout_of(schemes.get("klt4").key, schemes.get("klt4").value),
+            layout_of(RAW, RAW),
+        ],
+        lengths=[(64, 576, 448, 100), (0, 333, 0, 0), (64, 0, 0, 9), (0, 320, 64, 64), (64, 0, 448, 128), (0, 0, 5, 0)],
+    ),
     "two packed parts": dict(
         layouts=[layout_of(RAW, RAW, 4), KIVI, KIVI, layout_of(RAW, RAW)],
         lengths=[(4, 640, 128, 150), (4, 0, 64, 9), (2, 0, 0, 0), (4, 128, 320, 1)],

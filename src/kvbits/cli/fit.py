@@ -44,7 +44,7 @@ class Fitted(Memory, InDtype):
         shown="shipped texts",
     )
     equal_pages: bool = setting(
-        False, "Pages of all layers take equal bytes, for pools of one page size; gains a third as much."
+        False, "Pages of all layers take equal bytes, for pools with one page size; it gains less."
     )
     windows: int = setting(WINDOWS, "Windows that the backward pass reads, and that are measured.", least=1)
 
@@ -240,12 +240,11 @@ def picture(found: Fit) -> list[str]:
 
 def _words(found: Fit, out: Path) -> list[str]:
     goal, chosen = found.goal, found.chosen
-    users = counted(goal.batch, "sequence")
-    context = "any number of" if found.context is None else f"{found.context:,}"
-    lines = [
-        f"{human_bytes(chosen.nbytes)} at {goal.weighed_at:,} tokens x {goal.batch}, KL {chosen.kl:.5f} nats; {context}"
-        f" tokens for {users}"
-    ]
+    size = f"{human_bytes(chosen.nbytes)} at {goal.weighed_at:,} tokens x {goal.batch}, KL {chosen.kl:.5f} nats"
+    if goal.memory_bytes is not None:
+        fits = "any number of" if found.context is None else f"{found.context:,}"
+        size += f"; {fits} tokens for {counted(goal.batch, 'sequence')}"
+    lines = [size]
     if not found.gained and found.preset is not None:
         lines.insert(
             0,

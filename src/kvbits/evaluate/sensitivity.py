@@ -131,7 +131,7 @@ class _Layer:
         elif window is not None:
             seen &= query - key < window
         ends = (key - self.sinks).div(self.page, rounding_mode="floor") * self.page + self.page + self.sinks
-        return seen, seen & (key >= self.sinks) & (ends + self.near <= query + 1)
+        return seen, seen & (key >= self.sinks) & (ends + self.near <= query)
 
     def add(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slope: torch.Tensor, how: dict[str, Any]) -> None:
         """Add one text.

@@ -178,7 +178,7 @@ def section(models: Models, *, context: int = 8192, gpus: int = 1, batch: int = 
     header = "".join(f'<th scope="col">{c}</th>' for c in columns)
     note = (
         "The numbers of <code>kvbits plan MODEL --gpu-memory</code>: what caches of fixed capacity allocate on each"
-        " GPU, whole pages, scales and raw newest tokens included. Rows of vLLM hold whole blocks; the raw copies that"
+        " GPU, whole pages, scales and raw newest tokens included. Rows of vLLM hold whole blocks; the copies that"
         " klt formats also keep of some users are not in them. Reserve: activations, the CUDA context, graphs. Tokens a"
         " second: through Transformers, all in a CUDA graph, 16 bits with FlashAttention-3. GB is 10⁹ bytes."
     )

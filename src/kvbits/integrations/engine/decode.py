@@ -78,24 +78,20 @@ class Decode:
         layer: str,
         pages: torch.Tensor,
         copies: Sequence[torch.Tensor],
-        static: dict[str, torch.Tensor],
+        static: Sequence[dict[str, torch.Tensor]],
         sink: Sink,
     ) -> None:
-        """q [tokens, Hq, D], out [tokens, Hq, Dv]; pages, copies of each ring, calibrated parameters and learned sink
-        of the layer.
+        """q [tokens, Hq, D], out [tokens, Hq, Dv]; pages, copies of each ring, calibrated parameters of both and
+        learned sink of the layer.
         """
         number, address = self._bound.get(layer, (len(self._bound), 0))
         if address != pages.data_ptr():
-            given = [pages]
+            parts = [store_of(pages, self._layouts[0], static[0])]
             if self._copies:
-                given += [x for x, ring in zip(copies, self._rings, strict=True) if ring.first] + list(copies)
-            self._plan.bind(
-                number,
-                [
-                    store_of(x, layout, {} if layout.is_raw else static)
-                    for x, layout in zip(given, self._layouts, strict=True)
-                ],
-            )
+                of_rings = zip(copies, self._rings, static[1:], strict=True)
+                kept = [store_of(x, ring.layout, shared) for x, ring, shared in of_rings]
+                parts += [x for x, ring in zip(kept, self._rings, strict=True) if ring.first] + kept
+            self._plan.bind(number, parts)
             self._bound[layer] = number, pages.data_ptr()
         shape, ragged = (-1, self.num_queries), self._ragged
         asked = (q if ragged is None else q[ragged.token_of]).unflatten(0, shape)

@@ -8,6 +8,7 @@ import torch
 
 from ...ops import dispatch, store
 from ...ops.types import store_of
+from ...quant.basis import for_copies
 from .call import Call, Sink
 from .step import Step
 
@@ -19,7 +20,7 @@ class Layer:
     Attributes:
         name: by which plans know it.
         copies: pages of each of `call.rings`, uint8 [copies, H, head_bytes]; none before `take_copies`.
-        static: calibrated parameters (`PageStore.static`).
+        static: calibrated parameters of pages (`PageStore.static`), then of each ring's copies.
         order: of stored channels, int64 [D]; None where it is the model's.
         turn: by how much keys turn from a page to the next (`quant.rotary.turn_by`); None where nobody knows: means
             then start as they are.
@@ -30,8 +31,8 @@ class Layer:
     call: Call
     device: torch.device
     copies: tuple[torch.Tensor, ...] = ()
-    static: dict[str, torch.Tensor] = field(default_factory=dict)
-    order: torch.Tensor | None = None
+    static: tuple[dict[str, torch.Tensor], ...] = field(default=(), init=False)
+    order: torch.Tensor | None = field(default=None, init=False)
     turn: torch.Tensor | None = None
     sink: Sink = None
 
@@ -42,6 +43,13 @@ class Layer:
         reads = [dispatch.choose("unpack", layout, self.call.dtype, self.device) for layout in layouts]
         for choice in (*self._writes, *reads):
             choice.prepare()
+        self.calibrate({}, None)
+
+    def calibrate(self, static: dict[str, torch.Tensor], order: torch.Tensor | None) -> None:
+        """Take the calibrated parameters of pages, from which those of copies are made, and the order of channels."""
+        own, self.order = self.call.layout.key, order
+        copies = (ring.layout.key for ring in self.call.rings)
+        self.static = (static, *({} if key.is_raw else for_copies(static, own, key) for key in copies))
 
     def take_copies(self, count: int) -> None:
         """Allocate copies for so many requests, if they are not there."""
@@ -67,7 +75,7 @@ class Layer:
             lender: whose pages these are; then nothing is stored.
         """
         prefill, n, d = step.prefills.get(self.call), step.num_tokens, step.num_decode_tokens
-        copies = (lender or self).copies
+        static, copies = self.static, (lender or self).copies
         plain = self.order is None or prefill is None or not prefill.has_history  # fresh keys are read as they came
         stored, asked = key, query
         if self.order is not None:
@@ -75,17 +83,16 @@ class Layer:
         if lender is None:
             self._store(stored[:n], value[:n], pages, step)
         if d:
-            step.decodes[self.call].run(asked[:d], out[:d], self.name, pages, copies, self.static, self.sink)
+            step.decodes[self.call].run(asked[:d], out[:d], self.name, pages, copies, static, self.sink)
         if prefill:
             q, k = (query, key) if plain else (asked, stored)
             end = d + prefill.num_tokens
-            prefill.run(self.call, q[d:end], k[d:end], value[d:end], out[d:end], pages, copies, self.static, self.sink)
+            prefill.run(self.call, q[d:end], k[d:end], value[d:end], out[d:end], pages, copies, static, self.sink)
 
     def _store(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, step: Step) -> None:
-        to = store_of(pages, self.call.layout, self.static, self.turn)
+        to = store_of(pages, self.call.layout, self.static[0], self.turn)
         self._writes[0].run(key, value, to, step.slot_mapping, previous=step.previous_page, starts=step.starts)
         # raw ones last: attention starts while their kernel ends, which writes pages that it reads at its end
         for i in reversed(range(len(self.copies))):
-            copy = self.call.rings[i].layout
-            kept = store_of(self.copies[i], copy, {} if copy.is_raw else self.static)
+            kept = store_of(self.copies[i], self.call.rings[i].layout, self.static[1 + i])
             self._writes[1 + i].run(key, value, kept, step.copy_slots[i], starts=step.starts)

@@ -114,15 +114,15 @@ class Prefill:
         out: torch.Tensor,
         pages: torch.Tensor,
         copies: Sequence[torch.Tensor] = (),
-        static: dict[str, torch.Tensor] | None = None,
+        static: Sequence[dict[str, torch.Tensor]] = ({},),
         sink: Sink = None,
     ) -> None:
         """q [num_tokens, Hq, D], out [.., Dv]; k [num_tokens, H, D], v [.., Dv], stored already; pages, copies of each
-        ring, calibrated parameters and learned sink of the layer.
+        ring, calibrated parameters of both and learned sink of the layer.
         """
-        stores = [store_of(pages, call.layout, static)]
-        for x, ring in _coarsest_first(tuple(zip(copies, call.rings, strict=True))):
-            stores.append(store_of(x, ring.layout, {} if ring.layout.is_raw else static))
+        stores = [store_of(pages, call.layout, static[0])]
+        for x, ring, shared in _coarsest_first(tuple(zip(copies, call.rings, static[1:], strict=True))):
+            stores.append(store_of(x, ring.layout, shared))
         for row in self._rows:
             row.run(call, q, k, v, out, stores, sink)
         if self._histories is not None and call.attend is not None:

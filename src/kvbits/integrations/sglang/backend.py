@@ -135,9 +135,7 @@ class KVBitsBackend(AttentionBackend):
         found.take_copies(max(1, self._rings.count))
         if self._calibration:
             rank = get_parallel()
-            found.static, found.order = self._calibration.layer(
-                layer.layer_id, rank.tp_rank, rank.tp_size, self._device
-            )
+            found.calibrate(*self._calibration.layer(layer.layer_id, rank.tp_rank, rank.tp_size, self._device))
         return found
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:

@@ -157,9 +157,8 @@ class KVBitsImpl(AttentionImpl):
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        self.stored.static, self.stored.order = calibrated.model_of(self._config, self._device).layer(
-            self._found()[0], rank, size, self._device
-        )
+        found = calibrated.model_of(self._config, self._device)
+        self.stored.calibrate(*found.layer(self._found()[0], rank, size, self._device))
 
     def take_copies(self) -> None:
         """Allocate this layer's copies, when it is known how many requests have them."""

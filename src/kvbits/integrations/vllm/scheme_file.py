@@ -77,7 +77,7 @@ def _format(path: str, layer: int, of: Scheme, geometry: LayerGeometry, count: i
         raise UnsupportedError(
             f"{where}: one of keys and values is raw, and kernels read both packed or both raw; quantize both, or none"
         )
-    copies = () if any(o.covers(layer, count) for o in of.overrides) else of.copies
+    copies = of.copies_of(key, value)
     sides = [("keys", key), ("values", value)]
     sides += [(f"{side} of copies", spec) for c in copies for side, spec in (("keys", c.key), ("values", c.value))]
     for side, spec in sides:

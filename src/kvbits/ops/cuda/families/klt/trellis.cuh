@@ -38,15 +38,12 @@ struct UniformLevels {
     DEVICE explicit UniformLevels(int width) : end((2 << (WIDTH ? WIDTH : width)) * STEP) {}
     /// Parts from the first level on, less LESS.
     DEVICE int place(u32 units) const { return int(units) * PARTS + ((end - STEP) / 2 - PARTS * FARTHEST - LESS); }
-    /// The squared distance from each coset's nearest level.
-    DEVICE void costs(int at, u32 (&cost)[STATES]) const {
-        const int past = at + LESS - add_clamped(at, LESS, end - STEP);
-        const u32 less = 0u - u32(past) * u32(past);
+    /// The distance from each coset's nearest level, and from the range of levels.
+    DEVICE int distances(int at, int (&away)[STATES]) const {
 #pragma unroll
-        for (int q = 0; q < STATES; ++q) {
-            const u32 away = u32(WIDTH == 0 || WIDTH > 4 ? from_lower(at, q) : from_middle(at, q));
-            cost[q] = away * away + less;
-        }
+        for (int q = 0; q < STATES; ++q)
+            away[q] = WIDTH == 0 || WIDTH > 4 ? from_lower(at, q) : from_middle(at, q);
+        return at + LESS - add_clamped(at, LESS, end - STEP);
     }
     /// The code of the coset's nearest level with the lowest bit of `low`. complement: 3 - coset, up by COSET_SHIFT.
     DEVICE u32 code(int at, u32 complement, u32 low) const {
@@ -74,15 +71,11 @@ struct FittedLevels {
 
     DEVICE explicit FittedLevels(int) {}
     DEVICE int place(u32 units) const { return int(units) * PARTS - PARTS * FARTHEST; }
-    DEVICE void costs(int at, u32 (&cost)[STATES]) const {
+    DEVICE int distances(int at, int (&away)[STATES]) const {
         constexpr int MIDDLE[] = {-4, -1, 1, 4}, HALF[] = {5, 4, 4, 5};  // quarters
-        const int past = max(distance(at, 0, -9 * QUARTER), 0);
-        const u32 less = 0u - u32(past) * u32(past);
 #pragma unroll
-        for (int q = 0; q < STATES; ++q) {
-            const u32 away = u32(distance(at, MIDDLE[q] * QUARTER, -HALF[q] * QUARTER));
-            cost[q] = away * away + less;
-        }
+        for (int q = 0; q < STATES; ++q) away[q] = distance(at, MIDDLE[q] * QUARTER, -HALF[q] * QUARTER);
+        return max(distance(at, 0, -9 * QUARTER), 0);
     }
     DEVICE u32 code(int at, u32 complement, u32 low) const {
         static_assert(QUARTER == 256, "middles, plus 4, are the second byte");
@@ -99,6 +92,19 @@ DEVICE u32 spread_bits(u32 x) {
     return (x | x << 1) & 0x55555555u;
 }
 
+/// Costs of a number in each coset, and the same plus `bit`.
+template <class Levels>
+DEVICE void costs_of(const Levels& levels, int at, u32 bit, u32 (&cost)[STATES], u32 (&with_bit)[STATES]) {
+    int away[STATES];
+    const int past = levels.distances(at, away);
+    const u32 less = multiply_add(-past, past, 0), less_and_bit = less + bit;
+#pragma unroll
+    for (int q = 0; q < STATES; ++q) {
+        cost[q] = multiply_add(away[q], away[q], less);
+        with_bit[q] = multiply_add(away[q], away[q], less_and_bit);  // where products go, not sums: those are many
+    }
+}
+
 /// The codes of a ring, four bytes for each run. numbers: `units_of`, two for each word, run by run.
 /// BY_BYTES: the ring goes through its runs byte by byte, as that of keys; else run by run, as that of values.
 template <bool BY_BYTES, class Levels>
@@ -110,9 +116,10 @@ DEVICE void ring_codes(const u32 (&numbers)[RING / 2], const Levels& levels, u32
         const u32 pair = numbers[run * 2 + n / 2];
         at[t] = levels.place(n % 2 ? pair >> 16 : pair & 0xffff);
     }
-    u32 least[STATES][STATES], begin[STATES], cost[STATES];
-    levels.costs(at[0], begin);
-    levels.costs(at[1], cost);
+    // of paths with b(t-2)
+    u32 least[STATES][STATES], begin[STATES], cost[STATES], with_bit[STATES];
+    costs_of(levels, at[0], 0, begin, with_bit);
+    costs_of(levels, at[1], 0, cost, with_bit);
     u32 rest = begin[0] + cost[0];      // what costs leave in the low bits
 #pragma unroll
     for (int f = 0; f < STATES; ++f)
@@ -121,11 +128,8 @@ DEVICE void ring_codes(const u32 (&numbers)[RING / 2], const Levels& levels, u32
             least[f][s] = begin[(s >> 1 ^ f >> 1) * 2 + (f & 1)] + cost[((s ^ f) & 1) * 2 + (s >> 1)];
 #pragma unroll
     for (int t = 2; t < RING; ++t) {
-        levels.costs(at[t], cost);
+        costs_of(levels, at[t], 1u << (t - 2), cost, with_bit);
         rest += cost[0];
-        u32 with_bit[STATES];           // of paths with b(t-2)
-#pragma unroll
-        for (int q = 0; q < STATES; ++q) with_bit[q] = cost[q] + (1u << (t - 2));
 #pragma unroll
         for (int f = 0; f < STATES; ++f) {
             u32 next[STATES];
